@@ -1,0 +1,33 @@
+"""structlin: structured matrices as better linear layers. The structure is the only thing anybody writes."""
+
+from . import duality, scaling
+from .contract import apply, to_cola, to_dense
+from .duality import dualize
+from .families import BTT, TT, BlockDiagonal, Dense, Family, Kronecker, LowRank, Monarch, family
+from .linear import StructuredLinear
+from .scaling import init_std, lr_mult
+from .structure import Core, Structure
+
+__version__ = "0.1.0"
+__all__ = [
+    "BTT",
+    "TT",
+    "BlockDiagonal",
+    "Core",
+    "Dense",
+    "Family",
+    "Kronecker",
+    "LowRank",
+    "Monarch",
+    "Structure",
+    "StructuredLinear",
+    "apply",
+    "duality",
+    "dualize",
+    "family",
+    "init_std",
+    "lr_mult",
+    "scaling",
+    "to_cola",
+    "to_dense",
+]

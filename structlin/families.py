@@ -1,0 +1,366 @@
+"""The families: hyperparameters -> a `Structure` for a width. The only file that names them and their formulas.
+
+`W` is `(out_features, in_features)`, `y = W x`. Source, where none is named: Qiu et al. 2024, "Compute Better Spent"
+(arXiv:2406.06248). Widths are factorised as evenly as possible (its appendix E.2); a width that factors badly (a
+prime, 50257 = 29 x 1733) is padded to the next one that factors well: the structure is then larger than the layer, and
+the layer slices.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from math import isqrt, prod
+from typing import Any
+
+from .structure import Structure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family(ABC):
+    """Hyperparameters that give a `Structure` for every width. Subclass it, or declare a `Structure`: both work
+    everywhere."""
+
+    @abstractmethod
+    def structure(self, in_features: int, out_features: int) -> Structure:
+        """The structure of a layer `in_features -> out_features`.
+
+        Its own `in_features` and `out_features` may be larger: padding.
+
+        Raises:
+            ValueError: the hyperparameters do not fit these widths; the message names what would.
+        """
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data (for JSON); `family(**data)` is its inverse for the families of this file."""
+        return {"name": type(self).__name__, **asdict(self)}
+
+    @property
+    def label(self) -> str:
+        """Short text for tables; the usual number of cores is left out.
+
+        >>> BTT(rank=4).label, BTT(rank=2, cores=3).label, Kronecker().label
+        ('BTT(rank=4)', 'BTT(rank=2, cores=3)', 'Kronecker()')
+        """
+        shown = [f for f in fields(self) if f.name != "cores" or getattr(self, f.name) != f.default]
+        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)}' for f in shown)})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense(Family):
+    """A dense matrix, as a structure of one core."""
+
+    def structure(self, in_features: int, out_features: int) -> Structure:
+        return Structure("i -> o", "o i", i=in_features, o=out_features)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank(Family):
+    """`W = U V` through a bottleneck of `rank`."""
+
+    rank: int
+
+    def __post_init__(self) -> None:
+        _positive("rank", self.rank)
+
+    def structure(self, in_features: int, out_features: int) -> Structure:
+        _bounded("rank", self.rank, min(in_features, out_features), "min(in_features, out_features)")
+        return Structure(
+            "i -> o",
+            "r i",  # V
+            "o r",  # U
+            i=in_features, o=out_features, r=self.rank,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockDiagonal(Family):
+    """`blocks` independent dense matrices. It mixes nothing between blocks."""
+
+    blocks: int
+
+    def __post_init__(self) -> None:
+        _positive("blocks", self.blocks)
+
+    def structure(self, in_features: int, out_features: int) -> Structure:
+        i, o = _divide(in_features, self.blocks, "in_features"), _divide(out_features, self.blocks, "out_features")
+        return Structure("b i -> b o", "b o i", b=self.blocks, i=i, o=o)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kronecker(Family):
+    """`W = L (x) R`, with L `(a, g)` and R `(b, d)`."""
+
+    def structure(self, in_features: int, out_features: int) -> Structure:
+        (g, d), (a, b) = factorise(in_features, 2), factorise(out_features, 2)
+        return Structure(
+            "g d -> a b",
+            "b d",  # R
+            "a g",  # L
+            g=g, d=d, a=a, b=b,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TT(Family):
+    """Tensor-Train matrix: `W[i1..ic, j1..jc] = G1[i1, j1] ... Gc[ic, jc]`, a product of rank x rank matrices.
+
+    Core t is `r(t-1) i_t j_t r_t`; core c is applied first. Rank 1 with two cores is Kronecker. `rank` may be a tuple,
+    one for each of the `cores - 1` bonds r_1 .. r_(c-1). Source: Novikov et al. 2015 (arXiv:1509.06569).
+    """
+
+    rank: int | tuple[int, ...]
+    cores: int = 2
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rank", _check_bonds(self.rank, self.cores, smallest=1))
+
+    def structure(self, in_features: int, out_features: int) -> Structure:
+        c = self.cores
+        j, i = factorise(in_features, c), factorise(out_features, c)
+        bounds = [min(prod(i[:t]) * prod(j[:t]), prod(i[t:]) * prod(j[t:])) for t in range(1, c)]
+        sizes = _tt_sizes(self.rank, bounds, i, j)
+        cores = [_tt_core(t, c) for t in range(c, 0, -1)]
+        inputs, outputs = (" ".join(f"{axis}{t}" for t in range(1, c + 1)) for axis in "ji")
+        return Structure(f"{inputs} -> {outputs}", *cores, **sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Monarch(Family):
+    """Two block-diagonal matrices of `blocks` blocks with a fixed transposition between; full rank for a square layer.
+
+    The middle is `min(in_features, out_features)` wide, q = middle / blocks for each block of the first core
+    (k q p); it is read again as (r l), l = blocks, by the second (l s r), and written in the order (s l). That
+    regrouping needs blocks to divide q or q to divide blocks. Source: Dao et al. 2022 (arXiv:2204.00595) and its code.
+    """
+
+    blocks: int = 4
+
+    def __post_init__(self) -> None:
+        _positive("blocks", self.blocks)
+
+    def structure(self, in_features: int, out_features: int) -> Structure:
+        b = self.blocks
+        p, s = _divide(in_features, b, "in_features"), _divide(out_features, b, "out_features")
+        q = min(p, s)
+        if q % b == 0:
+            return Structure(
+                "k p -> s l",
+                "k q l p",  # q of the paper is (q l)
+                "l s k q",  # r of the paper is (k q)
+                k=b, p=p, s=s, l=b, q=q // b,
+            )  # fmt: skip
+        if b % q == 0:
+            return Structure(
+                "r k p -> s k q",
+                "r k q p",  # k of the paper is (r k)
+                "k q s r",  # l of the paper is (k q)
+                r=q, k=b // q, p=p, q=q, s=s,
+            )  # fmt: skip
+        middle = min(in_features, out_features)
+        fits = [n for n in _divisors(in_features) if out_features % n == 0 and _regroups(n, middle // n)]
+        raise ValueError(
+            f"blocks={b} does not regroup a middle of {middle} = {b} x {q}: {b} must divide {q} or be a multiple "
+            f"of it; {_nearest(b, fits)}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BTT(Family):
+    """Block Tensor-Train. With two cores W is a b x g grid of contiguous a x d blocks, each of rank `rank`.
+
+    Core t is TT's with the axes `i_(t+1..c)` and `j_(1..t-1)` as batch (CBS, equation 6), so nothing is shared between
+    blocks; outputs stay in the order `i_c .. i_1` in which the cores produce them. Two cores of rank 1 with equal
+    factors are Monarch with sqrt(d) blocks. `rank` may be a tuple, one for each of the bonds r_1 .. r_(c-1).
+
+    >>> BTT(rank=2).structure(1024, 1024)  # doctest: +NORMALIZE_WHITESPACE
+    Structure('j1 j2 -> i2 i1', 'j1 r1 i2 j2', 'i2 i1 j1 r1', i1=32, i2=32, j1=32, j2=32, r1=2)
+    """
+
+    rank: int | tuple[int, ...] = 1
+    cores: int = 2
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rank", _check_bonds(self.rank, self.cores, smallest=2))
+
+    def structure(self, in_features: int, out_features: int) -> Structure:
+        c = self.cores
+        j, i = factorise(in_features, c), factorise(out_features, c)[::-1]
+        bounds = [min(prod(i[:t]), prod(j[t:])) for t in range(1, c)]
+        sizes = _tt_sizes(self.rank, bounds, i, j)
+        cores = []
+        for t in range(c, 0, -1):
+            batch = [*(f"i{u}" for u in range(c, t, -1)), *(f"j{u}" for u in range(1, t))]
+            cores.append(" ".join([*batch, _tt_core(t, c)]))
+        inputs = " ".join(f"j{t}" for t in range(1, c + 1))
+        outputs = " ".join(f"i{t}" for t in range(c, 0, -1))
+        return Structure(f"{inputs} -> {outputs}", *cores, **sizes)
+
+
+def family(name: str, **options: Any) -> Family:
+    """A family by its name, case ignored.
+
+    Raises:
+        ValueError: no family of that name, or an option that it does not have.
+
+    >>> family("btt", rank=2)
+    BTT(rank=2, cores=2)
+    """
+    if name.lower() not in FAMILIES:
+        raise ValueError(f"structure={name!r} is no family; there are {', '.join(FAMILIES)}")
+    cls = FAMILIES[name.lower()]
+    known = [field.name for field in fields(cls)]
+    for option, value in options.items():
+        if option not in known:
+            raise ValueError(f"{cls.__name__} has no option {option!r} (got {option}={value!r}); it has {known}")
+        if isinstance(value, list):  # JSON has no tuples
+            options[option] = tuple(value)
+    return cls(**options)
+
+
+def structure_of(structure: Family | Structure, in_features: int, out_features: int) -> Structure:
+    """The structure of a layer `in_features -> out_features`, from a family or a `Structure` that is large enough.
+
+    Raises:
+        ValueError: a width below 1; the family does not fit; the `Structure` is smaller than the layer.
+        TypeError: neither a family nor a `Structure`.
+    """
+    _positive("in_features", in_features)
+    _positive("out_features", out_features)
+    if isinstance(structure, Family):
+        return structure.structure(in_features, out_features)
+    if not isinstance(structure, Structure):
+        raise TypeError(f"structure={structure!r} must be a family such as BTT(rank=1), or a Structure")
+    for side, width, size in (
+        ("in_features", in_features, structure.in_features),
+        ("out_features", out_features, structure.out_features),
+    ):
+        if size < width:
+            raise ValueError(f"{side}={width} is larger than the structure's {size}: {structure!r}")
+    return structure
+
+
+def label(structure: Family | Structure) -> str:
+    """Short text for tables."""
+    if isinstance(structure, Family):
+        return structure.label
+    return f"{structure.signature}; {'; '.join(structure.subscripts)}"
+
+
+# ---- widths ----------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def factorise(width: int, factors: int) -> tuple[int, ...]:
+    """`factors` integers, ascending and as even as possible, whose product is `width`, or the next width that factors
+    well if the largest is over 4 times the smallest.
+
+    A padded width has a largest factor of at most twice the smallest, and multiples of 8 where they are 32 and more.
+
+    >>> factorise(20, 2), factorise(30, 2), factorise(1024, 3), factorise(50257, 2), factorise(7, 2)
+    ((4, 5), (5, 6), (8, 8, 16), (192, 264), (2, 4))
+    """
+    even = _most_even(width, factors)
+    if even[-1] <= 4 * even[0]:
+        return even
+    align = 8 if width >= 32**factors else 1
+    quotient = -(-width // align**factors)
+    while True:
+        even = _most_even(quotient, factors)
+        if even[-1] <= 2 * even[0]:
+            return tuple(align * factor for factor in even)
+        quotient += 1
+
+
+def _most_even(n: int, factors: int, smallest: int = 1) -> tuple[int, ...]:
+    """Ascending factors of n, none below `smallest`, with the least sum: the geometric mean is given, so the most
+    even."""
+    if factors == 1:
+        return (n,)
+    best: tuple[int, ...] = ()
+    largest = round(n ** (1 / factors)) + 1
+    for first in range(min(largest, n), smallest - 1, -1):
+        if n % first == 0 and first**factors <= n:
+            rest = _most_even(n // first, factors - 1, first)
+            if rest and (not best or first + sum(rest) < sum(best)):
+                best = (first, *rest)
+            if factors == 2:
+                break
+    return best
+
+
+def _divisors(n: int) -> list[int]:
+    small = [k for k in range(1, isqrt(n) + 1) if n % k == 0]
+    return sorted({*small, *(n // k for k in small)})
+
+
+def _divide(width: int, blocks: int, side: str) -> int:
+    if width % blocks:
+        raise ValueError(f"blocks={blocks} does not divide {side}={width}; {_nearest(blocks, _divisors(width))}")
+    return width // blocks
+
+
+def _nearest(value: int, fits: list[int]) -> str:
+    low, high = [n for n in fits if n < value], [n for n in fits if n > value]
+    names = [str(n) for n in [*low[-1:], *high[:1]]]
+    return f"the nearest that {'do are' if len(names) == 2 else 'does is'} {' and '.join(names)}"
+
+
+def _regroups(blocks: int, q: int) -> bool:
+    return q % blocks == 0 or blocks % q == 0
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def _positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+    if value < 1:
+        raise ValueError(f"{name}={value} must be at least 1")
+
+
+def _bounded(name: str, value: int, bound: int, formula: str) -> None:
+    if value > bound:
+        raise ValueError(f"{name}={value} is over the useful bound {formula} = {bound}: pass {name}={bound} or less")
+
+
+def _check_bonds(rank: int | tuple[int, ...], cores: int, smallest: int) -> int | tuple[int, ...]:
+    if isinstance(cores, bool) or not isinstance(cores, int) or cores < smallest:
+        raise ValueError(f"cores={cores!r} must be an integer of at least {smallest}")
+    if isinstance(rank, Mapping | str) or not isinstance(rank, int | tuple | list):
+        raise ValueError(f"rank={rank!r} must be an integer of at least 1, or a tuple of {cores - 1}")
+    if isinstance(rank, int):
+        _positive("rank", rank)
+        return rank
+    if len(rank) != cores - 1:
+        raise ValueError(f"rank={rank!r} has {len(rank)} entries; cores={cores} have {cores - 1} bonds")
+    for value in rank:
+        _positive("rank", value)
+    return tuple(rank)
+
+
+def _tt_core(t: int, c: int) -> str:
+    """Axes of core t of c: the bonds r_0 and r_c are 1 and left out."""
+    left, right = [f"r{t - 1}"] if t > 1 else [], [f"r{t}"] if t < c else []
+    return " ".join([*left, f"i{t}", f"j{t}", *right])
+
+
+def _tt_sizes(rank: int | tuple[int, ...], bounds: list[int], i: tuple[int, ...], j: tuple[int, ...]) -> dict[str, int]:
+    """Sizes of all axes; `bounds` are those of the bonds r_1 .. r_(c-1)."""
+    ranks = (rank,) * len(bounds) if isinstance(rank, int) else rank
+    if isinstance(rank, int) and bounds:
+        _bounded("rank", rank, min(bounds), "min over the bonds")
+    for t, (value, bound) in enumerate(zip(ranks, bounds, strict=True), start=1):
+        _bounded(f"rank[{t - 1}]", value, bound, f"of bond {t}")
+    return {
+        **{f"i{t}": size for t, size in enumerate(i, start=1)},
+        **{f"j{t}": size for t, size in enumerate(j, start=1)},
+        **{f"r{t}": size for t, size in enumerate(ranks, start=1)},
+    }
+
+
+FAMILIES: dict[str, type[Family]] = {
+    cls.__name__.lower(): cls for cls in (Dense, LowRank, BlockDiagonal, Kronecker, TT, Monarch, BTT)
+}
+DEFAULT: Family = BTT()

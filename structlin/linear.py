@@ -1,0 +1,139 @@
+"""`StructuredLinear`: a structure with parameters, as a layer."""
+
+from math import sqrt
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from . import contract
+from .duality import dualize
+from .families import DEFAULT, Family, label, structure_of
+from .scaling import INITS, init_std, norm_cap
+from .structure import Structure
+from .weight import WeightView
+
+
+class StructuredLinear(nn.Module):
+    """`y = x W^T + b` with a structured W that is never formed.
+
+    Args:
+        in_features, out_features: widths, as of nn.Linear; they never change, also where the structure pads inside.
+        structure: a family such as `BTT(rank=1)`, or a `Structure` at least as large as the layer.
+        bias: whether to add a bias, initialised to zero.
+        weight_norm: multiply by `gamma * min(1, sigma / RMS(core)) * core` in place of `core`; sigma is the initial
+            standard deviation, gamma (`gains`, one per core) is learned and starts at 1 (CBS, section 5.1).
+        init: "mup", "spectral" or "orthogonal", see `scaling.init_std`.
+        zero_init: the layer starts as the zero function: its last core is zero, the others are not, so that every core
+            has a gradient after one step. For the last linear layer of a residual branch.
+
+    Attributes:
+        cores: ParameterList, one parameter `(batch, fan_out, fan_in)` per core.
+        gains: parameter `(number of cores,)`, or None.
+        bias: parameter `(out_features,)`, or None.
+        structure: the `Structure`, padding included.
+        weight: the dense matrix `(out_features, in_features)`, only formed if its numbers are read; see `WeightView`.
+
+    Raises:
+        ValueError: the structure does not fit the widths; `init` is unknown.
+        TypeError: `structure` is neither a family nor a `Structure`.
+
+    >>> from structlin import BTT
+    >>> layer = StructuredLinear(768, 3072, BTT(rank=2))
+    >>> layer(torch.randn(4, 10, 768)).shape, [tuple(core.shape) for core in layer.cores]
+    (torch.Size([4, 10, 3072]), [(24, 96, 32), (48, 64, 48)])
+    """
+
+    gains: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        structure: Family | Structure = DEFAULT,
+        bias: bool = True,
+        *,
+        weight_norm: bool = False,
+        init: str = "mup",
+        zero_init: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if init not in INITS:
+            raise ValueError(f"init={init!r} is unknown; there are {', '.join(INITS)}")
+        self.structure = structure_of(structure, in_features, out_features)
+        self.in_features, self.out_features = in_features, out_features
+        self.label = label(structure)
+        self.init, self.zero_init = init, zero_init
+        self.caps = [norm_cap(core, init) for core in self.structure.cores] if weight_norm else None
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.cores = nn.ParameterList(empty(*core.shape) for core in self.structure.cores)
+        self.register_parameter("gains", empty(len(self.cores)) if weight_norm else None)
+        self.register_parameter("bias", empty(out_features) if bias else None)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the cores anew from their normal distributions; gains to 1, bias to 0."""
+        for core, parameter in zip(self.structure.cores, self.cores, strict=True):
+            if self.zero_init and parameter is self.cores[-1]:
+                parameter.zero_()
+            elif self.init == "orthogonal":
+                gaussian = torch.randn_like(parameter, dtype=torch.float32)
+                parameter.copy_(sqrt(core.fan_out / core.fan_in) * dualize(gaussian, method="svd"))
+            else:
+                parameter.normal_(0, init_std(core, self.init, bottleneck_variance=self.zero_init))
+        if self.gains is not None:
+            self.gains.fill_(1)
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.multiply(x, self.bias)
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`x W^T + bias`, for any bias `(out_features,)`."""
+        if x.ndim == 0 or x.shape[-1] != self.in_features:
+            raise ValueError(f"x has shape {tuple(x.shape)}: its last dimension must be in_features={self.in_features}")
+        padding = self.structure.in_features - self.in_features
+        y = contract.apply(self.structure, self.effective_cores(), F.pad(x, (0, padding)) if padding else x)
+        if self.structure.out_features != self.out_features:
+            y = y[..., : self.out_features]
+        return y if bias is None else y + bias.to(y.dtype)  # under autocast y is narrower than the bias
+
+    def effective_cores(self) -> list[Tensor]:
+        """The cores that the layer multiplies by: normalised, if it has weight normalisation."""
+        if self.gains is None or self.caps is None:
+            return list(self.cores)
+        return [_normalised(core, cap, gain) for core, cap, gain in zip(self.cores, self.caps, self.gains, strict=True)]
+
+    def to_dense(self) -> Tensor:
+        """The matrix W: `(out_features, in_features)`, differentiable in the cores."""
+        dense = contract.to_dense(self.structure, self.effective_cores())
+        return dense[: self.out_features, : self.in_features]
+
+    @property
+    def weight(self) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self.to_dense()
+        return WeightView(self)
+
+    @property
+    def padding(self) -> tuple[int, int]:
+        """Columns and rows that the structure has beyond the layer's."""
+        return self.structure.in_features - self.in_features, self.structure.out_features - self.out_features
+
+    def extra_repr(self) -> str:
+        options = f"in_features={self.in_features}, out_features={self.out_features}, {self.label}"
+        return f"{options}, bias={self.bias is not None}, weight_norm={self.gains is not None}"
+
+
+def _normalised(core: Tensor, cap: float, gain: Tensor) -> Tensor:
+    """`gain * min(1, cap / RMS(core)) * core`, in float32 inside, with a gradient also at core = 0."""
+    mean_square = core.float().square().mean() if core.dtype != torch.float64 else core.square().mean()
+    return (gain * cap * mean_square.clamp(min=cap * cap).rsqrt()).to(core.dtype) * core

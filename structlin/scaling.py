@@ -1,0 +1,89 @@
+"""Initialisation and learning rates from a core's integers. Names no family; no torch.
+
+Sources: Qiu et al. 2024, "Compute Better Spent" (arXiv:2406.06248), section 3.2 and appendices E.2, H;
+"Beyond MuP 2" (2026) for the spectral rule; Large et al. 2024, "Scalable Optimization in the Modular Norm"
+(arXiv:2405.14813) for the orthogonal one.
+"""
+
+from math import sqrt
+
+from .structure import Core
+
+INITS = ("mup", "spectral", "orthogonal")
+OPTIMIZERS = ("adam", "adamw", "sign", "sgd")
+
+
+def init_std(core: Core, init: str = "mup", *, bottleneck_variance: bool = False) -> float:
+    """Standard deviation of the entries of `core` at initialisation.
+
+    - "mup": sqrt(min(fan_in, fan_out)) / fan_in: a Gaussian block then has a spectral norm of order
+      sqrt(fan_out / fan_in), and features stay of order 1.
+    - "spectral": sqrt(fan_out / fan_in) / (sqrt(fan_in) + sqrt(fan_out)): that norm is sqrt(fan_out / fan_in) in the
+      limit of large blocks.
+    - "orthogonal": the RMS entry of a semi-orthogonal block times sqrt(fan_out / fan_in), the same number as "mup".
+
+    Args:
+        bottleneck_variance: with it, a core that reads the whole activation and narrows it (low-rank's V) gets
+            1 / sqrt(fan_in), which keeps the variance of features through the bottleneck. It goes with a last core
+            that is zero (CBS, appendix E.2).
+
+    Raises:
+        ValueError: `init` is unknown.
+
+    >>> from structlin import BTT
+    >>> right, left = BTT(rank=4).structure(256, 256).cores
+    >>> right.fan_in * init_std(right) ** 2, left.fan_in * init_std(left) ** 2
+    (1.0, 0.25)
+    """
+    m, n = core.fan_out, core.fan_in
+    if init not in INITS:
+        raise ValueError(f"init={init!r} is unknown; there are {', '.join(INITS)}")
+    if bottleneck_variance and core.batch == core.repeat == 1 and m < n:
+        return 1 / sqrt(n)
+    if init == "spectral":
+        return sqrt(m / n) / (sqrt(m) + sqrt(n))
+    return sqrt(min(m, n)) / n
+
+
+def norm_cap(core: Core, init: str = "mup") -> float:
+    """RMS above which weight normalisation scales `core` down: its initial one (CBS, section 5.1)."""
+    return init_std(core, init)
+
+
+def lr_mult(
+    core: Core,
+    in_features: int,
+    cores: int,
+    *,
+    optimizer: str = "adam",
+    out_features: int | None = None,
+    share: float | None = None,
+) -> float:
+    """Learning rate of `core`, relative to that of a dense layer of the same width (dimensionless).
+
+    An Adam (or sign) update has entries of size lr, so its spectral norm is lr * sqrt(fan_in * fan_out); feature
+    learning asks for sqrt(fan_out / fan_in), hence 1 / fan_in. An SGD update is the gradient, whose scale is set by
+    the widths that the core maps between: fan_out / fan_in. The layer's step is split evenly over its `cores`.
+
+    Args:
+        in_features, out_features: of the layer; `out_features` is needed for SGD alone.
+        cores: number of cores of the layer.
+        share: this core's share of the layer's mass; 1 / cores if None.
+
+    Raises:
+        ValueError: `optimizer` is not one of "adam", "adamw", "sign", "sgd"; SGD without `out_features`.
+    Source: Qiu et al. 2024 (arXiv:2406.06248), section 3.2 and appendix H.
+
+    >>> from structlin import BTT
+    >>> r, l = BTT(rank=2).structure(1024, 1024).cores
+    >>> lr_mult(r, 1024, 2), lr_mult(l, 1024, 2)
+    (16.0, 8.0)
+    """
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer={optimizer!r} is unknown; there are {', '.join(OPTIMIZERS)}")
+    share = 1 / cores if share is None else share
+    if optimizer != "sgd":
+        return share * in_features / core.fan_in
+    if out_features is None:
+        raise ValueError("out_features=None: the SGD rule needs the layer's out_features")
+    return share * (core.fan_out / core.fan_in) / (out_features / in_features)
