@@ -2,9 +2,12 @@
 
 from . import duality, scaling
 from .contract import apply, to_cola, to_dense
+from .convert import convert, plan
 from .duality import dualize
 from .families import BTT, TT, BlockDiagonal, Dense, Family, Kronecker, LowRank, Monarch, family
 from .linear import StructuredLinear
+from .optim import param_groups
+from .report import summary
 from .scaling import init_std, lr_mult
 from .structure import Core, Structure
 
@@ -22,12 +25,16 @@ __all__ = [
     "Structure",
     "StructuredLinear",
     "apply",
+    "convert",
     "duality",
     "dualize",
     "family",
     "init_std",
     "lr_mult",
+    "param_groups",
+    "plan",
     "scaling",
+    "summary",
     "to_cola",
     "to_dense",
 ]
