@@ -1,6 +1,6 @@
 """structlin: structured matrices as better linear layers. The structure is the only thing anybody writes."""
 
-from . import duality, scaling
+from . import duality, optim, scaling
 from .contract import apply, to_cola, to_dense
 from .convert import convert, plan
 from .duality import dualize
@@ -31,6 +31,7 @@ __all__ = [
     "family",
     "init_std",
     "lr_mult",
+    "optim",
     "param_groups",
     "plan",
     "scaling",

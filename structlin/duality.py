@@ -5,8 +5,8 @@ of that norm. For a matrix under the RMS->RMS operator norm that is sqrt(fan_out
 norm of a batched core is the largest of its blocks', so its map acts on each block by itself.
 
 Source: Bernstein & Newhouse 2024, "Modular Duality in Deep Learning" (arXiv:2410.21265). Iterations: Newton-Schulz
-(Higham 2008, ch. 8); quintic coefficients of Jordan et al. 2024 (Muon); Amsel et al. 2025, "The Polar Express"
-(arXiv:2505.16932), also for the Remez construction behind "ns" and "fast".
+(Higham 2008, "Functions of Matrices", ch. 8); quintics of Jordan et al. 2024, "Muon"; Amsel et al. 2025, "The Polar
+Express" (arXiv:2505.16932), also for the Remez construction behind "ns" and "fast".
 """
 
 from math import sqrt
@@ -14,24 +14,38 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+Schedule = tuple[tuple[float, float, float], ...]
+
 # One (a, b, c) per step: X <- a X + b (X X^T) X + c (X X^T)^2 X, on singular values in [0, 1].
-SCHEDULES: dict[str, tuple[tuple[float, float, float], ...]] = {
-    # optimal composition (Remez) for singular values in [1e-4, 1] of the largest: error below 1e-4 there
+SCHEDULES: dict[str, Schedule] = {
+    # The best odd quintics (Remez), one after the other, for singular values in [1e-4, 1]. Each step's interval is made
+    # 1 % longer at its upper end, where the polynomials are steep, so that rounding can not leave it.
     "ns": (
-        (8.318233, -23.684210, 17.365146),
-        (4.155384, -2.960332, 0.543077),
-        (4.138241, -2.955875, 0.543686),
-        (4.068883, -2.938174, 0.546351),
-        (3.792132, -2.833665, 0.549261),
-        (2.918343, -2.183037, 0.475600),
-        (2.046667, -1.429830, 0.393389),
-        (1.876388, -1.251541, 0.375154),
+        (8.425672, -24.521452, 17.843507),
+        (4.207665, -3.062329, 0.557472),
+        (4.184346, -3.046599, 0.555741),
+        (4.089445, -2.982276, 0.548645),
+        (3.743217, -2.744050, 0.522410),
+        (2.877234, -2.114045, 0.453744),
+        (2.030134, -1.398245, 0.379895),
+        (1.867063, -1.232676, 0.365629),
+    ),
+    # The same for [3e-3, 1].
+    "fast": (
+        (8.301929, -24.042428, 17.469942),
+        (4.007801, -2.926616, 0.542507),
+        (3.489622, -2.565410, 0.502803),
+        (2.497354, -1.812583, 0.421705),
+        (1.913728, -1.281434, 0.369223),
+        (1.865747, -1.231468, 0.365722),
     ),
     "cubic": ((1.5, -0.5, 0.0),) * 30,
     "quintic": ((2.0, -1.5, 0.5),) * 12,
+    "quintic-steep": ((3.0, -3.2, 1.2),) * 10,
     "jordan": ((3.4445, -4.7750, 2.0315),) * 5,
+    # As published, for [1e-3, 1]; its first step divides by 1.02, again for the sake of rounding.
     "polar-express": (
-        (8.2872, -23.5959, 17.3004),
+        (8.2872 / 1.02, -23.5959 / 1.02**3, 17.3004 / 1.02**5),
         (4.1071, -2.9478, 0.5448),
         (3.9487, -2.9089, 0.5518),
         (3.3184, -2.4885, 0.5100),
@@ -41,26 +55,39 @@ SCHEDULES: dict[str, tuple[tuple[float, float, float], ...]] = {
         (1.8750, -1.2500, 0.3750),
     ),
 }
-METHODS = ("svd", *SCHEDULES)
+METHODS = ("svd", "inverse-root", "sketch", *SCHEDULES)
 
 
-def dualize(matrix: Tensor, *, method: str = "ns") -> Tensor:
+def dualize(
+    matrix: Tensor, *, method: str = "ns", steps: int | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
     """The polar factor U V^T of the last two dimensions, G = U S V^T: every singular value becomes 1. Pure.
 
     Args:
         matrix: `(..., m, n)`, real floating point. Leading dimensions are independent matrices.
-        method: "svd" is exact: singular values below the numerical rank become 0. The others are Newton-Schulz
-            iterations in float32 (float64 for float64 input), which only multiply matrices: "ns", 8 steps of a
-            schedule made for this, has singular values within 1e-3 of 1 where the input's are above 1e-4 of the
-            Frobenius norm; "cubic" (1.5, -0.5), "quintic" (2, -1.5, 0.5), "jordan" (Muon's five steps: values land
-            between 0.68 and 1.13) and "polar-express" are for comparison.
+        method: how. In float32, for singular values relative to the Frobenius norm of the matrix:
+
+            - "svd": exact; singular values below the numerical rank become 0.
+            - "inverse-root": (G G^T)^(-1/2) G from an eigendecomposition in float64; as exact where the condition
+              number is below 1e6.
+            - "ns": 8 Newton-Schulz steps made for [1e-4, 1]: values there land within 1e-4 of 1.
+            - "fast": 6 steps made for [3e-3, 1]; the same band.
+            - "polar-express": 8 steps, the schedule of the paper, for [1e-3, 1].
+            - "cubic" (1.5, -0.5) x 30, "quintic" (2, -1.5, 0.5) x 12, "quintic-steep" (3, -3.2, 1.2) x 10.
+            - "jordan": Muon's 5 steps; values above 1e-2 land between 0.68 and 1.14.
+            - "sketch": the factor of the leading half of the singular directions alone, by a randomised range finder
+              with a fixed seed; the rest maps to 0.
+        steps: number of iterations, for the iterative methods; a schedule's last step is repeated, or its end cut off.
+        dtype: of the iteration; float32 by default, float64 for float64 input. bfloat16 is faster and fills the null
+            space of rank-deficient matrices with noise of up to 1.
 
     Returns:
-        A new tensor, of the dtype of `matrix`. Independent of the scale of each matrix, and odd. A zero matrix maps
-        to zero; singular values that are exactly zero stay (nearly, for the iterations) zero.
+        A new tensor, of the dtype of `matrix`. Independent of the scale of each matrix, and odd. A zero matrix maps to
+        zero; singular values that are exactly zero stay (nearly, for the iterations) zero.
 
     Raises:
-        ValueError: `method` is unknown, or `matrix` has fewer than two dimensions.
+        ValueError: `method` is unknown, `steps` is below 1 or the method takes none, or `matrix` has fewer than two
+            dimensions.
         TypeError: `matrix` is not real floating point.
 
     >>> g = torch.randn(4, 8, 16)
@@ -69,20 +96,26 @@ def dualize(matrix: Tensor, *, method: str = "ns") -> Tensor:
     """
     if method not in METHODS:
         raise ValueError(f"method={method!r} is unknown; there are {', '.join(METHODS)}")
+    if steps is not None and (method not in SCHEDULES or steps < 1):
+        raise ValueError(
+            f"steps={steps!r}: method={method!r} " + ("needs 1 or more" if method in SCHEDULES else "takes none")
+        )
     if matrix.ndim < 2:
         raise ValueError(f"matrix has shape {tuple(matrix.shape)}; it needs at least two dimensions (m, n)")
     if not matrix.is_floating_point():
         raise TypeError(f"matrix has dtype {matrix.dtype}; it must be real floating point")
     if matrix.numel() == 0:
         return matrix.clone()
-    x = matrix.to(torch.float64 if matrix.dtype == torch.float64 else torch.float32)
-    largest = x.abs().amax(dim=(-2, -1), keepdim=True)
-    x = x / torch.where(largest > 0, largest, torch.ones_like(largest))  # norms below neither under- nor overflow
-    if method == "svd":
-        return _svd(x).to(matrix.dtype)
-    norm = torch.linalg.matrix_norm(x, keepdim=True)
-    x = x / torch.where(norm > 0, norm, torch.ones_like(norm))
-    return _newton_schulz(x, SCHEDULES[method]).to(matrix.dtype)
+    if dtype is None:
+        dtype = torch.float64 if matrix.dtype == torch.float64 else torch.float32
+    x = _of_unit_size(matrix.to(dtype))
+    wide = x.shape[-2] <= x.shape[-1]
+    x = x if wide else x.mT  # Gram matrices are of the short side
+    if method in SCHEDULES:
+        x = _newton_schulz(x, _steps(SCHEDULES[method], steps))
+    else:
+        x = {"svd": _svd, "inverse-root": _inverse_root, "sketch": _sketch}[method](x)
+    return (x if wide else x.mT).to(matrix.dtype)
 
 
 def dual_core(gradient: Tensor, *, method: str = "ns") -> Tensor:
@@ -91,8 +124,76 @@ def dual_core(gradient: Tensor, *, method: str = "ns") -> Tensor:
     >>> torch.linalg.matrix_norm(dual_core(torch.randn(3, 8, 2)), 2).round(decimals=2)  # sqrt(8 / 2) in each block
     tensor([2., 2., 2.])
     """
+    polar = dualize(gradient, method=method)
     m, n = gradient.shape[-2:]
-    return sqrt(m / n) * dualize(gradient, method=method)
+    return sqrt(m / n) * polar
+
+
+def dual_embedding(gradient: Tensor) -> Tensor:
+    """Duality map of an embedding `(tokens, width)` under the l1->RMS norm: each vector to unit RMS, zero to zero.
+
+    >>> dual_embedding(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
+    tensor([[0.8485, 1.1314],
+            [0.0000, 0.0000]])
+    """
+    x = gradient.to(torch.float64 if gradient.dtype == torch.float64 else torch.float32)
+    largest = x.abs().amax(dim=-1, keepdim=True)
+    x = x / torch.where(largest > 0, largest, torch.ones_like(largest))
+    mean_square = x.square().mean(dim=-1, keepdim=True)
+    return (x * torch.where(largest > 0, mean_square, torch.ones_like(mean_square)).rsqrt()).to(gradient.dtype)
+
+
+def dual_conv(gradient: Tensor, *, method: str = "ns") -> Tensor:
+    """Duality map of a convolution `(c_out, c_in, *kernel)`: (1 / k) sqrt(c_out / c_in) U V^T for each of the k slices.
+
+    `k` is the number of kernel positions, k^2 in the paper's Conv2D; any number of dimensions.
+
+    >>> slices = dual_conv(torch.randn(8, 2, 3, 3)).flatten(2).permute(2, 0, 1)
+    >>> torch.linalg.matrix_norm(slices, 2)[:2].mul(9).round(decimals=2)
+    tensor([2., 2.])
+    """
+    slices = gradient.flatten(2).permute(2, 0, 1)  # (k, c_out, c_in)
+    return (dual_core(slices, method=method) / slices.shape[0]).permute(1, 2, 0).reshape(gradient.shape)
+
+
+def dual_efficiency(gradient: Tensor, update: Tensor) -> Tensor:
+    """How much of the steepest descent `update` is, `(...)`: <G, X> / (|G|_* |X|_2), 1 for the exact polar factor.
+
+    |.|_* is the nuclear norm and |.|_2 the spectral norm of each matrix; NaN where either is zero. For logging.
+
+    >>> g = torch.randn(3, 8, 16)
+    >>> dual_efficiency(g, dualize(g)).min() > 0.999, bool(dual_efficiency(g, g).max() < 0.95)
+    (tensor(True), True)
+    """
+    inner: Tensor = (gradient * update).sum(dim=(-2, -1))
+    norms: Tensor = torch.linalg.matrix_norm(gradient, "nuc") * torch.linalg.matrix_norm(update, 2)
+    return inner / norms
+
+
+def _of_unit_size(x: Tensor) -> Tensor:
+    """Each matrix times a power of two, exactly, so that its largest entry is in [1/2, 1): norms can not underflow."""
+    _, exponent = torch.frexp(x.abs().amax(dim=(-2, -1), keepdim=True).double())
+    half = exponent // 2  # in two halves: one power of two alone may overflow
+    first, second = (torch.pow(2.0, -part.double()).to(x.dtype) for part in (half, exponent - half))
+    return x * first * second
+
+
+def _steps(schedule: Schedule, steps: int | None) -> Schedule:
+    if steps is None:
+        return schedule
+    return (*schedule[:steps], *schedule[-1:] * (steps - len(schedule)))
+
+
+def _newton_schulz(x: Tensor, schedule: Schedule) -> Tensor:
+    shape = x.shape
+    x = x.reshape(-1, *shape[-2:])
+    norm = torch.linalg.vector_norm(x.flatten(1), dim=1)[:, None, None]
+    x = x / torch.where(norm > 0, norm, torch.ones_like(norm))
+    for a, b, c in schedule:
+        gram = torch.bmm(x, x.mT)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) if c else b * gram
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.reshape(shape)
 
 
 def _svd(x: Tensor) -> Tensor:
@@ -101,11 +202,20 @@ def _svd(x: Tensor) -> Tensor:
     return torch.matmul(u * (s > tolerance).to(x.dtype).unsqueeze(-2), vh)
 
 
-def _newton_schulz(x: Tensor, schedule: tuple[tuple[float, float, float], ...]) -> Tensor:
-    wide = x.shape[-2] <= x.shape[-1]
-    x = x if wide else x.mT  # the Gram matrix is of the short side
-    for a, b, c in schedule:
-        gram = x @ x.mT
-        polynomial = b * gram + c * (gram @ gram) if c else b * gram
-        x = a * x + polynomial @ x
-    return x if wide else x.mT
+def _inverse_root(x: Tensor) -> Tensor:
+    wide = x.double()
+    eigenvalues, q = torch.linalg.eigh(wide @ wide.mT)
+    rank_tolerance = max(x.shape[-2:]) * max(torch.finfo(x.dtype).eps, torch.finfo(torch.float64).eps ** 0.5)
+    kept = eigenvalues > eigenvalues[..., -1:] * rank_tolerance**2
+    roots = torch.where(kept, eigenvalues, torch.ones_like(eigenvalues)).rsqrt() * kept
+    polar: Tensor = (q * roots.unsqueeze(-2)) @ q.mT @ wide
+    return polar.to(x.dtype)
+
+
+def _sketch(x: Tensor) -> Tensor:
+    """Halko, Martinsson & Tropp 2011 (arXiv:0909.4061): range of x x^T x omega, then the factor inside that range."""
+    rank = (x.shape[-2] + 1) // 2
+    seeded = torch.Generator().manual_seed(0)  # pure: the same input gives the same output
+    omega = torch.randn(x.shape[-1], rank, generator=seeded, dtype=torch.float64).to(x.device, x.dtype)
+    basis: Tensor = torch.linalg.qr(x @ (x.mT @ (x @ omega))).Q
+    return basis @ _svd(basis.mT @ x)

@@ -213,8 +213,6 @@ def family(name: str, **options: Any) -> Family:
     for option, value in options.items():
         if option not in known:
             raise ValueError(f"{cls.__name__} has no option {option!r} (got {option}={value!r}); it has {known}")
-        if isinstance(value, list):  # JSON has no tuples
-            options[option] = tuple(value)
     return cls(**options)
 
 
@@ -260,6 +258,7 @@ def factorise(width: int, factors: int) -> tuple[int, ...]:
     >>> factorise(20, 2), factorise(30, 2), factorise(1024, 3), factorise(50257, 2), factorise(7, 2)
     ((4, 5), (5, 6), (8, 8, 16), (192, 264), (2, 4))
     """
+    _positive("width", width)
     even = _most_even(width, factors)
     if even[-1] <= 4 * even[0]:
         return even

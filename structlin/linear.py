@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from . import contract
 from .duality import dualize
 from .families import DEFAULT, Family, label, structure_of
-from .scaling import INITS, init_std, norm_cap
+from .scaling import INITS, init_std
 from .structure import Structure
 from .weight import WeightView
 
@@ -67,7 +67,7 @@ class StructuredLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.label = label(structure)
         self.init, self.zero_init = init, zero_init
-        self.caps = [norm_cap(core, init) for core in self.structure.cores] if weight_norm else None
+        self.stds = [init_std(core, init, bottleneck_variance=zero_init) for core in self.structure.cores]
 
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -80,14 +80,14 @@ class StructuredLinear(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the cores anew from their normal distributions; gains to 1, bias to 0."""
-        for core, parameter in zip(self.structure.cores, self.cores, strict=True):
+        for core, std, parameter in zip(self.structure.cores, self.stds, self.cores, strict=True):
             if self.zero_init and parameter is self.cores[-1]:
                 parameter.zero_()
             elif self.init == "orthogonal":
                 gaussian = torch.randn_like(parameter, dtype=torch.float32)
                 parameter.copy_(sqrt(core.fan_out / core.fan_in) * dualize(gaussian, method="svd"))
             else:
-                parameter.normal_(0, init_std(core, self.init, bottleneck_variance=self.zero_init))
+                parameter.normal_(0, std)
         if self.gains is not None:
             self.gains.fill_(1)
         if self.bias is not None:
@@ -108,9 +108,9 @@ class StructuredLinear(nn.Module):
 
     def effective_cores(self) -> list[Tensor]:
         """The cores that the layer multiplies by: normalised, if it has weight normalisation."""
-        if self.gains is None or self.caps is None:
+        if self.gains is None:
             return list(self.cores)
-        return [_normalised(core, cap, gain) for core, cap, gain in zip(self.cores, self.caps, self.gains, strict=True)]
+        return [_normalised(core, std, gain) for core, std, gain in zip(self.cores, self.stds, self.gains, strict=True)]
 
     def to_dense(self) -> Tensor:
         """The matrix W: `(out_features, in_features)`, differentiable in the cores."""
@@ -133,7 +133,8 @@ class StructuredLinear(nn.Module):
         return f"{options}, bias={self.bias is not None}, weight_norm={self.gains is not None}"
 
 
-def _normalised(core: Tensor, cap: float, gain: Tensor) -> Tensor:
-    """`gain * min(1, cap / RMS(core)) * core`, in float32 inside, with a gradient also at core = 0."""
-    mean_square = core.float().square().mean() if core.dtype != torch.float64 else core.square().mean()
-    return (gain * cap * mean_square.clamp(min=cap * cap).rsqrt()).to(core.dtype) * core
+def _normalised(core: Tensor, sigma: float, gain: Tensor) -> Tensor:
+    """`gain * min(1, sigma / RMS(core)) * core`, in float32 or better inside, with a gradient also at core = 0."""
+    wide = core if core.dtype == torch.float64 else core.float()
+    mean_square = wide.square().mean()
+    return (gain.to(wide) * sigma * mean_square.clamp(min=sigma * sigma).rsqrt() * wide).to(core.dtype)

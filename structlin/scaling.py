@@ -45,11 +45,6 @@ def init_std(core: Core, init: str = "mup", *, bottleneck_variance: bool = False
     return sqrt(min(m, n)) / n
 
 
-def norm_cap(core: Core, init: str = "mup") -> float:
-    """RMS above which weight normalisation scales `core` down: its initial one (CBS, section 5.1)."""
-    return init_std(core, init)
-
-
 def lr_mult(
     core: Core,
     in_features: int,

@@ -4,6 +4,7 @@ Everything else in the library is derived from what this file computes: for ever
 batch, fan_out, fan_in and repeat, and the axis permutations between consecutive cores.
 """
 
+import keyword
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from math import prod
 from typing import Any
 
 TOKENS = "tokens"  # the axis of `contract.apply` that runs over all leading dimensions of the input
+_RESERVED = {TOKENS, "tensor", "pattern", "axis", *keyword.kwlist}  # einops' own arguments, and Python's
 _AXIS = re.compile(r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?")
 
 
@@ -151,8 +153,8 @@ def _axes(where: str, text: str) -> list[str]:
     for axis in axes:
         if not _AXIS.fullmatch(axis):
             raise ValueError(f"{where}: {axis!r} is not an axis name (ASCII letters and digits, a letter first)")
-        if axis == TOKENS:
-            raise ValueError(f"{where}: the axis name {TOKENS!r} is taken by the leading dimensions of the input")
+        if axis in _RESERVED:
+            raise ValueError(f"{where}: the axis name {axis!r} is reserved; take another, for example {axis + '1'!r}")
         if axes.count(axis) > 1:
             raise ValueError(f"{where}: axis {axis!r} appears more than once in {text.strip()!r}")
     return axes

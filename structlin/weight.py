@@ -22,6 +22,9 @@ _METADATA = {
 }
 
 
+_DETACHING = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+
+
 class WeightView(Tensor):
     """The matrix of a `StructuredLinear`, made only when something needs its numbers.
 
@@ -30,18 +33,19 @@ class WeightView(Tensor):
     """
 
     layer: "StructuredLinear"
+    detached: bool  #: what `.data` and `.detach()` give: without gradient, and no more writable
 
     @staticmethod
-    def __new__(cls, layer: "StructuredLinear") -> "WeightView":
+    def __new__(cls, layer: "StructuredLinear", detached: bool = False) -> "WeightView":
         core = layer.cores[0]
         view: WeightView = Tensor._make_wrapper_subclass(
             cls,
             (layer.out_features, layer.in_features),
             dtype=core.dtype,
             device=core.device,
-            requires_grad=any(core.requires_grad for core in layer.cores),
+            requires_grad=not detached and any(core.requires_grad for core in layer.cores),
         )
-        view.layer = layer
+        view.layer, view.detached = layer, detached
         return view
 
     @classmethod
@@ -58,10 +62,13 @@ class WeightView(Tensor):
                 return func(*args, **kwargs)
         if func is F.linear:
             x, weight, bias = _linear_arguments(*args, **kwargs)
-            if isinstance(weight, WeightView) and not isinstance(x, WeightView):
+            if isinstance(weight, WeightView) and not isinstance(x, WeightView) and not weight.detached:
                 return weight.layer.multiply(x, bias)
+        if func in _DETACHING:
+            return cls(args[0].layer, detached=True)
         name = getattr(func, "__name__", str(func))
-        if (name.endswith("_") and not name.endswith("__")) or name in ("__set__", "__setitem__"):
+        in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__set__", "__setitem__")
+        if in_place or isinstance(kwargs.get("out"), WeightView):
             raise RuntimeError(
                 f"{name} would write to the weight of {cls._of(args)}, which is a view made of its cores: "
                 "write to layer.cores, or project a dense matrix with layer.from_dense_(weight)"
@@ -88,7 +95,9 @@ class WeightView(Tensor):
 
 
 def _materialise(value: Any) -> Any:
-    return value.layer.to_dense() if isinstance(value, WeightView) else value
+    if not isinstance(value, WeightView):
+        return value
+    return value.layer.to_dense().detach() if value.detached else value.layer.to_dense()
 
 
 def _linear_arguments(input: Tensor, weight: Tensor, bias: Any = None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from .layers import widths
-from .linear import StructuredLinear
-from .scaling import OPTIMIZERS, lr_mult
+from ..layers import widths
+from ..linear import StructuredLinear
+from ..scaling import OPTIMIZERS, lr_mult
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _BatchNorm)
 

@@ -1,0 +1,247 @@
+"""Does the dense model's learning rate carry over to structures and widths? Figure 2 of "Compute Better Spent".
+
+    python -m benchmarks.lr_transfer            # the full result, results/lr_transfer.{json,png}
+    python -m benchmarks.lr_transfer --smoke    # seconds
+
+An MLP of three hidden layers on scikit-learn's digits, Adam, no schedule. All its matrices but the head's are structured;
+the head stays dense, starts at zero and follows muP across widths, as dense layers do. For each structure, width,
+rule (naive: cores at the dense layer's rate; aware: `param_groups`) and base learning rate: the final loss on the whole
+training set (figure 2b), and the RMS of the change of the last hidden features over training (figure 2a).
+"""
+
+import argparse
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor, nn
+
+import structlin
+from benchmarks.record import RESULTS, save_json
+
+STRUCTURES = {
+    "dense": lambda width: structlin.Dense(),
+    "low-rank": lambda width: structlin.LowRank(rank=math.isqrt(width)),
+    "Kronecker": lambda width: structlin.Kronecker(),
+    "Monarch": lambda width: structlin.Monarch(blocks=4),
+    "TT r=4": lambda width: structlin.TT(rank=4),
+    "BTT r=1": lambda width: structlin.BTT(rank=1),
+    "BTT r=4": lambda width: structlin.BTT(rank=4),
+}
+BASE_WIDTH = 64
+RULES = ("naive", "aware")
+
+Run = tuple[str, int, str, float, int]  # structure, width, rule, lr, seed
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    """Images `(1797, 64)`, standardised, and labels `(1797,)`."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    x = torch.tensor(images, dtype=torch.float32)
+    return (x - x.mean()) / x.std(), torch.tensor(labels)
+
+
+def mlp(structure: str, width: int) -> nn.Sequential:
+    model = nn.Sequential(
+        nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
+        nn.Linear(width, 10),
+    )  # fmt: skip
+    nn.init.zeros_(model[-1].weight)
+    for layer in (model[0], model[2], model[4], model[6]):
+        nn.init.zeros_(layer.bias)
+    structlin.convert(model, STRUCTURES[structure](width), exclude="6")
+    return model
+
+
+def train(run: Run, steps: int, batch: int = 256) -> dict[str, Any]:
+    structure, width, rule, lr, seed = run
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    x, y = digits()
+    model = mlp(structure, width)
+    features = model[:-1]
+    before = features(x).detach()
+    groups = structlin.param_groups(model, lr, base={width: BASE_WIDTH}, structure_aware=rule == "aware")
+    optimizer = torch.optim.Adam(groups)
+    for _ in range(steps):
+        chosen = torch.randint(len(x), (batch,))
+        loss = F.cross_entropy(model(x[chosen]), y[chosen])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        final = F.cross_entropy(model(x), y).item()
+        change = (features(x) - before).square().mean().sqrt().item()
+    row = {"structure": structure, "width": width, "rule": rule, "lr": lr, "seed": seed}
+    return {
+        **row,
+        "loss": final if math.isfinite(final) else None,
+        "feature_change": change if math.isfinite(change) else None,
+    }
+
+
+def best_lrs(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, int, str], tuple[float, dict[float, float]]]:
+    """(structure, width, rule) -> the lr with the least loss, geometric mean over the seeds, and those means."""
+    losses: dict[tuple[str, int, str], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        loss = math.inf if row["loss"] is None else row["loss"]
+        losses[row["structure"], row["width"], row["rule"]][row["lr"]].append(math.log(loss))
+    means = {
+        key: {lr: math.exp(sum(logs) / len(logs)) for lr, logs in sorted(by_lr.items())}
+        for key, by_lr in losses.items()
+    }
+    return {key: (min(mean, key=mean.__getitem__), mean) for key, mean in means.items()}
+
+
+def shifts(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """By how many factors of 2 the best lr lies from dense's at the base width, and what dense's lr costs in loss."""
+    best = best_lrs(rows)
+    reference = best["dense", BASE_WIDTH, "aware"][0]
+    table = [
+        {
+            "structure": structure,
+            "width": width,
+            "rule": rule,
+            "best_lr": lr,
+            "shift": math.log2(lr / reference),
+            "best_loss": means[lr],
+            "loss_at_reference_lr": means[reference] if math.isfinite(means[reference]) else None,
+        }
+        for (structure, width, rule), (lr, means) in best.items()
+    ]
+    structured = [row for row in table if row["structure"] != "dense"]
+    moved = {rule: [abs(row["shift"]) for row in structured if row["rule"] == rule] for rule in RULES}
+    return {
+        "reference_lr": reference,
+        "mean_shift": {rule: sum(found) / len(found) for rule, found in moved.items()},
+        "largest_shift": {rule: max(found) for rule, found in moved.items()},
+        "table": table,
+    }
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    widths = sorted({row["width"] for row in result["table"]})
+    cells = {(row["structure"], row["width"], row["rule"]): row for row in result["table"]}
+    table = Table(
+        title=f"best learning rate against dense's at width {BASE_WIDTH}, 2^{math.log2(result['reference_lr']):g}: log2"
+    )
+    table.add_column("structure")
+    for rule, width in product(RULES, widths):
+        table.add_column(f"{rule} {width}", justify="right")
+    for structure in STRUCTURES:
+        found = [
+            cells.get((structure, width, "aware" if structure == "dense" else rule))
+            for rule, width in product(RULES, widths)
+        ]
+        table.add_row(structure, *(f"{row['shift']:+.0f}" if row else "" for row in found))
+    console.print(table)
+    for rule in RULES:
+        mean, largest = result["mean_shift"][rule], result["largest_shift"][rule]
+        console.print(f"{rule}: the best lr moves by {mean:.2f} factors of 2 on average, {largest:.0f} at most")
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The README's table: log2 of the best learning rate over dense's at the base width."""
+    widths = sorted({row["width"] for row in result["table"]})
+    cells = {(row["structure"], row["width"], row["rule"]): f"{row['shift']:+.0f}" for row in result["table"]}
+    lines = [f"| | {' | '.join(f'naive {w}' for w in widths)} | {' | '.join(f'ours {w}' for w in widths)} |"]
+    lines.append("|---|" + "--:|" * (2 * len(widths)))
+    for structure in STRUCTURES:
+        found = [cells.get((structure, width, rule), "") for rule, width in product(RULES, widths)]
+        lines.append(f"| {structure} | {' | '.join(found)} |")
+    mean, largest = result["mean_shift"], result["largest_shift"]
+    for statistic, by_rule in (("mean", mean), ("largest", largest)):
+        cells_of = [f"{by_rule[rule]:.2f}" if width == widths[0] else "" for rule, width in product(RULES, widths)]
+        lines.append(f"| {statistic} distance, all structures and widths | {' | '.join(cells_of)} |")
+    return "\n".join(lines)
+
+
+def plot(rows: list[dict[str, Any]], result: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    best, widths = best_lrs(rows), sorted({row["width"] for row in rows})
+    figure, axes = plt.subplots(
+        3, len(STRUCTURES), figsize=(3 * len(STRUCTURES), 8), sharey="row", layout="constrained"
+    )
+    colours = dict(zip(widths, plt.get_cmap("viridis")([0.0, 0.45, 0.85]), strict=False))
+    for column, structure in enumerate(STRUCTURES):
+        for line, rule in enumerate(RULES):
+            axis = axes[line, column]
+            for width in widths:
+                _, means = best.get((structure, width, rule)) or best[structure, width, "aware"]
+                axis.plot(list(means), list(means.values()), ".-", color=colours[width], label=f"width {width}")
+            axis.axvline(result["reference_lr"], color="0.7", zorder=0)
+            axis.set_xscale("log", base=2)
+            axis.set(yscale="log", title=f"{structure}, {rule}" if structure != "dense" else structure)
+            axis.set_xlabel("base learning rate")
+        axis = axes[2, column]
+        for rule, style in zip(RULES, ("s--", "o-"), strict=True):
+            kept = [r for r in rows if r["structure"] == structure and r["lr"] == result["reference_lr"]]
+            kept = [r for r in kept if r["rule"] == rule or structure == "dense"]
+            found = [[r["feature_change"] for r in kept if r["width"] == width] for width in widths]
+            axis.plot(widths, [sum(values) / len(values) for values in found], style, label=rule)
+        axis.set_xscale("log", base=2)
+        axis.set(yscale="log", xlabel="width")
+    axes[0, 0].set_ylabel("final train loss")
+    axes[1, 0].set_ylabel("final train loss")
+    axes[2, 0].set_ylabel("RMS feature change")
+    axes[0, 0].legend()
+    axes[2, -1].legend()
+    figure.savefig(path, dpi=90)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--lrs", type=int, nargs=2, default=[-9, -2], metavar=("LOW", "HIGH"), help="log2, inclusive")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--smoke", action="store_true", help="a few tiny runs, nothing kept unless --out is given")
+    arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.widths, arguments.steps, arguments.seeds, arguments.lrs = [64], 3, 1, [-8, -7]
+    lrs = [2.0**power for power in range(arguments.lrs[0], arguments.lrs[1] + 1)]
+    runs: list[Run] = [
+        (structure, width, rule, lr, seed)
+        for width, structure, rule, lr, seed in product(
+            arguments.widths, STRUCTURES, RULES, lrs, range(arguments.seeds)
+        )
+        if structure != "dense" or rule == "aware"  # one core: both rules are the same
+    ]
+    runs.sort(key=lambda run: -run[1])
+    if arguments.workers > 1 and not arguments.smoke:
+        with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
+            futures = [pool.submit(train, run, arguments.steps) for run in runs]
+            rows = [future.result() for future in track(as_completed(futures), "training", total=len(runs))]
+    else:
+        rows = [train(run, arguments.steps) for run in track(runs, "training")]
+    rows.sort(key=lambda row: (row["width"], row["structure"], row["rule"], row["lr"], row["seed"]))
+    result = shifts(rows)
+    show(result, Console(width=120))
+    if arguments.smoke and arguments.out == RESULTS:
+        return
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    setting = {"steps": arguments.steps, "batch": 256, "optimizer": "Adam", "data": "digits"}
+    save_json(arguments.out / "lr_transfer.json", setting=setting, **result, rows=rows)
+    plot(rows, result, arguments.out / "lr_transfer.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Where and how a result was made: kept with every JSON under results/."""
+
+import json
+import os
+import platform
+import shlex
+import sys
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def environment() -> dict[str, Any]:
+    """Machine, versions, command and day of this run."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    program = f"python -m {spec.name}" if spec else f"python {sys.argv[0]}"
+    return {
+        "command": shlex.join([*program.split(), *sys.argv[1:]]),
+        "date": date.today().isoformat(),
+        "machine": f"{_cpu()}, {os.cpu_count()} cores" + (f", {gpu}" if gpu else ""),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "structlin": version("structlin"),
+    }
+
+
+def save_json(path: Path, **content: Any) -> None:
+    """Write `environment()` and `content` to `path`, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps({"environment": environment(), **content}, indent=1, allow_nan=False) + "\n")
+    unfinished.replace(path)
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    names = (
+        [line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        if info.exists()
+        else []
+    )
+    return names[0] if names else platform.processor()

@@ -1,0 +1,120 @@
+"""What each parameter is, read from the module that owns it: a batch of matrices, embeddings, or neither."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from math import prod
+
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from ..layers import is_conv1d
+from ..linear import StructuredLinear
+
+Masses = Mapping[str, float | tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """One parameter as a batch of matrices.
+
+    Its steps are measured in the RMS->RMS operator norm of each matrix ("matrix"), in the l1->RMS norm, the RMS of
+    each vector ("embedding"), or have no norm of their own ("other").
+    """
+
+    name: str
+    kind: str = "other"
+    fan_out: int = 1
+    fan_in: int = 1
+    mass: float = 1.0  #: length of a step at lr = 1; for a core its share of the layer's
+    pattern: str = ""  #: einops: the parameter, dimensions from the third on flattened, -> (batch, m, n)
+    sizes: dict[str, int] = field(default_factory=dict, hash=False)
+
+    def matrices(self, tensor: Tensor) -> Tensor:
+        """The parameter, or its gradient, as `(batch, m, n)`."""
+        return rearrange(tensor.flatten(2) if tensor.ndim > 3 else tensor, self.pattern, **self.sizes)
+
+    def restored(self, matrices: Tensor, like: Tensor) -> Tensor:
+        """The inverse of `matrices`, in the shape of `like`."""
+        left, right = self.pattern.split("->")
+        return rearrange(matrices, f"{right} -> {left}", **self.sizes).reshape(like.shape)
+
+
+def geometries(model: nn.Module, masses: Masses | None = None) -> dict[Tensor, Geometry]:
+    """The geometry of every parameter of `model`; a tied one is what it is first.
+
+    Args:
+        masses: glob over layer names -> the length of the layer's step relative to the others, 1 without; for a
+            structured layer also a tuple, the masses of its cores: their shares, instead of equal ones.
+
+    Raises:
+        ValueError: a pattern that matches no layer, a mass that is not positive, a tuple that does not fit.
+    """
+    unused = set(masses or {})
+    found: dict[Tensor, Geometry] = {}
+    for name, module in model.named_modules():
+        owned = list(module.parameters(recurse=False))
+        if isinstance(module, StructuredLinear):
+            owned += module.cores
+        if not owned or all(parameter in found for parameter in owned):
+            continue
+        matching = [pattern for pattern in masses or {} if fnmatchcase(name, pattern)]
+        unused.difference_update(matching)
+        mass = (masses or {})[matching[0]] if matching else 1.0
+        for parameter, geometry in _of_module(name, module, mass):
+            found.setdefault(parameter, geometry)
+    if unused:
+        raise ValueError(f"masses: {sorted(unused)[0]!r} matches no layer")
+    return found
+
+
+def _of_module(
+    name: str, module: nn.Module, mass: float | tuple[float, ...]
+) -> Iterator[tuple[nn.Parameter, Geometry]]:
+    prefix = f"{name}." if name else ""
+    if isinstance(module, StructuredLinear):
+        shares = _shares(name, mass, len(module.cores))
+        for n, (core, parameter, share) in enumerate(zip(module.structure.cores, module.cores, shares, strict=True)):
+            yield (
+                parameter,
+                Geometry(f"{prefix}cores.{n}", "matrix", core.fan_out, core.fan_in, share, "b m n -> b m n"),
+            )
+    elif isinstance(mass, tuple):
+        raise ValueError(f"masses: {name!r} is no structured layer, it has one mass, not {mass!r}")
+    else:
+        mass = sum(_shares(name, mass, 1))
+        for own, parameter in module.named_parameters(recurse=False):
+            if own in ("weight", "in_proj_weight"):
+                yield parameter, _of_weight(prefix + own, module, parameter, mass)
+    for own, parameter in module.named_parameters(recurse=False):
+        yield parameter, Geometry(prefix + own)
+
+
+def _of_weight(name: str, module: nn.Module, weight: nn.Parameter, mass: float) -> Geometry:
+    if isinstance(module, nn.Embedding):
+        return Geometry(name, "embedding", module.embedding_dim, 1, mass)
+    if isinstance(module, nn.MultiheadAttention):  # q, k and v, one below the other
+        return Geometry(name, "matrix", weight.shape[0] // 3, weight.shape[1], mass, "(p m) n -> p m n", {"p": 3})
+    if isinstance(module, nn.Linear):
+        return Geometry(name, "matrix", weight.shape[0], weight.shape[1], mass, "m n -> 1 m n")
+    if is_conv1d(module):
+        return Geometry(name, "matrix", weight.shape[1], weight.shape[0], mass, "m n -> 1 m n")
+    if isinstance(module, _ConvNd):
+        kernel, sizes = prod(module.kernel_size), {"g": module.groups, "k": prod(module.kernel_size)}
+        fan_out, fan_in = module.out_channels // module.groups, module.in_channels // module.groups
+        pattern = "(g n) m k -> (g k) m n" if isinstance(module, _ConvTransposeNd) else "(g m) n k -> (g k) m n"
+        return Geometry(name, "matrix", fan_out, fan_in, mass / kernel, pattern, sizes)
+    return Geometry(name)
+
+
+def _shares(name: str, mass: float | tuple[float, ...], cores: int) -> list[float]:
+    """Step lengths of a layer's cores: its mass, split evenly or as its cores' masses say."""
+    if isinstance(mass, tuple) and len(mass) != cores:
+        raise ValueError(f"masses: {name!r} has {cores} cores, {mass!r} has {len(mass)} masses")
+    values = mass if isinstance(mass, tuple) else (mass,)
+    if not all(value > 0 for value in values):
+        raise ValueError(
+            f"masses: {name!r} has {mass!r}; masses are positive (freeze a layer with requires_grad_(False))"
+        )
+    return [value / sum(mass) for value in mass] if isinstance(mass, tuple) else [mass / cores] * cores

@@ -1,0 +1,148 @@
+"""What the contract tests run over: one table of families and widths, and a strategy that draws structures.
+
+The only file behind `test_families.py` that knows the families; a new one gets all contract tests by its rows here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from structlin import BTT, TT, BlockDiagonal, Dense, Family, Kronecker, LowRank, Monarch, Structure, StructuredLinear
+
+# Families with the widths of a layer: square, wide, tall, padded (primes and a vocabulary), 1 to 4 cores.
+CASES: list[tuple[Family, int, int]] = [
+    (Dense(), 7, 5),
+    (LowRank(rank=3), 12, 12),
+    (LowRank(rank=1), 5, 9),
+    (BlockDiagonal(blocks=4), 12, 20),
+    (BlockDiagonal(blocks=1), 6, 4),
+    (Kronecker(), 16, 16),
+    (Kronecker(), 20, 12),
+    (Kronecker(), 97, 101),
+    (TT(rank=(), cores=1), 5, 6),
+    (TT(rank=2), 12, 20),
+    (TT(rank=5), 97, 36),
+    (TT(rank=2, cores=3), 24, 60),
+    (TT(rank=(3, 2), cores=3), 27, 8),
+    (TT(rank=2, cores=4), 36, 16),
+    (TT(rank=2), 16, 50257),
+    (Monarch(blocks=2), 16, 16),  # blocks divide q
+    (Monarch(blocks=8), 16, 16),  # q divides blocks
+    (Monarch(blocks=4), 16, 16),  # both
+    (Monarch(blocks=2), 24, 8),
+    (Monarch(blocks=6), 12, 30),
+    (BTT(), 16, 16),
+    (BTT(rank=2), 12, 20),
+    (BTT(rank=3), 30, 12),
+    (BTT(rank=2), 97, 101),
+    (BTT(rank=2, cores=3), 24, 60),
+    (BTT(rank=(3, 2), cores=3), 60, 27),
+    (BTT(rank=2, cores=4), 36, 16),
+    (BTT(), 16, 50257),
+    (BTT(rank=4), 768, 1024),
+]
+IDS = [f"{family.label}-{i}-{o}" for family, i, o in CASES]
+SMALL = [(family, i, o) for family, i, o in CASES if i * o <= 12 * 30]
+SMALL_IDS = [f"{family.label}-{i}-{o}" for family, i, o in SMALL]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A drawn structure, with the roles that its axes were drawn to have (not those that the library derived)."""
+
+    structure: Structure
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    cores: tuple[dict[str, tuple[str, ...]], ...]  # by role: batch, fan_out, fan_in, repeat
+    sizes: dict[str, int]
+
+
+@st.composite
+def drawn(draw: st.DrawFn, max_width: int = 256) -> Drawn:
+    """1 to 4 cores on axes of size 1 to 4: each core sums some of its axes, keeps some, skips some and adds some."""
+    names, sizes, width = iter("abcdefghijklmnopqrstuvwxyz"), {}, 1
+
+    def new(most: int) -> list[str]:
+        nonlocal width
+        axes = [next(names) for _ in range(draw(st.integers(0, most)))]
+        for axis in axes:
+            sizes[axis] = draw(st.integers(1, max(1, min(4, max_width // width))))
+            width *= sizes[axis]
+        return axes
+
+    activation = inputs = new(3)
+    cores, subscripts = [], []
+    for _ in range(draw(st.integers(1, 4))):
+        role = {axis: draw(st.sampled_from(["batch", "fan_in", "repeat"])) for axis in activation}
+        role |= dict.fromkeys(new(2), "fan_out")
+        order = draw(st.permutations(list(role)))
+        groups = {r: tuple(a for a in order if role[a] == r) for r in ("batch", "fan_out", "fan_in", "repeat")}
+        cores.append(groups)
+        subscripts.append(" ".join(axis for axis in order if role[axis] != "repeat"))
+        activation = [axis for axis in role if role[axis] != "fan_in"]
+        for axis in groups["fan_in"]:
+            width //= sizes[axis]
+    outputs = draw(st.permutations(activation))
+    structure = Structure(f"{' '.join(inputs)} -> {' '.join(outputs)}", *subscripts, **sizes)
+    return Drawn(structure, tuple(inputs), tuple(outputs), tuple(cores), sizes)
+
+
+def structures(max_width: int = 256) -> st.SearchStrategy[Structure]:
+    return drawn(max_width).map(lambda case: case.structure)
+
+
+def every_structure(test: Callable[..., None]) -> Callable[..., None]:
+    """Runs `test(structure=...)` for each row of the table and for drawn structures."""
+    for family, in_features, out_features in reversed(CASES):
+        test = example(structure=family.structure(in_features, out_features))(test)
+    return given(structure=structures())(test)
+
+
+def random_cores(structure: Structure, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Gaussian cores whose product keeps numbers of order 1."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(core.shape, generator=generator, dtype=torch.float64) / core.fan_in**0.5).to(dtype)
+        for core in structure.cores
+    ]
+
+
+def tokens(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(dtype)
+
+
+def one_einsum(structure: Structure, cores: list[Tensor], x: Tensor) -> Tensor:
+    """The oracle: `torch.einsum` over the whole expression, with a letter for each axis. x is `(tokens, in)`."""
+    letter = {axis: chr(ord("a") + n) for n, axis in enumerate(structure.sizes)}
+    inputs, outputs = (side.split() for side in structure.signature.split("->"))
+    operands, terms = [x.reshape(-1, *(structure.sizes[axis] for axis in inputs))], ["Z" + _join(letter, inputs)]
+    for core, stored in zip(structure.cores, cores, strict=True):
+        axes = [*core.batch_axes, *core.fan_out_axes, *core.fan_in_axes]
+        operands.append(stored.reshape([structure.sizes[axis] for axis in axes]))
+        terms.append(_join(letter, axes))
+    y = torch.einsum(f"{','.join(terms)}->Z{_join(letter, outputs)}", *operands)
+    return y.reshape(len(x), structure.out_features)
+
+
+def einsum_matrix(structure: Structure, cores: list[Tensor]) -> Tensor:
+    identity = torch.eye(structure.in_features, dtype=cores[0].dtype)
+    return one_einsum(structure, cores, identity).mT
+
+
+def layer_of(case: tuple[Family, int, int], dtype: torch.dtype = torch.float64, **options: object) -> StructuredLinear:
+    """A layer in which no parameter is at a special value."""
+    family, in_features, out_features = case
+    layer = StructuredLinear(in_features, out_features, family, dtype=dtype, **options)
+    with torch.no_grad():
+        for parameter in (layer.bias, layer.gains):
+            if parameter is not None:
+                parameter.uniform_(0.5, 1.5)
+    return layer
+
+
+def _join(letter: dict[str, str], axes: list[str]) -> str:
+    return "".join(letter[axis] for axis in axes)

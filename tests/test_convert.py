@@ -1,0 +1,250 @@
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from structlin import BTT, Dense, Kronecker, LowRank, Monarch, Structure, StructuredLinear, convert, plan
+from structlin.layers import role_of
+from tests.models import GPT, linear_names, snapshot
+
+MLP_LAYERS = {"h.0.mlp.c_fc", "h.0.mlp.c_proj", "h.1.mlp.c_fc", "h.1.mlp.c_proj"}
+ATTENTION_LAYERS = {"h.0.attn.c_attn", "h.0.attn.c_proj", "h.1.attn.c_attn", "h.1.attn.c_proj"}
+
+
+def structured(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if isinstance(module, StructuredLinear)}
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [
+        ({}, MLP_LAYERS | ATTENTION_LAYERS),
+        ({"include": "*mlp*"}, MLP_LAYERS),
+        ({"include": "ffn"}, MLP_LAYERS),
+        ({"include": "attention"}, ATTENTION_LAYERS),
+        ({"include": ["h.0.mlp.*", "h.1.*c_attn"]}, {"h.0.mlp.c_fc", "h.0.mlp.c_proj", "h.1.attn.c_attn"}),
+        ({"include": r"re:h\.\d\.mlp\.c_fc"}, {"h.0.mlp.c_fc", "h.1.mlp.c_fc"}),
+        ({"include": "*"}, MLP_LAYERS | ATTENTION_LAYERS),
+        ({"include": "head"}, {"lm_head"}),
+        ({"include": "lm_head"}, {"lm_head"}),
+        ({"include": ["*mlp*", "*head*"]}, MLP_LAYERS | {"lm_head"}),
+        ({"exclude": "*c_proj"}, {"h.0.mlp.c_fc", "h.1.mlp.c_fc", "h.0.attn.c_attn", "h.1.attn.c_attn"}),
+        ({"filter_fn": lambda module, name: module.in_features > 64}, {"h.0.mlp.c_proj", "h.1.mlp.c_proj"}),
+        ({"include": "ffn", "overrides": {"h.0.*": None}}, {"h.1.mlp.c_fc", "h.1.mlp.c_proj"}),
+        ({"include": "ffn", "overrides": {"h.1.attn.c_attn": LowRank(rank=4)}}, MLP_LAYERS | {"h.1.attn.c_attn"}),
+    ],
+)  # fmt: skip
+def test_rules_choose_the_layers(selection, expected):
+    model = GPT()
+    assert convert(model, BTT(), **selection) is model
+    assert structured(model) == expected
+
+
+def test_the_first_override_that_matches_holds():
+    model = convert(GPT(), BTT(), overrides={"h.0.*": LowRank(rank=4), "*c_fc": Kronecker()})
+    labels = {name: model.get_submodule(name).label for name in ("h.0.mlp.c_fc", "h.1.mlp.c_fc", "h.1.mlp.c_proj")}
+    assert list(labels.values()) == ["LowRank(rank=4)", "Kronecker()", "BTT(rank=1)"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"include": "*nlp*"}, ValueError, r"include: '\*nlp\*' matches no linear layer; the model has, for example"),
+        ({"include": ["*mlp*", "transformer.*"]}, ValueError, "include: 'transformer"),
+        ({"include": "h.0.mlp"}, ValueError, r"it is a container; its layers are 'h\.0\.mlp\.\*'"),
+        ({"include": "router"}, ValueError, "roles in this model are attention, ffn, head"),
+        ({"include": []}, ValueError, "include=.* has no rule"),
+        ({"include": "re:h.(mlp"}, ValueError, "not a regular expression"),
+        ({"exclude": "decoder.*"}, ValueError, r"exclude: 'decoder\.\*'"),
+        ({"overrides": {"h.7.*": None}}, ValueError, r"overrides: 'h\.7\.\*'"),
+        ({"zero_init": "*out_proj"}, ValueError, "zero_init: "),
+        ({"include": "ffn", "zero_init": "*attn.c_proj"}, ValueError, "zero_init: .* converts nothing"),
+        ({"include": "ffn", "exclude": "ffn"}, ValueError, "include: 'ffn' converts nothing: .* excluded"),
+        ({"exclude": ["ffn", "attention"]}, ValueError, "nothing to convert in GPT"),
+        ({"filter_fn": lambda module, name: False}, ValueError, "nothing to convert in GPT"),
+        ({"structure": BTT(rank=9)}, ValueError, r"layer 'h\.0\.attn\.c_attn' \(64 -> 192\), .*rank=9 is over .* 8"),
+        ({"structure": Monarch(blocks=5)}, ValueError, "blocks=5 does not divide in_features=64"),
+        ({"structure": "btt"}, TypeError, "structure='btt' must be a family"),
+        ({"overrides": {"*c_fc": LowRank}}, TypeError, "must be a family"),
+        ({"structure": Dense().structure(64, 64)}, ValueError, "out_features=192 is larger than the structure's 64"),
+        ({"init": "kaiming"}, ValueError, "init='kaiming' is unknown"),
+        ({"inlcude": "*mlp*"}, TypeError, "inlcude"),
+    ],
+)
+def test_bad_arguments_are_refused_and_the_model_stays_as_it_was(arguments, error, message):
+    model = GPT()
+    before = snapshot(model)
+    with pytest.raises(error, match=message):
+        convert(model, **arguments)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize(("model", "error"), [(nn.Sequential(nn.ReLU()), ValueError), (torch.zeros(3), TypeError)])
+def test_a_model_without_linear_layers_is_refused(model, error):
+    with pytest.raises(error, match="model="):
+        convert(model)
+
+
+def test_a_plan_shows_every_layer_and_changes_nothing_until_applied():
+    model = GPT()
+    before = snapshot(model)
+    planned = plan(model, BTT(), include="ffn")
+    text = str(planned)
+    assert snapshot(model) == before
+    assert all(name in text for name in linear_names(model))
+    assert "head: only converted when named" not in text
+    assert "not included" in text
+    planned.apply()
+    assert structured(model) == MLP_LAYERS
+    with pytest.raises(ValueError, match="applied already"):
+        planned.apply()
+
+
+def test_a_layer_keeps_device_dtype_grad_mode_training_flag_and_bias():
+    model = GPT().to(torch.bfloat16)
+    model.h[0].mlp.c_fc.weight.requires_grad_(False)
+    model.h[0].mlp.c_fc.bias.requires_grad_(False)
+    model.h[1].mlp.c_fc.eval()
+    biases = {name: model.get_submodule(name).bias for name in MLP_LAYERS}
+    convert(model, BTT(rank=2), include="ffn", weight_norm=True)
+    frozen, evaluating = model.h[0].mlp.c_fc, model.h[1].mlp.c_fc
+    assert not any(p.requires_grad for p in frozen.parameters())
+    assert all(p.requires_grad for p in evaluating.parameters())
+    assert not evaluating.training
+    assert frozen.training
+    for name, bias in biases.items():
+        assert model.get_submodule(name).bias is bias
+        assert all(core.dtype == torch.bfloat16 for core in model.get_submodule(name).cores)
+
+
+def test_a_model_on_meta_stays_there_until_it_is_initialised():
+    with torch.device("meta"):
+        model = GPT()
+    convert(model, BTT(), include="ffn")
+    assert all(p.is_meta for p in model.parameters())
+    layer = model.to_empty(device="cpu").h[0].mlp.c_fc
+    layer.reset_parameters()
+    assert layer.cores[0].std().item() == pytest.approx(8**-0.5, rel=0.1)
+
+
+def test_a_model_that_is_one_linear_layer_is_replaced():
+    layer = convert(nn.Linear(64, 32, bias=False), LowRank(rank=4))
+    assert isinstance(layer, StructuredLinear)
+    assert layer.bias is None
+    assert layer(torch.randn(2, 64)).shape == (2, 32)
+
+
+def test_a_shared_layer_is_converted_once_and_stays_shared():
+    shared = nn.Linear(16, 16)
+    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, nn.ReLU())})
+    convert(model, BTT(), include="b.*")
+    assert isinstance(model["a"], StructuredLinear)
+    assert model["a"] is model["b"][0]
+
+
+def test_layers_that_cannot_be_converted_say_why():
+    class Special(nn.Linear):
+        pass
+
+    hooked = nn.Linear(16, 16)
+    hooked.register_forward_hook(lambda module, args, output: None)
+    model = nn.ModuleDict(
+        {
+            "plain": nn.Linear(16, 16),
+            "special": Special(16, 16),
+            "hooked": hooked,
+            "normed": nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)),
+            "done": StructuredLinear(16, 16),
+        }
+    )
+    for name, reason in [
+        ("special", "is a Special"),
+        ("hooked", "has hooks"),
+        ("normed", "Parametrized"),
+        ("done", "already"),
+    ]:
+        with pytest.raises(ValueError, match=f"include: '{name}' converts nothing: '{name}' .*{reason}"):
+            convert(model, BTT(), include=["plain", name])
+    convert(model, BTT())
+    assert structured(model) == {"plain", "done"}
+
+
+def test_a_tied_head_is_left_alone_even_when_it_is_named():
+    model = GPT(tied=True)
+    with pytest.raises(ValueError, match=r"lm_head.*shares its weight with wte"):
+        convert(model, BTT(), include="head")
+
+
+def test_layers_that_grow_are_converted_with_one_warning_that_lists_them():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(64, 64))
+    with pytest.warns(
+        UserWarning, match=r"these layers grow, in parameters: 0 \(256 -> 288\), 1 \(256 -> 288\)"
+    ) as caught:
+        convert(model, LowRank(rank=9))
+    assert len(caught) == 1
+    assert structured(model) == {"0", "1", "2"}
+
+
+def test_a_model_that_was_loaded_from_a_checkpoint_warns_that_it_starts_afresh():
+    model = GPT()
+    model.config = type("Config", (), {"_name_or_path": "openai-community/gpt2"})()
+    with pytest.warns(
+        UserWarning, match="loaded from 'openai-community/gpt2': init='mup' starts its converted layers afresh"
+    ):
+        convert(model)
+
+
+def test_zero_init_zeroes_the_last_core_of_the_layers_named_alone():
+    model = convert(GPT(), BTT(), zero_init="*c_proj")
+    for name in structured(model):
+        first, last = model.get_submodule(name).cores
+        assert first.abs().min() > 0 or first.std() > 0
+        assert (last == 0).all() == name.endswith("c_proj")
+
+
+def test_conv1d_of_transformers_is_a_linear_layer():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=50, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert(model, BTT())
+    names = {f"transformer.h.0.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    assert structured(model) == names
+    assert model.transformer.h[0].mlp.c_fc.out_features == 128
+    tokens = torch.arange(12).reshape(2, 6)
+    model(tokens, labels=tokens).loss.backward()
+
+
+def test_a_declared_structure_is_converted_to_like_a_family():
+    model = convert(GPT(), Structure("i -> o", "r i", "o r", i=64, o=192, r=3), include="*c_attn")
+    assert model.h[0].attn.c_attn.structure.params == 3 * (64 + 192)
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("transformer.h.3.attn.c_proj", "attention"),
+        ("transformer.h.3.mlp.c_proj", "ffn"),
+        ("model.layers.0.self_attn.q_proj", "attention"),
+        ("model.layers.0.mlp.gate_proj", "ffn"),
+        ("model.layers.0.mlp.gate", "router"),
+        ("vit.encoder.layer.0.attention.output.dense", "attention"),
+        ("vit.encoder.layer.0.output.dense", "ffn"),
+        ("vit.encoder.layer.0.intermediate.dense", "ffn"),
+        ("blocks.0.attn.qkv", "attention"),
+        ("blocks.0.mlp.fc1", "ffn"),
+        ("patch_embed.proj", "embedding"),
+        ("head.fc", "head"),
+        ("cls.predictions.decoder", "head"),
+        ("encoder.layers.0.linear1", "ffn"),
+        ("decoder.block.0.layer.1.EncDecAttention.q", "attention"),
+        ("decoder.block.0.layer.2.DenseReluDense.wi", "ffn"),
+        ("fc", "head"),
+        ("layers.0.fc1", "ffn"),
+        ("0", "other"),
+    ],
+)
+def test_a_name_tells_the_role(name, role):
+    assert role_of(name) == role

@@ -1,0 +1,284 @@
+"""The polar factor against numpy's SVD in float64, and the duality map against its definition."""
+
+from math import sqrt
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from structlin import dualize
+from structlin.duality import METHODS, SCHEDULES, dual_conv, dual_core, dual_efficiency, dual_embedding
+
+# Per method: the least singular value (of a matrix of Frobenius norm 1) that it takes to the band, and the band.
+BANDS = {
+    "svd": (1e-4, 1 - 1e-5, 1 + 1e-5),
+    "inverse-root": (1e-4, 1 - 1e-5, 1 + 1e-5),
+    "ns": (1e-4, 1 - 1e-4, 1 + 1e-4),
+    "fast": (3e-3, 1 - 1e-4, 1 + 1e-4),
+    "polar-express": (1e-3, 1 - 1e-3, 1 + 1e-3),
+    "cubic": (1e-4, 1 - 1e-3, 1 + 1e-3),
+    "quintic": (1e-3, 1 - 1e-3, 1 + 1e-3),
+    "quintic-steep": (1e-3, 0.98, 1.02),
+    "jordan": (1e-2, 0.68, 1.14),
+}
+every_method = pytest.mark.parametrize("method", METHODS)
+every_full_method = pytest.mark.parametrize("method", BANDS)
+
+
+def factors(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    u, _, vh = np.linalg.svd(matrix.double().numpy(), full_matrices=False)
+    return torch.from_numpy(u), torch.from_numpy(vh)
+
+
+def spectrum(m: int, n: int, least: float) -> Tensor:
+    """A matrix of Frobenius norm 1 whose singular values run from `least` up, all but the largest evenly in log."""
+    k = min(m, n)
+    values = torch.logspace(np.log10(least), np.log10(0.5 / sqrt(k)), k, dtype=torch.float64)
+    values[-1] = sqrt(1 - values[:-1].square().sum())
+    u, v = (torch.linalg.qr(torch.randn(size, k, dtype=torch.float64)).Q for size in (m, n))
+    return (u * values) @ v.T
+
+
+@every_full_method
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("shape", [(24, 24), (24, 40), (40, 24), (5, 1), (1, 1)])
+def test_every_singular_value_lands_in_the_band_of_the_method_and_no_direction_turns(method, dtype, shape):
+    least, low, high = BANDS[method]
+    matrix = spectrum(*shape, least).to(dtype)
+    u, vh = factors(matrix)
+    dual = dualize(matrix, method=method)
+    assert dual.dtype == dtype
+    seen = u.mT @ dual.double() @ vh.mT
+    values = seen.diagonal()
+    assert low <= values.min()
+    assert values.max() <= high
+    off = (dual.double() - (u * values) @ vh).abs().max()
+    assert off < (2e-3 if dtype == torch.float32 else 1e-9)
+
+
+@every_full_method
+def test_the_band_holds_between_its_ends_too(method):
+    least, low, high = BANDS[method]
+    cosine = torch.logspace(np.log10(least), -1e-4, 40_000, dtype=torch.float64)
+    sine = (1 - cosine**2).sqrt()
+    values = torch.stack([cosine, sine], -1)[sine >= least]  # of matrices 2 x 2 of Frobenius norm 1
+
+    def rotation(angle: float) -> Tensor:
+        return torch.tensor([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+
+    matrices = rotation(1.0) @ torch.diag_embed(values) @ rotation(2.0).T
+    dual = rotation(1.0).T @ dualize(matrices, method=method) @ rotation(2.0)
+    assert dual[:, [0, 1], [1, 0]].abs().max() < 1e-9
+    reached = dual.diagonal(dim1=-2, dim2=-1)
+    outside = values[(reached < low) | (reached > high)]
+    assert not len(outside), f"{len(outside)} values between {outside.min():.5f} and {outside.max():.5f}"
+
+
+def test_every_method_has_a_band_here():
+    assert {*BANDS, "sketch"} == set(METHODS)
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 20), (2, 20, 8), (2, 7, 7), (2, 1, 5)])
+def test_the_sketch_is_the_polar_factor_of_half_of_the_directions_and_exact_up_to_that_rank(shape):
+    matrix, half = torch.randn(shape, dtype=torch.float64), (min(shape[1:]) + 1) // 2
+    values = torch.linalg.svdvals(dualize(matrix, method="sketch"))
+    assert_close(values, (torch.arange(min(shape[1:])) < half).double().expand_as(values), rtol=0, atol=1e-9)
+    u, vh = factors(matrix)
+    deficient = u[..., :half] @ vh[..., :half, :]
+    assert_close(dualize(3 * deficient, method="sketch"), deficient, rtol=0, atol=1e-9)
+
+
+def test_steps_repeat_the_last_one_of_a_schedule_or_cut_its_end():
+    matrix = torch.randn(4, 6, dtype=torch.float64)
+    x = matrix / matrix.norm()
+    once = 1.5 * x - 0.5 * x @ x.T @ x
+    assert_close(dualize(matrix, method="cubic", steps=1), once)
+    assert_close(dualize(matrix, method="cubic", steps=2), 1.5 * once - 0.5 * once @ once.T @ once)
+    fast, (a, b, c) = dualize(matrix, method="fast"), SCHEDULES["fast"][-1]
+    gram = fast @ fast.T
+    assert_close(dualize(matrix, method="fast", steps=7), (a * torch.eye(4) + b * gram + c * gram @ gram) @ fast)
+    for method, steps in (("ns", 0), ("cubic", -1), ("svd", 3)):
+        with pytest.raises(ValueError, match=f"steps={steps}: method='{method}'"):
+            dualize(matrix, method=method, steps=steps)
+
+
+def test_the_dtype_of_the_iteration_is_not_that_of_the_result():
+    matrix = torch.randn(4, 6)
+    coarse, fine = (dualize(matrix, dtype=dtype) for dtype in (torch.bfloat16, torch.float64))
+    assert coarse.dtype == fine.dtype == torch.float32
+    assert torch.equal(coarse, coarse.bfloat16().float())
+    assert_close(fine, dualize(matrix.double()).float())
+    assert_close(coarse, fine, rtol=0, atol=0.05)
+
+
+def test_the_default_is_ns():
+    matrix = torch.randn(4, 6)
+    assert torch.equal(dualize(matrix), dualize(matrix, method="ns"))
+    assert not torch.equal(dualize(matrix), dualize(matrix, method="svd"))
+    assert torch.equal(dual_core(matrix), sqrt(4 / 6) * dualize(matrix))
+
+
+@every_full_method
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_a_matrix_of_any_dtype_comes_back_orthogonal_in_that_dtype(method, dtype):
+    matrix = torch.randn(3, 8, 20).to(dtype)
+    dual = dualize(matrix, method=method)
+    u, vh = factors(matrix)
+    values = (u.mT @ dual.double() @ vh.mT).diagonal(dim1=-2, dim2=-1)
+    _, low, high = BANDS[method]
+    slack = 4 * torch.finfo(dtype).eps
+    assert dual.dtype == dtype
+    assert low - slack <= values.min()
+    assert values.max() <= high + slack
+
+
+@every_method
+@pytest.mark.parametrize("shape", [(5, 5), (3, 9), (9, 3), (4, 1), (1, 4)])
+def test_the_blocks_of_a_batch_are_independent_matrices(method, shape):
+    batch = torch.randn(2, 3, *shape)
+    expected = torch.stack([dualize(block, method=method) for block in batch.flatten(0, 1)]).unflatten(0, (2, 3))
+    assert_close(dualize(batch, method=method), expected, rtol=1e-4, atol=1e-5)
+    if method != "sketch":  # the other side of a square matrix is sketched by other numbers
+        assert_close(dualize(batch.mT, method=method), expected.mT, rtol=1e-4, atol=1e-5)
+
+
+@every_method
+@pytest.mark.parametrize(
+    ("dtype", "scales"),
+    [
+        (torch.float32, (1e-30, 1e-9, 3.0, 1e9, 1e30)),
+        (torch.bfloat16, (2.0**-100, 2.0**100)),
+        (torch.float16, (2.0**-10, 2.0**10)),
+        (torch.float64, (1e-30, 1e30, 1e-250, 1e250)),
+    ],
+)
+def test_the_scale_of_a_matrix_does_not_matter_and_its_sign_does(method, dtype, scales):
+    matrix = torch.randn(2, 6, 10).to(dtype)
+    dual = dualize(matrix, method=method)
+    tolerance = {"rtol": 1e-3, "atol": max(1e-5, torch.finfo(dtype).eps)}
+    for scale in scales:
+        assert_close(dualize(matrix * scale, method=method), dual, **tolerance)
+        assert_close(dualize(matrix * -scale, method=method), -dual, **tolerance)
+    apart = torch.tensor([scales[0], scales[-1]], dtype=dtype).view(2, 1, 1)
+    assert_close(dualize(matrix * apart, method=method), dual, **tolerance)
+
+
+@every_method
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_zero_block_stays_zero_and_a_deficient_one_finite_and_the_others_do_not_notice(method, dtype):
+    _, low, high = BANDS.get(method, BANDS["svd"])
+    good, half = torch.randn(6, 9), torch.randn(6, 9)
+    half[3:] = 0
+    rank_1 = torch.randn(6, 1).sign() @ torch.randn(1, 9).sign()  # exact in every dtype
+    blocks = torch.stack([torch.zeros(6, 9), good, rank_1, half]).to(dtype)
+    dual = dualize(blocks, method=method)
+    assert torch.equal(dual[0], torch.zeros(6, 9, dtype=dtype))
+    assert_close(dual[1], dualize(good.to(dtype), method=method))
+    assert dual.isfinite().all()
+    slack = 4 * torch.finfo(dtype).eps
+    one, null = torch.linalg.svdvals(dual[2].double()).split([1, 5])
+    assert low - slack <= one <= high + slack
+    assert null.max() < 0.02
+    assert torch.linalg.svdvals(dual[3].double())[3:].max() < 0.02
+
+
+@every_method
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_pushes_no_matrix_of_rank_1_out_of_the_band(method, dtype):
+    column, row = torch.randn(500, 12, 1, dtype=dtype), torch.randn(500, 1, 17, dtype=dtype)
+    dual = dualize(column @ row, method=method)
+    values = (column.mT @ dual @ row.mT).flatten() / (column.flatten(1).norm(dim=1) * row.flatten(1).norm(dim=1))
+    _, low, high = BANDS.get(method, BANDS["svd"])
+    assert low <= values.min()
+    assert values.max() <= high
+
+
+@every_method
+def test_dualize_leaves_its_input_as_it_was(method):
+    matrix = torch.randn(3, 4, 5)
+    before = matrix.clone()
+    dualize(matrix, method=method).zero_()
+    assert torch.equal(matrix, before)
+    empty = torch.empty(0, 4)
+    assert dualize(empty, method=method) is not empty
+
+
+@every_method
+@pytest.mark.parametrize("shape", [(0, 4, 5), (3, 0, 5), (3, 5, 0), (0, 0)])
+def test_nothing_maps_to_nothing(method, shape):
+    dual = dualize(torch.empty(shape, dtype=torch.bfloat16), method=method)
+    assert (dual.shape, dual.dtype) == (torch.Size(shape), torch.bfloat16)
+
+
+@pytest.mark.parametrize("function", [dualize, dual_core])
+def test_what_has_no_polar_factor_is_refused_by_name(function):
+    with pytest.raises(ValueError, match=r"method='muon' is unknown; there are svd, .*polar-express"):
+        function(torch.randn(2, 2), method="muon")
+    for shape in ((3,), ()):
+        with pytest.raises(ValueError, match=r"matrix has shape .*; it needs at least two dimensions"):
+            function(torch.randn(shape))
+    for dtype in (torch.int64, torch.bool, torch.complex64):
+        with pytest.raises(TypeError, match=f"matrix has dtype {dtype}; it must be real floating point"):
+            function(torch.ones(2, 2, dtype=dtype))
+
+
+# ---- the duality map -------------------------------------------------------------------------------------------------
+
+
+def norm(core: Tensor) -> float:
+    """RMS->RMS operator norm of a core: the largest of its blocks'."""
+    m, n = core.shape[-2:]
+    return sqrt(n / m) * np.linalg.svd(core.numpy(), compute_uv=False)[..., 0].max()
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 6), st.integers(0, 2**31), st.floats(-4, 2))
+def test_the_dual_core_is_the_steepest_of_all_steps_of_unit_norm(batch, m, n, seed, log_noise):
+    generator = torch.Generator().manual_seed(seed)
+    gradient, noise = torch.randn(2, batch, m, n, generator=generator, dtype=torch.float64)
+    dual = dual_core(gradient, method="svd")
+    assert norm(dual) == pytest.approx(1)
+    steepest = (gradient * dual).sum()
+    nuclear = np.linalg.svd(gradient.numpy(), compute_uv=False).sum()
+    assert steepest.item() == pytest.approx(sqrt(m / n) * nuclear)
+    for other in (noise, dual + 10**log_noise * noise):
+        assert (gradient * other).sum() / norm(other) <= steepest + 1e-9
+
+
+@every_full_method
+def test_the_dual_core_has_the_norm_that_its_method_promises(method):
+    _, low, high = BANDS[method]
+    for shape in ((3, 16, 4), (3, 4, 16), (8, 8)):
+        assert low <= norm(dual_core(torch.randn(shape), method=method)) <= high
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_dual_embedding_has_vectors_of_unit_rms_in_their_own_direction(dtype):
+    gradient = torch.randn(5, 7).to(dtype)
+    gradient[1] = 0
+    scales = torch.tensor([1, 1, -3, 2.0**-100, 2.0**100], dtype=dtype)[:, None]
+    expected = gradient.double() * scales.sign() * sqrt(7) / gradient.double().norm(dim=-1, keepdim=True)
+    expected[1] = 0
+    dual = dual_embedding(gradient * scales)
+    assert dual.dtype == dtype
+    assert_close(dual.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
+
+
+@pytest.mark.parametrize("kernel", [(3, 3), (5,), (2, 3, 2)])
+def test_the_dual_convolution_is_the_dual_of_every_slice_over_their_number(kernel):
+    gradient = torch.randn(4, 6, *kernel, dtype=torch.float64)
+    dual = dual_conv(gradient, method="svd")
+    assert dual.shape == gradient.shape
+    for position in np.ndindex(*kernel):
+        u, vh = factors(gradient[(..., *position)])
+        assert_close(dual[(..., *position)], sqrt(4 / 6) / np.prod(kernel) * u @ vh)
+
+
+def test_the_efficiency_of_an_update_is_its_share_of_the_steepest_descent():
+    gradient = torch.diag_embed(torch.tensor([[3.0, 1.0], [1.0, 1.0]]))
+    assert_close(dual_efficiency(gradient, gradient), torch.tensor([10 / (4 * 3), 1.0]))
+    assert_close(dual_efficiency(gradient, -7 * torch.eye(2).expand(2, 2, 2)), torch.tensor([-1.0, -1.0]))
+    assert dual_efficiency(torch.zeros(2, 2), torch.eye(2)).isnan()

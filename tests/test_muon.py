@@ -1,0 +1,284 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from structlin import BTT, LowRank, StructuredLinear, convert, dualize
+from structlin.optim import Muon
+from tests.models import GPT, perplexed
+
+
+def norms(update: torch.Tensor) -> torch.Tensor:
+    """RMS->RMS operator norm of each `(fan_out, fan_in)` matrix."""
+    m, n = update.shape[-2:]
+    return (n / m) ** 0.5 * torch.linalg.matrix_norm(update, 2)
+
+
+def moved(module: nn.Module, optimizer: Muon) -> dict[str, torch.Tensor]:
+    """What one step with random gradients subtracts, by parameter name."""
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    for p in module.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    return {name: before[name] - p.detach() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (16, 40), (40, 16)])
+def test_a_linear_layer_moves_as_with_torchs_muon_bit_for_bit(shape):
+    model = nn.Linear(*shape, bias=False)
+    twin = copy.deepcopy(model)
+    ours = Muon(model, lr=0.02, weight_decay=0.1, method="jordan", dtype=torch.bfloat16, scale="original")
+    theirs = torch.optim.Muon(twin.parameters(), lr=0.02, weight_decay=0.1)
+    for _ in range(5):
+        model.weight.grad = torch.randn_like(model.weight) * 1e-3
+        twin.weight.grad = model.weight.grad.clone()
+        ours.step()
+        theirs.step()
+        assert torch.equal(model.weight, twin.weight)
+
+
+def test_every_block_of_a_core_moves_by_its_share_of_the_layers_norm():
+    layer = StructuredLinear(64, 128, BTT(rank=2))
+    steps = moved(layer, Muon(layer, lr=0.1))
+    for name in ("cores.0", "cores.1"):
+        torch.testing.assert_close(norms(steps[name]), torch.full((8,), 0.05), rtol=1e-3, atol=0)
+
+
+def test_the_first_step_is_the_dual_of_each_blocks_gradient():
+    layer = StructuredLinear(64, 128, BTT(rank=2), bias=False)
+    before = [core.detach().clone() for core in layer.cores]
+    layer(torch.randn(40, 64)).square().sum().backward()
+    gradients = [core.grad.clone() for core in layer.cores]
+    Muon(layer, lr=0.1, method="svd").step()
+    for core, old, gradient in zip(layer.cores, before, gradients, strict=True):
+        m, n = core.shape[-2:]
+        for block in range(len(core)):
+            u, _, vh = torch.linalg.svd(gradient[block], full_matrices=False)
+            torch.testing.assert_close(old[block] - core[block], 0.05 * (m / n) ** 0.5 * u @ vh, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("module", "matrices"),
+    [
+        (nn.Linear(6, 10), lambda w: w[None]),
+        (nn.Conv1d(4, 8, 3), lambda w: 3 * w.movedim(-1, 0)),
+        (nn.Conv2d(4, 8, 3), lambda w: 9 * w.flatten(2).movedim(-1, 0)),
+        (nn.Conv3d(4, 8, 2), lambda w: 8 * w.flatten(2).movedim(-1, 0)),
+        (nn.Conv2d(8, 12, 3, groups=4), lambda w: 9 * torch.cat([g.flatten(2).movedim(-1, 0) for g in w.chunk(4)])),
+        (nn.ConvTranspose2d(4, 8, 3), lambda w: 9 * w.flatten(2).permute(2, 1, 0)),
+        (nn.MultiheadAttention(8, 2), lambda w: w.reshape(3, 8, 8)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_layer_moves_by_lr_in_its_own_norm(module, matrices):
+    steps = moved(module, Muon(module, lr=0.1))
+    weight = steps.get("weight", steps.get("in_proj_weight"))
+    found = norms(matrices(weight))
+    torch.testing.assert_close(found, torch.full_like(found, 0.1), rtol=1e-3, atol=0)
+
+
+def test_conv1d_of_transformers_is_oriented_in_by_out():
+    owner = pytest.importorskip("transformers.pytorch_utils")
+    module = owner.Conv1D(24, 6)  # 6 -> 24, weight (6, 24)
+    torch.testing.assert_close(
+        norms(moved(module, Muon(module, lr=0.1))["weight"].mT), torch.tensor(0.1), rtol=1e-3, atol=0
+    )
+
+
+def test_embeddings_move_by_lr_in_rms_and_only_where_they_have_a_gradient():
+    module = nn.Embedding(10, 16)
+    before = module.weight.detach().clone()
+    module(torch.tensor([1, 4, 4])).pow(3).sum().backward()
+    Muon(module, lr=0.1).step()
+    rms = (module.weight.detach() - before).square().mean(-1).sqrt()
+    torch.testing.assert_close(rms, torch.tensor([0, 0.1, 0, 0, 0.1, 0, 0, 0, 0, 0]))
+
+
+def test_a_sparse_gradient_counts_as_the_dense_one():
+    dense, sparse = nn.Embedding(10, 16), nn.Embedding(10, 16, sparse=True)
+    sparse.load_state_dict(dense.state_dict())
+    for module in (dense, sparse):
+        optimizer = Muon(module, lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            module(torch.tensor([1, 4, 4])).pow(3).sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(dense.weight, sparse.weight)
+
+
+@pytest.mark.parametrize("other", ["adamw", "sign"])
+def test_everything_else_has_its_own_rule_and_rate(other):
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    twin = copy.deepcopy(model)
+    optimizer = Muon(model, lr=0.1, other=other, other_lr=0.01, weight_decay=0.5)
+    vectors = [twin[0].bias, twin[1].weight, twin[1].bias]
+    reference = torch.optim.AdamW(vectors, lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0)
+    for _ in range(3):
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            p.grad = torch.ones_like(p) * torch.randn(())
+            q.grad = p.grad.clone()
+        before = model[1].bias.detach().clone()
+        optimizer.step()
+        reference.step()
+        if other == "adamw":
+            assert all(torch.equal(p, q) for p, q in zip([model[0].bias, *model[1].parameters()], vectors, strict=True))
+        else:
+            torch.testing.assert_close((model[1].bias - before).abs(), torch.full((8,), 0.01))
+
+
+def test_masses_set_the_steps_of_layers_and_of_cores():
+    model = nn.Sequential(nn.Linear(16, 16), StructuredLinear(16, 16), StructuredLinear(16, 16))
+    steps = moved(model, Muon(model, lr=0.1, masses={"0": 3.0, "2": (1.0, 3.0)}))
+    expected = {"0.weight": 0.3, "1.cores.0": 0.05, "1.cores.1": 0.05, "2.cores.0": 0.025, "2.cores.1": 0.075}
+    for name, norm in expected.items():
+        assert norms(steps[name]).max().item() == pytest.approx(norm, rel=1e-3)
+
+
+def test_momentum_is_an_average_and_nesterov_looks_ahead():
+    for nesterov in (True, False):
+        model = nn.Linear(5, 5, bias=False)
+        optimizer = Muon(model, lr=0.1, momentum=0.8, nesterov=nesterov, method="svd")
+        average = torch.zeros(5, 5)
+        for _ in range(3):
+            before, gradient = model.weight.detach().clone(), torch.randn(5, 5)
+            model.weight.grad = gradient.clone()
+            optimizer.step()
+            average = 0.8 * average + 0.2 * gradient
+            expected = dualize(0.2 * gradient + 0.8 * average if nesterov else average, method="svd")
+            torch.testing.assert_close((before - model.weight) / 0.1, expected, rtol=1e-3, atol=1e-5)
+            assert torch.equal(model.weight.grad, gradient)  # never written to
+
+
+def test_a_model_trains_and_continues_bit_for_bit_from_a_state_dict(tmp_path):
+    model = convert(GPT(), BTT(), include="ffn", zero_init="*mlp.c_proj")
+    optimizer = Muon(model, lr=0.05)
+    losses = perplexed(model, 8, optimizer)
+    assert losses[-1] < 0.7 * losses[0]
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt")
+    straight = perplexed(model, 4, optimizer)
+    saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    model.load_state_dict(saved["model"])
+    again = Muon(model, lr=1.0)
+    again.load_state_dict(saved["optimizer"])
+    assert perplexed(model, 4, again) == straight
+
+
+def test_a_state_dict_of_another_model_names_what_differs():
+    optimizer = Muon(convert(GPT(depth=1), BTT(), include="ffn"))
+    with pytest.raises(ValueError, match=r"lacks \['h\.0\.mlp\.c_fc\.weight', .* has \['h\.0\.mlp\.c_fc\.cores\.0'"):
+        Muon(GPT(depth=1)).load_state_dict(optimizer.state_dict())
+
+
+def test_groups_may_have_options_of_their_own():
+    model = convert(GPT(depth=1), BTT(), include="ffn")
+    head = list(model.lm_head.parameters())
+    rest = [p for p in model.parameters() if all(p is not q for q in head)]
+    optimizer = Muon([{"params": rest, "lr": 0.05}, {"params": head, "lr": 0.01, "momentum": 0.5}], model=model)
+    assert [(g["kind"], g["lr"], g["momentum"]) for g in optimizer.param_groups] == [
+        ("matrix", 0.05, 0.95), ("embedding", 0.05, 0.95), ("other", 1e-3, 0.95), ("matrix", 0.01, 0.5),
+    ]  # fmt: skip
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    perplexed(model, 1, optimizer)
+    scheduler.step()
+    assert [g["lr"] for g in optimizer.param_groups] == [0.025, 0.025, 5e-4, 0.005]
+
+
+def test_frozen_and_idle_parameters_stay():
+    model = GPT(depth=1)
+    model.h[0].mlp.requires_grad_(False)
+    before = {name: p.detach().clone() for name, p in model.h[0].named_parameters()}
+    optimizer = Muon(model, weight_decay=0.1)
+    model.lm_head(torch.randn(3, 64)).square().sum().backward()
+    optimizer.step()
+    assert all(torch.equal(p, before[name]) for name, p in model.h[0].named_parameters())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_gradients_that_are_not_finite_raise_or_skip_and_change_nothing(bad):
+    model = GPT(depth=1)
+    raising, skipping = Muon(model), Muon(model, nonfinite="skip")
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    model.ln_f.weight.grad[3] = bad
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(FloatingPointError, match=r"gradients of ln_f\.weight are not finite"):
+        raising.step()
+    skipping.step()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert not raising.state
+    assert not skipping.state
+
+
+def test_a_model_converted_after_the_optimizer_was_made_is_noticed_at_step():
+    model = GPT(depth=1)
+    optimizer = Muon(model)
+    convert(model, LowRank(rank=4), include="ffn")
+    with pytest.raises(RuntimeError, match=r"h\.0\.mlp\.c_fc\.weight, .*convert first, then make the optimizer"):
+        perplexed(model, 1, optimizer)
+
+
+def test_a_zero_gradient_moves_nothing_and_stays_finite():
+    model = convert(GPT(depth=1), BTT(), include="ffn")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = Muon(model)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_equal_shapes_of_all_layers_are_dualized_together(monkeypatch):
+    calls = []
+
+    def counted(x, **options):
+        calls.append(len(x))
+        return dualize(x, **options)
+
+    monkeypatch.setattr("structlin.optim.muon.dualize", counted)
+    model = convert(GPT(depth=12), BTT())
+    moved(model, Muon(model))
+    blocks = sum(len(core) for layer in model.modules() if isinstance(layer, StructuredLinear) for core in layer.cores)
+    assert sum(calls) == blocks + 1  # and the head
+    assert len(calls) <= 6
+
+
+def test_a_closure_gives_the_loss():
+    model = nn.Linear(3, 1)
+    optimizer = Muon(model)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 3)).square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) > optimizer.step(closure) >= 0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda m: Muon(m, lr=-1), "lr=-1 is out of range"),
+        (lambda m: Muon(m, momentum=1.0), r"momentum=1\.0"),
+        (lambda m: Muon(m, eps=-1), "eps=-1"),
+        (lambda m: Muon(m, betas=(0.9, 1.0)), "betas="),
+        (lambda m: Muon(m, method="muon"), "method='muon' is unknown"),
+        (lambda m: Muon(m, scale="mup"), "scale='mup' is unknown"),
+        (lambda m: Muon(m, other="lion"), "other='lion' is unknown"),
+        (lambda m: Muon(m, nonfinite="warn"), "nonfinite='warn'"),
+        (lambda m: Muon(m, masses={"0": 0}), "masses: '0' has 0"),
+        (lambda m: Muon(m, masses={"0": (1, 2)}), "masses: '0' is no structured layer"),
+        (lambda m: Muon(m, masses={"7": 1}), "masses: '7' matches no layer"),
+        (lambda m: Muon(m.parameters()), "model=None"),
+        (lambda m: Muon([nn.Parameter(torch.ones(3, 3))], model=m), r"of shape \(3, 3\) belongs to no module"),
+        (
+            lambda m: Muon([{"params": m[0].parameters()}, {"params": [m[0].weight]}], model=m),
+            "more than one parameter group",
+        ),
+        (lambda m: Muon(copy.deepcopy(m).to("meta")), "0.weight is on meta"),
+    ],
+)
+def test_bad_arguments_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))

@@ -1,0 +1,141 @@
+import pytest
+import torch
+from torch import nn
+
+from structlin import BTT, Kronecker, LowRank, Monarch, StructuredLinear, convert, param_groups
+from tests.models import GPT, perplexed
+
+
+def flat(groups, key="lr"):
+    """Parameter name -> a value of its group."""
+    return {name: group[key] for group in groups for name in group["param_names"]}
+
+
+def test_each_trainable_parameter_is_in_exactly_one_group():
+    model = convert(GPT(tied=True), BTT(rank=2), include="ffn", weight_norm=True)
+    model.h[0].attn.c_attn.weight.requires_grad_(False)
+    model.h[1].mlp.c_fc.cores[0].requires_grad_(False)
+    groups = param_groups(model, 1e-3, weight_decay=0.1)
+    grouped = [id(p) for group in groups for p in group["params"]]
+    trainable = {id(p) for p in model.parameters() if p.requires_grad}
+    assert len(grouped) == len(set(grouped))
+    assert set(grouped) == trainable
+    names = dict(model.named_parameters(remove_duplicate=False))
+    for group in groups:
+        assert [id(names[name]) for name in group["param_names"]] == [id(p) for p in group["params"]]
+
+
+def test_cores_get_their_multiplier_and_everything_else_the_rate_itself():
+    model = convert(GPT(width=64), Kronecker(), include="ffn")
+    rates = flat(param_groups(model, 0.01))
+    assert rates["h.0.mlp.c_fc.cores.0"] == pytest.approx(0.01 * 64 / 8 / 2)
+    assert rates["h.0.mlp.c_proj.cores.1"] == pytest.approx(0.01 * 256 / 16 / 2)
+    assert {rates[name] for name in ("wte.weight", "h.0.ln_1.weight", "h.0.mlp.c_fc.bias", "lm_head.weight")} == {0.01}
+
+
+def test_the_naive_rule_gives_cores_the_dense_rate():
+    model = convert(GPT(), LowRank(rank=4))
+    assert set(flat(param_groups(model, 0.01, structure_aware=False)).values()) == {0.01}
+
+
+def test_biases_norms_gains_and_vectors_are_not_decayed():
+    model = convert(GPT(), BTT(), include="ffn", weight_norm=True)
+    model.norm = nn.LayerNorm((4, 4))  # a norm's gain may be a matrix
+    decay = flat(param_groups(model, 1e-3, weight_decay=0.1), "weight_decay")
+    for name, value in decay.items():
+        is_matrix = "cores" in name or (name.endswith("weight") and "ln" not in name and "norm" not in name)
+        assert value == (0.1 if is_matrix else 0.0), name
+
+
+def test_what_the_model_declares_is_not_decayed():
+    model = GPT()
+    model.no_weight_decay = lambda: {"wte.weight"}
+    assert flat(param_groups(model, 1e-3, weight_decay=0.1), "weight_decay")["wte.weight"] == 0
+
+
+def test_equal_groups_are_merged_and_named():
+    model = convert(GPT(width=64, depth=8), Kronecker(), include="ffn")
+    groups = param_groups(model, 1e-3, weight_decay=0.1)
+    assert sorted(group["name"] for group in groups) == ["lr x1", "lr x1, no decay", "lr x4", "lr x8"]
+
+
+def test_a_rate_tuned_at_a_base_width_transfers_by_mup():
+    small, large = GPT(width=64), GPT(width=256)
+    by_model = flat(param_groups(large, 0.01, base=small), "lr_mult")
+    by_widths = flat(param_groups(large, 0.01, base={256: 64, 768: 192, 1024: 256}), "lr_mult")
+    assert by_model == by_widths
+    assert by_model["h.0.mlp.c_fc.weight"] == by_model["lm_head.weight"] == 0.25
+    assert {by_model[name] for name in ("wte.weight", "h.0.ln_1.bias", "h.0.mlp.c_fc.bias")} == {1}
+
+
+def test_structure_and_width_multiply():
+    small = GPT(width=64)
+    dense = flat(param_groups(GPT(width=256), 0.01, base=small), "lr_mult")
+    converted = convert(GPT(width=256), BTT(), include="ffn")
+    wide = flat(param_groups(converted, 0.01, base=small), "lr_mult")
+    plain = flat(param_groups(converted, 0.01), "lr_mult")
+    assert wide["h.0.mlp.c_fc.cores.0"] == pytest.approx(dense["h.0.mlp.c_fc.weight"] * plain["h.0.mlp.c_fc.cores.0"])
+
+
+def test_sgd_rates_follow_fan_out_over_fan_in():
+    small, large = GPT(width=64), convert(GPT(width=256), Monarch(), include="ffn")
+    mult = flat(param_groups(large, 0.1, optimizer="sgd", base=small), "lr_mult")
+    assert mult["h.0.attn.c_attn.weight"] == 1  # both widths grow alike
+    assert mult["lm_head.weight"] == 0.25  # an output layer
+    assert mult["wte.weight"] == mult["h.0.ln_1.weight"] == mult["h.0.attn.c_attn.bias"] == 4
+    first = large.h[0].mlp.c_fc.structure.cores[0]
+    assert mult["h.0.mlp.c_fc.cores.0"] == pytest.approx((first.fan_out / first.fan_in) / (1024 / 256) / 2)
+
+
+def test_a_convolution_counts_its_kernel_as_fan_in():
+    small, large = nn.Conv2d(8, 8, 3), nn.Conv2d(32, 8, 3)
+    assert flat(param_groups(large, 1.0, base=small))["weight"] == 0.25
+
+
+def test_schedulers_keep_the_ratios():
+    model = convert(GPT(), BTT(), include="ffn")
+    optimizer = torch.optim.AdamW(param_groups(model, 1e-2))
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    assert [g["lr"] for g in optimizer.param_groups] == pytest.approx(
+        [5e-3 * g["lr_mult"] for g in optimizer.param_groups]
+    )
+
+
+def test_groups_survive_the_optimizers_state_dict():
+    model = convert(GPT(), BTT(), include="ffn")
+    optimizer = torch.optim.AdamW(param_groups(model, 1e-2))
+    perplexed(model, 2, optimizer)
+    again = torch.optim.AdamW(param_groups(model, 1.0))
+    again.load_state_dict(optimizer.state_dict())
+    assert [(g["name"], g["lr"], g["param_names"]) for g in again.param_groups] == [
+        (g["name"], g["lr"], g["param_names"]) for g in optimizer.param_groups
+    ]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_converted_gpt_trains(optimizer):
+    torch.manual_seed(0)
+    model = convert(GPT(), BTT(rank=2), zero_init="*c_proj", weight_norm=True)
+    groups = param_groups(model, {"adamw": 3e-3, "sgd": 0.3}[optimizer], optimizer=optimizer)
+    losses = perplexed(model, 20, torch.optim.AdamW(groups) if optimizer == "adamw" else torch.optim.SGD(groups))
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lr": 0}, "lr=0 must be positive"),
+        ({"lr": float("nan")}, "lr=nan"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1"),
+        ({"optimizer": "lion"}, "optimizer='lion' is unknown"),
+        ({"base": nn.Linear(3, 3)}, "base has no linear layer 'h.0.attn.c_attn'"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        param_groups(GPT(), **{"lr": 1e-3, **arguments})
+
+
+def test_a_frozen_model_is_refused():
+    with pytest.raises(ValueError, match="model=StructuredLinear has no trainable parameter"):
+        param_groups(StructuredLinear(4, 4).requires_grad_(False), 1e-3)

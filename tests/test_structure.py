@@ -1,0 +1,135 @@
+"""Structures: what is derived from the axis names, and what is refused."""
+
+import copy
+import json
+import pickle
+from math import prod
+
+import pytest
+import torch
+from catalogue import Drawn, drawn, structures
+from hypothesis import given
+
+from structlin import BTT, TT, BlockDiagonal, Dense, Kronecker, LowRank, Monarch, Structure, apply, to_cola
+
+ROLES = ("batch", "fan_out", "fan_in", "repeat")
+
+
+def test_an_axis_has_the_role_that_its_use_before_and_after_gives_it():
+    structure = Structure("n m i -> m o n", "i m k", "o k m", n=2, m=3, i=5, k=7, o=11)
+    first, second = structure.cores
+    assert [getattr(first, f"{role}_axes") for role in ROLES] == [("m",), ("k",), ("i",), ("n",)]
+    assert [getattr(first, role) for role in ROLES] == [3, 7, 5, 2]
+    assert [getattr(second, f"{role}_axes") for role in ROLES] == [("m",), ("o",), ("k",), ("n",)]
+    assert (first.shape, second.shape) == ((3, 7, 5), (3, 11, 7))
+    assert (structure.in_features, structure.out_features) == (30, 66)
+    assert (structure.params, structure.flops) == (3 * 7 * 5 + 3 * 11 * 7, 2 * 2 * (3 * 7 * 5 + 3 * 11 * 7))
+
+
+@given(drawn())
+def test_derived_roles_are_the_drawn_ones(case: Drawn):
+    size = {role: [prod(case.sizes[axis] for axis in core[role]) for core in case.cores] for role in ROLES}
+    for n, (core, expected) in enumerate(zip(case.structure.cores, case.cores, strict=True)):
+        assert [getattr(core, role) for role in ROLES] == [size[role][n] for role in ROLES]
+        assert (core.batch_axes, core.fan_out_axes, core.fan_in_axes) == tuple(expected[role] for role in ROLES[:3])
+        assert sorted(core.repeat_axes) == sorted(expected["repeat"])
+    blocks = [b * m * n for b, m, n in zip(size["batch"], size["fan_out"], size["fan_in"], strict=True)]
+    assert case.structure.params == sum(blocks)
+    assert case.structure.flops == sum(2 * block * repeat for block, repeat in zip(blocks, size["repeat"], strict=True))
+    assert case.structure.in_features == prod(case.sizes[axis] for axis in case.inputs)
+    assert case.structure.out_features == prod(case.sizes[axis] for axis in case.outputs)
+
+
+d = 1024
+
+
+@pytest.mark.parametrize(
+    ("family", "params", "flops"),
+    [
+        (Dense(), d**2, 2 * d**2),
+        (LowRank(rank=8), 2 * 8 * d, 4 * 8 * d),
+        (BlockDiagonal(blocks=4), d**2 / 4, 2 * d**2 / 4),
+        (Kronecker(), 2 * d, 4 * d**1.5),
+        (TT(rank=8), 2 * 8 * d, 4 * 8 * d**1.5),
+        (BTT(rank=8), 2 * 8 * d**1.5, 4 * 8 * d**1.5),
+        (Monarch(blocks=4), 2 * d**2 / 4, 4 * d**2 / 4),
+        (Monarch(blocks=64), 2 * d**2 / 64, 4 * d**2 / 64),
+    ],
+    ids=lambda value: getattr(value, "label", None),
+)
+def test_parameters_and_flops_of_a_square_layer_are_the_formulas_of_the_table(family, params, flops):
+    structure = family.structure(d, d)
+    assert (structure.params, structure.flops) == (params, flops)
+
+
+@pytest.mark.parametrize(
+    ("strings", "sizes", "message"),
+    [
+        (("i -> o", "o i"), {"i": 2}, "axis 'o' has no size: pass o=<size>"),
+        (("i -> o", "o i"), {"i": 2, "o": 3, "k": 4}, "k=4: no core and no side of the signature has an axis 'k'"),
+        (("i j -> o", "o i"), {"i": 2, "j": 2, "o": 3}, "axis 'j' is never consumed"),
+        (("i -> o", "o k i"), {"i": 2, "k": 2, "o": 3}, "axis 'k' is never consumed"),
+        (("i -> o", "r i", "o s"), {"i": 2, "r": 2, "o": 3, "s": 2}, "axis 'r' is never consumed"),
+        (("i -> o p", "o i"), {"i": 2, "o": 3, "p": 2}, "axis 'p' of the output 'o p' is never produced"),
+        (("i i -> o", "o i"), {"i": 2, "o": 3}, "signature: axis 'i' appears more than once"),
+        (("i -> o o", "o i"), {"i": 2, "o": 3}, "signature: axis 'o' appears more than once"),
+        (("i -> o", "r i", "o r r"), {"i": 2, "o": 3, "r": 2}, "core 2: axis 'r' appears more than once"),
+        (("i -> o", "o (i)"), {"i": 2, "o": 3}, r"core 1: '\(i\)' is not an axis name"),
+        (("1 -> o", "o 1"), {"o": 3}, "signature: '1' is not an axis name"),
+        (("_i -> o", "o _i"), {"_i": 2, "o": 3}, "'_i' is not an axis name"),
+        (("i_ -> o", "o i_"), {"i_": 2, "o": 3}, "'i_' is not an axis name"),
+        (("... -> o", "o"), {"o": 3}, "'...' is not an axis name"),
+        (("ä -> o", "o ä"), {"ä": 2, "o": 3}, "'ä' is not an axis name"),
+        (("tokens -> o", "o tokens"), {"tokens": 2, "o": 3}, "the axis name 'tokens' is reserved"),
+        (("i -> o",), {"i": 2, "o": 3}, "needs at least one core"),
+        (("i o", "o i"), {"i": 2, "o": 3}, "must read 'axes of x -> axes of y'"),
+        (("i -> r -> o", "o i"), {"i": 2, "o": 3}, "must read 'axes of x -> axes of y'"),
+    ],
+)
+def test_a_malformed_structure_is_refused_by_name(strings, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        Structure(*strings, **sizes)
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 2.0, "2", None])
+def test_a_size_that_is_no_positive_integer_is_refused(size):
+    with pytest.raises(ValueError, match=f"i={size!r}: the size of an axis is an integer of at least 1"):
+        Structure("i -> o", "o i", i=size, o=3)
+
+
+@pytest.mark.parametrize("name", ["tensor", "pattern", "self", "cls", "axis", "in", "lambda", "x", "i1", "d_model"])
+def test_every_axis_name_that_is_accepted_can_be_multiplied_by(name):
+    try:
+        structure = Structure(f"{name} -> o", f"o {name}", **{name: 3, "o": 2})
+    except ValueError:
+        return
+    core, x = torch.randn(1, 2, 3), torch.randn(4, 3)
+    torch.testing.assert_close(apply(structure, [core], x), x @ core[0].T)
+    torch.testing.assert_close(to_cola(structure, [core]).to_dense(), core[0])
+
+
+@given(structures())
+def test_a_structure_survives_json_pickle_deepcopy_and_its_own_repr(structure: Structure):
+    copies = [
+        Structure.from_dict(json.loads(json.dumps(structure.to_dict()))),
+        pickle.loads(pickle.dumps(structure)),
+        copy.deepcopy(structure),
+        *([eval(repr(structure))] if structure.sizes else []),
+    ]
+    for other in copies:
+        assert other == structure
+        assert hash(other) == hash(structure)
+        assert other.cores == structure.cores
+
+
+def test_structures_are_equal_when_what_they_are_made_of_is():
+    structure = Structure("i -> o", "r i", "o r", i=2, o=3, r=1)
+    assert structure == Structure(" i->o ", " r  i ", "o r", r=1, o=3, i=2)
+    different = [
+        Structure("i -> o", "r i", "o r", i=2, o=3, r=2),
+        Structure("i -> o", "i r", "o r", i=2, o=3, r=1),
+        Structure("i -> o", "o i", i=2, o=3),
+        structure.to_dict(),
+    ]
+    assert all(structure != other for other in different)
+    assert len({structure, *different[:3]}) == 4
