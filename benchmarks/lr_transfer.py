@@ -3,10 +3,10 @@
     python -m benchmarks.lr_transfer            # the full result, results/lr_transfer.{json,png}
     python -m benchmarks.lr_transfer --smoke    # seconds
 
-An MLP of three hidden layers on scikit-learn's digits, Adam, no schedule. All its matrices but the head's are structured;
-the head stays dense, starts at zero and follows muP across widths, as dense layers do. For each structure, width,
-rule (naive: cores at the dense layer's rate; aware: `param_groups`) and base learning rate: the final loss on the whole
-training set (figure 2b), and the RMS of the change of the last hidden features over training (figure 2a).
+An MLP of three hidden layers on scikit-learn's digits, Adam, no schedule. All its matrices but the head's are
+structured; the head stays dense, starts at zero and follows muP across widths. For each structure, width, rule (naive:
+cores at the dense layer's rate; aware: `param_groups`) and base learning rate: the final loss on the whole training set
+(figure 2b), and the RMS of the change of the last hidden features over training (figure 2a).
 """
 
 import argparse

@@ -1,0 +1,38 @@
+"""What the README shows is what happens."""
+
+import doctest
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_readmes_code_gives_the_output_that_it_shows():
+    results = doctest.testfile(str(ROOT / "README.md"), module_relative=False, encoding="utf-8")
+    assert results.attempted > 10
+    assert results.failed == 0
+
+
+def test_the_readmes_code_begins_by_line_12():
+    assert README.splitlines().index("```python") < 12
+
+
+def test_every_path_that_the_readme_names_exists():
+    named = re.findall(r"\b(?:examples|benchmarks|structlin|docs)/[\w/.*{},-]*\w", README)
+    assert named
+    for path in named:
+        stem, _, choices = path.partition("{")
+        for name in [stem + choice for choice in choices.rstrip("}").split(",")] if choices else [path]:
+            assert (ROOT / name).exists(), name
+
+
+def test_the_numbers_of_the_learning_rate_table_are_those_of_the_kept_result():
+    pytest.importorskip("sklearn")
+    from benchmarks.lr_transfer import markdown
+
+    result = json.loads((ROOT / "benchmarks/results/lr_transfer.json").read_text())
+    assert markdown(result) in README
