@@ -1,0 +1,181 @@
+"""Does duality-based descent train better than AdamW? The GPT and the ViT of examples/, dense and BTT.
+
+    python -m benchmarks.muon_vs_adamw            # the full result, results/muon_vs_adamw.{json,png}
+    python -m benchmarks.muon_vs_adamw --smoke    # seconds
+
+Both optimizers have their learning rate tuned by factors of 2 on seed 0, for each task and structure apart; then 3
+seeds at the best. Same batches, steps and schedule. Under AdamW cores follow `param_groups`; what Muon leaves to AdamW
+(biases, norms) has AdamW's usual rate. Shown: the held-out loss, and after how many steps Muon has reached
+AdamW's final one.
+"""
+
+import argparse
+import math
+import sys
+from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import structlin
+from benchmarks.record import RESULTS, save_json
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import compare
+import train_gpt
+import train_vit
+
+TASKS = {"GPT": train_gpt.Text, "ViT": train_vit.Images}
+STRUCTURES = {"dense": None, "BTT r=1": structlin.BTT(rank=1)}
+LRS = {"AdamW": [2.0**-10, 2.0**-9, 2.0**-8], "Muon": [2.0**-7, 2.0**-6, 2.0**-5, 2.0**-4]}
+OTHER_LR = 2.0**-9
+SIZES = {
+    "GPT": {"width": 128, "depth": 2, "context": 64, "batch": 8},
+    "ViT": {"width": 128, "depth": 2, "batch": 32},
+}
+
+Run = tuple[str, str, str, float, int]  # task, structure, optimizer, lr, seed
+
+
+def train(run: Run, steps: int) -> dict[str, Any]:
+    task_name, structure, name, lr, seed = run
+    torch.set_num_threads(1)
+    sizes = SIZES[task_name]
+    task = TASKS[task_name](argparse.Namespace(data=None, seed=seed, steps=steps, **sizes))
+    model = compare.build(task, sizes["width"], STRUCTURES[structure], seed)
+    optimizer: torch.optim.Optimizer
+    if name == "Muon":
+        optimizer = structlin.optim.Muon(model, lr, other_lr=OTHER_LR)
+    else:
+        optimizer = torch.optim.AdamW(structlin.param_groups(model, lr), betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: compare.warmup_cosine(step, steps))
+    curve = []
+    for step in range(steps):
+        inputs, targets = task.batch(step)
+        loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        if (step + 1) % max(1, steps // 20) == 0 or step + 1 == steps:
+            curve.append([step + 1, compare.evaluate(model, task.heldout, "cpu")[0]])
+    row = {"task": task_name, "structure": structure, "optimizer": name, "lr": lr, "seed": seed}
+    return {**row, "loss": curve[-1][1], "curve": curve}
+
+
+def tuned(rows: list[dict[str, Any]]) -> dict[tuple[str, str, str], float]:
+    """(task, structure, optimizer) -> the learning rate with the least loss on seed 0."""
+    losses: dict[tuple[str, str, str], dict[float, float]] = defaultdict(dict)
+    for row in rows:
+        if row["seed"] == 0:
+            loss = row["loss"] if math.isfinite(row["loss"]) else math.inf
+            losses[row["task"], row["structure"], row["optimizer"]][row["lr"]] = loss
+    return {key: min(found, key=found.__getitem__) for key, found in losses.items()}
+
+
+def compared(rows: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
+    """A row per task and structure: mean losses over the seeds, and the steps Muon needs for AdamW's final loss."""
+    best, table = tuned(rows), []
+    for task, structure in product(TASKS, STRUCTURES):
+        found: dict[str, Any] = {"task": task, "structure": structure}
+        runs = {}
+        for name in LRS:
+            lr = best[task, structure, name]
+            key = {"task": task, "structure": structure, "optimizer": name, "lr": lr}
+            runs[name] = [row for row in rows if key.items() <= row.items()]
+            losses = [row["loss"] for row in runs[name]]
+            found[name] = {"lr": lr, "loss": sum(losses) / len(losses), "least": min(losses), "most": max(losses)}
+        reached = []
+        for ours, theirs in zip(runs["Muon"], runs["AdamW"], strict=True):
+            reached.append(next((step for step, loss in ours["curve"] if loss <= theirs["loss"]), None))
+        found["steps"] = steps
+        found["muon_steps_to_adamws_loss"] = reached
+        table.append(found)
+    return table
+
+
+def show(table: list[dict[str, Any]], console: Console) -> None:
+    shown = Table(title="held-out loss (nats), mean over seeds (least to most), each optimizer at its own best lr")
+    for title in (
+        "task",
+        "structure",
+        "AdamW lr",
+        "AdamW loss",
+        "Muon lr",
+        "Muon loss",
+        "Muon's steps to AdamW's loss",
+    ):
+        shown.add_column(title, justify="left" if title in ("task", "structure") else "right")
+    for row in table:
+        cells = []
+        for name in LRS:
+            result = row[name]
+            spread = f"({result['least']:.3f} to {result['most']:.3f})"
+            cells += [f"2^{math.log2(result['lr']):g}", f"{result['loss']:.3f} {spread}"]
+        reached = ", ".join("not reached" if step is None else str(step) for step in row["muon_steps_to_adamws_loss"])
+        shown.add_row(row["task"], row["structure"], *cells, f"{reached} of {row['steps']}")
+    console.print(shown)
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    best = tuned(rows)
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for axes, task in zip(figure.subplots(1, len(TASKS)), TASKS, strict=True):
+        for (structure, name), colour in zip(product(STRUCTURES, LRS), ("C0", "C1", "C2", "C3"), strict=True):
+            chosen = [r for r in rows if (r["task"], r["structure"], r["optimizer"]) == (task, structure, name)]
+            chosen = [r for r in chosen if r["lr"] == best[task, structure, name]]
+            for n, row in enumerate(chosen):
+                label = f"{structure}, {name}" if n == 0 else None
+                axes.plot(*zip(*row["curve"], strict=True), color=colour, label=label, alpha=0.8)
+        axes.set(title=task, xlabel="step", ylabel="held-out loss (nats)", yscale="log")
+        axes.legend()
+    figure.savefig(path, dpi=100)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--smoke", action="store_true", help="a few tiny runs, nothing kept unless --out is given")
+    options = parser.parse_args()
+    if options.smoke:
+        options.steps, options.seeds = 2, 1
+        for sizes in SIZES.values():
+            sizes.update(width=32, depth=1, batch=2)
+        for name in LRS:
+            LRS[name] = LRS[name][:1]
+
+    def run_all(runs: list[Run], title: str) -> list[dict[str, Any]]:
+        if options.smoke:
+            return [train(run, options.steps) for run in track(runs, title)]
+        with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
+            return list(track(pool.map(train, runs, [options.steps] * len(runs)), title, total=len(runs)))
+
+    grid = [(*key, lr, 0) for key in product(TASKS, STRUCTURES, LRS) for lr in LRS[key[2]]]
+    rows = run_all(grid, "tuning")
+    best = tuned(rows)
+    rows += run_all([(*key, lr, seed) for key, lr in best.items() for seed in range(1, options.seeds)], "seeds")
+    table = compared(rows, options.steps)
+    show(table, Console(width=140))
+    if options.smoke and options.out == RESULTS:
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    setting = {"steps": options.steps, "sizes": SIZES, "other_lr": OTHER_LR}
+    save_json(options.out / "muon_vs_adamw.json", setting=setting, table=table, rows=rows)
+    plot(rows, options.out / "muon_vs_adamw.png")
+
+
+if __name__ == "__main__":
+    main()

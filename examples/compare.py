@@ -1,0 +1,518 @@
+"""What the two examples share: the Transformer block, the options, four runs side by side, checkpoints, table and plot.
+
+The four runs see the same batches and the same `--lr`, tuned for the dense model:
+
+    dense    nn.Linear everywhere
+    naive    structured, every core at the learning rate of a dense layer
+    ours     structured, every core at the learning rate that its shape asks for (`structlin.param_groups`)
+    wider    ours, at the largest width whose FLOPs a token are not over dense's; dense layers follow muP
+
+A training step is three times the FLOPs of a forward pass; those are counted on one sequence by `FlopCounterMode`,
+attention and head included (the causal half that a fused kernel may skip is counted too).
+"""
+
+import argparse
+import json
+import math
+import os
+import pickle
+import platform
+import sys
+import tempfile
+import time
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import structlin
+from structlin.families import FAMILIES
+
+HEAD = 32  # features of an attention head, at every width
+EVALUATIONS = 20  # of the held-out loss in a run; a checkpoint is written at each
+Batch = tuple[Tensor, Tensor]  # inputs, targets
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+        self.c_attn = nn.Linear(width, 3 * width, bias=False)
+        self.c_proj = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # (batch, tokens, width)
+        q, k, v = self.c_attn(x).unflatten(-1, (3, -1, HEAD)).permute(2, 0, 3, 1, 4)  # (batch, heads, tokens, HEAD)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, scale=1 / HEAD)  # muP: not 1 / sqrt
+        return self.c_proj(y.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(width, 4 * width, bias=False)
+        self.c_proj = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, causal: bool) -> None:
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(width, bias=False), Attention(width, causal)
+        self.ln_2, self.mlp = nn.LayerNorm(width, bias=False), MLP(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, *, embedding: float) -> None:
+    """muP: hidden layers 1 / sqrt(fan_in); zero for the head and the last linear layer of each residual branch.
+
+    Args:
+        embedding: standard deviation of embeddings, the same at every width.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            zero = name.endswith(("head", "c_proj"))
+            module.weight.zero_() if zero else module.weight.normal_(0, module.in_features**-0.5)
+        elif isinstance(module, nn.Embedding):
+            module.weight.normal_(0, embedding)
+
+
+# ---- the task and its runs -------------------------------------------------------------------------------------------
+
+
+class Task(ABC):
+    """What is trained on what. `ValueError` and `OSError` from its making are errors of the command line."""
+
+    title: str  # heads the table
+    metric: str  # names `score`
+    tokens: int  # of one sequence
+    config: dict[str, Any]  # what makes a checkpoint another one
+    heldout: list[Batch]
+
+    @abstractmethod
+    def model(self, width: int) -> nn.Module:
+        """The dense model."""
+
+    @abstractmethod
+    def batch(self, step: int) -> Batch:
+        """The batch of a step: a function of the seed and of `step` alone, so that a run resumes anywhere."""
+
+    @abstractmethod
+    def score(self, loss: float, accuracy: float) -> float:
+        """The held-out figure that people quote."""
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    label: str
+    width: int
+    structure: structlin.Family | None
+    aware: bool
+    flops: int  # a token, forward
+    config: dict[str, Any]
+    path: Path  # of the checkpoint
+
+    def __str__(self) -> str:
+        return f"{self.label}, width {self.width}"
+
+
+def generator(seed: int, step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1_000_003 * seed + step)
+
+
+def build(task: Task, width: int, structure: structlin.Family | None, seed: int, device: str = "cpu") -> nn.Module:
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = task.model(width)
+        if structure is not None:
+            structlin.convert(model, structure, zero_init=["*c_proj"])
+    return model
+
+
+def forward_flops(task: Task, width: int, structure: structlin.Family | None) -> int:
+    """FLOPs a token of the forward pass of one sequence, 2 per multiply-add. Nothing is computed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a small layer grows: the real one will say so
+        model = build(task, width, structure, seed=0, device="meta")
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # fused CPU attention is not counted
+        model(task.heldout[0][0][:1].to("meta"))
+    return counter.get_total_flops() // task.tokens
+
+
+def widest(task: Task, structure: structlin.Family, budget: int) -> tuple[int, int]:
+    """The largest width, a multiple of the head size, with at most `budget` FLOPs a token; and its FLOPs."""
+    best, width, flops = None, 0, 0
+    while flops < 2 * budget:  # FLOPs need not grow with every step of the width: some factor badly
+        width += HEAD
+        try:
+            flops = forward_flops(task, width, structure)
+        except ValueError:  # the structure does not fit this width
+            if width > 1 << 16:
+                break
+            continue
+        if flops <= budget:
+            best = width, flops
+    if best is None:
+        raise ValueError(f"{structure.label}: no width has as few FLOPs as dense's {budget:,} a token")
+    return best
+
+
+def plan(task: Task, options: argparse.Namespace) -> list[Run]:
+    """The four runs.
+
+    Raises:
+        ValueError: the options do not fit each other, or a checkpoint is in the way (see `load`).
+    """
+    if options.width % HEAD:
+        raise ValueError(f"--width {options.width} is not a multiple of the head size {HEAD}")
+    structure = structure_of(options)
+    dense = forward_flops(task, options.width, None)
+    narrow = forward_flops(task, options.width, structure)
+    width, wide = widest(task, structure, dense)
+    label = structure.label
+    common = task.config | {name: getattr(options, name) for name in ("seed", "steps", "batch", "lr", "depth")}
+
+    def run(name: str, label: str, width: int, structure: structlin.Family | None, aware: bool, flops: int) -> Run:
+        config = {**common, "width": width, "structure": structure.label if structure else "none"}
+        return Run(name, label, width, structure, aware, flops, config, options.out / f"{name}.pt")
+
+    runs = [
+        run("dense", "dense", options.width, None, True, dense),
+        run("naive", f"{label}, naive lr", options.width, structure, False, narrow),
+        run("ours", f"{label}, our lr", options.width, structure, True, narrow),
+        run("wider", f"{label}, our lr, wider", width, structure, True, wide),
+    ]
+    for each in runs:
+        load(each)
+    return runs
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def load(run: Run) -> dict[str, Any] | None:
+    """The checkpoint of a run, or None if there is none yet.
+
+    Raises:
+        ValueError: the file is no checkpoint, or one of another configuration.
+    """
+    if not run.path.exists():
+        return None
+    try:
+        state = torch.load(run.path, weights_only=True, map_location="cpu")
+        theirs, _ = dict(state["config"]), state["history"]
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{run.path} is not a checkpoint of this program: move it away, or pass another --out"
+        ) from error
+    keys = [*run.config, *(key for key in theirs if key not in run.config)]
+    differ = [
+        f"{key} is {theirs.get(key)!r} there and {run.config.get(key)!r} here"
+        for key in keys
+        if theirs.get(key) != run.config.get(key)
+    ]
+    if differ:
+        raise ValueError(f"{run.path} is of another configuration: {'; '.join(differ)}. Pass another --out")
+    return state
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path that takes the place of `path` when all of it is written."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    yield temporary
+    os.replace(temporary, path)
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def warmup_cosine(step: int, steps: int) -> float:
+    """Learning rate relative to its peak: 5% linear warm-up, then a cosine to a tenth."""
+    warmup = max(1, steps // 20)
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: list[Batch], device: str) -> tuple[float, float]:
+    """Loss (nats) and accuracy, averaged over all targets."""
+    loss = correct = count = 0.0
+    for inputs, targets in batches:
+        logits, targets = model(inputs.to(device)).flatten(0, -2), targets.to(device).flatten()
+        loss += F.cross_entropy(logits, targets, reduction="sum").item()
+        correct += (logits.argmax(-1) == targets).sum().item()
+        count += len(targets)
+    return loss / count, correct / count
+
+
+def train(task: Task, run: Run, base: Run, options: argparse.Namespace, report: Callable[[int, float], None]) -> dict:
+    """Train to the end, from the checkpoint where there is one. `report` is told the steps done and the loss.
+
+    Returns:
+        The run's history: training losses, evaluations `(step, loss, accuracy)`, seconds of training, params, lr.
+    """
+    device = options.device
+    model = build(task, run.width, run.structure, options.seed).to(device)
+    groups = structlin.param_groups(
+        model, options.lr, base=build(task, base.width, None, 0, "meta"), structure_aware=run.aware
+    )
+    history = {
+        "losses": [],
+        "evaluations": [],
+        "seconds": 0.0,
+        "params": sum(parameter.numel() for parameter in model.parameters()),
+        "lr": [min(group["lr"] for group in groups), max(group["lr"] for group in groups)],
+    }
+    optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, options.steps))
+    if state := load(run):
+        history = state["history"]
+        for name, part in (("model", model), ("optimizer", optimizer), ("schedule", schedule)):
+            part.load_state_dict(state[name])
+    forward = torch.compile(model) if options.compile else model
+    every = max(1, options.steps // EVALUATIONS)
+    done = len(history["losses"])
+    if done:
+        report(done, history["losses"][-1])
+    for step in range(done, options.steps):
+        inputs, targets = (part.to(device) for part in task.batch(step))
+        start = time.perf_counter()
+        loss = F.cross_entropy(forward(inputs).flatten(0, -2), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        history["losses"].append(loss.item())
+        history["seconds"] += time.perf_counter() - start
+        report(step + 1, history["losses"][-1])
+        if (step + 1) % every == 0 or step + 1 == options.steps:
+            history["evaluations"].append([step + 1, *evaluate(model, task.heldout, device)])
+            state = {"config": run.config, "history": history}
+            state |= {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "schedule": schedule.state_dict(),
+            }
+            with replacing(run.path) as path:
+                torch.save(state, path)
+    return history
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+
+def rows(task: Task, runs: list[Run], histories: list[dict], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What the table and the plot show, as plain data."""
+    step_flops = 3 * task.tokens * options.batch  # times the forward FLOPs a token
+    return [
+        {
+            "run": run.name,
+            "label": run.label,
+            "width": run.width,
+            "params": history["params"],
+            "flops": run.flops,
+            "loss": history["evaluations"][-1][1],
+            task.metric: task.score(*history["evaluations"][-1][1:]),
+            "seconds": round(history["seconds"], 1),
+            "lr": history["lr"],
+            "curve": [[step * step_flops * run.flops, loss] for step, loss, _ in history["evaluations"]],
+        }
+        for run, history in zip(runs, histories, strict=True)
+    ]
+
+
+def table(task: Task, results: list[dict[str, Any]]) -> Table:
+    titles = ("run", "width", "params", "FLOPs/token", "loss", task.metric, "seconds", "lr")
+    shown = Table(title=task.title, caption="loss in nats, held out; FLOPs of a forward pass, 2 per multiply-add")
+    for title in titles:
+        shown.add_column(title, justify="left" if title == "run" else "right", no_wrap=True)
+    for row in results:
+        low, high = (f"{lr:.3g}" for lr in row["lr"])
+        shown.add_row(
+            row["label"],
+            str(row["width"]),
+            f"{row['params']:,}",
+            f"{row['flops']:,}",
+            f"{row['loss']:.4f}",
+            f"{row[task.metric]:.4f}",
+            f"{row['seconds']:.1f}",
+            low if low == high else f"{low} to {high}",
+        )
+    return shown
+
+
+def plot(task: Task, results: list[dict[str, Any]], path: Path) -> None:
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for row in results:
+        axes.loglog(*zip(*row["curve"], strict=True), marker=".", label=f"{row['label']}, width {row['width']}")
+    axes.set(title=task.title, xlabel="training FLOPs", ylabel="held-out loss (nats)")
+    axes.title.set_fontsize("medium")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    figure.savefig(path, dpi=150, format="png")
+
+
+def machine(device: str) -> str:
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{torch.get_num_threads()} threads"
+    return f"{platform.system()} {platform.machine()}, {name}"
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 1 << 32:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 0 to 2^32 - 1")
+    return int(text)
+
+
+def rate(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
+
+
+def working(device: str) -> str:
+    try:
+        torch.zeros(1, device=device).item()
+    except Exception as error:  # each backend has its own
+        raise argparse.ArgumentTypeError(f"{device!r} does not work here: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def structure_of(options: argparse.Namespace) -> structlin.Family:
+    """The family that the options name.
+
+    Raises:
+        ValueError: an option that the family does not have, or one that it needs and did not get.
+    """
+    given = {name: getattr(options, name) for name in ("rank", "blocks") if getattr(options, name) is not None}
+    needed = [field.name for field in fields(FAMILIES[options.structure]) if field.default is MISSING]
+    if missing := [name for name in needed if name not in given]:
+        raise ValueError(f"--structure {options.structure} needs --{missing[0]}")
+    return structlin.family(options.structure, **given)
+
+
+def arguments(about: str, data: str, defaults: dict[str, Any]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", metavar="PATH", type=Path, help=data)
+    parser.add_argument("--structure", choices=list(FAMILIES), help="the family of structures (default: %(default)s)")
+    parser.add_argument("--rank", type=positive, help="of btt, tt and lowrank")
+    parser.add_argument("--blocks", type=positive, help="of monarch and blockdiagonal")
+    for name in ("width", "depth", "steps", "batch", *(["context"] if "context" in defaults else [])):
+        parser.add_argument(f"--{name}", type=positive, help="default: %(default)s")
+    parser.add_argument("--lr", type=rate, help="of all four runs (default: %(default)s, the dense model's best)")
+    parser.add_argument("--seed", type=seed, help="default: %(default)s")
+    parser.add_argument("--device", type=working, help="default: %(default)s")
+    parser.add_argument("--compile", action="store_true", help="use torch.compile")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="for checkpoints, plot and results.json")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes and a few steps, in a temporary folder")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.set_defaults(structure="btt", seed=0, device=device, **defaults)
+    return parser
+
+
+def main(
+    make: Callable[[argparse.Namespace], Task],
+    about: str,
+    *,
+    data: str,
+    defaults: dict[str, Any],
+    smoke: dict[str, Any],
+    argv: list[str] | None = None,
+) -> list[dict[str, Any]]:
+    """The whole program. A bad option, file or checkpoint ends it with one message before anything runs.
+
+    Args:
+        make: options -> task.
+        about, data: help texts, of the program and of `--data`.
+        defaults, smoke: options' defaults, and those that `--smoke` changes.
+
+    Returns:
+        One row per run, as in `results.json`.
+    """
+    parser = arguments(about, data, defaults)
+    if parser.parse_args(argv).smoke:
+        parser.set_defaults(**smoke, out=None)
+    options = parser.parse_args(argv)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    kept = options.out is not None
+    with nullcontext(options.out) if kept else tempfile.TemporaryDirectory() as folder:
+        options.out = Path(folder)
+        try:
+            task = make(options)
+            runs = plan(task, options)
+            options.out.mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
+        try:
+            histories = train_all(task, runs, options, console)
+        except KeyboardInterrupt:
+            where = f"; the same command goes on from the checkpoints in {folder}" if kept else ""
+            raise SystemExit(f"interrupted{where}") from None
+        results = rows(task, runs, histories, options)
+        console.print(table(task, results))
+        with replacing(options.out / "loss.png") as path:
+            plot(task, results, path)
+        with replacing(options.out / "results.json") as path:
+            command = " ".join([Path(sys.argv[0]).name, *(sys.argv[1:] if argv is None else argv)])
+            about_run = {"machine": machine(options.device), "torch": torch.__version__, "seed": options.seed}
+            everything = {**about_run, "command": command, "title": task.title, "rows": results}
+            path.write_text(json.dumps(everything, indent=1) + "\n")
+        if kept:
+            console.print(f"checkpoints, loss.png and results.json are in {folder}")
+    return results
+
+
+def train_all(task: Task, runs: list[Run], options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+    """Their histories. A finished run is only read."""
+    columns = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TimeRemainingColumn(),
+    ]
+    with Progress(*columns, console=console) as progress:
+        bars = [progress.add_task(str(run), total=options.steps, start=False, loss="-") for run in runs]
+        histories = []
+        for run, bar in zip(runs, bars, strict=True):
+            progress.start_task(bar)
+
+            def report(done: int, loss: float, bar: TaskID = bar) -> None:
+                progress.update(bar, completed=done, loss=f"{loss:.3f}")
+
+            histories.append(train(task, run, runs[0], options, report))
+    return histories

@@ -1,0 +1,135 @@
+"""A GPT on characters, in nanoGPT's manner: dense and structured layers side by side.
+
+    python examples/train_gpt.py                              # three minutes on two CPU cores
+    python examples/train_gpt.py --structure monarch --blocks 8
+    python examples/train_gpt.py --data shakespeare.txt --out out/shakespeare
+    python examples/train_gpt.py --smoke                      # seconds: does it run?
+
+Four models learn the documentation and the source text of the Python standard library (or any text, `--data`) from one
+seed, at one learning rate: see examples/compare.py. The same command again goes on from the checkpoints in `--out`.
+
+Source: nanoGPT (github.com/karpathy/nanoGPT); muP as in Yang et al. 2022 (arXiv:2203.03466).
+"""
+
+import argparse
+import hashlib
+import math
+import pydoc_data.topics
+import sysconfig
+from pathlib import Path
+
+import compare
+import torch
+from torch import Tensor, nn
+
+
+class GPT(nn.Module):
+    def __init__(self, vocabulary: int, context: int, width: int, depth: int) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(vocabulary, width)
+        self.wpe = nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(compare.Block(width, causal=True) for _ in range(depth)))
+        self.ln_f = nn.LayerNorm(width, bias=False)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+        compare.initialise(self, embedding=0.2)
+        with torch.no_grad():  # positions are learned, but start as waves: a head then soon finds the tokens before
+            self.wpe.weight.copy_(0.2 * waves(context, width))
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (batch, tokens) -> (batch, tokens, vocabulary)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.lm_head(self.ln_f(self.blocks(self.wte(tokens) + self.wpe(positions))))
+
+
+def waves(positions: int, width: int) -> Tensor:
+    """Sines and cosines of wavelengths from 2 pi to 4 pi `positions`, of unit RMS: `(positions, width)`.
+
+    Source: Vaswani et al. 2017 (arXiv:1706.03762), section 3.5.
+    """
+    frequencies = (2 * positions) ** -torch.arange(0, 1, 2 / width)
+    angles = torch.arange(positions)[:, None] * frequencies
+    return math.sqrt(2) * torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+def read_text(path: Path | None) -> str:
+    """The text at `path`; if None the standard library's topics of documentation, then its top-level modules.
+
+    Raises:
+        ValueError, OSError: there is no such file, or it is not text.
+    """
+    if path is None:
+        modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        topics = pydoc_data.topics.topics
+        texts = [*(topics[name] for name in sorted(topics)), *(each.read_text("utf-8", "ignore") for each in modules)]
+        return "\n".join(texts).encode("ascii", "ignore").decode()
+    if not path.is_file():
+        raise ValueError(f"--data {path}: {'it is a folder, not a text file' if path.is_dir() else 'no such file'}")
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--data {path} is not text: the byte at {error.start} is not UTF-8") from None
+    if "\0" in text:
+        raise ValueError(f"--data {path} is not text: it has a zero byte at {text.index(chr(0))}")
+    return text
+
+
+class Text(compare.Task):
+    metric = "bits/char"
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        text = read_text(options.data)
+        self.options, self.tokens = options, options.context
+        if len(text) < 10 * (self.tokens + 1):
+            raise ValueError(
+                f"the text has {len(text):,} characters; a tenth of it is held out, so that --context {self.tokens} "
+                f"needs at least {10 * (self.tokens + 1):,}"
+            )
+        points = torch.frombuffer(bytearray(text.encode("utf-32-le")), dtype=torch.int32)
+        characters, ids = points.unique(return_inverse=True)
+        self.vocabulary = len(characters)
+        cut = len(ids) - len(ids) // 10
+        self.train, heldout = ids[:cut], ids[cut:]
+        starts = torch.linspace(0, len(heldout) - self.tokens - 1, 128).long()
+        self.heldout = [self.windows(heldout, part) for part in starts.split(32)]
+        self.config = {"data": hashlib.sha256(text.encode()).hexdigest()[:12], "context": self.tokens}
+        name = options.data.name if options.data else "Python's standard library"
+        steps = f"{options.steps:,} steps of {options.batch} x {self.tokens} characters"
+        self.title = f"GPT of {options.depth} blocks on {len(ids):,} characters of {name}, {steps}, seed {options.seed}"
+
+    def windows(self, ids: Tensor, starts: Tensor) -> compare.Batch:
+        window = ids[starts[:, None] + torch.arange(self.tokens + 1)]
+        return window[:, :-1], window[:, 1:]
+
+    def model(self, width: int) -> nn.Module:
+        return GPT(self.vocabulary, self.tokens, width, self.options.depth)
+
+    def batch(self, step: int) -> compare.Batch:
+        random = compare.generator(self.options.seed, step)
+        return self.windows(
+            self.train, torch.randint(len(self.train) - self.tokens, (self.options.batch,), generator=random)
+        )
+
+    def score(self, loss: float, accuracy: float) -> float:
+        return loss / math.log(2)
+
+
+def main(argv: list[str] | None = None) -> list[dict]:
+    return compare.main(
+        Text,
+        __doc__,
+        data="a text file, UTF-8 (default: the Python standard library's documentation and source)",
+        defaults={
+            "width": 128,
+            "depth": 2,
+            "steps": 1500,
+            "batch": 8,
+            "context": 64,
+            "lr": 0.002,
+            "out": Path("out/train_gpt"),
+        },
+        smoke={"width": 32, "depth": 1, "steps": 6, "batch": 2, "context": 16},
+        argv=argv,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,379 @@
+"""Projection against textbook bounds computed with numpy, in float64, and against what no approximation may do."""
+
+from math import sqrt
+
+import numpy as np
+import pytest
+import torch
+from catalogue import CASES, IDS, SMALL, SMALL_IDS, einsum_matrix, random_cores, structures
+from hypothesis import given
+from torch import Tensor
+from torch.testing import assert_close
+
+from structlin import BTT, TT, BlockDiagonal, Dense, Kronecker, LowRank, Monarch, Structure, to_dense
+from structlin.projection import project, relative_error, sweeps
+
+every_small_case = pytest.mark.parametrize("case", SMALL, ids=SMALL_IDS)
+# Every family, and structures that no family gives: shared blocks of two cores, BLAST, three cores on one axis.
+SOME = [
+    Dense().structure(7, 5),
+    LowRank(rank=3).structure(12, 15),
+    BlockDiagonal(blocks=3).structure(12, 15),
+    Kronecker().structure(20, 12),
+    TT(rank=2).structure(12, 20),
+    TT(rank=2, cores=3).structure(24, 18),
+    Monarch(blocks=4).structure(16, 16),
+    BTT(rank=2).structure(20, 12),
+    BTT(rank=2, cores=3).structure(24, 18),
+    Structure("b i -> b o", "o i", b=3, i=4, o=5),
+    Structure("b i -> b o", "r i", "b o r", b=3, i=4, o=4, r=2),
+    Structure("b i -> b o", "b r i", "o r", b=3, i=4, o=4, r=2),
+    Structure("j q -> i p", "j r q", "r i j", "i p r", j=3, q=4, i=3, p=4, r=4),
+    Structure("a -> b c d", "a b", "c b", "a d", a=12, b=2, c=3, d=3),
+]
+some = pytest.mark.parametrize("structure", SOME, ids=str)
+
+
+def gaussian(*shape: int, seed: int = 3) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def correlated(n: int, rank: int | None = None) -> Tensor:
+    """A covariance in a random basis whose eigenvalues fall as 1 / k, `rank` of them not zero."""
+    basis = torch.linalg.qr(gaussian(n, n, seed=4)).Q
+    eigenvalues = 1 / torch.arange(1, n + 1, dtype=torch.float64)
+    eigenvalues[n if rank is None else rank :] = 0
+    return (basis * eigenvalues) @ basis.T
+
+
+def squared_error(w: Tensor, structure: Structure, cores: list[Tensor], c: Tensor | None = None) -> float:
+    error = (w - einsum_matrix(structure, cores)[: w.shape[0], : w.shape[1]]).numpy()
+    return float(np.trace(error @ (np.eye(w.shape[1]) if c is None else c.numpy()) @ error.T))
+
+
+def tail(matrix: Tensor | np.ndarray, rank: int) -> float:
+    """Squares of the singular values that a matrix of this rank cannot have: Eckart & Young."""
+    return float((np.linalg.svd(np.asarray(matrix), compute_uv=False)[rank:] ** 2).sum())
+
+
+# ---- one textbook oracle for each closed form ------------------------------------------------------------------------
+
+
+def test_dense_and_the_blocks_of_block_diagonal_are_copied():
+    w = gaussian(15, 12)
+    (dense,) = project(w, Dense())
+    assert_close(dense[0], w)
+    (blocks,) = project(w, BlockDiagonal(blocks=3))
+    for b in range(3):
+        assert_close(blocks[b], w[5 * b : 5 * b + 5, 4 * b : 4 * b + 4])
+
+
+def test_with_a_covariance_block_diagonal_is_the_regression_on_the_inputs_of_each_block():
+    w, c = gaussian(15, 12), correlated(12)
+    (blocks,) = project(w, BlockDiagonal(blocks=3), covariance=c)
+    for b in range(3):
+        columns = slice(4 * b, 4 * b + 4)
+        expected = (w @ c)[5 * b : 5 * b + 5, columns].numpy() @ np.linalg.inv(c[columns, columns].numpy())
+        assert_close(blocks[b], torch.from_numpy(expected))
+
+
+def test_low_rank_reaches_the_eckart_young_bound():
+    w, family = gaussian(15, 12), LowRank(rank=4)
+    assert squared_error(w, family.structure(12, 15), project(w, family)) == pytest.approx(tail(w, 4), rel=1e-9)
+
+
+@pytest.mark.parametrize("rank", [12, 6])
+def test_low_rank_reaches_that_bound_for_its_outputs_with_a_covariance_also_a_singular_one(rank):
+    w, c, family = gaussian(15, 12), correlated(12, rank), LowRank(rank=4)
+    eigenvalues, vectors = np.linalg.eigh(c.numpy())
+    root = (vectors * np.sqrt(eigenvalues.clip(0))) @ vectors.T
+    cores = project(w, family, covariance=c)
+    assert squared_error(w, family.structure(12, 15), cores, c) == pytest.approx(tail(w.numpy() @ root, 4), rel=1e-6)
+    assert max(core.abs().max() for core in cores) < 100
+
+
+def test_kronecker_is_the_best_rank_one_matrix_of_van_loans_rearrangement():
+    w = gaussian(12, 20)  # factors 3 x 4 of the outputs and 4 x 5 of the inputs
+    rearranged = np.array([w[4 * a : 4 * a + 4, 5 * g : 5 * g + 5].numpy().ravel() for a in range(3) for g in range(4)])
+    right, left = project(w, Kronecker())
+    assert (w - torch.kron(left[0], right[0])).square().sum() == pytest.approx(tail(rearranged, 1), rel=1e-9)
+
+
+def test_two_core_tt_is_the_best_matrix_of_its_rank_of_that_rearrangement():
+    w, family = gaussian(12, 20), TT(rank=3)
+    rearranged = np.array([w[4 * a : 4 * a + 4, 5 * g : 5 * g + 5].numpy().ravel() for a in range(3) for g in range(4)])
+    assert squared_error(w, family.structure(20, 12), project(w, family)) == pytest.approx(
+        tail(rearranged, 3), rel=1e-9
+    )
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(12, 20), (101, 97)])
+def test_btt_reaches_the_eckart_young_bound_in_every_block_also_when_it_is_padded(rows, columns):
+    w, family = gaussian(rows, columns), BTT(rank=2)
+    structure = family.structure(columns, rows)
+    height, width = structure.sizes["i1"], structure.sizes["j2"]
+    blocks = [w[i : i + height, j : j + width] for i in range(0, rows, height) for j in range(0, columns, width)]
+    bound = sum(tail(block, 2) for block in blocks)
+    assert squared_error(w, structure, project(w, family)) == pytest.approx(bound, rel=1e-9)
+
+
+@pytest.mark.parametrize(("rows", "columns", "blocks"), [(24, 16, 2), (24, 24, 2), (16, 48, 4)])
+def test_monarch_reaches_the_eckart_young_bound_in_every_block(rows, columns, blocks):
+    w, family = gaussian(rows, columns), Monarch(blocks=blocks)
+    rank = min(w.shape) // blocks // blocks  # q / l of the paper
+    width = w.shape[1] // blocks
+    bound = sum(tail(w[l::blocks, k * width : (k + 1) * width], rank) for l in range(blocks) for k in range(blocks))
+    structure = family.structure(columns, rows)
+    assert squared_error(w, structure, project(w, family)) == pytest.approx(bound, rel=1e-9)
+
+
+def test_tt_of_three_cores_is_within_the_quasi_optimality_bound_of_the_tt_svd():
+    w, family = gaussian(24, 60), TT(rank=3, cores=3)
+    structure = family.structure(60, 24)
+    i, j = ([structure.sizes[f"{axis}{t}"] for t in (1, 2, 3)] for axis in "ij")
+    tensor = w.numpy().reshape(*i, *j).transpose(0, 3, 1, 4, 2, 5)  # i1 j1 i2 j2 i3 j3
+    unfoldings = [tensor.reshape(i[0] * j[0], -1), tensor.reshape(-1, i[2] * j[2])]
+    bounds = [tail(unfolding, 3) for unfolding in unfoldings]
+    error = squared_error(w, structure, project(w, family))
+    assert max(bounds) <= error <= sum(bounds)  # sum <= (cores - 1) * (least error)
+
+
+def test_three_core_btt_is_no_worse_than_its_recursive_cut():
+    w, family = gaussian(24, 60), BTT(rank=2, cores=3)
+    structure = family.structure(60, 24)
+    s, v = structure.sizes, w.numpy().reshape([structure.sizes[a] for a in ("i3", "i2", "i1", "j1", "j2", "j3")])
+    bound = 0.0
+    for i3 in range(s["i3"]):
+        for j1 in range(s["j1"]):
+            left = np.zeros((s["i2"], s["i1"], s["j2"], 2))
+            for j2 in range(s["j2"]):
+                u, values, _ = np.linalg.svd(v[i3, :, :, j1, j2].reshape(-1, s["j3"]), full_matrices=False)
+                bound += (values[2:] ** 2).sum()
+                left[:, :, j2] = (u * values)[:, :2].reshape(s["i2"], s["i1"], 2)
+            bound += sum(tail(left[i2].reshape(s["i1"], -1), 2) for i2 in range(s["i2"]))
+    assert squared_error(w, structure, project(w, family)) <= bound * (1 + 1e-9)
+
+
+def test_a_structure_of_ones_own_gets_the_closed_form_of_its_shape():
+    w = gaussian(12, 20)
+    own = Structure("p q -> u v", "p k u q", "u p v k", p=4, q=5, u=3, v=4, k=2)
+    assert_close(to_dense(own, project(w, own)), to_dense(BTT(rank=2).structure(20, 12), project(w, BTT(rank=2))))
+
+
+# ---- representable targets -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_a_representable_target_is_recovered(case):
+    family, in_features, out_features = case
+    structure = family.structure(in_features, out_features)
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        w = to_dense(structure, random_cores(structure))[:out_features, :in_features].to(dtype)
+        assert relative_error(w, family, project(w, family)) < tolerance
+
+
+@every_small_case
+@pytest.mark.parametrize("rank", [None, 5])
+def test_a_representable_target_is_recovered_on_correlated_and_on_few_inputs(case, rank):
+    family, in_features, out_features = case
+    structure = family.structure(in_features, out_features)
+    w, c = to_dense(structure, random_cores(structure))[:out_features, :in_features], correlated(in_features, rank)
+    assert relative_error(w, family, project(w, family, covariance=c), covariance=c) < 1e-6
+
+
+@given(structure=structures(64))
+def test_a_representable_target_is_recovered_for_every_structure(structure):
+    w = einsum_matrix(structure, random_cores(structure))
+    assert relative_error(w, structure, project(w, structure)) < 1e-10
+
+
+@pytest.mark.parametrize("constant", [0.0, 1.0])
+def test_a_target_of_lower_rank_or_zero_gives_finite_cores_that_can_still_learn(constant):
+    w = torch.full((12, 20), constant, dtype=torch.float64)
+    for family in (LowRank(rank=3), BTT(rank=2), TT(rank=2), TT(rank=2, cores=3)):
+        structure = family.structure(20, 12)
+        cores = [core.requires_grad_() for core in project(w, family)]
+        assert relative_error(w, family, cores) < 1e-10
+        (to_dense(structure, cores) - gaussian(12, 20)).square().sum().backward()
+        assert any(core.grad.norm() > 1e-3 for core in cores)
+
+
+def test_a_rank_that_the_matrix_cannot_have_is_no_harm():
+    structure, w = Structure("i -> o", "r i", "o r", i=4, o=5, r=9), gaussian(5, 4)
+    assert relative_error(w, structure, project(w, structure)) < 1e-12
+
+
+# ---- optimality ------------------------------------------------------------------------------------------------------
+
+
+@some
+@pytest.mark.parametrize("weighed", [False, True])
+def test_no_perturbation_of_the_cores_is_better(structure, weighed):
+    w = gaussian(structure.out_features, structure.in_features)
+    c = correlated(structure.in_features) if weighed else None
+    cores = project(w, structure, covariance=c)
+    least = squared_error(w, structure, cores, c)
+    for seed in range(20):
+        noise = [gaussian(*core.shape, seed=10 + seed) * core.std(correction=0) for core in cores]
+        for size in (0.5, 0.05):
+            moved = [core + size * direction for core, direction in zip(cores, noise, strict=True)]
+            assert least <= squared_error(w, structure, moved, c)
+
+
+@some
+def test_with_a_covariance_the_output_error_is_no_larger_than_that_of_the_plain_projection(structure):
+    w, c = gaussian(structure.out_features, structure.in_features), correlated(structure.in_features)
+    aware, plain = (squared_error(w, structure, project(w, structure, covariance=k), c) for k in (c, None))
+    assert aware <= plain * (1 + 1e-9) + 1e-12
+
+
+@every_small_case
+def test_on_white_inputs_the_projection_is_the_plain_one(case):
+    family, in_features, out_features = case
+    w, structure = gaussian(out_features, in_features), family.structure(in_features, out_features)
+    white, plain = (
+        squared_error(w, structure, project(w, family, covariance=c)) for c in (3 * torch.eye(in_features), None)
+    )
+    assert white == pytest.approx(plain, rel=1e-2 if len(structure.cores) > 2 else 1e-5, abs=1e-9)
+
+
+def test_two_cores_on_correlated_inputs_are_no_worse_than_block_by_block_descent():
+    w, c, family = gaussian(12, 20), correlated(20), BTT(rank=1)
+    structure = family.structure(20, 12)
+    height, width = structure.sizes["i1"], structure.sizes["j2"]
+    b, cov = np.zeros((12, 20)), c.numpy()
+    for _ in range(200):  # the exact optimum of one block after the other
+        for j in range(0, 20, width):
+            columns = slice(j, j + width)
+            root = np.linalg.cholesky(cov[columns, columns])
+            b[:, columns] = 0
+            goal = np.linalg.solve(root, ((w.numpy() - b) @ cov[:, columns]).T).T
+            for i in range(0, 12, height):
+                u, values, vt = np.linalg.svd(goal[i : i + height], full_matrices=False)
+                b[i : i + height, columns] = np.linalg.solve(root.T, (values[0] * np.outer(u[:, 0], vt[0])).T).T
+    reference = np.trace((w.numpy() - b) @ cov @ (w.numpy() - b).T)
+    assert squared_error(w, structure, project(w, family, covariance=c), c) < 1.05 * reference
+
+
+@some
+@pytest.mark.parametrize("seed", [0, 1])
+def test_alternating_least_squares_never_increases_the_error(structure, seed):
+    w = gaussian(structure.out_features, structure.in_features)
+    x = torch.linalg.cholesky(correlated(structure.in_features)).T
+    start = [gaussian(*core.shape, seed=seed) for core in structure.cores]
+    course = list(sweeps(structure, start, x, x @ w.T))
+    errors = [error for _, error in course]
+    assert errors == sorted(errors, reverse=True)
+    assert len(errors) > 1
+    for cores, error in course:
+        expected = torch.linalg.matrix_norm(x @ (w - einsum_matrix(structure, cores)).T) / torch.linalg.matrix_norm(
+            x @ w.T
+        )
+        assert error == pytest.approx(expected.item(), rel=1e-6, abs=1e-9)
+
+
+# ---- padding ---------------------------------------------------------------------------------------------------------
+
+
+def test_padding_is_free():
+    w = torch.kron(gaussian(5, 4), gaussian(3, 6, seed=5))[:13, :21]
+    structure = Structure("g d -> a b", "b d", "a g", a=5, b=3, g=4, d=6)
+    zeros = torch.zeros(15, 24, dtype=torch.float64)
+    zeros[:13, :21] = w
+    assert relative_error(w, structure, project(w, structure)) < 1e-10
+    assert relative_error(zeros, structure, project(zeros, structure)) > 0.01
+
+
+# ---- numbers, scale, determinism -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("family", [BTT(rank=2), Kronecker(), LowRank(rank=3), BTT(rank=2, cores=3)], ids=str)
+def test_cores_have_the_dtype_of_the_weight_and_are_computed_in_float32_or_better(family, dtype):
+    w = gaussian(24, 60).to(dtype)
+    cores = project(w, family, covariance=correlated(60).float())
+    assert {core.dtype for core in cores} == {dtype}
+    exact = project(w.double(), family, covariance=correlated(60).float())
+    error, least = (relative_error(w.double(), family, c, covariance=correlated(60)) for c in (cores, exact))
+    assert error == pytest.approx(least, rel=20 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_the_scale_of_weight_and_covariance_changes_nothing_else(scale):
+    w, c, family = gaussian(12, 20), correlated(20), BTT(rank=2)
+    structure = family.structure(20, 12)
+    plain, scaled = project(w, family, covariance=c), project(scale * w, family, covariance=scale * c)
+    assert_close(to_dense(structure, scaled) / scale, to_dense(structure, plain))
+
+
+@some
+def test_cores_are_balanced(structure):
+    cores = project(gaussian(structure.out_features, structure.in_features), structure)
+    norms = [core.norm().item() for core in cores]
+    assert max(norms) < 1.01 * min(norms)
+
+
+def test_projection_is_deterministic_and_leaves_its_arguments_the_global_generator_and_the_threads_alone():
+    structure = SOME[-2]
+    w, c = gaussian(12, 12).requires_grad_(), correlated(12)
+    before, copies, threads = torch.get_rng_state(), (w.detach().clone(), c.clone()), torch.get_num_threads()
+    first = project(w, structure, covariance=c)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_num_threads() == threads
+    torch.rand(3)
+    for one, two in zip(first, project(w, structure, covariance=c), strict=True):
+        assert torch.equal(one, two)
+        assert not one.requires_grad
+    assert torch.equal(w, copies[0])
+    assert torch.equal(c, copies[1])
+
+
+def test_relative_error_is_that_of_the_matrix_or_of_the_outputs():
+    w, family, x = gaussian(12, 20), BTT(), gaussian(20, 50)
+    cores = project(w, family)
+    b = to_dense(family.structure(20, 12), cores)
+    assert relative_error(w, family, cores) == pytest.approx(((w - b).norm() / w.norm()).item())
+    outputs = ((w - b) @ x).norm() / (w @ x).norm()
+    assert relative_error(w, family, cores, covariance=x @ x.T / 50) == pytest.approx(outputs.item())
+    assert relative_error(0 * w, family, project(0 * w, family)) == 0
+    assert relative_error(0 * w, family, cores) == float("inf")
+    assert sqrt(squared_error(w, family.structure(20, 12), cores)) == pytest.approx((w - b).norm().item())
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+BAD = torch.eye(6)
+BAD[0, 1] = 1
+
+
+@pytest.mark.parametrize(
+    ("weight", "structure", "covariance", "error", "message"),
+    [
+        (torch.ones(6), BTT(), None, ValueError, r"weight has shape \(6,\); it must be a matrix"),
+        (torch.ones(2, 6, 6), BTT(), None, ValueError, r"weight has shape \(2, 6, 6\)"),
+        (torch.ones(6, 0), BTT(), None, ValueError, r"weight has shape \(6, 0\)"),
+        (torch.ones(6, 6, dtype=torch.int8), BTT(), None, TypeError, r"dtype torch\.int8; it must be real floating"),
+        (torch.ones(6, 6, dtype=torch.complex64), BTT(), None, TypeError, r"torch\.complex64"),
+        (torch.ones(6, 6, device="meta"), BTT(), None, ValueError, "no values to project"),
+        (torch.full((6, 6), torch.nan), BTT(), None, ValueError, "36 values that are not finite"),
+        (torch.ones(6, 6), BTT(rank=9), None, ValueError, "rank=9 is over the useful bound"),
+        (
+            torch.ones(6, 6),
+            Dense().structure(6, 4),
+            None,
+            ValueError,
+            "out_features=6 is larger than the structure's 4",
+        ),
+        (torch.ones(6, 6), "btt", None, TypeError, "structure='btt' must be a family"),
+        (torch.ones(6, 6), BTT(), torch.eye(5), ValueError, r"covariance has shape \(5, 5\).*\(6, 6\)"),
+        (torch.ones(6, 6), BTT(), torch.eye(6).int(), TypeError, r"covariance has dtype torch\.int32"),
+        (torch.ones(6, 6), BTT(), torch.eye(6, device="meta"), ValueError, "covariance is on the meta device"),
+        (torch.ones(6, 6), BTT(), torch.eye(6) / 0, ValueError, "covariance has 36 values that are not finite"),
+        (torch.ones(6, 6), BTT(), BAD, ValueError, "covariance differs from its transpose by 1; it must be symmetric"),
+        (torch.ones(6, 6), BTT(), -torch.eye(6), ValueError, "positive semi-definite"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_wrong_argument_is_named_with_what_would_work(weight, structure, covariance, error, message):
+    with pytest.raises(error, match=message):
+        project(weight, structure, covariance=covariance)
