@@ -118,6 +118,40 @@ def dualize(
     return (x if wide else x.mT).to(matrix.dtype)
 
 
+def polar_from_gram(gram: Tensor, *, method: str = "ns", steps: int | None = None) -> Tensor:
+    """The Q with Q X = `dualize(X, method=method)`, from the float64 Gram matrices G = X X^T `(..., m, m)` alone.
+
+    For an X whose long dimension lies on several processes. A schedule runs on the Gram: P = a I + b G + c G^2,
+    Q <- P Q, G <- P G P; "svd" and "inverse-root" take the eigendecomposition. float64, since a Gram squares the
+    condition number: in float32 the polynomials overshoot by up to a half. A zero Gram gives a finite Q.
+
+    Raises:
+        ValueError: `method` is none of those, as "sketch".
+
+    >>> x = torch.randn(3, 8, 32)
+    >>> q = polar_from_gram(x.double() @ x.double().mT)
+    >>> torch.allclose((q @ x.double()).float(), dualize(x), atol=1e-4)
+    True
+    """
+    if method in ("svd", "inverse-root"):
+        trace = _trace(gram)
+        return _root_of_gram(gram / trace, gram.shape[-1], torch.float32) * trace.rsqrt()
+    if method not in SCHEDULES:
+        raise ValueError(f"method={method!r} does not work on Gram matrices; svd, inverse-root and schedules do")
+    trace = _trace(gram)
+    gram, eye = gram / trace, torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    root = eye.expand_as(gram)
+    for a, b, c in _steps(SCHEDULES[method], steps):
+        polynomial = a * eye + b * gram + c * (gram @ gram)
+        root, gram = polynomial @ root, polynomial @ gram @ polynomial
+    return root * trace.rsqrt()
+
+
+def _trace(gram: Tensor) -> Tensor:
+    """`(..., 1, 1)`: the squared Frobenius norm of X, 1 for a zero X."""
+    return _one_for_zero(gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None])
+
+
 def dual_core(gradient: Tensor, *, method: str = "ns") -> Tensor:
     """Duality map of a core or a linear layer: sqrt(fan_out / fan_in) U V^T for each block of `(..., fan_out, fan_in)`.
 
@@ -136,11 +170,13 @@ def dual_embedding(gradient: Tensor) -> Tensor:
     tensor([[0.8485, 1.1314],
             [0.0000, 0.0000]])
     """
+    if gradient.numel() == 0:
+        return gradient.clone()
     x = gradient.to(torch.float64 if gradient.dtype == torch.float64 else torch.float32)
     largest = x.abs().amax(dim=-1, keepdim=True)
-    x = x / torch.where(largest > 0, largest, torch.ones_like(largest))
+    x = x / _one_for_zero(largest)
     mean_square = x.square().mean(dim=-1, keepdim=True)
-    return (x * torch.where(largest > 0, mean_square, torch.ones_like(mean_square)).rsqrt()).to(gradient.dtype)
+    return (x * _one_for_zero(mean_square).rsqrt()).to(gradient.dtype)
 
 
 def dual_conv(gradient: Tensor, *, method: str = "ns") -> Tensor:
@@ -154,6 +190,35 @@ def dual_conv(gradient: Tensor, *, method: str = "ns") -> Tensor:
     """
     slices = gradient.flatten(2).permute(2, 0, 1)  # (k, c_out, c_in)
     return (dual_core(slices, method=method) / slices.shape[0]).permute(1, 2, 0).reshape(gradient.shape)
+
+
+def spectral_bound(matrix: Tensor) -> Tensor:
+    """The Schatten-32 norm |(G G^T)^8|_F^(1/16) of the last two dimensions, `(...)`: the spectral norm, from above.
+
+    Never below it (but for rounding), at most min(m, n)^(1/32) times it, where all singular values are equal; 0.3 %
+    above on average for the updates of Adam. Four products of the short side's size; no state, no singular vectors.
+
+    >>> g = torch.randn(3, 64, 256)
+    >>> ratio = spectral_bound(g) / torch.linalg.matrix_norm(g, 2)
+    >>> bool((ratio > 0.99999).all() and (ratio < 1.05).all())
+    True
+    """
+    if matrix.numel() == 0:
+        return matrix.new_zeros(matrix.shape[:-2])
+    x = matrix if matrix.dtype == torch.float64 else matrix.float()
+    largest = _one_for_zero(x.abs().amax(dim=(-2, -1), keepdim=True))
+    x = x / largest
+    power, norm = (x @ x.mT if x.shape[-2] <= x.shape[-1] else x.mT @ x), largest
+    for n in (2, 4, 8):  # the norm is a trace^(1/2), times a trace^(1/4), ...: no power is far from 1
+        trace = _trace(power)
+        power, norm = power / trace, norm * trace ** (1 / n)
+        power = power @ power
+    bound: Tensor = norm[..., 0, 0] * torch.linalg.matrix_norm(power) ** (1 / 16)
+    return bound
+
+
+def _one_for_zero(x: Tensor) -> Tensor:
+    return torch.where(x == 0, torch.ones_like(x), x)
 
 
 def dual_efficiency(gradient: Tensor, update: Tensor) -> Tensor:
@@ -188,7 +253,7 @@ def _newton_schulz(x: Tensor, schedule: Schedule) -> Tensor:
     shape = x.shape
     x = x.reshape(-1, *shape[-2:])
     norm = torch.linalg.vector_norm(x.flatten(1), dim=1)[:, None, None]
-    x = x / torch.where(norm > 0, norm, torch.ones_like(norm))
+    x = x / _one_for_zero(norm)
     for a, b, c in schedule:
         gram = torch.bmm(x, x.mT)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) if c else b * gram
@@ -204,12 +269,17 @@ def _svd(x: Tensor) -> Tensor:
 
 def _inverse_root(x: Tensor) -> Tensor:
     wide = x.double()
-    eigenvalues, q = torch.linalg.eigh(wide @ wide.mT)
-    rank_tolerance = max(x.shape[-2:]) * max(torch.finfo(x.dtype).eps, torch.finfo(torch.float64).eps ** 0.5)
+    polar: Tensor = _root_of_gram(wide @ wide.mT, max(x.shape[-2:]), x.dtype) @ wide
+    return polar.to(x.dtype)
+
+
+def _root_of_gram(gram: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    eigenvalues, q = torch.linalg.eigh(gram)
+    rank_tolerance = size * max(torch.finfo(dtype).eps, torch.finfo(torch.float64).eps ** 0.5)
     kept = eigenvalues > eigenvalues[..., -1:] * rank_tolerance**2
     roots = torch.where(kept, eigenvalues, torch.ones_like(eigenvalues)).rsqrt() * kept
-    polar: Tensor = (q * roots.unsqueeze(-2)) @ q.mT @ wide
-    return polar.to(x.dtype)
+    root: Tensor = (q * roots.unsqueeze(-2)) @ q.mT
+    return root
 
 
 def _sketch(x: Tensor) -> Tensor:

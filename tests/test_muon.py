@@ -1,4 +1,5 @@
 import copy
+import pickle
 
 import pytest
 import torch
@@ -262,6 +263,10 @@ def test_a_closure_gives_the_loss():
         (lambda m: Muon(m, lr=-1), "lr=-1 is out of range"),
         (lambda m: Muon(m, momentum=1.0), r"momentum=1\.0"),
         (lambda m: Muon(m, eps=-1), "eps=-1"),
+        (lambda m: Muon(m, lr=float("inf")), "lr=inf is out of range: it must be at least 0 and finite"),
+        (lambda m: Muon(m, lr=torch.tensor(float("nan"))), r"lr=tensor\(nan\)"),
+        (lambda m: Muon(m, steps=0), "steps=0"),
+        (lambda m: Muon(m, method="svd", steps=3), "method='svd' takes none"),
         (lambda m: Muon(m, betas=(0.9, 1.0)), "betas="),
         (lambda m: Muon(m, method="muon"), "method='muon' is unknown"),
         (lambda m: Muon(m, scale="mup"), "scale='mup' is unknown"),
@@ -282,3 +287,205 @@ def test_a_closure_gives_the_loss():
 def test_bad_arguments_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+
+
+def test_the_compiled_step_is_one_graph_and_makes_the_same_steps_at_every_rate():
+    model = convert(GPT(depth=1), BTT(), include="ffn")
+    twin = copy.deepcopy(model)
+    rate = torch.tensor(0.02)
+    optimizer = Muon(model, lr=rate, nonfinite="ignore", weight_decay=0.1)
+    eager = Muon(twin, lr=0.02, weight_decay=0.1)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    step = torch.compile(optimizer.step, fullgraph=True, backend=backend)
+    for n in range(6):
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            p.grad = q.grad = torch.randn_like(p)
+        step()
+        eager.step()
+        rate.fill_(0.02 / (n + 2))
+        for group in eager.param_groups:
+            group["lr"] = 0.02 / (n + 2) if group["kind"] != "other" else group["lr"]
+        if n == 2:
+            compiled = len(graphs)  # the first steps make the state
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6, msg=name)
+    assert len(graphs) == compiled <= 2
+
+
+def test_a_rate_that_is_a_tensor_gives_the_same_steps():
+    model = convert(GPT(depth=1), BTT(), include="ffn")
+    twin = copy.deepcopy(model)
+    ours = [
+        Muon(model, lr=torch.tensor(0.02), other_lr=torch.tensor(1e-3), weight_decay=0.1),
+        Muon(twin, lr=0.02, weight_decay=0.1),
+    ]
+    assert perplexed(model, 5, ours[0]) == pytest.approx(perplexed(twin, 5, ours[1]), rel=1e-5)
+
+
+def test_capturable_keeps_every_number_on_the_device_and_refuses_to_wait_for_it():
+    with pytest.raises(ValueError, match="capturable=True: nonfinite='raise' waits for the device"):
+        Muon(nn.Linear(3, 3), capturable=True)
+    assert Muon(nn.Linear(3, 3), capturable=True, nonfinite="ignore").param_groups[0]["capturable"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_cuda_graph_of_the_step_makes_the_same_steps():
+    model = convert(GPT(depth=1), BTT(), include="ffn").cuda()
+    twin = copy.deepcopy(model)
+    optimizer = Muon(model, lr=torch.tensor(0.02, device="cuda"), capturable=True, nonfinite="ignore")
+    eager = Muon(twin, lr=0.02)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        p.grad = torch.randn_like(p)
+        q.grad = p.grad.clone()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        optimizer.step()  # makes the state
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for _ in range(3):
+        graph.replay()
+    for _ in range(4):
+        eager.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copied_or_pickled_optimizer_continues_bit_for_bit(copied):
+    model = convert(GPT(depth=1), BTT(), include="ffn")
+    optimizer = Muon(model, masses={"lm_head": 2.0}, nonfinite="skip")
+    perplexed(model, 2, optimizer)
+    twin, again = copied((model, optimizer))
+    assert perplexed(twin, 3, again) == perplexed(model, 3, optimizer)
+    assert again.nonfinite == "skip"
+
+
+def test_training_continues_bit_for_bit_with_its_scheduler():
+    model = convert(GPT(depth=1), BTT(), include="ffn")
+
+    def make():
+        optimizer = Muon(model, lr=0.05)
+        return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+
+    def run(optimizer, scheduler):
+        losses = []
+        for _ in range(3):
+            losses += perplexed(model, 1, optimizer)
+            scheduler.step()
+        return losses, [group["lr"] for group in optimizer.param_groups]
+
+    first = make()
+    run(*first)
+    saved = copy.deepcopy([part.state_dict() for part in (model, *first)])
+    straight = run(*first)
+    again = make()
+    for part, state in zip((model, *again), saved, strict=True):
+        part.load_state_dict(state)
+    assert run(*again) == straight
+
+
+def test_hooks_run_around_the_step():
+    model, seen = nn.Linear(3, 3), []
+    optimizer = Muon(model)
+    optimizer.register_step_pre_hook(lambda opt, args, kwargs: seen.append(("pre", model.weight.detach().clone())))
+    optimizer.register_step_post_hook(lambda opt, args, kwargs: seen.append(("post", model.weight.detach().clone())))
+    moved(model, optimizer)
+    assert [name for name, _ in seen] == ["pre", "post"]
+    assert not torch.equal(seen[0][1], seen[1][1])
+
+
+def test_a_layer_added_later_trains_too():
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = Muon(model, lr=0.1)
+    model.append(StructuredLinear(4, 4))
+    optimizer.add_param_group({"params": model[1], "lr": 0.2})
+    steps = moved(model, optimizer)
+    assert norms(steps["0.weight"]).item() == pytest.approx(0.1, rel=1e-3)
+    assert norms(steps["1.cores.0"]).max().item() == pytest.approx(0.1, rel=1e-3)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": list(model[1].parameters())})
+
+
+def test_named_parameters_are_taken_as_torch_takes_them():
+    model = nn.Linear(4, 4)
+    assert [g["param_names"] for g in Muon(model.named_parameters(), model=model).param_groups] == [
+        ["weight"],
+        ["bias"],
+    ]
+    with pytest.raises(TypeError, match="params is a set"):
+        Muon([{"params": set(model.parameters())}], model=model)
+    with pytest.raises(TypeError, match="params must be parameters"):
+        Muon(["weight"], model=model)
+
+
+@pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel])
+def test_a_wrapped_model_resumes_from_the_state_of_the_plain_one(wrap):
+    model = convert(GPT(depth=1), BTT(), include="ffn")
+    optimizer = Muon(model, masses={"lm_head": 2.0})
+    perplexed(model, 2, optimizer)
+    wrapped = Muon(wrap(model), masses={"lm_head": 2.0})
+    wrapped.load_state_dict(optimizer.state_dict())
+    assert [g["param_names"] for g in wrapped.param_groups] == [g["param_names"] for g in optimizer.param_groups]
+    ordinary = nn.ModuleDict({"module": nn.Linear(3, 3)})
+    assert Muon(ordinary).param_groups[0]["param_names"] == ["module.weight"]
+
+
+def test_bfloat16_parameters_train_and_keep_their_dtype():
+    model = convert(GPT(depth=1), BTT(), include="ffn").bfloat16()
+    optimizer = Muon(model, lr=0.05)
+    losses = perplexed(model, 12, optimizer)
+    assert losses[-1] < 0.8 * losses[0]
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {value.dtype for state in optimizer.state.values() for name, value in state.items() if name != "step"} == {
+        torch.bfloat16
+    }
+
+
+def test_empty_parameters_are_left_in_peace():
+    model = nn.ModuleList([nn.Linear(3, 3), nn.Embedding(0, 4)])
+    with pytest.warns(UserWarning, match="zero-element"):
+        model.append(nn.Linear(0, 4))
+    assert moved(model, Muon(model))["0.weight"].abs().sum() > 0
+
+
+def test_large_finite_gradients_are_no_reason_to_stop():
+    model = nn.Linear(8, 8)
+    optimizer = Muon(model, lr=0.1)
+    model.weight.grad = torch.full((8, 8), 1e30)  # whose norm overflows
+    before = model.weight.detach().clone()
+    optimizer.step()
+    assert norms(before - model.weight.detach()).item() == pytest.approx(0.1, rel=1e-3)
+
+
+def test_a_state_dict_of_the_same_model_at_another_width_names_the_parameter():
+    optimizer = Muon(GPT(width=32, depth=1))
+    perplexed(optimizer.model, 1, optimizer)
+    with pytest.raises(ValueError, match=r"h\.0\.attn\.c_attn\.weight is \(192, 64\) here and \(96, 32\) there"):
+        Muon(GPT(width=64, depth=1)).load_state_dict(optimizer.state_dict())
+
+
+def test_a_model_that_was_moved_away_from_its_state_is_named_before_anything_changes():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = Muon(model)
+    moved(model, optimizer)
+    before = model[0].weight.detach().clone()
+    state = optimizer.state[model[1].weight]
+    state["momentum_buffer"] = state["momentum_buffer"].to("meta")  # the second device of a machine without one
+    with pytest.raises(RuntimeError, match=r"1\.weight is on cpu and its state on meta"):
+        optimizer.step()
+    assert torch.equal(model[0].weight, before)
+
+
+def test_a_projection_of_multihead_attention_with_other_keys_is_a_matrix():
+    module = nn.MultiheadAttention(8, 2, kdim=4, vdim=6)
+    steps = moved(module, Muon(module, lr=0.1))
+    for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
+        assert norms(steps[name]).item() == pytest.approx(0.1, rel=1e-3)

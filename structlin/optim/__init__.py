@@ -1,6 +1,8 @@
-"""Training: learning rates for any torch optimizer (`param_groups`), and the duality-based `Muon`."""
+"""Training: learning rates for any torch optimizer (`param_groups`), the duality-based `Muon`, and `Normed`."""
 
+from .distributed import shard_placement_fn
 from .groups import param_groups
 from .muon import Muon
+from .normed import Normed
 
-__all__ = ["Muon", "param_groups"]
+__all__ = ["Muon", "Normed", "param_groups", "shard_placement_fn"]

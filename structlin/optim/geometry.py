@@ -1,18 +1,24 @@
 """What each parameter is, read from the module that owns it: a batch of matrices, embeddings, or neither."""
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
 
+import torch
 from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..layers import is_conv1d
 from ..linear import StructuredLinear
 
+_LARGEST_STACK = 2**24  # elements that are worked on in one call: bounds the memory of a step
 Masses = Mapping[str, float | tuple[float, ...]]
+_CORE = "b m n -> b m n"
+_WEIGHTS = ("weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,11 @@ class Geometry:
     pattern: str = ""  #: einops: the parameter, dimensions from the third on flattened, -> (batch, m, n)
     sizes: dict[str, int] = field(default_factory=dict, hash=False)
 
+    @property
+    def is_core(self) -> bool:
+        """Whether its first dimension counts independent blocks."""
+        return self.pattern == _CORE
+
     def matrices(self, tensor: Tensor) -> Tensor:
         """The parameter, or its gradient, as `(batch, m, n)`."""
         return rearrange(tensor.flatten(2) if tensor.ndim > 3 else tensor, self.pattern, **self.sizes)
@@ -44,6 +55,8 @@ class Geometry:
 def geometries(model: nn.Module, masses: Masses | None = None) -> dict[Tensor, Geometry]:
     """The geometry of every parameter of `model`; a tied one is what it is first.
 
+    Names are those of the model itself: wrappers (torch.compile, DDP, checkpointing) leave no trace.
+
     Args:
         masses: glob over layer names -> the length of the layer's step relative to the others, 1 without; for a
             structured layer also a tuple, the masses of its cores: their shares, instead of equal ones.
@@ -53,7 +66,10 @@ def geometries(model: nn.Module, masses: Masses | None = None) -> dict[Tensor, G
     """
     unused = set(masses or {})
     found: dict[Tensor, Geometry] = {}
-    for name, module in model.named_modules():
+    wrapped = set[str]()  # full names of the modules that only wrap another
+    for full, module in model.named_modules():
+        wrapped.update(_join(full, child) for child in _WRAPPED if _wraps(module, child))
+        name = _without(full, wrapped)
         owned = list(module.parameters(recurse=False))
         if isinstance(module, StructuredLinear):
             owned += module.cores
@@ -69,34 +85,82 @@ def geometries(model: nn.Module, masses: Masses | None = None) -> dict[Tensor, G
     return found
 
 
+# Attributes in which a wrapper keeps its module.
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "module")
+
+
+def _wraps(module: nn.Module, child: str) -> bool:
+    if child == "module" and not isinstance(module, DataParallel | DistributedDataParallel):
+        return False  # an ordinary attribute of that name
+    return list(module._modules) == [child]
+
+
+def _without(name: str, wrapped: set[str]) -> str:
+    """`name` without its parts that lead from a wrapper to its module."""
+    parts = name.split(".")
+    return ".".join(part for n, part in enumerate(parts) if ".".join(parts[: n + 1]) not in wrapped)
+
+
+def _join(module: str, child: str) -> str:
+    return f"{module}.{child}" if module else child
+
+
+def in_stacks(matrices: list[Tensor], of_stacks: Callable[[Iterable[Tensor]], Iterable[Tensor]]) -> list[Tensor]:
+    """What `of_stacks` makes of batches `(batch, m, n)`, those of equal shape, dtype and device in one stack.
+
+    `of_stacks` keeps the first dimension, and may take one stack at a time or all of them.
+    """
+    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for n, matrix in enumerate(matrices):
+        alike[(*matrix.shape[-2:], matrix.dtype, matrix.device)].append(n)
+    chunks = [chunk for members in alike.values() for chunk in _chunks(members, [matrices[n].numel() for n in members])]
+    stacks = (matrices[chunk[0]] if len(chunk) == 1 else torch.cat([matrices[n] for n in chunk]) for chunk in chunks)
+    results = list(matrices)
+    for chunk, result in zip(chunks, of_stacks(stacks), strict=True):
+        for n, part in zip(chunk, torch.split(result, [len(matrices[n]) for n in chunk]), strict=True):
+            results[n] = part
+    return results
+
+
+def _chunks(members: list[int], sizes: list[int]) -> list[list[int]]:
+    """Consecutive members of at most `_LARGEST_STACK` elements together."""
+    chunks, room = [[members[0]]], _LARGEST_STACK - sizes[0]
+    for member, size in zip(members[1:], sizes[1:], strict=True):
+        if size > room:
+            chunks.append([])
+            room = _LARGEST_STACK
+        chunks[-1].append(member)
+        room -= size
+    return chunks
+
+
 def _of_module(
     name: str, module: nn.Module, mass: float | tuple[float, ...]
 ) -> Iterator[tuple[nn.Parameter, Geometry]]:
-    prefix = f"{name}." if name else ""
     if isinstance(module, StructuredLinear):
         shares = _shares(name, mass, len(module.cores))
         for n, (core, parameter, share) in enumerate(zip(module.structure.cores, module.cores, shares, strict=True)):
             yield (
                 parameter,
-                Geometry(f"{prefix}cores.{n}", "matrix", core.fan_out, core.fan_in, share, "b m n -> b m n"),
+                Geometry(_join(name, f"cores.{n}"), "matrix", core.fan_out, core.fan_in, share, _CORE),
             )
     elif isinstance(mass, tuple):
         raise ValueError(f"masses: {name!r} is no structured layer, it has one mass, not {mass!r}")
     else:
         mass = sum(_shares(name, mass, 1))
         for own, parameter in module.named_parameters(recurse=False):
-            if own in ("weight", "in_proj_weight"):
-                yield parameter, _of_weight(prefix + own, module, parameter, mass)
+            if own in _WEIGHTS:
+                yield parameter, _of_weight(_join(name, own), module, parameter, mass)
     for own, parameter in module.named_parameters(recurse=False):
-        yield parameter, Geometry(prefix + own)
+        yield parameter, Geometry(_join(name, own))
 
 
 def _of_weight(name: str, module: nn.Module, weight: nn.Parameter, mass: float) -> Geometry:
-    if isinstance(module, nn.Embedding):
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return Geometry(name, "embedding", module.embedding_dim, 1, mass)
-    if isinstance(module, nn.MultiheadAttention):  # q, k and v, one below the other
+    if isinstance(module, nn.MultiheadAttention) and name.endswith("in_proj_weight"):  # q, k and v below each other
         return Geometry(name, "matrix", weight.shape[0] // 3, weight.shape[1], mass, "(p m) n -> p m n", {"p": 3})
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear | nn.MultiheadAttention):
         return Geometry(name, "matrix", weight.shape[0], weight.shape[1], mass, "m n -> 1 m n")
     if is_conv1d(module):
         return Geometry(name, "matrix", weight.shape[1], weight.shape[0], mass, "m n -> 1 m n")

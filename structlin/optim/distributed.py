@@ -1,0 +1,266 @@
+"""The polar factor of matrices that lie on several processes, with as little communication as their layout allows.
+
+- Blocks that are whole on each process (a core sharded on its first dimension, which is what FSDP2 does; empty shards
+  too): none.
+- A core sharded along the long side of its blocks (`shard_placement_fn`): one all-reduce of the small Gram matrices of
+  all such cores together, in float64.
+- Any other matrix that is sharded along one dimension (an nn.Linear under FSDP2): two all-to-alls for all of them
+  together. Each matrix is made whole on one process, the matrices being divided evenly, and its factor handed back.
+- Matrices sharded along several dimensions: each is gathered.
+
+Nothing here depends on the backend.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..duality import polar_from_gram
+from .geometry import Geometry, geometries
+
+Polar = Callable[[list[Geometry], list[Tensor]], list[Tensor]]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    return _layout(tensor) is not None
+
+
+def here(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that this process holds; any other tensor itself."""
+    return tensor if _layout(tensor) is None else tensor.to_local()  # type: ignore[attr-defined]
+
+
+def _layout(tensor: Tensor) -> tuple[Any, tuple[Any, ...]] | None:
+    """Device mesh and placements, of a DTensor."""
+    if type(tensor) is Tensor or type(tensor) is nn.Parameter or not hasattr(tensor, "device_mesh"):
+        return None
+    return tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+
+
+def shard_placement_fn(model: nn.Module, world_size: int) -> Callable[[nn.Parameter], Any]:
+    """For FSDP2's `fully_shard(..., shard_placement_fn=...)`: where each parameter of `model` is cut.
+
+    FSDP2 cuts dimension 0, the blocks of a core, so that `Muon` needs no communication; but a core of fewer blocks than
+    processes leaves some of them empty, and one of a single block (low-rank, Kronecker) lies on the first alone. Such a
+    core is cut along the long side of its blocks instead, where `world_size` divides it (FSDP2 asks for that), else
+    along the short one; everything else stays as it is. Call this before the first `fully_shard`.
+
+    Raises:
+        ValueError: `world_size` is below 1.
+
+    >>> from structlin import BTT, LowRank, convert
+    >>> model = convert(nn.Sequential(nn.Linear(64, 64)), LowRank(rank=4))
+    >>> [shard_placement_fn(model, 4)(core) for core in model[0].cores]  # of shapes (1, 4, 64) and (1, 64, 4)
+    [Shard(dim=2), Shard(dim=1)]
+    >>> model = convert(nn.Sequential(nn.Linear(64, 64)), BTT())  # of 8 blocks
+    >>> [shard_placement_fn(model, 4)(core) for core in model[0].cores]
+    [None, None]
+    """
+    from torch.distributed.tensor import Shard
+
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size!r} must be at least 1")
+    placements = WeakIdKeyDictionary()
+    for parameter, geometry in geometries(model).items():
+        if geometry.is_core and len(parameter) < world_size:
+            sides = sorted((1, 2), key=lambda dim: -parameter.shape[dim])
+            placements[parameter] = next((Shard(dim) for dim in sides if parameter.shape[dim] % world_size == 0), None)
+    return placements.get
+
+
+def polars(
+    params: list[Tensor],
+    geometries: list[Geometry],
+    updates: list[Tensor],
+    polar: Polar,
+    method: str,
+    steps: int | None,
+) -> list[Tensor]:
+    """What `polar` makes of the whole tensors, this process's part; `updates` are the local parts.
+
+    Args:
+        polar: from geometries and whole tensors to polar factors.
+        method, steps: the same that `polar` uses, where only the Gram matrices are at hand.
+    """
+    results = list(updates)
+    routes: dict[tuple[str, Hashable], list[int]] = defaultdict(list)
+    for n, p in enumerate(params):
+        routes[_route(p, geometries[n], method)].append(n)
+    for (route, _), members in routes.items():
+        own, local = [params[n] for n in members], [updates[n] for n in members]
+        what = [geometries[n] for n in members]
+        if route == "whole":
+            found = polar(what, local)
+        elif route == "gram":
+            found = _by_gram(own, local, method, steps)
+        elif route == "exchange":
+            found = _by_exchange(own, what, local, polar)
+        else:
+            found = _by_gathering(own, what, local, polar)
+        for n, result in zip(members, found, strict=True):
+            results[n] = result
+    return results
+
+
+def agree(finite: bool, params: list[Tensor]) -> bool:
+    """Whether `finite` holds on every process that has a shard of `params`: an all-reduce for each mesh dimension."""
+    meshes = {layout[0]: p.device for p in params if (layout := _layout(p)) is not None}
+    for mesh, device in meshes.items():
+        flag = torch.tensor(float(finite), device=device)
+        for dim in range(mesh.ndim):
+            dist.all_reduce(flag, dist.ReduceOp.MIN, group=mesh.get_group(dim))
+        finite = bool(flag)
+    return finite
+
+
+def divided(stacks: list[Tensor], dualized: Callable[[Tensor], Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """`dualized` of each `(batch, m, n)`, the batches divided over the processes of `group`: one all-gather.
+
+    All of the same dtype, and the same on all processes. The result is, bit for bit, the same on all of them.
+    """
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    shares = [-(-len(stack) // world) for stack in stacks]
+    mine = []
+    for stack, share in zip(stacks, shares, strict=True):
+        part = dualized(stack[rank * share : (rank + 1) * share])
+        padding = part.new_zeros(share - len(part), *part.shape[1:])
+        mine.append(torch.cat([part, padding]).flatten())
+    flat = torch.cat(mine)
+    gathered = flat.new_empty(world * len(flat))
+    dist.all_gather_into_tensor(gathered, flat, group=group)
+    parts = torch.split(gathered.view(world, -1), [len(part) for part in mine], dim=1)
+    shapes = [(world * share, *stack.shape[1:]) for stack, share in zip(stacks, shares, strict=True)]
+    return [part.reshape(shape)[: len(stack)] for part, shape, stack in zip(parts, shapes, stacks, strict=True)]
+
+
+def _route(parameter: Tensor, geometry: Geometry, method: str) -> tuple[str, Hashable]:
+    """How the factor of a parameter is found, and what those that go together have in common."""
+    layout = _layout(parameter)
+    if layout is None:
+        return "whole", None
+    mesh, placements = layout
+    cuts = {n: placement.dim for n, placement in enumerate(placements) if not placement.is_replicate()}
+    vectors_whole = geometry.kind == "embedding" or geometry.is_core
+    if geometry.kind == "other" or all(dim == 0 and vectors_whole for dim in cuts.values()):
+        return "whole", None
+    if len(cuts) > 1 or not placements[next(iter(cuts))].is_shard():
+        return "gather", None
+    ((mesh_dim, dim),) = cuts.items()
+    long = geometry.is_core and parameter.shape[dim] == max(parameter.shape[1:])
+    return "gram" if long and method != "sketch" else "exchange", (mesh, mesh_dim, parameter.dtype)
+
+
+def _cut(parameter: Tensor) -> tuple[dist.ProcessGroup, int, int, list[int]]:
+    """Of a parameter cut once: the processes, this one's rank, the dimension, and each one's part of it."""
+    layout = _layout(parameter)
+    assert layout is not None
+    mesh, placements = layout
+    (mesh_dim,) = (n for n, placement in enumerate(placements) if placement.is_shard())
+    world, dim = mesh.size(mesh_dim), placements[mesh_dim].dim
+    size = parameter.shape[dim]
+    share = -(-size // world)
+    sizes = [min(max(size - rank * share, 0), share) for rank in range(world)]
+    return mesh.get_group(mesh_dim), mesh.get_local_rank(mesh_dim), dim, sizes
+
+
+def _by_gram(params: list[Tensor], updates: list[Tensor], method: str, steps: int | None) -> list[Tensor]:
+    """One all-reduce of all Gram matrices of the short sides, then Q X of what is here."""
+    group, _, _, _ = _cut(params[0])
+    wide = [
+        update.double() if _cut(p)[2] == 2 else update.double().mT for p, update in zip(params, updates, strict=True)
+    ]
+    grams = [x @ x.mT for x in wide]
+    flat = torch.cat([gram.flatten() for gram in grams])
+    dist.all_reduce(flat, group=group)
+    results = []
+    for p, update, x, total in zip(
+        params, updates, wide, torch.split(flat, [gram.numel() for gram in grams]), strict=True
+    ):
+        root = polar_from_gram(total.view(-1, x.shape[-2], x.shape[-2]), method=method, steps=steps)
+        dual = root @ x
+        results.append((dual if _cut(p)[2] == 2 else dual.mT).to(update.dtype))
+    return results
+
+
+def _by_exchange(params: list[Tensor], geometries: list[Geometry], updates: list[Tensor], polar: Polar) -> list[Tensor]:
+    """Each matrix whole on one process: two all-to-alls."""
+    cuts = [_cut(p) for p in params]
+    group, rank, world = cuts[0][0], cuts[0][1], len(cuts[0][3])
+    owned = _divide([p.numel() * min(g.fan_in, g.fan_out) for p, g in zip(params, geometries, strict=True)], world)
+    shapes = [[_part(p, cut[2], size) for size in cut[3]] for p, cut in zip(params, cuts, strict=True)]
+    # shapes[n][r] is that of the part of n that process r holds
+    wholes: dict[int, list[Tensor]] = {n: [] for n in owned[rank]}
+    outgoing = [[updates[n] for n in owned[r]] for r in range(world)]
+    incoming = [[shapes[n][r] for n in owned[rank]] for r in range(world)]
+    for parts in _all_to_all(outgoing, incoming, group, updates[0]):
+        for n, part in zip(owned[rank], parts, strict=True):
+            wholes[n].append(part)
+    mine = polar([geometries[n] for n in owned[rank]], [torch.cat(parts, cuts[n][2]) for n, parts in wholes.items()])
+
+    split = [torch.split(whole, cuts[n][3], dim=cuts[n][2]) for n, whole in zip(owned[rank], mine, strict=True)]
+    outgoing = [[parts[r] for parts in split] for r in range(world)]
+    incoming = [[shapes[n][rank] for n in owned[r]] for r in range(world)]
+    results = list(updates)
+    for r, parts in enumerate(_all_to_all(outgoing, incoming, group, updates[0])):
+        for n, part in zip(owned[r], parts, strict=True):
+            results[n] = part
+    return results
+
+
+def _part(parameter: Tensor, dim: int, size: int) -> torch.Size:
+    return torch.Size([*parameter.shape[:dim], size, *parameter.shape[dim + 1 :]])
+
+
+def _divide(costs: list[int], world: int) -> list[list[int]]:
+    """The items of each process: the costliest first, to the process with the least so far."""
+    loads, owned = [0] * world, [list[int]() for _ in range(world)]
+    for n in sorted(range(len(costs)), key=lambda n: -costs[n]):
+        rank = loads.index(min(loads))
+        owned[rank].append(n)
+        loads[rank] += costs[n]
+    return owned
+
+
+def _all_to_all(
+    outgoing: list[list[Tensor]], incoming: list[list[torch.Size]], group: dist.ProcessGroup, like: Tensor
+) -> list[list[Tensor]]:
+    """Tensors for each process -> tensors from each process, of shapes `incoming`, dtype and device of `like`."""
+    flat = [part.reshape(-1) for parts in outgoing for part in parts]
+    sent = [sum(part.numel() for part in parts) for parts in outgoing]
+    received = [sum(shape.numel() for shape in shapes) for shapes in incoming]
+    source = torch.cat([like.new_empty(0), *flat])
+    target = source.new_empty(sum(received))
+    dist.all_to_all_single(target, source, received, sent, group=group)
+    offsets = [0, *accumulate(shape.numel() for shapes in incoming for shape in shapes)]
+    parts = (target[start:end] for start, end in pairwise(offsets))
+    return [[next(parts).view(shape) for shape in shapes] for shapes in incoming]
+
+
+def whole(parameter: Tensor, local: Tensor) -> Tensor:
+    """The tensor that is cut as `parameter` is and has the part `local` here, gathered."""
+    from torch.distributed.tensor import DTensor
+
+    layout = _layout(parameter)
+    assert layout is not None
+    found = DTensor.from_local(local, *layout, shape=parameter.shape, stride=parameter.stride())
+    return found.full_tensor()
+
+
+def _by_gathering(
+    params: list[Tensor], geometries: list[Geometry], updates: list[Tensor], polar: Polar
+) -> list[Tensor]:
+    from torch.distributed.tensor import distribute_tensor
+
+    results = []
+    for p, geometry, update in zip(params, geometries, updates, strict=True):
+        layout = _layout(p)
+        assert layout is not None
+        (dual,) = polar([geometry], [whole(p, update)])
+        results.append(distribute_tensor(dual, *layout, src_data_rank=None).to_local())
+    return results

@@ -1,0 +1,292 @@
+"""`Normed`: what a step measures in the norm of each parameter, with numpy's singular values as the oracle."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from structlin import BTT, LowRank, StructuredLinear, convert
+from structlin.duality import spectral_bound
+from structlin.optim import Muon, Normed
+from tests.models import GPT, perplexed
+
+BASES = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.0),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.1),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.0, fused=True),
+}
+
+
+def norms(update: torch.Tensor) -> np.ndarray:
+    """RMS->RMS operator norm of each `(fan_out, fan_in)` matrix."""
+    m, n = update.shape[-2:]
+    return (n / m) ** 0.5 * np.linalg.svd(update.double().numpy(), compute_uv=False)[..., 0]
+
+
+def moved(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """What one step with random gradients subtracts, by parameter name."""
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    for p in module.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    return {name: before[name] - p.detach() for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(
+    ("module", "norm"),
+    [
+        (nn.Linear(6, 10, bias=False), lambda w: norms(w)),
+        (nn.Conv2d(4, 8, 3, bias=False), lambda w: 9 * norms(w.flatten(2).movedim(-1, 0)).max()),
+        (nn.Embedding(10, 16), lambda w: w.square().mean(-1).sqrt().max().item()),
+        (nn.LayerNorm(8, bias=False), lambda w: w.square().mean().sqrt().item()),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_step_of_any_base_has_norm_lr(base, module, norm):
+    module = copy.deepcopy(module)
+    optimizer = Normed(BASES[base](module.parameters()), module)
+    for _ in range(3):
+        assert norm(moved(module, optimizer)["weight"]) == pytest.approx(0.1, rel=0.05)
+
+
+def test_the_largest_block_of_a_core_moves_by_its_share_and_the_others_keep_their_proportion():
+    layer = StructuredLinear(64, 128, BTT(rank=2), bias=False)
+    steps = moved(layer, Normed(torch.optim.SGD(layer.parameters(), lr=0.1), layer, masses={"": (1.0, 3.0)}))
+    for name, share in (("cores.0", 0.25), ("cores.1", 0.75)):
+        assert 0.95 * 0.1 * share <= norms(steps[name]).max() <= 0.1 * share * (1 + 1e-5)
+        gradient = dict(layer.named_parameters())[name].grad
+        factor = (steps[name] * gradient).sum() / gradient.square().sum()
+        torch.testing.assert_close(steps[name], factor * gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_the_direction_is_the_bases_own():
+    model = GPT(depth=1)
+    twin = copy.deepcopy(model)
+    ours = Normed(torch.optim.Adam(model.parameters(), lr=1.0), model)
+    theirs = torch.optim.Adam(twin.parameters(), lr=1e-3)
+    for _ in range(3):
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        before = [[p.detach().clone() for p in module.parameters()] for module in (model, twin)]
+        ours.step()
+        theirs.step()
+        for p, old, q, older in zip(model.parameters(), before[0], twin.parameters(), before[1], strict=True):
+            similar = torch.cosine_similarity((p - old).flatten().double(), (q - older).flatten().double(), dim=0)
+            assert similar > 0.9999
+
+
+@pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_weight_decay_is_decoupled_and_outside_of_the_normalisation(base):
+    module = nn.Linear(6, 6, bias=False)
+    before = module.weight.detach().clone()
+    optimizer = Normed(base(module.parameters(), lr=0.1, weight_decay=0.5), module)
+    module.weight.grad = torch.zeros_like(module.weight)
+    optimizer.step()
+    torch.testing.assert_close(module.weight.detach(), 0.95 * before)
+    before = module.weight.detach().clone()
+    module.weight.grad = torch.randn_like(module.weight)
+    optimizer.step()
+    assert norms(0.95 * before - module.weight.detach()) == pytest.approx(0.1, rel=0.05)
+    assert [(g["lr"], g["weight_decay"]) for g in optimizer.base.param_groups] == [(0.1, 0.5)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_the_bound_is_never_below_the_spectral_norm_and_never_far_above(dtype, scale):
+    gaussian = torch.randn(20, 24, 40, dtype=torch.float64)
+    flat = torch.linalg.qr(torch.randn(20, 40, 24, dtype=torch.float64)).Q.mT
+    low_rank = torch.randn(20, 24, 2, dtype=torch.float64) @ torch.randn(20, 2, 40, dtype=torch.float64)
+    for matrices, most in ((gaussian, 1.05), (flat, 24 ** (1 / 32)), (low_rank, 2 ** (1 / 32)), (gaussian.mT, 1.05)):
+        cast = (scale * matrices).to(dtype)
+        ratio = spectral_bound(cast).double().numpy() / np.linalg.svd(cast.double().numpy(), compute_uv=False)[:, 0]
+        assert ratio.min() >= 1 - 1e-6
+        assert ratio.max() <= most * (1 + (0.01 if dtype == torch.bfloat16 else 1e-6))
+    assert torch.equal(spectral_bound(torch.zeros(3, 4, 5)), torch.zeros(3))
+    assert spectral_bound(torch.empty(0, 4, 5)).shape == (0,)
+
+
+def test_power_iterations_start_where_the_last_ended_and_converge():
+    module = nn.Linear(24, 16, bias=False)
+    optimizer = Normed(torch.optim.SGD(module.parameters(), lr=0.1), module, norm="power")
+    gradient = torch.randn(16, 24)
+    lengths = []
+    for _ in range(60):
+        before = module.weight.detach().clone()
+        module.weight.grad = gradient
+        optimizer.step()
+        lengths.append(norms(before - module.weight.detach()).item())
+    assert lengths[0] > 0.101  # two iterations from a random vector see too little
+    assert lengths[-1] == pytest.approx(0.1, rel=1e-3)
+    assert optimizer.state_dict()["state"][0]["singular_vector"].shape == (1, 24, 1)
+
+
+@pytest.mark.parametrize("norm", ["bound", "power"])
+def test_training_continues_bit_for_bit_from_a_state_dict_with_its_scheduler(norm, tmp_path):
+    model = convert(GPT(depth=1), BTT(), include="ffn")
+
+    def make():
+        optimizer = Normed(torch.optim.AdamW(model.parameters(), lr=0.05), model, norm=norm)
+        return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
+
+    def run(optimizer, scheduler):
+        losses = []
+        for _ in range(4):
+            losses += perplexed(model, 1, optimizer)
+            scheduler.step()
+        return losses, [group["lr"] for group in optimizer.param_groups]
+
+    first = make()
+    losses, rates = run(*first)
+    assert losses[-1] < losses[0]
+    assert rates == pytest.approx([0.025])
+    torch.save([part.state_dict() for part in (model, *first)], tmp_path / "state.pt")
+    straight = run(*first)
+    again = make()
+    for part, state in zip((model, *again), torch.load(tmp_path / "state.pt", weights_only=True), strict=True):
+        part.load_state_dict(state)
+    assert run(*again) == straight
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copied_or_pickled_optimizer_continues_bit_for_bit(copied):
+    model = convert(GPT(depth=1), BTT(), include="ffn")
+    optimizer = Normed(torch.optim.AdamW(model.parameters(), lr=0.05), model, nonfinite="skip")
+    perplexed(model, 2, optimizer)
+    twin, again = copied((model, optimizer))
+    assert perplexed(twin, 3, again) == perplexed(model, 3, optimizer)
+    assert again.nonfinite == "skip"
+
+
+def test_the_groups_of_the_base_keep_their_rates_and_hooks_and_closures_work():
+    model, seen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), []
+    base = torch.optim.AdamW([{"params": model[0].parameters(), "lr": 0.1}], lr=0.2)
+    optimizer = Normed(base, model)
+    optimizer.add_param_group({"params": model[1].parameters()})
+    optimizer.register_step_post_hook(lambda opt, args, kwargs: seen.append(model[0].weight.detach().clone()))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    before = [layer.weight.detach().clone() for layer in model]
+    assert optimizer.step(closure).item() > 0
+    for layer, old, rate in zip(model, before, (0.1, 0.2), strict=True):
+        step = (1 - rate * 0.01) * old - layer.weight.detach()
+        assert norms(step) == pytest.approx(rate, rel=0.05)
+    assert torch.equal(seen[0], model[0].weight)
+
+
+def test_a_base_that_fails_leaves_the_parameters_and_the_rates_as_they_were():
+    model = nn.Linear(4, 4)
+    optimizer = Normed(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    before = model.weight.detach().clone()
+
+    def fail(*_):
+        raise RuntimeError("the base failed")
+
+    optimizer.base.register_step_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="the base failed"):
+        moved(model, optimizer)
+    assert torch.equal(model.weight, before)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_gradients_that_are_not_finite_raise_or_skip_and_change_nothing():
+    model = GPT(depth=1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    model.ln_f.weight.grad[3] = float("nan")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    raising, skipping = (
+        Normed(torch.optim.AdamW(model.parameters()), model, nonfinite=choice) for choice in ("raise", "skip")
+    )
+    with pytest.raises(FloatingPointError, match=r"gradients of ln_f\.weight are not finite"):
+        raising.step()
+    skipping.step()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert not raising.state
+    assert not skipping.state
+
+
+def test_zero_and_missing_gradients_move_nothing():
+    for norm in ("bound", "power"):
+        model = convert(GPT(depth=1), BTT(), include="ffn")
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        optimizer = Normed(torch.optim.SGD(model.parameters(), lr=0.1), model, norm=norm)
+        optimizer.step()
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_a_model_converted_after_the_optimizer_was_made_is_noticed_at_step():
+    model = GPT(depth=1)
+    optimizer = Normed(torch.optim.AdamW(model.parameters()), model)
+    convert(model, LowRank(rank=4), include="ffn")
+    with pytest.raises(RuntimeError, match=r"h\.0\.mlp\.c_fc\.weight, .*convert first, then make the optimizer"):
+        perplexed(model, 1, optimizer)
+
+
+def test_what_can_not_be_normalised_is_refused_by_name():
+    model = nn.Linear(4, 4)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="base=LBFGS must be"):
+        Normed(torch.optim.LBFGS(model.parameters()), model)
+    with pytest.raises(TypeError, match="base=Linear must be"):
+        Normed(model, model)
+    with pytest.raises(ValueError, match="norm='svd' is unknown; there are bound, power"):
+        Normed(base, model, norm="svd")
+    with pytest.raises(ValueError, match="nonfinite='warn'"):
+        Normed(base, model, nonfinite="warn")
+    with pytest.raises(ValueError, match=r"of shape \(4, 4\) belongs to no module of Linear"):
+        Normed(base, nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"of shape \(2, 2\) belongs to no module of Linear"):
+        Normed(base, model).add_param_group({"params": nn.Parameter(torch.ones(2, 2))})
+
+
+def test_one_learning_rate_serves_all_widths():
+    """Sweep over powers of two: the best rate of AdamW falls with the width, that of Normed stays."""
+    found = {}
+    for name in ("adamw", "normed"):
+        for width in (16, 256):
+            losses = {}
+            for power in range(-12, 0):
+                torch.manual_seed(0)
+                model = nn.Sequential(
+                    nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
+                )
+                optimizer = torch.optim.AdamW(model.parameters(), lr=2.0**power, weight_decay=0)
+                optimizer = Normed(optimizer, model) if name == "normed" else optimizer
+                x = torch.randn(64, 8)
+                y = torch.sin(x.sum(1, keepdim=True))
+                for _ in range(25):
+                    loss = (model(x) - y).square().mean()
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                losses[power] = loss.item()
+            found[name, width] = min(losses, key=losses.__getitem__)
+    assert abs(found["normed", 256] - found["normed", 16]) <= 1
+    assert found["adamw", 16] - found["adamw", 256] >= 2
+
+
+def test_muon_as_a_base_is_left_as_it_is():
+    """Its updates have norm lr * mass already (but for what it does not normalise itself)."""
+    model = nn.Linear(24, 24, bias=False)
+    twin = copy.deepcopy(model)
+    ours, theirs = Normed(Muon(model, lr=0.1), model, norm="power"), Muon(twin, lr=0.1)
+    model.weight.grad = torch.randn(24, 24)
+    twin.weight.grad = model.weight.grad.clone()
+    ours.step()
+    theirs.step()
+    torch.testing.assert_close(model.weight, twin.weight, rtol=1e-3, atol=1e-4)
