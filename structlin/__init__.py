@@ -1,12 +1,14 @@
 """structlin: structured matrices as better linear layers. The structure is the only thing anybody writes."""
 
 from . import duality, optim, scaling
+from .checkpoint import load, save
 from .contract import apply, to_cola, to_dense
-from .convert import convert, plan
+from .convert import convert, plan, to_dense_
 from .duality import dualize
-from .families import BTT, TT, BlockDiagonal, Dense, Family, Kronecker, LowRank, Monarch, family
+from .families import BTT, TT, BlockDiagonal, Dense, Family, Kronecker, LowRank, Monarch, Split, family
 from .linear import StructuredLinear
 from .optim import param_groups
+from .projection import project, relative_error
 from .report import summary
 from .scaling import init_std, lr_mult
 from .structure import Core, Structure
@@ -22,6 +24,7 @@ __all__ = [
     "Kronecker",
     "LowRank",
     "Monarch",
+    "Split",
     "Structure",
     "StructuredLinear",
     "apply",
@@ -30,12 +33,17 @@ __all__ = [
     "dualize",
     "family",
     "init_std",
+    "load",
     "lr_mult",
     "optim",
     "param_groups",
     "plan",
+    "project",
+    "relative_error",
+    "save",
     "scaling",
     "summary",
     "to_cola",
     "to_dense",
+    "to_dense_",
 ]

@@ -1,18 +1,23 @@
 """Any model of linear layers -> structured, in place: choose by name or role, plan wholly, then change."""
 
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from .families import DEFAULT, Family, label, structure_of
-from .layers import PROTECTED, ROLES, Layer, linear_layers
-from .linear import StructuredLinear
+from .budget import allocate
+from .calibration import Calibration, covariances
+from .families import DEFAULT, Family, Split, label, structure_of
+from .layers import PROTECTED, ROLES, Layer, has_hooks, is_conv1d, linear_layers, no_layers
+from .linear import StructuredLinear, uninitialised
+from .projection import project, relative_error
 from .report import Table, percent
 from .scaling import INITS
 from .structure import Structure
@@ -30,6 +35,9 @@ class Decision:
     resolved: Structure | None = None
     reason: str = ""
     zero_init: bool = False
+    covariance: Tensor | None = field(default=None, repr=False)
+    cores: list[Tensor] | None = field(default=None, repr=False)  #: the projection, if it is known before `apply`
+    error: float | None = None
 
 
 @dataclass
@@ -40,6 +48,7 @@ class Plan:
     decisions: list[Decision]
     init: str = "mup"
     weight_norm: bool = False
+    untie: bool = False
     _done: bool = field(default=False, repr=False)
 
     def apply(self) -> nn.Module:
@@ -50,39 +59,44 @@ class Plan:
         if self._done:
             raise ValueError("this plan has been applied already; make a new one with plan(model, ...)")
         chosen = [(decision, self._build(decision)) for decision in self.decisions if decision.structure is not None]
-        model = self.model
-        for decision, new in chosen:
-            for name in decision.layer.names:
-                if not name:
-                    model = new
-                    continue
-                parent, _, child = name.rpartition(".")
-                setattr(self.model.get_submodule(parent), child, new)
+        model = swap(self.model, [(decision.layer.names, new) for decision, new in chosen])
+        if self.untie:
+            untie(model)
+        _declare(model)
         self._done = True
         return model
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """After `apply` with init="project": each converted layer's relative error, `||W - B|| / ||W||`, with
+        calibration that of its outputs, `||(W - B) X|| / ||W X||`."""
+        return {d.layer.name: d.error for d in self.decisions if d.error is not None}
 
     def _build(self, decision: Decision) -> StructuredLinear:
         old, layer = decision.layer.module, decision.layer
         assert decision.structure is not None
-        assert isinstance(old.weight, torch.Tensor)
-        new = StructuredLinear(
-            layer.in_features,
-            layer.out_features,
-            decision.structure,
-            bias=False,
-            weight_norm=self.weight_norm,
-            init=self.init,
-            zero_init=decision.zero_init,
-            device=old.weight.device,
-            dtype=old.weight.dtype,
-        )
+        assert isinstance(old.weight, Tensor)
+        options: dict[str, Any] = {"device": old.weight.device, "dtype": old.weight.dtype}
+        options |= {"bias": False, "weight_norm": self.weight_norm, "zero_init": decision.zero_init}
+        widths = (layer.in_features, layer.out_features, decision.structure)
+        if self.init != "project":
+            new = StructuredLinear(*widths, init=self.init, **options)
+        else:
+            new = uninitialised(*widths, **options)
+            if decision.cores is None:
+                weight, given = _matrix(layer), decision.covariance
+                decision.cores = project(weight, decision.structure, covariance=given)
+                decision.error = relative_error(weight, decision.structure, decision.cores, covariance=given)
+            new.set_cores_(decision.cores)
+            decision.cores = decision.covariance = None
+        new.conv1d = is_conv1d(old)
         for parameter in new.parameters():
             parameter.requires_grad_(old.weight.requires_grad)
         new.bias = old._parameters["bias"]  # the same parameter: its values, its requires_grad, its ties
         return new.train(old.training)
 
     def __str__(self) -> str:
-        table = Table("layer", "role", "in -> out", "structure", "params", "/dense", "FLOPs/token", "/dense")
+        table = Table("layer", "role", "in -> out", "structure", "params", "/dense", "FLOPs/token", "/dense", "error")
         for decision in self.decisions:
             layer, new = decision.layer, decision.resolved
             shape = f"{layer.in_features} -> {layer.out_features}"
@@ -91,7 +105,10 @@ class Plan:
                 continue
             dense = layer.in_features * layer.out_features
             shares = (f"{new.params:,}", percent(new.params, dense), f"{new.flops:,}", percent(new.flops, 2 * dense))
-            table.row(layer.name, layer.role, shape, label(decision.structure), *shares)
+            error = "" if decision.error is None else f"{decision.error:.4f}"
+            table.row(layer.name, layer.role, shape, label(decision.structure), *shares, error)
+        for stacked in no_layers(self.model):
+            table.row(stacked, "", "", "- (a parameter, no linear layer)")
         return str(table)
 
 
@@ -103,9 +120,13 @@ def plan(
     exclude: Patterns = (),
     overrides: Mapping[str, Spec | None] | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
-    init: str = "mup",
+    init: str | None = None,
     weight_norm: bool = False,
     zero_init: Patterns = (),
+    calibration: Calibration | None = None,
+    budget: float | None = None,
+    untie: bool = False,
+    split: Mapping[str, int] | None = None,
 ) -> Plan:
     """What `convert` with the same arguments would do, without doing it. Raises what `convert` raises."""
     if not isinstance(model, nn.Module):
@@ -113,8 +134,9 @@ def plan(
     for option in (structure, *(overrides or {}).values()):
         if option is not None and not isinstance(option, Family | Structure):
             raise TypeError(f"structure={option!r} must be a family such as BTT(rank=1), or a Structure")
-    if init not in INITS:
-        raise ValueError(f"init={init!r} is unknown; there are {', '.join(INITS)}")
+    if hasattr(model, "_orig_mod"):
+        raise ValueError(f"model={type(model).__name__} is compiled: convert first, then torch.compile")
+    init = _check_init(init, calibration, budget, zero_init)
     layers = linear_layers(model)
     if not layers:
         raise ValueError(f"model={type(model).__name__} has no linear layer (nn.Linear, or transformers' Conv1D)")
@@ -123,6 +145,7 @@ def plan(
     excluded = {rule: _hits("exclude", rule, layers, model) for rule in _rules(exclude)}
     override = {rule: _hits("overrides", rule, layers, model) for rule in (overrides or {})}
     zeroed = {rule: _hits("zero_init", rule, layers, model) for rule in _rules(zero_init)}
+    splits = {rule: _hits("split", rule, layers, model) for rule in (split or {})}
     if includes == {}:
         raise ValueError(f"include={include!r} has no rule; leave it out to convert every layer but heads")
 
@@ -139,22 +162,35 @@ def plan(
             decision.reason = f"{layer.role}: only converted when named" if protected else "not included"
         elif layer.obstacle:
             decision.reason = layer.obstacle
+        elif layer.tied and not untie:
+            decision.reason = f"shares its weight with {', '.join(layer.tied)}; untie=True converts it all the same"
         elif filter_fn is not None and not any(filter_fn(layer.module, name) for name in layer.names):
             decision.reason = "refused by filter_fn"
         else:
             chosen = structure if rule is None else (overrides or {})[rule]
             assert chosen is not None
-            decision.resolved = _resolve(layer, chosen)
+            parts = next(((split or {})[rule] for rule, hits in splits.items() if n in hits), None)
             decision.structure = chosen
+            if parts is not None:
+                if not isinstance(chosen, Family):
+                    raise ValueError(f"split={split!r}: structure={chosen!r} of {layer.name!r} must be a family")
+                decision.structure = Split(parts=parts, of=chosen)
+            if budget is None or rule is not None:
+                decision.resolved = _resolve(layer, decision.structure)
         decision.zero_init = any(n in hits for hits in zeroed.values())
 
     _check_rules("include", includes or {}, decisions)
+    _check_rules("split", splits, decisions)
     _check_rules("zero_init", zeroed, decisions)
     _check_rules("overrides", {rule: override[rule] for rule, spec in (overrides or {}).items() if spec}, decisions)
     if not any(decision.structure is not None for decision in decisions):
         reasons = "; ".join(f"{decision.layer.name or 'the model itself'}: {decision.reason}" for decision in decisions)
         raise ValueError(f"nothing to convert in {type(model).__name__}: {reasons}")
-    return Plan(model, decisions, init=init, weight_norm=weight_norm)
+    if untie and not any(decision.layer.tied for decision in decisions if decision.structure is not None):
+        raise ValueError("untie=True: no layer that is converted shares its weight; include one, for example 'head'")
+    if init == "project":
+        _project(model, [decision for decision in decisions if decision.structure is not None], calibration, budget)
+    return Plan(model, decisions, init=init, weight_norm=weight_norm, untie=untie)
 
 
 def convert(
@@ -165,9 +201,13 @@ def convert(
     exclude: Patterns = (),
     overrides: Mapping[str, Spec | None] | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
-    init: str = "mup",
+    init: str | None = None,
     weight_norm: bool = False,
     zero_init: Patterns = (),
+    calibration: Calibration | None = None,
+    budget: float | None = None,
+    untie: bool = False,
+    split: Mapping[str, int] | None = None,
 ) -> nn.Module:
     """Replace linear layers (nn.Linear, transformers' Conv1D) of `model` by structured ones, in place.
 
@@ -186,9 +226,17 @@ def convert(
         overrides: pattern -> another structure for these layers, or None to leave them; the first that matches holds,
             also for layers that `include` does not match.
         filter_fn: `filter_fn(module, name)` must be true as well.
-        init: "mup", "spectral" or "orthogonal", see `init_std`: the new layers start afresh.
+        init: "mup", "spectral" or "orthogonal", see `init_std`: the new layers start afresh. "project": each starts as
+            near to the old one as its structure allows, see `project`; `plan(...).errors` tells how near. None: "mup",
+            or "project" if `calibration` or `budget` is given.
         weight_norm: see `StructuredLinear`.
         zero_init: patterns of layers that start as zero: the last linear layer of each residual branch.
+        calibration: an iterable of batches, or a function that runs the model: the error that projection makes small
+            is then that of each layer's outputs on these inputs, see `covariances`.
+        budget: fraction of the parameters of the layers that `structure` is meant for (those with an override are not
+            counted): the rank, or number of blocks, of each is chosen for the least total error, see `allocate`.
+        split: pattern -> number of equal parts of the outputs that get a matrix each, see `Split`: 3 for a fused qkv.
+        untie: convert also layers whose weight is tied to another module's, which keeps it; the model's config says so.
 
     Returns:
         `model`; the new layer if `model` is itself a linear layer.
@@ -216,9 +264,151 @@ def convert(
         init=init,
         weight_norm=weight_norm,
         zero_init=zero_init,
+        calibration=calibration,
+        budget=budget,
+        untie=untie,
+        split=split,
     )
     _warn(planned)
     return planned.apply()
+
+
+def to_dense_(model: nn.Module) -> nn.Module:
+    """Replace every structured layer of `model` by the dense one that it stands for, in place.
+
+    What was an nn.Linear or a Conv1D is one again, under the same names in `state_dict`; dtype, device,
+    `requires_grad`, training mode and biases stay, layers that were shared are shared.
+
+    Returns:
+        `model`; the new layer if `model` is itself a structured layer.
+
+    Raises:
+        ValueError: no structured layer; one that has hooks, or whose cores are no ordinary parameters (sharded).
+
+    >>> from structlin import BTT
+    >>> model = convert(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), BTT())
+    >>> to_dense_(model)
+    Sequential(
+      (0): Linear(in_features=64, out_features=64, bias=True)
+      (1): ReLU()
+    )
+    """
+    names: dict[StructuredLinear, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, StructuredLinear):
+            names.setdefault(module, []).append(name)
+    if not names:
+        raise ValueError(f"model={type(model).__name__} has no structured layer")
+    for layer, found in names.items():
+        sharded = type(layer) is not StructuredLinear or any(hasattr(core, "full_tensor") for core in layer.cores)
+        if sharded or has_hooks(layer):
+            reason = "is sharded: gather it first" if sharded else "has hooks, which would be lost"
+            raise ValueError(f"layer {found[0]!r} {reason}")
+    model = swap(model, [(found, _dense(layer)) for layer, found in names.items()])
+    _declare(model)
+    return model
+
+
+def swap(model: nn.Module, replacements: Iterable[tuple[Iterable[str], nn.Module]]) -> nn.Module:
+    """Put each module under its names into `model`; the module itself where the name is the root's."""
+    root = model
+    for names, new in replacements:
+        for name in names:
+            if not name:
+                root = new
+                continue
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, new)
+    return root
+
+
+def untie(model: nn.Module) -> None:
+    """Say in the config of a transformers model that its embeddings are not tied, or its next load would tie them."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        for part in (config, *(getattr(config, name, None) for name in ("text_config", "decoder"))):
+            if getattr(part, "tie_word_embeddings", False):
+                part.tie_word_embeddings = False
+
+
+@torch.no_grad()
+def _dense(layer: StructuredLinear) -> nn.Module:
+    trains, weight = any(core.requires_grad for core in layer.cores), layer.to_dense()
+    with torch.device("meta"):
+        if layer.conv1d:
+            from transformers.pytorch_utils import Conv1D
+
+            new: Any = Conv1D(layer.out_features, layer.in_features)  # type: ignore[no-untyped-call]
+        else:
+            new = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+    new.weight = nn.Parameter((weight.mT if layer.conv1d else weight).contiguous(), requires_grad=trains)
+    new.bias = layer.bias
+    dense: nn.Module = new.train(layer.training)
+    return dense
+
+
+def _declare(model: nn.Module) -> None:
+    """Let transformers know which layers are structured, so that `save_pretrained` writes it down."""
+    owner = sys.modules.get("transformers.modeling_utils")
+    if owner is not None and isinstance(model, owner.PreTrainedModel):
+        from . import hf
+
+        hf.declare(model)
+
+
+def _matrix(layer: Layer) -> Tensor:
+    """The dense weight, `(out_features, in_features)`."""
+    weight = layer.module._parameters["weight"]
+    assert weight is not None
+    return weight.detach().mT if is_conv1d(layer.module) else weight.detach()
+
+
+def _check_init(init: str | None, calibration: Calibration | None, budget: float | None, zero_init: Patterns) -> str:
+    given = {"calibration": calibration is not None, "budget": budget is not None}
+    if init is None:
+        init = "project" if any(given.values()) else "mup"
+    if init not in (*INITS, "project"):
+        raise ValueError(f"init={init!r} is unknown; there are {', '.join(INITS)} and project")
+    for argument, is_given in given.items():
+        if is_given and init != "project":
+            raise ValueError(f"{argument} is given, but init={init!r} starts afresh; take init='project'")
+    if init == "project" and _rules(zero_init):
+        raise ValueError(f"zero_init={zero_init!r}: with init='project' layers start as what they were")
+    return init
+
+
+def _project(
+    model: nn.Module, decisions: list[Decision], calibration: Calibration | None, budget: float | None
+) -> None:
+    """Find what projection needs before anything is changed: covariances, and with a budget sizes and cores."""
+    for decision in decisions:
+        weight = _matrix(decision.layer)
+        if weight.is_meta:
+            raise ValueError(
+                f"init='project': layer {decision.layer.name!r} is on the meta device and has no values; "
+                "load the weights first, or take init='mup'"
+            )
+        if not weight.isfinite().all():
+            raise ValueError(f"init='project': the weight of layer {decision.layer.name!r} is not finite")
+    if calibration is not None:
+        found = covariances(model, [decision.layer.module for decision in decisions], calibration)
+        for decision, covariance in zip(decisions, found, strict=True):
+            decision.covariance = covariance
+        unseen = [decision.layer.name for decision in decisions if decision.covariance is None]
+        if unseen:
+            text = f"calibration: no input reached {', '.join(unseen)}: projected by weight alone"
+            warnings.warn(text, UserWarning, stacklevel=4)
+    if budget is None:
+        return
+    free = [decision for decision in decisions if decision.resolved is None]
+    families = [decision.structure for decision in free if isinstance(decision.structure, Family)]
+    if not free or len(families) < len(free):
+        raise ValueError(f"budget={budget}: structure must be a family, and be meant for some layer")
+    weights = [_matrix(decision.layer) for decision in free]
+    choices = allocate(weights, families, budget, [decision.covariance for decision in free])
+    for decision, choice in zip(free, choices, strict=True):
+        decision.structure, decision.cores, decision.error = choice.family, choice.cores, choice.error
+        decision.resolved = _resolve(decision.layer, choice.family)
 
 
 def _rules(patterns: Patterns) -> list[str]:
@@ -243,9 +433,11 @@ def _hits(argument: str, rule: str, layers: list[Layer], model: nn.Module) -> se
 def _matches(rule: str, layer: Layer) -> bool:
     if rule in ROLES:
         return layer.role == rule
-    if rule.startswith("re:"):
-        return any(re.fullmatch(rule[3:], name) for name in layer.names)
-    return any(fnmatchcase(name, rule) for name in layer.names)
+    return any(_matches_name(rule, name) for name in layer.names)
+
+
+def _matches_name(rule: str, name: str) -> bool:
+    return bool(re.fullmatch(rule[3:], name)) if rule.startswith("re:") else fnmatchcase(name, rule)
 
 
 def _matched(includes: Mapping[str, set[int]], layer: Layer) -> bool:
@@ -254,9 +446,13 @@ def _matched(includes: Mapping[str, set[int]], layer: Layer) -> bool:
 
 def _hint(rule: str, layers: list[Layer], model: nn.Module) -> str:
     names = [name for layer in layers for name in layer.names]
+    stacked = no_layers(model)
     if rule in ROLES:
         found = sorted({layer.role for layer in layers})
-        return f"; the roles in this model are {', '.join(found)}"
+        stays = f"; these parameters are no linear layers: {', '.join(stacked[:3])}" if stacked else ""
+        return f"; the roles in this model are {', '.join(found)}{stays}"
+    if any(_matches_name(rule, name.split()[0]) for name in stacked):
+        return f": these are parameters, no linear layers, and stay dense: {', '.join(stacked[:3])}"
     if any(rule == name for name, _ in model.named_modules(remove_duplicate=False)):
         return f": it is a container; its layers are {rule + '.*'!r}"
     close = get_close_matches(rule.strip("*"), names, n=3, cutoff=0.3) or names[:3]
@@ -286,8 +482,11 @@ def _warn(planned: Plan) -> None:
     ]
     if grown:
         warnings.warn(f"these layers grow, in parameters: {', '.join(grown)}", UserWarning, stacklevel=3)
+    if stacked := no_layers(planned.model):
+        text = f"left dense, for they are parameters and no linear layers: {', '.join(stacked)}"
+        warnings.warn(text, UserWarning, stacklevel=3)
     source = getattr(getattr(planned.model, "config", None), "_name_or_path", "")
-    if source:
+    if source and planned.init != "project":
         warnings.warn(
             f"the model was loaded from {source!r}: init={planned.init!r} starts its converted layers afresh",
             UserWarning,

@@ -5,7 +5,7 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from .linear import StructuredLinear
 
@@ -23,6 +23,9 @@ _ROLE_PATTERNS = {
     "ffn": r"mlp|ffn|feed_?forward|densereludense|(^|\.)(fc\d*|c_fc|linear[12]|lin[12]|w[123i]|wi_\d|experts?)(\.|$)"
     r"|(^|\.)(intermediate|output|(up|down|gate|gate_up)_proj)(\.|$)",
 }
+# Subclasses of nn.Linear that multiply by their weight and do nothing else.
+_PLAIN = ("transformers.models.falcon.modeling_falcon.FalconLinear", "timm.layers.linear.Linear")
+_ADAPTER = re.compile(r"(^|\.)(base_layer|lora_[A-Za-z_]+|original_module|modules_to_save)(\.|$)")
 
 
 @dataclass
@@ -35,6 +38,7 @@ class Layer:
     out_features: int
     role: str
     obstacle: str = ""  #: why it cannot be converted; empty if it can
+    tied: tuple[str, ...] = ()  #: other modules that hold the same weight
 
     @property
     def name(self) -> str:
@@ -72,8 +76,24 @@ def linear_layers(model: nn.Module) -> list[Layer]:
     for module, found in names.items():
         in_features, out_features = widths(module) or (0, 0)
         role = "head" if module in heads else role_of(found[0])
-        layers.append(Layer(tuple(found), module, in_features, out_features, role, _obstacle(module, found, owners)))
+        tied = {name.rpartition(".")[0] for name in owners[id(module._parameters.get("weight"))]} - set(found)
+        parents = [model.get_submodule(name.rpartition(".")[0]) for name in found if name]
+        obstacle = _obstacle(module, found, parents)
+        layers.append(Layer(tuple(found), module, in_features, out_features, role, obstacle, tuple(sorted(tied))))
     return layers
+
+
+def no_layers(model: nn.Module) -> list[str]:
+    """Large matrices of a model that no linear layer holds, so that nothing here converts them: the experts of a
+    mixture as one 3-D parameter, the input projection of nn.MultiheadAttention."""
+    found = []
+    for name, parameter in model.named_parameters():
+        owner, _, own = name.rpartition(".")
+        attention = own == "in_proj_weight" and isinstance(model.get_submodule(owner), nn.MultiheadAttention)
+        experts = parameter.ndim == 3 and re.search(r"experts?(\.|_|$)", name) and ".cores." not in name
+        if attention or experts:
+            found.append(f"{name} {tuple(parameter.shape)}")
+    return found
 
 
 def role_of(name: str) -> str:
@@ -104,20 +124,31 @@ def _declared_heads(model: nn.Module) -> set[nn.Module]:
     return heads
 
 
-def _obstacle(module: nn.Module, names: list[str], owners: dict[int, list[str]]) -> str:
+def _obstacle(module: nn.Module, names: list[str], parents: list[nn.Module]) -> str:
     kind = type(module)
     if isinstance(module, StructuredLinear):
         return "is structured already"
-    if kind is not nn.Linear and not is_conv1d(module):
+    if any(isinstance(parent, nn.MultiheadAttention) for parent in parents):
+        return "belongs to nn.MultiheadAttention, which reads its weight without calling it"
+    if kind is not nn.Linear and not is_conv1d(module) and f"{kind.__module__}.{kind.__name__}" not in _PLAIN:
         return f"is a {kind.__name__}, not a plain nn.Linear: its own behaviour would be lost"
-    if module._parameters.get("weight") is None:
+    if any(_ADAPTER.search(name) for name in names):
+        return "belongs to an adapter: merge it first, or convert before it is added"
+    weight = module._parameters.get("weight")
+    if weight is None:
         return "has no weight parameter of its own (pruned, weight-normalised or quantised by a hook)"
-    weight = module.weight
-    if type(weight) is not nn.Parameter or not isinstance(weight, Tensor) or not weight.is_floating_point():
+    if type(weight) is not nn.Parameter or not weight.is_floating_point():
         return f"has a weight of type {type(weight).__name__} and dtype {weight.dtype}"
-    tied = sorted({name.rpartition(".")[0] for name in owners[id(weight)]} - set(names))
-    if tied:
-        return f"shares its weight with {', '.join(tied)}"
-    if any(getattr(module, f"_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre")):
+    if hasattr(weight, "infshape"):
+        return "carries a width of the mup package (infshape): train it with structlin's param_groups(base=) instead"
+    if 0 in weight.shape:
+        return f"has a weight of shape {tuple(weight.shape)}"
+    if has_hooks(module):
         return "has hooks, which would be lost"
+    if "forward" in vars(module):
+        return "has a forward of its own (offloaded or patched), which would be lost"
     return ""
+
+
+def has_hooks(module: nn.Module) -> bool:
+    return any(getattr(module, f"_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre"))

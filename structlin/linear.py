@@ -1,6 +1,8 @@
 """`StructuredLinear`: a structure with parameters, as a layer."""
 
+from collections.abc import Sequence
 from math import sqrt
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +34,7 @@ class StructuredLinear(nn.Module):
         gains: parameter `(number of cores,)`, or None.
         bias: parameter `(out_features,)`, or None.
         structure: the `Structure`, padding included.
+        conv1d: whether the layer took the place of transformers' Conv1D, for the way back.
         weight: the dense matrix `(out_features, in_features)`, only formed if its numbers are read; see `WeightView`.
 
     Raises:
@@ -66,7 +69,7 @@ class StructuredLinear(nn.Module):
         self.structure = structure_of(structure, in_features, out_features)
         self.in_features, self.out_features = in_features, out_features
         self.label = label(structure)
-        self.init, self.zero_init = init, zero_init
+        self.init, self.zero_init, self.conv1d = init, zero_init, False
         self.stds = [init_std(core, init, bottleneck_variance=zero_init) for core in self.structure.cores]
 
         def empty(*shape: int) -> nn.Parameter:
@@ -117,6 +120,50 @@ class StructuredLinear(nn.Module):
         dense = contract.to_dense(self.structure, self.effective_cores())
         return dense[: self.out_features, : self.in_features]
 
+    def from_dense_(self, weight: Tensor, bias: Tensor | None = None) -> "StructuredLinear":
+        """Take the cores whose matrix is nearest to `weight`, in place; see `project`.
+
+        Args:
+            weight: `(out_features, in_features)`, as of nn.Linear.
+            bias: `(out_features,)`; None leaves the layer's own.
+
+        Raises:
+            ValueError: another shape; no values (meta) on either side; a bias for a layer that has none.
+            TypeError: `weight` is not real floating point.
+
+        >>> from structlin import LowRank
+        >>> dense = torch.randn(8, 2) @ torch.randn(2, 6)
+        >>> torch.allclose(StructuredLinear(6, 8, LowRank(rank=2)).from_dense_(dense).to_dense(), dense, atol=1e-5)
+        True
+        """
+        from .projection import project
+
+        if tuple(weight.shape) != (self.out_features, self.in_features):
+            wanted = (self.out_features, self.in_features)
+            raise ValueError(
+                f"weight has shape {tuple(weight.shape)}; it must be (out_features, in_features) = {wanted}"
+            )
+        if bias is not None and self.bias is None:
+            raise ValueError("bias is given, but the layer has none: make it with bias=True")
+        if bias is not None and bias.shape != (self.out_features,):
+            raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be (out_features,) = ({self.out_features},)")
+        self.set_cores_(project(weight, self.structure))
+        if self.bias is not None and bias is not None:
+            with torch.no_grad():
+                self.bias.copy_(bias)
+        return self
+
+    @torch.no_grad()
+    def set_cores_(self, cores: Sequence[Tensor]) -> "StructuredLinear":
+        """Copy `cores` into the layer, so that it multiplies by them: gains undo what weight normalisation clips."""
+        if self.cores[0].is_meta:
+            raise ValueError("the layer is on the meta device: move it with to_empty(device=...) first")
+        for n, (own, core, std) in enumerate(zip(self.cores, cores, self.stds, strict=True)):
+            own.copy_(core)
+            if self.gains is not None:
+                self.gains[n] = max(1.0, core.float().square().mean().sqrt().item() / std)
+        return self
+
     @property
     def weight(self) -> Tensor:
         if torch.compiler.is_compiling():
@@ -131,6 +178,12 @@ class StructuredLinear(nn.Module):
     def extra_repr(self) -> str:
         options = f"in_features={self.in_features}, out_features={self.out_features}, {self.label}"
         return f"{options}, bias={self.bias is not None}, weight_norm={self.gains is not None}"
+
+
+def uninitialised(*args: Any, **options: Any) -> StructuredLinear:
+    """A layer whose parameters have no values yet, and that drew no random number."""
+    layer: StructuredLinear = nn.utils.skip_init(StructuredLinear, *args, **options)  # type: ignore[no-untyped-call]
+    return layer
 
 
 def _normalised(core: Tensor, sigma: float, gain: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ class WeightView(Tensor):
     """
 
     layer: "StructuredLinear"
+    _is_hf_initialized = True  # or transformers' initialisation would write to it
     detached: bool  #: what `.data` and `.detach()` give: without gradient, and no more writable
 
     @staticmethod

@@ -1,0 +1,109 @@
+"""Which rank, or how many blocks, for each layer: the least total error within a number of parameters."""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+from torch import Tensor
+
+from .families import Family, Split
+from .projection import project, relative_error
+
+
+@dataclass
+class Choice:
+    """One size of one layer: the family at that size, its parameters, the projection and its relative error."""
+
+    family: Family
+    params: int
+    cores: list[Tensor] = field(repr=False)
+    error: float
+
+
+def allocate(
+    weights: Sequence[Tensor], families: Sequence[Family], budget: float, covariances: Sequence[Tensor | None]
+) -> list[Choice]:
+    """A size of `family` for each weight: least sum of squared relative errors, parameters within `budget` of dense.
+
+    Greedy: all layers start at the smallest size, then the step that lowers the error most for its parameters is
+    taken, as long as it fits. Where the error falls ever more slowly with size, as in an SVD, that is the optimum.
+
+    Args:
+        weights: `(out_features, in_features)` each.
+        families: of each weight: the kind; its `rank` or `blocks` is what is chosen. Ranks go 1, 2, 3, 4, 6, 8, 12, ...
+        budget: fraction of the parameters that the weights have together, above 0 and at most 1.
+        covariances: of each layer's inputs, or None.
+
+    Raises:
+        ValueError: `budget` is out of range or below what the smallest sizes need; the family has nothing to choose.
+
+    >>> import torch
+    >>> from structlin import LowRank
+    >>> plain, hard = torch.ones(16, 16), torch.eye(16)
+    >>> [choice.family for choice in allocate([plain, hard], 2 * [LowRank(rank=1)], 0.5, [None, None])]
+    [LowRank(rank=1), LowRank(rank=6)]
+    """
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget <= 1:
+        raise ValueError(f"budget={budget!r} must be a fraction of the parameters, above 0 and at most 1")
+    total = sum(weight.numel() for weight in weights)
+    sizes = [_sizes(family, weight) for family, weight in zip(families, weights, strict=True)]
+    firsts = [next(size) for size in sizes]
+    spent = sum(params for _, params in firsts)
+    if spent > budget * total:
+        raise ValueError(
+            f"budget={budget} is {int(budget * total):,} parameters; the smallest structures of these "
+            f"layers have {spent:,}: budget={spent / total:.4f} or more"
+        )
+
+    def choice(n: int, size: tuple[Family, int]) -> Choice:
+        cores = project(weights[n], size[0], covariance=covariances[n])
+        return Choice(*size, cores, relative_error(weights[n], size[0], cores, covariance=covariances[n]))
+
+    chosen = [choice(n, first) for n, first in enumerate(firsts)]
+    steps: list[tuple[float, int, Choice]] = []  # a heap: minus what a step gains a parameter, layer, where it leads
+
+    def consider(n: int) -> None:
+        size = next(sizes[n], None)
+        if size is not None and chosen[n].error > 1e-6 and spent + size[1] - chosen[n].params <= budget * total:
+            larger = choice(n, size)
+            gain = (chosen[n].error ** 2 - larger.error**2) / (larger.params - chosen[n].params)
+            heapq.heappush(steps, (-gain, n, larger))
+
+    for n in range(len(weights)):
+        consider(n)
+    while steps:
+        _, n, larger = heapq.heappop(steps)
+        if spent + larger.params - chosen[n].params <= budget * total:
+            spent += larger.params - chosen[n].params
+            chosen[n] = larger
+            consider(n)
+    return chosen
+
+
+def _sizes(family: Family, weight: Tensor) -> Iterator[tuple[Family, int]]:
+    """The sizes of `family` that fit `weight` and are no larger than it, with their parameters, ascending."""
+    out_features, in_features = weight.shape
+    whole = family
+    if isinstance(whole, Split):
+        family = whole.of
+    options = {option.name for option in fields(family)}
+    grid = sorted({base << k for base in (1, 2, 3) for k in range(16)})
+    if "rank" in options:
+        candidates: list[Family] = [replace(family, rank=rank) for rank in grid]  # type: ignore[call-arg]
+    elif "blocks" in options:
+        candidates = [replace(family, blocks=n) for n in range(min(weight.shape), 0, -1)]  # type: ignore[call-arg]
+    else:
+        raise ValueError(f"budget: {type(family).__name__} has neither rank nor blocks to choose")
+    if isinstance(whole, Split):
+        candidates = [replace(whole, of=candidate) for candidate in candidates]
+    found: list[tuple[Family, int]] = []
+    for candidate in candidates:
+        try:
+            params = candidate.structure(in_features, out_features).params
+        except ValueError:
+            continue
+        if params <= weight.numel() and (not found or params > found[-1][1]):
+            found.append((candidate, params))
+    if not found:
+        raise ValueError(f"budget: no {type(family).__name__} of {in_features} -> {out_features} is smaller than dense")
+    return iter(found)

@@ -1,0 +1,256 @@
+"""The rest of a user's stack on tiny models: compile, export, ONNX, checkpointing, distributed, torch.func, PEFT."""
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from structlin import BTT, StructuredLinear, convert, param_groups, to_dense_
+from tests.models import GPT
+
+# torch, onnx and torchao warn about themselves when they compile, export and quantise.
+OWN_WARNINGS = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore::FutureWarning",
+    "ignore::UserWarning:(torch|onnx|peft|transformers|copyreg).*",
+)
+TOKENS = torch.arange(24).reshape(2, 12)
+
+
+def small() -> GPT:
+    return convert(GPT(width=32), BTT(rank=2))
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
+    return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@OWN_WARNINGS
+def test_compile_sees_one_graph_and_recompiles_at_most_once_over_four_batch_sizes():
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    model, counter = small(), CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for batch in (2, 3, 5, 8):
+        tokens = TOKENS[:1].expand(batch, -1)
+        torch.testing.assert_close(compiled(tokens), model(tokens))
+    assert counter.frame_count <= 2
+
+
+@OWN_WARNINGS
+def test_export_keeps_the_function_for_every_batch_size():
+    model = small().eval()
+    batch = torch.export.Dim("batch", min=2, max=64)
+    exported = torch.export.export(model, (TOKENS,), dynamic_shapes=({0: batch},)).module()
+    for size in (2, 7):
+        tokens = TOKENS[:1].expand(size, -1)
+        torch.testing.assert_close(exported(tokens), model(tokens))
+
+
+@OWN_WARNINGS
+def test_onnx_runs_in_onnxruntime_for_every_batch_size(tmp_path):
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    import onnxruntime
+
+    model = convert(nn.Sequential(nn.Linear(36, 64), nn.GELU(), nn.Linear(64, 36)), BTT(rank=2)).eval()
+    x = torch.randn(3, 36)
+    batch = torch.export.Dim("batch")
+    torch.onnx.export(model, (x,), tmp_path / "m.onnx", dynamo=True, dynamic_shapes=({0: batch},), verbose=False)
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
+    for size in (3, 8):
+        x = torch.randn(size, 36)
+        (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(y), model(x).detach(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradients_are_the_same_with_checkpointing(reentrant):
+    layers, x = convert(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), BTT(rank=2)), torch.randn(4, 16)
+    layers(x.requires_grad_()).square().sum().backward()
+    expected = [p.grad.clone() for p in layers.parameters()]
+    layers.zero_grad()
+    checkpoint(layers, x, use_reentrant=reentrant).square().sum().backward()
+    for parameter, grad in zip(layers.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)
+
+
+def test_per_sample_gradients_of_torch_func_sum_to_the_gradient():
+    layer, x = StructuredLinear(16, 12, BTT(rank=2), weight_norm=True), torch.randn(5, 16)
+    parameters = dict(layer.named_parameters())
+
+    def loss(parameters, x):
+        return torch.func.functional_call(layer, parameters, (x[None],)).square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    layer(x).square().sum().backward()
+    for name, parameter in parameters.items():
+        assert each[name].shape == (5, *parameter.shape)
+        torch.testing.assert_close(each[name].sum(0), parameter.grad, atol=1e-4, rtol=1e-4)
+
+
+def test_generation_with_a_cache_is_that_without():
+    pytest.importorskip("transformers")
+    from tests.zoo import llama
+
+    model = convert(llama(), BTT(rank=2)).eval()
+    options = {"max_new_tokens": 8, "do_sample": False, "min_new_tokens": 8}
+    with_cache, without = (model.generate(TOKENS, use_cache=use, **options) for use in (True, False))
+    assert torch.equal(with_cache, without)
+
+
+@OWN_WARNINGS
+def test_lora_on_the_dense_layers_trains_and_merges():
+    peft = pytest.importorskip("peft")
+    from tests.zoo import llama
+
+    model = convert(llama(), BTT(rank=2), include="ffn")
+    wrapped = peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
+    expected = wrapped.eval()(TOKENS).logits
+    wrapped(TOKENS, labels=TOKENS).loss.backward()
+    merged = wrapped.merge_and_unload()
+    assert isinstance(merged.model.layers[0].mlp.up_proj, StructuredLinear)
+    torch.testing.assert_close(merged(TOKENS).logits, expected, atol=1e-5, rtol=1e-4)
+
+
+@OWN_WARNINGS
+def test_int8_of_torchao_touches_the_dense_layers_alone():
+    torchao = pytest.importorskip("torchao.quantization", exc_type=ImportError)
+    model = convert(GPT(width=32), BTT(rank=2), include="ffn").eval()
+    expected = model(TOKENS)
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    assert type(model.h[0].attn.c_attn.weight) is not nn.Parameter
+    assert type(model.h[0].mlp.c_fc.cores[0]) is nn.Parameter
+    torch.testing.assert_close(model(TOKENS), expected, atol=0.05, rtol=0.05)
+
+
+@OWN_WARNINGS
+def test_accelerate_trains_a_converted_model():
+    accelerate = pytest.importorskip("accelerate")
+    model = small()
+    optimizer = torch.optim.AdamW(param_groups(model, 1e-2, weight_decay=0.1))
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    for _ in range(5):
+        loss = loss_of(model)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+@OWN_WARNINGS
+def test_trainer_trains_saves_and_resumes(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from tests.zoo import llama
+
+    data = [{"input_ids": row, "labels": row} for row in TOKENS.repeat(4, 1)]
+
+    def trainer(model, steps):
+        options = {"max_steps": steps, "save_steps": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+        arguments = transformers.TrainingArguments(str(tmp_path), learning_rate=1e-2, logging_steps=50, **options)
+        return transformers.Trainer(model, arguments, train_dataset=data)
+
+    model = convert(llama(), BTT(rank=2))
+    trainer(model, 2).train()
+    loaded = type(model).from_pretrained(tmp_path / "checkpoint-2")
+    resumed = trainer(loaded, 4)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.state.global_step == 4
+    assert isinstance(resumed.model.model.layers[0].mlp.up_proj, StructuredLinear)
+
+
+PROGRAM = """
+import sys
+import torch, torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from structlin import param_groups
+from tests.test_stack import TOKENS, loss_of, small
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+torch.manual_seed(0)
+single, replicated, sharded = small(), small(), small()
+start = {key: value.clone() for key, value in single.state_dict().items()}
+replicated.load_state_dict(start), sharded.load_state_dict(start)
+replicated = DistributedDataParallel(replicated)
+for block in sharded.h:
+    fully_shard(block)
+fully_shard(sharded)
+for model, tokens in ((single, TOKENS), (replicated, TOKENS[rank : rank + 1]), (sharded, TOKENS[rank : rank + 1])):
+    optimizer = torch.optim.SGD(param_groups(model, 0.1, optimizer="sgd"))
+    for _ in range(2):
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+dcp.save(get_model_state_dict(sharded), checkpoint_id=f"{folder}/dcp")
+plain = small()
+state = plain.state_dict()
+dcp.load(state, checkpoint_id=f"{folder}/dcp")
+plain.load_state_dict(state)
+for other in (replicated.module, plain):
+    for a, b in zip(single.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_ddp_and_fsdp2_train_as_one_process_does_and_dcp_loads_into_a_plain_model(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    commands = [[sys.executable, "-c", PROGRAM, str(rank), str(tmp_path)] for rank in (0, 1)]
+    running = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for command in commands]
+    try:
+        errors = [process.communicate(timeout=120)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0, 0], errors
+
+
+@OWN_WARNINGS
+def test_models_of_timm_are_converted_by_role():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for operator in ("nms", "qnms"):  # or torchvision's wheel does not import beside a CPU build of torch
+                torch.library.define(
+                    f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                )
+        except RuntimeError:
+            pass
+        timm = pytest.importorskip("timm")
+    for name in ("vit_tiny_patch16_224", "beit_base_patch16_224", "eva02_tiny_patch14_224", "swinv2_tiny_window8_256"):
+        sizes = {"img_size": 64 if "swin" in name else 32 if "16" in name else 28}
+        shape = (
+            {"depths": (1, 1), "embed_dim": 24, "num_heads": (2, 2)}
+            if "swin" in name
+            else {"depth": 1, "embed_dim": 48}
+        )
+        shape |= {} if "swin" in name else {"num_heads": 2}
+        model = timm.create_model(name, **sizes, **shape, num_classes=5).eval()
+        keys = set(model.state_dict())
+        x = torch.randn(1, 3, sizes["img_size"], sizes["img_size"])
+        convert(model, BTT(rank=1), include=["ffn", "attention"])
+        assert isinstance(model.head, nn.Linear) or isinstance(model.head.fc, nn.Linear)
+        y = model(x)
+        torch.testing.assert_close(to_dense_(model)(x), y, atol=1e-4, rtol=1e-3)
+        assert set(model.state_dict()) == keys

@@ -1,0 +1,109 @@
+"""The way back: to_dense_ for a model, from_dense_ for a layer."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from structlin import BTT, Kronecker, LowRank, Monarch, StructuredLinear, convert, to_dense, to_dense_
+from tests.models import GPT, snapshot
+
+TOKENS = torch.arange(24).reshape(2, 12)
+
+
+def test_to_dense_gives_back_keys_shapes_and_function():
+    model = GPT()
+    shapes = {key: value.shape for key, value in model.state_dict().items()}
+    expected = convert(model, BTT(rank=2), weight_norm=True)(TOKENS)
+    assert to_dense_(model) is model
+    assert {key: value.shape for key, value in model.state_dict().items()} == shapes
+    assert not any(isinstance(module, StructuredLinear) for module in model.modules())
+    torch.testing.assert_close(model(TOKENS), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_to_dense_keeps_dtype_grad_training_mode_and_the_bias_itself():
+    model = convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16, bias=False)).to(torch.bfloat16), BTT())
+    for parameter in model[0].cores:
+        parameter.requires_grad_(False)
+    model[1].eval()
+    bias = model[0].bias
+    to_dense_(model)
+    assert (model[0].weight.requires_grad, model[0].bias.requires_grad, model[1].weight.requires_grad) == (0, 1, 1)
+    assert model[0].bias is bias
+    assert model[1].bias is None
+    assert (model[0].training, model[1].training) == (True, False)
+    assert model[0].weight.dtype == torch.bfloat16
+
+
+def test_a_shared_layer_is_still_shared_when_it_is_dense_again():
+    layer = nn.Linear(16, 16)
+    model = to_dense_(convert(nn.ModuleList([layer, nn.Sequential(layer)]), BTT()))
+    assert type(model[0]) is nn.Linear
+    assert model[0] is model[1][0]
+
+
+def test_a_model_that_is_one_layer_comes_back_as_one_linear_layer():
+    layer = StructuredLinear(12, 20, Monarch(blocks=2))
+    assert type(to_dense_(layer)) is nn.Linear
+
+
+def test_conv1d_comes_back_as_conv1d():
+    transformers = pytest.importorskip("transformers")
+    layer = transformers.pytorch_utils.Conv1D(6, 4)
+    with torch.no_grad():
+        layer.weight.copy_(torch.outer(torch.randn(4), torch.randn(6)))
+    model = to_dense_(convert(nn.Sequential(layer), LowRank(rank=1), init="project"))
+    assert type(model[0]) is type(layer)
+    torch.testing.assert_close(model[0].weight, layer.weight)
+    assert model[0].bias is layer.bias
+
+
+def test_what_cannot_go_back_is_refused_and_stays():
+    with pytest.raises(ValueError, match="model=Linear has no structured layer"):
+        to_dense_(nn.Linear(3, 3))
+    model = convert(GPT(), BTT())
+    model.h[1].mlp.c_fc.register_forward_hook(lambda module, args, output: None)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"layer 'h\.1\.mlp\.c_fc' has hooks"):
+        to_dense_(model)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("family", [BTT(rank=3), LowRank(rank=4), Kronecker(), Monarch(blocks=2)])
+@pytest.mark.parametrize("weight_norm", [False, True])
+def test_from_dense_finds_a_matrix_that_the_structure_can_hold(family, weight_norm):
+    structure = family.structure(12, 20)
+    target = 5 * to_dense(structure, [torch.randn(core.shape, dtype=torch.float64) for core in structure.cores])
+    layer = StructuredLinear(12, 20, family, weight_norm=weight_norm, dtype=torch.float64)
+    bias = torch.randn(20, dtype=torch.float64)
+    assert layer.from_dense_(target, bias) is layer
+    torch.testing.assert_close(layer.to_dense(), target, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(layer.bias.detach(), bias)
+
+
+def test_from_dense_without_a_bias_leaves_the_layers_own():
+    layer = StructuredLinear(12, 20, BTT())
+    nn.init.ones_(layer.bias)
+    layer.from_dense_(torch.randn(20, 12))
+    assert (layer.bias == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("layer", "weight", "bias", "message"),
+    [
+        ({}, torch.zeros(12, 20), None, r"weight has shape \(12, 20\); it must be .* \(20, 12\)"),
+        ({}, torch.zeros(20, 12), torch.zeros(12), r"bias has shape \(12,\); it must be \(out_features,\) = \(20,\)"),
+        ({"bias": False}, torch.zeros(20, 12), torch.zeros(20), "the layer has none"),
+        ({}, torch.full((20, 12), torch.nan), None, "not finite"),
+        ({}, torch.zeros(20, 12, device="meta"), None, "meta"),
+        ({"device": "meta"}, torch.zeros(20, 12), None, "the layer is on the meta device"),
+    ],
+)
+def test_from_dense_refuses_what_does_not_fit(layer, weight, bias, message):
+    layer = StructuredLinear(12, 20, BTT(), **layer)
+    before = copy.deepcopy(layer)
+    with pytest.raises(ValueError, match=message):
+        layer.from_dense_(weight, bias)
+    if not layer.cores[0].is_meta:
+        assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), before.parameters(), strict=True))

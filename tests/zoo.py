@@ -1,0 +1,97 @@
+"""Tiny random models of transformers, each with inputs and the names of its structured layers' roles."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+TEXT = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+IMAGE = {"image_size": 16, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+NO_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+TOKENS = torch.arange(3, 15).reshape(2, 6)
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=96, n_positions=32, **NO_TOKENS))
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**TEXT, num_key_value_heads=2, max_position_embeddings=32, **NO_TOKENS))
+
+
+def qwen2() -> nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    options = {"num_key_value_heads": 2, "max_position_embeddings": 32, "tie_word_embeddings": True}
+    return Qwen2ForCausalLM(Qwen2Config(**TEXT, **options, **NO_TOKENS))
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    options = {"num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 32}
+    return MixtralForCausalLM(MixtralConfig(**TEXT, **options, **NO_TOKENS))
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(BertConfig(**TEXT, max_position_embeddings=32, pad_token_id=0))
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": 96, "d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1))
+
+
+def whisper() -> nn.Module:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    layers = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in _SIDES}
+    options = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32, "decoder_start_token_id": 3}
+    config = WhisperConfig(vocab_size=96, d_model=32, **layers, **options, **NO_TOKENS, suppress_tokens=None)
+    return WhisperForConditionalGeneration(config)
+
+
+_SIDES = (("layers", 1), ("attention_heads", 4), ("ffn_dim", 64))
+
+
+def vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(ViTConfig(**IMAGE, intermediate_size=64, num_labels=5))
+
+
+def dinov2() -> nn.Module:
+    from transformers import Dinov2Config, Dinov2ForImageClassification
+
+    return Dinov2ForImageClassification(Dinov2Config(**IMAGE, mlp_ratio=2, num_labels=5))
+
+
+def inputs(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    if name in ("vit", "dinov2"):
+        return {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 16 * 16).reshape(2, 3, 16, 16).to(dtype)}
+    if name == "t5":
+        return {"input_ids": TOKENS, "decoder_input_ids": TOKENS}
+    if name == "whisper":
+        features = torch.linspace(-1, 1, 2 * 8 * 32).reshape(2, 8, 32)
+        return {"input_features": features.to(dtype), "decoder_input_ids": TOKENS}
+    return {"input_ids": TOKENS}
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    model.__name__: model for model in (gpt2, llama, qwen2, mixtral, bert, t5, whisper, vit, dinov2)
+}
+
+
+def logits(model: nn.Module, name: str) -> torch.Tensor:
+    dtype = next(model.parameters()).dtype
+    with torch.no_grad():
+        return model.eval()(**inputs(name, dtype)).logits
