@@ -7,6 +7,8 @@ The four runs see the same batches and the same `--lr`, tuned for the dense mode
     ours     structured, every core at the learning rate that its shape asks for (`structlin.param_groups`)
     wider    ours, at the largest width whose FLOPs a token are not over dense's; dense layers follow muP
 
+With `--optimizer muon` the rate is in units of operator norm per step, the same for every shape: there is no naive run.
+
 A training step is three times the FLOPs of a forward pass; those are counted on one sequence by `FlopCounterMode`,
 attention and head included (the causal half that a fused kernel may skip is counted too).
 """
@@ -19,6 +21,7 @@ import pickle
 import platform
 import sys
 import tempfile
+import textwrap
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -31,6 +34,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -42,6 +46,7 @@ import structlin
 from structlin.families import FAMILIES
 
 HEAD = 32  # features of an attention head, at every width
+MUON_LR = 2**-6  # operator norm per step: the dense models' best (benchmarks/muon_vs_adamw.py)
 EVALUATIONS = 20  # of the held-out loss in a run; a checkpoint is written at each
 Batch = tuple[Tensor, Tensor]  # inputs, targets
 
@@ -204,6 +209,8 @@ def plan(task: Task, options: argparse.Namespace) -> list[Run]:
         run("ours", f"{label}, our lr", options.width, structure, True, narrow),
         run("wider", f"{label}, our lr, wider", width, structure, True, wide),
     ]
+    if options.optimizer == "muon":  # it knows structures by itself: there is no naive rate
+        runs = [each for each in runs if each.name != "naive"]
     for each in runs:
         load(each)
     return runs
@@ -269,6 +276,14 @@ def evaluate(model: nn.Module, batches: list[Batch], device: str) -> tuple[float
     return loss / count, correct / count
 
 
+def optimizer_of(model: nn.Module, base: nn.Module, run: Run, options: argparse.Namespace) -> torch.optim.Optimizer:
+    """AdamW with the rates of `param_groups`, or Muon, whose rate needs none; `base` is the dense model."""
+    if options.optimizer == "muon":
+        return structlin.optim.Muon(model, options.lr, other_lr=options.other_lr)
+    groups = structlin.param_groups(model, options.lr, base=base, structure_aware=run.aware)
+    return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95))
+
+
 def train(task: Task, run: Run, base: Run, options: argparse.Namespace, report: Callable[[int, float], None]) -> dict:
     """Train to the end, from the checkpoint where there is one. `report` is told the steps done and the loss.
 
@@ -277,17 +292,14 @@ def train(task: Task, run: Run, base: Run, options: argparse.Namespace, report: 
     """
     device = options.device
     model = build(task, run.width, run.structure, options.seed).to(device)
-    groups = structlin.param_groups(
-        model, options.lr, base=build(task, base.width, None, 0, "meta"), structure_aware=run.aware
-    )
+    optimizer = optimizer_of(model, build(task, base.width, None, 0, "meta"), run, options)
     history = {
         "losses": [],
         "evaluations": [],
         "seconds": 0.0,
         "params": sum(parameter.numel() for parameter in model.parameters()),
-        "lr": [min(group["lr"] for group in groups), max(group["lr"] for group in groups)],
+        "lr": [choose(group["lr"] for group in optimizer.param_groups) for choose in (min, max)],
     }
-    optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, options.steps))
     if state := load(run):
         history = state["history"]
@@ -370,8 +382,10 @@ def plot(task: Task, results: list[dict[str, Any]], path: Path) -> None:
     axes = figure.subplots()
     for row in results:
         axes.loglog(*zip(*row["curve"], strict=True), marker=".", label=f"{row['label']}, width {row['width']}")
-    axes.set(title=task.title, xlabel="training FLOPs", ylabel="held-out loss (nats)")
-    axes.title.set_fontsize("medium")
+    axes.set(xlabel="training FLOPs", ylabel="held-out loss (nats)")
+    axes.set_title(textwrap.fill(task.title, 80), fontsize="medium")
+    for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        formatter(LogFormatter())  # 2, not 2 x 10^0
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     figure.savefig(path, dpi=150, format="png")
@@ -433,14 +447,18 @@ def arguments(about: str, data: str, defaults: dict[str, Any]) -> argparse.Argum
     parser.add_argument("--blocks", type=positive, help="of monarch and blockdiagonal")
     for name in ("width", "depth", "steps", "batch", *(["context"] if "context" in defaults else [])):
         parser.add_argument(f"--{name}", type=positive, help="default: %(default)s")
-    parser.add_argument("--lr", type=rate, help="of all four runs (default: %(default)s, the dense model's best)")
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), help="default: %(default)s")
+    best = f"{defaults.get('lr')} for adamw and {MUON_LR} for muon"
+    parser.add_argument("--lr", type=rate, help=f"of all runs (default: the dense model's best, {best})")
     parser.add_argument("--seed", type=seed, help="default: %(default)s")
     parser.add_argument("--device", type=working, help="default: %(default)s")
     parser.add_argument("--compile", action="store_true", help="use torch.compile")
     parser.add_argument("--out", metavar="DIR", type=Path, help="for checkpoints, plot and results.json")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes and a few steps, in a temporary folder")
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny sizes, a few steps; in a temporary folder without --out"
+    )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.set_defaults(structure="btt", seed=0, device=device, **defaults)
+    parser.set_defaults(**{**defaults, "lr": None}, structure="btt", seed=0, device=device, optimizer="adamw")
     return parser
 
 
@@ -467,6 +485,8 @@ def main(
     if parser.parse_args(argv).smoke:
         parser.set_defaults(**smoke, out=None)
     options = parser.parse_args(argv)
+    options.other_lr = defaults["lr"]  # what muon leaves to adamw
+    options.lr = options.lr or (MUON_LR if options.optimizer == "muon" else options.other_lr)
     console = Console(width=None if sys.stdout.isatty() else 120)
     kept = options.out is not None
     with nullcontext(options.out) if kept else tempfile.TemporaryDirectory() as folder:

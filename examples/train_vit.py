@@ -79,11 +79,13 @@ def read_cifar_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 def read_npz(path: Path) -> list[tuple[np.ndarray, np.ndarray]]:
     try:
+        if not zipfile.is_zipfile(path):
+            raise ValueError("it is no zip archive")
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             if missing := [name for name in ("images", "labels") if name not in arrays]:
                 raise ValueError(f"it has no array {missing[0]!r}; it has {', '.join(arrays) or 'none'}")
             return divide(arrays["images"], arrays["labels"])
-    except (ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"--data: {path} is not an .npz of images and labels: {error}") from None
 
 

@@ -328,3 +328,11 @@ def test_a_pickle_that_is_no_cifar_batch_is_refused(tmp_path, capsys, monkeypatc
 )
 def test_a_bad_option_is_refused(text, capsys, arguments, part):
     assert part in error_of(train_gpt.main, capsys, *GPT, "--data", str(text), *arguments)
+
+
+def test_muon_trains_dense_and_structured_at_one_rate_and_has_no_naive_run(text, tmp_path):
+    options = [*GPT, "--data", str(text), "--optimizer", "muon", "--out", str(tmp_path)]
+    rows = train_gpt.main([*options, "--steps", "40", "--batch", "8"])
+    assert [row["run"] for row in rows] == ["dense", "ours", "wider"]
+    assert all(row["lr"] == [0.002, compare.MUON_LR] for row in rows)
+    assert all(row["bits/char"] < 3.5 for row in rows)  # log2(30 characters) is 4.9
