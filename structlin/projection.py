@@ -22,10 +22,10 @@ from . import contract
 from .families import Family, structure_of
 from .structure import Core, Structure
 
-SWEEPS = 100  # of alternating least squares, at most
-STEPS = 2  # of conjugate gradient for a core, at most
-CLOSE = 1e-6  # relative size of the squared gradient at which a core is solved
+SWEEPS = 1000  # of alternating least squares, at most
 TOLERANCE = 1e-3  # relative decrease of the error by which a sweep must pay
+STEPS = 20  # of conjugate gradient for a core, at most
+CLOSE = 1e-2  # relative decrease of its squared gradient at which a core is solved well enough
 RESTARTS = 3  # random starts of a structure whose first start may be a bad one
 EXACT = 1e-6  # relative error that needs no other start
 BALANCING = 10  # passes over all pairs of cores

@@ -10,7 +10,7 @@ from hypothesis import given
 from torch import Tensor
 from torch.testing import assert_close
 
-from structlin import BTT, TT, BlockDiagonal, Dense, Kronecker, LowRank, Monarch, Structure, to_dense
+from structlin import BTT, TT, BlockDiagonal, Dense, Kronecker, LowRank, Monarch, Structure, projection, to_dense
 from structlin.projection import project, relative_error, sweeps
 
 every_small_case = pytest.mark.parametrize("case", SMALL, ids=SMALL_IDS)
@@ -28,7 +28,7 @@ SOME = [
     Structure("b i -> b o", "o i", b=3, i=4, o=5),
     Structure("b i -> b o", "r i", "b o r", b=3, i=4, o=4, r=2),
     Structure("b i -> b o", "b r i", "o r", b=3, i=4, o=4, r=2),
-    Structure("j q -> i p", "j r q", "r i j", "i p r", j=3, q=4, i=3, p=4, r=4),
+    Structure("j q -> i p", "j r q", "r i j", "i p r", j=2, q=4, i=2, p=5, r=3),
     Structure("a -> b c d", "a b", "c b", "a d", a=12, b=2, c=3, d=3),
 ]
 some = pytest.mark.parametrize("structure", SOME, ids=str)
@@ -127,7 +127,9 @@ def test_monarch_reaches_the_eckart_young_bound_in_every_block(rows, columns, bl
     assert squared_error(w, structure, project(w, family)) == pytest.approx(bound, rel=1e-9)
 
 
-def test_tt_of_three_cores_is_within_the_quasi_optimality_bound_of_the_tt_svd():
+@pytest.mark.parametrize("sweeps", [0, 100])
+def test_tt_of_three_cores_is_within_the_quasi_optimality_bound_of_the_tt_svd(sweeps, monkeypatch):
+    monkeypatch.setattr(projection, "SWEEPS", sweeps)
     w, family = gaussian(24, 60), TT(rank=3, cores=3)
     structure = family.structure(60, 24)
     i, j = ([structure.sizes[f"{axis}{t}"] for t in (1, 2, 3)] for axis in "ij")
@@ -138,20 +140,23 @@ def test_tt_of_three_cores_is_within_the_quasi_optimality_bound_of_the_tt_svd():
     assert max(bounds) <= error <= sum(bounds)  # sum <= (cores - 1) * (least error)
 
 
-def test_three_core_btt_is_no_worse_than_its_recursive_cut():
-    w, family = gaussian(24, 60), BTT(rank=2, cores=3)
-    structure = family.structure(60, 24)
+@pytest.mark.parametrize(("rows", "columns", "rank"), [(24, 60, 2), (8, 216, 1)])
+def test_three_core_btt_starts_from_its_recursive_cut_and_ends_below(rows, columns, rank, monkeypatch):
+    w, family = gaussian(rows, columns), BTT(rank=rank, cores=3)
+    structure = family.structure(columns, rows)
     s, v = structure.sizes, w.numpy().reshape([structure.sizes[a] for a in ("i3", "i2", "i1", "j1", "j2", "j3")])
     bound = 0.0
     for i3 in range(s["i3"]):
         for j1 in range(s["j1"]):
-            left = np.zeros((s["i2"], s["i1"], s["j2"], 2))
+            left = np.zeros((s["i2"], s["i1"], s["j2"], rank))
             for j2 in range(s["j2"]):
                 u, values, _ = np.linalg.svd(v[i3, :, :, j1, j2].reshape(-1, s["j3"]), full_matrices=False)
-                bound += (values[2:] ** 2).sum()
-                left[:, :, j2] = (u * values)[:, :2].reshape(s["i2"], s["i1"], 2)
-            bound += sum(tail(left[i2].reshape(s["i1"], -1), 2) for i2 in range(s["i2"]))
-    assert squared_error(w, structure, project(w, family)) <= bound * (1 + 1e-9)
+                bound += (values[rank:] ** 2).sum()
+                left[:, :, j2] = (u * values)[:, :rank].reshape(s["i2"], s["i1"], rank)
+            bound += sum(tail(left[i2].reshape(s["i1"], -1), rank) for i2 in range(s["i2"]))
+    assert squared_error(w, structure, project(w, family)) < bound
+    monkeypatch.setattr(projection, "SWEEPS", 0)
+    assert squared_error(w, structure, project(w, family)) == pytest.approx(bound, rel=1e-9)
 
 
 def test_a_structure_of_ones_own_gets_the_closed_form_of_its_shape():
@@ -200,7 +205,28 @@ def test_a_target_of_lower_rank_or_zero_gives_finite_cores_that_can_still_learn(
 
 def test_a_rank_that_the_matrix_cannot_have_is_no_harm():
     structure, w = Structure("i -> o", "r i", "o r", i=4, o=5, r=9), gaussian(5, 4)
-    assert relative_error(w, structure, project(w, structure)) < 1e-12
+    first, last = project(w, structure)
+    assert relative_error(w, structure, [first, last]) < 1e-12
+    assert (first[0].norm(dim=1) > 0.1).all()  # so that all of `last` has a gradient
+
+
+def test_structures_that_are_no_chain_are_recovered_from_random_starts(monkeypatch):
+    structure = Structure("j q -> i p", "j r q", "r i j", "i p r", j=4, q=8, i=4, p=8, r=3)  # BLAST
+    w = einsum_matrix(structure, random_cores(structure))
+    assert relative_error(w, structure, project(w, structure)) < 1e-10
+    monkeypatch.setattr(projection, "RESTARTS", 0)
+    assert relative_error(w, structure, project(w, structure)) > 1e-3
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 2e-5)])
+def test_what_is_too_large_for_float64_is_exact_in_float32_and_float64_weights_are_never_rounded(
+    dtype, tolerance, monkeypatch
+):
+    monkeypatch.setattr(projection, "DOUBLE", 0)
+    for family in (BTT(rank=2), TT(rank=2, cores=3), Kronecker()):
+        structure, c = family.structure(24, 60), correlated(24).to(dtype)
+        w = to_dense(structure, random_cores(structure)).to(dtype)
+        assert relative_error(w, family, project(w, family, covariance=c), covariance=c) < tolerance
 
 
 # ---- optimality ------------------------------------------------------------------------------------------------------
@@ -255,6 +281,43 @@ def test_two_cores_on_correlated_inputs_are_no_worse_than_block_by_block_descent
     assert squared_error(w, structure, project(w, family, covariance=c), c) < 1.05 * reference
 
 
+@pytest.mark.parametrize("family", [LowRank(rank=3), Kronecker(), TT(rank=2, cores=3), BTT(rank=2, cores=3)], ids=str)
+def test_on_white_inputs_one_step_solves_the_least_squares_problem_of_a_core(family, monkeypatch):
+    monkeypatch.setattr(projection, "STEPS", 1)
+    structure = family.structure(24, 18)
+    w, first, *rest = gaussian(18, 24), *random_cores(structure)
+    unit = torch.eye(first.numel(), dtype=torch.float64).reshape(-1, *first.shape)
+    design = torch.stack([einsum_matrix(structure, [core, *rest]).flatten() for core in unit], dim=1).numpy()
+    _, residual = projection._least_squares(structure, [first, *rest], torch.eye(24, dtype=torch.float64), w.T)
+    expected = w.flatten().numpy() - design @ np.linalg.lstsq(design, w.flatten().numpy(), rcond=None)[0]
+    assert residual.norm().item() == pytest.approx(np.linalg.norm(expected), rel=1e-6)
+
+
+def test_alternating_least_squares_stops_where_rounding_is_all_that_is_left():
+    for family in (BTT(rank=2), TT(rank=2, cores=3), Kronecker()):
+        structure = family.structure(24, 18)
+        cores = random_cores(structure, torch.float32)
+        x, y = torch.eye(24), to_dense(structure, cores).T
+        found = [core + 1e-4 * torch.randn_like(core) for core in cores]
+        for _ in range(10):
+            course = list(sweeps(structure, found, x, y))
+            errors = [error for _, error in course]
+            assert errors == sorted(errors, reverse=True)
+            assert errors[-1] < 1e-6
+            found = course[-1][0]
+
+
+def test_cores_that_the_matrix_does_not_determine_stay_small():
+    structure = Structure(
+        "a b c -> a b d f", "a b c d", "a b c e f", "a b d e f", a=1, b=3, c=1, d=1, e=2, f=1
+    )  # e is summed, but needless
+    w, x = gaussian(3, 3), torch.linalg.cholesky(correlated(3)).T
+    for seed in range(5):
+        start = [gaussian(*core.shape, seed=seed) for core in structure.cores]
+        *_, (cores, _) = sweeps(structure, start, x, x @ w.T)
+        assert max(core.abs().max() for core in cores) < 100
+
+
 @some
 @pytest.mark.parametrize("seed", [0, 1])
 def test_alternating_least_squares_never_increases_the_error(structure, seed):
@@ -276,8 +339,12 @@ def test_alternating_least_squares_never_increases_the_error(structure, seed):
 
 
 def test_padding_is_free():
-    w = torch.kron(gaussian(5, 4), gaussian(3, 6, seed=5))[:13, :21]
+    shared = Structure("b i -> b o", "o i", b=4, i=6, o=3)
+    w = torch.kron(torch.eye(4, dtype=torch.float64), gaussian(3, 6))[:10, :21]
+    assert relative_error(w, shared, project(w, shared)) < 1e-10
+
     structure = Structure("g d -> a b", "b d", "a g", a=5, b=3, g=4, d=6)
+    w = torch.kron(gaussian(5, 4), gaussian(3, 6, seed=5))[:13, :21]
     zeros = torch.zeros(15, 24, dtype=torch.float64)
     zeros[:13, :21] = w
     assert relative_error(w, structure, project(w, structure)) < 1e-10
@@ -299,11 +366,22 @@ def test_cores_have_the_dtype_of_the_weight_and_are_computed_in_float32_or_bette
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_the_scale_of_weight_and_covariance_changes_nothing_else(scale):
-    w, c, family = gaussian(12, 20), correlated(20), BTT(rank=2)
-    structure = family.structure(20, 12)
+def test_the_scale_of_weight_and_covariance_changes_nothing_else(scale, monkeypatch):
+    monkeypatch.setattr(projection, "DOUBLE", 0)
+    w, c, family = gaussian(12, 20).float(), correlated(20).float(), BTT(rank=2)
     plain, scaled = project(w, family, covariance=c), project(scale * w, family, covariance=scale * c)
-    assert_close(to_dense(structure, scaled) / scale, to_dense(structure, plain))
+    plain_error, error = (
+        relative_error(k * w, family, cores, covariance=c) for k, cores in ((1, plain), (scale, scaled))
+    )
+    assert error == pytest.approx(plain_error, rel=1e-3)
+
+
+def test_a_covariance_that_is_symmetric_up_to_rounding_is_as_good():
+    w, c, family = gaussian(12, 20), correlated(20), BTT(rank=2)
+    skew = 1e-5 * gaussian(20, 20).triu(1)
+    structure = family.structure(20, 12)
+    rounded, exact = (to_dense(structure, project(w, family, covariance=k)) for k in (c + skew - skew.T, c))
+    assert_close(rounded, exact)
 
 
 @some
@@ -313,19 +391,28 @@ def test_cores_are_balanced(structure):
     assert max(norms) < 1.01 * min(norms)
 
 
-def test_projection_is_deterministic_and_leaves_its_arguments_the_global_generator_and_the_threads_alone():
-    structure = SOME[-2]
-    w, c = gaussian(12, 12).requires_grad_(), correlated(12)
-    before, copies, threads = torch.get_rng_state(), (w.detach().clone(), c.clone()), torch.get_num_threads()
+def test_projection_is_deterministic_and_leaves_its_arguments_and_the_global_generator_alone():
+    structure = SOME[-1]
+    w, c = gaussian(18, 12).requires_grad_(), correlated(12)
+    before, copies = torch.get_rng_state(), (w.detach().clone(), c.clone())
     first = project(w, structure, covariance=c)
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.get_num_threads() == threads
     torch.rand(3)
     for one, two in zip(first, project(w, structure, covariance=c), strict=True):
         assert torch.equal(one, two)
         assert not one.requires_grad
     assert torch.equal(w, copies[0])
     assert torch.equal(c, copies[1])
+
+
+def test_the_number_of_threads_is_what_it_was():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        project(gaussian(12, 20), BTT(rank=2))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_relative_error_is_that_of_the_matrix_or_of_the_outputs():
