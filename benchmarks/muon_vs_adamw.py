@@ -6,10 +6,11 @@
 Both optimizers have their learning rate tuned by factors of 2 on seed 0, for each task and structure apart; then 3
 seeds at the best. Same batches, steps and schedule. Under AdamW cores follow `param_groups`; what Muon leaves to AdamW
 (biases, norms) has AdamW's usual rate. Shown: the held-out loss, and after how many steps Muon has reached
-AdamW's final one.
+AdamW's final one. Runs that an earlier result in --out has are not repeated.
 """
 
 import argparse
+import json
 import math
 import sys
 from collections import defaultdict
@@ -35,7 +36,7 @@ import train_vit
 
 TASKS = {"GPT": train_gpt.Text, "ViT": train_vit.Images}
 STRUCTURES = {"dense": None, "BTT r=1": structlin.BTT(rank=1)}
-LRS = {"AdamW": [2.0**-10, 2.0**-9, 2.0**-8], "Muon": [2.0**-7, 2.0**-6, 2.0**-5, 2.0**-4]}
+LRS = {"AdamW": [2.0**power for power in range(-11, -6)], "Muon": [2.0**power for power in range(-8, -3)]}
 OTHER_LR = 2.0**-9
 SIZES = {
     "GPT": {"width": 128, "depth": 2, "context": 64, "batch": 8},
@@ -71,6 +72,13 @@ def train(run: Run, steps: int) -> dict[str, Any]:
     return {**row, "loss": curve[-1][1], "curve": curve}
 
 
+def finished(path: Path, setting: dict[str, Any]) -> dict[Run, dict[str, Any]]:
+    """Runs of an earlier result of the same setting: they are not repeated."""
+    content = json.loads(path.read_text()) if path.exists() else {}
+    rows = content["rows"] if content.get("setting") == setting else []
+    return {(row["task"], row["structure"], row["optimizer"], row["lr"], row["seed"]): row for row in rows}
+
+
 def tuned(rows: list[dict[str, Any]]) -> dict[tuple[str, str, str], float]:
     """(task, structure, optimizer) -> the learning rate with the least loss on seed 0."""
     losses: dict[tuple[str, str, str], dict[float, float]] = defaultdict(dict)
@@ -90,7 +98,7 @@ def compared(rows: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
         for name in LRS:
             lr = best[task, structure, name]
             key = {"task": task, "structure": structure, "optimizer": name, "lr": lr}
-            runs[name] = [row for row in rows if key.items() <= row.items()]
+            runs[name] = sorted((r for r in rows if key.items() <= r.items()), key=lambda r: r["seed"])
             losses = [row["loss"] for row in runs[name]]
             found[name] = {"lr": lr, "loss": sum(losses) / len(losses), "least": min(losses), "most": max(losses)}
         reached = []
@@ -157,7 +165,14 @@ def main() -> None:
         for name in LRS:
             LRS[name] = LRS[name][:1]
 
+    setting = {"steps": options.steps, "sizes": SIZES, "other_lr": OTHER_LR}
+    kept = finished(options.out / "muon_vs_adamw.json", setting)
+
     def run_all(runs: list[Run], title: str) -> list[dict[str, Any]]:
+        done, runs = [kept[run] for run in runs if run in kept], [run for run in runs if run not in kept]
+        return done + train_all(runs, title)
+
+    def train_all(runs: list[Run], title: str) -> list[dict[str, Any]]:
         if options.smoke:
             return [train(run, options.steps) for run in track(runs, title)]
         with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
@@ -172,7 +187,6 @@ def main() -> None:
     if options.smoke and options.out == RESULTS:
         return
     options.out.mkdir(parents=True, exist_ok=True)
-    setting = {"steps": options.steps, "sizes": SIZES, "other_lr": OTHER_LR}
     save_json(options.out / "muon_vs_adamw.json", setting=setting, table=table, rows=rows)
     plot(rows, options.out / "muon_vs_adamw.png")
 

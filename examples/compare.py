@@ -46,7 +46,7 @@ import structlin
 from structlin.families import FAMILIES
 
 HEAD = 32  # features of an attention head, at every width
-MUON_LR = 2**-6  # operator norm per step: the dense models' best (benchmarks/muon_vs_adamw.py)
+MUON_LR = 2**-6  # operator norm per step: between the dense GPT's and ViT's best (benchmarks/muon_vs_adamw.py)
 EVALUATIONS = 20  # of the held-out loss in a run; a checkpoint is written at each
 Batch = tuple[Tensor, Tensor]  # inputs, targets
 
@@ -449,7 +449,7 @@ def arguments(about: str, data: str, defaults: dict[str, Any]) -> argparse.Argum
         parser.add_argument(f"--{name}", type=positive, help="default: %(default)s")
     parser.add_argument("--optimizer", choices=("adamw", "muon"), help="default: %(default)s")
     best = f"{defaults.get('lr')} for adamw and {MUON_LR} for muon"
-    parser.add_argument("--lr", type=rate, help=f"of all runs (default: the dense model's best, {best})")
+    parser.add_argument("--lr", type=rate, help=f"of all runs (default: {best})")
     parser.add_argument("--seed", type=seed, help="default: %(default)s")
     parser.add_argument("--device", type=working, help="default: %(default)s")
     parser.add_argument("--compile", action="store_true", help="use torch.compile")

@@ -8,9 +8,9 @@ the layer slices.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import lru_cache
-from math import isqrt, prod
+from math import gcd, isqrt, prod
 from typing import Any
 
 from .structure import Structure
@@ -83,7 +83,7 @@ class BlockDiagonal(Family):
         _positive("blocks", self.blocks)
 
     def structure(self, in_features: int, out_features: int) -> Structure:
-        i, o = _divide(in_features, self.blocks, "in_features"), _divide(out_features, self.blocks, "out_features")
+        i, o = _divide(in_features, out_features, self.blocks)
         return Structure("b i -> b o", "b o i", b=self.blocks, i=i, o=o)
 
 
@@ -141,7 +141,7 @@ class Monarch(Family):
 
     def structure(self, in_features: int, out_features: int) -> Structure:
         b = self.blocks
-        p, s = _divide(in_features, b, "in_features"), _divide(out_features, b, "out_features")
+        p, s = _divide(in_features, out_features, b)
         q = min(p, s)
         if q % b == 0:
             return Structure(
@@ -236,7 +236,7 @@ def family(name: str, **options: Any) -> Family:
     """A family by its name, case ignored.
 
     Raises:
-        ValueError: no family of that name, or an option that it does not have.
+        ValueError: no family of that name, an option that it does not have, or one that it needs.
 
     >>> family("btt", rank=2)
     BTT(rank=2, cores=2)
@@ -245,6 +245,9 @@ def family(name: str, **options: Any) -> Family:
         raise ValueError(f"structure={name!r} is no family; there are {', '.join(FAMILIES)}")
     cls = FAMILIES[name.lower()]
     known = [field.name for field in fields(cls)]
+    missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in options]
+    if missing:
+        raise ValueError(f"{cls.__name__} needs {missing[0]}=")
     for option, value in options.items():
         if option not in known:
             raise ValueError(f"{cls.__name__} has no option {option!r} (got {option}={value!r}); it has {known}")
@@ -328,10 +331,12 @@ def _divisors(n: int) -> list[int]:
     return sorted({*small, *(n // k for k in small)})
 
 
-def _divide(width: int, blocks: int, side: str) -> int:
-    if width % blocks:
-        raise ValueError(f"blocks={blocks} does not divide {side}={width}; {_nearest(blocks, _divisors(width))}")
-    return width // blocks
+def _divide(in_features: int, out_features: int, blocks: int) -> tuple[int, int]:
+    for side, width in (("in_features", in_features), ("out_features", out_features)):
+        if width % blocks:
+            fits = _nearest(blocks, _divisors(gcd(in_features, out_features)))
+            raise ValueError(f"blocks={blocks} does not divide {side}={width}; {fits}")
+    return in_features // blocks, out_features // blocks
 
 
 def _nearest(value: int, fits: list[int]) -> str:

@@ -12,17 +12,20 @@ from .linear import StructuredLinear
 PROTECTED = ("head", "embedding", "router")  # roles that are only touched when they are named
 ROLES = ("ffn", "attention", "other", *PROTECTED)
 
-# Searched in this order, case ignored, in a layer's dotted name.
-_ROLE_PATTERNS = {
-    "head": r"(^|\.)(lm_head|embed_out|heads?|head_dist|classifier|score|qa_outputs|proj_out|cls)(\.|$)"
-    r"|^(fc|out|output|output_projection|logits|readout|unembed)$",
-    "embedding": r"(^|\.)[^.]*embed[^.]*(\.|$)",
-    "router": r"(^|\.)(router|gate|gating|switch|shared_expert_gate)(\.|$)",
-    "attention": r"attn|attention|(^|\.)([qkvo]|qkv|query|key|value|query_key_value)(\.|$)"
-    r"|(^|\.)(w[qkvo]|([qkvo]|out|in|qkv)_proj)(\.|$)",
-    "ffn": r"mlp|ffn|feed_?forward|densereludense|(^|\.)(fc\d*|c_fc|linear[12]|lin[12]|w[123i]|wi_\d|experts?)(\.|$)"
-    r"|(^|\.)(intermediate|output|(up|down|gate|gate_up)_proj)(\.|$)",
-}
+# Searched in this order, case ignored, in a layer's dotted name: what contains a layer tells more than its own name.
+_ROLE_PATTERNS = (
+    ("head", r"(^|\.)(lm_head|embed_out|head_dist|classifier|score|qa_outputs|proj_out|cls)(\.|$)"),
+    ("head", r"^([^.]+\.)?heads?(\.|$)|^(fc|out|output|output_projection|logits|readout|unembed)$"),
+    ("embedding", r"(^|\.)[^.]*embed[^.]*(\.|$)"),
+    ("router", r"(^|\.)(router|gate|gating|switch|shared_expert_gate)(\.|$)"),
+    ("attention", r"attn|attention"),
+    ("ffn", r"mlp|ffn|feed_?forward|densereludense|(^|\.)experts?(\.|$)"),
+    ("attention", r"(^|\.)([qkvo]|qkv|query|key|value|query_key_value|w[qkvo]|([qkvo]|out|in|qkv)_proj)(\.|$)"),
+    (
+        "ffn",
+        r"(^|\.)(fc\d*|c_fc|linear[12]|lin[12]|w[123i]|wi_\d|intermediate|output|(up|down|gate|gate_up)_proj)(\.|$)",
+    ),
+)
 # Subclasses of nn.Linear that multiply by their weight and do nothing else.
 _PLAIN = ("transformers.models.falcon.modeling_falcon.FalconLinear", "timm.layers.linear.Linear")
 _ADAPTER = re.compile(r"(^|\.)(base_layer|lora_[A-Za-z_]+|original_module|modules_to_save)(\.|$)")
@@ -102,7 +105,7 @@ def role_of(name: str) -> str:
     >>> role_of("h.0.attn.c_proj"), role_of("h.0.mlp.c_proj"), role_of("lm_head"), role_of("layers.3.mlp.gate")
     ('attention', 'ffn', 'head', 'router')
     """
-    for role, pattern in _ROLE_PATTERNS.items():
+    for role, pattern in _ROLE_PATTERNS:
         if re.search(pattern, name, re.IGNORECASE):
             return role
     return "other"
@@ -130,6 +133,8 @@ def _obstacle(module: nn.Module, names: list[str], parents: list[nn.Module]) -> 
         return "is structured already"
     if any(isinstance(parent, nn.MultiheadAttention) for parent in parents):
         return "belongs to nn.MultiheadAttention, which reads its weight without calling it"
+    if hasattr(module._parameters.get("weight"), "full_tensor"):
+        return "has a sharded weight (DTensor): convert before fully_shard"
     if kind is not nn.Linear and not is_conv1d(module) and f"{kind.__module__}.{kind.__name__}" not in _PLAIN:
         return f"is a {kind.__name__}, not a plain nn.Linear: its own behaviour would be lost"
     if any(_ADAPTER.search(name) for name in names):

@@ -112,9 +112,14 @@ def summary(model: nn.Module) -> Summary:
     if not layers:
         raise ValueError(f"model={type(model).__name__} has no linear layer")
     merged: dict[tuple[object, ...], Row] = {}
+    once = set[int]()  # a tied matrix counts where it is first
+    tied = 0
     for layer in layers:
         module = layer.module
         params = layer.in_features * layer.out_features
+        weight = id(module._parameters.get("weight", module))
+        tied += params if weight in once else 0
+        once.add(weight)
         flops, text, padding = 2 * params, "dense", (0, 0)
         if isinstance(module, StructuredLinear):
             params, flops = module.structure.params, module.structure.flops
@@ -128,4 +133,4 @@ def summary(model: nn.Module) -> Summary:
         merged[key] = Row(name, count, layer.in_features, layer.out_features, text, params, flops, padding)
     rows = tuple(merged.values())
     everything = sum(parameter.numel() for parameter in model.parameters())
-    return Summary(rows, everything - sum(row.params for row in rows))
+    return Summary(rows, everything - sum(row.params for row in rows) + tied)

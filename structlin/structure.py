@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 TOKENS = "tokens"  # the axis of `contract.apply` that runs over all leading dimensions of the input
-_RESERVED = {TOKENS, "tensor", "pattern", "axis", *keyword.kwlist}  # einops' own arguments, and Python's
+_RESERVED = {TOKENS, "tensor", "pattern", "reduction", "axis", *keyword.kwlist}  # einops' own arguments, and Python's
 _AXIS = re.compile(r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?")
 
 

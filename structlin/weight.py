@@ -69,7 +69,8 @@ class WeightView(Tensor):
             return cls(args[0].layer, detached=True)
         name = getattr(func, "__name__", str(func))
         in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__set__", "__setitem__")
-        if in_place or isinstance(kwargs.get("out"), WeightView):
+        written = [*args[:1], kwargs.get("input"), kwargs.get("self")] if in_place else [kwargs.get("out")]
+        if any(isinstance(value, WeightView) for value in written):
             raise RuntimeError(
                 f"{name} would write to the weight of {cls._of(args)}, which is a view made of its cores: "
                 "write to layer.cores, or project a dense matrix with layer.from_dense_(weight)"

@@ -128,7 +128,10 @@ def test_a_converted_gpt_trains(optimizer):
         ({"lr": float("nan")}, "lr=nan"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1"),
         ({"optimizer": "lion"}, "optimizer='lion' is unknown"),
+        ({"lr": float("inf")}, "lr=inf"),
         ({"base": nn.Linear(3, 3)}, "base has no linear layer 'h.0.attn.c_attn'"),
+        ({"base": {64: -3}}, "64: -3 is not a pair of positive widths"),
+        ({"base": {65: 16}}, "no parameter of the model has the width 65"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):
@@ -139,3 +142,17 @@ def test_bad_arguments_are_refused(arguments, message):
 def test_a_frozen_model_is_refused():
     with pytest.raises(ValueError, match="model=StructuredLinear has no trainable parameter"):
         param_groups(StructuredLinear(4, 4).requires_grad_(False), 1e-3)
+
+
+@pytest.mark.parametrize(("base", "message"), [({"64": 16}, "base="), (64, "base=64")])
+def test_a_base_that_is_neither_model_nor_widths_is_refused(base, message):
+    with pytest.raises(TypeError, match=message):
+        param_groups(GPT(), 1e-3, base=base)
+
+
+@pytest.mark.parametrize("options", [{}, {"kdim": 16, "vdim": 16}])
+def test_the_projections_of_multihead_attention_transfer_as_linear_layers(options):
+    base_options = {name: 4 for name in options}
+    large, small = nn.MultiheadAttention(32, 2, **options), nn.MultiheadAttention(8, 2, **base_options)
+    mult = flat(param_groups(large, 1.0, base=small), "lr_mult")
+    assert {value for name, value in mult.items() if name.endswith("_weight") or name.endswith("proj.weight")} == {0.25}

@@ -30,6 +30,14 @@ def test_the_table_shows_padding_waste():
     assert "+0.0% in, +3.0% out" in text  # 101 -> 104 = 8 x 13
 
 
+def test_a_matrix_that_two_layers_share_counts_once():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    result = summary(model)
+    assert result.other_params == 16  # the biases
+    assert result.flops == 2 * 2 * 64
+
+
 def test_a_model_without_linear_layers_is_refused():
     with pytest.raises(ValueError, match="model=ReLU has no linear layer"):
         summary(nn.ReLU())

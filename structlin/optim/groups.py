@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from ..layers import widths
 from ..linear import StructuredLinear
 from ..scaling import OPTIMIZERS, lr_mult
 
+_PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _BatchNorm)
 
 
@@ -41,7 +43,8 @@ def param_groups(
     width-dependent fan-in (embeddings, biases, norms, input layers) keeps `lr`. SGD's rate goes as
     out_features / in_features, and as the width for vectors and embeddings.
 
-    Weight decay is the same number for every matrix: in decoupled form a step decays by lr * lr_mult * weight_decay,
+    Weight decay is an argument here: the groups carry it, so the optimizer's own argument has no effect. It is the same
+    number for every matrix: in decoupled form a step decays by lr * lr_mult * weight_decay,
     which keeps the balance between update and decay, and so the size at which weights settle, that a dense layer
     has. Biases, norms, gains, vectors, and what `model.no_weight_decay()` names are not decayed.
 
@@ -59,7 +62,8 @@ def param_groups(
 
     Raises:
         ValueError: no trainable parameter; lr or weight decay out of range; unknown `optimizer`; a layer that `base`
-            lacks.
+            lacks; a width of `base` that is not positive, or that no parameter has.
+        TypeError: `model` is no module; `base` neither a module nor a mapping of integers.
     Source: Qiu et al. 2024 (arXiv:2406.06248), section 3.2; Yang et al. 2022 (arXiv:2203.03466), table 8.
 
     >>> from structlin import BTT, convert
@@ -70,12 +74,15 @@ def param_groups(
     lr x8 0.008 0.1 ['0.cores.1']
     lr x1, no decay 0.001 0.0 ['0.bias']
     """
-    if not lr > 0:
-        raise ValueError(f"lr={lr!r} must be positive")
+    if not 0 < lr < inf:
+        raise ValueError(f"lr={lr!r} must be positive and finite")
     if not weight_decay >= 0:
         raise ValueError(f"weight_decay={weight_decay!r} must not be negative")
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer={optimizer!r} is unknown; there are {', '.join(OPTIMIZERS)}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={type(model).__name__} must be a torch.nn.Module")
+    _check_base(base, model)
     groups: dict[tuple[float, bool], dict[str, Any]] = {}
     for use in _uses(model, optimizer, base, structure_aware):
         name = f"lr x{use.lr_mult:.6g}" + ("" if use.decays else ", no decay")
@@ -138,7 +145,9 @@ def _of_module(name: str, module: nn.Module, transfer: "_Transfer") -> Iterator[
     is_norm = isinstance(module, _NORMS) or type(module).__name__.endswith("Norm")
     for own, parameter in module.named_parameters(recurse=False):
         full = _join(name, own)
-        if matrix is not None and own == "weight":
+        if isinstance(module, nn.MultiheadAttention) and own in _PROJECTIONS:
+            yield _Use(full, parameter, transfer.of_shape(full, parameter), decays=True)
+        elif matrix is not None and own == "weight":
             yield _Use(full, parameter, transfer.of_matrix(name, *matrix), decays=True)
         else:
             yield _Use(full, parameter, transfer.of_vector(full, parameter), decays=parameter.ndim > 1 and not is_norm)
@@ -161,6 +170,18 @@ class _Transfer:
             return (out_features / base_out) / (in_features / base_in)
         return base_in / in_features
 
+    def of_shape(self, name: str, parameter: nn.Parameter) -> float:
+        """Of a matrix `(out, in)` that no linear layer owns."""
+        out_features, in_features = parameter.shape
+        base_out, base_in = (self.widths.get(width, width) for width in parameter.shape)
+        if self.modules is not None:
+            if name not in self.parameters:
+                raise ValueError(f"base has no parameter {name!r}: it must be the same model at another width")
+            base_out, base_in = self.parameters[name].shape
+        if self.sgd:
+            return (out_features / base_out) / (in_features / base_in)
+        return base_in / in_features
+
     def of_vector(self, name: str, parameter: nn.Parameter) -> float:
         if not self.sgd or parameter.ndim == 0:
             return 1.0
@@ -176,6 +197,21 @@ class _Transfer:
         if found is None:
             raise ValueError(f"base has no linear layer {name!r}: it must be the same model at another width")
         return found
+
+
+def _check_base(base: nn.Module | Mapping[int, int] | None, model: nn.Module) -> None:
+    if base is None or isinstance(base, nn.Module):
+        return
+    if not isinstance(base, Mapping) or not all(isinstance(width, int) for pair in base.items() for width in pair):
+        raise TypeError(f"base={base!r} must be a model, or a mapping of widths to base widths such as {{1024: 128}}")
+    present = {width for parameter in model.parameters() for width in parameter.shape}
+    for module in model.modules():
+        present.update(_matrix_widths(module) or ())
+    for width, small in base.items():
+        if width < 1 or small < 1:
+            raise ValueError(f"base={base!r}: {width}: {small} is not a pair of positive widths")
+        if width not in present:
+            raise ValueError(f"base={base!r}: no parameter of the model has the width {width}")
 
 
 def _matrix_widths(module: nn.Module) -> tuple[int, int] | None:

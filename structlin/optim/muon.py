@@ -124,6 +124,8 @@ class Muon(Optimizer):
         """Add the parameters of a dict (or module) `params`, as one group per kind of parameter."""
         group = {**self.defaults, **param_group}
         _check(group)
+        if "lr_mult" in group:
+            raise ValueError("a group of param_groups() has the rates of Adam or SGD: Muon takes the model itself")
         params = group["params"]
         if isinstance(params, set):
             raise TypeError("params is a set, whose order changes from run to run: pass a list")
