@@ -159,7 +159,7 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [f"| | {' | '.join(f'naive {w}' for w in widths)} | {' | '.join(f'ours {w}' for w in widths)} |"]
     lines.append("|---|" + "--:|" * (2 * len(widths)))
     for structure in STRUCTURES:
-        found = [cells.get((structure, width, rule), "") for rule, width in product(RULES, widths)]
+        found = [cells.get((structure, width, rule), "-") for rule, width in product(RULES, widths)]
         lines.append(f"| {structure} | {' | '.join(found)} |")
     mean, largest = result["mean_shift"], result["largest_shift"]
     for statistic, by_rule in (("mean", mean), ("largest", largest)):

@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, each with inputs and the names of its structured layers' roles."""
+"""Tiny random models of transformers, torch.nn and timm, each with inputs: for the tests and for docs/models.md."""
 
 from collections.abc import Callable
 from typing import Any
@@ -75,8 +75,59 @@ def dinov2() -> nn.Module:
     return Dinov2ForImageClassification(Dinov2Config(**IMAGE, mlp_ratio=2, num_labels=5))
 
 
+def phi3() -> nn.Module:
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    return Phi3ForCausalLM(Phi3Config(**TEXT, num_key_value_heads=2, max_position_embeddings=32, **NO_TOKENS))
+
+
+def falcon() -> nn.Module:
+    from transformers import FalconConfig, FalconForCausalLM
+
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return FalconForCausalLM(FalconConfig(**sizes, **NO_TOKENS))
+
+
+def opt() -> nn.Module:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64}
+    return OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=32, **NO_TOKENS))
+
+
+def mamba() -> nn.Module:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+    return MambaForCausalLM(MambaConfig(**sizes, **NO_TOKENS))
+
+
+def modernbert() -> nn.Module:
+    from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+    options = {"max_position_embeddings": 32, "cls_token_id": 1, "sep_token_id": 2}
+    return ModernBertForMaskedLM(ModernBertConfig(**TEXT, **options, **NO_TOKENS))
+
+
+def swin() -> nn.Module:
+    from transformers import SwinConfig, SwinForImageClassification
+
+    sizes = {"image_size": 16, "patch_size": 2, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2]}
+    return SwinForImageClassification(SwinConfig(**sizes, window_size=4, num_labels=5))
+
+
+def siglip() -> nn.Module:
+    from transformers import SiglipConfig, SiglipForImageClassification
+
+    vision = {**IMAGE, "intermediate_size": 64}
+    return SiglipForImageClassification(SiglipConfig(vision_config=vision, num_labels=5))
+
+
+IMAGES = ("vit", "dinov2", "swin", "siglip")
+
+
 def inputs(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    if name in ("vit", "dinov2"):
+    if name in IMAGES:
         return {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 16 * 16).reshape(2, 3, 16, 16).to(dtype)}
     if name == "t5":
         return {"input_ids": TOKENS, "decoder_input_ids": TOKENS}
@@ -87,11 +138,48 @@ def inputs(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    model.__name__: model for model in (gpt2, llama, qwen2, mixtral, bert, t5, whisper, vit, dinov2)
-}
+    model.__name__: model
+    for model in (
+        gpt2, llama, qwen2, phi3, falcon, opt, mixtral, mamba, bert, modernbert, t5, whisper, vit, dinov2, swin, siglip,
+    )
+}  # fmt: skip
 
 
 def logits(model: nn.Module, name: str) -> torch.Tensor:
     dtype = next(model.parameters()).dtype
     with torch.no_grad():
         return model.eval()(**inputs(name, dtype)).logits
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def mend_torchvision() -> None:
+    """Where torchvision is installed but does not import, as beside a CPU build of torch, declare what it misses: timm
+    and, if it is there, transformers need no more of it than that it imports."""
+    try:
+        import torchvision  # noqa: F401
+    except ModuleNotFoundError:
+        return
+    except RuntimeError:
+        for operator in ("nms", "qnms"):
+            arguments = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            torch.library.define(f"torchvision::{operator}", arguments)
+
+
+def timm_model(name: str) -> nn.Module:
+    import timm
+
+    small: dict[str, Any] = {"embed_dim": 48, "depth": 1, "num_heads": 2}
+    if "swin" in name:
+        small = {"embed_dim": 24, "depths": (1, 1), "num_heads": (2, 2)}
+    return timm.create_model(name, img_size=timm_size(name), num_classes=5, **small)
+
+
+def timm_size(name: str) -> int:
+    return 64 if "swin" in name else 32 if "16" in name else 28
+
+
+TIMM = ("vit_tiny_patch16_224", "beit_base_patch16_224", "eva02_tiny_patch14_224", "swinv2_tiny_window8_256")

@@ -14,6 +14,7 @@ import argparse
 import copy
 import json
 import math
+import sys
 import warnings
 from pathlib import Path
 
@@ -145,18 +146,23 @@ def table(rows: list[dict]) -> str:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    panels = figure.subplots(1, 2)
     dense, *others = rows
-    for n, family in enumerate(dict.fromkeys(row["family"] for row in others)):
-        for aware in (False, True):
-            points = sorted((r["params"], r["after"]) for r in others if (r["family"], r["aware"]) == (family, aware))
-            style = {"color": f"C{n}", "linestyle": "-" if aware else "--", "marker": "o" if aware else "x"}
-            axes.plot(*zip(*points, strict=True), label=family + (", calibrated" if aware else ""), **style)
-    axes.axhline(dense["after"], color="black", linewidth=0.8, label="dense")
-    axes.set(xlabel="parameters of the linear layers", ylabel="bits/char right after compression")
-    axes.legend()
-    figure.savefig(path, dpi=120)
+    for axes, when, title in zip(panels, ("after", "tuned"), ("right after", "after fine-tuning"), strict=True):
+        for n, family in enumerate(dict.fromkeys(row["family"] for row in others)):
+            for aware in (False, True):
+                points = sorted((r["params"], r[when]) for r in others if (r["family"], r["aware"]) == (family, aware))
+                style = {"color": f"C{n}", "linestyle": "-" if aware else "--", "marker": "o" if aware else "x"}
+                axes.plot(*zip(*points, strict=True), label=family + (", calibrated" if aware else ""), **style)
+        axes.axhline(dense[when], color="black", linewidth=0.8, label="dense")
+        axes.set(xlabel="parameters of the linear layers", title=title)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.locator_params(axis="x", nbins=6)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("held-out bits/char")
+    panels[0].legend(fontsize="small")
+    figure.savefig(path, dpi=120, format="png")
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
@@ -174,8 +180,14 @@ def main(argv: list[str] | None = None) -> list[dict]:
             for budget in options.budgets:
                 rows += [compress(dense, options, family, budget, aware) for aware in (False, True)]
     options.out.mkdir(parents=True, exist_ok=True)
-    plot(rows, options.out / "compress.png")
-    (options.out / "compress.json").write_text(json.dumps(rows, indent=1) + "\n")
+    with compare.replacing(options.out / "compress.png") as path:
+        plot(rows, path)
+    with compare.replacing(options.out / "compress.json") as path:
+        command = " ".join([Path(sys.argv[0]).name, *(sys.argv[1:] if argv is None else argv)])
+        about_run = {"machine": compare.machine("cpu"), "torch": torch.__version__, "seed": options.seed}
+        path.write_text(
+            json.dumps({**about_run, "command": command, "title": options.text.title, "rows": rows}, indent=1)
+        )
     print(options.text.title)
     print("error: mean relative error of the layers (calibrated: of their outputs); after, tuned: held-out bits/char")
     print(table(rows))

@@ -1,6 +1,7 @@
-"""Which rank, or how many blocks, for each layer: the least total error within a number of parameters."""
+"""Which rank, or how many blocks, for each layer: the least total error within a number of parameters or FLOPs."""
 
 import heapq
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 
@@ -9,33 +10,41 @@ from torch import Tensor
 from .families import Family, Split
 from .projection import project, relative_error
 
+NAMES = {"params": "parameters", "flops": "FLOPs a token"}  # what a budget may be a fraction of
+
 
 @dataclass
 class Choice:
-    """One size of one layer: the family at that size, its parameters, the projection and its relative error."""
+    """One size of one layer: the family at that size, its cost, the projection and its relative error."""
 
     family: Family
-    params: int
+    cost: int  #: parameters, or FLOPs per token
     cores: list[Tensor] = field(repr=False)
     error: float
 
 
 def allocate(
-    weights: Sequence[Tensor], families: Sequence[Family], budget: float, covariances: Sequence[Tensor | None]
+    weights: Sequence[Tensor],
+    families: Sequence[Family],
+    budget: float,
+    covariances: Sequence[Tensor | None],
+    of: str = "params",
 ) -> list[Choice]:
-    """A size of `family` for each weight: least sum of squared relative errors, parameters within `budget` of dense.
+    """A size of `family` for each weight: least sum of squared relative errors, at a cost within `budget` of dense.
 
-    Greedy: all layers start at the smallest size, then the step that lowers the error most for its parameters is
-    taken, as long as it fits. Where the error falls ever more slowly with size, as in an SVD, that is the optimum.
+    Greedy: all layers start at the smallest size, then the step that lowers the error most for its cost is taken, as
+    long as it fits. Where the error falls ever more slowly with size, as in an SVD, that is the optimum.
 
     Args:
         weights: `(out_features, in_features)` each.
         families: of each weight: the kind; its `rank` or `blocks` is what is chosen. Ranks go 1, 2, 3, 4, 6, 8, 12, ...
-        budget: fraction of the parameters that the weights have together, above 0 and at most 1.
+        budget: fraction of what the dense weights cost together, above 0 and at most 1.
         covariances: of each layer's inputs, or None.
+        of: the cost: "params", or "flops" per token. They differ where a structure shares its blocks (TT).
 
     Raises:
-        ValueError: `budget` is out of range or below what the smallest sizes need; the family has nothing to choose.
+        ValueError: `budget` is out of range or below what the smallest sizes need; the family has nothing to choose;
+            `of` is unknown.
 
     >>> import torch
     >>> from structlin import LowRank
@@ -44,15 +53,17 @@ def allocate(
     [LowRank(rank=1), LowRank(rank=6)]
     """
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget <= 1:
-        raise ValueError(f"budget={budget!r} must be a fraction of the parameters, above 0 and at most 1")
-    total = sum(weight.numel() for weight in weights)
-    sizes = [_sizes(family, weight) for family, weight in zip(families, weights, strict=True)]
+        raise ValueError(f"budget={budget!r} must be a fraction of the parameters or FLOPs, above 0 and at most 1")
+    if of not in NAMES:
+        raise ValueError(f"budget_of={of!r} is unknown; there are {', '.join(NAMES)}")
+    total = sum(_dense(weight, of) for weight in weights)
+    sizes = [_sizes(family, weight, of) for family, weight in zip(families, weights, strict=True)]
     firsts = [next(size) for size in sizes]
-    spent = sum(params for _, params in firsts)
+    spent = sum(cost for _, cost in firsts)
     if spent > budget * total:
         raise ValueError(
-            f"budget={budget} is {int(budget * total):,} parameters; the smallest structures of these "
-            f"layers have {spent:,}: budget={spent / total:.4f} or more"
+            f"budget={budget} is {int(budget * total):,} {NAMES[of]}; the smallest structures of these "
+            f"layers have {spent:,}: budget={math.ceil(1e4 * spent / total) / 1e4:.4f} or more"
         )
 
     def choice(n: int, size: tuple[Family, int]) -> Choice:
@@ -64,24 +75,28 @@ def allocate(
 
     def consider(n: int) -> None:
         size = next(sizes[n], None)
-        if size is not None and chosen[n].error > 1e-6 and spent + size[1] - chosen[n].params <= budget * total:
+        if size is not None and chosen[n].error > 1e-6 and spent + size[1] - chosen[n].cost <= budget * total:
             larger = choice(n, size)
-            gain = (chosen[n].error ** 2 - larger.error**2) / (larger.params - chosen[n].params)
+            gain = (chosen[n].error ** 2 - larger.error**2) / (larger.cost - chosen[n].cost)
             heapq.heappush(steps, (-gain, n, larger))
 
     for n in range(len(weights)):
         consider(n)
     while steps:
         _, n, larger = heapq.heappop(steps)
-        if spent + larger.params - chosen[n].params <= budget * total:
-            spent += larger.params - chosen[n].params
+        if spent + larger.cost - chosen[n].cost <= budget * total:
+            spent += larger.cost - chosen[n].cost
             chosen[n] = larger
             consider(n)
     return chosen
 
 
-def _sizes(family: Family, weight: Tensor) -> Iterator[tuple[Family, int]]:
-    """The sizes of `family` that fit `weight` and are no larger than it, with their parameters, ascending."""
+def _dense(weight: Tensor, of: str) -> int:
+    return weight.numel() if of == "params" else 2 * weight.numel()
+
+
+def _sizes(family: Family, weight: Tensor, of: str) -> Iterator[tuple[Family, int]]:
+    """The sizes of `family` that fit `weight` and cost no more than it, with their costs, ascending."""
     out_features, in_features = weight.shape
     whole = family
     if isinstance(whole, Split):
@@ -99,11 +114,14 @@ def _sizes(family: Family, weight: Tensor) -> Iterator[tuple[Family, int]]:
     found: list[tuple[Family, int]] = []
     for candidate in candidates:
         try:
-            params = candidate.structure(in_features, out_features).params
+            structure = candidate.structure(in_features, out_features)
         except ValueError:
             continue
-        if params <= weight.numel() and (not found or params > found[-1][1]):
-            found.append((candidate, params))
+        cost = structure.params if of == "params" else structure.flops
+        if cost <= _dense(weight, of) and (not found or cost > found[-1][1]):
+            found.append((candidate, cost))
     if not found:
-        raise ValueError(f"budget: no {type(family).__name__} of {in_features} -> {out_features} is smaller than dense")
+        raise ValueError(
+            f"budget: no {type(family).__name__} of {in_features} -> {out_features} has as few {NAMES[of]} as dense"
+        )
     return iter(found)

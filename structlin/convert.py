@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .budget import allocate
+from .budget import NAMES, allocate
 from .calibration import Calibration, covariances
 from .families import DEFAULT, Family, Split, label, structure_of
 from .layers import PROTECTED, ROLES, Layer, has_hooks, is_conv1d, linear_layers, no_layers
@@ -125,6 +125,7 @@ def plan(
     zero_init: Patterns = (),
     calibration: Calibration | None = None,
     budget: float | None = None,
+    budget_of: str = "params",
     untie: bool = False,
     split: Mapping[str, int] | None = None,
 ) -> Plan:
@@ -137,6 +138,9 @@ def plan(
     if hasattr(model, "_orig_mod"):
         raise ValueError(f"model={type(model).__name__} is compiled: convert first, then torch.compile")
     init = _check_init(init, calibration, budget, zero_init)
+    if budget_of not in NAMES or (budget is None and budget_of != "params"):
+        known = f"{' or '.join(map(repr, NAMES))}, and goes with a budget, for example budget=0.5"
+        raise ValueError(f"budget_of={budget_of!r}: it is {known}")
     layers = linear_layers(model)
     if not layers:
         raise ValueError(f"model={type(model).__name__} has no linear layer (nn.Linear, or transformers' Conv1D)")
@@ -189,7 +193,13 @@ def plan(
     if untie and not any(decision.layer.tied for decision in decisions if decision.structure is not None):
         raise ValueError("untie=True: no layer that is converted shares its weight; include one, for example 'head'")
     if init == "project":
-        _project(model, [decision for decision in decisions if decision.structure is not None], calibration, budget)
+        _project(
+            model,
+            [decision for decision in decisions if decision.structure is not None],
+            calibration,
+            budget,
+            budget_of,
+        )
     return Plan(model, decisions, init=init, weight_norm=weight_norm, untie=untie)
 
 
@@ -206,6 +216,7 @@ def convert(
     zero_init: Patterns = (),
     calibration: Calibration | None = None,
     budget: float | None = None,
+    budget_of: str = "params",
     untie: bool = False,
     split: Mapping[str, int] | None = None,
 ) -> nn.Module:
@@ -235,6 +246,7 @@ def convert(
             is then that of each layer's outputs on these inputs, see `covariances`.
         budget: fraction of the parameters of the layers that `structure` is meant for (those with an override are not
             counted): the rank, or number of blocks, of each is chosen for the least total error, see `allocate`.
+        budget_of: "params", or "flops": `budget` is a fraction of their FLOPs a token.
         split: pattern -> number of equal parts of the outputs that get a matrix each, see `Split`: 3 for a fused qkv.
         untie: convert also layers whose weight is tied to another module's, which keeps it; the model's config says so.
 
@@ -266,6 +278,7 @@ def convert(
         zero_init=zero_init,
         calibration=calibration,
         budget=budget,
+        budget_of=budget_of,
         untie=untie,
         split=split,
     )
@@ -378,7 +391,11 @@ def _check_init(init: str | None, calibration: Calibration | None, budget: float
 
 
 def _project(
-    model: nn.Module, decisions: list[Decision], calibration: Calibration | None, budget: float | None
+    model: nn.Module,
+    decisions: list[Decision],
+    calibration: Calibration | None,
+    budget: float | None,
+    budget_of: str,
 ) -> None:
     """Find what projection needs before anything is changed: covariances, and with a budget sizes and cores."""
     for decision in decisions:
@@ -405,7 +422,7 @@ def _project(
     if not free or len(families) < len(free):
         raise ValueError(f"budget={budget}: structure must be a family, and be meant for some layer")
     weights = [_matrix(decision.layer) for decision in free]
-    choices = allocate(weights, families, budget, [decision.covariance for decision in free])
+    choices = allocate(weights, families, budget, [decision.covariance for decision in free], budget_of)
     for decision, choice in zip(free, choices, strict=True):
         decision.structure, decision.cores, decision.error = choice.family, choice.cores, choice.error
         decision.resolved = _resolve(decision.layer, choice.family)

@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 import transformers
 from safetensors.torch import load_file, save_file
 
+from benchmarks.zoo import MODELS, logits
 from structlin import BTT, LowRank, StructuredLinear, convert, to_dense_
-from tests.zoo import MODELS, logits
 
 
 def converted(name: str, **options):

@@ -1,10 +1,24 @@
 """convert with init="project": calibration, budget, untie."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
-from structlin import BTT, BlockDiagonal, Dense, Kronecker, LowRank, Monarch, StructuredLinear, convert, plan, to_dense
+from structlin import (
+    BTT,
+    TT,
+    BlockDiagonal,
+    Dense,
+    Kronecker,
+    LowRank,
+    Monarch,
+    StructuredLinear,
+    convert,
+    plan,
+    to_dense,
+)
 from structlin.calibration import covariances
 from tests.models import GPT, snapshot
 
@@ -134,6 +148,9 @@ def fail(model):
         ({"budget": 0.01}, ValueError, r"budget=0.01 is .* budget=0\.\d+ or more"),
         ({"budget": 0.5, "structure": Kronecker()}, ValueError, "Kronecker has neither rank nor blocks"),
         ({"budget": 0.5, "structure": Dense().structure(256, 256)}, ValueError, "must be a family"),
+        ({"budget": 0.5, "budget_of": "macs"}, ValueError, "budget_of='macs': it is 'params' or 'flops'"),
+        ({"budget_of": "flops"}, ValueError, r"budget_of='flops': .* goes with a budget, for example budget=0\.5"),
+        ({"budget": 0.01, "budget_of": "flops"}, ValueError, "FLOPs a token; the smallest structures"),
         ({"untie": True}, ValueError, "untie=True: no layer that is converted shares its weight"),
     ],
 )
@@ -168,6 +185,38 @@ def test_a_budget_is_kept_and_more_of_it_is_never_worse(budget, family):
     used, error = spend(budget)
     assert used <= budget
     assert error <= spend(max(budget - 0.05, 0.19))[1] + 1e-9
+
+
+def test_a_budget_of_flops_is_kept_where_parameters_are_shared_and_the_plan_shows_the_choice():
+    dense = 4 * 64 * 256  # parameters; a dense layer has twice as many FLOPs a token
+    used = {}
+    for of in ("params", "flops"):
+        torch.manual_seed(0)
+        planned = plan(GPT(), TT(rank=1), include="ffn", budget=0.5, budget_of=of)
+        chosen = [decision.resolved for decision in planned.decisions if decision.resolved]
+        used[of] = (sum(new.params for new in chosen) / dense, sum(new.flops for new in chosen) / (2 * dense))
+        for decision in planned.decisions:
+            if decision.structure is not None:
+                assert re.search(rf"{decision.layer.name} .*TT\(rank=\d+.*{decision.resolved.flops:,}", str(planned))
+    assert used["params"][0] <= 0.5 < used["params"][1]
+    assert used["flops"][1] <= 0.5
+    assert used["flops"][0] < used["params"][0]
+
+
+def test_a_budget_of_flops_is_that_of_parameters_where_nothing_is_shared():
+    found = []
+    for of in ("params", "flops"):
+        torch.manual_seed(0)
+        planned = plan(GPT(), BTT(), include="ffn", budget=0.5, budget_of=of)
+        found.append([decision.structure for decision in planned.decisions])
+    assert found[0] == found[1]
+
+
+def test_the_smallest_budget_that_the_error_names_works():
+    with pytest.raises(ValueError, match="or more") as refused:
+        plan(GPT(), BTT(), budget=0.001, budget_of="flops")
+    least = float(re.search(r"budget=(0\.\d+) or more", str(refused.value))[1])
+    plan(GPT(), BTT(), budget=least, budget_of="flops")
 
 
 def test_the_budget_goes_to_the_layers_that_need_it():

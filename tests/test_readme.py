@@ -36,3 +36,20 @@ def test_the_numbers_of_the_learning_rate_table_are_those_of_the_kept_result():
 
     result = json.loads((ROOT / "benchmarks/results/lr_transfer.json").read_text())
     assert markdown(result) in README
+
+
+def test_the_numbers_of_the_main_job_are_those_of_the_kept_result():
+    result = json.loads((ROOT / "benchmarks/results/train_gpt.json").read_text())
+    assert result["command"] == "train_gpt.py"
+    for row in result["rows"]:
+        counts = f"{row['width']} | {row['params']:,} | {row['flops']:,}"
+        figures = f"{row['loss']:.3f} | {row['bits/char']:.3f} | {row['seconds']:.0f}"
+        assert f"| {row['label']} | {counts} | {figures} |" in README
+
+
+def test_the_numbers_of_the_optimizer_table_are_those_of_the_kept_result():
+    result = json.loads((ROOT / "benchmarks/results/muon_vs_adamw.json").read_text())
+    for row in result["table"]:
+        reached = ", ".join("never" if step is None else str(step) for step in row["muon_steps_to_adamws_loss"])
+        losses = f"{row['AdamW']['loss']:.3f} | {row['Muon']['loss']:.3f}"
+        assert f"| {row['task']}, {row['structure']} | {losses} | {reached} of {row['steps']} |" in README

@@ -99,7 +99,7 @@ def test_per_sample_gradients_of_torch_func_sum_to_the_gradient():
 
 def test_generation_with_a_cache_is_that_without():
     pytest.importorskip("transformers")
-    from tests.zoo import llama
+    from benchmarks.zoo import llama
 
     model = convert(llama(), BTT(rank=2)).eval()
     options = {"max_new_tokens": 8, "do_sample": False, "min_new_tokens": 8}
@@ -110,7 +110,7 @@ def test_generation_with_a_cache_is_that_without():
 @OWN_WARNINGS
 def test_lora_on_the_dense_layers_trains_and_merges():
     peft = pytest.importorskip("peft")
-    from tests.zoo import llama
+    from benchmarks.zoo import llama
 
     model = convert(llama(), BTT(rank=2), include="ffn")
     wrapped = peft.get_peft_model(
@@ -152,10 +152,38 @@ def test_accelerate_trains_a_converted_model():
 
 
 @OWN_WARNINGS
+def test_lightning_trains_a_converted_model(tmp_path):
+    lightning = pytest.importorskip("lightning")
+
+    class Task(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.losses = small(), []
+
+        def training_step(self, tokens):
+            loss = loss_of(self.model, tokens)
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(param_groups(self.model, 1e-2, weight_decay=0.1))
+
+    task = Task()
+    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
+    trainer = lightning.Trainer(max_epochs=5, accelerator="cpu", default_root_dir=tmp_path, **options)
+    trainer.fit(task, torch.utils.data.DataLoader([TOKENS[0]] * 4, batch_size=2))
+    assert task.losses[-1] < task.losses[0]
+    trainer.save_checkpoint(tmp_path / "task.ckpt")
+    fresh = Task()
+    fresh.load_state_dict(torch.load(tmp_path / "task.ckpt", weights_only=True)["state_dict"])
+    torch.testing.assert_close(fresh.model(TOKENS), task.model(TOKENS))
+
+
+@OWN_WARNINGS
 def test_trainer_trains_saves_and_resumes(tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    from tests.zoo import llama
+    from benchmarks.zoo import llama
 
     data = [{"input_ids": row, "labels": row} for row in TOKENS.repeat(4, 1)]
 

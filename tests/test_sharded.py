@@ -1,0 +1,50 @@
+"""Weights that are sharded already (DTensor, FSDP2) are refused: in a process of its own, a group of one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from structlin import BTT, convert, plan
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/init", rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+by_hand = nn.Sequential(nn.Linear(16, 16))
+by_hand[0].weight = nn.Parameter(distribute_tensor(by_hand[0].weight.detach(), mesh, [Shard(0)]))
+fsdp = fully_shard(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)), mesh=mesh)
+for model in (by_hand, fsdp):
+    before = [(name, id(module)) for name, module in model.named_modules()]
+    for options in ({}, {"include": "0"}, {"init": "project"}):
+        try:
+            convert(model, BTT(), **options)
+        except ValueError as error:
+            print(error)
+    assert before == [(name, id(module)) for name, module in model.named_modules()]
+part = nn.Sequential(fully_shard(nn.Linear(16, 16), mesh=mesh), nn.Linear(16, 16))
+print("plan:", " ".join(str(plan(part, BTT())).split()))
+sharded = fully_shard(convert(nn.Sequential(nn.Linear(16, 16)), BTT()), mesh=mesh)  # the other way round works
+sharded(torch.randn(2, 16)).sum().backward()
+dist.destroy_process_group()
+"""
+
+
+def test_sharded_weights_are_refused_and_the_error_says_to_convert_first(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    *errors, planned = done.stdout.splitlines()
+    assert len(errors) == 6
+    for error in errors:
+        assert "has a sharded weight (DTensor): convert before fully_shard" in error
+    assert "convert before fully_shard" in planned
+    assert "BTT(rank=1)" in planned
