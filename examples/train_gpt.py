@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             "lr": 0.002,
             "out": Path("out/train_gpt"),
         },
-        smoke={"width": 32, "depth": 1, "steps": 6, "batch": 2, "context": 16},
+        smoke={"width": 64, "depth": 1, "steps": 6, "batch": 2, "context": 16},
         argv=argv,
     )
 

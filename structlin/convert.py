@@ -58,6 +58,9 @@ class Plan:
         """
         if self._done:
             raise ValueError("this plan has been applied already; make a new one with plan(model, ...)")
+        for layer in (decision.layer for decision in self.decisions if decision.structure is not None):
+            if any(self.model.get_submodule(name) is not layer.module for name in layer.names):
+                raise ValueError(f"layer {layer.name!r} was replaced after this plan was made; make a new one")
         chosen = [(decision, self._build(decision)) for decision in self.decisions if decision.structure is not None]
         model = swap(self.model, [(decision.layer.names, new) for decision, new in chosen])
         if self.untie:
@@ -132,8 +135,10 @@ def plan(
     """What `convert` with the same arguments would do, without doing it. Raises what `convert` raises."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={type(model).__name__} must be a torch.nn.Module")
-    for option in (structure, *(overrides or {}).values()):
-        if option is not None and not isinstance(option, Family | Structure):
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise TypeError(f"overrides={overrides!r} must be a mapping of patterns to structures, or to None")
+    for option in (structure, *(spec for spec in (overrides or {}).values() if spec is not None)):
+        if not isinstance(option, Family | Structure):
             raise TypeError(f"structure={option!r} must be a family such as BTT(rank=1), or a Structure")
     if hasattr(model, "_orig_mod"):
         raise ValueError(f"model={type(model).__name__} is compiled: convert first, then torch.compile")
@@ -429,7 +434,11 @@ def _project(
 
 
 def _rules(patterns: Patterns) -> list[str]:
-    return [patterns] if isinstance(patterns, str) else list(patterns)
+    rules = [patterns] if isinstance(patterns, str) or not isinstance(patterns, Iterable) else list(patterns)
+    for rule in rules:
+        if not isinstance(rule, str) or not rule:
+            raise TypeError(f"{rule!r} is no pattern: give names, globs or roles, as text")
+    return rules
 
 
 def _hits(argument: str, rule: str, layers: list[Layer], model: nn.Module) -> set[int]:

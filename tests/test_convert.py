@@ -66,6 +66,10 @@ def test_the_first_override_that_matches_holds():
         ({"structure": BTT(rank=9)}, ValueError, r"layer 'h\.0\.attn\.c_attn' \(64 -> 192\), .*rank=9 is over .* 8"),
         ({"structure": Monarch(blocks=5)}, ValueError, "blocks=5 does not divide in_features=64"),
         ({"structure": "btt"}, TypeError, "structure='btt' must be a family"),
+        ({"structure": None}, TypeError, "structure=None must be a family"),
+        ({"overrides": ["*c_fc"]}, TypeError, "overrides=.* must be a mapping"),
+        ({"include": 3}, TypeError, "3 is no pattern"),
+        ({"include": ["*mlp*", ""]}, TypeError, "'' is no pattern"),
         ({"overrides": {"*c_fc": LowRank}}, TypeError, "must be a family"),
         ({"structure": Dense().structure(64, 64)}, ValueError, "out_features=192 is larger than the structure's 64"),
         ({"init": "kaiming"}, ValueError, "init='kaiming' is unknown"),
@@ -99,6 +103,16 @@ def test_a_plan_shows_every_layer_and_changes_nothing_until_applied():
     assert structured(model) == MLP_LAYERS
     with pytest.raises(ValueError, match="applied already"):
         planned.apply()
+
+
+def test_a_plan_that_another_one_has_overtaken_is_refused_and_changes_nothing():
+    model = GPT()
+    late, first = plan(model, LowRank(rank=4)), plan(model, BTT(), include="ffn")
+    first.apply()
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"layer 'h\.0\.mlp\.c_fc' was replaced after this plan was made"):
+        late.apply()
+    assert snapshot(model) == before
 
 
 def test_a_layer_keeps_device_dtype_grad_mode_training_flag_and_bias():
