@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from .linear import StructuredLinear
@@ -69,8 +69,8 @@ class WeightView(Tensor):
             return cls(args[0].layer, detached=True)
         name = getattr(func, "__name__", str(func))
         in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__set__", "__setitem__")
-        written = [*args[:1], kwargs.get("input"), kwargs.get("self")] if in_place else [kwargs.get("out")]
-        if any(isinstance(value, WeightView) for value in written):
+        target = (args[:1] or list(kwargs.values())[:1]) if in_place else kwargs.get("out")
+        if any(isinstance(value, WeightView) for value in tree_leaves(target)):
             raise RuntimeError(
                 f"{name} would write to the weight of {cls._of(args)}, which is a view made of its cores: "
                 "write to layer.cores, or project a dense matrix with layer.from_dense_(weight)"
