@@ -9,25 +9,24 @@ cores at the dense layer's rate; aware: `param_groups`) and base learning rate: 
 (figure 2b), and the RMS of the change of the last hidden features over training (figure 2a).
 """
 
-import argparse
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from itertools import product
-from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from matplotlib import colormaps
+from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 import structlin
-from benchmarks.record import RESULTS, save_json
+from benchmarks.record import RESULTS
+from benchmarks.runs import digits, keep, parser, run_all
 
 STRUCTURES = {
     "dense": lambda width: structlin.Dense(),
@@ -44,15 +43,6 @@ RULES = ("naive", "aware")
 Run = tuple[str, int, str, float, int]  # structure, width, rule, lr, seed
 
 
-def digits() -> tuple[Tensor, Tensor]:
-    """Images `(1797, 64)`, standardised, and labels `(1797,)`."""
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    x = torch.tensor(images, dtype=torch.float32)
-    return (x - x.mean()) / x.std(), torch.tensor(labels)
-
-
 def mlp(structure: str, width: int) -> nn.Sequential:
     model = nn.Sequential(
         nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
@@ -67,7 +57,6 @@ def mlp(structure: str, width: int) -> nn.Sequential:
 
 def train(run: Run, steps: int, batch: int = 256) -> dict[str, Any]:
     structure, width, rule, lr, seed = run
-    torch.set_num_threads(1)
     torch.manual_seed(seed)
     x, y = digits()
     model = mlp(structure, width)
@@ -168,17 +157,11 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def plot(rows: list[dict[str, Any]], result: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def plot(rows: list[dict[str, Any]], result: dict[str, Any]) -> Figure:
     best, widths = best_lrs(rows), sorted({row["width"] for row in rows})
-    figure, axes = plt.subplots(
-        3, len(STRUCTURES), figsize=(3 * len(STRUCTURES), 8), sharey="row", layout="constrained"
-    )
-    colours = dict(zip(widths, plt.get_cmap("viridis")([0.0, 0.45, 0.85]), strict=False))
+    figure = Figure(figsize=(3 * len(STRUCTURES), 8), layout="constrained")
+    axes = figure.subplots(3, len(STRUCTURES), sharey="row")
+    colours = dict(zip(widths, colormaps["viridis"]([0.0, 0.45, 0.85]), strict=False))
     for column, structure in enumerate(STRUCTURES):
         for line, rule in enumerate(RULES):
             axis = axes[line, column]
@@ -202,19 +185,16 @@ def plot(rows: list[dict[str, Any]], result: dict[str, Any], path: Path) -> None
     axes[2, 0].set_ylabel("RMS feature change")
     axes[0, 0].legend()
     axes[2, -1].legend()
-    figure.savefig(path, dpi=90)
+    return figure
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--widths", type=int, nargs="+", default=[64, 256, 1024])
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--lrs", type=int, nargs=2, default=[-9, -2], metavar=("LOW", "HIGH"), help="log2, inclusive")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--smoke", action="store_true", help="a few tiny runs, nothing kept unless --out is given")
-    arguments = parser.parse_args()
+    options = parser(__doc__, RESULTS)
+    options.add_argument("--widths", type=int, nargs="+", default=[64, 256, 1024])
+    options.add_argument("--steps", type=int, default=60)
+    options.add_argument("--seeds", type=int, default=3)
+    options.add_argument("--lrs", type=int, nargs=2, default=[-9, -2], metavar=("LOW", "HIGH"), help="log2, inclusive")
+    arguments = options.parse_args()
     if arguments.smoke:
         arguments.widths, arguments.steps, arguments.seeds, arguments.lrs = [64], 3, 1, [-8, -7]
     lrs = [2.0**power for power in range(arguments.lrs[0], arguments.lrs[1] + 1)]
@@ -226,21 +206,12 @@ def main() -> None:
         if structure != "dense" or rule == "aware"  # one core: both rules are the same
     ]
     runs.sort(key=lambda run: -run[1])
-    if arguments.workers > 1 and not arguments.smoke:
-        with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
-            futures = [pool.submit(train, run, arguments.steps) for run in runs]
-            rows = [future.result() for future in track(as_completed(futures), "training", total=len(runs))]
-    else:
-        rows = [train(run, arguments.steps) for run in track(runs, "training")]
+    rows = run_all(partial(train, steps=arguments.steps), runs, arguments)
     rows.sort(key=lambda row: (row["width"], row["structure"], row["rule"], row["lr"], row["seed"]))
     result = shifts(rows)
     show(result, Console(width=120))
-    if arguments.smoke and arguments.out == RESULTS:
-        return
-    arguments.out.mkdir(parents=True, exist_ok=True)
     setting = {"steps": arguments.steps, "batch": 256, "optimizer": "Adam", "data": "digits"}
-    save_json(arguments.out / "lr_transfer.json", setting=setting, **result, rows=rows)
-    plot(rows, result, arguments.out / "lr_transfer.png")
+    keep(arguments, "lr_transfer", plot(rows, result), setting=setting, **result, rows=rows)
 
 
 if __name__ == "__main__":

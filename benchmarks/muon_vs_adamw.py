@@ -14,20 +14,20 @@ import json
 import math
 import sys
 from collections import defaultdict
-from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 import structlin
-from benchmarks.record import RESULTS, save_json
+from benchmarks.record import RESULTS
+from benchmarks.runs import keep, parser, run_all
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import compare
@@ -48,7 +48,6 @@ Run = tuple[str, str, str, float, int]  # task, structure, optimizer, lr, seed
 
 def train(run: Run, steps: int) -> dict[str, Any]:
     task_name, structure, name, lr, seed = run
-    torch.set_num_threads(1)
     sizes = SIZES[task_name]
     task = TASKS[task_name](argparse.Namespace(data=None, seed=seed, steps=steps, **sizes))
     model = compare.build(task, sizes["width"], STRUCTURES[structure], seed)
@@ -133,9 +132,7 @@ def show(table: list[dict[str, Any]], console: Console) -> None:
     console.print(shown)
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    from matplotlib.figure import Figure
-
+def plot(rows: list[dict[str, Any]]) -> Figure:
     best = tuned(rows)
     figure = Figure(figsize=(10, 4), layout="constrained")
     for axes, task in zip(figure.subplots(1, len(TASKS)), TASKS, strict=True):
@@ -147,17 +144,14 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
                 axes.plot(*zip(*row["curve"], strict=True), color=colour, label=label, alpha=0.8)
         axes.set(title=task, xlabel="step", ylabel="held-out loss (nats)", yscale="log")
         axes.legend()
-    figure.savefig(path, dpi=100)
+    return figure
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--smoke", action="store_true", help="a few tiny runs, nothing kept unless --out is given")
-    options = parser.parse_args()
+    arguments = parser(__doc__, RESULTS)
+    arguments.add_argument("--steps", type=int, default=800)
+    arguments.add_argument("--seeds", type=int, default=3)
+    options = arguments.parse_args()
     if options.smoke:
         options.steps, options.seeds = 2, 1
         for sizes in SIZES.values():
@@ -168,27 +162,19 @@ def main() -> None:
     setting = {"steps": options.steps, "sizes": SIZES, "other_lr": OTHER_LR}
     kept = finished(options.out / "muon_vs_adamw.json", setting)
 
-    def run_all(runs: list[Run], title: str) -> list[dict[str, Any]]:
-        done, runs = [kept[run] for run in runs if run in kept], [run for run in runs if run not in kept]
-        return done + train_all(runs, title)
-
-    def train_all(runs: list[Run], title: str) -> list[dict[str, Any]]:
-        if options.smoke:
-            return [train(run, options.steps) for run in track(runs, title)]
-        with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
-            return list(track(pool.map(train, runs, [options.steps] * len(runs)), title, total=len(runs)))
+    def rows_of(runs: list[Run]) -> list[dict[str, Any]]:
+        missing = [run for run in runs if run not in kept]
+        return [kept[run] for run in runs if run in kept] + run_all(
+            partial(train, steps=options.steps), missing, options
+        )
 
     grid = [(*key, lr, 0) for key in product(TASKS, STRUCTURES, LRS) for lr in LRS[key[2]]]
-    rows = run_all(grid, "tuning")
+    rows = rows_of(grid)
     best = tuned(rows)
-    rows += run_all([(*key, lr, seed) for key, lr in best.items() for seed in range(1, options.seeds)], "seeds")
+    rows += rows_of([(*key, lr, seed) for key, lr in best.items() for seed in range(1, options.seeds)])
     table = compared(rows, options.steps)
     show(table, Console(width=140))
-    if options.smoke and options.out == RESULTS:
-        return
-    options.out.mkdir(parents=True, exist_ok=True)
-    save_json(options.out / "muon_vs_adamw.json", setting=setting, table=table, rows=rows)
-    plot(rows, options.out / "muon_vs_adamw.png")
+    keep(options, "muon_vs_adamw", plot(rows), setting=setting, table=table, rows=rows)
 
 
 if __name__ == "__main__":

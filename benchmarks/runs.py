@@ -1,0 +1,68 @@
+"""What experiments share: the options, a pool of one-threaded runs, the digits, and how a result is kept."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from matplotlib.figure import Figure
+from rich.progress import track
+from torch import Tensor
+
+from benchmarks.record import RESULTS, save_json
+
+Job = TypeVar("Job")
+PAPERS = RESULTS / "papers"
+
+
+def parser(about: str | None, out: Path = PAPERS) -> argparse.ArgumentParser:
+    """The options that every experiment has; `about` is its module's docstring."""
+    options = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
+    options.add_argument("--out", type=Path, default=out, help="folder of the JSON and the plot")
+    options.set_defaults(kept=out)
+    options.add_argument(
+        "--smoke", action="store_true", help="seconds: does it run? Nothing kept unless --out is given"
+    )
+    return options
+
+
+def run_all(function: Callable[[Job], Any], jobs: Sequence[Job], options: argparse.Namespace) -> list[Any]:
+    """`function` of each job, in the order of `jobs`; longest jobs first keep all workers busy to the end.
+
+    `function` must be importable (the top level of a module). With `--smoke` or one worker nothing is spawned.
+    """
+    if options.smoke or options.workers == 1:
+        return [_one(function, job) for job in track(jobs, "running")]
+    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
+        futures = [pool.submit(_one, function, job) for job in jobs]
+        for done in track(as_completed(futures), "running", total=len(jobs)):
+            done.result()  # an error ends the experiment at once
+        return [future.result() for future in futures]
+
+
+def keep(options: argparse.Namespace, name: str, figure: Figure, **content: Any) -> None:
+    """`name.json` with machine, versions and command, and `name.png`, in `--out`; a smoke run needs it given."""
+    if options.smoke and options.out == options.kept:
+        return
+    save_json(options.out / f"{name}.json", **content)
+    figure.savefig(options.out / f"{name}.png", dpi=90)
+
+
+@cache
+def digits() -> tuple[Tensor, Tensor]:
+    """scikit-learn's 1797 images `(1797, 64)`, standardised as a whole, and their labels `(1797,)`."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    x = torch.tensor(images, dtype=torch.float32)
+    return (x - x.mean()) / x.std(), torch.tensor(labels)
+
+
+def _one(function: Callable[[Job], Any], job: Job) -> Any:
+    torch.set_num_threads(1)
+    return function(job)
