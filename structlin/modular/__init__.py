@@ -1,0 +1,63 @@
+"""The modular norm as an algebra of modules: composing a network composes its norm, duality map and sharpness."""
+
+from .atoms import Conv2D, Embed, Linear, Structured
+from .bonds import (
+    BONDS,
+    GELU,
+    Abs,
+    AvgPool,
+    Enumerate,
+    Flatten,
+    FunctionalAttention,
+    LayerNorm,
+    MeanSubtract,
+    MergeHeads,
+    ReLU,
+    RMSDivide,
+    ScaledGELU,
+    ScaledReLU,
+    SplitHeads,
+)
+from .compounds import GPT, Attention, ResMLP, ResNet, residual
+from .masses import masses
+from .module import Add, Atom, Attributes, Bond, Composite, Identity, Module, Power, Scale, Sharpness, Term, Tuple
+
+__all__ = [
+    "BONDS",
+    "GELU",
+    "GPT",
+    "Abs",
+    "Add",
+    "Atom",
+    "Attention",
+    "Attributes",
+    "AvgPool",
+    "Bond",
+    "Composite",
+    "Conv2D",
+    "Embed",
+    "Enumerate",
+    "Flatten",
+    "FunctionalAttention",
+    "Identity",
+    "LayerNorm",
+    "Linear",
+    "MeanSubtract",
+    "MergeHeads",
+    "Module",
+    "Power",
+    "RMSDivide",
+    "ReLU",
+    "ResMLP",
+    "ResNet",
+    "Scale",
+    "ScaledGELU",
+    "ScaledReLU",
+    "Sharpness",
+    "SplitHeads",
+    "Structured",
+    "Term",
+    "Tuple",
+    "masses",
+    "residual",
+]

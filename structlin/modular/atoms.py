@@ -1,0 +1,218 @@
+"""Atoms: the modules that have weights. Each holds an ordinary layer, which is what optimizers and `convert` see.
+
+The norm of a weight is that of the operator that it is: RMS -> RMS for matrices, the largest RMS of a vector for
+embeddings. At initialisation it is 1, and all singular values are equal. No atom has a bias.
+
+Sources: Large et al. 2024 (arXiv:2405.14813), appendix B.2; Bernstein & Newhouse 2024 (arXiv:2410.21265), section 4.
+"""
+
+from collections.abc import Sequence
+from math import sqrt
+
+import torch
+from torch import Tensor, nn
+
+from ..duality import dual_conv, dual_core, dual_embedding, spectral_bound
+from ..families import Family
+from ..linear import StructuredLinear
+from ..structure import Structure
+from .module import Atom, Attributes, Term, Width, chain, single
+
+
+class Linear(Atom):
+    """y = W x, with W dense or, as `Structured` or after `convert`, structured.
+
+    The norm is sqrt(fan_in / fan_out) |W|_2; a structured W is the composite of its cores, the norm of each is the
+    largest of its blocks', and they share its mass: equally, or as `masses` says.
+
+    Args:
+        mass: its share of a network's learning; 0 freezes it.
+
+    >>> net = Linear(64, 256)
+    >>> torch.linalg.matrix_norm(net.linear.weight, 2).round(decimals=3)  # sqrt(256 / 64)
+    tensor(2., grad_fn=<RoundBackward1>)
+    >>> from structlin import BTT, convert
+    >>> [(term.name, term.mass) for term in convert(net, BTT(rank=2)).terms()]
+    [('linear.cores.0', 0.5), ('linear.cores.1', 0.5)]
+    """
+
+    linear: nn.Linear | StructuredLinear
+    masses: tuple[float, ...] | None = None  #: of the cores, relative to each other
+
+    def __init__(self, in_features: int, out_features: int, *, mass: float = 1.0) -> None:
+        super().__init__(mass)
+        self.linear = nn.Linear(in_features, out_features, bias=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if isinstance(self.linear, StructuredLinear):
+            self.linear.reset_parameters()
+        else:
+            weight = self.linear.weight
+            weight.copy_(dual_core(_gaussian(weight), method="svd"))
+
+    @property
+    def attributes(self) -> Attributes:
+        """Of cutting the padding off after the cores after padding: the RMS of y counts its own features alone."""
+        padded, cut = self._padding()
+        cores = [Attributes(term.mass, 1.0, beta=1.0) for term in self.terms()]
+        return chain([Attributes(sensitivity=padded), *cores, Attributes(sensitivity=cut)])
+
+    def terms(self) -> list[Term]:
+        if not isinstance(self.linear, StructuredLinear):
+            return super().terms()
+        if self.linear.gains is not None or self.linear.bias is not None:
+            raise ValueError("the algebra has no norm for gains or biases: convert with weight_norm=False")
+        count = len(self.linear.cores)
+        masses = self.masses or (1.0,) * count
+        if len(masses) != count:
+            raise ValueError(f"masses={masses} are {len(masses)}, but the structure has {count} cores")
+        shares = [self._mass * mass / sum(masses) for mass in masses]
+        _, cut = self._padding()
+        return [Term(f"linear.cores.{n}", share, cut, self) for n, share in enumerate(shares)]
+
+    def _padding(self) -> tuple[float, float]:
+        """Sensitivities of padding x with zeros, and of cutting y."""
+        if not isinstance(self.linear, StructuredLinear):
+            return 1.0, 1.0
+        structure = self.linear.structure
+        padded = sqrt(self.linear.in_features / structure.in_features)
+        return padded, sqrt(structure.out_features / self.linear.out_features)
+
+    def width(self, width: Width) -> Width:
+        if single(self, width) not in (None, self.linear.in_features):
+            shape = f"{self.linear.in_features} -> {self.linear.out_features}"
+            raise ValueError(f"{type(self).__name__}({shape}) takes {self.linear.in_features} features, not {width}")
+        return self.linear.out_features
+
+    def weight_norm(self, weight: Tensor, *, exact: bool = True) -> Tensor:
+        return _operator_norm(weight, exact)
+
+    def weight_dual(self, gradient: Tensor, method: str) -> Tensor:
+        return dual_core(gradient, method=method)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y
+
+
+class Structured(Linear):
+    """y = W x with a structured W: a `Linear` whose layer is a `StructuredLinear`.
+
+    Args:
+        structure: a family or a `Structure`.
+        masses: of the cores, relative to each other; None: equal ones.
+
+    >>> from structlin import Kronecker
+    >>> net = Structured(64, 64, Kronecker(), mass=3, masses=(1, 2))
+    >>> net.sensitivity, net.sharpness.alpha == 2 * (1 / 3) * (2 / 3), [term.mass for term in net.terms()]
+    (1.0, True, [1.0, 2.0])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        structure: Family | Structure,
+        *,
+        mass: float = 1.0,
+        masses: Sequence[float] | None = None,
+    ) -> None:
+        Atom.__init__(self, mass)
+        self.linear = StructuredLinear(in_features, out_features, structure, bias=False, init="orthogonal")
+        if masses is not None:
+            if not all(each >= 0 for each in masses) or not sum(masses) > 0:
+                raise ValueError(f"masses={masses!r} must not be negative, and their sum, which divides, not zero")
+            self.masses = tuple(masses)
+        self.terms()  # refuses masses that do not fit
+
+
+class Embed(Atom):
+    """Tokens -> their vectors, each of RMS 1. The norm is the largest RMS of a vector.
+
+    >>> Embed(50, 16)(torch.tensor([3, 7])).square().mean(-1).round(decimals=3)
+    tensor([1., 1.], grad_fn=<RoundBackward1>)
+    """
+
+    def __init__(self, tokens: int, width: int, *, mass: float = 1.0) -> None:
+        super().__init__(mass)
+        self.embedding = nn.Embedding(tokens, width)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        weight = self.embedding.weight
+        weight.copy_(dual_embedding(_gaussian(weight)))
+
+    def width(self, width: Width) -> Width:
+        if width is not None:
+            raise ValueError(f"Embed takes tokens (integers), but it is given {width} features")
+        return self.embedding.embedding_dim
+
+    def weight_norm(self, weight: Tensor, *, exact: bool = True) -> Tensor:
+        return _wide(weight).square().mean(-1).sqrt().amax()
+
+    def weight_dual(self, gradient: Tensor, method: str) -> Tensor:
+        return dual_embedding(gradient)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        vectors: Tensor = self.embedding(tokens)
+        return vectors
+
+
+class Conv2D(Atom):
+    """Convolution of images `(batch, channels, height, width)`; features are the channels.
+
+    The norm is k^2 sqrt(c_in / c_out) times the largest |W_ij|_2 of the k^2 slices of the kernel. Each slice is
+    initialised semi-orthogonal, so that this norm is 1.
+
+    Args:
+        padding: zeros around the image; None keeps its size where stride is 1 and `kernel` odd.
+    """
+
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel: int = 3, *, stride: int = 1, padding: int | None = None,
+        mass: float = 1.0,
+    ) -> None:  # fmt: skip
+        super().__init__(mass)
+        padding = (kernel - 1) // 2 if padding is None else padding
+        self.conv = nn.Conv2d(in_channels, out_channels, kernel, stride=stride, padding=padding, bias=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        weight = self.conv.weight
+        weight.copy_(dual_conv(_gaussian(weight), method="svd"))
+
+    def width(self, width: Width) -> Width:
+        if single(self, width) not in (None, self.conv.in_channels):
+            shape = f"{self.conv.in_channels} -> {self.conv.out_channels}"
+            raise ValueError(f"Conv2D({shape}) takes {self.conv.in_channels} channels, not {width}")
+        return self.conv.out_channels
+
+    def weight_norm(self, weight: Tensor, *, exact: bool = True) -> Tensor:
+        slices = weight.flatten(2).permute(2, 0, 1)
+        return len(slices) * _operator_norm(slices, exact)
+
+    def weight_dual(self, gradient: Tensor, method: str) -> Tensor:
+        return dual_conv(gradient, method=method)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv(x)
+        return y
+
+
+def _operator_norm(matrices: Tensor, exact: bool) -> Tensor:
+    """sqrt(n / m) |W|_2, the largest of all the matrices `(..., m, n)`."""
+    m, n = matrices.shape[-2:]
+    spectral: Tensor = torch.linalg.matrix_norm(_wide(matrices), 2) if exact else spectral_bound(matrices)
+    return sqrt(n / m) * spectral.amax()
+
+
+def _gaussian(like: Tensor) -> Tensor:
+    return torch.randn_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

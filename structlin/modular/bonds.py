@@ -1,0 +1,187 @@
+"""Bonds: what a network does between its weights. Each class says its sensitivity, and gamma, its sharpness.
+
+They are bounds for inputs of RMS at most 1, but for these. RMSDivide stretches what is smaller: its numbers are for
+inputs of RMS 1. ReLU and GELU can pass a perturbation whole: 1 / sqrt 2 is what MN takes, the RMS gain on inputs of
+either sign in equal number, and GELU's gamma is for perturbations with entries of at most 1. And one head that
+SplitHeads gives may have a larger RMS than all of them together.
+
+Source: Large et al. 2024 (arXiv:2405.14813), appendix B.3 and B.4.
+"""
+
+from collections.abc import Callable
+from math import pi, sqrt
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from .module import Add, Bond, Composite, Identity, Module, Width, single
+
+Dims = int | tuple[int, ...]
+
+
+class Abs(Bond):
+    """x -> |x|."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.abs()
+
+
+class ReLU(Bond):
+    """x -> max(x, 0)."""
+
+    own_sensitivity = 1 / sqrt(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x)
+
+
+class GELU(Bond):
+    """x -> x Phi(x). Its second derivative is at most sqrt(2 / pi), at 0."""
+
+    own_sensitivity = 1 / sqrt(2)
+    gamma = sqrt(2 / pi)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x)
+
+
+def ScaledReLU() -> Composite:  # noqa: N802
+    """ReLU times sqrt 2: of sensitivity 1."""
+    return sqrt(2) * ReLU()
+
+
+def ScaledGELU() -> Composite:  # noqa: N802
+    """GELU times sqrt 2: of sensitivity 1."""
+    return sqrt(2) * GELU()
+
+
+class MeanSubtract(Bond):
+    """x -> x - mean(x) over `dim`."""
+
+    def __init__(self, dim: Dims = -1) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(dim=self.dim, keepdim=True)
+
+
+class RMSDivide(Bond):
+    """x -> x / RMS(x) over `dim`, zero to zero. 2 / sqrt 3 is the norm of its second derivative at RMS 1."""
+
+    gamma = 2 / sqrt(3)
+
+    def __init__(self, dim: Dims = -1) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean_square = x.square().mean(dim=self.dim, keepdim=True)
+        return x * torch.where(mean_square == 0, torch.ones_like(mean_square), mean_square).rsqrt()
+
+
+def LayerNorm(dim: Dims = -1) -> Composite:  # noqa: N802
+    """Mean subtraction, then division by the RMS; without parameters.
+
+    >>> LayerNorm()(torch.tensor([1.0, 2.0, 3.0]))
+    tensor([-1.2247,  0.0000,  1.2247])
+    """
+    return RMSDivide(dim) @ MeanSubtract(dim)
+
+
+class FunctionalAttention(Bond):
+    """(q, k, v) -> softmax(q k^T / d) v, each `(..., heads, tokens, d)`; without weights.
+
+    Divided by d and not by sqrt(d), it has sensitivity 1 and gamma 3 where the queries, keys and values of each head
+    have RMS at most 1 (MN, appendix B).
+    """
+
+    gamma = 3.0
+
+    def __init__(self, *, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+
+    def width(self, width: Width) -> Width:
+        if width is None:
+            return None
+        if not isinstance(width, tuple) or len(width) != 3:
+            raise ValueError(f"FunctionalAttention takes a tuple (q, k, v), but it is given {width}")
+        queries, keys, values = width
+        if None not in (queries, keys) and queries != keys:
+            raise ValueError(f"FunctionalAttention: queries have {queries} features and keys {keys}, they must agree")
+        return values
+
+    def forward(self, qkv: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        q, k, v = qkv
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, scale=1 / q.shape[-1])
+
+
+class SplitHeads(Bond):
+    """`(..., tokens, heads * d)` -> `(..., heads, tokens, d)`."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def width(self, width: Width) -> Width:
+        features = single(self, width)
+        if features is not None and features % self.heads:
+            raise ValueError(f"heads={self.heads} does not divide the {features} features that SplitHeads is given")
+        return None if features is None else features // self.heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rearrange(x, "... t (h d) -> ... h t d", h=self.heads)
+
+
+class MergeHeads(Bond):
+    """`(..., heads, tokens, d)` -> `(..., tokens, heads * d)`."""
+
+    def width(self, width: Width) -> Width:
+        single(self, width)
+        return None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rearrange(x, "... h t d -> ... t (h d)")
+
+
+class Enumerate(Bond):
+    """Tokens `(..., tokens)` -> their positions `(tokens,)`, for an embedding of positions."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.arange(tokens.shape[-1], device=tokens.device)
+
+
+class Flatten(Bond):
+    """All dimensions but the first to one."""
+
+    def width(self, width: Width) -> Width:
+        single(self, width)
+        return None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(start_dim=1)
+
+
+class AvgPool(Bond):
+    """Images `(batch, channels, height, width)` -> the means of their channels `(batch, channels, 1, 1)`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.adaptive_avg_pool2d(x, 1)
+
+
+#: The bond of each operation of torch, by the operation's name: sensitivities and sharpness have this one source.
+BONDS: dict[str, Callable[..., Module]] = {
+    "identity": Identity,
+    "add": Add,
+    "abs": Abs,
+    "relu": ReLU,
+    "gelu": GELU,
+    "rms_norm": RMSDivide,
+    "layer_norm": LayerNorm,
+    "scaled_dot_product_attention": FunctionalAttention,
+    "flatten": Flatten,
+    "adaptive_avg_pool2d": AvgPool,
+}

@@ -1,0 +1,459 @@
+"""The algebra of modules: mass, sensitivity, sharpness and the modular norm follow the expression that is a network.
+
+The mass m of a module says how much of the learning is its own, the sensitivity mu by how much it amplifies what it is
+given, and the sharpness (alpha, beta, gamma) bounds its second derivatives. Activations are measured by the RMS of
+their features, the largest over all other dimensions; a tuple of them by the sum.
+
+Sources: Large et al. 2024, "Scalable Optimization in the Modular Norm" (arXiv:2405.14813), called MN here; Bernstein &
+Newhouse 2024, "Modular Duality in Deep Learning" (arXiv:2410.21265), called MD.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from math import inf
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+Width: TypeAlias = "int | tuple[Width, ...] | None"  #: number of features, where it is known
+Weights = Mapping[str, Tensor]  #: one tensor per parameter, by its name in `named_parameters`
+Self = TypeVar("Self", bound="Module")
+
+
+class Sharpness(NamedTuple):
+    """Bounds of the second derivatives: twice by weights, by weights and input, twice by input."""
+
+    alpha: float
+    beta: float
+    gamma: float
+
+
+class Attributes(NamedTuple):
+    """Mass, sensitivity and sharpness, and how they compose (MN, section 3).
+
+    >>> linear = Attributes(mass=1.0, sensitivity=1, beta=1)
+    >>> double = Attributes(sensitivity=2)
+    >>> double.after(linear).after(linear)
+    Attributes(mass=2.0, sensitivity=2, alpha=0.25, beta=1.0, gamma=0.0)
+    """
+
+    mass: float = 0.0
+    sensitivity: float = 1.0
+    alpha: float = 0.0
+    beta: float = 0.0
+    gamma: float = 0.0
+
+    def after(self, first: "Attributes") -> "Attributes":
+        """Of the composite M2 o M1, with `self` of M2 and `first` of M1."""
+        (m1, mu1, a1, b1, g1), (m2, mu2, a2, b2, g2) = first, self
+        p1, p2 = _shares(m1, m2)
+        return Attributes(
+            mass=m1 + m2,
+            sensitivity=mu1 * mu2,
+            alpha=p1**2 * a1 / mu2 + p2**2 * a2 + 2 * p1 * p2 * b2 / mu2 + p1**2 * g2 / mu2**2,
+            beta=p1 * b1 + mu1 * p2 * b2 + mu1 / mu2 * p1 * g2,
+            gamma=mu2 * g1 + mu1**2 * g2,
+        )
+
+    def beside(self, other: "Attributes") -> "Attributes":
+        """Of the tuple (M1, M2), two modules that see the same input."""
+        (m1, mu1, a1, b1, g1), (m2, mu2, a2, b2, g2) = self, other
+        p1, p2 = _shares(m1, m2)
+        return Attributes(m1 + m2, mu1 + mu2, p1**2 * a1 + p2**2 * a2, p1 * b1 + p2 * b2, g1 + g2)
+
+
+def _shares(m1: float, m2: float) -> tuple[float, float]:
+    """Of the mass; what has none is frozen, and its share is 0."""
+    total = m1 + m2
+    return (m1 / total, m2 / total) if total else (0.0, 0.0)
+
+
+def chain(attributes: Iterable[Attributes]) -> Attributes:
+    """Of modules applied one after the other, in that order."""
+    return reduce(lambda first, second: second.after(first), attributes)
+
+
+@dataclass(frozen=True)
+class Term:
+    """One weight's part in the modular norm, which is the largest of (M / mass) * sensitivity * |w| of all."""
+
+    name: str
+    mass: float
+    sensitivity: float  #: the product of those of all that comes after the weight
+    atom: "Atom"
+
+
+class Module(nn.Module):
+    """An ordinary nn.Module that also knows its modular norm. What is not an atom or a bond is an expression of those.
+
+    `M2 @ M1` applies M1 first; `(M1, M2)`, where a module is expected, gives both the same input; `M1 + M2` adds what
+    they give; `a * M` scales it; `M ** L` applies L independent copies of M, each with weights drawn anew.
+
+    Raises:
+        ValueError: widths that do not fit, where they are known; a factor of zero; a negative power; an expression in
+            which a weight appears twice: its mass would count twice.
+        TypeError: something in the expression that is no module of the algebra.
+
+    >>> from structlin.modular import Linear, ReLU
+    >>> net = Linear(256, 10) @ ReLU() @ Linear(784, 256)
+    >>> net.mass, round(net.sensitivity, 3), net(torch.randn(32, 784)).shape
+    (2.0, 0.707, torch.Size([32, 10]))
+    >>> net(torch.randn(32, 784)).square().mean().backward()
+    >>> net.descend_(0.1)  # W <- W - 0.1 * net.dualize()
+    """
+
+    @property
+    def attributes(self) -> Attributes:
+        raise NotImplementedError
+
+    @property
+    def mass(self) -> float:
+        """Its share of a network's learning, relative to the masses of the others."""
+        return self.attributes.mass
+
+    @property
+    def sensitivity(self) -> float:
+        """|f(x + dx) - f(x)| <= sensitivity * |dx|, for weights of norm at most 1."""
+        return self.attributes.sensitivity
+
+    @property
+    def sharpness(self) -> Sharpness:
+        return Sharpness(*self.attributes[2:])
+
+    @property
+    def parts(self) -> dict[str, "Module"]:
+        return {name: part for name, part in self._modules.items() if isinstance(part, Module)}
+
+    def terms(self) -> list[Term]:
+        """Every weight with its mass and what comes after it, in the order of `named_parameters`."""
+        return [replace(term, name=f"{n}.{term.name}") for n, part in self.parts.items() for term in part.terms()]
+
+    def lengths(self) -> dict[str, float]:
+        """The norm that each weight's part has in an update of modular norm 1: mass / (M * later sensitivities).
+
+        Raises:
+            ValueError: two weights are the same parameter: they were tied after they were composed.
+        """
+        check_weights_once(self)
+        total = self.mass
+        return {term.name: term.mass / (total * term.sensitivity) if total else 0.0 for term in self.terms()}
+
+    def width(self, width: Width) -> Width:
+        """Width of the output for an input of that width; None where it is not known.
+
+        Raises:
+            ValueError: it takes no such input.
+        """
+        raise NotImplementedError
+
+    def tare(self: Self, mass: float = 1.0) -> Self:
+        """Scale the masses of all its atoms so that it has this one, in place. Zero freezes it.
+
+        Raises:
+            ValueError: a negative mass; a module without any, whose mass can not be scaled.
+        """
+        check_mass(mass)
+        if not self.mass:
+            raise ValueError(f"tare({mass}): {type(self).__name__} has mass 0, which no factor changes")
+        factor = mass / self.mass
+        for module in self.modules():
+            if isinstance(module, Atom):
+                module._mass *= factor
+        return self
+
+    def reset_parameters(self) -> None:
+        """Draw all weights anew, each of norm 1."""
+        for part in self.parts.values():
+            part.reset_parameters()
+
+    def norm(self, update: Weights) -> Tensor:
+        """The modular norm of an update `{name: tensor}`, a 0-D tensor: the largest |w| / length of its weights.
+
+        What is left out counts as zero. Hence for M2 o M1 max(mu2 (M/m1) |w1|, (M/m2) |w2|), and for a tuple
+        max((M/m1) |w1|, (M/m2) |w2|). A weight of mass zero is frozen: its term is 0.
+        """
+        measured = self._measured(update)
+        norms = [term.atom.weight_norm(weight) / length for term, length, weight in measured if length]
+        return torch.stack(norms).amax() if norms else torch.zeros(())
+
+    @torch.no_grad()
+    def dualize(
+        self, gradients: Weights | None = None, *, target: float = 1.0, method: str = "ns"
+    ) -> dict[str, Tensor]:
+        """Of all updates of modular norm `target` the one with the largest inner product with `gradients`.
+
+        Args:
+            gradients: `{name: tensor}`; None: those of the parameters, where they have one. Zero maps to zero.
+            method: of the polar factor, see `structlin.dualize`.
+
+        Returns:
+            What to subtract, by name, for the weights that have a gradient.
+
+        Raises:
+            ValueError: no gradient at all; a name that is no weight of the module, or a tensor of another shape.
+        Source: MD, proposition 1 and section 4.3.
+        """
+        if gradients is None:
+            gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+            if not gradients:
+                raise ValueError(f"no weight of {type(self).__name__} has a gradient: call backward() first")
+        measured = self._measured(gradients)
+        return {term.name: target * length * term.atom.weight_dual(g, method) for term, length, g in measured}
+
+    @torch.no_grad()
+    def descend_(self, lr: float, update: Weights | None = None) -> None:
+        """W <- W - lr * update, by default `dualize()`: a step of modular norm `lr`."""
+        for name, step in (self.dualize() if update is None else update).items():
+            self.get_parameter(name).sub_(lr * step)
+
+    def normalize(self, update: Weights, *, target: float = 1.0) -> dict[str, Tensor]:
+        """`update` with each weight's part divided by its norm, so that the whole has modular norm `target`.
+
+        Spectral norms are those of `duality.spectral_bound`: never too small, 0.3 % too large on average, so that the
+        norm is not above `target`. Zero maps to zero, and so does what has mass zero.
+
+        Raises:
+            ValueError: a name that is no weight of the module, or a tensor of another shape.
+        Source: MN, algorithm 1.
+        """
+        normalized = {}
+        for term, length, weight in self._measured(update):
+            norm = term.atom.weight_norm(weight, exact=False)
+            factor = torch.where(norm == 0, norm, target * length / norm)
+            normalized[term.name] = weight * factor.to(weight.dtype)
+        return normalized
+
+    def _measured(self, update: Weights) -> list[tuple[Term, float, Tensor]]:
+        """The weights in `update` with their lengths."""
+        lengths = self.lengths()
+        for name, tensor in update.items():
+            if name not in lengths:
+                raise ValueError(f"{name!r} is no weight of {type(self).__name__}; there are {', '.join(lengths)}")
+            shape = tuple(self.get_parameter(name).shape)
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"{name!r} has shape {tuple(tensor.shape)}; the weight has {shape}")
+        return [(term, lengths[term.name], update[term.name]) for term in self.terms() if term.name in update]
+
+    def __matmul__(self, first: "Module | tuple[Any, ...]") -> "Composite":
+        return Composite(*_opened(first), *_opened(self))
+
+    def __rmatmul__(self, second: "Module | tuple[Any, ...]") -> "Composite":
+        return Composite(*_opened(self), *_opened(second))
+
+    def __add__(self, other: "Module | tuple[Any, ...]") -> "Composite":
+        return Add() @ Tuple(self, as_module(other))
+
+    def __mul__(self, factor: float) -> "Composite":
+        return Scale(factor) @ self
+
+    __rmul__ = __mul__
+
+    def __pow__(self, exponent: int) -> "Module":
+        return Power(self, exponent)
+
+
+class Bond(Module):
+    """A module without weights: its class says its sensitivity, and how sharp it is in its input."""
+
+    own_sensitivity: float = 1.0
+    gamma: float = 0.0
+
+    @property
+    def attributes(self) -> Attributes:
+        return Attributes(sensitivity=self.own_sensitivity, gamma=self.gamma)
+
+    def width(self, width: Width) -> Width:
+        return single(self, width)
+
+
+class Atom(Module):
+    """A module with weights of its own, held in an ordinary layer, with a norm and a duality map for them.
+
+    Linear in its weights and in its input, and well-normed: (0, 1, 0)-sharp.
+    """
+
+    def __init__(self, mass: float) -> None:
+        super().__init__()
+        self._mass = check_mass(mass)
+
+    @property
+    def attributes(self) -> Attributes:
+        return Attributes(self._mass, 1.0, beta=1.0)
+
+    def terms(self) -> list[Term]:
+        return [Term(name, self._mass, 1.0, self) for name, _ in self.named_parameters()]
+
+    def weight_norm(self, weight: Tensor, *, exact: bool = True) -> Tensor:
+        """0-D; with `exact=False` spectral norms are bounded by `duality.spectral_bound`."""
+        raise NotImplementedError
+
+    def weight_dual(self, gradient: Tensor, method: str) -> Tensor:
+        """The weight of norm 1 that has the largest inner product with `gradient`; zero for zero."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return f"mass={self._mass:.6g}"
+
+
+class Composite(Module):
+    """`parts`, applied from the first to the last; those that are given names keep them and stay one part of `@`."""
+
+    def __init__(self, *parts: Module, **named: Module) -> None:
+        super().__init__()
+        for name, part in {**{str(n): part for n, part in enumerate(parts)}, **named}.items():
+            self.add_module(name, as_module(part))
+        check_weights_once(self)
+        self.width(None)
+
+    @property
+    def attributes(self) -> Attributes:
+        return chain(part.attributes for part in self.parts.values())
+
+    def terms(self) -> list[Term]:
+        found: list[Term] = []
+        later = 1.0
+        for name, part in reversed(self.parts.items()):
+            own = part.terms()
+            found[:0] = [replace(t, name=f"{name}.{t.name}", sensitivity=t.sensitivity * later) for t in own]
+            later *= part.sensitivity
+        return found
+
+    def width(self, width: Width) -> Width:
+        for part in self.parts.values():
+            width = part.width(width)
+        return width
+
+    def forward(self, x: Any) -> Any:
+        for part in self._modules.values():
+            x = part(x)  # type: ignore[misc]
+        return x
+
+
+class Power(Composite):
+    """`exponent` independent copies of a module, one after the other, their weights drawn anew; none: the identity."""
+
+    def __init__(self, module: Module, exponent: int) -> None:
+        if isinstance(exponent, bool) or not isinstance(exponent, int) or exponent < 0:
+            raise ValueError(f"M ** {exponent!r}: the exponent is a number of copies, an integer of at least 0")
+        copies = [copy.deepcopy(module) for _ in range(exponent)]
+        for each in copies:
+            each.reset_parameters()
+        super().__init__(*copies or [Identity()])
+
+
+class Tuple(Module):
+    """Modules that see the same input; the output is the tuple of theirs, its norm the sum of their norms."""
+
+    def __init__(self, *parts: "Module | tuple[Any, ...]") -> None:
+        super().__init__()
+        if not parts:
+            raise ValueError("a tuple () of no modules: it needs at least one")
+        for n, part in enumerate(parts):
+            self.add_module(str(n), as_module(part))
+        check_weights_once(self)
+        self.width(None)
+
+    @property
+    def attributes(self) -> Attributes:
+        return reduce(Attributes.beside, (part.attributes for part in self.parts.values()))
+
+    def width(self, width: Width) -> Width:
+        return tuple(part.width(width) for part in self.parts.values())
+
+    def forward(self, x: Any) -> tuple[Any, ...]:
+        return tuple(part(x) for part in self._modules.values())  # type: ignore[misc]
+
+
+class Identity(Bond):
+    """x -> x."""
+
+    def width(self, width: Width) -> Width:
+        return width
+
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+class Add(Bond):
+    """(x, y, ...) -> x + y + ...: of sensitivity 1, since the norm of a tuple is a sum."""
+
+    def width(self, width: Width) -> Width:
+        if width is not None and not isinstance(width, tuple):
+            raise ValueError(f"Add takes a tuple of inputs, but it is given one of {width} features")
+        known = [each for each in width or () if each is not None]
+        if any(each != known[0] for each in known):
+            raise ValueError(f"M1 + M2: they give {' and '.join(map(str, known))} features, which can not be added")
+        return known[0] if known else None
+
+    def forward(self, xs: tuple[Tensor, ...]) -> Tensor:
+        return sum(xs[1:], start=xs[0])
+
+
+class Scale(Bond):
+    """x -> factor * x, of sensitivity |factor|."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        if isinstance(factor, bool) or not isinstance(factor, int | float):
+            raise TypeError(f"a * M: a={factor!r} must be a number")
+        if factor == 0 or not abs(factor) < inf:
+            raise ValueError(f"a * M: a={factor!r} must be finite and not 0: the norm divides by sensitivities")
+        self.factor, self.own_sensitivity = float(factor), abs(float(factor))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * x
+
+    def extra_repr(self) -> str:
+        return f"{self.factor:.6g}"
+
+
+def as_module(value: Any) -> Module:
+    """A module of the algebra, or the tuple of such.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(value, tuple):
+        return Tuple(*value)
+    if not isinstance(value, Module):
+        hint = f": there may be a modular.{type(value).__name__}" if isinstance(value, nn.Module) else ""
+        raise TypeError(f"{type(value).__name__} is no module of structlin.modular{hint}")
+    return value
+
+
+def single(module: Module, width: Width) -> int | None:
+    """`width`, of one input.
+
+    Raises:
+        ValueError: it is that of a tuple.
+    """
+    if isinstance(width, tuple):
+        raise ValueError(f"{type(module).__name__} takes one input, but it is given a tuple of {len(width)}")
+    return width
+
+
+def check_mass(mass: float) -> float:
+    if not 0 <= mass < inf:
+        raise ValueError(f"mass={mass!r} must be finite and not negative; 0 freezes a module")
+    return float(mass)
+
+
+def check_weights_once(module: Module) -> None:
+    """Raises ValueError if a weight appears twice in the expression."""
+    seen: dict[nn.Parameter, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter in seen:
+            raise ValueError(
+                f"{seen[parameter]!r} and {name!r} are the same weight, whose mass would count twice: use each module "
+                "once in an expression (copy.deepcopy(M), or M ** 2, has weights of its own)"
+            )
+        seen[parameter] = name
+
+
+def _opened(value: "Module | tuple[Any, ...]") -> list[Module]:
+    """The parts of what `@` has made: A @ B @ C has three, however it is bracketed."""
+    module = as_module(value)
+    return list(module.parts.values()) if type(module) is Composite and "0" in module.parts else [module]
