@@ -130,7 +130,7 @@ def test_everything_else_has_its_own_rule_and_rate(other):
 
 def test_masses_set_the_steps_of_layers_and_of_cores():
     model = nn.Sequential(nn.Linear(16, 16), StructuredLinear(16, 16), StructuredLinear(16, 16))
-    steps = moved(model, Muon(model, lr=0.1, masses={"0": 3.0, "2": (1.0, 3.0)}))
+    steps = moved(model, Muon(model, lr=0.1, masses={"0": 3.0, "2": (0.25, 0.75)}))
     expected = {"0.weight": 0.3, "1.cores.0": 0.05, "1.cores.1": 0.05, "2.cores.0": 0.025, "2.cores.1": 0.075}
     for name, norm in expected.items():
         assert norms(steps[name]).max().item() == pytest.approx(norm, rel=1e-3)

@@ -8,6 +8,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -16,8 +17,8 @@ from ..optim.geometry import geometries
 from .module import Module
 
 
-def masses(model: nn.Module, rules: Mapping[str, float] | None = None) -> dict[str, float]:
-    """The `masses` of an optimizer: layer name -> length of its step at lr = 1.
+def masses(model: nn.Module, rules: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """The `masses` of an optimizer: layer name -> length of its step at lr = 1; a tuple, of each of its cores.
 
     Of a module of the algebra, without `rules`: mass / (M * later sensitivities). Without momentum
     `Muon(net, masses=masses(net))` then makes the steps of `net.dualize()`.
@@ -32,7 +33,7 @@ def masses(model: nn.Module, rules: Mapping[str, float] | None = None) -> dict[s
 
     Raises:
         ValueError: a mass that is not positive; a rule that matches nothing that another does not; a layer that none
-            matches; a trainable layer of the algebra with mass zero, or with cores of different masses.
+            matches; a trainable weight of the algebra with mass zero.
         TypeError: `rules` for a module of the algebra, or none for another.
 
     >>> from structlin.optim import Muon
@@ -51,17 +52,14 @@ def masses(model: nn.Module, rules: Mapping[str, float] | None = None) -> dict[s
     return _of_rules(model, rules)
 
 
-def _of_algebra(model: Module) -> dict[str, float]:
+def _of_algebra(model: Module) -> dict[str, Any]:
     lengths = defaultdict[str, list[float]](list)
     for name, length in model.lengths().items():
         if length:
             lengths[_layer(name)].append(length)
         elif model.get_parameter(name).requires_grad:
             raise ValueError(f"{name!r} has mass 0: optimizers take no such; freeze it with requires_grad_(False)")
-    for layer, cores in lengths.items():
-        if max(cores) > min(cores) * (1 + 1e-9):
-            raise ValueError(f"{layer!r} has cores of different masses, which the optimizers' one number can not say")
-    return {layer: sum(cores) for layer, cores in lengths.items()}
+    return {layer: cores[0] if len(cores) == 1 else tuple(cores) for layer, cores in lengths.items()}
 
 
 def _of_rules(model: nn.Module, rules: Mapping[str, float]) -> dict[str, float]:

@@ -59,7 +59,7 @@ def geometries(model: nn.Module, masses: Masses | None = None) -> dict[Tensor, G
 
     Args:
         masses: glob over layer names -> the length of the layer's step relative to the others, 1 without; for a
-            structured layer also a tuple, the masses of its cores: their shares, instead of equal ones.
+            structured layer also a tuple, the masses of its cores, which then need not be equal; it has their sum.
 
     Raises:
         ValueError: a pattern that matches no layer, a mass that is not positive, a tuple that does not fit.
@@ -173,7 +173,7 @@ def _of_weight(name: str, module: nn.Module, weight: nn.Parameter, mass: float) 
 
 
 def _shares(name: str, mass: float | tuple[float, ...], cores: int) -> list[float]:
-    """Step lengths of a layer's cores: its mass, split evenly or as its cores' masses say."""
+    """Step lengths of a layer's cores: their masses, or equal parts of the layer's."""
     if isinstance(mass, tuple) and len(mass) != cores:
         raise ValueError(f"masses: {name!r} has {cores} cores, {mass!r} has {len(mass)} masses")
     values = mass if isinstance(mass, tuple) else (mass,)
@@ -181,4 +181,4 @@ def _shares(name: str, mass: float | tuple[float, ...], cores: int) -> list[floa
         raise ValueError(
             f"masses: {name!r} has {mass!r}; masses are positive (freeze a layer with requires_grad_(False))"
         )
-    return [value / sum(mass) for value in mass] if isinstance(mass, tuple) else [mass / cores] * cores
+    return list(mass) if isinstance(mass, tuple) else [mass / cores] * cores

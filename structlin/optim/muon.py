@@ -48,7 +48,7 @@ class Muon(Optimizer):
         scale: "rms"; "original" (sqrt(max(1, fan_out / fan_in))) and "match_rms_adamw" (0.2 sqrt(max(fan_out, fan_in)))
             are those of torch.optim.Muon. With method="jordan", dtype=torch.bfloat16 and scale="original" the step of
             an nn.Linear equals torch.optim.Muon's bit for bit.
-        masses: glob over layer names -> step length relative to the others; a tuple splits a layer over its cores.
+        masses: glob over layer names -> step length relative to the others; a tuple: of a layer's cores, one each.
         other: "adamw" or "sign".
         other_lr, betas, eps: of that.
         nonfinite: gradients with inf or NaN: "raise" (before anything has changed), "skip" the whole step, or "ignore"

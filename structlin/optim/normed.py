@@ -34,7 +34,7 @@ class Normed(Optimizer):
     Args:
         base: an optimizer of parameters of `model`; from now on step this one instead.
         model: the module that owns them.
-        masses: glob over layer names -> step length relative to the others; a tuple splits a layer over its cores.
+        masses: glob over layer names -> step length relative to the others; a tuple: of a layer's cores, one each.
         norm: of matrices: "bound", `duality.spectral_bound`; or "power", two power iterations that start where the last
             step's ended (one vector per block in the state). On AdamW's updates for a GPT of width 256 over 30 steps,
             relative to the true norm: bound 1.000 to 1.026 (mean 1.003), power 0.73 to 1.00 (mean 0.98), which makes
