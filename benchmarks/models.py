@@ -223,9 +223,6 @@ def main(argv: list[str] | None = None) -> list[dict[str, str]]:
     parser.add_argument("--smoke", action="store_true", help="two models, printed, nothing written")
     options = parser.parse_args(argv)
     named = ["llama", "TransformerEncoder"] if options.smoke else options.models
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        zoo.mend_torchvision()
     rows = []
     for case in cases():
         if named is not None and case.name not in named:

@@ -1,6 +1,11 @@
 """Tiny random models of transformers, torch.nn and timm, each with inputs: for the tests and for docs/models.md."""
 
+import sys
 from collections.abc import Callable
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -156,20 +161,46 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
-def mend_torchvision() -> None:
-    """Where torchvision is installed but does not import, as beside a CPU build of torch, declare what it misses: timm
-    and, if it is there, transformers need no more of it than that it imports."""
-    try:
-        import torchvision  # noqa: F401
-    except ModuleNotFoundError:
+class _Torchvision(MetaPathFinder, Loader):
+    """Empty modules under the name torchvision; whatever is asked of them is an empty class."""
+
+    class Module(ModuleType):
+        def __getattr__(self, name: str) -> type:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return type("Anything", (type,), {"__getattr__": lambda cls, name: name})(name, (), {})
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "torchvision" else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self.Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+def import_timm() -> None:
+    """Import timm, if it is installed, also without torchvision: timm names transforms and datasets of it when it is
+    imported, and its models use none. The empty torchvision is gone again when timm is there.
+
+    torchvision's wheels need the very build of torch that they were made with; without one installed, `pip install
+    --no-deps timm` is enough.
+    """
+    if find_spec("timm") is None or find_spec("torchvision") is not None:
         return
-    except RuntimeError:
-        for operator in ("nms", "qnms"):
-            arguments = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            torch.library.define(f"torchvision::{operator}", arguments)
+    stand_in = _Torchvision()
+    sys.meta_path.append(stand_in)
+    try:
+        import timm  # noqa: F401
+    finally:
+        sys.meta_path.remove(stand_in)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
 
 
 def timm_model(name: str) -> nn.Module:
+    import_timm()
     import timm
 
     small: dict[str, Any] = {"embed_dim": 48, "depth": 1, "num_heads": 2}

@@ -30,10 +30,15 @@ def allocate(
     covariances: Sequence[Tensor | None],
     of: str = "params",
 ) -> list[Choice]:
-    """A size of `family` for each weight: least sum of squared relative errors, at a cost within `budget` of dense.
+    """A size of its family for each weight: least sum of squared relative errors, at a cost within `budget` of dense.
 
     Greedy: all layers start at the smallest size, then the step that lowers the error most for its cost is taken, as
     long as it fits. Where the error falls ever more slowly with size, as in an SVD, that is the optimum.
+
+    Sizes are compared after one sweep (`project` with `sweeps=1`), only the chosen ones are solved in full. Where the
+    closed form is optimal, that is the true error. Else it is an upper bound, and the search assumes that more sweeps
+    would lower it by a similar factor in every layer; in tests/test_budget.py the root mean square of the errors stays
+    within 1.1 (TT: 1.25) of what solving every candidate gives. The errors returned are those of the full solver.
 
     Args:
         weights: `(out_features, in_features)` each.
@@ -66,19 +71,23 @@ def allocate(
             f"layers have {spent:,}: budget={math.ceil(1e4 * spent / total) / 1e4:.4f} or more"
         )
 
-    def choice(n: int, size: tuple[Family, int]) -> Choice:
-        cores = project(weights[n], size[0], covariance=covariances[n])
+    def choice(n: int, size: tuple[Family, int], **options: int) -> Choice:
+        cores = project(weights[n], size[0], covariance=covariances[n], **options)
         return Choice(*size, cores, relative_error(weights[n], size[0], cores, covariance=covariances[n]))
 
-    chosen = [choice(n, first) for n, first in enumerate(firsts)]
+    chosen = [choice(n, first, sweeps=1) for n, first in enumerate(firsts)]
     steps: list[tuple[float, int, Choice]] = []  # a heap: minus what a step gains a parameter, layer, where it leads
 
     def consider(n: int) -> None:
-        size = next(sizes[n], None)
-        if size is not None and chosen[n].error > 1e-6 and spent + size[1] - chosen[n].cost <= budget * total:
-            larger = choice(n, size)
+        """Put the layer's next size that lowers its error on the heap."""
+        for size in sizes[n]:
+            if chosen[n].error <= 1e-6 or spent + size[1] - chosen[n].cost > budget * total:
+                return
+            larger = choice(n, size, sweeps=1)
             gain = (chosen[n].error ** 2 - larger.error**2) / (larger.cost - chosen[n].cost)
-            heapq.heappush(steps, (-gain, n, larger))
+            if gain > 0:
+                heapq.heappush(steps, (-gain, n, larger))
+                return
 
     for n in range(len(weights)):
         consider(n)
@@ -88,7 +97,7 @@ def allocate(
             spent += larger.cost - chosen[n].cost
             chosen[n] = larger
             consider(n)
-    return chosen
+    return [choice(n, (estimate.family, estimate.cost)) for n, estimate in enumerate(chosen)]
 
 
 def _dense(weight: Tensor, of: str) -> int:

@@ -6,6 +6,7 @@ structured layer's `weight`, because the file holds an empty tensor of that name
 """
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -44,12 +45,16 @@ class StructlinQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **options: Any) -> PreTrainedModel:
-        """transformers leaves what it does not find in the file without values, and only logs it."""
+        """transformers 5 leaves what it does not find in the file without values, and only logs it."""
         loaded = {name: hasattr(parameter, "_is_hf_initialized") for name, parameter in model.named_parameters()}
-        lost = [name for name in loaded if re.search(r"\.cores\.\d+$", name) and not loaded[name]]
-        if lost and any(loaded.values()):
-            raise ValueError(f"the checkpoint lacks cores of structured layers: {', '.join(lost[:5])}")
+        if any(loaded.values()):
+            _refuse_lost(name for name in loaded if not loaded[name])
         return model
+
+    def update_missing_keys(self, model: PreTrainedModel, missing_keys: list[str], prefix: str) -> list[str]:
+        """transformers 4 calls this with what it does not find in the file."""
+        _refuse_lost(missing_keys)
+        return missing_keys
 
     def get_state_dict_and_metadata(
         self, model: PreTrainedModel, *args: Any, **options: Any
@@ -78,6 +83,12 @@ class StructlinQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _refuse_lost(parameters: Iterable[str]) -> None:
+    lost = [name for name in parameters if re.search(r"\.cores\.\d+$", name)]
+    if lost:
+        raise ValueError(f"the checkpoint lacks cores of structured layers: {', '.join(lost[:5])}")
 
 
 def declare(model: PreTrainedModel) -> None:

@@ -148,11 +148,19 @@ def _obstacle(module: nn.Module, names: list[str], parents: list[nn.Module]) -> 
         return "carries a width of the mup package (infshape): train it with structlin's param_groups(base=) instead"
     if 0 in weight.shape:
         return f"has a weight of shape {tuple(weight.shape)}"
+    if more := _more(module):
+        return f"has more than a weight and a bias, which would be lost: {', '.join(more)}"
     if has_hooks(module):
         return "has hooks, which would be lost"
     if "forward" in vars(module):
         return "has a forward of its own (offloaded or patched), which would be lost"
     return ""
+
+
+def _more(module: nn.Module) -> list[str]:
+    """Parameters, buffers and submodules that somebody has added to a linear layer."""
+    own = ("_parameters", "_buffers", "_modules")
+    return [name for kind in own for name in getattr(module, kind) if name not in ("weight", "bias")]
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -29,11 +29,13 @@ CLOSE = 1e-2  # relative decrease of its squared gradient at which a core is sol
 RESTARTS = 3  # random starts of a structure whose first start may be a bad one
 EXACT = 1e-6  # relative error that needs no other start
 BALANCING = 10  # passes over all pairs of cores
-DOUBLE = 2**22  # numbers in an activation up to which alternating least squares runs in float64 for any weight
+DOUBLE = 2**20  # numbers in an activation up to which alternating least squares runs in float64 for any weight
 
 
 @torch.no_grad()
-def project(weight: Tensor, structure: Family | Structure, *, covariance: Tensor | None = None) -> list[Tensor]:
+def project(
+    weight: Tensor, structure: Family | Structure, *, covariance: Tensor | None = None, sweeps: int = SWEEPS
+) -> list[Tensor]:
     """The cores whose matrix B is nearest to `weight`: least ||W - B||_F, or least error of the layer's outputs.
 
     With the covariance C = X X^T / N of the layer's inputs, the root mean square error of the outputs is
@@ -41,7 +43,8 @@ def project(weight: Tensor, structure: Family | Structure, *, covariance: Tensor
 
     - one core; two cores without covariance; two cores with covariance if the first one sums all inputs (LowRank);
     - otherwise the closed form is the start of alternating least squares, which ends near a local minimum and never
-      above its start. If the cores are no chain (BLAST, say), random starts follow, from a generator of its own.
+      above its start. Where W is a grid of blocks of a rank (BTT, Monarch) it solves block by block, by their SVD. If
+      the cores are no chain (BLAST, say), random starts follow, from a generator of its own.
 
     Where the structure is larger than the weight (padding), the extra inputs and outputs are free: they have no error.
 
@@ -49,6 +52,7 @@ def project(weight: Tensor, structure: Family | Structure, *, covariance: Tensor
         weight: `(out_features, in_features)`, real floating point; computed in float32 or better.
         structure: a family such as `BTT(rank=4)`, or a `Structure` at least as large as the weight.
         covariance: `(in_features, in_features)`, symmetric positive semi-definite, possibly singular.
+        sweeps: of alternating least squares, at most; it ends by itself. 0: the closed form alone.
 
     Returns:
         One tensor `(batch, fan_out, fan_in)` per core, of the dtype and on the device of `weight`; balanced: whatever
@@ -56,7 +60,8 @@ def project(weight: Tensor, structure: Family | Structure, *, covariance: Tensor
 
     Raises:
         ValueError: `weight` is not a matrix, not finite or has no values (meta); the structure does not fit it;
-            `covariance` has another shape, is not finite, not symmetric or not positive semi-definite.
+            `covariance` has another shape, is not finite, not symmetric or not positive semi-definite; `sweeps` is
+            negative.
         TypeError: `weight` or `covariance` is not real floating point; `structure` is neither family nor `Structure`.
 
     Source: Eckart & Young 1936; Van Loan & Pitsianis 1993; Oseledets 2011; Dao et al. 2022 (arXiv:2204.00595).
@@ -70,6 +75,8 @@ def project(weight: Tensor, structure: Family | Structure, *, covariance: Tensor
     _check_weight(weight)
     structure = structure_of(structure, weight.shape[1], weight.shape[0])
     _check_covariance(covariance, weight.shape[1])
+    if sweeps < 0:
+        raise ValueError(f"sweeps={sweeps} must be at least 0")
 
     w = weight.detach().to(torch.float64)
     scale = w.square().mean().sqrt().item() or 1.0
@@ -78,9 +85,9 @@ def project(weight: Tensor, structure: Family | Structure, *, covariance: Tensor
     columns, rows = structure.in_features - w.shape[1], structure.out_features - w.shape[0]
     padded = F.pad(w, (0, columns, 0, rows))
     cores = _cut(structure, padded, c if c is None else _extended(c, columns))
-    if not _is_optimal(structure, c is not None, columns + rows > 0):
+    if sweeps and not _is_optimal(structure, c is not None, columns + rows > 0):
         starts = [cores] if c is None else [cores, _cut(structure, padded, None)]
-        cores = _alternate(structure, starts, w, c, weight.dtype)
+        cores = _alternate(structure, starts, w, c, weight.dtype, sweeps)
     cores[0] = cores[0] * scale
     return [core.to(weight.dtype).contiguous() for core in _balanced(structure, cores)]
 
@@ -239,10 +246,10 @@ def _is_optimal(structure: Structure, weighed: bool, padded: bool) -> bool:
 
 
 def _alternate(
-    structure: Structure, starts: list[list[Tensor]], w: Tensor, c: Tensor | None, dtype: torch.dtype
+    structure: Structure, starts: list[list[Tensor]], w: Tensor, c: Tensor | None, dtype: torch.dtype, limit: int
 ) -> list[Tensor]:
     """The best of alternating least squares from the best of `starts` and, unless the structure is a chain, from random
-    ones."""
+    ones; `limit` sweeps from each."""
     columns = w.shape[1]
     x = torch.eye(columns, dtype=w.dtype, device=w.device) if c is None else _root(c).mT  # x^T x = C
     y, x = x @ w.mT, F.pad(x, (0, structure.in_features - columns))
@@ -250,13 +257,13 @@ def _alternate(
     if dtype != torch.float64 and len(x) * width > DOUBLE:
         x, y = x.float(), y.float()
     starts = [[core.to(x) for core in start] for start in starts]
-    starts = [min(starts, key=lambda start: _error(structure, start, x, y))]
+    starts = [min(starts, key=lambda start: _norm(_residual(structure, start, x, y)))]
     if not _is_chain(structure):
         generator = torch.Generator().manual_seed(0)
         starts += [[core.to(x) for core in _random(structure, generator)] for _ in range(RESTARTS)]
     best, least = starts[0], float("inf")
     for start in starts:
-        for cores, error in sweeps(structure, start, x, y):
+        for cores, error in alternate(structure, start, x, y, limit):
             if error < least:
                 best, least = cores, error
         if least <= EXACT:
@@ -264,19 +271,28 @@ def _alternate(
     return [core.to(w) for core in best]
 
 
-def sweeps(structure: Structure, cores: list[Tensor], x: Tensor, y: Tensor) -> Iterator[tuple[list[Tensor], float]]:
+def alternate(
+    structure: Structure, cores: list[Tensor], x: Tensor, y: Tensor, limit: int = SWEEPS
+) -> Iterator[tuple[list[Tensor], float]]:
     """Alternating least squares: cores and error ||y - x B^T|| / ||y||, of the start and after each sweep.
 
-    The error never increases. A sweep solves for each core in turn with the others fixed, which is a linear problem.
-    `y` may be narrower than the structure: the outputs that it lacks are free.
+    The error never increases. A sweep solves for each core in turn with the others fixed, which is a linear problem;
+    where the blocks of W are independent matrices (`_is_blockwise`), for both factors of each block in turn and then
+    for the last core. `y` may be narrower than the structure: the outputs that it lacks are free.
     """
     stages = _stages(structure)
-    norm, error = _norm(y) or 1.0, _error(structure, cores, x, y)
+    refit = _blockwise(structure, x, y) if _is_blockwise(structure) else None
+    residual = _residual(structure, cores, x, y)
+    norm = _norm(y) or 1.0
+    error = _norm(residual) / norm
     yield cores, error
-    for _ in range(SWEEPS):
-        previous, cores, h, residual = error, [*cores], x, y
+    for _ in range(limit):
+        previous, cores, h = error, refit(cores, residual) if refit else [*cores], x
         for n, (step, tail) in enumerate(stages):
-            cores[n], residual = _least_squares(tail, cores[n:], h, y)
+            if len(tail.cores) == 1 and tail.out_features == y.shape[1]:
+                cores[n], residual = _regression(tail, cores[n], h, y)
+            elif n or not refit:
+                cores[n], residual = _least_squares(tail, cores[n:], h, y)
             h = contract.apply(step, cores[n : n + 1], h)
         error = _norm(residual) / norm
         if not error < previous:
@@ -286,12 +302,82 @@ def sweeps(structure: Structure, cores: list[Tensor], x: Tensor, y: Tensor) -> I
             return
 
 
-def _error(structure: Structure, cores: list[Tensor], x: Tensor, y: Tensor) -> float:
-    return _norm(y - contract.apply(structure, cores, x)[:, : y.shape[1]]) / (_norm(y) or 1.0)
+def _residual(structure: Structure, cores: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
+    return y - contract.apply(structure, cores, x)[:, : y.shape[1]]
 
 
 def _norm(y: Tensor) -> float:
     return float(y.norm())
+
+
+def _is_blockwise(structure: Structure) -> bool:
+    """Whether the structure is two cores, from all inputs and to all outputs: W is then a grid of matrices of a rank,
+    one for each value of the axes that W and both cores have, as of BTT and Monarch."""
+    subscripts, (inputs, outputs) = _subscripts(structure), _signature(structure)
+    if len(subscripts) != 2 or {*inputs} & {*outputs}:
+        return False
+    return {*inputs} <= {*subscripts[0]} and {*outputs} <= {*subscripts[1]}
+
+
+def _blockwise(structure: Structure, x: Tensor, y: Tensor) -> Callable[[list[Tensor], Tensor], list[Tensor]]:
+    """A pass over the blocks of W: one column of blocks after the other gets its optimum with the others fixed.
+
+    With what the other blocks give subtracted from y, a block's optimum is the truncated SVD of its regression on its
+    inputs, whitened. A ridge on the change of a block keeps the error from increasing where inputs never vary.
+
+    Returns:
+        A function of the cores and their residual y - x B^T; outputs that y lacks are zero in the new cores.
+    """
+    (inputs, outputs), (first, last) = _signature(structure), _subscripts(structure)
+    given, own = [axis for axis in inputs if axis in last], [axis for axis in inputs if axis not in last]
+    shared, rest = [axis for axis in outputs if axis in first], [axis for axis in outputs if axis not in first]
+    bond = [axis for axis in first if axis not in (*inputs, *outputs)]
+    factors = [given, shared, bond, own], [given, shared, rest, bond]
+    size, padding = {**structure.sizes, "tokens": len(x)}, structure.out_features - y.shape[1]
+    present = _matrices(F.pad(torch.ones_like(y[0]), (0, padding)), outputs, (shared, rest), size)[..., None]
+
+    columns = _matrices(x, ["tokens", *inputs], (given, ["tokens"], own), size)
+    used = (columns != 0).any(-1)  # x that comes from a covariance is triangular: half of its products are with zeros
+    ends = (used * torch.arange(1, len(x) + 1, device=x.device)).amax(-1).tolist()
+    grams = columns.double().mT @ columns.double()
+    ridge = 10 * torch.finfo(x.dtype).eps * (_mean_diagonal(grams).mean().item() or 1.0)
+    grams = grams + ridge * _identity(grams)
+    roots, grams = _root(grams).to(x), grams.to(x)
+
+    def refit(cores: list[Tensor], residual: Tensor) -> list[Tensor]:
+        missing = _matrices(F.pad(residual, (0, padding)), ["tokens", *outputs], (["tokens"], [*shared, *rest]), size)
+        missing = missing.clone()
+        axes = [_stored_axes(core) for core in structure.cores]
+        right, left = (_matrices(*core, size) for core in zip(cores, axes, factors, strict=True))
+        steps, found = zip(ends, columns, grams, roots, left * present, right, strict=True), []
+        for end, column, gram, root, old_left, old_right in steps:
+            part, column, old = missing[:end], column[:end], old_left @ old_right  # old: (shared, rest, own)
+            goal = (part.mT @ column).reshape(old.shape) + old @ gram
+            white = torch.linalg.solve_triangular(root, goal.mT, upper=False).mT
+            new_left, basis = _truncated(white, right.shape[-2])
+            new_right = torch.linalg.solve_triangular(root.mT, basis.mT, upper=True).mT
+            change = new_left @ new_right - old
+            part.addmm_(column, change.flatten(0, 1).mT, alpha=-1)
+            found.append((new_right, new_left))
+        return [
+            _stored(structure, n, torch.stack(parts), [axis for group in groups for axis in group])
+            for n, (parts, groups) in enumerate(zip(zip(*found, strict=True), factors, strict=True))
+        ]
+
+    return refit
+
+
+def _regression(structure: Structure, core: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The core of a structure that has only one for the least ||y - x B^T||^2 + ridge ||core - new||^2, and the
+    residual: normal equations, one for each block, that all uses of the block share."""
+    (only,), (inputs, outputs) = structure.cores, _signature(structure)
+    size, uses = {**structure.sizes, "tokens": len(x)}, ["tokens", *only.repeat_axes]
+    rows = _matrices(x, ["tokens", *inputs], (only.batch_axes, uses, only.fan_in_axes), size)
+    residual = _matrices(y, ["tokens", *outputs], (only.batch_axes, uses, only.fan_out_axes), size) - rows @ core.mT
+    change = _inverse(rows.mT @ rows) @ (rows.mT @ residual)
+    residual = _shaped(residual - rows @ change, [*only.batch_axes, *uses, *only.fan_out_axes], size)
+    order = [[*only.batch_axes, *uses, *only.fan_out_axes].index(axis) for axis in ["tokens", *outputs]]
+    return core + change.mT, residual.permute(order).reshape(y.shape)
 
 
 def _least_squares(tail: Structure, cores: list[Tensor], h: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,10 +13,12 @@ DOCUMENT = models.DOCUMENT.read_text(encoding="utf-8")
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, where it compiles and exports
-@pytest.mark.parametrize("name", ["gpt2", "vit", "TransformerEncoder"])
+@pytest.mark.parametrize("name", ["gpt2", "vit", "TransformerEncoder", "beit_base_patch16_224"])
 def test_a_row_made_anew_says_what_the_file_says(name):
     (case,) = (case for case in models.cases() if case.name == name)
-    if models.versions(case.package) not in DOCUMENT:
+    if not case.installed:
+        pytest.skip(f"{case.package} is not installed")
+    if not all(version in DOCUMENT for version in models.versions(case.package).split(", ")):
         pytest.skip(f"the file was made with other versions than {models.versions(case.package)}")
     assert models.line(models.row(case)) in DOCUMENT
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from torch import Tensor
 from torch.testing import assert_close
 
-from structlin import BTT, TT, BlockDiagonal, Dense, Kronecker, LowRank, Monarch, Structure, projection, to_dense
-from structlin.projection import project, relative_error, sweeps
+from structlin import BTT, TT, BlockDiagonal, Dense, Kronecker, LowRank, Monarch, Split, Structure, projection, to_dense
+from structlin.projection import alternate, project, relative_error
 
 every_small_case = pytest.mark.parametrize("case", SMALL, ids=SMALL_IDS)
 # Every family, and structures that no family gives: shared blocks of two cores, BLAST, three cores on one axis.
@@ -128,20 +128,19 @@ def test_monarch_reaches_the_eckart_young_bound_in_every_block(rows, columns, bl
 
 
 @pytest.mark.parametrize("sweeps", [0, 100])
-def test_tt_of_three_cores_is_within_the_quasi_optimality_bound_of_the_tt_svd(sweeps, monkeypatch):
-    monkeypatch.setattr(projection, "SWEEPS", sweeps)
+def test_tt_of_three_cores_is_within_the_quasi_optimality_bound_of_the_tt_svd(sweeps):
     w, family = gaussian(24, 60), TT(rank=3, cores=3)
     structure = family.structure(60, 24)
     i, j = ([structure.sizes[f"{axis}{t}"] for t in (1, 2, 3)] for axis in "ij")
     tensor = w.numpy().reshape(*i, *j).transpose(0, 3, 1, 4, 2, 5)  # i1 j1 i2 j2 i3 j3
     unfoldings = [tensor.reshape(i[0] * j[0], -1), tensor.reshape(-1, i[2] * j[2])]
     bounds = [tail(unfolding, 3) for unfolding in unfoldings]
-    error = squared_error(w, structure, project(w, family))
+    error = squared_error(w, structure, project(w, family, sweeps=sweeps))
     assert max(bounds) <= error <= sum(bounds)  # sum <= (cores - 1) * (least error)
 
 
 @pytest.mark.parametrize(("rows", "columns", "rank"), [(24, 60, 2), (8, 216, 1)])
-def test_three_core_btt_starts_from_its_recursive_cut_and_ends_below(rows, columns, rank, monkeypatch):
+def test_three_core_btt_starts_from_its_recursive_cut_and_ends_below(rows, columns, rank):
     w, family = gaussian(rows, columns), BTT(rank=rank, cores=3)
     structure = family.structure(columns, rows)
     s, v = structure.sizes, w.numpy().reshape([structure.sizes[a] for a in ("i3", "i2", "i1", "j1", "j2", "j3")])
@@ -155,8 +154,7 @@ def test_three_core_btt_starts_from_its_recursive_cut_and_ends_below(rows, colum
                 left[:, :, j2] = (u * values)[:, :rank].reshape(s["i2"], s["i1"], rank)
             bound += sum(tail(left[i2].reshape(s["i1"], -1), rank) for i2 in range(s["i2"]))
     assert squared_error(w, structure, project(w, family)) < bound
-    monkeypatch.setattr(projection, "SWEEPS", 0)
-    assert squared_error(w, structure, project(w, family)) == pytest.approx(bound, rel=1e-9)
+    assert squared_error(w, structure, project(w, family, sweeps=0)) == pytest.approx(bound, rel=1e-9)
 
 
 def test_a_structure_of_ones_own_gets_the_closed_form_of_its_shape():
@@ -281,6 +279,25 @@ def test_two_cores_on_correlated_inputs_are_no_worse_than_block_by_block_descent
     assert squared_error(w, structure, project(w, family, covariance=c), c) < 1.05 * reference
 
 
+@pytest.mark.parametrize(
+    ("family", "rows", "columns"),
+    [
+        (BTT(rank=2), 12, 20),
+        (BTT(rank=2), 29, 31),  # padded
+        (Monarch(blocks=4), 16, 16),
+        (Split(parts=2, of=BTT()), 24, 20),
+    ],
+    ids=str,
+)
+def test_block_by_block_ends_as_low_as_core_by_core(family, rows, columns, monkeypatch):
+    w, c = gaussian(rows, columns), correlated(columns)
+    structure = family.structure(columns, rows)
+    assert projection._is_blockwise(structure)
+    found = squared_error(w, structure, project(w, family, covariance=c), c)
+    monkeypatch.setattr(projection, "_is_blockwise", lambda structure: False)
+    assert found <= 1.02 * squared_error(w, structure, project(w, family, covariance=c), c)
+
+
 @pytest.mark.parametrize("family", [LowRank(rank=3), Kronecker(), TT(rank=2, cores=3), BTT(rank=2, cores=3)], ids=str)
 def test_on_white_inputs_one_step_solves_the_least_squares_problem_of_a_core(family, monkeypatch):
     monkeypatch.setattr(projection, "STEPS", 1)
@@ -300,7 +317,7 @@ def test_alternating_least_squares_stops_where_rounding_is_all_that_is_left():
         x, y = torch.eye(24), to_dense(structure, cores).T
         found = [core + 1e-4 * torch.randn_like(core) for core in cores]
         for _ in range(10):
-            course = list(sweeps(structure, found, x, y))
+            course = list(alternate(structure, found, x, y))
             errors = [error for _, error in course]
             assert errors == sorted(errors, reverse=True)
             assert errors[-1] < 1e-6
@@ -314,7 +331,7 @@ def test_cores_that_the_matrix_does_not_determine_stay_small():
     w, x = gaussian(3, 3), torch.linalg.cholesky(correlated(3)).T
     for seed in range(5):
         start = [gaussian(*core.shape, seed=seed) for core in structure.cores]
-        *_, (cores, _) = sweeps(structure, start, x, x @ w.T)
+        *_, (cores, _) = alternate(structure, start, x, x @ w.T)
         assert max(core.abs().max() for core in cores) < 100
 
 
@@ -324,7 +341,7 @@ def test_alternating_least_squares_never_increases_the_error(structure, seed):
     w = gaussian(structure.out_features, structure.in_features)
     x = torch.linalg.cholesky(correlated(structure.in_features)).T
     start = [gaussian(*core.shape, seed=seed) for core in structure.cores]
-    course = list(sweeps(structure, start, x, x @ w.T))
+    course = list(alternate(structure, start, x, x @ w.T))
     errors = [error for _, error in course]
     assert errors == sorted(errors, reverse=True)
     assert len(errors) > 1
@@ -333,6 +350,15 @@ def test_alternating_least_squares_never_increases_the_error(structure, seed):
             x @ w.T
         )
         assert error == pytest.approx(expected.item(), rel=1e-6, abs=1e-9)
+
+
+def test_no_sweep_gives_the_closed_form_and_a_negative_number_of_them_is_refused():
+    w, c, family = gaussian(12, 20), correlated(20), BTT()
+    errors = [relative_error(w, family, project(w, family, covariance=c, sweeps=n), covariance=c) for n in (0, 1, 9)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] > 1.01 * errors[1] > errors[2]
+    with pytest.raises(ValueError, match="sweeps=-1 must be at least 0"):
+        project(w, family, sweeps=-1)
 
 
 # ---- padding ---------------------------------------------------------------------------------------------------------

@@ -63,6 +63,11 @@ def quantised(layer: nn.Linear) -> None:
     layer.weight = nn.Parameter(torch.zeros(16, 16).as_subclass(Int8Tensor), requires_grad=False)
 
 
+def scaled(layer: nn.Linear) -> None:
+    layer.scale = nn.Parameter(torch.ones(16))
+    layer.register_buffer("mask", torch.ones(16))
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "attention of torch.nn": (lambda: nn.MultiheadAttention(16, 2), "out_proj", "belongs to nn.MultiheadAttention"),
     "experts as one parameter": (Experts, "experts.gate_up_proj", "parameters, no linear layers, and stay dense"),
@@ -74,6 +79,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "forward hook": (lambda: layer_of(lambda m: m.register_forward_hook(lambda *_: None)), "it", "has hooks"),
     "backward hook": (lambda: layer_of(lambda m: m.register_full_backward_hook(lambda *_: None)), "it", "has hooks"),
     "patched forward": (lambda: layer_of(offloaded), "it", "has a forward of its own"),
+    "more parameters": (lambda: layer_of(scaled), "it", "more than a weight and a bias, .* lost: scale, mask"),
     "mup": (lambda: layer_of(infshape), "it", "width of the mup package"),
     "converted already": (lambda: nn.ModuleDict({"it": StructuredLinear(16, 16)}), "it", "is structured already"),
     "tied": (lambda: GPT(tied=True), "lm_head", "shares its weight with wte; untie=True"),
