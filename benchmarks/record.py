@@ -6,11 +6,12 @@ import platform
 import shlex
 import sys
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+import structlin
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -26,7 +27,7 @@ def environment() -> dict[str, Any]:
         "machine": f"{_cpu()}, {os.cpu_count()} cores" + (f", {gpu}" if gpu else ""),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "structlin": version("structlin"),
+        "structlin": structlin.__version__,
     }
 
 

@@ -1,6 +1,6 @@
 """structlin: structured matrices as better linear layers. The structure is the only thing anybody writes."""
 
-from . import duality, optim, scaling
+from . import duality, modular, optim, scaling, stability
 from .checkpoint import load, save
 from .contract import apply, to_cola, to_dense
 from .convert import convert, plan, to_dense_
@@ -35,6 +35,7 @@ __all__ = [
     "init_std",
     "load",
     "lr_mult",
+    "modular",
     "optim",
     "param_groups",
     "plan",
@@ -42,6 +43,7 @@ __all__ = [
     "relative_error",
     "save",
     "scaling",
+    "stability",
     "summary",
     "to_cola",
     "to_dense",

@@ -62,7 +62,7 @@ def covariances(model: nn.Module, layers: Sequence[nn.Module], calibration: Cali
             batches = 1
         else:
             for batch in calibration:  # type: ignore[union-attr]
-                _run(model, batch)
+                run(model, batch)
                 batches += 1
     finally:
         for handle in handles:
@@ -78,7 +78,8 @@ def covariances(model: nn.Module, layers: Sequence[nn.Module], calibration: Cali
     return [sums[layer] / counts[layer] if counts[layer] else None for layer in layers]
 
 
-def _run(model: nn.Module, batch: Any) -> None:
+def run(model: nn.Module, batch: Any) -> None:
+    """`model` on a batch: a mapping is passed as keywords, a tuple or list as positions, else as the one argument."""
     if isinstance(batch, Mapping):
         model(**batch)
     elif isinstance(batch, tuple | list):

@@ -21,6 +21,7 @@ from .bonds import (
 from .compounds import GPT, Attention, ResMLP, ResNet, residual
 from .masses import masses
 from .module import Add, Atom, Attributes, Bond, Composite, Identity, Module, Power, Scale, Sharpness, Term, Tuple
+from .trace import Traced, trace
 
 __all__ = [
     "BONDS",
@@ -57,7 +58,9 @@ __all__ = [
     "SplitHeads",
     "Structured",
     "Term",
+    "Traced",
     "Tuple",
     "masses",
     "residual",
+    "trace",
 ]

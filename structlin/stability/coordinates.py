@@ -1,0 +1,240 @@
+"""`coordinate_check`: do activations and their changes keep their size as the width grows?
+
+Source: Yang et al. 2022 (arXiv:2203.03466), appendix D.1.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from statistics import linear_regression
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..report import Table
+from .common import PathLike, built, described, new_figure, number, positive, saved, seeded
+from .hooks import rms_of, rms_over_calls, seen_by, wide
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class CoordinateRow:
+    """One module of one width after `step` steps: means over the seeds."""
+
+    layer: str
+    width: int
+    step: int
+    output: float  #: RMS of what it makes of the first batch
+    change: float  #: RMS of that minus what it made of it before training
+
+
+@dataclass(frozen=True)
+class Slope:
+    """Of log RMS against log width; 0 for an RMS of 0 at every width, NaN if one is 0 or not finite."""
+
+    layer: str
+    quantity: str  #: "output" or "change"
+    step: int
+    slope: float
+
+
+@dataclass(frozen=True)
+class CoordinateCheck:
+    """What `coordinate_check` found. Print it."""
+
+    rows: tuple[CoordinateRow, ...]
+    tolerance: float
+
+    @property
+    def widths(self) -> list[int]:
+        return sorted({row.width for row in self.rows})
+
+    @property
+    def slopes(self) -> list[Slope]:
+        """One for each layer, quantity and step."""
+        series: dict[tuple[str, str, int], list[tuple[int, float]]] = defaultdict(list)
+        for row in self.rows:
+            series[row.layer, "output", row.step].append((row.width, row.output))
+            if row.step:
+                series[row.layer, "change", row.step].append((row.width, row.change))
+        return [Slope(*key, _slope(sorted(points))) for key, points in series.items()]
+
+    @property
+    def steepest(self) -> list[Slope]:
+        """Over the steps, of each layer's output and change."""
+        found: dict[tuple[str, str], Slope] = {}
+        for slope in sorted(self.slopes, key=lambda slope: (slope.layer, slope.quantity != "output")):
+            key = slope.layer, slope.quantity
+            if key not in found or not abs(slope.slope) <= abs(found[key].slope):
+                found[key] = slope
+        return list(found.values())
+
+    @property
+    def not_flat(self) -> list[Slope]:
+        """Those of `steepest` that are over the tolerance, or NaN."""
+        return [slope for slope in self.steepest if not abs(slope.slope) <= self.tolerance]
+
+    def table(self) -> Table:
+        """The RMS by width after the last step, and the steepest slope over the steps."""
+        last = max(row.step for row in self.rows)
+        sizes = {(row.layer, row.width): row for row in self.rows if row.step == last}
+        table = Table("layer", "RMS of", *(f"width {width}" for width in self.widths), "slope", "at step", "")
+        for slope in self.steepest:
+            cells = [number(getattr(sizes[slope.layer, width], slope.quantity)) for width in self.widths]
+            verdict = "NOT FLAT" if slope in self.not_flat else ""
+            table.row(slope.layer, slope.quantity, *cells, f"{slope.slope:+.2f}", str(slope.step), verdict)
+        return table
+
+    def plot(self, path: PathLike | None = None) -> "Figure":
+        """RMS after the last step against width, a line per layer, with a legend for those that are not flat; written
+        to `path` if there is one. Needs matplotlib."""
+        figure, last = new_figure(9, 4), max(row.step for row in self.rows)
+        steep = {(slope.layer, slope.quantity): slope for slope in self.not_flat}
+        for axis, quantity in zip(figure.subplots(1, 2), ("output", "change"), strict=True):
+            for layer in dict.fromkeys(row.layer for row in self.rows):
+                rows = sorted((row.width, row) for row in self.rows if row.layer == layer and row.step == last)
+                slope = steep.get((layer, quantity))
+                style = {"color": "0.7", "zorder": 0} if slope is None else {"label": f"{layer} {slope.slope:+.2f}"}
+                axis.plot([width for width, _ in rows], [getattr(row, quantity) for _, row in rows], ".-", **style)
+            axis.set_xscale("log", base=2)
+            axis.set(yscale="log", xlabel="width", title=f"RMS of {quantity}, step {last}")
+            if any(found == quantity for _, found in steep):
+                axis.legend(fontsize="small")
+        return saved(figure, path)
+
+    def __str__(self) -> str:
+        layers = dict.fromkeys(slope.layer for slope in self.not_flat)
+        verdict = f"not flat: {', '.join(layers)}" if layers else "all layers are flat"
+        return f"{self.table()}\n{verdict} (slopes within {self.tolerance:g})"
+
+
+def coordinate_check(
+    build: Callable[[int], nn.Module],
+    widths: Iterable[int],
+    batches: Iterable[Any],
+    *,
+    loss: Callable[[nn.Module, Any], Tensor],
+    optimizer: Callable[[nn.Module, int], Optimizer],
+    steps: int = 3,
+    seeds: Iterable[int] = (0, 1, 2),
+    tolerance: float = 0.2,
+) -> CoordinateCheck:
+    """Do the outputs of every layer, and what training changes in them, keep their size as the width grows?
+
+    For each width and seed a model is built, trained for a few steps, and after each one run on the first batch: the
+    RMS of every module's output, and of its change since before training. Both should be as large at every width. A
+    slope of log RMS against log width says how they grow instead: 0.5 for the hidden layers of a model whose rate does
+    not shrink with the width, and after many steps a loss that diverges at some width.
+
+    The model is measured in the mode that `build` returns it in, with the same random numbers (dropout) each time. A
+    readout that starts at 1 / fan_in, as muP has it, vanishes with width before the first step, and is reported; start
+    it at zero. torch's random state is restored at the end.
+
+    Args:
+        build: width -> model.
+        widths: two or more.
+        batches: what `loss` takes; step t trains on the batch number t, from the first again after the last.
+        loss: (model, batch) -> 0-D tensor.
+        optimizer: (model, width) -> optimizer, for example
+            `lambda model, width: torch.optim.Adam(structlin.param_groups(model, 1e-3, base={width: 64}))`.
+        steps: of training.
+        seeds: of torch, set before `build`; sizes are averaged over them.
+        tolerance: of the slopes.
+
+    Raises:
+        ValueError: fewer than two widths, a width that is not positive, no batch, no seed, `steps` below 1, a
+            tolerance that is not positive; layers that only one width has.
+        TypeError: `build`, `optimizer` or `loss` returns something else.
+
+    >>> def mlp(width):
+    ...     return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width))
+    >>> def loss(model, x):
+    ...     return model(x).square().mean()
+    >>> def adam(model, width):  # at one rate for all widths
+    ...     return torch.optim.Adam(model.parameters(), lr=1e-2)
+    >>> check = coordinate_check(mlp, [32, 64, 128, 256], [torch.randn(64, 8)], loss=loss, optimizer=adam)
+    >>> sorted({slope.layer for slope in check.not_flat})
+    ['2']
+    """
+    widths, batches, seeds = sorted(set(positive("widths", widths))), list(batches), list(seeds)
+    if len(widths) < 2:
+        raise ValueError(f"widths={widths}: a slope needs two different widths or more")
+    if not batches or not seeds or steps < 1:
+        raise ValueError(f"batches={len(batches)}, seeds={seeds}, steps={steps}: there must be at least one of each")
+    if not tolerance > 0:
+        raise ValueError(f"tolerance={tolerance!r} must be positive")
+    sizes: dict[tuple[str, int, int], list[tuple[float, float]]] = defaultdict(list)
+    for width, seed in product(widths, seeds):
+        with seeded(seed):
+            for step, seen in enumerate(_trajectory(build, width, batches, loss, optimizer, steps)):
+                for layer, pair in seen.items():
+                    sizes[layer, width, step].append(pair)
+    layers = {width: {layer for layer, of, _ in sizes if of == width} for width in widths}
+    for width in widths:
+        for layer in sorted(layers[width] ^ layers[widths[0]]):
+            having, lacking = (width, widths[0]) if layer in layers[width] else (widths[0], width)
+            raise ValueError(f"build: the model of width {having} has a layer {layer!r}, that of {lacking} has none")
+    rows = [
+        CoordinateRow(*key, *(sum(values) / len(seeds) for values in zip(*pairs, strict=True)))
+        for key, pairs in sizes.items()
+    ]
+    return CoordinateCheck(tuple(rows), tolerance)
+
+
+def _trajectory(
+    build: Callable[[int], nn.Module],
+    width: int,
+    batches: Sequence[Any],
+    loss: Callable[[nn.Module, Any], Tensor],
+    make_optimizer: Callable[[nn.Module, int], Optimizer],
+    steps: int,
+) -> Iterator[dict[str, tuple[float, float]]]:
+    """Before training and after each step: the RMS of each module's output on the first batch, and of its change."""
+    model = built(build, width)
+    optimizer = make_optimizer(model, width)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer(model, {width}) returned {type(optimizer).__name__}, not a torch optimizer")
+    first: dict[str, list[Tensor]] = {}
+    for step in range(steps + 1):
+        with seeded(0), torch.no_grad(), _recorded(model) as outputs:
+            loss(model, batches[0])
+        first = first or outputs
+        yield {
+            name: (
+                rms_over_calls([rms_of(now) for now in found]),
+                rms_over_calls([rms_of(wide(now) - wide(then)) for now, then in zip(found, first[name], strict=True)]),
+            )
+            for name, found in outputs.items()
+        }
+        if step < steps:
+            value = loss(model, batches[step % len(batches)])
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                raise TypeError(f"loss(model, batch) returned {described(value)}, not a tensor of one number")
+            optimizer.zero_grad()
+            torch.autograd.backward(value)
+            optimizer.step()
+
+
+@contextmanager
+def _recorded(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """Copies of what the modules make, at each call."""
+    outputs: dict[str, list[Tensor]] = defaultdict(list)
+    with seen_by(model, lambda name, x, y: outputs[name].append(y.clone())):
+        yield outputs
+
+
+def _slope(points: Sequence[tuple[int, float]]) -> float:
+    values = [value for _, value in points]
+    if not any(values):
+        return 0.0
+    if not all(value > 0 and math.isfinite(value) for value in values):
+        return math.nan
+    x, y = [math.log(width) for width, _ in points], [math.log(value) for value in values]
+    return linear_regression(x, y).slope

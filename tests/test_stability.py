@@ -1,0 +1,556 @@
+"""Coordinate check, live metrics and sweep: exact values on hand-made cases, hooks, modes, files, bad input."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import structlin
+from structlin import BTT, TT, LowRank, StructuredLinear, convert
+from structlin.optim import Muon
+from structlin.stability import coordinate_check, lr_sweep, metrics, watch
+from tests.models import GPT
+
+
+def row(log, layer, step=0):
+    (found,) = [row for row in log.rows if row.layer == layer and row.step == step]
+    return found
+
+
+def diagonal(*values):
+    layer = nn.Linear(len(values), len(values), bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor(values).diag())
+    return layer
+
+
+def hooks(model):
+    return [hook for module in model.modules() for hook in (*module._forward_hooks, *module._forward_pre_hooks)]
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_hand_made_layer_has_the_numbers_of_its_definition():
+    model = nn.Sequential(diagonal(3.0, 4.0), nn.Identity(), diagonal(0.5, 0.0))
+    log = metrics(model, torch.tensor([[1.0, 1.0]], dtype=torch.float64))
+    first, last = row(log, "0"), row(log, "2")
+    assert first.rms == pytest.approx(math.sqrt((9 + 16) / 2))
+    assert first.forward == pytest.approx(math.sqrt((9 + 16) / 2))  # RMS of the input is 1
+    assert (first.dependency, first.update) == (pytest.approx(4), None)
+    assert last.forward == pytest.approx(1.5 / 5)  # (1.5, 0) from (3, 4)
+    assert last.dependency == pytest.approx(0.5)
+    assert [each.layer for each in log.rows] == ["0", "2"]  # the identity and the container make nothing new
+
+
+@pytest.mark.parametrize("structure", [BTT(rank=2), TT(rank=2), LowRank(rank=3)], ids=str)
+@pytest.mark.parametrize("widths", [(20, 36), (101, 24)])
+@pytest.mark.parametrize("weight_norm", [False, True])
+def test_the_dependency_of_a_structured_layer_is_the_norm_of_its_matrix(structure, widths, weight_norm):
+    layer = StructuredLinear(*widths, structure, weight_norm=weight_norm, dtype=torch.float64)
+    with torch.no_grad():
+        layer.cores[0].mul_(torch.linspace(0.2, 2, layer.cores[0].numel()).reshape_as(layer.cores[0]))
+    before = copy.deepcopy(layer)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    found = row(metrics(layer, torch.randn(5, widths[0], dtype=torch.float64), before=before), "StructuredLinear")
+    scale = math.sqrt(widths[0] / widths[1])
+    assert found.dependency == pytest.approx(scale * torch.linalg.matrix_norm(layer.to_dense(), 2).item(), rel=1e-3)
+    change = layer.to_dense() - before.to_dense()
+    assert found.update == pytest.approx(scale * torch.linalg.matrix_norm(change, 2).item(), rel=1e-3)
+
+
+def test_the_norm_of_a_wide_gaussian_matrix_is_right_though_its_singular_values_are_close():
+    layer = nn.Linear(512, 384, bias=False)
+    exact = math.sqrt(512 / 384) * torch.linalg.matrix_norm(layer.weight.double(), 2).item()
+    found = row(metrics(layer, torch.randn(2, 512)), "Linear").dependency
+    assert 0.997 * exact <= found <= (1 + 1e-5) * exact
+
+
+def test_a_convolution_is_measured_as_the_linear_map_that_it_is_on_the_image():
+    conv = nn.Conv2d(2, 3, 3, padding=1, dtype=torch.float64)
+    image = torch.randn(4, 2, 5, 6, dtype=torch.float64)
+    columns = torch.eye(2 * 5 * 6, dtype=torch.float64).reshape(-1, 2, 5, 6)
+    matrix = F.conv2d(columns, conv.weight, padding=1).flatten(1)
+    exact = math.sqrt(2 / 3) * torch.linalg.matrix_norm(matrix, 2).item()
+    assert row(metrics(conv, image), "Conv2d").dependency == pytest.approx(exact, rel=1e-3)
+
+
+def test_an_embedding_is_measured_by_its_largest_vector():
+    model = nn.Embedding(3, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, 1.0], [3.0, 4.0], [0.0, 0.0]]))
+    before = copy.deepcopy(model)
+    with torch.no_grad():
+        model.weight[2] += 2
+    found = row(metrics(model, torch.tensor([0, 0]), before=before), "Embedding")
+    assert (found.rms, found.forward) == (1, 1)
+    assert (found.dependency, found.update) == (pytest.approx(math.sqrt(12.5)), 2)
+
+
+def test_all_matrices_of_a_torch_encoder_are_measured():
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    log = metrics(model, torch.randn(2, 5, 16))
+    assert {found.layer for found in log.rows if found.dependency} == {
+        "self_attn.in_proj", "self_attn.out_proj", "linear1", "linear2"
+    }  # fmt: skip
+    exact = math.sqrt(16 / 48) * torch.linalg.matrix_norm(model.self_attn.in_proj_weight.double(), 2).item()
+    assert row(log, "self_attn.in_proj").dependency == pytest.approx(exact, rel=1e-3)
+
+
+def test_metrics_leave_the_model_as_it_was():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4)).eval()
+    model[2].train()
+    modes, state = [m.training for m in model.modules()], copy.deepcopy(model.state_dict())
+    random = torch.get_rng_state()
+    metrics(model, torch.randn(8, 4, generator=torch.Generator().manual_seed(1)))
+    assert [m.training for m in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not hooks(model)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        metrics(model, torch.randn(8, 5))
+    assert [m.training for m in model.modules()] == modes
+    assert not hooks(model)
+
+
+def test_a_diverged_layer_reads_nan_and_raises_nothing():
+    layer = diagonal(1.0, math.inf)
+    found = row(metrics(layer, torch.ones(1, 2, dtype=torch.float64)), "Linear")
+    assert math.isnan(found.dependency)
+
+
+def test_bfloat16_weights_under_autocast_are_measured_in_float32():
+    layer = nn.Linear(8, 8).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = row(metrics(layer, torch.randn(2, 8, dtype=torch.bfloat16)), "Linear")
+    assert found.dependency == pytest.approx(torch.linalg.matrix_norm(layer.weight.double(), 2).item(), rel=1e-4)
+
+
+# ---- watch -----------------------------------------------------------------------------------------------------------
+
+
+def train(model, steps, inputs=4, lr=0.1):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, inputs)).square().mean().backward()
+        optimizer.step()
+
+
+def test_the_update_is_that_of_the_one_step_after_the_reading():
+    model = nn.Linear(3, 2, bias=False, dtype=torch.float64)
+    changes = []
+    with watch(model, every=3) as log:
+        for _ in range(7):
+            before = model.weight.detach().clone()
+            model(torch.randn(8, 3, dtype=torch.float64)).sum()
+            with torch.no_grad():
+                model(torch.randn(8, 3, dtype=torch.float64))  # evaluation is no step
+                model.weight += torch.randn(2, 3, dtype=torch.float64)
+            changes.append(math.sqrt(3 / 2) * torch.linalg.matrix_norm(model.weight - before, 2).item())
+    assert [row.step for row in log.rows] == [0, 3, 6]
+    assert [row.update for row in log.rows] == pytest.approx([changes[0], changes[3], changes[6]])
+
+
+def test_a_reading_waits_for_the_step_while_gradients_accumulate():
+    model = nn.Linear(4, 4, bias=False)
+    with watch(model, every=1) as log:
+        for _ in range(3):
+            for _ in range(2):
+                model(torch.randn(8, 4))
+            with torch.no_grad():
+                model.weight += 1
+    assert [row.step for row in log.rows] == [0, 2, 4]
+    assert [row.update for row in log.rows] == pytest.approx([4, 4, 4])  # all ones, 4 x 4
+
+
+def test_watching_changes_nothing_in_training():
+    def trained(watched):
+        torch.manual_seed(0)
+        model = convert(GPT(width=16, depth=1), BTT(), include="attention")
+        model.h[0].mlp.c_fc = nn.Sequential(model.h[0].mlp.c_fc, nn.Dropout(0.5))
+        optimizer = Muon(model)
+
+        def steps():
+            for _ in range(4):
+                tokens = torch.randint(50, (2, 9))
+                optimizer.zero_grad()
+                F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+                optimizer.step()
+
+        if watched:
+            with watch(model, every=2) as log:
+                steps()
+            assert {row.step for row in log.rows} == {0, 2}
+            assert all(row.update > 0 for row in log.rows if row.dependency)
+            assert not hooks(model)
+        else:
+            steps()
+        return model.state_dict()
+
+    plain, watched = trained(False), trained(True)
+    assert all(torch.equal(value, watched[name]) for name, value in plain.items())
+
+
+def test_the_hooks_are_gone_after_an_exception_in_the_model():
+    class Failing(nn.Linear):
+        def forward(self, x):
+            raise ArithmeticError("of the model")
+
+    model = nn.Sequential(nn.Linear(4, 4), Failing(4, 4))
+    with pytest.raises(ArithmeticError, match="of the model"), watch(model):
+        model(torch.randn(2, 4))
+    assert not hooks(model)
+
+
+def test_training_goes_on_after_an_error_that_the_loop_catches():
+    model = nn.Sequential(nn.Linear(4, 4))
+    with watch(model, every=1) as log:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.randn(2, 5))
+        train(model, 2)
+    assert not hooks(model)
+    assert [row.step for row in log.rows] == [1, 2]
+
+
+def test_growth_is_the_last_rms_over_the_first():
+    model = nn.Linear(2, 2, bias=False)
+    with watch(model, every=1) as log:
+        for factor in (2.0, 3.0, 1.0):
+            model(torch.ones(1, 2))
+            with torch.no_grad():
+                model.weight *= factor
+    assert log.growth == {"Linear": pytest.approx(6)}
+    assert "6.0000" in str(log.table())
+
+
+def test_a_compiled_model_is_read_and_not_compiled_anew():
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend)
+    with watch(compiled, every=2) as log:
+        train(compiled, 5)
+    assert len(graphs) == 1
+    assert [(row.layer, row.step) for row in log.rows] == [(name, step) for step in (0, 2, 4) for name in "012"]
+    train(compiled, 1)
+    assert len(graphs) == 1
+    model.compile(backend=backend)
+    with pytest.raises(ValueError, match=r"compiled by model.compile\(\)"), watch(model):
+        pass
+
+
+def test_watch_says_when_it_saw_nothing():
+    with pytest.warns(UserWarning, match="no forward pass"), watch(nn.Linear(2, 2)):
+        pass
+
+
+def test_a_log_is_printed_and_plotted(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with watch(model, every=1) as log:
+        train(model, 2)
+    assert str(log.table()).splitlines()[0].split() == [
+        "layer", "step", "RMS", "x", "first", "forward", "dependency", "update"
+    ]  # fmt: skip
+    log.plot(tmp_path / "log.png")
+    assert (tmp_path / "log.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: metrics("model", torch.ones(1)), TypeError, "model=str must be a torch.nn.Module"),
+        (lambda: metrics(nn.Linear(2, 2, device="meta"), torch.ones(1)), ValueError, "weight is on meta"),
+        (
+            lambda: metrics(nn.Linear(2, 2), torch.ones(1, 2), before=nn.Linear(2, 3)),
+            ValueError,
+            "before=Linear has no layer 'Linear' of the same shape",
+        ),
+        (lambda: watch(nn.Linear(2, 2), every=0).__enter__(), ValueError, "every=0 must be at least 1"),
+    ],
+)
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+# ---- coordinate_check ------------------------------------------------------------------------------------------------
+
+
+class Powers(nn.Module):
+    """A linear network whose outputs are width^p, and whose weights a step of SGD at lr 1 moves by width^q."""
+
+    def __init__(self, width, p, q):
+        super().__init__()
+        self.layer = nn.Linear(1, width, bias=False)
+        nn.init.constant_(self.layer.weight, width**p)
+        self.moved = width**q
+
+
+def moved(model, batch):
+    return model.moved * model.layer(batch).sum()
+
+
+def test_slopes_are_exact_on_a_network_of_known_powers():
+    check = coordinate_check(
+        lambda width: Powers(width, 0.25, -0.5),
+        [4, 16, 64],
+        [torch.ones(1, 1)],
+        loss=moved,
+        optimizer=lambda model, width: torch.optim.SGD(model.parameters(), lr=1.0),
+        steps=2,
+        seeds=[0],
+    )
+    sizes = {(row.width, row.step): row for row in check.rows}
+    assert sizes[16, 0].output == pytest.approx(2)
+    assert sizes[16, 0].change == 0
+    assert sizes[16, 1].output == pytest.approx(2 - 0.25)
+    assert sizes[16, 2].change == pytest.approx(0.5)  # two steps of 16^-0.5
+    slopes = {(slope.quantity, slope.step): slope.slope for slope in check.slopes}
+    assert slopes["output", 0] == pytest.approx(0.25, abs=1e-5)
+    assert slopes["change", 1] == pytest.approx(-0.5, abs=1e-5)
+    assert slopes["change", 2] == pytest.approx(-0.5, abs=1e-5)
+    assert {(slope.layer, slope.quantity) for slope in check.not_flat} == {("layer", "output"), ("layer", "change")}
+
+
+def mlp(width):
+    model = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4))
+    nn.init.zeros_(model[4].weight)
+    nn.init.zeros_(model[4].bias)
+    return model
+
+
+def digit_like():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(128, 16, generator=generator)
+    return x, (x[:, :4] + x[:, 4:8]).argmax(dim=1)
+
+
+def cross_entropy(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("structure", [None, BTT()], ids=["dense", "BTT"])
+def test_one_rate_for_all_widths_is_found_and_the_rule_of_param_groups_is_flat(structure):
+    def build(width):
+        return mlp(width) if structure is None else convert(mlp(width), structure, exclude=["0", "4"])
+
+    def naive(model, width):
+        return torch.optim.Adam(model.parameters(), lr=1e-2)
+
+    def aware(model, width):
+        return torch.optim.Adam(structlin.param_groups(model, lr=1e-2, base={width: 64}))
+
+    options = {"loss": cross_entropy, "seeds": [0, 1]}
+    wrong = coordinate_check(build, [64, 256, 1024], [digit_like()], optimizer=naive, **options)
+    right = coordinate_check(build, [64, 256, 1024], [digit_like()], optimizer=aware, **options)
+    grown = {slope.layer: slope.slope for slope in wrong.not_flat if slope.quantity == "change"}
+    assert {"2", "4"} <= set(grown)
+    assert grown["4"] > 0.5
+    assert "0" not in grown
+    assert right.not_flat == []
+    assert str(right).endswith("all layers are flat (slopes within 0.2)")
+    assert str(wrong).splitlines()[-1].startswith("not flat: ")
+    assert str(wrong).count("NOT FLAT") == len(wrong.not_flat)
+
+
+def test_the_coordinate_check_takes_the_duality_based_optimizer_and_plots(tmp_path):
+    check = coordinate_check(
+        mlp, [32, 128], [digit_like()], loss=cross_entropy, optimizer=lambda model, width: Muon(model, lr=0.1), steps=1
+    )
+    assert check.widths == [32, 128]
+    check.plot(tmp_path / "check.png")
+    assert (tmp_path / "check.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_seeds_give_the_same_check_and_the_users_random_numbers_go_on():
+    def check(lr=0.1):
+        return coordinate_check(
+            lambda width: nn.Sequential(nn.Linear(4, width), nn.Dropout(0.5)),
+            [4, 8],
+            [torch.ones(3, 4)],
+            loss=lambda model, x: model(x).sum(),
+            optimizer=lambda model, width: torch.optim.SGD(model.parameters(), lr=lr),
+        )
+
+    state = torch.get_rng_state()
+    first = check()
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(5)
+    assert check() == first
+    assert any(row.change > 0 for row in first.rows)
+    assert all(row.change == 0 for row in check(lr=0.0).rows)  # the same dropout each time
+
+
+def test_an_activation_that_is_not_finite_is_not_flat():
+    check = coordinate_check(
+        lambda width: Powers(width, 0.0, 50.0),
+        [4, 1024],
+        [torch.ones(1, 1)],
+        loss=moved,
+        optimizer=lambda model, width: torch.optim.SGD(model.parameters(), lr=1.0),
+        steps=1,
+        seeds=[0],
+    )
+    assert [slope.layer for slope in check.not_flat] == ["layer", "layer"]
+    assert all(math.isnan(slope.slope) for slope in check.not_flat)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"widths": [64]}, ValueError, r"widths=\[64\]: a slope needs two"),
+        ({"widths": [64, -1]}, ValueError, r"widths=\[64, -1\]: -1 is not positive"),
+        ({"batches": []}, ValueError, "batches=0"),
+        ({"steps": 0}, ValueError, "steps=0"),
+        ({"tolerance": 0}, ValueError, "tolerance=0 must be positive"),
+        ({"build": lambda width: width}, TypeError, r"build\(2\) returned int, not a torch.nn.Module"),
+        ({"optimizer": lambda model, width: None}, TypeError, r"optimizer\(model, 2\) returned NoneType"),
+        ({"loss": lambda model, batch: model(batch)}, TypeError, r"returned Tensor of shape \(3, 2\)"),
+        (
+            {"build": lambda width: nn.Sequential(*[nn.Linear(2, 2) for _ in range(width)])},
+            ValueError,
+            "the model of width 4 has a layer '2', that of 2 has none",
+        ),
+    ],
+)
+def test_a_bad_coordinate_check_is_named(changed, error, message):
+    options = {
+        "build": lambda width: nn.Linear(2, width),
+        "widths": [2, 4],
+        "batches": [torch.ones(3, 2)],
+        "loss": lambda model, batch: model(batch).sum(),
+        "optimizer": lambda model, width: torch.optim.SGD(model.parameters(), lr=0.1),
+    }
+    with pytest.raises(error, match=message):
+        coordinate_check(**options | changed)
+
+
+# ---- lr_sweep --------------------------------------------------------------------------------------------------------
+
+
+class Counted:
+    """A quadratic whose best rate is 1 / width, that diverges from 3 / width on."""
+
+    def __init__(self):
+        self.runs = []
+
+    def train(self, model, lr, width):
+        self.runs.append((width, lr))
+        x = lr * width
+        if x >= 3:
+            return math.nan
+        return (x - 1) ** 2 + 0.01 * torch.rand(()).item()
+
+
+def build(width):
+    return nn.Linear(width, 1)
+
+
+LRS = [2.0**-n for n in range(7, 0, -1)]
+
+
+def test_a_sweep_finds_the_best_rates_and_how_far_they_move():
+    sweep = lr_sweep(build, [8, 32], LRS, Counted().train, seeds=[0, 1])
+    assert sweep.best == {8: 1 / 8, 32: 1 / 32}
+    assert sweep.shifts == {8: 0.0, 32: -2.0}
+    assert sweep.transfer_distance == 2
+    assert {row.lr for row in sweep.rows if row.loss is None and row.width == 32} == {1 / 8, 1 / 4, 1 / 2}
+    assert str(sweep).endswith("the best lr moves by: 2.00 factors of 2")
+
+
+def test_a_rate_at_which_one_seed_diverges_is_never_chosen():
+    def train(model, lr, width):
+        if lr == 2.0 and torch.initial_seed() == 1:
+            raise FloatingPointError("gradients are not finite")
+        return -lr
+
+    sweep = lr_sweep(build, [2], [1.0, 2.0], train, seeds=[0, 1])
+    assert sweep.best == {2: 1.0}
+    assert sweep.losses == {2: {1.0: -1.0, 2.0: math.inf}}
+
+
+def test_a_width_that_always_diverges_has_no_best_rate(tmp_path):
+    path = tmp_path / "sweep.json"
+    sweep = lr_sweep(build, [1, 64], [1.0, 2.0], Counted().train, path=path)
+    assert sweep.best == {1: 1.0, 64: None}
+    assert sweep.transfer_distance is None
+    assert "diverged" in str(sweep)
+    assert json.loads(path.read_text())["best"] == {"1": 1.0, "64": None}
+
+
+def test_an_interrupted_sweep_goes_on_and_trains_no_run_again(tmp_path):
+    path, whole = tmp_path / "sweep.json", lr_sweep(build, [8, 32], LRS, Counted().train, seeds=[0, 1])
+
+    class Interrupted(Counted):
+        def train(self, model, lr, width):
+            if len(self.runs) == 5:
+                raise KeyboardInterrupt
+            return super().train(model, lr, width)
+
+    with pytest.raises(KeyboardInterrupt):
+        lr_sweep(build, [8, 32], LRS, Interrupted().train, seeds=[0, 1], path=path, setting={"train": "quadratic"})
+    assert len(json.loads(path.read_text())["rows"]) == 5
+    counted = Counted()
+    resumed = lr_sweep(build, [8, 32], LRS, counted.train, seeds=[0, 1], path=path, setting={"train": "quadratic"})
+    assert len(counted.runs) == 2 * 2 * len(LRS) - 5
+    assert resumed == whole
+    again = Counted()
+    assert lr_sweep(build, [8], LRS[:3], again.train, path=path, setting={"train": "quadratic"}).rows
+    assert again.runs == []
+    assert len(json.loads(path.read_text())["rows"]) == 2 * 2 * len(LRS)  # those outside of the grid stay
+    assert [file.name for file in tmp_path.iterdir()] == ["sweep.json"]
+
+
+def test_another_setting_is_refused_before_anything_is_trained(tmp_path):
+    path, counted = tmp_path / "sweep.json", Counted()
+    lr_sweep(build, [8], [0.1], Counted().train, path=path, setting={"steps": 10, "betas": (0.9, 0.95)})
+    content = path.read_text()
+    with pytest.raises(ValueError, match="another setting: steps is 10 there and 20 here"):
+        lr_sweep(build, [8], [0.1], counted.train, path=path, setting={"steps": 20, "betas": (0.9, 0.95)})
+    with pytest.raises(ValueError, match=r"build is '.*test_stability.build' there and '.*test_stability.mlp' here"):
+        lr_sweep(mlp, [8], [0.1], counted.train, path=path, setting={"steps": 10, "betas": (0.9, 0.95)})
+    assert (counted.runs, path.read_text()) == ([], content)
+
+
+def test_a_sweep_is_plotted_and_a_best_rate_at_an_end_is_marked(tmp_path):
+    sweep = lr_sweep(build, [8, 32], [1 / 32, 1 / 16], Counted().train)
+    assert [line.endswith("end of the grid") for line in str(sweep.table()).splitlines()[2:]] == [True, True]
+    sweep.plot(tmp_path / "sweep.png")
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"widths": []}, ValueError, r"widths=\[\]"),
+        ({"lrs": [0.0]}, ValueError, r"lrs=\[0.0\]: 0.0 is not positive"),
+        ({"lrs": [math.inf]}, ValueError, "inf is not positive and finite"),
+        ({"seeds": []}, ValueError, r"seeds=\[\]"),
+        ({"train": lambda model, lr, width: None}, TypeError, r"train\(model, 0.1, 2\) returned NoneType"),
+        ({"build": lambda width: None}, TypeError, r"build\(2\) returned NoneType"),
+    ],
+)
+def test_a_bad_sweep_is_named(changed, error, message):
+    options = {"build": build, "widths": [2], "lrs": [0.1], "train": lambda model, lr, width: 0.0}
+    with pytest.raises(error, match=message):
+        lr_sweep(**options | changed)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"rows": [{"width": 1}], "setting": {}}'])
+def test_a_file_that_is_no_sweep_is_refused(tmp_path, content):
+    path = tmp_path / "sweep.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="is not the file of a sweep"):
+        lr_sweep(build, [2], [0.1], Counted().train, path=path)
+    assert path.read_text() == content
