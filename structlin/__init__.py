@@ -3,7 +3,7 @@
 from . import duality, modular, optim, scaling, stability
 from .checkpoint import load, save
 from .contract import apply, to_cola, to_dense
-from .convert import convert, plan, to_dense_
+from .convert import convert, merge, plan, to_dense_
 from .duality import dualize
 from .families import BTT, TT, BlockDiagonal, Dense, Family, Kronecker, LowRank, Monarch, Split, family
 from .linear import StructuredLinear
@@ -35,6 +35,7 @@ __all__ = [
     "init_std",
     "load",
     "lr_mult",
+    "merge",
     "modular",
     "optim",
     "param_groups",

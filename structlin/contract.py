@@ -5,28 +5,49 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from einops import rearrange
+import torch.nn.functional as F
+from einops import einsum, rearrange
 from torch import Tensor
 
+from .kernels import cost
+from .kernels.layout import encode
+from .kernels.op import multiply
 from .structure import TOKENS, Structure
 
 if TYPE_CHECKING:
     from cola.ops import LinearOperator
 
+MODES = ("auto", "structured", "dense")
 
-def apply(structure: Structure, cores: Sequence[Tensor], x: Tensor) -> Tensor:
-    """`y = W x` for every token, core by core, without ever forming W.
+
+def apply(
+    structure: Structure,
+    cores: Sequence[Tensor],
+    x: Tensor,
+    bias: Tensor | None = None,
+    *,
+    mode: str = "auto",
+    recompute: bool = False,
+) -> Tensor:
+    """`y = W x + bias` for every token, the fastest way.
+
+    "structured" goes core by core and never forms W; "dense" multiplies the cores into W first. "auto" takes what the
+    cost model (`kernels.cost`) says is faster for the structure, dtype, device and number of tokens, with gradients or
+    without; under torch.compile, what is faster for many tokens. All are differentiable any number of times.
 
     Args:
         cores: one tensor `(batch, fan_out, fan_in)` per core of the structure.
         x: `(..., structure.in_features)`, any leading shape and strides, also no tokens at all.
+        bias: `(structure.out_features,)`.
+        mode: "auto", "structured" or "dense".
+        recompute: save nothing but x for the backward pass, which computes the middle again.
 
     Returns:
-        `(..., structure.out_features)`. Differentiable any number of times; `torch.compile(fullgraph=True)` sees
-        batched products and permutations only.
+        `(..., structure.out_features)`. Under autocast of its dtype, as nn.Linear.
 
     Raises:
-        ValueError: wrong last dimension of `x`, wrong number or shape of cores, mixed devices.
+        ValueError: wrong last dimension of `x`, wrong number or shape of cores or bias, mixed devices or dtypes of the
+            cores, an unknown mode.
         TypeError: `x` is not floating point, or its dtype is not the cores' (outside autocast).
 
     >>> from structlin import Kronecker
@@ -36,6 +57,25 @@ def apply(structure: Structure, cores: Sequence[Tensor], x: Tensor) -> Tensor:
     >>> torch.allclose(apply(structure, [right, left], x), x @ torch.kron(left[0], right[0]).T, atol=1e-5)
     True
     """
+    _check(structure, cores, x, bias)
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, cores = x.to(dtype), [core.to(dtype) for core in cores]
+    bias = None if bias is None else bias.to(x.dtype)
+    tokens = x.numel() // structure.in_features
+    backward = torch.is_grad_enabled() and (x.requires_grad or any(core.requires_grad for core in cores))
+    if choose(mode, structure, tokens, x.dtype, x.device.type, backward=backward) == "dense":
+        return F.linear(x, to_dense(structure, cores), bias)
+    if not _takes_operators():
+        y = reference(structure, cores, x)
+        return y if bias is None else y + bias
+    rows = x.reshape(-1, structure.in_features)
+    out: Tensor = multiply(rows, list(cores), bias, encode(structure), backward and not recompute)[0]
+    return out.view(*x.shape[:-1], structure.out_features)
+
+
+def reference(structure: Structure, cores: Sequence[Tensor], x: Tensor) -> Tensor:
+    """`W x` by permutations and plain batched products: the oracle of `apply`, and what is exported."""
     _check(structure, cores, x)
     h = x.reshape(1, -1, structure.in_features)
     for (pattern, sizes), core in zip(structure.rearrangements, cores, strict=False):
@@ -48,14 +88,32 @@ def apply(structure: Structure, cores: Sequence[Tensor], x: Tensor) -> Tensor:
 def to_dense(structure: Structure, cores: Sequence[Tensor]) -> Tensor:
     """The matrix W that `apply` multiplies by: `(out_features, in_features)`, differentiable in the cores.
 
+    One core is multiplied onto the product of those before it, axis by axis, which costs what a few tokens cost.
+
     >>> from structlin import LowRank
     >>> v, u = torch.randn(1, 2, 6), torch.randn(1, 4, 2)
     >>> torch.allclose(to_dense(LowRank(rank=2).structure(6, 4), [v, u]), u[0] @ v[0])
     True
     """
     _check_cores(structure, cores)
-    identity = torch.eye(structure.in_features, dtype=cores[0].dtype, device=cores[0].device)
-    return apply(structure, cores, identity).mT
+    inputs, outputs = (side.split() for side in structure.signature.split("->"))
+    stored = [[*core.batch_axes, *core.fan_out_axes, *core.fan_in_axes] for core in structure.cores]
+    factors = [
+        (core.reshape([structure.sizes[axis] for axis in axes]), axes) for core, axes in zip(cores, stored, strict=True)
+    ]
+    columns = {axis: f"{axis}_of_x" if axis in outputs else axis for axis in inputs}
+    for axis in inputs:
+        if axis in outputs:  # W is diagonal in it
+            identity = torch.eye(structure.sizes[axis], dtype=cores[0].dtype, device=cores[0].device)
+            factors.append((identity, [axis, columns[axis]]))
+    w, lying = factors[0]
+    for n, (factor, axes) in enumerate(factors[1:], start=1):
+        later = {*columns.values(), *outputs, *(axis for _, rest in factors[n + 1 :] for axis in rest)}
+        kept = [axis for axis in dict.fromkeys([*lying, *axes]) if axis in later]
+        w = einsum(w, factor, f"{' '.join(lying)}, {' '.join(axes)} -> {' '.join(kept)}")
+        lying = kept
+    target = [*outputs, *columns.values()]
+    return w.permute([lying.index(axis) for axis in target]).reshape(structure.out_features, structure.in_features)
 
 
 def to_cola(structure: Structure, cores: Sequence[Tensor]) -> "LinearOperator":
@@ -97,7 +155,29 @@ def to_cola(structure: Structure, cores: Sequence[Tensor]) -> "LinearOperator":
     return factors[0] if len(factors) == 1 else Product(*reversed(factors))
 
 
-def _check(structure: Structure, cores: Sequence[Tensor], x: Tensor) -> None:
+def choose(mode: str, structure: Structure, tokens: int, dtype: torch.dtype, device: str, *, backward: bool) -> str:
+    """ "structured" or "dense": `mode` itself, or for "auto" what is faster."""
+    check_mode(mode)
+    if mode != "auto":
+        return mode
+    least, most = cost.tokens_for(encode(structure), dtype, device, backward)
+    # A compiled program makes one choice for all numbers of tokens, that for many, or each would be compiled anew
+    return "structured" if least <= (cost.FOREVER if torch.compiler.is_compiling() else tokens) <= most else "dense"
+
+
+def check_mode(mode: str) -> None:
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r} is unknown; there are {', '.join(MODES)}")
+
+
+def _takes_operators() -> bool:
+    """Not while exporting, so that what is exported needs no structlin, nor under `torch.func`'s transforms."""
+    if torch.compiler.is_compiling():
+        return not torch.compiler.is_exporting()
+    return not torch._C._are_functorch_transforms_active()
+
+
+def _check(structure: Structure, cores: Sequence[Tensor], x: Tensor, bias: Tensor | None = None) -> None:
     _check_cores(structure, cores)
     if x.ndim == 0 or x.shape[-1] != structure.in_features:
         raise ValueError(
@@ -109,6 +189,12 @@ def _check(structure: Structure, cores: Sequence[Tensor], x: Tensor) -> None:
         raise ValueError(f"x is on {x.device}, the cores are on {cores[0].device}")
     if x.dtype != cores[0].dtype and not torch.is_autocast_enabled(x.device.type):
         raise TypeError(f"x has dtype {x.dtype}, the cores have {cores[0].dtype}; cast one of them or use autocast")
+
+    if bias is not None and (bias.shape != (structure.out_features,) or bias.device != x.device):
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)} on {bias.device}; it must be (out_features,) = "
+            f"({structure.out_features},) on {x.device}"
+        )
 
 
 def _check_cores(structure: Structure, cores: Sequence[Tensor]) -> None:

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from .budget import NAMES, allocate
 from .calibration import Calibration, covariances
+from .contract import check_mode
 from .families import DEFAULT, Family, Split, label, structure_of
+from .kernels.cost import best, dense
 from .layers import PROTECTED, ROLES, Layer, has_hooks, is_conv1d, linear_layers, no_layers
 from .linear import StructuredLinear, uninitialised
 from .projection import project, relative_error
@@ -49,6 +51,8 @@ class Plan:
     init: str = "mup"
     weight_norm: bool = False
     untie: bool = False
+    mode: str = "auto"
+    recompute: bool = False
     _done: bool = field(default=False, repr=False)
 
     def apply(self) -> nn.Module:
@@ -81,6 +85,7 @@ class Plan:
         assert isinstance(old.weight, Tensor)
         options: dict[str, Any] = {"device": old.weight.device, "dtype": old.weight.dtype}
         options |= {"bias": False, "weight_norm": self.weight_norm, "zero_init": decision.zero_init}
+        options |= {"mode": self.mode, "recompute": self.recompute}
         widths = (layer.in_features, layer.out_features, decision.structure)
         if self.init != "project":
             new = StructuredLinear(*widths, init=self.init, **options)
@@ -131,6 +136,8 @@ def plan(
     budget_of: str = "params",
     untie: bool = False,
     split: Mapping[str, int] | None = None,
+    mode: str = "auto",
+    recompute: bool = False,
 ) -> Plan:
     """What `convert` with the same arguments would do, without doing it. Raises what `convert` raises."""
     if not isinstance(model, nn.Module):
@@ -142,6 +149,7 @@ def plan(
             raise TypeError(f"structure={option!r} must be a family such as BTT(rank=1), or a Structure")
     if hasattr(model, "_orig_mod"):
         raise ValueError(f"model={type(model).__name__} is compiled: convert first, then torch.compile")
+    check_mode(mode)
     init = _check_init(init, calibration, budget, zero_init)
     if budget_of not in NAMES or (budget is None and budget_of != "params"):
         known = f"{' or '.join(map(repr, NAMES))}, and goes with a budget, for example budget=0.5"
@@ -205,7 +213,7 @@ def plan(
             budget,
             budget_of,
         )
-    return Plan(model, decisions, init=init, weight_norm=weight_norm, untie=untie)
+    return Plan(model, decisions, init=init, weight_norm=weight_norm, untie=untie, mode=mode, recompute=recompute)
 
 
 def convert(
@@ -224,6 +232,8 @@ def convert(
     budget_of: str = "params",
     untie: bool = False,
     split: Mapping[str, int] | None = None,
+    mode: str = "auto",
+    recompute: bool = False,
 ) -> nn.Module:
     """Replace linear layers (nn.Linear, transformers' Conv1D) of `model` by structured ones, in place.
 
@@ -253,6 +263,7 @@ def convert(
             counted): the rank, or number of blocks, of each is chosen for the least total error, see `allocate`.
         budget_of: "params", or "flops": `budget` is a fraction of their FLOPs a token.
         split: pattern -> number of equal parts of the outputs that get a matrix each, see `Split`: 3 for a fused qkv.
+        mode, recompute: how the new layers multiply, and what they keep for the backward pass: see `StructuredLinear`.
         untie: convert also layers whose weight is tied to another module's, which keeps it; the model's config says so.
 
     Returns:
@@ -286,6 +297,8 @@ def convert(
         budget_of=budget_of,
         untie=untie,
         split=split,
+        mode=mode,
+        recompute=recompute,
     )
     _warn(planned)
     return planned.apply()
@@ -311,18 +324,60 @@ def to_dense_(model: nn.Module) -> nn.Module:
       (1): ReLU()
     )
     """
+    return _make_dense(model, _structured_layers(model))
+
+
+def merge(model: nn.Module, *, tokens: int) -> nn.Module:
+    """For inference: replace in place the structured layers that are slower than the dense ones they stand for.
+
+    Layers that are faster at `tokens` tokens a call stay structured; the others become what `to_dense_` makes of them,
+    under the same names in `state_dict`. The cost model (`kernels.cost`) decides, for each layer's dtype and device.
+
+    Args:
+        tokens: of one call, over all leading dimensions: batch size times sequence length, or the batch size alone
+            when text is generated with a cache.
+
+    Returns:
+        `model`; the new layer if `model` is itself a structured layer that is replaced.
+
+    Raises:
+        ValueError: `tokens` is not positive; no structured layer; one to replace has hooks or is sharded.
+
+    >>> from structlin import BlockDiagonal, TT
+    >>> layers = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    >>> layers = convert(layers, TT(rank=16), overrides={"1": BlockDiagonal(blocks=8)})
+    >>> [type(layer).__name__ for layer in merge(layers, tokens=4096)]
+    ['Linear', 'StructuredLinear']
+    """
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+        raise ValueError(f"tokens={tokens!r} must be a positive integer: the tokens of one call")
+
+    def slower(layer: StructuredLinear) -> bool:
+        dtype, device = layer.cores[0].dtype, layer.cores[0].device.type
+        own = best(layer.structure, dtype, device, backward=False)
+        return own.at(tokens) > dense(layer.structure, dtype, device, backward=False, formed=False).at(tokens)
+
+    return _make_dense(model, {layer: names for layer, names in _structured_layers(model).items() if slower(layer)})
+
+
+def _structured_layers(model: nn.Module) -> dict[StructuredLinear, list[str]]:
+    """With all their names; an error if there are none."""
     names: dict[StructuredLinear, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, StructuredLinear):
             names.setdefault(module, []).append(name)
     if not names:
         raise ValueError(f"model={type(model).__name__} has no structured layer")
-    for layer, found in names.items():
+    return names
+
+
+def _make_dense(model: nn.Module, layers: Mapping[StructuredLinear, list[str]]) -> nn.Module:
+    for layer, found in layers.items():
         sharded = type(layer) is not StructuredLinear or any(hasattr(core, "full_tensor") for core in layer.cores)
         if sharded or has_hooks(layer):
             reason = "is sharded: gather it first" if sharded else "has hooks, which would be lost"
             raise ValueError(f"layer {found[0]!r} {reason}")
-    model = swap(model, [(found, _dense(layer)) for layer, found in names.items()])
+    model = swap(model, [(found, _dense(layer)) for layer, found in layers.items()])
     _declare(model)
     return model
 

@@ -17,7 +17,7 @@ from .weight import WeightView
 
 
 class StructuredLinear(nn.Module):
-    """`y = x W^T + b` with a structured W that is never formed.
+    """`y = x W^T + b` with a structured W, which is only formed where that is faster.
 
     Args:
         in_features, out_features: widths, as of nn.Linear; they never change, also where the structure pads inside.
@@ -26,6 +26,10 @@ class StructuredLinear(nn.Module):
         weight_norm: multiply by `gamma * min(1, sigma / RMS(core)) * core` in place of `core`; sigma is the initial
             standard deviation, gamma (`gains`, one per core) is learned and starts at 1 (CBS, section 5.1).
         init: "mup", "spectral" or "orthogonal", see `scaling.init_std`.
+        mode: "structured" multiplies core by core; "dense" multiplies the cores into W at every call, and by W; "auto"
+            takes what the cost model says is faster for the number of tokens, see `contract.apply`.
+        recompute: save nothing but the input for the backward pass, which computes the activations between the cores
+            again: less memory, a little slower.
         zero_init: the layer starts as the zero function: its last core is zero, the others are not, so that every core
             has a gradient after one step. For the last linear layer of a residual branch.
 
@@ -38,7 +42,7 @@ class StructuredLinear(nn.Module):
         weight: the dense matrix `(out_features, in_features)`, only formed if its numbers are read; see `WeightView`.
 
     Raises:
-        ValueError: the structure does not fit the widths; `init` is unknown.
+        ValueError: the structure does not fit the widths; `init` or `mode` is unknown.
         TypeError: `structure` is neither a family nor a `Structure`.
 
     >>> from structlin import BTT
@@ -60,12 +64,16 @@ class StructuredLinear(nn.Module):
         weight_norm: bool = False,
         init: str = "mup",
         zero_init: bool = False,
+        mode: str = "auto",
+        recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if init not in INITS:
             raise ValueError(f"init={init!r} is unknown; there are {', '.join(INITS)}")
+        contract.check_mode(mode)
+        self.mode, self.recompute = mode, recompute
         self.structure = structure_of(structure, in_features, out_features)
         self.in_features, self.out_features = in_features, out_features
         self.label = label(structure)
@@ -103,11 +111,18 @@ class StructuredLinear(nn.Module):
         """`x W^T + bias`, for any bias `(out_features,)`."""
         if x.ndim == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"x has shape {tuple(x.shape)}: its last dimension must be in_features={self.in_features}")
-        padding = self.structure.in_features - self.in_features
-        y = contract.apply(self.structure, self.effective_cores(), F.pad(x, (0, padding)) if padding else x)
-        if self.structure.out_features != self.out_features:
-            y = y[..., : self.out_features]
-        return y if bias is None else y + bias.to(y.dtype)  # under autocast y is narrower than the bias
+        columns, rows = self.padding
+        if columns:
+            x = F.pad(x, (0, columns))
+        if rows and bias is not None:
+            bias = F.pad(bias, (0, rows))
+        y = contract.apply(self.structure, self.effective_cores(), x, bias, mode=self.mode, recompute=self.recompute)
+        return y[..., : self.out_features] if rows else y
+
+    def way(self, tokens: int, *, backward: bool = True) -> str:
+        """ "structured" or "dense": how the layer multiplies so many tokens, in training or without gradients."""
+        core = self.cores[0]
+        return contract.choose(self.mode, self.structure, tokens, core.dtype, core.device.type, backward=backward)
 
     def effective_cores(self) -> list[Tensor]:
         """The cores that the layer multiplies by: normalised, if it has weight normalisation."""
@@ -177,7 +192,9 @@ class StructuredLinear(nn.Module):
 
     def extra_repr(self) -> str:
         options = f"in_features={self.in_features}, out_features={self.out_features}, {self.label}"
-        return f"{options}, bias={self.bias is not None}, weight_norm={self.gains is not None}"
+        options += f", bias={self.bias is not None}, weight_norm={self.gains is not None}"
+        options += "" if self.mode == "auto" else f", mode={self.mode!r}"
+        return options + (", recompute=True" if self.recompute else "")
 
 
 def uninitialised(*args: Any, **options: Any) -> StructuredLinear:

@@ -51,6 +51,7 @@ class Row:
     params: int  #: biases and gains left out
     flops: int  #: per token, 2 per multiply-add
     padding: tuple[int, int]  #: columns and rows that the structure has beyond each layer's
+    way: str  #: "structured" or "dense": how a training step of so many tokens multiplies; "" if none were given
 
     @property
     def dense_params(self) -> int:
@@ -79,13 +80,16 @@ class Summary:
         return sum(row.flops for row in self.rows)
 
     def __str__(self) -> str:
-        table = Table("layer", "x", "in -> out", "structure", "params", "/dense", "FLOPs/token", "/dense", "padding")
+        ways = ["runs as"] if any(row.way for row in self.rows) else []
+        head = ("layer", "x", "in -> out", "structure", "params", "/dense", "FLOPs/token", "/dense", "padding")
+        table = Table(*head, *ways)
         for row in self.rows:
             shape, (columns, rows) = f"{row.in_features} -> {row.out_features}", row.padding
             waste = f"+{percent(columns, row.in_features)} in, +{percent(rows, row.out_features)} out"
             counts = f"{row.params:,}", percent(row.params, row.dense_params)
             flops = f"{row.flops:,}", percent(row.flops, row.dense_flops)
-            table.row(row.name, f"{row.layers}", shape, row.structure, *counts, *flops, waste if columns + rows else "")
+            last = (waste if columns + rows else "", *([row.way] if ways else []))
+            table.row(row.name, f"{row.layers}", shape, row.structure, *counts, *flops, *last)
         layers = sum(row.layers for row in self.rows)
         dense = sum(row.dense_params for row in self.rows)
         counts = f"{self.params:,}", percent(self.params, dense)
@@ -94,11 +98,15 @@ class Summary:
         return str(table)
 
 
-def summary(model: nn.Module) -> Summary:
+def summary(model: nn.Module, *, tokens: int | None = None) -> Summary:
     """Layer, structure, parameters and FLOPs of every linear layer of `model`, against dense; equal layers in one row.
 
+    Args:
+        tokens: of one training step, over all leading dimensions; the table then shows whether each layer multiplies
+            core by core ("structured") or forms its matrix ("dense"), see `contract.apply`.
+
     Raises:
-        ValueError: the model has no linear layer.
+        ValueError: the model has no linear layer; `tokens` is negative.
 
     >>> from structlin import BTT, convert
     >>> print(summary(convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), BTT())))
@@ -107,7 +115,11 @@ def summary(model: nn.Module) -> Summary:
     *                  2   64 -> 64    BTT(rank=1)    2,048    25.0%         4,096    25.0%
     linear layers      2                              2,048    25.0%         4,096    25.0%
     other parameters                                    128
+    >>> summary(nn.Sequential(StructuredLinear(64, 64, BTT(), mode="dense")), tokens=4096).rows[0].way
+    'dense'
     """
+    if tokens is not None and tokens < 0:
+        raise ValueError(f"tokens={tokens} is negative")
     layers = linear_layers(model)
     if not layers:
         raise ValueError(f"model={type(model).__name__} has no linear layer")
@@ -120,17 +132,18 @@ def summary(model: nn.Module) -> Summary:
         weight = id(module._parameters.get("weight", module))
         tied += params if weight in once else 0
         once.add(weight)
-        flops, text, padding = 2 * params, "dense", (0, 0)
+        flops, text, padding, way = 2 * params, "dense", (0, 0), ""
         if isinstance(module, StructuredLinear):
             params, flops = module.structure.params, module.structure.flops
             text, padding = module.label, module.padding
+            way = "" if tokens is None else module.way(tokens)
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", layer.name)
-        key = (pattern, layer.in_features, layer.out_features, text)
+        key = (pattern, layer.in_features, layer.out_features, text, way)
         before = merged.get(key)
         if before is not None:
             params, flops = params + before.params, flops + before.flops
         name, count = (pattern, before.layers + 1) if before is not None else (layer.name, 1)
-        merged[key] = Row(name, count, layer.in_features, layer.out_features, text, params, flops, padding)
+        merged[key] = Row(name, count, layer.in_features, layer.out_features, text, params, flops, padding, way)
     rows = tuple(merged.values())
     everything = sum(parameter.numel() for parameter in model.parameters())
     return Summary(rows, everything - sum(row.params for row in rows) + tied)

@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from math import inf, nan, sqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 from torch.utils._pytree import tree_leaves
 
 from ..linear import StructuredLinear
@@ -24,6 +22,10 @@ from .atoms import Conv2D, Embed, Linear
 from .bonds import BONDS, FunctionalAttention
 from .masses import masses as masses_of
 from .module import Add, Atom, Attributes, Bond, Composite, Identity, Module, Term, Tuple, Weights, Width
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.export.graph_signature import InputSpec
 
 # ---- operations ------------------------------------------------------------------------------------------------------
 
@@ -209,7 +211,7 @@ class _Reader:
     """Interprets a graph: what depends on neither the input nor a layer by its value, all else as a `_Vertex`."""
 
     def __init__(
-        self, model: nn.Module, program: ExportedProgram, masses: Mapping[str, float] | None, declared: Declared
+        self, model: nn.Module, program: "ExportedProgram", masses: Mapping[str, float] | None, declared: Declared
     ) -> None:
         self.model, self.program, self.masses = model, program, masses
         self.declared = {
@@ -237,20 +239,20 @@ class _Reader:
                 "its inputs, for an operation or a class of modules: sensitivities={torch.ops.aten.mul: 1.0, Mine: 1.0}"
             )
         results = zip(nodes[-1].args[0], self.program.graph_signature.output_specs, strict=True)
-        outputs = [self.values[node] for node, spec in results if spec.kind is OutputKind.USER_OUTPUT]
+        outputs = [self.values[node] for node, spec in results if spec.kind.name == "USER_OUTPUT"]
         outputs = [value for value in outputs if isinstance(value, _Vertex)]
         if not outputs:
             raise ValueError("trace: the output depends neither on the input nor on a layer")
         output = outputs[0] if len(outputs) == 1 else self.vertex(Operation("outputs"), outputs)
-        users = [node for node, spec in zip(nodes, inputs, strict=False) if spec.kind is InputKind.USER_INPUT]
+        users = [node for node, spec in zip(nodes, inputs, strict=False) if spec.kind.name == "USER_INPUT"]
         for vertex in self.vertices:
             if not vertex.inputs and not any(map(_floating, users)):  # positions of tokens
                 vertex.inputs = [self.source]
             vertex.settle(self.source)
         return _Writer(self.source).expression(output, self.source)
 
-    def placeholder(self, node: fx.Node, spec: InputSpec) -> Any:
-        if spec.kind is InputKind.USER_INPUT:
+    def placeholder(self, node: fx.Node, spec: "InputSpec") -> Any:
+        if spec.kind.name == "USER_INPUT":
             if not isinstance(node.meta["val"], Tensor):
                 return node.meta["val"]
             return self.source if _floating(node) else _INDICES
@@ -513,7 +515,7 @@ def trace(
     return Traced(model, _Reader(model, program, shares, sensitivities or {}).read())
 
 
-def _exported(model: nn.Module, example: Any) -> ExportedProgram:
+def _exported(model: nn.Module, example: Any) -> "ExportedProgram":
     kwargs = dict(example) if isinstance(example, Mapping) else {}
     args = () if kwargs else tuple(example) if isinstance(example, tuple | list) else (example,)
     modes = {module: module.training for module in model.modules()}

@@ -1,0 +1,177 @@
+"""The products of a structured layer, forward and backward, in chunks of tokens that stay in cache.
+
+    forward     h_0 = P_0 x        h_t = P_t (core_(t-1) h_(t-1))        y = P_c (core_(c-1) h_(c-1)) + bias
+    backward    g_c = P_c' dy      g_t = P_t' (core_t' g_(t+1))          dx = g_0        dcore_t = sum_n g_(t+1) h_t'
+
+P permutes a token's features, ' is the transpose. A chunk of tokens goes through all cores before the next one is
+read: the middle never leaves the cache. The backward pass computes it again there, unless `keep` has stored it.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .layout import Stages, blocks
+
+STRIDED = (torch.bfloat16, torch.float16)  # on a CPU these products write into strided views at full speed
+
+
+def forward(
+    at: Stages, cores: Sequence[Tensor], x: Tensor, bias: Tensor | None, *, columns: bool, keep: bool, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """`y = x W^T + bias`.
+
+    Args:
+        x: `(tokens, in_features)`, contiguous.
+        columns: store the middle with the tokens running fastest.
+        keep: also return the middle, what all cores but the first read: `(tokens * at.middle,)`; else `(0,)`.
+        chunk: tokens of a chunk.
+    """
+    y = x.new_empty(len(x), at.out_features)
+    middle = x.new_empty(len(x) * at.middle if keep else 0)
+    for n, kept in _chunks(at, len(x), chunk):
+        read = _operands(at, cores, x[n], columns)
+        if keep:
+            for stored, h in zip(_stored(at, middle[kept], columns), read[1:], strict=True):
+                stored.copy_(h)
+        _last(at, cores[-1], read[-1], y[n], bias)
+    return y, middle
+
+
+def backward(
+    at: Stages,
+    cores: Sequence[Tensor],
+    x: Tensor,
+    middle: Tensor,
+    dy: Tensor,
+    *,
+    columns: bool,
+    chunk: int,
+    wants: Sequence[bool],
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """The gradients of `forward` for x, the cores and the bias; empty where `wants` says that nobody asks for one.
+
+    Sums over the tokens are kept in float32 or better. `columns` and `chunk` must be those of `forward` if it kept the
+    middle.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    dx = torch.empty_like(x) if wants[0] else x.new_empty(0)
+    # Where h is in columns, which it is for all but the first core, a sum over the tokens is fastest as h g'
+    shapes = [(weight.mT if t else weight).shape if wants[1] else (0,) for t, weight in enumerate(cores)]
+    sums = [x.new_zeros(shape, dtype=wide) for shape in shapes]
+    dbias = x.new_zeros(at.out_features if wants[2] else 0, dtype=wide)
+    for n, kept in _chunks(at, len(x), chunk):
+        if wants[1] and len(middle):
+            read = [_enter(at, x[n]), *_stored(at, middle[kept], columns)]
+        elif wants[1]:
+            read = _operands(at, cores, x[n], columns)
+        g = blocks(at.permutations[-1].inverse.rows(dy[n]), at.cores[-1], at.cores[-1].fan_out)
+        for t in reversed(range(len(cores))):
+            if wants[1]:
+                left, right = (read[t], g) if t else (g, read[t])
+                _accumulate(sums[t], left, right)
+            if t:
+                g = _before(at, cores[t], t, g, columns, len(x[n]))
+            elif wants[0]:
+                _first(at, cores[0], g, dx[n])
+        if wants[2]:
+            dbias += dy[n].sum(0)
+    dcores = [(total.mT if t and wants[1] else total).to(x.dtype).contiguous() for t, total in enumerate(sums)]
+    return dx, dcores, dbias.to(x.dtype)
+
+
+def _chunks(at: Stages, tokens: int, chunk: int) -> Iterator[tuple[slice, slice]]:
+    """Of the tokens, and of the middle that belongs to them."""
+    for start in range(0, tokens, chunk):
+        stop = min(tokens, start + chunk)
+        yield slice(start, stop), slice(start * at.middle, stop * at.middle)
+
+
+def _enter(at: Stages, x: Tensor) -> Tensor:
+    return blocks(at.permutations[0].rows(x), at.cores[0], at.cores[0].fan_in)
+
+
+def _operands(at: Stages, cores: Sequence[Tensor], x: Tensor, columns: bool) -> list[Tensor]:
+    """What each core reads: `(batch, tokens * repeat, fan_in)`, strided."""
+    read = [h := _enter(at, x)]
+    for weight, permutation, core in zip(cores, at.permutations[1:], at.cores[1:], strict=False):
+        if columns:
+            h = permutation.columns(torch.bmm(weight, h.mT), core.batch).mT
+        else:
+            h = blocks(permutation.rows(_rows(h, weight.mT, len(x))), core, core.fan_in)
+        read.append(h)
+    return read
+
+
+def _stored(at: Stages, middle: Tensor, columns: bool) -> Iterator[Tensor]:
+    """The views of a stored middle that hold what each core but the first reads."""
+    tokens = len(middle) // max(1, at.middle)
+    sizes = [tokens * core.repeat * core.batch * core.fan_in for core in at.cores[1:]]
+    for core, part in zip(at.cores[1:], torch.split(middle, sizes), strict=True):
+        if columns:
+            yield part.view(core.batch, core.fan_in, tokens).mT
+        else:
+            yield blocks(part.view(tokens, -1), core, core.fan_in)
+
+
+def _before(at: Stages, weight: Tensor, t: int, g: Tensor, columns: bool, tokens: int) -> Tensor:
+    """The gradient that core t gives to core t - 1."""
+    core, permutation = at.cores[t - 1], at.permutations[t].inverse
+    if columns:
+        return permutation.columns(torch.bmm(weight.mT, g.mT), core.batch).mT
+    return blocks(permutation.rows(_rows(g, weight, tokens)), core, core.fan_out)
+
+
+def _last(at: Stages, weight: Tensor, h: Tensor, y: Tensor, bias: Tensor | None) -> None:
+    """The last product, into the rows y."""
+    core, permutation = at.cores[-1], at.permutations[-1]
+    if permutation.trivial and (bias is None or core.repeat == 1):
+        _product(
+            h,
+            weight.mT,
+            blocks(y, core, core.fan_out),
+            None if bias is None else bias.view(core.batch, 1, core.fan_out),
+        )
+        return
+    rows = permutation.view(_rows(h, weight.mT, len(y)))
+    y = y.view(rows.shape)
+    y.copy_(rows) if bias is None else torch.add(rows, bias.view(rows.shape[1:]), out=y)
+
+
+def _first(at: Stages, weight: Tensor, g: Tensor, dx: Tensor) -> None:
+    """The gradient of the first product, into the rows dx."""
+    core, permutation = at.cores[0], at.permutations[0].inverse
+    if permutation.trivial:
+        _product(g, weight, blocks(dx, core, core.fan_in))
+    else:
+        rows = permutation.view(_rows(g, weight, len(dx)))
+        dx.view(rows.shape).copy_(rows)
+
+
+def _rows(a: Tensor, b: Tensor, tokens: int) -> Tensor:
+    """`a b` as rows `(tokens, (repeat, batch, features))`."""
+    (batch, n, _), features = a.shape, b.shape[-1]
+    rows = a.new_empty(n, batch, features)
+    _product(a, b, rows.transpose(0, 1))
+    return rows.view(tokens, -1)
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+    """`out = a b + bias`, batched, into a view of any strides."""
+    if out.dtype in STRIDED or out.is_cuda or out.is_contiguous():
+        torch.bmm(a, b, out=out)
+        if bias is not None:
+            out += bias
+    elif bias is None:
+        out.copy_(torch.bmm(a, b))
+    else:
+        torch.add(torch.bmm(a, b), bias, out=out)
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total += left' right`, batched, summed over the tokens."""
+    if total.dtype == left.dtype:
+        total.baddbmm_(left.mT, right)
+    else:  # on a CPU, operands in one piece are summed at twice the speed
+        total += torch.bmm(left.contiguous().mT, right.contiguous())

@@ -1,0 +1,306 @@
+"""The operator behind `apply`: every structure, layout, dtype and number of tokens against einsum in float64."""
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.autograd import gradcheck, gradgradcheck
+
+from structlin import BTT, TT, Kronecker, LowRank, Monarch, Structure, StructuredLinear, apply
+from structlin.kernels import cost, op, stages
+from structlin.kernels.layout import decode, encode
+from structlin.kernels.layout import stages as stages_of
+from tests.catalogue import every_structure, one_einsum, random_cores, structures, tokens
+
+FEW = [
+    BTT(rank=2),
+    Monarch(blocks=2),
+    Monarch(blocks=6),
+    LowRank(rank=3),
+    Kronecker(),
+    TT(rank=2),
+    BTT(rank=2, cores=3),
+]
+OWN = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch.*")
+
+
+def small(family):
+    return family.structure(12, 30)
+
+
+def gradients_of(structure, cores, x, bias):
+    """Of the einsum, by autograd: y and its gradients for a fixed dy."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, bias, *cores)]
+    x, bias, *cores = leaves
+    y = one_einsum(structure, cores, x) + bias
+    dy = torch.cos(torch.arange(y.numel(), dtype=y.dtype)).reshape(y.shape)
+    return y.detach(), dy, torch.autograd.grad(y, leaves, dy)
+
+
+@every_structure
+def test_every_layout_and_chunk_gives_the_values_and_gradients_of_einsum(structure):
+    at, cores = stages_of(structure), random_cores(structure)
+    x, bias = tokens(7, structure.in_features), tokens(structure.out_features)
+    y, dy, (dx, dbias, *dcores) = gradients_of(structure, cores, x, bias)
+    for columns in (False, True) if at.in_columns else (False,):
+        for chunk in (1, 3, 7, 100):
+            for keep in (False, True):
+                options = {"columns": columns, "chunk": chunk}
+                own, middle = stages.forward(at, cores, x, bias, keep=keep, **options)
+                assert len(middle) == (7 * at.middle if keep else 0)
+                got = stages.backward(at, cores, x, middle, dy, wants=(True, True, True), **options)
+                torch.testing.assert_close((own, *got), (y, dx, dcores, dbias))
+
+
+@given(structure=structures(max_width=64), wants=st.tuples(st.booleans(), st.booleans(), st.booleans()))
+def test_only_the_gradients_that_are_asked_for_are_computed(structure, wants):
+    cores, x, dy = random_cores(structure), tokens(5, structure.in_features), tokens(5, structure.out_features)
+    everything = op.gradients(dy, x, cores, x.new_empty(0), encode(structure), [True, True, True])
+    got = op.gradients(dy, x, cores, x.new_empty(0), encode(structure), list(wants))
+    asked = [wants[0], *[wants[1]] * len(cores), wants[2]]
+    for own, full, wanted in zip(got, everything, asked, strict=True):
+        torch.testing.assert_close(own, full if wanted else own.new_empty(0))
+
+
+@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_every_dtype_over_many_chunks(family, dtype, recompute, monkeypatch):
+    monkeypatch.setattr(cost, "CACHE", 1)  # 32 tokens a chunk
+    structure = small(family)
+    cores = [core.to(dtype) for core in random_cores(structure)]
+    x, bias = tokens(101, 12).to(dtype), tokens(30).to(dtype)
+    y, dy, grads = gradients_of(structure, [core.double() for core in cores], x.double(), bias.double())
+    leaves = [tensor.requires_grad_() for tensor in (x, bias, *cores)]
+    own = apply(structure, cores, x, bias, mode="structured", recompute=recompute)
+    got = torch.autograd.grad(own, leaves, dy.to(dtype))
+    for value, expected in zip((own, *got), (y, *grads), strict=True):
+        assert value.dtype == dtype
+        assert (value.double() - expected).norm() < 20 * torch.finfo(dtype).eps * expected.norm()
+
+
+@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_and_their_gradients_are_those_of_finite_differences(family, recompute):
+    structure = family.structure(6, 4) if family != Monarch(blocks=6) else Monarch(blocks=2).structure(4, 8)
+    leaves = [*random_cores(structure), tokens(3, structure.in_features), tokens(structure.out_features)]
+    for leaf in leaves:
+        leaf.requires_grad_()
+
+    def run(*leaves):
+        *cores, x, bias = leaves
+        return apply(structure, cores, x, bias, mode="structured", recompute=recompute)
+
+    assert gradcheck(run, leaves)
+    assert gradgradcheck(run, leaves)
+
+
+def test_third_derivatives_are_those_of_the_dense_way():
+    structure = BTT(rank=2).structure(6, 4)
+    leaves = [tensor.requires_grad_() for tensor in (*random_cores(structure), tokens(3, 6))]
+
+    def third(mode):
+        *cores, x = leaves
+        value = apply(structure, cores, x, mode=mode).sin().sum()
+        for _ in range(3):
+            grads = torch.autograd.grad(value, leaves, create_graph=True)
+            value = sum(grad.sin().sum() for grad in grads)
+        return value
+
+    torch.testing.assert_close(third("structured"), third("dense"))
+
+
+@OWN
+@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_operators_keep_the_contract_of_torch_library(family, dtype):
+    structure = small(family)
+    cores = [core.to(dtype).requires_grad_() for core in random_cores(structure)]
+    x, bias = tokens(5, 12, dtype=dtype).requires_grad_(), tokens(30, dtype=dtype).requires_grad_()
+    dy, text = tokens(5, 30, dtype=dtype).requires_grad_(), encode(structure)
+    for keep in (False, True):
+        torch.library.opcheck(op.multiply, (x, cores, bias, text, keep))
+        torch.library.opcheck(op.multiply, (x[:0], cores, None, text, keep))
+    torch.library.opcheck(op.gradients, (dy, x, cores, x.new_empty(0), text, [True, True, True]))
+    torch.library.opcheck(op.gradients, (dy, x, cores, x.new_empty(0), text, [True, False, False]))
+
+
+@OWN
+@pytest.mark.parametrize("mode", ["auto", "structured", "dense"])
+def test_a_compiled_layer_trains_as_an_eager_one_for_every_number_of_tokens(mode):
+    torch._dynamo.reset()
+    layer = StructuredLinear(12, 30, BTT(rank=2), weight_norm=True, mode=mode, dtype=torch.float64)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (5, 9, 33):
+        x, grads = tokens(2, n, 12).requires_grad_(), []
+        for run in (layer, compiled):
+            grads.append(torch.autograd.grad(run(x).square().sum(), [x, *layer.parameters()]))
+        torch.testing.assert_close(*grads)
+
+
+@OWN
+def test_an_exported_layer_needs_no_operator_of_ours():
+    layer = StructuredLinear(12, 30, Monarch(blocks=2))
+    x = torch.randn(4, 12)
+    exported = torch.export.export(layer, (x,))
+    assert not [node for node in exported.graph.nodes if "structlin" in str(node.target)]
+    torch.testing.assert_close(exported.module()(x), layer(x))
+
+
+def test_torch_func_sees_through_the_layer():
+    structure = BTT(rank=2).structure(12, 30)
+    cores, x = random_cores(structure), tokens(5, 12)
+    jacobian = torch.func.jacrev(lambda x: apply(structure, cores, x, mode="structured"))(x[0])
+    torch.testing.assert_close(jacobian, apply(structure, cores, torch.eye(12, dtype=x.dtype)).mT)
+    several = [torch.stack([core, 2 * core]) for core in cores]
+    batched = torch.func.vmap(lambda *cores: apply(structure, cores, x, mode="structured"))(*several)
+    y = one_einsum(structure, cores, x)
+    torch.testing.assert_close(batched, torch.stack([y, 4 * y]))
+
+
+@pytest.mark.parametrize("mode", ["structured", "dense"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_gives_the_dtypes_of_a_dense_layer(mode, dtype):
+    layer, dense = StructuredLinear(12, 30, BTT(rank=2), mode=mode), torch.nn.Linear(12, 30)
+    x = torch.randn(4, 12, requires_grad=True)
+    with torch.autocast("cpu", dtype):
+        y = layer(x)
+        assert y.dtype == dense(x).dtype == dtype
+    y.float().sum().backward()
+    assert {p.grad.dtype for p in layer.parameters()} | {x.grad.dtype} == {torch.float32}
+    torch.testing.assert_close(y.float(), layer(x), atol=0.05, rtol=0.05)
+
+
+def saved(layer, x):
+    """Elements saved for the backward pass, parameters left out."""
+    parameters, found = {p.data_ptr() for p in layer.parameters()}, {}
+
+    def pack(tensor):
+        if tensor.data_ptr() not in parameters:
+            found[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x)
+    return sum(found.values())
+
+
+def test_recompute_saves_nothing_but_the_input():
+    x = torch.randn(50, 64, requires_grad=True)
+    assert saved(StructuredLinear(64, 64, BTT(rank=2), mode="structured", recompute=True), x) == 50 * 64
+    assert saved(StructuredLinear(64, 64, BTT(rank=2), mode="structured"), x) == 50 * 64 + 50 * 128
+    assert saved(StructuredLinear(64, 64, Monarch(blocks=4), mode="structured"), x) == 2 * 50 * 64
+
+
+@given(structure=structures())
+def test_text_is_the_structure(structure):
+    assert decode(encode(structure))[0] == structure
+
+
+def test_inputs_of_any_strides_and_unaligned_cores_give_the_same_numbers():
+    structure = BTT(rank=2).structure(64, 64)
+    cores = [core.float() for core in random_cores(structure)]
+    x = tokens(40, 64).float()
+    y = apply(structure, cores, x, mode="structured")
+    for shift in (1, 2, 5):
+        moved = []
+        for core in cores:
+            moved.append(torch.empty(core.numel() + shift)[shift:].view(core.shape).copy_(core))
+        assert torch.equal(apply(structure, moved, x, mode="structured"), y)
+    strided = [core.permute(2, 0, 1).contiguous().permute(1, 2, 0) for core in cores]
+    assert torch.equal(apply(structure, strided, x.mT.contiguous().mT, mode="structured"), y)
+    expanded = x[:1].expand(3, 64).requires_grad_()
+    apply(structure, cores, expanded, mode="structured").sum().backward()
+
+
+def poisoned(shape, dtype=torch.float32):
+    """A tensor with NaN all around it in memory, and a check that nothing was written there."""
+    count = torch.Size(shape).numel()
+    memory = torch.full((count + 256,), torch.nan, dtype=dtype)
+    return memory[128 : 128 + count].view(shape), lambda: memory[:128].isnan().all() and memory[-128:].isnan().all()
+
+
+@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("n", [1, 3, 33])
+def test_nothing_outside_the_tensors_is_read_or_written(family, n, monkeypatch):
+    structure = small(family)
+    at, guards = stages_of(structure), []
+
+    def guarded(values):
+        tensor, intact = poisoned(values.shape)
+        guards.append(intact)
+        return tensor.copy_(values)
+
+    cores = [guarded(core.float()) for core in random_cores(structure)]
+    x, dy = guarded(tokens(n, 12).float()), guarded(tokens(n, 30).float())
+    empty = torch.Tensor.new_empty
+
+    def new_empty(self, *shape, **options):
+        shape = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        tensor, intact = poisoned(shape) if torch.Size(shape).numel() else (empty(self, shape), lambda: True)
+        guards.append(intact)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    for columns in (False, True) if at.in_columns else (False,):
+        y, middle = stages.forward(at, cores, x, None, columns=columns, keep=True, chunk=32)
+        wants = (True, True, True)
+        dx, dcores, dbias = stages.backward(at, cores, x, middle, dy, columns=columns, chunk=32, wants=wants)
+        assert all(tensor.isfinite().all() for tensor in (y, middle, dx, *dcores, dbias))
+    assert all(intact() for intact in guards)
+
+
+def bad(**changes):
+    structure = Kronecker().structure(12, 30)
+    first, last = (torch.randn(core.shape) for core in structure.cores)
+    given = {"cores": [first, last], "x": torch.randn(4, 12), "bias": torch.randn(30)}
+    given |= {key: change(given[key]) for key, change in changes.items()}
+    return structure, given["cores"], given["x"], given["bias"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"cores": lambda c: [c[0], c[1].double()]}, ValueError, r"cores\[1\] is torch.float64 on cpu, cores\[0\] is"),
+        ({"cores": lambda c: [c[0], c[1].to("meta")]}, ValueError, r"cores\[1\] is torch.float32 on meta"),
+        ({"cores": lambda c: [c[0], c[1].mT]}, ValueError, r"cores\[1\] has shape .*; the structure needs"),
+        ({"cores": lambda c: c[:1]}, ValueError, "1 cores given; the structure has 2"),
+        ({"x": lambda x: x[:, :11]}, ValueError, "its last dimension must be in_features=12"),
+        ({"x": lambda x: x.to("meta")}, ValueError, "x is on meta, the cores are on cpu"),
+        ({"x": lambda x: x.double()}, TypeError, "x has dtype torch.float64, the cores have torch.float32"),
+        ({"x": lambda x: x.int()}, TypeError, "needs a floating-point input"),
+        ({"bias": lambda b: b[:12]}, ValueError, r"bias has shape \(12,\).* \(out_features,\) = \(30,\)"),
+        ({"bias": lambda b: b.to("meta")}, ValueError, "bias has shape .* on meta"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(changes, error, message):
+    for mode in ("auto", "structured", "dense"):
+        with pytest.raises(error, match=message):
+            apply(*bad(**changes), mode=mode)
+
+
+def test_an_unknown_mode_is_refused():
+    with pytest.raises(ValueError, match="mode='fast' is unknown; there are auto, structured, dense"):
+        apply(*bad(), mode="fast")
+    with pytest.raises(ValueError, match="mode='fast' is unknown"):
+        StructuredLinear(12, 30, mode="fast")
+
+
+@pytest.mark.parametrize("shape", [(0, 12), (2, 0, 12), (12,)])
+@pytest.mark.parametrize("mode", ["structured", "dense"])
+def test_no_tokens_and_one_token_have_gradients(shape, mode):
+    layer, x = StructuredLinear(12, 30, BTT(rank=2), mode=mode), torch.randn(shape, requires_grad=True)
+    y = layer(x)
+    assert y.shape == (*shape[:-1], 30)
+    y.sum().backward()
+    assert x.grad.shape == shape
+    assert all(p.grad is not None and (p.grad.any() or not x.numel()) for p in layer.parameters())
+
+
+def test_a_structure_of_ones_alone_is_a_scalar():
+    structure = Structure("i -> o", "r i", "o r", i=1, o=1, r=1)
+    with warnings.catch_warnings():
+        y = apply(structure, [torch.full((1, 1, 1), 2.0)] * 2, torch.tensor([[3.0]]), mode="structured")
+    assert y.item() == 12

@@ -1,0 +1,387 @@
+"""The Triton products in Triton's interpreter (float32, float16) and its compiler for sm_90; no GPU takes part.
+
+Operands lie inside buffers of NaN, with gaps, so that a read outside shows in the result and a write outside in the
+buffer. The oracle is `torch.einsum` in float64.
+"""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from structlin import BTT, TT, BlockDiagonal, Family, Kronecker, LowRank, Monarch
+from structlin.kernels import triton_check, triton_stages
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[1]
+BORDER = 4096  # elements; a tile of rows past the end stays inside
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3}
+DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "float16"])
+Z, M, K, N = "z1 z2", "m1 m2", "k1 k2", "n1 n2"
+SIZES = {"z1": 2, "z2": 2, "m1": 13, "m2": 3, "k1": 3, "k2": 7, "n1": 2, "n2": 5}
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """`triton_gemm` once more, its kernel interpreted: Triton decides that when it decorates one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        spec = importlib.util.find_spec("structlin.kernels.triton_gemm")
+        module = sys.modules[spec.name + "_interpreted"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name + "_interpreted"]
+
+
+class Guarded:
+    """A random tensor of the axes `order`, slowest first, in a buffer of NaN with a border and a gap after each row."""
+
+    def __init__(self, order: str, sizes: dict[str, int] = SIZES, dtype: torch.dtype = torch.float32) -> None:
+        *outer, last = (sizes[axis] for axis in order.split())
+        self.order = order
+        self.buffer = torch.full((2 * BORDER + math.prod(outer) * (last + 1),), math.nan, dtype=dtype)
+        self.inside = self.buffer[BORDER:-BORDER].view(*outer, last + 1)[..., :last]
+        self.inside.copy_(torch.randn(self.inside.shape))
+
+    def __call__(self, *axes: str) -> Tensor:
+        """The tensor with its axes in this order, each group filled up to two with a dimension of 1."""
+        groups = (" ".join([*group.split(), "1", "1"][: max(2, len(group.split()))]) for group in axes)
+        return rearrange(self.inside, f"{self.order} -> {' '.join(groups)}")
+
+    def forget(self) -> "Guarded":
+        self.buffer.fill_(math.nan)
+        return self
+
+    def only_inside_is_written(self) -> bool:
+        return int(self.buffer.isfinite().sum()) == self.inside.numel() == int(self.inside.isfinite().sum())
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    assert expected.dtype == torch.float64
+    error = (found.double() - expected).norm() / expected.norm()
+    assert error < TOLERANCE[found.dtype], error  # NaN is not
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    return torch.einsum("yzmlkj,yzkjni->yzmlni", a.double(), b.double())
+
+
+def weight_product(dy: Tensor, x: Tensor) -> Tensor:
+    return torch.einsum("yznmpo,yznmji->yzpoji", dy.double(), x.double())
+
+
+# a, b, out: all row-major; tokens fastest everywhere; nothing contiguous and every index in two levels
+LAYOUTS = pytest.mark.parametrize(
+    ("a", "b", "out"),
+    [
+        (f"{M} {Z} {K}", f"{Z} {N} {K}", f"{M} {Z} {N}"),
+        (f"{Z} {K} {M}", f"{Z} {K} {N}", f"{Z} {N} {M}"),
+        ("k2 z2 m1 k1 z1 m2", "n1 k1 z1 n2 z2 k2", "n2 m2 z1 m1 n1 z2"),
+    ],
+    ids=["rows", "tokens-fastest", "scattered"],
+)
+
+
+@DTYPES
+@LAYOUTS
+def test_block_gemm_is_the_batched_product_of_any_strided_views(kernels, dtype, a, b, out):
+    a, b, out = (Guarded(order, dtype=dtype) for order in (a, b, out))
+    kernels.block_gemm(a(Z, M, K), b(Z, K, N), out.forget()(Z, M, N))
+    assert_close(out(Z, M, N), product(a(Z, M, K), b(Z, K, N)))
+    assert out.only_inside_is_written()
+
+
+@pytest.mark.parametrize("order", ["z1 z2 n1 n2", "n2 m2 z1 n1 z2"])
+def test_a_bias_is_added_in_float32_wherever_it_lies(kernels, order):
+    """Expanded over the tokens; the second also differs between the repeats of a token."""
+    a, b, out = (Guarded(axes, dtype=torch.float16) for axes in (f"{M} {Z} {K}", f"{Z} {N} {K}", f"{Z} {N} {M}"))
+    bias = Guarded(order, dtype=torch.float16)
+    bias.order = f"{order} {' '.join(axis for axis in ('m1', 'm2') if axis not in order)}"
+    bias.inside = bias.inside[(..., *[None] * (6 - bias.inside.ndim))]
+    expanded = bias(Z, M, N).expand(out(Z, M, N).shape)
+    kernels.block_gemm(a(Z, M, K), b(Z, K, N), out.forget()(Z, M, N), bias=expanded)
+    assert_close(out(Z, M, N), product(a(Z, M, K), b(Z, K, N)) + expanded.double())
+    assert out.only_inside_is_written()
+
+
+@DTYPES
+@LAYOUTS
+@pytest.mark.parametrize("splits", [None, 3])
+def test_block_gemm_weight_sums_over_tokens_however_the_sum_is_split(kernels, dtype, a, b, out, splits):
+    x, dw, dy = (Guarded(order, dtype=dtype) for order in (a, b, out))
+    kernels.block_gemm_weight(dy(Z, M, N), x(Z, M, K), dw.forget()(Z, N, K), splits=splits)
+    assert_close(dw(Z, N, K), weight_product(dy(Z, M, N), x(Z, M, K)))
+    assert dw.only_inside_is_written()
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 17, 64])
+@pytest.mark.parametrize("fan_in", [1, 16, 40])
+def test_ragged_sides_are_padded_inside_the_kernel(kernels, tokens, fan_in):
+    sizes = {"z": 3, "m": tokens, "k": fan_in, "n": 5}
+    a, b, out = Guarded("m z k", sizes), Guarded("z n k", sizes), Guarded("z n m", sizes)
+    tile = kernels.Tile(16, 16, 16, warps=4, stages=2)
+    kernels.block_gemm(a("z", "m", "k"), b("z", "k", "n"), out.forget()("z", "m", "n"), tile=tile)
+    assert_close(out("z", "m", "n"), product(a("z", "m", "k"), b("z", "k", "n")))
+    assert out.only_inside_is_written()
+
+
+def test_no_tokens_give_no_rows_and_a_zero_gradient(kernels):
+    empty = torch.empty(1, 3, 0, 1, 4, 1)
+    kernels.block_gemm(empty, torch.ones(1, 3, 4, 1, 5, 1), torch.empty(1, 3, 0, 1, 5, 1))
+    for splits in (None, 2):
+        dw = torch.full((1, 3, 5, 1, 4, 1), math.nan)
+        kernels.block_gemm_weight(torch.empty(1, 3, 0, 1, 5, 1), empty, dw, splits=splits)
+        assert torch.equal(dw, torch.zeros_like(dw))
+
+
+def test_the_same_inputs_give_the_same_bits(kernels):
+    dy, x = torch.randn(1, 2, 64, 1, 6, 1), torch.randn(1, 2, 64, 1, 5, 1)
+    first, second = torch.empty(1, 2, 6, 1, 5, 1), torch.empty(1, 2, 6, 1, 5, 1)
+    kernels.block_gemm_weight(dy, x, first, splits=4)
+    kernels.block_gemm_weight(dy, x, second, splits=4)
+    assert torch.equal(first, second)
+
+
+def test_an_expanded_operand_is_read_through_its_zero_strides(kernels):
+    a, b, out = (
+        torch.randn(1, 1, 9, 1, 6, 1).expand(2, 3, 9, 4, 6, 1),
+        torch.randn(2, 3, 6, 1, 4, 2),
+        Guarded(f"{Z} {M} {N}", {"z1": 2, "z2": 3, "m1": 9, "m2": 4, "n1": 4, "n2": 2}),
+    )
+    kernels.block_gemm(a, b, out.forget()(Z, M, N))
+    assert_close(out(Z, M, N), product(a, b))
+
+
+def test_sums_are_float32_and_may_be_stored_so(kernels):
+    """Of float16 operands: 2048 + 1 is not a float16."""
+    a, out = torch.ones(1, 1, 1, 1, 2049, 1, dtype=torch.float16), torch.empty(1, 1, 1, 1, 1, 1)
+    kernels.block_gemm(a, a.permute(0, 1, 4, 5, 2, 3), out)
+    assert out.item() == 2049
+
+
+def test_the_parts_of_a_split_sum_are_float32(kernels):
+    """2049 - 2048 over two parts of 64 tokens, of float16 operands."""
+    dy, x = torch.zeros(1, 1, 128, 1, 1, 1, dtype=torch.float16), torch.ones(1, 1, 128, 1, 1, 1, dtype=torch.float16)
+    dy[:, :, 0], dy[:, :, 1], dy[:, :, 64] = 2048, 1, -2048
+    dw = torch.empty(1, 1, 1, 1, 1, 1, dtype=torch.float16)
+    kernels.block_gemm_weight(dy, x, dw, splits=2)
+    assert dw.item() == 1
+
+
+def test_offsets_past_int32_are_computed_in_64_bits(kernels, monkeypatch):
+    """`FAR` is lowered: a tensor of 2**31 elements does not fit here."""
+    indices = []
+
+    class Spy:
+        def __getitem__(self, grid):
+            return lambda *args, int_type, **options: (
+                indices.append(str(int_type)),
+                kernel[grid](*args, int_type=int_type, **options),
+            )
+
+    kernel = kernels._product
+    monkeypatch.setattr(kernels, "_product", Spy())
+    dy, x, dw = Guarded(f"{M} {Z} {N}"), Guarded(f"{M} {Z} {K}"), Guarded(f"{Z} {N} {K}")
+    for far in (2**31, 64):
+        monkeypatch.setattr(kernels, "FAR", far)
+        kernels._plan.cache_clear()
+        kernels.block_gemm_weight(dy(Z, M, N), x(Z, M, K), dw.forget()(Z, N, K), splits=2)
+        assert_close(dw(Z, N, K), weight_product(dy(Z, M, N), x(Z, M, K)))
+    kernels._plan.cache_clear()
+    assert indices == ["int32", "int64"]
+
+
+def test_the_extent_is_the_largest_offset(kernels):
+    assert kernels.Layout((3, 5, 7), (35, 7, 1)).extent == 104
+    assert kernels.Layout((2**40, 1), (0, 2**40)).extent == 0
+
+
+@pytest.fixture(scope="module")
+def stages(kernels):
+    """`triton_stages` on the interpreted products."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("block_gemm", "block_gemm_weight"):
+            patch.setattr(triton_stages, name, getattr(kernels, name))
+        yield triton_stages
+
+
+@pytest.mark.parametrize(
+    ("family", "d_in", "d_out"),
+    [
+        (BTT(), 24, 20),
+        (BTT(rank=2), 24, 24),
+        (BTT(rank=2, cores=3), 24, 36),
+        (Monarch(blocks=2), 24, 24),
+        (Monarch(blocks=8), 16, 16),
+        (LowRank(rank=3), 24, 12),
+        (BlockDiagonal(blocks=4), 24, 12),
+        (Kronecker(), 24, 20),
+        (TT(rank=2), 24, 24),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tokens", [0, 19])
+def test_the_stages_are_the_layer_and_its_gradients(stages, family: Family, d_in: int, d_out: int, tokens: int):
+    """Against float64 autograd of one einsum over the whole expression."""
+    structure = family.structure(d_in, d_out)
+    assert stages.supported(structure)
+    x, dy = Guarded("t i", {"t": tokens, "i": d_in}).inside, Guarded("t o", {"t": tokens, "o": d_out}).inside
+    cores = [torch.randn(core.batch, core.fan_in, core.fan_out).mT for core in structure.cores]
+    bias = torch.randn(d_out)
+    y, middle = stages.forward(structure, cores, x, bias)
+    dx, gradients = stages.backward(structure, cores, x, middle, dy)
+
+    inputs, outputs = (side.split() for side in structure.signature.split("->"))
+    axes = [(*core.batch_axes, *core.fan_out_axes, *core.fan_in_axes) for core in structure.cores]
+    letter = dict(zip(structure.sizes, "abcdefghijklmn", strict=False))
+    terms = ["".join(letter[axis] for axis in group) for group in (inputs, *axes, outputs)]
+    leaves = [tensor.detach().double().requires_grad_() for tensor in (x, *cores)]
+    split = [
+        leaf.reshape(*leading, *(structure.sizes[axis] for axis in group))
+        for leaf, leading, group in zip(leaves, [(tokens,), *[()] * len(cores)], (inputs, *axes), strict=True)
+    ]
+    expected = torch.einsum(f"t{','.join(terms[:-1])}->t{terms[-1]}", *split).reshape(tokens, d_out)
+    expected.backward(dy.double())
+    expected = expected + bias
+    for found, wanted in zip((y, dx, *gradients), (expected.detach(), *(leaf.grad for leaf in leaves)), strict=True):
+        assert found.shape == wanted.shape
+        assert found.is_contiguous()
+        assert tokens == 0 or assert_close(found, wanted) is None
+        assert tokens or not found.any()
+
+
+def test_only_what_is_wanted_is_computed_and_a_middle_that_was_not_kept_is_computed_again(stages):
+    structure = BTT(rank=2).structure(16, 16)
+    x, dy, cores = torch.randn(5, 16), torch.randn(5, 16), [torch.randn(core.shape) for core in structure.cores]
+    _, middle = stages.forward(structure, cores, x)
+    assert middle.shape == (5 * 2 * 16,)
+    dx, gradients = stages.backward(structure, cores, x, middle, dy)
+    for wants in ((True, True), (True, False), (False, True)):
+        found = stages.backward(structure, cores, x, x.new_empty(0), dy, wants)
+        assert torch.equal(found[0], dx) if wants[0] else found[0].numel() == 0
+        for one, other in zip(found[1], gradients, strict=True):
+            assert torch.equal(one, other) if wants[1] else one.numel() == 0
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "out", "error", "message"),
+    [
+        ((1, 1, 4, 1, 3, 1), (1, 1, 2, 1, 5, 1), (1, 1, 4, 1, 5, 1), ValueError, "do not multiply"),
+        ((1, 1, 4, 1, 3, 1), (1, 1, 3, 1, 5, 1), (1, 1, 4, 1, 6, 1), ValueError, "do not multiply"),
+        ((1, 4, 3), (1, 3, 5), (1, 4, 5), ValueError, "two dimensions for each index"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused_before_anything_is_written(kernels, a, b, out, error, message):
+    out = torch.full(out, math.nan)
+    with pytest.raises(error, match=message):
+        kernels.block_gemm(torch.ones(a), torch.ones(b), out)
+    with pytest.raises(error, match=message):
+        kernels.block_gemm_weight(torch.ones(a), torch.ones(b), out)
+    assert out.isnan().all()
+
+
+def test_mixed_dtypes_and_devices_are_refused(kernels):
+    one = torch.ones(1, 1, 1, 1, 1, 1)
+    for a, b, out in ((one, one.half(), one), (one.double(), one.double(), one), (one, one, one.long())):
+        with pytest.raises(TypeError, match="both operands need the same"):
+            kernels.block_gemm(a, b, out)
+    with pytest.raises(ValueError, match="move them to one device"):
+        kernels.block_gemm(one, one.to("meta"), one)
+    for bias in (torch.ones(1, 1, 1, 1, 1, 2), one.double(), one.to("meta")):
+        with pytest.raises(ValueError, match="expand it over the tokens"):
+            kernels.block_gemm(one, one, one, bias=bias)
+
+
+def test_float32_products_follow_the_precision_of_pytorch(kernels):
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        for setting, expected in (("none", "ieee"), ("ieee", "ieee"), ("tf32", "tf32")):
+            matmul.fp32_precision = setting
+            assert kernels._precision() == expected
+    finally:
+        matmul.fp32_precision = before
+
+
+# ---- the self-test ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh(monkeypatch, kernels):
+    """`triton_check` on the interpreted products, before its first use."""
+    monkeypatch.setattr(triton_check, "_usable", {})
+    monkeypatch.setitem(sys.modules, "structlin.kernels.triton_gemm", kernels)
+    return triton_check.usable
+
+
+def test_the_self_test_passes(fresh):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fresh(torch.device("cpu"), torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (lambda out: out.mul_(1.1), "relative error"),
+        (lambda out: out[0, 0, 0].fill_(math.nan), "relative error"),
+        (lambda out: out.as_strided((1,), (1,), out.storage_offset() - 1).fill_(0), "wrote past its output"),
+        (lambda out: out.mul_(1 + 1e-3 * torch.rand(())), "other bits"),
+    ],
+)
+@pytest.mark.parametrize("name", ["block_gemm", "block_gemm_weight"])
+def test_the_self_test_finds_a_fault_and_says_so_once(fresh, monkeypatch, kernels, fault, message, name):
+    """The products are einsums here, but for the fault."""
+
+    def gemm(a, b, out, bias):
+        out.copy_(product(a, b) + bias)
+
+    def weight(dy, x, out, splits):
+        out.copy_(weight_product(dy, x))
+
+    monkeypatch.setattr(kernels, "block_gemm", gemm)
+    monkeypatch.setattr(kernels, "block_gemm_weight", weight)
+    right = getattr(kernels, name)
+
+    def wrong(a, b, out, **options):
+        right(a, b, out, **options)
+        fault(out)
+
+    monkeypatch.setattr(kernels, name, wrong)
+    device = torch.device("cpu")
+    with pytest.warns(RuntimeWarning, match=f"not used for torch.float16 on cpu.*{name} .*{message}"):
+        assert not fresh(device, torch.float16)
+    assert not fresh(device, torch.float16)  # warnings are errors
+
+
+def test_without_triton_the_answer_is_no_with_one_warning(fresh, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.warns(RuntimeWarning, match="triton"):
+        assert not fresh(torch.device("cpu"), torch.float32)
+    assert not fresh(torch.device("cpu"), torch.float32)
+
+
+# ---- the compiler ----------------------------------------------------------------------------------------------------
+
+
+def test_the_kernels_compile_for_sm_90_with_tensor_cores_and_without_spills():
+    """In a process of its own: Triton's driver is replaced by one that only knows the target."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--compile", "--widths", "1024", "--structures", "BTT r=2"]
+    command += ["--dtypes", "bfloat16"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    rows = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]
+    assert len(rows) == 6
+    assert {row["product"] for row in rows} == {"y1", "y2", "dx1", "dx2", "dw1", "dw2"}
+    for row in rows:
+        assert row["spilled_bytes"] == 0, row
+        assert row["HGMMA"] + row["HMMA"] > 0, row
+        assert row["shared_bytes"] <= 227 * 1024, row
