@@ -11,8 +11,6 @@ most that one step allocates on top, both in units of the model's parameters.
 
 import argparse
 import copy
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import structlin
+from benchmarks import timing
 from benchmarks.record import RESULTS, save_json
 
 CONTEXT = 128
@@ -89,33 +88,6 @@ def forward_backward(model: nn.Module, tokens: Tensor) -> None:
     F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
 
 
-def seconds(work: Callable[[], None], device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    work()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def peak_bytes(work: Callable[[], None], device: str) -> int:
-    """The most that `work` has allocated at one time."""
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        work()
-        return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        work()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
-
-
 def state_bytes(optimizers: list[torch.optim.Optimizer]) -> int:
     tensors = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
     return sum(value.nbytes for value in tensors if isinstance(value, Tensor))
@@ -145,9 +117,9 @@ def measure(width: int, depth: int, tokens: int, rounds: int, device: str) -> li
     times: dict[str, list[float]] = {name: [] for name in (*models, *ROWS)}
     for _ in track(range(rounds), f"width {width}"):
         for kind, model in models.items():
-            times[kind].append(seconds(lambda model=model: forward_backward(model, batch), device))
+            times[kind].append(timing.wall(lambda model=model: forward_backward(model, batch), device))
         for name in ROWS:
-            times[name].append(seconds(lambda name=name: step(name), device))
+            times[name].append(timing.wall(lambda name=name: step(name), device))
     found = []
     for name, (kind, _) in ROWS.items():
         size = sum(p.nbytes for p in models[kind].parameters())
@@ -157,19 +129,14 @@ def measure(width: int, depth: int, tokens: int, rounds: int, device: str) -> li
                 "model": kind,
                 "width": width,
                 "parameters": sum(p.numel() for p in models[kind].parameters()),
-                "step_ms": quantiles([1e3 * value for value in times[name]]),
-                "forward_backward_ms": quantiles([1e3 * value for value in times[kind]]),
-                "share": quantiles([a / b for a, b in zip(times[name], times[kind], strict=True)]),
+                "step_ms": timing.spread([1e3 * value for value in times[name]], low=10),
+                "forward_backward_ms": timing.spread([1e3 * value for value in times[kind]], low=10),
+                "share": timing.spread([a / b for a, b in zip(times[name], times[kind], strict=True)], low=10),
                 "state": state_bytes(makes[name]) / size,
-                "peak": peak_bytes(lambda name=name: step(name), device) / size,
+                "peak": timing.peak_bytes(lambda name=name: step(name), device) / size,
             }
         )
     return found
-
-
-def quantiles(values: list[float]) -> dict[str, float]:
-    deciles = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else [values[0]] * 9
-    return {"median": statistics.median(values), "p10": deciles[0], "p90": deciles[-1]}
 
 
 def show(rows: list[dict[str, Any]], setting: dict[str, Any], console: Console) -> None:

@@ -1,0 +1,240 @@
+"""How the benchmarks measure: ceilings of the machine, interleaved samples, their spread, memory, a gate for results.
+
+A time alone says little. Every script that reports one measures in the same run what the machine can do (`ceilings`),
+lets the variants take turns (`interleaved`), so that a machine that slows down slows all of them, and compares each
+result with a float64 oracle before it times it.
+"""
+
+import os
+import random
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import inf
+from string import ascii_letters
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from structlin import Structure
+
+Key = TypeVar("Key", bound=Hashable)
+Work = Callable[[], Any]
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler, which measures memory on a CPU, logs every use
+
+
+# ---- what the machine can do -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What a machine reaches on the three things that a layer is made of."""
+
+    rate: float  #: FLOP/s of a large matrix product
+    bandwidth: float  #: bytes/s of a large copy, read and write both counted
+    call: float  #: seconds of the smallest product
+
+    def bound(self, structure: Structure, tokens: int, itemsize: int, *, backward: bool, fused: bool = False) -> float:
+        """Seconds that a layer takes at least: of every kernel, max(FLOPs / rate, bytes / bandwidth).
+
+        A core is one product forward and two backward. Each is a kernel that reads its two operands and writes its
+        result once, whatever their strides; so all three have the same FLOPs and the same bytes. `fused`: one kernel
+        forward and one backward, which keep the middle in a cache and move only x, y, the cores and their gradients.
+
+        >>> from structlin import BTT, Dense
+        >>> h200 = Ceilings(rate=790e12, bandwidth=4.3e12, call=2e-6)
+        >>> dense, btt = (family.structure(4096, 4096) for family in (Dense(), BTT()))
+        >>> round(1e6 * h200.bound(dense, 16384, 2, backward=False))
+        696
+        >>> [round(1e6 * h200.bound(btt, 16384, 2, backward=False, fused=fused)) for fused in (False, True)]
+        [125, 63]
+        """
+        if fused:
+            ends = structure.in_features + structure.out_features
+            seconds = self._kernel(structure.flops, ends, structure.params, tokens, itemsize)
+            if not backward:
+                return seconds
+            ends += structure.in_features
+            return seconds + self._kernel(2 * structure.flops, ends, 2 * structure.params, tokens, itemsize)
+        seconds, width = 0.0, structure.in_features
+        for core in structure.cores:
+            produced = core.batch * core.repeat * core.fan_out
+            seconds += self._kernel(core.flops, width + produced, core.params, tokens, itemsize)
+            width = produced
+        return seconds * (3 if backward else 1)
+
+    def _kernel(self, flops: int, activations: int, params: int, tokens: int, itemsize: int) -> float:
+        return max(tokens * flops / self.rate, itemsize * (tokens * activations + params) / self.bandwidth)
+
+
+def ceilings(device: str, dtype: torch.dtype, *, smoke: bool = False) -> Ceilings:
+    """The best of ten of each, on random data: a square product, a copy larger than any cache, a 1 x 1 product."""
+    n, elements = (256, 2**20) if smoke else (8192, 2**31) if device == "cuda" else (2048, 2**27)
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    source = torch.randint(2**31 - 1, (elements // 2,), device=device, dtype=torch.int32)
+    target, one = torch.empty_like(source), torch.ones(1, 1, device=device, dtype=dtype)
+    product, copy, call = (
+        min(seconds(work, device) for _ in range(10))
+        for work in (lambda: a @ b, lambda: target.copy_(source), lambda: one @ one)
+    )
+    return Ceilings(rate=2 * n**3 / product, bandwidth=2 * source.nbytes / copy, call=call)
+
+
+# ---- time ------------------------------------------------------------------------------------------------------------
+
+
+def wall(work: Work, device: str) -> float:
+    """Seconds that a user waits for `work`."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def seconds(work: Work, device: str) -> float:
+    """Wall-clock time on a CPU. On a GPU the time between two events on the stream, caches cold: a 1 GiB write goes
+    before, which evicts the L2 cache and outlasts the host's enqueuing of a layer's kernels."""
+    if device != "cuda":
+        return wall(work, device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.empty(2**30, dtype=torch.int8, device=device).zero_()
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def interleaved(
+    variants: Mapping[Key, Work],
+    clock: Callable[[Work], float],
+    *,
+    rounds: tuple[int, int],
+    until: float,
+    end: float = inf,
+) -> dict[Key, list[float]]:
+    """A sample of every variant a round.
+
+    The first and the last of `variants` keep their places, to show drift; those between are shuffled every round.
+
+    Args:
+        rounds: the least, made even after `until`, and the most.
+        until, end: of `time.perf_counter`; after `end` nothing is begun but a first round.
+    """
+    (first, *middle, last), draw = variants, random.Random(0)
+    times: dict[Key, list[float]] = {key: [] for key in variants}
+    for done in range(rounds[1]):
+        if done and time.perf_counter() > (end if done < rounds[0] else until):
+            break
+        draw.shuffle(middle)
+        for key in (first, *middle, last):
+            times[key].append(clock(variants[key]))
+    return times
+
+
+def spread(values: Sequence[float], low: int = 20) -> dict[str, float]:
+    """Median, and the percentiles `low` and 100 - `low`.
+
+    >>> spread([1.0, 2.0, 3.0, 4.0, 9.0])
+    {'median': 3.0, 'p20': 1.8, 'p80': 5.0}
+    """
+    cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else [values[0]] * 99
+    ends = {f"p{percent}": cuts[percent - 1] for percent in (low, 100 - low)}
+    return {"median": statistics.median(values), **ends}
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def peak_bytes(work: Work, device: str) -> int:
+    """The most that `work` has allocated at one time, on top of what was there."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        work()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def saved_bytes(work: Work, parameters: Sequence[Tensor]) -> int:
+    """What the forward passes in `work` keep for the backward pass: distinct storages, those of `parameters` left out.
+
+    >>> x, layer = torch.ones(4, 8), torch.nn.Linear(8, 8)
+    >>> saved_bytes(lambda: layer(x), list(layer.parameters())) == x.nbytes
+    True
+    """
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = work()  # held until the count is done, so that no two storages share an address
+    for parameter in parameters:
+        sizes.pop(parameter.untyped_storage().data_ptr(), None)
+    del result
+    return sum(sizes.values())
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def oracle(structure: Structure, cores: Sequence[Tensor], x: Tensor) -> Tensor:
+    """`y = W x` by one einsum over the whole expression, in float64; nothing of `structlin.contract` is used.
+
+    >>> from structlin import LowRank
+    >>> v, u, x = torch.randn(1, 2, 6), torch.randn(1, 4, 2), torch.randn(5, 6)
+    >>> y = oracle(LowRank(rank=2).structure(6, 4), [v, u], x)
+    >>> y.dtype, torch.allclose(y.float(), x @ (u[0] @ v[0]).T, atol=1e-5)
+    (torch.float64, True)
+    """
+    letter = dict(zip(structure.sizes, ascii_letters[1:], strict=False))
+
+    def term(axes: Sequence[str], prefix: str = "") -> str:
+        return prefix + "".join(letter[axis] for axis in axes)
+
+    def split(tensor: Tensor, axes: Sequence[str], *leading: int) -> Tensor:
+        return tensor.double().reshape(*leading, *(structure.sizes[axis] for axis in axes))
+
+    inputs, outputs = (side.split() for side in structure.signature.split("->"))
+    axes_of = [(*core.batch_axes, *core.fan_out_axes, *core.fan_in_axes) for core in structure.cores]
+    operands = [split(core, axes) for core, axes in zip(cores, axes_of, strict=True)]
+    terms = [term(inputs, "a"), *(term(axes) for axes in axes_of)]
+    y = torch.einsum(f"{','.join(terms)}->{term(outputs, 'a')}", split(x, inputs, len(x)), *operands)
+    return y.reshape(len(x), structure.out_features)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Every tensor that torch makes uninitialised is NaN: what a kernel forgets to write shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*deterministic.*")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """Frobenius norm of the difference, relative; infinite where `found` is not finite."""
+    error = (torch.linalg.vector_norm(found.double() - wanted) / torch.linalg.vector_norm(wanted)).item()
+    return error if torch.isfinite(found).all() else inf

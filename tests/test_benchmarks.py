@@ -1,0 +1,338 @@
+"""What the benchmarks report is what they claim: the protocol, the gate, the peers, docs/scaling.md."""
+
+import doctest
+import json
+from itertools import product
+from math import inf
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("matplotlib")
+
+from benchmarks import layer, scaling, timing
+from structlin import BTT, TT, Dense, Kronecker, LowRank, Monarch, contract
+
+H200 = timing.Ceilings(rate=790e12, bandwidth=4.3e12, call=2e-6)
+
+
+@pytest.mark.parametrize("module", [layer, scaling, timing])
+def test_the_examples_in_the_docstrings_give_what_they_show(module):
+    results = doctest.testmod(module)
+    assert results.attempted
+    assert not results.failed
+
+
+# ---- the protocol ----------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Makes `time.perf_counter` go on by one second for each sample."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
+
+    def __call__(self, work):
+        self.now += 1
+        work()
+        return self.now
+
+
+def test_variants_take_turns_and_the_first_and_the_last_keep_their_places(monkeypatch):
+    seen = []
+    works = {name: lambda name=name: seen.append(name) for name in "abcdefz"}
+    times = timing.interleaved(works, Clock(monkeypatch), rounds=(6, 6), until=inf, end=inf)
+    rounds = [seen[n : n + 7] for n in range(0, 42, 7)]
+    assert all(sorted(r) == sorted(works) and r[0] == "a" and r[-1] == "z" for r in rounds)
+    assert len({tuple(r) for r in rounds}) > 1
+    assert all(len(samples) == 6 for samples in times.values())
+
+
+@pytest.mark.parametrize(
+    ("until", "end", "rounds"),
+    [(0, inf, 3), (0, 0, 1), (15, inf, 4), (inf, inf, 9), (0, 8, 3), (0, 7, 2)],
+)
+def test_rounds_stop_when_time_is_up(monkeypatch, until, end, rounds):
+    works = {name: lambda: None for name in "abcd"}
+    times = timing.interleaved(works, Clock(monkeypatch), rounds=(3, 9), until=until, end=end)
+    assert [len(samples) for samples in times.values()] == [rounds] * 4
+
+
+def test_peak_is_the_most_that_is_held_at_one_time():
+    def work():
+        for _ in range(3):
+            a = torch.empty(1000)
+            b = a + 1
+            del a, b
+
+    work()
+    assert 8000 <= timing.peak_bytes(work, "cpu") < 9000
+
+
+def test_saved_bytes_are_distinct_storages_without_parameters():
+    weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
+    assert timing.saved_bytes(lambda: F.linear(x, weight), [weight]) == x.nbytes
+    assert timing.saved_bytes(lambda: F.linear(F.linear(x, weight).exp(), weight), [weight]) == 2 * x.nbytes
+    assert timing.saved_bytes(lambda: (x[:2] * x[2:4]).sum(), []) == x.nbytes
+
+
+@pytest.mark.parametrize("family", [LowRank(rank=4), BTT(rank=2), BTT(rank=2, cores=3), Monarch(blocks=4), TT(rank=3)])
+def test_what_a_layer_keeps_is_its_input_and_the_middle(family):
+    structure = family.structure(64, 64)
+    cores = [torch.randn(core.shape, requires_grad=True) for core in structure.cores]
+    x = torch.randn(5, 64, requires_grad=True)
+    kept = timing.saved_bytes(lambda: contract.reference(structure, cores, x), cores)
+    assert kept == 4 * 5 * (64 + scaling.middle(structure))
+
+
+# ---- the gate --------------------------------------------------------------------------------------------------------
+
+
+def variant(run, family, d_in=16, d_out=16, tokens=400):
+    structure = family.structure(d_in, d_out)
+    cores = [torch.randn(core.shape, requires_grad=True) for core in structure.cores]
+    x, dy = torch.randn(tokens, d_in, requires_grad=True), torch.randn(tokens, d_out)
+    return layer.Variant("one", "auto", structure, lambda x: run(structure, cores, x), cores, x, dy)
+
+
+def test_the_oracle_is_the_kronecker_product():
+    structure = Kronecker().structure(6, 20)
+    right, left = (torch.randn(core.shape, dtype=torch.float64) for core in structure.cores)
+    x = torch.randn(3, 6, dtype=torch.float64)
+    torch.testing.assert_close(timing.oracle(structure, [right, left], x), x @ torch.kron(left[0], right[0]).T)
+
+
+class Wrong(torch.autograd.Function):
+    """The reference, but the first core's gradient misses the last token."""
+
+    @staticmethod
+    def forward(ctx, structure, x, *cores):
+        ctx.structure = structure
+        ctx.save_for_backward(x, *cores)
+        return contract.reference(structure, cores, x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, *cores = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            y = contract.reference(ctx.structure, cores, x)
+            right = torch.autograd.grad(y, [x, *cores], dy, retain_graph=True)
+            wrong = torch.autograd.grad(y[:-1], cores[:1], dy[:-1])
+        return None, right[0], *wrong, *right[2:]
+
+
+def forgets_a_row(structure, cores, x):
+    y = torch.empty(len(x), structure.out_features)
+    y[:-1] = contract.reference(structure, cores, x)[:-1]
+    return y
+
+
+def test_the_gate_passes_what_is_right_and_stops_what_is_wrong():
+    for family, backward in product((BTT(rank=2), Monarch(blocks=4), Dense()), (True, False)):
+        assert layer.error(variant(contract.reference, family), backward=backward) < 1e-6
+        assert layer.error(variant(forgets_a_row, family), backward=backward) == inf
+    off = layer.error(variant(lambda s, cores, x: Wrong.apply(s, x, *cores), BTT()), backward=True)
+    assert 1e-3 < off < inf
+
+
+def test_memory_is_poisoned_for_the_gate_alone():
+    with timing.poisoned():
+        assert torch.empty(3).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_layer_that_is_wrong_is_not_timed(monkeypatch):
+    zero = SimpleNamespace(apply=lambda structure, *cores_x: 0 * contract.reference(structure, cores_x[:2], cores_x[2]))
+    monkeypatch.setattr(layer, "StridedProducts", zero)
+    with pytest.raises(ArithmeticError, match="BTT r=1, strided: relative error 1"):
+        layer.main(["--smoke"])
+
+
+@pytest.mark.parametrize(
+    ("family", "d_in", "d_out"),
+    [(BTT(rank=2), 12, 20), (BTT(rank=1), 16, 16), (Monarch(blocks=2), 16, 24), (Monarch(blocks=8), 16, 32)],
+)
+def test_the_strided_peer_is_the_structure_with_its_gradients(family, d_in, d_out):
+    structure = family.structure(d_in, d_out)
+    first, last = (torch.randn(core.shape, dtype=torch.float64, requires_grad=True) for core in structure.cores)
+    x = torch.randn(3, d_in, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(
+        layer.StridedProducts.apply(structure, first, last, x), timing.oracle(structure, [first, last], x)
+    )
+    assert torch.autograd.gradcheck(lambda *args: layer.StridedProducts.apply(structure, *args), (first, last, x))
+
+
+# ---- benchmarks.layer ------------------------------------------------------------------------------------------------
+
+
+def test_layer_prints_a_table_and_a_json_line_per_row_and_keeps_both(tmp_path, capsys):
+    rows = layer.main(["--smoke", "--out", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert [json.loads(line) for line in printed.splitlines() if line.startswith("{")] == [
+        json.loads(json.dumps(row)) for row in rows
+    ]
+    kept = json.loads((tmp_path / "layer.json").read_text())
+    assert kept["rows"] == json.loads(json.dumps(rows))
+    assert kept["ceilings"]["float32"]["rate"] > 1e9
+    assert (tmp_path / "layer.png").read_bytes().startswith(b"\x89PNG")
+    for name in layer.families(64):
+        measured = {row["implementation"] for row in rows if row["structure"] == name}
+        assert measured >= {"auto", "einsum", "structured", "merged"}
+        assert name in printed
+    assert all(row["error"] < layer.TOLERANCE[row["dtype"]] for row in rows)
+    for row in rows:
+        if row["structure"] == "BTT r=4" and row["backward"]:  # here of as many FLOPs as dense
+            assert row["x_dense"] == row["x_equal_flops"]
+    table = layer.markdown(kept, "float32")
+    speed = next(row for row in rows if row["structure"] == "TT r=4" and row["implementation"] == "auto")["x_dense"]
+    assert f"| TT r=4 | {speed['median']:.2f}x |" in table
+
+
+def test_layer_stops_at_its_budget_and_says_what_it_left_out(tmp_path, capsys):
+    assert layer.main(["--smoke", "--budget", "0", "--out", str(tmp_path)]) == []
+    assert capsys.readouterr().out.count("# left out: ") == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_smoke_run_of_layer_keeps_nothing_by_itself(monkeypatch):
+    monkeypatch.setattr(layer, "save_json", None)
+    monkeypatch.setattr(layer, "plot", None)
+    assert layer.main(["--smoke"])
+
+
+# ---- benchmarks.model ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model():
+    pytest.importorskip("transformers")
+    from benchmarks import model
+
+    return model
+
+
+@pytest.fixture
+def gpt(model):
+    return model.Shape("GPT-2, tiny", 128, 2, 1, 8, 96, "cpu")
+
+
+def test_model_measures_every_task_and_keeps_the_rows(model, tmp_path, monkeypatch, capsys):
+    every = model.jobs
+    monkeypatch.setattr(model, "jobs", lambda shapes: [job for job in every(shapes) if not job.compiled])
+    rows = model.main(["--smoke", "--out", str(tmp_path)])
+    kept = json.loads((tmp_path / "model.json").read_text())
+    assert kept["rows"] == rows
+    assert {row["task"] for row in rows} == {"training", "prefill", "decode", "images"}
+    dense, mlp, everything = (row["params"] for row in rows[:3])
+    assert dense > mlp > everything
+    assert f"| BTT r=1, mlp | {rows[1]['x_dense']['median']:.2f}x |" in model.markdown(kept)
+    assert "BTT r=1, all" in capsys.readouterr().out
+
+
+def test_decoding_gives_the_logits_of_the_longer_text(model, gpt):
+    network = gpt.build().eval()
+    step, text = model.decode(network, gpt), gpt.inputs["input_ids"]
+    longer = torch.cat([text, text[:, -1:]], 1)
+    wanted = network(input_ids=longer).logits[:, -1:]
+    for _ in range(2):  # the cache is the same again after a step
+        torch.testing.assert_close(step(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_training_step_lowers_the_loss(model, gpt):
+    step = model.training(gpt.build(), gpt)
+    losses = [step().item() for _ in range(20)]
+    assert losses[-1] < losses[0]
+
+
+def test_a_compiled_model_with_other_logits_is_not_timed(model, gpt, monkeypatch):
+    network = gpt.build()
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda block: block.register_forward_hook(lambda *found: 2 * found[2])
+    )
+    with pytest.raises(ArithmeticError, match="the logits differ"):
+        model.compile_blocks(network, gpt)
+
+
+# ---- docs/scaling.md -------------------------------------------------------------------------------------------------
+
+
+def test_the_tables_of_the_document_are_those_that_the_script_computes():
+    text = scaling.DOCUMENT.read_text(encoding="utf-8")
+    assert scaling.fill(text) == text
+    for name, make in scaling.TABLES.items():
+        assert f"<!-- {name} -->\n{make()}\n<!-- end -->" in text
+
+
+def split(tensor, axes, sizes, axis, part):
+    """The `part`-th half of `axis` of a tensor whose last dimensions, or all, are flattened `axes`."""
+    if axis not in axes:
+        return tensor
+    leading = tensor.shape[: 1 if tensor.ndim == 2 else 0]
+    halves = tensor.reshape(*leading, *(sizes[name] for name in axes)).chunk(2, len(leading) + axes.index(axis))
+    return halves[part].reshape(*leading, -1)
+
+
+@pytest.mark.parametrize(
+    "family", [Dense(), BTT(rank=1), BTT(rank=2), BTT(rank=2, cores=3), Monarch(blocks=4), Monarch(blocks=8)]
+)
+def test_an_axis_of_every_core_cuts_a_layer_without_communication_between_the_cores(family):
+    structure = family.structure(64, 64)
+    cores = [torch.randn(core.shape, dtype=torch.float64) for core in structure.cores]
+    x = torch.randn(3, 64, dtype=torch.float64)
+    inputs, outputs = (side.split() for side in structure.signature.split("->"))
+    whole, found = timing.oracle(structure, cores, x), scaling.cuttable(structure)
+    assert {y for _, y in found.values()} == {"cut", "summed"}
+    for axis, (needs, has) in found.items():
+        half, parts = scaling.cut(structure, axis, 2), []
+        assert 2 * half.params == structure.params
+        for part in range(2):
+            own = [
+                split(core.flatten(), [*s.batch_axes, *s.fan_out_axes, *s.fan_in_axes], structure.sizes, axis, part)
+                for core, s in zip(cores, structure.cores, strict=True)
+            ]
+            own_x = split(x, inputs, structure.sizes, axis, part)
+            assert (own_x.shape[1] == 64) == (needs == "whole")
+            shaped = [core.reshape(s.shape) for core, s in zip(own, half.cores, strict=True)]
+            parts.append(timing.oracle(half, shaped, own_x))
+        wanted = [split(whole, outputs, structure.sizes, axis, part) for part in range(2)]
+        if has == "cut":
+            torch.testing.assert_close(parts, wanted)
+        else:
+            torch.testing.assert_close(parts[0] + parts[1], whole)
+
+
+def test_dense_is_hidden_from_as_many_tokens_as_bytes_and_rates_say():
+    params = Dense().structure(12288, 12288).params
+    per_token = scaling.bound([Dense().structure(12288, 12288)], H200) / scaling.TOKENS
+    tokens = scaling.fsdp_bytes(params, scaling.FP32) / scaling.NETWORK / per_token
+    assert tokens == pytest.approx(8 * 790e12 / (6 * 50e9) * 1023 / 1024)  # 8 bytes and 6 FLOPs a parameter
+
+
+def test_an_all_to_all_sends_2_n_times_less_than_an_all_reduce():
+    assert scaling.all_reduce_bytes(1000, 8) == pytest.approx(16 * scaling.all_to_all_bytes(1000, 8))
+
+
+def measured(speeds, shares):
+    """A layer.json of two widths."""
+    rows = []
+    for (width, speed), (name, share) in product(speeds.items(), shares.items()):
+        how = "nn.Linear" if name == "dense" else "auto"
+        row = {"structure": name, "implementation": how, "d_in": width, "d_out": width, "backward": True}
+        rows.append(row | {"dtype": "float32", "x_dense": {"median": speed[name]}, "bound_share": share})
+    environment = {"machine": "a machine"}
+    return {"environment": environment, "setting": {"device": "cpu", "threads": 2}, "rows": rows}
+
+
+def test_expected_speeds_are_the_bound_times_the_share_at_the_smaller_width(tmp_path, monkeypatch):
+    shares = {"dense": 0.8, "BTT r=1": 0.4}
+    speeds = {512: {"dense": 1.0, "BTT r=1": 2.0}, 1024: {"dense": 1.0, "BTT r=1": 3.0}}  # bounds: 4 and 6
+    monkeypatch.setattr(scaling, "LAYER", tmp_path / "layer.json")
+    assert "python -m benchmarks.layer" in scaling.check()
+    scaling.LAYER.write_text(json.dumps(measured(speeds, shares)))
+    assert "| BTT r=1 | 4.0 | 2.0 | 6.0 | 3.0 | 3.0 | 1.00 |" in scaling.check()
+    assert scaling.machine() == (scaling.H200, "assumed for an H200, not measured")
+    scaling.LAYER.write_text(json.dumps(measured({512: speeds[512]}, shares)))
+    assert "two square widths" in scaling.check()
