@@ -119,6 +119,8 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
             "init": module.init,
             "zero_init": module.zero_init,
             "conv1d": module.conv1d,
+            "mode": module.mode,
+            "recompute": module.recompute,
             "dtype": str(module.cores[0].dtype),
         }
         for name, module in model.named_modules(remove_duplicate=False)
@@ -182,7 +184,8 @@ def _fitting(layer: Layer, data: Mapping[str, Any], device: torch.device | str |
     if is_conv1d(old) != data["conv1d"]:
         raise ValueError("an nn.Linear in one, a Conv1D in the other")
     assert isinstance(old.weight, Tensor)
-    options: dict[str, Any] = {key: data[key] for key in ("bias", "weight_norm", "init", "zero_init")}
+    kept = ("bias", "weight_norm", "init", "zero_init", "mode", "recompute")
+    options: dict[str, Any] = {key: data[key] for key in kept}
     options |= {"device": device or old.weight.device, "dtype": old.weight.dtype}
     new = uninitialised(*widths, structure, **options)
     new.label, new.conv1d = str(data["label"]), bool(data["conv1d"])

@@ -49,6 +49,12 @@ def test_a_model_comes_back_bit_equal_into_a_dense_one(saved):
     assert (path / "again" / WEIGHTS).read_bytes() == (path / WEIGHTS).read_bytes()
 
 
+def test_how_a_layer_multiplies_comes_back_with_it(tmp_path):
+    save(convert(nn.Sequential(nn.Linear(8, 8)), BTT(), mode="structured", recompute=True), tmp_path / "m")
+    layer = load(nn.Sequential(nn.Linear(8, 8)), tmp_path / "m")[0]
+    assert (layer.mode, layer.recompute) == ("structured", True)
+
+
 def test_a_model_comes_back_into_one_that_is_converted_already(saved):
     model, path = saved
     other = mixed()
