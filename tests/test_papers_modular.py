@@ -1,0 +1,163 @@
+"""benchmarks/papers/md_*, mn_* and bm_*: what they compute from their runs. CI runs the scripts themselves."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("sklearn")
+
+from benchmarks.papers import bm_metrics, md_coefficients, md_sweeps, md_watermark, md_width, mn_mass, mn_tasks
+from benchmarks.papers import mn_transfer as mn_transfers
+
+
+def sweep(method, optima, lrs=range(-8, 3), steepness=0.3):
+    """Runs whose log loss is a parabola in log2 lr, with its vertex at the given place for each size."""
+    return [
+        {
+            "method": method,
+            "size": size,
+            "lr": 2.0**p,
+            "seed": 0,
+            "loss": math.exp(steepness * (p - centre) ** 2) / size,
+        }
+        for size, centre in optima.items()
+        for p in lrs
+    ]
+
+
+def test_the_best_rate_of_a_parabola_is_its_vertex():
+    found = md_sweeps.transfer(sweep("Adam", {16: -2.3, 64: -4.3, 256: -6.3}))["Adam"]
+    assert found["optima"] == pytest.approx({16: -2.3, 64: -4.3, 256: -6.3})
+    assert found["drift"] == pytest.approx(-1)
+    assert found["range"] == pytest.approx(4)
+    assert found["cost"] == pytest.approx(math.exp(0.3 * (4.3**2 - 0.3**2)))  # at 2^-2 and at 2^-6
+    assert found["bracketed"]
+
+
+def test_a_best_rate_at_the_end_of_the_sweep_is_not_bracketed():
+    assert not md_sweeps.transfer(sweep("Adam", {16: -9.0, 64: -4.0}))["Adam"]["bracketed"]
+
+
+def test_one_seed_that_diverges_makes_a_rate_useless():
+    rows = sweep("Adam", {16: -2.0})
+    rows.append({"method": "Adam", "size": 16, "lr": 2.0**-2, "seed": 1, "loss": None})
+    assert md_sweeps.losses(rows)["Adam", 16][2.0**-2] == math.inf
+    found = md_sweeps.transfer(rows)["Adam"]
+    assert found["optima"][16] in (-3.0, -1.0)
+
+
+def test_claims_of_md_figure_1_follow_the_runs():
+    def claims(adam, mup, dualized):
+        rows = sweep("Adam, SP", adam) + sweep("Adam, muP", mup) + sweep("dualized", dualized)
+        rows = [{**row, "loss": row["loss"] / 2} if row["method"] == "dualized" else row for row in rows]
+        return list(md_width.claims(md_sweeps.transfer(rows)).values())
+
+    flat, falling = {32: -3.0, 512: -3.2}, {32: -2.0, 512: -6.0}
+    assert claims(falling, flat, flat) == [True] * 4
+    assert claims(flat, falling, falling) == [False, False, False, True]
+
+
+def test_claims_of_mn_figure_1_follow_the_runs():
+    flat, falling = {16: -3.0, 64: -3.5}, {16: -2.0, 64: -6.0}
+    for normed, expected in ((flat, True), (falling, False)):
+        rows = [row for method in ("normed Adam", "normed SGD") for row in sweep(method, normed)]
+        rows += [row for method in ("Adam", "SGD") for row in sweep(method, falling)]
+        assert set(mn_transfers.claims({"GPT, width": md_sweeps.transfer(rows)}).values()) == {expected}
+
+
+def test_the_letter_has_contrast_0_where_it_is_cut_and_1_where_nothing_is():
+    mask = md_watermark.letter(64)
+    assert mask.shape == (64, 64)
+    assert 0.1 < mask.float().mean() < 0.4
+    weight = torch.ones(64, 64)
+    assert md_watermark.contrast(weight, mask) == 1
+    weight[mask] = 0
+    assert md_watermark.contrast(weight, mask) == 0
+
+
+def test_the_largest_stable_rate_is_chosen():
+    rows = [{"lr": lr, "accuracy": accuracy} for lr, accuracy in ((1, 0.99), (2, 0.96), (4, 0.5))]
+    assert md_watermark.fastest(rows)["lr"] == 2
+
+
+def test_stable_rank_is_squared_frobenius_over_squared_spectral_norm():
+    assert md_watermark.stable_rank(torch.diag(torch.tensor([2.0, 1.0, 1.0]))) == pytest.approx(6 / 4)
+
+
+@pytest.mark.parametrize(("method", "a", "b", "c"), [("cubic", 1.5, -0.5, 0), ("jordan", 3.4445, -4.7750, 2.0315)])
+def test_maps_of_singular_values_are_the_polynomial_applied_to_numbers(method, a, b, c):
+    values = [1e-3, 0.02, 0.3, 0.7]
+    expected = []
+    for s in values:
+        for _ in range(5):
+            s = a * s + b * s**3 + c * s**5
+        expected.append(s)
+    found = md_coefficients.mapped(method, torch.tensor(values), steps=5)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-7)
+
+
+def test_the_cubic_needs_as_many_steps_as_the_scalar_iteration():
+    s, steps = 1e-2, 0
+    while abs(s - 1) >= 1e-2:
+        s, steps = 1.5 * s - 0.5 * s**3, steps + 1
+    assert md_coefficients.steps_to_converge("cubic") == steps
+
+
+@pytest.mark.parametrize("network", mn_tasks.NETWORKS)
+def test_the_first_step_of_a_normed_optimizer_has_modular_norm_lr(network):
+    torch.manual_seed(0)
+    net = mn_tasks.build(network, width=16, blocks=2)
+    before = {name: weight.detach().clone() for name, weight in net.named_parameters()}
+    descent = mn_tasks.optimizer(net, "normed SGD", 0.25)
+    mn_tasks.loss(net, *mn_tasks.batch(network, 4, torch.Generator().manual_seed(0))).backward()
+    descent.step()
+    with torch.no_grad():
+        norm = net.norm({name: weight - before[name] for name, weight in net.named_parameters()})
+    assert 0.25 / 1.1 < norm < 0.25 * (1 + 1e-4)  # spectral norms are bounded from above
+
+
+def test_targets_of_the_gpt_are_the_characters_after_its_inputs():
+    x, y = mn_tasks.batch("GPT", 3, torch.Generator().manual_seed(0))
+    assert x.shape == y.shape == (3, mn_tasks.CONTEXT)
+    assert torch.equal(x[:, 1:], y[:, :-1])
+
+
+def test_free_masses_are_1_for_each_layer():
+    net = mn_tasks.build("ResMLP", width=8, blocks=3, blocks_mass=mn_mass.LAYERS * 3)
+    masses = [term.mass for term in net.terms()]
+    assert masses == pytest.approx([1.0] * len(masses))
+
+
+def test_best_mass_is_that_of_the_least_loss_over_the_rates():
+    rows = [
+        {"axis": "blocks", "size": 2, "mass": mass, "lr": lr, "seed": 0, "loss": loss}
+        for mass, losses in {0.5: (3.0, 2.0), 1.0: (1.0, 9.0), 2.0: (4.0, 2.0)}.items()
+        for lr, loss in zip((0.1, 0.2), losses, strict=True)
+    ]
+    found = mn_mass.best_masses(rows, "blocks")[2]
+    assert found["curve"] == pytest.approx({0.5: 2.0, 1.0: 1.0, 2.0: 2.0})
+    assert found["optimum"] == pytest.approx(0)
+    assert found["within 25 %"] == [1.0]
+
+
+def test_a_spectral_start_is_of_dependency_1_and_powers_are_slopes():
+    found = bm_metrics.fresh(("dense", "spectral", 64))
+    assert found["dependency"] == pytest.approx(1, abs=0.1)
+    assert found["dependency"] == pytest.approx(found["largest core"], rel=1e-3)
+    rows = [
+        {"structure": structure, "optimizer": name, "width": width, **{n: [width**0.5] for n in bm_metrics.NUMBERS}}
+        for structure in bm_metrics.TRAINED
+        for name in bm_metrics.OPTIMIZERS
+        for width in (4, 16)
+    ]
+    assert bm_metrics.exponents(rows)["dense"]["Muon"]["update"] == pytest.approx(0.5)
+
+
+def test_runs_of_the_same_setting_are_not_made_again(tmp_path, monkeypatch):
+    options = ["--smoke", "--out", str(tmp_path)]
+    first = md_width.main(options)
+    monkeypatch.setattr(md_width, "train", lambda run, **setting: pytest.fail(f"{run} was made again"))
+    assert md_width.main(options) == first
+    assert md_width.finished(tmp_path / "md_width.json", {"steps": 3}) == {}
