@@ -53,3 +53,26 @@ def test_the_numbers_of_the_optimizer_table_are_those_of_the_kept_result():
         reached = ", ".join("never" if step is None else str(step) for step in row["muon_steps_to_adamws_loss"])
         losses = f"{row['AdamW']['loss']:.3f} | {row['Muon']['loss']:.3f}"
         assert f"| {row['task']}, {row['structure']} | {losses} | {reached} of {row['steps']} |" in README
+
+
+def test_the_numbers_of_the_speed_table_are_those_of_the_kept_result():
+    from benchmarks.layer import markdown
+
+    result = json.loads((ROOT / "benchmarks/results/layer.json").read_text())
+    assert markdown(result, "float32") in README
+
+
+def test_the_cosines_of_the_sentence_encoder_are_those_of_the_kept_result():
+    rows = json.loads((ROOT / "benchmarks/results/minilm.json").read_text())["rows"]
+    half = {(row["family"], row["calibrated"]): f"{row['cosine']:.2f}" for row in rows if row["budget"] == 0.5}
+    text = " ".join(README.split())
+    for family in ("BTT", "low-rank", "block-diagonal"):
+        found = re.search(rf"(\d\.\d\d) \({family}, [^)]*?(\d\.\d\d)", text)
+        assert found is not None
+        assert found.groups() == (half[family, False], half[family, True])
+
+
+def test_the_code_of_the_theory_page_gives_the_output_that_it_shows():
+    results = doctest.testfile(str(ROOT / "docs/theory.md"), module_relative=False, encoding="utf-8")
+    assert results.attempted > 10
+    assert results.failed == 0

@@ -1,0 +1,261 @@
+"""What the scripts for CBS compute from their rows: fits, comparisons, claims; and the tasks that they train on."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("sklearn")
+
+from benchmarks.papers import cbs_gpt, cbs_norm, cbs_projection, cbs_report, cbs_scaling, cbs_sgd, cbs_tuning, tasks
+from structlin import BTT, Dense, StructuredLinear
+
+
+def power_law(structure, exponent, scale=1.0, seeds=(0, 1, 2), task="teacher", noise=0.0):
+    """Rows with loss = scale * FLOPs^-exponent, times exp(noise * (seed - 1))."""
+    return [
+        {"task": task, "structure": structure, "width": width, "lr": 0.1, "seed": seed, "flops": 1000 * width}
+        | {"loss": scale * (1000 * width) ** -exponent * math.exp(noise * (seed - 1))}
+        for width in (16, 64, 256)
+        for seed in seeds
+    ]
+
+
+def claims_of(found):
+    return {row["claim"]: row["holds"] for row in found}
+
+
+# ---- fits ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exponent", [0.1, 0.5, -0.2])
+def test_the_exponent_of_a_power_law_is_recovered(exponent):
+    curve = cbs_scaling.curve_of(power_law("dense", exponent, scale=3.0), [0, 1, 2])
+    assert cbs_scaling.exponent(curve) == pytest.approx(exponent)
+
+
+def test_the_gap_is_the_log_ratio_where_both_curves_have_values():
+    dense = [(math.log(x), -0.25 * math.log(x)) for x in (10.0, 100.0, 1000.0)]
+    ours = [(math.log(x), -0.25 * math.log(x) + math.log(0.8)) for x in (50.0, 5000.0)]
+    assert cbs_scaling.gap(ours, dense) == pytest.approx(math.log(0.8))
+    assert cbs_scaling.gap(dense, ours) == pytest.approx(-math.log(0.8))
+
+
+def test_curves_without_common_flops_are_refused():
+    with pytest.raises(ValueError, match="share no FLOPs: one starts at 100, one ends at 10"):
+        cbs_scaling.gap([(math.log(1), 0.0), (math.log(10), 0.0)], [(math.log(100), 0.0), (math.log(1000), 0.0)])
+
+
+def test_a_width_counts_at_its_best_rate_and_a_seed_as_often_as_it_is_drawn():
+    rows = [
+        {"width": 8, "lr": lr, "seed": seed, "flops": 100, "loss": loss}
+        for lr, losses in {0.1: (2.0, 8.0), 0.2: (1.0, None)}.items()
+        for seed, loss in enumerate(losses)
+    ]
+    assert cbs_scaling.curve_of(rows, [0, 1]) == [(pytest.approx(math.log(100)), pytest.approx(math.log(4)))]
+    assert cbs_scaling.curve_of(rows, [0, 0]) == [(pytest.approx(math.log(100)), pytest.approx(math.log(2)))]
+
+
+def test_the_interval_spans_the_seeds_and_shrinks_to_nothing_when_they_agree():
+    spread = cbs_scaling.estimate(lambda seeds: sum(seeds) / len(seeds), [0, 1, 2])
+    assert spread["value"] == 1
+    assert spread["low"] == pytest.approx(0)
+    assert spread["high"] == pytest.approx(2)
+    assert cbs_scaling.estimate(lambda seeds: 7.0, [0, 1, 2]) == {"value": 7.0, "low": 7.0, "high": 7.0}
+
+
+# ---- tables and claims from fixed rows -------------------------------------------------------------------------------
+
+
+def scaling_rows(btt_exponent, noise=0.0):
+    order = {"BTT r=1": 0.9, "Monarch b=16": 0.95, "BTT r=1, 3 cores": 1.0, "BTT r=2": 1.05, "BTT r=4": 1.2}
+    order |= {"Monarch b=4": 1.1, "dense": 1.3, "Kronecker": 1.5, "TT r=4": 1.6, "low-rank": 1.7}
+    exponents = {"BTT r=1": btt_exponent}
+    return [
+        row
+        for structure, scale in order.items()
+        for row in power_law(structure, exponents.get(structure, 0.2), scale, noise=noise)
+    ]
+
+
+def test_scaling_claims_hold_for_rows_that_are_made_so(monkeypatch):
+    monkeypatch.setattr(cbs_scaling, "RESAMPLES", 40)
+    compared = cbs_scaling.compare(scaling_rows(0.25, noise=0.1))
+    assert compared["exponents"]["BTT r=1"]["value"] == pytest.approx(0.25)
+    assert compared["against_dense"]["Kronecker"]["value"] == pytest.approx(math.log(1.5 / 1.3))
+    assert all(claims_of(cbs_scaling.claims({"comparisons": {"teacher": compared}})).values())
+
+
+def test_scaling_claims_fail_for_rows_that_are_made_otherwise(monkeypatch):
+    monkeypatch.setattr(cbs_scaling, "RESAMPLES", 40)
+    compared = cbs_scaling.compare(scaling_rows(0.05))
+    held = claims_of(cbs_scaling.claims({"comparisons": {"teacher": compared}}))
+    assert not held["teacher: BTT r=1 has a larger exponent than dense"]
+    assert not held["teacher: BTT r=1 has a lower loss than dense at equal FLOPs"]
+    assert held["teacher: BTT r=4 has a lower loss than TT r=4 at equal FLOPs"]
+
+
+def tuning_rows(naive_loss):
+    """BTT is best at 2 for the naive rule and at 1 for the aware one; dense at 1."""
+    losses = {("dense", "aware"): {1: 0.5, 2: 0.6}, ("BTT r=1", "aware"): {1: 0.4, 2: 0.7}}
+    losses |= {("BTT r=1", "naive"): {1: 0.8, 2: naive_loss}, ("BTT r=1", "aware, others x4"): {1: 0.3, 2: None}}
+    return [
+        {"structure": structure, "width": width, "rule": rule, "lr": lr, "seed": 0, "loss": loss}
+        for (structure, rule), by_lr in losses.items()
+        for width in (64, 256)
+        for lr, loss in by_lr.items()
+    ]
+
+
+@pytest.mark.parametrize(("naive_loss", "ratio", "holds"), [(0.6, 1.5, True), (0.4, 1.0, False), (0.2, 0.5, False)])
+def test_tuning_compares_each_rule_at_its_best_rate(naive_loss, ratio, holds):
+    found = cbs_tuning.advantages(cbs_tuning.tabulate(tuning_rows(naive_loss)))
+    assert [row["tuned"] for row in found if row["rule"] == "aware"] == [pytest.approx(ratio)] * 2
+    assert [row["dense's"] for row in found if row["rule"] == "aware"] == [pytest.approx(2.0)] * 2
+    assert [row["tuned"] for row in found if row["rule"] != "aware"] == [pytest.approx(naive_loss / 0.3)] * 2
+    held = claims_of(cbs_tuning.claims({"advantages": found}))
+    assert held["width 256, tuned rate: the rule (aware) ends lower than naive"] == holds
+    assert held["width 256, dense's rate: the rule (aware) ends lower than naive"]
+    assert not held["tuned rate: naive / aware grows with width"]
+
+
+def test_sgd_counts_what_diverges_at_the_dense_rate_apart_from_what_it_costs():
+    table = [
+        {"rule": "naive", "structure": "TT r=4", "loss_at_reference_lr": loss, "best_loss": 1.0}
+        for loss in (None, 2.0, 8.0)
+    ]
+    table.append({"rule": "naive", "structure": "dense", "loss_at_reference_lr": 50.0, "best_loss": 1.0})
+    assert cbs_sgd.at_dense_rate(table, "naive") == {"diverged": 1, "of": 3, "cost": pytest.approx(4.0)}
+
+
+def norm_rows(plain, normed):
+    curves = {"dense": (1, 1, 1), "BTT": plain, "BTT, normalised": normed}
+    return [
+        {"model": model, "lr": lr, "seed": seed, "loss": 2.0, "rms": [[step, size] for step, size in enumerate(curve)]}
+        for model, curve in curves.items()
+        for lr in cbs_norm.LRS.values()
+        for seed in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(("normed", "holds"), [((1, 2, 2), True), ((1, 6, 9), False)])
+def test_norm_claims_compare_growth_with_and_without(normed, holds):
+    table = cbs_norm.tabulate(norm_rows((1, 6, 9), normed))
+    held = claims_of(cbs_norm.claims({"table": table}))
+    grown = [value for text, value in held.items() if "grow" in text]
+    assert len(grown) == 4
+    assert set(grown) == {holds}
+
+
+def test_norm_says_which_model_diverged():
+    rows = norm_rows((1, 6, 9), (1, 2, 2))
+    next(row for row in rows if row["model"] == "BTT")["loss"] = None
+    found = cbs_norm.claims({"table": cbs_norm.tabulate(rows)})
+    assert [row["measured"] for row in found if row["claim"].startswith("usual")] == ["diverged: ['BTT']"]
+
+
+def gpt_rows(structure, head, gain=1.0):
+    """Loss (FLOPs of the body)^-0.1 times `gain`; the head has `head` times the FLOPs of the body."""
+    rows = [
+        {"structure": structure, "width": body, "lr": 0.1, "eps": eps, "seed": seed, "loss": gain * body**-0.1}
+        | {"flops": body + head * body, "head_flops": head * body, "body_flops": body}
+        for body in (100, 1000, 10000)
+        for seed in (0, 1)
+        for eps in (cbs_gpt.EPS, cbs_gpt.USUAL_EPS)
+    ]
+    return [row for row in rows if row["eps"] == cbs_gpt.EPS or row["width"] == 100]
+
+
+@pytest.mark.parametrize(
+    ("head", "gain", "holds"),
+    [
+        (0.0, 1.0, [True, True, True]),  # a cheap head
+        (1.0, 0.8, [True, False, False]),  # a better model
+        (1.0, 1.0, [False, True, False]),
+    ],
+)
+def test_gpt_tells_a_cheaper_head_from_a_better_model(monkeypatch, head, gain, holds):
+    monkeypatch.setattr(cbs_scaling, "RESAMPLES", 40)
+    found = cbs_gpt.compare(gpt_rows("dense", 1.0) + gpt_rows("BTT", head, gain))
+    assert found["all FLOPs"]["value"] == pytest.approx(math.log(gain) - 0.1 * math.log(2 / (1 + head)))
+    assert found["without the head's FLOPs"]["value"] == pytest.approx(math.log(gain))
+    assert found["same width, usual eps"]["value"] == pytest.approx(math.log(gain))
+    assert [row["holds"] for row in cbs_gpt.claims({"log_ratios": found})] == holds
+
+
+def test_the_bounds_are_those_of_the_paper():
+    assert cbs_projection.bounds("BTT", (8, 8), (6, 6)) == [6]
+    assert cbs_projection.bounds("TT", (8, 8), (6, 6)) == [48]
+    assert cbs_projection.bounds("low-rank", (64,), (36,)) == [36]
+    assert cbs_projection.bounds("BTT, 3 cores", (3, 3, 3), (4, 4, 4)) == [4, 3]
+    assert cbs_projection.bounds("TT, 3 cores", (2, 2, 2), (3, 3, 3)) == [6, 6]
+
+
+def test_projection_claims_need_exactness_at_the_bound_and_not_before():
+    rows = [cbs_projection.measure(("BTT", 16, 16, (rank,), rank, seed)) for rank in range(1, 5) for seed in (0, 1)]
+    table = cbs_projection.summarise(rows)
+    assert table[0]["falls"]
+    assert table[0]["params_over_dense"] == 2
+    assert all(claims_of(cbs_projection.claims({"table": table, "containments": {}})).values())
+    early = cbs_projection.summarise([row for row in rows if row["rank"] < 4])
+    assert not any(claims_of(cbs_projection.claims({"table": early, "containments": {}})).values())
+
+
+def test_estimates_are_shown_with_their_intervals():
+    assert cbs_report.ratio({"value": math.log(2), "low": 0.0, "high": math.log(4)}) == "2.00 (1.00 to 4.00)"
+    assert cbs_report.interval({"value": 1 / 3, "low": -0.5, "high": 0.5}) == "0.333 (-0.500 to 0.500)"
+
+
+# ---- tasks and models ------------------------------------------------------------------------------------------------
+
+
+def test_a_teacher_gives_new_samples_of_unit_variance_from_its_seed_alone():
+    teacher, again = tasks.Teacher(3), tasks.Teacher(3)
+    x, y = teacher.batch(4096)
+    assert x.shape == (4096, 16)
+    torch.testing.assert_close(y.var(0), torch.ones(4), atol=0.15, rtol=0)
+    torch.testing.assert_close(y, again.batch(4096)[1])
+    assert not torch.equal(teacher.batch(8)[0], x[:8])
+    assert not torch.allclose(tasks.Teacher(4).batch(4096)[1], y)
+
+
+def test_a_digit_is_moved_by_at_most_a_pixel_and_keeps_its_label(monkeypatch):
+    monkeypatch.setattr(tasks.Digits, "noise", 0.0)
+    task = tasks.Digits(0)
+    images, labels = tasks.digits()
+    x, y = task.batch(16)
+    for moved, label in zip(x.unflatten(1, (8, 8)), y, strict=True):
+        same = images[labels == label].unflatten(1, (8, 8))
+        inner = [same[:, 1 + i : 7 + i, 1 + j : 7 + j] for i in (-1, 0, 1) for j in (-1, 0, 1)]
+        assert any((part == moved[1:7, 1:7]).all(-1).all(-1).any() for part in inner)
+
+
+def test_only_the_square_matrices_of_the_mlp_are_structured():
+    model = tasks.mlp(16, 64, 4, BTT(rank=1))
+    assert [name for name, module in model.named_modules() if isinstance(module, StructuredLinear)] == ["2", "4"]
+    assert not model[6].weight.any()
+    assert tasks.forward_flops(model, torch.zeros(1, 16)) == 2 * (16 * 64 + 2 * 2 * 64 * 8 + 64 * 4)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_training_beats_the_mean(optimizer):
+    lr = {"adam": 2.0**-6, "sgd": 0.5}[optimizer]
+    row = tasks.train_mlp("teacher", Dense(), 64, lr, 0, 40, optimizer=optimizer)
+    assert row["loss"] < 0.7
+    assert row["flops"] == 2 * (16 * 64 + 2 * 64 * 64 + 64 * 4)
+
+
+def test_a_run_that_diverges_has_no_loss():
+    assert tasks.train_mlp("teacher", Dense(), 64, 1e6, 0, 8, optimizer="sgd")["loss"] is None
+
+
+def test_words_are_the_most_frequent_pieces_of_the_text():
+    task = tasks.Words(0, batch=2, context=8, depth=1, vocabulary=32)
+    inputs, targets = task.batch(0)
+    assert inputs.shape == targets.shape == (2, 8)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    counts = tasks._word_ids(32).bincount(minlength=32)
+    assert len(counts) == 32
+    assert (counts[:30] >= counts[1:31]).all()
+    assert task.model(32)(inputs).shape == (2, 8, 32)
