@@ -55,11 +55,11 @@ def test_the_numbers_of_the_optimizer_table_are_those_of_the_kept_result():
         assert f"| {row['task']}, {row['structure']} | {losses} | {reached} of {row['steps']} |" in README
 
 
-def test_the_numbers_of_the_speed_table_are_those_of_the_kept_result():
-    from benchmarks.layer import markdown
+def test_the_numbers_of_the_speed_tables_are_those_of_the_kept_results():
+    from benchmarks import layer, model
 
-    result = json.loads((ROOT / "benchmarks/results/layer.json").read_text())
-    assert markdown(result, "float32") in README
+    assert layer.markdown(json.loads((ROOT / "benchmarks/results/layer.json").read_text()), "float32") in README
+    assert model.markdown(json.loads((ROOT / "benchmarks/results/model.json").read_text())) in README
 
 
 def test_the_cosines_of_the_sentence_encoder_are_those_of_the_kept_result():
