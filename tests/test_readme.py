@@ -62,6 +62,16 @@ def test_the_numbers_of_the_speed_tables_are_those_of_the_kept_results():
     assert model.markdown(json.loads((ROOT / "benchmarks/results/model.json").read_text())) in README
 
 
+def test_what_is_said_of_bfloat16_is_what_the_kept_result_has():
+    kept = json.loads((ROOT / "benchmarks/results/layer.json").read_text())["rows"]
+    rows = [r for r in kept if r["dtype"] == "bfloat16" and r["implementation"] == "auto" and r["d_in"] == 1024]
+    speed = {(r["tokens"], r["backward"], r["structure"]): r["x_dense"]["median"] for r in rows}
+    assert f"BTT r=1 is {speed[4096, True, 'BTT r=1']:.1f} times as fast as dense" in " ".join(README.split())
+    assert "BTT r=4 and TT r=4 take 15 to 20 % longer" in " ".join(README.split())
+    assert all(0.145 < 1 / speed[4096, True, name] - 1 < 0.205 for name in ("BTT r=4", "TT r=4"))
+    assert all(value < 1 for (tokens, _, _), value in speed.items() if tokens == 16)
+
+
 def test_the_cosines_of_the_sentence_encoder_are_those_of_the_kept_result():
     rows = json.loads((ROOT / "benchmarks/results/minilm.json").read_text())["rows"]
     half = {(row["family"], row["calibrated"]): f"{row['cosine']:.2f}" for row in rows if row["budget"] == 0.5}
