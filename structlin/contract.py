@@ -9,9 +9,7 @@ import torch.nn.functional as F
 from einops import einsum, rearrange
 from torch import Tensor
 
-from .kernels import cost
-from .kernels.layout import encode
-from .kernels.op import multiply
+from .kernels import cost, op
 from .structure import TOKENS, Structure
 
 if TYPE_CHECKING:
@@ -34,6 +32,8 @@ def apply(
     "structured" goes core by core and never forms W; "dense" multiplies the cores into W first. "auto" takes what the
     cost model (`kernels.cost`) says is faster for the structure, dtype, device and number of tokens, with gradients or
     without; under torch.compile, what is faster for many tokens. All are differentiable any number of times.
+    "structured" is one operator (`kernels.op`); where that gains nothing it is plain products: low-rank, and few tokens
+    on a CPU.
 
     Args:
         cores: one tensor `(batch, fan_out, fan_in)` per core of the structure.
@@ -66,20 +66,30 @@ def apply(
     backward = torch.is_grad_enabled() and (x.requires_grad or any(core.requires_grad for core in cores))
     if choose(mode, structure, tokens, x.dtype, x.device.type, backward=backward) == "dense":
         return F.linear(x, to_dense(structure, cores), bias)
-    if not _takes_operators():
-        y = reference(structure, cores, x)
+    if structure.plain and not recompute:
+        for core in cores[:-1]:
+            x = F.linear(x, core[0])
+        return F.linear(x, cores[-1][0], bias)
+    if not _takes_operators() or (cost.few(x) and not recompute):
+        y = _products(structure, cores, x)
         return y if bias is None else y + bias
-    rows = x.reshape(-1, structure.in_features)
-    out: Tensor = multiply(rows, list(cores), bias, encode(structure), backward and not recompute)[0]
-    return out.view(*x.shape[:-1], structure.out_features)
+    rows = x if x.ndim == 2 else x.reshape(-1, structure.in_features)
+    y = op.apply(rows, list(cores), bias, structure.text, backward=backward, keep=backward and not recompute)
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], structure.out_features)
 
 
 def reference(structure: Structure, cores: Sequence[Tensor], x: Tensor) -> Tensor:
-    """`W x` by permutations and plain batched products: the oracle of `apply`, and what is exported."""
+    """`W x` by permutations and plain batched products: what is exported, and the fastest way for few tokens."""
     _check(structure, cores, x)
+    return _products(structure, cores, x)
+
+
+def _products(structure: Structure, cores: Sequence[Tensor], x: Tensor) -> Tensor:
     h = x.reshape(1, -1, structure.in_features)
     for (pattern, sizes), core in zip(structure.rearrangements, cores, strict=False):
         h = rearrange(h, pattern, **sizes)  # (batch, tokens * repeat, fan_in)
+        if not torch.compiler.is_compiling() and 1 not in h.stride()[1:]:
+            h = h.contiguous()  # or torch.bmm goes through it block by block
         h = torch.bmm(h, core.mT)  # (batch, tokens * repeat, fan_out)
     pattern, sizes = structure.rearrangements[-1]
     return rearrange(h, pattern, **sizes).reshape(*x.shape[:-1], structure.out_features)
@@ -160,7 +170,7 @@ def choose(mode: str, structure: Structure, tokens: int, dtype: torch.dtype, dev
     check_mode(mode)
     if mode != "auto":
         return mode
-    least, most = cost.tokens_for(encode(structure), dtype, device, backward)
+    least, most = cost.tokens_for(structure.text, dtype, device, backward)
     # A compiled program makes one choice for all numbers of tokens, that for many, or each would be compiled anew
     return "structured" if least <= (cost.FOREVER if torch.compiler.is_compiling() else tokens) <= most else "dense"
 
@@ -171,10 +181,14 @@ def check_mode(mode: str) -> None:
 
 
 def _takes_operators() -> bool:
-    """Not while exporting, so that what is exported needs no structlin, nor under `torch.func`'s transforms."""
+    """Not while exporting, so that what is exported needs no structlin, nor where derivatives are not taken by
+    autograd's backward pass: in `torch.func`'s transforms but vmap, and in forward mode."""
     if torch.compiler.is_compiling():
         return not torch.compiler.is_exporting()
-    return not torch._C._are_functorch_transforms_active()
+    if torch.autograd.forward_ad._current_level >= 0:
+        return False
+    transforms = torch._C._functorch.get_interpreter_stack() if torch._C._are_functorch_transforms_active() else []
+    return all(transform.key() == torch._C._functorch.TransformType.Vmap for transform in transforms)
 
 
 def _check(structure: Structure, cores: Sequence[Tensor], x: Tensor, bias: Tensor | None = None) -> None:

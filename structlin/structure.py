@@ -65,6 +65,8 @@ class Structure:
         in_features, out_features: products of the signature's axes.
         cores: a `Core` each.
         params, flops: of the whole structure; FLOPs per token, 2 per multiply-add.
+        plain: whether every core is one matrix and nothing is permuted between them, as in low-rank.
+        text: all of it on one line, as `"i -> o; r i; o r; i=6 o=4 r=2"`, which `Structure.parse` reads.
 
     Raises:
         ValueError: an axis without a size, never consumed, never produced, or named twice; a size below 1.
@@ -82,6 +84,8 @@ class Structure:
     cores: tuple[Core, ...]
     params: int
     flops: int
+    plain: bool
+    text: str
     rearrangements: tuple[tuple[str, dict[str, int]], ...]
     """einops patterns, one before each core and one after the last, each with the sizes of its axes."""
 
@@ -124,6 +128,11 @@ class Structure:
         self.cores = tuple(derived)
         self.params = sum(core.params for core in self.cores)
         self.flops = sum(core.flops for core in self.cores)
+        read, written = [core.fan_in_axes for core in derived], [core.fan_out_axes for core in derived]
+        alone = not any(core.batch_axes or core.repeat_axes for core in derived)
+        self.plain = alone and [tuple(inputs), *written] == [*read, tuple(outputs)]
+        named = " ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+        self.text = "; ".join([self.signature, *self.subscripts, named])
         self.rearrangements = _rearrangements(inputs, outputs, self.cores, self.sizes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,18 +143,27 @@ class Structure:
     def from_dict(cls, data: Mapping[str, Any]) -> "Structure":
         return cls(data["signature"], *data["cores"], **data["sizes"])
 
+    @classmethod
+    def parse(cls, text: str) -> "Structure":
+        """The structure that says so of itself in `text`.
+
+        >>> structure = Structure("i -> o", "r i", "o r", i=6, o=4, r=2)
+        >>> Structure.parse(structure.text) == structure
+        True
+        """
+        signature, *cores, sizes = text.split("; ")
+        named = (size.split("=") for size in sizes.split())
+        return cls(signature, *cores, **{axis: int(size) for axis, size in named})
+
     def __repr__(self) -> str:
         strings = ", ".join(repr(text) for text in (self.signature, *self.subscripts))
         return f"Structure({strings}, {', '.join(f'{axis}={size}' for axis, size in self.sizes.items())})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Structure) and self._key() == other._key()
+        return isinstance(other, Structure) and self.text == other.text
 
     def __hash__(self) -> int:
-        return hash(self._key())
-
-    def _key(self) -> tuple[object, ...]:
-        return self.signature, self.subscripts, tuple(self.sizes.items())
+        return hash(self.text)
 
 
 def _axes(where: str, text: str) -> list[str]:

@@ -9,7 +9,6 @@ from torch import nn
 from benchmarks import calibrate
 from structlin import BTT, TT, Dense, LowRank, Monarch, StructuredLinear, contract, convert, summary
 from structlin.kernels import cost
-from structlin.kernels.layout import encode
 from structlin.kernels.layout import stages as stages_of
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -43,7 +42,7 @@ def test_the_range_of_tokens_is_where_the_structure_is_predicted_to_be_faster(dt
         structure = family.structure(1024, 1024)
         own = cost.best(structure, dtype, "cpu", backward=backward)
         dense = cost.dense(structure, dtype, "cpu", backward=backward)
-        least, most = cost.tokens_for(encode(structure), dtype, "cpu", backward)
+        least, most = cost.tokens_for(structure.text, dtype, "cpu", backward)
         for tokens in (0, 1, 16, 100, 300, 1000, 4096, 10**6):
             assert (least <= tokens <= most) == (own.at(tokens) <= dense.at(tokens)), (family, tokens)
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.utils.flop_counter import FlopCounterMode
 
 from structlin import BTT, TT, Kronecker, LowRank, Monarch, Structure, StructuredLinear, apply
 from structlin.kernels import cost, op, stages
-from structlin.kernels.layout import decode, encode
+from structlin.kernels.layout import decode
 from structlin.kernels.layout import stages as stages_of
 from tests.catalogue import every_structure, one_einsum, random_cores, structures, tokens
 
@@ -44,7 +45,8 @@ def test_every_layout_and_chunk_gives_the_values_and_gradients_of_einsum(structu
     at, cores = stages_of(structure), random_cores(structure)
     x, bias = tokens(7, structure.in_features), tokens(structure.out_features)
     y, dy, (dx, dbias, *dcores) = gradients_of(structure, cores, x, bias)
-    for columns in (False, True) if at.in_columns else (False,):
+    layouts = [(at, False), (stages_of(structure, least=2), False), *([(at, True)] if at.in_columns else [])]
+    for at, columns in layouts:
         for chunk in (1, 3, 7, 100):
             for keep in (False, True):
                 options = {"columns": columns, "chunk": chunk}
@@ -54,11 +56,35 @@ def test_every_layout_and_chunk_gives_the_values_and_gradients_of_einsum(structu
                 torch.testing.assert_close((own, *got), (y, dx, dcores, dbias))
 
 
+def test_kronecker_and_tensor_train_permute_nothing():
+    for family in (Kronecker(), TT(rank=3), TT(rank=2, cores=3)):
+        at = stages_of(family.structure(128, 512), least=2)
+        assert at.inner[0] == 1
+        assert min(at.inner[1:]) > 1
+        assert all(permutation.trivial for permutation in at.permutations)
+
+
+@pytest.mark.parametrize("family", [Kronecker(), TT(rank=2)], ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_products_from_the_left_in_every_dtype(family, dtype):
+    structure = family.structure(1024, 1056)
+    assert decode(structure.text)[1].inner[1] >= 32
+    cores = [core.to(dtype) for core in random_cores(structure)]
+    x, bias = tokens(37, 1024).to(dtype), tokens(1056).to(dtype)
+    y, dy, grads = gradients_of(structure, [core.double() for core in cores], x.double(), bias.double())
+    leaves = [tensor.requires_grad_() for tensor in (x, bias, *cores)]
+    own = apply(structure, cores, x, bias, mode="structured")
+    for got, wanted in zip((own, *torch.autograd.grad(own, leaves, dy.to(dtype))), (y, *grads), strict=True):
+        assert got.dtype == dtype
+        error = (got.double() - wanted).norm() / wanted.norm()
+        assert error < {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+
+
 @given(structure=structures(max_width=64), wants=st.tuples(st.booleans(), st.booleans(), st.booleans()))
 def test_only_the_gradients_that_are_asked_for_are_computed(structure, wants):
     cores, x, dy = random_cores(structure), tokens(5, structure.in_features), tokens(5, structure.out_features)
-    everything = op.gradients(dy, x, cores, x.new_empty(0), encode(structure), [True, True, True])
-    got = op.gradients(dy, x, cores, x.new_empty(0), encode(structure), list(wants))
+    everything = op.gradients(dy, x, cores, x.new_empty(0), structure.text, [True, True, True])
+    got = op.gradients(dy, x, cores, x.new_empty(0), structure.text, list(wants))
     asked = [wants[0], *[wants[1]] * len(cores), wants[2]]
     for own, full, wanted in zip(got, everything, asked, strict=True):
         torch.testing.assert_close(own, full if wanted else own.new_empty(0))
@@ -119,7 +145,7 @@ def test_the_operators_keep_the_contract_of_torch_library(family, dtype):
     structure = small(family)
     cores = [core.to(dtype).requires_grad_() for core in random_cores(structure)]
     x, bias = tokens(5, 12, dtype=dtype).requires_grad_(), tokens(30, dtype=dtype).requires_grad_()
-    dy, text = tokens(5, 30, dtype=dtype).requires_grad_(), encode(structure)
+    dy, text = tokens(5, 30, dtype=dtype).requires_grad_(), structure.text
     for keep in (False, True):
         torch.library.opcheck(op.multiply, (x, cores, bias, text, keep))
         torch.library.opcheck(op.multiply, (x[:0], cores, None, text, keep))
@@ -147,6 +173,77 @@ def test_an_exported_layer_needs_no_operator_of_ours():
     exported = torch.export.export(layer, (x,))
     assert not [node for node in exported.graph.nodes if "structlin" in str(node.target)]
     torch.testing.assert_close(exported.module()(x), layer(x))
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_few_tokens_take_plain_products_and_many_the_operator(family, monkeypatch):
+    monkeypatch.setattr(cost, "FEW", 8 * 12)
+    structure = small(family)
+    cores = [core.requires_grad_() for core in random_cores(structure)]
+    for n, takes_operator in ((8, False), (9, not structure.plain)):
+        x, bias = tokens(n, 12).requires_grad_(), tokens(30).requires_grad_()
+        y, dy, grads = gradients_of(structure, cores, x, bias)
+        own = apply(structure, cores, x, bias, mode="structured")
+        assert (own.grad_fn.name() == "ProductBackward") == takes_operator
+        torch.testing.assert_close((own, *torch.autograd.grad(own, [x, bias, *cores], dy)), (y, *grads))
+        with torch.no_grad():
+            torch.testing.assert_close(apply(structure, cores, x, bias, mode="structured"), y)
+    few = apply(structure, cores, x[:8], mode="structured", recompute=True)
+    assert few.grad_fn.name() == "ProductBackward"  # plain products would save the middle
+
+
+def every_call_of(module, name, patch):
+    """A list that grows by one with every call."""
+    calls, original = [], getattr(module, name)
+    patch.setattr(module, name, lambda *args, **options: calls.append(1) or original(*args, **options))
+    return calls
+
+
+def test_the_operator_is_called_where_somebody_watches_and_its_body_where_nobody_does(monkeypatch):
+    layer, x = StructuredLinear(12, 30, BTT(rank=2), mode="structured"), tokens(5, 12).float()
+    operators = every_call_of(op, "multiply", monkeypatch)
+    with torch.no_grad():
+        plain = layer(x)
+        assert not operators
+        with FlopCounterMode(display=False) as counter:
+            watched = layer(x)
+    assert len(operators) == 1
+    assert counter.get_total_flops() == 5 * layer.structure.flops
+    torch.testing.assert_close(plain, watched, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_vmap_over_tokens_layers_and_gradients(family):
+    structure = small(family)
+    cores, x = random_cores(structure), tokens(3, 5, 12)
+    bias = tokens(30)
+    layers = [[core + n for core in cores] for n in range(3)]
+
+    def run(x, *cores):
+        return apply(structure, cores, x, bias, mode="structured")
+
+    wanted = torch.stack([run(part, *cores) for part in x])
+    torch.testing.assert_close(torch.func.vmap(lambda x: run(x, *cores))(x), wanted)
+    torch.testing.assert_close(torch.func.vmap(lambda x: run(x, *cores), in_dims=1, out_dims=1)(x), wanted)
+    stacked = [torch.stack(parts) for parts in zip(*layers, strict=True)]
+    each = torch.stack([run(part, *own) for part, own in zip(x, layers, strict=True)])
+    torch.testing.assert_close(torch.func.vmap(run)(x, *stacked), each)
+    leaves = [tensor.requires_grad_() for tensor in (x, *cores)]
+    y, dys = run(*leaves), torch.stack([wanted, 2 * wanted])
+    got = torch.func.vmap(lambda dy: torch.autograd.grad(y, leaves, dy, retain_graph=True))(dys)
+    for n in range(2):
+        once = torch.autograd.grad(y, leaves, dys[n], retain_graph=True)
+        torch.testing.assert_close(tuple(part[n] for part in got), once)
+
+
+@OWN
+def test_forward_mode_derivatives_are_not_lost():
+    layer, x, tangent = StructuredLinear(12, 30, BTT(rank=2), bias=False), tokens(5, 12).float(), tokens(5, 12).float()
+    for requires_grad in (True, False):
+        layer.requires_grad_(requires_grad)
+        with forward_ad.dual_level():
+            found = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, tangent))).tangent
+        torch.testing.assert_close(found, layer(tangent))
 
 
 def test_torch_func_sees_through_the_layer():
@@ -196,7 +293,7 @@ def test_recompute_saves_nothing_but_the_input():
 
 @given(structure=structures())
 def test_text_is_the_structure(structure):
-    assert decode(encode(structure))[0] == structure
+    assert decode(structure.text)[0] == structure
 
 
 def test_inputs_of_any_strides_and_unaligned_cores_give_the_same_numbers():

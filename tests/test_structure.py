@@ -133,3 +133,13 @@ def test_structures_are_equal_when_what_they_are_made_of_is():
     ]
     assert all(structure != other for other in different)
     assert len({structure, *different[:3]}) == 4
+
+
+def test_plain_is_a_chain_of_matrices():
+    plain = [LowRank(rank=2), Dense()]
+    for family in (*plain, BTT(rank=1), Kronecker(), Monarch(blocks=2), TT(rank=2), BlockDiagonal(blocks=2)):
+        assert family.structure(12, 12).plain == (family in plain), family
+    sizes = {"i": 6, "o": 4, "r": 2, "s": 3}
+    assert Structure("i -> o", "r s i", "o r s", **sizes).plain
+    assert not Structure("i -> o", "r s i", "o s r", **sizes).plain
+    assert not Structure("i j -> o", "r j i", "o r", i=6, j=2, o=4, r=2).plain

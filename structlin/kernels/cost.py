@@ -17,12 +17,14 @@ from math import ceil, prod
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..structure import Structure
-from .layout import Stages, decode, stages
+from .layout import Stages, decode
 
 FOREVER = 1 << 62  # tokens
 CACHE = 1 << 21  # bytes of the widest activation of a chunk, on a CPU
+FEW = 1 << 15  # numbers in x, on a CPU, up to which calls cost more than what they compute
 
 
 class Machine(NamedTuple):
@@ -103,7 +105,7 @@ def dense(structure: Structure, dtype: torch.dtype, device: str, *, backward: bo
 
 def best(structure: Structure, dtype: torch.dtype, device: str, *, backward: bool) -> Seconds:
     """Through the structure, in the layout that it takes."""
-    at = stages(structure)
+    at = decode(structure.text)[1]
     return structured(at, dtype, device, columns=in_columns(at, dtype, device), backward=backward)
 
 
@@ -124,12 +126,16 @@ def chunk(at: Stages, device: str, itemsize: int) -> int:
     return max(32, CACHE // (itemsize * at.width) // 32 * 32)
 
 
+def few(x: Tensor) -> bool:
+    """Are there so few tokens that the least number of calls is fastest? Never said of a compiled program."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and x.numel() <= FEW
+
+
 def tokens_for(text: str, dtype: torch.dtype, device: str, backward: bool) -> tuple[int, int]:
     """The least and the greatest number of tokens for which the structure is not slower than dense; (1, 0) for none.
 
     >>> from structlin import BTT
-    >>> from structlin.kernels.layout import encode
-    >>> tokens_for(encode(BTT().structure(1024, 1024)), torch.float32, "cpu", True) == (0, FOREVER)
+    >>> tokens_for(BTT().structure(1024, 1024).text, torch.float32, "cpu", True) == (0, FOREVER)
     True
     """
     return _tokens_for(text, dtype, device, backward)

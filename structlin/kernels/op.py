@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import register_flop_formula
 
 from ..structure import Structure
@@ -24,15 +26,35 @@ from . import cost, stages
 from .layout import Stages, decode
 
 
-@torch.library.custom_op("structlin::multiply", mutates_args=())
-def multiply(
+def apply(
+    x: Tensor, cores: Sequence[Tensor], bias: Tensor | None, structure: str, *, backward: bool, keep: bool
+) -> Tensor:
+    """`x W^T + bias`: by `multiply` in a program that is compiled, traced or watched; else by its body, without the
+    dispatcher, which takes longer than the product of a few tokens."""
+    if _watched([x, *cores]):
+        y: Tensor = multiply(x, cores, bias, structure, keep)[0]
+    elif backward:
+        y = Product.apply(x, bias, structure, keep, *cores)  # type: ignore[no-untyped-call]
+    else:
+        y = _multiply(x, cores, bias, structure, keep)[0]
+    return y
+
+
+def _watched(tensors: Sequence[Tensor]) -> bool:
+    """Is the program compiled, exported, traced, transformed, counted or faked, and not just run?"""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() or torch._C._are_functorch_transforms_active():
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0 or any(type(t) not in (Tensor, Parameter) for t in tensors)
+
+
+def _multiply(
     x: Tensor, cores: Sequence[Tensor], bias: Tensor | None, structure: str, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """`x W^T + bias` and, if `keep`, the middle that the gradient reads.
 
     Args:
         x: `(tokens, in_features)`.
-        structure: `layout.encode` of a `Structure`.
+        structure: `Structure.text`.
     """
     whole, at = decode(structure)
     x, cores = x.contiguous(), [_aligned(core) for core in cores]
@@ -44,8 +66,10 @@ def multiply(
     return stages.forward(at, cores, x, bias, keep=keep, **_choice(at, x))
 
 
-@torch.library.custom_op("structlin::gradients", mutates_args=())
-def gradients(
+multiply = torch.library.custom_op("structlin::multiply", _multiply, mutates_args=())
+
+
+def _gradients(
     dy: Tensor, x: Tensor, cores: Sequence[Tensor], middle: Tensor, structure: str, wants: Sequence[bool]
 ) -> list[Tensor]:
     """dx, one dcore for each core, dbias; each empty if `wants`, (x, cores, bias), says that nobody asks for it."""
@@ -59,6 +83,9 @@ def gradients(
     else:
         dx, dcores, dbias = stages.backward(at, cores, x, middle, dy, wants=wants, **_choice(at, x))
     return [dx, *dcores, dbias]
+
+
+gradients = torch.library.custom_op("structlin::gradients", _gradients, mutates_args=())
 
 
 def _aligned(core: Tensor) -> Tensor:
@@ -117,22 +144,38 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Any, ...]:
+    needs = ctx.needs_input_grad
+    dx, dcores, dbias = _wanted(ctx, dy, needs[0], any(needs[1]), ctx.has_bias and needs[2])
+    return dx, dcores, dbias, None, None
+
+
+def _wanted(ctx: Any, dy: Tensor | None, *wants: bool) -> tuple[Tensor | None, Sequence[Tensor | None], Tensor | None]:
+    """The gradients of x, the cores and the bias, each None if nobody asks for it."""
     x, middle, *cores = ctx.saved_tensors
     if dy is None:
-        return None, [None] * len(cores), None, None, None
-    needs = ctx.needs_input_grad
-    wants = [needs[0], any(needs[1]), ctx.has_bias and needs[2]]
-    dx, *dcores, dbias = gradients(dy, x, cores, middle, ctx.structure, wants)
-    return (
-        dx if wants[0] else None,
-        dcores if wants[1] else [None] * len(cores),
-        dbias if wants[2] else None,
-        None,
-        None,
-    )
+        return None, [None] * len(cores), None
+    operator = gradients if torch.is_grad_enabled() or _watched([dy, x, *cores]) else _gradients
+    dx, *dcores, dbias = operator(dy, x, cores, middle, ctx.structure, list(wants))
+    return dx if wants[0] else None, dcores if wants[1] else [None] * len(cores), dbias if wants[2] else None
 
 
 multiply.register_autograd(_backward, setup_context=_save)
+
+
+class Product(torch.autograd.Function):
+    """`multiply` without its operator."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, structure: str, keep: bool, *cores: Tensor) -> Tensor:
+        found = _multiply(x, cores, bias, structure, keep)
+        _save(ctx, (x, cores, bias, structure, keep), found)
+        return found[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
+        x, bias, _, _, *cores = ctx.needs_input_grad
+        dx, dcores, dbias = _wanted(ctx, dy, x, any(cores), bias)
+        return dx, dbias, None, None, *dcores
 
 
 def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -158,3 +201,31 @@ def _backward_of_gradients(ctx: Any, cotangents: list[Tensor | None]) -> tuple[A
 
 
 gradients.register_autograd(_backward_of_gradients, setup_context=_save_gradients)
+
+
+@multiply.register_vmap
+def _(info: Any, dims: Sequence[Any], x: Tensor, cores: Sequence[Tensor], bias: Tensor | None, *rest: Any) -> Any:
+    of_x, *others = dims
+    if any(dim is not None for dim in tree_leaves(others)):
+        return _one_by_one(multiply, info, dims, x, cores, bias, *rest)
+    x = x.movedim(of_x, 0)  # more tokens
+    y, middle = multiply(x.flatten(0, 1), cores, bias, *rest)
+    return (y.unflatten(0, x.shape[:2]), middle), (0, None)
+
+
+@gradients.register_vmap
+def _(info: Any, dims: Sequence[Any], *args: Any) -> Any:
+    return _one_by_one(gradients, info, dims, *args)
+
+
+def _one_by_one(operator: Any, info: Any, dims: Sequence[Any], *args: Any) -> Any:
+    """The operator for every member of a batch of arguments, and where the batch lies in what it returns."""
+    flat, spec = tree_flatten(args)
+    flat_dims = tree_leaves(dims, is_leaf=lambda dim: dim is None)
+
+    def member(n: int) -> Any:
+        return tree_unflatten([a if d is None else a.select(d, n) for a, d in zip(flat, flat_dims, strict=True)], spec)
+
+    results = [operator(*member(n)) for n in range(info.batch_size)]
+    stacked = type(results[0])(torch.stack(part) for part in zip(*results, strict=True))
+    return stacked, type(stacked)(0 for _ in stacked)
