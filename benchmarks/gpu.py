@@ -40,7 +40,8 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks import record, timing
-from structlin import BTT, TT, Family, Kronecker, LowRank, Monarch, Structure, StructuredLinear
+from benchmarks.variants import families
+from structlin import BTT, Structure, StructuredLinear
 
 # Speed of forward + backward against nn.Linear, bfloat16, 16384 tokens, on an H200; and of the strided bound, anywhere.
 GOALS = {
@@ -60,20 +61,6 @@ ROUNDS = (5, 25)
 SM_90 = 90
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS = 16384
-
-
-def families(width: int) -> dict[str, Family]:
-    return {
-        "BTT r=1": BTT(rank=1),
-        "BTT r=2": BTT(rank=2),
-        "BTT r=4": BTT(rank=4),
-        "Monarch 4": Monarch(blocks=4),
-        "Monarch 16": Monarch(blocks=16),
-        "Monarch 64": Monarch(blocks=64),
-        "low-rank d/8": LowRank(rank=width // 8),
-        "Kronecker": Kronecker(),
-        "TT r=4": TT(rank=4),
-    }
 
 
 @contextmanager

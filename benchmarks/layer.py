@@ -1,17 +1,17 @@
 """How fast is a structured layer? Time, memory and their bounds, against nn.Linear of equal width and of equal FLOPs.
 
-    python -m benchmarks.layer                       # 7 minutes at most, results/layer.{json,png}
+    python -m benchmarks.layer                       # 15 minutes at most, results/layer.{json,png}
     python -m benchmarks.layer --budget 60 --out out
+    python -m benchmarks.layer --allocator default   # results/layer_default_allocator.{json,png}
     python -m benchmarks.layer --smoke               # seconds
 
 The protocol: the machine's ceilings are measured first; data are random; every variant is compared with a float64
-oracle, on memory poisoned with NaN, before it is timed; the variants take turns, dense first and last. Speeds are
-ratios within a round. On a GPU times are the device's, caches cold (`timing.seconds`); with few tokens on a CPU a
-sample is calls back to back for 2 ms, caches warm.
-
-Implementations: nn.Linear; auto, what `StructuredLinear` does by itself; structured and merged, the two modes that it
-chooses from; einsum, `contract.reference`; strided, two products that write into a strided view of the output, with one
-copy of the activations each way, as the published BTT and Monarch layers do it (written here from the formula).
+oracle, on memory poisoned with NaN (but what torch.compile makes), before it is timed; the variants take turns, dense
+first and last. Speeds are ratios within a round. On a CPU the process keeps the memory that it frees, as with the
+jemalloc or tcmalloc that PyTorch's tuning guide advises: glibc returns much of it to the kernel, and which of two
+layers then waits for fresh pages is an accident (`timing.keep_pages`). With few tokens on a CPU a sample is calls back
+to back for 2 ms, caches warm. On a GPU times are the device's, caches cold (`timing.seconds`), and beside them what a
+user waits for one call. Implementations and options: `benchmarks.variants`; compiling is no part of a sample.
 """
 
 import argparse
@@ -19,73 +19,33 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from contextlib import nullcontext
+from dataclasses import asdict, fields, replace
 from functools import partial
-from math import ceil, inf, prod, sqrt
+from math import ceil, inf, prod
 from pathlib import Path
+from platform import libc_ver
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from einops import rearrange
 from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
 
 from benchmarks import timing
 from benchmarks.record import RESULTS, save_json
-from structlin import BTT, TT, Dense, Family, Kronecker, LowRank, Monarch, Structure, StructuredLinear, contract
+from benchmarks.variants import SMOKE, Job, Variant, equal_flops_widths, variants
 
 ROUNDS = (3, 25)
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # of the relative Frobenius error; bfloat16 rounds to 2^-9 each time
 SHORTEST = 2e-3  # seconds of a sample on a CPU
 ORACLE_TOKENS = 256
-OTHERS = ("einsum", "strided", "structured", "merged")  # the implementations beside nn.Linear and auto
-
-
-def families(width: int) -> dict[str, Family]:
-    """The structures of a row each; `width` is the smaller side of the layer."""
-    return {
-        "BTT r=1": BTT(rank=1),
-        "BTT r=2": BTT(rank=2),
-        "BTT r=4": BTT(rank=4),
-        "Monarch 4": Monarch(blocks=4),
-        "Monarch 16": Monarch(blocks=16),
-        "low-rank d/4": LowRank(rank=width // 4),
-        "low-rank d/8": LowRank(rank=width // 8),
-        "Kronecker": Kronecker(),
-        "TT r=4": TT(rank=4),
-    }
+WAITS = 5  # samples of what a user waits for a call on a GPU
+OTHERS = ("einsum", "strided", "structured", "merged", "compiled")  # the implementations beside nn.Linear and auto
 
 
 # ---- what is measured ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Job:
-    """One setting; all its variants are timed in turns."""
-
-    d_in: int
-    d_out: int
-    tokens: int
-    dtype: str
-    backward: bool
-
-    @property
-    def title(self) -> str:
-        work = "forward + backward" if self.backward else "forward"
-        return f"{self.d_in} -> {self.d_out}, {self.tokens} tokens, {self.dtype}, {work}"
-
-    @property
-    def flops(self) -> int:
-        """Of the dense layer."""
-        return self.passes * 2 * self.tokens * self.d_in * self.d_out
-
-    @property
-    def passes(self) -> int:
-        """Forward products: the backward pass has two more of the same FLOPs for each."""
-        return 3 if self.backward else 1
 
 
 def jobs(device: str) -> list[Job]:
@@ -104,126 +64,26 @@ def jobs(device: str) -> list[Job]:
     return [*training, *inference, *(replace(job, dtype=other) for job in up_down)]
 
 
-@dataclass
-class Variant:
-    """A layer as a function, its parameters, and the structure that says what it has to compute."""
-
-    name: str
-    implementation: str
-    structure: Structure
-    run: Callable[[Tensor], Tensor]
-    cores: Sequence[Tensor]
-    x: Tensor
-    dy: Tensor
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        return self.structure.in_features, self.structure.out_features
-
-    def forward(self) -> Tensor:
-        with torch.no_grad():
-            return self.run(self.x)
-
-    def forward_backward(self) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(self.run(self.x), [self.x, *self.cores], self.dy)
-
-
-def variants(job: Job, device: str) -> list[Variant]:
-    """nn.Linear first and last; between them all structures, and nn.Linear at their FLOPs."""
-    dtype = getattr(torch, job.dtype)
-
-    def data(width: int) -> Tensor:
-        return torch.randn(job.tokens, width, device=device).to(dtype)
-
-    x, dy = data(job.d_in).requires_grad_(job.backward), data(job.d_out)
-
-    def dense(d_in: int, d_out: int, x: Tensor, dy: Tensor) -> Variant:
-        weight = nn.Parameter((torch.randn(d_out, d_in, device=device) / sqrt(d_in)).to(dtype))
-        layer = Dense().structure(d_in, d_out)
-        return Variant("dense", "nn.Linear", layer, partial(F.linear, weight=weight), [weight], x, dy)
-
-    found = [dense(job.d_in, job.d_out, x, dy)]
-    equal_flops = set[tuple[int, int]]()
-    for name, family in families(min(job.d_in, job.d_out)).items():
-        layer = StructuredLinear(job.d_in, job.d_out, family, bias=False, device=device, dtype=dtype)
-        structure, cores = layer.structure, list(layer.cores)
-        runs: dict[str, Callable[[Tensor], Tensor]] = {
-            "auto": layer,
-            "einsum": partial(contract.reference, structure, cores),
-        }
-        if (
-            device == "cuda" or job.d_in * job.d_out <= 1024**2
-        ):  # wider, a CPU needs too long for what nobody would take
-            runs["structured"] = partial(contract.apply, structure, cores, mode="structured")
-            runs["merged"] = partial(contract.apply, structure, cores, mode="dense")
-        if all(core.repeat == 1 and core.batch > 1 for core in structure.cores):
-            runs["strided"] = partial(StridedProducts.apply, structure, *cores)
-        found += [Variant(name, how, structure, run, cores, x, dy) for how, run in runs.items()]
-        equal_flops.add(equal_flops_widths(structure))
-    for d_in, d_out in sorted(equal_flops - {(job.d_in, job.d_out)}):
-        found.append(dense(d_in, d_out, data(d_in).requires_grad_(job.backward), data(d_out)))
-    return [*found, replace(found[0], name="dense, last")]
-
-
-def equal_flops_widths(structure: Structure) -> tuple[int, int]:
-    """The dense layer of the same aspect ratio and FLOPs: multiples of 64, so that dense is at its best.
-
-    >>> equal_flops_widths(BTT().structure(1024, 4096))
-    (192, 896)
-    """
-    scale = sqrt(structure.flops / (2 * structure.in_features * structure.out_features))
-    d_in, d_out = (max(64, 64 * round(scale * width / 64)) for width in (structure.in_features, structure.out_features))
-    return d_in, d_out
-
-
-class StridedProducts(torch.autograd.Function):
-    """`y = W x` for two cores without repetition: see the head of this file."""
-
-    @staticmethod
-    def forward(ctx: Any, structure: Structure, first: Tensor, last: Tensor, x: Tensor) -> Tensor:
-        split, middle, join = structure.rearrangements
-        blocks = _rearrange(x[None], split)  # (batch, tokens, fan_in), a view
-        h = _rearrange(torch.bmm(blocks, first.mT), middle)  # the copy
-        y = x.new_empty(1, len(x), structure.out_features)
-        torch.bmm(h, last.mT, out=_rearrange(y, join, back=True))
-        ctx.structure = structure
-        ctx.save_for_backward(blocks, h, first, last)
-        return y[0]
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
-        split, middle, join = ctx.structure.rearrangements
-        blocks, h, first, last = ctx.saved_tensors
-        dy_blocks = _rearrange(dy[None], join, back=True)
-        dh = _rearrange(torch.bmm(dy_blocks, last), middle, back=True)  # the copy
-        dx = dy.new_empty(1, len(dy), ctx.structure.in_features)
-        torch.bmm(dh, first, out=_rearrange(dx, split))
-        return None, torch.bmm(dh.mT, blocks), torch.bmm(dy_blocks.mT, h), dx[0]
-
-
-def _rearrange(tensor: Tensor, rearrangement: tuple[str, dict[str, int]], *, back: bool = False) -> Tensor:
-    pattern, sizes = rearrangement
-    return rearrange(tensor, " -> ".join(reversed(pattern.split(" -> "))) if back else pattern, **sizes)
-
-
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
 def error(variant: Variant, *, backward: bool) -> float:
     """The largest relative error of the output and the gradients, at full size, on a sample of the tokens.
 
-    The output's gradient is zero outside the sample, so that the cores' gradients are the sample's alone.
+    The output's gradient is zero outside the sample, so that the parameters' gradients are the sample's alone.
     """
     x, dy = variant.x, torch.zeros_like(variant.dy)
     sample = torch.linspace(0, len(x) - 1, min(len(x), ORACLE_TOKENS), device=x.device).round().long()
     dy[sample] = variant.dy[sample]
-    with timing.poisoned(), torch.set_grad_enabled(backward):
+    # What is compiled takes its memory past torch's allocations, and would be compiled anew for the poisoned mode
+    poisoned = nullcontext() if variant.implementation == "compiled" else timing.poisoned()
+    with poisoned, torch.set_grad_enabled(backward):
         y = variant.run(x)
-        gradients = torch.autograd.grad(y, [x, *variant.cores], dy) if backward else ()
+        gradients = torch.autograd.grad(y, [x, *variant.parameters], dy) if backward else ()
     if not all(torch.isfinite(tensor).all() for tensor in (y, *gradients)):
         return inf
-    wide = [tensor.detach().double().requires_grad_(backward) for tensor in (x[sample], *variant.cores)]
-    wanted = timing.oracle(variant.structure, wide[1:], wide[0])
+    wide = [tensor.detach().double().requires_grad_(backward) for tensor in (x[sample], *variant.parameters)]
+    wanted = variant.oracle(variant.structure, wide[1:], wide[0])
     pairs = [(y[sample], wanted)]
     if backward:
         found = (gradients[0][sample], *gradients[1:])
@@ -231,27 +91,33 @@ def error(variant: Variant, *, backward: bool) -> float:
     return max(timing.relative_error(*pair) for pair in pairs)
 
 
-def measure(job: Job, device: str, ceilings: timing.Ceilings, **limits: Any) -> list[dict[str, Any]]:
-    """A row for every variant; `limits` are those of `timing.interleaved`."""
-    found = variants(job, device)
+def measure(
+    job: Job, found: Sequence[Variant], device: str, ceilings: timing.Ceilings, **limits: Any
+) -> list[dict[str, Any]]:
+    """A row for every one of the job's variants; `limits` are those of `timing.interleaved`."""
     errors = [error(variant, backward=job.backward) for variant in found]
     for variant, off in zip(found, errors, strict=True):
         if not off < TOLERANCE[job.dtype]:
-            raise ArithmeticError(f"{variant.name}, {variant.implementation}: relative error {off:.1e} in {job.title}")
+            raise ArithmeticError(f"{variant.name}, {variant.title}: relative error {off:.1e} in {job.title}")
     works = [variant.forward_backward if job.backward else variant.forward for variant in found]
     times = sample(works, job, device, **limits)
     dense = [sum(pair) / 2 for pair in zip(times[0], times[-1], strict=True)]
-    of_width = {v.widths: t for v, t in zip(found, times, strict=True) if v.implementation == "nn.Linear"}
+    of_width = {v.widths: t for v, t in zip(found, times, strict=True) if v.title == "nn.Linear"}
     of_width[job.d_in, job.d_out] = dense
+    without = {(v.name, v.title): t for v, t in zip(found, times, strict=True) if v.widths == (job.d_in, job.d_out)}
+    without["dense", "nn.Linear"] = dense
+    waits = user_waits(works, device) if device == "cuda" else None
     rows = []
-    for variant, work, samples, off in zip(found, works, times, errors, strict=True):
+    for n, (variant, work, samples) in enumerate(zip(found, works, times, strict=True)):
         structure = variant.structure
         bound = partial(ceilings.bound, structure, job.tokens, variant.x.element_size(), backward=job.backward)
         seconds = statistics.median(samples)
+        forward = partial(variant.run, variant.x)
+        saved = timing.saved_bytes(forward, variant.parameters) if job.backward else None
         row = {
             **asdict(job),
             "structure": variant.name,
-            "implementation": variant.implementation,
+            "implementation": variant.title,
             "widths": variant.widths,
             "params": structure.params,
             "flops": structure.flops,
@@ -261,14 +127,20 @@ def measure(job: Job, device: str, ceilings: timing.Ceilings, **limits: Any) -> 
             "bound_share": bound() / seconds,
             "fused_share": bound(fused=True) / seconds,
             "peak_bytes": timing.peak_bytes(work, device),
-            "saved_bytes": timing.saved_bytes(partial(variant.run, variant.x), variant.cores) if job.backward else None,
-            "error": off,
+            "saved_bytes": saved,
+            "error": errors[n],
         }
         if variant.widths == (job.d_in, job.d_out):
             widths = equal_flops_widths(structure)
             equal = [structure.flops / (2 * prod(widths)) * sample for sample in of_width[widths]]
-            row["x_dense"] = timing.spread([a / b for a, b in zip(dense, samples, strict=True)])
+            twin = without["dense", "nn.Linear + bias"] if variant.option == "bias" else dense
+            row["x_dense"] = timing.spread([a / b for a, b in zip(twin, samples, strict=True)])
             row["x_equal_flops"] = timing.spread([a / b for a, b in zip(equal, samples, strict=True)])
+        if variant.option:
+            plain = without[variant.name, variant.implementation]
+            row["over_plain"] = timing.spread([a / b for a, b in zip(samples, plain, strict=True)])
+        if waits:
+            row["wall_ms"] = waits[n]
         rows.append(row)
     return rows
 
@@ -280,6 +152,13 @@ def sample(works: Sequence[Callable[[], Any]], job: Job, device: str, **limits: 
     repeated = {n: partial(_repeat, work, count) for n, (work, count) in enumerate(zip(works, calls, strict=True))}
     times = timing.interleaved(repeated, partial(timing.seconds, device=device), **limits)
     return [[total / count for total in times[n]] for n, count in enumerate(calls)]
+
+
+def user_waits(works: Sequence[Callable[[], Any]], device: str) -> list[dict[str, float]]:
+    """Milliseconds from one call of each to its result, caches warm: with few tokens, what enqueuing takes."""
+    clock, rounds = partial(timing.wall, device=device), (WAITS, WAITS)
+    times = timing.interleaved(dict(enumerate(works)), clock, rounds=rounds, until=inf)
+    return [timing.spread([1e3 * sample for sample in times[n]]) for n in range(len(works))]
 
 
 def _repeat(work: Callable[[], Any], count: int) -> None:
@@ -294,21 +173,23 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
     """A table of one job: `auto` in full, the other implementations as speeds."""
     title = job_of(rows[0]).title
     first, last = rows[0]["ms"]["median"], rows[-1]["ms"]["median"]
-    rounds = rows[0]["rounds"]
-    table = Table(title=f"{title}: median of {rounds} interleaved rounds (p20-p80); dense, first and last of a round, "
-                  f"{first:.3g} and {last:.3g} ms")  # fmt: skip
+    title += f": median of {rows[0]['rounds']} interleaved rounds (p20-p80); dense, first and last of a round, "
+    table = Table(title=f"{title}{first:.3g} and {last:.3g} ms", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("structure", no_wrap=True)
-    columns = "FLOPs", "ms", "(p20-p80)", "x dense", "(p20-p80)", "at its FLOPs", "FLOP rate", "bound", "fused bound"
+    columns = "FLOPs", "ms", "(p20-p80)", "x dense", "(p20-p80)", "at its FLOPs", "FLOP rate", "bound", "fused"
     others = [name for name in OTHERS if any(row["implementation"] == name for row in rows)]
-    for column in (*columns, "peak MB", "saved MB", *(f"{name} x" for name in others)):
+    with_options, waits = any("over_plain" in row for row in rows), "wall_ms" in rows[0]
+    extra = ["/ plain"] * with_options + ["wall ms"] * waits
+    for column in (*columns, "peak MB", "saved MB", *extra, *others):
         table.add_column(column, justify="right", no_wrap=True)
     speeds = {(row["structure"], row["implementation"]): row["x_dense"]["median"] for row in rows if "x_dense" in row}
     for row in rows:
         if row["implementation"] in others or (row["implementation"] == "nn.Linear" and row is not rows[0]):
             continue
+        name = row["structure"] + "".join(row["implementation"].partition(" + ")[1:])  # with the option
         ms, speed, flops = row["ms"], row["x_dense"], row["flops"] / row["dense_flops"]
         table.add_row(
-            row["structure"],
+            name,
             f"{flops:.3f}",
             f"{ms['median']:.3g}",
             f"({ms['p20']:.3g}-{ms['p80']:.3g})",
@@ -320,16 +201,19 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
             f"{row['fused_share']:.2f}",
             f"{row['peak_bytes'] / 1e6:.1f}",
             "" if row["saved_bytes"] is None else f"{row['saved_bytes'] / 1e6:.1f}",
-            *(f"{speeds[key]:.2f}" if (key := (row["structure"], name)) in speeds else "" for name in others),
+            *[f"{row['over_plain']['median']:.2f}" if "over_plain" in row else ""] * with_options,
+            *([f"{row['wall_ms']['median']:.3g}"] if waits else []),
+            *(f"{speeds[key]:.2f}" if (key := (name, how)) in speeds else "" for how in others),
         )
     console.print(table)
 
 
 LEGEND = """x dense: speed against nn.Linear of equal width; at its FLOPs: against nn.Linear of equal FLOPs (the nearest
 multiple of 64 wide, time scaled to the same FLOPs); FLOPs, FLOP rate: of nn.Linear's; bound: share of the roofline of
-strided products; fused bound: of one that keeps the middle in a cache (the only one that holds where the middle fits);
-peak: allocated by one call; saved: kept for the backward pass, without parameters; the last columns: the speed of other
-implementations against nn.Linear of equal width."""
+strided products; fused: of one that keeps the middle in a cache (the only one that holds where the middle fits);
+peak: allocated by one call; saved: kept for the backward pass, without parameters; / plain: time over the same without
+the option; with bias, x dense is against nn.Linear with bias; wall: one call and its result, caches warm; the last
+columns: the speed of other implementations against nn.Linear of equal width."""
 
 
 def markdown(result: dict[str, Any], dtype: str) -> str:
@@ -342,8 +226,9 @@ def markdown(result: dict[str, Any], dtype: str) -> str:
     titles = [f"{job.d_in} -> {job.d_out}" + ("" if job.backward else ", 16 tokens, forward") for job in columns]
     dense = [f"{cells[job, 'dense', 'nn.Linear']['ms']['median']:.3g} ms" for job in columns]
     lines = [f"| | {' | '.join(titles)} |", "|---|" + "--:|" * len(columns), f"| nn.Linear | {' | '.join(dense)} |"]
-    for name in families(64):
-        speeds = [f"{cells[job, name, 'auto']['x_dense']['median']:.2f}x" for job in columns]
+    for name in dict.fromkeys(row["structure"] for row in rows if row["implementation"] == "auto"):
+        found = [cells.get((job, name, "auto")) for job in columns]
+        speeds = [f"{row['x_dense']['median']:.2f}x" if row else "-" for row in found]
         lines.append(f"| {name} | {' | '.join(speeds)} |")
     return "\n".join(lines)
 
@@ -385,16 +270,20 @@ def job_of(row: dict[str, Any]) -> Job:
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--budget", type=float, default=420, metavar="SECONDS", help="jobs that do not fit are left out"
+        "--budget", type=float, default=900, metavar="SECONDS", help="jobs that do not fit are left out"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON and the plot")
     parser.add_argument("--smoke", action="store_true", help="tiny layers, kept only if --out is given")
+    parser.add_argument(
+        "--allocator", choices=("keep", "default"), default="keep", help="what a CPU's freed memory becomes"
+    )
     options = parser.parse_args(argv)
     end, device, rounds = time.perf_counter() + options.budget, options.device, ROUNDS
     todo = jobs(device)
     if options.smoke:
-        todo, rounds = [Job(64, 64, 256, "float32", True), Job(64, 256, 16, "bfloat16", False)], (2, 2)
+        todo, rounds = [Job(SMOKE, SMOKE, 256, "float32", True), Job(SMOKE, 4 * SMOKE, 16, "bfloat16", False)], (2, 2)
+    keeps_pages = device == "cpu" and options.allocator == "keep" and timing.keep_pages()
     torch.manual_seed(0)
     measured = {
         dtype: timing.ceilings(device, getattr(torch, dtype), smoke=options.smoke)
@@ -404,34 +293,43 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         rates = f"{found.rate / 1e12:.3g} TFLOP/s, {found.bandwidth / 1e9:.3g} GB/s"
         print(f"# ceilings, {dtype}: {rates}, {1e6 * found.call:.3g} us a call")
     setting = {"device": device, "threads": torch.get_num_threads(), "tokens": todo[0].tokens, "budget": options.budget}
+    if device == "cpu":
+        setting["allocator"] = "keeps freed pages" if keeps_pages else f"{libc_ver()[0] or 'libc'}'s default"
     content = {"setting": setting, "ceilings": {dtype: asdict(found) for dtype, found in measured.items()}}
     keeps = not options.smoke or options.out != RESULTS
+    path = options.out / ("layer.json" if options.allocator == "keep" else "layer_default_allocator.json")
     results: list[list[dict[str, Any]]] = []
     for n, job in enumerate(todo):
-        now = time.perf_counter()
-        left = end - now
-        if left < job.flops * max((least(rows) for rows in results if rows[0]["tokens"] == job.tokens), default=0):
+        least = max((seconds_least(rows, device) for rows in results if rows[0]["tokens"] == job.tokens), default=0)
+        if end - time.perf_counter() < weight(job, device) * least:
             print(f"# left out: {job.title}")
             continue
-        until = now + max(3.0, left * job.flops / sum(job.flops for job in todo[n:]))
-        results.append(measure(job, device, measured[job.dtype], rounds=rounds, until=until, end=end))
+        layers, now = variants(job, device, end), time.perf_counter()  # after compiling
+        share = weight(job, device) / sum(weight(job, device) for job in todo[n:])
+        limits = {"rounds": rounds, "until": now + max(3.0, (end - now) * share), "end": end}
+        results.append(measure(job, layers, device, measured[job.dtype], **limits))
         for row in results[-1]:
             print(json.dumps(row, allow_nan=False), flush=True)
         if keeps:
-            save_json(options.out / "layer.json", **content, rows=[row for rows in results for row in rows])
-    console = Console(width=190)
+            save_json(path, **content, rows=[row for rows in results for row in rows])
+    console = Console(width=210)
     for rows in results:
         show(rows, console)
     print(LEGEND)
     flat = [row for rows in results for row in rows]
     if keeps and flat:
-        plot(flat, content["ceilings"], todo[0].tokens, options.out / "layer.png")
+        plot(flat, content["ceilings"], todo[0].tokens, path.with_suffix(".png"))
     return flat
 
 
-def least(rows: Sequence[dict[str, Any]]) -> float:
-    """Seconds that a job takes with the least number of rounds, for each FLOP of its dense layer."""
-    return (ROUNDS[0] + 3) * sum(row["ms"]["median"] for row in rows) / 1e3 / job_of(rows[0]).flops
+def weight(job: Job, device: str) -> float:
+    """How long a round takes, relatively: dense's FLOPs; with all modes there are about three times as many."""
+    return job.flops * (3 if device == "cpu" and job.modes else 1)
+
+
+def seconds_least(rows: Sequence[dict[str, Any]], device: str) -> float:
+    """Seconds that a job takes with the least number of rounds, for each unit of its weight."""
+    return (ROUNDS[0] + 3) * sum(row["ms"]["median"] for row in rows) / 1e3 / weight(job_of(rows[0]), device)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ lets the variants take turns (`interleaved`), so that a machine that slows down 
 result with a float64 oracle before it times it.
 """
 
+import ctypes
 import os
 import random
 import statistics
@@ -24,6 +25,8 @@ from structlin import Structure
 
 Key = TypeVar("Key", bound=Hashable)
 Work = Callable[[], Any]
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler, which measures memory on a CPU, logs every use
 
@@ -152,6 +155,20 @@ def spread(values: Sequence[float], low: int = 20) -> dict[str, float]:
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def keep_pages() -> bool:
+    """Let glibc keep what this process frees, in place of returning it to the kernel; whether it is glibc.
+
+    By default the kernel takes back every tensor of more than 32 MB and whatever lies at the end of the heap, and the
+    next tensor pays for fresh, zeroed pages: about 1 us each, many times what a write to kept ones costs. Which of two
+    variants pays is an accident of what was freed before. The first few tensors of a size are fresh all the same.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    return bool(mallopt(M_MMAP_MAX, 0) and mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
 
 
 def peak_bytes(work: Work, device: str) -> int:

@@ -2,6 +2,11 @@
 
 import doctest
 import json
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from itertools import product
 from math import inf
 from types import SimpleNamespace
@@ -12,13 +17,20 @@ import torch.nn.functional as F
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import layer, scaling, timing
+from benchmarks import layer, scaling, timing, variants
 from structlin import BTT, TT, Dense, Kronecker, LowRank, Monarch, contract
 
+ROOT = scaling.DOCUMENT.parents[1]
 H200 = timing.Ceilings(rate=790e12, bandwidth=4.3e12, call=2e-6)
 
 
-@pytest.mark.parametrize("module", [layer, scaling, timing])
+@pytest.fixture(autouse=True)
+def _pages_are_left_alone(monkeypatch):
+    """What `keep_pages` says to glibc holds for the rest of the process."""
+    monkeypatch.setattr(timing, "keep_pages", lambda: True)
+
+
+@pytest.mark.parametrize("module", [scaling, timing, variants])
 def test_the_examples_in_the_docstrings_give_what_they_show(module):
     results = doctest.testmod(module)
     assert results.attempted
@@ -88,6 +100,27 @@ def test_what_a_layer_keeps_is_its_input_and_the_middle(family):
     assert kept == 4 * 5 * (64 + scaling.middle(structure))
 
 
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+@pytest.mark.parametrize("keep", [True, False])
+def test_freed_memory_is_written_again_without_page_faults_if_pages_are_kept(keep):
+    program = f"""
+import ctypes, resource, torch
+from benchmarks import timing
+
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # no huge pages, or there would be few faults anyway
+if {keep}:
+    assert timing.keep_pages()
+for n in range(30):
+    if n == 20:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.empty(2**24).zero_()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize() / 2**26)
+"""
+    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    tensors = float(found.stdout)  # whose pages were fresh, of ten
+    assert tensors < 1 if keep else tensors > 9
+
+
 # ---- the gate --------------------------------------------------------------------------------------------------------
 
 
@@ -95,7 +128,7 @@ def variant(run, family, d_in=16, d_out=16, tokens=400):
     structure = family.structure(d_in, d_out)
     cores = [torch.randn(core.shape, requires_grad=True) for core in structure.cores]
     x, dy = torch.randn(tokens, d_in, requires_grad=True), torch.randn(tokens, d_out)
-    return layer.Variant("one", "auto", structure, lambda x: run(structure, cores, x), cores, x, dy)
+    return variants.Variant("one", "auto", structure, lambda x: run(structure, cores, x), cores, x, dy)
 
 
 def test_the_oracle_is_the_kronecker_product():
@@ -146,7 +179,7 @@ def test_memory_is_poisoned_for_the_gate_alone():
 
 def test_a_layer_that_is_wrong_is_not_timed(monkeypatch):
     zero = SimpleNamespace(apply=lambda structure, *cores_x: 0 * contract.reference(structure, cores_x[:2], cores_x[2]))
-    monkeypatch.setattr(layer, "StridedProducts", zero)
+    monkeypatch.setattr(variants, "StridedProducts", zero)
     with pytest.raises(ArithmeticError, match="BTT r=1, strided: relative error 1"):
         layer.main(["--smoke"])
 
@@ -160,9 +193,9 @@ def test_the_strided_peer_is_the_structure_with_its_gradients(family, d_in, d_ou
     first, last = (torch.randn(core.shape, dtype=torch.float64, requires_grad=True) for core in structure.cores)
     x = torch.randn(3, d_in, dtype=torch.float64, requires_grad=True)
     torch.testing.assert_close(
-        layer.StridedProducts.apply(structure, first, last, x), timing.oracle(structure, [first, last], x)
+        variants.StridedProducts.apply(structure, first, last, x), timing.oracle(structure, [first, last], x)
     )
-    assert torch.autograd.gradcheck(lambda *args: layer.StridedProducts.apply(structure, *args), (first, last, x))
+    assert torch.autograd.gradcheck(lambda *args: variants.StridedProducts.apply(structure, *args), (first, last, x))
 
 
 # ---- benchmarks.layer ------------------------------------------------------------------------------------------------
@@ -178,10 +211,16 @@ def test_layer_prints_a_table_and_a_json_line_per_row_and_keeps_both(tmp_path, c
     assert kept["rows"] == json.loads(json.dumps(rows))
     assert kept["ceilings"]["float32"]["rate"] > 1e9
     assert (tmp_path / "layer.png").read_bytes().startswith(b"\x89PNG")
-    for name in layer.families(64):
+    for name in variants.families(64):
         measured = {row["implementation"] for row in rows if row["structure"] == name}
         assert measured >= {"auto", "einsum", "structured", "merged"}
         assert name in printed
+    titles = {row["structure"] + row["implementation"].partition("auto")[2] for row in rows}
+    for name, option in product(variants.OPTIONS_OF, variants.OPTIONS):
+        assert f"{name} + {option}" in titles
+        assert f"{name} + {option}" in printed
+    assert "dense + bias" in printed
+    assert "…" not in printed  # the table is not cut
     assert all(row["error"] < layer.TOLERANCE[row["dtype"]] for row in rows)
     for row in rows:
         if row["structure"] == "BTT r=4" and row["backward"]:  # here of as many FLOPs as dense
@@ -189,6 +228,8 @@ def test_layer_prints_a_table_and_a_json_line_per_row_and_keeps_both(tmp_path, c
     table = layer.markdown(kept, "float32")
     speed = next(row for row in rows if row["structure"] == "TT r=4" and row["implementation"] == "auto")["x_dense"]
     assert f"| TT r=4 | {speed['median']:.2f}x |" in table
+    assert "+" not in table
+    assert len(table.splitlines()) == 3 + len(variants.families(64))
 
 
 def test_layer_stops_at_its_budget_and_says_what_it_left_out(tmp_path, capsys):
@@ -201,6 +242,102 @@ def test_a_smoke_run_of_layer_keeps_nothing_by_itself(monkeypatch):
     monkeypatch.setattr(layer, "save_json", None)
     monkeypatch.setattr(layer, "plot", None)
     assert layer.main(["--smoke"])
+
+
+@pytest.mark.parametrize(
+    ("choice", "could", "name", "setting"),
+    [
+        ("keep", True, "layer", "keeps freed pages"),
+        ("keep", False, "layer", f"{platform.libc_ver()[0] or 'libc'}'s default"),
+        ("default", True, "layer_default_allocator", f"{platform.libc_ver()[0] or 'libc'}'s default"),
+    ],
+)
+def test_how_memory_is_freed_is_chosen_and_kept_with_the_result(tmp_path, monkeypatch, choice, could, name, setting):
+    monkeypatch.setattr(timing, "keep_pages", lambda: could)
+    monkeypatch.setattr(variants, "families", lambda width: {"BTT r=1": BTT()})
+    layer.main(["--smoke", "--device", "cpu", "--allocator", choice, "--out", str(tmp_path)])
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.json", f"{name}.png"}
+    assert json.loads((tmp_path / f"{name}.json").read_text())["setting"]["allocator"] == setting
+
+
+SQUARE = variants.Job(64, 64, 300, "float32", True)
+
+
+def test_options_are_compared_with_their_twins(monkeypatch):
+    monkeypatch.setattr(variants, "families", lambda width: {"BTT r=1": BTT()})
+    found = variants.variants(SQUARE, "cpu")
+    monkeypatch.setattr(layer, "sample", lambda works, *_: [[float(n + 1)] for n in range(len(works))])
+    rows = layer.measure(SQUARE, found, "cpu", H200)
+    took = {(row["structure"], row["implementation"]): row["ms"]["median"] for row in rows if "x_dense" in row}
+    dense, biased = (
+        (took["dense", "nn.Linear"] + took["dense, last", "nn.Linear"]) / 2,
+        took["dense", "nn.Linear + bias"],
+    )
+    options = [row for row in rows if "over_plain" in row]
+    assert [row["implementation"] for row in options] == [
+        "nn.Linear + bias", "auto + bias", "auto + weight norm", "auto + recompute"
+    ]  # fmt: skip
+    for row in options:
+        of_row = took[row["structure"], row["implementation"]]
+        plain = dense if row["structure"] == "dense" else took["BTT r=1", "auto"]
+        twin = biased if "bias" in row["implementation"] else dense
+        assert row["over_plain"]["median"] == pytest.approx(of_row / plain)
+        assert row["x_dense"]["median"] == pytest.approx(twin / of_row)
+
+
+def test_the_gate_stops_a_layer_that_forgets_its_option(monkeypatch):
+    monkeypatch.setattr(variants, "families", lambda width: {"BTT r=1": BTT()})
+    found = {v.option: v for v in variants.variants(SQUARE, "cpu") if v.name == "BTT r=1" and v.option}
+    assert all(layer.error(v, backward=True) < 1e-5 for v in found.values())
+    for option in ("bias", "weight norm"):
+        v = found[option]
+        forgets = replace(v, run=lambda x, v=v: contract.reference(v.structure, v.parameters[:2], x))
+        assert layer.error(forgets, backward=False) > 0.1
+    assert found["recompute"].run.recompute
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+def test_the_compiled_einsum_passes_the_gate(monkeypatch):
+    monkeypatch.setattr(variants, "COMPILED_AT", (64,))
+    monkeypatch.setattr(variants, "families", lambda width: {"BTT r=2": BTT(rank=2)})
+    (found,) = [v for v in variants.variants(SQUARE, "cpu") if v.implementation == "compiled"]
+    assert layer.error(found, backward=True) < 1e-5
+
+
+def test_what_does_not_compile_or_fit_is_left_out_and_said(monkeypatch, capsys):
+    def fails(*args, **options):
+        raise RuntimeError("no compiler\nfor you")
+
+    monkeypatch.setattr(variants, "COMPILED_AT", (64,))
+    monkeypatch.setattr(variants, "families", lambda width: {"Kronecker": Kronecker(), "Monarch 7": Monarch(blocks=7)})
+    monkeypatch.setattr(torch, "compile", lambda run, **options: fails)
+    found = variants.variants(SQUARE, "cpu")
+    assert {v.implementation for v in found if v.name == "Kronecker"} == {"auto", "einsum", "structured", "merged"}
+    assert "Monarch 7" not in {v.name for v in found}
+    said = capsys.readouterr().out
+    assert "# left out: Monarch 7 in 64 -> 64" in said
+    assert "# left out: Kronecker, compiled: RuntimeError: no compiler\n" in said
+    variants.variants(SQUARE, "cpu", end=0)
+    assert "# left out: Kronecker, compiled: no time\n" in capsys.readouterr().out
+
+
+def test_what_a_user_waits_for_is_measured_in_turns(monkeypatch):
+    calls = []
+    monkeypatch.setattr(timing, "wall", lambda work, device: work() / 1e3)
+    works = [lambda n=n: calls.append(n) or n for n in (2, 3, 4)]
+    waits = layer.user_waits(works, "cpu")
+    assert [wait["median"] for wait in waits] == [pytest.approx(n) for n in (2, 3, 4)]
+    assert calls[::3] == [2] * layer.WAITS
+
+
+def test_what_a_user_waits_for_is_shown_where_it_was_measured(capsys):
+    rows = [row for row in layer.main(["--smoke"]) if not row["backward"]]
+    assert "wall ms" not in capsys.readouterr().out
+    layer.show([row | {"wall_ms": {"median": 12.34}} for row in rows], layer.Console(width=200))
+    shown = capsys.readouterr().out
+    assert "wall ms" in shown
+    assert "12.3" in shown
 
 
 # ---- benchmarks.model ------------------------------------------------------------------------------------------------

@@ -1,0 +1,278 @@
+"""What `benchmarks.layer` times: the structures, and each layer as a function of its input.
+
+Implementations: nn.Linear; auto, what `StructuredLinear` does by itself; structured and merged, the two modes that it
+chooses from; einsum, `contract.reference`; compiled, torch.compile of that; strided, two products that write into a
+strided view of the output, with one copy of the activations each way, as the published BTT and Monarch layers do it
+(written here from the formula; an output that interleaves its blocks, Monarch's, is one more copy there too).
+Options: auto with a bias, with weight normalisation, with recompute, and nn.Linear with a bias.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf, sqrt
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from benchmarks import timing
+from structlin import BTT, TT, Dense, Family, Kronecker, LowRank, Monarch, Structure, StructuredLinear, contract
+
+Run = Callable[[Tensor], Tensor]
+Oracle = Callable[[Structure, Sequence[Tensor], Tensor], Tensor]
+
+SMOKE = 64  # the width of a smoke run
+MODES_TO = 1024**2  # of d_in * d_out; beyond, a CPU needs too long for the modes that nobody would take
+COMPILED_AT = (1024,)  # the square widths at which the einsum is compiled, seconds a structure
+OPTIONS_AT = (SMOKE, 1024, 2048)
+OPTIONS_OF = ("BTT r=1", "Monarch 16")
+OPTIONS = {"bias": "bias", "weight norm": "weight_norm", "recompute": "recompute"}  # name, argument of StructuredLinear
+
+
+def families(width: int) -> dict[str, Family]:
+    """The structures of a row each; `width` is the smaller side of the layer."""
+    return {
+        "BTT r=1": BTT(rank=1),
+        "BTT r=2": BTT(rank=2),
+        "BTT r=4": BTT(rank=4),
+        "Monarch 4": Monarch(blocks=4),
+        "Monarch 16": Monarch(blocks=16),
+        "Monarch 64": Monarch(blocks=64),
+        "low-rank d/4": LowRank(rank=width // 4),
+        "low-rank d/8": LowRank(rank=width // 8),
+        "Kronecker": Kronecker(),
+        "TT r=4": TT(rank=4),
+    }
+
+
+@dataclass(frozen=True)
+class Job:
+    """One setting; all its variants are timed in turns."""
+
+    d_in: int
+    d_out: int
+    tokens: int
+    dtype: str
+    backward: bool
+
+    @property
+    def title(self) -> str:
+        work = "forward + backward" if self.backward else "forward"
+        return f"{self.d_in} -> {self.d_out}, {self.tokens} tokens, {self.dtype}, {work}"
+
+    @property
+    def flops(self) -> int:
+        """Of the dense layer: the backward pass has two more products of the same FLOPs."""
+        return (3 if self.backward else 1) * 2 * self.tokens * self.d_in * self.d_out
+
+    @property
+    def modes(self) -> bool:
+        """Whether structured and merged are timed on a CPU too."""
+        return self.d_in * self.d_out <= MODES_TO
+
+    def square_at(self, widths: Sequence[int]) -> bool:
+        return self.d_in == self.d_out and self.d_in in widths
+
+
+@dataclass
+class Variant:
+    """A layer as a function, its parameters, and what says what it has to compute."""
+
+    name: str
+    implementation: str
+    structure: Structure
+    run: Run
+    parameters: Sequence[Tensor]
+    x: Tensor
+    dy: Tensor
+    option: str = ""
+    oracle: Oracle = timing.oracle
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return self.structure.in_features, self.structure.out_features
+
+    @property
+    def title(self) -> str:
+        """The implementation, and its option."""
+        return f"{self.implementation} + {self.option}" if self.option else self.implementation
+
+    def forward(self) -> Tensor:
+        with torch.no_grad():
+            return self.run(self.x)
+
+    def forward_backward(self) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(self.run(self.x), [self.x, *self.parameters], self.dy)
+
+
+def variants(job: Job, device: str, end: float = inf) -> list[Variant]:
+    """nn.Linear first and last; between them all structures, and nn.Linear at their FLOPs.
+
+    After `end`, of `time.perf_counter`, nothing is compiled.
+    """
+    dtype = getattr(torch, job.dtype)
+
+    def data(width: int) -> Tensor:
+        return torch.randn(job.tokens, width, device=device).to(dtype)
+
+    x, dy = data(job.d_in).requires_grad_(job.backward), data(job.d_out)
+
+    def dense(d_in: int, d_out: int, x: Tensor, dy: Tensor) -> Variant:
+        weight = nn.Parameter((torch.randn(d_out, d_in, device=device) / sqrt(d_in)).to(dtype))
+        layer = Dense().structure(d_in, d_out)
+        return Variant("dense", "nn.Linear", layer, partial(F.linear, weight=weight), [weight], x, dy)
+
+    found = [dense(job.d_in, job.d_out, x, dy)]
+    with_options = job.square_at(OPTIONS_AT)
+    if with_options:
+        weight, bias = found[0].parameters[0], nn.Parameter(torch.randn(job.d_out, device=device).to(dtype))
+        biased = partial(F.linear, weight=weight, bias=bias)
+        found.append(replace(found[0], run=biased, parameters=[weight, bias], option="bias", oracle=biased_oracle))
+    equal_flops = set[tuple[int, int]]()
+    compiled: list[Variant] = []
+    for name, family in families(min(job.d_in, job.d_out)).items():
+        layer_of = partial(StructuredLinear, job.d_in, job.d_out, family, device=device, dtype=dtype)
+        try:
+            layer = layer_of(bias=False)
+        except ValueError as misfit:
+            print(f"# left out: {name} in {job.title}: {misfit}")
+            continue
+        structure, cores = layer.structure, list(layer.cores)
+        runs: dict[str, Run] = {"auto": layer, "einsum": partial(contract.reference, structure, cores)}
+        if device == "cuda" or job.modes:
+            runs["structured"] = partial(contract.apply, structure, cores, mode="structured")
+            runs["merged"] = partial(contract.apply, structure, cores, mode="dense")
+        if all(core.repeat == 1 and core.batch > 1 for core in structure.cores):
+            runs["strided"] = partial(StridedProducts.apply, structure, *cores)
+        found += [Variant(name, how, structure, run, cores, x, dy) for how, run in runs.items()]
+        if job.square_at(COMPILED_AT):
+            compiled.append(Variant(name, "compiled", structure, runs["einsum"], cores, x, dy))
+        if with_options and name in OPTIONS_OF:
+            for option, argument in OPTIONS.items():
+                if option != "recompute" or job.backward:
+                    found.append(_with_option(name, option, layer_of(**{"bias": False, argument: True}), x, dy))
+        equal_flops.add(equal_flops_widths(structure))
+    found += compile_all(compiled, backward=job.backward, end=end)
+    for d_in, d_out in sorted(equal_flops - {(job.d_in, job.d_out)}):
+        found.append(dense(d_in, d_out, data(d_in).requires_grad_(job.backward), data(d_out)))
+    return [*found, replace(found[0], name="dense, last")]
+
+
+def equal_flops_widths(structure: Structure) -> tuple[int, int]:
+    """The dense layer of the same aspect ratio and FLOPs: multiples of 64, so that dense is at its best.
+
+    >>> equal_flops_widths(BTT().structure(1024, 4096))
+    (192, 896)
+    """
+    scale = sqrt(structure.flops / (2 * structure.in_features * structure.out_features))
+    d_in, d_out = (max(64, 64 * round(scale * width / 64)) for width in (structure.in_features, structure.out_features))
+    return d_in, d_out
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _with_option(name: str, option: str, layer: StructuredLinear, x: Tensor, dy: Tensor) -> Variant:
+    """`layer`, its bias and gains random, its cores so large that normalisation scales them."""
+    parameters: list[Tensor] = list(layer.cores)
+    oracle: Oracle = timing.oracle
+    if layer.bias is not None:
+        parameters.append(layer.bias.normal_())
+        oracle = biased_oracle
+    if layer.gains is not None:
+        parameters.append(layer.gains.uniform_(0.5, 1.5))
+        for core in layer.cores:
+            core.mul_(1.5)
+        oracle = partial(normalised_oracle, layer.stds)
+    return Variant(name, "auto", layer.structure, layer, parameters, x, dy, option, oracle)
+
+
+def biased_oracle(structure: Structure, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
+    """`W x + bias` in float64; the bias is the last of `parameters`."""
+    *cores, bias = parameters
+    return timing.oracle(structure, cores, x) + bias.double()
+
+
+def normalised_oracle(stds: Sequence[float], structure: Structure, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
+    """`W x` of the cores `gain * min(1, std / RMS(core)) * core` in float64; the gains are the last of `parameters`."""
+    *cores, gains = (parameter.double() for parameter in parameters)
+    clips = [(std / core.pow(2).mean().sqrt()).clamp(max=1) for std, core in zip(stds, cores, strict=True)]
+    scaled = [gain * clip * core for gain, clip, core in zip(gains, clips, cores, strict=True)]
+    return timing.oracle(structure, scaled, x)
+
+
+# ---- peers -----------------------------------------------------------------------------------------------------------
+
+
+def compile_all(plain: Sequence[Variant], *, backward: bool, end: float) -> list[Variant]:
+    """Each of `plain` compiled by a first call; what fails, or would begin after `end`, is left out and said."""
+    if not plain:
+        return []
+    torch.compiler.reset()  # they all are one code object, and the last job's would be tried too
+    found = []
+    for variant in plain:
+        if time.perf_counter() > end:
+            print(f"# left out: {variant.name}, compiled: no time")
+            continue
+        run = torch.compile(variant.run, fullgraph=True, dynamic=False)
+        compiled = replace(variant, run=run)
+        try:
+            with torch._dynamo.config.patch(recompile_limit=len(plain)):
+                _ = compiled.forward_backward() if backward else compiled.forward()
+        except Exception as failure:  # no C++ compiler, for one
+            print(f"# left out: {variant.name}, compiled: {type(failure).__name__}: {str(failure).splitlines()[0]}")
+            continue
+        found.append(compiled)
+    return found
+
+
+class StridedProducts(torch.autograd.Function):
+    """`y = W x` for two cores without repetition: see the head of this file."""
+
+    @staticmethod
+    def forward(ctx: Any, structure: Structure, first: Tensor, last: Tensor, x: Tensor) -> Tensor:
+        split, middle, join = structure.rearrangements
+        blocks = _rearrange(x[None], split)  # (batch, tokens, fan_in), a view
+        h = _rearrange(_tokens_first(blocks, first.mT), middle).contiguous()  # the copy
+        y = x.new_empty(1, len(x), structure.out_features)
+        _product(h, last.mT, _rearrange(y, join, back=True))
+        ctx.structure = structure
+        ctx.save_for_backward(blocks, h, first, last)
+        return y[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
+        split, middle, join = ctx.structure.rearrangements
+        blocks, h, first, last = ctx.saved_tensors
+        dy_blocks = _rearrange(dy[None], join, back=True)
+        if 1 not in dy_blocks.stride()[1:]:
+            dy_blocks = dy_blocks.transpose(0, 1).contiguous().transpose(0, 1)
+        dh = _rearrange(_tokens_first(dy_blocks, last), middle, back=True).contiguous()  # the copy
+        dx = dy.new_empty(1, len(dy), ctx.structure.in_features)
+        _product(dh, first, _rearrange(dx, split))
+        return None, torch.bmm(dh.mT, blocks), torch.bmm(dy_blocks.mT, h), dx[0]
+
+
+def _tokens_first(a: Tensor, b: Tensor) -> Tensor:
+    """`a b` in a view of rows `(tokens, batch * features)`: the copy that follows reads a token's features together."""
+    out = a.new_empty(a.shape[1], len(a), b.shape[2]).transpose(0, 1)
+    return torch.bmm(a, b, out=out)
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """Into a view; a BLAS writes only rows or columns of adjacent elements, and in bfloat16 PyTorch's own loop for
+    others takes a hundred times as long."""
+    if 1 in out.stride()[1:]:
+        torch.bmm(a, b, out=out)
+    else:
+        out.copy_(torch.bmm(a, b))
+
+
+def _rearrange(tensor: Tensor, rearrangement: tuple[str, dict[str, int]], *, back: bool = False) -> Tensor:
+    pattern, sizes = rearrangement
+    return rearrange(tensor, " -> ".join(reversed(pattern.split(" -> "))) if back else pattern, **sizes)
