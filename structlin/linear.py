@@ -126,9 +126,12 @@ class StructuredLinear(nn.Module):
 
     def effective_cores(self) -> list[Tensor]:
         """The cores that the layer multiplies by: normalised, if it has weight normalisation."""
+        cores = [core for core in self.cores._parameters.values() if core is not None]  # faster than iterating
+        if len(cores) < len(self.stds):
+            cores = list(self.cores)  # where somebody keeps them elsewhere, as FSDP1 does
         if self.gains is None:
-            return list(self.cores)
-        return [_normalised(core, std, gain) for core, std, gain in zip(self.cores, self.stds, self.gains, strict=True)]
+            return [*cores]
+        return [_normalised(core, std, gain) for core, std, gain in zip(cores, self.stds, self.gains, strict=True)]
 
     def to_dense(self) -> Tensor:
         """The matrix W: `(out_features, in_features)`, differentiable in the cores."""
