@@ -135,13 +135,13 @@ def _before(at: Stages, weight: Tensor, t: int, g: Tensor, columns: bool, tokens
 def _last(at: Stages, weight: Tensor, h: Tensor, y: Tensor, bias: Tensor | None) -> None:
     """The last product, into the rows y."""
     core, permutation = at.cores[-1], at.permutations[-1]
-    if permutation.trivial and (bias is None or core.repeat == 1):
-        added = None if bias is None else bias.view(core.batch, 1, core.fan_out)
-        _product(at, -1, h, weight.mT, _blocks(at, -1, y, core.fan_out), added)
-        return
-    rows = permutation.view(_rows(at, -1, h, weight.mT, y.shape[0]))
-    y = y.view(rows.shape)
-    y.copy_(rows) if bias is None else torch.add(rows, bias.view(rows.shape[1:]), out=y)
+    if permutation.trivial:
+        _product(at, -1, h, weight.mT, _blocks(at, -1, y, core.fan_out))
+    else:
+        rows = permutation.view(_rows(at, -1, h, weight.mT, y.shape[0]))
+        y.view(rows.shape).copy_(rows)
+    if bias is not None:
+        y += bias
 
 
 def _first(at: Stages, weight: Tensor, g: Tensor, dx: Tensor) -> None:
@@ -161,22 +161,16 @@ def _rows(at: Stages, t: int, a: Tensor, b: Tensor, tokens: int) -> Tensor:
     return rows
 
 
-def _product(at: Stages, t: int, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
-    """`out = a b + bias`, batched, into a view of any strides; where core t multiplies from the left, `b' a`."""
+def _product(at: Stages, t: int, a: Tensor, b: Tensor, out: Tensor) -> None:
+    """`out = a b`, batched, into a view of any strides; where core t multiplies from the left, `b' a`."""
     if at.inner[t] > 1:
         torch.bmm(b.mT.contiguous().expand(a.shape[0], -1, -1), a, out=out)
     elif a.shape[0] == 1:  # as matrices: of one in a batch, oneDNN takes the strides for others, and copies
         torch.mm(a[0], b[0], out=out[0])
-        if bias is not None:
-            out += bias
     elif out.dtype in STRIDED or out.is_cuda or out.is_contiguous():
         torch.bmm(a, b, out=out)
-        if bias is not None:
-            out += bias
-    elif bias is None:
-        out.copy_(torch.bmm(a, b))
     else:
-        torch.add(torch.bmm(a, b), bias, out=out)
+        out.copy_(torch.bmm(a, b))
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor, *, from_left: bool) -> None:
