@@ -63,7 +63,8 @@ def apply(
         x, cores = x.to(dtype), [core.to(dtype) for core in cores]
     bias = None if bias is None else bias.to(x.dtype)
     tokens = x.numel() // structure.in_features
-    backward = torch.is_grad_enabled() and (x.requires_grad or any(core.requires_grad for core in cores))
+    leaves = [x, *cores] if bias is None else [x, *cores, bias]
+    backward = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
     if choose(mode, structure, tokens, x.dtype, x.device.type, backward=backward) == "dense":
         return F.linear(x, to_dense(structure, cores), bias)
     if structure.plain and not recompute:

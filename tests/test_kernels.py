@@ -192,6 +192,21 @@ def test_few_tokens_take_plain_products_and_many_the_operator(family, monkeypatc
     assert few.grad_fn.name() == "ProductBackward"  # plain products would save the middle
 
 
+@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("few", [0, 1 << 15])
+@pytest.mark.parametrize("mode", ["structured", "dense"])
+def test_whatever_alone_requires_a_gradient_gets_it(family, few, mode, monkeypatch):
+    monkeypatch.setattr(cost, "FEW", few)
+    structure = small(family)
+    cores, x, bias = random_cores(structure), tokens(5, 12), tokens(30)
+    _, dy, wanted = gradients_of(structure, cores, x, bias)
+    for n, leaf in enumerate((x, bias, *cores)):
+        leaf.requires_grad_(True)
+        own = apply(structure, cores, x, bias, mode=mode)
+        torch.testing.assert_close(torch.autograd.grad(own, leaf, dy)[0], wanted[n])
+        leaf.requires_grad_(False)
+
+
 def every_call_of(module, name, patch):
     """A list that grows by one with every call."""
     calls, original = [], getattr(module, name)
