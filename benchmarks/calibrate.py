@@ -11,12 +11,12 @@ rows, columns    forward and backward of BTT in that layout: bytes of its produc
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from math import inf, isqrt
 
 import torch
 
+from benchmarks import timing
 from structlin import BTT, apply
 from structlin.kernels import cost, stages
 from structlin.kernels.cost import Machine
@@ -26,16 +26,7 @@ from structlin.kernels.layout import stages as stages_of
 
 def seconds(work: Callable[[], object], device: str, rounds: int = 15) -> float:
     """Median of `rounds`, after two that do not count."""
-    samples = []
-    for _ in range(rounds + 2):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        work()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        samples.append(time.perf_counter() - start)
-    return statistics.median(samples[2:])
+    return statistics.median([timing.wall(work, device) for _ in range(rounds + 2)][2:])
 
 
 def tiny_step(device: str, dtype: torch.dtype) -> Callable[[], object]:

@@ -126,11 +126,11 @@ class StructuredLinear(nn.Module):
 
     def effective_cores(self) -> list[Tensor]:
         """The cores that the layer multiplies by: normalised, if it has weight normalisation."""
-        cores = [core for core in self.cores._parameters.values() if core is not None]  # faster than iterating
+        cores: list[Tensor] = [core for core in self.cores._parameters.values() if core is not None]  # fast
         if len(cores) < len(self.stds):
             cores = list(self.cores)  # where somebody keeps them elsewhere, as FSDP1 does
         if self.gains is None:
-            return [*cores]
+            return cores
         return [_normalised(core, std, gain) for core, std, gain in zip(cores, self.stds, self.gains, strict=True)]
 
     def to_dense(self) -> Tensor:

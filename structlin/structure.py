@@ -129,8 +129,7 @@ class Structure:
         self.params = sum(core.params for core in self.cores)
         self.flops = sum(core.flops for core in self.cores)
         read, written = [core.fan_in_axes for core in derived], [core.fan_out_axes for core in derived]
-        alone = not any(core.batch_axes or core.repeat_axes for core in derived)
-        self.plain = alone and [tuple(inputs), *written] == [*read, tuple(outputs)]
+        self.plain = [tuple(inputs), *written] == [*read, tuple(outputs)]
         named = " ".join(f"{axis}={size}" for axis, size in self.sizes.items())
         self.text = "; ".join([self.signature, *self.subscripts, named])
         self.rearrangements = _rearrangements(inputs, outputs, self.cores, self.sizes)

@@ -203,6 +203,8 @@ def test_whatever_alone_requires_a_gradient_gets_it(family, few, mode, monkeypat
     for n, leaf in enumerate((x, bias, *cores)):
         leaf.requires_grad_(True)
         own = apply(structure, cores, x, bias, mode=mode)
+        if mode == "structured" and not (few or structure.plain):
+            assert own.grad_fn.name() == "ProductBackward"
         torch.testing.assert_close(torch.autograd.grad(own, leaf, dy)[0], wanted[n])
         leaf.requires_grad_(False)
 

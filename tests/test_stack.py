@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from structlin import BTT, StructuredLinear, convert, param_groups, to_dense_
@@ -206,6 +207,7 @@ import sys
 import torch, torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -282,3 +284,14 @@ def test_models_of_timm_are_converted_by_role():
         y = model(x)
         torch.testing.assert_close(to_dense_(model)(x), y, atol=1e-4, rtol=1e-3)
         assert set(model.state_dict()) == keys
+
+
+def test_a_core_that_is_parametrised_is_the_one_multiplied_by():
+    class Doubled(nn.Module):
+        def forward(self, core):
+            return 2 * core
+
+    layer, x = StructuredLinear(12, 30, BTT(rank=2), bias=False), torch.randn(5, 12)
+    plain = layer(x)
+    parametrize.register_parametrization(layer.cores, "0", Doubled())
+    torch.testing.assert_close(layer(x), 2 * plain)

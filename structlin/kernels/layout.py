@@ -124,8 +124,3 @@ def decode(text: str) -> tuple[Structure, Stages]:
     """A structure and its stages; `text`, `Structure.text`, can stand in the schema of an operator."""
     structure = Structure.parse(text)
     return structure, stages(structure)
-
-
-def blocks(h: Tensor, core: Core, features: int) -> Tensor:
-    """Rows `(tokens, (repeat, batch, features))` as `(batch, tokens * repeat, features)`: a view."""
-    return h.view(h.shape[0] * core.repeat, core.batch, features).transpose(0, 1)

@@ -221,7 +221,7 @@ def _(info: Any, dims: Sequence[Any], *args: Any) -> Any:
 def _one_by_one(operator: Any, info: Any, dims: Sequence[Any], *args: Any) -> Any:
     """The operator for every member of a batch of arguments, and where the batch lies in what it returns."""
     flat, spec = tree_flatten(args)
-    flat_dims = tree_leaves(dims, is_leaf=lambda dim: dim is None)
+    flat_dims = tree_leaves(dims)
 
     def member(n: int) -> Any:
         return tree_unflatten([a if d is None else a.select(d, n) for a, d in zip(flat, flat_dims, strict=True)], spec)

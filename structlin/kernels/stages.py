@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .layout import Stages, blocks
+from .layout import Stages
 
 STRIDED = (torch.bfloat16, torch.float16)  # on a CPU these products write into strided views at full speed
 
@@ -97,7 +97,8 @@ def _blocks(at: Stages, t: int, rows: Tensor, features: int) -> Tensor:
     """As core t sees them: a view `(batch, tokens * repeat, features)`, or `(tokens * outer, features, inner)`."""
     if at.inner[t] > 1:
         return rows.view(-1, features, at.inner[t])
-    return blocks(rows, at.cores[t], features)
+    core = at.cores[t]
+    return rows.view(rows.shape[0] * core.repeat, core.batch, features).transpose(0, 1)
 
 
 def _operands(at: Stages, cores: Sequence[Tensor], x: Tensor, columns: bool) -> list[Tensor]:
