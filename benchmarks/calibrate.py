@@ -1,4 +1,4 @@
-"""Measures the constants of the cost model (`structlin/kernels/cost.py`) on this machine; prints the table to paste.
+"""Measures the constants of the cost model (`structlin/_kernels/cost.py`) on this machine; prints the table to paste.
 
 python -m benchmarks.calibrate            # CPU, and CUDA if there is one; float32 and bfloat16
 python -m benchmarks.calibrate --smoke    # tiny sizes, in seconds: that it runs, not what it says
@@ -18,10 +18,10 @@ import torch
 
 from benchmarks import timing
 from structlin import BTT, apply
-from structlin.kernels import cost, stages
-from structlin.kernels.cost import Machine
-from structlin.kernels.layout import Permutation
-from structlin.kernels.layout import stages as stages_of
+from structlin._kernels import cost, stages
+from structlin._kernels.cost import Machine
+from structlin._kernels.layout import Permutation
+from structlin._kernels.layout import stages as stages_of
 
 
 def seconds(work: Callable[[], object], device: str, rounds: int = 15) -> float:

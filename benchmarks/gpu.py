@@ -99,7 +99,7 @@ class Product:
         return sum(tensor.numel() * tensor.element_size() for tensor in (self.a, self.b, self.out))
 
     def run(self, **options: Any) -> None:
-        from structlin.kernels.triton_gemm import block_gemm, block_gemm_weight
+        from structlin._kernels.triton_gemm import block_gemm, block_gemm_weight
 
         (block_gemm_weight if self.weight else block_gemm)(self.a, self.b, self.out, **options)
 
@@ -124,14 +124,14 @@ class Layer:
         self.cores = [data(*core.shape).div_(sqrt(core.fan_in)) for core in structure.cores]
 
     def forward_backward(self) -> tuple[Tensor, Tensor, list[Tensor]]:
-        from structlin.kernels import triton_stages
+        from structlin._kernels import triton_stages
 
         y, middle = triton_stages.forward(self.structure, self.cores, self.x)
         return y, *triton_stages.backward(self.structure, self.cores, self.x, middle, self.dy)
 
     def products(self) -> list[Product]:
         """All that `forward_backward` computes, in that order."""
-        from structlin.kernels import triton_stages
+        from structlin._kernels import triton_stages
 
         c = len(self.cores)
         names = [f"y{i + 1}" for i in range(c)] + [f"{kind}{i}" for i in range(c, 0, -1) for kind in ("dw", "dx")]
@@ -225,7 +225,7 @@ def jobs(widths: list[int], names: list[str]) -> list[Job]:
 
 
 def self_test(rows: Rows, until: float, dtype: str) -> None:
-    from structlin.kernels import triton_check
+    from structlin._kernels import triton_check
 
     start = time.perf_counter()
     faults = triton_check.self_test(torch.device(DEVICE, torch.cuda.current_device()), getattr(torch, dtype))
@@ -281,7 +281,7 @@ CEILINGS: dict[str, timing.Ceilings] = {}
 
 def layer(rows: Rows, until: float, name: str, width: int, dtype: str) -> None:
     """Forward and backward of nn.Linear, of `StructuredLinear` and of the stages; then each product alone."""
-    from structlin.kernels import triton_gemm, triton_stages
+    from structlin._kernels import triton_gemm, triton_stages
 
     family = families(width)[name]
     with precision(dtype) as kind:
@@ -356,7 +356,7 @@ def add_product(rows: Rows, kind: str, product: Product, values: list[float], **
 
 def tiles(rows: Rows, until: float, name: str, width: int) -> None:
     """Other tiles than the table's for every product: what the table should say on this device."""
-    from structlin.kernels.triton_gemm import tile_for
+    from structlin._kernels.triton_gemm import tile_for
 
     stages = Layer(families(width)[name].structure(width, width), TOKENS, torch.bfloat16, DEVICE)
     clock = partial(timing.seconds, device=DEVICE)
@@ -500,7 +500,7 @@ def machine_code(compiled: Any) -> dict[str, Any]:
 
 def compile_all(options: argparse.Namespace) -> None:
     """Every product of every structure, width and type, at 16384 tokens."""
-    from structlin.kernels import triton_gemm
+    from structlin._kernels import triton_gemm
 
     triton_gemm._product = compiler = Compiler(triton_gemm._product)
     rows = Rows(None)

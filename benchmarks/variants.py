@@ -20,7 +20,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from benchmarks import timing
-from structlin import BTT, TT, Dense, Family, Kronecker, LowRank, Monarch, Structure, StructuredLinear, contract
+from structlin import BTT, TT, Dense, Family, Kronecker, LowRank, Monarch, Structure, StructuredLinear
+from structlin import _product as contract
 
 Run = Callable[[Tensor], Tensor]
 Oracle = Callable[[Structure, Sequence[Tensor], Tensor], Tensor]

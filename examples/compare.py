@@ -43,7 +43,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import structlin
-from structlin.families import FAMILIES
+from structlin._families import FAMILIES
 
 HEAD = 32  # features of an attention head, at every width
 MUON_LR = 2**-6  # operator norm per step: between the dense GPT's and ViT's best (benchmarks/muon_vs_adamw.py)

@@ -1,17 +1,17 @@
 """structlin: structured matrices as better linear layers. The structure is the only thing anybody writes."""
 
 from . import duality, modular, optim, scaling, stability
-from .checkpoint import load, save
-from .contract import apply, to_cola, to_dense
-from .convert import convert, merge, plan, to_dense_
+from ._checkpoint import load, save
+from ._convert import convert, merge, plan, to_dense_
+from ._families import BTT, TT, BlockDiagonal, Dense, Family, Kronecker, LowRank, Monarch, Split, family
+from ._linear import StructuredLinear
+from ._product import apply, to_cola, to_dense
+from ._projection.solve import project, relative_error
+from ._report import summary
+from ._structure import Core, Structure
 from .duality import dualize
-from .families import BTT, TT, BlockDiagonal, Dense, Family, Kronecker, LowRank, Monarch, Split, family
-from .linear import StructuredLinear
 from .optim import param_groups
-from .projection import project, relative_error
-from .report import summary
 from .scaling import init_std, lr_mult
-from .structure import Core, Structure
 
 __version__ = "0.1.0"
 __all__ = [

@@ -15,9 +15,10 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .checkpoint import describe, restructure
-from .convert import swap, to_dense_
-from .linear import StructuredLinear
+from ._checkpoint import describe, restructure
+from ._convert import to_dense_
+from ._linear import StructuredLinear
+from ._model.survey import swap
 
 METHOD = "structlin"
 

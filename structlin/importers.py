@@ -11,9 +11,9 @@ from itertools import pairwise
 from einops import rearrange
 from torch import Tensor
 
-from .families import Monarch
-from .linear import StructuredLinear, uninitialised
-from .structure import Structure
+from ._families import Monarch
+from ._linear import StructuredLinear, uninitialised
+from ._structure import Structure
 
 State = Mapping[str, Tensor]
 

@@ -7,7 +7,7 @@ Sources: Qiu et al. 2024, "Compute Better Spent" (arXiv:2406.06248), section 3.2
 
 from math import sqrt
 
-from .structure import Core
+from ._structure import Core
 
 INITS = ("mup", "spectral", "orthogonal")
 OPTIMIZERS = ("adam", "adamw", "sign", "sgd")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import settings
 
 from benchmarks.zoo import import_timm
-from structlin.kernels import cost
+from structlin._kernels import cost
 
 settings.register_profile("structlin", deadline=None, derandomize=True, max_examples=25)
 settings.load_profile("structlin")

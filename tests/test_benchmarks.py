@@ -18,7 +18,8 @@ import torch.nn.functional as F
 pytest.importorskip("matplotlib")
 
 from benchmarks import layer, scaling, timing, variants
-from structlin import BTT, TT, Dense, Kronecker, LowRank, Monarch, contract
+from structlin import BTT, TT, Dense, Kronecker, LowRank, Monarch
+from structlin import _product as contract
 
 ROOT = scaling.DOCUMENT.parents[1]
 H200 = timing.Ceilings(rate=790e12, bandwidth=4.3e12, call=2e-6)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from structlin import BTT, TT, LowRank, Monarch, Split, budget, project, relative_error
-from structlin.budget import allocate
+from structlin import BTT, TT, LowRank, Monarch, Split, project, relative_error
+from structlin._projection import budget
+from structlin._projection.budget import allocate
 
 SHAPES = (24, 24), (48, 24), (24, 48)
 

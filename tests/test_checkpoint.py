@@ -9,7 +9,7 @@ from torch import nn
 pytest.importorskip("safetensors")
 
 from structlin import BTT, TT, Kronecker, LowRank, Monarch, Structure, StructuredLinear, convert, load, plan, save
-from structlin.checkpoint import MANIFEST, WEIGHTS
+from structlin._checkpoint import MANIFEST, WEIGHTS
 from tests.models import GPT, snapshot
 
 TOKENS = torch.arange(24).reshape(2, 12)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from structlin import BTT, Dense, Kronecker, LowRank, Monarch, Structure, StructuredLinear, convert, plan
-from structlin.layers import role_of
+from structlin._model.survey import role_of
 from tests.models import GPT, linear_names, snapshot
 
 MLP_LAYERS = {"h.0.mlp.c_fc", "h.0.mlp.c_proj", "h.1.mlp.c_fc", "h.1.mlp.c_proj"}

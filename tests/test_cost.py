@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from benchmarks import calibrate
-from structlin import BTT, TT, Dense, LowRank, Monarch, StructuredLinear, contract, convert, summary
-from structlin.kernels import cost
-from structlin.kernels.layout import stages as stages_of
+from structlin import BTT, TT, Dense, LowRank, Monarch, StructuredLinear, convert, summary
+from structlin import _product as contract
+from structlin._kernels import cost
+from structlin._kernels.layout import stages as stages_of
 
 DTYPES = [torch.float32, torch.bfloat16]
 

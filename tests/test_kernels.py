@@ -10,9 +10,9 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 from structlin import BTT, TT, Kronecker, LowRank, Monarch, Structure, StructuredLinear, apply
-from structlin.kernels import cost, op, stages
-from structlin.kernels.layout import decode
-from structlin.kernels.layout import stages as stages_of
+from structlin._kernels import cost, op, stages
+from structlin._kernels.layout import decode
+from structlin._kernels.layout import stages as stages_of
 from tests.catalogue import every_structure, one_einsum, random_cores, structures, tokens
 
 FEW = [

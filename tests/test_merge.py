@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from structlin import BTT, TT, StructuredLinear, convert
-from structlin.convert import merge
+from structlin._convert import merge
 from tests.models import snapshot
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from structlin import BTT, Kronecker, LowRank, StructuredLinear, convert, dualize
+from structlin._kernels import cost
 from structlin.duality import polar_from_gram
-from structlin.kernels import cost
 from structlin.optim import Muon, Normed, shard_placement_fn
 from tests.models import GPT, perplexed
 

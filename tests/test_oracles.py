@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from structlin import BTT, TT, BlockDiagonal, Dense, Family, Kronecker, LowRank, Monarch, StructuredLinear, family
 from structlin import to_dense as dense_of
-from structlin.families import factorise
+from structlin._families import factorise
 
 
 def matrix_and_cores(family: Family, in_features: int, out_features: int) -> tuple[Tensor, list[Tensor]]:

@@ -19,7 +19,7 @@ from structlin import (
     plan,
     to_dense,
 )
-from structlin.calibration import covariances
+from structlin._projection.calibration import covariances
 from tests.models import GPT, snapshot
 
 TOKENS = torch.arange(48).reshape(4, 12)

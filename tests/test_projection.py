@@ -10,8 +10,9 @@ from hypothesis import given
 from torch import Tensor
 from torch.testing import assert_close
 
-from structlin import BTT, TT, BlockDiagonal, Dense, Kronecker, LowRank, Monarch, Split, Structure, projection, to_dense
-from structlin.projection import alternate, project, relative_error
+from structlin import BTT, TT, BlockDiagonal, Dense, Kronecker, LowRank, Monarch, Split, Structure, to_dense
+from structlin._projection import solve as projection
+from structlin._projection.solve import alternate, project, relative_error
 
 every_small_case = pytest.mark.parametrize("case", SMALL, ids=SMALL_IDS)
 # Every family, and structures that no family gives: shared blocks of two cores, BLAST, three cores on one axis.

@@ -18,7 +18,7 @@ from einops import rearrange
 from torch import Tensor
 
 from structlin import BTT, TT, BlockDiagonal, Family, Kronecker, LowRank, Monarch
-from structlin.kernels import triton_check, triton_stages
+from structlin._kernels import triton_check, triton_stages
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[1]
@@ -34,7 +34,7 @@ def kernels():
     """`triton_gemm` once more, its kernel interpreted: Triton decides that when it decorates one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        spec = importlib.util.find_spec("structlin.kernels.triton_gemm")
+        spec = importlib.util.find_spec("structlin._kernels.triton_gemm")
         module = sys.modules[spec.name + "_interpreted"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     yield module
@@ -318,7 +318,7 @@ def test_float32_products_follow_the_precision_of_pytorch(kernels):
 def fresh(monkeypatch, kernels):
     """`triton_check` on the interpreted products, before its first use."""
     monkeypatch.setattr(triton_check, "_usable", {})
-    monkeypatch.setitem(sys.modules, "structlin.kernels.triton_gemm", kernels)
+    monkeypatch.setitem(sys.modules, "structlin._kernels.triton_gemm", kernels)
     return triton_check.usable
 
 

@@ -12,10 +12,10 @@ from math import sqrt
 import torch
 from torch import Tensor, nn
 
+from .._families import Family
+from .._linear import StructuredLinear
+from .._structure import Structure
 from ..duality import dual_conv, dual_core, dual_embedding, spectral_bound
-from ..families import Family
-from ..linear import StructuredLinear
-from ..structure import Structure
 from .module import Atom, Attributes, Term, Width, chain, single
 
 

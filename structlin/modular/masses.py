@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from ..layers import ROLES, linear_layers, role_of
-from ..optim.geometry import geometries
+from .._model.parameters import geometries
+from .._model.survey import ROLES, linear_layers, role_of
 from .module import Module
 
 

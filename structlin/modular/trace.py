@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from ..linear import StructuredLinear
+from .._linear import StructuredLinear
 from .atoms import Conv2D, Embed, Linear
 from .bonds import BONDS, FunctionalAttention
 from .masses import masses as masses_of

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._model.parameters import Geometry, geometries
 from ..duality import polar_from_gram
-from .geometry import Geometry, geometries
 
 Polar = Callable[[list[Geometry], list[Tensor]], list[Tensor]]
 

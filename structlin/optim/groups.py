@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from ..layers import widths
-from ..linear import StructuredLinear
+from .._linear import StructuredLinear
+from .._model.survey import widths
 from ..scaling import OPTIMIZERS, lr_mult
 
 _PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from .._model.parameters import Geometry, Masses, geometries, in_stacks
 from ..duality import METHODS, dual_embedding, dualize
 from .distributed import agree, divided, here, is_sharded, polars
-from .geometry import Geometry, Masses, geometries, in_stacks
 
 SCALES = ("rms", "original", "match_rms_adamw")
 NONFINITE = ("raise", "skip", "ignore")

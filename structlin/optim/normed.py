@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from .._model.parameters import Masses, geometries, in_stacks
 from ..duality import spectral_bound
 from .distributed import here, is_sharded, whole
-from .geometry import Masses, geometries, in_stacks
 from .muon import NONFINITE, check_ownership, finite, step_length
 
 NORMS = ("bound", "power")

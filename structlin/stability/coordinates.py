@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..report import Table
+from .._report import Table
 from .common import PathLike, built, described, new_figure, number, positive, saved, seeded
 from .hooks import rms_of, rms_over_calls, seen_by, wide
 

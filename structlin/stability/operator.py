@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from .. import contract
-from ..layers import is_conv1d
-from ..layers import widths as widths_of
-from ..linear import StructuredLinear
+from .. import _product as contract
+from .._linear import StructuredLinear
+from .._model.survey import is_conv1d
+from .._model.survey import widths as widths_of
 from .hooks import named_modules, wide
 
 VECTORS, POWERS, SWEEPS = 8, 2, 32  # of a block; of W^T W in a sweep; at most

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..report import Table
+from .._report import Table
 from .common import PathLike, built, described, new_figure, number, positive, saved, seeded
 
 if TYPE_CHECKING:

@@ -3,11 +3,12 @@
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
 
-from .linear import StructuredLinear
+from .._linear import StructuredLinear
 
 PROTECTED = ("head", "embedding", "router")  # roles that are only touched when they are named
 ROLES = ("ffn", "attention", "other", *PROTECTED)
@@ -165,3 +166,16 @@ def _more(module: nn.Module) -> list[str]:
 
 def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, f"_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre"))
+
+
+def swap(model: nn.Module, replacements: Iterable[tuple[Iterable[str], nn.Module]]) -> nn.Module:
+    """Put each module under its names into `model`; the module itself where the name is the root's."""
+    root = model
+    for names, new in replacements:
+        for name in names:
+            if not name:
+                root = new
+                continue
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, new)
+    return root

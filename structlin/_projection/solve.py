@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import contract
-from .families import Family, structure_of
-from .structure import Core, Structure
+from .. import _product as contract
+from .._families import Family, structure_of
+from .._structure import Core, Structure
 
 SWEEPS = 1000  # of alternating least squares, at most
 TOLERANCE = 1e-3  # relative decrease of the error by which a sweep must pay

@@ -13,7 +13,7 @@ from functools import lru_cache
 from math import gcd, isqrt, prod
 from typing import Any
 
-from .structure import Structure
+from ._structure import Structure
 
 
 @dataclass(frozen=True, kw_only=True)

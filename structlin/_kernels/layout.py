@@ -23,7 +23,7 @@ from math import prod
 
 from torch import Tensor
 
-from ..structure import Core, Structure
+from .._structure import Core, Structure
 
 LEFT = 32  # inner repeat from which on a product from the left is faster than a permutation and one from the right
 

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import contract
+from . import _product as contract
+from ._families import DEFAULT, Family, label, structure_of
+from ._structure import Structure
+from ._weight import WeightView
 from .duality import dualize
-from .families import DEFAULT, Family, label, structure_of
 from .scaling import INITS, init_std
-from .structure import Structure
-from .weight import WeightView
 
 
 class StructuredLinear(nn.Module):
@@ -154,7 +154,7 @@ class StructuredLinear(nn.Module):
         >>> torch.allclose(StructuredLinear(6, 8, LowRank(rank=2)).from_dense_(dense).to_dense(), dense, atol=1e-5)
         True
         """
-        from .projection import project
+        from ._projection.solve import project
 
         if tuple(weight.shape) != (self.out_features, self.in_features):
             wanted = (self.out_features, self.in_features)

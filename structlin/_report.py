@@ -6,8 +6,8 @@ from io import StringIO
 
 from torch import nn
 
-from .layers import linear_layers
-from .linear import StructuredLinear
+from ._linear import StructuredLinear
+from ._model.survey import linear_layers
 
 
 class Table:

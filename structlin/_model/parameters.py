@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ..layers import is_conv1d
-from ..linear import StructuredLinear
+from .._linear import StructuredLinear
+from .survey import is_conv1d
 
 _LARGEST_STACK = 2**24  # elements that are worked on in one call: bounds the memory of a step
 Masses = Mapping[str, float | tuple[float, ...]]

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..structure import Structure
+from .._structure import Structure
 from .layout import Stages, decode
 
 FOREVER = 1 << 62  # tokens

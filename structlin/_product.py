@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from einops import einsum, rearrange
 from torch import Tensor
 
-from .kernels import cost, op
-from .structure import TOKENS, Structure
+from ._kernels import cost, op
+from ._structure import TOKENS, Structure
 
 if TYPE_CHECKING:
     from cola.ops import LinearOperator

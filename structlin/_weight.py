@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
-    from .linear import StructuredLinear
+    from ._linear import StructuredLinear
 
 _PROPERTIES = "shape dtype device layout ndim requires_grad is_cuda is_cpu is_meta is_leaf is_sparse is_quantized"
 _METHODS = "size dim numel element_size is_floating_point is_complex get_device stride is_contiguous __len__"

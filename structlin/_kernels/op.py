@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import register_flop_formula
 
-from ..structure import Structure
+from .._structure import Structure
 from . import cost, stages
 from .layout import Stages, decode
 

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .convert import swap
-from .layers import Layer, is_conv1d, linear_layers
-from .linear import StructuredLinear, uninitialised
-from .structure import Structure
+from ._linear import StructuredLinear, uninitialised
+from ._model.survey import Layer, is_conv1d, linear_layers, swap
+from ._structure import Structure
 
 VERSION = 1
 WEIGHTS, MANIFEST = "model.safetensors", "structlin.json"

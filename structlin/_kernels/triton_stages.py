@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..structure import TOKENS, Core, Structure
+from .._structure import TOKENS, Core, Structure
 from .triton_gemm import block_gemm, block_gemm_weight
 
 Axes = tuple[str, ...]

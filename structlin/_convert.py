@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .budget import NAMES, allocate
-from .calibration import Calibration, covariances
-from .contract import check_mode
-from .families import DEFAULT, Family, Split, label, structure_of
-from .kernels.cost import best, dense
-from .layers import PROTECTED, ROLES, Layer, has_hooks, is_conv1d, linear_layers, no_layers
-from .linear import StructuredLinear, uninitialised
-from .projection import project, relative_error
-from .report import Table, percent
+from ._families import DEFAULT, Family, Split, label, structure_of
+from ._kernels.cost import best, dense
+from ._linear import StructuredLinear, uninitialised
+from ._model.survey import PROTECTED, ROLES, Layer, has_hooks, is_conv1d, linear_layers, no_layers, swap
+from ._product import check_mode
+from ._projection.budget import NAMES, allocate
+from ._projection.calibration import Calibration, covariances
+from ._projection.solve import project, relative_error
+from ._report import Table, percent
+from ._structure import Structure
 from .scaling import INITS
-from .structure import Structure
 
 Spec = Family | Structure
 Patterns = str | Iterable[str]
@@ -380,19 +380,6 @@ def _make_dense(model: nn.Module, layers: Mapping[StructuredLinear, list[str]]) 
     model = swap(model, [(found, _dense(layer)) for layer, found in layers.items()])
     _declare(model)
     return model
-
-
-def swap(model: nn.Module, replacements: Iterable[tuple[Iterable[str], nn.Module]]) -> nn.Module:
-    """Put each module under its names into `model`; the module itself where the name is the root's."""
-    root = model
-    for names, new in replacements:
-        for name in names:
-            if not name:
-                root = new
-                continue
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, new)
-    return root
 
 
 def untie(model: nn.Module) -> None:

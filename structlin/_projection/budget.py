@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields, replace
 
 from torch import Tensor
 
-from .families import Family, Split
-from .projection import project, relative_error
+from .._families import Family, Split
+from .solve import project, relative_error
 
 NAMES = {"params": "parameters", "flops": "FLOPs a token"}  # what a budget may be a fraction of
 
