@@ -84,7 +84,7 @@ def cuttable(structure: Structure) -> dict[str, tuple[str, str]]:
     >>> cuttable(BTT().structure(1024, 1024))
     {'i2': ('whole', 'cut'), 'j1': ('cut', 'summed')}
     """
-    inputs, outputs = (side.split() for side in structure.signature.split("->"))
+    inputs, outputs = structure.inputs, structure.outputs
     return {
         axis: ("cut" if axis in inputs else "whole", "cut" if axis in outputs else "summed")
         for axis in structure.sizes

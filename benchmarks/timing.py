@@ -230,7 +230,7 @@ def oracle(structure: Structure, cores: Sequence[Tensor], x: Tensor) -> Tensor:
     def split(tensor: Tensor, axes: Sequence[str], *leading: int) -> Tensor:
         return tensor.double().reshape(*leading, *(structure.sizes[axis] for axis in axes))
 
-    inputs, outputs = (side.split() for side in structure.signature.split("->"))
+    inputs, outputs = structure.inputs, structure.outputs
     axes_of = [(*core.batch_axes, *core.fan_out_axes, *core.fan_in_axes) for core in structure.cores]
     operands = [split(core, axes) for core, axes in zip(cores, axes_of, strict=True)]
     terms = [term(inputs, "a"), *(term(axes) for axes in axes_of)]

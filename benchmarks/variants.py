@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from benchmarks import timing
 from structlin import BTT, TT, Dense, Family, Kronecker, LowRank, Monarch, Structure, StructuredLinear
 from structlin import _product as contract
+from structlin._structure import Move
 
 Run = Callable[[Tensor], Tensor]
 Oracle = Callable[[Structure, Sequence[Tensor], Tensor], Tensor]
@@ -237,26 +237,26 @@ class StridedProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, structure: Structure, first: Tensor, last: Tensor, x: Tensor) -> Tensor:
-        split, middle, join = structure.rearrangements
-        blocks = _rearrange(x[None], split)  # (batch, tokens, fan_in), a view
-        h = _rearrange(_tokens_first(blocks, first.mT), middle).contiguous()  # the copy
-        y = x.new_empty(1, len(x), structure.out_features)
-        _product(h, last.mT, _rearrange(y, join, back=True))
+        (one, two), join = structure.program.steps, structure.program.last
+        blocks = _seen(x, one.move, one.batch, one.fan_in)  # (batch, tokens, fan_in), a view
+        h = _seen(_tokens_first(blocks, first.mT), two.move, two.batch, two.fan_in).contiguous()  # the copy
+        y = x.new_empty(len(x), structure.out_features)
+        _product(h, last.mT, _seen(y, _inverse(join), two.batch, two.fan_out))
         ctx.structure = structure
         ctx.save_for_backward(blocks, h, first, last)
-        return y[0]
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
-        split, middle, join = ctx.structure.rearrangements
+        (one, two), join = ctx.structure.program.steps, ctx.structure.program.last
         blocks, h, first, last = ctx.saved_tensors
-        dy_blocks = _rearrange(dy[None], join, back=True)
+        dy_blocks = _seen(dy, _inverse(join), two.batch, two.fan_out)
         if 1 not in dy_blocks.stride()[1:]:
             dy_blocks = dy_blocks.transpose(0, 1).contiguous().transpose(0, 1)
-        dh = _rearrange(_tokens_first(dy_blocks, last), middle, back=True).contiguous()  # the copy
-        dx = dy.new_empty(1, len(dy), ctx.structure.in_features)
-        _product(dh, first, _rearrange(dx, split))
-        return None, torch.bmm(dh.mT, blocks), torch.bmm(dy_blocks.mT, h), dx[0]
+        dh = _seen(_tokens_first(dy_blocks, last), _inverse(two.move), one.batch, one.fan_out).contiguous()  # the copy
+        dx = dy.new_empty(len(dy), ctx.structure.in_features)
+        _product(dh, first, _seen(dx, one.move, one.batch, one.fan_in))
+        return None, torch.bmm(dh.mT, blocks), torch.bmm(dy_blocks.mT, h), dx
 
 
 def _tokens_first(a: Tensor, b: Tensor) -> Tensor:
@@ -274,6 +274,12 @@ def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
         out.copy_(torch.bmm(a, b))
 
 
-def _rearrange(tensor: Tensor, rearrangement: tuple[str, dict[str, int]], *, back: bool = False) -> Tensor:
-    pattern, sizes = rearrangement
-    return rearrange(tensor, " -> ".join(reversed(pattern.split(" -> "))) if back else pattern, **sizes)
+def _seen(h: Tensor, move: Move, batch: int, width: int) -> Tensor:
+    """An activation after a move, as `(batch, tokens * repeat, width)`."""
+    return (h.reshape(move.sizes).permute(move.order) if move.order else h).reshape(batch, -1, width)
+
+
+def _inverse(move: Move) -> Move:
+    """The move back."""
+    back = tuple(move.order.index(axis) for axis in range(len(move.order)))
+    return Move(tuple(move.sizes[axis] for axis in move.order), back)

@@ -223,7 +223,7 @@ class Split(Family):
             raise ValueError(
                 f"{self.of.label} pads {out_features // self.parts} outputs to {each.out_features}: no stack"
             )
-        inputs, outputs = each.signature.split("->")
+        inputs, outputs = " ".join(each.inputs), " ".join(each.outputs)
         cores = [f"part {core}" for core in each.subscripts]
         return Structure(f"{inputs} -> part {outputs}", *cores, **each.sizes, part=self.parts)
 

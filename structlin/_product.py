@@ -1,16 +1,16 @@
 """Structure and cores -> numbers: the only place where activations are permuted and multiplied."""
 
-import re
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from einops import einsum, rearrange
+from einops import einsum
 from torch import Tensor
 
 from ._kernels import cost, op
-from ._structure import TOKENS, Structure
+from ._structure import Move, Program, Structure
 
 if TYPE_CHECKING:
     from cola.ops import LinearOperator
@@ -72,7 +72,7 @@ def apply(
             x = F.linear(x, core[0])
         return F.linear(x, cores[-1][0], bias)
     if not _takes_operators() or (cost.few(x) and not recompute):
-        y = _products(structure, cores, x)
+        y = multiply(structure.program, cores, x)
         return y if bias is None else y + bias
     rows = x if x.ndim == 2 else x.reshape(-1, structure.in_features)
     y = op.apply(rows, list(cores), bias, structure.text, backward=backward, keep=backward and not recompute)
@@ -82,18 +82,30 @@ def apply(
 def reference(structure: Structure, cores: Sequence[Tensor], x: Tensor) -> Tensor:
     """`W x` by permutations and plain batched products: what is exported, and the fastest way for few tokens."""
     _check(structure, cores, x)
-    return _products(structure, cores, x)
+    return multiply(structure.program, cores, x)
 
 
-def _products(structure: Structure, cores: Sequence[Tensor], x: Tensor) -> Tensor:
-    h = x.reshape(1, -1, structure.in_features)
-    for (pattern, sizes), core in zip(structure.rearrangements, cores, strict=False):
-        h = rearrange(h, pattern, **sizes)  # (batch, tokens * repeat, fan_in)
-        if not torch.compiler.is_compiling() and 1 not in h.stride()[1:]:
+def multiply(program: Program, cores: Sequence[Tensor], x: Tensor) -> Tensor:
+    """The definition: one batched product for each core, between fixed permutations.
+
+    Args:
+        cores: `(batch, fan_out, fan_in)` each.
+        x: `(..., in_features)`.
+
+    Returns:
+        `(..., out_features)`.
+    """
+    h = x
+    for step, core in zip(program.steps, cores, strict=True):
+        h = _permute(h, step.move).reshape(step.batch, -1, step.fan_in)  # (batch, tokens * repeat, fan_in)
+        if 1 not in h.stride()[1:]:
             h = h.contiguous()  # or torch.bmm goes through it block by block
-        h = torch.bmm(h, core.mT)  # (batch, tokens * repeat, fan_out)
-    pattern, sizes = structure.rearrangements[-1]
-    return rearrange(h, pattern, **sizes).reshape(*x.shape[:-1], structure.out_features)
+        h = torch.bmm(h, core.mT)  # (batch, tokens * repeat, fan_in) -> (batch, tokens * repeat, fan_out)
+    return _permute(h, program.last).reshape(*x.shape[:-1], program.out_features)
+
+
+def _permute(h: Tensor, move: Move) -> Tensor:
+    return h.reshape(move.sizes).permute(move.order) if move.order else h
 
 
 def to_dense(structure: Structure, cores: Sequence[Tensor]) -> Tensor:
@@ -107,24 +119,14 @@ def to_dense(structure: Structure, cores: Sequence[Tensor]) -> Tensor:
     True
     """
     _check_cores(structure, cores)
-    inputs, outputs = (side.split() for side in structure.signature.split("->"))
-    stored = [[*core.batch_axes, *core.fan_out_axes, *core.fan_in_axes] for core in structure.cores]
     factors = [
-        (core.reshape([structure.sizes[axis] for axis in axes]), axes) for core, axes in zip(cores, stored, strict=True)
+        core.reshape([structure.sizes[axis] for axis in one.axes])
+        for one, core in zip(structure.cores, cores, strict=True)
     ]
-    columns = {axis: f"{axis}_of_x" if axis in outputs else axis for axis in inputs}
-    for axis in inputs:
-        if axis in outputs:  # W is diagonal in it
-            identity = torch.eye(structure.sizes[axis], dtype=cores[0].dtype, device=cores[0].device)
-            factors.append((identity, [axis, columns[axis]]))
-    w, lying = factors[0]
-    for n, (factor, axes) in enumerate(factors[1:], start=1):
-        later = {*columns.values(), *outputs, *(axis for _, rest in factors[n + 1 :] for axis in rest)}
-        kept = [axis for axis in dict.fromkeys([*lying, *axes]) if axis in later]
-        w = einsum(w, factor, f"{' '.join(lying)}, {' '.join(axes)} -> {' '.join(kept)}")
-        lying = kept
-    target = [*outputs, *columns.values()]
-    return w.permute([lying.index(axis) for axis in target]).reshape(structure.out_features, structure.in_features)
+    eye = partial(torch.eye, dtype=cores[0].dtype, device=cores[0].device)
+    factors += [eye(structure.sizes[axis]) for axis in structure.kept]
+    w: Tensor = einsum(*factors, structure.einsum)  # type: ignore[call-overload]
+    return w.reshape(structure.out_features, structure.in_features)
 
 
 def to_cola(structure: Structure, cores: Sequence[Tensor]) -> "LinearOperator":
@@ -146,23 +148,21 @@ def to_cola(structure: Structure, cores: Sequence[Tensor]) -> "LinearOperator":
     dtype, device = cores[0].dtype, cores[0].device
     factors: list[LinearOperator] = []
 
-    def permute(pattern: str, sizes: dict[str, int], width: int) -> None:
-        left, right = re.sub("[()]", "", pattern).split("->")
-        identity = torch.arange(width, device=device)
-        order = rearrange(identity, f"({left}) -> ({right})", **{TOKENS: 1}, **sizes)
-        if not torch.equal(order, identity):
+    def permute(move: Move, width: int) -> None:
+        if move.order:
+            order = _permute(torch.arange(width, device=device), move).flatten()
             factors.append(Permutation(order, dtype=dtype))
 
     width = structure.in_features
-    for (pattern, sizes), core, weight in zip(structure.rearrangements, structure.cores, cores, strict=False):
-        permute(pattern, sizes, width)
+    for step, weight in zip(structure.program.steps, cores, strict=True):
+        permute(step.move, width)
         blocks = [Dense(block) for block in weight]
-        if core.repeat > 1:
-            shared = Identity((core.repeat, core.repeat), dtype=dtype)
+        if step.repeat > 1:
+            shared = Identity((step.repeat, step.repeat), dtype=dtype)
             blocks = [Kronecker(shared, block) for block in blocks]
-        factors.append(blocks[0] if core.batch == 1 else BlockDiag(*blocks))
-        width = core.batch * core.repeat * core.fan_out
-    permute(*structure.rearrangements[-1], width)
+        factors.append(blocks[0] if step.batch == 1 else BlockDiag(*blocks))
+        width = step.batch * step.repeat * step.fan_out
+    permute(structure.program.last, width)
     return factors[0] if len(factors) == 1 else Product(*reversed(factors))
 
 

@@ -1,18 +1,20 @@
 """A structured matrix as an einsum with a fixed contraction order, written in axis names. No torch here.
 
-Everything else in the library is derived from what this file computes: for every core the four integers
-batch, fan_out, fan_in and repeat, and the axis permutations between consecutive cores.
+Everything that a structure implies is computed here, once, when it is made: for every core the four integers batch,
+fan_out, fan_in and repeat, and the `Program`, which says in integers alone how the cores are applied. The product, the
+engines, the matrix, FLOPs and projection read them; nothing reads the text again.
 """
 
 import keyword
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-TOKENS = "tokens"  # the axis of `contract.apply` that runs over all leading dimensions of the input
-_RESERVED = {TOKENS, "tensor", "pattern", "reduction", "axis", *keyword.kwlist}  # einops' own arguments, and Python's
+TOKENS = "tokens"  # the axis that runs over all leading dimensions of an input
+_RESERVED = {TOKENS, "tensor", "pattern", "reduction", "axis", *keyword.kwlist}  # einops' own, and Python's
 _AXIS = re.compile(r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?")
 
 
@@ -41,6 +43,11 @@ class Core:
         return self.batch, self.fan_out, self.fan_in
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """Of the stored core, the last one running fastest."""
+        return *self.batch_axes, *self.fan_out_axes, *self.fan_in_axes
+
+    @property
     def params(self) -> int:
         return self.batch * self.fan_out * self.fan_in
 
@@ -48,6 +55,47 @@ class Core:
     def flops(self) -> int:
         """Per token, 2 per multiply-add."""
         return 2 * self.params * self.repeat
+
+
+Axes = tuple[tuple[int, int], ...]  # (size, stride) of each axis of an index, the last one running fastest
+
+
+class Move(NamedTuple):
+    """How an activation is seen anew: `h.view(sizes).permute(order)`. Empty where nothing moves."""
+
+    sizes: tuple[int, ...]  #: of its axes, as they lie; -1 is the tokens
+    order: tuple[int, ...]  #: in which they are read
+
+
+class Step(NamedTuple):
+    """One core of a program: a batched product, and where its operands lie.
+
+    Between the cores an activation lies as `(batch, tokens, repeat, fan_out)` of the core that made it; `move` gives
+    the order `(batch, tokens, repeat, fan_in)` in which the next core reads it.
+
+    For an engine that takes a token at a time, `reads` has the axes of batch, repeat and fan-in, each with its stride
+    among the features of one token as they were produced, row-major `(batch, repeat, fan_out)` of the core before (x
+    itself for the first core). `writes` has those of batch, repeat and fan-out among the features as the next core
+    reads them, row-major `(batch, repeat, fan_in)` of that core (y itself for the last one). Neighbouring axes that
+    one stride describes are one axis, and axes of size 1 are none.
+    """
+
+    batch: int
+    repeat: int
+    fan_in: int
+    fan_out: int
+    move: Move
+    reads: tuple[Axes, Axes, Axes]
+    writes: tuple[Axes, Axes, Axes]
+
+
+class Program(NamedTuple):
+    """A structure as integers: a step for each core, and the move that brings the last result into the order of y."""
+
+    steps: tuple[Step, ...]
+    last: Move
+    in_features: int
+    out_features: int
 
 
 class Structure:
@@ -63,8 +111,12 @@ class Structure:
 
     Attributes:
         in_features, out_features: products of the signature's axes.
+        inputs, outputs: the axes of x and of y.
         cores: a `Core` each.
         params, flops: of the whole structure; FLOPs per token, 2 per multiply-add.
+        program: the same in integers, for whoever multiplies.
+        einsum: W as one einsum over the stored cores, for whoever wants the matrix; `kept` are the axes that x and y
+            share, in which W is diagonal: it has an identity more for each.
         plain: whether every core is one matrix and nothing is permuted between them, as in low-rank.
         text: all of it on one line, as `"i -> o; r i; o r; i=6 o=4 r=2"`, which `Structure.parse` reads.
 
@@ -74,20 +126,25 @@ class Structure:
     >>> btt = Structure("g d -> b a", "g s b d", "b a g s", g=32, d=32, s=2, b=32, a=32)
     >>> btt.in_features, btt.out_features, btt.params, btt.flops
     (1024, 1024, 131072, 262144)
+    >>> btt.einsum
+    'g s b d, b a g s -> b a g d'
     """
 
     signature: str
     subscripts: tuple[str, ...]
-    sizes: dict[str, int]
+    sizes: Mapping[str, int]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
     in_features: int
     out_features: int
     cores: tuple[Core, ...]
     params: int
     flops: int
+    program: Program
+    einsum: str
+    kept: tuple[str, ...]
     plain: bool
     text: str
-    rearrangements: tuple[tuple[str, dict[str, int]], ...]
-    """einops patterns, one before each core and one after the last, each with the sizes of its axes."""
 
     def __init__(self, signature: str, /, *cores: str, **sizes: int) -> None:
         if signature.count("->") != 1:
@@ -98,41 +155,29 @@ class Structure:
         inputs, outputs = _axes("signature", left), _axes("signature", right)
         subscripts = [_axes(f"core {n}", core) for n, core in enumerate(cores, start=1)]
         _check_sizes(sizes, [*inputs, *outputs, *(axis for core in subscripts for axis in core)])
-
-        activation, derived = list(inputs), []
-        for n, core in enumerate(subscripts):
-            later = {*outputs, *(axis for rest in subscripts[n + 1 :] for axis in rest)}
-            batch = [axis for axis in core if axis in activation and axis in later]
-            fan_in = [axis for axis in core if axis in activation and axis not in later]
-            fan_out = [axis for axis in core if axis not in activation]
-            repeat = [axis for axis in activation if axis not in core]
-            lost = sorted({*repeat, *fan_out} - later)
-            if lost:
-                raise ValueError(
-                    f"axis {lost[0]!r} is never consumed: after core {n + 1} {cores[n]!r} no core reads it "
-                    f"and the output {right.strip()!r} does not have it"
-                )
-            groups = (batch, fan_out, fan_in, repeat)
-            batch_size, rows, columns, repeats = (prod(sizes[axis] for axis in group) for group in groups)
-            derived.append(Core(batch_size, rows, columns, repeats, *(tuple(group) for group in groups)))
-            activation = [*batch, *repeat, *fan_out]
-        missing = [axis for axis in outputs if axis not in activation]
-        if missing:
-            raise ValueError(f"axis {missing[0]!r} of the output {right.strip()!r} is never produced by any core")
-
-        self.signature = f"{' '.join(inputs)} -> {' '.join(outputs)}"
-        self.subscripts = tuple(" ".join(core) for core in subscripts)
-        self.sizes = {axis: int(sizes[axis]) for axis in sorted(sizes)}
-        self.in_features = prod(sizes[axis] for axis in inputs)
-        self.out_features = prod(sizes[axis] for axis in outputs)
-        self.cores = tuple(derived)
-        self.params = sum(core.params for core in self.cores)
-        self.flops = sum(core.flops for core in self.cores)
-        read, written = [core.fan_in_axes for core in derived], [core.fan_out_axes for core in derived]
-        self.plain = [tuple(inputs), *written] == [*read, tuple(outputs)]
-        named = " ".join(f"{axis}={size}" for axis, size in self.sizes.items())
-        self.text = "; ".join([self.signature, *self.subscripts, named])
-        self.rearrangements = _rearrangements(inputs, outputs, self.cores, self.sizes)
+        sizes = {axis: int(sizes[axis]) for axis in sorted(sizes)}
+        derived = _derive_cores(inputs, outputs, subscripts, sizes)
+        text = f"{' '.join(inputs)} -> {' '.join(outputs)}"
+        names = tuple(" ".join(core) for core in subscripts)
+        program = _derive_program(inputs, outputs, derived, sizes)
+        self.__dict__.update(
+            signature=text,
+            subscripts=names,
+            sizes=MappingProxyType(sizes),
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            in_features=program.in_features,
+            out_features=program.out_features,
+            cores=derived,
+            params=sum(core.params for core in derived),
+            flops=sum(core.flops for core in derived),
+            program=program,
+            einsum=_derive_einsum(inputs, outputs, derived),
+            kept=tuple(axis for axis in inputs if axis in outputs),
+            plain=all(step.batch == step.repeat == 1 for step in program.steps)
+            and not any(move.order for move in (*(step.move for step in program.steps), program.last)),
+            text="; ".join([text, *names, " ".join(f"{axis}={size}" for axis, size in sizes.items())]),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data (for JSON); `Structure.from_dict` is its inverse."""
@@ -140,7 +185,18 @@ class Structure:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Structure":
-        return cls(data["signature"], *data["cores"], **data["sizes"])
+        """The structure that `to_dict` describes.
+
+        Raises:
+            ValueError: `cores` is no list of texts, or `sizes` no mapping; the structure is none.
+            KeyError: an entry is missing.
+        """
+        signature, cores, sizes = data["signature"], data["cores"], data["sizes"]
+        if not isinstance(cores, list | tuple) or not all(isinstance(core, str) for core in [signature, *cores]):
+            raise ValueError(f"signature={signature!r}, cores={cores!r} must be a text and a list of texts")
+        if not isinstance(sizes, Mapping):
+            raise ValueError(f"sizes={sizes!r} must be a mapping of axes to sizes")
+        return cls(signature, *cores, **sizes)
 
     @classmethod
     def parse(cls, text: str) -> "Structure":
@@ -154,6 +210,18 @@ class Structure:
         named = (size.split("=") for size in sizes.split())
         return cls(signature, *cores, **{axis: int(size) for axis, size in named})
 
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name}={value!r}: a Structure is immutable; make a new one")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{name}: a Structure is immutable; make a new one")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Structure.from_dict, (self.to_dict(),)
+
+    def __deepcopy__(self, memo: Any) -> "Structure":
+        return self
+
     def __repr__(self) -> str:
         strings = ", ".join(repr(text) for text in (self.signature, *self.subscripts))
         return f"Structure({strings}, {', '.join(f'{axis}={size}' for axis, size in self.sizes.items())})"
@@ -163,6 +231,111 @@ class Structure:
 
     def __hash__(self) -> int:
         return hash(self.text)
+
+
+# ---- what is derived -------------------------------------------------------------------------------------------------
+
+
+def _derive_cores(
+    inputs: list[str], outputs: list[str], subscripts: list[list[str]], sizes: Mapping[str, int]
+) -> tuple[Core, ...]:
+    """The role of every axis of every core."""
+    activation, cores = inputs, []
+    for n, core in enumerate(subscripts):
+        later = {*outputs, *(axis for rest in subscripts[n + 1 :] for axis in rest)}
+        batch = [axis for axis in core if axis in activation and axis in later]
+        fan_in = [axis for axis in core if axis in activation and axis not in later]
+        fan_out = [axis for axis in core if axis not in activation]
+        repeat = [axis for axis in activation if axis not in core]
+        lost = sorted({*repeat, *fan_out} - later)
+        if lost:
+            raise ValueError(
+                f"axis {lost[0]!r} is never consumed: after core {n + 1} {' '.join(core)!r} no core reads it "
+                f"and the output {' '.join(outputs)!r} does not have it"
+            )
+        groups = (batch, fan_out, fan_in, repeat)
+        batch_size, rows, columns, repeats = (prod(sizes[axis] for axis in group) for group in groups)
+        cores.append(Core(batch_size, rows, columns, repeats, *(tuple(group) for group in groups)))
+        activation = [*batch, *repeat, *fan_out]
+    missing = [axis for axis in outputs if axis not in activation]
+    if missing:
+        raise ValueError(f"axis {missing[0]!r} of the output {' '.join(outputs)!r} is never produced by any core")
+    return tuple(cores)
+
+
+def _derive_program(
+    inputs: Sequence[str], outputs: Sequence[str], cores: Sequence[Core], sizes: Mapping[str, int]
+) -> Program:
+    """Where each core finds its axes, and where it puts them."""
+    read = [[*core.batch_axes, TOKENS, *core.repeat_axes, *core.fan_in_axes] for core in cores]
+    made = [[*core.batch_axes, TOKENS, *core.repeat_axes, *core.fan_out_axes] for core in cores]
+    before, after = [[TOKENS, *inputs], *made], [*read, [TOKENS, *outputs]]
+    steps = []
+    for n, core in enumerate(cores):
+        source, target = _strides(before[n], sizes), _strides(after[n + 1], sizes)
+        reads = [_index(group, source, sizes) for group in (core.batch_axes, core.repeat_axes, core.fan_in_axes)]
+        writes = [_index(group, target, sizes) for group in (core.batch_axes, core.repeat_axes, core.fan_out_axes)]
+        sides = (reads[0], reads[1], reads[2]), (writes[0], writes[1], writes[2])
+        move = _move(before[n], after[n], sizes)
+        steps.append(Step(core.batch, core.repeat, core.fan_in, core.fan_out, move, *sides))
+    widths = (prod(sizes[axis] for axis in side) for side in (inputs, outputs))
+    return Program(tuple(steps), _move(before[-1], after[-1], sizes), *widths)
+
+
+def _move(lying: Sequence[str], wanted: Sequence[str], sizes: Mapping[str, int]) -> Move:
+    """From one order of axes to another; runs of axes that stay together move as one."""
+    lying = [axis for axis in lying if sizes.get(axis, 0) != 1]
+    wanted = [axis for axis in wanted if sizes.get(axis, 0) != 1]
+    runs: list[list[str]] = []
+    for axis in wanted:
+        if runs and lying.index(axis) == lying.index(runs[-1][-1]) + 1:
+            runs[-1].append(axis)
+        else:
+            runs.append([axis])
+    if len(runs) == 1:
+        return Move((), ())
+    lie = sorted(runs, key=lambda run: lying.index(run[0]))
+    size = tuple(-1 if TOKENS in run else prod(sizes[axis] for axis in run) for run in lie)
+    return Move(size, tuple(lie.index(run) for run in runs))
+
+
+def _strides(lying: Sequence[str], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Of each axis among the features of one token, row-major."""
+    strides, stride = {}, 1
+    for axis in reversed([axis for axis in lying if axis != TOKENS]):
+        strides[axis] = stride
+        stride *= sizes[axis]
+    return strides
+
+
+def _index(group: Sequence[str], strides: Mapping[str, int], sizes: Mapping[str, int]) -> Axes:
+    """The sizes and strides of an index over the axes of a group."""
+    axes: list[tuple[int, int]] = []
+    for axis in group:
+        size, stride = sizes[axis], strides[axis]
+        if size == 1:
+            continue
+        if axes and axes[-1][1] == size * stride:
+            axes[-1] = axes[-1][0] * size, stride
+        else:
+            axes.append((size, stride))
+    return tuple(axes)
+
+
+def _derive_einsum(inputs: Sequence[str], outputs: Sequence[str], cores: Sequence[Core]) -> str:
+    """`cores, identities -> axes of y, axes of x`. An axis that both have gets a second name on the side of x."""
+    taken = {*inputs, *outputs, *(axis for core in cores for axis in core.axes)}
+    column = {axis: axis for axis in inputs}
+    for axis in inputs:
+        while axis in outputs and column[axis] in taken:
+            column[axis] += "x"
+        taken.add(column[axis])
+    factors = [" ".join(core.axes) for core in cores]
+    factors += [f"{axis} {column[axis]}" for axis in inputs if axis in outputs]
+    return f"{', '.join(factors)} -> {' '.join([*outputs, *column.values()])}"
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
 
 
 def _axes(where: str, text: str) -> list[str]:
@@ -187,22 +360,3 @@ def _check_sizes(sizes: Mapping[str, int], axes: Iterable[str]) -> None:
             raise ValueError(f"{axis}={size!r}: no core and no side of the signature has an axis {axis!r}")
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{axis}={size!r}: the size of an axis is an integer of at least 1")
-
-
-def _rearrangements(
-    inputs: list[str], outputs: list[str], cores: tuple[Core, ...], sizes: Mapping[str, int]
-) -> tuple[tuple[str, dict[str, int]], ...]:
-    """The fixed permutations: einops patterns from each layout of the activation to the next one."""
-
-    def layout(batch: Iterable[str], repeat: Iterable[str], features: Iterable[str]) -> str:
-        return f"({' '.join(batch)}) ({' '.join([TOKENS, *repeat])}) ({' '.join(features)})"
-
-    present, patterns = layout([], [], inputs), []
-    for core in cores:
-        patterns.append(f"{present} -> {layout(core.batch_axes, core.repeat_axes, core.fan_in_axes)}")
-        present = layout(core.batch_axes, core.repeat_axes, core.fan_out_axes)
-    patterns.append(f"{present} -> {layout([], [], outputs)}")
-    named = [set(re.findall(r"\w+", pattern)) - {TOKENS} for pattern in patterns]
-    return tuple(
-        (pattern, {axis: sizes[axis] for axis in sorted(axes)}) for pattern, axes in zip(patterns, named, strict=True)
-    )

@@ -118,7 +118,7 @@ def tokens(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 def one_einsum(structure: Structure, cores: list[Tensor], x: Tensor) -> Tensor:
     """The oracle: `torch.einsum` over the whole expression, with a letter for each axis. x is `(tokens, in)`."""
     letter = {axis: chr(ord("a") + n) for n, axis in enumerate(structure.sizes)}
-    inputs, outputs = (side.split() for side in structure.signature.split("->"))
+    inputs, outputs = structure.inputs, structure.outputs
     operands, terms = [x.reshape(-1, *(structure.sizes[axis] for axis in inputs))], ["Z" + _join(letter, inputs)]
     for core, stored in zip(structure.cores, cores, strict=True):
         axes = [*core.batch_axes, *core.fan_out_axes, *core.fan_in_axes]

@@ -420,7 +420,7 @@ def test_an_axis_of_every_core_cuts_a_layer_without_communication_between_the_co
     structure = family.structure(64, 64)
     cores = [torch.randn(core.shape, dtype=torch.float64) for core in structure.cores]
     x = torch.randn(3, 64, dtype=torch.float64)
-    inputs, outputs = (side.split() for side in structure.signature.split("->"))
+    inputs, outputs = structure.inputs, structure.outputs
     whole, found = timing.oracle(structure, cores, x), scaling.cuttable(structure)
     assert {y for _, y in found.values()} == {"cut", "summed"}
     for axis, (needs, has) in found.items():

@@ -239,7 +239,7 @@ def test_the_stages_are_the_layer_and_its_gradients(stages, family: Family, d_in
     y, middle = stages.forward(structure, cores, x, bias)
     dx, gradients = stages.backward(structure, cores, x, middle, dy)
 
-    inputs, outputs = (side.split() for side in structure.signature.split("->"))
+    inputs, outputs = structure.inputs, structure.outputs
     axes = [(*core.batch_axes, *core.fan_out_axes, *core.fan_in_axes) for core in structure.cores]
     letter = dict(zip(structure.sizes, "abcdefghijklmn", strict=False))
     terms = ["".join(letter[axis] for axis in group) for group in (inputs, *axes, outputs)]

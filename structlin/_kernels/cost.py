@@ -96,7 +96,7 @@ def dense(structure: Structure, dtype: torch.dtype, device: str, *, backward: bo
     token = products * (2 * params / here.rate + size * (structure.in_features + structure.out_features) / here.rows)
     fixed = products * (size * params / here.rows + here.call)
     if formed:
-        outer = {axis for side in structure.signature.split("->") for axis in side.split()}
+        outer = {*structure.inputs, *structure.outputs}
         summed = prod(size for axis, size in structure.sizes.items() if axis not in outer)
         fixed += products * (2 * params * summed / here.rate + 4 * size * params / here.permute)
         fixed += here.call * calls(len(structure.cores), backward=backward)

@@ -96,8 +96,7 @@ class Stages:
 
 def stages(structure: Structure, least: int = LEFT) -> Stages:
     """Of a structure; `least` is the inner repeat from which on a core multiplies from the left."""
-    inputs, outputs = (side.split() for side in structure.signature.split("->"))
-    lying, permutations, inner = inputs, [], []
+    lying, permutations, inner = [*structure.inputs], [], []
 
     def to(wanted: Sequence[str]) -> None:
         sizes = tuple(structure.sizes[axis] for axis in lying)
@@ -115,7 +114,7 @@ def stages(structure: Structure, least: int = LEFT) -> Stages:
             to([*core.repeat_axes, *core.batch_axes, *core.fan_in_axes])
             lying = [*core.repeat_axes, *core.batch_axes, *core.fan_out_axes]
         inner.append(repeat if left else 1)
-    to(outputs)
+    to(structure.outputs)
     return Stages(structure.cores, tuple(permutations), tuple(inner), structure.in_features, structure.out_features)
 
 

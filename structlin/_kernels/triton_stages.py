@@ -132,7 +132,7 @@ def _orders(structure: Structure) -> list[Axes]:
     shared = any(core.repeat_axes for core in structure.cores)
     last, output = structure.cores[-1], _output(structure)
     return [
-        (TOKENS, *structure.signature.split(" -> ")[0].split()),
+        (TOKENS, *structure.inputs),
         *(
             _produced(core) if shared else (*following.batch_axes, *following.fan_in_axes, TOKENS)
             for core, following in pairwise(structure.cores)
@@ -142,7 +142,7 @@ def _orders(structure: Structure) -> list[Axes]:
 
 
 def _output(structure: Structure) -> Axes:
-    return (TOKENS, *structure.signature.split(" -> ")[1].split())
+    return (TOKENS, *structure.outputs)
 
 
 def _produced(core: Core) -> Axes:

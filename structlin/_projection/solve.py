@@ -494,12 +494,11 @@ def _balanced(structure: Structure, cores: list[Tensor]) -> list[Tensor]:
 
 
 def _signature(structure: Structure) -> tuple[list[str], list[str]]:
-    inputs, outputs = structure.signature.split("->")
-    return inputs.split(), outputs.split()
+    return [*structure.inputs], [*structure.outputs]
 
 
 def _subscripts(structure: Structure) -> list[list[str]]:
-    return [core.split() for core in structure.subscripts]
+    return [[*core.axes] for core in structure.cores]
 
 
 def _stored_axes(core: Core) -> list[str]:
