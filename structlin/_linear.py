@@ -228,7 +228,12 @@ def uninitialised(*args: Any, **options: Any) -> StructuredLinear:
 
 
 def _normalise(core: Tensor, sigma: float, gain: Tensor) -> Tensor:
-    """`gain * min(1, sigma / RMS(core)) * core`, in float32 or better inside, with a gradient also at core = 0."""
+    """`gain * min(1, sigma / RMS(core)) * core`, with a gradient also at core = 0.
+
+    The norm is summed in float64, where the square of no float32 overflows.
+    """
     wide = core if core.dtype == torch.float64 else core.float()
-    mean_square = wide.square().mean()
-    return (gain.to(wide) * sigma * mean_square.clamp(min=sigma * sigma).rsqrt() * wide).to(core.dtype)
+    largest = sigma * sqrt(core.numel())
+    norm = torch.linalg.vector_norm(wide, dtype=torch.float32 if core.device.type == "mps" else torch.float64)
+    scale: Tensor = gain * largest / norm.clamp(min=largest)
+    return (wide * scale.to(wide)).to(core.dtype)

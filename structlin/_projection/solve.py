@@ -71,8 +71,10 @@ def project(
         raise ValueError(f"sweeps={sweeps} must be at least 0")
 
     w = weight.detach().to(torch.float64)
-    scale = w.square().mean().sqrt().item() or 1.0
+    scale = w.abs().amax().item() or 1.0  # first, or the squares of huge numbers overflow
     w = w / scale
+    rms = w.square().mean().sqrt().item() or 1.0
+    w, scale = w / rms, scale * rms
     c = None if covariance is None else make_definite(covariance.to(w))
     columns, rows = structure.in_features - w.shape[1], structure.out_features - w.shape[0]
     padded = F.pad(w, (0, columns, 0, rows))
