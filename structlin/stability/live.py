@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .._projection.calibration import run
+from .._model.survey import run
 from .._report import Table
 from .common import PathLike, format_number, new_figure, require_values, save_figure
 from .hooks import rms_of, rms_over_calls, watch_outputs
