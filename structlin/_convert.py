@@ -9,13 +9,22 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ._families import DEFAULT, Family, Split, label, structure_of
 from ._kernels.cost import best, dense
 from ._linear import StructuredLinear, uninitialised
-from ._model.survey import PROTECTED, ROLES, Layer, has_hooks, is_conv1d, linear_layers, no_layers, swap
+from ._model.survey import (
+    PROTECTED,
+    ROLES,
+    Layer,
+    dense_layer,
+    has_hooks,
+    is_conv1d,
+    linear_layers,
+    no_layers,
+    swap,
+)
 from ._product import check_mode
 from ._projection.budget import NAMES, allocate
 from ._projection.calibration import Calibration, covariances
@@ -377,7 +386,7 @@ def _make_dense(model: nn.Module, layers: Mapping[StructuredLinear, list[str]]) 
         if sharded or has_hooks(layer):
             reason = "is sharded: gather it first" if sharded else "has hooks, which would be lost"
             raise ValueError(f"layer {found[0]!r} {reason}")
-    model = swap(model, [(found, _dense(layer)) for layer, found in layers.items()])
+    model = swap(model, [(found, dense_layer(layer)) for layer, found in layers.items()])
     _declare(model)
     return model
 
@@ -391,29 +400,13 @@ def untie(model: nn.Module) -> None:
                 part.tie_word_embeddings = False
 
 
-@torch.no_grad()
-def _dense(layer: StructuredLinear) -> nn.Module:
-    trains, weight = any(core.requires_grad for core in layer.cores), layer.to_dense()
-    with torch.device("meta"):
-        if layer.conv1d:
-            from transformers.pytorch_utils import Conv1D
-
-            new: Any = Conv1D(layer.out_features, layer.in_features)  # type: ignore[no-untyped-call]
-        else:
-            new = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-    new.weight = nn.Parameter((weight.mT if layer.conv1d else weight).contiguous(), requires_grad=trains)
-    new.bias = layer.bias
-    dense: nn.Module = new.train(layer.training)
-    return dense
-
-
 def _declare(model: nn.Module) -> None:
     """Let transformers know which layers are structured, so that `save_pretrained` writes it down."""
-    owner = sys.modules.get("transformers.modeling_utils")
-    if owner is not None and isinstance(model, owner.PreTrainedModel):
-        from . import hf
+    owner = sys.modules.get("transformers.modeling_utils")  # a model of transformers has imported it
+    if owner is not None and any(isinstance(module, owner.PreTrainedModel) for module in model.modules()):
+        from .hf import declare
 
-        hf.declare(model)
+        declare(model)
 
 
 def _matrix(layer: Layer) -> Tensor:

@@ -5,7 +5,9 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
 
 from .._linear import StructuredLinear
@@ -179,3 +181,20 @@ def swap(model: nn.Module, replacements: Iterable[tuple[Iterable[str], nn.Module
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, new)
     return root
+
+
+@torch.no_grad()
+def dense_layer(layer: StructuredLinear) -> nn.Module:
+    """The layer of the user's kind (nn.Linear or Conv1D) that `layer` stands for; with the same bias."""
+    trains, weight = any(core.requires_grad for core in layer.cores), layer.to_dense()
+    with torch.device("meta"):
+        if layer.conv1d:
+            from transformers.pytorch_utils import Conv1D
+
+            new: Any = Conv1D(layer.out_features, layer.in_features)  # type: ignore[no-untyped-call]
+        else:
+            new = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+    new.weight = nn.Parameter((weight.mT if layer.conv1d else weight).contiguous(), requires_grad=trains)
+    new.bias = layer.bias
+    dense: nn.Module = new.train(layer.training)
+    return dense
