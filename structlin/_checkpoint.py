@@ -219,11 +219,12 @@ def _restore_on_error(model: nn.Module) -> Iterator[None]:
 
 def _check_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
     """Names and shapes; what is tied in the model must be equal in the file; all else must come from somewhere."""
+    entries = {f"{name}.{ENTRY}".removeprefix(".") for name in describe(model)}  # compared by the layers
     state = model.state_dict(keep_vars=True)
     wanted = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
-    entries = {f"{name}.{ENTRY}".removeprefix(".") for name in describe(model)}  # 0.1.0 did not write them
-    problems = [f"{name!r} is in the model, not in the file" for name in wanted if name not in {*saved, *entries}]
-    problems += [f"{name!r} is in the file, not in the model" for name in saved if name not in wanted]
+    lacking, unknown = wanted.keys() - saved.keys() - entries, saved.keys() - wanted.keys() - entries
+    problems = [f"{name!r} is in the model, not in the file" for name in wanted if name in lacking]
+    problems += [f"{name!r} is in the file, not in the model" for name in saved if name in unknown]
     problems += [
         f"{name!r} has shape {tuple(wanted[name].shape)} in the model, {tuple(tensor.shape)} in the file"
         for name, tensor in saved.items()

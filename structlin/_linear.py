@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from . import _product as contract
 from ._families import DEFAULT, Family, label, structure_of
-from ._state import ENTRY, find_difference, write_entry
+from ._state import ENTRY, carries_entry, find_difference, write_entry
 from ._structure import Structure
 from ._weight import WeightView
 from .duality import dualize
@@ -202,7 +202,8 @@ class StructuredLinear(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + ENTRY] = write_entry(self.text)
+        if carries_entry(self, prefix):
+            destination[prefix + ENTRY] = write_entry(self.text)
 
     def _load_from_state_dict(
         self,

@@ -6,14 +6,25 @@ matrix should be: a size mismatch, which neither `strict=False` nor transformers
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 ENTRY = "weight"
+_WRAPPERS = {"module", "_orig_mod"}  # what DDP and torch.compile add to the names of a state
 
 
 def write_entry(text: str) -> Tensor:
     """The bytes of `text`, `(length,)` of uint8, on the CPU."""
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def carries_entry(layer: nn.Module, prefix: str) -> bool:
+    """Whether the state of `layer` gets an entry.
+
+    A layer without values (meta) has no numbers to protect. A layer inside DDP or a compiled module has none either:
+    torch.distributed.checkpoint takes the wrapper's name from every entry and gives it back to parameters only.
+    """
+    wrapped = not _WRAPPERS.isdisjoint(prefix.split("."))
+    return not wrapped and not any(parameter.is_meta for parameter in layer.parameters())
 
 
 def find_difference(entry: Tensor | None, text: str) -> str:

@@ -21,7 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ._checkpoint import describe, restructure
 from ._linear import StructuredLinear
 from ._model.survey import dense_layer, linear_layers, swap
-from ._state import ENTRY
+from ._state import ENTRY, write_entry
 
 METHOD = "structlin"
 
@@ -47,13 +47,10 @@ class StructlinQuantizer(HfQuantizer):
         guards = [rf"(^|\.){re.escape(name)}\.{ENTRY}$" for name in modules]
         kind: type[Any] = list if __version__.startswith("4.") else set
         model._keys_to_ignore_on_load_unexpected = kind([*(model._keys_to_ignore_on_load_unexpected or ()), *guards])
-        handle = model.register_state_dict_post_hook(_drop_entries)  # type: ignore[no-untyped-call]
-        self.hook = handle  # until the weights are read: transformers takes every entry for a weight
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **options: Any) -> PreTrainedModel:
         """transformers 5 leaves what it does not find in the file without values, and only logs it."""
-        self.hook.remove()
         loaded = {name: hasattr(parameter, "_is_hf_initialized") for name, parameter in model.named_parameters()}
         if any(loaded.values()):
             _refuse_lost(name for name in loaded if not loaded[name])
@@ -70,7 +67,11 @@ class StructlinQuantizer(HfQuantizer):
         """`save_pretrained` calls this before it writes the config."""
         declare(model)  # what the layers are now
         _write_config(model)
-        return model.state_dict(), {}
+        state = model.state_dict()
+        for name, module in model.named_modules(remove_duplicate=False):
+            if isinstance(module, StructuredLinear):
+                state[f"{name}.{ENTRY}"] = write_entry(module.text)  # also where its cores are offloaded
+        return state, {}
 
     def _dequantize(self, model: PreTrainedModel, dtype: Any = None) -> nn.Module:
         layers = [layer for layer in linear_layers(model) if isinstance(layer.module, StructuredLinear)]
@@ -138,12 +139,6 @@ def _match_names(model: PreTrainedModel, modules: Mapping[str, dict[str, Any]]) 
         if own in names or name.startswith(prefix) or not has_head:
             found[own] = data
     return found
-
-
-def _drop_entries(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for name, module in model.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False):
-        if isinstance(module, StructuredLinear):
-            state.pop(f"{name}.{ENTRY}", None)
 
 
 def _refuse_lost(parameters: Iterable[str]) -> None:

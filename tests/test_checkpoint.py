@@ -3,11 +3,13 @@
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 pytest.importorskip("safetensors")
 
@@ -477,3 +479,25 @@ def test_saving_over_a_file_of_the_first_version_replaces_what_is_loaded(tmp_pat
         model[1].bias.add_(1)
     save(model, folder)
     assert torch.equal(load(dense_model(), folder)[1].bias, model[1].bias)
+
+
+# ---- the entry and torch's own ways of saving ----------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, torch.compile, torch.optim.swa_utils.AveragedModel])
+def test_distributed_checkpoints_name_what_they_can_set_again(wrap):
+    model = wrap(convert(nn.Sequential(nn.Linear(16, 16)), BTT()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of its sharded tensors
+        state = get_model_state_dict(model)
+        assert not set_model_state_dict(model, dict(state)).unexpected_keys
+    model.load_state_dict(model.state_dict())
+
+
+def test_a_layer_without_values_has_parameters_alone_in_its_state():
+    with torch.device("meta"):
+        layer = StructuredLinear(16, 16, BTT())
+    assert set(layer.state_dict()) == {name for name, _ in layer.named_parameters()}
+    full = StructuredLinear(16, 16, BTT())
+    layer.load_state_dict(full.state_dict(), assign=True)
+    assert torch.equal(layer.to_dense(), full.to_dense())
