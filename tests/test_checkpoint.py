@@ -486,9 +486,9 @@ def test_saving_over_a_file_of_the_first_version_replaces_what_is_loaded(tmp_pat
 
 @pytest.mark.parametrize("wrap", [lambda model: model, torch.compile, torch.optim.swa_utils.AveragedModel])
 def test_distributed_checkpoints_name_what_they_can_set_again(wrap):
-    model = wrap(convert(nn.Sequential(nn.Linear(16, 16)), BTT()))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of its sharded tensors
+        warnings.simplefilter("ignore")  # torch's own, of its compiler and its sharded tensors
+        model = wrap(convert(nn.Sequential(nn.Linear(16, 16)), BTT()))
         state = get_model_state_dict(model)
         assert not set_model_state_dict(model, dict(state)).unexpected_keys
     model.load_state_dict(model.state_dict())
