@@ -23,6 +23,7 @@ from ._model.select import Patterns, Rule, find_first, find_rules
 from ._model.survey import (
     PROTECTED,
     Layer,
+    build_dense_layer,
     carry_attributes,
     find_loose_matrices,
     find_loss,
@@ -554,7 +555,7 @@ def _make_dense(model: nn.Module, layers: Mapping[StructuredLinear, list[str]]) 
     for layer, names in layers.items():
         if reason := _find_reason_to_keep(layer):
             raise ValueError(f"layer {names[0]!r} {reason}")
-    model = swap(model, [(names, _build_dense(layer)) for layer, names in layers.items()])
+    model = swap(model, [(names, build_dense_layer(layer)) for layer, names in layers.items()])
     _declare(model)
     return model
 
@@ -572,25 +573,6 @@ def _is_sharded(layer: StructuredLinear) -> bool:
     return any(hasattr(parameter, "full_tensor") for parameter in layer.parameters())
 
 
-@torch.no_grad()
-def _build_dense(layer: StructuredLinear) -> nn.Module:
-    weight = layer.to_dense()  # (out_features, in_features)
-    with torch.device("meta"):
-        if layer.conv1d:
-            from transformers.pytorch_utils import Conv1D
-
-            new: Any = Conv1D(layer.out_features, layer.in_features)  # type: ignore
-        else:
-            new = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-    trains = any(core.requires_grad for core in layer.cores)
-    values = (weight.mT if layer.conv1d else weight).contiguous()
-    new.weight = nn.Parameter(values, requires_grad=trains)
-    new.bias = layer.bias
-    carry_attributes(layer, new)
-    dense: nn.Module = new.train(layer.training)
-    return dense
-
-
 def _kind_of(layer: StructuredLinear) -> tuple[object, ...]:
     """Layers of one kind take the same time."""
     core, widths = layer.cores[0], (layer.in_features, layer.out_features)
@@ -605,7 +587,7 @@ def _is_slower(layer: StructuredLinear, tokens: int) -> bool:
     random = torch.Generator(core.device).manual_seed(0)  # the user's random numbers stay
     shape = tokens, layer.in_features
     x = torch.randn(shape, generator=random, device=core.device, dtype=core.dtype)
-    dense = _build_dense(layer)
+    dense = build_dense_layer(layer)
     rounds = [(_time_call(layer.forward, x), _time_call(dense.forward, x)) for _ in range(1 + ROUNDS)]
     timed = rounds[1:]  # the first round warms up
     return median(own for own, _ in timed) > median(other for _, other in timed)
@@ -642,9 +624,9 @@ def untie(model: nn.Module) -> None:
 
 
 def _declare(model: nn.Module) -> None:
-    """Let transformers know which layers are structured: `save_pretrained` writes it down."""
-    owner = sys.modules.get("transformers.modeling_utils")
-    if owner is not None and isinstance(model, owner.PreTrainedModel):
-        from . import hf
+    """Let transformers know which layers are structured, so that `save_pretrained` writes it down."""
+    owner = sys.modules.get("transformers.modeling_utils")  # a model of transformers has imported it
+    if owner is not None and any(isinstance(module, owner.PreTrainedModel) for module in model.modules()):
+        from .hf import declare
 
-        hf.declare(model)
+        declare(model)

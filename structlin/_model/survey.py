@@ -319,3 +319,23 @@ def run(model: nn.Module, batch: Any) -> None:
         model(*batch)
     else:
         model(batch)
+
+
+@torch.no_grad()
+def build_dense_layer(layer: StructuredLinear) -> nn.Module:
+    """The layer of the user's kind (nn.Linear or Conv1D) that `layer` stands for, with its bias."""
+    weight = layer.to_dense()  # (out_features, in_features)
+    with torch.device("meta"):
+        if layer.conv1d:
+            from transformers.pytorch_utils import Conv1D
+
+            new: Any = Conv1D(layer.out_features, layer.in_features)  # type: ignore[no-untyped-call]
+        else:
+            new = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+    trains = any(core.requires_grad for core in layer.cores)
+    values = (weight.mT if layer.conv1d else weight).contiguous()
+    new.weight = nn.Parameter(values, requires_grad=trains)
+    new.bias = layer.bias
+    carry_attributes(layer, new)
+    dense: nn.Module = new.train(layer.training)
+    return dense
