@@ -1,4 +1,4 @@
-"""Training: learning rates for any torch optimizer (`param_groups`), the duality-based `Muon`, and `Normed`."""
+"""Training: rates for any torch optimizer (`param_groups`), the duality-based `Muon`, `Normed`."""
 
 from .distributed import shard_placement_fn
 from .groups import param_groups

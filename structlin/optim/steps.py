@@ -1,4 +1,4 @@
-"""What `Muon` and `Normed` share: what the parameters are, how long a step is, when none is made."""
+"""What `Muon` and `Normed` share: what parameters are, how long a step is, when none is made."""
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -42,8 +42,9 @@ class Roster:
                 raise ValueError(f"a parameter of shape {shape} belongs to no module of {model}")
 
     def require_current(self, groups: Iterable[Mapping[str, list[Tensor]]]) -> None:
-        """Raises RuntimeError if the model has lost one of its parameters since: `convert` took it."""
-        current = {id(parameter) for parameter in self.model.parameters()}
+        """Raises RuntimeError if the model has lost a parameter since: `convert` replaced it."""
+        modules = self.model.modules()
+        current = {id(p) for module in modules for p in module._parameters.values()}
         params = (parameter for group in groups for parameter in group["params"])
         gone = [self.names[parameter] for parameter in params if id(parameter) not in current]
         if gone:
