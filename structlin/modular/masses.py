@@ -57,10 +57,11 @@ def masses(model: nn.Module, rules: Mapping[str, float] | None = None) -> dict[s
 
 
 def _of_algebra(model: Module) -> dict[str, Any]:
+    layers = {info.name: info.layer for info in parameters_of(model)}
     lengths = defaultdict[str, list[float]](list)
     for name, length in model.lengths().items():
         if length:
-            lengths[_layer(name)].append(length)
+            lengths[layers[name]].append(length)
         elif model.get_parameter(name).requires_grad:
             raise ValueError(f"{name!r} has mass 0: optimizers take no such; freeze it with requires_grad_(False)")
     return {layer: cores[0] if len(cores) == 1 else tuple(cores) for layer, cores in lengths.items()}
@@ -89,11 +90,6 @@ def _of_rules(model: nn.Module, rules: Mapping[str, float]) -> dict[str, float]:
         raise ValueError(f"rules: {idle[0]!r} matches no trainable layer that no rule before it matches")
     total = sum(rules.values())
     return {layer: rules[rule] / total / blocks[rule] / layers[rule, block] for layer, (rule, block) in chosen.items()}
-
-
-def _layer(parameter: str) -> str:
-    """The name of the layer that owns a weight."""
-    return re.sub(r"(^|\.)cores$", "", parameter.rpartition(".")[0])
 
 
 def _block(layer: str) -> str:

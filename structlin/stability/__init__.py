@@ -18,8 +18,8 @@ coordinate check. Spectral norms by randomised block Krylov iteration: Musco & M
 (arXiv:1504.05477).
 """
 
-from .coordinates import CoordinateCheck, coordinate_check
-from .live import Log, Reading, metrics, watch
-from .sweep import Sweep, lr_sweep
+from ._coordinates import CoordinateCheck, coordinate_check
+from ._live import Log, Reading, metrics, watch
+from ._sweep import Sweep, lr_sweep
 
 __all__ = ["CoordinateCheck", "Log", "Reading", "Sweep", "coordinate_check", "lr_sweep", "metrics", "watch"]

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from .._projection.calibration import run
 from .._report import Table
-from .common import PathLike, format_number, new_figure, require_values, save_figure
-from .hooks import rms_of, rms_over_calls, watch_outputs
-from .operator import Operator, operators
+from ._common import PathLike, format_number, new_figure, require_values, save_figure
+from ._hooks import rms_of, rms_over_calls, watch_outputs
+from ._operator import Operator, operators
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from .._report import Table
 from ..duality import promote
-from .common import PathLike, build_model, describe, format_number, new_figure, require_positive, save_figure, use_seed
-from .hooks import rms_of, rms_over_calls, watch_outputs
+from ._common import PathLike, build_model, describe, format_number, new_figure, require_positive, save_figure, use_seed
+from ._hooks import rms_of, rms_over_calls, watch_outputs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -19,9 +19,9 @@ from torch.optim.adamw import adamw
 
 from .._model.parameters import Weight
 from ..duality import METHODS, dual_embedding, dualize
-from .distributed import divide_stacks, is_sharded, local_part, polar_parts, require_same_gradients
-from .matrices import from_matrices, map_stacks, to_matrices
-from .steps import NONFINITE, SCALES, Masses, Roster
+from ._matrices import from_matrices, map_stacks, to_matrices
+from ._sharding import divide_stacks, is_sharded, local_part, polar_parts, require_same_gradients
+from ._steps import NONFINITE, SCALES, Masses, Roster
 
 
 class Muon(Optimizer):
@@ -36,7 +36,7 @@ class Muon(Optimizer):
     - nn.Embedding: each vector's step has RMS lr * mass, or is zero where it has no gradient;
     - everything else (biases, norms, gains): AdamW, or signs, with a rate of its own, `other_lr`.
 
-    Across processes, see `distributed`: under FSDP2 cores need no communication, other matrices
+    Across processes (see `shard_placement_fn`): under FSDP2 cores need no communication, other matrices
     little; under DDP `process_group` divides the work. Make the optimizer after `convert`,
     `fully_shard` and moving to a device.
 

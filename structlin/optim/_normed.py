@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from ..duality import promote, spectral_bound
-from .distributed import gather_whole, is_sharded, local_part
-from .matrices import map_stacks, to_matrices
-from .steps import NONFINITE, Masses, Roster
+from ._matrices import map_stacks, to_matrices
+from ._sharding import gather_whole, is_sharded, local_part
+from ._steps import NONFINITE, Masses, Roster
 
 NORMS = ("bound", "power")
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from .._report import Table
-from .common import PathLike, build_model, describe, format_number, new_figure, require_positive, save_figure, use_seed
+from ._common import PathLike, build_model, describe, format_number, new_figure, require_positive, save_figure, use_seed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

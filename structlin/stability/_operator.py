@@ -16,7 +16,7 @@ from .._linear import StructuredLinear
 from .._model.parameters import Weight, weights_of
 from .._product import apply
 from ..duality import promote
-from .hooks import modules_by_name
+from ._hooks import modules_by_name
 
 VECTORS, POWERS, SWEEPS = 8, 2, 32  # of a block; of W^T W in a sweep; at most
 TOLERANCE = 1e-2  # a sweep that raises the estimate by less is the last
