@@ -142,7 +142,7 @@ def fail(model):
         ({"calibration": fail}, RuntimeError, "a batch that fails"),
         ({"calibration": [TOKENS], "init": "mup"}, ValueError, "calibration is given, but init='mup' starts afresh"),
         ({"budget": 0.5, "init": "mup"}, ValueError, "budget is given, but init='mup'"),
-        ({"init": "project", "zero_init": "*c_proj"}, ValueError, r"zero_init: '\*c_proj': with init"),
+        ({"init": "project", "zero_init": "*c_proj"}, ValueError, r"zero_init='\*c_proj': with init"),
         ({"budget": 0}, ValueError, "budget=0 must be a fraction"),
         ({"budget": 1.5}, ValueError, "budget=1.5 must be a fraction"),
         ({"budget": 0.01}, ValueError, r"budget=0.01 is .* budget=0\.\d+ or more"),
