@@ -7,6 +7,7 @@ from io import StringIO
 from torch import nn
 
 from ._linear import StructuredLinear
+from ._model.parameters import parameters_of
 from ._model.survey import linear_layers
 
 
@@ -124,14 +125,12 @@ def summary(model: nn.Module, *, tokens: int | None = None) -> Summary:
     if not layers:
         raise ValueError(f"model={type(model).__name__} has no linear layer")
     merged: dict[tuple[object, ...], Row] = {}
-    once = set[int]()  # a tied matrix counts where it is first
-    tied = 0
+    matrices = set[nn.Parameter]()
     for layer in layers:
         module = layer.module
+        own = (info for info in parameters_of(module) if info.weight.kind == "matrix")
+        matrices.update(info.parameter for info in own)
         params = layer.in_features * layer.out_features
-        weight = id(module._parameters.get("weight", module))
-        tied += params if weight in once else 0
-        once.add(weight)
         flops, text, padding, way = 2 * params, "dense", (0, 0), ""
         if isinstance(module, StructuredLinear):
             params, flops = module.structure.params, module.structure.flops
@@ -145,5 +144,5 @@ def summary(model: nn.Module, *, tokens: int | None = None) -> Summary:
         name, count = (pattern, before.layers + 1) if before is not None else (layer.name, 1)
         merged[key] = Row(name, count, layer.in_features, layer.out_features, text, params, flops, padding, way)
     rows = tuple(merged.values())
-    everything = sum(parameter.numel() for parameter in model.parameters())
-    return Summary(rows, everything - sum(row.params for row in rows) + tied)
+    others = (parameter for parameter in model.parameters() if parameter not in matrices)
+    return Summary(rows, sum(parameter.numel() for parameter in others))
