@@ -1,4 +1,4 @@
-"""Any order of what is done to a model in its life: model, state dict, optimizer and file agree at every step."""
+"""A model's life in any order: model, state dict, optimizer and file agree after each step."""
 
 import copy
 import shutil
@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 def tell_matrix(state: dict[str, Tensor], name: str, layer: nn.Module) -> Tensor:
-    """The matrix of a layer from the state alone; a structured one's cores are scaled as CBS 5.1 says."""
+    """The matrix of a layer from the state alone; with gains, cores are scaled as CBS 5.1 says."""
     if not isinstance(layer, StructuredLinear):
         return state[f"{name}.weight"].double()
     cores = []

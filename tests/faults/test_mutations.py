@@ -1,4 +1,4 @@
-"""Files that somebody has changed: a byte anywhere, or a field, with a checksum that is right again."""
+"""Files that somebody has changed: a byte anywhere, or a field and the checksum with it."""
 
 import copy
 import json
@@ -26,7 +26,7 @@ def file(tmp_path):
 
 
 def refuse(model, file) -> bool:
-    """Whether `load` refuses the file, with the one error that it promises and the model as it was."""
+    """Whether `load` refuses the file with the error that it promises, the model as it was."""
     before = snapshot(model)
     try:
         load(model, file.parent)

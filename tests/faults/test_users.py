@@ -1,4 +1,4 @@
-"""What users do to a module: afterwards the layer still multiplies by the matrix that its state tells.
+"""What users do to a module: the layer still multiplies by the matrix that its state tells.
 
 The matrix is told from the state dict alone, by one `torch.einsum` over the cores that it names.
 """
@@ -33,7 +33,7 @@ class Doubled(nn.Module):
 
 
 def read_cores(layer: StructuredLinear) -> list[Tensor]:
-    """The cores that the state tells: as they are, or computed from what a tool of torch keeps in their place."""
+    """The cores that the state tells: as they are, or from what a tool of torch keeps instead."""
     state, cores = layer.state_dict(), []
     for n in range(len(layer.structure.cores)):
         name = f"cores.{n}"
