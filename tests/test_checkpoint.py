@@ -277,7 +277,7 @@ def test_a_buffer_that_no_file_has_is_not_left_on_meta(tmp_path):
     assert torch.equal(load(Rotary(), tmp_path).proj.to_dense(), model.proj.to_dense())
 
 
-# ---- in place, or not at all -----------------------------------------------------------------------
+# ---- in place, or not at all ---------------------------------------------------------------------
 
 
 def test_an_optimizer_and_hooks_made_before_loading_keep_hold_of_the_parameters(saved):
@@ -358,7 +358,7 @@ def test_a_model_loaded_under_inference_mode_can_be_trained(saved):
         assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-# ---- what a layer computes with --------------------------------------------------------------------
+# ---- what a layer computes with ------------------------------------------------------------------
 
 FIRST = {"weight_norm": True, "init": "mup"}
 OTHERS = {
@@ -423,7 +423,7 @@ def test_a_state_without_the_entry_is_taken_and_an_average_of_states_too():
     torch.testing.assert_close(second.to_dense(), first.to_dense())
 
 
-# ---- files of 0.1.0 --------------------------------------------------------------------------------
+# ---- files of 0.1.0 ------------------------------------------------------------------------------
 
 OLD = Path(__file__).parent / "data" / "saved_by_0.1.0"
 
