@@ -51,6 +51,7 @@ constexpr int BYTES = 32, ROWS = 4;
 #else
 constexpr int BYTES = 16, ROWS = 8;
 #endif
+constexpr Index LARGE = 1 << 20;  // bytes of a core that does not stay in the second cache
 constexpr Index DEEP = 256;      // rows of B that stay in the first cache
 constexpr Index GRAIN = 1 << 16;  // multiply-adds that are worth a thread
 
@@ -364,19 +365,25 @@ struct Program {
   }
 };
 
-// For each feature of x or y in its own order: its row among those that the core next to it reads, [batch][repeat][fan]
-Indices rows_of(const Offsets& side, Index features) {
-  Indices rows(features);
-  Index row = 0, pairs = side.batch.size() * side.repeat.size();
-  for (Index pair = 0; pair < pairs; pair++)
-    for (Index fan : side.fan) rows[side.block(pair) + fan] = row++;
-  return rows;
-}
+// Where the features of an activation lie that a core reads block by block: [batch * repeat][fan], a block at a time
+struct Layout {
+  Index fan, row, block;
+  Index at(Index feature) const { return feature / fan * block + feature % fan * row; }
+  Offsets at(const Offsets& side) const {  // the digits of a feature's number are apart, so this may be said of each
+    Offsets placed(side);
+    for (Indices* index : {&placed.batch, &placed.repeat, &placed.fan})
+      for (Index& offset : *index) offset = at(offset);
+    return placed;
+  }
+};
 
-Indices times(const Indices& offsets, Index by) {
-  Indices scaled(offsets);
-  for (Index& offset : scaled) offset *= by;
-  return scaled;
+// For each feature of x or y, in its own order: where it lies in `layout`, as the core next to it reads it
+Indices places_of(const Offsets& side, Index features, const Layout& layout) {
+  Indices places(features);
+  Index feature = 0, pairs = side.batch.size() * side.repeat.size();
+  for (Index pair = 0; pair < pairs; pair++)
+    for (Index fan : side.fan) places[side.block(pair) + fan] = layout.at(feature++);
+  return places;
 }
 
 // ---- one core's parameters -------------------------------------------------------------------------------------------
@@ -467,14 +474,11 @@ struct Layer {
 
   Index threads() const { return std::max<Index>(1, torch::stable::get_num_threads()); }
 
-  // Tokens of a tile: two vectors, more where a core is large, so that it is read less often
+  // Tokens of a tile: a vector, more where a core is large, so that it is read less often
   Index tile() const {
-    Index least = 2 * LANES<F>, largest = 0;
-    if (tokens <= LANES<F>) return LANES<F>;
-    if (const char* forced = std::getenv("STRUCTLIN_TILE")) return std::atol(forced);
+    Index largest = 0, wide = 2 * LANES<F>;
     for (const Step& step : program.steps) largest = std::max(largest, step.params());
-    Index wanted = largest > 200000 ? 2 * least : least;
-    return tokens < wanted * threads() ? least : wanted;
+    return largest * sizeof(F) < LARGE || tokens < wide * threads() ? LANES<F> : wide;
   }
 };
 
@@ -486,32 +490,46 @@ struct Tile {
   static constexpr int L = LANES<F>;
   const Program& program;
   const std::vector<Core<F>>& cores;
-  Index size;                              // tokens that a row holds
-  Indices in_rows, out_rows;               // of the features of x and of y
-  std::vector<Indices> writes, reads;      // of the features along fan-out and fan-in, in rows of the tile
+  Index size;                        // tokens that a row holds
+  std::vector<Layout> h, g;          // of what each core reads, forward and backward
+  std::vector<Offsets> writes, reads;  // where it puts its results, forward and backward
+  Indices x_places, dy_places;
 
   Tile(const Layer<S>& layer, Index size) : program(layer.program), cores(layer.cores), size(size) {
-    in_rows = times(rows_of(program.steps.front().reads, program.in), size);
-    out_rows = times(rows_of(program.steps.back().writes, program.out), size);
-    for (const Step& step : program.steps) {
-      writes.push_back(times(step.writes.fan, size));
-      reads.push_back(times(step.reads.fan, size));
+    for (const Step& step : program.steps) {  // a vector between two blocks, or many would share a line of the cache
+      h.push_back({step.in, size, step.in * size + L});
+      g.push_back({step.out, size, step.out * size + L});
+    }
+    x_places = places_of(program.steps.front().reads, program.in, h.front());
+    dy_places = places_of(program.steps.back().writes, program.out, g.back());
+    const size_t last = program.steps.size() - 1;
+    const Layout y{program.out, size, 0}, dx{program.in, size, 0};
+    for (size_t t = 0; t <= last; t++) {
+      writes.push_back((t < last ? h[t + 1] : y).at(program.steps[t].writes));
+      reads.push_back((t ? g[t - 1] : dx).at(program.steps[t].reads));
     }
   }
 
+  Index area() const {  // of the widest activation
+    Index widest = std::max(program.in, program.out) * size;
+    for (size_t t = 0; t < h.size(); t++)
+      widest = std::max(widest, program.steps[t].pairs() * std::max(h[t].block, g[t].block));
+    return widest;
+  }
+
   // n rows of x, `(tokens, features)`, as columns of the tile; the rest of it is zero
-  void enter(F* tile, const S* x, Index features, Index n, const Indices& rows) const {
+  void enter(F* tile, const S* x, Index features, Index n, const Indices& places) const {
     for (Index f = 0; f < features; f += L) {
       Index width = std::min<Index>(L, features - f);
       for (Index t = 0; t < size; t += L) {
         Vector<F> v[L];
-        if (width == L && t + L <= n)
+        if (width == L && t + L <= n) {
 #pragma GCC unroll 16
           for (int i = 0; i < L; i++) v[i] = load(x + (t + i) * features + f);
-        else
+        } else
           for (int i = 0; i < L; i++) v[i] = t + i < n ? load(x + (t + i) * features + f, width) : Vector<F>{};
         transpose_square<F>(v);
-        for (Index i = 0; i < width; i++) store(tile + rows[f + i] + t, v[i]);
+        for (Index i = 0; i < width; i++) store(tile + places[f + i] + t, v[i]);
       }
     }
   }
@@ -533,19 +551,21 @@ struct Tile {
   // h_(t+1) from h_t, for some of the blocks
   void forward(size_t t, F* to, const F* from, Index begin, Index end) const {
     const Step& step = program.steps[t];
-    for (Index pair = begin; pair < end; pair++)
-      multiply_block(to + step.writes.block(pair) * size, writes[t].data(), step.out, size,
+    for (Index pair = begin; pair < end; pair++) {
+      multiply_block(to + writes[t].block(pair), writes[t].fan.data(), step.out, size,
                      cores[t].data + pair / step.repeat * step.out * step.in, step.in, Index{1},
-                     from + pair * step.in * size, size, step.in, cores[t].factor, false);
+                     from + pair * h[t].block, size, step.in, cores[t].factor, false);
+    }
   }
 
   // g_t from g_(t+1)
   void backward(size_t t, F* to, const F* from) const {
     const Step& step = program.steps[t];
-    for (Index pair = 0; pair < step.pairs(); pair++)
-      multiply_block(to + step.reads.block(pair) * size, reads[t].data(), step.in, size,
+    for (Index pair = 0; pair < step.pairs(); pair++) {
+      multiply_block(to + reads[t].block(pair), reads[t].fan.data(), step.in, size,
                      cores[t].data + pair / step.repeat * step.out * step.in, Index{1}, step.in,
-                     from + pair * step.out * size, size, step.out, cores[t].factor, false);
+                     from + pair * g[t].block, size, step.out, cores[t].factor, false);
+    }
   }
 };
 
@@ -566,9 +586,10 @@ struct Sum {
   }
 
   // `total += g h'` over the n tokens of a tile
-  void add(F* total, const Step& step, const F* g, const F* h, Index size, Index n, F* turned) const {
+  void add(F* total, const Step& step, const F* g, Index g_block, const F* h, Index h_block, Index size, Index n,
+           F* turned) const {
     for (Index pair = 0; pair < step.pairs(); pair++) {
-      const F *left = g + pair * step.out * size, *right = h + pair * step.in * size;
+      const F *left = g + pair * g_block, *right = h + pair * h_block;
       if (swapped) std::swap(left, right);
       for (Index f = 0; f < columns; f += LANES<F>)
         for (Index t = 0; t < n; t += LANES<F>) {
@@ -613,9 +634,9 @@ void forward_few(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias) {
   Index n = layer.tokens, width = program.width();
   thread_local Numbers<F> memory;
   F *h = memory.reserve(2 * n * width), *next = h + n * width;
-  Indices rows = rows_of(program.steps.front().reads, program.in);
+  const Indices places = places_of(program.steps.front().reads, program.in, {program.in, 1, 0});
   for (Index t = 0; t < n; t++)
-    for (Index f = 0; f < program.in; f++) h[t * width + rows[f]] = number(x[t * program.in + f]);
+    for (Index f = 0; f < program.in; f++) h[t * width + places[f]] = number(x[t * program.in + f]);
   for (size_t t = 0; t < program.steps.size(); t++, std::swap(h, next)) {
     const Step& step = program.steps[t];
     const S* core = static_cast<const S*>(layer.tensors[t].data_ptr());
@@ -640,13 +661,13 @@ void forward_tiles(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias)
   using F = Wide<S>;
   const Program& program = layer.program;
   const Index tokens = layer.tokens, size = layer.tile(), tiles = (tokens + size - 1) / size;
-  const Index area = program.width() * size;
   const Tile<S> tile(layer, size);
+  const Index area = tile.area();
   auto run = [&](Index number, bool alone) {
     thread_local Numbers<F> memory;
     F *h = memory.reserve(2 * area), *next = h + area;
     Index first = number * size, n = std::min(size, tokens - first);
-    tile.enter(h, x + first * program.in, program.in, n, tile.in_rows);
+    tile.enter(h, x + first * program.in, program.in, n, tile.x_places);
     for (size_t t = 0; t < program.steps.size(); t++, std::swap(h, next)) {
       const Step& step = program.steps[t];
       if (!alone) {
@@ -704,7 +725,7 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
   Tensor x = packed(given), dy = packed(given_dy);
   Layer<S> layer(x, cores, gains, sigmas, code);
   const Program& program = layer.program;
-  const Index count = program.steps.size(), tokens = layer.tokens, size = std::max<Index>(layer.tile(), 2 * LANES<F>);
+  const Index count = program.steps.size(), tokens = layer.tokens, size = layer.tile();
   STD_TORCH_CHECK(dy.numel() == tokens * program.out && dy.scalar_type() == x.scalar_type(),
                   "structlin: dy does not fit x and the program");
   const bool of_x = wants & OF_X, of_cores = wants & (OF_CORES | OF_GAINS), of_bias = wants & OF_BIAS;
@@ -721,12 +742,12 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
     sums.emplace_back(step, summed);
     summed += of_cores ? round_up(step.batch * sums.back().rows * sums.back().padded, 16) : 0;
     turned = std::max(turned, round_up(size, LANES<F>) * sums.back().padded);
-    middle += step.pairs() * step.in;
   }
-  const Index bias_at = summed, area = program.width() * size;
+  const Index bias_at = summed;
   summed += of_bias ? round_up(program.out, 16) : 0;
-
   const Tile<S> tile(layer, size);
+  const Index area = tile.area();
+  for (Index t = 0; t < count; t++) middle += program.steps[t].pairs() * tile.h[t].block;
   const Index tiles = (tokens + size - 1) / size;
   const Index parts = std::max<Index>(1, std::min(layer.threads(), tiles));
   Numbers<F> totals;
@@ -737,16 +758,16 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
 
   auto run = [&](Index part) {
     thread_local Numbers<F> memory;
-    F* h = memory.reserve(middle * size + 2 * area + turned);
+    F* h = memory.reserve(middle + 2 * area + turned);
     F* own = total + part * summed;
     std::fill(own, own + summed, F{0});
     for (Index number = part * tiles / parts; number < (part + 1) * tiles / parts; number++) {
       Index first = number * size, n = std::min(size, tokens - first);
       std::vector<F*> read{h};  // by each core
-      for (const Step& step : program.steps) read.push_back(read.back() + step.pairs() * step.in * size);
+      for (Index t = 0; t < count; t++) read.push_back(read.back() + program.steps[t].pairs() * tile.h[t].block);
       F *g = read.back(), *next = g + area, *turn = next + area;
       if (of_cores) {
-        tile.enter(h, x_data + first * program.in, program.in, n, tile.in_rows);
+        tile.enter(h, x_data + first * program.in, program.in, n, tile.x_places);
         for (Index t = 0; t + 1 < count; t++) tile.forward(t, read[t + 1], read[t], 0, program.steps[t].pairs());
       }
       const S* dy_rows = dy_data + first * program.out;
@@ -758,9 +779,9 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
             store(to, load(to, width) + load(dy_rows + t * program.out + f, width), width);
           }
       if (!of_x && !of_cores) continue;
-      tile.enter(g, dy_rows, program.out, n, tile.out_rows);
+      tile.enter(g, dy_rows, program.out, n, tile.dy_places);
       for (Index t = count - 1; t >= 0; t--) {
-        if (of_cores) sums[t].add(own, program.steps[t], g, read[t], size, n, turn);
+        if (of_cores) sums[t].add(own, program.steps[t], g, tile.g[t].block, read[t], tile.h[t].block, size, n, turn);
         if (!t && !of_x) break;
         tile.backward(t, next, g);
         std::swap(g, next);
