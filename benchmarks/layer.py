@@ -43,7 +43,7 @@ SHORTEST = 2e-3  # seconds of a sample on a CPU
 ORACLE_TOKENS = 256
 MANY = 8  # numbers, beyond those of the gains of weight normalisation
 WAITS = 5  # samples of what a user waits for a call on a GPU
-OTHERS = ("einsum", "strided", "structured", "merged", "compiled")  # the implementations beside nn.Linear and auto
+OTHERS = ("loop", "strided", "structured", "merged", "compiled")  # the implementations beside nn.Linear and auto
 
 
 # ---- what is measured ------------------------------------------------------------------------------------------------

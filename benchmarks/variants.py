@@ -1,10 +1,10 @@
 """What `benchmarks.layer` times: the structures, and each layer as a function of its input.
 
 Implementations: nn.Linear; auto, what `StructuredLinear` does by itself; structured and merged, the two modes that it
-chooses from; einsum, `contract.reference`; compiled, torch.compile of that; strided, two products that write into a
-strided view of the output, with one copy of the activations each way, as the published BTT and Monarch layers do it
-(written here from the formula; an output that interleaves its blocks, Monarch's, is one more copy there too).
-Options: auto with a bias, with weight normalisation, with recompute, and nn.Linear with a bias.
+chooses from; loop, `_product.multiply`, its definition; compiled, torch.compile of that; strided, two products that
+write into a strided view of the output, with one copy of the activations each way, as the published BTT and Monarch
+layers do it (written here from the formula; an output that interleaves its blocks, Monarch's, is one copy more).
+Options: auto with a bias, with weight normalisation, and nn.Linear with a bias.
 """
 
 import time
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks import timing
 from structlin import BTT, TT, Dense, Family, Kronecker, LowRank, Monarch, Structure, StructuredLinear
-from structlin import _product as contract
+from structlin._product import multiply, run
 from structlin._structure import Move
 
 Run = Callable[[Tensor], Tensor]
@@ -31,7 +31,7 @@ MODES_TO = 1024**2  # of d_in * d_out; beyond, a CPU needs too long for the mode
 COMPILED_AT = (1024,)  # the square widths at which the einsum is compiled, seconds a structure
 OPTIONS_AT = (SMOKE, 1024, 2048)
 OPTIONS_OF = ("BTT r=1", "Monarch 16")
-OPTIONS = {"bias": "bias", "weight norm": "weight_norm", "recompute": "recompute"}  # name, argument of StructuredLinear
+OPTIONS = {"bias": "bias", "weight norm": "weight_norm"}  # name, argument of StructuredLinear
 
 
 def families(width: int) -> dict[str, Family]:
@@ -143,19 +143,18 @@ def variants(job: Job, device: str, end: float = inf) -> list[Variant]:
             print(f"# left out: {name} in {job.title}: {misfit}")
             continue
         structure, cores = layer.structure, list(layer.cores)
-        runs: dict[str, Run] = {"auto": layer, "einsum": partial(contract.reference, structure, cores)}
+        runs: dict[str, Run] = {"auto": layer, "loop": partial(multiply, structure.program, cores)}
         if device == "cuda" or job.modes:
-            runs["structured"] = partial(contract.apply, structure, cores, mode="structured")
-            runs["merged"] = partial(contract.apply, structure, cores, mode="dense")
+            runs["structured"] = partial(run, structure, cores, mode="structured")
+            runs["merged"] = partial(run, structure, cores, mode="dense")
         if all(core.repeat == 1 and core.batch > 1 for core in structure.cores):
             runs["strided"] = partial(StridedProducts.apply, structure, *cores)
         found += [Variant(name, how, structure, run, cores, x, dy) for how, run in runs.items()]
         if job.square_at(COMPILED_AT):
-            compiled.append(Variant(name, "compiled", structure, runs["einsum"], cores, x, dy))
+            compiled.append(Variant(name, "compiled", structure, runs["loop"], cores, x, dy))
         if with_options and name in OPTIONS_OF:
             for option, argument in OPTIONS.items():
-                if option != "recompute" or job.backward:
-                    found.append(_with_option(name, option, layer_of(**{"bias": False, argument: True}), x, dy))
+                found.append(_with_option(name, option, layer_of(**{"bias": False, argument: True}), x, dy))
         equal_flops.add(equal_flops_widths(structure))
     found += compile_all(compiled, backward=job.backward, end=end)
     for d_in, d_out in sorted(equal_flops - {(job.d_in, job.d_out)}):

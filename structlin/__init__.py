@@ -2,13 +2,15 @@
 
 from . import duality, modular, optim, scaling, stability
 from ._checkpoint import load, save
-from ._convert import convert, merge, plan, to_dense_
+from ._cola import to_cola
+from ._convert import Plan, convert, merge, plan, to_dense_
 from ._families import BTT, TT, BlockDiagonal, Dense, Family, Kronecker, LowRank, Monarch, Split, family
 from ._linear import StructuredLinear
-from ._product import apply, to_cola, to_dense
-from ._projection.solve import project, relative_error
-from ._report import summary
+from ._product import apply, to_dense
+from ._projection import project, relative_error
+from ._report import Summary, summary
 from ._structure import Core, Structure
+from ._widths import divide, factorise
 from .duality import dualize
 from .optim import param_groups
 from .scaling import init_std, lr_mult
@@ -24,13 +26,17 @@ __all__ = [
     "Kronecker",
     "LowRank",
     "Monarch",
+    "Plan",
     "Split",
     "Structure",
     "StructuredLinear",
+    "Summary",
     "apply",
     "convert",
+    "divide",
     "duality",
     "dualize",
+    "factorise",
     "family",
     "init_std",
     "load",

@@ -119,7 +119,6 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
             "zero_init": module.zero_init,
             "conv1d": module.conv1d,
             "mode": module.mode,
-            "recompute": module.recompute,
             "dtype": str(module.cores[0].dtype),
         }
         for name, module in model.named_modules(remove_duplicate=False)
@@ -183,10 +182,11 @@ def _fitting(layer: Layer, data: Mapping[str, Any], device: torch.device | str |
     if is_conv1d(old) != data["conv1d"]:
         raise ValueError("an nn.Linear in one, a Conv1D in the other")
     assert isinstance(old.weight, Tensor)
-    kept = ("bias", "weight_norm", "init", "zero_init", "mode", "recompute")
+    kept = ("bias", "weight_norm", "init", "zero_init")
     options: dict[str, Any] = {key: data[key] for key in kept}
     options |= {"device": device or old.weight.device, "dtype": old.weight.dtype}
     new = uninitialised(*widths, structure, **options)
+    new.mode = str(data["mode"])
     new.label, new.conv1d = str(data["label"]), bool(data["conv1d"])
     for core in new.cores:
         core.requires_grad_(old.weight.requires_grad)

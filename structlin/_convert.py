@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ._families import DEFAULT, Family, Split, label, structure_of
-from ._kernels.cost import best, dense
 from ._linear import StructuredLinear, uninitialised
 from ._model.survey import PROTECTED, ROLES, Layer, has_hooks, is_conv1d, linear_layers, no_layers, swap
 from ._product import check_mode
@@ -85,7 +84,6 @@ class Plan:
         assert isinstance(old.weight, Tensor)
         options: dict[str, Any] = {"device": old.weight.device, "dtype": old.weight.dtype}
         options |= {"bias": False, "weight_norm": self.weight_norm, "zero_init": decision.zero_init}
-        options |= {"mode": self.mode, "recompute": self.recompute}
         widths = (layer.in_features, layer.out_features, decision.structure)
         if self.init != "project":
             new = StructuredLinear(*widths, init=self.init, **options)
@@ -353,9 +351,7 @@ def merge(model: nn.Module, *, tokens: int) -> nn.Module:
         raise ValueError(f"tokens={tokens!r} must be a positive integer: the tokens of one call")
 
     def slower(layer: StructuredLinear) -> bool:
-        dtype, device = layer.cores[0].dtype, layer.cores[0].device.type
-        own = best(layer.structure, dtype, device, backward=False)
-        return own.at(tokens) > dense(layer.structure, dtype, device, backward=False, formed=False).at(tokens)
+        return layer.way(tokens) == "dense"
 
     return _make_dense(model, {layer: names for layer, names in _structured_layers(model).items() if slower(layer)})
 

@@ -8,18 +8,28 @@ the layer slices.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
-from functools import lru_cache
-from math import gcd, isqrt, prod
+from dataclasses import MISSING, dataclass, fields
+from math import prod
 from typing import Any
 
 from ._structure import Structure
+from ._widths import divide, divisors, factorise, name_nearest, require_bounded, require_positive
+
+FAMILIES: dict[str, type["Family"]] = {}  # by name, in lower case; a subclass is in it once it is defined
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family(ABC):
     """Hyperparameters that give a `Structure` for every width. Subclass it, or declare a `Structure`: both work
-    everywhere."""
+    everywhere. A subclass is known by its name, case ignored, from then on: to `family`, in files and on command lines.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        known = FAMILIES.get(cls.__name__.lower())
+        if known is not None and known.__module__ == __name__ != cls.__module__:
+            raise ValueError(f"class {cls.__name__}: structlin has a family of that name; take another")
+        FAMILIES[cls.__name__.lower()] = cls
 
     @abstractmethod
     def structure(self, in_features: int, out_features: int) -> Structure:
@@ -32,8 +42,10 @@ class Family(ABC):
         """
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data (for JSON); `family(**data)` is its inverse for the families of this file."""
-        return {"name": type(self).__name__, **asdict(self)}
+        """As plain data (for JSON); `family(**data)` is its inverse."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain = {name: value.to_dict() if isinstance(value, Family) else value for name, value in values.items()}
+        return {"name": type(self).__name__, **plain}
 
     @property
     def label(self) -> str:
@@ -61,10 +73,10 @@ class LowRank(Family):
     rank: int
 
     def __post_init__(self) -> None:
-        _positive("rank", self.rank)
+        require_positive("rank", self.rank)
 
     def structure(self, in_features: int, out_features: int) -> Structure:
-        _bounded("rank", self.rank, min(in_features, out_features), "min(in_features, out_features)")
+        require_bounded("rank", self.rank, min(in_features, out_features), "min(in_features, out_features)")
         return Structure(
             "i -> o",
             "r i",  # V
@@ -80,10 +92,10 @@ class BlockDiagonal(Family):
     blocks: int
 
     def __post_init__(self) -> None:
-        _positive("blocks", self.blocks)
+        require_positive("blocks", self.blocks)
 
     def structure(self, in_features: int, out_features: int) -> Structure:
-        i, o = _divide(in_features, out_features, self.blocks)
+        i, o = divide(in_features, out_features, self.blocks)
         return Structure("b i -> b o", "b o i", b=self.blocks, i=i, o=o)
 
 
@@ -137,11 +149,11 @@ class Monarch(Family):
     blocks: int = 4
 
     def __post_init__(self) -> None:
-        _positive("blocks", self.blocks)
+        require_positive("blocks", self.blocks)
 
     def structure(self, in_features: int, out_features: int) -> Structure:
         b = self.blocks
-        p, s = _divide(in_features, out_features, b)
+        p, s = divide(in_features, out_features, b)
         q = min(p, s)
         if q % b == 0:
             return Structure(
@@ -158,10 +170,10 @@ class Monarch(Family):
                 r=q, k=b // q, p=p, q=q, s=s,
             )  # fmt: skip
         middle = min(in_features, out_features)
-        fits = [n for n in _divisors(in_features) if out_features % n == 0 and _regroups(n, middle // n)]
+        fits = [n for n in divisors(in_features) if out_features % n == 0 and _regroups(n, middle // n)]
         raise ValueError(
             f"blocks={b} does not regroup a middle of {middle} = {b} x {q}: {b} must divide {q} or be a multiple "
-            f"of it; {_nearest(b, fits)}"
+            f"of it; {name_nearest(b, fits)}"
         )
 
 
@@ -211,7 +223,7 @@ class Split(Family):
     of: Family
 
     def __post_init__(self) -> None:
-        _positive("parts", self.parts)
+        require_positive("parts", self.parts)
         if not isinstance(self.of, Family):
             raise TypeError(f"of={self.of!r} must be a family such as BTT(rank=1)")
 
@@ -251,7 +263,8 @@ def family(name: str, **options: Any) -> Family:
     for option, value in options.items():
         if option not in known:
             raise ValueError(f"{cls.__name__} has no option {option!r} (got {option}={value!r}); it has {known}")
-    return cls(**options)
+    nested = {option: family(**value) if isinstance(value, Mapping) else value for option, value in options.items()}
+    return cls(**nested)
 
 
 def structure_of(structure: Family | Structure, in_features: int, out_features: int) -> Structure:
@@ -261,19 +274,20 @@ def structure_of(structure: Family | Structure, in_features: int, out_features: 
         ValueError: a width below 1; the family does not fit; the `Structure` is smaller than the layer.
         TypeError: neither a family nor a `Structure`.
     """
-    _positive("in_features", in_features)
-    _positive("out_features", out_features)
-    if isinstance(structure, Family):
-        return structure.structure(in_features, out_features)
-    if not isinstance(structure, Structure):
+    require_positive("in_features", in_features)
+    require_positive("out_features", out_features)
+    if not isinstance(structure, Family | Structure):
         raise TypeError(f"structure={structure!r} must be a family such as BTT(rank=1), or a Structure")
+    found = structure.structure(in_features, out_features) if isinstance(structure, Family) else structure
+    if not isinstance(found, Structure):
+        raise TypeError(f"{label(structure)} gives a {type(found).__name__}, not a Structure")
     for side, width, size in (
-        ("in_features", in_features, structure.in_features),
-        ("out_features", out_features, structure.out_features),
+        ("in_features", in_features, found.in_features),
+        ("out_features", out_features, found.out_features),
     ):
         if size < width:
-            raise ValueError(f"{side}={width} is larger than the structure's {size}: {structure!r}")
-    return structure
+            raise ValueError(f"{side}={width} is larger than the structure's {size}: {found!r}")
+    return found
 
 
 def label(structure: Family | Structure) -> str:
@@ -283,85 +297,11 @@ def label(structure: Family | Structure) -> str:
     return f"{structure.signature}; {'; '.join(structure.subscripts)}"
 
 
-# ---- widths ----------------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=4096)
-def factorise(width: int, factors: int) -> tuple[int, ...]:
-    """`factors` integers, ascending and as even as possible, whose product is `width`, or the next width that factors
-    well if the largest is over 4 times the smallest.
-
-    A padded width has a largest factor of at most twice the smallest, and multiples of 8 where they are 32 and more.
-
-    >>> factorise(20, 2), factorise(30, 2), factorise(1024, 3), factorise(50257, 2), factorise(7, 2)
-    ((4, 5), (5, 6), (8, 8, 16), (192, 264), (2, 4))
-    """
-    _positive("width", width)
-    even = _most_even(width, factors)
-    if even[-1] <= 4 * even[0]:
-        return even
-    align = 8 if width >= 32**factors else 1
-    quotient = -(-width // align**factors)
-    while True:
-        even = _most_even(quotient, factors)
-        if even[-1] <= 2 * even[0]:
-            return tuple(align * factor for factor in even)
-        quotient += 1
-
-
-def _most_even(n: int, factors: int, smallest: int = 1) -> tuple[int, ...]:
-    """Ascending factors of n, none below `smallest`, with the least sum: the geometric mean is given, so the most
-    even."""
-    if factors == 1:
-        return (n,)
-    best: tuple[int, ...] = ()
-    largest = round(n ** (1 / factors)) + 1
-    for first in range(min(largest, n), smallest - 1, -1):
-        if n % first == 0 and first**factors <= n:
-            rest = _most_even(n // first, factors - 1, first)
-            if rest and (not best or first + sum(rest) < sum(best)):
-                best = (first, *rest)
-            if factors == 2:
-                break
-    return best
-
-
-def _divisors(n: int) -> list[int]:
-    small = [k for k in range(1, isqrt(n) + 1) if n % k == 0]
-    return sorted({*small, *(n // k for k in small)})
-
-
-def _divide(in_features: int, out_features: int, blocks: int) -> tuple[int, int]:
-    for side, width in (("in_features", in_features), ("out_features", out_features)):
-        if width % blocks:
-            fits = _nearest(blocks, _divisors(gcd(in_features, out_features)))
-            raise ValueError(f"blocks={blocks} does not divide {side}={width}; {fits}")
-    return in_features // blocks, out_features // blocks
-
-
-def _nearest(value: int, fits: list[int]) -> str:
-    low, high = [n for n in fits if n < value], [n for n in fits if n > value]
-    names = [str(n) for n in [*low[-1:], *high[:1]]]
-    return f"the nearest that {'do are' if len(names) == 2 else 'does is'} {' and '.join(names)}"
+# ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
 def _regroups(blocks: int, q: int) -> bool:
     return q % blocks == 0 or blocks % q == 0
-
-
-# ---- ranks -----------------------------------------------------------------------------------------------------------
-
-
-def _positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name}={value!r} must be an integer of at least 1")
-    if value < 1:
-        raise ValueError(f"{name}={value} must be at least 1")
-
-
-def _bounded(name: str, value: int, bound: int, formula: str) -> None:
-    if value > bound:
-        raise ValueError(f"{name}={value} is over the useful bound {formula} = {bound}: pass {name}={bound} or less")
 
 
 def _check_bonds(rank: int | tuple[int, ...], cores: int, smallest: int) -> int | tuple[int, ...]:
@@ -370,12 +310,12 @@ def _check_bonds(rank: int | tuple[int, ...], cores: int, smallest: int) -> int 
     if isinstance(rank, Mapping | str) or not isinstance(rank, int | tuple | list):
         raise ValueError(f"rank={rank!r} must be an integer of at least 1, or a tuple of {cores - 1}")
     if isinstance(rank, int):
-        _positive("rank", rank)
+        require_positive("rank", rank)
         return rank
     if len(rank) != cores - 1:
         raise ValueError(f"rank={rank!r} has {len(rank)} entries; cores={cores} have {cores - 1} bonds")
     for value in rank:
-        _positive("rank", value)
+        require_positive("rank", value)
     return tuple(rank)
 
 
@@ -389,9 +329,9 @@ def _tt_sizes(rank: int | tuple[int, ...], bounds: list[int], i: tuple[int, ...]
     """Sizes of all axes; `bounds` are those of the bonds r_1 .. r_(c-1)."""
     ranks = (rank,) * len(bounds) if isinstance(rank, int) else rank
     if isinstance(rank, int) and bounds:
-        _bounded("rank", rank, min(bounds), "min over the bonds")
+        require_bounded("rank", rank, min(bounds), "min over the bonds")
     for t, (value, bound) in enumerate(zip(ranks, bounds, strict=True), start=1):
-        _bounded(f"rank[{t - 1}]", value, bound, f"of bond {t}")
+        require_bounded(f"rank[{t - 1}]", value, bound, f"of bond {t}")
     return {
         **{f"i{t}": size for t, size in enumerate(i, start=1)},
         **{f"j{t}": size for t, size in enumerate(j, start=1)},
@@ -399,7 +339,4 @@ def _tt_sizes(rank: int | tuple[int, ...], bounds: list[int], i: tuple[int, ...]
     }
 
 
-FAMILIES: dict[str, type[Family]] = {
-    cls.__name__.lower(): cls for cls in (Dense, LowRank, BlockDiagonal, Kronecker, TT, Monarch, BTT)
-}
 DEFAULT: Family = BTT()

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import _product as contract
+from . import _product
 from ._families import DEFAULT, Family, label, structure_of
+from ._projection import project
 from ._structure import Structure
 from ._weight import WeightView
 from .duality import dualize
@@ -26,10 +27,6 @@ class StructuredLinear(nn.Module):
         weight_norm: multiply by `gamma * min(1, sigma / RMS(core)) * core` in place of `core`; sigma is the initial
             standard deviation, gamma (`gains`, one per core) is learned and starts at 1 (CBS, section 5.1).
         init: "mup", "spectral" or "orthogonal", see `scaling.init_std`.
-        mode: "structured" multiplies core by core; "dense" multiplies the cores into W at every call, and by W; "auto"
-            takes what the cost model says is faster for the number of tokens, see `contract.apply`.
-        recompute: save nothing but the input for the backward pass, which computes the activations between the cores
-            again: less memory, a little slower.
         zero_init: the layer starts as the zero function: its last core is zero, the others are not, so that every core
             has a gradient after one step. For the last linear layer of a residual branch.
 
@@ -38,11 +35,16 @@ class StructuredLinear(nn.Module):
         gains: parameter `(number of cores,)`, or None.
         bias: parameter `(out_features,)`, or None.
         structure: the `Structure`, padding included.
+        label: what tables call the structure.
+        stds: sigma of each core.
+        padding: columns and rows that the structure has beyond the layer's.
+        mode: "structured" multiplies core by core; "dense" multiplies the cores into W at every call, and by W; "auto",
+            which it is at first, forms W where the structure has nearly dense's FLOPs and there are many tokens.
         conv1d: whether the layer took the place of transformers' Conv1D, for the way back.
         weight: the dense matrix `(out_features, in_features)`, only formed if its numbers are read; see `WeightView`.
 
     Raises:
-        ValueError: the structure does not fit the widths; `init` or `mode` is unknown.
+        ValueError: the structure does not fit the widths; `init` is unknown.
         TypeError: `structure` is neither a family nor a `Structure`.
 
     >>> from structlin import BTT
@@ -64,21 +66,20 @@ class StructuredLinear(nn.Module):
         weight_norm: bool = False,
         init: str = "mup",
         zero_init: bool = False,
-        mode: str = "auto",
-        recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if init not in INITS:
             raise ValueError(f"init={init!r} is unknown; there are {', '.join(INITS)}")
-        contract.check_mode(mode)
-        self.mode, self.recompute = mode, recompute
         self.structure = structure_of(structure, in_features, out_features)
         self.in_features, self.out_features = in_features, out_features
         self.label = label(structure)
         self.init, self.zero_init, self.conv1d = init, zero_init, False
+        self.padding = self.structure.in_features - in_features, self.structure.out_features - out_features
         self.stds = [init_std(core, init, bottleneck_variance=zero_init) for core in self.structure.cores]
+        self.mode = "auto"
+        self._names = [str(n) for n in range(len(self.structure.cores))]
 
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -91,8 +92,8 @@ class StructuredLinear(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the cores anew from their normal distributions; gains to 1, bias to 0."""
-        for core, std, parameter in zip(self.structure.cores, self.stds, self.cores, strict=True):
-            if self.zero_init and parameter is self.cores[-1]:
+        for n, (core, std, parameter) in enumerate(zip(self.structure.cores, self.stds, self.cores, strict=True)):
+            if self.zero_init and n == len(self.cores) - 1:
                 parameter.zero_()
             elif self.init == "orthogonal":
                 gaussian = torch.randn_like(parameter, dtype=torch.float32)
@@ -109,33 +110,49 @@ class StructuredLinear(nn.Module):
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x W^T + bias`, for any bias `(out_features,)`."""
-        if x.ndim == 0 or x.shape[-1] != self.in_features:
-            raise ValueError(f"x has shape {tuple(x.shape)}: its last dimension must be in_features={self.in_features}")
+        cores = self.effective_cores()
+        _product.check_input(x, self.in_features, cores[0])
         columns, rows = self.padding
         if columns:
             x = F.pad(x, (0, columns))
         if rows and bias is not None:
             bias = F.pad(bias, (0, rows))
-        y = contract.apply(self.structure, self.effective_cores(), x, bias, mode=self.mode, recompute=self.recompute)
+        y = _product.run(self.structure, cores, x, bias, self._mode)
         return y[..., : self.out_features] if rows else y
 
-    def way(self, tokens: int, *, backward: bool = True) -> str:
-        """ "structured" or "dense": how the layer multiplies so many tokens, in training or without gradients."""
-        core = self.cores[0]
-        return contract.choose(self.mode, self.structure, tokens, core.dtype, core.device.type, backward=backward)
+    @property
+    def mode(self) -> str:
+        return self._mode
+
+    @mode.setter
+    def mode(self, mode: str) -> None:
+        _product.check_mode(mode)
+        self._mode = mode
+
+    def way(self, tokens: int) -> str:
+        """ "structured" or "dense": how the layer multiplies so many tokens."""
+        if self.mode != "auto":
+            return self.mode
+        return "dense" if _product.forms_matrix(self.structure, tokens) else "structured"
 
     def effective_cores(self) -> list[Tensor]:
-        """The cores that the layer multiplies by: normalised, if it has weight normalisation."""
-        cores: list[Tensor] = [core for core in self.cores._parameters.values() if core is not None]  # fast
-        if len(cores) < len(self.stds):
-            cores = list(self.cores)  # where somebody keeps them elsewhere, as FSDP1 does
+        """The cores that the layer multiplies by: normalised, if it has weight normalisation.
+
+        They are read by name, as somebody may have parametrised or pruned one, and its hooks, which would run before
+        the list's own forward pass if it had one, are run here.
+        """
+        cores = self.cores
+        for hook in cores._forward_pre_hooks.values():
+            hook(cores, ())
+        held: dict[str, Any] = cores._parameters
+        found = [held[name] if name in held else getattr(cores, name) for name in self._names]
         if self.gains is None:
-            return cores
-        return [_normalised(core, std, gain) for core, std, gain in zip(cores, self.stds, self.gains, strict=True)]
+            return found
+        return [_normalise(core, std, gain) for core, std, gain in zip(found, self.stds, self.gains, strict=True)]
 
     def to_dense(self) -> Tensor:
         """The matrix W: `(out_features, in_features)`, differentiable in the cores."""
-        dense = contract.to_dense(self.structure, self.effective_cores())
+        dense = _product.to_dense(self.structure, self.effective_cores())
         return dense[: self.out_features, : self.in_features]
 
     def from_dense_(self, weight: Tensor, bias: Tensor | None = None) -> "StructuredLinear":
@@ -146,7 +163,8 @@ class StructuredLinear(nn.Module):
             bias: `(out_features,)`; None leaves the layer's own.
 
         Raises:
-            ValueError: another shape; no values (meta) on either side; a bias for a layer that has none.
+            ValueError: another shape; no values (meta) on either side; numbers that are not finite; a bias for a layer
+                that has none. The layer is then as it was.
             TypeError: `weight` is not real floating point.
 
         >>> from structlin import LowRank
@@ -154,26 +172,35 @@ class StructuredLinear(nn.Module):
         >>> torch.allclose(StructuredLinear(6, 8, LowRank(rank=2)).from_dense_(dense).to_dense(), dense, atol=1e-5)
         True
         """
-        from ._projection.solve import project
-
         if tuple(weight.shape) != (self.out_features, self.in_features):
             wanted = (self.out_features, self.in_features)
             raise ValueError(
                 f"weight has shape {tuple(weight.shape)}; it must be (out_features, in_features) = {wanted}"
             )
-        if bias is not None and self.bias is None:
-            raise ValueError("bias is given, but the layer has none: make it with bias=True")
-        if bias is not None and bias.shape != (self.out_features,):
-            raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be (out_features,) = ({self.out_features},)")
+        if bias is not None:
+            self._check_bias(bias)
         self.set_cores_(project(weight, self.structure))
         if self.bias is not None and bias is not None:
             with torch.no_grad():
                 self.bias.copy_(bias)
         return self
 
+    def _check_bias(self, bias: Tensor) -> None:
+        if self.bias is None:
+            raise ValueError("bias is given, but the layer has none: make it with bias=True")
+        if bias.shape != (self.out_features,):
+            raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be (out_features,) = ({self.out_features},)")
+        if bias.is_meta or not bias.isfinite().all():
+            raise ValueError("bias has no values (meta), or some that are not finite")
+
     @torch.no_grad()
     def set_cores_(self, cores: Sequence[Tensor]) -> "StructuredLinear":
-        """Copy `cores` into the layer, so that it multiplies by them: gains undo what weight normalisation clips."""
+        """Copy `cores` into the layer, so that it multiplies by them: gains undo what weight normalisation clips.
+
+        Raises:
+            ValueError: wrong number or shape of cores; the layer has no values yet (meta). Nothing is changed then.
+        """
+        _product.check_cores(self.structure, cores)
         if self.cores[0].is_meta:
             raise ValueError("the layer is on the meta device: move it with to_empty(device=...) first")
         for n, (own, core, std) in enumerate(zip(self.cores, cores, self.stds, strict=True)):
@@ -188,16 +215,10 @@ class StructuredLinear(nn.Module):
             return self.to_dense()
         return WeightView(self)
 
-    @property
-    def padding(self) -> tuple[int, int]:
-        """Columns and rows that the structure has beyond the layer's."""
-        return self.structure.in_features - self.in_features, self.structure.out_features - self.out_features
-
     def extra_repr(self) -> str:
         options = f"in_features={self.in_features}, out_features={self.out_features}, {self.label}"
         options += f", bias={self.bias is not None}, weight_norm={self.gains is not None}"
-        options += "" if self.mode == "auto" else f", mode={self.mode!r}"
-        return options + (", recompute=True" if self.recompute else "")
+        return options if self.mode == "auto" else f"{options}, mode={self.mode!r}"
 
 
 def uninitialised(*args: Any, **options: Any) -> StructuredLinear:
@@ -206,8 +227,13 @@ def uninitialised(*args: Any, **options: Any) -> StructuredLinear:
     return layer
 
 
-def _normalised(core: Tensor, sigma: float, gain: Tensor) -> Tensor:
-    """`gain * min(1, sigma / RMS(core)) * core`, in float32 or better inside, with a gradient also at core = 0."""
+def _normalise(core: Tensor, sigma: float, gain: Tensor) -> Tensor:
+    """`gain * min(1, sigma / RMS(core)) * core`, with a gradient also at core = 0.
+
+    The norm is summed in float64, where the square of no float32 overflows.
+    """
     wide = core if core.dtype == torch.float64 else core.float()
-    mean_square = wide.square().mean()
-    return (gain.to(wide) * sigma * mean_square.clamp(min=sigma * sigma).rsqrt() * wide).to(core.dtype)
+    largest = sigma * sqrt(core.numel())
+    norm = torch.linalg.vector_norm(wide, dtype=torch.float32 if core.device.type == "mps" else torch.float64)
+    scale: Tensor = gain * largest / norm.clamp(min=largest)
+    return (wide * scale.to(wide)).to(core.dtype)

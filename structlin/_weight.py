@@ -1,17 +1,14 @@
 """`layer.weight` of a structured layer: what other code reads there, without a dense matrix being kept anywhere."""
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-if TYPE_CHECKING:
-    from ._linear import StructuredLinear
-
-_PROPERTIES = "shape dtype device layout ndim requires_grad is_cuda is_cpu is_meta is_leaf is_sparse is_quantized"
+_PROPERTIES = "shape dtype device layout ndim requires_grad is_cuda is_cpu is_meta is_sparse is_quantized"
 _METHODS = "size dim numel element_size is_floating_point is_complex get_device stride is_contiguous __len__"
 _METADATA = {
     *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
@@ -22,22 +19,36 @@ _METADATA = {
 }
 
 
+_IS_LEAF = Tensor.is_leaf.__get__  # type: ignore[attr-defined]
 _DETACHING = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+
+
+class Layer(Protocol):
+    """What a `StructuredLinear` is to its weight."""
+
+    in_features: int
+    out_features: int
+    cores: nn.ParameterList
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor: ...
+
+    def to_dense(self) -> Tensor: ...
 
 
 class WeightView(Tensor):
     """The matrix of a `StructuredLinear`, made only when something needs its numbers.
 
     dtype, device and shape are free; `F.linear(x, layer.weight, bias)` runs through the structure; everything else
-    sees `layer.to_dense()`, differentiable in the cores. Writing to it is an error: the numbers live in the cores.
+    sees `layer.to_dense()`, differentiable in the cores. Writing to it, or to a view of it, is an error: the numbers
+    live in the cores. For the same reason it is no leaf, and no optimizer takes it.
     """
 
-    layer: "StructuredLinear"
+    layer: Layer
     _is_hf_initialized = True  # or transformers' initialisation would write to it
     detached: bool  #: what `.data` and `.detach()` give: without gradient, and no more writable
 
     @staticmethod
-    def __new__(cls, layer: "StructuredLinear", detached: bool = False) -> "WeightView":
+    def __new__(cls, layer: Layer, detached: bool = False) -> "WeightView":
         core = layer.cores[0]
         view: WeightView = Tensor._make_wrapper_subclass(
             cls,
@@ -61,22 +72,24 @@ class WeightView(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func is _IS_LEAF:
+            return not args[0].requires_grad
         if func is F.linear:
             x, weight, bias = _linear_arguments(*args, **kwargs)
             if isinstance(weight, WeightView) and not isinstance(x, WeightView) and not weight.detached:
                 return weight.layer.multiply(x, bias)
         if func in _DETACHING:
             return cls(args[0].layer, detached=True)
-        name = getattr(func, "__name__", str(func))
-        in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__set__", "__setitem__")
-        target = (args[:1] or list(kwargs.values())[:1]) if in_place else kwargs.get("out")
-        if any(isinstance(value, WeightView) for value in tree_leaves(target)):
-            raise RuntimeError(
-                f"{name} would write to the weight of {cls._of(args)}, which is a view made of its cores: "
-                "write to layer.cores, or project a dense matrix with layer.from_dense_(weight)"
-            )
-        args, kwargs = tree_map(_materialise, (args, kwargs))
-        return func(*args, **kwargs)
+        _refuse_writing(func, args, kwargs, WeightView)
+        dense: list[Tensor] = []
+
+        def form(value: Any) -> Any:
+            if not isinstance(value, WeightView):
+                return value
+            dense.append(value.layer.to_dense().detach() if value.detached else value.layer.to_dense())
+            return dense[-1]
+
+        return _lock(func(*tree_map(form, args), **tree_map(form, kwargs)), dense)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -88,18 +101,59 @@ class WeightView(Tensor):
     ) -> Any:
         return cls.__torch_function__(func, types, args, kwargs)
 
-    @staticmethod
-    def _of(args: tuple[Any, ...]) -> str:
-        return next((repr(value.layer) for value in args if isinstance(value, WeightView)), "a StructuredLinear")
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"WeightView({self.layer!r})"
 
 
-def _materialise(value: Any) -> Any:
-    if not isinstance(value, WeightView):
+class LockedView(Tensor):
+    """A view of a matrix that was formed for `weight`: it reads as any tensor, and writing to it is an error."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        _refuse_writing(func, args, kwargs, LockedView)
+        locked = [value for value in tree_leaves((args, kwargs)) if isinstance(value, LockedView)]
+        with torch._C.DisableTorchFunctionSubclass():
+            return _lock(func(*args, **kwargs), locked)
+
+
+def _lock(result: Any, dense: Sequence[Tensor]) -> Any:
+    """`result` with every tensor and array in it that shares its numbers with one of `dense` made unwritable."""
+
+    def lock(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            with torch._C.DisableTorchFunctionSubclass():
+                shares = any(value.untyped_storage()._cdata == one.untyped_storage()._cdata for one in dense)
+                return (
+                    value.as_subclass(LockedView if shares else Tensor)
+                    if shares or type(value) is LockedView
+                    else value
+                )
+        if type(value).__module__ == "numpy" and hasattr(value, "setflags"):
+            value.setflags(write=False)
         return value
-    return value.layer.to_dense().detach() if value.detached else value.layer.to_dense()
+
+    return tree_map(lock, result)
+
+
+def _refuse_writing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kind: type) -> None:
+    """An error if `func` would write to a tensor of `kind`."""
+    name = getattr(func, "__name__", str(func))
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__set__", "__setitem__")
+    target = (args[:1] or list(kwargs.values())[:1]) if in_place else kwargs.get("out")
+    for value in tree_leaves(target):
+        if isinstance(value, kind):
+            owner = repr(value.layer) if isinstance(value, WeightView) else "a StructuredLinear"
+            raise RuntimeError(
+                f"{name} would write to the weight of {owner}, which is a view made of its cores: "
+                "write to layer.cores, or project a dense matrix with layer.from_dense_(weight)"
+            )
 
 
 def _linear_arguments(input: Tensor, weight: Tensor, bias: Any = None) -> tuple[Tensor, Tensor, Tensor | None]:

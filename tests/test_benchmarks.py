@@ -18,8 +18,7 @@ import torch.nn.functional as F
 pytest.importorskip("matplotlib")
 
 from benchmarks import layer, scaling, timing, variants
-from structlin import BTT, TT, Dense, Kronecker, LowRank, Monarch
-from structlin import _product as contract
+from structlin import BTT, TT, Dense, Kronecker, LowRank, Monarch, _product
 
 ROOT = scaling.DOCUMENT.parents[1]
 H200 = timing.Ceilings(rate=790e12, bandwidth=4.3e12, call=2e-6)
@@ -52,6 +51,10 @@ class Clock:
         self.now += 1
         work()
         return self.now
+
+
+def by_loop(structure, cores, x):
+    return _product.multiply(structure.program, cores, x)
 
 
 def test_variants_take_turns_and_the_first_and_the_last_keep_their_places(monkeypatch):
@@ -97,7 +100,7 @@ def test_what_a_layer_keeps_is_its_input_and_the_middle(family):
     structure = family.structure(64, 64)
     cores = [torch.randn(core.shape, requires_grad=True) for core in structure.cores]
     x = torch.randn(5, 64, requires_grad=True)
-    kept = timing.saved_bytes(lambda: contract.reference(structure, cores, x), cores)
+    kept = timing.saved_bytes(lambda: _product.multiply(structure.program, cores, x), cores)
     assert kept == 4 * 5 * (64 + scaling.middle(structure))
 
 
@@ -146,13 +149,13 @@ class Wrong(torch.autograd.Function):
     def forward(ctx, structure, x, *cores):
         ctx.structure = structure
         ctx.save_for_backward(x, *cores)
-        return contract.reference(structure, cores, x)
+        return _product.multiply(structure.program, cores, x)
 
     @staticmethod
     def backward(ctx, dy):
         x, *cores = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
         with torch.enable_grad():
-            y = contract.reference(ctx.structure, cores, x)
+            y = by_loop(ctx.structure, cores, x)
             right = torch.autograd.grad(y, [x, *cores], dy, retain_graph=True)
             wrong = torch.autograd.grad(y[:-1], cores[:1], dy[:-1])
         return None, right[0], *wrong, *right[2:]
@@ -160,13 +163,13 @@ class Wrong(torch.autograd.Function):
 
 def forgets_a_row(structure, cores, x):
     y = torch.empty(len(x), structure.out_features)
-    y[:-1] = contract.reference(structure, cores, x)[:-1]
+    y[:-1] = _product.multiply(structure.program, cores, x)[:-1]
     return y
 
 
 def test_the_gate_passes_what_is_right_and_stops_what_is_wrong():
     for family, backward in product((BTT(rank=2), Monarch(blocks=4), Dense()), (True, False)):
-        assert layer.error(variant(contract.reference, family), backward=backward) < 1e-6
+        assert layer.error(variant(by_loop, family), backward=backward) < 1e-6
         assert layer.error(variant(forgets_a_row, family), backward=backward) == inf
     off = layer.error(variant(lambda s, cores, x: Wrong.apply(s, x, *cores), BTT()), backward=True)
     assert 1e-3 < off < inf
@@ -179,7 +182,7 @@ def test_memory_is_poisoned_for_the_gate_alone():
 
 
 def test_a_layer_that_is_wrong_is_not_timed(monkeypatch):
-    zero = SimpleNamespace(apply=lambda structure, *cores_x: 0 * contract.reference(structure, cores_x[:2], cores_x[2]))
+    zero = SimpleNamespace(apply=lambda structure, *cores_x: 0 * by_loop(structure, cores_x[:2], cores_x[2]))
     monkeypatch.setattr(variants, "StridedProducts", zero)
     with pytest.raises(ArithmeticError, match="BTT r=1, strided: relative error 1"):
         layer.main(["--smoke"])
@@ -214,7 +217,7 @@ def test_layer_prints_a_table_and_a_json_line_per_row_and_keeps_both(tmp_path, c
     assert (tmp_path / "layer.png").read_bytes().startswith(b"\x89PNG")
     for name in variants.families(64):
         measured = {row["implementation"] for row in rows if row["structure"] == name}
-        assert measured >= {"auto", "einsum", "structured", "merged"}
+        assert measured >= {"auto", "loop", "structured", "merged"}
         assert name in printed
     titles = {row["structure"] + row["implementation"].partition("auto")[2] for row in rows}
     for name, option in product(variants.OPTIONS_OF, variants.OPTIONS):
@@ -276,7 +279,7 @@ def test_options_are_compared_with_their_twins(monkeypatch):
     )
     options = [row for row in rows if "over_plain" in row]
     assert [row["implementation"] for row in options] == [
-        "nn.Linear + bias", "auto + bias", "auto + weight norm", "auto + recompute"
+        "nn.Linear + bias", "auto + bias", "auto + weight norm"
     ]  # fmt: skip
     for row in options:
         of_row = took[row["structure"], row["implementation"]]
@@ -292,9 +295,8 @@ def test_the_gate_stops_a_layer_that_forgets_its_option(monkeypatch):
     assert all(layer.error(v, backward=True) < 1e-5 for v in found.values())
     for option in ("bias", "weight norm"):
         v = found[option]
-        forgets = replace(v, run=lambda x, v=v: contract.reference(v.structure, v.parameters[:2], x))
+        forgets = replace(v, run=lambda x, v=v: _product.multiply(v.structure.program, v.parameters[:2], x))
         assert layer.error(forgets, backward=False) > 0.1
-    assert found["recompute"].run.recompute
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -314,7 +316,7 @@ def test_what_does_not_compile_or_fit_is_left_out_and_said(monkeypatch, capsys):
     monkeypatch.setattr(variants, "families", lambda width: {"Kronecker": Kronecker(), "Monarch 7": Monarch(blocks=7)})
     monkeypatch.setattr(torch, "compile", lambda run, **options: fails)
     found = variants.variants(SQUARE, "cpu")
-    assert {v.implementation for v in found if v.name == "Kronecker"} == {"auto", "einsum", "structured", "merged"}
+    assert {v.implementation for v in found if v.name == "Kronecker"} == {"auto", "loop", "structured", "merged"}
     assert "Monarch 7" not in {v.name for v in found}
     said = capsys.readouterr().out
     assert "# left out: Monarch 7 in 64 -> 64" in said

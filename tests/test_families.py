@@ -33,7 +33,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from structlin import StructuredLinear, apply, family, to_cola, to_dense
+from structlin import StructuredLinear, _product, apply, family, to_cola, to_dense
 
 every_case = pytest.mark.parametrize("case", CASES, ids=IDS)
 every_small_case = pytest.mark.parametrize("case", SMALL, ids=SMALL_IDS)
@@ -70,7 +70,7 @@ def test_the_cola_operator_is_the_same_matrix_and_multiplies_vectors(structure):
 def test_flops_and_parameters_are_those_that_torch_counts(structure):
     cores, x = random_cores(structure), tokens(3, structure.in_features)
     with FlopCounterMode(display=False) as counter:
-        apply(structure, cores, x)
+        _product.run(structure, cores, x, mode="structured")
     assert counter.get_total_flops() == 3 * structure.flops
     assert sum(core.numel() for core in cores) == structure.params
 
@@ -406,10 +406,18 @@ def test_any_other_use_of_the_weight_is_the_dense_matrix_differentiably(case):
     assert_close(x @ layer.weight.T, x @ matrix.T)
     assert_close(layer.weight[0], matrix[0])
     assert_close(torch.stack([layer.weight, 2 * layer.weight])[1], 2 * matrix)
-    assert_close(layer.weight.detach().numpy(), matrix.detach().numpy())
+    np.testing.assert_allclose(layer.weight.detach().numpy(), matrix.detach().numpy(), atol=1e-12)
     weights = tokens(layer.out_features, layer.in_features)
     expected = torch.autograd.grad((weights * matrix.sin()).sum(), list(layer.cores))
     assert_close(torch.autograd.grad((weights * layer.weight.sin()).sum(), list(layer.cores)), expected)
+
+
+def test_the_array_of_the_weight_is_read_only_and_no_optimizer_takes_it():
+    layer = StructuredLinear(8, 8)
+    with pytest.raises(ValueError, match="read-only"):
+        layer.weight.detach().numpy()[:] = 1
+    with pytest.raises(ValueError, match="non-leaf"):
+        torch.optim.AdamW([layer.weight])
 
 
 def _assign(layer):
@@ -421,6 +429,10 @@ def _augment(layer):
 
 
 WRITES = {
+    "a view of data": lambda layer: layer.weight.data[0].zero_(),
+    "the transpose": lambda layer: layer.weight.T.mul_(2),
+    "a view of a view": lambda layer: layer.weight.detach().view(-1)[:2].add_(1),
+    "out, a view": lambda layer: torch.mul(torch.ones_like(layer.weight), 2, out=layer.weight.T),
     "copy_": lambda layer: layer.weight.copy_(torch.ones_like(layer.weight)),
     "mul_": lambda layer: layer.weight.mul_(2),
     "augmented": _augment,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils.flop_counter import FlopCounterMode
 
-from structlin import BTT, TT, Kronecker, LowRank, Monarch, Structure, StructuredLinear, apply
-from structlin._kernels import cost, op, stages
+from structlin import BTT, TT, Kronecker, LowRank, Monarch, Structure, StructuredLinear, _product, apply
+from structlin._kernels import op, stages
 from structlin._kernels.layout import decode
 from structlin._kernels.layout import stages as stages_of
 from tests.catalogue import every_structure, one_einsum, random_cores, structures, tokens
@@ -29,6 +29,12 @@ OWN = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarn
 
 def small(family):
     return family.structure(12, 30)
+
+
+def in_mode(mode, **options):
+    layer = StructuredLinear(12, 30, BTT(rank=2), **options)
+    layer.mode = mode
+    return layer
 
 
 def gradients_of(structure, cores, x, bias):
@@ -73,7 +79,7 @@ def test_products_from_the_left_in_every_dtype(family, dtype):
     x, bias = tokens(37, 1024).to(dtype), tokens(1056).to(dtype)
     y, dy, grads = gradients_of(structure, [core.double() for core in cores], x.double(), bias.double())
     leaves = [tensor.requires_grad_() for tensor in (x, bias, *cores)]
-    own = apply(structure, cores, x, bias, mode="structured")
+    own = _product.run(structure, cores, x, bias, mode="structured")
     for got, wanted in zip((own, *torch.autograd.grad(own, leaves, dy.to(dtype))), (y, *grads), strict=True):
         assert got.dtype == dtype
         error = (got.double() - wanted).norm() / wanted.norm()
@@ -92,15 +98,14 @@ def test_only_the_gradients_that_are_asked_for_are_computed(structure, wants):
 
 @pytest.mark.parametrize("family", FEW)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_every_dtype_over_many_chunks(family, dtype, recompute, monkeypatch):
-    monkeypatch.setattr(cost, "CACHE", 1)  # 32 tokens a chunk
+def test_every_dtype_over_many_chunks(family, dtype, monkeypatch):
+    monkeypatch.setattr(op, "CACHE", 1)  # 32 tokens a chunk
     structure = small(family)
     cores = [core.to(dtype) for core in random_cores(structure)]
     x, bias = tokens(101, 12).to(dtype), tokens(30).to(dtype)
     y, dy, grads = gradients_of(structure, [core.double() for core in cores], x.double(), bias.double())
     leaves = [tensor.requires_grad_() for tensor in (x, bias, *cores)]
-    own = apply(structure, cores, x, bias, mode="structured", recompute=recompute)
+    own = _product.run(structure, cores, x, bias, mode="structured")
     got = torch.autograd.grad(own, leaves, dy.to(dtype))
     for value, expected in zip((own, *got), (y, *grads), strict=True):
         assert value.dtype == dtype
@@ -108,8 +113,7 @@ def test_every_dtype_over_many_chunks(family, dtype, recompute, monkeypatch):
 
 
 @pytest.mark.parametrize("family", FEW)
-@pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_and_their_gradients_are_those_of_finite_differences(family, recompute):
+def test_gradients_and_their_gradients_are_those_of_finite_differences(family):
     structure = family.structure(6, 4) if family != Monarch(blocks=6) else Monarch(blocks=2).structure(4, 8)
     leaves = [*random_cores(structure), tokens(3, structure.in_features), tokens(structure.out_features)]
     for leaf in leaves:
@@ -117,7 +121,7 @@ def test_gradients_and_their_gradients_are_those_of_finite_differences(family, r
 
     def run(*leaves):
         *cores, x, bias = leaves
-        return apply(structure, cores, x, bias, mode="structured", recompute=recompute)
+        return _product.run(structure, cores, x, bias, mode="structured")
 
     assert gradcheck(run, leaves)
     assert gradgradcheck(run, leaves)
@@ -129,7 +133,7 @@ def test_third_derivatives_are_those_of_the_dense_way():
 
     def third(mode):
         *cores, x = leaves
-        value = apply(structure, cores, x, mode=mode).sin().sum()
+        value = _product.run(structure, cores, x, mode=mode).sin().sum()
         for _ in range(3):
             grads = torch.autograd.grad(value, leaves, create_graph=True)
             value = sum(grad.sin().sum() for grad in grads)
@@ -157,7 +161,7 @@ def test_the_operators_keep_the_contract_of_torch_library(family, dtype):
 @pytest.mark.parametrize("mode", ["auto", "structured", "dense"])
 def test_a_compiled_layer_trains_as_an_eager_one_for_every_number_of_tokens(mode):
     torch._dynamo.reset()
-    layer = StructuredLinear(12, 30, BTT(rank=2), weight_norm=True, mode=mode, dtype=torch.float64)
+    layer = in_mode(mode, weight_norm=True, dtype=torch.float64)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
     for n in (5, 9, 33):
         x, grads = tokens(2, n, 12).requires_grad_(), []
@@ -177,32 +181,30 @@ def test_an_exported_layer_needs_no_operator_of_ours():
 
 @pytest.mark.parametrize("family", FEW)
 def test_few_tokens_take_plain_products_and_many_the_operator(family, monkeypatch):
-    monkeypatch.setattr(cost, "FEW", 8 * 12)
+    monkeypatch.setattr(op, "FEW", 8 * 12)
     structure = small(family)
     cores = [core.requires_grad_() for core in random_cores(structure)]
     for n, takes_operator in ((8, False), (9, not structure.plain)):
         x, bias = tokens(n, 12).requires_grad_(), tokens(30).requires_grad_()
         y, dy, grads = gradients_of(structure, cores, x, bias)
-        own = apply(structure, cores, x, bias, mode="structured")
+        own = _product.run(structure, cores, x, bias, mode="structured")
         assert (own.grad_fn.name() == "ProductBackward") == takes_operator
         torch.testing.assert_close((own, *torch.autograd.grad(own, [x, bias, *cores], dy)), (y, *grads))
         with torch.no_grad():
-            torch.testing.assert_close(apply(structure, cores, x, bias, mode="structured"), y)
-    few = apply(structure, cores, x[:8], mode="structured", recompute=True)
-    assert few.grad_fn.name() == "ProductBackward"  # plain products would save the middle
+            torch.testing.assert_close(_product.run(structure, cores, x, bias, mode="structured"), y)
 
 
 @pytest.mark.parametrize("family", FEW)
 @pytest.mark.parametrize("few", [0, 1 << 15])
 @pytest.mark.parametrize("mode", ["structured", "dense"])
 def test_whatever_alone_requires_a_gradient_gets_it(family, few, mode, monkeypatch):
-    monkeypatch.setattr(cost, "FEW", few)
+    monkeypatch.setattr(op, "FEW", few)
     structure = small(family)
     cores, x, bias = random_cores(structure), tokens(5, 12), tokens(30)
     _, dy, wanted = gradients_of(structure, cores, x, bias)
     for n, leaf in enumerate((x, bias, *cores)):
         leaf.requires_grad_(True)
-        own = apply(structure, cores, x, bias, mode=mode)
+        own = _product.run(structure, cores, x, bias, mode=mode)
         if mode == "structured" and not (few or structure.plain):
             assert own.grad_fn.name() == "ProductBackward"
         torch.testing.assert_close(torch.autograd.grad(own, leaf, dy)[0], wanted[n])
@@ -217,7 +219,7 @@ def every_call_of(module, name, patch):
 
 
 def test_the_operator_is_called_where_somebody_watches_and_its_body_where_nobody_does(monkeypatch):
-    layer, x = StructuredLinear(12, 30, BTT(rank=2), mode="structured"), tokens(5, 12).float()
+    layer, x = in_mode("structured"), tokens(5, 12).float()
     operators = every_call_of(op, "multiply", monkeypatch)
     with torch.no_grad():
         plain = layer(x)
@@ -237,7 +239,7 @@ def test_vmap_over_tokens_layers_and_gradients(family):
     layers = [[core + n for core in cores] for n in range(3)]
 
     def run(x, *cores):
-        return apply(structure, cores, x, bias, mode="structured")
+        return _product.run(structure, cores, x, bias, mode="structured")
 
     wanted = torch.stack([run(part, *cores) for part in x])
     torch.testing.assert_close(torch.func.vmap(lambda x: run(x, *cores))(x), wanted)
@@ -266,10 +268,10 @@ def test_forward_mode_derivatives_are_not_lost():
 def test_torch_func_sees_through_the_layer():
     structure = BTT(rank=2).structure(12, 30)
     cores, x = random_cores(structure), tokens(5, 12)
-    jacobian = torch.func.jacrev(lambda x: apply(structure, cores, x, mode="structured"))(x[0])
+    jacobian = torch.func.jacrev(lambda x: _product.run(structure, cores, x, mode="structured"))(x[0])
     torch.testing.assert_close(jacobian, apply(structure, cores, torch.eye(12, dtype=x.dtype)).mT)
     several = [torch.stack([core, 2 * core]) for core in cores]
-    batched = torch.func.vmap(lambda *cores: apply(structure, cores, x, mode="structured"))(*several)
+    batched = torch.func.vmap(lambda *cores: _product.run(structure, cores, x, mode="structured"))(*several)
     y = one_einsum(structure, cores, x)
     torch.testing.assert_close(batched, torch.stack([y, 4 * y]))
 
@@ -277,7 +279,7 @@ def test_torch_func_sees_through_the_layer():
 @pytest.mark.parametrize("mode", ["structured", "dense"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_gives_the_dtypes_of_a_dense_layer(mode, dtype):
-    layer, dense = StructuredLinear(12, 30, BTT(rank=2), mode=mode), torch.nn.Linear(12, 30)
+    layer, dense = in_mode(mode), torch.nn.Linear(12, 30)
     x = torch.randn(4, 12, requires_grad=True)
     with torch.autocast("cpu", dtype):
         y = layer(x)
@@ -301,13 +303,6 @@ def saved(layer, x):
     return sum(found.values())
 
 
-def test_recompute_saves_nothing_but_the_input():
-    x = torch.randn(50, 64, requires_grad=True)
-    assert saved(StructuredLinear(64, 64, BTT(rank=2), mode="structured", recompute=True), x) == 50 * 64
-    assert saved(StructuredLinear(64, 64, BTT(rank=2), mode="structured"), x) == 50 * 64 + 50 * 128
-    assert saved(StructuredLinear(64, 64, Monarch(blocks=4), mode="structured"), x) == 2 * 50 * 64
-
-
 @given(structure=structures())
 def test_text_is_the_structure(structure):
     assert decode(structure.text)[0] == structure
@@ -317,16 +312,16 @@ def test_inputs_of_any_strides_and_unaligned_cores_give_the_same_numbers():
     structure = BTT(rank=2).structure(64, 64)
     cores = [core.float() for core in random_cores(structure)]
     x = tokens(40, 64).float()
-    y = apply(structure, cores, x, mode="structured")
+    y = _product.run(structure, cores, x, mode="structured")
     for shift in (1, 2, 5):
         moved = []
         for core in cores:
             moved.append(torch.empty(core.numel() + shift)[shift:].view(core.shape).copy_(core))
-        assert torch.equal(apply(structure, moved, x, mode="structured"), y)
+        assert torch.equal(_product.run(structure, moved, x, mode="structured"), y)
     strided = [core.permute(2, 0, 1).contiguous().permute(1, 2, 0) for core in cores]
-    assert torch.equal(apply(structure, strided, x.mT.contiguous().mT, mode="structured"), y)
+    assert torch.equal(_product.run(structure, strided, x.mT.contiguous().mT, mode="structured"), y)
     expanded = x[:1].expand(3, 64).requires_grad_()
-    apply(structure, cores, expanded, mode="structured").sum().backward()
+    _product.run(structure, cores, expanded, mode="structured").sum().backward()
 
 
 def poisoned(shape, dtype=torch.float32):
@@ -390,22 +385,21 @@ def bad(**changes):
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(changes, error, message):
-    for mode in ("auto", "structured", "dense"):
-        with pytest.raises(error, match=message):
-            apply(*bad(**changes), mode=mode)
+    with pytest.raises(error, match=message):
+        apply(*bad(**changes))
 
 
 def test_an_unknown_mode_is_refused():
+    layer = StructuredLinear(12, 30)
     with pytest.raises(ValueError, match="mode='fast' is unknown; there are auto, structured, dense"):
-        apply(*bad(), mode="fast")
-    with pytest.raises(ValueError, match="mode='fast' is unknown"):
-        StructuredLinear(12, 30, mode="fast")
+        layer.mode = "fast"
+    assert layer.mode == "auto"
 
 
 @pytest.mark.parametrize("shape", [(0, 12), (2, 0, 12), (12,)])
 @pytest.mark.parametrize("mode", ["structured", "dense"])
 def test_no_tokens_and_one_token_have_gradients(shape, mode):
-    layer, x = StructuredLinear(12, 30, BTT(rank=2), mode=mode), torch.randn(shape, requires_grad=True)
+    layer, x = in_mode(mode), torch.randn(shape, requires_grad=True)
     y = layer(x)
     assert y.shape == (*shape[:-1], 30)
     y.sum().backward()
@@ -416,5 +410,5 @@ def test_no_tokens_and_one_token_have_gradients(shape, mode):
 def test_a_structure_of_ones_alone_is_a_scalar():
     structure = Structure("i -> o", "r i", "o r", i=1, o=1, r=1)
     with warnings.catch_warnings():
-        y = apply(structure, [torch.full((1, 1, 1), 2.0)] * 2, torch.tensor([[3.0]]), mode="structured")
+        y = _product.run(structure, [torch.full((1, 1, 1), 2.0)] * 2, torch.tensor([[3.0]]), mode="structured")
     assert y.item() == 12

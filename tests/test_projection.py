@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from structlin import BTT, TT, BlockDiagonal, Dense, Kronecker, LowRank, Monarch, Split, Structure, to_dense
-from structlin._projection import solve as projection
-from structlin._projection.solve import alternate, project, relative_error
+from structlin._projection import alternating
+from structlin._projection.alternating import alternate
+from structlin._projection.solve import project, relative_error
 
 every_small_case = pytest.mark.parametrize("case", SMALL, ids=SMALL_IDS)
 # Every family, and structures that no family gives: shared blocks of two cores, BLAST, three cores on one axis.
@@ -213,7 +214,7 @@ def test_structures_that_are_no_chain_are_recovered_from_random_starts(monkeypat
     structure = Structure("j q -> i p", "j r q", "r i j", "i p r", j=4, q=8, i=4, p=8, r=3)  # BLAST
     w = einsum_matrix(structure, random_cores(structure))
     assert relative_error(w, structure, project(w, structure)) < 1e-10
-    monkeypatch.setattr(projection, "RESTARTS", 0)
+    monkeypatch.setattr(alternating, "RESTARTS", 0)
     assert relative_error(w, structure, project(w, structure)) > 1e-3
 
 
@@ -221,7 +222,7 @@ def test_structures_that_are_no_chain_are_recovered_from_random_starts(monkeypat
 def test_what_is_too_large_for_float64_is_exact_in_float32_and_float64_weights_are_never_rounded(
     dtype, tolerance, monkeypatch
 ):
-    monkeypatch.setattr(projection, "DOUBLE", 0)
+    monkeypatch.setattr(alternating, "DOUBLE", 0)
     for family in (BTT(rank=2), TT(rank=2, cores=3), Kronecker()):
         structure, c = family.structure(24, 60), correlated(24).to(dtype)
         w = to_dense(structure, random_cores(structure)).to(dtype)
@@ -293,20 +294,20 @@ def test_two_cores_on_correlated_inputs_are_no_worse_than_block_by_block_descent
 def test_block_by_block_ends_as_low_as_core_by_core(family, rows, columns, monkeypatch):
     w, c = gaussian(rows, columns), correlated(columns)
     structure = family.structure(columns, rows)
-    assert projection._is_blockwise(structure)
+    assert alternating._is_blockwise(structure)
     found = squared_error(w, structure, project(w, family, covariance=c), c)
-    monkeypatch.setattr(projection, "_is_blockwise", lambda structure: False)
+    monkeypatch.setattr(alternating, "_is_blockwise", lambda structure: False)
     assert found <= 1.02 * squared_error(w, structure, project(w, family, covariance=c), c)
 
 
 @pytest.mark.parametrize("family", [LowRank(rank=3), Kronecker(), TT(rank=2, cores=3), BTT(rank=2, cores=3)], ids=str)
 def test_on_white_inputs_one_step_solves_the_least_squares_problem_of_a_core(family, monkeypatch):
-    monkeypatch.setattr(projection, "STEPS", 1)
+    monkeypatch.setattr(alternating, "STEPS", 1)
     structure = family.structure(24, 18)
     w, first, *rest = gaussian(18, 24), *random_cores(structure)
     unit = torch.eye(first.numel(), dtype=torch.float64).reshape(-1, *first.shape)
     design = torch.stack([einsum_matrix(structure, [core, *rest]).flatten() for core in unit], dim=1).numpy()
-    _, residual = projection._least_squares(structure, [first, *rest], torch.eye(24, dtype=torch.float64), w.T)
+    _, residual = alternating._least_squares(structure, [first, *rest], torch.eye(24, dtype=torch.float64), w.T)
     expected = w.flatten().numpy() - design @ np.linalg.lstsq(design, w.flatten().numpy(), rcond=None)[0]
     assert residual.norm().item() == pytest.approx(np.linalg.norm(expected), rel=1e-6)
 
@@ -394,7 +395,7 @@ def test_cores_have_the_dtype_of_the_weight_and_are_computed_in_float32_or_bette
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_the_scale_of_weight_and_covariance_changes_nothing_else(scale, monkeypatch):
-    monkeypatch.setattr(projection, "DOUBLE", 0)
+    monkeypatch.setattr(alternating, "DOUBLE", 0)
     w, c, family = gaussian(12, 20).float(), correlated(20).float(), BTT(rank=2)
     plain, scaled = project(w, family, covariance=c), project(scale * w, family, covariance=scale * c)
     plain_error, error = (

@@ -1,1 +1,1 @@
-"""Fast paths behind `contract.apply`: the operator (`op`), its products (`stages`), and the fastest way (`cost`)."""
+"""Engines behind `_product.run`: the operator (`op`), its products on a CPU (`stages`) and on a GPU (`triton_*`)."""

@@ -22,22 +22,37 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import register_flop_formula
 
 from .._structure import Structure
-from . import cost, stages
+from . import stages
 from .layout import Stages, decode
 
+FEW = 1 << 15  # numbers in x, on a CPU, up to which calls cost more than what they compute
+CACHE = 1 << 21  # bytes of the widest activation of a chunk, on a CPU
 
-def apply(
-    x: Tensor, cores: Sequence[Tensor], bias: Tensor | None, structure: str, *, backward: bool, keep: bool
-) -> Tensor:
+
+def takes(x: Tensor) -> bool:
+    """Not few tokens on a CPU; not while exporting, so that what is exported needs no structlin; nor where derivatives
+    are not taken by autograd's backward pass: in `torch.func`'s transforms but vmap, and in forward mode."""
+    if torch.compiler.is_compiling():
+        return not torch.compiler.is_exporting()
+    if torch.autograd.forward_ad._current_level >= 0 or (x.device.type == "cpu" and x.numel() <= FEW):
+        return False
+    transforms = torch._C._functorch.get_interpreter_stack() if torch._C._are_functorch_transforms_active() else []
+    return all(transform.key() == torch._C._functorch.TransformType.Vmap for transform in transforms)
+
+
+def apply(structure: Structure, x: Tensor, cores: Sequence[Tensor], bias: Tensor | None) -> Tensor:
     """`x W^T + bias`: by `multiply` in a program that is compiled, traced or watched; else by its body, without the
     dispatcher, which takes longer than the product of a few tokens."""
-    if _watched([x, *cores]):
-        y: Tensor = multiply(x, cores, bias, structure, keep)[0]
-    elif backward:
-        y = Product.apply(x, bias, structure, keep, *cores)  # type: ignore[no-untyped-call]
+    rows = x if x.ndim == 2 else x.reshape(-1, structure.in_features)  # (tokens, in_features)
+    leaves = [x, *cores] if bias is None else [x, *cores, bias]
+    keep = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+    if _watched(leaves):
+        y: Tensor = multiply(rows, list(cores), bias, structure.text, keep)[0]
+    elif keep:
+        y = Product.apply(rows, bias, structure.text, keep, *cores)  # type: ignore[no-untyped-call]
     else:
-        y = _multiply(x, cores, bias, structure, keep)[0]
-    return y
+        y = _multiply(rows, cores, bias, structure.text, keep)[0]
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], structure.out_features)
 
 
 def _watched(tensors: Sequence[Tensor]) -> bool:
@@ -104,14 +119,17 @@ def _on_triton(structure: Structure, x: Tensor) -> bool:
 
 
 def _choice(at: Stages, x: Tensor) -> dict[str, Any]:
-    device = x.device.type
-    return {"columns": cost.in_columns(at, x.dtype, device), "chunk": cost.chunk(at, device, x.dtype.itemsize)}
+    columns = at.in_columns and x.dtype in (torch.float32, torch.float64)
+    whole = x.device.type != "cpu" or all(core.batch * core.repeat == 1 for core in at.cores)
+    chunk = 1 << 62 if whole else max(32, CACHE // (x.dtype.itemsize * at.width) // 32 * 32)
+    return {"columns": columns, "chunk": chunk}
 
 
 @multiply.register_fake
 def _(x: Tensor, cores: Sequence[Tensor], bias: Tensor | None, structure: str, keep: bool) -> tuple[Tensor, Tensor]:
     at = decode(structure)[1]
-    return x.new_empty(len(x), at.out_features), x.new_empty(len(x) * at.middle if keep else 0)
+    tokens = x.shape[0]  # len(x) would make it a constant
+    return x.new_empty(tokens, at.out_features), x.new_empty(tokens * at.middle if keep else 0)
 
 
 @gradients.register_fake

@@ -1,0 +1,23 @@
+.PHONY: install fast test coverage docs bench mutate
+
+install:
+	pip install -c constraints.txt -e ".[dev]"
+
+fast:
+	pytest -q -m "not slow" tests/core structlin
+
+test:
+	ruff check . && ruff format --check . && mypy && pytest
+
+coverage:
+	pytest -q --cov=structlin --cov-report=term-missing:skip-covered
+
+docs:
+	pytest -q tests/test_readme.py structlin
+
+bench:
+	for f in examples/[a-z]*.py; do ! grep -q '^if __name__' $$f || python $$f --smoke || exit 1; done
+	for f in benchmarks/[a-z]*.py benchmarks/papers/[a-z]*.py; do ! grep -q '^if __name__' $$f || python -m $$(echo $${f%.py} | tr / .) --smoke || exit 1; done
+
+mutate:
+	python -m tests.mutate

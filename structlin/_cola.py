@@ -1,0 +1,51 @@
+"""A structure as a CoLA operator, for the spectral algorithms of that library."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ._product import check_cores
+from ._structure import Move, Structure
+
+if TYPE_CHECKING:
+    from cola.ops import LinearOperator
+
+
+def to_cola(structure: Structure, cores: Sequence[Tensor]) -> "LinearOperator":
+    """W as a CoLA `LinearOperator`: a product of block-diagonal, Kronecker and permutation operators.
+
+    It stays matrix-free, so CoLA's spectral algorithms run on a trained layer. Needs `cola-ml`.
+
+    Source: Potapczynski et al. 2023, "CoLA" (arXiv:2309.03060).
+
+    >>> from structlin import LowRank
+    >>> v, u = torch.randn(1, 2, 6), torch.randn(1, 4, 2)
+    >>> operator = to_cola(LowRank(rank=2).structure(6, 4), [v, u])
+    >>> operator.shape, torch.allclose(operator.to_dense(), u[0] @ v[0])
+    ((4, 6), True)
+    """
+    from cola.ops import BlockDiag, Dense, Identity, Kronecker, Permutation, Product
+
+    check_cores(structure, cores)
+    dtype, device = cores[0].dtype, cores[0].device
+    factors: list[LinearOperator] = []
+
+    def permute(move: Move, width: int) -> None:
+        if move.order:
+            identity = torch.arange(width, device=device)
+            order = identity.view(move.sizes).permute(move.order).flatten()  # (width,)
+            factors.append(Permutation(order, dtype=dtype))
+
+    width = structure.in_features
+    for step, weight in zip(structure.program.steps, cores, strict=True):
+        permute(step.move, width)
+        blocks = [Dense(block) for block in weight]
+        if step.repeat > 1:
+            shared = Identity((step.repeat, step.repeat), dtype=dtype)
+            blocks = [Kronecker(shared, block) for block in blocks]
+        factors.append(blocks[0] if step.batch == 1 else BlockDiag(*blocks))
+        width = step.batch * step.repeat * step.fan_out
+    permute(structure.program.last, width)
+    return factors[0] if len(factors) == 1 else Product(*reversed(factors))

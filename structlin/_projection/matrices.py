@@ -1,0 +1,83 @@
+"""Batches of matrices: truncation, and what positive semi-definite ones need."""
+
+from math import sqrt
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def truncate(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The nearest `left @ right` of `rank` to each matrix of a batch; the rows of `right` are orthonormal.
+
+    Where the matrix is too small for the rank, rows of `right` come again and `left` is zero there.
+    """
+    *_, m, n = matrices.shape
+    k = min(rank, m, n)
+    if n <= m:
+        right = leading_eigenvectors(matrices.mT @ matrices, k).mT
+        left = matrices @ right.mT
+    else:
+        basis = leading_eigenvectors(matrices @ matrices.mT, k)
+        orthonormal, triangle = torch.linalg.qr((basis.mT @ matrices).mT)
+        left, right = basis @ triangle.mT, orthonormal.mT
+    return F.pad(left, (0, rank - k)), right[:, torch.arange(rank, device=right.device) % k]
+
+
+def leading_eigenvectors(gram: Tensor, k: int) -> Tensor:
+    """Of the k largest eigenvalues, as columns.
+
+    On one thread for small blocks: LAPACK gains nothing from more, and loses a factor of 100 where cores are busy.
+    """
+    threads = torch.get_num_threads()
+    try:
+        if gram.is_cpu and gram.shape[-1] <= 256:
+            torch.set_num_threads(1)
+        vectors: Tensor = torch.linalg.eigh(gram).eigenvectors
+    finally:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+    return vectors[..., -k:].flip(-1)
+
+
+def make_definite(c: Tensor) -> Tensor:
+    """C to a mean variance of 1, plus the least multiple of the identity that makes it numerically positive definite:
+    inputs that never vary keep W's own columns, as far as the structure can hold them."""
+    c = (c + c.mT) / 2
+    c = c / (c.diagonal().mean().abs() or 1.0)
+    for exponent in range(-14, -3):
+        shifted = c + 10.0**exponent * identity_like(c)
+        if torch.linalg.cholesky_ex(shifted).info == 0:
+            return shifted
+    raise ValueError(
+        f"covariance has an eigenvalue of {torch.linalg.eigvalsh(c)[0].item():.3g} times its mean variance; it must be "
+        "positive semi-definite: X X^T / N of the layer's inputs"
+    )
+
+
+def extend(c: Tensor, columns: int) -> Tensor:
+    """C with inputs more that are always zero."""
+    extended = F.pad(c, (0, columns, 0, columns))
+    extended.diagonal()[len(c) :] = 1e-14
+    return extended
+
+
+def take_root(c: Tensor) -> Tensor:
+    """Lower triangular L, L L^T = C."""
+    root: Tensor = torch.linalg.cholesky(c)
+    return root
+
+
+def invert(gram: Tensor) -> Tensor:
+    """The inverse, slightly damped."""
+    mean = mean_diagonal(gram)[..., None, None]
+    damping = torch.where(mean > 0, mean, torch.ones_like(mean)) * sqrt(torch.finfo(gram.dtype).eps)
+    return torch.cholesky_inverse(torch.linalg.cholesky(gram + damping * identity_like(gram)))
+
+
+def mean_diagonal(gram: Tensor) -> Tensor:
+    return gram.diagonal(dim1=-2, dim2=-1).mean(-1)
+
+
+def identity_like(like: Tensor) -> Tensor:
+    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)

@@ -1,0 +1,167 @@
+"""The layer multiplies by what its state says, whatever users do to it; and refuses what it cannot hold."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from catalogue import SMALL, SMALL_IDS, einsum_matrix, layer_of, tokens
+from torch import nn
+from torch.nn.utils import parametrize, prune
+from torch.testing import assert_close
+
+from structlin import BTT, TT, Family, Kronecker, LowRank, Structure, StructuredLinear, family
+
+every_small_case = pytest.mark.parametrize("case", SMALL, ids=SMALL_IDS)
+
+
+def parametrise_and_remove(layer):
+    parametrize.register_parametrization(layer.cores, "0", nn.Identity())
+    parametrize.remove_parametrizations(layer.cores, "0")
+
+
+def prune_nothing_and_remove(layer):
+    prune.identity(layer.cores, "0")
+    prune.remove(layer.cores, "0")
+
+
+@every_small_case
+@pytest.mark.parametrize("do", [parametrise_and_remove, prune_nothing_and_remove])
+def test_cores_are_multiplied_by_name_not_by_the_order_in_which_they_came(case, do):
+    layer = layer_of(case)
+    x = tokens(3, layer.in_features)
+    before = layer(x)
+    do(layer)
+    assert_close(layer(x), before)
+    matrix = einsum_matrix(layer.structure, [layer.state_dict()[f"cores.{n}"] for n in range(len(layer.cores))])
+    assert_close(layer.to_dense(), matrix[: layer.out_features, : layer.in_features])
+
+
+@pytest.mark.parametrize("spoil", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
+def test_a_parametrised_core_is_the_one_multiplied_by(spoil):
+    layer = StructuredLinear(16, 16, dtype=torch.float64)
+    spoil(layer.cores, "0")
+    with torch.no_grad():
+        layer.cores.parametrizations["0"].original0.mul_(3) if spoil.__name__ == "weight_norm" else None
+    layer.eval()
+    assert_close(layer.to_dense(), einsum_matrix(layer.structure, [layer.cores[0], layer.cores[1]]))
+
+
+def test_a_pruned_core_stays_masked_while_it_trains():
+    layer = StructuredLinear(16, 16, dtype=torch.float64)
+    prune.l1_unstructured(layer.cores, "0", 0.5)
+    mask = layer.cores.get_buffer("0_mask")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        layer(tokens(5, 16)).square().sum().backward()
+        optimizer.step()
+    masked = layer.cores.get_parameter("0_orig") * mask
+    assert_close(layer.to_dense(), einsum_matrix(layer.structure, [masked, layer.cores[1]]))
+    assert (mask == 0).sum() == mask.numel() // 2
+
+
+def test_a_float64_layer_stays_float64_under_autocast_as_nn_linear_does():
+    x = tokens(3, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert StructuredLinear(16, 16, dtype=torch.float64)(x).dtype == nn.Linear(16, 16, dtype=torch.float64)(x).dtype
+
+
+@pytest.mark.parametrize("size", [1e19, 1e-30])
+def test_weight_normalisation_of_huge_and_tiny_cores_is_the_formula(size):
+    layer = StructuredLinear(16, 16, weight_norm=True)
+    with torch.no_grad():
+        layer.cores[0].mul_(size)
+        layer.gains.fill_(1.5)
+    core = layer.cores[0].detach().double()
+    expected = 1.5 * min(1.0, layer.stds[0] / core.square().mean().sqrt().item()) * core
+    assert_close(layer.effective_cores()[0].double(), expected, rtol=1e-6, atol=0)
+
+
+class Halved(Family):
+    def structure(self, in_features, out_features):
+        return Structure("i -> o", "o i", i=in_features // 2, o=out_features)
+
+
+class Nothing(Family):
+    def structure(self, in_features, out_features):
+        return None
+
+
+def test_a_family_that_is_smaller_than_its_layer_is_refused():
+    with pytest.raises(ValueError, match="in_features=8 is larger than the structure's 4"):
+        StructuredLinear(8, 8, Halved())
+    with pytest.raises(TypeError, match="gives a NoneType, not a Structure"):
+        StructuredLinear(8, 8, Nothing())
+
+
+def test_a_users_family_is_known_by_its_name_and_may_not_take_one_of_ours():
+    assert family("halved") == Halved()
+    assert family(**Halved().to_dict()) == Halved()
+    with pytest.raises(ValueError, match="class BTT: structlin has a family of that name"):
+        type("BTT", (Family,), {"structure": lambda self, i, o: None})
+
+
+@pytest.mark.parametrize(
+    ("cores", "message"),
+    [
+        (lambda cores: cores[:1], "1 cores given; the structure has 2"),
+        (lambda cores: [cores[0], cores[1][:1]], r"cores\[1\] has shape"),
+        (lambda cores: [torch.ones(1, 1, 1), cores[1]], r"cores\[0\] has shape"),
+    ],
+)
+def test_cores_that_do_not_fit_are_refused_before_anything_is_written(cores, message):
+    layer = StructuredLinear(16, 16)
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        layer.set_cores_(cores([torch.zeros_like(core) for core in layer.cores]))
+    assert_close(layer.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_bias_that_is_not_finite_is_refused_before_anything_is_written():
+    layer = StructuredLinear(8, 8, LowRank(rank=2))
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(ValueError, match=r"bias has no values .* or some that are not finite"):
+        layer.from_dense_(torch.eye(8), torch.full((8,), torch.nan))
+    assert_close(layer.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_structure_can_not_be_changed_and_is_copied_whole():
+    structure = TT(rank=2).structure(12, 20)
+    with pytest.raises(TypeError):
+        structure.sizes["i1"] = 7
+    with pytest.raises(AttributeError, match="immutable"):
+        structure.flops = 0
+    for again in (copy.copy(structure), copy.deepcopy(structure), pickle.loads(pickle.dumps(structure))):
+        assert again == structure
+        assert again.program == structure.program
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"cores": "oi"}, "must be a text and a list of texts"), ({"sizes": [("i", 2)]}, "must be a mapping")],
+)
+def test_plain_data_that_is_no_structure_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        Structure.from_dict({"signature": "i -> o", "cores": ["o i"], "sizes": {"i": 2, "o": 3}} | change)
+
+
+def test_a_width_that_nobody_could_factor_is_refused_at_once():
+    with pytest.raises(ValueError, match="width=1000000000000000000 is too large"):
+        Kronecker().structure(10**18, 4)
+
+
+def test_an_axis_may_have_any_name_that_ours_could_have_had():
+    structure = Structure("i k -> i o", "i o k", i=3, k=2, o=4)
+    clash = Structure("i ix -> i ixx", "i ixx ix", i=3, ix=2, ixx=4)
+    layers = [StructuredLinear(6, 12, each, dtype=torch.float64) for each in (structure, clash)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    assert_close(layers[0].to_dense(), layers[1].to_dense())
+
+
+def test_a_layer_is_pickled_and_copied_with_its_mode():
+    layer = StructuredLinear(16, 16, BTT(rank=2))
+    layer.mode = "dense"
+    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert again.mode == "dense"
+        assert_close(again.to_dense(), layer.to_dense())
