@@ -396,17 +396,22 @@ struct Core {
   double squares = 0;   // n RMS^2 where it is clipped, or 0
 };
 
+// In float64, where the square of no float32 overflows
 template <class F>
 double sum_products(const F* a, const F* b, Index n) {
-  double total = 0;
-  for (Index start = 0; start < n; start += 4096) {
-    Vector<F> sum[4] = {};
-    Index stop = std::min(n, start + 4096), i = start;
-    for (; i + 4 * LANES<F> <= stop; i += 4 * LANES<F>)
-      for (int j = 0; j < 4; j++) sum[j] += load(a + i + j * LANES<F>) * load(b + i + j * LANES<F>);
-    for (; i < stop; i += LANES<F>) sum[0] += load(a + i, stop - i) * load(b + i, stop - i);
-    total += sum_lanes<F>((sum[0] + sum[1]) + (sum[2] + sum[3]));
-  }
+  constexpr int D = LANES<double>;
+  typedef F Few __attribute__((vector_size(D * sizeof(F))));
+  Vector<double> sum[4] = {};
+  Index i = 0;
+  for (; i + 4 * D <= n; i += 4 * D)
+    for (int j = 0; j < 4; j++) {
+      Few left, right;
+      std::memcpy(&left, a + i + j * D, sizeof left);
+      std::memcpy(&right, b + i + j * D, sizeof right);
+      sum[j] += __builtin_convertvector(left, Vector<double>) * __builtin_convertvector(right, Vector<double>);
+    }
+  double total = sum_lanes<double>((sum[0] + sum[1]) + (sum[2] + sum[3]));
+  for (; i < n; i++) total += static_cast<double>(a[i]) * b[i];
   return total;
 }
 
@@ -874,13 +879,9 @@ std::vector<Tensor> gradients(const Tensor& dy, const Tensor& x, std::vector<Ten
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY(structlin_cpu, library) {
-  library.def("multiply(Tensor x, Tensor[] cores, Tensor? bias, Tensor? gains, float[] sigmas, int[] code) -> Tensor");
-  library.def(
-      "gradients(Tensor dy, Tensor x, Tensor[] cores, Tensor? gains, float[] sigmas, int[] code, int wants) -> Tensor[]");
-}
-
+// Their schemas are in op.py
 STABLE_TORCH_LIBRARY_IMPL(structlin_cpu, CPU, library) {
   library.impl("multiply", TORCH_BOX(&multiply));
+  library.impl("layer", TORCH_BOX(&multiply));
   library.impl("gradients", TORCH_BOX(&gradients));
 }
