@@ -16,7 +16,7 @@ from .duality import dualize
 from .optim import param_groups
 from .scaling import init_std, lr_mult
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "BTT",
     "TT",

@@ -1,67 +1,54 @@
-"""Files: `model.safetensors` with the numbers, `structlin.json` with exact module names and structures.
+"""`save` and `load`, and the description of structured layers as plain data, which transformers' config uses too."""
 
-The manifest holds no pattern and no code. It carries the checksum of the other file and of itself, and is written last,
-so that a folder is either whole or refused. Needs safetensors.
-"""
-
-import hashlib
-import json
 import os
-import shutil
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ._files import read_file, write_file
 from ._linear import StructuredLinear, uninitialised
 from ._model.survey import Layer, is_conv1d, linear_layers, swap
+from ._state import ENTRY
 from ._structure import Structure
 
-VERSION = 1
-WEIGHTS, MANIFEST = "model.safetensors", "structlin.json"
+Replacement = tuple[tuple[str, ...], StructuredLinear]  # a new layer, and its names in the model
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write a model, converted or not, into the folder `path`; `load` is the inverse.
+    """Write a model, converted or not, into the folder `path` as `structlin.safetensors`; `load` is the inverse.
 
-    Tied tensors are stored once. An earlier model in the folder is replaced file by file, the manifest last: after an
-    interruption the folder holds the old model, the new one, or one that `load` refuses.
+    The file is replaced by one rename once the new one is on the disk: at any moment, also after a crash, the folder
+    holds the old model or the new one, whole. Several processes may save and load at once. Tied tensors are stored
+    once.
 
     Raises:
         ValueError: a tensor without values (meta), sharded, quantised, or state that is no tensor; `path` is a file.
+        OSError: the file cannot be written, for example because the disk is full.
 
+    >>> import tempfile
     >>> from structlin import BTT, convert
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save(convert(nn.Sequential(nn.Linear(64, 64)), BTT()), folder)
     ...     load(nn.Sequential(nn.Linear(64, 64)), folder)[0].structure.params
     1024
     """
-    from safetensors.torch import save_file
-
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"path={str(path)!r} is a file; save writes a folder")
-    tensors, aliases = _unique(model)
-    folder.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=".structlin-", dir=folder))
-    try:
-        save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
-        manifest = {"format": "structlin", "version": VERSION, "modules": describe(model), "aliases": aliases}
-        manifest |= {"tensors": {name: str(tensor.dtype) for name, tensor in tensors.items()}}
-        manifest |= {WEIGHTS: _sha256(new / WEIGHTS)}
-        manifest["checksum"] = _checksum(manifest)
-        (new / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-        for name in (WEIGHTS, MANIFEST):
-            os.replace(new / name, folder / name)
-    finally:
-        shutil.rmtree(new)
+        raise ValueError(f"path={str(folder)!r} is a file; save writes a folder")
+    tensors, aliases = _collect_tensors(model)
+    write_file(folder, tensors, describe(model), aliases)
 
 
 def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """Make `model` what was saved in `path`: exactly the layers that the file names become structured.
+
+    Parameters are filled in place, so that an optimizer, DDP or hooks made before keep hold of them. Only those of
+    another dtype than the file's, on the meta device or of a layer that becomes structured are new ones. The file is
+    read once and not needed afterwards. On the CPU this takes the memory of the file and of the old values.
 
     Args:
         model: freshly built and dense, also on the meta device; or converted already in the same way. Its parameters
@@ -71,38 +58,19 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
         `model`; the new layer if the model is itself a linear layer.
 
     Raises:
-        ValueError: a file is missing, truncated or edited; the model differs from what was saved: the message names
-            the layers and tensors that do. The model is then as it was.
+        ValueError: the file is missing, truncated or edited; the model differs from what was saved: the message names
+            the layers and tensors that do. After this error, as after any other, the model is as it was.
     """
-    manifest, tensors = _read(Path(path))
-    replacements = restructure(model, manifest["modules"], device="meta")
-    wanted = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
-    for names, layer in replacements:
-        for name in names:
-            prefix = f"{name}." if name else ""
-            wanted.pop(f"{prefix}weight")
-            wanted |= {f"{prefix}{key}": tensor for key, tensor in layer.state_dict(keep_vars=True).items()}
-    sources = {name: manifest["aliases"].get(name, name) for name in (*tensors, *manifest["aliases"])}
-    _check_tensors(wanted, {name: tensors[source] for name, source in sources.items()}, path)
-    ties = _ties(wanted, sources, tensors)
-    _check_buffers(model)
-
-    devices = {name: "cpu" if tensor.is_meta else tensor.device for name, tensor in wanted.items()}
-    for names, layer in replacements:
-        old = model.get_submodule(names[0])._parameters["weight"]
-        assert old is not None
-        for name in names:
-            for key in layer.state_dict():
-                place = f"{name}.{key}" if name else key
-                devices[place] = "cpu" if old.is_meta else old.device
-    model = swap(model, replacements)
-    model.load_state_dict({name: tensors[sources[name]].to(devices[name]) for name in wanted}, assign=True)
-    for first, *others in ties:  # assigning untied them
-        one = model.get_parameter(first)
-        for name in others:
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, one)
-    return model
+    saved = read_file(Path(path))
+    with torch.inference_mode(False), torch.no_grad(), _restore_on_error(model):
+        root = swap(model, restructure(model, saved.modules))
+        try:
+            _check_state(root, saved.tensors)
+            _take_dtypes(root, saved.tensors)
+            root.load_state_dict(saved.tensors)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"path={str(path)!r}: {error}") from error
+    return root
 
 
 def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -117,86 +85,91 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
             "weight_norm": module.gains is not None,
             "init": module.init,
             "zero_init": module.zero_init,
+            "sigma": module.stds,
             "conv1d": module.conv1d,
             "mode": module.mode,
-            "dtype": str(module.cores[0].dtype),
         }
         for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, StructuredLinear)
     }
 
 
-def restructure(
-    model: nn.Module, modules: Mapping[str, Mapping[str, Any]], *, device: torch.device | str | None = None
-) -> list[tuple[tuple[str, ...], StructuredLinear]]:
-    """The layers that `model` must get to have the structures that `modules` describes, with their names; for `swap`.
+def restructure(model: nn.Module, modules: Mapping[str, Mapping[str, Any]]) -> list[Replacement]:
+    """The layers that `model` must get to have the structures that `modules` describes; for `swap`.
 
-    Layers that have them already are left out. Nothing is changed.
-
-    Args:
-        device: of the new layers; None: that of the layers they replace.
+    They have the biases of the layers that they replace, and no other values yet. Layers that are as described already
+    are left out. Nothing is changed.
 
     Raises:
         ValueError: layers that the model lacks, that are no plain linear layers, or that differ in widths, bias or
-            structure.
+            what they compute with.
     """
     layers = {name: layer for layer in linear_layers(model) for name in layer.names}
-    problems, found = [], list[tuple[tuple[str, ...], StructuredLinear]]()
-    done = set[int]()
+    problems, found = [], dict[nn.Module, Replacement]()
     for name, data in modules.items():
         layer = layers.get(name)
         if layer is None:
             problems.append(f"{name!r}: the model has no such linear layer")
             continue
         try:
-            new = _fitting(layer, data, device)
-        except (KeyError, TypeError, ValueError) as error:
+            new = _build_layer(layer, data)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             problems.append(f"{name!r}: {error}")
             continue
-        if new is not None and id(layer.module) not in done:
-            found.append((layer.names, new))
-            done.add(id(layer.module))
+        if new is not None:
+            found[layer.module] = layer.names, new
     converted = [name for name, layer in layers.items() if isinstance(layer.module, StructuredLinear)]
     problems += [f"{name!r} is structured in the model, dense in the file" for name in converted if name not in modules]
     if problems:
         raise ValueError(f"the model differs from what was saved: {'; '.join(problems[:10])}")
-    return found
+    return list(found.values())
 
 
-def _fitting(layer: Layer, data: Mapping[str, Any], device: torch.device | str | None) -> StructuredLinear | None:
-    """A new layer as described, in place of `layer`; None if it is that already."""
-    old = layer.module
-    structure = Structure.from_dict(data["structure"])
+def _build_layer(layer: Layer, data: Mapping[str, Any]) -> StructuredLinear | None:
+    """A layer as described, in place of `layer`; None if that computes with the same already."""
+    old, bias = layer.module, layer.module._parameters.get("bias")
+    structured = isinstance(old, StructuredLinear)
     widths = layer.in_features, layer.out_features
     saved = data["in_features"], data["out_features"]
     if widths != saved:
         raise ValueError(f"{widths[0]} -> {widths[1]} in the model, {saved[0]} -> {saved[1]} in the file")
-    if (old._parameters.get("bias") is not None) != data["bias"]:
+    if (bias is not None) != data["bias"]:
         raise ValueError(f"bias={not data['bias']} in the model, bias={data['bias']} in the file")
-    if isinstance(old, StructuredLinear):
-        if old.structure != structure or (old.gains is not None) != data["weight_norm"]:
-            raise ValueError(f"is {old.label} in the model, {data['label']} in the file, or differs in weight_norm")
-        return None
-    if layer.obstacle:
+    if not structured and layer.obstacle:
         raise ValueError(layer.obstacle)
-    if is_conv1d(old) != data["conv1d"]:
+    if not structured and is_conv1d(old) != data["conv1d"]:
         raise ValueError("an nn.Linear in one, a Conv1D in the other")
-    assert isinstance(old.weight, Tensor)
-    kept = ("bias", "weight_norm", "init", "zero_init")
-    options: dict[str, Any] = {key: data[key] for key in kept}
-    options |= {"device": device or old.weight.device, "dtype": old.weight.dtype}
-    new = uninitialised(*widths, structure, **options)
-    new.mode = str(data["mode"])
-    new.label, new.conv1d = str(data["label"]), bool(data["conv1d"])
-    for core in new.cores:
-        core.requires_grad_(old.weight.requires_grad)
-    for own, other in [(new.bias, old._parameters.get("bias"))]:
-        if own is not None and other is not None:
-            own.requires_grad_(other.requires_grad)
+    weight = old.weight
+    assert isinstance(weight, Tensor)
+    new = uninitialised(
+        *widths,
+        Structure.from_dict(data["structure"]),
+        bias=False,
+        weight_norm=data["weight_norm"],
+        init=data["init"],
+        zero_init=data["zero_init"],
+        device="meta" if structured else weight.device,
+        dtype=weight.dtype,
+    )
+    if new.stds != data.get("sigma", new.stds):  # 0.1.0 did not write it
+        raise ValueError(f"init={new.init!r} gives sigma={new.stds} in this version, {data['sigma']} in the file")
+    if isinstance(old, StructuredLinear):
+        _check_same(old, new, data["label"])
+        return None
+    new.label, new.conv1d, new.mode = str(data["label"]), bool(data["conv1d"]), str(data["mode"])
+    new.requires_grad_(weight.requires_grad)
+    new.bias = bias
     return new.train(old.training)
 
 
-def _unique(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _check_same(old: StructuredLinear, new: StructuredLinear, label: str) -> None:
+    if old.structure != new.structure:
+        raise ValueError(f"is {old.label} in the model, {label} in the file")
+    if old.text != new.text:
+        raise ValueError(f"computes with {old.text!r} in the model, {new.text!r} in the file")
+
+
+def _collect_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Each tensor of the state once, contiguous and alone in its storage; other names of it -> the first."""
     tensors, aliases, first = dict[str, Tensor](), dict[str, str](), dict[tuple[Any, ...], str]()
     for name, tensor in model.state_dict().items():
@@ -216,69 +189,54 @@ def _unique(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         storage = tensor.untyped_storage()
         alone = storage.nbytes() == tensor.numel() * tensor.element_size() and storage.data_ptr() not in seen
         seen.add(storage.data_ptr())
-        tensors[name] = (
-            tensor if alone and tensor.is_contiguous() else tensor.clone(memory_format=torch.contiguous_format)
-        )
+        if not alone or not tensor.is_contiguous():
+            tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
     return tensors, aliases
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+# ---- filling a model -------------------------------------------------------------------------------------------------
 
-    for name in (MANIFEST, WEIGHTS):
-        if not (folder / name).is_file():
-            raise ValueError(f"path={str(folder)!r} has no {name}; was it written by structlin.save?")
+
+@contextmanager
+def _restore_on_error(model: nn.Module) -> Iterator[None]:
+    """If the block fails, put the modules, parameters, buffers and their values back as they are now."""
+    kinds = ("_modules", "_parameters", "_buffers")
+    places = [vars(module)[kind] for module in model.modules() for kind in kinds]
+    contents = [dict(place) for place in places]
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta and not t.is_inference()]
+    values = [(tensor, tensor._version, tensor.to("cpu", copy=True)) for tensor in tensors]
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        if manifest["format"] != "structlin" or not isinstance(manifest["version"], int):
-            raise KeyError("format")
-        if manifest["version"] > VERSION:
-            version = manifest["version"]
-            raise ValueError(
-                f"{folder / MANIFEST} has version {version}; upgrade structlin, which reads up to {VERSION}"
-            )
-        intact = manifest.pop("checksum") == _checksum(manifest)
-        shapes = all(isinstance(manifest[part], dict) for part in ("modules", "aliases", "tensors"))
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{folder / MANIFEST} is no manifest of structlin, or is truncated") from None
-    if not intact or not shapes:
-        raise ValueError(f"{folder / MANIFEST} was edited: its checksum is another")
-    if manifest[WEIGHTS] != _sha256(folder / WEIGHTS):
-        raise ValueError(f"{folder / WEIGHTS} is not the file that {MANIFEST} was written with: truncated or edited")
-    try:
-        return manifest, load_file(folder / WEIGHTS)
-    except SafetensorError as error:
-        raise ValueError(f"{folder / WEIGHTS} cannot be read: {error}") from None
+        yield
+    except BaseException:
+        for place, content in zip(places, contents, strict=True):
+            place.clear()
+            place.update(content)
+        for tensor, version, value in values:
+            if tensor._version != version:
+                tensor.copy_(value)
+        raise
 
 
-def _check_tensors(wanted: Mapping[str, Tensor], saved: Mapping[str, Tensor], path: str | os.PathLike[str]) -> None:
-    problems = [f"{name!r} is in the model, not in the file" for name in wanted if name not in saved]
-    problems += [f"{name!r} is in the file, not in the model" for name in saved if name not in wanted]
+def _check_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Names and shapes; what is tied in the model must be equal in the file; all else must come from somewhere."""
+    entries = {f"{name}.{ENTRY}".removeprefix(".") for name in describe(model)}  # compared by the layers
+    state = model.state_dict(keep_vars=True)
+    wanted = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    lacking, unknown = wanted.keys() - saved.keys() - entries, saved.keys() - wanted.keys() - entries
+    problems = [f"{name!r} is in the model, not in the file" for name in wanted if name in lacking]
+    problems += [f"{name!r} is in the file, not in the model" for name in saved if name in unknown]
     problems += [
-        f"{name!r} has shape {tuple(wanted[name].shape)} in the model, {tuple(saved[name].shape)} in the file"
-        for name in wanted
-        if name in saved and wanted[name].shape != saved[name].shape
+        f"{name!r} has shape {tuple(wanted[name].shape)} in the model, {tuple(tensor.shape)} in the file"
+        for name, tensor in saved.items()
+        if name in wanted and wanted[name].shape != tensor.shape
     ]
     if problems:
-        raise ValueError(f"path={str(path)!r}: the model differs from what was saved: {'; '.join(problems[:10])}")
-
-
-def _ties(wanted: Mapping[str, Tensor], sources: Mapping[str, str], tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Names of the model's tied parameters; tied ones must be equal in the file."""
-    groups: dict[int, list[str]] = {}
-    for name, tensor in wanted.items():
-        groups.setdefault(id(tensor), []).append(name)
-    ties = [names for names in groups.values() if len(names) > 1]
-    for first, *others in ties:
-        for name in others:
-            if not torch.equal(tensors[sources[first]], tensors[sources[name]]):
-                raise ValueError(f"{first!r} and {name!r} are tied in the model and differ in the file: untie them")
-    return ties
-
-
-def _check_buffers(model: nn.Module) -> None:
-    saved = model.state_dict()
+        raise ValueError(f"the model differs from what was saved: {'; '.join(problems[:10])}")
+    first = dict[int, str]()
+    for name in (name for name in wanted if name in saved):
+        other = first.setdefault(id(wanted[name]), name)
+        if saved[name] is not saved[other] and not torch.equal(saved[name], saved[other]):
+            raise ValueError(f"{other!r} and {name!r} are tied in the model and differ in the file: untie them")
     lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in saved]
     if lost:
         raise ValueError(
@@ -286,10 +244,22 @@ def _check_buffers(model: nn.Module) -> None:
         )
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def _take_dtypes(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Make anew the parameters and buffers that the file's numbers cannot be copied into; ties stay."""
+    made = dict[int, Tensor]()
+    for prefix, module in model.named_modules():
+        for held in (module._parameters, module._buffers):
+            for name, old in list(held.items()):
+                value = saved.get(f"{prefix}.{name}".removeprefix("."))
+                if old is None or value is None:
+                    continue
+                if old.dtype == value.dtype and not old.is_meta and not old.is_inference():
+                    continue
+                if id(old) not in made:
+                    made[id(old)] = _make_like(old, value)
+                held[name] = made[id(old)]
 
 
-def _checksum(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+def _make_like(old: Tensor, value: Tensor) -> Tensor:
+    new = torch.empty_like(value, device="cpu" if old.is_meta else old.device)
+    return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new

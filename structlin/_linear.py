@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from . import _product
 from ._families import DEFAULT, Family, label, structure_of
 from ._projection import project
+from ._state import ENTRY, carries_entry, find_difference, write_entry
 from ._structure import Structure
 from ._weight import WeightView
 from .duality import dualize
@@ -216,6 +217,34 @@ class StructuredLinear(nn.Module):
         if torch.compiler.is_compiling():
             return self.to_dense()
         return WeightView(self)
+
+    @property
+    def text(self) -> str:
+        """What the layer computes with beside its parameters, on one line; its state carries it."""
+        sigma = "" if self.gains is None else f"; sigma={' '.join(map(repr, self.stds))}"
+        return f"{self.in_features} -> {self.out_features} by {self.structure.text}{sigma}"
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if carries_entry(self, prefix):
+            destination[prefix + ENTRY] = write_entry(self.text)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        entry = prefix + ENTRY
+        if difference := find_difference(state_dict.get(entry), self.text):
+            error_msgs.append(f"{entry!r}: {difference}")
+        state = {name: value for name, value in state_dict.items() if name != entry}
+        told = (missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state, prefix, local_metadata, strict, *told)
 
     def extra_repr(self) -> str:
         options = f"in_features={self.in_features}, out_features={self.out_features}, {self.label}"

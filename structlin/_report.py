@@ -7,6 +7,7 @@ from io import StringIO
 from torch import nn
 
 from ._linear import StructuredLinear
+from ._model.parameters import parameters_of
 from ._model.survey import linear_layers
 
 
@@ -108,14 +109,14 @@ def summary(model: nn.Module, *, tokens: int | None = None) -> Summary:
     Raises:
         ValueError: the model has no linear layer; `tokens` is negative.
 
-    >>> from structlin import BTT, convert
+    >>> from structlin import BTT, TT, convert
     >>> print(summary(convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), BTT())))
     layer              x   in -> out   structure     params   /dense   FLOPs/token   /dense   padding
     ─────────────────────────────────────────────────────────────────────────────────────────────────
     *                  2   64 -> 64    BTT(rank=1)    2,048    25.0%         4,096    25.0%
     linear layers      2                              2,048    25.0%         4,096    25.0%
     other parameters                                    128
-    >>> summary(nn.Sequential(StructuredLinear(64, 64, BTT(), mode="dense")), tokens=4096).rows[0].way
+    >>> summary(nn.Sequential(StructuredLinear(64, 64, TT(rank=16))), tokens=4096).rows[0].way
     'dense'
     """
     if tokens is not None and tokens < 0:
@@ -124,14 +125,12 @@ def summary(model: nn.Module, *, tokens: int | None = None) -> Summary:
     if not layers:
         raise ValueError(f"model={type(model).__name__} has no linear layer")
     merged: dict[tuple[object, ...], Row] = {}
-    once = set[int]()  # a tied matrix counts where it is first
-    tied = 0
+    matrices = set[nn.Parameter]()
     for layer in layers:
         module = layer.module
+        own = (info for info in parameters_of(module) if info.weight.kind == "matrix")
+        matrices.update(info.parameter for info in own)
         params = layer.in_features * layer.out_features
-        weight = id(module._parameters.get("weight", module))
-        tied += params if weight in once else 0
-        once.add(weight)
         flops, text, padding, way = 2 * params, "dense", (0, 0), ""
         if isinstance(module, StructuredLinear):
             params, flops = module.structure.params, module.structure.flops
@@ -145,5 +144,5 @@ def summary(model: nn.Module, *, tokens: int | None = None) -> Summary:
         name, count = (pattern, before.layers + 1) if before is not None else (layer.name, 1)
         merged[key] = Row(name, count, layer.in_features, layer.out_features, text, params, flops, padding, way)
     rows = tuple(merged.values())
-    everything = sum(parameter.numel() for parameter in model.parameters())
-    return Summary(rows, everything - sum(row.params for row in rows) + tied)
+    others = (parameter for parameter in model.parameters() if parameter not in matrices)
+    return Summary(rows, sum(parameter.numel() for parameter in others))

@@ -107,7 +107,7 @@ def dualize(
     if matrix.numel() == 0:
         return matrix.clone()
     if dtype is None:
-        dtype = torch.float64 if matrix.dtype == torch.float64 else torch.float32
+        dtype = torch.promote_types(matrix.dtype, torch.float32)
     x = _of_unit_size(matrix.to(dtype))
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT  # Gram matrices are of the short side
@@ -116,6 +116,11 @@ def dualize(
     else:
         x = {"svd": _svd, "inverse-root": _inverse_root, "sketch": _sketch}[method](x)
     return (x if wide else x.mT).to(matrix.dtype)
+
+
+def promote(x: Tensor) -> Tensor:
+    """In float32, or in float64 if it is that already: the dtype of norms."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def polar_from_gram(gram: Tensor, *, method: str = "ns", steps: int | None = None) -> Tensor:
@@ -172,7 +177,7 @@ def dual_embedding(gradient: Tensor) -> Tensor:
     """
     if gradient.numel() == 0:
         return gradient.clone()
-    x = gradient.to(torch.float64 if gradient.dtype == torch.float64 else torch.float32)
+    x = promote(gradient)
     largest = x.abs().amax(dim=-1, keepdim=True)
     x = x / _one_for_zero(largest)
     mean_square = x.square().mean(dim=-1, keepdim=True)
@@ -205,7 +210,7 @@ def spectral_bound(matrix: Tensor) -> Tensor:
     """
     if matrix.numel() == 0:
         return matrix.new_zeros(matrix.shape[:-2])
-    x = matrix if matrix.dtype == torch.float64 else matrix.float()
+    x = promote(matrix)
     largest = _one_for_zero(x.abs().amax(dim=(-2, -1), keepdim=True))
     x = x / largest
     power, norm = (x @ x.mT if x.shape[-2] <= x.shape[-1] else x.mT @ x), largest

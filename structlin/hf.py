@@ -1,12 +1,15 @@
 """transformers: `save_pretrained` and `from_pretrained` of a converted model, by transformers' own quantiser interface.
 
-`convert` announces the model's structured layers (`declare`). To load, **import structlin.hf before from_pretrained**:
-it registers the quantiser "structlin". Without that import from_pretrained fails with a size mismatch of every
-structured layer's `weight`, because the file holds an empty tensor of that name: it cannot go on with random weights.
+`convert` announces the structured layers of a model of transformers (`declare`). To load, **import structlin.hf before
+from_pretrained**: it registers the quantiser "structlin". Without that import, and where only a part of a model was
+converted without `declare(model)`, from_pretrained fails with a size mismatch of every structured layer's `weight`,
+because the file holds a row of bytes of that name: it cannot go on with random weights, unless it is told to ignore
+mismatched sizes.
 """
 
+import copy
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -16,16 +19,16 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ._checkpoint import describe, restructure
-from ._convert import to_dense_
 from ._linear import StructuredLinear
-from ._model.survey import swap
+from ._model.survey import build_dense_layer, linear_layers, swap
+from ._state import ENTRY, write_entry
 
 METHOD = "structlin"
 
 
 @register_quantization_config(METHOD)
 class StructlinConfig(QuantizationConfigMixin):
-    """What config.json says: module names -> structure and widths, see `checkpoint.describe`."""
+    """What config.json says: module names -> structure and widths, see `_checkpoint.describe`."""
 
     def __init__(self, modules: dict[str, dict[str, Any]] | None = None, **options: Any) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]
@@ -39,8 +42,9 @@ class StructlinQuantizer(HfQuantizer):
     quantization_config: StructlinConfig
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **options: Any) -> PreTrainedModel:
-        swap(model, restructure(model, self.quantization_config.modules))
-        guards = [rf"^{re.escape(name)}\.weight$" for name in self.quantization_config.modules]
+        modules = _match_names(model, self.quantization_config.modules)
+        swap(model, restructure(model, modules))
+        guards = [rf"(^|\.){re.escape(name)}\.{ENTRY}$" for name in modules]
         kind: type[Any] = list if __version__.startswith("4.") else set
         model._keys_to_ignore_on_load_unexpected = kind([*(model._keys_to_ignore_on_load_unexpected or ()), *guards])
         return model
@@ -60,15 +64,18 @@ class StructlinQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(
         self, model: PreTrainedModel, *args: Any, **options: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """`save_pretrained` calls this before it writes the config."""
         declare(model)  # what the layers are now
+        _write_config(model)
         state = model.state_dict()
         for name, module in model.named_modules(remove_duplicate=False):
             if isinstance(module, StructuredLinear):
-                state[f"{name}.weight"] = module.cores[0].new_empty(0)
+                state[f"{name}.{ENTRY}"] = write_entry(module.text)  # also where its cores are offloaded
         return state, {}
 
     def _dequantize(self, model: PreTrainedModel, dtype: Any = None) -> nn.Module:
-        return to_dense_(model)
+        layers = [layer for layer in linear_layers(model) if isinstance(layer.module, StructuredLinear)]
+        return swap(model, [(layer.names, build_dense_layer(layer.module)) for layer in layers])  # type: ignore[arg-type]
 
     def is_serializable(self, *args: Any, **options: Any) -> bool:
         return True
@@ -86,23 +93,55 @@ class StructlinQuantizer(HfQuantizer):
         return True
 
 
+def declare(model: nn.Module) -> None:
+    """Tell every model of transformers in `model`, itself included, which of its layers are structured.
+
+    `convert`, `to_dense_` and every save call it. Call it on the whole model after converting a part of it, for
+    example `convert(model.model.layers, ...)`, or its checkpoints are refused when they are loaded.
+    """
+    for part in model.modules():
+        if not isinstance(part, PreTrainedModel):
+            continue
+        modules = describe(part)
+        own = getattr(part, "hf_quantizer", None)
+        if modules:
+            part.hf_quantizer = StructlinQuantizer(StructlinConfig(modules))  # type: ignore[assignment]
+        elif isinstance(own, StructlinQuantizer):
+            del part.hf_quantizer
+            _write_config(part)
+
+
+def _write_config(model: PreTrainedModel) -> None:
+    """Give `model` a config of its own that says what its quantiser says: other models may share the one it has."""
+    shared: Any = model.config
+    own = copy.copy(shared)
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:
+        own.quantization_config = quantizer.quantization_config
+    elif hasattr(own, "quantization_config"):
+        del own.quantization_config
+    for module in model.modules():
+        if vars(module).get("config") is shared:
+            module.config = own
+
+
+def _match_names(model: PreTrainedModel, modules: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """`modules` by the names that they have in `model`, which may be the saved model's body, or have it as its body.
+
+    As transformers does with weights, layers of another head are left out.
+    """
+    prefix = f"{model.base_model_prefix}."
+    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    has_head = any(name.startswith(prefix) for name in modules)
+    found = {}
+    for name, data in modules.items():
+        own = next((own for own in (name, name.removeprefix(prefix), prefix + name) if own in names), name)
+        if own in names or name.startswith(prefix) or not has_head:
+            found[own] = data
+    return found
+
+
 def _refuse_lost(parameters: Iterable[str]) -> None:
     lost = [name for name in parameters if re.search(r"\.cores\.\d+$", name)]
     if lost:
         raise ValueError(f"the checkpoint lacks cores of structured layers: {', '.join(lost[:5])}")
-
-
-def declare(model: PreTrainedModel) -> None:
-    """Write the structured layers of `model` into its config, or take the entry away if there are none.
-
-    `convert`, `to_dense_` and every save call it; call it on the outer model after converting a part of it.
-    """
-    modules = describe(model)
-    if not modules:
-        for owner, name in ((model, "hf_quantizer"), (model.config, "quantization_config")):
-            if getattr(owner, name, None) is not None:
-                delattr(owner, name)
-        return
-    config = StructlinConfig(modules)
-    model.config.quantization_config = config
-    model.hf_quantizer = StructlinQuantizer(config)  # type: ignore[assignment]

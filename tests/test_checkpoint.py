@@ -1,15 +1,22 @@
 """Files of converted models: bit-equal, strict, whole or refused."""
 
 import json
+import os
+import shutil
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 pytest.importorskip("safetensors")
 
+from safetensors.torch import save_file
+
 from structlin import BTT, TT, Kronecker, LowRank, Monarch, Structure, StructuredLinear, convert, load, plan, save
-from structlin._checkpoint import MANIFEST, WEIGHTS
+from structlin._files import FILE
 from tests.models import GPT, snapshot
 
 TOKENS = torch.arange(24).reshape(2, 12)
@@ -29,6 +36,12 @@ def mixed(**options) -> GPT:
     return model
 
 
+def description(folder) -> dict:
+    data = (folder / FILE).read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return json.loads(header["__metadata__"]["structlin"])
+
+
 @pytest.fixture
 def saved(tmp_path):
     model = mixed()
@@ -46,15 +59,14 @@ def test_a_model_comes_back_bit_equal_into_a_dense_one(saved):
             other = fresh.get_submodule(name)
             assert (other.structure, other.label, other.stds) == (layer.structure, layer.label, layer.stds)
     save(fresh, path / "again")
-    assert (path / "again" / WEIGHTS).read_bytes() == (path / WEIGHTS).read_bytes()
+    assert (path / "again" / FILE).read_bytes() == (path / FILE).read_bytes()
 
 
 def test_how_a_layer_multiplies_comes_back_with_it(tmp_path):
     model = convert(nn.Sequential(nn.Linear(8, 8)), BTT())
     model[0].mode = "structured"
     save(model, tmp_path / "m")
-    layer = load(nn.Sequential(nn.Linear(8, 8)), tmp_path / "m")[0]
-    assert layer.mode == "structured"
+    assert load(nn.Sequential(nn.Linear(8, 8)), tmp_path / "m")[0].mode == "structured"
 
 
 def test_a_model_comes_back_into_one_that_is_converted_already(saved):
@@ -102,8 +114,7 @@ def test_frozen_parameters_and_training_mode_are_the_models_own(saved):
 def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
     model = mixed(tied=True)
     save(model, tmp_path)
-    manifest = json.loads((tmp_path / MANIFEST).read_text())
-    assert manifest["aliases"] == {"lm_head.weight": "wte.weight"}
+    assert description(tmp_path)["aliases"] == {"lm_head.weight": "wte.weight"}
     fresh = load(GPT(tied=True), tmp_path)
     assert fresh.lm_head.weight is fresh.wte.weight
     assert torch.equal(fresh(TOKENS), model(TOKENS))
@@ -153,13 +164,13 @@ def test_a_dense_model_and_a_batchnorm_are_stored_as_well(tmp_path):
     assert torch.equal(fresh.eval()(torch.ones(2, 4)), model.eval()(torch.ones(2, 4)))
 
 
-def test_the_manifest_names_modules_exactly_and_holds_no_pattern(saved):
+def test_the_file_names_modules_exactly_and_holds_no_pattern(saved):
     model, path = saved
-    manifest = json.loads((path / MANIFEST).read_text())
+    modules = description(path)["modules"]
     structured = {name for name, module in model.named_modules() if isinstance(module, StructuredLinear)}
-    assert set(manifest["modules"]) == structured
-    assert manifest["modules"]["h.0.attn.c_proj"]["structure"] == BTT(rank=2).structure(64, 64).to_dict()
-    assert sorted(file.name for file in path.iterdir()) == [WEIGHTS, MANIFEST]
+    assert set(modules) == structured
+    assert modules["h.0.attn.c_proj"]["structure"] == BTT(rank=2).structure(64, 64).to_dict()
+    assert [file.name for file in path.iterdir()] == [FILE]
 
 
 @pytest.mark.parametrize(
@@ -183,31 +194,38 @@ def test_another_model_is_refused_and_stays_as_it_was(saved, model, message):
     assert snapshot(other) == before
 
 
-def _edit(path, change):
-    data = json.loads(path.read_text())
-    change(data)
-    path.write_text(json.dumps(data))
+def _rewrite(path, change):
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    own = json.loads(header["__metadata__"]["structlin"])
+    change(own)
+    header["__metadata__"]["structlin"] = json.dumps(own, separators=(",", ":"))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda p: (p / MANIFEST).unlink(), "has no structlin.json"),
-        (lambda p: (p / WEIGHTS).unlink(), "has no model.safetensors"),
-        (lambda p: (p / MANIFEST).write_text((p / MANIFEST).read_text()[:500]), "is truncated"),
-        (lambda p: (p / MANIFEST).write_text("[]"), "no manifest of structlin"),
-        (lambda p: (p / MANIFEST).write_text("{}"), "no manifest of structlin"),
-        (lambda p: (p / MANIFEST).write_bytes(b"\xff\xfe\x00"), "no manifest of structlin"),
-        (lambda p: _edit(p / MANIFEST, lambda d: d["modules"].pop("h.0.mlp.c_fc")), "was edited"),
-        (lambda p: _edit(p / MANIFEST, lambda d: d.update(version=99)), "has version 99; upgrade structlin"),
-        (lambda p: (p / WEIGHTS).write_bytes((p / WEIGHTS).read_bytes()[:-8]), "truncated or edited"),
-        (lambda p: (p / WEIGHTS).write_bytes((p / WEIGHTS).read_bytes()[:-1] + b"\x07"), "truncated or edited"),
-        (lambda p: torch.save({}, p / WEIGHTS), "truncated or edited"),
+        (lambda p: p.unlink(), "has no structlin.safetensors; was it written by structlin.save"),
+        (lambda p: p.write_bytes(p.read_bytes()[:500]), "truncated or edited"),
+        (lambda p: p.write_bytes(b""), "no file of structlin.save"),
+        (lambda p: p.write_bytes(b"[]"), "no file of structlin.save"),
+        (lambda p: p.write_bytes(b"\xff" * 99), "no file of structlin.save"),
+        (lambda p: save_file({"a": torch.ones(2)}, p), "no file of structlin.save"),
+        (lambda p: torch.save({}, p), "no file of structlin.save"),
+        (lambda p: _rewrite(p, lambda d: d["modules"].pop("h.0.mlp.c_fc")), "edited: its checksum is another"),
+        (lambda p: _rewrite(p, lambda d: d.pop("checksum")), "no file of structlin.save"),
+        (lambda p: _rewrite(p, lambda d: d.update(version=99)), "has version 99; upgrade structlin"),
+        (lambda p: p.write_bytes(p.read_bytes()[:-8]), "truncated or edited"),
+        (lambda p: p.write_bytes(p.read_bytes()[:-1] + b"\x07"), "truncated or edited"),
     ],
 )
 def test_a_truncated_or_edited_file_is_an_error(saved, damage, message):
     _, path = saved
-    damage(path)
+    damage(path / FILE)
     model = GPT()
     before = snapshot(model)
     with pytest.raises(ValueError, match=message):
@@ -215,28 +233,20 @@ def test_a_truncated_or_edited_file_is_an_error(saved, damage, message):
     assert snapshot(model) == before
 
 
-@pytest.mark.parametrize("fails_at", [0, 1])
-def test_an_interrupted_save_leaves_the_old_model_or_one_that_is_refused(saved, monkeypatch, fails_at):
-    import os
-
+@pytest.mark.parametrize("fails", ["replace", "fsync"])
+def test_a_save_that_fails_leaves_the_old_model_and_nothing_else(saved, monkeypatch, fails):
     model, path = saved
-    expected, replace, calls = model(TOKENS), os.replace, []
+    expected = model(TOKENS)
 
-    def interrupted(source, target):
-        calls.append(target)
-        if len(calls) > fails_at:
-            raise OSError("disk full")
-        replace(source, target)
+    def fail(*_):
+        raise OSError("disk full")
 
-    monkeypatch.setattr(os, "replace", interrupted)
-    with pytest.raises(OSError, match="disk full"):
-        save(mixed(), path)
-    assert sorted(file.name for file in path.iterdir()) == [WEIGHTS, MANIFEST]
-    if fails_at == 0:
-        assert torch.equal(load(GPT(), path)(TOKENS), expected)
-    else:
-        with pytest.raises(ValueError, match="truncated or edited"):
-            load(GPT(), path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, fails, fail)
+        with pytest.raises(OSError, match="disk full"):
+            save(mixed(), path)
+    assert [file.name for file in path.iterdir()] == [FILE]
+    assert torch.equal(load(GPT(), path)(TOKENS), expected)
 
 
 def test_what_has_no_values_or_is_no_tensor_is_not_saved(tmp_path):
@@ -265,3 +275,230 @@ def test_a_buffer_that_no_file_has_is_not_left_on_meta(tmp_path):
     with pytest.raises(ValueError, match="freq: on the meta device and in no file"):
         load(fresh, tmp_path)
     assert torch.equal(load(Rotary(), tmp_path).proj.to_dense(), model.proj.to_dense())
+
+
+# ---- in place, or not at all -----------------------------------------------------------------------
+
+
+def test_an_optimizer_and_hooks_made_before_loading_keep_hold_of_the_parameters(saved):
+    model, path = saved
+    other = mixed()
+    optimizer, seen = torch.optim.SGD(other.parameters(), lr=0.1), []
+    other.ln_f.weight.register_hook(seen.append)
+    before = [id(parameter) for parameter in other.parameters()]
+    load(other, path)
+    assert [id(parameter) for parameter in other.parameters()] == before
+    other(TOKENS).sum().backward()
+    optimizer.step()
+    assert seen
+    assert not torch.equal(other(TOKENS), model(TOKENS))
+
+
+def test_what_stays_dense_is_filled_in_place_also_when_other_layers_become_structured(saved):
+    _, path = saved
+    fresh = GPT()
+    kept = {id(parameter) for name, parameter in fresh.named_parameters() if ".c_" not in name or "bias" in name}
+    load(fresh, path)
+    assert kept <= {id(parameter) for parameter in fresh.parameters()}
+
+
+def test_a_loaded_model_does_not_depend_on_the_file(saved):
+    model, path = saved
+    fresh, expected = load(GPT(), path), model(TOKENS)
+    (path / FILE).write_bytes(b"")
+    assert torch.equal(fresh(TOKENS), expected)
+
+
+class Shared(nn.Module):
+    """A buffer and a module under two names, and a hook of the user's that may lose a key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.loses = nn.Linear(8, 8), nn.BatchNorm1d(8), False
+        self.again = self.norm
+        self.register_buffer("mask", torch.zeros(3))
+        self.register_buffer("same_mask", self.mask)
+        self.register_load_state_dict_pre_hook(self._lose)
+
+    @staticmethod
+    def _lose(module, state, *_) -> None:
+        if module.loses:
+            state.pop("mask")
+
+
+def test_a_buffer_under_two_names_is_loaded_and_stays_one(tmp_path):
+    model = convert(Shared(), BTT())
+    model.mask.copy_(torch.arange(3.0))
+    model.norm(torch.randn(4, 8))
+    save(model, tmp_path)
+    fresh = load(Shared(), tmp_path)
+    assert fresh.mask is fresh.same_mask
+    assert fresh.again is fresh.norm
+    assert torch.equal(fresh.mask, model.mask)
+    assert torch.equal(fresh.norm.running_mean, model.norm.running_mean)
+
+
+def test_an_error_in_the_models_own_hook_leaves_it_as_it_was(tmp_path):
+    save(convert(Shared(), BTT()), tmp_path)
+    for other in (Shared(), convert(Shared(), BTT()), convert(Shared(), BTT()).double(), Shared().to("meta")):
+        other.loses = True
+        before = snapshot(other.to("cpu")) if not other.mask.is_meta else list(map(id, other.modules()))
+        with pytest.raises(ValueError, match=r'Missing key.*"mask"'):
+            load(other, tmp_path)
+        assert before == (snapshot(other) if not other.mask.is_meta else list(map(id, other.modules())))
+
+
+def test_a_model_loaded_under_inference_mode_can_be_trained(saved):
+    _, path = saved
+    converted = mixed()  # which cannot be done under inference mode
+    with torch.inference_mode():
+        models = [load(GPT(), path), load(converted, path)]
+    for model in models:
+        model(TOKENS).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+# ---- what a layer computes with --------------------------------------------------------------------
+
+FIRST = {"weight_norm": True, "init": "mup"}
+OTHERS = {
+    "sigma of init": (BTT(rank=2), {"weight_norm": True, "init": "spectral"}),
+    "weight_norm": (BTT(rank=2), {}),
+    "the order of axes": (Structure("g d -> a b", "g s b d", "b a g s", g=4, d=4, s=2, b=4, a=4), FIRST),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_layer_that_computes_with_something_else_refuses_the_numbers(case, tmp_path):
+    structure, options = OTHERS[case]
+    model = convert(nn.Sequential(nn.Linear(16, 16)), BTT(rank=2), **FIRST)
+    other = convert(nn.Sequential(nn.Linear(16, 16)), structure, **options)
+    save(model, tmp_path)
+    before = snapshot(other)
+    with pytest.raises(ValueError, match=r"in the model, .* in the file"):
+        load(other, tmp_path)
+    assert snapshot(other) == before
+    for strict in (True, False):
+        with pytest.raises(
+            RuntimeError, match=r"'0\.weight': this layer computes with '16 -> 16 by .* the state is that"
+        ):
+            other.load_state_dict(model.state_dict(), strict=strict)
+
+
+def test_the_sigma_of_a_layer_that_started_as_zero_is_compared(tmp_path):
+    def low_rank(**options):
+        return convert(nn.Sequential(nn.Linear(16, 16)), LowRank(rank=2), weight_norm=True, **options)
+
+    model = low_rank()
+    save(model, tmp_path)
+    with pytest.raises(ValueError, match=r"computes with '16 -> 16 by i -> o; .*sigma="):
+        load(low_rank(zero_init="0"), tmp_path)
+    with pytest.raises(RuntimeError, match="this layer computes with"):
+        low_rank(zero_init="0").load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_dense_and_structured_layers_refuse_each_others_state(strict):
+    dense, structured = nn.Linear(16, 16), StructuredLinear(16, 16, BTT())
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        dense.load_state_dict(structured.state_dict(), strict=strict)
+    with pytest.raises(RuntimeError, match=r"'weight': a dense weight of shape \(16, 16\) for a structured layer"):
+        structured.load_state_dict(dense.state_dict(), strict=strict)
+
+
+def test_padding_is_part_of_what_is_compared():
+    big, small = (StructuredLinear(97, width, BTT().structure(97, 101), bias=False) for width in (101, 100))
+    with pytest.raises(RuntimeError, match=r"97 -> 100 by .* the state is that of '97 -> 101 by"):
+        small.load_state_dict(big.state_dict())
+
+
+def test_a_state_without_the_entry_is_taken_and_an_average_of_states_too():
+    first, second = (StructuredLinear(16, 16, BTT(), weight_norm=True) for _ in range(2))
+    state = first.state_dict()
+    parameters = dict(first.named_parameters())
+    assert state.keys() - parameters.keys() == {"weight"}
+    assert second.load_state_dict({name: value for name, value in state.items() if name != "weight"}).missing_keys == []
+    average = {name: (state[name].double() + second.state_dict()[name]) / 2 for name in state}
+    second.load_state_dict(average)
+    torch.testing.assert_close(second.to_dense(), first.to_dense())
+
+
+# ---- files of 0.1.0 --------------------------------------------------------------------------------
+
+OLD = Path(__file__).parent / "data" / "saved_by_0.1.0"
+
+
+def dense_model() -> nn.Module:
+    layers = nn.Embedding(6, 16), nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.Linear(16, 6, bias=False)
+    layers[4].weight = layers[0].weight
+    return nn.Sequential(*layers).eval()
+
+
+def test_files_of_the_first_version_are_loaded():
+    model = load(dense_model(), OLD)
+    assert [type(layer) for layer in model[1:4:2]] == [StructuredLinear] * 2
+    assert model[4].weight is model[0].weight
+    torch.testing.assert_close(model(torch.arange(6)), torch.tensor(json.loads((OLD / "outputs.json").read_text())))
+
+
+def test_what_the_first_version_did_not_compare_is_compared():
+    other = convert(dense_model(), BTT(), include="1", weight_norm=True)
+    convert(other, LowRank(rank=3), include="3", weight_norm=True, zero_init="3")
+    before = snapshot(other)
+    with pytest.raises(ValueError, match="'1': computes with"):
+        load(other, OLD)
+    assert snapshot(other) == before
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda p: (p / "model.safetensors").unlink(), "has no model.safetensors, which structlin.json tells of"),
+        (lambda p: (p / "structlin.json").write_text("{}"), "no manifest of structlin"),
+        (lambda p: (p / "structlin.json").write_bytes(b"\xff\xfe\x00"), "no manifest of structlin"),
+        (lambda p: (p / "structlin.json").write_text((OLD / "structlin.json").read_text()[:500]), "is truncated"),
+        (lambda p: (p / "structlin.json").write_text('{"a' + (OLD / "structlin.json").read_text()[2:]), "no manifest"),
+        (lambda p: (p / "model.safetensors").write_bytes(b"abc"), "truncated or edited"),
+    ],
+)
+def test_a_damaged_file_of_the_first_version_is_an_error(tmp_path, damage, message):
+    folder = tmp_path / "m"
+    shutil.copytree(OLD, folder)
+    damage(folder)
+    model = dense_model()
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=message):
+        load(model, folder)
+    assert snapshot(model) == before
+
+
+def test_saving_over_a_file_of_the_first_version_replaces_what_is_loaded(tmp_path):
+    folder = tmp_path / "m"
+    shutil.copytree(OLD, folder)
+    model = load(dense_model(), folder)
+    with torch.no_grad():
+        model[1].bias.add_(1)
+    save(model, folder)
+    assert torch.equal(load(dense_model(), folder)[1].bias, model[1].bias)
+
+
+# ---- the entry and torch's own ways of saving ----------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, torch.compile, torch.optim.swa_utils.AveragedModel])
+def test_distributed_checkpoints_name_what_they_can_set_again(wrap):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of its compiler and its sharded tensors
+        model = wrap(convert(nn.Sequential(nn.Linear(16, 16)), BTT()))
+        state = get_model_state_dict(model)
+        assert not set_model_state_dict(model, dict(state)).unexpected_keys
+    model.load_state_dict(model.state_dict())
+
+
+def test_a_layer_without_values_has_parameters_alone_in_its_state():
+    with torch.device("meta"):
+        layer = StructuredLinear(16, 16, BTT())
+    assert set(layer.state_dict()) == {name for name, _ in layer.named_parameters()}
+    full = StructuredLinear(16, 16, BTT())
+    layer.load_state_dict(full.state_dict(), assign=True)
+    assert torch.equal(layer.to_dense(), full.to_dense())

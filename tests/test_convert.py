@@ -30,7 +30,11 @@ def structured(model: nn.Module) -> set[str]:
         ({"include": "lm_head"}, {"lm_head"}),
         ({"include": ["*mlp*", "*head*"]}, MLP_LAYERS | {"lm_head"}),
         ({"exclude": "*c_proj"}, {"h.0.mlp.c_fc", "h.1.mlp.c_fc", "h.0.attn.c_attn", "h.1.attn.c_attn"}),
-        ({"filter_fn": lambda module, name: module.in_features > 64}, {"h.0.mlp.c_proj", "h.1.mlp.c_proj"}),
+        ({"include": lambda module, name: module.in_features > 64}, {"h.0.mlp.c_proj", "h.1.mlp.c_proj"}),
+        ({"include": lambda module, name: module.out_features in (50, 192)}, {"h.0.attn.c_attn", "h.1.attn.c_attn"}),
+        ({"include": ["*0.mlp.c_fc", lambda _, name: name == "lm_head"]}, {"h.0.mlp.c_fc", "lm_head"}),
+        ({"exclude": lambda module, name: "attn" in name}, MLP_LAYERS),
+        ({"include": "ffn", "overrides": {lambda _, name: "h.0." in name: None}}, {"h.1.mlp.c_fc", "h.1.mlp.c_proj"}),
         ({"include": "ffn", "overrides": {"h.0.*": None}}, {"h.1.mlp.c_fc", "h.1.mlp.c_proj"}),
         ({"include": "ffn", "overrides": {"h.1.attn.c_attn": LowRank(rank=4)}}, MLP_LAYERS | {"h.1.attn.c_attn"}),
     ],
@@ -54,7 +58,7 @@ def test_the_first_override_that_matches_holds():
         ({"include": ["*mlp*", "transformer.*"]}, ValueError, "include: 'transformer"),
         ({"include": "h.0.mlp"}, ValueError, r"it is a container; its layers are 'h\.0\.mlp\.\*'"),
         ({"include": "router"}, ValueError, "roles in this model are attention, ffn, head"),
-        ({"include": []}, ValueError, "include=.* has no rule"),
+        ({"include": []}, ValueError, "include=.* has no pattern"),
         ({"include": "re:h.(mlp"}, ValueError, "not a regular expression"),
         ({"exclude": "decoder.*"}, ValueError, r"exclude: 'decoder\.\*'"),
         ({"overrides": {"h.7.*": None}}, ValueError, r"overrides: 'h\.7\.\*'"),
@@ -62,7 +66,11 @@ def test_the_first_override_that_matches_holds():
         ({"include": "ffn", "zero_init": "*attn.c_proj"}, ValueError, "zero_init: .* converts nothing"),
         ({"include": "ffn", "exclude": "ffn"}, ValueError, "include: 'ffn' converts nothing: .* excluded"),
         ({"exclude": ["ffn", "attention"]}, ValueError, "nothing to convert in GPT"),
-        ({"filter_fn": lambda module, name: False}, ValueError, "nothing to convert in GPT"),
+        ({"include": lambda module, name: False}, ValueError, "include: the function <lambda> matches no linear layer"),
+        ({"exclude": nn.Linear}, TypeError, "exclude: <class .*Linear'> is no pattern"),
+        ({"split": ["*c_attn"]}, TypeError, "split=.* must be a mapping"),
+        ({"filter_fn": lambda module, name: False}, TypeError, "filter_fn"),
+        ({"mode": "dense"}, TypeError, "mode"),
         ({"structure": BTT(rank=9)}, ValueError, r"layer 'h\.0\.attn\.c_attn' \(64 -> 192\), .*rank=9 is over .* 8"),
         ({"structure": Monarch(blocks=5)}, ValueError, "blocks=5 does not divide in_features=64"),
         ({"structure": "btt"}, TypeError, "structure='btt' must be a family"),
@@ -101,7 +109,7 @@ def test_a_plan_shows_every_layer_and_changes_nothing_until_applied():
     assert "not included" in text
     planned.apply()
     assert structured(model) == MLP_LAYERS
-    with pytest.raises(ValueError, match="applied already"):
+    with pytest.raises(ValueError, match="a plan is applied once"):
         planned.apply()
 
 

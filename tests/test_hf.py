@@ -11,9 +11,11 @@ import torch
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
+from transformers import AutoModel
 
 from benchmarks.zoo import MODELS, logits
-from structlin import BTT, LowRank, StructuredLinear, convert, to_dense_
+from structlin import BTT, LowRank, StructuredLinear, convert, load, save, to_dense_
+from structlin.hf import declare
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # ModernBERT of transformers 4
 
@@ -83,26 +85,150 @@ def test_what_is_saved_is_what_the_layers_are_and_not_what_they_were(tmp_path):
     assert torch.equal(logits(loaded, "llama"), logits(model, "llama"))
 
 
+# ---- a part that was converted ---------------------------------------------------------------------
+
+
+def assign(model) -> None:
+    layer = model.model.layers[0].mlp
+    layer.up_proj = StructuredLinear(layer.up_proj.in_features, layer.up_proj.out_features, BTT(), bias=False)
+
+
+PARTS = {  # name of the model, what is done to a part of it
+    "layers": ("llama", lambda model: convert(model.model.layers, BTT())),
+    "one mlp": ("llama", lambda model: convert(model.model.layers[0].mlp, BTT())),
+    "body": ("llama", lambda model: convert(model.model, BTT())),
+    "assigned": ("llama", assign),
+    "blocks": ("gpt2", lambda model: convert(model.transformer.h, BTT())),
+    "encoder": ("bert", lambda model: convert(model.bert.encoder, BTT())),
+}
+
+
+def converted_in_part(case: str):
+    name, change = PARTS[case]
+    model = MODELS[name]()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "these layers grow")
+        change(model)
+    return name, model
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_a_part_that_was_converted_is_refused_or_after_declare_loaded(case, tmp_path):
+    name, model = converted_in_part(case)
+    model.save_pretrained(tmp_path / "silent")
+    for kind in (type(model), AutoModel):
+        with pytest.raises((RuntimeError, ValueError), match=r"mismatch|no such linear layer"):
+            kind.from_pretrained(tmp_path / "silent")
+    declare(model)
+    model.save_pretrained(tmp_path / "declared")
+    loaded = type(model).from_pretrained(tmp_path / "declared")
+    assert torch.equal(logits(loaded, name), logits(model, name))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft of transformers 5
+def test_an_adapter_that_was_merged_into_a_converted_model_leaves_it_one_that_loads(tmp_path):
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(MODELS["llama"](), peft.LoraConfig(target_modules=["q_proj"], r=2))
+    model = convert(adapted, BTT(), include="*mlp*").merge_and_unload()
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert structures(loaded) == structures(model) != {}
+    assert torch.equal(logits(loaded, "llama"), logits(model, "llama"))
+
+
+# Loads every folder that is named, without structlin.hf: the model of the folder's config, and the body alone.
 WITHOUT = """
-import sys, transformers
-for kind, path in (("GPT2LMHeadModel", sys.argv[1]), ("ViTForImageClassification", sys.argv[2])):
-    try:
-        getattr(transformers, kind).from_pretrained(path)
-    except RuntimeError as error:
-        print(kind, "is refused:", error)
+import json, sys, transformers
+for folder in sys.argv[1:]:
+    kind = json.load(open(f"{folder}/config.json"))["architectures"][0]
+    for kind in (kind, "AutoModel"):
+        try:
+            getattr(transformers, kind).from_pretrained(folder)
+        except RuntimeError as error:
+            print("refused:", error)
 """
 
 
 @pytest.mark.parametrize("imported", ["", "import structlin"])
 def test_loading_without_structlin_hf_is_an_error_and_not_random_weights(imported, tmp_path):
+    folders = []
     for name in ("gpt2", "vit"):
-        converted(name).save_pretrained(tmp_path / name)
-    command = [sys.executable, "-c", imported + WITHOUT, str(tmp_path / "gpt2"), str(tmp_path / "vit")]
+        folders.append(tmp_path / name)
+        converted(name).save_pretrained(folders[-1])
+    for case in PARTS:
+        folders.append(tmp_path / case)
+        converted_in_part(case)[1].save_pretrained(folders[-1])
+    command = [sys.executable, "-c", imported + WITHOUT, *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    for kind in ("GPT2LMHeadModel", "ViTForImageClassification"):
-        assert f"{kind} is refused" in done.stdout
-    assert "mismatch" in done.stdout
+    refused = [line for line in done.stdout.splitlines() if line.startswith("refused:")]
+    assert len(refused) == 2 * len(folders)
+    assert all("mismatch" in line for line in refused)
     assert "structlin" in done.stderr
+
+
+# ---- other models than the one that was saved ------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_the_body_of_a_converted_model_loads_on_its_own_and_into_a_model_with_a_head(name, tmp_path):
+    model = converted(name)
+    body = getattr(model, model.base_model_prefix)
+    model.save_pretrained(tmp_path / "whole")
+    alone = AutoModel.from_pretrained(tmp_path / "whole")
+    assert structures(alone) == structures(body) != {}
+    assert all(torch.equal(alone.get_parameter(key), value) for key, value in body.named_parameters())
+    body.save_pretrained(tmp_path / "body")
+    again = type(model).from_pretrained(tmp_path / "body")
+    assert structures(again) == structures(model)
+    own = getattr(again, again.base_model_prefix)
+    assert all(torch.equal(own.get_parameter(key), value) for key, value in body.named_parameters())
+
+
+def test_a_converted_head_does_not_keep_the_body_from_loading(tmp_path):
+    model = converted("llama", include=["*mlp*", "lm_head"])
+    model.save_pretrained(tmp_path)
+    alone = AutoModel.from_pretrained(tmp_path)
+    assert structures(alone) == structures(model.model) != {}
+
+
+def test_a_body_with_layers_that_the_checkpoint_lacks_is_refused(tmp_path):
+    converted("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.self_attn\.q_proj': the model has no such linear layer"):
+        AutoModel.from_pretrained(tmp_path)
+
+
+def test_a_dense_model_that_shares_the_config_is_saved_as_dense(tmp_path):
+    model = MODELS["llama"]()
+    dense = type(model)(model.config)
+    convert(model, BTT())
+    model.save_pretrained(tmp_path / "structured")
+    dense.save_pretrained(tmp_path / "dense")
+    assert "quantization_config" not in json.loads((tmp_path / "dense" / "config.json").read_text())
+    loaded = type(model).from_pretrained(tmp_path / "dense")
+    assert torch.equal(logits(loaded, "llama"), logits(dense, "llama"))
+    assert structures(type(model).from_pretrained(tmp_path / "structured")) == structures(model)
+    assert model.config is model.model.config  # which stays one config
+
+
+def test_structlin_save_and_save_pretrained_share_a_folder(tmp_path):
+    model = converted("llama")
+    model.save_pretrained(tmp_path)
+    save(model, tmp_path)
+    assert torch.equal(logits(type(model).from_pretrained(tmp_path), "llama"), logits(model, "llama"))
+    assert torch.equal(logits(load(MODELS["llama"](), tmp_path), "llama"), logits(model, "llama"))
+
+
+def test_dequantize_of_transformers_is_to_dense():
+    model = converted("gpt2")
+    before = logits(model, "gpt2")
+    model.dequantize()
+    assert not structures(model)
+    torch.testing.assert_close(logits(model, "gpt2"), before, atol=1e-4, rtol=1e-4)
+
+
+# ---- what the file lacks ---------------------------------------------------------------------------
 
 
 def test_a_checkpoint_that_lacks_cores_is_an_error(tmp_path):

@@ -388,8 +388,30 @@ def test_a_step_of_muon_has_the_length_of_the_mass():
     assert spectral(moved["lm_head.weight"]) == pytest.approx(0.1 / 8, rel=1e-4)
 
 
+@pytest.mark.parametrize("lr", [-0.1, float("nan"), float("inf")])
+def test_a_rate_that_is_negative_or_not_finite_descends_nowhere(lr):
+    net = Linear(2, 2)
+    before = net.linear.weight.detach().clone()
+    with pytest.raises(ValueError, match=f"lr={lr} must be finite and not negative"):
+        net.descend_(lr, {"linear.weight": torch.ones(2, 2)})
+    assert torch.equal(net.linear.weight, before)
+
+
+def test_an_update_that_does_not_fit_changes_no_weight():
+    net = Linear(2, 2) @ Linear(2, 2)
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    with pytest.raises(ValueError, match=r"'1.linear.weight' has shape \(1, 2\)"):
+        net.descend_(0.1, {"0.linear.weight": torch.ones(2, 2), "1.linear.weight": torch.ones(1, 2)})
+    assert all(torch.equal(p, before[name]) for name, p in net.named_parameters())
+
+
 BAD_RULES = [
     (lambda: masses(models.GPT(), {"*": 0}), ValueError, "'\\*' has mass 0; masses are positive"),
+    (
+        lambda: masses(models.GPT(), {"*": float("inf")}),
+        ValueError,
+        "'\\*' has mass inf; masses are positive and finite",
+    ),
     (lambda: masses(models.GPT(), {"wte": 1, "h.*": 2}), ValueError, "none matches layer 'lm_head' .role 'head'."),
     (lambda: masses(models.GPT(), {"*": 1, "head": 2}), ValueError, "'head' matches no trainable layer that no rule"),
     (lambda: masses(models.GPT()), TypeError, "not written in the algebra"),
@@ -452,6 +474,7 @@ BAD = {
     "tare of nothing": (lambda: (ReLU() @ Identity()).tare(2), ValueError, r"tare\(2\): Composite has mass 0"),
     "core masses": (lambda: Structured(4, 4, Kronecker(), masses=(0, 0)), ValueError, "sum, which divides, not zero"),
     "negative core mass": (lambda: Structured(4, 4, Kronecker(), masses=(2, -1)), ValueError, "must not be negative"),
+    "infinite core mass": (lambda: Structured(4, 4, Kronecker(), masses=(1, np.inf)), ValueError, "but finite"),
     "three core masses": (lambda: Structured(4, 4, Kronecker(), masses=(1, 1, 1)), ValueError, "structure has 2 cores"),
     "torch's module": (lambda: Linear(4, 4) @ nn.ReLU(), TypeError, "ReLU is no module.*there may be a modular.ReLU"),
     "a number": (lambda: Linear(4, 4) + 1, TypeError, "int is no module"),

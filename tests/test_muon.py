@@ -219,6 +219,31 @@ def test_a_model_converted_after_the_optimizer_was_made_is_noticed_at_step():
         perplexed(model, 1, optimizer)
 
 
+def test_a_model_converted_after_the_optimizer_was_made_is_noticed_though_its_old_gradients_are_zeroed():
+    model = GPT(depth=1)
+    optimizer = Muon(model)
+    perplexed(model, 1, optimizer)
+    optimizer.zero_grad(set_to_none=False)
+    convert(model, LowRank(rank=4), include="ffn")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(RuntimeError, match=r"h\.0\.mlp\.c_fc\.weight, .*convert first, then make the optimizer"):
+        optimizer.step()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("shape", [(40, 16), (16, 40)])
+def test_match_rms_adamw_makes_the_steps_of_torchs_muon(shape):
+    model = nn.Linear(*shape, bias=False)
+    twin = copy.deepcopy(model)
+    ours = Muon(model, lr=0.02, method="jordan", dtype=torch.bfloat16, scale="match_rms_adamw")
+    theirs = torch.optim.Muon(twin.parameters(), lr=0.02, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    model.weight.grad = torch.randn_like(model.weight)
+    twin.weight.grad = model.weight.grad.clone()
+    ours.step()
+    theirs.step()
+    torch.testing.assert_close(model.weight, twin.weight, rtol=1e-6, atol=1e-7)
+
+
 def test_a_zero_gradient_moves_nothing_and_stays_finite():
     model = convert(GPT(depth=1), BTT(), include="ffn")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -268,6 +293,8 @@ def test_a_closure_gives_the_loss():
         (lambda m: Muon(m, steps=0), "steps=0"),
         (lambda m: Muon(m, method="svd", steps=3), "method='svd' takes none"),
         (lambda m: Muon(m, betas=(0.9, 1.0)), "betas="),
+        (lambda m: Muon(m, betas=(0.9, 0.95, 0.99)), r"betas=\(0\.9, 0\.95, 0\.99\) must be two numbers"),
+        (lambda m: Muon(m, masses={"0": float("inf")}), "masses: '0' has inf; masses are positive and finite"),
         (lambda m: Muon(m, method="muon"), "method='muon' is unknown"),
         (lambda m: Muon(m, scale="mup"), "scale='mup' is unknown"),
         (lambda m: Muon(m, other="lion"), "other='lion' is unknown"),

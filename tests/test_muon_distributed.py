@@ -173,6 +173,23 @@ def resumed_by_dcp(path):
     return {"losses": train("gpt", model, optimizer, 5), "final": gathered(model)}
 
 
+def one_process_has_no_gradient():
+    model = model_of("gpt")
+    optimizer = Muon(model, lr=0.05, process_group=dist.group.WORLD)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    model.lm_head.weight.grad = None  # on all of them: it stays as it is
+    optimizer.step()
+    if dist.get_rank() == 1:
+        model.wte.weight.grad = None
+    before = gathered(model)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error), all(torch.equal(value, before[name]) for name, value in gathered(model).items())
+    return None
+
+
 def refusals():
     from torch.distributed.fsdp import fully_shard
 
@@ -198,6 +215,7 @@ def everything(path):
     found["ddp"] = {divided: under_ddp(divided) for divided in (True, False)}
     if world == 2:
         found["nan"] = {nonfinite: one_process_has_a_nan(nonfinite) for nonfinite in ("skip", "raise")}
+        found["missing"] = one_process_has_no_gradient()
         found["cut"], found["normed"], found["refusals"] = cut_in_two_dimensions(), normed_under_fsdp(), refusals()
     return found
 
@@ -265,7 +283,7 @@ def test_under_ddp_the_divided_work_gives_every_process_the_bits_of_undivided_wo
         for name, value in divided["final"].items():
             assert torch.equal(value, redundant["final"][name])
             assert torch.equal(value, worlds[world][0]["ddp"][True]["final"][name])
-        assert divided["collectives"] == ["_allgather_base_"]
+        assert divided["collectives"] == ["allreduce_", "_allgather_base_"]
         assert redundant["collectives"] == []
         same(divided, expected, rtol=1e-6, atol=1e-6)  # DDP averages the gradients, in another order
     Muon(model_of("gpt")).load_state_dict(worlds[world][0]["ddp"][True]["state"])  # without DDP's names
@@ -278,6 +296,13 @@ def test_a_step_is_skipped_by_all_processes_when_one_has_a_nan_and_raised_by_tha
     assert [found["collectives"] for found in raises] == [[], []]
     assert raises[0]["raised"] is None
     assert raises[1]["raised"] == "gradients of 0.cores.0 are not finite; nothing was changed"
+
+
+def test_a_gradient_that_one_process_lacks_is_refused_by_all_of_them_and_nothing_moves(worlds):
+    for process in worlds[2]:
+        message, unchanged = process["missing"]
+        assert message.startswith("wte.weight: some processes of process_group have no gradient")
+        assert unchanged
 
 
 def test_weights_cut_in_any_other_way_move_as_whole_ones(worlds):

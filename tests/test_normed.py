@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import structlin
 from structlin import BTT, LowRank, StructuredLinear, convert
 from structlin.duality import spectral_bound
 from structlin.optim import Muon, Normed
@@ -235,6 +236,45 @@ def test_a_model_converted_after_the_optimizer_was_made_is_noticed_at_step():
     convert(model, LowRank(rank=4), include="ffn")
     with pytest.raises(RuntimeError, match=r"h\.0\.mlp\.c_fc\.weight, .*convert first, then make the optimizer"):
         perplexed(model, 1, optimizer)
+
+
+def test_a_model_converted_after_the_optimizer_was_made_is_noticed_though_its_old_gradients_are_zeroed():
+    model = GPT(depth=1)
+    optimizer = Normed(torch.optim.AdamW(model.parameters()), model)
+    perplexed(model, 1, optimizer)
+    optimizer.zero_grad(set_to_none=False)
+    convert(model, LowRank(rank=4), include="ffn")
+    with pytest.raises(RuntimeError, match=r"h\.0\.mlp\.c_fc\.weight, .*convert first, then make the optimizer"):
+        optimizer.step()
+
+
+def test_rates_of_the_structure_are_refused_since_the_norm_replaces_them():
+    model = convert(nn.Sequential(nn.Linear(64, 64)), BTT())
+    groups = structlin.param_groups(model, 0.1, weight_decay=0.5)
+    with pytest.raises(ValueError, match="lr_mult=4 for the updates of Adam or SGD; the norm replaces it"):
+        Normed(torch.optim.AdamW(groups), model)
+    optimizer = Normed(torch.optim.AdamW([model[0].bias], lr=0.1), model)
+    with pytest.raises(ValueError, match="lr_mult=4"):
+        optimizer.add_param_group(groups[0])
+    assert len(optimizer.param_groups) == 1
+    plain = structlin.param_groups(model, 0.1, weight_decay=0.5, structure_aware=False)
+    before = [core.detach().clone() for core in model[0].cores]
+    moved(model, Normed(torch.optim.AdamW(plain), model))
+    for core, old in zip(model[0].cores, before, strict=True):
+        assert norms(0.95 * old - core.detach()).max() == pytest.approx(0.05, rel=0.05)
+
+
+def test_hooks_of_the_state_dict_are_called_with_this_optimizer():
+    model, called = nn.Linear(3, 3), []
+    optimizer = Normed(torch.optim.AdamW(model.parameters()), model)
+    optimizer.register_state_dict_pre_hook(lambda own: called.append(own))
+    optimizer.register_state_dict_post_hook(lambda own, state: {**state, "note": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda own, state: {n: v for n, v in state.items() if n != "note"})
+    optimizer.register_load_state_dict_post_hook(lambda own: called.append(own))
+    state = optimizer.state_dict()
+    assert state["note"] == 1
+    optimizer.load_state_dict(state)
+    assert called == [optimizer, optimizer]
 
 
 def test_what_can_not_be_normalised_is_refused_by_name():

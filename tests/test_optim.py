@@ -53,6 +53,67 @@ def test_what_the_model_declares_is_not_decayed():
     assert flat(param_groups(model, 1e-3, weight_decay=0.1), "weight_decay")["wte.weight"] == 0
 
 
+@pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel, lambda m: m])
+def test_what_a_wrapped_or_inner_model_declares_of_its_dense_layers_holds_for_their_cores(wrap):
+    inner = GPT(depth=1)
+    inner.no_weight_decay = lambda: {"h.0.mlp.c_fc.weight"}
+    model = nn.Sequential(wrap(convert(inner, BTT(), include="ffn")))
+    decay = flat(param_groups(model, 1e-3, weight_decay=0.1), "weight_decay")
+    assert decay["0.h.0.mlp.c_fc.cores.0"] == decay["0.h.0.mlp.c_fc.cores.1"] == 0
+    assert decay["0.h.0.mlp.c_proj.cores.0"] == 0.1
+
+
+def test_what_a_subclass_adds_to_a_structured_layer_trains_too():
+    class Scaled(StructuredLinear):
+        def __init__(self, *widths):
+            super().__init__(*widths)
+            self.scale, self.mix = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8, 8))
+
+    decay = flat(param_groups(nn.Sequential(Scaled(8, 8)), 1e-3, weight_decay=0.1), "weight_decay")
+    assert (decay["0.scale"], decay["0.mix"]) == (0, 0.1)
+
+
+def test_a_parametrised_core_keeps_its_rate_and_trains():
+    layer = StructuredLinear(64, 64, LowRank(rank=4))
+    plain = flat(param_groups(layer, 1.0), "lr_mult")
+    torch.nn.utils.parametrize.register_parametrization(layer.cores, "1", nn.Identity())
+    groups = param_groups(layer, 1.0)
+    assert flat(groups, "lr_mult")["cores.parametrizations.1.original"] == plain["cores.1"] == 8
+    torch.optim.AdamW(groups)
+
+
+def test_the_base_of_sgd_must_have_every_vector_and_gains_need_none():
+    small = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16, bias=False))
+    large = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+    with pytest.raises(ValueError, match=r"base has no parameter '1\.bias'"):
+        param_groups(large, 0.1, optimizer="sgd", base=small)
+    convert(large, BTT(), weight_norm=True)
+    large[1] = nn.LayerNorm(64, bias=False)
+    mult = flat(param_groups(large, 0.1, optimizer="sgd", base=small), "lr_mult")
+    assert (mult["0.gains"], mult["1.weight"], mult["0.bias"]) == (1, 4, 4)
+
+
+def test_an_untied_head_finds_its_width_in_a_base_whose_head_is_tied():
+    mult = flat(param_groups(GPT(width=256), 1.0, base=GPT(width=64, tied=True)), "lr_mult")
+    assert mult["lm_head.weight"] == 0.25
+
+
+def test_a_transposed_convolution_counts_the_inputs_of_its_kernel_as_fan_in():
+    small, large = nn.ConvTranspose2d(8, 4, 3), nn.ConvTranspose2d(32, 4, 3)
+    assert flat(param_groups(large, 1.0, base=small))["weight"] == 0.25
+
+
+def test_one_cycle_keeps_the_ratios_if_it_gets_a_rate_for_each_group():
+    groups = param_groups(convert(GPT(), BTT(), include="ffn"), 1e-2)
+    optimizer = torch.optim.AdamW(groups)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [group["lr"] for group in groups], total_steps=9)
+    for _ in range(4):
+        optimizer.step()
+        scheduler.step()
+    ratios = [group["lr"] / group["lr_mult"] for group in optimizer.param_groups]
+    assert ratios == pytest.approx([ratios[0]] * len(ratios))
+
+
 def test_equal_groups_are_merged_and_named():
     model = convert(GPT(width=64, depth=8), Kronecker(), include="ffn")
     groups = param_groups(model, 1e-3, weight_decay=0.1)
@@ -127,6 +188,7 @@ def test_a_converted_gpt_trains(optimizer):
         ({"lr": 0}, "lr=0 must be positive"),
         ({"lr": float("nan")}, "lr=nan"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1"),
+        ({"weight_decay": float("inf")}, "weight_decay=inf must be finite"),
         ({"optimizer": "lion"}, "optimizer='lion' is unknown"),
         ({"lr": float("inf")}, "lr=inf"),
         ({"base": nn.Linear(3, 3)}, "base has no linear layer 'h.0.attn.c_attn'"),

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -374,13 +375,13 @@ def test_the_coordinate_check_takes_the_duality_based_optimizer_and_plots(tmp_pa
 
 
 def test_the_same_seeds_give_the_same_check_and_the_users_random_numbers_go_on():
-    def check(lr=0.1):
+    def check():
         return coordinate_check(
-            lambda width: nn.Sequential(nn.Linear(4, width), nn.Dropout(0.5)),
+            lambda width: nn.Sequential(nn.Linear(4, width), nn.Dropout(0.5), nn.Linear(width, 1)),
             [4, 8],
             [torch.ones(3, 4)],
             loss=lambda model, x: model(x).sum(),
-            optimizer=lambda model, width: torch.optim.SGD(model.parameters(), lr=lr),
+            optimizer=lambda model, width: torch.optim.SGD(model[2].parameters(), lr=0.1),
         )
 
     state = torch.get_rng_state()
@@ -388,8 +389,8 @@ def test_the_same_seeds_give_the_same_check_and_the_users_random_numbers_go_on()
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(5)
     assert check() == first
-    assert any(row.change > 0 for row in first.rows)
-    assert all(row.change == 0 for row in check(lr=0.0).rows)  # the same dropout each time
+    assert any(row.change > 0 for row in first.rows if row.layer == "2")
+    assert all(row.change == 0 for row in first.rows if row.layer == "1")  # the same dropout each time
 
 
 def test_an_activation_that_is_not_finite_is_not_flat():
@@ -417,6 +418,12 @@ def test_an_activation_that_is_not_finite_is_not_flat():
         ({"build": lambda width: width}, TypeError, r"build\(2\) returned int, not a torch.nn.Module"),
         ({"optimizer": lambda model, width: None}, TypeError, r"optimizer\(model, 2\) returned NoneType"),
         ({"loss": lambda model, batch: model(batch)}, TypeError, r"returned Tensor of shape \(3, 2\)"),
+        (
+            {"optimizer": lambda model, width: torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)},
+            ValueError,
+            r"optimizer\(model, 2\): no output of the model changed in 3 steps",
+        ),
+        ({"widths": [2.5, 4]}, TypeError, r"widths=\[2.5, 4\]: 'float' object cannot be interpreted as an integer"),
         (
             {"build": lambda width: nn.Sequential(*[nn.Linear(2, 2) for _ in range(width)])},
             ValueError,
@@ -510,6 +517,28 @@ def test_an_interrupted_sweep_goes_on_and_trains_no_run_again(tmp_path):
     assert again.runs == []
     assert len(json.loads(path.read_text())["rows"]) == 2 * 2 * len(LRS)  # those outside of the grid stay
     assert [file.name for file in tmp_path.iterdir()] == ["sweep.json"]
+
+
+def test_two_sweeps_of_one_file_keep_each_others_runs(tmp_path):
+    path = tmp_path / "sweep.json"
+
+    def train(model, lr, width):
+        if lr == 0.25:  # meanwhile another process
+            lr_sweep(build, [width], [0.5], train, path=path)
+        return lr
+
+    lr_sweep(build, [8], [0.125, 0.25], train, path=path)
+    assert {row["lr"] for row in json.loads(path.read_text())["rows"]} == {0.125, 0.25, 0.5}
+
+
+def test_widths_and_rates_of_numpy_are_kept_as_plain_numbers(tmp_path):
+    path, counted = tmp_path / "sweep.json", Counted()
+    widths, lrs = np.array([8, 32]), 2.0 ** np.arange(-6, 0)
+    sweep = lr_sweep(build, widths, lrs, counted.train, seeds=np.arange(2), path=path)
+    assert {type(row.width) for row in sweep.rows} == {int}
+    again = Counted()
+    assert lr_sweep(build, widths, lrs, again.train, seeds=np.arange(2), path=path) == sweep
+    assert again.runs == []
 
 
 def test_another_setting_is_refused_before_anything_is_trained(tmp_path):

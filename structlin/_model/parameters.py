@@ -1,92 +1,134 @@
-"""What each parameter is, read from the module that owns it: a batch of matrices, embeddings, or neither."""
+"""What each parameter of a model is, read from the module that owns it: the only walk that asks.
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+`param_groups`, the optimizers, the masses, `stability` and `summary` read it, so that they agree.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 
-import torch
-from einops import rearrange
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .._linear import StructuredLinear
 from .survey import is_conv1d
 
-_LARGEST_STACK = 2**24  # elements that are worked on in one call: bounds the memory of a step
-Masses = Mapping[str, float | tuple[float, ...]]
-_CORE = "b m n -> b m n"
-_WEIGHTS = ("weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _BatchNorm)
 
 
 @dataclass(frozen=True)
-class Geometry:
-    """One parameter as a batch of matrices.
+class Weight:
+    """What a tensor of a layer is.
 
-    Its steps are measured in the RMS->RMS operator norm of each matrix ("matrix"), in the l1->RMS norm, the RMS of
-    each vector ("embedding"), or have no norm of their own ("other").
+    "matrix" is one or several matrices `(fan_out, fan_in)`: a core, stored as
+    `(batch, fan_out, fan_in)`, or a dense weight, stored as `(groups * fan_out, fan_in, *kernel)`,
+    transposed as `(groups * fan_in, fan_out, *kernel)`. "embedding" is vectors of `fan_out`
+    entries, "gain" the factors of a structured layer's cores, "other" all the rest.
     """
 
-    name: str
     kind: str = "other"
     fan_out: int = 1
     fan_in: int = 1
-    mass: float = 1.0  #: length of a step at lr = 1; for a core its share of the layer's
-    pattern: str = ""  #: einops: the parameter, dimensions from the third on flattened, -> (batch, m, n)
-    sizes: dict[str, int] = field(default_factory=dict, hash=False)
-
-    @property
-    def is_core(self) -> bool:
-        """Whether its first dimension counts independent blocks."""
-        return self.pattern == _CORE
-
-    def matrices(self, tensor: Tensor) -> Tensor:
-        """The parameter, or its gradient, as `(batch, m, n)`."""
-        return rearrange(tensor.flatten(2) if tensor.ndim > 3 else tensor, self.pattern, **self.sizes)
-
-    def restored(self, matrices: Tensor, like: Tensor) -> Tensor:
-        """The inverse of `matrices`, in the shape of `like`."""
-        left, right = self.pattern.split("->")
-        return rearrange(matrices, f"{right} -> {left}", **self.sizes).reshape(like.shape)
+    groups: int = 1  #: of a convolution; 3 where queries, keys and values are one weight
+    kernel: int = 1  #: matrices of each group: one for each position in a convolution's kernel
+    transposed: bool = False
+    core: int | None = None  #: the number of a core in its structured layer; None for the others
 
 
-def geometries(model: nn.Module, masses: Masses | None = None) -> dict[Tensor, Geometry]:
-    """The geometry of every parameter of `model`; a tied one is what it is first.
+@dataclass(frozen=True, eq=False)
+class ParameterInfo:
+    """One parameter of a model."""
 
-    Names are those of the model itself: wrappers (torch.compile, DDP, checkpointing) leave no trace.
+    parameter: nn.Parameter
+    name: str  #: in the model, without what wrappers (torch.compile, DDP, checkpointing) add
+    dense_name: str  #: the name before `convert`: of a core that of the dense weight
+    layer: str  #: name of the module that owns it
+    owner: nn.Module
+    weight: Weight
+    decays: bool  #: whether weight decay is for it: for matrices, if nobody declares otherwise
 
-    Args:
-        masses: glob over layer names -> the length of the layer's step relative to the others, 1 without; for a
-            structured layer also a tuple, the masses of its cores, which then need not be equal; it has their sum.
 
-    Raises:
-        ValueError: a pattern that matches no layer, a mass that is not positive, a tuple that does not fit.
+def parameters_of(model: nn.Module) -> Iterator[ParameterInfo]:
+    """Every parameter of `model`, once; a tied one is what it is first.
+
+    A parametrised or pruned weight is what the layer takes it for. A parameter does not decay if
+    `no_weight_decay()` of the model, or of a module in it, gives its name or its `dense_name`.
+
+    >>> from structlin import BTT, convert
+    >>> model = convert(nn.Sequential(nn.Linear(64, 64)), BTT())
+    >>> for info in parameters_of(model):
+    ...     print(info.name, info.dense_name, info.weight.kind, info.weight.core, info.decays)
+    0.cores.0 0.weight matrix 0 True
+    0.cores.1 0.weight matrix 1 True
+    0.bias 0.bias other None False
     """
-    unused = set(masses or {})
-    found: dict[Tensor, Geometry] = {}
-    wrapped = set[str]()  # full names of the modules that only wrap another
+    undecayed = _undecayed(model)
+    seen = set[nn.Parameter]()
+    for layer, module in named_modules(model):
+        weights = weights_of(module)
+        is_norm = isinstance(module, _NORMS) or type(module).__name__.endswith("Norm")
+        for own, stored, parameter in _own_parameters(module):
+            if parameter in seen:
+                continue
+            seen.add(parameter)
+            weight = weights.get(own, Weight())
+            name = join(layer, stored)
+            dense_name = join(layer, "weight" if weight.core is not None else own)
+            decays = weight.kind in ("matrix", "embedding") or (parameter.ndim > 1 and not is_norm)
+            decays = decays and undecayed.isdisjoint((name, dense_name))
+            yield ParameterInfo(parameter, name, dense_name, layer, module, weight, decays)
+
+
+def weights_of(module: nn.Module) -> dict[str, Weight]:
+    """What a layer multiplies by, wherever its numbers come from: attribute -> what it is."""
+    if isinstance(module, StructuredLinear):
+        found = {"gains": Weight("gain")}
+        for n, core in enumerate(module.structure.cores):
+            found[f"cores.{n}"] = Weight("matrix", core.fan_out, core.fan_in, core=n)
+        return found
+    if isinstance(module, nn.Linear):
+        return {"weight": Weight("matrix", module.out_features, module.in_features)}
+    if is_conv1d(module):
+        stored = module.weight
+        assert isinstance(stored, Tensor)
+        in_features, out_features = stored.shape
+        return {"weight": Weight("matrix", out_features, in_features, transposed=True)}
+    if isinstance(module, _ConvNd):
+        fan_out = module.out_channels // module.groups
+        fan_in = module.in_channels // module.groups
+        kernel, transposed = prod(module.kernel_size), isinstance(module, _ConvTransposeNd)
+        return {"weight": Weight("matrix", fan_out, fan_in, module.groups, kernel, transposed)}
+    if isinstance(module, nn.MultiheadAttention):
+        width = module.embed_dim
+        if module.in_proj_weight is not None:
+            return {"in_proj_weight": Weight("matrix", width, width, groups=3)}
+        fans_in = {"q": width, "k": module.kdim, "v": module.vdim}
+        return {f"{x}_proj_weight": Weight("matrix", width, fan) for x, fan in fans_in.items()}
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return {"weight": Weight("embedding", module.embedding_dim)}
+    return {}
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of `model`, named as without wrappers; a wrapper has the name of its module."""
+    names = dict[str, str]()
+    wrapped = set[str]()
     for full, module in model.named_modules():
-        wrapped.update(_join(full, child) for child in _WRAPPED if _wraps(module, child))
-        name = _without(full, wrapped)
-        owned = list(module.parameters(recurse=False))
-        if isinstance(module, StructuredLinear):
-            owned += module.cores
-        if not owned or all(parameter in found for parameter in owned):
-            continue
-        matching = [pattern for pattern in masses or {} if fnmatchcase(name, pattern)]
-        unused.difference_update(matching)
-        mass = (masses or {})[matching[0]] if matching else 1.0
-        for parameter, geometry in _of_module(name, module, mass):
-            found.setdefault(parameter, geometry)
-    if unused:
-        raise ValueError(f"masses: {sorted(unused)[0]!r} matches no layer")
-    return found
+        parent, _, child = full.rpartition(".")
+        names[full] = join(names.get(parent, ""), "" if full in wrapped else child)
+        wrapped.update(join(full, child) for child in _WRAPPED if _wraps(module, child))
+        yield names[full], module
+
+
+def join(module: str, child: str) -> str:
+    """Their dotted name."""
+    return f"{module}.{child}" if module and child else module or child
 
 
 # Attributes in which a wrapper keeps its module.
-_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "module")
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module")
 
 
 def _wraps(module: nn.Module, child: str) -> bool:
@@ -95,90 +137,27 @@ def _wraps(module: nn.Module, child: str) -> bool:
     return list(module._modules) == [child]
 
 
-def _without(name: str, wrapped: set[str]) -> str:
-    """`name` without its parts that lead from a wrapper to its module."""
-    parts = name.split(".")
-    return ".".join(part for n, part in enumerate(parts) if ".".join(parts[: n + 1]) not in wrapped)
+def _undecayed(model: nn.Module) -> set[str]:
+    """The names that the modules of `model` declare by `no_weight_decay()`, as timm's models do."""
+    found = set[str]()
+    for name, module in named_modules(model):
+        declared = getattr(module, "no_weight_decay", None)
+        if callable(declared):
+            found.update(join(name, own) for own in declared())
+    return found
 
 
-def _join(module: str, child: str) -> str:
-    return f"{module}.{child}" if module else child
-
-
-def in_stacks(matrices: list[Tensor], of_stacks: Callable[[Iterable[Tensor]], Iterable[Tensor]]) -> list[Tensor]:
-    """What `of_stacks` makes of batches `(batch, m, n)`, those of equal shape, dtype and device in one stack.
-
-    `of_stacks` keeps the first dimension, and may take one stack at a time or all of them.
-    """
-    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for n, matrix in enumerate(matrices):
-        alike[(*matrix.shape[-2:], matrix.dtype, matrix.device)].append(n)
-    chunks = [chunk for members in alike.values() for chunk in _chunks(members, [matrices[n].numel() for n in members])]
-    stacks = (matrices[chunk[0]] if len(chunk) == 1 else torch.cat([matrices[n] for n in chunk]) for chunk in chunks)
-    results = list(matrices)
-    for chunk, result in zip(chunks, of_stacks(stacks), strict=True):
-        for n, part in zip(chunk, torch.split(result, [len(matrices[n]) for n in chunk]), strict=True):
-            results[n] = part
-    return results
-
-
-def _chunks(members: list[int], sizes: list[int]) -> list[list[int]]:
-    """Consecutive members of at most `_LARGEST_STACK` elements together."""
-    chunks, room = [[members[0]]], _LARGEST_STACK - sizes[0]
-    for member, size in zip(members[1:], sizes[1:], strict=True):
-        if size > room:
-            chunks.append([])
-            room = _LARGEST_STACK
-        chunks[-1].append(member)
-        room -= size
-    return chunks
-
-
-def _of_module(
-    name: str, module: nn.Module, mass: float | tuple[float, ...]
-) -> Iterator[tuple[nn.Parameter, Geometry]]:
+def _own_parameters(module: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """The parameters of a module: by which name it reads each, under which name it is stored."""
     if isinstance(module, StructuredLinear):
-        shares = _shares(name, mass, len(module.cores))
-        for n, (core, parameter, share) in enumerate(zip(module.structure.cores, module.cores, shares, strict=True)):
-            yield (
-                parameter,
-                Geometry(_join(name, f"cores.{n}"), "matrix", core.fan_out, core.fan_in, share, _CORE),
-            )
-    elif isinstance(mass, tuple):
-        raise ValueError(f"masses: {name!r} is no structured layer, it has one mass, not {mass!r}")
-    else:
-        mass = sum(_shares(name, mass, 1))
-        for own, parameter in module.named_parameters(recurse=False):
-            if own in _WEIGHTS:
-                yield parameter, _of_weight(_join(name, own), module, parameter, mass)
-    for own, parameter in module.named_parameters(recurse=False):
-        yield parameter, Geometry(_join(name, own))
-
-
-def _of_weight(name: str, module: nn.Module, weight: nn.Parameter, mass: float) -> Geometry:
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        return Geometry(name, "embedding", module.embedding_dim, 1, mass)
-    if isinstance(module, nn.MultiheadAttention) and name.endswith("in_proj_weight"):  # q, k and v below each other
-        return Geometry(name, "matrix", weight.shape[0] // 3, weight.shape[1], mass, "(p m) n -> p m n", {"p": 3})
-    if isinstance(module, nn.Linear | nn.MultiheadAttention):
-        return Geometry(name, "matrix", weight.shape[0], weight.shape[1], mass, "m n -> 1 m n")
-    if is_conv1d(module):
-        return Geometry(name, "matrix", weight.shape[1], weight.shape[0], mass, "m n -> 1 m n")
-    if isinstance(module, _ConvNd):
-        kernel, sizes = prod(module.kernel_size), {"g": module.groups, "k": prod(module.kernel_size)}
-        fan_out, fan_in = module.out_channels // module.groups, module.in_channels // module.groups
-        pattern = "(g n) m k -> (g k) m n" if isinstance(module, _ConvTransposeNd) else "(g m) n k -> (g k) m n"
-        return Geometry(name, "matrix", fan_out, fan_in, mass / kernel, pattern, sizes)
-    return Geometry(name)
-
-
-def _shares(name: str, mass: float | tuple[float, ...], cores: int) -> list[float]:
-    """Step lengths of a layer's cores: their masses, or equal parts of the layer's."""
-    if isinstance(mass, tuple) and len(mass) != cores:
-        raise ValueError(f"masses: {name!r} has {cores} cores, {mass!r} has {len(mass)} masses")
-    values = mass if isinstance(mass, tuple) else (mass,)
-    if not all(value > 0 for value in values):
-        raise ValueError(
-            f"masses: {name!r} has {mass!r}; masses are positive (freeze a layer with requires_grad_(False))"
-        )
-    return list(mass) if isinstance(mass, tuple) else [mass / cores] * cores
+        for own, stored, parameter in _own_parameters(module.cores):
+            yield f"cores.{own}", f"cores.{stored}", parameter
+    for stored, parameter in module.named_parameters(recurse=False):
+        own = stored.removesuffix("_orig")  # torch.nn.utils.prune stores "weight" as "weight_orig"
+        yield own, stored, parameter
+    parametrizations = module._modules.get("parametrizations")
+    if isinstance(parametrizations, nn.ModuleDict):
+        for own, chain in parametrizations.items():
+            original = chain._parameters.get("original")
+            if original is not None:
+                yield own, f"parametrizations.{own}.original", original

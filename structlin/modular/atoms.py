@@ -7,7 +7,7 @@ Sources: Large et al. 2024 (arXiv:2405.14813), appendix B.2; Bernstein & Newhous
 """
 
 from collections.abc import Sequence
-from math import sqrt
+from math import inf, sqrt
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .._families import Family
 from .._linear import StructuredLinear
 from .._structure import Structure
-from ..duality import dual_conv, dual_core, dual_embedding, spectral_bound
+from ..duality import dual_conv, dual_core, dual_embedding, promote, spectral_bound
 from .module import Atom, Attributes, Term, Width, chain, single
 
 
@@ -122,8 +122,10 @@ class Structured(Linear):
         Atom.__init__(self, mass)
         self.linear = StructuredLinear(in_features, out_features, structure, bias=False, init="orthogonal")
         if masses is not None:
-            if not all(each >= 0 for each in masses) or not sum(masses) > 0:
-                raise ValueError(f"masses={masses!r} must not be negative, and their sum, which divides, not zero")
+            if not all(0 <= each < inf for each in masses) or not sum(masses) > 0:
+                raise ValueError(
+                    f"masses={masses!r} must not be negative but finite, and their sum, which divides, not zero"
+                )
             self.masses = tuple(masses)
         self.terms()  # refuses masses that do not fit
 
@@ -151,7 +153,7 @@ class Embed(Atom):
         return self.embedding.embedding_dim
 
     def weight_norm(self, weight: Tensor, *, exact: bool = True) -> Tensor:
-        return _wide(weight).square().mean(-1).sqrt().amax()
+        return promote(weight).square().mean(-1).sqrt().amax()
 
     def weight_dual(self, gradient: Tensor, method: str) -> Tensor:
         return dual_embedding(gradient)
@@ -206,13 +208,9 @@ class Conv2D(Atom):
 def _operator_norm(matrices: Tensor, exact: bool) -> Tensor:
     """sqrt(n / m) |W|_2, the largest of all the matrices `(..., m, n)`."""
     m, n = matrices.shape[-2:]
-    spectral: Tensor = torch.linalg.matrix_norm(_wide(matrices), 2) if exact else spectral_bound(matrices)
+    spectral: Tensor = torch.linalg.matrix_norm(promote(matrices), 2) if exact else spectral_bound(matrices)
     return sqrt(n / m) * spectral.amax()
 
 
 def _gaussian(like: Tensor) -> Tensor:
     return torch.randn_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()

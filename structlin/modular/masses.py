@@ -8,11 +8,12 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from math import inf
 from typing import Any
 
 from torch import nn
 
-from .._model.parameters import geometries
+from .._model.parameters import parameters_of
 from .._model.survey import ROLES, linear_layers, role_of
 from .module import Module
 
@@ -32,8 +33,9 @@ def masses(model: nn.Module, rules: Mapping[str, float] | None = None) -> dict[s
             that matches a layer holds.
 
     Raises:
-        ValueError: a mass that is not positive; a rule that matches nothing that another does not; a layer that none
-            matches; a trainable weight of the algebra with mass zero.
+        ValueError: a mass that is not positive and finite; a rule that matches no layer but those of
+            rules before it; a layer that no rule matches; a trainable weight of the algebra with mass
+            zero.
         TypeError: `rules` for a module of the algebra, or none for another.
 
     >>> from structlin.optim import Muon
@@ -64,15 +66,17 @@ def _of_algebra(model: Module) -> dict[str, Any]:
 
 def _of_rules(model: nn.Module, rules: Mapping[str, float]) -> dict[str, float]:
     for rule, mass in rules.items():
-        if not mass > 0:
-            raise ValueError(f"rules: {rule!r} has mass {mass!r}; masses are positive (requires_grad_(False) freezes)")
+        if not 0 < mass < inf:
+            raise ValueError(
+                f"rules: {rule!r} has mass {mass!r}; masses are positive and finite (requires_grad_(False) freezes)"
+            )
     roles = {name: layer.role for layer in linear_layers(model) for name in layer.names}
     chosen = dict[str, tuple[str, str]]()  # layer -> rule, block
-    for parameter, geometry in geometries(model).items():
-        if geometry.kind == "other" or not parameter.requires_grad:
+    for info in parameters_of(model):
+        kind, layer = info.weight.kind, info.layer
+        if kind not in ("matrix", "embedding") or not info.parameter.requires_grad:
             continue
-        layer = _layer(geometry.name)
-        role = "embedding" if geometry.kind == "embedding" else roles.get(layer, role_of(layer))
+        role = "embedding" if kind == "embedding" else roles.get(layer, role_of(layer))
         matching = [rule for rule in rules if (rule == role if rule in ROLES else fnmatchcase(layer, rule))]
         if not matching:
             raise ValueError(f"rules: none matches layer {layer!r} (role {role!r}); a last rule '*' takes all the rest")

@@ -205,9 +205,17 @@ class Module(nn.Module):
 
     @torch.no_grad()
     def descend_(self, lr: float, update: Weights | None = None) -> None:
-        """W <- W - lr * update, by default `dualize()`: a step of modular norm `lr`."""
-        for name, step in (self.dualize() if update is None else update).items():
-            self.get_parameter(name).sub_(lr * step)
+        """W <- W - lr * update, by default `dualize()`: a step of modular norm `lr`.
+
+        Raises:
+            ValueError: `lr` is negative or not finite; a name that is no weight of the module, or a
+                tensor of another shape. Nothing has changed.
+        """
+        if not 0 <= lr < inf:
+            raise ValueError(f"lr={lr!r} must be finite and not negative")
+        update = self.dualize() if update is None else update
+        for term, _, step in self._measured(update):
+            self.get_parameter(term.name).sub_(lr * step)
 
     def normalize(self, update: Weights, *, target: float = 1.0) -> dict[str, Tensor]:
         """`update` with each weight's part divided by its norm, so that the whole has modular norm `target`.

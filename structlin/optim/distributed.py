@@ -12,7 +12,7 @@ Nothing here depends on the backend.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -21,17 +21,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._model.parameters import Geometry, geometries
+from .._model.parameters import Weight, parameters_of
 from ..duality import polar_from_gram
 
-Polar = Callable[[list[Geometry], list[Tensor]], list[Tensor]]
+Polar = Callable[[list[Weight], list[Tensor]], list[Tensor]]
 
 
 def is_sharded(tensor: Tensor) -> bool:
     return _layout(tensor) is not None
 
 
-def here(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """The part of a DTensor that this process holds; any other tensor itself."""
     return tensor if _layout(tensor) is None else tensor.to_local()  # type: ignore[attr-defined]
 
@@ -67,16 +67,18 @@ def shard_placement_fn(model: nn.Module, world_size: int) -> Callable[[nn.Parame
     if world_size < 1:
         raise ValueError(f"world_size={world_size!r} must be at least 1")
     placements = WeakIdKeyDictionary()
-    for parameter, geometry in geometries(model).items():
-        if geometry.is_core and len(parameter) < world_size:
+    for info in parameters_of(model):
+        parameter = info.parameter
+        if info.weight.core is not None and len(parameter) < world_size:
             sides = sorted((1, 2), key=lambda dim: -parameter.shape[dim])
-            placements[parameter] = next((Shard(dim) for dim in sides if parameter.shape[dim] % world_size == 0), None)
+            cuts = (Shard(dim) for dim in sides if parameter.shape[dim] % world_size == 0)
+            placements[parameter] = next(cuts, None)
     return placements.get
 
 
-def polars(
+def polar_parts(
     params: list[Tensor],
-    geometries: list[Geometry],
+    weights: list[Weight],
     updates: list[Tensor],
     polar: Polar,
     method: str,
@@ -85,16 +87,16 @@ def polars(
     """What `polar` makes of the whole tensors, this process's part; `updates` are the local parts.
 
     Args:
-        polar: from geometries and whole tensors to polar factors.
+        polar: from what they are and whole tensors to polar factors.
         method, steps: the same that `polar` uses, where only the Gram matrices are at hand.
     """
     results = list(updates)
     routes: dict[tuple[str, Hashable], list[int]] = defaultdict(list)
     for n, p in enumerate(params):
-        routes[_route(p, geometries[n], method)].append(n)
+        routes[_route(p, weights[n], method)].append(n)
     for (route, _), members in routes.items():
         own, local = [params[n] for n in members], [updates[n] for n in members]
-        what = [geometries[n] for n in members]
+        what = [weights[n] for n in members]
         if route == "whole":
             found = polar(what, local)
         elif route == "gram":
@@ -119,8 +121,30 @@ def agree(finite: bool, params: list[Tensor]) -> bool:
     return finite
 
 
-def divided(stacks: list[Tensor], dualized: Callable[[Tensor], Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """`dualized` of each `(batch, m, n)`, the batches divided over the processes of `group`: one all-gather.
+def require_same_gradients(
+    names: Mapping[Tensor, str], groups: Iterable[Mapping[str, list[Tensor]]], group: dist.ProcessGroup
+) -> None:
+    """Compare which parameters have a gradient on the processes of `group`: one all-reduce.
+
+    Raises:
+        RuntimeError: on every process, if one has a gradient that another lacks: they would wait
+            for each other.
+    """
+    params = [parameter for each in groups for parameter in each["params"]]
+    present = [parameter.grad is not None for parameter in params]
+    counts = torch.tensor(present, dtype=torch.int32, device=params[0].device)  # (parameters,)
+    dist.all_reduce(counts, group=group)
+    some = [n for n, count in enumerate(counts.tolist()) if 0 < count < dist.get_world_size(group)]
+    if some:
+        raise RuntimeError(
+            f"{', '.join(names[params[n]] for n in some[:5])}: some processes of process_group have no "
+            "gradient, others have one; nothing was changed. Let DDP average the gradients, or fill "
+            "the missing ones with zeros"
+        )
+
+
+def divide_stacks(stacks: list[Tensor], dualize: Callable[[Tensor], Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """`dualize` of each `(batch, m, n)`, the batches divided over the processes of `group`: one all-gather.
 
     All of the same dtype, and the same on all processes. The result is, bit for bit, the same on all of them.
     """
@@ -128,7 +152,7 @@ def divided(stacks: list[Tensor], dualized: Callable[[Tensor], Tensor], group: d
     shares = [-(-len(stack) // world) for stack in stacks]
     mine = []
     for stack, share in zip(stacks, shares, strict=True):
-        part = dualized(stack[rank * share : (rank + 1) * share])
+        part = dualize(stack[rank * share : (rank + 1) * share])
         padding = part.new_zeros(share - len(part), *part.shape[1:])
         mine.append(torch.cat([part, padding]).flatten())
     flat = torch.cat(mine)
@@ -139,20 +163,20 @@ def divided(stacks: list[Tensor], dualized: Callable[[Tensor], Tensor], group: d
     return [part.reshape(shape)[: len(stack)] for part, shape, stack in zip(parts, shapes, stacks, strict=True)]
 
 
-def _route(parameter: Tensor, geometry: Geometry, method: str) -> tuple[str, Hashable]:
+def _route(parameter: Tensor, weight: Weight, method: str) -> tuple[str, Hashable]:
     """How the factor of a parameter is found, and what those that go together have in common."""
     layout = _layout(parameter)
     if layout is None:
         return "whole", None
     mesh, placements = layout
     cuts = {n: placement.dim for n, placement in enumerate(placements) if not placement.is_replicate()}
-    vectors_whole = geometry.kind == "embedding" or geometry.is_core
-    if geometry.kind == "other" or all(dim == 0 and vectors_whole for dim in cuts.values()):
+    vectors_whole = weight.kind == "embedding" or weight.core is not None
+    if weight.kind not in ("matrix", "embedding") or all(dim == 0 and vectors_whole for dim in cuts.values()):
         return "whole", None
     if len(cuts) > 1 or not placements[next(iter(cuts))].is_shard():
         return "gather", None
     ((mesh_dim, dim),) = cuts.items()
-    long = geometry.is_core and parameter.shape[dim] == max(parameter.shape[1:])
+    long = weight.core is not None and parameter.shape[dim] == max(parameter.shape[1:])
     return "gram" if long and method != "sketch" else "exchange", (mesh, mesh_dim, parameter.dtype)
 
 
@@ -188,11 +212,11 @@ def _by_gram(params: list[Tensor], updates: list[Tensor], method: str, steps: in
     return results
 
 
-def _by_exchange(params: list[Tensor], geometries: list[Geometry], updates: list[Tensor], polar: Polar) -> list[Tensor]:
+def _by_exchange(params: list[Tensor], weights: list[Weight], updates: list[Tensor], polar: Polar) -> list[Tensor]:
     """Each matrix whole on one process: two all-to-alls."""
     cuts = [_cut(p) for p in params]
     group, rank, world = cuts[0][0], cuts[0][1], len(cuts[0][3])
-    owned = _divide([p.numel() * min(g.fan_in, g.fan_out) for p, g in zip(params, geometries, strict=True)], world)
+    owned = _divide([p.numel() * min(w.fan_in, w.fan_out) for p, w in zip(params, weights, strict=True)], world)
     shapes = [[_part(p, cut[2], size) for size in cut[3]] for p, cut in zip(params, cuts, strict=True)]
     # shapes[n][r] is that of the part of n that process r holds
     wholes: dict[int, list[Tensor]] = {n: [] for n in owned[rank]}
@@ -201,7 +225,7 @@ def _by_exchange(params: list[Tensor], geometries: list[Geometry], updates: list
     for parts in _all_to_all(outgoing, incoming, group, updates[0]):
         for n, part in zip(owned[rank], parts, strict=True):
             wholes[n].append(part)
-    mine = polar([geometries[n] for n in owned[rank]], [torch.cat(parts, cuts[n][2]) for n, parts in wholes.items()])
+    mine = polar([weights[n] for n in owned[rank]], [torch.cat(parts, cuts[n][2]) for n, parts in wholes.items()])
 
     split = [torch.split(whole, cuts[n][3], dim=cuts[n][2]) for n, whole in zip(owned[rank], mine, strict=True)]
     outgoing = [[parts[r] for parts in split] for r in range(world)]
@@ -242,7 +266,7 @@ def _all_to_all(
     return [[next(parts).view(shape) for shape in shapes] for shapes in incoming]
 
 
-def whole(parameter: Tensor, local: Tensor) -> Tensor:
+def gather_whole(parameter: Tensor, local: Tensor) -> Tensor:
     """The tensor that is cut as `parameter` is and has the part `local` here, gathered."""
     from torch.distributed.tensor import DTensor
 
@@ -252,15 +276,13 @@ def whole(parameter: Tensor, local: Tensor) -> Tensor:
     return found.full_tensor()
 
 
-def _by_gathering(
-    params: list[Tensor], geometries: list[Geometry], updates: list[Tensor], polar: Polar
-) -> list[Tensor]:
+def _by_gathering(params: list[Tensor], weights: list[Weight], updates: list[Tensor], polar: Polar) -> list[Tensor]:
     from torch.distributed.tensor import distribute_tensor
 
     results = []
-    for p, geometry, update in zip(params, geometries, updates, strict=True):
+    for p, weight, update in zip(params, weights, updates, strict=True):
         layout = _layout(p)
         assert layout is not None
-        (dual,) = polar([geometry], [whole(p, update)])
+        (dual,) = polar([weight], [gather_whole(p, update)])
         results.append(distribute_tensor(dual, *layout, src_data_rank=None).to_local())
     return results

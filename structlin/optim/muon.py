@@ -1,12 +1,14 @@
 """Muon for batched cores: steepest descent under each parameter's own norm, block by block.
 
-Sources: Bernstein & Newhouse 2024, "Modular Duality in Deep Learning" (arXiv:2410.21265); Jordan et al. 2024, "Muon";
-Large et al. 2024, "Scalable Optimization in the Modular Norm" (arXiv:2405.14813) for masses.
+Sources: Bernstein & Newhouse 2024, "Modular Duality in Deep Learning" (arXiv:2410.21265); Jordan et
+al. 2024, "Muon"; Large et al. 2024, "Scalable Optimization in the Modular Norm" (arXiv:2405.14813) for
+masses.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from math import inf, sqrt
+from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -15,12 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from .._model.parameters import Geometry, Masses, geometries, in_stacks
+from .._model.parameters import Weight
 from ..duality import METHODS, dual_embedding, dualize
-from .distributed import agree, divided, here, is_sharded, polars
-
-SCALES = ("rms", "original", "match_rms_adamw")
-NONFINITE = ("raise", "skip", "ignore")
+from .distributed import divide_stacks, is_sharded, local_part, polar_parts, require_same_gradients
+from .matrices import from_matrices, map_stacks, to_matrices
+from .steps import NONFINITE, SCALES, Masses, Roster
 
 
 class Muon(Optimizer):
@@ -28,39 +29,49 @@ class Muon(Optimizer):
 
     What a parameter is, is read from its module:
 
-    - cores of a `StructuredLinear`, block by block; weights of nn.Linear, transformers' Conv1D, convolutions (each
-      slice of the kernel), nn.MultiheadAttention (q, k and v apart): W <- W - lr * mass * sqrt(fan_out / fan_in) *
-      polar(momentum), a step of norm lr * mass in the RMS->RMS operator norm. A layer's mass is split over its cores;
+    - cores of a `StructuredLinear`, block by block; weights of nn.Linear, transformers' Conv1D,
+      convolutions (each slice of the kernel), nn.MultiheadAttention (q, k and v apart):
+      W <- W - lr * mass * sqrt(fan_out / fan_in) * polar(momentum), a step of norm lr * mass in the
+      RMS->RMS operator norm. A layer's mass is split over its cores;
     - nn.Embedding: each vector's step has RMS lr * mass, or is zero where it has no gradient;
     - everything else (biases, norms, gains): AdamW, or signs, with a rate of its own, `other_lr`.
 
-    Across processes, see `distributed`: under FSDP2 cores need no communication, other matrices little; under DDP
-    `process_group` divides the work. Make the optimizer after `convert`, `fully_shard` and moving to a device.
+    Across processes, see `distributed`: under FSDP2 cores need no communication, other matrices
+    little; under DDP `process_group` divides the work. Make the optimizer after `convert`,
+    `fully_shard` and moving to a device.
 
     Args:
-        params: a module, or what torch optimizers take (parameters, or dicts with options of their own) and `model=`.
-        lr: of matrices and embeddings, in units of operator norm per step; transfers across widths and structures. A
-            number or a 0-D tensor (which torch.compile and CUDA graphs see change).
+        params: a module, or what torch optimizers take (parameters, or dicts with options of their
+            own) and `model=`.
+        lr: of matrices and embeddings, in units of operator norm per step; transfers across widths and
+            structures. A number or a 0-D tensor (which torch.compile and CUDA graphs see change).
         model: the module that owns the parameters, where `params` is not it.
-        momentum, nesterov: B <- momentum B + (1 - momentum) G; the step is that of (1 - momentum) G + momentum B.
+        momentum, nesterov: B <- momentum B + (1 - momentum) G; the step is that of
+            (1 - momentum) G + momentum B.
         weight_decay: decoupled: W <- (1 - lr * weight_decay) W first; matrices and embeddings only.
         method, steps, dtype: of `dualize`.
-        scale: "rms"; "original" (sqrt(max(1, fan_out / fan_in))) and "match_rms_adamw" (0.2 sqrt(max(fan_out, fan_in)))
-            are those of torch.optim.Muon. With method="jordan", dtype=torch.bfloat16 and scale="original" the step of
-            an nn.Linear equals torch.optim.Muon's bit for bit.
-        masses: glob over layer names -> step length relative to the others; a tuple: of a layer's cores, one each.
+        scale: "rms"; "original" (sqrt(max(1, fan_out / fan_in))) and "match_rms_adamw"
+            (0.2 sqrt(max(fan_out, fan_in))) are those of torch.optim.Muon. With method="jordan",
+            dtype=torch.bfloat16 and scale="original" the step of an nn.Linear equals
+            torch.optim.Muon's bit for bit.
+        masses: glob over layer names -> step length relative to the others; a tuple: of a layer's
+            cores, one each.
         other: "adamw" or "sign".
         other_lr, betas, eps: of that.
-        nonfinite: gradients with inf or NaN: "raise" (before anything has changed), "skip" the whole step, or "ignore"
-            (no check, and no wait for the device). With sharded parameters each process checks and raises for its own
-            part, without communication, and "skip" asks the others first: one all-reduce of a number.
-        capturable: the step can be captured in a CUDA graph: needs nonfinite="ignore", and `lr` as a tensor to change.
-        process_group: of DDP: the matrices are dualized by its processes in turns and gathered once per group of
-            parameters; all processes hold the same result, bit for bit. Without, each one dualizes all.
+        nonfinite: gradients with inf or NaN: "raise" (before anything has changed), "skip" the whole
+            step, or "ignore" (no check, and no wait for the device). With sharded parameters each
+            process checks and raises for its own part, without communication, and "skip" asks the
+            others first: one all-reduce of a number.
+        capturable: the step can be captured in a CUDA graph: needs nonfinite="ignore", and `lr` as a
+            tensor to change.
+        process_group: of DDP: its processes dualize the matrices in turns and gather them once for
+            each group of parameters; all processes hold the same result, bit for bit. Without, each
+            one dualizes all. A small all-reduce first compares which parameters have a gradient,
+            unless nonfinite="ignore".
 
     Raises:
-        ValueError: an option out of range; a parameter that no module of the model owns, is in two groups or on meta; a
-            `process_group` with sharded parameters.
+        ValueError: an option out of range; a parameter that no module of the model owns, is in two
+            groups or on meta; a `process_group` with sharded parameters.
 
     >>> from structlin import BTT, convert
     >>> model = convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), BTT())
@@ -100,7 +111,7 @@ class Muon(Optimizer):
                 raise ValueError("model=None: with parameters or groups, pass the module that owns them as model=")
             model = params
         self.model, self.masses, self.nonfinite, self.process_group = model, masses, nonfinite, process_group
-        self._geometry = geometries(model, masses)
+        self._roster = Roster(model, masses)
         defaults = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "method": method,
             "steps": steps, "dtype": dtype, "scale": scale, "other": other, "other_lr": other_lr, "betas": betas,
@@ -118,7 +129,7 @@ class Muon(Optimizer):
         super().__setstate__(state)
         if "model" in state:  # unpickled or copied
             self.process_group = None
-            self._geometry = geometries(self.model, self.masses)
+            self._roster = Roster(self.model, self.masses)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add the parameters of a dict (or module) `params`, as one group per kind of parameter."""
@@ -134,27 +145,20 @@ class Muon(Optimizer):
         params = [entry[1] if isinstance(entry, tuple) else entry for entry in params]  # of named_parameters()
         if not all(isinstance(parameter, Tensor) for parameter in params):
             raise TypeError("params must be parameters, (name, parameter) pairs or dicts with a list of them as params")
-        if any(parameter not in self._geometry for parameter in params):
-            self._geometry = geometries(self.model, self.masses)  # the model may have grown
+        if any(parameter not in self._roster.weights for parameter in params):
+            self._roster.read()
+        self._roster.require_owned(params)
         kinds: dict[str, list[Tensor]] = defaultdict(list)
         for parameter in params:
-            if parameter not in self._geometry:
-                shape = tuple(parameter.shape)
-                raise ValueError(f"a parameter of shape {shape} belongs to no module of {type(self.model).__name__}")
-            name = self._geometry[parameter].name
-            if parameter.is_meta:
-                raise ValueError(f"{name} is on meta: materialise the model first (to_empty)")
-            if self.process_group is not None and is_sharded(parameter):
-                raise ValueError(
-                    f"process_group={self.process_group}: {name} is sharded, which divides the work itself"
-                )
-            kinds[self._geometry[parameter].kind].append(parameter)
+            self._require_usable(parameter)
+            kind = self._roster.weights[parameter].kind
+            kinds[kind if kind in ("matrix", "embedding") else "other"].append(parameter)
         if "kind" in param_group:  # a group of another Muon
             super().add_param_group({**param_group, "params": params})
             return
         for kind in ("matrix", "embedding", "other"):
             if kinds[kind]:
-                names = [self._geometry[parameter].name for parameter in kinds[kind]]
+                names = [self._roster.names[parameter] for parameter in kinds[kind]]
                 rate = {"lr": group["other_lr"], "weight_decay": 0.0} if kind == "other" else {}
                 own = {**group, **rate, "params": kinds[kind], "kind": kind, "param_names": names}
                 super().add_param_group(own)
@@ -166,16 +170,19 @@ class Muon(Optimizer):
         Raises:
             FloatingPointError: a gradient is not finite (with nonfinite="raise"); nothing has changed.
             RuntimeError: a parameter is no longer the model's: it was converted, or sharded, after this optimizer was
-                made. Or it was moved to another device than its state.
+                made. Or it was moved to another device than its state. Or a process of
+                `process_group` has no gradient where another has one.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        used = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
         if not torch.compiler.is_compiling():
-            check_ownership(self, self.model, self._name)
-        if not finite(self.nonfinite, [p for params in used for p in params], self._name):
+            self._roster.require_current(self.param_groups)
+            if self.process_group is not None and self.nonfinite != "ignore":
+                require_same_gradients(self._roster.names, self.param_groups, self.process_group)
+        used = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        if not self._roster.may_step([p for params in used for p in params], self.nonfinite):
             return loss
         for group, params in zip(self.param_groups, used, strict=True):
             self._prepare(group, params)
@@ -184,8 +191,13 @@ class Muon(Optimizer):
                 self._update(group, params)
         return loss
 
-    def _name(self, parameter: Tensor) -> str:
-        return self._geometry[parameter].name
+    def _require_usable(self, parameter: Tensor) -> None:
+        name = self._roster.names[parameter]
+        if parameter.is_meta:
+            raise ValueError(f"{name} is on meta: materialise the model first (to_empty)")
+        if self.process_group is not None and is_sharded(parameter):
+            group = self.process_group
+            raise ValueError(f"process_group={group}: {name} is sharded, which divides the work itself")
 
     def _prepare(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """State of parameters that step for the first time; nothing moves yet."""
@@ -201,58 +213,59 @@ class Muon(Optimizer):
             held = state["exp_avg" if adamw else "momentum_buffer"]
             if held.device != p.device:
                 raise RuntimeError(
-                    f"{self._name(p)} is on {p.device} and its state on {held.device}: the model was moved after the "
-                    "first step; load this optimizer's state_dict() into it to move that too"
+                    f"{self._roster.names[p]} is on {p.device} and its state on {held.device}: the model "
+                    "was moved after the first step; load this optimizer's state_dict() into it to move that too"
                 )
 
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """One step of a group. All arithmetic is on the part of each tensor that is on this process."""
-        gradients = [_gradient(p).to_dense() if _gradient(p).is_sparse else here(_gradient(p)) for p in params]
-        local = [here(p) for p in params]
+        gradients = [_local_gradient(p) for p in params]
+        local = [local_part(p) for p in params]
         if group["kind"] == "other" and group["other"] == "adamw":
-            states = [[here(self.state[p][name]) for p in params] for name in ("exp_avg", "exp_avg_sq", "step")]
+            kept = ("exp_avg", "exp_avg_sq", "step")
+            states = [[local_part(self.state[p][name]) for p in params] for name in kept]
             _adamw(group, local, gradients, *states)
             return
-        buffers = [here(self.state[p]["momentum_buffer"]) for p in params]
+        buffers = [local_part(self.state[p]["momentum_buffer"]) for p in params]
         gradients = [gradient.to(buffer.dtype) for gradient, buffer in zip(gradients, buffers, strict=True)]
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
         nesterov = group["nesterov"]
         updates = list(torch._foreach_lerp(gradients, buffers, group["momentum"])) if nesterov else buffers
         if group["weight_decay"]:
             _scale(local, 1 - group["lr"] * group["weight_decay"])
-        geometries = [self._geometry[p] for p in params]
         if group["kind"] == "other":
             steps = [update.sign() for update in updates]
         else:
-            steps = polars(params, geometries, updates, self._polar(group), group["method"], group["steps"])
+            weights = [self._roster.weights[p] for p in params]
+            polar = self._polar_factors(group)
+            steps = polar_parts(params, weights, updates, polar, group["method"], group["steps"])
         by_length: dict[float, list[int]] = defaultdict(list)
-        for n, geometry in enumerate(geometries):
-            by_length[step_length(geometry, group["scale"])].append(n)
+        for n, p in enumerate(params):
+            by_length[self._roster.step_length(p, group["scale"])].append(n)
         for length, members in by_length.items():
-            _descend([local[n] for n in members], [steps[n] for n in members], group["lr"], length)
+            moving, moves = [local[n] for n in members], [steps[n] for n in members]
+            _descend(moving, moves, group["lr"], length)
 
-    def _polar(self, group: dict[str, Any]) -> Callable[[list[Geometry], list[Tensor]], list[Tensor]]:
+    def _polar_factors(self, group: dict[str, Any]) -> Callable[[list[Weight], list[Tensor]], list[Tensor]]:
         """The direction of steepest descent, without its length, of whole updates."""
         if group["kind"] == "embedding":
-            return lambda geometries, updates: [dual_embedding(update) for update in updates]
+            return lambda weights, updates: [dual_embedding(update) for update in updates]
         options = {name: group[name] for name in ("method", "steps", "dtype")}
-        return lambda geometries, updates: self._dualized(geometries, updates, options)
+        return lambda weights, updates: self._dualize_all(weights, updates, options)
 
-    def _dualized(self, geometries: list[Geometry], updates: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
+    def _dualize_all(self, weights: list[Weight], updates: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
         """The polar factors, equal shapes of all layers in one batch, tall matrices transposed."""
-        matrices = [geometry.matrices(update) for geometry, update in zip(geometries, updates, strict=True)]
+        matrices = [to_matrices(*pair) for pair in zip(weights, updates, strict=True)]  # (b, m, n)
         tall = [matrix.shape[-2] > matrix.shape[-1] for matrix in matrices]
-        matrices = [matrix.mT if turned else matrix for matrix, turned in zip(matrices, tall, strict=True)]
-        duals = in_stacks(matrices, lambda stacks: self._of_stacks(stacks, options))
-        return [
-            geometry.restored(dual.mT if turned else dual, like=update)
-            for geometry, update, dual, turned in zip(geometries, updates, duals, tall, strict=True)
-        ]
+        flat = [x.mT if turned else x for x, turned in zip(matrices, tall, strict=True)]  # m <= n
+        duals = map_stacks(lambda stacks: self._dualize_stacks(stacks, options), flat)
+        duals = [x.mT if turned else x for x, turned in zip(duals, tall, strict=True)]  # (b, m, n)
+        return [from_matrices(*each) for each in zip(weights, duals, updates, strict=True)]
 
-    def _of_stacks(self, stacks: Iterable[Tensor], options: dict[str, Any]) -> Iterable[Tensor]:
+    def _dualize_stacks(self, stacks: Iterable[Tensor], options: dict[str, Any]) -> Iterable[Tensor]:
         if self.process_group is None:
             return (dualize(stack, **options) for stack in stacks)
-        return divided(list(stacks), lambda stack: dualize(stack, **options), self.process_group)
+        return divide_stacks(list(stacks), partial(dualize, **options), self.process_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue bit for bit where another optimizer of the same model stopped.
@@ -275,57 +288,9 @@ class Muon(Optimizer):
                 if key != "step" and value.shape != p.shape:
                     found, shape = tuple(value.shape), tuple(p.shape)
                     raise ValueError(
-                        f"state_dict is of another model: {self._name(p)} is {shape} here and {found} there"
+                        f"state_dict is of another model: {self._roster.names[p]} is {shape} here and {found} there"
                     )
         super().load_state_dict(state_dict)
-
-
-def check_ownership(optimizer: Optimizer, model: nn.Module, name: Callable[[Tensor], str]) -> None:
-    """A parameter without a gradient may be one that `convert` has replaced.
-
-    Raises:
-        RuntimeError: one is.
-    """
-    idle = {p for group in optimizer.param_groups for p in group["params"] if p.grad is None}
-    gone = idle - set(model.parameters()) if idle else idle
-    if gone:
-        raise RuntimeError(
-            f"{', '.join(sorted(map(name, gone))[:5])} no longer belong to the model, which was converted (or sharded) "
-            "after this optimizer was made: convert first, then make the optimizer"
-        )
-
-
-def finite(nonfinite: str, params: list[Tensor], name: Callable[[Tensor], str]) -> bool:
-    """Whether to make the step: all gradients of `params` are finite, or nobody asked.
-
-    Raises:
-        FloatingPointError: they are not, and `nonfinite` is "raise".
-    """
-    if nonfinite == "ignore" or not params:
-        return True
-    gradients = [_values(p) for p in params]
-    norms = torch._foreach_norm(gradients)
-    # One number for all, and one wait for the device. A norm may overflow where no entry does.
-    good = bool(torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).sum().isfinite())
-    bad = [] if good else [n for n, gradient in enumerate(gradients) if not bool(gradient.isfinite().all())]
-    if nonfinite == "skip":
-        return agree(not bad, params)
-    if bad:
-        names = [name(params[n]) for n in bad]
-        raise FloatingPointError(f"gradients of {', '.join(names[:5])} are not finite; nothing was changed")
-    return True
-
-
-def step_length(geometry: Geometry, scale: str = "rms") -> float:
-    """Of a step at lr = 1, as the factor of the polar factor."""
-    m, n = geometry.fan_out, max(geometry.fan_in, 1)
-    if geometry.kind != "matrix":
-        return geometry.mass
-    if scale == "original":
-        return geometry.mass * sqrt(max(1, m / n))
-    if scale == "match_rms_adamw":
-        return geometry.mass * 0.2 * sqrt(max(m, n))
-    return geometry.mass * sqrt(m / n)
 
 
 def _descend(params: list[Tensor], steps: list[Tensor], lr: float | Tensor, length: float) -> None:
@@ -359,6 +324,8 @@ def _adamw(
 
 
 def _check(group: dict[str, Any]) -> None:
+    if len(group["betas"]) != 2:
+        raise ValueError(f"betas={group['betas']!r} must be two numbers, such as (0.9, 0.95)")
     for option in ("lr", "other_lr", "weight_decay", "eps"):
         if not 0 <= group[option] < inf:
             raise ValueError(f"{option}={group[option]!r} is out of range: it must be at least 0 and finite")
@@ -372,11 +339,7 @@ def _check(group: dict[str, Any]) -> None:
             raise ValueError(f"{option}={group[option]!r} is unknown; there are {', '.join(choices)}")
 
 
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
-
-
-def _values(parameter: Tensor) -> Tensor:
-    gradient = _gradient(parameter)
-    return gradient._values() if gradient.is_sparse else here(gradient)
+def _local_gradient(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    return gradient.to_dense() if gradient.is_sparse else local_part(gradient)

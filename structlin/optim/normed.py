@@ -3,17 +3,17 @@
 Source: Large et al. 2024, "Scalable Optimization in the Modular Norm" (arXiv:2405.14813), algorithm 1 and appendix A.3.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from .._model.parameters import Masses, geometries, in_stacks
-from ..duality import spectral_bound
-from .distributed import here, is_sharded, whole
-from .muon import NONFINITE, check_ownership, finite, step_length
+from ..duality import promote, spectral_bound
+from .distributed import gather_whole, is_sharded, local_part
+from .matrices import map_stacks, to_matrices
+from .steps import NONFINITE, Masses, Roster
 
 NORMS = ("bound", "power")
 
@@ -43,7 +43,8 @@ class Normed(Optimizer):
 
     Raises:
         TypeError: `base` is no torch optimizer, or LBFGS, which makes several steps in one.
-        ValueError: an option is unknown, or a parameter belongs to no module of `model`.
+        ValueError: an option is unknown; a parameter belongs to no module of `model`; a group of
+            `param_groups` has an lr_mult, which the norm replaces.
 
     >>> from structlin import BTT, convert
     >>> model = convert(nn.Sequential(nn.Linear(64, 64)), BTT())
@@ -77,16 +78,18 @@ class Normed(Optimizer):
             raise ValueError(f"norm={norm!r} is unknown; there are {', '.join(NORMS)}")
         if nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite={nonfinite!r} must be 'raise', 'skip' or 'ignore'")
-        self.__setstate__({"base": base, "model": model, "masses": masses, "norm": norm, "nonfinite": nonfinite})
+        options = {"base": base, "model": model, "masses": masses, "norm": norm}
+        self.__setstate__({**options, "nonfinite": nonfinite})
         for group in base.param_groups:
-            self._check(group["params"])
+            self._require_usable(group)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("base", "model", "masses", "norm", "nonfinite")}
+        options = ("base", "model", "masses", "norm", "nonfinite")
+        return {name: getattr(self, name) for name in options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._geometry = geometries(self.model, self.masses)
+        self._roster = Roster(self.model, self.masses)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -101,17 +104,29 @@ class Normed(Optimizer):
         return self.base.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self._geometry = geometries(self.model, self.masses)  # the model may have grown
+        self._roster.read()  # the model may have grown
         params = param_group["params"]
-        param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
-        self._check(param_group["params"])
-        self.base.add_param_group(param_group)
+        params = [params] if isinstance(params, Tensor) else list(params)
+        group = {**param_group, "params": params}
+        self._require_usable(group)
+        self.base.add_param_group(group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = before(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
         self.base.load_state_dict(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.base.state_dict()
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state_dict = self.base.state_dict()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            replaced = after(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        return state_dict
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -119,40 +134,41 @@ class Normed(Optimizer):
 
         Raises:
             FloatingPointError: a gradient is not finite (with nonfinite="raise"); nothing has changed.
-            RuntimeError: a parameter is no longer the model's: it was converted after this optimizer was made.
+            RuntimeError: a parameter is no longer the model's, which was converted after this
+                optimizer was made.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._roster.require_current(self.param_groups)
         used = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
         params = [p for members in used for p in members]
-        check_ownership(self, self.model, self._name)
-        if not params or not finite(self.nonfinite, params, self._name):
+        if not params or not self._roster.may_step(params, self.nonfinite):
             return loss
         updates = dict(zip(params, self._updates(params), strict=True))
         norms = dict(zip(params, self._norms(params, list(updates.values())), strict=True))
         for group, members in zip(self.param_groups, used, strict=True):
             for p in members:
-                norm, length = norms[p], step_length(self._geometry[p])
+                norm, length = norms[p], self._roster.step_length(p)
                 factor = torch.where(norm == 0, norm, length / norm) * group["lr"]
                 if group.get("weight_decay"):
-                    here(p).mul_(1 - group["lr"] * group["weight_decay"])
-                here(p).add_(updates[p] * factor.to(updates[p].dtype))
+                    local_part(p).mul_(1 - group["lr"] * group["weight_decay"])
+                local_part(p).add_(updates[p] * factor.to(updates[p].dtype))
         return loss
 
-    def _name(self, parameter: Tensor) -> str:
-        return self._geometry[parameter].name
-
-    def _check(self, params: Iterable[Tensor]) -> None:
-        for parameter in params:
-            if parameter not in self._geometry:
-                shape = tuple(parameter.shape)
-                raise ValueError(f"a parameter of shape {shape} belongs to no module of {type(self.model).__name__}")
+    def _require_usable(self, group: dict[str, Any]) -> None:
+        self._roster.require_owned(group["params"])
+        if group.get("lr_mult", 1.0) != 1.0:
+            raise ValueError(
+                f"a group of param_groups() has lr_mult={group['lr_mult']:.6g} for the updates of Adam or "
+                "SGD; the norm replaces it: pass model.parameters(), or the groups of "
+                "param_groups(model, lr, structure_aware=False)"
+            )
 
     def _updates(self, params: list[Tensor]) -> list[Tensor]:
         """What `base` adds at rate 1, without weight decay, to parameters of zero; those are put back."""
-        local = [here(p) for p in params]
+        local = [local_part(p) for p in params]
         kept = [p.clone() for p in local]
         changed: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0}
         options = [{name: group[name] for name in changed if name in group} for group in self.param_groups]
@@ -169,22 +185,24 @@ class Normed(Optimizer):
 
     def _norms(self, params: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
         """Of each update, in units in which `step_length` is the length of a step: the largest of its matrices'."""
-        updates = [whole(p, update) if is_sharded(p) else update for p, update in zip(params, updates, strict=True)]
-        kinds = [self._geometry[p].kind for p in params]
-        matrices = [n for n, kind in enumerate(kinds) if kind == "matrix"]
-        batches = [self._geometry[params[n]].matrices(updates[n]) for n in matrices]
+        pairs = zip(params, updates, strict=True)
+        updates = [gather_whole(p, u) if is_sharded(p) else u for p, u in pairs]
+        weights = [self._roster.weights[p] for p in params]
+        matrices = [n for n, weight in enumerate(weights) if weight.kind == "matrix"]
+        batches = [to_matrices(weights[n], updates[n]) for n in matrices]  # (batch, m, n)
         if self.norm == "power":
             spectral = [self._power(params[n], batch) for n, batch in zip(matrices, batches, strict=True)]
         else:
-            spectral = in_stacks(batches, lambda stacks: map(spectral_bound, stacks))
+            spectral = map_stacks(lambda stacks: map(spectral_bound, stacks), batches)  # (batch,)
         found = dict(zip(matrices, spectral, strict=True))
         return [
-            _largest(found[n] if n in found else _rms(update, vectors=kinds[n] == "embedding"))
+            _largest(found[n] if n in found else _rms(update, vectors=weights[n].kind == "embedding"))
             for n, update in enumerate(updates)
         ]
 
     def _power(self, parameter: Tensor, batch: Tensor) -> Tensor:
-        x = batch if batch.dtype == torch.float64 else batch.float()
+        """Two power iterations on `(batch, m, n)`, from the last step's vectors: `(batch,)`."""
+        x = promote(batch)
         state = self.state[parameter]
         if "singular_vector" not in state:
             seeded = torch.Generator().manual_seed(0)
@@ -192,9 +210,9 @@ class Normed(Optimizer):
             state["singular_vector"] = start.to(x.device, parameter.dtype)
         right, norm = state["singular_vector"].to(x.dtype), x.new_zeros(len(x))
         for _ in range(2):
-            left = nn.functional.normalize(x @ right, dim=1)
-            right = x.mT @ left
-            norm = right.norm(dim=1)[:, 0]
+            left = nn.functional.normalize(x @ right, dim=1)  # (batch, m, 1)
+            right = x.mT @ left  # (batch, n, 1)
+            norm = right.norm(dim=1)[:, 0]  # (batch,)
             right = right / torch.where(norm == 0, torch.ones_like(norm), norm)[:, None, None]
         moved = norm > 0
         state["singular_vector"][moved] = right[moved].to(parameter.dtype)
@@ -203,8 +221,8 @@ class Normed(Optimizer):
 
 def _rms(update: Tensor, vectors: bool) -> Tensor:
     """Of each vector, or of all of it."""
-    wide = update if update.dtype == torch.float64 else update.float()
-    return wide.square().mean(dim=-1).sqrt() if vectors else wide.square().mean().sqrt()
+    squares = promote(update).square()
+    return squares.mean(dim=-1).sqrt() if vectors else squares.mean().sqrt()
 
 
 def _largest(norms: Tensor) -> Tensor:

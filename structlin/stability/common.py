@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,34 +18,49 @@ Number = TypeVar("Number", int, float)
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """torch's random numbers from `seed`; afterwards where they were."""
+def use_seed(seed: int) -> Iterator[None]:
+    """Draw torch's random numbers from `seed` inside of the block; afterwards go on where they were."""
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         yield
 
 
-def built(build: Callable[[int], nn.Module], width: int) -> nn.Module:
+def build_model(build: Callable[[int], nn.Module], width: int) -> nn.Module:
+    """`build(width)`.
+
+    Raises:
+        TypeError: it is no module.
+    """
     model = build(width)
     if not isinstance(model, nn.Module):
-        raise TypeError(f"build({width}) returned {described(model)}, not a torch.nn.Module")
+        raise TypeError(f"build({width}) returned {describe(model)}, not a torch.nn.Module")
     return model
 
 
-def positive(name: str, values: Iterable[Number]) -> list[Number]:
-    found = list(values)
-    for value in found:
+def require_positive(name: str, values: Iterable[Any], convert: Callable[[Any], Number]) -> list[Number]:
+    """`values` as plain numbers, by `convert`; numpy's become Python's.
+
+    Raises:
+        ValueError: one is not positive and finite.
+        TypeError: `convert` does not take one.
+    """
+    given = list(values)
+    for value in given:
         if not 0 < value < math.inf:
-            raise ValueError(f"{name}={found}: {value!r} is not positive and finite")
-    return found
+            raise ValueError(f"{name}={given}: {value!r} is not positive and finite")
+    try:
+        return [convert(value) for value in given]
+    except TypeError as error:
+        raise TypeError(f"{name}={given}: {error}") from None
 
 
-def described(value: object) -> str:
+def describe(value: object) -> str:
+    """Type and shape, for messages."""
     shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
     return type(value).__name__ + shape
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """With four decimals, or a power of ten where they would not do."""
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or not value else f"{value:.2e}"
 
@@ -56,14 +71,15 @@ def new_figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def saved(figure: "Figure", path: PathLike | None) -> "Figure":
+def save_figure(figure: "Figure", path: PathLike | None) -> "Figure":
+    """`figure`, written to `path` if there is one."""
     if path is not None:
         figure.savefig(path, dpi=90)
     return figure
 
 
-def checked(model: nn.Module) -> nn.Module:
-    """`model`, if its parameters have values that are all here."""
+def require_values(model: nn.Module) -> None:
+    """Raises TypeError if `model` is no module, ValueError if a parameter's values are not all here."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={type(model).__name__} must be a torch.nn.Module")
     for name, parameter in model.named_parameters():
@@ -71,4 +87,3 @@ def checked(model: nn.Module) -> nn.Module:
             raise ValueError(f"model={type(model).__name__}: {name} is on meta; materialise it first (to_empty)")
         if hasattr(parameter, "full_tensor"):
             raise ValueError(f"model={type(model).__name__}: {name} is sharded (DTensor), which is not supported")
-    return model

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
+from operator import index
 from statistics import linear_regression
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._report import Table
-from .common import PathLike, built, described, new_figure, number, positive, saved, seeded
-from .hooks import rms_of, rms_over_calls, seen_by, wide
+from ..duality import promote
+from .common import PathLike, build_model, describe, format_number, new_figure, require_positive, save_figure, use_seed
+from .hooks import rms_of, rms_over_calls, watch_outputs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -87,7 +89,7 @@ class CoordinateCheck:
         sizes = {(row.layer, row.width): row for row in self.rows if row.step == last}
         table = Table("layer", "RMS of", *(f"width {width}" for width in self.widths), "slope", "at step", "")
         for slope in self.steepest:
-            cells = [number(getattr(sizes[slope.layer, width], slope.quantity)) for width in self.widths]
+            cells = [format_number(getattr(sizes[slope.layer, width], slope.quantity)) for width in self.widths]
             verdict = "NOT FLAT" if slope in self.not_flat else ""
             table.row(slope.layer, slope.quantity, *cells, f"{slope.slope:+.2f}", str(slope.step), verdict)
         return table
@@ -107,7 +109,7 @@ class CoordinateCheck:
             axis.set(yscale="log", xlabel="width", title=f"RMS of {quantity}, step {last}")
             if any(found == quantity for _, found in steep):
                 axis.legend(fontsize="small")
-        return saved(figure, path)
+        return save_figure(figure, path)
 
     def __str__(self) -> str:
         layers = dict.fromkeys(slope.layer for slope in self.not_flat)
@@ -150,7 +152,8 @@ def coordinate_check(
 
     Raises:
         ValueError: fewer than two widths, a width that is not positive, no batch, no seed, `steps` below 1, a
-            tolerance that is not positive; layers that only one width has.
+            tolerance that is not positive; layers that only one width has; training that changes
+            no output.
         TypeError: `build`, `optimizer` or `loss` returns something else.
 
     >>> def mlp(width):
@@ -163,7 +166,7 @@ def coordinate_check(
     >>> sorted({slope.layer for slope in check.not_flat})
     ['2']
     """
-    widths, batches, seeds = sorted(set(positive("widths", widths))), list(batches), list(seeds)
+    widths, batches, seeds = sorted(set(require_positive("widths", widths, index))), list(batches), list(seeds)
     if len(widths) < 2:
         raise ValueError(f"widths={widths}: a slope needs two different widths or more")
     if not batches or not seeds or steps < 1:
@@ -172,10 +175,16 @@ def coordinate_check(
         raise ValueError(f"tolerance={tolerance!r} must be positive")
     sizes: dict[tuple[str, int, int], list[tuple[float, float]]] = defaultdict(list)
     for width, seed in product(widths, seeds):
-        with seeded(seed):
-            for step, seen in enumerate(_trajectory(build, width, batches, loss, optimizer, steps)):
-                for layer, pair in seen.items():
-                    sizes[layer, width, step].append(pair)
+        with use_seed(seed):
+            trajectory = list(_trajectory(build, width, batches, loss, optimizer, steps))
+        if not any(change for seen in trajectory for _, change in seen.values()):
+            raise ValueError(
+                f"optimizer(model, {width}): no output of the model changed in {steps} steps; does it "
+                "have the parameters of that model, at a learning rate above 0?"
+            )
+        for step, seen in enumerate(trajectory):
+            for layer, pair in seen.items():
+                sizes[layer, width, step].append(pair)
     layers = {width: {layer for layer, of, _ in sizes if of == width} for width in widths}
     for width in widths:
         for layer in sorted(layers[width] ^ layers[widths[0]]):
@@ -197,36 +206,36 @@ def _trajectory(
     steps: int,
 ) -> Iterator[dict[str, tuple[float, float]]]:
     """Before training and after each step: the RMS of each module's output on the first batch, and of its change."""
-    model = built(build, width)
+    model = build_model(build, width)
     optimizer = make_optimizer(model, width)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer(model, {width}) returned {type(optimizer).__name__}, not a torch optimizer")
     first: dict[str, list[Tensor]] = {}
     for step in range(steps + 1):
-        with seeded(0), torch.no_grad(), _recorded(model) as outputs:
+        with use_seed(0), torch.no_grad(), _record_outputs(model) as outputs:
             loss(model, batches[0])
         first = first or outputs
-        yield {
-            name: (
-                rms_over_calls([rms_of(now) for now in found]),
-                rms_over_calls([rms_of(wide(now) - wide(then)) for now, then in zip(found, first[name], strict=True)]),
-            )
-            for name, found in outputs.items()
-        }
+        yield {name: _measure(found, first[name]) for name, found in outputs.items()}
         if step < steps:
             value = loss(model, batches[step % len(batches)])
             if not isinstance(value, Tensor) or value.numel() != 1:
-                raise TypeError(f"loss(model, batch) returned {described(value)}, not a tensor of one number")
+                raise TypeError(f"loss(model, batch) returned {describe(value)}, not a tensor of one number")
             optimizer.zero_grad()
             torch.autograd.backward(value)
             optimizer.step()
 
 
+def _measure(now: Sequence[Tensor], before: Sequence[Tensor]) -> tuple[float, float]:
+    """The RMS of a module's outputs, and of their change."""
+    changes = [promote(y) - promote(old) for y, old in zip(now, before, strict=True)]
+    return rms_over_calls([rms_of(y) for y in now]), rms_over_calls([rms_of(y) for y in changes])
+
+
 @contextmanager
-def _recorded(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+def _record_outputs(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     """Copies of what the modules make, at each call."""
     outputs: dict[str, list[Tensor]] = defaultdict(list)
-    with seen_by(model, lambda name, x, y: outputs[name].append(y.clone())):
+    with watch_outputs(model, lambda name, x, y: outputs[name].append(y.clone())):
         yield outputs
 
 

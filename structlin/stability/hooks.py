@@ -8,11 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from .._model.parameters import named_modules
+from ..duality import promote
+
 See = Callable[[str, Tensor | None, Tensor], None]
 
 
 @contextmanager
-def seen_by(model: nn.Module, see: See) -> Iterator[None]:
+def watch_outputs(model: nn.Module, see: See) -> Iterator[None]:
     """Calls `see(name, input, output)` for each module whose output no module inside of it has made.
 
     Input and output are the first floating-point tensors of either; an input may be missing.
@@ -31,7 +34,7 @@ def seen_by(model: nn.Module, see: See) -> Iterator[None]:
 
     handles = []
     try:
-        for name, module in named_modules(model):
+        for name, module in modules_by_name(model):
             handles.append(module.register_forward_hook(hook(name), with_kwargs=True))
         yield
     finally:
@@ -39,10 +42,9 @@ def seen_by(model: nn.Module, see: See) -> Iterator[None]:
             handle.remove()
 
 
-def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Without the parts of names that torch.compile adds; the model itself under the name of its class."""
-    for full, module in model.named_modules():
-        name = ".".join(part for part in full.split(".") if part != "_orig_mod")
+def modules_by_name(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Named as without wrappers; the model itself under the name of its class."""
+    for name, module in named_modules(model):
         yield name or type(module).__name__, module
 
 
@@ -52,14 +54,9 @@ def first_tensor(values: Any) -> Tensor | None:
 
 
 def rms_of(x: Tensor) -> Tensor:
-    return wide(x).square().mean().sqrt()
+    return promote(x.detach()).square().mean().sqrt()
 
 
 def rms_over_calls(values: Sequence[Tensor]) -> float:
     """The RMS over several calls of a module from each call's."""
     return torch.stack(list(values)).square().mean().sqrt().item()
-
-
-def wide(x: Tensor) -> Tensor:
-    """Detached, in float32 or better."""
-    return x.detach() if x.dtype == torch.float64 else x.detach().float()

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .._projection.calibration import run
+from .._model.survey import run
 from .._report import Table
-from .common import PathLike, checked, new_figure, number, saved
-from .hooks import rms_of, rms_over_calls, seen_by
+from .common import PathLike, format_number, new_figure, require_values, save_figure
+from .hooks import rms_of, rms_over_calls, watch_outputs
 from .operator import Operator, operators
 
 if TYPE_CHECKING:
@@ -66,8 +66,8 @@ class Log:
         growth = self.growth
         for layer, rows in self.layers().items():
             known = {name: [v for row in rows if (v := getattr(row, name)) is not None] for name in QUANTITIES}
-            cells = {name: number(values[-1]) if values else "" for name, values in known.items()}
-            grown = number(growth[layer]) if layer in growth else ""
+            cells = {name: format_number(values[-1]) if values else "" for name, values in known.items()}
+            grown = format_number(growth[layer]) if layer in growth else ""
             table.row(layer, str(rows[-1].step), cells.pop("rms"), grown, *cells.values())
         return table
 
@@ -82,7 +82,7 @@ class Log:
                     axis.plot(*zip(*points, strict=True), ".-", color=f"C{n % 10}", label=layer)
             axis.set(title=name, yscale="log", xlabel="step")
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
-        return saved(figure, path)
+        return save_figure(figure, path)
 
 
 @torch.no_grad()
@@ -105,19 +105,21 @@ def metrics(model: nn.Module, batch: Any, *, before: nn.Module | None = None) ->
     >>> [(row.layer, round(row.dependency, 2)) for row in metrics(model, torch.randn(8, 64)).rows if row.dependency]
     [('0', 1.0)]
     """
-    checked(model)
+    require_values(model)
+    if before is not None:
+        require_values(before)
     reader = _Reader(model)
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
-        with reader.listening():
+        with reader.listen():
             run(model, batch)
     finally:
         for module, training in modes.items():
             module.training = training
     reader.measure(0)
     if before is not None:
-        reader.remember(checked(before))
+        reader.remember(before)
     return Log(reader.finish())
 
 
@@ -153,7 +155,7 @@ def watch(model: nn.Module, *, every: int = 10) -> Iterator[Log]:
     >>> [(row.step, row.layer, row.update is not None) for row in log.rows]
     [(0, '0', True), (0, '1', False), (2, '0', True), (2, '1', False)]
     """
-    checked(model)
+    require_values(model)
     if every < 1:
         raise ValueError(f"every={every!r} must be at least 1 step")
     if model._compiled_call_impl is not None:
@@ -171,7 +173,7 @@ def watch(model: nn.Module, *, every: int = 10) -> Iterator[Log]:
         if steps % every == 0 and not reader.rows:
             if "torch._dynamo" in sys.modules:  # else nothing is compiled
                 reading.enter_context(torch.compiler.set_stance("force_eager"))
-            reading.enter_context(reader.listening())
+            reading.enter_context(reader.listen())
             reading.callback(model.register_forward_hook(leave).remove)
         steps += 1
 
@@ -201,7 +203,7 @@ class _Reader:
         self._starts: dict[tuple[str, bool], Tensor | None] = {}  # where the reading before found its norms
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def listen(self) -> Iterator[None]:
         """For one forward pass."""
         self._inputs: dict[str, list[Tensor]] = defaultdict(list)
         self._outputs: dict[str, list[Tensor]] = defaultdict(list)
@@ -213,7 +215,7 @@ class _Reader:
                 self._inputs[name].append(rms_of(x))
                 self._shapes[name] = x.shape
 
-        with seen_by(self.model, see):
+        with watch_outputs(self.model, see):
             yield
 
     def measure(self, step: int) -> None:

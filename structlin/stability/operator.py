@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd
 
-from .. import _product as contract
 from .._linear import StructuredLinear
-from .._model.survey import is_conv1d
-from .._model.survey import widths as widths_of
-from .hooks import named_modules, wide
+from .._model.parameters import Weight, weights_of
+from .._product import apply
+from ..duality import promote
+from .hooks import modules_by_name
 
 VECTORS, POWERS, SWEEPS = 8, 2, 32  # of a block; of W^T W in a sweep; at most
 TOLERANCE = 1e-2  # a sweep that raises the estimate by less is the last
@@ -24,17 +24,18 @@ TOLERANCE = 1e-2  # a sweep that raises the estimate by less is the last
 
 @dataclass(frozen=True)
 class Operator:
-    """The linear map of a module, on inputs of one shape; `()` for an embedding, whose inputs are indices."""
+    """The linear map of a layer, on inputs of one shape; `()` for an embedding, whose inputs are indices."""
 
     module: nn.Module
+    own: str  #: attribute of the module that it multiplies by
+    weight: Weight
     shape: tuple[int, ...]
 
     def weights(self) -> list[Tensor]:
         """What it multiplies by, now."""
-        module = self.module
-        if isinstance(module, StructuredLinear):
-            return module.effective_cores()
-        weight = module.in_proj_weight if isinstance(module, nn.MultiheadAttention) else module.weight
+        if isinstance(self.module, StructuredLinear):
+            return self.module.effective_cores()
+        weight = getattr(self.module, self.own)
         assert isinstance(weight, Tensor)
         return [weight]
 
@@ -42,11 +43,11 @@ class Operator:
         """`(vectors, *shape)` -> `(vectors, *shape of the output)`. Nothing dense is formed."""
         module = self.module
         if isinstance(module, StructuredLinear):
-            padded = F.pad(x, (0, module.padding[0]))
-            return contract.apply(module.structure, weights, padded)[..., : module.out_features]
+            padded = F.pad(x, (0, module.padding[0]))  # (vectors, structure.in_features)
+            return apply(module.structure, weights, padded)[..., : module.out_features]
         if isinstance(module, _ConvNd):
             return module._conv_forward(x, weights[0], None)
-        return x @ weights[0] if is_conv1d(module) else F.linear(x, weights[0])
+        return x @ weights[0] if self.weight.transposed else F.linear(x, weights[0])
 
     def snapshot(self) -> list[Tensor]:
         return [weight.detach().clone() for weight in self.weights()]
@@ -57,8 +58,8 @@ class Operator:
 
         Of an embedding the l1->RMS norm: the largest RMS of a vector.
         """
-        now = [wide(weight) for weight in self.weights()]
-        then = None if before is None else [wide(weight) for weight in before]
+        now = [promote(weight.detach()) for weight in self.weights()]
+        then = None if before is None else [promote(weight.detach()) for weight in before]
         if not self.shape:
             vectors = now[0] if then is None else now[0] - then[0]
             return vectors.square().mean(dim=-1).amax().sqrt().item(), None
@@ -72,19 +73,30 @@ class Operator:
 
 
 def operators(model: nn.Module, inputs: Mapping[str, torch.Size]) -> dict[str, Operator]:
-    """Of the linear layers, convolutions and embeddings of `model`, by name; `inputs` are the shapes that they saw."""
+    """The linear maps of the layers of `model`, by name; `inputs` are the shapes that the layers saw."""
     found = {}
-    for name, module in named_modules(model):
-        width = widths_of(module)
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            found[name] = Operator(module, ())
-        elif isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
-            found[f"{name}.in_proj"] = Operator(module, (module.embed_dim,))
-        elif isinstance(module, _ConvNd) and not isinstance(module, _ConvTransposeNd) and name in inputs:
-            found[name] = Operator(module, tuple(inputs[name][-1 - len(module.kernel_size) :]))
-        elif width is not None:
-            found[name] = Operator(module, width[:1])
-    return {name: each for name, each in found.items() if all(w.is_floating_point() for w in each.weights())}
+    for layer, module in modules_by_name(model):
+        for own, weight in weights_of(module).items():
+            shape = _input_shape(module, weight, inputs.get(layer))
+            if shape is None or weight.core:  # the first core stands for all of them
+                continue
+            name = layer
+            if own.endswith("_weight"):  # one of several in its layer
+                name = f"{layer}.{own.removesuffix('_weight')}"
+            operator = Operator(module, own, weight, shape)
+            if all(each.is_floating_point() for each in operator.weights()):
+                found[name] = operator
+    return found
+
+
+def _input_shape(module: nn.Module, weight: Weight, seen: torch.Size | None) -> tuple[int, ...] | None:
+    """Of one input of a layer; None where it is not known or there is no linear map."""
+    if isinstance(module, StructuredLinear):
+        return (module.in_features,) if weight.kind == "matrix" else None
+    if isinstance(module, _ConvNd):
+        measured = seen is not None and not weight.transposed
+        return tuple(seen[-1 - len(module.kernel_size) :]) if measured else None  # type: ignore[index]
+    return () if weight.kind == "embedding" else (weight.fan_in,)
 
 
 def rms_norm(
@@ -97,17 +109,17 @@ def rms_norm(
     """
     random = torch.Generator().manual_seed(0)  # training draws the same numbers with and without
 
-    def drawn(vectors: int) -> Tensor:
+    def draw(vectors: int) -> Tensor:
         return torch.randn(vectors, math.prod(shape), generator=random).to(like)
 
-    start = drawn(VECTORS) if start is None else torch.cat([start, drawn(1)])
+    start = draw(VECTORS) if start is None else torch.cat([start, draw(1)])
     for _ in range(SWEEPS):
-        blocks, known = [_orthonormal(start)], 0.0
+        blocks, known = [_orthonormalise(start)], 0.0
         for power in range(POWERS):
-            image, normal = _normal(linear, blocks[-1].reshape(-1, *shape))
+            image, normal = _apply_normal(linear, blocks[-1].reshape(-1, *shape))
             known = image.flatten(1).norm(dim=1).amax().item() if power == 0 else known
-            blocks.append(_orthonormal(normal.flatten(1)))
-        basis = _orthonormal(torch.cat(blocks))
+            blocks.append(_orthonormalise(normal.flatten(1)))
+        basis = _orthonormalise(torch.cat(blocks))
         image = linear(basis.reshape(-1, *shape)).flatten(1)
         if not image.isfinite().all():
             return math.nan, None
@@ -115,11 +127,11 @@ def rms_norm(
         vectors = u.mT[: VECTORS - 1] @ basis
         if s[0] <= (1 + TOLERANCE) * known:
             break
-        start = torch.cat([vectors, drawn(1)])
+        start = torch.cat([vectors, draw(1)])
     return math.sqrt(basis.shape[1] / image.shape[1]) * s[0].item(), vectors
 
 
-def _normal(linear: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+def _apply_normal(linear: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
     """`W x` and `W^T W x`, the gradient of |W x|^2 / 2."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
@@ -128,6 +140,6 @@ def _normal(linear: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tens
     return y.detach(), gradient
 
 
-def _orthonormal(rows: Tensor) -> Tensor:
+def _orthonormalise(rows: Tensor) -> Tensor:
     columns: Tensor = torch.linalg.qr(rows.mT).Q
     return columns.mT

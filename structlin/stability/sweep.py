@@ -7,13 +7,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import product
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from .._report import Table
-from .common import PathLike, built, described, new_figure, number, positive, saved, seeded
+from .common import PathLike, build_model, describe, format_number, new_figure, require_positive, save_figure, use_seed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -68,7 +69,7 @@ class Sweep:
         table = Table("width", *(f"lr {lr:.3g}" for lr in lrs), "best lr", "factors of 2", "")
         for width, by_lr in self.losses.items():
             best, shift = self.best[width], self.shifts[width]
-            cells = [number(by_lr[lr]) if math.isfinite(by_lr[lr]) else "diverged" for lr in lrs]
+            cells = [format_number(by_lr[lr]) if math.isfinite(by_lr[lr]) else "diverged" for lr in lrs]
             found = ("none", "") if best is None else (f"{best:.3g}", "" if shift is None else f"{shift:+.2f}")
             table.row(str(width), *cells, *found, "end of the grid" if best in (lrs[0], lrs[-1]) else "")
         return table
@@ -87,7 +88,7 @@ class Sweep:
         axis.set_xscale("log", base=2)
         axis.set(xlabel="learning rate", ylabel="loss")
         axis.legend(fontsize="small")
-        return saved(figure, path)
+        return save_figure(figure, path)
 
     def __str__(self) -> str:
         distance = self.transfer_distance
@@ -113,8 +114,9 @@ def lr_sweep(
     Args:
         build: width -> model.
         train: (model, lr, width) -> the final loss, less is better.
-        path: a JSON file, written anew after each run, whole or not at all. Runs that it holds are read and not made
-            again; those outside of this grid stay in it.
+        path: a JSON file, written anew after each run, whole or not at all. Runs that it holds are
+            read and not made again; those outside of this grid stay in it, also those that another
+            sweep of the same setting writes at the same time.
         setting: plain data that tells this experiment from others, such as {"steps": 100}. The file keeps it, with the
             names of `build` and `train`, and a sweep of another setting is refused.
 
@@ -136,7 +138,9 @@ def lr_sweep(
     >>> sweep.shifts  # plain SGD: 1 / width
     {16: 0.0, 64: -2.0}
     """
-    widths, lrs, seeds = positive("widths", widths), positive("lrs", lrs), list(seeds)
+    widths = require_positive("widths", widths, index)
+    lrs = require_positive("lrs", lrs, float)
+    seeds = [index(seed) for seed in seeds]
     if not widths or not lrs or not seeds:
         raise ValueError(f"widths={widths}, lrs={lrs}, seeds={seeds}: there must be at least one of each")
     names = {name: f"{f.__module__}.{f.__qualname__}" for name, f in (("build", build), ("train", train))}
@@ -148,14 +152,14 @@ def lr_sweep(
 
     for key in track([key for key in grid if key not in runs], "lr_sweep", console=Console(stderr=True)):
         width, lr, seed = key
-        with seeded(seed):
-            runs[key] = Run(width, lr, seed, _loss(train, built(build, width), lr, width))
+        with use_seed(seed):
+            runs[key] = Run(width, lr, seed, _train_once(train, build_model(build, width), lr, width))
         if path is not None:
             _write(Path(path), about, runs)
     return Sweep(tuple(runs[key] for key in grid))
 
 
-def _loss(
+def _train_once(
     train: Callable[[nn.Module, float, int], float | Tensor], model: nn.Module, lr: float, width: int
 ) -> float | None:
     try:
@@ -165,7 +169,7 @@ def _loss(
     if isinstance(loss, Tensor) and loss.numel() == 1:
         loss = loss.item()
     if not isinstance(loss, int | float):
-        raise TypeError(f"train(model, {lr}, {width}) returned {described(loss)}, not a number")
+        raise TypeError(f"train(model, {lr}, {width}) returned {describe(loss)}, not a number")
     return float(loss) if math.isfinite(loss) else None
 
 
@@ -192,10 +196,11 @@ def _read(path: Path, setting: Mapping[str, Any]) -> dict[Key, Run]:
 
 
 def _write(path: Path, setting: Mapping[str, Any], runs: Mapping[Key, Run]) -> None:
-    sweep = Sweep(tuple(runs.values()))
+    """Write `runs`, and those that another sweep has written to the file since it was read."""
+    sweep = Sweep(tuple({**_read(path, setting), **runs}.values()))
     found = {"best": sweep.best, "shifts": sweep.shifts}
     content = {"setting": setting, **found, "rows": [asdict(run) for run in sweep.rows]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.part")
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
     unfinished.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     os.replace(unfinished, path)

@@ -1,0 +1,146 @@
+"""What `Muon` and `Normed` share: what the parameters are, how long a step is, when none is made."""
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from math import inf, sqrt
+
+import torch
+from torch import Tensor, nn
+
+from .._linear import StructuredLinear
+from .._model.parameters import ParameterInfo, Weight, parameters_of
+from .distributed import agree, local_part
+
+Masses = Mapping[str, float | tuple[float, ...]]
+SCALES = ("rms", "original", "match_rms_adamw")
+NONFINITE = ("raise", "skip", "ignore")
+
+
+class Roster:
+    """The parameters of a model: what each of them is, its name, and its mass."""
+
+    def __init__(self, model: nn.Module, masses: Masses | None) -> None:
+        self.model, self.masses = model, masses
+        self.read()
+
+    def read(self) -> None:
+        """Read the model, which may have grown since.
+
+        Raises:
+            ValueError: masses that do not fit, see `share_masses`.
+        """
+        infos = list(parameters_of(self.model))
+        self.shares = share_masses(infos, self.masses or {})
+        self.weights: dict[Tensor, Weight] = {info.parameter: info.weight for info in infos}
+        self.names: dict[Tensor, str] = {info.parameter: info.name for info in infos}
+
+    def require_owned(self, params: Iterable[Tensor]) -> None:
+        """Raises ValueError if one of `params` belongs to no module of the model."""
+        for parameter in params:
+            if parameter not in self.weights:
+                shape, model = tuple(parameter.shape), type(self.model).__name__
+                raise ValueError(f"a parameter of shape {shape} belongs to no module of {model}")
+
+    def require_current(self, groups: Iterable[Mapping[str, list[Tensor]]]) -> None:
+        """Raises RuntimeError if the model has lost one of its parameters since: `convert` took it."""
+        current = {id(parameter) for parameter in self.model.parameters()}
+        params = (parameter for group in groups for parameter in group["params"])
+        gone = [self.names[parameter] for parameter in params if id(parameter) not in current]
+        if gone:
+            raise RuntimeError(
+                f"{', '.join(sorted(gone)[:5])} no longer belong to the model, which was converted "
+                "(or sharded) after this optimizer was made: convert first, then make the optimizer"
+            )
+
+    def may_step(self, params: list[Tensor], nonfinite: str) -> bool:
+        """Whether to make the step: all gradients of `params` are finite, or nobody asked.
+
+        Raises:
+            FloatingPointError: they are not, and `nonfinite` is "raise".
+        """
+        if nonfinite == "ignore" or not params:
+            return True
+        gradients = [_gradient_values(p) for p in params]
+        norms = torch._foreach_norm(gradients)
+        # One number for all, and one wait for the device. A norm may overflow where no entry does.
+        total = torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).sum()
+        bad = list[int]()
+        if not bool(total.isfinite()):
+            bad = [n for n, values in enumerate(gradients) if not bool(values.isfinite().all())]
+        if nonfinite == "skip":
+            return agree(not bad, params)
+        if bad:
+            names = ", ".join(self.names[params[n]] for n in bad[:5])
+            raise FloatingPointError(f"gradients of {names} are not finite; nothing was changed")
+        return True
+
+    def step_length(self, parameter: Tensor, scale: str = "rms") -> float:
+        """Of a step at lr = 1, as the factor of the polar factor."""
+        return self.shares[parameter] * _scale(self.weights[parameter], scale)
+
+
+def share_masses(infos: Iterable[ParameterInfo], masses: Masses) -> dict[Tensor, float]:
+    """Each parameter's mass: the length of its step, before `scale`.
+
+    A matrix or embedding has the mass of its layer, or 1; the cores of a structured layer share it
+    equally, or as a tuple says; so do the positions of a convolution's kernel. All the rest has 1.
+
+    Raises:
+        ValueError: a pattern that matches no layer, a mass that is not positive and finite, a tuple
+            that does not fit the layer.
+    """
+    found: dict[Tensor, float] = {}
+    by_layer: dict[str, float | tuple[float, ...]] = {}
+    unused = set(masses)
+    for info in infos:
+        if info.layer not in by_layer:
+            matching = [pattern for pattern in masses if fnmatchcase(info.layer, pattern)]
+            unused.difference_update(matching)
+            by_layer[info.layer] = masses[matching[0]] if matching else 1.0
+            _require_mass(info, by_layer[info.layer])
+        found[info.parameter] = _share(info, by_layer[info.layer])
+    if unused:
+        raise ValueError(f"masses: {sorted(unused)[0]!r} matches no layer")
+    return found
+
+
+def _share(info: ParameterInfo, mass: float | tuple[float, ...]) -> float:
+    if info.weight.kind not in ("matrix", "embedding"):
+        return 1.0
+    if isinstance(mass, tuple):
+        return mass[info.weight.core or 0]
+    cores = len(info.owner.structure.cores) if isinstance(info.owner, StructuredLinear) else 1
+    return mass / cores / info.weight.kernel
+
+
+def _require_mass(info: ParameterInfo, mass: float | tuple[float, ...]) -> None:
+    layer, owner = info.layer, info.owner
+    values = mass if isinstance(mass, tuple) else (mass,)
+    if isinstance(mass, tuple) and not isinstance(owner, StructuredLinear):
+        raise ValueError(f"masses: {layer!r} is no structured layer, it has one mass, not {mass!r}")
+    if isinstance(mass, tuple) and isinstance(owner, StructuredLinear):
+        cores = len(owner.structure.cores)
+        if len(mass) != cores:
+            raise ValueError(f"masses: {layer!r} has {cores} cores, {mass!r} has {len(mass)} masses")
+    if not all(0 < value < inf for value in values):
+        raise ValueError(
+            f"masses: {layer!r} has {mass!r}; masses are positive and finite (freeze a layer with "
+            "requires_grad_(False))"
+        )
+
+
+def _scale(weight: Weight, scale: str) -> float:
+    m, n = weight.fan_out, max(weight.fan_in, 1)
+    if weight.kind != "matrix":
+        return 1.0
+    if scale == "original":
+        return sqrt(max(1, m / n))
+    if scale == "match_rms_adamw":
+        return 0.2 * sqrt(max(m, n))
+    return sqrt(m / n)
+
+
+def _gradient_values(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    return gradient._values() if gradient.is_sparse else local_part(gradient)

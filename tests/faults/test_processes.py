@@ -1,0 +1,109 @@
+"""Savers and readers that race, savers that are killed at any moment, and a disk that is full."""
+
+import os
+import random
+import resource
+import time
+
+import pytest
+
+pytest.importorskip("safetensors")
+
+from structlin import save
+from structlin._files import _reserve_folder
+from tests.faults.common import FACTOR, FILE, build_filled, read_value, start
+
+ROUNDS = 40 * FACTOR  # saves by each of two savers
+KILLS = 40 * FACTOR
+
+
+def save_often(folder, value: float, times: int) -> None:
+    for n in range(times):
+        save(build_filled(value + n), folder)
+
+
+def save_until_gone(folder, stop) -> None:
+    while not stop.exists():
+        save(build_filled(-1.0), folder)
+
+
+def read_until_gone(folder, stop, counts) -> None:
+    loads = 0
+    while not stop.exists() or not loads:
+        read_value(folder)
+        loads += 1
+    counts.write_text(str(loads))
+
+
+def test_readers_find_a_whole_model_at_any_moment_while_two_savers_race(tmp_path):
+    folder, stop = tmp_path / "m", tmp_path / "stop"
+    save(build_filled(0.0), folder)
+    counts = [tmp_path / f"loads{n}" for n in range(2)]
+    readers = [start(read_until_gone, folder, stop, count) for count in counts]
+    savers = [start(save_often, folder, value, ROUNDS) for value in (1000.0, 2000.0)]
+    for saver in savers:
+        saver.join(60 * FACTOR)
+    stop.touch()
+    for reader in readers:
+        reader.join(30)
+    assert [process.exitcode for process in (*savers, *readers)] == [0] * 4
+    print(f"{2 * ROUNDS} saves, {' + '.join(count.read_text() for count in counts)} loads")
+    assert read_value(folder) in (1000.0 + ROUNDS - 1, 2000.0 + ROUNDS - 1)
+    save(build_filled(3.0), folder)
+    assert [file.name for file in folder.iterdir()] == [FILE]
+
+
+def test_a_saver_that_is_killed_leaves_the_old_model_or_the_new_one(tmp_path):
+    """A second saver lives on all the time, and loses none of its own files to the clearing up."""
+    folder, stop = tmp_path / "m", tmp_path / "stop"
+    save(build_filled(-1.0), folder)
+    survivor, wait, killed = start(save_until_gone, folder, stop), random.Random(0), 0
+    for n in range(KILLS):
+        victim = start(save_often, folder, 1000.0 * n, 10_000)
+        time.sleep(wait.uniform(0, 0.05))
+        victim.kill()
+        victim.join(10)
+        killed += victim.exitcode == -9
+        value = read_value(folder)
+        assert value == -1.0 or value <= 1000.0 * n + 999
+    stop.touch()
+    survivor.join(10)
+    assert survivor.exitcode == 0
+    assert killed == KILLS
+    save(build_filled(7.0), folder)
+    assert read_value(folder) == 7.0
+    assert [file.name for file in folder.iterdir()] == [FILE]
+
+
+def test_what_a_killed_saver_left_goes_with_the_next_save_and_a_living_savers_stays(tmp_path):
+    save(build_filled(1.0), tmp_path)
+    (tmp_path / ".structlin-killed").mkdir()
+    (tmp_path / ".structlin-killed" / FILE).write_bytes(b"torn")
+    with _reserve_folder(tmp_path) as own:
+        assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == [own.name]
+        save(build_filled(2.0), tmp_path)
+        assert own.is_dir()
+    assert [file.name for file in tmp_path.iterdir()] == [FILE]
+    assert read_value(tmp_path) == 2.0
+
+
+def fill_disk(folder, size: int, told) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    try:
+        save(build_filled(2.0), folder)
+    except OSError as error:
+        os.write(told, str(error).encode())
+
+
+@pytest.mark.parametrize("size", [0, 8, 1000, 3000])
+def test_a_full_disk_is_an_error_and_the_old_model_stays(size, tmp_path):
+    folder = tmp_path / "m"
+    save(build_filled(1.0), folder)
+    read, write = os.pipe()
+    process = start(fill_disk, folder, size, write)
+    process.join(30)
+    os.close(write)
+    with os.fdopen(read) as told:
+        assert "could not be written" in told.read()
+    assert read_value(folder) == 1.0
+    assert [file.name for file in folder.iterdir()] == [FILE]
