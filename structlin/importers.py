@@ -45,7 +45,7 @@ def from_cbs_btt(state: State, prefix: str = "") -> StructuredLinear:
         "r": a.shape[2] // b.shape[0],
     }
     if a.shape[2] != sizes["f"] * sizes["r"] or b.shape[1] != sizes["g"] * sizes["r"]:
-        raise ValueError(f"op_params.0 {tuple(a.shape)}, op_params.1 {tuple(b.shape)} are not the two cores of a BTT")
+        raise ValueError(f"op_params: {tuple(a.shape)}, {tuple(b.shape)} are not the two cores of a BTT")
     structure = Structure("g a -> f e", "g f r a", "f e g r", **sizes)
     return _build_layer(structure, [(a, "g a (f r)"), (b, "f (g r) e")], found.get("b"), "BTT")
 

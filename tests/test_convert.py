@@ -25,16 +25,16 @@ def structured(model: nn.Module) -> set[str]:
         ({"include": "*mlp*"}, MLP_LAYERS),
         ({"include": "ffn"}, MLP_LAYERS),
         ({"include": "attention"}, ATTENTION_LAYERS),
-        ({"include": ["h.0.mlp.*", "h.1.*c_fc"]}, {"h.0.mlp.c_fc", "h.0.mlp.c_proj", "h.1.mlp.c_fc"}),
+        ({"include": ["h.0.mlp.*", "h.1.*c_fc"]}, MLP_LAYERS - {"h.1.mlp.c_proj"}),
         ({"include": r"re:h\.\d\.mlp\.c_fc"}, {"h.0.mlp.c_fc", "h.1.mlp.c_fc"}),
         ({"include": "*"}, MLP_LAYERS | ATTENTION_LAYERS),
         ({"include": "head"}, {"lm_head"}),
         ({"include": "lm_head"}, {"lm_head"}),
         ({"include": ["*mlp*", "*head*"]}, MLP_LAYERS | {"lm_head"}),
         ({"exclude": ["*c_proj", "attention"]}, {"h.0.mlp.c_fc", "h.1.mlp.c_fc"}),
-        ({"include": lambda layer, _: layer.in_features > 64}, {"h.0.mlp.c_proj", "h.1.mlp.c_proj"}),
-        ({"include": lambda layer, _: layer.out_features in (50, 256)}, {"h.0.mlp.c_fc", "h.1.mlp.c_fc"}),
-        ({"include": ["*0.mlp.c_fc", lambda _, name: name == "lm_head"]}, {"h.0.mlp.c_fc", "lm_head"}),
+        ({"include": lambda m, _: m.in_features > 64}, {"h.0.mlp.c_proj", "h.1.mlp.c_proj"}),
+        ({"include": lambda m, _: m.out_features in (50, 256)}, {"h.0.mlp.c_fc", "h.1.mlp.c_fc"}),
+        ({"include": ["*0.mlp.c_fc", lambda _, name: "head" in name]}, {"h.0.mlp.c_fc", "lm_head"}),
         ({"exclude": lambda module, name: "attn" in name}, MLP_LAYERS),
         (
             {"include": "ffn", "overrides": {lambda _, name: "h.0." in name: None}},
@@ -115,6 +115,7 @@ def test_a_plan_shows_every_layer_and_changes_nothing_until_applied():
     assert all(name in text for name in linear_names(model))
     assert "head: only converted when named" not in text
     assert "not included" in text
+    assert "overrides: 'h.1.*' is None" in str(plan(model, BTT(), overrides={"h.1.*": None}))
     planned.apply()
     assert structured(model) == MLP_LAYERS
     with pytest.raises(ValueError, match="a plan is applied once"):

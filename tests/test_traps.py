@@ -16,7 +16,7 @@ from tests.models import GPT, snapshot
 
 
 class FunctionalReader(nn.Module):
-    """timm's BEiT, SwinV2 and EVA02 read `self.qkv.weight` and never call the layer; so does Mamba."""
+    """timm's BEiT, SwinV2 and EVA02, and Mamba, read `self.qkv.weight` and never call the layer."""
 
     def __init__(self) -> None:
         super().__init__()

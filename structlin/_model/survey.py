@@ -224,7 +224,7 @@ def _find_obstacle(layer: Layer, parents: list[nn.Module]) -> str:
     if type(weight) is not nn.Parameter or not weight.is_floating_point():
         return f"has a weight of type {type(weight).__name__} and dtype {weight.dtype}"
     if hasattr(weight, "infshape"):
-        return "carries a width of the mup package (infshape): train it with param_groups(base=) instead"
+        return "carries a width of the mup package (infshape): train it with param_groups(base=)"
     if 0 in weight.shape:
         return f"has a weight of shape {tuple(weight.shape)}"
     wanted = (layer.out_features, layer.in_features)
