@@ -5,6 +5,7 @@ from ._checkpoint import load, save
 from ._cola import to_cola
 from ._convert import Plan, convert, merge, plan, to_dense_
 from ._families import BTT, TT, BlockDiagonal, Dense, Family, Kronecker, LowRank, Monarch, Split, family
+from ._kernels.engine import show_config
 from ._linear import StructuredLinear
 from ._product import apply, to_dense
 from ._projection import project, relative_error
@@ -15,7 +16,7 @@ from .duality import dualize
 from .optim import param_groups
 from .scaling import init_std, lr_mult
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "BTT",
     "TT",
@@ -50,6 +51,7 @@ __all__ = [
     "relative_error",
     "save",
     "scaling",
+    "show_config",
     "stability",
     "summary",
     "to_cola",

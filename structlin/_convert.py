@@ -1,53 +1,48 @@
-"""Any model of linear layers -> structured, in place: choose by name or role, plan wholly, then change."""
+"""Any model of linear layers -> structured, in place: first all is decided and built, then swapped.
 
-import re
+`plan` decides for each linear layer of the model (`_model`: survey, select, decide) and projects
+where a budget asks for it. `Plan.apply` builds the new layers and swaps them in. `convert` is both;
+`to_dense_` and `merge` lead back.
+"""
+
+import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
-from typing import Any
+from math import isclose
+from statistics import median
+from time import perf_counter
+from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from ._families import DEFAULT, Family, Split, label, structure_of
+from ._families import DEFAULT, Family, label
 from ._linear import StructuredLinear, uninitialised
+from ._model.decide import Decision, Spec, decide
+from ._model.select import Patterns
 from ._model.survey import (
-    PROTECTED,
-    ROLES,
-    Layer,
-    dense_layer,
-    has_hooks,
+    build_dense_layer,
+    carry_attributes,
+    find_loose_matrices,
+    find_loss,
     is_conv1d,
-    linear_layers,
-    no_layers,
+    require_replaceable,
+    require_unchanged,
     swap,
 )
-from ._product import check_mode
-from ._projection.budget import NAMES, allocate
-from ._projection.calibration import Calibration, covariances
+from ._projection.budget import allocate, check_budget
+from ._projection.calibration import Calibration, measure_covariances
 from ._projection.solve import project, relative_error
 from ._report import Table, percent
 from ._structure import Structure
 from .scaling import INITS
 
-Spec = Family | Structure
-Patterns = str | Iterable[str]
+P = ParamSpec("P")
+R = TypeVar("R")
 
-
-@dataclass
-class Decision:
-    """What happens to one layer: its structure, or the reason why it stays."""
-
-    layer: Layer
-    structure: Spec | None = None
-    resolved: Structure | None = None
-    reason: str = ""
-    zero_init: bool = False
-    covariance: Tensor | None = field(default=None, repr=False)
-    cores: list[Tensor] | None = field(default=None, repr=False)  #: the projection, if it is known before `apply`
-    error: float | None = None
+ROUNDS = 9  # in which `merge` times a layer
 
 
 @dataclass
@@ -59,59 +54,63 @@ class Plan:
     init: str = "mup"
     weight_norm: bool = False
     untie: bool = False
-    mode: str = "auto"
-    recompute: bool = False
-    _done: bool = field(default=False, repr=False)
-
-    def apply(self) -> nn.Module:
-        """Swap the layers in place and return the model (for a model that is one linear layer: the new layer).
-
-        New layers are all built before the first one is swapped in.
-        """
-        if self._done:
-            raise ValueError("this plan has been applied already; make a new one with plan(model, ...)")
-        for layer in (decision.layer for decision in self.decisions if decision.structure is not None):
-            if any(self.model.get_submodule(name) is not layer.module for name in layer.names):
-                raise ValueError(f"layer {layer.name!r} was replaced after this plan was made; make a new one")
-        chosen = [(decision, self._build(decision)) for decision in self.decisions if decision.structure is not None]
-        model = swap(self.model, [(decision.layer.names, new) for decision, new in chosen])
-        if self.untie:
-            untie(model)
-        _declare(model)
-        self._done = True
-        return model
+    _used: bool = field(default=False, repr=False)
 
     @property
     def errors(self) -> dict[str, float]:
-        """After `apply` with init="project": each converted layer's relative error, `||W - B|| / ||W||`, with
-        calibration that of its outputs, `||(W - B) X|| / ||W X||`."""
+        """Of each converted layer, once it is projected: the relative error `||W - B|| / ||W||`.
+
+        With calibration it is that of the layer's outputs, `||(W - B) X|| / ||W X||`.
+        """
         return {d.layer.name: d.error for d in self.decisions if d.error is not None}
 
-    def _build(self, decision: Decision) -> StructuredLinear:
-        old, layer = decision.layer.module, decision.layer
+    def apply(self) -> nn.Module:
+        """Swap the layers in place; all new layers are built before the first one is swapped in.
+
+        Returns:
+            The model; for a model that is one linear layer, the new layer.
+
+        Raises:
+            ValueError: the plan was applied already; the model was wrapped, or a layer replaced,
+                hooked or given other weights after the plan was made.
+        """
+        if self._used:
+            raise ValueError("a plan is applied once; make a new one with plan(model, ...)")
+        chosen = [decision for decision in self.decisions if decision.structure is not None]
+        require_replaceable(self.model)
+        require_unchanged(self.model, [decision.layer for decision in chosen])
+        _check_weights(chosen)
+        self._used = True
+        new = [(decision.layer.names, self._build_layer(decision)) for decision in chosen]
+        model = swap(self.model, new)
+        if self.untie:
+            untie(model)
+        _declare(model)
+        return model
+
+    def _build_layer(self, decision: Decision) -> StructuredLinear:
+        layer, structure, old = decision.layer, decision.resolved, decision.layer.module
+        assert structure is not None
         assert decision.structure is not None
         assert isinstance(old.weight, Tensor)
+        widths = layer.in_features, layer.out_features
         options: dict[str, Any] = {"device": old.weight.device, "dtype": old.weight.dtype}
-        options |= {"bias": False, "weight_norm": self.weight_norm, "zero_init": decision.zero_init}
-        widths = (layer.in_features, layer.out_features, decision.structure)
-        if self.init != "project":
-            new = StructuredLinear(*widths, init=self.init, **options)
+        options |= {"bias": False, "weight_norm": self.weight_norm}
+        if self.init == "project":
+            new = uninitialised(*widths, structure, **options).set_cores_(_take_cores(decision))
         else:
-            new = uninitialised(*widths, **options)
-            if decision.cores is None:
-                weight, given = _matrix(layer), decision.covariance
-                decision.cores = project(weight, decision.structure, covariance=given)
-                decision.error = relative_error(weight, decision.structure, decision.cores, covariance=given)
-            new.set_cores_(decision.cores)
-            decision.cores = decision.covariance = None
-        new.conv1d = is_conv1d(old)
+            options |= {"init": self.init, "zero_init": decision.zero_init}
+            new = StructuredLinear(*widths, structure, **options)
+        new.label, new.conv1d = label(decision.structure), is_conv1d(old)
         for parameter in new.parameters():
             parameter.requires_grad_(old.weight.requires_grad)
-        new.bias = old._parameters["bias"]  # the same parameter: its values, its requires_grad, its ties
+        new.bias = old._parameters.get("bias")  # the same: its values, hooks, ties, requires_grad
+        carry_attributes(old, new)
         return new.train(old.training)
 
     def __str__(self) -> str:
-        table = Table("layer", "role", "in -> out", "structure", "params", "/dense", "FLOPs/token", "/dense", "error")
+        counts = "params", "/dense", "FLOPs/token", "/dense"
+        table = Table("layer", "role", "in -> out", "structure", *counts, "error")
         for decision in self.decisions:
             layer, new = decision.layer, decision.resolved
             shape = f"{layer.in_features} -> {layer.out_features}"
@@ -119,11 +118,13 @@ class Plan:
                 table.row(layer.name, layer.role, shape, f"- ({decision.reason})")
                 continue
             dense = layer.in_features * layer.out_features
-            shares = (f"{new.params:,}", percent(new.params, dense), f"{new.flops:,}", percent(new.flops, 2 * dense))
+            params = f"{new.params:,}", percent(new.params, dense)
+            flops = f"{new.flops:,}", percent(new.flops, 2 * dense)
             error = "" if decision.error is None else f"{decision.error:.4f}"
-            table.row(layer.name, layer.role, shape, label(decision.structure), *shares, error)
-        for stacked in no_layers(self.model):
-            table.row(stacked, "", "", "- (a parameter, no linear layer)")
+            text = label(decision.structure)
+            table.row(layer.name, layer.role, shape, text, *params, *flops, error)
+        for matrix in find_loose_matrices(self.model):
+            table.row(matrix, "", "", "- (a parameter, no linear layer)")
         return str(table)
 
 
@@ -133,8 +134,7 @@ def plan(
     *,
     include: Patterns | None = None,
     exclude: Patterns = (),
-    overrides: Mapping[str, Spec | None] | None = None,
-    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    overrides: Mapping[Any, Spec | None] | None = None,
     init: str | None = None,
     weight_norm: bool = False,
     zero_init: Patterns = (),
@@ -142,171 +142,126 @@ def plan(
     budget: float | None = None,
     budget_of: str = "params",
     untie: bool = False,
-    split: Mapping[str, int] | None = None,
-    mode: str = "auto",
-    recompute: bool = False,
+    split: Mapping[Any, int] | None = None,
 ) -> Plan:
-    """What `convert` with the same arguments would do, without doing it. Raises what `convert` raises."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model={type(model).__name__} must be a torch.nn.Module")
-    if overrides is not None and not isinstance(overrides, Mapping):
-        raise TypeError(f"overrides={overrides!r} must be a mapping of patterns to structures, or to None")
-    for option in (structure, *(spec for spec in (overrides or {}).values() if spec is not None)):
-        if not isinstance(option, Family | Structure):
-            raise TypeError(f"structure={option!r} must be a family such as BTT(rank=1), or a Structure")
-    if hasattr(model, "_orig_mod"):
-        raise ValueError(f"model={type(model).__name__} is compiled: convert first, then torch.compile")
-    check_mode(mode)
-    init = _check_init(init, calibration, budget, zero_init)
-    if budget_of not in NAMES or (budget is None and budget_of != "params"):
-        known = f"{' or '.join(map(repr, NAMES))}, and goes with a budget, for example budget=0.5"
-        raise ValueError(f"budget_of={budget_of!r}: it is {known}")
-    layers = linear_layers(model)
-    if not layers:
-        raise ValueError(f"model={type(model).__name__} has no linear layer (nn.Linear, or transformers' Conv1D)")
+    """What `convert` with the same arguments would do, without doing it.
 
-    includes = None if include is None else {rule: _hits("include", rule, layers, model) for rule in _rules(include)}
-    excluded = {rule: _hits("exclude", rule, layers, model) for rule in _rules(exclude)}
-    override = {rule: _hits("overrides", rule, layers, model) for rule in (overrides or {})}
-    zeroed = {rule: _hits("zero_init", rule, layers, model) for rule in _rules(zero_init)}
-    splits = {rule: _hits("split", rule, layers, model) for rule in (split or {})}
-    if includes == {}:
-        raise ValueError(f"include={include!r} has no rule; leave it out to convert every layer but heads")
+    With a budget, the cores are found now: `apply` refuses if the weights have changed by then.
 
-    decisions = [Decision(layer) for layer in layers]
-    for n, (layer, decision) in enumerate(zip(layers, decisions, strict=True)):
-        rule = next((rule for rule, hits in override.items() if n in hits), None)
-        selected = layer.role not in PROTECTED if includes is None else any(n in hits for hits in includes.values())
-        if any(n in hits for hits in excluded.values()):
-            decision.reason = "excluded"
-        elif rule is not None and (overrides or {})[rule] is None:
-            decision.reason = f"overrides: {rule} is None"
-        elif rule is None and not selected:
-            protected = layer.role in PROTECTED and (includes is None or _matched(includes, layer))
-            decision.reason = f"{layer.role}: only converted when named" if protected else "not included"
-        elif layer.obstacle:
-            decision.reason = layer.obstacle
-        elif layer.tied and not untie:
-            decision.reason = f"shares its weight with {', '.join(layer.tied)}; untie=True converts it all the same"
-        elif filter_fn is not None and not any(filter_fn(layer.module, name) for name in layer.names):
-            decision.reason = "refused by filter_fn"
-        else:
-            chosen = structure if rule is None else (overrides or {})[rule]
-            assert chosen is not None
-            parts = next(((split or {})[rule] for rule, hits in splits.items() if n in hits), None)
-            decision.structure = chosen
-            if parts is not None:
-                if not isinstance(chosen, Family):
-                    raise ValueError(f"split={split!r}: structure={chosen!r} of {layer.name!r} must be a family")
-                decision.structure = Split(parts=parts, of=chosen)
-            if budget is None or rule is not None:
-                decision.resolved = _resolve(layer, decision.structure)
-        decision.zero_init = any(n in hits for hits in zeroed.values())
+    Raises:
+        ValueError, TypeError: what `convert` raises.
 
-    _check_rules("include", includes or {}, decisions)
-    _check_rules("split", splits, decisions)
-    _check_rules("zero_init", zeroed, decisions)
-    _check_rules("overrides", {rule: override[rule] for rule, spec in (overrides or {}).items() if spec}, decisions)
-    if not any(decision.structure is not None for decision in decisions):
-        reasons = "; ".join(f"{decision.layer.name or 'the model itself'}: {decision.reason}" for decision in decisions)
-        raise ValueError(f"nothing to convert in {type(model).__name__}: {reasons}")
-    if untie and not any(decision.layer.tied for decision in decisions if decision.structure is not None):
-        raise ValueError("untie=True: no layer that is converted shares its weight; include one, for example 'head'")
+    >>> from structlin import LowRank
+    >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    >>> print(plan(model, LowRank(rank=8), exclude="0"))
+    layer   role    in -> out   structure         params   /dense   FLOPs/token   /dense   error
+    ────────────────────────────────────────────────────────────────────────────────────────────
+        0   other   64 -> 256   - (excluded)
+        2   other   256 -> 64   LowRank(rank=8)    2,560    15.6%         5,120    15.6%
+    """
+    require_replaceable(model)
+    overrides, split = overrides or {}, split or {}
+    _check_types(structure, overrides, split)
+    check_budget(budget, budget_of)
+    init = _choose_init(init, calibration, budget)
+    decisions = decide(
+        model,
+        structure,
+        include=include,
+        exclude=exclude,
+        overrides=overrides,
+        zero_init=zero_init,
+        split=split,
+        untie=untie,
+        sizes_open=budget is not None,
+    )
+    found = [decision for decision in decisions if decision.structure is not None]
+    if init == "project" and any(decision.zero_init for decision in found):
+        raise ValueError(f"zero_init={zero_init!r}: with init='project' layers start as what they were")
+    if untie and not any(decision.layer.tied for decision in found):
+        raise ValueError("untie=True: no layer that is converted shares its weight; include one, say 'head'")
     if init == "project":
-        _project(
-            model,
-            [decision for decision in decisions if decision.structure is not None],
-            calibration,
-            budget,
-            budget_of,
-        )
-    return Plan(model, decisions, init=init, weight_norm=weight_norm, untie=untie, mode=mode, recompute=recompute)
+        _check_values(found)
+        if calibration is not None:
+            _calibrate(model, found, calibration)
+        if budget is not None:
+            _spend(budget, budget_of, [d for d in found if d.resolved is None])
+    return Plan(model, decisions, init=init, weight_norm=weight_norm, untie=untie)
 
 
-def convert(
-    model: nn.Module,
-    structure: Spec = DEFAULT,
-    *,
-    include: Patterns | None = None,
-    exclude: Patterns = (),
-    overrides: Mapping[str, Spec | None] | None = None,
-    filter_fn: Callable[[nn.Module, str], bool] | None = None,
-    init: str | None = None,
-    weight_norm: bool = False,
-    zero_init: Patterns = (),
-    calibration: Calibration | None = None,
-    budget: float | None = None,
-    budget_of: str = "params",
-    untie: bool = False,
-    split: Mapping[str, int] | None = None,
-    mode: str = "auto",
-    recompute: bool = False,
-) -> nn.Module:
-    """Replace linear layers (nn.Linear, transformers' Conv1D) of `model` by structured ones, in place.
+def take_arguments_of(source: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """Give a function that hands its arguments on to `source` the signature of `source`."""
 
-    Everything is decided and built before the first layer is replaced. Device, dtype, `requires_grad`, training mode
-    and biases stay. Make the optimizer afterwards: an older one holds the old parameters.
+    def declare(function: Callable[..., R]) -> Callable[P, R]:
+        own = inspect.signature(function).return_annotation
+        signature = inspect.signature(source).replace(return_annotation=own)
+        function.__dict__["__signature__"] = signature
+        return function
 
-    A pattern is a role ("ffn", "attention", "other", "head", "embedding", "router"), a glob over the whole dotted name
-    ("*mlp*"; `*` crosses dots), or "re:" and a regular expression that must match the whole name.
+    return declare
+
+
+@take_arguments_of(plan)
+def convert(model: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
+    """Replace linear layers of `model` by structured ones, in place.
+
+    These are nn.Linear and transformers' Conv1D. Everything is decided and built before the first
+    layer is replaced. Device, dtype, `requires_grad`, training mode, biases and attributes that
+    somebody has set on a layer stay. Make the optimizer afterwards: an older one holds the old
+    parameters.
+
+    A pattern is a role ("ffn", "attention", "other", "head", "embedding", "router"), a glob over
+    the whole dotted name ("*mlp*"; `*` crosses dots), "re:" and a regular expression that must
+    match the whole name, or a function `(module, name) -> bool`.
 
     Args:
         model: any module; it is changed.
         structure: a family or a `Structure`.
-        include: patterns of the layers to convert; None: every linear layer that is not a head, an embedding or a
-            router. Those three are converted only by a pattern that matches nothing else.
+        include: patterns of the layers to convert; None: every linear layer that is not a head, an
+            embedding or a router. A pattern that matches both such layers and others converts only
+            the others.
         exclude: patterns of layers to leave; it wins over everything.
-        overrides: pattern -> another structure for these layers, or None to leave them; the first that matches holds,
-            also for layers that `include` does not match.
-        filter_fn: `filter_fn(module, name)` must be true as well.
-        init: "mup", "spectral" or "orthogonal", see `init_std`: the new layers start afresh. "project": each starts as
-            near to the old one as its structure allows, see `project`; `plan(...).errors` tells how near. None: "mup",
-            or "project" if `calibration` or `budget` is given.
+        overrides: pattern -> another structure for these layers, or None to leave them; the first
+            that matches holds, also for layers that `include` does not match.
+        init: "mup", "spectral" or "orthogonal", see `init_std`: the new layers start afresh.
+            "project": each starts as near to the old one as its structure allows, see `project`;
+            `plan(...).errors` tells how near. None: "mup", or "project" if `calibration` or
+            `budget` is given.
         weight_norm: see `StructuredLinear`.
-        zero_init: patterns of layers that start as zero: the last linear layer of each residual branch.
-        calibration: an iterable of batches, or a function that runs the model: the error that projection makes small
-            is then that of each layer's outputs on these inputs, see `covariances`.
-        budget: fraction of the parameters of the layers that `structure` is meant for (those with an override are not
-            counted): the rank, or number of blocks, of each is chosen for the least total error, see `allocate`.
+        zero_init: patterns of layers that start as zero: the last linear layer of each residual
+            branch.
+        calibration: an iterable of batches, or a function that runs the model: the error that
+            projection makes small is then that of each layer's outputs on these inputs, see
+            `measure_covariances`.
+        budget: fraction of the parameters of the layers that `structure` is meant for (those with
+            an override are not counted): the rank, or number of blocks, of each is chosen for the
+            least total error, see `allocate`.
         budget_of: "params", or "flops": `budget` is a fraction of their FLOPs a token.
-        split: pattern -> number of equal parts of the outputs that get a matrix each, see `Split`: 3 for a fused qkv.
-        mode, recompute: how the new layers multiply, and what they keep for the backward pass: see `StructuredLinear`.
-        untie: convert also layers whose weight is tied to another module's, which keeps it; the model's config says so.
+        untie: convert also layers whose weight is tied to another module's, which keeps it; the
+            model's config says so.
+        split: pattern -> number of equal parts of the outputs that get a matrix each, see `Split`:
+            3 for a fused qkv.
 
     Returns:
         `model`; the new layer if `model` is itself a linear layer.
 
     Raises:
-        ValueError: a rule that converts nothing, nothing to convert at all, or a structure that does not fit a layer.
-            The model is then as it was.
-        TypeError: not a module, or not a structure.
+        ValueError: a pattern that converts nothing, nothing to convert at all, a structure that
+            does not fit a layer, a model that is wrapped (torch.compile, DataParallel,
+            DistributedDataParallel, FullyShardedDataParallel), inference mode. The model is then
+            as it was.
+        TypeError: not a module, not a structure, or not a pattern.
 
     Warns:
-        UserWarning: layers that grow; a model that says that its weights were loaded from a checkpoint.
+        UserWarning: layers that grow; a model that says that its weights were loaded from a
+            checkpoint.
 
     >>> from structlin import BTT
     >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     >>> sum(p.numel() for p in convert(model, BTT(rank=1)).parameters())  # dense: 33,088
     6464
     """
-    planned = plan(
-        model,
-        structure,
-        include=include,
-        exclude=exclude,
-        overrides=overrides,
-        filter_fn=filter_fn,
-        init=init,
-        weight_norm=weight_norm,
-        zero_init=zero_init,
-        calibration=calibration,
-        budget=budget,
-        budget_of=budget_of,
-        untie=untie,
-        split=split,
-        mode=mode,
-        recompute=recompute,
-    )
+    planned = plan(model, *arguments, **options)
     _warn(planned)
     return planned.apply()
 
@@ -314,14 +269,17 @@ def convert(
 def to_dense_(model: nn.Module) -> nn.Module:
     """Replace every structured layer of `model` by the dense one that it stands for, in place.
 
-    What was an nn.Linear or a Conv1D is one again, under the same names in `state_dict`; dtype, device,
-    `requires_grad`, training mode and biases stay, layers that were shared are shared.
+    What was an nn.Linear or a Conv1D is one again, under the same names in `state_dict`; dtype,
+    device, `requires_grad`, training mode, biases and attributes that somebody has set on a layer
+    stay, layers that were shared are shared.
 
     Returns:
         `model`; the new layer if `model` is itself a structured layer.
 
     Raises:
-        ValueError: no structured layer; one that has hooks, or whose cores are no ordinary parameters (sharded).
+        ValueError: no structured layer; one of a class of its own, or with hooks, or whose cores
+            are no ordinary parameters (sharded, parametrised, pruned); a model that is wrapped, as
+            for `convert`; inference mode. The model is then as it was.
 
     >>> from structlin import BTT
     >>> model = convert(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), BTT())
@@ -331,42 +289,160 @@ def to_dense_(model: nn.Module) -> nn.Module:
       (1): ReLU()
     )
     """
-    return _make_dense(model, _structured_layers(model))
+    return _make_dense(model, _find_structured(model))
 
 
 def merge(model: nn.Module, *, tokens: int) -> nn.Module:
-    """For inference: replace in place the structured layers that are slower than the dense ones they stand for.
+    """For inference: replace in place the structured layers that are slower than dense ones here.
 
-    Layers that are faster at `tokens` tokens a call stay structured; the others become what `to_dense_` makes of them,
-    under the same names in `state_dict`. The cost model (`kernels.cost`) decides, for each layer's dtype and device.
+    Each layer is timed against the dense one that it would become, on random input of that many
+    tokens; layers that are faster stay structured, the others become what `to_dense_` makes of
+    them, under the same names in `state_dict`. Layers that are alike are timed once. Each process
+    measures for itself.
 
     Args:
-        tokens: of one call, over all leading dimensions: batch size times sequence length, or the batch size alone
-            when text is generated with a cache.
+        tokens: of one call, over all leading dimensions: batch size times sequence length, or the
+            batch size alone when text is generated with a cache.
 
     Returns:
         `model`; the new layer if `model` is itself a structured layer that is replaced.
 
     Raises:
-        ValueError: `tokens` is not positive; no structured layer; one to replace has hooks or is sharded.
+        ValueError: `tokens` is not positive; a layer has no values (meta) or is sharded; one to
+            replace cannot be, or the model is wrapped, as for `to_dense_`. The model is then as it
+            was.
 
-    >>> from structlin import BlockDiagonal, TT
-    >>> layers = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
-    >>> layers = convert(layers, TT(rank=16), overrides={"1": BlockDiagonal(blocks=8)})
-    >>> [type(layer).__name__ for layer in merge(layers, tokens=4096)]
-    ['Linear', 'StructuredLinear']
+    >>> from structlin import TT
+    >>> model, x = convert(nn.Sequential(nn.Linear(64, 64)), TT(rank=16)), torch.randn(4096, 64)
+    >>> y = model(x)
+    >>> torch.allclose(merge(model, tokens=4096)(x), y, atol=1e-4)
+    True
     """
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
         raise ValueError(f"tokens={tokens!r} must be a positive integer: the tokens of one call")
+    layers = _find_structured(model)
+    slower: dict[tuple[object, ...], bool] = {}
+    for layer, names in layers.items():
+        if _is_sharded(layer) or layer.cores[0].is_meta:
+            reason = "is sharded: gather it first" if _is_sharded(layer) else "has no values (meta)"
+            raise ValueError(f"layer {names[0]!r} {reason}")
+        if _kind_of(layer) not in slower:
+            slower[_kind_of(layer)] = _is_slower(layer, tokens)
+    return _make_dense(model, {x: names for x, names in layers.items() if slower[_kind_of(x)]})
 
-    def slower(layer: StructuredLinear) -> bool:
-        return layer.way(tokens) == "dense"
 
-    return _make_dense(model, {layer: names for layer, names in _structured_layers(model).items() if slower(layer)})
+# ---- arguments ---------------------------------------------------------------------------------
 
 
-def _structured_layers(model: nn.Module) -> dict[StructuredLinear, list[str]]:
-    """With all their names; an error if there are none."""
+def _check_types(structure: Spec, overrides: Mapping[Any, Spec | None], split: Mapping[Any, int]) -> None:
+    if not isinstance(overrides, Mapping):
+        raise TypeError(f"overrides={overrides!r} must be a mapping of patterns to structures, or to None")
+    if not isinstance(split, Mapping):
+        raise TypeError(f"split={split!r} must be a mapping of patterns to numbers of parts")
+    for spec in (structure, *(spec for spec in overrides.values() if spec is not None)):
+        if not isinstance(spec, Family | Structure):
+            raise TypeError(f"structure={spec!r} must be a family such as BTT(rank=1), or a Structure")
+
+
+def _choose_init(init: str | None, calibration: Calibration | None, budget: float | None) -> str:
+    given = {"calibration": calibration is not None, "budget": budget is not None}
+    if init is None:
+        init = "project" if any(given.values()) else "mup"
+    if init not in (*INITS, "project"):
+        raise ValueError(f"init={init!r} is unknown; there are {', '.join(INITS)} and project")
+    for argument, is_given in given.items():
+        if is_given and init != "project":
+            raise ValueError(f"{argument} is given, but init={init!r} starts afresh; take init='project'")
+    return init
+
+
+def _warn(planned: Plan) -> None:
+    grown = []
+    for decision in planned.decisions:
+        layer, new = decision.layer, decision.resolved
+        dense = layer.in_features * layer.out_features
+        if new is not None and new.params > dense:
+            grown.append(f"{layer.name} ({dense:,} -> {new.params:,})")
+    texts = [f"these layers grow, in parameters: {', '.join(grown)}"] if grown else []
+    if loose := find_loose_matrices(planned.model):
+        names = ", ".join(loose)
+        texts.append(f"left dense, for they are parameters and no linear layers: {names}")
+    source = getattr(getattr(planned.model, "config", None), "_name_or_path", "")
+    if source and planned.init != "project":
+        afresh = f"init={planned.init!r} starts its converted layers afresh"
+        texts.append(f"the model was loaded from {source!r}: {afresh}")
+    for text in texts:
+        warnings.warn(text, UserWarning, stacklevel=3)
+
+
+# ---- projection --------------------------------------------------------------------------------
+
+
+def _check_values(decisions: Iterable[Decision]) -> None:
+    for decision in decisions:
+        name, weight = decision.layer.name, decision.layer.matrix
+        if weight.is_meta:
+            raise ValueError(
+                f"init='project': layer {name!r} is on the meta device and has no values; "
+                "load the weights first, or take init='mup'"
+            )
+        if not weight.isfinite().all():
+            raise ValueError(f"init='project': the weight of layer {name!r} is not finite")
+
+
+def _calibrate(model: nn.Module, decisions: Sequence[Decision], calibration: Calibration) -> None:
+    layers = [decision.layer.module for decision in decisions]
+    for decision, found in zip(decisions, measure_covariances(model, layers, calibration), strict=True):
+        decision.covariance = found
+    unseen = [decision.layer.name for decision in decisions if decision.covariance is None]
+    if unseen:
+        text = f"calibration: no input reached {', '.join(unseen)}: projected by weight alone"
+        warnings.warn(text, UserWarning, stacklevel=4)
+
+
+def _spend(budget: float, of: str, decisions: Sequence[Decision]) -> None:
+    """Choose the sizes of these layers, and project their weights."""
+    families = [d.structure for d in decisions if isinstance(d.structure, Family)]
+    if not decisions or len(families) < len(decisions):
+        raise ValueError(f"budget={budget}: structure must be a family, and be meant for some layer")
+    weights = [decision.layer.matrix for decision in decisions]
+    given = [decision.covariance for decision in decisions]
+    for decision, choice in zip(decisions, allocate(weights, families, budget, given, of), strict=True):
+        decision.structure, decision.resolved = choice.size.family, choice.size.structure
+        decision.cores, decision.error = choice.cores, choice.error
+
+
+def _take_cores(decision: Decision) -> list[Tensor]:
+    """The layer's projection, which the plan then no longer holds, nor the covariance."""
+    structure, cores, given = decision.resolved, decision.cores, decision.covariance
+    assert structure is not None
+    if cores is None:
+        weight = decision.layer.matrix
+        cores = project(weight, structure, covariance=given)
+        decision.error = relative_error(weight, structure, cores, covariance=given)
+    decision.cores = decision.covariance = None
+    return cores
+
+
+def _check_weights(decisions: Iterable[Decision]) -> None:
+    """What was projected for a budget must still be the projection of its weight."""
+    for decision in decisions:
+        structure, cores, error = decision.resolved, decision.cores, decision.error
+        if structure is None or cores is None or error is None:
+            continue
+        weight, given = decision.layer.matrix, decision.covariance
+        now = relative_error(weight, structure, [core.to(weight) for core in cores], covariance=given)
+        if not isclose(now, error, rel_tol=1e-9, abs_tol=1e-12):
+            name = decision.layer.name
+            raise ValueError(f"layer {name!r} got other weights after this plan; make a new one")
+
+
+# ---- the way back ------------------------------------------------------------------------------
+
+
+def _find_structured(model: nn.Module) -> dict[StructuredLinear, list[str]]:
+    """The structured layers of a model whose layers can be replaced, with all their names."""
+    require_replaceable(model)
     names: dict[StructuredLinear, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, StructuredLinear):
@@ -377,21 +453,73 @@ def _structured_layers(model: nn.Module) -> dict[StructuredLinear, list[str]]:
 
 
 def _make_dense(model: nn.Module, layers: Mapping[StructuredLinear, list[str]]) -> nn.Module:
-    for layer, found in layers.items():
-        sharded = type(layer) is not StructuredLinear or any(hasattr(core, "full_tensor") for core in layer.cores)
-        if sharded or has_hooks(layer):
-            reason = "is sharded: gather it first" if sharded else "has hooks, which would be lost"
-            raise ValueError(f"layer {found[0]!r} {reason}")
-    model = swap(model, [(found, dense_layer(layer)) for layer, found in layers.items()])
+    for layer, names in layers.items():
+        if reason := _find_reason_to_keep(layer):
+            raise ValueError(f"layer {names[0]!r} {reason}")
+    model = swap(model, [(names, build_dense_layer(layer)) for layer, names in layers.items()])
     _declare(model)
     return model
 
 
+def _find_reason_to_keep(layer: StructuredLinear) -> str:
+    """Why no dense layer can take the place of this one; empty if one can."""
+    if type(layer) is not StructuredLinear:
+        return f"is a {type(layer).__name__}: its own behaviour would be lost"
+    if _is_sharded(layer):
+        return "is sharded: gather it first"
+    return find_loss(layer)
+
+
+def _is_sharded(layer: StructuredLinear) -> bool:
+    return any(hasattr(parameter, "full_tensor") for parameter in layer.parameters())
+
+
+def _kind_of(layer: StructuredLinear) -> tuple[object, ...]:
+    """Layers of one kind take the same time."""
+    core, widths = layer.cores[0], (layer.in_features, layer.out_features)
+    parts = layer.bias is None, layer.gains is None
+    return layer.structure, widths, layer.mode, parts, core.dtype, core.device
+
+
+@torch.no_grad()
+def _is_slower(layer: StructuredLinear, tokens: int) -> bool:
+    """Whether the layer takes longer than the dense one it would become: medians of rounds."""
+    core = layer.cores[0]
+    random = torch.Generator(core.device).manual_seed(0)  # the user's random numbers stay
+    shape = tokens, layer.in_features
+    x = torch.randn(shape, generator=random, device=core.device, dtype=core.dtype)
+    dense = build_dense_layer(layer)
+    rounds = [(_time_call(layer.forward, x), _time_call(dense.forward, x)) for _ in range(1 + ROUNDS)]
+    timed = rounds[1:]  # the first round warms up
+    return median(own for own, _ in timed) > median(other for _, other in timed)
+
+
+def _time_call(forward: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    """Seconds that one call takes, on an accelerator with all of its work."""
+    _wait_for(x.device)
+    start = perf_counter()
+    forward(x)
+    _wait_for(x.device)
+    return perf_counter() - start
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+# ---- transformers ------------------------------------------------------------------------------
+
+
 def untie(model: nn.Module) -> None:
-    """Say in the config of a transformers model that its embeddings are not tied, or its next load would tie them."""
+    """Say in the config of a transformers model that its embeddings are not tied.
+
+    The next load would tie them otherwise.
+    """
     for module in model.modules():
         config: Any = getattr(module, "config", None)
-        for part in (config, *(getattr(config, name, None) for name in ("text_config", "decoder"))):
+        parts = (getattr(config, name, None) for name in ("text_config", "decoder"))
+        for part in (config, *parts):
             if getattr(part, "tie_word_embeddings", False):
                 part.tie_word_embeddings = False
 
@@ -403,149 +531,3 @@ def _declare(model: nn.Module) -> None:
         from .hf import declare
 
         declare(model)
-
-
-def _matrix(layer: Layer) -> Tensor:
-    """The dense weight, `(out_features, in_features)`."""
-    weight = layer.module._parameters["weight"]
-    assert weight is not None
-    return weight.detach().mT if is_conv1d(layer.module) else weight.detach()
-
-
-def _check_init(init: str | None, calibration: Calibration | None, budget: float | None, zero_init: Patterns) -> str:
-    given = {"calibration": calibration is not None, "budget": budget is not None}
-    if init is None:
-        init = "project" if any(given.values()) else "mup"
-    if init not in (*INITS, "project"):
-        raise ValueError(f"init={init!r} is unknown; there are {', '.join(INITS)} and project")
-    for argument, is_given in given.items():
-        if is_given and init != "project":
-            raise ValueError(f"{argument} is given, but init={init!r} starts afresh; take init='project'")
-    if init == "project" and _rules(zero_init):
-        raise ValueError(f"zero_init={zero_init!r}: with init='project' layers start as what they were")
-    return init
-
-
-def _project(
-    model: nn.Module,
-    decisions: list[Decision],
-    calibration: Calibration | None,
-    budget: float | None,
-    budget_of: str,
-) -> None:
-    """Find what projection needs before anything is changed: covariances, and with a budget sizes and cores."""
-    for decision in decisions:
-        weight = _matrix(decision.layer)
-        if weight.is_meta:
-            raise ValueError(
-                f"init='project': layer {decision.layer.name!r} is on the meta device and has no values; "
-                "load the weights first, or take init='mup'"
-            )
-        if not weight.isfinite().all():
-            raise ValueError(f"init='project': the weight of layer {decision.layer.name!r} is not finite")
-    if calibration is not None:
-        found = covariances(model, [decision.layer.module for decision in decisions], calibration)
-        for decision, covariance in zip(decisions, found, strict=True):
-            decision.covariance = covariance
-        unseen = [decision.layer.name for decision in decisions if decision.covariance is None]
-        if unseen:
-            text = f"calibration: no input reached {', '.join(unseen)}: projected by weight alone"
-            warnings.warn(text, UserWarning, stacklevel=4)
-    if budget is None:
-        return
-    free = [decision for decision in decisions if decision.resolved is None]
-    families = [decision.structure for decision in free if isinstance(decision.structure, Family)]
-    if not free or len(families) < len(free):
-        raise ValueError(f"budget={budget}: structure must be a family, and be meant for some layer")
-    weights = [_matrix(decision.layer) for decision in free]
-    choices = allocate(weights, families, budget, [decision.covariance for decision in free], budget_of)
-    for decision, choice in zip(free, choices, strict=True):
-        decision.structure, decision.cores, decision.error = choice.family, choice.cores, choice.error
-        decision.resolved = _resolve(decision.layer, choice.family)
-
-
-def _rules(patterns: Patterns) -> list[str]:
-    rules = [patterns] if isinstance(patterns, str) or not isinstance(patterns, Iterable) else list(patterns)
-    for rule in rules:
-        if not isinstance(rule, str) or not rule:
-            raise TypeError(f"{rule!r} is no pattern: give names, globs or roles, as text")
-    return rules
-
-
-def _hits(argument: str, rule: str, layers: list[Layer], model: nn.Module) -> set[int]:
-    """Indices of the layers that `rule` matches; a rule that matches protected layers and others means the others."""
-    if rule.startswith("re:"):
-        try:
-            re.compile(rule[3:])
-        except re.error as error:
-            raise ValueError(f"{argument}: {rule!r} is not a regular expression: {error}") from None
-    hits = {n for n, layer in enumerate(layers) if _matches(rule, layer)}
-    if not hits:
-        raise ValueError(f"{argument}: {rule!r} matches no linear layer{_hint(rule, layers, model)}")
-    if argument in ("include", "overrides"):
-        hits = {n for n in hits if layers[n].role not in PROTECTED} or hits
-    return hits
-
-
-def _matches(rule: str, layer: Layer) -> bool:
-    if rule in ROLES:
-        return layer.role == rule
-    return any(_matches_name(rule, name) for name in layer.names)
-
-
-def _matches_name(rule: str, name: str) -> bool:
-    return bool(re.fullmatch(rule[3:], name)) if rule.startswith("re:") else fnmatchcase(name, rule)
-
-
-def _matched(includes: Mapping[str, set[int]], layer: Layer) -> bool:
-    return any(_matches(rule, layer) for rule in includes)
-
-
-def _hint(rule: str, layers: list[Layer], model: nn.Module) -> str:
-    names = [name for layer in layers for name in layer.names]
-    stacked = no_layers(model)
-    if rule in ROLES:
-        found = sorted({layer.role for layer in layers})
-        stays = f"; these parameters are no linear layers: {', '.join(stacked[:3])}" if stacked else ""
-        return f"; the roles in this model are {', '.join(found)}{stays}"
-    if any(_matches_name(rule, name.split()[0]) for name in stacked):
-        return f": these are parameters, no linear layers, and stay dense: {', '.join(stacked[:3])}"
-    if any(rule == name for name, _ in model.named_modules(remove_duplicate=False)):
-        return f": it is a container; its layers are {rule + '.*'!r}"
-    close = get_close_matches(rule.strip("*"), names, n=3, cutoff=0.3) or names[:3]
-    return f"; the model has, for example, {', '.join(map(repr, close))}"
-
-
-def _resolve(layer: Layer, structure: Spec) -> Structure:
-    try:
-        return structure_of(structure, layer.in_features, layer.out_features)
-    except ValueError as error:
-        where = f"layer {layer.name!r} ({layer.in_features} -> {layer.out_features})"
-        raise ValueError(f"{where}, structure {label(structure)}: {error}") from None
-
-
-def _check_rules(argument: str, rules: Mapping[str, set[int]], decisions: list[Decision]) -> None:
-    for rule, hits in rules.items():
-        if all(decisions[n].structure is None for n in hits):
-            reasons = "; ".join(f"{decisions[n].layer.name!r} {decisions[n].reason}" for n in sorted(hits)[:3])
-            raise ValueError(f"{argument}: {rule!r} converts nothing: {reasons}")
-
-
-def _warn(planned: Plan) -> None:
-    grown = [
-        f"{decision.layer.name} ({decision.layer.in_features * decision.layer.out_features:,} -> {new.params:,})"
-        for decision in planned.decisions
-        if (new := decision.resolved) and new.params > decision.layer.in_features * decision.layer.out_features
-    ]
-    if grown:
-        warnings.warn(f"these layers grow, in parameters: {', '.join(grown)}", UserWarning, stacklevel=3)
-    if stacked := no_layers(planned.model):
-        text = f"left dense, for they are parameters and no linear layers: {', '.join(stacked)}"
-        warnings.warn(text, UserWarning, stacklevel=3)
-    source = getattr(getattr(planned.model, "config", None), "_name_or_path", "")
-    if source and planned.init != "project":
-        warnings.warn(
-            f"the model was loaded from {source!r}: init={planned.init!r} starts its converted layers afresh",
-            UserWarning,
-            stacklevel=3,
-        )

@@ -111,14 +111,14 @@ class StructuredLinear(nn.Module):
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x W^T + bias`, for any bias `(out_features,)`."""
-        cores = self.effective_cores()
+        cores = self._stored_cores()
         _product.check_input(x, self.in_features, cores[0])
         columns, rows = self.padding
         if columns:
             x = F.pad(x, (0, columns))
         if rows and bias is not None:
             bias = F.pad(bias, (0, rows))
-        y = _product.run(self.structure, cores, x, bias, self._mode)
+        y = _product.run(self.structure, cores, x, bias, self._mode, self.gains, self.stds)
         return y[..., : self.out_features] if rows else y
 
     @property
@@ -137,7 +137,12 @@ class StructuredLinear(nn.Module):
         return "dense" if _product.forms_matrix(self.structure, tokens) else "structured"
 
     def effective_cores(self) -> list[Tensor]:
-        """The cores that the layer multiplies by: normalised, if it has weight normalisation.
+        """The cores that the layer multiplies by: normalised, if it has weight normalisation."""
+        cores = self._stored_cores()
+        return cores if self.gains is None else _product.normalise(cores, self.gains, self.stds)
+
+    def _stored_cores(self) -> list[Tensor]:
+        """The cores before they are normalised.
 
         They are read by name, as somebody may have parametrised or pruned one, and its hooks, which would run before
         the list's own forward pass if it had one, are run here.
@@ -146,10 +151,7 @@ class StructuredLinear(nn.Module):
         for hook in cores._forward_pre_hooks.values():
             hook(cores, ())
         held: dict[str, Any] = cores._parameters
-        found = [held[name] if name in held else getattr(cores, name) for name in self._names]
-        if self.gains is None:
-            return found
-        return [_normalise(core, std, gain) for core, std, gain in zip(found, self.stds, self.gains, strict=True)]
+        return [held[name] if name in held else getattr(cores, name) for name in self._names]
 
     def to_dense(self) -> Tensor:
         """The matrix W: `(out_features, in_features)`, differentiable in the cores."""
@@ -254,15 +256,3 @@ def uninitialised(*args: Any, **options: Any) -> StructuredLinear:
     """A layer whose parameters have no values yet, and that drew no random number."""
     layer: StructuredLinear = nn.utils.skip_init(StructuredLinear, *args, **options)  # type: ignore[no-untyped-call]
     return layer
-
-
-def _normalise(core: Tensor, sigma: float, gain: Tensor) -> Tensor:
-    """`gain * min(1, sigma / RMS(core)) * core`, with a gradient also at core = 0.
-
-    The norm is summed in float64, where the square of no float32 overflows.
-    """
-    wide = core if core.dtype == torch.float64 else core.float()
-    largest = sigma * sqrt(core.numel())
-    norm = torch.linalg.vector_norm(wide, dtype=torch.float32 if core.device.type == "mps" else torch.float64)
-    scale: Tensor = gain * largest / norm.clamp(min=largest)
-    return (wide * scale.to(wide)).to(core.dtype)

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from functools import partial
+from math import sqrt
 
 import torch
 import torch.nn.functional as F
 from einops import einsum
 from torch import Tensor
 
-from ._kernels import op
+from ._kernels import op, triton_op
 from ._structure import Move, Program, Structure
 
 MODES = ("auto", "structured", "dense")
@@ -36,6 +37,34 @@ def multiply(program: Program, cores: Sequence[Tensor], x: Tensor) -> Tensor:
 
 def _permute(h: Tensor, move: Move) -> Tensor:
     return h.reshape(move.sizes).permute(move.order) if move.order else h
+
+
+def define(
+    program: Program,
+    cores: Sequence[Tensor],
+    x: Tensor,
+    bias: Tensor | None = None,
+    gains: Tensor | None = None,
+    sigmas: Sequence[float] = (),
+) -> Tensor:
+    """`W x + bias` by the loop, the cores normalised where there are gains: what every engine computes."""
+    y = multiply(program, cores if gains is None else normalise(cores, gains, sigmas), x)
+    return y if bias is None else y + bias
+
+
+def normalise(cores: Sequence[Tensor], gains: Tensor, sigmas: Sequence[float]) -> list[Tensor]:
+    """`gain * min(1, sigma / RMS(core)) * core` for every core, with a gradient also at core = 0.
+
+    The norms are summed in float64, where the square of no float32 overflows.
+    """
+    found = []
+    for core, gain, sigma in zip(cores, gains, sigmas, strict=True):
+        wide = core if core.dtype == torch.float64 else core.float()
+        largest = sigma * sqrt(core.numel())
+        norm = torch.linalg.vector_norm(wide, dtype=torch.float32 if core.device.type == "mps" else torch.float64)
+        scale: Tensor = gain * largest / norm.clamp(min=largest)
+        found.append((wide * scale.to(wide)).to(core.dtype))
+    return found
 
 
 def apply(structure: Structure, cores: Sequence[Tensor], x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -68,29 +97,40 @@ def apply(structure: Structure, cores: Sequence[Tensor], x: Tensor, bias: Tensor
 
 
 def run(
-    structure: Structure, cores: Sequence[Tensor], x: Tensor, bias: Tensor | None = None, mode: str = "auto"
+    structure: Structure,
+    cores: Sequence[Tensor],
+    x: Tensor,
+    bias: Tensor | None = None,
+    mode: str = "auto",
+    gains: Tensor | None = None,
+    sigmas: Sequence[float] = (),
 ) -> Tensor:
     """`apply`, its arguments taken to be right.
 
     Args:
         mode: "structured" multiplies core by core; "dense" multiplies the cores into W, and by W; "auto" does what
             `forms_matrix` says.
+        gains, sigmas: of every core, where it is to be normalised.
     """
     device = x.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         x, cores = x.to(dtype), [core.to(dtype) for core in cores]
         bias = None if bias is None else bias.to(dtype)
-    if mode != "structured" and (mode == "dense" or forms_matrix(structure, x.numel() // structure.in_features)):
+    dense = mode != "structured" and (mode == "dense" or forms_matrix(structure, x.numel() // structure.in_features))
+    if not dense and not structure.plain and op.available(x):
+        return op.multiply(define, structure.program, cores, x, bias, gains, sigmas)
+    if gains is not None:
+        cores = normalise(cores, gains, sigmas)
+    if dense:
         return F.linear(x, to_dense(structure, cores), bias)
     if structure.plain:
         for core in cores[:-1]:
             x = F.linear(x, core[0])  # (..., fan_in) -> (..., fan_out)
         return F.linear(x, cores[-1][0], bias)
-    if op.takes(x):
-        return op.apply(structure, x, cores, bias)
-    y = multiply(structure.program, cores, x)
-    return y if bias is None else y + bias
+    if triton_op.available(x, structure):
+        return triton_op.apply(structure, x, cores, bias)
+    return define(structure.program, cores, x, bias)
 
 
 def forms_matrix(structure: Structure, tokens: int) -> bool:

@@ -103,20 +103,21 @@ def summary(model: nn.Module, *, tokens: int | None = None) -> Summary:
     """Layer, structure, parameters and FLOPs of every linear layer of `model`, against dense; equal layers in one row.
 
     Args:
-        tokens: of one training step, over all leading dimensions; the table then shows whether each layer multiplies
-            core by core ("structured") or forms its matrix ("dense"), see `contract.apply`.
+        tokens: of one training step, over all leading dimensions; the table then shows whether each
+            layer multiplies core by core ("structured") or forms its matrix ("dense"), see
+            `contract.apply`.
 
     Raises:
         ValueError: the model has no linear layer; `tokens` is negative.
 
-    >>> from structlin import BTT, convert
+    >>> from structlin import BTT, TT, convert
     >>> print(summary(convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), BTT())))
     layer              x   in -> out   structure     params   /dense   FLOPs/token   /dense   padding
     ─────────────────────────────────────────────────────────────────────────────────────────────────
     *                  2   64 -> 64    BTT(rank=1)    2,048    25.0%         4,096    25.0%
     linear layers      2                              2,048    25.0%         4,096    25.0%
     other parameters                                    128
-    >>> summary(nn.Sequential(StructuredLinear(64, 64, BTT(), mode="dense")), tokens=4096).rows[0].way
+    >>> summary(nn.Sequential(StructuredLinear(64, 64, TT(rank=16))), tokens=4096).rows[0].way
     'dense'
     """
     if tokens is not None and tokens < 0:

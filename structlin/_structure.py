@@ -90,12 +90,18 @@ class Step(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A structure as integers: a step for each core, and the move that brings the last result into the order of y."""
+    """A structure as integers: a step for each core, and the move that brings the last result into the order of y.
+
+    `code` is the program for an engine that speaks no Python, flat: in_features, out_features, number of cores; then
+    for each core batch, repeat, fan_in, fan_out and the six indices of `reads` and `writes`, each as the number of its
+    axes, and their sizes and strides.
+    """
 
     steps: tuple[Step, ...]
     last: Move
     in_features: int
     out_features: int
+    code: tuple[int, ...]
 
 
 class Structure:
@@ -278,8 +284,13 @@ def _derive_program(
         sides = (reads[0], reads[1], reads[2]), (writes[0], writes[1], writes[2])
         move = _move(before[n], after[n], sizes)
         steps.append(Step(core.batch, core.repeat, core.fan_in, core.fan_out, move, *sides))
-    widths = (prod(sizes[axis] for axis in side) for side in (inputs, outputs))
-    return Program(tuple(steps), _move(before[-1], after[-1], sizes), *widths)
+    widths = prod(sizes[axis] for axis in inputs), prod(sizes[axis] for axis in outputs)
+    code = [*widths, len(steps)]
+    for step in steps:
+        code += [step.batch, step.repeat, step.fan_in, step.fan_out]
+        for index in (*step.reads, *step.writes):
+            code += [len(index), *(number for axis in index for number in axis)]
+    return Program(tuple(steps), _move(before[-1], after[-1], sizes), *widths, tuple(code))
 
 
 def _move(lying: Sequence[str], wanted: Sequence[str], sizes: Mapping[str, int]) -> Move:

@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ._checkpoint import describe, restructure
 from ._linear import StructuredLinear
-from ._model.survey import dense_layer, linear_layers, swap
+from ._model.survey import build_dense_layer, linear_layers, swap
 from ._state import ENTRY, write_entry
 
 METHOD = "structlin"
@@ -75,7 +75,7 @@ class StructlinQuantizer(HfQuantizer):
 
     def _dequantize(self, model: PreTrainedModel, dtype: Any = None) -> nn.Module:
         layers = [layer for layer in linear_layers(model) if isinstance(layer.module, StructuredLinear)]
-        return swap(model, [(layer.names, dense_layer(layer.module)) for layer in layers])  # type: ignore[arg-type]
+        return swap(model, [(layer.names, build_dense_layer(layer.module)) for layer in layers])  # type: ignore[arg-type]
 
     def is_serializable(self, *args: Any, **options: Any) -> bool:
         return True

@@ -7,12 +7,10 @@ import torch
 from hypothesis import settings
 
 from benchmarks.zoo import import_timm
-from structlin._kernels import op
 
 settings.register_profile("structlin", deadline=None, derandomize=True, max_examples=25)
 settings.load_profile("structlin")
 torch.set_num_threads(1)
-op.FEW = 0  # or the small layers of the tests would not go through the operator
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import_timm()  # here, for it may need a stand-in for torchvision

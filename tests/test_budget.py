@@ -1,4 +1,4 @@
-"""allocate: the cheap search against the search that solves every candidate, and against the best of all choices."""
+"""allocate: the cheap search against solving every candidate, and the best of all choices."""
 
 from itertools import product
 from math import sqrt
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from structlin import BTT, TT, LowRank, Monarch, Split, project, relative_error
+from structlin import BTT, TT, LowRank, Monarch, Split, Structure, project, relative_error
 from structlin._projection import budget
 from structlin._projection.budget import allocate
 
@@ -43,7 +43,7 @@ def total(choices: list[budget.Choice]) -> float:
 def test_the_error_is_near_that_of_solving_every_candidate(family, factor, seed, monkeypatch):
     weights, covariances = problem(seed)
     cheap = allocate(weights, [family] * 3, 0.5, covariances)
-    monkeypatch.setattr(budget, "project", lambda w, f, covariance, sweeps=1: project(w, f, covariance=covariance))
+    monkeypatch.setattr(budget, "project", lambda w, s, covariance, sweeps=1: project(w, s, covariance=covariance))
     assert total(cheap) <= factor * (1 + 1e-9) * total(allocate(weights, [family] * 3, 0.5, covariances))
 
 
@@ -68,23 +68,23 @@ def test_the_errors_returned_are_those_of_the_full_solver_and_the_search_runs_it
     weights, covariances = problem(0)
     solved = []
 
-    def counted(weight: Tensor, family: object, **options: object) -> list[Tensor]:
+    def counted(weight: Tensor, structure: Structure, **options: object) -> list[Tensor]:
         if options.get("sweeps") != 1:
-            solved.append(family)
-        return project(weight, family, **options)
+            solved.append(structure)
+        return project(weight, structure, **options)
 
     monkeypatch.setattr(budget, "project", counted)
     choices = allocate(weights, [BTT()] * 3, 0.6, covariances)
-    assert solved == [choice.family for choice in choices]
+    assert solved == [choice.size.structure for choice in choices]
     for weight, covariance, choice in zip(weights, covariances, choices, strict=True):
-        cores = project(weight, choice.family, covariance=covariance)
+        cores = project(weight, choice.size.structure, covariance=covariance)
         assert all(torch.equal(a, b) for a, b in zip(choice.cores, cores, strict=True))
-        assert choice.error == relative_error(weight, choice.family, cores, covariance=covariance)
+        assert choice.error == relative_error(weight, choice.size.structure, cores, covariance=covariance)
 
 
 def test_a_size_that_is_no_better_is_passed_over(monkeypatch):
     errors = {1: 0.5, 2: 0.6, 3: 0.5, 4: 0.1, 6: 0.05}
-    monkeypatch.setattr(budget, "project", lambda weight, family, **options: family.rank)
-    monkeypatch.setattr(budget, "relative_error", lambda weight, family, rank, **options: errors.get(rank, 0.05))
+    monkeypatch.setattr(budget, "project", lambda weight, structure, **options: structure.sizes["r"])
+    monkeypatch.setattr(budget, "relative_error", lambda weight, structure, rank, **options: errors.get(rank, 0.05))
     (choice,) = allocate([torch.ones(16, 16)], [LowRank(rank=1)], 0.6, [None])  # rank 4 takes half
-    assert choice.family == LowRank(rank=4)
+    assert choice.size.family == LowRank(rank=4)

@@ -11,14 +11,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from structlin import BTT, Kronecker, LowRank, StructuredLinear, convert, dualize
-from structlin._kernels import op
 from structlin.duality import polar_from_gram
 from structlin.optim import Muon, Normed, shard_placement_fn
 from tests.models import GPT, perplexed
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 STEPS = 20
-op.FEW = 0  # as in conftest.py, which the processes that are started do not read
 ONE_REDUCE, TWO_EXCHANGES = ["allreduce_"], ["alltoall_base_", "alltoall_base_"]
 # Model, world, whether placed by shard_placement_fn, and the collectives of a step.
 LAYOUTS = [

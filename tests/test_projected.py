@@ -19,7 +19,7 @@ from structlin import (
     plan,
     to_dense,
 )
-from structlin._projection.calibration import covariances
+from structlin._projection.calibration import measure_covariances
 from tests.models import GPT, snapshot
 
 TOKENS = torch.arange(48).reshape(4, 12)
@@ -77,7 +77,7 @@ def test_covariances_are_those_of_all_inputs_and_leave_no_trace():
     model = nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.5), nn.Linear(4, 3))
     model[1].eval()
     x = [torch.randn(7, 2, 5), torch.randn(3, 5)]
-    found = covariances(model, [model[0], model[2]], x)
+    found = measure_covariances(model, [model[0], model[2]], x)
     rows = torch.cat([part.reshape(-1, 5) for part in x]).double()
     torch.testing.assert_close(found[0], rows.mT @ rows / len(rows))
     hidden = model[0](rows.float()).double()
@@ -142,7 +142,7 @@ def fail(model):
         ({"calibration": fail}, RuntimeError, "a batch that fails"),
         ({"calibration": [TOKENS], "init": "mup"}, ValueError, "calibration is given, but init='mup' starts afresh"),
         ({"budget": 0.5, "init": "mup"}, ValueError, "budget is given, but init='mup'"),
-        ({"init": "project", "zero_init": "*c_proj"}, ValueError, r"zero_init='\*c_proj'"),
+        ({"init": "project", "zero_init": "*c_proj"}, ValueError, r"zero_init='\*c_proj': with init"),
         ({"budget": 0}, ValueError, "budget=0 must be a fraction"),
         ({"budget": 1.5}, ValueError, "budget=1.5 must be a fraction"),
         ({"budget": 0.01}, ValueError, r"budget=0.01 is .* budget=0\.\d+ or more"),

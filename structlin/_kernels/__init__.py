@@ -1,1 +1,1 @@
-"""Engines behind `_product.run`: the operator (`op`), its products on a CPU (`stages`) and on a GPU (`triton_*`)."""
+"""Engines behind `_product.run`: on a CPU (`cpu.cpp`, `engine` builds it, `op`) and on a GPU (`triton_*`)."""

@@ -1,21 +1,23 @@
-"""What the layers of a user's model are: widths, role, and why one cannot be converted."""
+"""A user's model: its linear layers, why one cannot be converted, how to run and change it."""
 
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .._linear import StructuredLinear
 
 PROTECTED = ("head", "embedding", "router")  # roles that are only touched when they are named
 ROLES = ("ffn", "attention", "other", *PROTECTED)
 
-# Searched in this order, case ignored, in a layer's dotted name: what contains a layer tells more than its own name.
+# Searched in this order, case ignored, in a layer's dotted name: what contains a layer tells more
+# than its own name.
 _ROLE_PATTERNS = (
     ("head", r"(^|\.)(lm_head|embed_out|head_dist|classifier|score|qa_outputs|proj_out|cls)(\.|$)"),
     ("head", r"^([^.]+\.)?heads?(\.|$)|^(fc|out|output|output_projection|logits|readout|unembed)$"),
@@ -23,14 +25,28 @@ _ROLE_PATTERNS = (
     ("router", r"(^|\.)(router|gate|gating|switch|shared_expert_gate)(\.|$)"),
     ("attention", r"attn|attention"),
     ("ffn", r"mlp|ffn|feed_?forward|densereludense|(^|\.)experts?(\.|$)"),
-    ("attention", r"(^|\.)([qkvo]|qkv|query|key|value|query_key_value|w[qkvo]|([qkvo]|out|in|qkv)_proj)(\.|$)"),
+    (
+        "attention",
+        r"(^|\.)([qkvo]|qkv|query|key|value|query_key_value|w[qkvo]"
+        r"|([qkvo]|out|in|qkv)_proj)(\.|$)",
+    ),
     (
         "ffn",
-        r"(^|\.)(fc\d*|c_fc|linear[12]|lin[12]|w[123i]|wi_\d|intermediate|output|(up|down|gate|gate_up)_proj)(\.|$)",
+        r"(^|\.)(fc\d*|c_fc|linear[12]|lin[12]|w[123i]|wi_\d|intermediate|output"
+        r"|(up|down|gate|gate_up)_proj)(\.|$)",
     ),
 )
 # Subclasses of nn.Linear that multiply by their weight and do nothing else.
 _PLAIN = ("transformers.models.falcon.modeling_falcon.FalconLinear", "timm.layers.linear.Linear")
+# Modules of torch that hold on to the parameters of the model inside, and do not see them replaced.
+_WRAPPERS = {
+    "OptimizedModule": "torch.compile",
+    "DataParallel": "DataParallel",
+    "DistributedDataParallel": "DistributedDataParallel",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+}
+_STORES = ("_parameters", "_buffers", "_modules")
+_SMALLEST: dict[type[nn.Module], nn.Module] = {}
 _ADAPTER = re.compile(r"(^|\.)(base_layer|lora_[A-Za-z_]+|original_module|modules_to_save)(\.|$)")
 
 
@@ -50,6 +66,13 @@ class Layer:
     def name(self) -> str:
         return self.names[0]
 
+    @property
+    def matrix(self) -> Tensor:
+        """The dense weight, without its gradient: `(out_features, in_features)`."""
+        weight = self.module._parameters["weight"]
+        assert weight is not None
+        return weight.detach().mT if is_conv1d(self.module) else weight.detach()
+
 
 def widths(module: nn.Module) -> tuple[int, int] | None:
     """`(in_features, out_features)` of a linear layer of any kind; None for another module."""
@@ -68,6 +91,41 @@ def is_conv1d(module: nn.Module) -> bool:
     return owner is not None and type(module) is owner.Conv1D
 
 
+def require_replaceable(model: nn.Module) -> None:
+    """Refuse a model none of whose layers can be replaced now.
+
+    Raises:
+        TypeError: `model` is not a module.
+        ValueError: inference mode is on; the model, or a part of it, is wrapped by torch.compile,
+            DataParallel, DistributedDataParallel or FullyShardedDataParallel.
+    """
+    kind = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={kind} must be a torch.nn.Module")
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"model={kind}: parameters made under torch.inference_mode can never be trained; "
+            "leave that mode first (torch.no_grad is fine)"
+        )
+    for name, module in model.named_modules():
+        wrapper = _find_wrapper(module)
+        if wrapper:
+            raise ValueError(
+                f"model={kind}: {name or 'the model itself'} is wrapped by {wrapper}, which would "
+                "go on with the old parameters: unwrap the model, change its layers, wrap it anew"
+            )
+
+
+def require_unchanged(model: nn.Module, layers: Iterable[Layer]) -> None:
+    """Refuse layers that are no longer in `model`, or would by now lose something."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for layer in layers:
+        replaced = any(modules.get(name) is not layer.module for name in layer.names)
+        reason = "was replaced" if replaced else find_loss(layer.module)
+        if reason:
+            raise ValueError(f"layer {layer.name!r} {reason} after this plan; make a new one")
+
+
 def linear_layers(model: nn.Module) -> list[Layer]:
     """Every linear layer of `model`, each once, in the order of `named_modules`."""
     names: dict[nn.Module, list[str]] = defaultdict(list)
@@ -82,21 +140,28 @@ def linear_layers(model: nn.Module) -> list[Layer]:
     for module, found in names.items():
         in_features, out_features = widths(module) or (0, 0)
         role = "head" if module in heads else role_of(found[0])
-        tied = {name.rpartition(".")[0] for name in owners[id(module._parameters.get("weight"))]} - set(found)
+        sharing = owners[id(module._parameters.get("weight"))]
+        tied = {name.rpartition(".")[0] for name in sharing} - set(found)
         parents = [model.get_submodule(name.rpartition(".")[0]) for name in found if name]
-        obstacle = _obstacle(module, found, parents)
-        layers.append(Layer(tuple(found), module, in_features, out_features, role, obstacle, tuple(sorted(tied))))
+        layer = Layer(tuple(found), module, in_features, out_features, role)
+        layer.obstacle, layer.tied = _find_obstacle(layer, parents), tuple(sorted(tied))
+        layers.append(layer)
     return layers
 
 
-def no_layers(model: nn.Module) -> list[str]:
-    """Large matrices of a model that no linear layer holds, so that nothing here converts them: the experts of a
-    mixture as one 3-D parameter, the input projection of nn.MultiheadAttention."""
+def find_loose_matrices(model: nn.Module) -> list[str]:
+    """Name and shape of the large matrices that no linear layer holds: nothing converts them.
+
+    They are the experts of a mixture as one 3-D parameter, and the input projection of
+    nn.MultiheadAttention.
+    """
     found = []
     for name, parameter in model.named_parameters():
         owner, _, own = name.rpartition(".")
-        attention = own == "in_proj_weight" and isinstance(model.get_submodule(owner), nn.MultiheadAttention)
-        experts = parameter.ndim == 3 and re.search(r"experts?(\.|_|$)", name) and ".cores." not in name
+        module = model.get_submodule(owner)
+        attention = own == "in_proj_weight" and isinstance(module, nn.MultiheadAttention)
+        named = re.search(r"experts?(\.|_|$)", name) and ".cores." not in name
+        experts = named and parameter.ndim == 3
         if attention or experts:
             found.append(f"{name} {tuple(parameter.shape)}")
     return found
@@ -105,8 +170,8 @@ def no_layers(model: nn.Module) -> list[str]:
 def role_of(name: str) -> str:
     """The role that a layer's dotted name tells.
 
-    >>> role_of("h.0.attn.c_proj"), role_of("h.0.mlp.c_proj"), role_of("lm_head"), role_of("layers.3.mlp.gate")
-    ('attention', 'ffn', 'head', 'router')
+    >>> [role_of(name) for name in ("h.0.attn.c_proj", "h.0.mlp.c_proj", "lm_head", "h.3.mlp.gate")]
+    ['attention', 'ffn', 'head', 'router']
     """
     for role, pattern in _ROLE_PATTERNS:
         if re.search(pattern, name, re.IGNORECASE):
@@ -130,48 +195,109 @@ def _declared_heads(model: nn.Module) -> set[nn.Module]:
     return heads
 
 
-def _obstacle(module: nn.Module, names: list[str], parents: list[nn.Module]) -> str:
+def _find_wrapper(module: nn.Module) -> str:
+    """The name of torch's wrapper that the module is; empty if it is none."""
+    for base in type(module).__mro__:
+        if base.__name__ in _WRAPPERS and base.__module__.startswith("torch."):
+            return _WRAPPERS[base.__name__]
+    return ""
+
+
+def _find_obstacle(layer: Layer, parents: list[nn.Module]) -> str:
+    """Why the layer cannot be converted; empty if it can."""
+    module = layer.module
     kind = type(module)
     if isinstance(module, StructuredLinear):
         return "is structured already"
     if any(isinstance(parent, nn.MultiheadAttention) for parent in parents):
         return "belongs to nn.MultiheadAttention, which reads its weight without calling it"
-    if hasattr(module._parameters.get("weight"), "full_tensor"):
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    if hasattr(weight, "full_tensor"):
         return "has a sharded weight (DTensor): convert before fully_shard"
-    if kind is not nn.Linear and not is_conv1d(module) and f"{kind.__module__}.{kind.__name__}" not in _PLAIN:
+    qualified = f"{kind.__module__}.{kind.__name__}"
+    if kind is not nn.Linear and not is_conv1d(module) and qualified not in _PLAIN:
         return f"is a {kind.__name__}, not a plain nn.Linear: its own behaviour would be lost"
-    if any(_ADAPTER.search(name) for name in names):
+    if any(_ADAPTER.search(name) for name in layer.names):
         return "belongs to an adapter: merge it first, or convert before it is added"
-    weight = module._parameters.get("weight")
     if weight is None:
         return "has no weight parameter of its own (pruned, weight-normalised or quantised by a hook)"
     if type(weight) is not nn.Parameter or not weight.is_floating_point():
         return f"has a weight of type {type(weight).__name__} and dtype {weight.dtype}"
     if hasattr(weight, "infshape"):
-        return "carries a width of the mup package (infshape): train it with structlin's param_groups(base=) instead"
+        return "carries a width of the mup package (infshape): train it with param_groups(base=) instead"
     if 0 in weight.shape:
         return f"has a weight of shape {tuple(weight.shape)}"
-    if more := _more(module):
-        return f"has more than a weight and a bias, which would be lost: {', '.join(more)}"
-    if has_hooks(module):
-        return "has hooks, which would be lost"
-    if "forward" in vars(module):
-        return "has a forward of its own (offloaded or patched), which would be lost"
+    wanted = (layer.out_features, layer.in_features)
+    if tuple(weight.shape) != (wanted[::-1] if is_conv1d(module) else wanted):
+        return f"has a weight of shape {tuple(weight.shape)}, no longer that of the layer: {wanted}"
+    if bias is not None and tuple(bias.shape) != wanted[:1]:
+        return f"has a bias of shape {tuple(bias.shape)}, not (out_features,) = {wanted[:1]}"
+    names = dir(_build_smallest(StructuredLinear))
+    used = [name for name in _find_attributes(module) if name in names]
+    if used:
+        return f"has an attribute {used[0]!r}, a name that StructuredLinear needs for itself"
+    return find_loss(module)
+
+
+def find_loss(module: nn.Module) -> str:
+    """What would be lost if another layer took the place of this linear one; empty if nothing."""
+    if more := _find_additions(module):
+        return f"has more than a layer of its kind has, which would be lost: {', '.join(more)}"
+    for part in module.modules():
+        hooks = [name for name, value in vars(part).items() if name.endswith("_hooks") and value]
+        if hooks:
+            return f"has hooks, which would be lost: {', '.join(hooks)}"
+        patched = [name for name in vars(part) if hasattr(type(part), name)]
+        if patched:
+            return f"has methods of its own, offloaded or patched, which would be lost: {patched[0]}"
+    bias = module._parameters.get("bias")  # which stays the same parameter
+    for name, parameter in module.named_parameters():
+        if parameter is bias:
+            continue
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return f"has hooks on its {name}, which would be lost"
+        attributes = [key for key in vars(parameter) if not _is_bookkeeping(key)]
+        if attributes:
+            return f"has attributes on its {name}, which would be lost: {', '.join(attributes)}"
     return ""
 
 
-def _more(module: nn.Module) -> list[str]:
+def _is_bookkeeping(attribute: str) -> bool:
+    """Whether torch.compile or transformers' loading left it on a parameter, for themselves."""
+    return attribute.startswith("_dynamo") or attribute == "_is_hf_initialized"
+
+
+def _find_additions(module: nn.Module) -> list[str]:
     """Parameters, buffers and submodules that somebody has added to a linear layer."""
-    own = ("_parameters", "_buffers", "_modules")
-    return [name for kind in own for name in getattr(module, kind) if name not in ("weight", "bias")]
+    new = _build_smallest(type(module))
+    found = [name for store in _STORES for name in getattr(module, store) if name not in getattr(new, store)]
+    if isinstance(module, StructuredLinear):  # whose cores are numbered
+        names = [name for store in _STORES for name in getattr(module.cores, store)]
+        found += [f"cores.{name}" for name in names if not name.isdigit()]
+    return found
 
 
-def has_hooks(module: nn.Module) -> bool:
-    return any(getattr(module, f"_{kind}_hooks") for kind in ("forward", "forward_pre", "backward", "backward_pre"))
+def _find_attributes(module: nn.Module) -> list[str]:
+    """The attributes that somebody has set on a linear layer."""
+    own = dir(_build_smallest(type(module)))
+    return [name for name in vars(module) if name not in own]
+
+
+def _build_smallest(kind: type[nn.Module]) -> nn.Module:
+    """A new linear layer of that kind, 1 -> 1 and without values, to compare others with."""
+    if kind not in _SMALLEST:
+        with torch.device("meta"):
+            _SMALLEST[kind] = kind(1, 1)
+    return _SMALLEST[kind]
+
+
+def carry_attributes(old: nn.Module, new: nn.Module) -> None:
+    """Set on the linear layer `new` what somebody has set on `old`, whose place it takes."""
+    vars(new).update({name: vars(old)[name] for name in _find_attributes(old)})
 
 
 def swap(model: nn.Module, replacements: Iterable[tuple[Iterable[str], nn.Module]]) -> nn.Module:
-    """Put each module under its names into `model`; the module itself where the name is the root's."""
+    """Put each module under its names into `model`; return the model, or what took its place."""
     root = model
     for names, new in replacements:
         for name in names:
@@ -183,10 +309,32 @@ def swap(model: nn.Module, replacements: Iterable[tuple[Iterable[str], nn.Module
     return root
 
 
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Every module of `model` in eval mode; afterwards, also on an error, each in its own mode."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def run(model: nn.Module, batch: Any) -> None:
+    """`model` on a batch: a mapping is keywords, a tuple or list positions, else one argument."""
+    if isinstance(batch, Mapping):
+        model(**batch)
+    elif isinstance(batch, tuple | list):
+        model(*batch)
+    else:
+        model(batch)
+
+
 @torch.no_grad()
-def dense_layer(layer: StructuredLinear) -> nn.Module:
-    """The layer of the user's kind (nn.Linear or Conv1D) that `layer` stands for; with the same bias."""
-    trains, weight = any(core.requires_grad for core in layer.cores), layer.to_dense()
+def build_dense_layer(layer: StructuredLinear) -> nn.Module:
+    """The layer of the user's kind (nn.Linear or Conv1D) that `layer` stands for, with its bias."""
+    weight = layer.to_dense()  # (out_features, in_features)
     with torch.device("meta"):
         if layer.conv1d:
             from transformers.pytorch_utils import Conv1D
@@ -194,7 +342,10 @@ def dense_layer(layer: StructuredLinear) -> nn.Module:
             new: Any = Conv1D(layer.out_features, layer.in_features)  # type: ignore[no-untyped-call]
         else:
             new = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-    new.weight = nn.Parameter((weight.mT if layer.conv1d else weight).contiguous(), requires_grad=trains)
+    trains = any(core.requires_grad for core in layer.cores)
+    values = (weight.mT if layer.conv1d else weight).contiguous()
+    new.weight = nn.Parameter(values, requires_grad=trains)
     new.bias = layer.bias
+    carry_attributes(layer, new)
     dense: nn.Module = new.train(layer.training)
     return dense

@@ -1,0 +1,128 @@
+"""Patterns: which of a model's linear layers an argument of `convert` means.
+
+A pattern is a role ("ffn"), a glob over the whole dotted name ("*mlp*"), "re:" and a regular
+expression that must match the whole name, or a function `(module, name) -> bool`.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from .survey import PROTECTED, ROLES, Layer, find_loose_matrices
+
+Pattern = str | Callable[[nn.Module, str], bool]
+Patterns = Pattern | Iterable[Pattern]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One pattern of one argument, and the indices of the layers that it matches and means.
+
+    A pattern of `include` or `overrides` that matches both heads, embeddings or routers and other
+    layers means only the other layers. Everywhere else a rule means what it matches.
+    """
+
+    argument: str
+    pattern: Pattern
+    matches: frozenset[int]
+    means: frozenset[int]
+
+    def __str__(self) -> str:
+        return f"{self.argument}: {describe_pattern(self.pattern)}"
+
+
+def find_rules(argument: str, patterns: Patterns, layers: Sequence[Layer], model: nn.Module) -> list[Rule]:
+    """A rule for each pattern.
+
+    Raises:
+        TypeError: one is no pattern.
+        ValueError: one matches no layer (the message says what would), or is no regular
+            expression.
+    """
+    rules = []
+    for pattern in _list_patterns(argument, patterns):
+        matches = frozenset(n for n, layer in enumerate(layers) if _matches(pattern, layer))
+        if not matches:
+            hint = _suggest(pattern, layers, model)
+            described = describe_pattern(pattern)
+            raise ValueError(f"{argument}: {described} matches no linear layer{hint}")
+        means = matches
+        if argument in ("include", "overrides"):
+            means = frozenset(n for n in matches if layers[n].role not in PROTECTED) or matches
+        rules.append(Rule(argument, pattern, matches, means))
+    return rules
+
+
+def find_first(rules: Iterable[Rule], layer: int) -> Rule | None:
+    """The first rule that means the layer of that index."""
+    return next((rule for rule in rules if layer in rule.means), None)
+
+
+def describe_pattern(pattern: Pattern) -> str:
+    """For messages.
+
+    >>> describe_pattern("*mlp*"), describe_pattern(lambda module, name: True)
+    ("'*mlp*'", 'the function <lambda>')
+    """
+    if isinstance(pattern, str):
+        return repr(pattern)
+    return f"the function {getattr(pattern, '__name__', repr(pattern))}"
+
+
+def _list_patterns(argument: str, patterns: Patterns) -> list[Pattern]:
+    alone = isinstance(patterns, str) or callable(patterns) or not isinstance(patterns, Iterable)
+    found: list[Pattern] = [patterns] if alone else list(patterns)  # type: ignore
+    for pattern in found:
+        text = isinstance(pattern, str) and pattern
+        if not text and (isinstance(pattern, type) or not callable(pattern)):
+            raise TypeError(
+                f"{argument}: {pattern!r} is no pattern: give a name, glob or role as text, "
+                "or a function (module, name) -> bool"
+            )
+        if isinstance(pattern, str) and pattern.startswith("re:"):
+            _check_expression(argument, pattern)
+    return found
+
+
+def _check_expression(argument: str, pattern: str) -> None:
+    try:
+        re.compile(pattern[3:])
+    except re.error as error:
+        raise ValueError(f"{argument}: {pattern!r} is not a regular expression: {error}") from None
+
+
+def _matches(pattern: Pattern, layer: Layer) -> bool:
+    if not isinstance(pattern, str):
+        return any(pattern(layer.module, name) for name in layer.names)
+    if pattern in ROLES:
+        return layer.role == pattern
+    return any(_matches_name(pattern, name) for name in layer.names)
+
+
+def _matches_name(pattern: str, name: str) -> bool:
+    if pattern.startswith("re:"):
+        return bool(re.fullmatch(pattern[3:], name))
+    return fnmatchcase(name, pattern)
+
+
+def _suggest(pattern: Pattern, layers: Sequence[Layer], model: nn.Module) -> str:
+    """The end of the message about a pattern that matches nothing: why, or what would match."""
+    names = [name for layer in layers for name in layer.names]
+    if not isinstance(pattern, str):
+        return f"; it was asked about {', '.join(map(repr, names[:3]))} and so on"
+    loose = find_loose_matrices(model)
+    if pattern in ROLES:
+        roles = ", ".join(sorted({layer.role for layer in layers}))
+        stays = f"; these parameters are no linear layers: {', '.join(loose[:3])}" if loose else ""
+        return f"; the roles in this model are {roles}{stays}"
+    if any(_matches_name(pattern, name.split()[0]) for name in loose):
+        shown = ", ".join(loose[:3])
+        return f": these are parameters, no linear layers, and stay dense: {shown}"
+    if any(pattern == name for name, _ in model.named_modules(remove_duplicate=False)):
+        return f": it is a container; its layers are {pattern + '.*'!r}"
+    close = get_close_matches(pattern.strip("*"), names, n=3, cutoff=0.3) or names[:3]
+    return f"; the model has, for example, {', '.join(map(repr, close))}"

@@ -1,0 +1,530 @@
+"""The compiled CPU engine: its numbers against einsum in float64, its place in the stack, and how it is built."""
+
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from structlin import BTT, TT, Kronecker, LowRank, Monarch, StructuredLinear, _product, show_config
+from structlin._kernels import engine, op
+from tests.catalogue import every_structure, one_einsum, random_cores, structures, tokens
+
+pytestmark = pytest.mark.skipif(not engine.load(), reason="there is no engine here")
+OWN = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch.*")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+ALL = op.OF_X | op.OF_CORES | op.OF_BIAS
+
+
+def forward(structure, cores, x, bias=None, gains=None, sigmas=()):
+    return op._multiply(x, cores, bias, gains, sigmas, structure.program.code)
+
+
+def backward(structure, dy, x, cores, wants=ALL, gains=None, sigmas=()):
+    """dx, dcores, dgains, dbias."""
+    return op._gradients(dy, x, cores, gains, sigmas, structure.program.code, wants)
+
+
+def by_einsum(structure, cores, x, bias, dy):
+    """y, dx, dcores and dbias, in float64."""
+    leaves = [tensor.detach().double().requires_grad_() for tensor in (x, *cores, bias)]
+    y = one_einsum(structure, leaves[1:-1], leaves[0]) + leaves[-1]
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy.double())]
+
+
+def assert_near(own, wanted, dtype):
+    for value, expected in zip(own, wanted, strict=True):
+        assert value.dtype == dtype
+        assert value.shape == expected.shape
+        size = expected.norm() + expected.numel() ** 0.5  # as numbers of order 1 may cancel
+        assert (value.double() - expected).norm() <= 20 * torch.finfo(dtype).eps * size
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+@every_structure
+def test_values_and_gradients_are_those_of_einsum_for_every_dtype_and_number_of_tokens(structure):
+    many = (1, 3, 7, 16, 37, 70) if structure.out_features < 10_000 else (1, 7)
+    for dtype in DTYPES:
+        cores, bias = random_cores(structure, dtype), tokens(structure.out_features, dtype=dtype)
+        for n in many:
+            x, dy = tokens(n, structure.in_features, dtype=dtype), tokens(n, structure.out_features, dtype=dtype).cos()
+            dx, *dcores, _, dbias = backward(structure, dy, x, cores)
+            own = [forward(structure, cores, x, bias), dx, *dcores, dbias]
+            assert_near(own, by_einsum(structure, cores, x, bias, dy), dtype)
+
+
+WIDE = [
+    BTT(),
+    BTT(rank=4),
+    BTT(rank=2, cores=3),
+    Monarch(blocks=4),
+    Monarch(blocks=32),
+    Kronecker(),
+    TT(rank=4),
+    LowRank(rank=300),
+]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("family", WIDE, ids=repr)
+def test_wide_layers_on_several_threads_and_the_same_bits_twice(family, threads):
+    torch.set_num_threads(threads)
+    try:
+        structure = family.structure(1024, 1056) if not isinstance(family, Monarch) else family.structure(1024, 1024)
+        for dtype in (torch.float32, torch.bfloat16):
+            cores, bias = random_cores(structure, dtype), tokens(structure.out_features, dtype=dtype)
+            for n in (1, 4, 16, 101):
+                x = tokens(n, structure.in_features, dtype=dtype)
+                dy = tokens(n, structure.out_features, dtype=dtype).cos()
+                dx, *dcores, _, dbias = backward(structure, dy, x, cores)
+                own = [forward(structure, cores, x, bias), dx, *dcores, dbias]
+                assert_near(own, by_einsum(structure, cores, x, bias, dy), dtype)
+                dx, *dcores, _, dbias = backward(structure, dy, x, cores)
+                again = [forward(structure, cores, x, bias), dx, *dcores, dbias]
+                assert all(torch.equal(a, b) for a, b in zip(own, again, strict=True))
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shrink", [0.1, 10.0])
+@pytest.mark.parametrize("n", [1, 40])
+def test_weight_normalisation_inside_is_that_outside(dtype, shrink, n):
+    structure = BTT(rank=2).structure(64, 48)
+    stored = [core * shrink for core in random_cores(structure)]
+    sigmas = [0.3, 0.2]
+    gains = torch.tensor([0.7, 1.6], dtype=torch.float64)
+    given = [tensor.to(dtype).requires_grad_() for tensor in (tokens(n, 64), tokens(48), gains, *stored)]
+    own = op.multiply(_product.define, structure.program, given[3:], given[0], given[1], given[2], sigmas)
+    assert "Product" in own.grad_fn.name()
+    found = [own, *torch.autograd.grad(own, given, own.detach().sin())]
+
+    exact = [tensor.detach().double().requires_grad_() for tensor in given]
+    scaled = [
+        gain * torch.clamp(sigma / core.square().mean().sqrt(), max=1) * core
+        for core, gain, sigma in zip(exact[3:], exact[2], sigmas, strict=True)
+    ]
+    y = one_einsum(structure, scaled, exact[0]) + exact[1]
+    assert_near(found, [y, *torch.autograd.grad(y, exact, own.detach().double().sin())], dtype)
+
+
+def test_a_core_whose_squares_overflow_is_normalised():
+    structure = BTT().structure(16, 16)
+    cores = [core.float() * 1e30 for core in random_cores(structure)]
+    y = forward(structure, cores, tokens(3, 16).float(), None, torch.ones(2), [0.5, 0.5])
+    assert y.isfinite().all()
+    assert y.abs().max() > 1e-3
+
+
+@given(structure=structures(max_width=64), wants=st.integers(0, 15))
+def test_only_the_gradients_that_are_asked_for_are_computed(structure, wants):
+    cores, x, dy = random_cores(structure), tokens(5, structure.in_features), tokens(5, structure.out_features)
+    gains, sigmas = tokens(len(cores)), [1.0] * len(cores)
+    everything = backward(structure, dy, x, cores, 15, gains, sigmas)
+    got = backward(structure, dy, x, cores, wants, gains, sigmas)
+    asked = [wants & op.OF_X, *[wants & op.OF_CORES] * len(cores), wants & op.OF_GAINS, wants & op.OF_BIAS]
+    for own, full, wanted in zip(got, everything, asked, strict=True):
+        torch.testing.assert_close(own, full if wanted else own.new_empty(0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [1, 20])
+def test_views_of_any_strides_give_the_numbers_of_their_copies(dtype, n):
+    structure = BTT(rank=2).structure(64, 48)
+    cores, bias = random_cores(structure, dtype), tokens(48, dtype=dtype)
+    whole = tokens(n + 1, 3 * 64 + 5, dtype=dtype)
+    views = [
+        whole[:n, 1:65],  # unaligned rows
+        whole[1:, 0:192:3],
+        whole.flatten()[: n * 64].view(64, n).mT,
+        whole[:1, :64].expand(n, 64),
+        whole.flatten().as_strided((n, 64), (1, 1)),  # overlapping
+        whole[:n, :64].flip(0),
+        whole[:n, :64].unflatten(0, (n, 1)).unsqueeze(1),
+    ]
+    for x in views:
+        own = forward(structure, cores, x, bias)
+        assert torch.equal(own, forward(structure, cores, x.clone(memory_format=torch.contiguous_format), bias))
+    strided = [core.permute(2, 0, 1).contiguous().permute(1, 2, 0) for core in cores]
+    shifted = [torch.empty(core.numel() + 1, dtype=dtype)[1:].view(core.shape).copy_(core) for core in cores]
+    for others in (strided, shifted):
+        assert torch.equal(forward(structure, others, views[0], bias), forward(structure, cores, views[0], bias))
+    repeated = torch.ones(1, dtype=dtype).expand(48)
+    ones = torch.ones(48, dtype=dtype)
+    assert torch.equal(forward(structure, cores, views[0], repeated), forward(structure, cores, views[0], ones))
+    dy = torch.ones(1, 1, dtype=dtype).expand(n, 48)
+    for a, b in zip(
+        backward(structure, dy, views[0], cores), backward(structure, dy.clone(), views[0], cores), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+def test_a_view_that_torch_keeps_negated_is_resolved():
+    structure = BTT().structure(16, 16)
+    cores = [core.float() for core in random_cores(structure)]
+    x = torch.view_as_complex(torch.randn(3, 16, 2)).conj().imag
+    assert x.is_neg()
+    assert torch.equal(forward(structure, cores, x), forward(structure, cores, x.clone()))
+
+
+def poisoned(values):
+    """A copy with NaN all around it in memory, and a check that nothing was written there."""
+    memory = torch.full((values.numel() + 256,), torch.nan, dtype=values.dtype)
+    inside = memory[128 : 128 + values.numel()].view(values.shape).copy_(values)
+    return inside, lambda: memory[:128].isnan().all() and memory[-128:].isnan().all()
+
+
+@pytest.mark.parametrize("family", WIDE[2:7], ids=repr)
+@pytest.mark.parametrize("n", [1, 3, 33])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_outside_the_tensors_is_read_or_written(family, n, dtype):
+    structure = family.structure(64, 64)
+    given = [tokens(n, 64, dtype=dtype), tokens(n, 64, dtype=dtype), tokens(64, dtype=dtype)]
+    given, intact = zip(*[poisoned(values) for values in [*given, *random_cores(structure, dtype)]], strict=True)
+    x, dy, bias, *cores = given
+    found = [forward(structure, cores, x, bias), *backward(structure, dy, x, cores)]
+    assert all(tensor.isfinite().all() for tensor in found)
+    assert all(check() for check in intact)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("n", [1, 19])
+def test_nan_and_inf_go_where_the_formula_takes_them(bad, n):
+    structure = BTT(rank=2).structure(20, 30)
+    cores, dy = [core.float() for core in random_cores(structure)], tokens(n, 30).float()
+    x = tokens(n, 20).float()
+    x[n // 2, 3] = bad
+    y = forward(structure, cores, x)
+    rows = torch.arange(n) != n // 2
+    assert torch.equal(y.isfinite(), _product.multiply(structure.program, cores, x).isfinite())
+    assert y[rows].isfinite().all()
+    _, *dcores, _, dbias = backward(structure, dy, x, cores)
+    exact = by_einsum(structure, cores, x, tokens(30), dy)
+    for own, wanted in zip(dcores, exact[2:-1], strict=True):
+        assert torch.equal(own.isfinite(), wanted.isfinite())
+    assert dbias.isfinite().all()
+
+
+def test_an_infinite_core_leaves_the_other_blocks_alone():
+    structure = BTT().structure(16, 16)
+    cores, x, dy = [core.float() for core in random_cores(structure)], tokens(5, 16).float(), tokens(5, 16).float()
+    cores[0][1, 2, 3] = torch.inf
+    exact = by_einsum(structure, cores, x, tokens(16), dy)
+    dx, *dcores, _, _ = backward(structure, dy, x, cores)
+    for own, wanted in zip([forward(structure, cores, x), dx, *dcores], exact[:-1], strict=True):
+        assert torch.equal(own.isfinite(), wanted.isfinite())
+
+
+@pytest.mark.parametrize("shape", [(0, 12), (2, 0, 12), (12,), (1, 1, 1, 12)])
+def test_no_tokens_and_any_number_of_dimensions(shape):
+    structure = BTT(rank=2).structure(12, 30)
+    cores, x = random_cores(structure), tokens(*shape)
+    y = forward(structure, cores, x, tokens(30))
+    assert y.shape == (*shape[:-1], 30)
+    dx, *dcores, _, dbias = backward(structure, torch.ones_like(y), x, cores)
+    assert dx.shape == x.shape
+    assert all(bool(gradient.any()) == bool(x.numel()) for gradient in (*dcores, dbias))
+
+
+def test_denormals_are_taken_for_zero_and_only_inside():
+    structure = Kronecker().structure(64, 64)
+    cores = [torch.ones(core.shape) for core in structure.cores]
+    assert not forward(structure, cores, torch.full((40, 64), 1e-40)).any()
+    assert torch.full((4,), 1e-40).mul(1.0).any()
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda x, cores, code: (x[:, :11], cores, code),
+        lambda x, cores, code: (x, cores[:1], code),
+        lambda x, cores, code: (x, [cores[0], cores[1][:, :1]], code),
+        lambda x, cores, code: (x, [cores[0], cores[1].float()], code),
+        lambda x, cores, code: (x.int(), [core.int() for core in cores], code),
+    ],
+)
+def test_the_operator_itself_refuses_what_does_not_fit(broken):
+    structure = BTT(rank=2).structure(12, 30)
+    x, cores, code = broken(tokens(5, 12), random_cores(structure), structure.program.code)
+    with pytest.raises(RuntimeError, match="structlin"):
+        op._multiply(x, cores, None, None, (), code)
+
+
+# ---- the stack -------------------------------------------------------------------------------------------------------
+
+
+@OWN
+@pytest.mark.parametrize("operator", [op._multiply, op._layer])
+@pytest.mark.parametrize("gains", [None, torch.tensor([1.5, 0.5])])
+def test_the_operators_keep_the_contract_of_torch_library(operator, gains):
+    structure = Monarch(blocks=2).structure(12, 30)
+    cores, code = [core.float().requires_grad_() for core in random_cores(structure)], structure.program.code
+    x, bias, dy = tokens(5, 12).float().requires_grad_(), tokens(30).float(), tokens(5, 30).float()
+    sigmas = [] if gains is None else [0.1, 0.2]
+    tests = ["test_schema", "test_faketensor"]
+    tests += ["test_autograd_registration", "test_aot_dispatch_dynamic"] if operator is op._layer else []
+    for rows in (x, x[:0], x[None]):
+        torch.library.opcheck(operator, (rows, cores, bias, gains, sigmas, code), test_utils=tests)
+    for wants in (15, 1, 2):
+        arguments = (
+            dy,
+            x.detach(),
+            [core.detach() for core in cores],
+            gains,
+            sigmas,
+            code,
+            wants & (11 | 4 * len(sigmas)),
+        )
+        torch.library.opcheck(op._gradients, arguments, test_utils=["test_schema", "test_faketensor"])
+
+
+@OWN
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("family", WIDE[1:7], ids=repr)
+def test_compiled_it_takes_as_many_graphs_as_a_dense_layer(family, dynamic, train):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    graphs = []
+    for layer in (nn.Linear(256, 256), StructuredLinear(256, 256, family, weight_norm=not dynamic)):
+        layer.double()
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=dynamic)
+        for batch in (1, 2, 3, 5, 8, 16):
+            x = torch.randn(batch, 256, dtype=torch.float64)
+            with torch.set_grad_enabled(train):
+                y = compiled(x)
+                torch.testing.assert_close(y, layer(x))
+            if train:
+                found = torch.autograd.grad(y.square().sum(), list(layer.parameters()))
+                wanted = torch.autograd.grad(layer(x).square().sum(), list(layer.parameters()))
+                torch.testing.assert_close(found, wanted)
+        graphs.append(counter.frame_count)
+    assert graphs[1] == graphs[0]
+    assert any("structlin_cpu" in str(node.target) for node in counter.graphs[-1].graph.nodes)
+
+
+def test_flops_are_counted_forward_and_backward():
+    layer = StructuredLinear(12, 30, BTT(rank=2))
+    first, last = (core.flops for core in layer.structure.cores)
+    with FlopCounterMode(display=False) as counter:
+        y = layer(torch.randn(2, 5, 12, requires_grad=True))
+        assert counter.get_total_flops() == 10 * (first + last)
+        y.sum().backward()
+    assert counter.get_total_flops() == 10 * (3 * (first + last) + first)
+
+
+def test_nothing_but_the_inputs_is_saved():
+    layer, x, held = StructuredLinear(64, 64, BTT(rank=2), weight_norm=True), torch.randn(50, 64), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.data_ptr()) or t, lambda t: t):
+        layer(x)
+    assert set(held) <= {x.data_ptr(), *(p.data_ptr() for p in layer.parameters())}
+
+
+def test_a_saved_core_that_is_changed_in_place_is_an_error_in_the_backward_pass():
+    layer = StructuredLinear(12, 30, BTT(rank=2))
+    y = layer(torch.randn(5, 12))
+    with torch.no_grad():
+        layer.cores[0].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_frozen_cores_get_no_gradient():
+    layer, x = StructuredLinear(12, 30, BTT(rank=2), weight_norm=True), torch.randn(5, 12)
+    layer(x).sum().backward()
+    wanted = layer.cores[0].grad
+    layer.zero_grad()
+    layer.cores[1].requires_grad_(False)
+    layer(x).sum().backward()
+    assert layer.cores[1].grad is None
+    assert torch.equal(layer.cores[0].grad, wanted)
+
+
+def test_eight_threads_go_through_one_layer():
+    layer = StructuredLinear(64, 48, BTT(rank=2))
+    inputs = [torch.randn(n, 64) for n in (1, 3, 16, 17, 40, 64, 100, 200)]
+    wanted, wrong = [layer(x) for x in inputs], []
+
+    def run(x, y):
+        for _ in range(50):
+            if not torch.equal(layer(x), y):
+                wrong.append(x.shape)
+            torch.autograd.grad(layer(x).sum(), list(layer.parameters()))
+
+    running = [threading.Thread(target=run, args=pair) for pair in zip(inputs, wanted, strict=True)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    assert not wrong
+
+
+def _forked(layer, x, queue):
+    queue.put(layer(x).detach().numpy())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python's, of fork beside threads
+def test_a_process_that_is_forked_after_use_goes_on():
+    layer, x = StructuredLinear(64, 48, BTT(rank=2)), torch.randn(100, 64)
+    y = layer(x)
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_forked, args=(layer, x, queue))
+    child.start()
+    found = queue.get(timeout=60)
+    child.join(60)
+    assert torch.equal(torch.from_numpy(found), y.detach())
+
+
+# ---- how it is built -------------------------------------------------------------------------------------------------
+
+TINY = """extern "C" int answer() { return 42; }"""
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """A source that is compiled in a moment, and an empty cache."""
+    source = tmp_path / "tiny.cpp"
+    source.write_text(TINY)
+    monkeypatch.setattr(engine, "SOURCE", source)
+    monkeypatch.setenv("STRUCTLIN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_it_is_built_once_and_kept_by_what_it_was_made_from(tiny, monkeypatch, capfd):
+    path = engine.build()
+    assert path.parent == tiny
+    assert [path] == list(tiny.iterdir())
+    assert "building its CPU engine" in capfd.readouterr().err
+    before = path.stat().st_mtime_ns
+    assert engine.build() == path
+    assert path.stat().st_mtime_ns == before
+    assert not capfd.readouterr().err
+    for change in ("FLAGS", (*engine.FLAGS, "-DOTHER")), ("_describe_cpu", lambda: "other"):
+        monkeypatch.setattr(engine, *change)
+        assert engine.build() != path
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert engine.build().name not in (path.name, *os.listdir(tiny)[:0])
+    assert len(list(tiny.iterdir())) == 4
+
+
+def test_two_processes_that_build_at_once_do_not_harm_each_other(tiny):
+    program = "from structlin._kernels import engine; from pathlib import Path; import sys"
+    program += "; engine.SOURCE = Path(sys.argv[1]); print(engine.build())"
+    command = [sys.executable, "-c", program, str(engine.SOURCE)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    first, second = [process.communicate(timeout=120)[0].strip() for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    assert first == second
+    assert [Path(first)] == list(tiny.iterdir())
+
+
+def test_a_build_that_fails_leaves_nothing_and_says_why(tiny):
+    engine.SOURCE.write_text("this is no program")
+    with pytest.raises(RuntimeError, match=r"cannot build the engine: .*error"):
+        engine.build()
+    assert not list(tiny.iterdir())
+
+
+def test_what_a_killed_build_left_is_removed_by_a_later_one(tiny):
+    tiny.mkdir(mode=0o700)
+    (tiny / ".build-killed").mkdir()
+    (tiny / ".build-killed" / "engine.so").write_text("half")
+    (tiny / ".build-running").mkdir()
+    os.utime(tiny / ".build-killed", (0, 0))
+    path = engine.build()
+    assert {path.name, ".build-running"} == {left.name for left in tiny.iterdir()}
+
+
+def test_a_folder_that_others_may_write_to_is_not_trusted(tiny):
+    tiny.mkdir()
+    tiny.chmod(0o777)
+    with pytest.raises(RuntimeError, match=r"can be written to by other users .mode 777."):
+        engine.build()
+    assert not list(tiny.iterdir())
+
+
+def test_a_folder_and_a_library_of_another_user_are_not_trusted(tiny, monkeypatch):
+    path = engine.build()
+    monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
+    if path.stat().st_uid:
+        with pytest.raises(RuntimeError, match="belongs to another user"):
+            engine.build()
+    else:  # what root owns is trusted: here somebody else owns it
+        monkeypatch.undo()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("STRUCTLIN_CACHE", str(tiny))
+            patch.setattr(engine, "SOURCE", tiny.parent / "tiny.cpp")
+            for owned in (path, tiny):
+                os.chown(owned, 12345, -1)
+                with pytest.raises(RuntimeError, match=r"belongs to another user .uid 12345"):
+                    engine.build()
+                os.chown(owned, 0, -1)
+
+
+def test_where_the_home_is_read_only_it_is_kept_under_the_temporary_folder(tmp_path, monkeypatch):
+    home = tmp_path / "file"
+    home.write_text("no folder can be made in a file")
+    monkeypatch.delenv("STRUCTLIN_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert engine.find_folder() == tmp_path / f"structlin-{os.getuid()}"
+    monkeypatch.setenv("STRUCTLIN_CACHE", str(home / "cache"))
+    with pytest.raises(RuntimeError, match=r"no folder to keep the engine in: .*set STRUCTLIN_CACHE"):
+        engine.find_folder()
+
+
+PROGRAM = """
+import torch
+from structlin import BTT, StructuredLinear, show_config
+layer = StructuredLinear(64, 48, BTT(rank=2))
+layer(torch.randn(5, 64)).sum().backward()
+layer(torch.randn(5, 64))
+show_config()
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "says", "warns"),
+    [
+        ({"STRUCTLIN_ENGINE": "off"}, "STRUCTLIN_ENGINE=off switches the engine off", 0),
+        ({"PATH": ""}, "no C++ compiler is found", 1),
+    ],
+)
+def test_without_it_layers_run_and_one_line_at_most_says_so(tmp_path, change, says, warns):
+    environment = {**os.environ, "STRUCTLIN_CACHE": str(tmp_path / "empty"), **change}
+    environment.pop("CXX", None)
+    run = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
+    assert f"CPU: plain products of torch ({says}" in run.stdout
+    assert run.stderr.count("plain products instead of the compiled CPU engine") == warns
+
+
+def test_a_torch_that_is_too_old_is_told_so(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    with pytest.raises(RuntimeError, match=r"torch 2.9.1.cpu has no stable C.. interface; 2.10 and later have"):
+        engine.build()
+
+
+def test_show_config_says_what_runs(capsys):
+    show_config()
+    assert "CPU: compiled engine (" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
+def test_it_can_be_built_ahead():
+    command = [sys.executable, "-W", "error", "-m", "structlin._kernels.build"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert Path(run.stdout.strip()).is_file()
