@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import stat
 import warnings
 from pathlib import Path
 
@@ -128,6 +129,13 @@ def test_a_model_with_a_tie_does_not_take_two_weights_that_differ(saved):
         load(GPT(tied=True), path)
 
 
+def test_tied_weights_stay_tied_when_they_take_the_files_dtype(tmp_path):
+    save(mixed(tied=True).bfloat16(), tmp_path)
+    fresh = load(GPT(tied=True), tmp_path)
+    assert fresh.lm_head.weight is fresh.wte.weight
+    assert fresh.wte.weight.dtype == torch.bfloat16
+
+
 def test_shared_layers_stay_shared(tmp_path):
     def shared() -> nn.Module:
         layer = nn.Linear(16, 16)
@@ -247,6 +255,24 @@ def test_a_save_that_fails_leaves_the_old_model_and_nothing_else(saved, monkeypa
             save(mixed(), path)
     assert [file.name for file in path.iterdir()] == [FILE]
     assert torch.equal(load(GPT(), path)(TOKENS), expected)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="folders cannot be flushed there")
+def test_the_file_is_on_the_disk_before_it_is_renamed_and_the_folder_after(tmp_path, monkeypatch):
+    done, fsync, replace = [], os.fsync, os.replace
+
+    def flush(handle):
+        done.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")
+        fsync(handle)
+
+    def rename(source, target):
+        done.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "replace", rename)
+    save(nn.Linear(3, 3), tmp_path)
+    assert done == ["file", "rename", "folder"]
 
 
 def test_what_has_no_values_or_is_no_tensor_is_not_saved(tmp_path):

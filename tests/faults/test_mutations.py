@@ -98,6 +98,15 @@ def test_a_field_that_changed_is_refused_or_changes_no_number(file):
     print(f"{min(FIELDS, len(changes))} fields changed, {refused} of them refused")
 
 
+@pytest.mark.parametrize("convert", [build_dense, lambda: build_filled(1.0)])
+def test_a_sigma_that_this_version_does_not_give_is_refused(file, convert):
+    header, own, numbers = split_file(file.read_bytes())
+    own["modules"]["0"]["sigma"][0] *= 1.5
+    file.write_bytes(forge_file(header, own, numbers))
+    with pytest.raises(ValueError, match=r"'0': init='mup' gives sigma=.* in this version"):
+        load(convert(), file.parent)
+
+
 def test_a_forged_checksum_is_what_the_library_writes(file):
     data = file.read_bytes()
     assert forge_file(*split_file(data)) == data

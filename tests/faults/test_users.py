@@ -323,7 +323,7 @@ def test_the_layer_multiplies_by_what_its_state_tells(name, case):
 def test_a_layer_that_was_changed_is_saved_and_made_dense_as_it_is(case, tmp_path):
     pytest.importorskip("safetensors")
     for n, name in enumerate(
-        ("register a core again", "parametrize and remove", "prune and remove", "weight norm and remove")
+        ("register a core again", "parametrize and remove", "prune and remove", "prune identity and remove")
     ):
         model = nn.Sequential(ACTIONS[name](layer_of(case)))
         x = tokens(5, case[1])
