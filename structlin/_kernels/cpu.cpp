@@ -170,12 +170,18 @@ inline void store(S* p, const Vector<Wide<S>>& v, Index count) {
 }
 
 template <class F>
+using Lanes = Vector<std::conditional_t<sizeof(F) == 4, int32_t, int64_t>>;  // indices of lanes
+
+template <class F>
 inline F sum_lanes(const Vector<F>& v) {
-  F lanes[LANES<F>];
-  std::memcpy(lanes, &v, sizeof v);
-  for (int half = LANES<F> / 2; half; half /= 2)
-    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-  return lanes[0];
+#if defined(__AVX512F__)
+  if constexpr (sizeof(F) == 4) return _mm512_reduce_add_ps(bits_of<__m512>(v));
+  else return _mm512_reduce_add_pd(bits_of<__m512d>(v));
+#else
+  F total = 0;
+  for (int i = 0; i < LANES<F>; i++) total += v[i];
+  return total;
+#endif
 }
 
 template <class S>
@@ -288,8 +294,7 @@ void multiply_block(F* c, const Index* rows, Index height, Index width, const F*
 // The vectors of a square, as its columns
 template <class F>
 inline void transpose_square(Vector<F>* v) {
-  using I = std::conditional_t<sizeof(F) == 4, int32_t, int64_t>;
-  Vector<I> low, high;
+  Lanes<F> low, high;
   for (int i = 0; i < LANES<F>; i++) {
     low[i] = i / 2 + i % 2 * LANES<F>;
     high[i] = low[i] + LANES<F> / 2;
@@ -380,9 +385,10 @@ struct Layout {
 // For each feature of x or y, in its own order: where it lies in `layout`, as the core next to it reads it
 Indices places_of(const Offsets& side, Index features, const Layout& layout) {
   Indices places(features);
-  Index feature = 0, pairs = side.batch.size() * side.repeat.size();
+  Index pairs = side.batch.size() * side.repeat.size(), count = side.fan.size();
   for (Index pair = 0; pair < pairs; pair++)
-    for (Index fan : side.fan) places[side.block(pair) + fan] = layout.at(feature++);
+    for (Index i = 0, start = side.block(pair); i < count; i++)
+      places[start + side.fan[i]] = pair * layout.block + i * layout.row;
   return places;
 }
 
@@ -611,24 +617,27 @@ struct Sum {
 
 // ---- forward ---------------------------------------------------------------------------------------------------------
 
-// y[t, o] = factor * sum_i core[b, o, i] h[t, i] for a few tokens: vectors run along fan-in
+// h_(t+1) from h_t for some rows of a core, `batch * fan_out`, and N tokens, in rows of `width`: vectors run along fan-in
 template <class S, int N>
-void dot_rows(const Step& step, const S* core, Wide<S> factor, const Wide<S>* h, Index h_stride, Wide<S>* y,
-              Index y_stride, Index begin, Index end) {
+void dot_rows(const Step& step, const S* core, Wide<S> factor, const Wide<S>* h, Wide<S>* next, Index width, Index begin,
+              Index end) {
   using F = Wide<S>;
-  constexpr int L = LANES<F>;
-  for (Index row = begin; row < end; row++) {
-    const S* weights = core + row * step.in;
+  for (Index row = begin; row < end;) {
+    const Index block = row / step.out, stop = std::min(end, (block + 1) * step.out);
     for (Index r = 0; r < step.repeat; r++) {
-      Index pair = row / step.out * step.repeat + r;
-      Vector<F> sum[N] = {};
-      for (Index i = 0; i < step.in; i += L) {
-        Vector<F> w = load(weights + i, step.in - i);
-        for (int t = 0; t < N; t++) sum[t] += w * load(h + t * h_stride + pair * step.in + i, step.in - i);
+      const F* from = h + (block * step.repeat + r) * step.in;
+      F* to = next + step.writes.batch[block] + step.writes.repeat[r];
+      for (Index o = row; o < stop; o++) {
+        const S* weights = core + o * step.in;
+        Vector<F> sum[N] = {};
+        for (Index i = 0; i < step.in; i += LANES<F>) {
+          Vector<F> w = load(weights + i, step.in - i);
+          for (int t = 0; t < N; t++) sum[t] += w * load(from + t * width + i, step.in - i);
+        }
+        for (int t = 0; t < N; t++) to[t * width + step.writes.fan[o - block * step.out]] = factor * sum_lanes<F>(sum[t]);
       }
-      F* to = y + step.writes.block(pair) + step.writes.fan[row % step.out];
-      for (int t = 0; t < N; t++) to[t * y_stride] = factor * sum_lanes<F>(sum[t]);
     }
+    row = stop;
   }
 }
 
@@ -639,9 +648,13 @@ void forward_few(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias) {
   Index n = layer.tokens, width = program.width();
   thread_local Numbers<F> memory;
   F *h = memory.reserve(2 * n * width), *next = h + n * width;
-  const Indices places = places_of(program.steps.front().reads, program.in, {program.in, 1, 0});
+  const Indices places = places_of(program.steps.front().reads, program.in, {program.steps[0].in, 1, program.steps[0].in});
   for (Index t = 0; t < n; t++)
-    for (Index f = 0; f < program.in; f++) h[t * width + places[f]] = number(x[t * program.in + f]);
+    for (Index f = 0; f < program.in; f += LANES<F>) {
+      F lanes[LANES<F>];
+      store(lanes, load(x + t * program.in + f, program.in - f));
+      for (Index i = 0; i < std::min<Index>(LANES<F>, program.in - f); i++) h[t * width + places[f + i]] = lanes[i];
+    }
   for (size_t t = 0; t < program.steps.size(); t++, std::swap(h, next)) {
     const Step& step = program.steps[t];
     const S* core = static_cast<const S*>(layer.tensors[t].data_ptr());
@@ -649,7 +662,7 @@ void forward_few(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias) {
     parallel_for(0, step.batch * step.out, grain, [&](Index begin, Index end) {
       FlushDenormals flush;
       auto run = n == 1 ? dot_rows<S, 1> : n == 2 ? dot_rows<S, 2> : n == 3 ? dot_rows<S, 3> : dot_rows<S, 4>;
-      run(step, core, layer.cores[t].factor, h, width, next, width, begin, end);
+      run(step, core, layer.cores[t].factor, h, next, width, begin, end);
     });
   }
   constexpr int L = LANES<F>;
@@ -704,15 +717,19 @@ Tensor forward(const Tensor& given, const std::vector<Tensor>& cores, const std:
   Tensor y = torch::stable::new_empty(x, shape);
   if (!layer.tokens) return y;
   Numbers<F> memory;
-  F* added = nullptr;
+  std::optional<Tensor> held;
+  const F* added = nullptr;
   if (bias) {
-    added = memory.reserve(layer.program.out);
-    for (Index f = 0; f < layer.program.out; f++) added[f] = read_number(*bias, f * bias->stride(0));
+    STD_TORCH_CHECK(bias->numel() == layer.program.out && bias->scalar_type() == x.scalar_type(),
+                    "structlin: the bias does not fit x and the program");
+    held = packed(*bias);
+    added = widened<S>(*held, memory);
   }
   const S* from = static_cast<const S*>(x.data_ptr());
   S* to = static_cast<S*>(y.mutable_data_ptr());
-  Index dots = 0;  // multiply-adds, empty lanes included
-  for (const Step& step : layer.program.steps) dots += step.pairs() * step.out * (round_up(step.in, LANES<F>) + LANES<F>);
+  Index dots = 0;  // multiply-adds, with those of empty lanes and the time that it takes to sum lanes
+  for (const Step& step : layer.program.steps)
+    dots += step.pairs() * step.out * (round_up(step.in, LANES<F>) + 8 * LANES<F>);
   bool few = layer.tokens <= 4 && dots * layer.tokens < layer.program.flops() * LANES<F>;
   (few ? forward_few<S> : forward_tiles<S>)(layer, from, to, added);
   return y;

@@ -72,6 +72,9 @@ def multiply(
         `(..., out_features)`.
     """
     y: Tensor
+    sigmas = () if gains is None else sigmas
+    if bias is not None and bias.dtype != x.dtype:
+        bias = bias.to(x.dtype)
     if torch.compiler.is_compiling():
         y = _layer(x, cores, bias, gains, sigmas, program.code)
         return y
