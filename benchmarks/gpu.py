@@ -1,16 +1,19 @@
-"""Are the Triton kernels right, and how fast? One command for a machine with a GPU; untested on GPU so far.
+"""Are the Triton kernels right, and how fast? One command for a machine with a GPU; untested on GPU
+so far.
 
     python -m benchmarks.gpu                         # 9 minutes at most, results/gpu.jsonl
     python -m benchmarks.gpu --budget 300 --out out
-    python -m benchmarks.gpu --compile               # no GPU: compiles for sm_90 and reads the machine code
-    python -m benchmarks.gpu --smoke                 # no GPU: every product of tiny layers in Triton's interpreter
+    python -m benchmarks.gpu --compile               # no GPU: compiles, reads the machine code
+    python -m benchmarks.gpu --smoke                 # no GPU: tiny layers in Triton's interpreter
 
-On a GPU, in this order: the self-test; every product of every structure against float64, also with ragged tokens and
-past 2**31 elements; the machine's ceilings; then layers, forward and backward, by order of the goals below: nn.Linear
-first and last, `StructuredLinear` (whatever path it takes), and the Triton stages without autograd, from Python and as
-a CUDA graph; each product alone; and, for products of the largest goals, other tiles than the table's. Outputs are
-poisoned with NaN and compared with float64 before they are timed; caches are cold; variants take turns. Every row is a
-line of JSON, written at once; a failure is a row too, and the rest goes on, in a new process if the GPU is lost.
+On a GPU, in this order: the self-test; every product of every structure against float64, also with
+ragged tokens and past 2**31 elements; the machine's ceilings; then layers, forward and backward, by
+order of the goals below: nn.Linear first and last, `StructuredLinear` (whatever path it takes), and
+the Triton stages without autograd, from Python and as a CUDA graph; each product alone; and, for
+products of the largest goals, other tiles than the table's. Outputs are poisoned with NaN and
+compared with float64 before they are timed; caches are cold; variants take turns. Every row is a
+line of JSON, written at once; a failure is a row too, and the rest goes on, in a new process if the
+GPU is lost.
 """
 
 import argparse
@@ -43,7 +46,8 @@ from benchmarks import record, timing
 from benchmarks.variants import families
 from structlin import BTT, Structure, StructuredLinear
 
-# Speed of forward + backward against nn.Linear, bfloat16, 16384 tokens, on an H200; and of the strided bound, anywhere.
+# Speed of forward + backward against nn.Linear, bfloat16, 16384 tokens, on an H200; and of the
+# strided bound, anywhere.
 GOALS = {
     ("BTT r=1", 4096): 4.5,
     ("BTT r=1", 1024): 1.3,
@@ -74,7 +78,7 @@ def precision(dtype: str) -> Iterator[torch.dtype]:
         matmul.fp32_precision = before
 
 
-# ---- a layer and its products ----------------------------------------------------------------------------------------
+# ---- a layer and its products --------------------------------------------------------------------
 
 
 @dataclass
@@ -134,7 +138,9 @@ class Layer:
         from structlin._kernels import triton_stages
 
         c = len(self.cores)
-        names = [f"y{i + 1}" for i in range(c)] + [f"{kind}{i}" for i in range(c, 0, -1) for kind in ("dw", "dx")]
+        names = [f"y{i + 1}" for i in range(c)] + [
+            f"{kind}{i}" for i in range(c, 0, -1) for kind in ("dw", "dx")
+        ]
         found: list[Product] = []
 
         def recorded(original: Callable[..., None]) -> Callable[..., None]:
@@ -146,13 +152,16 @@ class Layer:
 
         with (
             mock.patch.object(triton_stages, "block_gemm", recorded(triton_stages.block_gemm)),
-            mock.patch.object(triton_stages, "block_gemm_weight", recorded(triton_stages.block_gemm_weight)),
+            mock.patch.object(
+                triton_stages, "block_gemm_weight", recorded(triton_stages.block_gemm_weight)
+            ),
         ):
             self.forward_backward()
         return found
 
     def error(self) -> float:
-        """The largest of y, dx and the cores' gradients, relative to float64 autograd of one einsum."""
+        """The largest of y, dx and the cores' gradients, relative to float64 autograd of one
+        einsum."""
         x, *cores = (tensor.double().requires_grad_() for tensor in (self.x, *self.cores))
         y = timing.oracle(self.structure, cores, x)
         expected = [y.detach(), *torch.autograd.grad(y, [x, *cores], self.dy.double())]
@@ -163,7 +172,7 @@ class Layer:
         )
 
 
-# ---- rows ------------------------------------------------------------------------------------------------------------
+# ---- rows ----------------------------------------------------------------------------------------
 
 
 class Rows:
@@ -198,9 +207,10 @@ def environment() -> dict[str, Any]:
     return {"machine": gpu, "torch": torch.__version__, "triton": triton.__version__}
 
 
-# ---- on a GPU --------------------------------------------------------------------------------------------------------
+# ---- on a GPU ------------------------------------------------------------------------------------
 
-Job = tuple[str, Callable[[Rows, float], None]]  # a job gets the time (`time.perf_counter`) at which to stop
+# a job gets the time (`time.perf_counter`) at which to stop
+Job = tuple[str, Callable[[Rows, float], None]]
 
 
 def jobs(widths: list[int], names: list[str]) -> list[Job]:
@@ -209,10 +219,16 @@ def jobs(widths: list[int], names: list[str]) -> list[Job]:
     others = [(name, d) for d in (4096, 1024, 2048, 8192, 768) if d in widths for name in names]
     layers = [*goals, *(key for key in others if key not in goals)]
     return [
-        *((f"self-test {dtype}", partial(self_test, dtype=dtype)) for dtype in ("bfloat16", "float16", "float32")),
+        *(
+            (f"self-test {dtype}", partial(self_test, dtype=dtype))
+            for dtype in ("bfloat16", "float16", "float32")
+        ),
         ("ceilings", ceilings),
         *((f"check {name} {d}", partial(check, name=name, width=d)) for name, d in goals[:4]),
-        *((f"layer {name} {d}", partial(layer, name=name, width=d, dtype="bfloat16")) for name, d in goals),
+        *(
+            (f"layer {name} {d}", partial(layer, name=name, width=d, dtype="bfloat16"))
+            for name, d in goals
+        ),
         ("check past 2**31", far),
         *((f"tiles {name} {d}", partial(tiles, name=name, width=d)) for name, d in goals[:4]),
         *(
@@ -220,7 +236,10 @@ def jobs(widths: list[int], names: list[str]) -> list[Job]:
             for name, d in layers[len(goals) :]
         ),
         *((f"check {name} 768", partial(check, name=name, width=768)) for name in names),
-        *((f"layer {name} {d} tf32", partial(layer, name=name, width=d, dtype="tf32")) for name, d in goals),
+        *(
+            (f"layer {name} {d} tf32", partial(layer, name=name, width=d, dtype="tf32"))
+            for name, d in goals
+        ),
     ]
 
 
@@ -228,31 +247,44 @@ def self_test(rows: Rows, until: float, dtype: str) -> None:
     from structlin._kernels import triton_check
 
     start = time.perf_counter()
-    faults = triton_check.self_test(torch.device(DEVICE, torch.cuda.current_device()), getattr(torch, dtype))
+    faults = triton_check.self_test(
+        torch.device(DEVICE, torch.cuda.current_device()), getattr(torch, dtype)
+    )
     seconds = time.perf_counter() - start
     rows.add(
-        "self-test", f"{dtype}: {faults or 'passed'}, {seconds:.1f} s", dtype=dtype, faults=faults, seconds=seconds
+        "self-test",
+        f"{dtype}: {faults or 'passed'}, {seconds:.1f} s",
+        dtype=dtype,
+        faults=faults,
+        seconds=seconds,
     )
 
 
-def check(rows: Rows, until: float, name: str, width: int, tokens: tuple[int, ...] = (1000, 17, 1)) -> None:
+def check(
+    rows: Rows, until: float, name: str, width: int, tokens: tuple[int, ...] = (1000, 17, 1)
+) -> None:
     """Every product of a layer, ragged tokens, all types."""
     structure = families(width)[name].structure(width, width)
     for dtype in TOLERANCE if DEVICE == "cuda" else ("float32", "float16"):
         for n in tokens:
             with precision(dtype) as kind:
-                errors = {product.name: product.error() for product in Layer(structure, n, kind, DEVICE).products()}
+                errors = {
+                    product.name: product.error()
+                    for product in Layer(structure, n, kind, DEVICE).products()
+                }
             passed = all(error <= TOLERANCE[dtype] for error in errors.values())
             worst = max(errors.values(), key=lambda error: (error != error, error))
             rows.add(
                 "check",
-                f"{'passed' if passed else 'FAILED'} {name} {width} {dtype} {n} tokens, largest error {worst:.1e}",
+                f"{'passed' if passed else 'FAILED'} {name} {width} {dtype} {n} tokens, "
+                f"largest error {worst:.1e}",
                 structure=name, width=width, dtype=dtype, tokens=n, passed=passed, errors=errors,
             )  # fmt: skip
 
 
 def far(rows: Rows, until: float) -> None:
-    """Activations of more than 2**31 elements: the last tokens, and a gradient that ends with them."""
+    """Activations of more than 2**31 elements: the last tokens, and a gradient that ends with
+    them."""
     width, tokens, last = 1024, 2**21 + 77, 333
     whole = Layer(BTT().structure(width, width), tokens, torch.bfloat16, DEVICE)
     whole.dy[:-last] = 0
@@ -264,7 +296,9 @@ def far(rows: Rows, until: float) -> None:
         error = part.error()
     passed = error <= TOLERANCE["bfloat16"]
     show = f"{'passed' if passed else 'FAILED'} past 2**31 elements, error {error:.1e}"
-    rows.add("check", show, structure="BTT r=1", width=width, tokens=tokens, passed=passed, error=error)
+    rows.add(
+        "check", show, structure="BTT r=1", width=width, tokens=tokens, passed=passed, error=error
+    )
 
 
 def ceilings(rows: Rows, until: float) -> None:
@@ -280,7 +314,8 @@ CEILINGS: dict[str, timing.Ceilings] = {}
 
 
 def layer(rows: Rows, until: float, name: str, width: int, dtype: str) -> None:
-    """Forward and backward of nn.Linear, of `StructuredLinear` and of the stages; then each product alone."""
+    """Forward and backward of nn.Linear, of `StructuredLinear` and of the stages; then each product
+    alone."""
     from structlin._kernels import triton_gemm, triton_stages
 
     family = families(width)[name]
@@ -289,11 +324,16 @@ def layer(rows: Rows, until: float, name: str, width: int, dtype: str) -> None:
         if not triton_stages.supported(stages.structure):
             raise NotImplementedError(f"{name}: an index of more than two axes")
         products = stages.products()
-        errors = {"layer": stages.error(), **{product.name: product.error() for product in products}}
+        errors = {
+            "layer": stages.error(),
+            **{product.name: product.error() for product in products},
+        }
         if not all(error <= TOLERANCE[dtype] for error in errors.values()):
             raise ArithmeticError(f"relative errors {errors}")
         x = stages.x.detach().requires_grad_()
-        weight = torch.randn(width, width, device=DEVICE, dtype=kind).div_(sqrt(width)).requires_grad_()
+        weight = (
+            torch.randn(width, width, device=DEVICE, dtype=kind).div_(sqrt(width)).requires_grad_()
+        )
         module = StructuredLinear(width, width, family, bias=False, device=DEVICE, dtype=kind)
 
         def dense() -> Any:
@@ -316,25 +356,38 @@ def layer(rows: Rows, until: float, name: str, width: int, dtype: str) -> None:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 stages.forward_backward()
-            variants = {"dense": dense, "graph": graph.replay, **{k: v for k, v in variants.items() if k != "dense"}}
+            variants = {
+                "dense": dense,
+                "graph": graph.replay,
+                **{k: v for k, v in variants.items() if k != "dense"},
+            }
         except Exception as failure:  # then without
             rows.add(
-                "error", f"CUDA graph of {name} {width}: {failure}", job=f"graph {name} {width}", error=str(failure)
+                "error",
+                f"CUDA graph of {name} {width}: {failure}",
+                job=f"graph {name} {width}",
+                error=str(failure),
             )
         for work in variants.values():
             work()
         clock = partial(timing.seconds, device=DEVICE)
         times = timing.interleaved(variants, clock, rounds=ROUNDS, until=until)
         reference = [(a + b) / 2 for a, b in zip(times["dense"], times["dense again"], strict=True)]
-        bound = CEILINGS[dtype].bound(stages.structure, TOKENS, kind.itemsize, backward=True) if CEILINGS else nan
+        bound = (
+            CEILINGS[dtype].bound(stages.structure, TOKENS, kind.itemsize, backward=True)
+            if CEILINGS
+            else nan
+        )
         for variant, values in times.items():
             took = median(values)
             speed = median([dense / value for dense, value in zip(reference, values, strict=True)])
             rows.add(
                 "layer",
-                f"{name} {width} {dtype} {variant}: {1e6 * took:.0f} us, {speed:.2f}x, {bound / took:.0%} of bound",
-                structure=name, width=width, dtype=dtype, tokens=TOKENS, variant=variant, errors=errors,
-                seconds=timing.spread(values), speed=speed, bound=bound, share=bound / took, layer_uses_triton=used,
+                f"{name} {width} {dtype} {variant}: {1e6 * took:.0f} us, {speed:.2f}x, "
+                f"{bound / took:.0%} of bound",
+                structure=name, width=width, dtype=dtype, tokens=TOKENS, variant=variant,
+                errors=errors, seconds=timing.spread(values), speed=speed, bound=bound,
+                share=bound / took, layer_uses_triton=used,
             )  # fmt: skip
         times = timing.interleaved(
             {product.name: product.run for product in products},
@@ -343,14 +396,25 @@ def layer(rows: Rows, until: float, name: str, width: int, dtype: str) -> None:
             until=min(until, time.perf_counter() + 5),
         )
         for product in products:
-            add_product(rows, "product", product, times[product.name], structure=name, width=width, dtype=dtype)
+            add_product(
+                rows,
+                "product",
+                product,
+                times[product.name],
+                structure=name,
+                width=width,
+                dtype=dtype,
+            )
 
 
-def add_product(rows: Rows, kind: str, product: Product, values: list[float], **content: Any) -> None:
+def add_product(
+    rows: Rows, kind: str, product: Product, values: list[float], **content: Any
+) -> None:
     limit = CEILINGS.get(content["dtype"])
     bound = max(product.flops / limit.rate, product.bytes / limit.bandwidth) if limit else nan
     took, share = median(values), bound / median(values)
-    show = f"{' '.join(map(str, content.values()))} {product.name} {1e6 * took:.0f} us, {share:.0%} of its bound"
+    words = " ".join(map(str, content.values()))
+    show = f"{words} {product.name} {1e6 * took:.0f} us, {share:.0%} of its bound"
     rows.add(kind, show, product=product.name, seconds=took, bound=bound, share=share, **content)
 
 
@@ -365,9 +429,9 @@ def tiles(rows: Rows, until: float, name: str, width: int) -> None:
         k = prod(product.a.shape[2:4] if product.weight else product.a.shape[4:])
         table = tile_for(m, min(n, 128) if product.weight else n, k, torch.bfloat16)
         others = [
-            table._replace(m=64), table._replace(m=256), table._replace(n=max(16, table.n // 2)), table._replace(n=256),
-            table._replace(k=128), table._replace(warps=12 - table.warps), table._replace(stages=2),
-            table._replace(stages=4),
+            table._replace(m=64), table._replace(m=256), table._replace(n=max(16, table.n // 2)),
+            table._replace(n=256), table._replace(k=128), table._replace(warps=12 - table.warps),
+            table._replace(stages=2), table._replace(stages=4),
         ]  # fmt: skip
         for tile in dict.fromkeys([table, *others]):
             if time.perf_counter() > until:
@@ -379,7 +443,13 @@ def tiles(rows: Rows, until: float, name: str, width: int) -> None:
                 add_product(rows, "tile", product, values, **content)
             except Exception as failure:  # too much shared memory, for one
                 torch.cuda.synchronize()
-                rows.add("error", f"{content} {product.name}: {failure}", job="tiles", error=str(failure), **content)
+                rows.add(
+                    "error",
+                    f"{content} {product.name}: {failure}",
+                    job="tiles",
+                    error=str(failure),
+                    **content,
+                )
 
 
 def goals_table(rows: Rows) -> Table:
@@ -390,7 +460,8 @@ def goals_table(rows: Rows) -> Table:
         if row["dtype"] == "bfloat16"
     }
     table = Table(
-        title="forward + backward, bfloat16, 16384 tokens: speed against nn.Linear; share of the strided bound"
+        title="forward + backward, bfloat16, 16384 tokens: speed against nn.Linear; "
+        "share of the strided bound"
     )
     for title in ("goal", ">=", "StructuredLinear", "stages", "in a CUDA graph"):
         table.add_column(title)
@@ -411,7 +482,8 @@ def goals_table(rows: Rows) -> Table:
 
 
 def measure(options: argparse.Namespace, started: float) -> None:
-    """Each job in turn; after an error that takes the GPU's context with it, the rest in a new process."""
+    """Each job in turn; after an error that takes the GPU's context with it, the rest in a new
+    process."""
     rows = Rows(options.out / "gpu.jsonl", fresh=options.start == 0)
     if options.start == 0:
         rows.add("environment", **environment())
@@ -423,12 +495,22 @@ def measure(options: argparse.Namespace, started: float) -> None:
             continue
         left = options.budget - (time.perf_counter() - started)
         if left < 0:
-            rows.add("stopped", f"by the budget, before: {title}", jobs=[name for name, _ in todo[number:]])
+            rows.add(
+                "stopped",
+                f"by the budget, before: {title}",
+                jobs=[name for name, _ in todo[number:]],
+            )
             break
         try:
             job(rows, time.perf_counter() + min(left, 30))
         except Exception as failure:
-            rows.add("error", f"{title}: {failure}", job=title, error=str(failure), trace=traceback.format_exc())
+            rows.add(
+                "error",
+                f"{title}: {failure}",
+                job=title,
+                error=str(failure),
+                trace=traceback.format_exc(),
+            )
             try:
                 torch.cuda.synchronize()
             except Exception:  # nothing on this device works any more
@@ -439,11 +521,12 @@ def measure(options: argparse.Namespace, started: float) -> None:
     Console(width=140).print(goals_table(rows))
 
 
-# ---- without a GPU ---------------------------------------------------------------------------------------------------
+# ---- without a GPU -------------------------------------------------------------------------------
 
 
 class Compiler:
-    """Stands for the kernel: compiles it for sm_90 with the arguments of a launch, and launches nothing."""
+    """Stands for the kernel: compiles it for sm_90 with the arguments of a launch, and launches
+    nothing."""
 
     def __init__(self, kernel: Any) -> None:
         from triton.backends.compiler import GPUTarget
@@ -471,7 +554,8 @@ class Compiler:
 
 
 def machine_code(compiled: Any) -> dict[str, Any]:
-    """Registers, spills, shared memory and instructions of interest, from Triton's own disassembler."""
+    """Registers, spills, shared memory and instructions of interest, from Triton's own
+    disassembler."""
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -479,7 +563,9 @@ def machine_code(compiled: Any) -> dict[str, Any]:
         file.write(compiled.asm["cubin"])
         file.flush()
         usage, code = (
-            subprocess.run([tools / tool, *flags, file.name], capture_output=True, text=True, check=True).stdout
+            subprocess.run(
+                [tools / tool, *flags, file.name], capture_output=True, text=True, check=True
+            ).stdout
             for tool, flags in (("cuobjdump", ["--dump-resource-usage"]), ("nvdisasm", ["-c"]))
         )
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
@@ -517,13 +603,24 @@ def compile_all(options: argparse.Namespace) -> None:
                 with precision(dtype) as kind:
                     products = Layer(structure, TOKENS, kind, "meta").products()
                 for product, (compiled, launch) in zip(products, compiler.found, strict=True):
-                    tile = [launch[key] for key in ("block_m", "block_n", "block_k", "num_warps", "num_stages")]
+                    tile = [
+                        launch[key]
+                        for key in ("block_m", "block_n", "block_k", "num_warps", "num_stages")
+                    ]
                     code = machine_code(compiled)
                     rows.add(
-                        "compiled", structure=name, width=width, dtype=dtype, product=product.name, tile=tile, **code
+                        "compiled",
+                        structure=name,
+                        width=width,
+                        dtype=dtype,
+                        product=product.name,
+                        tile=tile,
+                        **code,
                     )
                     done, spilled = done + 1, spilled + (code["spilled_bytes"] > 0)
-    print(f"{done} kernels compiled for sm_{SM_90}, {spilled} of them spill registers; run on no GPU")
+    print(
+        f"{done} kernels compiled for sm_{SM_90}, {spilled} of them spill registers; run on no GPU"
+    )
 
 
 def smoke() -> None:
@@ -535,14 +632,22 @@ def smoke() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--budget", type=float, default=540, help="seconds")
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     parser.add_argument("--widths", type=int, nargs="+", default=[768, 1024, 2048, 4096, 8192])
-    parser.add_argument("--structures", nargs="+", default=list(families(64)), choices=list(families(64)))
-    parser.add_argument("--dtypes", nargs="+", default=list(TOLERANCE), choices=list(TOLERANCE), help="of --compile")
+    parser.add_argument(
+        "--structures", nargs="+", default=list(families(64)), choices=list(families(64))
+    )
+    parser.add_argument(
+        "--dtypes", nargs="+", default=list(TOLERANCE), choices=list(TOLERANCE), help="of --compile"
+    )
     parser.add_argument("--compile", action="store_true", help="for sm_90; needs no GPU")
-    parser.add_argument("--smoke", action="store_true", help="tiny, in the interpreter, if there is no GPU")
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny, in the interpreter, if there is no GPU"
+    )
     parser.add_argument("--start", type=int, default=0, help=argparse.SUPPRESS)
     options, started = parser.parse_args(), time.perf_counter()
     if not (torch.cuda.is_available() or options.compile or options.smoke):

@@ -1,12 +1,14 @@
-"""Does the dense model's learning rate carry over to structures and widths? Figure 2 of "Compute Better Spent".
+"""Does the dense model's learning rate carry over to structures and widths? Figure 2 of "Compute
+Better Spent".
 
     python -m benchmarks.lr_transfer            # the full result, results/lr_transfer.{json,png}
     python -m benchmarks.lr_transfer --smoke    # seconds
 
-An MLP of three hidden layers on scikit-learn's digits, Adam, no schedule. All its matrices but the head's are
-structured; the head stays dense, starts at zero and follows muP across widths. For each structure, width, rule (naive:
-cores at the dense layer's rate; aware: `param_groups`) and base learning rate: the final loss on the whole training set
-(figure 2b), and the RMS of the change of the last hidden features over training (figure 2a).
+An MLP of three hidden layers on scikit-learn's digits, Adam, no schedule. All its matrices but the
+head's are structured; the head stays dense, starts at zero and follows muP across widths. For each
+structure, width, rule (naive: cores at the dense layer's rate; aware: `param_groups`) and base
+learning rate: the final loss on the whole training set (figure 2b), and the RMS of the change of
+the last hidden features over training (figure 2a).
 """
 
 import math
@@ -45,8 +47,8 @@ Run = tuple[str, int, str, float, int]  # structure, width, rule, lr, seed
 
 def mlp(structure: str, width: int) -> nn.Sequential:
     model = nn.Sequential(
-        nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
-        nn.Linear(width, 10),
+        nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
+        nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10),
     )  # fmt: skip
     nn.init.zeros_(model[-1].weight)
     for layer in (model[0], model[2], model[4], model[6]):
@@ -62,7 +64,9 @@ def train(run: Run, steps: int, batch: int = 256) -> dict[str, Any]:
     model = mlp(structure, width)
     features = model[:-1]
     before = features(x).detach()
-    groups = structlin.param_groups(model, lr, base={width: BASE_WIDTH}, structure_aware=rule == "aware")
+    groups = structlin.param_groups(
+        model, lr, base={width: BASE_WIDTH}, structure_aware=rule == "aware"
+    )
     optimizer = torch.optim.Adam(groups)
     for _ in range(steps):
         chosen = torch.randint(len(x), (batch,))
@@ -81,9 +85,14 @@ def train(run: Run, steps: int, batch: int = 256) -> dict[str, Any]:
     }
 
 
-def best_lrs(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, int, str], tuple[float, dict[float, float]]]:
-    """(structure, width, rule) -> the lr with the least loss, geometric mean over the seeds, and those means."""
-    losses: dict[tuple[str, int, str], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+def best_lrs(
+    rows: Iterable[dict[str, Any]],
+) -> dict[tuple[str, int, str], tuple[float, dict[float, float]]]:
+    """(structure, width, rule) -> the lr with the least loss, geometric mean over the seeds, and
+    those means."""
+    losses: dict[tuple[str, int, str], dict[float, list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for row in rows:
         loss = math.inf if row["loss"] is None else row["loss"]
         losses[row["structure"], row["width"], row["rule"]][row["lr"]].append(math.log(loss))
@@ -95,7 +104,8 @@ def best_lrs(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, int, str], tuple
 
 
 def shifts(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """By how many factors of 2 the best lr lies from dense's at the base width, and what dense's lr costs in loss."""
+    """By how many factors of 2 the best lr lies from dense's at the base width, and what dense's lr
+    costs in loss."""
     best = best_lrs(rows)
     reference = best["dense", BASE_WIDTH, "aware"][0]
     table = [
@@ -111,7 +121,9 @@ def shifts(rows: list[dict[str, Any]]) -> dict[str, Any]:
         for (structure, width, rule), (lr, means) in best.items()
     ]
     structured = [row for row in table if row["structure"] != "dense"]
-    moved = {rule: [abs(row["shift"]) for row in structured if row["rule"] == rule] for rule in RULES}
+    moved = {
+        rule: [abs(row["shift"]) for row in structured if row["rule"] == rule] for rule in RULES
+    }
     return {
         "reference_lr": reference,
         "mean_shift": {rule: sum(found) / len(found) for rule, found in moved.items()},
@@ -124,7 +136,8 @@ def show(result: dict[str, Any], console: Console) -> None:
     widths = sorted({row["width"] for row in result["table"]})
     cells = {(row["structure"], row["width"], row["rule"]): row for row in result["table"]}
     table = Table(
-        title=f"best learning rate against dense's at width {BASE_WIDTH}, 2^{math.log2(result['reference_lr']):g}: log2"
+        title=f"best learning rate against dense's at width {BASE_WIDTH}, "
+        f"2^{math.log2(result['reference_lr']):g}: log2"
     )
     table.add_column("structure")
     for rule, width in product(RULES, widths):
@@ -138,22 +151,36 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(table)
     for rule in RULES:
         mean, largest = result["mean_shift"][rule], result["largest_shift"][rule]
-        console.print(f"{rule}: the best lr moves by {mean:.2f} factors of 2 on average, {largest:.0f} at most")
+        console.print(
+            f"{rule}: the best lr moves by {mean:.2f} factors of 2 on average, "
+            f"{largest:.0f} at most"
+        )
 
 
 def markdown(result: dict[str, Any]) -> str:
     """The README's table: log2 of the best learning rate over dense's at the base width."""
     widths = sorted({row["width"] for row in result["table"]})
-    cells = {(row["structure"], row["width"], row["rule"]): f"{row['shift']:+.0f}" for row in result["table"]}
-    lines = [f"| | {' | '.join(f'naive {w}' for w in widths)} | {' | '.join(f'ours {w}' for w in widths)} |"]
+    cells = {
+        (row["structure"], row["width"], row["rule"]): f"{row['shift']:+.0f}"
+        for row in result["table"]
+    }
+    lines = [
+        f"| | {' | '.join(f'naive {w}' for w in widths)} | "
+        f"{' | '.join(f'ours {w}' for w in widths)} |"
+    ]
     lines.append("|---|" + "--:|" * (2 * len(widths)))
     for structure in STRUCTURES:
         found = [cells.get((structure, width, rule), "-") for rule, width in product(RULES, widths)]
         lines.append(f"| {structure} | {' | '.join(found)} |")
     mean, largest = result["mean_shift"], result["largest_shift"]
     for statistic, by_rule in (("mean", mean), ("largest", largest)):
-        cells_of = [f"{by_rule[rule]:.2f}" if width == widths[0] else "" for rule, width in product(RULES, widths)]
-        lines.append(f"| {statistic} distance, all structures and widths | {' | '.join(cells_of)} |")
+        cells_of = [
+            f"{by_rule[rule]:.2f}" if width == widths[0] else ""
+            for rule, width in product(RULES, widths)
+        ]
+        lines.append(
+            f"| {statistic} distance, all structures and widths | {' | '.join(cells_of)} |"
+        )
     return "\n".join(lines)
 
 
@@ -167,14 +194,24 @@ def plot(rows: list[dict[str, Any]], result: dict[str, Any]) -> Figure:
             axis = axes[line, column]
             for width in widths:
                 _, means = best.get((structure, width, rule)) or best[structure, width, "aware"]
-                axis.plot(list(means), list(means.values()), ".-", color=colours[width], label=f"width {width}")
+                axis.plot(
+                    list(means),
+                    list(means.values()),
+                    ".-",
+                    color=colours[width],
+                    label=f"width {width}",
+                )
             axis.axvline(result["reference_lr"], color="0.7", zorder=0)
             axis.set_xscale("log", base=2)
-            axis.set(yscale="log", title=f"{structure}, {rule}" if structure != "dense" else structure)
+            axis.set(
+                yscale="log", title=f"{structure}, {rule}" if structure != "dense" else structure
+            )
             axis.set_xlabel("base learning rate")
         axis = axes[2, column]
         for rule, style in zip(RULES, ("s--", "o-"), strict=True):
-            kept = [r for r in rows if r["structure"] == structure and r["lr"] == result["reference_lr"]]
+            kept = [
+                r for r in rows if r["structure"] == structure and r["lr"] == result["reference_lr"]
+            ]
             kept = [r for r in kept if r["rule"] == rule or structure == "dense"]
             found = [[r["feature_change"] for r in kept if r["width"] == width] for width in widths]
             axis.plot(widths, [sum(values) / len(values) for values in found], style, label=rule)
@@ -193,7 +230,14 @@ def main() -> None:
     options.add_argument("--widths", type=int, nargs="+", default=[64, 256, 1024])
     options.add_argument("--steps", type=int, default=60)
     options.add_argument("--seeds", type=int, default=3)
-    options.add_argument("--lrs", type=int, nargs=2, default=[-9, -2], metavar=("LOW", "HIGH"), help="log2, inclusive")
+    options.add_argument(
+        "--lrs",
+        type=int,
+        nargs=2,
+        default=[-9, -2],
+        metavar=("LOW", "HIGH"),
+        help="log2, inclusive",
+    )
     arguments = options.parse_args()
     if arguments.smoke:
         arguments.widths, arguments.steps, arguments.seeds, arguments.lrs = [64], 3, 1, [-8, -7]

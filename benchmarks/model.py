@@ -1,14 +1,16 @@
-"""Tokens a second and memory of whole models: the shapes of GPT-2 small and ViT-S/16, dense and converted.
+"""Tokens a second and memory of whole models: the shapes of GPT-2 small and ViT-S/16, dense and
+converted.
 
     python -m benchmarks.model                      # 5 minutes at most, results/model.json
     python -m benchmarks.model --budget 120 --out out
     python -m benchmarks.model --smoke              # seconds, tiny shapes
 
-Random weights of transformers' models, dropout off; float32 on a CPU, bfloat16 on a GPU. "mlp" converts the MLPs,
-"all" every linear layer but the head. Training is forward + backward + AdamW; prefill and images are one forward pass;
-decode is one token after a context, with the cache. "compiled" means torch.compile of every block, checked against
-the model before. The variants take turns; speeds are ratios to the dense model within a round, of the time that a user
-waits. Jobs are in order of importance, compiled ones last; what does not fit the budget is left out and said.
+Random weights of transformers' models, dropout off; float32 on a CPU, bfloat16 on a GPU. "mlp"
+converts the MLPs, "all" every linear layer but the head. Training is forward + backward + AdamW;
+prefill and images are one forward pass; decode is one token after a context, with the cache.
+"compiled" means torch.compile of every block, checked against the model before. The variants take
+turns; speeds are ratios to the dense model within a round, of the time that a user waits. Jobs are
+in order of importance, compiled ones last; what does not fit the budget is left out and said.
 """
 
 import argparse
@@ -33,7 +35,10 @@ from benchmarks.record import RESULTS, save_json
 
 ROUNDS = (3, 15)
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2}  # inside every vocabulary
-COMPILED_ERROR = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # largest difference over largest logit
+COMPILED_ERROR = {
+    torch.float32: 1e-4,
+    torch.bfloat16: 5e-2,
+}  # largest difference over largest logit
 
 
 def variants(width: int) -> dict[str, tuple[structlin.Family | None, str | None]]:
@@ -46,12 +51,14 @@ def variants(width: int) -> dict[str, tuple[structlin.Family | None, str | None]
     }
     where = {"mlp": "ffn", "all": None}
     converted = {
-        f"{name}, {short}": (family, include) for name, family in chosen.items() for short, include in where.items()
+        f"{name}, {short}": (family, include)
+        for name, family in chosen.items()
+        for short, include in where.items()
     }
     return {"dense": (None, None), **converted}
 
 
-# ---- models ----------------------------------------------------------------------------------------------------------
+# ---- models --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -81,9 +88,15 @@ class Shape:
         if self.text:
             sizes = {"n_embd": self.width, "n_layer": self.layers, "n_head": self.width // 64}
             dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-            model = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, vocab_size=self.classes, use_cache=False, **TOKENS))
+            model = GPT2LMHeadModel(
+                GPT2Config(**sizes, **dropout, vocab_size=self.classes, use_cache=False, **TOKENS)
+            )
         else:
-            sizes = {"hidden_size": self.width, "intermediate_size": 4 * self.width, "num_hidden_layers": self.layers}
+            sizes = {
+                "hidden_size": self.width,
+                "intermediate_size": 4 * self.width,
+                "num_hidden_layers": self.layers,
+            }
             model = ViTForImageClassification(
                 ViTConfig(**sizes, num_attention_heads=self.width // 64, num_labels=self.classes)
             )
@@ -92,8 +105,16 @@ class Shape:
     @cached_property
     def inputs(self) -> dict[str, Tensor]:
         if self.text:
-            return {"input_ids": torch.randint(self.classes, (self.batch, self.context), device=self.device)}
-        return {"pixel_values": torch.randn(self.batch, 3, 224, 224, device=self.device, dtype=self.dtype)}
+            return {
+                "input_ids": torch.randint(
+                    self.classes, (self.batch, self.context), device=self.device
+                )
+            }
+        return {
+            "pixel_values": torch.randn(
+                self.batch, 3, 224, 224, device=self.device, dtype=self.dtype
+            )
+        }
 
     @cached_property
     def labels(self) -> Tensor:
@@ -104,7 +125,10 @@ class Shape:
 
 def shapes(device: str, *, smoke: bool) -> list[Shape]:
     if smoke:
-        return [Shape("GPT-2, tiny", 256, 1, 1, 8, 96, device), Shape("ViT, tiny", 128, 1, 1, 197, 5, device)]
+        return [
+            Shape("GPT-2, tiny", 256, 1, 1, 8, 96, device),
+            Shape("ViT, tiny", 128, 1, 1, 197, 5, device),
+        ]
     large = device == "cuda"
     return [
         Shape("GPT-2 small", 768, 12, 8 if large else 1, 1024 if large else 128, 50257, device),
@@ -117,7 +141,7 @@ def blocks(model: nn.Module) -> Sequence[nn.Module]:
     return max((module for module in model.modules() if isinstance(module, nn.ModuleList)), key=len)
 
 
-# ---- jobs ------------------------------------------------------------------------------------------------------------
+# ---- jobs ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -181,7 +205,9 @@ def decode(model: nn.Module, shape: Shape) -> Callable[[], Tensor]:
 def work_of(model: nn.Module, shape: Shape, task: str) -> Callable[[], Tensor]:
     if task == "training":
         return training(model.train(), shape)
-    return decode(model.eval(), shape) if task == "decode" else partial(inference, model.eval(), shape)
+    return (
+        decode(model.eval(), shape) if task == "decode" else partial(inference, model.eval(), shape)
+    )
 
 
 def compile_blocks(model: nn.Module, shape: Shape) -> None:
@@ -198,8 +224,11 @@ def compile_blocks(model: nn.Module, shape: Shape) -> None:
         raise ArithmeticError(f"{shape.name}, compiled: the logits differ by {error:.1e}")
 
 
-def measure(job: Job, shape: Shape, models: dict[str, nn.Module], end: float, **limits: Any) -> list[dict[str, Any]]:
-    """A row for every model that is ready, and compiled, before `end`; `limits` are those of `timing.interleaved`."""
+def measure(
+    job: Job, shape: Shape, models: dict[str, nn.Module], end: float, **limits: Any
+) -> list[dict[str, Any]]:
+    """A row for every model that is ready, and compiled, before `end`; `limits` are those of
+    `timing.interleaved`."""
     works: dict[str, Callable[[], Tensor]] = {}
     for name, model in models.items():
         if works and time.perf_counter() > end:
@@ -208,7 +237,8 @@ def measure(job: Job, shape: Shape, models: dict[str, nn.Module], end: float, **
         if job.compiled:
             compile_blocks(model, shape)
         works[name] = work_of(model, shape, job.task)
-        if not torch.isfinite(works[name]()).all():  # the first call: memory, optimizer state, compilation
+        # the first call: memory, optimizer state, compilation
+        if not torch.isfinite(works[name]()).all():
             raise ArithmeticError(f"{job.title}, {name}: the result is not finite")
     works["dense, last"] = works["dense"]
     times = timing.interleaved(works, partial(timing.wall, device=shape.device), end=end, **limits)
@@ -227,8 +257,11 @@ def measure(job: Job, shape: Shape, models: dict[str, nn.Module], end: float, **
             "x_dense": timing.spread([a / b for a, b in zip(dense, samples, strict=True)]),
             "params": sum(parameter.numel() for parameter in model.parameters()),
             "param_bytes": sum(parameter.nbytes for parameter in model.parameters()),
-            # decoding only swaps the cache for a longer one, and a profiler does not see what was there before it
-            "peak_bytes": None if job.task == "decode" else timing.peak_bytes(works[name], shape.device),
+            # decoding only swaps the cache for a longer one, and a profiler does not see what was
+            # there before it
+            "peak_bytes": None
+            if job.task == "decode"
+            else timing.peak_bytes(works[name], shape.device),
         }
         rows.append(asdict(job) | row)
     for model in models.values():
@@ -236,7 +269,7 @@ def measure(job: Job, shape: Shape, models: dict[str, nn.Module], end: float, **
     return rows
 
 
-# ---- showing ---------------------------------------------------------------------------------------------------------
+# ---- showing -------------------------------------------------------------------------------------
 
 
 def job_of(row: dict[str, Any]) -> Job:
@@ -246,10 +279,20 @@ def job_of(row: dict[str, Any]) -> Job:
 def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
     first, last = rows[0]["tokens_per_s"]["median"], rows[-1]["tokens_per_s"]["median"]
     size = f"tokens at once: {rows[0]['tokens']}, context {rows[0]['context']}"
-    table = Table(title=f"{job_of(rows[0]).title}, {size}: median of {rows[0]['rounds']} interleaved rounds (p20-p80); "
-                  f"dense, first and last of a round, {first:,.0f} and {last:,.0f} tokens/s")  # fmt: skip
+    table = Table(
+        title=f"{job_of(rows[0]).title}, {size}: median of {rows[0]['rounds']} interleaved rounds "
+        f"(p20-p80); dense, first and last of a round, {first:,.0f} and {last:,.0f} tokens/s"
+    )
     table.add_column("model")
-    for title in ("parameters", "MB", "tokens/s", "(p20-p80)", "x dense", "(p20-p80)", "peak MB on top"):
+    for title in (
+        "parameters",
+        "MB",
+        "tokens/s",
+        "(p20-p80)",
+        "x dense",
+        "(p20-p80)",
+        "peak MB on top",
+    ):
         table.add_column(title, justify="right")
     for row in rows[:-1]:
         rate, speed = row["tokens_per_s"], row["x_dense"]
@@ -266,15 +309,17 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
-LEGEND = """x dense: speed against the dense model; peak: allocated by one step or call, on top of the parameters, and
-in training of the optimizer's state (twice the parameters)."""
+LEGEND = """x dense: speed against the dense model; peak: allocated by one step or call, on top of
+the parameters, and in training of the optimizer's state (twice the parameters)."""
 
 
 def markdown(result: dict[str, Any]) -> str:
     """The README's table: speed against the dense model for every job, and parameters."""
     columns = list(dict.fromkeys(job_of(row) for row in result["rows"]))
     cells = {(job_of(row), row["variant"]): row for row in result["rows"]}
-    names = dict.fromkeys(row["variant"] for row in result["rows"] if row["variant"] not in ("dense", "dense, last"))
+    names = dict.fromkeys(
+        row["variant"] for row in result["rows"] if row["variant"] not in ("dense", "dense, last")
+    )
     dense = [f"{cells[job, 'dense']['tokens_per_s']['median']:,.0f} tokens/s" for job in columns]
     lines = [f"| | {' | '.join(job.title for job in columns)} |", "|---|" + "--:|" * len(columns)]
     lines.append(f"| dense | {' | '.join(dense)} |")
@@ -286,20 +331,34 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--budget", type=float, default=300, metavar="SECONDS", help="jobs that do not fit are left out"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=300,
+        metavar="SECONDS",
+        help="jobs that do not fit are left out",
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON")
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes, kept only if --out is given")
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny shapes, kept only if --out is given"
+    )
     options = parser.parse_args(argv)
     end = time.perf_counter() + options.budget
     all_shapes = {shape.name: shape for shape in shapes(options.device, smoke=options.smoke)}
     todo, rounds = jobs(list(all_shapes.values())), ROUNDS
     if options.smoke:
         todo, rounds = todo[:6], (2, 2)
-    setting = {"device": options.device, "threads": torch.get_num_threads(), "budget": options.budget}
+    setting = {
+        "device": options.device,
+        "threads": torch.get_num_threads(),
+        "budget": options.budget,
+    }
     setting["shapes"] = [asdict(shape) for shape in all_shapes.values()]
     converted: dict[str, dict[str, nn.Module]] = {}
     results: list[list[dict[str, Any]]] = []
@@ -311,9 +370,13 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         if job.model not in converted:
             converted[job.model] = {}
             dense = shape.build()
-            for name, (family, include) in list(variants(shape.width).items())[: 3 if options.smoke else None]:
+            for name, (family, include) in list(variants(shape.width).items())[
+                : 3 if options.smoke else None
+            ]:
                 model = copy.deepcopy(dense)
-                converted[job.model][name] = structlin.convert(model, family, include=include) if family else dense
+                converted[job.model][name] = (
+                    structlin.convert(model, family, include=include) if family else dense
+                )
         until = time.perf_counter() + (end - time.perf_counter()) / (len(todo) - n)
         results.append(measure(job, shape, converted[job.model], end, rounds=rounds, until=until))
         for row in results[-1]:

@@ -3,8 +3,8 @@
     python -m benchmarks.models            # every model that is installed; writes docs/models.md
     python -m benchmarks.models --smoke    # two models, nothing written
 
-Each is a tiny random model of its class, converted by `convert(model, BTT(rank=2))`. A cell that says "no" gives the
-error, and whether the dense model fails in the same way.
+Each is a tiny random model of its class, converted by `convert(model, BTT(rank=2))`. A cell that
+says "no" gives the error, and whether the dense model fails in the same way.
 """
 
 import argparse
@@ -26,7 +26,15 @@ import structlin
 from benchmarks import zoo
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
-COLUMNS = ("convert", "train step", "compile", "save/load diff", "save_pretrained diff", "to_dense diff", "export")
+COLUMNS = (
+    "convert",
+    "train step",
+    "compile",
+    "save/load diff",
+    "save_pretrained diff",
+    "to_dense diff",
+    "export",
+)
 
 
 @dataclass(frozen=True)
@@ -43,14 +51,33 @@ class Case:
 
 def cases() -> list[Case]:
     found = [
-        Case(name, "transformers", build, lambda name=name: zoo.inputs(name) | ({} if name in zoo.IMAGES else NO_CACHE))
+        Case(
+            name,
+            "transformers",
+            build,
+            lambda name=name: zoo.inputs(name) | ({} if name in zoo.IMAGES else NO_CACHE),
+        )
         for name, build in zoo.MODELS.items()
     ]
-    found.append(Case("TransformerEncoder", "torch", zoo.encoder, lambda: {"src": torch.ones(2, 5, 32).cumsum(1) / 5}))
+    found.append(
+        Case(
+            "TransformerEncoder",
+            "torch",
+            zoo.encoder,
+            lambda: {"src": torch.ones(2, 5, 32).cumsum(1) / 5},
+        )
+    )
     for name in zoo.TIMM:
         image = zoo.timm_size(name)
         pixels = torch.linspace(-1, 1, 2 * 3 * image * image).reshape(2, 3, image, image)
-        found.append(Case(name, "timm", lambda name=name: zoo.timm_model(name), lambda pixels=pixels: {"x": pixels}))
+        found.append(
+            Case(
+                name,
+                "timm",
+                lambda name=name: zoo.timm_model(name),
+                lambda pixels=pixels: {"x": pixels},
+            )
+        )
     return found
 
 
@@ -76,13 +103,18 @@ def row(case: Case) -> dict[str, str]:
     if "use_cache" in inputs and not hasattr(dense.config, "use_cache"):
         del inputs["use_cache"]
     model = copy.deepcopy(dense)
-    cells = {"model": type(model).__name__ if case.package != "timm" else case.name, "package": case.package}
+    cells = {
+        "model": type(model).__name__ if case.package != "timm" else case.name,
+        "package": case.package,
+    }
     linear = sum(row.layers for row in structlin.summary(model).rows)
     try:
         structlin.convert(model, structlin.BTT(rank=2))
     except ValueError as error:
         return {**cells, "convert": f"no: {reason(error)}"}
-    layers = [module for module in model.modules() if isinstance(module, structlin.StructuredLinear)]
+    layers = [
+        module for module in model.modules() if isinstance(module, structlin.StructuredLinear)
+    ]
     cells["convert"] = f"{len(layers)} of {linear} layers"
 
     def run(module: nn.Module) -> Tensor:
@@ -123,10 +155,16 @@ def row(case: Case) -> dict[str, str]:
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        idle = [name for name, p in changed.named_parameters() if ".cores." in name and p.grad is None]
+        idle = [
+            name for name, p in changed.named_parameters() if ".cores." in name and p.grad is None
+        ]
         if idle:
             return f"no: no gradient in {idle[0]} and {len(idle) - 1} more"
-        return "loss falls" if losses[-1] < losses[0] else f"no: loss {losses[0]:.3g} -> {losses[-1]:.3g}"
+        return (
+            "loss falls"
+            if losses[-1] < losses[0]
+            else f"no: loss {losses[0]:.3g} -> {losses[-1]:.3g}"
+        )
 
     def restored() -> str:
         plain = structlin.to_dense_(copy.deepcopy(model))
@@ -162,7 +200,8 @@ def fails(step: Callable[[], str]) -> bool:
 
 
 def difference(a: Tensor, b: Tensor) -> str:
-    """Largest difference, relative to the largest value: exactly 0, within rounding, or how much."""
+    """Largest difference, relative to the largest value: exactly 0, within rounding, or how
+    much."""
     relative = ((a - b).abs().max() / b.abs().max()).item()
     return "0" if relative == 0 else "< 1e-5" if relative < 1e-5 else f"{relative:.0e}"
 
@@ -179,7 +218,9 @@ def markdown(rows: list[dict[str, str]]) -> str:
 
 
 def line(cells: dict[str, str]) -> str:
-    return "| " + " | ".join(cells.get(column, "") for column in ("model", "package", *COLUMNS)) + " |"
+    return (
+        "| " + " | ".join(cells.get(column, "") for column in ("model", "package", *COLUMNS)) + " |"
+    )
 
 
 def document(rows: list[dict[str, str]]) -> str:
@@ -192,11 +233,15 @@ Every model is a tiny random one of its class, converted by `convert(model, BTT(
 
 {markdown(rows)}
 
-- convert: structured layers of all linear layers; heads, embeddings and routers stay dense unless they are named.
+- convert: structured layers of all linear layers; heads, embeddings and routers stay dense unless
+  they are named.
 - train step: six steps of AdamW with `param_groups`; every core gets a gradient and the loss falls.
-- compile: `torch.compile(fullgraph=True)`, traced and run with the backend `aot_eager`; difference to eager.
-- save/load diff: `save`, then `load` into a fresh model; save_pretrained diff: transformers' own way there and back.
-- to_dense diff: `to_dense_` against the structured model; the keys of the state_dict are those of the original.
+- compile: `torch.compile(fullgraph=True)`, traced and run with the backend `aot_eager`; difference
+  to eager.
+- save/load diff: `save`, then `load` into a fresh model; save_pretrained diff: transformers' own
+  way there and back.
+- to_dense diff: `to_dense_` against the structured model; the keys of the state_dict are those of
+  the original.
 - export: `torch.export.export`, run, against the model itself.
 
 A difference is the largest over the outputs, relative to the largest output: 0 means bit-equal.
@@ -217,8 +262,12 @@ def _version(package: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, str]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=[case.name for case in cases()], help="print these rows only")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", nargs="+", choices=[case.name for case in cases()], help="print these rows only"
+    )
     parser.add_argument("--out", type=Path, default=DOCUMENT)
     parser.add_argument("--smoke", action="store_true", help="two models, printed, nothing written")
     options = parser.parse_args(argv)
@@ -231,7 +280,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, str]]:
             print(f"{case.name}: skipped, {case.package} is not installed")
             continue
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # tiny layers grow; torch and transformers warn about themselves
+            # tiny layers grow; torch and transformers warn about themselves
+            warnings.simplefilter("ignore")
             rows.append(row(case))
         print(line(rows[-1]), flush=True)
     if named is None:

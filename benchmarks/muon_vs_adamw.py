@@ -1,12 +1,14 @@
-"""Does duality-based descent train better than AdamW? The GPT and the ViT of examples/, dense and BTT.
+"""Does duality-based descent train better than AdamW? The GPT and the ViT of examples/, dense and
+BTT.
 
-    python -m benchmarks.muon_vs_adamw            # the full result, results/muon_vs_adamw.{json,png}
+    python -m benchmarks.muon_vs_adamw            # in full: results/muon_vs_adamw.{json,png}
     python -m benchmarks.muon_vs_adamw --smoke    # seconds
 
-Both optimizers have their learning rate tuned by factors of 2 on seed 0, for each task and structure apart; then 3
-seeds at the best. Same batches, steps and schedule. Under AdamW cores follow `param_groups`; what Muon leaves to AdamW
-(biases, norms) has AdamW's usual rate. Shown: the held-out loss, and after how many steps Muon has reached
-AdamW's final one. Runs that an earlier result in --out has are not repeated.
+Both optimizers have their learning rate tuned by factors of 2 on seed 0, for each task and
+structure apart; then 3 seeds at the best. Same batches, steps and schedule. Under AdamW cores
+follow `param_groups`; what Muon leaves to AdamW (biases, norms) has AdamW's usual rate. Shown: the
+held-out loss, and after how many steps Muon has reached AdamW's final one. Runs that an earlier
+result in --out has are not repeated.
 """
 
 import argparse
@@ -36,7 +38,10 @@ import train_vit
 
 TASKS = {"GPT": train_gpt.Text, "ViT": train_vit.Images}
 STRUCTURES = {"dense": None, "BTT r=1": structlin.BTT(rank=1)}
-LRS = {"AdamW": [2.0**power for power in range(-11, -6)], "Muon": [2.0**power for power in range(-8, -3)]}
+LRS = {
+    "AdamW": [2.0**power for power in range(-11, -6)],
+    "Muon": [2.0**power for power in range(-8, -3)],
+}
 OTHER_LR = 2.0**-9
 SIZES = {
     "GPT": {"width": 128, "depth": 2, "context": 64, "batch": 8},
@@ -56,7 +61,9 @@ def train(run: Run, steps: int) -> dict[str, Any]:
         optimizer = structlin.optim.Muon(model, lr, other_lr=OTHER_LR)
     else:
         optimizer = torch.optim.AdamW(structlin.param_groups(model, lr), betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: compare.warmup_cosine(step, steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: compare.warmup_cosine(step, steps)
+    )
     curve = []
     for step in range(steps):
         inputs, targets = task.batch(step)
@@ -75,7 +82,10 @@ def finished(path: Path, setting: dict[str, Any]) -> dict[Run, dict[str, Any]]:
     """Runs of an earlier result of the same setting: they are not repeated."""
     content = json.loads(path.read_text()) if path.exists() else {}
     rows = content["rows"] if content.get("setting") == setting else []
-    return {(row["task"], row["structure"], row["optimizer"], row["lr"], row["seed"]): row for row in rows}
+    return {
+        (row["task"], row["structure"], row["optimizer"], row["lr"], row["seed"]): row
+        for row in rows
+    }
 
 
 def tuned(rows: list[dict[str, Any]]) -> dict[tuple[str, str, str], float]:
@@ -89,7 +99,8 @@ def tuned(rows: list[dict[str, Any]]) -> dict[tuple[str, str, str], float]:
 
 
 def compared(rows: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
-    """A row per task and structure: mean losses over the seeds, and the steps Muon needs for AdamW's final loss."""
+    """A row per task and structure: mean losses over the seeds, and the steps Muon needs for
+    AdamW's final loss."""
     best, table = tuned(rows), []
     for task, structure in product(TASKS, STRUCTURES):
         found: dict[str, Any] = {"task": task, "structure": structure}
@@ -97,12 +108,21 @@ def compared(rows: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
         for name in LRS:
             lr = best[task, structure, name]
             key = {"task": task, "structure": structure, "optimizer": name, "lr": lr}
-            runs[name] = sorted((r for r in rows if key.items() <= r.items()), key=lambda r: r["seed"])
+            runs[name] = sorted(
+                (r for r in rows if key.items() <= r.items()), key=lambda r: r["seed"]
+            )
             losses = [row["loss"] for row in runs[name]]
-            found[name] = {"lr": lr, "loss": sum(losses) / len(losses), "least": min(losses), "most": max(losses)}
+            found[name] = {
+                "lr": lr,
+                "loss": sum(losses) / len(losses),
+                "least": min(losses),
+                "most": max(losses),
+            }
         reached = []
         for ours, theirs in zip(runs["Muon"], runs["AdamW"], strict=True):
-            reached.append(next((step for step, loss in ours["curve"] if loss <= theirs["loss"]), None))
+            reached.append(
+                next((step for step, loss in ours["curve"] if loss <= theirs["loss"]), None)
+            )
         found["steps"] = steps
         found["muon_steps_to_adamws_loss"] = reached
         table.append(found)
@@ -110,7 +130,10 @@ def compared(rows: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
 
 
 def show(table: list[dict[str, Any]], console: Console) -> None:
-    shown = Table(title="held-out loss (nats), mean over seeds (least to most), each optimizer at its own best lr")
+    shown = Table(
+        title="held-out loss (nats), mean over seeds (least to most), "
+        "each optimizer at its own best lr"
+    )
     for title in (
         "task",
         "structure",
@@ -127,7 +150,10 @@ def show(table: list[dict[str, Any]], console: Console) -> None:
             result = row[name]
             spread = f"({result['least']:.3f} to {result['most']:.3f})"
             cells += [f"2^{math.log2(result['lr']):g}", f"{result['loss']:.3f} {spread}"]
-        reached = ", ".join("not reached" if step is None else str(step) for step in row["muon_steps_to_adamws_loss"])
+        reached = ", ".join(
+            "not reached" if step is None else str(step)
+            for step in row["muon_steps_to_adamws_loss"]
+        )
         shown.add_row(row["task"], row["structure"], *cells, f"{reached} of {row['steps']}")
     console.print(shown)
 
@@ -136,8 +162,14 @@ def plot(rows: list[dict[str, Any]]) -> Figure:
     best = tuned(rows)
     figure = Figure(figsize=(10, 4), layout="constrained")
     for axes, task in zip(figure.subplots(1, len(TASKS)), TASKS, strict=True):
-        for (structure, name), colour in zip(product(STRUCTURES, LRS), ("C0", "C1", "C2", "C3"), strict=True):
-            chosen = [r for r in rows if (r["task"], r["structure"], r["optimizer"]) == (task, structure, name)]
+        for (structure, name), colour in zip(
+            product(STRUCTURES, LRS), ("C0", "C1", "C2", "C3"), strict=True
+        ):
+            chosen = [
+                r
+                for r in rows
+                if (r["task"], r["structure"], r["optimizer"]) == (task, structure, name)
+            ]
             chosen = [r for r in chosen if r["lr"] == best[task, structure, name]]
             for n, row in enumerate(chosen):
                 label = f"{structure}, {name}" if n == 0 else None
@@ -171,7 +203,9 @@ def main() -> None:
     grid = [(*key, lr, 0) for key in product(TASKS, STRUCTURES, LRS) for lr in LRS[key[2]]]
     rows = rows_of(grid)
     best = tuned(rows)
-    rows += rows_of([(*key, lr, seed) for key, lr in best.items() for seed in range(1, options.seeds)])
+    rows += rows_of(
+        [(*key, lr, seed) for key, lr in best.items() for seed in range(1, options.seeds)]
+    )
     table = compared(rows, options.steps)
     show(table, Console(width=140))
     keep(options, "muon_vs_adamw", plot(rows), setting=setting, table=table, rows=rows)

@@ -1,12 +1,14 @@
-"""What does a step cost? AdamW, torch.optim.Muon and structlin's Muon on a GPT of equal width, dense and BTT.
+"""What does a step cost? AdamW, torch.optim.Muon and structlin's Muon on a GPT of equal width,
+dense and BTT.
 
     python -m benchmarks.optimizer                        # the full result, results/optimizer.json
     python -m benchmarks.optimizer --widths 256 512 --rounds 5
     python -m benchmarks.optimizer --smoke                # seconds
 
-For each optimizer the time of `step` alone, as a share of forward + backward of the same model on 4096 tokens; the
-optimizers take turns, so that a machine that slows down slows all of them. Memory: what the optimizer keeps, and the
-most that one step allocates on top, both in units of the model's parameters.
+For each optimizer the time of `step` alone, as a share of forward + backward of the same model on
+4096 tokens; the optimizers take turns, so that a machine that slows down slows all of them. Memory:
+what the optimizer keeps, and the most that one step allocates on top, both in units of the model's
+parameters.
 """
 
 import argparse
@@ -60,7 +62,9 @@ class GPT(nn.Module):
 
 def torch_muon(model: nn.Module) -> list[torch.optim.Optimizer]:
     """As its users do: Muon for the hidden matrices, AdamW for the rest."""
-    hidden = [p for name, p in model.named_parameters() if name.startswith("blocks") and p.ndim == 2]
+    hidden = [
+        p for name, p in model.named_parameters() if name.startswith("blocks") and p.ndim == 2
+    ]
     rest = [p for p in model.parameters() if all(p is not q for q in hidden)]
     return [torch.optim.Muon(hidden, lr=1e-4), torch.optim.AdamW(rest, lr=1e-4)]
 
@@ -72,11 +76,17 @@ def muon(**options: Any) -> Callable[[nn.Module], list[torch.optim.Optimizer]]:
 # Name -> model, optimizers.
 ROWS: dict[str, tuple[str, Callable[[nn.Module], list[torch.optim.Optimizer]]]] = {
     "AdamW": ("dense", lambda model: [torch.optim.AdamW(model.parameters(), lr=1e-4)]),
-    "AdamW, fused": ("dense", lambda model: [torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)]),
+    "AdamW, fused": (
+        "dense",
+        lambda model: [torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)],
+    ),
     "torch.optim.Muon": ("dense", torch_muon),
     "structlin Muon": ("dense", muon()),
     "structlin Muon, fast": ("dense", muon(method="fast")),
-    "structlin Muon, torch's steps": ("dense", muon(method="jordan", dtype=torch.bfloat16, scale="original")),
+    "structlin Muon, torch's steps": (
+        "dense",
+        muon(method="jordan", dtype=torch.bfloat16, scale="original"),
+    ),
     "AdamW on BTT": ("BTT r=1", lambda model: [torch.optim.AdamW(model.parameters(), lr=1e-4)]),
     "structlin Muon on BTT": ("BTT r=1", muon()),
     "structlin Muon on BTT, fast": ("BTT r=1", muon(method="fast")),
@@ -89,7 +99,12 @@ def forward_backward(model: nn.Module, tokens: Tensor) -> None:
 
 
 def state_bytes(optimizers: list[torch.optim.Optimizer]) -> int:
-    tensors = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+    tensors = [
+        value
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+    ]
     return sum(value.nbytes for value in tensors if isinstance(value, Tensor))
 
 
@@ -117,7 +132,9 @@ def measure(width: int, depth: int, tokens: int, rounds: int, device: str) -> li
     times: dict[str, list[float]] = {name: [] for name in (*models, *ROWS)}
     for _ in track(range(rounds), f"width {width}"):
         for kind, model in models.items():
-            times[kind].append(timing.wall(lambda model=model: forward_backward(model, batch), device))
+            times[kind].append(
+                timing.wall(lambda model=model: forward_backward(model, batch), device)
+            )
         for name in ROWS:
             times[name].append(timing.wall(lambda name=name: step(name), device))
     found = []
@@ -130,8 +147,12 @@ def measure(width: int, depth: int, tokens: int, rounds: int, device: str) -> li
                 "width": width,
                 "parameters": sum(p.numel() for p in models[kind].parameters()),
                 "step_ms": timing.spread([1e3 * value for value in times[name]], low=10),
-                "forward_backward_ms": timing.spread([1e3 * value for value in times[kind]], low=10),
-                "share": timing.spread([a / b for a, b in zip(times[name], times[kind], strict=True)], low=10),
+                "forward_backward_ms": timing.spread(
+                    [1e3 * value for value in times[kind]], low=10
+                ),
+                "share": timing.spread(
+                    [a / b for a, b in zip(times[name], times[kind], strict=True)], low=10
+                ),
                 "state": state_bytes(makes[name]) / size,
                 "peak": timing.peak_bytes(lambda name=name: step(name), device) / size,
             }
@@ -141,11 +162,21 @@ def measure(width: int, depth: int, tokens: int, rounds: int, device: str) -> li
 
 def show(rows: list[dict[str, Any]], setting: dict[str, Any], console: Console) -> None:
     table = Table(
-        title=f"optimizer steps, {setting['depth']} layers, {setting['tokens']} tokens, float32, {setting['device']}, "
-        f"{setting['threads']} threads: median of {setting['rounds']} interleaved rounds (p10-p90)"
+        title=f"optimizer steps, {setting['depth']} layers, {setting['tokens']} tokens, float32, "
+        f"{setting['device']}, {setting['threads']} threads: "
+        f"median of {setting['rounds']} interleaved rounds (p10-p90)"
     )
     table.add_column("optimizer")
-    for title in ("width", "step ms", "(p10-p90)", "fwd+bwd ms", "% of fwd+bwd", "(p10-p90)", "state", "peak"):
+    for title in (
+        "width",
+        "step ms",
+        "(p10-p90)",
+        "fwd+bwd ms",
+        "% of fwd+bwd",
+        "(p10-p90)",
+        "state",
+        "peak",
+    ):
         table.add_column(title, justify="right")
     for row in rows:
         step, share = row["step_ms"], row["share"]
@@ -161,18 +192,28 @@ def show(rows: list[dict[str, Any]], setting: dict[str, Any], console: Console) 
             f"{row['peak']:.2f}",
         )
     console.print(table)
-    console.print("state: kept between steps; peak: allocated by a step on top; both / the model's parameters")
+    console.print(
+        "state: kept between steps; peak: allocated by a step on top; both / the model's parameters"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--widths", type=int, nargs="+", default=[256, 512])
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=4096, help="of a step")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--smoke", action="store_true", help="two rounds of a tiny model, kept only if --out is given")
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="two rounds of a tiny model, kept only if --out is given",
+    )
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments.widths, arguments.depth, arguments.tokens, arguments.rounds = [64], 1, 512, 2
@@ -181,7 +222,9 @@ def main() -> None:
     rows = [
         row
         for width in arguments.widths
-        for row in measure(width, arguments.depth, arguments.tokens, arguments.rounds, arguments.device)
+        for row in measure(
+            width, arguments.depth, arguments.tokens, arguments.rounds, arguments.device
+        )
     ]
     show(rows, setting, Console(width=140))
     if arguments.smoke and arguments.out == RESULTS:

@@ -1,4 +1,5 @@
-"""structlin's layers against other packages' layers for the same matrices, and nn.Linear, on a CPU, in one run.
+"""structlin's layers against other packages' layers for the same matrices, and nn.Linear, on a CPU,
+in one run.
 
     pip install pyfastkron==1.1.0 tensorly-torch==0.5.0 tensorly torch-structured==1.3.0 triton
     pip install --no-build-isolation torchTT==0.5.0  # or it is built against a torch of its own
@@ -7,11 +8,12 @@
     python -m benchmarks.peers --budget 60 --out out
     python -m benchmarks.peers --smoke               # seconds
 
-A peer that is not installed is left out, with a line. The protocol is that of `benchmarks.layer`: every layer, peers
-included, is compared with the matrix that its parameters stand for, in float64, on memory poisoned with NaN, before it
-is timed; all take turns, dense first and last; speeds are ratios within a round. All are without bias but torchTT's,
-which always adds one. Not packaged, and so written here from the formula: strided products, as the published BTT and
-Monarch layers do them, and a low-rank layer of two linear maps.
+A peer that is not installed is left out, with a line. The protocol is that of `benchmarks.layer`:
+every layer, peers included, is compared with the matrix that its parameters stand for, in float64,
+on memory poisoned with NaN, before it is timed; all take turns, dense first and last; speeds are
+ratios within a round. All are without bias but torchTT's, which always adds one. Not packaged, and
+so written here from the formula: strided products, as the published BTT and Monarch layers do them,
+and a low-rank layer of two linear maps.
 """
 
 import argparse
@@ -36,7 +38,17 @@ from torch import Tensor
 from benchmarks import layer, timing
 from benchmarks.record import RESULTS, save_json
 from benchmarks.variants import SMOKE, Job, Run, StridedProducts, Variant
-from structlin import BTT, TT, Dense, Family, Kronecker, LowRank, Monarch, Structure, StructuredLinear
+from structlin import (
+    BTT,
+    TT,
+    Dense,
+    Family,
+    Kronecker,
+    LowRank,
+    Monarch,
+    Structure,
+    StructuredLinear,
+)
 
 Oracle = Callable[[Structure, Sequence[Tensor], Tensor], Tensor]
 
@@ -44,7 +56,8 @@ WIDTH = 1024
 
 
 class Implementation(NamedTuple):
-    """A way to compute `y = W x`, its parameters in its own layout, and what it has to compute with them."""
+    """A way to compute `y = W x`, its parameters in its own layout, and what it has to compute with
+    them."""
 
     name: str
     run: Run
@@ -59,7 +72,10 @@ def families(width: int) -> dict[str, tuple[Family, tuple[Build, ...]]]:
     """structlin's family, and the peers that compute the same kind of matrix."""
     return {
         "Kronecker": (Kronecker(), (fastkron,)),
-        "TT r=8": (TT(rank=8), (partial(tltorch, how="factorized"), partial(tltorch, how="reconstructed"), torchtt)),
+        "TT r=8": (
+            TT(rank=8),
+            (partial(tltorch, how="factorized"), partial(tltorch, how="reconstructed"), torchtt),
+        ),
         "Monarch 4": (Monarch(blocks=4), (torch_structured, strided)),
         "Monarch 16": (Monarch(blocks=16), (torch_structured, strided)),
         "BTT r=1": (BTT(rank=1), (strided,)),
@@ -69,7 +85,7 @@ def families(width: int) -> dict[str, tuple[Family, tuple[Build, ...]]]:
     }
 
 
-# ---- packages --------------------------------------------------------------------------------------------------------
+# ---- packages ------------------------------------------------------------------------------------
 
 
 def fastkron(structure: Structure, dtype: torch.dtype) -> Implementation:
@@ -82,14 +98,23 @@ def fastkron(structure: Structure, dtype: torch.dtype) -> Implementation:
 
 
 def tltorch(structure: Structure, dtype: torch.dtype, how: str) -> Implementation:
-    """What this package calls BlockTT is the TT matrix; `how` is "factorized" or "reconstructed"."""
+    """What this package calls BlockTT is the TT matrix; `how` is "factorized" or
+    "reconstructed"."""
     from tltorch import FactorizedLinear
 
     inputs, outputs, ranks = _tt_sizes(structure)
     linear = FactorizedLinear(
-        inputs, outputs, bias=False, factorization="BlockTT", rank=ranks, implementation=how, dtype=dtype
+        inputs,
+        outputs,
+        bias=False,
+        factorization="BlockTT",
+        rank=ranks,
+        implementation=how,
+        dtype=dtype,
     )
-    return Implementation(f"{_named('tensorly-torch')} {how}", linear, list(linear.parameters()), tensor_train)
+    return Implementation(
+        f"{_named('tensorly-torch')} {how}", linear, list(linear.parameters()), tensor_train
+    )
 
 
 def torchtt(structure: Structure, dtype: torch.dtype) -> Implementation:
@@ -110,7 +135,9 @@ def torch_structured(structure: Structure, dtype: torch.dtype) -> Implementation
     from torch_structured.monarch.monarch_linear import MonarchLinear
 
     blocks = structure.cores[0].batch
-    linear = MonarchLinear(structure.in_features, structure.out_features, bias=False, nblocks=blocks).to(dtype)
+    linear = MonarchLinear(
+        structure.in_features, structure.out_features, bias=False, nblocks=blocks
+    ).to(dtype)
     return Implementation(_named("torch-structured"), linear, [linear.w1, linear.w2], monarch)
 
 
@@ -120,12 +147,13 @@ def _named(package: str) -> str:
 
 def _tt_sizes(structure: Structure) -> tuple[tuple[int, ...], ...]:
     inputs, outputs, (rank,) = (
-        tuple(size for axis, size in structure.sizes.items() if axis.startswith(kind)) for kind in "jir"
+        tuple(size for axis, size in structure.sizes.items() if axis.startswith(kind))
+        for kind in "jir"
     )
     return inputs, outputs, (1, rank, 1)
 
 
-# ---- the matrices of their parameters, from the definitions ----------------------------------------------------------
+# ---- the matrices of their parameters, from the definitions --------------------------------------
 
 
 def kronecker(structure: Structure, factors: Sequence[Tensor], x: Tensor) -> Tensor:
@@ -147,17 +175,21 @@ def monarch(structure: Structure, cores: Sequence[Tensor], x: Tensor) -> Tensor:
     return rearrange(torch.einsum("lsr,nrl->nsl", w2, middle), "n s l -> n (s l)")
 
 
-# ---- written here ----------------------------------------------------------------------------------------------------
+# ---- written here --------------------------------------------------------------------------------
 
 
 def structlin(structure: Structure, dtype: torch.dtype) -> Implementation:
-    linear = StructuredLinear(structure.in_features, structure.out_features, structure, bias=False, dtype=dtype)
+    linear = StructuredLinear(
+        structure.in_features, structure.out_features, structure, bias=False, dtype=dtype
+    )
     return Implementation("structlin", linear, list(linear.cores))
 
 
 def strided(structure: Structure, dtype: torch.dtype) -> Implementation:
     cores = [_normal(*core.shape, dtype=dtype) for core in structure.cores]
-    return Implementation("strided products", partial(StridedProducts.apply, structure, *cores), cores)
+    return Implementation(
+        "strided products", partial(StridedProducts.apply, structure, *cores), cores
+    )
 
 
 def two_linear(structure: Structure, dtype: torch.dtype) -> Implementation:
@@ -174,11 +206,12 @@ def _normal(*shape: int, dtype: torch.dtype) -> Tensor:
     return (torch.randn(shape) / sqrt(shape[-1])).to(dtype)
 
 
-# ---- measuring -------------------------------------------------------------------------------------------------------
+# ---- measuring -----------------------------------------------------------------------------------
 
 
 def variants(job: Job) -> tuple[list[Variant], list[str]]:
-    """nn.Linear first and last, between them structlin and its peers; and a line for each peer that cannot be had."""
+    """nn.Linear first and last, between them structlin and its peers; and a line for each peer that
+    cannot be had."""
     dtype = getattr(torch, job.dtype)
     x, dy = (torch.randn(job.tokens, width).to(dtype) for width in (job.d_in, job.d_out))
     x.requires_grad_(job.backward)
@@ -191,7 +224,8 @@ def variants(job: Job) -> tuple[list[Variant], list[str]]:
         for build in builds:
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of what torch and NumPy will not do for the peers much longer
+                    # of what torch and NumPy will not do for the peers much longer
+                    warnings.simplefilter("ignore")
                     how, run, parameters, oracle = build(structure, dtype)
             except ImportError as missing:
                 left_out.append(f"{name}: {missing}")
@@ -206,16 +240,21 @@ def measure(job: Job, found: Sequence[Variant], **limits: Any) -> list[dict[str,
     """A row for every variant; `limits` are those of `timing.interleaved`.
 
     Raises:
-        ArithmeticError: a variant does not compute its matrix or its gradients; nothing is timed then.
+        ArithmeticError: a variant does not compute its matrix or its gradients; nothing is timed
+            then.
     """
     errors = [layer.error(variant, backward=job.backward) for variant in found]
     for variant, off in zip(found, errors, strict=True):
         if not off < layer.TOLERANCE[job.dtype]:
-            raise ArithmeticError(f"{variant.name}, {variant.implementation}: relative error {off:.1e} in {job.title}")
+            raise ArithmeticError(
+                f"{variant.name}, {variant.implementation}: relative error {off:.1e} in {job.title}"
+            )
     works = [variant.forward_backward if job.backward else variant.forward for variant in found]
     times = layer.sample(works, job, "cpu", **limits)
     of_dense = [sum(pair) / 2 for pair in zip(times[0], times[-1], strict=True)]
-    of_structlin = {v.name: t for v, t in zip(found, times, strict=True) if v.implementation == "structlin"}
+    of_structlin = {
+        v.name: t for v, t in zip(found, times, strict=True) if v.implementation == "structlin"
+    }
     rows = []
     for variant, samples, off in zip(found, times, errors, strict=True):
         row = {
@@ -238,15 +277,18 @@ def _speed(mine: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
     return timing.spread([b / a for a, b in zip(mine, theirs, strict=True)])
 
 
-# ---- showing ---------------------------------------------------------------------------------------------------------
+# ---- showing -------------------------------------------------------------------------------------
 
 
-LEGEND = """x dense: speed against nn.Linear; structlin x: structlin's speed against this implementation, above 1 where
-structlin is faster; both are ratios within a round."""
+LEGEND = """x dense: speed against nn.Linear; structlin x: structlin's speed against this
+implementation, above 1 where structlin is faster; both are ratios within a round."""
 
 
 def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    table = Table(title=f"{layer.job_of(rows[0]).title}: median of {rows[0]['rounds']} interleaved rounds (p20-p80)")
+    table = Table(
+        title=f"{layer.job_of(rows[0]).title}: "
+        f"median of {rows[0]['rounds']} interleaved rounds (p20-p80)"
+    )
     for column in ("structure", "implementation"):
         table.add_column(column, no_wrap=True)
     for column in ("params", "ms", "(p20-p80)", "x dense", "(p20-p80)", "structlin x", "(p20-p80)"):
@@ -273,14 +315,14 @@ def _cells(spread: dict[str, float], digits: str) -> tuple[str, str]:
 def losses(rows: Sequence[dict[str, Any]]) -> list[str]:
     """A line for every peer that structlin is slower than, in the median."""
     return [
-        f"{row['structure']}, {layer.job_of(row).title}: {' '.join(_cells(row['structlin_x'], '.2f'))} of the speed "
-        f"of {row['implementation']}"
+        f"{row['structure']}, {layer.job_of(row).title}: "
+        f"{' '.join(_cells(row['structlin_x'], '.2f'))} of the speed of {row['implementation']}"
         for row in rows
         if "structlin_x" in row and row["structlin_x"]["median"] < 1
     ]
 
 
-# ---- the run ---------------------------------------------------------------------------------------------------------
+# ---- the run -------------------------------------------------------------------------------------
 
 
 def jobs() -> list[Job]:
@@ -294,16 +336,27 @@ def jobs() -> list[Job]:
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--budget", type=float, default=240, metavar="SECONDS", help="three rounds are made in any case"
+        "--budget",
+        type=float,
+        default=240,
+        metavar="SECONDS",
+        help="three rounds are made in any case",
     )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON")
-    parser.add_argument("--smoke", action="store_true", help="tiny layers, kept only if --out is given")
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny layers, kept only if --out is given"
+    )
     options = parser.parse_args(argv)
     end, todo, rounds = time.perf_counter() + options.budget, jobs(), layer.ROUNDS
     if options.smoke:
-        todo, rounds = [Job(SMOKE, SMOKE, 256, "float32", True), Job(SMOKE, SMOKE, 16, "bfloat16", False)], (2, 2)
+        todo, rounds = (
+            [Job(SMOKE, SMOKE, 256, "float32", True), Job(SMOKE, SMOKE, 16, "bfloat16", False)],
+            (2, 2),
+        )
     keeps_pages = timing.keep_pages()
     torch.manual_seed(0)
     results: list[list[dict[str, Any]]] = []
@@ -315,12 +368,18 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
             if line not in missing:
                 print(f"# left out: {line}")
                 missing.append(line)
-        results.append(measure(job, found, rounds=rounds, until=now + (end - now) / (len(todo) - n)))
+        results.append(
+            measure(job, found, rounds=rounds, until=now + (end - now) / (len(todo) - n))
+        )
         for row in results[-1]:
             print(json.dumps(row, allow_nan=False), flush=True)
     rows = [row for rows in results for row in rows]
     if not options.smoke or options.out != RESULTS:
-        setting = {"threads": torch.get_num_threads(), "budget": options.budget, "keeps_pages": keeps_pages}
+        setting = {
+            "threads": torch.get_num_threads(),
+            "budget": options.budget,
+            "keeps_pages": keeps_pages,
+        }
         save_json(options.out / "peers.json", setting=setting, left_out=missing, rows=rows)
     console = Console(width=150)
     for table in results:

@@ -35,14 +35,20 @@ def save_json(path: Path, **content: Any) -> None:
     """Write `environment()` and `content` to `path`, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps({"environment": environment(), **content}, indent=1, allow_nan=False) + "\n")
+    unfinished.write_text(
+        json.dumps({"environment": environment(), **content}, indent=1, allow_nan=False) + "\n"
+    )
     unfinished.replace(path)
 
 
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
     names = (
-        [line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        [
+            line.split(":")[1].strip()
+            for line in info.read_text().splitlines()
+            if "model name" in line
+        ]
         if info.exists()
         else []
     )

@@ -1,4 +1,5 @@
-"""What experiments share: the options, a pool of one-threaded runs, the digits, and how a result is kept."""
+"""What experiments share: the options, a pool of one-threaded runs, the digits, and how a result is
+kept."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -21,20 +22,28 @@ PAPERS = RESULTS / "papers"
 
 def parser(about: str | None, out: Path = PAPERS) -> argparse.ArgumentParser:
     """The options that every experiment has; `about` is its module's docstring."""
-    options = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
     options.add_argument("--out", type=Path, default=out, help="folder of the JSON and the plot")
     options.set_defaults(kept=out)
     options.add_argument(
-        "--smoke", action="store_true", help="seconds: does it run? Nothing kept unless --out is given"
+        "--smoke",
+        action="store_true",
+        help="seconds: does it run? Nothing kept unless --out is given",
     )
     return options
 
 
-def run_all(function: Callable[[Job], Any], jobs: Sequence[Job], options: argparse.Namespace) -> list[Any]:
-    """`function` of each job, in the order of `jobs`; longest jobs first keep all workers busy to the end.
+def run_all(
+    function: Callable[[Job], Any], jobs: Sequence[Job], options: argparse.Namespace
+) -> list[Any]:
+    """`function` of each job, in the order of `jobs`; longest jobs first keep all workers busy to
+    the end.
 
-    `function` must be importable (the top level of a module). With `--smoke` or one worker nothing is spawned.
+    `function` must be importable (the top level of a module). With `--smoke` or one worker nothing
+    is spawned.
     """
     if options.smoke or options.workers == 1:
         return [_one(function, job) for job in track(jobs, "running")]
@@ -46,7 +55,8 @@ def run_all(function: Callable[[Job], Any], jobs: Sequence[Job], options: argpar
 
 
 def keep(options: argparse.Namespace, name: str, figure: Figure, **content: Any) -> None:
-    """`name.json` with machine, versions and command, and `name.png`, in `--out`; a smoke run needs it given."""
+    """`name.json` with machine, versions and command, and `name.png`, in `--out`; a smoke run needs
+    it given."""
     if options.smoke and options.out == options.kept:
         return
     save_json(options.out / f"{name}.json", **content)
@@ -55,7 +65,8 @@ def keep(options: argparse.Namespace, name: str, figure: Figure, **content: Any)
 
 @cache
 def digits() -> tuple[Tensor, Tensor]:
-    """scikit-learn's 1797 images `(1797, 64)`, standardised as a whole, and their labels `(1797,)`."""
+    """scikit-learn's 1797 images `(1797, 64)`, standardised as a whole, and their labels
+    `(1797,)`."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)

@@ -1,11 +1,13 @@
-"""The numbers of docs/scaling.md: GPT-3-sized layers and many GPUs, from a machine's ceilings. Arithmetic, no timing.
+"""The numbers of docs/scaling.md: GPT-3-sized layers and many GPUs, from a machine's ceilings.
+Arithmetic, no timing.
 
     python -m benchmarks.scaling            # prints the tables and writes them into docs/scaling.md
     python -m benchmarks.scaling --smoke    # prints them
 
-A layer's time is `Ceilings.bound`: for every product the larger of FLOPs / rate and bytes / bandwidth. The ceilings are
-those of results/layer.json if that was measured on a GPU, else an H200's, assumed. The last table compares the same
-arithmetic with what results/layer.json measured on its own machine.
+A layer's time is `Ceilings.bound`: for every product the larger of FLOPs / rate and bytes /
+bandwidth. The ceilings are those of results/layer.json if that was measured on a GPU, else an
+H200's, assumed. The last table compares the same arithmetic with what results/layer.json measured
+on its own machine.
 """
 
 import argparse
@@ -24,12 +26,19 @@ from structlin import BTT, Dense, Family, Monarch, Structure
 DOCUMENT = Path(__file__).parents[1] / "docs" / "scaling.md"
 LAYER = RESULTS / "layer.json"
 
-H200 = Ceilings(rate=790e12, bandwidth=4.3e12, call=2e-6)  # assumed: bfloat16 products, copy (notes of the project)
-NODE, NETWORK = 450e9, 50e9  # assumed: bytes/s of one GPU in one direction, inside a node of 8 and between nodes
+# assumed: bfloat16 products, copy (notes of the project)
+H200 = Ceilings(rate=790e12, bandwidth=4.3e12, call=2e-6)
+NODE, NETWORK = (
+    450e9,
+    50e9,
+)  # assumed: bytes/s of one GPU in one direction, inside a node of 8 and between nodes
 WIDTH, LAYERS, CONTEXT, TOKENS = 12288, 96, 2048, 16384  # GPT-3; tokens of a GPU in a step
 BF16, FP32 = 2, 4
 NODE_GPUS, GPUS = 8, 1024
-BLOCK = [(WIDTH, WIDTH)] * 4 + [(WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)]  # q, k, v, projection, and the MLP
+BLOCK = [(WIDTH, WIDTH)] * 4 + [
+    (WIDTH, 4 * WIDTH),
+    (4 * WIDTH, WIDTH),
+]  # q, k, v, projection, and the MLP
 FAMILIES: dict[str, Family] = {
     "dense": Dense(),
     "BTT r=1": BTT(rank=1),
@@ -50,11 +59,13 @@ def machine() -> tuple[Ceilings, str]:
     """The ceilings that the tables take to scale, and what they are, in words."""
     result = kept()
     if result and result["setting"]["device"] == "cuda":
-        return Ceilings(**result["ceilings"]["bfloat16"]), f"measured on {result['environment']['machine']}"
+        return Ceilings(
+            **result["ceilings"]["bfloat16"]
+        ), f"measured on {result['environment']['machine']}"
     return H200, "assumed for an H200, not measured"
 
 
-# ---- a structure on many GPUs ----------------------------------------------------------------------------------------
+# ---- a structure on many GPUs --------------------------------------------------------------------
 
 
 def middle(structure: Structure) -> int:
@@ -63,7 +74,8 @@ def middle(structure: Structure) -> int:
 
 
 def roles(structure: Structure, axis: str) -> list[str | None]:
-    """What `axis` is to each core: "batch", "fan-in" or "fan-out"; None where the core does not have it.
+    """What `axis` is to each core: "batch", "fan-in" or "fan-out"; None where the core does not
+    have it.
 
     >>> btt = BTT().structure(1024, 1024)
     >>> [roles(btt, axis) for axis in ("i2", "j1", "j2")]
@@ -71,15 +83,17 @@ def roles(structure: Structure, axis: str) -> list[str | None]:
     """
     names = {"batch": "batch_axes", "fan-out": "fan_out_axes", "fan-in": "fan_in_axes"}
     return [
-        next((role for role, field in names.items() if axis in getattr(core, field)), None) for core in structure.cores
+        next((role for role, field in names.items() if axis in getattr(core, field)), None)
+        for core in structure.cores
     ]
 
 
 def cuttable(structure: Structure) -> dict[str, tuple[str, str]]:
     """Axes that cut every core into equal parts, and what each GPU then needs of x and has of y.
 
-    An axis is a plain loop of the einsum, so cutting it needs no communication between the cores: a GPU runs the
-    structure with a smaller axis. x is cut if the axis is one of x's; if it is none of y's, the GPUs' y are summed.
+    An axis is a plain loop of the einsum, so cutting it needs no communication between the cores: a
+    GPU runs the structure with a smaller axis. x is cut if the axis is one of x's; if it is none of
+    y's, the GPUs' y are summed.
 
     >>> cuttable(BTT().structure(1024, 1024))
     {'i2': ('whole', 'cut'), 'j1': ('cut', 'summed')}
@@ -103,9 +117,12 @@ def cut(structure: Structure, axis: str, parts: int) -> Structure:
 
 
 def shared(structure: Structure, y: str, parts: int) -> Structure | None:
-    """What one of `parts` GPUs runs of a layer whose y is to be "cut" or "summed"; None if no axis divides."""
+    """What one of `parts` GPUs runs of a layer whose y is to be "cut" or "summed"; None if no axis
+    divides."""
     fits = [
-        axis for axis, (_, found) in cuttable(structure).items() if found == y and not structure.sizes[axis] % parts
+        axis
+        for axis, (_, found) in cuttable(structure).items()
+        if found == y and not structure.sizes[axis] % parts
     ]
     return cut(structure, fits[0], parts) if fits else None
 
@@ -121,7 +138,8 @@ def bound(structures: Sequence[Structure], ceilings: Ceilings, tokens: int = TOK
 
 
 def fsdp_bytes(params: int, gradients: int) -> float:
-    """Sent, and as many received, by a GPU in a step: two all-gathers in bfloat16, one reduce-scatter of gradients."""
+    """Sent, and as many received, by a GPU in a step: two all-gathers in bfloat16, one
+    reduce-scatter of gradients."""
     return (GPUS - 1) / GPUS * params * (2 * BF16 + gradients)
 
 
@@ -135,7 +153,7 @@ def all_to_all_bytes(elements: int, parts: int) -> float:
     return (parts - 1) / parts**2 * elements * BF16
 
 
-# ---- tables ----------------------------------------------------------------------------------------------------------
+# ---- tables --------------------------------------------------------------------------------------
 
 
 def table(*rows: Sequence[object]) -> str:
@@ -147,7 +165,16 @@ def table(*rows: Sequence[object]) -> str:
 def layers() -> str:
     """One layer on one GPU."""
     ceilings, _ = machine()
-    head = ["", "params", "TFLOP", "GB moved", "kept a token", "ms at least", "limit", "x dense at most"]
+    head = [
+        "",
+        "params",
+        "TFLOP",
+        "GB moved",
+        "kept a token",
+        "ms at least",
+        "limit",
+        "x dense at most",
+    ]
     rows: list[Sequence[object]] = [head]
     for d_in, d_out in ((WIDTH, WIDTH), (WIDTH, 4 * WIDTH)):
         for name, family in FAMILIES.items():
@@ -167,12 +194,17 @@ def layers() -> str:
 
 
 def blocks() -> str:
-    """A whole transformer block: the attention products and the elementwise traffic stay what they were."""
+    """A whole transformer block: the attention products and the elementwise traffic stay what they
+    were."""
     ceilings, _ = machine()
-    attention = 3 * TOKENS * 4 * CONTEXT / 2 * WIDTH / ceilings.rate  # scores and values, causal, forward + backward
-    elementwise = 3 * TOKENS * 18 * WIDTH * BF16 / ceilings.bandwidth  # two norms, two residual sums, GELU of 4 d
+    # scores and values, causal, forward + backward
+    attention = 3 * TOKENS * 4 * CONTEXT / 2 * WIDTH / ceilings.rate
+    # two norms, two residual sums, GELU of 4 d
+    elementwise = 3 * TOKENS * 18 * WIDTH * BF16 / ceilings.bandwidth
     rest = attention + elementwise
-    rows: list[Sequence[object]] = [["", "linear layers, ms", "the rest, ms", "block, x dense at most"]]
+    rows: list[Sequence[object]] = [
+        ["", "linear layers, ms", "the rest, ms", "block, x dense at most"]
+    ]
     for name, family in FAMILIES.items():
         linear = bound(block(family), ceilings)
         speed = (bound(block(Dense()), ceilings) + rest) / (linear + rest)
@@ -213,7 +245,9 @@ def fsdp() -> str:
 
 def axes() -> str:
     """The axes that cut every core of a layer of the MLP."""
-    rows: list[Sequence[object]] = [["12288 -> 49152", "axis", "size", "first core", "last core", "x", "y"]]
+    rows: list[Sequence[object]] = [
+        ["12288 -> 49152", "axis", "size", "first core", "last core", "x", "y"]
+    ]
     for name in ("dense", "BTT r=4", "Monarch 16"):
         structure = FAMILIES[name].structure(WIDTH, 4 * WIDTH)
         for axis, (x, y) in cuttable(structure).items():
@@ -228,9 +262,23 @@ def tensor_parallel() -> str:
 
     def columns(seconds: float, sent: float) -> list[str]:
         wait = sent / NODE
-        return [f"{1e3 * seconds:.1f}", f"{sent / 1e9:.2f} GB", f"{1e3 * wait:.1f}", f"{wait / (wait + seconds):.0%}"]
+        return [
+            f"{1e3 * seconds:.1f}",
+            f"{sent / 1e9:.2f} GB",
+            f"{1e3 * wait:.1f}",
+            f"{wait / (wait + seconds):.0%}",
+        ]
 
-    head = ["", "products, ms", "all-reduce", "ms", "share of the step", "all-to-all instead", "ms", "share"]
+    head = [
+        "",
+        "products, ms",
+        "all-reduce",
+        "ms",
+        "share of the step",
+        "all-to-all instead",
+        "ms",
+        "share",
+    ]
     rows: list[Sequence[object]] = [head]
     for name, family in FAMILIES.items():
         *qkv, projection, up, down = whole = block(family)
@@ -240,12 +288,15 @@ def tensor_parallel() -> str:
             rows.append([name, *["-"] * 7])
             continue
         seconds = bound([part for part in parts if part], ceilings)
-        reduced = 4 * all_reduce_bytes(TOKENS * WIDTH, NODE_GPUS)  # after attention and MLP, forward and backward
+        # after attention and MLP, forward and backward
+        reduced = 4 * all_reduce_bytes(TOKENS * WIDTH, NODE_GPUS)
         row = [name, *columns(seconds, reduced)]
         if name == "dense":
             row += ["-"] * 3
         else:
-            permuted = 2 * all_to_all_bytes(TOKENS * sum(middle(structure) for structure in whole), NODE_GPUS)
+            permuted = 2 * all_to_all_bytes(
+                TOKENS * sum(middle(structure) for structure in whole), NODE_GPUS
+            )
             row += columns(bound(whole, ceilings) / NODE_GPUS, permuted)[1:]
         rows.append(row)
     return table(*rows)
@@ -254,11 +305,18 @@ def tensor_parallel() -> str:
 def check() -> str:
     """The same arithmetic on the machine of results/layer.json, against what was measured there."""
     result = kept()
-    rows_of = [row for row in result["rows"] if row["backward"] and row["d_in"] == row["d_out"]] if result else []
+    rows_of = (
+        [row for row in result["rows"] if row["backward"] and row["d_in"] == row["d_out"]]
+        if result
+        else []
+    )
     found = [row for row in rows_of if row["dtype"] == rows_of[0]["dtype"] and "x_dense" in row]
     widths = sorted({row["d_in"] for row in found})
     if result is None or len(widths) < 2:
-        return "`benchmarks/results/layer.json` has not two square widths: run `python -m benchmarks.layer`, then this."
+        return (
+            "`benchmarks/results/layer.json` has not two square widths: "
+            "run `python -m benchmarks.layer`, then this."
+        )
     small, large = widths[-2:]
     cells = {(row["d_in"], row["structure"], row["implementation"]): row for row in found}
     dense = {width: cells[width, "dense", "nn.Linear"]["bound_share"] for width in (small, large)}
@@ -275,14 +333,22 @@ def check() -> str:
     ratios = []
     for name in dict.fromkeys(row["structure"] for row in found if row["implementation"] == "auto"):
         speed, share = (
-            {width: cells[width, name, "auto"][key] for width in dense} for key in ("x_dense", "bound_share")
+            {width: cells[width, name, "auto"][key] for width in dense}
+            for key in ("x_dense", "bound_share")
         )
         bounds = {width: speed[width]["median"] * dense[width] / share[width] for width in dense}
         expected = bounds[large] * share[small] / dense[small]
         ratios.append(speed[large]["median"] / expected)
-        speeds = [bounds[small], speed[small]["median"], bounds[large], expected, speed[large]["median"]]
+        speeds = [
+            bounds[small],
+            speed[small]["median"],
+            bounds[large],
+            expected,
+            speed[large]["median"],
+        ]
         rows.append([name, *(f"{value:.1f}" for value in speeds), f"{ratios[-1]:.2f}"])
-    where = f"{result['environment']['machine']}, {result['setting']['threads']} threads, {found[0]['dtype']}"
+    machine_name, threads = result["environment"]["machine"], result["setting"]["threads"]
+    where = f"{machine_name}, {threads} threads, {found[0]['dtype']}"
     spread = f"median {median(ratios):.2f}, from {min(ratios):.2f} to {max(ratios):.2f}"
     return f"{table(*rows)}\n\nOn {where}. Measured over expected: {spread}."
 
@@ -290,12 +356,17 @@ def check() -> str:
 def constants() -> str:
     """What everything below is computed from."""
     ceilings, words = machine()
-    rate, bandwidth = f"{ceilings.rate / 1e12:.0f} TFLOP/s in bfloat16", f"{ceilings.bandwidth / 1e12:.1f} TB/s"
+    rate, bandwidth = (
+        f"{ceilings.rate / 1e12:.0f} TFLOP/s in bfloat16",
+        f"{ceilings.bandwidth / 1e12:.1f} TB/s",
+    )
     node, network = f"{NODE / 1e9:.0f} GB/s", f"{NETWORK / 1e9:.0f} GB/s"
     return (
         f"- {rate} and {bandwidth} of memory: {words}.\n"
-        f"- {node} a GPU and direction inside a node of {NODE_GPUS}, {network} between nodes: assumed.\n"
-        f"- {TOKENS:,} tokens a GPU and step, context {CONTEXT}, bfloat16, forward + backward, {GPUS} GPUs."
+        f"- {node} a GPU and direction inside a node of {NODE_GPUS}, {network} between nodes: "
+        "assumed.\n"
+        f"- {TOKENS:,} tokens a GPU and step, context {CONTEXT}, bfloat16, forward + backward, "
+        f"{GPUS} GPUs."
     )
 
 
@@ -320,7 +391,9 @@ def fill(text: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--smoke", action="store_true", help="write nothing")
     options = parser.parse_args(argv)
     for name, make in TABLES.items():

@@ -1,8 +1,9 @@
-"""How the benchmarks measure: ceilings of the machine, interleaved samples, their spread, memory, a gate for results.
+"""How the benchmarks measure: ceilings of the machine, interleaved samples, their spread, memory, a
+gate for results.
 
-A time alone says little. Every script that reports one measures in the same run what the machine can do (`ceilings`),
-lets the variants take turns (`interleaved`), so that a machine that slows down slows all of them, and compares each
-result with a float64 oracle before it times it.
+A time alone says little. Every script that reports one measures in the same run what the machine
+can do (`ceilings`), lets the variants take turns (`interleaved`), so that a machine that slows down
+slows all of them, and compares each result with a float64 oracle before it times it.
 """
 
 import ctypes
@@ -28,10 +29,11 @@ Work = Callable[[], Any]
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler, which measures memory on a CPU, logs every use
+# or the profiler, which measures memory on a CPU, logs every use
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
-# ---- what the machine can do -----------------------------------------------------------------------------------------
+# ---- what the machine can do ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -42,19 +44,30 @@ class Ceilings:
     bandwidth: float  #: bytes/s of a large copy, read and write both counted
     call: float  #: seconds of the smallest product
 
-    def bound(self, structure: Structure, tokens: int, itemsize: int, *, backward: bool, fused: bool = False) -> float:
-        """Seconds that a layer takes at least: of every kernel, max(FLOPs / rate, bytes / bandwidth).
+    def bound(
+        self,
+        structure: Structure,
+        tokens: int,
+        itemsize: int,
+        *,
+        backward: bool,
+        fused: bool = False,
+    ) -> float:
+        """Seconds that a layer takes at least: of every kernel, max(FLOPs / rate, bytes /
+        bandwidth).
 
-        A core is one product forward and two backward. Each is a kernel that reads its two operands and writes its
-        result once, whatever their strides; so all three have the same FLOPs and the same bytes. `fused`: one kernel
-        forward and one backward, which keep the middle in a cache and move only x, y, the cores and their gradients.
+        A core is one product forward and two backward. Each is a kernel that reads its two operands
+        and writes its result once, whatever their strides; so all three have the same FLOPs and the
+        same bytes. `fused`: one kernel forward and one backward, which keep the middle in a cache
+        and move only x, y, the cores and their gradients.
 
         >>> from structlin import BTT, Dense
         >>> h200 = Ceilings(rate=790e12, bandwidth=4.3e12, call=2e-6)
         >>> dense, btt = (family.structure(4096, 4096) for family in (Dense(), BTT()))
         >>> round(1e6 * h200.bound(dense, 16384, 2, backward=False))
         696
-        >>> [round(1e6 * h200.bound(btt, 16384, 2, backward=False, fused=fused)) for fused in (False, True)]
+        >>> bounds = [h200.bound(btt, 16384, 2, backward=False, fused=f) for f in (False, True)]
+        >>> [round(1e6 * bound) for bound in bounds]
         [125, 63]
         """
         if fused:
@@ -63,7 +76,9 @@ class Ceilings:
             if not backward:
                 return seconds
             ends += structure.in_features
-            return seconds + self._kernel(2 * structure.flops, ends, 2 * structure.params, tokens, itemsize)
+            return seconds + self._kernel(
+                2 * structure.flops, ends, 2 * structure.params, tokens, itemsize
+            )
         seconds, width = 0.0, structure.in_features
         for core in structure.cores:
             produced = core.batch * core.repeat * core.fan_out
@@ -71,12 +86,17 @@ class Ceilings:
             width = produced
         return seconds * (3 if backward else 1)
 
-    def _kernel(self, flops: int, activations: int, params: int, tokens: int, itemsize: int) -> float:
-        return max(tokens * flops / self.rate, itemsize * (tokens * activations + params) / self.bandwidth)
+    def _kernel(
+        self, flops: int, activations: int, params: int, tokens: int, itemsize: int
+    ) -> float:
+        return max(
+            tokens * flops / self.rate, itemsize * (tokens * activations + params) / self.bandwidth
+        )
 
 
 def ceilings(device: str, dtype: torch.dtype, *, smoke: bool = False) -> Ceilings:
-    """The best of ten of each, on random data: a square product, a copy larger than any cache, a 1 x 1 product."""
+    """The best of ten of each, on random data: a square product, a copy larger than any cache, a 1
+    x 1 product."""
     n, elements = (256, 2**20) if smoke else (8192, 2**31) if device == "cuda" else (2048, 2**27)
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     source = torch.randint(2**31 - 1, (elements // 2,), device=device, dtype=torch.int32)
@@ -88,7 +108,7 @@ def ceilings(device: str, dtype: torch.dtype, *, smoke: bool = False) -> Ceiling
     return Ceilings(rate=2 * n**3 / product, bandwidth=2 * source.nbytes / copy, call=call)
 
 
-# ---- time ------------------------------------------------------------------------------------------------------------
+# ---- time ----------------------------------------------------------------------------------------
 
 
 def wall(work: Work, device: str) -> float:
@@ -103,8 +123,9 @@ def wall(work: Work, device: str) -> float:
 
 
 def seconds(work: Work, device: str) -> float:
-    """Wall-clock time on a CPU. On a GPU the time between two events on the stream, caches cold: a 1 GiB write goes
-    before, which evicts the L2 cache and outlasts the host's enqueuing of a layer's kernels."""
+    """Wall-clock time on a CPU. On a GPU the time between two events on the stream, caches cold: a
+    1 GiB write goes before, which evicts the L2 cache and outlasts the host's enqueuing of a
+    layer's kernels."""
     if device != "cuda":
         return wall(work, device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -126,7 +147,8 @@ def interleaved(
 ) -> dict[Key, list[float]]:
     """A sample of every variant a round.
 
-    The first and the last of `variants` keep their places, to show drift; those between are shuffled every round.
+    The first and the last of `variants` keep their places, to show drift; those between are
+    shuffled every round.
 
     Args:
         rounds: the least, made even after `until`, and the most.
@@ -149,20 +171,26 @@ def spread(values: Sequence[float], low: int = 20) -> dict[str, float]:
     >>> spread([1.0, 2.0, 3.0, 4.0, 9.0])
     {'median': 3.0, 'p20': 1.8, 'p80': 5.0}
     """
-    cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else [values[0]] * 99
+    cuts = (
+        statistics.quantiles(values, n=100, method="inclusive")
+        if len(values) > 1
+        else [values[0]] * 99
+    )
     ends = {f"p{percent}": cuts[percent - 1] for percent in (low, 100 - low)}
     return {"median": statistics.median(values), **ends}
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def keep_pages() -> bool:
-    """Let glibc keep what this process frees, in place of returning it to the kernel; whether it is glibc.
+    """Let glibc keep what this process frees, in place of returning it to the kernel; whether it is
+    glibc.
 
-    By default the kernel takes back every tensor of more than 32 MB and whatever lies at the end of the heap, and the
-    next tensor pays for fresh, zeroed pages: about 1 us each, many times what a write to kept ones costs. Which of two
-    variants pays is an accident of what was freed before. The first few tensors of a size are fresh all the same.
+    By default the kernel takes back every tensor of more than 32 MB and whatever lies at the end of
+    the heap, and the next tensor pays for fresh, zeroed pages: about 1 us each, many times what a
+    write to kept ones costs. Which of two variants pays is an accident of what was freed before.
+    The first few tensors of a size are fresh all the same.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -179,9 +207,13 @@ def peak_bytes(work: Work, device: str) -> int:
         before = torch.cuda.memory_allocated()
         work()
         return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         work()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     held = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
@@ -190,7 +222,8 @@ def peak_bytes(work: Work, device: str) -> int:
 
 
 def saved_bytes(work: Work, parameters: Sequence[Tensor]) -> int:
-    """What the forward passes in `work` keep for the backward pass: distinct storages, those of `parameters` left out.
+    """What the forward passes in `work` keep for the backward pass: distinct storages, those of
+    `parameters` left out.
 
     >>> x, layer = torch.ones(4, 8), torch.nn.Linear(8, 8)
     >>> saved_bytes(lambda: layer(x), list(layer.parameters())) == x.nbytes
@@ -210,11 +243,12 @@ def saved_bytes(work: Work, parameters: Sequence[Tensor]) -> int:
     return sum(sizes.values())
 
 
-# ---- results ---------------------------------------------------------------------------------------------------------
+# ---- results -------------------------------------------------------------------------------------
 
 
 def oracle(structure: Structure, cores: Sequence[Tensor], x: Tensor) -> Tensor:
-    """`y = W x` by one einsum over the whole expression, in float64; nothing of `structlin._product` is used.
+    """`y = W x` by one einsum over the whole expression, in float64; nothing of
+    `structlin._product` is used.
 
     >>> from structlin import LowRank
     >>> v, u, x = torch.randn(1, 2, 6), torch.randn(1, 4, 2), torch.randn(5, 6)
@@ -231,17 +265,24 @@ def oracle(structure: Structure, cores: Sequence[Tensor], x: Tensor) -> Tensor:
         return tensor.double().reshape(*leading, *(structure.sizes[axis] for axis in axes))
 
     inputs, outputs = structure.inputs, structure.outputs
-    axes_of = [(*core.batch_axes, *core.fan_out_axes, *core.fan_in_axes) for core in structure.cores]
+    axes_of = [
+        (*core.batch_axes, *core.fan_out_axes, *core.fan_in_axes) for core in structure.cores
+    ]
     operands = [split(core, axes) for core, axes in zip(cores, axes_of, strict=True)]
     terms = [term(inputs, "a"), *(term(axes) for axes in axes_of)]
-    y = torch.einsum(f"{','.join(terms)}->{term(outputs, 'a')}", split(x, inputs, len(x)), *operands)
+    y = torch.einsum(
+        f"{','.join(terms)}->{term(outputs, 'a')}", split(x, inputs, len(x)), *operands
+    )
     return y.reshape(len(x), structure.out_features)
 
 
 @contextmanager
 def poisoned() -> Iterator[None]:
     """Every tensor that torch makes uninitialised is NaN: what a kernel forgets to write shows."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with warnings.catch_warnings():
@@ -253,5 +294,7 @@ def poisoned() -> Iterator[None]:
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
     """Frobenius norm of the difference, relative; infinite where `found` is not finite."""
-    error = (torch.linalg.vector_norm(found.double() - wanted) / torch.linalg.vector_norm(wanted)).item()
+    error = (
+        torch.linalg.vector_norm(found.double() - wanted) / torch.linalg.vector_norm(wanted)
+    ).item()
     return error if torch.isfinite(found).all() else inf

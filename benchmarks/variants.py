@@ -1,10 +1,11 @@
 """What `benchmarks.layer` times: the structures, and each layer as a function of its input.
 
-Implementations: nn.Linear; auto, what `StructuredLinear` does by itself; structured and merged, the two modes that it
-chooses from; loop, `_product.multiply`, its definition; compiled, torch.compile of that; strided, two products that
-write into a strided view of the output, with one copy of the activations each way, as the published BTT and Monarch
-layers do it (written here from the formula; an output that interleaves its blocks, Monarch's, is one copy more).
-Options: auto with a bias, with weight normalisation, and nn.Linear with a bias.
+Implementations: nn.Linear; auto, what `StructuredLinear` does by itself; structured and merged, the
+two modes that it chooses from; loop, `_product.multiply`, its definition; compiled, torch.compile
+of that; strided, two products that write into a strided view of the output, with one copy of the
+activations each way, as the published BTT and Monarch layers do it (written here from the formula;
+an output that interleaves its blocks, Monarch's, is one copy more). Options: auto with a bias, with
+weight normalisation, and nn.Linear with a bias.
 """
 
 import time
@@ -19,7 +20,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import timing
-from structlin import BTT, TT, Dense, Family, Kronecker, LowRank, Monarch, Structure, StructuredLinear
+from structlin import (
+    BTT,
+    TT,
+    Dense,
+    Family,
+    Kronecker,
+    LowRank,
+    Monarch,
+    Structure,
+    StructuredLinear,
+)
 from structlin._product import multiply, run
 from structlin._structure import Move
 
@@ -27,7 +38,8 @@ Run = Callable[[Tensor], Tensor]
 Oracle = Callable[[Structure, Sequence[Tensor], Tensor], Tensor]
 
 SMOKE = 64  # the width of a smoke run
-MODES_TO = 1024**2  # of d_in * d_out; beyond, a CPU needs too long for the modes that nobody would take
+# of d_in * d_out; beyond, a CPU needs too long for the modes that nobody would take
+MODES_TO = 1024**2
 COMPILED_AT = (1024,)  # the square widths at which the einsum is compiled, seconds a structure
 OPTIONS_AT = (SMOKE, 1024, 2048)
 OPTIONS_OF = ("BTT r=1", "Monarch 16")
@@ -125,18 +137,29 @@ def variants(job: Job, device: str, end: float = inf) -> list[Variant]:
     def dense(d_in: int, d_out: int, x: Tensor, dy: Tensor) -> Variant:
         weight = nn.Parameter((torch.randn(d_out, d_in, device=device) / sqrt(d_in)).to(dtype))
         layer = Dense().structure(d_in, d_out)
-        return Variant("dense", "nn.Linear", layer, partial(F.linear, weight=weight), [weight], x, dy)
+        return Variant(
+            "dense", "nn.Linear", layer, partial(F.linear, weight=weight), [weight], x, dy
+        )
 
     found = [dense(job.d_in, job.d_out, x, dy)]
     with_options = job.square_at(OPTIONS_AT)
     if with_options:
-        weight, bias = found[0].parameters[0], nn.Parameter(torch.randn(job.d_out, device=device).to(dtype))
+        weight, bias = (
+            found[0].parameters[0],
+            nn.Parameter(torch.randn(job.d_out, device=device).to(dtype)),
+        )
         biased = partial(F.linear, weight=weight, bias=bias)
-        found.append(replace(found[0], run=biased, parameters=[weight, bias], option="bias", oracle=biased_oracle))
+        found.append(
+            replace(
+                found[0], run=biased, parameters=[weight, bias], option="bias", oracle=biased_oracle
+            )
+        )
     equal_flops = set[tuple[int, int]]()
     compiled: list[Variant] = []
     for name, family in families(min(job.d_in, job.d_out)).items():
-        layer_of = partial(StructuredLinear, job.d_in, job.d_out, family, device=device, dtype=dtype)
+        layer_of = partial(
+            StructuredLinear, job.d_in, job.d_out, family, device=device, dtype=dtype
+        )
         try:
             layer = layer_of(bias=False)
         except ValueError as misfit:
@@ -154,7 +177,9 @@ def variants(job: Job, device: str, end: float = inf) -> list[Variant]:
             compiled.append(Variant(name, "compiled", structure, runs["loop"], cores, x, dy))
         if with_options and name in OPTIONS_OF:
             for option, argument in OPTIONS.items():
-                found.append(_with_option(name, option, layer_of(**{"bias": False, argument: True}), x, dy))
+                found.append(
+                    _with_option(name, option, layer_of(**{"bias": False, argument: True}), x, dy)
+                )
         equal_flops.add(equal_flops_widths(structure))
     found += compile_all(compiled, backward=job.backward, end=end)
     for d_in, d_out in sorted(equal_flops - {(job.d_in, job.d_out)}):
@@ -163,17 +188,21 @@ def variants(job: Job, device: str, end: float = inf) -> list[Variant]:
 
 
 def equal_flops_widths(structure: Structure) -> tuple[int, int]:
-    """The dense layer of the same aspect ratio and FLOPs: multiples of 64, so that dense is at its best.
+    """The dense layer of the same aspect ratio and FLOPs: multiples of 64, so that dense is at its
+    best.
 
     >>> equal_flops_widths(BTT().structure(1024, 4096))
     (192, 896)
     """
     scale = sqrt(structure.flops / (2 * structure.in_features * structure.out_features))
-    d_in, d_out = (max(64, 64 * round(scale * width / 64)) for width in (structure.in_features, structure.out_features))
+    d_in, d_out = (
+        max(64, 64 * round(scale * width / 64))
+        for width in (structure.in_features, structure.out_features)
+    )
     return d_in, d_out
 
 
-# ---- options ---------------------------------------------------------------------------------------------------------
+# ---- options -------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -198,19 +227,26 @@ def biased_oracle(structure: Structure, parameters: Sequence[Tensor], x: Tensor)
     return timing.oracle(structure, cores, x) + bias.double()
 
 
-def normalised_oracle(stds: Sequence[float], structure: Structure, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
-    """`W x` of the cores `gain * min(1, std / RMS(core)) * core` in float64; the gains are the last of `parameters`."""
+def normalised_oracle(
+    stds: Sequence[float], structure: Structure, parameters: Sequence[Tensor], x: Tensor
+) -> Tensor:
+    """`W x` of the cores `gain * min(1, std / RMS(core)) * core` in float64; the gains are the last
+    of `parameters`."""
     *cores, gains = (parameter.double() for parameter in parameters)
-    clips = [(std / core.pow(2).mean().sqrt()).clamp(max=1) for std, core in zip(stds, cores, strict=True)]
+    clips = [
+        (std / core.pow(2).mean().sqrt()).clamp(max=1)
+        for std, core in zip(stds, cores, strict=True)
+    ]
     scaled = [gain * clip * core for gain, clip, core in zip(gains, clips, cores, strict=True)]
     return timing.oracle(structure, scaled, x)
 
 
-# ---- peers -----------------------------------------------------------------------------------------------------------
+# ---- peers ---------------------------------------------------------------------------------------
 
 
 def compile_all(plain: Sequence[Variant], *, backward: bool, end: float) -> list[Variant]:
-    """Each of `plain` compiled by a first call; what fails, or would begin after `end`, is left out and said."""
+    """Each of `plain` compiled by a first call; what fails, or would begin after `end`, is left out
+    and said."""
     if not plain:
         return []
     torch.compiler.reset()  # they all are one code object, and the last job's would be tried too
@@ -225,7 +261,10 @@ def compile_all(plain: Sequence[Variant], *, backward: bool, end: float) -> list
             with torch._dynamo.config.patch(recompile_limit=len(plain)):
                 _ = compiled.forward_backward() if backward else compiled.forward()
         except Exception as failure:  # no C++ compiler, for one
-            print(f"# left out: {variant.name}, compiled: {type(failure).__name__}: {str(failure).splitlines()[0]}")
+            print(
+                f"# left out: {variant.name}, compiled: {type(failure).__name__}: "
+                f"{str(failure).splitlines()[0]}"
+            )
             continue
         found.append(compiled)
     return found
@@ -238,7 +277,8 @@ class StridedProducts(torch.autograd.Function):
     def forward(ctx: Any, structure: Structure, first: Tensor, last: Tensor, x: Tensor) -> Tensor:
         (one, two), join = structure.program.steps, structure.program.last
         blocks = _seen(x, one.move, one.batch, one.fan_in)  # (batch, tokens, fan_in), a view
-        h = _seen(_tokens_first(blocks, first.mT), two.move, two.batch, two.fan_in).contiguous()  # the copy
+        # the copy
+        h = _seen(_tokens_first(blocks, first.mT), two.move, two.batch, two.fan_in).contiguous()
         y = x.new_empty(len(x), structure.out_features)
         _product(h, last.mT, _seen(y, _inverse(join), two.batch, two.fan_out))
         ctx.structure = structure
@@ -252,21 +292,25 @@ class StridedProducts(torch.autograd.Function):
         dy_blocks = _seen(dy, _inverse(join), two.batch, two.fan_out)
         if 1 not in dy_blocks.stride()[1:]:
             dy_blocks = dy_blocks.transpose(0, 1).contiguous().transpose(0, 1)
-        dh = _seen(_tokens_first(dy_blocks, last), _inverse(two.move), one.batch, one.fan_out).contiguous()  # the copy
+        # the copy
+        dh = _seen(
+            _tokens_first(dy_blocks, last), _inverse(two.move), one.batch, one.fan_out
+        ).contiguous()
         dx = dy.new_empty(len(dy), ctx.structure.in_features)
         _product(dh, first, _seen(dx, one.move, one.batch, one.fan_in))
         return None, torch.bmm(dh.mT, blocks), torch.bmm(dy_blocks.mT, h), dx
 
 
 def _tokens_first(a: Tensor, b: Tensor) -> Tensor:
-    """`a b` in a view of rows `(tokens, batch * features)`: the copy that follows reads a token's features together."""
+    """`a b` in a view of rows `(tokens, batch * features)`: the copy that follows reads a token's
+    features together."""
     out = a.new_empty(a.shape[1], len(a), b.shape[2]).transpose(0, 1)
     return torch.bmm(a, b, out=out)
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Into a view; a BLAS writes only rows or columns of adjacent elements, and in bfloat16 PyTorch's own loop for
-    others takes a hundred times as long."""
+    """Into a view; a BLAS writes only rows or columns of adjacent elements, and in bfloat16
+    PyTorch's own loop for others takes a hundred times as long."""
     if 1 in out.stride()[1:]:
         torch.bmm(a, b, out=out)
     else:
@@ -275,7 +319,9 @@ def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 def _seen(h: Tensor, move: Move, batch: int, width: int) -> Tensor:
     """An activation after a move, as `(batch, tokens * repeat, width)`."""
-    return (h.reshape(move.sizes).permute(move.order) if move.order else h).reshape(batch, -1, width)
+    return (h.reshape(move.sizes).permute(move.order) if move.order else h).reshape(
+        batch, -1, width
+    )
 
 
 def _inverse(move: Move) -> Move:

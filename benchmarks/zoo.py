@@ -1,4 +1,5 @@
-"""Tiny random models of transformers, torch.nn and timm, each with inputs: for the tests and for docs/models.md."""
+"""Tiny random models of transformers, torch.nn and timm, each with inputs: for the tests and for
+docs/models.md."""
 
 import sys
 from collections.abc import Callable
@@ -11,8 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 
-TEXT = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-IMAGE = {"image_size": 16, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+IMAGE = {
+    "image_size": 16,
+    "patch_size": 8,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 NO_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 TOKENS = torch.arange(3, 15).reshape(2, 6)
 
@@ -20,13 +33,17 @@ TOKENS = torch.arange(3, 15).reshape(2, 6)
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=96, n_positions=32, **NO_TOKENS))
+    return GPT2LMHeadModel(
+        GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=96, n_positions=32, **NO_TOKENS)
+    )
 
 
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**TEXT, num_key_value_heads=2, max_position_embeddings=32, **NO_TOKENS))
+    return LlamaForCausalLM(
+        LlamaConfig(**TEXT, num_key_value_heads=2, max_position_embeddings=32, **NO_TOKENS)
+    )
 
 
 def qwen2() -> nn.Module:
@@ -52,16 +69,32 @@ def bert() -> nn.Module:
 def t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes = {"vocab_size": 96, "d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2, "num_heads": 4}
-    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1))
+    sizes = {
+        "vocab_size": 96,
+        "d_model": 32,
+        "d_ff": 64,
+        "d_kv": 8,
+        "num_layers": 2,
+        "num_heads": 4,
+    }
+    return T5ForConditionalGeneration(
+        T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
+    )
 
 
 def whisper() -> nn.Module:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     layers = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in _SIDES}
-    options = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32, "decoder_start_token_id": 3}
-    config = WhisperConfig(vocab_size=96, d_model=32, **layers, **options, **NO_TOKENS, suppress_tokens=None)
+    options = {
+        "num_mel_bins": 8,
+        "max_source_positions": 16,
+        "max_target_positions": 32,
+        "decoder_start_token_id": 3,
+    }
+    config = WhisperConfig(
+        vocab_size=96, d_model=32, **layers, **options, **NO_TOKENS, suppress_tokens=None
+    )
     return WhisperForConditionalGeneration(config)
 
 
@@ -83,7 +116,9 @@ def dinov2() -> nn.Module:
 def phi3() -> nn.Module:
     from transformers import Phi3Config, Phi3ForCausalLM
 
-    return Phi3ForCausalLM(Phi3Config(**TEXT, num_key_value_heads=2, max_position_embeddings=32, **NO_TOKENS))
+    return Phi3ForCausalLM(
+        Phi3Config(**TEXT, num_key_value_heads=2, max_position_embeddings=32, **NO_TOKENS)
+    )
 
 
 def falcon() -> nn.Module:
@@ -96,8 +131,16 @@ def falcon() -> nn.Module:
 def opt() -> nn.Module:
     from transformers import OPTConfig, OPTForCausalLM
 
-    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64}
-    return OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=32, **NO_TOKENS))
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "ffn_dim": 64,
+    }
+    return OPTForCausalLM(
+        OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=32, **NO_TOKENS)
+    )
 
 
 def mamba() -> nn.Module:
@@ -117,7 +160,13 @@ def modernbert() -> nn.Module:
 def swin() -> nn.Module:
     from transformers import SwinConfig, SwinForImageClassification
 
-    sizes = {"image_size": 16, "patch_size": 2, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2]}
+    sizes = {
+        "image_size": 16,
+        "patch_size": 2,
+        "embed_dim": 16,
+        "depths": [1, 1],
+        "num_heads": [2, 2],
+    }
     return SwinForImageClassification(SwinConfig(**sizes, window_size=4, num_labels=5))
 
 
@@ -133,7 +182,9 @@ IMAGES = ("vit", "dinov2", "swin", "siglip")
 
 def inputs(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     if name in IMAGES:
-        return {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 16 * 16).reshape(2, 3, 16, 16).to(dtype)}
+        return {
+            "pixel_values": torch.linspace(-1, 1, 2 * 3 * 16 * 16).reshape(2, 3, 16, 16).to(dtype)
+        }
     if name == "t5":
         return {"input_ids": TOKENS, "decoder_input_ids": TOKENS}
     if name == "whisper":
@@ -145,7 +196,8 @@ def inputs(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     model.__name__: model
     for model in (
-        gpt2, llama, qwen2, phi3, falcon, opt, mixtral, mamba, bert, modernbert, t5, whisper, vit, dinov2, swin, siglip,
+        gpt2, llama, qwen2, phi3, falcon, opt, mixtral, mamba, bert, modernbert, t5, whisper, vit,
+        dinov2, swin, siglip,
     )
 }  # fmt: skip
 
@@ -171,7 +223,11 @@ class _Torchvision(MetaPathFinder, Loader):
             return type("Anything", (type,), {"__getattr__": lambda cls, name: name})(name, (), {})
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "torchvision" else None
+        return (
+            ModuleSpec(name, self, is_package=True)
+            if name.partition(".")[0] == "torchvision"
+            else None
+        )
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return self.Module(spec.name)
@@ -181,11 +237,12 @@ class _Torchvision(MetaPathFinder, Loader):
 
 
 def import_timm() -> None:
-    """Import timm, if it is installed, also without torchvision: timm names transforms and datasets of it when it is
-    imported, and its models use none. The empty torchvision is gone again when timm is there.
+    """Import timm, if it is installed, also without torchvision: timm names transforms and datasets
+    of it when it is imported, and its models use none. The empty torchvision is gone again when
+    timm is there.
 
-    torchvision's wheels need the very build of torch that they were made with; without one installed, `pip install
-    --no-deps timm` is enough.
+    torchvision's wheels need the very build of torch that they were made with; without one
+    installed, `pip install --no-deps timm` is enough.
     """
     if find_spec("timm") is None or find_spec("torchvision") is not None:
         return
@@ -213,4 +270,9 @@ def timm_size(name: str) -> int:
     return 64 if "swin" in name else 32 if "16" in name else 28
 
 
-TIMM = ("vit_tiny_patch16_224", "beit_base_patch16_224", "eva02_tiny_patch14_224", "swinv2_tiny_window8_256")
+TIMM = (
+    "vit_tiny_patch16_224",
+    "beit_base_patch16_224",
+    "eva02_tiny_patch14_224",
+    "swinv2_tiny_window8_256",
+)

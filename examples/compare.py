@@ -1,16 +1,19 @@
-"""What the two examples share: the Transformer block, the options, four runs side by side, checkpoints, table and plot.
+"""What the two examples share: the Transformer block, the options, four runs side by side,
+checkpoints, table and plot.
 
 The four runs see the same batches and the same `--lr`, tuned for the dense model:
 
     dense    nn.Linear everywhere
     naive    structured, every core at the learning rate of a dense layer
-    ours     structured, every core at the learning rate that its shape asks for (`structlin.param_groups`)
-    wider    ours, at the largest width whose FLOPs a token are not over dense's; dense layers follow muP
+    ours     structured, every core at the rate that its shape asks for (`structlin.param_groups`)
+    wider    ours, at the largest width of no more FLOPs a token than dense; dense layers follow muP
 
-With `--optimizer muon` the rate is in units of operator norm per step, the same for every shape: there is no naive run.
+With `--optimizer muon` the rate is in units of operator norm per step, the same for every shape:
+there is no naive run.
 
-A training step is three times the FLOPs of a forward pass; those are counted on one sequence by `FlopCounterMode`,
-attention and head included (the causal half that a fused kernel may skip is counted too).
+A training step is three times the FLOPs of a forward pass; those are counted on one sequence by
+`FlopCounterMode`, attention and head included (the causal half that a fused kernel may skip is
+counted too).
 """
 
 import argparse
@@ -36,7 +39,14 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -46,12 +56,13 @@ import structlin
 from structlin._families import FAMILIES
 
 HEAD = 32  # features of an attention head, at every width
-MUON_LR = 2**-6  # operator norm per step: between the dense GPT's and ViT's best (benchmarks/muon_vs_adamw.py)
+# operator norm per step: between the dense GPT's and ViT's best (benchmarks/muon_vs_adamw.py)
+MUON_LR = 2**-6
 EVALUATIONS = 20  # of the held-out loss in a run; a checkpoint is written at each
 Batch = tuple[Tensor, Tensor]  # inputs, targets
 
 
-# ---- the model -------------------------------------------------------------------------------------------------------
+# ---- the model -----------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -62,8 +73,10 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, tokens, width)
-        q, k, v = self.c_attn(x).unflatten(-1, (3, -1, HEAD)).permute(2, 0, 3, 1, 4)  # (batch, heads, tokens, HEAD)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, scale=1 / HEAD)  # muP: not 1 / sqrt
+        # (batch, heads, tokens, HEAD)
+        q, k, v = self.c_attn(x).unflatten(-1, (3, -1, HEAD)).permute(2, 0, 3, 1, 4)
+        # muP: not 1 / sqrt
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, scale=1 / HEAD)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -90,7 +103,8 @@ class Block(nn.Module):
 
 @torch.no_grad()
 def initialise(model: nn.Module, *, embedding: float) -> None:
-    """muP: hidden layers 1 / sqrt(fan_in); zero for the head and the last linear layer of each residual branch.
+    """muP: hidden layers 1 / sqrt(fan_in); zero for the head and the last linear layer of each
+    residual branch.
 
     Args:
         embedding: standard deviation of embeddings, the same at every width.
@@ -103,11 +117,12 @@ def initialise(model: nn.Module, *, embedding: float) -> None:
             module.weight.normal_(0, embedding)
 
 
-# ---- the task and its runs -------------------------------------------------------------------------------------------
+# ---- the task and its runs -----------------------------------------------------------------------
 
 
 class Task(ABC):
-    """What is trained on what. `ValueError` and `OSError` from its making are errors of the command line."""
+    """What is trained on what. `ValueError` and `OSError` from its making are errors of the command
+    line."""
 
     title: str  # heads the table
     metric: str  # names `score`
@@ -121,7 +136,8 @@ class Task(ABC):
 
     @abstractmethod
     def batch(self, step: int) -> Batch:
-        """The batch of a step: a function of the seed and of `step` alone, so that a run resumes anywhere."""
+        """The batch of a step: a function of the seed and of `step` alone, so that a run resumes
+        anywhere."""
 
     @abstractmethod
     def score(self, loss: float, accuracy: float) -> float:
@@ -147,7 +163,9 @@ def generator(seed: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(1_000_003 * seed + step)
 
 
-def build(task: Task, width: int, structure: structlin.Family | None, seed: int, device: str = "cpu") -> nn.Module:
+def build(
+    task: Task, width: int, structure: structlin.Family | None, seed: int, device: str = "cpu"
+) -> nn.Module:
     torch.manual_seed(seed)
     with torch.device(device):
         model = task.model(width)
@@ -157,17 +175,22 @@ def build(task: Task, width: int, structure: structlin.Family | None, seed: int,
 
 
 def forward_flops(task: Task, width: int, structure: structlin.Family | None) -> int:
-    """FLOPs a token of the forward pass of one sequence, 2 per multiply-add. Nothing is computed."""
+    """FLOPs a token of the forward pass of one sequence, 2 per multiply-add. Nothing is
+    computed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a small layer grows: the real one will say so
         model = build(task, width, structure, seed=0, device="meta")
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # fused CPU attention is not counted
+    with (
+        FlopCounterMode(display=False) as counter,
+        sdpa_kernel(SDPBackend.MATH),
+    ):  # fused CPU attention is not counted
         model(task.heldout[0][0][:1].to("meta"))
     return counter.get_total_flops() // task.tokens
 
 
 def widest(task: Task, structure: structlin.Family, budget: int) -> tuple[int, int]:
-    """The largest width, a multiple of the head size, with at most `budget` FLOPs a token; and its FLOPs."""
+    """The largest width, a multiple of the head size, with at most `budget` FLOPs a token; and its
+    FLOPs."""
     best, width, flops = None, 0, 0
     while flops < 2 * budget:  # FLOPs need not grow with every step of the width: some factor badly
         width += HEAD
@@ -180,7 +203,9 @@ def widest(task: Task, structure: structlin.Family, budget: int) -> tuple[int, i
         if flops <= budget:
             best = width, flops
     if best is None:
-        raise ValueError(f"{structure.label}: no width has as few FLOPs as dense's {budget:,} a token")
+        raise ValueError(
+            f"{structure.label}: no width has as few FLOPs as dense's {budget:,} a token"
+        )
     return best
 
 
@@ -197,9 +222,18 @@ def plan(task: Task, options: argparse.Namespace) -> list[Run]:
     narrow = forward_flops(task, options.width, structure)
     width, wide = widest(task, structure, dense)
     label = structure.label
-    common = task.config | {name: getattr(options, name) for name in ("seed", "steps", "batch", "lr", "depth")}
+    common = task.config | {
+        name: getattr(options, name) for name in ("seed", "steps", "batch", "lr", "depth")
+    }
 
-    def run(name: str, label: str, width: int, structure: structlin.Family | None, aware: bool, flops: int) -> Run:
+    def run(
+        name: str,
+        label: str,
+        width: int,
+        structure: structlin.Family | None,
+        aware: bool,
+        flops: int,
+    ) -> Run:
         config = {**common, "width": width, "structure": structure.label if structure else "none"}
         return Run(name, label, width, structure, aware, flops, config, options.out / f"{name}.pt")
 
@@ -216,7 +250,7 @@ def plan(task: Task, options: argparse.Namespace) -> list[Run]:
     return runs
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
 
 
 def load(run: Run) -> dict[str, Any] | None:
@@ -230,7 +264,14 @@ def load(run: Run) -> dict[str, Any] | None:
     try:
         state = torch.load(run.path, weights_only=True, map_location="cpu")
         theirs, _ = dict(state["config"]), state["history"]
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, ValueError) as error:
+    except (
+        pickle.UnpicklingError,
+        RuntimeError,
+        EOFError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise ValueError(
             f"{run.path} is not a checkpoint of this program: move it away, or pass another --out"
         ) from error
@@ -241,7 +282,9 @@ def load(run: Run) -> dict[str, Any] | None:
         if theirs.get(key) != run.config.get(key)
     ]
     if differ:
-        raise ValueError(f"{run.path} is of another configuration: {'; '.join(differ)}. Pass another --out")
+        raise ValueError(
+            f"{run.path} is of another configuration: {'; '.join(differ)}. Pass another --out"
+        )
     return state
 
 
@@ -253,7 +296,7 @@ def replacing(path: Path) -> Iterator[Path]:
     os.replace(temporary, path)
 
 
-# ---- training --------------------------------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 
 
 def warmup_cosine(step: int, steps: int) -> float:
@@ -276,19 +319,30 @@ def evaluate(model: nn.Module, batches: list[Batch], device: str) -> tuple[float
     return loss / count, correct / count
 
 
-def optimizer_of(model: nn.Module, base: nn.Module, run: Run, options: argparse.Namespace) -> torch.optim.Optimizer:
-    """AdamW with the rates of `param_groups`, or Muon, whose rate needs none; `base` is the dense model."""
+def optimizer_of(
+    model: nn.Module, base: nn.Module, run: Run, options: argparse.Namespace
+) -> torch.optim.Optimizer:
+    """AdamW with the rates of `param_groups`, or Muon, whose rate needs none; `base` is the dense
+    model."""
     if options.optimizer == "muon":
         return structlin.optim.Muon(model, options.lr, other_lr=options.other_lr)
     groups = structlin.param_groups(model, options.lr, base=base, structure_aware=run.aware)
     return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95))
 
 
-def train(task: Task, run: Run, base: Run, options: argparse.Namespace, report: Callable[[int, float], None]) -> dict:
-    """Train to the end, from the checkpoint where there is one. `report` is told the steps done and the loss.
+def train(
+    task: Task,
+    run: Run,
+    base: Run,
+    options: argparse.Namespace,
+    report: Callable[[int, float], None],
+) -> dict:
+    """Train to the end, from the checkpoint where there is one. `report` is told the steps done and
+    the loss.
 
     Returns:
-        The run's history: training losses, evaluations `(step, loss, accuracy)`, seconds of training, params, lr.
+        The run's history: training losses, evaluations `(step, loss, accuracy)`, seconds of
+        training, params, lr.
     """
     device = options.device
     model = build(task, run.width, run.structure, options.seed).to(device)
@@ -300,7 +354,9 @@ def train(task: Task, run: Run, base: Run, options: argparse.Namespace, report: 
         "params": sum(parameter.numel() for parameter in model.parameters()),
         "lr": [choose(group["lr"] for group in optimizer.param_groups) for choose in (min, max)],
     }
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, options.steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: warmup_cosine(step, options.steps)
+    )
     if state := load(run):
         history = state["history"]
         for name, part in (("model", model), ("optimizer", optimizer), ("schedule", schedule)):
@@ -334,10 +390,12 @@ def train(task: Task, run: Run, base: Run, options: argparse.Namespace, report: 
     return history
 
 
-# ---- the report ------------------------------------------------------------------------------------------------------
+# ---- the report ----------------------------------------------------------------------------------
 
 
-def rows(task: Task, runs: list[Run], histories: list[dict], options: argparse.Namespace) -> list[dict[str, Any]]:
+def rows(
+    task: Task, runs: list[Run], histories: list[dict], options: argparse.Namespace
+) -> list[dict[str, Any]]:
     """What the table and the plot show, as plain data."""
     step_flops = 3 * task.tokens * options.batch  # times the forward FLOPs a token
     return [
@@ -351,7 +409,9 @@ def rows(task: Task, runs: list[Run], histories: list[dict], options: argparse.N
             task.metric: task.score(*history["evaluations"][-1][1:]),
             "seconds": round(history["seconds"], 1),
             "lr": history["lr"],
-            "curve": [[step * step_flops * run.flops, loss] for step, loss, _ in history["evaluations"]],
+            "curve": [
+                [step * step_flops * run.flops, loss] for step, loss, _ in history["evaluations"]
+            ],
         }
         for run, history in zip(runs, histories, strict=True)
     ]
@@ -359,7 +419,10 @@ def rows(task: Task, runs: list[Run], histories: list[dict], options: argparse.N
 
 def table(task: Task, results: list[dict[str, Any]]) -> Table:
     titles = ("run", "width", "params", "FLOPs/token", "loss", task.metric, "seconds", "lr")
-    shown = Table(title=task.title, caption="loss in nats, held out; FLOPs of a forward pass, 2 per multiply-add")
+    shown = Table(
+        title=task.title,
+        caption="loss in nats, held out; FLOPs of a forward pass, 2 per multiply-add",
+    )
     for title in titles:
         shown.add_column(title, justify="left" if title == "run" else "right", no_wrap=True)
     for row in results:
@@ -381,7 +444,11 @@ def plot(task: Task, results: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for row in results:
-        axes.loglog(*zip(*row["curve"], strict=True), marker=".", label=f"{row['label']}, width {row['width']}")
+        axes.loglog(
+            *zip(*row["curve"], strict=True),
+            marker=".",
+            label=f"{row['label']}, width {row['width']}",
+        )
     axes.set(xlabel="training FLOPs", ylabel="held-out loss (nats)")
     axes.set_title(textwrap.fill(task.title, 80), fontsize="medium")
     for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
@@ -392,11 +459,15 @@ def plot(task: Task, results: list[dict[str, Any]], path: Path) -> None:
 
 
 def machine(device: str) -> str:
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{torch.get_num_threads()} threads"
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.startswith("cuda")
+        else f"{torch.get_num_threads()} threads"
+    )
     return f"{platform.system()} {platform.machine()}, {name}"
 
 
-# ---- the command line ------------------------------------------------------------------------------------------------
+# ---- the command line ----------------------------------------------------------------------------
 
 
 def positive(text: str) -> int:
@@ -422,7 +493,9 @@ def working(device: str) -> str:
     try:
         torch.zeros(1, device=device).item()
     except Exception as error:  # each backend has its own
-        raise argparse.ArgumentTypeError(f"{device!r} does not work here: {str(error).splitlines()[0]}") from None
+        raise argparse.ArgumentTypeError(
+            f"{device!r} does not work here: {str(error).splitlines()[0]}"
+        ) from None
     return device
 
 
@@ -432,20 +505,38 @@ def structure_of(options: argparse.Namespace) -> structlin.Family:
     Raises:
         ValueError: an option that the family does not have, or one that it needs and did not get.
     """
-    given = {name: getattr(options, name) for name in ("rank", "blocks") if getattr(options, name) is not None}
-    needed = [field.name for field in fields(FAMILIES[options.structure]) if field.default is MISSING]
+    given = {
+        name: getattr(options, name)
+        for name in ("rank", "blocks")
+        if getattr(options, name) is not None
+    }
+    needed = [
+        field.name for field in fields(FAMILIES[options.structure]) if field.default is MISSING
+    ]
     if missing := [name for name in needed if name not in given]:
         raise ValueError(f"--structure {options.structure} needs --{missing[0]}")
     return structlin.family(options.structure, **given)
 
 
 def arguments(about: str, data: str, defaults: dict[str, Any]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", metavar="PATH", type=Path, help=data)
-    parser.add_argument("--structure", choices=list(FAMILIES), help="the family of structures (default: %(default)s)")
+    parser.add_argument(
+        "--structure",
+        choices=list(FAMILIES),
+        help="the family of structures (default: %(default)s)",
+    )
     parser.add_argument("--rank", type=positive, help="of btt, tt and lowrank")
     parser.add_argument("--blocks", type=positive, help="of monarch and blockdiagonal")
-    for name in ("width", "depth", "steps", "batch", *(["context"] if "context" in defaults else [])):
+    for name in (
+        "width",
+        "depth",
+        "steps",
+        "batch",
+        *(["context"] if "context" in defaults else []),
+    ):
         parser.add_argument(f"--{name}", type=positive, help="default: %(default)s")
     parser.add_argument("--optimizer", choices=("adamw", "muon"), help="default: %(default)s")
     best = f"{defaults.get('lr')} for adamw and {MUON_LR} for muon"
@@ -453,12 +544,18 @@ def arguments(about: str, data: str, defaults: dict[str, Any]) -> argparse.Argum
     parser.add_argument("--seed", type=seed, help="default: %(default)s")
     parser.add_argument("--device", type=working, help="default: %(default)s")
     parser.add_argument("--compile", action="store_true", help="use torch.compile")
-    parser.add_argument("--out", metavar="DIR", type=Path, help="for checkpoints, plot and results.json")
     parser.add_argument(
-        "--smoke", action="store_true", help="tiny sizes, a few steps; in a temporary folder without --out"
+        "--out", metavar="DIR", type=Path, help="for checkpoints, plot and results.json"
+    )
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="tiny sizes, a few steps; in a temporary folder without --out",
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.set_defaults(**{**defaults, "lr": None}, structure="btt", seed=0, device=device, optimizer="adamw")
+    parser.set_defaults(
+        **{**defaults, "lr": None}, structure="btt", seed=0, device=device, optimizer="adamw"
+    )
     return parser
 
 
@@ -471,7 +568,8 @@ def main(
     smoke: dict[str, Any],
     argv: list[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """The whole program. A bad option, file or checkpoint ends it with one message before anything runs.
+    """The whole program. A bad option, file or checkpoint ends it with one message before anything
+    runs.
 
     Args:
         make: options -> task.
@@ -508,7 +606,11 @@ def main(
             plot(task, results, path)
         with replacing(options.out / "results.json") as path:
             command = " ".join([Path(sys.argv[0]).name, *(sys.argv[1:] if argv is None else argv)])
-            about_run = {"machine": machine(options.device), "torch": torch.__version__, "seed": options.seed}
+            about_run = {
+                "machine": machine(options.device),
+                "torch": torch.__version__,
+                "seed": options.seed,
+            }
             everything = {**about_run, "command": command, "title": task.title, "rows": results}
             path.write_text(json.dumps(everything, indent=1) + "\n")
         if kept:
@@ -516,7 +618,9 @@ def main(
     return results
 
 
-def train_all(task: Task, runs: list[Run], options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+def train_all(
+    task: Task, runs: list[Run], options: argparse.Namespace, console: Console
+) -> list[dict[str, Any]]:
     """Their histories. A finished run is only read."""
     columns = [
         TextColumn("{task.description}"),
@@ -526,7 +630,9 @@ def train_all(task: Task, runs: list[Run], options: argparse.Namespace, console:
         TimeRemainingColumn(),
     ]
     with Progress(*columns, console=console) as progress:
-        bars = [progress.add_task(str(run), total=options.steps, start=False, loss="-") for run in runs]
+        bars = [
+            progress.add_task(str(run), total=options.steps, start=False, loss="-") for run in runs
+        ]
         histories = []
         for run, bar in zip(runs, bars, strict=True):
             progress.start_task(bar)

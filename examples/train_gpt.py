@@ -5,8 +5,9 @@
     python examples/train_gpt.py --data shakespeare.txt --out out/shakespeare
     python examples/train_gpt.py --smoke                      # seconds: does it run?
 
-Four models learn the documentation and the source text of the Python standard library (or any text, `--data`) from one
-seed, at one learning rate: see examples/compare.py. The same command again goes on from the checkpoints in `--out`.
+Four models learn the documentation and the source text of the Python standard library (or any text,
+`--data`) from one seed, at one learning rate: see examples/compare.py. The same command again goes
+on from the checkpoints in `--out`.
 
 Source: nanoGPT (github.com/karpathy/nanoGPT); muP as in Yang et al. 2022 (arXiv:2203.03466).
 """
@@ -32,7 +33,8 @@ class GPT(nn.Module):
         self.ln_f = nn.LayerNorm(width, bias=False)
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
         compare.initialise(self, embedding=0.2)
-        with torch.no_grad():  # positions are learned, but start as waves: a head then soon finds the tokens before
+        # positions are learned, but start as waves: a head then soon finds the tokens before
+        with torch.no_grad():
             self.wpe.weight.copy_(0.2 * waves(context, width))
 
     def forward(self, tokens: Tensor) -> Tensor:  # (batch, tokens) -> (batch, tokens, vocabulary)
@@ -41,7 +43,8 @@ class GPT(nn.Module):
 
 
 def waves(positions: int, width: int) -> Tensor:
-    """Sines and cosines of wavelengths from 2 pi to 4 pi `positions`, of unit RMS: `(positions, width)`.
+    """Sines and cosines of wavelengths from 2 pi to 4 pi `positions`, of unit RMS: `(positions,
+    width)`.
 
     Source: Vaswani et al. 2017 (arXiv:1706.03762), section 3.5.
     """
@@ -51,7 +54,8 @@ def waves(positions: int, width: int) -> Tensor:
 
 
 def read_text(path: Path | None) -> str:
-    """The text at `path`; if None the standard library's topics of documentation, then its top-level modules.
+    """The text at `path`; if None the standard library's topics of documentation, then its
+    top-level modules.
 
     Raises:
         ValueError, OSError: there is no such file, or it is not text.
@@ -59,14 +63,22 @@ def read_text(path: Path | None) -> str:
     if path is None:
         modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
         topics = pydoc_data.topics.topics
-        texts = [*(topics[name] for name in sorted(topics)), *(each.read_text("utf-8", "ignore") for each in modules)]
+        texts = [
+            *(topics[name] for name in sorted(topics)),
+            *(each.read_text("utf-8", "ignore") for each in modules),
+        ]
         return "\n".join(texts).encode("ascii", "ignore").decode()
     if not path.is_file():
-        raise ValueError(f"--data {path}: {'it is a folder, not a text file' if path.is_dir() else 'no such file'}")
+        raise ValueError(
+            f"--data {path}: "
+            f"{'it is a folder, not a text file' if path.is_dir() else 'no such file'}"
+        )
     try:
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"--data {path} is not text: the byte at {error.start} is not UTF-8") from None
+        raise ValueError(
+            f"--data {path} is not text: the byte at {error.start} is not UTF-8"
+        ) from None
     if "\0" in text:
         raise ValueError(f"--data {path} is not text: it has a zero byte at {text.index(chr(0))}")
     return text
@@ -80,8 +92,8 @@ class Text(compare.Task):
         self.options, self.tokens = options, options.context
         if len(text) < 10 * (self.tokens + 1):
             raise ValueError(
-                f"the text has {len(text):,} characters; a tenth of it is held out, so that --context {self.tokens} "
-                f"needs at least {10 * (self.tokens + 1):,}"
+                f"the text has {len(text):,} characters; a tenth of it is held out, "
+                f"so that --context {self.tokens} needs at least {10 * (self.tokens + 1):,}"
             )
         points = torch.frombuffer(bytearray(text.encode("utf-32-le")), dtype=torch.int32)
         characters, ids = points.unique(return_inverse=True)
@@ -90,10 +102,14 @@ class Text(compare.Task):
         self.train, heldout = ids[:cut], ids[cut:]
         starts = torch.linspace(0, len(heldout) - self.tokens - 1, 128).long()
         self.heldout = [self.windows(heldout, part) for part in starts.split(32)]
-        self.config = {"data": hashlib.sha256(text.encode()).hexdigest()[:12], "context": self.tokens}
+        self.config = {
+            "data": hashlib.sha256(text.encode()).hexdigest()[:12],
+            "context": self.tokens,
+        }
         name = options.data.name if options.data else "Python's standard library"
         steps = f"{options.steps:,} steps of {options.batch} x {self.tokens} characters"
-        self.title = f"GPT of {options.depth} blocks on {len(ids):,} characters of {name}, {steps}, seed {options.seed}"
+        data = f"{len(ids):,} characters of {name}"
+        self.title = f"GPT of {options.depth} blocks on {data}, {steps}, seed {options.seed}"
 
     def windows(self, ids: Tensor, starts: Tensor) -> compare.Batch:
         window = ids[starts[:, None] + torch.arange(self.tokens + 1)]
@@ -105,7 +121,8 @@ class Text(compare.Task):
     def batch(self, step: int) -> compare.Batch:
         random = compare.generator(self.options.seed, step)
         return self.windows(
-            self.train, torch.randint(len(self.train) - self.tokens, (self.options.batch,), generator=random)
+            self.train,
+            torch.randint(len(self.train) - self.tokens, (self.options.batch,), generator=random),
         )
 
     def score(self, loss: float, accuracy: float) -> float:

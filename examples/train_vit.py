@@ -1,15 +1,17 @@
 """A vision Transformer on small images: dense and structured layers side by side.
 
-    python examples/train_vit.py                              # scikit-learn's digits; three minutes on two CPU cores
+    python examples/train_vit.py             # scikit-learn's digits; three minutes on two CPU cores
     python examples/train_vit.py --structure monarch --blocks 8
-    python examples/train_vit.py --data cifar-10-batches-py --width 192 --depth 6 --steps 20000 --batch 128
-    python examples/train_vit.py --smoke                      # seconds: does it run?
+    python examples/train_vit.py --data cifar-10-batches-py --width 192 --depth 6 --steps 20000 \\
+        --batch 128
+    python examples/train_vit.py --smoke     # seconds: does it run?
 
-Four models learn the digits (or CIFAR-10's python batches, or the arrays `images` and `labels` of an .npz: `--data`)
-from one seed, at one learning rate: see examples/compare.py. The same command again goes on from the checkpoints in
-`--out`.
+Four models learn the digits (or CIFAR-10's python batches, or the arrays `images` and `labels` of
+an .npz: `--data`) from one seed, at one learning rate: see examples/compare.py. The same command
+again goes on from the checkpoints in `--out`.
 
-Source: Dosovitskiy et al. 2021 (arXiv:2010.11929), with mean pooling; muP as in Yang et al. 2022 (arXiv:2203.03466).
+Source: Dosovitskiy et al. 2021 (arXiv:2010.11929), with mean pooling; muP as in Yang et al. 2022
+(arXiv:2203.03466).
 """
 
 import argparse
@@ -38,17 +40,20 @@ class ViT(nn.Module):
         self.head = nn.Linear(width, classes)
         compare.initialise(self, embedding=1)
 
-    def forward(self, images: Tensor) -> Tensor:  # (batch, channels, height, columns) -> (batch, classes)
-        patches = F.unfold(images, self.patch, stride=self.patch).mT  # (batch, patches, channels * patch * patch)
+    # (batch, channels, height, columns) -> (batch, classes)
+    def forward(self, images: Tensor) -> Tensor:
+        # (batch, patches, channels * patch * patch)
+        patches = F.unfold(images, self.patch, stride=self.patch).mT
         x = self.patch_embedding(patches) + self.position.weight
         return self.head(self.ln_f(self.blocks(x)).mean(1))
 
 
-# ---- data: images (N, H, W) or (N, H, W, C) or (N, C, H, W), and labels (N,) ----------------------------------------
+# ---- data: images (N, H, W) or (N, H, W, C) or (N, C, H, W), and labels (N,) ---------------------
 
 
 class Arrays(pickle.Unpickler):
-    """Reads numpy arrays and builtin containers, and nothing else: a pickle can otherwise run any code."""
+    """Reads numpy arrays and builtin containers, and nothing else: a pickle can otherwise run any
+    code."""
 
     def find_class(self, module: str, name: str) -> Any:
         admitted = {
@@ -56,11 +61,14 @@ class Arrays(pickle.Unpickler):
             "_frombuffer": np.arange(1).__reduce_ex__(5)[0],
             "ndarray": np.ndarray,
             "dtype": np.dtype,
-            "encode": lambda text, _: text.encode("latin1"),  # how Python 3 writes bytes in an old protocol
+            # how Python 3 writes bytes in an old protocol
+            "encode": lambda text, _: text.encode("latin1"),
         }
         if module.split(".")[0] in ("numpy", "_codecs") and name in admitted:
             return admitted[name]
-        raise pickle.UnpicklingError(f"it holds {module}.{name}, which is no array or builtin container")
+        raise pickle.UnpicklingError(
+            f"it holds {module}.{name}, which is no array or builtin container"
+        )
 
 
 def read_cifar_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -73,7 +81,8 @@ def read_cifar_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
         return images, labels
     except Exception as error:  # a file that is not a pickle raises anything
         raise ValueError(
-            f"--data: {path} is not a python batch of CIFAR-10: {str(error) or type(error).__name__}"
+            f"--data: {path} is not a python batch of CIFAR-10: "
+            f"{str(error) or type(error).__name__}"
         ) from None
 
 
@@ -83,7 +92,9 @@ def read_npz(path: Path) -> list[tuple[np.ndarray, np.ndarray]]:
             raise ValueError("it is no zip archive")
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             if missing := [name for name in ("images", "labels") if name not in arrays]:
-                raise ValueError(f"it has no array {missing[0]!r}; it has {', '.join(arrays) or 'none'}")
+                raise ValueError(
+                    f"it has no array {missing[0]!r}; it has {', '.join(arrays) or 'none'}"
+                )
             return divide(arrays["images"], arrays["labels"])
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"--data: {path} is not an .npz of images and labels: {error}") from None
@@ -110,7 +121,10 @@ def read_images(path: Path | None) -> list[tuple[np.ndarray, np.ndarray]]:
         return [(images, labels), read_cifar_batch(path / "test_batch")]
     if not batches and len(files := sorted(path.glob("*.npz"))) == 1:
         return read_npz(files[0])
-    raise ValueError(f"--data {path} has neither CIFAR-10's data_batch_* and test_batch, nor exactly one .npz file")
+    raise ValueError(
+        f"--data {path} has neither CIFAR-10's data_batch_* and test_batch, "
+        "nor exactly one .npz file"
+    )
 
 
 def divide(images: np.ndarray, labels: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -125,7 +139,10 @@ def divide(images: np.ndarray, labels: np.ndarray) -> list[tuple[np.ndarray, np.
 def check(images: np.ndarray, labels: np.ndarray) -> None:
     for name, array, kinds in (("images", images, "uif"), ("labels", labels, "ui")):
         if array.dtype.kind not in kinds:
-            raise ValueError(f"{name} are of dtype {array.dtype}, not numbers{' of a class' * (name == 'labels')}")
+            raise ValueError(
+                f"{name} are of dtype {array.dtype}, "
+                f"not numbers{' of a class' * (name == 'labels')}"
+            )
     if images.ndim not in (3, 4) or labels.ndim != 1:
         raise ValueError(
             f"images have shape {images.shape}, labels {labels.shape}; they should be (N, H, W) or "
@@ -154,7 +171,10 @@ def patch_size(shape: torch.Size) -> int:
     for patch in range(2, min(height, columns) + 1):
         if height % patch == columns % patch == 0 and height * columns <= 64 * patch**2:
             return patch
-    raise ValueError(f"--data: images of {height} x {columns} pixels cannot be cut into at most 64 square patches")
+    raise ValueError(
+        f"--data: images of {height} x {columns} pixels cannot be cut into "
+        "at most 64 square patches"
+    )
 
 
 class Images(compare.Task):
@@ -173,9 +193,8 @@ class Images(compare.Task):
         self.config = {"data": content.hexdigest()[:12]}
         name = options.data.name if options.data else "scikit-learn's digits"
         steps = f"{options.steps:,} steps of {options.batch} images"
-        self.title = (
-            f"ViT of {options.depth} blocks on {len(self.images):,} images of {name}, {steps}, seed {options.seed}"
-        )
+        data = f"{len(self.images):,} images of {name}"
+        self.title = f"ViT of {options.depth} blocks on {data}, {steps}, seed {options.seed}"
 
     def model(self, width: int) -> nn.Module:
         return ViT(self.images.shape[1:], self.patch, self.classes, width, self.options.depth)
@@ -189,7 +208,8 @@ class Images(compare.Task):
         padded = F.pad(self.images[chosen], (margin,) * 4, value=float(self.images.min()))
         down, right = torch.randint(2 * margin + 1, (2, count, 1), generator=random)
         y, x = (down + torch.arange(height))[:, :, None], (right + torch.arange(columns))[:, None]
-        moved = padded[torch.arange(count)[:, None, None], :, y, x]  # (count, height, columns, channels)
+        # (count, height, columns, channels)
+        moved = padded[torch.arange(count)[:, None, None], :, y, x]
         return moved.permute(0, 3, 1, 2), self.labels[chosen]
 
     def score(self, loss: float, accuracy: float) -> float:
@@ -200,8 +220,16 @@ def main(argv: list[str] | None = None) -> list[dict]:
     return compare.main(
         Images,
         __doc__,
-        data="CIFAR-10's folder of python batches, or an .npz of images and labels (default: scikit-learn's digits)",
-        defaults={"width": 128, "depth": 2, "steps": 1500, "batch": 32, "lr": 0.002, "out": Path("out/train_vit")},
+        data="CIFAR-10's folder of python batches, or an .npz of images and labels "
+        "(default: scikit-learn's digits)",
+        defaults={
+            "width": 128,
+            "depth": 2,
+            "steps": 1500,
+            "batch": 32,
+            "lr": 0.002,
+            "out": Path("out/train_vit"),
+        },
         smoke={"width": 32, "depth": 1, "steps": 6, "batch": 8},
         argv=argv,
     )

@@ -1,10 +1,22 @@
-"""structlin: structured matrices as better linear layers. The structure is the only thing anybody writes."""
+"""structlin: structured matrices as better linear layers. The structure is the only thing anybody
+writes."""
 
 from . import duality, modular, optim, scaling, stability
 from ._checkpoint import load, save
 from ._cola import to_cola
 from ._convert import Plan, convert, merge, plan, to_dense_
-from ._families import BTT, TT, BlockDiagonal, Dense, Family, Kronecker, LowRank, Monarch, Split, family
+from ._families import (
+    BTT,
+    TT,
+    BlockDiagonal,
+    Dense,
+    Family,
+    Kronecker,
+    LowRank,
+    Monarch,
+    Split,
+    family,
+)
 from ._kernels.engine import show_config
 from ._linear import StructuredLinear
 from ._product import apply, to_dense

@@ -122,8 +122,14 @@ def restructure(model: nn.Module, modules: Mapping[str, Mapping[str, Any]]) -> l
             continue
         if new is not None:
             found[layer.module] = layer.names, new
-    converted = [name for name, layer in layers.items() if isinstance(layer.module, StructuredLinear)]
-    problems += [f"{name!r} is structured in the model, dense in the file" for name in converted if name not in modules]
+    converted = [
+        name for name, layer in layers.items() if isinstance(layer.module, StructuredLinear)
+    ]
+    problems += [
+        f"{name!r} is structured in the model, dense in the file"
+        for name in converted
+        if name not in modules
+    ]
     if problems:
         raise ValueError(f"the model differs from what was saved: {'; '.join(problems[:10])}")
     return list(found.values())
@@ -136,7 +142,9 @@ def _build_layer(layer: Layer, data: Mapping[str, Any]) -> StructuredLinear | No
     widths = layer.in_features, layer.out_features
     saved = data["in_features"], data["out_features"]
     if widths != saved:
-        raise ValueError(f"{widths[0]} -> {widths[1]} in the model, {saved[0]} -> {saved[1]} in the file")
+        raise ValueError(
+            f"{widths[0]} -> {widths[1]} in the model, {saved[0]} -> {saved[1]} in the file"
+        )
     if (bias is not None) != data["bias"]:
         raise ValueError(f"bias={not data['bias']} in the model, bias={data['bias']} in the file")
     if not structured and layer.obstacle:
@@ -156,7 +164,9 @@ def _build_layer(layer: Layer, data: Mapping[str, Any]) -> StructuredLinear | No
         dtype=weight.dtype,
     )
     if new.stds != data.get("sigma", new.stds):  # 0.1.0 did not write it
-        raise ValueError(f"init={new.init!r} gives sigma={new.stds} in this version, {data['sigma']} in the file")
+        raise ValueError(
+            f"init={new.init!r} gives sigma={new.stds} in this version, {data['sigma']} in the file"
+        )
     if isinstance(old, StructuredLinear):
         _check_same(old, new, data["label"])
         return None
@@ -179,7 +189,9 @@ def _collect_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str
     for name, tensor in model.state_dict().items():
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
             kind = type(tensor).__name__
-            raise ValueError(f"{name!r} is a {kind}, no plain tensor; gather or dequantise it before saving")
+            raise ValueError(
+                f"{name!r} is a {kind}, no plain tensor; gather or dequantise it before saving"
+            )
         if tensor.is_meta:
             raise ValueError(f"{name!r} is on the meta device: it has no values to save")
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
@@ -191,7 +203,10 @@ def _collect_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str
     seen = set[int]()
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage()
-        alone = storage.nbytes() == tensor.numel() * tensor.element_size() and storage.data_ptr() not in seen
+        alone = (
+            storage.nbytes() == tensor.numel() * tensor.element_size()
+            and storage.data_ptr() not in seen
+        )
         seen.add(storage.data_ptr())
         if not alone or not tensor.is_contiguous():
             tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
@@ -207,7 +222,9 @@ def _restore_on_error(model: nn.Module) -> Iterator[None]:
     kinds = ("_modules", "_parameters", "_buffers")
     places = [vars(module)[kind] for module in model.modules() for kind in kinds]
     contents = [dict(place) for place in places]
-    tensors = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta and not t.is_inference()]
+    tensors = [
+        t for t in (*model.parameters(), *model.buffers()) if not t.is_meta and not t.is_inference()
+    ]
     values = [(tensor, tensor._version, tensor.to("cpu", copy=True)) for tensor in tensors]
     try:
         yield
@@ -223,10 +240,14 @@ def _restore_on_error(model: nn.Module) -> Iterator[None]:
 
 def _check_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
     """Names, shapes, ties (equal in the file), and that no buffer stays without values."""
-    entries = {f"{name}.{ENTRY}".removeprefix(".") for name in describe(model)}  # compared by the layers
+    # compared by the layers
+    entries = {f"{name}.{ENTRY}".removeprefix(".") for name in describe(model)}
     state = model.state_dict(keep_vars=True)
     wanted = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
-    lacking, unknown = wanted.keys() - saved.keys() - entries, saved.keys() - wanted.keys() - entries
+    lacking, unknown = (
+        wanted.keys() - saved.keys() - entries,
+        saved.keys() - wanted.keys() - entries,
+    )
     problems = [f"{name!r} is in the model, not in the file" for name in wanted if name in lacking]
     problems += [f"{name!r} is in the file, not in the model" for name in saved if name in unknown]
     problems += [
@@ -240,7 +261,9 @@ def _check_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
     for name in (name for name in wanted if name in saved):
         other = first.setdefault(id(wanted[name]), name)
         if saved[name] is not saved[other] and not torch.equal(saved[name], saved[other]):
-            raise ValueError(f"{other!r} and {name!r} are tied in the model and differ in the file: untie them")
+            raise ValueError(
+                f"{other!r} and {name!r} are tied in the model and differ in the file: untie them"
+            )
     lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in saved]
     if lost:
         text = "on the meta device and in no file (persistent=False); build the model on a device"

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def to_cola(structure: Structure, cores: Sequence[Tensor]) -> "LinearOperator":
-    """W as a CoLA `LinearOperator`: a product of block-diagonal, Kronecker and permutation operators.
+    """W as a CoLA `LinearOperator`: a product of block-diagonal, Kronecker and permutation
+    operators.
 
     It stays matrix-free, so CoLA's spectral algorithms run on a trained layer. Needs `cola-ml`.
 

@@ -177,9 +177,13 @@ def plan(
     )
     found = [decision for decision in decisions if decision.structure is not None]
     if init == "project" and any(decision.zero_init for decision in found):
-        raise ValueError(f"zero_init={zero_init!r}: with init='project' layers start as what they were")
+        raise ValueError(
+            f"zero_init={zero_init!r}: with init='project' layers start as what they were"
+        )
     if untie and not any(decision.layer.tied for decision in found):
-        raise ValueError("untie=True: no layer that is converted shares its weight; include one, say 'head'")
+        raise ValueError(
+            "untie=True: no layer that is converted shares its weight; include one, say 'head'"
+        )
     if init == "project":
         _check_values(found)
         if calibration is not None:
@@ -334,14 +338,20 @@ def merge(model: nn.Module, *, tokens: int) -> nn.Module:
 # ---- arguments ---------------------------------------------------------------------------------
 
 
-def _check_types(structure: Spec, overrides: Mapping[Any, Spec | None], split: Mapping[Any, int]) -> None:
+def _check_types(
+    structure: Spec, overrides: Mapping[Any, Spec | None], split: Mapping[Any, int]
+) -> None:
     if not isinstance(overrides, Mapping):
-        raise TypeError(f"overrides={overrides!r} must be a mapping of patterns to structures, or to None")
+        raise TypeError(
+            f"overrides={overrides!r} must be a mapping of patterns to structures, or to None"
+        )
     if not isinstance(split, Mapping):
         raise TypeError(f"split={split!r} must be a mapping of patterns to numbers of parts")
     for spec in (structure, *(spec for spec in overrides.values() if spec is not None)):
         if not isinstance(spec, Family | Structure):
-            raise TypeError(f"structure={spec!r} must be a family such as BTT(rank=1), or a Structure")
+            raise TypeError(
+                f"structure={spec!r} must be a family such as BTT(rank=1), or a Structure"
+            )
 
 
 def _choose_init(init: str | None, calibration: Calibration | None, budget: float | None) -> str:
@@ -352,7 +362,9 @@ def _choose_init(init: str | None, calibration: Calibration | None, budget: floa
         raise ValueError(f"init={init!r} is unknown; there are {', '.join(INITS)} and project")
     for argument, is_given in given.items():
         if is_given and init != "project":
-            raise ValueError(f"{argument} is given, but init={init!r} starts afresh; take init='project'")
+            raise ValueError(
+                f"{argument} is given, but init={init!r} starts afresh; take init='project'"
+            )
     return init
 
 
@@ -392,7 +404,9 @@ def _check_values(decisions: Iterable[Decision]) -> None:
 
 def _calibrate(model: nn.Module, decisions: Sequence[Decision], calibration: Calibration) -> None:
     layers = [decision.layer.module for decision in decisions]
-    for decision, found in zip(decisions, measure_covariances(model, layers, calibration), strict=True):
+    for decision, found in zip(
+        decisions, measure_covariances(model, layers, calibration), strict=True
+    ):
         decision.covariance = found
     unseen = [decision.layer.name for decision in decisions if decision.covariance is None]
     if unseen:
@@ -404,10 +418,14 @@ def _spend(budget: float, of: str, decisions: Sequence[Decision]) -> None:
     """Choose the sizes of these layers, and project their weights."""
     families = [d.structure for d in decisions if isinstance(d.structure, Family)]
     if not decisions or len(families) < len(decisions):
-        raise ValueError(f"budget={budget}: structure must be a family, and be meant for some layer")
+        raise ValueError(
+            f"budget={budget}: structure must be a family, and be meant for some layer"
+        )
     weights = [decision.layer.matrix for decision in decisions]
     given = [decision.covariance for decision in decisions]
-    for decision, choice in zip(decisions, allocate(weights, families, budget, given, of), strict=True):
+    for decision, choice in zip(
+        decisions, allocate(weights, families, budget, given, of), strict=True
+    ):
         decision.structure, decision.resolved = choice.size.family, choice.size.structure
         decision.cores, decision.error = choice.cores, choice.error
 
@@ -431,7 +449,9 @@ def _check_weights(decisions: Iterable[Decision]) -> None:
         if structure is None or cores is None or error is None:
             continue
         weight, given = decision.layer.matrix, decision.covariance
-        now = relative_error(weight, structure, [core.to(weight) for core in cores], covariance=given)
+        now = relative_error(
+            weight, structure, [core.to(weight) for core in cores], covariance=given
+        )
         if not isclose(now, error, rel_tol=1e-9, abs_tol=1e-12):
             name = decision.layer.name
             raise ValueError(f"layer {name!r} got other weights after this plan; make a new one")
@@ -489,7 +509,9 @@ def _is_slower(layer: StructuredLinear, tokens: int) -> bool:
     shape = tokens, layer.in_features
     x = torch.randn(shape, generator=random, device=core.device, dtype=core.dtype)
     dense = build_dense_layer(layer)
-    rounds = [(_time_call(layer.forward, x), _time_call(dense.forward, x)) for _ in range(1 + ROUNDS)]
+    rounds = [
+        (_time_call(layer.forward, x), _time_call(dense.forward, x)) for _ in range(1 + ROUNDS)
+    ]
     timed = rounds[1:]  # the first round warms up
     return median(own for own, _ in timed) > median(other for _, other in timed)
 
@@ -525,9 +547,13 @@ def untie(model: nn.Module) -> None:
 
 
 def _declare(model: nn.Module) -> None:
-    """Let transformers know which layers are structured, so that `save_pretrained` writes it down."""
-    owner = sys.modules.get("transformers.modeling_utils")  # a model of transformers has imported it
-    if owner is not None and any(isinstance(module, owner.PreTrainedModel) for module in model.modules()):
+    """Let transformers know which layers are structured, so that `save_pretrained` writes it
+    down."""
+    # a model of transformers has imported it
+    owner = sys.modules.get("transformers.modeling_utils")
+    if owner is not None and any(
+        isinstance(module, owner.PreTrainedModel) for module in model.modules()
+    ):
         from .hf import declare
 
         declare(model)

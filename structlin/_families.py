@@ -1,9 +1,10 @@
-"""The families: hyperparameters -> a `Structure` for a width. The only file that names them and their formulas.
+"""The families: hyperparameters -> a `Structure` for a width. The only file that names them and
+their formulas.
 
-`W` is `(out_features, in_features)`, `y = W x`. Source, where none is named: Qiu et al. 2024, "Compute Better Spent"
-(arXiv:2406.06248). Widths are factorised as evenly as possible (its appendix E.2); a width that factors badly (a
-prime, 50257 = 29 x 1733) is padded to the next one that factors well: the structure is then larger than the layer, and
-the layer slices.
+`W` is `(out_features, in_features)`, `y = W x`. Source, where none is named: Qiu et al. 2024,
+"Compute Better Spent" (arXiv:2406.06248). Widths are factorised as evenly as possible (its appendix
+E.2); a width that factors badly (a prime, 50257 = 29 x 1733) is padded to the next one that factors
+well: the structure is then larger than the layer, and the layer slices.
 """
 
 from abc import ABC, abstractmethod
@@ -15,20 +16,24 @@ from typing import Any
 from ._structure import Structure
 from ._widths import divide, divisors, factorise, name_nearest, require_bounded, require_positive
 
-FAMILIES: dict[str, type["Family"]] = {}  # by name, in lower case; a subclass is in it once it is defined
+# by name, in lower case; a subclass is in it once it is defined
+FAMILIES: dict[str, type["Family"]] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family(ABC):
-    """Hyperparameters that give a `Structure` for every width. Subclass it, or declare a `Structure`: both work
-    everywhere. A subclass is known by its name, case ignored, from then on: to `family`, in files and on command lines.
+    """Hyperparameters that give a `Structure` for every width. Subclass it, or declare a
+    `Structure`: both work everywhere. A subclass is known by its name, case ignored, from then on:
+    to `family`, in files and on command lines.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         known = FAMILIES.get(cls.__name__.lower())
         if known is not None and known.__module__ == __name__ != cls.__module__:
-            raise ValueError(f"class {cls.__name__}: structlin has a family of that name; take another")
+            raise ValueError(
+                f"class {cls.__name__}: structlin has a family of that name; take another"
+            )
         FAMILIES[cls.__name__.lower()] = cls
 
     @abstractmethod
@@ -44,7 +49,10 @@ class Family(ABC):
     def to_dict(self) -> dict[str, Any]:
         """As plain data (for JSON); `family(**data)` is its inverse."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        plain = {name: value.to_dict() if isinstance(value, Family) else value for name, value in values.items()}
+        plain = {
+            name: value.to_dict() if isinstance(value, Family) else value
+            for name, value in values.items()
+        }
         return {"name": type(self).__name__, **plain}
 
     @property
@@ -55,7 +63,8 @@ class Family(ABC):
         ('BTT(rank=4)', 'BTT(rank=2, cores=3)', 'Kronecker()')
         """
         shown = [f for f in fields(self) if f.name != "cores" or getattr(self, f.name) != f.default]
-        return f"{type(self).__name__}({', '.join(f'{f.name}={getattr(self, f.name)}' for f in shown)})"
+        values = ", ".join(f"{f.name}={getattr(self, f.name)}" for f in shown)
+        return f"{type(self).__name__}({values})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +85,9 @@ class LowRank(Family):
         require_positive("rank", self.rank)
 
     def structure(self, in_features: int, out_features: int) -> Structure:
-        require_bounded("rank", self.rank, min(in_features, out_features), "min(in_features, out_features)")
+        require_bounded(
+            "rank", self.rank, min(in_features, out_features), "min(in_features, out_features)"
+        )
         return Structure(
             "i -> o",
             "r i",  # V
@@ -115,10 +126,12 @@ class Kronecker(Family):
 
 @dataclass(frozen=True, kw_only=True)
 class TT(Family):
-    """Tensor-Train matrix: `W[i1..ic, j1..jc] = G1[i1, j1] ... Gc[ic, jc]`, a product of rank x rank matrices.
+    """Tensor-Train matrix: `W[i1..ic, j1..jc] = G1[i1, j1] ... Gc[ic, jc]`, a product of rank x
+    rank matrices.
 
-    Core t is `r(t-1) i_t j_t r_t`; core c is applied first. Rank 1 with two cores is Kronecker. `rank` may be a tuple,
-    one for each of the `cores - 1` bonds r_1 .. r_(c-1). Source: Novikov et al. 2015 (arXiv:1509.06569).
+    Core t is `r(t-1) i_t j_t r_t`; core c is applied first. Rank 1 with two cores is Kronecker.
+    `rank` may be a tuple, one for each of the `cores - 1` bonds r_1 .. r_(c-1). Source: Novikov et
+    al. 2015 (arXiv:1509.06569).
     """
 
     rank: int | tuple[int, ...]
@@ -139,11 +152,13 @@ class TT(Family):
 
 @dataclass(frozen=True, kw_only=True)
 class Monarch(Family):
-    """Two block-diagonal matrices of `blocks` blocks with a fixed transposition between; full rank for a square layer.
+    """Two block-diagonal matrices of `blocks` blocks with a fixed transposition between; full rank
+    for a square layer.
 
-    The middle is `min(in_features, out_features)` wide, q = middle / blocks for each block of the first core
-    (k q p); it is read again as (r l), l = blocks, by the second (l s r), and written in the order (s l). That
-    regrouping needs blocks to divide q or q to divide blocks. Source: Dao et al. 2022 (arXiv:2204.00595) and its code.
+    The middle is `min(in_features, out_features)` wide, q = middle / blocks for each block of the
+    first core (k q p); it is read again as (r l), l = blocks, by the second (l s r), and written in
+    the order (s l). That regrouping needs blocks to divide q or q to divide blocks. Source: Dao et
+    al. 2022 (arXiv:2204.00595) and its code.
     """
 
     blocks: int = 4
@@ -170,20 +185,24 @@ class Monarch(Family):
                 r=q, k=b // q, p=p, q=q, s=s,
             )  # fmt: skip
         middle = min(in_features, out_features)
-        fits = [n for n in divisors(in_features) if out_features % n == 0 and _regroups(n, middle // n)]
+        fits = [
+            n for n in divisors(in_features) if out_features % n == 0 and _regroups(n, middle // n)
+        ]
         raise ValueError(
-            f"blocks={b} does not regroup a middle of {middle} = {b} x {q}: {b} must divide {q} or be a multiple "
-            f"of it; {name_nearest(b, fits)}"
+            f"blocks={b} does not regroup a middle of {middle} = {b} x {q}: "
+            f"{b} must divide {q} or be a multiple of it; {name_nearest(b, fits)}"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BTT(Family):
-    """Block Tensor-Train. With two cores W is a b x g grid of contiguous a x d blocks, each of rank `rank`.
+    """Block Tensor-Train. With two cores W is a b x g grid of contiguous a x d blocks, each of rank
+    `rank`.
 
-    Core t is TT's with the axes `i_(t+1..c)` and `j_(1..t-1)` as batch (CBS, equation 6), so nothing is shared between
-    blocks; outputs stay in the order `i_c .. i_1` in which the cores produce them. Two cores of rank 1 with equal
-    factors are Monarch with sqrt(d) blocks. `rank` may be a tuple, one for each of the bonds r_1 .. r_(c-1).
+    Core t is TT's with the axes `i_(t+1..c)` and `j_(1..t-1)` as batch (CBS, equation 6), so
+    nothing is shared between blocks; outputs stay in the order `i_c .. i_1` in which the cores
+    produce them. Two cores of rank 1 with equal factors are Monarch with sqrt(d) blocks. `rank` may
+    be a tuple, one for each of the bonds r_1 .. r_(c-1).
 
     >>> BTT(rank=2).structure(1024, 1024)  # doctest: +NORMALIZE_WHITESPACE
     Structure('j1 j2 -> i2 i1', 'j1 r1 i2 j2', 'i2 i1 j1 r1', i1=32, i2=32, j1=32, j2=32, r1=2)
@@ -211,7 +230,8 @@ class BTT(Family):
 
 @dataclass(frozen=True, kw_only=True)
 class Split(Family):
-    """`parts` matrices of one family, stacked: a fused qkv as three, so that q, k and v share nothing.
+    """`parts` matrices of one family, stacked: a fused qkv as three, so that q, k and v share
+    nothing.
 
     It is one structure: an axis more in every core, produced by the first one.
 
@@ -233,7 +253,8 @@ class Split(Family):
         each = self.of.structure(in_features, out_features // self.parts)
         if each.out_features * self.parts != out_features:
             raise ValueError(
-                f"{self.of.label} pads {out_features // self.parts} outputs to {each.out_features}: no stack"
+                f"{self.of.label} pads {out_features // self.parts} outputs to "
+                f"{each.out_features}: no stack"
             )
         inputs, outputs = " ".join(each.inputs), " ".join(each.outputs)
         cores = [f"part {core}" for core in each.subscripts]
@@ -262,23 +283,36 @@ def family(name: str, **options: Any) -> Family:
         raise ValueError(f"{cls.__name__} needs {missing[0]}=")
     for option, value in options.items():
         if option not in known:
-            raise ValueError(f"{cls.__name__} has no option {option!r} (got {option}={value!r}); it has {known}")
-    nested = {option: family(**value) if isinstance(value, Mapping) else value for option, value in options.items()}
+            raise ValueError(
+                f"{cls.__name__} has no option {option!r} (got {option}={value!r}); it has {known}"
+            )
+    nested = {
+        option: family(**value) if isinstance(value, Mapping) else value
+        for option, value in options.items()
+    }
     return cls(**nested)
 
 
 def structure_of(structure: Family | Structure, in_features: int, out_features: int) -> Structure:
-    """The structure of a layer `in_features -> out_features`, from a family or a `Structure` that is large enough.
+    """The structure of a layer `in_features -> out_features`, from a family or a `Structure` that
+    is large enough.
 
     Raises:
-        ValueError: a width below 1; the family does not fit; the `Structure` is smaller than the layer.
+        ValueError: a width below 1; the family does not fit; the `Structure` is smaller than the
+            layer.
         TypeError: neither a family nor a `Structure`.
     """
     require_positive("in_features", in_features)
     require_positive("out_features", out_features)
     if not isinstance(structure, Family | Structure):
-        raise TypeError(f"structure={structure!r} must be a family such as BTT(rank=1), or a Structure")
-    found = structure.structure(in_features, out_features) if isinstance(structure, Family) else structure
+        raise TypeError(
+            f"structure={structure!r} must be a family such as BTT(rank=1), or a Structure"
+        )
+    found = (
+        structure.structure(in_features, out_features)
+        if isinstance(structure, Family)
+        else structure
+    )
     if not isinstance(found, Structure):
         raise TypeError(f"{label(structure)} gives a {type(found).__name__}, not a Structure")
     for side, width, size in (
@@ -297,7 +331,7 @@ def label(structure: Family | Structure) -> str:
     return f"{structure.signature}; {'; '.join(structure.subscripts)}"
 
 
-# ---- ranks -----------------------------------------------------------------------------------------------------------
+# ---- ranks ---------------------------------------------------------------------------------------
 
 
 def _regroups(blocks: int, q: int) -> bool:
@@ -308,12 +342,16 @@ def _check_bonds(rank: int | tuple[int, ...], cores: int, smallest: int) -> int 
     if isinstance(cores, bool) or not isinstance(cores, int) or cores < smallest:
         raise ValueError(f"cores={cores!r} must be an integer of at least {smallest}")
     if isinstance(rank, Mapping | str) or not isinstance(rank, int | tuple | list):
-        raise ValueError(f"rank={rank!r} must be an integer of at least 1, or a tuple of {cores - 1}")
+        raise ValueError(
+            f"rank={rank!r} must be an integer of at least 1, or a tuple of {cores - 1}"
+        )
     if isinstance(rank, int):
         require_positive("rank", rank)
         return rank
     if len(rank) != cores - 1:
-        raise ValueError(f"rank={rank!r} has {len(rank)} entries; cores={cores} have {cores - 1} bonds")
+        raise ValueError(
+            f"rank={rank!r} has {len(rank)} entries; cores={cores} have {cores - 1} bonds"
+        )
     for value in rank:
         require_positive("rank", value)
     return tuple(rank)
@@ -325,7 +363,9 @@ def _tt_core(t: int, c: int) -> str:
     return " ".join([*left, f"i{t}", f"j{t}", *right])
 
 
-def _tt_sizes(rank: int | tuple[int, ...], bounds: list[int], i: tuple[int, ...], j: tuple[int, ...]) -> dict[str, int]:
+def _tt_sizes(
+    rank: int | tuple[int, ...], bounds: list[int], i: tuple[int, ...], j: tuple[int, ...]
+) -> dict[str, int]:
     """Sizes of all axes; `bounds` are those of the bonds r_1 .. r_(c-1)."""
     ranks = (rank,) * len(bounds) if isinstance(rank, int) else rank
     if isinstance(rank, int) and bounds:

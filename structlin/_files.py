@@ -169,7 +169,9 @@ def _check(file: Path, data: bytes) -> dict[str, Any]:
         description: dict[str, Any] = json.loads(header["__metadata__"]["structlin"])
         version, checksum = int(description["version"]), str(description["checksum"])
     except _MALFORMED:
-        raise ValueError(f"{file} is no file of structlin.save, or was truncated or edited") from None
+        raise ValueError(
+            f"{file} is no file of structlin.save, or was truncated or edited"
+        ) from None
     _check_version(file, version)
     start = 8 + len(_BEFORE_CHECKSUM)
     view = memoryview(data)
@@ -193,14 +195,18 @@ def _read_old(folder: Path) -> tuple[dict[str, Any], bytes]:
     if not manifest_file.is_file():
         raise ValueError(f"path={str(folder)!r} has no {FILE}; was it written by structlin.save?")
     if not weights_file.is_file():
-        raise ValueError(f"path={str(folder)!r} has no {OLD_WEIGHTS}, which {OLD_MANIFEST} tells of")
+        raise ValueError(
+            f"path={str(folder)!r} has no {OLD_WEIGHTS}, which {OLD_MANIFEST} tells of"
+        )
     data = weights_file.read_bytes()
     try:
         manifest: dict[str, Any] = json.loads(manifest_file.read_bytes())
         if manifest["format"] != "structlin":
             raise KeyError("format")
         version, checksum = int(manifest["version"]), manifest.pop("checksum")
-        intact = checksum == hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+        intact = (
+            checksum == hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+        )
     except _MALFORMED:
         raise ValueError(f"{manifest_file} is no manifest of structlin, or is truncated") from None
     _check_version(manifest_file, version)

@@ -11,25 +11,28 @@ from torch import Tensor, nn
 from . import _product
 from ._families import DEFAULT, Family, label, structure_of
 from ._projection import project
-from ._state import ENTRY, carries_entry, find_difference, write_entry
+from ._state import DescribedModule
 from ._structure import Structure
 from ._weight import WeightView
 from .duality import dualize
 from .scaling import INITS, init_std
 
 
-class StructuredLinear(nn.Module):
+class StructuredLinear(DescribedModule):
     """`y = x W^T + b` with a structured W, which is only formed where that is faster.
 
     Args:
-        in_features, out_features: widths, as of nn.Linear; they never change, also where the structure pads inside.
+        in_features, out_features: widths, as of nn.Linear; they never change, also where the
+            structure pads inside.
         structure: a family such as `BTT(rank=1)`, or a `Structure` at least as large as the layer.
         bias: whether to add a bias, initialised to zero.
-        weight_norm: multiply by `gamma * min(1, sigma / RMS(core)) * core` in place of `core`; sigma is the initial
-            standard deviation, gamma (`gains`, one per core) is learned and starts at 1 (CBS, section 5.1).
+        weight_norm: multiply by `gamma * min(1, sigma / RMS(core)) * core` in place of `core`;
+            sigma is the initial standard deviation, gamma (`gains`, one per core) is learned and
+            starts at 1 (CBS, section 5.1).
         init: "mup", "spectral" or "orthogonal", see `scaling.init_std`.
-        zero_init: the layer starts as the zero function: its last core is zero, the others are not, so that every core
-            has a gradient after one step. For the last linear layer of a residual branch.
+        zero_init: the layer starts as the zero function: its last core is zero, the others are not,
+            so that every core has a gradient after one step. For the last linear layer of a
+            residual branch.
 
     Attributes:
         cores: ParameterList, one parameter `(batch, fan_out, fan_in)` per core.
@@ -39,10 +42,12 @@ class StructuredLinear(nn.Module):
         label: what tables call the structure.
         stds: sigma of each core.
         padding: columns and rows that the structure has beyond the layer's.
-        mode: "structured" multiplies core by core; "dense" multiplies the cores into W at every call, and by W; "auto",
-            which it is at first, forms W where the structure has nearly dense's FLOPs and there are many tokens.
+        mode: "structured" multiplies core by core; "dense" multiplies the cores into W at every
+            call, and by W; "auto", which it is at first, forms W where the structure has nearly
+            dense's FLOPs and there are many tokens.
         conv1d: whether the layer took the place of transformers' Conv1D, for the way back.
-        weight: the dense matrix `(out_features, in_features)`, only formed if its numbers are read; see `WeightView`.
+        weight: the dense matrix `(out_features, in_features)`, only formed if its numbers are read;
+            see `WeightView`.
 
     Raises:
         ValueError: the structure does not fit the widths; `init` is unknown.
@@ -77,8 +82,13 @@ class StructuredLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.label = label(structure)
         self.init, self.zero_init, self.conv1d = init, zero_init, False
-        self.padding = self.structure.in_features - in_features, self.structure.out_features - out_features
-        self.stds = [init_std(core, init, bottleneck_variance=zero_init) for core in self.structure.cores]
+        self.padding = (
+            self.structure.in_features - in_features,
+            self.structure.out_features - out_features,
+        )
+        self.stds = [
+            init_std(core, init, bottleneck_variance=zero_init) for core in self.structure.cores
+        ]
         self.mode = "auto"
         self._names = [str(n) for n in range(len(self.structure.cores))]
 
@@ -93,7 +103,9 @@ class StructuredLinear(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the cores anew from their normal distributions; gains to 1, bias to 0."""
-        for n, (core, std, parameter) in enumerate(zip(self.structure.cores, self.stds, self.cores, strict=True)):
+        for n, (core, std, parameter) in enumerate(
+            zip(self.structure.cores, self.stds, self.cores, strict=True)
+        ):
             if self.zero_init and n == len(self.cores) - 1:
                 parameter.zero_()
             elif self.init == "orthogonal":
@@ -144,8 +156,8 @@ class StructuredLinear(nn.Module):
     def _stored_cores(self) -> list[Tensor]:
         """The cores before they are normalised.
 
-        They are read by name, as somebody may have parametrised or pruned one, and its hooks, which would run before
-        the list's own forward pass if it had one, are run here.
+        They are read by name, as somebody may have parametrised or pruned one, and its hooks, which
+        would run before the list's own forward pass if it had one, are run here.
         """
         cores = self.cores
         for hook in cores._forward_pre_hooks.values():
@@ -166,19 +178,21 @@ class StructuredLinear(nn.Module):
             bias: `(out_features,)`; None leaves the layer's own.
 
         Raises:
-            ValueError: another shape; no values (meta) on either side; numbers that are not finite; a bias for a layer
-                that has none. The layer is then as it was.
+            ValueError: another shape; no values (meta) on either side; numbers that are not finite;
+                a bias for a layer that has none. The layer is then as it was.
             TypeError: `weight` is not real floating point.
 
         >>> from structlin import LowRank
         >>> dense = torch.randn(8, 2) @ torch.randn(2, 6)
-        >>> torch.allclose(StructuredLinear(6, 8, LowRank(rank=2)).from_dense_(dense).to_dense(), dense, atol=1e-5)
+        >>> layer = StructuredLinear(6, 8, LowRank(rank=2)).from_dense_(dense)
+        >>> torch.allclose(layer.to_dense(), dense, atol=1e-5)
         True
         """
         if tuple(weight.shape) != (self.out_features, self.in_features):
             wanted = (self.out_features, self.in_features)
             raise ValueError(
-                f"weight has shape {tuple(weight.shape)}; it must be (out_features, in_features) = {wanted}"
+                f"weight has shape {tuple(weight.shape)}; "
+                f"it must be (out_features, in_features) = {wanted}"
             )
         if bias is not None:
             self._check_bias(bias)
@@ -192,20 +206,27 @@ class StructuredLinear(nn.Module):
         if self.bias is None:
             raise ValueError("bias is given, but the layer has none: make it with bias=True")
         if bias.shape != (self.out_features,):
-            raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be (out_features,) = ({self.out_features},)")
+            raise ValueError(
+                f"bias has shape {tuple(bias.shape)}; "
+                f"it must be (out_features,) = ({self.out_features},)"
+            )
         if bias.is_meta or not bias.isfinite().all():
             raise ValueError("bias has no values (meta), or some that are not finite")
 
     @torch.no_grad()
     def set_cores_(self, cores: Sequence[Tensor]) -> "StructuredLinear":
-        """Copy `cores` into the layer, so that it multiplies by them: gains undo what weight normalisation clips.
+        """Copy `cores` into the layer, so that it multiplies by them: gains undo what weight
+        normalisation clips.
 
         Raises:
-            ValueError: wrong number or shape of cores; the layer has no values yet (meta). Nothing is changed then.
+            ValueError: wrong number or shape of cores; the layer has no values yet (meta). Nothing
+                is changed then.
         """
         _product.check_cores(self.structure, cores)
         if self.cores[0].is_meta:
-            raise ValueError("the layer is on the meta device: move it with to_empty(device=...) first")
+            raise ValueError(
+                "the layer is on the meta device: move it with to_empty(device=...) first"
+            )
         for n, (own, core, std) in enumerate(zip(self.cores, cores, self.stds, strict=True)):
             own.copy_(core)
             if self.gains is not None:
@@ -223,28 +244,6 @@ class StructuredLinear(nn.Module):
         """What the layer computes with beside its parameters, on one line; its state carries it."""
         sigma = "" if self.gains is None else f"; sigma={' '.join(map(repr, self.stds))}"
         return f"{self.in_features} -> {self.out_features} by {self.structure.text}{sigma}"
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if carries_entry(self, prefix):
-            destination[prefix + ENTRY] = write_entry(self.text)
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        entry = prefix + ENTRY
-        if difference := find_difference(state_dict.get(entry), self.text):
-            error_msgs.append(f"{entry!r}: {difference}")
-        state = {name: value for name, value in state_dict.items() if name != entry}
-        told = (missing_keys, unexpected_keys, error_msgs)
-        super()._load_from_state_dict(state, prefix, local_metadata, strict, *told)
 
     def extra_repr(self) -> str:
         options = f"in_features={self.in_features}, out_features={self.out_features}, {self.label}"

@@ -1,4 +1,5 @@
-"""Structure and cores -> numbers. The first function is the definition; the others choose, check and form W."""
+"""Structure and cores -> numbers. The first function is the definition; the others choose, check
+and form W."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -28,10 +29,12 @@ def multiply(program: Program, cores: Sequence[Tensor], x: Tensor) -> Tensor:
     """
     h = x
     for step, core in zip(program.steps, cores, strict=True):
-        h = _permute(h, step.move).reshape(step.batch, -1, step.fan_in)  # (batch, tokens * repeat, fan_in)
+        # (batch, tokens * repeat, fan_in)
+        h = _permute(h, step.move).reshape(step.batch, -1, step.fan_in)
         if not torch.compiler.is_compiling() and 1 not in h.stride()[1:]:
             h = h.contiguous()  # or torch.bmm goes through it block by block
-        h = torch.bmm(h, core.mT)  # (batch, tokens * repeat, fan_in) -> (batch, tokens * repeat, fan_out)
+        # (batch, tokens * repeat, fan_in) -> (batch, tokens * repeat, fan_out)
+        h = torch.bmm(h, core.mT)
     return _permute(h, program.last).reshape(*x.shape[:-1], program.out_features)
 
 
@@ -47,7 +50,8 @@ def define(
     gains: Tensor | None = None,
     sigmas: Sequence[float] = (),
 ) -> Tensor:
-    """`W x + bias` by the loop, the cores normalised where there are gains: what every engine computes."""
+    """`W x + bias` by the loop, the cores normalised where there are gains: what every engine
+    computes."""
     y = multiply(program, cores if gains is None else normalise(cores, gains, sigmas), x)
     return y if bias is None else y + bias
 
@@ -61,13 +65,17 @@ def normalise(cores: Sequence[Tensor], gains: Tensor, sigmas: Sequence[float]) -
     for core, gain, sigma in zip(cores, gains, sigmas, strict=True):
         wide = core if core.dtype == torch.float64 else core.float()
         largest = sigma * sqrt(core.numel())
-        norm = torch.linalg.vector_norm(wide, dtype=torch.float32 if core.device.type == "mps" else torch.float64)
+        norm = torch.linalg.vector_norm(
+            wide, dtype=torch.float32 if core.device.type == "mps" else torch.float64
+        )
         scale: Tensor = gain * largest / norm.clamp(min=largest)
         found.append((wide * scale.to(wide)).to(core.dtype))
     return found
 
 
-def apply(structure: Structure, cores: Sequence[Tensor], x: Tensor, bias: Tensor | None = None) -> Tensor:
+def apply(
+    structure: Structure, cores: Sequence[Tensor], x: Tensor, bias: Tensor | None = None
+) -> Tensor:
     """`y = W x + bias` for every token, the fastest way; differentiable any number of times.
 
     Args:
@@ -79,15 +87,16 @@ def apply(structure: Structure, cores: Sequence[Tensor], x: Tensor, bias: Tensor
         `(..., structure.out_features)`. Under autocast of its dtype, as nn.Linear.
 
     Raises:
-        ValueError: wrong last dimension of `x`, wrong number or shape of cores or bias, mixed devices or dtypes of the
-            cores.
+        ValueError: wrong last dimension of `x`, wrong number or shape of cores or bias, mixed
+            devices or dtypes of the cores.
         TypeError: `x` is not floating point, or its dtype is not the cores' (outside autocast).
 
     >>> from structlin import Kronecker
     >>> structure = Kronecker().structure(6, 6)
     >>> right, left = torch.randn(1, 3, 3), torch.randn(1, 2, 2)
     >>> x = torch.randn(5, 6)
-    >>> torch.allclose(apply(structure, [right, left], x), x @ torch.kron(left[0], right[0]).T, atol=1e-5)
+    >>> y = apply(structure, [right, left], x)
+    >>> torch.allclose(y, x @ torch.kron(left[0], right[0]).T, atol=1e-5)
     True
     """
     check_cores(structure, cores)
@@ -108,8 +117,8 @@ def run(
     """`apply`, its arguments taken to be right.
 
     Args:
-        mode: "structured" multiplies core by core; "dense" multiplies the cores into W, and by W; "auto" does what
-            `forms_matrix` says.
+        mode: "structured" multiplies core by core; "dense" multiplies the cores into W, and by W;
+            "auto" does what `forms_matrix` says.
         gains, sigmas: of every core, where it is to be normalised.
     """
     device = x.device.type
@@ -117,7 +126,9 @@ def run(
         dtype = torch.get_autocast_dtype(device)
         x, cores = x.to(dtype), [core.to(dtype) for core in cores]
         bias = None if bias is None else bias.to(dtype)
-    dense = mode != "structured" and (mode == "dense" or forms_matrix(structure, x.numel() // structure.in_features))
+    dense = mode != "structured" and (
+        mode == "dense" or forms_matrix(structure, x.numel() // structure.in_features)
+    )
     if not dense and not structure.plain and op.available(x):
         return op.multiply(define, structure.program, cores, x, bias, gains, sigmas)
     if gains is not None:
@@ -134,13 +145,15 @@ def run(
 
 
 def forms_matrix(structure: Structure, tokens: int) -> bool:
-    """Whether W is formed and multiplied by: where the structure has nearly dense's FLOPs, and forming W pays.
+    """Whether W is formed and multiplied by: where the structure has nearly dense's FLOPs, and
+    forming W pays.
 
-    That is at `NEAR` of dense's FLOPs or more, and for at least as many tokens as the larger width. A compiled program
-    makes one choice for all numbers of tokens, that for many.
+    That is at `NEAR` of dense's FLOPs or more, and for at least as many tokens as the larger width.
+    A compiled program makes one choice for all numbers of tokens, that for many.
 
     >>> from structlin import BTT, TT
-    >>> forms_matrix(BTT(rank=4).structure(1024, 1024), 4096), forms_matrix(TT(rank=16).structure(1024, 1024), 4096)
+    >>> btt, tt = BTT(rank=4).structure(1024, 1024), TT(rank=16).structure(1024, 1024)
+    >>> forms_matrix(btt, 4096), forms_matrix(tt, 4096)
     (False, True)
     """
     rows, columns = structure.out_features, structure.in_features
@@ -150,7 +163,8 @@ def forms_matrix(structure: Structure, tokens: int) -> bool:
 
 
 def to_dense(structure: Structure, cores: Sequence[Tensor]) -> Tensor:
-    """The matrix W that `apply` multiplies by: `(out_features, in_features)`, differentiable in the cores.
+    """The matrix W that `apply` multiplies by: `(out_features, in_features)`, differentiable in the
+    cores.
 
     >>> from structlin import LowRank
     >>> v, u = torch.randn(1, 2, 6), torch.randn(1, 4, 2)
@@ -163,12 +177,13 @@ def to_dense(structure: Structure, cores: Sequence[Tensor]) -> Tensor:
         for one, core in zip(structure.cores, cores, strict=True)
     ]
     identity = partial(torch.eye, dtype=cores[0].dtype, device=cores[0].device)
-    factors += [identity(structure.sizes[axis]) for axis in structure.kept]  # W is diagonal in what x and y share
+    # W is diagonal in what x and y share
+    factors += [identity(structure.sizes[axis]) for axis in structure.kept]
     w: Tensor = einsum(*factors, structure.einsum)  # type: ignore[call-overload]  # (axes of y, axes of x)
     return w.reshape(structure.out_features, structure.in_features)
 
 
-# ---- arguments -------------------------------------------------------------------------------------------------------
+# ---- arguments -----------------------------------------------------------------------------------
 
 
 def check_mode(mode: str) -> None:
@@ -178,19 +193,26 @@ def check_mode(mode: str) -> None:
 
 def check_cores(structure: Structure, cores: Sequence[Tensor]) -> None:
     if len(cores) != len(structure.cores):
-        raise ValueError(f"{len(cores)} cores given; the structure has {len(structure.cores)}: {structure!r}")
+        raise ValueError(
+            f"{len(cores)} cores given; the structure has {len(structure.cores)}: {structure!r}"
+        )
     for n, (core, tensor) in enumerate(zip(structure.cores, cores, strict=True)):
         if tuple(tensor.shape) != core.shape:
-            raise ValueError(f"cores[{n}] has shape {tuple(tensor.shape)}; the structure needs {core.shape}")
+            raise ValueError(
+                f"cores[{n}] has shape {tuple(tensor.shape)}; the structure needs {core.shape}"
+            )
         if tensor.dtype != cores[0].dtype or tensor.device != cores[0].device:
             raise ValueError(
-                f"cores[{n}] is {tensor.dtype} on {tensor.device}, cores[0] is {cores[0].dtype} on {cores[0].device}"
+                f"cores[{n}] is {tensor.dtype} on {tensor.device}, "
+                f"cores[0] is {cores[0].dtype} on {cores[0].device}"
             )
 
 
 def check_input(x: Tensor, in_features: int, core: Tensor) -> None:
     if x.ndim == 0 or x.shape[-1] != in_features:
-        raise ValueError(f"x has shape {tuple(x.shape)}: its last dimension must be in_features={in_features}")
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}: its last dimension must be in_features={in_features}"
+        )
     if x.dtype == core.dtype and x.device == core.device and x.is_floating_point():
         return
     if not x.is_floating_point():
@@ -198,7 +220,9 @@ def check_input(x: Tensor, in_features: int, core: Tensor) -> None:
     if x.device != core.device:
         raise ValueError(f"x is on {x.device}, the cores are on {core.device}")
     if not torch.is_autocast_enabled(x.device.type):
-        raise TypeError(f"x has dtype {x.dtype}, the cores have {core.dtype}; cast one of them or use autocast")
+        raise TypeError(
+            f"x has dtype {x.dtype}, the cores have {core.dtype}; cast one of them or use autocast"
+        )
 
 
 def _check_bias(structure: Structure, bias: Tensor | None, x: Tensor) -> None:

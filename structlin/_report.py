@@ -52,7 +52,9 @@ class Row:
     params: int  #: biases and gains left out
     flops: int  #: per token, 2 per multiply-add
     padding: tuple[int, int]  #: columns and rows that the structure has beyond each layer's
-    way: str  #: "structured" or "dense": how a training step of so many tokens multiplies; "" if none were given
+    #: "structured" or "dense": how a training step of so many tokens multiplies; "" if none were
+    #: given
+    way: str
 
     @property
     def dense_params(self) -> int:
@@ -82,11 +84,23 @@ class Summary:
 
     def __str__(self) -> str:
         ways = ["runs as"] if any(row.way for row in self.rows) else []
-        head = ("layer", "x", "in -> out", "structure", "params", "/dense", "FLOPs/token", "/dense", "padding")
+        head = (
+            "layer",
+            "x",
+            "in -> out",
+            "structure",
+            "params",
+            "/dense",
+            "FLOPs/token",
+            "/dense",
+            "padding",
+        )
         table = Table(*head, *ways)
         for row in self.rows:
             shape, (columns, rows) = f"{row.in_features} -> {row.out_features}", row.padding
-            waste = f"+{percent(columns, row.in_features)} in, +{percent(rows, row.out_features)} out"
+            waste = (
+                f"+{percent(columns, row.in_features)} in, +{percent(rows, row.out_features)} out"
+            )
             counts = f"{row.params:,}", percent(row.params, row.dense_params)
             flops = f"{row.flops:,}", percent(row.flops, row.dense_flops)
             last = (waste if columns + rows else "", *([row.way] if ways else []))
@@ -94,13 +108,22 @@ class Summary:
         layers = sum(row.layers for row in self.rows)
         dense = sum(row.dense_params for row in self.rows)
         counts = f"{self.params:,}", percent(self.params, dense)
-        table.row("linear layers", f"{layers}", "", "", *counts, f"{self.flops:,}", percent(self.flops, 2 * dense))
+        table.row(
+            "linear layers",
+            f"{layers}",
+            "",
+            "",
+            *counts,
+            f"{self.flops:,}",
+            percent(self.flops, 2 * dense),
+        )
         table.row("other parameters", "", "", "", f"{self.other_params:,}")
         return str(table)
 
 
 def summary(model: nn.Module, *, tokens: int | None = None) -> Summary:
-    """Layer, structure, parameters and FLOPs of every linear layer of `model`, against dense; equal layers in one row.
+    """Layer, structure, parameters and FLOPs of every linear layer of `model`, against dense; equal
+    layers in one row.
 
     Args:
         tokens: of one training step, over all leading dimensions; the table then shows whether each
@@ -110,13 +133,13 @@ def summary(model: nn.Module, *, tokens: int | None = None) -> Summary:
     Raises:
         ValueError: the model has no linear layer; `tokens` is negative.
 
-    >>> from structlin import BTT, TT, convert
-    >>> print(summary(convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), BTT())))
-    layer              x   in -> out   structure     params   /dense   FLOPs/token   /dense   padding
-    ─────────────────────────────────────────────────────────────────────────────────────────────────
-    *                  2   64 -> 64    BTT(rank=1)    2,048    25.0%         4,096    25.0%
-    linear layers      2                              2,048    25.0%         4,096    25.0%
-    other parameters                                    128
+    >>> from structlin import TT, convert
+    >>> print(summary(convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), TT(rank=4))))
+    layer              x   in -> out   structure    params   /dense   FLOPs/token   /dense   padding
+    ────────────────────────────────────────────────────────────────────────────────────────────────
+    *                  2   64 -> 64    TT(rank=4)    1,024    12.5%        16,384   100.0%
+    linear layers      2                             1,024    12.5%        16,384   100.0%
+    other parameters                                   128
     >>> summary(nn.Sequential(StructuredLinear(64, 64, TT(rank=16))), tokens=4096).rows[0].way
     'dense'
     """
@@ -143,7 +166,9 @@ def summary(model: nn.Module, *, tokens: int | None = None) -> Summary:
         if before is not None:
             params, flops = params + before.params, flops + before.flops
         name, count = (pattern, before.layers + 1) if before is not None else (layer.name, 1)
-        merged[key] = Row(name, count, layer.in_features, layer.out_features, text, params, flops, padding, way)
+        merged[key] = Row(
+            name, count, layer.in_features, layer.out_features, text, params, flops, padding, way
+        )
     rows = tuple(merged.values())
     others = (parameter for parameter in model.parameters() if parameter not in matrices)
     return Summary(rows, sum(parameter.numel() for parameter in others))

@@ -6,6 +6,8 @@ which finds a row of bytes where its matrix should be: a size mismatch, which ne
 nor transformers passes over in silence.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -49,4 +51,36 @@ def find_difference(entry: Tensor | None, text: str) -> str:
         )
     values = [round(value) for value in entry.tolist()]  # whole again where states were averaged
     said = bytes(value % 256 for value in values).decode(errors="replace")
-    return "" if said == text else f"this layer computes with {text!r}, the state is that of {said!r}"
+    return (
+        "" if said == text else f"this layer computes with {text!r}, the state is that of {said!r}"
+    )
+
+
+class DescribedModule(nn.Module):
+    """A module whose state says in `text` what it computes with beside its parameters."""
+
+    @property
+    def text(self) -> str:
+        raise NotImplementedError
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if carries_entry(self, prefix):
+            destination[prefix + ENTRY] = write_entry(self.text)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        entry = prefix + ENTRY
+        if difference := find_difference(state_dict.get(entry), self.text):
+            error_msgs.append(f"{entry!r}: {difference}")
+        state = {name: value for name, value in state_dict.items() if name != entry}
+        told = (missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state, prefix, local_metadata, strict, *told)

@@ -1,8 +1,10 @@
-"""A structured matrix as an einsum with a fixed contraction order, written in axis names. No torch here.
+"""A structured matrix as an einsum with a fixed contraction order, written in axis names. No torch
+here.
 
-Everything that a structure implies is computed here, once, when it is made: for every core the four integers batch,
-fan_out, fan_in and repeat, and the `Program`, which says in integers alone how the cores are applied. The product, the
-engines, the matrix, FLOPs and projection read them; nothing reads the text again.
+Everything that a structure implies is computed here, once, when it is made: for every core the four
+integers batch, fan_out, fan_in and repeat, and the `Program`, which says in integers alone how the
+cores are applied. The product, the engines, the matrix, FLOPs and projection read them; nothing
+reads the text again.
 """
 
 import keyword
@@ -14,7 +16,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 TOKENS = "tokens"  # the axis that runs over all leading dimensions of an input
-_RESERVED = {TOKENS, "tensor", "pattern", "reduction", "axis", *keyword.kwlist}  # einops' own, and Python's
+_RESERVED = {
+    TOKENS,
+    "tensor",
+    "pattern",
+    "reduction",
+    "axis",
+    *keyword.kwlist,
+}  # einops' own, and Python's
 _AXIS = re.compile(r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?")
 
 
@@ -57,7 +66,8 @@ class Core:
         return 2 * self.params * self.repeat
 
 
-Axes = tuple[tuple[int, int], ...]  # (size, stride) of each axis of an index, the last one running fastest
+# (size, stride) of each axis of an index, the last one running fastest
+Axes = tuple[tuple[int, int], ...]
 
 
 class Move(NamedTuple):
@@ -70,14 +80,15 @@ class Move(NamedTuple):
 class Step(NamedTuple):
     """One core of a program: a batched product, and where its operands lie.
 
-    Between the cores an activation lies as `(batch, tokens, repeat, fan_out)` of the core that made it; `move` gives
-    the order `(batch, tokens, repeat, fan_in)` in which the next core reads it.
+    Between the cores an activation lies as `(batch, tokens, repeat, fan_out)` of the core that made
+    it; `move` gives the order `(batch, tokens, repeat, fan_in)` in which the next core reads it.
 
-    For an engine that takes a token at a time, `reads` has the axes of batch, repeat and fan-in, each with its stride
-    among the features of one token as they were produced, row-major `(batch, repeat, fan_out)` of the core before (x
-    itself for the first core). `writes` has those of batch, repeat and fan-out among the features as the next core
-    reads them, row-major `(batch, repeat, fan_in)` of that core (y itself for the last one). Neighbouring axes that
-    one stride describes are one axis, and axes of size 1 are none.
+    For an engine that takes a token at a time, `reads` has the axes of batch, repeat and fan-in,
+    each with its stride among the features of one token as they were produced, row-major `(batch,
+    repeat, fan_out)` of the core before (x itself for the first core). `writes` has those of batch,
+    repeat and fan-out among the features as the next core reads them, row-major `(batch, repeat,
+    fan_in)` of that core (y itself for the last one). Neighbouring axes that one stride describes
+    are one axis, and axes of size 1 are none.
     """
 
     batch: int
@@ -90,11 +101,12 @@ class Step(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A structure as integers: a step for each core, and the move that brings the last result into the order of y.
+    """A structure as integers: a step for each core, and the move that brings the last result into
+    the order of y.
 
-    `code` is the program for an engine that speaks no Python, flat: in_features, out_features, number of cores; then
-    for each core batch, repeat, fan_in, fan_out and the six indices of `reads` and `writes`, each as the number of its
-    axes, and their sizes and strides.
+    `code` is the program for an engine that speaks no Python, flat: in_features, out_features,
+    number of cores; then for each core batch, repeat, fan_in, fan_out and the six indices of
+    `reads` and `writes`, each as the number of its axes, and their sizes and strides.
     """
 
     steps: tuple[Step, ...]
@@ -109,10 +121,11 @@ class Structure:
 
     Args:
         signature: `"axes of x -> axes of y"`, row-major: the last axis runs fastest.
-        cores: the axes of each core. Seen from a core, an axis is *batch* (in the activation, needed later),
-            *fan-in* (in the activation, never needed again: summed) or *fan-out* (not yet in the activation); an axis
-            of the activation that is not in the core *repeats* it. Inside each of the three groups of a stored core
-            the axes keep the order in which they are written here.
+        cores: the axes of each core. Seen from a core, an axis is *batch* (in the activation,
+            needed later), *fan-in* (in the activation, never needed again: summed) or *fan-out*
+            (not yet in the activation); an axis of the activation that is not in the core *repeats*
+            it. Inside each of the three groups of a stored core the axes keep the order in which
+            they are written here.
         sizes: the size of each axis.
 
     Attributes:
@@ -121,13 +134,16 @@ class Structure:
         cores: a `Core` each.
         params, flops: of the whole structure; FLOPs per token, 2 per multiply-add.
         program: the same in integers, for whoever multiplies.
-        einsum: W as one einsum over the stored cores, for whoever wants the matrix; `kept` are the axes that x and y
-            share, in which W is diagonal: it has an identity more for each.
-        plain: whether every core is one matrix and nothing is permuted between them, as in low-rank.
-        text: all of it on one line, as `"i -> o; r i; o r; i=6 o=4 r=2"`, which `Structure.parse` reads.
+        einsum: W as one einsum over the stored cores, for whoever wants the matrix; `kept` are the
+            axes that x and y share, in which W is diagonal: it has an identity more for each.
+        plain: whether every core is one matrix and nothing is permuted between them, as in
+            low-rank.
+        text: all of it on one line, as `"i -> o; r i; o r; i=6 o=4 r=2"`, which `Structure.parse`
+            reads.
 
     Raises:
-        ValueError: an axis without a size, never consumed, never produced, or named twice; a size below 1.
+        ValueError: an axis without a size, never consumed, never produced, or named twice; a size
+            below 1.
 
     >>> btt = Structure("g d -> b a", "g s b d", "b a g s", g=32, d=32, s=2, b=32, a=32)
     >>> btt.in_features, btt.out_features, btt.params, btt.flops
@@ -154,9 +170,13 @@ class Structure:
 
     def __init__(self, signature: str, /, *cores: str, **sizes: int) -> None:
         if signature.count("->") != 1:
-            raise ValueError(f"signature={signature!r} must read 'axes of x -> axes of y', for example 'i -> o'")
+            raise ValueError(
+                f"signature={signature!r} must read 'axes of x -> axes of y', for example 'i -> o'"
+            )
         if not cores:
-            raise ValueError(f"a structure {signature!r} needs at least one core, for example 'o i'")
+            raise ValueError(
+                f"a structure {signature!r} needs at least one core, for example 'o i'"
+            )
         left, right = signature.split("->")
         inputs, outputs = _axes("signature", left), _axes("signature", right)
         subscripts = [_axes(f"core {n}", core) for n, core in enumerate(cores, start=1)]
@@ -181,13 +201,21 @@ class Structure:
             einsum=_derive_einsum(inputs, outputs, derived),
             kept=tuple(axis for axis in inputs if axis in outputs),
             plain=all(step.batch == step.repeat == 1 for step in program.steps)
-            and not any(move.order for move in (*(step.move for step in program.steps), program.last)),
-            text="; ".join([text, *names, " ".join(f"{axis}={size}" for axis, size in sizes.items())]),
+            and not any(
+                move.order for move in (*(step.move for step in program.steps), program.last)
+            ),
+            text="; ".join(
+                [text, *names, " ".join(f"{axis}={size}" for axis, size in sizes.items())]
+            ),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data (for JSON); `Structure.from_dict` is its inverse."""
-        return {"signature": self.signature, "cores": list(self.subscripts), "sizes": dict(self.sizes)}
+        return {
+            "signature": self.signature,
+            "cores": list(self.subscripts),
+            "sizes": dict(self.sizes),
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Structure":
@@ -198,8 +226,12 @@ class Structure:
             KeyError: an entry is missing.
         """
         signature, cores, sizes = data["signature"], data["cores"], data["sizes"]
-        if not isinstance(cores, list | tuple) or not all(isinstance(core, str) for core in [signature, *cores]):
-            raise ValueError(f"signature={signature!r}, cores={cores!r} must be a text and a list of texts")
+        if not isinstance(cores, list | tuple) or not all(
+            isinstance(core, str) for core in [signature, *cores]
+        ):
+            raise ValueError(
+                f"signature={signature!r}, cores={cores!r} must be a text and a list of texts"
+            )
         if not isinstance(sizes, Mapping):
             raise ValueError(f"sizes={sizes!r} must be a mapping of axes to sizes")
         return cls(signature, *cores, **sizes)
@@ -230,7 +262,8 @@ class Structure:
 
     def __repr__(self) -> str:
         strings = ", ".join(repr(text) for text in (self.signature, *self.subscripts))
-        return f"Structure({strings}, {', '.join(f'{axis}={size}' for axis, size in self.sizes.items())})"
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+        return f"Structure({strings}, {sizes})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Structure) and self.text == other.text
@@ -239,7 +272,7 @@ class Structure:
         return hash(self.text)
 
 
-# ---- what is derived -------------------------------------------------------------------------------------------------
+# ---- what is derived -----------------------------------------------------------------------------
 
 
 def _derive_cores(
@@ -256,16 +289,20 @@ def _derive_cores(
         lost = sorted({*repeat, *fan_out} - later)
         if lost:
             raise ValueError(
-                f"axis {lost[0]!r} is never consumed: after core {n + 1} {' '.join(core)!r} no core reads it "
-                f"and the output {' '.join(outputs)!r} does not have it"
+                f"axis {lost[0]!r} is never consumed: after core {n + 1} {' '.join(core)!r} no "
+                f"core reads it and the output {' '.join(outputs)!r} does not have it"
             )
         groups = (batch, fan_out, fan_in, repeat)
-        batch_size, rows, columns, repeats = (prod(sizes[axis] for axis in group) for group in groups)
+        batch_size, rows, columns, repeats = (
+            prod(sizes[axis] for axis in group) for group in groups
+        )
         cores.append(Core(batch_size, rows, columns, repeats, *(tuple(group) for group in groups)))
         activation = [*batch, *repeat, *fan_out]
     missing = [axis for axis in outputs if axis not in activation]
     if missing:
-        raise ValueError(f"axis {missing[0]!r} of the output {' '.join(outputs)!r} is never produced by any core")
+        raise ValueError(
+            f"axis {missing[0]!r} of the output {' '.join(outputs)!r} is never produced by any core"
+        )
     return tuple(cores)
 
 
@@ -279,8 +316,14 @@ def _derive_program(
     steps = []
     for n, core in enumerate(cores):
         source, target = _strides(before[n], sizes), _strides(after[n + 1], sizes)
-        reads = [_index(group, source, sizes) for group in (core.batch_axes, core.repeat_axes, core.fan_in_axes)]
-        writes = [_index(group, target, sizes) for group in (core.batch_axes, core.repeat_axes, core.fan_out_axes)]
+        reads = [
+            _index(group, source, sizes)
+            for group in (core.batch_axes, core.repeat_axes, core.fan_in_axes)
+        ]
+        writes = [
+            _index(group, target, sizes)
+            for group in (core.batch_axes, core.repeat_axes, core.fan_out_axes)
+        ]
         sides = (reads[0], reads[1], reads[2]), (writes[0], writes[1], writes[2])
         move = _move(before[n], after[n], sizes)
         steps.append(Step(core.batch, core.repeat, core.fan_in, core.fan_out, move, *sides))
@@ -334,7 +377,8 @@ def _index(group: Sequence[str], strides: Mapping[str, int], sizes: Mapping[str,
 
 
 def _derive_einsum(inputs: Sequence[str], outputs: Sequence[str], cores: Sequence[Core]) -> str:
-    """`cores, identities -> axes of y, axes of x`. An axis that both have gets a second name on the side of x."""
+    """`cores, identities -> axes of y, axes of x`. An axis that both have gets a second name on the
+    side of x."""
     taken = {*inputs, *outputs, *(axis for core in cores for axis in core.axes)}
     column = {axis: axis for axis in inputs}
     for axis in inputs:
@@ -346,16 +390,21 @@ def _derive_einsum(inputs: Sequence[str], outputs: Sequence[str], cores: Sequenc
     return f"{', '.join(factors)} -> {' '.join([*outputs, *column.values()])}"
 
 
-# ---- arguments -------------------------------------------------------------------------------------------------------
+# ---- arguments -----------------------------------------------------------------------------------
 
 
 def _axes(where: str, text: str) -> list[str]:
     axes = text.split()
     for axis in axes:
         if not _AXIS.fullmatch(axis):
-            raise ValueError(f"{where}: {axis!r} is not an axis name (ASCII letters and digits, a letter first)")
+            raise ValueError(
+                f"{where}: {axis!r} is not an axis name (ASCII letters and digits, a letter first)"
+            )
         if axis in _RESERVED:
-            raise ValueError(f"{where}: the axis name {axis!r} is reserved; take another, for example {axis + '1'!r}")
+            raise ValueError(
+                f"{where}: the axis name {axis!r} is reserved; take another, "
+                f"for example {axis + '1'!r}"
+            )
         if axes.count(axis) > 1:
             raise ValueError(f"{where}: axis {axis!r} appears more than once in {text.strip()!r}")
     return axes
@@ -365,9 +414,14 @@ def _check_sizes(sizes: Mapping[str, int], axes: Iterable[str]) -> None:
     named = set(axes)
     for axis in sorted(named):
         if axis not in sizes:
-            raise ValueError(f"axis {axis!r} has no size: pass {axis}=<size>; sizes were given for {sorted(sizes)}")
+            raise ValueError(
+                f"axis {axis!r} has no size: pass {axis}=<size>; "
+                f"sizes were given for {sorted(sizes)}"
+            )
     for axis, size in sizes.items():
         if axis not in named:
-            raise ValueError(f"{axis}={size!r}: no core and no side of the signature has an axis {axis!r}")
+            raise ValueError(
+                f"{axis}={size!r}: no core and no side of the signature has an axis {axis!r}"
+            )
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{axis}={size!r}: the size of an axis is an integer of at least 1")

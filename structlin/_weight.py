@@ -1,4 +1,5 @@
-"""`layer.weight` of a structured layer: what other code reads there, without a dense matrix being kept anywhere."""
+"""`layer.weight` of a structured layer: what other code reads there, without a dense matrix being
+kept anywhere."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -8,8 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-_PROPERTIES = "shape dtype device layout ndim requires_grad is_cuda is_cpu is_meta is_sparse is_quantized"
-_METHODS = "size dim numel element_size is_floating_point is_complex get_device stride is_contiguous __len__"
+_PROPERTIES = (
+    "shape dtype device layout ndim requires_grad is_cuda is_cpu is_meta is_sparse is_quantized"
+)
+_METHODS = (
+    "size dim numel element_size is_floating_point is_complex get_device stride is_contiguous "
+    "__len__"
+)
 _METADATA = {
     *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
     *(getattr(Tensor, name) for name in _METHODS.split()),
@@ -38,9 +44,10 @@ class Layer(Protocol):
 class WeightView(Tensor):
     """The matrix of a `StructuredLinear`, made only when something needs its numbers.
 
-    dtype, device and shape are free; `F.linear(x, layer.weight, bias)` runs through the structure; everything else
-    sees `layer.to_dense()`, differentiable in the cores. Writing to it, or to a view of it, is an error: the numbers
-    live in the cores. For the same reason it is no leaf, and no optimizer takes it.
+    dtype, device and shape are free; `F.linear(x, layer.weight, bias)` runs through the structure;
+    everything else sees `layer.to_dense()`, differentiable in the cores. Writing to it, or to a
+    view of it, is an error: the numbers live in the cores. For the same reason it is no leaf, and
+    no optimizer takes it.
     """
 
     layer: Layer
@@ -76,7 +83,11 @@ class WeightView(Tensor):
             return not args[0].requires_grad
         if func is F.linear:
             x, weight, bias = _linear_arguments(*args, **kwargs)
-            if isinstance(weight, WeightView) and not isinstance(x, WeightView) and not weight.detached:
+            if (
+                isinstance(weight, WeightView)
+                and not isinstance(x, WeightView)
+                and not weight.detached
+            ):
                 return weight.layer.multiply(x, bias)
         if func in _DETACHING:
             return cls(args[0].layer, detached=True)
@@ -86,7 +97,9 @@ class WeightView(Tensor):
         def form(value: Any) -> Any:
             if not isinstance(value, WeightView):
                 return value
-            dense.append(value.layer.to_dense().detach() if value.detached else value.layer.to_dense())
+            dense.append(
+                value.layer.to_dense().detach() if value.detached else value.layer.to_dense()
+            )
             return dense[-1]
 
         return _lock(func(*tree_map(form, args), **tree_map(form, kwargs)), dense)
@@ -106,7 +119,8 @@ class WeightView(Tensor):
 
 
 class LockedView(Tensor):
-    """A view of a matrix that was formed for `weight`: it reads as any tensor, and writing to it is an error."""
+    """A view of a matrix that was formed for `weight`: it reads as any tensor, and writing to it is
+    an error."""
 
     @classmethod
     def __torch_function__(
@@ -124,12 +138,15 @@ class LockedView(Tensor):
 
 
 def _lock(result: Any, dense: Sequence[Tensor]) -> Any:
-    """`result` with every tensor and array in it that shares its numbers with one of `dense` made unwritable."""
+    """`result` with every tensor and array in it that shares its numbers with one of `dense` made
+    unwritable."""
 
     def lock(value: Any) -> Any:
         if isinstance(value, Tensor):
             with torch._C.DisableTorchFunctionSubclass():
-                shares = any(value.untyped_storage()._cdata == one.untyped_storage()._cdata for one in dense)
+                shares = any(
+                    value.untyped_storage()._cdata == one.untyped_storage()._cdata for one in dense
+                )
                 return (
                     value.as_subclass(LockedView if shares else Tensor)
                     if shares or type(value) is LockedView
@@ -142,10 +159,15 @@ def _lock(result: Any, dense: Sequence[Tensor]) -> Any:
     return tree_map(lock, result)
 
 
-def _refuse_writing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kind: type) -> None:
+def _refuse_writing(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kind: type
+) -> None:
     """An error if `func` would write to a tensor of `kind`."""
     name = getattr(func, "__name__", str(func))
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__set__", "__setitem__")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in (
+        "__set__",
+        "__setitem__",
+    )
     target = (args[:1] or list(kwargs.values())[:1]) if in_place else kwargs.get("out")
     for value in tree_leaves(target):
         if isinstance(value, kind):
@@ -156,5 +178,7 @@ def _refuse_writing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
             )
 
 
-def _linear_arguments(input: Tensor, weight: Tensor, bias: Any = None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _linear_arguments(
+    input: Tensor, weight: Tensor, bias: Any = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     return input, weight, bias

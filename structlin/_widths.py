@@ -11,10 +11,11 @@ LARGEST = 2**40  # a width: beyond it, to look for factors takes longer than any
 
 @lru_cache(maxsize=4096)
 def factorise(width: int, factors: int) -> tuple[int, ...]:
-    """`factors` integers, ascending and as even as possible, whose product is `width`, or the next width that factors
-    well if the largest is over 4 times the smallest.
+    """`factors` integers, ascending and as even as possible, whose product is `width`, or the next
+    width that factors well if the largest is over 4 times the smallest.
 
-    A padded width has a largest factor of at most twice the smallest, and multiples of 8 where they are 32 and more.
+    A padded width has a largest factor of at most twice the smallest, and multiples of 8 where they
+    are 32 and more.
 
     >>> factorise(20, 2), factorise(30, 2), factorise(1024, 3), factorise(50257, 2), factorise(7, 2)
     ((4, 5), (5, 6), (8, 8, 16), (192, 264), (2, 4))
@@ -35,8 +36,8 @@ def factorise(width: int, factors: int) -> tuple[int, ...]:
 
 
 def _most_even(n: int, factors: int, smallest: int = 1) -> tuple[int, ...]:
-    """Ascending factors of n, none below `smallest`, with the least sum: the geometric mean is given, so the most
-    even."""
+    """Ascending factors of n, none below `smallest`, with the least sum: the geometric mean is
+    given, so the most even."""
     if factors == 1:
         return (n,)
     best: tuple[int, ...] = ()
@@ -87,4 +88,7 @@ def require_positive(name: str, value: object) -> None:
 
 def require_bounded(name: str, value: int, bound: int, formula: str) -> None:
     if value > bound:
-        raise ValueError(f"{name}={value} is over the useful bound {formula} = {bound}: pass {name}={bound} or less")
+        raise ValueError(
+            f"{name}={value} is over the useful bound {formula} = {bound}: "
+            f"pass {name}={bound} or less"
+        )

@@ -1,12 +1,14 @@
 """The polar factor of batched matrices, and the duality maps made of it. Names no family.
 
-A gradient is a dual vector; the duality map of a norm turns it into the step that decreases the loss fastest per unit
-of that norm. For a matrix under the RMS->RMS operator norm that is sqrt(fan_out / fan_in) U V^T, with G = U S V^T; the
-norm of a batched core is the largest of its blocks', so its map acts on each block by itself.
+A gradient is a dual vector; the duality map of a norm turns it into the step that decreases the
+loss fastest per unit of that norm. For a matrix under the RMS->RMS operator norm that is
+sqrt(fan_out / fan_in) U V^T, with G = U S V^T; the norm of a batched core is the largest of its
+blocks', so its map acts on each block by itself.
 
-Source: Bernstein & Newhouse 2024, "Modular Duality in Deep Learning" (arXiv:2410.21265). Iterations: Newton-Schulz
-(Higham 2008, "Functions of Matrices", ch. 8); quintics of Jordan et al. 2024, "Muon"; Amsel et al. 2025, "The Polar
-Express" (arXiv:2505.16932), also for the Remez construction behind "ns" and "fast".
+Source: Bernstein & Newhouse 2024, "Modular Duality in Deep Learning" (arXiv:2410.21265).
+Iterations: Newton-Schulz (Higham 2008, "Functions of Matrices", ch. 8); quintics of Jordan et al.
+2024, "Muon"; Amsel et al. 2025, "The Polar Express" (arXiv:2505.16932), also for the Remez
+construction behind "ns" and "fast".
 """
 
 from math import sqrt
@@ -18,8 +20,9 @@ Schedule = tuple[tuple[float, float, float], ...]
 
 # One (a, b, c) per step: X <- a X + b (X X^T) X + c (X X^T)^2 X, on singular values in [0, 1].
 SCHEDULES: dict[str, Schedule] = {
-    # The best odd quintics (Remez), one after the other, for singular values in [1e-4, 1]. Each step's interval is made
-    # 1 % longer at its upper end, where the polynomials are steep, so that rounding can not leave it.
+    # The best odd quintics (Remez), one after the other, for singular values in [1e-4, 1]. Each
+    # step's interval is made 1 % longer at its upper end, where the polynomials are steep, so that
+    # rounding can not leave it.
     "ns": (
         (8.425672, -24.521452, 17.843507),
         (4.207665, -3.062329, 0.557472),
@@ -59,35 +62,43 @@ METHODS = ("svd", "inverse-root", "sketch", *SCHEDULES)
 
 
 def dualize(
-    matrix: Tensor, *, method: str = "ns", steps: int | None = None, dtype: torch.dtype | None = None
+    matrix: Tensor,
+    *,
+    method: str = "ns",
+    steps: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The polar factor U V^T of the last two dimensions, G = U S V^T: every singular value becomes 1. Pure.
+    """The polar factor U V^T of the last two dimensions, G = U S V^T: every singular value becomes
+    1. Pure.
 
     Args:
         matrix: `(..., m, n)`, real floating point. Leading dimensions are independent matrices.
         method: how. In float32, for singular values relative to the Frobenius norm of the matrix:
 
             - "svd": exact; singular values below the numerical rank become 0.
-            - "inverse-root": (G G^T)^(-1/2) G from an eigendecomposition in float64; as exact where the condition
-              number is below 1e6.
+            - "inverse-root": (G G^T)^(-1/2) G from an eigendecomposition in float64; as exact where
+              the condition number is below 1e6.
             - "ns": 8 Newton-Schulz steps made for [1e-4, 1]: values there land within 1e-4 of 1.
             - "fast": 6 steps made for [3e-3, 1]; the same band.
             - "polar-express": 8 steps, the schedule of the paper, for [1e-3, 1].
-            - "cubic" (1.5, -0.5) x 30, "quintic" (2, -1.5, 0.5) x 12, "quintic-steep" (3, -3.2, 1.2) x 10.
+            - "cubic" (1.5, -0.5) x 30, "quintic" (2, -1.5, 0.5) x 12, "quintic-steep" (3, -3.2,
+              1.2) x 10.
             - "jordan": Muon's 5 steps; values above 1e-2 land between 0.68 and 1.14.
-            - "sketch": the factor of the leading half of the singular directions alone, by a randomised range finder
-              with a fixed seed; the rest maps to 0.
-        steps: number of iterations, for the iterative methods; a schedule's last step is repeated, or its end cut off.
-        dtype: of the iteration; float32 by default, float64 for float64 input. bfloat16 is faster and fills the null
-            space of rank-deficient matrices with noise of up to 1.
+            - "sketch": the factor of the leading half of the singular directions alone, by a
+              randomised range finder with a fixed seed; the rest maps to 0.
+        steps: number of iterations, for the iterative methods; a schedule's last step is repeated,
+            or its end cut off.
+        dtype: of the iteration; float32 by default, float64 for float64 input. bfloat16 is faster
+            and fills the null space of rank-deficient matrices with noise of up to 1.
 
     Returns:
-        A new tensor, of the dtype of `matrix`. Independent of the scale of each matrix, and odd. A zero matrix maps to
-        zero; singular values that are exactly zero stay (nearly, for the iterations) zero.
+        A new tensor, of the dtype of `matrix`. Independent of the scale of each matrix, and odd. A
+        zero matrix maps to zero; singular values that are exactly zero stay (nearly, for the
+        iterations) zero.
 
     Raises:
-        ValueError: `method` is unknown, `steps` is below 1 or the method takes none, or `matrix` has fewer than two
-            dimensions.
+        ValueError: `method` is unknown, `steps` is below 1 or the method takes none, or `matrix`
+            has fewer than two dimensions.
         TypeError: `matrix` is not real floating point.
 
     >>> g = torch.randn(4, 8, 16)
@@ -98,10 +109,13 @@ def dualize(
         raise ValueError(f"method={method!r} is unknown; there are {', '.join(METHODS)}")
     if steps is not None and (method not in SCHEDULES or steps < 1):
         raise ValueError(
-            f"steps={steps!r}: method={method!r} " + ("needs 1 or more" if method in SCHEDULES else "takes none")
+            f"steps={steps!r}: method={method!r} "
+            + ("needs 1 or more" if method in SCHEDULES else "takes none")
         )
     if matrix.ndim < 2:
-        raise ValueError(f"matrix has shape {tuple(matrix.shape)}; it needs at least two dimensions (m, n)")
+        raise ValueError(
+            f"matrix has shape {tuple(matrix.shape)}; it needs at least two dimensions (m, n)"
+        )
     if not matrix.is_floating_point():
         raise TypeError(f"matrix has dtype {matrix.dtype}; it must be real floating point")
     if matrix.numel() == 0:
@@ -124,11 +138,13 @@ def promote(x: Tensor) -> Tensor:
 
 
 def polar_from_gram(gram: Tensor, *, method: str = "ns", steps: int | None = None) -> Tensor:
-    """The Q with Q X = `dualize(X, method=method)`, from the float64 Gram matrices G = X X^T `(..., m, m)` alone.
+    """The Q with Q X = `dualize(X, method=method)`, from the float64 Gram matrices G = X X^T `(...,
+    m, m)` alone.
 
-    For an X whose long dimension lies on several processes. A schedule runs on the Gram: P = a I + b G + c G^2,
-    Q <- P Q, G <- P G P; "svd" and "inverse-root" take the eigendecomposition. float64, since a Gram squares the
-    condition number: in float32 the polynomials overshoot by up to a half. A zero Gram gives a finite Q.
+    For an X whose long dimension lies on several processes. A schedule runs on the Gram: P = a I +
+    b G + c G^2, Q <- P Q, G <- P G P; "svd" and "inverse-root" take the eigendecomposition.
+    float64, since a Gram squares the condition number: in float32 the polynomials overshoot by up
+    to a half. A zero Gram gives a finite Q.
 
     Raises:
         ValueError: `method` is none of those, as "sketch".
@@ -142,7 +158,9 @@ def polar_from_gram(gram: Tensor, *, method: str = "ns", steps: int | None = Non
         trace = _trace(gram)
         return _root_of_gram(gram / trace, gram.shape[-1], torch.float32) * trace.rsqrt()
     if method not in SCHEDULES:
-        raise ValueError(f"method={method!r} does not work on Gram matrices; svd, inverse-root and schedules do")
+        raise ValueError(
+            f"method={method!r} does not work on Gram matrices; svd, inverse-root and schedules do"
+        )
     trace = _trace(gram)
     gram, eye = gram / trace, torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     root = eye.expand_as(gram)
@@ -158,9 +176,11 @@ def _trace(gram: Tensor) -> Tensor:
 
 
 def dual_core(gradient: Tensor, *, method: str = "ns") -> Tensor:
-    """Duality map of a core or a linear layer: sqrt(fan_out / fan_in) U V^T for each block of `(..., fan_out, fan_in)`.
+    """Duality map of a core or a linear layer: sqrt(fan_out / fan_in) U V^T for each block of
+    `(..., fan_out, fan_in)`.
 
-    >>> torch.linalg.matrix_norm(dual_core(torch.randn(3, 8, 2)), 2).round(decimals=2)  # sqrt(8 / 2) in each block
+    >>> dual = dual_core(torch.randn(3, 8, 2))
+    >>> torch.linalg.matrix_norm(dual, 2).round(decimals=2)  # sqrt(8 / 2) in each block
     tensor([2., 2., 2.])
     """
     polar = dualize(gradient, method=method)
@@ -169,7 +189,8 @@ def dual_core(gradient: Tensor, *, method: str = "ns") -> Tensor:
 
 
 def dual_embedding(gradient: Tensor) -> Tensor:
-    """Duality map of an embedding `(tokens, width)` under the l1->RMS norm: each vector to unit RMS, zero to zero.
+    """Duality map of an embedding `(tokens, width)` under the l1->RMS norm: each vector to unit
+    RMS, zero to zero.
 
     >>> dual_embedding(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
     tensor([[0.8485, 1.1314],
@@ -185,7 +206,8 @@ def dual_embedding(gradient: Tensor) -> Tensor:
 
 
 def dual_conv(gradient: Tensor, *, method: str = "ns") -> Tensor:
-    """Duality map of a convolution `(c_out, c_in, *kernel)`: (1 / k) sqrt(c_out / c_in) U V^T for each of the k slices.
+    """Duality map of a convolution `(c_out, c_in, *kernel)`: (1 / k) sqrt(c_out / c_in) U V^T for
+    each of the k slices.
 
     `k` is the number of kernel positions, k^2 in the paper's Conv2D; any number of dimensions.
 
@@ -194,14 +216,20 @@ def dual_conv(gradient: Tensor, *, method: str = "ns") -> Tensor:
     tensor([2., 2.])
     """
     slices = gradient.flatten(2).permute(2, 0, 1)  # (k, c_out, c_in)
-    return (dual_core(slices, method=method) / slices.shape[0]).permute(1, 2, 0).reshape(gradient.shape)
+    return (
+        (dual_core(slices, method=method) / slices.shape[0])
+        .permute(1, 2, 0)
+        .reshape(gradient.shape)
+    )
 
 
 def spectral_bound(matrix: Tensor) -> Tensor:
-    """The Schatten-32 norm |(G G^T)^8|_F^(1/16) of the last two dimensions, `(...)`: the spectral norm, from above.
+    """The Schatten-32 norm |(G G^T)^8|_F^(1/16) of the last two dimensions, `(...)`: the spectral
+    norm, from above.
 
-    Never below it (but for rounding), at most min(m, n)^(1/32) times it, where all singular values are equal; 0.3 %
-    above on average for the updates of Adam. Four products of the short side's size; no state, no singular vectors.
+    Never below it (but for rounding), at most min(m, n)^(1/32) times it, where all singular values
+    are equal; 0.3 % above on average for the updates of Adam. Four products of the short side's
+    size; no state, no singular vectors.
 
     >>> g = torch.randn(3, 64, 256)
     >>> ratio = spectral_bound(g) / torch.linalg.matrix_norm(g, 2)
@@ -214,7 +242,11 @@ def spectral_bound(matrix: Tensor) -> Tensor:
     largest = _one_for_zero(x.abs().amax(dim=(-2, -1), keepdim=True))
     x = x / largest
     power, norm = (x @ x.mT if x.shape[-2] <= x.shape[-1] else x.mT @ x), largest
-    for n in (2, 4, 8):  # the norm is a trace^(1/2), times a trace^(1/4), ...: no power is far from 1
+    for n in (
+        2,
+        4,
+        8,
+    ):  # the norm is a trace^(1/2), times a trace^(1/4), ...: no power is far from 1
         trace = _trace(power)
         power, norm = power / trace, norm * trace ** (1 / n)
         power = power @ power
@@ -227,9 +259,11 @@ def _one_for_zero(x: Tensor) -> Tensor:
 
 
 def dual_efficiency(gradient: Tensor, update: Tensor) -> Tensor:
-    """How much of the steepest descent `update` is, `(...)`: <G, X> / (|G|_* |X|_2), 1 for the exact polar factor.
+    """How much of the steepest descent `update` is, `(...)`: <G, X> / (|G|_* |X|_2), 1 for the
+    exact polar factor.
 
-    |.|_* is the nuclear norm and |.|_2 the spectral norm of each matrix; NaN where either is zero. For logging.
+    |.|_* is the nuclear norm and |.|_2 the spectral norm of each matrix; NaN where either is zero.
+    For logging.
 
     >>> g = torch.randn(3, 8, 16)
     >>> dual_efficiency(g, dualize(g)).min() > 0.999, bool(dual_efficiency(g, g).max() < 0.95)
@@ -241,7 +275,8 @@ def dual_efficiency(gradient: Tensor, update: Tensor) -> Tensor:
 
 
 def _of_unit_size(x: Tensor) -> Tensor:
-    """Each matrix times a power of two, exactly, so that its largest entry is in [1/2, 1): norms can not underflow."""
+    """Each matrix times a power of two, exactly, so that its largest entry is in [1/2, 1): norms
+    can not underflow."""
     _, exponent = torch.frexp(x.abs().amax(dim=(-2, -1), keepdim=True).double())
     half = exponent // 2  # in two halves: one power of two alone may overflow
     first, second = (torch.pow(2.0, -part.double()).to(x.dtype) for part in (half, exponent - half))
@@ -288,9 +323,12 @@ def _root_of_gram(gram: Tensor, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def _sketch(x: Tensor) -> Tensor:
-    """Halko, Martinsson & Tropp 2011 (arXiv:0909.4061): range of x x^T x omega, then the factor inside that range."""
+    """Halko, Martinsson & Tropp 2011 (arXiv:0909.4061): range of x x^T x omega, then the factor
+    inside that range."""
     rank = (x.shape[-2] + 1) // 2
     seeded = torch.Generator().manual_seed(0)  # pure: the same input gives the same output
-    omega = torch.randn(x.shape[-1], rank, generator=seeded, dtype=torch.float64).to(x.device, x.dtype)
+    omega = torch.randn(x.shape[-1], rank, generator=seeded, dtype=torch.float64).to(
+        x.device, x.dtype
+    )
     basis: Tensor = torch.linalg.qr(x @ (x.mT @ (x @ omega))).Q
     return basis @ _svd(basis.mT @ x)

@@ -41,22 +41,33 @@ class StructlinQuantizer(HfQuantizer):
 
     quantization_config: StructlinConfig
 
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, **options: Any) -> PreTrainedModel:
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, **options: Any
+    ) -> PreTrainedModel:
         modules = _match_names(model, self.quantization_config.modules)
         swap(model, restructure(model, modules))
         guards = [rf"(^|\.){re.escape(name)}\.{ENTRY}$" for name in modules]
         kind: type[Any] = list if __version__.startswith("4.") else set
-        model._keys_to_ignore_on_load_unexpected = kind([*(model._keys_to_ignore_on_load_unexpected or ()), *guards])
+        model._keys_to_ignore_on_load_unexpected = kind(
+            [*(model._keys_to_ignore_on_load_unexpected or ()), *guards]
+        )
         return model
 
-    def _process_model_after_weight_loading(self, model: PreTrainedModel, **options: Any) -> PreTrainedModel:
+    def _process_model_after_weight_loading(
+        self, model: PreTrainedModel, **options: Any
+    ) -> PreTrainedModel:
         """transformers 5 only logs what it does not find in the file, and leaves it as it is."""
-        loaded = {name: hasattr(parameter, "_is_hf_initialized") for name, parameter in model.named_parameters()}
+        loaded = {
+            name: hasattr(parameter, "_is_hf_initialized")
+            for name, parameter in model.named_parameters()
+        }
         if any(loaded.values()):
             _refuse_lost(name for name in loaded if not loaded[name])
         return model
 
-    def update_missing_keys(self, model: PreTrainedModel, missing_keys: list[str], prefix: str) -> list[str]:
+    def update_missing_keys(
+        self, model: PreTrainedModel, missing_keys: list[str], prefix: str
+    ) -> list[str]:
         """transformers 4 calls this with what it does not find in the file."""
         _refuse_lost(missing_keys)
         return missing_keys
@@ -70,11 +81,14 @@ class StructlinQuantizer(HfQuantizer):
         state = model.state_dict()
         for name, module in model.named_modules(remove_duplicate=False):
             if isinstance(module, StructuredLinear):
-                state[f"{name}.{ENTRY}"] = write_entry(module.text)  # also where its cores are offloaded
+                # also where its cores are offloaded
+                state[f"{name}.{ENTRY}"] = write_entry(module.text)
         return state, {}
 
     def _dequantize(self, model: PreTrainedModel, dtype: Any = None) -> nn.Module:
-        layers = [layer for layer in linear_layers(model) if isinstance(layer.module, StructuredLinear)]
+        layers = [
+            layer for layer in linear_layers(model) if isinstance(layer.module, StructuredLinear)
+        ]
         return swap(model, [(layer.names, build_dense_layer(layer.module)) for layer in layers])  # type: ignore[arg-type]
 
     def is_serializable(self, *args: Any, **options: Any) -> bool:
@@ -126,7 +140,9 @@ def _write_config(model: PreTrainedModel) -> None:
             module.config = own
 
 
-def _match_names(model: PreTrainedModel, modules: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _match_names(
+    model: PreTrainedModel, modules: Mapping[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
     """`modules` by their names in `model`, which may be the saved model's body, or have it as such.
 
     As transformers does with weights, layers of another head are left out.
@@ -136,7 +152,9 @@ def _match_names(model: PreTrainedModel, modules: Mapping[str, dict[str, Any]]) 
     has_head = any(name.startswith(prefix) for name in modules)
     found = {}
     for name, data in modules.items():
-        own = next((own for own in (name, name.removeprefix(prefix), prefix + name) if own in names), name)
+        own = next(
+            (own for own in (name, name.removeprefix(prefix), prefix + name) if own in names), name
+        )
         if own in names or name.startswith(prefix) or not has_head:
             found[own] = data
     return found

@@ -32,7 +32,9 @@ def from_cbs_btt(state: State, prefix: str = "") -> StructuredLinear:
     """
     found = _select_below(state, prefix)
     if "op_params.2" in found:
-        raise ValueError(f"{prefix}op_params.2: only BTT of two cores without normalisation is imported")
+        raise ValueError(
+            f"{prefix}op_params.2: only BTT of two cores without normalisation is imported"
+        )
     a, b = (
         _take_tensor(found, "op_params.0", 3, prefix),
         _take_tensor(found, "op_params.1", 3, prefix),
@@ -45,7 +47,9 @@ def from_cbs_btt(state: State, prefix: str = "") -> StructuredLinear:
         "r": a.shape[2] // b.shape[0],
     }
     if a.shape[2] != sizes["f"] * sizes["r"] or b.shape[1] != sizes["g"] * sizes["r"]:
-        raise ValueError(f"op_params: {tuple(a.shape)}, {tuple(b.shape)} are not the two cores of a BTT")
+        raise ValueError(
+            f"op_params: {tuple(a.shape)}, {tuple(b.shape)} are not the two cores of a BTT"
+        )
     structure = Structure("g a -> f e", "g f r a", "f e g r", **sizes)
     return _build_layer(structure, [(a, "g a (f r)"), (b, "f (g r) e")], found.get("b"), "BTT")
 
@@ -78,7 +82,9 @@ def from_fly_monarch(
     structure = Monarch(blocks=len(first)).structure(*widths)
     shapes = [tuple(first.shape), tuple(last.shape)]
     if shapes != [core.shape for core in structure.cores]:
-        raise ValueError(f"blkdiag1 {shapes[0]} and blkdiag2 {shapes[1]} are not the two factors of a Monarch")
+        raise ValueError(
+            f"blkdiag1 {shapes[0]} and blkdiag2 {shapes[1]} are not the two factors of a Monarch"
+        )
     in_features = in_features or structure.in_features
     out_features = out_features or (structure.out_features if bias is None else len(bias))
     return _fill_layer(structure, [first, last], bias, "Monarch", in_features, out_features)
@@ -139,7 +145,9 @@ def from_lokr(state: State, prefix: str = "", *, scale: float = 1.0) -> Structur
         for name, tensor in _select_below(state, prefix).items()
     }
     if "lokr_t2" in found:
-        raise ValueError(f"{prefix}lokr_t2 belongs to a convolution; a linear layer has only lokr_w1, lokr_w2")
+        raise ValueError(
+            f"{prefix}lokr_t2 belongs to a convolution; a linear layer has only lokr_w1, lokr_w2"
+        )
     w1, w2 = (_take_product(found, name, prefix) for name in ("lokr_w1", "lokr_w2"))
     sizes = {"a": w1.shape[0], "g": w1.shape[1], "b": w2.shape[0], "d": w2.shape[1]}
     structure = Structure("g d -> a b", "b d", "a g", **sizes)
@@ -147,13 +155,19 @@ def from_lokr(state: State, prefix: str = "", *, scale: float = 1.0) -> Structur
 
 
 def _select_below(state: State, prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in state.items()
+        if name.startswith(prefix)
+    }
 
 
 def _take_tensor(state: State, name: str, ndim: int, prefix: str) -> Tensor:
     if name not in state:
         found = sorted(state)[:8]
-        raise ValueError(f"the state has no {prefix + name!r}; below prefix={prefix!r} it has {found}")
+        raise ValueError(
+            f"the state has no {prefix + name!r}; below prefix={prefix!r} it has {found}"
+        )
     if state[name].ndim != ndim:
         shape = tuple(state[name].shape)
         raise ValueError(f"{prefix + name!r} has shape {shape}; it must have {ndim} dimensions")
@@ -190,7 +204,9 @@ def _fill_layer(
     out_features: int,
 ) -> StructuredLinear:
     if bias is not None and tuple(bias.shape) != (out_features,):
-        raise ValueError(f"the bias has shape {tuple(bias.shape)}; the layer has {out_features} outputs")
+        raise ValueError(
+            f"the bias has shape {tuple(bias.shape)}; the layer has {out_features} outputs"
+        )
     options = {"bias": bias is not None, "device": cores[0].device, "dtype": cores[0].dtype}
     layer = uninitialised(in_features, out_features, structure, **options).set_cores_(cores)
     layer.label = label

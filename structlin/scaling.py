@@ -1,8 +1,8 @@
 """Initialisation and learning rates from a core's integers. Names no family; no torch.
 
-Sources: Qiu et al. 2024, "Compute Better Spent" (arXiv:2406.06248), section 3.2 and appendices E.2, H;
-"Beyond MuP 2" (2026) for the spectral rule; Large et al. 2024, "Scalable Optimization in the Modular Norm"
-(arXiv:2405.14813) for the orthogonal one.
+Sources: Qiu et al. 2024, "Compute Better Spent" (arXiv:2406.06248), section 3.2 and appendices E.2,
+H; "Beyond MuP 2" (2026) for the spectral rule; Large et al. 2024, "Scalable Optimization in the
+Modular Norm" (arXiv:2405.14813) for the orthogonal one.
 """
 
 from math import sqrt
@@ -18,14 +18,15 @@ def init_std(core: Core, init: str = "mup", *, bottleneck_variance: bool = False
 
     - "mup": sqrt(min(fan_in, fan_out)) / fan_in: a Gaussian block then has a spectral norm of order
       sqrt(fan_out / fan_in), and features stay of order 1.
-    - "spectral": sqrt(fan_out / fan_in) / (sqrt(fan_in) + sqrt(fan_out)): that norm is sqrt(fan_out / fan_in) in the
-      limit of large blocks.
-    - "orthogonal": the RMS entry of a semi-orthogonal block times sqrt(fan_out / fan_in), the same number as "mup".
+    - "spectral": sqrt(fan_out / fan_in) / (sqrt(fan_in) + sqrt(fan_out)): that norm is sqrt(fan_out
+      / fan_in) in the limit of large blocks.
+    - "orthogonal": the RMS entry of a semi-orthogonal block times sqrt(fan_out / fan_in), the same
+      number as "mup".
 
     Args:
-        bottleneck_variance: with it, a core that reads the whole activation and narrows it (low-rank's V) gets
-            1 / sqrt(fan_in), which keeps the variance of features through the bottleneck. It goes with a last core
-            that is zero (CBS, appendix E.2).
+        bottleneck_variance: with it, a core that reads the whole activation and narrows it
+            (low-rank's V) gets 1 / sqrt(fan_in), which keeps the variance of features through the
+            bottleneck. It goes with a last core that is zero (CBS, appendix E.2).
 
     Raises:
         ValueError: `init` is unknown.
@@ -56,9 +57,10 @@ def lr_mult(
 ) -> float:
     """Learning rate of `core`, relative to that of a dense layer of the same width (dimensionless).
 
-    An Adam (or sign) update has entries of size lr, so its spectral norm is lr * sqrt(fan_in * fan_out); feature
-    learning asks for sqrt(fan_out / fan_in), hence 1 / fan_in. An SGD update is the gradient, whose scale is set by
-    the widths that the core maps between: fan_out / fan_in. The layer's step is split evenly over its `cores`.
+    An Adam (or sign) update has entries of size lr, so its spectral norm is lr * sqrt(fan_in *
+    fan_out); feature learning asks for sqrt(fan_out / fan_in), hence 1 / fan_in. An SGD update is
+    the gradient, whose scale is set by the widths that the core maps between: fan_out / fan_in. The
+    layer's step is split evenly over its `cores`.
 
     Args:
         in_features, out_features: of the layer; `out_features` is needed for SGD alone.
@@ -66,7 +68,8 @@ def lr_mult(
         share: this core's share of the layer's mass; 1 / cores if None.
 
     Raises:
-        ValueError: `optimizer` is not one of "adam", "adamw", "sign", "sgd"; SGD without `out_features`.
+        ValueError: `optimizer` is not one of "adam", "adamw", "sign", "sgd"; SGD without
+            `out_features`.
     Source: Qiu et al. 2024 (arXiv:2406.06248), section 3.2 and appendix H.
 
     >>> from structlin import BTT

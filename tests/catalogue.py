@@ -1,6 +1,8 @@
-"""What the contract tests run over: one table of families and widths, and a strategy that draws structures.
+"""What the contract tests run over: one table of families and widths, and a strategy that draws
+structures.
 
-The only file behind `test_families.py` that knows the families; a new one gets all contract tests by its rows here.
+The only file behind `test_families.py` that knows the families; a new one gets all contract tests
+by its rows here.
 """
 
 from collections.abc import Callable
@@ -11,9 +13,21 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from structlin import BTT, TT, BlockDiagonal, Dense, Family, Kronecker, LowRank, Monarch, Structure, StructuredLinear
+from structlin import (
+    BTT,
+    TT,
+    BlockDiagonal,
+    Dense,
+    Family,
+    Kronecker,
+    LowRank,
+    Monarch,
+    Structure,
+    StructuredLinear,
+)
 
-# Families with the widths of a layer: square, wide, tall, padded (primes and a vocabulary), 1 to 4 cores.
+# Families with the widths of a layer: square, wide, tall, padded (primes and a vocabulary), 1 to 4
+# cores.
 CASES: list[tuple[Family, int, int]] = [
     (Dense(), 7, 5),
     (LowRank(rank=3), 12, 12),
@@ -52,7 +66,8 @@ SMALL_IDS = [f"{family.label}-{i}-{o}" for family, i, o in SMALL]
 
 @dataclass(frozen=True)
 class Drawn:
-    """A drawn structure, with the roles that its axes were drawn to have (not those that the library derived)."""
+    """A drawn structure, with the roles that its axes were drawn to have (not those that the
+    library derived)."""
 
     structure: Structure
     inputs: tuple[str, ...]
@@ -63,7 +78,8 @@ class Drawn:
 
 @st.composite
 def drawn(draw: st.DrawFn, max_width: int = 256) -> Drawn:
-    """1 to 4 cores on axes of size 1 to 4: each core sums some of its axes, keeps some, skips some and adds some."""
+    """1 to 4 cores on axes of size 1 to 4: each core sums some of its axes, keeps some, skips some
+    and adds some."""
     names, sizes, width = iter("abcdefghijklmnopqrstuvwxyz"), {}, 1
 
     def new(most: int) -> list[str]:
@@ -80,7 +96,10 @@ def drawn(draw: st.DrawFn, max_width: int = 256) -> Drawn:
         role = {axis: draw(st.sampled_from(["batch", "fan_in", "repeat"])) for axis in activation}
         role |= dict.fromkeys(new(2), "fan_out")
         order = draw(st.permutations(list(role)))
-        groups = {r: tuple(a for a in order if role[a] == r) for r in ("batch", "fan_out", "fan_in", "repeat")}
+        groups = {
+            r: tuple(a for a in order if role[a] == r)
+            for r in ("batch", "fan_out", "fan_in", "repeat")
+        }
         cores.append(groups)
         subscripts.append(" ".join(axis for axis in order if role[axis] != "repeat"))
         activation = [axis for axis in role if role[axis] != "fan_in"]
@@ -106,20 +125,28 @@ def random_cores(structure: Structure, dtype: torch.dtype = torch.float64) -> li
     """Gaussian cores whose product keeps numbers of order 1."""
     generator = torch.Generator().manual_seed(1)
     return [
-        (torch.randn(core.shape, generator=generator, dtype=torch.float64) / core.fan_in**0.5).to(dtype)
+        (torch.randn(core.shape, generator=generator, dtype=torch.float64) / core.fan_in**0.5).to(
+            dtype
+        )
         for core in structure.cores
     ]
 
 
 def tokens(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(
+        dtype
+    )
 
 
 def one_einsum(structure: Structure, cores: list[Tensor], x: Tensor) -> Tensor:
-    """The oracle: `torch.einsum` over the whole expression, with a letter for each axis. x is `(tokens, in)`."""
+    """The oracle: `torch.einsum` over the whole expression, with a letter for each axis. x is
+    `(tokens, in)`."""
     letter = {axis: chr(ord("a") + n) for n, axis in enumerate(structure.sizes)}
     inputs, outputs = structure.inputs, structure.outputs
-    operands, terms = [x.reshape(-1, *(structure.sizes[axis] for axis in inputs))], ["Z" + _join(letter, inputs)]
+    operands, terms = (
+        [x.reshape(-1, *(structure.sizes[axis] for axis in inputs))],
+        ["Z" + _join(letter, inputs)],
+    )
     for core, stored in zip(structure.cores, cores, strict=True):
         axes = [*core.batch_axes, *core.fan_out_axes, *core.fan_in_axes]
         operands.append(stored.reshape([structure.sizes[axis] for axis in axes]))
@@ -133,7 +160,9 @@ def einsum_matrix(structure: Structure, cores: list[Tensor]) -> Tensor:
     return one_einsum(structure, cores, identity).mT
 
 
-def layer_of(case: tuple[Family, int, int], dtype: torch.dtype = torch.float64, **options: object) -> StructuredLinear:
+def layer_of(
+    case: tuple[Family, int, int], dtype: torch.dtype = torch.float64, **options: object
+) -> StructuredLinear:
     """A layer in which no parameter is at a special value."""
     family, in_features, out_features = case
     layer = StructuredLinear(in_features, out_features, family, dtype=dtype, **options)

@@ -1,4 +1,5 @@
-"""Every test starts from the same seed, on one thread; hypothesis draws the same examples on every machine."""
+"""Every test starts from the same seed, on one thread; hypothesis draws the same examples on every
+machine."""
 
 import pytest
 import torch

@@ -42,7 +42,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, width: int = 64, depth: int = 2, vocabulary: int = 50, tied: bool = False) -> None:
+    def __init__(
+        self, width: int = 64, depth: int = 2, vocabulary: int = 50, tied: bool = False
+    ) -> None:
         super().__init__()
         self.wte = nn.Embedding(vocabulary, width)
         self.h = nn.ModuleList(Block(width) for _ in range(depth))
@@ -65,10 +67,14 @@ def linear_names(model: nn.Module) -> set[str]:
 def snapshot(model: nn.Module) -> list[tuple[str, int, bytes]]:
     """Names, identities and values of everything in a model, to see that nothing changed."""
     modules = [(name, id(module), b"") for name, module in model.named_modules()]
-    return modules + [(name, id(p), p.detach().numpy().tobytes()) for name, p in model.named_parameters()]
+    return modules + [
+        (name, id(p), p.detach().numpy().tobytes()) for name, p in model.named_parameters()
+    ]
 
 
-def perplexed(model: nn.Module, steps: int, optimizer: torch.optim.Optimizer, vocabulary: int = 50) -> list[float]:
+def perplexed(
+    model: nn.Module, steps: int, optimizer: torch.optim.Optimizer, vocabulary: int = 50
+) -> list[float]:
     """Losses of training on one fixed batch of tokens."""
     tokens = torch.arange(64).reshape(4, 16) * 7 % vocabulary
     losses = []

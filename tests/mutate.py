@@ -1,10 +1,10 @@
 """Breaks one operator at a time in the library and sees which test notices.
 
-    python -m tests.mutate --mutants 100 --seed 0       # a table of those that no test noticed; an hour on two cores
+    python -m tests.mutate --mutants 100 --seed 0       # those that no test noticed; an hour
     python -m tests.mutate --only structlin/_product.py --mutants 20
 
-Each mutant is one arithmetic operator, comparison, boolean, or number, changed in a copy of the package; the tests
-nearest to that file run on it until one fails. The checkout is not touched.
+Each mutant is one arithmetic operator, comparison, boolean, or number, changed in a copy of the
+package; the tests nearest to that file run on it until one fails. The checkout is not touched.
 """
 
 import argparse
@@ -86,7 +86,9 @@ def find_mutants(file: Path) -> Iterator[Mutant]:
         elif isinstance(node, ast.Raise | ast.JoinedStr):
             parts = [node]
         for part in parts:
-            skipped.update(id(inner) for inner in ast.walk(part) if part is not None) if part else None
+            skipped.update(
+                id(inner) for inner in ast.walk(part) if part is not None
+            ) if part else None
     for n, node in enumerate(ast.walk(tree)):
         if id(node) not in skipped and (change := change_of(node)):
             yield Mutant(file, getattr(node, "lineno", 0), n, change)
@@ -135,7 +137,9 @@ def nearest_tests(file: Path) -> list[str]:
     parts = file.relative_to(ROOT / "structlin").parts
     names = next(tests for key, tests in NEAREST.items() if key in parts)
     everything = list((ROOT / "tests").rglob("test_*.py"))
-    found = [str(path) for name in names for path in everything if name in (path.stem, path.parent.name)]
+    found = [
+        str(path) for name in names for path in everything if name in (path.stem, path.parent.name)
+    ]
     if not found:
         raise ValueError(f"{file}: no test is called {' or '.join(names)}")
     return found
@@ -144,9 +148,16 @@ def nearest_tests(file: Path) -> list[str]:
 def is_caught(mutant: Mutant, seconds: float) -> bool:
     """Whether a test fails on the mutant, or does not end in time."""
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*", "results", "__pycache__"))
+        shutil.copytree(
+            ROOT,
+            folder,
+            dirs_exist_ok=True,
+            ignore=shutil.ignore_patterns(".*", "results", "__pycache__"),
+        )
         (Path(folder) / mutant.file.relative_to(ROOT)).write_text(mutate(mutant))
-        tests = [str(Path(folder) / Path(test).relative_to(ROOT)) for test in nearest_tests(mutant.file)]
+        tests = [
+            str(Path(folder) / Path(test).relative_to(ROOT)) for test in nearest_tests(mutant.file)
+        ]
         doctest = str(Path(folder) / mutant.file.relative_to(ROOT))
         command = [
             sys.executable,
@@ -163,7 +174,9 @@ def is_caught(mutant: Mutant, seconds: float) -> bool:
         ]
         environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
         try:
-            run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=seconds)
+            run = subprocess.run(
+                command, cwd=folder, env=environment, capture_output=True, timeout=seconds
+            )
         except subprocess.TimeoutExpired:
             return True
         if run.returncode == 5:
@@ -172,34 +185,55 @@ def is_caught(mutant: Mutant, seconds: float) -> bool:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mutants", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=Path, help="one file, or a folder")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=400, help="after which a mutant counts as caught")
+    parser.add_argument(
+        "--seconds", type=float, default=400, help="after which a mutant counts as caught"
+    )
     options = parser.parse_args(argv)
     package = ROOT / "structlin"
     files = sorted(
-        path for key in NEAREST for path in ([package / key] if key.endswith(".py") else (package / key).glob("*.py"))
+        path
+        for key in NEAREST
+        for path in ([package / key] if key.endswith(".py") else (package / key).glob("*.py"))
     )
     if options.only is not None:
         files = [file for file in files if (ROOT / options.only) in (file, *file.parents)]
     mutants = [mutant for file in files for mutant in find_mutants(file)]
     chosen = random.Random(options.seed).sample(mutants, min(options.mutants, len(mutants)))
-    print(f"# {len(chosen)} of {len(mutants)} mutants of {len(files)} files, seed {options.seed}", flush=True)
+    print(
+        f"# {len(chosen)} of {len(mutants)} mutants of {len(files)} files, seed {options.seed}",
+        flush=True,
+    )
     started = time.perf_counter()
     survivors = []
     with ThreadPoolExecutor(options.workers) as pool:
         for n, (mutant, caught) in enumerate(
-            zip(chosen, pool.map(lambda mutant: is_caught(mutant, options.seconds), chosen), strict=True), start=1
+            zip(
+                chosen,
+                pool.map(lambda mutant: is_caught(mutant, options.seconds), chosen),
+                strict=True,
+            ),
+            start=1,
         ):
             if not caught:
                 survivors.append(mutant)
                 line = mutant.file.read_text().splitlines()[mutant.line - 1].strip()
-                print(f"{mutant.file.relative_to(ROOT)}:{mutant.line}: {mutant.change}    {line}", flush=True)
+                print(
+                    f"{mutant.file.relative_to(ROOT)}:{mutant.line}: {mutant.change}    {line}",
+                    flush=True,
+                )
             if n % 10 == 0:
-                print(f"# {n} tried, {n - len(survivors)} caught, {time.perf_counter() - started:.0f} s", flush=True)
+                print(
+                    f"# {n} tried, {n - len(survivors)} caught, "
+                    f"{time.perf_counter() - started:.0f} s",
+                    flush=True,
+                )
     print(f"# caught {len(chosen) - len(survivors)} of {len(chosen)}")
 
 

@@ -16,7 +16,19 @@ pytest.importorskip("safetensors")
 
 from safetensors.torch import save_file
 
-from structlin import BTT, TT, Kronecker, LowRank, Monarch, Structure, StructuredLinear, convert, load, plan, save
+from structlin import (
+    BTT,
+    TT,
+    Kronecker,
+    LowRank,
+    Monarch,
+    Structure,
+    StructuredLinear,
+    convert,
+    load,
+    plan,
+    save,
+)
 from structlin._files import FILE
 from tests.models import GPT, snapshot
 
@@ -58,7 +70,11 @@ def test_a_model_comes_back_bit_equal_into_a_dense_one(saved):
     for name, layer in model.named_modules():
         if isinstance(layer, StructuredLinear):
             other = fresh.get_submodule(name)
-            assert (other.structure, other.label, other.stds) == (layer.structure, layer.label, layer.stds)
+            assert (other.structure, other.label, other.stds) == (
+                layer.structure,
+                layer.label,
+                layer.stds,
+            )
     save(fresh, path / "again")
     assert (path / "again" / FILE).read_bytes() == (path / FILE).read_bytes()
 
@@ -125,7 +141,9 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
 
 def test_a_model_with_a_tie_does_not_take_two_weights_that_differ(saved):
     _, path = saved
-    with pytest.raises(ValueError, match=r"'wte\.weight' and 'lm_head\.weight' are tied in the model and differ"):
+    with pytest.raises(
+        ValueError, match=r"'wte\.weight' and 'lm_head\.weight' are tied in the model and differ"
+    ):
         load(GPT(tied=True), path)
 
 
@@ -154,7 +172,9 @@ def test_views_into_one_storage_are_stored_as_what_they_are(tmp_path):
     model[0].weight, model[1].weight = nn.Parameter(base[:4]), nn.Parameter(base[4:].mT)
     save(model, tmp_path)
     fresh = load(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)), tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True)
+    )
 
 
 def test_the_root_layer_comes_back_as_a_new_layer(tmp_path):
@@ -175,7 +195,9 @@ def test_a_dense_model_and_a_batchnorm_are_stored_as_well(tmp_path):
 def test_the_file_names_modules_exactly_and_holds_no_pattern(saved):
     model, path = saved
     modules = description(path)["modules"]
-    structured = {name for name, module in model.named_modules() if isinstance(module, StructuredLinear)}
+    structured = {
+        name for name, module in model.named_modules() if isinstance(module, StructuredLinear)
+    }
     assert set(modules) == structured
     assert modules["h.0.attn.c_proj"]["structure"] == BTT(rank=2).structure(64, 64).to_dict()
     assert [file.name for file in path.iterdir()] == [FILE]
@@ -186,10 +208,22 @@ def test_the_file_names_modules_exactly_and_holds_no_pattern(saved):
     [
         (lambda: GPT(depth=1), r"'h\.1\.attn\.c_proj': the model has no such linear layer"),
         (lambda: GPT(depth=3), r"'h\.2\.ln_1\.weight' is in the model, not in the file"),
-        (lambda: GPT(width=32), r"'h\.0\.attn\.c_attn': 32 -> 96 in the model, 64 -> 192 in the file"),
-        (lambda: GPT(vocabulary=51), r"'wte\.weight' has shape \(51, 64\) in the model, \(50, 64\) in the file"),
-        (lambda: convert(GPT(), BTT(rank=3)), r"is BTT\(rank=3\) in the model, BTT\(rank=2\) in the file"),
-        (lambda: convert(GPT(), BTT(rank=2), include="*c_attn"), r"'h\.1\.attn\.c_attn' is structured in the model"),
+        (
+            lambda: GPT(width=32),
+            r"'h\.0\.attn\.c_attn': 32 -> 96 in the model, 64 -> 192 in the file",
+        ),
+        (
+            lambda: GPT(vocabulary=51),
+            r"'wte\.weight' has shape \(51, 64\) in the model, \(50, 64\) in the file",
+        ),
+        (
+            lambda: convert(GPT(), BTT(rank=3)),
+            r"is BTT\(rank=3\) in the model, BTT\(rank=2\) in the file",
+        ),
+        (
+            lambda: convert(GPT(), BTT(rank=2), include="*c_attn"),
+            r"'h\.1\.attn\.c_attn' is structured in the model",
+        ),
         (lambda: nn.Linear(64, 64), "the model has no such linear layer"),
     ],
 )
@@ -224,9 +258,15 @@ def _rewrite(path, change):
         (lambda p: p.write_bytes(b"\xff" * 99), "no file of structlin.save"),
         (lambda p: save_file({"a": torch.ones(2)}, p), "no file of structlin.save"),
         (lambda p: torch.save({}, p), "no file of structlin.save"),
-        (lambda p: _rewrite(p, lambda d: d["modules"].pop("h.0.mlp.c_fc")), "edited: its checksum is another"),
+        (
+            lambda p: _rewrite(p, lambda d: d["modules"].pop("h.0.mlp.c_fc")),
+            "edited: its checksum is another",
+        ),
         (lambda p: _rewrite(p, lambda d: d.pop("checksum")), "no file of structlin.save"),
-        (lambda p: _rewrite(p, lambda d: d.update(version=99)), "has version 99; upgrade structlin"),
+        (
+            lambda p: _rewrite(p, lambda d: d.update(version=99)),
+            "has version 99; upgrade structlin",
+        ),
         (lambda p: p.write_bytes(p.read_bytes()[:-8]), "truncated or edited"),
         (lambda p: p.write_bytes(p.read_bytes()[:-1] + b"\x07"), "truncated or edited"),
     ],
@@ -323,7 +363,11 @@ def test_an_optimizer_and_hooks_made_before_loading_keep_hold_of_the_parameters(
 def test_what_stays_dense_is_filled_in_place_also_when_other_layers_become_structured(saved):
     _, path = saved
     fresh = GPT()
-    kept = {id(parameter) for name, parameter in fresh.named_parameters() if ".c_" not in name or "bias" in name}
+    kept = {
+        id(parameter)
+        for name, parameter in fresh.named_parameters()
+        if ".c_" not in name or "bias" in name
+    }
     load(fresh, path)
     assert kept <= {id(parameter) for parameter in fresh.parameters()}
 
@@ -366,12 +410,21 @@ def test_a_buffer_under_two_names_is_loaded_and_stays_one(tmp_path):
 
 def test_an_error_in_the_models_own_hook_leaves_it_as_it_was(tmp_path):
     save(convert(Shared(), BTT()), tmp_path)
-    for other in (Shared(), convert(Shared(), BTT()), convert(Shared(), BTT()).double(), Shared().to("meta")):
+    for other in (
+        Shared(),
+        convert(Shared(), BTT()),
+        convert(Shared(), BTT()).double(),
+        Shared().to("meta"),
+    ):
         other.loses = True
-        before = snapshot(other.to("cpu")) if not other.mask.is_meta else list(map(id, other.modules()))
+        before = (
+            snapshot(other.to("cpu")) if not other.mask.is_meta else list(map(id, other.modules()))
+        )
         with pytest.raises(ValueError, match=r'Missing key.*"mask"'):
             load(other, tmp_path)
-        assert before == (snapshot(other) if not other.mask.is_meta else list(map(id, other.modules())))
+        assert before == (
+            snapshot(other) if not other.mask.is_meta else list(map(id, other.modules()))
+        )
 
 
 def test_a_model_loaded_under_inference_mode_can_be_trained(saved):
@@ -390,7 +443,10 @@ FIRST = {"weight_norm": True, "init": "mup"}
 OTHERS = {
     "sigma of init": (BTT(rank=2), {"weight_norm": True, "init": "spectral"}),
     "weight_norm": (BTT(rank=2), {}),
-    "the order of axes": (Structure("g d -> a b", "g s b d", "b a g s", g=4, d=4, s=2, b=4, a=4), FIRST),
+    "the order of axes": (
+        Structure("g d -> a b", "g s b d", "b a g s", g=4, d=4, s=2, b=4, a=4),
+        FIRST,
+    ),
 }
 
 
@@ -406,14 +462,17 @@ def test_a_layer_that_computes_with_something_else_refuses_the_numbers(case, tmp
     assert snapshot(other) == before
     for strict in (True, False):
         with pytest.raises(
-            RuntimeError, match=r"'0\.weight': this layer computes with '16 -> 16 by .* the state is that"
+            RuntimeError,
+            match=r"'0\.weight': this layer computes with '16 -> 16 by .* the state is that",
         ):
             other.load_state_dict(model.state_dict(), strict=strict)
 
 
 def test_the_sigma_of_a_layer_that_started_as_zero_is_compared(tmp_path):
     def low_rank(**options):
-        return convert(nn.Sequential(nn.Linear(16, 16)), LowRank(rank=2), weight_norm=True, **options)
+        return convert(
+            nn.Sequential(nn.Linear(16, 16)), LowRank(rank=2), weight_norm=True, **options
+        )
 
     model = low_rank()
     save(model, tmp_path)
@@ -428,12 +487,16 @@ def test_dense_and_structured_layers_refuse_each_others_state(strict):
     dense, structured = nn.Linear(16, 16), StructuredLinear(16, 16, BTT())
     with pytest.raises(RuntimeError, match="size mismatch for weight"):
         dense.load_state_dict(structured.state_dict(), strict=strict)
-    with pytest.raises(RuntimeError, match=r"'weight': a dense weight of shape \(16, 16\) for a structured layer"):
+    with pytest.raises(
+        RuntimeError, match=r"'weight': a dense weight of shape \(16, 16\) for a structured layer"
+    ):
         structured.load_state_dict(dense.state_dict(), strict=strict)
 
 
 def test_padding_is_part_of_what_is_compared():
-    big, small = (StructuredLinear(97, width, BTT().structure(97, 101), bias=False) for width in (101, 100))
+    big, small = (
+        StructuredLinear(97, width, BTT().structure(97, 101), bias=False) for width in (101, 100)
+    )
     with pytest.raises(RuntimeError, match=r"97 -> 100 by .* the state is that of '97 -> 101 by"):
         small.load_state_dict(big.state_dict())
 
@@ -443,7 +506,12 @@ def test_a_state_without_the_entry_is_taken_and_an_average_of_states_too():
     state = first.state_dict()
     parameters = dict(first.named_parameters())
     assert state.keys() - parameters.keys() == {"weight"}
-    assert second.load_state_dict({name: value for name, value in state.items() if name != "weight"}).missing_keys == []
+    assert (
+        second.load_state_dict(
+            {name: value for name, value in state.items() if name != "weight"}
+        ).missing_keys
+        == []
+    )
     average = {name: (state[name].double() + second.state_dict()[name]) / 2 for name in state}
     second.load_state_dict(average)
     torch.testing.assert_close(second.to_dense(), first.to_dense())
@@ -455,7 +523,13 @@ OLD = Path(__file__).parent / "data" / "saved_by_0.1.0"
 
 
 def dense_model() -> nn.Module:
-    layers = nn.Embedding(6, 16), nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.Linear(16, 6, bias=False)
+    layers = (
+        nn.Embedding(6, 16),
+        nn.Linear(16, 16),
+        nn.BatchNorm1d(16),
+        nn.Linear(16, 16),
+        nn.Linear(16, 6, bias=False),
+    )
     layers[4].weight = layers[0].weight
     return nn.Sequential(*layers).eval()
 
@@ -464,7 +538,9 @@ def test_files_of_the_first_version_are_loaded():
     model = load(dense_model(), OLD)
     assert [type(layer) for layer in model[1:4:2]] == [StructuredLinear] * 2
     assert model[4].weight is model[0].weight
-    torch.testing.assert_close(model(torch.arange(6)), torch.tensor(json.loads((OLD / "outputs.json").read_text())))
+    torch.testing.assert_close(
+        model(torch.arange(6)), torch.tensor(json.loads((OLD / "outputs.json").read_text()))
+    )
 
 
 def test_what_the_first_version_did_not_compare_is_compared():
@@ -479,11 +555,22 @@ def test_what_the_first_version_did_not_compare_is_compared():
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda p: (p / "model.safetensors").unlink(), "has no model.safetensors, which structlin.json tells of"),
+        (
+            lambda p: (p / "model.safetensors").unlink(),
+            "has no model.safetensors, which structlin.json tells of",
+        ),
         (lambda p: (p / "structlin.json").write_text("{}"), "no manifest of structlin"),
         (lambda p: (p / "structlin.json").write_bytes(b"\xff\xfe\x00"), "no manifest of structlin"),
-        (lambda p: (p / "structlin.json").write_text((OLD / "structlin.json").read_text()[:500]), "is truncated"),
-        (lambda p: (p / "structlin.json").write_text('{"a' + (OLD / "structlin.json").read_text()[2:]), "no manifest"),
+        (
+            lambda p: (p / "structlin.json").write_text((OLD / "structlin.json").read_text()[:500]),
+            "is truncated",
+        ),
+        (
+            lambda p: (p / "structlin.json").write_text(
+                '{"a' + (OLD / "structlin.json").read_text()[2:]
+            ),
+            "no manifest",
+        ),
         (lambda p: (p / "model.safetensors").write_bytes(b"abc"), "truncated or edited"),
     ],
 )
@@ -511,7 +598,9 @@ def test_saving_over_a_file_of_the_first_version_replaces_what_is_loaded(tmp_pat
 # ---- the entry and torch's own ways of saving ----------------------------------------------------
 
 
-@pytest.mark.parametrize("wrap", [lambda model: model, torch.compile, torch.optim.swa_utils.AveragedModel])
+@pytest.mark.parametrize(
+    "wrap", [lambda model: model, torch.compile, torch.optim.swa_utils.AveragedModel]
+)
 def test_distributed_checkpoints_name_what_they_can_set_again(wrap):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of its compiler and its sharded tensors

@@ -1,4 +1,5 @@
-"""CoLA's matrix-free spectral algorithms run on a layer, as an operator that never forms the matrix."""
+"""CoLA's matrix-free spectral algorithms run on a layer, as an operator that never forms the
+matrix."""
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ def test_spectral_norm_trace_and_products_are_those_of_the_dense_matrix(structur
     layer = StructuredLinear(64, 64, structure, dtype=torch.float64)
     operator = to_cola(layer.structure, [core.detach() for core in layer.cores])
     dense = layer.to_dense().detach()
-    norm = cola.linalg.eigmax(cola.PSD(operator.T @ operator), alg=cola.linalg.Lanczos(max_iters=64)).sqrt()
+    norm = cola.linalg.eigmax(
+        cola.PSD(operator.T @ operator), alg=cola.linalg.Lanczos(max_iters=64)
+    ).sqrt()
     torch.testing.assert_close(norm, torch.linalg.matrix_norm(dense, 2))
     torch.testing.assert_close(cola.linalg.trace(operator), dense.trace())
     x = torch.randn(64, 3, dtype=torch.float64)

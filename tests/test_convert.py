@@ -5,7 +5,17 @@ import pytest
 import torch
 from torch import nn
 
-from structlin import BTT, Dense, Kronecker, LowRank, Monarch, Structure, StructuredLinear, convert, plan
+from structlin import (
+    BTT,
+    Dense,
+    Kronecker,
+    LowRank,
+    Monarch,
+    Structure,
+    StructuredLinear,
+    convert,
+    plan,
+)
 from structlin._convert import Plan
 from structlin._model.survey import role_of
 from tests.models import GPT, linear_names, snapshot
@@ -55,14 +65,21 @@ def test_rules_choose_the_layers(selection, expected):
 
 def test_the_first_override_that_matches_holds():
     model = convert(GPT(), BTT(), overrides={"h.0.*": LowRank(rank=4), "*c_fc": Kronecker()})
-    labels = {name: model.get_submodule(name).label for name in ("h.0.mlp.c_fc", "h.1.mlp.c_fc", "h.1.mlp.c_proj")}
+    labels = {
+        name: model.get_submodule(name).label
+        for name in ("h.0.mlp.c_fc", "h.1.mlp.c_fc", "h.1.mlp.c_proj")
+    }
     assert list(labels.values()) == ["LowRank(rank=4)", "Kronecker()", "BTT(rank=1)"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"include": "*nlp*"}, ValueError, r"include: '\*nlp\*' matches no linear layer; the model has, for example"),
+        (
+            {"include": "*nlp*"},
+            ValueError,
+            r"include: '\*nlp\*' matches no linear layer; the model has, for example",
+        ),
         ({"include": ["*mlp*", "transformer.*"]}, ValueError, "include: 'transformer"),
         ({"include": "h.0.mlp"}, ValueError, r"it is a container; its layers are 'h\.0\.mlp\.\*'"),
         ({"include": "router"}, ValueError, "roles in this model are attention, ffn, head"),
@@ -71,15 +88,31 @@ def test_the_first_override_that_matches_holds():
         ({"exclude": "decoder.*"}, ValueError, r"exclude: 'decoder\.\*'"),
         ({"overrides": {"h.7.*": None}}, ValueError, r"overrides: 'h\.7\.\*'"),
         ({"zero_init": "*out_proj"}, ValueError, "zero_init: "),
-        ({"include": "ffn", "zero_init": "*attn.c_proj"}, ValueError, "zero_init: .* converts nothing"),
-        ({"include": "ffn", "exclude": "ffn"}, ValueError, "include: 'ffn' converts nothing: .* excluded"),
+        (
+            {"include": "ffn", "zero_init": "*attn.c_proj"},
+            ValueError,
+            "zero_init: .* converts nothing",
+        ),
+        (
+            {"include": "ffn", "exclude": "ffn"},
+            ValueError,
+            "include: 'ffn' converts nothing: .* excluded",
+        ),
         ({"exclude": ["ffn", "attention"]}, ValueError, "nothing to convert in GPT"),
-        ({"include": lambda module, name: False}, ValueError, "include: the function <lambda> matches no linear layer"),
+        (
+            {"include": lambda module, name: False},
+            ValueError,
+            "include: the function <lambda> matches no linear layer",
+        ),
         ({"exclude": nn.Linear}, TypeError, "exclude: <class .*Linear'> is no pattern"),
         ({"split": ["*c_attn"]}, TypeError, "split=.* must be a mapping"),
         ({"filter_fn": lambda module, name: False}, TypeError, "filter_fn"),
         ({"mode": "dense"}, TypeError, "mode"),
-        ({"structure": BTT(rank=9)}, ValueError, r"layer 'h\.0\.attn\.c_attn' \(64 -> 192\), .*rank=9 is over .* 8"),
+        (
+            {"structure": BTT(rank=9)},
+            ValueError,
+            r"layer 'h\.0\.attn\.c_attn' \(64 -> 192\), .*rank=9 is over .* 8",
+        ),
         ({"structure": Monarch(blocks=5)}, ValueError, "blocks=5 does not divide in_features=64"),
         ({"structure": "btt"}, TypeError, "structure='btt' must be a family"),
         ({"structure": None}, TypeError, "structure=None must be a family"),
@@ -87,7 +120,11 @@ def test_the_first_override_that_matches_holds():
         ({"include": 3}, TypeError, "3 is no pattern"),
         ({"include": ["*mlp*", ""]}, TypeError, "'' is no pattern"),
         ({"overrides": {"*c_fc": LowRank}}, TypeError, "must be a family"),
-        ({"structure": Dense().structure(64, 64)}, ValueError, "out_features=192 is larger than the structure's 64"),
+        (
+            {"structure": Dense().structure(64, 64)},
+            ValueError,
+            "out_features=192 is larger than the structure's 64",
+        ),
         ({"init": "kaiming"}, ValueError, "init='kaiming' is unknown"),
         ({"inlcude": "*mlp*"}, TypeError, "inlcude"),
     ],
@@ -100,7 +137,9 @@ def test_bad_arguments_are_refused_and_the_model_stays_as_it_was(arguments, erro
     assert snapshot(model) == before
 
 
-@pytest.mark.parametrize(("model", "error"), [(nn.Sequential(nn.ReLU()), ValueError), (torch.zeros(3), TypeError)])
+@pytest.mark.parametrize(
+    ("model", "error"), [(nn.Sequential(nn.ReLU()), ValueError), (torch.zeros(3), TypeError)]
+)
 def test_a_model_without_linear_layers_is_refused(model, error):
     with pytest.raises(error, match="model="):
         convert(model)
@@ -155,7 +194,9 @@ def test_a_function_is_asked_about_every_name_of_a_shared_layer():
     shared = nn.Linear(16, 16)
     model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)})
     asked = []
-    convert(model, BTT(), include=lambda module, name: asked.append((module, name)) or name == "b.0")
+    convert(
+        model, BTT(), include=lambda module, name: asked.append((module, name)) or name == "b.0"
+    )
     assert asked == [(shared, "a"), (shared, "b.0")]
     assert isinstance(model["a"], StructuredLinear)
 
@@ -233,7 +274,9 @@ def test_layers_that_cannot_be_converted_say_why():
         ("normed", "Parametrized"),
         ("done", "already"),
     ]:
-        with pytest.raises(ValueError, match=f"include: '{name}' converts nothing: '{name}' .*{reason}"):
+        with pytest.raises(
+            ValueError, match=f"include: '{name}' converts nothing: '{name}' .*{reason}"
+        ):
             convert(model, BTT(), include=["plain", name])
     convert(model, BTT())
     assert structured(model) == {"plain", "done"}
@@ -259,7 +302,8 @@ def test_a_model_that_was_loaded_from_a_checkpoint_warns_that_it_starts_afresh()
     model = GPT()
     model.config = type("Config", (), {"_name_or_path": "openai-community/gpt2"})()
     with pytest.warns(
-        UserWarning, match="loaded from 'openai-community/gpt2': init='mup' starts its converted layers afresh"
+        UserWarning,
+        match="loaded from 'openai-community/gpt2': init='mup' starts its converted layers afresh",
     ):
         convert(model)
 
@@ -280,7 +324,10 @@ def test_conv1d_of_transformers_is_a_linear_layer():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         convert(model, BTT())
-    names = {f"transformer.h.0.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    names = {
+        f"transformer.h.0.{name}"
+        for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    }
     assert structured(model) == names
     assert model.transformer.h[0].mlp.c_fc.out_features == 128
     tokens = torch.arange(12).reshape(2, 6)

@@ -1,4 +1,5 @@
-"""A structure that a user declares, BLAST (arXiv:2410.21262), works everywhere with nothing to register."""
+"""A structure that a user declares, BLAST (arXiv:2410.21262), works everywhere with nothing to
+register."""
 
 from dataclasses import dataclass
 
@@ -26,7 +27,9 @@ def test_blast_is_the_matrix_of_its_paper():
     layer = StructuredLinear(12, 20, BLAST(blocks=4, rank=3), dtype=torch.float64)
     v, s, u = layer.cores  # (j, r, q), (r, i, j), (i, p, r)
     blocks = [[u[i] @ torch.diag(s[:, i, j]) @ v[j] for j in range(4)] for i in range(4)]
-    torch.testing.assert_close(layer.to_dense(), torch.cat([torch.cat(row, dim=1) for row in blocks]))
+    torch.testing.assert_close(
+        layer.to_dense(), torch.cat([torch.cat(row, dim=1) for row in blocks])
+    )
 
 
 def test_blast_is_converted_to_trained_and_counted():
@@ -34,7 +37,11 @@ def test_blast_is_converted_to_trained_and_counted():
     model = convert(GPT(width=64), BLAST(blocks=4, rank=8), include="ffn")
     groups = param_groups(model, 3e-3)
     multipliers = {name: group["lr_mult"] for group in groups for name in group["param_names"]}
-    assert [multipliers[f"h.0.mlp.c_fc.cores.{n}"] for n in range(3)] == [64 / 16 / 3, 64 / 4 / 3, 64 / 8 / 3]
+    assert [multipliers[f"h.0.mlp.c_fc.cores.{n}"] for n in range(3)] == [
+        64 / 16 / 3,
+        64 / 4 / 3,
+        64 / 8 / 3,
+    ]
     losses = perplexed(model, 20, torch.optim.AdamW(groups))
     assert losses[-1] < 0.7 * losses[0]
     row = next(row for row in summary(model).rows if row.name == "h.*.mlp.c_fc")

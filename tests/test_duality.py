@@ -11,9 +11,17 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from structlin import dualize
-from structlin.duality import METHODS, SCHEDULES, dual_conv, dual_core, dual_efficiency, dual_embedding
+from structlin.duality import (
+    METHODS,
+    SCHEDULES,
+    dual_conv,
+    dual_core,
+    dual_efficiency,
+    dual_embedding,
+)
 
-# Per method: the least singular value (of a matrix of Frobenius norm 1) that it takes to the band, and the band.
+# Per method: the least singular value (of a matrix of Frobenius norm 1) that it takes to the band,
+# and the band.
 BANDS = {
     "svd": (1e-4, 1 - 1e-5, 1 + 1e-5),
     "inverse-root": (1e-4, 1 - 1e-5, 1 + 1e-5),
@@ -35,7 +43,8 @@ def factors(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def spectrum(m: int, n: int, least: float) -> Tensor:
-    """A matrix of Frobenius norm 1 whose singular values run from `least` up, all but the largest evenly in log."""
+    """A matrix of Frobenius norm 1 whose singular values run from `least` up, all but the largest
+    evenly in log."""
     k = min(m, n)
     values = torch.logspace(np.log10(least), np.log10(0.5 / sqrt(k)), k, dtype=torch.float64)
     values[-1] = sqrt(1 - values[:-1].square().sum())
@@ -46,7 +55,9 @@ def spectrum(m: int, n: int, least: float) -> Tensor:
 @every_full_method
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("shape", [(24, 24), (24, 40), (40, 24), (5, 1), (1, 1)])
-def test_every_singular_value_lands_in_the_band_of_the_method_and_no_direction_turns(method, dtype, shape):
+def test_every_singular_value_lands_in_the_band_of_the_method_and_no_direction_turns(
+    method, dtype, shape
+):
     least, low, high = BANDS[method]
     matrix = spectrum(*shape, least).to(dtype)
     u, vh = factors(matrix)
@@ -75,7 +86,9 @@ def test_the_band_holds_between_its_ends_too(method):
     assert dual[:, [0, 1], [1, 0]].abs().max() < 1e-9
     reached = dual.diagonal(dim1=-2, dim2=-1)
     outside = values[(reached < low) | (reached > high)]
-    assert not len(outside), f"{len(outside)} values between {outside.min():.5f} and {outside.max():.5f}"
+    assert not len(outside), (
+        f"{len(outside)} values between {outside.min():.5f} and {outside.max():.5f}"
+    )
 
 
 def test_every_method_has_a_band_here():
@@ -86,7 +99,9 @@ def test_every_method_has_a_band_here():
 def test_the_sketch_is_the_polar_factor_of_half_of_the_directions_and_exact_up_to_that_rank(shape):
     matrix, half = torch.randn(shape, dtype=torch.float64), (min(shape[1:]) + 1) // 2
     values = torch.linalg.svdvals(dualize(matrix, method="sketch"))
-    assert_close(values, (torch.arange(min(shape[1:])) < half).double().expand_as(values), rtol=0, atol=1e-9)
+    assert_close(
+        values, (torch.arange(min(shape[1:])) < half).double().expand_as(values), rtol=0, atol=1e-9
+    )
     u, vh = factors(matrix)
     deficient = u[..., :half] @ vh[..., :half, :]
     assert_close(dualize(3 * deficient, method="sketch"), deficient, rtol=0, atol=1e-9)
@@ -100,7 +115,10 @@ def test_steps_repeat_the_last_one_of_a_schedule_or_cut_its_end():
     assert_close(dualize(matrix, method="cubic", steps=2), 1.5 * once - 0.5 * once @ once.T @ once)
     fast, (a, b, c) = dualize(matrix, method="fast"), SCHEDULES["fast"][-1]
     gram = fast @ fast.T
-    assert_close(dualize(matrix, method="fast", steps=7), (a * torch.eye(4) + b * gram + c * gram @ gram) @ fast)
+    assert_close(
+        dualize(matrix, method="fast", steps=7),
+        (a * torch.eye(4) + b * gram + c * gram @ gram) @ fast,
+    )
     for method, steps in (("ns", 0), ("cubic", -1), ("svd", 3)):
         with pytest.raises(ValueError, match=f"steps={steps}: method='{method}'"):
             dualize(matrix, method=method, steps=steps)
@@ -140,7 +158,9 @@ def test_a_matrix_of_any_dtype_comes_back_orthogonal_in_that_dtype(method, dtype
 @pytest.mark.parametrize("shape", [(5, 5), (3, 9), (9, 3), (4, 1), (1, 4)])
 def test_the_blocks_of_a_batch_are_independent_matrices(method, shape):
     batch = torch.randn(2, 3, *shape)
-    expected = torch.stack([dualize(block, method=method) for block in batch.flatten(0, 1)]).unflatten(0, (2, 3))
+    expected = torch.stack(
+        [dualize(block, method=method) for block in batch.flatten(0, 1)]
+    ).unflatten(0, (2, 3))
     assert_close(dualize(batch, method=method), expected, rtol=1e-4, atol=1e-5)
     if method != "sketch":  # the other side of a square matrix is sketched by other numbers
         assert_close(dualize(batch.mT, method=method), expected.mT, rtol=1e-4, atol=1e-5)
@@ -169,7 +189,9 @@ def test_the_scale_of_a_matrix_does_not_matter_and_its_sign_does(method, dtype, 
 
 @every_method
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_zero_block_stays_zero_and_a_deficient_one_finite_and_the_others_do_not_notice(method, dtype):
+def test_a_zero_block_stays_zero_and_a_deficient_one_finite_and_the_others_do_not_notice(
+    method, dtype
+):
     _, low, high = BANDS.get(method, BANDS["svd"])
     good, half = torch.randn(6, 9), torch.randn(6, 9)
     half[3:] = 0
@@ -191,7 +213,9 @@ def test_a_zero_block_stays_zero_and_a_deficient_one_finite_and_the_others_do_no
 def test_rounding_pushes_no_matrix_of_rank_1_out_of_the_band(method, dtype):
     column, row = torch.randn(500, 12, 1, dtype=dtype), torch.randn(500, 1, 17, dtype=dtype)
     dual = dualize(column @ row, method=method)
-    values = (column.mT @ dual @ row.mT).flatten() / (column.flatten(1).norm(dim=1) * row.flatten(1).norm(dim=1))
+    values = (column.mT @ dual @ row.mT).flatten() / (
+        column.flatten(1).norm(dim=1) * row.flatten(1).norm(dim=1)
+    )
     _, low, high = BANDS.get(method, BANDS["svd"])
     assert low <= values.min()
     assert values.max() <= high
@@ -216,17 +240,23 @@ def test_nothing_maps_to_nothing(method, shape):
 
 @pytest.mark.parametrize("function", [dualize, dual_core])
 def test_what_has_no_polar_factor_is_refused_by_name(function):
-    with pytest.raises(ValueError, match=r"method='muon' is unknown; there are svd, .*polar-express"):
+    with pytest.raises(
+        ValueError, match=r"method='muon' is unknown; there are svd, .*polar-express"
+    ):
         function(torch.randn(2, 2), method="muon")
     for shape in ((3,), ()):
-        with pytest.raises(ValueError, match=r"matrix has shape .*; it needs at least two dimensions"):
+        with pytest.raises(
+            ValueError, match=r"matrix has shape .*; it needs at least two dimensions"
+        ):
             function(torch.randn(shape))
     for dtype in (torch.int64, torch.bool, torch.complex64):
-        with pytest.raises(TypeError, match=f"matrix has dtype {dtype}; it must be real floating point"):
+        with pytest.raises(
+            TypeError, match=f"matrix has dtype {dtype}; it must be real floating point"
+        ):
             function(torch.ones(2, 2, dtype=dtype))
 
 
-# ---- the duality map -------------------------------------------------------------------------------------------------
+# ---- the duality map -----------------------------------------------------------------------------
 
 
 def norm(core: Tensor) -> float:
@@ -235,7 +265,9 @@ def norm(core: Tensor) -> float:
     return sqrt(n / m) * np.linalg.svd(core.numpy(), compute_uv=False)[..., 0].max()
 
 
-@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 6), st.integers(0, 2**31), st.floats(-4, 2))
+@given(
+    st.integers(1, 4), st.integers(1, 6), st.integers(1, 6), st.integers(0, 2**31), st.floats(-4, 2)
+)
 def test_the_dual_core_is_the_steepest_of_all_steps_of_unit_norm(batch, m, n, seed, log_noise):
     generator = torch.Generator().manual_seed(seed)
     gradient, noise = torch.randn(2, batch, m, n, generator=generator, dtype=torch.float64)
@@ -260,7 +292,9 @@ def test_the_dual_embedding_has_vectors_of_unit_rms_in_their_own_direction(dtype
     gradient = torch.randn(5, 7).to(dtype)
     gradient[1] = 0
     scales = torch.tensor([1, 1, -3, 2.0**-100, 2.0**100], dtype=dtype)[:, None]
-    expected = gradient.double() * scales.sign() * sqrt(7) / gradient.double().norm(dim=-1, keepdim=True)
+    expected = (
+        gradient.double() * scales.sign() * sqrt(7) / gradient.double().norm(dim=-1, keepdim=True)
+    )
     expected[1] = 0
     dual = dual_embedding(gradient * scales)
     assert dual.dtype == dtype
@@ -280,5 +314,7 @@ def test_the_dual_convolution_is_the_dual_of_every_slice_over_their_number(kerne
 def test_the_efficiency_of_an_update_is_its_share_of_the_steepest_descent():
     gradient = torch.diag_embed(torch.tensor([[3.0, 1.0], [1.0, 1.0]]))
     assert_close(dual_efficiency(gradient, gradient), torch.tensor([10 / (4 * 3), 1.0]))
-    assert_close(dual_efficiency(gradient, -7 * torch.eye(2).expand(2, 2, 2)), torch.tensor([-1.0, -1.0]))
+    assert_close(
+        dual_efficiency(gradient, -7 * torch.eye(2).expand(2, 2, 2)), torch.tensor([-1.0, -1.0])
+    )
     assert dual_efficiency(torch.zeros(2, 2), torch.eye(2)).isnan()

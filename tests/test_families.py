@@ -1,4 +1,5 @@
-"""The contract of every family and every structure. This file names none: a row in `catalogue.CASES` inherits it all.
+"""The contract of every family and every structure. This file names none: a row in
+`catalogue.CASES` inherits it all.
 
 The oracle is one `torch.einsum` over the whole expression, in float64.
 """
@@ -40,7 +41,7 @@ every_small_case = pytest.mark.parametrize("case", SMALL, ids=SMALL_IDS)
 some_cases = pytest.mark.parametrize("case", SMALL[::4], ids=SMALL_IDS[::4])
 
 
-# ---- apply, to_dense, to_cola ----------------------------------------------------------------------------------------
+# ---- apply, to_dense, to_cola --------------------------------------------------------------------
 
 
 @every_structure
@@ -95,8 +96,12 @@ def test_strides_of_the_input_do_not_matter(structure):
         "one token repeated, backwards": tokens(n).expand(2, n).flip(0),
     }
     for name, x in inputs.items():
-        expected = one_einsum(structure, cores, x.reshape(-1, n)).reshape(*x.shape[:-1], structure.out_features)
-        assert_close(apply(structure, cores, x), expected, msg=lambda text, name=name: f"{name}: {text}")
+        expected = one_einsum(structure, cores, x.reshape(-1, n)).reshape(
+            *x.shape[:-1], structure.out_features
+        )
+        assert_close(
+            apply(structure, cores, x), expected, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -144,29 +149,44 @@ def test_first_and_second_derivatives_of_drawn_structures_are_right(structure):
 def test_wrong_arguments_are_refused_by_name(structure):
     cores, x = random_cores(structure), tokens(2, structure.in_features)
     first, n = cores[0], structure.in_features
-    for bad in (x[..., : n - 1], tokens(2, n + 1), tokens(2, n, 1, n + 1), torch.tensor(1.0).double()):
-        with pytest.raises(ValueError, match=f"x has shape .* its last dimension must be in_features={n}"):
+    for bad in (
+        x[..., : n - 1],
+        tokens(2, n + 1),
+        tokens(2, n, 1, n + 1),
+        torch.tensor(1.0).double(),
+    ):
+        with pytest.raises(
+            ValueError, match=f"x has shape .* its last dimension must be in_features={n}"
+        ):
             apply(structure, cores, bad)
     for dtype in (torch.int64, torch.bool, torch.complex128):
-        with pytest.raises(TypeError, match=f"x has dtype {dtype}; a structured product needs a floating-point input"):
+        with pytest.raises(
+            TypeError,
+            match=f"x has dtype {dtype}; a structured product needs a floating-point input",
+        ):
             apply(structure, cores, x.to(dtype))
     with pytest.raises(TypeError, match=r"x has dtype torch.float32, the cores have torch.float64"):
         apply(structure, cores, x.float())
     with pytest.raises(ValueError, match="x is on meta, the cores are on cpu"):
         apply(structure, cores, x.to("meta"))
     for operation in (to_dense, to_cola, lambda s, c: apply(s, c, x)):
-        with pytest.raises(ValueError, match=f"{len(cores) + 1} cores given; the structure has {len(cores)}"):
+        with pytest.raises(
+            ValueError, match=f"{len(cores) + 1} cores given; the structure has {len(cores)}"
+        ):
             operation(structure, [*cores, first])
         for wrong in (first[0], torch.cat([first, first], -1), first[:0]):
             with pytest.raises(ValueError, match=r"cores\[0\] has shape .*; the structure needs"):
                 operation(structure, [wrong, *cores[1:]])
         for other in (cores[-1].float(), cores[-1].to("meta")):
             if len(cores) > 1:
-                with pytest.raises(ValueError, match=rf"cores\[{len(cores) - 1}\] is {other.dtype} on {other.device}"):
+                with pytest.raises(
+                    ValueError,
+                    match=rf"cores\[{len(cores) - 1}\] is {other.dtype} on {other.device}",
+                ):
                     operation(structure, [*cores[:-1], other])
 
 
-# ---- the layer -------------------------------------------------------------------------------------------------------
+# ---- the layer -----------------------------------------------------------------------------------
 
 
 @every_case
@@ -176,7 +196,10 @@ def test_a_layer_is_the_dense_product_with_the_rows_and_columns_of_its_padding_c
     x = tokens(2, 3, in_features)
     matrix = einsum_matrix(layer.structure, list(layer.cores))[:out_features, :in_features]
     assert (layer.in_features, layer.out_features) == (in_features, out_features)
-    assert layer.padding == (layer.structure.in_features - in_features, layer.structure.out_features - out_features)
+    assert layer.padding == (
+        layer.structure.in_features - in_features,
+        layer.structure.out_features - out_features,
+    )
     assert min(layer.padding) >= 0
     assert_close(layer.to_dense(), matrix)
     assert_close(layer(x), x @ matrix.T + layer.bias)
@@ -188,8 +211,15 @@ def test_a_layer_is_the_dense_product_with_the_rows_and_columns_of_its_padding_c
 def test_a_layer_is_refused_an_input_of_the_wrong_width_or_kind(case):
     _, in_features, _ = case
     layer = layer_of(case, bias=False)
-    for bad in (tokens(2, in_features - 1), tokens(2, in_features + 1), tokens(in_features, 2), torch.tensor(1.0)):
-        with pytest.raises(ValueError, match=f"its last dimension must be in_features={in_features}"):
+    for bad in (
+        tokens(2, in_features - 1),
+        tokens(2, in_features + 1),
+        tokens(in_features, 2),
+        torch.tensor(1.0),
+    ):
+        with pytest.raises(
+            ValueError, match=f"its last dimension must be in_features={in_features}"
+        ):
             layer(bad)
     for dtype in (torch.int64, torch.complex64):
         with pytest.raises(TypeError, match=f"x has dtype {dtype}"):
@@ -197,7 +227,9 @@ def test_a_layer_is_refused_an_input_of_the_wrong_width_or_kind(case):
 
 
 @every_case
-@pytest.mark.parametrize("options", [{}, {"weight_norm": True, "bias": False}], ids=["bias", "weight_norm"])
+@pytest.mark.parametrize(
+    "options", [{}, {"weight_norm": True, "bias": False}], ids=["bias", "weight_norm"]
+)
 def test_a_state_dict_has_the_cores_the_bias_and_the_gains_and_comes_back_strictly(case, options):
     layer, other = layer_of(case, **options), layer_of(case, **options)
     expected = {f"cores.{n}" for n in range(len(layer.structure.cores))}
@@ -208,7 +240,9 @@ def test_a_state_dict_has_the_cores_the_bias_and_the_gains_and_comes_back_strict
     state = torch.load(file, weights_only=True)
     assert set(dict(layer.named_parameters())) == expected
     assert set(state) == {*expected, "weight"}  # what the layer computes with, as text
-    assert all(parameter.ndim > 0 for parameter in layer.parameters()), "FSDP2 refuses 0-D parameters"
+    assert all(parameter.ndim > 0 for parameter in layer.parameters()), (
+        "FSDP2 refuses 0-D parameters"
+    )
     x = tokens(2, layer.in_features)
     assert not torch.equal(layer(x), other(x))
     other.load_state_dict(state, strict=True)
@@ -240,7 +274,10 @@ def test_a_layer_made_on_meta_is_initialised_after_to_empty(case):
         for parameter in layer.parameters():
             parameter.fill_(float("nan"))
     layer.reset_parameters()
-    _is_initialised(layer, [sqrt(min(core.fan_in, core.fan_out)) / core.fan_in for core in layer.structure.cores])
+    _is_initialised(
+        layer,
+        [sqrt(min(core.fan_in, core.fan_out)) / core.fan_in for core in layer.structure.cores],
+    )
     assert torch.equal(layer.gains, torch.ones(len(layer.cores)))
     assert torch.equal(layer.bias, torch.zeros(layer.out_features))
 
@@ -253,7 +290,9 @@ def test_each_core_starts_with_the_standard_deviation_of_the_formula(case, dtype
         "spectral": lambda m, n: sqrt(m / n) / (sqrt(n) + sqrt(m)),
     }.items():
         layer = StructuredLinear(*_widths(case), case[0], init=init, dtype=dtype)
-        _is_initialised(layer, [formula(core.fan_out, core.fan_in) for core in layer.structure.cores])
+        _is_initialised(
+            layer, [formula(core.fan_out, core.fan_in) for core in layer.structure.cores]
+        )
 
 
 def _is_initialised(layer, stds):
@@ -294,7 +333,9 @@ def test_a_layer_that_starts_at_zero_has_a_gradient_in_every_core_after_one_step
     for core in layer.cores:
         assert core.grad.isfinite().all()
         blocks = core.grad.flatten(1).abs().amax(-1)
-        assert (blocks.max() if any(layer.padding) else blocks.min()) > 0, "every block that is not padding"
+        assert (blocks.max() if any(layer.padding) else blocks.min()) > 0, (
+            "every block that is not padding"
+        )
 
 
 @every_case
@@ -309,7 +350,12 @@ def test_weight_norm_multiplies_by_gamma_min_1_sigma_over_rms(case, init):
     ]
     x = tokens(2, layer.structure.in_features)
     x[:, layer.in_features :] = 0
-    for rms in (0.25, 0.999, 1.001, 8.0):  # of each core, in its sigma: below the cap, about it, above it
+    for rms in (
+        0.25,
+        0.999,
+        1.001,
+        8.0,
+    ):  # of each core, in its sigma: below the cap, about it, above it
         with torch.no_grad():
             for core, sigma in zip(layer.cores, sigmas, strict=True):
                 core.mul_(rms * sigma / core.square().mean().sqrt())
@@ -331,11 +377,17 @@ def test_weight_norm_is_right_in_every_dtype_for_small_and_for_large_cores(case,
         with torch.no_grad():
             for core, start in zip(layer.cores, drawn, strict=True):
                 core.copy_(scale * start)
-        for effective, core, axes in zip(layer.effective_cores(), layer.cores, layer.structure.cores, strict=True):
+        for effective, core, axes in zip(
+            layer.effective_cores(), layer.cores, layer.structure.cores, strict=True
+        ):
             exact = core.double()
-            factor = min(1, sqrt(min(axes.fan_in, axes.fan_out)) / axes.fan_in / exact.square().mean().sqrt())
+            factor = min(
+                1, sqrt(min(axes.fan_in, axes.fan_out)) / axes.fan_in / exact.square().mean().sqrt()
+            )
             assert effective.dtype == dtype
-            assert_close(effective.double(), factor * exact, rtol=4 * torch.finfo(dtype).eps, atol=0)
+            assert_close(
+                effective.double(), factor * exact, rtol=4 * torch.finfo(dtype).eps, atol=0
+            )
 
 
 @every_case
@@ -363,7 +415,7 @@ def test_derivatives_through_weight_norm_are_right(case):
     assert torch.autograd.gradcheck(function, (x, *parameters), fast_mode=True)
 
 
-# ---- the layer's weight ----------------------------------------------------------------------------------------------
+# ---- the layer's weight --------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -402,7 +454,9 @@ def test_f_linear_with_the_weight_runs_through_the_structure(case, weight_norm, 
 @every_small_case
 def test_any_other_use_of_the_weight_is_the_dense_matrix_differentiably(case):
     layer = layer_of(case, bias=False)
-    matrix = einsum_matrix(layer.structure, list(layer.cores))[: layer.out_features, : layer.in_features]
+    matrix = einsum_matrix(layer.structure, list(layer.cores))[
+        : layer.out_features, : layer.in_features
+    ]
     x = tokens(2, layer.in_features)
     assert_close(x @ layer.weight.T, x @ matrix.T)
     assert_close(layer.weight[0], matrix[0])
@@ -410,7 +464,9 @@ def test_any_other_use_of_the_weight_is_the_dense_matrix_differentiably(case):
     np.testing.assert_allclose(layer.weight.detach().numpy(), matrix.detach().numpy(), atol=1e-12)
     weights = tokens(layer.out_features, layer.in_features)
     expected = torch.autograd.grad((weights * matrix.sin()).sum(), list(layer.cores))
-    assert_close(torch.autograd.grad((weights * layer.weight.sin()).sum(), list(layer.cores)), expected)
+    assert_close(
+        torch.autograd.grad((weights * layer.weight.sin()).sum(), list(layer.cores)), expected
+    )
 
 
 def test_the_array_of_the_weight_is_read_only_and_no_optimizer_takes_it():
@@ -458,7 +514,7 @@ def test_writing_to_the_weight_is_an_error_and_changes_nothing(write):
     assert all(torch.equal(value, before[key]) for key, value in layer.state_dict().items())
 
 
-# ---- what trains a layer ---------------------------------------------------------------------------------------------
+# ---- what trains a layer -------------------------------------------------------------------------
 
 
 @every_case
@@ -517,7 +573,8 @@ def test_a_layer_compiles_without_graph_breaks(case):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, while it imports inductor
+# torch's own, while it imports inductor
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_a_layer_compiles_with_inductor():
     _compiles(SMALL[-1], "inductor", (2, 3))
@@ -528,12 +585,14 @@ def test_a_layer_compiles_with_inductor():
 def test_a_function_of_the_weight_compiles_without_graph_breaks(case):
     torch._dynamo.reset()
     layer = layer_of(case)
-    compiled = torch.compile(lambda x: F.linear(x, layer.weight, layer.bias), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda x: F.linear(x, layer.weight, layer.bias), fullgraph=True, backend="aot_eager"
+    )
     x = tokens(2, layer.in_features)
     assert_close(compiled(x), layer(x))
 
 
-# ---- the table -------------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 
 
 @every_case
@@ -549,7 +608,9 @@ def test_a_family_comes_back_from_its_plain_data(case):
 def test_a_structure_of_ones_own_is_a_layer_too(case):
     family, in_features, out_features = case
     by_family = layer_of(case)
-    layer = StructuredLinear(in_features, out_features, family.structure(in_features, out_features)).double()
+    layer = StructuredLinear(
+        in_features, out_features, family.structure(in_features, out_features)
+    ).double()
     layer.load_state_dict(by_family.state_dict())
     x = tokens(2, in_features)
     assert torch.equal(layer(x), by_family(x))

@@ -42,7 +42,9 @@ def test_nothing_imports_what_imports_it_not_even_lazily():
     done: set[tuple[str, ...]] = set()
 
     def visit(module: tuple[str, ...], way: list[tuple[str, ...]]) -> None:
-        assert module not in way, " -> ".join(".".join(each) for each in [*way[way.index(module) :], module])
+        assert module not in way, " -> ".join(
+            ".".join(each) for each in [*way[way.index(module) :], module]
+        )
         if module not in done:
             for other in graph.get(module, ()):
                 if other != module[: len(other)]:  # a file may name its own package
@@ -62,10 +64,17 @@ def test_one_file_splits_a_signature():
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr in ("split", "partition")
-        and any(isinstance(argument, ast.Constant) and "->" in str(argument.value) for argument in node.args)
+        and any(
+            isinstance(argument, ast.Constant) and "->" in str(argument.value)
+            for argument in node.args
+        )
     ]
     assert splitting == ["_structure.py"]
-    naming = {path.name for path in FILES if ".rearrangements" in path.read_text() or "TOKENS" in path.read_text()}
+    naming = {
+        path.name
+        for path in FILES
+        if ".rearrangements" in path.read_text() or "TOKENS" in path.read_text()
+    }
     assert naming <= {"_structure.py", "triton_stages.py"}
 
 

@@ -22,7 +22,9 @@ def close(layer, expected, bias=None):
 def test_btt_of_compute_better_spent(r):
     g, a, f, e = 3, 4, 5, 2
     A, B, bias = random(g, a, f * r), random(f, g * r, e), random(f * e)
-    formula = torch.einsum("gafr,fgre->fega", A.reshape(g, a, f, r), B.reshape(f, g, r, e)).reshape(f * e, g * a)
+    formula = torch.einsum("gafr,fgre->fega", A.reshape(g, a, f, r), B.reshape(f, g, r, e)).reshape(
+        f * e, g * a
+    )
     close(from_cbs_btt({"op_params.0": A, "op_params.1": B, "b": bias}), formula, bias)
 
     def btt_mvm(x):  # as their kernel does it
@@ -48,7 +50,9 @@ def test_monarch_of_fly(k, p, s):
     x, bias = random(5, k * p), random(k * s)
     layer = from_fly_monarch({"blkdiag1": w1, "blkdiag2": w2, "bias": bias})
     torch.testing.assert_close(layer(x), multiply(x) + bias)
-    padded = from_fly_monarch({"blkdiag1": w1, "blkdiag2": w2}, in_features=k * p - 1, out_features=k * s - 1)
+    padded = from_fly_monarch(
+        {"blkdiag1": w1, "blkdiag2": w2}, in_features=k * p - 1, out_features=k * s - 1
+    )
     zero = torch.cat([x[:, :-1], torch.zeros(5, 1)], dim=1)
     torch.testing.assert_close(padded(x[:, :-1]), multiply(zero)[:, :-1])
 
@@ -62,7 +66,11 @@ def test_tt_matrix_of_tensorly_torch(ranks):
         W = torch.einsum("abr,roic->aobic", W.reshape(*W.shape), factor)
         W = W.reshape(W.shape[0] * W.shape[1], W.shape[2] * W.shape[3], -1)
     state = {f"weight.factors.factor_{t}": factor for t, factor in enumerate(factors)}
-    close(from_tltorch_tt({**state, "bias": torch.ones(W.shape[0], dtype=torch.float64)}), W[..., 0], 1.0)
+    close(
+        from_tltorch_tt({**state, "bias": torch.ones(W.shape[0], dtype=torch.float64)}),
+        W[..., 0],
+        1.0,
+    )
 
 
 def test_lokr_is_the_kronecker_product():
@@ -81,12 +89,24 @@ def test_lokr_is_the_kronecker_product():
             {"op_params.0": random(2, 2, 3), "op_params.1": random(2, 2, 2)},
             "are not the two cores of a BTT",
         ),
-        (from_cbs_btt, {"op_params.0": random(2, 2), "op_params.1": random(2, 2, 2)}, "must have 3 dimensions"),
+        (
+            from_cbs_btt,
+            {"op_params.0": random(2, 2), "op_params.1": random(2, 2, 2)},
+            "must have 3 dimensions",
+        ),
         (from_cbs_btt, {"op_params.2": random(1)}, "without normalisation"),
         (from_fly_monarch, {"blkdiag1": random(2, 4, 8)}, "no 'blkdiag2'"),
-        (from_fly_monarch, {"blkdiag1": random(2, 2, 8), "blkdiag2": random(2, 8, 2)}, "are not the two factors"),
+        (
+            from_fly_monarch,
+            {"blkdiag1": random(2, 2, 8), "blkdiag2": random(2, 8, 2)},
+            "are not the two factors",
+        ),
         (from_tltorch_tt, {}, "are no chain from 1 to 1"),
-        (from_tltorch_tt, {"factor_0": random(1, 2, 2, 3), "factor_1": random(2, 2, 2, 1)}, "are no chain"),
+        (
+            from_tltorch_tt,
+            {"factor_0": random(1, 2, 2, 3), "factor_1": random(2, 2, 2, 1)},
+            "are no chain",
+        ),
         (from_lokr, {"lokr_w1": random(2, 2)}, "no 'lokr_w2_a'"),
         (from_lokr, {"lokr_t2": random(2, 2)}, "belongs to a convolution"),
     ],

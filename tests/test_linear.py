@@ -1,4 +1,5 @@
-"""The layer multiplies by what its state says, whatever users do to it; and refuses what it cannot hold."""
+"""The layer multiplies by what its state says, whatever users do to it; and refuses what it cannot
+hold."""
 
 import copy
 import pickle
@@ -33,16 +34,22 @@ def test_cores_are_multiplied_by_name_not_by_the_order_in_which_they_came(case, 
     before = layer(x)
     do(layer)
     assert_close(layer(x), before)
-    matrix = einsum_matrix(layer.structure, [layer.state_dict()[f"cores.{n}"] for n in range(len(layer.cores))])
+    matrix = einsum_matrix(
+        layer.structure, [layer.state_dict()[f"cores.{n}"] for n in range(len(layer.cores))]
+    )
     assert_close(layer.to_dense(), matrix[: layer.out_features, : layer.in_features])
 
 
-@pytest.mark.parametrize("spoil", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
+@pytest.mark.parametrize(
+    "spoil", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm]
+)
 def test_a_parametrised_core_is_the_one_multiplied_by(spoil):
     layer = StructuredLinear(16, 16, dtype=torch.float64)
     spoil(layer.cores, "0")
     with torch.no_grad():
-        layer.cores.parametrizations["0"].original0.mul_(3) if spoil.__name__ == "weight_norm" else None
+        layer.cores.parametrizations["0"].original0.mul_(
+            3
+        ) if spoil.__name__ == "weight_norm" else None
     layer.eval()
     assert_close(layer.to_dense(), einsum_matrix(layer.structure, [layer.cores[0], layer.cores[1]]))
 
@@ -64,7 +71,10 @@ def test_a_pruned_core_stays_masked_while_it_trains():
 def test_a_float64_layer_stays_float64_under_autocast_as_nn_linear_does():
     x = tokens(3, 16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert StructuredLinear(16, 16, dtype=torch.float64)(x).dtype == nn.Linear(16, 16, dtype=torch.float64)(x).dtype
+        assert (
+            StructuredLinear(16, 16, dtype=torch.float64)(x).dtype
+            == nn.Linear(16, 16, dtype=torch.float64)(x).dtype
+        )
 
 
 @pytest.mark.parametrize("size", [1e19, 1e-30])
@@ -132,18 +142,27 @@ def test_a_structure_can_not_be_changed_and_is_copied_whole():
         structure.sizes["i1"] = 7
     with pytest.raises(AttributeError, match="immutable"):
         structure.flops = 0
-    for again in (copy.copy(structure), copy.deepcopy(structure), pickle.loads(pickle.dumps(structure))):
+    for again in (
+        copy.copy(structure),
+        copy.deepcopy(structure),
+        pickle.loads(pickle.dumps(structure)),
+    ):
         assert again == structure
         assert again.program == structure.program
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"cores": "oi"}, "must be a text and a list of texts"), ({"sizes": [("i", 2)]}, "must be a mapping")],
+    [
+        ({"cores": "oi"}, "must be a text and a list of texts"),
+        ({"sizes": [("i", 2)]}, "must be a mapping"),
+    ],
 )
 def test_plain_data_that_is_no_structure_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        Structure.from_dict({"signature": "i -> o", "cores": ["o i"], "sizes": {"i": 2, "o": 3}} | change)
+        Structure.from_dict(
+            {"signature": "i -> o", "cores": ["o i"], "sizes": {"i": 2, "o": 3}} | change
+        )
 
 
 def test_a_width_that_nobody_could_factor_is_refused_at_once():

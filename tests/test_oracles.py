@@ -1,4 +1,5 @@
-"""Each family against its textbook definition, written out by hand: nothing here is shared with the library.
+"""Each family against its textbook definition, written out by hand: nothing here is shared with the
+library.
 
 A contract test cannot know that a valid structure is the wrong one; these do.
 """
@@ -13,17 +14,30 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from structlin import BTT, TT, BlockDiagonal, Dense, Family, Kronecker, LowRank, Monarch, StructuredLinear, family
+from structlin import (
+    BTT,
+    TT,
+    BlockDiagonal,
+    Dense,
+    Family,
+    Kronecker,
+    LowRank,
+    Monarch,
+    StructuredLinear,
+    family,
+)
 from structlin import to_dense as dense_of
 from structlin._families import factorise
 
 
-def matrix_and_cores(family: Family, in_features: int, out_features: int) -> tuple[Tensor, list[Tensor]]:
+def matrix_and_cores(
+    family: Family, in_features: int, out_features: int
+) -> tuple[Tensor, list[Tensor]]:
     layer = StructuredLinear(in_features, out_features, family, dtype=torch.float64)
     return layer.to_dense().detach(), [core.detach() for core in layer.cores]
 
 
-# ---- definitions -----------------------------------------------------------------------------------------------------
+# ---- definitions ---------------------------------------------------------------------------------
 
 
 def test_dense_is_its_core():
@@ -48,7 +62,9 @@ def test_block_diagonal_is_torch_block_diag():
 def test_kronecker_is_the_kronecker_product(widths):
     W, (right, left) = matrix_and_cores(Kronecker(), *widths)
     assert_close(W, torch.kron(left[0], right[0]))
-    assert_close(W, cola.ops.Kronecker(cola.ops.Dense(left[0]), cola.ops.Dense(right[0])).to_dense())
+    assert_close(
+        W, cola.ops.Kronecker(cola.ops.Dense(left[0]), cola.ops.Dense(right[0])).to_dense()
+    )
 
 
 def test_tt_of_two_cores_is_the_entrywise_product_of_matrices():
@@ -64,14 +80,16 @@ def test_tt_of_two_cores_is_the_entrywise_product_of_matrices():
 
 @pytest.mark.parametrize("rank", [2, (3, 2)])
 def test_tt_of_three_cores_is_the_index_formula(rank):
-    W, (last, middle, first) = matrix_and_cores(TT(rank=rank, cores=3), 24, 60)  # j = 2 3 4 -> i = 3 4 5
+    # j = 2 3 4 -> i = 3 4 5
+    W, (last, middle, first) = matrix_and_cores(TT(rank=rank, cores=3), 24, 60)
     r, s = (rank, rank) if isinstance(rank, int) else rank
     G1, G2, G3 = first.reshape(3, 2, r), middle.reshape(r, 4, 3, s), last.reshape(s, 5, 4)
     assert_close(W, torch.einsum("axr,rbys,scz->abcxyz", G1, G2, G3).reshape(60, 24))
 
 
 def test_tt_of_four_cores_is_the_index_formula():
-    W, (g4, g3, g2, g1) = matrix_and_cores(TT(rank=2, cores=4), 36, 16)  # j = 2 2 3 3 -> i = 2 2 2 2
+    # j = 2 2 3 3 -> i = 2 2 2 2
+    W, (g4, g3, g2, g1) = matrix_and_cores(TT(rank=2, cores=4), 36, 16)
     G1, G2 = g1.reshape(2, 2, 2), g2.reshape(2, 2, 2, 2)
     G3, G4 = g3.reshape(2, 2, 3, 2), g4.reshape(2, 2, 3)
     assert_close(W, torch.einsum("axr,rbys,sczt,tdw->abcdxyzw", G1, G2, G3, G4).reshape(16, 36))
@@ -81,7 +99,9 @@ def test_tt_of_four_cores_is_the_index_formula():
     ("in_features", "out_features", "g", "d", "a", "b", "rank"),
     [(12, 20, 3, 4, 5, 4, 2), (30, 12, 5, 6, 4, 3, 3), (16, 16, 4, 4, 4, 4, 1)],
 )
-def test_btt_is_a_grid_of_contiguous_blocks_of_low_rank(in_features, out_features, g, d, a, b, rank):
+def test_btt_is_a_grid_of_contiguous_blocks_of_low_rank(
+    in_features, out_features, g, d, a, b, rank
+):
     W, (right, left) = matrix_and_cores(BTT(rank=rank), in_features, out_features)
     R, L = right.reshape(g, rank, b, d), left.reshape(b, a, g, rank)
     for row in range(b):
@@ -93,7 +113,8 @@ def test_btt_is_a_grid_of_contiguous_blocks_of_low_rank(in_features, out_feature
 
 @pytest.mark.parametrize("rank", [2, (3, 2)])
 def test_btt_of_three_cores_is_equation_6(rank):
-    W, (last, middle, first) = matrix_and_cores(BTT(rank=rank, cores=3), 24, 60)  # j = 2 3 4 -> i3 i2 i1 = 3 4 5
+    # j = 2 3 4 -> i3 i2 i1 = 3 4 5
+    W, (last, middle, first) = matrix_and_cores(BTT(rank=rank, cores=3), 24, 60)
     r, s = (rank, rank) if isinstance(rank, int) else rank
     G3 = last.reshape(2, 3, s, 3, 4)  # j1 j2 r2 i3 j3
     G2 = middle.reshape(3, 2, r, 4, 3, s)  # i3 j1 r1 i2 j2 r2
@@ -105,7 +126,9 @@ def test_btt_of_three_cores_is_equation_6(rank):
     ("in_features", "out_features", "blocks"),
     [(16, 16, 2), (24, 16, 2), (16, 32, 4), (16, 16, 8), (12, 30, 6), (8, 24, 8), (12, 6, 6)],
 )
-def test_monarch_is_two_block_diagonals_with_the_regrouping_of_fly(in_features, out_features, blocks):
+def test_monarch_is_two_block_diagonals_with_the_regrouping_of_fly(
+    in_features, out_features, blocks
+):
     k = l = blocks
     p, s, q = in_features // k, out_features // l, min(in_features, out_features) // blocks
     r = k * q // l
@@ -121,7 +144,7 @@ def test_monarch_is_two_block_diagonals_with_the_regrouping_of_fly(in_features, 
     assert_close(W, expected)
 
 
-# ---- how the families contain each other -----------------------------------------------------------------------------
+# ---- how the families contain each other ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("root", [2, 3, 4])
@@ -153,7 +176,7 @@ def test_one_block_and_one_core_are_dense():
         assert_close(W, core[0])
 
 
-# ---- the bounds on the ranks -----------------------------------------------------------------------------------------
+# ---- the bounds on the ranks ---------------------------------------------------------------------
 
 
 def halves(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,7 +234,7 @@ def test_every_bond_may_be_at_its_bound():
     assert BTT(rank=(5, 4), cores=3).structure(24, 60).sizes.items() >= {"r1": 5, "r2": 4}.items()
 
 
-# ---- hyperparameters -------------------------------------------------------------------------------------------------
+# ---- hyperparameters -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["LowRank", "TT", "BTT"])
@@ -240,9 +263,17 @@ def test_a_rank_that_is_no_integer_is_refused(name, rank):
         ("Monarch", {"blocks": 0}, "blocks=0 must be at least 1"),
         ("BlockDiagonal", {"blocks": -4}, "blocks=-4 must be at least 1"),
         ("BlockDiagonal", {"blocks": 1.5}, "blocks=1.5 must be an integer of at least 1"),
-        ("btt", {"ranks": 2}, r"BTT has no option 'ranks' \(got ranks=2\); it has \['rank', 'cores'\]"),
+        (
+            "btt",
+            {"ranks": 2},
+            r"BTT has no option 'ranks' \(got ranks=2\); it has \['rank', 'cores'\]",
+        ),
         ("Dense", {"rank": 2}, "Dense has no option 'rank'"),
-        ("butterfly", {}, "structure='butterfly' is no family; there are dense, lowrank, .*, monarch, btt"),
+        (
+            "butterfly",
+            {},
+            "structure='butterfly' is no family; there are dense, lowrank, .*, monarch, btt",
+        ),
     ],
 )
 def test_an_impossible_hyperparameter_is_refused_by_name(name, options, message):
@@ -253,16 +284,36 @@ def test_an_impossible_hyperparameter_is_refused_by_name(name, options, message)
 @pytest.mark.parametrize(
     ("family", "widths", "message"),
     [
-        (BlockDiagonal(blocks=5), (12, 20), "blocks=5 does not divide in_features=12; the nearest that does is 4"),
+        (
+            BlockDiagonal(blocks=5),
+            (12, 20),
+            "blocks=5 does not divide in_features=12; the nearest that does is 4",
+        ),
         (
             BlockDiagonal(blocks=3),
             (12, 20),
             "blocks=3 does not divide out_features=20; the nearest that do are 2 and 4",
         ),
-        (BlockDiagonal(blocks=13), (12, 20), "blocks=13 does not divide in_features=12; the nearest that does is 4"),
-        (Monarch(blocks=5), (16, 20), "blocks=5 does not divide in_features=16; the nearest that does is 4"),
-        (Monarch(blocks=8), (16, 20), "blocks=8 does not divide out_features=20; the nearest that does is 4"),
-        (Monarch(blocks=4), (24, 24), "blocks=4 does not regroup a middle of 24 = 4 x 6: .* are 2 and 12"),
+        (
+            BlockDiagonal(blocks=13),
+            (12, 20),
+            "blocks=13 does not divide in_features=12; the nearest that does is 4",
+        ),
+        (
+            Monarch(blocks=5),
+            (16, 20),
+            "blocks=5 does not divide in_features=16; the nearest that does is 4",
+        ),
+        (
+            Monarch(blocks=8),
+            (16, 20),
+            "blocks=8 does not divide out_features=20; the nearest that does is 4",
+        ),
+        (
+            Monarch(blocks=4),
+            (24, 24),
+            "blocks=4 does not regroup a middle of 24 = 4 x 6: .* are 2 and 12",
+        ),
     ],
 )
 def test_blocks_that_do_not_fit_are_refused_with_the_nearest_that_do(family, widths, message):
@@ -286,11 +337,13 @@ def test_a_width_that_is_no_positive_integer_is_refused(in_features, out_feature
 def test_what_is_neither_a_family_nor_a_structure_is_refused():
     with pytest.raises(TypeError, match="structure='btt' must be a family"):
         StructuredLinear(4, 4, "btt")
-    with pytest.raises(ValueError, match="init='kaiming' is unknown; there are mup, spectral, orthogonal"):
+    with pytest.raises(
+        ValueError, match="init='kaiming' is unknown; there are mup, spectral, orthogonal"
+    ):
         StructuredLinear(4, 4, init="kaiming")
 
 
-# ---- widths ----------------------------------------------------------------------------------------------------------
+# ---- widths --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

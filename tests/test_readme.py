@@ -26,7 +26,9 @@ def test_every_path_that_the_readme_names_exists():
     assert named
     for path in named:
         stem, _, choices = path.partition("{")
-        for name in [stem + choice for choice in choices.rstrip("}").split(",")] if choices else [path]:
+        for name in (
+            [stem + choice for choice in choices.rstrip("}").split(",")] if choices else [path]
+        ):
             assert (ROOT / name).exists(), name
 
 
@@ -50,16 +52,26 @@ def test_the_numbers_of_the_main_job_are_those_of_the_kept_result():
 def test_the_numbers_of_the_optimizer_table_are_those_of_the_kept_result():
     result = json.loads((ROOT / "benchmarks/results/muon_vs_adamw.json").read_text())
     for row in result["table"]:
-        reached = ", ".join("never" if step is None else str(step) for step in row["muon_steps_to_adamws_loss"])
+        reached = ", ".join(
+            "never" if step is None else str(step) for step in row["muon_steps_to_adamws_loss"]
+        )
         losses = f"{row['AdamW']['loss']:.3f} | {row['Muon']['loss']:.3f}"
-        assert f"| {row['task']}, {row['structure']} | {losses} | {reached} of {row['steps']} |" in README
+        assert (
+            f"| {row['task']}, {row['structure']} | {losses} | {reached} of {row['steps']} |"
+            in README
+        )
 
 
 def test_the_numbers_of_the_speed_tables_are_those_of_the_kept_results():
     from benchmarks import layer, model
 
-    assert layer.markdown(json.loads((ROOT / "benchmarks/results/layer.json").read_text()), "float32") in README
-    assert model.markdown(json.loads((ROOT / "benchmarks/results/model.json").read_text())) in README
+    assert (
+        layer.markdown(json.loads((ROOT / "benchmarks/results/layer.json").read_text()), "float32")
+        in README
+    )
+    assert (
+        model.markdown(json.loads((ROOT / "benchmarks/results/model.json").read_text())) in README
+    )
 
 
 def test_what_is_said_beside_the_speed_table_is_what_the_kept_results_have():
@@ -69,26 +81,47 @@ def test_what_is_said_beside_the_speed_table_is_what_the_kept_results_have():
         keys = ("d_in", "tokens", "dtype", "backward", "structure")
         assert plain
         return {
-            tuple(row[key] for key in keys): row["x_dense"]["median"] for row in plain if row["d_in"] == row["d_out"]
+            tuple(row[key] for key in keys): row["x_dense"]["median"]
+            for row in plain
+            if row["d_in"] == row["d_out"]
         }
 
     text, kept = " ".join(README.split()), speeds("layer")
     narrow, wide = (kept[width, 4096, "bfloat16", True, "BTT r=1"] for width in (1024, 2048))
-    assert f"In bfloat16 it is {narrow:.1f} times as fast as dense at 1024 and {wide:.1f} times at 2048" in text
+    assert (
+        f"In bfloat16 it is {narrow:.1f} times as fast as dense at 1024 and {wide:.1f} times at "
+        "2048" in text
+    )
     lowest = min(speed for (_, tokens, *_), speed in kept.items() if tokens == 4096)
-    assert f"the slowest structure of all widths and both dtypes has {lowest:.2f} of dense's speed" in text
-    few = [speed for (_, tokens, dtype, *_), speed in kept.items() if tokens == 16 and dtype == "bfloat16"]
+    assert (
+        f"the slowest structure of all widths and both dtypes has {lowest:.2f} of dense's speed"
+        in text
+    )
+    few = [
+        speed
+        for (_, tokens, dtype, *_), speed in kept.items()
+        if tokens == 16 and dtype == "bfloat16"
+    ]
     assert f"16 tokens in bfloat16 has {min(few):.2f} to {max(few):.2f} of it" in text
     fresh = speeds("layer_default_allocator")
     narrow, wide = (fresh[width, 4096, "float32", True, "BTT r=1"] for width in (1024, 2048))
-    assert f"BTT r=1 was {narrow:.1f} times as fast as dense at 1024 and {wide:.1f} times at 2048" in text
+    assert (
+        f"BTT r=1 was {narrow:.1f} times as fast as dense at 1024 and {wide:.1f} times at 2048"
+        in text
+    )
 
 
 def test_what_is_said_of_other_packages_is_what_the_kept_result_has():
     rows = json.loads((ROOT / "benchmarks/results/peers.json").read_text())["rows"]
-    rows = [row for row in rows if row["tokens"] == 4096 and row["dtype"] == "float32" and "structlin_x" in row]
+    rows = [
+        row
+        for row in rows
+        if row["tokens"] == 4096 and row["dtype"] == "float32" and "structlin_x" in row
+    ]
     keys = [(row["structure"], row["implementation"].split()[0], row["backward"]) for row in rows]
-    speed = {key: f"{row['structlin_x']['median']:.2f}" for key, row in zip(keys, rows, strict=True)}
+    speed = {
+        key: f"{row['structlin_x']['median']:.2f}" for key, row in zip(keys, rows, strict=True)
+    }
     forward, both = (speed["Kronecker", "pyfastkron", backward] for backward in (False, True))
     text = " ".join(README.split())
     assert f"we have {forward} of its speed forward, {both} forward and backward" in text
@@ -98,7 +131,11 @@ def test_what_is_said_of_other_packages_is_what_the_kept_result_has():
 
 def test_the_cosines_of_the_sentence_encoder_are_those_of_the_kept_result():
     rows = json.loads((ROOT / "benchmarks/results/minilm.json").read_text())["rows"]
-    half = {(row["family"], row["calibrated"]): f"{row['cosine']:.2f}" for row in rows if row["budget"] == 0.5}
+    half = {
+        (row["family"], row["calibrated"]): f"{row['cosine']:.2f}"
+        for row in rows
+        if row["budget"] == 0.5
+    }
     text = " ".join(README.split())
     for family in ("BTT", "low-rank", "block-diagonal"):
         found = re.search(rf"(\d\.\d\d) \({family}, [^)]*?(\d\.\d\d)", text)
@@ -107,6 +144,8 @@ def test_the_cosines_of_the_sentence_encoder_are_those_of_the_kept_result():
 
 
 def test_the_code_of_the_theory_page_gives_the_output_that_it_shows():
-    results = doctest.testfile(str(ROOT / "docs/theory.md"), module_relative=False, encoding="utf-8")
+    results = doctest.testfile(
+        str(ROOT / "docs/theory.md"), module_relative=False, encoding="utf-8"
+    )
     assert results.attempted > 10
     assert results.failed == 0

@@ -10,7 +10,10 @@ def test_a_summary_adds_up_to_the_model():
     result = summary(model)
     assert result.params + result.other_params == sum(p.numel() for p in model.parameters())
     cores = sum(
-        core.numel() for block in model.h for layer in (block.mlp.c_fc, block.mlp.c_proj) for core in layer.cores
+        core.numel()
+        for block in model.h
+        for layer in (block.mlp.c_fc, block.mlp.c_proj)
+        for core in layer.cores
     )
     dense = 3 * (64 * 192 + 64 * 64) + 64 * 50
     assert result.params == cores + dense
@@ -19,7 +22,13 @@ def test_a_summary_adds_up_to_the_model():
 
 def test_equal_layers_share_a_row():
     rows = {row.name: row for row in summary(convert(GPT(depth=3), BTT(), include="ffn")).rows}
-    assert set(rows) == {"h.*.attn.c_attn", "h.*.attn.c_proj", "h.*.mlp.c_fc", "h.*.mlp.c_proj", "lm_head"}
+    assert set(rows) == {
+        "h.*.attn.c_attn",
+        "h.*.attn.c_proj",
+        "h.*.mlp.c_fc",
+        "h.*.mlp.c_proj",
+        "lm_head",
+    }
     assert rows["h.*.mlp.c_fc"].layers == 3
     assert rows["h.*.mlp.c_fc"].structure == "BTT(rank=1)"
     assert rows["lm_head"].structure == "dense"

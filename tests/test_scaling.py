@@ -1,4 +1,5 @@
-"""Initialisation and learning rates, by number. The statistics of drawn cores are in `test_families.py`."""
+"""Initialisation and learning rates, by number. The statistics of drawn cores are in
+`test_families.py`."""
 
 from math import sqrt
 
@@ -12,10 +13,17 @@ WIDE, TALL = (Structure("i -> o", "o i", i=i, o=o).cores[0] for i, o in ((256, 6
 
 @pytest.mark.parametrize(
     ("init", "wide", "tall"),
-    [("mup", 8 / 256, 8 / 64), ("spectral", 0.5 / (16 + 8), 2 / (16 + 8)), ("orthogonal", 8 / 256, 8 / 64)],
+    [
+        ("mup", 8 / 256, 8 / 64),
+        ("spectral", 0.5 / (16 + 8), 2 / (16 + 8)),
+        ("orthogonal", 8 / 256, 8 / 64),
+    ],
 )
 def test_the_standard_deviation_of_a_core_is_that_of_its_rule(init, wide, tall):
-    assert (init_std(WIDE, init), init_std(TALL, init)) == (pytest.approx(wide), pytest.approx(tall))
+    assert (init_std(WIDE, init), init_std(TALL, init)) == (
+        pytest.approx(wide),
+        pytest.approx(tall),
+    )
 
 
 def test_bottleneck_variance_changes_a_core_that_narrows_the_whole_activation_and_no_other():
@@ -36,8 +44,12 @@ def test_a_low_rank_layer_that_starts_at_zero_keeps_the_variance_through_its_bot
 
 @pytest.mark.parametrize("init", ["mup", "spectral", "orthogonal"])
 def test_weight_norm_leaves_a_layer_that_starts_at_zero_as_it_was_drawn(init):
-    layer = StructuredLinear(4096, 64, LowRank(rank=16), weight_norm=True, zero_init=True, init=init)
-    assert layer.effective_cores()[0].std().item() == pytest.approx(layer.cores[0].std().item(), rel=0.02)
+    layer = StructuredLinear(
+        4096, 64, LowRank(rank=16), weight_norm=True, zero_init=True, init=init
+    )
+    assert layer.effective_cores()[0].std().item() == pytest.approx(
+        layer.cores[0].std().item(), rel=0.02
+    )
 
 
 d, r = 1024, 4
@@ -64,15 +76,24 @@ d, r = 1024, 4
 def test_learning_rates_of_a_square_layer_are_those_of_table_2(family, adam, sgd):
     cores = family.structure(d, d).cores
     for optimizer in ("adam", "adamw", "sign"):
-        assert [lr_mult(core, d, len(cores), optimizer=optimizer) for core in cores] == pytest.approx(list(adam))
-    assert [lr_mult(core, d, len(cores), optimizer="sgd", out_features=d) for core in cores] == pytest.approx(list(sgd))
-    assert [lr_mult(core, d, len(cores)) for core in cores] == pytest.approx(list(adam)), "Adam is the default"
+        assert [
+            lr_mult(core, d, len(cores), optimizer=optimizer) for core in cores
+        ] == pytest.approx(list(adam))
+    assert [
+        lr_mult(core, d, len(cores), optimizer="sgd", out_features=d) for core in cores
+    ] == pytest.approx(list(sgd))
+    assert [lr_mult(core, d, len(cores)) for core in cores] == pytest.approx(list(adam)), (
+        "Adam is the default"
+    )
 
 
 def test_learning_rates_of_a_layer_that_is_not_square_are_relative_to_a_dense_one():
     v, u = LowRank(rank=8).structure(256, 1024).cores
     assert [lr_mult(core, 256, 2) for core in (v, u)] == [1 / 2, 16]
-    assert [lr_mult(core, 256, 2, optimizer="sgd", out_features=1024) for core in (v, u)] == [1 / 256, 16]
+    assert [lr_mult(core, 256, 2, optimizer="sgd", out_features=1024) for core in (v, u)] == [
+        1 / 256,
+        16,
+    ]
     (dense,) = Dense().structure(256, 1024).cores
     assert lr_mult(dense, 256, 1, optimizer="sgd", out_features=1024) == 1
 
@@ -85,9 +106,13 @@ def test_a_given_share_of_the_mass_takes_the_place_of_an_equal_one():
 
 
 def test_unknown_rules_are_refused_by_name():
-    with pytest.raises(ValueError, match="init='xavier' is unknown; there are mup, spectral, orthogonal"):
+    with pytest.raises(
+        ValueError, match="init='xavier' is unknown; there are mup, spectral, orthogonal"
+    ):
         init_std(WIDE, "xavier")
-    with pytest.raises(ValueError, match="optimizer='lion' is unknown; there are adam, adamw, sign, sgd"):
+    with pytest.raises(
+        ValueError, match="optimizer='lion' is unknown; there are adam, adamw, sign, sgd"
+    ):
         lr_mult(WIDE, 256, 1, optimizer="lion")
     with pytest.raises(ValueError, match="out_features=None: the SGD rule needs"):
         lr_mult(WIDE, 256, 1, optimizer="sgd")

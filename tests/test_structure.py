@@ -9,7 +9,18 @@ import pytest
 import torch
 from hypothesis import given
 
-from structlin import BTT, TT, BlockDiagonal, Dense, Kronecker, LowRank, Monarch, Structure, apply, to_cola
+from structlin import (
+    BTT,
+    TT,
+    BlockDiagonal,
+    Dense,
+    Kronecker,
+    LowRank,
+    Monarch,
+    Structure,
+    apply,
+    to_cola,
+)
 from tests.catalogue import Drawn, drawn, structures
 
 ROLES = ("batch", "fan_out", "fan_in", "repeat")
@@ -23,19 +34,31 @@ def test_an_axis_has_the_role_that_its_use_before_and_after_gives_it():
     assert [getattr(second, f"{role}_axes") for role in ROLES] == [("m",), ("o",), ("k",), ("n",)]
     assert (first.shape, second.shape) == ((3, 7, 5), (3, 11, 7))
     assert (structure.in_features, structure.out_features) == (30, 66)
-    assert (structure.params, structure.flops) == (3 * 7 * 5 + 3 * 11 * 7, 2 * 2 * (3 * 7 * 5 + 3 * 11 * 7))
+    assert (structure.params, structure.flops) == (
+        3 * 7 * 5 + 3 * 11 * 7,
+        2 * 2 * (3 * 7 * 5 + 3 * 11 * 7),
+    )
 
 
 @given(drawn())
 def test_derived_roles_are_the_drawn_ones(case: Drawn):
-    size = {role: [prod(case.sizes[axis] for axis in core[role]) for core in case.cores] for role in ROLES}
+    size = {
+        role: [prod(case.sizes[axis] for axis in core[role]) for core in case.cores]
+        for role in ROLES
+    }
     for n, (core, expected) in enumerate(zip(case.structure.cores, case.cores, strict=True)):
         assert [getattr(core, role) for role in ROLES] == [size[role][n] for role in ROLES]
-        assert (core.batch_axes, core.fan_out_axes, core.fan_in_axes) == tuple(expected[role] for role in ROLES[:3])
+        assert (core.batch_axes, core.fan_out_axes, core.fan_in_axes) == tuple(
+            expected[role] for role in ROLES[:3]
+        )
         assert sorted(core.repeat_axes) == sorted(expected["repeat"])
-    blocks = [b * m * n for b, m, n in zip(size["batch"], size["fan_out"], size["fan_in"], strict=True)]
+    blocks = [
+        b * m * n for b, m, n in zip(size["batch"], size["fan_out"], size["fan_in"], strict=True)
+    ]
     assert case.structure.params == sum(blocks)
-    assert case.structure.flops == sum(2 * block * repeat for block, repeat in zip(blocks, size["repeat"], strict=True))
+    assert case.structure.flops == sum(
+        2 * block * repeat for block, repeat in zip(blocks, size["repeat"], strict=True)
+    )
     assert case.structure.in_features == prod(case.sizes[axis] for axis in case.inputs)
     assert case.structure.out_features == prod(case.sizes[axis] for axis in case.outputs)
 
@@ -57,7 +80,9 @@ d = 1024
     ],
     ids=lambda value: getattr(value, "label", None),
 )
-def test_parameters_and_flops_of_a_square_layer_are_the_formulas_of_the_table(family, params, flops):
+def test_parameters_and_flops_of_a_square_layer_are_the_formulas_of_the_table(
+    family, params, flops
+):
     structure = family.structure(d, d)
     assert (structure.params, structure.flops) == (params, flops)
 
@@ -66,14 +91,26 @@ def test_parameters_and_flops_of_a_square_layer_are_the_formulas_of_the_table(fa
     ("strings", "sizes", "message"),
     [
         (("i -> o", "o i"), {"i": 2}, "axis 'o' has no size: pass o=<size>"),
-        (("i -> o", "o i"), {"i": 2, "o": 3, "k": 4}, "k=4: no core and no side of the signature has an axis 'k'"),
+        (
+            ("i -> o", "o i"),
+            {"i": 2, "o": 3, "k": 4},
+            "k=4: no core and no side of the signature has an axis 'k'",
+        ),
         (("i j -> o", "o i"), {"i": 2, "j": 2, "o": 3}, "axis 'j' is never consumed"),
         (("i -> o", "o k i"), {"i": 2, "k": 2, "o": 3}, "axis 'k' is never consumed"),
         (("i -> o", "r i", "o s"), {"i": 2, "r": 2, "o": 3, "s": 2}, "axis 'r' is never consumed"),
-        (("i -> o p", "o i"), {"i": 2, "o": 3, "p": 2}, "axis 'p' of the output 'o p' is never produced"),
+        (
+            ("i -> o p", "o i"),
+            {"i": 2, "o": 3, "p": 2},
+            "axis 'p' of the output 'o p' is never produced",
+        ),
         (("i i -> o", "o i"), {"i": 2, "o": 3}, "signature: axis 'i' appears more than once"),
         (("i -> o o", "o i"), {"i": 2, "o": 3}, "signature: axis 'o' appears more than once"),
-        (("i -> o", "r i", "o r r"), {"i": 2, "o": 3, "r": 2}, "core 2: axis 'r' appears more than once"),
+        (
+            ("i -> o", "r i", "o r r"),
+            {"i": 2, "o": 3, "r": 2},
+            "core 2: axis 'r' appears more than once",
+        ),
         (("i -> o", "o (i)"), {"i": 2, "o": 3}, r"core 1: '\(i\)' is not an axis name"),
         (("1 -> o", "o 1"), {"o": 3}, "signature: '1' is not an axis name"),
         (("_i -> o", "o _i"), {"_i": 2, "o": 3}, "'_i' is not an axis name"),
@@ -93,11 +130,15 @@ def test_a_malformed_structure_is_refused_by_name(strings, sizes, message):
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.0, "2", None])
 def test_a_size_that_is_no_positive_integer_is_refused(size):
-    with pytest.raises(ValueError, match=f"i={size!r}: the size of an axis is an integer of at least 1"):
+    with pytest.raises(
+        ValueError, match=f"i={size!r}: the size of an axis is an integer of at least 1"
+    ):
         Structure("i -> o", "o i", i=size, o=3)
 
 
-@pytest.mark.parametrize("name", ["tensor", "pattern", "self", "cls", "axis", "in", "lambda", "x", "i1", "d_model"])
+@pytest.mark.parametrize(
+    "name", ["tensor", "pattern", "self", "cls", "axis", "in", "lambda", "x", "i1", "d_model"]
+)
 def test_every_axis_name_that_is_accepted_can_be_multiplied_by(name):
     try:
         structure = Structure(f"{name} -> o", f"o {name}", **{name: 3, "o": 2})
@@ -137,7 +178,14 @@ def test_structures_are_equal_when_what_they_are_made_of_is():
 
 def test_plain_is_a_chain_of_matrices():
     plain = [LowRank(rank=2), Dense()]
-    for family in (*plain, BTT(rank=1), Kronecker(), Monarch(blocks=2), TT(rank=2), BlockDiagonal(blocks=2)):
+    for family in (
+        *plain,
+        BTT(rank=1),
+        Kronecker(),
+        Monarch(blocks=2),
+        TT(rank=2),
+        BlockDiagonal(blocks=2),
+    ):
         assert family.structure(12, 12).plain == (family in plain), family
     sizes = {"i": 6, "o": 4, "r": 2, "s": 3}
     assert Structure("i -> o", "r s i", "o r s", **sizes).plain

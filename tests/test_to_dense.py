@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from structlin import BTT, Kronecker, LowRank, Monarch, StructuredLinear, convert, to_dense, to_dense_
+from structlin import (
+    BTT,
+    Kronecker,
+    LowRank,
+    Monarch,
+    StructuredLinear,
+    convert,
+    to_dense,
+    to_dense_,
+)
 from tests.models import GPT, snapshot
 
 TOKENS = torch.arange(24).reshape(2, 12)
@@ -23,13 +32,19 @@ def test_to_dense_gives_back_keys_shapes_and_function():
 
 
 def test_to_dense_keeps_dtype_grad_training_mode_and_the_bias_itself():
-    model = convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16, bias=False)).to(torch.bfloat16), BTT())
+    model = convert(
+        nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16, bias=False)).to(torch.bfloat16), BTT()
+    )
     for parameter in model[0].cores:
         parameter.requires_grad_(False)
     model[1].eval()
     bias = model[0].bias
     to_dense_(model)
-    assert (model[0].weight.requires_grad, model[0].bias.requires_grad, model[1].weight.requires_grad) == (0, 1, 1)
+    assert (
+        model[0].weight.requires_grad,
+        model[0].bias.requires_grad,
+        model[1].weight.requires_grad,
+    ) == (0, 1, 1)
     assert model[0].bias is bias
     assert model[1].bias is None
     assert (model[0].training, model[1].training) == (True, False)
@@ -74,7 +89,9 @@ def test_what_cannot_go_back_is_refused_and_stays():
 @pytest.mark.parametrize("weight_norm", [False, True])
 def test_from_dense_finds_a_matrix_that_the_structure_can_hold(family, weight_norm):
     structure = family.structure(12, 20)
-    target = 5 * to_dense(structure, [torch.randn(core.shape, dtype=torch.float64) for core in structure.cores])
+    target = 5 * to_dense(
+        structure, [torch.randn(core.shape, dtype=torch.float64) for core in structure.cores]
+    )
     layer = StructuredLinear(12, 20, family, weight_norm=weight_norm, dtype=torch.float64)
     bias = torch.randn(20, dtype=torch.float64)
     assert layer.from_dense_(target, bias) is layer
@@ -93,7 +110,12 @@ def test_from_dense_without_a_bias_leaves_the_layers_own():
     ("layer", "weight", "bias", "message"),
     [
         ({}, torch.zeros(12, 20), None, r"weight has shape \(12, 20\); it must be .* \(20, 12\)"),
-        ({}, torch.zeros(20, 12), torch.zeros(12), r"bias has shape \(12,\); it must be \(out_features,\) = \(20,\)"),
+        (
+            {},
+            torch.zeros(20, 12),
+            torch.zeros(12),
+            r"bias has shape \(12,\); it must be \(out_features,\) = \(20,\)",
+        ),
         ({"bias": False}, torch.zeros(20, 12), torch.zeros(20), "the layer has none"),
         ({}, torch.full((20, 12), torch.nan), None, "not finite"),
         ({}, torch.zeros(20, 12, device="meta"), None, "meta"),
@@ -106,4 +128,6 @@ def test_from_dense_refuses_what_does_not_fit(layer, weight, bias, message):
     with pytest.raises(ValueError, match=message):
         layer.from_dense_(weight, bias)
     if not layer.cores[0].is_meta:
-        assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), before.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(layer.parameters(), before.parameters(), strict=True)
+        )

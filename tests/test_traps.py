@@ -40,7 +40,10 @@ class Experts(nn.Module):
 class LoRA(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.base_layer, self.lora_A = nn.Linear(16, 16), nn.ModuleDict({"default": nn.Linear(16, 2)})
+        self.base_layer, self.lora_A = (
+            nn.Linear(16, 16),
+            nn.ModuleDict({"default": nn.Linear(16, 2)}),
+        )
 
 
 def layer_of(change: Callable[[nn.Linear], object]) -> nn.Module:
@@ -209,7 +212,16 @@ def test_what_cannot_be_converted_is_refused_when_it_is_named(trap):
 
 
 @pytest.mark.parametrize(
-    "trap", ["quantised", "parametrised", "pruned", "forward hook", "weight's hook", "patched forward", "mup"]
+    "trap",
+    [
+        "quantised",
+        "parametrised",
+        "pruned",
+        "forward hook",
+        "weight's hook",
+        "patched forward",
+        "mup",
+    ],
 )
 def test_what_cannot_be_converted_is_skipped_with_its_reason_when_it_is_not_named(trap):
     build, name, reason = REFUSED[trap]
@@ -221,18 +233,39 @@ def test_what_cannot_be_converted_is_skipped_with_its_reason_when_it_is_not_name
 
 
 KEPT: dict[str, tuple[Callable[[StructuredLinear], object], str]] = {
-    "hook": (lambda m: m.register_forward_hook(print), "has hooks, which would be lost: _forward_hooks"),
-    "state-dict hook": (lambda m: m.register_state_dict_post_hook(lambda *_: None), "has hooks, .*_state_dict_hooks"),
-    "core's hook": (lambda m: m.cores[1].register_hook(lambda grad: 2 * grad), "has hooks on its cores.1"),
-    "core's attribute": (lambda m: setattr(m.cores[0], "lr_scale", 3.0), "attributes on its cores.0, .*: lr_scale"),
-    "hook of the list": (lambda m: m.cores.register_forward_pre_hook(print), "has hooks, .*_forward_pre_hooks"),
+    "hook": (
+        lambda m: m.register_forward_hook(print),
+        "has hooks, which would be lost: _forward_hooks",
+    ),
+    "state-dict hook": (
+        lambda m: m.register_state_dict_post_hook(lambda *_: None),
+        "has hooks, .*_state_dict_hooks",
+    ),
+    "core's hook": (
+        lambda m: m.cores[1].register_hook(lambda grad: 2 * grad),
+        "has hooks on its cores.1",
+    ),
+    "core's attribute": (
+        lambda m: setattr(m.cores[0], "lr_scale", 3.0),
+        "attributes on its cores.0, .*: lr_scale",
+    ),
+    "hook of the list": (
+        lambda m: m.cores.register_forward_pre_hook(print),
+        "has hooks, .*_forward_pre_hooks",
+    ),
     "more parameters": (scaled, "has more than a layer of its kind has, .* lost: scale, mask"),
-    "pruned core": (lambda m: prune.l1_unstructured(m.cores, "0", 0.5), r"lost: cores\.0_orig, cores\.0_mask"),
+    "pruned core": (
+        lambda m: prune.l1_unstructured(m.cores, "0", 0.5),
+        r"lost: cores\.0_orig, cores\.0_mask",
+    ),
     "parametrised core": (
         lambda m: nn.utils.parametrize.register_parametrization(m.cores, "0", nn.Identity()),
         r"lost: cores\.parametrizations",
     ),
-    "patched forward": (offloaded, "has methods of its own, offloaded or patched, which would be lost: forward"),
+    "patched forward": (
+        offloaded,
+        "has methods of its own, offloaded or patched, which would be lost: forward",
+    ),
 }
 
 
@@ -324,7 +357,10 @@ def test_a_model_that_is_wrapped_or_has_a_wrapped_part_is_refused(wrapper, chang
 def test_inference_mode_is_refused(change):
     model = nn.Sequential(nn.Linear(16, 16), StructuredLinear(16, 16))
     modules = list(model.modules())
-    with torch.inference_mode(), pytest.raises(ValueError, match=r"torch\.inference_mode .* leave that mode"):
+    with (
+        torch.inference_mode(),
+        pytest.raises(ValueError, match=r"torch\.inference_mode .* leave that mode"),
+    ):
         CHANGES[change](model)
     assert list(model.modules()) == modules
 
@@ -353,7 +389,9 @@ def test_a_plan_whose_budget_was_spent_on_other_weights_is_refused(change, calib
     planned = plan(model, LowRank(rank=1), budget=0.5, **options)
     change(model[1].weight)
     before = snapshot(model)
-    with pytest.raises(ValueError, match="layer '1' got other weights after this plan; make a new one"):
+    with pytest.raises(
+        ValueError, match="layer '1' got other weights after this plan; make a new one"
+    ):
         planned.apply()
     assert snapshot(model) == before
     plan(model, LowRank(rank=1), budget=0.5, **options).apply()
@@ -401,7 +439,9 @@ def test_what_reads_the_weight_itself_runs_through_the_structure(reader, trainin
     convert(model, BTT(rank=2)).train(training)
     inputs = (x, x) if "Decoder" in reader else (x,)
     expected = to_dense_(copy.deepcopy(model))(*inputs)
-    monkeypatch.setattr(StructuredLinear, "to_dense", lambda self: pytest.fail("formed the dense matrix"))
+    monkeypatch.setattr(
+        StructuredLinear, "to_dense", lambda self: pytest.fail("formed the dense matrix")
+    )
     with torch.set_grad_enabled(training):
         torch.testing.assert_close(model(*inputs), expected, atol=1e-5, rtol=1e-4)
 

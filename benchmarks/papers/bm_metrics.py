@@ -1,19 +1,22 @@
 """Are layers stable, at initialisation and over training, at every width? "Beyond MuP 2".
 
-    python -m benchmarks.papers.bm_metrics            # the full result, results/papers/bm_metrics.{json,png}
+    python -m benchmarks.papers.bm_metrics            # results/papers/bm_metrics.{json,png}
     python -m benchmarks.papers.bm_metrics --smoke    # seconds
 
-For a linear layer on inputs of unit RMS three numbers are to stay of order 1 (see `structlin.stability`): forward,
-dependency = sqrt(d_in / d_out) |W|_2 and update = sqrt(d_in / d_out) |dW|_2. The article derives from them
+For a linear layer on inputs of unit RMS three numbers are to stay of order 1 (see
+`structlin.stability`): forward, dependency = sqrt(d_in / d_out) |W|_2 and update = sqrt(d_in /
+d_out) |dW|_2. The article derives from them
 
-- the initial variance: entries of std sqrt(d_out / d_in) / (sqrt d_in + sqrt d_out), `init="spectral"`, make the
-  dependency 1, and exactly so in wide layers;
-- the optimizer: dW = lr sqrt(d_out / d_in) U V^T, which is `Muon`, makes the update lr at every width.
+- the initial variance: entries of std sqrt(d_out / d_in) / (sqrt d_in + sqrt d_out),
+  `init="spectral"`, make the dependency 1, and exactly so in wide layers;
+- the optimizer: dW = lr sqrt(d_out / d_in) U V^T, which is `Muon`, makes the update lr at every
+  width.
 
-It gives formulas and no figure. Here they are measured, with dense and with structured layers: the dependency of fresh
-layers by width, initialisation and structure; then the three numbers of the hidden layer of an MLP on digits, whose
-inputs are divided by their RMS, over 40 steps, by width and optimizer. Powers are the slopes of log2 of a number on
-log2 of the width; AdamW with one rate for all is there to show what a growing update looks like.
+It gives formulas and no figure. Here they are measured, with dense and with structured layers: the
+dependency of fresh layers by width, initialisation and structure; then the three numbers of the
+hidden layer of an MLP on digits, whose inputs are divided by their RMS, over 40 steps, by width and
+optimizer. Powers are the slopes of log2 of a number on log2 of the width; AdamW with one rate for
+all is there to show what a growing update looks like.
 """
 
 import argparse
@@ -59,11 +62,14 @@ def fresh(job: Fresh) -> dict[str, Any]:
     torch.manual_seed(0)
     found, cores = [], []
     for _ in range(5):
-        layer = structlin.StructuredLinear(width, width, FAMILIES[structure](width), bias=False, init=init)
+        layer = structlin.StructuredLinear(
+            width, width, FAMILIES[structure](width), bias=False, init=init
+        )
         (reading,) = stability.metrics(layer, torch.randn(8, width)).rows
         found.append(reading.dependency)
         norms = [
-            torch.linalg.matrix_norm(core, 2).max() * math.sqrt(core.shape[2] / core.shape[1]) for core in layer.cores
+            torch.linalg.matrix_norm(core, 2).max() * math.sqrt(core.shape[2] / core.shape[1])
+            for core in layer.cores
         ]
         cores.append(max(norm.item() for norm in norms))
     return {
@@ -73,7 +79,8 @@ def fresh(job: Fresh) -> dict[str, Any]:
 
 
 class MLP(nn.Module):
-    """64 -> width -> width -> 10; the square matrix, `hidden`, is structured. Inputs of the last two have RMS 1."""
+    """64 -> width -> width -> 10; the square matrix, `hidden`, is structured. Inputs of the last
+    two have RMS 1."""
 
     def __init__(self, width: int, family: structlin.Family) -> None:
         super().__init__()
@@ -129,13 +136,16 @@ def exponents(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float
         chosen = [row for row in rows if (row["structure"], row["optimizer"]) == (structure, name)]
         widths = [math.log2(row["width"]) for row in chosen]
         found.setdefault(structure, {})[name] = {
-            number: md_sweeps.slope(widths, [math.log2(row[number][-1]) for row in chosen]) for number in NUMBERS
+            number: md_sweeps.slope(widths, [math.log2(row[number][-1]) for row in chosen])
+            for number in NUMBERS
         }
     return found
 
 
 def claims(
-    starts: list[dict[str, Any]], rows: list[dict[str, Any]], powers: Mapping[str, Mapping[str, Mapping[str, float]]]
+    starts: list[dict[str, Any]],
+    rows: list[dict[str, Any]],
+    powers: Mapping[str, Mapping[str, Mapping[str, float]]],
 ) -> dict[str, bool]:
     spectral = [row for row in starts if row["init"] == "spectral"]
     steps = {
@@ -147,7 +157,10 @@ def claims(
         ]
         for kind in ("dense", "structured")
     }
-    steepest = {name: max(abs(power) for of in powers.values() for power in of[name].values()) for name in OPTIMIZERS}
+    steepest = {
+        name: max(abs(power) for of in powers.values() for power in of[name].values())
+        for name in OPTIMIZERS
+    }
     return {
         "spectral: the dependency of a dense layer is within 10 % of 1 at every width": all(
             abs(row["dependency"] - 1) < 0.1 for row in spectral if row["structure"] == "dense"
@@ -155,8 +168,12 @@ def claims(
         "spectral: so is that of a structured layer": all(
             abs(row["dependency"] - 1) < 0.1 for row in spectral if row["structure"] != "dense"
         ),
-        "spectral: so is that of each of its cores alone": all(abs(row["largest core"] - 1) < 0.15 for row in spectral),
-        "Muon: the update of a dense layer is lr, to 1 %": all(abs(step - 1) < 0.01 for step in steps["dense"]),
+        "spectral: so is that of each of its cores alone": all(
+            abs(row["largest core"] - 1) < 0.15 for row in spectral
+        ),
+        "Muon: the update of a dense layer is lr, to 1 %": all(
+            abs(step - 1) < 0.01 for step in steps["dense"]
+        ),
         "Muon: the update of a structured layer is between lr / 4 and 2 lr": all(
             0.25 < step < 2 for step in steps["structured"]
         ),
@@ -176,15 +193,33 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if options.smoke:
         options.widths, options.steps = [16, 64], 2
     starts = run_all(fresh, list(product(FAMILIES, INITS, options.widths)), options)
-    rows = run_all(partial(train, steps=options.steps), list(product(TRAINED, OPTIMIZERS, options.widths)), options)
+    rows = run_all(
+        partial(train, steps=options.steps),
+        list(product(TRAINED, OPTIMIZERS, options.widths)),
+        options,
+    )
     powers = exponents(rows)
     result = {"claims": claims(starts, rows, powers), "exponents": powers}
     console = Console(width=140)
     show(starts, rows, powers, console)
     if not options.smoke:
         md_sweeps.say(console, result["claims"])
-    setting = {"widths": options.widths, "steps": options.steps, "batch": 128, "data": "digits", "lr": LRS}
-    keep(options, "bm_metrics", plot(starts, rows), setting=setting, **result, fresh=starts, rows=rows)
+    setting = {
+        "widths": options.widths,
+        "steps": options.steps,
+        "batch": 128,
+        "data": "digits",
+        "lr": LRS,
+    }
+    keep(
+        options,
+        "bm_metrics",
+        plot(starts, rows),
+        setting=setting,
+        **result,
+        fresh=starts,
+        rows=rows,
+    )
     return result
 
 
@@ -202,9 +237,15 @@ def show(
         table.add_column(f"width {width}", justify="right")
     for structure, init in product(FAMILIES, INITS):
         chosen = [row for row in starts if (row["structure"], row["init"]) == (structure, init)]
-        table.add_row(structure, init, *(f"{row['dependency']:.2f} ({row['largest core']:.2f})" for row in chosen))
+        table.add_row(
+            structure,
+            init,
+            *(f"{row['dependency']:.2f} ({row['largest core']:.2f})" for row in chosen),
+        )
     console.print(table)
-    table = Table(title="hidden layer at the last reading: forward / dependency / update; powers of the width")
+    table = Table(
+        title="hidden layer at the last reading: forward / dependency / update; powers of the width"
+    )
     table.add_column("structure")
     table.add_column("optimizer")
     for heading in (*(f"width {width}" for width in widths), "powers"):
@@ -212,7 +253,12 @@ def show(
     for structure, name in product(TRAINED, OPTIMIZERS):
         chosen = [row for row in rows if (row["structure"], row["optimizer"]) == (structure, name)]
         cells = [" / ".join(f"{row[number][-1]:.3g}" for number in NUMBERS) for row in chosen]
-        table.add_row(structure, name, *cells, " / ".join(f"{powers[structure][name][n]:+.2f}" for n in NUMBERS))
+        table.add_row(
+            structure,
+            name,
+            *cells,
+            " / ".join(f"{powers[structure][name][n]:+.2f}" for n in NUMBERS),
+        )
     console.print(table)
 
 
@@ -224,14 +270,32 @@ def plot(starts: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Figure:
     for line, structure in zip(grid, TRAINED, strict=True):
         for axes, number in zip(line, NUMBERS, strict=False):
             for colour, (name, width) in zip(
-                (c for c in ("C0", "C1", "C2") for _ in widths), product(OPTIMIZERS, widths), strict=True
+                (c for c in ("C0", "C1", "C2") for _ in widths),
+                product(OPTIMIZERS, widths),
+                strict=True,
             ):
-                (row,) = [r for r in rows if (r["structure"], r["optimizer"], r["width"]) == (structure, name, width)]
-                axes.plot(row["steps"], row[number], ".-", color=colour, alpha=shades[width], label=f"{name}, {width}")
+                (row,) = [
+                    r
+                    for r in rows
+                    if (r["structure"], r["optimizer"], r["width"]) == (structure, name, width)
+                ]
+                axes.plot(
+                    row["steps"],
+                    row[number],
+                    ".-",
+                    color=colour,
+                    alpha=shades[width],
+                    label=f"{name}, {width}",
+                )
             axes.set(title=f"{structure}: {number}", xlabel="step", yscale="log")
         for init in INITS:
             chosen = [row for row in starts if (row["structure"], row["init"]) == (structure, init)]
-            line[-1].plot([row["width"] for row in chosen], [row["dependency"] for row in chosen], ".-", label=init)
+            line[-1].plot(
+                [row["width"] for row in chosen],
+                [row["dependency"] for row in chosen],
+                ".-",
+                label=init,
+            )
         line[-1].axhline(1, color="0.8", zorder=0)
         line[-1].set_xscale("log", base=2)
         line[-1].set(title=f"{structure}: dependency at the start", xlabel="width", ylim=(0, None))

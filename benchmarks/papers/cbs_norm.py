@@ -1,15 +1,17 @@
-"""Weight normalisation keeps a structured GPT's activations from growing: figure 7 of "Compute Better Spent".
+"""Weight normalisation keeps a structured GPT's activations from growing: figure 7 of "Compute
+Better Spent".
 
     python -m benchmarks.papers.cbs_norm            # the full result, three core-minutes
     python -m benchmarks.papers.cbs_norm --smoke    # seconds
 
-The paper trains GPT-2 with BTT layers on OpenWebText and reports that the activations grow throughout training, unless
-each core M is replaced by gamma min(1, sigma / RMS(M)) M (section 5.1); then they stay bounded and training is stable.
+The paper trains GPT-2 with BTT layers on OpenWebText and reports that the activations grow
+throughout training, unless each core M is replaced by gamma min(1, sigma / RMS(M)) M (section 5.1);
+then they stay bounded and training is stable.
 
-Here: the GPT of examples/ by characters, width 128, two blocks, BTT of rank 2 in all matrices but the head, AdamW
-without weight decay at a constant rate: 500 steps at the usual rate of 2^-9, 150 at one 16 times larger. Recorded on
-the training batches: the RMS of the residual stream where it enters the last LayerNorm. Dense matrices (without
-normalisation) are there to compare.
+Here: the GPT of examples/ by characters, width 128, two blocks, BTT of rank 2 in all matrices but
+the head, AdamW without weight decay at a constant rate: 500 steps at the usual rate of 2^-9, 150 at
+one 16 times larger. Recorded on the training batches: the RMS of the residual stream where it
+enters the last LayerNorm. Dense matrices (without normalisation) are there to compare.
 """
 
 import math
@@ -44,7 +46,9 @@ def train(run: Run) -> dict[str, Any]:
     model = task.model(SETTING["width"])
     if name != "dense":
         btt = structlin.BTT(rank=SETTING["rank"])
-        structlin.convert(model, btt, zero_init=["*c_proj"], weight_norm=name.endswith("normalised"))
+        structlin.convert(
+            model, btt, zero_init=["*c_proj"], weight_norm=name.endswith("normalised")
+        )
     sizes: list[float] = []
 
     def record(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -59,14 +63,17 @@ def train(run: Run) -> dict[str, Any]:
     tasks.descend(torch.optim.AdamW(groups, betas=(0.9, 0.95)), loss, steps, decay=False)
     hook.remove()
     final, _ = tasks.compare.evaluate(model, task.heldout, "cpu")
-    curve = [[step, size] for step, size in enumerate(sizes) if step % EVERY == 0 or step + 1 == steps]
+    curve = [
+        [step, size] for step, size in enumerate(sizes) if step % EVERY == 0 or step + 1 == steps
+    ]
     finite = math.isfinite(final) and all(math.isfinite(size) for size in sizes)
     row = {"model": name, "lr": lr, "seed": seed}
     return row | {"loss": final if finite else None, "rms": curve if finite else None}
 
 
 def tabulate(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Means over the seeds for each model and rate: RMS at the start, half-way and at the end, growth, loss."""
+    """Means over the seeds for each model and rate: RMS at the start, half-way and at the end,
+    growth, loss."""
     table = []
     for (label, lr), model in product(LRS.items(), MODELS):
         found = [row for row in rows if (row["model"], row["lr"]) == (model, lr)]
@@ -74,9 +81,13 @@ def tabulate(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             table.append({"lr": label, "model": model, "loss": None})
             continue
         curves = [[size for _, size in row["rms"]] for row in found]
-        start, half, end = (fmean(curve[n] for curve in curves) for n in (0, len(curves[0]) // 2, -1))
+        start, half, end = (
+            fmean(curve[n] for curve in curves) for n in (0, len(curves[0]) // 2, -1)
+        )
         loss = fmean(row["loss"] for row in found)
-        table.append({"lr": label, "model": model, "start": start, "half": half, "end": end, "loss": loss})
+        table.append(
+            {"lr": label, "model": model, "start": start, "half": half, "end": end, "loss": loss}
+        )
     return table
 
 
@@ -86,11 +97,25 @@ def claims(result: dict[str, Any]) -> list[Claim]:
     for lr in LRS:
         plain, normed = rows[lr, "BTT"], rows[lr, "BTT, normalised"]
         if normed["loss"] is None or plain["loss"] is None:
-            measured = f"diverged: {[row['model'] for row in (plain, normed) if row['loss'] is None]}"
-            found.append(claim(f"{lr} rate: only the normalised one is stable", normed["loss"] is not None, measured))
+            measured = (
+                f"diverged: {[row['model'] for row in (plain, normed) if row['loss'] is None]}"
+            )
+            found.append(
+                claim(
+                    f"{lr} rate: only the normalised one is stable",
+                    normed["loss"] is not None,
+                    measured,
+                )
+            )
             continue
         text = f"{lr} rate: activations grow to more than twice the size without normalisation"
-        found.append(claim(text, plain["end"] > 2 * normed["end"], f"{plain['end']:.2f} against {normed['end']:.2f}"))
+        found.append(
+            claim(
+                text,
+                plain["end"] > 2 * normed["end"],
+                f"{plain['end']:.2f} against {normed['end']:.2f}",
+            )
+        )
         text = f"{lr} rate: they still grow in the second half without it, by more than with it"
         growth = [row["end"] / row["half"] for row in (plain, normed)]
         holds = growth[0] > 1.05 and growth[0] > growth[1]
@@ -101,7 +126,7 @@ def claims(result: dict[str, Any]) -> list[Claim]:
     return found
 
 
-# ---- the program -----------------------------------------------------------------------------------------------------
+# ---- the program ---------------------------------------------------------------------------------
 
 
 def show(table: list[dict[str, Any]], console: Console) -> None:
@@ -118,13 +143,23 @@ def show(table: list[dict[str, Any]], console: Console) -> None:
 
 def plot(rows: list[dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(10, 4), layout="constrained")
-    for axes, (label, lr) in zip(figure.subplots(1, len(LRS), sharey=True), LRS.items(), strict=True):
+    for axes, (label, lr) in zip(
+        figure.subplots(1, len(LRS), sharey=True), LRS.items(), strict=True
+    ):
         for n, model in enumerate(MODELS):
-            curves = [row["rms"] for row in rows if (row["model"], row["lr"]) == (model, lr) and row["rms"]]
+            curves = [
+                row["rms"]
+                for row in rows
+                if (row["model"], row["lr"]) == (model, lr) and row["rms"]
+            ]
             for number, curve in enumerate(curves):
                 name = model if number == 0 else None
                 axes.semilogy(*zip(*curve, strict=True), color=f"C{n}", label=name, alpha=0.8)
-        axes.set(title=f"{label} rate, 2^{math.log2(lr):g}", xlabel="step", ylabel="RMS of the residual stream")
+        axes.set(
+            title=f"{label} rate, 2^{math.log2(lr):g}",
+            xlabel="step",
+            ylabel="RMS of the residual stream",
+        )
         axes.legend()
     return figure
 
@@ -135,10 +170,14 @@ def main() -> None:
     arguments = options.parse_args()
     steps, seeds = (dict.fromkeys(STEPS, 4), 1) if arguments.smoke else (STEPS, arguments.seeds)
     runs: list[Run] = [
-        (model, lr, seed, steps[label]) for (label, lr), model, seed in product(LRS.items(), MODELS, range(seeds))
+        (model, lr, seed, steps[label])
+        for (label, lr), model, seed in product(LRS.items(), MODELS, range(seeds))
     ]
     rows = run_all(train, runs, arguments)
-    result: dict[str, Any] = {"setting": SETTING | {"steps": steps, "lrs": LRS}, "table": tabulate(rows)}
+    result: dict[str, Any] = {
+        "setting": SETTING | {"steps": steps, "lrs": LRS},
+        "table": tabulate(rows),
+    }
     result["claims"] = claims(result)
     console = Console(width=120)
     show(result["table"], console)

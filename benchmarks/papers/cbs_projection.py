@@ -3,14 +3,15 @@
     python -m benchmarks.papers.cbs_projection            # the full result, seconds
     python -m benchmarks.papers.cbs_projection --smoke    # fewer matrices
 
-The paper says from which rank on a structure is every matrix: W = `(b a) x (g d)`, two cores: BTT from min(a, d), which
-is sqrt(width) for a square one; TT only from min(a g, b d), which is the width; low-rank from min(d_in, d_out). Below
-that no rank is enough. And it orders the families: Kronecker is TT of rank 1, TT of rank r is in BTT of rank r, BTT of
-rank 1 is Monarch with sqrt(width) blocks.
+The paper says from which rank on a structure is every matrix: W = `(b a) x (g d)`, two cores: BTT
+from min(a, d), which is sqrt(width) for a square one; TT only from min(a g, b d), which is the
+width; low-rank from min(d_in, d_out). Below that no rank is enough. And it orders the families:
+Kronecker is TT of rank 1, TT of rank r is in BTT of rank r, BTT of rank 1 is Monarch with
+sqrt(width) blocks.
 
-Here: Gaussian matrices, square and rectangular, float64, `structlin.project` at every rank up to the bound, two and
-three cores. With c cores bond t has its own bound: BTT min(i_1 .. i_t, j_(t+1) .. j_c), TT min(i_1 j_1 .. i_t j_t, the
-rest). A rank is then cut to each bond's bound.
+Here: Gaussian matrices, square and rectangular, float64, `structlin.project` at every rank up to
+the bound, two and three cores. With c cores bond t has its own bound: BTT min(i_1 .. i_t, j_(t+1)
+.. j_c), TT min(i_1 j_1 .. i_t j_t, the rest). A rank is then cut to each bond's bound.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +37,8 @@ FAMILIES: dict[str, Callable[..., structlin.Family]] = {
     "TT, 3 cores": lambda bonds: structlin.TT(rank=tuple(bonds), cores=3),
     "BTT, 3 cores": lambda bonds: structlin.BTT(rank=tuple(bonds), cores=3),
 }
-SHAPES = {  # in, out, and their factors j_1 .. j_c, i_1 .. i_c (BTT's outputs come in reverse order)
+# in, out, and their factors j_1 .. j_c, i_1 .. i_c (BTT's outputs come in reverse order)
+SHAPES = {
     "low-rank": [(64, 64, (64,), (64,)), (64, 36, (64,), (36,))],
     "TT": [(64, 64, (8, 8), (8, 8)), (64, 36, (8, 8), (6, 6)), (30, 64, (5, 6), (8, 8))],
     "BTT": [(64, 64, (8, 8), (8, 8)), (64, 36, (8, 8), (6, 6)), (30, 64, (5, 6), (8, 8))],
@@ -49,7 +51,8 @@ Job = tuple[str, int, int, tuple[int, ...], int, int]  # structure, in, out, bon
 
 
 def bounds(structure: str, j: Factors, i: Factors) -> list[int]:
-    """The paper's bound on the rank of each bond, from the factors of the inputs and of the outputs."""
+    """The paper's bound on the rank of each bond, from the factors of the inputs and of the
+    outputs."""
     if structure == "low-rank":
         return [min(j[0], i[0])]
     if structure.startswith("BTT"):
@@ -64,12 +67,20 @@ def measure(job: Job) -> dict[str, Any]:
     family = FAMILIES[structure](bonds)
     error = structlin.relative_error(weight, family, structlin.project(weight, family))
     params = family.structure(in_features, out_features).params
-    row = {"structure": structure, "in": in_features, "out": out_features, "rank": rank, "bonds": bonds, "seed": seed}
+    row = {
+        "structure": structure,
+        "in": in_features,
+        "out": out_features,
+        "rank": rank,
+        "bonds": bonds,
+        "seed": seed,
+    }
     return row | {"params": params, "error": error}
 
 
 def containments(seed: int, width: int = 64) -> dict[str, float]:
-    """Relative errors of matrices of one family projected onto another, for a square of side sqrt(width)."""
+    """Relative errors of matrices of one family projected onto another, for a square of side
+    sqrt(width)."""
     torch.manual_seed(seed)
     n = isqrt(width)
 
@@ -78,7 +89,9 @@ def containments(seed: int, width: int = 64) -> dict[str, float]:
         cores = [torch.randn(core.shape, dtype=torch.float64) for core in structure.cores]
         return structlin.to_dense(structure, cores)
 
-    def swapped(weight: Tensor) -> Tensor:  # BTT writes its outputs in the order in which its cores produce them
+    def swapped(
+        weight: Tensor,
+    ) -> Tensor:  # BTT writes its outputs in the order in which its cores produce them
         return rearrange(weight, "(a b) i -> (b a) i", a=n)
 
     def error(weight: Tensor, family: structlin.Family) -> float:
@@ -88,9 +101,15 @@ def containments(seed: int, width: int = 64) -> dict[str, float]:
     return {
         "Kronecker is TT of rank 1": error(drawn(structlin.Kronecker()), structlin.TT(rank=1)),
         "TT of rank 1 is Kronecker": error(drawn(structlin.TT(rank=1)), structlin.Kronecker()),
-        "TT of rank 3 is in BTT of rank 3": error(swapped(drawn(structlin.TT(rank=3))), structlin.BTT(rank=3)),
-        "Monarch of sqrt(width) blocks is BTT of rank 1": error(swapped(monarch), structlin.BTT(rank=1)),
-        "BTT of rank 1 is Monarch of sqrt(width) blocks": error(swapped(btt), structlin.Monarch(blocks=n)),
+        "TT of rank 3 is in BTT of rank 3": error(
+            swapped(drawn(structlin.TT(rank=3))), structlin.BTT(rank=3)
+        ),
+        "Monarch of sqrt(width) blocks is BTT of rank 1": error(
+            swapped(monarch), structlin.BTT(rank=1)
+        ),
+        "BTT of rank 1 is Monarch of sqrt(width) blocks": error(
+            swapped(btt), structlin.Monarch(blocks=n)
+        ),
         "BTT of rank 1 is in no TT of rank 3": error(swapped(btt), structlin.TT(rank=3)),
     }
 
@@ -102,12 +121,16 @@ def jobs(seeds: int) -> list[Job]:
             most = bounds(structure, j, i)
             for rank in range(1, max(most) + 1):
                 bonds = tuple(min(rank, bound) for bound in most)
-                found += [(structure, in_features, out_features, bonds, rank, seed) for seed in range(seeds)]
+                found += [
+                    (structure, in_features, out_features, bonds, rank, seed)
+                    for seed in range(seeds)
+                ]
     return found
 
 
 def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each structure and shape: the bound, and the errors over the seeds just below it and at it."""
+    """For each structure and shape: the bound, and the errors over the seeds just below it and at
+    it."""
     groups: dict[tuple[str, int, int], dict[int, list[dict[str, Any]]]] = {}
     for row in rows:
         group = groups.setdefault((row["structure"], row["in"], row["out"]), {})
@@ -115,7 +138,10 @@ def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     table = []
     for (structure, in_features, out_features), by_rank in groups.items():
         bound = max(by_rank)
-        means = [sum(row["error"] for row in by_rank[rank]) / len(by_rank[rank]) for rank in sorted(by_rank)]
+        means = [
+            sum(row["error"] for row in by_rank[rank]) / len(by_rank[rank])
+            for rank in sorted(by_rank)
+        ]
         table.append(
             {
                 "structure": structure,
@@ -136,7 +162,8 @@ def claims(result: dict[str, Any]) -> list[Claim]:
     found = []
     for row in result["table"]:
         at, below = row["largest_error_at_bound"], row["least_error_below"]
-        text = f"{row['structure']} {row['in']} -> {row['out']} is exact at {tuple(row['bonds'])}, not one rank below"
+        layer = f"{row['structure']} {row['in']} -> {row['out']}"
+        text = f"{layer} is exact at {tuple(row['bonds'])}, not one rank below"
         found.append(claim(text, at < EXACT < below, f"error {at:.0e}, one rank below {below:.0e}"))
     for text, error in result["containments"].items():
         apart = " in no " in text
@@ -144,7 +171,7 @@ def claims(result: dict[str, Any]) -> list[Claim]:
     return found
 
 
-# ---- the program -----------------------------------------------------------------------------------------------------
+# ---- the program ---------------------------------------------------------------------------------
 
 
 def show(table: list[dict[str, Any]], console: Console) -> None:
@@ -165,7 +192,13 @@ def show(table: list[dict[str, Any]], console: Console) -> None:
         bonds = ", ".join(str(bond) for bond in row["bonds"])
         shape = f"{row['in']} -> {row['out']}"
         cells = [f"{row['params_over_dense']:.2f}", *(f"{error:.1e}" for error in errors)]
-        shown.add_row(row["structure"], shape, bonds, *cells, "at every rank" if row["falls"] else "not always")
+        shown.add_row(
+            row["structure"],
+            shape,
+            bonds,
+            *cells,
+            "at every rank" if row["falls"] else "not always",
+        )
     console.print(shown)
 
 
@@ -174,7 +207,11 @@ def plot(rows: list[dict[str, Any]]) -> Figure:
     by_rank, by_params = figure.subplots(1, 2, sharey=True)
     keys = dict.fromkeys((row["structure"], row["in"], row["out"]) for row in rows)
     for n, (structure, in_features, out_features) in enumerate(keys):
-        kept = [r for r in rows if (r["structure"], r["in"], r["out"]) == (structure, in_features, out_features)]
+        kept = [
+            r
+            for r in rows
+            if (r["structure"], r["in"], r["out"]) == (structure, in_features, out_features)
+        ]
         kept = sorted((row for row in kept if row["seed"] == 0), key=lambda row: row["rank"])
         errors = [max(row["error"], 1e-16) for row in kept]
         style = {"color": f"C{n % 10}", "ls": "--" if n > 9 else "-", "marker": ".", "ms": 4}

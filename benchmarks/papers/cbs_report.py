@@ -1,4 +1,5 @@
-"""How the scripts for CBS say whether a claim of the paper holds: computed from the rows, shown under the table."""
+"""How the scripts for CBS say whether a claim of the paper holds: computed from the rows, shown
+under the table."""
 
 import math
 from typing import Any

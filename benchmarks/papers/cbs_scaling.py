@@ -1,24 +1,28 @@
-"""Loss against compute by structure, rank and number of blocks: figures 4 and 5 of "Compute Better Spent".
+"""Loss against compute by structure, rank and number of blocks: figures 4 and 5 of "Compute Better
+Spent".
 
     python -m benchmarks.papers.cbs_scaling            # the full result, six core-minutes
     python -m benchmarks.papers.cbs_scaling --smoke    # seconds
 
-The paper trains MLPs and ViTs of growing width on CIFAR-10/100 with augmentation, for the same number of epochs each.
-It claims (fig. 4) that the loss is a power law of compute whose exponent depends on the structure; that BTT, which has
-a parameter for every multiplication, beats dense matrices at the same compute and has the larger exponent; that
-structures which share their parameters (Kronecker, TT) do worse; and (fig. 5) that less compute per dimension is
-better at the same compute: a lower rank of BTT, more blocks of Monarch; two cores of rank 1 are its best BTT.
+The paper trains MLPs and ViTs of growing width on CIFAR-10/100 with augmentation, for the same
+number of epochs each. It claims (fig. 4) that the loss is a power law of compute whose exponent
+depends on the structure; that BTT, which has a parameter for every multiplication, beats dense
+matrices at the same compute and has the larger exponent; that structures which share their
+parameters (Kronecker, TT) do worse; and (fig. 5) that less compute per dimension is better at the
+same compute: a lower rank of BTT, more blocks of Monarch; two cores of rank 1 are its best BTT.
 
-Here: MLPs of three hidden layers, the two square matrices structured, Adam with a cosine, as many samples for every
-model, and one base learning rate, that of the dense model at width 64, taken to every structure and width by
-`param_groups`; dense alone has the best of three at each width. Two tasks: `tasks.Teacher`, where every sample is new,
-and digits with shifts and noise. Smaller than the paper: widths 32 to 1000, where the paper's go to 16384, and no ViT.
-A seed is another teacher (or other noise), another initialisation and other samples.
+Here: MLPs of three hidden layers, the two square matrices structured, Adam with a cosine, as many
+samples for every model, and one base learning rate, that of the dense model at width 64, taken to
+every structure and width by `param_groups`; dense alone has the best of three at each width. Two
+tasks: `tasks.Teacher`, where every sample is new, and digits with shifts and noise. Smaller than
+the paper: widths 32 to 1000, where the paper's go to 16384, and no ViT. A seed is another teacher
+(or other noise), another initialisation and other samples.
 
-The exponent a of loss ~ FLOPs^-a is a least-squares slope in logarithms; FLOPs are those of a forward pass, all layers
-counted. Two structures are compared at equal FLOPs: the geometric mean of the ratio of their losses over the FLOPs that
-both reach, each curve interpolated in logarithms. Errors: bootstrap over the seeds, each drawn with all its widths and
-structures. With three seeds a 95 % interval is about the range over the seeds.
+The exponent a of loss ~ FLOPs^-a is a least-squares slope in logarithms; FLOPs are those of a
+forward pass, all layers counted. Two structures are compared at equal FLOPs: the geometric mean of
+the ratio of their losses over the FLOPs that both reach, each curve interpolated in logarithms.
+Errors: bootstrap over the seeds, each drawn with all its widths and structures. With three seeds a
+95 % interval is about the range over the seeds.
 """
 
 import math
@@ -79,7 +83,7 @@ def train(run: Run) -> dict[str, Any]:
     return {"task": task, "structure": structure, "width": width, "lr": lr, "seed": seed, **result}
 
 
-# ---- fits ------------------------------------------------------------------------------------------------------------
+# ---- fits ----------------------------------------------------------------------------------------
 
 
 def exponent(curve: Curve) -> float:
@@ -88,7 +92,8 @@ def exponent(curve: Curve) -> float:
 
 
 def gap(first: Curve, second: Curve, points: int = 33) -> float:
-    """Mean of log(loss of `first` / loss of `second`) at equal FLOPs, evenly in log FLOPs where both have values.
+    """Mean of log(loss of `first` / loss of `second`) at equal FLOPs, evenly in log FLOPs where
+    both have values.
 
     Raises:
         ValueError: there are no FLOPs that both reach.
@@ -96,7 +101,8 @@ def gap(first: Curve, second: Curve, points: int = 33) -> float:
     low, high = max(first[0][0], second[0][0]), min(first[-1][0], second[-1][0])
     if low >= high:
         raise ValueError(
-            f"the curves share no FLOPs: one starts at {math.exp(low):.3g}, one ends at {math.exp(high):.3g}"
+            f"the curves share no FLOPs: one starts at {math.exp(low):.3g}, "
+            f"one ends at {math.exp(high):.3g}"
         )
     at = np.linspace(low, high, points)
     ours, theirs = (np.interp(at, *zip(*curve, strict=True)) for curve in (first, second))
@@ -104,37 +110,56 @@ def gap(first: Curve, second: Curve, points: int = 33) -> float:
 
 
 def curve_of(rows: Iterable[dict[str, Any]], seeds: Sequence[int]) -> Curve:
-    """Mean log loss over `seeds` (a seed may come more than once) at each width, at the width's best learning rate."""
+    """Mean log loss over `seeds` (a seed may come more than once) at each width, at the width's
+    best learning rate."""
     by_width: dict[int, dict[float, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     flops = {}
     for row in rows:
-        by_width[row["width"]][row["lr"]][row["seed"]] = math.inf if row["loss"] is None else math.log(row["loss"])
+        by_width[row["width"]][row["lr"]][row["seed"]] = (
+            math.inf if row["loss"] is None else math.log(row["loss"])
+        )
         flops[row["width"]] = math.log(row["flops"])
-    best = {width: min(rates.values(), key=lambda logs: fmean(logs.values())) for width, rates in by_width.items()}
-    return sorted((flops[width], fmean(logs[seed] for seed in seeds)) for width, logs in best.items())
+    best = {
+        width: min(rates.values(), key=lambda logs: fmean(logs.values()))
+        for width, rates in by_width.items()
+    }
+    return sorted(
+        (flops[width], fmean(logs[seed] for seed in seeds)) for width, logs in best.items()
+    )
 
 
 def estimate(statistic: Callable[[Sequence[int]], float], seeds: Sequence[int]) -> dict[str, float]:
     """`statistic` of all seeds, and the ends of its 95 % bootstrap interval."""
     draw = random.Random(0)
     drawn = sorted(statistic(draw.choices(seeds, k=len(seeds))) for _ in range(RESAMPLES))
-    return {"value": statistic(seeds), "low": drawn[RESAMPLES // 40], "high": drawn[-1 - RESAMPLES // 40]}
+    return {
+        "value": statistic(seeds),
+        "low": drawn[RESAMPLES // 40],
+        "high": drawn[-1 - RESAMPLES // 40],
+    }
 
 
 def compare(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The exponents of one task's structures, and estimates of how pairs of them compare."""
-    by_structure = {structure: [row for row in rows if row["structure"] == structure] for structure in STRUCTURES}
+    by_structure = {
+        structure: [row for row in rows if row["structure"] == structure]
+        for structure in STRUCTURES
+    }
     seeds = sorted({row["seed"] for row in rows})
 
     def measured(statistic: Callable[..., float], *structures: str) -> dict[str, float]:
-        return estimate(lambda drawn: statistic(*(curve_of(by_structure[s], drawn) for s in structures)), seeds)
+        return estimate(
+            lambda drawn: statistic(*(curve_of(by_structure[s], drawn) for s in structures)), seeds
+        )
 
     def steeper(first: Curve, second: Curve) -> float:
         return exponent(first) - exponent(second)
 
     return {
         "exponents": {structure: measured(exponent, structure) for structure in by_structure},
-        "against_dense": {structure: measured(gap, structure, "dense") for structure in by_structure},
+        "against_dense": {
+            structure: measured(gap, structure, "dense") for structure in by_structure
+        },
         "log_ratios": [{"pair": pair, **measured(gap, *pair)} for pair in BETTER],
         "exponent_differences": [{"pair": pair, **measured(steeper, *pair)} for pair in STEEPER],
     }
@@ -155,7 +180,7 @@ def claims(result: dict[str, Any]) -> list[Claim]:
     return found
 
 
-# ---- the program -----------------------------------------------------------------------------------------------------
+# ---- the program ---------------------------------------------------------------------------------
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -175,12 +200,24 @@ def plot(result: dict[str, Any]) -> Figure:
     seeds = sorted({row["seed"] for row in result["rows"]})
     for axes, (task, compared) in zip(all_axes, result["comparisons"].items(), strict=True):
         for n, (structure, fitted) in enumerate(compared["exponents"].items()):
-            rows = [row for row in result["rows"] if (row["task"], row["structure"]) == (task, structure)]
+            rows = [
+                row
+                for row in result["rows"]
+                if (row["task"], row["structure"]) == (task, structure)
+            ]
             flops, losses = zip(*curve_of(rows, seeds), strict=True)
-            style = {"color": f"C{n}", "marker": "osD^vPX<>*"[n], "lw": 2.5 if structure == "dense" else 1}
+            style = {
+                "color": f"C{n}",
+                "marker": "osD^vPX<>*"[n],
+                "lw": 2.5 if structure == "dense" else 1,
+            }
             label = f"{structure}, a = {fitted['value']:.2f}"
-            axes.loglog([math.exp(x) for x in flops], [math.exp(y) for y in losses], label=label, **style)
-        axes.set(title=task, xlabel="FLOPs of a forward pass of one sample", ylabel="loss on new samples")
+            axes.loglog(
+                [math.exp(x) for x in flops], [math.exp(y) for y in losses], label=label, **style
+            )
+        axes.set(
+            title=task, xlabel="FLOPs of a forward pass of one sample", ylabel="loss on new samples"
+        )
         axes.legend(fontsize="small")
     return figure
 
@@ -203,7 +240,10 @@ def main() -> None:
     rows = run_all(train, runs, arguments)
     by_task = {task: [row for row in rows if row["task"] == task] for task in steps}
     setting = {"steps": steps, "batch": 256, "optimizer": "Adam, cosine", "lr": LR, "rates": RATES}
-    result = {"setting": setting, "comparisons": {task: compare(found) for task, found in by_task.items()}}
+    result = {
+        "setting": setting,
+        "comparisons": {task: compare(found) for task, found in by_task.items()},
+    }
     result["claims"] = claims(result)
     result["rows"] = rows
     console = Console(width=120)

@@ -1,15 +1,17 @@
-"""Does the dense model's learning rate carry over to structures under SGD? Appendix H of "Compute Better Spent".
+"""Does the dense model's learning rate carry over to structures under SGD? Appendix H of "Compute
+Better Spent".
 
     python -m benchmarks.papers.cbs_sgd            # the full result, three core-minutes
     python -m benchmarks.papers.cbs_sgd --smoke    # seconds
 
-The paper derives for SGD another rule than for Adam: a core's rate is (fan_out / fan_in) / (d_out / d_in) / number of
-cores that of a dense layer, so for low-rank V rank / (2 d) and U d / (2 rank). It claims that with it the dense model's
-best rate is the structure's too, and that it is not with the naive rule (every core at the dense layer's rate).
+The paper derives for SGD another rule than for Adam: a core's rate is (fan_out / fan_in) / (d_out /
+d_in) / number of cores that of a dense layer, so for low-rank V rank / (2 d) and U d / (2 rank). It
+claims that with it the dense model's best rate is the structure's too, and that it is not with the
+naive rule (every core at the dense layer's rate).
 
-Here: the MLP of `tasks.mlp`, plain SGD with a cosine, 80 steps of 128 samples, widths 64 and 256, rates in factors of
-2, muP across widths. Two tasks: `tasks.Teacher` and the digits. A structure's shift is log2 of its best rate over that
-of the dense model at width 64.
+Here: the MLP of `tasks.mlp`, plain SGD with a cosine, 80 steps of 128 samples, widths 64 and 256,
+rates in factors of 2, muP across widths. Two tasks: `tasks.Teacher` and the digits. A structure's
+shift is log2 of its best rate over that of the dense model at width 64.
 """
 
 import math
@@ -45,14 +47,23 @@ Run = tuple[str, str, int, str, float, int, int]  # task, structure, width, rule
 def train(run: Run) -> dict[str, Any]:
     task, structure, width, rule, lr, seed, steps = run
     family, aware = STRUCTURES[structure](width), rule == "aware"
-    result = tasks.train_mlp(task, family, width, lr, seed, steps, aware=aware, optimizer="sgd", batch=128)
-    row = {"task": task, "structure": structure, "width": width, "rule": rule, "lr": lr, "seed": seed}
+    result = tasks.train_mlp(
+        task, family, width, lr, seed, steps, aware=aware, optimizer="sgd", batch=128
+    )
+    row = {
+        "task": task,
+        "structure": structure,
+        "width": width,
+        "rule": rule,
+        "lr": lr,
+        "seed": seed,
+    }
     return row | {"loss": result["loss"]}
 
 
 def at_dense_rate(table: list[dict[str, Any]], rule: str) -> dict[str, float]:
-    """Over structures and widths: how often the dense model's best rate diverges, and what it costs where it does not
-    (geometric mean of the loss over the least one)."""
+    """Over structures and widths: how often the dense model's best rate diverges, and what it costs
+    where it does not (geometric mean of the loss over the least one)."""
     rows = [row for row in table if row["rule"] == rule and row["structure"] != "dense"]
     finite = [row for row in rows if row["loss_at_reference_lr"] is not None]
     logs = [math.log(row["loss_at_reference_lr"] / row["best_loss"]) for row in finite]
@@ -64,33 +75,46 @@ def claims(result: dict[str, Any]) -> list[Claim]:
     found = []
     for task, moved in result["shifts"].items():
         mean, largest = moved["mean_shift"], moved["largest_shift"]
-        measured = ", ".join(f"{rule} {mean[rule]:.2f} on average, {largest[rule]:.0f} at most" for rule in RULES)
-        text = f"{task}: the best rate stays nearer to dense's with the rule than without (factors of 2)"
+        measured = ", ".join(
+            f"{rule} {mean[rule]:.2f} on average, {largest[rule]:.0f} at most" for rule in RULES
+        )
+        text = (
+            f"{task}: the best rate stays nearer to dense's with the rule than without "
+            "(factors of 2)"
+        )
         found.append(claim(text, mean["aware"] < mean["naive"], measured))
         text = f"{task}: with the rule it is within a factor of 2 for every structure and width"
-        found.append(claim(text, largest["aware"] <= 1, f"{largest['aware']:.0f} factors of 2 at most"))
+        found.append(
+            claim(text, largest["aware"] <= 1, f"{largest['aware']:.0f} factors of 2 at most")
+        )
         costs = {rule: at_dense_rate(moved["table"], rule) for rule in RULES}
         shown = [f"{rule} {cost['diverged']} of {cost['of']}" for rule, cost in costs.items()]
         text = f"{task}: dense's best rate diverges less often with the rule than without"
-        found.append(claim(text, costs["aware"]["diverged"] < costs["naive"]["diverged"], ", ".join(shown)))
+        found.append(
+            claim(text, costs["aware"]["diverged"] < costs["naive"]["diverged"], ", ".join(shown))
+        )
     return found
 
 
-# ---- the program -----------------------------------------------------------------------------------------------------
+# ---- the program ---------------------------------------------------------------------------------
 
 
 def show(found: dict[str, Any], console: Console) -> None:
     for task, moved in found.items():
         cells = {(row["structure"], row["width"], row["rule"]): row for row in moved["table"]}
         table = Table(
-            title=f"{task}: shift of the best rate from dense's, 2^{math.log2(moved['reference_lr']):g}; least loss"
+            title=f"{task}: shift of the best rate from dense's, "
+            f"2^{math.log2(moved['reference_lr']):g}; least loss"
         )
         table.add_column("structure")
         for rule, width in product(RULES, WIDTHS):
             table.add_column(f"{rule} {width}", justify="right")
         for structure in STRUCTURES:
             rows = [cells.get((structure, width, rule)) for rule, width in product(RULES, WIDTHS)]
-            table.add_row(structure, *(f"{row['shift']:+.0f}; {row['best_loss']:.3f}" if row else "" for row in rows))
+            table.add_row(
+                structure,
+                *(f"{row['shift']:+.0f}; {row['best_loss']:.3f}" if row else "" for row in rows),
+            )
         console.print(table)
 
 
@@ -104,7 +128,9 @@ def plot(rows: list[dict[str, Any]]) -> Figure:
         for (_, width, rule), (_, means) in sorted(best.items()):
             finite = {lr: mean for lr, mean in means.items() if math.isfinite(mean)}
             style = {"color": f"C{WIDTHS.index(width)}", "ls": "-" if rule == "aware" else "--"}
-            axes.plot(list(finite), list(finite.values()), marker=".", label=f"{width}, {rule}", **style)
+            axes.plot(
+                list(finite), list(finite.values()), marker=".", label=f"{width}, {rule}", **style
+            )
         axes.set_xscale("log", base=2)
         axes.set(title=f"{task}: {structure}", xlabel="base learning rate", yscale="log")
         axes.legend(fontsize="small")
@@ -125,7 +151,10 @@ def main() -> None:
     ]
     rows = run_all(train, runs, arguments)
     found = {task: shifts([row for row in rows if row["task"] == task]) for task in tasks.TASKS}
-    result: dict[str, Any] = {"setting": {"steps": steps, "batch": 128, "optimizer": "SGD, cosine"}, "shifts": found}
+    result: dict[str, Any] = {
+        "setting": {"steps": steps, "batch": 128, "optimizer": "SGD, cosine"},
+        "shifts": found,
+    }
     result["claims"] = claims(result)
     console = Console(width=120)
     show(found, console)

@@ -3,24 +3,27 @@
     python -m benchmarks.papers.cbs_tuning            # the full result, five core-minutes
     python -m benchmarks.papers.cbs_tuning --smoke    # seconds
 
-"Compute Better Spent" trains structured networks on CIFAR with the naive rule (every core at the learning rate of a
-dense layer of its width) and with its own (d_in / fan_in / number of cores times that), each at its best rate, and
-claims that the aware rule ends lower and that the advantage grows with width.
+"Compute Better Spent" trains structured networks on CIFAR with the naive rule (every core at the
+learning rate of a dense layer of its width) and with its own (d_in / fan_in / number of cores times
+that), each at its best rate, and claims that the aware rule ends lower and that the advantage grows
+with width.
 
-Here: the MLP of `tasks.mlp` on `tasks.Teacher`, 120 steps of Adam with a cosine, widths 64 and 256 (the paper: up to
-4096), a grid of rates in factors of 2. Three ways to choose the rate are compared, all by the geometric mean of the
-loss over the seeds:
+Here: the MLP of `tasks.mlp` on `tasks.Teacher`, 120 steps of Adam with a cosine, widths 64 and 256
+(the paper: up to 4096), a grid of rates in factors of 2. Three ways to choose the rate are
+compared, all by the geometric mean of the loss over the seeds:
 
 - tuned: the best of the grid for this structure, width and rule;
 - moved: the best of the grid for this structure and rule at width 64, taken to 256 by muP;
-- dense's: the best of the dense model at width 64, what somebody uses who swaps the layers and tunes nothing.
+- dense's: the best of the dense model at width 64, what somebody uses who swaps the layers and
+  tunes nothing.
 
-Where all cores of a layer have the same multiplier (Kronecker, BTT of rank 1), the two rules differ in one thing only:
-how fast the cores learn relative to the other parameters, here the first layer, the head and the biases. So a third
-rule is run, aware with the others four times faster: it tells a gain of the naive rule's cores from one of its others.
+Where all cores of a layer have the same multiplier (Kronecker, BTT of rank 1), the two rules differ
+in one thing only: how fast the cores learn relative to the other parameters, here the first layer,
+the head and the biases. So a third rule is run, aware with the others four times faster: it tells a
+gain of the naive rule's cores from one of its others.
 
-BlockDiagonal and BTT with three cores are here so that with results/lr_transfer.json every structure has its
-landscape of figure 2b.
+BlockDiagonal and BTT with three cores are here so that with results/lr_transfer.json every
+structure has its landscape of figure 2b.
 """
 
 import math
@@ -65,34 +68,57 @@ def train(run: Run) -> dict[str, Any]:
     structure, width, rule, lr, seed, steps = run
     family, others = STRUCTURES[structure](width), 4.0 if rule.endswith("x4") else 1.0
     aware = rule != "naive"
-    result = tasks.train_mlp("teacher", family, width, lr, seed, steps, aware=aware, others=others, batch=128)
-    return {"structure": structure, "width": width, "rule": rule, "lr": lr, "seed": seed, "loss": result["loss"]}
+    result = tasks.train_mlp(
+        "teacher", family, width, lr, seed, steps, aware=aware, others=others, batch=128
+    )
+    return {
+        "structure": structure,
+        "width": width,
+        "rule": rule,
+        "lr": lr,
+        "seed": seed,
+        "loss": result["loss"],
+    }
 
 
 def tabulate(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each structure, width and rule: the best rate, and the loss at each of the three choices (None: not run, or
-    diverged)."""
+    """For each structure, width and rule: the best rate, and the loss at each of the three choices
+    (None: not run, or diverged)."""
     best, table = best_lrs(rows), []
     dense, _ = best["dense", tasks.BASE_WIDTH, "aware"]
     for (structure, width, rule), (lr, means) in best.items():
         small, _ = best[structure, tasks.BASE_WIDTH, rule]
         losses = {
-            name: means.get(rate, math.inf) for name, rate in (("tuned", lr), ("moved", small), ("dense's", dense))
+            name: means.get(rate, math.inf)
+            for name, rate in (("tuned", lr), ("moved", small), ("dense's", dense))
         }
         losses = {name: loss if math.isfinite(loss) else None for name, loss in losses.items()}
         at_end = lr in (min(means), max(means))
-        table.append({"structure": structure, "width": width, "rule": rule, "best_lr": lr, "at_end": at_end, **losses})
+        table.append(
+            {
+                "structure": structure,
+                "width": width,
+                "rule": rule,
+                "best_lr": lr,
+                "at_end": at_end,
+                **losses,
+            }
+        )
     return table
 
 
 def advantages(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """naive loss / the rule's loss for each structure, width and choice of the rate; above 1 the rule wins."""
+    """naive loss / the rule's loss for each structure, width and choice of the rate; above 1 the
+    rule wins."""
     cells = {(row["structure"], row["width"], row["rule"]): row for row in table}
     found = []
     for (structure, width, rule), row in cells.items():
         naive = cells.get((structure, width, "naive"))
         if rule != "naive" and naive is not None:
-            ratios = {name: naive[name] / row[name] if naive[name] and row[name] else None for name in CHOICES}
+            ratios = {
+                name: naive[name] / row[name] if naive[name] and row[name] else None
+                for name in CHOICES
+            }
             found.append({"structure": structure, "width": width, "rule": rule, **ratios})
     return found
 
@@ -100,23 +126,39 @@ def advantages(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def claims(result: dict[str, Any]) -> list[Claim]:
     rows, found, means = result["advantages"], [], {}
     for width, choice, rule in product(WIDTHS, CHOICES, ("aware", "aware, others x4")):
-        here = [row[choice] for row in rows if (row["width"], row["rule"]) == (width, rule) and row[choice]]
-        if not here or (choice == "moved" and width == tasks.BASE_WIDTH) or (choice != "tuned" and rule != "aware"):
+        here = [
+            row[choice]
+            for row in rows
+            if (row["width"], row["rule"]) == (width, rule) and row[choice]
+        ]
+        if (
+            not here
+            or (choice == "moved" and width == tasks.BASE_WIDTH)
+            or (choice != "tuned" and rule != "aware")
+        ):
             continue
-        wins, losses = sum(ratio > 1 + TIE for ratio in here), sum(ratio < 1 - TIE for ratio in here)
+        wins, losses = (
+            sum(ratio > 1 + TIE for ratio in here),
+            sum(ratio < 1 - TIE for ratio in here),
+        )
         mean = means[width, choice, rule] = math.exp(sum(map(math.log, here)) / len(here))
-        measured = f"{wins} structures lower, {losses} higher, of {len(here)}; naive / {rule} {mean:.2f} on average"
+        measured = (
+            f"{wins} structures lower, {losses} higher, of {len(here)}; "
+            f"naive / {rule} {mean:.2f} on average"
+        )
         text = f"width {width}, {choice} rate: the rule ({rule}) ends lower than naive"
         found.append(claim(text, wins > losses and mean > 1 + TIE, measured))
     for choice in ("tuned", "dense's"):
         grown = [means.get((width, choice, "aware"), math.nan) for width in WIDTHS]
-        measured = ", ".join(f"{mean:.2f} at {width}" for width, mean in zip(WIDTHS, grown, strict=True))
+        measured = ", ".join(
+            f"{mean:.2f} at {width}" for width, mean in zip(WIDTHS, grown, strict=True)
+        )
         text = f"{choice} rate: naive / aware grows with width"
         found.append(claim(text, grown[-1] > grown[0] + TIE, measured))
     return found
 
 
-# ---- the program -----------------------------------------------------------------------------------------------------
+# ---- the program ---------------------------------------------------------------------------------
 
 
 def show(table: list[dict[str, Any]], console: Console) -> None:
@@ -135,9 +177,14 @@ def plot(rows: list[dict[str, Any]]) -> Figure:
     for axes, structure in zip(figure.subplots(2, 4).flat, STRUCTURES, strict=True):
         best = best_lrs(row for row in rows if row["structure"] == structure)
         for (_, width, rule), (_, means) in sorted(best.items()):
-            style = {"color": f"C{WIDTHS.index(width)}", "ls": dict(zip(LRS, ("--", "-", ":"), strict=True))[rule]}
+            style = {
+                "color": f"C{WIDTHS.index(width)}",
+                "ls": dict(zip(LRS, ("--", "-", ":"), strict=True))[rule],
+            }
             finite = {lr: mean for lr, mean in means.items() if math.isfinite(mean)}
-            axes.plot(list(finite), list(finite.values()), marker=".", label=f"{width}, {rule}", **style)
+            axes.plot(
+                list(finite), list(finite.values()), marker=".", label=f"{width}, {rule}", **style
+            )
         axes.set_xscale("log", base=2)
         axes.set(title=structure, xlabel="base learning rate", yscale="log")
         axes.legend(fontsize="x-small")

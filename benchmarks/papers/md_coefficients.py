@@ -1,18 +1,20 @@
 """What do the coefficients of the Newton-Schulz iteration do? MD section 5.3.
 
-    python -m benchmarks.papers.md_coefficients            # the full result, results/papers/md_coefficients.{json,png}
-    python -m benchmarks.papers.md_coefficients --smoke    # seconds
+    python -m benchmarks.papers.md_coefficients          # results/papers/md_coefficients.{json,png}
+    python -m benchmarks.papers.md_coefficients --smoke  # seconds
 
-An odd polynomial applied again and again to the singular values takes them to 1. The paper's points: with more
-coefficients fewer steps do (the quintics against the cubic); what counts in few steps is the slope at zero, by which
-the small singular values grow, and to have it steep Muon's (3.4445, -4.7750, 2.0315) gives up convergence, 1 not being
-a fixed point; that is said not to hurt training.
+An odd polynomial applied again and again to the singular values takes them to 1. The paper's
+points: with more coefficients fewer steps do (the quintics against the cubic); what counts in few
+steps is the slope at zero, by which the small singular values grow, and to have it steep Muon's
+(3.4445, -4.7750, 2.0315) gives up convergence, 1 not being a fixed point; that is said not to hurt
+training.
 
-Here for all methods of `dualize`, the near-exact schedule "ns" among them, each with the number of steps it has by
-default: its map of singular values relative to the Frobenius norm (its slope at zero, and where it takes what lies
-above 1e-3 and 1e-2); `duality.dual_efficiency`, 1 for the exact factor, on matrices and on the gradients of an MLP in
-training; and the loss that MLP (of width 128, on digits) ends with when `Muon` uses the method, over 3 seeds. Next to
-it the steps that the convergent iterations need to take all above 1e-2 to within 1 % of 1.
+Here for all methods of `dualize`, the near-exact schedule "ns" among them, each with the number of
+steps it has by default: its map of singular values relative to the Frobenius norm (its slope at
+zero, and where it takes what lies above 1e-3 and 1e-2); `duality.dual_efficiency`, 1 for the exact
+factor, on matrices and on the gradients of an MLP in training; and the loss that MLP (of width 128,
+on digits) ends with when `Muon` uses the method, over 3 seeds. Next to it the steps that the
+convergent iterations need to take all above 1e-2 to within 1 % of 1.
 """
 
 import math
@@ -39,9 +41,11 @@ Run = tuple[str, float, int]  # method, lr, seed
 
 
 def mapped(method: str, values: Tensor, steps: int | None = None) -> Tensor:
-    """What `method` makes of singular values (n,), in units of the Frobenius norm of the matrix, in float64.
+    """What `method` makes of singular values (n,), in units of the Frobenius norm of the matrix, in
+    float64.
 
-    Each is the smaller one of a matrix diag(cos, sin) of its own, so that the norm is 1 and no value depends on others.
+    Each is the smaller one of a matrix diag(cos, sin) of its own, so that the norm is 1 and no
+    value depends on others.
 
     >>> mapped("cubic", torch.tensor([0.1]), steps=1).round(decimals=4)
     tensor([0.1495], dtype=torch.float64)
@@ -58,7 +62,10 @@ def properties(method: str) -> dict[str, Any]:
     values = torch.logspace(-6, math.log10(0.5**0.5), 2001, dtype=torch.float64)
     image = mapped(method, values)
     bands = {
-        f"above {bound:g}": [image[values >= bound].min().item(), image[values >= bound].max().item()]
+        f"above {bound:g}": [
+            image[values >= bound].min().item(),
+            image[values >= bound].max().item(),
+        ]
         for bound in (1e-3, 1e-2)
     }
     steps = len(SCHEDULES[method]) if method in SCHEDULES else None
@@ -95,13 +102,14 @@ def train(run: Run, steps: int, width: int = 128) -> dict[str, Any]:
     with torch.no_grad():
         final = F.cross_entropy(model(x), y).item()
     return {
-        "method": method, "size": width, "lr": lr, "seed": seed, "loss": final if math.isfinite(final) else None,
-        "efficiency": min(efficiencies),
+        "method": method, "size": width, "lr": lr, "seed": seed,
+        "loss": final if math.isfinite(final) else None, "efficiency": min(efficiencies),
     }  # fmt: skip
 
 
 def efficiencies(method: str) -> dict[str, float]:
-    """Least of 16 matrices of each kind, float32: Gaussian ones of two shapes, and one of condition number 1e4."""
+    """Least of 16 matrices of each kind, float32: Gaussian ones of two shapes, and one of condition
+    number 1e4."""
     seeded = torch.Generator().manual_seed(0)
     gauss = torch.randn(16, 64, 64, generator=seeded)
     u, v = torch.linalg.qr(gauss).Q, torch.linalg.qr(torch.randn(16, 64, 64, generator=seeded)).Q
@@ -110,19 +118,28 @@ def efficiencies(method: str) -> dict[str, float]:
         "64 x 256": torch.randn(16, 64, 256, generator=seeded),
         "cond. 1e4": u @ torch.diag(torch.logspace(0, -4, 64)) @ v.mT,
     }
-    return {name: dual_efficiency(g, dualize(g, method=method)).min().item() for name, g in kinds.items()}
+    return {
+        name: dual_efficiency(g, dualize(g, method=method)).min().item()
+        for name, g in kinds.items()
+    }
 
 
 def claims(table: list[dict[str, Any]], converge: dict[str, int]) -> dict[str, bool]:
     rows = {row["method"]: row for row in table}
-    per_step = {name: rows[name]["slope at zero"] ** (1 / rows[name]["steps"]) for name in (*CONVERGENT, "jordan")}
+    per_step = {
+        name: rows[name]["slope at zero"] ** (1 / rows[name]["steps"])
+        for name in (*CONVERGENT, "jordan")
+    }
     exact, inexact = rows["svd"], rows["jordan"]
     spread = max(row["losses"][1] - row["losses"][0] for row in (exact, inexact))
     return {
         "the quintics converge in fewer steps than the cubic": (
             max(converge["quintic"], converge["quintic-steep"]) < converge["cubic"]
         ),
-        "Muon's coefficients grow small values fastest per step": max(per_step, key=per_step.__getitem__) == "jordan",
+        "Muon's coefficients grow small values fastest per step": max(
+            per_step, key=per_step.__getitem__
+        )
+        == "jordan",
         "they do not converge: what lies above 1e-2 stays off 1 by more than 10 %": (
             max(abs(end - 1) for end in inexact["above 0.01"]) > 0.1
         ),
@@ -164,13 +181,22 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     show(result, console)
     if not options.smoke:
         md_sweeps.say(console, result["claims"])
-    setting = {"width": 128, "steps": options.steps, "seeds": options.seeds, "batch": 256, "data": "digits"}
+    setting = {
+        "width": 128,
+        "steps": options.steps,
+        "seeds": options.seeds,
+        "batch": 256,
+        "data": "digits",
+    }
     keep(options, "md_coefficients", plot(table), setting=setting, **result, rows=rows)
     return result
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    shown = Table(title="methods of dualize: maps of singular values; least efficiency of 16 matrices; training")
+    shown = Table(
+        title="methods of dualize: maps of singular values; "
+        "least efficiency of 16 matrices; training"
+    )
     shown.add_column("method")
     kinds = list(result["table"][0]["efficiency"])
     for heading in (
@@ -190,12 +216,15 @@ def show(result: dict[str, Any], console: Console) -> None:
         bands = [_range(row[f"above {bound}"], "{:.3f}") for bound in ("0.001", "0.01")]
         shares = [*row["efficiency"].values(), row["efficiency in training"]]
         shown.add_row(
-            row["method"], str(row["steps"] or ""), slope, *bands, *(f"{share:.3f}" for share in shares),
+            row["method"], str(row["steps"] or ""), slope, *bands,
+            *(f"{share:.3f}" for share in shares),
             f"2^{math.log2(row['lr']):g}", f"{row['loss']:.4f}", _range(row["losses"], "{:.4f}"),
         )  # fmt: skip
     console.print(shown)
     for method, steps in result["steps to converge"].items():
-        console.print(f"{method} {SCHEDULES[method][0]}: {steps} steps take all above 1e-2 to within 1 % of 1")
+        console.print(
+            f"{method} {SCHEDULES[method][0]}: {steps} steps take all above 1e-2 to within 1 % of 1"
+        )
 
 
 def _range(ends: list[float] | None, form: str) -> str:
@@ -207,16 +236,23 @@ def plot(table: list[dict[str, Any]]) -> Figure:
     left, right = figure.subplots(1, 2)
     values = torch.logspace(-5, math.log10(0.5**0.5), 600)
     for method in SCHEDULES:
-        left.plot(values, mapped(method, values), label=f"{method}, {len(SCHEDULES[method])} steps", lw=1)
+        left.plot(
+            values, mapped(method, values), label=f"{method}, {len(SCHEDULES[method])} steps", lw=1
+        )
     left.set_xscale("log")
     left.set(xlabel="singular value / Frobenius norm", ylabel="becomes", title="maps")
     left.legend(fontsize=8)
     low, high = zip(*(row["losses"] for row in table), strict=True)
     mean = [row["loss"] for row in table]
-    error = [[m - a for m, a in zip(mean, low, strict=True)], [b - m for m, b in zip(mean, high, strict=True)]]
+    error = [
+        [m - a for m, a in zip(mean, low, strict=True)],
+        [b - m for m, b in zip(mean, high, strict=True)],
+    ]
     right.errorbar([row["method"] for row in table], mean, yerr=error, fmt="o", capsize=3)
     right.tick_params(axis="x", rotation=60)
-    right.set(ylabel="final loss (nats)", title="an MLP trained with each, at its best learning rate")
+    right.set(
+        ylabel="final loss (nats)", title="an MLP trained with each, at its best learning rate"
+    )
     return figure
 
 

@@ -1,4 +1,5 @@
-"""What the sweeps of MD and MN share: where the best learning rate is, how it moves with size, what moving it saves.
+"""What the sweeps of MD and MN share: where the best learning rate is, how it moves with size, what
+moving it saves.
 
 A row is a run: {"method", "size", "lr", "seed", "loss"}, the loss None where it was not finite.
 """
@@ -16,7 +17,8 @@ Row = Mapping[str, Any]
 
 
 def losses(rows: Iterable[Row]) -> dict[tuple[str, int], dict[float, float]]:
-    """(method, size) -> lr -> geometric mean of the loss over the seeds, infinite if it is for one of them."""
+    """(method, size) -> lr -> geometric mean of the loss over the seeds, infinite if it is for one
+    of them."""
     found: dict[tuple[str, int], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         loss = math.inf if row["loss"] is None else row["loss"]
@@ -35,8 +37,8 @@ def best(curve: Mapping[float, float]) -> float:
 def optimum(curve: Mapping[float, float]) -> float:
     """log2 of the best learning rate, between the grid's points: the vertex of a parabola.
 
-    It goes through the logarithms of the losses at the best rate and its two neighbours; where one of them is missing
-    or infinite the best rate itself is taken.
+    It goes through the logarithms of the losses at the best rate and its two neighbours; where one
+    of them is missing or infinite the best rate itself is taken.
 
     >>> optimum({0.5: 2.0, 1.0: 1.0, 2.0: 2.0}), optimum({0.5: 2.0, 1.0: 1.0, 2.0: 1.0})
     (0.0, 0.5)
@@ -58,7 +60,8 @@ def transfer(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
 
     - "drift": slope of log2 (best lr) on log2 size: factors of 2 per doubling, by least squares;
     - "range": largest less smallest log2 (best lr);
-    - "cost": loss of the largest size at the least size's best rate, over its loss at its own (inf as None);
+    - "cost": loss of the largest size at the least size's best rate, over its loss at its own (inf
+      as None);
     - "bracketed": no size has its best rate at the end of its sweep;
     - "optima", "losses": log2 (best lr) and least loss of each size.
     """
@@ -90,7 +93,11 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
     """
     centre, level = sum(x) / len(x), sum(y) / len(y)
     spread = sum((a - centre) ** 2 for a in x)
-    return sum((a - centre) * (b - level) for a, b in zip(x, y, strict=True)) / spread if spread else 0.0
+    return (
+        sum((a - centre) * (b - level) for a, b in zip(x, y, strict=True)) / spread
+        if spread
+        else 0.0
+    )
 
 
 def table(title: str, found: Mapping[str, Mapping[str, Any]], size: str) -> Table:
@@ -101,9 +108,17 @@ def table(title: str, found: Mapping[str, Mapping[str, Any]], size: str) -> Tabl
     for heading in (*(f"{size} {n}" for n in sizes), "drift per doubling", "cost of no retuning"):
         shown.add_column(heading, justify="right")
     for method, row in found.items():
-        cells = [f"{row['optima'][n]:+.1f}, {row['losses'][n]:.3g}" if n in row["optima"] else "" for n in sizes]
+        cells = [
+            f"{row['optima'][n]:+.1f}, {row['losses'][n]:.3g}" if n in row["optima"] else ""
+            for n in sizes
+        ]
         cost = "diverges" if row["cost"] is None else f"{row['cost']:.2f}x"
-        shown.add_row(method, *cells, f"{row['drift']:+.2f}" + ("" if row["bracketed"] else " (at an end)"), cost)
+        shown.add_row(
+            method,
+            *cells,
+            f"{row['drift']:+.2f}" + ("" if row["bracketed"] else " (at an end)"),
+            cost,
+        )
     return shown
 
 

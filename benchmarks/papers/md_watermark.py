@@ -1,17 +1,19 @@
 """Does training erase what was written into the initial weights of a wide layer? MD figure 2.
 
-    python -m benchmarks.papers.md_watermark            # the full result, results/papers/md_watermark.{json,png}
+    python -m benchmarks.papers.md_watermark            # results/papers/md_watermark.{json,png}
     python -m benchmarks.papers.md_watermark --smoke    # seconds
 
-The letter "a" is cut out of the initial 1024 x 1024 matrix of an MLP: its entries there are zero. Without dualization
-the letter is said to be there still after training, at every learning rate that is stable (which is why weights of wide
-networks were said not to move); with it the letter is gone at the largest stable one, and the accuracy is higher. The
-reason given: of two steps of equal spectral norm, the entries of the one with the larger stable rank
+The letter "a" is cut out of the initial 1024 x 1024 matrix of an MLP: its entries there are zero.
+Without dualization the letter is said to be there still after training, at every learning rate that
+is stable (which is why weights of wide networks were said not to move); with it the letter is gone
+at the largest stable one, and the accuracy is higher. The reason given: of two steps of equal
+spectral norm, the entries of the one with the larger stable rank
 |G|_F^2 / |G|_2^2 move further, and that of gradients is small at any width.
 
-As in the paper: three layers, squared error, batches of 1024, no momentum; without dualization each gradient is divided
-by its spectral norm, so that equal rates make steps of equal norm. Smaller: digits instead of CIFAR-10, 60 steps
-instead of 1000; polar factors by "fast", 6 near-exact steps, instead of (3, -3.2, 1.2) x 10.
+As in the paper: three layers, squared error, batches of 1024, no momentum; without dualization each
+gradient is divided by its spectral norm, so that equal rates make steps of equal norm. Smaller:
+digits instead of CIFAR-10, 60 steps instead of 1000; polar factors by "fast", 6 near-exact steps,
+instead of (3, -3.2, 1.2) x 10.
 """
 
 import argparse
@@ -38,7 +40,11 @@ LRS = {
     "plain": [2.0**power for power in range(-1, 4)],
     "dualized": [2.0**power for power in range(-1, 3)],
 }
-STABLE, ERASED, VISIBLE = 0.95, 0.9, 0.5  # accuracy from which a run is stable; bounds of `contrast`
+STABLE, ERASED, VISIBLE = (
+    0.95,
+    0.9,
+    0.5,
+)  # accuracy from which a run is stable; bounds of `contrast`
 MASS = 1 / 3  # of each layer: a rate of 1 is a step of norm 1 in the modular norm
 
 Run = tuple[str, float]  # method, lr
@@ -76,9 +82,13 @@ def train(run: Run, width: int, steps: int, batch: int = 1024) -> dict[str, Any]
     masses = {"*": MASS}
     descent: torch.optim.Optimizer
     if method == "dualized":
-        descent = structlin.optim.Muon(model, lr, momentum=0, nesterov=False, method="fast", masses=masses)
+        descent = structlin.optim.Muon(
+            model, lr, momentum=0, nesterov=False, method="fast", masses=masses
+        )
     else:
-        descent = structlin.optim.Normed(torch.optim.SGD(model.parameters(), lr), model, masses=masses)
+        descent = structlin.optim.Normed(
+            torch.optim.SGD(model.parameters(), lr), model, masses=masses
+        )
     accuracies = []
     for _ in range(steps):
         chosen = torch.randint(len(x), (batch,))
@@ -90,7 +100,8 @@ def train(run: Run, width: int, steps: int, batch: int = 1024) -> dict[str, Any]
     last = accuracies[-10:]
     final = weight.detach()
     return {
-        "method": method, "lr": lr, "accuracy": sum(last) / len(last), "contrast": contrast(final, mask),
+        "method": method, "lr": lr, "accuracy": sum(last) / len(last),
+        "contrast": contrast(final, mask),
         "picture": F.avg_pool2d(final.square()[None], width // 64)[0].sqrt(),
     }  # fmt: skip
 
@@ -113,11 +124,15 @@ def stable_rank(matrix: Tensor) -> float:
 
 def claims(rows: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> dict[str, bool]:
     at = {method: fastest([row for row in rows if row["method"] == method]) for method in LRS}
-    top = {method: max(row["accuracy"] for row in rows if row["method"] == method) for method in LRS}
+    top = {
+        method: max(row["accuracy"] for row in rows if row["method"] == method) for method in LRS
+    }
     widest = ranks[-1]
     return {
-        "dualized training erases the letter at its largest stable lr": at["dualized"]["contrast"] >= ERASED,
-        "plain training leaves it visible at its largest stable lr": at["plain"]["contrast"] < VISIBLE,
+        "dualized training erases the letter at its largest stable lr": at["dualized"]["contrast"]
+        >= ERASED,
+        "plain training leaves it visible at its largest stable lr": at["plain"]["contrast"]
+        < VISIBLE,
         "dualized training reaches a higher accuracy": top["dualized"] > top["plain"],
         "the gradient's stable rank is small, the dualized one's at least 10 times as large": (
             widest["dualized"] > 10 * widest["gradient"]
@@ -128,7 +143,11 @@ def claims(rows: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> dict[str,
 def fastest(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The run at the largest stable learning rate; the most accurate one if none is stable."""
     stable = [row for row in rows if row["accuracy"] >= STABLE]
-    return max(stable, key=lambda row: row["lr"]) if stable else max(rows, key=lambda row: row["accuracy"])
+    return (
+        max(stable, key=lambda row: row["lr"])
+        if stable
+        else max(rows, key=lambda row: row["accuracy"])
+    )
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -146,16 +165,26 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     show(rows, ranks, console, options)
     if not options.smoke:
         md_sweeps.say(console, result["claims"])
-    setting = {"width": options.width, "steps": options.steps, "batch": 1024, "data": "digits", "stable from": STABLE}
+    setting = {
+        "width": options.width,
+        "steps": options.steps,
+        "batch": 1024,
+        "data": "digits",
+        "stable from": STABLE,
+    }
     keep(options, "md_watermark", figure, setting=setting, **result)
     return result
 
 
 def show(
-    rows: list[dict[str, Any]], ranks: list[dict[str, Any]], console: Console, options: argparse.Namespace
+    rows: list[dict[str, Any]],
+    ranks: list[dict[str, Any]],
+    console: Console,
+    options: argparse.Namespace,
 ) -> None:
     table = Table(
-        title=f"width {options.width}, {options.steps} steps: accuracy (last 10 steps), contrast of the letter"
+        title=f"width {options.width}, {options.steps} steps: accuracy (last 10 steps), "
+        "contrast of the letter"
     )
     table.add_column("lr", justify="right")
     for method, what in product(LRS, ("accuracy", "contrast")):
@@ -167,7 +196,9 @@ def show(
             cells += [f"{row['accuracy']:.3f}", f"{row['contrast']:.2f}"] if row else ["", ""]
         table.add_row(f"2^{math.log2(lr):g}", *cells)
     console.print(table)
-    table = Table(title="stable rank of the hidden gradient at initialisation, and of its polar factor")
+    table = Table(
+        title="stable rank of the hidden gradient at initialisation, and of its polar factor"
+    )
     for title in ("width", "gradient", "dualized"):
         table.add_column(title, justify="right")
     for row in ranks:
@@ -196,10 +227,20 @@ def plot(rows: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> Figure:
         for method in LRS:
             if what == "contrast":
                 chosen = [row for row in values if row["method"] == method]
-                axes.plot([row["lr"] for row in chosen], [row["contrast"] for row in chosen], ".-", label=method)
+                axes.plot(
+                    [row["lr"] for row in chosen],
+                    [row["contrast"] for row in chosen],
+                    ".-",
+                    label=method,
+                )
             else:
                 name = "gradient" if method == "plain" else method
-                axes.plot([row["width"] for row in values], [row[name] for row in values], ".-", label=name)
+                axes.plot(
+                    [row["width"] for row in values],
+                    [row[name] for row in values],
+                    ".-",
+                    label=name,
+                )
                 axes.set_yscale("log")
         axes.set_xscale("log", base=2)
         axes.set_title(what, fontsize=9)

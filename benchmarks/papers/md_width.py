@@ -1,21 +1,22 @@
 """Does the best learning rate stay where it is when the network gets wider? MD figure 1.
 
-    python -m benchmarks.papers.md_width            # the full result, results/papers/md_width.{json,png}
+    python -m benchmarks.papers.md_width            # results/papers/md_width.{json,png}
     python -m benchmarks.papers.md_width --smoke    # seconds
 
-The paper trains MLPs of growing width on CIFAR-10 and says: the best learning rate of Adam in the standard
-parametrisation (SP) falls with width, under muP it stays, under dualized training it stays too, and dualized training
-reaches the lowest loss. Here: three linear layers without biases and ReLU on scikit-learn's digits (1797 images of 64
-pixels), batches of 128, a few dozen steps with the rate decayed linearly to zero; the final loss on all images.
+The paper trains MLPs of growing width on CIFAR-10 and says: the best learning rate of Adam in the
+standard parametrisation (SP) falls with width, under muP it stays, under dualized training it stays
+too, and dualized training reaches the lowest loss. Here: three linear layers without biases and
+ReLU on scikit-learn's digits (1797 images of 64 pixels), batches of 128, a few dozen steps with the
+rate decayed linearly to zero; the final loss on all images.
 
 - Adam, SP: entries of variance 1 / fan_in, one rate for all layers.
 - Adam, muP: `param_groups(base=...)` with the smallest width as base, the head starts at zero.
-- dualized: semi-orthogonal initialisation, `Muon` without momentum and the paper's (2, -1.5, 0.5) x 5; a rate of 1 is a
-  step of operator norm 1.
+- dualized: semi-orthogonal initialisation, `Muon` without momentum and the paper's (2, -1.5, 0.5) x
+  5; a rate of 1 is a step of operator norm 1.
 
-From width 1024 on there is one seed, and the dualized runs, which take most of the time, are made at the best rate of
-the largest width below, at half of it, at twice and at four times it. Runs that an earlier result in --out has are not
-made again.
+From width 1024 on there is one seed, and the dualized runs, which take most of the time, are made
+at the best rate of the largest width below, at half of it, at twice and at four times it. Runs that
+an earlier result in --out has are not made again.
 """
 
 import argparse
@@ -52,7 +53,9 @@ def mlp(method: str, width: int) -> nn.Sequential:
     linears = [nn.Linear(m, n, bias=False) for m, n in pairwise(sizes)]
     for linear in linears:
         if method == "dualized":
-            nn.init.orthogonal_(linear.weight, gain=math.sqrt(linear.out_features / linear.in_features))
+            nn.init.orthogonal_(
+                linear.weight, gain=math.sqrt(linear.out_features / linear.in_features)
+            )
         else:
             nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
     if method == "Adam, muP":
@@ -60,7 +63,9 @@ def mlp(method: str, width: int) -> nn.Sequential:
     return nn.Sequential(linears[0], nn.ReLU(), linears[1], nn.ReLU(), linears[2])
 
 
-def optimizer(method: str, model: nn.Module, width: int, lr: float, base: int) -> torch.optim.Optimizer:
+def optimizer(
+    method: str, model: nn.Module, width: int, lr: float, base: int
+) -> torch.optim.Optimizer:
     if method == "Adam, SP":
         return torch.optim.Adam(model.parameters(), lr)
     if method == "Adam, muP":
@@ -85,7 +90,8 @@ def train(run: Run, steps: int, base: int, batch: int = 128) -> dict[str, Any]:
     with torch.no_grad():
         final = F.cross_entropy(model(x), y).item()
     return {
-        "method": method, "size": width, "lr": lr, "seed": seed, "loss": final if math.isfinite(final) else None,
+        "method": method, "size": width, "lr": lr, "seed": seed,
+        "loss": final if math.isfinite(final) else None,
     }  # fmt: skip
 
 
@@ -101,10 +107,16 @@ def claims(found: dict[str, dict[str, Any]]) -> dict[str, bool]:
     adam, mup, dualized = found["Adam, SP"], found["Adam, muP"], found["dualized"]
     least = {n: min(adam["losses"][n], mup["losses"][n]) for n in dualized["losses"]}
     return {
-        "Adam's best lr falls with width in SP, by a factor of 2 or more in 4 doublings": adam["drift"] < -0.25,
+        "Adam's best lr falls with width in SP, by a factor of 2 or more in 4 doublings": adam[
+            "drift"
+        ]
+        < -0.25,
         "Adam's best lr stays within a factor of 4 under muP": mup["range"] <= 2,
-        "the dualized best lr stays within a factor of 4": dualized["range"] <= 2 and dualized["bracketed"],
-        "dualized training ends lowest at every width": all(loss < least[n] for n, loss in dualized["losses"].items()),
+        "the dualized best lr stays within a factor of 4": dualized["range"] <= 2
+        and dualized["bracketed"],
+        "dualized training ends lowest at every width": all(
+            loss < least[n] for n, loss in dualized["losses"].items()
+        ),
     }
 
 
@@ -114,7 +126,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         options.widths, options.steps, options.seeds = [8, 16], 2, 1
     base = min(options.widths)
     setting = {
-        "steps": options.steps, "seeds": options.seeds, "batch": 128, "data": "digits", "base": base, "costly": COSTLY,
+        "steps": options.steps, "seeds": options.seeds, "batch": 128, "data": "digits",
+        "base": base, "costly": COSTLY,
     }  # fmt: skip
     kept = finished(options.out / "md_width.json", setting)
 
@@ -127,7 +140,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     rows = rows_of(
         [
             (method, width, lr, seed)
-            for width, (method, lrs) in product(sorted(options.widths, reverse=True), METHODS.items())
+            for width, (method, lrs) in product(
+                sorted(options.widths, reverse=True), METHODS.items()
+            )
             for lr, seed in product(lrs, range(1 if width in wide else options.seeds))
             if method != "dualized" or width not in wide
         ]
@@ -135,7 +150,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if wide:
         below = md_sweeps.transfer(rows)["dualized"]["optima"]
         centre = 2.0 ** round(below[max(below)])
-        rows += rows_of([("dualized", width, factor * centre, 0) for width, factor in product(wide, (0.5, 1, 2, 4))])
+        rows += rows_of(
+            [
+                ("dualized", width, factor * centre, 0)
+                for width, factor in product(wide, (0.5, 1, 2, 4))
+            ]
+        )
     found = md_sweeps.transfer(rows)
     result = {"claims": claims(found), "transfer": found}
     console = Console(width=150)
@@ -157,7 +177,9 @@ def plot(rows: list[dict[str, Any]]) -> Figure:
 
 def _options() -> argparse.ArgumentParser:
     options = parser(__doc__)
-    options.add_argument("--widths", type=int, nargs="+", default=[32, 64, 128, 256, 512, 1024, 2048])
+    options.add_argument(
+        "--widths", type=int, nargs="+", default=[32, 64, 128, 256, 512, 1024, 2048]
+    )
     options.add_argument("--steps", type=int, default=20)
     options.add_argument("--seeds", type=int, default=2)
     return options

@@ -1,17 +1,18 @@
 """How much mass should the blocks have, and should it grow with their number? MN figures 3 and 6.
 
-    python -m benchmarks.papers.mn_mass            # the full result, results/papers/mn_mass.{json,png}
+    python -m benchmarks.papers.mn_mass            # results/papers/mn_mass.{json,png}
     python -m benchmarks.papers.mn_mass --smoke    # seconds
 
-In a residual network whose input and output layer have mass 1 each, the mass of all blocks together is what is left
-to tune. The paper sweeps it, and the learning rate: the best mass of a ResMLP on CIFAR-10 is 0.5 at every depth, and
-for a GPT the best mass and rate of a small one are the best of a larger one (figures 3 and 6). The mass of the blocks
-is tared, that is kept at one value however many they are; with free masses, 1 for each layer, the blocks of a deep
-network take all the learning from the input and the output layer.
+In a residual network whose input and output layer have mass 1 each, the mass of all blocks together
+is what is left to tune. The paper sweeps it, and the learning rate: the best mass of a ResMLP on
+CIFAR-10 is 0.5 at every depth, and for a GPT the best mass and rate of a small one are the best of
+a larger one (figures 3 and 6). The mass of the blocks is tared, that is kept at one value however
+many they are; with free masses, 1 for each layer, the blocks of a deep network take all the
+learning from the input and the output layer.
 
-Here: ResMLP on digits (`mn_tasks`), over depth as in the paper and over width too, normed Adam, 50 steps. For every
-mass the loss is the least of three learning rates, each the mean of 4 seeds (2 with free masses), so that no mass wins
-by the length of its steps alone.
+Here: ResMLP on digits (`mn_tasks`), over depth as in the paper and over width too, normed Adam, 50
+steps. For every mass the loss is the least of three learning rates, each the mean of 4 seeds (2
+with free masses), so that no mass wins by the length of its steps alone.
 """
 
 import argparse
@@ -36,7 +37,8 @@ DEPTHS = [2, 8, 32]
 DEPTH_LRS = [2.0**power for power in range(-2, 4)]
 LAYERS = 2  # of a block: the mass of free blocks is LAYERS * blocks
 
-Run = tuple[str, int, float | None, float, int]  # axis, size, mass of the blocks (None: free), lr, seed
+# axis, size, mass of the blocks (None: free), lr, seed
+Run = tuple[str, int, float | None, float, int]
 
 
 def train(run: Run, steps: int) -> dict[str, Any]:
@@ -53,23 +55,39 @@ def best_masses(rows: list[dict[str, Any]], axis: str) -> dict[int, dict[str, An
     """size -> best mass, log2 of it between the grid's points, and the least loss at each mass."""
     found = {}
     for size in sorted({row["size"] for row in rows if row["axis"] == axis}):
-        chosen = [{**row, "method": str(row["mass"])} for row in rows if (row["axis"], row["size"]) == (axis, size)]
-        least = {float(mass): min(curve.values()) for (mass, _), curve in md_sweeps.losses(chosen).items()}
+        chosen = [
+            {**row, "method": str(row["mass"])}
+            for row in rows
+            if (row["axis"], row["size"]) == (axis, size)
+        ]
+        least = {
+            float(mass): min(curve.values())
+            for (mass, _), curve in md_sweeps.losses(chosen).items()
+        }
         curve = dict(sorted(least.items()))
         best = md_sweeps.best(curve)
         good = [mass for mass, loss in curve.items() if loss <= 1.25 * curve[best]]
-        found[size] = {"optimum": md_sweeps.optimum(curve), "least": curve[best], "within 25 %": good, "curve": curve}
+        found[size] = {
+            "optimum": md_sweeps.optimum(curve),
+            "least": curve[best],
+            "within 25 %": good,
+            "curve": curve,
+        }
     return found
 
 
-def claims(masses: Mapping[str, Mapping[int, Mapping[str, Any]]], depth: Mapping[str, Any]) -> dict[str, bool]:
+def claims(
+    masses: Mapping[str, Mapping[int, Mapping[str, Any]]], depth: Mapping[str, Any]
+) -> dict[str, bool]:
     free, tared = depth["free"], depth["tared"]
     deepest = max(free["losses"])
     result = {}
     for axis, by_size in masses.items():
         shared = set.intersection(*(set(found["within 25 %"]) for found in by_size.values()))
         result[f"{axis}: one mass is within 25 % of the least loss at every size"] = bool(shared)
-    result["tared: the best lr stays within a factor of 2 from 2 blocks to 32"] = tared["range"] <= 1
+    result["tared: the best lr stays within a factor of 2 from 2 blocks to 32"] = (
+        tared["range"] <= 1
+    )
     result["free: the best lr moves more with depth than tared"] = free["range"] > tared["range"]
     result["the deepest network ends lower with tared mass than with free"] = (
         tared["losses"][deepest] < free["losses"][deepest]
@@ -90,7 +108,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         for size, mass, lr, seed in product(all_, masses, MASS_LRS, seeds)
     ]
     deep: list[Run] = [
-        ("blocks", blocks, mass, lr, seed) for blocks, mass, lr, seed in product(depths, (1.0, None), DEPTH_LRS, few)
+        ("blocks", blocks, mass, lr, seed)
+        for blocks, mass, lr, seed in product(depths, (1.0, None), DEPTH_LRS, few)
     ]
     work = partial(train, steps=options.steps)
     of_mass, of_depth = run_all(work, sweep, options), run_all(work, deep, options)
@@ -103,14 +122,29 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     console.print(md_sweeps.table("mass 1 for all blocks, or 1 for each layer", depth, "blocks"))
     if not options.smoke:
         md_sweeps.say(console, result["claims"])
-    setting = {"steps": options.steps, "seeds": options.seeds, "base": BASE, "batch": 128, "data": "digits"}
+    setting = {
+        "steps": options.steps,
+        "seeds": options.seeds,
+        "base": BASE,
+        "batch": 128,
+        "data": "digits",
+    }
     figure = plot(found, of_depth)
-    keep(options, "mn_mass", figure, setting=setting, **result, rows={"mass": of_mass, "depth": of_depth})
+    keep(
+        options,
+        "mn_mass",
+        figure,
+        setting=setting,
+        **result,
+        rows={"mass": of_mass, "depth": of_depth},
+    )
     return result
 
 
 def show(masses: Mapping[str, Mapping[int, Mapping[str, Any]]], console: Console) -> None:
-    table = Table(title="mass of all blocks together, where the input and the output layer have 1 each")
+    table = Table(
+        title="mass of all blocks together, where the input and the output layer have 1 each"
+    )
     for title in ("", "best", "least loss", "masses within 25 % of it", "loss at mass 1"):
         table.add_column(title, justify="left" if not title else "right")
     for axis, by_size in masses.items():
@@ -123,12 +157,16 @@ def show(masses: Mapping[str, Mapping[int, Mapping[str, Any]]], console: Console
     console.print(table)
 
 
-def plot(masses: Mapping[str, Mapping[int, Mapping[str, Any]]], of_depth: list[dict[str, Any]]) -> Figure:
+def plot(
+    masses: Mapping[str, Mapping[int, Mapping[str, Any]]], of_depth: list[dict[str, Any]]
+) -> Figure:
     figure = Figure(figsize=(15, 4), layout="constrained")
     panels = figure.subplots(1, 4)
     for axes, (axis, by_size) in zip(panels, masses.items(), strict=False):
         for size, found in by_size.items():
-            axes.plot(list(found["curve"]), list(found["curve"].values()), ".-", label=f"{axis} {size}")
+            axes.plot(
+                list(found["curve"]), list(found["curve"].values()), ".-", label=f"{axis} {size}"
+            )
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set(xlabel="mass of the blocks", ylabel="final loss (nats)")

@@ -1,14 +1,15 @@
 """What does it cost to divide updates by their modular norm? MN appendix A.4.
 
-    python -m benchmarks.papers.mn_overhead            # the full result, results/papers/mn_overhead.{json,png}
+    python -m benchmarks.papers.mn_overhead            # results/papers/mn_overhead.{json,png}
     python -m benchmarks.papers.mn_overhead --smoke    # seconds
 
-The paper's prototype took 23 % more time for training with normalised updates than without. Here: the compound GPT, one
-training step (forward, backward, Adam, normalisation) against the same without normalisation, by width and by tokens
-per step: the work of forward and backward goes as the tokens, that of normalising does not. The paper's sweeps have 128
-windows of 128 tokens, 16384. Three ways to normalise: `Normed` by `spectral_bound`, the default, which is never too
-small; `Normed` with two warm-started power iterations; and `net.normalize`, the algebra's own, on the update that Adam
-makes. Medians of interleaved rounds; to be run on an idle machine.
+The paper's prototype took 23 % more time for training with normalised updates than without. Here:
+the compound GPT, one training step (forward, backward, Adam, normalisation) against the same
+without normalisation, by width and by tokens per step: the work of forward and backward goes as the
+tokens, that of normalising does not. The paper's sweeps have 128 windows of 128 tokens, 16384.
+Three ways to normalise: `Normed` by `spectral_bound`, the default, which is never too small;
+`Normed` with two warm-started power iterations; and `net.normalize`, the algebra's own, on the
+update that Adam makes. Medians of interleaved rounds; to be run on an idle machine.
 """
 
 import argparse
@@ -35,12 +36,16 @@ PAPER, LARGE = 0.23, 4096  # the overhead that it measured; tokens of a step
 
 
 def gpt(width: int, blocks: int) -> modular.Module:
-    return modular.GPT(VOCABULARY, context=CONTEXT, width=width, heads=max(1, width // 64), blocks=blocks)
+    return modular.GPT(
+        VOCABULARY, context=CONTEXT, width=width, heads=max(1, width // 64), blocks=blocks
+    )
 
 
 def stepper(way: str, net: modular.Module) -> Callable[[], None]:
     """What is done after the backward pass."""
-    adam = torch.optim.Adam(net.parameters(), lr=1.0 if way == "net.normalize" else 1e-3, betas=(0.9, 0.99))
+    adam = torch.optim.Adam(
+        net.parameters(), lr=1.0 if way == "net.normalize" else 1e-3, betas=(0.9, 0.99)
+    )
     if way == "Adam":
         return adam.step
     if way in ("bound", "power"):
@@ -94,11 +99,14 @@ def seconds(work: Callable[[], None]) -> float:
 
 def claims(rows: list[dict[str, Any]]) -> dict[str, bool]:
     large = [row for row in rows if row["tokens"] >= LARGE]
+    text = f"from {LARGE} tokens per step, a quarter of the paper's, every way adds less than 10 %"
+    shares = [share for row in large for share in row["overhead"].values()]
     return {
-        f"from {LARGE} tokens per step, a quarter of the paper's, every way adds less than 10 %": bool(large)
-        and all(share < 0.1 for row in large for share in row["overhead"].values()),
+        text: bool(large) and all(share < 0.1 for share in shares),
         **{
-            f"{way} adds less than 10 % at every number of tokens": all(row["overhead"][way] < 0.1 for row in rows)
+            f"{way} adds less than 10 % at every number of tokens": all(
+                row["overhead"][way] < 0.1 for row in rows
+            )
             for way in WAYS[1:]
         },
         "every way adds less than the paper's 23 % at every number of tokens": all(
@@ -112,28 +120,45 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     settings = [(width, tokens) for width in options.widths for tokens in options.tokens]
     if options.smoke:
         settings, options.rounds, options.blocks = [(64, 128)], 1, 1
-    rows = [measure(width, options.blocks, tokens, options.rounds) for width, tokens in track(settings, "measuring")]
+    rows = [
+        measure(width, options.blocks, tokens, options.rounds)
+        for width, tokens in track(settings, "measuring")
+    ]
     result = {"claims": claims(rows), "rows": rows}
     console = Console(width=140)
     show(rows, options, console)
     if not options.smoke:
         md_sweeps.say(console, result["claims"])
-    setting = {"blocks": options.blocks, "rounds": options.rounds, "threads": torch.get_num_threads(), "paper": PAPER}
+    setting = {
+        "blocks": options.blocks,
+        "rounds": options.rounds,
+        "threads": torch.get_num_threads(),
+        "paper": PAPER,
+    }
     keep(options, "mn_overhead", plot(rows), setting=setting, **result)
     return result
 
 
 def show(rows: list[dict[str, Any]], options: argparse.Namespace, console: Console) -> None:
     table = Table(
-        title=f"GPT of {options.blocks} blocks, float32, {torch.get_num_threads()} threads: median of "
-        f"{options.rounds} rounds; what normalising adds to a training step"
+        title=f"GPT of {options.blocks} blocks, float32, {torch.get_num_threads()} threads: "
+        f"median of {options.rounds} rounds; what normalising adds to a training step"
     )
-    for title in ("width", "tokens", "fwd + bwd ms", *(f"{way} ms" for way in WAYS), *(f"+ {way}" for way in WAYS[1:])):
+    for title in (
+        "width",
+        "tokens",
+        "fwd + bwd ms",
+        *(f"{way} ms" for way in WAYS),
+        *(f"+ {way}" for way in WAYS[1:]),
+    ):
         table.add_column(title, justify="right")
     for row in rows:
         times = [f"{1e3 * value:.1f}" for value in row["seconds"].values()]
         table.add_row(
-            str(row["width"]), str(row["tokens"]), *times, *(f"{100 * row['overhead'][way]:.1f} %" for way in WAYS[1:])
+            str(row["width"]),
+            str(row["tokens"]),
+            *times,
+            *(f"{100 * row['overhead'][way]:.1f} %" for way in WAYS[1:]),
         )
     console.print(table)
 

@@ -1,9 +1,11 @@
-"""The networks and the training of MN's experiments: a ResMLP on digits, a GPT on characters, four optimizers.
+"""The networks and the training of MN's experiments: a ResMLP on digits, a GPT on characters, four
+optimizers.
 
-MN (arXiv:2405.14813) trains ResMLPs on CIFAR-10 and GPTs on OpenWebText for 10000 steps. Here both are the same
-compounds of `structlin.modular`, much smaller: scikit-learn's digits, and the texts of pydoc; some dozens of steps. As
-in the paper: batches of random samples, no weight decay, the learning rate falls linearly to zero, Adam with betas
-(0.9, 0.99), SGD with momentum 0.9; "normed" means that each update is divided by its modular norm.
+MN (arXiv:2405.14813) trains ResMLPs on CIFAR-10 and GPTs on OpenWebText for 10000 steps. Here both
+are the same compounds of `structlin.modular`, much smaller: scikit-learn's digits, and the texts of
+pydoc; some dozens of steps. As in the paper: batches of random samples, no weight decay, the
+learning rate falls linearly to zero, Adam with betas (0.9, 0.99), SGD with momentum 0.9; "normed"
+means that each update is divided by its modular norm.
 """
 
 import math
@@ -37,7 +39,9 @@ def build(network: str, *, width: int, blocks: int, **options: Any) -> modular.M
     """`options` are those of the compound."""
     if network == "ResMLP":
         return modular.ResMLP(64, 10, width=width, blocks=blocks, block_depth=2, **options)
-    return modular.GPT(characters()[1], context=CONTEXT, width=width, heads=HEADS, blocks=blocks, **options)
+    return modular.GPT(
+        characters()[1], context=CONTEXT, width=width, heads=HEADS, blocks=blocks, **options
+    )
 
 
 def batch(network: str, size: int, random: torch.Generator) -> tuple[Tensor, Tensor]:

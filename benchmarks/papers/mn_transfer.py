@@ -1,11 +1,12 @@
 """Does dividing updates by their modular norm make the learning rate transfer? MN figures 1 and 4.
 
-    python -m benchmarks.papers.mn_transfer            # the full result, results/papers/mn_transfer.{json,png}
+    python -m benchmarks.papers.mn_transfer            # results/papers/mn_transfer.{json,png}
     python -m benchmarks.papers.mn_transfer --smoke    # seconds
 
-The paper says: the best learning rate of normed Adam and of normed SGD stays where it is across width and depth, that
-of Adam and SGD does not, so that with the rate tuned at a small scale only the normed optimizers get better with size.
-Here: ResMLP on digits and GPT on characters (`mn_tasks`), 16 to 256 features, 1 to 18 blocks, 50 steps (the GPT 40).
+The paper says: the best learning rate of normed Adam and of normed SGD stays where it is across
+width and depth, that of Adam and SGD does not, so that with the rate tuned at a small scale only
+the normed optimizers get better with size. Here: ResMLP on digits and GPT on characters
+(`mn_tasks`), 16 to 256 features, 1 to 18 blocks, 50 steps (the GPT 40).
 """
 
 import argparse
@@ -43,8 +44,18 @@ def train(run: Run, steps: Mapping[str, int]) -> dict[str, Any]:
     network, axis, size, method, lr, seed = run
     torch.manual_seed(seed)
     net = mn_tasks.build(network, **{**BASE, axis: size})
-    found = mn_tasks.train(net, network, method, lr, steps=steps[network], size=SAMPLES[network], seed=seed)
-    return {"network": network, "axis": axis, "size": size, "method": method, "lr": lr, "seed": seed, "loss": found}
+    found = mn_tasks.train(
+        net, network, method, lr, steps=steps[network], size=SAMPLES[network], seed=seed
+    )
+    return {
+        "network": network,
+        "axis": axis,
+        "size": size,
+        "method": method,
+        "lr": lr,
+        "seed": seed,
+        "loss": found,
+    }
 
 
 def claims(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, bool]:
@@ -53,7 +64,9 @@ def claims(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, bo
     for method in ("Adam", "SGD"):
         for name, by_method in found.items():
             normed, plain = by_method[f"normed {method}"], by_method[method]
-            result[f"{name}: normed {method}'s best lr stays within a factor of 2"] = normed["range"] <= 1
+            result[f"{name}: normed {method}'s best lr stays within a factor of 2"] = (
+                normed["range"] <= 1
+            )
             result[f"{name}: {method}'s best lr moves by more than normed {method}'s"] = (
                 plain["range"] > normed["range"]
             )
@@ -64,7 +77,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options = _options().parse_args(arguments)
     steps, sizes = {"ResMLP": options.steps, "GPT": options.steps * 4 // 5}, SIZES
     if options.smoke:
-        steps, sizes = {"ResMLP": 2, "GPT": 2}, {key: [8, 16] if key[1] == "width" else [1, 2] for key in SIZES}
+        steps, sizes = (
+            {"ResMLP": 2, "GPT": 2},
+            {key: [8, 16] if key[1] == "width" else [1, 2] for key in SIZES},
+        )
     runs: list[Run] = [
         (network, axis, size, method, lr, seed)
         for (network, axis), all_ in sizes.items()
@@ -72,14 +88,22 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         for lr, seed in product(lrs[:: 4 if options.smoke else 1], range(options.seeds))
     ]
     rows = run_all(partial(train, steps=steps), runs, options)
-    found = {f"{network}, {axis}": md_sweeps.transfer(of(rows, network, axis)) for network, axis in sizes}
+    found = {
+        f"{network}, {axis}": md_sweeps.transfer(of(rows, network, axis)) for network, axis in sizes
+    }
     result = {"claims": claims(found), "transfer": found}
     console = Console(width=140)
     for (network, axis), by_method in zip(sizes, found.values(), strict=True):
         console.print(md_sweeps.table(f"{network}, {steps[network]} steps", by_method, axis))
     if not options.smoke:
         md_sweeps.say(console, result["claims"])
-    setting = {"steps": steps, "seeds": options.seeds, "base": BASE, "samples": SAMPLES, "data": "digits, pydoc topics"}
+    setting = {
+        "steps": steps,
+        "seeds": options.seeds,
+        "base": BASE,
+        "samples": SAMPLES,
+        "data": "digits, pydoc topics",
+    }
     keep(options, "mn_transfer", plot(rows, list(sizes)), setting=setting, **result, rows=rows)
     return result
 
@@ -90,7 +114,9 @@ def of(rows: list[dict[str, Any]], network: str, axis: str) -> list[dict[str, An
 
 def plot(rows: list[dict[str, Any]], panels: list[tuple[str, str]]) -> Figure:
     figure = Figure(figsize=(15, 3.2 * len(panels)), layout="constrained")
-    for line, (network, axis) in zip(figure.subplots(len(panels), len(LRS), sharey="row"), panels, strict=True):
+    for line, (network, axis) in zip(
+        figure.subplots(len(panels), len(LRS), sharey="row"), panels, strict=True
+    ):
         chosen = of(rows, network, axis)
         least = min(row["loss"] for row in chosen if row["loss"] is not None)
         for axes, method in zip(line, LRS, strict=True):
@@ -104,7 +130,9 @@ def plot(rows: list[dict[str, Any]], panels: list[tuple[str, str]]) -> Figure:
 
 def _options() -> argparse.ArgumentParser:
     options = parser(__doc__)
-    options.add_argument("--steps", type=int, default=50, help="of the ResMLP; the GPT makes 4/5 of them")
+    options.add_argument(
+        "--steps", type=int, default=50, help="of the ResMLP; the GPT makes 4/5 of them"
+    )
     options.add_argument("--seeds", type=int, default=1)
     return options
 

@@ -1,6 +1,7 @@
 """What the papers' experiments train on, and the small models that they train.
 
-A teacher with unlimited data, the digits with shifts and noise, text in words; an MLP and the GPT of examples/.
+A teacher with unlimited data, the digits with shifts and noise, text in words; an MLP and the GPT
+of examples/.
 """
 
 import argparse
@@ -30,14 +31,16 @@ BASE_WIDTH = 64  # where the learning rates are meant; muP takes them to other w
 Batch = tuple[Tensor, Tensor]  # inputs, targets
 
 
-# ---- regression on a teacher, classification of digits ---------------------------------------------------------------
+# ---- regression on a teacher, classification of digits -------------------------------------------
 
 
 class Teacher:
-    """Regression of a fixed random MLP on Gaussian inputs: every batch is new, so the loss is the test loss.
+    """Regression of a fixed random MLP on Gaussian inputs: every batch is new, so the loss is the
+    test loss.
 
-    Two hidden layers of 256 ReLUs, random biases, features centred in each layer, 16 inputs, 4 outputs of unit
-    variance: a student that predicts the mean has loss 1. The teacher differs from seed to seed.
+    Two hidden layers of 256 ReLUs, random biases, features centred in each layer, 16 inputs, 4
+    outputs of unit variance: a student that predicts the mean has loss 1. The teacher differs from
+    seed to seed.
     """
 
     inputs, outputs, width = 16, 4, 256
@@ -66,7 +69,8 @@ class Teacher:
 
 
 class Digits:
-    """Classification of scikit-learn's digits, each time moved by up to a pixel either way and with noise added."""
+    """Classification of scikit-learn's digits, each time moved by up to a pixel either way and with
+    noise added."""
 
     inputs, outputs, noise = 64, 10, 0.5
     loss = staticmethod(F.cross_entropy)
@@ -75,12 +79,16 @@ class Digits:
         self.random = torch.Generator().manual_seed(1_000_003 * seed + 2)
         images, self.labels = digits()
         padded = F.pad(images.unflatten(1, (8, 8)), (1, 1, 1, 1), value=images.min().item())
-        self.moved = torch.stack([padded[:, i : i + 8, j : j + 8].flatten(1) for i in range(3) for j in range(3)])
+        self.moved = torch.stack(
+            [padded[:, i : i + 8, j : j + 8].flatten(1) for i in range(3) for j in range(3)]
+        )
 
     def batch(self, size: int) -> Batch:
         move = torch.randint(9, (size,), generator=self.random)
         image = torch.randint(len(self.labels), (size,), generator=self.random)
-        x = self.moved[move, image] + self.noise * torch.randn(size, self.inputs, generator=self.random)
+        x = self.moved[move, image] + self.noise * torch.randn(
+            size, self.inputs, generator=self.random
+        )
         return x, self.labels[image]
 
 
@@ -88,11 +96,11 @@ TASKS: dict[str, type[Teacher] | type[Digits]] = {"teacher": Teacher, "digits": 
 
 
 def mlp(inputs: int, width: int, outputs: int, family: structlin.Family) -> nn.Sequential:
-    """Three hidden layers of ReLUs. The two square matrices are structured, the first is dense and so is the head,
-    which starts at zero; biases start at zero."""
+    """Three hidden layers of ReLUs. The two square matrices are structured, the first is dense and
+    so is the head, which starts at zero; biases start at zero."""
     model = nn.Sequential(
-        nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
-        nn.Linear(width, outputs),
+        nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
+        nn.Linear(width, width), nn.ReLU(), nn.Linear(width, outputs),
     )  # fmt: skip
     nn.init.normal_(model[0].weight, std=inputs**-0.5)
     nn.init.zeros_(model[6].weight)
@@ -109,15 +117,24 @@ def forward_flops(model: nn.Module, example: Tensor) -> int:
 
 
 def descend(
-    optimizer: torch.optim.Optimizer, loss: Callable[[int], Tensor], steps: int, *, warmup: int = 0, decay: bool = True
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[[int], Tensor],
+    steps: int,
+    *,
+    warmup: int = 0,
+    decay: bool = True,
 ) -> None:
-    """`steps` steps on `loss(step)`; the learning rate rises linearly for `warmup` steps, then, with `decay`, goes to
-    zero as a cosine."""
+    """`steps` steps on `loss(step)`; the learning rate rises linearly for `warmup` steps, then,
+    with `decay`, goes to zero as a cosine."""
 
     def rate(step: int) -> float:
         if step < warmup:
             return (step + 1) / (warmup + 1)
-        return 0.5 + 0.5 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup)) if decay else 1.0
+        return (
+            0.5 + 0.5 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
+            if decay
+            else 1.0
+        )
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     for step in range(steps):
@@ -141,7 +158,8 @@ def train_mlp(
     optimizer: str = "adam",
     batch: int = 256,
 ) -> dict[str, Any]:
-    """Train an MLP on a task; its final loss on 8192 new samples (None: diverged), parameters and FLOPs a sample.
+    """Train an MLP on a task; its final loss on 8192 new samples (None: diverged), parameters and
+    FLOPs a sample.
 
     Args:
         lr: of the dense model at `BASE_WIDTH`; muP takes it to `width`.
@@ -152,7 +170,9 @@ def train_mlp(
     torch.manual_seed(seed)
     task = TASKS[task_name](seed)
     model = mlp(task.inputs, width, task.outputs, family)
-    groups = structlin.param_groups(model, lr, optimizer=optimizer, base={width: BASE_WIDTH}, structure_aware=aware)
+    groups = structlin.param_groups(
+        model, lr, optimizer=optimizer, base={width: BASE_WIDTH}, structure_aware=aware
+    )
     if others != 1:
         groups = [
             {"params": [parameter], "lr": group["lr"] * (1 if ".cores." in name else others)}
@@ -179,16 +199,19 @@ def train_mlp(
     }
 
 
-# ---- text ------------------------------------------------------------------------------------------------------------
+# ---- text ----------------------------------------------------------------------------------------
 
 
 def characters(seed: int, batch: int, context: int, depth: int) -> compare.Task:
     """The task of examples/train_gpt.py: the Python standard library's text by characters."""
-    return train_gpt.Text(argparse.Namespace(data=None, seed=seed, steps=0, batch=batch, context=context, depth=depth))
+    return train_gpt.Text(
+        argparse.Namespace(data=None, seed=seed, steps=0, batch=batch, context=context, depth=depth)
+    )
 
 
 class Words(train_gpt.Text):
-    """The same text in words, runs of spaces and single other characters, so that the head is a large part of a GPT.
+    """The same text in words, runs of spaces and single other characters, so that the head is a
+    large part of a GPT.
 
     The `vocabulary - 1` most frequent pieces, and one token for all others.
     """
@@ -206,5 +229,7 @@ class Words(train_gpt.Text):
 @cache
 def _word_ids(vocabulary: int) -> Tensor:
     pieces = re.findall(r"\w+| +|\n *|.", train_gpt.read_text(None))
-    frequent = {piece: n for n, (piece, _) in enumerate(Counter(pieces).most_common(vocabulary - 1))}
+    frequent = {
+        piece: n for n, (piece, _) in enumerate(Counter(pieces).most_common(vocabulary - 1))
+    }
     return torch.tensor([frequent.get(piece, vocabulary - 1) for piece in pieces])

@@ -1,1 +1,2 @@
-"""Engines behind `_product.run`: on a CPU (`cpu.cpp`, `engine` builds it, `op`) and on a GPU (`triton_*`)."""
+"""Engines behind `_product.run`: on a CPU (`cpu.cpp`, `engine` builds it, `op`) and on a GPU
+(`triton_*`)."""

@@ -1,4 +1,5 @@
-"""`python -m structlin._kernels.build` builds the CPU engine ahead of its first use, and says where it lies."""
+"""`python -m structlin._kernels.build` builds the CPU engine ahead of its first use, and says where
+it lies."""
 
 from .engine import build
 

@@ -1,9 +1,11 @@
-"""The compiled CPU engine (`cpu.cpp`) as an operator that autograd, torch.compile and FLOP counters know.
+"""The compiled CPU engine (`cpu.cpp`) as an operator that autograd, torch.compile and FLOP counters
+know.
 
     multiply(x, cores, bias, gains)         y = W(normalised cores) x + bias
     gradients(dy, x, cores, gains)          dx, dcores, dgains, dbias
 
-Only the inputs are saved. Derivatives of derivatives are taken through the loop that is the definition.
+Only the inputs are saved. Derivatives of derivatives are taken through the loop that is the
+definition.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +22,18 @@ from . import engine
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 OF_X, OF_CORES, OF_GAINS, OF_BIAS = 1, 2, 4, 8  # `Wants` in cpu.cpp
 
-Loop = Callable[[Program, Sequence[Tensor], Tensor, Tensor | None, Tensor | None, Sequence[float]], Tensor]
+Loop = Callable[
+    [Program, Sequence[Tensor], Tensor, Tensor | None, Tensor | None, Sequence[float]], Tensor
+]
 
 _ARGUMENTS = "Tensor x, Tensor[] cores, Tensor? bias, Tensor? gains, float[] sigmas, int[] code"
 torch.library.define("structlin_cpu::multiply", f"({_ARGUMENTS}) -> Tensor")
-torch.library.define("structlin_cpu::layer", f"({_ARGUMENTS}) -> Tensor")  # the same, and autograd knows it
+# the same, and autograd knows it
+torch.library.define("structlin_cpu::layer", f"({_ARGUMENTS}) -> Tensor")
 torch.library.define(
     "structlin_cpu::gradients",
-    "(Tensor dy, Tensor x, Tensor[] cores, Tensor? gains, float[] sigmas, int[] code, int wants) -> Tensor[]",
+    "(Tensor dy, Tensor x, Tensor[] cores, Tensor? gains, float[] sigmas, int[] code, "
+    "int wants) -> Tensor[]",
 )
 _multiply = torch.ops.structlin_cpu.multiply.default
 _layer = torch.ops.structlin_cpu.layer.default
@@ -35,7 +41,8 @@ _gradients = torch.ops.structlin_cpu.gradients.default
 
 
 def available(x: Tensor) -> bool:
-    """Whether the engine takes x: a plain tensor on a CPU, whose derivatives are taken by autograd's backward pass.
+    """Whether the engine takes x: a plain tensor on a CPU, whose derivatives are taken by
+    autograd's backward pass.
 
     Not while exporting, so that what is exported needs no structlin.
     """
@@ -111,7 +118,9 @@ class _Product(torch.autograd.Function):
         if torch.is_grad_enabled() or not available(dy):
             return None, None, None, *_differentiate(ctx, dy, [x, bias, gains, *cores])
         needs = of_x, of_cores, of_bias, of_gains
-        dx, dcores, dbias, dgains = _find_gradients(dy, x, cores, gains, ctx.sigmas, ctx.program.code, needs)
+        dx, dcores, dbias, dgains = _find_gradients(
+            dy, x, cores, gains, ctx.sigmas, ctx.program.code, needs
+        )
         return None, None, None, dx, dbias, dgains, *dcores
 
 
@@ -133,9 +142,12 @@ def _find_gradients(
 
 
 def _differentiate(ctx: Any, dy: Tensor, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients that are asked for, by the loop: differentiable, and a batch of dy may be given by vmap."""
+    """The gradients that are asked for, by the loop: differentiable, and a batch of dy may be given
+    by vmap."""
     x, bias, gains, *cores = inputs
-    wanted = [value for value, needed in zip(inputs, ctx.needs_input_grad[3:], strict=True) if needed]
+    wanted = [
+        value for value, needed in zip(inputs, ctx.needs_input_grad[3:], strict=True) if needed
+    ]
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         y = ctx.loop(ctx.program, cores, x, bias, gains, ctx.sigmas)
@@ -143,7 +155,7 @@ def _differentiate(ctx: Any, dy: Tensor, inputs: Sequence[Tensor | None]) -> lis
     return [next(found) if needed else None for needed in ctx.needs_input_grad[3:]]
 
 
-# ---- for programs that are compiled, and counters ------------------------------------------------------------------
+# ---- for programs that are compiled, and counters ------------------------------------------------
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -160,7 +172,9 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return *_find_gradients(dy, x, cores, gains, ctx.sigmas, ctx.code, needs), ctx.no_sigmas, None
 
 
-def _fake_multiply(x: Tensor, cores: Any, bias: Any, gains: Any, sigmas: Any, code: Sequence[int]) -> Tensor:
+def _fake_multiply(
+    x: Tensor, cores: Any, bias: Any, gains: Any, sigmas: Any, code: Sequence[int]
+) -> Tensor:
     return x.new_empty(*x.shape[:-1], code[1])
 
 
@@ -200,6 +214,8 @@ def _(x: Any, cores: Any, bias: Any, gains: Any, sigmas: Any, code: Sequence[int
 
 
 @register_flop_formula(torch.ops.structlin_cpu.gradients)
-def _(dy: Any, x: Any, cores: Any, gains: Any, sigmas: Any, code: Sequence[int], wants: int, **_: Any) -> int:
+def _(
+    dy: Any, x: Any, cores: Any, gains: Any, sigmas: Any, code: Sequence[int], wants: int, **_: Any
+) -> int:
     flops, of_cores = _count_flops(x, code), bool(wants & (OF_CORES | OF_GAINS))
     return sum(flops) * (bool(wants & OF_X) + of_cores) + sum(flops[:-1]) * of_cores

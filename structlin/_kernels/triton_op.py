@@ -1,15 +1,16 @@
-"""The Triton products as one operator for a whole structured layer, with its gradient as a second operator.
+"""The Triton products as one operator for a whole structured layer, with its gradient as a second
+operator.
 
-    multiply(x, cores, bias)        y = W(cores) x + bias                     linear in x and in each core
-    gradients(dy, x, cores)         dx, dcores, dbias of <dy, y>              linear in dy, x and each core
+    multiply(x, cores, bias)        y = W(cores) x + bias              linear in x and in each core
+    gradients(dy, x, cores)         dx, dcores, dbias of <dy, y>       linear in dy, x and each core
 
-Because everything is linear in each argument, the gradient of `gradients` needs nothing new. With u the cotangent of
-dx and u_i that of dcore_i, `<u, dx> + sum_i <u_i, dcore_i>` is `<dy, D>` with
+Because everything is linear in each argument, the gradient of `gradients` needs nothing new. With u
+the cotangent of dx and u_i that of dcore_i, `<u, dx> + sum_i <u_i, dcore_i>` is `<dy, D>` with
 
     D = W(cores) u + sum_i W(cores with u_i in place of core i) x
 
-so its gradient in dy is D, and its other gradients are `gradients` again. The layer is differentiable any number of
-times.
+so its gradient in dy is D, and its other gradients are `gradients` again. The layer is
+differentiable any number of times.
 """
 
 from collections.abc import Sequence
@@ -24,8 +25,8 @@ from .._structure import Structure
 
 
 def available(x: Tensor, structure: Structure) -> bool:
-    """On a GPU whose products have passed their test; not while exporting, nor where derivatives are not taken by
-    autograd's backward pass."""
+    """On a GPU whose products have passed their test; not while exporting, nor where derivatives
+    are not taken by autograd's backward pass."""
     if not x.is_cuda or torch.compiler.is_exporting():
         return False
     if not torch.compiler.is_compiling() and (
@@ -76,13 +77,21 @@ multiply = torch.library.custom_op("structlin::multiply", _multiply, mutates_arg
 
 
 def _gradients(
-    dy: Tensor, x: Tensor, cores: Sequence[Tensor], middle: Tensor, structure: str, wants: Sequence[bool]
+    dy: Tensor,
+    x: Tensor,
+    cores: Sequence[Tensor],
+    middle: Tensor,
+    structure: str,
+    wants: Sequence[bool],
 ) -> list[Tensor]:
-    """dx, one dcore for each core, dbias; each empty if `wants`, (x, cores, bias), says that nobody asks for it."""
+    """dx, one dcore for each core, dbias; each empty if `wants`, (x, cores, bias), says that nobody
+    asks for it."""
     from . import triton_stages
 
     x, dy, cores = x.contiguous(), dy.contiguous(), [core.contiguous() for core in cores]
-    dx, dcores = triton_stages.backward(_decode(structure), cores, x, middle, dy, (wants[0], wants[1]))
+    dx, dcores = triton_stages.backward(
+        _decode(structure), cores, x, middle, dy, (wants[0], wants[1])
+    )
     return [dx, *dcores, dy.sum(0) if wants[2] else dy.new_empty(0)]
 
 
@@ -90,15 +99,24 @@ gradients = torch.library.custom_op("structlin::gradients", _gradients, mutates_
 
 
 @multiply.register_fake
-def _(x: Tensor, cores: Sequence[Tensor], bias: Tensor | None, structure: str, keep: bool) -> tuple[Tensor, Tensor]:
+def _(
+    x: Tensor, cores: Sequence[Tensor], bias: Tensor | None, structure: str, keep: bool
+) -> tuple[Tensor, Tensor]:
     whole = _decode(structure)
     tokens = x.shape[0]  # len(x) would make it a constant
-    return x.new_empty(tokens, whole.out_features), x.new_empty(tokens * _middle(whole) if keep else 0)
+    return x.new_empty(tokens, whole.out_features), x.new_empty(
+        tokens * _middle(whole) if keep else 0
+    )
 
 
 @gradients.register_fake
 def _(
-    dy: Tensor, x: Tensor, cores: Sequence[Tensor], middle: Tensor, structure: str, wants: Sequence[bool]
+    dy: Tensor,
+    x: Tensor,
+    cores: Sequence[Tensor],
+    middle: Tensor,
+    structure: str,
+    wants: Sequence[bool],
 ) -> list[Tensor]:
     of_x, of_cores, of_bias = wants
     dx = x.new_empty(x.shape if of_x else 0)
@@ -112,7 +130,9 @@ def _(x: Any, cores: Any, bias: Any, structure: str, keep: bool, **_: Any) -> in
 
 
 @register_flop_formula(torch.ops.structlin.gradients)
-def _(dy: Any, x: Any, cores: Any, middle: Any, structure: str, wants: Sequence[bool], **_: Any) -> int:
+def _(
+    dy: Any, x: Any, cores: Any, middle: Any, structure: str, wants: Sequence[bool], **_: Any
+) -> int:
     whole = _decode(structure)
     again = sum(core.flops for core in whole.cores[:-1]) if wants[1] and not middle[0] else 0
     return int(x[0]) * (whole.flops * (wants[0] + wants[1]) + again)
@@ -131,13 +151,19 @@ def _backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Any, ...]:
     return dx, dcores, dbias, None, None
 
 
-def _wanted(ctx: Any, dy: Tensor | None, *wants: bool) -> tuple[Tensor | None, Sequence[Tensor | None], Tensor | None]:
+def _wanted(
+    ctx: Any, dy: Tensor | None, *wants: bool
+) -> tuple[Tensor | None, Sequence[Tensor | None], Tensor | None]:
     """The gradients of x, the cores and the bias, each None if nobody asks for it."""
     x, middle, *cores = ctx.saved_tensors
     if dy is None:
         return None, [None] * len(cores), None
     dx, *dcores, dbias = gradients(dy, x, cores, middle, ctx.structure, list(wants))
-    return dx if wants[0] else None, dcores if wants[1] else [None] * len(cores), dbias if wants[2] else None
+    return (
+        dx if wants[0] else None,
+        dcores if wants[1] else [None] * len(cores),
+        dbias if wants[2] else None,
+    )
 
 
 multiply.register_autograd(_backward, setup_context=_save)
@@ -152,16 +178,25 @@ def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> 
 def _backward_of_gradients(ctx: Any, cotangents: list[Tensor | None]) -> tuple[Any, ...]:
     dy, x, *cores = ctx.saved_tensors
     u, *each, u_bias = (None if c is None or c.numel() == 0 else c for c in cotangents)
-    d_dy, d_x, d_cores = torch.zeros_like(dy), torch.zeros_like(x), [torch.zeros_like(core) for core in cores]
+    d_dy, d_x, d_cores = (
+        torch.zeros_like(dy),
+        torch.zeros_like(x),
+        [torch.zeros_like(core) for core in cores],
+    )
     if u_bias is not None:
         d_dy = d_dy + u_bias
     terms: list[tuple[int | None, Tensor, list[Tensor]]] = [] if u is None else [(None, u, cores)]
     terms += [(i, x, [*cores[:i], c, *cores[i + 1 :]]) for i, c in enumerate(each) if c is not None]
     for i, at, factors in terms:  # the term of D with u in place of x, or of core i
         d_dy = d_dy + multiply(at, factors, None, ctx.structure, False)[0]
-        dx, *dcores, _ = gradients(dy, at, factors, x.new_empty(0), ctx.structure, [True, True, False])
+        dx, *dcores, _ = gradients(
+            dy, at, factors, x.new_empty(0), ctx.structure, [True, True, False]
+        )
         d_x = d_x if i is None else d_x + dx
-        d_cores = [total if j == i else total + d for j, (total, d) in enumerate(zip(d_cores, dcores, strict=True))]
+        d_cores = [
+            total if j == i else total + d
+            for j, (total, d) in enumerate(zip(d_cores, dcores, strict=True))
+        ]
     return d_dy, d_x, d_cores, None, None, None
 
 

@@ -1,13 +1,15 @@
-"""A whole layer on the Triton products: three a core, and no copy of an activation between them. Untested on GPU.
+"""A whole layer on the Triton products: three a core, and no copy of an activation between them.
+Untested on GPU.
 
-    forward     h_i = h_(i-1) core_i                                        for every core i, block by block
-    backward    dcore_i = dh_i^T h_(i-1),    dh_(i-1) = dh_i core_i^T       last to first
+    forward     h_i = h_(i-1) core_i                                    every core i, block by block
+    backward    dcore_i = dh_i^T h_(i-1),    dh_(i-1) = dh_i core_i^T   last to first
 
-Between the cores the axes of an activation may be stored in any order, so one is taken in which all products read and
-write 16 bytes at a time: the tokens run fastest (which takes a multiple of 16 of them; any other number is right, but
-slower), or, if a core is used several times a token (Kronecker, TT), the features do, as they are produced. At the
-layer's output one structure in use needs a copy. Where the fastest output axis is a batch axis of the last core
-(Monarch), one block's results would be written 2 bytes at a time, each into a 32-byte sector of the cache; they are
+Between the cores the axes of an activation may be stored in any order, so one is taken in which all
+products read and write 16 bytes at a time: the tokens run fastest (which takes a multiple of 16 of
+them; any other number is right, but slower), or, if a core is used several times a token
+(Kronecker, TT), the features do, as they are produced. At the layer's output one structure in use
+needs a copy. Where the fastest output axis is a batch axis of the last core (Monarch), one block's
+results would be written 2 bytes at a time, each into a 32-byte sector of the cache; they are
 written in the order in which they are produced and permuted once.
 """
 
@@ -25,7 +27,8 @@ Axes = tuple[str, ...]
 
 
 def supported(structure: Structure) -> bool:
-    """Has no index of a product more than two axes? So it is for up to three cores of BTT and two of everything else.
+    """Has no index of a product more than two axes? So it is for up to three cores of BTT and two
+    of everything else.
 
     >>> from structlin import BTT, TT
     >>> supported(BTT(cores=3).structure(64, 64)), supported(TT(rank=2, cores=3).structure(64, 64))
@@ -37,8 +40,8 @@ def supported(structure: Structure) -> bool:
 def forward(
     structure: Structure, cores: Sequence[Tensor], x: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`y = x W^T + bias` for x `(tokens, in_features)`, and the middle for `backward`: all that the cores but the first
-    read, `(tokens * features,)`.
+    """`y = x W^T + bias` for x `(tokens, in_features)`, and the middle for `backward`: all that the
+    cores but the first read, `(tokens * features,)`.
 
     Raises:
         ValueError, TypeError: as `block_gemm`; shapes are otherwise taken to be checked.
@@ -46,8 +49,12 @@ def forward(
     middle = x.new_empty(len(x) * sum(_width(core) for core in structure.cores[1:]))
     order, wanted = _orders(structure)[-1], _output(structure)
     if order == wanted:
-        return _products(structure, cores, x, middle, len(cores), bias).view(len(x), structure.out_features), middle
-    h = _products(structure, cores, x, middle, len(cores)).permute([order.index(axis) for axis in wanted])
+        return _products(structure, cores, x, middle, len(cores), bias).view(
+            len(x), structure.out_features
+        ), middle
+    h = _products(structure, cores, x, middle, len(cores)).permute(
+        [order.index(axis) for axis in wanted]
+    )
     y = h.new_empty(h.shape)
     if bias is None:
         y.copy_(h)
@@ -64,7 +71,8 @@ def backward(
     dy: Tensor,
     wants: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor, list[Tensor]]:
-    """dx `(tokens, in_features)` and the gradients of the cores, each empty if it is not among `wants`, (x, cores).
+    """dx `(tokens, in_features)` and the gradients of the cores, each empty if it is not among
+    `wants`, (x, cores).
 
     A middle of no elements, where nothing was kept, is computed again.
     """
@@ -72,7 +80,9 @@ def backward(
     if not len(middle) and wants[1]:
         middle = x.new_empty(len(x) * sum(_width(core) for core in structure.cores[1:]))
         _products(structure, cores, x, middle, len(cores) - 1)
-    activations = [_split(structure, x, orders[0]), *_middles(structure, middle, len(x))] if wants[1] else []
+    activations = (
+        [_split(structure, x, orders[0]), *_middles(structure, middle, len(x))] if wants[1] else []
+    )
     gradients = [weight.new_empty(weight.shape if wants[1] else 0) for weight in cores]
     output, dh = _output(structure), _split(structure, dy, _output(structure))
     if output != orders[-1]:
@@ -92,9 +102,15 @@ def backward(
 
 
 def _products(
-    structure: Structure, cores: Sequence[Tensor], x: Tensor, middle: Tensor, first: int, bias: Tensor | None = None
+    structure: Structure,
+    cores: Sequence[Tensor],
+    x: Tensor,
+    middle: Tensor,
+    first: int,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """The `first` products: the middle is written as far as they reach, and their last result is returned."""
+    """The `first` products: the middle is written as far as they reach, and their last result is
+    returned."""
     orders = _orders(structure)
     h, targets = _split(structure, x, orders[0]), _middles(structure, middle, len(x))
     for i in range(first):
@@ -103,7 +119,13 @@ def _products(
         target = _empty(structure, x, orders[-1]) if last else targets[i]
         added = None
         if last and bias is not None:
-            added = _view(_split(structure, bias.expand(len(x), -1), _output(structure)), _output(structure), z, m, n)
+            added = _view(
+                _split(structure, bias.expand(len(x), -1), _output(structure)),
+                _output(structure),
+                z,
+                m,
+                n,
+            )
         block_gemm(
             _view(h, orders[i], z, m, k),
             _view(_stored(structure, core, cores[i]), _stored_axes(core), z, k, n),
@@ -114,7 +136,7 @@ def _products(
     return h
 
 
-# ---- where the axes lie ----------------------------------------------------------------------------------------------
+# ---- where the axes lie --------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1024)
@@ -158,7 +180,7 @@ def _indices(core: Core) -> tuple[Axes, Axes, Axes, Axes]:
     return core.batch_axes, (TOKENS, *core.repeat_axes), core.fan_in_axes, core.fan_out_axes
 
 
-# ---- tensors with a dimension for every axis -------------------------------------------------------------------------
+# ---- tensors with a dimension for every axis -----------------------------------------------------
 
 
 def _split(structure: Structure, h: Tensor, order: Axes) -> Tensor:
@@ -167,13 +189,16 @@ def _split(structure: Structure, h: Tensor, order: Axes) -> Tensor:
 
 
 def _stored(structure: Structure, core: Core, weight: Tensor) -> Tensor:
-    """A core `(batch, fan_out, fan_in)`, or its gradient, by axes; always a view of a contiguous core."""
+    """A core `(batch, fan_out, fan_in)`, or its gradient, by axes; always a view of a contiguous
+    core."""
     return weight.reshape([structure.sizes[axis] for axis in _stored_axes(core)])
 
 
 def _empty(structure: Structure, like: Tensor, order: Axes) -> Tensor:
     """Of `like`'s tokens, dtype and device."""
-    return like.new_empty([len(like) if axis == TOKENS else structure.sizes[axis] for axis in order])
+    return like.new_empty(
+        [len(like) if axis == TOKENS else structure.sizes[axis] for axis in order]
+    )
 
 
 def _middles(structure: Structure, middle: Tensor, tokens: int) -> list[Tensor]:
@@ -196,10 +221,16 @@ def _view(h: Tensor, order: Axes, *indices: Axes) -> Tensor:
     shape, stride = h.shape, h.stride()
     dims = _dimensions(order, indices)
     return h.as_strided(
-        [1 if d is None else shape[d] for d in dims], [0 if d is None else stride[d] for d in dims], h.storage_offset()
+        [1 if d is None else shape[d] for d in dims],
+        [0 if d is None else stride[d] for d in dims],
+        h.storage_offset(),
     )
 
 
 @lru_cache(maxsize=4096)
 def _dimensions(order: Axes, indices: tuple[Axes, ...]) -> list[int | None]:
-    return [order.index(index[level]) if level < len(index) else None for index in indices for level in (0, 1)]
+    return [
+        order.index(index[level]) if level < len(index) else None
+        for index in indices
+        for level in (0, 1)
+    ]

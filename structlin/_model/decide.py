@@ -60,7 +60,9 @@ def decide(
     zeroed = find_rules("zero_init", zero_init, layers, model)
     splitting = find_rules("split", split, layers, model)
     if included == []:
-        raise ValueError(f"include={include!r} has no pattern; leave it out to convert every layer but heads")
+        raise ValueError(
+            f"include={include!r} has no pattern; leave it out to convert every layer but heads"
+        )
 
     decisions = []
     for n, layer in enumerate(layers):
@@ -114,7 +116,9 @@ def _find_reason(
 
 def _split(structure: Spec, parts: int, layer: Layer) -> Split:
     if not isinstance(structure, Family):
-        raise ValueError(f"split={parts}: structure={structure!r} of layer {layer.name!r} must be a family")
+        raise ValueError(
+            f"split={parts}: structure={structure!r} of layer {layer.name!r} must be a family"
+        )
     return Split(parts=parts, of=structure)
 
 

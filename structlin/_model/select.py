@@ -35,7 +35,9 @@ class Rule:
         return f"{self.argument}: {describe_pattern(self.pattern)}"
 
 
-def find_rules(argument: str, patterns: Patterns, layers: Sequence[Layer], model: nn.Module) -> list[Rule]:
+def find_rules(
+    argument: str, patterns: Patterns, layers: Sequence[Layer], model: nn.Module
+) -> list[Rule]:
     """A rule for each pattern.
 
     Raises:

@@ -220,7 +220,9 @@ def _find_obstacle(layer: Layer, parents: list[nn.Module]) -> str:
     if any(_ADAPTER.search(name) for name in layer.names):
         return "belongs to an adapter: merge it first, or convert before it is added"
     if weight is None:
-        return "has no weight parameter of its own (pruned, weight-normalised or quantised by a hook)"
+        return (
+            "has no weight parameter of its own (pruned, weight-normalised or quantised by a hook)"
+        )
     if type(weight) is not nn.Parameter or not weight.is_floating_point():
         return f"has a weight of type {type(weight).__name__} and dtype {weight.dtype}"
     if hasattr(weight, "infshape"):
@@ -249,7 +251,9 @@ def find_loss(module: nn.Module) -> str:
             return f"has hooks, which would be lost: {', '.join(hooks)}"
         patched = [name for name in vars(part) if hasattr(type(part), name)]
         if patched:
-            return f"has methods of its own, offloaded or patched, which would be lost: {patched[0]}"
+            return (
+                f"has methods of its own, offloaded or patched, which would be lost: {patched[0]}"
+            )
     bias = module._parameters.get("bias")  # which stays the same parameter
     for name, parameter in module.named_parameters():
         if parameter is bias:
@@ -270,7 +274,12 @@ def _is_bookkeeping(attribute: str) -> bool:
 def _find_additions(module: nn.Module) -> list[str]:
     """Parameters, buffers and submodules that somebody has added to a linear layer."""
     new = _build_smallest(type(module))
-    found = [name for store in _STORES for name in getattr(module, store) if name not in getattr(new, store)]
+    found = [
+        name
+        for store in _STORES
+        for name in getattr(module, store)
+        if name not in getattr(new, store)
+    ]
     if isinstance(module, StructuredLinear):  # whose cores are numbered
         names = [name for store in _STORES for name in getattr(module.cores, store)]
         found += [f"cores.{name}" for name in names if not name.isdigit()]

@@ -1,4 +1,5 @@
-"""Alternating least squares, for any structure: a sweep solves for each core in turn with the others fixed."""
+"""Alternating least squares, for any structure: a sweep solves for each core in turn with the
+others fixed."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod, sqrt
@@ -18,16 +19,23 @@ STEPS = 20  # of conjugate gradient for a core, at most
 CLOSE = 1e-2  # relative decrease of its squared gradient at which a core is solved well enough
 RESTARTS = 3  # random starts of a structure whose first start may be a bad one
 EXACT = 1e-6  # relative error that needs no other start
-DOUBLE = 2**20  # numbers in an activation up to which alternating least squares runs in float64 for any weight
+# numbers in an activation up to which alternating least squares runs in float64 for any weight
+DOUBLE = 2**20
 
 
 def search(
-    structure: Structure, starts: list[list[Tensor]], w: Tensor, c: Tensor | None, dtype: torch.dtype, limit: int
+    structure: Structure,
+    starts: list[list[Tensor]],
+    w: Tensor,
+    c: Tensor | None,
+    dtype: torch.dtype,
+    limit: int,
 ) -> list[Tensor]:
-    """The best of alternating least squares from the best of `starts` and, unless the structure is a chain, from random
-    ones; `limit` sweeps from each."""
+    """The best of alternating least squares from the best of `starts` and, unless the structure is
+    a chain, from random ones; `limit` sweeps from each."""
     columns = w.shape[1]
-    x = torch.eye(columns, dtype=w.dtype, device=w.device) if c is None else take_root(c).mT  # x^T x = C
+    # x^T x = C
+    x = torch.eye(columns, dtype=w.dtype, device=w.device) if c is None else take_root(c).mT
     y, x = x @ w.mT, F.pad(x, (0, structure.in_features - columns))
     width = max(tail.in_features for _, tail in _tails(structure))
     if dtype != torch.float64 and len(x) * width > DOUBLE:
@@ -50,11 +58,13 @@ def search(
 def alternate(
     structure: Structure, cores: list[Tensor], x: Tensor, y: Tensor, limit: int = SWEEPS
 ) -> Iterator[tuple[list[Tensor], float]]:
-    """Alternating least squares: cores and error ||y - x B^T|| / ||y||, of the start and after each sweep.
+    """Alternating least squares: cores and error ||y - x B^T|| / ||y||, of the start and after each
+    sweep.
 
-    The error never increases. A sweep solves for each core in turn with the others fixed, which is a linear problem;
-    where the blocks of W are independent matrices (`_is_blockwise`), for both factors of each block in turn and then
-    for the last core. `y` may be narrower than the structure: the outputs that it lacks are free.
+    The error never increases. A sweep solves for each core in turn with the others fixed, which is
+    a linear problem; where the blocks of W are independent matrices (`_is_blockwise`), for both
+    factors of each block in turn and then for the last core. `y` may be narrower than the
+    structure: the outputs that it lacks are free.
     """
     stages = _tails(structure)
     refit = _blockwise(structure, x, y) if _is_blockwise(structure) else None
@@ -87,33 +97,55 @@ def _norm(y: Tensor) -> float:
 
 
 def _is_blockwise(structure: Structure) -> bool:
-    """Whether the structure is two cores, from all inputs and to all outputs: W is then a grid of matrices of a rank,
-    one for each value of the axes that W and both cores have, as of BTT and Monarch."""
-    subscripts, inputs, outputs = [core.axes for core in structure.cores], structure.inputs, structure.outputs
+    """Whether the structure is two cores, from all inputs and to all outputs: W is then a grid of
+    matrices of a rank, one for each value of the axes that W and both cores have, as of BTT and
+    Monarch."""
+    subscripts, inputs, outputs = (
+        [core.axes for core in structure.cores],
+        structure.inputs,
+        structure.outputs,
+    )
     if len(subscripts) != 2 or {*inputs} & {*outputs}:
         return False
     return {*inputs} <= {*subscripts[0]} and {*outputs} <= {*subscripts[1]}
 
 
-def _blockwise(structure: Structure, x: Tensor, y: Tensor) -> Callable[[list[Tensor], Tensor], list[Tensor]]:
-    """A pass over the blocks of W: one column of blocks after the other gets its optimum with the others fixed.
+def _blockwise(
+    structure: Structure, x: Tensor, y: Tensor
+) -> Callable[[list[Tensor], Tensor], list[Tensor]]:
+    """A pass over the blocks of W: one column of blocks after the other gets its optimum with the
+    others fixed.
 
-    With what the other blocks give subtracted from y, a block's optimum is the truncated SVD of its regression on its
-    inputs, whitened. A ridge on the change of a block keeps the error from increasing where inputs never vary.
+    With what the other blocks give subtracted from y, a block's optimum is the truncated SVD of its
+    regression on its inputs, whitened. A ridge on the change of a block keeps the error from
+    increasing where inputs never vary.
 
     Returns:
-        A function of the cores and their residual y - x B^T; outputs that y lacks are zero in the new cores.
+        A function of the cores and their residual y - x B^T; outputs that y lacks are zero in the
+        new cores.
     """
-    (inputs, outputs), (first, last) = (structure.inputs, structure.outputs), [core.axes for core in structure.cores]
-    given, own = [axis for axis in inputs if axis in last], [axis for axis in inputs if axis not in last]
-    shared, rest = [axis for axis in outputs if axis in first], [axis for axis in outputs if axis not in first]
+    (inputs, outputs), (first, last) = (
+        (structure.inputs, structure.outputs),
+        [core.axes for core in structure.cores],
+    )
+    given, own = (
+        [axis for axis in inputs if axis in last],
+        [axis for axis in inputs if axis not in last],
+    )
+    shared, rest = (
+        [axis for axis in outputs if axis in first],
+        [axis for axis in outputs if axis not in first],
+    )
     bond = [axis for axis in first if axis not in (*inputs, *outputs)]
     factors = [given, shared, bond, own], [given, shared, rest, bond]
     size, padding = {**structure.sizes, "tokens": len(x)}, structure.out_features - y.shape[1]
-    present = group_axes(F.pad(torch.ones_like(y[0]), (0, padding)), outputs, (shared, rest), size)[..., None]
+    present = group_axes(F.pad(torch.ones_like(y[0]), (0, padding)), outputs, (shared, rest), size)[
+        ..., None
+    ]
 
     columns = group_axes(x, ["tokens", *inputs], (given, ["tokens"], own), size)
-    used = (columns != 0).any(-1)  # x that comes from a covariance is triangular: half of its products are with zeros
+    # x that comes from a covariance is triangular: half of its products are with zeros
+    used = (columns != 0).any(-1)
     ends = (used * torch.arange(1, len(x) + 1, device=x.device)).amax(-1).tolist()
     grams = columns.double().mT @ columns.double()
     ridge = 10 * torch.finfo(x.dtype).eps * (mean_diagonal(grams).mean().item() or 1.0)
@@ -121,13 +153,22 @@ def _blockwise(structure: Structure, x: Tensor, y: Tensor) -> Callable[[list[Ten
     roots, grams = take_root(grams).to(x), grams.to(x)
 
     def refit(cores: list[Tensor], residual: Tensor) -> list[Tensor]:
-        missing = group_axes(F.pad(residual, (0, padding)), ["tokens", *outputs], (["tokens"], [*shared, *rest]), size)
+        missing = group_axes(
+            F.pad(residual, (0, padding)),
+            ["tokens", *outputs],
+            (["tokens"], [*shared, *rest]),
+            size,
+        )
         missing = missing.clone()
         axes = [[*core.axes] for core in structure.cores]
         right, left = (group_axes(*core, size) for core in zip(cores, axes, factors, strict=True))
         steps, found = zip(ends, columns, grams, roots, left * present, right, strict=True), []
         for end, column, gram, root, old_left, old_right in steps:
-            part, column, old = missing[:end], column[:end], old_left @ old_right  # old: (shared, rest, own)
+            part, column, old = (
+                missing[:end],
+                column[:end],
+                old_left @ old_right,
+            )  # old: (shared, rest, own)
             goal = (part.mT @ column).reshape(old.shape) + old @ gram
             white = torch.linalg.solve_triangular(root, goal.mT, upper=False).mT
             new_left, basis = truncate(white, right.shape[-2])
@@ -144,22 +185,34 @@ def _blockwise(structure: Structure, x: Tensor, y: Tensor) -> Callable[[list[Ten
 
 
 def _regression(structure: Structure, core: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The core of a structure that has only one for the least ||y - x B^T||^2 + ridge ||core - new||^2, and the
-    residual: normal equations, one for each block, that all uses of the block share."""
+    """The core of a structure that has only one for the least ||y - x B^T||^2 + ridge ||core -
+    new||^2, and the residual: normal equations, one for each block, that all uses of the block
+    share."""
     (only,), (inputs, outputs) = structure.cores, (structure.inputs, structure.outputs)
     size, uses = {**structure.sizes, "tokens": len(x)}, ["tokens", *only.repeat_axes]
     rows = group_axes(x, ["tokens", *inputs], (only.batch_axes, uses, only.fan_in_axes), size)
-    residual = group_axes(y, ["tokens", *outputs], (only.batch_axes, uses, only.fan_out_axes), size) - rows @ core.mT
+    residual = (
+        group_axes(y, ["tokens", *outputs], (only.batch_axes, uses, only.fan_out_axes), size)
+        - rows @ core.mT
+    )
     change = invert(rows.mT @ rows) @ (rows.mT @ residual)
-    residual = split_axes(residual - rows @ change, [*only.batch_axes, *uses, *only.fan_out_axes], size)
-    order = [[*only.batch_axes, *uses, *only.fan_out_axes].index(axis) for axis in ["tokens", *outputs]]
+    residual = split_axes(
+        residual - rows @ change, [*only.batch_axes, *uses, *only.fan_out_axes], size
+    )
+    order = [
+        [*only.batch_axes, *uses, *only.fan_out_axes].index(axis) for axis in ["tokens", *outputs]
+    ]
     return core + change.mT, residual.permute(order).reshape(y.shape)
 
 
-def _least_squares(tail: Structure, cores: list[Tensor], h: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The first core of `tail` for a smaller ||y - tail(h)||, and that residual: preconditioned conjugate gradient.
+def _least_squares(
+    tail: Structure, cores: list[Tensor], h: Tensor, y: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The first core of `tail` for a smaller ||y - tail(h)||, and that residual: preconditioned
+    conjugate gradient.
 
-    What is minimised is ||y - tail(h)||^2 + ridge ||core - cores[0]||^2: where y has no say, the core stays.
+    What is minimised is ||y - tail(h)||^2 + ridge ||core - cores[0]||^2: where y has no say, the
+    core stays.
     """
 
     def predict(core: Tensor) -> Tensor:
@@ -184,18 +237,26 @@ def _least_squares(tail: Structure, cores: list[Tensor], h: Tensor, y: Tensor) -
     return core, residual
 
 
-def _preconditioner(tail: Structure, cores: list[Tensor], h: Tensor) -> tuple[Callable[[Tensor], Tensor], float]:
-    """The inverse of the Kronecker part of the normal equations of the first core of `tail`, and a ridge for them.
+def _preconditioner(
+    tail: Structure, cores: list[Tensor], h: Tensor
+) -> tuple[Callable[[Tensor], Tensor], float]:
+    """The inverse of the Kronecker part of the normal equations of the first core of `tail`, and a
+    ridge for them.
 
-    A core is a batched matrix between the features `h` before it and the linear maps after it; if inputs are white,
-    the normal equations of each block are (maps^T maps) (x) (h^T h), for all families.
+    A core is a batched matrix between the features `h` before it and the linear maps after it; if
+    inputs are white, the normal equations of each block are (maps^T maps) (x) (h^T h), for all
+    families.
     """
     core, *later = tail.cores
     inputs, outputs = (tail.inputs, tail.outputs)
     axes, fan_in = [*core.axes], [*core.fan_in_axes]
     fan_out = [axis for axis in core.fan_out_axes if axis not in outputs]
     hidden = [axis for core in later for axis in [*core.axes] if axis not in (*inputs, *outputs)]
-    blocks = [axis for axis in axes if axis not in (*fan_in, *fan_out) and any(axis in [*c.axes] for c in later)]
+    blocks = [
+        axis
+        for axis in axes
+        if axis not in (*fan_in, *fan_out) and any(axis in [*c.axes] for c in later)
+    ]
 
     tokens, size = ["tokens", *inputs], {**tail.sizes, "tokens": len(h)}
     features = split_axes(h, tokens, size)
@@ -210,11 +271,17 @@ def _preconditioner(tail: Structure, cores: list[Tensor], h: Tensor) -> tuple[Ca
     before = contract(right, (features, tokens), (features, prime(tokens, fan_in)))
     grams = [(as_squares(after, fan_out, size), left), (as_squares(before, fan_in, size), right)]
     factors = [(split_axes(invert(gram), names, size), names) for gram, names in grams]
-    ridge = sqrt(torch.finfo(h.dtype).eps) * prod(mean_diagonal(gram).mean().item() for gram, _ in grams) / core.repeat
+    ridge = (
+        sqrt(torch.finfo(h.dtype).eps)
+        * prod(mean_diagonal(gram).mean().item() for gram, _ in grams)
+        / core.repeat
+    )
 
     def precondition(gradient: Tensor) -> Tensor:
         primed = prime(axes, [*fan_in, *fan_out])
-        return contract(axes, (split_axes(gradient, axes, size), primed), *factors).reshape(gradient.shape)
+        return contract(axes, (split_axes(gradient, axes, size), primed), *factors).reshape(
+            gradient.shape
+        )
 
     return precondition, ridge
 
@@ -222,7 +289,9 @@ def _preconditioner(tail: Structure, cores: list[Tensor], h: Tensor) -> tuple[Ca
 def _tails(structure: Structure) -> list[tuple[Structure, Structure]]:
     """For each core the structure of it alone, and that of it and all after it."""
     inputs, outputs = structure.inputs, structure.outputs
-    states = [[*core.batch_axes, *core.repeat_axes, *core.fan_in_axes] for core in structure.cores[1:]]
+    states = [
+        [*core.batch_axes, *core.repeat_axes, *core.fan_in_axes] for core in structure.cores[1:]
+    ]
     stages = []
     for n, (before, after) in enumerate(zip([inputs, *states], [*states, outputs], strict=True)):
         ends = (after, structure.subscripts[n : n + 1]), (outputs, structure.subscripts[n:])
@@ -240,9 +309,12 @@ def _make_structure(
 
 
 def _is_chain(structure: Structure) -> bool:
-    """Whether every core can absorb any change of basis in what the core before it hands over: then cutting the cores
-    off one by one loses nothing."""
-    cores, (inputs, outputs) = [core.axes for core in structure.cores], (structure.inputs, structure.outputs)
+    """Whether every core can absorb any change of basis in what the core before it hands over: then
+    cutting the cores off one by one loses nothing."""
+    cores, (inputs, outputs) = (
+        [core.axes for core in structure.cores],
+        (structure.inputs, structure.outputs),
+    )
     for n, core in enumerate(cores[:-1]):
         later = {axis for rest in cores[n + 2 :] for axis in rest}
         seen = {axis for before in cores[:n] for axis in before}
@@ -253,5 +325,8 @@ def _is_chain(structure: Structure) -> bool:
 
 
 def _draw(structure: Structure, generator: torch.Generator) -> list[Tensor]:
-    cores = (torch.randn(core.shape, generator=generator, dtype=torch.float64) for core in structure.cores)
+    cores = (
+        torch.randn(core.shape, generator=generator, dtype=torch.float64)
+        for core in structure.cores
+    )
     return [tensor / sqrt(core.fan_in) for core, tensor in zip(structure.cores, cores, strict=True)]

@@ -1,4 +1,5 @@
-"""Tensors with named axes: an axis for each name, primed where a matrix has the same axis on both sides."""
+"""Tensors with named axes: an axis for each name, primed where a matrix has the same axis on both
+sides."""
 
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -11,7 +12,8 @@ from .._structure import Structure
 
 
 def prime(axes: Sequence[str], those: Sequence[str] | None = None) -> list[str]:
-    """The axes with a prime, all or only `those`: the second index of a matrix over the same axis."""
+    """The axes with a prime, all or only `those`: the second index of a matrix over the same
+    axis."""
     return [f"{axis}'" if those is None or axis in those else axis for axis in axes]
 
 
@@ -25,15 +27,20 @@ def split_axes(tensor: Tensor, axes: Sequence[str], size: Mapping[str, int]) -> 
 
 
 def contract(to: Sequence[str], *operands: tuple[Tensor, Sequence[str]]) -> Tensor:
-    """`torch.einsum` over named axes: `operands` are tensors, one dimension an axis, with their names."""
+    """`torch.einsum` over named axes: `operands` are tensors, one dimension an axis, with their
+    names."""
     names = dict.fromkeys(axis for _, axes in operands for axis in axes)
     letter = dict(zip(names, ascii_letters, strict=False))
-    terms = ("".join(letter[axis] for axis in axes) for axes in (*(axes for _, axes in operands), to))
+    terms = (
+        "".join(letter[axis] for axis in axes) for axes in (*(axes for _, axes in operands), to)
+    )
     *sources, result = terms
     return torch.einsum(f"{','.join(sources)}->{result}", *(tensor for tensor, _ in operands))
 
 
-def group_axes(tensor: Tensor, axes: Sequence[str], groups: Sequence[Sequence[str]], size: Mapping[str, int]) -> Tensor:
+def group_axes(
+    tensor: Tensor, axes: Sequence[str], groups: Sequence[Sequence[str]], size: Mapping[str, int]
+) -> Tensor:
     """A tensor over `axes` as one with a dimension for each group of them."""
     order = [axis for group in groups for axis in group]
     permuted = split_axes(tensor, axes, size).permute([axes.index(axis) for axis in order])
@@ -49,4 +56,6 @@ def as_squares(tensor: Tensor, group: Sequence[str], size: Mapping[str, int]) ->
 def store(structure: Structure, n: int, tensor: Tensor, axes: Sequence[str]) -> Tensor:
     """A tensor over the axes of core n, as that core is stored: `(batch, fan_out, fan_in)`."""
     core = structure.cores[n]
-    return group_axes(tensor, axes, (core.batch_axes, core.fan_out_axes, core.fan_in_axes), structure.sizes)
+    return group_axes(
+        tensor, axes, (core.batch_axes, core.fan_out_axes, core.fan_in_axes), structure.sizes
+    )

@@ -36,10 +36,14 @@ def check_budget(budget: float | None, of: str) -> None:
     """Raises: ValueError: `budget` is no fraction; `of` is unknown, or given without a budget."""
     number = isinstance(budget, int | float) and not isinstance(budget, bool)
     if budget is not None and not (number and 0 < budget <= 1):
-        raise ValueError(f"budget={budget!r} must be a fraction of the parameters or FLOPs, above 0, at most 1")
+        raise ValueError(
+            f"budget={budget!r} must be a fraction of the parameters or FLOPs, above 0, at most 1"
+        )
     if of not in NAMES or (budget is None and of != "params"):
         known = " or ".join(map(repr, NAMES))
-        raise ValueError(f"budget_of={of!r}: it is {known}, and goes with a budget, for example budget=0.5")
+        raise ValueError(
+            f"budget_of={of!r}: it is {known}, and goes with a budget, for example budget=0.5"
+        )
 
 
 def allocate(
@@ -143,7 +147,9 @@ def _sizes(family: Family, weight: Tensor, of: str) -> Iterator[Size]:
             found.append(Size(candidate, structure, cost))
     if not found:
         kind = type(family.of if isinstance(family, Split) else family).__name__
-        raise ValueError(f"budget: no {kind} of {in_features} -> {out_features} has as few {NAMES[of]} as dense")
+        raise ValueError(
+            f"budget: no {kind} of {in_features} -> {out_features} has as few {NAMES[of]} as dense"
+        )
     return iter(found)
 
 

@@ -15,7 +15,9 @@ ROWS = 8192  # inputs that are turned into float32 at a time
 
 
 @torch.no_grad()
-def measure_covariances(model: nn.Module, layers: Sequence[nn.Module], calibration: Calibration) -> list[Tensor | None]:
+def measure_covariances(
+    model: nn.Module, layers: Sequence[nn.Module], calibration: Calibration
+) -> list[Tensor | None]:
     """`X^T X / N` over all inputs X of each layer: `(in_features, in_features)`, float64.
 
     The model runs in eval mode without gradients; every module's mode is restored, and no hook
@@ -46,7 +48,9 @@ def measure_covariances(model: nn.Module, layers: Sequence[nn.Module], calibrati
     if not batches:
         raise ValueError("calibration has no batch; a generator can be read only once")
     if not any(counts.values()):
-        raise ValueError("calibration: none of the layers to convert saw an input; the model does not call them")
+        raise ValueError(
+            "calibration: none of the layers to convert saw an input; the model does not call them"
+        )
     if any(not total.isfinite().all() for total in sums.values()):
         raise ValueError("calibration: a layer's inputs are not finite")
     return [sums[layer] / counts[layer] if counts[layer] else None for layer in layers]

@@ -1,10 +1,11 @@
 """The closed form: cores cut off a matrix, from left to right.
 
-Read as a tensor over the axes of the signature, W is to be a product of cores. Cut it between the first core and the
-others: the axes in both that are also in W number independent problems, the axes in both that are not in W are summed,
-so each problem is a matrix (axes of the others) x (axes of the first core) of a rank of at most the product of the
-summed sizes. Truncated SVDs give it (Eckart & Young 1936), and the others are cut in the same way. For two cores this
-one rule is the SVD of LowRank, one SVD per block of BTT and Monarch (Dao et al. 2022, arXiv:2204.00595), and the
+Read as a tensor over the axes of the signature, W is to be a product of cores. Cut it between the
+first core and the others: the axes in both that are also in W number independent problems, the axes
+in both that are not in W are summed, so each problem is a matrix (axes of the others) x (axes of
+the first core) of a rank of at most the product of the summed sizes. Truncated SVDs give it (Eckart
+& Young 1936), and the others are cut in the same way. For two cores this one rule is the SVD of
+LowRank, one SVD per block of BTT and Monarch (Dao et al. 2022, arXiv:2204.00595), and the
 rearrangement of Kronecker (Van Loan & Pitsianis 1993); for more it is the TT-SVD (Oseledets 2011).
 """
 
@@ -19,8 +20,8 @@ from .matrices import identity_like, take_root, truncate
 
 
 def cut(structure: Structure, w: Tensor, c: Tensor | None) -> list[Tensor]:
-    """Truncated SVDs, one core after the other; with `c` of W L in place of W, L L^T the covariance of the inputs that
-    the core sums."""
+    """Truncated SVDs, one core after the other; with `c` of W L in place of W, L L^T the covariance
+    of the inputs that the core sums."""
     size, subscripts, (inputs, outputs) = (
         structure.sizes,
         [core.axes for core in structure.cores],
@@ -40,12 +41,15 @@ def cut(structure: Structure, w: Tensor, c: Tensor | None) -> list[Tensor]:
             first = split_axes(right, kept, size)
         else:
             weighed = [axis for axis in own if axis in inputs and axis not in outputs]
-            given = [axis for axis in axes if axis in inputs and axis in core and axis not in weighed]
+            given = [
+                axis for axis in axes if axis in inputs and axis in core and axis not in weighed
+            ]
             root = take_root(_covariance(structure, c, given, weighed))
             factor, white = [*given, *weighed, *prime(weighed)], prime(axes, weighed)
             whitened = contract(white, (target, axes), (split_axes(root, factor, size), factor))
             left, right = truncate(group_axes(whitened, axes, (batch, rest, own), size), rank)
-            inverse = torch.linalg.solve_triangular(root.mT, identity_like(root), upper=True)  # [column, primed row]
+            # [column, primed row]
+            inverse = torch.linalg.solve_triangular(root.mT, identity_like(root), upper=True)
             first = contract(
                 kept,
                 (split_axes(right, kept, size), prime(kept, weighed)),
@@ -60,8 +64,9 @@ def cut(structure: Structure, w: Tensor, c: Tensor | None) -> list[Tensor]:
 def _blocks(structure: Structure, w: Tensor, c: Tensor | None) -> tuple[Tensor, list[str]]:
     """W as a tensor over the axes of the signature.
 
-    An axis on both of its sides makes the structure block diagonal: of W counts its regression on the inputs of each
-    block. If no core has that axis, the same block is used again: the regression is one over all of its uses.
+    An axis on both of its sides makes the structure block diagonal: of W counts its regression on
+    the inputs of each block. If no core has that axis, the same block is used again: the regression
+    is one over all of its uses.
     """
     size, (inputs, outputs) = structure.sizes, (structure.inputs, structure.outputs)
     kept = [axis for axis in inputs if axis in outputs]
@@ -72,7 +77,10 @@ def _blocks(structure: Structure, w: Tensor, c: Tensor | None) -> tuple[Tensor, 
     rows = [axis for axis in outputs if axis not in kept]
     columns = [axis for axis in inputs if axis not in kept]
     axes = [*blocks, *rows, *columns]
-    sums = contract(axes, (split_axes(w if c is None else w @ c, [*outputs, *inputs], size), [*outputs, *inputs]))
+    sums = contract(
+        axes,
+        (split_axes(w if c is None else w @ c, [*outputs, *inputs], size), [*outputs, *inputs]),
+    )
     if c is None:
         return sums / prod(size[axis] for axis in kept if axis not in used), axes
     root = take_root(_covariance(structure, c, blocks, columns))
@@ -81,7 +89,8 @@ def _blocks(structure: Structure, w: Tensor, c: Tensor | None) -> tuple[Tensor, 
 
 
 def _covariance(structure: Structure, c: Tensor, given: list[str], axes: list[str]) -> Tensor:
-    """The covariance over `axes` for each value of `given`, summed over the other inputs: `(given, axes, axes)`."""
+    """The covariance over `axes` for each value of `given`, summed over the other inputs: `(given,
+    axes, axes)`."""
     inputs, _ = (structure.inputs, structure.outputs)
     rows = split_axes(c, [*inputs, *inputs], structure.sizes)
     marginal = contract([*given, *axes, *prime(axes)], (rows, [*inputs, *prime(inputs, axes)]))
@@ -91,7 +100,11 @@ def _covariance(structure: Structure, c: Tensor, given: list[str], axes: list[st
 
 def is_optimal(structure: Structure, weighed: bool, padded: bool) -> bool:
     """Whether `cut` gives the global optimum."""
-    subscripts, inputs, outputs = [core.axes for core in structure.cores], structure.inputs, structure.outputs
+    subscripts, inputs, outputs = (
+        [core.axes for core in structure.cores],
+        structure.inputs,
+        structure.outputs,
+    )
     kept = {*inputs} & {*outputs}
     unused = kept - {axis for core in subscripts for axis in core}
     if len(subscripts) == 1:
@@ -100,6 +113,7 @@ def is_optimal(structure: Structure, weighed: bool, padded: bool) -> bool:
         return False
     first, last = ({*core} for core in subscripts)
     one_sided = all({*side} <= first or {*side} <= last for side in (inputs, outputs))
-    if padded and not one_sided:  # the numbers that are free are not whole rows and columns of the matrices
+    # the numbers that are free are not whole rows and columns of the matrices
+    if padded and not one_sided:
         return False
     return not weighed or ({*inputs} - unused <= first and last.isdisjoint({*inputs} - kept))

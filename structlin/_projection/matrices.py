@@ -8,7 +8,8 @@ from torch import Tensor
 
 
 def truncate(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The nearest `left @ right` of `rank` to each matrix of a batch; the rows of `right` are orthonormal.
+    """The nearest `left @ right` of `rank` to each matrix of a batch; the rows of `right` are
+    orthonormal.
 
     Where the matrix is too small for the rank, rows of `right` come again and `left` is zero there.
     """
@@ -27,7 +28,8 @@ def truncate(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 def leading_eigenvectors(gram: Tensor, k: int) -> Tensor:
     """Of the k largest eigenvalues, as columns.
 
-    On one thread for small blocks: LAPACK gains nothing from more, and loses a factor of 100 where cores are busy.
+    On one thread for small blocks: LAPACK gains nothing from more, and loses a factor of 100 where
+    cores are busy.
     """
     threads = torch.get_num_threads()
     try:
@@ -41,8 +43,9 @@ def leading_eigenvectors(gram: Tensor, k: int) -> Tensor:
 
 
 def make_definite(c: Tensor) -> Tensor:
-    """C to a mean variance of 1, plus the least multiple of the identity that makes it numerically positive definite:
-    inputs that never vary keep W's own columns, as far as the structure can hold them."""
+    """C to a mean variance of 1, plus the least multiple of the identity that makes it numerically
+    positive definite: inputs that never vary keep W's own columns, as far as the structure can hold
+    them."""
     c = (c + c.mT) / 2
     c = c / (c.diagonal().mean().abs() or 1.0)
     for exponent in range(-14, -3):
@@ -50,8 +53,8 @@ def make_definite(c: Tensor) -> Tensor:
         if torch.linalg.cholesky_ex(shifted).info == 0:
             return shifted
     raise ValueError(
-        f"covariance has an eigenvalue of {torch.linalg.eigvalsh(c)[0].item():.3g} times its mean variance; it must be "
-        "positive semi-definite: X X^T / N of the layer's inputs"
+        f"covariance has an eigenvalue of {torch.linalg.eigvalsh(c)[0].item():.3g} times its mean "
+        "variance; it must be positive semi-definite: X X^T / N of the layer's inputs"
     )
 
 

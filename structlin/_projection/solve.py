@@ -1,5 +1,6 @@
-"""A dense matrix -> the cores of a structure: the nearest one in closed form where there is one, and alternating least
-squares for any structure. Everything is read from the axes, so a structure of one's own gets what the families get.
+"""A dense matrix -> the cores of a structure: the nearest one in closed form where there is one,
+and alternating least squares for any structure. Everything is read from the axes, so a structure of
+one's own gets what the families get.
 """
 
 from collections.abc import Sequence
@@ -23,40 +24,53 @@ BALANCING = 10  # passes over all pairs of cores
 
 @torch.no_grad()
 def project(
-    weight: Tensor, structure: Family | Structure, *, covariance: Tensor | None = None, sweeps: int = SWEEPS
+    weight: Tensor,
+    structure: Family | Structure,
+    *,
+    covariance: Tensor | None = None,
+    sweeps: int = SWEEPS,
 ) -> list[Tensor]:
-    """The cores whose matrix B is nearest to `weight`: least ||W - B||_F, or least error of the layer's outputs.
+    """The cores whose matrix B is nearest to `weight`: least ||W - B||_F, or least error of the
+    layer's outputs.
 
-    With the covariance C = X X^T / N of the layer's inputs, the root mean square error of the outputs is
+    With the covariance C = X X^T / N of the layer's inputs, the root mean square error of the
+    outputs is
     ||(W - B) C^(1/2)||_F, and that is what becomes small. What is optimal:
 
-    - one core; two cores without covariance; two cores with covariance if the first one sums all inputs (LowRank);
-    - otherwise the closed form is the start of alternating least squares, which ends near a local minimum and never
-      above its start. Where W is a grid of blocks of a rank (BTT, Monarch) it solves block by block, by their SVD. If
-      the cores are no chain (BLAST, say), random starts follow, from a generator of its own.
+    - one core; two cores without covariance; two cores with covariance if the first one sums all
+      inputs (LowRank);
+    - otherwise the closed form is the start of alternating least squares, which ends near a local
+      minimum and never above its start. Where W is a grid of blocks of a rank (BTT, Monarch) it
+      solves block by block, by their SVD. If the cores are no chain (BLAST, say), random starts
+      follow, from a generator of its own.
 
-    While small symmetric matrices are decomposed, torch's number of threads is 1: more gain nothing there, and lose a
-    factor of 100 where cores are busy. It is put back at once, but is the process's, also for other threads.
+    While small symmetric matrices are decomposed, torch's number of threads is 1: more gain nothing
+    there, and lose a factor of 100 where cores are busy. It is put back at once, but is the
+    process's, also for other threads.
 
-    Where the structure is larger than the weight (padding), the extra inputs and outputs are free: they have no error.
+    Where the structure is larger than the weight (padding), the extra inputs and outputs are free:
+    they have no error.
 
     Args:
         weight: `(out_features, in_features)`, real floating point; computed in float32 or better.
         structure: a family such as `BTT(rank=4)`, or a `Structure` at least as large as the weight.
-        covariance: `(in_features, in_features)`, symmetric positive semi-definite, possibly singular.
+        covariance: `(in_features, in_features)`, symmetric positive semi-definite, possibly
+            singular.
         sweeps: of alternating least squares, at most; it ends by itself. 0: the closed form alone.
 
     Returns:
-        One tensor `(batch, fan_out, fan_in)` per core, of the dtype and on the device of `weight`; balanced: whatever
-        can be moved from one core to another by scaling is shared equally.
+        One tensor `(batch, fan_out, fan_in)` per core, of the dtype and on the device of `weight`;
+        balanced: whatever can be moved from one core to another by scaling is shared equally.
 
     Raises:
-        ValueError: `weight` is not a matrix, not finite or has no values (meta); the structure does not fit it;
-            `covariance` has another shape, is not finite, not symmetric or not positive semi-definite; `sweeps` is
-            negative.
-        TypeError: `weight` or `covariance` is not real floating point; `structure` is neither family nor `Structure`.
+        ValueError: `weight` is not a matrix, not finite or has no values (meta); the structure does
+            not fit it; `covariance` has another shape, is not finite, not symmetric or not positive
+            semi-definite; `sweeps` is negative.
+        TypeError: `weight` or `covariance` is not real floating point; `structure` is neither
+            family nor `Structure`.
 
-    Source: Eckart & Young 1936; Van Loan & Pitsianis 1993; Oseledets 2011; Dao et al. 2022 (arXiv:2204.00595).
+    Source: Eckart & Young 1936; Van Loan & Pitsianis 1993; Oseledets 2011; Dao et al. 2022
+    (arXiv:2204.00595).
 
     >>> from structlin import BTT, to_dense
     >>> structure = BTT(rank=2).structure(16, 16)
@@ -88,9 +102,14 @@ def project(
 
 @torch.no_grad()
 def relative_error(
-    weight: Tensor, structure: Family | Structure, cores: Sequence[Tensor], *, covariance: Tensor | None = None
+    weight: Tensor,
+    structure: Family | Structure,
+    cores: Sequence[Tensor],
+    *,
+    covariance: Tensor | None = None,
 ) -> float:
-    """||W - B||_F / ||W||_F, or with the covariance of the inputs that of the outputs, ||(W - B) C^1/2|| / ||W C^1/2||.
+    """||W - B||_F / ||W||_F, or with the covariance of the inputs that of the outputs, ||(W - B)
+    C^1/2|| / ||W C^1/2||.
 
     Computed in float64; 0 if both norms are 0.
 
@@ -112,39 +131,52 @@ def relative_error(
     w = weight.detach().to(torch.float64)
     dense = to_dense(structure, [core.detach().to(w) for core in cores])
     error = w - dense[: w.shape[0], : w.shape[1]]
-    squares = [(e.square() if covariance is None else (e @ covariance.to(w)) * e).sum().item() for e in (error, w)]
+    squares = [
+        (e.square() if covariance is None else (e @ covariance.to(w)) * e).sum().item()
+        for e in (error, w)
+    ]
     above, below = (sqrt(max(square, 0.0)) for square in squares)
     return above / below if below else float("inf") if above else 0.0
 
 
 def balance(structure: Structure, cores: list[Tensor]) -> list[Tensor]:
-    """The same matrix with the scales shared equally: any two cores have, at each value of the axes that they share,
-    the same norm. A part that is zero in one of them stays alive in the other."""
+    """The same matrix with the scales shared equally: any two cores have, at each value of the axes
+    that they share, the same norm. A part that is zero in one of them stays alive in the other."""
     cores, size = [*cores], structure.sizes
     axes = [[*core.axes] for core in structure.cores]
     pairs = [*combinations(range(len(cores)), 2)]
     for m, n in pairs * (1 if len(pairs) == 1 else BALANCING):
         shared = [axis for axis in axes[m] if axis in axes[n]]
         first, second = (
-            contract(shared, (split_axes(cores[k], axes[k], size).square(), axes[k])).sqrt() for k in (m, n)
+            contract(shared, (split_axes(cores[k], axes[k], size).square(), axes[k])).sqrt()
+            for k in (m, n)
         )
         alive = torch.minimum(first, second) > torch.finfo(torch.float32).tiny
         ratio = torch.where(alive, (second / first).sqrt(), torch.ones_like(first))
         for k, scale in ((m, ratio), (n, 1 / ratio)):
-            scaled = contract(axes[k], (split_axes(cores[k], axes[k], size), axes[k]), (scale, shared))
+            scaled = contract(
+                axes[k], (split_axes(cores[k], axes[k], size), axes[k]), (scale, shared)
+            )
             cores[k] = scaled.reshape(cores[k].shape)
     return cores
 
 
 def _check_weight(weight: Tensor) -> None:
     if weight.ndim != 2 or 0 in weight.shape:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}; it must be a matrix (out_features, in_features)")
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}; "
+            "it must be a matrix (out_features, in_features)"
+        )
     if not weight.is_floating_point():
         raise TypeError(f"weight has dtype {weight.dtype}; it must be real floating point")
     if weight.is_meta:
-        raise ValueError("weight is on the meta device: no values to project; load the weights first")
+        raise ValueError(
+            "weight is on the meta device: no values to project; load the weights first"
+        )
     if not weight.isfinite().all():
-        raise ValueError(f"weight has {(~weight.isfinite()).sum().item()} values that are not finite")
+        raise ValueError(
+            f"weight has {(~weight.isfinite()).sum().item()} values that are not finite"
+        )
 
 
 def _check_covariance(covariance: Tensor | None, in_features: int) -> None:
@@ -152,15 +184,20 @@ def _check_covariance(covariance: Tensor | None, in_features: int) -> None:
         return
     if covariance.shape != (in_features, in_features):
         raise ValueError(
-            f"covariance has shape {tuple(covariance.shape)}; it must be (in_features, in_features) = "
-            f"{(in_features, in_features)}: X X^T / N of the layer's inputs"
+            f"covariance has shape {tuple(covariance.shape)}; "
+            f"it must be (in_features, in_features) = {(in_features, in_features)}: "
+            "X X^T / N of the layer's inputs"
         )
     if not covariance.is_floating_point():
         raise TypeError(f"covariance has dtype {covariance.dtype}; it must be real floating point")
     if covariance.is_meta:
         raise ValueError("covariance is on the meta device: it has no values")
     if not covariance.isfinite().all():
-        raise ValueError(f"covariance has {(~covariance.isfinite()).sum().item()} values that are not finite")
+        raise ValueError(
+            f"covariance has {(~covariance.isfinite()).sum().item()} values that are not finite"
+        )
     skew = (covariance - covariance.mT).abs().max().item()
     if skew > 1e-3 * covariance.abs().max().item():
-        raise ValueError(f"covariance differs from its transpose by {skew:.3g}; it must be symmetric: X X^T / N")
+        raise ValueError(
+            f"covariance differs from its transpose by {skew:.3g}; it must be symmetric: X X^T / N"
+        )

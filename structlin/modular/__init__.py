@@ -1,4 +1,5 @@
-"""The modular norm as an algebra of modules: composing a network composes its norm, duality map and sharpness."""
+"""The modular norm as an algebra of modules: composing a network composes its norm, duality map and
+sharpness."""
 
 from .atoms import Conv2D, Embed, Linear, Structured
 from .bonds import (
@@ -20,7 +21,20 @@ from .bonds import (
 )
 from .compounds import GPT, Attention, ResMLP, ResNet, residual
 from .masses import masses
-from .module import Add, Atom, Attributes, Bond, Composite, Identity, Module, Power, Scale, Sharpness, Term, Tuple
+from .module import (
+    Add,
+    Atom,
+    Attributes,
+    Bond,
+    Composite,
+    Identity,
+    Module,
+    Power,
+    Scale,
+    Sharpness,
+    Term,
+    Tuple,
+)
 from .trace import Traced, trace
 
 __all__ = [

@@ -1,11 +1,12 @@
-"""Atoms: the modules that have weights. Each holds an ordinary layer, which is what optimizers and `convert` see.
+"""Atoms: the modules that have weights. Each holds an ordinary layer, which is what optimizers and
+`convert` see.
 
 The norm of a weight is that of the operator that it is: RMS -> RMS for matrices, the largest RMS of
 a vector for embeddings. At initialisation it is 1, and all singular values are equal. No atom has a
 bias.
 
 Sources: Large et al. 2024 (arXiv:2405.14813), appendix B.2; Bernstein & Newhouse 2024
-    (arXiv:2410.21265), section 4.
+(arXiv:2410.21265), section 4.
 """
 
 from collections.abc import Sequence
@@ -56,7 +57,8 @@ class Linear(Atom):
 
     @property
     def attributes(self) -> Attributes:
-        """Of cutting the padding off after the cores after padding: the RMS of y counts its own features alone."""
+        """Of cutting the padding off after the cores after padding: the RMS of y counts its own
+        features alone."""
         padded, cut = self._padding()
         cores = [Attributes(term.mass, 1.0, beta=1.0) for term in self.terms()]
         return chain([Attributes(sensitivity=padded), *cores, Attributes(sensitivity=cut)])
@@ -65,11 +67,15 @@ class Linear(Atom):
         if not isinstance(self.linear, StructuredLinear):
             return super().terms()
         if self.linear.gains is not None or self.linear.bias is not None:
-            raise ValueError("the algebra has no norm for gains or biases: convert with weight_norm=False")
+            raise ValueError(
+                "the algebra has no norm for gains or biases: convert with weight_norm=False"
+            )
         count = len(self.linear.cores)
         masses = self.masses or (1.0,) * count
         if len(masses) != count:
-            raise ValueError(f"masses={masses} are {len(masses)}, but the structure has {count} cores")
+            raise ValueError(
+                f"masses={masses} are {len(masses)}, but the structure has {count} cores"
+            )
         shares = [self._mass * mass / sum(masses) for mass in masses]
         _, cut = self._padding()
         return [Term(f"linear.cores.{n}", share, cut, self) for n, share in enumerate(shares)]
@@ -85,7 +91,10 @@ class Linear(Atom):
     def width(self, width: Width) -> Width:
         if single(self, width) not in (None, self.linear.in_features):
             shape = f"{self.linear.in_features} -> {self.linear.out_features}"
-            raise ValueError(f"{type(self).__name__}({shape}) takes {self.linear.in_features} features, not {width}")
+            raise ValueError(
+                f"{type(self).__name__}({shape}) takes {self.linear.in_features} features, "
+                f"not {width}"
+            )
         return self.linear.out_features
 
     def weight_norm(self, weight: Tensor, *, exact: bool = True) -> Tensor:
@@ -108,8 +117,10 @@ class Structured(Linear):
 
     >>> from structlin import Kronecker
     >>> net = Structured(64, 64, Kronecker(), mass=3, masses=(1, 2))
-    >>> net.sensitivity, net.sharpness.alpha == 2 * (1 / 3) * (2 / 3), [term.mass for term in net.terms()]
-    (1.0, True, [1.0, 2.0])
+    >>> net.sensitivity, net.sharpness.alpha == 2 * (1 / 3) * (2 / 3)
+    (1.0, True)
+    >>> [term.mass for term in net.terms()]
+    [1.0, 2.0]
     """
 
     def __init__(
@@ -122,11 +133,14 @@ class Structured(Linear):
         masses: Sequence[float] | None = None,
     ) -> None:
         Atom.__init__(self, mass)
-        self.linear = StructuredLinear(in_features, out_features, structure, bias=False, init="orthogonal")
+        self.linear = StructuredLinear(
+            in_features, out_features, structure, bias=False, init="orthogonal"
+        )
         if masses is not None:
             if not all(0 <= each < inf for each in masses) or not sum(masses) > 0:
                 raise ValueError(
-                    f"masses={masses!r} must not be negative but finite, and their sum, which divides, not zero"
+                    f"masses={masses!r} must not be negative but finite, and their sum, "
+                    "which divides, not zero"
                 )
             self.masses = tuple(masses)
         self.terms()  # refuses masses that do not fit
@@ -176,12 +190,14 @@ class Conv2D(Atom):
     """
 
     def __init__(
-        self, in_channels: int, out_channels: int, kernel: int = 3, *, stride: int = 1, padding: int | None = None,
-        mass: float = 1.0,
+        self, in_channels: int, out_channels: int, kernel: int = 3, *, stride: int = 1,
+        padding: int | None = None, mass: float = 1.0,
     ) -> None:  # fmt: skip
         super().__init__(mass)
         padding = (kernel - 1) // 2 if padding is None else padding
-        self.conv = nn.Conv2d(in_channels, out_channels, kernel, stride=stride, padding=padding, bias=False)
+        self.conv = nn.Conv2d(
+            in_channels, out_channels, kernel, stride=stride, padding=padding, bias=False
+        )
         self.reset_parameters()
 
     @torch.no_grad()
@@ -210,7 +226,9 @@ class Conv2D(Atom):
 def _operator_norm(matrices: Tensor, exact: bool) -> Tensor:
     """sqrt(n / m) |W|_2, the largest of all the matrices `(..., m, n)`."""
     m, n = matrices.shape[-2:]
-    spectral: Tensor = torch.linalg.matrix_norm(promote(matrices), 2) if exact else spectral_bound(matrices)
+    spectral: Tensor = (
+        torch.linalg.matrix_norm(promote(matrices), 2) if exact else spectral_bound(matrices)
+    )
     return sqrt(n / m) * spectral.amax()
 
 

@@ -1,4 +1,5 @@
-"""Bonds: what a network does between its weights. Each class says its sensitivity, and gamma, its sharpness.
+"""Bonds: what a network does between its weights. Each class says its sensitivity, and gamma, its
+sharpness.
 
 They are bounds for inputs of RMS at most 1, but for these. RMSDivide stretches what is smaller: its
 numbers are for inputs of RMS 1. ReLU and GELU can pass a perturbation whole: 1 / sqrt 2 is what MN
@@ -70,7 +71,8 @@ class MeanSubtract(Bond):
 
 
 class RMSDivide(Bond):
-    """x -> x / RMS(x) over `dim`, zero to zero. 2 / sqrt 3 is the norm of its second derivative at RMS 1."""
+    """x -> x / RMS(x) over `dim`, zero to zero. 2 / sqrt 3 is the norm of its second derivative at
+    RMS 1."""
 
     gamma = 2 / sqrt(3)
 
@@ -109,10 +111,15 @@ class FunctionalAttention(Bond):
         if width is None:
             return None
         if not isinstance(width, tuple) or len(width) != 3:
-            raise ValueError(f"FunctionalAttention takes a tuple (q, k, v), but it is given {width}")
+            raise ValueError(
+                f"FunctionalAttention takes a tuple (q, k, v), but it is given {width}"
+            )
         queries, keys, values = width
         if None not in (queries, keys) and queries != keys:
-            raise ValueError(f"FunctionalAttention: queries have {queries} features and keys {keys}, they must agree")
+            raise ValueError(
+                f"FunctionalAttention: queries have {queries} features and keys {keys}, "
+                "they must agree"
+            )
         return values
 
     def forward(self, qkv: tuple[Tensor, Tensor, Tensor]) -> Tensor:
@@ -130,7 +137,10 @@ class SplitHeads(Bond):
     def width(self, width: Width) -> Width:
         features = single(self, width)
         if features is not None and features % self.heads:
-            raise ValueError(f"heads={self.heads} does not divide the {features} features that SplitHeads is given")
+            raise ValueError(
+                f"heads={self.heads} does not divide the {features} features "
+                "that SplitHeads is given"
+            )
         return None if features is None else features // self.heads
 
     def forward(self, x: Tensor) -> Tensor:
@@ -167,13 +177,15 @@ class Flatten(Bond):
 
 
 class AvgPool(Bond):
-    """Images `(batch, channels, height, width)` -> the means of their channels `(batch, channels, 1, 1)`."""
+    """Images `(batch, channels, height, width)` -> the means of their channels `(batch, channels,
+    1, 1)`."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.adaptive_avg_pool2d(x, 1)
 
 
-#: The bond of each operation of torch, by the operation's name: sensitivities and sharpness have this one source.
+#: The bond of each operation of torch, by the operation's name: sensitivities and sharpness have
+#: this one source.
 BONDS: dict[str, Callable[..., Module]] = {
     "identity": Identity,
     "add": Add,

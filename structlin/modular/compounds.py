@@ -21,23 +21,33 @@ from .module import Composite, Identity, Module
 
 
 def residual(module: Module, depth: int) -> Module:
-    """(1 - 1/L) Id + (1/L) M: of sensitivity 1 if M is, and with a sharpness that L of them in a row keep bounded."""
+    """(1 - 1/L) Id + (1/L) M: of sensitivity 1 if M is, and with a sharpness that L of them in a
+    row keep bounded."""
     if depth < 1:
         raise ValueError(f"depth={depth} of a residual network must be at least 1")
     return module if depth == 1 else (1 - 1 / depth) * Identity() + 1 / depth * module
 
 
 def ResMLP(  # noqa: N802
-    in_features: int, out_features: int, *, width: int, blocks: int, block_depth: int = 1, blocks_mass: float = 1.0
+    in_features: int,
+    out_features: int,
+    *,
+    width: int,
+    blocks: int,
+    block_depth: int = 1,
+    blocks_mass: float = 1.0,
 ) -> Composite:
-    """A residual MLP: each of its blocks is `block_depth` times MeanSubtract o Abs o Linear o RMSDivide.
+    """A residual MLP: each of its blocks is `block_depth` times MeanSubtract o Abs o Linear o
+    RMSDivide.
 
     Args:
         blocks_mass: of all blocks together; the input and the output layer have mass 1 each.
 
     >>> net = ResMLP(64, 10, width=32, blocks=8, block_depth=2)
-    >>> round(net.mass, 6), round(net.sensitivity, 6), [name for name, _ in net.named_parameters()][:2]
-    (3.0, 1.0, ['input.1.linear.weight', 'blocks.0.0.1.0.0.1.linear.weight'])
+    >>> round(net.mass, 6), round(net.sensitivity, 6)
+    (3.0, 1.0)
+    >>> [name for name, _ in net.named_parameters()][:2]
+    ['input.1.linear.weight', 'blocks.0.0.1.0.0.1.linear.weight']
     """
     layer = MeanSubtract() @ Abs() @ Linear(width, width) @ RMSDivide()
     return Composite(
@@ -48,9 +58,16 @@ def ResMLP(  # noqa: N802
 
 
 def ResNet(  # noqa: N802
-    in_channels: int, out_features: int, *, width: int, blocks: int, block_depth: int = 2, blocks_mass: float = 20.0
+    in_channels: int,
+    out_features: int,
+    *,
+    width: int,
+    blocks: int,
+    block_depth: int = 2,
+    blocks_mass: float = 20.0,
 ) -> Composite:
-    """A residual network of 3 x 3 convolutions of `width` channels, normalised over whole images."""
+    """A residual network of 3 x 3 convolutions of `width` channels, normalised over whole
+    images."""
     image = (-3, -2, -1)
     layer = MeanSubtract(image) @ Abs() @ Conv2D(width, width) @ RMSDivide(image)
     return Composite(
@@ -63,7 +80,8 @@ def ResNet(  # noqa: N802
 def Attention(  # noqa: N802
     width: int, *, heads: int, d_query: int, d_value: int, causal: bool
 ) -> Composite:
-    """Multi-head attention of sensitivity 1: the tuple (Q, K, V) has 3, and a third of the attention is taken."""
+    """Multi-head attention of sensitivity 1: the tuple (Q, K, V) has 3, and a third of the
+    attention is taken."""
     query, key = (SplitHeads(heads) @ Linear(width, heads * d_query) for _ in range(2))
     value = SplitHeads(heads) @ Linear(width, heads * d_value)
     attended = 1 / 3 * FunctionalAttention(causal=causal) @ (query, key, value)
@@ -93,14 +111,18 @@ def GPT(  # noqa: N802
 
     >>> import torch
     >>> net = GPT(65, context=32, width=64, heads=4, blocks=3)
-    >>> round(net.mass, 6), round(net.sensitivity, 6), net(torch.zeros(2, 32, dtype=torch.long)).shape
-    (7.0, 1.0, torch.Size([2, 32, 65]))
+    >>> round(net.mass, 6), round(net.sensitivity, 6)
+    (7.0, 1.0)
+    >>> net(torch.zeros(2, 32, dtype=torch.long)).shape
+    torch.Size([2, 32, 65])
     """
     if width % heads and None in (d_query, d_value):
         raise ValueError(f"heads={heads} does not divide width={width}: give d_query and d_value")
     d_query, d_value = d_query or width // heads, d_value or width // heads
     tokens, positions = Embed(vocabulary, width), Embed(context, width) @ Enumerate()
-    attention = Attention(width, heads=heads, d_query=d_query, d_value=d_value, causal=True) @ LayerNorm()
+    attention = (
+        Attention(width, heads=heads, d_query=d_query, d_value=d_value, causal=True) @ LayerNorm()
+    )
     mlp = Linear(4 * width, width) @ ScaledGELU() @ Linear(width, 4 * width) @ LayerNorm()
     block = Composite(attn=residual(attention, 2 * blocks), mlp=residual(mlp, 2 * blocks))
     return Composite(

@@ -1,4 +1,5 @@
-"""The algebra of modules: mass, sensitivity, sharpness and the modular norm follow the expression that is a network.
+"""The algebra of modules: mass, sensitivity, sharpness and the modular norm follow the expression
+that is a network.
 
 The mass m of a module says how much of the learning is its own, the sensitivity mu by how much it
 amplifies what it is given, and the sharpness (alpha, beta, gamma) bounds its second derivatives.
@@ -6,8 +7,8 @@ Activations are measured by the RMS of their features, the largest over all othe
 tuple of them by the sum.
 
 Sources: Large et al. 2024, "Scalable Optimization in the Modular Norm" (arXiv:2405.14813), called
-    MN here; Bernstein &
-Newhouse 2024, "Modular Duality in Deep Learning" (arXiv:2410.21265), called MD.
+MN here; Bernstein & Newhouse 2024, "Modular Duality in Deep Learning" (arXiv:2410.21265), called
+MD.
 """
 
 import copy
@@ -80,7 +81,8 @@ def chain(attributes: Iterable[Attributes]) -> Attributes:
 
 @dataclass(frozen=True)
 class Term:
-    """One weight's part in the modular norm, which is the largest of (M / mass) * sensitivity * |w| of all."""
+    """One weight's part in the modular norm, which is the largest of (M / mass) * sensitivity * |w|
+    of all."""
 
     name: str
     mass: float
@@ -89,7 +91,8 @@ class Term:
 
 
 class Module(nn.Module):
-    """An ordinary nn.Module that also knows its modular norm. What is not an atom or a bond is an expression of those.
+    """An ordinary nn.Module that also knows its modular norm. What is not an atom or a bond is an
+    expression of those.
 
     `M2 @ M1` applies M1 first; `(M1, M2)`, where a module is expected, gives both the same input;
     `M1 + M2` adds what they give; `a * M` scales it; `M ** L` applies L independent copies of M,
@@ -131,18 +134,27 @@ class Module(nn.Module):
         return {name: part for name, part in self._modules.items() if isinstance(part, Module)}
 
     def terms(self) -> list[Term]:
-        """Every weight with its mass and what comes after it, in the order of `named_parameters`."""
-        return [replace(term, name=f"{n}.{term.name}") for n, part in self.parts.items() for term in part.terms()]
+        """Every weight with its mass and what comes after it, in the order of
+        `named_parameters`."""
+        return [
+            replace(term, name=f"{n}.{term.name}")
+            for n, part in self.parts.items()
+            for term in part.terms()
+        ]
 
     def lengths(self) -> dict[str, float]:
-        """The norm that each weight's part has in an update of modular norm 1: mass / (M * later sensitivities).
+        """The norm that each weight's part has in an update of modular norm 1: mass / (M * later
+        sensitivities).
 
         Raises:
             ValueError: two weights are the same parameter: they were tied after they were composed.
         """
         check_weights_once(self)
         total = self.mass
-        return {term.name: term.mass / (total * term.sensitivity) if total else 0.0 for term in self.terms()}
+        return {
+            term.name: term.mass / (total * term.sensitivity) if total else 0.0
+            for term in self.terms()
+        }
 
     def width(self, width: Width) -> Width:
         """Width of the output for an input of that width; None where it is not known.
@@ -160,7 +172,9 @@ class Module(nn.Module):
         """
         check_mass(mass)
         if not self.mass:
-            raise ValueError(f"tare({mass}): {type(self).__name__} has mass 0, which no factor changes")
+            raise ValueError(
+                f"tare({mass}): {type(self).__name__} has mass 0, which no factor changes"
+            )
         factor = mass / self.mass
         for module in self.modules():
             if isinstance(module, Atom):
@@ -173,20 +187,24 @@ class Module(nn.Module):
             part.reset_parameters()
 
     def norm(self, update: Weights) -> Tensor:
-        """The modular norm of an update `{name: tensor}`, a 0-D tensor: the largest |w| / length of its weights.
+        """The modular norm of an update `{name: tensor}`, a 0-D tensor: the largest |w| / length of
+        its weights.
 
         What is left out counts as zero. Hence for M2 o M1 max(mu2 (M/m1) |w1|, (M/m2) |w2|), and
         for a tuple max((M/m1) |w1|, (M/m2) |w2|). A weight of mass zero is frozen: its term is 0.
         """
         measured = self._measured(update)
-        norms = [term.atom.weight_norm(weight) / length for term, length, weight in measured if length]
+        norms = [
+            term.atom.weight_norm(weight) / length for term, length, weight in measured if length
+        ]
         return torch.stack(norms).amax() if norms else torch.zeros(())
 
     @torch.no_grad()
     def dualize(
         self, gradients: Weights | None = None, *, target: float = 1.0, method: str = "ns"
     ) -> dict[str, Tensor]:
-        """Of all updates of modular norm `target` the one with the largest inner product with `gradients`.
+        """Of all updates of modular norm `target` the one with the largest inner product with
+        `gradients`.
 
         Args:
             gradients: `{name: tensor}`; None: those of the parameters, where they have one. Zero
@@ -204,9 +222,14 @@ class Module(nn.Module):
         if gradients is None:
             gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
             if not gradients:
-                raise ValueError(f"no weight of {type(self).__name__} has a gradient: call backward() first")
+                raise ValueError(
+                    f"no weight of {type(self).__name__} has a gradient: call backward() first"
+                )
         measured = self._measured(gradients)
-        return {term.name: target * length * term.atom.weight_dual(g, method) for term, length, g in measured}
+        return {
+            term.name: target * length * term.atom.weight_dual(g, method)
+            for term, length, g in measured
+        }
 
     @torch.no_grad()
     def descend_(self, lr: float, update: Weights | None = None) -> None:
@@ -223,7 +246,8 @@ class Module(nn.Module):
             self.get_parameter(term.name).sub_(lr * step)
 
     def normalize(self, update: Weights, *, target: float = 1.0) -> dict[str, Tensor]:
-        """`update` with each weight's part divided by its norm, so that the whole has modular norm `target`.
+        """`update` with each weight's part divided by its norm, so that the whole has modular norm
+        `target`.
 
         Spectral norms are those of `duality.spectral_bound`: never too small, 0.3 % too large on
         average, so that the norm is not above `target`. Zero maps to zero, and so does what has
@@ -245,11 +269,20 @@ class Module(nn.Module):
         lengths = self.lengths()
         for name, tensor in update.items():
             if name not in lengths:
-                raise ValueError(f"{name!r} is no weight of {type(self).__name__}; there are {', '.join(lengths)}")
+                raise ValueError(
+                    f"{name!r} is no weight of {type(self).__name__}; "
+                    f"there are {', '.join(lengths)}"
+                )
             shape = tuple(self.get_parameter(name).shape)
             if tuple(tensor.shape) != shape:
-                raise ValueError(f"{name!r} has shape {tuple(tensor.shape)}; the weight has {shape}")
-        return [(term, lengths[term.name], update[term.name]) for term in self.terms() if term.name in update]
+                raise ValueError(
+                    f"{name!r} has shape {tuple(tensor.shape)}; the weight has {shape}"
+                )
+        return [
+            (term, lengths[term.name], update[term.name])
+            for term in self.terms()
+            if term.name in update
+        ]
 
     def __matmul__(self, first: "Module | tuple[Any, ...]") -> "Composite":
         return Composite(*_opened(first), *_opened(self))
@@ -270,7 +303,8 @@ class Module(nn.Module):
 
 
 class Bond(Module):
-    """A module without weights: its class says its sensitivity, and how sharp it is in its input."""
+    """A module without weights: its class says its sensitivity, and how sharp it is in its
+    input."""
 
     own_sensitivity: float = 1.0
     gamma: float = 0.0
@@ -284,7 +318,8 @@ class Bond(Module):
 
 
 class Atom(Module):
-    """A module with weights of its own, held in an ordinary layer, with a norm and a duality map for them.
+    """A module with weights of its own, held in an ordinary layer, with a norm and a duality map
+    for them.
 
     Linear in its weights and in its input, and well-normed: (0, 1, 0)-sharp.
     """
@@ -305,7 +340,8 @@ class Atom(Module):
         raise NotImplementedError
 
     def weight_dual(self, gradient: Tensor, method: str) -> Tensor:
-        """The weight of norm 1 that has the largest inner product with `gradient`; zero for zero."""
+        """The weight of norm 1 that has the largest inner product with `gradient`; zero for
+        zero."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -313,7 +349,8 @@ class Atom(Module):
 
 
 class Composite(Module):
-    """`parts`, applied from the first to the last; those that are given names keep them and stay one part of `@`."""
+    """`parts`, applied from the first to the last; those that are given names keep them and stay
+    one part of `@`."""
 
     def __init__(self, *parts: Module, **named: Module) -> None:
         super().__init__()
@@ -331,7 +368,9 @@ class Composite(Module):
         later = 1.0
         for name, part in reversed(self.parts.items()):
             own = part.terms()
-            found[:0] = [replace(t, name=f"{name}.{t.name}", sensitivity=t.sensitivity * later) for t in own]
+            found[:0] = [
+                replace(t, name=f"{name}.{t.name}", sensitivity=t.sensitivity * later) for t in own
+            ]
             later *= part.sensitivity
         return found
 
@@ -347,11 +386,14 @@ class Composite(Module):
 
 
 class Power(Composite):
-    """`exponent` independent copies of a module, one after the other, their weights drawn anew; none: the identity."""
+    """`exponent` independent copies of a module, one after the other, their weights drawn anew;
+    none: the identity."""
 
     def __init__(self, module: Module, exponent: int) -> None:
         if isinstance(exponent, bool) or not isinstance(exponent, int) or exponent < 0:
-            raise ValueError(f"M ** {exponent!r}: the exponent is a number of copies, an integer of at least 0")
+            raise ValueError(
+                f"M ** {exponent!r}: the exponent is a number of copies, an integer of at least 0"
+            )
         copies = [copy.deepcopy(module) for _ in range(exponent)]
         for each in copies:
             each.reset_parameters()
@@ -359,7 +401,8 @@ class Power(Composite):
 
 
 class Tuple(Module):
-    """Modules that see the same input; the output is the tuple of theirs, its norm the sum of their norms."""
+    """Modules that see the same input; the output is the tuple of theirs, its norm the sum of their
+    norms."""
 
     def __init__(self, *parts: "Module | tuple[Any, ...]") -> None:
         super().__init__()
@@ -396,10 +439,15 @@ class Add(Bond):
 
     def width(self, width: Width) -> Width:
         if width is not None and not isinstance(width, tuple):
-            raise ValueError(f"Add takes a tuple of inputs, but it is given one of {width} features")
+            raise ValueError(
+                f"Add takes a tuple of inputs, but it is given one of {width} features"
+            )
         known = [each for each in width or () if each is not None]
         if any(each != known[0] for each in known):
-            raise ValueError(f"M1 + M2: they give {' and '.join(map(str, known))} features, which can not be added")
+            raise ValueError(
+                f"M1 + M2: they give {' and '.join(map(str, known))} features, "
+                "which can not be added"
+            )
         return known[0] if known else None
 
     def forward(self, xs: tuple[Tensor, ...]) -> Tensor:
@@ -414,7 +462,9 @@ class Scale(Bond):
         if isinstance(factor, bool) or not isinstance(factor, int | float):
             raise TypeError(f"a * M: a={factor!r} must be a number")
         if factor == 0 or not abs(factor) < inf:
-            raise ValueError(f"a * M: a={factor!r} must be finite and not 0: the norm divides by sensitivities")
+            raise ValueError(
+                f"a * M: a={factor!r} must be finite and not 0: the norm divides by sensitivities"
+            )
         self.factor, self.own_sensitivity = float(factor), abs(float(factor))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -433,7 +483,11 @@ def as_module(value: Any) -> Module:
     if isinstance(value, tuple):
         return Tuple(*value)
     if not isinstance(value, Module):
-        hint = f": there may be a modular.{type(value).__name__}" if isinstance(value, nn.Module) else ""
+        hint = (
+            f": there may be a modular.{type(value).__name__}"
+            if isinstance(value, nn.Module)
+            else ""
+        )
         raise TypeError(f"{type(value).__name__} is no module of structlin.modular{hint}")
     return value
 
@@ -445,7 +499,9 @@ def single(module: Module, width: Width) -> int | None:
         ValueError: it is that of a tuple.
     """
     if isinstance(width, tuple):
-        raise ValueError(f"{type(module).__name__} takes one input, but it is given a tuple of {len(width)}")
+        raise ValueError(
+            f"{type(module).__name__} takes one input, but it is given a tuple of {len(width)}"
+        )
     return width
 
 
@@ -461,8 +517,9 @@ def check_weights_once(module: Module) -> None:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter in seen:
             raise ValueError(
-                f"{seen[parameter]!r} and {name!r} are the same weight, whose mass would count twice: use each module "
-                "once in an expression (copy.deepcopy(M), or M ** 2, has weights of its own)"
+                f"{seen[parameter]!r} and {name!r} are the same weight, whose mass would count "
+                "twice: use each module once in an expression (copy.deepcopy(M), or M ** 2, "
+                "has weights of its own)"
             )
         seen[parameter] = name
 
@@ -470,4 +527,8 @@ def check_weights_once(module: Module) -> None:
 def _opened(value: "Module | tuple[Any, ...]") -> list[Module]:
     """The parts of what `@` has made: A @ B @ C has three, however it is bracketed."""
     module = as_module(value)
-    return list(module.parts.values()) if type(module) is Composite and "0" in module.parts else [module]
+    return (
+        list(module.parts.values())
+        if type(module) is Composite and "0" in module.parts
+        else [module]
+    )

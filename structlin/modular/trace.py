@@ -21,24 +21,38 @@ from .._linear import StructuredLinear
 from .atoms import Conv2D, Embed, Linear
 from .bonds import BONDS, FunctionalAttention
 from .masses import masses as masses_of
-from .module import Add, Atom, Attributes, Bond, Composite, Identity, Module, Term, Tuple, Weights, Width
+from .module import (
+    Add,
+    Atom,
+    Attributes,
+    Bond,
+    Composite,
+    Identity,
+    Module,
+    Term,
+    Tuple,
+    Weights,
+    Width,
+)
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.export.graph_signature import InputSpec
 
-# ---- operations ------------------------------------------------------------------------------------------------------
+# ---- operations ----------------------------------------------------------------------------------
 
 Bound = tuple[float, float]  # sensitivity and gamma, the bound of the second derivative
 Declared = Mapping[Any, float | Bound]
 
-#: Linear and of sensitivity 1: they move features, choose some, average them, or join inputs, whose norms add. The n
-#: equal parts of a fused projection have sensitivity n together, as n projections have; one alone could have sqrt(n).
+#: Linear and of sensitivity 1: they move features, choose some, average them, or join inputs, whose
+#: norms add. The n equal parts of a fused projection have sensitivity n together, as n projections
+#: have; one alone could have sqrt(n).
 _LINEAR = {
-    "view", "_unsafe_view", "reshape", "flatten", "unflatten", "permute", "transpose", "t", "unsqueeze", "squeeze",
-    "expand", "clone", "alias", "detach", "contiguous", "to", "_to_copy", "dropout", "im2col", "roll", "flip", "select",
-    "slice", "split", "chunk", "unbind", "getitem", "index", "index_select", "pad", "constant_pad_nd", "mean",
-    "avg_pool2d", "where", "masked_fill", "neg", "rsub", "cat", "stack",
+    "view", "_unsafe_view", "reshape", "flatten", "unflatten", "permute", "transpose", "t",
+    "unsqueeze", "squeeze", "expand", "clone", "alias", "detach", "contiguous", "to", "_to_copy",
+    "dropout", "im2col", "roll", "flip", "select", "slice", "split", "chunk", "unbind", "getitem",
+    "index", "index_select", "pad", "constant_pad_nd", "mean", "avg_pool2d", "where", "masked_fill",
+    "neg", "rsub", "cat", "stack",
 }  # fmt: skip
 
 
@@ -49,7 +63,8 @@ def _of_bond(node: fx.Node, args: tuple[Any, ...]) -> Bound:
 
 
 def _product(node: fx.Node, args: tuple[Any, ...]) -> Bound | None:
-    """By a constant; of a tensor, as a gain, the largest entry that it has now. Of two activations it has no bound."""
+    """By a constant; of a tensor, as a gain, the largest entry that it has now. Of two activations
+    it has no bound."""
     factors = [value for value in args[:2] if not isinstance(value, _Vertex)]
     return (_largest(factors[0]), 0.0) if factors and factors[0] is not _INDICES else None
 
@@ -57,12 +72,15 @@ def _product(node: fx.Node, args: tuple[Any, ...]) -> Bound | None:
 def _quotient(node: fx.Node, args: tuple[Any, ...]) -> Bound | None:
     divisor = args[1]
     return (
-        None if isinstance(divisor, _Vertex) or divisor is _INDICES else (_largest(1 / torch.as_tensor(divisor)), 0.0)
+        None
+        if isinstance(divisor, _Vertex) or divisor is _INDICES
+        else (_largest(1 / torch.as_tensor(divisor)), 0.0)
     )
 
 
 def _parts(node: fx.Node, args: tuple[Any, ...]) -> Bound:
-    """n parts of shares w: together they have sensitivity sqrt(sum of 1 / w), which is n for equal ones."""
+    """n parts of shares w: together they have sensitivity sqrt(sum of 1 / w), which is n for equal
+    ones."""
     sizes = args[1]
     return sqrt(sum(sum(sizes) / size for size in sizes)) / len(sizes), 0.0
 
@@ -79,7 +97,8 @@ def _normalisation(node: fx.Node, args: tuple[Any, ...]) -> Bound:
 
 
 def _attention(node: fx.Node, args: tuple[Any, ...]) -> Bound | None:
-    """The bond is for a scale of 1 / d; at c / d the logits, and so queries and keys, count c times as much."""
+    """The bond is for a scale of 1 / d; at c / d the logits, and so queries and keys, count c times
+    as much."""
     if any(isinstance(value, _Vertex) for value in args[3:]):
         return None  # a mask with a gradient
     bond, queries = BONDS["scaled_dot_product_attention"](causal=False), node.args[0]
@@ -89,7 +108,8 @@ def _attention(node: fx.Node, args: tuple[Any, ...]) -> Bound | None:
     return c * bond.sensitivity, c**2 * bond.sharpness.gamma
 
 
-#: Operation -> its bound, None if it has none for these arguments. What depends on no input is an argument by value.
+#: Operation -> its bound, None if it has none for these arguments. What depends on no input is an
+#: argument by value.
 RULES: dict[str, Callable[[fx.Node, tuple[Any, ...]], Bound | None]] = {
     **{name: lambda node, args: (1.0, 0.0) for name in _LINEAR},
     **dict.fromkeys(BONDS, _of_bond),
@@ -118,7 +138,7 @@ class Operation(Bond):
         return f"{self.name}, sensitivity={self.own_sensitivity:.6g}"
 
 
-# ---- layers ----------------------------------------------------------------------------------------------------------
+# ---- layers --------------------------------------------------------------------------------------
 
 
 class _Layer(Linear):
@@ -165,7 +185,10 @@ def _atom(name: str, layer: nn.Module, mass: float) -> Atom:
     elif isinstance(layer, nn.Conv2d) and layer.groups != 1:
         why = f"groups={layer.groups}"
     if why:
-        raise ValueError(f"trace: {name!r} is a {type(layer).__name__} with {why}, for which the algebra has no norm")
+        raise ValueError(
+            f"trace: {name!r} is a {type(layer).__name__} with {why}, "
+            "for which the algebra has no norm"
+        )
     kind, attribute = next(entry for own, entry in _LAYERS.items() if isinstance(layer, own))
     atom = kind.__new__(kind)
     Atom.__init__(atom, mass)
@@ -173,12 +196,13 @@ def _atom(name: str, layer: nn.Module, mass: float) -> Atom:
     return atom
 
 
-# ---- the graph -------------------------------------------------------------------------------------------------------
+# ---- the graph -----------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class _Vertex:
-    """What depends on the model's input or on a layer: a module of the algebra applied to other such."""
+    """What depends on the model's input or on a layer: a module of the algebra applied to other
+    such."""
 
     module: Module
     inputs: list["_Vertex"] = field(default_factory=list)
@@ -208,14 +232,21 @@ _INDICES = object()  #: integers or booleans that depend on the input: tokens, m
 
 
 class _Reader:
-    """Interprets a graph: what depends on neither the input nor a layer by its value, all else as a `_Vertex`."""
+    """Interprets a graph: what depends on neither the input nor a layer by its value, all else as a
+    `_Vertex`."""
 
     def __init__(
-        self, model: nn.Module, program: "ExportedProgram", masses: Mapping[str, float] | None, declared: Declared
+        self,
+        model: nn.Module,
+        program: "ExportedProgram",
+        masses: Mapping[str, float] | None,
+        declared: Declared,
     ) -> None:
         self.model, self.program, self.masses = model, program, masses
         self.declared = {
-            key if isinstance(key, type) else _name(key): bound if isinstance(bound, tuple) else (bound, nan)
+            key if isinstance(key, type) else _name(key): bound
+            if isinstance(bound, tuple)
+            else (bound, nan)
             for key, bound in declared.items()
         }
         self.tensors = {**program.state_dict, **program.constants}
@@ -233,10 +264,13 @@ class _Reader:
         for node in nodes[len(inputs) : -1]:
             self.values[node] = self.call(node)
         if self.unknown:
-            found = "; ".join(f"{name} (in {', '.join(places[:3])})" for name, places in self.unknown.items())
+            found = "; ".join(
+                f"{name} (in {', '.join(places[:3])})" for name, places in self.unknown.items()
+            )
             raise ValueError(
-                f"trace: no sensitivity is known for {found}. Declare by how much it amplifies the sum of the norms of "
-                "its inputs, for an operation or a class of modules: sensitivities={torch.ops.aten.mul: 1.0, Mine: 1.0}"
+                f"trace: no sensitivity is known for {found}. Declare by how much it amplifies the "
+                "sum of the norms of its inputs, for an operation or a class of modules: "
+                "sensitivities={torch.ops.aten.mul: 1.0, Mine: 1.0}"
             )
         results = zip(nodes[-1].args[0], self.program.graph_signature.output_specs, strict=True)
         outputs = [self.values[node] for node, spec in results if spec.kind.name == "USER_OUTPUT"]
@@ -244,7 +278,11 @@ class _Reader:
         if not outputs:
             raise ValueError("trace: the output depends neither on the input nor on a layer")
         output = outputs[0] if len(outputs) == 1 else self.vertex(Operation("outputs"), outputs)
-        users = [node for node, spec in zip(nodes, inputs, strict=False) if spec.kind.name == "USER_INPUT"]
+        users = [
+            node
+            for node, spec in zip(nodes, inputs, strict=False)
+            if spec.kind.name == "USER_INPUT"
+        ]
         for vertex in self.vertices:
             if not vertex.inputs and not any(map(_floating, users)):  # positions of tokens
                 vertex.inputs = [self.source]
@@ -259,7 +297,8 @@ class _Reader:
         name = spec.target or ""
         owner = name.rpartition(".")[0]
         embedding = isinstance(self.model.get_submodule(owner), nn.Embedding)
-        if embedding and not all(self.one(user)[0] for user in node.users):  # its vectors, read without it
+        # its vectors, read without it
+        if embedding and not all(self.one(user)[0] for user in node.users):
             return self.part(f"{owner}.weight", owner, [])
         return self.tensors[name]
 
@@ -279,22 +318,32 @@ class _Reader:
         if not _floating(node):
             return _INDICES
         name, place = _name(node.target), _calls(node)[-1][1] or type(self.model).__name__
-        if name not in RULES and any(isinstance(leaf, nn.Parameter) and leaf.ndim > 1 for leaf in leaves):
+        if name not in RULES and any(
+            isinstance(leaf, nn.Parameter) and leaf.ndim > 1 for leaf in leaves
+        ):
             known = ", ".join(kind.__name__ for kind in _LAYERS)
-            raise ValueError(f"trace: {place} multiplies by weights of its own in {name}; only {known} are atoms")
+            raise ValueError(
+                f"trace: {place} multiplies by weights of its own in {name}; only {known} are atoms"
+            )
         bound = self.declared.get(name) or (RULES[name](node, args) if name in RULES else None)
         if bound is None:
             self.unknown[name].append(place)
         elif not 0 < bound[0] < inf:
             raise ValueError(
-                f"trace: {name} in {place} has sensitivity {bound[0]}, by which the norm divides: it must be positive "
-                "and finite (a gain that starts at zero has none)"
+                f"trace: {name} in {place} has sensitivity {bound[0]}, by which the norm divides: "
+                "it must be positive and finite (a gain that starts at zero has none)"
             )
-        return self.vertex(Operation(name, *(bound or ())), inputs[:1] if _subtracts_mean(node) else inputs)
+        return self.vertex(
+            Operation(name, *(bound or ())), inputs[:1] if _subtracts_mean(node) else inputs
+        )
 
     def one(self, node: fx.Node) -> tuple[str, str]:
-        """The outermost call around a node of a module that is read as one, and the name of the module."""
-        return next((call for call in _calls(node) if self.is_one(self.model.get_submodule(call[1]))), ("", ""))
+        """The outermost call around a node of a module that is read as one, and the name of the
+        module."""
+        return next(
+            (call for call in _calls(node) if self.is_one(self.model.get_submodule(call[1]))),
+            ("", ""),
+        )
 
     def is_one(self, module: nn.Module) -> bool:
         known = isinstance(module, (*_LAYERS, Atom, Bond)) and not isinstance(module, _BY_OPERATION)
@@ -302,7 +351,10 @@ class _Reader:
 
     def kind(self, module: nn.Module) -> type | None:
         """Its class that is declared."""
-        return next((key for key in self.declared if isinstance(key, type) and isinstance(module, key)), None)
+        return next(
+            (key for key in self.declared if isinstance(key, type) and isinstance(module, key)),
+            None,
+        )
 
     def part(self, call: str, name: str, inputs: list[_Vertex]) -> _Vertex:
         """The vertex of a call of a module that is read as one, with these inputs too."""
@@ -312,7 +364,8 @@ class _Reader:
             if kind is not None:
                 if any(isinstance(inside, (*_LAYERS, Atom)) for inside in module.modules()):
                     raise ValueError(
-                        f"trace: sensitivities has {kind.__name__}, but {name!r} has layers, which need a mass"
+                        f"trace: sensitivities has {kind.__name__}, but {name!r} has layers, "
+                        "which need a mass"
                     )
                 self.parts[call] = self.vertex(Operation(kind.__name__, *self.declared[kind]), [])
             elif isinstance(module, Bond):
@@ -321,7 +374,11 @@ class _Reader:
                 self.parts[call] = self.vertex(_atom(name, module, self.mass(name, module)), [])
                 self.parts[call].name = name or type(module).__name__
         vertex = self.parts[call]
-        vertex.inputs += [each for each in dict.fromkeys(inputs) if each is not vertex and each not in vertex.inputs]
+        vertex.inputs += [
+            each
+            for each in dict.fromkeys(inputs)
+            if each is not vertex and each not in vertex.inputs
+        ]
         return vertex
 
     def mass(self, name: str, layer: nn.Module) -> float:
@@ -351,7 +408,9 @@ class _Writer:
             assert vertex.dominator is not None
             parts.append(vertex.module)
             if len(vertex.inputs) > 1:
-                parts.append(Tuple(*(self.expression(each, vertex.dominator) for each in vertex.inputs)))
+                parts.append(
+                    Tuple(*(self.expression(each, vertex.dominator) for each in vertex.inputs))
+                )
             vertex = vertex.dominator
         if unread:
             parts.append(Operation("constant", 0.0))
@@ -363,7 +422,11 @@ class _Writer:
             if vertex in self.done:
                 why = "the ways from it to the output cross, which no expression has"
             elif other is not vertex:
-                why = "it is called twice" if other.name == vertex.name else f"it shares a weight with {other.name!r}"
+                why = (
+                    "it is called twice"
+                    if other.name == vertex.name
+                    else f"it shares a weight with {other.name!r}"
+                )
             else:
                 continue
             raise ValueError(f"trace: the mass of {vertex.name!r} would count twice: {why}")
@@ -371,17 +434,21 @@ class _Writer:
 
 
 def _name(operation: Any) -> str:
-    """Without namespace and overload: "mul" of torch.ops.aten.mul.Tensor, of torch.ops.aten.mul and of "mul"."""
+    """Without namespace and overload: "mul" of torch.ops.aten.mul.Tensor, of torch.ops.aten.mul and
+    of "mul"."""
     if isinstance(operation, torch._ops.OpOverload):
         operation = operation._schema.name
     if isinstance(operation, torch._ops.OpOverloadPacket):
         operation = operation._qualified_op_name
-    name = operation if isinstance(operation, str) else getattr(operation, "__name__", str(operation))
+    name = (
+        operation if isinstance(operation, str) else getattr(operation, "__name__", str(operation))
+    )
     return name.rpartition("::")[2]
 
 
 def _calls(node: fx.Node) -> list[tuple[str, str]]:
-    """The calls of modules that a node is in, outermost first: an identifier, another for each call, and its name."""
+    """The calls of modules that a node is in, outermost first: an identifier, another for each
+    call, and its name."""
     stack = node.meta.get("nn_module_stack") or {"": ("", None)}
     return [(call, name.partition("@")[0]) for call, (name, _) in stack.items()]
 
@@ -402,11 +469,12 @@ def _largest(factor: Any) -> float:
     return torch.as_tensor(factor).abs().max().item()
 
 
-# ---- for users -------------------------------------------------------------------------------------------------------
+# ---- for users -----------------------------------------------------------------------------------
 
 
 class Traced(Module):
-    """An ordinary model with the modular norm of its graph. Calling it calls the model, whose layers are its atoms.
+    """An ordinary model with the modular norm of its graph. Calling it calls the model, whose
+    layers are its atoms.
 
     Weights have the names that they have in the model, so that it is not for use inside of other
     expressions. `expression` says how they are put together; its bonds are known by their bounds
@@ -426,7 +494,10 @@ class Traced(Module):
 
     def terms(self) -> list[Term]:
         names = {weight: name for name, weight in self._orig_mod.named_parameters()}
-        return [replace(t, name=names[self.expression.get_parameter(t.name)]) for t in self.expression.terms()]
+        return [
+            replace(t, name=names[self.expression.get_parameter(t.name)])
+            for t in self.expression.terms()
+        ]
 
     def get_parameter(self, target: str) -> nn.Parameter:
         return self._orig_mod.get_parameter(target)
@@ -445,7 +516,8 @@ class Traced(Module):
     def dualize(
         self, gradients: Weights | None = None, *, target: float = 1.0, method: str = "ns"
     ) -> dict[str, Tensor]:
-        """As of any module of the algebra; None: the gradients of the weights that the norm measures."""
+        """As of any module of the algebra; None: the gradients of the weights that the norm
+        measures."""
         if gradients is None:
             found = {term.name: self.get_parameter(term.name).grad for term in self.terms()}
             gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
@@ -462,7 +534,8 @@ def trace(
     masses: Mapping[str, float] | None = None,
     sensitivities: Declared | None = None,
 ) -> Traced:
-    """The modular norm of an ordinary model, from the graph that torch.export makes of it in eval mode.
+    """The modular norm of an ordinary model, from the graph that torch.export makes of it in eval
+    mode.
 
     What is taken for what:
 
@@ -531,7 +604,9 @@ def _exported(model: nn.Module, example: Any) -> "ExportedProgram":
             return functional
     except Exception as error:
         first = next(iter(str(error).splitlines()), "")
-        raise ValueError(f"trace: torch.export can not export {type(model).__name__}: {first}") from error
+        raise ValueError(
+            f"trace: torch.export can not export {type(model).__name__}: {first}"
+        ) from error
     finally:
         for module, training in modes.items():
             module.training = training

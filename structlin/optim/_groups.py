@@ -7,7 +7,14 @@ from typing import Any
 from torch import nn
 
 from .._linear import StructuredLinear
-from .._model.parameters import ParameterInfo, Weight, join, named_modules, parameters_of, weights_of
+from .._model.parameters import (
+    ParameterInfo,
+    Weight,
+    join,
+    named_modules,
+    parameters_of,
+    weights_of,
+)
 from ..scaling import OPTIMIZERS, lr_mult
 
 
@@ -112,7 +119,9 @@ def _core_lr_mult(info: ParameterInfo, optimizer: str) -> float:
     assert isinstance(layer, StructuredLinear)
     assert n is not None
     cores, out_features = layer.structure.cores, layer.out_features
-    return lr_mult(cores[n], layer.in_features, len(cores), optimizer=optimizer, out_features=out_features)
+    return lr_mult(
+        cores[n], layer.in_features, len(cores), optimizer=optimizer, out_features=out_features
+    )
 
 
 class _Transfer:
@@ -172,8 +181,12 @@ def _lacks(what: str, name: str) -> str:
 def _check_base(base: nn.Module | Mapping[int, int] | None, infos: list[ParameterInfo]) -> None:
     if base is None or isinstance(base, nn.Module):
         return
-    if not isinstance(base, Mapping) or not all(isinstance(width, int) for pair in base.items() for width in pair):
-        raise TypeError(f"base={base!r} must be a model, or a mapping of widths such as {{1024: 128}}")
+    if not isinstance(base, Mapping) or not all(
+        isinstance(width, int) for pair in base.items() for width in pair
+    ):
+        raise TypeError(
+            f"base={base!r} must be a model, or a mapping of widths such as {{1024: 128}}"
+        )
     present = {width for info in infos for width in info.parameter.shape}
     for info in infos:
         if info.weight.kind == "matrix":

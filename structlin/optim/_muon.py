@@ -36,8 +36,8 @@ class Muon(Optimizer):
     - nn.Embedding: each vector's step has RMS lr * mass, or is zero where it has no gradient;
     - everything else (biases, norms, gains): AdamW, or signs, with a rate of its own, `other_lr`.
 
-    Across processes (see `shard_placement_fn`): under FSDP2 cores need no communication, other matrices
-    little; under DDP `process_group` divides the work. Make the optimizer after `convert`,
+    Across processes (see `shard_placement_fn`): under FSDP2 cores need no communication, other
+    matrices little; under DDP `process_group` divides the work. Make the optimizer after `convert`,
     `fully_shard` and moving to a device.
 
     Args:
@@ -106,12 +106,19 @@ class Muon(Optimizer):
         if nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite={nonfinite!r} must be 'raise', 'skip' or 'ignore'")
         if capturable and nonfinite != "ignore":
-            raise ValueError(f"capturable=True: nonfinite={nonfinite!r} waits for the device, 'ignore' does not")
+            raise ValueError(
+                f"capturable=True: nonfinite={nonfinite!r} waits for the device, 'ignore' does not"
+            )
         if model is None:
             if not isinstance(params, nn.Module):
                 raise ValueError("model=None: pass the module that owns the parameters as model=")
             model = params
-        self.model, self.masses, self.nonfinite, self.process_group = model, masses, nonfinite, process_group
+        self.model, self.masses, self.nonfinite, self.process_group = (
+            model,
+            masses,
+            nonfinite,
+            process_group,
+        )
         self._roster = Roster(model, masses)
         defaults = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay,
@@ -138,15 +145,20 @@ class Muon(Optimizer):
         group = {**self.defaults, **param_group}
         _check(group)
         if "lr_mult" in group:
-            raise ValueError("a group of param_groups() has the rates of Adam or SGD: pass Muon the model")
+            raise ValueError(
+                "a group of param_groups() has the rates of Adam or SGD: pass Muon the model"
+            )
         params = group["params"]
         if isinstance(params, set):
             raise TypeError("params is a set, whose order changes from run to run: pass a list")
         params = params.parameters() if isinstance(params, nn.Module) else params
         params = [params] if isinstance(params, Tensor) else list(params)
-        params = [entry[1] if isinstance(entry, tuple) else entry for entry in params]  # of named_parameters()
+        # of named_parameters()
+        params = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
         if not all(isinstance(parameter, Tensor) for parameter in params):
-            raise TypeError("params must be parameters, (name, parameter) pairs, or dicts with them as params")
+            raise TypeError(
+                "params must be parameters, (name, parameter) pairs, or dicts with them as params"
+            )
         if any(parameter not in self._roster.weights for parameter in params):
             self._roster.read()
         self._roster.require_owned(params)
@@ -200,7 +212,9 @@ class Muon(Optimizer):
             raise ValueError(f"{name} is on meta: materialise the model first (to_empty)")
         if self.process_group is not None and is_sharded(parameter):
             group = self.process_group
-            raise ValueError(f"process_group={group}: {name} is sharded, which divides the work itself")
+            raise ValueError(
+                f"process_group={group}: {name} is sharded, which divides the work itself"
+            )
 
     def _prepare(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """State of parameters that step for the first time; nothing moves yet."""
@@ -231,10 +245,16 @@ class Muon(Optimizer):
             _adamw(group, local, gradients, *states)
             return
         buffers = [local_part(self.state[p]["momentum_buffer"]) for p in params]
-        gradients = [gradient.to(buffer.dtype) for gradient, buffer in zip(gradients, buffers, strict=True)]
+        gradients = [
+            gradient.to(buffer.dtype) for gradient, buffer in zip(gradients, buffers, strict=True)
+        ]
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
         nesterov = group["nesterov"]
-        updates = list(torch._foreach_lerp(gradients, buffers, group["momentum"])) if nesterov else buffers
+        updates = (
+            list(torch._foreach_lerp(gradients, buffers, group["momentum"]))
+            if nesterov
+            else buffers
+        )
         if group["weight_decay"]:
             _scale(local, 1 - group["lr"] * group["weight_decay"])
         if group["kind"] == "other":
@@ -250,14 +270,18 @@ class Muon(Optimizer):
             moving, moves = [local[n] for n in members], [steps[n] for n in members]
             _descend(moving, moves, group["lr"], length)
 
-    def _polar_factors(self, group: dict[str, Any]) -> Callable[[list[Weight], list[Tensor]], list[Tensor]]:
+    def _polar_factors(
+        self, group: dict[str, Any]
+    ) -> Callable[[list[Weight], list[Tensor]], list[Tensor]]:
         """The direction of steepest descent, without its length, of whole updates."""
         if group["kind"] == "embedding":
             return lambda weights, updates: [dual_embedding(update) for update in updates]
         options = {name: group[name] for name in ("method", "steps", "dtype")}
         return lambda weights, updates: self._dualize_all(weights, updates, options)
 
-    def _dualize_all(self, weights: list[Weight], updates: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
+    def _dualize_all(
+        self, weights: list[Weight], updates: list[Tensor], options: dict[str, Any]
+    ) -> list[Tensor]:
         """The polar factors, equal shapes of all layers in one batch, tall matrices transposed."""
         matrices = [to_matrices(*pair) for pair in zip(weights, updates, strict=True)]  # (b, m, n)
         tall = [matrix.shape[-2] > matrix.shape[-1] for matrix in matrices]
@@ -266,7 +290,9 @@ class Muon(Optimizer):
         duals = [x.mT if turned else x for x, turned in zip(duals, tall, strict=True)]  # (b, m, n)
         return [from_matrices(*each) for each in zip(weights, duals, updates, strict=True)]
 
-    def _dualize_stacks(self, stacks: Iterable[Tensor], options: dict[str, Any]) -> Iterable[Tensor]:
+    def _dualize_stacks(
+        self, stacks: Iterable[Tensor], options: dict[str, Any]
+    ) -> Iterable[Tensor]:
         if self.process_group is None:
             return (dualize(stack, **options) for stack in stacks)
         return divide_stacks(list(stacks), partial(dualize, **options), self.process_group)
@@ -278,7 +304,9 @@ class Muon(Optimizer):
             ValueError: the state is of another model; the message names what differs. Nothing has
                 changed.
         """
-        saved = [name for group in state_dict["param_groups"] for name in group.get("param_names", [])]
+        saved = [
+            name for group in state_dict["param_groups"] for name in group.get("param_names", [])
+        ]
         own = [name for group in self.param_groups for name in group["param_names"]]
         if saved != own:
             missing, unknown = sorted(set(own) - set(saved)), sorted(set(saved) - set(own))
@@ -293,13 +321,17 @@ class Muon(Optimizer):
                 if key != "step" and value.shape != p.shape:
                     found, shape = tuple(value.shape), tuple(p.shape)
                     name = self._roster.names[p]
-                    raise ValueError(f"state_dict is of another model: {name} is {shape} here and {found} there")
+                    raise ValueError(
+                        f"state_dict is of another model: {name} is {shape} here and {found} there"
+                    )
         super().load_state_dict(state_dict)
 
 
 def _descend(params: list[Tensor], steps: list[Tensor], lr: float | Tensor, length: float) -> None:
     if isinstance(lr, Tensor):
-        torch._foreach_sub_(params, [step * (lr * length).to(step.device, step.dtype) for step in steps])
+        torch._foreach_sub_(
+            params, [step * (lr * length).to(step.device, step.dtype) for step in steps]
+        )
     else:
         torch._foreach_add_(params, steps, alpha=-lr * length)
 
@@ -333,15 +365,20 @@ def _check(group: dict[str, Any]) -> None:
         raise ValueError(f"betas={group['betas']!r} must be two numbers, such as (0.9, 0.95)")
     for option in ("lr", "other_lr", "weight_decay", "eps"):
         if not 0 <= group[option] < inf:
-            raise ValueError(f"{option}={group[option]!r} is out of range: it must be at least 0 and finite")
+            raise ValueError(
+                f"{option}={group[option]!r} is out of range: it must be at least 0 and finite"
+            )
     for option, values in (("momentum", [group["momentum"]]), ("betas", group["betas"])):
         if not all(0 <= value < 1 for value in values):
             raise ValueError(f"{option}={group[option]!r} is out of range: at least 0 and below 1")
     if group["steps"] is not None and group["method"] in METHODS:
-        dualize(torch.zeros(1, 1), method=group["method"], steps=group["steps"])  # refuses what it can not do
+        # refuses what it can not do
+        dualize(torch.zeros(1, 1), method=group["method"], steps=group["steps"])
     for option, choices in (("method", METHODS), ("scale", SCALES), ("other", ("adamw", "sign"))):
         if group[option] not in choices:
-            raise ValueError(f"{option}={group[option]!r} is unknown; there are {', '.join(choices)}")
+            raise ValueError(
+                f"{option}={group[option]!r} is unknown; there are {', '.join(choices)}"
+            )
 
 
 def _local_gradient(parameter: Tensor) -> Tensor:

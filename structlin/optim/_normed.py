@@ -179,7 +179,9 @@ class Normed(Optimizer):
         local = [local_part(p) for p in params]
         kept = [p.clone() for p in local]
         changed: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0}
-        options = [{name: group[name] for name in changed if name in group} for group in self.param_groups]
+        options = [
+            {name: group[name] for name in changed if name in group} for group in self.param_groups
+        ]
         try:
             torch._foreach_zero_(local)
             for group in self.param_groups:
@@ -199,12 +201,16 @@ class Normed(Optimizer):
         matrices = [n for n, weight in enumerate(weights) if weight.kind == "matrix"]
         batches = [to_matrices(weights[n], updates[n]) for n in matrices]  # (batch, m, n)
         if self.norm == "power":
-            spectral = [self._power(params[n], batch) for n, batch in zip(matrices, batches, strict=True)]
+            spectral = [
+                self._power(params[n], batch) for n, batch in zip(matrices, batches, strict=True)
+            ]
         else:
             spectral = map_stacks(lambda stacks: map(spectral_bound, stacks), batches)  # (batch,)
         found = dict(zip(matrices, spectral, strict=True))
         return [
-            _largest(found[n] if n in found else _rms(update, vectors=weights[n].kind == "embedding"))
+            _largest(
+                found[n] if n in found else _rms(update, vectors=weights[n].kind == "embedding")
+            )
             for n, update in enumerate(updates)
         ]
 

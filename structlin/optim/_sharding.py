@@ -125,7 +125,9 @@ def agree(finite: bool, params: list[Tensor]) -> bool:
 
 
 def require_same_gradients(
-    names: Mapping[Tensor, str], groups: Iterable[Mapping[str, list[Tensor]]], group: dist.ProcessGroup
+    names: Mapping[Tensor, str],
+    groups: Iterable[Mapping[str, list[Tensor]]],
+    group: dist.ProcessGroup,
 ) -> None:
     """Compare which parameters have a gradient on the processes of `group`: one all-reduce.
 
@@ -142,13 +144,14 @@ def require_same_gradients(
     if partial:
         found = ", ".join(names[params[n]] for n in partial[:5])
         raise RuntimeError(
-            f"{found}: some processes of process_group have no gradient, others have "
-            "one; nothing was changed. Let DDP average the gradients, or fill the missing ones with "
-            "zeros"
+            f"{found}: some processes of process_group have no gradient, others have one; nothing "
+            "was changed. Let DDP average the gradients, or fill the missing ones with zeros"
         )
 
 
-def divide_stacks(stacks: list[Tensor], dualize: Callable[[Tensor], Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+def divide_stacks(
+    stacks: list[Tensor], dualize: Callable[[Tensor], Tensor], group: dist.ProcessGroup
+) -> list[Tensor]:
     """`dualize` of each `(batch, m, n)`, the batches divided over `group`: one all-gather.
 
     All of the same dtype, and the same on all processes. The result is, bit for bit, the same on
@@ -165,8 +168,13 @@ def divide_stacks(stacks: list[Tensor], dualize: Callable[[Tensor], Tensor], gro
     gathered = flat.new_empty(world * len(flat))
     dist.all_gather_into_tensor(gathered, flat, group=group)
     parts = torch.split(gathered.view(world, -1), [len(part) for part in mine], dim=1)
-    shapes = [(world * share, *stack.shape[1:]) for stack, share in zip(stacks, shares, strict=True)]
-    return [part.reshape(shape)[: len(stack)] for part, shape, stack in zip(parts, shapes, stacks, strict=True)]
+    shapes = [
+        (world * share, *stack.shape[1:]) for stack, share in zip(stacks, shares, strict=True)
+    ]
+    return [
+        part.reshape(shape)[: len(stack)]
+        for part, shape, stack in zip(parts, shapes, stacks, strict=True)
+    ]
 
 
 def _route(parameter: Tensor, weight: Weight, method: str) -> tuple[str, Hashable]:
@@ -175,9 +183,13 @@ def _route(parameter: Tensor, weight: Weight, method: str) -> tuple[str, Hashabl
     if layout is None:
         return "whole", None
     mesh, placements = layout
-    cuts = {n: placement.dim for n, placement in enumerate(placements) if not placement.is_replicate()}
+    cuts = {
+        n: placement.dim for n, placement in enumerate(placements) if not placement.is_replicate()
+    }
     vectors_whole = weight.kind == "embedding" or weight.core is not None
-    if weight.kind not in ("matrix", "embedding") or all(dim == 0 and vectors_whole for dim in cuts.values()):
+    if weight.kind not in ("matrix", "embedding") or all(
+        dim == 0 and vectors_whole for dim in cuts.values()
+    ):
         return "whole", None
     if len(cuts) > 1 or not placements[next(iter(cuts))].is_shard():
         return "gather", None
@@ -199,11 +211,14 @@ def _cut(parameter: Tensor) -> tuple[dist.ProcessGroup, int, int, list[int]]:
     return mesh.get_group(mesh_dim), mesh.get_local_rank(mesh_dim), dim, sizes
 
 
-def _by_gram(params: list[Tensor], updates: list[Tensor], method: str, steps: int | None) -> list[Tensor]:
+def _by_gram(
+    params: list[Tensor], updates: list[Tensor], method: str, steps: int | None
+) -> list[Tensor]:
     """One all-reduce of all Gram matrices of the short sides, then Q X of what is here."""
     group, _, _, _ = _cut(params[0])
     wide = [
-        update.double() if _cut(p)[2] == 2 else update.double().mT for p, update in zip(params, updates, strict=True)
+        update.double() if _cut(p)[2] == 2 else update.double().mT
+        for p, update in zip(params, updates, strict=True)
     ]
     grams = [x @ x.mT for x in wide]
     flat = torch.cat([gram.flatten() for gram in grams])
@@ -218,12 +233,18 @@ def _by_gram(params: list[Tensor], updates: list[Tensor], method: str, steps: in
     return results
 
 
-def _by_exchange(params: list[Tensor], weights: list[Weight], updates: list[Tensor], polar: Polar) -> list[Tensor]:
+def _by_exchange(
+    params: list[Tensor], weights: list[Weight], updates: list[Tensor], polar: Polar
+) -> list[Tensor]:
     """Each matrix whole on one process: two all-to-alls."""
     cuts = [_cut(p) for p in params]
     group, rank, world = cuts[0][0], cuts[0][1], len(cuts[0][3])
-    owned = _divide([p.numel() * min(w.fan_in, w.fan_out) for p, w in zip(params, weights, strict=True)], world)
-    shapes = [[_part(p, cut[2], size) for size in cut[3]] for p, cut in zip(params, cuts, strict=True)]
+    owned = _divide(
+        [p.numel() * min(w.fan_in, w.fan_out) for p, w in zip(params, weights, strict=True)], world
+    )
+    shapes = [
+        [_part(p, cut[2], size) for size in cut[3]] for p, cut in zip(params, cuts, strict=True)
+    ]
     # shapes[n][r] is that of the part of n that process r holds
     wholes: dict[int, list[Tensor]] = {n: [] for n in owned[rank]}
     outgoing = [[updates[n] for n in owned[r]] for r in range(world)]
@@ -231,9 +252,15 @@ def _by_exchange(params: list[Tensor], weights: list[Weight], updates: list[Tens
     for parts in _all_to_all(outgoing, incoming, group, updates[0]):
         for n, part in zip(owned[rank], parts, strict=True):
             wholes[n].append(part)
-    mine = polar([weights[n] for n in owned[rank]], [torch.cat(parts, cuts[n][2]) for n, parts in wholes.items()])
+    mine = polar(
+        [weights[n] for n in owned[rank]],
+        [torch.cat(parts, cuts[n][2]) for n, parts in wholes.items()],
+    )
 
-    split = [torch.split(whole, cuts[n][3], dim=cuts[n][2]) for n, whole in zip(owned[rank], mine, strict=True)]
+    split = [
+        torch.split(whole, cuts[n][3], dim=cuts[n][2])
+        for n, whole in zip(owned[rank], mine, strict=True)
+    ]
     outgoing = [[parts[r] for parts in split] for r in range(world)]
     incoming = [[shapes[n][rank] for n in owned[r]] for r in range(world)]
     results = list(updates)
@@ -258,7 +285,10 @@ def _divide(costs: list[int], world: int) -> list[list[int]]:
 
 
 def _all_to_all(
-    outgoing: list[list[Tensor]], incoming: list[list[torch.Size]], group: dist.ProcessGroup, like: Tensor
+    outgoing: list[list[Tensor]],
+    incoming: list[list[torch.Size]],
+    group: dist.ProcessGroup,
+    like: Tensor,
 ) -> list[list[Tensor]]:
     """Tensors for each process -> tensors of shapes `incoming` from each, alike to `like`."""
     flat = [part.reshape(-1) for parts in outgoing for part in parts]
@@ -282,7 +312,9 @@ def gather_whole(parameter: Tensor, local: Tensor) -> Tensor:
     return found.full_tensor()
 
 
-def _by_gathering(params: list[Tensor], weights: list[Weight], updates: list[Tensor], polar: Polar) -> list[Tensor]:
+def _by_gathering(
+    params: list[Tensor], weights: list[Weight], updates: list[Tensor], polar: Polar
+) -> list[Tensor]:
     from torch.distributed.tensor import distribute_tensor
 
     results = []

@@ -123,7 +123,9 @@ def _require_mass(info: ParameterInfo, mass: float | tuple[float, ...]) -> None:
     if isinstance(mass, tuple) and isinstance(owner, StructuredLinear):
         cores = len(owner.structure.cores)
         if len(mass) != cores:
-            raise ValueError(f"masses: {layer!r} has {cores} cores, {mass!r} has {len(mass)} masses")
+            raise ValueError(
+                f"masses: {layer!r} has {cores} cores, {mass!r} has {len(mass)} masses"
+            )
     if not all(0 < value < inf for value in values):
         raise ValueError(
             f"masses: {layer!r} has {mass!r}; masses are positive and finite (freeze a layer with "

@@ -22,4 +22,13 @@ from ._coordinates import CoordinateCheck, coordinate_check
 from ._live import Log, Reading, metrics, watch
 from ._sweep import Sweep, lr_sweep
 
-__all__ = ["CoordinateCheck", "Log", "Reading", "Sweep", "coordinate_check", "lr_sweep", "metrics", "watch"]
+__all__ = [
+    "CoordinateCheck",
+    "Log",
+    "Reading",
+    "Sweep",
+    "coordinate_check",
+    "lr_sweep",
+    "metrics",
+    "watch",
+]

@@ -37,7 +37,9 @@ def build_model(build: Callable[[int], nn.Module], width: int) -> nn.Module:
     return model
 
 
-def require_positive(name: str, values: Iterable[Any], convert: Callable[[Any], Number]) -> list[Number]:
+def require_positive(
+    name: str, values: Iterable[Any], convert: Callable[[Any], Number]
+) -> list[Number]:
     """`values` as plain numbers, by `convert`; numpy's become Python's.
 
     Raises:
@@ -84,6 +86,10 @@ def require_values(model: nn.Module) -> None:
         raise TypeError(f"model={type(model).__name__} must be a torch.nn.Module")
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
-            raise ValueError(f"model={type(model).__name__}: {name} is on meta; materialise it first (to_empty)")
+            raise ValueError(
+                f"model={type(model).__name__}: {name} is on meta; materialise it first (to_empty)"
+            )
         if hasattr(parameter, "full_tensor"):
-            raise ValueError(f"model={type(model).__name__}: {name} is sharded (DTensor), which is not supported")
+            raise ValueError(
+                f"model={type(model).__name__}: {name} is sharded (DTensor), which is not supported"
+            )

@@ -19,7 +19,16 @@ from torch.optim import Optimizer
 
 from .._report import Table
 from ..duality import promote
-from ._common import PathLike, build_model, describe, format_number, new_figure, require_positive, save_figure, use_seed
+from ._common import (
+    PathLike,
+    build_model,
+    describe,
+    format_number,
+    new_figure,
+    require_positive,
+    save_figure,
+    use_seed,
+)
 from ._hooks import rms_of, rms_over_calls, watch_outputs
 
 if TYPE_CHECKING:
@@ -72,7 +81,9 @@ class CoordinateCheck:
     def steepest(self) -> list[Slope]:
         """Over the steps, of each layer's output and change."""
         found: dict[tuple[str, str], Slope] = {}
-        for slope in sorted(self.slopes, key=lambda slope: (slope.layer, slope.quantity != "output")):
+        for slope in sorted(
+            self.slopes, key=lambda slope: (slope.layer, slope.quantity != "output")
+        ):
             key = slope.layer, slope.quantity
             if key not in found or not abs(slope.slope) <= abs(found[key].slope):
                 found[key] = slope
@@ -87,11 +98,18 @@ class CoordinateCheck:
         """The RMS by width after the last step, and the steepest slope over the steps."""
         last = max(row.step for row in self.rows)
         sizes = {(row.layer, row.width): row for row in self.rows if row.step == last}
-        table = Table("layer", "RMS of", *(f"width {width}" for width in self.widths), "slope", "at step", "")
+        table = Table(
+            "layer", "RMS of", *(f"width {width}" for width in self.widths), "slope", "at step", ""
+        )
         for slope in self.steepest:
-            cells = [format_number(getattr(sizes[slope.layer, width], slope.quantity)) for width in self.widths]
+            cells = [
+                format_number(getattr(sizes[slope.layer, width], slope.quantity))
+                for width in self.widths
+            ]
             verdict = "NOT FLAT" if slope in self.not_flat else ""
-            table.row(slope.layer, slope.quantity, *cells, f"{slope.slope:+.2f}", str(slope.step), verdict)
+            table.row(
+                slope.layer, slope.quantity, *cells, f"{slope.slope:+.2f}", str(slope.step), verdict
+            )
         return table
 
     def plot(self, path: PathLike | None = None) -> "Figure":
@@ -103,10 +121,21 @@ class CoordinateCheck:
         steep = {(slope.layer, slope.quantity): slope for slope in self.not_flat}
         for axis, quantity in zip(figure.subplots(1, 2), ("output", "change"), strict=True):
             for layer in dict.fromkeys(row.layer for row in self.rows):
-                rows = sorted((row.width, row) for row in self.rows if row.layer == layer and row.step == last)
+                rows = sorted(
+                    (row.width, row) for row in self.rows if row.layer == layer and row.step == last
+                )
                 slope = steep.get((layer, quantity))
-                style = {"color": "0.7", "zorder": 0} if slope is None else {"label": f"{layer} {slope.slope:+.2f}"}
-                axis.plot([width for width, _ in rows], [getattr(row, quantity) for _, row in rows], ".-", **style)
+                style = (
+                    {"color": "0.7", "zorder": 0}
+                    if slope is None
+                    else {"label": f"{layer} {slope.slope:+.2f}"}
+                )
+                axis.plot(
+                    [width for width, _ in rows],
+                    [getattr(row, quantity) for _, row in rows],
+                    ".-",
+                    **style,
+                )
             axis.set_xscale("log", base=2)
             axis.set(yscale="log", xlabel="width", title=f"RMS of {quantity}, step {last}")
             if any(found == quantity for _, found in steep):
@@ -172,7 +201,11 @@ def coordinate_check(
     >>> sorted({slope.layer for slope in check.not_flat})
     ['2']
     """
-    widths, batches, seeds = sorted(set(require_positive("widths", widths, index))), list(batches), list(seeds)
+    widths, batches, seeds = (
+        sorted(set(require_positive("widths", widths, index))),
+        list(batches),
+        list(seeds),
+    )
     if len(widths) < 2:
         raise ValueError(f"widths={widths}: a slope needs two different widths or more")
     if not batches or not seeds or steps < 1:
@@ -196,7 +229,9 @@ def coordinate_check(
     for width in widths:
         for layer in sorted(layers[width] ^ layers[widths[0]]):
             having, lacking = (width, widths[0]) if layer in layers[width] else (widths[0], width)
-            raise ValueError(f"build: the model of width {having} has {layer!r}, that of {lacking} has none")
+            raise ValueError(
+                f"build: the model of width {having} has {layer!r}, that of {lacking} has none"
+            )
     rows = [
         CoordinateRow(*key, *(sum(values) / len(seeds) for values in zip(*pairs, strict=True)))
         for key, pairs in sizes.items()
@@ -216,7 +251,9 @@ def _trajectory(
     model = build_model(build, width)
     optimizer = make_optimizer(model, width)
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer(model, {width}) returned {type(optimizer).__name__}, not a torch optimizer")
+        raise TypeError(
+            f"optimizer(model, {width}) returned {type(optimizer).__name__}, not a torch optimizer"
+        )
     first: dict[str, list[Tensor]] = {}
     for step in range(steps + 1):
         with use_seed(0), torch.no_grad(), _record_outputs(model) as outputs:
@@ -226,7 +263,9 @@ def _trajectory(
         if step < steps:
             value = loss(model, batches[step % len(batches)])
             if not isinstance(value, Tensor) or value.numel() != 1:
-                raise TypeError(f"loss(model, batch) returned {describe(value)}, not a tensor of one number")
+                raise TypeError(
+                    f"loss(model, batch) returned {describe(value)}, not a tensor of one number"
+                )
             optimizer.zero_grad()
             torch.autograd.backward(value)
             optimizer.step()

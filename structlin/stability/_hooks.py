@@ -49,7 +49,11 @@ def modules_by_name(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def first_tensor(values: Any) -> Tensor | None:
-    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+    tensors = (
+        leaf
+        for leaf in tree_leaves(values)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    )
     return next((tensor for tensor in tensors if tensor.numel()), None)
 
 

@@ -65,8 +65,13 @@ class Log:
         table = Table("layer", "step", "RMS", "x first", "forward", "dependency", "update")
         growth = self.growth
         for layer, rows in self.layers().items():
-            known = {name: [v for row in rows if (v := getattr(row, name)) is not None] for name in QUANTITIES}
-            cells = {name: format_number(values[-1]) if values else "" for name, values in known.items()}
+            known = {
+                name: [v for row in rows if (v := getattr(row, name)) is not None]
+                for name in QUANTITIES
+            }
+            cells = {
+                name: format_number(values[-1]) if values else "" for name, values in known.items()
+            }
             grown = format_number(growth[layer]) if layer in growth else ""
             table.row(layer, str(rows[-1].step), cells.pop("rms"), grown, *cells.values())
         return table
@@ -81,7 +86,9 @@ class Log:
                 if points:
                     axis.plot(*zip(*points, strict=True), ".-", color=f"C{n % 10}", label=layer)
             axis.set(title=name, yscale="log", xlabel="step")
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+        figure.legend(
+            *axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small"
+        )
         return save_figure(figure, path)
 
 
@@ -168,7 +175,9 @@ def watch(model: nn.Module, *, every: int = 10) -> Iterator[Log]:
     if every < 1:
         raise ValueError(f"every={every!r} must be at least 1 step")
     if model._compiled_call_impl is not None:
-        raise ValueError("model was compiled by model.compile(): pass what torch.compile(model) returns instead")
+        raise ValueError(
+            "model was compiled by model.compile(): pass what torch.compile(model) returns instead"
+        )
     log, reader, steps = Log(), _Reader(model), 0
     reading = ExitStack()  # what is undone when the forward pass that is read has ended
 
@@ -199,7 +208,9 @@ def watch(model: nn.Module, *, every: int = 10) -> Iterator[Log]:
         entering.remove()
     log.rows += reader.finish()
     if not steps:
-        warnings.warn("watch: no forward pass of the model with gradients enabled was seen", stacklevel=3)
+        warnings.warn(
+            "watch: no forward pass of the model with gradients enabled was seen", stacklevel=3
+        )
 
 
 class _Reader:
@@ -209,7 +220,8 @@ class _Reader:
         self.model = model
         self.rows: list[Reading] = []  #: of the reading that waits for its update
         self.before: dict[str, list[Tensor]] = {}
-        self._starts: dict[tuple[str, bool], Tensor | None] = {}  # where the reading before found its norms
+        # where the reading before found its norms
+        self._starts: dict[tuple[str, bool], Tensor | None] = {}
 
     @contextmanager
     def listen(self) -> Iterator[None]:
@@ -245,7 +257,9 @@ class _Reader:
         for name, operator in operators(self.model, self._shapes).items():
             wanted = [weight.shape for weight in operator.weights()]
             if name not in theirs or wanted != [weight.shape for weight in theirs[name].weights()]:
-                raise ValueError(f"before={type(model).__name__} has no layer {name!r} of the same shape")
+                raise ValueError(
+                    f"before={type(model).__name__} has no layer {name!r} of the same shape"
+                )
         self.before = {name: operator.snapshot() for name, operator in theirs.items()}
 
     def changed(self) -> bool:
@@ -262,7 +276,10 @@ class _Reader:
         rows, self.rows = self.rows, []
         if self.changed():
             found = operators(self.model, self._shapes)
-            updates = {name: self._norm(name, operator, self.before[name]) for name, operator in found.items()}
+            updates = {
+                name: self._norm(name, operator, self.before[name])
+                for name, operator in found.items()
+            }
             rows = [replace(row, update=updates.get(row.layer)) for row in rows]
         self.before = {}
         return rows

@@ -53,7 +53,9 @@ class Operator:
         return [weight.detach().clone() for weight in self.weights()]
 
     @torch.no_grad()
-    def norm(self, before: Sequence[Tensor] | None = None, start: Tensor | None = None) -> tuple[float, Tensor | None]:
+    def norm(
+        self, before: Sequence[Tensor] | None = None, start: Tensor | None = None
+    ) -> tuple[float, Tensor | None]:
         """The RMS->RMS norm of W, or of its change since `before`, and the next `start`.
 
         Of an embedding the l1->RMS norm: the largest RMS of a vector.
@@ -89,7 +91,9 @@ def operators(model: nn.Module, inputs: Mapping[str, torch.Size]) -> dict[str, O
     return found
 
 
-def _input_shape(module: nn.Module, weight: Weight, seen: torch.Size | None) -> tuple[int, ...] | None:
+def _input_shape(
+    module: nn.Module, weight: Weight, seen: torch.Size | None
+) -> tuple[int, ...] | None:
     """Of one input of a layer; None where it is not known or there is no linear map."""
     if isinstance(module, StructuredLinear):
         return (module.in_features,) if weight.kind == "matrix" else None

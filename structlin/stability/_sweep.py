@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from .._report import Table
-from ._common import PathLike, build_model, describe, format_number, new_figure, require_positive, save_figure, use_seed
+from ._common import (
+    PathLike,
+    build_model,
+    describe,
+    format_number,
+    new_figure,
+    require_positive,
+    save_figure,
+    use_seed,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,13 +51,19 @@ class Sweep:
         found: dict[int, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
         for row in sorted(self.rows, key=lambda row: (row.width, row.lr)):
             found[row.width][row.lr].append(math.inf if row.loss is None else row.loss)
-        return {width: {lr: sum(all_) / len(all_) for lr, all_ in by_lr.items()} for width, by_lr in found.items()}
+        return {
+            width: {lr: sum(all_) / len(all_) for lr, all_ in by_lr.items()}
+            for width, by_lr in found.items()
+        }
 
     @property
     def best(self) -> dict[int, float | None]:
         """width -> the lr with the least loss; None if all diverged."""
         least = {width: min(by_lr, key=by_lr.__getitem__) for width, by_lr in self.losses.items()}
-        return {width: lr if math.isfinite(self.losses[width][lr]) else None for width, lr in least.items()}
+        return {
+            width: lr if math.isfinite(self.losses[width][lr]) else None
+            for width, lr in least.items()
+        }
 
     @property
     def shifts(self) -> dict[int, float | None]:
@@ -69,9 +84,17 @@ class Sweep:
         table = Table("width", *(f"lr {lr:.3g}" for lr in lrs), "best lr", "factors of 2", "")
         for width, by_lr in self.losses.items():
             best, shift = self.best[width], self.shifts[width]
-            cells = [format_number(by_lr[lr]) if math.isfinite(by_lr[lr]) else "diverged" for lr in lrs]
-            found = ("none", "") if best is None else (f"{best:.3g}", "" if shift is None else f"{shift:+.2f}")
-            table.row(str(width), *cells, *found, "end of the grid" if best in (lrs[0], lrs[-1]) else "")
+            cells = [
+                format_number(by_lr[lr]) if math.isfinite(by_lr[lr]) else "diverged" for lr in lrs
+            ]
+            found = (
+                ("none", "")
+                if best is None
+                else (f"{best:.3g}", "" if shift is None else f"{shift:+.2f}")
+            )
+            table.row(
+                str(width), *cells, *found, "end of the grid" if best in (lrs[0], lrs[-1]) else ""
+            )
         return table
 
     def plot(self, path: PathLike | None = None) -> "Figure":
@@ -91,7 +114,9 @@ class Sweep:
 
     def __str__(self) -> str:
         distance = self.transfer_distance
-        text = "all runs of a width diverged" if distance is None else f"{distance:.2f} factors of 2"
+        text = (
+            "all runs of a width diverged" if distance is None else f"{distance:.2f} factors of 2"
+        )
         return f"{self.table()}\nthe best lr moves by: {text}"
 
 
@@ -144,25 +169,36 @@ def lr_sweep(
     lrs = require_positive("lrs", lrs, float)
     seeds = [index(seed) for seed in seeds]
     if not widths or not lrs or not seeds:
-        raise ValueError(f"widths={widths}, lrs={lrs}, seeds={seeds}: there must be at least one of each")
-    names = {name: f"{f.__module__}.{f.__qualname__}" for name, f in (("build", build), ("train", train))}
+        raise ValueError(
+            f"widths={widths}, lrs={lrs}, seeds={seeds}: there must be at least one of each"
+        )
+    names = {
+        name: f"{f.__module__}.{f.__qualname__}" for name, f in (("build", build), ("train", train))
+    }
     about = json.loads(json.dumps({**names, **(setting or {})}))
     runs = _read(Path(path), about) if path is not None else {}
     grid = list(dict.fromkeys(product(widths, lrs, seeds)))
     from rich.console import Console
     from rich.progress import track
 
-    for key in track([key for key in grid if key not in runs], "lr_sweep", console=Console(stderr=True)):
+    for key in track(
+        [key for key in grid if key not in runs], "lr_sweep", console=Console(stderr=True)
+    ):
         width, lr, seed = key
         with use_seed(seed):
-            runs[key] = Run(width, lr, seed, _train_once(train, build_model(build, width), lr, width))
+            runs[key] = Run(
+                width, lr, seed, _train_once(train, build_model(build, width), lr, width)
+            )
         if path is not None:
             _write(Path(path), about, runs)
     return Sweep(tuple(runs[key] for key in grid))
 
 
 def _train_once(
-    train: Callable[[nn.Module, float, int], float | Tensor], model: nn.Module, lr: float, width: int
+    train: Callable[[nn.Module, float, int], float | Tensor],
+    model: nn.Module,
+    lr: float,
+    width: int,
 ) -> float | None:
     try:
         loss = train(model, lr, width)

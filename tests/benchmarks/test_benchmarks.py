@@ -1,4 +1,5 @@
-"""What the benchmarks report is what they claim: the protocol, the gate, the peers, docs/scaling.md."""
+"""What the benchmarks report is what they claim: the protocol, the gate, the peers,
+docs/scaling.md."""
 
 import doctest
 import json
@@ -37,7 +38,7 @@ def test_the_examples_in_the_docstrings_give_what_they_show(module):
     assert not results.failed
 
 
-# ---- the protocol ----------------------------------------------------------------------------------------------------
+# ---- the protocol --------------------------------------------------------------------------------
 
 
 class Clock:
@@ -91,11 +92,16 @@ def test_peak_is_the_most_that_is_held_at_one_time():
 def test_saved_bytes_are_distinct_storages_without_parameters():
     weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
     assert timing.saved_bytes(lambda: F.linear(x, weight), [weight]) == x.nbytes
-    assert timing.saved_bytes(lambda: F.linear(F.linear(x, weight).exp(), weight), [weight]) == 2 * x.nbytes
+    assert (
+        timing.saved_bytes(lambda: F.linear(F.linear(x, weight).exp(), weight), [weight])
+        == 2 * x.nbytes
+    )
     assert timing.saved_bytes(lambda: (x[:2] * x[2:4]).sum(), []) == x.nbytes
 
 
-@pytest.mark.parametrize("family", [LowRank(rank=4), BTT(rank=2), BTT(rank=2, cores=3), Monarch(blocks=4), TT(rank=3)])
+@pytest.mark.parametrize(
+    "family", [LowRank(rank=4), BTT(rank=2), BTT(rank=2, cores=3), Monarch(blocks=4), TT(rank=3)]
+)
 def test_what_a_layer_keeps_is_its_input_and_the_middle(family):
     structure = family.structure(64, 64)
     cores = [torch.randn(core.shape, requires_grad=True) for core in structure.cores]
@@ -118,28 +124,35 @@ for n in range(30):
     if n == 20:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.empty(2**24).zero_()
-print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize() / 2**26)
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(faults * resource.getpagesize() / 2**26)
 """
-    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     tensors = float(found.stdout)  # whose pages were fresh, of ten
     assert tensors < 1 if keep else tensors > 9
 
 
-# ---- the gate --------------------------------------------------------------------------------------------------------
+# ---- the gate ------------------------------------------------------------------------------------
 
 
 def variant(run, family, d_in=16, d_out=16, tokens=400):
     structure = family.structure(d_in, d_out)
     cores = [torch.randn(core.shape, requires_grad=True) for core in structure.cores]
     x, dy = torch.randn(tokens, d_in, requires_grad=True), torch.randn(tokens, d_out)
-    return variants.Variant("one", "auto", structure, lambda x: run(structure, cores, x), cores, x, dy)
+    return variants.Variant(
+        "one", "auto", structure, lambda x: run(structure, cores, x), cores, x, dy
+    )
 
 
 def test_the_oracle_is_the_kronecker_product():
     structure = Kronecker().structure(6, 20)
     right, left = (torch.randn(core.shape, dtype=torch.float64) for core in structure.cores)
     x = torch.randn(3, 6, dtype=torch.float64)
-    torch.testing.assert_close(timing.oracle(structure, [right, left], x), x @ torch.kron(left[0], right[0]).T)
+    torch.testing.assert_close(
+        timing.oracle(structure, [right, left], x), x @ torch.kron(left[0], right[0]).T
+    )
 
 
 class Wrong(torch.autograd.Function):
@@ -182,7 +195,9 @@ def test_memory_is_poisoned_for_the_gate_alone():
 
 
 def test_a_layer_that_is_wrong_is_not_timed(monkeypatch):
-    zero = SimpleNamespace(apply=lambda structure, *cores_x: 0 * by_loop(structure, cores_x[:2], cores_x[2]))
+    zero = SimpleNamespace(
+        apply=lambda structure, *cores_x: 0 * by_loop(structure, cores_x[:2], cores_x[2])
+    )
     monkeypatch.setattr(variants, "StridedProducts", zero)
     with pytest.raises(ArithmeticError, match="BTT r=1, strided: relative error 1"):
         layer.main(["--smoke"])
@@ -190,19 +205,29 @@ def test_a_layer_that_is_wrong_is_not_timed(monkeypatch):
 
 @pytest.mark.parametrize(
     ("family", "d_in", "d_out"),
-    [(BTT(rank=2), 12, 20), (BTT(rank=1), 16, 16), (Monarch(blocks=2), 16, 24), (Monarch(blocks=8), 16, 32)],
+    [
+        (BTT(rank=2), 12, 20),
+        (BTT(rank=1), 16, 16),
+        (Monarch(blocks=2), 16, 24),
+        (Monarch(blocks=8), 16, 32),
+    ],
 )
 def test_the_strided_peer_is_the_structure_with_its_gradients(family, d_in, d_out):
     structure = family.structure(d_in, d_out)
-    first, last = (torch.randn(core.shape, dtype=torch.float64, requires_grad=True) for core in structure.cores)
+    first, last = (
+        torch.randn(core.shape, dtype=torch.float64, requires_grad=True) for core in structure.cores
+    )
     x = torch.randn(3, d_in, dtype=torch.float64, requires_grad=True)
     torch.testing.assert_close(
-        variants.StridedProducts.apply(structure, first, last, x), timing.oracle(structure, [first, last], x)
+        variants.StridedProducts.apply(structure, first, last, x),
+        timing.oracle(structure, [first, last], x),
     )
-    assert torch.autograd.gradcheck(lambda *args: variants.StridedProducts.apply(structure, *args), (first, last, x))
+    assert torch.autograd.gradcheck(
+        lambda *args: variants.StridedProducts.apply(structure, *args), (first, last, x)
+    )
 
 
-# ---- benchmarks.layer ------------------------------------------------------------------------------------------------
+# ---- benchmarks.layer ----------------------------------------------------------------------------
 
 
 def test_layer_prints_a_table_and_a_json_line_per_row_and_keeps_both(tmp_path, capsys):
@@ -230,7 +255,9 @@ def test_layer_prints_a_table_and_a_json_line_per_row_and_keeps_both(tmp_path, c
         if row["structure"] == "BTT r=4" and row["backward"]:  # here of as many FLOPs as dense
             assert row["x_dense"] == row["x_equal_flops"]
     table = layer.markdown(kept, "float32")
-    speed = next(row for row in rows if row["structure"] == "TT r=4" and row["implementation"] == "auto")["x_dense"]
+    speed = next(
+        row for row in rows if row["structure"] == "TT r=4" and row["implementation"] == "auto"
+    )["x_dense"]
     assert f"| TT r=4 | {speed['median']:.2f}x |" in table
     assert "+" not in table
     assert len(table.splitlines()) == 3 + len(variants.families(64))
@@ -253,10 +280,17 @@ def test_a_smoke_run_of_layer_keeps_nothing_by_itself(monkeypatch):
     [
         ("keep", True, "layer", "keeps freed pages"),
         ("keep", False, "layer", f"{platform.libc_ver()[0] or 'libc'}'s default"),
-        ("default", True, "layer_default_allocator", f"{platform.libc_ver()[0] or 'libc'}'s default"),
+        (
+            "default",
+            True,
+            "layer_default_allocator",
+            f"{platform.libc_ver()[0] or 'libc'}'s default",
+        ),
     ],
 )
-def test_how_memory_is_freed_is_chosen_and_kept_with_the_result(tmp_path, monkeypatch, choice, could, name, setting):
+def test_how_memory_is_freed_is_chosen_and_kept_with_the_result(
+    tmp_path, monkeypatch, choice, could, name, setting
+):
     monkeypatch.setattr(timing, "keep_pages", lambda: could)
     monkeypatch.setattr(variants, "families", lambda width: {"BTT r=1": BTT()})
     layer.main(["--smoke", "--device", "cpu", "--allocator", choice, "--out", str(tmp_path)])
@@ -270,9 +304,15 @@ SQUARE = variants.Job(64, 64, 300, "float32", True)
 def test_options_are_compared_with_their_twins(monkeypatch):
     monkeypatch.setattr(variants, "families", lambda width: {"BTT r=1": BTT()})
     found = variants.variants(SQUARE, "cpu")
-    monkeypatch.setattr(layer, "sample", lambda works, *_: [[float(n + 1)] for n in range(len(works))])
+    monkeypatch.setattr(
+        layer, "sample", lambda works, *_: [[float(n + 1)] for n in range(len(works))]
+    )
     rows = layer.measure(SQUARE, found, "cpu", H200)
-    took = {(row["structure"], row["implementation"]): row["ms"]["median"] for row in rows if "x_dense" in row}
+    took = {
+        (row["structure"], row["implementation"]): row["ms"]["median"]
+        for row in rows
+        if "x_dense" in row
+    }
     dense, biased = (
         (took["dense", "nn.Linear"] + took["dense, last", "nn.Linear"]) / 2,
         took["dense", "nn.Linear + bias"],
@@ -291,11 +331,15 @@ def test_options_are_compared_with_their_twins(monkeypatch):
 
 def test_the_gate_stops_a_layer_that_forgets_its_option(monkeypatch):
     monkeypatch.setattr(variants, "families", lambda width: {"BTT r=1": BTT()})
-    found = {v.option: v for v in variants.variants(SQUARE, "cpu") if v.name == "BTT r=1" and v.option}
+    found = {
+        v.option: v for v in variants.variants(SQUARE, "cpu") if v.name == "BTT r=1" and v.option
+    }
     assert all(layer.error(v, backward=True) < 1e-5 for v in found.values())
     for option in ("bias", "weight norm"):
         v = found[option]
-        forgets = replace(v, run=lambda x, v=v: _product.multiply(v.structure.program, v.parameters[:2], x))
+        forgets = replace(
+            v, run=lambda x, v=v: _product.multiply(v.structure.program, v.parameters[:2], x)
+        )
         assert layer.error(forgets, backward=False) > 0.1
 
 
@@ -313,10 +357,19 @@ def test_what_does_not_compile_or_fit_is_left_out_and_said(monkeypatch, capsys):
         raise RuntimeError("no compiler\nfor you")
 
     monkeypatch.setattr(variants, "COMPILED_AT", (64,))
-    monkeypatch.setattr(variants, "families", lambda width: {"Kronecker": Kronecker(), "Monarch 7": Monarch(blocks=7)})
+    monkeypatch.setattr(
+        variants,
+        "families",
+        lambda width: {"Kronecker": Kronecker(), "Monarch 7": Monarch(blocks=7)},
+    )
     monkeypatch.setattr(torch, "compile", lambda run, **options: fails)
     found = variants.variants(SQUARE, "cpu")
-    assert {v.implementation for v in found if v.name == "Kronecker"} == {"auto", "loop", "structured", "merged"}
+    assert {v.implementation for v in found if v.name == "Kronecker"} == {
+        "auto",
+        "loop",
+        "structured",
+        "merged",
+    }
     assert "Monarch 7" not in {v.name for v in found}
     said = capsys.readouterr().out
     assert "# left out: Monarch 7 in 64 -> 64" in said
@@ -343,7 +396,7 @@ def test_what_a_user_waits_for_is_shown_where_it_was_measured(capsys):
     assert "12.3" in shown
 
 
-# ---- benchmarks.model ------------------------------------------------------------------------------------------------
+# ---- benchmarks.model ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -361,7 +414,9 @@ def gpt(model):
 
 def test_model_measures_every_task_and_keeps_the_rows(model, tmp_path, monkeypatch, capsys):
     every = model.jobs
-    monkeypatch.setattr(model, "jobs", lambda shapes: [job for job in every(shapes) if not job.compiled])
+    monkeypatch.setattr(
+        model, "jobs", lambda shapes: [job for job in every(shapes) if not job.compiled]
+    )
     rows = model.main(["--smoke", "--out", str(tmp_path)])
     kept = json.loads((tmp_path / "model.json").read_text())
     assert kept["rows"] == rows
@@ -390,13 +445,15 @@ def test_a_training_step_lowers_the_loss(model, gpt):
 def test_a_compiled_model_with_other_logits_is_not_timed(model, gpt, monkeypatch):
     network = gpt.build()
     monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda block: block.register_forward_hook(lambda *found: 2 * found[2])
+        torch.nn.Module,
+        "compile",
+        lambda block: block.register_forward_hook(lambda *found: 2 * found[2]),
     )
     with pytest.raises(ArithmeticError, match="the logits differ"):
         model.compile_blocks(network, gpt)
 
 
-# ---- docs/scaling.md -------------------------------------------------------------------------------------------------
+# ---- docs/scaling.md -----------------------------------------------------------------------------
 
 
 def test_the_tables_of_the_document_are_those_that_the_script_computes():
@@ -407,16 +464,20 @@ def test_the_tables_of_the_document_are_those_that_the_script_computes():
 
 
 def split(tensor, axes, sizes, axis, part):
-    """The `part`-th half of `axis` of a tensor whose last dimensions, or all, are flattened `axes`."""
+    """The `part`-th half of `axis` of a tensor whose last dimensions, or all, are flattened
+    `axes`."""
     if axis not in axes:
         return tensor
     leading = tensor.shape[: 1 if tensor.ndim == 2 else 0]
-    halves = tensor.reshape(*leading, *(sizes[name] for name in axes)).chunk(2, len(leading) + axes.index(axis))
+    halves = tensor.reshape(*leading, *(sizes[name] for name in axes)).chunk(
+        2, len(leading) + axes.index(axis)
+    )
     return halves[part].reshape(*leading, -1)
 
 
 @pytest.mark.parametrize(
-    "family", [Dense(), BTT(rank=1), BTT(rank=2), BTT(rank=2, cores=3), Monarch(blocks=4), Monarch(blocks=8)]
+    "family",
+    [Dense(), BTT(rank=1), BTT(rank=2), BTT(rank=2, cores=3), Monarch(blocks=4), Monarch(blocks=8)],
 )
 def test_an_axis_of_every_core_cuts_a_layer_without_communication_between_the_cores(family):
     structure = family.structure(64, 64)
@@ -430,7 +491,13 @@ def test_an_axis_of_every_core_cuts_a_layer_without_communication_between_the_co
         assert 2 * half.params == structure.params
         for part in range(2):
             own = [
-                split(core.flatten(), [*s.batch_axes, *s.fan_out_axes, *s.fan_in_axes], structure.sizes, axis, part)
+                split(
+                    core.flatten(),
+                    [*s.batch_axes, *s.fan_out_axes, *s.fan_in_axes],
+                    structure.sizes,
+                    axis,
+                    part,
+                )
                 for core, s in zip(cores, structure.cores, strict=True)
             ]
             own_x = split(x, inputs, structure.sizes, axis, part)
@@ -448,11 +515,14 @@ def test_dense_is_hidden_from_as_many_tokens_as_bytes_and_rates_say():
     params = Dense().structure(12288, 12288).params
     per_token = scaling.bound([Dense().structure(12288, 12288)], H200) / scaling.TOKENS
     tokens = scaling.fsdp_bytes(params, scaling.FP32) / scaling.NETWORK / per_token
-    assert tokens == pytest.approx(8 * 790e12 / (6 * 50e9) * 1023 / 1024)  # 8 bytes and 6 FLOPs a parameter
+    # 8 bytes and 6 FLOPs a parameter
+    assert tokens == pytest.approx(8 * 790e12 / (6 * 50e9) * 1023 / 1024)
 
 
 def test_an_all_to_all_sends_2_n_times_less_than_an_all_reduce():
-    assert scaling.all_reduce_bytes(1000, 8) == pytest.approx(16 * scaling.all_to_all_bytes(1000, 8))
+    assert scaling.all_reduce_bytes(1000, 8) == pytest.approx(
+        16 * scaling.all_to_all_bytes(1000, 8)
+    )
 
 
 def measured(speeds, shares):
@@ -460,15 +530,26 @@ def measured(speeds, shares):
     rows = []
     for (width, speed), (name, share) in product(speeds.items(), shares.items()):
         how = "nn.Linear" if name == "dense" else "auto"
-        row = {"structure": name, "implementation": how, "d_in": width, "d_out": width, "backward": True}
-        rows.append(row | {"dtype": "float32", "x_dense": {"median": speed[name]}, "bound_share": share})
+        row = {
+            "structure": name,
+            "implementation": how,
+            "d_in": width,
+            "d_out": width,
+            "backward": True,
+        }
+        rows.append(
+            row | {"dtype": "float32", "x_dense": {"median": speed[name]}, "bound_share": share}
+        )
     environment = {"machine": "a machine"}
     return {"environment": environment, "setting": {"device": "cpu", "threads": 2}, "rows": rows}
 
 
 def test_expected_speeds_are_the_bound_times_the_share_at_the_smaller_width(tmp_path, monkeypatch):
     shares = {"dense": 0.8, "BTT r=1": 0.4}
-    speeds = {512: {"dense": 1.0, "BTT r=1": 2.0}, 1024: {"dense": 1.0, "BTT r=1": 3.0}}  # bounds: 4 and 6
+    speeds = {
+        512: {"dense": 1.0, "BTT r=1": 2.0},
+        1024: {"dense": 1.0, "BTT r=1": 3.0},
+    }  # bounds: 4 and 6
     monkeypatch.setattr(scaling, "LAYER", tmp_path / "layer.json")
     assert "python -m benchmarks.layer" in scaling.check()
     scaling.LAYER.write_text(json.dumps(measured(speeds, shares)))

@@ -1,4 +1,5 @@
-"""What the scripts for CBS compute from their rows: fits, comparisons, claims; and the tasks that they train on."""
+"""What the scripts for CBS compute from their rows: fits, comparisons, claims; and the tasks that
+they train on."""
 
 import math
 
@@ -8,14 +9,30 @@ import torch
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
-from benchmarks.papers import cbs_gpt, cbs_norm, cbs_projection, cbs_report, cbs_scaling, cbs_sgd, cbs_tuning, tasks
+from benchmarks.papers import (
+    cbs_gpt,
+    cbs_norm,
+    cbs_projection,
+    cbs_report,
+    cbs_scaling,
+    cbs_sgd,
+    cbs_tuning,
+    tasks,
+)
 from structlin import BTT, Dense, StructuredLinear
 
 
 def power_law(structure, exponent, scale=1.0, seeds=(0, 1, 2), task="teacher", noise=0.0):
     """Rows with loss = scale * FLOPs^-exponent, times exp(noise * (seed - 1))."""
     return [
-        {"task": task, "structure": structure, "width": width, "lr": 0.1, "seed": seed, "flops": 1000 * width}
+        {
+            "task": task,
+            "structure": structure,
+            "width": width,
+            "lr": 0.1,
+            "seed": seed,
+            "flops": 1000 * width,
+        }
         | {"loss": scale * (1000 * width) ** -exponent * math.exp(noise * (seed - 1))}
         for width in (16, 64, 256)
         for seed in seeds
@@ -26,7 +43,7 @@ def claims_of(found):
     return {row["claim"]: row["holds"] for row in found}
 
 
-# ---- fits ------------------------------------------------------------------------------------------------------------
+# ---- fits ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("exponent", [0.1, 0.5, -0.2])
@@ -44,7 +61,9 @@ def test_the_gap_is_the_log_ratio_where_both_curves_have_values():
 
 def test_curves_without_common_flops_are_refused():
     with pytest.raises(ValueError, match="share no FLOPs: one starts at 100, one ends at 10"):
-        cbs_scaling.gap([(math.log(1), 0.0), (math.log(10), 0.0)], [(math.log(100), 0.0), (math.log(1000), 0.0)])
+        cbs_scaling.gap(
+            [(math.log(1), 0.0), (math.log(10), 0.0)], [(math.log(100), 0.0), (math.log(1000), 0.0)]
+        )
 
 
 def test_a_width_counts_at_its_best_rate_and_a_seed_as_often_as_it_is_drawn():
@@ -53,8 +72,12 @@ def test_a_width_counts_at_its_best_rate_and_a_seed_as_often_as_it_is_drawn():
         for lr, losses in {0.1: (2.0, 8.0), 0.2: (1.0, None)}.items()
         for seed, loss in enumerate(losses)
     ]
-    assert cbs_scaling.curve_of(rows, [0, 1]) == [(pytest.approx(math.log(100)), pytest.approx(math.log(4)))]
-    assert cbs_scaling.curve_of(rows, [0, 0]) == [(pytest.approx(math.log(100)), pytest.approx(math.log(2)))]
+    assert cbs_scaling.curve_of(rows, [0, 1]) == [
+        (pytest.approx(math.log(100)), pytest.approx(math.log(4)))
+    ]
+    assert cbs_scaling.curve_of(rows, [0, 0]) == [
+        (pytest.approx(math.log(100)), pytest.approx(math.log(2)))
+    ]
 
 
 def test_the_interval_spans_the_seeds_and_shrinks_to_nothing_when_they_agree():
@@ -62,14 +85,24 @@ def test_the_interval_spans_the_seeds_and_shrinks_to_nothing_when_they_agree():
     assert spread["value"] == 1
     assert spread["low"] == pytest.approx(0)
     assert spread["high"] == pytest.approx(2)
-    assert cbs_scaling.estimate(lambda seeds: 7.0, [0, 1, 2]) == {"value": 7.0, "low": 7.0, "high": 7.0}
+    assert cbs_scaling.estimate(lambda seeds: 7.0, [0, 1, 2]) == {
+        "value": 7.0,
+        "low": 7.0,
+        "high": 7.0,
+    }
 
 
-# ---- tables and claims from fixed rows -------------------------------------------------------------------------------
+# ---- tables and claims from fixed rows -----------------------------------------------------------
 
 
 def scaling_rows(btt_exponent, noise=0.0):
-    order = {"BTT r=1": 0.9, "Monarch b=16": 0.95, "BTT r=1, 3 cores": 1.0, "BTT r=2": 1.05, "BTT r=4": 1.2}
+    order = {
+        "BTT r=1": 0.9,
+        "Monarch b=16": 0.95,
+        "BTT r=1, 3 cores": 1.0,
+        "BTT r=2": 1.05,
+        "BTT r=4": 1.2,
+    }
     order |= {"Monarch b=4": 1.1, "dense": 1.3, "Kronecker": 1.5, "TT r=4": 1.6, "low-rank": 1.7}
     exponents = {"BTT r=1": btt_exponent}
     return [
@@ -99,7 +132,10 @@ def test_scaling_claims_fail_for_rows_that_are_made_otherwise(monkeypatch):
 def tuning_rows(naive_loss):
     """BTT is best at 2 for the naive rule and at 1 for the aware one; dense at 1."""
     losses = {("dense", "aware"): {1: 0.5, 2: 0.6}, ("BTT r=1", "aware"): {1: 0.4, 2: 0.7}}
-    losses |= {("BTT r=1", "naive"): {1: 0.8, 2: naive_loss}, ("BTT r=1", "aware, others x4"): {1: 0.3, 2: None}}
+    losses |= {
+        ("BTT r=1", "naive"): {1: 0.8, 2: naive_loss},
+        ("BTT r=1", "aware, others x4"): {1: 0.3, 2: None},
+    }
     return [
         {"structure": structure, "width": width, "rule": rule, "lr": lr, "seed": 0, "loss": loss}
         for (structure, rule), by_lr in losses.items()
@@ -108,12 +144,16 @@ def tuning_rows(naive_loss):
     ]
 
 
-@pytest.mark.parametrize(("naive_loss", "ratio", "holds"), [(0.6, 1.5, True), (0.4, 1.0, False), (0.2, 0.5, False)])
+@pytest.mark.parametrize(
+    ("naive_loss", "ratio", "holds"), [(0.6, 1.5, True), (0.4, 1.0, False), (0.2, 0.5, False)]
+)
 def test_tuning_compares_each_rule_at_its_best_rate(naive_loss, ratio, holds):
     found = cbs_tuning.advantages(cbs_tuning.tabulate(tuning_rows(naive_loss)))
     assert [row["tuned"] for row in found if row["rule"] == "aware"] == [pytest.approx(ratio)] * 2
     assert [row["dense's"] for row in found if row["rule"] == "aware"] == [pytest.approx(2.0)] * 2
-    assert [row["tuned"] for row in found if row["rule"] != "aware"] == [pytest.approx(naive_loss / 0.3)] * 2
+    assert [row["tuned"] for row in found if row["rule"] != "aware"] == [
+        pytest.approx(naive_loss / 0.3)
+    ] * 2
     held = claims_of(cbs_tuning.claims({"advantages": found}))
     assert held["width 256, tuned rate: the rule (aware) ends lower than naive"] == holds
     assert held["width 256, dense's rate: the rule (aware) ends lower than naive"]
@@ -125,14 +165,26 @@ def test_sgd_counts_what_diverges_at_the_dense_rate_apart_from_what_it_costs():
         {"rule": "naive", "structure": "TT r=4", "loss_at_reference_lr": loss, "best_loss": 1.0}
         for loss in (None, 2.0, 8.0)
     ]
-    table.append({"rule": "naive", "structure": "dense", "loss_at_reference_lr": 50.0, "best_loss": 1.0})
-    assert cbs_sgd.at_dense_rate(table, "naive") == {"diverged": 1, "of": 3, "cost": pytest.approx(4.0)}
+    table.append(
+        {"rule": "naive", "structure": "dense", "loss_at_reference_lr": 50.0, "best_loss": 1.0}
+    )
+    assert cbs_sgd.at_dense_rate(table, "naive") == {
+        "diverged": 1,
+        "of": 3,
+        "cost": pytest.approx(4.0),
+    }
 
 
 def norm_rows(plain, normed):
     curves = {"dense": (1, 1, 1), "BTT": plain, "BTT, normalised": normed}
     return [
-        {"model": model, "lr": lr, "seed": seed, "loss": 2.0, "rms": [[step, size] for step, size in enumerate(curve)]}
+        {
+            "model": model,
+            "lr": lr,
+            "seed": seed,
+            "loss": 2.0,
+            "rms": [[step, size] for step, size in enumerate(curve)],
+        }
         for model, curve in curves.items()
         for lr in cbs_norm.LRS.values()
         for seed in (0, 1)
@@ -152,13 +204,23 @@ def test_norm_says_which_model_diverged():
     rows = norm_rows((1, 6, 9), (1, 2, 2))
     next(row for row in rows if row["model"] == "BTT")["loss"] = None
     found = cbs_norm.claims({"table": cbs_norm.tabulate(rows)})
-    assert [row["measured"] for row in found if row["claim"].startswith("usual")] == ["diverged: ['BTT']"]
+    assert [row["measured"] for row in found if row["claim"].startswith("usual")] == [
+        "diverged: ['BTT']"
+    ]
 
 
 def gpt_rows(structure, head, gain=1.0):
-    """Loss (FLOPs of the body)^-0.1 times `gain`; the head has `head` times the FLOPs of the body."""
+    """Loss (FLOPs of the body)^-0.1 times `gain`; the head has `head` times the FLOPs of the
+    body."""
     rows = [
-        {"structure": structure, "width": body, "lr": 0.1, "eps": eps, "seed": seed, "loss": gain * body**-0.1}
+        {
+            "structure": structure,
+            "width": body,
+            "lr": 0.1,
+            "eps": eps,
+            "seed": seed,
+            "loss": gain * body**-0.1,
+        }
         | {"flops": body + head * body, "head_flops": head * body, "body_flops": body}
         for body in (100, 1000, 10000)
         for seed in (0, 1)
@@ -178,7 +240,9 @@ def gpt_rows(structure, head, gain=1.0):
 def test_gpt_tells_a_cheaper_head_from_a_better_model(monkeypatch, head, gain, holds):
     monkeypatch.setattr(cbs_scaling, "RESAMPLES", 40)
     found = cbs_gpt.compare(gpt_rows("dense", 1.0) + gpt_rows("BTT", head, gain))
-    assert found["all FLOPs"]["value"] == pytest.approx(math.log(gain) - 0.1 * math.log(2 / (1 + head)))
+    assert found["all FLOPs"]["value"] == pytest.approx(
+        math.log(gain) - 0.1 * math.log(2 / (1 + head))
+    )
     assert found["without the head's FLOPs"]["value"] == pytest.approx(math.log(gain))
     assert found["same width, usual eps"]["value"] == pytest.approx(math.log(gain))
     assert [row["holds"] for row in cbs_gpt.claims({"log_ratios": found})] == holds
@@ -193,7 +257,11 @@ def test_the_bounds_are_those_of_the_paper():
 
 
 def test_projection_claims_need_exactness_at_the_bound_and_not_before():
-    rows = [cbs_projection.measure(("BTT", 16, 16, (rank,), rank, seed)) for rank in range(1, 5) for seed in (0, 1)]
+    rows = [
+        cbs_projection.measure(("BTT", 16, 16, (rank,), rank, seed))
+        for rank in range(1, 5)
+        for seed in (0, 1)
+    ]
     table = cbs_projection.summarise(rows)
     assert table[0]["falls"]
     assert table[0]["params_over_dense"] == 2
@@ -203,11 +271,16 @@ def test_projection_claims_need_exactness_at_the_bound_and_not_before():
 
 
 def test_estimates_are_shown_with_their_intervals():
-    assert cbs_report.ratio({"value": math.log(2), "low": 0.0, "high": math.log(4)}) == "2.00 (1.00 to 4.00)"
-    assert cbs_report.interval({"value": 1 / 3, "low": -0.5, "high": 0.5}) == "0.333 (-0.500 to 0.500)"
+    assert (
+        cbs_report.ratio({"value": math.log(2), "low": 0.0, "high": math.log(4)})
+        == "2.00 (1.00 to 4.00)"
+    )
+    assert (
+        cbs_report.interval({"value": 1 / 3, "low": -0.5, "high": 0.5}) == "0.333 (-0.500 to 0.500)"
+    )
 
 
-# ---- tasks and models ------------------------------------------------------------------------------------------------
+# ---- tasks and models ----------------------------------------------------------------------------
 
 
 def test_a_teacher_gives_new_samples_of_unit_variance_from_its_seed_alone():
@@ -233,7 +306,9 @@ def test_a_digit_is_moved_by_at_most_a_pixel_and_keeps_its_label(monkeypatch):
 
 def test_only_the_square_matrices_of_the_mlp_are_structured():
     model = tasks.mlp(16, 64, 4, BTT(rank=1))
-    assert [name for name, module in model.named_modules() if isinstance(module, StructuredLinear)] == ["2", "4"]
+    assert [
+        name for name, module in model.named_modules() if isinstance(module, StructuredLinear)
+    ] == ["2", "4"]
     assert not model[6].weight.any()
     assert tasks.forward_flops(model, torch.zeros(1, 16)) == 2 * (16 * 64 + 2 * 2 * 64 * 8 + 64 * 4)
 

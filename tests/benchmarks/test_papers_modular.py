@@ -1,4 +1,5 @@
-"""benchmarks/papers/md_*, mn_* and bm_*: what they compute from their runs. CI runs the scripts themselves."""
+"""benchmarks/papers/md_*, mn_* and bm_*: what they compute from their runs. CI runs the scripts
+themselves."""
 
 import math
 
@@ -8,12 +9,21 @@ import torch
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
-from benchmarks.papers import bm_metrics, md_coefficients, md_sweeps, md_watermark, md_width, mn_mass, mn_tasks
+from benchmarks.papers import (
+    bm_metrics,
+    md_coefficients,
+    md_sweeps,
+    md_watermark,
+    md_width,
+    mn_mass,
+    mn_tasks,
+)
 from benchmarks.papers import mn_transfer as mn_transfers
 
 
 def sweep(method, optima, lrs=range(-8, 3), steepness=0.3):
-    """Runs whose log loss is a parabola in log2 lr, with its vertex at the given place for each size."""
+    """Runs whose log loss is a parabola in log2 lr, with its vertex at the given place for each
+    size."""
     return [
         {
             "method": method,
@@ -51,7 +61,9 @@ def test_one_seed_that_diverges_makes_a_rate_useless():
 def test_claims_of_md_figure_1_follow_the_runs():
     def claims(adam, mup, dualized):
         rows = sweep("Adam, SP", adam) + sweep("Adam, muP", mup) + sweep("dualized", dualized)
-        rows = [{**row, "loss": row["loss"] / 2} if row["method"] == "dualized" else row for row in rows]
+        rows = [
+            {**row, "loss": row["loss"] / 2} if row["method"] == "dualized" else row for row in rows
+        ]
         return list(md_width.claims(md_sweeps.transfer(rows)).values())
 
     flat, falling = {32: -3.0, 512: -3.2}, {32: -2.0, 512: -6.0}
@@ -64,7 +76,9 @@ def test_claims_of_mn_figure_1_follow_the_runs():
     for normed, expected in ((flat, True), (falling, False)):
         rows = [row for method in ("normed Adam", "normed SGD") for row in sweep(method, normed)]
         rows += [row for method in ("Adam", "SGD") for row in sweep(method, falling)]
-        assert set(mn_transfers.claims({"GPT, width": md_sweeps.transfer(rows)}).values()) == {expected}
+        assert set(mn_transfers.claims({"GPT, width": md_sweeps.transfer(rows)}).values()) == {
+            expected
+        }
 
 
 def test_the_letter_has_contrast_0_where_it_is_cut_and_1_where_nothing_is():
@@ -83,10 +97,14 @@ def test_the_largest_stable_rate_is_chosen():
 
 
 def test_stable_rank_is_squared_frobenius_over_squared_spectral_norm():
-    assert md_watermark.stable_rank(torch.diag(torch.tensor([2.0, 1.0, 1.0]))) == pytest.approx(6 / 4)
+    assert md_watermark.stable_rank(torch.diag(torch.tensor([2.0, 1.0, 1.0]))) == pytest.approx(
+        6 / 4
+    )
 
 
-@pytest.mark.parametrize(("method", "a", "b", "c"), [("cubic", 1.5, -0.5, 0), ("jordan", 3.4445, -4.7750, 2.0315)])
+@pytest.mark.parametrize(
+    ("method", "a", "b", "c"), [("cubic", 1.5, -0.5, 0), ("jordan", 3.4445, -4.7750, 2.0315)]
+)
 def test_maps_of_singular_values_are_the_polynomial_applied_to_numbers(method, a, b, c):
     values = [1e-3, 0.02, 0.3, 0.7]
     expected = []
@@ -95,7 +113,9 @@ def test_maps_of_singular_values_are_the_polynomial_applied_to_numbers(method, a
             s = a * s + b * s**3 + c * s**5
         expected.append(s)
     found = md_coefficients.mapped(method, torch.tensor(values), steps=5)
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        found, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-7
+    )
 
 
 def test_the_cubic_needs_as_many_steps_as_the_scalar_iteration():
@@ -147,7 +167,12 @@ def test_a_spectral_start_is_of_dependency_1_and_powers_are_slopes():
     assert found["dependency"] == pytest.approx(1, abs=0.1)
     assert found["dependency"] == pytest.approx(found["largest core"], rel=1e-3)
     rows = [
-        {"structure": structure, "optimizer": name, "width": width, **{n: [width**0.5] for n in bm_metrics.NUMBERS}}
+        {
+            "structure": structure,
+            "optimizer": name,
+            "width": width,
+            **{n: [width**0.5] for n in bm_metrics.NUMBERS},
+        }
         for structure in bm_metrics.TRAINED
         for name in bm_metrics.OPTIMIZERS
         for width in (4, 16)
@@ -158,6 +183,8 @@ def test_a_spectral_start_is_of_dependency_1_and_powers_are_slopes():
 def test_runs_of_the_same_setting_are_not_made_again(tmp_path, monkeypatch):
     options = ["--smoke", "--out", str(tmp_path)]
     first = md_width.main(options)
-    monkeypatch.setattr(md_width, "train", lambda run, **setting: pytest.fail(f"{run} was made again"))
+    monkeypatch.setattr(
+        md_width, "train", lambda run, **setting: pytest.fail(f"{run} was made again")
+    )
     assert md_width.main(options) == first
     assert md_width.finished(tmp_path / "md_width.json", {"steps": 3}) == {}

@@ -1,4 +1,5 @@
-"""benchmarks.peers: a peer is judged by the right matrix, left out where it is missing, not timed where it is wrong."""
+"""benchmarks.peers: a peer is judged by the right matrix, left out where it is missing, not timed
+where it is wrong."""
 
 import json
 import sys
@@ -28,7 +29,7 @@ def no_packages(monkeypatch):
         monkeypatch.setitem(sys.modules, module, None)
 
 
-# ---- what a peer has to compute --------------------------------------------------------------------------------------
+# ---- what a peer has to compute ------------------------------------------------------------------
 
 
 def cores_of(family: Family, width: int = 16) -> tuple[Structure, list[torch.Tensor]]:
@@ -48,34 +49,47 @@ def test_fastkron_is_judged_by_the_matrix_of_kronecker():
     structure, cores = cores_of(Kronecker(), width=64)
     x = torch.randn(3, 64, dtype=torch.float64)
     factors = [stored(structure, cores, 1, "g a"), stored(structure, cores, 0, "d b")]
-    torch.testing.assert_close(peers.kronecker(structure, factors, x), timing.oracle(structure, cores, x))
+    torch.testing.assert_close(
+        peers.kronecker(structure, factors, x), timing.oracle(structure, cores, x)
+    )
 
 
 def test_tensor_trains_are_judged_by_the_matrix_of_tt():
     structure, cores = cores_of(TT(rank=3))
     x = torch.randn(3, 16, dtype=torch.float64)
     (r,) = (axis for axis in structure.sizes if axis.startswith("r"))
-    first, last = stored(structure, cores, 1, f"i1 j1 {r}")[None], stored(structure, cores, 0, f"{r} i2 j2")[..., None]
-    torch.testing.assert_close(peers.tensor_train(structure, [first, last], x), timing.oracle(structure, cores, x))
+    first, last = (
+        stored(structure, cores, 1, f"i1 j1 {r}")[None],
+        stored(structure, cores, 0, f"{r} i2 j2")[..., None],
+    )
+    torch.testing.assert_close(
+        peers.tensor_train(structure, [first, last], x), timing.oracle(structure, cores, x)
+    )
 
 
 @pytest.mark.parametrize("blocks", [2, 8])
 def test_monarchs_are_judged_by_the_matrix_of_monarch(blocks):
     structure, cores = cores_of(Monarch(blocks=blocks))
     x = torch.randn(3, 16, dtype=torch.float64)
-    torch.testing.assert_close(peers.monarch(structure, cores, x), timing.oracle(structure, cores, x))
+    torch.testing.assert_close(
+        peers.monarch(structure, cores, x), timing.oracle(structure, cores, x)
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_peer_has_the_matrix_and_the_parameters_of_its_family(dtype):
     found, left_out = peers.variants(Job(64, 64, 40, dtype, True))
-    assert len(found) + len(left_out) == 2 + sum(1 + len(builds) for _, builds in peers.families(64).values())
+    assert len(found) + len(left_out) == 2 + sum(
+        1 + len(builds) for _, builds in peers.families(64).values()
+    )
     for variant in found:
-        assert sum(parameter.numel() for parameter in variant.parameters) == variant.structure.params
+        assert (
+            sum(parameter.numel() for parameter in variant.parameters) == variant.structure.params
+        )
         assert layer.error(variant, backward=True) < layer.TOLERANCE[dtype]
 
 
-# ---- the run ---------------------------------------------------------------------------------------------------------
+# ---- the run -------------------------------------------------------------------------------------
 
 
 def test_a_run_measures_every_layer_and_keeps_the_rows(tmp_path, capsys):
@@ -83,16 +97,25 @@ def test_a_run_measures_every_layer_and_keeps_the_rows(tmp_path, capsys):
     kept = json.loads((tmp_path / "peers.json").read_text())
     _, left_out = peers.variants(Job(64, 64, 1, "float32", False))
     printed = capsys.readouterr().out
-    assert kept["rows"] == rows == [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    assert (
+        kept["rows"]
+        == rows
+        == [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    )
     assert kept["left_out"] == list(dict.fromkeys(left_out))
     assert printed.count("# left out: ") == len(kept["left_out"])
     for name, (_, builds) in peers.families(64).items():
         assert name in printed
         for backward in (True, False):
-            of_family = [row for row in rows if row["structure"] == name and row["backward"] == backward]
+            of_family = [
+                row for row in rows if row["structure"] == name and row["backward"] == backward
+            ]
             missing = sum(line.startswith(f"{name}: ") for line in left_out)
             assert len(of_family) == 1 + len(builds) - missing
-            assert ["structlin_x" in row for row in of_family] == [False, *[True] * (len(of_family) - 1)]
+            assert ["structlin_x" in row for row in of_family] == [
+                False,
+                *[True] * (len(of_family) - 1),
+            ]
 
 
 def test_a_smoke_run_keeps_nothing_by_itself(monkeypatch):
@@ -103,8 +126,16 @@ def test_a_smoke_run_keeps_nothing_by_itself(monkeypatch):
 def test_missing_packages_are_left_out_with_a_line_each(no_packages, capsys):
     rows = peers.main(["--smoke"])
     assert {row["implementation"] for row in rows} == WRITTEN_HERE
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# left out: ")]
-    assert [line.split(": ")[1] for line in lines] == ["Kronecker", "TT r=8", "TT r=8", "Monarch 4", "Monarch 16"]
+    lines = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("# left out: ")
+    ]
+    assert [line.split(": ")[1] for line in lines] == [
+        "Kronecker",
+        "TT r=8",
+        "TT r=8",
+        "Monarch 4",
+        "Monarch 16",
+    ]
     assert all(any(module in line for module in PACKAGES.values()) for line in lines)
 
 
@@ -119,22 +150,36 @@ def no_gradient(structure, dtype):
 
     def run(x):
         first, last = whole.parameters
-        return 0 * x.sum() + 0 * first.sum() + peers.StridedProducts.apply(structure, first.detach(), last, x.detach())
+        return (
+            0 * x.sum()
+            + 0 * first.sum()
+            + peers.StridedProducts.apply(structure, first.detach(), last, x.detach())
+        )
 
     return whole._replace(name="no gradient", run=run)
 
 
 @pytest.mark.parametrize(("wrong", "error"), [(half, r"5\.0e-01"), (no_gradient, r"1\.0e\+00")])
 def test_a_peer_that_is_wrong_is_not_timed(monkeypatch, wrong, error):
-    monkeypatch.setattr(peers, "families", lambda width: {"Monarch 4": (Monarch(blocks=4), (peers.strided, wrong))})
+    monkeypatch.setattr(
+        peers, "families", lambda width: {"Monarch 4": (Monarch(blocks=4), (peers.strided, wrong))}
+    )
     monkeypatch.setattr(layer, "sample", None)
-    with pytest.raises(ArithmeticError, match=f"Monarch 4, {wrong.__name__.replace('_', ' ')}: relative error {error}"):
+    with pytest.raises(
+        ArithmeticError,
+        match=f"Monarch 4, {wrong.__name__.replace('_', ' ')}: relative error {error}",
+    ):
         peers.main(["--smoke"])
 
 
 def test_speeds_are_ratios_within_a_round_and_losses_are_named(monkeypatch):
     monkeypatch.setattr(peers, "families", lambda width: {"BTT": (peers.BTT(), (peers.strided,))})
-    rounds = [[4.0, 8.0], [1.0, 4.0], [0.5, 3.0], [6.0, 8.0]]  # dense, structlin, strided, dense again
+    rounds = [
+        [4.0, 8.0],
+        [1.0, 4.0],
+        [0.5, 3.0],
+        [6.0, 8.0],
+    ]  # dense, structlin, strided, dense again
     monkeypatch.setattr(layer, "sample", lambda works, job, device, **limits: rounds)
     job = Job(64, 64, 4, "float32", False)
     first, structlin, strided, _ = rows = peers.measure(job, peers.variants(job)[0])
@@ -144,5 +189,6 @@ def test_speeds_are_ratios_within_a_round_and_losses_are_named(monkeypatch):
     assert strided["ms"]["median"] == pytest.approx(1750)
     assert "structlin_x" not in structlin
     assert peers.losses(rows) == [
-        "BTT, 64 -> 64, 4 tokens, float32, forward: 0.62 (0.55-0.70) of the speed of strided products"
+        "BTT, 64 -> 64, 4 tokens, float32, forward: "
+        "0.62 (0.55-0.70) of the speed of strided products"
     ]

@@ -36,11 +36,21 @@ def test_compress_takes_a_checkpoint_of_transformers(tmp_path):
     letters = {letter: n for n, letter in enumerate("_ abcdefghijklmnopqrstuvwxyz.,")}
     tokenizer = Tokenizer(models.WordLevel(letters, unk_token="_"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="_").save_pretrained(tmp_path / "m")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="_").save_pretrained(
+        tmp_path / "m"
+    )
     llama().save_pretrained(tmp_path / "m")
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    options = ["--smoke", "--model", str(tmp_path / "m"), "--data", str(text), "--families", "lowrank"]
+    options = [
+        "--smoke",
+        "--model",
+        str(tmp_path / "m"),
+        "--data",
+        str(text),
+        "--families",
+        "lowrank",
+    ]
     rows = compress.main([*options, "--out", str(tmp_path / "out")])
     assert [row["family"] for row in rows] == ["dense", "lowrank", "lowrank"]
 

@@ -1,4 +1,5 @@
-"""The example programs: data of every kind, bad input, resuming. Tiny sizes; warnings are errors."""
+"""The example programs: data of every kind, bad input, resuming. Tiny sizes; warnings are
+errors."""
 
 import json
 import os
@@ -49,14 +50,22 @@ def curves(rows):
     return [row["curve"] for row in rows]
 
 
-# ---- a run -----------------------------------------------------------------------------------------------------------
+# ---- a run ---------------------------------------------------------------------------------------
 
 
 def test_gpt_leaves_a_table_a_plot_and_results(text, tmp_path, capsys):
     rows = train_gpt.main([*GPT, "--data", str(text), "--out", str(tmp_path)])
     shown = capsys.readouterr().out
     assert [row["run"] for row in rows] == ["dense", "naive", "ours", "wider"]
-    for title in ("params", "FLOPs/token", "loss", "bits/char", "seconds", "lr", "BTT(rank=1), our lr"):
+    for title in (
+        "params",
+        "FLOPs/token",
+        "loss",
+        "bits/char",
+        "seconds",
+        "lr",
+        "BTT(rank=1), our lr",
+    ):
         assert title in shown
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     results = json.loads((tmp_path / "results.json").read_text())
@@ -66,13 +75,18 @@ def test_gpt_leaves_a_table_a_plot_and_results(text, tmp_path, capsys):
 
 
 def test_gpt_learns_a_text(text):
-    rows = train_gpt.main([*GPT, "--data", str(text), "--steps", "60", "--batch", "8", "--lr", "0.01"])
+    rows = train_gpt.main(
+        [*GPT, "--data", str(text), "--steps", "60", "--batch", "8", "--lr", "0.01"]
+    )
     assert all(row["bits/char"] < 1.5 for row in rows)  # log2(30 characters) is 4.9
 
 
 def test_the_wider_model_is_the_widest_within_the_flops_of_dense(text, tmp_path):
     rows = {
-        row["run"]: row for row in train_gpt.main([*GPT, "--data", str(text), "--width", "64", "--out", str(tmp_path)])
+        row["run"]: row
+        for row in train_gpt.main(
+            [*GPT, "--data", str(text), "--width", "64", "--out", str(tmp_path)]
+        )
     }
     assert rows["wider"]["width"] > 64
     assert rows["wider"]["flops"] <= rows["dense"]["flops"]
@@ -80,7 +94,8 @@ def test_the_wider_model_is_the_widest_within_the_flops_of_dense(text, tmp_path)
     dense = depth * (24 * 64 * 64 + 4 * context * 64) + 2 * 64 * vocabulary
     assert rows["dense"]["flops"] == dense
 
-    def btt(d_in, d_out):  # 2 multiply-adds of a BTT of rank 1: d_in b + g d_out, for the most even factors
+    # 2 multiply-adds of a BTT of rank 1: d_in b + g d_out, for the most even factors
+    def btt(d_in, d_out):
         def small(n):
             return max(k for k in range(1, n + 1) if n % k == 0 and k * k <= n)
 
@@ -91,14 +106,19 @@ def test_the_wider_model_is_the_widest_within_the_flops_of_dense(text, tmp_path)
         return depth * (layers + 4 * context * d) + 2 * d * vocabulary
 
     assert rows["ours"]["flops"] == flops(64)
-    assert rows["wider"]["width"] == max(d for d in range(head, 64 * head, head) if flops(d) <= dense)
+    assert rows["wider"]["width"] == max(
+        d for d in range(head, 64 * head, head) if flops(d) <= dense
+    )
 
 
 def test_all_runs_share_lr_seed_and_size_and_only_ours_scales_the_cores(text, tmp_path):
-    rows = train_gpt.main([*GPT, "--data", str(text), "--width", "64", "--lr", "0.01", "--out", str(tmp_path)])
+    rows = train_gpt.main(
+        [*GPT, "--data", str(text), "--width", "64", "--lr", "0.01", "--out", str(tmp_path)]
+    )
     dense, naive, ours, wider = rows
     assert dense["lr"] == naive["lr"] == [0.01, 0.01]
-    assert ours["lr"] == pytest.approx([0.01, 0.01 * 256 / 16 / 2])  # the first core of mlp.c_proj, 256 -> 64
+    # the first core of mlp.c_proj, 256 -> 64
+    assert ours["lr"] == pytest.approx([0.01, 0.01 * 256 / 16 / 2])
     assert wider["lr"][0] == pytest.approx(0.01 * 64 / wider["width"])  # the dense head, by muP
     assert naive["params"] == ours["params"] < dense["params"]
 
@@ -120,11 +140,13 @@ def test_a_batch_depends_on_seed_and_step_alone(text, tmp_path):
 
 
 def train_options(arguments):
-    parser = compare.arguments("", "", {"width": 32, "depth": 1, "steps": 4, "batch": 2, "context": 16})
+    parser = compare.arguments(
+        "", "", {"width": 32, "depth": 1, "steps": 4, "batch": 2, "context": 16}
+    )
     return parser.parse_args(arguments)
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
 
 
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(text, tmp_path, monkeypatch):
@@ -166,21 +188,29 @@ def test_a_checkpoint_of_another_configuration_is_refused(text, tmp_path, capsys
     train_gpt.main(arguments)
     capsys.readouterr()
     message = error_of(train_gpt.main, capsys, *arguments, "--steps", "7", "--lr", "0.5")
-    for part in ("dense.pt", "steps is 6 there and 7 here", "lr is 0.", "0.5 here", "another --out"):
+    for part in (
+        "dense.pt",
+        "steps is 6 there and 7 here",
+        "lr is 0.",
+        "0.5 here",
+        "another --out",
+    ):
         assert part in message
     message = error_of(train_gpt.main, capsys, *arguments, "--structure", "kronecker")
     assert "naive.pt" in message
     assert "structure is 'BTT(rank=1)' there and 'Kronecker()' here" in message
 
 
-@pytest.mark.parametrize("content", [b"", b"not a checkpoint", pickle.dumps({"config": print}, protocol=2)])
+@pytest.mark.parametrize(
+    "content", [b"", b"not a checkpoint", pickle.dumps({"config": print}, protocol=2)]
+)
 def test_a_file_that_is_no_checkpoint_is_refused(text, tmp_path, capsys, content):
     (tmp_path / "ours.pt").write_bytes(content)
     message = error_of(train_gpt.main, capsys, *GPT, "--data", str(text), "--out", str(tmp_path))
     assert "ours.pt is not a checkpoint" in message
 
 
-# ---- text ------------------------------------------------------------------------------------------------------------
+# ---- text ----------------------------------------------------------------------------------------
 
 
 def test_the_default_text_is_ascii_documentation_and_source():
@@ -212,7 +242,7 @@ def test_a_folder_is_no_text(tmp_path, capsys):
     assert "it is a folder" in error_of(train_gpt.main, capsys, *GPT, "--data", str(tmp_path))
 
 
-# ---- images ----------------------------------------------------------------------------------------------------------
+# ---- images --------------------------------------------------------------------------------------
 
 
 def write_cifar(folder, images=6, protocol=2, **changed):
@@ -252,7 +282,10 @@ def test_vit_reads_an_npz(tmp_path, images):
     for path in (tmp_path, tmp_path / "small.npz"):
         (train, _), (held, held_labels) = train_vit.read_images(path)
         assert (len(train), len(held)) == (16, 4)
-    assert any(np.array_equal(held[0], image) and held_labels[0] == label for image, label in zip(*images, strict=True))
+    assert any(
+        np.array_equal(held[0], image) and held_labels[0] == label
+        for image, label in zip(*images, strict=True)
+    )
     assert train_vit.as_tensors(held, held_labels)[0].shape == (4, 3, 8, 8)
     assert len(train_vit.main([*VIT, "--data", str(tmp_path)])) == 4
 
@@ -261,16 +294,25 @@ def test_vit_reads_an_npz(tmp_path, images):
     ("arrays", "part"),
     [
         ({"images": np.zeros((9, 8, 8))}, "no array 'labels'"),
-        ({"pictures": np.zeros((9, 8, 8)), "labels": np.zeros(9, int)}, "no array 'images'; it has pictures, labels"),
+        (
+            {"pictures": np.zeros((9, 8, 8)), "labels": np.zeros(9, int)},
+            "no array 'images'; it has pictures, labels",
+        ),
         ({"images": np.zeros((9, 8, 8)), "labels": np.zeros(8, int)}, "9 images and 8 labels"),
         ({"images": np.zeros((9, 64)), "labels": np.zeros(9, int)}, "images have shape (9, 64)"),
         ({"images": np.zeros((9, 8, 8)), "labels": np.full(9, 0.5)}, "labels are of dtype float64"),
-        ({"images": np.zeros((0, 8, 8)), "labels": np.zeros(0, int)}, "images of shape (0, 8, 8) are empty"),
+        (
+            {"images": np.zeros((0, 8, 8)), "labels": np.zeros(0, int)},
+            "images of shape (0, 8, 8) are empty",
+        ),
         ({"images": np.zeros((4, 8, 8)), "labels": np.zeros(4, int)}, "4 images are too few"),
         ({"images": np.full((9, 8, 8), np.nan), "labels": np.zeros(9, int)}, "not finite"),
         ({"images": np.zeros((9, 8, 8)), "labels": np.full(9, -1)}, "a label below 0"),
         ({"images": np.zeros((9, 31, 37)), "labels": np.zeros(9, int)}, "31 x 37"),
-        ({"images": np.array([print] * 9), "labels": np.zeros(9, int)}, "not an .npz of images and labels"),
+        (
+            {"images": np.array([print] * 9), "labels": np.zeros(9, int)},
+            "not an .npz of images and labels",
+        ),
     ],
 )
 def test_an_npz_that_does_not_fit_is_refused(tmp_path, capsys, arrays, part):
@@ -281,12 +323,16 @@ def test_an_npz_that_does_not_fit_is_refused(tmp_path, capsys, arrays, part):
 @pytest.mark.parametrize("content", [b"", b"text", b"PK\3\4 broken", b"\x93NUMPY"])
 def test_a_file_that_is_no_npz_is_refused(tmp_path, capsys, content):
     (tmp_path / "bad.npz").write_bytes(content)
-    assert "not an .npz" in error_of(train_vit.main, capsys, *VIT, "--data", str(tmp_path / "bad.npz"))
+    assert "not an .npz" in error_of(
+        train_vit.main, capsys, *VIT, "--data", str(tmp_path / "bad.npz")
+    )
 
 
 def test_a_folder_without_images_is_refused(tmp_path, capsys):
     assert "neither" in error_of(train_vit.main, capsys, *VIT, "--data", str(tmp_path))
-    assert "no such file" in error_of(train_vit.main, capsys, *VIT, "--data", str(tmp_path / "absent"))
+    assert "no such file" in error_of(
+        train_vit.main, capsys, *VIT, "--data", str(tmp_path / "absent")
+    )
 
 
 class Evil:
@@ -295,7 +341,8 @@ class Evil:
 
 
 @pytest.mark.parametrize(
-    "changed", [{"labels": Evil()}, {"data": None}, {"data": np.zeros((6, 100), np.uint8)}, {"labels": "abc"}]
+    "changed",
+    [{"labels": Evil()}, {"data": None}, {"data": np.zeros((6, 100), np.uint8)}, {"labels": "abc"}],
 )
 def test_a_pickle_that_is_no_cifar_batch_is_refused(tmp_path, capsys, monkeypatch, changed):
     monkeypatch.chdir(tmp_path)
@@ -305,7 +352,7 @@ def test_a_pickle_that_is_no_cifar_batch_is_refused(tmp_path, capsys, monkeypatc
     assert not (tmp_path / "evil").exists()
 
 
-# ---- options ---------------------------------------------------------------------------------------------------------
+# ---- options -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,9 @@ FILE = "structlin.safetensors"
 
 
 def build_dense() -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Linear(64, 64), nn.Linear(64, 16))
+    return nn.Sequential(
+        nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Linear(64, 64), nn.Linear(64, 16)
+    )
 
 
 def build_filled(value: float) -> nn.Module:
@@ -45,8 +47,11 @@ def read_value(folder: Path) -> float:
 def start(function: Callable[..., None], *args: Any) -> Any:
     """A process that runs `function`, forked, so that it starts in milliseconds."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # forking beside the threads of other libraries
-        process = multiprocessing.get_context("fork").Process(target=function, args=args, daemon=True)
+        # forking beside the threads of other libraries
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process = multiprocessing.get_context("fork").Process(
+            target=function, args=args, daemon=True
+        )
         process.start()
     return process
 
@@ -61,7 +66,9 @@ def split_file(data: bytes) -> tuple[dict[str, Any], dict[str, Any], bytes]:
 def forge_file(header: dict[str, Any], own: Any, numbers: bytes) -> bytes:
     """A file with a right checksum, whatever it says."""
     blank = json.dumps({**own, "checksum": "0" * 64}, separators=(",", ":"))
-    text = json.dumps({"__metadata__": {"structlin": blank}, **header}, separators=(",", ":")).encode()
+    text = json.dumps(
+        {"__metadata__": {"structlin": blank}, **header}, separators=(",", ":")
+    ).encode()
     text += b" " * (-len(text) % 8)
     data = len(text).to_bytes(8, "little") + text + numbers
     return data.replace(b"0" * 64, hashlib.sha256(data).hexdigest().encode(), 1)

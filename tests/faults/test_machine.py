@@ -62,8 +62,13 @@ def tell_output(model: Net, x: Tensor) -> Tensor:
         return h @ matrix.mT + state[f"{name}.bias"].double()
 
     h = apply("b", apply("a", x))
-    norm = {key: state[f"norm.{key}"].double() for key in ("running_mean", "running_var", "weight", "bias")}
-    h = (h - norm["running_mean"]) / (norm["running_var"] + 1e-5).sqrt() * norm["weight"] + norm["bias"]
+    norm = {
+        key: state[f"norm.{key}"].double()
+        for key in ("running_mean", "running_var", "weight", "bias")
+    }
+    h = (h - norm["running_mean"]) / (norm["running_var"] + 1e-5).sqrt() * norm["weight"] + norm[
+        "bias"
+    ]
     return apply("again", apply("c", h))
 
 
@@ -210,14 +215,19 @@ class Life(RuleBasedStateMachine):
     def compare(self, model: nn.Module, state: dict[str, Tensor]) -> None:
         own = model.state_dict()
         assert own.keys() == state.keys()
-        assert all(torch.equal(own[name], state[name]) and own[name].dtype == state[name].dtype for name in own)
+        assert all(
+            torch.equal(own[name], state[name]) and own[name].dtype == state[name].dtype
+            for name in own
+        )
 
     @invariant()
     def the_model_multiplies_by_what_its_state_tells(self):
         with torch.no_grad():
             y, told = self.model(self.x.to(self.dtype)).double(), tell_output(self.model, self.x)
         bound = BOUNDS[self.dtype]
-        torch.testing.assert_close(y, told, atol=bound * max(1.0, told.abs().max().item()), rtol=bound)
+        torch.testing.assert_close(
+            y, told, atol=bound * max(1.0, told.abs().max().item()), rtol=bound
+        )
 
     @invariant()
     def what_was_shared_is_shared(self):
@@ -227,7 +237,11 @@ class Life(RuleBasedStateMachine):
     def the_optimizer_holds_the_models_parameters(self):
         STEPS["steps"] = STEPS.get("steps", 0) + 1
         if self.optimizer is not None:
-            held = [id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]]
+            held = [
+                id(parameter)
+                for group in self.optimizer.param_groups
+                for parameter in group["params"]
+            ]
             assert held == ids(self.model)
 
 

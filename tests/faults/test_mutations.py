@@ -58,7 +58,13 @@ def test_a_byte_that_changed_anywhere_is_refused(file):
 
 def list_places(value, path=()):
     """The way to every field of plain data."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, part in items:
         yield (*path, key)
         yield from list_places(part, (*path, key))
@@ -113,11 +119,14 @@ def test_a_forged_checksum_is_what_the_library_writes(file):
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 100_000, '{"a":' * 100_000, "9" * 5000, "null", '"x"', '{"version":2,"checksum":[]}']
+    "text",
+    ["[" * 100_000, '{"a":' * 100_000, "9" * 5000, "null", '"x"', '{"version":2,"checksum":[]}'],
 )
 def test_json_that_nobody_meant_is_refused(text, file):
     header, _, numbers = split_file(file.read_bytes())
-    whole = json.dumps({"__metadata__": {"structlin": text}, **header}, separators=(",", ":")).encode()
+    whole = json.dumps(
+        {"__metadata__": {"structlin": text}, **header}, separators=(",", ":")
+    ).encode()
     file.write_bytes(len(whole).to_bytes(8, "little") + whole + numbers)
     assert refuse(build_dense(), file)
     file.write_bytes(len(text).to_bytes(8, "little") + text.encode() + numbers)

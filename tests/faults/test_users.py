@@ -208,14 +208,18 @@ def saved_whole(layer):
 
 @action
 def state_to_another(layer):
-    other = StructuredLinear(layer.in_features, layer.out_features, layer.structure, dtype=torch.float64)
+    other = StructuredLinear(
+        layer.in_features, layer.out_features, layer.structure, dtype=torch.float64
+    )
     other.load_state_dict(layer.state_dict())
     return other
 
 
 @action
 def state_to_another_in_another_order(layer):
-    other = StructuredLinear(layer.in_features, layer.out_features, layer.structure, dtype=torch.float64)
+    other = StructuredLinear(
+        layer.in_features, layer.out_features, layer.structure, dtype=torch.float64
+    )
     other.load_state_dict(dict(reversed(layer.state_dict().items())))
     return other
 
@@ -292,7 +296,11 @@ def eval_and_train(layer):
 
 @action
 def apply_a_function(layer):
-    return layer.apply(lambda module: [nn.init.normal_(parameter) for parameter in module.parameters(recurse=False)])
+    return layer.apply(
+        lambda module: [
+            nn.init.normal_(parameter) for parameter in module.parameters(recurse=False)
+        ]
+    )
 
 
 @action
@@ -309,7 +317,9 @@ def from_dense(layer):
 UNTRAINED = {"inference mode", "bfloat16"}  # no gradients there, or none with a known bound
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: f"{case[0].label}-{case[1]}-{case[2]}")
+@pytest.mark.parametrize(
+    "case", CASES.values(), ids=lambda case: f"{case[0].label}-{case[1]}-{case[2]}"
+)
 @pytest.mark.parametrize("name", ACTIONS)
 def test_the_layer_multiplies_by_what_its_state_tells(name, case):
     layer = ACTIONS[name](layer_of(case))
@@ -319,11 +329,18 @@ def test_the_layer_multiplies_by_what_its_state_tells(name, case):
         check(layer)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: f"{case[0].label}-{case[1]}-{case[2]}")
+@pytest.mark.parametrize(
+    "case", CASES.values(), ids=lambda case: f"{case[0].label}-{case[1]}-{case[2]}"
+)
 def test_a_layer_that_was_changed_is_saved_and_made_dense_as_it_is(case, tmp_path):
     pytest.importorskip("safetensors")
     for n, name in enumerate(
-        ("register a core again", "parametrize and remove", "prune and remove", "prune identity and remove")
+        (
+            "register a core again",
+            "parametrize and remove",
+            "prune and remove",
+            "prune identity and remove",
+        )
     ):
         model = nn.Sequential(ACTIONS[name](layer_of(case)))
         x = tokens(5, case[1])

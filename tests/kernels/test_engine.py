@@ -1,4 +1,5 @@
-"""The compiled CPU engine: its numbers against einsum in float64, its place in the stack, and how it is built."""
+"""The compiled CPU engine: its numbers against einsum in float64, its place in the stack, and how
+it is built."""
 
 import multiprocessing
 import os
@@ -49,7 +50,7 @@ def assert_near(own, wanted, dtype):
         assert (value.double() - expected).norm() <= 20 * torch.finfo(dtype).eps * size
 
 
-# ---- numbers ---------------------------------------------------------------------------------------------------------
+# ---- numbers -------------------------------------------------------------------------------------
 
 
 @every_structure
@@ -58,7 +59,10 @@ def test_values_and_gradients_are_those_of_einsum_for_every_dtype_and_number_of_
     for dtype in DTYPES:
         cores, bias = random_cores(structure, dtype), tokens(structure.out_features, dtype=dtype)
         for n in many:
-            x, dy = tokens(n, structure.in_features, dtype=dtype), tokens(n, structure.out_features, dtype=dtype).cos()
+            x, dy = (
+                tokens(n, structure.in_features, dtype=dtype),
+                tokens(n, structure.out_features, dtype=dtype).cos(),
+            )
             dx, *dcores, _, dbias = backward(structure, dy, x, cores)
             own = [forward(structure, cores, x, bias), dx, *dcores, dbias]
             assert_near(own, by_einsum(structure, cores, x, bias, dy), dtype)
@@ -81,9 +85,16 @@ WIDE = [
 def test_wide_layers_on_several_threads_and_the_same_bits_twice(family, threads):
     torch.set_num_threads(threads)
     try:
-        structure = family.structure(1024, 1056) if not isinstance(family, Monarch) else family.structure(1024, 1024)
+        structure = (
+            family.structure(1024, 1056)
+            if not isinstance(family, Monarch)
+            else family.structure(1024, 1024)
+        )
         for dtype in (torch.float32, torch.bfloat16):
-            cores, bias = random_cores(structure, dtype), tokens(structure.out_features, dtype=dtype)
+            cores, bias = (
+                random_cores(structure, dtype),
+                tokens(structure.out_features, dtype=dtype),
+            )
             for n in (1, 4, 16, 101):
                 x = tokens(n, structure.in_features, dtype=dtype)
                 dy = tokens(n, structure.out_features, dtype=dtype).cos()
@@ -105,8 +116,12 @@ def test_weight_normalisation_inside_is_that_outside(dtype, shrink, n):
     stored = [core * shrink for core in random_cores(structure)]
     sigmas = [0.3, 0.2]
     gains = torch.tensor([0.7, 1.6], dtype=torch.float64)
-    given = [tensor.to(dtype).requires_grad_() for tensor in (tokens(n, 64), tokens(48), gains, *stored)]
-    own = op.multiply(_product.define, structure.program, given[3:], given[0], given[1], given[2], sigmas)
+    given = [
+        tensor.to(dtype).requires_grad_() for tensor in (tokens(n, 64), tokens(48), gains, *stored)
+    ]
+    own = op.multiply(
+        _product.define, structure.program, given[3:], given[0], given[1], given[2], sigmas
+    )
     assert "Product" in own.grad_fn.name()
     found = [own, *torch.autograd.grad(own, given, own.detach().sin())]
 
@@ -129,11 +144,20 @@ def test_a_core_whose_squares_overflow_is_normalised():
 
 @given(structure=structures(max_width=64), wants=st.integers(0, 15))
 def test_only_the_gradients_that_are_asked_for_are_computed(structure, wants):
-    cores, x, dy = random_cores(structure), tokens(5, structure.in_features), tokens(5, structure.out_features)
+    cores, x, dy = (
+        random_cores(structure),
+        tokens(5, structure.in_features),
+        tokens(5, structure.out_features),
+    )
     gains, sigmas = tokens(len(cores)), [1.0] * len(cores)
     everything = backward(structure, dy, x, cores, 15, gains, sigmas)
     got = backward(structure, dy, x, cores, wants, gains, sigmas)
-    asked = [wants & op.OF_X, *[wants & op.OF_CORES] * len(cores), wants & op.OF_GAINS, wants & op.OF_BIAS]
+    asked = [
+        wants & op.OF_X,
+        *[wants & op.OF_CORES] * len(cores),
+        wants & op.OF_GAINS,
+        wants & op.OF_BIAS,
+    ]
     for own, full, wanted in zip(got, everything, asked, strict=True):
         torch.testing.assert_close(own, full if wanted else own.new_empty(0))
 
@@ -155,17 +179,28 @@ def test_views_of_any_strides_give_the_numbers_of_their_copies(dtype, n):
     ]
     for x in views:
         own = forward(structure, cores, x, bias)
-        assert torch.equal(own, forward(structure, cores, x.clone(memory_format=torch.contiguous_format), bias))
+        assert torch.equal(
+            own, forward(structure, cores, x.clone(memory_format=torch.contiguous_format), bias)
+        )
     strided = [core.permute(2, 0, 1).contiguous().permute(1, 2, 0) for core in cores]
-    shifted = [torch.empty(core.numel() + 1, dtype=dtype)[1:].view(core.shape).copy_(core) for core in cores]
+    shifted = [
+        torch.empty(core.numel() + 1, dtype=dtype)[1:].view(core.shape).copy_(core)
+        for core in cores
+    ]
     for others in (strided, shifted):
-        assert torch.equal(forward(structure, others, views[0], bias), forward(structure, cores, views[0], bias))
+        assert torch.equal(
+            forward(structure, others, views[0], bias), forward(structure, cores, views[0], bias)
+        )
     repeated = torch.ones(1, dtype=dtype).expand(48)
     ones = torch.ones(48, dtype=dtype)
-    assert torch.equal(forward(structure, cores, views[0], repeated), forward(structure, cores, views[0], ones))
+    assert torch.equal(
+        forward(structure, cores, views[0], repeated), forward(structure, cores, views[0], ones)
+    )
     dy = torch.ones(1, 1, dtype=dtype).expand(n, 48)
     for a, b in zip(
-        backward(structure, dy, views[0], cores), backward(structure, dy.clone(), views[0], cores), strict=True
+        backward(structure, dy, views[0], cores),
+        backward(structure, dy.clone(), views[0], cores),
+        strict=True,
     ):
         assert torch.equal(a, b)
 
@@ -191,7 +226,9 @@ def poisoned(values):
 def test_nothing_outside_the_tensors_is_read_or_written(family, n, dtype):
     structure = family.structure(64, 64)
     given = [tokens(n, 64, dtype=dtype), tokens(n, 64, dtype=dtype), tokens(64, dtype=dtype)]
-    given, intact = zip(*[poisoned(values) for values in [*given, *random_cores(structure, dtype)]], strict=True)
+    given, intact = zip(
+        *[poisoned(values) for values in [*given, *random_cores(structure, dtype)]], strict=True
+    )
     x, dy, bias, *cores = given
     found = [forward(structure, cores, x, bias), *backward(structure, dy, x, cores)]
     assert all(tensor.isfinite().all() for tensor in found)
@@ -218,7 +255,11 @@ def test_nan_and_inf_go_where_the_formula_takes_them(bad, n):
 
 def test_an_infinite_core_leaves_the_other_blocks_alone():
     structure = BTT().structure(16, 16)
-    cores, x, dy = [core.float() for core in random_cores(structure)], tokens(5, 16).float(), tokens(5, 16).float()
+    cores, x, dy = (
+        [core.float() for core in random_cores(structure)],
+        tokens(5, 16).float(),
+        tokens(5, 16).float(),
+    )
     cores[0][1, 2, 3] = torch.inf
     exact = by_einsum(structure, cores, x, tokens(16), dy)
     dx, *dcores, _, _ = backward(structure, dy, x, cores)
@@ -261,7 +302,7 @@ def test_the_operator_itself_refuses_what_does_not_fit(broken):
         op._multiply(x, cores, None, None, (), code)
 
 
-# ---- the stack -------------------------------------------------------------------------------------------------------
+# ---- the stack -----------------------------------------------------------------------------------
 
 
 @OWN
@@ -269,11 +310,16 @@ def test_the_operator_itself_refuses_what_does_not_fit(broken):
 @pytest.mark.parametrize("gains", [None, torch.tensor([1.5, 0.5])])
 def test_the_operators_keep_the_contract_of_torch_library(operator, gains):
     structure = Monarch(blocks=2).structure(12, 30)
-    cores, code = [core.float().requires_grad_() for core in random_cores(structure)], structure.program.code
+    cores, code = (
+        [core.float().requires_grad_() for core in random_cores(structure)],
+        structure.program.code,
+    )
     x, bias, dy = tokens(5, 12).float().requires_grad_(), tokens(30).float(), tokens(5, 30).float()
     sigmas = [] if gains is None else [0.1, 0.2]
     tests = ["test_schema", "test_faketensor"]
-    tests += ["test_autograd_registration", "test_aot_dispatch_dynamic"] if operator is op._layer else []
+    tests += (
+        ["test_autograd_registration", "test_aot_dispatch_dynamic"] if operator is op._layer else []
+    )
     for rows in (x, x[:0], x[None]):
         torch.library.opcheck(operator, (rows, cores, bias, gains, sigmas, code), test_utils=tests)
     for wants in (15, 1, 2):
@@ -286,7 +332,9 @@ def test_the_operators_keep_the_contract_of_torch_library(operator, gains):
             code,
             wants & (11 | 4 * len(sigmas)),
         )
-        torch.library.opcheck(op._gradients, arguments, test_utils=["test_schema", "test_faketensor"])
+        torch.library.opcheck(
+            op._gradients, arguments, test_utils=["test_schema", "test_faketensor"]
+        )
 
 
 @OWN
@@ -327,8 +375,14 @@ def test_flops_are_counted_forward_and_backward():
 
 
 def test_nothing_but_the_inputs_is_saved():
-    layer, x, held = StructuredLinear(64, 64, BTT(rank=2), weight_norm=True), torch.randn(50, 64), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.data_ptr()) or t, lambda t: t):
+    layer, x, held = (
+        StructuredLinear(64, 64, BTT(rank=2), weight_norm=True),
+        torch.randn(50, 64),
+        [],
+    )
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: held.append(t.data_ptr()) or t, lambda t: t
+    ):
         layer(x)
     assert set(held) <= {x.data_ptr(), *(p.data_ptr() for p in layer.parameters())}
 
@@ -389,7 +443,7 @@ def test_a_process_that_is_forked_after_use_goes_on():
     assert torch.equal(torch.from_numpy(found), y.detach())
 
 
-# ---- how it is built -------------------------------------------------------------------------------------------------
+# ---- how it is built -----------------------------------------------------------------------------
 
 TINY = """extern "C" int answer() { return 42; }"""
 
@@ -483,7 +537,9 @@ def test_where_the_home_is_read_only_it_is_kept_under_the_temporary_folder(tmp_p
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert engine.find_folder() == tmp_path / f"structlin-{os.getuid()}"
     monkeypatch.setenv("STRUCTLIN_CACHE", str(home / "cache"))
-    with pytest.raises(RuntimeError, match=r"no folder to keep the engine in: .*set STRUCTLIN_CACHE"):
+    with pytest.raises(
+        RuntimeError, match=r"no folder to keep the engine in: .*set STRUCTLIN_CACHE"
+    ):
         engine.find_folder()
 
 
@@ -507,14 +563,18 @@ show_config()
 def test_without_it_layers_run_and_one_line_at_most_says_so(tmp_path, change, says, warns):
     environment = {**os.environ, "STRUCTLIN_CACHE": str(tmp_path / "empty"), **change}
     environment.pop("CXX", None)
-    run = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
+    )
     assert f"CPU: plain products of torch ({says}" in run.stdout
     assert run.stderr.count("plain products instead of the compiled CPU engine") == warns
 
 
 def test_a_torch_that_is_too_old_is_told_so(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
-    with pytest.raises(RuntimeError, match=r"torch 2.9.1.cpu has no stable C.. interface; 2.10 and later have"):
+    with pytest.raises(
+        RuntimeError, match=r"torch 2.9.1.cpu has no stable C.. interface; 2.10 and later have"
+    ):
         engine.build()
 
 

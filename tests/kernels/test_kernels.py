@@ -1,4 +1,5 @@
-"""What every way through a layer must give, with the compiled engine and by the loop that is the definition."""
+"""What every way through a layer must give, with the compiled engine and by the loop that is the
+definition."""
 
 import warnings
 
@@ -6,7 +7,17 @@ import pytest
 import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
-from structlin import BTT, TT, Kronecker, LowRank, Monarch, Structure, StructuredLinear, _product, apply
+from structlin import (
+    BTT,
+    TT,
+    Kronecker,
+    LowRank,
+    Monarch,
+    Structure,
+    StructuredLinear,
+    _product,
+    apply,
+)
 from structlin._kernels import engine
 from tests.catalogue import one_einsum, random_cores, tokens
 
@@ -55,10 +66,14 @@ def test_wide_layers_in_every_dtype(family, dtype):
     structure = family.structure(1024, 1056)
     cores = [core.to(dtype) for core in random_cores(structure)]
     x, bias = tokens(37, 1024).to(dtype), tokens(1056).to(dtype)
-    y, dy, grads = gradients_of(structure, [core.double() for core in cores], x.double(), bias.double())
+    y, dy, grads = gradients_of(
+        structure, [core.double() for core in cores], x.double(), bias.double()
+    )
     leaves = [tensor.requires_grad_() for tensor in (x, bias, *cores)]
     own = _product.run(structure, cores, x, bias, mode="structured")
-    for got, wanted in zip((own, *torch.autograd.grad(own, leaves, dy.to(dtype))), (y, *grads), strict=True):
+    for got, wanted in zip(
+        (own, *torch.autograd.grad(own, leaves, dy.to(dtype))), (y, *grads), strict=True
+    ):
         assert got.dtype == dtype
         error = (got.double() - wanted).norm() / wanted.norm()
         assert error < {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
@@ -70,7 +85,9 @@ def test_every_dtype(family, dtype):
     structure = small(family)
     cores = [core.to(dtype) for core in random_cores(structure)]
     x, bias = tokens(101, 12).to(dtype), tokens(30).to(dtype)
-    y, dy, grads = gradients_of(structure, [core.double() for core in cores], x.double(), bias.double())
+    y, dy, grads = gradients_of(
+        structure, [core.double() for core in cores], x.double(), bias.double()
+    )
     leaves = [tensor.requires_grad_() for tensor in (x, bias, *cores)]
     own = _product.run(structure, cores, x, bias, mode="structured")
     got = torch.autograd.grad(own, leaves, dy.to(dtype))
@@ -81,8 +98,14 @@ def test_every_dtype(family, dtype):
 
 @pytest.mark.parametrize("family", FEW)
 def test_gradients_and_their_gradients_are_those_of_finite_differences(family):
-    structure = family.structure(6, 4) if family != Monarch(blocks=6) else Monarch(blocks=2).structure(4, 8)
-    leaves = [*random_cores(structure), tokens(3, structure.in_features), tokens(structure.out_features)]
+    structure = (
+        family.structure(6, 4) if family != Monarch(blocks=6) else Monarch(blocks=2).structure(4, 8)
+    )
+    leaves = [
+        *random_cores(structure),
+        tokens(3, structure.in_features),
+        tokens(structure.out_features),
+    ]
     for leaf in leaves:
         leaf.requires_grad_()
 
@@ -156,7 +179,9 @@ def test_vmap_over_tokens_layers_and_gradients(family):
 
     wanted = torch.stack([run(part, *cores) for part in x])
     torch.testing.assert_close(torch.func.vmap(lambda x: run(x, *cores))(x), wanted)
-    torch.testing.assert_close(torch.func.vmap(lambda x: run(x, *cores), in_dims=1, out_dims=1)(x), wanted)
+    torch.testing.assert_close(
+        torch.func.vmap(lambda x: run(x, *cores), in_dims=1, out_dims=1)(x), wanted
+    )
     stacked = [torch.stack(parts) for parts in zip(*layers, strict=True)]
     each = torch.stack([run(part, *own) for part, own in zip(x, layers, strict=True)])
     torch.testing.assert_close(torch.func.vmap(run)(x, *stacked), each)
@@ -170,7 +195,11 @@ def test_vmap_over_tokens_layers_and_gradients(family):
 
 @OWN
 def test_forward_mode_derivatives_are_not_lost():
-    layer, x, tangent = StructuredLinear(12, 30, BTT(rank=2), bias=False), tokens(5, 12).float(), tokens(5, 12).float()
+    layer, x, tangent = (
+        StructuredLinear(12, 30, BTT(rank=2), bias=False),
+        tokens(5, 12).float(),
+        tokens(5, 12).float(),
+    )
     for requires_grad in (True, False):
         layer.requires_grad_(requires_grad)
         with forward_ad.dual_level():
@@ -181,10 +210,14 @@ def test_forward_mode_derivatives_are_not_lost():
 def test_torch_func_sees_through_the_layer():
     structure = BTT(rank=2).structure(12, 30)
     cores, x = random_cores(structure), tokens(5, 12)
-    jacobian = torch.func.jacrev(lambda x: _product.run(structure, cores, x, mode="structured"))(x[0])
+    jacobian = torch.func.jacrev(lambda x: _product.run(structure, cores, x, mode="structured"))(
+        x[0]
+    )
     torch.testing.assert_close(jacobian, apply(structure, cores, torch.eye(12, dtype=x.dtype)).mT)
     several = [torch.stack([core, 2 * core]) for core in cores]
-    batched = torch.func.vmap(lambda *cores: _product.run(structure, cores, x, mode="structured"))(*several)
+    batched = torch.func.vmap(lambda *cores: _product.run(structure, cores, x, mode="structured"))(
+        *several
+    )
     y = one_einsum(structure, cores, x)
     torch.testing.assert_close(batched, torch.stack([y, 4 * y]))
 
@@ -213,7 +246,9 @@ def test_inputs_of_any_strides_and_unaligned_cores_give_the_same_numbers():
             moved.append(torch.empty(core.numel() + shift)[shift:].view(core.shape).copy_(core))
         torch.testing.assert_close(_product.run(structure, moved, x, mode="structured"), y)
     strided = [core.permute(2, 0, 1).contiguous().permute(1, 2, 0) for core in cores]
-    torch.testing.assert_close(_product.run(structure, strided, x.mT.contiguous().mT, mode="structured"), y)
+    torch.testing.assert_close(
+        _product.run(structure, strided, x.mT.contiguous().mT, mode="structured"), y
+    )
     expanded = x[:1].expand(3, 64).requires_grad_()
     _product.run(structure, cores, expanded, mode="structured").sum().backward()
 
@@ -229,15 +264,35 @@ def bad(**changes):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"cores": lambda c: [c[0], c[1].double()]}, ValueError, r"cores\[1\] is torch.float64 on cpu, cores\[0\] is"),
-        ({"cores": lambda c: [c[0], c[1].to("meta")]}, ValueError, r"cores\[1\] is torch.float32 on meta"),
-        ({"cores": lambda c: [c[0], c[1].mT]}, ValueError, r"cores\[1\] has shape .*; the structure needs"),
+        (
+            {"cores": lambda c: [c[0], c[1].double()]},
+            ValueError,
+            r"cores\[1\] is torch.float64 on cpu, cores\[0\] is",
+        ),
+        (
+            {"cores": lambda c: [c[0], c[1].to("meta")]},
+            ValueError,
+            r"cores\[1\] is torch.float32 on meta",
+        ),
+        (
+            {"cores": lambda c: [c[0], c[1].mT]},
+            ValueError,
+            r"cores\[1\] has shape .*; the structure needs",
+        ),
         ({"cores": lambda c: c[:1]}, ValueError, "1 cores given; the structure has 2"),
         ({"x": lambda x: x[:, :11]}, ValueError, "its last dimension must be in_features=12"),
         ({"x": lambda x: x.to("meta")}, ValueError, "x is on meta, the cores are on cpu"),
-        ({"x": lambda x: x.double()}, TypeError, "x has dtype torch.float64, the cores have torch.float32"),
+        (
+            {"x": lambda x: x.double()},
+            TypeError,
+            "x has dtype torch.float64, the cores have torch.float32",
+        ),
         ({"x": lambda x: x.int()}, TypeError, "needs a floating-point input"),
-        ({"bias": lambda b: b[:12]}, ValueError, r"bias has shape \(12,\).* \(out_features,\) = \(30,\)"),
+        (
+            {"bias": lambda b: b[:12]},
+            ValueError,
+            r"bias has shape \(12,\).* \(out_features,\) = \(30,\)",
+        ),
         ({"bias": lambda b: b.to("meta")}, ValueError, "bias has shape .* on meta"),
     ],
 )
@@ -248,7 +303,9 @@ def test_what_does_not_fit_is_refused_by_name(changes, error, message):
 
 def test_an_unknown_mode_is_refused():
     layer = StructuredLinear(12, 30)
-    with pytest.raises(ValueError, match="mode='fast' is unknown; there are auto, structured, dense"):
+    with pytest.raises(
+        ValueError, match="mode='fast' is unknown; there are auto, structured, dense"
+    ):
         layer.mode = "fast"
     assert layer.mode == "auto"
 
@@ -267,5 +324,7 @@ def test_no_tokens_and_one_token_have_gradients(shape, mode):
 def test_a_structure_of_ones_alone_is_a_scalar():
     structure = Structure("i -> o", "r i", "o r", i=1, o=1, r=1)
     with warnings.catch_warnings():
-        y = _product.run(structure, [torch.full((1, 1, 1), 2.0)] * 2, torch.tensor([[3.0]]), mode="structured")
+        y = _product.run(
+            structure, [torch.full((1, 1, 1), 2.0)] * 2, torch.tensor([[3.0]]), mode="structured"
+        )
     assert y.item() == 12

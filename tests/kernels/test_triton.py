@@ -1,7 +1,8 @@
-"""The Triton products in Triton's interpreter (float32, float16) and its compiler for sm_90; no GPU takes part.
+"""The Triton products in Triton's interpreter (float32, float16) and its compiler for sm_90; no GPU
+takes part.
 
-Operands lie inside buffers of NaN, with gaps, so that a read outside shows in the result and a write outside in the
-buffer. The oracle is `torch.einsum` in float64.
+Operands lie inside buffers of NaN, with gaps, so that a read outside shows in the result and a
+write outside in the buffer. The oracle is `torch.einsum` in float64.
 """
 
 import importlib.util
@@ -31,7 +32,8 @@ SIZES = {"z1": 2, "z2": 2, "m1": 13, "m2": 3, "k1": 3, "k2": 7, "n1": 2, "n2": 5
 
 @pytest.fixture(scope="module")
 def kernels():
-    """`triton_gemm` once more, its kernel interpreted: Triton decides that when it decorates one."""
+    """`triton_gemm` once more, its kernel interpreted: Triton decides that when it decorates
+    one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         spec = importlib.util.find_spec("structlin._kernels.triton_gemm")
@@ -42,18 +44,26 @@ def kernels():
 
 
 class Guarded:
-    """A random tensor of the axes `order`, slowest first, in a buffer of NaN with a border and a gap after each row."""
+    """A random tensor of the axes `order`, slowest first, in a buffer of NaN with a border and a
+    gap after each row."""
 
-    def __init__(self, order: str, sizes: dict[str, int] = SIZES, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, order: str, sizes: dict[str, int] = SIZES, dtype: torch.dtype = torch.float32
+    ) -> None:
         *outer, last = (sizes[axis] for axis in order.split())
         self.order = order
-        self.buffer = torch.full((2 * BORDER + math.prod(outer) * (last + 1),), math.nan, dtype=dtype)
+        self.buffer = torch.full(
+            (2 * BORDER + math.prod(outer) * (last + 1),), math.nan, dtype=dtype
+        )
         self.inside = self.buffer[BORDER:-BORDER].view(*outer, last + 1)[..., :last]
         self.inside.copy_(torch.randn(self.inside.shape))
 
     def __call__(self, *axes: str) -> Tensor:
-        """The tensor with its axes in this order, each group filled up to two with a dimension of 1."""
-        groups = (" ".join([*group.split(), "1", "1"][: max(2, len(group.split()))]) for group in axes)
+        """The tensor with its axes in this order, each group filled up to two with a dimension of
+        1."""
+        groups = (
+            " ".join([*group.split(), "1", "1"][: max(2, len(group.split()))]) for group in axes
+        )
         return rearrange(self.inside, f"{self.order} -> {' '.join(groups)}")
 
     def forget(self) -> "Guarded":
@@ -61,7 +71,11 @@ class Guarded:
         return self
 
     def only_inside_is_written(self) -> bool:
-        return int(self.buffer.isfinite().sum()) == self.inside.numel() == int(self.inside.isfinite().sum())
+        return (
+            int(self.buffer.isfinite().sum())
+            == self.inside.numel()
+            == int(self.inside.isfinite().sum())
+        )
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
@@ -78,7 +92,8 @@ def weight_product(dy: Tensor, x: Tensor) -> Tensor:
     return torch.einsum("yznmpo,yznmji->yzpoji", dy.double(), x.double())
 
 
-# a, b, out: all row-major; tokens fastest everywhere; nothing contiguous and every index in two levels
+# a, b, out: all row-major; tokens fastest everywhere; nothing contiguous and every index in two
+# levels
 LAYOUTS = pytest.mark.parametrize(
     ("a", "b", "out"),
     [
@@ -102,7 +117,10 @@ def test_block_gemm_is_the_batched_product_of_any_strided_views(kernels, dtype, 
 @pytest.mark.parametrize("order", ["z1 z2 n1 n2", "n2 m2 z1 n1 z2"])
 def test_a_bias_is_added_in_float32_wherever_it_lies(kernels, order):
     """Expanded over the tokens; the second also differs between the repeats of a token."""
-    a, b, out = (Guarded(axes, dtype=torch.float16) for axes in (f"{M} {Z} {K}", f"{Z} {N} {K}", f"{Z} {N} {M}"))
+    a, b, out = (
+        Guarded(axes, dtype=torch.float16)
+        for axes in (f"{M} {Z} {K}", f"{Z} {N} {K}", f"{Z} {N} {M}")
+    )
     bias = Guarded(order, dtype=torch.float16)
     bias.order = f"{order} {' '.join(axis for axis in ('m1', 'm2') if axis not in order)}"
     bias.inside = bias.inside[(..., *[None] * (6 - bias.inside.ndim))]
@@ -115,7 +133,9 @@ def test_a_bias_is_added_in_float32_wherever_it_lies(kernels, order):
 @DTYPES
 @LAYOUTS
 @pytest.mark.parametrize("splits", [None, 3])
-def test_block_gemm_weight_sums_over_tokens_however_the_sum_is_split(kernels, dtype, a, b, out, splits):
+def test_block_gemm_weight_sums_over_tokens_however_the_sum_is_split(
+    kernels, dtype, a, b, out, splits
+):
     x, dw, dy = (Guarded(order, dtype=dtype) for order in (a, b, out))
     kernels.block_gemm_weight(dy(Z, M, N), x(Z, M, K), dw.forget()(Z, N, K), splits=splits)
     assert_close(dw(Z, N, K), weight_product(dy(Z, M, N), x(Z, M, K)))
@@ -169,7 +189,10 @@ def test_sums_are_float32_and_may_be_stored_so(kernels):
 
 def test_the_parts_of_a_split_sum_are_float32(kernels):
     """2049 - 2048 over two parts of 64 tokens, of float16 operands."""
-    dy, x = torch.zeros(1, 1, 128, 1, 1, 1, dtype=torch.float16), torch.ones(1, 1, 128, 1, 1, 1, dtype=torch.float16)
+    dy, x = (
+        torch.zeros(1, 1, 128, 1, 1, 1, dtype=torch.float16),
+        torch.ones(1, 1, 128, 1, 1, 1, dtype=torch.float16),
+    )
     dy[:, :, 0], dy[:, :, 1], dy[:, :, 64] = 2048, 1, -2048
     dw = torch.empty(1, 1, 1, 1, 1, 1, dtype=torch.float16)
     kernels.block_gemm_weight(dy, x, dw, splits=2)
@@ -229,11 +252,16 @@ def stages(kernels):
     ids=str,
 )
 @pytest.mark.parametrize("tokens", [0, 19])
-def test_the_stages_are_the_layer_and_its_gradients(stages, family: Family, d_in: int, d_out: int, tokens: int):
+def test_the_stages_are_the_layer_and_its_gradients(
+    stages, family: Family, d_in: int, d_out: int, tokens: int
+):
     """Against float64 autograd of one einsum over the whole expression."""
     structure = family.structure(d_in, d_out)
     assert stages.supported(structure)
-    x, dy = Guarded("t i", {"t": tokens, "i": d_in}).inside, Guarded("t o", {"t": tokens, "o": d_out}).inside
+    x, dy = (
+        Guarded("t i", {"t": tokens, "i": d_in}).inside,
+        Guarded("t o", {"t": tokens, "o": d_out}).inside,
+    )
     cores = [torch.randn(core.batch, core.fan_in, core.fan_out).mT for core in structure.cores]
     bias = torch.randn(d_out)
     y, middle = stages.forward(structure, cores, x, bias)
@@ -246,12 +274,16 @@ def test_the_stages_are_the_layer_and_its_gradients(stages, family: Family, d_in
     leaves = [tensor.detach().double().requires_grad_() for tensor in (x, *cores)]
     split = [
         leaf.reshape(*leading, *(structure.sizes[axis] for axis in group))
-        for leaf, leading, group in zip(leaves, [(tokens,), *[()] * len(cores)], (inputs, *axes), strict=True)
+        for leaf, leading, group in zip(
+            leaves, [(tokens,), *[()] * len(cores)], (inputs, *axes), strict=True
+        )
     ]
     expected = torch.einsum(f"t{','.join(terms[:-1])}->t{terms[-1]}", *split).reshape(tokens, d_out)
     expected.backward(dy.double())
     expected = expected + bias
-    for found, wanted in zip((y, dx, *gradients), (expected.detach(), *(leaf.grad for leaf in leaves)), strict=True):
+    for found, wanted in zip(
+        (y, dx, *gradients), (expected.detach(), *(leaf.grad for leaf in leaves)), strict=True
+    ):
         assert found.shape == wanted.shape
         assert found.is_contiguous()
         assert tokens == 0 or assert_close(found, wanted) is None
@@ -260,7 +292,11 @@ def test_the_stages_are_the_layer_and_its_gradients(stages, family: Family, d_in
 
 def test_only_what_is_wanted_is_computed_and_a_middle_that_was_not_kept_is_computed_again(stages):
     structure = BTT(rank=2).structure(16, 16)
-    x, dy, cores = torch.randn(5, 16), torch.randn(5, 16), [torch.randn(core.shape) for core in structure.cores]
+    x, dy, cores = (
+        torch.randn(5, 16),
+        torch.randn(5, 16),
+        [torch.randn(core.shape) for core in structure.cores],
+    )
     _, middle = stages.forward(structure, cores, x)
     assert middle.shape == (5 * 2 * 16,)
     dx, gradients = stages.backward(structure, cores, x, middle, dy)
@@ -279,7 +315,9 @@ def test_only_what_is_wanted_is_computed_and_a_middle_that_was_not_kept_is_compu
         ((1, 4, 3), (1, 3, 5), (1, 4, 5), ValueError, "two dimensions for each index"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused_before_anything_is_written(kernels, a, b, out, error, message):
+def test_shapes_that_do_not_fit_are_refused_before_anything_is_written(
+    kernels, a, b, out, error, message
+):
     out = torch.full(out, math.nan)
     with pytest.raises(error, match=message):
         kernels.block_gemm(torch.ones(a), torch.ones(b), out)
@@ -290,7 +328,11 @@ def test_shapes_that_do_not_fit_are_refused_before_anything_is_written(kernels, 
 
 def test_mixed_dtypes_and_devices_are_refused(kernels):
     one = torch.ones(1, 1, 1, 1, 1, 1)
-    for a, b, out in ((one, one.half(), one), (one.double(), one.double(), one), (one, one, one.long())):
+    for a, b, out in (
+        (one, one.half(), one),
+        (one.double(), one.double(), one),
+        (one, one, one.long()),
+    ):
         with pytest.raises(TypeError, match="both operands need the same"):
             kernels.block_gemm(a, b, out)
     with pytest.raises(ValueError, match="move them to one device"):
@@ -311,7 +353,7 @@ def test_float32_products_follow_the_precision_of_pytorch(kernels):
         matmul.fp32_precision = before
 
 
-# ---- the self-test ---------------------------------------------------------------------------------------------------
+# ---- the self-test -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -333,12 +375,17 @@ def test_the_self_test_passes(fresh):
     [
         (lambda out: out.mul_(1.1), "relative error"),
         (lambda out: out[0, 0, 0].fill_(math.nan), "relative error"),
-        (lambda out: out.as_strided((1,), (1,), out.storage_offset() - 1).fill_(0), "wrote past its output"),
+        (
+            lambda out: out.as_strided((1,), (1,), out.storage_offset() - 1).fill_(0),
+            "wrote past its output",
+        ),
         (lambda out: out.mul_(1 + 1e-3 * torch.rand(())), "other bits"),
     ],
 )
 @pytest.mark.parametrize("name", ["block_gemm", "block_gemm_weight"])
-def test_the_self_test_finds_a_fault_and_says_so_once(fresh, monkeypatch, kernels, fault, message, name):
+def test_the_self_test_finds_a_fault_and_says_so_once(
+    fresh, monkeypatch, kernels, fault, message, name
+):
     """The products are einsums here, but for the fault."""
 
     def gemm(a, b, out, bias):
@@ -357,7 +404,9 @@ def test_the_self_test_finds_a_fault_and_says_so_once(fresh, monkeypatch, kernel
 
     monkeypatch.setattr(kernels, name, wrong)
     device = torch.device("cpu")
-    with pytest.warns(RuntimeWarning, match=f"not used for torch.float16 on cpu.*{name} .*{message}"):
+    with pytest.warns(
+        RuntimeWarning, match=f"not used for torch.float16 on cpu.*{name} .*{message}"
+    ):
         assert not fresh(device, torch.float16)
     assert not fresh(device, torch.float16)  # warnings are errors
 
@@ -369,12 +418,21 @@ def test_without_triton_the_answer_is_no_with_one_warning(fresh, monkeypatch):
     assert not fresh(torch.device("cpu"), torch.float32)
 
 
-# ---- the compiler ----------------------------------------------------------------------------------------------------
+# ---- the compiler --------------------------------------------------------------------------------
 
 
 def test_the_kernels_compile_for_sm_90_with_tensor_cores_and_without_spills():
     """In a process of its own: Triton's driver is replaced by one that only knows the target."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "--compile", "--widths", "1024", "--structures", "BTT r=2"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        "--compile",
+        "--widths",
+        "1024",
+        "--structures",
+        "BTT r=2",
+    ]
     command += ["--dtypes", "bfloat16"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr

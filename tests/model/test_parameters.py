@@ -78,7 +78,9 @@ def test_wrappers_leave_no_trace_in_names_and_declarations(wrap):
 
 
 def test_an_ordinary_child_called_module_keeps_its_name():
-    assert set(described(nn.ModuleDict({"module": nn.Linear(3, 3, bias=False)}))) == {"module.weight"}
+    assert set(described(nn.ModuleDict({"module": nn.Linear(3, 3, bias=False)}))) == {
+        "module.weight"
+    }
 
 
 def test_a_parametrised_or_pruned_weight_is_what_the_layer_takes_it_for():
@@ -101,9 +103,15 @@ def test_a_layer_whose_weight_is_no_parameter_still_says_what_it_multiplies_by()
 
 
 def test_matrices_and_embeddings_decay_and_what_any_module_declares_does_not():
-    model = nn.ModuleDict({"a": convert(GPT(depth=1), BTT(), include="ffn"), "norm": nn.LayerNorm((2, 2))})
+    model = nn.ModuleDict(
+        {"a": convert(GPT(depth=1), BTT(), include="ffn"), "norm": nn.LayerNorm((2, 2))}
+    )
     model["a"].position = nn.Parameter(torch.ones(4, 64))
-    model["a"].no_weight_decay = lambda: {"position", "h.0.mlp.c_fc.weight", "h.0.mlp.c_proj.cores.1"}
+    model["a"].no_weight_decay = lambda: {
+        "position",
+        "h.0.mlp.c_fc.weight",
+        "h.0.mlp.c_proj.cores.1",
+    }
     decays = {name for name, info in described(model).items() if info.decays}
     assert decays == {
         "a.wte.weight",

@@ -1,4 +1,5 @@
-"""`structlin.modular` as ordinary modules: training, optimizers, conversion, compilation, copies, bad input."""
+"""`structlin.modular` as ordinary modules: training, optimizers, conversion, compilation, copies,
+bad input."""
 
 import copy
 
@@ -10,16 +11,38 @@ from torch import nn
 
 from structlin import BTT, Kronecker, StructuredLinear, convert, load, param_groups, save, to_dense_
 from structlin import modular as md
-from structlin.modular import GPT, Conv2D, Embed, Identity, Linear, ReLU, ResMLP, ResNet, Scale, Structured, masses
+from structlin.modular import (
+    GPT,
+    Conv2D,
+    Embed,
+    Identity,
+    Linear,
+    ReLU,
+    ResMLP,
+    ResNet,
+    Scale,
+    Structured,
+    masses,
+)
 from structlin.optim import Muon, Normed
 from tests import models
 
 NETS = {
     "ResMLP": (lambda: ResMLP(12, 5, width=8, blocks=3, block_depth=2), lambda: torch.randn(4, 12)),
-    "ResNet": (lambda: ResNet(3, 5, width=4, blocks=2, blocks_mass=3), lambda: torch.randn(2, 3, 6, 6)),
-    "GPT": (lambda: GPT(11, context=6, width=8, heads=2, blocks=2), lambda: torch.randint(11, (2, 6))),
+    "ResNet": (
+        lambda: ResNet(3, 5, width=4, blocks=2, blocks_mass=3),
+        lambda: torch.randn(2, 3, 6, 6),
+    ),
+    "GPT": (
+        lambda: GPT(11, context=6, width=8, heads=2, blocks=2),
+        lambda: torch.randint(11, (2, 6)),
+    ),
     "structured": (
-        lambda: Structured(16, 9, BTT(rank=2)) @ (-3 * ReLU()) @ Structured(4, 16, Kronecker(), mass=2, masses=(1, 3)),
+        lambda: (
+            Structured(16, 9, BTT(rank=2))
+            @ (-3 * ReLU())
+            @ Structured(4, 16, Kronecker(), mass=2, masses=(1, 3))
+        ),
         lambda: torch.randn(4, 4),
     ),
     "converted": (
@@ -105,7 +128,9 @@ def test_resnet_is_the_papers_formula():
     for n in range(2):
         y = h
         for kernel in kernels[1 + 2 * n : 3 + 2 * n]:
-            y = F.conv2d(y / y.square().mean((1, 2, 3), keepdim=True).sqrt(), kernel, padding=1).abs()
+            y = F.conv2d(
+                y / y.square().mean((1, 2, 3), keepdim=True).sqrt(), kernel, padding=1
+            ).abs()
             y = y - y.mean((1, 2, 3), keepdim=True)
         h = h / 2 + y / 2
     torch.testing.assert_close(net(x), h.mean((2, 3)) @ kernels[-1].T)
@@ -115,10 +140,19 @@ def test_resnet_is_the_papers_formula():
 def test_weights_start_with_all_singular_values_of_norm_1(dtype):
     torch.set_default_dtype(dtype)
     try:
-        linear, embed, conv, structured = Linear(6, 9), Embed(7, 5), Conv2D(4, 6), Structured(16, 9, BTT(rank=2))
+        linear, embed, conv, structured = (
+            Linear(6, 9),
+            Embed(7, 5),
+            Conv2D(4, 6),
+            Structured(16, 9, BTT(rank=2)),
+        )
     finally:
         torch.set_default_dtype(torch.float32)
-    matrices = [linear.linear.weight, *structured.linear.cores, 9 * conv.conv.weight.flatten(2).permute(2, 0, 1)]
+    matrices = [
+        linear.linear.weight,
+        *structured.linear.cores,
+        9 * conv.conv.weight.flatten(2).permute(2, 0, 1),
+    ]
     for matrix in matrices:
         m, n = matrix.shape[-2:]
         singular = (n / m) ** 0.5 * np.linalg.svd(matrix.detach().numpy(), compute_uv=False)
@@ -140,7 +174,9 @@ def test_a_padded_layer_counts_what_is_cut_off():
 @pytest.mark.parametrize(("given", "shares"), [(None, [1, 1]), ((1, 3), [0.5, 1.5])])
 def test_a_structured_layer_splits_its_mass_over_its_cores(given, shares):
     net = Structured(16, 16, BTT(rank=2), mass=2, masses=given)
-    steps = net.dualize({name: torch.randn_like(p) for name, p in net.named_parameters()}, method="svd")
+    steps = net.dualize(
+        {name: torch.randn_like(p) for name, p in net.named_parameters()}, method="svd"
+    )
     assert net.mass == 2
     assert [term.mass for term in net.terms()] == shares
     for step, share in zip(steps.values(), shares, strict=True):
@@ -180,7 +216,9 @@ def test_a_normalized_update_has_the_target_as_its_norm_and_keeps_its_directions
     normalized = net.normalize(update, target=0.3)
     assert 0.3 * 0.87 <= net.norm(normalized).item() <= 0.3 * (1 + 1e-9)
     for name, tensor in normalized.items():
-        assert torch.cosine_similarity(tensor.flatten(), update[name].flatten(), dim=0).item() == pytest.approx(1)
+        assert torch.cosine_similarity(
+            tensor.flatten(), update[name].flatten(), dim=0
+        ).item() == pytest.approx(1)
 
 
 def test_a_dual_step_has_the_target_as_its_norm_and_decreases_the_loss(case):
@@ -213,7 +251,9 @@ def test_zero_maps_to_zero_and_never_to_nan():
 
 def test_an_embedding_without_gradient_stays_and_the_others_move_by_their_full_step():
     net, gradient = Embed(3, 4), torch.tensor([[1.0] * 4, [0.0] * 4, [-3.0] * 4])
-    torch.testing.assert_close(net.dualize({"embedding.weight": gradient})["embedding.weight"], gradient.sign())
+    torch.testing.assert_close(
+        net.dualize({"embedding.weight": gradient})["embedding.weight"], gradient.sign()
+    )
 
 
 def test_what_has_mass_zero_is_frozen_and_its_term_is_zero():
@@ -266,7 +306,11 @@ def test_a_tuple_on_either_side_of_a_composition_and_a_bond_in_two_places():
 def test_training_decreases_the_loss_by_dualize_and_by_torchs_optimizers():
     torch.manual_seed(1)
     x, y = torch.randn(64, 12), torch.randint(5, (64,))
-    for make in (None, lambda net: torch.optim.AdamW(net.parameters(), lr=0.01), lambda net: Muon(net, lr=0.02)):
+    for make in (
+        None,
+        lambda net: torch.optim.AdamW(net.parameters(), lr=0.01),
+        lambda net: Muon(net, lr=0.02),
+    ):
         net = ResMLP(12, 5, width=16, blocks=3)
         optimizer = make and make(net)
         losses = []
@@ -286,7 +330,9 @@ def test_state_and_copies_keep_weights_and_attributes(case):
     assert twin.attributes == net.attributes
     assert not {id(p) for p in twin.parameters()} & {id(p) for p in net.parameters()}
     twin.reset_parameters()
-    assert all(not torch.equal(p, q) for p, q in zip(net.parameters(), twin.parameters(), strict=True))
+    assert all(
+        not torch.equal(p, q) for p, q in zip(net.parameters(), twin.parameters(), strict=True)
+    )
 
 
 def test_a_converted_network_keeps_its_attributes_and_returns():
@@ -307,7 +353,11 @@ def test_a_converted_network_keeps_its_attributes_and_returns():
 
 def test_the_parts_of_gpt_have_the_roles_that_convert_reads_from_names():
     net = GPT(64, context=8, width=16, heads=2, blocks=1)
-    structured = {name for name, module in convert(net, BTT(), include="ffn").named_modules() if "cores" in name}
+    structured = {
+        name
+        for name, module in convert(net, BTT(), include="ffn").named_modules()
+        if "cores" in name
+    }
     assert structured
     assert all(name.startswith("blocks.0.mlp.") for name in structured)
     convert(net, BTT())  # all but the head
@@ -318,14 +368,21 @@ def test_the_parts_of_gpt_have_the_roles_that_convert_reads_from_names():
 
 
 def test_a_converted_network_is_saved_and_loaded(tmp_path):
-    net, x = convert(ResMLP(16, 5, width=16, blocks=2), BTT(), include="blocks.*"), torch.randn(3, 16)
+    net, x = (
+        convert(ResMLP(16, 5, width=16, blocks=2), BTT(), include="blocks.*"),
+        torch.randn(3, 16),
+    )
     save(net, tmp_path / "net.safetensors")
-    torch.testing.assert_close(load(ResMLP(16, 5, width=16, blocks=2), tmp_path / "net.safetensors")(x), net(x))
+    torch.testing.assert_close(
+        load(ResMLP(16, 5, width=16, blocks=2), tmp_path / "net.safetensors")(x), net(x)
+    )
 
 
 def test_weight_normalisation_has_no_norm_in_the_algebra():
     net = convert(Linear(16, 16) @ Linear(16, 16), BTT(), weight_norm=True)
-    with pytest.raises(ValueError, match="no norm for gains or biases: convert with weight_norm=False"):
+    with pytest.raises(
+        ValueError, match="no norm for gains or biases: convert with weight_norm=False"
+    ):
         net.dualize({})
 
 
@@ -371,7 +428,13 @@ def test_uneven_blocks_get_equal_parts_and_roles_choose_layers():
     })  # fmt: skip
     model["mlp"]["frozen"] = nn.Linear(4, 4).requires_grad_(False)
     found = masses(model, {"head": 1, "ffn": 3, "stage.*": 4})
-    assert found == {"stage.0.0": 1 / 8, "stage.0.1": 1 / 8, "stage.1": 1 / 4, "mlp.fc": 3 / 8, "head": 1 / 8}
+    assert found == {
+        "stage.0.0": 1 / 8,
+        "stage.0.1": 1 / 8,
+        "stage.1": 1 / 4,
+        "mlp.fc": 3 / 8,
+        "head": 1 / 8,
+    }
 
 
 def test_a_step_of_muon_has_the_length_of_the_mass():
@@ -401,7 +464,9 @@ def test_an_update_that_does_not_fit_changes_no_weight():
     net = Linear(2, 2) @ Linear(2, 2)
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
     with pytest.raises(ValueError, match=r"'1.linear.weight' has shape \(1, 2\)"):
-        net.descend_(0.1, {"0.linear.weight": torch.ones(2, 2), "1.linear.weight": torch.ones(1, 2)})
+        net.descend_(
+            0.1, {"0.linear.weight": torch.ones(2, 2), "1.linear.weight": torch.ones(1, 2)}
+        )
     assert all(torch.equal(p, before[name]) for name, p in net.named_parameters())
 
 
@@ -412,11 +477,23 @@ BAD_RULES = [
         ValueError,
         "'\\*' has mass inf; masses are positive and finite",
     ),
-    (lambda: masses(models.GPT(), {"wte": 1, "h.*": 2}), ValueError, "none matches layer 'lm_head' .role 'head'."),
-    (lambda: masses(models.GPT(), {"*": 1, "head": 2}), ValueError, "'head' matches no trainable layer that no rule"),
+    (
+        lambda: masses(models.GPT(), {"wte": 1, "h.*": 2}),
+        ValueError,
+        "none matches layer 'lm_head' .role 'head'.",
+    ),
+    (
+        lambda: masses(models.GPT(), {"*": 1, "head": 2}),
+        ValueError,
+        "'head' matches no trainable layer that no rule",
+    ),
     (lambda: masses(models.GPT()), TypeError, "not written in the algebra"),
     (lambda: masses(Linear(2, 2), {"*": 1}), TypeError, "masses of its own"),
-    (lambda: masses(Linear(2, 2) @ Linear(2, 2, mass=0)), ValueError, "'0.linear.weight' has mass 0.*requires_grad_"),
+    (
+        lambda: masses(Linear(2, 2) @ Linear(2, 2, mass=0)),
+        ValueError,
+        "'0.linear.weight' has mass 0.*requires_grad_",
+    ),
 ]
 
 
@@ -440,49 +517,104 @@ def test_weights_that_are_tied_after_they_were_composed_are_refused():
     net.parts["2"].linear.weight = net.parts["0"].linear.weight
     net(torch.randn(2, 4)).sum().backward()
     for use in (net.dualize, lambda: net.norm({}), lambda: masses(net)):
-        with pytest.raises(ValueError, match=r"'0.linear.weight' and '2.linear.weight' are the same weight"):
+        with pytest.raises(
+            ValueError, match=r"'0.linear.weight' and '2.linear.weight' are the same weight"
+        ):
             use()
 
 
 shared = Linear(4, 4)
 BAD = {
-    "widths": (lambda: Linear(4, 2) @ ReLU() @ Linear(6, 3), ValueError, r"Linear\(4 -> 2\) takes 4 features, not 3"),
-    "channels": (lambda: Conv2D(4, 2) @ Conv2D(3, 5), ValueError, r"Conv2D\(4 -> 2\) takes 4 channels, not 5"),
+    "widths": (
+        lambda: Linear(4, 2) @ ReLU() @ Linear(6, 3), ValueError,
+        r"Linear\(4 -> 2\) takes 4 features, not 3",
+    ),
+    "channels": (
+        lambda: Conv2D(4, 2) @ Conv2D(3, 5), ValueError,
+        r"Conv2D\(4 -> 2\) takes 4 channels, not 5",
+    ),
     "sum": (lambda: Linear(4, 2) + Linear(4, 3), ValueError, "they give 2 and 3 features"),
-    "residual": (lambda: (Identity() + Linear(4, 3)) @ Linear(2, 4), ValueError, "they give 4 and 3 features"),
-    "tuple": (lambda: Linear(4, 2) @ (Linear(4, 4), Linear(4, 4)), ValueError, "takes one input, .* tuple of 2"),
-    "no tuple": (lambda: md.Add() @ Linear(4, 4), ValueError, "Add takes a tuple of inputs.* 4 features"),
-    "attention": (lambda: md.FunctionalAttention(causal=True) @ (Linear(4, 4), Linear(4, 4)), ValueError, "q, k, v"),
+    "residual": (
+        lambda: (Identity() + Linear(4, 3)) @ Linear(2, 4), ValueError,
+        "they give 4 and 3 features",
+    ),
+    "tuple": (
+        lambda: Linear(4, 2) @ (Linear(4, 4), Linear(4, 4)), ValueError,
+        "takes one input, .* tuple of 2",
+    ),
+    "no tuple": (
+        lambda: md.Add() @ Linear(4, 4), ValueError, "Add takes a tuple of inputs.* 4 features",
+    ),
+    "attention": (
+        lambda: md.FunctionalAttention(causal=True) @ (Linear(4, 4), Linear(4, 4)), ValueError,
+        "q, k, v",
+    ),
     "keys": (
         lambda: md.FunctionalAttention(causal=True) @ (Linear(4, 4), Linear(4, 2), Linear(4, 4)),
         ValueError,
         "queries have 4 features and keys 2",
     ),
-    "heads": (lambda: md.SplitHeads(3) @ Linear(4, 4), ValueError, "heads=3 does not divide the 4 features"),
+    "heads": (
+        lambda: md.SplitHeads(3) @ Linear(4, 4), ValueError,
+        "heads=3 does not divide the 4 features",
+    ),
     "tokens": (lambda: Embed(5, 4) @ Linear(4, 4), ValueError, "Embed takes tokens .* 4 features"),
     "empty tuple": (lambda: Linear(4, 4) @ (), ValueError, "no modules"),
     "zero": (lambda: 0 * Linear(4, 4), ValueError, "a=0 must be finite and not 0"),
     "infinite": (lambda: Linear(4, 4) * float("inf"), ValueError, "a=inf must be finite"),
     "no number": (lambda: Scale("2"), TypeError, "a='2' must be a number"),
-    "power": (lambda: Linear(4, 4) ** -1, ValueError, r"M \*\* -1: the exponent is a number of copies"),
+    "power": (
+        lambda: Linear(4, 4) ** -1, ValueError, r"M \*\* -1: the exponent is a number of copies",
+    ),
     "half": (lambda: Linear(4, 4) ** 0.5, ValueError, r"M \*\* 0.5"),
     "power widths": (lambda: Linear(4, 2) ** 2, ValueError, r"takes 4 features, not 2"),
-    "twice": (lambda: shared @ ReLU() @ shared, ValueError, r"'0.linear.weight' and '2.linear.weight' are the same"),
+    "twice": (
+        lambda: shared @ ReLU() @ shared, ValueError,
+        r"'0.linear.weight' and '2.linear.weight' are the same",
+    ),
     "twice in a sum": (lambda: shared + 2 * shared, ValueError, "are the same weight"),
-    "negative mass": (lambda: Linear(4, 4, mass=-1), ValueError, "mass=-1 must be finite and not negative"),
+    "negative mass": (
+        lambda: Linear(4, 4, mass=-1), ValueError, "mass=-1 must be finite and not negative",
+    ),
     "negative tare": (lambda: Linear(4, 4).tare(-1), ValueError, "mass=-1"),
-    "tare of nothing": (lambda: (ReLU() @ Identity()).tare(2), ValueError, r"tare\(2\): Composite has mass 0"),
-    "core masses": (lambda: Structured(4, 4, Kronecker(), masses=(0, 0)), ValueError, "sum, which divides, not zero"),
-    "negative core mass": (lambda: Structured(4, 4, Kronecker(), masses=(2, -1)), ValueError, "must not be negative"),
-    "infinite core mass": (lambda: Structured(4, 4, Kronecker(), masses=(1, np.inf)), ValueError, "but finite"),
-    "three core masses": (lambda: Structured(4, 4, Kronecker(), masses=(1, 1, 1)), ValueError, "structure has 2 cores"),
-    "torch's module": (lambda: Linear(4, 4) @ nn.ReLU(), TypeError, "ReLU is no module.*there may be a modular.ReLU"),
+    "tare of nothing": (
+        lambda: (ReLU() @ Identity()).tare(2), ValueError, r"tare\(2\): Composite has mass 0",
+    ),
+    "core masses": (
+        lambda: Structured(4, 4, Kronecker(), masses=(0, 0)), ValueError,
+        "sum, which divides, not zero",
+    ),
+    "negative core mass": (
+        lambda: Structured(4, 4, Kronecker(), masses=(2, -1)), ValueError, "must not be negative",
+    ),
+    "infinite core mass": (
+        lambda: Structured(4, 4, Kronecker(), masses=(1, np.inf)), ValueError, "but finite",
+    ),
+    "three core masses": (
+        lambda: Structured(4, 4, Kronecker(), masses=(1, 1, 1)), ValueError,
+        "structure has 2 cores",
+    ),
+    "torch's module": (
+        lambda: Linear(4, 4) @ nn.ReLU(), TypeError,
+        "ReLU is no module.*there may be a modular.ReLU",
+    ),
     "a number": (lambda: Linear(4, 4) + 1, TypeError, "int is no module"),
     "depth": (lambda: ResMLP(4, 4, width=4, blocks=0), ValueError, "depth=0"),
-    "width of heads": (lambda: GPT(5, context=4, width=6, heads=4, blocks=1), ValueError, "heads=4 does not divide"),
-    "no gradient": (lambda: Linear(4, 4).dualize(), ValueError, "no weight of Linear has a gradient"),
-    "name": (lambda: Linear(4, 4).norm({"weight": torch.ones(4, 4)}), ValueError, "there are linear.weight"),
-    "shape": (lambda: Linear(4, 2).dualize({"linear.weight": torch.ones(4, 2)}), ValueError, r"\(4, 2\).*\(2, 4\)"),
+    "width of heads": (
+        lambda: GPT(5, context=4, width=6, heads=4, blocks=1), ValueError,
+        "heads=4 does not divide",
+    ),
+    "no gradient": (
+        lambda: Linear(4, 4).dualize(), ValueError, "no weight of Linear has a gradient",
+    ),
+    "name": (
+        lambda: Linear(4, 4).norm({"weight": torch.ones(4, 4)}), ValueError,
+        "there are linear.weight",
+    ),
+    "shape": (
+        lambda: Linear(4, 2).dualize({"linear.weight": torch.ones(4, 2)}), ValueError,
+        r"\(4, 2\).*\(2, 4\)",
+    ),
 }  # fmt: skip
 
 

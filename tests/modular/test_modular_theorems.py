@@ -1,8 +1,8 @@
 """The theorems of the two papers, as tests of `structlin.modular`. All in float64.
 
-`scalar_nets` attain every bound at once: widths are 1, weights and activations 1, all signs positive, so that first and
-second derivatives *equal* norm, sensitivity and sharpness. `nets` are what the theorems speak of: matrices of any size,
-where the derivatives must not exceed them.
+`scalar_nets` attain every bound at once: widths are 1, weights and activations 1, all signs
+positive, so that first and second derivatives *equal* norm, sensitivity and sharpness. `nets` are
+what the theorems speak of: matrices of any size, where the derivatives must not exceed them.
 """
 
 from functools import reduce
@@ -40,7 +40,8 @@ from structlin.modular import (
 MASSES = st.sampled_from([0.5, 1.0, 2.0, 3.0])
 WIDTHS = st.sampled_from([2, 4, 6])
 PART = st.floats(0.2, 0.8)
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, in forward mode
+# torch's own, in forward mode
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +52,8 @@ def _float64():
 
 
 class Parabola(Bond):
-    """x -> 1 + mu (x - 1) + gamma (x - 1)^2 / 2: at 1 its value is 1, its derivatives are its sensitivity and gamma."""
+    """x -> 1 + mu (x - 1) + gamma (x - 1)^2 / 2: at 1 its value is 1, its derivatives are its
+    sensitivity and gamma."""
 
     def __init__(self, sensitivity: float, gamma: float) -> None:
         super().__init__()
@@ -92,13 +94,19 @@ def ones(net: Module) -> Module:
 def nets(draw, in_features: int = 0, out_features: int = 0, depth: int = 3) -> Module:
     """A compound that maps the unit ball into itself, of bonds whose sensitivities are bounds."""
     n, m = in_features or draw(WIDTHS), out_features or draw(WIDTHS)
-    kind = draw(st.sampled_from(["atom", "chain", "sum", "scale", "power", "residual"])) if depth else "atom"
+    kind = (
+        draw(st.sampled_from(["atom", "chain", "sum", "scale", "power", "residual"]))
+        if depth
+        else "atom"
+    )
     if kind in ("power", "residual") and n != m:
         kind = "chain"
     if kind == "atom":
         structure = draw(st.sampled_from([None, Kronecker(), LowRank(rank=2), BTT(rank=1)]))
         mass = draw(MASSES)
-        return Linear(n, m, mass=mass) if structure is None else Structured(n, m, structure, mass=mass)
+        return (
+            Linear(n, m, mass=mass) if structure is None else Structured(n, m, structure, mass=mass)
+        )
     if kind == "chain":
         middle, bond = draw(WIDTHS), draw(st.sampled_from([Identity, Abs, MeanSubtract]))
         return draw(nets(middle, m, depth - 1)) @ bond() @ draw(nets(n, middle, depth - 1))
@@ -113,11 +121,15 @@ def nets(draw, in_features: int = 0, out_features: int = 0, depth: int = 3) -> M
 
 def weights(net: Module) -> dict[str, Tensor]:
     """Those of the net, some shrunk: inside of the unit ball of each."""
-    return {name: p.detach() * (1 if n % 2 else 0.7) for n, (name, p) in enumerate(net.named_parameters())}
+    return {
+        name: p.detach() * (1 if n % 2 else 0.7)
+        for n, (name, p) in enumerate(net.named_parameters())
+    }
 
 
 def direction(net: Module, seed: int) -> dict[str, Tensor]:
-    """A random update of modular norm 1: random matrices, or those that all singular directions share."""
+    """A random update of modular norm 1: random matrices, or those that all singular directions
+    share."""
     seeded = torch.Generator().manual_seed(seed)
     noise = {name: torch.randn(p.shape, generator=seeded) for name, p in net.named_parameters()}
     update = noise if seed % 2 else {name: p.detach().clone() for name, p in net.named_parameters()}
@@ -144,7 +156,9 @@ def forward(net: Module):
     return lambda w, x: functional_call(net, w, (x,))
 
 
-def first(net: Module, w: dict[str, Tensor], x: Tensor, dw: dict[str, Tensor], dx: Tensor) -> Tensor:
+def first(
+    net: Module, w: dict[str, Tensor], x: Tensor, dw: dict[str, Tensor], dx: Tensor
+) -> Tensor:
     return jvp(forward(net), (w, x), (dw, dx))[1]
 
 
@@ -167,7 +181,10 @@ def recursive_norm(module: Module, update: dict[int, Tensor]) -> float:
             spectrum = np.linalg.svd(update[id(parameter)].numpy(), compute_uv=False)
             norms.append((columns / rows) ** 0.5 * spectrum.max())
         return len(cores) * max(norms)  # a composite of cores of equal mass
-    parts = [(part.mass, part.sensitivity, recursive_norm(part, update)) for part in module.parts.values()]
+    parts = [
+        (part.mass, part.sensitivity, recursive_norm(part, update))
+        for part in module.parts.values()
+    ]
     if not parts:
         return 0.0
 
@@ -180,7 +197,11 @@ def recursive_norm(module: Module, update: dict[int, Tensor]) -> float:
     def beside(one, two):
         (m1, mu1, norm1), (m2, mu2, norm2) = one, two
         total = m1 + m2
-        return total, mu1 + mu2, max(total / m1 * norm1 if m1 else 0.0, total / m2 * norm2 if m2 else 0.0)
+        return (
+            total,
+            mu1 + mu2,
+            max(total / m1 * norm1 if m1 else 0.0, total / m2 * norm2 if m2 else 0.0),
+        )
 
     return reduce(beside if isinstance(module, Tuple) else composite, parts)[2]
 
@@ -189,7 +210,11 @@ def recursive_norm(module: Module, update: dict[int, Tensor]) -> float:
 
 
 numbers = st.tuples(
-    st.sampled_from([0.0, 0.5, 1.0, 3.0]), st.floats(0.1, 5), st.floats(0, 5), st.floats(0, 5), st.floats(0, 5)
+    st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+    st.floats(0.1, 5),
+    st.floats(0, 5),
+    st.floats(0, 5),
+    st.floats(0, 5),
 )
 
 
@@ -259,7 +284,9 @@ def test_scalar_nets_attain_the_norm_and_the_sensitivity(net, factor):
 
 def direction_of_all_terms(net: Module) -> dict[str, Tensor]:
     """Norm 1, and every term of the norm is 1."""
-    return net.dualize({name: torch.ones_like(p) for name, p in net.named_parameters()}, method="svd")
+    return net.dualize(
+        {name: torch.ones_like(p) for name, p in net.named_parameters()}, method="svd"
+    )
 
 
 # Sharpness, and proposition 4
@@ -283,7 +310,10 @@ def test_second_derivatives_do_not_exceed_the_sharpness(net, seed):
 def test_scalar_nets_attain_the_sharpness(net, factor):
     net = factor * net
     w, x = {name: p.detach() for name, p in net.named_parameters()}, torch.ones(1, 1)
-    in_weights, in_input = (direction_of_all_terms(net), torch.zeros_like(x)), (still(w), torch.ones_like(x))
+    in_weights, in_input = (
+        (direction_of_all_terms(net), torch.zeros_like(x)),
+        (still(w), torch.ones_like(x)),
+    )
     found = [
         second(net, w, x, in_weights, in_weights).item(),
         second(net, w, x, in_weights, in_input).item(),
@@ -294,7 +324,8 @@ def test_scalar_nets_attain_the_sharpness(net, factor):
 
 @given(numbers, st.integers(1, 60))
 def test_the_sharpness_of_residual_blocks_does_not_grow_with_depth(values, depth):
-    """It tends to (alpha + beta + gamma / 3, beta + gamma / 2, gamma) from below; here are the sums for L blocks."""
+    """It tends to (alpha + beta + gamma / 3, beta + gamma / 2, gamma) from below; here are the sums
+    for L blocks."""
 
     class Given(Bond):
         attributes = Attributes(values[0] or 1.0, 1.0, *values[2:])
@@ -302,16 +333,27 @@ def test_the_sharpness_of_residual_blocks_does_not_grow_with_depth(values, depth
     net, (_, _, alpha, beta, gamma), L = residual(Given(), depth) ** depth, Given.attributes, depth
     assert net.sensitivity == pytest.approx(1)
     between = 1 - 1 / L
-    expected = (alpha + between * beta + between * (2 - 1 / L) / 6 * gamma, beta + between / 2 * gamma, gamma)
+    expected = (
+        alpha + between * beta + between * (2 - 1 / L) / 6 * gamma,
+        beta + between / 2 * gamma,
+        gamma,
+    )
     assert net.sharpness == pytest.approx(expected)
     bounds = (alpha + beta + gamma / 3, beta + gamma / 2, gamma)
-    assert all(found <= bound * (1 + 1e-9) for found, bound in zip(net.sharpness, bounds, strict=True))
+    assert all(
+        found <= bound * (1 + 1e-9) for found, bound in zip(net.sharpness, bounds, strict=True)
+    )
 
 
 # Bonds
 
 
-BONDS = {"Identity": Identity(), "Abs": Abs(), "MeanSubtract": MeanSubtract(), "RMSDivide": RMSDivide()}
+BONDS = {
+    "Identity": Identity(),
+    "Abs": Abs(),
+    "MeanSubtract": MeanSubtract(),
+    "RMSDivide": RMSDivide(),
+}
 
 
 @pytest.mark.parametrize("name", BONDS)
@@ -337,7 +379,9 @@ def test_the_curvature_of_rms_division_is_attained():
 
 
 @pytest.mark.parametrize(("bond", "expected"), [(ReLU(), 0.5), (GELU(), 0.456)])
-def test_on_inputs_of_either_sign_relu_passes_half_of_the_squares_and_gelu_a_little_less(bond, expected):
+def test_on_inputs_of_either_sign_relu_passes_half_of_the_squares_and_gelu_a_little_less(
+    bond, expected
+):
     x, dx = torch.randn(2, 10**5)
     gain = jvp(bond, (x,), (dx,))[1].square().mean()
     assert gain == pytest.approx(expected, abs=0.01)
@@ -349,14 +393,20 @@ def test_attention_of_one_head_has_sensitivity_1_and_gamma_3(causal):
     bond, worst = FunctionalAttention(causal=causal), [0.0, 0.0]
     with sdpa_kernel(SDPBackend.MATH):
         for seed in range(60):
-            x, u, v = (tuple(ball(5, 4, 100 * seed + 10 * k + n) for n in range(3)) for k in range(3))
-            if seed % 3 == 0:  # aligned: queries that look away from the key whose value is opposite
+            x, u, v = (
+                tuple(ball(5, 4, 100 * seed + 10 * k + n) for n in range(3)) for k in range(3)
+            )
+            # aligned: queries that look away from the key whose value is opposite
+            if seed % 3 == 0:
                 x = (x[0], x[0].flip(0), x[2])
                 u = v = (x[1] - x[0], x[0], -x[2])
             wide = [sum(map(size, each)) for each in (u, v)]
             one = jvp(bond, (x,), (u,))[1]
             two = jvp(lambda x: jvp(bond, (x,), (u,))[1], (x,), (v,))[1]  # noqa: B023
-            worst = [max(worst[0], size(one) / wide[0]), max(worst[1], size(two) / wide[0] / wide[1])]
+            worst = [
+                max(worst[0], size(one) / wide[0]),
+                max(worst[1], size(two) / wide[0] / wide[1]),
+            ]
     assert 0.2 < worst[0] <= 1
     assert 0.02 < worst[1] <= 3
 
@@ -371,17 +421,27 @@ def test_a_part_changes_the_output_by_its_share_of_the_mass_at_most(a, b, c, see
     for part in (a, b, c):
         owned = {id(p) for p in part.parameters()}
         names = {name for name, p in net.named_parameters() if id(p) in owned}
-        alone = {name: tensor if name in names else torch.zeros_like(tensor) for name, tensor in dw.items()}
+        alone = {
+            name: tensor if name in names else torch.zeros_like(tensor)
+            for name, tensor in dw.items()
+        }
         assert size(first(net, w, x, alone, torch.zeros_like(x))) <= part.mass / net.mass + 1e-6
 
 
 @given(scalar_nets(2), scalar_nets(2), PART)
 def test_a_part_can_change_the_output_by_all_of_its_share_of_the_mass(a, b, part):
     net = b @ Parabola(2.0, 0.0) @ a
-    w, x, steps = {n: p.detach() for n, p in net.named_parameters()}, torch.ones(1, 1), direction_of_all_terms(net)
+    w, x, steps = (
+        {n: p.detach() for n, p in net.named_parameters()},
+        torch.ones(1, 1),
+        direction_of_all_terms(net),
+    )
     owned = {id(p) for p in a.parameters()}
     names = {name for name, p in net.named_parameters() if id(p) in owned}
-    alone = {name: tensor if name in names else torch.zeros_like(tensor) for name, tensor in steps.items()}
+    alone = {
+        name: tensor if name in names else torch.zeros_like(tensor)
+        for name, tensor in steps.items()
+    }
     assert first(net, w, x, alone, torch.zeros_like(x)).item() == pytest.approx(a.mass / net.mass)
 
 
@@ -390,7 +450,8 @@ def test_a_part_can_change_the_output_by_all_of_its_share_of_the_mass(a, b, part
 
 @given(nets(), st.integers(0, 99))
 def test_the_loss_is_as_smooth_as_sharpness_says(net, seed):
-    """Of |y - t|^2 / 2 in RMS, which is 1-smooth and |y - t|-Lipschitz: |H[u, v]| <= 1 + alpha |y - t|."""
+    """Of |y - t|^2 / 2 in RMS, which is 1-smooth and |y - t|-Lipschitz: |H[u, v]| <= 1 + alpha |y -
+    t|."""
     w, x = weights(net), ball(1, in_features(net), seed)
     y = forward(net)(w, x)
     target = y + torch.randn_like(y)
@@ -407,7 +468,11 @@ def test_the_loss_is_as_smooth_as_sharpness_says(net, seed):
 
 @given(scalar_nets(2), st.floats(0.1, 3))
 def test_scalar_nets_attain_the_smoothness_of_the_loss(net, slope):
-    w, x, u = {n: p.detach() for n, p in net.named_parameters()}, torch.ones(1, 1), direction_of_all_terms(net)
+    w, x, u = (
+        {n: p.detach() for n, p in net.named_parameters()},
+        torch.ones(1, 1),
+        direction_of_all_terms(net),
+    )
 
     def loss(w: dict[str, Tensor]) -> Tensor:
         return (forward(net)(w, x) - (1 - slope)).square().mean() / 2
@@ -439,7 +504,11 @@ def test_dualize_has_norm_1_and_no_update_of_norm_1_a_larger_product(net, seed):
 
 SOLVED = {
     "chain": lambda: Linear(3, 2, mass=2) @ Abs() @ (3 * Linear(4, 3)),
-    "tuple": lambda: 2 * Linear(2, 2) @ (Linear(3, 2, mass=0.5) + 0.5 * Structured(3, 2, LowRank(rank=1), mass=3)),
+    "tuple": lambda: (
+        2
+        * Linear(2, 2)
+        @ (Linear(3, 2, mass=0.5) + 0.5 * Structured(3, 2, LowRank(rank=1), mass=3))
+    ),
     "blocks": lambda: Linear(6, 2) @ Structured(4, 6, BTT(rank=1), masses=(1, 3)),
     "conv": lambda: Conv2D(2, 2, 2, mass=2) @ Conv2D(2, 2, 1),
     "embed": lambda: Linear(3, 4) @ (1 / 2 * Embed(5, 3) + 1 / 2 * Embed(5, 3)),
@@ -469,7 +538,11 @@ def test_the_curvature_of_a_residual_network_of_depth_64_is_that_of_the_formula(
     curvatures = []
     for depth in (2, 64):
         net = ones(residual(Parabola(1.0, 1.0) @ Linear(1, 1), depth) ** depth)
-        w, x, u = {n: p.detach() for n, p in net.named_parameters()}, torch.ones(1, 1), direction_of_all_terms(net)
+        w, x, u = (
+            {n: p.detach() for n, p in net.named_parameters()},
+            torch.ones(1, 1),
+            direction_of_all_terms(net),
+        )
         curvatures.append(second(net, w, x, (u, torch.zeros(1, 1)), (u, torch.zeros(1, 1))).item())
         assert curvatures[-1] == pytest.approx(net.sharpness.alpha)
     assert curvatures[0] < curvatures[1] < 1 + 2 + 1 / 3  # the sharpness of the block is (1, 2, 1)

@@ -1,4 +1,5 @@
-"""`modular.trace`: plain models against the same networks written in the algebra, and rules against derivatives."""
+"""`modular.trace`: plain models against the same networks written in the algebra, and rules against
+derivatives."""
 
 import copy
 import math
@@ -21,7 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 def derivative(model, x, dx, step=1e-6):
     """Of the model at x, along dx."""
-    ahead, behind = (model(*(each + sign * step * d for each, d in zip(x, dx, strict=True))) for sign in (1, -1))
+    ahead, behind = (
+        model(*(each + sign * step * d for each, d in zip(x, dx, strict=True))) for sign in (1, -1)
+    )
     return (ahead - behind) / (2 * step)
 
 
@@ -34,7 +37,11 @@ class ResMLP(nn.Module):
 
     def __init__(self, in_features, out_features, width, blocks, block_depth):
         super().__init__()
-        self.input, self.head, self.width = plain(in_features, width), plain(width, out_features), width
+        self.input, self.head, self.width = (
+            plain(in_features, width),
+            plain(width, out_features),
+            width,
+        )
         self.blocks = nn.ModuleList(
             nn.ModuleList(plain(width, width) for _ in range(block_depth)) for _ in range(blocks)
         )
@@ -57,7 +64,10 @@ class Attention(nn.Module):
         self.heads = heads
 
     def forward(self, x):
-        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(-2, -3) for layer in (self.q, self.k, self.v))
+        q, k, v = (
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(-2, -3)
+            for layer in (self.q, self.k, self.v)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1 / q.shape[-1]) / 3
         return self.out(y.transpose(-2, -3).flatten(-2))
 
@@ -66,11 +76,17 @@ class TransformerBlock(nn.Module):
     def __init__(self, width, heads, share):
         super().__init__()
         self.attention, self.share = Attention(width, heads), share
-        self.fc, self.proj, self.norm = plain(width, 4 * width), plain(4 * width, width), nn.LayerNorm(width)
+        self.fc, self.proj, self.norm = (
+            plain(width, 4 * width),
+            plain(4 * width, width),
+            nn.LayerNorm(width),
+        )
 
     def forward(self, x):
         x = (1 - self.share) * x + self.share * self.attention(self.norm(x))
-        return (1 - self.share) * x + self.share * self.proj(math.sqrt(2) * F.gelu(self.fc(self.norm(x))))
+        return (1 - self.share) * x + self.share * self.proj(
+            math.sqrt(2) * F.gelu(self.fc(self.norm(x)))
+        )
 
 
 class Transformer(nn.Module):
@@ -79,7 +95,9 @@ class Transformer(nn.Module):
     def __init__(self, vocabulary, context, width, heads, blocks):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(TransformerBlock(width, heads, 1 / (2 * blocks)) for _ in range(blocks)))
+        self.blocks = nn.Sequential(
+            *(TransformerBlock(width, heads, 1 / (2 * blocks)) for _ in range(blocks))
+        )
         self.norm, self.head = nn.LayerNorm(width), plain(width, vocabulary)
 
     def forward(self, tokens):
@@ -105,12 +123,17 @@ def transformer():
     return model, written, torch.zeros(2, 5, dtype=torch.long), {"embedding": 1, "head": 1, "*": 5}
 
 
-@pytest.fixture(params=[sequential, resmlp, transformer], scope="module", ids=lambda make: make.__name__)
+@pytest.fixture(
+    params=[sequential, resmlp, transformer], scope="module", ids=lambda make: make.__name__
+)
 def pair(request):
-    """The trace of a plain model and the same network as it is written in the algebra, weight for weight."""
+    """The trace of a plain model and the same network as it is written in the algebra, weight for
+    weight."""
     torch.manual_seed(0)
     model, written, example, rules = request.param()
-    net = trace(model.double(), example.double() if example.is_floating_point() else example, masses=rules)
+    net = trace(
+        model.double(), example.double() if example.is_floating_point() else example, masses=rules
+    )
     order = {term.name: n for n, term in enumerate(net.terms())}
     assert len(order) == len(written.terms())
     return net, written.double()
@@ -155,7 +178,9 @@ def test_a_plain_model_has_the_norm_and_the_duality_map_of_the_same_network(pair
 )
 def test_a_network_of_the_algebra_is_what_its_trace_says(written, example):
     written = written()
-    net = trace(written, torch.zeros(2, 5, dtype=torch.long) if example is None else torch.randn(example))
+    net = trace(
+        written, torch.zeros(2, 5, dtype=torch.long) if example is None else torch.randn(example)
+    )
     assert net.attributes == pytest.approx(written.attributes)
     assert [term.name for term in net.terms()] == [term.name for term in written.terms()]
     for mine, theirs in zip(net.terms(), written.terms(), strict=True):
@@ -182,7 +207,9 @@ def test_sensitivities_of_residual_branches_add():
     half = 1 / math.sqrt(2)
     net = trace(Residual(3, scaled=False), torch.randn(2, 8))
     assert net.sensitivity == pytest.approx((1 + half) ** 3)
-    assert [t.sensitivity for t in net.terms()] == pytest.approx([half * (1 + half) ** n for n in (2, 1, 0)])
+    assert [t.sensitivity for t in net.terms()] == pytest.approx(
+        [half * (1 + half) ** n for n in (2, 1, 0)]
+    )
     net = trace(Residual(3, scaled=True), torch.randn(2, 8))
     assert net.sensitivity == pytest.approx((2 / 3 + half / 3) ** 3)
     assert [t.sensitivity for t in net.terms()] == pytest.approx(
@@ -208,7 +235,9 @@ def test_a_step_of_muon_is_the_duality_map():
     net = trace(model, torch.zeros(2, 5, dtype=torch.long))
     before = copy.deepcopy(dict(model.named_parameters()))
     for owner in (model, net):
-        optimizer = Muon(owner, lr=0.1, momentum=0.0, nesterov=False, method="svd", masses=masses(net))
+        optimizer = Muon(
+            owner, lr=0.1, momentum=0.0, nesterov=False, method="svd", masses=masses(net)
+        )
         optimizer.zero_grad()
         net(torch.tensor([[1, 2, 3, 4, 5]])).logsumexp(-1).sum().backward()
         step = net.dualize(method="svd")
@@ -236,7 +265,10 @@ def test_the_atoms_hold_the_models_own_layers_and_a_trace_descends():
     net.reset_parameters()
     weights = {term.name: model.get_parameter(term.name) for term in net.terms()}
     assert set(weights) == {"0.weight", "2.weight"}  # a bias has no part in the norm
-    norms = [math.sqrt(w.shape[1] / w.shape[0]) * torch.linalg.matrix_norm(w, 2) for w in weights.values()]
+    norms = [
+        math.sqrt(w.shape[1] / w.shape[0]) * torch.linalg.matrix_norm(w, 2)
+        for w in weights.values()
+    ]
     assert [norm.item() for norm in norms] == pytest.approx([1, 1], rel=1e-4)
     assert net.tare(6.0).mass == 6
     copied = copy.deepcopy(net)
@@ -253,7 +285,9 @@ def test_structured_layers_are_composites_of_their_cores():
         ("0.cores.0", 0.5), ("0.cores.1", 0.5), ("2.cores.0", 0.5), ("2.cores.1", 0.5)
     ]  # fmt: skip
     written = (
-        modular.Structured(64, 64, BTT(rank=2)) @ modular.ReLU() @ modular.Structured(64, 64, BTT(rank=2))
+        modular.Structured(64, 64, BTT(rank=2))
+        @ modular.ReLU()
+        @ modular.Structured(64, 64, BTT(rank=2))
     ).double()
     net._orig_mod.double()
     torch.testing.assert_close(net.norm(updates(net)), written.norm(updates(written)))
@@ -264,17 +298,27 @@ def test_gpts_and_vits_in_nanogpts_manner_are_typed():
     import train_gpt
     import train_vit
 
-    block = (1 + 3) * (1 + 1 / math.sqrt(2))  # attention is scaled by 1 / d, of the sum of three parts
+    # attention is scaled by 1 / d, of the sum of three parts
+    block = (1 + 3) * (1 + 1 / math.sqrt(2))
     for model, example, entry in (
-        (train_gpt.GPT(16, 8, 64, 2), torch.zeros(2, 8, dtype=torch.long), 2),  # tokens and positions
-        (train_vit.ViT(torch.Size((3, 8, 8)), 4, 10, 64, 2), torch.randn(2, 3, 8, 8), 1),  # positions are constant
+        (
+            train_gpt.GPT(16, 8, 64, 2),
+            torch.zeros(2, 8, dtype=torch.long),
+            2,
+        ),  # tokens and positions
+        (
+            train_vit.ViT(torch.Size((3, 8, 8)), 4, 10, 64, 2),
+            torch.randn(2, 3, 8, 8),
+            1,
+        ),  # positions are constant
     ):
         net = trace(model, example)
         assert net.sensitivity == pytest.approx(entry * block**2)
         assert net.mass == sum(p.ndim == 2 for p in model.parameters())
         masses(net)
     net = trace(GPT(16, depth=1), torch.zeros(1, 8, dtype=torch.long))
-    assert net.sensitivity == pytest.approx((1 + 3 * math.sqrt(16)) * (1 + 1 / math.sqrt(2)))  # 1 / sqrt(d), one head
+    # 1 / sqrt(d), one head
+    assert net.sensitivity == pytest.approx((1 + 3 * math.sqrt(16)) * (1 + 1 / math.sqrt(2)))
 
 
 def test_attention_scaled_by_c_over_d_has_sensitivity_c():
@@ -301,7 +345,12 @@ class Bounded(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.input, self.first, self.second, self.head = plain(6, 16), plain(16, 16), plain(16, 16), plain(32, 3)
+        self.input, self.first, self.second, self.head = (
+            plain(6, 16),
+            plain(16, 16),
+            plain(16, 16),
+            plain(32, 3),
+        )
 
     def forward(self, x):
         x = self.input(x)
@@ -328,14 +377,20 @@ def test_unequal_parts_of_a_projection_have_the_sensitivity_of_their_bound():
         def forward(self, x):
             return sum(part.mean(-1, keepdim=True) for part in x.split([4, 1, 1], dim=-1))
 
-    assert trace(Grouped(), torch.randn(2, 6)).sensitivity == pytest.approx(math.sqrt(6 / 4 + 6 + 6))
+    assert trace(Grouped(), torch.randn(2, 6)).sensitivity == pytest.approx(
+        math.sqrt(6 / 4 + 6 + 6)
+    )
 
 
 def test_gains_count_as_they_are_and_constants_shift():
     class Gained(nn.Module):
         def __init__(self):
             super().__init__()
-            self.norm, self.fc, self.gain = nn.LayerNorm(4), nn.Linear(4, 4), nn.Parameter(torch.full((4,), 0.1))
+            self.norm, self.fc, self.gain = (
+                nn.LayerNorm(4),
+                nn.Linear(4, 4),
+                nn.Parameter(torch.full((4,), 0.1)),
+            )
             self.register_buffer("shift", torch.ones(4))
 
         def forward(self, x):
@@ -383,13 +438,16 @@ class Sharpened(nn.Module):
 
 def test_what_has_no_known_sensitivity_is_named_with_how_to_declare_it():
     model = nn.Sequential(plain(4, 4), Gated(), Sharpened())
-    with pytest.raises(ValueError, match=r"silu \(in 1\); mul \(in 1\); exp \(in 2\).*sensitivities=") as error:
+    with pytest.raises(
+        ValueError, match=r"silu \(in 1\); mul \(in 1\); exp \(in 2\).*sensitivities="
+    ) as error:
         trace(model, torch.randn(1, 4))
     assert "linear" not in str(error.value)
     declared = {torch.ops.aten.silu: 0.5, torch.ops.aten.mul.Tensor: 2.0, Sharpened: (3.0, 1.0)}
     net = trace(model, torch.randn(1, 4), sensitivities=declared)
     assert net.sensitivity == pytest.approx(2 * (0.5 + 1) * 3)
-    assert [t.sensitivity for t in net.terms()] == pytest.approx([9, 3, 6, 3])  # gate, up, down, after the first
+    # gate, up, down, after the first
+    assert [t.sensitivity for t in net.terms()] == pytest.approx([9, 3, 6, 3])
     assert math.isnan(net.sharpness.gamma)  # that of silu is not declared
     with pytest.raises(ValueError, match="sensitivities has Gated, but '1' has layers"):
         trace(model, torch.randn(1, 4), sensitivities={Gated: 1.0, Sharpened: 1.0})
@@ -403,7 +461,11 @@ def test_masks_that_depend_on_the_input_are_no_inputs():
 
         def forward(self, tokens):
             x = self.embed(tokens).masked_fill((tokens == 0)[..., None], 0.0)
-            return self.fc(F.scaled_dot_product_attention(x, x, x, attn_mask=(tokens > 0)[:, None], scale=1 / 4))
+            return self.fc(
+                F.scaled_dot_product_attention(
+                    x, x, x, attn_mask=(tokens > 0)[:, None], scale=1 / 4
+                )
+            )
 
     net = trace(Masked(), torch.arange(5)[None])
     assert [(t.name, t.sensitivity) for t in net.terms()] == [("embed.weight", 3), ("fc.weight", 1)]
@@ -454,13 +516,19 @@ class Crossing(nn.Module):
         (Twice, "mass of 'a' would count twice: it is called twice"),
         (lambda: Twice(nested=True), "mass of 'a.0' would count twice: it is called twice"),
         (Crossing, "mass of 'a' would count twice: the ways from it to the output cross"),
-        (lambda: StructuredLinear(4, 4, weight_norm=True), r"StructuredLinear with gains \(weight_norm=True\)"),
+        (
+            lambda: StructuredLinear(4, 4, weight_norm=True),
+            r"StructuredLinear with gains \(weight_norm=True\)",
+        ),
         (lambda: Zeroed(), "mul in Zeroed has sensitivity 0.0, by which the norm divides"),
         (
             lambda: nn.Conv1d(4, 4, 1),
             "Conv1d multiplies by weights of its own in conv1d; only Linear, StructuredLinear",
         ),
-        (lambda: nn.utils.parametrizations.weight_norm(plain(4, 4)), "weight that is no parameter of its own"),
+        (
+            lambda: nn.utils.parametrizations.weight_norm(plain(4, 4)),
+            "weight that is no parameter of its own",
+        ),
     ],
 )
 def test_what_the_algebra_has_no_expression_for_is_refused(model, message):

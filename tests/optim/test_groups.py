@@ -22,7 +22,9 @@ def test_each_trainable_parameter_is_in_exactly_one_group():
     assert set(grouped) == trainable
     names = dict(model.named_parameters(remove_duplicate=False))
     for group in groups:
-        assert [id(names[name]) for name in group["param_names"]] == [id(p) for p in group["params"]]
+        assert [id(names[name]) for name in group["param_names"]] == [
+            id(p) for p in group["params"]
+        ]
 
 
 def test_cores_get_their_multiplier_and_everything_else_the_rate_itself():
@@ -30,7 +32,10 @@ def test_cores_get_their_multiplier_and_everything_else_the_rate_itself():
     rates = flat(param_groups(model, 0.01))
     assert rates["h.0.mlp.c_fc.cores.0"] == pytest.approx(0.01 * 64 / 8 / 2)
     assert rates["h.0.mlp.c_proj.cores.1"] == pytest.approx(0.01 * 256 / 16 / 2)
-    assert {rates[name] for name in ("wte.weight", "h.0.ln_1.weight", "h.0.mlp.c_fc.bias", "lm_head.weight")} == {0.01}
+    assert {
+        rates[name]
+        for name in ("wte.weight", "h.0.ln_1.weight", "h.0.mlp.c_fc.bias", "lm_head.weight")
+    } == {0.01}
 
 
 def test_the_naive_rule_gives_cores_the_dense_rate():
@@ -43,7 +48,9 @@ def test_biases_norms_gains_and_vectors_are_not_decayed():
     model.norm = nn.LayerNorm((4, 4))  # a norm's gain may be a matrix
     decay = flat(param_groups(model, 1e-3, weight_decay=0.1), "weight_decay")
     for name, value in decay.items():
-        is_matrix = "cores" in name or (name.endswith("weight") and "ln" not in name and "norm" not in name)
+        is_matrix = "cores" in name or (
+            name.endswith("weight") and "ln" not in name and "norm" not in name
+        )
         assert value == (0.1 if is_matrix else 0.0), name
 
 
@@ -53,7 +60,9 @@ def test_what_the_model_declares_is_not_decayed():
     assert flat(param_groups(model, 1e-3, weight_decay=0.1), "weight_decay")["wte.weight"] == 0
 
 
-@pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel, lambda m: m])
+@pytest.mark.parametrize(
+    "wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel, lambda m: m]
+)
 def test_what_a_wrapped_or_inner_model_declares_of_its_dense_layers_holds_for_their_cores(wrap):
     inner = GPT(depth=1)
     inner.no_weight_decay = lambda: {"h.0.mlp.c_fc.weight"}
@@ -106,7 +115,9 @@ def test_a_transposed_convolution_counts_the_inputs_of_its_kernel_as_fan_in():
 def test_one_cycle_keeps_the_ratios_if_it_gets_a_rate_for_each_group():
     groups = param_groups(convert(GPT(), BTT(), include="ffn"), 1e-2)
     optimizer = torch.optim.AdamW(groups)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [group["lr"] for group in groups], total_steps=9)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, [group["lr"] for group in groups], total_steps=9
+    )
     for _ in range(4):
         optimizer.step()
         scheduler.step()
@@ -117,7 +128,12 @@ def test_one_cycle_keeps_the_ratios_if_it_gets_a_rate_for_each_group():
 def test_equal_groups_are_merged_and_named():
     model = convert(GPT(width=64, depth=8), Kronecker(), include="ffn")
     groups = param_groups(model, 1e-3, weight_decay=0.1)
-    assert sorted(group["name"] for group in groups) == ["lr x1", "lr x1, no decay", "lr x4", "lr x8"]
+    assert sorted(group["name"] for group in groups) == [
+        "lr x1",
+        "lr x1, no decay",
+        "lr x4",
+        "lr x8",
+    ]
 
 
 def test_a_rate_tuned_at_a_base_width_transfers_by_mup():
@@ -135,7 +151,9 @@ def test_structure_and_width_multiply():
     converted = convert(GPT(width=256), BTT(), include="ffn")
     wide = flat(param_groups(converted, 0.01, base=small), "lr_mult")
     plain = flat(param_groups(converted, 0.01), "lr_mult")
-    assert wide["h.0.mlp.c_fc.cores.0"] == pytest.approx(dense["h.0.mlp.c_fc.weight"] * plain["h.0.mlp.c_fc.cores.0"])
+    assert wide["h.0.mlp.c_fc.cores.0"] == pytest.approx(
+        dense["h.0.mlp.c_fc.weight"] * plain["h.0.mlp.c_fc.cores.0"]
+    )
 
 
 def test_sgd_rates_follow_fan_out_over_fan_in():
@@ -145,7 +163,9 @@ def test_sgd_rates_follow_fan_out_over_fan_in():
     assert mult["lm_head.weight"] == 0.25  # an output layer
     assert mult["wte.weight"] == mult["h.0.ln_1.weight"] == mult["h.0.attn.c_attn.bias"] == 4
     first = large.h[0].mlp.c_fc.structure.cores[0]
-    assert mult["h.0.mlp.c_fc.cores.0"] == pytest.approx((first.fan_out / first.fan_in) / (1024 / 256) / 2)
+    assert mult["h.0.mlp.c_fc.cores.0"] == pytest.approx(
+        (first.fan_out / first.fan_in) / (1024 / 256) / 2
+    )
 
 
 def test_a_convolution_counts_its_kernel_as_fan_in():
@@ -157,7 +177,9 @@ def test_a_convolution_counts_its_kernel_as_fan_in():
 def test_a_base_that_is_converted_too_has_the_widths_of_its_dense_layers():
     dense, large = GPT(width=64), convert(GPT(width=256), BTT(), include="ffn")
     by_dense = param_groups(large, 1.0, base=dense)
-    assert flat(by_dense) == flat(param_groups(large, 1.0, base=convert(GPT(width=64), Kronecker(), include="ffn")))
+    assert flat(by_dense) == flat(
+        param_groups(large, 1.0, base=convert(GPT(width=64), Kronecker(), include="ffn"))
+    )
 
 
 def test_schedulers_keep_the_ratios():
@@ -185,7 +207,9 @@ def test_a_converted_gpt_trains(optimizer):
     torch.manual_seed(0)
     model = convert(GPT(), BTT(rank=2), zero_init="*c_proj", weight_norm=True)
     groups = param_groups(model, {"adamw": 3e-3, "sgd": 0.3}[optimizer], optimizer=optimizer)
-    losses = perplexed(model, 20, torch.optim.AdamW(groups) if optimizer == "adamw" else torch.optim.SGD(groups))
+    losses = perplexed(
+        model, 20, torch.optim.AdamW(groups) if optimizer == "adamw" else torch.optim.SGD(groups)
+    )
     assert losses[-1] < 0.7 * losses[0]
 
 
@@ -222,6 +246,13 @@ def test_a_base_that_is_neither_model_nor_widths_is_refused(base, message):
 @pytest.mark.parametrize("options", [{}, {"kdim": 16, "vdim": 16}])
 def test_the_projections_of_multihead_attention_transfer_as_linear_layers(options):
     base_options = {name: 4 for name in options}
-    large, small = nn.MultiheadAttention(32, 2, **options), nn.MultiheadAttention(8, 2, **base_options)
+    large, small = (
+        nn.MultiheadAttention(32, 2, **options),
+        nn.MultiheadAttention(8, 2, **base_options),
+    )
     mult = flat(param_groups(large, 1.0, base=small), "lr_mult")
-    assert {value for name, value in mult.items() if name.endswith("_weight") or name.endswith("proj.weight")} == {0.25}
+    assert {
+        value
+        for name, value in mult.items()
+        if name.endswith("_weight") or name.endswith("proj.weight")
+    } == {0.25}

@@ -29,7 +29,9 @@ def moved(module: nn.Module, optimizer: Muon) -> dict[str, torch.Tensor]:
 def test_a_linear_layer_moves_as_with_torchs_muon_bit_for_bit(shape):
     model = nn.Linear(*shape, bias=False)
     twin = copy.deepcopy(model)
-    ours = Muon(model, lr=0.02, weight_decay=0.1, method="jordan", dtype=torch.bfloat16, scale="original")
+    ours = Muon(
+        model, lr=0.02, weight_decay=0.1, method="jordan", dtype=torch.bfloat16, scale="original"
+    )
     theirs = torch.optim.Muon(twin.parameters(), lr=0.02, weight_decay=0.1)
     for _ in range(5):
         model.weight.grad = torch.randn_like(model.weight) * 1e-3
@@ -56,7 +58,9 @@ def test_the_first_step_is_the_dual_of_each_blocks_gradient():
         m, n = core.shape[-2:]
         for block in range(len(core)):
             u, _, vh = torch.linalg.svd(gradient[block], full_matrices=False)
-            torch.testing.assert_close(old[block] - core[block], 0.05 * (m / n) ** 0.5 * u @ vh, rtol=1e-3, atol=1e-6)
+            torch.testing.assert_close(
+                old[block] - core[block], 0.05 * (m / n) ** 0.5 * u @ vh, rtol=1e-3, atol=1e-6
+            )
 
 
 @pytest.mark.parametrize(
@@ -66,7 +70,10 @@ def test_the_first_step_is_the_dual_of_each_blocks_gradient():
         (nn.Conv1d(4, 8, 3), lambda w: 3 * w.movedim(-1, 0)),
         (nn.Conv2d(4, 8, 3), lambda w: 9 * w.flatten(2).movedim(-1, 0)),
         (nn.Conv3d(4, 8, 2), lambda w: 8 * w.flatten(2).movedim(-1, 0)),
-        (nn.Conv2d(8, 12, 3, groups=4), lambda w: 9 * torch.cat([g.flatten(2).movedim(-1, 0) for g in w.chunk(4)])),
+        (
+            nn.Conv2d(8, 12, 3, groups=4),
+            lambda w: 9 * torch.cat([g.flatten(2).movedim(-1, 0) for g in w.chunk(4)]),
+        ),
         (nn.ConvTranspose2d(4, 8, 3), lambda w: 9 * w.flatten(2).permute(2, 1, 0)),
         (nn.MultiheadAttention(8, 2), lambda w: w.reshape(3, 8, 8)),
     ],
@@ -83,7 +90,10 @@ def test_conv1d_of_transformers_is_oriented_in_by_out():
     owner = pytest.importorskip("transformers.pytorch_utils")
     module = owner.Conv1D(24, 6)  # 6 -> 24, weight (6, 24)
     torch.testing.assert_close(
-        norms(moved(module, Muon(module, lr=0.1))["weight"].mT), torch.tensor(0.1), rtol=1e-3, atol=0
+        norms(moved(module, Muon(module, lr=0.1))["weight"].mT),
+        torch.tensor(0.1),
+        rtol=1e-3,
+        atol=0,
     )
 
 
@@ -123,7 +133,10 @@ def test_everything_else_has_its_own_rule_and_rate(other):
         optimizer.step()
         reference.step()
         if other == "adamw":
-            assert all(torch.equal(p, q) for p, q in zip([model[0].bias, *model[1].parameters()], vectors, strict=True))
+            assert all(
+                torch.equal(p, q)
+                for p, q in zip([model[0].bias, *model[1].parameters()], vectors, strict=True)
+            )
         else:
             torch.testing.assert_close((model[1].bias - before).abs(), torch.full((8,), 0.01))
 
@@ -131,7 +144,13 @@ def test_everything_else_has_its_own_rule_and_rate(other):
 def test_masses_set_the_steps_of_layers_and_of_cores():
     model = nn.Sequential(nn.Linear(16, 16), StructuredLinear(16, 16), StructuredLinear(16, 16))
     steps = moved(model, Muon(model, lr=0.1, masses={"0": 3.0, "2": (0.25, 0.75)}))
-    expected = {"0.weight": 0.3, "1.cores.0": 0.05, "1.cores.1": 0.05, "2.cores.0": 0.025, "2.cores.1": 0.075}
+    expected = {
+        "0.weight": 0.3,
+        "1.cores.0": 0.05,
+        "1.cores.1": 0.05,
+        "2.cores.0": 0.025,
+        "2.cores.1": 0.075,
+    }
     for name, norm in expected.items():
         assert norms(steps[name]).max().item() == pytest.approx(norm, rel=1e-3)
 
@@ -146,8 +165,12 @@ def test_momentum_is_an_average_and_nesterov_looks_ahead():
             model.weight.grad = gradient.clone()
             optimizer.step()
             average = 0.8 * average + 0.2 * gradient
-            expected = dualize(0.2 * gradient + 0.8 * average if nesterov else average, method="svd")
-            torch.testing.assert_close((before - model.weight) / 0.1, expected, rtol=1e-3, atol=1e-5)
+            expected = dualize(
+                0.2 * gradient + 0.8 * average if nesterov else average, method="svd"
+            )
+            torch.testing.assert_close(
+                (before - model.weight) / 0.1, expected, rtol=1e-3, atol=1e-5
+            )
             assert torch.equal(model.weight.grad, gradient)  # never written to
 
 
@@ -156,7 +179,9 @@ def test_a_model_trains_and_continues_bit_for_bit_from_a_state_dict(tmp_path):
     optimizer = Muon(model, lr=0.05)
     losses = perplexed(model, 8, optimizer)
     assert losses[-1] < 0.7 * losses[0]
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt")
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt"
+    )
     straight = perplexed(model, 4, optimizer)
     saved = torch.load(tmp_path / "state.pt", weights_only=True)
     model.load_state_dict(saved["model"])
@@ -167,7 +192,9 @@ def test_a_model_trains_and_continues_bit_for_bit_from_a_state_dict(tmp_path):
 
 def test_a_state_dict_of_another_model_names_what_differs():
     optimizer = Muon(convert(GPT(depth=1), BTT(), include="ffn"))
-    with pytest.raises(ValueError, match=r"lacks \['h\.0\.mlp\.c_fc\.weight', .* has \['h\.0\.mlp\.c_fc\.cores\.0'"):
+    with pytest.raises(
+        ValueError, match=r"lacks \['h\.0\.mlp\.c_fc\.weight', .* has \['h\.0\.mlp\.c_fc\.cores\.0'"
+    ):
         Muon(GPT(depth=1)).load_state_dict(optimizer.state_dict())
 
 
@@ -175,9 +202,12 @@ def test_groups_may_have_options_of_their_own():
     model = convert(GPT(depth=1), BTT(), include="ffn")
     head = list(model.lm_head.parameters())
     rest = [p for p in model.parameters() if all(p is not q for q in head)]
-    optimizer = Muon([{"params": rest, "lr": 0.05}, {"params": head, "lr": 0.01, "momentum": 0.5}], model=model)
+    optimizer = Muon(
+        [{"params": rest, "lr": 0.05}, {"params": head, "lr": 0.01, "momentum": 0.5}], model=model
+    )
     assert [(g["kind"], g["lr"], g["momentum"]) for g in optimizer.param_groups] == [
-        ("matrix", 0.05, 0.95), ("embedding", 0.05, 0.95), ("other", 1e-3, 0.95), ("matrix", 0.01, 0.5),
+        ("matrix", 0.05, 0.95), ("embedding", 0.05, 0.95), ("other", 1e-3, 0.95),
+        ("matrix", 0.01, 0.5),
     ]  # fmt: skip
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     perplexed(model, 1, optimizer)
@@ -215,18 +245,22 @@ def test_a_model_converted_after_the_optimizer_was_made_is_noticed_at_step():
     model = GPT(depth=1)
     optimizer = Muon(model)
     convert(model, LowRank(rank=4), include="ffn")
-    with pytest.raises(RuntimeError, match=r"h\.0\.mlp\.c_fc\.weight, .*convert first, then make the optimizer"):
+    with pytest.raises(
+        RuntimeError, match=r"h\.0\.mlp\.c_fc\.weight, .*convert first, then make the optimizer"
+    ):
         perplexed(model, 1, optimizer)
 
 
-def test_a_model_converted_after_the_optimizer_was_made_is_noticed_though_its_old_gradients_are_zeroed():
+def test_a_model_converted_after_the_optimizer_was_made_is_noticed_though_gradients_are_zeroed():
     model = GPT(depth=1)
     optimizer = Muon(model)
     perplexed(model, 1, optimizer)
     optimizer.zero_grad(set_to_none=False)
     convert(model, LowRank(rank=4), include="ffn")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with pytest.raises(RuntimeError, match=r"h\.0\.mlp\.c_fc\.weight, .*convert first, then make the optimizer"):
+    with pytest.raises(
+        RuntimeError, match=r"h\.0\.mlp\.c_fc\.weight, .*convert first, then make the optimizer"
+    ):
         optimizer.step()
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
@@ -236,7 +270,9 @@ def test_match_rms_adamw_makes_the_steps_of_torchs_muon(shape):
     model = nn.Linear(*shape, bias=False)
     twin = copy.deepcopy(model)
     ours = Muon(model, lr=0.02, method="jordan", dtype=torch.bfloat16, scale="match_rms_adamw")
-    theirs = torch.optim.Muon(twin.parameters(), lr=0.02, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    theirs = torch.optim.Muon(
+        twin.parameters(), lr=0.02, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+    )
     model.weight.grad = torch.randn_like(model.weight)
     twin.weight.grad = model.weight.grad.clone()
     ours.step()
@@ -264,7 +300,12 @@ def test_equal_shapes_of_all_layers_are_dualized_together(monkeypatch):
     monkeypatch.setattr("structlin.optim._muon.dualize", counted)
     model = convert(GPT(depth=12), BTT())
     moved(model, Muon(model))
-    blocks = sum(len(core) for layer in model.modules() if isinstance(layer, StructuredLinear) for core in layer.cores)
+    blocks = sum(
+        len(core)
+        for layer in model.modules()
+        if isinstance(layer, StructuredLinear)
+        for core in layer.cores
+    )
     assert sum(calls) == blocks + 1  # and the head
     assert len(calls) <= 6
 
@@ -288,13 +329,22 @@ def test_a_closure_gives_the_loss():
         (lambda m: Muon(m, lr=-1), "lr=-1 is out of range"),
         (lambda m: Muon(m, momentum=1.0), r"momentum=1\.0"),
         (lambda m: Muon(m, eps=-1), "eps=-1"),
-        (lambda m: Muon(m, lr=float("inf")), "lr=inf is out of range: it must be at least 0 and finite"),
+        (
+            lambda m: Muon(m, lr=float("inf")),
+            "lr=inf is out of range: it must be at least 0 and finite",
+        ),
         (lambda m: Muon(m, lr=torch.tensor(float("nan"))), r"lr=tensor\(nan\)"),
         (lambda m: Muon(m, steps=0), "steps=0"),
         (lambda m: Muon(m, method="svd", steps=3), "method='svd' takes none"),
         (lambda m: Muon(m, betas=(0.9, 1.0)), "betas="),
-        (lambda m: Muon(m, betas=(0.9, 0.95, 0.99)), r"betas=\(0\.9, 0\.95, 0\.99\) must be two numbers"),
-        (lambda m: Muon(m, masses={"0": float("inf")}), "masses: '0' has inf; masses are positive and finite"),
+        (
+            lambda m: Muon(m, betas=(0.9, 0.95, 0.99)),
+            r"betas=\(0\.9, 0\.95, 0\.99\) must be two numbers",
+        ),
+        (
+            lambda m: Muon(m, masses={"0": float("inf")}),
+            "masses: '0' has inf; masses are positive and finite",
+        ),
         (lambda m: Muon(m, method="muon"), "method='muon' is unknown"),
         (lambda m: Muon(m, scale="mup"), "scale='mup' is unknown"),
         (lambda m: Muon(m, other="lion"), "other='lion' is unknown"),
@@ -303,7 +353,10 @@ def test_a_closure_gives_the_loss():
         (lambda m: Muon(m, masses={"0": (1, 2)}), "masses: '0' is no structured layer"),
         (lambda m: Muon(m, masses={"7": 1}), "masses: '7' matches no layer"),
         (lambda m: Muon(m.parameters()), "model=None"),
-        (lambda m: Muon([nn.Parameter(torch.ones(3, 3))], model=m), r"of shape \(3, 3\) belongs to no module"),
+        (
+            lambda m: Muon([nn.Parameter(torch.ones(3, 3))], model=m),
+            r"of shape \(3, 3\) belongs to no module",
+        ),
         (
             lambda m: Muon([{"params": m[0].parameters()}, {"params": [m[0].weight]}], model=m),
             "more than one parameter group",
@@ -365,7 +418,9 @@ def test_capturable_keeps_every_number_on_the_device_and_refuses_to_wait_for_it(
 def test_a_cuda_graph_of_the_step_makes_the_same_steps():
     model = convert(GPT(depth=1), BTT(), include="ffn").cuda()
     twin = copy.deepcopy(model)
-    optimizer = Muon(model, lr=torch.tensor(0.02, device="cuda"), capturable=True, nonfinite="ignore")
+    optimizer = Muon(
+        model, lr=torch.tensor(0.02, device="cuda"), capturable=True, nonfinite="ignore"
+    )
     eager = Muon(twin, lr=0.02)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         p.grad = torch.randn_like(p)
@@ -422,8 +477,12 @@ def test_training_continues_bit_for_bit_with_its_scheduler():
 def test_hooks_run_around_the_step():
     model, seen = nn.Linear(3, 3), []
     optimizer = Muon(model)
-    optimizer.register_step_pre_hook(lambda opt, args, kwargs: seen.append(("pre", model.weight.detach().clone())))
-    optimizer.register_step_post_hook(lambda opt, args, kwargs: seen.append(("post", model.weight.detach().clone())))
+    optimizer.register_step_pre_hook(
+        lambda opt, args, kwargs: seen.append(("pre", model.weight.detach().clone()))
+    )
+    optimizer.register_step_post_hook(
+        lambda opt, args, kwargs: seen.append(("post", model.weight.detach().clone()))
+    )
     moved(model, optimizer)
     assert [name for name, _ in seen] == ["pre", "post"]
     assert not torch.equal(seen[0][1], seen[1][1])
@@ -469,7 +528,9 @@ def test_a_wrapped_model_resumes_from_the_state_of_the_plain_one(wrap):
     perplexed(model, 2, optimizer)
     wrapped = Muon(wrap(model), masses={"lm_head": 2.0})
     wrapped.load_state_dict(optimizer.state_dict())
-    assert [g["param_names"] for g in wrapped.param_groups] == [g["param_names"] for g in optimizer.param_groups]
+    assert [g["param_names"] for g in wrapped.param_groups] == [
+        g["param_names"] for g in optimizer.param_groups
+    ]
     ordinary = nn.ModuleDict({"module": nn.Linear(3, 3)})
     assert Muon(ordinary).param_groups[0]["param_names"] == ["module.weight"]
 
@@ -480,9 +541,12 @@ def test_bfloat16_parameters_train_and_keep_their_dtype():
     losses = perplexed(model, 12, optimizer)
     assert losses[-1] < 0.8 * losses[0]
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert {value.dtype for state in optimizer.state.values() for name, value in state.items() if name != "step"} == {
-        torch.bfloat16
-    }
+    assert {
+        value.dtype
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if name != "step"
+    } == {torch.bfloat16}
 
 
 def test_empty_parameters_are_left_in_peace():
@@ -504,7 +568,9 @@ def test_large_finite_gradients_are_no_reason_to_stop():
 def test_a_state_dict_of_the_same_model_at_another_width_names_the_parameter():
     optimizer = Muon(GPT(width=32, depth=1))
     perplexed(optimizer.model, 1, optimizer)
-    with pytest.raises(ValueError, match=r"h\.0\.attn\.c_attn\.weight is \(192, 64\) here and \(96, 32\) there"):
+    with pytest.raises(
+        ValueError, match=r"h\.0\.attn\.c_attn\.weight is \(192, 64\) here and \(96, 32\) there"
+    ):
         Muon(GPT(width=64, depth=1)).load_state_dict(optimizer.state_dict())
 
 
@@ -514,7 +580,8 @@ def test_a_model_that_was_moved_away_from_its_state_is_named_before_anything_cha
     moved(model, optimizer)
     before = model[0].weight.detach().clone()
     state = optimizer.state[model[1].weight]
-    state["momentum_buffer"] = state["momentum_buffer"].to("meta")  # the second device of a machine without one
+    # the second device of a machine without one
+    state["momentum_buffer"] = state["momentum_buffer"].to("meta")
     with pytest.raises(RuntimeError, match=r"1\.weight is on cpu and its state on meta"):
         optimizer.step()
     assert torch.equal(model[0].weight, before)

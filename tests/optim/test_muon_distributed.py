@@ -1,4 +1,5 @@
-"""Muon across processes on gloo, against one process. Starting processes is slow: two worlds do everything, once."""
+"""Muon across processes on gloo, against one process. Starting processes is slow: two worlds do
+everything, once."""
 
 import copy
 import os
@@ -15,7 +16,9 @@ from structlin.duality import polar_from_gram
 from structlin.optim import Muon, Normed, shard_placement_fn
 from tests.models import GPT, perplexed
 
-pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+pytestmark = pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo"
+)
 STEPS = 20
 ONE_REDUCE, TWO_EXCHANGES = ["allreduce_"], ["alltoall_base_", "alltoall_base_"]
 # Model, world, whether placed by shard_placement_fn, and the collectives of a step.
@@ -51,8 +54,15 @@ def model_of(name):
     if name.startswith("gpt"):  # 2-D weights, embeddings, norms, 3-D cores of 8 and 16 blocks
         model = convert(GPT(depth=1), BTT(), include="ffn")
     else:
-        structure = {"btt": BTT(), "few": BTT(), "low-rank": LowRank(rank=4), "kronecker": Kronecker()}[name]
-        first, second = (StructuredLinear(WIDTHS[name], WIDTHS[name], structure, bias=False) for _ in range(2))
+        structure = {
+            "btt": BTT(),
+            "few": BTT(),
+            "low-rank": LowRank(rank=4),
+            "kronecker": Kronecker(),
+        }[name]
+        first, second = (
+            StructuredLinear(WIDTHS[name], WIDTHS[name], structure, bias=False) for _ in range(2)
+        )
         model = nn.Sequential(first, nn.Tanh(), second)
     return model.float() if "float32" in name else model.double()
 
@@ -60,7 +70,9 @@ def model_of(name):
 def train(name, model, optimizer, steps=STEPS):
     if name.startswith("gpt"):
         return perplexed(model, steps, optimizer)
-    x = torch.randn(96, WIDTHS[name], dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(
+        96, WIDTHS[name], dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     losses = []
     for _ in range(steps):
         loss = (model(x) - x.roll(1, -1)).square().mean()
@@ -76,7 +88,7 @@ def gathered(model):
     return {name: p.full_tensor() if hasattr(p, "full_tensor") else p.clone() for name, p in named}
 
 
-# ---- what each process does ------------------------------------------------------------------------------------------
+# ---- what each process does ----------------------------------------------------------------------
 
 
 def sharded(name, placed=True):
@@ -100,11 +112,18 @@ def under_fsdp(name, placed):
 
 def under_ddp(divided):
     wrapped = nn.parallel.DistributedDataParallel(model_of("gpt"))
-    optimizer = Muon(wrapped, lr=0.05, weight_decay=0.1, process_group=dist.group.WORLD if divided else None)
+    optimizer = Muon(
+        wrapped, lr=0.05, weight_decay=0.1, process_group=dist.group.WORLD if divided else None
+    )
     losses, final = train("gpt", wrapped, optimizer), gathered(wrapped)
     with Collectives() as collectives:
         optimizer.step()
-    return {"losses": losses, "final": final, "collectives": collectives.names, "state": optimizer.state_dict()}
+    return {
+        "losses": losses,
+        "final": final,
+        "collectives": collectives.names,
+        "state": optimizer.state_dict(),
+    }
 
 
 def one_process_has_a_nan(nonfinite):
@@ -169,7 +188,9 @@ def resumed_by_dcp(path):
     optimizer = Muon(model, lr=1.0)
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.load(state, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
     return {"losses": train("gpt", model, optimizer, 5), "final": gathered(model)}
 
 
@@ -186,7 +207,9 @@ def one_process_has_no_gradient():
     try:
         optimizer.step()
     except RuntimeError as error:
-        return str(error), all(torch.equal(value, before[name]) for name, value in gathered(model).items())
+        return str(error), all(
+            torch.equal(value, before[name]) for name, value in gathered(model).items()
+        )
     return None
 
 
@@ -210,13 +233,21 @@ def refusals():
 
 def everything(path):
     world = dist.get_world_size()
-    found = {(name, placed): under_fsdp(name, placed) for name, n, placed, _ in LAYOUTS if n == world}
+    found = {
+        (name, placed): under_fsdp(name, placed) for name, n, placed, _ in LAYOUTS if n == world
+    }
     found["dcp"] = saved_by_dcp(path) if world == 2 else resumed_by_dcp(path)
     found["ddp"] = {divided: under_ddp(divided) for divided in (True, False)}
     if world == 2:
-        found["nan"] = {nonfinite: one_process_has_a_nan(nonfinite) for nonfinite in ("skip", "raise")}
+        found["nan"] = {
+            nonfinite: one_process_has_a_nan(nonfinite) for nonfinite in ("skip", "raise")
+        }
         found["missing"] = one_process_has_no_gradient()
-        found["cut"], found["normed"], found["refusals"] = cut_in_two_dimensions(), normed_under_fsdp(), refusals()
+        found["cut"], found["normed"], found["refusals"] = (
+            cut_in_two_dimensions(),
+            normed_under_fsdp(),
+            refusals(),
+        )
     return found
 
 
@@ -224,7 +255,9 @@ def entry(rank, world, path):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    dist.init_process_group("gloo", init_method=f"file://{path}/store{world}", rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{path}/store{world}", rank=rank, world_size=world
+    )
     try:
         torch.save(everything(f"{path}/dcp"), f"{path}/{world}-{rank}.pt")
     finally:
@@ -242,7 +275,7 @@ def worlds(tmp_path_factory):
     return found
 
 
-# ---- what must be true of it -----------------------------------------------------------------------------------------
+# ---- what must be true of it ---------------------------------------------------------------------
 
 
 def alone(name, make=lambda model: Muon(model, lr=0.05, weight_decay=0.1)):
@@ -269,7 +302,11 @@ def test_twenty_steps_under_fsdp2_are_those_of_one_process_and_cores_need_no_com
 
 
 def test_placement_leaves_no_process_without_a_part_of_a_core_of_one_block(worlds):
-    assert [process["low-rank", False]["sizes"] for process in worlds[3]] == [[192] * 4, [0] * 4, [0] * 4]
+    assert [process["low-rank", False]["sizes"] for process in worlds[3]] == [
+        [192] * 4,
+        [0] * 4,
+        [0] * 4,
+    ]
     assert [process["low-rank", True]["sizes"] for process in worlds[2]] == [[96] * 4] * 2
     assert 0 in worlds[3][2]["few", False]["sizes"]
 
@@ -285,12 +322,16 @@ def test_under_ddp_the_divided_work_gives_every_process_the_bits_of_undivided_wo
             assert torch.equal(value, worlds[world][0]["ddp"][True]["final"][name])
         assert divided["collectives"] == ["allreduce_", "_allgather_base_"]
         assert redundant["collectives"] == []
-        same(divided, expected, rtol=1e-6, atol=1e-6)  # DDP averages the gradients, in another order
-    Muon(model_of("gpt")).load_state_dict(worlds[world][0]["ddp"][True]["state"])  # without DDP's names
+        # DDP averages the gradients, in another order
+        same(divided, expected, rtol=1e-6, atol=1e-6)
+    # without DDP's names
+    Muon(model_of("gpt")).load_state_dict(worlds[world][0]["ddp"][True]["state"])
 
 
 def test_a_step_is_skipped_by_all_processes_when_one_has_a_nan_and_raised_by_that_one_alone(worlds):
-    skips, raises = ([process["nan"][choice] for process in worlds[2]] for choice in ("skip", "raise"))
+    skips, raises = (
+        [process["nan"][choice] for process in worlds[2]] for choice in ("skip", "raise")
+    )
     assert [found["collectives"] for found in skips] == [["allreduce_"]] * 2
     assert not any(found["moved"] or found["raised"] for found in skips)
     assert [found["collectives"] for found in raises] == [[], []]
@@ -312,7 +353,9 @@ def test_weights_cut_in_any_other_way_move_as_whole_ones(worlds):
 
 
 def test_normed_under_fsdp2_makes_the_steps_of_one_process(worlds):
-    expected = alone("gpt", lambda model: Normed(torch.optim.AdamW(model.parameters(), lr=0.05), model))
+    expected = alone(
+        "gpt", lambda model: Normed(torch.optim.AdamW(model.parameters(), lr=0.05), model)
+    )
     for process in worlds[2]:
         same(process["normed"], expected, rtol=1e-6, atol=1e-6)
 
@@ -334,9 +377,17 @@ def test_what_does_not_go_together_is_refused_by_name(worlds):
 
 @pytest.mark.parametrize("method", ["ns", "fast", "svd", "inverse-root", "jordan", "polar-express"])
 def test_the_gram_alone_gives_the_factor_that_the_matrix_gives(method):
-    gaussian, low_rank = torch.randn(2, 8, 40, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64)
-    ill = torch.diag(torch.logspace(0, -3, 8, dtype=torch.float64)) @ torch.linalg.qr(gaussian[0].mT).Q.mT
-    x = torch.stack([*gaussian, low_rank @ gaussian[0, :3], ill, 1e-30 * gaussian[0], 0 * gaussian[0]])
+    gaussian, low_rank = (
+        torch.randn(2, 8, 40, dtype=torch.float64),
+        torch.randn(8, 3, dtype=torch.float64),
+    )
+    ill = (
+        torch.diag(torch.logspace(0, -3, 8, dtype=torch.float64))
+        @ torch.linalg.qr(gaussian[0].mT).Q.mT
+    )
+    x = torch.stack(
+        [*gaussian, low_rank @ gaussian[0, :3], ill, 1e-30 * gaussian[0], 0 * gaussian[0]]
+    )
     found = polar_from_gram(x @ x.mT, method=method) @ x
     torch.testing.assert_close(found, dualize(x, method=method), rtol=1e-6, atol=1e-6)
 

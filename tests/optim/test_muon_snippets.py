@@ -1,4 +1,5 @@
-"""Muon in a plain loop, in transformers' Trainer and in Lightning: the few lines that each takes."""
+"""Muon in a plain loop, in transformers' Trainer and in Lightning: the few lines that each
+takes."""
 
 import pytest
 import torch
@@ -52,10 +53,12 @@ def test_the_trainer_of_transformers(tmp_path):
     optimizer = Muon(model, lr=0.05)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
     options = transformers.TrainingArguments(
-        str(tmp_path), max_steps=10, per_device_train_batch_size=4, save_steps=5, logging_steps=1, report_to=[],
-        use_cpu=True, disable_tqdm=True, seed=0,
+        str(tmp_path), max_steps=10, per_device_train_batch_size=4, save_steps=5, logging_steps=1,
+        report_to=[], use_cpu=True, disable_tqdm=True, seed=0,
     )  # fmt: skip
-    trainer = transformers.Trainer(model, options, train_dataset=Texts(), optimizers=(optimizer, scheduler))
+    trainer = transformers.Trainer(
+        model, options, train_dataset=Texts(), optimizers=(optimizer, scheduler)
+    )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 10
@@ -87,13 +90,21 @@ def test_lightning(tmp_path):
 
     module = Module()
     trainer = lightning.Trainer(
-        max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path
+        max_epochs=2,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
     )
     trainer.fit(module, DataLoader(Texts(), batch_size=4))
     assert module.losses[-1] < 0.7 * module.losses[0]
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     again = lightning.Trainer(
-        max_epochs=3, accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path
+        max_epochs=3,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
     )
     before = len(module.losses)
     again.fit(module, DataLoader(Texts(), batch_size=4), ckpt_path=tmp_path / "last.ckpt")

@@ -1,4 +1,5 @@
-"""`Normed`: what a step measures in the norm of each parameter, with numpy's singular values as the oracle."""
+"""`Normed`: what a step measures in the norm of each parameter, with numpy's singular values as the
+oracle."""
 
 import copy
 import pickle
@@ -58,7 +59,9 @@ def test_every_step_of_any_base_has_norm_lr(base, module, norm):
 
 def test_the_largest_block_of_a_core_moves_by_its_share_and_the_others_keep_their_proportion():
     layer = StructuredLinear(64, 128, BTT(rank=2), bias=False)
-    steps = moved(layer, Normed(torch.optim.SGD(layer.parameters(), lr=0.1), layer, masses={"": (0.25, 0.75)}))
+    steps = moved(
+        layer, Normed(torch.optim.SGD(layer.parameters(), lr=0.1), layer, masses={"": (0.25, 0.75)})
+    )
     for name, share in (("cores.0", 0.25), ("cores.1", 0.75)):
         assert 0.95 * 0.1 * share <= norms(steps[name]).max() <= 0.1 * share * (1 + 1e-5)
         gradient = dict(layer.named_parameters())[name].grad
@@ -78,8 +81,12 @@ def test_the_direction_is_the_bases_own():
         before = [[p.detach().clone() for p in module.parameters()] for module in (model, twin)]
         ours.step()
         theirs.step()
-        for p, old, q, older in zip(model.parameters(), before[0], twin.parameters(), before[1], strict=True):
-            similar = torch.cosine_similarity((p - old).flatten().double(), (q - older).flatten().double(), dim=0)
+        for p, old, q, older in zip(
+            model.parameters(), before[0], twin.parameters(), before[1], strict=True
+        ):
+            similar = torch.cosine_similarity(
+                (p - old).flatten().double(), (q - older).flatten().double(), dim=0
+            )
             assert similar > 0.9999
 
 
@@ -103,10 +110,20 @@ def test_weight_decay_is_decoupled_and_outside_of_the_normalisation(base):
 def test_the_bound_is_never_below_the_spectral_norm_and_never_far_above(dtype, scale):
     gaussian = torch.randn(20, 24, 40, dtype=torch.float64)
     flat = torch.linalg.qr(torch.randn(20, 40, 24, dtype=torch.float64)).Q.mT
-    low_rank = torch.randn(20, 24, 2, dtype=torch.float64) @ torch.randn(20, 2, 40, dtype=torch.float64)
-    for matrices, most in ((gaussian, 1.05), (flat, 24 ** (1 / 32)), (low_rank, 2 ** (1 / 32)), (gaussian.mT, 1.05)):
+    low_rank = torch.randn(20, 24, 2, dtype=torch.float64) @ torch.randn(
+        20, 2, 40, dtype=torch.float64
+    )
+    for matrices, most in (
+        (gaussian, 1.05),
+        (flat, 24 ** (1 / 32)),
+        (low_rank, 2 ** (1 / 32)),
+        (gaussian.mT, 1.05),
+    ):
         cast = (scale * matrices).to(dtype)
-        ratio = spectral_bound(cast).double().numpy() / np.linalg.svd(cast.double().numpy(), compute_uv=False)[:, 0]
+        ratio = (
+            spectral_bound(cast).double().numpy()
+            / np.linalg.svd(cast.double().numpy(), compute_uv=False)[:, 0]
+        )
         assert ratio.min() >= 1 - 1e-6
         assert ratio.max() <= most * (1 + (0.01 if dtype == torch.bfloat16 else 1e-6))
     assert torch.equal(spectral_bound(torch.zeros(3, 4, 5)), torch.zeros(3))
@@ -150,7 +167,9 @@ def test_training_continues_bit_for_bit_from_a_state_dict_with_its_scheduler(nor
     torch.save([part.state_dict() for part in (model, *first)], tmp_path / "state.pt")
     straight = run(*first)
     again = make()
-    for part, state in zip((model, *again), torch.load(tmp_path / "state.pt", weights_only=True), strict=True):
+    for part, state in zip(
+        (model, *again), torch.load(tmp_path / "state.pt", weights_only=True), strict=True
+    ):
         part.load_state_dict(state)
     assert run(*again) == straight
 
@@ -170,7 +189,9 @@ def test_the_groups_of_the_base_keep_their_rates_and_hooks_and_closures_work():
     base = torch.optim.AdamW([{"params": model[0].parameters(), "lr": 0.1}], lr=0.2)
     optimizer = Normed(base, model)
     optimizer.add_param_group({"params": model[1].parameters()})
-    optimizer.register_step_post_hook(lambda opt, args, kwargs: seen.append(model[0].weight.detach().clone()))
+    optimizer.register_step_post_hook(
+        lambda opt, args, kwargs: seen.append(model[0].weight.detach().clone())
+    )
 
     def closure():
         optimizer.zero_grad()
@@ -208,7 +229,8 @@ def test_gradients_that_are_not_finite_raise_or_skip_and_change_nothing():
     model.ln_f.weight.grad[3] = float("nan")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     raising, skipping = (
-        Normed(torch.optim.AdamW(model.parameters()), model, nonfinite=choice) for choice in ("raise", "skip")
+        Normed(torch.optim.AdamW(model.parameters()), model, nonfinite=choice)
+        for choice in ("raise", "skip")
     )
     with pytest.raises(FloatingPointError, match=r"gradients of ln_f\.weight are not finite"):
         raising.step()
@@ -234,24 +256,30 @@ def test_a_model_converted_after_the_optimizer_was_made_is_noticed_at_step():
     model = GPT(depth=1)
     optimizer = Normed(torch.optim.AdamW(model.parameters()), model)
     convert(model, LowRank(rank=4), include="ffn")
-    with pytest.raises(RuntimeError, match=r"h\.0\.mlp\.c_fc\.weight, .*convert first, then make the optimizer"):
+    with pytest.raises(
+        RuntimeError, match=r"h\.0\.mlp\.c_fc\.weight, .*convert first, then make the optimizer"
+    ):
         perplexed(model, 1, optimizer)
 
 
-def test_a_model_converted_after_the_optimizer_was_made_is_noticed_though_its_old_gradients_are_zeroed():
+def test_a_model_converted_after_the_optimizer_was_made_is_noticed_though_gradients_are_zeroed():
     model = GPT(depth=1)
     optimizer = Normed(torch.optim.AdamW(model.parameters()), model)
     perplexed(model, 1, optimizer)
     optimizer.zero_grad(set_to_none=False)
     convert(model, LowRank(rank=4), include="ffn")
-    with pytest.raises(RuntimeError, match=r"h\.0\.mlp\.c_fc\.weight, .*convert first, then make the optimizer"):
+    with pytest.raises(
+        RuntimeError, match=r"h\.0\.mlp\.c_fc\.weight, .*convert first, then make the optimizer"
+    ):
         optimizer.step()
 
 
 def test_rates_of_the_structure_are_refused_since_the_norm_replaces_them():
     model = convert(nn.Sequential(nn.Linear(64, 64)), BTT())
     groups = structlin.param_groups(model, 0.1, weight_decay=0.5)
-    with pytest.raises(ValueError, match="lr_mult=4 for the updates of Adam or SGD; the norm replaces it"):
+    with pytest.raises(
+        ValueError, match="lr_mult=4 for the updates of Adam or SGD; the norm replaces it"
+    ):
         Normed(torch.optim.AdamW(groups), model)
     optimizer = Normed(torch.optim.AdamW([model[0].bias], lr=0.1), model)
     with pytest.raises(ValueError, match="lr_mult=4"):
@@ -269,7 +297,9 @@ def test_hooks_of_the_state_dict_are_called_with_this_optimizer():
     optimizer = Normed(torch.optim.AdamW(model.parameters()), model)
     optimizer.register_state_dict_pre_hook(lambda own: called.append(own))
     optimizer.register_state_dict_post_hook(lambda own, state: {**state, "note": 1})
-    optimizer.register_load_state_dict_pre_hook(lambda own, state: {n: v for n, v in state.items() if n != "note"})
+    optimizer.register_load_state_dict_pre_hook(
+        lambda own, state: {n: v for n, v in state.items() if n != "note"}
+    )
     optimizer.register_load_state_dict_post_hook(lambda own: called.append(own))
     state = optimizer.state_dict()
     assert state["note"] == 1
@@ -295,7 +325,8 @@ def test_what_can_not_be_normalised_is_refused_by_name():
 
 
 def test_one_learning_rate_serves_all_widths():
-    """Sweep over powers of two: the best rate of AdamW falls with the width, that of Normed stays."""
+    """Sweep over powers of two: the best rate of AdamW falls with the width, that of Normed
+    stays."""
     found = {}
     for name in ("adamw", "normed"):
         for width in (16, 256):
@@ -303,7 +334,11 @@ def test_one_learning_rate_serves_all_widths():
             for power in range(-12, 0):
                 torch.manual_seed(0)
                 model = nn.Sequential(
-                    nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
+                    nn.Linear(8, width),
+                    nn.ReLU(),
+                    nn.Linear(width, width),
+                    nn.ReLU(),
+                    nn.Linear(width, 1),
                 )
                 optimizer = torch.optim.AdamW(model.parameters(), lr=2.0**power, weight_decay=0)
                 optimizer = Normed(optimizer, model) if name == "normed" else optimizer

@@ -27,7 +27,9 @@ TOKENS = torch.arange(48).reshape(4, 12)
 
 def inputs_of(features: int, rows: int = 200, rank: int = 4) -> torch.Tensor:
     """Inputs that live near a small subspace, not around the origin of any axis."""
-    return torch.randn(rows, rank) @ torch.randn(rank, features) + 0.01 * torch.randn(rows, features)
+    return torch.randn(rows, rank) @ torch.randn(rank, features) + 0.01 * torch.randn(
+        rows, features
+    )
 
 
 def test_projection_keeps_the_function_that_the_structure_can_hold():
@@ -70,7 +72,9 @@ def test_a_conv1d_is_projected_as_the_matrix_it_multiplies_by():
     with torch.no_grad():
         layer.weight.copy_(torch.outer(torch.randn(8), torch.randn(8)))
     x = torch.randn(3, 8)
-    torch.testing.assert_close(convert(layer, LowRank(rank=1), init="project")(x), layer(x), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        convert(layer, LowRank(rank=1), init="project")(x), layer(x), atol=1e-5, rtol=1e-4
+    )
 
 
 def test_covariances_are_those_of_all_inputs_and_leave_no_trace():
@@ -105,7 +109,8 @@ def test_calibration_takes_batches_of_any_kind_or_a_function(calibration):
 
 
 @pytest.mark.parametrize(
-    "family", [LowRank(rank=4), BTT(rank=2), Monarch(blocks=4), Kronecker(), BlockDiagonal(blocks=4)]
+    "family",
+    [LowRank(rank=4), BTT(rank=2), Monarch(blocks=4), Kronecker(), BlockDiagonal(blocks=4)],
 )
 def test_with_calibration_the_outputs_are_nearer_than_without(family):
     layer, x = nn.Linear(16, 16), inputs_of(16)
@@ -138,19 +143,47 @@ def fail(model):
         ({"calibration": TOKENS}, TypeError, "calibration=Tensor must be an iterable of batches"),
         ({"calibration": 3}, TypeError, "calibration=int"),
         ({"calibration": []}, ValueError, "calibration has no batch"),
-        ({"calibration": lambda model: None}, ValueError, "none of the layers to convert saw an input"),
+        (
+            {"calibration": lambda model: None},
+            ValueError,
+            "none of the layers to convert saw an input",
+        ),
         ({"calibration": fail}, RuntimeError, "a batch that fails"),
-        ({"calibration": [TOKENS], "init": "mup"}, ValueError, "calibration is given, but init='mup' starts afresh"),
+        (
+            {"calibration": [TOKENS], "init": "mup"},
+            ValueError,
+            "calibration is given, but init='mup' starts afresh",
+        ),
         ({"budget": 0.5, "init": "mup"}, ValueError, "budget is given, but init='mup'"),
-        ({"init": "project", "zero_init": "*c_proj"}, ValueError, r"zero_init='\*c_proj': with init"),
+        (
+            {"init": "project", "zero_init": "*c_proj"},
+            ValueError,
+            r"zero_init='\*c_proj': with init",
+        ),
         ({"budget": 0}, ValueError, "budget=0 must be a fraction"),
         ({"budget": 1.5}, ValueError, "budget=1.5 must be a fraction"),
         ({"budget": 0.01}, ValueError, r"budget=0.01 is .* budget=0\.\d+ or more"),
-        ({"budget": 0.5, "structure": Kronecker()}, ValueError, "Kronecker has neither rank nor blocks"),
+        (
+            {"budget": 0.5, "structure": Kronecker()},
+            ValueError,
+            "Kronecker has neither rank nor blocks",
+        ),
         ({"budget": 0.5, "structure": Dense().structure(256, 256)}, ValueError, "must be a family"),
-        ({"budget": 0.5, "budget_of": "macs"}, ValueError, "budget_of='macs': it is 'params' or 'flops'"),
-        ({"budget_of": "flops"}, ValueError, r"budget_of='flops': .* goes with a budget, for example budget=0\.5"),
-        ({"budget": 0.01, "budget_of": "flops"}, ValueError, "FLOPs a token; the smallest structures"),
+        (
+            {"budget": 0.5, "budget_of": "macs"},
+            ValueError,
+            "budget_of='macs': it is 'params' or 'flops'",
+        ),
+        (
+            {"budget_of": "flops"},
+            ValueError,
+            r"budget_of='flops': .* goes with a budget, for example budget=0\.5",
+        ),
+        (
+            {"budget": 0.01, "budget_of": "flops"},
+            ValueError,
+            "FLOPs a token; the smallest structures",
+        ),
         ({"untie": True}, ValueError, "untie=True: no layer that is converted shares its weight"),
     ],
 )
@@ -194,10 +227,16 @@ def test_a_budget_of_flops_is_kept_where_parameters_are_shared_and_the_plan_show
         torch.manual_seed(0)
         planned = plan(GPT(), TT(rank=1), include="ffn", budget=0.5, budget_of=of)
         chosen = [decision.resolved for decision in planned.decisions if decision.resolved]
-        used[of] = (sum(new.params for new in chosen) / dense, sum(new.flops for new in chosen) / (2 * dense))
+        used[of] = (
+            sum(new.params for new in chosen) / dense,
+            sum(new.flops for new in chosen) / (2 * dense),
+        )
         for decision in planned.decisions:
             if decision.structure is not None:
-                assert re.search(rf"{decision.layer.name} .*TT\(rank=\d+.*{decision.resolved.flops:,}", str(planned))
+                assert re.search(
+                    rf"{decision.layer.name} .*TT\(rank=\d+.*{decision.resolved.flops:,}",
+                    str(planned),
+                )
     assert used["params"][0] <= 0.5 < used["params"][1]
     assert used["flops"][1] <= 0.5
     assert used["flops"][0] < used["params"][0]
@@ -225,14 +264,19 @@ def test_the_budget_goes_to_the_layers_that_need_it():
         easy.weight.copy_(torch.outer(torch.randn(32), torch.randn(32)))
     model = nn.Sequential(easy, hard)
     planned = plan(model, LowRank(rank=1), budget=0.5)
-    assert [decision.structure for decision in planned.decisions] == [LowRank(rank=1), LowRank(rank=12)]
+    assert [decision.structure for decision in planned.decisions] == [
+        LowRank(rank=1),
+        LowRank(rank=12),
+    ]
     assert "LowRank(rank=12)" in str(planned)
     planned.apply()
     assert model[1].structure.params == 12 * 64
 
 
 def test_the_greedy_choice_is_the_best_of_all_choices_for_low_rank():
-    weights = [torch.randn(8, 8) @ torch.diag(torch.tensor(2.0) ** -torch.arange(8)) ** n for n in range(3)]
+    weights = [
+        torch.randn(8, 8) @ torch.diag(torch.tensor(2.0) ** -torch.arange(8)) ** n for n in range(3)
+    ]
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in weights))
     with torch.no_grad():
         for layer, weight in zip(model, weights, strict=True):
@@ -240,18 +284,33 @@ def test_the_greedy_choice_is_the_best_of_all_choices_for_low_rank():
     planned = plan(model, LowRank(rank=1), budget=0.5)  # 96 parameters: 6 ranks
     found = sum(error**2 for error in planned.errors.values())
     tails = [
-        [(s[r:].square().sum() / s.square().sum()).item() for r in range(9)] for s in map(torch.linalg.svdvals, weights)
+        [(s[r:].square().sum() / s.square().sum()).item() for r in range(9)]
+        for s in map(torch.linalg.svdvals, weights)
     ]
-    grid = [(a, b, c) for a in (1, 2, 3, 4) for b in (1, 2, 3, 4) for c in (1, 2, 3, 4) if a + b + c <= 6]
+    grid = [
+        (a, b, c)
+        for a in (1, 2, 3, 4)
+        for b in (1, 2, 3, 4)
+        for c in (1, 2, 3, 4)
+        if a + b + c <= 6
+    ]
     best = min(sum(tail[rank] for tail, rank in zip(tails, ranks, strict=True)) for ranks in grid)
     assert found == pytest.approx(best, rel=1e-3)
 
 
 def test_layers_with_an_override_keep_it_and_are_not_counted():
-    planned = plan(GPT(), BTT(), include="ffn", budget=0.5, overrides={"h.0.mlp.c_fc": LowRank(rank=3)})
-    chosen = {decision.layer.name: decision.structure for decision in planned.decisions if decision.structure}
+    planned = plan(
+        GPT(), BTT(), include="ffn", budget=0.5, overrides={"h.0.mlp.c_fc": LowRank(rank=3)}
+    )
+    chosen = {
+        decision.layer.name: decision.structure
+        for decision in planned.decisions
+        if decision.structure
+    }
     assert chosen.pop("h.0.mlp.c_fc") == LowRank(rank=3)
-    used = sum(decision.resolved.params for decision in planned.decisions if decision.layer.name in chosen)
+    used = sum(
+        decision.resolved.params for decision in planned.decisions if decision.layer.name in chosen
+    )
     assert used <= 0.5 * 3 * 64 * 256
 
 
@@ -265,7 +324,8 @@ def test_a_tied_head_is_converted_with_untie_and_the_embedding_keeps_its_weight(
 
 
 @pytest.mark.parametrize(
-    "family", [BTT(rank=2), LowRank(rank=8), Monarch(blocks=4), Kronecker(), BlockDiagonal(blocks=4)]
+    "family",
+    [BTT(rank=2), LowRank(rank=8), Monarch(blocks=4), Kronecker(), BlockDiagonal(blocks=4)],
 )
 def test_a_fused_qkv_is_projected_as_three_layers_would_be(family):
     fused = nn.Linear(16, 48)
@@ -276,7 +336,9 @@ def test_a_fused_qkv_is_projected_as_three_layers_would_be(family):
     layer = convert(fused, family, init="project", split={"*": 3})
     each = [convert(part, family, init="project") for part in parts]
     assert layer.structure.params == sum(part.structure.params for part in each)
-    torch.testing.assert_close(layer(x), torch.cat([part(x) for part in each], dim=-1), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        layer(x), torch.cat([part(x) for part in each], dim=-1), atol=1e-4, rtol=1e-4
+    )
 
 
 def test_split_goes_with_a_budget_and_the_plan_says_so():

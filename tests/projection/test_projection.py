@@ -1,4 +1,5 @@
-"""Projection against textbook bounds computed with numpy, in float64, and against what no approximation may do."""
+"""Projection against textbook bounds computed with numpy, in float64, and against what no
+approximation may do."""
 
 from math import sqrt
 
@@ -9,14 +10,26 @@ from hypothesis import given
 from torch import Tensor
 from torch.testing import assert_close
 
-from structlin import BTT, TT, BlockDiagonal, Dense, Kronecker, LowRank, Monarch, Split, Structure, to_dense
+from structlin import (
+    BTT,
+    TT,
+    BlockDiagonal,
+    Dense,
+    Kronecker,
+    LowRank,
+    Monarch,
+    Split,
+    Structure,
+    to_dense,
+)
 from structlin._projection import alternating
 from structlin._projection.alternating import alternate
 from structlin._projection.solve import project, relative_error
 from tests.catalogue import CASES, IDS, SMALL, SMALL_IDS, einsum_matrix, random_cores, structures
 
 every_small_case = pytest.mark.parametrize("case", SMALL, ids=SMALL_IDS)
-# Every family, and structures that no family gives: shared blocks of two cores, BLAST, three cores on one axis.
+# Every family, and structures that no family gives: shared blocks of two cores, BLAST, three cores
+# on one axis.
 SOME = [
     Dense().structure(7, 5),
     LowRank(rank=3).structure(12, 15),
@@ -48,7 +61,9 @@ def correlated(n: int, rank: int | None = None) -> Tensor:
     return (basis * eigenvalues) @ basis.T
 
 
-def squared_error(w: Tensor, structure: Structure, cores: list[Tensor], c: Tensor | None = None) -> float:
+def squared_error(
+    w: Tensor, structure: Structure, cores: list[Tensor], c: Tensor | None = None
+) -> float:
     error = (w - einsum_matrix(structure, cores)[: w.shape[0], : w.shape[1]]).numpy()
     return float(np.trace(error @ (np.eye(w.shape[1]) if c is None else c.numpy()) @ error.T))
 
@@ -58,7 +73,7 @@ def tail(matrix: Tensor | np.ndarray, rank: int) -> float:
     return float((np.linalg.svd(np.asarray(matrix), compute_uv=False)[rank:] ** 2).sum())
 
 
-# ---- one textbook oracle for each closed form ------------------------------------------------------------------------
+# ---- one textbook oracle for each closed form ----------------------------------------------------
 
 
 def test_dense_and_the_blocks_of_block_diagonal_are_copied():
@@ -75,13 +90,17 @@ def test_with_a_covariance_block_diagonal_is_the_regression_on_the_inputs_of_eac
     (blocks,) = project(w, BlockDiagonal(blocks=3), covariance=c)
     for b in range(3):
         columns = slice(4 * b, 4 * b + 4)
-        expected = (w @ c)[5 * b : 5 * b + 5, columns].numpy() @ np.linalg.inv(c[columns, columns].numpy())
+        expected = (w @ c)[5 * b : 5 * b + 5, columns].numpy() @ np.linalg.inv(
+            c[columns, columns].numpy()
+        )
         assert_close(blocks[b], torch.from_numpy(expected))
 
 
 def test_low_rank_reaches_the_eckart_young_bound():
     w, family = gaussian(15, 12), LowRank(rank=4)
-    assert squared_error(w, family.structure(12, 15), project(w, family)) == pytest.approx(tail(w, 4), rel=1e-9)
+    assert squared_error(w, family.structure(12, 15), project(w, family)) == pytest.approx(
+        tail(w, 4), rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("rank", [12, 6])
@@ -90,20 +109,36 @@ def test_low_rank_reaches_that_bound_for_its_outputs_with_a_covariance_also_a_si
     eigenvalues, vectors = np.linalg.eigh(c.numpy())
     root = (vectors * np.sqrt(eigenvalues.clip(0))) @ vectors.T
     cores = project(w, family, covariance=c)
-    assert squared_error(w, family.structure(12, 15), cores, c) == pytest.approx(tail(w.numpy() @ root, 4), rel=1e-6)
+    assert squared_error(w, family.structure(12, 15), cores, c) == pytest.approx(
+        tail(w.numpy() @ root, 4), rel=1e-6
+    )
     assert max(core.abs().max() for core in cores) < 100
 
 
 def test_kronecker_is_the_best_rank_one_matrix_of_van_loans_rearrangement():
     w = gaussian(12, 20)  # factors 3 x 4 of the outputs and 4 x 5 of the inputs
-    rearranged = np.array([w[4 * a : 4 * a + 4, 5 * g : 5 * g + 5].numpy().ravel() for a in range(3) for g in range(4)])
+    rearranged = np.array(
+        [
+            w[4 * a : 4 * a + 4, 5 * g : 5 * g + 5].numpy().ravel()
+            for a in range(3)
+            for g in range(4)
+        ]
+    )
     right, left = project(w, Kronecker())
-    assert (w - torch.kron(left[0], right[0])).square().sum() == pytest.approx(tail(rearranged, 1), rel=1e-9)
+    assert (w - torch.kron(left[0], right[0])).square().sum() == pytest.approx(
+        tail(rearranged, 1), rel=1e-9
+    )
 
 
 def test_two_core_tt_is_the_best_matrix_of_its_rank_of_that_rearrangement():
     w, family = gaussian(12, 20), TT(rank=3)
-    rearranged = np.array([w[4 * a : 4 * a + 4, 5 * g : 5 * g + 5].numpy().ravel() for a in range(3) for g in range(4)])
+    rearranged = np.array(
+        [
+            w[4 * a : 4 * a + 4, 5 * g : 5 * g + 5].numpy().ravel()
+            for a in range(3)
+            for g in range(4)
+        ]
+    )
     assert squared_error(w, family.structure(20, 12), project(w, family)) == pytest.approx(
         tail(rearranged, 3), rel=1e-9
     )
@@ -114,7 +149,11 @@ def test_btt_reaches_the_eckart_young_bound_in_every_block_also_when_it_is_padde
     w, family = gaussian(rows, columns), BTT(rank=2)
     structure = family.structure(columns, rows)
     height, width = structure.sizes["i1"], structure.sizes["j2"]
-    blocks = [w[i : i + height, j : j + width] for i in range(0, rows, height) for j in range(0, columns, width)]
+    blocks = [
+        w[i : i + height, j : j + width]
+        for i in range(0, rows, height)
+        for j in range(0, columns, width)
+    ]
     bound = sum(tail(block, 2) for block in blocks)
     assert squared_error(w, structure, project(w, family)) == pytest.approx(bound, rel=1e-9)
 
@@ -124,7 +163,11 @@ def test_monarch_reaches_the_eckart_young_bound_in_every_block(rows, columns, bl
     w, family = gaussian(rows, columns), Monarch(blocks=blocks)
     rank = min(w.shape) // blocks // blocks  # q / l of the paper
     width = w.shape[1] // blocks
-    bound = sum(tail(w[l::blocks, k * width : (k + 1) * width], rank) for l in range(blocks) for k in range(blocks))
+    bound = sum(
+        tail(w[l::blocks, k * width : (k + 1) * width], rank)
+        for l in range(blocks)
+        for k in range(blocks)
+    )
     structure = family.structure(columns, rows)
     assert squared_error(w, structure, project(w, family)) == pytest.approx(bound, rel=1e-9)
 
@@ -145,27 +188,37 @@ def test_tt_of_three_cores_is_within_the_quasi_optimality_bound_of_the_tt_svd(sw
 def test_three_core_btt_starts_from_its_recursive_cut_and_ends_below(rows, columns, rank):
     w, family = gaussian(rows, columns), BTT(rank=rank, cores=3)
     structure = family.structure(columns, rows)
-    s, v = structure.sizes, w.numpy().reshape([structure.sizes[a] for a in ("i3", "i2", "i1", "j1", "j2", "j3")])
+    s, v = (
+        structure.sizes,
+        w.numpy().reshape([structure.sizes[a] for a in ("i3", "i2", "i1", "j1", "j2", "j3")]),
+    )
     bound = 0.0
     for i3 in range(s["i3"]):
         for j1 in range(s["j1"]):
             left = np.zeros((s["i2"], s["i1"], s["j2"], rank))
             for j2 in range(s["j2"]):
-                u, values, _ = np.linalg.svd(v[i3, :, :, j1, j2].reshape(-1, s["j3"]), full_matrices=False)
+                u, values, _ = np.linalg.svd(
+                    v[i3, :, :, j1, j2].reshape(-1, s["j3"]), full_matrices=False
+                )
                 bound += (values[rank:] ** 2).sum()
                 left[:, :, j2] = (u * values)[:, :rank].reshape(s["i2"], s["i1"], rank)
             bound += sum(tail(left[i2].reshape(s["i1"], -1), rank) for i2 in range(s["i2"]))
     assert squared_error(w, structure, project(w, family)) < bound
-    assert squared_error(w, structure, project(w, family, sweeps=0)) == pytest.approx(bound, rel=1e-9)
+    assert squared_error(w, structure, project(w, family, sweeps=0)) == pytest.approx(
+        bound, rel=1e-9
+    )
 
 
 def test_a_structure_of_ones_own_gets_the_closed_form_of_its_shape():
     w = gaussian(12, 20)
     own = Structure("p q -> u v", "p k u q", "u p v k", p=4, q=5, u=3, v=4, k=2)
-    assert_close(to_dense(own, project(w, own)), to_dense(BTT(rank=2).structure(20, 12), project(w, BTT(rank=2))))
+    assert_close(
+        to_dense(own, project(w, own)),
+        to_dense(BTT(rank=2).structure(20, 12), project(w, BTT(rank=2))),
+    )
 
 
-# ---- representable targets -------------------------------------------------------------------------------------------
+# ---- representable targets -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
@@ -182,7 +235,10 @@ def test_a_representable_target_is_recovered(case):
 def test_a_representable_target_is_recovered_on_correlated_and_on_few_inputs(case, rank):
     family, in_features, out_features = case
     structure = family.structure(in_features, out_features)
-    w, c = to_dense(structure, random_cores(structure))[:out_features, :in_features], correlated(in_features, rank)
+    w, c = (
+        to_dense(structure, random_cores(structure))[:out_features, :in_features],
+        correlated(in_features, rank),
+    )
     assert relative_error(w, family, project(w, family, covariance=c), covariance=c) < 1e-6
 
 
@@ -229,7 +285,7 @@ def test_what_is_too_large_for_float64_is_exact_in_float32_and_float64_weights_a
         assert relative_error(w, family, project(w, family, covariance=c), covariance=c) < tolerance
 
 
-# ---- optimality ------------------------------------------------------------------------------------------------------
+# ---- optimality ----------------------------------------------------------------------------------
 
 
 @some
@@ -247,9 +303,16 @@ def test_no_perturbation_of_the_cores_is_better(structure, weighed):
 
 
 @some
-def test_with_a_covariance_the_output_error_is_no_larger_than_that_of_the_plain_projection(structure):
-    w, c = gaussian(structure.out_features, structure.in_features), correlated(structure.in_features)
-    aware, plain = (squared_error(w, structure, project(w, structure, covariance=k), c) for k in (c, None))
+def test_with_a_covariance_the_output_error_is_no_larger_than_that_of_the_plain_projection(
+    structure,
+):
+    w, c = (
+        gaussian(structure.out_features, structure.in_features),
+        correlated(structure.in_features),
+    )
+    aware, plain = (
+        squared_error(w, structure, project(w, structure, covariance=k), c) for k in (c, None)
+    )
     assert aware <= plain * (1 + 1e-9) + 1e-12
 
 
@@ -258,7 +321,8 @@ def test_on_white_inputs_the_projection_is_the_plain_one(case):
     family, in_features, out_features = case
     w, structure = gaussian(out_features, in_features), family.structure(in_features, out_features)
     white, plain = (
-        squared_error(w, structure, project(w, family, covariance=c)) for c in (3 * torch.eye(in_features), None)
+        squared_error(w, structure, project(w, family, covariance=c))
+        for c in (3 * torch.eye(in_features), None)
     )
     assert white == pytest.approx(plain, rel=1e-2 if len(structure.cores) > 2 else 1e-5, abs=1e-9)
 
@@ -276,7 +340,9 @@ def test_two_cores_on_correlated_inputs_are_no_worse_than_block_by_block_descent
             goal = np.linalg.solve(root, ((w.numpy() - b) @ cov[:, columns]).T).T
             for i in range(0, 12, height):
                 u, values, vt = np.linalg.svd(goal[i : i + height], full_matrices=False)
-                b[i : i + height, columns] = np.linalg.solve(root.T, (values[0] * np.outer(u[:, 0], vt[0])).T).T
+                b[i : i + height, columns] = np.linalg.solve(
+                    root.T, (values[0] * np.outer(u[:, 0], vt[0])).T
+                ).T
     reference = np.trace((w.numpy() - b) @ cov @ (w.numpy() - b).T)
     assert squared_error(w, structure, project(w, family, covariance=c), c) < 1.05 * reference
 
@@ -300,15 +366,23 @@ def test_block_by_block_ends_as_low_as_core_by_core(family, rows, columns, monke
     assert found <= 1.02 * squared_error(w, structure, project(w, family, covariance=c), c)
 
 
-@pytest.mark.parametrize("family", [LowRank(rank=3), Kronecker(), TT(rank=2, cores=3), BTT(rank=2, cores=3)], ids=str)
+@pytest.mark.parametrize(
+    "family", [LowRank(rank=3), Kronecker(), TT(rank=2, cores=3), BTT(rank=2, cores=3)], ids=str
+)
 def test_on_white_inputs_one_step_solves_the_least_squares_problem_of_a_core(family, monkeypatch):
     monkeypatch.setattr(alternating, "STEPS", 1)
     structure = family.structure(24, 18)
     w, first, *rest = gaussian(18, 24), *random_cores(structure)
     unit = torch.eye(first.numel(), dtype=torch.float64).reshape(-1, *first.shape)
-    design = torch.stack([einsum_matrix(structure, [core, *rest]).flatten() for core in unit], dim=1).numpy()
-    _, residual = alternating._least_squares(structure, [first, *rest], torch.eye(24, dtype=torch.float64), w.T)
-    expected = w.flatten().numpy() - design @ np.linalg.lstsq(design, w.flatten().numpy(), rcond=None)[0]
+    design = torch.stack(
+        [einsum_matrix(structure, [core, *rest]).flatten() for core in unit], dim=1
+    ).numpy()
+    _, residual = alternating._least_squares(
+        structure, [first, *rest], torch.eye(24, dtype=torch.float64), w.T
+    )
+    expected = (
+        w.flatten().numpy() - design @ np.linalg.lstsq(design, w.flatten().numpy(), rcond=None)[0]
+    )
     assert residual.norm().item() == pytest.approx(np.linalg.norm(expected), rel=1e-6)
 
 
@@ -348,22 +422,25 @@ def test_alternating_least_squares_never_increases_the_error(structure, seed):
     assert errors == sorted(errors, reverse=True)
     assert len(errors) > 1
     for cores, error in course:
-        expected = torch.linalg.matrix_norm(x @ (w - einsum_matrix(structure, cores)).T) / torch.linalg.matrix_norm(
-            x @ w.T
-        )
+        expected = torch.linalg.matrix_norm(
+            x @ (w - einsum_matrix(structure, cores)).T
+        ) / torch.linalg.matrix_norm(x @ w.T)
         assert error == pytest.approx(expected.item(), rel=1e-6, abs=1e-9)
 
 
 def test_no_sweep_gives_the_closed_form_and_a_negative_number_of_them_is_refused():
     w, c, family = gaussian(12, 20), correlated(20), BTT()
-    errors = [relative_error(w, family, project(w, family, covariance=c, sweeps=n), covariance=c) for n in (0, 1, 9)]
+    errors = [
+        relative_error(w, family, project(w, family, covariance=c, sweeps=n), covariance=c)
+        for n in (0, 1, 9)
+    ]
     assert errors == sorted(errors, reverse=True)
     assert errors[0] > 1.01 * errors[1] > errors[2]
     with pytest.raises(ValueError, match="sweeps=-1 must be at least 0"):
         project(w, family, sweeps=-1)
 
 
-# ---- padding ---------------------------------------------------------------------------------------------------------
+# ---- padding -------------------------------------------------------------------------------------
 
 
 def test_padding_is_free():
@@ -379,17 +456,21 @@ def test_padding_is_free():
     assert relative_error(zeros, structure, project(zeros, structure)) > 0.01
 
 
-# ---- numbers, scale, determinism -------------------------------------------------------------------------------------
+# ---- numbers, scale, determinism -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("family", [BTT(rank=2), Kronecker(), LowRank(rank=3), BTT(rank=2, cores=3)], ids=str)
+@pytest.mark.parametrize(
+    "family", [BTT(rank=2), Kronecker(), LowRank(rank=3), BTT(rank=2, cores=3)], ids=str
+)
 def test_cores_have_the_dtype_of_the_weight_and_are_computed_in_float32_or_better(family, dtype):
     w = gaussian(24, 60).to(dtype)
     cores = project(w, family, covariance=correlated(60).float())
     assert {core.dtype for core in cores} == {dtype}
     exact = project(w.double(), family, covariance=correlated(60).float())
-    error, least = (relative_error(w.double(), family, c, covariance=correlated(60)) for c in (cores, exact))
+    error, least = (
+        relative_error(w.double(), family, c, covariance=correlated(60)) for c in (cores, exact)
+    )
     assert error == pytest.approx(least, rel=20 * torch.finfo(dtype).eps)
 
 
@@ -397,9 +478,13 @@ def test_cores_have_the_dtype_of_the_weight_and_are_computed_in_float32_or_bette
 def test_the_scale_of_weight_and_covariance_changes_nothing_else(scale, monkeypatch):
     monkeypatch.setattr(alternating, "DOUBLE", 0)
     w, c, family = gaussian(12, 20).float(), correlated(20).float(), BTT(rank=2)
-    plain, scaled = project(w, family, covariance=c), project(scale * w, family, covariance=scale * c)
+    plain, scaled = (
+        project(w, family, covariance=c),
+        project(scale * w, family, covariance=scale * c),
+    )
     plain_error, error = (
-        relative_error(k * w, family, cores, covariance=c) for k, cores in ((1, plain), (scale, scaled))
+        relative_error(k * w, family, cores, covariance=c)
+        for k, cores in ((1, plain), (scale, scaled))
     )
     assert error == pytest.approx(plain_error, rel=1e-3)
 
@@ -408,7 +493,9 @@ def test_a_covariance_that_is_symmetric_up_to_rounding_is_as_good():
     w, c, family = gaussian(12, 20), correlated(20), BTT(rank=2)
     skew = 1e-5 * gaussian(20, 20).triu(1)
     structure = family.structure(20, 12)
-    rounded, exact = (to_dense(structure, project(w, family, covariance=k)) for k in (c + skew - skew.T, c))
+    rounded, exact = (
+        to_dense(structure, project(w, family, covariance=k)) for k in (c + skew - skew.T, c)
+    )
     assert_close(rounded, exact)
 
 
@@ -449,13 +536,17 @@ def test_relative_error_is_that_of_the_matrix_or_of_the_outputs():
     b = to_dense(family.structure(20, 12), cores)
     assert relative_error(w, family, cores) == pytest.approx(((w - b).norm() / w.norm()).item())
     outputs = ((w - b) @ x).norm() / (w @ x).norm()
-    assert relative_error(w, family, cores, covariance=x @ x.T / 50) == pytest.approx(outputs.item())
+    assert relative_error(w, family, cores, covariance=x @ x.T / 50) == pytest.approx(
+        outputs.item()
+    )
     assert relative_error(0 * w, family, project(0 * w, family)) == 0
     assert relative_error(0 * w, family, cores) == float("inf")
-    assert sqrt(squared_error(w, family.structure(20, 12), cores)) == pytest.approx((w - b).norm().item())
+    assert sqrt(squared_error(w, family.structure(20, 12), cores)) == pytest.approx(
+        (w - b).norm().item()
+    )
 
 
-# ---- errors ----------------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 BAD = torch.eye(6)
 BAD[0, 1] = 1
@@ -467,7 +558,13 @@ BAD[0, 1] = 1
         (torch.ones(6), BTT(), None, ValueError, r"weight has shape \(6,\); it must be a matrix"),
         (torch.ones(2, 6, 6), BTT(), None, ValueError, r"weight has shape \(2, 6, 6\)"),
         (torch.ones(6, 0), BTT(), None, ValueError, r"weight has shape \(6, 0\)"),
-        (torch.ones(6, 6, dtype=torch.int8), BTT(), None, TypeError, r"dtype torch\.int8; it must be real floating"),
+        (
+            torch.ones(6, 6, dtype=torch.int8),
+            BTT(),
+            None,
+            TypeError,
+            r"dtype torch\.int8; it must be real floating",
+        ),
         (torch.ones(6, 6, dtype=torch.complex64), BTT(), None, TypeError, r"torch\.complex64"),
         (torch.ones(6, 6, device="meta"), BTT(), None, ValueError, "no values to project"),
         (torch.full((6, 6), torch.nan), BTT(), None, ValueError, "36 values that are not finite"),
@@ -480,15 +577,47 @@ BAD[0, 1] = 1
             "out_features=6 is larger than the structure's 4",
         ),
         (torch.ones(6, 6), "btt", None, TypeError, "structure='btt' must be a family"),
-        (torch.ones(6, 6), BTT(), torch.eye(5), ValueError, r"covariance has shape \(5, 5\).*\(6, 6\)"),
-        (torch.ones(6, 6), BTT(), torch.eye(6).int(), TypeError, r"covariance has dtype torch\.int32"),
-        (torch.ones(6, 6), BTT(), torch.eye(6, device="meta"), ValueError, "covariance is on the meta device"),
-        (torch.ones(6, 6), BTT(), torch.eye(6) / 0, ValueError, "covariance has 36 values that are not finite"),
-        (torch.ones(6, 6), BTT(), BAD, ValueError, "covariance differs from its transpose by 1; it must be symmetric"),
+        (
+            torch.ones(6, 6),
+            BTT(),
+            torch.eye(5),
+            ValueError,
+            r"covariance has shape \(5, 5\).*\(6, 6\)",
+        ),
+        (
+            torch.ones(6, 6),
+            BTT(),
+            torch.eye(6).int(),
+            TypeError,
+            r"covariance has dtype torch\.int32",
+        ),
+        (
+            torch.ones(6, 6),
+            BTT(),
+            torch.eye(6, device="meta"),
+            ValueError,
+            "covariance is on the meta device",
+        ),
+        (
+            torch.ones(6, 6),
+            BTT(),
+            torch.eye(6) / 0,
+            ValueError,
+            "covariance has 36 values that are not finite",
+        ),
+        (
+            torch.ones(6, 6),
+            BTT(),
+            BAD,
+            ValueError,
+            "covariance differs from its transpose by 1; it must be symmetric",
+        ),
         (torch.ones(6, 6), BTT(), -torch.eye(6), ValueError, "positive semi-definite"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_every_wrong_argument_is_named_with_what_would_work(weight, structure, covariance, error, message):
+def test_every_wrong_argument_is_named_with_what_would_work(
+    weight, structure, covariance, error, message
+):
     with pytest.raises(error, match=message):
         project(weight, structure, covariance=covariance)

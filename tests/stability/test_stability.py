@@ -1,4 +1,5 @@
-"""Coordinate check, live metrics and sweep: exact values on hand-made cases, hooks, modes, files, bad input."""
+"""Coordinate check, live metrics and sweep: exact values on hand-made cases, hooks, modes, files,
+bad input."""
 
 import copy
 import json
@@ -31,10 +32,14 @@ def diagonal(*values):
 
 
 def hooks(model):
-    return [hook for module in model.modules() for hook in (*module._forward_hooks, *module._forward_pre_hooks)]
+    return [
+        hook
+        for module in model.modules()
+        for hook in (*module._forward_hooks, *module._forward_pre_hooks)
+    ]
 
 
-# ---- metrics ---------------------------------------------------------------------------------------------------------
+# ---- metrics -------------------------------------------------------------------------------------
 
 
 def test_a_hand_made_layer_has_the_numbers_of_its_definition():
@@ -46,25 +51,39 @@ def test_a_hand_made_layer_has_the_numbers_of_its_definition():
     assert (first.dependency, first.update) == (pytest.approx(4), None)
     assert last.forward == pytest.approx(1.5 / 5)  # (1.5, 0) from (3, 4)
     assert last.dependency == pytest.approx(0.5)
-    assert [each.layer for each in log.rows] == ["0", "2"]  # the identity and the container make nothing new
+    assert [each.layer for each in log.rows] == [
+        "0",
+        "2",
+    ]  # the identity and the container make nothing new
 
 
 @pytest.mark.parametrize("structure", [BTT(rank=2), TT(rank=2), LowRank(rank=3)], ids=str)
 @pytest.mark.parametrize("widths", [(20, 36), (101, 24)])
 @pytest.mark.parametrize("weight_norm", [False, True])
-def test_the_dependency_of_a_structured_layer_is_the_norm_of_its_matrix(structure, widths, weight_norm):
+def test_the_dependency_of_a_structured_layer_is_the_norm_of_its_matrix(
+    structure, widths, weight_norm
+):
     layer = StructuredLinear(*widths, structure, weight_norm=weight_norm, dtype=torch.float64)
     with torch.no_grad():
-        layer.cores[0].mul_(torch.linspace(0.2, 2, layer.cores[0].numel()).reshape_as(layer.cores[0]))
+        layer.cores[0].mul_(
+            torch.linspace(0.2, 2, layer.cores[0].numel()).reshape_as(layer.cores[0])
+        )
     before = copy.deepcopy(layer)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    found = row(metrics(layer, torch.randn(5, widths[0], dtype=torch.float64), before=before), "StructuredLinear")
+    found = row(
+        metrics(layer, torch.randn(5, widths[0], dtype=torch.float64), before=before),
+        "StructuredLinear",
+    )
     scale = math.sqrt(widths[0] / widths[1])
-    assert found.dependency == pytest.approx(scale * torch.linalg.matrix_norm(layer.to_dense(), 2).item(), rel=1e-3)
+    assert found.dependency == pytest.approx(
+        scale * torch.linalg.matrix_norm(layer.to_dense(), 2).item(), rel=1e-3
+    )
     change = layer.to_dense() - before.to_dense()
-    assert found.update == pytest.approx(scale * torch.linalg.matrix_norm(change, 2).item(), rel=1e-3)
+    assert found.update == pytest.approx(
+        scale * torch.linalg.matrix_norm(change, 2).item(), rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("structure", [BTT(rank=4), Kronecker(), Monarch(blocks=4)], ids=str)
@@ -87,7 +106,9 @@ def test_a_wrapped_model_has_the_layers_of_the_plain_one(wrap):
 
 
 def test_a_weight_that_is_no_parameter_is_measured_as_what_the_layer_multiplies_by():
-    layer = nn.utils.parametrizations.spectral_norm(diagonal(3.0, 4.0), n_power_iterations=50).eval()
+    layer = nn.utils.parametrizations.spectral_norm(
+        diagonal(3.0, 4.0), n_power_iterations=50
+    ).eval()
     x = torch.ones(1, 2, dtype=torch.float64)
     assert row(metrics(layer, x), "ParametrizedLinear").dependency == pytest.approx(1, rel=1e-3)
     layer = nn.utils.parametrizations.weight_norm(diagonal(3.0, 4.0))
@@ -128,7 +149,10 @@ def test_all_matrices_of_a_torch_encoder_are_measured():
     assert {found.layer for found in log.rows if found.dependency} == {
         "self_attn.in_proj", "self_attn.out_proj", "linear1", "linear2"
     }  # fmt: skip
-    exact = math.sqrt(16 / 48) * torch.linalg.matrix_norm(model.self_attn.in_proj_weight.double(), 2).item()
+    exact = (
+        math.sqrt(16 / 48)
+        * torch.linalg.matrix_norm(model.self_attn.in_proj_weight.double(), 2).item()
+    )
     assert row(log, "self_attn.in_proj").dependency == pytest.approx(exact, rel=1e-3)
 
 
@@ -158,10 +182,12 @@ def test_bfloat16_weights_under_autocast_are_measured_in_float32():
     layer = nn.Linear(8, 8).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = row(metrics(layer, torch.randn(2, 8, dtype=torch.bfloat16)), "Linear")
-    assert found.dependency == pytest.approx(torch.linalg.matrix_norm(layer.weight.double(), 2).item(), rel=1e-4)
+    assert found.dependency == pytest.approx(
+        torch.linalg.matrix_norm(layer.weight.double(), 2).item(), rel=1e-4
+    )
 
 
-# ---- watch -----------------------------------------------------------------------------------------------------------
+# ---- watch ---------------------------------------------------------------------------------------
 
 
 def train(model, steps, inputs=4, lr=0.1):
@@ -182,7 +208,9 @@ def test_the_update_is_that_of_the_one_step_after_the_reading():
             with torch.no_grad():
                 model(torch.randn(8, 3, dtype=torch.float64))  # evaluation is no step
                 model.weight += torch.randn(2, 3, dtype=torch.float64)
-            changes.append(math.sqrt(3 / 2) * torch.linalg.matrix_norm(model.weight - before, 2).item())
+            changes.append(
+                math.sqrt(3 / 2) * torch.linalg.matrix_norm(model.weight - before, 2).item()
+            )
     assert [row.step for row in log.rows] == [0, 3, 6]
     assert [row.update for row in log.rows] == pytest.approx([changes[0], changes[3], changes[6]])
 
@@ -210,7 +238,9 @@ def test_watching_changes_nothing_in_training():
             for _ in range(4):
                 tokens = torch.randint(50, (2, 9))
                 optimizer.zero_grad()
-                F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+                F.cross_entropy(
+                    model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+                ).backward()
                 optimizer.step()
 
         if watched:
@@ -271,7 +301,9 @@ def test_a_compiled_model_is_read_and_not_compiled_anew():
     with watch(compiled, every=2) as log:
         train(compiled, 5)
     assert len(graphs) == 1
-    assert [(row.layer, row.step) for row in log.rows] == [(name, step) for step in (0, 2, 4) for name in "012"]
+    assert [(row.layer, row.step) for row in log.rows] == [
+        (name, step) for step in (0, 2, 4) for name in "012"
+    ]
     train(compiled, 1)
     assert len(graphs) == 1
     model.compile(backend=backend)
@@ -299,13 +331,21 @@ def test_a_log_is_printed_and_plotted(tmp_path):
     ("call", "error", "message"),
     [
         (lambda: metrics("model", torch.ones(1)), TypeError, "model=str must be a torch.nn.Module"),
-        (lambda: metrics(nn.Linear(2, 2, device="meta"), torch.ones(1)), ValueError, "weight is on meta"),
+        (
+            lambda: metrics(nn.Linear(2, 2, device="meta"), torch.ones(1)),
+            ValueError,
+            "weight is on meta",
+        ),
         (
             lambda: metrics(nn.Linear(2, 2), torch.ones(1, 2), before=nn.Linear(2, 3)),
             ValueError,
             "before=Linear has no layer 'Linear' of the same shape",
         ),
-        (lambda: watch(nn.Linear(2, 2), every=0).__enter__(), ValueError, "every=0 must be at least 1"),
+        (
+            lambda: watch(nn.Linear(2, 2), every=0).__enter__(),
+            ValueError,
+            "every=0 must be at least 1",
+        ),
     ],
 )
 def test_bad_input_is_named(call, error, message):
@@ -313,11 +353,12 @@ def test_bad_input_is_named(call, error, message):
         call()
 
 
-# ---- coordinate_check ------------------------------------------------------------------------------------------------
+# ---- coordinate_check ----------------------------------------------------------------------------
 
 
 class Powers(nn.Module):
-    """A linear network whose outputs are width^p, and whose weights a step of SGD at lr 1 moves by width^q."""
+    """A linear network whose outputs are width^p, and whose weights a step of SGD at lr 1 moves by
+    width^q."""
 
     def __init__(self, width, p, q):
         super().__init__()
@@ -349,11 +390,16 @@ def test_slopes_are_exact_on_a_network_of_known_powers():
     assert slopes["output", 0] == pytest.approx(0.25, abs=1e-5)
     assert slopes["change", 1] == pytest.approx(-0.5, abs=1e-5)
     assert slopes["change", 2] == pytest.approx(-0.5, abs=1e-5)
-    assert {(slope.layer, slope.quantity) for slope in check.not_flat} == {("layer", "output"), ("layer", "change")}
+    assert {(slope.layer, slope.quantity) for slope in check.not_flat} == {
+        ("layer", "output"),
+        ("layer", "change"),
+    }
 
 
 def mlp(width):
-    model = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4))
+    model = nn.Sequential(
+        nn.Linear(16, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4)
+    )
     nn.init.zeros_(model[4].weight)
     nn.init.zeros_(model[4].bias)
     return model
@@ -372,7 +418,9 @@ def cross_entropy(model, batch):
 @pytest.mark.parametrize("structure", [None, BTT()], ids=["dense", "BTT"])
 def test_one_rate_for_all_widths_is_found_and_the_rule_of_param_groups_is_flat(structure):
     def build(width):
-        return mlp(width) if structure is None else convert(mlp(width), structure, exclude=["0", "4"])
+        return (
+            mlp(width) if structure is None else convert(mlp(width), structure, exclude=["0", "4"])
+        )
 
     def naive(model, width):
         return torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -395,7 +443,12 @@ def test_one_rate_for_all_widths_is_found_and_the_rule_of_param_groups_is_flat(s
 
 def test_the_coordinate_check_takes_the_duality_based_optimizer_and_plots(tmp_path):
     check = coordinate_check(
-        mlp, [32, 128], [digit_like()], loss=cross_entropy, optimizer=lambda model, width: Muon(model, lr=0.1), steps=1
+        mlp,
+        [32, 128],
+        [digit_like()],
+        loss=cross_entropy,
+        optimizer=lambda model, width: Muon(model, lr=0.1),
+        steps=1,
     )
     assert check.widths == [32, 128]
     check.plot(tmp_path / "check.png")
@@ -418,7 +471,8 @@ def test_the_same_seeds_give_the_same_check_and_the_users_random_numbers_go_on()
     torch.manual_seed(5)
     assert check() == first
     assert any(row.change > 0 for row in first.rows if row.layer == "2")
-    assert all(row.change == 0 for row in first.rows if row.layer == "1")  # the same dropout each time
+    # the same dropout each time
+    assert all(row.change == 0 for row in first.rows if row.layer == "1")
 
 
 def test_an_activation_that_is_not_finite_is_not_flat():
@@ -443,15 +497,35 @@ def test_an_activation_that_is_not_finite_is_not_flat():
         ({"batches": []}, ValueError, "batches=0"),
         ({"steps": 0}, ValueError, "steps=0"),
         ({"tolerance": 0}, ValueError, "tolerance=0 must be positive"),
-        ({"build": lambda width: width}, TypeError, r"build\(2\) returned int, not a torch.nn.Module"),
-        ({"optimizer": lambda model, width: None}, TypeError, r"optimizer\(model, 2\) returned NoneType"),
-        ({"loss": lambda model, batch: model(batch)}, TypeError, r"returned Tensor of shape \(3, 2\)"),
         (
-            {"optimizer": lambda model, width: torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)},
+            {"build": lambda width: width},
+            TypeError,
+            r"build\(2\) returned int, not a torch.nn.Module",
+        ),
+        (
+            {"optimizer": lambda model, width: None},
+            TypeError,
+            r"optimizer\(model, 2\) returned NoneType",
+        ),
+        (
+            {"loss": lambda model, batch: model(batch)},
+            TypeError,
+            r"returned Tensor of shape \(3, 2\)",
+        ),
+        (
+            {
+                "optimizer": lambda model, width: torch.optim.SGD(
+                    nn.Linear(2, 2).parameters(), lr=0.1
+                )
+            },
             ValueError,
             r"optimizer\(model, 2\): no output of the model changed in 3 steps",
         ),
-        ({"widths": [2.5, 4]}, TypeError, r"widths=\[2.5, 4\]: 'float' object cannot be interpreted as an integer"),
+        (
+            {"widths": [2.5, 4]},
+            TypeError,
+            r"widths=\[2.5, 4\]: 'float' object cannot be interpreted as an integer",
+        ),
         (
             {"build": lambda width: nn.Sequential(*[nn.Linear(2, 2) for _ in range(width)])},
             ValueError,
@@ -471,7 +545,7 @@ def test_a_bad_coordinate_check_is_named(changed, error, message):
         coordinate_check(**options | changed)
 
 
-# ---- lr_sweep --------------------------------------------------------------------------------------------------------
+# ---- lr_sweep ------------------------------------------------------------------------------------
 
 
 class Counted:
@@ -500,7 +574,11 @@ def test_a_sweep_finds_the_best_rates_and_how_far_they_move():
     assert sweep.best == {8: 1 / 8, 32: 1 / 32}
     assert sweep.shifts == {8: 0.0, 32: -2.0}
     assert sweep.transfer_distance == 2
-    assert {row.lr for row in sweep.rows if row.loss is None and row.width == 32} == {1 / 8, 1 / 4, 1 / 2}
+    assert {row.lr for row in sweep.rows if row.loss is None and row.width == 32} == {
+        1 / 8,
+        1 / 4,
+        1 / 2,
+    }
     assert str(sweep).endswith("the best lr moves by: 2.00 factors of 2")
 
 
@@ -525,7 +603,10 @@ def test_a_width_that_always_diverges_has_no_best_rate(tmp_path):
 
 
 def test_an_interrupted_sweep_goes_on_and_trains_no_run_again(tmp_path):
-    path, whole = tmp_path / "sweep.json", lr_sweep(build, [8, 32], LRS, Counted().train, seeds=[0, 1])
+    path, whole = (
+        tmp_path / "sweep.json",
+        lr_sweep(build, [8, 32], LRS, Counted().train, seeds=[0, 1]),
+    )
 
     class Interrupted(Counted):
         def train(self, model, lr, width):
@@ -534,16 +615,29 @@ def test_an_interrupted_sweep_goes_on_and_trains_no_run_again(tmp_path):
             return super().train(model, lr, width)
 
     with pytest.raises(KeyboardInterrupt):
-        lr_sweep(build, [8, 32], LRS, Interrupted().train, seeds=[0, 1], path=path, setting={"train": "quadratic"})
+        lr_sweep(
+            build,
+            [8, 32],
+            LRS,
+            Interrupted().train,
+            seeds=[0, 1],
+            path=path,
+            setting={"train": "quadratic"},
+        )
     assert len(json.loads(path.read_text())["rows"]) == 5
     counted = Counted()
-    resumed = lr_sweep(build, [8, 32], LRS, counted.train, seeds=[0, 1], path=path, setting={"train": "quadratic"})
+    resumed = lr_sweep(
+        build, [8, 32], LRS, counted.train, seeds=[0, 1], path=path, setting={"train": "quadratic"}
+    )
     assert len(counted.runs) == 2 * 2 * len(LRS) - 5
     assert resumed == whole
     again = Counted()
-    assert lr_sweep(build, [8], LRS[:3], again.train, path=path, setting={"train": "quadratic"}).rows
+    assert lr_sweep(
+        build, [8], LRS[:3], again.train, path=path, setting={"train": "quadratic"}
+    ).rows
     assert again.runs == []
-    assert len(json.loads(path.read_text())["rows"]) == 2 * 2 * len(LRS)  # those outside of the grid stay
+    # those outside of the grid stay
+    assert len(json.loads(path.read_text())["rows"]) == 2 * 2 * len(LRS)
     assert [file.name for file in tmp_path.iterdir()] == ["sweep.json"]
 
 
@@ -571,18 +665,29 @@ def test_widths_and_rates_of_numpy_are_kept_as_plain_numbers(tmp_path):
 
 def test_another_setting_is_refused_before_anything_is_trained(tmp_path):
     path, counted = tmp_path / "sweep.json", Counted()
-    lr_sweep(build, [8], [0.1], Counted().train, path=path, setting={"steps": 10, "betas": (0.9, 0.95)})
+    lr_sweep(
+        build, [8], [0.1], Counted().train, path=path, setting={"steps": 10, "betas": (0.9, 0.95)}
+    )
     content = path.read_text()
     with pytest.raises(ValueError, match="another setting: steps is 10 there and 20 here"):
-        lr_sweep(build, [8], [0.1], counted.train, path=path, setting={"steps": 20, "betas": (0.9, 0.95)})
-    with pytest.raises(ValueError, match=r"build is '.*test_stability.build' there and '.*test_stability.mlp' here"):
-        lr_sweep(mlp, [8], [0.1], counted.train, path=path, setting={"steps": 10, "betas": (0.9, 0.95)})
+        lr_sweep(
+            build, [8], [0.1], counted.train, path=path, setting={"steps": 20, "betas": (0.9, 0.95)}
+        )
+    with pytest.raises(
+        ValueError, match=r"build is '.*test_stability.build' there and '.*test_stability.mlp' here"
+    ):
+        lr_sweep(
+            mlp, [8], [0.1], counted.train, path=path, setting={"steps": 10, "betas": (0.9, 0.95)}
+        )
     assert (counted.runs, path.read_text()) == ([], content)
 
 
 def test_a_sweep_is_plotted_and_a_best_rate_at_an_end_is_marked(tmp_path):
     sweep = lr_sweep(build, [8, 32], [1 / 32, 1 / 16], Counted().train)
-    assert [line.endswith("end of the grid") for line in str(sweep.table()).splitlines()[2:]] == [True, True]
+    assert [line.endswith("end of the grid") for line in str(sweep.table()).splitlines()[2:]] == [
+        True,
+        True,
+    ]
     sweep.plot(tmp_path / "sweep.png")
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
@@ -594,7 +699,11 @@ def test_a_sweep_is_plotted_and_a_best_rate_at_an_end_is_marked(tmp_path):
         ({"lrs": [0.0]}, ValueError, r"lrs=\[0.0\]: 0.0 is not positive"),
         ({"lrs": [math.inf]}, ValueError, "inf is not positive and finite"),
         ({"seeds": []}, ValueError, r"seeds=\[\]"),
-        ({"train": lambda model, lr, width: None}, TypeError, r"train\(model, 0.1, 2\) returned NoneType"),
+        (
+            {"train": lambda model, lr, width: None},
+            TypeError,
+            r"train\(model, 0.1, 2\) returned NoneType",
+        ),
         ({"build": lambda width: None}, TypeError, r"build\(2\) returned NoneType"),
     ],
 )

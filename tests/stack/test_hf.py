@@ -17,7 +17,8 @@ from benchmarks.zoo import MODELS, logits
 from structlin import BTT, LowRank, StructuredLinear, convert, load, save, to_dense_
 from structlin.hf import declare
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # ModernBERT of transformers 4
+# ModernBERT of transformers 4
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 
 def converted(name: str, **options):
@@ -28,7 +29,9 @@ def converted(name: str, **options):
 
 
 def structures(model) -> dict[str, object]:
-    return {name: m.structure for name, m in model.named_modules() if isinstance(m, StructuredLinear)}
+    return {
+        name: m.structure for name, m in model.named_modules() if isinstance(m, StructuredLinear)
+    }
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -78,7 +81,8 @@ def test_what_is_saved_is_what_the_layers_are_and_not_what_they_were(tmp_path):
     model = converted("llama", include="ffn")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        convert(model.model.layers, LowRank(rank=4), include="attention", weight_norm=True)  # a part, on its own
+        # a part, on its own
+        convert(model.model.layers, LowRank(rank=4), include="attention", weight_norm=True)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
     assert structures(loaded) == structures(model)
@@ -90,7 +94,9 @@ def test_what_is_saved_is_what_the_layers_are_and_not_what_they_were(tmp_path):
 
 def assign(model) -> None:
     layer = model.model.layers[0].mlp
-    layer.up_proj = StructuredLinear(layer.up_proj.in_features, layer.up_proj.out_features, BTT(), bias=False)
+    layer.up_proj = StructuredLinear(
+        layer.up_proj.in_features, layer.up_proj.out_features, BTT(), bias=False
+    )
 
 
 PARTS = {  # name of the model, what is done to a part of it
@@ -125,10 +131,13 @@ def test_a_part_that_was_converted_is_refused_or_after_declare_loaded(case, tmp_
     assert torch.equal(logits(loaded, name), logits(model, name))
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft of transformers 5
+# peft of transformers 5
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_an_adapter_that_was_merged_into_a_converted_model_leaves_it_one_that_loads(tmp_path):
     peft = pytest.importorskip("peft")
-    adapted = peft.get_peft_model(MODELS["llama"](), peft.LoraConfig(target_modules=["q_proj"], r=2))
+    adapted = peft.get_peft_model(
+        MODELS["llama"](), peft.LoraConfig(target_modules=["q_proj"], r=2)
+    )
     model = convert(adapted, BTT(), include="*mlp*").merge_and_unload()
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
@@ -170,13 +179,17 @@ def test_loading_without_structlin_hf_is_an_error_and_not_random_weights(importe
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
-def test_the_body_of_a_converted_model_loads_on_its_own_and_into_a_model_with_a_head(name, tmp_path):
+def test_the_body_of_a_converted_model_loads_on_its_own_and_into_a_model_with_a_head(
+    name, tmp_path
+):
     model = converted(name)
     body = getattr(model, model.base_model_prefix)
     model.save_pretrained(tmp_path / "whole")
     alone = AutoModel.from_pretrained(tmp_path / "whole")
     assert structures(alone) == structures(body) != {}
-    assert all(torch.equal(alone.get_parameter(key), value) for key, value in body.named_parameters())
+    assert all(
+        torch.equal(alone.get_parameter(key), value) for key, value in body.named_parameters()
+    )
     body.save_pretrained(tmp_path / "body")
     again = type(model).from_pretrained(tmp_path / "body")
     assert structures(again) == structures(model)
@@ -195,7 +208,10 @@ def test_a_body_with_layers_that_the_checkpoint_lacks_is_refused(tmp_path):
     converted("llama").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.self_attn\.q_proj': the model has no such linear layer"):
+    with pytest.raises(
+        ValueError,
+        match=r"model\.layers\.1\.self_attn\.q_proj': the model has no such linear layer",
+    ):
         AutoModel.from_pretrained(tmp_path)
 
 
@@ -216,7 +232,9 @@ def test_structlin_save_and_save_pretrained_share_a_folder(tmp_path):
     model = converted("llama")
     model.save_pretrained(tmp_path)
     save(model, tmp_path)
-    assert torch.equal(logits(type(model).from_pretrained(tmp_path), "llama"), logits(model, "llama"))
+    assert torch.equal(
+        logits(type(model).from_pretrained(tmp_path), "llama"), logits(model, "llama")
+    )
     assert torch.equal(logits(load(MODELS["llama"](), tmp_path), "llama"), logits(model, "llama"))
 
 
@@ -237,9 +255,14 @@ def test_a_checkpoint_that_lacks_cores_is_an_error(tmp_path):
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     save_file(
-        {key: value for key, value in tensors.items() if "0.mlp.up_proj.cores" not in key}, file, {"format": "pt"}
+        {key: value for key, value in tensors.items() if "0.mlp.up_proj.cores" not in key},
+        file,
+        {"format": "pt"},
     )
-    with pytest.raises(ValueError, match=r"lacks cores of structured layers: model\.layers\.0\.mlp\.up_proj\.cores\.0"):
+    with pytest.raises(
+        ValueError,
+        match=r"lacks cores of structured layers: model\.layers\.0\.mlp\.up_proj\.cores\.0",
+    ):
         type(model).from_pretrained(tmp_path)
 
 

@@ -53,7 +53,9 @@ def test_a_step_that_fails_fills_its_cell_with_the_error():
 
 def test_a_document_is_not_written_when_a_package_is_missing(monkeypatch, tmp_path, capsys):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: find(name) if name == "torch" else None)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: find(name) if name == "torch" else None
+    )
     monkeypatch.setattr(models, "row", lambda case: {})
     with pytest.raises(SystemExit):
         models.main(["--out", str(tmp_path / "models.md")])

@@ -1,4 +1,5 @@
-"""Weights that are sharded already (DTensor, FSDP2) are refused: in a process of its own, a group of one."""
+"""Weights that are sharded already (DTensor, FSDP2) are refused: in a process of its own, a group
+of one."""
 
 import os
 import subprocess
@@ -31,14 +32,19 @@ for model in (by_hand, fsdp):
     assert before == [(name, id(module)) for name, module in model.named_modules()]
 part = nn.Sequential(fully_shard(nn.Linear(16, 16), mesh=mesh), nn.Linear(16, 16))
 print("plan:", " ".join(str(plan(part, BTT())).split()))
-sharded = fully_shard(convert(nn.Sequential(nn.Linear(16, 16)), BTT()), mesh=mesh)  # the other way round works
+# the other way round works
+sharded = fully_shard(convert(nn.Sequential(nn.Linear(16, 16)), BTT()), mesh=mesh)
 sharded(torch.randn(2, 16)).sum().backward()
 dist.destroy_process_group()
 """
 
 
 def test_sharded_weights_are_refused_and_the_error_says_to_convert_first(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

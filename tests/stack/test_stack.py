@@ -1,4 +1,5 @@
-"""The rest of a user's stack on tiny models: compile, export, ONNX, checkpointing, distributed, torch.func, PEFT."""
+"""The rest of a user's stack on tiny models: compile, export, ONNX, checkpointing, distributed,
+torch.func, PEFT."""
 
 import os
 import subprocess
@@ -62,10 +63,14 @@ def test_onnx_runs_in_onnxruntime_for_every_batch_size(tmp_path):
         pytest.importorskip(package)
     import onnxruntime
 
-    model = convert(nn.Sequential(nn.Linear(36, 64), nn.GELU(), nn.Linear(64, 36)), BTT(rank=2)).eval()
+    model = convert(
+        nn.Sequential(nn.Linear(36, 64), nn.GELU(), nn.Linear(64, 36)), BTT(rank=2)
+    ).eval()
     x = torch.randn(3, 36)
     batch = torch.export.Dim("batch")
-    torch.onnx.export(model, (x,), tmp_path / "m.onnx", dynamo=True, dynamic_shapes=({0: batch},), verbose=False)
+    torch.onnx.export(
+        model, (x,), tmp_path / "m.onnx", dynamo=True, dynamic_shapes=({0: batch},), verbose=False
+    )
     session = onnxruntime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
     for size in (3, 8):
         x = torch.randn(size, 36)
@@ -75,7 +80,10 @@ def test_onnx_runs_in_onnxruntime_for_every_batch_size(tmp_path):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradients_are_the_same_with_checkpointing(reentrant):
-    layers, x = convert(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), BTT(rank=2)), torch.randn(4, 16)
+    layers, x = (
+        convert(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), BTT(rank=2)),
+        torch.randn(4, 16),
+    )
     layers(x.requires_grad_()).square().sum().backward()
     expected = [p.grad.clone() for p in layers.parameters()]
     layers.zero_grad()
@@ -104,7 +112,9 @@ def test_generation_with_a_cache_is_that_without():
 
     model = convert(llama(), BTT(rank=2)).eval()
     options = {"max_new_tokens": 8, "do_sample": False, "min_new_tokens": 8}
-    with_cache, without = (model.generate(TOKENS, use_cache=use, **options) for use in (True, False))
+    with_cache, without = (
+        model.generate(TOKENS, use_cache=use, **options) for use in (True, False)
+    )
     assert torch.equal(with_cache, without)
 
 
@@ -170,8 +180,15 @@ def test_lightning_trains_a_converted_model(tmp_path):
             return torch.optim.AdamW(param_groups(self.model, 1e-2, weight_decay=0.1))
 
     task = Task()
-    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
-    trainer = lightning.Trainer(max_epochs=5, accelerator="cpu", default_root_dir=tmp_path, **options)
+    options = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "log_every_n_steps": 1,
+    }
+    trainer = lightning.Trainer(
+        max_epochs=5, accelerator="cpu", default_root_dir=tmp_path, **options
+    )
     trainer.fit(task, torch.utils.data.DataLoader([TOKENS[0]] * 4, batch_size=2))
     assert task.losses[-1] < task.losses[0]
     trainer.save_checkpoint(tmp_path / "task.ckpt")
@@ -189,8 +206,16 @@ def test_trainer_trains_saves_and_resumes(tmp_path):
     data = [{"input_ids": row, "labels": row} for row in TOKENS.repeat(4, 1)]
 
     def trainer(model, steps):
-        options = {"max_steps": steps, "save_steps": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True}
-        arguments = transformers.TrainingArguments(str(tmp_path), learning_rate=1e-2, logging_steps=50, **options)
+        options = {
+            "max_steps": steps,
+            "save_steps": 2,
+            "report_to": [],
+            "use_cpu": True,
+            "disable_tqdm": True,
+        }
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), learning_rate=1e-2, logging_steps=50, **options
+        )
         return transformers.Trainer(model, arguments, train_dataset=data)
 
     model = convert(llama(), BTT(rank=2))
@@ -225,7 +250,8 @@ replicated = DistributedDataParallel(replicated)
 for block in sharded.h:
     fully_shard(block)
 fully_shard(sharded)
-for model, tokens in ((single, TOKENS), (replicated, TOKENS[rank : rank + 1]), (sharded, TOKENS[rank : rank + 1])):
+own = TOKENS[rank : rank + 1]
+for model, tokens in ((single, TOKENS), (replicated, own), (sharded, own)):
     optimizer = torch.optim.SGD(param_groups(model, 0.1, optimizer="sgd"))
     for _ in range(2):
         loss_of(model, tokens).backward()
@@ -245,9 +271,16 @@ dist.destroy_process_group()
 
 
 def test_ddp_and_fsdp2_train_as_one_process_does_and_dcp_loads_into_a_plain_model(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "OMP_NUM_THREADS": "1",
+    }
     commands = [[sys.executable, "-c", PROGRAM, str(rank), str(tmp_path)] for rank in (0, 1)]
-    running = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for command in commands]
+    running = [
+        subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        for command in commands
+    ]
     try:
         errors = [process.communicate(timeout=120)[1] for process in running]
     finally:
@@ -261,14 +294,23 @@ def test_models_of_timm_are_converted_by_role():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            for operator in ("nms", "qnms"):  # or torchvision's wheel does not import beside a CPU build of torch
+            for operator in (
+                "nms",
+                "qnms",
+            ):  # or torchvision's wheel does not import beside a CPU build of torch
                 torch.library.define(
-                    f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                    f"torchvision::{operator}",
+                    "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
                 )
         except RuntimeError:
             pass
         timm = pytest.importorskip("timm")
-    for name in ("vit_tiny_patch16_224", "beit_base_patch16_224", "eva02_tiny_patch14_224", "swinv2_tiny_window8_256"):
+    for name in (
+        "vit_tiny_patch16_224",
+        "beit_base_patch16_224",
+        "eva02_tiny_patch14_224",
+        "swinv2_tiny_window8_256",
+    ):
         sizes = {"img_size": 64 if "swin" in name else 32 if "16" in name else 28}
         shape = (
             {"depths": (1, 1), "embed_dim": 24, "num_heads": (2, 2)}
