@@ -186,7 +186,7 @@ def document(rows: list[dict[str, str]]) -> str:
     return f"""# Models that a conversion is tested on
 
 Written by `python -m benchmarks.models` with {versions("transformers", "timm")}.
-tests/test_models.py makes a few rows anew.
+tests/stack/test_models.py makes a few rows anew.
 
 Every model is a tiny random one of its class, converted by `convert(model, BTT(rank=2))`.
 

@@ -1,4 +1,4 @@
-"""`save` and `load`, and the description of structured layers as plain data, which transformers' config uses too."""
+"""`save` and `load`; structured layers as plain data, which transformers' config holds too."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -19,14 +19,15 @@ Replacement = tuple[tuple[str, ...], StructuredLinear]  # a new layer, and its n
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write a model, converted or not, into the folder `path` as `structlin.safetensors`; `load` is the inverse.
+    """Write a model, converted or not, to `structlin.safetensors` in the folder `path`, for `load`.
 
-    The file is replaced by one rename once the new one is on the disk: at any moment, also after a crash, the folder
-    holds the old model or the new one, whole. Several processes may save and load at once. Tied tensors are stored
-    once.
+    The file is replaced by one rename once the new one is on the disk: at any moment, also after a
+    crash, the folder holds the old model or the new one, whole. Several processes may save and load
+    at once. Tied tensors are stored once.
 
     Raises:
-        ValueError: a tensor without values (meta), sharded, quantised, or state that is no tensor; `path` is a file.
+        ValueError: a tensor without values (meta), sharded, quantised, or state that is no tensor;
+            `path` is a file.
         OSError: the file cannot be written, for example because the disk is full.
 
     >>> import tempfile
@@ -44,22 +45,25 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
-    """Make `model` what was saved in `path`: exactly the layers that the file names become structured.
+    """Make `model` what was saved in `path`: the layers that the file names become structured.
 
-    Parameters are filled in place, so that an optimizer, DDP or hooks made before keep hold of them. Only those of
-    another dtype than the file's, on the meta device or of a layer that becomes structured are new ones. The file is
-    read once and not needed afterwards. On the CPU this takes the memory of the file and of the old values.
+    Parameters are filled in place, so that an optimizer, DDP or hooks made before keep hold of
+    them. Only those of another dtype than the file's, on the meta device or of a layer that becomes
+    structured are new ones. The file is read once and not needed afterwards. Meanwhile the file and
+    the model's old values take memory on the CPU.
 
     Args:
-        model: freshly built and dense, also on the meta device; or converted already in the same way. Its parameters
-            keep their device (meta: the CPU) and `requires_grad`, and take the file's dtype.
+        model: freshly built and dense, also on the meta device; or converted already in the same
+            way. Its parameters keep their device (meta: the CPU) and `requires_grad`, and take the
+            file's dtype.
 
     Returns:
         `model`; the new layer if the model is itself a linear layer.
 
     Raises:
-        ValueError: the file is missing, truncated or edited; the model differs from what was saved: the message names
-            the layers and tensors that do. After this error, as after any other, the model is as it was.
+        ValueError: the file is missing, truncated or edited; the model differs from what was saved,
+            where the message names the layers and tensors. After this error, as after any other,
+            the model is as it was.
     """
     saved = read_file(Path(path))
     with torch.inference_mode(False), torch.no_grad(), _restore_on_error(model):
@@ -74,7 +78,7 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
 
 
 def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Every structured layer of `model` as plain data, under each of its names; `restructure` is the inverse."""
+    """Each structured layer of `model` as plain data, under all its names, for `restructure`."""
     return {
         name: {
             "structure": module.structure.to_dict(),
@@ -97,12 +101,12 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
 def restructure(model: nn.Module, modules: Mapping[str, Mapping[str, Any]]) -> list[Replacement]:
     """The layers that `model` must get to have the structures that `modules` describes; for `swap`.
 
-    They have the biases of the layers that they replace, and no other values yet. Layers that are as described already
-    are left out. Nothing is changed.
+    They have the biases of the layers that they replace, and no other values yet. Layers that are
+    as described already are left out. Nothing is changed.
 
     Raises:
-        ValueError: layers that the model lacks, that are no plain linear layers, or that differ in widths, bias or
-            what they compute with.
+        ValueError: layers that the model lacks, that are no plain linear layers, or that differ in
+            widths, bias or what they compute with.
     """
     layers = {name: layer for layer in linear_layers(model) for name in layer.names}
     problems, found = [], dict[nn.Module, Replacement]()
@@ -170,7 +174,7 @@ def _check_same(old: StructuredLinear, new: StructuredLinear, label: str) -> Non
 
 
 def _collect_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Each tensor of the state once, contiguous and alone in its storage; other names of it -> the first."""
+    """Each tensor of the state once, contiguous, alone in its storage; other names -> the first."""
     tensors, aliases, first = dict[str, Tensor](), dict[str, str](), dict[tuple[Any, ...], str]()
     for name, tensor in model.state_dict().items():
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
@@ -194,12 +198,12 @@ def _collect_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str
     return tensors, aliases
 
 
-# ---- filling a model -------------------------------------------------------------------------------------------------
+# ---- filling a model -----------------------------------------------------------------------------
 
 
 @contextmanager
 def _restore_on_error(model: nn.Module) -> Iterator[None]:
-    """If the block fails, put the modules, parameters, buffers and their values back as they are now."""
+    """If the block fails, put modules, parameters, buffers and values back as they are now."""
     kinds = ("_modules", "_parameters", "_buffers")
     places = [vars(module)[kind] for module in model.modules() for kind in kinds]
     contents = [dict(place) for place in places]
@@ -218,7 +222,7 @@ def _restore_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def _check_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Names and shapes; what is tied in the model must be equal in the file; all else must come from somewhere."""
+    """Names, shapes, ties (equal in the file), and that no buffer stays without values."""
     entries = {f"{name}.{ENTRY}".removeprefix(".") for name in describe(model)}  # compared by the layers
     state = model.state_dict(keep_vars=True)
     wanted = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
@@ -226,7 +230,7 @@ def _check_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
     problems = [f"{name!r} is in the model, not in the file" for name in wanted if name in lacking]
     problems += [f"{name!r} is in the file, not in the model" for name in saved if name in unknown]
     problems += [
-        f"{name!r} has shape {tuple(wanted[name].shape)} in the model, {tuple(tensor.shape)} in the file"
+        f"{name!r} has shape {(*wanted[name].shape,)} in the model, {(*tensor.shape,)} in the file"
         for name, tensor in saved.items()
         if name in wanted and wanted[name].shape != tensor.shape
     ]
@@ -239,13 +243,12 @@ def _check_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
             raise ValueError(f"{other!r} and {name!r} are tied in the model and differ in the file: untie them")
     lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in saved]
     if lost:
-        raise ValueError(
-            f"{', '.join(lost[:5])}: on the meta device and in no file (persistent=False); build the model on a device"
-        )
+        text = "on the meta device and in no file (persistent=False); build the model on a device"
+        raise ValueError(f"{', '.join(lost[:5])}: {text}")
 
 
 def _take_dtypes(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Make anew the parameters and buffers that the file's numbers cannot be copied into; ties stay."""
+    """Make anew the parameters and buffers that cannot take the file's numbers; ties stay."""
     made = dict[int, Tensor]()
     for prefix, module in model.named_modules():
         for held in (module._parameters, module._buffers):

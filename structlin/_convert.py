@@ -1,7 +1,8 @@
 """Any model of linear layers -> structured, in place: first all is decided and built, then swapped.
 
-`plan` surveys the model, matches the patterns and decides for each layer; `Plan.apply` builds the
-new layers and swaps them in; `convert` is both. `to_dense_` and `merge` lead back.
+`plan` decides for each linear layer of the model (`_model`: survey, select, decide) and projects
+where a budget asks for it. `Plan.apply` builds the new layers and swaps them in. `convert` is both;
+`to_dense_` and `merge` lead back.
 """
 
 import inspect
@@ -17,19 +18,18 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ._families import DEFAULT, Family, Split, label, structure_of
+from ._families import DEFAULT, Family, label
 from ._linear import StructuredLinear, uninitialised
-from ._model.select import Patterns, Rule, find_first, find_rules
+from ._model.decide import Decision, Spec, decide
+from ._model.select import Patterns
 from ._model.survey import (
-    PROTECTED,
-    Layer,
     build_dense_layer,
     carry_attributes,
     find_loose_matrices,
     find_loss,
     is_conv1d,
-    linear_layers,
     require_replaceable,
+    require_unchanged,
     swap,
 )
 from ._projection.budget import allocate, check_budget
@@ -39,25 +39,10 @@ from ._report import Table, percent
 from ._structure import Structure
 from .scaling import INITS
 
-Spec = Family | Structure
 P = ParamSpec("P")
 R = TypeVar("R")
 
 ROUNDS = 9  # in which `merge` times a layer
-
-
-@dataclass
-class Decision:
-    """What happens to one layer: its structure, or the reason why it stays."""
-
-    layer: Layer
-    structure: Spec | None = None  #: as it was asked for, or as the budget chose it
-    resolved: Structure | None = None  #: the same for the layer's widths
-    reason: str = ""
-    zero_init: bool = False
-    covariance: Tensor | None = field(default=None, repr=False)  #: of the layer's inputs
-    cores: list[Tensor] | None = field(default=None, repr=False)  #: the projection, once known
-    error: float | None = None  #: of the projection, relative
 
 
 @dataclass
@@ -91,10 +76,10 @@ class Plan:
         """
         if self._used:
             raise ValueError("a plan is applied once; make a new one with plan(model, ...)")
-        require_replaceable(self.model)
         chosen = [decision for decision in self.decisions if decision.structure is not None]
-        for decision in chosen:
-            _check_still_true(self.model, decision)
+        require_replaceable(self.model)
+        require_unchanged(self.model, [decision.layer for decision in chosen])
+        _check_weights(chosen)
         self._used = True
         new = [(decision.layer.names, self._build_layer(decision)) for decision in chosen]
         model = swap(self.model, new)
@@ -179,45 +164,22 @@ def plan(
     _check_types(structure, overrides, split)
     check_budget(budget, budget_of)
     init = _choose_init(init, calibration, budget)
-    layers = linear_layers(model)
-    if not layers:
-        kinds = "nn.Linear, or transformers' Conv1D"
-        raise ValueError(f"model={type(model).__name__} has no linear layer ({kinds})")
-
-    included = None if include is None else find_rules("include", include, layers, model)
-    excluded = find_rules("exclude", exclude, layers, model)
-    overriding = find_rules("overrides", overrides, layers, model)
-    zeroed = find_rules("zero_init", zero_init, layers, model)
-    splitting = find_rules("split", split, layers, model)
-    if included == []:
-        raise ValueError(f"include={include!r} has no pattern; leave it out to convert every layer but heads")
-    if init == "project" and zeroed:
-        raise ValueError(f"{zeroed[0]}: with init='project' layers start as what they were")
-
-    decisions = []
-    for n, layer in enumerate(layers):
-        override = find_first(overriding, n)
-        chosen = structure if override is None else overrides[override.pattern]
-        reason = _find_reason(n, layer, included, excluded, override, chosen, untie)
-        if reason or chosen is None:
-            decisions.append(Decision(layer, reason=reason))
-            continue
-        part = find_first(splitting, n)
-        if part is not None:
-            chosen = _split(chosen, split[part.pattern], layer)
-        decision = Decision(layer, chosen, zero_init=find_first(zeroed, n) is not None)
-        if budget is None or override is not None:
-            decision.resolved = _resolve(layer, chosen)
-        decisions.append(decision)
-
-    meant = [rule for rule in overriding if overrides[rule.pattern] is not None]
-    _check_rules([*(included or []), *splitting, *zeroed, *meant], decisions)
+    decisions = decide(
+        model,
+        structure,
+        include=include,
+        exclude=exclude,
+        overrides=overrides,
+        zero_init=zero_init,
+        split=split,
+        untie=untie,
+        sizes_open=budget is not None,
+    )
     found = [decision for decision in decisions if decision.structure is not None]
-    if not found:
-        reasons = "; ".join(f"{d.layer.name or 'the model itself'}: {d.reason}" for d in decisions)
-        raise ValueError(f"nothing to convert in {type(model).__name__}: {reasons}")
+    if init == "project" and any(decision.zero_init for decision in found):
+        raise ValueError(f"zero_init={zero_init!r}: with init='project' layers start as what they were")
     if untie and not any(decision.layer.tied for decision in found):
-        raise ValueError("untie=True: no layer that is converted shares its weight; include one, for example 'head'")
+        raise ValueError("untie=True: no layer that is converted shares its weight; include one, say 'head'")
     if init == "project":
         _check_values(found)
         if calibration is not None:
@@ -240,7 +202,7 @@ def take_arguments_of(source: Callable[P, Any]) -> Callable[[Callable[..., R]], 
 
 
 @take_arguments_of(plan)
-def convert(*arguments: Any, **options: Any) -> nn.Module:
+def convert(model: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
     """Replace linear layers of `model` by structured ones, in place.
 
     These are nn.Linear and transformers' Conv1D. Everything is decided and built before the first
@@ -299,7 +261,7 @@ def convert(*arguments: Any, **options: Any) -> nn.Module:
     >>> sum(p.numel() for p in convert(model, BTT(rank=1)).parameters())  # dense: 33,088
     6464
     """
-    planned = plan(*arguments, **options)
+    planned = plan(model, *arguments, **options)
     _warn(planned)
     return planned.apply()
 
@@ -369,7 +331,7 @@ def merge(model: nn.Module, *, tokens: int) -> nn.Module:
     return _make_dense(model, {x: names for x, names in layers.items() if slower[_kind_of(x)]})
 
 
-# ---- decisions ---------------------------------------------------------------------------------
+# ---- arguments ---------------------------------------------------------------------------------
 
 
 def _check_types(structure: Spec, overrides: Mapping[Any, Spec | None], split: Mapping[Any, int]) -> None:
@@ -394,56 +356,6 @@ def _choose_init(init: str | None, calibration: Calibration | None, budget: floa
     return init
 
 
-def _find_reason(
-    n: int,
-    layer: Layer,
-    included: list[Rule] | None,
-    excluded: list[Rule],
-    override: Rule | None,
-    chosen: Spec | None,
-    untie: bool,
-) -> str:
-    """Why the n-th layer stays as it is; empty if it is converted."""
-    if find_first(excluded, n) is not None:
-        return "excluded"
-    if chosen is None and override is not None:
-        return f"{override} is None"
-    if override is None and included is None and layer.role in PROTECTED:
-        return f"{layer.role}: only converted when named"
-    if override is None and included is not None and find_first(included, n) is None:
-        matched = any(n in rule.matches for rule in included)
-        return f"{layer.role}: only converted when named" if matched else "not included"
-    if layer.obstacle:
-        return layer.obstacle
-    if layer.tied and not untie:
-        sharing = ", ".join(layer.tied)
-        return f"shares its weight with {sharing}; untie=True converts it all the same"
-    return ""
-
-
-def _split(structure: Spec, parts: int, layer: Layer) -> Split:
-    if not isinstance(structure, Family):
-        raise ValueError(f"split={parts}: structure={structure!r} of layer {layer.name!r} must be a family")
-    return Split(parts=parts, of=structure)
-
-
-def _resolve(layer: Layer, structure: Spec) -> Structure:
-    try:
-        return structure_of(structure, layer.in_features, layer.out_features)
-    except ValueError as error:
-        where = f"layer {layer.name!r} ({layer.in_features} -> {layer.out_features})"
-        raise ValueError(f"{where}, structure {label(structure)}: {error}") from None
-
-
-def _check_rules(rules: Iterable[Rule], decisions: Sequence[Decision]) -> None:
-    """Each of these rules must have a layer that is converted."""
-    for rule in rules:
-        if all(decisions[n].structure is None for n in rule.means):
-            some = [decisions[n] for n in sorted(rule.means)[:3]]
-            reasons = "; ".join(f"{decision.layer.name!r} {decision.reason}" for decision in some)
-            raise ValueError(f"{rule} converts nothing: {reasons}")
-
-
 def _warn(planned: Plan) -> None:
     grown = []
     for decision in planned.decisions:
@@ -457,7 +369,8 @@ def _warn(planned: Plan) -> None:
         texts.append(f"left dense, for they are parameters and no linear layers: {names}")
     source = getattr(getattr(planned.model, "config", None), "_name_or_path", "")
     if source and planned.init != "project":
-        texts.append(f"the model was loaded from {source!r}: init={planned.init!r} starts its converted layers afresh")
+        afresh = f"init={planned.init!r} starts its converted layers afresh"
+        texts.append(f"the model was loaded from {source!r}: {afresh}")
     for text in texts:
         warnings.warn(text, UserWarning, stacklevel=3)
 
@@ -511,29 +424,17 @@ def _take_cores(decision: Decision) -> list[Tensor]:
     return cores
 
 
-def _check_still_true(model: nn.Module, decision: Decision) -> None:
-    """The layer must be what it was when the plan was made, and its weight what was projected."""
-    layer, structure, cores = decision.layer, decision.resolved, decision.cores
-    changed = ""
-    if any(_find_module(model, name) is not layer.module for name in layer.names):
-        changed = "was replaced"
-    elif loss := find_loss(layer.module):
-        changed = loss
-    elif cores is not None and structure is not None and decision.error is not None:
-        weight = layer.matrix
-        cores = [core.to(weight) for core in cores]
-        error = relative_error(weight, structure, cores, covariance=decision.covariance)
-        if not isclose(error, decision.error, rel_tol=1e-9, abs_tol=1e-12):
-            changed = "got other weights"
-    if changed:
-        raise ValueError(f"layer {layer.name!r} {changed} after this plan was made; make a new one")
-
-
-def _find_module(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
+def _check_weights(decisions: Iterable[Decision]) -> None:
+    """What was projected for a budget must still be the projection of its weight."""
+    for decision in decisions:
+        structure, cores, error = decision.resolved, decision.cores, decision.error
+        if structure is None or cores is None or error is None:
+            continue
+        weight, given = decision.layer.matrix, decision.covariance
+        now = relative_error(weight, structure, [core.to(weight) for core in cores], covariance=given)
+        if not isclose(now, error, rel_tol=1e-9, abs_tol=1e-12):
+            name = decision.layer.name
+            raise ValueError(f"layer {name!r} got other weights after this plan; make a new one")
 
 
 # ---- the way back ------------------------------------------------------------------------------

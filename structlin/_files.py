@@ -1,11 +1,12 @@
-"""The file of a saved model: one safetensors file with its own description and checksum, switched by one rename.
+"""The file of a saved model: one safetensors file that describes itself, switched by one rename.
 
-    folder/structlin.safetensors    its metadata: {"structlin": the JSON below}
-    {"checksum": ..., "version": 2, "modules": {name: layer}, "aliases": {name: name of the same tensor}}
+    folder/structlin.safetensors, in its metadata as JSON under "structlin":
+        checksum: SHA-256 of the whole file with 64 zeros in the place of the checksum
+        version, modules: {name: layer}, aliases: {name: another name of the same tensor}
 
-A saver writes into a folder of its own beside the file, flushes it to the disk and renames it into place: whoever opens
-the file at any moment finds the old model or the new one, whole. A reader reads the file once, and checks and uses
-those bytes. Needs safetensors.
+A saver writes into a folder of its own beside the file, flushes it to the disk and renames it into
+place: whoever opens the file at any moment finds the old model or the new one, whole. A reader
+reads the file once, and checks and uses those bytes. Needs safetensors.
 """
 
 import hashlib
@@ -49,7 +50,7 @@ def write_file(
     """Make `folder` hold this model in place of the one that is there.
 
     Raises:
-        OSError: it cannot be written, for example because the disk is full; the old model is then still there.
+        OSError: it cannot be written, for example because the disk is full; the old one then stays.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -89,15 +90,15 @@ def read_file(folder: Path) -> Saved:
         raise ValueError(f"the model in {folder} cannot be read: {error}") from None
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _reserve_folder(folder: Path) -> Iterator[Path]:
     """A new folder inside `folder`, for one saver and for as long as it saves.
 
-    Each saver holds a shared lock on `folder`, which ends with its process. Who gets the lock alone knows that no other
-    saver is alive, and removes what killed ones have left.
+    Each saver holds a shared lock on `folder`, which ends with its process. Who gets the lock alone
+    knows that no other saver is alive, and removes what killed ones have left.
     """
     with _lock(folder):
         own = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=folder))
@@ -127,7 +128,7 @@ def _lock(folder: Path) -> Iterator[None]:
 def _try_lock(handle: int, operation: int) -> bool:
     try:
         fcntl.flock(handle, operation)
-    except OSError:  # held by another saver, or by a file system without locks, where nobody removes anything
+    except OSError:  # another saver holds it, or there are no locks, and nobody removes anything
         return False
     return True
 
@@ -158,7 +159,7 @@ def _flush_folder(folder: Path) -> None:
         os.close(handle)
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 
 
 def _check(file: Path, data: bytes) -> dict[str, Any]:
@@ -206,5 +207,6 @@ def _read_old(folder: Path) -> tuple[dict[str, Any], bytes]:
     if not intact:
         raise ValueError(f"{manifest_file} was edited: its checksum is another")
     if manifest[OLD_WEIGHTS] != hashlib.sha256(data).hexdigest():
-        raise ValueError(f"{weights_file} is not the file that {OLD_MANIFEST} was written with: truncated or edited")
+        text = f"is not the file that {OLD_MANIFEST} was written with: truncated or edited"
+        raise ValueError(f"{weights_file} {text}")
     return manifest, data

@@ -103,8 +103,9 @@ def summary(model: nn.Module, *, tokens: int | None = None) -> Summary:
     """Layer, structure, parameters and FLOPs of every linear layer of `model`, against dense; equal layers in one row.
 
     Args:
-        tokens: of one training step, over all leading dimensions; the table then shows whether each layer multiplies
-            core by core ("structured") or forms its matrix ("dense"), see `contract.apply`.
+        tokens: of one training step, over all leading dimensions; the table then shows whether each
+            layer multiplies core by core ("structured") or forms its matrix ("dense"), see
+            `contract.apply`.
 
     Raises:
         ValueError: the model has no linear layer; `tokens` is negative.

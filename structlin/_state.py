@@ -1,8 +1,9 @@
-"""What a structured layer computes with, as an entry of its state: its numbers are not taken for another layer's.
+"""What a structured layer computes with, as an entry of its state that other layers refuse.
 
-The state dict of a `StructuredLinear` has an entry `weight` beside its parameters: one line of text as bytes (uint8). A
-layer that computes with something else refuses it, and so does a dense layer, which finds a row of bytes where its
-matrix should be: a size mismatch, which neither `strict=False` nor transformers passes over in silence.
+The state dict of a `StructuredLinear` has an entry `weight` beside its parameters: one line of text
+as bytes (uint8). A layer that computes with something else refuses it, and so does a dense layer,
+which finds a row of bytes where its matrix should be: a size mismatch, which neither `strict=False`
+nor transformers passes over in silence.
 """
 
 import torch
@@ -20,8 +21,9 @@ def write_entry(text: str) -> Tensor:
 def carries_entry(layer: nn.Module, prefix: str) -> bool:
     """Whether the state of `layer` gets an entry.
 
-    A layer without values (meta) has no numbers to protect. A layer inside DDP or a compiled module has none either:
-    torch.distributed.checkpoint takes the wrapper's name from every entry and gives it back to parameters only.
+    A layer without values (meta) has no numbers to protect. A layer inside DDP or a compiled module
+    has none either: torch.distributed.checkpoint takes the wrapper's name from every entry and
+    gives it back to parameters only.
     """
     wrapped = not _WRAPPERS.isdisjoint(prefix.split("."))
     return not wrapped and not any(parameter.is_meta for parameter in layer.parameters())
@@ -32,8 +34,10 @@ def find_difference(entry: Tensor | None, text: str) -> str:
 
     Nothing is wrong where nothing is said: states of 0.1.0 have no entry, or an empty one.
 
-    >>> find_difference(write_entry("4 -> 4 by ..."), "4 -> 4 by ..."), find_difference(None, "4 -> 4 by ...")
-    ('', '')
+    >>> find_difference(write_entry("4 -> 4 by o i"), "4 -> 4 by o i")
+    ''
+    >>> find_difference(write_entry("4 -> 4 by r i"), "4 -> 4 by o i")
+    "this layer computes with '4 -> 4 by o i', the state is that of '4 -> 4 by r i'"
     """
     if entry is None or entry.numel() == 0 or entry.is_meta:
         return ""
@@ -43,6 +47,6 @@ def find_difference(entry: Tensor | None, text: str) -> str:
             f"a dense weight of shape {shape} for a structured layer ({text}): load it into the "
             "dense model and convert that, or use layer.from_dense_(weight)"
         )
-    values = [round(value) for value in entry.tolist()]  # whole numbers again, where somebody has averaged states
+    values = [round(value) for value in entry.tolist()]  # whole again where states were averaged
     said = bytes(value % 256 for value in values).decode(errors="replace")
     return "" if said == text else f"this layer computes with {text!r}, the state is that of {said!r}"

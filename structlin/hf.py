@@ -1,10 +1,10 @@
-"""transformers: `save_pretrained` and `from_pretrained` of a converted model, by transformers' own quantiser interface.
+"""transformers: `save_pretrained` and `from_pretrained` of a converted model, as a quantiser.
 
-`convert` announces the structured layers of a model of transformers (`declare`). To load, **import structlin.hf before
-from_pretrained**: it registers the quantiser "structlin". Without that import, and where only a part of a model was
-converted without `declare(model)`, from_pretrained fails with a size mismatch of every structured layer's `weight`,
-because the file holds a row of bytes of that name: it cannot go on with random weights, unless it is told to ignore
-mismatched sizes.
+`convert` announces the structured layers of a model of transformers (`declare`). To load, **import
+structlin.hf before from_pretrained**: it registers the quantiser "structlin". Without that import,
+and where a part of a model was converted without `declare(model)`, from_pretrained fails with a
+size mismatch of every structured layer's `weight`, because the file holds a row of bytes of that
+name. It cannot go on with random weights, unless it is told to with `ignore_mismatched_sizes`.
 """
 
 import copy
@@ -50,7 +50,7 @@ class StructlinQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **options: Any) -> PreTrainedModel:
-        """transformers 5 leaves what it does not find in the file without values, and only logs it."""
+        """transformers 5 only logs what it does not find in the file, and leaves it as it is."""
         loaded = {name: hasattr(parameter, "_is_hf_initialized") for name, parameter in model.named_parameters()}
         if any(loaded.values()):
             _refuse_lost(name for name in loaded if not loaded[name])
@@ -94,10 +94,11 @@ class StructlinQuantizer(HfQuantizer):
 
 
 def declare(model: nn.Module) -> None:
-    """Tell every model of transformers in `model`, itself included, which of its layers are structured.
+    """Tell each model of transformers in `model`, itself included, which layers are structured.
 
-    `convert`, `to_dense_` and every save call it. Call it on the whole model after converting a part of it, for
-    example `convert(model.model.layers, ...)`, or its checkpoints are refused when they are loaded.
+    `convert`, `to_dense_` and every save call it. Call it on the whole model after converting a
+    part of it, for example `convert(model.model.layers, ...)`, or its checkpoints are refused when
+    they are loaded.
     """
     for part in model.modules():
         if not isinstance(part, PreTrainedModel):
@@ -112,7 +113,7 @@ def declare(model: nn.Module) -> None:
 
 
 def _write_config(model: PreTrainedModel) -> None:
-    """Give `model` a config of its own that says what its quantiser says: other models may share the one it has."""
+    """Give `model` a config of its own that says what its quantiser says: others may share its."""
     shared: Any = model.config
     own = copy.copy(shared)
     quantizer = getattr(model, "hf_quantizer", None)
@@ -126,7 +127,7 @@ def _write_config(model: PreTrainedModel) -> None:
 
 
 def _match_names(model: PreTrainedModel, modules: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """`modules` by the names that they have in `model`, which may be the saved model's body, or have it as its body.
+    """`modules` by their names in `model`, which may be the saved model's body, or have it as such.
 
     As transformers does with weights, layers of another head are left out.
     """

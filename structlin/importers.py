@@ -1,7 +1,7 @@
-"""Layers trained with other libraries -> `StructuredLinear`: a state_dict in, a layer with the same matrix out.
+"""Layers trained with other libraries -> `StructuredLinear` with the same matrix.
 
-Each importer is the library's formula in axis names; nothing is projected. `prefix` picks one layer out of the
-state_dict of a model, for example "blocks.0.mlp.fc1.".
+Each importer takes a state_dict and is the library's formula in axis names; nothing is projected.
+`prefix` picks one layer out of the state_dict of a model, for example "blocks.0.mlp.fc1.".
 """
 
 import re
@@ -25,49 +25,69 @@ def from_cbs_btt(state: State, prefix: str = "") -> StructuredLinear:
         state: `op_params.0` (A), `op_params.1` (B) and perhaps `b`.
 
     Raises:
-        ValueError: a tensor is missing or does not fit; the layer is normalised (btt_norm) or has more cores.
+        ValueError: a tensor is missing or does not fit; the layer is normalised (btt_norm) or has
+            more cores.
 
     Source: github.com/shikaiqiu/compute-better-spent, mm/btt_mvm.py.
     """
-    found = _strip(state, prefix)
+    found = _select_below(state, prefix)
     if "op_params.2" in found:
         raise ValueError(f"{prefix}op_params.2: only BTT of two cores without normalisation is imported")
-    a, b = _take(found, "op_params.0", 3, prefix), _take(found, "op_params.1", 3, prefix)
-    sizes = {"g": a.shape[0], "a": a.shape[1], "f": b.shape[0], "e": b.shape[2], "r": a.shape[2] // b.shape[0]}
+    a, b = (
+        _take_tensor(found, "op_params.0", 3, prefix),
+        _take_tensor(found, "op_params.1", 3, prefix),
+    )
+    sizes = {
+        "g": a.shape[0],
+        "a": a.shape[1],
+        "f": b.shape[0],
+        "e": b.shape[2],
+        "r": a.shape[2] // b.shape[0],
+    }
     if a.shape[2] != sizes["f"] * sizes["r"] or b.shape[1] != sizes["g"] * sizes["r"]:
-        raise ValueError(
-            f"op_params.0 {tuple(a.shape)} and op_params.1 {tuple(b.shape)} are not the two cores of a BTT"
-        )
+        raise ValueError(f"op_params: {tuple(a.shape)}, {tuple(b.shape)} are not the two cores of a BTT")
     structure = Structure("g a -> f e", "g f r a", "f e g r", **sizes)
-    return _layer(structure, [(a, "g a (f r)"), (b, "f (g r) e")], found.get("b"), "BTT")
+    return _build_layer(structure, [(a, "g a (f r)"), (b, "f (g r) e")], found.get("b"), "BTT")
 
 
 def from_fly_monarch(
-    state: State, prefix: str = "", *, in_features: int | None = None, out_features: int | None = None
+    state: State,
+    prefix: str = "",
+    *,
+    in_features: int | None = None,
+    out_features: int | None = None,
 ) -> StructuredLinear:
-    """Monarch of fly (and its copies): `W[(s l), (k p)] = w2[l, s, r] w1[k, q, p]` with `(k q) = (r l)`.
+    """Monarch of fly (and its copies): `W[(s l), (k p)] = w2[l, s, r] w1[k, q, p]`, (k q) = (r l).
 
     Args:
         state: `blkdiag1` (w1), `blkdiag2` (w2) and perhaps `bias`.
-        in_features, out_features: where the layer pads: its widths; None: those of the blocks, or of the bias.
+        in_features, out_features: where the layer pads: its widths; None: those of the blocks, or
+            of the bias.
 
     Raises:
         ValueError: a tensor is missing; the blocks do not regroup.
 
-    Source: Dao et al. 2022 (arXiv:2204.00595); github.com/HazyResearch/fly, blockdiag_butterfly_multiply.py.
+    Source: Dao et al. 2022 (arXiv:2204.00595); github.com/HazyResearch/fly,
+    blockdiag_butterfly_multiply.py.
     """
-    found = _strip(state, prefix)
-    first, last, bias = _take(found, "blkdiag1", 3, prefix), _take(found, "blkdiag2", 3, prefix), found.get("bias")
-    structure = Monarch(blocks=len(first)).structure(len(first) * first.shape[2], len(last) * last.shape[1])
+    found = _select_below(state, prefix)
+    first = _take_tensor(found, "blkdiag1", 3, prefix)  # (k, q, p)
+    last = _take_tensor(found, "blkdiag2", 3, prefix)  # (l, s, r)
+    bias = found.get("bias")
+    widths = len(first) * first.shape[2], len(last) * last.shape[1]
+    structure = Monarch(blocks=len(first)).structure(*widths)
     shapes = [tuple(first.shape), tuple(last.shape)]
     if shapes != [core.shape for core in structure.cores]:
-        raise ValueError(f"blkdiag1 {shapes[0]} and blkdiag2 {shapes[1]} are not the two factors of one Monarch matrix")
+        raise ValueError(f"blkdiag1 {shapes[0]} and blkdiag2 {shapes[1]} are not the two factors of a Monarch")
+    in_features = in_features or structure.in_features
     out_features = out_features or (structure.out_features if bias is None else len(bias))
-    return _filled(structure, [first, last], bias, "Monarch", in_features or structure.in_features, out_features)
+    return _fill_layer(structure, [first, last], bias, "Monarch", in_features, out_features)
 
 
 def from_tltorch_tt(state: State, prefix: str = "") -> StructuredLinear:
-    """TT-matrix of tensorly-torch (there called BlockTT): `W[(o p ..), (i j ..)] = G1[1, o, i, r] G2[r, p, j, s] ..`
+    """TT-matrix of tensorly-torch (there called BlockTT).
+
+    `W[(o p ..), (i j ..)] = G1[1, o, i, r] G2[r, p, j, s] ..`
 
     Args:
         state: `weight.factors.factor_0`, `.factor_1`, ... and perhaps `bias`.
@@ -75,31 +95,38 @@ def from_tltorch_tt(state: State, prefix: str = "") -> StructuredLinear:
     Raises:
         ValueError: no factor, or factors whose ranks do not match.
 
-    Source: Novikov et al. 2015 (arXiv:1509.06569); github.com/tensorly/torch, tensorized_matrices.py.
+    Source: Novikov et al. 2015 (arXiv:1509.06569); github.com/tensorly/torch,
+    tensorized_matrices.py.
     """
-    found = _strip(state, prefix)
-    numbered = sorted((int(match[1]), name) for name in found if (match := re.search(r"factor_?s?\.?(\d+)$", name)))
-    factors = [_take(found, name, 4, prefix) for _, name in numbered]
+    found = _select_below(state, prefix)
+    matches = [(re.search(r"factor_?s?\.?(\d+)$", name), name) for name in found]
+    numbered = sorted((int(match[1]), name) for match, name in matches if match)
+    factors = [_take_tensor(found, name, 4, prefix) for _, name in numbered]
     ranks = [(factor.shape[0], factor.shape[3]) for factor in factors]
     chain = all(left[1] == right[0] for left, right in pairwise(ranks))
     if not factors or not chain or (ranks[0][0], ranks[-1][1]) != (1, 1):
-        raise ValueError(f"the ranks {ranks} of factors {[name for _, name in numbered]} are no chain from 1 to 1")
+        names = [name for _, name in numbered]
+        raise ValueError(f"the ranks {ranks} of factors {names} are no chain from 1 to 1")
     c, sizes, cores = len(factors), dict[str, int](), list[tuple[Tensor, str]]()
-    for t, factor in enumerate(factors, start=1):
-        sizes |= {f"i{t}": factor.shape[1], f"j{t}": factor.shape[2]} | ({f"r{t}": factor.shape[3]} if t < c else {})
+    for t, factor in enumerate(factors, start=1):  # (r of t-1, i of t, j of t, r of t)
+        sizes[f"i{t}"], sizes[f"j{t}"] = factor.shape[1:3]
         left, right = f"r{t - 1}" if t > 1 else "1", f"r{t}" if t < c else "1"
+        if t < c:
+            sizes[right] = factor.shape[3]
         cores.append((factor, f"{left} i{t} j{t} {right}"))
+    cores.reverse()  # the last one is applied first
     inputs, outputs = (" ".join(f"{axis}{t}" for t in range(1, c + 1)) for axis in "ji")
-    reversed_ = cores[::-1]
-    structure = Structure(f"{inputs} -> {outputs}", *(re.sub(r"\b1\b", "", axes) for _, axes in reversed_), **sizes)
-    return _layer(structure, reversed_, found.get("bias"), "TT")
+    subscripts = [re.sub(r"\b1\b", "", axes) for _, axes in cores]
+    structure = Structure(f"{inputs} -> {outputs}", *subscripts, **sizes)
+    return _build_layer(structure, cores, found.get("bias"), "TT")
 
 
 def from_lokr(state: State, prefix: str = "", *, scale: float = 1.0) -> StructuredLinear:
-    """The update of a LoKr adapter (LyCORIS, PEFT): `W = scale * kron(w1, w2)`; w1, w2 may be given as products.
+    """The update of a LoKr adapter (LyCORIS, PEFT): `W = scale * kron(w1, w2)`.
 
     Args:
-        state: `lokr_w1`, or `lokr_w1_a` and `lokr_w1_b`; the same for `lokr_w2`. A suffix such as ".default" is read.
+        state: `lokr_w1`, or its factors `lokr_w1_a` and `lokr_w1_b`; the same for `lokr_w2`. A
+            suffix such as ".default" is read.
         scale: alpha / rank of the adapter, 1 if it has none.
 
     Raises:
@@ -108,48 +135,59 @@ def from_lokr(state: State, prefix: str = "", *, scale: float = 1.0) -> Structur
     Source: Yeh et al. 2024 (arXiv:2309.14859).
     """
     found = {
-        re.sub(r"(lokr_[wt]\d(_[ab])?)\.\w+$", r"\1", name): tensor for name, tensor in _strip(state, prefix).items()
+        re.sub(r"(lokr_[wt]\d(_[ab])?)\.\w+$", r"\1", name): tensor
+        for name, tensor in _select_below(state, prefix).items()
     }
     if "lokr_t2" in found:
-        raise ValueError(f"{prefix}lokr_t2 belongs to a convolution; a linear layer has lokr_w1 and lokr_w2 alone")
-    w1, w2 = (
-        _take(found, name, 2, prefix)
-        if name in found
-        else _take(found, f"{name}_a", 2, prefix) @ _take(found, f"{name}_b", 2, prefix)
-        for name in ("lokr_w1", "lokr_w2")
-    )
+        raise ValueError(f"{prefix}lokr_t2 belongs to a convolution; a linear layer has only lokr_w1, lokr_w2")
+    w1, w2 = (_take_product(found, name, prefix) for name in ("lokr_w1", "lokr_w2"))
     sizes = {"a": w1.shape[0], "g": w1.shape[1], "b": w2.shape[0], "d": w2.shape[1]}
     structure = Structure("g d -> a b", "b d", "a g", **sizes)
-    return _layer(structure, [(w2, "b d"), (scale * w1, "a g")], None, "Kronecker")
+    return _build_layer(structure, [(w2, "b d"), (scale * w1, "a g")], None, "Kronecker")
 
 
-def _strip(state: State, prefix: str) -> dict[str, Tensor]:
+def _select_below(state: State, prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
 
 
-def _take(state: State, name: str, ndim: int, prefix: str) -> Tensor:
+def _take_tensor(state: State, name: str, ndim: int, prefix: str) -> Tensor:
     if name not in state:
-        raise ValueError(f"the state has no {prefix + name!r}; below prefix={prefix!r} it has {sorted(state)[:8]}")
+        found = sorted(state)[:8]
+        raise ValueError(f"the state has no {prefix + name!r}; below prefix={prefix!r} it has {found}")
     if state[name].ndim != ndim:
-        raise ValueError(f"{prefix + name!r} has shape {tuple(state[name].shape)}; it must have {ndim} dimensions")
+        shape = tuple(state[name].shape)
+        raise ValueError(f"{prefix + name!r} has shape {shape}; it must have {ndim} dimensions")
     return state[name]
 
 
-def _layer(
+def _take_product(state: State, name: str, prefix: str) -> Tensor:
+    """The matrix of that name, or the product of its two factors."""
+    if name in state:
+        return _take_tensor(state, name, 2, prefix)
+    left, right = (_take_tensor(state, f"{name}_{factor}", 2, prefix) for factor in "ab")
+    return left @ right
+
+
+def _build_layer(
     structure: Structure, tensors: Sequence[tuple[Tensor, str]], bias: Tensor | None, label: str
 ) -> StructuredLinear:
-    """`tensors` are the cores in the order of the structure, each with its axes as the other library has them."""
+    """`tensors`: the cores in the order of the structure, each with the other library's axes."""
     cores = []
     for core, (tensor, axes) in zip(structure.cores, tensors, strict=True):
         groups = (core.batch_axes, core.fan_out_axes, core.fan_in_axes)
         pattern = " ".join(f"({' '.join(group)})" for group in groups)
         sizes = {axis: structure.sizes[axis] for group in groups for axis in group}
         cores.append(rearrange(tensor, f"{axes} -> {pattern}", **sizes))
-    return _filled(structure, cores, bias, label, structure.in_features, structure.out_features)
+    return _fill_layer(structure, cores, bias, label, structure.in_features, structure.out_features)
 
 
-def _filled(
-    structure: Structure, cores: Sequence[Tensor], bias: Tensor | None, label: str, in_features: int, out_features: int
+def _fill_layer(
+    structure: Structure,
+    cores: Sequence[Tensor],
+    bias: Tensor | None,
+    label: str,
+    in_features: int,
+    out_features: int,
 ) -> StructuredLinear:
     if bias is not None and tuple(bias.shape) != (out_features,):
         raise ValueError(f"the bias has shape {tuple(bias.shape)}; the layer has {out_features} outputs")

@@ -34,6 +34,8 @@ NEAREST: dict[str, tuple[str, ...]] = {  # file or folder -> tests, the quickest
     "duality.py": ("test_duality", "test_muon"),
     "_projection": ("test_projection", "test_projected", "test_budget"),
     "_checkpoint.py": ("test_checkpoint", "faults", "test_hf"),
+    "_files.py": ("test_checkpoint", "faults"),
+    "_state.py": ("test_checkpoint", "test_hf"),
     "optim": ("test_optim", "test_muon", "test_normed", "test_muon_distributed"),
 }
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {

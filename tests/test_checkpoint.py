@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import stat
 import warnings
 from pathlib import Path
 
@@ -128,6 +129,13 @@ def test_a_model_with_a_tie_does_not_take_two_weights_that_differ(saved):
         load(GPT(tied=True), path)
 
 
+def test_tied_weights_stay_tied_when_they_take_the_files_dtype(tmp_path):
+    save(mixed(tied=True).bfloat16(), tmp_path)
+    fresh = load(GPT(tied=True), tmp_path)
+    assert fresh.lm_head.weight is fresh.wte.weight
+    assert fresh.wte.weight.dtype == torch.bfloat16
+
+
 def test_shared_layers_stay_shared(tmp_path):
     def shared() -> nn.Module:
         layer = nn.Linear(16, 16)
@@ -249,6 +257,24 @@ def test_a_save_that_fails_leaves_the_old_model_and_nothing_else(saved, monkeypa
     assert torch.equal(load(GPT(), path)(TOKENS), expected)
 
 
+@pytest.mark.skipif(os.name == "nt", reason="folders cannot be flushed there")
+def test_the_file_is_on_the_disk_before_it_is_renamed_and_the_folder_after(tmp_path, monkeypatch):
+    done, fsync, replace = [], os.fsync, os.replace
+
+    def flush(handle):
+        done.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")
+        fsync(handle)
+
+    def rename(source, target):
+        done.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "replace", rename)
+    save(nn.Linear(3, 3), tmp_path)
+    assert done == ["file", "rename", "folder"]
+
+
 def test_what_has_no_values_or_is_no_tensor_is_not_saved(tmp_path):
     with pytest.raises(ValueError, match="'weight' is on the meta device"):
         save(nn.Linear(3, 3, device="meta"), tmp_path / "a")
@@ -277,7 +303,7 @@ def test_a_buffer_that_no_file_has_is_not_left_on_meta(tmp_path):
     assert torch.equal(load(Rotary(), tmp_path).proj.to_dense(), model.proj.to_dense())
 
 
-# ---- in place, or not at all -----------------------------------------------------------------------
+# ---- in place, or not at all ---------------------------------------------------------------------
 
 
 def test_an_optimizer_and_hooks_made_before_loading_keep_hold_of_the_parameters(saved):
@@ -358,7 +384,7 @@ def test_a_model_loaded_under_inference_mode_can_be_trained(saved):
         assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-# ---- what a layer computes with --------------------------------------------------------------------
+# ---- what a layer computes with ------------------------------------------------------------------
 
 FIRST = {"weight_norm": True, "init": "mup"}
 OTHERS = {
@@ -423,7 +449,7 @@ def test_a_state_without_the_entry_is_taken_and_an_average_of_states_too():
     torch.testing.assert_close(second.to_dense(), first.to_dense())
 
 
-# ---- files of 0.1.0 --------------------------------------------------------------------------------
+# ---- files of 0.1.0 ------------------------------------------------------------------------------
 
 OLD = Path(__file__).parent / "data" / "saved_by_0.1.0"
 

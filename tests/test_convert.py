@@ -1,3 +1,4 @@
+import inspect
 import warnings
 
 import pytest
@@ -5,6 +6,7 @@ import torch
 from torch import nn
 
 from structlin import BTT, Dense, Kronecker, LowRank, Monarch, Structure, StructuredLinear, convert, plan
+from structlin._convert import Plan
 from structlin._model.survey import role_of
 from tests.models import GPT, linear_names, snapshot
 
@@ -23,20 +25,26 @@ def structured(model: nn.Module) -> set[str]:
         ({"include": "*mlp*"}, MLP_LAYERS),
         ({"include": "ffn"}, MLP_LAYERS),
         ({"include": "attention"}, ATTENTION_LAYERS),
-        ({"include": ["h.0.mlp.*", "h.1.*c_attn"]}, {"h.0.mlp.c_fc", "h.0.mlp.c_proj", "h.1.attn.c_attn"}),
+        ({"include": ["h.0.mlp.*", "h.1.*c_fc"]}, MLP_LAYERS - {"h.1.mlp.c_proj"}),
         ({"include": r"re:h\.\d\.mlp\.c_fc"}, {"h.0.mlp.c_fc", "h.1.mlp.c_fc"}),
         ({"include": "*"}, MLP_LAYERS | ATTENTION_LAYERS),
         ({"include": "head"}, {"lm_head"}),
         ({"include": "lm_head"}, {"lm_head"}),
         ({"include": ["*mlp*", "*head*"]}, MLP_LAYERS | {"lm_head"}),
-        ({"exclude": "*c_proj"}, {"h.0.mlp.c_fc", "h.1.mlp.c_fc", "h.0.attn.c_attn", "h.1.attn.c_attn"}),
-        ({"include": lambda module, name: module.in_features > 64}, {"h.0.mlp.c_proj", "h.1.mlp.c_proj"}),
-        ({"include": lambda module, name: module.out_features in (50, 192)}, {"h.0.attn.c_attn", "h.1.attn.c_attn"}),
-        ({"include": ["*0.mlp.c_fc", lambda _, name: name == "lm_head"]}, {"h.0.mlp.c_fc", "lm_head"}),
+        ({"exclude": ["*c_proj", "attention"]}, {"h.0.mlp.c_fc", "h.1.mlp.c_fc"}),
+        ({"include": lambda m, _: m.in_features > 64}, {"h.0.mlp.c_proj", "h.1.mlp.c_proj"}),
+        ({"include": lambda m, _: m.out_features in (50, 256)}, {"h.0.mlp.c_fc", "h.1.mlp.c_fc"}),
+        ({"include": ["*0.mlp.c_fc", lambda _, name: "head" in name]}, {"h.0.mlp.c_fc", "lm_head"}),
         ({"exclude": lambda module, name: "attn" in name}, MLP_LAYERS),
-        ({"include": "ffn", "overrides": {lambda _, name: "h.0." in name: None}}, {"h.1.mlp.c_fc", "h.1.mlp.c_proj"}),
+        (
+            {"include": "ffn", "overrides": {lambda _, name: "h.0." in name: None}},
+            {"h.1.mlp.c_fc", "h.1.mlp.c_proj"},
+        ),
         ({"include": "ffn", "overrides": {"h.0.*": None}}, {"h.1.mlp.c_fc", "h.1.mlp.c_proj"}),
-        ({"include": "ffn", "overrides": {"h.1.attn.c_attn": LowRank(rank=4)}}, MLP_LAYERS | {"h.1.attn.c_attn"}),
+        (
+            {"include": "ffn", "overrides": {"h.1.attn.c_attn": LowRank(rank=4)}},
+            MLP_LAYERS | {"h.1.attn.c_attn"},
+        ),
     ],
 )  # fmt: skip
 def test_rules_choose_the_layers(selection, expected):
@@ -107,10 +115,49 @@ def test_a_plan_shows_every_layer_and_changes_nothing_until_applied():
     assert all(name in text for name in linear_names(model))
     assert "head: only converted when named" not in text
     assert "not included" in text
+    assert "overrides: 'h.1.*' is None" in str(plan(model, BTT(), overrides={"h.1.*": None}))
     planned.apply()
     assert structured(model) == MLP_LAYERS
     with pytest.raises(ValueError, match="a plan is applied once"):
         planned.apply()
+
+
+def test_plan_and_convert_take_the_same_arguments_and_say_so():
+    own, other = inspect.signature(convert), inspect.signature(plan)
+    assert own.parameters == other.parameters
+    assert list(own.parameters)[:3] == ["model", "structure", "include"]
+    assert (own.return_annotation, other.return_annotation) == (nn.Module, Plan)
+
+
+@pytest.mark.parametrize("options", [{}, {"init": "project"}, {"split": {"*": 2}}], ids=str)
+def test_a_structure_is_made_once_for_each_layer(options, monkeypatch):
+    made, real = [], BTT.structure
+
+    def count(self, in_features, out_features):
+        made.append((in_features, out_features))
+        return real(self, in_features, out_features)
+
+    monkeypatch.setattr(BTT, "structure", count)
+    model = convert(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)), BTT(), **options)
+    assert len(made) == 2
+    named = "2 x BTT(rank=1)" if "split" in options else "BTT(rank=1)"
+    assert [layer.label for layer in model] == [named, named]
+
+
+def test_patterns_may_come_from_a_generator():
+    model = convert(GPT(), BTT(), include=(f"h.{n}.mlp.c_fc" for n in range(2)))
+    assert structured(model) == {"h.0.mlp.c_fc", "h.1.mlp.c_fc"}
+    with pytest.raises(ValueError, match=r"zero_init=.* with init='project'"):
+        convert(GPT(), BTT(), init="project", zero_init=(name for name in ["*c_proj"]))
+
+
+def test_a_function_is_asked_about_every_name_of_a_shared_layer():
+    shared = nn.Linear(16, 16)
+    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared)})
+    asked = []
+    convert(model, BTT(), include=lambda module, name: asked.append((module, name)) or name == "b.0")
+    assert asked == [(shared, "a"), (shared, "b.0")]
+    assert isinstance(model["a"], StructuredLinear)
 
 
 def test_a_plan_that_another_one_has_overtaken_is_refused_and_changes_nothing():
@@ -118,7 +165,7 @@ def test_a_plan_that_another_one_has_overtaken_is_refused_and_changes_nothing():
     late, first = plan(model, LowRank(rank=4)), plan(model, BTT(), include="ffn")
     first.apply()
     before = snapshot(model)
-    with pytest.raises(ValueError, match=r"layer 'h\.0\.mlp\.c_fc' was replaced after this plan was made"):
+    with pytest.raises(ValueError, match=r"layer 'h\.0\.mlp\.c_fc' was replaced after this plan"):
         late.apply()
     assert snapshot(model) == before
 

@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from catalogue import (
+from hypothesis import given, settings
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from structlin import StructuredLinear, _product, apply, family, to_cola, to_dense
+from tests.catalogue import (
     CASES,
     IDS,
     SMALL,
@@ -27,13 +34,6 @@ from catalogue import (
     structures,
     tokens,
 )
-from hypothesis import given, settings
-from torch import nn
-from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
-
-from structlin import StructuredLinear, _product, apply, family, to_cola, to_dense
 
 every_case = pytest.mark.parametrize("case", CASES, ids=IDS)
 every_small_case = pytest.mark.parametrize("case", SMALL, ids=SMALL_IDS)

@@ -5,12 +5,12 @@ import pickle
 
 import pytest
 import torch
-from catalogue import SMALL, SMALL_IDS, einsum_matrix, layer_of, tokens
 from torch import nn
 from torch.nn.utils import parametrize, prune
 from torch.testing import assert_close
 
 from structlin import BTT, TT, Family, Kronecker, LowRank, Structure, StructuredLinear, family
+from tests.catalogue import SMALL, SMALL_IDS, einsum_matrix, layer_of, tokens
 
 every_small_case = pytest.mark.parametrize("case", SMALL, ids=SMALL_IDS)
 

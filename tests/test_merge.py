@@ -66,7 +66,7 @@ def test_slow_rounds_and_the_first_one_do_not_decide(takes):
 
     def cost(layer: nn.Module, x: Tensor) -> float:
         structured.append(layer)
-        return 1000.0 if len(structured) in (1, 3, 6) else 1.0
+        return 1000.0 if len(structured) <= 5 else 1.0  # the first, and four of the nine that count
 
     takes(cost, always(2.0))
     assert isinstance(merge(model, tokens=1)[0], StructuredLinear)

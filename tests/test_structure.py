@@ -7,10 +7,10 @@ from math import prod
 
 import pytest
 import torch
-from catalogue import Drawn, drawn, structures
 from hypothesis import given
 
 from structlin import BTT, TT, BlockDiagonal, Dense, Kronecker, LowRank, Monarch, Structure, apply, to_cola
+from tests.catalogue import Drawn, drawn, structures
 
 ROLES = ("batch", "fan_out", "fan_in", "repeat")
 

@@ -1,4 +1,4 @@
-"""Every trap that was met on a real model: handled, or refused with its reason. Source: notes/ecosystem.md, 1.1-1.3."""
+"""Every trap that was met on a real model: handled, or refused with its reason."""
 
 import copy
 import warnings
@@ -6,16 +6,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from structlin import BTT, StructuredLinear, convert, plan, to_dense_
+from structlin import BTT, LowRank, StructuredLinear, convert, merge, plan, to_dense_
 from tests.models import GPT, snapshot
 
 
 class FunctionalReader(nn.Module):
-    """timm's BEiT, SwinV2 and EVA02 read `self.qkv.weight` and never call the layer; Mamba does the same."""
+    """timm's BEiT, SwinV2 and EVA02, and Mamba, read `self.qkv.weight` and never call the layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,27 +64,137 @@ def quantised(layer: nn.Linear) -> None:
     layer.weight = nn.Parameter(torch.zeros(16, 16).as_subclass(Int8Tensor), requires_grad=False)
 
 
+def reshaped(layer: nn.Linear) -> None:
+    layer.weight = nn.Parameter(torch.zeros(8, 16))
+
+
+def buffered(layer: nn.Linear) -> None:
+    bias = layer.bias.detach()
+    del layer.bias
+    layer.register_buffer("bias", bias)
+
+
 def scaled(layer: nn.Linear) -> None:
     layer.scale = nn.Parameter(torch.ones(16))
     layer.register_buffer("mask", torch.ones(16))
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
-    "attention of torch.nn": (lambda: nn.MultiheadAttention(16, 2), "out_proj", "belongs to nn.MultiheadAttention"),
-    "experts as one parameter": (Experts, "experts.gate_up_proj", "parameters, no linear layers, and stay dense"),
+    "attention of torch.nn": (
+        lambda: nn.MultiheadAttention(16, 2),
+        "out_proj",
+        "belongs to nn.MultiheadAttention",
+    ),
+    "experts as one parameter": (
+        Experts,
+        "experts.gate_up_proj",
+        "parameters, no linear layers, and stay dense",
+    ),
     "LoRA base": (LoRA, "base_layer", "belongs to an adapter"),
     "LoRA adapter": (LoRA, "lora_A.*", "belongs to an adapter"),
     "quantised": (lambda: layer_of(quantised), "it", "has a weight of type Int8Tensor"),
-    "parametrised": (lambda: layer_of(nn.utils.parametrizations.spectral_norm), "it", "Parametrized"),
-    "pruned": (lambda: layer_of(lambda m: prune.random_unstructured(m, "weight", 0.5)), "it", "no weight parameter"),
-    "forward hook": (lambda: layer_of(lambda m: m.register_forward_hook(lambda *_: None)), "it", "has hooks"),
-    "backward hook": (lambda: layer_of(lambda m: m.register_full_backward_hook(lambda *_: None)), "it", "has hooks"),
-    "patched forward": (lambda: layer_of(offloaded), "it", "has a forward of its own"),
-    "more parameters": (lambda: layer_of(scaled), "it", "more than a layer of its kind has, .* lost: scale, mask"),
+    "parametrised": (
+        lambda: layer_of(nn.utils.parametrizations.spectral_norm),
+        "it",
+        "Parametrized",
+    ),
+    "pruned": (
+        lambda: layer_of(lambda m: prune.random_unstructured(m, "weight", 0.5)),
+        "it",
+        "no weight parameter",
+    ),
+    "forward hook": (
+        lambda: layer_of(lambda m: m.register_forward_hook(lambda *_: None)),
+        "it",
+        "has hooks",
+    ),
+    "backward hook": (
+        lambda: layer_of(lambda m: m.register_full_backward_hook(lambda *_: None)),
+        "it",
+        "has hooks",
+    ),
+    "state-dict hook": (
+        lambda: layer_of(lambda m: m.register_state_dict_post_hook(lambda *_: None)),
+        "it",
+        "has hooks, which would be lost: _state_dict_hooks",
+    ),
+    "state-dict pre-hook": (
+        lambda: layer_of(lambda m: m.register_state_dict_pre_hook(print)),
+        "it",
+        "has hooks, which would be lost: _state_dict_pre_hooks",
+    ),
+    "loading hook": (
+        lambda: layer_of(lambda m: m.register_load_state_dict_pre_hook(print)),
+        "it",
+        "has hooks, which would be lost: _load_state_dict_pre_hooks",
+    ),
+    "hook after loading": (
+        lambda: layer_of(lambda m: m.register_load_state_dict_post_hook(print)),
+        "it",
+        "has hooks, which would be lost: _load_state_dict_post_hooks",
+    ),
+    "weight's hook": (
+        lambda: layer_of(lambda m: m.weight.register_hook(lambda grad: 2 * grad)),
+        "it",
+        "has hooks on its weight, which would be lost",
+    ),
+    "weight's hook after accumulation": (
+        lambda: layer_of(lambda m: m.weight.register_post_accumulate_grad_hook(print)),
+        "it",
+        "has hooks on its weight, which would be lost",
+    ),
+    "weight's attribute": (
+        lambda: layer_of(lambda m: setattr(m.weight, "lr_scale", 3.0)),
+        "it",
+        "has attributes on its weight, which would be lost: lr_scale",
+    ),
+    "attribute of ours": (
+        lambda: layer_of(lambda m: setattr(m, "cores", 3)),
+        "it",
+        "has an attribute 'cores', a name that StructuredLinear needs",
+    ),
+    "patched method": (
+        lambda: layer_of(lambda m: setattr(m, "extra_repr", str)),
+        "it",
+        "has methods of its own, .* lost: extra_repr",
+    ),
+    "changed weight": (
+        lambda: layer_of(reshaped),
+        "it",
+        r"has a weight of shape \(8, 16\), no longer that of the layer: \(16, 16\)",
+    ),
+    "changed bias": (
+        lambda: layer_of(lambda m: setattr(m, "bias", nn.Parameter(torch.zeros(1)))),
+        "it",
+        r"has a bias of shape \(1,\), not \(out_features,\) = \(16,\)",
+    ),
+    "bias as a buffer": (
+        lambda: layer_of(buffered),
+        "it",
+        "more than a layer of its kind has, .* lost: bias",
+    ),
+    "patched forward": (
+        lambda: layer_of(offloaded),
+        "it",
+        "has methods of its own, offloaded or patched, which would be lost: forward",
+    ),
+    "more parameters": (
+        lambda: layer_of(scaled),
+        "it",
+        "more than a layer of its kind has, .* lost: scale, mask",
+    ),
     "mup": (lambda: layer_of(infshape), "it", "width of the mup package"),
-    "converted already": (lambda: nn.ModuleDict({"it": StructuredLinear(16, 16)}), "it", "is structured already"),
+    "converted already": (
+        lambda: nn.ModuleDict({"it": StructuredLinear(16, 16)}),
+        "it",
+        "is structured already",
+    ),
     "tied": (lambda: GPT(tied=True), "lm_head", "shares its weight with wte; untie=True"),
-    "lazy": (lambda: nn.ModuleDict({"it": nn.LazyLinear(16), "other": nn.Linear(16, 16)}), "it", "is a LazyLinear"),
+    "lazy": (
+        lambda: nn.ModuleDict({"it": nn.LazyLinear(16), "other": nn.Linear(16, 16)}),
+        "it",
+        "is a LazyLinear",
+    ),
 }  # fmt: skip
 
 
@@ -97,7 +208,9 @@ def test_what_cannot_be_converted_is_refused_when_it_is_named(trap):
     assert [(key, id(module)) for key, module in model.named_modules()] == modules
 
 
-@pytest.mark.parametrize("trap", ["quantised", "parametrised", "pruned", "forward hook", "patched forward", "mup"])
+@pytest.mark.parametrize(
+    "trap", ["quantised", "parametrised", "pruned", "forward hook", "weight's hook", "patched forward", "mup"]
+)
 def test_what_cannot_be_converted_is_skipped_with_its_reason_when_it_is_not_named(trap):
     build, name, reason = REFUSED[trap]
     model = build()
@@ -107,10 +220,153 @@ def test_what_cannot_be_converted_is_skipped_with_its_reason_when_it_is_not_name
     assert isinstance(model["other"], StructuredLinear)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
-def test_a_compiled_model_is_refused():
-    with pytest.raises(ValueError, match=r"wrapped by torch.compile, .*: unwrap the model"):
-        convert(torch.compile(GPT()), BTT())
+KEPT: dict[str, tuple[Callable[[StructuredLinear], object], str]] = {
+    "hook": (lambda m: m.register_forward_hook(print), "has hooks, which would be lost: _forward_hooks"),
+    "state-dict hook": (lambda m: m.register_state_dict_post_hook(lambda *_: None), "has hooks, .*_state_dict_hooks"),
+    "core's hook": (lambda m: m.cores[1].register_hook(lambda grad: 2 * grad), "has hooks on its cores.1"),
+    "core's attribute": (lambda m: setattr(m.cores[0], "lr_scale", 3.0), "attributes on its cores.0, .*: lr_scale"),
+    "hook of the list": (lambda m: m.cores.register_forward_pre_hook(print), "has hooks, .*_forward_pre_hooks"),
+    "more parameters": (scaled, "has more than a layer of its kind has, .* lost: scale, mask"),
+    "pruned core": (lambda m: prune.l1_unstructured(m.cores, "0", 0.5), r"lost: cores\.0_orig, cores\.0_mask"),
+    "parametrised core": (
+        lambda m: nn.utils.parametrize.register_parametrization(m.cores, "0", nn.Identity()),
+        r"lost: cores\.parametrizations",
+    ),
+    "patched forward": (offloaded, "has methods of its own, offloaded or patched, which would be lost: forward"),
+}
+
+
+@pytest.mark.parametrize("trap", KEPT)
+def test_a_structured_layer_that_would_lose_something_does_not_become_dense(trap):
+    change, reason = KEPT[trap]
+    model = nn.Sequential(StructuredLinear(16, 16), StructuredLinear(16, 16))
+    change(model[1])
+    modules = list(model.modules())
+    with pytest.raises(ValueError, match=f"layer '1' .*{reason}"):
+        to_dense_(model)
+    assert list(model.modules()) == modules
+
+
+def test_a_subclass_of_the_layer_does_not_become_dense():
+    class Scaled(StructuredLinear):
+        pass
+
+    model = nn.Sequential(Scaled(16, 16))
+    with pytest.raises(ValueError, match="layer '0' is a Scaled: its own behaviour would be lost"):
+        to_dense_(model)
+    assert type(model[0]) is Scaled
+
+
+def test_attributes_of_a_layer_and_hooks_of_its_bias_go_there_and_back():
+    model, grads = nn.Sequential(nn.Linear(16, 16)), []
+    model[0].RESIDUAL_SCALE = 0.5
+    model[0].bias.register_hook(grads.append)
+    for change in (lambda: convert(model, BTT()), lambda: to_dense_(model)):
+        change()
+        assert model[0].RESIDUAL_SCALE == 0.5
+        model(torch.ones(2, 16)).sum().backward()
+        assert torch.equal(grads.pop(), torch.full((16,), 2.0))
+    assert type(model[0]) is nn.Linear
+    assert set(vars(model[0])) == {*vars(nn.Linear(1, 1)), "RESIDUAL_SCALE"}
+
+
+@pytest.mark.parametrize("attribute", ["_is_hf_initialized", "_dynamo_static_input_type"])
+def test_what_loading_and_compiling_leave_on_a_weight_is_no_obstacle(attribute):
+    layer = nn.Linear(16, 16)
+    setattr(layer.weight, attribute, True)
+    assert isinstance(convert(layer, BTT()), StructuredLinear)
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def shard(module: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(module, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "torch.compile": torch.compile,
+    "DataParallel": nn.DataParallel,
+    "DistributedDataParallel": nn.parallel.DistributedDataParallel,
+    "FullyShardedDataParallel": shard,
+}
+CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "convert": lambda model: convert(model, LowRank(rank=2)),
+    "plan": lambda model: plan(model, LowRank(rank=2)),
+    "to_dense_": to_dense_,
+    "merge": lambda model: merge(model, tokens=1),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_model_that_is_wrapped_or_has_a_wrapped_part_is_refused(wrapper, change, one_process):
+    part = nn.Sequential(nn.Linear(16, 16), StructuredLinear(16, 16))
+    wrapped = WRAPPERS[wrapper](part)
+    modules = list(part.modules())
+    with pytest.raises(ValueError, match=f"the model itself is wrapped by {wrapper}, .*: unwrap"):
+        CHANGES[change](wrapped)
+    with pytest.raises(ValueError, match=f"model=ModuleDict: inside.it is wrapped by {wrapper}, "):
+        CHANGES[change](nn.ModuleDict({"inside": nn.ModuleDict({"it": wrapped})}))
+    assert list(part.modules()) == modules
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_inference_mode_is_refused(change):
+    model = nn.Sequential(nn.Linear(16, 16), StructuredLinear(16, 16))
+    modules = list(model.modules())
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"torch\.inference_mode .* leave that mode"):
+        CHANGES[change](model)
+    assert list(model.modules()) == modules
+
+
+def test_a_plan_is_not_applied_under_inference_mode_and_can_be_afterwards():
+    planned = plan(nn.Linear(16, 16), BTT())
+    with torch.inference_mode(), pytest.raises(ValueError, match="leave that mode"):
+        planned.apply()
+    assert not planned.apply().cores[0].is_inference()
+
+
+def add_in_place(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight[0] += 1e-3
+
+
+def add_to_data(weight: nn.Parameter) -> None:
+    weight.data.mul_(1.001)
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("change", [add_in_place, add_to_data])
+def test_a_plan_whose_budget_was_spent_on_other_weights_is_refused(change, calibrated):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    options = {"calibration": [torch.randn(50, 16)]} if calibrated else {}
+    planned = plan(model, LowRank(rank=1), budget=0.5, **options)
+    change(model[1].weight)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match="layer '1' got other weights after this plan; make a new one"):
+        planned.apply()
+    assert snapshot(model) == before
+    plan(model, LowRank(rank=1), budget=0.5, **options).apply()
+    assert isinstance(model[1], StructuredLinear)
+
+
+def test_a_plan_whose_layer_was_hooked_since_is_refused():
+    model = nn.Sequential(nn.Linear(16, 16))
+    planned = plan(model, BTT())
+    model[0].weight.register_hook(lambda grad: 2 * grad)
+    with pytest.raises(ValueError, match=r"layer '0' has hooks on its weight.* after this plan"):
+        planned.apply()
+    assert type(model[0]) is nn.Linear
 
 
 def test_experts_held_as_one_parameter_are_said_to_stay_dense():
@@ -128,7 +384,10 @@ def encoder() -> nn.Module:
 READERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "functional qkv": (FunctionalReader, (2, 5, 16)),
     "TransformerEncoder": (encoder, (2, 5, 32)),
-    "TransformerDecoderLayer": (lambda: nn.TransformerDecoderLayer(32, 2, 64, 0.0, batch_first=True), (2, 5, 32)),
+    "TransformerDecoderLayer": (
+        lambda: nn.TransformerDecoderLayer(32, 2, 64, 0.0, batch_first=True),
+        (2, 5, 32),
+    ),
 }  # fmt: skip
 
 

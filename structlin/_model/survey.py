@@ -116,6 +116,16 @@ def require_replaceable(model: nn.Module) -> None:
             )
 
 
+def require_unchanged(model: nn.Module, layers: Iterable[Layer]) -> None:
+    """Refuse layers that are no longer in `model`, or would by now lose something."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for layer in layers:
+        replaced = any(modules.get(name) is not layer.module for name in layer.names)
+        reason = "was replaced" if replaced else find_loss(layer.module)
+        if reason:
+            raise ValueError(f"layer {layer.name!r} {reason} after this plan; make a new one")
+
+
 def linear_layers(model: nn.Module) -> list[Layer]:
     """Every linear layer of `model`, each once, in the order of `named_modules`."""
     names: dict[nn.Module, list[str]] = defaultdict(list)
@@ -214,7 +224,7 @@ def _find_obstacle(layer: Layer, parents: list[nn.Module]) -> str:
     if type(weight) is not nn.Parameter or not weight.is_floating_point():
         return f"has a weight of type {type(weight).__name__} and dtype {weight.dtype}"
     if hasattr(weight, "infshape"):
-        return "carries a width of the mup package (infshape): train it with structlin's param_groups(base=) instead"
+        return "carries a width of the mup package (infshape): train it with param_groups(base=)"
     if 0 in weight.shape:
         return f"has a weight of shape {tuple(weight.shape)}"
     wanted = (layer.out_features, layer.in_features)
@@ -239,7 +249,7 @@ def find_loss(module: nn.Module) -> str:
             return f"has hooks, which would be lost: {', '.join(hooks)}"
         patched = [name for name in vars(part) if hasattr(type(part), name)]
         if patched:
-            return f"has a {patched[0]} of its own (offloaded or patched), which would be lost"
+            return f"has methods of its own, offloaded or patched, which would be lost: {patched[0]}"
     bias = module._parameters.get("bias")  # which stays the same parameter
     for name, parameter in module.named_parameters():
         if parameter is bias:

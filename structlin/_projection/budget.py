@@ -36,7 +36,7 @@ def check_budget(budget: float | None, of: str) -> None:
     """Raises: ValueError: `budget` is no fraction; `of` is unknown, or given without a budget."""
     number = isinstance(budget, int | float) and not isinstance(budget, bool)
     if budget is not None and not (number and 0 < budget <= 1):
-        raise ValueError(f"budget={budget!r} must be a fraction of the parameters or FLOPs, above 0 and at most 1")
+        raise ValueError(f"budget={budget!r} must be a fraction of the parameters or FLOPs, above 0, at most 1")
     if of not in NAMES or (budget is None and of != "params"):
         known = " or ".join(map(repr, NAMES))
         raise ValueError(f"budget_of={of!r}: it is {known}, and goes with a budget, for example budget=0.5")

@@ -1,9 +1,11 @@
 """Atoms: the modules that have weights. Each holds an ordinary layer, which is what optimizers and `convert` see.
 
-The norm of a weight is that of the operator that it is: RMS -> RMS for matrices, the largest RMS of a vector for
-embeddings. At initialisation it is 1, and all singular values are equal. No atom has a bias.
+The norm of a weight is that of the operator that it is: RMS -> RMS for matrices, the largest RMS of
+a vector for embeddings. At initialisation it is 1, and all singular values are equal. No atom has a
+bias.
 
-Sources: Large et al. 2024 (arXiv:2405.14813), appendix B.2; Bernstein & Newhouse 2024 (arXiv:2410.21265), section 4.
+Sources: Large et al. 2024 (arXiv:2405.14813), appendix B.2; Bernstein & Newhouse 2024
+    (arXiv:2410.21265), section 4.
 """
 
 from collections.abc import Sequence
@@ -22,8 +24,8 @@ from .module import Atom, Attributes, Term, Width, chain, single
 class Linear(Atom):
     """y = W x, with W dense or, as `Structured` or after `convert`, structured.
 
-    The norm is sqrt(fan_in / fan_out) |W|_2; a structured W is the composite of its cores, the norm of each is the
-    largest of its blocks', and they share its mass: equally, or as `masses` says.
+    The norm is sqrt(fan_in / fan_out) |W|_2; a structured W is the composite of its cores, the norm
+    of each is the largest of its blocks', and they share its mass: equally, or as `masses` says.
 
     Args:
         mass: its share of a network's learning; 0 freezes it.
@@ -166,8 +168,8 @@ class Embed(Atom):
 class Conv2D(Atom):
     """Convolution of images `(batch, channels, height, width)`; features are the channels.
 
-    The norm is k^2 sqrt(c_in / c_out) times the largest |W_ij|_2 of the k^2 slices of the kernel. Each slice is
-    initialised semi-orthogonal, so that this norm is 1.
+    The norm is k^2 sqrt(c_in / c_out) times the largest |W_ij|_2 of the k^2 slices of the kernel.
+    Each slice is initialised semi-orthogonal, so that this norm is 1.
 
     Args:
         padding: zeros around the image; None keeps its size where stride is 1 and `kernel` odd.

@@ -1,9 +1,10 @@
 """Bonds: what a network does between its weights. Each class says its sensitivity, and gamma, its sharpness.
 
-They are bounds for inputs of RMS at most 1, but for these. RMSDivide stretches what is smaller: its numbers are for
-inputs of RMS 1. ReLU and GELU can pass a perturbation whole: 1 / sqrt 2 is what MN takes, the RMS gain on inputs of
-either sign in equal number, and GELU's gamma is for perturbations with entries of at most 1. And one head that
-SplitHeads gives may have a larger RMS than all of them together.
+They are bounds for inputs of RMS at most 1, but for these. RMSDivide stretches what is smaller: its
+numbers are for inputs of RMS 1. ReLU and GELU can pass a perturbation whole: 1 / sqrt 2 is what MN
+takes, the RMS gain on inputs of either sign in equal number, and GELU's gamma is for perturbations
+with entries of at most 1. And one head that SplitHeads gives may have a larger RMS than all of them
+together.
 
 Source: Large et al. 2024 (arXiv:2405.14813), appendix B.3 and B.4.
 """
@@ -94,8 +95,8 @@ def LayerNorm(dim: Dims = -1) -> Composite:  # noqa: N802
 class FunctionalAttention(Bond):
     """(q, k, v) -> softmax(q k^T / d) v, each `(..., heads, tokens, d)`; without weights.
 
-    Divided by d and not by sqrt(d), it has sensitivity 1 and gamma 3 where the queries, keys and values of each head
-    have RMS at most 1 (MN, appendix B).
+    Divided by d and not by sqrt(d), it has sensitivity 1 and gamma 3 where the queries, keys and
+    values of each head have RMS at most 1 (MN, appendix B).
     """
 
     gamma = 3.0

@@ -1,6 +1,7 @@
 """Masses for `optim.Muon` and `optim.Normed`: of a module of the algebra, or of any model by name or role.
 
-Source: Large et al. 2024 (arXiv:2405.14813), section 3. What is not written in the algebra is taken for
+Source: Large et al. 2024 (arXiv:2405.14813), section 3. What is not written in the algebra is taken
+    for
 a tuple of layers.
 """
 
@@ -24,18 +25,19 @@ def masses(model: nn.Module, rules: Mapping[str, float] | None = None) -> dict[s
     Of a module of the algebra, without `rules`: mass / (M * later sensitivities). Without momentum
     `Muon(net, masses=masses(net))` then makes the steps of `net.dualize()`.
 
-    Of any other model by the rule of a tuple, mass / M. Each rule gives its mass to all the layers that it matches
-    together. The blocks among them, layers that have a name up to its first number in common, get equal parts of
-    it, and so do the layers of a block. What is frozen counts nothing.
+    Of any other model by the rule of a tuple, mass / M. Each rule gives its mass to all the layers
+    that it matches together. The blocks among them, layers that have a name up to its first number
+    in common, get equal parts of it, and so do the layers of a block. What is frozen counts
+    nothing.
 
     Args:
-        rules: role ("ffn", "attention", "other", "head", "embedding", "router") or glob over names -> mass; the first
-            that matches a layer holds.
+        rules: role ("ffn", "attention", "other", "head", "embedding", "router") or glob over names
+            -> mass; the first that matches a layer holds.
 
     Raises:
-        ValueError: a mass that is not positive and finite; a rule that matches no layer but those of
-            rules before it; a layer that no rule matches; a trainable weight of the algebra with mass
-            zero.
+        ValueError: a mass that is not positive and finite; a rule that matches no layer but those
+            of rules before it; a layer that no rule matches; a trainable weight of the algebra with
+            mass zero.
         TypeError: `rules` for a module of the algebra, or none for another.
 
     >>> from structlin.optim import Muon
@@ -55,10 +57,11 @@ def masses(model: nn.Module, rules: Mapping[str, float] | None = None) -> dict[s
 
 
 def _of_algebra(model: Module) -> dict[str, Any]:
+    layers = {info.name: info.layer for info in parameters_of(model)}
     lengths = defaultdict[str, list[float]](list)
     for name, length in model.lengths().items():
         if length:
-            lengths[_layer(name)].append(length)
+            lengths[layers[name]].append(length)
         elif model.get_parameter(name).requires_grad:
             raise ValueError(f"{name!r} has mass 0: optimizers take no such; freeze it with requires_grad_(False)")
     return {layer: cores[0] if len(cores) == 1 else tuple(cores) for layer, cores in lengths.items()}
@@ -87,11 +90,6 @@ def _of_rules(model: nn.Module, rules: Mapping[str, float]) -> dict[str, float]:
         raise ValueError(f"rules: {idle[0]!r} matches no trainable layer that no rule before it matches")
     total = sum(rules.values())
     return {layer: rules[rule] / total / blocks[rule] / layers[rule, block] for layer, (rule, block) in chosen.items()}
-
-
-def _layer(parameter: str) -> str:
-    """The name of the layer that owns a weight."""
-    return re.sub(r"(^|\.)cores$", "", parameter.rpartition(".")[0])
 
 
 def _block(layer: str) -> str:

@@ -1,10 +1,12 @@
 """The algebra of modules: mass, sensitivity, sharpness and the modular norm follow the expression that is a network.
 
-The mass m of a module says how much of the learning is its own, the sensitivity mu by how much it amplifies what it is
-given, and the sharpness (alpha, beta, gamma) bounds its second derivatives. Activations are measured by the RMS of
-their features, the largest over all other dimensions; a tuple of them by the sum.
+The mass m of a module says how much of the learning is its own, the sensitivity mu by how much it
+amplifies what it is given, and the sharpness (alpha, beta, gamma) bounds its second derivatives.
+Activations are measured by the RMS of their features, the largest over all other dimensions; a
+tuple of them by the sum.
 
-Sources: Large et al. 2024, "Scalable Optimization in the Modular Norm" (arXiv:2405.14813), called MN here; Bernstein &
+Sources: Large et al. 2024, "Scalable Optimization in the Modular Norm" (arXiv:2405.14813), called
+    MN here; Bernstein &
 Newhouse 2024, "Modular Duality in Deep Learning" (arXiv:2410.21265), called MD.
 """
 
@@ -89,12 +91,13 @@ class Term:
 class Module(nn.Module):
     """An ordinary nn.Module that also knows its modular norm. What is not an atom or a bond is an expression of those.
 
-    `M2 @ M1` applies M1 first; `(M1, M2)`, where a module is expected, gives both the same input; `M1 + M2` adds what
-    they give; `a * M` scales it; `M ** L` applies L independent copies of M, each with weights drawn anew.
+    `M2 @ M1` applies M1 first; `(M1, M2)`, where a module is expected, gives both the same input;
+    `M1 + M2` adds what they give; `a * M` scales it; `M ** L` applies L independent copies of M,
+    each with weights drawn anew.
 
     Raises:
-        ValueError: widths that do not fit, where they are known; a factor of zero; a negative power; an expression in
-            which a weight appears twice: its mass would count twice.
+        ValueError: widths that do not fit, where they are known; a factor of zero; a negative
+            power; an expression in which a weight appears twice: its mass would count twice.
         TypeError: something in the expression that is no module of the algebra.
 
     >>> from structlin.modular import Linear, ReLU
@@ -172,8 +175,8 @@ class Module(nn.Module):
     def norm(self, update: Weights) -> Tensor:
         """The modular norm of an update `{name: tensor}`, a 0-D tensor: the largest |w| / length of its weights.
 
-        What is left out counts as zero. Hence for M2 o M1 max(mu2 (M/m1) |w1|, (M/m2) |w2|), and for a tuple
-        max((M/m1) |w1|, (M/m2) |w2|). A weight of mass zero is frozen: its term is 0.
+        What is left out counts as zero. Hence for M2 o M1 max(mu2 (M/m1) |w1|, (M/m2) |w2|), and
+        for a tuple max((M/m1) |w1|, (M/m2) |w2|). A weight of mass zero is frozen: its term is 0.
         """
         measured = self._measured(update)
         norms = [term.atom.weight_norm(weight) / length for term, length, weight in measured if length]
@@ -186,14 +189,16 @@ class Module(nn.Module):
         """Of all updates of modular norm `target` the one with the largest inner product with `gradients`.
 
         Args:
-            gradients: `{name: tensor}`; None: those of the parameters, where they have one. Zero maps to zero.
+            gradients: `{name: tensor}`; None: those of the parameters, where they have one. Zero
+                maps to zero.
             method: of the polar factor, see `structlin.dualize`.
 
         Returns:
             What to subtract, by name, for the weights that have a gradient.
 
         Raises:
-            ValueError: no gradient at all; a name that is no weight of the module, or a tensor of another shape.
+            ValueError: no gradient at all; a name that is no weight of the module, or a tensor of
+                another shape.
         Source: MD, proposition 1 and section 4.3.
         """
         if gradients is None:
@@ -220,8 +225,9 @@ class Module(nn.Module):
     def normalize(self, update: Weights, *, target: float = 1.0) -> dict[str, Tensor]:
         """`update` with each weight's part divided by its norm, so that the whole has modular norm `target`.
 
-        Spectral norms are those of `duality.spectral_bound`: never too small, 0.3 % too large on average, so that the
-        norm is not above `target`. Zero maps to zero, and so does what has mass zero.
+        Spectral norms are those of `duality.spectral_bound`: never too small, 0.3 % too large on
+        average, so that the norm is not above `target`. Zero maps to zero, and so does what has
+        mass zero.
 
         Raises:
             ValueError: a name that is no weight of the module, or a tensor of another shape.

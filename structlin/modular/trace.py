@@ -1,8 +1,8 @@
 """`trace`: the modular norm of an ordinary model, from its exported graph. Going beyond the papers.
 
-The graph is read as an expression of the algebra. Its layers are atoms. An operation with several inputs is a bond
-after the tuple of them; each of these is an expression of what they all depend on, their nearest common dominator. So
-`x + f(x)` is `(Identity, f)`, then addition: sensitivities add.
+The graph is read as an expression of the algebra. Its layers are atoms. An operation with several
+inputs is a bond after the tuple of them; each of these is an expression of what they all depend on,
+their nearest common dominator. So `x + f(x)` is `(Identity, f)`, then addition: sensitivities add.
 """
 
 import warnings
@@ -408,8 +408,9 @@ def _largest(factor: Any) -> float:
 class Traced(Module):
     """An ordinary model with the modular norm of its graph. Calling it calls the model, whose layers are its atoms.
 
-    Weights have the names that they have in the model, so that it is not for use inside of other expressions.
-    `expression` says how they are put together; its bonds are known by their bounds alone, it is not for calling.
+    Weights have the names that they have in the model, so that it is not for use inside of other
+    expressions. `expression` says how they are put together; its bonds are known by their bounds
+    alone, it is not for calling.
     """
 
     expression: Module
@@ -465,30 +466,32 @@ def trace(
 
     What is taken for what:
 
-    - nn.Linear, `StructuredLinear`, nn.Embedding, nn.Conv2d: atoms, which hold the model's own layers. Atoms and bonds
-      of the algebra inside of the model are themselves.
-    - views, choices of elements, means, pooling, dropout: sensitivity 1. The n equal parts of a fused projection have
-      sensitivity n together, as n projections have.
+    - nn.Linear, `StructuredLinear`, nn.Embedding, nn.Conv2d: atoms, which hold the model's own
+      layers. Atoms and bonds of the algebra inside of the model are themselves.
+    - views, choices of elements, means, pooling, dropout: sensitivity 1. The n equal parts of a
+      fused projection have sensitivity n together, as n projections have.
     - sums, differences, concatenation: the norms of the inputs add. x - mean(x) has sensitivity 1.
     - biases and whatever else is added that depends on no input: shifts, of no effect.
-    - products with constants: their absolute value. Gains (of norms, of layer scale) count as the largest that they are
-      now, and have no mass: `Muon` trains gains and biases apart.
-    - relu, gelu, abs, layer and RMS norm, attention: as the bonds of the algebra. Its attention is scaled by 1 / d;
-      scaled by c / d, as by 1 / sqrt(d), it has sensitivity c.
-    - positions, an embedding of what is not the input: a function of the input where that is tokens, as MN has it; a
-      constant, of sensitivity 0, elsewhere.
+    - products with constants: their absolute value. Gains (of norms, of layer scale) count as the
+      largest that they are now, and have no mass: `Muon` trains gains and biases apart.
+    - relu, gelu, abs, layer and RMS norm, attention: as the bonds of the algebra. Its attention is
+      scaled by 1 / d; scaled by c / d, as by 1 / sqrt(d), it has sensitivity c.
+    - positions, an embedding of what is not the input: a function of the input where that is
+      tokens, as MN has it; a constant, of sensitivity 0, elsewhere.
 
     Args:
-        example: input; a mapping is passed as keywords, a tuple or list as positions, anything else as one argument.
-        masses: role or glob over layer names -> mass, see `modular.masses`; None: 1 for each layer. A frozen layer has
-            mass 0.
-        sensitivities: operation (torch.ops.aten.softmax, or its name), or class of modules -> by how much it amplifies
-            the sum of the norms of its inputs; or that and gamma, see `Sharpness`, which is NaN without. It goes before
-            what is known.
+        example: input; a mapping is passed as keywords, a tuple or list as positions, anything else
+            as one argument.
+        masses: role or glob over layer names -> mass, see `modular.masses`; None: 1 for each layer.
+            A frozen layer has mass 0.
+        sensitivities: operation (torch.ops.aten.softmax, or its name), or class of modules -> by
+            how much it amplifies the sum of the norms of its inputs; or that and gamma, see
+            `Sharpness`, which is NaN without. It goes before what is known.
 
     Raises:
-        ValueError: operations without a known sensitivity, all of them named; a weight that would count twice (shared,
-            called twice, or in branches that cross); a model that torch.export can not export.
+        ValueError: operations without a known sensitivity, all of them named; a weight that would
+            count twice (shared, called twice, or in branches that cross); a model that torch.export
+            can not export.
         TypeError: `model` is not a module.
 
     >>> from structlin.modular import masses

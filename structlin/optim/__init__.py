@@ -1,8 +1,8 @@
-"""Training: learning rates for any torch optimizer (`param_groups`), the duality-based `Muon`, and `Normed`."""
+"""Training: rates for any torch optimizer (`param_groups`), the duality-based `Muon`, `Normed`."""
 
-from .distributed import shard_placement_fn
-from .groups import param_groups
-from .muon import Muon
-from .normed import Normed
+from ._groups import param_groups
+from ._muon import Muon
+from ._normed import Normed
+from ._sharding import shard_placement_fn
 
 __all__ = ["Muon", "Normed", "param_groups", "shard_placement_fn"]

@@ -1,6 +1,6 @@
 """What the fault tests share: how long they run, models that tell of a torn file, and processes.
 
-STRUCTLIN_FAULTS=20 runs twenty times as many rounds, kills, mutations and steps as continuous integration does.
+STRUCTLIN_FAULTS=20 runs twenty times as many rounds, kills, mutations and steps as usual.
 """
 
 import hashlib

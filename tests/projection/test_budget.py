@@ -1,4 +1,4 @@
-"""allocate: the cheap search against the search that solves every candidate, and against the best of all choices."""
+"""allocate: the cheap search against solving every candidate, and the best of all choices."""
 
 from itertools import product
 from math import sqrt

@@ -85,7 +85,7 @@ def test_what_is_saved_is_what_the_layers_are_and_not_what_they_were(tmp_path):
     assert torch.equal(logits(loaded, "llama"), logits(model, "llama"))
 
 
-# ---- a part that was converted ---------------------------------------------------------------------
+# ---- a part that was converted -------------------------------------------------------------------
 
 
 def assign(model) -> None:
@@ -136,7 +136,7 @@ def test_an_adapter_that_was_merged_into_a_converted_model_leaves_it_one_that_lo
     assert torch.equal(logits(loaded, "llama"), logits(model, "llama"))
 
 
-# Loads every folder that is named, without structlin.hf: the model of the folder's config, and the body alone.
+# Loads each folder without structlin.hf: the model that its config names, and the body alone.
 WITHOUT = """
 import json, sys, transformers
 for folder in sys.argv[1:]:
@@ -166,7 +166,7 @@ def test_loading_without_structlin_hf_is_an_error_and_not_random_weights(importe
     assert "structlin" in done.stderr
 
 
-# ---- other models than the one that was saved ------------------------------------------------------
+# ---- other models than the one that was saved ----------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
@@ -228,7 +228,7 @@ def test_dequantize_of_transformers_is_to_dense():
     torch.testing.assert_close(logits(model, "gpt2"), before, atol=1e-4, rtol=1e-4)
 
 
-# ---- what the file lacks ---------------------------------------------------------------------------
+# ---- what the file lacks -------------------------------------------------------------------------
 
 
 def test_a_checkpoint_that_lacks_cores_is_an_error(tmp_path):

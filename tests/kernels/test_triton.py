@@ -21,7 +21,7 @@ from structlin import BTT, TT, BlockDiagonal, Family, Kronecker, LowRank, Monarc
 from structlin._kernels import triton_check, triton_stages
 
 pytest.importorskip("triton")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BORDER = 4096  # elements; a tile of rows past the end stays inside
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "float16"])

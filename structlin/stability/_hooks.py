@@ -16,7 +16,7 @@ See = Callable[[str, Tensor | None, Tensor], None]
 
 @contextmanager
 def watch_outputs(model: nn.Module, see: See) -> Iterator[None]:
-    """Calls `see(name, input, output)` for each module whose output no module inside of it has made.
+    """Calls `see(name, input, output)` for each module whose output no module inside of it made.
 
     Input and output are the first floating-point tensors of either; an input may be missing.
     """

@@ -261,7 +261,7 @@ def test_equal_shapes_of_all_layers_are_dualized_together(monkeypatch):
         calls.append(len(x))
         return dualize(x, **options)
 
-    monkeypatch.setattr("structlin.optim.muon.dualize", counted)
+    monkeypatch.setattr("structlin.optim._muon.dualize", counted)
     model = convert(GPT(depth=12), BTT())
     moved(model, Muon(model))
     blocks = sum(len(core) for layer in model.modules() if isinstance(layer, StructuredLinear) for core in layer.cores)
@@ -439,6 +439,15 @@ def test_a_layer_added_later_trains_too():
     assert norms(steps["1.cores.0"]).max().item() == pytest.approx(0.1, rel=1e-3)
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": list(model[1].parameters())})
+
+
+def test_adding_the_new_cores_after_convert_does_not_hide_that_the_old_weights_are_gone():
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = Muon(model)
+    convert(model, LowRank(rank=1))
+    optimizer.add_param_group({"params": list(model[0].cores)})
+    with pytest.raises(RuntimeError, match=r"0\.weight no longer belong to the model"):
+        optimizer.step()
 
 
 def test_named_parameters_are_taken_as_torch_takes_them():

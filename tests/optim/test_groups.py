@@ -151,6 +151,13 @@ def test_sgd_rates_follow_fan_out_over_fan_in():
 def test_a_convolution_counts_its_kernel_as_fan_in():
     small, large = nn.Conv2d(8, 8, 3), nn.Conv2d(32, 8, 3)
     assert flat(param_groups(large, 1.0, base=small))["weight"] == 0.25
+    assert flat(param_groups(large, 1.0, base={9 * 32: 9 * 8}))["weight"] == 0.25
+
+
+def test_a_base_that_is_converted_too_has_the_widths_of_its_dense_layers():
+    dense, large = GPT(width=64), convert(GPT(width=256), BTT(), include="ffn")
+    by_dense = param_groups(large, 1.0, base=dense)
+    assert flat(by_dense) == flat(param_groups(large, 1.0, base=convert(GPT(width=64), Kronecker(), include="ffn")))
 
 
 def test_schedulers_keep_the_ratios():

@@ -1,4 +1,4 @@
-"""What `Muon` and `Normed` share: what the parameters are, how long a step is, when none is made."""
+"""What `Muon` and `Normed` share: what parameters are, how long a step is, when none is made."""
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .._linear import StructuredLinear
 from .._model.parameters import ParameterInfo, Weight, parameters_of
-from .distributed import agree, local_part
+from ._sharding import agree, local_part
 
 Masses = Mapping[str, float | tuple[float, ...]]
 SCALES = ("rms", "original", "match_rms_adamw")
@@ -21,6 +21,7 @@ class Roster:
 
     def __init__(self, model: nn.Module, masses: Masses | None) -> None:
         self.model, self.masses = model, masses
+        self.names = dict[Tensor, str]()  # also of parameters that the model has lost since
         self.read()
 
     def read(self) -> None:
@@ -32,7 +33,7 @@ class Roster:
         infos = list(parameters_of(self.model))
         self.shares = share_masses(infos, self.masses or {})
         self.weights: dict[Tensor, Weight] = {info.parameter: info.weight for info in infos}
-        self.names: dict[Tensor, str] = {info.parameter: info.name for info in infos}
+        self.names.update((info.parameter, info.name) for info in infos)
 
     def require_owned(self, params: Iterable[Tensor]) -> None:
         """Raises ValueError if one of `params` belongs to no module of the model."""
@@ -42,8 +43,9 @@ class Roster:
                 raise ValueError(f"a parameter of shape {shape} belongs to no module of {model}")
 
     def require_current(self, groups: Iterable[Mapping[str, list[Tensor]]]) -> None:
-        """Raises RuntimeError if the model has lost one of its parameters since: `convert` took it."""
-        current = {id(parameter) for parameter in self.model.parameters()}
+        """Raises RuntimeError if the model has lost a parameter since: `convert` replaced it."""
+        modules = self.model.modules()
+        current = {id(p) for module in modules for p in module._parameters.values()}
         params = (parameter for group in groups for parameter in group["params"])
         gone = [self.names[parameter] for parameter in params if id(parameter) not in current]
         if gone:

@@ -1,4 +1,4 @@
-"""Parameter groups: the dense model's learning rate, unchanged, for every core of a converted model."""
+"""Parameter groups: the dense model's learning rate, unchanged, for a converted one's cores."""
 
 from collections.abc import Mapping
 from math import inf
@@ -20,7 +20,7 @@ def param_groups(
     base: nn.Module | Mapping[int, int] | None = None,
     structure_aware: bool = True,
 ) -> list[dict[str, Any]]:
-    """Groups for a torch optimizer, so that a structured model trains at the dense model's learning rate.
+    """Groups for a torch optimizer, by which a structured model trains at the dense model's rate.
 
     Each core gets `lr * lr_mult(core)`, everything else `lr`. With `base`, a model tuned at a small
     width transfers to a large one by muP: Adam's rate of a linear layer goes as 1 / in_features,
@@ -30,10 +30,10 @@ def param_groups(
 
     Weight decay is an argument here: the groups carry it, so the optimizer's own argument has no
     effect. It is the same number for every matrix: in decoupled form a step decays by
-    lr * lr_mult * weight_decay, which keeps the balance between update and decay, and so the size at
-    which weights settle, that a dense layer has. Biases, norms, gains and vectors are not decayed, nor
-    is a parameter that `no_weight_decay()` of the model, or of a module in it, names; the name
-    "proj.weight" stands for all cores of a converted `proj`.
+    lr * lr_mult * weight_decay, which keeps the balance between update and decay, and so the size
+    at which weights settle, that a dense layer has. Biases, norms, gains and vectors are not
+    decayed, nor is a parameter that `no_weight_decay()` of the model, or of a module in it, names;
+    the name "proj.weight" stands for all cores of a converted `proj`.
 
     A scheduler that multiplies every group's rate keeps the ratios. One that sets rates of its own
     needs one for each group, as torch has it: `OneCycleLR(max_lr=[g["lr"] for g in groups])`.
@@ -45,16 +45,18 @@ def param_groups(
         base: the same model at the width where `lr` was tuned (layers are matched by name), or a
             mapping of widths to base widths such as {1024: 128, 4096: 512}, for all the widths that
             scale.
-        structure_aware: False gives cores the rate of a dense layer, the naive rule that CBS compares
-            with.
+        structure_aware: False gives cores the rate of a dense layer, the naive rule that CBS
+            compares with.
 
     Returns:
-        A dict for each combination of rate and decay: `params`, `lr`, `weight_decay`, and for reading
+        A dict for each combination of rate and decay: `params`, `lr`, `weight_decay`, and for
+            reading
         `name`, `param_names` and `lr_mult`.
 
     Raises:
         ValueError: no trainable parameter; lr or weight decay out of range; unknown `optimizer`; a
-            layer that `base` lacks; a width of `base` that is not positive, or that no parameter has.
+            layer that `base` lacks; a width of `base` that is not positive, or that no parameter
+            has.
         TypeError: `model` is no module; `base` neither a module nor a mapping of integers.
     Source: Qiu et al. 2024 (arXiv:2406.06248), section 3.2; Yang et al. 2022 (arXiv:2203.03466),
         table 8.
@@ -99,7 +101,8 @@ def param_groups(
         group["params"].append(info.parameter)
         group["param_names"].append(info.name)
     if not groups:
-        raise ValueError(f"model={type(model).__name__} has no trainable parameter: all of them are frozen")
+        name = type(model).__name__
+        raise ValueError(f"model={name} has no trainable parameter: all of them are frozen")
     return list(groups.values())
 
 
@@ -113,7 +116,7 @@ def _core_lr_mult(info: ParameterInfo, optimizer: str) -> float:
 
 
 class _Transfer:
-    """muP across widths: the rate of a parameter relative to that of the same one in the base model."""
+    """muP across widths: the rate of a parameter relative to the same one's in the base model."""
 
     def __init__(self, base: nn.Module | Mapping[int, int] | None, *, sgd: bool) -> None:
         self.sgd = sgd
@@ -170,7 +173,7 @@ def _check_base(base: nn.Module | Mapping[int, int] | None, infos: list[Paramete
     if base is None or isinstance(base, nn.Module):
         return
     if not isinstance(base, Mapping) or not all(isinstance(width, int) for pair in base.items() for width in pair):
-        raise TypeError(f"base={base!r} must be a model, or a mapping of widths to base widths such as {{1024: 128}}")
+        raise TypeError(f"base={base!r} must be a model, or a mapping of widths such as {{1024: 128}}")
     present = {width for info in infos for width in info.parameter.shape}
     for info in infos:
         if info.weight.kind == "matrix":

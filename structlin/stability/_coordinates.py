@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from .._report import Table
 from ..duality import promote
-from .common import PathLike, build_model, describe, format_number, new_figure, require_positive, save_figure, use_seed
-from .hooks import rms_of, rms_over_calls, watch_outputs
+from ._common import PathLike, build_model, describe, format_number, new_figure, require_positive, save_figure, use_seed
+from ._hooks import rms_of, rms_over_calls, watch_outputs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,7 +39,7 @@ class CoordinateRow:
 
 @dataclass(frozen=True)
 class Slope:
-    """Of log RMS against log width; 0 for an RMS of 0 at every width, NaN if one is 0 or not finite."""
+    """Of log RMS against log width; 0 if all RMS are 0, NaN if one of them is, or is not finite."""
 
     layer: str
     quantity: str  #: "output" or "change"
@@ -95,8 +95,10 @@ class CoordinateCheck:
         return table
 
     def plot(self, path: PathLike | None = None) -> "Figure":
-        """RMS after the last step against width, a line per layer, with a legend for those that are not flat; written
-        to `path` if there is one. Needs matplotlib."""
+        """RMS after the last step against width, a line per layer; a file too, if `path` is given.
+
+        The legend has the layers that are not flat.
+        """
         figure, last = new_figure(9, 4), max(row.step for row in self.rows)
         steep = {(slope.layer, slope.quantity): slope for slope in self.not_flat}
         for axis, quantity in zip(figure.subplots(1, 2), ("output", "change"), strict=True):
@@ -128,32 +130,35 @@ def coordinate_check(
     seeds: Iterable[int] = (0, 1, 2),
     tolerance: float = 0.2,
 ) -> CoordinateCheck:
-    """Do the outputs of every layer, and what training changes in them, keep their size as the width grows?
+    """Do every layer's outputs, and what training changes in them, keep their size across widths?
 
-    For each width and seed a model is built, trained for a few steps, and after each one run on the first batch: the
-    RMS of every module's output, and of its change since before training. Both should be as large at every width. A
-    slope of log RMS against log width says how they grow instead: 0.5 for the hidden layers of a model whose rate does
-    not shrink with the width, and after many steps a loss that diverges at some width.
+    For each width and seed a model is built, trained for a few steps, and after each one run on the
+    first batch: the RMS of every module's output, and of its change since before training. Both
+    should be as large at every width. A slope of log RMS against log width says how they grow
+    instead: 0.5 for the hidden layers of a model whose rate does not shrink with the width, and
+    after many steps a loss that diverges at some width.
 
-    The model is measured in the mode that `build` returns it in, with the same random numbers (dropout) each time. A
-    readout that starts at 1 / fan_in, as muP has it, vanishes with width before the first step, and is reported; start
-    it at zero. torch's random state is restored at the end.
+    The model is measured in the mode that `build` returns it in, with the same random numbers
+    (dropout) each time. A readout that starts at 1 / fan_in, as muP has it, vanishes with width
+    before the first step, and is reported; start it at zero. torch's random state is restored at
+    the end.
 
     Args:
         build: width -> model.
         widths: two or more.
-        batches: what `loss` takes; step t trains on the batch number t, from the first again after the last.
+        batches: what `loss` takes; step t trains on the batch number t, from the first again after
+            the last.
         loss: (model, batch) -> 0-D tensor.
-        optimizer: (model, width) -> optimizer, for example
-            `lambda model, width: torch.optim.Adam(structlin.param_groups(model, 1e-3, base={width: 64}))`.
+        optimizer: (model, width) -> optimizer, for example `lambda model, width:
+            torch.optim.Adam(structlin.param_groups(model, 1e-3, base={width: 64}))`.
         steps: of training.
         seeds: of torch, set before `build`; sizes are averaged over them.
         tolerance: of the slopes.
 
     Raises:
-        ValueError: fewer than two widths, a width that is not positive, no batch, no seed, `steps` below 1, a
-            tolerance that is not positive; layers that only one width has; training that changes
-            no output.
+        ValueError: fewer than two widths, a width that is not positive, no batch, no seed, `steps`
+            below 1, a tolerance that is not positive; layers that only one width has; training that
+            changes no output.
         TypeError: `build`, `optimizer` or `loss` returns something else.
 
     >>> def mlp(width):
@@ -162,7 +167,8 @@ def coordinate_check(
     ...     return model(x).square().mean()
     >>> def adam(model, width):  # at one rate for all widths
     ...     return torch.optim.Adam(model.parameters(), lr=1e-2)
-    >>> check = coordinate_check(mlp, [32, 64, 128, 256], [torch.randn(64, 8)], loss=loss, optimizer=adam)
+    >>> widths, batches = [32, 64, 128, 256], [torch.randn(64, 8)]
+    >>> check = coordinate_check(mlp, widths, batches, loss=loss, optimizer=adam)
     >>> sorted({slope.layer for slope in check.not_flat})
     ['2']
     """
@@ -170,7 +176,8 @@ def coordinate_check(
     if len(widths) < 2:
         raise ValueError(f"widths={widths}: a slope needs two different widths or more")
     if not batches or not seeds or steps < 1:
-        raise ValueError(f"batches={len(batches)}, seeds={seeds}, steps={steps}: there must be at least one of each")
+        counts = f"batches={len(batches)}, seeds={seeds}, steps={steps}"
+        raise ValueError(f"{counts}: there must be at least one of each")
     if not tolerance > 0:
         raise ValueError(f"tolerance={tolerance!r} must be positive")
     sizes: dict[tuple[str, int, int], list[tuple[float, float]]] = defaultdict(list)
@@ -179,8 +186,8 @@ def coordinate_check(
             trajectory = list(_trajectory(build, width, batches, loss, optimizer, steps))
         if not any(change for seen in trajectory for _, change in seen.values()):
             raise ValueError(
-                f"optimizer(model, {width}): no output of the model changed in {steps} steps; does it "
-                "have the parameters of that model, at a learning rate above 0?"
+                f"optimizer(model, {width}): no output of the model changed in {steps} steps; does "
+                "it have the parameters of that model, at a learning rate above 0?"
             )
         for step, seen in enumerate(trajectory):
             for layer, pair in seen.items():
@@ -189,7 +196,7 @@ def coordinate_check(
     for width in widths:
         for layer in sorted(layers[width] ^ layers[widths[0]]):
             having, lacking = (width, widths[0]) if layer in layers[width] else (widths[0], width)
-            raise ValueError(f"build: the model of width {having} has a layer {layer!r}, that of {lacking} has none")
+            raise ValueError(f"build: the model of width {having} has {layer!r}, that of {lacking} has none")
     rows = [
         CoordinateRow(*key, *(sum(values) / len(seeds) for values in zip(*pairs, strict=True)))
         for key, pairs in sizes.items()
@@ -205,7 +212,7 @@ def _trajectory(
     make_optimizer: Callable[[nn.Module, int], Optimizer],
     steps: int,
 ) -> Iterator[dict[str, tuple[float, float]]]:
-    """Before training and after each step: the RMS of each module's output on the first batch, and of its change."""
+    """Before training and after each step: RMS of each output on the first batch, of its change."""
     model = build_model(build, width)
     optimizer = make_optimizer(model, width)
     if not isinstance(optimizer, Optimizer):

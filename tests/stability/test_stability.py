@@ -4,6 +4,7 @@ import copy
 import json
 import math
 
+import cola
 import numpy as np
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import structlin
-from structlin import BTT, TT, LowRank, StructuredLinear, convert
+from structlin import BTT, TT, Kronecker, LowRank, Monarch, StructuredLinear, convert
 from structlin.optim import Muon
 from structlin.stability import coordinate_check, lr_sweep, metrics, watch
 from tests.models import GPT
@@ -64,6 +65,33 @@ def test_the_dependency_of_a_structured_layer_is_the_norm_of_its_matrix(structur
     assert found.dependency == pytest.approx(scale * torch.linalg.matrix_norm(layer.to_dense(), 2).item(), rel=1e-3)
     change = layer.to_dense() - before.to_dense()
     assert found.update == pytest.approx(scale * torch.linalg.matrix_norm(change, 2).item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("structure", [BTT(rank=4), Kronecker(), Monarch(blocks=4)], ids=str)
+def test_the_dependency_of_a_structured_layer_is_what_lanczos_finds_on_its_cola_operator(structure):
+    layer = StructuredLinear(144, 144, structure, dtype=torch.float64)
+    operator = structlin.to_cola(layer.structure, [core.detach() for core in layer.cores])
+    lanczos = cola.linalg.Lanczos(max_iters=60)
+    norm = cola.linalg.eigmax(cola.PSD(operator.T @ operator), alg=lanczos).sqrt().item()
+    found = row(metrics(layer, torch.randn(2, 144, dtype=torch.float64)), "StructuredLinear")
+    assert found.dependency == pytest.approx(norm, rel=1e-3)
+
+
+@pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel])
+def test_a_wrapped_model_has_the_layers_of_the_plain_one(wrap):
+    model = convert(GPT(width=16, depth=1), BTT(), include="ffn")
+    tokens = torch.arange(8)[None]
+    plain = {found.layer: found.dependency for found in metrics(model, tokens).rows}
+    model.h[0].mlp = wrap(model.h[0].mlp)
+    assert {found.layer: found.dependency for found in metrics(model, tokens).rows} == plain
+
+
+def test_a_weight_that_is_no_parameter_is_measured_as_what_the_layer_multiplies_by():
+    layer = nn.utils.parametrizations.spectral_norm(diagonal(3.0, 4.0), n_power_iterations=50).eval()
+    x = torch.ones(1, 2, dtype=torch.float64)
+    assert row(metrics(layer, x), "ParametrizedLinear").dependency == pytest.approx(1, rel=1e-3)
+    layer = nn.utils.parametrizations.weight_norm(diagonal(3.0, 4.0))
+    assert row(metrics(layer, x), "ParametrizedLinear").dependency == pytest.approx(4)
 
 
 def test_the_norm_of_a_wide_gaussian_matrix_is_right_though_its_singular_values_are_close():
@@ -427,7 +455,7 @@ def test_an_activation_that_is_not_finite_is_not_flat():
         (
             {"build": lambda width: nn.Sequential(*[nn.Linear(2, 2) for _ in range(width)])},
             ValueError,
-            "the model of width 4 has a layer '2', that of 2 has none",
+            "the model of width 4 has '2', that of 2 has none",
         ),
     ],
 )

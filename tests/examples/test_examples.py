@@ -11,7 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("matplotlib")
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import compare
 import train_gpt

@@ -16,7 +16,7 @@ from structlin.modular.trace import trace
 from structlin.optim import Muon
 from tests.models import GPT
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 
 def derivative(model, x, dx, step=1e-6):

@@ -1,8 +1,8 @@
 """Muon for batched cores: steepest descent under each parameter's own norm, block by block.
 
 Sources: Bernstein & Newhouse 2024, "Modular Duality in Deep Learning" (arXiv:2410.21265); Jordan et
-al. 2024, "Muon"; Large et al. 2024, "Scalable Optimization in the Modular Norm" (arXiv:2405.14813) for
-masses.
+al. 2024, "Muon"; Large et al. 2024, "Scalable Optimization in the Modular Norm" (arXiv:2405.14813)
+for masses.
 """
 
 from collections import defaultdict
@@ -19,9 +19,9 @@ from torch.optim.adamw import adamw
 
 from .._model.parameters import Weight
 from ..duality import METHODS, dual_embedding, dualize
-from .distributed import divide_stacks, is_sharded, local_part, polar_parts, require_same_gradients
-from .matrices import from_matrices, map_stacks, to_matrices
-from .steps import NONFINITE, SCALES, Masses, Roster
+from ._matrices import from_matrices, map_stacks, to_matrices
+from ._sharding import divide_stacks, is_sharded, local_part, polar_parts, require_same_gradients
+from ._steps import NONFINITE, SCALES, Masses, Roster
 
 
 class Muon(Optimizer):
@@ -36,15 +36,16 @@ class Muon(Optimizer):
     - nn.Embedding: each vector's step has RMS lr * mass, or is zero where it has no gradient;
     - everything else (biases, norms, gains): AdamW, or signs, with a rate of its own, `other_lr`.
 
-    Across processes, see `distributed`: under FSDP2 cores need no communication, other matrices
+    Across processes (see `shard_placement_fn`): under FSDP2 cores need no communication, other matrices
     little; under DDP `process_group` divides the work. Make the optimizer after `convert`,
     `fully_shard` and moving to a device.
 
     Args:
         params: a module, or what torch optimizers take (parameters, or dicts with options of their
             own) and `model=`.
-        lr: of matrices and embeddings, in units of operator norm per step; transfers across widths and
-            structures. A number or a 0-D tensor (which torch.compile and CUDA graphs see change).
+        lr: of matrices and embeddings, in units of operator norm per step; transfers across widths
+            and structures. A number or a 0-D tensor (which torch.compile and CUDA graphs see
+            change).
         model: the module that owns the parameters, where `params` is not it.
         momentum, nesterov: B <- momentum B + (1 - momentum) G; the step is that of
             (1 - momentum) G + momentum B.
@@ -58,12 +59,12 @@ class Muon(Optimizer):
             cores, one each.
         other: "adamw" or "sign".
         other_lr, betas, eps: of that.
-        nonfinite: gradients with inf or NaN: "raise" (before anything has changed), "skip" the whole
-            step, or "ignore" (no check, and no wait for the device). With sharded parameters each
-            process checks and raises for its own part, without communication, and "skip" asks the
-            others first: one all-reduce of a number.
-        capturable: the step can be captured in a CUDA graph: needs nonfinite="ignore", and `lr` as a
-            tensor to change.
+        nonfinite: gradients with inf or NaN: "raise" (before anything has changed), "skip" the
+            whole step, or "ignore" (no check, and no wait for the device). With sharded parameters
+            each process checks and raises for its own part, without communication, and "skip" asks
+            the others first: one all-reduce of a number.
+        capturable: the step can be captured in a CUDA graph: needs nonfinite="ignore", and `lr` as
+            a tensor to change.
         process_group: of DDP: its processes dualize the matrices in turns and gather them once for
             each group of parameters; all processes hold the same result, bit for bit. Without, each
             one dualizes all. A small all-reduce first compares which parameters have a gradient,
@@ -108,14 +109,15 @@ class Muon(Optimizer):
             raise ValueError(f"capturable=True: nonfinite={nonfinite!r} waits for the device, 'ignore' does not")
         if model is None:
             if not isinstance(params, nn.Module):
-                raise ValueError("model=None: with parameters or groups, pass the module that owns them as model=")
+                raise ValueError("model=None: pass the module that owns the parameters as model=")
             model = params
         self.model, self.masses, self.nonfinite, self.process_group = model, masses, nonfinite, process_group
         self._roster = Roster(model, masses)
         defaults = {
-            "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "method": method,
-            "steps": steps, "dtype": dtype, "scale": scale, "other": other, "other_lr": other_lr, "betas": betas,
-            "eps": eps, "capturable": capturable,
+            "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay,
+            "method": method, "steps": steps, "dtype": dtype, "scale": scale,
+            "other": other, "other_lr": other_lr, "betas": betas, "eps": eps,
+            "capturable": capturable,
         }  # fmt: skip
         if isinstance(params, nn.Module):
             params = [parameter for parameter in params.parameters() if parameter.requires_grad]
@@ -136,7 +138,7 @@ class Muon(Optimizer):
         group = {**self.defaults, **param_group}
         _check(group)
         if "lr_mult" in group:
-            raise ValueError("a group of param_groups() has the rates of Adam or SGD: Muon takes the model itself")
+            raise ValueError("a group of param_groups() has the rates of Adam or SGD: pass Muon the model")
         params = group["params"]
         if isinstance(params, set):
             raise TypeError("params is a set, whose order changes from run to run: pass a list")
@@ -144,7 +146,7 @@ class Muon(Optimizer):
         params = [params] if isinstance(params, Tensor) else list(params)
         params = [entry[1] if isinstance(entry, tuple) else entry for entry in params]  # of named_parameters()
         if not all(isinstance(parameter, Tensor) for parameter in params):
-            raise TypeError("params must be parameters, (name, parameter) pairs or dicts with a list of them as params")
+            raise TypeError("params must be parameters, (name, parameter) pairs, or dicts with them as params")
         if any(parameter not in self._roster.weights for parameter in params):
             self._roster.read()
         self._roster.require_owned(params)
@@ -168,10 +170,11 @@ class Muon(Optimizer):
         """One step. Returns the closure's loss, if there is a closure.
 
         Raises:
-            FloatingPointError: a gradient is not finite (with nonfinite="raise"); nothing has changed.
-            RuntimeError: a parameter is no longer the model's: it was converted, or sharded, after this optimizer was
-                made. Or it was moved to another device than its state. Or a process of
-                `process_group` has no gradient where another has one.
+            FloatingPointError: a gradient is not finite (with nonfinite="raise"); nothing has
+                changed.
+            RuntimeError: a parameter is no longer the model's: it was converted, or sharded, after
+                this optimizer was made. Or it was moved to another device than its state. Or a
+                process of `process_group` has no gradient where another has one.
         """
         loss = None
         if closure is not None:
@@ -213,12 +216,13 @@ class Muon(Optimizer):
             held = state["exp_avg" if adamw else "momentum_buffer"]
             if held.device != p.device:
                 raise RuntimeError(
-                    f"{self._roster.names[p]} is on {p.device} and its state on {held.device}: the model "
-                    "was moved after the first step; load this optimizer's state_dict() into it to move that too"
+                    f"{self._roster.names[p]} is on {p.device} and its state on {held.device}: the "
+                    "model was moved after the first step; load this optimizer's state_dict() into "
+                    "it to move that too"
                 )
 
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        """One step of a group. All arithmetic is on the part of each tensor that is on this process."""
+        """One step of a group; all arithmetic is on the parts of tensors on this process."""
         gradients = [_local_gradient(p) for p in params]
         local = [local_part(p) for p in params]
         if group["kind"] == "other" and group["other"] == "adamw":
@@ -271,7 +275,8 @@ class Muon(Optimizer):
         """Continue bit for bit where another optimizer of the same model stopped.
 
         Raises:
-            ValueError: the state is of another model; the message names what differs. Nothing has changed.
+            ValueError: the state is of another model; the message names what differs. Nothing has
+                changed.
         """
         saved = [name for group in state_dict["param_groups"] for name in group.get("param_names", [])]
         own = [name for group in self.param_groups for name in group["param_names"]]
@@ -287,9 +292,8 @@ class Muon(Optimizer):
             for key, value in state_dict["state"].get(n, {}).items():
                 if key != "step" and value.shape != p.shape:
                     found, shape = tuple(value.shape), tuple(p.shape)
-                    raise ValueError(
-                        f"state_dict is of another model: {self._roster.names[p]} is {shape} here and {found} there"
-                    )
+                    name = self._roster.names[p]
+                    raise ValueError(f"state_dict is of another model: {name} is {shape} here and {found} there")
         super().load_state_dict(state_dict)
 
 
@@ -318,8 +322,9 @@ def _adamw(
 ) -> None:
     beta1, beta2 = group["betas"]
     adamw(
-        params, gradients, averages, squares, [], steps, lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
-        weight_decay=group["weight_decay"], capturable=group["capturable"], amsgrad=False, maximize=False,
+        params, gradients, averages, squares, [], steps, lr=group["lr"], beta1=beta1, beta2=beta2,
+        eps=group["eps"], weight_decay=group["weight_decay"], capturable=group["capturable"],
+        amsgrad=False, maximize=False,
     )  # fmt: skip
 
 

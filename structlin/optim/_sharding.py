@@ -1,11 +1,12 @@
-"""The polar factor of matrices that lie on several processes, with as little communication as their layout allows.
+"""The polar factor of matrices that lie on several processes, with little communication.
 
-- Blocks that are whole on each process (a core sharded on its first dimension, which is what FSDP2 does; empty shards
-  too): none.
-- A core sharded along the long side of its blocks (`shard_placement_fn`): one all-reduce of the small Gram matrices of
-  all such cores together, in float64.
-- Any other matrix that is sharded along one dimension (an nn.Linear under FSDP2): two all-to-alls for all of them
-  together. Each matrix is made whole on one process, the matrices being divided evenly, and its factor handed back.
+- Blocks that are whole on each process (a core sharded on its first dimension, which is what FSDP2
+  does; empty shards too): none.
+- A core sharded along the long side of its blocks (`shard_placement_fn`): one all-reduce of the
+  small Gram matrices of all such cores together, in float64.
+- Any other matrix that is sharded along one dimension (an nn.Linear under FSDP2): two all-to-alls
+  for all of them together. Each matrix is made whole on one process, the matrices being divided
+  evenly, and its factor handed back.
 - Matrices sharded along several dimensions: each is gathered.
 
 Nothing here depends on the backend.
@@ -44,19 +45,21 @@ def _layout(tensor: Tensor) -> tuple[Any, tuple[Any, ...]] | None:
 
 
 def shard_placement_fn(model: nn.Module, world_size: int) -> Callable[[nn.Parameter], Any]:
-    """For FSDP2's `fully_shard(..., shard_placement_fn=...)`: where each parameter of `model` is cut.
+    """For FSDP2's `fully_shard(..., shard_placement_fn=...)`: where each parameter is cut.
 
-    FSDP2 cuts dimension 0, the blocks of a core, so that `Muon` needs no communication; but a core of fewer blocks than
-    processes leaves some of them empty, and one of a single block (low-rank, Kronecker) lies on the first alone. Such a
-    core is cut along the long side of its blocks instead, where `world_size` divides it (FSDP2 asks for that), else
-    along the short one; everything else stays as it is. Call this before the first `fully_shard`.
+    FSDP2 cuts dimension 0, the blocks of a core, so that `Muon` needs no communication; but a core
+    of fewer blocks than processes leaves some of them empty, and one of a single block (low-rank,
+    Kronecker) lies on the first alone. Such a core is cut along the long side of its blocks
+    instead, where `world_size` divides it (FSDP2 asks for that), else along the short one;
+    everything else stays as it is. Call this before the first `fully_shard`.
 
     Raises:
         ValueError: `world_size` is below 1.
 
     >>> from structlin import BTT, LowRank, convert
     >>> model = convert(nn.Sequential(nn.Linear(64, 64)), LowRank(rank=4))
-    >>> [shard_placement_fn(model, 4)(core) for core in model[0].cores]  # of shapes (1, 4, 64) and (1, 64, 4)
+    >>> place = shard_placement_fn(model, 4)
+    >>> [place(core) for core in model[0].cores]  # of shapes (1, 4, 64) and (1, 64, 4)
     [Shard(dim=2), Shard(dim=1)]
     >>> model = convert(nn.Sequential(nn.Linear(64, 64)), BTT())  # of 8 blocks
     >>> [shard_placement_fn(model, 4)(core) for core in model[0].cores]
@@ -111,7 +114,7 @@ def polar_parts(
 
 
 def agree(finite: bool, params: list[Tensor]) -> bool:
-    """Whether `finite` holds on every process that has a shard of `params`: an all-reduce for each mesh dimension."""
+    """Whether `finite` holds on all processes of `params`: an all-reduce for each mesh dim."""
     meshes = {layout[0]: p.device for p in params if (layout := _layout(p)) is not None}
     for mesh, device in meshes.items():
         flag = torch.tensor(float(finite), device=device)
@@ -134,19 +137,22 @@ def require_same_gradients(
     present = [parameter.grad is not None for parameter in params]
     counts = torch.tensor(present, dtype=torch.int32, device=params[0].device)  # (parameters,)
     dist.all_reduce(counts, group=group)
-    some = [n for n, count in enumerate(counts.tolist()) if 0 < count < dist.get_world_size(group)]
-    if some:
+    world = dist.get_world_size(group)
+    partial = [n for n, count in enumerate(counts.tolist()) if 0 < count < world]
+    if partial:
+        found = ", ".join(names[params[n]] for n in partial[:5])
         raise RuntimeError(
-            f"{', '.join(names[params[n]] for n in some[:5])}: some processes of process_group have no "
-            "gradient, others have one; nothing was changed. Let DDP average the gradients, or fill "
-            "the missing ones with zeros"
+            f"{found}: some processes of process_group have no gradient, others have "
+            "one; nothing was changed. Let DDP average the gradients, or fill the missing ones with "
+            "zeros"
         )
 
 
 def divide_stacks(stacks: list[Tensor], dualize: Callable[[Tensor], Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """`dualize` of each `(batch, m, n)`, the batches divided over the processes of `group`: one all-gather.
+    """`dualize` of each `(batch, m, n)`, the batches divided over `group`: one all-gather.
 
-    All of the same dtype, and the same on all processes. The result is, bit for bit, the same on all of them.
+    All of the same dtype, and the same on all processes. The result is, bit for bit, the same on
+    all of them.
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     shares = [-(-len(stack) // world) for stack in stacks]
@@ -181,7 +187,7 @@ def _route(parameter: Tensor, weight: Weight, method: str) -> tuple[str, Hashabl
 
 
 def _cut(parameter: Tensor) -> tuple[dist.ProcessGroup, int, int, list[int]]:
-    """Of a parameter cut once: the processes, this one's rank, the dimension, and each one's part of it."""
+    """Of a parameter cut once: the processes, this one's rank, the dimension, each one's part."""
     layout = _layout(parameter)
     assert layout is not None
     mesh, placements = layout
@@ -254,7 +260,7 @@ def _divide(costs: list[int], world: int) -> list[list[int]]:
 def _all_to_all(
     outgoing: list[list[Tensor]], incoming: list[list[torch.Size]], group: dist.ProcessGroup, like: Tensor
 ) -> list[list[Tensor]]:
-    """Tensors for each process -> tensors from each process, of shapes `incoming`, dtype and device of `like`."""
+    """Tensors for each process -> tensors of shapes `incoming` from each, alike to `like`."""
     flat = [part.reshape(-1) for parts in outgoing for part in parts]
     sent = [sum(part.numel() for part in parts) for parts in outgoing]
     received = [sum(shape.numel() for shape in shapes) for shapes in incoming]

@@ -35,7 +35,7 @@ def _stored(weight: Weight) -> str:
 
 
 def map_stacks(function: MapStacks, matrices: list[Tensor]) -> list[Tensor]:
-    """What `function` makes of batches `(batch, m, n)`; those of equal m, n, dtype and device in one.
+    """What `function` makes of batches `(batch, m, n)`, alike ones (m, n, dtype, device) together.
 
     `function` keeps the first dimension, and may take one stack at a time or all of them.
     """

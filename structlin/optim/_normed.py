@@ -1,6 +1,7 @@
 """`Normed`: the updates of any torch optimizer, normalised in the modular norm.
 
-Source: Large et al. 2024, "Scalable Optimization in the Modular Norm" (arXiv:2405.14813), algorithm 1 and appendix A.3.
+Source: Large et al. 2024, "Scalable Optimization in the Modular Norm" (arXiv:2405.14813), algorithm
+    1 and appendix A.3.
 """
 
 from collections.abc import Callable
@@ -11,35 +12,40 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from ..duality import promote, spectral_bound
-from .distributed import gather_whole, is_sharded, local_part
-from .matrices import map_stacks, to_matrices
-from .steps import NONFINITE, Masses, Roster
+from ._matrices import map_stacks, to_matrices
+from ._sharding import gather_whole, is_sharded, local_part
+from ._steps import NONFINITE, Masses, Roster
 
 NORMS = ("bound", "power")
 
 
 class Normed(Optimizer):
-    """`base`, with each update scaled to norm lr * mass: its learning rate transfers across widths and structures.
+    """`base`, with each update scaled to norm lr * mass, so that its rate transfers across widths.
 
-    W <- (1 - lr * weight_decay) W + lr * mass * u / |u|, with u the update that `base` makes at rate 1 without weight
-    decay. |u| is the RMS->RMS operator norm of a linear layer, the largest of the blocks' for a core (whose mass is its
-    share of the layer's) and of the slices' for a convolution; the largest RMS of the vectors of an embedding; the RMS
-    of everything else. A zero update stays zero.
+    W <- (1 - lr * weight_decay) W + lr * mass * u / |u|, with u the update that `base` makes at
+    rate 1 without weight decay. |u| is the RMS->RMS operator norm of a linear layer, the largest of
+    the blocks' for a core (whose mass is its share of the layer's) and of the slices' for a
+    convolution; the largest RMS of the vectors of an embedding; the RMS of everything else. A zero
+    update stays zero.
 
-    It is a torch optimizer whose `param_groups`, `state` and `state_dict` are those of `base`: schedulers change
-    `lr`, checkpoints hold all there is. u is found by letting `base` step from zero parameters, so that it has no
-    rounding error of theirs; an optimizer whose update depends on their size (LAMB, Adafactor with relative steps) sees
-    zero. `weight_decay` is decoupled whatever `base` does with it, and outside of the normalisation.
+    It is a torch optimizer whose `param_groups`, `state` and `state_dict` are those of `base`:
+    schedulers change `lr`, checkpoints hold all there is. u is found by letting `base` step from
+    zero parameters, so that it has no rounding error of theirs; an optimizer whose update depends
+    on their size (LAMB, Adafactor with relative steps) sees zero. `weight_decay` is decoupled
+    whatever `base` does with it, and outside of the normalisation.
 
     Args:
         base: an optimizer of parameters of `model`; from now on step this one instead.
         model: the module that owns them.
-        masses: glob over layer names -> step length relative to the others; a tuple: of a layer's cores, one each.
-        norm: of matrices: "bound", `duality.spectral_bound`; or "power", two power iterations that start where the last
-            step's ended (one vector per block in the state). On AdamW's updates for a GPT of width 256 over 30 steps,
-            relative to the true norm: bound 1.000 to 1.026 (mean 1.003), power 0.73 to 1.00 (mean 0.98), which makes
-            steps up to 37 % too long; at 1.8 (BTT) and 21.5 ms (dense) against 1.0 and 2.0 ms, one thread.
-        nonfinite: gradients with inf or NaN: "raise" (before anything has changed), "skip" the whole step, or "ignore".
+        masses: glob over layer names -> step length relative to the others; a tuple: of a layer's
+            cores, one each.
+        norm: of matrices: "bound", `duality.spectral_bound`; or "power", two power iterations that
+            start where the last step's ended (one vector per block in the state). On AdamW's
+            updates for a GPT of width 256 over 30 steps, relative to the true norm: bound 1.000 to
+            1.026 (mean 1.003), power 0.73 to 1.00 (mean 0.98), which makes steps up to 37 % too
+            long; at 1.8 (BTT) and 21.5 ms (dense) against 1.0 and 2.0 ms, one thread.
+        nonfinite: gradients with inf or NaN: "raise" (before anything has changed), "skip" the
+            whole step, or "ignore".
 
     Raises:
         TypeError: `base` is no torch optimizer, or LBFGS, which makes several steps in one.
@@ -73,7 +79,8 @@ class Normed(Optimizer):
         nonfinite: str = "raise",
     ) -> None:
         if not isinstance(base, Optimizer) or isinstance(base, LBFGS):
-            raise TypeError(f"base={type(base).__name__} must be a torch optimizer that makes one step at a time")
+            name = type(base).__name__
+            raise TypeError(f"base={name} must be a torch optimizer that makes one step at a time")
         if norm not in NORMS:
             raise ValueError(f"norm={norm!r} is unknown; there are {', '.join(NORMS)}")
         if nonfinite not in NONFINITE:
@@ -133,7 +140,8 @@ class Normed(Optimizer):
         """One step. Returns the closure's loss, if there is a closure.
 
         Raises:
-            FloatingPointError: a gradient is not finite (with nonfinite="raise"); nothing has changed.
+            FloatingPointError: a gradient is not finite (with nonfinite="raise"); nothing has
+                changed.
             RuntimeError: a parameter is no longer the model's, which was converted after this
                 optimizer was made.
         """
@@ -161,13 +169,13 @@ class Normed(Optimizer):
         self._roster.require_owned(group["params"])
         if group.get("lr_mult", 1.0) != 1.0:
             raise ValueError(
-                f"a group of param_groups() has lr_mult={group['lr_mult']:.6g} for the updates of Adam or "
-                "SGD; the norm replaces it: pass model.parameters(), or the groups of "
+                f"a group of param_groups() has lr_mult={group['lr_mult']:.6g} for the updates of "
+                "Adam or SGD; the norm replaces it: pass model.parameters(), or the groups of "
                 "param_groups(model, lr, structure_aware=False)"
             )
 
     def _updates(self, params: list[Tensor]) -> list[Tensor]:
-        """What `base` adds at rate 1, without weight decay, to parameters of zero; those are put back."""
+        """What `base` adds at rate 1, without decay, to parameters of zero, which are put back."""
         local = [local_part(p) for p in params]
         kept = [p.clone() for p in local]
         changed: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0}
@@ -184,7 +192,7 @@ class Normed(Optimizer):
                 group.update(values)
 
     def _norms(self, params: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
-        """Of each update, in units in which `step_length` is the length of a step: the largest of its matrices'."""
+        """The norm of each update, the largest of its matrices', in the units of `step_length`."""
         pairs = zip(params, updates, strict=True)
         updates = [gather_whole(p, u) if is_sharded(p) else u for p, u in pairs]
         weights = [self._roster.weights[p] for p in params]

@@ -212,7 +212,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from structlin import param_groups
-from tests.test_stack import TOKENS, loss_of, small
+from tests.stack.test_stack import TOKENS, loss_of, small
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
@@ -245,7 +245,7 @@ dist.destroy_process_group()
 
 
 def test_ddp_and_fsdp2_train_as_one_process_does_and_dcp_loads_into_a_plain_model(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     commands = [[sys.executable, "-c", PROGRAM, str(rank), str(tmp_path)] for rank in (0, 1)]
     running = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for command in commands]
     try:

@@ -19,7 +19,7 @@ Number = TypeVar("Number", int, float)
 
 @contextmanager
 def use_seed(seed: int) -> Iterator[None]:
-    """Draw torch's random numbers from `seed` inside of the block; afterwards go on where they were."""
+    """Draw torch's random numbers from `seed` in the block; afterwards go on where they were."""
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         yield
@@ -79,7 +79,7 @@ def save_figure(figure: "Figure", path: PathLike | None) -> "Figure":
 
 
 def require_values(model: nn.Module) -> None:
-    """Raises TypeError if `model` is no module, ValueError if a parameter's values are not all here."""
+    """Raises TypeError if `model` is no module, ValueError if a parameter's values are not here."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={type(model).__name__} must be a torch.nn.Module")
     for name, parameter in model.named_parameters():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from .._report import Table
-from .common import PathLike, build_model, describe, format_number, new_figure, require_positive, save_figure, use_seed
+from ._common import PathLike, build_model, describe, format_number, new_figure, require_positive, save_figure, use_seed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,7 +64,7 @@ class Sweep:
         return None if None in shifts else max(abs(shift) for shift in shifts if shift is not None)
 
     def table(self) -> Table:
-        """Mean losses by width and lr, the best lr, and its shift: the true one may lie beyond an end of the grid."""
+        """Mean losses by width and lr, the best, its shift, whether it ends the grid."""
         lrs = sorted({row.lr for row in self.rows})
         table = Table("width", *(f"lr {lr:.3g}" for lr in lrs), "best lr", "factors of 2", "")
         for width, by_lr in self.losses.items():
@@ -75,8 +75,7 @@ class Sweep:
         return table
 
     def plot(self, path: PathLike | None = None) -> "Figure":
-        """Loss against learning rate, a line per width, with its best; written to `path` if there is one. Needs
-        matplotlib."""
+        """Loss against rate, a line per width, with its best; as a file too, if `path` is given."""
         figure = new_figure(6, 4)
         axis = figure.subplots()
         for width, by_lr in self.losses.items():
@@ -106,10 +105,11 @@ def lr_sweep(
     path: PathLike | None = None,
     setting: Mapping[str, Any] | None = None,
 ) -> Sweep:
-    """Train every width at every learning rate with every seed: where is the best rate, and does it move?
+    """Train every width at every rate with every seed: where is the best rate, and does it move?
 
-    A run sets torch's seed, builds and trains, and depends on nothing else. It has diverged if its loss is not finite,
-    or if `train` raises FloatingPointError, as `optim.Muon` does on gradients that are not finite.
+    A run sets torch's seed, builds and trains, and depends on nothing else. It has diverged if its
+    loss is not finite, or if `train` raises FloatingPointError, as `optim.Muon` does on gradients
+    that are not finite.
 
     Args:
         build: width -> model.
@@ -117,12 +117,13 @@ def lr_sweep(
         path: a JSON file, written anew after each run, whole or not at all. Runs that it holds are
             read and not made again; those outside of this grid stay in it, also those that another
             sweep of the same setting writes at the same time.
-        setting: plain data that tells this experiment from others, such as {"steps": 100}. The file keeps it, with the
-            names of `build` and `train`, and a sweep of another setting is refused.
+        setting: plain data that tells this experiment from others, such as {"steps": 100}. The file
+            keeps it, with the names of `build` and `train`, and a sweep of another setting is
+            refused.
 
     Raises:
-        ValueError: no width, rate or seed; a width or rate that is not positive and finite; the file at `path` is no
-            sweep, or one of another setting. Nothing has been trained then.
+        ValueError: no width, rate or seed; a width or rate that is not positive and finite; the
+            file at `path` is no sweep, or one of another setting. Nothing has been trained then.
         TypeError: `build` does not return a module, or `train` not a number.
 
     >>> import torch
@@ -134,7 +135,8 @@ def lr_sweep(
     ...         loss.backward()
     ...         optimizer.step()
     ...     return loss
-    >>> sweep = lr_sweep(lambda width: nn.Linear(width, 1), [16, 64], [2.0**-n for n in range(4, 11)], train)
+    >>> rates = [2.0**-n for n in range(4, 11)]
+    >>> sweep = lr_sweep(lambda width: nn.Linear(width, 1), [16, 64], rates, train)
     >>> sweep.shifts  # plain SGD: 1 / width
     {16: 0.0, 64: -2.0}
     """

@@ -16,7 +16,7 @@ from .._linear import StructuredLinear
 from .._model.parameters import Weight, weights_of
 from .._product import apply
 from ..duality import promote
-from .hooks import modules_by_name
+from ._hooks import modules_by_name
 
 VECTORS, POWERS, SWEEPS = 8, 2, 32  # of a block; of W^T W in a sweep; at most
 TOLERANCE = 1e-2  # a sweep that raises the estimate by less is the last
@@ -24,7 +24,7 @@ TOLERANCE = 1e-2  # a sweep that raises the estimate by less is the last
 
 @dataclass(frozen=True)
 class Operator:
-    """The linear map of a layer, on inputs of one shape; `()` for an embedding, whose inputs are indices."""
+    """The linear map of a layer, on inputs of one shape, which is `()` for an embedding."""
 
     module: nn.Module
     own: str  #: attribute of the module that it multiplies by
@@ -54,7 +54,7 @@ class Operator:
 
     @torch.no_grad()
     def norm(self, before: Sequence[Tensor] | None = None, start: Tensor | None = None) -> tuple[float, Tensor | None]:
-        """The RMS->RMS norm of W, or of its change since the snapshot `before`; and what to `start` from next time.
+        """The RMS->RMS norm of W, or of its change since `before`, and the next `start`.
 
         Of an embedding the l1->RMS norm: the largest RMS of a vector.
         """
@@ -73,7 +73,7 @@ class Operator:
 
 
 def operators(model: nn.Module, inputs: Mapping[str, torch.Size]) -> dict[str, Operator]:
-    """The linear maps of the layers of `model`, by name; `inputs` are the shapes that the layers saw."""
+    """The linear maps of the layers of `model`, by name; `inputs` are the shapes that they saw."""
     found = {}
     for layer, module in modules_by_name(model):
         for own, weight in weights_of(module).items():
@@ -94,18 +94,21 @@ def _input_shape(module: nn.Module, weight: Weight, seen: torch.Size | None) -> 
     if isinstance(module, StructuredLinear):
         return (module.in_features,) if weight.kind == "matrix" else None
     if isinstance(module, _ConvNd):
-        measured = seen is not None and not weight.transposed
-        return tuple(seen[-1 - len(module.kernel_size) :]) if measured else None  # type: ignore[index]
+        if seen is None or weight.transposed:
+            return None
+        return tuple(seen[-1 - len(module.kernel_size) :])  # (channels, *image)
     return () if weight.kind == "embedding" else (weight.fan_in,)
 
 
 def rms_norm(
     linear: Callable[[Tensor], Tensor], shape: tuple[int, ...], start: Tensor | None, like: Tensor
 ) -> tuple[float, Tensor | None]:
-    """`sqrt(d_in / d_out) |W|_2` of `x -> W x`, from below, and its leading right singular vectors `(vectors, d_in)`.
+    """`sqrt(d_in / d_out) |W|_2` of `x -> W x`, from below; leading right singular vectors.
 
-    Each sweep takes the best singular values within the span of X, W^T W X and (W^T W)^2 X; the next one starts from
-    the vectors that it found and a random one.
+    The vectors are `(vectors, d_in)`.
+
+    Each sweep takes the best singular values within the span of X, W^T W X and (W^T W)^2 X; the
+    next one starts from the vectors that it found and a random one.
     """
     random = torch.Generator().manual_seed(0)  # training draws the same numbers with and without
 

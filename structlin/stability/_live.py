@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from .._model.survey import run
 from .._report import Table
-from .common import PathLike, format_number, new_figure, require_values, save_figure
-from .hooks import rms_of, rms_over_calls, watch_outputs
-from .operator import Operator, operators
+from ._common import PathLike, format_number, new_figure, require_values, save_figure
+from ._hooks import rms_of, rms_over_calls, watch_outputs
+from ._operator import Operator, operators
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reading:
-    """One module at one step. What does not apply is None: only linear maps have a dependency and an update."""
+    """One module at one step; None where it does not apply: dependency is of linear maps alone."""
 
     step: int  #: training forward passes before this one
     layer: str
@@ -72,7 +72,7 @@ class Log:
         return table
 
     def plot(self, path: PathLike | None = None) -> "Figure":
-        """The four numbers over the steps, a line per layer; written to `path` if there is one. Needs matplotlib."""
+        """The four numbers over the steps, a line per layer; as a file too, if `path` is given."""
         figure = new_figure(11, 7)
         axes = figure.subplots(2, 2, sharex=True).flatten()
         for axis, name in zip(axes, QUANTITIES, strict=True):
@@ -89,20 +89,25 @@ class Log:
 def metrics(model: nn.Module, batch: Any, *, before: nn.Module | None = None) -> Log:
     """Forward, dependency and update stability of every layer of `model`, on one batch, now.
 
-    The model runs in eval mode without gradients; modes are restored and no hook stays, also on an error. Norms are
-    found without forming a structured layer's matrix, from below, within 0.3 % (seen on Gaussian matrices, the worst).
+    The model runs in eval mode without gradients; modes are restored and no hook stays, also on an
+    error. Norms are found without forming a structured layer's matrix, from below, within 0.3 %
+    (seen on Gaussian matrices, the worst).
 
     Args:
-        batch: a mapping is passed as keywords, a tuple or list as positions, anything else as the one argument.
-        before: the same model earlier, for example `copy.deepcopy(model)` before a step; without, no update is known.
+        batch: a mapping is passed as keywords, a tuple or list as positions, anything else as the
+            one argument.
+        before: the same model earlier, for example `copy.deepcopy(model)` before a step; without,
+            no update is known.
 
     Raises:
         TypeError: `model` or `before` is not a module.
-        ValueError: a parameter has no values (meta) or is sharded; `before` lacks a layer or has another shape.
+        ValueError: a parameter has no values (meta) or is sharded; `before` lacks a layer or has
+            another shape.
 
     >>> from structlin import BTT, StructuredLinear
     >>> model = nn.Sequential(StructuredLinear(64, 64, BTT(), init="orthogonal"), nn.ReLU())
-    >>> [(row.layer, round(row.dependency, 2)) for row in metrics(model, torch.randn(8, 64)).rows if row.dependency]
+    >>> log = metrics(model, torch.randn(8, 64))
+    >>> [(row.layer, round(row.dependency, 2)) for row in log.rows if row.dependency]
     [('0', 1.0)]
     """
     require_values(model)
@@ -125,22 +130,26 @@ def metrics(model: nn.Module, batch: Any, *, before: nn.Module | None = None) ->
 
 @contextmanager
 def watch(model: nn.Module, *, every: int = 10) -> Iterator[Log]:
-    """Fills a `Log` while the model trains inside of the `with` block: a reading at every `every`-th step.
+    """Fills a `Log` while the model trains inside of the block: a reading at each `every`-th step.
 
-    A step is one forward pass of `model` with gradients enabled; evaluation under `no_grad` does not count. Outputs are
-    those of training, in whatever mode it runs. The update is that of the first step that changes the weights after the
-    reading, so that it does not depend on `every`; the reading is in the log once that step is made. Until then there
-    is a second copy of the weights. The random numbers of training stay what they are.
+    A step is one forward pass of `model` with gradients enabled; evaluation under `no_grad` does
+    not count. Outputs are those of training, in whatever mode it runs. The update is that of the
+    first step that changes the weights after the reading, so that it does not depend on `every`;
+    the reading is in the log once that step is made. Until then there is a second copy of the
+    weights. The random numbers of training stay what they are.
 
-    Hooks are on the modules inside only during the forward pass of a reading, and all are gone when the block ends,
-    also by an error. A compiled model is passed as what torch.compile returned, and the forward passes that are read
-    run uncompiled; the others run the compiled code, which is not compiled anew.
+    Hooks are on the modules inside only during the forward pass of a reading, and all are gone when
+    the block ends, also by an error. A compiled model is passed as what torch.compile returned, and
+    the forward passes that are read run uncompiled; the others run the compiled code, which is not
+    compiled anew.
 
-    A reading costs the same for any batch: two norms for each layer. A GPT of width 256 and 4 blocks on 2 CPU threads
-    takes 118 ms for it, 170 ms with BTT(rank=1), and 166 and 77 ms for a training step of 1024 tokens.
+    A reading costs the same for any batch: two norms for each layer. A GPT of width 256 and 4
+    blocks on 2 CPU threads takes 118 ms for it, 170 ms with BTT(rank=1), and 166 and 77 ms for a
+    training step of 1024 tokens.
 
     Raises:
-        ValueError: `every` is below 1; a parameter is on meta or sharded; the model was compiled by `model.compile()`.
+        ValueError: `every` is below 1; a parameter is on meta or sharded; the model was compiled by
+            `model.compile()`.
         TypeError: `model` is not a module.
 
     Warns:
@@ -194,7 +203,7 @@ def watch(model: nn.Module, *, every: int = 10) -> Iterator[Log]:
 
 
 class _Reader:
-    """One reading after the other: what the modules see, the norms, and when the weights have changed the update."""
+    """One reading after the other: what modules see, the norms, the update once weights change."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

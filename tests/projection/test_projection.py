@@ -5,7 +5,6 @@ from math import sqrt
 import numpy as np
 import pytest
 import torch
-from catalogue import CASES, IDS, SMALL, SMALL_IDS, einsum_matrix, random_cores, structures
 from hypothesis import given
 from torch import Tensor
 from torch.testing import assert_close
@@ -14,6 +13,7 @@ from structlin import BTT, TT, BlockDiagonal, Dense, Kronecker, LowRank, Monarch
 from structlin._projection import alternating
 from structlin._projection.alternating import alternate
 from structlin._projection.solve import project, relative_error
+from tests.catalogue import CASES, IDS, SMALL, SMALL_IDS, einsum_matrix, random_cores, structures
 
 every_small_case = pytest.mark.parametrize("case", SMALL, ids=SMALL_IDS)
 # Every family, and structures that no family gives: shared blocks of two cores, BLAST, three cores on one axis.

@@ -1,0 +1,135 @@
+"""What happens to each linear layer of a model: its structure, or the reason why it stays."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._families import Family, Split, label, structure_of
+from .._structure import Structure
+from .select import Patterns, Rule, find_first, find_rules
+from .survey import PROTECTED, Layer, linear_layers
+
+Spec = Family | Structure
+
+
+@dataclass
+class Decision:
+    """What happens to one layer: its structure, or the reason why it stays."""
+
+    layer: Layer
+    structure: Spec | None = None  #: as it was asked for, or as the budget chose it
+    resolved: Structure | None = None  #: the same for the layer's widths
+    reason: str = ""
+    zero_init: bool = False
+    covariance: Tensor | None = field(default=None, repr=False)  #: of the layer's inputs
+    cores: list[Tensor] | None = field(default=None, repr=False)  #: the projection, once known
+    error: float | None = None  #: of the projection, relative
+
+
+def decide(
+    model: nn.Module,
+    structure: Spec,
+    *,
+    include: Patterns | None,
+    exclude: Patterns,
+    overrides: Mapping[Any, Spec | None],
+    zero_init: Patterns,
+    split: Mapping[Any, int],
+    untie: bool,
+    sizes_open: bool,
+) -> list[Decision]:
+    """A decision for each linear layer of `model`; the arguments are those of `convert`.
+
+    Args:
+        sizes_open: leave `resolved` for the budget, where there is no override.
+
+    Raises:
+        ValueError: no linear layer, a pattern that converts nothing, nothing to convert at all, a
+            structure that does not fit its layer.
+        TypeError: something is no pattern.
+    """
+    layers = linear_layers(model)
+    if not layers:
+        kinds = "nn.Linear, or transformers' Conv1D"
+        raise ValueError(f"model={type(model).__name__} has no linear layer ({kinds})")
+    included = None if include is None else find_rules("include", include, layers, model)
+    excluded = find_rules("exclude", exclude, layers, model)
+    overriding = find_rules("overrides", overrides, layers, model)
+    zeroed = find_rules("zero_init", zero_init, layers, model)
+    splitting = find_rules("split", split, layers, model)
+    if included == []:
+        raise ValueError(f"include={include!r} has no pattern; leave it out to convert every layer but heads")
+
+    decisions = []
+    for n, layer in enumerate(layers):
+        override = find_first(overriding, n)
+        chosen = structure if override is None else overrides[override.pattern]
+        reason = _find_reason(n, layer, included, excluded, override, chosen, untie)
+        if reason or chosen is None:
+            decisions.append(Decision(layer, reason=reason))
+            continue
+        part = find_first(splitting, n)
+        if part is not None:
+            chosen = _split(chosen, split[part.pattern], layer)
+        resolved = None if sizes_open and override is None else _resolve(layer, chosen)
+        zero = find_first(zeroed, n) is not None
+        decisions.append(Decision(layer, chosen, resolved, zero_init=zero))
+
+    meant = [rule for rule in overriding if overrides[rule.pattern] is not None]
+    _check_rules([*(included or []), *splitting, *zeroed, *meant], decisions)
+    if all(decision.structure is None for decision in decisions):
+        reasons = "; ".join(f"{d.layer.name or 'the model itself'}: {d.reason}" for d in decisions)
+        raise ValueError(f"nothing to convert in {type(model).__name__}: {reasons}")
+    return decisions
+
+
+def _find_reason(
+    n: int,
+    layer: Layer,
+    included: list[Rule] | None,
+    excluded: list[Rule],
+    override: Rule | None,
+    chosen: Spec | None,
+    untie: bool,
+) -> str:
+    """Why the n-th layer stays as it is; empty if it is converted."""
+    if find_first(excluded, n) is not None:
+        return "excluded"
+    if override is not None and chosen is None:
+        return f"{override} is None"
+    if override is None and included is None and layer.role in PROTECTED:
+        return f"{layer.role}: only converted when named"
+    if override is None and included is not None and find_first(included, n) is None:
+        matched = any(n in rule.matches for rule in included)
+        return f"{layer.role}: only converted when named" if matched else "not included"
+    if layer.obstacle:
+        return layer.obstacle
+    if layer.tied and not untie:
+        sharing = ", ".join(layer.tied)
+        return f"shares its weight with {sharing}; untie=True converts it all the same"
+    return ""
+
+
+def _split(structure: Spec, parts: int, layer: Layer) -> Split:
+    if not isinstance(structure, Family):
+        raise ValueError(f"split={parts}: structure={structure!r} of layer {layer.name!r} must be a family")
+    return Split(parts=parts, of=structure)
+
+
+def _resolve(layer: Layer, structure: Spec) -> Structure:
+    try:
+        return structure_of(structure, layer.in_features, layer.out_features)
+    except ValueError as error:
+        where = f"layer {layer.name!r} ({layer.in_features} -> {layer.out_features})"
+        raise ValueError(f"{where}, structure {label(structure)}: {error}") from None
+
+
+def _check_rules(rules: Iterable[Rule], decisions: Sequence[Decision]) -> None:
+    """Each of these rules must have a layer that is converted."""
+    for rule in rules:
+        if all(decisions[n].structure is None for n in rule.means):
+            some = [decisions[n] for n in sorted(rule.means)[:3]]
+            reasons = "; ".join(f"{decision.layer.name!r} {decision.reason}" for decision in some)
+            raise ValueError(f"{rule} converts nothing: {reasons}")

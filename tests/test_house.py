@@ -1,0 +1,80 @@
+"""The house: one place splits a signature, imports run downwards, calls and first pages are few."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import structlin
+from benchmarks.overhead import calls_to_the_first_product
+from structlin import BTT, StructuredLinear
+
+PACKAGE = Path(structlin.__file__).parent
+FILES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+FIRST_PAGES = ("_structure.py", "_product.py", "_linear.py", "scaling.py")  # the reader's way
+
+
+def module_of(path: Path) -> tuple[str, ...]:
+    return path.relative_to(PACKAGE.parent).with_suffix("").parts
+
+
+def imports_of(path: Path) -> set[tuple[str, ...]]:
+    """Modules of ours that a file imports anywhere: in functions and for type checkers too."""
+    package, found = module_of(path)[:-1], set()
+    for node in ast.walk(FILES[path]):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        base = (*package[: len(package) - node.level + 1], *(node.module or "").split("."))
+        base = tuple(part for part in base if part)
+        for name in node.names:
+            for module in ((*base, name.name), base):
+                if any(module_of(other) in (module, (*module, "__init__")) for other in FILES):
+                    found.add(module)
+                    break
+    return found
+
+
+def test_nothing_imports_what_imports_it_not_even_lazily():
+    graph = {}
+    for path in FILES:
+        name = module_of(path)
+        graph[name[:-1] if name[-1] == "__init__" else name] = imports_of(path)
+    done: set[tuple[str, ...]] = set()
+
+    def visit(module: tuple[str, ...], way: list[tuple[str, ...]]) -> None:
+        assert module not in way, " -> ".join(".".join(each) for each in [*way[way.index(module) :], module])
+        if module not in done:
+            for other in graph.get(module, ()):
+                if other != module[: len(other)]:  # a file may name its own package
+                    visit(other, [*way, module])
+            done.add(module)
+
+    for module in graph:
+        visit(module, [])
+    assert len(done) == len(graph) > 40
+
+
+def test_one_file_splits_a_signature():
+    splitting = [
+        path.name
+        for path, tree in FILES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("split", "partition")
+        and any(isinstance(argument, ast.Constant) and "->" in str(argument.value) for argument in node.args)
+    ]
+    assert splitting == ["_structure.py"]
+    naming = {path.name for path in FILES if ".rearrangements" in path.read_text() or "TOKENS" in path.read_text()}
+    assert naming <= {"_structure.py", "triton_stages.py"}
+
+
+def test_the_first_pages_are_a_thousand_lines_at_most():
+    assert sum(len((PACKAGE / name).read_text().splitlines()) for name in FIRST_PAGES) <= 1000
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 4096])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_call_enters_few_functions_before_its_first_product(tokens, training):
+    layer = StructuredLinear(256, 256, BTT())
+    assert 1 <= calls_to_the_first_product(layer, tokens, training=training) <= 12
