@@ -19,7 +19,11 @@ assert engine.load(), engine._state
 print(engine._state.says)
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[1:]]))
 """
-TESTS = ["tests/kernels/test_engine.py", "-k", "not compiled and not build and not library and not fork and not without_it"]
+TESTS = [
+    "tests/kernels/test_engine.py",
+    "-k",
+    "not compiled and not build and not library and not fork and not without_it",
+]
 
 
 def find_library(name: str) -> str:

@@ -72,7 +72,7 @@ def multiply(
         `(..., out_features)`.
     """
     y: Tensor
-    sigmas = () if gains is None else sigmas
+    gains, sigmas = (None, ()) if gains is None else (gains.double(), sigmas)
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)
     if torch.compiler.is_compiling():

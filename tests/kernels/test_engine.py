@@ -122,7 +122,7 @@ def test_weight_normalisation_inside_is_that_outside(dtype, shrink, n):
 def test_a_core_whose_squares_overflow_is_normalised():
     structure = BTT().structure(16, 16)
     cores = [core.float() * 1e30 for core in random_cores(structure)]
-    y = forward(structure, cores, tokens(3, 16).float(), None, torch.ones(2), [0.5, 0.5])
+    y = forward(structure, cores, tokens(3, 16).float(), None, torch.ones(2).double(), [0.5, 0.5])
     assert y.isfinite().all()
     assert y.abs().max() > 1e-3
 
@@ -252,6 +252,7 @@ def test_denormals_are_taken_for_zero_and_only_inside():
         lambda x, cores, code: (x, [cores[0], cores[1][:, :1]], code),
         lambda x, cores, code: (x, [cores[0], cores[1].float()], code),
         lambda x, cores, code: (x.int(), [core.int() for core in cores], code),
+        lambda x, cores, code: (x, cores, (*code, 0)),
     ],
 )
 def test_the_operator_itself_refuses_what_does_not_fit(broken):
@@ -266,7 +267,7 @@ def test_the_operator_itself_refuses_what_does_not_fit(broken):
 
 @OWN
 @pytest.mark.parametrize("operator", [op._multiply, op._layer])
-@pytest.mark.parametrize("gains", [None, torch.tensor([1.5, 0.5])])
+@pytest.mark.parametrize("gains", [None, torch.tensor([1.5, 0.5], dtype=torch.float64)])
 def test_the_operators_keep_the_contract_of_torch_library(operator, gains):
     structure = Monarch(blocks=2).structure(12, 30)
     cores, code = [core.float().requires_grad_() for core in random_cores(structure)], structure.program.code
@@ -330,9 +331,10 @@ def test_flops_are_counted_forward_and_backward():
 
 def test_nothing_but_the_inputs_is_saved():
     layer, x, held = StructuredLinear(64, 64, BTT(rank=2), weight_norm=True), torch.randn(50, 64), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.data_ptr()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
         layer(x)
-    assert set(held) <= {x.data_ptr(), *(p.data_ptr() for p in layer.parameters())}
+    wide = {t.data_ptr() for t in held if t.numel() > 2}  # the two gains are saved in float64
+    assert wide <= {x.data_ptr(), *(p.data_ptr() for p in layer.parameters())}
 
 
 def test_a_saved_core_that_is_changed_in_place_is_an_error_in_the_backward_pass():
