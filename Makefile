@@ -4,7 +4,7 @@ install:
 	pip install -c constraints.txt -e ".[dev]"
 
 fast:
-	pytest -q -m "not slow" tests/core structlin
+	pytest -q -m "not slow" tests/test_*.py tests/model
 
 test:
 	ruff check . && ruff format --check . && mypy && pytest

@@ -9,6 +9,15 @@ settings.load_profile("structlin")
 torch.set_num_threads(1)
 
 
+SLOW = {"benchmarks", "examples", "faults", "modular", "projection", "stack"}  # folders
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if SLOW.intersection(item.path.parts):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

@@ -272,6 +272,7 @@ def test_zero_init_zeroes_the_last_core_of_the_layers_named_alone():
         assert (last == 0).all() == name.endswith("c_proj")
 
 
+@pytest.mark.slow
 def test_conv1d_of_transformers_is_a_linear_layer():
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=50, n_positions=16)

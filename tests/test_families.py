@@ -510,17 +510,20 @@ def _compiles(case, backend, *shapes):
         assert_close(torch.autograd.grad(compiled(x).square().sum(), inputs), expected)
 
 
+@pytest.mark.slow
 @some_cases
 def test_a_layer_compiles_without_graph_breaks(case):
     _compiles(case, "aot_eager", (5,), (2, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, while it imports inductor
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_a_layer_compiles_with_inductor():
     _compiles(SMALL[-1], "inductor", (2, 3))
 
 
+@pytest.mark.slow
 @some_cases
 def test_a_function_of_the_weight_compiles_without_graph_breaks(case):
     torch._dynamo.reset()
