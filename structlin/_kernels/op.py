@@ -42,7 +42,8 @@ def available(x: Tensor) -> bool:
     if x.device.type != "cpu" or x.dtype not in DTYPES or x.layout != torch.strided:
         return False
     if torch.compiler.is_compiling():
-        return not torch.compiler.is_exporting() and engine.load()
+        inside = torch._C._are_functorch_transforms_active()
+        return not torch.compiler.is_exporting() and not inside and engine.load()
     if type(x) is not Tensor and type(x) is not Parameter:
         return False
     if torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():

@@ -319,6 +319,15 @@ def test_compiled_it_takes_as_many_graphs_as_a_dense_layer(family, dynamic, trai
     assert any("structlin_cpu" in str(node.target) for node in counter.graphs[-1].graph.nodes)
 
 
+@OWN
+@pytest.mark.parametrize("transform", [torch.func.vmap, lambda f: torch.func.grad(lambda x: f(x).sin().sum())])
+def test_transforms_of_torch_func_inside_a_compiled_program_take_the_loop(transform):
+    torch._dynamo.reset()
+    layer, x = StructuredLinear(64, 48, BTT(rank=2)).double(), tokens(3, 5, 64)
+    compiled = torch.compile(lambda x: transform(lambda x: layer(x))(x), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), transform(lambda x: layer(x))(x))
+
+
 def test_flops_are_counted_forward_and_backward():
     layer = StructuredLinear(12, 30, BTT(rank=2))
     first, last = (core.flops for core in layer.structure.cores)
