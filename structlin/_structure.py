@@ -136,10 +136,8 @@ class Structure:
         program: the same in integers, for whoever multiplies.
         einsum: W as one einsum over the stored cores, for whoever wants the matrix; `kept` are the
             axes that x and y share, in which W is diagonal: it has an identity more for each.
-        plain: whether every core is one matrix and nothing is permuted between them, as in
-            low-rank.
-        text: all of it on one line, as `"i -> o; r i; o r; i=6 o=4 r=2"`, which `Structure.parse`
-            reads.
+        plain: whether every core is one matrix and nothing is permuted, as in low-rank.
+        text: all of it on one line, as `"i -> o; r i; o r; i=6 o=4 r=2"`; `parse` reads it.
 
     Raises:
         ValueError: an axis without a size, never consumed, never produced, or named twice; a size
@@ -250,9 +248,6 @@ class Structure:
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name}={value!r}: a Structure is immutable; make a new one")
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError(f"{name}: a Structure is immutable; make a new one")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Structure.from_dict, (self.to_dict(),)

@@ -52,6 +52,7 @@ constexpr int BYTES = 32, ROWS = 4;
 constexpr int BYTES = 16, ROWS = 8;
 #endif
 constexpr Index LARGE = 1 << 20;  // bytes of a core that does not stay in the second cache
+constexpr Index MOST = 1 << 30;   // bytes of all threads' sums of gradients
 constexpr Index DEEP = 256;      // rows of B that stay in the first cache
 constexpr Index GRAIN = 1 << 16;  // multiply-adds that are worth a thread
 
@@ -182,12 +183,6 @@ inline F sum_lanes(const Vector<F>& v) {
   for (int i = 0; i < LANES<F>; i++) total += v[i];
   return total;
 #endif
-}
-
-template <class S>
-inline Wide<S> number(S s) {
-  S lanes[LANES<Wide<S>>] = {s};
-  return load(lanes)[0];
 }
 
 inline Index round_up(Index n, Index to) { return (n + to - 1) / to * to; }
@@ -434,16 +429,6 @@ const Wide<S>* widened(const Tensor& tensor, Numbers<Wide<S>>& memory) {
   return to;
 }
 
-double read_number(const Tensor& tensor, Index i) {
-  const void* p = tensor.data_ptr();
-  switch (tensor.scalar_type()) {
-    case ScalarType::Float: return static_cast<const float*>(p)[i];
-    case ScalarType::Double: return static_cast<const double*>(p)[i];
-    case ScalarType::BFloat16: return number(static_cast<const BFloat16*>(p)[i]);
-    default: return number(static_cast<const Float16*>(p)[i]);
-  }
-}
-
 Tensor packed(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
@@ -463,6 +448,8 @@ struct Layer {
       : program(code), memory(given.size()) {
     STD_TORCH_CHECK(given.size() == program.steps.size() && x.dim() > 0 && x.size(x.dim() - 1) == program.in,
                     "structlin: x or the cores do not fit the program");
+    STD_TORCH_CHECK(!gains || (gains->scalar_type() == ScalarType::Double && sigmas.size() == given.size()),
+                    "structlin: a float64 gain and a sigma are needed for every core");
     tokens = x.numel() / program.in;
     for (size_t t = 0; t < given.size(); t++) {
       const Step& step = program.steps[t];
@@ -472,7 +459,7 @@ struct Layer {
       Core<F> core{widened<S>(tensors[t], memory[t])};
       if (gains) {
         double squares = sum_products(core.data, core.data, step.params()), n = step.params();
-        core.gain = read_number(*gains, t);
+        core.gain = static_cast<const double*>(gains->data_ptr())[t * gains->stride(0)];
         if (squares >= sigmas[t] * sigmas[t] * n) {
           core.squares = squares;
           core.clip = sigmas[t] / std::sqrt(squares / n);
@@ -771,7 +758,8 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
   const Index area = tile.area();
   for (Index t = 0; t < count; t++) middle += program.steps[t].pairs() * tile.h[t].block;
   const Index tiles = (tokens + size - 1) / size;
-  const Index parts = std::max<Index>(1, std::min(layer.threads(), tiles));
+  const Index most = MOST / std::max<Index>(1, summed * sizeof(F));
+  const Index parts = std::max<Index>(1, std::min({layer.threads(), tiles, most}));
   Numbers<F> totals;
   F* total = totals.reserve(std::max<Index>(1, parts * summed));
   const S* x_data = static_cast<const S*>(x.data_ptr());
@@ -844,16 +832,7 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
       gather(index);
       along += sum_products(row, core.data + index * step.in, step.in);
     }
-    if (wants & OF_GAINS) {
-      void* to = found[1 + count].mutable_data_ptr();
-      float single = along * core.clip;
-      switch (gains->scalar_type()) {
-        case ScalarType::Float: static_cast<float*>(to)[t] = single; break;
-        case ScalarType::Double: static_cast<double*>(to)[t] = along * core.clip; break;
-        case ScalarType::BFloat16: store(static_cast<BFloat16*>(to) + t, Vector<float>{single}, 1); break;
-        default: store(static_cast<Float16*>(to) + t, Vector<float>{single}, 1);
-      }
-    }
+    if (wants & OF_GAINS) static_cast<double*>(found[1 + count].mutable_data_ptr())[t] = along * core.clip;
     if (!(wants & OF_CORES)) continue;
     S* to = static_cast<S*>(found[1 + t].mutable_data_ptr());
     const F back = core.squares ? along / core.squares : 0;

@@ -49,7 +49,8 @@ def available(x: Tensor) -> bool:
     if x.device.type != "cpu" or x.dtype not in DTYPES or x.layout != torch.strided:
         return False
     if torch.compiler.is_compiling():
-        return not torch.compiler.is_exporting() and engine.load()
+        inside = torch._C._are_functorch_transforms_active()
+        return not torch.compiler.is_exporting() and not inside and engine.load()
     if type(x) is not Tensor and type(x) is not Parameter:
         return False
     if torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
@@ -79,7 +80,7 @@ def multiply(
         `(..., out_features)`.
     """
     y: Tensor
-    sigmas = () if gains is None else sigmas
+    gains, sigmas = (None, ()) if gains is None else (gains.double(), sigmas)
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)
     if torch.compiler.is_compiling():
