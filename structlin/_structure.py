@@ -101,8 +101,7 @@ class Step(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A structure as integers: a step for each core, and the move that brings the last result into
-    the order of y.
+    """A structure as integers: a step for each core, and the last result's move into y's order.
 
     `code` is the program for an engine that speaks no Python, flat: in_features, out_features,
     number of cores; then for each core batch, repeat, fan_in, fan_out and the six indices of
@@ -114,6 +113,7 @@ class Program(NamedTuple):
     in_features: int
     out_features: int
     code: tuple[int, ...]
+    largest: int  #: numbers of the largest block
 
 
 class Structure:
@@ -328,7 +328,8 @@ def _derive_program(
         code += [step.batch, step.repeat, step.fan_in, step.fan_out]
         for index in (*step.reads, *step.writes):
             code += [len(index), *(number for axis in index for number in axis)]
-    return Program(tuple(steps), _move(before[-1], after[-1], sizes), *widths, tuple(code))
+    last, largest = _move(before[-1], after[-1], sizes), max(s.fan_in * s.fan_out for s in steps)
+    return Program(tuple(steps), last, *widths, tuple(code), largest)
 
 
 def _move(lying: Sequence[str], wanted: Sequence[str], sizes: Mapping[str, int]) -> Move:

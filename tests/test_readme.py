@@ -103,12 +103,8 @@ def test_what_is_said_beside_the_speed_table_is_what_the_kept_results_have():
         if tokens == 16 and dtype == "bfloat16"
     ]
     assert f"16 tokens in bfloat16 has {min(few):.2f} to {max(few):.2f} of it" in text
-    fresh = speeds("layer_default_allocator")
-    narrow, wide = (fresh[width, 4096, "float32", True, "BTT r=1"] for width in (1024, 2048))
-    assert (
-        f"BTT r=1 was {narrow:.1f} times as fast as dense at 1024 and {wide:.1f} times at 2048"
-        in text
-    )
+    fresh = speeds("layer_default_allocator")[1024, 4096, "float32", True, "BTT r=1"]
+    assert f"BTT r=1 was {fresh:.1f} times as fast as dense at 1024" in text
 
 
 def test_what_is_said_of_other_packages_is_what_the_kept_result_has():

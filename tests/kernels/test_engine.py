@@ -603,3 +603,18 @@ def test_it_can_be_built_ahead():
     command = [sys.executable, "-W", "error", "-m", "structlin._kernels.build"]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert Path(run.stdout.strip()).is_file()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "blocks", "takes"),
+    [
+        (torch.float32, 4, True),  # blocks of 256 x 256
+        (torch.bfloat16, 4, False),
+        (torch.bfloat16, 8, True),
+        (torch.float32, 2, False),  # blocks of 512 x 512
+    ],
+)
+def test_blocks_that_blas_has_at_its_own_rate_are_left_to_it(dtype, blocks, takes):
+    layer = StructuredLinear(1024, 1024, Monarch(blocks=blocks), dtype=dtype)
+    y = layer(torch.randn(2, 1024).to(dtype).requires_grad_())
+    assert (y.grad_fn.name() == "_ProductBackward") == takes
