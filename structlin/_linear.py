@@ -81,7 +81,7 @@ class StructuredLinear(DescribedModule):
         self.structure = structure_of(structure, in_features, out_features)
         self.in_features, self.out_features = in_features, out_features
         self.label = label(structure)
-        self.init, self.zero_init, self.conv1d = init, zero_init, False
+        self.init, self.zero_init, self.conv1d, self.mode = init, zero_init, False, "auto"
         self.padding = (
             self.structure.in_features - in_features,
             self.structure.out_features - out_features,
@@ -89,7 +89,6 @@ class StructuredLinear(DescribedModule):
         self.stds = [
             init_std(core, init, bottleneck_variance=zero_init) for core in self.structure.cores
         ]
-        self.mode = "auto"
         self._names = [str(n) for n in range(len(self.structure.cores))]
 
         def empty(*shape: int) -> nn.Parameter:
@@ -119,7 +118,8 @@ class StructuredLinear(DescribedModule):
             self.bias.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.multiply(x, self.bias)
+        held = self._parameters  # an attribute would be looked up in Python
+        return self.multiply(x, held["bias"] if "bias" in held else self.bias)  # noqa: SIM401
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x W^T + bias`, for any bias `(out_features,)`."""
@@ -130,7 +130,9 @@ class StructuredLinear(DescribedModule):
             x = F.pad(x, (0, columns))
         if rows and bias is not None:
             bias = F.pad(bias, (0, rows))
-        y = _product.run(self.structure, cores, x, bias, self._mode, self.gains, self.stds)
+        held = self._parameters
+        gains = held["gains"] if "gains" in held else self.gains  # noqa: SIM401
+        y = _product.run(self.structure, cores, x, bias, self._mode, gains, self.stds)
         return y[..., : self.out_features] if rows else y
 
     @property
@@ -144,9 +146,8 @@ class StructuredLinear(DescribedModule):
 
     def way(self, tokens: int) -> str:
         """ "structured" or "dense": how the layer multiplies so many tokens."""
-        if self.mode != "auto":
-            return self.mode
-        return "dense" if _product.forms_matrix(self.structure, tokens) else "structured"
+        auto = "dense" if _product.forms_matrix(self.structure, tokens) else "structured"
+        return auto if self.mode == "auto" else self.mode
 
     def effective_cores(self) -> list[Tensor]:
         """The cores that the layer multiplies by: normalised, if it has weight normalisation."""
@@ -156,13 +157,12 @@ class StructuredLinear(DescribedModule):
     def _stored_cores(self) -> list[Tensor]:
         """The cores before they are normalised.
 
-        They are read by name, as somebody may have parametrised or pruned one, and its hooks, which
-        would run before the list's own forward pass if it had one, are run here.
+        By name, as somebody may have parametrised or pruned one, whose hooks are run here.
         """
-        cores = self.cores
+        cores: Any = self._modules["cores"]
         for hook in cores._forward_pre_hooks.values():
             hook(cores, ())
-        held: dict[str, Any] = cores._parameters
+        held = cores._parameters
         return [held[name] if name in held else getattr(cores, name) for name in self._names]
 
     def to_dense(self) -> Tensor:

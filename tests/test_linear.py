@@ -10,7 +10,17 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 from torch.testing import assert_close
 
-from structlin import BTT, TT, Family, Kronecker, LowRank, Structure, StructuredLinear, family
+from structlin import (
+    BTT,
+    TT,
+    Family,
+    Kronecker,
+    LowRank,
+    Structure,
+    StructuredLinear,
+    family,
+    project,
+)
 from tests.catalogue import SMALL, SMALL_IDS, einsum_matrix, layer_of, tokens
 
 every_small_case = pytest.mark.parametrize("case", SMALL, ids=SMALL_IDS)
@@ -184,3 +194,24 @@ def test_a_layer_is_pickled_and_copied_with_its_mode():
     for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert again.mode == "dense"
         assert_close(again.to_dense(), layer.to_dense())
+
+
+@every_small_case
+@pytest.mark.parametrize("options", [{}, {"weight_norm": True}], ids=["", "weight_norm"])
+def test_a_batch_of_gradients_is_each_of_them(case, options):
+    layer = layer_of(case, **options)
+    x = tokens(3, layer.in_features).requires_grad_()
+    y, leaves = layer(x), [x, *layer.parameters()]
+    batch = tokens(4, *y.shape)
+    found = torch.autograd.grad(y, leaves, batch, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(y, leaves, dy, retain_graph=True) for dy in batch]
+    for n, value in enumerate(found):
+        assert_close(value, torch.stack([gradients[n] for gradients in each]))
+
+
+def test_a_matrix_whose_squares_overflow_is_projected():
+    left = torch.randn(6, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weight = 1e160 * left @ left.T
+    cores = project(weight, LowRank(rank=2))
+    dense = cores[1][0] @ cores[0][0]
+    assert_close(dense / 1e160, weight / 1e160)

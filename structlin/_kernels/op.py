@@ -20,6 +20,7 @@ from .._structure import Program
 from . import engine
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_BATCHED = torch._C._dispatch_key_parse("Batched")
 OF_X, OF_CORES, OF_GAINS, OF_BIAS = 1, 2, 4, 8  # `Wants` in cpu.cpp
 
 Loop = Callable[
@@ -126,13 +127,18 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, bias, gains, *cores = ctx.saved_tensors
         of_x, of_bias, of_gains, *of_cores = ctx.needs_input_grad[3:]
-        if torch.is_grad_enabled() or not available(dy):
+        if torch.is_grad_enabled() or _is_batch(dy) or not available(dy):
             return None, None, None, *_differentiate(ctx, dy, [x, bias, gains, *cores])
         needs = of_x, of_cores, of_bias, of_gains
         dx, dcores, dbias, dgains = _find_gradients(
             dy, x, cores, gains, ctx.sigmas, ctx.program.code, needs
         )
         return None, None, None, dx, dbias, dgains, *dcores
+
+
+def _is_batch(dy: Tensor) -> bool:
+    """Whether it stands for many, in `autograd.grad(is_grads_batched=True)`, an older vmap."""
+    return bool(torch._C._dispatch_keys(dy).has(_BATCHED))
 
 
 def _find_gradients(

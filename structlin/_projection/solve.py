@@ -96,8 +96,8 @@ def project(
     if sweeps and not is_optimal(structure, c is not None, columns + rows > 0):
         starts = [cores] if c is None else [cores, cut(structure, padded, None)]
         cores = search(structure, starts, w, c, weight.dtype, sweeps)
-    cores[0] = cores[0] * scale
-    return [core.to(weight.dtype).contiguous() for core in balance(structure, cores)]
+    share = scale ** (1 / len(cores))
+    return [(share * core).to(weight.dtype).contiguous() for core in balance(structure, cores)]
 
 
 @torch.no_grad()
