@@ -13,7 +13,7 @@ the last hidden features over training (figure 2a).
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -29,6 +29,7 @@ from torch import nn
 import structlin
 from benchmarks.record import RESULTS
 from benchmarks.runs import digits, keep, parser, run_all
+from structlin import stability
 
 STRUCTURES = {
     "dense": lambda width: structlin.Dense(),
@@ -42,7 +43,8 @@ STRUCTURES = {
 BASE_WIDTH = 64
 RULES = ("naive", "aware")
 
-Run = tuple[str, int, str, float, int]  # structure, width, rule, lr, seed
+Job = tuple[str, int, str]  # structure, width, rule
+Flat = dict[str, list[str]]
 
 
 def mlp(structure: str, width: int) -> nn.Sequential:
@@ -57,17 +59,20 @@ def mlp(structure: str, width: int) -> nn.Sequential:
     return model
 
 
-def train(run: Run, steps: int, batch: int = 256) -> dict[str, Any]:
-    structure, width, rule, lr, seed = run
-    torch.manual_seed(seed)
+def make_optimizer(model: nn.Module, lr: float, width: int, rule: str) -> torch.optim.Optimizer:
+    aware = rule == "aware"
+    base = {width: BASE_WIDTH}
+    return torch.optim.Adam(structlin.param_groups(model, lr, base=base, structure_aware=aware))
+
+
+def train(
+    model: nn.Sequential, lr: float, width: int, rule: str, steps: int, batch: int = 256
+) -> tuple[float, float]:
+    """The final loss on all images, and the RMS change of the last hidden features."""
     x, y = digits()
-    model = mlp(structure, width)
     features = model[:-1]
     before = features(x).detach()
-    groups = structlin.param_groups(
-        model, lr, base={width: BASE_WIDTH}, structure_aware=rule == "aware"
-    )
-    optimizer = torch.optim.Adam(groups)
+    optimizer = make_optimizer(model, lr, width, rule)
     for _ in range(steps):
         chosen = torch.randint(len(x), (batch,))
         loss = F.cross_entropy(model(x[chosen]), y[chosen])
@@ -76,13 +81,46 @@ def train(run: Run, steps: int, batch: int = 256) -> dict[str, Any]:
         optimizer.step()
     with torch.no_grad():
         final = F.cross_entropy(model(x), y).item()
-        change = (features(x) - before).square().mean().sqrt().item()
-    row = {"structure": structure, "width": width, "rule": rule, "lr": lr, "seed": seed}
-    return {
-        **row,
-        "loss": final if math.isfinite(final) else None,
-        "feature_change": change if math.isfinite(change) else None,
-    }
+        return final, (features(x) - before).square().mean().sqrt().item()
+
+
+def sweep(job: Job, lrs: Sequence[float], seeds: int, steps: int) -> list[dict[str, Any]]:
+    """A row for each rate and seed of a structure, width and rule."""
+    structure, width, rule = job
+    changes = list[float | None]()  # in the order of the sweep's runs
+
+    def train_once(model: nn.Module, lr: float, width: int) -> float:
+        assert isinstance(model, nn.Sequential)
+        loss, change = train(model, lr, width, rule, steps)
+        changes.append(change if math.isfinite(change) else None)
+        return loss
+
+    build = partial(mlp, structure)
+    found = stability.lr_sweep(build, [width], lrs, train_once, seeds=range(seeds)).rows
+    named = {"structure": structure, "width": width, "rule": rule}
+    return [
+        {**named, "lr": run.lr, "seed": run.seed, "loss": run.loss, "feature_change": change}
+        for run, change in zip(found, changes, strict=True)
+    ]
+
+
+def check_coordinates(structure: str, widths: Sequence[int], lr: float, steps: int) -> Flat:
+    """rule -> the layers whose features, or their changes, do not keep their size across widths."""
+    x, y = digits()
+    draw = torch.Generator().manual_seed(0)
+    chosen = [torch.randint(len(x), (256,), generator=draw) for _ in range(steps)]
+    found = {}
+    for rule in RULES:
+        check = stability.coordinate_check(
+            partial(mlp, structure),
+            widths,
+            [(x[which], y[which]) for which in chosen],
+            loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+            optimizer=lambda model, width, rule=rule: make_optimizer(model, lr, width, rule),
+            steps=steps,
+        )
+        found[rule] = sorted({slope.layer for slope in check.not_flat})
+    return found
 
 
 def best_lrs(
@@ -242,20 +280,25 @@ def main() -> None:
     if arguments.smoke:
         arguments.widths, arguments.steps, arguments.seeds, arguments.lrs = [64], 3, 1, [-8, -7]
     lrs = [2.0**power for power in range(arguments.lrs[0], arguments.lrs[1] + 1)]
-    runs: list[Run] = [
-        (structure, width, rule, lr, seed)
-        for width, structure, rule, lr, seed in product(
-            arguments.widths, STRUCTURES, RULES, lrs, range(arguments.seeds)
-        )
+    jobs: list[Job] = [
+        (structure, width, rule)
+        for width, structure, rule in product(arguments.widths, STRUCTURES, RULES)
         if structure != "dense" or rule == "aware"  # one core: both rules are the same
     ]
-    runs.sort(key=lambda run: -run[1])
-    rows = run_all(partial(train, steps=arguments.steps), runs, arguments)
+    jobs.sort(key=lambda job: -job[1])
+    one = partial(sweep, lrs=lrs, seeds=arguments.seeds, steps=arguments.steps)
+    rows = [row for found in run_all(one, jobs, arguments) for row in found]
     rows.sort(key=lambda row: (row["width"], row["structure"], row["rule"], row["lr"], row["seed"]))
     result = shifts(rows)
     show(result, Console(width=120))
+    widths = arguments.widths if len(arguments.widths) > 1 else [*arguments.widths, 128]
+    flat = check_coordinates("BTT r=1", widths, result["reference_lr"], min(arguments.steps, 10))
+    for rule, layers in flat.items():
+        text = ", ".join(layers) or "none"
+        print(f"{rule}: layers of BTT r=1 that do not keep their size across widths: {text}")
     setting = {"steps": arguments.steps, "batch": 256, "optimizer": "Adam", "data": "digits"}
-    keep(arguments, "lr_transfer", plot(rows, result), setting=setting, **result, rows=rows)
+    content = {"setting": setting, "not_flat": flat, **result, "rows": rows}
+    keep(arguments, "lr_transfer", plot(rows, result), **content)
 
 
 if __name__ == "__main__":

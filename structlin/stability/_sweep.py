@@ -172,9 +172,7 @@ def lr_sweep(
         raise ValueError(
             f"widths={widths}, lrs={lrs}, seeds={seeds}: there must be at least one of each"
         )
-    names = {
-        name: f"{f.__module__}.{f.__qualname__}" for name, f in (("build", build), ("train", train))
-    }
+    names = {"build": _name_of(build), "train": _name_of(train)}
     about = json.loads(json.dumps({**names, **(setting or {})}))
     runs = _read(Path(path), about) if path is not None else {}
     grid = list(dict.fromkeys(product(widths, lrs, seeds)))
@@ -192,6 +190,13 @@ def lr_sweep(
         if path is not None:
             _write(Path(path), about, runs)
     return Sweep(tuple(runs[key] for key in grid))
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """Module and name; of what functools.partial, or an object that is called, is made of."""
+    inner = getattr(function, "func", function)
+    named = inner if hasattr(inner, "__qualname__") else type(inner)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _train_once(

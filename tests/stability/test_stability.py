@@ -4,6 +4,7 @@ bad input."""
 import copy
 import json
 import math
+from functools import partial
 
 import cola
 import numpy as np
@@ -546,6 +547,13 @@ def test_a_bad_coordinate_check_is_named(changed, error, message):
 
 
 # ---- lr_sweep ------------------------------------------------------------------------------------
+
+
+def test_what_builds_and_trains_may_be_a_partial_function(tmp_path):
+    train = partial(lambda model, lr, width, power: abs(lr - 0.25) ** power, power=2)
+    sweep = lr_sweep(partial(nn.Linear, 3), [8], [0.125, 0.25], train, path=tmp_path / "s.json")
+    assert sweep.best == {8: 0.25}
+    assert "Linear" in (tmp_path / "s.json").read_text()
 
 
 class Counted:
