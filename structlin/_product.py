@@ -139,7 +139,7 @@ def run(
         for core in cores[:-1]:
             x = F.linear(x, core[0])  # (..., fan_in) -> (..., fan_out)
         return F.linear(x, cores[-1][0], bias)
-    if triton_op.available(x, structure):
+    if x.is_cuda and triton_op.available(x, structure):
         return triton_op.apply(structure, x, cores, bias)
     return define(structure.program, cores, x, bias)
 

@@ -167,8 +167,6 @@ def is_caught(mutant: Mutant, seconds: float) -> bool:
             "-x",
             "-p",
             "no:cacheprovider",
-            "-m",
-            "not slow",
             doctest,
             *tests,
         ]
