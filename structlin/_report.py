@@ -128,7 +128,7 @@ def summary(model: nn.Module, *, tokens: int | None = None) -> Summary:
     Args:
         tokens: of one training step, over all leading dimensions; the table then shows whether each
             layer multiplies core by core ("structured") or forms its matrix ("dense"), see
-            `contract.apply`.
+            `StructuredLinear.mode`.
 
     Raises:
         ValueError: the model has no linear layer; `tokens` is negative.

@@ -79,7 +79,7 @@ class WeightView(Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func is _IS_LEAF:
+        if func == _IS_LEAF:  # made anew at each look-up
             return not args[0].requires_grad
         if func is F.linear:
             x, weight, bias = _linear_arguments(*args, **kwargs)

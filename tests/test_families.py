@@ -475,6 +475,9 @@ def test_the_array_of_the_weight_is_read_only_and_no_optimizer_takes_it():
         layer.weight.detach().numpy()[:] = 1
     with pytest.raises(ValueError, match="non-leaf"):
         torch.optim.AdamW([layer.weight])
+    layer.to_dense = None  # whether it is a leaf is known without the matrix
+    assert not layer.weight.is_leaf
+    assert layer.weight.detach().is_leaf
 
 
 def _assign(layer):
