@@ -227,13 +227,13 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
     )
     table.add_column("structure", no_wrap=True)
     columns = (
+        "FLOP rate",
         "FLOPs",
         "ms",
         "(p20-p80)",
         "x dense",
         "(p20-p80)",
         "at its FLOPs",
-        "FLOP rate",
         "bound",
         "fused",
     )
@@ -257,13 +257,13 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
         ms, speed, flops = row["ms"], row["x_dense"], row["flops"] / row["dense_flops"]
         table.add_row(
             name,
+            f"{flops * speed['median']:.2f}",
             f"{flops:.3f}",
             f"{ms['median']:.3g}",
             f"({ms['p20']:.3g}-{ms['p80']:.3g})",
             f"{speed['median']:.2f}",
             f"({speed['p20']:.2f}-{speed['p80']:.2f})",
             f"{row['x_equal_flops']['median']:.2f}",
-            f"{flops * speed['median']:.2f}",
             f"{row['bound_share']:.2f}",
             f"{row['fused_share']:.2f}",
             f"{row['peak_bytes'] / 1e6:.1f}",
@@ -285,8 +285,8 @@ columns: the speed of other implementations against nn.Linear of equal width."""
 
 
 def markdown(result: dict[str, Any], dtype: str) -> str:
-    """The README's table: speed of `auto` against nn.Linear of equal width, for a dtype;
-    nn.Linear's time in ms."""
+    """A table of the speed of `auto` against nn.Linear of equal width, for a dtype, and in brackets
+    its FLOPs a second as a share of nn.Linear's; nn.Linear's time in ms."""
     rows = [row for row in result["rows"] if row["dtype"] == dtype and "x_dense" in row]
     training = {job_of(row): None for row in rows if row["backward"]}
     decoding = {job_of(row): None for row in rows if row["tokens"] == 16}
@@ -304,9 +304,13 @@ def markdown(result: dict[str, Any], dtype: str) -> str:
     ]
     for name in dict.fromkeys(row["structure"] for row in rows if row["implementation"] == "auto"):
         found = [cells.get((job, name, "auto")) for job in columns]
-        speeds = [f"{row['x_dense']['median']:.2f}x" if row else "-" for row in found]
-        lines.append(f"| {name} | {' | '.join(speeds)} |")
+        lines.append(f"| {name} | {' | '.join(_speed(row) if row else '-' for row in found)} |")
     return "\n".join(lines)
+
+
+def _speed(row: dict[str, Any]) -> str:
+    speed = row["x_dense"]["median"]
+    return f"{speed:.2f}x ({speed * row['flops'] / row['dense_flops']:.0%})"
 
 
 def plot(

@@ -6,11 +6,13 @@ converted.
     python -m benchmarks.model --smoke              # seconds, tiny shapes
 
 Random weights of transformers' models, dropout off; float32 on a CPU, bfloat16 on a GPU. "mlp"
-converts the MLPs, "all" every linear layer but the head. Training is forward + backward + AdamW;
-prefill and images are one forward pass; decode is one token after a context, with the cache.
-"compiled" means torch.compile of every block, checked against the model before. The variants take
-turns; speeds are ratios to the dense model within a round, of the time that a user waits. Jobs are
-in order of importance, compiled ones last; what does not fit the budget is left out and said.
+converts the MLPs, "all" every linear layer but the head; "none" takes those layers away and shows
+what is left of a step: the head, attention, norms, activations, the optimizer. Training is forward
++ backward + AdamW; prefill and images are one forward pass; decode is one token after a context,
+with the cache. "compiled" means torch.compile of every block, checked against the model before. The
+variants take turns; speeds are ratios to the dense model within a round, of the time that a user
+waits. Jobs are in order of importance, compiled ones last; what does not fit the budget is left out
+and said.
 """
 
 import argparse
@@ -41,8 +43,8 @@ COMPILED_ERROR = {
 }  # largest difference over largest logit
 
 
-def variants(width: int) -> dict[str, tuple[structlin.Family | None, str | None]]:
-    """Name -> family and `include` of `convert`; width 384 does not regroup 16 blocks."""
+def variants(width: int) -> dict[str, Callable[[nn.Module], nn.Module]]:
+    """Name -> what makes it of the dense model, in place; width 384 does not regroup 16 blocks."""
     monarch = structlin.Monarch(blocks=16 if width % 256 == 0 else 8)
     chosen = {
         "BTT r=1": structlin.BTT(rank=1),
@@ -51,11 +53,31 @@ def variants(width: int) -> dict[str, tuple[structlin.Family | None, str | None]
     }
     where = {"mlp": "ffn", "all": None}
     converted = {
-        f"{name}, {short}": (family, include)
+        f"{name}, {short}": partial(structlin.convert, structure=family, include=include)
         for name, family in chosen.items()
         for short, include in where.items()
     }
-    return {"dense": (None, None), **converted}
+    return {"dense": lambda model: model, **converted, "none": without_linear}
+
+
+class Absent(nn.Module):
+    """A linear layer of no FLOPs: every output is the first input."""
+
+    def __init__(self, out_features: int) -> None:
+        super().__init__()
+        self.out_features = out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., :1].expand(*x.shape[:-1], self.out_features)
+
+
+def without_linear(model: nn.Module) -> nn.Module:
+    """The model, in place, without the layers that "all" converts."""
+    for decision in structlin.plan(model, structlin.Dense()).decisions:
+        if decision.structure is not None:
+            out_features = decision.layer.out_features
+            model.set_submodule(decision.layer.name, Absent(out_features))
+    return model
 
 
 # ---- models --------------------------------------------------------------------------------------
@@ -370,13 +392,9 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         if job.model not in converted:
             converted[job.model] = {}
             dense = shape.build()
-            for name, (family, include) in list(variants(shape.width).items())[
-                : 3 if options.smoke else None
-            ]:
-                model = copy.deepcopy(dense)
-                converted[job.model][name] = (
-                    structlin.convert(model, family, include=include) if family else dense
-                )
+            chosen = variants(shape.width)
+            for name in [*[*chosen][:2], "none"] if options.smoke else chosen:
+                converted[job.model][name] = chosen[name](copy.deepcopy(dense))
         until = time.perf_counter() + (end - time.perf_counter()) / (len(todo) - n)
         results.append(measure(job, shape, converted[job.model], end, rounds=rounds, until=until))
         for row in results[-1]:

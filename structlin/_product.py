@@ -129,7 +129,7 @@ def run(
     dense = mode != "structured" and (
         mode == "dense" or forms_matrix(structure, x.numel() // structure.in_features)
     )
-    if not dense and not structure.plain and op.pays(structure.program, x):
+    if not dense and op.pays(structure.program, x, structure.plain):
         return op.multiply(define, structure.program, cores, x, bias, gains, sigmas)
     if gains is not None:
         cores = normalise(cores, gains, sigmas)

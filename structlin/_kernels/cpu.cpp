@@ -26,182 +26,26 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <optional>
 #include <vector>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+
+#include "program.h"
+#include "vectors.h"
 
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::parallel_for;
 using torch::stable::Tensor;
-using Index = int64_t;
-using Indices = std::vector<Index>;
 
-#if defined(__AVX512F__)
-constexpr int BYTES = 64, ROWS = 8;  // of a vector; of C in registers, twice two vectors of each
-#elif defined(__AVX__)
-constexpr int BYTES = 32, ROWS = 4;
-#else
-constexpr int BYTES = 16, ROWS = 8;
-#endif
-constexpr Index LARGE = 1 << 20;  // bytes of a core that does not stay in the second cache
-constexpr Index MOST = 1 << 30;   // bytes of all threads' sums of gradients
-constexpr Index DEEP = 256;      // rows of B that stay in the first cache
+constexpr int ROWS = BYTES == 32 ? 4 : 8;  // of C in registers, two vectors of each
+constexpr Index LARGE = 1 << 20; // bytes of a core that does not stay in the second cache
+constexpr Index MOST = 1 << 30;  // bytes of all threads' sums of gradients
+constexpr Index DEEP = 256;       // rows of B that stay in the first cache
+constexpr Index FEW = 1 << 13;    // numbers of an activation of few tokens, up to which dot products are faster
 constexpr Index GRAIN = 1 << 16;  // multiply-adds that are worth a thread
-
-// ---- vectors and numbers ---------------------------------------------------------------------------------------------
-
-template <class F>
-constexpr int LANES = BYTES / sizeof(F);
-
-template <class F>
-struct VectorOf {
-  typedef F type __attribute__((vector_size(BYTES)));
-};
-template <class F>
-using Vector = typename VectorOf<F>::type;
-
-struct BFloat16 {
-  uint16_t bits;
-};
-struct Float16 {
-  uint16_t bits;
-};
-template <class S>
-struct WideOf {
-  using type = float;
-};
-template <>
-struct WideOf<double> {
-  using type = double;
-};
-template <class S>
-using Wide = typename WideOf<S>::type;  // what numbers stored as S are computed in
-
-typedef uint16_t Halves __attribute__((vector_size(BYTES / 2)));
-typedef uint32_t Words __attribute__((vector_size(BYTES)));
-
-template <class To, class From>
-inline To bits_of(const From& from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof to);
-  return to;
-}
-
-inline Vector<float> widen(const Halves& h, BFloat16) {
-  return bits_of<Vector<float>>(__builtin_convertvector(h, Words) << 16);
-}
-
-inline Halves narrow(const Vector<float>& v, BFloat16) {  // to the nearest, ties to even
-  Words u = bits_of<Words>(v);
-  Words rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-  Words nan = (u >> 16) | 0x40;
-  return __builtin_convertvector((u & 0x7fffffff) > 0x7f800000 ? nan : rounded, Halves);
-}
-
-inline Vector<float> widen(const Halves& h, Float16) {
-#if defined(__AVX512F__)
-  return bits_of<Vector<float>>(_mm512_cvtph_ps(bits_of<__m256i>(h)));
-#elif defined(__F16C__) && defined(__AVX__)
-  return bits_of<Vector<float>>(_mm256_cvtph_ps(bits_of<__m128i>(h)));
-#else
-  Vector<float> v;
-  for (int i = 0; i < LANES<float>; i++) v[i] = static_cast<float>(bits_of<_Float16>(static_cast<uint16_t>(h[i])));
-  return v;
-#endif
-}
-
-inline Halves narrow(const Vector<float>& v, Float16) {
-#if defined(__AVX512F__)
-  return bits_of<Halves>(_mm512_cvtps_ph(bits_of<__m512>(v), _MM_FROUND_TO_NEAREST_INT));
-#elif defined(__F16C__) && defined(__AVX__)
-  return bits_of<Halves>(_mm256_cvtps_ph(bits_of<__m256>(v), _MM_FROUND_TO_NEAREST_INT));
-#else
-  Halves h;
-  for (int i = 0; i < LANES<float>; i++) h[i] = bits_of<uint16_t>(static_cast<_Float16>(v[i]));
-  return h;
-#endif
-}
-
-template <class S>
-inline Vector<Wide<S>> load(const S* p) {
-  if constexpr (sizeof(S) == 2) {
-    Halves h;
-    std::memcpy(&h, p, sizeof h);
-    return widen(h, S{});
-  } else {
-    Vector<S> v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-  }
-}
-
-template <class S>
-inline void store(S* p, const Vector<Wide<S>>& v) {
-  if constexpr (sizeof(S) == 2) {
-    Halves h = narrow(v, S{});
-    std::memcpy(p, &h, sizeof h);
-  } else {
-    std::memcpy(p, &v, sizeof v);
-  }
-}
-
-template <class S>
-inline Vector<Wide<S>> load(const S* p, Index count) {  // the first `count` lanes; the others are zero
-  if (count >= LANES<Wide<S>>) return load(p);
-  S lanes[LANES<Wide<S>>] = {};
-  for (Index i = 0; i < count; i++) lanes[i] = p[i];
-  return load(lanes);
-}
-
-template <class S>
-inline void store(S* p, const Vector<Wide<S>>& v, Index count) {
-  if (count >= LANES<Wide<S>>) return store(p, v);
-  S lanes[LANES<Wide<S>>];
-  store(lanes, v);
-  for (Index i = 0; i < count; i++) p[i] = lanes[i];
-}
-
-template <class F>
-using Lanes = Vector<std::conditional_t<sizeof(F) == 4, int32_t, int64_t>>;  // indices of lanes
-
-template <class F>
-inline F sum_lanes(const Vector<F>& v) {
-#if defined(__AVX512F__)
-  if constexpr (sizeof(F) == 4) return _mm512_reduce_add_ps(bits_of<__m512>(v));
-  else return _mm512_reduce_add_pd(bits_of<__m512d>(v));
-#else
-  F total = 0;
-  for (int i = 0; i < LANES<F>; i++) total += v[i];
-  return total;
-#endif
-}
-
-inline Index round_up(Index n, Index to) { return (n + to - 1) / to * to; }
-
-// Denormal numbers are taken for zero while one of these lives: they may cost a hundred times as much as others.
-struct FlushDenormals {
-#if defined(__x86_64__)
-  unsigned saved = _mm_getcsr();
-  FlushDenormals() { _mm_setcsr(saved | 0x8040); }
-  ~FlushDenormals() { _mm_setcsr(saved); }
-#elif defined(__aarch64__)
-  uint64_t saved;
-  FlushDenormals() {
-    asm volatile("mrs %0, fpcr" : "=r"(saved));
-    asm volatile("msr fpcr, %0" ::"r"(saved | (uint64_t{1} << 24)));
-  }
-  ~FlushDenormals() { asm volatile("msr fpcr, %0" ::"r"(saved)); }
-#endif
-};
 
 // ---- memory ----------------------------------------------------------------------------------------------------------
 
@@ -227,204 +71,115 @@ struct Numbers {
 
 // ---- the products ----------------------------------------------------------------------------------------------------
 
-// R rows and N vectors of C
-template <class F, int R, int N, bool ADD>
-inline void multiply_tile(const F* a, Index a_m, Index a_k, const F* b, Index b_k, F* c, const Index* rows, Index depth,
-                          F factor) {
+// R rows and N vectors of C, stored as T; B is rows of Held<S>, or of pairs of them
+template <class S, class B, class T, int R, int N, bool ADD>
+inline void multiply_tile(const Held<S>* a, Index a_m, const B* b, Index b_k, T* c, const Index* rows, Index depth,
+                          Wide<S> factor) {
+  using F = Wide<S>;
+  constexpr int G = GROUP<S>, DOWN = std::is_same_v<B, Pair> ? 1 : G;
   Vector<F> sum[R][N] = {};
-  for (Index k = 0; k < depth; k++) {
-    Vector<F> right[N];
+  auto add = [&](Index k, bool whole) __attribute__((always_inline)) {
+    decltype(meet(b, b_k, whole)) right[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; n++) right[n] = load(b + k * b_k + n * LANES<F>);
+    for (int n = 0; n < N; n++) right[n] = meet(b + k / G * DOWN * b_k + n * LANES<F>, b_k, whole);
 #pragma GCC unroll 8
     for (int m = 0; m < R; m++) {
-      F left = a[m * a_m + k * a_k];
+      auto left = spread(a + m * a_m + k, whole);
 #pragma GCC unroll 4
-      for (int n = 0; n < N; n++) sum[m][n] += left * right[n];
+      for (int n = 0; n < N; n++) add_product(sum[m][n], left, right[n]);
     }
-  }
+  };
+  Index k = 0;
+  for (; k + G <= depth; k += G) add(k, true);
+  if (G > 1 && k < depth) add(k, false);
 #pragma GCC unroll 8
-  for (int m = 0; m < R; m++)
+  for (int m = 0; m < R; m++) {
+    T* to = c + rows[m];
 #pragma GCC unroll 4
     for (int n = 0; n < N; n++) {
-      F* to = c + rows[m] + n * LANES<F>;
-      Vector<F> total = factor * sum[m][n];
-      store(to, ADD ? load(to) + total : total);
+      sum[m][n] *= factor;
+      if (ADD) sum[m][n] += load(to + n * LANES<F>);
     }
+    store_row<N>(to, sum[m]);
+  }
 }
 
-template <class F, int N, bool ADD>
-inline void multiply_columns(Index height, const F* a, Index a_m, Index a_k, const F* b, Index b_k, F* c,
-                             const Index* rows, Index depth, F factor) {
+template <class S, class B, class T, int N, bool ADD>
+inline void multiply_columns(Index height, const Held<S>* a, Index a_m, const B* b, Index b_k, T* c, const Index* rows,
+                             Index depth, Wide<S> factor) {
   Index m = 0;
   for (; m + ROWS <= height; m += ROWS)
-    multiply_tile<F, ROWS, N, ADD>(a + m * a_m, a_m, a_k, b, b_k, c, rows + m, depth, factor);
+    multiply_tile<S, B, T, ROWS, N, ADD>(a + m * a_m, a_m, b, b_k, c, rows + m, depth, factor);
   for (; m + 4 <= height; m += 4)
-    multiply_tile<F, 4, N, ADD>(a + m * a_m, a_m, a_k, b, b_k, c, rows + m, depth, factor);
+    multiply_tile<S, B, T, 4, N, ADD>(a + m * a_m, a_m, b, b_k, c, rows + m, depth, factor);
   for (; m + 2 <= height; m += 2)
-    multiply_tile<F, 2, N, ADD>(a + m * a_m, a_m, a_k, b, b_k, c, rows + m, depth, factor);
-  if (m < height) multiply_tile<F, 1, N, ADD>(a + m * a_m, a_m, a_k, b, b_k, c, rows + m, depth, factor);
+    multiply_tile<S, B, T, 2, N, ADD>(a + m * a_m, a_m, b, b_k, c, rows + m, depth, factor);
+  if (m < height) multiply_tile<S, B, T, 1, N, ADD>(a + m * a_m, a_m, b, b_k, c, rows + m, depth, factor);
 }
 
 // C[m, 0:width] (+)= factor * sum_k A[m, k] B[k, 0:width]: row m of C at c + rows[m]; width in whole vectors
-template <class F, bool ADD>
-void multiply_into(F* c, const Index* rows, Index height, Index width, const F* a, Index a_m, Index a_k, const F* b,
-                   Index b_k, Index depth, F factor) {
+template <class S, bool ADD, class B, class T>
+void multiply_into(T* c, const Index* rows, Index height, Index width, const Held<S>* a, Index a_m, const B* b, Index b_k,
+                   Index depth, Wide<S> factor) {
+  constexpr int L = LANES<Wide<S>>;
   Index n = 0;
-  for (; n + 2 * LANES<F> <= width; n += 2 * LANES<F>)
-    multiply_columns<F, 2, ADD>(height, a, a_m, a_k, b + n, b_k, c + n, rows, depth, factor);
-  if (n < width) multiply_columns<F, 1, ADD>(height, a, a_m, a_k, b + n, b_k, c + n, rows, depth, factor);
+  for (; n + 2 * L <= width; n += 2 * L)
+    multiply_columns<S, B, T, 2, ADD>(height, a, a_m, b + n, b_k, c + n, rows, depth, factor);
+  if (n < width) multiply_columns<S, B, T, 1, ADD>(height, a, a_m, b + n, b_k, c + n, rows, depth, factor);
 }
 
-template <class F>
-void multiply_block(F* c, const Index* rows, Index height, Index width, const F* a, Index a_m, Index a_k, const F* b,
-                    Index b_k, Index depth, F factor, bool add) {
-  for (Index k = 0; k < std::max<Index>(depth, 1); k += DEEP, add = true) {
-    Index part = std::min(DEEP, depth - k);
-    auto run = add ? multiply_into<F, true> : multiply_into<F, false>;
-    run(c, rows, height, width, a + k * a_k, a_m, a_k, b + k * b_k, b_k, part, factor);
-  }
-}
-
-// The vectors of a square, as its columns
-template <class F>
-inline void transpose_square(Vector<F>* v) {
-  Lanes<F> low, high;
-  for (int i = 0; i < LANES<F>; i++) {
-    low[i] = i / 2 + i % 2 * LANES<F>;
-    high[i] = low[i] + LANES<F> / 2;
-  }
-#pragma GCC unroll 4
-  for (int step = 1; step < LANES<F>; step *= 2) {
-    Vector<F> w[LANES<F>];
-#pragma GCC unroll 8
-    for (int i = 0; i < LANES<F> / 2; i++) {
-      w[2 * i] = __builtin_shuffle(v[i], v[i + LANES<F> / 2], low);
-      w[2 * i + 1] = __builtin_shuffle(v[i], v[i + LANES<F> / 2], high);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES<F>; i++) v[i] = w[i];
-  }
-}
-
-// ---- the program -----------------------------------------------------------------------------------------------------
-
-// Of the indices of one side of a core: where each value of batch, repeat and fan lies among the features of a token
-struct Offsets {
-  Indices batch, repeat, fan;
-  Index block(Index pair) const {  // of block and repetition `pair`, numbered batch * repeats + repeat
-    Index repeats = repeat.size();
-    return batch[pair / repeats] + repeat[pair % repeats];
-  }
-};
-
-struct Step {
-  Index batch, repeat, in, out;
-  Offsets reads, writes;
-  Index pairs() const { return batch * repeat; }
-  Index params() const { return batch * out * in; }
-};
-
-struct Program {
-  Index in, out;
-  std::vector<Step> steps;
-
-  // in, out, cores, then for each core batch, repeat, fan_in, fan_out and six indices, each a count and (size, stride)s
-  explicit Program(const Indices& code) {
-    const Index* at = code.data();
-    in = *at++, out = *at++;
-    steps.resize(*at++);
-    for (Step& step : steps) {
-      step.batch = *at++, step.repeat = *at++, step.in = *at++, step.out = *at++;
-      for (Offsets* side : {&step.reads, &step.writes})
-        for (Indices* index : {&side->batch, &side->repeat, &side->fan}) *index = expand(at);
-    }
-    STD_TORCH_CHECK(at == code.data() + code.size(), "structlin: the code of a program ends in the wrong place");
-  }
-
-  static Indices expand(const Index*& at) {
-    Indices offsets{0};
-    for (Index axes = *at++; axes--; at += 2) {
-      Indices finer;
-      for (Index offset : offsets)
-        for (Index i = 0; i < at[0]; i++) finer.push_back(offset + i * at[1]);
-      offsets = std::move(finer);
-    }
-    return offsets;
-  }
-
-  Index flops() const {  // multiply-adds a token
-    Index total = 0;
-    for (const Step& step : steps) total += step.params() * step.repeat;
-    return total;
-  }
-  Index width() const {  // of the widest activation
-    Index widest = std::max(in, out);
-    for (const Step& step : steps) widest = std::max(widest, step.pairs() * std::max(step.in, step.out));
-    return widest;
-  }
-};
-
-// Where the features of an activation lie that a core reads block by block: [batch * repeat][fan], a block at a time
-struct Layout {
-  Index fan, row, block;
-  Index at(Index feature) const { return feature / fan * block + feature % fan * row; }
-  Offsets at(const Offsets& side) const {  // the digits of a feature's number are apart, so this may be said of each
-    Offsets placed(side);
-    for (Indices* index : {&placed.batch, &placed.repeat, &placed.fan})
-      for (Index& offset : *index) offset = at(offset);
-    return placed;
-  }
-};
-
-// For each feature of x or y, in its own order: where it lies in `layout`, as the core next to it reads it
-Indices places_of(const Offsets& side, Index features, const Layout& layout) {
-  Indices places(features);
-  Index pairs = side.batch.size() * side.repeat.size(), count = side.fan.size();
-  for (Index pair = 0; pair < pairs; pair++)
-    for (Index i = 0, start = side.block(pair); i < count; i++)
-      places[start + side.fan[i]] = pair * layout.block + i * layout.row;
-  return places;
+// The same in parts of A and B that stay in cache, where sums lose nothing by lying in C meanwhile
+template <class S, class T>
+void multiply_block(T* c, const Index* rows, Index height, Index width, const Held<S>* a, Index a_m, const Held<S>* b,
+                    Index b_k, Index depth, Wide<S> factor) {
+  const Index deep = std::is_same_v<T, Wide<S>> ? DEEP : depth;
+  multiply_into<S, false>(c, rows, height, width, a, a_m, b, b_k, std::min(deep, depth), factor);
+  if constexpr (std::is_same_v<T, Wide<S>>)
+    for (Index k = deep; k < depth; k += deep)
+      multiply_into<S, true>(c, rows, height, width, a + k, a_m, b + k * b_k, b_k, std::min(deep, depth - k), factor);
 }
 
 // ---- one core's parameters -------------------------------------------------------------------------------------------
 
-template <class F>
+template <class S>
 struct Core {
-  const F* data;
-  F factor = 1;         // gain * clip
+  const S* given;         // [batch][fan_out][fan_in]
+  const Held<S>* data;    // the same as it is multiplied; nothing for few tokens
+  Wide<S> factor = 1;     // gain * clip
   double gain = 1, clip = 1;  // clip = min(1, sigma / RMS)
   double squares = 0;   // n RMS^2 where it is clipped, or 0
 };
 
-// In float64, where the square of no float32 overflows
-template <class F>
-double sum_products(const F* a, const F* b, Index n) {
-  constexpr int D = LANES<double>;
-  typedef F Few __attribute__((vector_size(D * sizeof(F))));
-  Vector<double> sum[4] = {};
-  Index i = 0;
-  for (; i + 4 * D <= n; i += 4 * D)
-    for (int j = 0; j < 4; j++) {
-      Few left, right;
-      std::memcpy(&left, a + i + j * D, sizeof left);
-      std::memcpy(&right, b + i + j * D, sizeof right);
-      sum[j] += __builtin_convertvector(left, Vector<double>) * __builtin_convertvector(right, Vector<double>);
-    }
-  double total = sum_lanes<double>((sum[0] + sum[1]) + (sum[2] + sum[3]));
-  for (; i < n; i++) total += static_cast<double>(a[i]) * b[i];
+// Runs of a few hundred products are summed as F, the runs in float64; all in float64 where F overflows or underflows
+template <class A, class B>
+double inner_product(const A* a, const B* b, Index n) {
+  using F = Wide<A>;
+  constexpr Index L = LANES<F>, RUN = 32 * L;
+  double total = 0;
+  for (Index start = 0; start < n; start += RUN) {
+    Vector<F> sum[4] = {};
+    const Index end = std::min(start + RUN, n);
+    Index i = start;
+    for (; i + 4 * L <= end; i += 4 * L)
+      for (int j = 0; j < 4; j++) sum[j] += load(a + i + j * L) * load(b + i + j * L);
+    for (; i < end; i += L) sum[0] += load(a + i, end - i) * load(b + i, end - i);
+    total += sum_lanes<F>((sum[0] + sum[1]) + (sum[2] + sum[3]));
+  }
+  if (std::isfinite(total) && std::abs(total) > 1e-20) return total;
+  total = 0;
+  for (Index i = 0; i < n; i++) total += static_cast<double>(load(a + i, 1)[0]) * load(b + i, 1)[0];
   return total;
 }
 
-template <class S>
-const Wide<S>* widened(const Tensor& tensor, Numbers<Wide<S>>& memory) {
-  using F = Wide<S>;
+// The numbers of a tensor as T: its own, or a wider copy
+template <class T, class S>
+const T* numbers_of(const Tensor& tensor, Numbers<T>& memory) {
   const S* from = static_cast<const S*>(tensor.data_ptr());
-  if constexpr (std::is_same_v<S, F>) return from;
+  if constexpr (std::is_same_v<S, T>) return from;
   Index n = tensor.numel();
-  F* to = memory.reserve(n);
+  T* to = memory.reserve(n);
   parallel_for(0, n, GRAIN, [&](Index begin, Index end) {
-    for (Index i = begin; i < end; i += LANES<F>) store(to + i, load(from + i, end - i), end - i);
+    for (Index i = begin; i < end; i += LANES<Wide<S>>) store(to + i, load(from + i, end - i), end - i);
   });
   return to;
 }
@@ -439,26 +194,29 @@ struct Layer {
   using F = Wide<S>;
   Program program;
   std::vector<Tensor> tensors;
-  std::vector<Numbers<F>> memory;
-  std::vector<Core<F>> cores;
+  std::vector<Numbers<Held<S>>> memory;
+  std::vector<Core<S>> cores;
   Index tokens;
+  bool few;
 
   Layer(const Tensor& x, const std::vector<Tensor>& given, const std::optional<Tensor>& gains,
-        const std::vector<double>& sigmas, const Indices& code)
+        const std::vector<double>& sigmas, const Indices& code, bool forward)
       : program(code), memory(given.size()) {
     STD_TORCH_CHECK(given.size() == program.steps.size() && x.dim() > 0 && x.size(x.dim() - 1) == program.in,
                     "structlin: x or the cores do not fit the program");
     STD_TORCH_CHECK(!gains || (gains->scalar_type() == ScalarType::Double && sigmas.size() == given.size()),
                     "structlin: a float64 gain and a sigma are needed for every core");
     tokens = x.numel() / program.in;
+    few = forward && tokens <= 4 && tokens * program.width() <= FEW;
     for (size_t t = 0; t < given.size(); t++) {
       const Step& step = program.steps[t];
       STD_TORCH_CHECK(given[t].numel() == step.params() && given[t].scalar_type() == x.scalar_type(),
                       "structlin: core ", t, " has another size or dtype than the program and x ask for");
       tensors.push_back(packed(given[t]));
-      Core<F> core{widened<S>(tensors[t], memory[t])};
+      const S* numbers = static_cast<const S*>(tensors[t].data_ptr());
+      Core<S> core{numbers, few ? nullptr : numbers_of<Held<S>, S>(tensors[t], memory[t])};
       if (gains) {
-        double squares = sum_products(core.data, core.data, step.params()), n = step.params();
+        double squares = inner_product(numbers, numbers, step.params()), n = step.params();
         core.gain = static_cast<const double*>(gains->data_ptr())[t * gains->stride(0)];
         if (squares >= sigmas[t] * sigmas[t] * n) {
           core.squares = squares;
@@ -472,11 +230,12 @@ struct Layer {
 
   Index threads() const { return std::max<Index>(1, torch::stable::get_num_threads()); }
 
-  // Tokens of a tile: a vector, more where a core is large, so that it is read less often
+  // Tokens of a tile: a vector; more where a core is large, so that it is read less often, and where numbers go in groups
   Index tile() const {
     Index largest = 0, wide = 2 * LANES<F>;
     for (const Step& step : program.steps) largest = std::max(largest, step.params());
-    return largest * sizeof(F) < LARGE || tokens < wide * threads() ? LANES<F> : wide;
+    bool more = GROUPED<S> || largest * sizeof(F) >= LARGE;
+    return more && tokens >= wide * threads() ? wide : LANES<F>;
   }
 };
 
@@ -485,9 +244,10 @@ struct Layer {
 template <class S>
 struct Tile {
   using F = Wide<S>;
-  static constexpr int L = LANES<F>;
+  using H = Held<S>;
+  static constexpr int L = LANES<F>, G = GROUP<S>;
   const Program& program;
-  const std::vector<Core<F>>& cores;
+  const std::vector<Core<S>>& cores;
   Index size;                        // tokens that a row holds
   std::vector<Layout> h, g;          // of what each core reads, forward and backward
   std::vector<Offsets> writes, reads;  // where it puts its results, forward and backward
@@ -508,68 +268,69 @@ struct Tile {
     }
   }
 
-  Index area() const {  // of the widest activation
-    Index widest = std::max(program.in, program.out) * size;
+  Index area() const {  // of the widest activation; x and y are wide
+    Index widest = std::max(program.in, program.out) * size * sizeof(F) / sizeof(H);
     for (size_t t = 0; t < h.size(); t++)
       widest = std::max(widest, program.steps[t].pairs() * std::max(h[t].block, g[t].block));
     return widest;
   }
 
   // n rows of x, `(tokens, features)`, as columns of the tile; the rest of it is zero
-  void enter(F* tile, const S* x, Index features, Index n, const Indices& places) const {
-    for (Index f = 0; f < features; f += L) {
-      Index width = std::min<Index>(L, features - f);
-      for (Index t = 0; t < size; t += L) {
-        Vector<F> v[L];
-        if (width == L && t + L <= n) {
-#pragma GCC unroll 16
-          for (int i = 0; i < L; i++) v[i] = load(x + (t + i) * features + f);
-        } else
-          for (int i = 0; i < L; i++) v[i] = t + i < n ? load(x + (t + i) * features + f, width) : Vector<F>{};
-        transpose_square<F>(v);
-        for (Index i = 0; i < width; i++) store(tile + places[f + i] + t, v[i]);
-      }
-    }
+  void enter(H* tile, const S* x, Index features, Index n, const Indices& places) const {
+    auto get = [=, this](Index i, Index f, Index count) {
+      const S* row = x + i * G * features + f;
+      for (int k = 0; k < G; k++) __builtin_prefetch(row + (size + k) * features, 0, 2);  // of the next tile
+      return bits_of<Vector<F>>(meet(row, features, i * G + G <= n, count));
+    };
+    auto put = [&](Index f, Index i, const Vector<F>& v) {
+      store(reinterpret_cast<F*>(tile + places[f]) + i, v, size / G - i);
+    };
+    transpose<F, G>((n + G - 1) / G, features, size / G, get, put);
   }
 
   // The columns of the tile, whose rows lie in the order of y's features, as n rows of y
   void leave(S* y, const F* tile, Index features, Index n, const F* bias) const {
-    for (Index f = 0; f < features; f += L) {
-      Index width = std::min<Index>(L, features - f);
-      Vector<F> added = bias ? load(bias + f, width) : Vector<F>{};
-      for (Index t = 0; t < n; t += L) {
-        Vector<F> v[L];
-        for (int i = 0; i < L; i++) v[i] = i < width ? load(tile + (f + i) * size + t) : Vector<F>{};
-        transpose_square<F>(v);
-        for (Index i = 0; i < std::min<Index>(L, n - t); i++) store(y + (t + i) * features + f, v[i] + added, width);
-      }
-    }
+    auto row = [&](Index f, Index t) {
+      Vector<F> v = load(tile + f * size + t);
+      return bias ? v + bias[f] : v;
+    };
+    auto get = [&](Index i, Index t, Index) {
+      Index f = i * G;
+      return join<S>(row(f, t), G > 1 && f + 1 < features ? row(f + 1, t) : Vector<F>{});
+    };
+    auto put = [&](Index t, Index i, const Vector<F>& v) { store_joined(y + t * features + i * G, v, features - i * G); };
+    transpose<F>((features + G - 1) / G, n, (features + G - 1) / G, get, put);
   }
 
-  // h_(t+1) from h_t, for some of the blocks
-  void forward(size_t t, F* to, const F* from, Index begin, Index end) const {
+  // h_(t+1) from h_t, for some of the blocks; y is wide
+  void forward(size_t t, void* to, const H* from, Index begin, Index end) const {
     const Step& step = program.steps[t];
-    for (Index pair = begin; pair < end; pair++) {
-      multiply_block(to + writes[t].block(pair), writes[t].fan.data(), step.out, size,
-                     cores[t].data + pair / step.repeat * step.out * step.in, step.in, Index{1},
-                     from + pair * h[t].block, size, step.in, cores[t].factor, false);
-    }
+    auto run = [&](auto* to) {
+      for (Index pair = begin; pair < end; pair++)
+        multiply_block<S>(to + writes[t].block(pair), writes[t].fan.data(), step.out, size,
+                          cores[t].data + pair / step.repeat * step.out * step.in, step.in, from + pair * h[t].block,
+                          size, step.in, cores[t].factor);
+    };
+    t + 1 < program.steps.size() ? run(static_cast<H*>(to)) : run(static_cast<F*>(to));
   }
 
-  // g_t from g_(t+1)
-  void backward(size_t t, F* to, const F* from) const {
+  // g_t from g_(t+1), by the transposed core; dx is wide
+  void backward(size_t t, void* to, const H* from, const H* core) const {
     const Step& step = program.steps[t];
-    for (Index pair = 0; pair < step.pairs(); pair++) {
-      multiply_block(to + reads[t].block(pair), reads[t].fan.data(), step.in, size,
-                     cores[t].data + pair / step.repeat * step.out * step.in, Index{1}, step.in,
-                     from + pair * g[t].block, size, step.out, cores[t].factor, false);
-    }
+    auto run = [&](auto* to) {
+      for (Index pair = 0; pair < step.pairs(); pair++)
+        multiply_block<S>(to + reads[t].block(pair), reads[t].fan.data(), step.in, size,
+                          core + pair / step.repeat * step.in * step.out, step.out, from + pair * g[t].block, size,
+                          step.out, cores[t].factor);
+    };
+    t ? run(static_cast<H*>(to)) : run(static_cast<F*>(to));
   }
 };
 
 // Where the sum of a core's gradient lies: [batch][rows][columns], columns padded to whole vectors
-template <class F>
+template <class S>
 struct Sum {
+  using F = Wide<S>;
   bool swapped;  // rows are fan-in, not fan-out
   Index rows, columns, padded, start;
   Indices row_offsets;
@@ -583,21 +344,21 @@ struct Sum {
     for (Index m = 0; m < rows; m++) row_offsets.push_back(m * padded);
   }
 
-  // `total += g h'` over the n tokens of a tile
-  void add(F* total, const Step& step, const F* g, Index g_block, const F* h, Index h_block, Index size, Index n,
-           F* turned) const {
+  // `total += g h'` over the tokens of a tile
+  void add(F* total, const Step& step, const Held<S>* g, Index g_block, const Held<S>* h, Index h_block, Index size,
+           Index n, F* turned) const {
+    using Row = std::conditional_t<GROUPED<S>, Pair, F>;  // of B: GROUP tokens
+    static_assert(sizeof(Row) == sizeof(F));
     for (Index pair = 0; pair < step.pairs(); pair++) {
-      const F *left = g + pair * g_block, *right = h + pair * h_block;
+      const Held<S>*left = g + pair * g_block, *right = h + pair * h_block;
       if (swapped) std::swap(left, right);
-      for (Index f = 0; f < columns; f += LANES<F>)
-        for (Index t = 0; t < n; t += LANES<F>) {
-          Vector<F> v[LANES<F>];
-          for (int i = 0; i < LANES<F>; i++) v[i] = f + i < columns ? load(right + (f + i) * size + t) : Vector<F>{};
-          transpose_square<F>(v);
-          for (int i = 0; i < LANES<F>; i++) store(turned + (t + i) * padded + f, v[i]);
-        }
-      multiply_block(total + start + pair / step.repeat * rows * padded, row_offsets.data(), rows, padded, left, size,
-                     Index{1}, turned, padded, n, F{1}, true);
+      auto get = [&](Index f, Index t, Index count) {
+        return load(reinterpret_cast<const F*>(right + f * size) + t, count);
+      };
+      auto put = [&](Index t, Index f, const Vector<F>& v) { store(turned + t * padded + f, v); };
+      transpose<F>(columns, size / GROUP<S>, padded, get, put);
+      multiply_into<S, true>(total + start + pair / step.repeat * rows * padded, row_offsets.data(), rows, padded, left,
+                             size, reinterpret_cast<const Row*>(turned), padded, round_up(n, GROUP<S>), F{1});
     }
   }
 };
@@ -605,23 +366,23 @@ struct Sum {
 // ---- forward ---------------------------------------------------------------------------------------------------------
 
 // h_(t+1) from h_t for some rows of a core, `batch * fan_out`, and N tokens, in rows of `width`: vectors run along fan-in
-template <class S, int N>
-void dot_rows(const Step& step, const S* core, Wide<S> factor, const Wide<S>* h, Wide<S>* next, Index width, Index begin,
-              Index end) {
+template <class S, int N, class T>
+void dot_rows(const Step& step, const Core<S>& core, const Held<S>* h, T* next, Index width, Index begin, Index end) {
   using F = Wide<S>;
   for (Index row = begin; row < end;) {
     const Index block = row / step.out, stop = std::min(end, (block + 1) * step.out);
     for (Index r = 0; r < step.repeat; r++) {
-      const F* from = h + (block * step.repeat + r) * step.in;
-      F* to = next + step.writes.batch[block] + step.writes.repeat[r];
+      const Held<S>* from = h + (block * step.repeat + r) * step.in;
+      T* to = next + step.writes.batch[block] + step.writes.repeat[r];
       for (Index o = row; o < stop; o++) {
-        const S* weights = core + o * step.in;
+        const S* weights = core.given + o * step.in;
         Vector<F> sum[N] = {};
-        for (Index i = 0; i < step.in; i += LANES<F>) {
-          Vector<F> w = load(weights + i, step.in - i);
-          for (int t = 0; t < N; t++) sum[t] += w * load(from + t * width + i, step.in - i);
+        for (Index i = 0; i < step.in; i += LANES<F> * GROUP<S>) {
+          auto w = line(weights + i, step.in - i);
+          for (int t = 0; t < N; t++) add_product(sum[t], w, line(from + t * width + i, step.in - i));
         }
-        for (int t = 0; t < N; t++) to[t * width + step.writes.fan[o - block * step.out]] = factor * sum_lanes<F>(sum[t]);
+        for (int t = 0; t < N; t++)
+          put(to + t * width + step.writes.fan[o - block * step.out], core.factor * sum_lanes<F>(sum[t]));
       }
     }
     row = stop;
@@ -631,31 +392,36 @@ void dot_rows(const Step& step, const S* core, Wide<S> factor, const Wide<S>* h,
 template <class S>
 void forward_few(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias) {
   using F = Wide<S>;
+  using H = Held<S>;
+  constexpr int L = LANES<F>;
   const Program& program = layer.program;
-  Index n = layer.tokens, width = program.width();
+  const Index n = layer.tokens, width = program.width(), last = program.steps.size() - 1;
   thread_local Numbers<F> memory;
   F *h = memory.reserve(2 * n * width), *next = h + n * width;
   const Indices places = places_of(program.steps.front().reads, program.in, {program.steps[0].in, 1, program.steps[0].in});
   for (Index t = 0; t < n; t++)
-    for (Index f = 0; f < program.in; f += LANES<F>) {
-      F lanes[LANES<F>];
+    for (Index f = 0; f < program.in; f += L) {
+      F lanes[L];
       store(lanes, load(x + t * program.in + f, program.in - f));
-      for (Index i = 0; i < std::min<Index>(LANES<F>, program.in - f); i++) h[t * width + places[f + i]] = lanes[i];
+      for (Index i = 0; i < std::min<Index>(L, program.in - f); i++)
+        put(reinterpret_cast<H*>(h) + t * width + places[f + i], lanes[i]);
     }
-  for (size_t t = 0; t < program.steps.size(); t++, std::swap(h, next)) {
+  for (Index t = 0; t <= last; t++, std::swap(h, next)) {
     const Step& step = program.steps[t];
-    const S* core = static_cast<const S*>(layer.tensors[t].data_ptr());
-    Index grain = std::max<Index>(1, GRAIN / (step.in * step.repeat));
-    parallel_for(0, step.batch * step.out, grain, [&](Index begin, Index end) {
-      FlushDenormals flush;
-      auto run = n == 1 ? dot_rows<S, 1> : n == 2 ? dot_rows<S, 2> : n == 3 ? dot_rows<S, 3> : dot_rows<S, 4>;
-      run(step, core, layer.cores[t].factor, h, next, width, begin, end);
-    });
+    auto run = [&](auto* to) {
+      using T = std::remove_pointer_t<decltype(to)>;
+      auto rows = n == 1 ? dot_rows<S, 1, T> : n == 2 ? dot_rows<S, 2, T> : n == 3 ? dot_rows<S, 3, T> : dot_rows<S, 4, T>;
+      parallel_for(0, step.batch * step.out, std::max<Index>(1, GRAIN / (step.in * step.repeat)),
+                   [&](Index begin, Index end) {
+                     FlushDenormals flush;
+                     rows(step, layer.cores[t], reinterpret_cast<H*>(h), to, width, begin, end);
+                   });
+    };
+    t < last ? run(reinterpret_cast<H*>(next)) : run(next);
   }
-  constexpr int L = LANES<F>;
   for (Index t = 0; t < n; t++)
     for (Index f = 0; f < program.out; f += L) {
-      Index count = std::min<Index>(L, program.out - f);
+      Index count = program.out - f;
       Vector<F> v = load(h + t * width + f, count);
       store(y + t * program.out + f, bias ? v + load(bias + f, count) : v, count);
     }
@@ -669,8 +435,8 @@ void forward_tiles(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias)
   const Tile<S> tile(layer, size);
   const Index area = tile.area();
   auto run = [&](Index number, bool alone) {
-    thread_local Numbers<F> memory;
-    F *h = memory.reserve(2 * area), *next = h + area;
+    thread_local Numbers<Held<S>> memory;
+    Held<S>*h = memory.reserve(2 * area), *next = h + area;
     Index first = number * size, n = std::min(size, tokens - first);
     tile.enter(h, x + first * program.in, program.in, n, tile.x_places);
     for (size_t t = 0; t < program.steps.size(); t++, std::swap(h, next)) {
@@ -684,7 +450,7 @@ void forward_tiles(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias)
         tile.forward(t, next, h, begin, end);
       });
     }
-    tile.leave(y + first * program.out, h, program.out, n, bias);
+    tile.leave(y + first * program.out, reinterpret_cast<F*>(h), program.out, n, bias);
   };
   if (tiles == 1) return run(0, true);
   parallel_for(0, tiles, 1, [&](Index begin, Index end) {
@@ -698,7 +464,7 @@ Tensor forward(const Tensor& given, const std::vector<Tensor>& cores, const std:
                const std::optional<Tensor>& gains, const std::vector<double>& sigmas, const Indices& code) {
   using F = Wide<S>;
   Tensor x = packed(given);
-  Layer<S> layer(x, cores, gains, sigmas, code);
+  Layer<S> layer(x, cores, gains, sigmas, code, true);
   Indices shape(x.sizes().begin(), x.sizes().end());
   shape.back() = layer.program.out;
   Tensor y = torch::stable::new_empty(x, shape);
@@ -710,15 +476,11 @@ Tensor forward(const Tensor& given, const std::vector<Tensor>& cores, const std:
     STD_TORCH_CHECK(bias->numel() == layer.program.out && bias->scalar_type() == x.scalar_type(),
                     "structlin: the bias does not fit x and the program");
     held = packed(*bias);
-    added = widened<S>(*held, memory);
+    added = numbers_of<F, S>(*held, memory);
   }
   const S* from = static_cast<const S*>(x.data_ptr());
   S* to = static_cast<S*>(y.mutable_data_ptr());
-  Index dots = 0;  // multiply-adds, with those of empty lanes and the time that it takes to sum lanes
-  for (const Step& step : layer.program.steps)
-    dots += step.pairs() * step.out * (round_up(step.in, LANES<F>) + 8 * LANES<F>);
-  bool few = layer.tokens <= 4 && dots * layer.tokens < layer.program.flops() * LANES<F>;
-  (few ? forward_few<S> : forward_tiles<S>)(layer, from, to, added);
+  (layer.few ? forward_few<S> : forward_tiles<S>)(layer, from, to, added);
   return y;
 }
 
@@ -731,8 +493,9 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
                              const std::optional<Tensor>& gains, const std::vector<double>& sigmas, const Indices& code,
                              Index wants) {
   using F = Wide<S>;
+  using H = Held<S>;
   Tensor x = packed(given), dy = packed(given_dy);
-  Layer<S> layer(x, cores, gains, sigmas, code);
+  Layer<S> layer(x, cores, gains, sigmas, code, false);
   const Program& program = layer.program;
   const Index count = program.steps.size(), tokens = layer.tokens, size = layer.tile();
   STD_TORCH_CHECK(dy.numel() == tokens * program.out && dy.scalar_type() == x.scalar_type(),
@@ -745,7 +508,7 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
   found.push_back(torch::stable::new_empty(gains ? *gains : x, {wants & OF_GAINS ? count : 0}));
   found.push_back(torch::stable::new_empty(x, {of_bias ? program.out : 0}));
 
-  std::vector<Sum<F>> sums;
+  std::vector<Sum<S>> sums;
   Index summed = 0, turned = 0, middle = 0;
   for (const Step& step : program.steps) {
     sums.emplace_back(step, summed);
@@ -766,16 +529,31 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
   const S* dy_data = static_cast<const S*>(dy.data_ptr());
   S* dx_data = of_x ? static_cast<S*>(found[0].mutable_data_ptr()) : nullptr;
 
+  // Each core transposed: [batch][fan_in][fan_out]
+  std::vector<Numbers<H>> turned_cores(count);
+  for (Index t = of_x ? 0 : 1; t < count; t++) {
+    const Step& step = program.steps[t];
+    H* to = turned_cores[t].reserve(step.params());
+    parallel_for(0, step.batch, std::max<Index>(1, GRAIN / (step.in * step.out)), [&](Index begin, Index end) {
+      for (Index b = begin * step.in * step.out; b < end * step.in * step.out; b += step.in * step.out)
+        transpose<F>(
+            step.out, step.in, step.out,
+            [&](Index o, Index i, Index count) { return load(layer.cores[t].data + b + o * step.in + i, count); },
+            [&](Index i, Index o, const Vector<F>& v) { store(to + b + i * step.out + o, v, step.out - o); });
+    });
+  }
+
   auto run = [&](Index part) {
-    thread_local Numbers<F> memory;
-    F* h = memory.reserve(middle + 2 * area + turned);
-    F* own = total + part * summed;
+    thread_local Numbers<H> memory;
+    thread_local Numbers<F> turned_memory;
+    H* h = memory.reserve(middle + 2 * area);
+    F *turn = turned_memory.reserve(turned), *own = total + part * summed;
     std::fill(own, own + summed, F{0});
     for (Index number = part * tiles / parts; number < (part + 1) * tiles / parts; number++) {
       Index first = number * size, n = std::min(size, tokens - first);
-      std::vector<F*> read{h};  // by each core
+      std::vector<H*> read{h};  // by each core
       for (Index t = 0; t < count; t++) read.push_back(read.back() + program.steps[t].pairs() * tile.h[t].block);
-      F *g = read.back(), *next = g + area, *turn = next + area;
+      H *g = read.back(), *next = g + area;
       if (of_cores) {
         tile.enter(h, x_data + first * program.in, program.in, n, tile.x_places);
         for (Index t = 0; t + 1 < count; t++) tile.forward(t, read[t + 1], read[t], 0, program.steps[t].pairs());
@@ -793,10 +571,10 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
       for (Index t = count - 1; t >= 0; t--) {
         if (of_cores) sums[t].add(own, program.steps[t], g, tile.g[t].block, read[t], tile.h[t].block, size, n, turn);
         if (!t && !of_x) break;
-        tile.backward(t, next, g);
+        tile.backward(t, next, g, turned_cores[t].held.get());
         std::swap(g, next);
       }
-      if (of_x) tile.leave(dx_data + first * program.in, g, program.in, n, nullptr);
+      if (of_x) tile.leave(dx_data + first * program.in, reinterpret_cast<F*>(g), program.in, n, nullptr);
     }
   };
   parallel_for(0, parts, 1, [&](Index begin, Index end) {
@@ -818,8 +596,8 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
   for (Index t = 0; of_cores && t < count; t++) {
     // M~ = factor M: dM = factor (dM~ - <dM~, M> / (n RMS^2) M), the second term where it is clipped; dgain = clip <dM~, M>
     const Step& step = program.steps[t];
-    const Sum<F>& sum = sums[t];
-    const Core<F>& core = layer.cores[t];
+    const Sum<S>& sum = sums[t];
+    const Core<S>& core = layer.cores[t];
     const Index m_stride = sum.swapped ? 1 : sum.padded, n_stride = sum.swapped ? sum.padded : 1;
     Numbers<F> line;
     F* row = line.reserve(round_up(step.in, LANES<F>));
@@ -830,7 +608,7 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
     double along = 0;
     for (Index index = 0; gains && index < step.batch * step.out; index++) {
       gather(index);
-      along += sum_products(row, core.data + index * step.in, step.in);
+      along += inner_product(row, core.data + index * step.in, step.in);
     }
     if (wants & OF_GAINS) static_cast<double*>(found[1 + count].mutable_data_ptr())[t] = along * core.clip;
     if (!(wants & OF_CORES)) continue;

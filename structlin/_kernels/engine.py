@@ -116,7 +116,8 @@ def build() -> Path:
         raise RuntimeError(f"{platform.system()} is not supported, only Linux and macOS")
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     describe = _describe_compiler(compiler) if compiler else "none"
-    digest = _hash(SOURCE.read_text(), *FLAGS, torch.__version__, describe, _describe_cpu())
+    sources = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
+    digest = _hash(*sources, *FLAGS, torch.__version__, describe, _describe_cpu())
     name = f"engine-{digest}.so"
     folder = find_folder()
     path = folder / name

@@ -41,14 +41,24 @@ _layer = torch.ops.structlin_cpu.layer.default
 _gradients = torch.ops.structlin_cpu.gradients.default
 
 
-# Numbers of a block from which on BLAS has it at its own rate, by bytes of a number; of two bytes
-# that rate is twice the engine's, which computes in float32. Measured at widths of 512 to 4096.
-LARGE = {2: 1 << 16, 4: 1 << 18, 8: 1 << 18}
+# Numbers of a block from which on BLAS is faster. Measured at widths of 512 to 4096.
+LARGE = 1 << 18
+FEW = 16  # tokens
 
 
-def pays(program: Program, x: Tensor) -> bool:
-    """Whether the engine takes x, and no block is so large that the loop is faster."""
-    return available(x) and program.largest < LARGE[x.dtype.itemsize]
+def pays(program: Program, x: Tensor, plain: bool) -> bool:
+    """Whether the engine takes x and is the faster way.
+
+    BLAS is, where a block is large, and where the structure is plain (a chain of matrices) but for
+    the forward pass of a few tokens.
+    """
+    if plain and (torch.compiler.is_compiling() or torch.is_grad_enabled() or not _is_few(x)):
+        return False
+    return program.largest < LARGE and available(x)
+
+
+def _is_few(x: Tensor) -> bool:
+    return x.numel() <= FEW * x.shape[-1]
 
 
 def available(x: Tensor) -> bool:

@@ -1,0 +1,88 @@
+// A structure as integers: which features each core reads and writes, and where they lie in a tile of tokens.
+
+#pragma once
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace {
+
+using Index = int64_t;
+using Indices = std::vector<Index>;
+
+// Of the indices of one side of a core: where each value of batch, repeat and fan lies among the features of a token
+struct Offsets {
+  Indices batch, repeat, fan;
+  Index block(Index pair) const {  // of block and repetition `pair`, numbered batch * repeats + repeat
+    Index repeats = repeat.size();
+    return batch[pair / repeats] + repeat[pair % repeats];
+  }
+};
+
+struct Step {
+  Index batch, repeat, in, out;
+  Offsets reads, writes;
+  Index pairs() const { return batch * repeat; }
+  Index params() const { return batch * out * in; }
+};
+
+struct Program {
+  Index in, out;
+  std::vector<Step> steps;
+
+  // in, out, cores, then for each core batch, repeat, fan_in, fan_out and six indices, each a count and (size, stride)s
+  explicit Program(const Indices& code) {
+    const Index* at = code.data();
+    in = *at++, out = *at++;
+    steps.resize(*at++);
+    for (Step& step : steps) {
+      step.batch = *at++, step.repeat = *at++, step.in = *at++, step.out = *at++;
+      for (Offsets* side : {&step.reads, &step.writes})
+        for (Indices* index : {&side->batch, &side->repeat, &side->fan}) *index = expand(at);
+    }
+    STD_TORCH_CHECK(at == code.data() + code.size(), "structlin: the code of a program ends in the wrong place");
+  }
+
+  static Indices expand(const Index*& at) {
+    Indices offsets{0};
+    for (Index axes = *at++; axes--; at += 2) {
+      Indices finer;
+      for (Index offset : offsets)
+        for (Index i = 0; i < at[0]; i++) finer.push_back(offset + i * at[1]);
+      offsets = std::move(finer);
+    }
+    return offsets;
+  }
+
+  Index width() const {  // of the widest activation
+    Index widest = std::max(in, out);
+    for (const Step& step : steps) widest = std::max(widest, step.pairs() * std::max(step.in, step.out));
+    return widest;
+  }
+};
+
+// Where the features of an activation lie that a core reads block by block: [batch * repeat][fan], a block at a time
+struct Layout {
+  Index fan, row, block;
+  Index at(Index feature) const { return feature / fan * block + feature % fan * row; }
+  Offsets at(const Offsets& side) const {  // the digits of a feature's number are apart, so this may be said of each
+    Offsets placed(side);
+    for (Indices* index : {&placed.batch, &placed.repeat, &placed.fan})
+      for (Index& offset : *index) offset = at(offset);
+    return placed;
+  }
+};
+
+// For each feature of x or y, in its own order: where it lies in `layout`, as the core next to it reads it
+Indices places_of(const Offsets& side, Index features, const Layout& layout) {
+  Indices places(features);
+  Index pairs = side.batch.size() * side.repeat.size(), count = side.fan.size();
+  for (Index pair = 0; pair < pairs; pair++)
+    for (Index i = 0, start = side.block(pair); i < count; i++)
+      places[start + side.fan[i]] = pair * layout.block + i * layout.row;
+  return places;
+}
+
+}  // namespace
