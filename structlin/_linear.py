@@ -5,7 +5,6 @@ from math import sqrt
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _product
@@ -86,6 +85,7 @@ class StructuredLinear(DescribedModule):
             self.structure.in_features - in_features,
             self.structure.out_features - out_features,
         )
+        self._program = self.structure.program.pad(*self.padding)
         self.stds = [
             init_std(core, init, bottleneck_variance=zero_init) for core in self.structure.cores
         ]
@@ -125,15 +125,11 @@ class StructuredLinear(DescribedModule):
         """`x W^T + bias`, for any bias `(out_features,)`."""
         cores = self._stored_cores()
         _product.check_input(x, self.in_features, cores[0])
-        columns, rows = self.padding
-        if columns:
-            x = F.pad(x, (0, columns))
-        if rows and bias is not None:
-            bias = F.pad(bias, (0, rows))
         held = self._parameters
         gains = held["gains"] if "gains" in held else self.gains  # noqa: SIM401
-        y = _product.run(self.structure, cores, x, bias, self._mode, gains, self.stds)
-        return y[..., : self.out_features] if rows else y
+        return _product.run(
+            self.structure, cores, x, bias, self._mode, gains, self.stds, self._program
+        )
 
     @property
     def mode(self) -> str:

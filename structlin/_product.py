@@ -27,7 +27,8 @@ def multiply(program: Program, cores: Sequence[Tensor], x: Tensor) -> Tensor:
     Returns:
         `(..., out_features)`.
     """
-    h = x
+    columns, rows = program.padding
+    h = F.pad(x, (0, columns)) if columns else x
     for step, core in zip(program.steps, cores, strict=True):
         # (batch, tokens * repeat, fan_in)
         h = _permute(h, step.move).reshape(step.batch, -1, step.fan_in)
@@ -35,7 +36,8 @@ def multiply(program: Program, cores: Sequence[Tensor], x: Tensor) -> Tensor:
             h = h.contiguous()  # or torch.bmm goes through it block by block
         # (batch, tokens * repeat, fan_in) -> (batch, tokens * repeat, fan_out)
         h = torch.bmm(h, core.mT)
-    return _permute(h, program.last).reshape(*x.shape[:-1], program.out_features)
+    y = _permute(h, program.last).reshape(*x.shape[:-1], program.out_features + rows)
+    return y[..., : program.out_features] if rows else y
 
 
 def _permute(h: Tensor, move: Move) -> Tensor:
@@ -113,6 +115,7 @@ def run(
     mode: str = "auto",
     gains: Tensor | None = None,
     sigmas: Sequence[float] = (),
+    program: Program | None = None,
 ) -> Tensor:
     """`apply`, its arguments taken to be right.
 
@@ -120,28 +123,31 @@ def run(
         mode: "structured" multiplies core by core; "dense" multiplies the cores into W, and by W;
             "auto" does what `forms_matrix` says.
         gains, sigmas: of every core, where it is to be normalised.
+        program: the structure's, or a narrower one, whose widths x, bias and the result have.
     """
+    program = program or structure.program
     device = x.device.type
     if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         x, cores = x.to(dtype), [core.to(dtype) for core in cores]
         bias = None if bias is None else bias.to(dtype)
     dense = mode != "structured" and (
-        mode == "dense" or forms_matrix(structure, x.numel() // structure.in_features)
+        mode == "dense" or forms_matrix(structure, x.numel() // program.in_features)
     )
-    if not dense and op.pays(structure.program, x, structure.plain):
-        return op.multiply(define, structure.program, cores, x, bias, gains, sigmas)
+    if not dense and op.pays(program, x, structure.plain):
+        return op.multiply(define, program, cores, x, bias, gains, sigmas)
     if gains is not None:
         cores = normalise(cores, gains, sigmas)
     if dense:
-        return F.linear(x, to_dense(structure, cores), bias)
+        matrix = to_dense(structure, cores)[: program.out_features, : program.in_features]
+        return F.linear(x, matrix, bias)
     if structure.plain:
         for core in cores[:-1]:
             x = F.linear(x, core[0])  # (..., fan_in) -> (..., fan_out)
         return F.linear(x, cores[-1][0], bias)
-    if x.is_cuda and triton_op.available(x, structure):
+    if x.is_cuda and not any(program.padding) and triton_op.available(x, structure):
         return triton_op.apply(structure, x, cores, bias)
-    return define(structure.program, cores, x, bias)
+    return define(program, cores, x, bias)
 
 
 def forms_matrix(structure: Structure, tokens: int) -> bool:

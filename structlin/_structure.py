@@ -114,6 +114,14 @@ class Program(NamedTuple):
     out_features: int
     code: tuple[int, ...]
     largest: int  #: numbers of the largest block
+    padding: tuple[int, int] = (0, 0)  #: columns, taken to be zero in x, and rows, dropped from y
+
+    def pad(self, columns: int, rows: int) -> "Program":
+        """For a layer that is narrower than its structure, so many columns and rows of W."""
+        widths = self.in_features - columns, self.out_features - rows
+        return Program(
+            self.steps, self.last, *widths, (*widths, *self.code[2:]), self.largest, (columns, rows)
+        )
 
 
 class Structure:

@@ -258,10 +258,10 @@ struct Tile {
       h.push_back({step.in, size, step.in * size + L});
       g.push_back({step.out, size, step.out * size + L});
     }
-    x_places = places_of(program.steps.front().reads, program.in, h.front());
-    dy_places = places_of(program.steps.back().writes, program.out, g.back());
+    x_places = places_of(program.steps.front().reads, h.front());
+    dy_places = places_of(program.steps.back().writes, g.back());
     const size_t last = program.steps.size() - 1;
-    const Layout y{program.out, size, 0}, dx{program.in, size, 0};
+    const Layout y{static_cast<Index>(dy_places.size()), size, 0}, dx{static_cast<Index>(x_places.size()), size, 0};
     for (size_t t = 0; t <= last; t++) {
       writes.push_back((t < last ? h[t + 1] : y).at(program.steps[t].writes));
       reads.push_back((t ? g[t - 1] : dx).at(program.steps[t].reads));
@@ -269,13 +269,13 @@ struct Tile {
   }
 
   Index area() const {  // of the widest activation; x and y are wide
-    Index widest = std::max(program.in, program.out) * size * sizeof(F) / sizeof(H);
+    Index widest = std::max(x_places.size(), dy_places.size()) * size * sizeof(F) / sizeof(H);
     for (size_t t = 0; t < h.size(); t++)
       widest = std::max(widest, program.steps[t].pairs() * std::max(h[t].block, g[t].block));
     return widest;
   }
 
-  // n rows of x, `(tokens, features)`, as columns of the tile; the rest of it is zero
+  // n rows of x, `(tokens, features)`, as columns of the tile; the rest of it, and features beyond those of x, are zero
   void enter(H* tile, const S* x, Index features, Index n, const Indices& places) const {
     auto get = [=, this](Index i, Index f, Index count) {
       const S* row = x + i * G * features + f;
@@ -286,6 +286,7 @@ struct Tile {
       store(reinterpret_cast<F*>(tile + places[f]) + i, v, size / G - i);
     };
     transpose<F, G>((n + G - 1) / G, features, size / G, get, put);
+    for (size_t f = features; f < places.size(); f++) std::memset(tile + places[f], 0, size * sizeof(H));
   }
 
   // The columns of the tile, whose rows lie in the order of y's features, as n rows of y
@@ -398,7 +399,8 @@ void forward_few(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias) {
   const Index n = layer.tokens, width = program.width(), last = program.steps.size() - 1;
   thread_local Numbers<F> memory;
   F *h = memory.reserve(2 * n * width), *next = h + n * width;
-  const Indices places = places_of(program.steps.front().reads, program.in, {program.steps[0].in, 1, program.steps[0].in});
+  const Indices places = places_of(program.steps.front().reads, {program.steps[0].in, 1, program.steps[0].in});
+  std::memset(h, 0, n * width * sizeof(H));
   for (Index t = 0; t < n; t++)
     for (Index f = 0; f < program.in; f += L) {
       F lanes[L];

@@ -29,7 +29,7 @@ struct Step {
 };
 
 struct Program {
-  Index in, out;
+  Index in, out;  // features of x and y; the first core may read more, which are zero, and the last write more
   std::vector<Step> steps;
 
   // in, out, cores, then for each core batch, repeat, fan_in, fan_out and six indices, each a count and (size, stride)s
@@ -57,7 +57,7 @@ struct Program {
   }
 
   Index width() const {  // of the widest activation
-    Index widest = std::max(in, out);
+    Index widest = 0;
     for (const Step& step : steps) widest = std::max(widest, step.pairs() * std::max(step.in, step.out));
     return widest;
   }
@@ -75,10 +75,10 @@ struct Layout {
   }
 };
 
-// For each feature of x or y, in its own order: where it lies in `layout`, as the core next to it reads it
-Indices places_of(const Offsets& side, Index features, const Layout& layout) {
-  Indices places(features);
-  Index pairs = side.batch.size() * side.repeat.size(), count = side.fan.size();
+// For each feature that the first core reads, or the last writes: where it lies in `layout`
+Indices places_of(const Offsets& side, const Layout& layout) {
+  const Index pairs = side.batch.size() * side.repeat.size(), count = side.fan.size();
+  Indices places(pairs * count);
   for (Index pair = 0; pair < pairs; pair++)
     for (Index i = 0, start = side.block(pair); i < count; i++)
       places[start + side.fan[i]] = pair * layout.block + i * layout.row;
