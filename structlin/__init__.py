@@ -23,6 +23,7 @@ from ._product import apply, to_dense
 from ._projection import project, relative_error
 from ._report import Summary, summary
 from ._structure import Core, Structure
+from ._widen import Cost, Widened, cost, widen
 from ._widths import divide, factorise
 from .duality import dualize
 from .optim import param_groups
@@ -34,6 +35,7 @@ __all__ = [
     "TT",
     "BlockDiagonal",
     "Core",
+    "Cost",
     "Dense",
     "Family",
     "Kronecker",
@@ -44,8 +46,10 @@ __all__ = [
     "Structure",
     "StructuredLinear",
     "Summary",
+    "Widened",
     "apply",
     "convert",
+    "cost",
     "divide",
     "duality",
     "dualize",
@@ -69,4 +73,5 @@ __all__ = [
     "to_cola",
     "to_dense",
     "to_dense_",
+    "widen",
 ]

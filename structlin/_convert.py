@@ -10,9 +10,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import isclose
-from statistics import median
-from time import perf_counter
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -37,12 +36,11 @@ from ._projection.calibration import Calibration, measure_covariances
 from ._projection.solve import project, relative_error
 from ._report import Table, percent
 from ._structure import Structure
+from ._timing import time_in_turn
 from .scaling import INITS
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-ROUNDS = 9  # in which `merge` times a layer
 
 
 @dataclass
@@ -508,26 +506,9 @@ def _is_slower(layer: StructuredLinear, tokens: int) -> bool:
     random = torch.Generator(core.device).manual_seed(0)  # the user's random numbers stay
     shape = tokens, layer.in_features
     x = torch.randn(shape, generator=random, device=core.device, dtype=core.dtype)
-    dense = build_dense_layer(layer)
-    rounds = [
-        (_time_call(layer.forward, x), _time_call(dense.forward, x)) for _ in range(1 + ROUNDS)
-    ]
-    timed = rounds[1:]  # the first round warms up
-    return median(own for own, _ in timed) > median(other for _, other in timed)
-
-
-def _time_call(forward: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    """Seconds that one call takes, on an accelerator with all of its work."""
-    _wait_for(x.device)
-    start = perf_counter()
-    forward(x)
-    _wait_for(x.device)
-    return perf_counter() - start
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    calls = [partial(each.forward, x) for each in (layer, build_dense_layer(layer))]
+    own, dense = time_in_turn(calls, core.device)
+    return own > dense
 
 
 # ---- transformers ------------------------------------------------------------------------------
