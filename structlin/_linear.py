@@ -86,9 +86,10 @@ class StructuredLinear(DescribedModule):
             self.structure.in_features - in_features,
             self.structure.out_features - out_features,
         )
-        self.stds = [
-            init_std(core, init, bottleneck_variance=zero_init) for core in self.structure.cores
-        ]
+        *inner, last = self.structure.cores
+        narrow = zero_init or init == "mup"
+        self.stds = [init_std(core, init, bottleneck_variance=narrow) for core in inner]
+        self.stds.append(init_std(last, init))
         self._names = [str(n) for n in range(len(self.structure.cores))]
 
         def empty(*shape: int) -> nn.Parameter:

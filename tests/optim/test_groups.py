@@ -164,7 +164,7 @@ def test_sgd_rates_follow_fan_out_over_fan_in():
     assert mult["wte.weight"] == mult["h.0.ln_1.weight"] == mult["h.0.attn.c_attn.bias"] == 4
     first = large.h[0].mlp.c_fc.structure.cores[0]
     assert mult["h.0.mlp.c_fc.cores.0"] == pytest.approx(
-        (first.fan_out / first.fan_in) / (1024 / 256) / 2
+        (first.fan_out / first.fan_in) / (1024 / 256)
     )
 
 
