@@ -21,6 +21,7 @@ from ._kernels.engine import show_config
 from ._linear import StructuredLinear
 from ._product import apply, to_dense
 from ._projection import project, relative_error
+from ._recipe import Recipe, recipe
 from ._report import Summary, summary
 from ._structure import Core, Structure
 from ._widen import Cost, Widened, cost, widen
@@ -42,6 +43,7 @@ __all__ = [
     "LowRank",
     "Monarch",
     "Plan",
+    "Recipe",
     "Split",
     "Structure",
     "StructuredLinear",
@@ -64,6 +66,7 @@ __all__ = [
     "param_groups",
     "plan",
     "project",
+    "recipe",
     "relative_error",
     "save",
     "scaling",

@@ -264,7 +264,7 @@ def convert(model: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
     6464
     """
     planned = plan(model, *arguments, **options)
-    _warn(planned)
+    warn_of(planned)
     return planned.apply()
 
 
@@ -366,7 +366,8 @@ def _choose_init(init: str | None, calibration: Calibration | None, budget: floa
     return init
 
 
-def _warn(planned: Plan) -> None:
+def warn_of(planned: Plan) -> None:
+    """Warn of what `convert` does that its caller may not expect."""
     grown = []
     for decision in planned.decisions:
         layer, new = decision.layer, decision.resolved
