@@ -54,9 +54,7 @@ Run = tuple[str, str, str, float, int]  # task, structure, optimizer, lr, seed
 def train(run: Run, steps: int) -> dict[str, Any]:
     task_name, structure, name, lr, seed = run
     sizes = SIZES[task_name]
-    task = TASKS[task_name](
-        argparse.Namespace(data=None, seed=seed, steps=steps, heads=None, **sizes)
-    )
+    task = TASKS[task_name](argparse.Namespace(data=None, seed=seed, steps=steps, **sizes))
     model = compare.build(task, sizes["width"], STRUCTURES[structure], seed)
     optimizer: torch.optim.Optimizer
     if name == "Muon":

@@ -54,7 +54,6 @@ import structlin
 from structlin._families import FAMILIES
 
 HEAD = 32  # features of an attention head, at every width
-ZERO = ["*c_proj"]  # the last linear layer of each residual branch: it starts at zero
 # operator norm per step: between the dense GPT's and ViT's best (benchmarks/muon_vs_adamw.py)
 MUON_LR = 2**-6
 EVALUATIONS = 20  # of the held-out loss in a run; a checkpoint is written at each
@@ -128,6 +127,7 @@ class Task(ABC):
     title: str  # heads the table
     metric: str  # names `score`
     tokens: int  # of one sequence
+    heads: int | None = None  # of attention, at every width; None: as many as fill the width
     config: dict[str, Any]  # what makes a checkpoint another one
     heldout: list[Batch]
 
@@ -171,7 +171,7 @@ def build(
     with torch.device(device):
         model = task.model(width)
         if structure is not None:
-            structlin.convert(model, structure, zero_init=ZERO)
+            structlin.convert(model, structure, zero_init=["*c_proj"])
     return model
 
 
@@ -188,6 +188,13 @@ def forward_flops(task: Task, width: int, structure: structlin.Family | None) ->
     return structlin.cost(model, example_of(task)).flops // task.tokens
 
 
+def widest(task: Task, structure: structlin.Family, width: int) -> structlin.Widened:
+    """The largest width, a multiple of the head size, with at most the FLOPs of dense's `width`."""
+    return structlin.widen(
+        task.model, structure, dense=width, example=example_of(task), multiple=HEAD
+    )
+
+
 def plan(task: Task, options: argparse.Namespace) -> list[Run]:
     """The four runs.
 
@@ -198,21 +205,12 @@ def plan(task: Task, options: argparse.Namespace) -> list[Run]:
         raise ValueError(f"--width {options.width} is not a multiple of the head size {HEAD}")
     structure = structure_of(options)
     narrow = forward_flops(task, options.width, structure)
-    found = structlin.widen(
-        task.model,
-        structure,
-        dense=options.width,
-        example=example_of(task),
-        multiple=HEAD,
-        zero_init=ZERO,
-    )
+    found = widest(task, structure, options.width)
     dense, wide = (cost.flops // task.tokens for cost in (found.dense, found.structured))
     label = structure.label
     common = task.config | {
         name: getattr(options, name) for name in ("seed", "steps", "batch", "lr", "depth")
     }
-    if options.heads:
-        common["heads"] = options.heads
 
     def run(
         name: str,

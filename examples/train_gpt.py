@@ -109,6 +109,8 @@ class Text(compare.Task):
             "data": hashlib.sha256(text.encode()).hexdigest()[:12],
             "context": self.tokens,
         }
+        self.heads = vars(options).get("heads")  # an option that not every user of the task has
+        self.config |= {"heads": self.heads} if self.heads else {}
         name = options.data.name if options.data else "Python's standard library"
         steps = f"{options.steps:,} steps of {options.batch} x {self.tokens} characters"
         data = f"{len(ids):,} characters of {name}"
@@ -119,7 +121,7 @@ class Text(compare.Task):
         return window[:, :-1], window[:, 1:]
 
     def model(self, width: int) -> nn.Module:
-        return GPT(self.vocabulary, self.tokens, width, self.options.depth, self.options.heads)
+        return GPT(self.vocabulary, self.tokens, width, self.options.depth, self.heads)
 
     def batch(self, step: int) -> compare.Batch:
         random = compare.generator(self.options.seed, step)

@@ -200,13 +200,15 @@ class Images(compare.Task):
         self.heldout = list(zip(images.split(256), labels.split(256), strict=True))
         content = hashlib.sha256(b"".join(each.tobytes() for part in parts for each in part))
         self.config = {"data": content.hexdigest()[:12]}
+        self.heads = vars(options).get("heads")
+        self.config |= {"heads": self.heads} if self.heads else {}
         name = options.data.name if options.data else "scikit-learn's digits"
         steps = f"{options.steps:,} steps of {options.batch} images"
         data = f"{len(self.images):,} images of {name}"
         self.title = f"ViT of {options.depth} blocks on {data}, {steps}, seed {options.seed}"
 
     def model(self, width: int) -> nn.Module:
-        size = width, self.options.depth, self.options.heads
+        size = width, self.options.depth, self.heads
         return ViT(self.images.shape[1:], self.patch, self.classes, *size)
 
     def batch(self, step: int) -> compare.Batch:

@@ -204,8 +204,9 @@ def train_mlp(
 
 def characters(seed: int, batch: int, context: int, depth: int) -> compare.Task:
     """The task of examples/train_gpt.py: the Python standard library's text by characters."""
-    size = {"batch": batch, "context": context, "depth": depth, "heads": None}
-    return train_gpt.Text(argparse.Namespace(data=None, seed=seed, steps=0, **size))
+    return train_gpt.Text(
+        argparse.Namespace(data=None, seed=seed, steps=0, batch=batch, context=context, depth=depth)
+    )
 
 
 class Words(train_gpt.Text):
@@ -216,7 +217,7 @@ class Words(train_gpt.Text):
     """
 
     def __init__(self, seed: int, batch: int, context: int, depth: int, vocabulary: int) -> None:
-        self.options = argparse.Namespace(seed=seed, batch=batch, depth=depth, heads=None)
+        self.options = argparse.Namespace(seed=seed, batch=batch, depth=depth)
         self.tokens, self.vocabulary = context, vocabulary
         ids = _word_ids(vocabulary)
         cut = len(ids) - len(ids) // 10
