@@ -34,7 +34,7 @@ from ._model.survey import (
 from ._projection.budget import allocate, check_budget
 from ._projection.calibration import Calibration, measure_covariances
 from ._projection.solve import project, relative_error
-from ._report import Table, percent
+from ._report import Table, kind_of, percent
 from ._structure import Structure
 from ._timing import time_in_turn
 from .scaling import INITS
@@ -328,9 +328,9 @@ def merge(model: nn.Module, *, tokens: int) -> nn.Module:
         if _is_sharded(layer) or layer.cores[0].is_meta:
             reason = "is sharded: gather it first" if _is_sharded(layer) else "has no values (meta)"
             raise ValueError(f"layer {names[0]!r} {reason}")
-        if _kind_of(layer) not in slower:
-            slower[_kind_of(layer)] = _is_slower(layer, tokens)
-    return _make_dense(model, {x: names for x, names in layers.items() if slower[_kind_of(x)]})
+        if kind_of(layer) not in slower:
+            slower[kind_of(layer)] = _is_slower(layer, tokens)
+    return _make_dense(model, {x: names for x, names in layers.items() if slower[kind_of(x)]})
 
 
 # ---- arguments ---------------------------------------------------------------------------------
@@ -491,13 +491,6 @@ def _find_reason_to_keep(layer: StructuredLinear) -> str:
 
 def _is_sharded(layer: StructuredLinear) -> bool:
     return any(hasattr(parameter, "full_tensor") for parameter in layer.parameters())
-
-
-def _kind_of(layer: StructuredLinear) -> tuple[object, ...]:
-    """Layers of one kind take the same time."""
-    core, widths = layer.cores[0], (layer.in_features, layer.out_features)
-    parts = layer.bias is None, layer.gains is None
-    return layer.structure, widths, layer.mode, parts, core.dtype, core.device
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ._kernels import op
 from ._linear import StructuredLinear
 from ._model.parameters import parameters_of
-from ._model.survey import Layer, build_dense_layer, linear_layers
+from ._model.survey import Layer, build_dense_layer, linear_layers, widths
 from ._timing import time_in_turn
 from ._widths import require_positive
 
@@ -193,6 +193,7 @@ def summary(model: nn.Module, *, tokens: int | None = None, measure: int | None 
     if not layers:
         raise ValueError(f"model={type(model).__name__} has no linear layer")
     merged: dict[tuple[object, ...], Row] = {}
+    timed: dict[tuple[object, ...], tuple[float, float]] = {}  # of each kind of layer
     matrices = set[nn.Parameter]()
     for layer in layers:
         own = (info for info in parameters_of(layer.module) if info.weight.kind == "matrix")
@@ -201,26 +202,38 @@ def summary(model: nn.Module, *, tokens: int | None = None, measure: int | None 
         key = (row.name, row.in_features, row.out_features, row.structure, row.way)
         before = merged.get(key)
         if before is None:
-            timed = (None, None) if measure is None else _time(layer, measure)
-            merged[key] = replace(row, name=layer.name, seconds=timed[0], dense_seconds=timed[1])
+            if measure is not None and kind_of(layer.module) not in timed:
+                timed[kind_of(layer.module)] = _time(layer, measure)
+            seconds, dense = timed.get(kind_of(layer.module), (None, None))
+            merged[key] = replace(row, name=layer.name, seconds=seconds, dense_seconds=dense)
         else:
             merged[key] = _join(before, row)
     others = (parameter for parameter in model.parameters() if parameter not in matrices)
     return Summary(tuple(merged.values()), sum(parameter.numel() for parameter in others))
 
 
+def kind_of(layer: nn.Module) -> tuple[object, ...]:
+    """What decides how long a linear layer takes: layers of one kind take the same time."""
+    parameter, shape = next(layer.parameters(), None), widths(layer)
+    kind: tuple[object, ...] = (type(layer),)
+    if isinstance(layer, StructuredLinear):
+        kind = layer.structure, layer.mode, layer.gains is None
+    place = (None, None) if parameter is None else (parameter.dtype, parameter.device)
+    return *kind, shape, layer.bias is None, *place
+
+
 def _describe(layer: Layer, tokens: int | None) -> Row:
     """A row of one layer alone, the numbers in its name replaced by `*`."""
     module = layer.module
     name = re.sub(r"(?<![^.])\d+(?![^.])", "*", layer.name)
-    widths = layer.in_features, layer.out_features
+    shape = layer.in_features, layer.out_features
     params = layer.in_features * layer.out_features
     if not isinstance(module, StructuredLinear):
-        return Row(name, 1, *widths, "dense", params, 2 * params, widths[0], (0, 0), "")
+        return Row(name, 1, *shape, "dense", params, 2 * params, shape[0], (0, 0), "")
     way = "" if tokens is None else module.way(tokens)
     structure = module.structure
     counts = structure.params, structure.flops, _count_saved(module)
-    return Row(name, 1, *widths, module.label, *counts, module.padding, way)
+    return Row(name, 1, *shape, module.label, *counts, module.padding, way)
 
 
 def _count_saved(layer: StructuredLinear) -> int:

@@ -10,6 +10,7 @@ from structlin import (
     LowRank,
     Monarch,
     StructuredLinear,
+    _report,
     _timing,
     convert,
     summary,
@@ -142,6 +143,17 @@ def test_each_distinct_layer_is_timed_beside_the_dense_one(clock):
     assert (result.seconds, result.dense_seconds) == (104, 404)
     assert "303000.00" in str(result)
     assert "dense ms" in str(result)
+
+
+def test_layers_of_one_kind_are_timed_once_under_whatever_names(clock, monkeypatch):
+    timed, time = [], _report._time
+    monkeypatch.setattr(
+        _report, "_time", lambda layer, n: timed.append(layer.name) or time(layer, n)
+    )
+    model = nn.ModuleDict({name: nn.Linear(16, 16, bias=name == "k") for name in "qkvo"})
+    result = summary(convert(model, BTT()), measure=101)
+    assert timed == ["q", "k"]
+    assert [row.seconds for row in result.rows] == [1, 1, 1, 1]
 
 
 def test_nothing_is_timed_unless_asked_for():
