@@ -218,8 +218,10 @@ def kind_of(layer: nn.Module) -> tuple[object, ...]:
     kind: tuple[object, ...] = (type(layer),)
     if isinstance(layer, StructuredLinear):
         kind = layer.structure, layer.mode, layer.gains is None
-    place = (None, None) if parameter is None else (parameter.dtype, parameter.device)
-    return *kind, shape, layer.bias is None, *place
+    kind = *kind, shape, layer.bias is None
+    if parameter is None:
+        return kind
+    return *kind, parameter.dtype, parameter.device, parameter.requires_grad
 
 
 def _describe(layer: Layer, tokens: int | None) -> Row:
@@ -238,10 +240,9 @@ def _describe(layer: Layer, tokens: int | None) -> Row:
 
 def _count_saved(layer: StructuredLinear) -> int:
     """Numbers that a structured layer keeps for its backward pass, per token."""
-    structure, parameter = layer.structure, layer.cores[0]
-    engine = not structure.plain and parameter.device.type in ("cpu", "meta")
-    large = op.LARGE.get(parameter.dtype.itemsize, 0)
-    if layer.mode == "dense" or (engine and structure.program.largest < large):
+    structure, device = layer.structure, layer.cores[0].device.type
+    engine = not structure.plain and structure.program.largest < op.LARGE
+    if layer.mode == "dense" or (engine and device in ("cpu", "meta")):
         return structure.in_features
     return sum(core.batch * core.repeat * core.fan_in for core in structure.cores)
 
