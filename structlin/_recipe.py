@@ -15,7 +15,7 @@ from ._linear import StructuredLinear
 from ._model.anatomy import find_ends, find_fused, find_qk_norms, find_queries
 from ._model.decide import Spec
 from ._model.select import Patterns, find_rules
-from ._model.survey import Layer, linear_layers, require_unchanged
+from ._model.survey import Layer, linear_layers
 from ._report import Table
 
 UNSTABLE = (
@@ -55,7 +55,12 @@ class Recipe:
         Warns:
             UserWarning: what `convert` warns of.
         """
-        require_unchanged(self.plan.model, self.zeros)
+        modules = dict(self.plan.model.named_modules(remove_duplicate=False))
+        for layer in self.zeros:
+            if modules.get(layer.name) is not layer.module:
+                raise ValueError(
+                    f"layer {layer.name!r} was replaced after this plan; make a new one"
+                )
         warn_of(self.plan)
         model = self.plan.apply()
         for layer in self.zeros:

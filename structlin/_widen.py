@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -186,8 +187,10 @@ class _Search:
             return dense if isinstance(dense, nn.Module) else _build_dense(self.build, dense)
 
         if self.match == "seconds":
-            self.model = make()
+            self.model = deepcopy(make())  # whose gradients and statistics change
             self.dense = cost(self.model, self.example)
+            if next(self.model.parameters()).is_meta:
+                raise ValueError("match='seconds': the dense model has no values (meta)")
             (seconds,) = self._time(self.model)
             self.dense = Cost(self.dense.params, self.dense.flops, seconds)
         elif isinstance(dense, nn.Module):
@@ -339,7 +342,10 @@ def _move(batch: Any, device: torch.device) -> Any:
 
 def _step(model: nn.Module, batch: Any) -> None:
     """A forward and a backward pass; gradients are dropped."""
-    outputs = [x for x in tree_leaves(run(model, batch)) if isinstance(x, Tensor)]
-    loss = torch.stack([x.float().sum() for x in outputs if x.requires_grad]).sum()
-    loss.backward()  # type: ignore[no-untyped-call]
+    with torch.enable_grad():
+        outputs = [x for x in tree_leaves(run(model, batch)) if isinstance(x, Tensor)]
+        sums = [x.float().sum() for x in outputs if x.requires_grad]
+        if not sums:
+            raise ValueError("match='seconds': no output of the model has a gradient")
+        torch.stack(sums).sum().backward()  # type: ignore[no-untyped-call]
     model.zero_grad(set_to_none=True)

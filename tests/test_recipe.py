@@ -87,6 +87,14 @@ def test_a_converted_head_starts_at_zero():
     assert "lm_head" in zero_layers(model)
 
 
+def test_hooks_on_a_layer_that_stays_dense_are_no_obstacle():
+    model, seen = Block(), []
+    model.lm_head.register_forward_hook(lambda *call: seen.append(call))
+    recipe(model, BTT()).apply()
+    assert "lm_head" in zero_layers(model)
+    assert seen
+
+
 def test_patterns_name_the_layers_and_none_leaves_them():
     options = {"head": (), "queries": "attn.k_proj", "branches": ["mlp.up_proj"]}
     assert zero_layers(recipe(Block(), BTT(), **options).apply()) == {"attn.k_proj", "mlp.up_proj"}
