@@ -11,9 +11,9 @@ The four runs see the same batches and the same `--lr`, tuned for the dense mode
 With `--optimizer muon` the rate is in units of operator norm per step, the same for every shape:
 there is no naive run.
 
-A training step is three times the FLOPs of a forward pass; those are counted on one sequence by
-`FlopCounterMode`, attention and head included (the causal half that a fused kernel may skip is
-counted too).
+The width is found by `structlin.widen`. A training step is three times the FLOPs of a forward pass;
+those are counted on one sequence, attention and head included (the causal half that a fused kernel
+may skip is counted too).
 """
 
 import argparse
@@ -49,8 +49,6 @@ from rich.progress import (
 )
 from rich.table import Table
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 import structlin
 from structlin._families import FAMILIES
@@ -66,11 +64,13 @@ Batch = tuple[Tensor, Tensor]  # inputs, targets
 
 
 class Attention(nn.Module):
-    def __init__(self, width: int, causal: bool) -> None:
+    """`heads` heads of HEAD features; None: as many as fill the width."""
+
+    def __init__(self, width: int, causal: bool, heads: int | None = None) -> None:
         super().__init__()
-        self.causal = causal
-        self.c_attn = nn.Linear(width, 3 * width, bias=False)
-        self.c_proj = nn.Linear(width, width, bias=False)
+        self.causal, inner = causal, HEAD * heads if heads else width
+        self.c_attn = nn.Linear(width, 3 * inner, bias=False)
+        self.c_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, tokens, width)
         # (batch, heads, tokens, HEAD)
@@ -91,9 +91,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, causal: bool) -> None:
+    def __init__(self, width: int, causal: bool, heads: int | None = None) -> None:
         super().__init__()
-        self.ln_1, self.attn = nn.LayerNorm(width, bias=False), Attention(width, causal)
+        self.ln_1, self.attn = nn.LayerNorm(width, bias=False), Attention(width, causal, heads)
         self.ln_2, self.mlp = nn.LayerNorm(width, bias=False), MLP(width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -127,6 +127,7 @@ class Task(ABC):
     title: str  # heads the table
     metric: str  # names `score`
     tokens: int  # of one sequence
+    heads: int | None = None  # of attention, at every width; None: as many as fill the width
     config: dict[str, Any]  # what makes a checkpoint another one
     heldout: list[Batch]
 
@@ -174,39 +175,24 @@ def build(
     return model
 
 
+def example_of(task: Task) -> Tensor:
+    """One sequence, on which FLOPs are counted."""
+    return task.heldout[0][0][:1]
+
+
 def forward_flops(task: Task, width: int, structure: structlin.Family | None) -> int:
-    """FLOPs a token of the forward pass of one sequence, 2 per multiply-add. Nothing is
-    computed."""
+    """FLOPs a token of the forward pass of one sequence. Nothing is computed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a small layer grows: the real one will say so
         model = build(task, width, structure, seed=0, device="meta")
-    with (
-        FlopCounterMode(display=False) as counter,
-        sdpa_kernel(SDPBackend.MATH),
-    ):  # fused CPU attention is not counted
-        model(task.heldout[0][0][:1].to("meta"))
-    return counter.get_total_flops() // task.tokens
+    return structlin.cost(model, example_of(task)).flops // task.tokens
 
 
-def widest(task: Task, structure: structlin.Family, budget: int) -> tuple[int, int]:
-    """The largest width, a multiple of the head size, with at most `budget` FLOPs a token; and its
-    FLOPs."""
-    best, width, flops = None, 0, 0
-    while flops < 2 * budget:  # FLOPs need not grow with every step of the width: some factor badly
-        width += HEAD
-        try:
-            flops = forward_flops(task, width, structure)
-        except ValueError:  # the structure does not fit this width
-            if width > 1 << 16:
-                break
-            continue
-        if flops <= budget:
-            best = width, flops
-    if best is None:
-        raise ValueError(
-            f"{structure.label}: no width has as few FLOPs as dense's {budget:,} a token"
-        )
-    return best
+def widest(task: Task, structure: structlin.Family, width: int) -> structlin.Widened:
+    """The largest width, a multiple of the head size, with at most the FLOPs of dense's `width`."""
+    return structlin.widen(
+        task.model, structure, dense=width, example=example_of(task), multiple=HEAD
+    )
 
 
 def plan(task: Task, options: argparse.Namespace) -> list[Run]:
@@ -215,12 +201,12 @@ def plan(task: Task, options: argparse.Namespace) -> list[Run]:
     Raises:
         ValueError: the options do not fit each other, or a checkpoint is in the way (see `load`).
     """
-    if options.width % HEAD:
+    if options.width % HEAD and not options.heads:
         raise ValueError(f"--width {options.width} is not a multiple of the head size {HEAD}")
     structure = structure_of(options)
-    dense = forward_flops(task, options.width, None)
     narrow = forward_flops(task, options.width, structure)
-    width, wide = widest(task, structure, dense)
+    found = widest(task, structure, options.width)
+    dense, wide = (cost.flops // task.tokens for cost in (found.dense, found.structured))
     label = structure.label
     common = task.config | {
         name: getattr(options, name) for name in ("seed", "steps", "batch", "lr", "depth")
@@ -241,7 +227,7 @@ def plan(task: Task, options: argparse.Namespace) -> list[Run]:
         run("dense", "dense", options.width, None, True, dense),
         run("naive", f"{label}, naive lr", options.width, structure, False, narrow),
         run("ours", f"{label}, our lr", options.width, structure, True, narrow),
-        run("wider", f"{label}, our lr, wider", width, structure, True, wide),
+        run("wider", f"{label}, our lr, wider", found.width, structure, True, wide),
     ]
     if options.optimizer == "muon":  # it knows structures by itself: there is no naive rate
         runs = [each for each in runs if each.name != "naive"]
@@ -538,6 +524,8 @@ def arguments(about: str, data: str, defaults: dict[str, Any]) -> argparse.Argum
         *(["context"] if "context" in defaults else []),
     ):
         parser.add_argument(f"--{name}", type=positive, help="default: %(default)s")
+    fixed = f"of {HEAD} features, at every width (default: as many as fill the width)"
+    parser.add_argument("--heads", type=positive, help=fixed)
     parser.add_argument("--optimizer", choices=("adamw", "muon"), help="default: %(default)s")
     best = f"{defaults.get('lr')} for adamw and {MUON_LR} for muon"
     parser.add_argument("--lr", type=rate, help=f"of all runs (default: {best})")

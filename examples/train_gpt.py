@@ -25,11 +25,14 @@ from torch import Tensor, nn
 
 
 class GPT(nn.Module):
-    def __init__(self, vocabulary: int, context: int, width: int, depth: int) -> None:
+    def __init__(
+        self, vocabulary: int, context: int, width: int, depth: int, heads: int | None = None
+    ) -> None:
         super().__init__()
         self.wte = nn.Embedding(vocabulary, width)
         self.wpe = nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(compare.Block(width, causal=True) for _ in range(depth)))
+        blocks = (compare.Block(width, causal=True, heads=heads) for _ in range(depth))
+        self.blocks = nn.Sequential(*blocks)
         self.ln_f = nn.LayerNorm(width, bias=False)
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
         compare.initialise(self, embedding=0.2)
@@ -106,6 +109,8 @@ class Text(compare.Task):
             "data": hashlib.sha256(text.encode()).hexdigest()[:12],
             "context": self.tokens,
         }
+        self.heads = vars(options).get("heads")  # an option that not every user of the task has
+        self.config |= {"heads": self.heads} if self.heads else {}
         name = options.data.name if options.data else "Python's standard library"
         steps = f"{options.steps:,} steps of {options.batch} x {self.tokens} characters"
         data = f"{len(ids):,} characters of {name}"
@@ -116,7 +121,7 @@ class Text(compare.Task):
         return window[:, :-1], window[:, 1:]
 
     def model(self, width: int) -> nn.Module:
-        return GPT(self.vocabulary, self.tokens, width, self.options.depth)
+        return GPT(self.vocabulary, self.tokens, width, self.options.depth, self.heads)
 
     def batch(self, step: int) -> compare.Batch:
         random = compare.generator(self.options.seed, step)

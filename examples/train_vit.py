@@ -29,13 +29,22 @@ from torch import Tensor, nn
 
 
 class ViT(nn.Module):
-    def __init__(self, shape: torch.Size, patch: int, classes: int, width: int, depth: int) -> None:
+    def __init__(
+        self,
+        shape: torch.Size,
+        patch: int,
+        classes: int,
+        width: int,
+        depth: int,
+        heads: int | None = None,
+    ) -> None:
         super().__init__()
         channels, height, columns = shape
         self.patch = patch
         self.patch_embedding = nn.Linear(channels * patch * patch, width)
         self.position = nn.Embedding(height * columns // patch**2, width)
-        self.blocks = nn.Sequential(*(compare.Block(width, causal=False) for _ in range(depth)))
+        blocks = (compare.Block(width, causal=False, heads=heads) for _ in range(depth))
+        self.blocks = nn.Sequential(*blocks)
         self.ln_f = nn.LayerNorm(width, bias=False)
         self.head = nn.Linear(width, classes)
         compare.initialise(self, embedding=1)
@@ -191,13 +200,16 @@ class Images(compare.Task):
         self.heldout = list(zip(images.split(256), labels.split(256), strict=True))
         content = hashlib.sha256(b"".join(each.tobytes() for part in parts for each in part))
         self.config = {"data": content.hexdigest()[:12]}
+        self.heads = vars(options).get("heads")
+        self.config |= {"heads": self.heads} if self.heads else {}
         name = options.data.name if options.data else "scikit-learn's digits"
         steps = f"{options.steps:,} steps of {options.batch} images"
         data = f"{len(self.images):,} images of {name}"
         self.title = f"ViT of {options.depth} blocks on {data}, {steps}, seed {options.seed}"
 
     def model(self, width: int) -> nn.Module:
-        return ViT(self.images.shape[1:], self.patch, self.classes, width, self.options.depth)
+        size = width, self.options.depth, self.heads
+        return ViT(self.images.shape[1:], self.patch, self.classes, *size)
 
     def batch(self, step: int) -> compare.Batch:
         """Random images, each moved by up to an eighth of its height."""

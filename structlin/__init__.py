@@ -21,8 +21,10 @@ from ._kernels.engine import show_config
 from ._linear import StructuredLinear
 from ._product import apply, to_dense
 from ._projection import project, relative_error
+from ._recipe import Recipe, recipe
 from ._report import Summary, summary
 from ._structure import Core, Structure
+from ._widen import Cost, Widened, cost, widen
 from ._widths import divide, factorise
 from .duality import dualize
 from .optim import param_groups
@@ -34,18 +36,22 @@ __all__ = [
     "TT",
     "BlockDiagonal",
     "Core",
+    "Cost",
     "Dense",
     "Family",
     "Kronecker",
     "LowRank",
     "Monarch",
     "Plan",
+    "Recipe",
     "Split",
     "Structure",
     "StructuredLinear",
     "Summary",
+    "Widened",
     "apply",
     "convert",
+    "cost",
     "divide",
     "duality",
     "dualize",
@@ -60,6 +66,7 @@ __all__ = [
     "param_groups",
     "plan",
     "project",
+    "recipe",
     "relative_error",
     "save",
     "scaling",
@@ -69,4 +76,5 @@ __all__ = [
     "to_cola",
     "to_dense",
     "to_dense_",
+    "widen",
 ]

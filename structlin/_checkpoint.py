@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ._linear import StructuredLinear, uninitialised
 from ._model.survey import Layer, is_conv1d, linear_layers, swap
 from ._state import ENTRY
 from ._structure import Structure
+from .scaling import init_std
 
 Replacement = tuple[tuple[str, ...], StructuredLinear]  # a new layer, and its names in the model
 
@@ -163,10 +165,14 @@ def _build_layer(layer: Layer, data: Mapping[str, Any]) -> StructuredLinear | No
         device="meta" if structured else weight.device,
         dtype=weight.dtype,
     )
-    if new.stds != data.get("sigma", new.stds):  # 0.1.0 did not write it
+    rule = partial(init_std, init=new.init, bottleneck_variance=new.zero_init)
+    earlier = [rule(core) for core in new.structure.cores]  # as 0.1.0 had it, and did not write it
+    sigma = data.get("sigma", earlier)
+    if sigma not in (new.stds, earlier):
         raise ValueError(
-            f"init={new.init!r} gives sigma={new.stds} in this version, {data['sigma']} in the file"
+            f"init={new.init!r} gives sigma={new.stds} in this version, {sigma} in the file"
         )
+    new.stds = sigma
     if isinstance(old, StructuredLinear):
         _check_same(old, new, data["label"])
         return None

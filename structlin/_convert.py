@@ -10,9 +10,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import isclose
-from statistics import median
-from time import perf_counter
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -35,14 +34,13 @@ from ._model.survey import (
 from ._projection.budget import allocate, check_budget
 from ._projection.calibration import Calibration, measure_covariances
 from ._projection.solve import project, relative_error
-from ._report import Table, percent
+from ._report import Table, kind_of, percent
 from ._structure import Structure
+from ._timing import time_in_turn
 from .scaling import INITS
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-ROUNDS = 9  # in which `merge` times a layer
 
 
 @dataclass
@@ -266,7 +264,7 @@ def convert(model: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
     6464
     """
     planned = plan(model, *arguments, **options)
-    _warn(planned)
+    warn_of(planned)
     return planned.apply()
 
 
@@ -330,9 +328,9 @@ def merge(model: nn.Module, *, tokens: int) -> nn.Module:
         if _is_sharded(layer) or layer.cores[0].is_meta:
             reason = "is sharded: gather it first" if _is_sharded(layer) else "has no values (meta)"
             raise ValueError(f"layer {names[0]!r} {reason}")
-        if _kind_of(layer) not in slower:
-            slower[_kind_of(layer)] = _is_slower(layer, tokens)
-    return _make_dense(model, {x: names for x, names in layers.items() if slower[_kind_of(x)]})
+        if kind_of(layer) not in slower:
+            slower[kind_of(layer)] = _is_slower(layer, tokens)
+    return _make_dense(model, {x: names for x, names in layers.items() if slower[kind_of(x)]})
 
 
 # ---- arguments ---------------------------------------------------------------------------------
@@ -368,7 +366,8 @@ def _choose_init(init: str | None, calibration: Calibration | None, budget: floa
     return init
 
 
-def _warn(planned: Plan) -> None:
+def warn_of(planned: Plan) -> None:
+    """Warn of what `convert` does that its caller may not expect."""
     grown = []
     for decision in planned.decisions:
         layer, new = decision.layer, decision.resolved
@@ -494,13 +493,6 @@ def _is_sharded(layer: StructuredLinear) -> bool:
     return any(hasattr(parameter, "full_tensor") for parameter in layer.parameters())
 
 
-def _kind_of(layer: StructuredLinear) -> tuple[object, ...]:
-    """Layers of one kind take the same time."""
-    core, widths = layer.cores[0], (layer.in_features, layer.out_features)
-    parts = layer.bias is None, layer.gains is None
-    return layer.structure, widths, layer.mode, parts, core.dtype, core.device
-
-
 @torch.no_grad()
 def _is_slower(layer: StructuredLinear, tokens: int) -> bool:
     """Whether the layer takes longer than the dense one it would become: medians of rounds."""
@@ -508,26 +500,9 @@ def _is_slower(layer: StructuredLinear, tokens: int) -> bool:
     random = torch.Generator(core.device).manual_seed(0)  # the user's random numbers stay
     shape = tokens, layer.in_features
     x = torch.randn(shape, generator=random, device=core.device, dtype=core.dtype)
-    dense = build_dense_layer(layer)
-    rounds = [
-        (_time_call(layer.forward, x), _time_call(dense.forward, x)) for _ in range(1 + ROUNDS)
-    ]
-    timed = rounds[1:]  # the first round warms up
-    return median(own for own, _ in timed) > median(other for _, other in timed)
-
-
-def _time_call(forward: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    """Seconds that one call takes, on an accelerator with all of its work."""
-    _wait_for(x.device)
-    start = perf_counter()
-    forward(x)
-    _wait_for(x.device)
-    return perf_counter() - start
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    calls = [partial(each.forward, x) for each in (layer, build_dense_layer(layer))]
+    own, dense = time_in_turn(calls, core.device)
+    return own > dense
 
 
 # ---- transformers ------------------------------------------------------------------------------

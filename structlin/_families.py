@@ -201,8 +201,10 @@ class BTT(Family):
 
     Core t is TT's with the axes `i_(t+1..c)` and `j_(1..t-1)` as batch (CBS, equation 6), so
     nothing is shared between blocks; outputs stay in the order `i_c .. i_1` in which the cores
-    produce them. Two cores of rank 1 with equal factors are Monarch with sqrt(d) blocks. `rank` may
-    be a tuple, one for each of the bonds r_1 .. r_(c-1).
+    produce them, as in the paper's code; its equation 2 has `i_1 i_2`. Where the factors of a width
+    differ, the largest input factor is summed first; the paper's code sums the smallest first, so
+    that its cores have other sizes there. Two cores of rank 1 with equal factors are Monarch with
+    sqrt(d) blocks. `rank` may be a tuple, one for each of the bonds r_1 .. r_(c-1).
 
     >>> BTT(rank=2).structure(1024, 1024)  # doctest: +NORMALIZE_WHITESPACE
     Structure('j1 j2 -> i2 i1', 'j1 r1 i2 j2', 'i2 i1 j1 r1', i1=32, i2=32, j1=32, j2=32, r1=2)

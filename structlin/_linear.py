@@ -81,14 +81,13 @@ class StructuredLinear(DescribedModule):
         self.in_features, self.out_features = in_features, out_features
         self.label = label(structure)
         self.init, self.zero_init, self.conv1d, self.mode = init, zero_init, False, "auto"
-        self.padding = (
-            self.structure.in_features - in_features,
-            self.structure.out_features - out_features,
-        )
+        columns = self.structure.in_features - in_features
+        self.padding = columns, self.structure.out_features - out_features
         self._program = self.structure.program.pad(*self.padding)
-        self.stds = [
-            init_std(core, init, bottleneck_variance=zero_init) for core in self.structure.cores
-        ]
+        *inner, last = self.structure.cores
+        narrow = zero_init or init == "mup"
+        self.stds = [init_std(core, init, bottleneck_variance=narrow) for core in inner]
+        self.stds.append(init_std(last, init))
         self._names = [str(n) for n in range(len(self.structure.cores))]
 
         def empty(*shape: int) -> nn.Parameter:
@@ -137,7 +136,8 @@ class StructuredLinear(DescribedModule):
 
     @mode.setter
     def mode(self, mode: str) -> None:
-        _product.check_mode(mode)
+        if mode not in _product.MODES:
+            raise ValueError(f"mode={mode!r} is unknown; there are {', '.join(_product.MODES)}")
         self._mode = mode
 
     def way(self, tokens: int) -> str:

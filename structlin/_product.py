@@ -103,7 +103,11 @@ def apply(
     """
     check_cores(structure, cores)
     check_input(x, structure.in_features, cores[0])
-    _check_bias(structure, bias, x)
+    if bias is not None and (bias.shape != (structure.out_features,) or bias.device != x.device):
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)} on {bias.device}; it must be (out_features,) = "
+            f"({structure.out_features},) on {x.device}"
+        )
     return run(structure, cores, x, bias)
 
 
@@ -192,11 +196,6 @@ def to_dense(structure: Structure, cores: Sequence[Tensor]) -> Tensor:
 # ---- arguments -----------------------------------------------------------------------------------
 
 
-def check_mode(mode: str) -> None:
-    if mode not in MODES:
-        raise ValueError(f"mode={mode!r} is unknown; there are {', '.join(MODES)}")
-
-
 def check_cores(structure: Structure, cores: Sequence[Tensor]) -> None:
     if len(cores) != len(structure.cores):
         raise ValueError(
@@ -228,12 +227,4 @@ def check_input(x: Tensor, in_features: int, core: Tensor) -> None:
     if not torch.is_autocast_enabled(x.device.type):
         raise TypeError(
             f"x has dtype {x.dtype}, the cores have {core.dtype}; cast one of them or use autocast"
-        )
-
-
-def _check_bias(structure: Structure, bias: Tensor | None, x: Tensor) -> None:
-    if bias is not None and (bias.shape != (structure.out_features,) or bias.device != x.device):
-        raise ValueError(
-            f"bias has shape {tuple(bias.shape)} on {bias.device}; it must be (out_features,) = "
-            f"({structure.out_features},) on {x.device}"
         )

@@ -1,14 +1,20 @@
 """Tables for people: `summary` of a model, and the small table that `convert.Plan` prints with."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
 from io import StringIO
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from ._kernels import op
 from ._linear import StructuredLinear
 from ._model.parameters import parameters_of
-from ._model.survey import linear_layers
+from ._model.survey import Layer, build_dense_layer, linear_layers, widths
+from ._timing import time_in_turn
+from ._widths import require_positive
 
 
 class Table:
@@ -51,10 +57,13 @@ class Row:
     structure: str
     params: int  #: biases and gains left out
     flops: int  #: per token, 2 per multiply-add
+    saved: int  #: numbers kept for the backward pass, per token; see `summary`
     padding: tuple[int, int]  #: columns and rows that the structure has beyond each layer's
     #: "structured" or "dense": how a training step of so many tokens multiplies; "" if none were
     #: given
     way: str
+    seconds: float | None = None  #: of a forward and a backward pass, if it was measured
+    dense_seconds: float | None = None  #: of the same layers dense, measured in turn
 
     @property
     def dense_params(self) -> int:
@@ -82,8 +91,25 @@ class Summary:
         """Of the linear layers, per token, 2 per multiply-add."""
         return sum(row.flops for row in self.rows)
 
+    @property
+    def saved(self) -> int:
+        """Numbers that the linear layers keep for the backward pass, per token."""
+        return sum(row.saved for row in self.rows)
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a forward and a backward pass of the linear layers, if it was measured."""
+        return _add(row.seconds for row in self.rows)
+
+    @property
+    def dense_seconds(self) -> float | None:
+        """Of the same layers dense."""
+        return _add(row.dense_seconds for row in self.rows)
+
     def __str__(self) -> str:
         ways = ["runs as"] if any(row.way for row in self.rows) else []
+        pads = ["padding"] if any(sum(row.padding) for row in self.rows) else []
+        times = ["ms", "dense ms"] if self.seconds is not None else []
         head = (
             "layer",
             "x",
@@ -93,17 +119,22 @@ class Summary:
             "/dense",
             "FLOPs/token",
             "/dense",
-            "padding",
+            "saved",
+            *times,
         )
-        table = Table(*head, *ways)
+        table = Table(*head, *pads, *ways)
         for row in self.rows:
             shape, (columns, rows) = f"{row.in_features} -> {row.out_features}", row.padding
             waste = (
                 f"+{percent(columns, row.in_features)} in, +{percent(rows, row.out_features)} out"
             )
             counts = f"{row.params:,}", percent(row.params, row.dense_params)
-            flops = f"{row.flops:,}", percent(row.flops, row.dense_flops)
-            last = (waste if columns + rows else "", *([row.way] if ways else []))
+            flops = f"{row.flops:,}", percent(row.flops, row.dense_flops), f"{row.saved:,}"
+            last = (
+                *_milliseconds(row.seconds, row.dense_seconds),
+                *([waste if columns + rows else ""] if pads else []),
+                *([row.way] if ways else []),
+            )
             table.row(row.name, f"{row.layers}", shape, row.structure, *counts, *flops, *last)
         layers = sum(row.layers for row in self.rows)
         dense = sum(row.dense_params for row in self.rows)
@@ -116,59 +147,154 @@ class Summary:
             *counts,
             f"{self.flops:,}",
             percent(self.flops, 2 * dense),
+            f"{self.saved:,}",
+            *_milliseconds(self.seconds, self.dense_seconds),
         )
         table.row("other parameters", "", "", "", f"{self.other_params:,}")
         return str(table)
 
 
-def summary(model: nn.Module, *, tokens: int | None = None) -> Summary:
+def summary(model: nn.Module, *, tokens: int | None = None, measure: int | None = None) -> Summary:
     """Layer, structure, parameters and FLOPs of every linear layer of `model`, against dense; equal
     layers in one row.
+
+    The column "saved" has the numbers that a layer keeps for its backward pass, for each token: in
+    the compiled engine its input alone, which its neighbours may keep as well. On a GPU, for
+    low-rank layers, for blocks so large that BLAS has them, and without the engine, it is the input
+    of every core.
 
     Args:
         tokens: of one training step, over all leading dimensions; the table then shows whether each
             layer multiplies core by core ("structured") or forms its matrix ("dense"), see
             `StructuredLinear.mode`.
+        measure: tokens of a forward and a backward pass that is timed: each distinct layer in turn
+            with the dense one that it would become, medians of nine rounds, without optimizer. The
+            times in the table are of all layers of a row, one after the other.
 
     Raises:
-        ValueError: the model has no linear layer; `tokens` is negative.
+        ValueError: the model has no linear layer; `tokens` is negative, `measure` not positive; a
+            layer to be timed has no values (meta) or is sharded.
 
     >>> from structlin import TT, convert
     >>> print(summary(convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), TT(rank=4))))
-    layer              x   in -> out   structure    params   /dense   FLOPs/token   /dense   padding
-    ────────────────────────────────────────────────────────────────────────────────────────────────
-    *                  2   64 -> 64    TT(rank=4)    1,024    12.5%        16,384   100.0%
-    linear layers      2                             1,024    12.5%        16,384   100.0%
+    layer              x   in -> out   structure    params   /dense   FLOPs/token   /dense   saved
+    ──────────────────────────────────────────────────────────────────────────────────────────────
+    *                  2   64 -> 64    TT(rank=4)    1,024    12.5%        16,384   100.0%     128
+    linear layers      2                             1,024    12.5%        16,384   100.0%     128
     other parameters                                   128
     >>> summary(nn.Sequential(StructuredLinear(64, 64, TT(rank=16))), tokens=4096).rows[0].way
     'dense'
     """
     if tokens is not None and tokens < 0:
         raise ValueError(f"tokens={tokens} is negative")
+    if measure is not None:
+        require_positive("measure", measure)
     layers = linear_layers(model)
     if not layers:
         raise ValueError(f"model={type(model).__name__} has no linear layer")
     merged: dict[tuple[object, ...], Row] = {}
+    timed: dict[tuple[object, ...], tuple[float, float]] = {}  # of each kind of layer
     matrices = set[nn.Parameter]()
     for layer in layers:
-        module = layer.module
-        own = (info for info in parameters_of(module) if info.weight.kind == "matrix")
+        own = (info for info in parameters_of(layer.module) if info.weight.kind == "matrix")
         matrices.update(info.parameter for info in own)
-        params = layer.in_features * layer.out_features
-        flops, text, padding, way = 2 * params, "dense", (0, 0), ""
-        if isinstance(module, StructuredLinear):
-            params, flops = module.structure.params, module.structure.flops
-            text, padding = module.label, module.padding
-            way = "" if tokens is None else module.way(tokens)
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", layer.name)
-        key = (pattern, layer.in_features, layer.out_features, text, way)
+        row = _describe(layer, tokens)
+        key = (row.name, row.in_features, row.out_features, row.structure, row.way)
         before = merged.get(key)
-        if before is not None:
-            params, flops = params + before.params, flops + before.flops
-        name, count = (pattern, before.layers + 1) if before is not None else (layer.name, 1)
-        merged[key] = Row(
-            name, count, layer.in_features, layer.out_features, text, params, flops, padding, way
-        )
-    rows = tuple(merged.values())
+        if before is None:
+            if measure is not None and kind_of(layer.module) not in timed:
+                timed[kind_of(layer.module)] = _time(layer, measure)
+            seconds, dense = timed.get(kind_of(layer.module), (None, None))
+            merged[key] = replace(row, name=layer.name, seconds=seconds, dense_seconds=dense)
+        else:
+            merged[key] = _join(before, row)
     others = (parameter for parameter in model.parameters() if parameter not in matrices)
-    return Summary(rows, sum(parameter.numel() for parameter in others))
+    return Summary(tuple(merged.values()), sum(parameter.numel() for parameter in others))
+
+
+def kind_of(layer: nn.Module) -> tuple[object, ...]:
+    """What decides how long a linear layer takes: layers of one kind take the same time."""
+    parameter, shape = next(layer.parameters(), None), widths(layer)
+    kind: tuple[object, ...] = (type(layer),)
+    if isinstance(layer, StructuredLinear):
+        kind = layer.structure, layer.mode, layer.gains is None
+    kind = *kind, shape, layer.bias is None
+    if parameter is None:
+        return kind
+    return *kind, parameter.dtype, parameter.device, parameter.requires_grad
+
+
+def _describe(layer: Layer, tokens: int | None) -> Row:
+    """A row of one layer alone, the numbers in its name replaced by `*`."""
+    module = layer.module
+    name = re.sub(r"(?<![^.])\d+(?![^.])", "*", layer.name)
+    shape = layer.in_features, layer.out_features
+    params = layer.in_features * layer.out_features
+    if not isinstance(module, StructuredLinear):
+        return Row(name, 1, *shape, "dense", params, 2 * params, shape[0], (0, 0), "")
+    way = "" if tokens is None else module.way(tokens)
+    structure = module.structure
+    counts = structure.params, structure.flops, _count_saved(module)
+    return Row(name, 1, *shape, module.label, *counts, module.padding, way)
+
+
+def _count_saved(layer: StructuredLinear) -> int:
+    """Numbers that a structured layer keeps for its backward pass, per token."""
+    structure, device = layer.structure, layer.cores[0].device.type
+    engine = not structure.plain and structure.program.largest < op.LARGE
+    if layer.mode == "dense" or (engine and device in ("cpu", "meta")):
+        return structure.in_features
+    return sum(core.batch * core.repeat * core.fan_in for core in structure.cores)
+
+
+def _join(row: Row, other: Row) -> Row:
+    """The row with one layer more; as long as one of its layers takes, so long does the other."""
+    count = row.layers + 1
+    return replace(
+        row,
+        name=other.name,
+        layers=count,
+        params=row.params + other.params,
+        flops=row.flops + other.flops,
+        saved=row.saved + other.saved,
+        seconds=row.seconds and row.seconds / row.layers * count,
+        dense_seconds=row.dense_seconds and row.dense_seconds / row.layers * count,
+    )
+
+
+def _time(layer: Layer, tokens: int) -> tuple[float, float]:
+    """Seconds of a forward and a backward pass of the layer, and of the dense one; the gradients of
+    the model's parameters stay as they are."""
+    module = layer.module
+    weight = next(module.parameters(), None)
+    if weight is None or weight.is_meta or hasattr(weight, "full_tensor"):
+        sharded = weight is not None and not weight.is_meta
+        reason = "is sharded: gather it first" if sharded else "has no values (meta)"
+        raise ValueError(f"measure={tokens}: layer {layer.name!r} {reason}")
+    device = weight.device
+    random = torch.Generator(device).manual_seed(0)  # the user's random numbers stay
+    x, dy = (
+        torch.randn(tokens, width, generator=random, device=device, dtype=weight.dtype)
+        for width in (layer.in_features, layer.out_features)
+    )
+    modules = [module]
+    if isinstance(module, StructuredLinear):
+        modules.append(build_dense_layer(module))
+    seconds = time_in_turn([partial(_step, each, x, dy) for each in modules], device)
+    return seconds[0], seconds[-1]
+
+
+def _step(layer: nn.Module, x: Tensor, dy: Tensor) -> None:
+    x = x.detach().requires_grad_()
+    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    with torch.enable_grad():
+        torch.autograd.grad(layer.forward(x), [x, *trained], dy)
+
+
+def _add(seconds: Iterable[float | None]) -> float | None:
+    known = [each for each in seconds if each is not None]
+    return sum(known) if known else None
+
+
+def _milliseconds(*seconds: float | None) -> list[str]:
+    return [f"{1e3 * each:.2f}" for each in seconds if each is not None]

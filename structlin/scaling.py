@@ -24,9 +24,8 @@ def init_std(core: Core, init: str = "mup", *, bottleneck_variance: bool = False
       number as "mup".
 
     Args:
-        bottleneck_variance: with it, a core that reads the whole activation and narrows it
-            (low-rank's V) gets 1 / sqrt(fan_in), which keeps the variance of features through the
-            bottleneck. It goes with a last core that is zero (CBS, appendix E.2).
+        bottleneck_variance: low-rank's V, a core that reads the whole activation and narrows it,
+            gets 1 / sqrt(fan_in) (CBS, E.2). Layers ask for it under "mup", and with `zero_init`.
 
     Raises:
         ValueError: `init` is unknown.
@@ -59,13 +58,13 @@ def lr_mult(
 
     An Adam (or sign) update has entries of size lr, so its spectral norm is lr * sqrt(fan_in *
     fan_out); feature learning asks for sqrt(fan_out / fan_in), hence 1 / fan_in. An SGD update is
-    the gradient, whose scale is set by the widths that the core maps between: fan_out / fan_in. The
-    layer's step is split evenly over its `cores`.
+    the gradient, whose scale is set by the widths that the core maps between: fan_out / fan_in.
+    Adam's step is split evenly over the layer's `cores`; for SGD the paper splits nothing.
 
     Args:
         in_features, out_features: of the layer; `out_features` is needed for SGD alone.
         cores: number of cores of the layer.
-        share: this core's share of the layer's mass; 1 / cores if None.
+        share: this core's share of the layer's step; None: 1 / cores, and 1 for SGD.
 
     Raises:
         ValueError: `optimizer` is not one of "adam", "adamw", "sign", "sgd"; SGD without
@@ -79,9 +78,9 @@ def lr_mult(
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer={optimizer!r} is unknown; there are {', '.join(OPTIMIZERS)}")
-    share = 1 / cores if share is None else share
     if optimizer != "sgd":
-        return share * in_features / core.fan_in
+        return (1 / cores if share is None else share) * in_features / core.fan_in
     if out_features is None:
         raise ValueError("out_features=None: the SGD rule needs the layer's out_features")
-    return share * (core.fan_out / core.fan_in) / (out_features / in_features)
+    mult = (core.fan_out / core.fan_in) / (out_features / in_features)
+    return mult if share is None else share * mult

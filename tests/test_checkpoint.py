@@ -471,7 +471,11 @@ def test_a_layer_that_computes_with_something_else_refuses_the_numbers(case, tmp
 def test_the_sigma_of_a_layer_that_started_as_zero_is_compared(tmp_path):
     def low_rank(**options):
         return convert(
-            nn.Sequential(nn.Linear(16, 16)), LowRank(rank=2), weight_norm=True, **options
+            nn.Sequential(nn.Linear(16, 16)),
+            LowRank(rank=2),
+            weight_norm=True,
+            init="spectral",
+            **options,
         )
 
     model = low_rank()
@@ -480,6 +484,20 @@ def test_the_sigma_of_a_layer_that_started_as_zero_is_compared(tmp_path):
         load(low_rank(zero_init="0"), tmp_path)
     with pytest.raises(RuntimeError, match="this layer computes with"):
         low_rank(zero_init="0").load_state_dict(model.state_dict())
+
+
+def test_a_low_rank_layer_of_an_earlier_version_keeps_its_sigma(tmp_path):
+    model = convert(nn.Sequential(nn.Linear(16, 16)), LowRank(rank=2), weight_norm=True)
+    assert model[0].stds[0] == 1 / 4
+    model[0].stds[0] = 2**0.5 / 16  # as it was: sqrt(fan_out) / fan_in
+    save(model, tmp_path)
+    loaded = load(nn.Sequential(nn.Linear(16, 16)), tmp_path)
+    x = torch.randn(3, 16)
+    assert torch.equal(loaded(x), model(x))
+    model[0].stds[0] = 1 / 5
+    save(model, tmp_path)
+    with pytest.raises(ValueError, match=r"sigma=\[0.25.*\] in this version, \[0.2,"):
+        load(nn.Sequential(nn.Linear(16, 16)), tmp_path)
 
 
 @pytest.mark.parametrize("strict", [True, False])

@@ -274,10 +274,7 @@ def test_a_layer_made_on_meta_is_initialised_after_to_empty(case):
         for parameter in layer.parameters():
             parameter.fill_(float("nan"))
     layer.reset_parameters()
-    _is_initialised(
-        layer,
-        [sqrt(min(core.fan_in, core.fan_out)) / core.fan_in for core in layer.structure.cores],
-    )
+    _is_initialised(layer, mup_stds(layer))
     assert torch.equal(layer.gains, torch.ones(len(layer.cores)))
     assert torch.equal(layer.bias, torch.zeros(layer.out_features))
 
@@ -285,14 +282,24 @@ def test_a_layer_made_on_meta_is_initialised_after_to_empty(case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @every_case
 def test_each_core_starts_with_the_standard_deviation_of_the_formula(case, dtype):
-    for init, formula in {
-        "mup": lambda m, n: sqrt(min(m, n)) / n,
-        "spectral": lambda m, n: sqrt(m / n) / (sqrt(n) + sqrt(m)),
-    }.items():
+    for init, formula in {"mup": mup_stds, "spectral": spectral_stds}.items():
         layer = StructuredLinear(*_widths(case), case[0], init=init, dtype=dtype)
-        _is_initialised(
-            layer, [formula(core.fan_out, core.fan_in) for core in layer.structure.cores]
-        )
+        _is_initialised(layer, formula(layer))
+
+
+def mup_stds(layer):
+    """CBS 3.2; E.2 for the first core of a low-rank layer."""
+    stds = [sqrt(min(core.fan_in, core.fan_out)) / core.fan_in for core in layer.structure.cores]
+    if layer.label.startswith("LowRank"):
+        stds[0] = 1 / sqrt(layer.in_features)
+    return stds
+
+
+def spectral_stds(layer):
+    return [
+        sqrt(core.fan_out / core.fan_in) / (sqrt(core.fan_in) + sqrt(core.fan_out))
+        for core in layer.structure.cores
+    ]
 
 
 def _is_initialised(layer, stds):
@@ -342,12 +349,7 @@ def test_a_layer_that_starts_at_zero_has_a_gradient_in_every_core_after_one_step
 @pytest.mark.parametrize("init", ["mup", "spectral"])
 def test_weight_norm_multiplies_by_gamma_min_1_sigma_over_rms(case, init):
     layer = layer_of(case, weight_norm=True, bias=False, init=init)
-    sigmas = [
-        sqrt(min(core.fan_in, core.fan_out)) / core.fan_in
-        if init == "mup"
-        else sqrt(core.fan_out / core.fan_in) / (sqrt(core.fan_in) + sqrt(core.fan_out))
-        for core in layer.structure.cores
-    ]
+    sigmas = (mup_stds if init == "mup" else spectral_stds)(layer)
     x = tokens(2, layer.structure.in_features)
     x[:, layer.in_features :] = 0
     for rms in (
@@ -377,13 +379,11 @@ def test_weight_norm_is_right_in_every_dtype_for_small_and_for_large_cores(case,
         with torch.no_grad():
             for core, start in zip(layer.cores, drawn, strict=True):
                 core.copy_(scale * start)
-        for effective, core, axes in zip(
-            layer.effective_cores(), layer.cores, layer.structure.cores, strict=True
+        for effective, core, sigma in zip(
+            layer.effective_cores(), layer.cores, mup_stds(layer), strict=True
         ):
             exact = core.double()
-            factor = min(
-                1, sqrt(min(axes.fan_in, axes.fan_out)) / axes.fan_in / exact.square().mean().sqrt()
-            )
+            factor = min(1, sigma / exact.square().mean().sqrt())
             assert effective.dtype == dtype
             assert_close(
                 effective.double(), factor * exact, rtol=4 * torch.finfo(dtype).eps, atol=0

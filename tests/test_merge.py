@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from structlin import BTT, TT, StructuredLinear, _convert, convert, merge
+from structlin import BTT, TT, StructuredLinear, _timing, convert, merge
 from tests.models import snapshot
 
 Cost = Callable[[nn.Module, Tensor], float]
@@ -31,7 +31,7 @@ def takes(monkeypatch):
             monkeypatch.setattr(kind, "forward", forward)
         return calls
 
-    monkeypatch.setattr(_convert, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(_timing, "perf_counter", lambda: now[0])
     return set_costs
 
 

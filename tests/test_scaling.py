@@ -4,6 +4,7 @@
 from math import sqrt
 
 import pytest
+import torch
 
 from structlin import BTT, TT, Dense, Kronecker, LowRank, Monarch, Structure, StructuredLinear
 from structlin.scaling import init_std, lr_mult
@@ -36,10 +37,24 @@ def test_bottleneck_variance_changes_a_core_that_narrows_the_whole_activation_an
             assert init_std(core, bottleneck_variance=True) == init_std(core)
 
 
-def test_a_low_rank_layer_that_starts_at_zero_keeps_the_variance_through_its_bottleneck():
-    v, u = StructuredLinear(4096, 64, LowRank(rank=16), zero_init=True).cores
+@pytest.mark.parametrize("init", ["mup", "spectral"])
+def test_a_low_rank_layer_that_starts_at_zero_keeps_the_variance_through_its_bottleneck(init):
+    v, u = StructuredLinear(4096, 64, LowRank(rank=16), zero_init=True, init=init).cores
     assert v.std().item() == pytest.approx(1 / 64, rel=0.02)
     assert u.abs().max() == 0
+
+
+@pytest.mark.parametrize("width", [64, 1024, 4096])
+def test_the_output_of_a_fresh_low_rank_layer_is_of_order_1_at_every_width(width):
+    layer = StructuredLinear(width, width, LowRank(rank=round(width**0.5)), bias=False)
+    y = layer(torch.randn(256, width, generator=torch.Generator().manual_seed(1)))
+    assert y.square().mean().sqrt().item() == pytest.approx(1, rel=0.25)
+
+
+def test_a_layer_of_one_core_that_narrows_has_no_bottleneck():
+    (core,) = StructuredLinear(4096, 64, Dense()).cores
+    assert core.std().item() == pytest.approx(8 / 4096, rel=0.02)
+    assert StructuredLinear(4096, 64, LowRank(rank=16), init="spectral").stds[0] < 1 / 64
 
 
 @pytest.mark.parametrize("init", ["mup", "spectral", "orthogonal"])
@@ -59,17 +74,17 @@ d, r = 1024, 4
     ("family", "adam", "sgd"),
     [
         (Dense(), (1,), (1,)),
-        (LowRank(rank=r), (1 / 2, d / (2 * r)), (r / d / 2, d / r / 2)),
-        (Kronecker(), (sqrt(d) / 2, sqrt(d) / 2), (1 / 2, 1 / 2)),
-        (TT(rank=r), (sqrt(d) / 2, sqrt(d) / (2 * r)), (r / 2, 1 / (2 * r))),
-        (BTT(rank=r), (sqrt(d) / 2, sqrt(d) / (2 * r)), (r / 2, 1 / (2 * r))),
+        (LowRank(rank=r), (1 / 2, d / (2 * r)), (r / d, d / r)),
+        (Kronecker(), (sqrt(d) / 2, sqrt(d) / 2), (1, 1)),
+        (TT(rank=r), (sqrt(d) / 2, sqrt(d) / (2 * r)), (r, 1 / r)),
+        (BTT(rank=r), (sqrt(d) / 2, sqrt(d) / (2 * r)), (r, 1 / r)),
         (
             BTT(rank=1, cores=3),
             (64 / 3, 128 / 3, 128 / 3),
-            (1 / 6, 1 / 3, 2 / 3),
+            (1 / 2, 1, 2),
         ),  # j = 8 8 16, i = 16 8 8
-        (Monarch(blocks=4), (2, 2), (1 / 2, 1 / 2)),
-        (Monarch(blocks=32), (16, 16), (1 / 2, 1 / 2)),
+        (Monarch(blocks=4), (2, 2), (1, 1)),
+        (Monarch(blocks=32), (16, 16), (1, 1)),
     ],
     ids=lambda value: getattr(value, "label", None),
 )
@@ -91,8 +106,8 @@ def test_learning_rates_of_a_layer_that_is_not_square_are_relative_to_a_dense_on
     v, u = LowRank(rank=8).structure(256, 1024).cores
     assert [lr_mult(core, 256, 2) for core in (v, u)] == [1 / 2, 16]
     assert [lr_mult(core, 256, 2, optimizer="sgd", out_features=1024) for core in (v, u)] == [
-        1 / 256,
-        16,
+        1 / 128,
+        32,
     ]
     (dense,) = Dense().structure(256, 1024).cores
     assert lr_mult(dense, 256, 1, optimizer="sgd", out_features=1024) == 1

@@ -5,9 +5,10 @@ Better Spent".
     python -m benchmarks.papers.cbs_sgd --smoke    # seconds
 
 The paper derives for SGD another rule than for Adam: a core's rate is (fan_out / fan_in) / (d_out /
-d_in) / number of cores that of a dense layer, so for low-rank V rank / (2 d) and U d / (2 rank). It
-claims that with it the dense model's best rate is the structure's too, and that it is not with the
-naive rule (every core at the dense layer's rate).
+d_in) that of a dense layer, so for low-rank V rank / d and U d / rank. It does not test it: that
+with it the dense model's best rate is the structure's too, and that it is not with the naive rule
+(every core at the dense layer's rate), are hypotheses of ours. The kept result was run when the
+rule had a factor 1 / (number of cores) more, which was ours and not the paper's.
 
 Here: the MLP of `tasks.mlp`, plain SGD with a cosine, 80 steps of 128 samples, widths 64 and 256,
 rates in factors of 2, muP across widths. Two tasks: `tasks.Teacher` and the digits. A structure's

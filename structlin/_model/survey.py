@@ -330,14 +330,13 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def run(model: nn.Module, batch: Any) -> None:
+def run(model: nn.Module, batch: Any) -> Any:
     """`model` on a batch: a mapping is keywords, a tuple or list positions, else one argument."""
     if isinstance(batch, Mapping):
-        model(**batch)
-    elif isinstance(batch, tuple | list):
-        model(*batch)
-    else:
-        model(batch)
+        return model(**batch)
+    if isinstance(batch, tuple | list):
+        return model(*batch)
+    return model(batch)
 
 
 @torch.no_grad()

@@ -81,7 +81,12 @@ def Attention(  # noqa: N802
     width: int, *, heads: int, d_query: int, d_value: int, causal: bool
 ) -> Composite:
     """Multi-head attention of sensitivity 1: the tuple (Q, K, V) has 3, and a third of the
-    attention is taken."""
+    attention is taken.
+
+    The authors' code takes a third of Q, K and V instead, `FunctionalAttention(causal=causal) @
+    (1 / 3 * query, 1 / 3 * key, 1 / 3 * value)` in this algebra: the sensitivity is the same, and
+    the logits are a ninth of these.
+    """
     query, key = (SplitHeads(heads) @ Linear(width, heads * d_query) for _ in range(2))
     value = SplitHeads(heads) @ Linear(width, heads * d_value)
     attended = 1 / 3 * FunctionalAttention(causal=causal) @ (query, key, value)

@@ -33,7 +33,10 @@ def param_groups(
     width transfers to a large one by muP: Adam's rate of a linear layer goes as 1 / in_features,
     relative to the base's; what has no width-dependent fan-in (embeddings, biases, norms, input
     layers) keeps `lr`. SGD's rate goes as out_features / in_features, and as the width for vectors
-    and embeddings.
+    and embeddings. Each layer is compared with itself at the base width, as the paper's code does.
+    The paper's text (section 3.3) has one base width d0 for all layers, so that the rate of a core
+    depends on its fan_in alone, `lr * d0 / (k * fan_in)`: that is a mapping of every width to d0,
+    such as {1024: 64, 4096: 64}.
 
     Weight decay is an argument here: the groups carry it, so the optimizer's own argument has no
     effect. It is the same number for every matrix: in decoupled form a step decays by

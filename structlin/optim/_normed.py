@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from .._model.parameters import Weight
 from ..duality import promote, spectral_bound
-from ._matrices import map_stacks, to_matrices
+from ._matrices import from_matrices, map_stacks, to_matrices
 from ._sharding import gather_whole, is_sharded, local_part
 from ._steps import NONFINITE, Masses, Roster
 
@@ -25,8 +26,9 @@ class Normed(Optimizer):
     W <- (1 - lr * weight_decay) W + lr * mass * u / |u|, with u the update that `base` makes at
     rate 1 without weight decay. |u| is the RMS->RMS operator norm of a linear layer, the largest of
     the blocks' for a core (whose mass is its share of the layer's) and of the slices' for a
-    convolution; the largest RMS of the vectors of an embedding; the RMS of everything else. A zero
-    update stays zero.
+    convolution; the largest RMS of the vectors of an embedding (equation 2.4); the RMS of
+    everything else. A zero update stays zero. The authors' code divides every vector and every
+    slice by its own norm (`each=True`), so that a rare token moves as far as a frequent one.
 
     It is a torch optimizer whose `param_groups`, `state` and `state_dict` are those of `base`:
     schedulers change `lr`, checkpoints hold all there is. u is found by letting `base` step from
@@ -44,13 +46,16 @@ class Normed(Optimizer):
             updates for a GPT of width 256 over 30 steps, relative to the true norm: bound 1.000 to
             1.026 (mean 1.003), power 0.73 to 1.00 (mean 0.98), which makes steps up to 37 % too
             long; at 1.8 (BTT) and 21.5 ms (dense) against 1.0 and 2.0 ms, one thread.
+        each: divide every vector of an embedding and every slice of a convolution by its own norm,
+            not by the largest of them. Blocks of a core share one norm either way.
         nonfinite: gradients with inf or NaN: "raise" (before anything has changed), "skip" the
             whole step, or "ignore".
 
     Raises:
         TypeError: `base` is no torch optimizer, or LBFGS, which makes several steps in one.
         ValueError: an option is unknown; a parameter belongs to no module of `model`; a group of
-            `param_groups` has an lr_mult, which the norm replaces.
+            `param_groups` has an lr_mult, which the norm replaces; `each` with an embedding or a
+            convolution that is sharded.
 
     >>> from structlin import BTT, convert
     >>> model = convert(nn.Sequential(nn.Linear(64, 64)), BTT())
@@ -68,6 +73,7 @@ class Normed(Optimizer):
     masses: Masses | None
     norm: str
     nonfinite: str
+    each: bool = False
 
     def __init__(
         self,
@@ -76,6 +82,7 @@ class Normed(Optimizer):
         *,
         masses: Masses | None = None,
         norm: str = "bound",
+        each: bool = False,
         nonfinite: str = "raise",
     ) -> None:
         if not isinstance(base, Optimizer) or isinstance(base, LBFGS):
@@ -86,12 +93,12 @@ class Normed(Optimizer):
         if nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite={nonfinite!r} must be 'raise', 'skip' or 'ignore'")
         options = {"base": base, "model": model, "masses": masses, "norm": norm}
-        self.__setstate__({**options, "nonfinite": nonfinite})
+        self.__setstate__({**options, "each": each, "nonfinite": nonfinite})
         for group in base.param_groups:
             self._require_usable(group)
 
     def __getstate__(self) -> dict[str, Any]:
-        options = ("base", "model", "masses", "norm", "nonfinite")
+        options = ("base", "model", "masses", "norm", "each", "nonfinite")
         return {name: getattr(self, name) for name in options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -167,6 +174,11 @@ class Normed(Optimizer):
 
     def _require_usable(self, group: dict[str, Any]) -> None:
         self._roster.require_owned(group["params"])
+        if self.each and any(is_sharded(p) and self._has_parts(p) for p in group["params"]):
+            raise ValueError(
+                "each=True: the vectors of an embedding, or the slices of a convolution, are on "
+                "several processes; take each=False"
+            )
         if group.get("lr_mult", 1.0) != 1.0:
             raise ValueError(
                 f"a group of param_groups() has lr_mult={group['lr_mult']:.6g} for the updates of "
@@ -207,12 +219,22 @@ class Normed(Optimizer):
         else:
             spectral = map_stacks(lambda stacks: map(spectral_bound, stacks), batches)  # (batch,)
         found = dict(zip(matrices, spectral, strict=True))
-        return [
-            _largest(
-                found[n] if n in found else _rms(update, vectors=weights[n].kind == "embedding")
-            )
+        norms = [
+            found[n] if n in found else _rms(update, vectors=weights[n].kind == "embedding")
             for n, update in enumerate(updates)
         ]
+        return [
+            _spread(weights[n], norms[n], update)
+            if self.each and self._has_parts(params[n])
+            else _largest(norms[n])
+            for n, update in enumerate(updates)
+        ]
+
+    def _has_parts(self, parameter: Tensor) -> bool:
+        """Whether it is vectors, or several matrices that are no blocks of a core."""
+        weight = self._roster.weights[parameter]
+        several = weight.groups * weight.kernel > 1
+        return weight.kind == "embedding" or (weight.core is None and several)
 
     def _power(self, parameter: Tensor, batch: Tensor) -> Tensor:
         """Two power iterations on `(batch, m, n)`, from the last step's vectors: `(batch,)`."""
@@ -237,6 +259,14 @@ def _rms(update: Tensor, vectors: bool) -> Tensor:
     """Of each vector, or of all of it."""
     squares = promote(update).square()
     return squares.mean(dim=-1).sqrt() if vectors else squares.mean().sqrt()
+
+
+def _spread(weight: Weight, norms: Tensor, update: Tensor) -> Tensor:
+    """The norm of each vector or matrix of `update`, at all of its numbers."""
+    if weight.kind == "embedding":
+        return norms[:, None]  # (vectors, 1)
+    matrices = norms[:, None, None].expand_as(to_matrices(weight, update))  # (batch, m, n)
+    return from_matrices(weight, matrices, update)
 
 
 def _largest(norms: Tensor) -> Tensor:

@@ -111,6 +111,13 @@ def test_the_wider_model_is_the_widest_within_the_flops_of_dense(text, tmp_path)
     )
 
 
+def test_fixed_heads_leave_more_flops_for_the_width(text):
+    options = [*GPT, "--data", str(text), "--width", "64", "--steps", "1"]
+    scaled, fixed = (train_gpt.main([*options, *heads])[-1] for heads in ([], ["--heads", "2"]))
+    assert fixed["width"] > scaled["width"]
+    assert fixed["flops"] > 0.9 * scaled["flops"]
+
+
 def test_all_runs_share_lr_seed_and_size_and_only_ours_scales_the_cores(text, tmp_path):
     rows = train_gpt.main(
         [*GPT, "--data", str(text), "--width", "64", "--lr", "0.01", "--out", str(tmp_path)]

@@ -623,3 +623,57 @@ def test_bad_input_is_refused_with_the_number_that_is_wrong(name):
     call, error, message = BAD[name]
     with pytest.raises(error, match=message):
         call()
+
+
+# ---- the paper's code, where it differs ----------------------------------------------------------
+
+
+def test_an_update_is_normalised_vector_by_vector_and_slice_by_slice_if_asked_for():
+    embed, conv, linear = md.Embed(5, 16), md.Conv2D(4, 8, 3), md.Linear(6, 3)
+    rows = torch.tensor([[1.0], [0.1], [0.01], [0.0], [0.5]])
+    update = {"embedding.weight": torch.randn(5, 16) * rows}
+    largest, each = (
+        embed.normalize(update, each=each)["embedding.weight"].square().mean(-1).sqrt()
+        for each in (False, True)
+    )
+    assert largest[1:3].max() < 0.2
+    assert each.tolist() == pytest.approx([1, 1, 1, 0, 1])
+    kernel = torch.randn(8, 4, 3, 3) * torch.rand(3, 3)
+    slices = conv.normalize({"conv.weight": kernel}, each=True)["conv.weight"].permute(2, 3, 0, 1)
+    spectral = torch.linalg.matrix_norm(slices, 2)
+    assert spectral.flatten().tolist() == pytest.approx([2**0.5 / 9] * 9, rel=0.05)
+    update = {"linear.weight": torch.randn(3, 6)}
+    one, other = (linear.normalize(update, each=each)["linear.weight"] for each in (False, True))
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_plain_optimizers_step_as_in_the_papers_parametrisation(optimizer):
+    def make(groups):
+        if optimizer == "sgd":
+            return torch.optim.SGD(groups, lr=0.1)
+        return torch.optim.Adam(groups, lr=0.1, eps=1e-30)
+
+    net = md.Linear(64, 16) @ md.ReLU() @ md.Linear(16, 64) @ md.Embed(10, 16)
+    scales = [4.0, 2.0, 0.5]  # sqrt(16), sqrt(64 / 16), sqrt(16 / 64)
+    stored = [
+        torch.nn.Parameter(p.detach() / s) for p, s in zip(net.parameters(), scales, strict=True)
+    ]
+    tokens = torch.arange(10)
+    theirs, ours = make(stored), make(md.paper_groups(net, 0.1, optimizer=optimizer))
+    for _ in range(3):
+        embedding, first, last = (s * p for s, p in zip(scales, stored, strict=True))
+        loss = ((embedding[tokens] @ first.T).relu() @ last.T).square().mean()
+        for each, value in ((theirs, loss), (ours, net(tokens).square().mean())):
+            each.zero_grad()
+            value.backward()
+            each.step()
+    for p, q, s in zip(net.parameters(), stored, scales, strict=True):
+        torch.testing.assert_close(p, s * q, rtol=1e-3, atol=1e-4)
+
+
+def test_the_papers_groups_know_convolutions_and_optimizers():
+    (group,) = md.paper_groups(md.Conv2D(4, 16, 3), 1.0, optimizer="adam")
+    assert group["lr"] == pytest.approx(2 / 9)
+    with pytest.raises(ValueError, match="optimizer='lion' is unknown"):
+        md.paper_groups(md.Linear(4, 4), 1.0, optimizer="lion")

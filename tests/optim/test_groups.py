@@ -164,7 +164,7 @@ def test_sgd_rates_follow_fan_out_over_fan_in():
     assert mult["wte.weight"] == mult["h.0.ln_1.weight"] == mult["h.0.attn.c_attn.bias"] == 4
     first = large.h[0].mlp.c_fc.structure.cores[0]
     assert mult["h.0.mlp.c_fc.cores.0"] == pytest.approx(
-        (first.fan_out / first.fan_in) / (1024 / 256) / 2
+        (first.fan_out / first.fan_in) / (1024 / 256)
     )
 
 
@@ -256,3 +256,12 @@ def test_the_projections_of_multihead_attention_transfer_as_linear_layers(option
         for name, value in mult.items()
         if name.endswith("_weight") or name.endswith("proj.weight")
     } == {0.25}
+
+
+def test_one_base_width_for_all_layers_gives_a_core_a_rate_by_its_fan_in_alone():
+    model = convert(GPT(width=256), BTT(rank=2), include="ffn")
+    base = dict.fromkeys((256, 768, 1024), 64)  # CBS 3.3: one d0
+    mult = flat(param_groups(model, 1.0, base=base), "lr_mult")
+    for name in ("c_fc", "c_proj"):
+        for n, core in enumerate(model.h[0].mlp.get_submodule(name).structure.cores):
+            assert mult[f"h.0.mlp.{name}.cores.{n}"] == pytest.approx(64 / (2 * core.fan_in))

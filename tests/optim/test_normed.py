@@ -57,6 +57,48 @@ def test_every_step_of_any_base_has_norm_lr(base, module, norm):
         assert norm(moved(module, optimizer)["weight"]) == pytest.approx(0.1, rel=0.05)
 
 
+@pytest.mark.parametrize("norm", ["bound", "power"])
+def test_each_vector_and_each_slice_is_normalised_by_itself_if_asked_for(norm):
+    model = nn.ModuleDict({
+        "embedding": nn.Embedding(4, 16),
+        "conv": nn.Conv2d(4, 8, 3, groups=2, bias=False),
+        "linear": nn.Linear(6, 10, bias=False),
+        "norm": nn.LayerNorm(4, bias=False),
+        "btt": StructuredLinear(16, 16, BTT(), bias=False),
+    })  # fmt: skip
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = Normed(base, model, norm=norm, each=True)
+    for _ in range(6):  # power iterations converge
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        torch.manual_seed(0)
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        model["embedding"].weight.grad *= torch.tensor([[1.0], [0.01], [0.0], [5.0]])
+        model["conv"].weight.grad[:, :, 1, 1] *= 0.01
+        model["btt"].cores[0].grad[0] *= 0.01
+        optimizer.step()
+    moved = {name: before[name] - p.detach() for name, p in model.named_parameters()}
+    rms = moved["embedding.weight"].square().mean(-1).sqrt()
+    assert rms.tolist() == pytest.approx([0.1, 0.1, 0, 0.1], rel=0.01)
+    slices = moved["conv.weight"].unflatten(0, (2, 4)).flatten(3).movedim(-1, 1)
+    assert 9 * norms(slices) == pytest.approx(0.1, rel=0.05)
+    assert norms(moved["linear.weight"]) == pytest.approx(0.1, rel=0.05)
+    assert moved["norm.weight"].square().mean().sqrt() == pytest.approx(0.1)
+    blocks = norms(moved["btt.cores.0"])
+    assert blocks.max() == pytest.approx(0.05, rel=0.05)
+    assert blocks[0] < 0.01
+
+
+def test_each_survives_a_copy_and_is_no_matter_of_sharded_vectors(monkeypatch):
+    model = nn.Embedding(4, 8)
+    optimizer = Normed(torch.optim.SGD(model.parameters(), lr=0.1), model, each=True)
+    assert pickle.loads(pickle.dumps(optimizer)).each
+    monkeypatch.setattr("structlin.optim._normed.is_sharded", lambda p: True)
+    Normed(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    with pytest.raises(ValueError, match="each=True: the vectors of an embedding"):
+        Normed(torch.optim.SGD(model.parameters(), lr=0.1), model, each=True)
+
+
 def test_the_largest_block_of_a_core_moves_by_its_share_and_the_others_keep_their_proportion():
     layer = StructuredLinear(64, 128, BTT(rank=2), bias=False)
     steps = moved(
