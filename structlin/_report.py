@@ -243,7 +243,7 @@ def _count_saved(layer: StructuredLinear) -> int:
     structure, device = layer.structure, layer.cores[0].device.type
     engine = not structure.plain and structure.program.largest < op.LARGE
     if layer.mode == "dense" or (engine and device in ("cpu", "meta")):
-        return structure.in_features
+        return layer.in_features
     return sum(core.batch * core.repeat * core.fan_in for core in structure.cores)
 
 

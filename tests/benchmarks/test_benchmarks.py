@@ -20,6 +20,7 @@ pytest.importorskip("matplotlib")
 
 from benchmarks import layer, scaling, timing, variants
 from structlin import BTT, TT, Dense, Kronecker, LowRank, Monarch, _product
+from structlin._model.survey import linear_layers
 
 ROOT = scaling.DOCUMENT.parents[1]
 H200 = timing.Ceilings(rate=790e12, bandwidth=4.3e12, call=2e-6)
@@ -258,7 +259,7 @@ def test_layer_prints_a_table_and_a_json_line_per_row_and_keeps_both(tmp_path, c
     speed = next(
         row for row in rows if row["structure"] == "TT r=4" and row["implementation"] == "auto"
     )["x_dense"]
-    assert f"| TT r=4 | {speed['median']:.2f}x |" in table
+    assert f"| TT r=4 | {speed['median']:.2f}x ({speed['median']:.0%}) |" in table
     assert "+" not in table
     assert len(table.splitlines()) == 3 + len(variants.families(64))
 
@@ -421,10 +422,20 @@ def test_model_measures_every_task_and_keeps_the_rows(model, tmp_path, monkeypat
     kept = json.loads((tmp_path / "model.json").read_text())
     assert kept["rows"] == rows
     assert {row["task"] for row in rows} == {"training", "prefill", "decode", "images"}
-    dense, mlp, everything = (row["params"] for row in rows[:3])
-    assert dense > mlp > everything
+    dense, mlp, nothing = (row["params"] for row in rows[:3])
+    assert dense > mlp > nothing
     assert f"| BTT r=1, mlp | {rows[1]['x_dense']['median']:.2f}x |" in model.markdown(kept)
-    assert "BTT r=1, all" in capsys.readouterr().out
+    assert "none" in capsys.readouterr().out
+
+
+def test_a_model_without_its_linear_layers_keeps_the_rest(model, gpt):
+    whole, rest = gpt.build(), model.without_linear(gpt.build())
+    absent = [m for m in rest.modules() if isinstance(m, model.Absent)]
+    assert len(absent) == len(linear_layers(whole)) - 1  # all but the head
+    y = rest(**gpt.inputs).logits
+    assert y.shape == whole(**gpt.inputs).logits.shape
+    y.sum().backward()
+    assert all(parameter.grad is not None for parameter in rest.parameters())
 
 
 def test_decoding_gives_the_logits_of_the_longer_text(model, gpt):
