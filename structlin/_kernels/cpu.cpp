@@ -8,12 +8,14 @@
 // feature, with the tokens running along it, so that a permutation between two cores is only a matter of which row is
 // written, and blocks of any size are products of one kind:
 //
-//     C[m, 0:n] (+)= factor * sum_k A[m, k] B[k, 0:n]        A scalars at any strides, C and B rows in vectors
+//     C[m, 0:n] (+)= factor * sum_k A[m, k] B[k, 0:n]        A in scalars, row by row; C and B in vectors, rows anywhere
 //
 //     forward    m fan-out   k fan-in    n tokens    A the core as it is stored
-//     backward   m fan-in    k fan-out   n tokens    A the core, seen transposed
+//     backward   m fan-in    k fan-out   n tokens    A the core, transposed once a call
 //     dcore      m fan-out   k tokens    n fan-in    A the rows of g, B the rows of h transposed (or the other way round)
 //
+// Where the CPU multiplies bfloat16 in pairs, A[m, k:k+2] meets B[k:k+2, 0:n] in one instruction, and activations stay in
+// bfloat16; other two-byte numbers are widened to float32.
 // Of very few tokens a vector would be mostly empty; there it runs along fan-in, in dot products with the core's rows.
 // A core is stored (batch, fan_out, fan_in). Sums are in float32, for float64 in float64. Every part of the tokens is summed
 // by itself and the parts are summed in their order: the same call on as many threads gives the same bits. Only x is saved.
@@ -41,8 +43,8 @@ using torch::stable::parallel_for;
 using torch::stable::Tensor;
 
 constexpr int ROWS = BYTES == 32 ? 4 : 8;  // of C in registers, two vectors of each
-constexpr Index LARGE = 1 << 20; // bytes of a core that does not stay in the second cache
-constexpr Index MOST = 1 << 30;  // bytes of all threads' sums of gradients
+constexpr Index LARGE = 1 << 20;  // bytes of a core that does not stay in the second cache
+constexpr Index MOST = 1 << 30;   // bytes of all threads' sums of gradients
 constexpr Index DEEP = 256;       // rows of B that stay in the first cache
 constexpr Index FEW = 1 << 13;    // numbers of an activation of few tokens, up to which dot products are faster
 constexpr Index GRAIN = 1 << 16;  // multiply-adds that are worth a thread
