@@ -1,6 +1,7 @@
 """`save` and `load`; structured layers as plain data, which transformers' config holds too."""
 
 import os
+import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +18,26 @@ from ._state import ENTRY
 from ._structure import Structure
 from .scaling import init_std
 
+_TYPES = {  # of the fields of a described layer; `Structure` looks at its own
+    "label": str,
+    "in_features": int,
+    "out_features": int,
+    "bias": bool,
+    "weight_norm": bool,
+    "init": str,
+    "zero_init": bool,
+    "conv1d": bool,
+    "mode": str,
+}
+_UNBUILDABLE = (  # what a description that nobody meant leads to, for example sizes of 10**30
+    AttributeError,
+    KeyError,
+    OverflowError,
+    RuntimeError,  # RecursionError too
+    TypeError,
+    ValueError,
+)
+_LONGEST = 500  # characters of what is said of one layer: a file may hold any text
 Replacement = tuple[tuple[str, ...], StructuredLinear]  # a new layer, and its names in the model
 
 
@@ -119,8 +140,8 @@ def restructure(model: nn.Module, modules: Mapping[str, Mapping[str, Any]]) -> l
             continue
         try:
             new = _build_layer(layer, data)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            problems.append(f"{name!r}: {error}")
+        except _UNBUILDABLE as error:
+            problems.append(f"{name!r}: {str(error)[:_LONGEST]}")
             continue
         if new is not None:
             found[layer.module] = layer.names, new
@@ -139,6 +160,9 @@ def restructure(model: nn.Module, modules: Mapping[str, Mapping[str, Any]]) -> l
 
 def _build_layer(layer: Layer, data: Mapping[str, Any]) -> StructuredLinear | None:
     """A layer as described, in place of `layer`; None if that computes with the same already."""
+    for name, kind in _TYPES.items():
+        if type(data[name]) is not kind:
+            raise ValueError(f"{name}={reprlib.repr(data[name])} is no {kind.__name__}")
     old, bias = layer.module, layer.module._parameters.get("bias")
     structured = isinstance(old, StructuredLinear)
     widths = layer.in_features, layer.out_features
@@ -176,7 +200,7 @@ def _build_layer(layer: Layer, data: Mapping[str, Any]) -> StructuredLinear | No
     if isinstance(old, StructuredLinear):
         _check_same(old, new, data["label"])
         return None
-    new.label, new.conv1d, new.mode = str(data["label"]), bool(data["conv1d"]), str(data["mode"])
+    new.label, new.conv1d, new.mode = data["label"], data["conv1d"], data["mode"]
     new.requires_grad_(weight.requires_grad)
     new.bias = bias
     return new.train(old.training)

@@ -63,6 +63,8 @@ def write_file(
             save_file(dict(tensors), own / FILE, metadata=metadata)
         except SafetensorError as error:
             raise OSError(f"{folder / FILE} could not be written: {error}") from error
+        (own / "new").touch()
+        (own / FILE).chmod((own / "new").stat().st_mode)  # safetensors lets nobody else read it
         _seal(own / FILE)
         os.replace(own / FILE, folder / FILE)
         _flush_folder(folder)

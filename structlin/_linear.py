@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from . import _product
 from ._families import DEFAULT, Family, label, structure_of
 from ._projection import project
 from ._state import DescribedModule
 from ._structure import Structure
-from ._weight import WeightView
+from ._weight import WeightView, record_node
 from .duality import dualize
 from .scaling import INITS, init_std
 
@@ -101,9 +102,8 @@ class StructuredLinear(DescribedModule):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the cores anew from their normal distributions; gains to 1, bias to 0."""
-        for n, (core, std, parameter) in enumerate(
-            zip(self.structure.cores, self.stds, self.cores, strict=True)
-        ):
+        each = zip(self.structure.cores, self.stds, self.cores, strict=True)
+        for n, (core, std, parameter) in enumerate(each):
             if self.zero_init and n == len(self.cores) - 1:
                 parameter.zero_()
             elif self.init == "orthogonal":
@@ -117,6 +117,8 @@ class StructuredLinear(DescribedModule):
             self.bias.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, Proxy):
+            return record_node(self, x)
         held = self._parameters  # an attribute would be looked up in Python
         return self.multiply(x, held["bias"] if "bias" in held else self.bias)  # noqa: SIM401
 

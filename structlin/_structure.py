@@ -15,15 +15,10 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+MOST_AXES = 52  # letters of torch.einsum; an axis of x and of y takes two
 TOKENS = "tokens"  # the axis that runs over all leading dimensions of an input
-_RESERVED = {
-    TOKENS,
-    "tensor",
-    "pattern",
-    "reduction",
-    "axis",
-    *keyword.kwlist,
-}  # einops' own, and Python's
+# einops' own, and Python's
+_RESERVED = {TOKENS, "tensor", "pattern", "reduction", "axis", *keyword.kwlist}
 _AXIS = re.compile(r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?")
 
 
@@ -96,8 +91,8 @@ class Step(NamedTuple):
     fan_in: int
     fan_out: int
     move: Move
-    reads: tuple[Axes, Axes, Axes]
-    writes: tuple[Axes, Axes, Axes]
+    reads: tuple[Axes, ...]
+    writes: tuple[Axes, ...]
 
 
 class Program(NamedTuple):
@@ -149,7 +144,7 @@ class Structure:
 
     Raises:
         ValueError: an axis without a size, never consumed, never produced, or named twice; a size
-            below 1.
+            below 1; more axes than `MOST_AXES`.
 
     >>> btt = Structure("g d -> b a", "g s b d", "b a g s", g=32, d=32, s=2, b=32, a=32)
     >>> btt.in_features, btt.out_features, btt.params, btt.flops
@@ -184,6 +179,7 @@ class Structure:
                 f"a structure {signature!r} needs at least one core, for example 'o i'"
             )
         left, right = signature.split("->")
+        _check_number(left.split(), right.split(), cores)
         inputs, outputs = _axes("signature", left), _axes("signature", right)
         subscripts = [_axes(f"core {n}", core) for n, core in enumerate(cores, start=1)]
         _check_sizes(sizes, [*inputs, *outputs, *(axis for core in subscripts for axis in core)])
@@ -282,9 +278,11 @@ def _derive_cores(
     inputs: list[str], outputs: list[str], subscripts: list[list[str]], sizes: Mapping[str, int]
 ) -> tuple[Core, ...]:
     """The role of every axis of every core."""
+    read_after = [set(outputs)]  # of each core, the axes that are read after it; last core first
+    for core in reversed(subscripts[1:]):
+        read_after.append(read_after[-1] | set(core))
     activation, cores = inputs, []
-    for n, core in enumerate(subscripts):
-        later = {*outputs, *(axis for rest in subscripts[n + 1 :] for axis in rest)}
+    for n, (core, later) in enumerate(zip(subscripts, reversed(read_after), strict=True)):
         batch = [axis for axis in core if axis in activation and axis in later]
         fan_in = [axis for axis in core if axis in activation and axis not in later]
         fan_out = [axis for axis in core if axis not in activation]
@@ -296,10 +294,8 @@ def _derive_cores(
                 f"core reads it and the output {' '.join(outputs)!r} does not have it"
             )
         groups = (batch, fan_out, fan_in, repeat)
-        batch_size, rows, columns, repeats = (
-            prod(sizes[axis] for axis in group) for group in groups
-        )
-        cores.append(Core(batch_size, rows, columns, repeats, *(tuple(group) for group in groups)))
+        batch_size, rows, columns, repeats = (prod(sizes[a] for a in group) for group in groups)
+        cores.append(Core(batch_size, rows, columns, repeats, *map(tuple, groups)))
         activation = [*batch, *repeat, *fan_out]
     missing = [axis for axis in outputs if axis not in activation]
     if missing:
@@ -319,17 +315,11 @@ def _derive_program(
     steps = []
     for n, core in enumerate(cores):
         source, target = _strides(before[n], sizes), _strides(after[n + 1], sizes)
-        reads = [
-            _index(group, source, sizes)
-            for group in (core.batch_axes, core.repeat_axes, core.fan_in_axes)
-        ]
-        writes = [
-            _index(group, target, sizes)
-            for group in (core.batch_axes, core.repeat_axes, core.fan_out_axes)
-        ]
-        sides = (reads[0], reads[1], reads[2]), (writes[0], writes[1], writes[2])
-        move = _move(before[n], after[n], sizes)
-        steps.append(Step(core.batch, core.repeat, core.fan_in, core.fan_out, move, *sides))
+        move, shared = _move(before[n], after[n], sizes), (core.batch_axes, core.repeat_axes)
+        reads = [_index(group, source, sizes) for group in (*shared, core.fan_in_axes)]
+        writes = [_index(group, target, sizes) for group in (*shared, core.fan_out_axes)]
+        numbers = core.batch, core.repeat, core.fan_in, core.fan_out
+        steps.append(Step(*numbers, move, tuple(reads), tuple(writes)))
     widths = prod(sizes[axis] for axis in inputs), prod(sizes[axis] for axis in outputs)
     code = [*widths, len(steps)]
     for step in steps:
@@ -395,6 +385,14 @@ def _derive_einsum(inputs: Sequence[str], outputs: Sequence[str], cores: Sequenc
 
 
 # ---- arguments -----------------------------------------------------------------------------------
+
+
+def _check_number(inputs: list[str], outputs: list[str], cores: Sequence[str]) -> None:
+    axes = {*inputs, *outputs, *" ".join(cores).split()}
+    number = len(axes) + len({*inputs} & {*outputs})
+    if number > MOST_AXES:
+        text = f"at most {MOST_AXES}: torch.einsum, which forms the matrix, has no more letters"
+        raise ValueError(f"{number} axes, those that x and y share counted twice; {text}")
 
 
 def _axes(where: str, text: str) -> list[str]:

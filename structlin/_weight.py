@@ -1,5 +1,5 @@
-"""`layer.weight` of a structured layer: what other code reads there, without a dense matrix being
-kept anywhere."""
+"""What other code finds in place of a dense layer: `layer.weight`, which is formed only where its
+numbers are read, and a node in the graphs that torch.fx traces."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -135,6 +135,19 @@ class LockedView(Tensor):
         locked = [value for value in tree_leaves((args, kwargs)) if isinstance(value, LockedView)]
         with torch._C.DisableTorchFunctionSubclass():
             return _lock(func(*args, **kwargs), locked)
+
+
+def record_node(layer: nn.Module, x: Any) -> Any:
+    """The output of `layer` for `x` in a graph that torch.fx traces: one node, as nn.Linear is one.
+
+    Raises:
+        ValueError: the layer is itself what is traced.
+    """
+    name = x.tracer.path_of_module(layer)
+    if not name:
+        text = "torch.fx traces a StructuredLinear as one node of a model"
+        raise ValueError(f"{text}: trace nn.Sequential(layer)")
+    return x.tracer.create_proxy("call_module", name, (x,), {})
 
 
 def _lock(result: Any, dense: Sequence[Tensor]) -> Any:

@@ -1,9 +1,11 @@
 """Files of converted models: bit-equal, strict, whole or refused."""
 
+import errno
 import json
 import os
 import shutil
 import stat
+import tempfile
 import warnings
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 pytest.importorskip("safetensors")
 
+import safetensors.torch
 from safetensors.torch import save_file
 
 from structlin import (
@@ -281,20 +284,40 @@ def test_a_truncated_or_edited_file_is_an_error(saved, damage, message):
     assert snapshot(model) == before
 
 
-@pytest.mark.parametrize("fails", ["replace", "fsync"])
-def test_a_save_that_fails_leaves_the_old_model_and_nothing_else(saved, monkeypatch, fails):
+@pytest.mark.parametrize(
+    ("owner", "fails"),
+    [(tempfile, "mkdtemp"), (safetensors.torch, "save_file"), (os, "fsync"), (os, "replace")],
+    ids=["the folder", "the numbers", "flushing", "renaming"],
+)
+def test_a_save_that_fails_leaves_the_old_model_and_nothing_else(saved, monkeypatch, owner, fails):
     model, path = saved
     expected = model(TOKENS)
+    works = getattr(owner, fails)
 
-    def fail(*_):
-        raise OSError("disk full")
+    def fail(*arguments, **options):
+        if fails == "save_file":
+            works(*arguments, **options)  # what was written until then lies there
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, fails, fail)
-        with pytest.raises(OSError, match="disk full"):
+        patch.setattr(owner, fails, fail)
+        with pytest.raises(OSError, match="No space left on device"):
             save(mixed(), path)
     assert [file.name for file in path.iterdir()] == [FILE]
     assert torch.equal(load(GPT(), path)(TOKENS), expected)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="files have no such modes there")
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_others_may_read_the_file_as_they_may_one_of_torch_save(umask, tmp_path):
+    before = os.umask(umask)
+    try:
+        save(nn.Linear(3, 3), tmp_path)
+        torch.save({}, tmp_path / "theirs.pt")
+    finally:
+        os.umask(before)
+    modes = {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()}
+    assert modes == {0o666 & ~umask}
 
 
 @pytest.mark.skipif(os.name == "nt", reason="folders cannot be flushed there")

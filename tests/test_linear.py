@@ -215,3 +215,19 @@ def test_a_matrix_whose_squares_overflow_is_projected():
     cores = project(weight, LowRank(rank=2))
     dense = cores[1][0] @ cores[0][0]
     assert_close(dense / 1e160, weight / 1e160)
+
+
+def test_torch_fx_traces_a_layer_as_one_node_that_computes_the_same():
+    model = nn.Sequential(nn.Linear(12, 16), StructuredLinear(16, 20, BTT()), nn.ReLU())
+    traced = torch.fx.symbolic_trace(model)
+    assert [node.op for node in traced.graph.nodes] == [
+        "placeholder",
+        *3 * ["call_module"],
+        "output",
+    ]
+    x = torch.randn(2, 3, 12)
+    assert torch.equal(traced(x), model(x))
+    traced(x).sum().backward()
+    assert all(core.grad is not None for core in traced.get_submodule("1").cores)
+    with pytest.raises(ValueError, match=r"trace nn\.Sequential\(layer\)"):
+        torch.fx.symbolic_trace(model[1])

@@ -20,6 +20,7 @@ from structlin import (
     Structure,
     apply,
     to_cola,
+    to_dense,
 )
 from tests.catalogue import Drawn, drawn, structures
 
@@ -191,3 +192,27 @@ def test_plain_is_a_chain_of_matrices():
     assert Structure("i -> o", "r s i", "o r s", **sizes).plain
     assert not Structure("i -> o", "r s i", "o s r", **sizes).plain
     assert not Structure("i j -> o", "r j i", "o r", i=6, j=2, o=4, r=2).plain
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_structure_with_more_axes_than_einsum_has_letters_is_refused_at_once(shared):
+    def build(number):
+        axes = [f"a{n}" for n in range(number // 2 if shared else number - 2)]
+        names = " ".join(axes)
+        strings = (
+            (f"{names} -> {names}", names) if shared else ("i -> o", f"{names} i", f"o {names}")
+        )
+        sizes = dict.fromkeys(axes if shared else [*axes, "i", "o"], 1)
+        return Structure(*strings, **sizes)
+
+    structure = build(52)
+    assert to_dense(structure, [torch.ones(core.shape) for core in structure.cores]).shape == (1, 1)
+    for number in (54, 40_000):
+        with pytest.raises(ValueError, match=f"^{number} axes.* at most 52"):
+            build(number)
+
+
+def test_many_cores_are_derived_one_by_one():
+    structure = Structure("i -> o", *["i"] * 4_000, "o i", i=2, o=3)
+    assert [core.shape for core in structure.cores[-2:]] == [(2, 1, 1), (1, 3, 2)]
+    assert structure.params == 4_000 * 2 + 6

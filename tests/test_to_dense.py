@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 
 from structlin import (
     BTT,
@@ -72,6 +73,21 @@ def test_conv1d_comes_back_as_conv1d():
     assert type(model[0]) is type(layer)
     torch.testing.assert_close(model[0].weight, layer.weight)
     assert model[0].bias is layer.bias
+
+
+def test_a_weight_normalisation_of_torch_that_was_removed_is_no_obstacle():
+    model = nn.Sequential(StructuredLinear(16, 16), nn.Linear(16, 16))
+    for owner, name in ((model[0].cores, "0"), (model[1], "weight")):
+        parametrizations.weight_norm(owner, name)
+    with pytest.raises(ValueError, match="would be lost: cores"):
+        to_dense_(model)
+    with pytest.raises(ValueError, match="ParametrizedLinear"):
+        convert(model, BTT(), include="1")
+    for owner, name in ((model[0].cores, "0"), (model[1], "weight")):
+        parametrize.remove_parametrizations(owner, name)
+    convert(model, BTT(), include="1")
+    expected = model(torch.eye(16))
+    torch.testing.assert_close(to_dense_(model)(torch.eye(16)), expected)
 
 
 def test_what_cannot_go_back_is_refused_and_stays():

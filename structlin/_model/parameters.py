@@ -16,6 +16,7 @@ from .._linear import StructuredLinear
 from .survey import is_conv1d
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _BatchNorm)
+_VECTORS = ("bias", "bias_k", "bias_v")  # whatever their shape: MultiheadAttention's are 3-D
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ def parameters_of(model: nn.Module) -> Iterator[ParameterInfo]:
             weight = weights.get(own, Weight())
             name = join(layer, stored)
             dense_name = join(layer, "weight" if weight.core is not None else own)
-            decays = weight.kind in ("matrix", "embedding") or (parameter.ndim > 1 and not is_norm)
+            is_vector = parameter.ndim < 2 or is_norm or own in _VECTORS
+            decays = weight.kind in ("matrix", "embedding") or not is_vector
             decays = decays and undecayed.isdisjoint((name, dense_name))
             yield ParameterInfo(parameter, name, dense_name, layer, module, weight, decays)
 

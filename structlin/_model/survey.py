@@ -246,7 +246,9 @@ def find_loss(module: nn.Module) -> str:
     if more := _find_additions(module):
         return f"has more than a layer of its kind has, which would be lost: {', '.join(more)}"
     for part in module.modules():
-        hooks = [name for name, value in vars(part).items() if name.endswith("_hooks") and value]
+        hooks = [
+            name for name, held in vars(part).items() if name.endswith("_hooks") and _remain(held)
+        ]
         if hooks:
             return f"has hooks, which would be lost: {', '.join(hooks)}"
         patched = [name for name in vars(part) if hasattr(type(part), name)]
@@ -264,6 +266,18 @@ def find_loss(module: nn.Module) -> str:
         if attributes:
             return f"has attributes on its {name}, which would be lost: {', '.join(attributes)}"
     return ""
+
+
+def _remain(held: Any) -> list[Any]:
+    """The hooks without those that torch's weight_norm leaves behind.
+
+    `remove_parametrizations` does not remove them. They read states from before torch 2.0. A
+    parametrisation that is still there is found as a module.
+    """
+    hooks = list(held.values()) if isinstance(held, Mapping) else [held] * bool(held)
+    functions = [getattr(hook, "hook", hook) for hook in hooks]  # torch wraps some
+    left = "torch.nn.utils.parametrizations"
+    return [function for function in functions if getattr(function, "__module__", "") != left]
 
 
 def _is_bookkeeping(attribute: str) -> bool:

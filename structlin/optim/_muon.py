@@ -23,6 +23,14 @@ from ._matrices import from_matrices, map_stacks, to_matrices
 from ._sharding import divide_stacks, is_sharded, local_part, polar_parts, require_same_gradients
 from ._steps import NONFINITE, SCALES, Masses, Roster
 
+_KINDS = (  # the groups of a Muon: what a parameter is, and whether it decays
+    ("matrix", True),
+    ("matrix", False),
+    ("embedding", True),
+    ("embedding", False),
+    ("other", False),
+)
+
 
 class Muon(Optimizer):
     """One optimizer for a whole model, converted or not.
@@ -49,7 +57,8 @@ class Muon(Optimizer):
         model: the module that owns the parameters, where `params` is not it.
         momentum, nesterov: B <- momentum B + (1 - momentum) G; the step is that of
             (1 - momentum) G + momentum B.
-        weight_decay: decoupled: W <- (1 - lr * weight_decay) W first; matrices and embeddings only.
+        weight_decay: decoupled: W <- (1 - lr * weight_decay) W first; matrices and embeddings
+            only, without those that `no_weight_decay()` names, see `param_groups`.
         method, steps, dtype: of `dualize`.
         scale: "rms"; "original" (sqrt(max(1, fan_out / fan_in))) and "match_rms_adamw"
             (0.2 sqrt(max(fan_out, fan_in))) are those of torch.optim.Muon. With method="jordan",
@@ -141,7 +150,8 @@ class Muon(Optimizer):
             self._roster = Roster(self.model, self.masses)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add the parameters of a dict (or module) `params`, as one group per kind of parameter."""
+        """Add the parameters of a dict (or module) `params`, as one group per kind of parameter;
+        those of a kind that do not decay are a group of their own."""
         group = {**self.defaults, **param_group}
         _check(group)
         if "lr_mult" in group:
@@ -162,19 +172,22 @@ class Muon(Optimizer):
         if any(parameter not in self._roster.weights for parameter in params):
             self._roster.read()
         self._roster.require_owned(params)
-        kinds: dict[str, list[Tensor]] = defaultdict(list)
+        kinds: dict[tuple[str, bool], list[Tensor]] = defaultdict(list)
         for parameter in params:
             self._require_usable(parameter)
             kind = self._roster.weights[parameter].kind
-            kinds[kind if kind in ("matrix", "embedding") else "other"].append(parameter)
+            dualized = kind in ("matrix", "embedding")
+            decays = dualized and parameter not in self._roster.undecayed
+            kinds[kind if dualized else "other", decays].append(parameter)
         if "kind" in param_group:  # a group of another Muon
             super().add_param_group({**param_group, "params": params})
             return
-        for kind in ("matrix", "embedding", "other"):
-            if kinds[kind]:
-                names = [self._roster.names[parameter] for parameter in kinds[kind]]
-                rate = {"lr": group["other_lr"], "weight_decay": 0.0} if kind == "other" else {}
-                own = {**group, **rate, "params": kinds[kind], "kind": kind, "param_names": names}
+        for kind, decays in _KINDS:
+            if members := kinds[kind, decays]:
+                own = {**group, "params": members, "kind": kind}
+                own["param_names"] = [self._roster.names[parameter] for parameter in members]
+                own["lr"] = group["other_lr" if kind == "other" else "lr"]
+                own["weight_decay"] = group["weight_decay"] if decays else 0.0
                 super().add_param_group(own)
 
     @torch.no_grad()

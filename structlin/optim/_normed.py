@@ -34,7 +34,9 @@ class Normed(Optimizer):
     schedulers change `lr`, checkpoints hold all there is. u is found by letting `base` step from
     zero parameters, so that it has no rounding error of theirs; an optimizer whose update depends
     on their size (LAMB, Adafactor with relative steps) sees zero. `weight_decay` is decoupled
-    whatever `base` does with it, and outside of the normalisation.
+    whatever `base` does with it, and outside of the normalisation. What decays is what the groups
+    of `base` say, as in torch; those of `param_groups(model, lr, weight_decay=0.1,
+    structure_aware=False)` leave out biases, norms and what `no_weight_decay()` names.
 
     Args:
         base: an optimizer of parameters of `model`; from now on step this one instead.

@@ -33,6 +33,7 @@ class Roster:
         infos = list(parameters_of(self.model))
         self.shares = share_masses(infos, self.masses or {})
         self.weights: dict[Tensor, Weight] = {info.parameter: info.weight for info in infos}
+        self.undecayed = {info.parameter for info in infos if not info.decays}
         self.names.update((info.parameter, info.name) for info in infos)
 
     def require_owned(self, params: Iterable[Tensor]) -> None:

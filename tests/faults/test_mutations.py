@@ -131,3 +131,40 @@ def test_json_that_nobody_meant_is_refused(text, file):
     assert refuse(build_dense(), file)
     file.write_bytes(len(text).to_bytes(8, "little") + text.encode() + numbers)
     assert refuse(build_dense(), file)
+
+
+def nest(depth):
+    value = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+AXES = [f"a{n}" for n in range(20_000)]
+HEAVY = {
+    "nested": nest(900),  # what json still reads, and what repr and comparisons fall over
+    "long": "x" * 1_000_000,
+    "axes": " ".join(AXES),
+    "equal axes": "i " * 20_000,
+    "sides": f"{' '.join(AXES)} -> {' '.join(AXES)}",
+    "cores": ["i"] * 20_000,
+    "sizes": dict.fromkeys(AXES, 1),
+    "number": 10**4000,
+}
+
+
+@pytest.mark.parametrize("value", HEAVY.values(), ids=HEAVY)
+def test_a_heavy_field_is_refused_with_one_short_error_or_changes_no_number(value, file):
+    header, own, numbers = split_file(file.read_bytes())
+    x = torch.randn(5, 16)
+    expected = load(build_dense(), file.parent).eval()(x)
+    for path in list_places(own["modules"]["0"]):
+        changed = put(own, ("modules", "0", *path), value)
+        file.write_bytes(forge_file(header, changed, numbers))
+        model = build_dense()
+        if isinstance(value, str) and path == ("label",):  # any text
+            assert torch.equal(load(model, file.parent).eval()(x), expected)
+            continue
+        with pytest.raises(ValueError, match="model differs from what was saved") as error:
+            load(model, file.parent)
+        assert len(str(error.value)) < 1000, path

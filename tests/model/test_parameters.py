@@ -120,3 +120,15 @@ def test_matrices_and_embeddings_decay_and_what_any_module_declares_does_not():
         "a.h.0.mlp.c_proj.cores.0",
         "a.lm_head.weight",
     }
+
+
+def test_biases_of_more_than_one_dimension_do_not_decay():
+    attention = nn.MultiheadAttention(8, 2, add_bias_kv=True)
+    assert attention.bias_k.ndim == 3
+    layer = nn.Module()
+    layer.bias = nn.Parameter(torch.ones(2, 2))
+    found = described(nn.ModuleDict({"a": attention, "b": layer}))
+    assert {name for name, info in found.items() if info.decays} == {
+        "a.in_proj_weight",
+        "a.out_proj.weight",
+    }

@@ -141,6 +141,22 @@ def test_everything_else_has_its_own_rule_and_rate(other):
             torch.testing.assert_close((model[1].bias - before).abs(), torch.full((8,), 0.01))
 
 
+def test_what_no_weight_decay_names_does_not_decay():
+    model = convert(GPT(depth=1), BTT(), include="ffn")
+    model.no_weight_decay = lambda: {"wte.weight", "h.0.mlp.c_fc.weight", "lm_head.weight"}
+    optimizer = Muon(model, lr=0.1, weight_decay=0.5, masses={"*": 1e-30})
+    kinds = [(group["kind"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert kinds == [("matrix", 0.5), ("matrix", 0.0), ("embedding", 0.0), ("other", 0.0)]
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    moved(model, optimizer)
+    for name, p in model.named_parameters():
+        declared = name.startswith(("wte", "h.0.mlp.c_fc", "lm_head"))
+        if p.ndim > 1 and not declared:
+            torch.testing.assert_close(p.detach(), 0.95 * before[name])
+        elif p.ndim > 1:
+            torch.testing.assert_close(p.detach(), before[name])
+
+
 def test_masses_set_the_steps_of_layers_and_of_cores():
     model = nn.Sequential(nn.Linear(16, 16), StructuredLinear(16, 16), StructuredLinear(16, 16))
     steps = moved(model, Muon(model, lr=0.1, masses={"0": 3.0, "2": (0.25, 0.75)}))
