@@ -20,7 +20,7 @@ from ._widths import divide, divisors, factorise, name_nearest, require_bounded,
 FAMILIES: dict[str, type["Family"]] = {}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Family(ABC):
     """Hyperparameters that give a `Structure` for every width. Subclass it, or declare a
     `Structure`: both work everywhere. A subclass is known by its name, case ignored, from then on:
@@ -67,7 +67,7 @@ class Family(ABC):
         return f"{type(self).__name__}({values})"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Dense(Family):
     """A dense matrix, as a structure of one core."""
 
@@ -110,7 +110,7 @@ class BlockDiagonal(Family):
         return Structure("b i -> b o", "b o i", b=self.blocks, i=i, o=o)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Kronecker(Family):
     """`W = L (x) R`, with L `(a, g)` and R `(b, d)`."""
 

@@ -124,6 +124,35 @@ def test_steps_repeat_the_last_one_of_a_schedule_or_cut_its_end():
             dualize(matrix, method=method, steps=steps)
 
 
+def test_the_polar_express_is_the_published_one():
+    published = (  # Amsel et al. 2025, its listing 1, whose first steps allow for rounding
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+        (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+        (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+        (1.875, -1.25, 0.375),
+    )
+    angles = torch.linspace(0, np.pi / 4, 99, dtype=torch.float64)
+    values = torch.stack([angles.sin(), angles.cos()], -1)  # of matrices 2 x 2 of Frobenius norm 1
+    (a, b, c), x = published[0], values / 1.02
+    first = dualize(torch.diag_embed(values), method="polar-express", steps=1)
+    assert_close(first, torch.diag_embed(a * x + b * x**3 + c * x**5), rtol=0, atol=2e-4)
+    assert_close(SCHEDULES["polar-express"][1:], published[1:], rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("method", ["svd", "inverse-root"])
+def test_what_is_below_the_numerical_rank_maps_to_zero(method):
+    values = torch.logspace(0, -12, 25, dtype=torch.float64)
+    u, v = (torch.linalg.qr(torch.randn(40, 25, dtype=torch.float64)).Q for _ in range(2))
+    matrix = 20 * ((u * values) @ v.T).float()
+    seen = torch.linalg.svdvals(dualize(matrix, method=method).double())
+    rank = torch.linalg.matrix_rank(matrix)  # values above 40 eps of the largest
+    assert_close(seen, (torch.arange(40) < rank).double(), rtol=0, atol=1e-3)
+
+
 def test_the_dtype_of_the_iteration_is_not_that_of_the_result():
     matrix = torch.randn(4, 6)
     coarse, fine = (dualize(matrix, dtype=dtype) for dtype in (torch.bfloat16, torch.float64))

@@ -9,13 +9,17 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize, prune
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
 from structlin import (
     BTT,
     TT,
+    BlockDiagonal,
     Family,
     Kronecker,
     LowRank,
+    Monarch,
+    Split,
     Structure,
     StructuredLinear,
     family,
@@ -231,3 +235,32 @@ def test_torch_fx_traces_a_layer_as_one_node_that_computes_the_same():
     assert all(core.grad is not None for core in traced.get_submodule("1").cores)
     with pytest.raises(ValueError, match=r"trace nn\.Sequential\(layer\)"):
         torch.fx.symbolic_trace(model[1])
+
+
+@pytest.mark.parametrize(("tokens", "forms"), [(1, False), (63, False), (64, True), (200, True)])
+def test_w_is_formed_from_as_many_tokens_on_as_the_larger_width(tokens, forms):
+    layer = StructuredLinear(64, 48, TT(rank=14), bias=False)
+    assert layer.structure.flops > 0.7 * 2 * 64 * 48
+    x = torch.randn(tokens, 64)
+    with FlopCounterMode(display=False) as once:
+        layer.to_dense()
+    with FlopCounterMode(display=False) as counted:
+        layer(x)
+    dense = once.get_total_flops() + 2 * 64 * 48 * tokens
+    assert counted.get_total_flops() == (dense if forms else tokens * layer.structure.flops)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (LowRank, [2]),
+        (BlockDiagonal, [2]),
+        (TT, [2]),
+        (Monarch, [2]),
+        (BTT, [2, 2]),
+        (Split, [2, Kronecker()]),
+    ],
+)
+def test_hyperparameters_are_given_by_name(kind, values):
+    with pytest.raises(TypeError, match="positional"):
+        kind(*values)

@@ -353,6 +353,8 @@ def test_what_is_neither_a_family_nor_a_structure_is_refused():
         (30, (5, 6)),
         (5, (2, 3)),  # 1 x 5 is too uneven, 11 x 41 is not
         (451, (11, 41)),
+        (33, (3, 11)),
+        (39, (5, 8)),  # for 3 x 13
         (768, (24, 32)),
         (1024, (32, 32)),
         (4304, (56, 80)),

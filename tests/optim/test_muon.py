@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from structlin import BTT, LowRank, StructuredLinear, convert, dualize
+from structlin import BTT, BlockDiagonal, LowRank, StructuredLinear, convert, dualize
 from structlin.optim import Muon
 from tests.models import GPT, perplexed
 
@@ -324,6 +324,23 @@ def test_equal_shapes_of_all_layers_are_dualized_together(monkeypatch):
     )
     assert sum(calls) == blocks + 1  # and the head
     assert len(calls) <= 6
+
+
+def test_shapes_that_differ_in_blocks_or_are_turned_are_dualized_together(monkeypatch):
+    calls = []
+
+    def counted(x, **options):
+        calls.append(tuple(x.shape))
+        return dualize(x, **options)
+
+    monkeypatch.setattr("structlin.optim._muon.dualize", counted)
+    layers = (BlockDiagonal(blocks=2), 8, 12), (BlockDiagonal(blocks=3), 18, 12)
+    model = nn.ModuleList(
+        StructuredLinear(in_features, out_features, family, bias=False)
+        for family, in_features, out_features in layers
+    )
+    moved(model, Muon(model))
+    assert calls == [(5, 4, 6)]  # 2 blocks of (6, 4), turned, and 3 of (4, 6)
 
 
 def test_a_closure_gives_the_loss():

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from structlin import BTT, Kronecker, LowRank, StructuredLinear, convert, dualize
 from structlin.duality import polar_from_gram
 from structlin.optim import Muon, Normed, shard_placement_fn
+from structlin.optim._sharding import divide_stacks
 from tests.models import GPT, perplexed
 
 pytestmark = pytest.mark.skipif(
@@ -395,6 +396,35 @@ def test_the_gram_alone_gives_the_factor_that_the_matrix_gives(method):
 def test_a_method_that_needs_the_matrix_itself_is_refused():
     with pytest.raises(ValueError, match="method='sketch' does not work on Gram matrices"):
         polar_from_gram(torch.eye(3, dtype=torch.float64), method="sketch")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_stacks_are_divided_evenly_and_come_back_in_their_order(world, monkeypatch):
+    """The processes in turns, in this one: first all of them send, then all of them receive."""
+    stacks = [torch.randn(7, 3, 4), torch.randn(1, 2, 2), torch.randn(6, 4, 4)]
+    sent: dict[int, torch.Tensor] = {}
+    lengths = []
+
+    def gather(target, part, group):
+        sent[dist.get_rank()] = part.clone()
+        if len(sent) == world:
+            target.copy_(torch.cat([sent[rank] for rank in range(world)]))
+
+    def double(stack):
+        lengths.append(len(stack))
+        return 2 * stack
+
+    monkeypatch.setattr(dist, "get_world_size", lambda group: world)
+    monkeypatch.setattr(dist, "all_gather_into_tensor", gather)
+    for rank in 2 * [*range(world)]:
+        monkeypatch.setattr(dist, "get_rank", lambda group=None, rank=rank: rank)
+        lengths.clear()
+        found = divide_stacks(stacks, double, None)
+        assert all(
+            0 <= length <= -(-len(stack) // world)
+            for length, stack in zip(lengths, stacks, strict=True)
+        )
+    assert all(torch.equal(x, 2 * stack) for x, stack in zip(found, stacks, strict=True))
 
 
 def test_a_placement_for_no_process_is_refused():

@@ -120,3 +120,8 @@ def test_a_size_that_is_no_better_is_passed_over(monkeypatch):
     )
     (choice,) = allocate([torch.ones(16, 16)], [LowRank(rank=1)], 0.6, [None])  # rank 4 takes half
     assert choice.size.family == LowRank(rank=4)
+
+
+def test_a_size_that_takes_the_whole_budget_is_within_it():
+    (choice,) = allocate([torch.eye(16)], [LowRank(rank=1)], 0.5, [None])
+    assert choice.size.family == LowRank(rank=4)  # 4 * (16 + 16) is half of 16 * 16
