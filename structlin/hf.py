@@ -57,9 +57,12 @@ class StructlinQuantizer(HfQuantizer):
         self, model: PreTrainedModel, **options: Any
     ) -> PreTrainedModel:
         """transformers 5 only logs what it does not find in the file, and leaves it as it is."""
+        parameters = dict(model.named_parameters())
+        offloaded = [name for name, parameter in parameters.items() if parameter.is_meta]
+        if len(offloaded) < len(parameters):
+            _refuse_offloaded(offloaded)
         loaded = {
-            name: hasattr(parameter, "_is_hf_initialized")
-            for name, parameter in model.named_parameters()
+            name: hasattr(parameter, "_is_hf_initialized") for name, parameter in parameters.items()
         }
         if any(loaded.values()):
             _refuse_lost(name for name in loaded if not loaded[name])
@@ -160,7 +163,19 @@ def _match_names(
     return found
 
 
+def _find_cores(parameters: Iterable[str]) -> list[str]:
+    return [name for name in parameters if re.search(r"\.cores\.\d+$", name)]
+
+
+def _refuse_offloaded(parameters: Iterable[str]) -> None:
+    if cores := _find_cores(parameters):
+        raise ValueError(
+            f"device_map offloads cores of structured layers: {', '.join(cores[:5])}; accelerate "
+            "does not bring them back when their layer is called: give them a device"
+        )
+
+
 def _refuse_lost(parameters: Iterable[str]) -> None:
-    lost = [name for name in parameters if re.search(r"\.cores\.\d+$", name)]
+    lost = _find_cores(parameters)
     if lost:
         raise ValueError(f"the checkpoint lacks cores of structured layers: {', '.join(lost[:5])}")

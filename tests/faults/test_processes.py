@@ -4,6 +4,7 @@ import os
 import random
 import resource
 import time
+from contextlib import ExitStack
 
 import pytest
 
@@ -85,6 +86,17 @@ def test_what_a_killed_saver_left_goes_with_the_next_save_and_a_living_savers_st
         assert own.is_dir()
     assert [file.name for file in tmp_path.iterdir()] == [FILE]
     assert read_value(tmp_path) == 2.0
+
+
+def test_what_a_saver_holds_stays_though_it_came_while_another_saved(tmp_path):
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(_reserve_folder(tmp_path))
+    own = second.enter_context(_reserve_folder(tmp_path))
+    first.close()
+    save(build_filled(1.0), tmp_path)  # a third one, which could take the second for a killed one
+    assert own.is_dir()
+    second.close()
+    assert [file.name for file in tmp_path.iterdir()] == [FILE]
 
 
 def fill_disk(folder, size: int, told) -> None:

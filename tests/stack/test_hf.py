@@ -266,6 +266,29 @@ def test_a_checkpoint_that_lacks_cores_is_an_error(tmp_path):
         type(model).from_pretrained(tmp_path)
 
 
+def offload_layers(model, folder):
+    """Which part of a llama lies where: its layers on the disk."""
+    places = {name: "cpu" for name, _ in model.named_children()} | {"model": "disk"}
+    return {"device_map": places, "offload_folder": folder}
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
+def test_offloaded_layers_are_saved_whole_and_refused_where_they_would_stay_offloaded(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    model = converted("llama")
+    expected, places = logits(model, "llama"), offload_layers(model, tmp_path / "offloaded")
+    accelerate.dispatch_model(
+        model, places["device_map"], main_device="cpu", offload_dir=tmp_path / "offloaded"
+    )
+    assert model.model.layers[0].mlp.up_proj.cores[0].is_meta
+    model.save_pretrained(tmp_path / "m")
+    saved = load_file(tmp_path / "m" / "model.safetensors")
+    assert all(f"{name}.weight" in saved for name in structures(model))  # what dense layers refuse
+    assert torch.equal(logits(type(model).from_pretrained(tmp_path / "m"), "llama"), expected)
+    with pytest.raises(ValueError, match=r"device_map offloads cores .* give them a device"):
+        type(model).from_pretrained(tmp_path / "m", **places)
+
+
 def test_an_untied_head_stays_untied_when_it_is_loaded(tmp_path):
     model = MODELS["qwen2"]()
     convert(model, BTT(rank=2), include=["*", "lm_head"], untie=True)
