@@ -250,6 +250,19 @@ def test_w_is_formed_from_as_many_tokens_on_as_the_larger_width(tokens, forms):
     assert counted.get_total_flops() == (dense if forms else tokens * layer.structure.flops)
 
 
+@pytest.mark.slow
+def test_a_compiled_layer_makes_one_choice_for_all_numbers_of_tokens():
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    layer, counter = StructuredLinear(64, 48, TT(rank=14)), CompileCounter()
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    for number in (20, 63, 64, 200):  # not compiled, W is formed from 64 on
+        x = torch.randn(number, 64)
+        assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 1
+
+
 @pytest.mark.parametrize(
     ("kind", "values"),
     [
