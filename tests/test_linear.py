@@ -250,6 +250,15 @@ def test_w_is_formed_from_as_many_tokens_on_as_the_larger_width(tokens, forms):
     assert counted.get_total_flops() == (dense if forms else tokens * layer.structure.flops)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit is no longer developed
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of the check of the width
+def test_torch_jit_traces_a_layer_for_any_number_of_tokens():
+    layer = StructuredLinear(16, 20, BTT(rank=2), weight_norm=True)
+    traced = torch.jit.trace(layer, torch.randn(3, 16))
+    for x in (torch.randn(7, 16), torch.randn(1, 16)):
+        assert_close(traced(x), layer(x))
+
+
 @pytest.mark.slow
 def test_a_compiled_layer_makes_one_choice_for_all_numbers_of_tokens():
     from torch._dynamo.testing import CompileCounter
