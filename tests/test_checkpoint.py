@@ -82,6 +82,14 @@ def test_a_model_comes_back_bit_equal_into_a_dense_one(saved):
     assert (path / "again" / FILE).read_bytes() == (path / FILE).read_bytes()
 
 
+def test_folders_on_the_way_are_made_and_one_that_is_there_is_used(tmp_path):
+    for bias in (1.0, 2.0):
+        model = nn.Linear(3, 3)
+        nn.init.constant_(model.bias, bias)
+        save(model, tmp_path / "of" / "a" / "run")
+        assert load(nn.Linear(3, 3), tmp_path / "of" / "a" / "run").bias.tolist() == 3 * [bias]
+
+
 def test_how_a_layer_multiplies_comes_back_with_it(tmp_path):
     model = convert(nn.Sequential(nn.Linear(8, 8)), BTT())
     model[0].mode = "structured"
