@@ -1,6 +1,6 @@
 """Breaks one operator at a time in the library and sees which test notices.
 
-    python -m tests.mutate --mutants 100 --seed 0    # kept in benchmarks/results/mutation.json
+    python -m tests.mutate --mutants 100 --seed 0    # kept in benchmarks/results/mutation_0.json
     python -m tests.mutate --mutants 20 --only structlin/_product.py --results ""
 
 Each mutant is one arithmetic operator, comparison, boolean, or number, changed in a copy of the
@@ -35,7 +35,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 MAP = ROOT / "out" / "mutation_map.json"
-RESULTS = ROOT / "benchmarks" / "results" / "mutation.json"
+RESULTS = ROOT / "benchmarks" / "results"
 IMPORTS = (  # what is imported once, before the forks; what is not installed is left out
     "torch",
     "torch._dynamo",
@@ -253,7 +253,7 @@ class Order:
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
-            self.report.write(failed=f"import of {report.nodeid}", why=_last_line(report))
+            self.report.write(failed=f"import of {report.nodeid}")
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.run += 1
@@ -263,17 +263,12 @@ class Order:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
-            self.report.write(failed=report.nodeid, why=_last_line(report))
+            self.report.write(failed=report.nodeid)
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         faulthandler.cancel_dump_traceback_later()
         if "failed" not in self.report.read():
             self.report.write(passed=self.run, status=int(exitstatus))
-
-
-def _last_line(report: Any) -> str:
-    lines = [line for line in str(report.longrepr).splitlines() if line.startswith("E ")]
-    return lines[0][1:].strip()[:150] if lines else ""
 
 
 class Times:
@@ -471,7 +466,6 @@ def try_all(
                         "line": mutant.line,
                         "outcome": outcome,
                         "by": by,
-                        "why": found.get("why", ""),
                         "passed": found.get("passed", 0),
                         "left_out": left_out,
                         "seconds": round(time.perf_counter() - begun, 1),
@@ -500,7 +494,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--only", type=Path, help="one file, or a folder")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--budget", type=float, default=240, help="seconds of tests for a mutant")
-    parser.add_argument("--results", default=str(RESULTS), help="the file kept; '' keeps none")
+    parser.add_argument("--results", help="the file kept; '' keeps none")
     parser.add_argument("--map", action="store_true", help="run all tests for the map anew")
     options = parser.parse_args(argv)
     for library in IMPORTS:
@@ -526,7 +520,8 @@ def main(argv: list[str] | None = None) -> None:
         files = [file for file in files if (ROOT / options.only) in (file, *file.parents)]
     mutants = [mutant for file in files for mutant in find_mutants(file)]
     chosen = choose_mutants(mutants, options.mutants, options.seed)
-    path = Path(options.results) if options.results else None
+    kept = RESULTS / f"mutation_{options.seed}.json"
+    path = kept if options.results is None else Path(options.results) if options.results else None
     known = dict[str, dict[str, Any]]()
     if path is not None and path.exists():
         known = {

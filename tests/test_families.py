@@ -517,6 +517,15 @@ def test_writing_to_the_weight_is_an_error_and_changes_nothing(write):
     assert all(torch.equal(value, before[key]) for key, value in layer.state_dict().items())
 
 
+def test_the_weight_may_be_read_by_what_writes_elsewhere():
+    layer = StructuredLinear(12, 20)
+    target = torch.zeros(20, 12)
+    with torch.no_grad():
+        target.copy_(layer.weight).add_(layer.weight, alpha=2).add_(other=layer.weight)
+        torch.add(layer.weight, target, out=target)
+    assert_close(target, 5 * layer.to_dense().detach())
+
+
 # ---- what trains a layer -------------------------------------------------------------------------
 
 

@@ -49,7 +49,7 @@ def test_a_line_belongs_to_the_innermost_function():
 
 
 def test_no_result_is_a_hang_or_a_crash_and_no_failed_test():
-    assert judge({"failed": "test", "why": ""}) == ("caught", "test")
+    assert judge({"failed": "test"}) == ("caught", "test")
     assert judge({"running": "test", "exit": 1}) == ("timeout", "test")
     assert judge({"running": "test", "exit": -9}) == ("crash", "test")
     assert judge({"passed": 3}) == ("survived", "")
