@@ -99,7 +99,20 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.And: ast.Or,
     ast.Or: ast.And,
 }
-EQUIVALENT: dict[str, str] = {}  # name of a mutant -> why no test can notice it
+EQUIVALENT = {  # name of a mutant -> why no test can notice it
+    "structlin/_projection/budget.py:allocate: sizes = [_sizes(family, weight, of) for family, "
+    "weight in zip(families, weights, strict=True)]: True -> False": (
+        "an assertion: `plan` makes both lists from one list of layers"
+    ),
+    "structlin/_linear.py:StructuredLinear.set_cores_: for n, (own, core, std) in "
+    "enumerate(zip(self.cores, cores, self.stds, strict=True)):: True -> False": (
+        "an assertion: `check_cores` has compared the numbers"
+    ),
+    "structlin/_projection/alternating.py:_blockwise: ridge = 10 * torch.finfo(x.dtype).eps * "
+    "(mean_diagonal(grams).mean().item() or 1.0): 1.0 -> 2.0": (
+        "where all inputs are zero, any positive ridge gives the same matrix"
+    ),
+}
 
 
 class Mutant(NamedTuple):

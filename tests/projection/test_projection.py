@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
 from structlin import (
     BTT,
@@ -364,6 +365,19 @@ def test_block_by_block_ends_as_low_as_core_by_core(family, rows, columns, monke
     found = squared_error(w, structure, project(w, family, covariance=c), c)
     monkeypatch.setattr(alternating, "_is_blockwise", lambda structure: False)
     assert found <= 1.02 * squared_error(w, structure, project(w, family, covariance=c), c)
+
+
+def test_products_with_the_zeros_of_triangular_inputs_are_left_out():
+    structure, w, x = BTT().structure(16, 16), gaussian(16, 16), gaussian(16, 16)
+    start = [torch.ones(core.shape, dtype=torch.float64) for core in structure.cores]
+
+    def count(inputs):
+        with FlopCounterMode(display=False) as counter:
+            steps = alternate(structure, start, inputs, inputs @ w.T, 1)
+            assert len(list(steps)) == 2
+        return counter.get_total_flops()
+
+    assert count(x.triu()) < count(x)
 
 
 @pytest.mark.parametrize(
