@@ -367,6 +367,23 @@ def test_block_by_block_ends_as_low_as_core_by_core(family, rows, columns, monke
     assert found <= 1.02 * squared_error(w, structure, project(w, family, covariance=c), c)
 
 
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(1024, torch.float64), (1088, torch.float32)], ids=["2**20", "more"]
+)
+def test_matrices_up_to_a_size_are_solved_in_float64(width, dtype, monkeypatch):
+    solved, structure = [], LowRank(rank=1).structure(width, width)
+
+    def note(structure, cores, x, y, limit):
+        solved.append((x.dtype, y.dtype))
+        return iter([(cores, 0.0)])
+
+    monkeypatch.setattr(alternating, "alternate", note)
+    start = [torch.ones(core.shape, dtype=torch.float64) for core in structure.cores]
+    weight = torch.eye(width, dtype=torch.float64)
+    alternating.search(structure, [start], weight, None, torch.float32, 1)
+    assert solved == [(dtype, dtype)]
+
+
 def test_products_with_the_zeros_of_triangular_inputs_are_left_out():
     structure, w, x = BTT().structure(16, 16), gaussian(16, 16), gaussian(16, 16)
     start = [torch.ones(core.shape, dtype=torch.float64) for core in structure.cores]
