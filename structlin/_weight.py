@@ -165,7 +165,7 @@ def _lock(result: Any, dense: Sequence[Tensor]) -> Any:
                     if shares or type(value) is LockedView
                     else value
                 )
-        if type(value).__module__ == "numpy" and hasattr(value, "setflags"):
+        if hasattr(value, "setflags"):  # an array of NumPy
             value.setflags(write=False)
         return value
 
