@@ -523,7 +523,9 @@ def test_the_weight_may_be_read_by_what_writes_elsewhere():
     with torch.no_grad():
         target.copy_(layer.weight).add_(layer.weight, alpha=2).add_(other=layer.weight)
         torch.add(layer.weight, target, out=target)
-    assert_close(target, 5 * layer.to_dense().detach())
+        assert_close(target, 5 * layer.to_dense())
+        torch._foreach_copy_(self=[target], src=[layer.weight])
+        assert_close(target, layer.to_dense())
 
 
 # ---- what trains a layer -------------------------------------------------------------------------

@@ -384,6 +384,21 @@ def test_matrices_up_to_a_size_are_solved_in_float64(width, dtype, monkeypatch):
     assert solved == [(dtype, dtype)]
 
 
+@pytest.mark.parametrize(("rows", "sweeps"), [(36, False), (37, True)])
+def test_only_what_the_closed_form_does_not_solve_is_swept(rows, sweeps, monkeypatch):
+    swept = []
+
+    def note(structure, starts, *arguments):
+        swept.append(structure)
+        return starts[0]
+
+    monkeypatch.setattr("structlin._projection.solve.search", note)
+    structure = Kronecker().structure(16, rows)
+    assert (structure.out_features > rows) == sweeps  # 37 rows are padded, which leaves some free
+    project(gaussian(rows, 16), structure)
+    assert swept == [structure] * sweeps
+
+
 def test_products_with_the_zeros_of_triangular_inputs_are_left_out():
     structure, w, x = BTT().structure(16, 16), gaussian(16, 16), gaussian(16, 16)
     start = [torch.ones(core.shape, dtype=torch.float64) for core in structure.cores]
