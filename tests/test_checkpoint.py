@@ -178,11 +178,15 @@ def test_shared_layers_stay_shared(tmp_path):
 
 
 def test_views_into_one_storage_are_stored_as_what_they_are(tmp_path):
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    base = torch.randn(8, 4)
-    model[0].weight, model[1].weight = nn.Parameter(base[:4]), nn.Parameter(base[4:].mT)
+    def build():
+        return nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+
+    model, base = build(), torch.randn(8, 4)
+    alone = torch.randn(4, 4).mT  # in its storage, and turned
+    for layer, view in zip(model, (base[:4], base[4:].mT, alone), strict=True):
+        layer.weight = nn.Parameter(view)
     save(model, tmp_path)
-    fresh = load(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)), tmp_path)
+    fresh = load(build(), tmp_path)
     assert all(
         torch.equal(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True)
     )
