@@ -99,6 +99,12 @@ def test_what_a_saver_holds_stays_though_it_came_while_another_saved(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == [FILE]
 
 
+def test_what_cannot_be_removed_does_not_keep_anybody_from_saving(tmp_path):
+    (tmp_path / ".structlin-note").touch()  # no folder of a saver
+    save(build_filled(1.0), tmp_path)
+    assert read_value(tmp_path) == 1.0
+
+
 def fill_disk(folder, size: int, told) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     try:
