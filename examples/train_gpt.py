@@ -87,7 +87,7 @@ def read_text(path: Path | None) -> str:
 class Text(compare.Task):
     metric = "bits/char"
     model_name = "GPT"
-    heldout_windows = 128
+    heldout_windows, heldout_batch = 128, 32
 
     def __init__(self, options: argparse.Namespace) -> None:
         text = read_text(options.data)
@@ -104,7 +104,7 @@ class Text(compare.Task):
         cut = len(ids) - len(ids) // 10
         self.train, heldout = ids[:cut], ids[cut:]
         starts = torch.linspace(0, len(heldout) - self.context - 1, self.heldout_windows).long()
-        self.heldout = [self.windows(heldout, part) for part in starts.chunk(4)]
+        self.heldout = [self.windows(heldout, part) for part in starts.split(self.heldout_batch)]
         self.config = {
             "data": hashlib.sha256(text.encode()).hexdigest()[:12],
             "context": self.context,

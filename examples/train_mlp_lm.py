@@ -63,7 +63,7 @@ class MLP(nn.Module):
 
 class NextCharacter(train_gpt.Text):
     model_name = "MLP"
-    heldout_windows = 16384
+    heldout_windows, heldout_batch = 8192, 512
     zero_init = ()
 
     def __init__(self, options: argparse.Namespace) -> None:
