@@ -33,7 +33,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, dataclass, fields
-from itertools import accumulate, islice, pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -397,13 +397,14 @@ def rows(
 ) -> list[dict[str, Any]]:
     """What the table and the plots show, as plain data.
 
-    A point of `curve` is training FLOPs and held-out loss; `clock` has the seconds of training at
-    each of them, evaluations not counted.
+    A point of `curve` is training FLOPs and held-out loss. `seconds` are those that all steps took;
+    `clock` has, at each point, steps times the median of a step, which one pause of the machine
+    does not change.
     """
     step_flops = 3 * task.tokens * options.batch  # times the forward FLOPs a token
     results = []
     for run, history in zip(runs, histories, strict=True):
-        seconds = list(accumulate(history["times"]))
+        ms = 1e3 * median(history["times"])
         results.append({
             "run": run.name,
             "label": run.label,
@@ -412,13 +413,13 @@ def rows(
             "flops": run.flops,
             "loss": history["evaluations"][-1][1],
             task.metric: task.score(*history["evaluations"][-1][1:]),
-            "ms": round(1e3 * median(history["times"]), 2),
-            "seconds": round(seconds[-1], 1),
+            "ms": round(ms, 2),
+            "seconds": round(sum(history["times"]), 1),
             "lr": history["lr"],
             "curve": [
                 [step * step_flops * run.flops, loss] for step, loss, _ in history["evaluations"]
             ],
-            "clock": [round(seconds[step - 1], 2) for step, *_ in history["evaluations"]],
+            "clock": [round(step * ms / 1e3, 2) for step, *_ in history["evaluations"]],
         })  # fmt: skip
     for row, run in zip(results, runs, strict=True):
         row["seconds to the loss of"] = {
@@ -449,12 +450,12 @@ def seconds_until(row: dict[str, Any], loss: float) -> float | None:
 def table(task: Task, results: list[dict[str, Any]]) -> Table:
     shown = Table(
         title=task.title,
-        caption="loss in nats, held out; FLOPs of a forward pass, 2 per multiply-add; "
-        "seconds of training, in turns",
+        caption="loss in nats, held out; FLOPs of a forward pass, 2 per multiply-add; seconds of "
+        "training, in turns;\nuntil: steps times ms/step until the final loss of that model",
     )
     others = list(dict.fromkeys(name for row in results for name in row["seconds to the loss of"]))
     titles = ("run", "width", "params", "FLOPs/token", "loss", task.metric, "ms/step", "seconds")
-    for title in (*titles, *(f"seconds to the\nloss of {name}" for name in others)):
+    for title in (*titles, *(f"until\n{name}" for name in others)):
         shown.add_column(title, justify="left" if title == "run" else "right", no_wrap=True)
     for row in results:
         reached = [row["seconds to the loss of"].get(name, math.nan) for name in others]
