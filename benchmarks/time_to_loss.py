@@ -129,14 +129,12 @@ SETUPS = {
         vision.MixedDigits,
         partial(vision.MixedDigits, heldout=True),
         partial(vision_model, vision.ViT, ("*c_proj", "*query")),
-        steps=400,
+        steps=300,
         batch=32,
         base=64,
         start=2**-8,
         widths={
             "dense": (32, 64, 128),
-            "low-rank": (64, 256),
-            "Monarch 16": (64, 128, 256),
             "BTT r=1": (64, 144, 256),
         },
     ),
@@ -416,7 +414,8 @@ def plot(result: dict[str, Any]) -> Figure:
             for row in result["times"]
             if row["setup"] == setup
         }
-        for n, structure in enumerate(result["lrs"][setup]):
+        for structure in result["lrs"][setup]:
+            n = list(STRUCTURES).index(structure)
             points: dict[int, list[float]] = {}
             flops = {}
             for row in summary["chosen"]:
