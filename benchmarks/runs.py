@@ -37,20 +37,31 @@ def parser(about: str | None, out: Path = PAPERS) -> argparse.ArgumentParser:
 
 
 def run_all(
-    function: Callable[[Job], Any], jobs: Sequence[Job], options: argparse.Namespace
+    function: Callable[[Job], Any],
+    jobs: Sequence[Job],
+    options: argparse.Namespace,
+    each: Callable[[Any], None] = lambda result: None,
 ) -> list[Any]:
     """`function` of each job, in the order of `jobs`; longest jobs first keep all workers busy to
     the end.
 
     `function` must be importable (the top level of a module). With `--smoke` or one worker nothing
-    is spawned.
+    is spawned. `each` is called with every result as it comes; what it raises ends the experiment.
     """
     if options.smoke or options.workers == 1:
-        return [_one(function, job) for job in track(jobs, "running")]
+        results = []
+        for job in track(jobs, "running"):
+            results.append(_one(function, job))
+            each(results[-1])
+        return results
     with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
         futures = [pool.submit(_one, function, job) for job in jobs]
-        for done in track(as_completed(futures), "running", total=len(jobs)):
-            done.result()  # an error ends the experiment at once
+        try:
+            for done in track(as_completed(futures), "running", total=len(jobs)):
+                each(done.result())  # an error ends the experiment at once
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
         return [future.result() for future in futures]
 
 

@@ -1,7 +1,9 @@
-"""What the two examples share: the Transformer block, the options, four runs side by side,
-checkpoints, table and plot.
+"""What the training examples share: the Transformer block, the options, runs side by side,
+checkpoints, table and plots.
 
-The four runs see the same batches and the same `--lr`, tuned for the dense model:
+The runs see the same batches and the same `--lr`, tuned for the dense model. They take turns of a
+few steps, so that a machine that slows down slows all of them: their seconds compare. The
+Transformers have four:
 
     dense    nn.Linear everywhere
     naive    structured, every core at the learning rate of a dense layer
@@ -31,7 +33,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, dataclass, fields
+from itertools import islice, pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -43,7 +47,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeRemainingColumn,
 )
@@ -56,6 +59,7 @@ from structlin._families import FAMILIES
 HEAD = 32  # features of an attention head, at every width
 # operator norm per step: between the dense GPT's and ViT's best (benchmarks/muon_vs_adamw.py)
 MUON_LR = 2**-6
+TURN = 20  # steps of one run before the next has its turn
 EVALUATIONS = 20  # of the held-out loss in a run; a checkpoint is written at each
 Batch = tuple[Tensor, Tensor]  # inputs, targets
 
@@ -128,6 +132,7 @@ class Task(ABC):
     metric: str  # names `score`
     tokens: int  # of one sequence
     heads: int | None = None  # of attention, at every width; None: as many as fill the width
+    zero_init: tuple[str, ...] = ("*c_proj",)  # what starts at zero: see structlin.convert
     config: dict[str, Any]  # what makes a checkpoint another one
     heldout: list[Batch]
 
@@ -171,7 +176,7 @@ def build(
     with torch.device(device):
         model = task.model(width)
         if structure is not None:
-            structlin.convert(model, structure, zero_init=["*c_proj"])
+            structlin.convert(model, structure, zero_init=task.zero_init)
     return model
 
 
@@ -195,44 +200,46 @@ def widest(task: Task, structure: structlin.Family, width: int) -> structlin.Wid
     )
 
 
-def plan(task: Task, options: argparse.Namespace) -> list[Run]:
-    """The four runs.
+def make_run(
+    task: Task,
+    options: argparse.Namespace,
+    name: str,
+    width: int,
+    structure: structlin.Family | None,
+    *,
+    label: str | None = None,
+    aware: bool = True,
+) -> Run:
+    """The run `name`, of the model of that width and structure (None: dense)."""
+    config = task.config | {
+        option: getattr(options, option) for option in ("seed", "steps", "batch", "lr", "depth")
+    }
+    config |= {"width": width, "structure": structure.label if structure else "none"}
+    label = label or (structure.label if structure else "dense")
+    flops = forward_flops(task, width, structure)
+    return Run(name, label, width, structure, aware, flops, config, options.out / f"{name}.pt")
+
+
+def choose_four(task: Task, options: argparse.Namespace) -> list[Run]:
+    """The four runs above.
 
     Raises:
-        ValueError: the options do not fit each other, or a checkpoint is in the way (see `load`).
+        ValueError: the options do not fit each other.
     """
-    if options.width % HEAD and not options.heads:
-        raise ValueError(f"--width {options.width} is not a multiple of the head size {HEAD}")
     structure = structure_of(options)
-    narrow = forward_flops(task, options.width, structure)
-    found = widest(task, structure, options.width)
-    dense, wide = (cost.flops // task.tokens for cost in (found.dense, found.structured))
-    label = structure.label
-    common = task.config | {
-        name: getattr(options, name) for name in ("seed", "steps", "batch", "lr", "depth")
-    }
-
-    def run(
-        name: str,
-        label: str,
-        width: int,
-        structure: structlin.Family | None,
-        aware: bool,
-        flops: int,
-    ) -> Run:
-        config = {**common, "width": width, "structure": structure.label if structure else "none"}
-        return Run(name, label, width, structure, aware, flops, config, options.out / f"{name}.pt")
-
-    runs = [
-        run("dense", "dense", options.width, None, True, dense),
-        run("naive", f"{label}, naive lr", options.width, structure, False, narrow),
-        run("ours", f"{label}, our lr", options.width, structure, True, narrow),
-        run("wider", f"{label}, our lr, wider", found.width, structure, True, wide),
-    ]
+    label, width = structure.label, options.width
+    if width % HEAD and not options.heads:
+        raise ValueError(f"--width {width} is not a multiple of the head size {HEAD}")
+    dense = make_run(task, options, "dense", width, None)
+    naive = make_run(
+        task, options, "naive", width, structure, label=f"{label}, naive lr", aware=False
+    )
+    ours = make_run(task, options, "ours", width, structure, label=f"{label}, our lr")
+    wide = widest(task, structure, width).width
+    wider = make_run(task, options, "wider", wide, structure, label=f"{label}, our lr, wider")
+    runs = [dense, naive, ours, wider]
     if options.optimizer == "muon":  # it knows structures by itself: there is no naive rate
-        runs = [each for each in runs if each.name != "naive"]
-    for each in runs:
-        load(each)
+        runs = [run for run in runs if run.aware]
     return runs
 
 
@@ -249,7 +256,7 @@ def load(run: Run) -> dict[str, Any] | None:
         return None
     try:
         state = torch.load(run.path, weights_only=True, map_location="cpu")
-        theirs, _ = dict(state["config"]), state["history"]
+        theirs, _ = dict(state["config"]), state["history"]["times"]
     except (
         pickle.UnpicklingError,
         RuntimeError,
@@ -309,34 +316,27 @@ def optimizer_of(
     model: nn.Module, base: nn.Module, run: Run, options: argparse.Namespace
 ) -> torch.optim.Optimizer:
     """AdamW with the rates of `param_groups`, or Muon, whose rate needs none; `base` is the dense
-    model."""
+    model of the first run."""
     if options.optimizer == "muon":
         return structlin.optim.Muon(model, options.lr, other_lr=options.other_lr)
     groups = structlin.param_groups(model, options.lr, base=base, structure_aware=run.aware)
-    return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95))
+    return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
 
 
-def train(
-    task: Task,
-    run: Run,
-    base: Run,
-    options: argparse.Namespace,
-    report: Callable[[int, float], None],
-) -> dict:
-    """Train to the end, from the checkpoint where there is one. `report` is told the steps done and
-    the loss.
+def train(task: Task, run: Run, base: Run, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Train to the end, from the checkpoint where there is one.
 
-    Returns:
-        The run's history: training losses, evaluations `(step, loss, accuracy)`, seconds of
-        training, params, lr.
+    Yields:
+        The run's history, the same dict after each step: training losses and seconds of every step,
+        evaluations `(step, loss, accuracy)`, params, lr.
     """
     device = options.device
     model = build(task, run.width, run.structure, options.seed).to(device)
     optimizer = optimizer_of(model, build(task, base.width, None, 0, "meta"), run, options)
     history = {
         "losses": [],
+        "times": [],
         "evaluations": [],
-        "seconds": 0.0,
         "params": sum(parameter.numel() for parameter in model.parameters()),
         "lr": [choose(group["lr"] for group in optimizer.param_groups) for choose in (min, max)],
     }
@@ -351,7 +351,7 @@ def train(
     every = max(1, options.steps // EVALUATIONS)
     done = len(history["losses"])
     if done:
-        report(done, history["losses"][-1])
+        yield history
     for step in range(done, options.steps):
         inputs, targets = (part.to(device) for part in task.batch(step))
         start = time.perf_counter()
@@ -361,8 +361,7 @@ def train(
         optimizer.step()
         schedule.step()
         history["losses"].append(loss.item())
-        history["seconds"] += time.perf_counter() - start
-        report(step + 1, history["losses"][-1])
+        history["times"].append(time.perf_counter() - start)
         if (step + 1) % every == 0 or step + 1 == options.steps:
             history["evaluations"].append([step + 1, *evaluate(model, task.heldout, device)])
             state = {"config": run.config, "history": history}
@@ -373,7 +372,7 @@ def train(
             }
             with replacing(run.path) as path:
                 torch.save(state, path)
-    return history
+        yield history
 
 
 # ---- the report ----------------------------------------------------------------------------------
@@ -382,10 +381,17 @@ def train(
 def rows(
     task: Task, runs: list[Run], histories: list[dict], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """What the table and the plot show, as plain data."""
+    """What the table and the plots show, as plain data.
+
+    A point of `curve` is training FLOPs and held-out loss. `seconds` are those that all steps took;
+    `clock` has, at each point, steps times the median of a step, which one pause of the machine
+    does not change.
+    """
     step_flops = 3 * task.tokens * options.batch  # times the forward FLOPs a token
-    return [
-        {
+    results = []
+    for run, history in zip(runs, histories, strict=True):
+        ms = 1e3 * median(history["times"])
+        results.append({
             "run": run.name,
             "label": run.label,
             "width": run.width,
@@ -393,26 +399,52 @@ def rows(
             "flops": run.flops,
             "loss": history["evaluations"][-1][1],
             task.metric: task.score(*history["evaluations"][-1][1:]),
-            "seconds": round(history["seconds"], 1),
+            "ms": round(ms, 2),
+            "seconds": round(sum(history["times"]), 1),
             "lr": history["lr"],
             "curve": [
                 [step * step_flops * run.flops, loss] for step, loss, _ in history["evaluations"]
             ],
+            "clock": [round(step * ms / 1e3, 2) for step, *_ in history["evaluations"]],
+        })  # fmt: skip
+    for row, run in zip(results, runs, strict=True):
+        row["seconds to the loss of"] = {
+            f"dense {dense.width}": seconds_until(row, other["loss"])
+            for other, dense in zip(results, runs, strict=True)
+            if dense.structure is None and dense is not run
         }
-        for run, history in zip(runs, histories, strict=True)
-    ]
+    return results
+
+
+def seconds_until(row: dict[str, Any], loss: float) -> float | None:
+    """Seconds of training after which the held-out loss is first at most `loss`, linear between two
+    evaluations; None if it never is.
+
+    >>> row = {"curve": [[1, 3.0], [2, 2.0], [3, 1.0]], "clock": [10.0, 20.0, 30.0]}
+    >>> seconds_until(row, 1.5), seconds_until(row, 0.5)
+    (25.0, None)
+    """
+    points = list(zip(row["clock"], (found for _, found in row["curve"]), strict=True))
+    if points[0][1] <= loss:
+        return points[0][0]
+    for (early, above), (late, below) in pairwise(points):
+        if below <= loss:
+            return round(early + (late - early) * (above - loss) / (above - below), 2)
+    return None
 
 
 def table(task: Task, results: list[dict[str, Any]]) -> Table:
-    titles = ("run", "width", "params", "FLOPs/token", "loss", task.metric, "seconds", "lr")
     shown = Table(
         title=task.title,
-        caption="loss in nats, held out; FLOPs of a forward pass, 2 per multiply-add",
+        caption="loss in nats, held out; FLOPs of a forward pass, 2 per multiply-add; seconds of "
+        "training, in turns;\nuntil: steps times ms/step until the final loss of that model",
     )
-    for title in titles:
+    others = list(dict.fromkeys(name for row in results for name in row["seconds to the loss of"]))
+    titles = ("run", "width", "params", "FLOPs/token", "loss", task.metric, "ms/step", "seconds")
+    for title in (*titles, *(f"until\n{name}" for name in others)):
         shown.add_column(title, justify="left" if title == "run" else "right", no_wrap=True)
     for row in results:
-        low, high = (f"{lr:.3g}" for lr in row["lr"])
+        reached = [row["seconds to the loss of"].get(name, math.nan) for name in others]
         shown.add_row(
             row["label"],
             str(row["width"]),
@@ -420,27 +452,28 @@ def table(task: Task, results: list[dict[str, Any]]) -> Table:
             f"{row['flops']:,}",
             f"{row['loss']:.4f}",
             f"{row[task.metric]:.4f}",
+            f"{row['ms']:.1f}",
             f"{row['seconds']:.1f}",
-            low if low == high else f"{low} to {high}",
+            *("never" if s is None else "" if math.isnan(s) else f"{s:.1f}" for s in reached),
         )
     return shown
 
 
 def plot(task: Task, results: list[dict[str, Any]], path: Path) -> None:
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    by_seconds, by_flops = figure.subplots(1, 2, sharey=True)
     for row in results:
-        axes.loglog(
-            *zip(*row["curve"], strict=True),
-            marker=".",
-            label=f"{row['label']}, width {row['width']}",
-        )
-    axes.set(xlabel="training FLOPs", ylabel="held-out loss (nats)")
-    axes.set_title(textwrap.fill(task.title, 80), fontsize="medium")
-    for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        formatter(LogFormatter())  # 2, not 2 x 10^0
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
+        flops, losses = zip(*row["curve"], strict=True)
+        for axes, x in ((by_seconds, row["clock"]), (by_flops, flops)):
+            axes.plot(x, losses, marker=".", label=f"{row['label']}, width {row['width']}")
+    by_seconds.set(xlabel="seconds of training", ylabel="held-out loss (nats)", yscale="log")
+    by_flops.set(xlabel="training FLOPs", xscale="log")
+    for axes in (by_seconds, by_flops):
+        for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            formatter(LogFormatter())  # 2, not 2 x 10^0
+        axes.grid(alpha=0.3, which="both")
+    by_seconds.legend()
+    figure.suptitle(textwrap.fill(task.title, 120), fontsize="medium")
     figure.savefig(path, dpi=150, format="png")
 
 
@@ -536,6 +569,9 @@ def arguments(about: str, data: str, defaults: dict[str, Any]) -> argparse.Argum
         "--out", metavar="DIR", type=Path, help="for checkpoints, plot and results.json"
     )
     parser.add_argument(
+        "--json", metavar="FILE", type=Path, help="of the results (default: results.json in --out)"
+    )
+    parser.add_argument(
         "--smoke",
         action="store_true",
         help="tiny sizes, a few steps; in a temporary folder without --out",
@@ -554,6 +590,7 @@ def main(
     data: str,
     defaults: dict[str, Any],
     smoke: dict[str, Any],
+    choose: Callable[[Task, argparse.Namespace], list[Run]] = choose_four,
     argv: list[str] | None = None,
 ) -> list[dict[str, Any]]:
     """The whole program. A bad option, file or checkpoint ends it with one message before anything
@@ -563,6 +600,8 @@ def main(
         make: options -> task.
         about, data: help texts, of the program and of `--data`.
         defaults, smoke: options' defaults, and those that `--smoke` changes.
+        choose: the task's runs, of which the first is dense and has the width at which `--lr` is
+            meant.
 
     Returns:
         One row per run, as in `results.json`.
@@ -579,7 +618,9 @@ def main(
         options.out = Path(folder)
         try:
             task = make(options)
-            runs = plan(task, options)
+            runs = choose(task, options)
+            for run in runs:
+                load(run)  # a checkpoint in the way is an error now
             options.out.mkdir(parents=True, exist_ok=True)
         except (OSError, ValueError) as error:
             parser.error(str(error))
@@ -592,7 +633,7 @@ def main(
         console.print(table(task, results))
         with replacing(options.out / "loss.png") as path:
             plot(task, results, path)
-        with replacing(options.out / "results.json") as path:
+        with replacing(options.json or options.out / "results.json") as path:
             command = " ".join([Path(sys.argv[0]).name, *(sys.argv[1:] if argv is None else argv)])
             about_run = {
                 "machine": machine(options.device),
@@ -609,7 +650,7 @@ def main(
 def train_all(
     task: Task, runs: list[Run], options: argparse.Namespace, console: Console
 ) -> list[dict[str, Any]]:
-    """Their histories. A finished run is only read."""
+    """Their histories. They take turns of `TURN` steps; a finished run is only read."""
     columns = [
         TextColumn("{task.description}"),
         BarColumn(),
@@ -617,16 +658,18 @@ def train_all(
         TextColumn("loss {task.fields[loss]}"),
         TimeRemainingColumn(),
     ]
+    histories: dict[str, dict[str, Any]] = {}
     with Progress(*columns, console=console) as progress:
-        bars = [
-            progress.add_task(str(run), total=options.steps, start=False, loss="-") for run in runs
-        ]
-        histories = []
-        for run, bar in zip(runs, bars, strict=True):
-            progress.start_task(bar)
-
-            def report(done: int, loss: float, bar: TaskID = bar) -> None:
-                progress.update(bar, completed=done, loss=f"{loss:.3f}")
-
-            histories.append(train(task, run, runs[0], options, report))
-    return histories
+        bars = {
+            run.name: progress.add_task(str(run), total=options.steps, loss="-") for run in runs
+        }
+        courses = {run.name: train(task, run, runs[0], options) for run in runs}
+        while courses:
+            for name, course in list(courses.items()):
+                for history in islice(course, TURN):
+                    histories[name] = history
+                    loss = f"{history['losses'][-1]:.3f}"
+                    progress.update(bars[name], completed=len(history["losses"]), loss=loss)
+                if len(histories[name]["losses"]) == options.steps:
+                    del courses[name]
+    return [histories[run.name] for run in runs]

@@ -89,35 +89,39 @@ def read_text(path: Path | None) -> str:
 
 class Text(compare.Task):
     metric = "bits/char"
+    model_name = "GPT"
+    heldout_windows, heldout_batch = 128, 32
 
     def __init__(self, options: argparse.Namespace) -> None:
         text = read_text(options.data)
-        self.options, self.tokens = options, options.context
-        if len(text) < 10 * (self.tokens + 1):
+        self.options, self.context = options, options.context
+        self.tokens = self.context
+        if len(text) < 10 * (self.context + 1):
             raise ValueError(
                 f"the text has {len(text):,} characters; a tenth of it is held out, "
-                f"so that --context {self.tokens} needs at least {10 * (self.tokens + 1):,}"
+                f"so that --context {self.context} needs at least {10 * (self.context + 1):,}"
             )
         points = torch.frombuffer(bytearray(text.encode("utf-32-le")), dtype=torch.int32)
         characters, ids = points.unique(return_inverse=True)
         self.vocabulary = len(characters)
         cut = len(ids) - len(ids) // 10
         self.train, heldout = ids[:cut], ids[cut:]
-        starts = torch.linspace(0, len(heldout) - self.tokens - 1, 128).long()
-        self.heldout = [self.windows(heldout, part) for part in starts.split(32)]
+        starts = torch.linspace(0, len(heldout) - self.context - 1, self.heldout_windows).long()
+        self.heldout = [self.windows(heldout, part) for part in starts.split(self.heldout_batch)]
         self.config = {
             "data": hashlib.sha256(text.encode()).hexdigest()[:12],
-            "context": self.tokens,
+            "context": self.context,
         }
         self.heads = vars(options).get("heads")  # an option that not every user of the task has
         self.config |= {"heads": self.heads} if self.heads else {}
         name = options.data.name if options.data else "Python's standard library"
-        steps = f"{options.steps:,} steps of {options.batch} x {self.tokens} characters"
+        steps = f"{options.steps:,} steps of {options.batch} x {self.context} characters"
         data = f"{len(ids):,} characters of {name}"
-        self.title = f"GPT of {options.depth} blocks on {data}, {steps}, seed {options.seed}"
+        model = f"{self.model_name} of {options.depth} blocks"
+        self.title = f"{model} on {data}, {steps}, seed {options.seed}"
 
     def windows(self, ids: Tensor, starts: Tensor) -> compare.Batch:
-        window = ids[starts[:, None] + torch.arange(self.tokens + 1)]
+        window = ids[starts[:, None] + torch.arange(self.context + 1)]
         return window[:, :-1], window[:, 1:]
 
     def model(self, width: int) -> nn.Module:
@@ -127,7 +131,7 @@ class Text(compare.Task):
         random = compare.generator(self.options.seed, step)
         return self.windows(
             self.train,
-            torch.randint(len(self.train) - self.tokens, (self.options.batch,), generator=random),
+            torch.randint(len(self.train) - self.context, (self.options.batch,), generator=random),
         )
 
     def score(self, loss: float, accuracy: float) -> float:

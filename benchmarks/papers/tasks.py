@@ -218,7 +218,7 @@ class Words(train_gpt.Text):
 
     def __init__(self, seed: int, batch: int, context: int, depth: int, vocabulary: int) -> None:
         self.options = argparse.Namespace(seed=seed, batch=batch, depth=depth)
-        self.tokens, self.vocabulary = context, vocabulary
+        self.tokens, self.context, self.vocabulary = context, context, vocabulary
         ids = _word_ids(vocabulary)
         cut = len(ids) - len(ids) // 10
         self.train, heldout = ids[:cut], ids[cut:]

@@ -1,0 +1,77 @@
+"""The numbers of docs/results.md about time to a loss are those of the kept results."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("sklearn")
+
+from benchmarks import time_to_loss
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+
+
+def read(name):
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def test_the_table_of_the_mlp_language_model_is_that_of_the_kept_seeds():
+    kept = [read(f"train_mlp_lm{end}") for end in ("", "_seed1", "_seed2")]
+    assert [result["seed"] for result in kept] == [0, 1, 2]
+    assert kept[0]["command"] == "train_mlp_lm.py"
+    dense = {
+        f"dense {row['width']}": [result["rows"][n] for result in kept]
+        for n, row in enumerate(kept[0]["rows"][:2])
+    }
+
+    def fewer(row, own):
+        """Times fewer seconds than the dense model `own` until its final loss."""
+        seconds = row["seconds to the loss of"][f"dense {own['width']}"]
+        return "never" if seconds is None else f"{own['clock'][-1] / seconds:.1f}"
+
+    for rows in zip(*(result["rows"] for result in kept), strict=True):
+        first = rows[0]
+        cells = [first["label"], f"{first['width']}", f"{first['params']:,}", f"{first['flops']:,}"]
+        cells.append(", ".join(f"{row['loss']:.3f}" for row in rows))
+        wide = dense["dense 1024"]
+        shares = (row["ms"] / other["ms"] for row, other in zip(rows, wide, strict=True))
+        cells.append(", ".join(f"{share:.2f}" for share in shares))
+        for others in dense.values():
+            same = rows == tuple(others)
+            pairs = zip(rows, others, strict=True)
+            cells.append("" if same else ", ".join(fewer(*pair) for pair in pairs))
+        assert f"| {' | '.join(cells)} |" in PAGE
+
+
+def test_the_tables_of_time_to_loss_are_those_of_the_kept_result():
+    result = read("time_to_loss")
+    assert {"teacher", "digits MLP"} <= set(result["summaries"])
+    for setup in result["summaries"]:
+        for cost in ("flops", "seconds"):
+            assert time_to_loss.markdown(result, setup, cost) in PAGE
+
+
+def test_every_structure_of_the_kept_result_has_three_seeds_and_a_rate_inside_its_grid():
+    result = read("time_to_loss")
+    for setup, summary in result["summaries"].items():
+        for structure, lr in result["lrs"][setup].items():
+            widths = time_to_loss.SETUPS[setup].widths[structure]
+            seeds = [
+                (row["width"], row["seed"])
+                for row in summary["chosen"]
+                if row["structure"] == structure
+            ]
+            assert sorted(seeds) == [(width, seed) for width in widths for seed in range(3)]
+            tried = time_to_loss.losses_of(
+                result["rows"],
+                setup=setup,
+                structure=structure,
+                width=time_to_loss.SETUPS[setup].base,
+                seed=0,
+            )
+            assert {lr / 2, lr, 2 * lr} <= set(tried)
+            assert tried[lr] == min(tried.values())
