@@ -1,4 +1,4 @@
-.PHONY: install fast test coverage docs bench mutate
+.PHONY: install fast test coverage docs pages site bench mutate
 
 install:
 	pip install -c constraints.txt -e ".[dev]"
@@ -13,7 +13,14 @@ coverage:
 	pytest -q --cov=structlin --cov-report=term-missing:skip-covered
 
 docs:
-	pytest -q tests/test_readme.py structlin
+	pytest -q tests/test_readme.py tests/test_pages.py structlin
+
+pages:
+	python -m benchmarks.pages
+	python -m benchmarks.scaling
+
+site:
+	mkdocs build --strict
 
 bench:
 	for f in examples/[a-z]*.py; do ! grep -q '^if __name__' $$f || python $$f --smoke || exit 1; done

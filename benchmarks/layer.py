@@ -285,8 +285,8 @@ columns: the speed of other implementations against nn.Linear of equal width."""
 
 
 def markdown(result: dict[str, Any], dtype: str) -> str:
-    """A table of the speed of `auto` against nn.Linear of equal width, for a dtype, and in brackets
-    its FLOPs a second as a share of nn.Linear's; nn.Linear's time in ms."""
+    """The table of docs/speed.md: speed of `auto` against nn.Linear of equal width, for a dtype,
+    and in brackets its FLOPs a second as a share of nn.Linear's; nn.Linear's time in ms."""
     rows = [row for row in result["rows"] if row["dtype"] == dtype and "x_dense" in row]
     training = {job_of(row): None for row in rows if row["backward"]}
     decoding = {job_of(row): None for row in rows if row["tokens"] == 16}
@@ -311,6 +311,36 @@ def markdown(result: dict[str, Any], dtype: str) -> str:
 def _speed(row: dict[str, Any]) -> str:
     speed = row["x_dense"]["median"]
     return f"{speed:.2f}x ({speed * row['flops'] / row['dense_flops']:.0%})"
+
+
+def front_page(result: dict[str, Any]) -> str:
+    """The README's table, five rows, with the cells of `markdown`: forward and backward of many
+    tokens."""
+    wanted = [  # d_in, d_out, dtype
+        (1024, 1024, "float32"),
+        (1024, 4096, "float32"),
+        (2048, 2048, "float32"),
+        (1024, 1024, "bfloat16"),
+    ]
+    rows = {
+        (row["d_in"], row["d_out"], row["dtype"], row["structure"]): row
+        for row in result["rows"]
+        if row["backward"]
+        and row["tokens"] == result["setting"]["tokens"]
+        and row["widths"] == [row["d_in"], row["d_out"]]
+        and row["implementation"] in ("nn.Linear", "auto")
+    }
+    titles = [f"{d_in} -> {d_out}, {dtype}" for d_in, d_out, dtype in wanted]
+    dense = [f"{rows[(*job, 'dense')]['ms']['median']:.3g} ms" for job in wanted]
+    lines = [
+        f"| | {' | '.join(titles)} |",
+        "|---|" + "--:|" * len(wanted),
+        f"| nn.Linear | {' | '.join(dense)} |",
+    ]
+    for name in ("BTT r=1", "BTT r=4", "Monarch 16", "low-rank d/8"):
+        speeds = [_speed(rows[(*job, name)]) for job in wanted]
+        lines.append(f"| {name} | {' | '.join(speeds)} |")
+    return "\n".join(lines)
 
 
 def plot(

@@ -196,7 +196,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The README's table: log2 of the best learning rate over dense's at the base width."""
+    """The table of docs/optimizers.md: log2 of the best learning rate over dense's at width 64."""
     widths = sorted({row["width"] for row in result["table"]})
     cells = {
         (row["structure"], row["width"], row["rule"]): f"{row['shift']:+.0f}"
@@ -260,6 +260,31 @@ def plot(rows: list[dict[str, Any]], result: dict[str, Any]) -> Figure:
     axes[2, 0].set_ylabel("RMS feature change")
     axes[0, 0].legend()
     axes[2, -1].legend()
+    return figure
+
+
+def plot_some(result: dict[str, Any], structures: Sequence[str]) -> Figure:
+    """Loss against the base learning rate: a row for each rule, a column for each of
+    `structures`."""
+    best, widths = best_lrs(result["rows"]), sorted({row["width"] for row in result["table"]})
+    figure = Figure(figsize=(4 * len(structures), 5), layout="constrained")
+    axes = figure.subplots(len(RULES), len(structures), sharex=True, sharey="col", squeeze=False)
+    colours = colormaps["viridis"]([0.0, 0.45, 0.85])
+    titles = {"naive": "cores at the dense rate", "aware": "param_groups"}
+    for (line, rule), (column, structure) in product(enumerate(RULES), enumerate(structures)):
+        axis = axes[line, column]
+        for width, colour in zip(widths, colours, strict=True):
+            lr, means = best[structure, width, rule]
+            axis.plot(list(means), list(means.values()), ".-", color=colour, label=f"width {width}")
+            axis.plot([lr], [means[lr]], "o", color=colour, markersize=8)
+        axis.axvline(result["reference_lr"], color="0.7", zorder=0)
+        axis.set_xscale("log", base=2)
+        axis.set(yscale="log", title=f"{structure}, {titles[rule]}")
+    for axis in axes[-1]:
+        axis.set_xlabel("base learning rate; gray: dense's best")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("final training loss")
+    axes[0, 0].legend()
     return figure
 
 

@@ -336,7 +336,7 @@ the parameters, and in training of the optimizer's state (twice the parameters).
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The README's table: speed against the dense model for every job, and parameters."""
+    """The table of docs/speed.md: speed against the dense model for every job, and parameters."""
     columns = list(dict.fromkeys(job_of(row) for row in result["rows"]))
     cells = {(job_of(row), row["variant"]): row for row in result["rows"]}
     names = dict.fromkeys(

@@ -1,10 +1,12 @@
-"""Where and how a result was made: kept with every JSON under results/."""
+"""Where and how a result was made, kept with every JSON under results/; tables in a page."""
 
 import json
 import os
 import platform
+import re
 import shlex
 import sys
+from collections.abc import Callable, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,21 @@ def save_json(path: Path, **content: Any) -> None:
         json.dumps({"environment": environment(), **content}, indent=1, allow_nan=False) + "\n"
     )
     unfinished.replace(path)
+
+
+def fill(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
+    """`text` with what stands between `<!-- name -->` and `<!-- end -->` made anew.
+
+    >>> fill("<!-- sum -->\\nold\\n<!-- end -->", {"sum": lambda: "new"})
+    '<!-- sum -->\\nnew\\n<!-- end -->'
+    """
+
+    def made(match: re.Match[str]) -> str:
+        return f"<!-- {match[1]} -->\n{tables[match[1]]()}\n<!-- end -->"
+
+    return re.sub(
+        r"<!-- (?!end)([\w ]+) -->\n(?:(?!<!--).)*?<!-- end -->", made, text, flags=re.DOTALL
+    )
 
 
 def _cpu() -> str:

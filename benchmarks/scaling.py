@@ -12,14 +12,13 @@ on its own machine.
 
 import argparse
 import json
-import re
 from collections.abc import Sequence
 from math import inf, isclose
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.record import RESULTS
+from benchmarks.record import RESULTS, fill
 from benchmarks.timing import Ceilings
 from structlin import BTT, Dense, Family, Monarch, Structure
 
@@ -381,15 +380,6 @@ TABLES = {
 }
 
 
-def fill(text: str) -> str:
-    """`text` with what stands between `<!-- name -->` and `<!-- end -->` made anew."""
-
-    def made(match: re.Match[str]) -> str:
-        return f"<!-- {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"
-
-    return re.sub(r"<!-- (?!end)([\w ]+) -->\n.*?<!-- end -->", made, text, flags=re.DOTALL)
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -399,7 +389,8 @@ def main(argv: list[str] | None = None) -> None:
     for name, make in TABLES.items():
         print(f"# {name}: {make.__doc__ or ''}\n\n{make()}\n")
     if not options.smoke:
-        DOCUMENT.write_text(fill(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+        text = DOCUMENT.read_text(encoding="utf-8")
+        DOCUMENT.write_text(fill(text, TABLES), encoding="utf-8")
 
 
 if __name__ == "__main__":

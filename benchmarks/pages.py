@@ -1,0 +1,318 @@
+"""The tables and pictures of README.md and docs/, made from the kept results.
+
+    python -m benchmarks.pages            # writes them into the pages and docs/images
+    python -m benchmarks.pages --smoke    # draws and prints, writes nothing
+
+A page has `<!-- name -->` where a table begins and `<!-- end -->` where it ends; whoever measures
+anew runs this script after it. tests/test_pages.py fails where a page or a picture is not what the
+results give. The tables of docs/scaling.md are `benchmarks.scaling`'s.
+"""
+
+import argparse
+import hashlib
+import json
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Polygon
+
+from benchmarks import layer, lr_transfer, model
+from benchmarks.record import RESULTS, fill
+from structlin import Core, Structure, to_dense
+
+ROOT = Path(__file__).parents[1]
+IMAGES = ROOT / "docs" / "images"
+DRAWN = Structure("g d -> b a", "g b d", "b a g", g=4, d=4, b=4, a=4)  # BTT of rank 1
+ROLES = {"batch": "tab:blue", "fan-out": "tab:green", "fan-in": "tab:red", "repeat": "tab:gray"}
+TRANSFER = ("BTT r=1", "Monarch")  # of the picture: our rates are nearer, and the naive ones are
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def read(name: str) -> dict[str, Any]:
+    """A kept result."""
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return result
+
+
+def table(titles: list[str], rows: list[list[str]]) -> str:
+    """Markdown; the first column is text, the others are numbers."""
+    lines = [f"| {' | '.join(line)} |" for line in (titles, *rows)]
+    return "\n".join([lines[0], "|---|" + "--:|" * (len(titles) - 1), *lines[1:]])
+
+
+def main_job() -> str:
+    """What the README's first command ends with."""
+    rows = [
+        [
+            row["label"],
+            str(row["width"]),
+            f"{row['params']:,}",
+            f"{row['flops']:,}",
+            f"{row['loss']:.3f}",
+            f"{row['seconds']:.0f}",
+        ]
+        for row in read("train_gpt")["rows"]
+    ]
+    return table(["", "width", "params", "FLOPs a token", "held-out loss", "seconds"], rows)
+
+
+def muon() -> str:
+    """Each optimizer at its best rate, and how early Muon is as good as AdamW."""
+    rows = []
+    for row in read("muon_vs_adamw")["table"]:
+        steps = row["muon_steps_to_adamws_loss"]
+        reached = ", ".join("never" if step is None else str(step) for step in steps)
+        losses = [f"{row[name]['loss']:.3f}" for name in ("AdamW", "Muon")]
+        task = f"{row['task']}, {row['structure']}"
+        rows.append([task, *losses, f"{reached} of {row['steps']}"])
+    return table(["", "AdamW", "Muon", "Muon's steps to AdamW's loss"], rows)
+
+
+def main_job_bits() -> str:
+    """What the README's table of the main job leaves out."""
+    rows = read("train_gpt")["rows"]
+    return table(["", "bits a character"], [[r["label"], f"{r['bits/char']:.3f}"] for r in rows])
+
+
+def tuned_losses() -> str:
+    """The naive rule's loss over ours, each at its best rate, and both at dense's."""
+    rows = read("lr_transfer")["table"]
+    widths = sorted({row["width"] for row in rows})
+    found = {(row["structure"], row["width"], row["rule"]): row for row in rows}
+    cells = []
+    for structure in lr_transfer.STRUCTURES:
+        if structure == "dense":
+            continue
+        ratios = []
+        for kind, width in product(("best_loss", "loss_at_reference_lr"), widths):
+            naive, aware = (found[structure, width, rule][kind] for rule in lr_transfer.RULES)
+            ratios.append(f"{naive / aware:.2f}")
+        cells.append([structure, *ratios])
+    titles = [f"tuned, {w}" for w in widths] + [f"dense's rate, {w}" for w in widths]
+    return table(["", *titles], cells)
+
+
+def feature_changes() -> str:
+    """RMS change of the last hidden features at dense's best rate, mean over the seeds, by rule and
+    width."""
+    result = read("lr_transfer")
+    widths = sorted({row["width"] for row in result["table"]})
+    cells = []
+    for structure in lr_transfer.STRUCTURES:
+        means = []
+        for rule, width in product(lr_transfer.RULES, widths):
+            wanted = {"structure": structure, "width": width, "lr": result["reference_lr"]}
+            wanted |= {"rule": "aware" if structure == "dense" else rule}
+            found = [r["feature_change"] for r in result["rows"] if wanted.items() <= r.items()]
+            means.append(f"{fmean(found):.2f}")
+        cells.append([structure, *means])
+    titles = [f"naive {width}" for width in widths] + [f"ours {width}" for width in widths]
+    return table(["", *titles], cells)
+
+
+def small_gpt() -> str:
+    """Bits a character of examples/compress.py, plain / calibrated."""
+    rows = read("compress")["rows"]
+    budgets = sorted({row["budget"] for row in rows if row["family"] != "dense"})
+    found = {(row["family"], row["budget"], row["aware"]): row for row in rows}
+    cells = []
+    for family in dict.fromkeys(row["family"] for row in rows if row["family"] != "dense"):
+        pairs = [
+            " / ".join(f"{found[family, budget, aware][when]:.2f}" for aware in (False, True))
+            for when, budget in product(("after", "tuned"), budgets)
+        ]
+        cells.append([family, *pairs])
+    dense = found["dense", 1.0, False]
+    cells.append(["dense", f"{dense['after']:.2f}", "", "", f"{dense['tuned']:.2f}", "", ""])
+    titles = [f"{when}, {b:.0%}" for when, b in product(("right after", "fine-tuned"), budgets)]
+    return table(["", *titles], cells)
+
+
+def minilm() -> str:
+    """Cosine to the original's sentence vectors, plain / calibrated."""
+    rows = read("minilm")["rows"]
+    budgets = sorted({row["budget"] for row in rows})
+    found = {(row["family"], row["budget"], row["calibrated"]): row["cosine"] for row in rows}
+    cells = []
+    for family in dict.fromkeys(row["family"] for row in rows):
+        pairs = [[found[family, budget, way] for way in (False, True)] for budget in budgets]
+        cells.append([family, *(f"{plain:.2f} / {calibrated:.2f}" for plain, calibrated in pairs)])
+    return table(["", *(f"{budget:.0%}" for budget in budgets)], cells)
+
+
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"main job": main_job, "speed": lambda: layer.front_page(read("layer"))},
+    "docs/speed.md": {
+        "float32": lambda: layer.markdown(read("layer"), "float32"),
+        "bfloat16": lambda: layer.markdown(read("layer"), "bfloat16"),
+        "models": lambda: model.markdown(read("model")),
+    },
+    "docs/optimizers.md": {
+        "learning rates": lambda: lr_transfer.markdown(read("lr_transfer")),
+        "tuned losses": tuned_losses,
+        "feature changes": feature_changes,
+        "muon": muon,
+    },
+    "docs/examples.md": {"main job bits": main_job_bits},
+    "docs/compress.md": {"small GPT": small_gpt, "sentence encoder": minilm},
+}
+
+
+# ---- a structure as blocks and wires -------------------------------------------------------------
+
+
+def offsets(axes: tuple[tuple[int, int], ...]) -> list[int]:
+    """Where an index over `axes`, (size, stride) each, points to; the last axis runs fastest.
+
+    >>> offsets(((2, 1), (3, 10)))
+    [0, 10, 20, 1, 11, 21]
+    """
+    ranges = [range(0, size * stride, stride) for size, stride in axes]
+    return [sum(index) for index in product(*ranges)]
+
+
+def wires(structure: Structure) -> list[list[int]]:
+    """The permutations of a structure's program: for each core, which of the numbers that lie
+    before it each of its inputs is, `(batch, repeat, fan_in)` row-major; last, which number of the
+    last core each feature of y is.
+
+    >>> wires(Structure("g d -> b a", "g b d", "b a g", g=2, d=2, b=2, a=1))
+    [[0, 1, 2, 3], [0, 2, 1, 3], [0, 1]]
+    """
+    steps = structure.program.steps
+    found = [
+        [sum(part) for part in product(*(offsets(axes) for axes in step.reads))] for step in steps
+    ]
+    written = [sum(part) for part in product(*(offsets(axes) for axes in steps[-1].writes))]
+    return [*found, sorted(range(len(written)), key=written.__getitem__)]
+
+
+def draw_structure(structure: Structure) -> Figure:
+    """x, every core as its blocks, the wires between them, y, and the matrix that all of it is."""
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    axes, image = figure.subplots(1, 2, width_ratios=(2.6, 1))
+    sources, x, lying = wires(structure), 0.0, places(structure.in_features)
+    axes.plot([x] * len(lying), lying, "k.", markersize=6)
+    label(axes, x, "x", [(axis, "repeat") for axis in structure.inputs])
+    for n, core in enumerate(structure.cores):
+        inputs = places(len(sources[n]))
+        wire(axes, x, [lying[source] for source in sources[n]], inputs)
+        lying = places(core.batch * core.repeat * core.fan_out)
+        block(axes, x + 1, core, inputs, lying)
+        label(axes, x + 1.4, f"core {n + 1}", roles_of(core, structure.subscripts[n]))
+        x += 1.8
+    wire(axes, x, [lying[source] for source in sources[-1]], places(structure.out_features))
+    axes.plot([x + 1] * structure.out_features, places(structure.out_features), "k.", markersize=6)
+    label(axes, x + 1, "y", [(axis, "repeat") for axis in structure.outputs])
+    for n, role in enumerate(("batch", "fan-out", "fan-in")):
+        style = {"color": ROLES[role], "ha": "center", "weight": "bold"}
+        axes.text((x + 1) / 2 + 0.6 * (n - 1), -0.24, role, **style)
+    axes.set(xlim=(-0.4, x + 1.4), ylim=(-0.26, 1.24))
+    axes.axis("off")
+    draw = torch.Generator().manual_seed(0)
+    matrix = to_dense(
+        structure, [torch.randn(core.shape, generator=draw) for core in structure.cores]
+    )
+    limit = matrix.abs().max().item()
+    image.imshow(matrix.tolist(), cmap="RdBu", vmin=-limit, vmax=limit)
+    share = structure.params / matrix.numel()
+    image.set_title(
+        f"y = W x, W with {structure.params} parameters,\n{share:.0%} of a dense matrix's"
+    )
+    image.set(xticks=[], yticks=[])
+    return figure
+
+
+def places(count: int) -> list[float]:
+    """Heights from 1 to 0."""
+    return [1 - n / max(1, count - 1) for n in range(count)]
+
+
+def wire(axes: Axes, x: float, starts: list[float], ends: list[float]) -> None:
+    for start, end in zip(starts, ends, strict=True):
+        axes.plot([x, x + 1], [start, end], color="0.7", linewidth=0.9, zorder=0)
+
+
+def block(axes: Axes, x: float, core: Core, inputs: list[float], outputs: list[float]) -> None:
+    """A core, inputs to the left and outputs to the right; a block that is used again has its
+    colour again."""
+    colours = colormaps["tab10"]
+    for n in range(core.batch * core.repeat):
+        ins = inputs[n * core.fan_in : (n + 1) * core.fan_in]
+        outs = outputs[n * core.fan_out : (n + 1) * core.fan_out]
+        corners = [(x, ins[0]), (x + 0.8, outs[0]), (x + 0.8, outs[-1]), (x, ins[-1])]
+        colour = colours(n // core.repeat % colours.N)
+        axes.add_patch(Polygon(corners, facecolor=colour, edgecolor=colour, alpha=0.5))
+    axes.plot(
+        [x] * len(inputs), inputs, "k.", [x + 0.8] * len(outputs), outputs, "k.", markersize=3
+    )
+    times = f", {core.repeat} times" if core.repeat > 1 else ""
+    size = f"{core.batch} blocks of {core.fan_out} x {core.fan_in}{times}"
+    axes.text(x + 0.4, -0.12, size, ha="center")
+
+
+def label(axes: Axes, x: float, title: str, letters: list[tuple[str, str]]) -> None:
+    """`title`, and the names of axes below it in the colours of their roles."""
+    axes.text(x, 1.18, title, ha="center")
+    for n, (letter, role) in enumerate(letters):
+        place = x + 0.16 * (n - (len(letters) - 1) / 2)
+        style = {"family": "monospace", "size": "large", "weight": "bold", "color": ROLES[role]}
+        axes.text(place, 1.08, letter, ha="center", **style)
+
+
+def roles_of(core: Core, text: str) -> list[tuple[str, str]]:
+    """The axes of a core as they were written, each with its role."""
+    roles = {axis: "batch" for axis in core.batch_axes}
+    roles |= {axis: "fan-out" for axis in core.fan_out_axes}
+    roles |= {axis: "fan-in" for axis in core.fan_in_axes}
+    return [(axis, roles[axis]) for axis in text.split()]
+
+
+# ---- pictures ------------------------------------------------------------------------------------
+
+# name of the file -> what it shows, and a function that draws it
+PICTURES: dict[str, tuple[Callable[[], str], Callable[[], Figure]]] = {
+    "structure.png": (lambda: DRAWN.text, lambda: draw_structure(DRAWN)),
+    "lr_transfer.png": (
+        lambda: json.dumps(read("lr_transfer")["rows"]),
+        lambda: lr_transfer.plot_some(read("lr_transfer"), TRANSFER),
+    ),
+}
+
+
+def digest(content: str) -> str:
+    """What a picture says it was drawn from."""
+    return f"sha256 of what is drawn: {hashlib.sha256(content.encode()).hexdigest()}"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--smoke", action="store_true", help="write nothing")
+    options = parser.parse_args(argv)
+    for page, tables in TABLES.items():
+        for name, make in tables.items():
+            print(f"# {page}, {name}\n\n{make()}\n")
+        if not options.smoke:
+            path = ROOT / page
+            path.write_text(fill(path.read_text(encoding="utf-8"), tables), encoding="utf-8")
+    for name, (content, draw) in PICTURES.items():
+        figure = draw()
+        if not options.smoke:
+            IMAGES.mkdir(parents=True, exist_ok=True)
+            about = {"Description": digest(content())}
+            figure.savefig(IMAGES / name, dpi=110, metadata=about)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""README and docs/: every link and picture is there, all code runs, every number is a kept
+result's."""
+
+import doctest
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+
+from PIL import Image
+
+from benchmarks import pages, record
+from structlin import BTT, TT, Kronecker, LowRank, Monarch, to_dense
+
+ROOT = pages.ROOT
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+RUN = [page for page in PAGES if ">>>" in page.read_text(encoding="utf-8")]
+
+
+def page_text(name: str) -> str:
+    return " ".join((ROOT / "docs" / name).read_text(encoding="utf-8").split())
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def anchors(page: Path) -> set[str]:
+    """What `#...` can name: the headings, as GitHub and mkdocs write them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+# ---- links and code ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_local_link_and_picture_of_a_page_is_there(page):
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), target
+        assert ROOT.resolve() in found.resolve().parents, target
+        assert not anchor or anchor in anchors(found), target
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    reached, todo = set[Path](), [ROOT / "README.md"]
+    while todo:
+        page = todo.pop()
+        reached.add(page)
+        for target in re.findall(r"\]\(([^)#\s]+\.md)", page.read_text(encoding="utf-8")):
+            linked = (page.parent / target).resolve()
+            if linked not in reached:
+                todo.append(linked)
+    assert {page.resolve() for page in PAGES} <= {page.resolve() for page in reached}
+
+
+@pytest.mark.parametrize("page", RUN, ids=name_of)
+def test_the_code_of_a_page_gives_the_output_that_it_shows(page):
+    results = doctest.testfile(
+        str(page), module_relative=False, encoding="utf-8", optionflags=doctest.ELLIPSIS
+    )
+    assert results.attempted > 3
+    assert results.failed == 0
+
+
+def test_the_pages_with_code_are_found():
+    assert {"README.md", "docs/theory.md", "docs/compress.md"} <= {name_of(page) for page in RUN}
+
+
+def test_the_main_job_and_the_tests_are_installed_with_the_pinned_versions():
+    commands = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(commands) == 2
+    assert all(command.startswith("pip install -c constraints.txt -e ") for command in commands)
+
+
+# ---- tables and pictures -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", pages.TABLES)
+def test_the_tables_of_a_page_are_what_the_kept_results_give(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert record.fill(text, pages.TABLES[page]) == text
+    for name, make in pages.TABLES[page].items():
+        assert f"<!-- {name} -->\n{make()}\n<!-- end -->" in text
+        assert len(make().splitlines()) > 3
+
+
+@pytest.mark.parametrize("name", pages.PICTURES)
+def test_a_picture_is_drawn_from_what_is_kept(name):
+    content, _ = pages.PICTURES[name]
+    with Image.open(pages.IMAGES / name) as picture:
+        assert picture.text["Description"] == pages.digest(content())
+
+
+def test_the_examples_in_the_docstrings_give_what_they_show():
+    for module in (pages, record):
+        results = doctest.testmod(module)
+        assert results.attempted
+        assert not results.failed
+
+
+FAMILIES = [
+    BTT(rank=1),
+    BTT(rank=2),
+    BTT(rank=1, cores=3),
+    Monarch(blocks=2),
+    Monarch(blocks=8),
+    Kronecker(),
+    TT(rank=2),
+    LowRank(rank=3),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_the_ways_through_blocks_and_wires_are_the_entries_of_the_matrix(family):
+    structure = family.structure(16, 24)
+    ways = [{source} for source in range(structure.in_features)]  # from which of x a number comes
+    *sources, last = pages.wires(structure)
+    for core, source in zip(structure.cores, sources, strict=True):
+        inputs, ways = [ways[place] for place in source], []
+        for block in range(core.batch * core.repeat):
+            read = inputs[block * core.fan_in : (block + 1) * core.fan_in]
+            ways += [set().union(*read)] * core.fan_out
+    found = [ways[place] for place in last]
+    ones = to_dense(structure, [torch.ones(core.shape) for core in structure.cores])
+    assert found == [{n for n, entry in enumerate(row) if entry} for row in ones.tolist()]
+
+
+def test_a_picture_shows_every_block_and_wire():
+    for family in (BTT(rank=2), Kronecker()):
+        structure = family.structure(16, 16)
+        axes, matrix = pages.draw_structure(structure).axes
+        assert len(axes.patches) == sum(core.batch * core.repeat for core in structure.cores)
+        wires = [line for line in axes.lines if line.get_marker() in ("", "None")]
+        assert len(wires) == sum(len(source) for source in pages.wires(structure))
+        assert matrix.images[0].get_array().shape == (16, 16)
+
+
+# ---- numbers in sentences ------------------------------------------------------------------------
+
+
+def test_what_is_said_of_speed_is_what_the_kept_results_have():
+    def speeds(name):
+        rows = pages.read(name)["rows"]
+        plain = [row for row in rows if row["implementation"] == "auto"]
+        keys = ("d_in", "tokens", "dtype", "backward", "structure")
+        assert plain
+        return {
+            tuple(row[key] for key in keys): row["x_dense"]["median"]
+            for row in plain
+            if row["d_in"] == row["d_out"]
+        }
+
+    text, kept = page_text("speed.md"), speeds("layer")
+    command = pages.read("layer")["environment"]["command"]
+    assert f"`{command}` on two CPU cores" in text
+    narrow, wide = (kept[width, 4096, "bfloat16", True, "BTT r=1"] for width in (1024, 2048))
+    assert (
+        f"In bfloat16 it is {narrow:.1f} times as fast as dense at 1024 and {wide:.1f} times at "
+        "2048" in text
+    )
+    lowest = min(speed for (_, tokens, *_), speed in kept.items() if tokens == 4096)
+    assert (
+        f"the slowest structure of all widths and both dtypes has {lowest:.2f} of dense's speed"
+        in text
+    )
+    few = [
+        speed
+        for (_, tokens, dtype, *_), speed in kept.items()
+        if tokens == 16 and dtype == "bfloat16"
+    ]
+    assert f"16 tokens in bfloat16 has {min(few):.2f} to {max(few):.2f} of it" in text
+    fresh = speeds("layer_default_allocator")[1024, 4096, "float32", True, "BTT r=1"]
+    assert f"BTT r=1 was {fresh:.1f} times as fast as dense at 1024" in text
+
+
+def test_the_share_of_denses_flop_rate_is_the_speed_times_the_share_of_its_flops():
+    row = next(
+        row
+        for row in pages.read("layer")["rows"]
+        if (row["structure"], row["implementation"], row["dtype"]) == ("BTT r=1", "auto", "float32")
+        and (row["d_in"], row["d_out"], row["tokens"]) == (2048, 2048, 4096)
+        and row["backward"]
+    )
+    speed = row["x_dense"]["median"]
+    share = speed * BTT(rank=1).structure(2048, 2048).flops / (2 * 2048**2)
+    table = pages.TABLES["README.md"]["speed"]().splitlines()
+    column = table[0].split("|").index(" 2048 -> 2048, float32 ")
+    cells = next(line.split("|") for line in table if "BTT r=1" in line)
+    assert cells[column] == f" {speed:.2f}x ({100 * share:.0f}%) "
+    assert len(table) == 2 + 5
+
+
+def test_what_is_said_of_other_packages_is_what_the_kept_result_has():
+    rows = pages.read("peers")["rows"]
+    rows = [
+        row
+        for row in rows
+        if row["tokens"] == 4096 and row["dtype"] == "float32" and "structlin_x" in row
+    ]
+    keys = [(row["structure"], row["implementation"].split()[0], row["backward"]) for row in rows]
+    speed = {
+        key: f"{row['structlin_x']['median']:.2f}" for key, row in zip(keys, rows, strict=True)
+    }
+    forward, both = (speed["Kronecker", "pyfastkron", backward] for backward in (False, True))
+    text = page_text("speed.md")
+    assert f"we have {forward} of its speed forward, {both} forward and backward" in text
+    assert f"Monarch 16 at {speed['Monarch 16', 'torch-structured', True]}" in text
+    assert f"torchTT at {speed['TT r=8', 'torchTT', True]}" in text
+
+
+def test_what_is_said_of_compression_is_what_the_kept_results_have():
+    rows = pages.read("minilm")["rows"]
+    half = {
+        (row["family"], row["calibrated"]): f"{row['cosine']:.2f}"
+        for row in rows
+        if row["budget"] == 0.5
+    }
+    text = page_text("compress.md")
+    for family in ("BTT", "low-rank", "block-diagonal"):
+        found = re.search(rf"(\d\.\d\d) \({family}, [^)]*?(\d\.\d\d)", text)
+        assert found is not None
+        assert found.groups() == (half[family, False], half[family, True])
+    rows = [row for row in pages.read("compress")["rows"] if row["family"] != "dense"]
+    plain, calibrated = (
+        {(row["family"], row["budget"]): row for row in rows if row["aware"] is aware}
+        for aware in (False, True)
+    )
+    assert "Calibration wins everywhere right after conversion" in text
+    assert all(calibrated[key]["after"] < plain[key]["after"] for key in plain)
+    assert "After fine-tuning it still wins but for block-diagonal at 25 %" in text
+    lost = [key for key in plain if calibrated[key]["tuned"] >= plain[key]["tuned"]]
+    assert lost == [("blockdiagonal", 0.25)]
+    assert "low-rank beats BTT at every budget there" in text
+    for found in (plain, calibrated):
+        for _, budget in found:
+            assert found["lowrank", budget]["after"] < found["btt", budget]["after"]
+
+
+def test_what_is_said_of_tuned_rates_is_what_the_kept_result_has():
+    result, text = pages.read("lr_transfer"), page_text("optimizers.md")
+    rows = {(row["structure"], row["width"], row["rule"]): row for row in result["table"]}
+    pairs = {
+        (structure, width): (row, rows[structure, width, "aware"])
+        for (structure, width, rule), row in rows.items()
+        if rule == "naive"
+    }
+    tuned = [naive["best_loss"] / ours["best_loss"] for naive, ours in pairs.values()]
+    lower = sum(ratio < 1 for ratio in tuned)
+    assert f"the naive rule has the lower loss in {lower} of {len(tuned)} cases" in text
+    assert f"by up to a factor of {1 / min(tuned):.1f}" in text
+    kind = "loss_at_reference_lr"
+    won = [key for key, (naive, ours) in pairs.items() if ours[kind] < naive[kind]]
+    wide, narrow = (sum(width == each for _, width in won) for each in (1024, 64))
+    assert (
+        f"it ends lower in {len(won)} of {len(pairs)} cases, in {wide} of 6 at width 1024 and in "
+        f"{narrow} of 6 at width 64"
+    ) in text
+    means = [
+        sum(abs(pairs[structure, width][rule]["shift"]) for width in (64, 256, 1024)) / 3
+        for rule in (0, 1)
+        for structure in ("low-rank", "Monarch")
+    ]
+    assert (
+        "nearer ones: {:.2f} and {:.2f} factors of 2 away on average, ours {:.2f}".format(*means)
+        in text
+    )
+    largest = result["largest_shift"]
+    assert f"within a factor of {2 ** largest['aware']:.0f} of dense's everywhere" in text
+    assert f"without it within a factor of {2 ** largest['naive']:.0f}" in text
+
+
+def test_what_is_said_of_feature_changes_is_what_the_kept_result_has():
+    lines = pages.feature_changes().splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    ends = {row[0]: [float(cell) for cell in row[1:]] for row in cells}
+    naive = {name: values[2] / values[0] for name, values in ends.items()}
+    ours = {name: values[5] / values[3] for name, values in ends.items() if name != "dense"}
+    text = page_text("optimizers.md")
+    assert f"{naive['TT r=4']:.2f}" == f"{naive['BTT r=4']:.2f}"
+    assert f"falls to {naive['TT r=4']:.2f} of itself for TT and BTT r=4" in text
+    assert f"and to {naive['BTT r=1']:.2f} for BTT r=1" in text
+    assert f"no further than dense's own, to {naive['dense']:.2f}, and for low-rank it" in text
+    assert min(naive["Kronecker"], naive["Monarch"]) > naive["dense"] - 0.005
+    assert naive["low-rank"] > 1
+    assert f"between {min(ours.values()):.2f} and {max(ours.values()):.2f} of itself" in text
+
+
+def test_the_table_of_models_lists_as_many_as_the_pages_say():
+    listed = (ROOT / "docs/models.md").read_text(encoding="utf-8").count("one graph")
+    assert f"{listed} model classes" in page_text("convert.md")
+    assert f"{listed} classes tested" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_results_that_the_pages_show_have_a_command_and_versions():
+    for name in ("layer", "lr_transfer", "minilm", "model", "muon_vs_adamw", "peers"):
+        found = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["environment"]
+        assert {"command", "machine", "torch"} <= set(found)
