@@ -1,0 +1,84 @@
+"""How the API reference reads the docstrings: what the house writes, as Google's style has it.
+
+A griffe extension, named in mkdocs.yml. Doctests become blocks of code; `a, b: text` under Args or
+Attributes is an entry for each of the names; `#: text` after an attribute is its docstring; a
+function that takes the arguments of another one (`take_arguments_of`) has them; "Source:" is a
+paragraph.
+"""
+
+import re
+from typing import Any
+
+import griffe
+
+GROUP = re.compile(r"(?P<indent> +)(?P<names>\w+(?:, \w+)+): ")
+HEADING = re.compile(r"(?P<indent> *)(Args|Attributes|Raises|Returns|Yields|Warns):$")
+SOURCE = re.compile(r" *Sources?: ")
+TAKEN = re.compile(r"take_arguments_of\((\w+)\)")
+
+
+class Docstrings(griffe.Extension):
+    """Changes the docstrings of a package once all of it is read."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        visit(pkg)
+
+
+def visit(parent: griffe.Object) -> None:
+    """Every object below `parent`, and it."""
+    if parent.docstring is not None:
+        parent.docstring.value = rewrite(parent.docstring.value)
+    for member in parent.members.values():
+        if isinstance(member, griffe.Alias):
+            continue
+        if isinstance(member, griffe.Attribute) and member.docstring is None:
+            comment = re.search(r"#: (.*)$", "\n".join(member.lines), re.MULTILINE)
+            if comment is not None:
+                member.docstring = griffe.Docstring(comment[1], parent=member)
+        if isinstance(member, griffe.Function):
+            for decorator in member.decorators:
+                taken = TAKEN.fullmatch(str(decorator.value))
+                if taken is not None:
+                    member.parameters = parent.members[taken[1]].parameters
+        visit(member)
+
+
+def rewrite(text: str) -> str:
+    """A docstring of the house as Google's style has it.
+
+    >>> rewrite("Adds.\\n\\nArgs:\\n    a, b: numbers.\\n")
+    'Adds.\\n\\nArgs:\\n    a: numbers.\\n    b: numbers.\\n'
+    """
+    return "\n\n".join(rewrite_paragraph(paragraph) for paragraph in text.split("\n\n"))
+
+
+def rewrite_paragraph(paragraph: str) -> str:
+    lines = paragraph.split("\n")
+    if lines[0].lstrip().startswith(">>> "):
+        indent = lines[0][: len(lines[0]) - len(lines[0].lstrip())]
+        return "\n".join([f"{indent}```pycon", *lines, f"{indent}```"])
+    source = next((n for n, line in enumerate(lines) if SOURCE.match(line)), None)
+    if source is not None:  # else its second line makes it a section
+        cited = " ".join(line.strip() for line in lines[source:])
+        lines = [*lines[:source], *([""] if source else []), cited]
+    if HEADING.match(lines[0]):
+        return "\n".join(line for entry in split_entries(lines) for line in entry)
+    return "\n".join(lines)
+
+
+def split_entries(lines: list[str]) -> list[list[str]]:
+    """The heading of a section and its entries; one that names several is one for each."""
+    entries: list[list[str]] = []
+    indent = len(lines[0]) - len(lines[0].lstrip()) + 4
+    for line in lines:
+        if entries and line.startswith(" " * (indent + 1)):
+            entries[-1].append(line)
+        else:
+            entries.append([line])
+    split = list[list[str]]()
+    for first, *rest in entries:
+        group = GROUP.match(first)
+        names = group["names"].split(", ") if group else []
+        text = first[group.end() :] if group else ""
+        split += [[f"{' ' * indent}{name}: {text}", *rest] for name in names] or [[first, *rest]]
+    return split

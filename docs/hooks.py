@@ -1,0 +1,52 @@
+"""What mkdocs does beyond mkdocs.yml: pages and results from outside docs/, and colours for code.
+
+README.md is the first page; CONTRIBUTING.md, CHANGELOG.md, LICENSE and what is under
+benchmarks/results keep their places. Links are written for a reader of the repository and are
+turned here: `docs/x` on the README and `../x` on a page name the same file of the site.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+from pygments.formatters import HtmlFormatter
+
+ROOT = Path(__file__).parents[1]
+OUTSIDE = {"README.md": "index.md"} | {
+    name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
+}
+CODE = {"structlin/modular": "reference/modular.md"}  # links to folders of code, on the site
+CSS = """
+img { max-width: 100%; }
+table { display: block; overflow-x: auto; }
+td, th { padding: 0.2em 0.6em; }
+"""
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """The files of the site and those from outside docs/."""
+    results = (ROOT / "benchmarks" / "results").rglob("*.*")
+    outside = OUTSIDE | {
+        str(path.relative_to(ROOT)): str(path.relative_to(ROOT)) for path in results
+    }
+    for source, target in outside.items():
+        files.append(File.generated(config, target, abs_src_path=str(ROOT / source)))
+    style = CSS + HtmlFormatter(style="default").get_style_defs(".highlight")
+    files.append(File.generated(config, "site.css", content=style))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """The page with its links as the site needs them."""
+    depth = page.file.src_uri.count("/")
+
+    def turn(match: re.Match[str]) -> str:
+        target = match[1]
+        if page.file.src_uri == "index.md":
+            target = target.removeprefix("docs/")
+        elif target.startswith("../" * (depth + 1)):
+            target = target.removeprefix("../")
+        return f"]({CODE.get(target, target)})"
+
+    return re.sub(r"\]\((?!https://)([^)\s]+)\)", turn, markdown)

@@ -1,0 +1,111 @@
+"""docs/ and the docstrings as a site: built strictly, complete, and without another host."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import structlin
+from structlin import duality, importers, modular, optim, scaling, stability
+
+pytest.importorskip("mkdocs")
+griffe = pytest.importorskip("griffe")
+
+ROOT = Path(__file__).parents[1]
+PUBLIC = [structlin, optim, modular, stability, scaling, duality, importers]
+
+
+def load_docstrings():
+    spec = importlib.util.spec_from_file_location("docstrings", ROOT / "docs/docstrings.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_the_reference_has_every_public_name(site):
+    pages = "".join(page.read_text() for page in site.glob("reference/*.html"))
+    for module in PUBLIC:
+        own = getattr(module, "__all__", None) or [
+            name
+            for name, value in vars(module).items()
+            if getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")
+        ]
+        assert own
+        for name in own:
+            if isinstance(getattr(module, name), type(os)):
+                continue  # it has a page of its own
+            full = f"{module.__name__}.{name}"
+            found = f'id="{full}"' in pages or f'id="{full}.{name}"' in pages
+            assert found, full
+    assert 'id="structlin.hf.declare"' in pages
+
+
+@pytest.mark.slow
+def test_the_site_takes_nothing_from_another_host(site):
+    assert len([*site.rglob("*.html")]) > 15
+    for page in site.rglob("*.html"):
+        text = page.read_text()
+        fetched = re.findall(r"<(?:script|img|link|iframe)\b[^>]*(?:src|href)=\"([^\"]+)\"", text)
+        assert fetched
+        assert not [url for url in fetched if url.startswith(("http:", "https:", "//"))], page
+    for style in site.rglob("*.css"):
+        text = style.read_text()
+        assert not re.findall(r"@import\s|url\([\"']?(?:https?:)?//", text), style
+
+
+@pytest.mark.slow
+def test_examples_of_docstrings_are_code_and_convert_has_its_arguments(site):
+    text = (site / "reference/structlin.html").read_text()
+    assert text.count('<span class="gp">') > 30
+    start = text.index('id="structlin.convert"')
+    convert = re.sub(r"<[^>]+>", "", text[start : text.index('id="structlin.divide"')])
+    for argument in ("include", "overrides", "zero_init", "budget"):
+        assert f"{argument}:" in convert
+
+
+def test_the_examples_of_the_reader_of_docstrings_give_what_they_show():
+    import doctest
+
+    results = doctest.testmod(load_docstrings())
+    assert results.attempted
+    assert not results.failed
+
+
+def test_groups_examples_and_sources_are_read_as_googles_style_has_them():
+    text = (
+        "One line.\n\nArgs:\n    x: one.\n    a, b: two,\n        on two lines.\n"
+        "    c: three.\nSource: A,\n    and B.\n\n>>> 1\n1"
+    )
+    parsed = griffe.Docstring(load_docstrings().rewrite(text)).parse("google", warnings=False)
+    kinds = [section.kind.value for section in parsed]
+    assert kinds == ["text", "parameters", "text"]
+    entries = {entry.name: entry.description for entry in parsed[1].value}
+    assert list(entries) == ["x", "a", "b", "c"]
+    assert entries["a"] == entries["b"] == "two,\non two lines."
+    assert parsed[2].value == "Source: A, and B.\n\n```pycon\n>>> 1\n1\n```"
+
+
+def test_comments_after_attributes_are_their_docstrings(tmp_path):
+    (tmp_path / "package.py").write_text(
+        "class Core:\n    batch: int  #: of blocks\n    other: int\n"
+    )
+    extensions = griffe.load_extensions(load_docstrings().Docstrings)
+    core = griffe.load("package", search_paths=[tmp_path], extensions=extensions)["Core"]
+    assert core["batch"].docstring.value == "of blocks"
+    assert core["other"].docstring is None
