@@ -15,7 +15,6 @@ from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 from matplotlib import colormaps
@@ -24,7 +23,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Polygon
 
 from benchmarks import layer, lr_transfer, model
-from benchmarks.record import RESULTS, fill
+from benchmarks.papers import tables as papers
+from benchmarks.papers.verdicts import verdicts
+from benchmarks.record import fill, read, table
 from structlin import Core, Structure, to_dense
 
 ROOT = Path(__file__).parents[1]
@@ -35,18 +36,6 @@ TRANSFER = ("BTT r=1", "Monarch")  # of the picture: our rates are nearer, and t
 
 
 # ---- tables --------------------------------------------------------------------------------------
-
-
-def read(name: str) -> dict[str, Any]:
-    """A kept result."""
-    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return result
-
-
-def table(titles: list[str], rows: list[list[str]]) -> str:
-    """Markdown; the first column is text, the others are numbers."""
-    lines = [f"| {' | '.join(line)} |" for line in (titles, *rows)]
-    return "\n".join([lines[0], "|---|" + "--:|" * (len(titles) - 1), *lines[1:]])
 
 
 def main_job() -> str:
@@ -162,6 +151,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "feature changes": feature_changes,
         "muon": muon,
     },
+    "docs/results.md": papers.TABLES | {"verdicts": verdicts},
     "docs/examples.md": {"main job bits": main_job_bits},
     "docs/compress.md": {"small GPT": small_gpt, "sentence encoder": minilm},
 }

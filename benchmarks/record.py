@@ -43,6 +43,18 @@ def save_json(path: Path, **content: Any) -> None:
     unfinished.replace(path)
 
 
+def read(name: str) -> dict[str, Any]:
+    """The kept result `name`, as "layer" or "papers/md_width"."""
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return result
+
+
+def table(titles: list[str], rows: list[list[str]]) -> str:
+    """Markdown; the first column is text, the others are numbers."""
+    lines = [f"| {' | '.join(line)} |" for line in (titles, *rows)]
+    return "\n".join([lines[0], "|---|" + "--:|" * (len(titles) - 1), *lines[1:]])
+
+
 def fill(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
     """`text` with what stands between `<!-- name -->` and `<!-- end -->` made anew.
 

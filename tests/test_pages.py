@@ -14,6 +14,7 @@ pytest.importorskip("matplotlib")
 from PIL import Image
 
 from benchmarks import pages, record
+from benchmarks.papers import verdicts
 from structlin import BTT, TT, Kronecker, LowRank, Monarch, to_dense
 
 ROOT = pages.ROOT
@@ -305,3 +306,93 @@ def test_the_results_that_the_pages_show_have_a_command_and_versions():
     for name in ("layer", "lr_transfer", "minilm", "model", "muon_vs_adamw", "peers"):
         found = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["environment"]
         assert {"command", "machine", "torch"} <= set(found)
+
+
+# ---- docs/results.md -----------------------------------------------------------------------------
+
+
+def test_a_verdict_is_yes_only_if_all_of_the_claim_holds():
+    assert [verdicts.judge(*holds) for holds in ((True, True), (True, False), (False, False))] == [
+        "yes",
+        "in part",
+        "**no**",
+    ]
+
+
+def test_the_verdicts_change_with_the_rows(monkeypatch):
+    def turned(name):
+        result = pages.read(name)
+        if name == "lr_transfer":
+            result["largest_shift"] = {"naive": 1.0, "aware": 3.0}
+        if name == "papers/cbs_scaling":
+            for found in result["comparisons"].values():
+                found["against_dense"]["BTT r=1"] = {"value": 0.1, "low": 0.05, "high": 0.2}
+        return result
+
+    def line(claim):
+        return next(line for line in verdicts.verdicts().splitlines() if claim in line)
+
+    assert "| yes | within a factor of 2 (" in line("CBS 2b")
+    assert "| yes | 0.83 (0.83 to 0.84)" in line("CBS 4: BTT is below dense")
+    monkeypatch.setattr(verdicts, "read", turned)
+    assert "| **no** | within a factor of 8 (" in line("CBS 2b")
+    assert "| in part | 1.11 (1.05 to 1.22)" in line("CBS 4: BTT is below dense")
+
+
+def test_every_kept_result_of_the_papers_is_on_the_page_with_its_command():
+    text = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    kept = sorted(path.stem for path in (ROOT / "benchmarks/results/papers").glob("*.json"))
+    assert len(kept) > 10
+    for name in kept:
+        assert f"](../benchmarks/results/papers/{name}.json)" in text
+        assert f"](../benchmarks/results/papers/{name}.png)" in text
+        assert f"python -m benchmarks.papers.{name}" in text
+
+
+def test_the_claim_of_normed_training_fails_where_the_page_says():
+    rows = pages.read("papers/mn_transfer")["rows"]
+    least = {}
+    for row in rows:
+        if row["loss"] is not None:
+            key = row["network"], row["axis"], row["size"], row["method"]
+            least[key] = min(row["loss"], least.get(key, row["loss"]))
+    lost = [
+        (*size, method)
+        for *size, method in least
+        if not method.startswith("normed")
+        and least[(*size, method)] <= least[(*size, f"normed {method}")]
+    ]
+    assert sorted(lost) == [
+        ("GPT", "blocks", 6, "SGD"),
+        ("ResMLP", "blocks", 18, "Adam"),
+        ("ResMLP", "width", 256, "Adam"),
+        ("ResMLP", "width", 256, "SGD"),
+    ]
+    text = page_text("results.md")
+    assert "each at 10 of 12 sizes" in text
+    methods = ("normed Adam", "Adam", "normed SGD", "SGD")
+    wide = [f"{least['ResMLP', 'width', 256, method]:.4f}" for method in methods]
+    assert "{} (normed Adam), {} (Adam), {} (normed SGD), {} (SGD)".format(*wide) in text
+    gpt = ", ".join(f"{least['GPT', 'width', 64, method]:.2f}" for method in methods)
+    assert f"On the GPT of width 64 they are {gpt}." in text
+
+
+def test_what_is_said_of_scaling_is_what_the_kept_result_has():
+    compared = pages.read("papers/cbs_scaling")["comparisons"]
+    teacher, digits = (compared[task]["exponents"] for task in ("teacher", "digits"))
+    shared = [
+        found[name]["value"] for found in (teacher, digits) for name in ("Kronecker", "TT r=4")
+    ]
+    steeper = [
+        value > found["dense"]["value"]
+        for value, found in zip(shared, (teacher, teacher, digits, digits), strict=True)
+    ]
+    text = page_text("results.md")
+    assert "three of their four exponents are larger than dense's" in text
+    assert steeper == [True, True, True, False]
+    dense = teacher["dense"]["value"], digits["dense"]["value"]
+    assert (
+        f"({shared[0]:.3f} and {shared[1]:.3f} against {dense[0]:.3f}, "
+        f"{shared[2]:.3f} against {dense[1]:.3f})"
+    ) in text
+    assert max(digits, key=lambda name: digits[name]["value"]) == "Monarch b=16"

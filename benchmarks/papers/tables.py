@@ -1,0 +1,359 @@
+"""The tables of docs/results.md, from the kept results; `benchmarks.pages` writes them."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from itertools import product
+from math import exp, log2
+from statistics import fmean
+from typing import Any
+
+from benchmarks.record import read, table
+
+Row = dict[str, Any]
+
+
+def select(rows: Iterable[Row], **wanted: Any) -> list[Row]:
+    """The rows that have what is `wanted`."""
+    return [row for row in rows if wanted.items() <= row.items()]
+
+
+def one(rows: Iterable[Row], **wanted: Any) -> Row:
+    """The only row that has what is `wanted`."""
+    (found,) = select(rows, **wanted)
+    return found
+
+
+def names(rows: Iterable[Row], key: str) -> list[Any]:
+    """The values of `key`, in the order in which they come first."""
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
+def interval(found: dict[str, float], digits: int, of: Callable[[float], float]) -> str:
+    value, low, high = (f"{of(found[key]):.{digits}f}" for key in ("value", "low", "high"))
+    return f"{value} ({low} to {high})"
+
+
+def same(x: float) -> float:
+    return x
+
+
+# ---- Compute Better Spent ------------------------------------------------------------------------
+
+
+def scaling() -> str:
+    """Figures 4 and 5: exponents, and losses over dense's at equal FLOPs."""
+    compared = read("papers/cbs_scaling")["comparisons"]
+    titles = [""]
+    for task in compared:
+        titles += [f"exponent, {task}", "loss / dense's at equal FLOPs"]
+    lines = []
+    for structure in compared["teacher"]["exponents"]:
+        cells = [structure]
+        for found in compared.values():
+            cells.append(interval(found["exponents"][structure], 3, same))
+            ratio = found["against_dense"][structure]
+            cells.append("1" if structure == "dense" else interval(ratio, 2, exp))
+        lines.append(cells)
+    return table(titles, lines)
+
+
+def tuning() -> str:
+    """Figures 1c and 3: losses with each rule tuned, and at dense's rate."""
+    rows = read("papers/cbs_tuning")["table"]
+    columns = {
+        "naive, tuned": ("naive", "tuned"),
+        "aware, tuned": ("aware", "tuned"),
+        "others x4, tuned": ("aware, others x4", "tuned"),
+        "naive, dense's": ("naive", "dense's"),
+        "aware, dense's": ("aware", "dense's"),
+    }
+    widths = sorted(names(rows, "width"))
+    lines = []
+    for structure in names(rows, "structure"):
+        if structure == "dense":
+            continue
+        losses = [
+            one(rows, structure=structure, width=width, rule=rule)[kind]
+            for width, (rule, kind) in product(widths, columns.values())
+        ]
+        lines.append([structure, *(f"{loss:.4f}" for loss in losses)])
+    return table(["", *(f"{width}: {name}" for width, name in product(widths, columns))], lines)
+
+
+def norm() -> str:
+    """Figure 7: RMS of the residual stream, and the loss."""
+    result = read("papers/cbs_norm")
+    rates, lines = result["setting"]["lrs"], []
+    for row in result["table"]:
+        large = row["lr"] == "large"
+        rms = [f"{row['start']:.2f}"]
+        rms += [f"{row[key]:,.0f}" if large else f"{row[key]:.1f}" for key in ("half", "end")]
+        lines.append([f"2^{log2(rates[row['lr']]):g}, {row['model']}", *rms, f"{row['loss']:.3f}"])
+    return table(["rate, model", "start", "half-way", "end", "held-out loss"], lines)
+
+
+def gpt() -> str:
+    """Figure 9: losses of dense at its better rate, and of BTT."""
+    result = read("papers/cbs_gpt")
+    rows = select(result["rows"], eps=result["setting"]["eps"])
+    groups: dict[tuple[str, int], dict[float, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        groups[row["structure"], row["width"]][row["lr"]].append(row)
+    lines = []
+    for structure, width in sorted(groups, key=lambda key: (key[0] != "dense", key[1])):
+        by_rate = groups[structure, width].values()
+        best = min(by_rate, key=lambda found: fmean(row["loss"] for row in found))
+        losses = ", ".join(f"{row['loss']:.3f}" for row in best)
+        flops, head = best[0]["flops"], best[0]["head_flops"]
+        cells = [structure, str(width), f"{flops:,}", f"{100 * head / flops:.0f} %", losses]
+        lines.append(cells)
+    titles = ["", "width", "FLOPs a token", "of the head", "held-out loss, by seed"]
+    return table(titles, lines)
+
+
+def projection() -> str:
+    """Appendix D: from which rank on a structure is every matrix."""
+    lines = [
+        [
+            row["structure"],
+            f"{row['in']} -> {row['out']}",
+            ", ".join(map(str, row["bonds"])),
+            f"{row['params_over_dense']:.2f}",
+            f"{row['error_of_rank_1']:.2f}",
+            f"{row['least_error_below']:.0e}",
+            f"{row['largest_error_at_bound']:.0e}",
+        ]
+        for row in read("papers/cbs_projection")["table"]
+    ]
+    titles = ["structure", "in -> out", "bound", "params / dense at the bound"]
+    return table([*titles, "error at rank 1", "one rank before", "at the bound"], lines)
+
+
+def sgd() -> str:
+    """Appendix H: log2 of the best rate over dense's."""
+    tasks = read("papers/cbs_sgd")["shifts"]
+    rows = next(iter(tasks.values()))["table"]
+    columns = [*product(tasks, {"naive": "naive", "aware": "ours"}.items(), (64, 256))]
+    lines = []
+    for structure in names(sorted(rows, key=lambda row: row["structure"] != "dense"), "structure"):
+        cells = [structure]
+        for task, (rule, _), width in columns:
+            wanted = {"structure": structure, "rule": rule, "width": width}
+            cells += [f"{row['shift']:+.0f}" for row in select(tasks[task]["table"], **wanted)] or [
+                ""
+            ]
+        lines.append(cells)
+    return table(["", *(f"{task}: {name} {width}" for task, (_, name), width in columns)], lines)
+
+
+# ---- Modular Duality -----------------------------------------------------------------------------
+
+WAYS = {  # of `dualize`, as the page names them
+    "svd": "svd",
+    "ns": "ns (ours, default)",
+    "fast": "fast (ours)",
+    "cubic": "cubic (1.5, -0.5)",
+    "quintic": "(2, -1.5, 0.5)",
+    "quintic-steep": "(3, -3.2, 1.2)",
+    "jordan": "Muon's (3.4445, -4.7750, 2.0315)",
+    "polar-express": "Polar Express",
+    "sketch": "sketch (half the rank)",
+}
+
+
+def width() -> str:
+    """Figure 1: the best rate by width, and the loss at it."""
+    found = read("papers/md_width")["transfer"]
+    labels = {"Adam, SP": "Adam, standard", "Adam, muP": "Adam, muP", "dualized": "dualized"}
+    widths = list(found["dualized"]["optima"])
+    lines = []
+    for method, label in labels.items():
+        row = found[method]
+        cells = [f"{row['optima'][w]:+.1f}; {row['losses'][w]:.3f}" for w in widths]
+        lines.append([label, *cells, f"{row['drift']:+.2f}"])
+    return table(["log2 of the best rate; least loss", *widths, "per doubling"], lines)
+
+
+def watermark() -> str:
+    """Figure 2: accuracy, and the letter's contrast."""
+    rows, lines = read("papers/md_watermark")["rows"], []
+    for lr in sorted(names(rows, "lr")):
+        cells = [f"{lr:g}" if lr >= 1 else f"1/{1 / lr:g}"]
+        for method in ("plain", "dualized"):
+            found = select(rows, method=method, lr=lr)
+            cells += [f"{row['accuracy']:.3f}" for row in found] or [""]
+            cells += [f"{row['contrast']:.2f}" for row in found] or [""]
+        lines.append(cells)
+    titles = ["lr", "plain: accuracy", "contrast", "dualized: accuracy", "contrast"]
+    return table(titles, lines)
+
+
+def coefficients() -> str:
+    """Section 5.3: what each way to the polar factor does."""
+    rows, lines = read("papers/md_coefficients")["table"], []
+
+    def span(ends: list[float] | None) -> str:
+        low, high = (f"{end:.3f}" for end in ends) if ends else ("", "")
+        return low if low == high else f"{low}-{high}"
+
+    for method, label in WAYS.items():
+        row = one(rows, method=method)
+        slope, losses = row["slope at zero"], row["losses"]
+        efficiency = [row["efficiency"][key] for key in ("64 x 64", "cond. 1e4")]
+        lines.append(
+            [
+                label,
+                str(row["steps"] or ""),
+                f"{float(f'{slope:.3g}'):.0f}" if slope else "",
+                span(row["above 0.001"]),
+                span(row["above 0.01"]),
+                *(f"{value:.3f}" for value in [*efficiency, row["efficiency in training"]]),
+                f"{row['loss']:.4f} ({losses[0]:.4f}-{losses[1]:.4f})",
+            ]
+        )
+    titles = ["method", "steps", "slope at 0", "above 1e-3 go to", "above 1e-2 go to"]
+    titles += ["efficiency, 64 x 64", "cond. 1e4", "in training", "final loss (seeds)"]
+    return table(titles, lines)
+
+
+# ---- Scalable Optimization in the Modular Norm ---------------------------------------------------
+
+METHODS = ("normed Adam", "Adam", "normed SGD", "SGD")
+
+
+def transfer() -> str:
+    """Figures 1 and 4: the best rates, and what keeping the smallest size's costs."""
+    lines = []
+    for setup, found in read("papers/mn_transfer")["transfer"].items():
+        sizes = ", ".join(found["Adam"]["optima"])
+        cells = [f"{setup} {sizes}"]
+        for method in METHODS:
+            optima = " ".join(f"{value:+.1f}" for value in found[method]["optima"].values())
+            cost = found[method]["cost"]
+            cells.append(f"{optima} ({cost:.0f}x)" if cost > 10 else f"{optima} ({cost:.2f}x)")
+        lines.append(cells)
+    return table(["", *METHODS], lines)
+
+
+def kept_rate() -> str:
+    """Figure 4: losses at the rate that is best at the smallest size."""
+    rows, lines = read("papers/mn_transfer")["rows"], []
+    for network, axis in dict.fromkeys((row["network"], row["axis"]) for row in rows):
+        cells = [f"{network}, {axis}"]
+        for method in METHODS:
+            found = select(rows, network=network, axis=axis, method=method)
+            sizes = sorted(names(found, "size"))
+            finite = [row for row in select(found, size=sizes[0]) if row["loss"] is not None]
+            best = min(finite, key=lambda row: row["loss"])["lr"]
+            digits = 3 if network == "ResMLP" else 2
+            losses = [one(found, size=size, lr=best)["loss"] for size in sizes]
+            cells.append(" ".join(f"{loss:.{digits}f}" for loss in losses))
+        lines.append(cells)
+    return table(["", *METHODS], lines)
+
+
+def masses() -> str:
+    """Figure 3: the least loss at each mass."""
+    found = read("papers/mn_mass")["masses"]
+    titles = {"0.0625": "1/16", "0.25": "1/4", "1.0": "1", "4.0": "4", "16.0": "16"}
+    lines = [
+        [f"{axis} {size}", *(f"{row['curve'][mass]:.4f}" for mass in titles)]
+        for axis, sizes in found.items()
+        for size, row in sizes.items()
+    ]
+    return table(["final loss at mass", *titles.values()], lines)
+
+
+def tared() -> str:
+    """Figure 6: the best rate and the least loss by depth."""
+    found = read("papers/mn_mass")["depth"]
+    labels = {"tared": "tared, mass 1 for all blocks", "free": "free, mass 1 for each layer"}
+    lines = [
+        [
+            label,
+            *(
+                f"{found[name]['optima'][n]:+.1f}, {loss:.4f}"
+                for n, loss in found[name]["losses"].items()
+            ),
+        ]
+        for name, label in labels.items()
+    ]
+    depths = [f"{n} blocks" for n in found["tared"]["losses"]]
+    return table(["log2 of the best rate, least loss", *depths], lines)
+
+
+def overhead() -> str:
+    """Appendix A.4: milliseconds, and what normalising adds."""
+    lines = []
+    for row in read("papers/mn_overhead")["rows"]:
+        ms = {name: 1e3 * seconds for name, seconds in row["seconds"].items()}
+        ways = ("bound", "power", "net.normalize")
+        cells = [str(row["width"]), str(row["tokens"]), f"{ms['forward + backward']:.0f}"]
+        cells += [f"{ms[name]:.1f}" for name in ("Adam", *ways)]
+        shares = ", ".join(f"{100 * row['overhead'][way]:.1f}" for way in ways)
+        lines.append([*cells, f"{shares} %"])
+    titles = ["width", "tokens", "forward + backward, ms", "Adam", "`Normed`, bound"]
+    return table([*titles, "`Normed`, power", "`net.normalize`", "added by each"], lines)
+
+
+# ---- Beyond MuP 2 --------------------------------------------------------------------------------
+
+
+def fresh() -> str:
+    """The dependency of fresh layers, in brackets the largest norm of a core."""
+    rows = read("papers/bm_metrics")["fresh"]
+    widths = sorted(names(rows, "width"))
+    chosen = [("dense", "spectral"), ("dense", "mup")]
+    chosen += [(name, "spectral") for name in ("low-rank", "Monarch", "BTT r=1", "BTT r=4")]
+    lines = []
+    for structure, init in chosen:
+        cells = [f"{structure}, {init}"]
+        for n in widths:
+            row = one(rows, structure=structure, init=init, width=n)
+            core = "" if structure == "dense" else f" ({row['largest core']:.2f})"
+            cells.append(f"{row['dependency']:.2f}{core}")
+        lines.append(cells)
+    cells = ["every family, orthogonal"]
+    for n in widths:
+        found = [row["dependency"] for row in select(rows, init="orthogonal", width=n)]
+        cells.append(f"{min(found):.2f} to {max(found):.2f}")
+    return table(["", *(f"width {n}" for n in widths)], [*lines, cells])
+
+
+def training() -> str:
+    """The three numbers of the hidden layer at the last step that was read."""
+    result = read("papers/bm_metrics")
+    rows, metrics = result["rows"], ("forward", "dependency", "update")
+    widths = sorted(names(rows, "width"))
+    lines = []
+    for structure, optimizer in product(
+        result["exponents"], ("Muon", "AdamW, muP", "AdamW, one lr")
+    ):
+        cells = [f"{structure}, {optimizer}"]
+        for n in widths:
+            row = one(rows, structure=structure, optimizer=optimizer, width=n)
+            forward, dependency, update = (row[key][-1] for key in metrics)
+            cells.append(f"{forward:.2f} / {dependency:.2f} / {update:.3f}")
+        powers = result["exponents"][structure][optimizer]
+        lines.append([*cells, " / ".join(f"{powers[key]:+.2f}" for key in metrics)])
+    return table(["", *(f"width {n}" for n in widths), "powers"], lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "scaling": scaling,
+    "tuning": tuning,
+    "normalisation": norm,
+    "GPT": gpt,
+    "projection": projection,
+    "SGD": sgd,
+    "width": width,
+    "watermark": watermark,
+    "coefficients": coefficients,
+    "transfer": transfer,
+    "kept rate": kept_rate,
+    "masses": masses,
+    "tared": tared,
+    "overhead": overhead,
+    "fresh": fresh,
+    "training": training,
+}
