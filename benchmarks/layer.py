@@ -319,7 +319,6 @@ def front_page(result: dict[str, Any]) -> str:
     wanted = [  # d_in, d_out, dtype
         (1024, 1024, "float32"),
         (1024, 4096, "float32"),
-        (2048, 2048, "float32"),
         (1024, 1024, "bfloat16"),
     ]
     rows = {

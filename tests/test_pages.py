@@ -109,6 +109,20 @@ def test_the_examples_in_the_docstrings_give_what_they_show():
         assert not results.failed
 
 
+def test_the_main_job_shows_seconds_until_another_models_loss_where_it_has_them(monkeypatch):
+    row = {"label": "dense", "width": 512, "flops": 2_064_384, "loss": 1.6172, "seconds": 43.3}
+    wide = row | {"label": "BTT(rank=1)", "width": 1024}
+    rows = [
+        row | {"seconds to the loss of": {"dense 1024": None}},
+        wide | {"seconds to the loss of": {"dense 512": 44.5, "dense 1024": 49.9}},
+    ]
+    monkeypatch.setattr(pages, "read", lambda name: {"rows": rows})
+    titles, _, dense, structured = pages.main_job().splitlines()
+    assert titles.endswith("| seconds | until dense 1024's loss | until dense 512's loss |")
+    assert dense == "| dense | 512 | 2,064,384 | 1.617 | 43 | never |  |"
+    assert structured == "| BTT(rank=1) | 1024 | 2,064,384 | 1.617 | 43 | 50 | 44 |"
+
+
 FAMILIES = [
     BTT(rank=1),
     BTT(rank=2),
@@ -189,13 +203,13 @@ def test_the_share_of_denses_flop_rate_is_the_speed_times_the_share_of_its_flops
         row
         for row in pages.read("layer")["rows"]
         if (row["structure"], row["implementation"], row["dtype"]) == ("BTT r=1", "auto", "float32")
-        and (row["d_in"], row["d_out"], row["tokens"]) == (2048, 2048, 4096)
+        and (row["d_in"], row["d_out"], row["tokens"]) == (1024, 4096, 4096)
         and row["backward"]
     )
     speed = row["x_dense"]["median"]
-    share = speed * BTT(rank=1).structure(2048, 2048).flops / (2 * 2048**2)
+    share = speed * BTT(rank=1).structure(1024, 4096).flops / (2 * 1024 * 4096)
     table = pages.TABLES["README.md"]["speed"]().splitlines()
-    column = table[0].split("|").index(" 2048 -> 2048, float32 ")
+    column = table[0].split("|").index(" 1024 -> 4096, float32 ")
     cells = next(line.split("|") for line in table if "BTT r=1" in line)
     assert cells[column] == f" {speed:.2f}x ({100 * share:.0f}%) "
     assert len(table) == 2 + 5
@@ -299,7 +313,7 @@ def test_what_is_said_of_feature_changes_is_what_the_kept_result_has():
 def test_the_table_of_models_lists_as_many_as_the_pages_say():
     listed = (ROOT / "docs/models.md").read_text(encoding="utf-8").count("one graph")
     assert f"{listed} model classes" in page_text("convert.md")
-    assert f"{listed} classes tested" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{listed} classes that were tested" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_results_that_the_pages_show_have_a_command_and_versions():
