@@ -4,7 +4,9 @@ result's."""
 import doctest
 import json
 import re
+from math import exp
 from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ pytest.importorskip("matplotlib")
 from PIL import Image
 
 from benchmarks import pages, record
-from benchmarks.papers import verdicts
+from benchmarks.papers import tables, verdicts
 from structlin import BTT, TT, Kronecker, LowRank, Monarch, to_dense
 
 ROOT = pages.ROOT
@@ -410,3 +412,112 @@ def test_what_is_said_of_scaling_is_what_the_kept_result_has():
         f"{shared[2]:.3f} against {dense[1]:.3f})"
     ) in text
     assert max(digits, key=lambda name: digits[name]["value"]) == "Monarch b=16"
+
+
+def test_what_is_said_of_tuning_normalisation_and_the_gpt_is_what_the_kept_results_have():
+    text, result = page_text("results.md"), pages.read("papers/cbs_tuning")
+    aware = [row for row in result["advantages"] if row["rule"] == "aware"]
+    means = {
+        (width, kind): geometric_mean(row[kind] for row in aware if row["width"] == width)
+        for width in (64, 256)
+        for kind in ("tuned", "dense's")
+    }
+    assert f"ends {100 * (1 / means[64, 'tuned'] - 1):.0f} % lower on average at width 64" in text
+    assert f"and {100 * (1 - means[256, 'tuned']):.0f} % at 256" in text
+    assert f"aware from {means[64, 'tuned']:.2f} to {means[256, 'tuned']:.2f} on average" in text
+    gains = [100 * (means[width, "dense's"] - 1) for width in (64, 256)]
+    assert f"by {gains[0]:.0f} % and {gains[1]:.0f} % on average" in text
+    dense = {
+        (row["width"], row["rule"]): row["tuned"]
+        for row in result["table"]
+        if row["structure"] == "dense"
+    }
+    assert f"(dense itself: {dense[64, 'aware']:.4f} and {dense[256, 'aware']:.4f})" in text
+    others = [dense[width, "aware, others x4"] for width in (64, 256)]
+    assert f"gains by it as well ({others[0]:.4f} and {others[1]:.4f})" in text
+    norm = {(r["lr"], r["model"]): r["loss"] for r in pages.read("papers/cbs_norm")["table"]}
+    lower = [
+        100 * (1 - norm[rate, "BTT, normalised"] / norm[rate, "BTT"]) for rate in ("usual", "large")
+    ]
+    assert f"loss is {lower[0]:.0f} % lower at the usual rate and {lower[1]:.0f} % lower at" in text
+    ratios = pages.read("papers/cbs_gpt")["log_ratios"]
+    found = [tables.interval(ratios[name], 3, exp) for name in list(ratios)[:2]]
+    assert f"At equal FLOPs BTT has {found[0]} of dense's loss, and {found[1]} of it when" in text
+    usual = tables.interval(ratios["same width, usual eps"], 2, exp)
+    assert f"{usual} of it, which is no matter of compute" in text
+
+
+def test_what_is_said_of_duality_is_what_the_kept_results_have():
+    text, width = page_text("results.md"), pages.read("papers/md_width")["transfer"]
+    moved = {name: 2 ** row["range"] for name, row in width.items()}
+    assert f"Adam's best rate falls by a factor of {moved['Adam, SP']:.0f}" in text
+    assert (
+        f"stays within a factor of {moved['Adam, muP']:.1f}, dualized within "
+        f"{moved['dualized']:.1f}"
+    ) in text
+    best = [
+        min(pair)
+        for pair in zip(*(width[n]["losses"].values() for n in list(width)[:2]), strict=True)
+    ]
+    shares = [a / b for a, b in zip(width["dualized"]["losses"].values(), best, strict=True)]
+    assert f"The dualized loss is {min(shares):.2f} to {max(shares):.2f} of the better" in text
+    rows = pages.read("papers/md_watermark")["rows"]
+    stable = [
+        max(
+            (row for row in rows if row["method"] == name and row["accuracy"] >= 0.95),
+            key=lambda row: row["lr"],
+        )
+        for name in ("dualized", "plain")
+    ]
+    contrast = " against ".join(f"{row['contrast']:.2f}" for row in stable)
+    accuracy = " against ".join(f"{row['accuracy']:.3f}" for row in stable)
+    assert f"contrast {contrast} at the largest stable rate of each, accuracy {accuracy}" in text
+    ranks = pages.read("papers/md_watermark")["stable_ranks"]
+    plain, dualized = ([row[key] for row in ranks] for key in ("gradient", "dualized"))
+    assert (
+        f"width 32 to 1024: {min(plain):.1f} to {max(plain):.1f}; of its polar factor "
+        f"{min(dualized):.0f} to {max(dualized):.0f}"
+    ) in text
+    steps = pages.read("papers/md_coefficients")["steps to converge"]
+    assert (
+        f"cubic {steps['cubic']} steps, (2, -1.5, 0.5) {steps['quintic']}, (3, -3.2, 1.2) "
+        f"{steps['quintic-steep']}"
+    ) in text
+
+
+def test_what_is_said_of_the_modular_norm_and_stability_is_what_the_kept_results_have():
+    text, found = page_text("results.md"), pages.read("papers/mn_transfer")["transfer"]
+    normed = [
+        2 ** row["range"]
+        for by_method in found.values()
+        for name, row in by_method.items()
+        if name.startswith("normed")
+    ]
+    within = sum(factor <= 2 for factor in normed)
+    assert f"*yes* in {within} of {len(normed)} cases" in text
+    assert max(normed) < 2.1
+    adam = [2 ** found[setup]["Adam"]["range"] for setup in ("ResMLP, width", "GPT, width")]
+    assert f"by factors of {adam[0]:.0f} (ResMLP, width) and {adam[1]:.0f} (GPT, width)" in text
+    depth = pages.read("papers/mn_mass")["depth"]
+    tared, free = (2 ** depth[name]["range"] for name in ("tared", "free"))
+    assert f"stays within a factor of {tared + 0.05:.1f} from 2 blocks to 32" in text
+    assert f"with free masses it moves by a factor of {free:.1f}" in text
+    ratios = [
+        loss / depth["tared"]["losses"][blocks] for blocks, loss in depth["free"]["losses"].items()
+    ]
+    assert f"the loss is {min(ratios):.1f} to {max(ratios):.1f} times as high" in text
+    metrics = pages.read("papers/bm_metrics")
+    powers = {
+        name: by_optimizer["AdamW, one lr"]["update"]
+        for name, by_optimizer in metrics["exponents"].items()
+    }
+    assert (
+        "width^{:.2f} (dense), ^{:.2f} (low-rank) and ^{:.2f} (BTT)".format(*powers.values())
+        in text
+    )
+    products = [
+        row["dependency"]
+        for row in metrics["fresh"]
+        if row["init"] == "spectral" and row["structure"] != "dense"
+    ]
+    assert f"between {min(products):.2f} and {max(products):.2f}" in text
