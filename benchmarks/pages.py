@@ -41,14 +41,15 @@ TRANSFER = ("BTT r=1", "Monarch")  # of the picture: our rates are nearer, and t
 
 
 def main_job() -> str:
-    """What the README's first command ends with; where its results have them, the seconds until
-    the loss at which another model ends."""
+    """What the README's first command ends with; where its results have them, seconds are steps
+    times the median of a step, and those until the loss at which another model ends follow."""
     rows = read(MAIN_JOB)["rows"]
     reached = "seconds to the loss of"
     others = list(dict.fromkeys(name for row in rows for name in row.get(reached, ())))
     cells = []
     for row in rows:
-        figures = [f"{row['flops']:,}", f"{row['loss']:.3f}", f"{row['seconds']:.0f}"]
+        seconds = row.get("clock", [row["seconds"]])[-1]
+        figures = [f"{row['flops']:,}", f"{row['loss']:.3f}", f"{seconds:.0f}"]
         for name in others:
             until = row[reached].get(name, nan)
             figures.append("never" if until is None else "" if isnan(until) else f"{until:.0f}")

@@ -116,13 +116,14 @@ def test_the_main_job_shows_seconds_until_another_models_loss_where_it_has_them(
     wide = row | {"label": "BTT(rank=1)", "width": 1024}
     rows = [
         row | {"seconds to the loss of": {"dense 1024": None}},
-        wide | {"seconds to the loss of": {"dense 512": 44.5, "dense 1024": 49.9}},
+        wide
+        | {"seconds to the loss of": {"dense 512": 44.5, "dense 1024": 49.9}, "clock": [1, 53.2]},
     ]
     monkeypatch.setattr(pages, "read", lambda name: {"rows": rows})
     titles, _, dense, structured = pages.main_job().splitlines()
     assert titles.endswith("| seconds | until dense 1024's loss | until dense 512's loss |")
     assert dense == "| dense | 512 | 2,064,384 | 1.617 | 43 | never |  |"
-    assert structured == "| BTT(rank=1) | 1024 | 2,064,384 | 1.617 | 43 | 50 | 44 |"
+    assert structured == "| BTT(rank=1) | 1024 | 2,064,384 | 1.617 | 53 | 50 | 44 |"
 
 
 FAMILIES = [
