@@ -33,29 +33,22 @@ ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
 DRAWN = Structure("g d -> b a", "g b d", "b a g", g=4, d=4, b=4, a=4)  # BTT of rank 1
 ROLES = {"batch": "tab:blue", "fan-out": "tab:green", "fan-in": "tab:red", "repeat": "tab:gray"}
-MAIN_JOB = "train_gpt"  # the program of examples/ that the README's first command runs
+MAIN_JOB = "train_mlp_lm"  # the program of examples/ that the README's first command runs
 TRANSFER = ("BTT r=1", "Monarch")  # of the picture: our rates are nearer, and the naive ones are
 
 
 # ---- tables --------------------------------------------------------------------------------------
 
 
-def main_job() -> str:
-    """What the README's first command ends with; where its results have them, seconds are steps
-    times the median of a step, and those until the loss at which another model ends follow."""
-    rows = read(MAIN_JOB)["rows"]
-    reached = "seconds to the loss of"
-    others = list(dict.fromkeys(name for row in rows for name in row.get(reached, ())))
+def show_runs(name: str) -> str:
+    """The runs of a program of examples/; seconds are steps times the median of a step, where its
+    results have that."""
     cells = []
-    for row in rows:
+    for row in read(name)["rows"]:
         seconds = row.get("clock", [row["seconds"]])[-1]
         figures = [f"{row['flops']:,}", f"{row['loss']:.3f}", f"{seconds:.0f}"]
-        for name in others:
-            until = row[reached].get(name, nan)
-            figures.append("never" if until is None else "" if isnan(until) else f"{until:.0f}")
         cells.append([row["label"], str(row["width"]), *figures])
-    titles = ["", "width", "FLOPs a token", "held-out loss", "seconds"]
-    return table([*titles, *(f"until {name}'s loss" for name in others)], cells)
+    return table(["", "width", "FLOPs a token", "held-out loss", "seconds"], cells)
 
 
 def muon() -> str:
@@ -70,11 +63,19 @@ def muon() -> str:
     return table(["", "AdamW", "Muon", "Muon's steps to AdamW's loss"], rows)
 
 
-def main_job_rest() -> str:
-    """What the README's table of the main job leaves out."""
-    rows = read(MAIN_JOB)["rows"]
-    cells = [[row["label"], f"{row['params']:,}", f"{row['bits/char']:.3f}"] for row in rows]
-    return table(["", "params", "bits a character"], cells)
+def show_more(name: str) -> str:
+    """What `show_runs` leaves out; where there are, the seconds until another model's loss."""
+    rows, reached = read(name)["rows"], "seconds to the loss of"
+    others = list(dict.fromkeys(name for row in rows for name in row.get(reached, ())))
+    cells = []
+    for row in rows:
+        figures = [str(row["width"]), f"{row['params']:,}", f"{row['bits/char']:.3f}"]
+        for other in others:
+            until = row[reached].get(other, nan)
+            figures.append("never" if until is None else "" if isnan(until) else f"{until:.0f}")
+        cells.append([row["label"], *figures])
+    untils = [f"until {name}'s loss, s" for name in others]
+    return table(["", "width", "params", "bits a character", *untils], cells)
 
 
 def tuned_losses() -> str:
@@ -144,7 +145,10 @@ def minilm() -> str:
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"main job": main_job, "speed": lambda: layer.front_page(read("layer"))},
+    "README.md": {
+        "main job": lambda: show_runs(MAIN_JOB),
+        "speed": lambda: layer.front_page(read("layer")),
+    },
     "docs/speed.md": {
         "float32": lambda: layer.markdown(read("layer"), "float32"),
         "bfloat16": lambda: layer.markdown(read("layer"), "bfloat16"),
@@ -157,7 +161,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "muon": muon,
     },
     "docs/results.md": papers.TABLES | {"verdicts": verdicts},
-    "docs/examples.md": {"main job continued": main_job_rest},
+    "docs/examples.md": {
+        "main job continued": lambda: show_more(MAIN_JOB),
+        "GPT": lambda: show_runs("train_gpt"),
+        "GPT continued": lambda: show_more("train_gpt"),
+    },
     "docs/compress.md": {"small GPT": small_gpt, "sentence encoder": minilm},
 }
 

@@ -111,19 +111,25 @@ def test_the_examples_in_the_docstrings_give_what_they_show():
         assert not results.failed
 
 
-def test_the_main_job_shows_seconds_until_another_models_loss_where_it_has_them(monkeypatch):
+def test_a_programs_tables_show_medians_and_seconds_until_another_models_loss(monkeypatch):
     row = {"label": "dense", "width": 512, "flops": 2_064_384, "loss": 1.6172, "seconds": 43.3}
-    wide = row | {"label": "BTT(rank=1)", "width": 1024}
+    row |= {"params": 1_036_544, "bits/char": 2.3}
     rows = [
-        row | {"seconds to the loss of": {"dense 1024": None}},
-        wide
-        | {"seconds to the loss of": {"dense 512": 44.5, "dense 1024": 49.9}, "clock": [1, 53.2]},
+        row | {"seconds to the loss of": {"dense 1024": None}, "clock": [1, 38.2]},
+        row | {"seconds to the loss of": {"dense 512": 44.5, "dense 1024": 49.9}},
     ]
     monkeypatch.setattr(pages, "read", lambda name: {"rows": rows})
-    titles, _, dense, structured = pages.main_job().splitlines()
-    assert titles.endswith("| seconds | until dense 1024's loss | until dense 512's loss |")
-    assert dense == "| dense | 512 | 2,064,384 | 1.617 | 43 | never |  |"
-    assert structured == "| BTT(rank=1) | 1024 | 2,064,384 | 1.617 | 53 | 50 | 44 |"
+    _, _, *shown = pages.show_runs("train_mlp_lm").splitlines()
+    assert shown == [
+        "| dense | 512 | 2,064,384 | 1.617 | 38 |",
+        "| dense | 512 | 2,064,384 | 1.617 | 43 |",
+    ]
+    titles, _, *shown = pages.show_more("train_mlp_lm").splitlines()
+    assert titles.endswith("| until dense 1024's loss, s | until dense 512's loss, s |")
+    assert shown == [
+        "| dense | 512 | 1,036,544 | 2.300 | never |  |",
+        "| dense | 512 | 1,036,544 | 2.300 | 50 | 44 |",
+    ]
 
 
 FAMILIES = [
@@ -522,3 +528,17 @@ def test_what_is_said_of_the_modular_norm_and_stability_is_what_the_kept_results
         if row["init"] == "spectral" and row["structure"] != "dense"
     ]
     assert f"between {min(products):.2f} and {max(products):.2f}" in text
+
+
+def test_what_is_said_of_the_gpt_is_what_the_kept_result_has():
+    dense, _, ours, wider = pages.read("train_gpt")["rows"]
+    text = page_text("examples.md")
+    assert "At equal width the structured model has a fifth of the FLOPs and is worse" in text
+    assert ours["width"] == dense["width"]
+    assert round(dense["flops"] / ours["flops"]) == 5
+    assert ours["loss"] > dense["loss"]
+    assert "at equal FLOPs it is wider and ahead" in text
+    assert wider["flops"] <= dense["flops"]
+    assert wider["loss"] < dense["loss"]
+    assert "and slower: FLOPs are not seconds" in text
+    assert wider["seconds"] > dense["seconds"]
