@@ -21,9 +21,9 @@ where rates are meant, dense and structured alike; muP and `param_groups` take i
 widths. At its widest model half and twice that rate are tried on seed 0, and shown. Adam(W) with a
 cosine to zero. Intervals are 95 %, bootstrap over the seeds; with three they are about the range.
 
-Seconds are steps times the milliseconds of a step, medians of rounds in which all models take
-turns, measured after all losses. Runs are kept in the JSON as they finish; the same command goes
-on, and repeats only the timing.
+Seconds are steps times the milliseconds of a step, making the batch not counted: medians of rounds
+in which all models take turns, measured after all losses. Runs are kept in the JSON as they finish;
+the same command goes on, and repeats only the timing.
 """
 
 import argparse
@@ -200,13 +200,16 @@ def train(job: Job, changes: dict[str, Any]) -> dict[str, Any]:
 def time_steps(
     name: str, setup: Setup, lrs: dict[str, float], limit: float
 ) -> list[dict[str, Any]]:
-    """Milliseconds of a training step of every model, in turns."""
+    """Milliseconds of a training step of every model, in turns, all on one batch: what making
+    batches costs is the same for all, and not counted."""
+    data = setup.data(0)
+    x, y = data.batch(setup.batch)
 
     def work(structure: str, width: int) -> Callable[[], None]:
-        _, optimizer, loss = trainer(setup, Job(name, structure, width, lrs[structure], 0))
+        model, optimizer, _ = trainer(setup, Job(name, structure, width, lrs[structure], 0))
 
         def step() -> None:
-            value = loss()
+            value = data.loss(model(x), y)
             optimizer.zero_grad()
             value.backward()
             optimizer.step()
