@@ -15,7 +15,6 @@ from collections.abc import Callable
 from itertools import product
 from math import isnan, nan
 from pathlib import Path
-from statistics import fmean
 
 import torch
 from matplotlib import colormaps
@@ -25,7 +24,7 @@ from matplotlib.patches import Polygon
 
 from benchmarks import layer, lr_transfer, model
 from benchmarks.papers import tables as papers
-from benchmarks.papers.verdicts import verdicts
+from benchmarks.papers.verdicts import untested, verdicts
 from benchmarks.record import fill, read, table
 from structlin import Core, Structure, to_dense
 
@@ -96,24 +95,6 @@ def tuned_losses() -> str:
     return table(["", *titles], cells)
 
 
-def feature_changes() -> str:
-    """RMS change of the last hidden features at dense's best rate, mean over the seeds, by rule and
-    width."""
-    result = read("lr_transfer")
-    widths = sorted({row["width"] for row in result["table"]})
-    cells = []
-    for structure in lr_transfer.STRUCTURES:
-        means = []
-        for rule, width in product(lr_transfer.RULES, widths):
-            wanted = {"structure": structure, "width": width, "lr": result["reference_lr"]}
-            wanted |= {"rule": "aware" if structure == "dense" else rule}
-            found = [r["feature_change"] for r in result["rows"] if wanted.items() <= r.items()]
-            means.append(f"{fmean(found):.2f}")
-        cells.append([structure, *means])
-    titles = [f"naive {width}" for width in widths] + [f"ours {width}" for width in widths]
-    return table(["", *titles], cells)
-
-
 def small_gpt() -> str:
     """Bits a character of examples/compress.py, plain / calibrated."""
     rows = read("compress")["rows"]
@@ -157,10 +138,10 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/optimizers.md": {
         "learning rates": lambda: lr_transfer.markdown(read("lr_transfer")),
         "tuned losses": tuned_losses,
-        "feature changes": feature_changes,
+        "feature changes": papers.features,
         "muon": muon,
     },
-    "docs/results.md": papers.TABLES | {"verdicts": verdicts},
+    "docs/results.md": papers.TABLES | {"verdicts": verdicts, "untested": untested},
     "docs/examples.md": {
         "main job continued": lambda: show_more(MAIN_JOB),
         "GPT": lambda: show_runs("train_gpt"),

@@ -15,10 +15,10 @@ def claim(text: str, holds: bool, measured: str) -> Claim:
     return {"claim": text, "holds": bool(holds), "measured": measured}
 
 
-def show_claims(claims: list[Claim], console: Console) -> None:
-    table = Table(title="claims of the paper")
-    for title in ("claim", "holds here", "measured"):
-        table.add_column(title)
+def show_claims(claims: list[Claim], console: Console, title: str = "claims of the paper") -> None:
+    table = Table(title=title)
+    for column in ("claim", "holds here", "measured"):
+        table.add_column(column)
     for row in claims:
         table.add_row(row["claim"], "yes" if row["holds"] else "no", row["measured"])
     console.print(table)

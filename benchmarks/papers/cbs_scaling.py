@@ -41,6 +41,7 @@ from rich.table import Table
 import structlin
 from benchmarks.papers import tasks
 from benchmarks.papers.cbs_report import Claim, claim, interval, ratio, show_claims
+from benchmarks.record import read
 from benchmarks.runs import keep, parser, run_all
 
 Curve = list[tuple[float, float]]  # log FLOPs, log loss; ascending
@@ -225,8 +226,18 @@ def plot(result: dict[str, Any]) -> Figure:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--seeds", type=int, default=3)
+    options.add_argument(
+        "--structures",
+        nargs="+",
+        choices=STRUCTURES,
+        default=list(STRUCTURES),
+        help="to run; the others keep the rows of the kept result",
+    )
     arguments = options.parse_args()
-    structures = {name: widths for name, (_, widths) in STRUCTURES.items()}
+    structures = {name: STRUCTURES[name][1] for name in arguments.structures}
+    some = len(structures) < len(STRUCTURES)
+    if some and arguments.smoke:
+        options.error("--smoke runs all structures: leave --structures out")
     steps, seeds = STEPS, arguments.seeds
     if arguments.smoke:
         structures = {name: [widths[0], widths[-1]] for name, widths in structures.items()}
@@ -238,8 +249,14 @@ def main() -> None:
     ]
     runs.sort(key=lambda run: -run[2] * run[5])
     rows = run_all(train, runs, arguments)
+    earlier = None
+    if some:
+        kept = read("papers/cbs_scaling")
+        rows += [row for row in kept["rows"] if row["structure"] not in structures]
+        earlier = {"run": list(structures), "the others": kept["environment"]}
     by_task = {task: [row for row in rows if row["task"] == task] for task in steps}
     setting = {"steps": steps, "batch": 256, "optimizer": "Adam, cosine", "lr": LR, "rates": RATES}
+    setting |= {"earlier": earlier}
     result = {
         "setting": setting,
         "comparisons": {task: compare(found) for task, found in by_task.items()},

@@ -140,7 +140,7 @@ def plot(rows: list[dict[str, Any]]) -> Figure:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--seeds", type=int, default=2)
+    options.add_argument("--seeds", type=int, default=3)
     arguments = options.parse_args()
     lrs, steps, seeds = (LRS[:2], 2, 1) if arguments.smoke else (LRS, STEPS, arguments.seeds)
     runs: list[Run] = [
@@ -159,7 +159,7 @@ def main() -> None:
     result["claims"] = claims(result)
     console = Console(width=120)
     show(found, console)
-    show_claims(result["claims"], console)
+    show_claims(result["claims"], console, "hypotheses of ours")
     keep(arguments, "cbs_sgd", plot(rows), **result, rows=rows)
 
 

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from itertools import product
-from math import exp, log2
+from math import exp, log, log2
 from statistics import fmean
 from typing import Any
 
@@ -57,8 +57,33 @@ def scaling() -> str:
     return table(titles, lines)
 
 
+def features() -> str:
+    """Figure 2a: mean RMS change of the last features by a step, geometric mean over the seeds."""
+    rows = read("papers/cbs_features")["rows"]
+    widths, lines = sorted(names(rows, "width")), []
+    for structure, rule in dict.fromkeys((row["structure"], row["rule"]) for row in rows):
+        found = select(rows, structure=structure, rule=rule)
+        changes = [[log(row["change"]) for row in select(found, width=width)] for width in widths]
+        label = structure if structure == "dense" else f"{structure}, {rule}"
+        lines.append([label, *(f"{exp(fmean(logs)):.3f}" for logs in changes)])
+    return table(["", *(f"width {width}" for width in widths)], lines)
+
+
+def untuned() -> str:
+    """Figure 1c: exponents, and losses over dense's at equal FLOPs, with nothing tuned."""
+    compared = read("papers/cbs_untuned")["comparisons"]
+    titles = ["", "exponent, naive", "aware", "loss / dense's, naive", "aware"]
+    lines = []
+    for task, by_structure in compared.items():
+        for structure, found in by_structure.items():
+            cells = [interval(found["exponents"][rule], 3, same) for rule in ("naive", "aware")]
+            cells += [interval(found["against_dense"][rule], 2, exp) for rule in ("naive", "aware")]
+            lines.append([f"{task}, {structure}", *cells])
+    return table(titles, lines)
+
+
 def tuning() -> str:
-    """Figures 1c and 3: losses with each rule tuned, and at dense's rate."""
+    """An MLP structured throughout: losses with each rule tuned, and at dense's rate."""
     rows = read("papers/cbs_tuning")["table"]
     columns = {
         "naive, tuned": ("naive", "tuned"),
@@ -252,6 +277,19 @@ def kept_rate() -> str:
     return table(["", *METHODS], lines)
 
 
+def normed() -> str:
+    """Appendix D.5: losses of normed and plain optimizers, each at its best rate."""
+    lines = []
+    for row in read("papers/mn_normed")["comparisons"]:
+        rates = zip(row["lrs"], row["at end"], strict=True)
+        cells = [f"{log2(lr):+.0f}" + " (end)" * end for lr, end in rates]
+        losses = [f"{loss:.3f}" for loss in row["losses"]]
+        label = f"{row['optimizer']}, {row['set']}"
+        lines.append([label, *losses, interval(row, 2, exp), *cells])
+    titles = ["", "normed", "plain", "normed / plain", "log2 of the best rate, normed", "plain"]
+    return table(titles, lines)
+
+
 def masses() -> str:
     """Figure 3: the least loss at each mass."""
     found = read("papers/mn_mass")["masses"]
@@ -284,8 +322,9 @@ def tared() -> str:
 
 def overhead() -> str:
     """Appendix A.4: milliseconds, and what normalising adds."""
-    lines = []
-    for row in read("papers/mn_overhead")["rows"]:
+    result, lines = read("papers/mn_overhead"), []
+    paper = {"width": 64, "tokens": "128 images, ResMLP", **result["paper's setting"]}
+    for row in [paper, *result["rows"]]:
         ms = {name: 1e3 * seconds for name, seconds in row["seconds"].items()}
         ways = ("bound", "power", "net.normalize")
         cells = [str(row["width"]), str(row["tokens"]), f"{ms['forward + backward']:.0f}"]
@@ -341,6 +380,8 @@ def training() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "scaling": scaling,
+    "features": features,
+    "untuned": untuned,
     "tuning": tuning,
     "normalisation": norm,
     "GPT": gpt,
@@ -351,6 +392,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "coefficients": coefficients,
     "transfer": transfer,
     "kept rate": kept_rate,
+    "normed": normed,
     "masses": masses,
     "tared": tared,
     "overhead": overhead,

@@ -1,0 +1,236 @@
+"""benchmarks/papers: intervals, and the verdicts on rows that should give yes, no and undecided."""
+
+import doctest
+import math
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("sklearn")
+
+from benchmarks.papers import (
+    cbs_features,
+    cbs_scaling,
+    cbs_untuned,
+    intervals,
+    mn_normed,
+    verdicts,
+)
+
+NOISE = (-0.01, 0.0, 0.01)  # of the logarithm, by seed
+WIDE = (-1.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("module", [intervals, verdicts])
+def test_the_examples_of_intervals_and_verdicts_give_what_they_show(module):
+    results = doctest.testmod(module)
+    assert results.attempted > 1
+    assert not results.failed
+
+
+def test_the_interval_of_three_seeds_is_students():
+    found = intervals.student([0.0, 1.0, 2.0])
+    reach = 4.302653 / math.sqrt(3)  # the 97.5 % point of Student's t with 2 degrees of freedom
+    assert found == pytest.approx({"value": 1.0, "low": 1 - reach, "high": 1 + reach})
+
+
+def test_one_seed_has_no_interval():
+    with pytest.raises(ValueError, match="1 values have no interval; two or more seeds do"):
+        intervals.student([1.0])
+
+
+def found_by(monkeypatch, verdict, **results):
+    """The verdicts' second and third columns, of results by the name that they are kept under."""
+    monkeypatch.setattr(verdicts, "read", lambda name: results[name.removeprefix("papers/")])
+    return [line[2] for line in verdict()]
+
+
+# ---- figure 2a -----------------------------------------------------------------------------------
+
+
+def feature_rows(growth, share, monarch, noise):
+    """Changes that grow by a factor from width 64 to 1024 with the rule, and without it are a
+    `share` of that, of Monarch and low-rank `monarch`."""
+    rows = []
+    for structure in cbs_features.STRUCTURES:
+        for width, seed in ((w, s) for w in (64, 1024) for s in range(3)):
+            aware = growth * math.exp(noise[seed]) if width == 1024 else 1.0
+            less = share if structure in ("BTT r=1", "Kronecker") else monarch
+            factor = less * math.exp(noise[seed])
+            for rule, change in (("aware", aware), ("naive", aware * factor)):
+                named = {"structure": structure, "rule": rule, "width": width, "seed": seed}
+                rows.append({**named, "change": change})
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ((1.1, 0.1, 0.3, NOISE), ["yes", "yes", None]),
+        ((3.0, 0.9, 0.9, NOISE), ["**no**", "**no**", None]),
+        ((1.1, 0.4, 0.4, WIDE), ["undecided", "undecided", None]),
+    ],
+)
+def test_features_are_consistent_or_vanish_by_their_intervals(monkeypatch, rows, expected):
+    result = cbs_features.compare(feature_rows(*rows))
+    found = found_by(monkeypatch, verdicts.features, cbs_features=result)
+    assert [verdict for verdict, hoped in zip(found, expected, strict=True) if hoped] == [
+        hoped for hoped in expected if hoped
+    ]
+
+
+@pytest.mark.parametrize(("share", "holds"), [(0.1, "yes"), (0.9, "**no**")])
+def test_the_effect_is_most_pronounced_where_the_share_is_least(monkeypatch, share, holds):
+    rows = feature_rows(1.0, share, 0.3, NOISE)
+    for row in rows:  # a noise of BTT's and Kronecker's own
+        if row["structure"] in ("BTT r=1", "Kronecker") and row["rule"] == "naive":
+            row["change"] *= math.exp(NOISE[row["seed"]])
+    result = cbs_features.compare(rows)
+    assert found_by(monkeypatch, verdicts.features, cbs_features=result)[2] == holds
+
+
+def test_a_step_changes_the_features_by_more_with_the_rule_than_without():
+    changes = {
+        rule: cbs_features.train(("BTT r=1", 64, rule, 0), steps=3)["change"]
+        for rule in cbs_features.RULES
+    }
+    assert changes["aware"] > 2 * changes["naive"] > 0
+
+
+def test_lowrank_keeps_its_first_layer_dense():
+    names = {
+        structure: [name for name, _ in cbs_features.build_mlp(structure, 64).named_parameters()]
+        for structure in ("low-rank", "BTT r=1")
+    }
+    assert "0.weight" in names["low-rank"]
+    assert "0.weight" not in names["BTT r=1"]
+    assert not any(name.endswith("bias") for found in names.values() for name in found)
+
+
+# ---- figure 1c -----------------------------------------------------------------------------------
+
+
+def power_rows(structure, exponent, noise, scale=1.0):
+    """Loss scale * FLOPs^-exponent, the exponent times exp(noise of the seed)."""
+    return [
+        {"task": "digits", "structure": structure, "width": width, "lr": cbs_scaling.LR}
+        | {"seed": seed, "flops": 1000 * width}
+        | {"loss": scale * width ** (-exponent * math.exp(noise[seed]))}
+        for width in (16, 64, 256)
+        for seed in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("naive", "monarch", "noise", "expected"),
+    [
+        (0.05, 0.28, NOISE, ["yes", "yes", "yes"]),
+        (0.28, 0.05, NOISE, ["**no**", "**no**", "in part"]),
+        (0.15, 0.15, WIDE, ["undecided", "undecided", None]),
+    ],
+)
+def test_naive_structures_saturate_by_their_intervals(monkeypatch, naive, monarch, noise, expected):
+    kept = [
+        row
+        for name, power in {"dense": 0.2, **dict.fromkeys(cbs_untuned.NAMES, 0.3)}.items()
+        for row in power_rows(name, power, NOISE)
+    ]
+    rows = [
+        row
+        for name, power in (("BTT r=1", naive), ("Kronecker", naive), ("Monarch b=4", monarch))
+        for row in power_rows(name, power, noise)
+    ]
+    result = {"comparisons": cbs_untuned.compare(rows, kept)}
+    found = found_by(monkeypatch, verdicts.untuned, cbs_untuned=result)
+    assert all(hoped in (None, verdict) for verdict, hoped in zip(found, expected, strict=True))
+
+
+# ---- figures 4 and 6 -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("exponent", "noise", "holds"), [(0.1, NOISE, True), (0.3, NOISE, False), (0.2, WIDE, None)]
+)
+def test_a_structure_is_flatter_than_dense_by_its_interval(monkeypatch, exponent, noise, holds):
+    rows = power_rows("dense", 0.2, NOISE) + power_rows("Kronecker", exponent, noise)
+    monkeypatch.setattr(verdicts, "read", lambda name: {"rows": rows})
+    found = verdicts.flatness("digits", "Kronecker")
+    assert intervals.below(found) is holds
+    assert noise is WIDE or found["value"] == pytest.approx(exponent - 0.2, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("power", "noise", "expected"),
+    [(0.4, NOISE, "yes"), (0.1, NOISE, "**no**"), (0.2, WIDE, "undecided")],
+)
+def test_costlier_structures_are_better_per_width_by_their_intervals(
+    monkeypatch, power, noise, expected
+):
+    rows = [
+        row
+        for costly, cheap in (verdicts.RANKS, verdicts.BLOCKS)
+        for row in power_rows(costly, power, noise) + power_rows(cheap, 0.2, NOISE)
+    ]
+    monkeypatch.setattr(verdicts, "TASKS", ("digits",))
+    found = found_by(monkeypatch, verdicts.per_width, cbs_scaling={"rows": rows})
+    assert found == [expected] * 2
+
+
+# ---- MN, D.5 -------------------------------------------------------------------------------------
+
+
+def sweeps(gain, noise):
+    """Losses that are least at the second rate; a normed optimizer has `gain` of the plain one's,
+    times exp(noise of the seed)."""
+    return [
+        {"width": 64, "method": method, "lr": lr, "seed": seed}
+        | dict.fromkeys(
+            mn_normed.SETS,
+            (1 + abs(n - 1)) * (gain * math.exp(noise[seed]) if "normed" in method else 1.0),
+        )
+        for method in mn_normed.LRS
+        for n, lr in enumerate((0.1, 0.2, 0.4))
+        for seed in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gain", "noise", "expected"),
+    [
+        (0.8, NOISE, ["yes", "yes"]),
+        (1.0, NOISE, ["yes", "undecided"]),  # it matches, and does not outperform
+        (1.2, NOISE, ["**no**", "**no**"]),
+        (1.0, WIDE, ["undecided", "undecided"]),
+    ],
+)
+def test_normed_training_ends_lower_by_its_interval(monkeypatch, gain, noise, expected):
+    result = {"comparisons": mn_normed.compare(sweeps(gain, noise))}
+    assert found_by(monkeypatch, verdicts.tuned_normed, mn_normed=result) == expected
+
+
+def test_a_rate_that_diverges_for_a_seed_is_not_the_best_and_an_end_is_said_to_be_one():
+    rows = sweeps(1.0, NOISE)
+    for row in rows:
+        if (row["method"], row["lr"], row["seed"]) == ("Adam", 0.2, 1):
+            row["train"] = None
+    assert mn_normed.best(rows, 64, "Adam", "train")["at end"]
+    assert not mn_normed.best(rows, 64, "Adam", "test")["at end"]
+
+
+def test_images_that_are_tested_on_are_not_trained_on():
+    train, test = (mn_normed.split(0, part) for part in mn_normed.SETS)
+    whole = mn_normed.tasks.Digits(0)
+    assert len(train.labels) + len(test.labels) == len(whole.labels)
+    chosen = {tuple(image.tolist()) for image in train.moved[4]}
+    assert not chosen & {tuple(image.tolist()) for image in test.moved[4]}
+
+
+def test_plain_optimizers_have_the_papers_rates():
+    net = mn_normed.mn_tasks.build("ResMLP", width=16, blocks=1)
+    rates = {
+        method: [group["lr"] for group in mn_normed.make_optimizer(net, method, 1.0).param_groups]
+        for method in ("Adam", "SGD")
+    }
+    scales = [math.sqrt(m / n) for m, n in (tuple(w.shape) for w in net.parameters())]
+    assert sorted(rates["Adam"]) == pytest.approx(sorted(scales))
+    assert sorted(rates["SGD"]) == pytest.approx(sorted(scale**2 for scale in scales))
