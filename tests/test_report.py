@@ -15,6 +15,7 @@ from structlin import (
     convert,
     summary,
 )
+from structlin._kernels import engine
 from tests.models import GPT
 
 
@@ -98,6 +99,8 @@ def count_saved(layer: nn.Module, width: int) -> float:
     ],
 )
 def test_a_layer_keeps_as_many_numbers_as_its_row_says(structure, width, dtype):
+    if not engine.load():
+        pytest.skip("the numbers are those that the compiled engine keeps")
     layer = StructuredLinear(width, width, structure, bias=False, dtype=dtype)
     (row,) = summary(nn.Sequential(layer)).rows
     assert row.saved == count_saved(layer, width)
