@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from structlin import BTT, TT, Kronecker, LowRank, Monarch, StructuredLinear, _product, show_config
+from structlin import (
+    BTT,
+    TT,
+    Kronecker,
+    LowRank,
+    Monarch,
+    Structure,
+    StructuredLinear,
+    _product,
+    show_config,
+)
 from structlin._kernels import engine, op
 from tests.catalogue import every_structure, one_einsum, random_cores, structures, tokens
 
@@ -618,3 +628,16 @@ def test_blocks_that_blas_has_at_its_own_rate_are_left_to_it(dtype, blocks, take
     layer = StructuredLinear(1024, 1024, Monarch(blocks=blocks), dtype=dtype)
     y = layer(torch.randn(2, 1024).to(dtype).requires_grad_())
     assert (y.grad_fn.name() == "_ProductBackward") == takes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [5, 16, 17, 40])
+def test_a_core_may_read_its_features_in_another_order_than_x_has_them(dtype, count):
+    structure = Structure("i k -> o", "o k i", i=8, k=4, o=16)  # fan-in runs as k, i
+    core, x = torch.randn(1, 16, 32).to(dtype), torch.randn(count, 32).to(dtype)
+    program = structure.program
+    own = op.multiply(_product.define, program, [core], x)
+    wide = x.double().view(count, 8, 4), core.double().view(16, 4, 8)
+    exact = torch.einsum("tik,oki->to", *wide)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
+    torch.testing.assert_close(own.double(), exact, rtol=tolerance, atol=tolerance)
