@@ -5,6 +5,7 @@ from . import duality, modular, optim, scaling, stability
 from ._checkpoint import load, save
 from ._cola import to_cola
 from ._convert import Plan, convert, merge, plan, to_dense_
+from ._distill import distill
 from ._families import (
     BTT,
     TT,
@@ -52,6 +53,7 @@ __all__ = [
     "apply",
     "convert",
     "cost",
+    "distill",
     "divide",
     "duality",
     "dualize",

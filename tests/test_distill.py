@@ -1,0 +1,286 @@
+"""Healing by distillation: its loss by hand, what it leaves as it was, its errors."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from structlin import BTT, LowRank, convert, distill, param_groups
+from structlin._distill import _find_tensors, _loss_of
+
+BATCHES = [torch.randn(32, 16, generator=torch.Generator().manual_seed(n)) for n in range(4)]
+
+
+def dense(width=16, out=8):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, 32), nn.GELU(), nn.Linear(32, out))
+
+
+def converted(model, structure=None):
+    return convert(copy.deepcopy(model), structure or LowRank(rank=4), init="project")
+
+
+def state(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+class Named(nn.Module):
+    """A model that returns what it is given, scaled, under the names that it is given."""
+
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((), scale))
+
+    def forward(self, attention_mask=None, decoder_attention_mask=None, **tensors):
+        return {name: self.scale * value for name, value in tensors.items()}
+
+
+# ---- the loss ------------------------------------------------------------------------------------
+
+
+def test_the_loss_of_logits_is_the_divergence_at_a_temperature():
+    torch.manual_seed(0)
+    s, t = torch.randn(2, 5, 7, dtype=torch.float64), torch.randn(2, 5, 7, dtype=torch.float64)
+    temperature, expected = 2.5, 0.0
+    for row, other in zip(s.flatten(0, 1).tolist(), t.flatten(0, 1).tolist(), strict=True):
+        p, q = ([math.exp(x / temperature) for x in logits] for logits in (other, row))
+        p, q = [x / sum(p) for x in p], [x / sum(q) for x in q]
+        expected += sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)) / 10
+    found = _loss_of(nn.Flatten(0, 0), _Constant(t), s, temperature, True)
+    assert found.item() == pytest.approx(temperature**2 * expected, rel=1e-12)
+
+
+class _Constant(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def forward(self, x):
+        return self.value
+
+
+def test_the_loss_of_anything_else_is_the_square_of_the_relative_error():
+    hidden = {"last_hidden_state": torch.randn(3, 4)}
+    loss = _loss_of(Named(0.7), Named(1.0), hidden, 1.0, None)
+    assert loss.item() == pytest.approx(0.09, rel=1e-5)
+
+
+def test_outputs_whose_name_ends_with_logits_are_logits_and_a_single_number_is_no_output():
+    x = torch.randn(3, 4)
+    both = {"logits": x, "hidden": x, "loss": torch.ones(())}
+    parts = [{"logits": x}, {"hidden": x}]
+    loss, *each = (_loss_of(Named(0.5), Named(), batch, 1.0, None) for batch in (both, *parts))
+    assert loss.item() == pytest.approx(sum(part.item() for part in each), rel=1e-6)
+    assert each[1].item() == pytest.approx(0.25, rel=1e-5)
+    assert each[0].item() != pytest.approx(0.25, rel=0.1)
+
+
+def test_tuples_and_mappings_are_searched_for_floating_tensors():
+    x = torch.ones(2, 2)
+    output = (x, {"a": [x, None, "text"], "ids": x.long()}, torch.ones(()))
+    assert [name for name, _ in _find_tensors(output)] == ["0", "1.a.0"]
+
+
+@pytest.mark.parametrize("name", ["logits", "last_hidden_state"])
+def test_masked_tokens_do_not_count(name):
+    torch.manual_seed(0)
+    x, mask = torch.randn(2, 5, 7), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    garbage = torch.where(mask[..., None] > 0, x, torch.nan)
+    kept = {name: x[mask.bool()]}
+    expected = _loss_of(Named(0.5), Named(), kept, 1.0, None)
+    found = _loss_of(Named(0.5), Named(), {name: garbage, "attention_mask": mask}, 1.0, None)
+    torch.testing.assert_close(found, expected)
+
+
+def test_what_has_no_tokens_is_not_masked():
+    x, mask = torch.randn(2, 5), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    batch = {"pooler_output": x}
+    expected = _loss_of(Named(0.5), Named(), batch, 1.0, None)
+    assert _loss_of(Named(0.5), Named(), batch | {"attention_mask": mask}, 1.0, None) == expected
+
+
+def test_padding_changes_nothing_for_a_model_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = transformers.BertConfig(vocab_size=50, num_attention_heads=2, **sizes)
+    torch.manual_seed(0)
+    teacher = transformers.BertModel(config, add_pooling_layer=False)
+    student = converted(teacher)
+    ids = torch.randint(1, 50, (2, 9))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    padded = {name: nn.functional.pad(value, (0, 6)) for name, value in batch.items()}
+    short, long = (
+        distill(copy.deepcopy(student), teacher, [each], steps=3, lr=1e-3, progress=False)
+        for each in (batch, padded)
+    )
+    assert long == pytest.approx(short, rel=1e-4)
+
+
+def test_the_masks_of_an_encoder_and_its_decoder_are_not_confused():
+    model, teacher = Named(0.5), Named()
+    model.config = type("Config", (), {"is_encoder_decoder": True})
+    torch.manual_seed(0)
+    x = torch.randn(1, 3, 4)
+    first, all_ = torch.tensor([[1, 0, 0]]), torch.ones(1, 3)
+    masks = {"attention_mask": all_, "decoder_attention_mask": first}
+    only = {"states": x[:, :1], "encoder_last_hidden_state": x}
+    expected = _loss_of(model, teacher, only, 1.0, True)
+    both = {"states": x, "encoder_last_hidden_state": x}
+    torch.testing.assert_close(_loss_of(model, teacher, both | masks, 1.0, True), expected)
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("logits", [False, True])
+def test_a_model_that_is_its_teacher_has_no_loss_and_does_not_change(logits):
+    teacher = converted(dense(), BTT(rank=2))
+    student = copy.deepcopy(teacher)
+    losses = distill(student, teacher, BATCHES, steps=6, lr=0.1, logits=logits, progress=False)
+    assert losses == [0.0] * 6
+    for name, value in state(teacher).items():
+        assert torch.equal(student.state_dict()[name], value)
+
+
+def test_the_steps_are_adamws_on_param_groups_with_warmup_and_cosine():
+    teacher, steps, lr = dense(), 20, 0.01
+    student = converted(teacher, BTT(rank=2))
+    expected = copy.deepcopy(student)
+    optimizer = torch.optim.AdamW(param_groups(expected, lr, weight_decay=0.1), betas=(0.9, 0.95))
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for step in range(steps):
+        rise = min(1, (step + 1) / 2)
+        fall = (1 + math.cos(math.pi * max(0, step - 2) / 18)) / 2
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * rise * fall
+        x = BATCHES[step % 4]
+        y = teacher(x).detach()
+        loss = (expected(x) - y).norm().square() / y.norm().square()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    distill(student, teacher, BATCHES, steps=steps, lr=lr, weight_decay=0.1, progress=False)
+    for one, other in zip(student.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
+
+
+def test_digits_are_told_apart_again_after_distillation():
+    datasets = pytest.importorskip("sklearn.datasets")
+    x, y = datasets.load_digits(return_X_y=True)
+    x, y = torch.tensor(x / 16).float(), torch.tensor(y)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    (x, rest_x), (y, rest_y) = ((part[order[:1300]], part[order[1300:]]) for part in (x, y))
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.AdamW(teacher.parameters(), lr=0.01)
+    for _ in range(100):
+        loss = nn.functional.cross_entropy(teacher(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    def accuracy(model):
+        return (model(rest_x).argmax(1) == rest_y).float().mean().item()
+
+    student = convert(copy.deepcopy(teacher), BTT(rank=1), include="0", init="project")
+    before = accuracy(student)
+    batches = list(x.split(100))
+    losses = distill(student, teacher, batches, steps=60, lr=0.01, logits=True, progress=False)
+    assert losses[-1] < losses[0] / 10
+    assert before < 0.6
+    assert accuracy(student) > 0.93
+    assert accuracy(teacher) > 0.96
+
+
+def test_modes_and_what_is_frozen_stay_and_no_gradient_is_left():
+    teacher = nn.Sequential(dense(), nn.Dropout(0.5), nn.BatchNorm1d(8))
+    student = converted(teacher)
+    student[1].eval()
+    student[0][0].bias.requires_grad_(False)
+    frozen = {name: value for name, value in state(student).items() if "running" in name}
+    bias, modes = student[0][0].bias.clone(), [module.training for module in student.modules()]
+    distill(student, teacher, BATCHES, steps=3, lr=0.01, progress=False)
+    assert [module.training for module in student.modules()] == modes
+    assert all(module.training for module in teacher.modules())
+    assert torch.equal(student[0][0].bias, bias)
+    assert all(torch.equal(student.state_dict()[name], value) for name, value in frozen.items())
+    assert all(parameter.grad is None for parameter in student.parameters())
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+def test_an_iterator_with_enough_batches_is_read_and_no_further_than_needed():
+    teacher, stream = dense(), iter(BATCHES)
+    distill(converted(teacher), teacher, stream, steps=3, lr=1e-3, progress=False)
+    assert next(stream) is BATCHES[3]
+
+
+def test_progress_is_shown_on_stderr_alone(capfd):
+    teacher = dense()
+    for shown in (False, True):
+        distill(converted(teacher), teacher, BATCHES, steps=2, lr=1e-3, progress=shown)
+        found = capfd.readouterr()
+        assert not found.out
+        assert ("distill: loss" in found.err and "2/2" in found.err) is shown
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+CASES = {
+    "no batch": ({"batches": []}, ValueError, "batches has no batch"),
+    "an iterator that ends": (
+        {"batches": iter(BATCHES[:2])},
+        ValueError,
+        r"batches ended after 2 of steps=5 and cannot be read again: give a list",
+    ),
+    "one batch": ({"batches": BATCHES[0]}, TypeError, r"batches=Tensor .* for example \[batch\]"),
+    "a mapping": ({"batches": {"x": BATCHES[0]}}, TypeError, "batches=dict must be an iterable"),
+    "steps": ({"steps": 0}, ValueError, "steps=0 must be a positive integer"),
+    "steps as a share": ({"steps": 0.5}, ValueError, "steps=0.5 must be a positive integer"),
+    "lr": ({"lr": -1.0}, ValueError, "lr=-1.0 must be positive and finite"),
+    "temperature": ({"temperature": 0}, ValueError, "temperature=0 must be positive and finite"),
+    "decay": ({"weight_decay": -1}, ValueError, "weight_decay=-1 must be finite"),
+    "no teacher": ({"teacher": "bert"}, TypeError, r"teacher=str must be a torch\.nn\.Module"),
+    "shapes": (
+        {"teacher": dense(out=4)},
+        ValueError,
+        r"output is \(32, 8\) from the model and \(32, 4\) from the teacher",
+    ),
+    "nothing in common": (
+        {"teacher": _Constant({"ids": torch.ones(2).long()})},
+        ValueError,
+        "model returns output and teacher no floating tensor: there is nothing to compare",
+    ),
+    "meta": ({"teacher": dense().to("meta")}, ValueError, r"teacher: '0.weight' has no values"),
+    "not finite": (
+        {"batches": [*BATCHES, BATCHES[0] * torch.inf]},
+        FloatingPointError,
+        r"the loss of step 5 is nan: lr=0.001 is too large, or",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_error_names_what_is_wrong_and_leaves_the_model_as_it_was(case):
+    changed, kind, message = CASES[case]
+    teacher = dense()
+    student = converted(teacher)
+    before, modes = state(student), [module.training for module in student.modules()]
+    options = {"teacher": teacher, "batches": BATCHES, "steps": 5, "lr": 1e-3} | changed
+    with pytest.raises(kind, match=message):
+        distill(student, **options, progress=False)
+    assert all(torch.equal(student.state_dict()[name], value) for name, value in before.items())
+    assert [module.training for module in student.modules()] == modes
+    assert all(parameter.grad is None for parameter in student.parameters())
+
+
+def test_a_teacher_that_would_change_is_refused():
+    teacher = dense()
+    with pytest.raises(ValueError, match="teacher is the model itself: convert a copy"):
+        distill(teacher, teacher, BATCHES, steps=1, lr=1e-3)
+    shallow = nn.Sequential(*teacher)
+    with pytest.raises(ValueError, match=r"teacher shares '0\.weight' with the model"):
+        distill(shallow, teacher, BATCHES, steps=1, lr=1e-3)
+    with torch.inference_mode(), pytest.raises(ValueError, match="inference_mode"):
+        distill(converted(dense()), teacher, BATCHES, steps=1, lr=1e-3)
