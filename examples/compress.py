@@ -1,14 +1,19 @@
-"""Compression: a trained dense model becomes structured with the least change of its function.
+"""Compression: a trained dense model becomes structured, with the least change of what it computes.
 
     python examples/compress.py                        # minutes on two CPU cores
     python examples/compress.py --families btt lowrank --budgets 0.5 0.25
-    python examples/compress.py --model path/to/checkpoint --data text.txt    # a transformers LM
+    python examples/compress.py --model path/to/folder --data text.txt    # of transformers
+    python examples/compress.py --model vit_tiny_patch16_224 --checkpoint vit.pth    # of timm
     python examples/compress.py --smoke                # seconds: does it run?
 
-A small GPT learns the text (see examples/train_gpt.py), then every family compresses it at every
-budget, twice: nearest to the weights, and nearest to the layers' outputs on a few batches of the
-training text (calibration). The table shows held-out bits per character right after, and after a
-short fine-tuning of both with `param_groups`.
+Every family compresses the model at every budget, twice: nearest to the weights, and nearest to
+what the layers compute on a few batches (calibration). The plan shows each layer's size and error.
+Then the model is healed: it learns from the dense one, without labels (`structlin.distill`), and is
+saved in `--out` and loaded again. The table has figures on held-out data for all of that.
+
+The model is a small GPT that learns the text here (see examples/train_gpt.py); with `--model` one
+in a local folder of transformers, a causal LM or an encoder of sentences, or one of timm, which
+learns scikit-learn's digits from random weights or a checkpoint.
 """
 
 import argparse
@@ -16,15 +21,18 @@ import copy
 import json
 import math
 import sys
+import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import compare
 import torch
-import torch.nn.functional as F
-import train_gpt
+from compress_models import Job, choose_job, first_tensor
 from matplotlib.figure import Figure
-from torch import Tensor, nn
+from rich.console import Console
+from rich.table import Table
+from torch import nn
 
 import structlin
 
@@ -33,6 +41,23 @@ FAMILIES = {
     "monarch": structlin.Monarch(),
     "lowrank": structlin.LowRank(rank=1),
     "blockdiagonal": structlin.BlockDiagonal(blocks=4),
+}
+SIZES = {  # of the small GPT, its training and of batches; --smoke
+    "width": (128, 32),
+    "depth": (2, 1),
+    "context": (64, 16),
+    "batch": (8, 2),
+    "steps": (1000, 8),
+    "heal": (100, 2),
+    "calibration": (8, 2),
+    "image": (32, 32),
+}
+ABOUT = {
+    "batch": "sequences, or images, of a step; sentences come twice as many",
+    "steps": "of training before compression; a model of transformers is not trained",
+    "heal": "steps of distillation after compression",
+    "calibration": "batches of training data",
+    "image": "side of the images, for a model of timm",
 }
 
 
@@ -43,13 +68,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--data",
         type=Path,
-        help="a text file, UTF-8 (default: the standard library's documentation)",
+        help="a text file, UTF-8 (default: the standard library's documentation and source)",
     )
     parser.add_argument(
-        "--model",
-        type=Path,
-        help="a local folder of a causal LM of transformers, with its tokenizer",
+        "--model", help="a local folder of transformers, with its tokenizer; or a name of timm"
     )
+    parser.add_argument("--checkpoint", type=Path, help="weights for a model of timm")
     parser.add_argument(
         "--families", nargs="+", choices=FAMILIES, default=["btt", "monarch", "lowrank"]
     )
@@ -58,43 +82,25 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         nargs="+",
         type=fraction,
         default=[0.5, 0.25],
-        help="fractions of the parameters",
+        help="fractions of the parameters of the layers that are converted",
     )
-    for name, default in (
-        ("width", 128),
-        ("depth", 2),
-        ("context", 64),
-        ("batch", 8),
-        ("steps", 1000),
-    ):
-        parser.add_argument(f"--{name}", type=compare.positive, default=default)
-    parser.add_argument(
-        "--finetune", type=compare.positive, default=100, help="steps after compression"
-    )
-    parser.add_argument(
-        "--calibration", type=compare.positive, default=8, help="batches of training text"
-    )
-    parser.add_argument("--lr", type=compare.rate, default=0.002)
+    for name, (default, _) in SIZES.items():
+        parser.add_argument(
+            f"--{name}", type=compare.positive, default=default, help=ABOUT.get(name)
+        )
+    parser.add_argument("--lr", type=compare.rate, default=0.002, help="of training")
+    parser.add_argument("--heal-lr", type=compare.rate, default=0.001, help="of distillation")
     parser.add_argument("--seed", type=compare.seed, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/compress"))
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, one budget")
     options = parser.parse_args(argv)
     if options.smoke:
-        smoke = {
-            "width": 32,
-            "depth": 1,
-            "context": 16,
-            "batch": 2,
-            "steps": 8,
-            "finetune": 2,
-            "calibration": 2,
-        }
+        smoke = {name: size for name, (_, size) in SIZES.items()}
         vars(options).update(smoke, families=options.families[:2], budgets=options.budgets[:1])
     try:
-        options.text = train_gpt.Text(options)
-        options.dense = None
-        if options.model is not None:
-            options.dense = pretrained(options)
+        if options.checkpoint is not None and options.model is None:
+            raise ValueError("--checkpoint needs --model, a name of timm")
+        options.job = choose_job(options)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return options
@@ -110,83 +116,46 @@ def fraction(text: str) -> float:
     return value
 
 
-def pretrained(options: argparse.Namespace) -> nn.Module:
-    """The model at `--model`; its tokens take the place of the text's characters."""
-    if not options.model.is_dir():
-        raise ValueError(f"--model {options.model}: no such folder")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    text, tokenizer = (
-        train_gpt.read_text(options.data),
-        AutoTokenizer.from_pretrained(options.model),
+def compress(
+    job: Job, options: argparse.Namespace, family: str, budget: float, aware: bool
+) -> dict[str, Any]:
+    """One row: the dense model compressed to `budget`, measured, healed, measured and saved."""
+    model, start = copy.deepcopy(job.dense), time.process_time()
+    batches = [job.batch(step) for step in range(options.calibration)] if aware else None
+    planned = structlin.plan(model, FAMILIES[family], budget=budget, calibration=batches)
+    if aware:
+        print(f"\n{family}, calibrated, budget {budget}\n{planned}")
+    model, errors = planned.apply(), list(planned.errors.values())
+    row = {"family": family, "budget": budget, "aware": aware, **size(model)}
+    row |= {"error": sum(errors) / len(errors), "seconds": time.process_time() - start}
+    row["after"] = job.measure(model)
+    start, steps = time.process_time(), range(options.steps, options.steps + options.heal)
+    losses = structlin.distill(
+        model,
+        job.dense,
+        map(job.batch, steps),
+        steps=options.heal,
+        lr=options.heal_lr,
+        logits=job.logits,
     )
-    ids = torch.tensor(tokenizer(text)["input_ids"])
-    cut = len(ids) - len(ids) // 10
-    options.text.train, heldout = ids[:cut], ids[cut:]
-    starts = torch.linspace(0, len(heldout) - options.context - 1, 128).long()
-    options.text.heldout = [options.text.windows(heldout, part) for part in starts.split(32)]
-    options.text.characters = len(text) / len(ids)
-    return AutoModelForCausalLM.from_pretrained(options.model)
-
-
-def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    logits = model(inputs)
-    logits = getattr(logits, "logits", logits)
-    return F.cross_entropy(logits.flatten(0, 1), targets.long().flatten())
+    row |= {"loss": [losses[0], losses[-1]], "heal_seconds": time.process_time() - start}
+    row["healed"] = job.measure(model)
+    folder = options.out / f"{family}-{budget}{'-calibrated' if aware else ''}"
+    job.save(model, folder)
+    require_equal(job, model, job.load(folder), folder)
+    return row
 
 
 @torch.no_grad()
-def bits(model: nn.Module, text: train_gpt.Text) -> float:
-    """Held-out bits per character."""
-    model.eval()
-    nats = sum(loss(model, *batch).item() for batch in text.heldout) / len(text.heldout)
-    return nats / math.log(2) / getattr(text, "characters", 1)
-
-
-def train(
-    model: nn.Module, text: train_gpt.Text, steps: int, lr: float, first: int = 0
-) -> nn.Module:
-    """`steps` of AdamW from batch `first` on."""
-    optimizer = torch.optim.AdamW(structlin.param_groups(model, lr, weight_decay=0.01))
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: compare.warmup_cosine(step, steps)
+def require_equal(job: Job, model: nn.Module, loaded: nn.Module, folder: Path) -> None:
+    """End the program if the model that was loaded does not compute the same."""
+    batch = job.heldout[0]
+    one, other = (
+        first_tensor(each(**batch) if isinstance(batch, dict) else each(batch))
+        for each in (model.eval(), loaded.eval())
     )
-    model.train()
-    for step in range(first, first + steps):
-        loss(model, *text.batch(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-    return model
-
-
-def compress(
-    dense: nn.Module, options: argparse.Namespace, family: str, budget: float, aware: bool
-) -> dict:
-    """One row: `dense` compressed to `budget`, measured, fine-tuned and measured again."""
-    batches = [options.text.batch(step)[0] for step in range(options.calibration)]
-    model = copy.deepcopy(dense)
-    planned = structlin.plan(
-        model,
-        FAMILIES[family],
-        budget=budget,
-        init="project",
-        calibration=batches if aware else None,
-    )
-    model, errors = planned.apply(), list(planned.errors.values())
-    row = {
-        "family": family,
-        "budget": budget,
-        "aware": aware,
-        "error": sum(errors) / len(errors),
-        **size(model),
-    }
-    row["after"] = bits(model, options.text)
-    row["tuned"] = bits(
-        train(model, options.text, options.finetune, options.lr / 4, first=options.steps),
-        options.text,
-    )
-    return row
+    if not torch.equal(one, other):
+        raise SystemExit(f"{folder}: the model that was loaded differs from the one that was saved")
 
 
 def size(model: nn.Module) -> dict[str, int]:
@@ -194,68 +163,77 @@ def size(model: nn.Module) -> dict[str, int]:
     return {"params": summary.params, "flops": summary.flops}
 
 
-def table(rows: list[dict]) -> str:
-    head = f"{'model':<24}{'budget':>7}{'params':>12}{'FLOPs/token':>13}{'error':>8}"
-    head += f"{'after':>8}{'tuned':>8}"
-    lines = [head, "-" * len(head)]
+def table(title: str, rows: list[dict[str, Any]]) -> Table:
+    shown = Table(
+        title=title,
+        caption="error: mean relative error of the layers (calibrated: of their outputs); after: "
+        "right after conversion;\nhealed: after distillation; CPU seconds of both",
+    )
+    figures = list(rows[0]["after"])
+    counts = "model", "budget", "params", "FLOPs/token", "error"
+    results = [f"{name}\n{when}" for name in figures for when in ("after", "healed")]
+    for name in (*counts, *results, "convert s", "heal s"):
+        shown.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
     for row in rows:
         name = row["family"] + (", calibrated" if row["aware"] else "")
-        figures = f"{row['budget']:>7}{row['params']:>12,}{row['flops']:>13,}{row['error']:>8.3f}"
-        lines.append(f"{name:<24}{figures}{row['after']:>8.3f}{row['tuned']:>8.3f}")
-    return "\n".join(lines)
+        cells = [f"{row['params']:,}", f"{row['flops']:,}", f"{row['error']:.3f}"]
+        for figure in figures:
+            found = [row["after"][figure], row["healed"] and row["healed"][figure]]
+            cells += ["" if value is None else f"{value:.3f}" for value in found]
+        cells += [f"{row['seconds']:.1f}", f"{row['heal_seconds']:.1f}"]
+        shown.add_row(name, str(row["budget"]), *cells)
+    return shown
 
 
-def plot(rows: list[dict], path: Path) -> None:
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """The first figure against parameters: right after conversion, and healed."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
-    panels = figure.subplots(1, 2)
+    panels = figure.subplots(1, 2, sharey=True)
     dense, *others = rows
+    measured = next(iter(dense["after"]))
     for axes, when, title in zip(
-        panels, ("after", "tuned"), ("right after", "after fine-tuning"), strict=True
+        panels, ("after", "healed"), ("right after", "healed by distillation"), strict=True
     ):
         for n, family in enumerate(dict.fromkeys(row["family"] for row in others)):
             for aware in (False, True):
                 points = sorted(
-                    (r["params"], r[when])
-                    for r in others
-                    if (r["family"], r["aware"]) == (family, aware)
+                    (row["params"], row[when][measured])
+                    for row in others
+                    if (row["family"], row["aware"]) == (family, aware)
                 )
                 style = {
                     "color": f"C{n}",
                     "linestyle": "-" if aware else "--",
                     "marker": "o" if aware else "x",
                 }
-                axes.plot(
-                    *zip(*points, strict=True),
-                    label=family + (", calibrated" if aware else ""),
-                    **style,
-                )
-        axes.axhline(dense[when], color="black", linewidth=0.8, label="dense")
+                label = family + (", calibrated" if aware else "")
+                axes.plot(*zip(*points, strict=True), label=label, **style)
+        axes.axhline(dense["after"][measured], color="black", linewidth=0.8, label="dense")
         axes.set(xlabel="parameters of the linear layers", title=title)
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.locator_params(axis="x", nbins=6)
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("held-out bits/char")
+    panels[0].set_ylabel(f"held-out {measured}")
     panels[0].legend(fontsize="small")
     figure.savefig(path, dpi=120, format="png")
 
 
-def main(argv: list[str] | None = None) -> list[dict]:
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     options = parse(argv)
-    dense = options.dense
-    if dense is None:
-        torch.manual_seed(options.seed)
-        dense = train(options.text.model(options.width), options.text, options.steps, options.lr)
-    tuned = train(
-        copy.deepcopy(dense), options.text, options.finetune, options.lr / 4, first=options.steps
-    )
-    base = {"family": "dense", "budget": 1.0, "aware": False, "error": 0.0, **size(dense)}
-    rows = [{**base, "after": bits(dense, options.text), "tuned": bits(tuned, options.text)}]
+    job, console = options.job, Console(width=None if sys.stdout.isatty() else 150)
+    base = {"family": "dense", "budget": 1.0, "aware": False, **size(job.dense), "error": 0.0}
+    base |= {"seconds": 0.0, "after": job.measure(job.dense), "healed": None, "heal_seconds": 0.0}
+    rows = [base]
+    options.out.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "these layers grow")  # tiny ones, under --smoke
         for family in options.families:
             for budget in options.budgets:
-                rows += [compress(dense, options, family, budget, aware) for aware in (False, True)]
-    options.out.mkdir(parents=True, exist_ok=True)
+                for aware in (False, True):
+                    try:
+                        rows.append(compress(job, options, family, budget, aware))
+                    except ValueError as error:
+                        raise SystemExit(f"{family}, budget {budget}: {error}") from None
     with compare.replacing(options.out / "compress.png") as path:
         plot(rows, path)
     with compare.replacing(options.out / "compress.json") as path:
@@ -264,19 +242,12 @@ def main(argv: list[str] | None = None) -> list[dict]:
             "machine": compare.machine("cpu"),
             "torch": torch.__version__,
             "seed": options.seed,
+            "heal": {"steps": options.heal, "lr": options.heal_lr, "batch": options.batch},
         }
-        path.write_text(
-            json.dumps(
-                {**about_run, "command": command, "title": options.text.title, "rows": rows},
-                indent=1,
-            )
-        )
-    print(options.text.title)
-    print(
-        "error: mean relative error of the layers (calibrated: of their outputs); after, tuned: "
-        "held-out bits/char"
-    )
-    print(table(rows))
+        everything = {**about_run, "command": command, "title": job.title, "rows": rows}
+        path.write_text(json.dumps(everything, indent=1) + "\n")
+    console.print(table(job.title, rows))
+    console.print(f"models, compress.png and compress.json are in {options.out}")
     return rows
 
 

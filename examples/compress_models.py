@@ -1,0 +1,359 @@
+"""What examples/compress.py compresses: models with their inputs, figures that say how good they
+are, and how they are saved and loaded."""
+
+import argparse
+import math
+import random
+import re
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import compare
+import torch
+import torch.nn.functional as F
+import train_gpt
+from torch import Tensor, nn
+
+import structlin
+
+HELDOUT = 256  # sentences on which an encoder is measured
+NEEDED = 64  # sentences that a text must have for an encoder
+
+
+class Job(ABC):
+    """`ValueError` and `OSError` from its making are errors of the command line."""
+
+    title: str  # heads the table
+    dense: nn.Module
+    logits: bool | None = None  # whether the models return bare logits, see structlin.distill
+    heldout: list[Any]
+
+    @abstractmethod
+    def batch(self, step: int) -> Any:
+        """Inputs of the models, a function of the seed and of `step` alone."""
+
+    @abstractmethod
+    def measure(self, model: nn.Module) -> dict[str, float]:
+        """Figures on what is held out; the first one is plotted."""
+
+    @abstractmethod
+    def save(self, model: nn.Module, folder: Path) -> None:
+        """Write the model, converted or not."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> nn.Module:
+        """The model that was saved there, from the folder alone."""
+
+
+def choose_job(options: argparse.Namespace) -> Job:
+    """The job that `--model` names.
+
+    Raises:
+        ValueError, OSError: there is no such model, or it is not what its folder says.
+    """
+    if options.model is None:
+        return SmallGPT(options)
+    folder = Path(options.model)
+    if not folder.is_dir():
+        return Digits(options)
+    from transformers import AutoConfig
+
+    kinds = AutoConfig.from_pretrained(folder, local_files_only=True).architectures or [""]
+    causal = kinds[0].endswith(("ForCausalLM", "LMHeadModel"))
+    return CausalLM(options) if causal else Encoder(options)
+
+
+def first_tensor(output: Any) -> Tensor:
+    """What a model returns first: logits, or a hidden state."""
+    return output if isinstance(output, Tensor) else output[0]
+
+
+# ---- language models -----------------------------------------------------------------------------
+
+
+class LanguageModel(Job):
+    """Held-out bits a character, and perplexity a token."""
+
+    text: train_gpt.Text
+    characters_per_token = 1.0
+
+    def batch(self, step: int) -> Tensor:
+        return self.text.batch(step)[0].long()
+
+    @torch.no_grad()
+    def measure(self, model: nn.Module) -> dict[str, float]:
+        model.eval()
+        losses = [next_token_loss(model, *batch).item() for batch in self.text.heldout]
+        nats = sum(losses) / len(losses)
+        bits = nats / math.log(2) / self.characters_per_token
+        return {"bits/char": bits, "perplexity": math.exp(min(nats, 700.0))}
+
+    @property
+    def heldout(self) -> list[Any]:
+        return [inputs.long() for inputs, _ in self.text.heldout]
+
+
+def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    logits = first_tensor(model(inputs.long()))  # (batch, tokens, vocabulary)
+    return F.cross_entropy(logits.flatten(0, 1), targets.long().flatten())
+
+
+class SmallGPT(LanguageModel):
+    """The GPT of examples/train_gpt.py, trained here on the text."""
+
+    logits = True
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.text = options, train_gpt.Text(options)
+        self.title = self.text.title
+        self.dense = self.build()
+        train(self.dense, self.loss, options)
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(self.options.seed)
+        return self.text.model(self.options.width)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        return next_token_loss(model, *self.text.batch(step))
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        structlin.save(model, folder)
+
+    def load(self, folder: Path) -> nn.Module:
+        return structlin.load(self.build(), folder)
+
+
+class CausalLM(LanguageModel):
+    """A causal language model in a folder of transformers, on its own tokens of the text."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        folder, text = Path(options.model), train_gpt.read_text(options.data)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self.dense = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+        ids = torch.tensor(self.tokenizer(text)["input_ids"])
+        cut = len(ids) - len(ids) // 10
+        self.text = train_gpt.Text(options)
+        self.text.train, heldout = ids[:cut], ids[cut:]
+        if len(heldout) <= options.context:
+            raise ValueError(
+                f"the text has {len(ids):,} tokens; a tenth of it is held out, so that "
+                f"--context {options.context} needs at least {10 * (options.context + 1):,}"
+            )
+        starts = torch.linspace(0, len(heldout) - options.context - 1, 128).long()
+        self.text.heldout = [self.text.windows(heldout, part) for part in starts.split(32)]
+        self.characters_per_token = len(text) / len(ids)
+        self.title = f"{type(self.dense).__name__} of {folder.name} on {len(ids):,} tokens"
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        save_pretrained(model, self.tokenizer, folder)
+
+    def load(self, folder: Path) -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        import structlin.hf  # noqa: F401  # from_pretrained then knows structured layers
+
+        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+
+
+def save_pretrained(model: Any, tokenizer: Any, folder: Path) -> None:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+# ---- encoders of sentences -----------------------------------------------------------------------
+
+
+class Encoder(Job):
+    """Any other model of text in a folder of transformers: do sentence vectors stay what they were?
+
+    A sentence's vector is the mean over its tokens, of unit length.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from transformers import AutoModel, AutoTokenizer
+
+        folder = Path(options.model)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
+        self.dense = AutoModel.from_pretrained(folder, local_files_only=True).eval()
+        found = split_sentences(train_gpt.read_text(options.data), options.seed)
+        if len(found) < NEEDED:
+            raise ValueError(
+                f"the text has {len(found)} sentences of 30 to 250 characters; an encoder needs "
+                f"at least {NEEDED}: --data"
+            )
+        n = min(HELDOUT, len(found) // 4)
+        heldout, self.sentences, self.size = found[:n], found[n:], 2 * options.batch
+        self.heldout = [self.tokenize(heldout[i : i + 32]) for i in range(0, n, 32)]
+        self.before = self.embed(self.dense)
+        self.title = f"{type(self.dense).__name__} of {folder.name} on {n} held-out sentences"
+
+    def tokenize(self, texts: list[str]) -> dict[str, Tensor]:
+        return dict(self.tokenizer(texts, padding=True, truncation=True, return_tensors="pt"))
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        chosen = random.Random(step).sample(self.sentences, min(self.size, len(self.sentences)))
+        return self.tokenize(chosen)
+
+    @torch.no_grad()
+    def embed(self, model: nn.Module) -> Tensor:  # (sentences, width)
+        model.eval()
+        rows = []
+        for batch in self.heldout:
+            hidden, mask = first_tensor(model(**batch)), batch["attention_mask"][..., None]
+            rows.append((hidden * mask).sum(1) / mask.sum(1))
+        return F.normalize(torch.cat(rows))
+
+    def measure(self, model: nn.Module) -> dict[str, float]:
+        after = self.embed(model)
+        nearest = [
+            (vectors @ vectors.mT).fill_diagonal_(-1).argmax(1) for vectors in (self.before, after)
+        ]
+        return {
+            "cosine": (self.before * after).sum(1).mean().item(),
+            "same neighbour": (nearest[0] == nearest[1]).float().mean().item(),
+        }
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        save_pretrained(model, self.tokenizer, folder)
+
+    def load(self, folder: Path) -> nn.Module:
+        from transformers import AutoModel
+
+        import structlin.hf  # noqa: F401  # from_pretrained then knows structured layers
+
+        return AutoModel.from_pretrained(folder, local_files_only=True)
+
+
+def split_sentences(text: str, seed: int) -> list[str]:
+    """Distinct sentences of 30 to 250 characters, shuffled."""
+    parts = (re.sub(r"\s+", " ", part).strip() for part in re.split(r"(?<=[.!?])\s+|\n\n", text))
+    found = dict.fromkeys(part for part in parts if 30 <= len(part) <= 250)
+    return random.Random(seed).sample(list(found), len(found))
+
+
+# ---- images --------------------------------------------------------------------------------------
+
+
+class Digits(Job):
+    """A model of timm, trained here on scikit-learn's handwritten digits (8 x 8, enlarged)."""
+
+    logits = True
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from sklearn.datasets import load_digits
+
+        self.options = options
+        self.dense = self.build()
+        if options.checkpoint is not None:
+            take_checkpoint(self.dense, options.checkpoint)
+        pixels, classes = load_digits(return_X_y=True)
+        images = torch.tensor(pixels).float().view(-1, 1, 8, 8) / 8 - 1  # from -1 to 1
+        images = F.interpolate(images, size=(options.image, options.image), mode="bilinear")
+        order = torch.randperm(len(images), generator=compare.generator(options.seed, 0))
+        images, classes = images[order].expand(-1, 3, -1, -1), torch.tensor(classes)[order]
+        cut = len(images) - len(images) // 5
+        self.images, self.classes = images[:cut], classes[:cut]
+        self.heldout = list(images[cut:].split(60))
+        self.heldout_classes = classes[cut:]
+        train(self.dense, self.loss, options)
+        start = "random weights" if options.checkpoint is None else options.checkpoint.name
+        self.title = (
+            f"{options.model} from {start}, {options.steps:,} steps of {options.batch} digits, "
+            f"seed {options.seed}"
+        )
+
+    def build(self) -> nn.Module:
+        try:
+            import timm
+        except ImportError as error:
+            raise ValueError(
+                f"--model {self.options.model}: no such folder, and timm is not here: {error}"
+            ) from None
+        if self.options.model not in timm.list_models():
+            raise ValueError(f"--model {self.options.model}: no such folder, nor a model of timm")
+        torch.manual_seed(self.options.seed)
+        try:
+            return timm.create_model(
+                self.options.model, num_classes=10, img_size=self.options.image
+            )
+        except TypeError:  # a model for images of any size
+            return timm.create_model(self.options.model, num_classes=10)
+
+    def draw(self, step: int) -> Tensor:
+        random_ = compare.generator(self.options.seed, step)
+        return torch.randint(len(self.images), (self.options.batch,), generator=random_)
+
+    def batch(self, step: int) -> Tensor:
+        return self.images[self.draw(step)]
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        return F.cross_entropy(model(self.batch(step)), self.classes[self.draw(step)])
+
+    @torch.no_grad()
+    def measure(self, model: nn.Module) -> dict[str, float]:
+        model.eval()
+        logits = torch.cat([model(images) for images in self.heldout])  # (images, 10)
+        right = (logits.argmax(1) == self.heldout_classes).float().mean().item()
+        return {
+            "accuracy": right,
+            "loss": F.cross_entropy(logits, self.heldout_classes).item(),
+        }
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        structlin.save(model, folder)
+
+    def load(self, folder: Path) -> nn.Module:
+        return structlin.load(self.build(), folder)
+
+
+def take_checkpoint(model: nn.Module, path: Path) -> None:
+    """Load the file's weights; the head of another number of classes stays random.
+
+    Raises:
+        ValueError: no such file; anything but the head is not as in the file.
+    """
+    from timm.models import load_state_dict
+
+    if not path.is_file():
+        raise ValueError(f"--checkpoint {path}: no such file")
+    state, own = load_state_dict(str(path)), model.state_dict()
+    fits = {
+        name: value
+        for name, value in state.items()
+        if name in own and own[name].shape == value.shape
+    }
+    head = {
+        f"{name}.{key}"
+        for name, module in model.named_modules()
+        for key in module.state_dict()
+        if module is model.get_classifier()
+    }
+    missing = sorted(set(own) - set(fits) - head)
+    if missing:
+        raise ValueError(
+            f"--checkpoint {path}: {missing[0]!r} and {len(missing) - 1} others of the model are "
+            "not in the file, or of another shape (is --image what it was trained with?)"
+        )
+    model.load_state_dict(fits, strict=False)
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+def train(model: nn.Module, loss: Any, options: argparse.Namespace) -> None:
+    """`--steps` of AdamW at `--lr`, with a warmup and a cosine; `loss(model, step)`."""
+    optimizer = torch.optim.AdamW(structlin.param_groups(model, options.lr, weight_decay=0.01))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: compare.warmup_cosine(step, options.steps)
+    )
+    model.train()
+    for step in range(options.steps):
+        loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    model.eval()
