@@ -32,7 +32,8 @@ from ._model.survey import (
     swap,
 )
 from ._projection.budget import allocate, check_budget
-from ._projection.calibration import Calibration, measure_covariances
+from ._projection.calibration import Calibration, observe
+from ._projection.sequential import project_in_order
 from ._projection.solve import project, relative_error
 from ._report import Table, kind_of, percent
 from ._structure import Structure
@@ -58,7 +59,9 @@ class Plan:
     def errors(self) -> dict[str, float]:
         """Of each converted layer, once it is projected: the relative error `||W - B|| / ||W||`.
 
-        With calibration it is that of the layer's outputs, `||(W - B) X|| / ||W X||`.
+        With calibration it is that of the layer's outputs on the calibration data,
+        `||W x - B z|| / ||W x||`: x is the layer's input in the dense model, z in the model whose
+        earlier layers are compressed, both with their means taken off where a bias carries them.
         """
         return {d.layer.name: d.error for d in self.decisions if d.error is not None}
 
@@ -80,6 +83,8 @@ class Plan:
         _check_weights(chosen)
         self._used = True
         new = [(decision.layer.names, self._build_layer(decision)) for decision in chosen]
+        for decision in chosen:
+            _set_bias(decision)
         model = swap(self.model, new)
         if self.untie:
             untie(model)
@@ -141,10 +146,12 @@ def plan(
     budget_of: str = "params",
     untie: bool = False,
     split: Mapping[Any, int] | None = None,
+    progress: bool | None = None,
 ) -> Plan:
     """What `convert` with the same arguments would do, without doing it.
 
-    With a budget, the cores are found now: `apply` refuses if the weights have changed by then.
+    With a budget or calibration, the cores are found now: `apply` refuses if the weights have
+    changed by then.
 
     Raises:
         ValueError, TypeError: what `convert` raises.
@@ -184,10 +191,7 @@ def plan(
         )
     if init == "project":
         _check_values(found)
-        if calibration is not None:
-            _calibrate(model, found, calibration)
-        if budget is not None:
-            _spend(budget, budget_of, [d for d in found if d.resolved is None])
+        _project_all(model, found, calibration, budget, budget_of, progress)
     return Plan(model, decisions, init=init, weight_norm=weight_norm, untie=untie)
 
 
@@ -232,9 +236,17 @@ def convert(model: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
         weight_norm: see `StructuredLinear`.
         zero_init: patterns of layers that start as zero: the last linear layer of each residual
             branch.
-        calibration: an iterable of batches, or a function that runs the model: the error that
-            projection makes small is then that of each layer's outputs on these inputs, see
-            `measure_covariances`.
+        calibration: an iterable of batches (a mapping is passed as keywords, a tuple or list as
+            positions, anything else as the one argument), or a function that runs the model. The
+            layers are then projected in the order in which the model runs, each for its inputs in
+            the model compressed so far and towards its outputs in the dense one; biases carry the
+            change of the mean. The model runs in eval mode; each batch is held at two places (two
+            threads, of which one works at a time). Padding is left out: what `attention_mask` or
+            `decoder_attention_mask` (transformers) or `src_key_padding_mask` (torch) hides, for
+            layers whose input begins with the mask's shape, or is that flattened; a layer with
+            other inputs counts all of its rows. Layers that one pass calls more than once, and
+            all layers where a function calls the model with more than tensors and plain values,
+            or parts of it alone, are projected for the dense model's inputs, with a warning.
         budget: fraction of the parameters of the layers that `structure` is meant for (those with
             an override are not counted): the rank, or number of blocks, of each is chosen for the
             least total error, see `allocate`.
@@ -243,6 +255,8 @@ def convert(model: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
             model's config says so.
         split: pattern -> number of equal parts of the outputs that get a matrix each, see `Split`:
             3 for a fused qkv.
+        progress: whether to show a bar while layers are projected for `calibration`; None: on a
+            terminal.
 
     Returns:
         `model`; the new layer if `model` is itself a linear layer.
@@ -401,19 +415,40 @@ def _check_values(decisions: Iterable[Decision]) -> None:
             raise ValueError(f"init='project': the weight of layer {name!r} is not finite")
 
 
-def _calibrate(model: nn.Module, decisions: Sequence[Decision], calibration: Calibration) -> None:
-    layers = [decision.layer.module for decision in decisions]
-    for decision, found in zip(
-        decisions, measure_covariances(model, layers, calibration), strict=True
-    ):
-        decision.covariance = found
-    unseen = [decision.layer.name for decision in decisions if decision.covariance is None]
-    if unseen:
-        text = f"calibration: no input reached {', '.join(unseen)}: projected by weight alone"
-        warnings.warn(text, UserWarning, stacklevel=4)
+def _project_all(
+    model: nn.Module,
+    decisions: Sequence[Decision],
+    calibration: Calibration | None,
+    budget: float | None,
+    of: str,
+    progress: bool | None,
+) -> None:
+    """Choose the sizes that a budget leaves open, then find cores where they are found in a plan.
+
+    Without budget and calibration `Plan.apply` finds them.
+    """
+    open_ = [decision for decision in decisions if decision.resolved is None]
+    layers = [decision.layer for decision in decisions]
+    seen, covariances = None, dict[nn.Module, Tensor]()
+    if calibration is not None:
+        measured = [decision.layer for decision in open_] if budget is not None else None
+        seen = observe(model, layers, calibration, measured=measured)
+        covariances = {module: moments.zz for module, moments in seen.moments.items()}
+    if budget is not None:
+        _spend(budget, of, open_, [covariances.get(each.layer.module) for each in open_])
+    covariances.clear()
+    if seen is not None:
+        for decision in open_:
+            decision.cores = decision.error = None  # at these sizes, now layer by layer
+        project_in_order(model, decisions, seen, progress=progress)
+    for decision in decisions:
+        if decision.cores is not None:
+            decision.source = _sum_up(decision)
 
 
-def _spend(budget: float, of: str, decisions: Sequence[Decision]) -> None:
+def _spend(
+    budget: float, of: str, decisions: Sequence[Decision], covariances: Sequence[Tensor | None]
+) -> None:
     """Choose the sizes of these layers, and project their weights."""
     families = [d.structure for d in decisions if isinstance(d.structure, Family)]
     if not decisions or len(families) < len(decisions):
@@ -421,37 +456,51 @@ def _spend(budget: float, of: str, decisions: Sequence[Decision]) -> None:
             f"budget={budget}: structure must be a family, and be meant for some layer"
         )
     weights = [decision.layer.matrix for decision in decisions]
-    given = [decision.covariance for decision in decisions]
-    for decision, choice in zip(
-        decisions, allocate(weights, families, budget, given, of), strict=True
-    ):
+    choices = allocate(weights, families, budget, covariances, of)
+    for decision, choice in zip(decisions, choices, strict=True):
         decision.structure, decision.resolved = choice.size.family, choice.size.structure
         decision.cores, decision.error = choice.cores, choice.error
 
 
 def _take_cores(decision: Decision) -> list[Tensor]:
-    """The layer's projection, which the plan then no longer holds, nor the covariance."""
-    structure, cores, given = decision.resolved, decision.cores, decision.covariance
+    """The layer's projection, which the plan then no longer holds."""
+    structure, cores = decision.resolved, decision.cores
     assert structure is not None
     if cores is None:
         weight = decision.layer.matrix
-        cores = project(weight, structure, covariance=given)
-        decision.error = relative_error(weight, structure, cores, covariance=given)
-    decision.cores = decision.covariance = None
+        cores = project(weight, structure)
+        decision.error = relative_error(weight, structure, cores)
+    decision.cores = None
     return cores
 
 
+def _set_bias(decision: Decision) -> None:
+    """Write the bias that carries the change of the mean into the layer's own parameter."""
+    bias = decision.layer.module._parameters.get("bias")
+    if bias is not None and decision.bias is not None:
+        with torch.no_grad():
+            bias.copy_(decision.bias)
+    decision.bias = None
+
+
+def _sum_up(decision: Decision) -> tuple[float, ...]:
+    """Sums over the numbers of the layer that its projection replaces: they tell a change."""
+    replaced = [decision.layer.matrix]
+    bias = decision.layer.module._parameters.get("bias")
+    if bias is not None and decision.bias is not None:
+        replaced.append(bias.detach())
+    return tuple(
+        sum_.item() for each in replaced for sum_ in (each.double().norm(), each.double().norm(1))
+    )
+
+
 def _check_weights(decisions: Iterable[Decision]) -> None:
-    """What was projected for a budget must still be the projection of its weight."""
+    """What was projected for a plan must still be the projection of its weight."""
     for decision in decisions:
-        structure, cores, error = decision.resolved, decision.cores, decision.error
-        if structure is None or cores is None or error is None:
+        if decision.source is None:
             continue
-        weight, given = decision.layer.matrix, decision.covariance
-        now = relative_error(
-            weight, structure, [core.to(weight) for core in cores], covariance=given
-        )
-        if not isclose(now, error, rel_tol=1e-9, abs_tol=1e-12):
+        pairs = zip(_sum_up(decision), decision.source, strict=True)
+        if not all(isclose(now, then, rel_tol=1e-9) for now, then in pairs):
             name = decision.layer.name
             raise ValueError(f"layer {name!r} got other weights after this plan; make a new one")
 

@@ -23,9 +23,11 @@ class Decision:
     resolved: Structure | None = None  #: the same for the layer's widths
     reason: str = ""
     zero_init: bool = False
-    covariance: Tensor | None = field(default=None, repr=False)  #: of the layer's inputs
     cores: list[Tensor] | None = field(default=None, repr=False)  #: the projection, once known
+    bias: Tensor | None = field(default=None, repr=False)  #: that carries the means, if it changes
     error: float | None = None  #: of the projection, relative
+    #: sums over the weight and the bias that were projected
+    source: tuple[float, ...] | None = field(default=None, repr=False)
 
 
 def decide(

@@ -1,59 +1,208 @@
-"""The covariance of the inputs of a model's layers, measured in one pass over a few batches."""
+"""One pass of the model over the calibration data: the order of its layers, what can be run again,
+and the moments of the layers' inputs where they are asked for."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import inspect
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._model.survey import eval_mode, run
+from .._model.survey import Layer, eval_mode, run
+from .moments import Moments
+from .padding import find_masks, name_arguments, select_rows
+from .streams import State, capture_state
 
 Calibration = Iterable[Any] | Callable[[nn.Module], Any]
 
-ROWS = 8192  # inputs that are turned into float32 at a time
+
+@dataclass
+class Call:
+    """One call of the whole model, that can be made again."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    masks: list[Tensor]  #: see `find_masks`
+    state: State = field(repr=False)  #: of the thread that made it
+
+    def run(self, model: nn.Module) -> Any:
+        """Make it again; the model gets copies of the tensors, and may change them."""
+        args, kwargs = copy_values(self.args), copy_values(self.kwargs)
+        return model(*args, **kwargs, **_leave_out_cache(model, args, kwargs))
+
+
+@dataclass
+class Observed:
+    """What one pass over the calibration data has shown."""
+
+    calls: list[Call] | None  #: None if they cannot be made again
+    order: list[nn.Module]  #: the layers, as the model arrives at them
+    repeated: list[nn.Module]  #: layers that one call of the model calls more than once
+    moments: dict[nn.Module, Moments]  #: of the layers that were to be measured
 
 
 @torch.no_grad()
-def measure_covariances(
-    model: nn.Module, layers: Sequence[nn.Module], calibration: Calibration
-) -> list[Tensor | None]:
-    """`X^T X / N` over all inputs X of each layer: `(in_features, in_features)`, float64.
+def observe(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    calibration: Calibration,
+    *,
+    measured: Collection[Layer] | None = None,
+) -> Observed:
+    """Run the model over the calibration data, in eval mode and without gradients.
 
-    The model runs in eval mode without gradients; every module's mode is restored, and no hook
-    stays, also on an error.
+    Every module's mode is restored, and no hook stays, also on an error.
 
     Args:
         calibration: an iterable of batches (a mapping is passed as keywords, a tuple or list as
             positions, anything else as the one argument), or a function that runs the model that
             it is given.
-
-    Returns:
-        For each layer its covariance; None if no input reached it.
+        measured: the layers whose inputs' moments are wanted. None: of all layers, if `calibration`
+            is a function whose calls of the model cannot be made again, otherwise of none.
 
     Raises:
         TypeError: `calibration` is a single batch, or neither iterable nor callable.
-        ValueError: there is no batch, no layer saw an input, or an input is not finite.
+        ValueError: there is no batch; no layer saw an input; an input of a measured layer is not
+            finite (the message names the layer); an id is outside of an embedding; padding without
+            a mask, see `find_masks`.
 
-    >>> layer = nn.Linear(2, 3)
-    >>> measure_covariances(layer, [layer], [torch.tensor([[1.0, 0.0], [1.0, 2.0]])])
-    [tensor([[1., 1.],
-            [1., 2.]], dtype=torch.float64)]
+    >>> model = nn.Linear(2, 3, bias=False)
+    >>> layers = [Layer(("",), model, 2, 3, "other")]
+    >>> batches = [torch.tensor([[1.0, 0.0], [1.0, 2.0]])]
+    >>> observe(model, layers, batches, measured=layers).moments[model].zz
+    tensor([[1., 1.],
+            [1., 2.]], dtype=torch.float64)
     """
     _check(calibration)
-    sums: dict[nn.Module, Tensor] = {}
-    counts = dict.fromkeys(layers, 0)
-    with eval_mode(model), _add_up(counts, sums):
-        batches = _run_all(model, calibration)
-    if not batches:
+    function = not isinstance(calibration, Iterable)
+    if measured is None:
+        measured = layers if function else ()
+    watch = _Watch(model, layers, measured)
+    with eval_mode(model), slow_path(), watch.hooks():
+        if isinstance(calibration, Iterable):
+            for batch in calibration:
+                run(model, batch)
+        else:
+            calibration(model)
+    if not function and not watch.calls:
         raise ValueError("calibration has no batch; a generator can be read only once")
-    if not any(counts.values()):
+    if not watch.seen:
         raise ValueError(
             "calibration: none of the layers to convert saw an input; the model does not call them"
         )
-    if any(not total.isfinite().all() for total in sums.values()):
-        raise ValueError("calibration: a layer's inputs are not finite")
-    return [sums[layer] / counts[layer] if counts[layer] else None for layer in layers]
+    for layer in measured:
+        check_finite(layer.name, watch.moments[layer.module])
+    replayable = not function or (watch.replayable and watch.calls)
+    return Observed(
+        watch.calls if replayable else None,
+        _merge_orders(watch.orders),
+        [layer.module for layer in layers if layer.module in watch.repeated],
+        {module: moments for module, moments in watch.moments.items() if moments.count},
+    )
+
+
+def check_finite(name: str, moments: Moments, where: str = "") -> None:
+    """Raises: ValueError: the inputs of the layer of that name are not finite."""
+    if not moments.is_finite():
+        raise ValueError(f"calibration: the inputs of layer {name!r}{where} are not finite")
+
+
+def has_own_bias(model: nn.Module, layer: nn.Module) -> bool:
+    """Whether the layer has a bias that is no other module's too: it may be changed."""
+    bias = layer._parameters.get("bias")
+    if bias is None:
+        return False
+    owners = (
+        module
+        for module in model.modules()
+        if any(parameter is bias for parameter in module._parameters.values())
+    )
+    return sum(1 for _ in owners) == 1
+
+
+@contextmanager
+def slow_path() -> Iterator[None]:
+    """Within it, nn.TransformerEncoder calls its layers one by one; its fused kernel does not."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+class _Watch:
+    """What hooks on the model, on its layers and on its embeddings see."""
+
+    def __init__(
+        self, model: nn.Module, layers: Sequence[Layer], measured: Collection[Layer]
+    ) -> None:
+        self.model, self.layers = model, [layer.module for layer in layers]
+        self.calls: list[Call] = []
+        self.orders: list[list[nn.Module]] = []  # of each call
+        self.seen, self.repeated = set[nn.Module](), set[nn.Module]()
+        self.replayable, self.inside = True, 0
+        self.moments = {
+            layer.module: Moments(
+                layer.in_features,
+                layer.matrix.device,
+                centred=has_own_bias(model, layer.module),
+            )
+            for layer in measured
+        }
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            model = self.model
+            handles = [
+                model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
+                model.register_forward_hook(self._end, always_call=True),
+            ]
+            for layer in self.layers:
+                handles.append(layer.register_forward_pre_hook(self._arrive, with_kwargs=True))
+            for name, module in model.named_modules():
+                if isinstance(module, nn.Embedding):
+                    handles.append(module.register_forward_pre_hook(_check_ids(name)))
+            for handle in handles:
+                stack.callback(handle.remove)
+            yield
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.inside += 1
+        if self.inside > 1:
+            return
+        self.replayable &= is_plain((args, kwargs))
+        masks = find_masks(model, args, kwargs)
+        self.calls.append(Call(copy_values(args), copy_values(kwargs), masks, capture_state()))
+        self.orders.append([])
+
+    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+        self.inside -= 1
+
+    def _arrive(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.seen.add(layer)
+        masks: list[Tensor] = []
+        if self.inside:
+            masks = self.calls[-1].masks
+            self.orders[-1].append(layer)
+            if self.orders[-1].count(layer) > 1:
+                self.repeated.add(layer)
+        else:
+            self.replayable = False
+        if layer in self.moments:
+            self.moments[layer].add(select_rows(take_input(args, kwargs), masks))
+
+
+def take_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """The one input of a linear layer."""
+    x: Tensor = args[0] if args else next(iter(kwargs.values()))
+    return x
 
 
 def _check(calibration: Calibration) -> None:
@@ -65,36 +214,69 @@ def _check(calibration: Calibration) -> None:
         )
 
 
-def _run_all(model: nn.Module, calibration: Calibration) -> int:
-    """Run the model on every batch; the number of batches."""
-    if not isinstance(calibration, Iterable):
-        calibration(model)
-        return 1
-    batches = 0
-    for batch in calibration:
-        run(model, batch)
-        batches += 1
-    return batches
+def _check_ids(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    """A hook of the embedding of that name, that refuses ids which it has no row for."""
+
+    def check(module: Any, args: tuple[Any, ...]) -> None:
+        ids, rows = args[0] if args else None, int(module.num_embeddings)
+        if not isinstance(ids, Tensor) or not ids.numel():
+            return
+        least, most = ids.min().item(), ids.max().item()
+        if least < 0 or most >= rows:
+            wrong = least if least < 0 else most
+            raise ValueError(
+                f"calibration: the id {wrong} is outside of the embedding {name!r}, which has "
+                f"{rows:,} rows: the batches come from another tokenizer, or are too long"
+            )
+
+    return check
 
 
-@contextmanager
-def _add_up(counts: dict[nn.Module, int], sums: dict[nn.Module, Tensor]) -> Iterator[None]:
-    """While it is open: count the inputs of each layer of `counts`, and add X^T X to `sums`."""
-
-    def collect(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = args[0] if args else next(iter(kwargs.values()))
-        width = x.shape[-1]
-        rows = x.detach().reshape(-1, width)  # (..., in_features) -> (N, in_features)
-        if module not in sums:
-            sums[module] = torch.zeros(width, width, dtype=torch.float64, device=x.device)
-        for part in rows.split(ROWS):
-            wide = part if part.dtype == torch.float64 else part.float()
-            sums[module] += wide.mT @ wide  # (in_features, N) x (N, in_features)
-        counts[module] += len(rows)
-
-    handles = [layer.register_forward_pre_hook(collect, with_kwargs=True) for layer in counts]
+def _merge_orders(orders: Iterable[Sequence[nn.Module]]) -> list[nn.Module]:
+    """One order that agrees with those of all calls; if there is none, that of first arrival."""
+    first = list(dict.fromkeys(module for order in orders for module in order))
+    before: TopologicalSorter[nn.Module] = TopologicalSorter({module: () for module in first})
+    for order in orders:
+        once = list(dict.fromkeys(order))
+        for earlier, later in pairwise(once):
+            before.add(later, earlier)
     try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        return list(before.static_order())
+    except CycleError:
+        return first
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is a tensor, a plain value or a container of such: nothing with a memory."""
+    if isinstance(value, Mapping):
+        return all(is_plain(each) for each in value.values())
+    if isinstance(value, tuple | list):
+        return all(is_plain(each) for each in value)
+    kinds = Tensor | str | bytes | int | float | complex | torch.dtype | torch.device
+    return value is None or isinstance(value, kinds)
+
+
+def copy_values(value: Any) -> Any:
+    """The same with tensors of its own; what is neither tensor nor plain container stays."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) is dict:
+        return {name: copy_values(each) for name, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(copy_values(each) for each in value)
+    return value
+
+
+def _leave_out_cache(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The keyword by which a model of transformers keeps no keys and values of all its layers."""
+    owner = sys.modules.get("transformers.modeling_utils")
+    if owner is None or not isinstance(model, owner.PreTrainedModel):
+        return {}
+    taken = "use_cache" in inspect.signature(model.forward).parameters
+    return (
+        {"use_cache": False}
+        if taken and "use_cache" not in name_arguments(model, args, kwargs)
+        else {}
+    )

@@ -1,0 +1,101 @@
+"""Which rows of a layer's input are tokens: what the model's own attention masks say."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+# Arguments of models that tell padding, and whether a true entry is a token in them.
+MASKS = {
+    "attention_mask": True,  # transformers
+    "decoder_attention_mask": True,
+    "src_key_padding_mask": False,  # torch.nn
+    "tgt_key_padding_mask": False,
+}
+
+
+def name_arguments(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of one call of the model by their names in its `forward`."""
+    try:
+        bound = inspect.signature(model.forward).bind_partial(*args, **kwargs)
+    except (TypeError, ValueError):  # the model itself will say what is wrong
+        return dict(kwargs)
+    return {**bound.arguments, **kwargs}
+
+
+def find_masks(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The masks of one call of the model that hide something: `(batch, length)`, True for a token.
+
+    Masks of other shapes (one for each pair of tokens, say) tell no padding and are left out.
+
+    Raises:
+        ValueError: a mask without any token; no `attention_mask` though `input_ids` has tokens that
+            the model's config names as padding and as nothing else.
+    """
+    named = name_arguments(model, args, kwargs)
+    _check_ids(model, named)
+    masks = []
+    for name, true_is_token in MASKS.items():
+        mask = named.get(name)
+        if not isinstance(mask, Tensor) or mask.ndim != 2:
+            continue
+        if not true_is_token and mask.is_floating_point():
+            tokens = mask == 0  # it is added to the scores: minus infinity hides
+        else:
+            tokens = mask.bool() == true_is_token
+        if not tokens.any():
+            raise ValueError(f"calibration: {name} of a batch has no token, only padding")
+        if not true_is_token and _is_length_first(model):
+            tokens = tokens.mT
+        if not tokens.all():
+            masks.append(tokens)
+    return masks
+
+
+def select_rows(x: Tensor, masks: Sequence[Tensor]) -> Tensor:
+    """The rows of `x`, `(..., features) -> (rows, features)`, that are tokens.
+
+    A mask fits if its shape is that of the first dimensions of `x`, or its flattened length the
+    first dimension of a matrix. Where several fit (encoder and decoder of one length), a row must
+    be a token in all of them; where none does, all rows count.
+    """
+    leading = x.shape[:-1]
+    rows = x.reshape(-1, x.shape[-1])
+    keep = None
+    for mask in masks:
+        if leading[:2] == mask.shape:
+            own = mask.reshape(*mask.shape, *[1] * (len(leading) - 2)).expand(leading).flatten()
+        elif len(leading) == 1 and leading[0] == mask.numel():
+            own = mask.flatten()
+        else:
+            continue
+        keep = own if keep is None else keep & own
+    return rows if keep is None else rows[keep.to(rows.device)]
+
+
+def _is_length_first(model: nn.Module) -> bool:
+    """Whether torch's attention in it takes `(length, batch, features)`."""
+    kinds = nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
+    found = [module for module in model.modules() if isinstance(module, kinds)]
+    attention = [getattr(module, "self_attn", module) for module in found]
+    return any(not module.batch_first for module in attention)
+
+
+def _check_ids(model: nn.Module, named: Mapping[str, Any]) -> None:
+    """Refuse ids with padding but without a mask: padding would count as data."""
+    config, ids = getattr(model, "config", None), named.get("input_ids")
+    pad = getattr(config, "pad_token_id", None)
+    if not isinstance(ids, Tensor) or pad is None or named.get("attention_mask") is not None:
+        return
+    others = (getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "sep", "cls"))
+    taken = [each for other in others for each in (other if isinstance(other, list) else [other])]
+    if pad in taken or not (ids == pad).any():
+        return
+    raise ValueError(
+        f"calibration: input_ids has padding (pad_token_id={pad}), which would count as data: give "
+        "batches with the attention_mask that the tokenizer returns, or with one of ones if these "
+        "are tokens"
+    )

@@ -1,0 +1,383 @@
+"""Sequential projection: layer by layer in the model's own order, each against the dense model.
+
+With x a layer's input in the dense model and z its input in the model compressed so far, the
+structured B that minimises E |W x - B z|^2 is the one nearest to the regression W C_xz C_zz^-1 in
+the covariance of z, for any structure:
+
+    B = project(W (C_xz + lam I) (C_zz + lam I)^-1, covariance=C_zz + lam I)
+    bias: b + W E[x] - B E[z], and the covariances are centred
+
+lam, see `choose_ridge`, draws B towards W where the tokens say little. A layer without a bias has
+nothing to carry the mean: its covariances are around zero.
+
+The model runs once densely and once compressed, in lockstep (`streams`): both stop at every layer
+to convert, the layer is projected, and they go on, one with the layer's own output, the other with
+that of the projection. So only the live activations of one place are held, and one layer's
+covariance; layers that get the same tensor (query, key and value) share it.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._linear import StructuredLinear, uninitialised
+from .._model.decide import Decision
+from .._model.survey import eval_mode
+from .._progress import Bar
+from .calibration import (
+    Observed,
+    check_finite,
+    has_own_bias,
+    observe,
+    slow_path,
+    take_input,
+)
+from .moments import Moments
+from .padding import select_rows
+from .solve import project, relative_error
+from .streams import Place, Stop, Stream, Streams
+
+RIDGE = 1e-3  # lam at as many tokens as features, in mean variances
+
+
+def choose_ridge(tokens: int, features: int) -> float:
+    """lam in units of the mean diagonal of C_zz: it grows as tokens get few."""
+    return RIDGE * features / tokens
+
+
+@torch.no_grad()
+def project_in_order(
+    model: nn.Module,
+    decisions: Sequence[Decision],
+    seen: Observed,
+    *,
+    progress: bool | None = None,
+) -> None:
+    """Give each of these decisions, whose sizes are known, its cores, bias and error.
+
+    Layers that a call of the model calls more than once, and all layers where the calls cannot be
+    made again, are projected for the inputs that they have in the dense model.
+
+    Args:
+        seen: what `observe` returned for the layers of these decisions.
+        progress: whether to show a bar; None: on a terminal.
+
+    Raises:
+        ValueError: an input of a layer is not finite.
+
+    Warns:
+        UserWarning: layers that are projected for the dense model's inputs, or by weight alone.
+    """
+    by_module = {decision.layer.module: decision for decision in decisions}
+    with Bar("project", len(decisions), progress) as bar:
+        for module, moments in _measure_rest(model, decisions, seen).items():
+            bar.show(by_module[module].layer.name)
+            solve(model, by_module[module], moments)
+            bar.advance()
+        if seen.calls is not None:
+            _Lockstep(model, by_module, seen, bar).run()
+        for decision in decisions:
+            if decision.cores is None:
+                bar.show(decision.layer.name)
+                solve(model, decision, None)
+                bar.advance()
+
+
+def _measure_rest(
+    model: nn.Module, decisions: Sequence[Decision], seen: Observed
+) -> dict[nn.Module, Moments]:
+    """The dense model's moments of the layers that lockstep cannot do, with a warning."""
+    reached = {*seen.order, *seen.moments}
+    names = {decision.layer.module: decision.layer.name for decision in decisions}
+    unseen = [name for module, name in names.items() if module not in reached]
+    if unseen:
+        _warn(f"no input reached {', '.join(unseen)}: projected by weight alone")
+    if seen.calls is None:
+        _warn(
+            "the function's calls of the model cannot be made again, so these layers are "
+            "projected for the dense model's inputs, not for the compressed one's: "
+            f"{', '.join(names[module] for module in seen.moments)}"
+        )
+        return seen.moments
+    repeated = [decision.layer for decision in decisions if decision.layer.module in seen.repeated]
+    if not repeated:
+        return {}
+    _warn(
+        "one pass calls these layers more than once, so they are projected for the dense model's "
+        f"inputs, not for the compressed one's: {', '.join(layer.name for layer in repeated)}"
+    )
+    missing = [layer for layer in repeated if layer.module not in seen.moments]
+    calls = seen.calls
+
+    def run_again(model: nn.Module) -> None:
+        for call in calls:
+            call.run(model)
+
+    found = observe(model, missing, run_again, measured=missing).moments if missing else {}
+    return {layer.module: (seen.moments | found)[layer.module] for layer in repeated}
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"calibration: {text}", UserWarning, stacklevel=6)
+
+
+# ---- one layer ---------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def solve(model: nn.Module, decision: Decision, moments: Moments | None) -> None:
+    """Find the cores, the bias and the error of one layer; without moments, by its weight alone.
+
+    The error is that of unpaired moments; `_Lockstep` measures it where x and z are pairs.
+    """
+    layer, structure = decision.layer, decision.resolved
+    assert structure is not None
+    weight = layer.matrix
+    if moments is None:
+        decision.cores = project(weight, structure)
+        decision.error = relative_error(weight, structure, decision.cores)
+        return
+    target, covariance = find_target(weight, moments)
+    cores = project(target, structure, covariance=covariance)
+    decision.cores = [core.to(weight.dtype) for core in cores]
+    if not moments.paired:
+        zz = moments.zz
+        decision.error = relative_error(weight, structure, decision.cores, covariance=zz)
+    if moments.centred:
+        bias = layer.module._parameters["bias"]
+        assert bias is not None
+        new = _build(decision).to_dense().double()
+        change = weight.double() @ moments.mean_x - new @ moments.mean_z
+        decision.bias = (bias.double() + change).to(bias.dtype)
+
+
+def find_target(weight: Tensor, moments: Moments) -> tuple[Tensor, Tensor | None]:
+    """W (C_xz + lam I) (C_zz + lam I)^-1 in float32 or better, and C_zz + lam I in float64.
+
+    Where x and z are the same, W itself; where they never vary, without covariance.
+    """
+    precise = weight if weight.dtype == torch.float64 else weight.float()
+    zz = moments.zz
+    mean = zz.diagonal().mean()
+    if mean <= 0:
+        return precise, None
+    ridge = mean * choose_ridge(moments.count, len(zz))
+    eye = torch.eye(len(zz), dtype=zz.dtype, device=zz.device)
+    covariance = zz + ridge * eye
+    if not moments.paired:
+        return precise, covariance
+    root, failed = torch.linalg.cholesky_ex(covariance)
+    while failed:  # rounding in float32 can outweigh the smallest variances
+        ridge = 10 * ridge
+        covariance = zz + ridge * eye
+        root, failed = torch.linalg.cholesky_ex(covariance)
+    right = (moments.xz + ridge * eye).mT @ weight.double().mT  # (in, in) x (in, out)
+    return torch.cholesky_solve(right, root).mT.to(precise.dtype), covariance
+
+
+def _build(decision: Decision) -> StructuredLinear:
+    """The layer that the decision's cores make, without bias."""
+    layer, structure, cores = decision.layer, decision.resolved, decision.cores
+    assert structure is not None
+    assert cores is not None
+    options: dict[str, Any] = {"bias": False, "device": cores[0].device, "dtype": cores[0].dtype}
+    new = uninitialised(layer.in_features, layer.out_features, structure, **options)
+    return new.set_cores_(cores).eval()
+
+
+# ---- all layers, in lockstep -------------------------------------------------------------------
+
+
+_Inputs = list[tuple[Tensor, int]]  # with their versions
+
+
+@dataclass
+class _Pair:
+    """The two runs of one call: of the dense model, and of the one compressed so far."""
+
+    dense: Stream
+    compressed: Stream
+    masks: list[Tensor]
+
+    def stops(self) -> Iterator[Stop]:
+        for stream in (self.dense, self.compressed):
+            if stream.stop is not None:
+                yield stream.stop
+
+
+@dataclass
+class _Gap:
+    """Of a layer's outputs, summed over tokens: |W x - B z|^2 and |W x|^2, both with the means
+    carried by the bias where there is one."""
+
+    mean: Tensor | None  #: of the dense outputs, `(out_features,)`
+    above: float = 0.0
+    below: float = 0.0
+
+    def add(self, y: Tensor, new: Tensor) -> None:
+        """Of rows `(tokens, out_features)`: the dense layer's outputs, and the new one's."""
+        y, new = (part if part.dtype == torch.float64 else part.float() for part in (y, new))
+        self.above += (y - new).square().sum(dtype=torch.float64).item()
+        around = y if self.mean is None else y - self.mean.to(y)
+        self.below += around.square().sum(dtype=torch.float64).item()
+
+    @property
+    def error(self) -> float:
+        above, below = sqrt(self.above), sqrt(self.below)
+        return above / below if below else float("inf") if above else 0.0
+
+
+class _Lockstep:
+    """All calls, dense and compressed, taken from layer to layer together."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decisions: dict[nn.Module, Decision],
+        seen: Observed,
+        bar: Bar,
+    ) -> None:
+        assert seen.calls is not None
+        self.model, self.decisions, self.calls, self.bar = model, decisions, seen.calls, bar
+        self.order = {module: n for n, module in enumerate(seen.order)}
+        self.new: dict[nn.Module, StructuredLinear] = {}
+        self.pairs: list[_Pair] = []
+        self.gaps: dict[nn.Module, _Gap] = {}
+        self._inputs: _Inputs = []  # that the moments are of
+        self._moments: Moments | None = None
+
+    def run(self) -> None:
+        for module, decision in self.decisions.items():
+            if decision.cores is not None:
+                self._put_in(module)
+        with ExitStack() as stack:
+            stack.enter_context(eval_mode(self.model))
+            stack.enter_context(slow_path())
+            places = [Place(module) for module in self.decisions]
+            streams = stack.enter_context(Streams(places, 2 * len(self.calls)))
+            for call in self.calls:
+                again = partial(call.run, self.model)
+                dense, compressed = (streams.start(again, call.state) for _ in range(2))
+                self.pairs.append(_Pair(dense, compressed, call.masks))
+            while stops := [stop for pair in self.pairs for stop in pair.stops()]:
+                module = min((stop.place.module for stop in stops), key=self._rank)
+                if module not in self.new:
+                    self._project(module)
+                for pair in self.pairs:
+                    self._go_on(pair, module)
+        for module, gap in self.gaps.items():
+            self.decisions[module].error = gap.error
+
+    def _rank(self, module: nn.Module) -> int:
+        return self.order.get(module, len(self.order))
+
+    def _project(self, module: nn.Module) -> None:
+        decision = self.decisions[module]
+        name = decision.layer.name
+        self.bar.show(name)
+        moments = self._measure(module, name)
+        solve(self.model, decision, moments)
+        self._put_in(module)
+        if moments.paired:
+            mean = None
+            if moments.centred:
+                bias = module._parameters["bias"]
+                assert bias is not None
+                mean = decision.layer.matrix.double() @ moments.mean_x + bias.double()
+            self.gaps[module] = _Gap(mean)
+        self.bar.advance()
+
+    def _put_in(self, module: nn.Module) -> None:
+        """Let the compressed streams have the projected layer from now on."""
+        decision = self.decisions[module]
+        self.new[module] = new = _build(decision)
+        decision.cores = [core.detach() for core in new.cores]  # held once
+        bias = module._parameters.get("bias") if decision.bias is None else decision.bias
+        new.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    def _measure(self, module: nn.Module, name: str) -> Moments:
+        """The moments of the layer's inputs, from all streams that wait there.
+
+        Where a call brings other rows in the dense model than in the compressed one (a router chose
+        otherwise), x and z are no pairs: both are then the compressed model's input.
+        """
+        found = [
+            (_find_input(pair.dense, module), _find_input(pair.compressed, module), pair.masks)
+            for pair in self.pairs
+        ]
+        centred = has_own_bias(self.model, module)
+        inputs = [(x, x._version) for *both, _ in found for x in both if x is not None]
+        shared = self._moments is not None and self._moments.centred == centred
+        if not shared or not _are_same(inputs, self._inputs):
+            features, device = self.decisions[module].layer.in_features, inputs[0][0].device
+            self._inputs, self._moments = inputs, None  # the last ones are no longer held
+            self._moments = Moments(features, device, centred=centred)
+            _add_pairs(self._moments, found)
+            check_finite(name, self._moments)
+        assert self._moments is not None
+        return self._moments
+
+    def _go_on(self, pair: _Pair, module: nn.Module) -> None:
+        """Resume the streams of this call that wait at the layer, with their outputs."""
+        dense, compressed, new = pair.dense, pair.compressed, self.new[module]
+        x, z = _find_input(dense, module), _find_input(compressed, module)
+        gap = self.gaps.get(module)
+        if gap is None or x is None or z is None or x.shape != z.shape:
+            if x is not None:
+                dense.resume()
+            if z is not None:
+                compressed.resume(lambda *args, **kwargs: new(take_input(args, kwargs)))
+            return
+        outputs: list[Tensor] = []
+
+        def compare(*args: Any, **kwargs: Any) -> Any:
+            """The dense layer's output, beside which the new one's is formed and kept."""
+            y = dense_forward(*args, **kwargs)
+            outputs.append(new(z))
+            gap.add(select_rows(y, pair.masks), select_rows(outputs[0], pair.masks))
+            return y
+
+        assert dense.stop is not None
+        dense_forward = dense.stop.forward
+        dense.resume(compare)
+        compressed.resume(lambda *args, **kwargs: outputs.pop())
+
+
+def _are_same(inputs: _Inputs, others: _Inputs) -> bool:
+    """Whether they are the same tensors, and nobody has written into them."""
+    return len(inputs) == len(others) and all(
+        x is other and version == other_version
+        for (x, version), (other, other_version) in zip(inputs, others, strict=True)
+    )
+
+
+def _add_pairs(
+    moments: Moments, found: Sequence[tuple[Tensor | None, Tensor | None, list[Tensor]]]
+) -> None:
+    """Add each call's inputs x and z, without padding; see `_Lockstep._measure`."""
+    present = [each for each in found if each[0] is not None or each[1] is not None]
+    pairs = [(x, z, masks) for x, z, masks in present if x is not None and z is not None]
+    if len(pairs) == len(present) and all(x.shape == z.shape for x, z, _ in pairs):
+        same = all(torch.equal(x, z) for x, z, _ in pairs)
+        for x, z, masks in pairs:
+            moments.add(select_rows(x, masks), None if same else select_rows(z, masks))
+        return
+    compressed = [(z, masks) for _, z, masks in present if z is not None]
+    dense = [(x, masks) for x, _, masks in present if x is not None]
+    for rows, masks in compressed or dense:
+        moments.add(select_rows(rows, masks))
+
+
+def _find_input(stream: Stream, module: nn.Module) -> Tensor | None:
+    """The input with which the stream waits at the layer; None if it waits elsewhere."""
+    stop = stream.stop
+    if stop is None or stop.place.module is not module:
+        return None
+    return take_input(stop.args, stop.kwargs)

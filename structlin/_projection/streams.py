@@ -1,0 +1,227 @@
+"""Runs of a model that stop where it calls chosen modules, so that many go through it in lockstep.
+
+Each run has a thread of its own, but exactly one thread works at any time: whoever resumes a stream
+waits until it stops again or ends. So nothing races, and the order of all steps is the caller's.
+A stream stops in the `forward` of a module, which is patched as long as `Streams` is open: before
+it, where the caller may put another function in its place, or after it, where the caller may put
+another output in place of the module's.
+"""
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+WORKERS = 2048  # of OpenMP in all streams: each thread that computes keeps its own
+
+State = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class Place(NamedTuple):
+    """Where a stream can stop: before a module is called, or when it is left."""
+
+    module: nn.Module
+    leaving: bool = False
+
+
+@dataclass
+class Stop:
+    """A stream that waits: where, and what the module was called with."""
+
+    place: Place
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    forward: Callable[..., Any]  #: the module's own
+    output: Any = None  #: of the module, if it is being left
+
+
+class Cancelled(BaseException):
+    """Ends the thread of a stream that nobody resumes any more."""
+
+
+class Stream:
+    """One run of the model. `stop` says where it waits; None before its start and after its end."""
+
+    def __init__(self, run: Callable[[], object], state: State, workers: int) -> None:
+        self.stop: Stop | None = None
+        self._run, self._state, self._workers = run, state, workers
+        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._forward: Callable[..., Any] | None = None
+        self._error: BaseException | None = None
+        self._cancelled = self._working = False
+        context = contextvars.copy_context()
+        self.thread = threading.Thread(target=lambda: context.run(self._work), daemon=True)
+
+    def resume(self, forward: Callable[..., Any] | None = None) -> None:
+        """Go on to the next stop, or to the end.
+
+        Args:
+            forward: called, in the stream, in place of the module's own `forward`. Where the module
+                is being left, its result takes the place of the output.
+
+        Raises: what the model raised.
+        """
+        self._forward, self._working, self.stop = forward, True, None
+        with limit_threads(self._workers):
+            if self.thread.ident is None:
+                self.thread.start()
+            else:
+                self._turn.release()
+            self._back.acquire()
+        self._working = False
+        if self._error is not None:
+            self.thread.join()
+            raise self._error
+
+    def cancel(self) -> None:
+        """End the run where it waits, or at its next stop."""
+        self._cancelled = True
+        if self.thread.ident is None:
+            return
+        if self.thread.is_alive() and not self._working:
+            self._turn.release()
+        self.thread.join()
+        self.stop = None
+
+    def wait(self, stop: Stop) -> Callable[..., Any] | None:
+        """Stop here; for the stream's own thread. Returns what it was resumed with."""
+        if not self._cancelled:
+            self.stop = stop
+            self._back.release()
+            self._turn.acquire()
+        if self._cancelled:
+            raise Cancelled
+        forward, self._forward = self._forward, None
+        return forward
+
+    def _work(self) -> None:
+        try:
+            with self._state():
+                self._run()
+        except Cancelled:
+            pass
+        except BaseException as error:  # the caller's thread raises it
+            self._error = error
+        finally:
+            self.stop = None
+            self._back.release()
+
+
+class Streams:
+    """While it is open, streams stop at these places. On leaving it all streams end, the modules
+    have their own `forward` again, and no thread is left.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    >>> with Streams([Place(model[0])]) as streams:
+    ...     stream = streams.start(lambda: print(model(torch.ones(2))))
+    ...     stream.resume(lambda x: 3 * x)
+    tensor([3., 3.])
+    """
+
+    def __init__(self, places: Iterable[Place], count: int = 1) -> None:
+        """`count`: streams that there will be, for the number of threads that each computes with"""
+        self._places = frozenset(places)
+        self._most = max(1, WORKERS // count)
+        self._streams: dict[threading.Thread, Stream] = {}
+        self._patched: list[tuple[nn.Module, bool, Any]] = []
+
+    def start(self, run: Callable[[], object], state: State | None = None) -> Stream:
+        """A stream that runs `run` in `state`, at its first stop.
+
+        `state` is what `capture_state` returns; None: that of this thread.
+        """
+        stream = Stream(run, state or capture_state(), self._most)
+        self._streams[stream.thread] = stream
+        stream.resume()
+        return stream
+
+    def __enter__(self) -> "Streams":
+        for module in {place.module: None for place in self._places}:
+            self._patch(module)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for stream in self._streams.values():
+            stream.cancel()
+        for module, had_own, forward in reversed(self._patched):
+            if had_own:
+                vars(module)["forward"] = forward
+            else:
+                del vars(module)["forward"]
+
+    def _patch(self, module: nn.Module) -> None:
+        own = module.forward
+        self._patched.append((module, "forward" in vars(module), own))
+        entry, exit_ = Place(module), Place(module, leaving=True)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            stream = self._streams.get(threading.current_thread())
+            if stream is None:
+                return own(*args, **kwargs)
+            other = None
+            if entry in self._places:
+                other = stream.wait(Stop(entry, args, kwargs, own))
+            output = (other or own)(*args, **kwargs)
+            if exit_ in self._places:
+                other = stream.wait(Stop(exit_, args, kwargs, own, output))
+                output = output if other is None else other(*args, **kwargs)
+            return output
+
+        vars(module)["forward"] = forward
+
+
+def capture_state() -> State:
+    """What torch keeps for each thread, as it is now: a function that makes the context in which
+    another thread has it too.
+
+    It is the gradient mode, autocast, the default device, and the current device and stream of
+    CUDA.
+    """
+    grad, device = torch.is_grad_enabled(), torch.get_default_device()
+    cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    kinds = ["cpu", "cuda"] if cuda else ["cpu"]
+    autocast = [
+        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds
+    ]
+    queue = torch.cuda.current_stream() if cuda else None
+
+    @contextmanager
+    def enter() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(grad))
+            if device != torch.get_default_device():
+                stack.enter_context(device)
+            for kind, dtype, enabled in autocast:
+                if enabled:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype))
+            if queue is not None:
+                stack.enter_context(torch.cuda.stream(queue))  # its device too
+            yield
+
+    return enter
+
+
+@contextmanager
+def limit_threads(most: int) -> Iterator[None]:
+    """Within it, torch computes with so many threads at most."""
+    threads = torch.get_num_threads()
+    if threads <= most:
+        yield
+        return
+    try:
+        torch.set_num_threads(most)
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,182 @@
+"""Sequential calibration of the models that people have: each arrives at its layers in its own way.
+
+The oracle is the theorem: where the structure can hold every matrix, nothing changes; and where it
+cannot, no layer's outputs are further from the dense model's than its weights are.
+"""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.zoo import import_timm
+from structlin import LowRank, StructuredLinear, plan
+from structlin._projection.calibration import slow_path
+
+WIDTH = 16
+IDS = torch.randint(3, 50, (6, 10), generator=torch.Generator().manual_seed(0))
+MASK = torch.ones_like(IDS)
+MASK[::2, 7:] = 0
+PADDED = IDS * MASK
+IMAGES = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def bert() -> tuple[nn.Module, list[object]]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=50,
+        hidden_size=WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+    )
+    batches = [
+        {"input_ids": ids, "attention_mask": mask}
+        for ids, mask in zip(PADDED.split(3), MASK.split(3), strict=True)
+    ]
+    return transformers.BertModel(config), batches
+
+
+def gpt2() -> tuple[nn.Module, list[object]]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=50, n_embd=WIDTH, n_layer=2, n_head=2, n_positions=16
+    )
+    return transformers.GPT2LMHeadModel(config), [{"input_ids": ids} for ids in IDS.split(2)]
+
+
+def llama() -> tuple[nn.Module, list[object]]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=50,
+        hidden_size=WIDTH,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    return transformers.LlamaForCausalLM(config), list(IDS.split(3))
+
+
+def vit() -> tuple[nn.Module, list[object]]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        image_size=8,
+        patch_size=4,
+        hidden_size=WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+    )
+    return transformers.ViTModel(config), list(IMAGES.split(3))
+
+
+def t5() -> tuple[nn.Module, list[object]]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        vocab_size=50, d_model=WIDTH, d_kv=8, d_ff=32, num_layers=2, num_heads=2
+    )
+    batches = [
+        {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids[:, :5]}
+        for ids, mask in zip(PADDED.split(3), MASK.split(3), strict=True)
+    ]
+    return transformers.T5ForConditionalGeneration(config), batches
+
+
+def timm_vit() -> tuple[nn.Module, list[object]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import_timm()
+    timm = pytest.importorskip("timm")
+    kind = timm.models.VisionTransformer
+    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": WIDTH, "depth": 2, "num_heads": 2}
+    return kind(**sizes, num_classes=3), list(IMAGES.split(3))
+
+
+def encoder() -> tuple[nn.Module, list[object]]:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True)
+    x = torch.randn(6, 10, WIDTH)
+    hidden = MASK == 0
+    batches = [
+        {"src": part, "src_key_padding_mask": mask}
+        for part, mask in zip(x.split(3), hidden.split(3), strict=True)
+    ]
+    return nn.TransformerEncoder(layer, 2), batches
+
+
+def sequential() -> tuple[nn.Module, list[object]]:
+    model = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+    return model, list(torch.randn(30, WIDTH).split(10))
+
+
+class Experts(nn.Module):
+    """A router sends each token to one of four experts; a batch may call only some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, y = self.router(x).argmax(-1), torch.zeros_like(x)
+        for n, expert in enumerate(self.experts):
+            if (rows := chosen == n).any():
+                y[rows] = expert(x[rows])
+        return self.last(x + y)
+
+
+def experts() -> tuple[nn.Module, list[object]]:
+    return Experts(), list(torch.randn(24, WIDTH).split(3))
+
+
+MODELS = [bert, gpt2, llama, vit, t5, timm_vit, encoder, sequential, experts]
+
+
+def run(model: nn.Module, batch: object) -> Tensor:
+    with torch.no_grad(), slow_path():  # torch's fused encoder puts zeros at padding
+        output = model(**batch) if isinstance(batch, dict) else model(batch)
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def full_rank(model: nn.Module) -> dict[object, LowRank]:
+    """Of each linear layer, a low-rank structure that holds any matrix of its shape."""
+    shapes = {
+        name: module.weight.shape
+        for name, module in model.named_modules()
+        if getattr(module, "weight", None) is not None and module.weight.ndim == 2
+    }
+    return {name: LowRank(rank=min(shape)) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("build", MODELS)
+def test_a_structure_that_holds_every_matrix_changes_nothing(build):
+    model, batches = build()
+    model = model.eval().double()
+    batches = [to_double(batch) for batch in batches]
+    before = [run(model, batch) for batch in batches]
+    biases = {name: p.detach().clone() for name, p in model.named_parameters()}
+    names = full_rank(model)
+    planned = plan(model, LowRank(rank=1), calibration=batches, overrides=by_name(names, model))
+    converted = [decision for decision in planned.decisions if decision.structure is not None]
+    assert all(decision.cores is not None for decision in converted)
+    planned.apply()
+    assert max(planned.errors.values()) < 1e-6
+    for batch, y in zip(batches, before, strict=True):
+        torch.testing.assert_close(run(model, batch), y, rtol=1e-6, atol=1e-6)
+    for name, module in model.named_modules():
+        if isinstance(module, StructuredLinear) and module.bias is not None:
+            torch.testing.assert_close(module.bias, biases[f"{name}.bias"], rtol=1e-6, atol=1e-6)
+
+
+def by_name(names: dict[object, LowRank], model: nn.Module) -> dict[object, LowRank]:
+    """The overrides of the layers that `plan` would convert by itself."""
+    chosen = {d.layer.name for d in plan(model, LowRank(rank=1)).decisions if d.structure}
+    return {name: family for name, family in names.items() if name in chosen}
+
+
+def to_double(batch: object) -> object:
+    if isinstance(batch, dict):
+        return {name: to_double(each) for name, each in batch.items()}
+    floating = isinstance(batch, Tensor) and batch.is_floating_point()
+    return batch.double() if floating else batch
