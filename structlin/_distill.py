@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ._model.survey import eval_mode, run
+from ._progress import Bar
+from ._projection.padding import find_masks, select_rows
 from .optim import param_groups
 
 WARMUP = 0.1  # of the steps, in which the rate rises; a cosine leads to zero afterwards
@@ -24,7 +26,7 @@ def distill(
     temperature: float = 1.0,
     logits: bool | None = None,
     weight_decay: float = 0.0,
-    progress: bool = True,
+    progress: bool | None = None,
 ) -> list[float]:
     """Train `model`, in place, to give what `teacher` gives: a converted model after its dense one.
 
@@ -34,9 +36,10 @@ def distill(
 
         T^2 KL(softmax(t / T) || softmax(s / T))
 
-    and of everything else `||s - t||^2 / ||t||^2`, over the whole batch (dimensionless). Where a
-    batch is a mapping with an `attention_mask` (of a decoder: `decoder_attention_mask`), tokens
-    that it leaves out do not count in outputs `(batch, tokens, features)`.
+    and of everything else `||s - t||^2 / ||t||^2`, over the whole batch (dimensionless). Padding
+    does not count: tokens that the model's `attention_mask` or `decoder_attention_mask`
+    (transformers) or `src_key_padding_mask` (torch) leaves out, in outputs that begin with the
+    shape of the mask, `(batch, tokens)`.
 
     AdamW takes the steps, with `param_groups(model, lr)`: rates rise over the first tenth of the
     steps and fall as a cosine to zero. Both models run in eval mode, so without dropout and with
@@ -54,7 +57,7 @@ def distill(
         temperature: T; above 1, small probabilities count more.
         logits: whether all outputs are logits; None: those whose name ends with "logits".
         weight_decay: of matrices, see `param_groups`.
-        progress: show a bar, with the loss, on stderr.
+        progress: whether to show a bar with the loss; None: on a terminal.
 
     Returns:
         The loss of every step, before it is taken.
@@ -91,7 +94,7 @@ def distill(
         eval_mode(teacher),
         torch.enable_grad(),
         _restore_on_error(trained),
-        _show_progress(steps, progress) as show,
+        Bar("distill", steps, progress) as bar,
     ):
         for batch in _repeat(batches, steps):
             optimizer.zero_grad()
@@ -105,7 +108,8 @@ def distill(
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
-            show(losses)
+            bar.show(f"loss {losses[-1]:.4g}")
+            bar.advance()
     return losses
 
 
@@ -201,20 +205,6 @@ def _restore_on_error(parameters: list[nn.Parameter]) -> Iterator[None]:
             parameter.grad = None
 
 
-@contextmanager
-def _show_progress(steps: int, wanted: bool) -> Iterator[Any]:
-    """A function that shows how far the losses have come."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as Remaining
-
-    text = TextColumn("distill: loss {task.fields[loss]}")
-    columns = text, BarColumn(), MofNCompleteColumn(), Remaining()
-    with Progress(*columns, console=Console(stderr=True), disable=not wanted) as bar:
-        task = bar.add_task("distill", total=steps, loss="-")
-        yield lambda losses: bar.update(task, completed=len(losses), loss=f"{losses[-1]:.4g}")
-
-
 # ---- the loss ------------------------------------------------------------------------------------
 
 
@@ -231,6 +221,7 @@ def _loss_of(
             f"model returns {_list_names(found)} and teacher {_list_names(wanted)}: there is "
             "nothing to compare"
         )
+    masks = _find_masks(model, batch)
     total = torch.zeros((), device=next(iter(found.values())).device)
     for name, (s, t) in pairs.items():
         if s.shape != t.shape:
@@ -238,9 +229,7 @@ def _loss_of(
                 f"{name or 'output'} is {tuple(s.shape)} from the model and {tuple(t.shape)} from "
                 "the teacher: they must be alike"
             )
-        mask = _find_mask(model, batch, name, t)
-        if mask is not None:
-            s, t = s[mask], t[mask]  # (batch, tokens, features) -> (tokens that count, features)
+        s, t = select_rows(s, masks), select_rows(t, masks)  # (..., features) -> (rows, features)
         if name.endswith("logits") if logits is None else logits:
             total = total + _divergence(s, t, temperature)
         else:
@@ -271,16 +260,11 @@ def _list_names(tensors: Mapping[str, Tensor]) -> str:
     return ", ".join(name or "output" for name in tensors) or "no floating tensor"
 
 
-def _find_mask(model: nn.Module, batch: Any, name: str, output: Tensor) -> Tensor | None:
-    """Which tokens of that output count, `(batch, tokens)`; None: all, or it has no tokens."""
-    if not isinstance(batch, Mapping) or output.ndim != 3:
-        return None
-    two = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    of_decoder = two and not name.startswith("encoder_")
-    mask = batch.get("decoder_attention_mask" if of_decoder else "attention_mask")
-    if not isinstance(mask, Tensor) or mask.shape != output.shape[:2]:
-        return None
-    return mask.bool()
+def _find_masks(model: nn.Module, batch: Any) -> list[Tensor]:
+    """The masks, `(batch, tokens)`, that `run` gives to the model."""
+    if isinstance(batch, Mapping):
+        return find_masks(model, (), batch)
+    return find_masks(model, batch if isinstance(batch, tuple | list) else (batch,), {})
 
 
 def _divergence(s: Tensor, t: Tensor, temperature: float) -> Tensor:

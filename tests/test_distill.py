@@ -119,16 +119,29 @@ def test_padding_changes_nothing_for_a_model_of_transformers():
 
 
 def test_the_masks_of_an_encoder_and_its_decoder_are_not_confused():
-    model, teacher = Named(0.5), Named()
-    model.config = type("Config", (), {"is_encoder_decoder": True})
     torch.manual_seed(0)
-    x = torch.randn(1, 3, 4)
-    first, all_ = torch.tensor([[1, 0, 0]]), torch.ones(1, 3)
-    masks = {"attention_mask": all_, "decoder_attention_mask": first}
-    only = {"states": x[:, :1], "encoder_last_hidden_state": x}
-    expected = _loss_of(model, teacher, only, 1.0, True)
-    both = {"states": x, "encoder_last_hidden_state": x}
-    torch.testing.assert_close(_loss_of(model, teacher, both | masks, 1.0, True), expected)
+    states, encoded = torch.randn(1, 3, 4), torch.randn(1, 5, 4)
+    masks = {
+        "attention_mask": torch.tensor([[1, 1, 1, 0, 0]]),
+        "decoder_attention_mask": torch.tensor([[1, 0, 0]]),
+    }
+    only = {"states": states[:, :1], "encoder_last_hidden_state": encoded[:, :3]}
+    both = {"states": states, "encoder_last_hidden_state": encoded}
+    expected = _loss_of(Named(0.5), Named(), only, 1.0, True)
+    torch.testing.assert_close(_loss_of(Named(0.5), Named(), both | masks, 1.0, True), expected)
+
+
+def test_padding_of_torchs_own_encoder_does_not_count():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    teacher = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    student = copy.deepcopy(teacher)
+    student.layers[0].linear1.weight.data *= 0.5
+    x, hidden = torch.randn(2, 6, 8), torch.arange(6).expand(2, 6) >= 4
+    expected = _loss_of(student.eval(), teacher.eval(), x[:, :4], 1.0, None)
+    batch = {"src": x, "src_key_padding_mask": hidden}
+    torch.testing.assert_close(_loss_of(student, teacher, batch, 1.0, None), expected)
+    assert _loss_of(student, teacher, x, 1.0, None) != expected
 
 
 # ---- training ------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def find_masks(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
         else:
             tokens = mask.bool() == true_is_token
         if not tokens.any():
-            raise ValueError(f"calibration: {name} of a batch has no token, only padding")
+            raise ValueError(f"{name} of a batch has no token, only padding")
         if not true_is_token and _is_length_first(model):
             tokens = tokens.mT
         if not tokens.all():
@@ -95,7 +95,7 @@ def _check_ids(model: nn.Module, named: Mapping[str, Any]) -> None:
     if pad in taken or not (ids == pad).any():
         return
     raise ValueError(
-        f"calibration: input_ids has padding (pad_token_id={pad}), which would count as data: give "
-        "batches with the attention_mask that the tokenizer returns, or with one of ones if these "
-        "are tokens"
+        f"input_ids has padding (pad_token_id={pad}), which would count as data: give batches "
+        "with the attention_mask that the tokenizer returns, or with one of ones if these are "
+        "tokens"
     )

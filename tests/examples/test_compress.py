@@ -1,18 +1,28 @@
-"""examples/compress.py at tiny sizes."""
+"""examples/compress.py at tiny sizes: every kind of model, what is kept, bad arguments."""
 
 import json
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("matplotlib")
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import compress
+import compress_models
+
+from structlin import StructuredLinear
+
+TEXT = "The quick brown fox jumps over the lazy dog number {n}, and does so again. "
 
 
-def test_compress_leaves_a_table_a_plot_and_results(tmp_path, capsys):
+def structured(model):
+    return [module for module in model.modules() if isinstance(module, StructuredLinear)]
+
+
+def test_compress_leaves_a_table_a_plot_results_and_models(tmp_path, capsys):
     rows = compress.main(["--smoke", "--out", str(tmp_path)])
     shown = capsys.readouterr().out
     assert [(row["family"], row["aware"]) for row in rows[1:]] == [
@@ -21,38 +31,93 @@ def test_compress_leaves_a_table_a_plot_and_results(tmp_path, capsys):
     dense, *others = rows
     for row in others:
         assert row["params"] <= 0.65 * dense["params"]  # the head stays dense
-        assert row["after"] < dense["after"] + 0.5
+        assert row["after"]["bits/char"] < dense["after"]["bits/char"] + 0.5
+        assert row["loss"][1] < row["loss"][0]
+        assert row["healed"]["perplexity"] == pytest.approx(2 ** row["healed"]["bits/char"])
     assert "btt, calibrated" in shown
+    assert "blocks.0.mlp.c_fc" in shown  # the plan
     assert json.loads((tmp_path / "compress.json").read_text())["rows"] == rows
     assert (tmp_path / "compress.png").stat().st_size > 1000
+    assert (tmp_path / "btt-0.5-calibrated" / "structlin.safetensors").stat().st_size > 1000
 
 
-def test_compress_takes_a_checkpoint_of_transformers(tmp_path):
+def test_a_model_that_is_loaded_otherwise_than_saved_ends_the_program(tmp_path, monkeypatch):
+    options = compress.parse(["--smoke", "--out", str(tmp_path)])
+    monkeypatch.setattr(options.job, "load", lambda folder: options.job.build())
+    with pytest.raises(SystemExit, match=r"btt-0\.5: the model that was loaded differs"):
+        compress.compress(options.job, options, "btt", 0.5, aware=False)
+
+
+def save_tokenizer(folder):
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, models, pre_tokenizers
-
-    from benchmarks.zoo import llama
 
     letters = {letter: n for n, letter in enumerate("_ abcdefghijklmnopqrstuvwxyz.,")}
     tokenizer = Tokenizer(models.WordLevel(letters, unk_token="_"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="_").save_pretrained(
-        tmp_path / "m"
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="_", pad_token="_"
     )
+    made.save_pretrained(folder)
+
+
+def write_text(path):
+    path.write_text("".join(TEXT.format(n="abcdefghij"[n % 10] * (n // 10 + 1)) for n in range(80)))
+    return path
+
+
+def test_compress_takes_a_causal_model_of_transformers_and_saves_it_as_one(tmp_path):
+    pytest.importorskip("transformers")
+    from transformers import AutoModelForCausalLM
+
+    from benchmarks.zoo import llama
+
+    save_tokenizer(tmp_path / "m")
     llama().save_pretrained(tmp_path / "m")
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    options = [
-        "--smoke",
-        "--model",
-        str(tmp_path / "m"),
-        "--data",
-        str(text),
-        "--families",
-        "lowrank",
-    ]
+    text = write_text(tmp_path / "text.txt")
+    options = ["--smoke", "--model", str(tmp_path / "m"), "--data", str(text)]
+    rows = compress.main([*options, "--families", "lowrank", "--out", str(tmp_path / "out")])
+    assert [row["family"] for row in rows] == ["dense", "lowrank", "lowrank"]
+    assert set(rows[1]["healed"]) == {"bits/char", "perplexity"}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "lowrank-0.5-calibrated")
+    assert len(structured(loaded)) == 14  # two blocks of seven layers
+
+
+def test_compress_takes_an_encoder_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    save_tokenizer(tmp_path / "m")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = transformers.BertConfig(vocab_size=50, num_attention_heads=2, **sizes)
+    transformers.BertModel(config).save_pretrained(tmp_path / "m")
+    text = write_text(tmp_path / "text.txt")
+    options = ["--smoke", "--model", str(tmp_path / "m"), "--data", str(text)]
+    rows = compress.main([*options, "--families", "btt", "--out", str(tmp_path / "out")])
+    dense, *others = rows
+    assert dense["after"] == {"cosine": pytest.approx(1.0), "same neighbour": 1.0}
+    assert all(0.5 < row["healed"]["cosine"] <= 1 for row in others)
+
+
+def test_compress_takes_a_model_of_timm_and_a_checkpoint(tmp_path):
+    try:  # torchvision's wheel does not import beside a CPU build of torch
+        for operator in ("nms", "qnms"):
+            torch.library.define(
+                f"torchvision::{operator}",
+                "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+            )
+    except RuntimeError:
+        pass
+    timm = pytest.importorskip("timm")
+    pytest.importorskip("sklearn")
+    name, path = "vit_tiny_patch16_224", tmp_path / "vit.pth"
+    torch.save(timm.create_model(name, num_classes=7, img_size=32).state_dict(), path)
+    options = ["--smoke", "--model", name, "--checkpoint", str(path), "--families", "lowrank"]
     rows = compress.main([*options, "--out", str(tmp_path / "out")])
     assert [row["family"] for row in rows] == ["dense", "lowrank", "lowrank"]
+    assert set(rows[0]["after"]) == {"accuracy", "loss"}
+    wrong = timm.create_model(name, img_size=64).state_dict()
+    torch.save(wrong, path)
+    with pytest.raises(ValueError, match=r"'pos_embed' and 0 others .* is --image what"):
+        compress_models.take_checkpoint(timm.create_model(name, img_size=32), path)
 
 
 @pytest.mark.parametrize(
@@ -63,9 +128,24 @@ def test_compress_takes_a_checkpoint_of_transformers(tmp_path):
         (["--families", "fft"], "invalid choice"),
         (["--model", "nowhere"], "--model nowhere: no such folder"),
         (["--data", "nowhere.txt"], "no such file"),
+        (["--checkpoint", "vit.pth"], "--checkpoint needs --model"),
+        (["--heal", "0"], "'0' is not a positive integer"),
     ],
 )
 def test_compress_refuses_bad_arguments_with_one_message(arguments, message, capsys):
     with pytest.raises(SystemExit):
         compress.main(["--smoke", *arguments])
     assert message in capsys.readouterr().err
+
+
+def test_a_text_with_too_few_sentences_for_an_encoder_is_refused(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    save_tokenizer(tmp_path / "m")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = transformers.BertConfig(vocab_size=50, num_attention_heads=2, **sizes)
+    transformers.BertModel(config).save_pretrained(tmp_path / "m")
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT * 5)
+    with pytest.raises(SystemExit):
+        compress.main(["--smoke", "--model", str(tmp_path / "m"), "--data", str(text)])
+    assert "the text has 1 sentences of 30 to 250 characters" in capsys.readouterr().err

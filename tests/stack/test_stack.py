@@ -1,6 +1,7 @@
 """The rest of a user's stack on tiny models: compile, export, ONNX, checkpointing, distributed,
 torch.func, PEFT."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -132,6 +133,48 @@ def test_lora_on_the_dense_layers_trains_and_merges():
     merged = wrapped.merge_and_unload()
     assert isinstance(merged.model.layers[0].mlp.up_proj, StructuredLinear)
     torch.testing.assert_close(merged(TOKENS).logits, expected, atol=1e-5, rtol=1e-4)
+
+
+@OWN_WARNINGS
+def test_the_recipe_of_the_page_heals_structured_layers_by_lora(tmp_path, monkeypatch):
+    peft = pytest.importorskip("peft")
+    from benchmarks.zoo import llama
+
+    page = (Path(__file__).parents[2] / "docs/compress.md").read_text(encoding="utf-8")
+    recipe = page.split("```python\nimport peft")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    teacher = llama()
+    small = convert(copy.deepcopy(teacher), BTT(rank=1), init="project")
+    before = {name: value.clone() for name, value in small.named_parameters()}
+    batch = {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS)}
+    names = {"small": small, "teacher": teacher, "batches": [batch]}
+    exec("import peft" + recipe, names)
+    healed, losses = names["healed"], names["losses"]
+    assert losses[-1] < losses[0] / 2
+    layer = healed.base_model.model.model.layers[0].mlp.up_proj
+    assert isinstance(layer.base_layer, StructuredLinear)
+    for name, value in healed.unload().named_parameters():
+        assert torch.equal(value, before[name])  # the cores were frozen
+    config = peft.LoraConfig.from_pretrained("adapters")
+    config._register_custom_module({StructuredLinear: peft.tuners.lora.Linear})
+    loaded = peft.PeftModel.from_pretrained(small, "adapters", config=config).eval()
+    with torch.no_grad():
+        logits, wanted = loaded(TOKENS).logits, teacher.eval()(TOKENS).logits
+        gap, was = ((one - wanted).norm() for one in (logits, small.eval()(TOKENS).logits))
+    assert torch.isfinite(logits).all()
+    assert gap <= was  # small is wrapped in place: both have the adapters
+
+
+@OWN_WARNINGS
+def test_lora_beside_structure_is_not_merged_into_cores():
+    peft = pytest.importorskip("peft")
+    from benchmarks.zoo import llama
+
+    config = peft.LoraConfig(r=2, target_modules=["up_proj"], init_lora_weights=False)
+    config._register_custom_module({StructuredLinear: peft.tuners.lora.Linear})
+    model = peft.get_peft_model(convert(llama(), BTT(rank=2)), config)
+    with pytest.raises(RuntimeError, match="would write to the weight of StructuredLinear"):
+        model.merge_and_unload()
 
 
 @OWN_WARNINGS
