@@ -387,3 +387,37 @@ def test_a_bar_says_which_layer_is_being_done_if_it_is_asked_for(capsys):
     assert out == ""
     assert "project: 2" in err
     assert "2/2" in err
+
+
+@pytest.mark.parametrize("part", ["", "1"])
+def test_a_model_that_is_compiled_in_place_is_calibrated_as_it_is_written(part):
+    model, x = linears(16, 16, 16, between=nn.Tanh), correlated(60, 16)
+    expected, compiled = plan(copy.deepcopy(model), LowRank(rank=3), calibration=[x]), []
+    model.get_submodule(part).compile(backend=lambda graph, inputs: compiled.append(1) or graph)
+    assert plan(model, LowRank(rank=3), calibration=[x]).errors == expected.errors
+    assert compiled == []
+
+
+def test_autocast_holds_in_all_runs_and_not_in_the_sums():
+    model, x = linears(16, 16, 16, between=nn.Tanh).float(), correlated(60, 16).float()
+    expected = plan(copy.deepcopy(model), LowRank(rank=16), calibration=[x])
+    seen = []
+    model[1].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+
+    def run(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            model(x)
+
+    found = plan(copy.deepcopy(model), LowRank(rank=16), calibration=run)
+    assert seen == [torch.bfloat16] * 3
+    for name in ("0", "2"):
+        assert expected.errors[name] < 1e-3 < 2e-2
+        assert found.errors[name] < 2e-2
+
+
+def test_a_model_in_half_precision_is_calibrated_in_float32():
+    model, x = linears(16, 16, 16, between=nn.Tanh), correlated(200, 16)
+    expected = plan(copy.deepcopy(model), LowRank(rank=4), calibration=[x])
+    found = plan(model.bfloat16(), LowRank(rank=4), calibration=[x.bfloat16()])
+    assert found.errors == pytest.approx(expected.errors, rel=0.05)
+    assert all(core.dtype == torch.bfloat16 for d in found.decisions for core in d.cores or [])
