@@ -4,7 +4,7 @@ and the moments of the layers' inputs where they are asked for."""
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
@@ -83,7 +83,7 @@ def observe(
     if measured is None:
         measured = layers if function else ()
     watch = _Watch(model, layers, measured)
-    with eval_mode(model), slow_path(), watch.hooks():
+    with eval_mode(model), plain_calls(model), watch.hooks():
         if isinstance(calibration, Iterable):
             for batch in calibration:
                 run(model, batch)
@@ -126,12 +126,16 @@ def has_own_bias(model: nn.Module, layer: nn.Module) -> bool:
 
 
 @contextmanager
-def slow_path() -> Iterator[None]:
-    """Within it, nn.TransformerEncoder calls its layers one by one; its fused kernel does not."""
+def plain_calls(model: nn.Module) -> Iterator[None]:
+    """Within it, modules call their layers one by one, in Python: not so the fused kernel of
+    nn.TransformerEncoder, nor what `module.compile()` has made."""
+    compiled = any(module._compiled_call_impl is not None for module in model.modules())
+    eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
     enabled = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
-        yield
+        with eager:
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
 

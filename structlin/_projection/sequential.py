@@ -36,7 +36,7 @@ from .calibration import (
     check_finite,
     has_own_bias,
     observe,
-    slow_path,
+    plain_calls,
     take_input,
 )
 from .moments import Moments
@@ -77,42 +77,41 @@ def project_in_order(
     """
     by_module = {decision.layer.module: decision for decision in decisions}
     with Bar("project", len(decisions), progress) as bar:
-        for module, moments in _measure_rest(model, decisions, seen).items():
+        apart = _measure_apart(model, decisions, seen)
+        names = ", ".join(by_module[module].layer.name for module in apart)
+        if apart and seen.calls is None:
+            _warn(
+                "the function's calls of the model cannot be made again, so these layers are "
+                f"projected for the dense model's inputs, not for the compressed one's: {names}"
+            )
+        elif apart:
+            _warn(
+                "one pass calls these layers more than once, so they are projected for the dense "
+                f"model's inputs, not for the compressed one's: {names}"
+            )
+        for module, moments in apart.items():
             bar.show(by_module[module].layer.name)
-            solve(model, by_module[module], moments)
+            solve(by_module[module], moments)
             bar.advance()
         if seen.calls is not None:
             _Lockstep(model, by_module, seen, bar).run()
-        for decision in decisions:
-            if decision.cores is None:
-                bar.show(decision.layer.name)
-                solve(model, decision, None)
-                bar.advance()
+        unseen = [decision for decision in decisions if decision.cores is None]
+        if unseen:
+            names = ", ".join(decision.layer.name for decision in unseen)
+            _warn(f"no input reached {names}: projected by weight alone")
+        for decision in unseen:
+            bar.show(decision.layer.name)
+            solve(decision, None)
+            bar.advance()
 
 
-def _measure_rest(
+def _measure_apart(
     model: nn.Module, decisions: Sequence[Decision], seen: Observed
 ) -> dict[nn.Module, Moments]:
-    """The dense model's moments of the layers that lockstep cannot do, with a warning."""
-    reached = {*seen.order, *seen.moments}
-    names = {decision.layer.module: decision.layer.name for decision in decisions}
-    unseen = [name for module, name in names.items() if module not in reached]
-    if unseen:
-        _warn(f"no input reached {', '.join(unseen)}: projected by weight alone")
+    """The dense model's moments of the layers that lockstep cannot do."""
     if seen.calls is None:
-        _warn(
-            "the function's calls of the model cannot be made again, so these layers are "
-            "projected for the dense model's inputs, not for the compressed one's: "
-            f"{', '.join(names[module] for module in seen.moments)}"
-        )
         return seen.moments
     repeated = [decision.layer for decision in decisions if decision.layer.module in seen.repeated]
-    if not repeated:
-        return {}
-    _warn(
-        "one pass calls these layers more than once, so they are projected for the dense model's "
-        f"inputs, not for the compressed one's: {', '.join(layer.name for layer in repeated)}"
-    )
     missing = [layer for layer in repeated if layer.module not in seen.moments]
     calls = seen.calls
 
@@ -132,7 +131,7 @@ def _warn(text: str) -> None:
 
 
 @torch.no_grad()
-def solve(model: nn.Module, decision: Decision, moments: Moments | None) -> None:
+def solve(decision: Decision, moments: Moments | None) -> None:
     """Find the cores, the bias and the error of one layer; without moments, by its weight alone.
 
     The error is that of unpaired moments; `_Lockstep` measures it where x and z are pairs.
@@ -259,7 +258,7 @@ class _Lockstep:
                 self._put_in(module)
         with ExitStack() as stack:
             stack.enter_context(eval_mode(self.model))
-            stack.enter_context(slow_path())
+            stack.enter_context(plain_calls(self.model))
             places = [Place(module) for module in self.decisions]
             streams = stack.enter_context(Streams(places, 2 * len(self.calls)))
             for call in self.calls:
@@ -283,7 +282,7 @@ class _Lockstep:
         name = decision.layer.name
         self.bar.show(name)
         moments = self._measure(module, name)
-        solve(self.model, decision, moments)
+        solve(decision, moments)
         self._put_in(module)
         if moments.paired:
             mean = None

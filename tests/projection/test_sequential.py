@@ -1,6 +1,7 @@
 """convert with calibration: layer by layer, each against the dense model."""
 
 import copy
+import threading
 from itertools import pairwise
 
 import pytest
@@ -13,10 +14,14 @@ from structlin import (
     LowRank,
     Monarch,
     StructuredLinear,
+    convert,
     plan,
     project,
+    to_dense,
 )
+from structlin._projection import sequential
 from structlin._projection.sequential import choose_ridge
+from tests.models import snapshot
 
 
 def linears(*widths: int, bias: bool = True, between: type[nn.Module] = nn.Identity) -> nn.Module:
@@ -82,3 +87,337 @@ def test_it_is_the_quadratic_algorithm_layer_by_layer(family, bias, batches):
     y, new = model[4](y).detach(), found[4](new).detach()
     error = (y - new).norm() / (y - y.mean(0) if bias else y).norm()
     assert planned.errors["4"] == pytest.approx(error.item(), rel=1e-5)
+
+
+def objective(model: nn.Module, new: nn.Sequential, n: int, matrix: Tensor, x: Tensor) -> float:
+    """E |W x - B z|^2 of layer n, around the means, for any matrix B."""
+    with torch.no_grad():
+        y, z = x_of(model, n, x) @ model[n].weight.mT, x_of(new, n, x)
+        left = (y - y.mean(0)) - (z - z.mean(0)) @ matrix.mT
+    return left.square().sum(-1).mean().item()
+
+
+def x_of(model: nn.Module, n: int, x: Tensor) -> Tensor:
+    return model[:n](x)
+
+
+def test_the_objective_is_not_above_that_of_projection_for_the_dense_models_inputs():
+    model, x = linears(16, 16, 16, 16, between=nn.Tanh), correlated(4000, 16)
+    family = LowRank(rank=5)
+    new = convert(copy.deepcopy(model), family, calibration=[x])
+    for n in (2, 4):
+        before = x_of(model, n, x).detach()
+        centred = before - before.mean(0)
+        other = StructuredLinear(16, 16, family, bias=False, dtype=torch.float64)
+        c = centred.mT @ centred / len(centred)
+        other.set_cores_(project(model[n].weight, family, covariance=c))
+        own = objective(model, new, n, new[n].to_dense(), x)
+        assert own < 0.98 * objective(model, new, n, other.to_dense(), x)
+
+
+def test_nothing_changes_until_the_plan_is_applied_and_the_bias_stays_the_same_parameter():
+    model, x = linears(16, 16, 16), correlated(50, 16)
+    model.train()
+    before, biases = snapshot(model), [model[0].bias, model[2].bias]
+    random = torch.get_rng_state()
+    planned = plan(model, LowRank(rank=2), calibration=[x])
+    assert snapshot(model) == before
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(m.training and not m._forward_pre_hooks for m in model.modules())
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert all(0 < error < 1 for error in planned.errors.values())
+    old = [bias.detach().clone() for bias in biases]
+    planned.apply()
+    for layer, bias, values in zip(model[::2], biases, old, strict=True):
+        assert layer.bias is bias
+        assert not torch.equal(bias, values)
+
+
+def test_means_of_the_outputs_are_those_of_the_dense_model():
+    model, x = linears(16, 16, 16), correlated(200, 16)
+    expected = model(x).mean(0)
+    torch.testing.assert_close(
+        convert(model, LowRank(rank=2), calibration=[x])(x).mean(0), expected
+    )
+
+
+def test_a_bias_that_two_layers_share_stays_as_it_is():
+    model, x = linears(16, 16, 16), correlated(50, 16)
+    model[2].bias = model[0].bias
+    before = model[0].bias.detach().clone()
+    convert(model, LowRank(rank=2), calibration=[x])
+    assert model[0].bias is model[2].bias
+    assert torch.equal(model[0].bias, before)
+
+
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_a_plan_is_refused_when_the_layer_has_changed_since(part):
+    model = linears(16, 16)
+    planned = plan(model, LowRank(rank=2), calibration=[correlated(50, 16)])
+    getattr(model[0], part).data[3] += 1e-3
+    with pytest.raises(ValueError, match="layer '0' got other weights after this plan"):
+        planned.apply()
+
+
+class QKV(nn.Module):
+    """Three layers with one input, and one whose input was changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.tanh()
+        y = self.q(x) + self.k(x) + self.v(x)
+        return y + self.o(x.mul_(0.5))
+
+
+def test_layers_with_the_same_input_share_its_covariance(monkeypatch):
+    made, real = [], sequential.Moments
+
+    def count(*args, **options):
+        made.append(args)
+        return real(*args, **options)
+
+    monkeypatch.setattr(sequential, "Moments", count)
+    plan(QKV(), LowRank(rank=2), calibration=[torch.randn(50, 16)] * 2)
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("batches", [1, 5])
+@pytest.mark.parametrize("family", [LowRank(rank=3), BTT(), BlockDiagonal(blocks=4)])
+def test_fewer_tokens_than_features_keep_what_they_do_not_tell_near_the_weight(family, batches):
+    model, x = linears(64, 64, 64, between=nn.Tanh), correlated(10, 64)
+    expected = plan(copy.deepcopy(model), family, init="project")
+    expected.apply()
+    planned = plan(model, family, calibration=x.chunk(batches))
+    weights = [model[n].weight.detach().clone() for n in (0, 2)]
+    new = planned.apply()
+    assert max(planned.errors.values()) < max(expected.errors.values())
+    for n, weight in zip((0, 2), weights, strict=True):
+        assert (new[n].to_dense() - weight).norm() < 1.5 * weight.norm()
+
+
+def test_one_token_is_enough():
+    model, x = linears(16, 16, 16), torch.randn(1, 16, dtype=torch.float64)
+    expected = model(x)
+    torch.testing.assert_close(convert(model, LowRank(rank=2), calibration=[x])(x), expected)
+
+
+# ---- what is called, and how often -------------------------------------------------------------
+
+
+def test_a_function_is_run_once_and_its_calls_are_made_again():
+    model, x = linears(16, 16, 16, between=nn.Tanh), correlated(60, 16)
+    runs = []
+
+    def run(model):
+        runs.append(1)
+        buffer = x[:20].clone()
+        for part in x.split(20):
+            model(input=buffer.copy_(part))  # a tensor that is used again
+
+    found = plan(copy.deepcopy(model), LowRank(rank=3), calibration=run)
+    expected = plan(model, LowRank(rank=3), calibration=x.split(20))
+    assert runs == [1]
+    assert found.errors == pytest.approx(expected.errors)
+
+
+def test_a_function_whose_calls_have_a_memory_is_calibrated_on_the_dense_model_and_says_so():
+    class Remembers(nn.Sequential):
+        def forward(self, x, memory):
+            return super().forward(x)
+
+    model, x = Remembers(nn.Linear(16, 16), nn.Linear(16, 16)).double(), correlated(60, 16)
+    with pytest.warns(UserWarning, match=r"cannot be made again.*: 0, 1$") as caught:
+        planned = plan(model, LowRank(rank=3), calibration=lambda model: model(x, object()))
+    assert len(caught) == 1
+    with torch.no_grad():
+        z = model[0](x)
+    c = (z - z.mean(0)).mT @ (z - z.mean(0)) / len(z)
+    c += choose_ridge(60, 16) * c.diagonal().mean() * torch.eye(16)
+    structure = LowRank(rank=3).structure(16, 16)
+    expected = to_dense(structure, project(model[1].weight, structure, covariance=c))
+    torch.testing.assert_close(planned.apply()[1].to_dense(), expected)
+
+
+def test_a_layer_that_is_called_twice_is_named_and_the_others_are_done_in_order():
+    shared = nn.Linear(16, 16)
+    model = nn.Sequential(nn.Linear(16, 16), shared, nn.Tanh(), shared, nn.Linear(16, 16)).double()
+    x = correlated(60, 16)
+    with pytest.warns(UserWarning, match=r"calls these layers more than once.*: 1$") as caught:
+        planned = plan(model, LowRank(rank=4), calibration=x.split(30))
+    assert len(caught) == 1
+    dense = copy.deepcopy(model)
+    new = planned.apply()
+    assert new[1] is new[3]
+    with torch.no_grad():
+        z, y = new[:4](x), dense(x)
+        error = (y - new[4](z)).norm() / (y - y.mean(0)).norm()
+    assert planned.errors["4"] == pytest.approx(error.item(), rel=1e-5)
+    torch.testing.assert_close(new(x).mean(0), y.mean(0))
+
+
+class Routed(nn.Module):
+    """Two experts in turn; the router sees what the first layer makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        chosen, y = h[:, :3].argmax(-1), torch.zeros_like(h)
+        for n in chosen.unique().tolist():
+            y[chosen == n] = self.experts[n](h[chosen == n])
+        return self.last(h + y)
+
+
+def test_experts_that_get_other_tokens_in_the_compressed_model_are_fitted_to_those():
+    model, x = Routed().double(), torch.randn(90, 16, dtype=torch.float64)
+    dense = copy.deepcopy(model)
+    planned = plan(model, LowRank(rank=4), calibration=x.split(30))
+    new = planned.apply()
+    with torch.no_grad():
+        other = (dense.first(x)[:, :3].argmax(-1) != new.first(x)[:, :3].argmax(-1)).sum()
+        assert other > 5  # the test would tell nothing otherwise
+        h = new.first(x)
+        for n, expert in enumerate(new.experts):
+            z = h[h[:, :3].argmax(-1) == n]
+            if len(z) > 1:
+                y, made = dense.experts[n](z), expert(z)
+                torch.testing.assert_close(made.mean(0), y.mean(0))
+                error = (y - made).norm() / (y - y.mean(0)).norm()
+                assert planned.errors[f"experts.{n}"] == pytest.approx(error.item(), rel=1e-4)
+
+
+def test_batches_that_skip_a_layer_wait_for_the_others():
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(16, 16) for _ in range(3))
+
+        def forward(self, x: Tensor, skip: bool) -> Tensor:
+            x = self.a(x)
+            return self.c(x if skip else self.b(x))
+
+    model = Skips().double()
+    x, z = correlated(60, 16), correlated(60, 16)
+    dense = copy.deepcopy(model)
+    planned = plan(model, LowRank(rank=4), calibration=[(x, True), (z, False)])
+    new = planned.apply()
+    with torch.no_grad():
+        y = torch.cat([dense(x, True), dense(z, False)])
+        made = torch.cat([new(x, True), new(z, False)])
+    error = (y - made).norm() / (y - y.mean(0)).norm()
+    assert planned.errors["c"] == pytest.approx(error.item(), rel=1e-5)
+    torch.testing.assert_close(made.mean(0), y.mean(0))
+
+
+# ---- bad input ---------------------------------------------------------------------------------
+
+
+class Tagger(nn.Module):
+    """Token ids to features; `scale` can make them infinite."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.wte, self.first, self.last = nn.Embedding(20, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.scale = scale
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.last(self.scale * self.first(self.wte(ids)))
+
+
+@pytest.mark.parametrize("budget", [None, 0.5])
+@pytest.mark.parametrize(
+    ("model", "batches", "message"),
+    [
+        (Tagger(), [], "calibration has no batch"),
+        (Tagger(), iter([]), "calibration has no batch"),
+        (Tagger(float("inf")), [torch.arange(9)], "inputs of layer 'last' are not finite"),
+        (
+            Tagger(),
+            [torch.arange(9), torch.arange(25)],
+            "the id 24 is outside of the embedding 'wte', which has 20 rows: .*another tokenizer",
+        ),
+        (Tagger(), [torch.tensor([3, -1])], "the id -1 is outside of the embedding 'wte'"),
+        (Tagger().to("meta"), [torch.arange(9)], "'first' is on the meta device"),
+    ],
+)
+def test_bad_input_is_one_error_and_leaves_nothing_behind(model, batches, message, budget):
+    before = [(name, id(p)) for name, p in model.named_parameters()]
+    threads = threading.enumerate()
+    with pytest.raises(ValueError, match=message):
+        convert(model, LowRank(rank=2), calibration=batches, budget=budget)
+    assert [(name, id(p)) for name, p in model.named_parameters()] == before
+    assert all(m.training and not m._forward_pre_hooks for m in model.modules())
+    assert all("forward" not in vars(m) for m in model.modules())
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert threading.enumerate() == threads
+
+
+def test_a_model_that_fails_in_the_compressed_run_alone_leaves_nothing_behind():
+    class Fails(nn.Sequential):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            y = self[0](x)
+            if self.calls > 2:
+                raise RuntimeError("a model that fails in its third run")
+            return self[1](y)
+
+    model, threads = Fails(nn.Linear(16, 16), nn.Linear(16, 16)), threading.enumerate()
+    before = snapshot(model)
+    with pytest.raises(RuntimeError, match="fails in its third run"):
+        convert(model, LowRank(rank=2), calibration=[torch.randn(9, 16)])
+    assert snapshot(model) == before
+    assert threading.enumerate() == threads
+    assert all("forward" not in vars(m) and m.training for m in model.modules())
+
+
+def test_a_bar_says_which_layer_is_being_done_if_it_is_asked_for(capsys):
+    model, x = linears(16, 16, 16), correlated(20, 16)
+    plan(model, LowRank(rank=2), calibration=[x])
+    assert capsys.readouterr() == ("", "")
+    plan(model, LowRank(rank=2), calibration=[x], progress=True)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "project: 2" in err
+    assert "2/2" in err
+
+
+@pytest.mark.parametrize("part", ["", "1"])
+def test_a_model_that_is_compiled_in_place_is_calibrated_as_it_is_written(part):
+    model, x = linears(16, 16, 16, between=nn.Tanh), correlated(60, 16)
+    expected, compiled = plan(copy.deepcopy(model), LowRank(rank=3), calibration=[x]), []
+    model.get_submodule(part).compile(backend=lambda graph, inputs: compiled.append(1) or graph)
+    assert plan(model, LowRank(rank=3), calibration=[x]).errors == expected.errors
+    assert compiled == []
+
+
+def test_autocast_holds_in_all_runs_and_not_in_the_sums():
+    model, x = linears(16, 16, 16, between=nn.Tanh).float(), correlated(60, 16).float()
+    expected = plan(copy.deepcopy(model), LowRank(rank=16), calibration=[x])
+    seen = []
+    model[1].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+
+    def run(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            model(x)
+
+    found = plan(copy.deepcopy(model), LowRank(rank=16), calibration=run)
+    assert seen == [torch.bfloat16] * 3
+    for name in ("0", "2"):
+        assert expected.errors[name] < 1e-3 < 2e-2
+        assert found.errors[name] < 2e-2
+
+
+def test_a_model_in_half_precision_is_calibrated_in_float32():
+    model, x = linears(16, 16, 16, between=nn.Tanh), correlated(200, 16)
+    expected = plan(copy.deepcopy(model), LowRank(rank=4), calibration=[x])
+    found = plan(model.bfloat16(), LowRank(rank=4), calibration=[x.bfloat16()])
+    assert found.errors == pytest.approx(expected.errors, rel=0.05)
+    assert all(core.dtype == torch.bfloat16 for d in found.decisions for core in d.cores or [])
