@@ -293,18 +293,19 @@ def kept(path: Path, setting: dict[str, Any]) -> list[Row]:
 def make_rows(
     model: nn.Module, data: Sentences, options: argparse.Namespace, done: set[tuple[Any, ...]]
 ) -> Iterator[Row]:
-    """The rows that are not done, the quick ones first."""
+    """The rows that are not done, budget by budget."""
     if ("dense", 1.0, "dense") not in done:
         yield measure_dense(model, data)
-    for name, budget in product(options.peers, options.budgets):
-        budget = 1.0 if name == "int8" else budget  # which keeps all parameters
-        if (name, budget, "peer") not in done:
-            done.add((name, budget, "peer"))
-            yield compress_by_peer(model, name, budget, data)
-    for budget, family in product(options.budgets, options.families):
-        ways = [way for way in WAYS if budget == options.half or way in ("plain", "calibrated")]
-        missing = [way for way in ways if (family, budget, way) not in done]
-        yield from compress(model, family, budget, missing, data, options.heal)
+    for budget in options.budgets:
+        for name in options.peers:
+            share = 1.0 if name == "int8" else budget  # int8 keeps all parameters
+            if (name, share, "peer") not in done:
+                done.add((name, share, "peer"))
+                yield compress_by_peer(model, name, share, data)
+        for family in options.families:
+            ways = [way for way in WAYS if budget == options.half or way in ("plain", "calibrated")]
+            missing = [way for way in ways if (family, budget, way) not in done]
+            yield from compress(model, family, budget, missing, data, options.heal)
 
 
 # ---- shown ---------------------------------------------------------------------------------------
@@ -370,7 +371,7 @@ def main(argv: list[str] | None = None) -> list[Row]:
     )
     parser.add_argument("--families", nargs="*", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--peers", nargs="*", choices=peers.PEERS, default=list(peers.PEERS))
-    parser.add_argument("--budgets", nargs="+", type=float, default=[0.75, HALF, 0.25])
+    parser.add_argument("--budgets", nargs="+", type=float, default=[HALF, 0.75, 0.25])
     parser.add_argument(
         "--sentences", type=int, default=256, help="to measure on; as many others calibrate"
     )

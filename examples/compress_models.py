@@ -78,7 +78,7 @@ class LanguageModel(Job):
     text: train_gpt.Text
     characters_per_token = 1.0
 
-    def batch(self, step: int) -> Tensor:
+    def batch(self, step: int) -> Any:
         return self.text.batch(step)[0].long()
 
     @torch.no_grad()
@@ -146,6 +146,10 @@ class CausalLM(LanguageModel):
         self.text.heldout = [self.text.windows(heldout, part) for part in starts.split(32)]
         self.characters_per_token = len(text) / len(ids)
         self.title = f"{type(self.dense).__name__} of {folder.name} on {len(ids):,} tokens"
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        ids = self.text.batch(step)[0].long()
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # nothing is padding
 
     def save(self, model: nn.Module, folder: Path) -> None:
         save_pretrained(model, self.tokenizer, folder)
@@ -335,8 +339,8 @@ def take_checkpoint(model: nn.Module, path: Path) -> None:
     missing = sorted(set(own) - set(fits) - head)
     if missing:
         raise ValueError(
-            f"--checkpoint {path}: {missing[0]!r} and {len(missing) - 1} others of the model are "
-            "not in the file, or of another shape (is --image what it was trained with?)"
+            f"--checkpoint {path}: tensors of the model are not in the file, or of another shape "
+            f"(is --image what it was trained with?): {', '.join(missing[:5])}"
         )
     model.load_state_dict(fits, strict=False)
 

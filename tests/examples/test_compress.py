@@ -32,7 +32,7 @@ def test_compress_leaves_a_table_a_plot_results_and_models(tmp_path, capsys):
     for row in others:
         assert row["params"] <= 0.65 * dense["params"]  # the head stays dense
         assert row["after"]["bits/char"] < dense["after"]["bits/char"] + 0.5
-        assert row["loss"][1] < row["loss"][0]
+        assert row["healed"]["bits/char"] < dense["after"]["bits/char"] + 0.5
         assert row["healed"]["perplexity"] == pytest.approx(2 ** row["healed"]["bits/char"])
     assert "btt, calibrated" in shown
     assert "blocks.0.mlp.c_fc" in shown  # the plan
@@ -108,7 +108,7 @@ def test_compress_takes_a_model_of_timm_and_a_checkpoint(tmp_path):
         pass
     timm = pytest.importorskip("timm")
     pytest.importorskip("sklearn")
-    name, path = "vit_tiny_patch16_224", tmp_path / "vit.pth"
+    name, path = "test_vit", tmp_path / "vit.pth"
     torch.save(timm.create_model(name, num_classes=7, img_size=32).state_dict(), path)
     options = ["--smoke", "--model", name, "--checkpoint", str(path), "--families", "lowrank"]
     rows = compress.main([*options, "--out", str(tmp_path / "out")])
@@ -116,7 +116,7 @@ def test_compress_takes_a_model_of_timm_and_a_checkpoint(tmp_path):
     assert set(rows[0]["after"]) == {"accuracy", "loss"}
     wrong = timm.create_model(name, img_size=64).state_dict()
     torch.save(wrong, path)
-    with pytest.raises(ValueError, match=r"'pos_embed' and 0 others .* is --image what"):
+    with pytest.raises(ValueError, match=r"is --image what .*: pos_embed$"):
         compress_models.take_checkpoint(timm.create_model(name, img_size=32), path)
 
 
