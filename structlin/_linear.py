@@ -82,9 +82,6 @@ class StructuredLinear(DescribedModule):
         self.in_features, self.out_features = in_features, out_features
         self.label = label(structure)
         self.init, self.zero_init, self.conv1d, self.mode = init, zero_init, False, "auto"
-        columns = self.structure.in_features - in_features
-        self.padding = columns, self.structure.out_features - out_features
-        self._program = self.structure.program.pad(*self.padding)
         *inner, last = self.structure.cores
         narrow = zero_init or init == "mup"
         self.stds = [init_std(core, init, bottleneck_variance=narrow) for core in inner]
@@ -128,9 +125,12 @@ class StructuredLinear(DescribedModule):
         _product.check_input(x, self.in_features, cores[0])
         held = self._parameters
         gains = held["gains"] if "gains" in held else self.gains  # noqa: SIM401
-        return _product.run(
-            self.structure, cores, x, bias, self._mode, gains, self.stds, self._program
-        )
+        program = self.structure.program.fit(self.in_features, self.out_features)
+        return _product.run(self.structure, cores, x, bias, self._mode, gains, self.stds, program)
+
+    @property
+    def padding(self) -> tuple[int, int]:
+        return self.structure.program.fit(self.in_features, self.out_features).padding
 
     @property
     def mode(self) -> str:
@@ -222,9 +222,7 @@ class StructuredLinear(DescribedModule):
         """
         _product.check_cores(self.structure, cores)
         if self.cores[0].is_meta:
-            raise ValueError(
-                "the layer is on the meta device: move it with to_empty(device=...) first"
-            )
+            raise ValueError("the layer is on the meta device: move it with to_empty(device=...)")
         for n, (own, core, std) in enumerate(zip(self.cores, cores, self.stds, strict=True)):
             own.copy_(core)
             if self.gains is not None:

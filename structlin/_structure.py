@@ -111,12 +111,13 @@ class Program(NamedTuple):
     largest: int  #: numbers of the largest block
     padding: tuple[int, int] = (0, 0)  #: columns, taken to be zero in x, and rows, dropped from y
 
-    def pad(self, columns: int, rows: int) -> "Program":
-        """For a layer that is narrower than its structure, so many columns and rows of W."""
-        widths = self.in_features - columns, self.out_features - rows
-        return Program(
-            self.steps, self.last, *widths, (*widths, *self.code[2:]), self.largest, (columns, rows)
-        )
+    def fit(self, columns: int, rows: int) -> "Program":
+        """For a layer of so many columns and rows of W, at most the structure's."""
+        padding = self.in_features - columns, self.out_features - rows
+        if not any(padding):
+            return self
+        code = columns, rows, *self.code[2:]
+        return Program(self.steps, self.last, columns, rows, code, self.largest, padding)
 
 
 class Structure:

@@ -200,6 +200,32 @@ def test_a_layer_is_pickled_and_copied_with_its_mode():
         assert_close(again.to_dense(), layer.to_dense())
 
 
+def test_a_layer_whose_structure_is_replaced_computes_with_the_new_one():
+    layer, wanted = (StructuredLinear(20, 28, BTT(rank=2), bias=False) for _ in range(2))
+    rank_one = StructuredLinear(20, 28, BTT(rank=1), bias=False)
+    wide = StructuredLinear(32, 32, BTT(rank=1), bias=False)
+    x = torch.randn(3, 20)
+    for other in (rank_one, wide, wanted):
+        layer.structure, layer.cores = other.structure, other.cores
+        assert layer.padding == (
+            other.structure.in_features - 20,
+            other.structure.out_features - 28,
+        )
+        with torch.no_grad():
+            assert_close(layer(x), x @ layer.to_dense().T, rtol=1e-4, atol=1e-5)
+
+
+def test_a_pickled_layer_needs_nothing_that_follows_from_its_structure():
+    layer, x = StructuredLinear(23, 29, BTT(rank=2)), torch.randn(3, 23)
+    state = layer.__dict__
+    assert not {"_program", "padding"} & state.keys()
+    again = StructuredLinear.__new__(StructuredLinear)
+    # 0.1.0 wrote a padding, later layers also a program; neither is read
+    again.__setstate__({**pickle.loads(pickle.dumps(state)), "padding": (0, 0), "_program": None})
+    assert again.padding == layer.padding
+    assert torch.equal(again(x), layer(x))
+
+
 @every_small_case
 @pytest.mark.parametrize("options", [{}, {"weight_norm": True}], ids=["", "weight_norm"])
 def test_a_batch_of_gradients_is_each_of_them(case, options):

@@ -16,7 +16,7 @@
 //
 // Where the CPU multiplies bfloat16 in pairs, A[m, k:k+2] meets B[k:k+2, 0:n] in one instruction, and activations stay in
 // bfloat16; other two-byte numbers are widened to float32.
-// Of very few tokens a vector would be mostly empty; there it runs along fan-in, in dot products with the core's rows.
+// Of few tokens a vector would be mostly empty; there it runs along fan-in, in dot products with the core's rows.
 // A core is stored (batch, fan_out, fan_in). Sums are in float32, for float64 in float64. Every part of the tokens is summed
 // by itself and the parts are summed in their order: the same call on as many threads gives the same bits. Only x is saved.
 // A core under weight normalisation is multiplied by factor = gain * min(1, sigma / RMS(core)), which is never stored.
@@ -46,7 +46,9 @@ constexpr int ROWS = BYTES == 32 ? 4 : 8;  // of C in registers, two vectors of 
 constexpr Index LARGE = 1 << 20;  // bytes of a core that does not stay in the second cache
 constexpr Index MOST = 1 << 30;   // bytes of all threads' sums of gradients
 constexpr Index DEEP = 256;       // rows of B that stay in the first cache
-constexpr Index FEW = 1 << 13;    // numbers of an activation of few tokens, up to which dot products are faster
+constexpr Index FEW = 4;          // tokens, up to which vectors run along fan-in
+constexpr Index FEW_OF_LARGE = 16;      // the same, where a block is large,
+constexpr Index LARGE_BLOCK = 1 << 18;  // of so many numbers: then vectors are full, and a core is read from afar
 constexpr Index GRAIN = 1 << 16;  // multiply-adds that are worth a thread
 
 // ---- memory ----------------------------------------------------------------------------------------------------------
@@ -143,6 +145,17 @@ void multiply_block(T* c, const Index* rows, Index height, Index width, const He
 
 // ---- one core's parameters -------------------------------------------------------------------------------------------
 
+template <class Run>
+auto by_dtype(const Tensor& x, const Run& run) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float: return run(float{});
+    case ScalarType::Double: return run(double{});
+    case ScalarType::BFloat16: return run(BFloat16{});
+    case ScalarType::Half: return run(Float16{});
+    default: STD_TORCH_CHECK(false, "structlin: x must be float32, float64, bfloat16 or float16");
+  }
+}
+
 template <class S>
 struct Core {
   const S* given;         // [batch][fan_out][fan_in]
@@ -152,19 +165,23 @@ struct Core {
   double squares = 0;   // n RMS^2 where it is clipped, or 0
 };
 
-// Runs of a few hundred products are summed as F, the runs in float64; all in float64 where F overflows or underflows
+// Runs of a thousand products are summed as F, the runs in float64; all in float64 where F overflows or underflows
 template <class A, class B>
 double inner_product(const A* a, const B* b, Index n) {
   using F = Wide<A>;
-  constexpr Index L = LANES<F>, RUN = 32 * L;
+  constexpr Index L = LANES<F> * (std::is_same_v<A, B> ? GROUP<A> : 1), RUN = 128 * L;
+  auto at = [](auto* p, Index count) __attribute__((always_inline)) {
+    if constexpr (std::is_same_v<A, B>) return line(p, count);
+    else return load(p, count);
+  };
   double total = 0;
   for (Index start = 0; start < n; start += RUN) {
     Vector<F> sum[4] = {};
     const Index end = std::min(start + RUN, n);
     Index i = start;
     for (; i + 4 * L <= end; i += 4 * L)
-      for (int j = 0; j < 4; j++) sum[j] += load(a + i + j * L) * load(b + i + j * L);
-    for (; i < end; i += L) sum[0] += load(a + i, end - i) * load(b + i, end - i);
+      for (int j = 0; j < 4; j++) add_product(sum[j], at(a + i + j * L, L), at(b + i + j * L, L));
+    for (; i < end; i += L) add_product(sum[0], at(a + i, end - i), at(b + i, end - i));
     total += sum_lanes<F>((sum[0] + sum[1]) + (sum[2] + sum[3]));
   }
   if (std::isfinite(total) && std::abs(total) > 1e-20) return total;
@@ -206,10 +223,10 @@ struct Layer {
       : program(code), memory(given.size()) {
     STD_TORCH_CHECK(given.size() == program.steps.size() && x.dim() > 0 && x.size(x.dim() - 1) == program.in,
                     "structlin: x or the cores do not fit the program");
-    STD_TORCH_CHECK(!gains || (gains->scalar_type() == ScalarType::Double && sigmas.size() == given.size()),
-                    "structlin: a float64 gain and a sigma are needed for every core");
+    STD_TORCH_CHECK(!gains || (gains->numel() == static_cast<Index>(given.size()) && sigmas.size() == given.size()),
+                    "structlin: a gain and a sigma are needed for every core");
     tokens = x.numel() / program.in;
-    few = forward && tokens <= 4 && tokens * program.width() <= FEW;
+    few = forward && tokens <= (program.largest() < LARGE_BLOCK ? FEW : FEW_OF_LARGE);
     for (size_t t = 0; t < given.size(); t++) {
       const Step& step = program.steps[t];
       STD_TORCH_CHECK(given[t].numel() == step.params() && given[t].scalar_type() == x.scalar_type(),
@@ -217,16 +234,34 @@ struct Layer {
       tensors.push_back(packed(given[t]));
       const S* numbers = static_cast<const S*>(tensors[t].data_ptr());
       Core<S> core{numbers, few ? nullptr : numbers_of<Held<S>, S>(tensors[t], memory[t])};
-      if (gains) {
-        double squares = inner_product(numbers, numbers, step.params()), n = step.params();
-        core.gain = static_cast<const double*>(gains->data_ptr())[t * gains->stride(0)];
-        if (squares >= sigmas[t] * sigmas[t] * n) {
-          core.squares = squares;
-          core.clip = sigmas[t] / std::sqrt(squares / n);
-        }
-        core.factor = core.gain * core.clip;
-      }
       cores.push_back(core);
+    }
+    if (gains) normalise(*gains, sigmas);
+  }
+
+  void normalise(const Tensor& gains, const std::vector<double>& sigmas) {
+    const Index count = cores.size(), parts = threads();
+    std::vector<double> squares(parts * count);
+    parallel_for(0, parts, 1, [&](Index begin, Index end) {
+      for (Index part = begin; part < end; part++)
+        for (Index t = 0; t < count; t++) {
+          const Index n = program.steps[t].params(), start = part * n / parts;
+          const S* from = cores[t].given + start;
+          squares[part * count + t] = inner_product(from, from, (part + 1) * n / parts - start);
+        }
+    });
+    for (Index t = 0; t < count; t++) {
+      Core<S>& core = cores[t];
+      double sum = 0, n = program.steps[t].params();
+      for (Index part = 0; part < parts; part++) sum += squares[part * count + t];
+      by_dtype(gains, [&](auto s) {
+        core.gain = load(static_cast<const decltype(s)*>(gains.data_ptr()) + t * gains.stride(0), 1)[0];
+      });
+      if (sum >= sigmas[t] * sigmas[t] * n) {
+        core.squares = sum;
+        core.clip = sigmas[t] / std::sqrt(sum / n);
+      }
+      core.factor = core.gain * core.clip;
     }
   }
 
@@ -368,98 +403,148 @@ struct Sum {
 
 // ---- forward ---------------------------------------------------------------------------------------------------------
 
-// h_(t+1) from h_t for some rows of a core, `batch * fan_out`, and N tokens, in rows of `width`: vectors run along fan-in
-template <class S, int N, class T>
-void dot_rows(const Step& step, const Core<S>& core, const Held<S>* h, T* next, Index width, Index begin, Index end) {
+// R rows of a core times N tokens, of which `h` and `next` are rows, `stride` numbers apart; a result for each row of the
+// core, in `columns`. Of L / R tokens those that are missing repeat the others, which costs nothing.
+template <class S, int R, int N, class T>
+inline void multiply_rows(const S* core, Index in, const Held<S>* h, T* next, Index stride, const Index* columns,
+                          Wide<S> factor) {
   using F = Wide<S>;
+  constexpr Index STEP = LANES<F> * GROUP<S>, EACH = LANES<F> / R;
+  Vector<F> sum[R][N] = {}, all[LANES<F>];
+  auto add = [&](Index i, Index count) __attribute__((always_inline)) {
+    decltype(line(core, count)) rows[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) rows[r] = line(core + r * in + i, count);
+#pragma GCC unroll 4
+    for (int t = 0; t < N; t++) {
+      auto token = line(h + t * stride + i, count);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) add_product(sum[r][t], rows[r], token);
+    }
+  };
+  Index i = 0;
+  for (; i + STEP <= in; i += STEP) add(i, STEP);
+  if (i < in) add(i, in - i);
+#pragma GCC unroll 16
+  for (int j = 0; j < LANES<F>; j++) all[j] = sum[j / EACH][j % EACH % N];
+  T found[LANES<F>];
+  store(found, factor * sum_each<F>(all));
+  for (int r = 0; r < R; r++)
+    for (int t = 0; t < N; t++) next[t * stride + columns[r]] = found[r * EACH + t];
+}
+
+// h_(t+1) from h_t, times a factor, for some rows of a core, `batch * fan_out`
+template <class S, class T>
+void multiply_few(const Step& step, const S* core, Wide<S> factor, const Held<S>* h, T* next, Index stride, Index tokens,
+                  Index begin, Index end) {
+  constexpr int L = LANES<Wide<S>>, R = std::min(4, L);
   for (Index row = begin; row < end;) {
     const Index block = row / step.out, stop = std::min(end, (block + 1) * step.out);
     for (Index r = 0; r < step.repeat; r++) {
       const Held<S>* from = h + (block * step.repeat + r) * step.in;
       T* to = next + step.writes.batch[block] + step.writes.repeat[r];
-      for (Index o = row; o < stop; o++) {
-        const S* weights = core.given + o * step.in;
-        Vector<F> sum[N] = {};
-        for (Index i = 0; i < step.in; i += LANES<F> * GROUP<S>) {
-          auto w = line(weights + i, step.in - i);
-          for (int t = 0; t < N; t++) add_product(sum[t], w, line(from + t * width + i, step.in - i));
-        }
-        for (int t = 0; t < N; t++)
-          put(to + t * width + step.writes.fan[o - block * step.out], core.factor * sum_lanes<F>(sum[t]));
-      }
+      auto multiply = [&]<int ROWS>(Index o) {
+        const S* rows = core + o * step.in;
+        const Index* columns = step.writes.fan.data() + (o - block * step.out);
+        auto some = [&]<int COUNT>(Index t) {
+          multiply_rows<S, ROWS, COUNT>(rows, step.in, from + t * stride, to + t * stride, stride, columns, factor);
+        };
+        Index t = 0;
+        if constexpr (ROWS * 4 <= L)
+          for (; t + 4 <= tokens; t += 4) some.template operator()<4>(t);
+        if constexpr (ROWS * 2 <= L)
+          for (; t + 2 <= tokens; t += 2) some.template operator()<2>(t);
+        for (; t < tokens; t++) some.template operator()<1>(t);
+      };
+      Index o = row;
+      if constexpr (2 * R <= L)
+        for (; tokens == 1 && o + 2 * R <= stop; o += 2 * R) multiply.template operator()<2 * R>(o);
+      for (; o + R <= stop; o += R) multiply.template operator()<R>(o);
+      for (; o < stop; o++) multiply.template operator()<1>(o);
     }
     row = stop;
   }
 }
 
+// Each thread takes some tokens through all cores, or if they are too few, some rows of each core
 template <class S>
-void forward_few(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias) {
+void forward_few(const Layer<S>& layer, const Tensor& x, S* y, const Wide<S>* bias) {
   using F = Wide<S>;
   using H = Held<S>;
   constexpr int L = LANES<F>;
   const Program& program = layer.program;
-  const Index n = layer.tokens, width = program.width(), last = program.steps.size() - 1;
-  thread_local Numbers<F> memory;
-  F *h = memory.reserve(2 * n * width), *next = h + n * width;
-  const Indices places = places_of(program.steps.front().reads, {program.steps[0].in, 1, program.steps[0].in});
-  std::memset(h, 0, n * width * sizeof(H));
-  for (Index t = 0; t < n; t++)
-    for (Index f = 0; f < program.in; f += L) {
-      F lanes[L];
-      store(lanes, load(x + t * program.in + f, program.in - f));
-      for (Index i = 0; i < std::min<Index>(L, program.in - f); i++)
-        put(reinterpret_cast<H*>(h) + t * width + places[f + i], lanes[i]);
+  const Step& first = program.steps.front();
+  const Index tokens = layer.tokens, threads = layer.threads(), last = program.steps.size() - 1;
+  const Index stride = round_up(program.width(), 1024) + 2 * L;  // or tokens would share a line of the cache
+  const Indices& fan = first.reads.fan;
+  const bool straight = fan.back() == first.in - 1 && std::is_sorted(fan.begin(), fan.end());
+  Index work = 0;
+  for (const Step& step : program.steps) work += step.params() * step.repeat * tokens;
+  const Index groups = tokens >= 2 * threads && work > 2 * GRAIN ? threads : 1;
+  thread_local Numbers<H> wide;
+  const H* numbers = numbers_of<H, S>(x, wide);
+  auto run = [&](Index begin, Index n) {
+    thread_local Numbers<F> memory;
+    F *h = memory.reserve(2 * n * stride), *next = h + n * stride;
+    const H* from = numbers + begin * program.in;
+    for (Index t = 0; t < n; t++, from += program.in)
+      for (Index pair = 0; pair < first.pairs(); pair++) {
+        H* to = reinterpret_cast<H*>(h) + t * stride + pair * first.in;
+        const Index start = first.reads.block(pair);
+        if (straight && start + first.in <= program.in) std::copy_n(from + start, first.in, to);
+        else
+          for (Index i = 0; i < first.in; i++) to[i] = start + fan[i] < program.in ? from[start + fan[i]] : H{};
+      }
+    for (Index t = 0; t <= last; t++, std::swap(h, next)) {
+      const Step& step = program.steps[t];
+      const Core<S>& core = layer.cores[t];
+      const Index rows = step.batch * step.out;
+      const Index parts = std::clamp<Index>(step.params() * step.repeat * n / (2 * GRAIN), 1, threads / groups);
+      parallel_for(0, parts, 1, [&](Index part, Index end) {
+        FlushDenormals flush;
+        const H* read = reinterpret_cast<const H*>(h);
+        const Index low = part * rows / parts, high = end * rows / parts;
+        if (t < last) multiply_few(step, core.given, core.factor, read, reinterpret_cast<H*>(next), stride, n, low, high);
+        else multiply_few(step, core.given, core.factor, read, next, stride, n, low, high);
+      });
     }
-  for (Index t = 0; t <= last; t++, std::swap(h, next)) {
-    const Step& step = program.steps[t];
-    auto run = [&](auto* to) {
-      using T = std::remove_pointer_t<decltype(to)>;
-      auto rows = n == 1 ? dot_rows<S, 1, T> : n == 2 ? dot_rows<S, 2, T> : n == 3 ? dot_rows<S, 3, T> : dot_rows<S, 4, T>;
-      parallel_for(0, step.batch * step.out, std::max<Index>(1, GRAIN / (step.in * step.repeat)),
-                   [&](Index begin, Index end) {
-                     FlushDenormals flush;
-                     rows(step, layer.cores[t], reinterpret_cast<H*>(h), to, width, begin, end);
-                   });
-    };
-    t < last ? run(reinterpret_cast<H*>(next)) : run(next);
-  }
-  for (Index t = 0; t < n; t++)
-    for (Index f = 0; f < program.out; f += L) {
-      Index count = program.out - f;
-      Vector<F> v = load(h + t * width + f, count);
-      store(y + t * program.out + f, bias ? v + load(bias + f, count) : v, count);
-    }
+    S* to = y + begin * program.out;
+    for (Index t = 0; t < n; t++, to += program.out)
+      for (Index f = 0; f < program.out; f += L) {
+        Index count = program.out - f;
+        Vector<F> v = load(h + t * stride + f, count);
+        store(to + f, bias ? v + load(bias + f, count) : v, count);
+      }
+  };
+  parallel_for(0, groups, 1, [&](Index begin, Index end) {
+    run(begin * tokens / groups, end * tokens / groups - begin * tokens / groups);
+  });
 }
 
 template <class S>
-void forward_tiles(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias) {
+void forward_tiles(const Layer<S>& layer, const Tensor& given, S* y, const Wide<S>* bias) {
   using F = Wide<S>;
+  const S* x = static_cast<const S*>(given.data_ptr());
   const Program& program = layer.program;
   const Index tokens = layer.tokens, size = layer.tile(), tiles = (tokens + size - 1) / size;
   const Tile<S> tile(layer, size);
   const Index area = tile.area();
-  auto run = [&](Index number, bool alone) {
+  parallel_for(0, tiles, 1, [&](Index begin, Index end) {
     thread_local Numbers<Held<S>> memory;
     Held<S>*h = memory.reserve(2 * area), *next = h + area;
-    Index first = number * size, n = std::min(size, tokens - first);
-    tile.enter(h, x + first * program.in, program.in, n, tile.x_places);
-    for (size_t t = 0; t < program.steps.size(); t++, std::swap(h, next)) {
-      const Step& step = program.steps[t];
-      if (!alone) {
-        tile.forward(t, next, h, 0, step.pairs());
-        continue;
+    for (Index number = begin; number < end; number++) {
+      Index first = number * size, n = std::min(size, tokens - first);
+      tile.enter(h, x + first * program.in, program.in, n, tile.x_places);
+      for (size_t t = 0; t < program.steps.size(); t++, std::swap(h, next)) {
+        const Step& step = program.steps[t];
+        const Index grain = tiles > 1 ? step.pairs() : std::max<Index>(1, GRAIN / (step.in * step.out * 2));
+        parallel_for(0, step.pairs(), grain, [&](Index begin, Index end) {
+          FlushDenormals flush;
+          tile.forward(t, next, h, begin, end);
+        });
       }
-      parallel_for(0, step.pairs(), std::max<Index>(1, GRAIN / (step.in * step.out * 2)), [&](Index begin, Index end) {
-        FlushDenormals flush;
-        tile.forward(t, next, h, begin, end);
-      });
+      tile.leave(y + first * program.out, reinterpret_cast<F*>(h), program.out, n, bias);
     }
-    tile.leave(y + first * program.out, reinterpret_cast<F*>(h), program.out, n, bias);
-  };
-  if (tiles == 1) return run(0, true);
-  parallel_for(0, tiles, 1, [&](Index begin, Index end) {
-    FlushDenormals flush;
-    for (Index number = begin; number < end; number++) run(number, false);
   });
 }
 
@@ -482,9 +567,8 @@ Tensor forward(const Tensor& given, const std::vector<Tensor>& cores, const std:
     held = packed(*bias);
     added = numbers_of<F, S>(*held, memory);
   }
-  const S* from = static_cast<const S*>(x.data_ptr());
   S* to = static_cast<S*>(y.mutable_data_ptr());
-  (layer.few ? forward_few<S> : forward_tiles<S>)(layer, from, to, added);
+  (layer.few ? forward_few<S> : forward_tiles<S>)(layer, x, to, added);
   return y;
 }
 
@@ -502,6 +586,7 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
   Layer<S> layer(x, cores, gains, sigmas, code, false);
   const Program& program = layer.program;
   const Index count = program.steps.size(), tokens = layer.tokens, size = layer.tile();
+  STD_TORCH_CHECK(!gains || gains->scalar_type() == ScalarType::Double, "structlin: the gains must be float64");
   STD_TORCH_CHECK(dy.numel() == tokens * program.out && dy.scalar_type() == x.scalar_type(),
                   "structlin: dy does not fit x and the program");
   const bool of_x = wants & OF_X, of_cores = wants & (OF_CORES | OF_GAINS), of_bias = wants & OF_BIAS;
@@ -633,17 +718,6 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
 }
 
 // ---- the operators ---------------------------------------------------------------------------------------------------
-
-template <class Run>
-auto by_dtype(const Tensor& x, const Run& run) {
-  switch (x.scalar_type()) {
-    case ScalarType::Float: return run(float{});
-    case ScalarType::Double: return run(double{});
-    case ScalarType::BFloat16: return run(BFloat16{});
-    case ScalarType::Half: return run(Float16{});
-    default: STD_TORCH_CHECK(false, "structlin: x must be float32, float64, bfloat16 or float16");
-  }
-}
 
 Tensor multiply(const Tensor& x, std::vector<Tensor> cores, std::optional<Tensor> bias, std::optional<Tensor> gains,
                 std::vector<double> sigmas, Indices code) {

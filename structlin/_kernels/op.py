@@ -41,24 +41,24 @@ _layer = torch.ops.structlin_cpu.layer.default
 _gradients = torch.ops.structlin_cpu.gradients.default
 
 
-# Numbers of a block from which on BLAS is faster. Measured at widths of 512 to 4096.
+# Numbers of a block from which on BLAS is faster, but for the forward pass of a few tokens.
+# Measured at widths of 512 to 4096.
 LARGE = 1 << 18
-FEW = 16  # tokens
+MOST_DECODED = 16  # tokens
 
 
 def pays(program: Program, x: Tensor, plain: bool) -> bool:
     """Whether the engine takes x and is the faster way.
 
-    BLAS is, where a block is large, and where the structure is plain (a chain of matrices) but for
-    the forward pass of a few tokens.
+    It is for the forward pass of a few tokens. Of more, BLAS is where a block is large and where
+    the structure is plain (a chain of matrices).
     """
-    if plain and (torch.compiler.is_compiling() or torch.is_grad_enabled() or not _is_few(x)):
-        return False
-    return program.largest < LARGE and available(x)
+    few = not (torch.compiler.is_compiling() or torch.is_grad_enabled()) and _is_few(x)
+    return (few or (not plain and program.largest < LARGE)) and available(x)
 
 
 def _is_few(x: Tensor) -> bool:
-    return x.numel() <= FEW * x.shape[-1]
+    return x.numel() <= MOST_DECODED * x.shape[-1]
 
 
 def available(x: Tensor) -> bool:
@@ -67,7 +67,7 @@ def available(x: Tensor) -> bool:
 
     Not while exporting, so that what is exported needs no structlin.
     """
-    if x.device.type != "cpu" or x.dtype not in DTYPES or x.layout != torch.strided:
+    if not x.is_cpu or x.dtype not in DTYPES or x.layout != torch.strided:
         return False
     if torch.compiler.is_compiling():
         inside = torch._C._are_functorch_transforms_active()
@@ -101,15 +101,17 @@ def multiply(
         `(..., out_features)`.
     """
     y: Tensor
-    gains, sigmas = (None, ()) if gains is None else (gains.double(), sigmas)
+    sigmas = () if gains is None else sigmas
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)
     if torch.compiler.is_compiling():
+        gains = None if gains is None else gains.double()
         y = _layer(x, cores, bias, gains, sigmas, program.code)
         return y
     if torch.is_grad_enabled():
         leaves = [x, *cores, bias, gains]
         if any(leaf is not None and leaf.requires_grad for leaf in leaves):
+            gains = None if gains is None else gains.double()
             y = _Product.apply(loop, program, sigmas, x, bias, gains, *cores)  # type: ignore[no-untyped-call]
             return y
     y = _multiply(x, cores, bias, gains, sigmas, program.code)

@@ -61,6 +61,12 @@ struct Program {
     for (const Step& step : steps) widest = std::max(widest, step.pairs() * std::max(step.in, step.out));
     return widest;
   }
+
+  Index largest() const {  // numbers of a block
+    Index most = 0;
+    for (const Step& step : steps) most = std::max(most, step.in * step.out);
+    return most;
+  }
 };
 
 // Where the features of an activation lie that a core reads block by block: [batch * repeat][fan], a block at a time

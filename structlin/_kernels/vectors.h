@@ -161,6 +161,9 @@ inline Vector<Wide<S>> load(const S* p, Index count) {
 #if defined(__AVX512F__)
   if constexpr (sizeof(S) == 4) return bits_of<Vector<S>>(_mm512_maskz_loadu_ps((1 << count) - 1, p));
 #endif
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  if constexpr (sizeof(S) == 2) return widen(bits_of<Halves>(_mm256_maskz_loadu_epi16((1 << count) - 1, p)), S{});
+#endif
   S lanes[LANES<Wide<S>>] = {};
   for (Index i = 0; i < count; i++) lanes[i] = p[i];
   return load(lanes);
@@ -175,12 +178,6 @@ inline void store(S* p, const Vector<Wide<S>>& v, Index count) {
   S lanes[LANES<Wide<S>>];
   store(lanes, v);
   for (Index i = 0; i < count; i++) p[i] = lanes[i];
-}
-
-template <class S>
-inline void put(S* p, Wide<S> value) {
-  if constexpr (sizeof(S) == 2) store(p, Vector<float>{value}, 1);
-  else *p = value;
 }
 
 template <class F>
@@ -294,6 +291,17 @@ inline void transpose_square(Vector<F>* v) {
 #pragma GCC unroll 16
     for (int i = 0; i < L; i++) v[i] = w[i];
   }
+}
+
+// The sums of the lanes of each of LANES vectors
+template <class F, int HALF = LANES<F> / 2>
+__attribute__((always_inline)) inline Vector<F> sum_each(Vector<F>* v) {
+  constexpr std::make_integer_sequence<int, LANES<F>> lanes;
+#pragma GCC unroll 8
+  for (int i = 0; i < HALF; i++)
+    v[i] = mix<F, 0>(v[i], v[i + HALF], lanes) + mix<F, LANES<F> / 2>(v[i], v[i + HALF], lanes);
+  if constexpr (HALF > 1) return sum_each<F, HALF / 2>(v);
+  return v[0];
 }
 
 // A matrix by its columns: `get(i, j, count)` gives `count` numbers of row i from column j on, `put(j, i, v)` takes a vector

@@ -17,6 +17,7 @@ covariance; layers that get the same tensor (query, key and value) share it.
 """
 
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -194,7 +195,7 @@ def _build(decision: Decision) -> StructuredLinear:
 # ---- all layers, in lockstep -------------------------------------------------------------------
 
 
-_Inputs = list[tuple[Tensor, int]]  # with their versions
+_Inputs = list[tuple["weakref.ref[Tensor]", int]]  # tensors that nobody is to hold, and versions
 
 
 @dataclass
@@ -253,9 +254,9 @@ class _Lockstep:
         self._moments: Moments | None = None
 
     def run(self) -> None:
-        for module, decision in self.decisions.items():
+        for layer, decision in self.decisions.items():
             if decision.cores is not None:
-                self._put_in(module)
+                self._put_in(layer)
         with ExitStack() as stack:
             stack.enter_context(eval_mode(self.model))
             stack.enter_context(plain_calls(self.model))
@@ -265,8 +266,7 @@ class _Lockstep:
                 again = partial(call.run, self.model)
                 dense, compressed = (streams.start(again, call.state) for _ in range(2))
                 self.pairs.append(_Pair(dense, compressed, call.masks))
-            while stops := [stop for pair in self.pairs for stop in pair.stops()]:
-                module = min((stop.place.module for stop in stops), key=self._rank)
+            while (module := self._find_next()) is not None:
                 if module not in self.new:
                     self._project(module)
                 for pair in self.pairs:
@@ -274,8 +274,11 @@ class _Lockstep:
         for module, gap in self.gaps.items():
             self.decisions[module].error = gap.error
 
-    def _rank(self, module: nn.Module) -> int:
-        return self.order.get(module, len(self.order))
+    def _find_next(self) -> nn.Module | None:
+        """Of the layers at which streams wait, the one that the model calls first."""
+        waiting = [stop.place.module for pair in self.pairs for stop in pair.stops()]
+        last = len(self.order)  # layers that the dense model never called
+        return min(waiting, key=lambda module: self.order.get(module, last), default=None)
 
     def _project(self, module: nn.Module) -> None:
         decision = self.decisions[module]
@@ -312,11 +315,12 @@ class _Lockstep:
             for pair in self.pairs
         ]
         centred = has_own_bias(self.model, module)
-        inputs = [(x, x._version) for *both, _ in found for x in both if x is not None]
+        present = [x for *both, _ in found for x in both if x is not None]
+        inputs = [(weakref.ref(x), x._version) for x in present]
         shared = self._moments is not None and self._moments.centred == centred
         if not shared or not _are_same(inputs, self._inputs):
-            features, device = self.decisions[module].layer.in_features, inputs[0][0].device
-            self._inputs, self._moments = inputs, None  # the last ones are no longer held
+            features, device = self.decisions[module].layer.in_features, present[0].device
+            self._inputs, self._moments = inputs, None  # the last moments are no longer held
             self._moments = Moments(features, device, centred=centred)
             _add_pairs(self._moments, found)
             check_finite(name, self._moments)
@@ -352,7 +356,7 @@ class _Lockstep:
 def _are_same(inputs: _Inputs, others: _Inputs) -> bool:
     """Whether they are the same tensors, and nobody has written into them."""
     return len(inputs) == len(others) and all(
-        x is other and version == other_version
+        x() is not None and x() is other() and version == other_version
         for (x, version), (other, other_version) in zip(inputs, others, strict=True)
     )
 

@@ -144,6 +144,19 @@ def test_weight_normalisation_inside_is_that_outside(dtype, shrink, n):
     assert_near(found, [y, *torch.autograd.grad(y, exact, own.detach().double().sin())], dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_tokens_times_large_blocks_with_gains_of_their_dtype(dtype):
+    structure = LowRank(rank=512).structure(512, 520)
+    cores, bias = random_cores(structure, dtype), tokens(520, dtype=dtype)
+    gains = torch.full((2,), 0.5, dtype=dtype)
+    for n in (1, 5, 16):
+        x = tokens(n, 512, dtype=dtype)
+        exact = one_einsum(structure, [core.double() for core in cores], x.double())
+        y = forward(structure, cores, x, bias)
+        scaled = forward(structure, cores, x, bias, gains, [100.0, 100.0])
+        assert_near([y, scaled], [exact + bias.double(), exact / 4 + bias.double()], dtype)
+
+
 def test_a_core_whose_squares_overflow_is_normalised():
     structure = BTT().structure(16, 16)
     cores = [core.float() * 1e30 for core in random_cores(structure)]

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -421,3 +422,18 @@ def test_a_model_in_half_precision_is_calibrated_in_float32():
     found = plan(model.bfloat16(), LowRank(rank=4), calibration=[x.bfloat16()])
     assert found.errors == pytest.approx(expected.errors, rel=0.05)
     assert all(core.dtype == torch.bfloat16 for d in found.decisions for core in d.cores or [])
+
+
+def test_activations_of_one_place_alone_are_held():
+    made, most = [], []
+
+    class Remembered(nn.Tanh):
+        def forward(self, x: Tensor) -> Tensor:
+            made.append(weakref.ref(y := super().forward(x)))
+            most.append(sum(each() is not None for each in made))
+            return y
+
+    model, batches = linears(*[8] * 13, between=Remembered), correlated(40, 8).split(10)
+    plan(model, LowRank(rank=2), calibration=batches)
+    assert len(made) == 12 * 4 * 3
+    assert max(most) <= 2 * len(batches) + 2

@@ -180,3 +180,21 @@ def to_double(batch: object) -> object:
         return {name: to_double(each) for name, each in batch.items()}
     floating = isinstance(batch, Tensor) and batch.is_floating_point()
     return batch.double() if floating else batch
+
+
+@pytest.mark.parametrize("build", [gpt2, llama, t5])
+def test_no_run_keeps_the_keys_and_values_of_all_layers(build, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    model, batches = build()
+    made, real = [], transformers.cache_utils.Cache.__init__
+
+    def count(self, *args, **options):
+        made.append(self)
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(transformers.cache_utils.Cache, "__init__", count)
+    run(model, batches[0])
+    usual = len(made)
+    made.clear()
+    plan(model, LowRank(rank=2), calibration=batches)
+    assert 0 < len(made) <= usual * len(batches)  # of the first pass, one after the other
