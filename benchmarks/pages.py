@@ -145,37 +145,33 @@ def minilm_found() -> str:
     """What the kept rows at half the parameters say, losses included, as a list."""
     rows = read("minilm")["rows"]
     half = {(r["family"], r["way"]): r for r in rows if r["budget"] in (minilm_run.HALF, 1)}
+    ours = {name: row for (name, way), row in half.items() if way == "calibrated"}
+
+    def cosines(way: str) -> str:
+        found = {name: row["cosine"] for (name, each), row in half.items() if each == way}
+        return ", ".join(f"{value:.2f} ({name})" for name, value in found.items())
+
     dense, int8 = half["dense", "dense"], half["int8", "peer"]
-    families = [name for name in minilm_run.FAMILIES if (name, "calibrated") in half]
-
-    def cosine(way: str, names: list[str]) -> str:
-        shown = (f"{half[name, way]['cosine']:.2f} ({name})" for name in names)
-        return ", ".join(shown)
-
-    best = max(families, key=lambda name: half[name, "calibrated"]["cosine"])
-    row = half[best, "calibrated"]
+    best = max(ours, key=lambda name: ours[name]["cosine"])
+    row, healed = ours[best], half[best, "healed"]
+    plain = {(r["family"], r["budget"]): r["cosine"] for r in rows if r["way"] == "plain"}
     harmed = [
         f"{r['family']} at {r['budget']:.0%}"
         for r in rows
-        for plain in rows
-        if (r["way"], plain["way"]) == ("calibrated", "plain")
-        and (r["family"], r["budget"]) == (plain["family"], plain["budget"])
-        and r["cosine"] < plain["cosine"]
+        if r["way"] == "calibrated" and r["cosine"] < plain[r["family"], r["budget"]]
     ]
-    steps, seconds = (half[best, "healed"][name] for name in ("heal_steps", "heal_seconds"))
-    others = [name for name in ("SVD-LLM", "SVD", "pruning") if (name, "peer") in half]
     lines = [
         f"Without retraining, the best of ours is {best}, calibrated: a mean cosine of "
         f"{row['cosine']:.2f}, the same nearest neighbour for {row['same_neighbour']:.0%} of the "
         f"sentences, the topic found for {row['topic']:.0%} ({dense['topic']:.0%} by the "
         f"original's own vectors), in {row['cpu_seconds']:.0f} CPU seconds.",
-        f"The peers: {cosine('peer', others)}.",
-        f"Calibration against nearest weights: {cosine('calibrated', families)} against "
-        f"{cosine('plain', families)}. It harms {', '.join(harmed) or 'nowhere'}.",
-        f"Healing, {steps} steps in {seconds:.0f} CPU seconds ({best}): from "
-        f"{cosine('calibrated', families)} to {cosine('healed', families)}.",
-        f"int8 alone has a quarter of the bytes and a cosine of {int8['cosine']:.3f}: for fewer "
-        f"bytes it comes first. Calibrated cores in int8, an eighth: {cosine('int8', families)}.",
+        f"The peers have {cosines('peer')}.",
+        f"Calibrated against nearest to the weights: {cosines('calibrated')} against "
+        f"{cosines('plain')}. Calibration does harm: {', '.join(harmed) or 'nowhere'}.",
+        f"Healing by {healed['heal_steps']} steps ({best}: {healed['heal_seconds']:.0f} CPU "
+        f"seconds) leads to {cosines('healed')}.",
+        f"int8 alone has a quarter of the bytes and a cosine of {int8['cosine']:.3f}; calibrated "
+        f"cores in int8, an eighth, have {cosines('int8')}.",
     ]
     return "\n".join(f"- {line}" for line in lines)
 
