@@ -47,7 +47,9 @@ FAMILIES = {
     "low-rank": structlin.LowRank(rank=1),
     "block-diagonal": structlin.BlockDiagonal(blocks=4),
 }
-WAYS = ("plain", "calibrated", "healed", "int8")  # of ours; the last two from a calibrated one
+CALIBRATED: dict[str, dict[str, Any]] = {"calibrated": {}}  # way -> more options of structlin.plan
+FURTHER = ("int8", "healed")  # what is done at half the parameters with the last of them
+WAYS = ("plain", *CALIBRATED, *FURTHER)
 HALF = 0.5  # the budget at which models are healed and rounded
 HEAL = {"steps": 60, "lr": 3e-4}  # batches of 32 sentences
 TOPICS = 10
@@ -214,13 +216,14 @@ def compress(
     """The rows of a family and budget."""
     named = {"family": family, "budget": budget}
     if "plain" in ways:
-        _, row = convert(dense, family, budget, None, data)
+        _, row = convert(dense, family, budget, data)
         yield {**named, "way": "plain", **row}
-    if not set(ways) - {"plain"}:
-        return
-    model, row = convert(dense, family, budget, data.calibration, data)
-    if "calibrated" in ways:
-        yield {**named, "way": "calibrated", **row}
+    last = [*CALIBRATED][-1]
+    for way, more in CALIBRATED.items():
+        if way in ways or (way == last and set(ways) & set(FURTHER)):
+            model, row = convert(dense, family, budget, data, calibration=data.calibration, **more)
+            if way in ways:
+                yield {**named, "way": way, **row}
     if "int8" in ways:
         rounded = copy.deepcopy(model)
         size = {"bytes": peers.round_cores(rounded)}
@@ -234,16 +237,11 @@ def compress(
 
 
 def convert(
-    dense: nn.Module,
-    family: str,
-    budget: float,
-    calibration: list[Batch] | None,
-    data: Sentences,
+    dense: nn.Module, family: str, budget: float, data: Sentences, **options: Any
 ) -> tuple[nn.Module, Row]:
-    """The encoder, converted, and what a row has of it."""
+    """The encoder, converted with these options of `structlin.plan`, and what a row has of it."""
     model, start = copy.deepcopy(dense), time.process_time()
-    options: dict[str, Any] = {"include": "encoder.*", "budget": budget, "calibration": calibration}
-    planned = structlin.plan(model, FAMILIES[family], **options)
+    planned = structlin.plan(model, FAMILIES[family], include="encoder.*", budget=budget, **options)
     errors = list(planned.apply() and planned.errors.values())
     seconds = time.process_time() - start
     layers = [
@@ -303,7 +301,7 @@ def make_rows(
                 done.add((name, share, "peer"))
                 yield compress_by_peer(model, name, share, data)
         for family in options.families:
-            ways = [way for way in WAYS if budget == options.half or way in ("plain", "calibrated")]
+            ways = [way for way in WAYS if budget == options.half or way not in FURTHER]
             missing = [way for way in ways if (family, budget, way) not in done]
             yield from compress(model, family, budget, missing, data, options.heal)
 
