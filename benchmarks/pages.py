@@ -143,36 +143,40 @@ def minilm_half() -> str:
 
 def minilm_found() -> str:
     """What the kept rows at half the parameters say, losses included, as a list."""
-    rows = read("minilm")["rows"]
-    half = {(r["family"], r["way"]): r for r in rows if r["budget"] in (minilm_run.HALF, 1)}
-    ours = {name: row for (name, way), row in half.items() if way == "calibrated"}
+    result = read("minilm")
+    rows, steps = result["rows"], result["setting"]["heal"]["steps"]
+    half = [row for row in rows if row["budget"] in (minilm_run.HALF, 1)]
+    plain = {(r["family"], r["budget"]): r["cosine"] for r in rows if r["way"] == "plain"}
 
     def cosines(way: str) -> str:
-        found = {name: row["cosine"] for (name, each), row in half.items() if each == way}
-        return ", ".join(f"{value:.2f} ({name})" for name, value in found.items())
+        return ", ".join(f"{r['cosine']:.2f} ({r['family']})" for r in half if r["way"] == way)
 
-    dense, int8 = half["dense", "dense"], half["int8", "peer"]
-    best = max(ours, key=lambda name: ours[name]["cosine"])
-    row, healed = ours[best], half[best, "healed"]
-    plain = {(r["family"], r["budget"]): r["cosine"] for r in rows if r["way"] == "plain"}
+    unchanged = next(row for row in half if row["way"] == "dense")
+    lines = [f"The original's own vectors give the topic of {unchanged['topic']:.0%}."]
+    if ours := [row for row in half if row["way"] in minilm_run.CALIBRATED]:
+        best = max(ours, key=lambda row: row["cosine"])
+        lines.append(
+            f"Without retraining, the best of ours is {best['family']}, {best['way']}: a mean "
+            f"cosine of {best['cosine']:.2f}, the same nearest neighbour for "
+            f"{best['same_neighbour']:.0%} of the sentences, the topic found for "
+            f"{best['topic']:.0%}, in {best['cpu_seconds']:.0f} CPU seconds."
+        )
+    titles = {
+        "peer": "The peers",
+        "plain": "Nearest to the weights",
+        "calibrated": "Calibrated",
+        "healed": f"Calibrated, then healed by {steps} steps",
+        "int8": "Calibrated, cores in int8, an eighth of the bytes",
+    }
+    lines += [f"{title}: {cosines(way)}." for way, title in titles.items() if cosines(way)]
+    compared = [row for row in rows if row["way"] == "calibrated"]
     harmed = [
-        f"{r['family']} at {r['budget']:.0%}"
-        for r in rows
-        if r["way"] == "calibrated" and r["cosine"] < plain[r["family"], r["budget"]]
+        f"{row['family']} at {row['budget']:.0%}"
+        for row in compared
+        if row["cosine"] < plain[row["family"], row["budget"]]
     ]
-    lines = [
-        f"Without retraining, the best of ours is {best}, calibrated: a mean cosine of "
-        f"{row['cosine']:.2f}, the same nearest neighbour for {row['same_neighbour']:.0%} of the "
-        f"sentences, the topic found for {row['topic']:.0%} ({dense['topic']:.0%} by the "
-        f"original's own vectors), in {row['cpu_seconds']:.0f} CPU seconds.",
-        f"The peers have {cosines('peer')}.",
-        f"Calibrated against nearest to the weights: {cosines('calibrated')} against "
-        f"{cosines('plain')}. Calibration does harm: {', '.join(harmed) or 'nowhere'}.",
-        f"Healing by {healed['heal_steps']} steps ({best}: {healed['heal_seconds']:.0f} CPU "
-        f"seconds) leads to {cosines('healed')}.",
-        f"int8 alone has a quarter of the bytes and a cosine of {int8['cosine']:.3f}; calibrated "
-        f"cores in int8, an eighth, have {cosines('int8')}.",
-    ]
+    if compared:
+        lines.append(f"Calibration does harm: {', '.join(harmed) or 'nowhere'}.")
     return "\n".join(f"- {line}" for line in lines)
 
 

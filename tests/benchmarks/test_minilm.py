@@ -79,6 +79,11 @@ def test_a_run_goes_on_where_an_earlier_one_of_the_same_setting_stopped(tmp_path
         ("pruning", "peer"),
     ]
     assert (tmp_path / "minilm.png").stat().st_size > 1000
+    monkeypatch.setattr(minilm, "compress", lambda *arguments: iter(()))
+    left = minilm.main([*options, "--peers", "--families", "--again", "plain", "peer"])
+    assert left == [row for row in both if row["way"] in ("dense", "calibrated")]
+    monkeypatch.undo()
+    monkeypatch.setattr(minilm, "pretrained", minilm.random_encoder)
     options[1] = "65"
     assert len(minilm.main([*options, "--peers", "--families", "BTT"])) == 3
 
