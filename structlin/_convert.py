@@ -431,7 +431,7 @@ def _project_all(
     layers = [decision.layer for decision in decisions]
     seen, covariances = None, dict[nn.Module, Tensor]()
     if calibration is not None:
-        measured = [decision.layer for decision in open_] if budget is not None else None
+        measured = [decision.layer for decision in open_] if budget is not None else []
         seen = observe(model, layers, calibration, measured=measured)
         covariances = {module: moments.zz for module, moments in seen.moments.items()}
     if budget is not None:

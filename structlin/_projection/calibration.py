@@ -52,7 +52,7 @@ def observe(
     layers: Sequence[Layer],
     calibration: Calibration,
     *,
-    measured: Collection[Layer] | None = None,
+    measured: Collection[Layer] = (),
 ) -> Observed:
     """Run the model over the calibration data, in eval mode and without gradients.
 
@@ -62,8 +62,8 @@ def observe(
         calibration: an iterable of batches (a mapping is passed as keywords, a tuple or list as
             positions, anything else as the one argument), or a function that runs the model that
             it is given.
-        measured: the layers whose inputs' moments are wanted. None: of all layers, if `calibration`
-            is a function whose calls of the model cannot be made again, otherwise of none.
+        measured: the layers whose inputs' moments are wanted. A function is run only once, so all
+            layers are measured: perhaps its calls of the model cannot be made again.
 
     Raises:
         TypeError: `calibration` is a single batch, or neither iterable nor callable.
@@ -80,8 +80,7 @@ def observe(
     """
     _check(calibration)
     function = not isinstance(calibration, Iterable)
-    if measured is None:
-        measured = layers if function else ()
+    measured = layers if function else measured
     watch = _Watch(model, layers, measured)
     with eval_mode(model), plain_calls(model), watch.hooks():
         if isinstance(calibration, Iterable):
@@ -106,10 +105,10 @@ def observe(
     )
 
 
-def check_finite(name: str, moments: Moments, where: str = "") -> None:
+def check_finite(name: str, moments: Moments) -> None:
     """Raises: ValueError: the inputs of the layer of that name are not finite."""
     if not moments.is_finite():
-        raise ValueError(f"calibration: the inputs of layer {name!r}{where} are not finite")
+        raise ValueError(f"calibration: the inputs of layer {name!r} are not finite")
 
 
 def has_own_bias(model: nn.Module, layer: nn.Module) -> bool:

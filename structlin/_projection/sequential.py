@@ -45,11 +45,15 @@ from .padding import select_rows
 from .solve import project, relative_error
 from .streams import Place, Stop, Stream, Streams
 
-RIDGE = 1e-3  # lam at as many tokens as features, in mean variances
+RIDGE = 0.3  # lam at as many tokens as features, in mean variances
 
 
 def choose_ridge(tokens: int, features: int) -> float:
-    """lam in units of the mean diagonal of C_zz: it grows as tokens get few."""
+    """lam in units of the mean diagonal of C_zz: it grows as tokens get few.
+
+    By trial: all-MiniLM-L6-v2, low-rank of half the parameters, `RIDGE` from 0.0001 to 1. The mean
+    cosine of held-out sentence vectors is best at 0.1 to 0.3, with 8, 32 and 256 sentences.
+    """
     return RIDGE * features / tokens
 
 

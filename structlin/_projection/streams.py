@@ -128,7 +128,7 @@ class Streams:
     def __init__(self, places: Iterable[Place], count: int = 1) -> None:
         """`count`: streams that there will be, for the number of threads that each computes with"""
         self._places = frozenset(places)
-        self._most = max(1, WORKERS // count)
+        self._count, self._most = count, max(1, WORKERS // count)
         self._streams: dict[threading.Thread, Stream] = {}
         self._patched: list[tuple[nn.Module, bool, Any]] = []
 
@@ -139,7 +139,15 @@ class Streams:
         """
         stream = Stream(run, state or capture_state(), self._most)
         self._streams[stream.thread] = stream
-        stream.resume()
+        try:
+            stream.resume()
+        except RuntimeError as error:
+            if stream.thread.ident is not None:
+                raise
+            raise RuntimeError(
+                f"no thread could be started for stream {len(self._streams)} of {self._count}, two "
+                "for each batch: give fewer batches, and larger ones"
+            ) from error
         return stream
 
     def __enter__(self) -> "Streams":

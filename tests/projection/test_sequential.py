@@ -242,6 +242,16 @@ def test_a_function_whose_calls_have_a_memory_is_calibrated_on_the_dense_model_a
     torch.testing.assert_close(planned.apply()[1].to_dense(), expected)
 
 
+def test_such_a_function_measures_layers_with_a_structure_of_their_own_beside_a_budget():
+    model, x = linears(16, 16, 16), correlated(60, 16)
+    options = {"budget": 0.5, "overrides": {"0": LowRank(rank=3)}}
+    with pytest.warns(UserWarning, match=r"cannot be made again.*: 0, 2$") as caught:
+        found = plan(model, LowRank(rank=1), calibration=lambda model: model[:](x), **options)
+    assert len(caught) == 1
+    expected = plan(model, LowRank(rank=3), calibration=[x], include="0")
+    assert found.errors["0"] == pytest.approx(expected.errors["0"])
+
+
 def test_a_layer_that_is_called_twice_is_named_and_the_others_are_done_in_order():
     shared = nn.Linear(16, 16)
     model = nn.Sequential(nn.Linear(16, 16), shared, nn.Tanh(), shared, nn.Linear(16, 16)).double()

@@ -156,3 +156,15 @@ def test_many_streams_compute_with_few_threads_each_and_the_caller_with_its_own(
     finally:
         torch.set_num_threads(threads)
     assert seen == [1]
+
+
+def test_too_many_batches_for_the_machine_are_said_to_be_too_many(monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    model = nn.Linear(2, 2)
+    with Streams([Place(model)], 7) as streams:
+        streams.start(lambda: model(torch.ones(2)))
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match=r"stream 2 of 7, .* give fewer batches"):
+            streams.start(lambda: model(torch.ones(2)))

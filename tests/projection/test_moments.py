@@ -1,0 +1,52 @@
+"""Means and covariances of pairs of rows, against torch.cov in float64."""
+
+import pytest
+import torch
+
+from structlin._projection import moments
+from structlin._projection.moments import Moments
+
+
+@pytest.mark.parametrize("rows", [3, 100])
+def test_they_are_those_of_all_rows_however_they_come(rows, monkeypatch):
+    monkeypatch.setattr(moments, "ROWS", rows)
+    x, z = torch.randn(2, 50, 4, dtype=torch.float64) + 3
+    found = Moments(4, x.device, centred=True)
+    for part in (slice(0, 7), slice(7, 7), slice(7, 50)):
+        found.add(x[part], z[part])
+    joint = torch.cov(torch.cat([x, z], dim=1).mT, correction=0)
+    assert found.count == 50
+    torch.testing.assert_close(found.xz, joint[:4, 4:])
+    torch.testing.assert_close(found.zz, joint[4:, 4:])
+    torch.testing.assert_close(found.mean_x, x.mean(0))
+    torch.testing.assert_close(found.mean_z, z.mean(0))
+
+
+def test_around_zero_they_are_mean_products_and_alone_x_is_z():
+    x, z = torch.randn(2, 50, 4, dtype=torch.float64) + 3
+    pairs, alone = (Moments(4, x.device, centred=False) for _ in range(2))
+    pairs.add(x, z)
+    alone.add(z)
+    torch.testing.assert_close(pairs.xz, x.mT @ z / 50)
+    torch.testing.assert_close(alone.xz, z.mT @ z / 50)
+    torch.testing.assert_close(alone.mean_x, z.mean(0))
+
+
+def test_a_mean_that_is_far_from_zero_costs_no_digits():
+    x = torch.randn(4000, 4) + 3000
+    found = Moments(4, x.device, centred=True)
+    for part in x.split(500):
+        found.add(part)
+    torch.testing.assert_close(found.zz, torch.cov(x.double().mT, correction=0), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+@pytest.mark.parametrize("in_x", [True, False])
+def test_a_number_that_is_not_finite_is_seen(bad, in_x):
+    x, z = torch.randn(2, 9, 4)
+    found = Moments(4, x.device, centred=True)
+    found.add(x, z)
+    assert found.is_finite()
+    (x if in_x else z)[2, 3] = bad
+    found.add(x, z)
+    assert not found.is_finite()
