@@ -189,6 +189,17 @@ def test_int8_of_torchao_touches_the_dense_layers_alone():
 
 
 @OWN_WARNINGS
+def test_int8_of_torchao_that_is_told_to_take_structured_layers_fails_and_leaves_them():
+    torchao = pytest.importorskip("torchao.quantization", exc_type=ImportError)
+    model = convert(nn.Sequential(nn.Linear(16, 16)), BTT(rank=2))
+    x = torch.randn(3, 16)
+    expected, every = model(x), lambda module, name: isinstance(module, StructuredLinear)
+    with pytest.raises(KeyError, match="attribute 'weight' already exists"):
+        torchao.quantize_(model, torchao.Int8WeightOnlyConfig(), filter_fn=every)
+    assert torch.equal(model(x), expected)
+
+
+@OWN_WARNINGS
 def test_accelerate_trains_a_converted_model():
     accelerate = pytest.importorskip("accelerate")
     model = small()
