@@ -269,6 +269,13 @@ def test_what_is_said_of_the_compressed_gpt_is_what_the_kept_result_has():
             assert max(same, key=lambda family: bits(same[family], when)) == "blockdiagonal"
     level = [bits(calibrated[family, 0.25], "healed") for family in ("btt", "lowrank")]
     assert "BTT is level with it at 25 % ({:.3f} against {:.3f})".format(*level) in text
+    base = dense["after"]["bits/char"]
+    regained = [
+        (bits(row, "after") - bits(row, "healed")) / (bits(row, "after") - base)
+        for row in calibrated.values()
+    ]
+    least, most = (f"{100 * share:.0f} %" for share in (min(regained), max(regained)))
+    assert f"100 steps bring back {least} to {most} of what calibration had left lost" in text
     half = calibrated["lowrank", 0.5]
     perplexities = [row["perplexity"] for row in (dense["after"], half["after"], half["healed"])]
     assert "{:.2f} (dense), {:.2f} (calibrated), {:.2f} (healed)".format(*perplexities) in text
