@@ -50,3 +50,12 @@ def test_a_number_that_is_not_finite_is_seen(bad, in_x):
     (x if in_x else z)[2, 3] = bad
     found.add(x, z)
     assert not found.is_finite()
+
+
+def test_autocast_does_not_round_the_products():
+    x = torch.randn(100, 4)
+    found = Moments(4, x.device, centred=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found.add(x)
+    expected = torch.cov(x.double().mT, correction=0)
+    torch.testing.assert_close(found.zz, expected, rtol=1e-5, atol=1e-6)

@@ -173,7 +173,8 @@ class QKV(nn.Module):
         return y + self.o(x.mul_(0.5))
 
 
-def test_layers_with_the_same_input_share_its_covariance(monkeypatch):
+@pytest.mark.parametrize(("bias", "measured"), [(True, 2), (False, 4)])
+def test_layers_with_the_same_input_share_its_covariance(bias, measured, monkeypatch):
     made, real = [], sequential.Moments
 
     def count(*args, **options):
@@ -181,8 +182,18 @@ def test_layers_with_the_same_input_share_its_covariance(monkeypatch):
         return real(*args, **options)
 
     monkeypatch.setattr(sequential, "Moments", count)
-    plan(QKV(), LowRank(rank=2), calibration=[torch.randn(50, 16)] * 2)
-    assert len(made) == 2
+    model = QKV()
+    model.k = nn.Linear(16, 16, bias=bias)  # without a bias it needs another
+    plan(model, LowRank(rank=2), calibration=[torch.randn(50, 16)] * 2)
+    assert len(made) == measured
+
+
+def test_rounding_that_outweighs_the_ridge_only_makes_the_ridge_larger(monkeypatch):
+    monkeypatch.setattr(sequential, "RIDGE", 1e-15)
+    model = linears(16, 16, 16, between=nn.Tanh).float()
+    x = 1e3 * torch.randn(5000, 1) @ torch.randn(1, 16)
+    planned = plan(model, LowRank(rank=2), calibration=[x])
+    assert max(planned.errors.values()) < 1
 
 
 @pytest.mark.parametrize("batches", [1, 5])
