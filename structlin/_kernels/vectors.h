@@ -42,7 +42,7 @@ using Vector = typename VectorOf<F>::type;
 
 #if defined(__aarch64__)
 using NativeHalf = __fp16;
-#else
+#elif !defined(__F16C__)  // which needs none; nor has clang one before version 15
 using NativeHalf = _Float16;
 #endif
 
