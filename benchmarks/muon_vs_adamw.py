@@ -16,6 +16,7 @@ import json
 import math
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 import structlin
 from benchmarks.record import RESULTS
@@ -52,15 +54,24 @@ Run = tuple[str, str, str, float, int]  # task, structure, optimizer, lr, seed
 
 
 def train(run: Run, steps: int) -> dict[str, Any]:
-    task_name, structure, name, lr, seed = run
+    task, structure, name, lr, seed = run
+    curve = descend(task, structure, seed, steps, partial(OPTIMIZERS[name], lr=lr))
+    row = {"task": task, "structure": structure, "optimizer": name, "lr": lr, "seed": seed}
+    return {**row, "loss": curve[-1][1], "curve": curve}
+
+
+def descend(
+    task_name: str,
+    structure: str,
+    seed: int,
+    steps: int,
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+) -> list[tuple[int, float]]:
+    """Train; the held-out loss after every twentieth of the steps."""
     sizes = SIZES[task_name]
     task = TASKS[task_name](argparse.Namespace(data=None, seed=seed, steps=steps, **sizes))
     model = compare.build(task, sizes["width"], STRUCTURES[structure], seed)
-    optimizer: torch.optim.Optimizer
-    if name == "Muon":
-        optimizer = structlin.optim.Muon(model, lr, other_lr=OTHER_LR)
-    else:
-        optimizer = torch.optim.AdamW(structlin.param_groups(model, lr), betas=(0.9, 0.95))
+    optimizer = make(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: compare.warmup_cosine(step, steps)
     )
@@ -73,9 +84,19 @@ def train(run: Run, steps: int) -> dict[str, Any]:
         optimizer.step()
         schedule.step()
         if (step + 1) % max(1, steps // 20) == 0 or step + 1 == steps:
-            curve.append([step + 1, compare.evaluate(model, task.heldout, "cpu")[0]])
-    row = {"task": task_name, "structure": structure, "optimizer": name, "lr": lr, "seed": seed}
-    return {**row, "loss": curve[-1][1], "curve": curve}
+            curve.append((step + 1, compare.evaluate(model, task.heldout, "cpu")[0]))
+    return curve
+
+
+def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(structlin.param_groups(model, lr), betas=(0.9, 0.95))
+
+
+def muon(model: nn.Module, lr: float, **options: Any) -> torch.optim.Optimizer:
+    return structlin.optim.Muon(model, lr, other_lr=OTHER_LR, **options)
+
+
+OPTIMIZERS = {"AdamW": adamw, "Muon": muon}
 
 
 def finished(path: Path, setting: dict[str, Any]) -> dict[Run, dict[str, Any]]:

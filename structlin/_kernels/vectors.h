@@ -42,7 +42,7 @@ using Vector = typename VectorOf<F>::type;
 
 #if defined(__aarch64__)
 using NativeHalf = __fp16;
-#else
+#elif !defined(__F16C__)  // which needs none; nor has clang one before version 15
 using NativeHalf = _Float16;
 #endif
 
@@ -306,31 +306,30 @@ __attribute__((always_inline)) inline Vector<F> sum_each(Vector<F>* v) {
 
 // A matrix by its columns: `get(i, j, count)` gives `count` numbers of row i from column j on, `put(j, i, v)` takes a vector
 // of column j from row i on. Rows up to `padded` are zero. W vectors of a row are read together, a line of the cache.
+// A whole square is code of its own, without a branch inside, so that it stays in registers.
 template <class F, int W = 1, class Get, class Put>
 inline void transpose(Index rows, Index columns, Index padded, const Get& get, const Put& put) {
   constexpr int L = LANES<F>;
   for (Index j = 0; j < columns; j += W * L)
     for (Index i = 0; i < padded; i += L) {
-      Vector<F> v[W][L];
-      const bool whole = j + W * L <= columns && i + L <= rows;
-      if (whole) {
+      if (j + W * L <= columns && i + L <= rows) {
+        Vector<F> v[W][L];
 #pragma GCC unroll 16
         for (int k = 0; k < L; k++)
           for (int w = 0; w < W; w++) v[w][k] = get(i + k, j + w * L, L);
-      } else
-        for (int k = 0; k < L; k++)
-          for (int w = 0; w < W; w++) {
-            const Index width = std::min<Index>(L, columns - j - w * L);
-            v[w][k] = i + k < rows && width > 0 ? get(i + k, j + w * L, width) : Vector<F>{};
-          }
-      for (int w = 0; w < W; w++) {
-        transpose_square<F>(v[w]);
-        const Index width = std::min<Index>(L, columns - j - w * L);
-        if (width == L) {
+        for (int w = 0; w < W; w++) {
+          transpose_square<F>(v[w]);
 #pragma GCC unroll 16
           for (int k = 0; k < L; k++) put(j + w * L + k, i, v[w][k]);
-        } else
-          for (Index k = 0; k < width; k++) put(j + w * L + k, i, v[w][k]);
+        }
+        continue;
+      }
+      for (Index f = j; f < std::min(j + W * L, columns); f += L) {
+        Vector<F> v[L];
+        const Index width = std::min<Index>(L, columns - f);
+        for (int k = 0; k < L; k++) v[k] = i + k < rows ? get(i + k, f, width) : Vector<F>{};
+        transpose_square<F>(v);
+        for (Index k = 0; k < width; k++) put(f + k, i, v[k]);
       }
     }
 }

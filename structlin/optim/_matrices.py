@@ -1,7 +1,7 @@
 """A parameter as a batch of matrices, and the batches of many parameters as a few stacks."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 from einops import rearrange
@@ -10,7 +10,7 @@ from torch import Tensor
 from .._model.parameters import Weight
 
 MapStacks = Callable[[Iterable[Tensor]], Iterable[Tensor]]
-_LARGEST_STACK = 2**24  # elements that are worked on in one call: bounds the memory of a step
+LARGEST_STACK = 2**24  # elements that are worked on in one call: bounds the memory of a step
 
 
 def to_matrices(weight: Weight, tensor: Tensor) -> Tensor:
@@ -39,11 +39,8 @@ def map_stacks(function: MapStacks, matrices: list[Tensor]) -> list[Tensor]:
 
     `function` keeps the first dimension, and may take one stack at a time or all of them.
     """
-    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for n, matrix in enumerate(matrices):
-        alike[(*matrix.shape[-2:], matrix.dtype, matrix.device)].append(n)
-    sizes = [matrix.numel() for matrix in matrices]
-    chunks = [chunk for members in alike.values() for chunk in _chunks(members, sizes)]
+    kinds = [(*matrix.shape[-2:], matrix.dtype, matrix.device) for matrix in matrices]
+    chunks = chunk_alike(kinds, [matrix.numel() for matrix in matrices], LARGEST_STACK)
 
     def stack(chunk: list[int]) -> Tensor:
         if len(chunk) == 1:
@@ -58,14 +55,24 @@ def map_stacks(function: MapStacks, matrices: list[Tensor]) -> list[Tensor]:
     return results
 
 
-def _chunks(members: list[int], sizes: list[int]) -> list[list[int]]:
-    """Consecutive members of at most `_LARGEST_STACK` elements together."""
+def chunk_alike(kinds: Sequence[Hashable], sizes: Sequence[int], most: int) -> list[list[int]]:
+    """The indices of each kind, in order, in chunks of at most `most` elements together.
+
+    One that is larger by itself is a chunk of its own.
+
+    >>> chunk_alike("abaa", [2, 2, 2, 2], most=4)
+    [[0, 2], [3], [1]]
+    """
+    alike: dict[Hashable, list[int]] = defaultdict(list)
+    for n, kind in enumerate(kinds):
+        alike[kind].append(n)
     chunks: list[list[int]] = []
-    room = 0
-    for member in members:
-        if not chunks or sizes[member] > room:
-            chunks.append([])
-            room = _LARGEST_STACK
-        chunks[-1].append(member)
-        room -= sizes[member]
+    for members in alike.values():
+        room = 0
+        for n in members:
+            if n == members[0] or sizes[n] > room:
+                chunks.append([])
+                room = most
+            chunks[-1].append(n)
+            room -= sizes[n]
     return chunks

@@ -19,7 +19,7 @@ from torch.optim.adamw import adamw
 
 from .._model.parameters import Weight
 from ..duality import METHODS, dual_embedding, dualize
-from ._matrices import from_matrices, map_stacks, to_matrices
+from ._matrices import LARGEST_STACK, chunk_alike, from_matrices, map_stacks, to_matrices
 from ._sharding import divide_stacks, is_sharded, local_part, polar_parts, require_same_gradients
 from ._steps import NONFINITE, SCALES, Masses, Roster
 
@@ -30,6 +30,7 @@ _KINDS = (  # the groups of a Muon: what a parameter is, and whether it decays
     ("embedding", False),
     ("other", False),
 )
+SMALLEST_PART = 2**16  # numbers that step together at least: fewer do not keep a device busy
 
 
 class Muon(Optimizer):
@@ -215,8 +216,8 @@ class Muon(Optimizer):
         for group, params in zip(self.param_groups, used, strict=True):
             self._prepare(group, params)
         for group, params in zip(self.param_groups, used, strict=True):
-            if params:
-                self._update(group, params)
+            for part in self._divide(group, params):
+                self._update(group, part)
         return loss
 
     def _require_usable(self, parameter: Tensor) -> None:
@@ -248,8 +249,25 @@ class Muon(Optimizer):
                     "it to move that too"
                 )
 
+    def _divide(self, group: dict[str, Any], params: list[Tensor]) -> list[list[Tensor]]:
+        """The parts of a group that step one after the other, so that the memory of a step is that
+        of a part: matrices of one shape, an eighth of the numbers. Processes that share the work
+        communicate once, for all."""
+        shared = self.process_group is not None or any(map(is_sharded, params))
+        if group["kind"] != "matrix" or shared:
+            return [params] if params else []
+        weights = [self._roster.weights[p] for p in params]
+        kinds = [
+            (*sorted((weight.fan_out, weight.fan_in)), p.dtype, p.device)
+            for p, weight in zip(params, weights, strict=True)
+        ]
+        sizes = [p.numel() for p in params]
+        most = max(SMALLEST_PART, min(sum(sizes) // 8, LARGEST_STACK))
+        parts = chunk_alike(kinds, sizes, most)
+        return [[params[n] for n in part] for part in parts]
+
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        """One step of a group; all arithmetic is on the parts of tensors on this process."""
+        """One step of a part of a group; all arithmetic is on what this process holds."""
         gradients = [_local_gradient(p) for p in params]
         local = [local_part(p) for p in params]
         if group["kind"] == "other" and group["other"] == "adamw":

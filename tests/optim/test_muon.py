@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.timing import peak_bytes
 from structlin import BTT, BlockDiagonal, LowRank, StructuredLinear, convert, dualize
 from structlin.optim import Muon
 from tests.models import GPT, perplexed
@@ -625,3 +626,16 @@ def test_a_projection_of_multihead_attention_with_other_keys_is_a_matrix():
     steps = moved(module, Muon(module, lr=0.1))
     for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
         assert norms(steps[name]).item() == pytest.approx(0.1, rel=1e-3)
+
+
+@pytest.mark.parametrize("structure", [None, BTT(rank=1)], ids=["dense", "BTT"])
+def test_a_step_needs_little_memory_beside_the_parameters(structure):
+    layers = [nn.Linear(512, 512, bias=False) for _ in range(10 if structure is None else 40)]
+    model = nn.Sequential(*layers)
+    model = model if structure is None else convert(model, structure)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer = Muon(model)
+    optimizer.step()  # makes the state
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    assert peak_bytes(optimizer.step, "cpu") <= 1.5 * parameters

@@ -1,0 +1,216 @@
+"""How exact must Muon's polar factors be? Losses by method, at equal steps and at equal seconds.
+
+    python -m benchmarks.polar            # in full: results/polar.{json,png}; rows there stay
+    python -m benchmarks.polar --smoke    # seconds
+
+The GPT of examples/, dense and BTT. Every method has its rate tuned by factors of 2 on seed 0, then
+runs with all seeds; and once more with as many steps as fit into the seconds that the method with
+the quickest step takes (its schedule as long as its run). The seconds of a step, forward and
+backward included, are measured first, the methods in turn, on one thread.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from benchmarks import muon_vs_adamw, timing
+from benchmarks.muon_vs_adamw import SIZES, STRUCTURES, TASKS, compare
+from benchmarks.record import RESULTS, save_json
+from benchmarks.runs import parser, run_all
+
+METHODS: dict[str, dict[str, Any]] = {
+    "inverse-root": {"method": "inverse-root"},
+    "ns, 8 steps": {"method": "ns"},
+    "fast, 6 steps": {"method": "fast"},
+    "fast, 5 steps, bfloat16": {"method": "fast", "steps": 5, "dtype": torch.bfloat16},
+    "jordan, 5 steps, bfloat16": {"method": "jordan", "dtype": torch.bfloat16},
+}
+LRS = [2.0**power for power in (-6, -5, -4)]
+
+Run = tuple[str, str, float, int, int]  # structure, method, lr, seed, steps
+
+
+def train(run: Run) -> dict[str, Any]:
+    structure, method, lr, seed, steps = run
+    make = partial(muon_vs_adamw.muon, lr=lr, **METHODS[method])
+    curve = muon_vs_adamw.descend("GPT", structure, seed, steps, make)
+    row = {"structure": structure, "method": method, "lr": lr, "seed": seed, "steps": steps}
+    return {**row, "loss": curve[-1][1]}
+
+
+def time_steps(rounds: int) -> dict[str, dict[str, float]]:
+    """structure -> method -> milliseconds of a training step, the median of rounds in turn."""
+    torch.set_num_threads(1)
+    found: dict[str, dict[str, float]] = {}
+    for structure, family in STRUCTURES.items():
+        sizes = SIZES["GPT"]
+        task = TASKS["GPT"](argparse.Namespace(data=None, seed=0, steps=1, **sizes))
+        works = {}
+        for method, options in METHODS.items():
+            model = compare.build(task, sizes["width"], family, 0)
+            optimizer = muon_vs_adamw.muon(model, lr=LRS[0], **options)
+            works[method] = partial(take_step, model, optimizer, *task.batch(0))
+            works[method]()
+        times: dict[str, list[float]] = {method: [] for method in works}
+        for _ in range(rounds):
+            for method, work in works.items():
+                times[method].append(1e3 * timing.wall(work, "cpu"))
+        found[structure] = {
+            method: timing.spread(values, low=10)["median"] for method, values in times.items()
+        }
+    return found
+
+
+def take_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor
+) -> None:
+    optimizer.zero_grad()
+    F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten()).backward()
+    optimizer.step()
+
+
+def key(row: dict[str, Any]) -> Run:
+    return row["structure"], row["method"], row["lr"], row["seed"], row["steps"]
+
+
+def best_rates(rows: Iterable[dict[str, Any]], steps: int) -> dict[tuple[str, str], float]:
+    """(structure, method) -> the rate with the least loss on seed 0."""
+    losses: dict[tuple[str, str], dict[float, float]] = {}
+    for row in rows:
+        if row["seed"] == 0 and row["steps"] == steps:
+            loss = row["loss"] if math.isfinite(row["loss"]) else math.inf
+            losses.setdefault((row["structure"], row["method"]), {})[row["lr"]] = loss
+    return {pair: min(found, key=found.__getitem__) for pair, found in losses.items()}
+
+
+def summarise(
+    rows: list[dict[str, Any]],
+    rates: dict[tuple[str, str], float],
+    counts: dict[tuple[str, str], int],
+    milliseconds: dict[str, dict[str, float]],
+    steps: int,
+) -> list[dict[str, Any]]:
+    table = []
+    for (structure, method), lr in rates.items():
+        row: dict[str, Any] = {
+            "structure": structure,
+            "method": method,
+            "lr": lr,
+            "step_ms": milliseconds[structure][method],
+        }
+        for name, count in (("steps", steps), ("seconds", counts[structure, method])):
+            wanted = (structure, method, lr, count)
+            losses = [
+                r["loss"]
+                for r in rows
+                if (r["structure"], r["method"], r["lr"], r["steps"]) == wanted
+            ]
+            mean = sum(losses) / len(losses)
+            row[name] = {
+                "steps": count,
+                "loss": mean,
+                "least": min(losses),
+                "most": max(losses),
+                "seeds": len(losses),
+            }
+        table.append(row)
+    return table
+
+
+def show(table: list[dict[str, Any]], console: Console) -> None:
+    shown = Table(title="held-out loss (nats), mean over seeds (least to most), at the best lr")
+    for n, title in enumerate(
+        ("structure", "method", "lr", "ms a step", "equal steps", "steps", "equal seconds")
+    ):
+        shown.add_column(title, justify="left" if n < 2 else "right")
+    for row in table:
+        cells = [f"2^{math.log2(row['lr']):g}", f"{row['step_ms']:.1f}"]
+        for name in ("steps", "seconds"):
+            found = row[name]
+            text = f"{found['loss']:.3f} ({found['least']:.3f} to {found['most']:.3f})"
+            cells += [text] if name == "steps" else [str(found["steps"]), text]
+        shown.add_row(row["structure"], row["method"], *cells)
+    console.print(shown)
+
+
+def plot(table: list[dict[str, Any]]) -> Figure:
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for axes, structure in zip(figure.subplots(1, 2), STRUCTURES, strict=True):
+        chosen = [row for row in table if row["structure"] == structure]
+        places = range(len(chosen))
+        for name, marker in (("steps", "o"), ("seconds", "s")):
+            means = [row[name]["loss"] for row in chosen]
+            low = [row[name]["loss"] - row[name]["least"] for row in chosen]
+            high = [row[name]["most"] - row[name]["loss"] for row in chosen]
+            axes.errorbar(
+                means, places, xerr=(low, high), fmt=marker, label=f"equal {name}", alpha=0.7
+            )
+        axes.set_yticks(places, [row["method"] for row in chosen])
+        axes.set(title=structure, xlabel="held-out loss (nats): mean, least to most")
+        axes.legend(fontsize="small")
+    return figure
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parser(__doc__, RESULTS)
+    arguments.add_argument("--steps", type=int, default=800)
+    arguments.add_argument("--seeds", type=int, default=3)
+    arguments.add_argument("--rounds", type=int, default=25, help="of the timing")
+    options = arguments.parse_args(argv)
+    if options.smoke:
+        options.steps, options.seeds, options.rounds = 2, 1, 2
+        SIZES["GPT"].update(width=32, depth=1, batch=2)
+        del LRS[1:]
+    path: Path = options.out / "polar.json"
+    keeps = not options.smoke or options.out != options.kept
+    setting = {"steps": options.steps, "sizes": SIZES["GPT"], "lrs": LRS}
+    earlier = json.loads(path.read_text()) if keeps and path.exists() else {}
+    if earlier.get("setting") != setting:
+        earlier = {}
+    milliseconds = earlier.get("milliseconds") or time_steps(options.rounds)
+    rows = {key(row): row for row in earlier.get("rows", [])}
+
+    def add(row: dict[str, Any]) -> None:
+        rows[key(row)] = row
+        if keeps:
+            save_json(path, setting=setting, milliseconds=milliseconds, rows=list(rows.values()))
+
+    pairs = [(structure, method) for structure in STRUCTURES for method in METHODS]
+    grid = [(*pair, lr, 0, options.steps) for pair in pairs for lr in LRS]
+    run_all(train, [run for run in grid if run not in rows], options, add)
+    rates = best_rates(rows.values(), options.steps)
+    counts = {
+        (structure, method): round(
+            options.steps * min(milliseconds[structure].values()) / milliseconds[structure][method]
+        )
+        for structure, method in pairs
+    }
+    final = [
+        (*pair, rates[pair], seed, steps)
+        for pair in pairs
+        for seed in range(options.seeds)
+        for steps in dict.fromkeys((options.steps, max(1, counts[pair])))
+    ]
+    counts = {pair: max(1, count) for pair, count in counts.items()}
+    run_all(train, [run for run in final if run not in rows], options, add)
+    table = summarise(list(rows.values()), rates, counts, milliseconds, options.steps)
+    show(table, Console(width=140))
+    if keeps:
+        found = list(rows.values())
+        save_json(path, setting=setting, milliseconds=milliseconds, table=table, rows=found)
+        plot(table).savefig(path.with_suffix(".png"), dpi=90)
+
+
+if __name__ == "__main__":
+    main()
