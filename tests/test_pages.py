@@ -531,6 +531,51 @@ def test_what_is_said_of_the_modular_norm_and_stability_is_what_the_kept_results
     assert f"between {min(products):.2f} and {max(products):.2f}" in text
 
 
+def test_what_is_said_of_the_three_stability_numbers_is_what_the_kept_result_has():
+    text, result = page_text("results.md"), pages.read("papers/bm_metrics")
+    fresh = {(row["structure"], row["init"], row["width"]): row for row in result["fresh"]}
+    small, large = (fresh["dense", "spectral", width]["dependency"] for width in (64, 1024))
+    below = f"({100 * (1 - small):.1f} % below 1 at width 64, {100 * (1 - large):.1f} % at 1024)"
+    assert below in text
+    cores = [abs(row["largest core"] - 1) for row in fresh.values() if row["init"] == "spectral"]
+    assert f"each core by itself (within {math.ceil(1000 * max(cores)) / 10} %)" in text
+    assert (
+        max(abs(row["dependency"] - 1) for row in fresh.values() if row["init"] == "orthogonal")
+        < 0.15
+    )
+    assert "is within 15 % of 1 for every family" in text
+    two = [
+        row["dependency"] for key, row in fresh.items() if key[0] == "BTT r=1" and key[2] == 1024
+    ]
+    assert any(f"{value:.2f}" in text for value in two)
+    rows = {(row["structure"], row["optimizer"], row["width"]): row for row in result["rows"]}
+    muon = [rows["dense", "Muon", width]["dependency"] for width in (64, 256, 1024)]
+    assert all(0.95 < each[0] < 1.05 for each in muon)
+    lr, steps = result["setting"]["lr"]["Muon"], rows["dense", "Muon", 1024]["steps"][-1]
+    assert (
+        f"has gone from 1 to {muon[-1][-1]:.1f} in {steps} steps of {lr:g} (dense; they add up to "
+        f"{lr * steps:.0f})"
+    ) in text
+    powers = [
+        abs(power)
+        for by_optimizer in result["exponents"].values()
+        for name in ("Muon", "AdamW, muP")
+        for power in by_optimizer[name].values()
+    ]
+    assert max(powers) < 0.13
+    assert "powers of the width are below 0.13" in text
+
+    def first(structure):
+        ends = [rows[structure, "AdamW, one lr", width]["update"][0] for width in (64, 1024)]
+        return *ends, math.log(ends[1] / ends[0]) / math.log(1024 / 64)
+
+    assert (
+        "from width 64 to 1024 the update goes from {:.2f} to {:.2f} (width^{:.2f}; the fan-in is "
+        "the width) in the dense layer".format(*first("dense"))
+    ) in text
+    assert "from {:.3f} to {:.3f} (width^{:.2f}) in the BTT layer".format(*first("BTT r=4")) in text
+
+
 def test_what_is_said_of_the_gpt_is_what_the_kept_result_has():
     dense, _, ours, wider = pages.read("train_gpt")["rows"]
     text = page_text("examples.md")
