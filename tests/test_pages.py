@@ -594,6 +594,20 @@ def test_what_is_said_of_the_three_stability_numbers_is_what_the_kept_result_has
     assert "from {:.3f} to {:.3f} (width^{:.2f}) in the BTT layer".format(*first("BTT r=4")) in text
 
 
+def test_what_is_said_of_in_norm_is_what_the_kept_result_has():
+    text, result = page_text("results.md"), pages.read("papers/bm_norms")
+    worst = max(result["sides"].values())
+    assert f"agree to {worst:.0e} for every structure" in text
+    rows = {(row["structure"], row["state"]): row["middle"] for row in result["estimates"]}
+    grown = [
+        round(sum(rows[name, "trained"]) / sum(rows[name, "fresh"]))
+        for name in ("dense", "BTT r=4")
+    ]
+    assert grown == [2, 3]
+    assert "it doubles (dense) and triples (BTT)" in text
+    assert all(abs(row["power"]["value"]) < 0.15 for row in result["estimates"])
+
+
 def test_what_is_said_of_the_gpt_is_what_the_kept_result_has():
     dense, _, ours, wider = pages.read("train_gpt")["rows"]
     text = page_text("examples.md")

@@ -19,6 +19,8 @@ TASKS = ("teacher", "digits")
 SHARED = ("Kronecker", "TT r=4")  # structures that share parameters
 RANKS, BLOCKS = ("BTT r=4", "BTT r=1"), ("Monarch b=4", "Monarch b=16")
 NEGLIGIBLE = 1.02  # a loss over another that is not above it
+FLAT = 0.15  # a power of the width, without its sign
+ROUNDING = 1e-5  # of float32, in a product of 256 features
 MATCHES = 1.05  # a loss over another that is not above it
 
 
@@ -526,6 +528,39 @@ def stability() -> list[tuple[str, ...]]:
             f"powers of the width of at most {good:.2f} by Muon and by `param_groups`, up to "
             f"{max(powers['AdamW, one lr']):.2f} with one rate for all widths",
         ),
+        *in_norm(),
+    ]
+
+
+def in_norm() -> list[tuple[str, ...]]:
+    result = read("papers/bm_norms")
+    sides, found = result["sides"].values(), result["estimates"]
+    return [
+        (
+            "BM",
+            "In Norm: (x / RMS(x)) W = x W / RMS(x), for structured layers as for dense ones",
+            judge(max(sides) < ROUNDING),
+            f"the sides differ by at most {max(sides):.0e} of their RMS in float32; whether it is "
+            "faster is not measured",
+        ),
+        (
+            "BM",
+            "an FFN's output is at most the product of its matrices' dependencies, and \"even if "
+            "we only apply RMS Norm to x, for the second parameter [...] the same stability metric "
+            'approximately holds"',
+            judge(
+                *(row["largest share"] <= 1 for row in found),
+                *(within(row["power"], FLAT) for row in found),
+            ),
+            f"the worst output found has {max(row['largest share'] for row in found):.2f} of the "
+            f"bound; what the second matrix reads has an RMS of "
+            f"{min(row['middle'][0] for row in found):.2f} to "
+            f"{max(row['middle'][1] for row in found):.2f}, and goes with the width to the power "
+            + ", ".join(
+                f"{interval(row['power'], 2, same)} ({row['structure']}, {row['state']})"
+                for row in found
+            ),
+        ),
     ]
 
 
@@ -592,10 +627,7 @@ UNTESTED = (  # of the paper, why; durations are estimates
         "here one ResMLP: the whole sweep takes 40 core-minutes",
     ),
     ("MN prop. 6 with p = 2 or means; A.1; A.2; C.4; section 5's cheaper norms", "not implemented"),
-    (
-        "BM: In Norm and Out Norm, the bound of an FFN, a constrained spectral norm",
-        "not implemented",
-    ),
+    ("BM: Out Norm, a constrained spectral norm", "not implemented"),
 )
 
 
