@@ -296,9 +296,8 @@ def test_what_is_said_of_tuned_rates_is_what_the_kept_result_has():
         for structure in ("low-rank", "Monarch")
     ]
     assert (
-        "nearer ones: {:.2f} and {:.2f} factors of 2 away on average, ours {:.2f}".format(*means)
-        in text
-    )
+        "nearer ones: {:.2f} and {:.2f} factors of 2 away on average, ours {:.2f} and {:.2f}"
+    ).format(*means) in text
     largest = result["largest_shift"]
     assert f"within a factor of {2 ** largest['aware']:.0f} of dense's everywhere" in text
     assert f"without it within a factor of {2 ** largest['naive']:.0f}" in text
