@@ -3,6 +3,7 @@ Better Spent".
 
     python -m benchmarks.lr_transfer            # the full result, results/lr_transfer.{json,png}
     python -m benchmarks.lr_transfer --smoke    # seconds
+    python -m benchmarks.lr_transfer --structures low-rank    # the others' rows are kept
 
 An MLP of three hidden layers on scikit-learn's digits, Adam, no schedule. All its matrices but the
 head's are structured; the head stays dense, starts at zero and follows muP across widths. For each
@@ -28,7 +29,7 @@ from torch import nn
 
 import structlin
 from benchmarks.record import RESULTS
-from benchmarks.runs import digits, keep, parser, run_all
+from benchmarks.runs import ONLY, digits, keep, parser, rows_of_others, run_all
 from structlin import stability
 
 STRUCTURES = {
@@ -288,7 +289,7 @@ def plot_some(result: dict[str, Any], structures: Sequence[str]) -> Figure:
     return figure
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     options = parser(__doc__, RESULTS)
     options.add_argument("--widths", type=int, nargs="+", default=[64, 256, 1024])
     options.add_argument("--steps", type=int, default=60)
@@ -301,18 +302,23 @@ def main() -> None:
         metavar=("LOW", "HIGH"),
         help="log2, inclusive",
     )
-    arguments = options.parse_args()
+    options.add_argument("--structures", nargs="+", choices=list(STRUCTURES), help=ONLY)
+    arguments = options.parse_args(argv)
     if arguments.smoke:
         arguments.widths, arguments.steps, arguments.seeds, arguments.lrs = [64], 3, 1, [-8, -7]
     lrs = [2.0**power for power in range(arguments.lrs[0], arguments.lrs[1] + 1)]
+    setting = {"steps": arguments.steps, "batch": 256, "optimizer": "Adam", "data": "digits"}
+    chosen, others, source = arguments.structures or list(STRUCTURES), [], None
+    if arguments.structures:
+        others, source = rows_of_others(arguments, "lr_transfer", setting, chosen)
     jobs: list[Job] = [
         (structure, width, rule)
-        for width, structure, rule in product(arguments.widths, STRUCTURES, RULES)
+        for width, structure, rule in product(arguments.widths, chosen, RULES)
         if structure != "dense" or rule == "aware"  # one core: both rules are the same
     ]
     jobs.sort(key=lambda job: -job[1])
     one = partial(sweep, lrs=lrs, seeds=arguments.seeds, steps=arguments.steps)
-    rows = [row for found in run_all(one, jobs, arguments) for row in found]
+    rows = [*others, *(row for found in run_all(one, jobs, arguments) for row in found)]
     rows.sort(key=lambda row: (row["width"], row["structure"], row["rule"], row["lr"], row["seed"]))
     result = shifts(rows)
     show(result, Console(width=120))
@@ -321,8 +327,7 @@ def main() -> None:
     for rule, layers in flat.items():
         text = ", ".join(layers) or "none"
         print(f"{rule}: layers of BTT r=1 that do not keep their size across widths: {text}")
-    setting = {"steps": arguments.steps, "batch": 256, "optimizer": "Adam", "data": "digits"}
-    content = {"setting": setting, "not_flat": flat, **result, "rows": rows}
+    content = {"setting": setting, "kept": source, "not_flat": flat, **result, "rows": rows}
     keep(arguments, "lr_transfer", plot(rows, result), **content)
 
 

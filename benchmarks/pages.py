@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import json
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from math import isnan, nan
 from pathlib import Path
@@ -22,7 +23,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon
 
-from benchmarks import layer, lr_transfer, model
+from benchmarks import layer, lr_transfer, model, time_to_loss
 from benchmarks import minilm as minilm_run
 from benchmarks.papers import tables as papers
 from benchmarks.papers.verdicts import untested, verdicts
@@ -182,6 +183,11 @@ def minilm_found() -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
+def factors(setup: str, cost: str) -> str:
+    """How many times fewer FLOPs or seconds until the dense model's loss."""
+    return time_to_loss.markdown(read("time_to_loss"), setup, cost)
+
+
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {
         "main job": lambda: show_runs(MAIN_JOB),
@@ -198,7 +204,12 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "feature changes": papers.features,
         "muon": muon,
     },
-    "docs/results.md": papers.TABLES | {"verdicts": verdicts, "untested": untested},
+    "docs/results.md": papers.TABLES
+    | {"verdicts": verdicts, "untested": untested}
+    | {
+        f"{setup} {cost}": partial(factors, setup, cost)
+        for setup, cost in product(time_to_loss.SETUPS, ("flops", "seconds"))
+    },
     "docs/examples.md": {
         "main job continued": lambda: show_more(MAIN_JOB),
         "GPT": lambda: show_runs("train_gpt"),

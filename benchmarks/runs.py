@@ -2,6 +2,7 @@
 kept."""
 
 import argparse
+import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
@@ -18,6 +19,7 @@ from benchmarks.record import RESULTS, save_json
 
 Job = TypeVar("Job")
 PAPERS = RESULTS / "papers"
+ONLY = "that are run; the rows of the others are those of the result in --out (default: all)"
 
 
 def parser(about: str | None, out: Path = PAPERS) -> argparse.ArgumentParser:
@@ -72,6 +74,33 @@ def keep(options: argparse.Namespace, name: str, figure: Figure, **content: Any)
         return
     save_json(options.out / f"{name}.json", **content)
     figure.savefig(options.out / f"{name}.png", dpi=90)
+
+
+def rows_of_others(
+    options: argparse.Namespace, name: str, setting: dict[str, Any], structures: Sequence[str]
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """What an earlier result has of the structures that are not run again.
+
+    Args:
+        options: with `--out`, where `name.json` lies.
+        setting: of this run, which that of the earlier one must equal.
+        structures: those that are run now.
+
+    Returns:
+        Rows, and where they are from: {"structures", "environment"}.
+
+    Raises:
+        SystemExit: there is no earlier result, or one of another setting.
+    """
+    path = options.out / f"{name}.json"
+    if not path.exists():
+        raise SystemExit(f"--structures: {path} has no rows of the others; run all of them once")
+    earlier = json.loads(path.read_text(encoding="utf-8"))
+    if earlier["setting"] != setting:
+        raise SystemExit(f"--structures: {path} is of another setting, {earlier['setting']}")
+    rows = [row for row in earlier["rows"] if row["structure"] not in structures]
+    names = list(dict.fromkeys(row["structure"] for row in rows))
+    return rows, {"structures": names, "environment": earlier["environment"]}
 
 
 @cache

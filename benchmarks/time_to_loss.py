@@ -57,7 +57,7 @@ STRUCTURES: dict[str, Callable[[int], structlin.Family]] = {
     "BTT r=1": lambda width: structlin.BTT(rank=1),
 }
 RATES = [2.0**power for power in range(-12, -1)]  # where a climb may go
-TIMED = 15.0  # seconds of timing for each setup
+TIMED = 15.0
 Point = tuple[float, float]  # FLOPs or seconds, loss
 
 
@@ -129,8 +129,8 @@ SETUPS = {
         vision.MixedDigits,
         partial(vision.MixedDigits, heldout=True),
         partial(vision_model, vision.ViT, ("*c_proj", "*query")),
-        steps=300,
-        batch=32,
+        steps=500,
+        batch=64,
         base=64,
         start=2**-8,
         widths={
@@ -525,8 +525,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     arguments.add_argument(
         "--budget", type=float, default=math.inf, help="seconds after which no run is begun"
     )
+    timed = "seconds of timing for each setup (default: %(default)s)"
+    arguments.add_argument("--timed", type=float, default=TIMED, help=timed)
     options = arguments.parse_args(argv)
-    changes, seeds, limit = ({}, options.seeds, TIMED)
+    changes, seeds, limit = ({}, options.seeds, options.timed)
     if options.smoke:
         changes, seeds, limit = SMOKE, 1, 0.0
     setups = {name: replace(SETUPS[name], **changes) for name in options.setups}

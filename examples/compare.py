@@ -59,6 +59,7 @@ from structlin._families import FAMILIES
 HEAD = 32  # features of an attention head, at every width
 # operator norm per step: between the dense GPT's and ViT's best (benchmarks/muon_vs_adamw.py)
 MUON_LR = 2**-6
+FILL = "as many as fill the width"
 TURN = 20  # steps of one run before the next has its turn
 EVALUATIONS = 20  # of the held-out loss in a run; a checkpoint is written at each
 Batch = tuple[Tensor, Tensor]  # inputs, targets
@@ -228,7 +229,7 @@ def choose_four(task: Task, options: argparse.Namespace) -> list[Run]:
     """
     structure = structure_of(options)
     label, width = structure.label, options.width
-    if width % HEAD and not options.heads:
+    if width % HEAD and not task.heads:
         raise ValueError(f"--width {width} is not a multiple of the head size {HEAD}")
     dense = make_run(task, options, "dense", width, None)
     naive = make_run(
@@ -557,8 +558,9 @@ def arguments(about: str, data: str, defaults: dict[str, Any]) -> argparse.Argum
         *(["context"] if "context" in defaults else []),
     ):
         parser.add_argument(f"--{name}", type=positive, help="default: %(default)s")
-    fixed = f"of {HEAD} features, at every width (default: as many as fill the width)"
-    parser.add_argument("--heads", type=positive, help=fixed)
+    if "heads" in defaults:
+        fixed = f"of {HEAD} features, at every width (default: {defaults['heads'] or FILL})"
+        parser.add_argument("--heads", type=positive, help=fixed)
     parser.add_argument("--optimizer", choices=("adamw", "muon"), help="default: %(default)s")
     best = f"{defaults.get('lr')} for adamw and {MUON_LR} for muon"
     parser.add_argument("--lr", type=rate, help=f"of all runs (default: {best})")

@@ -150,6 +150,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             "batch": 8,
             "context": 64,
             "lr": 0.002,
+            "heads": None,
             "out": Path("out/train_gpt"),
         },
         smoke={"width": 64, "depth": 1, "steps": 6, "batch": 2, "context": 16},

@@ -240,6 +240,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             "steps": 1500,
             "batch": 32,
             "lr": 0.002,
+            "heads": None,
             "out": Path("out/train_vit"),
         },
         smoke={"width": 32, "depth": 1, "steps": 6, "batch": 8},

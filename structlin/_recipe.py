@@ -13,7 +13,7 @@ from ._convert import Plan, plan, warn_of
 from ._families import BTT, DEFAULT, Split
 from ._linear import StructuredLinear
 from ._model.anatomy import find_ends, find_fused, find_qk_norms, find_queries
-from ._model.decide import Spec
+from ._model.decide import Decision, Spec
 from ._model.select import Patterns, find_rules
 from ._model.survey import Layer, linear_layers
 from ._report import Table
@@ -22,6 +22,9 @@ UNSTABLE = (
     "weight_norm=False: a Transformer with BTT layers and without weight normalisation diverges "
     "slowly, as its activations grow without bound (CBS 5.1)"
 )
+FUSED = "W_Q is a part of one weight; converted with split={...: 3} it has cores of its own"
+TURNS = "query_key_value"  # in BLOOM and GPT-NeoX q, k and v of a head, then those of the next
+MIXED = "queries, keys and values take turns for each head"
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Recipe:
     plan: Plan
     steps: list[Step]
     zeros: list[Layer]  #: that start at zero, converted or not
+    first_thirds: list[Layer]  #: fused projections whose first part, W_Q, starts at zero
 
     def apply(self) -> nn.Module:
         """Convert the model in place, and set to zero what starts there, biases included.
@@ -56,7 +60,7 @@ class Recipe:
             UserWarning: what `convert` warns of.
         """
         modules = dict(self.plan.model.named_modules(remove_duplicate=False))
-        for layer in self.zeros:
+        for layer in (*self.zeros, *self.first_thirds):
             if modules.get(layer.name) is not layer.module:
                 raise ValueError(
                     f"layer {layer.name!r} was replaced after this plan; make a new one"
@@ -65,6 +69,8 @@ class Recipe:
         model = self.plan.apply()
         for layer in self.zeros:
             _set_zero(model.get_submodule(layer.name) if layer.name else model)
+        for layer in self.first_thirds:
+            _set_first_third_zero(model.get_submodule(layer.name))
         return model
 
     def __str__(self) -> str:
@@ -102,9 +108,10 @@ def recipe(
     Args:
         head, queries, branches: patterns of the layers that start at zero, see `convert`; None:
             they are found by their names, of several layers with the role "head" the last; (): none
-            is set. A fused projection of queries, keys and values stays as it is, and so does a
-            head that shares its weight with an embedding.
-        options: of `convert`, such as include and overrides.
+            is set. Of a fused projection of queries, keys and values the queries' part starts at
+            zero where it has cores of its own, as `split={"c_attn": 3}` makes them; other fused
+            ones stay as they are, and so does a head that shares its weight with an embedding.
+        options: of `convert`, such as include, split and overrides.
 
     Raises:
         ValueError: the model has no such layer; one that cannot be set to zero; what `convert`
@@ -150,13 +157,20 @@ def recipe(
         steps.append(Step("left as it is", _names(kept), why, "E.2"))
 
     fused = find_fused(model, layers) if queries is None else []
-    found = _choose("queries", queries, layers, model, find_queries(layers), bool(fused))
+    stacked = {x.layer.name: x.layer for x in converted if _has_queries_first(x)}
+    thirds = [stacked[name] for name in fused if name in stacked]
+    fused = [name for name in fused if name not in stacked]
+    optional = bool(fused or thirds)
+    found = _choose("queries", queries, layers, model, find_queries(layers), optional)
     zeros += found
-    if found or not fused:
+    if found or not optional:
         steps.append(Step("starts at zero", _names(found), "W_Q, the query projections", "E.2"))
-    if fused:
-        why = "W_Q cannot start at zero where queries, keys and values are one weight"
-        steps.append(Step("left as it is", tuple(fused), why, "E.2"))
+    if thirds:
+        why = "W_Q, the first of its three parts"
+        steps.append(Step("a third starts at zero", _names(thirds), why, "E.2"))
+    for why, mixed in ((FUSED, False), (MIXED, True)):
+        if left := tuple(name for name in fused if name.endswith(TURNS) == mixed):
+            steps.append(Step("left as it is", left, why, "E.2"))
 
     found = _choose("branches", branches, layers, model, find_ends(layers))
     zeros += found
@@ -177,7 +191,7 @@ def recipe(
     attends = any(layer.role == "attention" for layer in layers)
     if not weight_norm and attends and any(_is_btt(x.structure) for x in converted):
         warnings.warn(UNSTABLE, UserWarning, stacklevel=2)
-    return Recipe(planned, steps, zeros)
+    return Recipe(planned, steps, zeros, thirds)
 
 
 _MISSING = {
@@ -240,6 +254,23 @@ def _set_zero(layer: nn.Module) -> None:
         layer.weight.zero_()
     if isinstance(layer.bias, Tensor):
         layer.bias.zero_()
+
+
+@torch.no_grad()
+def _set_first_third_zero(layer: nn.Module) -> None:
+    """Of a layer of three stacked matrices, see `Split`: the last core of the first one."""
+    assert isinstance(layer, StructuredLinear)
+    axes, sizes = layer.structure.cores[-1].axes, layer.structure.sizes
+    stacked = layer.cores[-1].view([sizes[axis] for axis in axes])
+    stacked.select(axes.index("part"), 0).zero_()
+    if isinstance(layer.bias, Tensor):
+        layer.bias.chunk(3)[0].zero_()
+
+
+def _has_queries_first(decision: Decision) -> bool:
+    """Whether three parts have cores of their own, and the first one makes the queries."""
+    split = isinstance(decision.structure, Split) and decision.structure.parts == 3
+    return split and not decision.layer.name.endswith(TURNS)
 
 
 def _is_btt(structure: Spec | None) -> bool:

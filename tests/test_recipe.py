@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from structlin import BTT, Monarch, StructuredLinear, param_groups, recipe
+from structlin import BTT, TT, BlockDiagonal, Monarch, StructuredLinear, param_groups, recipe
 from tests.models import GPT, snapshot
 
 ENDS = {"attn.o_proj", "mlp.down_proj"}
@@ -125,6 +125,40 @@ def test_fused_queries_keys_and_values_are_left_and_said_so():
     assert left.names == ("h.0.attn.c_attn", "h.1.attn.c_attn")
     assert "h.*.attn.c_attn" in str(planned)
     assert not {name for name in zero_layers(planned.apply()) if "c_attn" in name}
+
+
+@pytest.mark.parametrize("family", [BTT(rank=2), BlockDiagonal(blocks=4), TT(rank=2)])
+def test_the_queries_of_a_fused_layer_start_at_zero_where_they_have_cores_of_their_own(family):
+    torch.manual_seed(0)
+    model = GPT()
+    for block in model.h:
+        nn.init.ones_(block.attn.c_attn.bias)
+    planned = recipe(model, family, split={"*c_attn": 3})
+    assert not [step for step in planned.steps if step.what == "left as it is"]
+    assert "a third starts at zero" in str(planned)
+    for block in planned.apply().h:
+        q, k, v = block.attn.c_attn(torch.randn(4, 64)).chunk(3, dim=-1)
+        assert (q == 0).all()
+        assert (k != 0).all()
+        assert (v != 0).all()
+    optimizer = torch.optim.AdamW(param_groups(model, 1e-2))
+    tokens = torch.randint(50, (4, 9))
+    for _ in range(4):  # they learn: the head first, then the ends of branches, then the queries
+        optimizer.zero_grad()
+        F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+    for block in model.h:
+        q = block.attn.c_attn(torch.randn(4, 64)).chunk(3, dim=-1)[0]
+        assert (q != 0).all()
+
+
+def test_a_fused_layer_whose_heads_take_turns_is_left_and_the_plan_says_why():
+    model = Block()
+    model.attn = nn.ModuleDict({"query_key_value": nn.Linear(16, 48), "o_proj": nn.Linear(16, 16)})
+    planned = recipe(model, BTT(), split={"*query_key_value": 3})
+    assert "queries, keys and values take turns for each head" in str(planned)
+    layer = planned.apply().attn["query_key_value"]
+    assert (layer(torch.randn(4, 16)) != 0).all()
 
 
 def test_torchs_own_attention_is_left_but_for_its_last_layer():

@@ -3,6 +3,7 @@ learning rate is tuned?
 
     python -m benchmarks.papers.cbs_tuning            # the full result, five core-minutes
     python -m benchmarks.papers.cbs_tuning --smoke    # seconds
+    python -m benchmarks.papers.cbs_tuning --structures low-rank    # the others' rows are kept
 
 A question of ours. "Compute Better Spent" calls the rule necessary for tuned rates where structures
 differ across layers, and shows it with a structured FFN beside dense attention (figure 3); in an
@@ -40,7 +41,7 @@ import structlin
 from benchmarks.lr_transfer import best_lrs
 from benchmarks.papers import tasks
 from benchmarks.papers.cbs_report import Claim, claim, show_claims
-from benchmarks.runs import keep, parser, run_all
+from benchmarks.runs import ONLY, keep, parser, rows_of_others, run_all
 
 STRUCTURES: dict[str, Callable[[int], structlin.Family]] = {
     "dense": lambda width: structlin.Dense(),
@@ -193,20 +194,25 @@ def plot(rows: list[dict[str, Any]]) -> Figure:
     return figure
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     options = parser(__doc__)
     options.add_argument("--seeds", type=int, default=2)
-    arguments = options.parse_args()
+    options.add_argument("--structures", nargs="+", choices=list(STRUCTURES), help=ONLY)
+    arguments = options.parse_args(argv)
     steps, seeds = (2, 1) if arguments.smoke else (STEPS, arguments.seeds)
+    setting = {"steps": steps, "batch": 128, "optimizer": "Adam, cosine", "lrs": LRS}
+    chosen, others, source = arguments.structures or list(STRUCTURES), [], None
+    if arguments.structures:
+        others, source = rows_of_others(arguments, "cbs_tuning", setting, chosen)
     runs: list[Run] = [
         (structure, width, rule, lr, seed, steps)
-        for width, structure, rule, seed in product(reversed(WIDTHS), STRUCTURES, LRS, range(seeds))
+        for width, structure, rule, seed in product(reversed(WIDTHS), chosen, LRS, range(seeds))
         for lr in (LRS[rule][:2] if arguments.smoke else LRS[rule])
         if rule != "naive" or structure != "dense"  # for dense both rules are the same
     ]
-    rows = run_all(train, runs, arguments)
-    setting = {"steps": steps, "batch": 128, "optimizer": "Adam, cosine", "lrs": LRS}
-    result: dict[str, Any] = {"setting": setting, "table": tabulate(rows)}
+    rows = [*others, *run_all(train, runs, arguments)]
+    rows.sort(key=lambda row: (-row["width"], list(STRUCTURES).index(row["structure"])))
+    result: dict[str, Any] = {"setting": setting, "kept": source, "table": tabulate(rows)}
     result["advantages"] = advantages(result["table"])
     result["claims"] = claims(result)
     console = Console(width=120)

@@ -378,6 +378,17 @@ def training() -> str:
     return table(["", *(f"width {n}" for n in widths), "powers"], lines)
 
 
+def ffn() -> str:
+    """An FFN of which only the input is normalised."""
+    lines = []
+    for row in read("papers/bm_norms")["estimates"]:
+        middle = "{:.2f} to {:.2f}".format(*row["middle"])
+        power = interval(row["power"], 2, same)
+        share = f"{row['largest share']:.2f}"
+        lines.append([f"{row['structure']}, {row['state']}", middle, power, share])
+    return table(["", "middle", "power of the width", "worst output / its bound"], lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "scaling": scaling,
     "features": features,
@@ -398,4 +409,5 @@ TABLES: dict[str, Callable[[], str]] = {
     "overhead": overhead,
     "fresh": fresh,
     "training": training,
+    "ffn": ffn,
 }

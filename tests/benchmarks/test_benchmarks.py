@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import layer, record, scaling, timing, variants
+from benchmarks import layer, record, runs, scaling, timing, variants
 from structlin import BTT, TT, Dense, Kronecker, LowRank, Monarch, _product
 from structlin._model.survey import linear_layers
 
@@ -30,6 +30,20 @@ H200 = timing.Ceilings(rate=790e12, bandwidth=4.3e12, call=2e-6)
 def _pages_are_left_alone(monkeypatch):
     """What `keep_pages` says to glibc holds for the rest of the process."""
     monkeypatch.setattr(timing, "keep_pages", lambda: True)
+
+
+def test_rows_of_structures_that_are_not_run_again_are_those_of_the_kept_result(tmp_path):
+    options, setting = SimpleNamespace(out=tmp_path), {"steps": 3}
+    with pytest.raises(SystemExit, match=r"some\.json has no rows of the others"):
+        runs.rows_of_others(options, "some", setting, ["BTT"])
+    kept = [{"structure": name, "loss": n} for n, name in enumerate(("dense", "BTT", "TT", "BTT"))]
+    record.save_json(tmp_path / "some.json", setting=setting, rows=kept)
+    rows, source = runs.rows_of_others(options, "some", setting, ["BTT"])
+    assert rows == [kept[0], kept[2]]
+    assert source["structures"] == ["dense", "TT"]
+    assert {"structlin", "command"} <= set(source["environment"])
+    with pytest.raises(SystemExit, match="of another setting"):
+        runs.rows_of_others(options, "some", {"steps": 4}, ["BTT"])
 
 
 @pytest.mark.parametrize("module", [scaling, timing, variants])

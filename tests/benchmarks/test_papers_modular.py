@@ -9,8 +9,10 @@ import torch
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
+import structlin
 from benchmarks.papers import (
     bm_metrics,
+    bm_norms,
     md_coefficients,
     md_sweeps,
     md_watermark,
@@ -178,6 +180,46 @@ def test_a_spectral_start_is_of_dependency_1_and_powers_are_slopes():
         for width in (4, 16)
     ]
     assert bm_metrics.exponents(rows)["dense"]["Muon"]["update"] == pytest.approx(0.5)
+
+
+def ffn_that_multiplies_by(matrix):
+    """relu(x) and relu(-x), then `matrix` times their difference: an FFN that is linear."""
+    width = 8
+    model = bm_norms.FFN(width, structlin.Dense())
+    eye = torch.eye(width)
+    with torch.no_grad():
+        model.up.from_dense_(torch.cat([eye, -eye, torch.zeros(2 * width, width)]))
+        model.down.from_dense_(matrix @ torch.cat([eye, -eye, torch.zeros(width, 2 * width)], 1))
+    return model
+
+
+def test_the_worst_gain_of_an_ffn_is_that_of_its_matrix_and_below_its_bound():
+    torch.manual_seed(0)
+    x = torch.randn(5, 8)
+    model = ffn_that_multiplies_by(3 * torch.eye(8))
+    assert bm_norms.worst_gain(model, x) == pytest.approx(3, rel=1e-5)
+    model = ffn_that_multiplies_by(torch.diag(torch.tensor([1.0, 2, 1, 1, 1, 1, 1, 5])))
+    assert bm_norms.worst_gain(model, x) == pytest.approx(5, rel=1e-3)
+    # their norms are sqrt 2 and 5 sqrt 2, since each feature comes twice
+    assert bm_norms.dependency(model.up) == pytest.approx((2 * 8 / 32) ** 0.5)
+    assert bm_norms.dependency(model.down) == pytest.approx(5 * (2 * 32 / 8) ** 0.5)
+    found = bm_norms.measure(model, torch.randn(20, 64))
+    assert found["share"] == pytest.approx(5 / 10, rel=1e-2)
+
+
+def test_powers_of_the_middle_are_slopes_for_each_seed():
+    rows = [
+        {"structure": structure, "state": state, "width": width, "seed": seed}
+        | {"middle": seed * width**0.5, "share": 0.1 * seed}
+        for structure in bm_norms.TRAINED
+        for state in bm_norms.STATES
+        for width in (4, 16)
+        for seed in (1, 2)
+    ]
+    for row in bm_norms.estimates(rows):
+        assert row["power"] == pytest.approx({"value": 0.5, "low": 0.5, "high": 0.5})
+        assert row["middle"] == [2, 8]
+        assert row["largest share"] == pytest.approx(0.2)
 
 
 def test_runs_of_the_same_setting_are_not_made_again(tmp_path, monkeypatch):

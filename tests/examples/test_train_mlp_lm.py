@@ -97,6 +97,7 @@ def test_runs_take_turns_and_the_seconds_are_those_of_their_steps(text, tmp_path
         (["--structure", "lowrank"], "--structure lowrank needs --rank"),
         (["--structure", "monarch", "--blocks", "5"], "blocks=5 does not divide"),
         (["--context", "9999"], "--context 9999 needs at least"),
+        (["--heads", "4"], "unrecognized arguments: --heads 4"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_one_message(text, capsys, arguments, message):
