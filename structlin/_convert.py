@@ -22,6 +22,7 @@ from ._linear import StructuredLinear, uninitialised
 from ._model.decide import Decision, Spec, decide
 from ._model.select import Patterns
 from ._model.survey import (
+    Layer,
     build_dense_layer,
     carry_attributes,
     find_loose_matrices,
@@ -31,8 +32,18 @@ from ._model.survey import (
     require_unchanged,
     swap,
 )
-from ._projection.budget import allocate, check_budget
-from ._projection.calibration import Calibration, observe
+from ._projection.budget import (
+    Curve,
+    Size,
+    allocate,
+    check_budget,
+    list_sizes,
+    measure_curve,
+    share_evenly,
+)
+from ._projection.calibration import Calibration, Observed, observe
+from ._projection.effect import measure_harms, walk
+from ._projection.refine import Refined
 from ._projection.sequential import project_in_order
 from ._projection.solve import project, relative_error
 from ._report import Table, kind_of, percent
@@ -53,6 +64,7 @@ class Plan:
     init: str = "mup"
     weight_norm: bool = False
     untie: bool = False
+    _refined: dict[str, Refined] = field(default_factory=dict, repr=False)
     _used: bool = field(default=False, repr=False)
 
     @property
@@ -64,6 +76,11 @@ class Plan:
         earlier layers are compressed, both with their means taken off where a bias carries them.
         """
         return {d.layer.name: d.error for d in self.decisions if d.error is not None}
+
+    @property
+    def blocks(self) -> dict[str, tuple[float, float]]:
+        """Of each refined block: the relative error of its output before and after refinement."""
+        return {name: (block.before, block.after) for name, block in self._refined.items()}
 
     def apply(self) -> nn.Module:
         """Swap the layers in place; all new layers are built before the first one is swapped in.
@@ -81,10 +98,12 @@ class Plan:
         require_replaceable(self.model)
         require_unchanged(self.model, [decision.layer for decision in chosen])
         _check_weights(chosen)
+        _check_vectors(self._refined)
         self._used = True
         new = [(decision.layer.names, self._build_layer(decision)) for decision in chosen]
         for decision in chosen:
             _set_bias(decision)
+        _set_vectors(self._refined.values())
         model = swap(self.model, new)
         if self.untie:
             untie(model)
@@ -144,6 +163,8 @@ def plan(
     calibration: Calibration | None = None,
     budget: float | None = None,
     budget_of: str = "params",
+    budget_by: str | None = None,
+    refine: int = 0,
     untie: bool = False,
     split: Mapping[Any, int] | None = None,
     progress: bool | None = None,
@@ -167,7 +188,8 @@ def plan(
     require_replaceable(model)
     overrides, split = overrides or {}, split or {}
     _check_types(structure, overrides, split)
-    check_budget(budget, budget_of)
+    check_budget(budget, budget_of, budget_by)
+    _check_calibrated(calibration, budget_by, refine)
     init = _choose_init(init, calibration, budget)
     decisions = decide(
         model,
@@ -191,8 +213,13 @@ def plan(
         )
     if init == "project":
         _check_values(found)
-        _project_all(model, found, calibration, budget, budget_of, progress)
-    return Plan(model, decisions, init=init, weight_norm=weight_norm, untie=untie)
+        spend = _Spending(budget, budget_of, budget_by)
+        refined = _project_all(model, found, calibration, spend, refine, progress)
+    else:
+        refined = {}
+    new = Plan(model, decisions, init=init, weight_norm=weight_norm, untie=untie)
+    new._refined = refined
+    return new
 
 
 def take_arguments_of(source: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
@@ -248,9 +275,19 @@ def convert(model: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
             all layers where a function calls the model with more than tensors and plain values,
             or parts of it alone, are projected for the dense model's inputs, with a warning.
         budget: fraction of the parameters of the layers that `structure` is meant for (those with
-            an override are not counted): the rank, or number of blocks, of each is chosen for the
-            least total error, see `allocate`.
+            an override are not counted): the rank, or number of blocks, of each is chosen. No layer
+            gets a size that costs as much as dense: it may stay dense, which is exact, and its
+            weight is counted. More budget never makes worse what is minimised, see `budget_by`.
         budget_of: "params", or "flops": `budget` is a fraction of their FLOPs a token.
+        budget_by: "effect": least change of the model's outputs on the calibration data, by what a
+            small error of each layer does to them (gradients of a few batches, with the memory of
+            training). "error": least sum of the layers' squared relative errors. "uniform": the
+            same fraction for each layer. None: "effect" if the calibration data can be run again,
+            otherwise "error".
+        refine: steps of Adam for each block of the model (what is repeated in it, or the model
+            itself), once its layers are projected: its cores, biases and norms are fitted to the
+            dense block's output on the calibration data. A block that does not get nearer stays as
+            it was; `plan(...).blocks` tells how near. 0: none.
         untie: convert also layers whose weight is tied to another module's, which keeps it; the
             model's config says so.
         split: pattern -> number of equal parts of the outputs that get a matrix each, see `Split`:
@@ -380,6 +417,19 @@ def _choose_init(init: str | None, calibration: Calibration | None, budget: floa
     return init
 
 
+def _check_calibrated(calibration: Calibration | None, by: str | None, refine: int) -> None:
+    if isinstance(refine, bool) or not isinstance(refine, int) or refine < 0:
+        raise ValueError(f"refine={refine!r} must be a number of steps, for example refine=50")
+    if calibration is not None:
+        return
+    for argument in (
+        f"refine={refine}" if refine else "",
+        f"budget_by={by!r}" if by == "effect" else "",
+    ):
+        if argument:
+            raise ValueError(f"{argument} needs calibration: batches on which the model runs")
+
+
 def warn_of(planned: Plan) -> None:
     """Warn of what `convert` does that its caller may not expect."""
     grown = []
@@ -415,51 +465,98 @@ def _check_values(decisions: Iterable[Decision]) -> None:
             raise ValueError(f"init='project': the weight of layer {name!r} is not finite")
 
 
+@dataclass
+class _Spending:
+    """What a budget is, see `convert`."""
+
+    budget: float | None
+    of: str
+    by: str | None
+
+
 def _project_all(
     model: nn.Module,
     decisions: Sequence[Decision],
     calibration: Calibration | None,
-    budget: float | None,
-    of: str,
+    spend: _Spending,
+    refine: int,
     progress: bool | None,
-) -> None:
+) -> dict[str, Refined]:
     """Choose the sizes that a budget leaves open, then find cores where they are found in a plan.
 
     Without budget and calibration `Plan.apply` finds them.
     """
-    open_ = [decision for decision in decisions if decision.resolved is None]
-    layers = [decision.layer for decision in decisions]
-    seen, covariances = None, dict[nn.Module, Tensor]()
+    seen = None
     if calibration is not None:
-        measured = [decision.layer for decision in open_] if budget is not None else []
-        seen = observe(model, layers, calibration, measured=measured)
-        covariances = {module: moments.zz for module, moments in seen.moments.items()}
-    if budget is not None:
-        _spend(budget, of, open_, [covariances.get(each.layer.module) for each in open_])
-    covariances.clear()
+        seen = observe(model, [decision.layer for decision in decisions], calibration)
+    if spend.budget is not None:
+        open_ = [decision for decision in decisions if decision.resolved is None]
+        _choose_sizes(model, open_, seen, spend, progress)
+    decisions = [decision for decision in decisions if decision.structure is not None]
+    refined: dict[str, Refined] = {}
     if seen is not None:
-        for decision in open_:
-            decision.cores = decision.error = None  # at these sizes, now layer by layer
-        project_in_order(model, decisions, seen, progress=progress)
+        refined = project_in_order(model, decisions, seen, refine_steps=refine, progress=progress)
+    elif spend.budget is not None:
+        for decision in decisions:
+            decision.cores = _take_cores(decision)
     for decision in decisions:
         if decision.cores is not None:
             decision.source = _sum_up(decision)
+    return refined
 
 
-def _spend(
-    budget: float, of: str, decisions: Sequence[Decision], covariances: Sequence[Tensor | None]
+def _choose_sizes(
+    model: nn.Module,
+    decisions: Sequence[Decision],
+    seen: Observed | None,
+    spend: _Spending,
+    progress: bool | None,
 ) -> None:
-    """Choose the sizes of these layers, and project their weights."""
-    families = [d.structure for d in decisions if isinstance(d.structure, Family)]
+    """Give these decisions the sizes that a budget leaves open."""
+    budget, of, by = spend.budget, spend.of, spend.by
+    assert budget is not None
+    families = {d.layer.module: d.structure for d in decisions if isinstance(d.structure, Family)}
     if not decisions or len(families) < len(decisions):
         raise ValueError(
             f"budget={budget}: structure must be a family, and be meant for some layer"
         )
-    weights = [decision.layer.matrix for decision in decisions]
-    choices = allocate(weights, families, budget, covariances, of)
-    for decision, choice in zip(decisions, choices, strict=True):
-        decision.structure, decision.resolved = choice.size.family, choice.size.structure
-        decision.cores, decision.error = choice.cores, choice.error
+    layers = [decision.layer for decision in decisions]
+    if by is None:
+        by = "error" if seen is None or seen.calls is None else "effect"
+    if by == "uniform":
+        sizes = [
+            list_sizes(families[layer.module], layer.in_features, layer.out_features, of)
+            for layer in layers
+        ]
+        _take_sizes(decisions, share_evenly(sizes, budget))
+        return
+
+    def measure(layer: Layer, covariance: Tensor | None) -> Curve:
+        return measure_curve(layer.matrix, families[layer.module], covariance, of)
+
+    if seen is None:
+        curves = [measure(layer, None) for layer in layers]
+    else:
+        curves = walk(model, layers, seen, measure, progress=progress)
+    if by == "effect":
+        assert seen is not None
+        if seen.calls is None:
+            raise ValueError(
+                "budget_by='effect' needs calls of the model that can be made again: give batches "
+                "as calibration, or take budget_by='error'"
+            )
+        harms = measure_harms(model, layers, seen.calls)
+    else:
+        harms = [1 / curve.whole if curve.whole else 1.0 for curve in curves]
+    _take_sizes(decisions, allocate(curves, budget, harms, of))
+
+
+def _take_sizes(decisions: Iterable[Decision], sizes: Iterable[Size]) -> None:
+    for decision, size in zip(decisions, sizes, strict=True):
+        if size.stays_dense:
+            decision.structure, decision.reason = None, "dense: within the budget"
+        else:
+            decision.structure, decision.resolved = size.family, size.structure
 
 
 def _take_cores(decision: Decision) -> list[Tensor]:
@@ -472,6 +569,24 @@ def _take_cores(decision: Decision) -> list[Tensor]:
         decision.error = relative_error(weight, structure, cores)
     decision.cores = None
     return cores
+
+
+def _set_vectors(refined: Iterable[Refined]) -> None:
+    """Write what refinement made of norms into their own parameters."""
+    with torch.no_grad():
+        for vector in (vector for block in refined for vector in block.vectors):
+            getattr(vector.module, vector.name).copy_(vector.new)
+
+
+def _check_vectors(refined: Mapping[str, Refined]) -> None:
+    """What refinement has changed must still be what it was before."""
+    for name, block in refined.items():
+        for vector in block.vectors:
+            now = vector.module._parameters.get(vector.name)
+            if now is None or now.shape != vector.old.shape or not torch.equal(now, vector.old):
+                raise ValueError(
+                    f"block {name!r} got other weights after this plan; make a new one"
+                )
 
 
 def _set_bias(decision: Decision) -> None:

@@ -64,7 +64,13 @@ NEAREST: dict[str, tuple[str, ...]] = {  # file or folder -> files or folders of
     "_weight.py": ("test_families",),
     "scaling.py": ("test_scaling", "test_groups"),
     "duality.py": ("test_duality", "test_muon"),
-    "_projection": ("test_projection", "test_projected", "test_budget"),
+    "_projection": (
+        "test_projection",
+        "test_projected",
+        "test_budget",
+        "test_effect",
+        "test_refine",
+    ),
     "_checkpoint.py": ("test_checkpoint", "faults", "test_hf"),
     "_files.py": ("test_checkpoint", "faults"),
     "_state.py": ("test_checkpoint", "test_hf"),
@@ -100,10 +106,6 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Or: ast.And,
 }
 EQUIVALENT = {  # name of a mutant -> why no test can notice it
-    "structlin/_projection/budget.py:allocate: sizes = [_sizes(family, weight, of) for family, "
-    "weight in zip(families, weights, strict=True)]: True -> False": (
-        "an assertion: `plan` makes both lists from one list of layers"
-    ),
     "structlin/_linear.py:StructuredLinear.set_cores_: for n, (own, core, std) in "
     "enumerate(zip(self.cores, cores, self.stds, strict=True)):: True -> False": (
         "an assertion: `check_cores` has compared the numbers"

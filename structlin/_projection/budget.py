@@ -1,39 +1,58 @@
-"""Which rank, or how many blocks, for each layer: the least total error within a budget."""
+"""Which rank, or how many blocks, for each layer: the least harm to the model within a budget."""
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from .._families import Family, Split
+from .._families import Dense, Family, Split
+from .._product import to_dense
 from .._structure import Structure
-from .solve import project, relative_error
+from .axes import split_axes
+from .matrices import make_definite
+from .solve import project
 
 NAMES = {"params": "parameters", "flops": "FLOPs a token"}  # what a budget may be a fraction of
+WAYS = ("effect", "error", "uniform")  # in which a budget may be shared
+POINTS = 8  # sizes of a layer that are projected to; the errors of those between are interpolated
+NEGLIGIBLE = 1e-12  # gain in squared relative error: rounding
+ALIGNED = 8  # numbers that the engines multiply at a time
+ENOUGH = 8  # sizes to choose from, so that others need not be offered
 
 
 class Size(NamedTuple):
-    """One size that a layer could have."""
+    """One size that a layer could have; of the family `Dense`, it stays as it is."""
 
     family: Family
     structure: Structure  #: the family's, for the layer's widths
     cost: int  #: parameters, or FLOPs a token
 
+    @property
+    def stays_dense(self) -> bool:
+        return isinstance(self.family, Dense)
+
 
 @dataclass
-class Choice:
-    """A size of a layer, the projection to it and its relative error."""
+class Curve:
+    """The sizes that a layer could have, ascending, the last one dense, and what each would lose.
 
-    size: Size
-    cores: list[Tensor] = field(repr=False)
-    error: float
+    `errors` are squares, E |(W - B) x|^2 per token or ||W - B||^2 without covariance; `whole` is
+    that of nothing at all, E |W x|^2 or ||W||^2.
+    """
+
+    sizes: list[Size]
+    errors: list[float]
+    whole: float
 
 
-def check_budget(budget: float | None, of: str) -> None:
-    """Raises: ValueError: `budget` is no fraction; `of` is unknown, or given without a budget."""
+def check_budget(budget: float | None, of: str, by: str | None = None) -> None:
+    """Raises: ValueError: `budget` is no fraction; `of` or `by` is unknown, or given without a
+    budget."""
     number = isinstance(budget, int | float) and not isinstance(budget, bool)
     if budget is not None and not (number and 0 < budget <= 1):
         raise ValueError(
@@ -44,113 +63,261 @@ def check_budget(budget: float | None, of: str) -> None:
         raise ValueError(
             f"budget_of={of!r}: it is {known}, and goes with a budget, for example budget=0.5"
         )
+    if by is not None and (by not in WAYS or budget is None):
+        raise ValueError(
+            f"budget_by={by!r}: it is one of {', '.join(WAYS)}, and goes with a budget, for "
+            "example budget=0.5"
+        )
 
 
 def allocate(
-    weights: Sequence[Tensor],
-    families: Sequence[Family],
-    budget: float,
-    covariances: Sequence[Tensor | None],
-    of: str = "params",
-) -> list[Choice]:
-    """A size of its family for each weight: least sum of squared relative errors within a budget.
+    curves: Sequence[Curve], budget: float, harms: Sequence[float], of: str = "params"
+) -> list[Size]:
+    """A size for each layer: the least sum of harm times squared error within a budget.
 
-    Greedy: all layers start at the smallest size, then the step that lowers the error most for its
-    cost is taken, as long as it fits. Where the error falls ever more slowly with size, as in an
-    SVD, that is the optimum.
-
-    Sizes are compared after one sweep (`project` with `sweeps=1`), only the chosen ones are solved
-    in full. Where the closed form is optimal, that is the true error. Else it is an upper bound,
-    and the search assumes that more sweeps would lower it by a similar factor in every layer; in
-    tests/test_budget.py the root mean square of the errors stays within 1.1 (TT: 1.25) of what
-    solving every candidate gives. The errors returned are those of the full solver.
+    Greedy on the lower convex hull of each layer's curve: all layers start at the smallest size,
+    then the step that lowers the sum most for its cost is taken, as long as it fits; with what is
+    left, the one layer that gains most by it gets a size off the hull. A larger budget never gives
+    a larger sum. The last step of a layer leaves it dense, without error, and no other size costs
+    as much as that.
 
     Args:
-        weights: `(out_features, in_features)` each.
-        families: of each weight: the kind; its `rank` or `blocks` is what is chosen. Ranks go 1, 2,
-            3, 4, 6, 8, 12, ...
-        budget: fraction of what the dense weights cost together, above 0 and at most 1.
-        covariances: of each layer's inputs, or None.
-        of: the cost: "params", or "flops" per token. They differ where a structure shares its
-            blocks (TT).
+        curves: of each layer, see `measure_curve`.
+        budget: fraction of what the dense layers cost together, above 0 and at most 1.
+        harms: what a squared error of 1 in each layer does: for the sum of squared relative errors,
+            1 / `whole`.
+        of: what the costs are, for the message.
 
     Raises:
-        ValueError: `budget` is below what the smallest sizes need; a family has nothing to choose.
+        ValueError: `budget` is below what the smallest sizes need.
 
-    >>> import torch
     >>> from structlin import LowRank
     >>> plain, hard = torch.ones(16, 16), torch.eye(16)
-    >>> choices = allocate([plain, hard], 2 * [LowRank(rank=1)], 0.5, [None, None])
-    >>> [choice.size.family for choice in choices]
-    [LowRank(rank=1), LowRank(rank=6)]
+    >>> curves = [measure_curve(weight, LowRank(rank=1)) for weight in (plain, hard)]
+    >>> [size.family for size in allocate(curves, 0.5, [1.0, 1.0])]
+    [LowRank(rank=1), LowRank(rank=7)]
     """
-    total = sum(_dense_cost(weight, of) for weight in weights)
-    sizes = [_sizes(family, weight, of) for family, weight in zip(families, weights, strict=True)]
-    firsts = [next(size) for size in sizes]
-    spent = sum(size.cost for size in firsts)
+    limit = budget * sum(curve.sizes[-1].cost for curve in curves)
+    spent = _require_room(curves, budget, of)
+    paths = [_hull(curve) for curve in curves]
+    chosen = [0] * len(curves)  # where each layer is on its path
+    steps: list[tuple[float, int]] = []  # a heap: minus what a step gains for its cost, the layer
+
+    def consider(n: int) -> None:
+        """Put the layer's next step on the heap, if it gains anything."""
+        if chosen[n] + 1 < len(paths[n]) and harms[n] > 0:
+            gain, cost = _compare(curves[n], *paths[n][chosen[n] : chosen[n] + 2])
+            heapq.heappush(steps, (-harms[n] * gain / cost, n))
+
+    for n in range(len(curves)):
+        consider(n)
+    while steps:
+        _, n = heapq.heappop(steps)
+        _, cost = _compare(curves[n], *paths[n][chosen[n] : chosen[n] + 2])
+        if spent + cost <= limit:
+            spent += cost
+            chosen[n] += 1
+            consider(n)
+    found = [path[at] for path, at in zip(paths, chosen, strict=True)]
+    gain, n, m = max(
+        (harms[n] * _compare(curves[n], here, m)[0], n, m)
+        for n, here in enumerate(found)
+        for m in range(here, len(curves[n].sizes))
+        if spent + _compare(curves[n], here, m)[1] <= limit
+    )
+    if gain > 0:
+        found[n] = m
+    return [curve.sizes[m] for curve, m in zip(curves, found, strict=True)]
+
+
+def share_evenly(sizes: Sequence[Sequence[Size]], budget: float) -> list[Size]:
+    """For each layer the largest of its sizes that costs at most that fraction of the dense one.
+
+    Raises:
+        ValueError: the smallest size of a layer costs more.
+    """
+    found = []
+    for own in sizes:
+        limit = budget * own[-1].cost
+        if own[0].cost > limit:
+            least = math.ceil(1e4 * own[0].cost / own[-1].cost) / 1e4
+            raise ValueError(
+                f"budget={budget}, the same for all layers: the smallest structure of one is "
+                f"{own[0].family.label}, which needs {least:.4f} or more"
+            )
+        found.append(max((size for size in own if size.cost <= limit), key=lambda s: s.cost))
+    return found
+
+
+def _require_room(curves: Sequence[Curve], budget: float, of: str) -> int:
+    """What the smallest sizes cost."""
+    spent = sum(curve.sizes[0].cost for curve in curves)
+    total = sum(curve.sizes[-1].cost for curve in curves)
     if spent > budget * total:
         least = math.ceil(1e4 * spent / total) / 1e4
         raise ValueError(
             f"budget={budget} is {int(budget * total):,} {NAMES[of]}; the smallest structures of "
             f"these layers have {spent:,}: budget={least:.4f} or more"
         )
-
-    def choose(n: int, size: Size, **options: int) -> Choice:
-        weight, covariance = weights[n], covariances[n]
-        cores = project(weight, size.structure, covariance=covariance, **options)
-        error = relative_error(weight, size.structure, cores, covariance=covariance)
-        return Choice(size, cores, error)
-
-    chosen = [choose(n, first, sweeps=1) for n, first in enumerate(firsts)]
-    # a heap: minus what a step gains for its cost, the layer, where the step leads
-    steps: list[tuple[float, int, Choice]] = []
-
-    def consider(n: int) -> None:
-        """Put the layer's next size that lowers its error on the heap."""
-        now = chosen[n]
-        for size in sizes[n]:
-            if now.error <= 1e-6 or spent + size.cost - now.size.cost > budget * total:
-                return
-            larger = choose(n, size, sweeps=1)
-            gain = (now.error**2 - larger.error**2) / (size.cost - now.size.cost)
-            if gain > 0:
-                heapq.heappush(steps, (-gain, n, larger))
-                return
-
-    for n in range(len(weights)):
-        consider(n)
-    while steps:
-        _, n, larger = heapq.heappop(steps)
-        more = larger.size.cost - chosen[n].size.cost
-        if spent + more <= budget * total:
-            spent += more
-            chosen[n] = larger
-            consider(n)
-    return [choose(n, estimate.size) for n, estimate in enumerate(chosen)]
+    return spent
 
 
-def _dense_cost(weight: Tensor, of: str) -> int:
-    return weight.numel() if of == "params" else 2 * weight.numel()
+def _compare(curve: Curve, here: int, there: int) -> tuple[float, int]:
+    """What the larger of two sizes gains in squared error, and what it costs more."""
+    gain = curve.errors[here] - curve.errors[there]
+    return gain, curve.sizes[there].cost - curve.sizes[here].cost
 
 
-def _sizes(family: Family, weight: Tensor, of: str) -> Iterator[Size]:
-    """The sizes of `family` that fit `weight` and cost no more than it, ascending."""
-    out_features, in_features = weight.shape
+def _hull(curve: Curve) -> list[int]:
+    """The sizes from which each next one gains less for its cost than the last, and something."""
+    path: list[int] = []
+    for n in range(len(curve.sizes)):
+        while len(path) > 1 and _slope(curve, path[-1], n) >= _slope(curve, *path[-2:]):
+            path.pop()
+        if not path or curve.errors[path[-1]] - curve.errors[n] > NEGLIGIBLE * curve.whole:
+            path.append(n)
+    return path
+
+
+def _slope(curve: Curve, here: int, there: int) -> float:
+    gain, cost = _compare(curve, here, there)
+    return gain / cost
+
+
+# ---- the errors of a layer -----------------------------------------------------------------------
+
+
+@torch.no_grad()
+def measure_curve(
+    weight: Tensor, family: Family, covariance: Tensor | None = None, of: str = "params"
+) -> Curve:
+    """The sizes of `family` for this weight, and the squared error of each.
+
+    The errors are those of the closed form: upper bounds, which alternating least squares lowers by
+    a similar factor at every size. It is computed at the largest size, and the smaller ones are cut
+    from it where their cores are parts of the larger one's (ranks), otherwise each by itself.
+
+    Args:
+        weight: `(out_features, in_features)`.
+        covariance: of the layer's inputs.
+        of: the cost: "params", or "flops" per token. They differ where a structure shares its
+            blocks (TT).
+
+    Raises:
+        ValueError: the family has nothing to choose, or no size that costs less than dense.
+    """
+    sizes = list_sizes(family, weight.shape[1], weight.shape[0], of)
+    w = weight.detach().double()
+    root = None if covariance is None else _take_root(covariance.to(w))
+    measured = {len(sizes) - 1: 0.0}
+    last = len(sizes) - 2
+    largest = None
+    for n in sorted({round(last * k / (POINTS - 1)) for k in range(POINTS)}, reverse=True):
+        structure = sizes[n].structure
+        cores = None if largest is None else _shrink(*largest, structure)
+        if cores is None:
+            cores = project(w, structure, covariance=covariance, sweeps=0)
+            largest = structure, cores
+        measured[n] = _square(w - to_dense(structure, cores)[: len(w), : w.shape[1]], root)
+    errors = [_interpolate(sizes, measured, n) for n in range(len(sizes))]
+    return Curve(sizes, errors, _square(w, root))
+
+
+def _take_root(c: Tensor) -> Tensor:
+    """L in float32, L L^T = C."""
+    root: Tensor = torch.linalg.cholesky(make_definite(c))
+    return root.mul(c.diagonal().mean().abs().sqrt()).float()
+
+
+def _square(w: Tensor, root: Tensor | None) -> float:
+    """||W L||^2."""
+    return (w if root is None else w.float() @ root).square().sum(dtype=torch.float64).item()
+
+
+def _shrink(large: Structure, cores: Sequence[Tensor], small: Structure) -> list[Tensor] | None:
+    """The first entries of `cores` along the axes that are shorter in `small`; None if the two
+    structures differ in more than the lengths of axes between cores."""
+    ends = {*large.inputs, *large.outputs}
+    alike = (large.signature, large.subscripts) == (small.signature, small.subscripts)
+    if not alike or any(large.sizes[axis] != small.sizes[axis] for axis in ends):
+        return None
+    found = []
+    for core, old, tensor in zip(small.cores, large.cores, cores, strict=True):
+        axes = [*old.batch_axes, *old.fan_out_axes, *old.fan_in_axes]
+        part = split_axes(tensor, axes, large.sizes)
+        for dim, axis in enumerate(axes):
+            part = part.narrow(dim, 0, small.sizes[axis])
+        found.append(part.reshape(core.shape))
+    return found
+
+
+def _interpolate(sizes: Sequence[Size], measured: dict[int, float], n: int) -> float:
+    """The squared error at a size: between those that are measured it falls by the same factor for
+    the same cost; to zero it falls linearly."""
+    if n in measured:
+        return measured[n]
+    below = max(m for m in measured if m < n)
+    above = min(m for m in measured if m > n)
+    part = (sizes[n].cost - sizes[below].cost) / (sizes[above].cost - sizes[below].cost)
+    first, last = measured[below], measured[above]
+    if first > 0 and last > 0:
+        return math.exp((1 - part) * math.log(first) + part * math.log(last))
+    return (1 - part) * first + part * last
+
+
+# ---- sizes ---------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1024)
+def _list_sizes(family: Family, in_features: int, out_features: int, of: str) -> tuple[Size, ...]:
     found: list[Size] = []
-    for candidate in _candidates(family, min(weight.shape)):
+    dense = Dense().structure(in_features, out_features)
+    limit = _cost_of(dense, of)
+    for candidate in _candidates(family, min(in_features, out_features)):
         try:
             structure = candidate.structure(in_features, out_features)
         except ValueError:
             continue
-        cost = structure.params if of == "params" else structure.flops
-        if cost <= _dense_cost(weight, of) and (not found or cost > found[-1].cost):
+        cost = _cost_of(structure, of)
+        if cost < limit and (not found or cost > found[-1].cost):
             found.append(Size(candidate, structure, cost))
     if not found:
         kind = type(family.of if isinstance(family, Split) else family).__name__
         raise ValueError(
-            f"budget: no {kind} of {in_features} -> {out_features} has as few {NAMES[of]} as dense"
+            f"budget: no {kind} of {in_features} -> {out_features} has as few {NAMES[of]} as "
+            "dense, or fewer"
         )
-    return iter(found)
+    aligned = [size for size in found if _is_aligned(size.structure)]
+    if len(aligned) >= ENOUGH:
+        found = [size for size in found if size.cost < aligned[0].cost] + aligned
+    return *found, Size(Dense(), dense, limit)
+
+
+def list_sizes(family: Family, in_features: int, out_features: int, of: str) -> list[Size]:
+    """The sizes of `family` that cost less than dense, ascending, and dense.
+
+    Where there are eight or more whose cores have fan-ins and fan-outs in multiples of 8, only
+    smaller ones are offered beside them.
+
+    Raises:
+        ValueError: there is none; the family has nothing to choose.
+
+    >>> from structlin import LowRank
+    >>> sizes = list_sizes(LowRank(rank=1), 256, 256, "params")
+    >>> [size.family.rank for size in sizes[5:12]]
+    [6, 7, 8, 16, 24, 32, 40]
+    """
+    return list(_list_sizes(family, in_features, out_features, of))
+
+
+def _cost_of(structure: Structure, of: str) -> int:
+    return structure.params if of == "params" else structure.flops
+
+
+def _is_aligned(structure: Structure) -> bool:
+    return all(
+        core.fan_in % ALIGNED == 0 and core.fan_out % ALIGNED == 0 for core in structure.cores
+    )
 
 
 def _candidates(family: Family, width: int) -> list[Family]:
@@ -159,7 +326,7 @@ def _candidates(family: Family, width: int) -> list[Family]:
         return [replace(family, of=candidate) for candidate in _candidates(family.of, width)]
     options = {option.name for option in fields(family)}
     if "rank" in options:
-        grid = sorted({base << k for base in (1, 2, 3) for k in range(16)})
+        grid = [*range(1, 17), *range(24, 513, 8), *range(576, 8193, 64)]
         return [replace(family, rank=rank) for rank in grid]  # type: ignore[call-arg]
     if "blocks" in options:
         return [replace(family, blocks=n) for n in range(width, 0, -1)]  # type: ignore[call-arg]

@@ -18,6 +18,7 @@ covariance; layers that get the same tensor (query, key and value) share it.
 
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from .calibration import (
 )
 from .moments import Moments
 from .padding import select_rows
+from .refine import Example, Refined, find_blocks, refine, take_tensor
 from .solve import project, relative_error
 from .streams import Place, Stop, Stream, Streams
 
@@ -63,8 +65,9 @@ def project_in_order(
     decisions: Sequence[Decision],
     seen: Observed,
     *,
+    refine_steps: int = 0,
     progress: bool | None = None,
-) -> None:
+) -> dict[str, Refined]:
     """Give each of these decisions, whose sizes are known, its cores, bias and error.
 
     Layers that a call of the model calls more than once, and all layers where the calls cannot be
@@ -72,7 +75,11 @@ def project_in_order(
 
     Args:
         seen: what `observe` returned for the layers of these decisions.
+        refine_steps: of each block once all of its layers are projected, see `refine`.
         progress: whether to show a bar; None: on a terminal.
+
+    Returns:
+        What refinement made of each block, by the block's name.
 
     Raises:
         ValueError: an input of a layer is not finite.
@@ -98,8 +105,11 @@ def project_in_order(
             bar.show(by_module[module].layer.name)
             solve(by_module[module], moments)
             bar.advance()
-        if seen.calls is not None:
-            _Lockstep(model, by_module, seen, bar).run()
+        refined: dict[str, Refined] = {}
+        if seen.calls is not None and decisions:
+            refined = _Lockstep(model, by_module, seen, bar, refine_steps).run()
+        elif refine_steps:
+            _warn("without calls that can be made again no block is refined")
         unseen = [decision for decision in decisions if decision.cores is None]
         if unseen:
             names = ", ".join(decision.layer.name for decision in unseen)
@@ -108,6 +118,7 @@ def project_in_order(
             bar.show(decision.layer.name)
             solve(decision, None)
             bar.advance()
+        return refined
 
 
 def _measure_apart(
@@ -247,6 +258,7 @@ class _Lockstep:
         decisions: dict[nn.Module, Decision],
         seen: Observed,
         bar: Bar,
+        refine_steps: int,
     ) -> None:
         assert seen.calls is not None
         self.model, self.decisions, self.calls, self.bar = model, decisions, seen.calls, bar
@@ -256,8 +268,18 @@ class _Lockstep:
         self.gaps: dict[nn.Module, _Gap] = {}
         self._inputs: _Inputs = []  # that the moments are of
         self._moments: Moments | None = None
+        self.steps, self.refined = refine_steps, dict[str, Refined]()
+        layers = [decision.layer for decision in decisions.values()]
+        # a block that a layer is called twice in may itself be called twice
+        self.blocks = {
+            block: (name, [layer.module for layer in held])
+            for block, (name, held) in (find_blocks(model, layers) if refine_steps else {}).items()
+            if not any(layer.module in seen.repeated for layer in held)
+        }
+        for block, (_, held) in self.blocks.items():
+            self.order[block] = max(self.order.get(layer, len(self.order)) for layer in held)
 
-    def run(self) -> None:
+    def run(self) -> dict[str, Refined]:
         for layer, decision in self.decisions.items():
             if decision.cores is not None:
                 self._put_in(layer)
@@ -265,24 +287,33 @@ class _Lockstep:
             stack.enter_context(eval_mode(self.model))
             stack.enter_context(plain_calls(self.model))
             places = [Place(module) for module in self.decisions]
+            places += [Place(block, leaving=True) for block in self.blocks]
             streams = stack.enter_context(Streams(places, 2 * len(self.calls)))
             for call in self.calls:
                 again = partial(call.run, self.model)
                 dense, compressed = (streams.start(again, call.state) for _ in range(2))
                 self.pairs.append(_Pair(dense, compressed, call.masks))
             while (module := self._find_next()) is not None:
+                if module in self.blocks:
+                    self._refine(module)
+                    continue
                 if module not in self.new:
                     self._project(module)
                 for pair in self.pairs:
                     self._go_on(pair, module)
         for module, gap in self.gaps.items():
             self.decisions[module].error = gap.error
+        return self.refined
 
     def _find_next(self) -> nn.Module | None:
-        """Of the layers at which streams wait, the one that the model calls first."""
-        waiting = [stop.place.module for pair in self.pairs for stop in pair.stops()]
+        """Of the layers at which streams wait, the one that the model calls first; a block that
+        they are about to leave comes after its last layer."""
+        waiting = [stop.place for pair in self.pairs for stop in pair.stops()]
         last = len(self.order)  # layers that the dense model never called
-        return min(waiting, key=lambda module: self.order.get(module, last), default=None)
+        places = sorted(
+            waiting, key=lambda place: (self.order.get(place.module, last), place.leaving)
+        )
+        return places[0].module if places else None
 
     def _project(self, module: nn.Module) -> None:
         decision = self.decisions[module]
@@ -306,7 +337,10 @@ class _Lockstep:
         self.new[module] = new = _build(decision)
         decision.cores = [core.detach() for core in new.cores]  # held once
         bias = module._parameters.get("bias") if decision.bias is None else decision.bias
-        new.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        # a copy: refinement moves it
+        new.bias = (
+            None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+        )
 
     def _measure(self, module: nn.Module, name: str) -> Moments:
         """The moments of the layer's inputs, from all streams that wait there.
@@ -356,6 +390,63 @@ class _Lockstep:
         dense.resume(compare)
         compressed.resume(lambda *args, **kwargs: outputs.pop())
 
+    def _refine(self, block: nn.Module) -> None:
+        """Refine a block that streams are about to leave, and let them leave it with its output."""
+        examples: dict[int, Example] = {}  # of the pairs
+        for n, (pair, call) in enumerate(zip(self.pairs, self.calls, strict=True)):
+            dense, compressed = (_find_stop(each, block) for each in (pair.dense, pair.compressed))
+            if dense is None or compressed is None:
+                continue
+            goal, made = take_tensor(dense.output), take_tensor(compressed.output)
+            if goal is not None and made is not None and goal.shape == made.shape:
+                inputs, output = (compressed.args, compressed.kwargs), compressed.output
+                examples[n] = Example(*inputs, pair.masks, call.state, output, goal)
+        outputs = dict(zip(examples, self._fit(block, [*examples.values()]), strict=False))
+        for n, pair in enumerate(self.pairs):
+            if _find_stop(pair.dense, block) is not None:
+                pair.dense.resume()
+            stop = _find_stop(pair.compressed, block)
+            if stop is not None:
+                pair.compressed.resume(partial(_give, outputs.get(n, stop.output)))
+
+    def _fit(self, block: nn.Module, examples: list[Example]) -> list[Any]:
+        """Refine the block; its new outputs, none if it stays as it is."""
+        name, held = self.blocks[block]
+        stops = (_find_stop(pair.compressed, block) for pair in self.pairs)
+        forward = next((stop.forward for stop in stops if stop is not None), None)
+        if not examples or forward is None or any(layer not in self.new for layer in held):
+            return []
+        self.bar.show(f"refine {name}")
+        own = {layer: self.new[layer] for layer in held}
+        fixed = [layer for layer in held if not has_own_bias(self.model, layer)]
+        shared = _find_shared(self.model)
+        done = refine(block, forward, own, examples, steps=self.steps, fixed=fixed, shared=shared)
+        if done is None:
+            _warn(f"block {name!r} does not give the same output again: it is not refined")
+            return []
+        outputs, done.outputs = done.outputs, []
+        self.refined[name] = done
+        for layer, new in own.items():
+            if new.bias is not None and layer not in fixed:
+                self.decisions[layer].bias = new.bias.detach()
+        return outputs
+
+
+def _find_shared(model: nn.Module) -> set[int]:
+    """The `id` of each parameter that several modules of the model have."""
+    owned = [id(p) for module in model.modules() for p in module._parameters.values()]
+    return {each for each, times in Counter(owned).items() if times > 1}
+
+
+def _give(output: Any, *args: Any, **kwargs: Any) -> Any:
+    return output
+
+
+def _find_stop(stream: Stream, module: nn.Module) -> Stop | None:
+    """Where the stream waits, if that is at this module."""
+    stop = stream.stop
+    return stop if stop is not None and stop.place.module is module else None
+
 
 def _are_same(inputs: _Inputs, others: _Inputs) -> bool:
     """Whether they are the same tensors, and nobody has written into them."""
@@ -384,7 +475,5 @@ def _add_pairs(
 
 def _find_input(stream: Stream, module: nn.Module) -> Tensor | None:
     """The input with which the stream waits at the layer; None if it waits elsewhere."""
-    stop = stream.stop
-    if stop is None or stop.place.module is not module:
-        return None
-    return take_input(stop.args, stop.kwargs)
+    stop = _find_stop(stream, module)
+    return None if stop is None else take_input(stop.args, stop.kwargs)

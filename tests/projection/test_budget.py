@@ -1,127 +1,204 @@
-"""allocate: the cheap search against solving every candidate, and the best of all choices."""
+"""Sizes under a budget: the curves of layers against singular values, the choice against all."""
 
 from itertools import product
-from math import sqrt
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from structlin import BTT, TT, LowRank, Monarch, Split, Structure, project, relative_error
-from structlin._projection import budget
-from structlin._projection.budget import allocate
+from structlin import BTT, TT, BlockDiagonal, Dense, LowRank, Monarch, Split, convert, plan
+from structlin._families import Family
+from structlin._projection.budget import (
+    Curve,
+    allocate,
+    list_sizes,
+    measure_curve,
+    share_evenly,
+)
 
-SHAPES = (24, 24), (48, 24), (24, 48)
+FAMILIES = (
+    LowRank(rank=1),
+    BTT(),
+    Monarch(),
+    BlockDiagonal(blocks=2),
+    TT(rank=1),
+    Split(parts=2, of=BTT()),
+)
 
 
-def decaying(rows: int, columns: int, power: float, generator: torch.Generator) -> Tensor:
+def decaying(rows: int, columns: int, power: float) -> Tensor:
     """A random matrix whose singular values fall as 1 / k^power."""
     k = min(rows, columns)
-    left, right = (
-        torch.linalg.qr(torch.randn(n, k, generator=generator)).Q for n in (rows, columns)
-    )
+    left, right = (torch.linalg.qr(torch.randn(n, k).double()).Q for n in (rows, columns))
     return (left / torch.arange(1, k + 1) ** power) @ right.mT
 
 
-def problem(seed: int) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Weights and covariances of spectra between flat and steep."""
-    generator = torch.Generator().manual_seed(seed)
-    powers = 2 * torch.rand(2, len(SHAPES), generator=generator)
-    weights = [
-        decaying(*shape, p.item(), generator) for shape, p in zip(SHAPES, powers[0], strict=True)
-    ]
-    roots = [
-        decaying(n, n, p.item(), generator).double()
-        for (_, n), p in zip(SHAPES, powers[1], strict=True)
-    ]
-    return weights, [root @ root.mT for root in roots]
+def draw_curves(family: Family) -> list[Curve]:
+    """Of weights and covariances of spectra between flat and steep."""
+    torch.manual_seed(0)
+    roots = [decaying(n, n, power) for n, power in ((24, 0.1), (24, 1.5), (48, 0.7))]
+    weights = [decaying(m, n, p) for m, n, p in ((24, 24, 0.2), (48, 24, 1.0), (24, 48, 1.8))]
+    pairs = zip(weights, roots, strict=True)
+    return [measure_curve(weight, family, root @ root.mT) for weight, root in pairs]
 
 
-def total(choices: list[budget.Choice]) -> float:
-    return sqrt(sum(choice.error**2 for choice in choices))
+def sum_up(curves: list[Curve], sizes: list, harms: list[float]) -> float:
+    found = zip(curves, sizes, harms, strict=True)
+    return sum(harm * curve.errors[curve.sizes.index(size)] for curve, size, harm in found)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("weighed", [True, False])
+@pytest.mark.parametrize("shape", [(12, 20), (20, 12)])
+def test_the_errors_of_low_rank_are_the_singular_values_that_are_left_out(shape, weighed):
+    torch.manual_seed(0)
+    weight, root = torch.randn(shape).double(), torch.randn(shape[1], shape[1]).double()
+    covariance = root @ root.mT / 100 if weighed else None
+    values = torch.linalg.svdvals(weight @ root / 10 if weighed else weight).square()
+    curve = measure_curve(weight, LowRank(rank=1), covariance)
+    assert curve.whole == pytest.approx(values.sum().item(), rel=1e-4)
+    ranks = [size.family.rank for size in curve.sizes[:-1]]
+    assert ranks == [1, 2, 3, 4, 5, 6, 7]  # 8 costs more than dense
+    expected = [values[rank:].sum().item() for rank in ranks]
+    assert curve.errors == pytest.approx([*expected, 0.0], rel=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_sizes_rise_in_cost_and_only_dense_costs_as_much_as_dense(family):
+    for widths in ((24, 48), (48, 48), (384, 96)):
+        for of in ("params", "flops"):
+            sizes = list_sizes(family, *widths, of)
+            costs = [size.cost for size in sizes]
+            assert costs == sorted(set(costs))
+            assert sizes[-1].family == Dense()
+            assert costs[-1] == widths[0] * widths[1] * (1 if of == "params" else 2)
+            assert not any(size.stays_dense for size in sizes[:-1])
+
+
+def test_ranks_are_multiples_of_eight_where_there_is_room():
+    ranks = [size.family.rank for size in list_sizes(LowRank(rank=1), 384, 384, "params")[:-1]]
+    assert ranks == [*range(1, 8), *range(8, 192, 8)]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_errors_fall_with_the_size_and_end_at_nothing(family):
+    for curve in draw_curves(family):
+        assert curve.errors[-1] == 0
+        assert curve.errors[0] <= curve.whole * (1 + 1e-6)
+        assert curve.errors[-2] < curve.errors[0] or len(curve.sizes) == 2
+
+
+@pytest.mark.parametrize("family", [BTT(), LowRank(rank=1), Monarch()], ids=str)
+def test_more_budget_is_never_worse_and_none_is_exceeded(family):
+    curves = draw_curves(family)
+    total = sum(curve.sizes[-1].cost for curve in curves)
+    for harms in ([1.0, 1.0, 1.0], [1.0, 30.0, 0.1]):
+        last = float("inf")
+        for percent in range(35, 101):
+            sizes = allocate(curves, percent / 100, harms)
+            assert sum(size.cost for size in sizes) <= percent / 100 * total
+            error = sum_up(curves, sizes, harms)
+            assert error <= last * (1 + 1e-12)
+            last = error
+        assert last == 0
+        assert all(size.stays_dense for size in sizes)
+
+
+@pytest.mark.parametrize("budget", [0.3, 0.5, 0.7])
+def test_the_choice_is_near_the_best_of_all(budget):
+    curves, harms = draw_curves(BTT()), [1.0, 3.0, 0.5]
+    limit = budget * sum(curve.sizes[-1].cost for curve in curves)
+    every = product(*(curve.sizes for curve in curves))
+    fits = [sizes for sizes in every if sum(size.cost for size in sizes) <= limit]
+    best = min(sum_up(curves, list(sizes), harms) for sizes in fits)
+    found = sum_up(curves, allocate(curves, budget, harms), harms)
+    assert best * (1 - 1e-9) <= found <= 1.25 * best
+
+
+def test_a_layer_that_does_no_harm_stays_at_its_smallest_size():
+    curves = draw_curves(LowRank(rank=1))
+    smallest = curves[1].sizes[0]
+    assert allocate(curves, 0.5, [1.0, 0.0, 1.0])[1] == smallest
+    assert allocate(curves, 0.5, [1.0, 100.0, 1.0])[1] != smallest
+
+
+def test_a_size_that_is_no_better_is_passed_over():
+    sizes = list_sizes(LowRank(rank=1), 16, 16, "params")
+    errors = [0.5, 0.6, 0.5, 0.1, 0.1, 0.1, 0.1, 0.0]
+    (size,) = allocate([Curve(sizes, errors, 1.0)], 0.7, [1.0])
+    assert size.family == LowRank(rank=4)
+
+
+def test_uniform_is_the_largest_size_of_each_layer_within_its_share():
+    widths = (64, 64), (64, 256), (256, 64)
+    found = share_evenly([list_sizes(LowRank(rank=1), *each, "params") for each in widths], 0.5)
+    assert [size.family.rank for size in found] == [16, 24, 24]  # 25.6 is half of 64 x 256
+    with pytest.raises(
+        ValueError, match=r"budget=0.01, the same for all layers: .* 0.0313 or more"
+    ):
+        share_evenly([list_sizes(LowRank(rank=1), 64, 64, "params")], 0.01)
+
+
+def test_a_budget_that_is_too_small_says_what_the_smallest_sizes_need():
+    curves = draw_curves(BTT())
+    with pytest.raises(ValueError, match=r"budget=0.01 is .* budget=(0\.\d+) or more") as refused:
+        allocate(curves, 0.01, [1.0] * 3)
+    least = float(str(refused.value).split("budget=")[2].split()[0])
+    allocate(curves, least, [1.0] * 3)
+
+
+# ---- in a model ----------------------------------------------------------------------------------
+
+
+def train_small_model() -> tuple[nn.Module, Tensor]:
+    """It has learned a function of 16 numbers; and inputs of which a few directions are wide."""
+    torch.manual_seed(0)
+    x = torch.randn(256, 16) * torch.logspace(0, -1, 16)
+    goal = torch.tanh(x @ torch.randn(16, 8)) @ torch.randn(8, 8)
+    model = nn.Sequential(
+        nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)
+    )
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    for _ in range(150):
+        optimizer.zero_grad()
+        (model(x) - goal).square().mean().backward()
+        optimizer.step()
+    return model, x
+
+
+@pytest.mark.parametrize("by", ["effect", "error", "uniform"])
+def test_a_trained_model_keeps_more_of_itself_with_more_budget(by):
+    errors = []
+    for budget in (0.3, 0.6, 0.9, 1.0):
+        dense, x = train_small_model()
+        model, _ = train_small_model()
+        options = {"budget": budget, "budget_by": by, "include": "*", "calibration": [x]}
+        convert(model, LowRank(rank=1), **options)
+        errors.append((model(x) - dense(x)).norm().item() / dense(x).norm().item())
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] > 1e-3
+    assert errors[-1] == 0  # all layers stay dense
+
+
+def test_a_layer_that_stays_dense_is_the_models_own_and_the_plan_says_so():
+    model, x = train_small_model()
+    planned = plan(model, LowRank(rank=1), include="*", budget=0.9, calibration=[x])
+    stay = [d for d in planned.decisions if d.structure is None]
+    assert stay
+    assert all(decision.reason == "dense: within the budget" for decision in stay)
+    assert "dense: within the budget" in str(planned)
+    layers = {d.layer.name: d.layer.module for d in stay}
+    planned.apply()
+    assert all(model.get_submodule(name) is module for name, module in layers.items())
+
+
 @pytest.mark.parametrize(
-    ("family", "factor"),
+    ("options", "message"),
     [
-        (BTT(), 1.1),
-        (Monarch(), 1.1),
-        (Split(parts=2, of=BTT()), 1.1),
-        (LowRank(rank=1), 1),
-        (TT(rank=1), 1.25),
+        ({"budget_by": "loss", "budget": 0.5}, "budget_by='loss': it is one of effect, error"),
+        ({"budget_by": "uniform"}, "budget_by='uniform': .* goes with a budget"),
+        ({"budget_by": "effect", "budget": 0.5}, "budget_by='effect' needs calibration"),
     ],
-    ids=str,
 )
-def test_the_error_is_near_that_of_solving_every_candidate(family, factor, seed, monkeypatch):
-    weights, covariances = problem(seed)
-    cheap = allocate(weights, [family] * 3, 0.5, covariances)
-    monkeypatch.setattr(
-        budget, "project", lambda w, s, covariance, sweeps=1: project(w, s, covariance=covariance)
-    )
-    assert total(cheap) <= factor * (1 + 1e-9) * total(
-        allocate(weights, [family] * 3, 0.5, covariances)
-    )
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_the_error_is_within_a_tenth_of_that_of_the_best_of_all_choices(seed):
-    weights, covariances = problem(seed)
-    found = allocate(weights, [BTT()] * 3, 0.5, covariances)
-    limit, each = sum(weight.numel() for weight in weights) / 2, []
-    for weight, c in zip(weights, covariances, strict=True):
-        # 4 is the largest that 24 outputs can have
-        families = [BTT(rank=rank) for rank in (1, 2, 3, 4)]
-        structures = [family.structure(*reversed(weight.shape)) for family in families]
-        errors = [
-            relative_error(weight, s, project(weight, s, covariance=c), covariance=c)
-            for s in structures
-        ]
-        each.append(
-            [(structure.params, error) for structure, error in zip(structures, errors, strict=True)]
-        )
-    sums = [
-        tuple(sum(row) for row in zip(*((cost, e**2) for cost, e in choice), strict=True))
-        for choice in product(*each)
-    ]
-    best = min(error for cost, error in sums if cost <= limit)
-    assert sqrt(best) <= total(found) * (1 + 1e-9) <= 1.1 * sqrt(best)
-
-
-def test_the_errors_returned_are_those_of_the_full_solver_and_the_search_runs_it_once_a_layer(
-    monkeypatch,
-):
-    weights, covariances = problem(0)
-    solved = []
-
-    def counted(weight: Tensor, structure: Structure, **options: object) -> list[Tensor]:
-        if options.get("sweeps") != 1:
-            solved.append(structure)
-        return project(weight, structure, **options)
-
-    monkeypatch.setattr(budget, "project", counted)
-    choices = allocate(weights, [BTT()] * 3, 0.6, covariances)
-    assert solved == [choice.size.structure for choice in choices]
-    for weight, covariance, choice in zip(weights, covariances, choices, strict=True):
-        cores = project(weight, choice.size.structure, covariance=covariance)
-        assert all(torch.equal(a, b) for a, b in zip(choice.cores, cores, strict=True))
-        assert choice.error == relative_error(
-            weight, choice.size.structure, cores, covariance=covariance
-        )
-
-
-def test_a_size_that_is_no_better_is_passed_over(monkeypatch):
-    errors = {1: 0.5, 2: 0.6, 3: 0.5, 4: 0.1, 6: 0.05}
-    monkeypatch.setattr(
-        budget, "project", lambda weight, structure, **options: structure.sizes["r"]
-    )
-    monkeypatch.setattr(
-        budget, "relative_error", lambda weight, structure, rank, **options: errors.get(rank, 0.05)
-    )
-    (choice,) = allocate([torch.ones(16, 16)], [LowRank(rank=1)], 0.6, [None])  # rank 4 takes half
-    assert choice.size.family == LowRank(rank=4)
-
-
-def test_a_size_that_takes_the_whole_budget_is_within_it():
-    (choice,) = allocate([torch.eye(16)], [LowRank(rank=1)], 0.5, [None])
-    assert choice.size.family == LowRank(rank=4)  # 4 * (16 + 16) is half of 16 * 16
+def test_wrong_ways_to_share_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        plan(nn.Sequential(nn.Linear(16, 16)), LowRank(rank=1), **options)

@@ -198,3 +198,16 @@ def test_no_run_keeps_the_keys_and_values_of_all_layers(build, monkeypatch):
     made.clear()
     plan(model, LowRank(rank=2), calibration=batches)
     assert 0 < len(made) <= usual * len(batches)  # of the first pass, one after the other
+
+
+@pytest.mark.parametrize("build", MODELS)
+def test_their_blocks_are_found_and_refined_and_a_budget_goes_by_effect(build):
+    torch.manual_seed(0)
+    model, batches = build()
+    model.eval()
+    options = {"budget": 0.6, "calibration": batches, "refine": 60}
+    planned = plan(model, LowRank(rank=1), **options)
+    assert len(planned.blocks) == {t5: 4, sequential: 1, experts: 1}.get(build, 2)
+    assert all(after <= before for before, after in planned.blocks.values())
+    assert any(after < before for before, after in planned.blocks.values())
+    planned.apply()

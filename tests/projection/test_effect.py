@@ -1,0 +1,77 @@
+"""What an error in a layer does to the model, against formulas; one covariance at a time."""
+
+import pytest
+import torch
+from torch import nn
+
+from structlin._model.survey import linear_layers
+from structlin._projection.calibration import observe
+from structlin._projection.effect import measure_harms, walk
+
+
+def test_harms_of_linear_layers_are_the_sizes_of_what_follows():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3))).double()
+    batches = [torch.randn(500, 8).double() for _ in range(4)]
+    layers = linear_layers(model)
+    harms = measure_harms(model, layers, observe(model, layers, batches).calls)
+    first, second, third = (layer.weight.detach() for layer in model)
+    outputs = torch.cat(batches) @ (third @ second @ first).mT
+    after = third @ second, third, torch.eye(8).double()
+    expected = [len(outputs) * a.norm() ** 2 / 8 / outputs.norm() ** 2 for a in after]
+    assert harms == pytest.approx([each.item() for each in expected], rel=0.1)
+
+
+def test_padding_does_no_harm():
+    torch.manual_seed(0)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, attention_mask):
+            return self.second(self.first(x))
+
+    model, x = Model(), torch.randn(2, 6, 4)
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    mask[:, 3:] = False
+    layers, found = linear_layers(model), []
+    for far in (0.0, 1e6):
+        x[:, 3:] = far
+        calls = observe(model, layers, [{"x": x.clone(), "attention_mask": mask}]).calls
+        found.append(measure_harms(model, layers, calls))
+    assert found[0] == pytest.approx(found[1])
+    assert min(found[0]) > 0
+
+
+def test_a_layer_that_the_output_does_not_depend_on_does_no_harm_and_frozen_models_work():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            self.unused(x)
+            return {"out": self.used(x), "n": 3}
+
+    model = Model().requires_grad_(False)
+    layers = linear_layers(model)
+    used, unused = measure_harms(model, layers, observe(model, layers, [torch.ones(3, 4)]).calls)
+    assert used > 0
+    assert unused == 0
+
+
+def test_walk_sees_each_layers_covariance_in_the_dense_model():
+    torch.manual_seed(0)
+    shared = nn.Linear(6, 6, bias=False)
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), shared, nn.Tanh(), shared).double()
+    batches = [torch.randn(10, 4).double() for _ in range(2)]
+    layers = linear_layers(model)
+    seen = observe(model, layers, batches)
+    first, second = walk(model, layers, seen, lambda layer, covariance: covariance)
+    x = torch.cat(batches)
+    torch.testing.assert_close(first, x.mT @ x / 20)
+    h = model[0](x).detach()
+    both = torch.cat([h, shared(h).detach().tanh()])  # the layer is called twice
+    torch.testing.assert_close(second, both.mT @ both / 40)

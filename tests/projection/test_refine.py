@@ -1,0 +1,184 @@
+"""Refinement: each block, fitted to the dense block's output."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from structlin import BTT, BlockDiagonal, LowRank, Monarch, convert, plan
+from structlin._model.survey import linear_layers
+from structlin._projection import refine
+from structlin._projection.refine import find_blocks
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return x + self.down(torch.relu(self.up(self.norm(x)))), None
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 2, width: int = 16) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(blocks)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x, _ = block(x)
+        return x
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Model()
+
+
+@pytest.fixture
+def batches() -> list[Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(8, 10, 16) * torch.logspace(0, -1, 16) for _ in range(3)]
+
+
+def measure(model: nn.Module, dense: nn.Module, batches: list[Tensor]) -> float:
+    """The relative error of the model's output."""
+    with torch.no_grad():
+        gaps = sum((model(x) - dense(x)).double().square().sum() for x in batches)
+        return float((gaps / sum(dense(x).double().square().sum() for x in batches)).sqrt())
+
+
+@pytest.mark.parametrize(
+    "family", [LowRank(rank=4), BTT(), Monarch(), BlockDiagonal(blocks=2)], ids=str
+)
+def test_it_lowers_the_error_of_the_model_as_the_plan_says(model, batches, family):
+    options = {"calibration": batches, "include": "*"}
+    plain = convert(copy.deepcopy(model), family, **options)
+    new = copy.deepcopy(model)
+    planned = plan(new, family, refine=40, **options)
+    state = {name: value.clone() for name, value in new.state_dict().items()}
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    planned.apply()
+    assert [*planned.blocks] == ["blocks.0", "blocks.1"]
+    assert all(after <= before for before, after in planned.blocks.values())
+    error = measure(new, model, batches)
+    assert error < measure(plain, model, batches)
+    assert error == pytest.approx(planned.blocks["blocks.1"][1], rel=1e-4)
+    assert not torch.equal(new.blocks[0].norm.weight, model.blocks[0].norm.weight)
+    assert all(parameter.requires_grad for parameter in new.parameters())
+
+
+def test_a_block_that_would_become_worse_stays_as_it_was(model, batches, monkeypatch):
+    plain = convert(copy.deepcopy(model), LowRank(rank=4), calibration=batches)
+    monkeypatch.setattr(refine, "LR", 10.0)
+    planned = plan(copy.deepcopy(model), LowRank(rank=4), calibration=batches, refine=3)
+    same = planned.apply()
+    assert all(before == after for before, after in planned.blocks.values())
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, same.state_dict()[name]), name
+
+
+def test_padding_has_no_say(batches):
+    class Masked(Model):
+        def forward(self, x, attention_mask):
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model, found = Masked(), []
+    mask = torch.ones(8, 10, dtype=torch.bool)
+    mask[:, 6:] = False
+    for far in (0.0, 100.0):
+        given = [torch.where(mask[..., None], x, torch.tensor(far)) for x in batches]
+        calibration = [{"x": x, "attention_mask": mask} for x in given]
+        planned = plan(copy.deepcopy(model), LowRank(rank=4), calibration=calibration, refine=10)
+        found.append([error for pair in planned.blocks.values() for error in pair])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+def test_a_model_of_half_precision_is_refined(model, batches):
+    dense, half = copy.deepcopy(model), model.bfloat16()
+    given = [x.bfloat16() for x in batches]
+    planned = plan(half, LowRank(rank=4), calibration=given, refine=40)
+    assert all(after < before for before, after in planned.blocks.values())
+    assert {p.dtype for p in planned.apply().parameters()} == {torch.bfloat16}
+    assert measure(half.float(), dense, batches) < 1
+
+
+def test_biases_that_two_layers_share_stay(model, batches):
+    model.blocks[0].down.bias = model.blocks[1].down.bias
+    bias = model.blocks[0].down.bias.detach().clone()
+    convert(model, LowRank(rank=4), calibration=batches, refine=10)
+    assert torch.equal(model.blocks[0].down.bias, bias)
+    assert model.blocks[0].down.bias is model.blocks[1].down.bias
+
+
+def test_a_norm_that_two_blocks_share_stays(model, batches):
+    model.blocks[1].norm.weight = model.blocks[0].norm.weight
+    planned = plan(model, LowRank(rank=4), calibration=batches, refine=10)
+    planned.apply()
+    assert torch.equal(model.blocks[0].norm.weight, torch.ones(16))
+    assert not torch.equal(model.blocks[0].norm.bias, torch.zeros(16))
+    assert all(after < before for before, after in planned.blocks.values())
+
+
+def test_blocks_are_what_is_repeated():
+    def name_blocks(model: nn.Module) -> list[str]:
+        return [name for name, _ in find_blocks(model, linear_layers(model)).values()]
+
+    assert name_blocks(Model()) == ["blocks.0", "blocks.1"]
+    assert name_blocks(nn.ModuleDict({"a": Model(), "b": Model(1)})) == [
+        "a.blocks.0",
+        "a.blocks.1",
+        "b.blocks.0",
+    ]
+    assert name_blocks(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))) == [""]
+    assert name_blocks(nn.Linear(4, 4)) == []
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    assert name_blocks(encoder) == ["layers.0", "layers.1"]
+
+
+def test_a_model_without_blocks_is_refined_as_a_whole(batches):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    new = copy.deepcopy(model)
+    planned = plan(new, LowRank(rank=4), calibration=batches, refine=40, include="*")
+    ((before, after),) = planned.blocks.values()
+    assert after < before
+    assert measure(planned.apply(), model, batches) == pytest.approx(after, rel=1e-4)
+
+
+def test_a_plan_is_refused_once_a_norm_that_it_changes_has_changed(model, batches):
+    planned = plan(model, LowRank(rank=4), calibration=batches, refine=10)
+    model.blocks[1].norm.weight.data.add_(1)
+    with pytest.raises(ValueError, match=r"block 'blocks\.1' got other weights"):
+        planned.apply()
+
+
+def test_a_block_that_gives_another_output_each_time_is_left_with_a_warning(model, batches):
+    class Noisy(Block):
+        def forward(self, x):
+            return super().forward(x)[0] * torch.rand(()), None
+
+    model.blocks[1] = Noisy(16)
+    with pytest.warns(UserWarning, match=r"block 'blocks\.1' does not give the same output again"):
+        planned = plan(model, LowRank(rank=4), calibration=batches, refine=5)
+    assert [*planned.blocks] == ["blocks.0"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"refine": -1}, "refine=-1 must be a number of steps"),
+        ({"refine": True}, "refine=True must be a number of steps"),
+        ({"refine": 5}, "refine=5 needs calibration"),
+    ],
+)
+def test_wrong_options_are_refused(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        plan(model, LowRank(rank=4), **options)
