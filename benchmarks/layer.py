@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
 from functools import partial
+from itertools import product
 from math import ceil, inf, prod
 from pathlib import Path
 from platform import libc_ver
@@ -37,18 +38,23 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import timing
-from benchmarks.record import RESULTS, save_json
+from benchmarks.record import RESULTS, save_json, table
 from benchmarks.variants import SMOKE, Job, Variant, equal_flops_widths, variants
 
 ROUNDS = (3, 25)
 TOLERANCE = {
     "float32": 1e-5,
     "bfloat16": 1e-2,
-}  # of the relative Frobenius error; bfloat16 rounds to 2^-9 each time
+    "float16": 1e-3,
+}  # of the relative Frobenius error; bfloat16 rounds to 2^-9 each time, float16 to 2^-12
 SHORTEST = 2e-3  # seconds of a sample on a CPU
 ORACLE_TOKENS = 256
 MANY = 8  # numbers, beyond those of the gains of weight normalisation
 WAITS = 5  # samples of what a user waits for a call on a GPU
+FEW = 1, 4, 16  # tokens, forward, in every dtype
+FEW_AT = 512, 1024, 2048  # the square widths
+# what the line under the table of few tokens tells of
+FAST = {"structure": "BTT r=1", "d_in": 1024, "tokens": 16, "dtype": "float32"}
 OTHERS = (
     "loop",
     "strided",
@@ -78,7 +84,14 @@ def jobs(device: str) -> list[Job]:
     decoding = [Job(d, d, 16, dtype, False) for dtype in (main, other) for d in decode]
     up_down = [Job(*shape, tokens, main, True) for d in ffn for shape in ((d, 4 * d), (4 * d, d))]
     second = [replace(job, dtype=other) for job in square]
-    training = [*square[:2], *decoding, *second[:2], *up_down, *square[2:], *second[2:]]
+    few = [
+        Job(d, d, count, dtype, False, brief=True)
+        for dtype in TOLERANCE
+        for d in FEW_AT
+        for count in FEW
+        if Job(d, d, count, dtype, False) not in decoding
+    ]
+    training = [*square[:2], *decoding, *second[:2], *few, *up_down, *square[2:], *second[2:]]
     inference = [replace(job, backward=False) for job in training if job.backward]
     return [*training, *inference, *(replace(job, dtype=other) for job in up_down)]
 
@@ -121,9 +134,16 @@ def error(variant: Variant, *, backward: bool) -> float:
 
 
 def measure(
-    job: Job, found: Sequence[Variant], device: str, ceilings: timing.Ceilings, **limits: Any
+    job: Job,
+    found: Sequence[Variant],
+    device: str,
+    ceilings: timing.Ceilings | None,
+    **limits: Any,
 ) -> list[dict[str, Any]]:
-    """A row for every one of the job's variants; `limits` are those of `timing.interleaved`."""
+    """A row for every one of the job's variants; `limits` are those of `timing.interleaved`.
+
+    A brief job has neither bounds, and needs no `ceilings`, nor nn.Linear of equal FLOPs.
+    """
     errors = [error(variant, backward=job.backward) for variant in found]
     for variant, off in zip(found, errors, strict=True):
         if not off < TOLERANCE[job.dtype]:
@@ -145,9 +165,6 @@ def measure(
     rows = []
     for n, (variant, work, samples) in enumerate(zip(found, works, times, strict=True)):
         structure = variant.structure
-        bound = partial(
-            ceilings.bound, structure, job.tokens, variant.x.element_size(), backward=job.backward
-        )
         seconds = statistics.median(samples)
         forward = partial(variant.run, variant.x)
         saved = timing.saved_bytes(forward, variant.parameters) if job.backward else None
@@ -161,17 +178,21 @@ def measure(
             "dense_flops": 2 * job.d_in * job.d_out,
             "rounds": len(samples),
             "ms": timing.spread([1e3 * sample for sample in samples]),
-            "bound_share": bound() / seconds,
-            "fused_share": bound(fused=True) / seconds,
             "peak_bytes": timing.peak_bytes(work, device),
             "saved_bytes": saved,
             "error": errors[n],
         }
+        if ceilings is not None:
+            size = variant.x.element_size()
+            bound = partial(ceilings.bound, structure, job.tokens, size, backward=job.backward)
+            row["bound_share"] = bound() / seconds
+            row["fused_share"] = bound(fused=True) / seconds
         if variant.widths == (job.d_in, job.d_out):
-            widths = equal_flops_widths(structure)
-            equal = [structure.flops / (2 * prod(widths)) * sample for sample in of_width[widths]]
             twin = without["dense", "nn.Linear + bias"] if variant.option == "bias" else dense
             row["x_dense"] = timing.spread([a / b for a, b in zip(twin, samples, strict=True)])
+        if "x_dense" in row and not job.brief:
+            widths = equal_flops_widths(structure)
+            equal = [structure.flops / (2 * prod(widths)) * sample for sample in of_width[widths]]
             row["x_equal_flops"] = timing.spread(
                 [a / b for a, b in zip(equal, samples, strict=True)]
             )
@@ -222,10 +243,10 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
         f": median of {rows[0]['rounds']} interleaved rounds (p20-p80); "
         "dense, first and last of a round, "
     )
-    table = Table(
+    shown = Table(
         title=f"{title}{first:.3g} and {last:.3g} ms", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
-    table.add_column("structure", no_wrap=True)
+    shown.add_column("structure", no_wrap=True)
     columns = (
         "FLOP rate",
         "FLOPs",
@@ -241,7 +262,7 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
     with_options, waits = any("over_plain" in row for row in rows), "wall_ms" in rows[0]
     extra = ["/ plain"] * with_options + ["wall ms"] * waits
     for column in (*columns, "peak MB", "saved MB", *extra, *others):
-        table.add_column(column, justify="right", no_wrap=True)
+        shown.add_column(column, justify="right", no_wrap=True)
     speeds = {
         (row["structure"], row["implementation"]): row["x_dense"]["median"]
         for row in rows
@@ -255,7 +276,7 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
         # with the option
         name = row["structure"] + "".join(row["implementation"].partition(" + ")[1:])
         ms, speed, flops = row["ms"], row["x_dense"], row["flops"] / row["dense_flops"]
-        table.add_row(
+        shown.add_row(
             name,
             f"{flops * speed['median']:.2f}",
             f"{flops:.3f}",
@@ -272,7 +293,7 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
             *([f"{row['wall_ms']['median']:.3g}"] if waits else []),
             *(f"{speeds[key]:.2f}" if (key := (name, how)) in speeds else "" for how in others),
         )
-    console.print(table)
+    console.print(shown)
 
 
 LEGEND = """x dense: speed against nn.Linear of equal width; at its FLOPs: against nn.Linear of
@@ -286,16 +307,18 @@ columns: the speed of other implementations against nn.Linear of equal width."""
 
 def markdown(result: dict[str, Any], dtype: str) -> str:
     """The table of docs/speed.md: speed of `auto` against nn.Linear of equal width, for a dtype,
-    and in brackets its FLOPs a second as a share of nn.Linear's; nn.Linear's time in ms."""
-    rows = [row for row in result["rows"] if row["dtype"] == dtype and "x_dense" in row]
-    training = {job_of(row): None for row in rows if row["backward"]}
-    decoding = {job_of(row): None for row in rows if row["tokens"] == 16}
-    columns = [*sorted(training, key=lambda job: (job.d_in * job.d_out, job.d_in)), *decoding]
-    cells = {(job_of(row), row["structure"], row["implementation"]): row for row in rows}
-    titles = [
-        f"{job.d_in} -> {job.d_out}" + ("" if job.backward else ", 16 tokens, forward")
-        for job in columns
+    and in brackets its FLOPs a second as a share of nn.Linear's; nn.Linear's time in ms. Forward
+    and backward of many tokens."""
+    rows = [
+        row
+        for row in result["rows"]
+        if row["dtype"] == dtype and row["backward"] and "x_dense" in row
     ]
+    columns = sorted(
+        {job_of(row) for row in rows}, key=lambda job: (job.d_in * job.d_out, job.d_in)
+    )
+    cells = {(job_of(row), row["structure"], row["implementation"]): row for row in rows}
+    titles = [f"{job.d_in} -> {job.d_out}" for job in columns]
     dense = [f"{cells[job, 'dense', 'nn.Linear']['ms']['median']:.3g} ms" for job in columns]
     lines = [
         f"| | {' | '.join(titles)} |",
@@ -306,6 +329,51 @@ def markdown(result: dict[str, Any], dtype: str) -> str:
         found = [cells.get((job, name, "auto")) for job in columns]
         lines.append(f"| {name} | {' | '.join(_speed(row) if row else '-' for row in found)} |")
     return "\n".join(lines)
+
+
+def few_tokens(result: dict[str, Any]) -> str:
+    """The table of docs/speed.md: a forward pass of `FEW` tokens, the lowest speed against
+    nn.Linear of all widths, and in a line what of it is slower."""
+    rows = [
+        row
+        for row in result["rows"]
+        if not row["backward"]
+        and row["tokens"] in FEW
+        and row["d_in"] == row["d_out"]
+        and row["implementation"] == "auto"
+    ]
+    columns = list(product(TOLERANCE, FEW))
+    lines = []
+    for name in dict.fromkeys(row["structure"] for row in rows):
+        cells = []
+        for column in columns:
+            speeds = [
+                row["x_dense"]["median"]
+                for row in rows
+                if (row["dtype"], row["tokens"]) == column and row["structure"] == name
+            ]
+            cells.append(f"{min(speeds):.2f}x" if speeds else "-")
+        lines.append([name, *cells])
+    head = ["", *(f"{dtype}, {count}" for dtype, count in columns)]
+    least = min(rows, key=lambda row: row["x_dense"]["median"])
+    slower = sum(row["x_dense"]["median"] < 1 for row in rows)
+    widths = ", ".join(map(str, sorted({row["d_in"] for row in rows})))
+    says = (
+        f"Of {len(rows)} such layers (width {widths}) {slower} are slower than nn.Linear; the "
+        f"slowest, {least['structure']} at {least['d_in']}, {_tokens(least)}, "
+        f"{least['dtype']}, has {least['x_dense']['median']:.2f} of its speed."
+    )
+    for row in rows:
+        if all(row[key] == value for key, value in FAST.items()):
+            says += (
+                f" {row['structure']} at {row['d_in']} is {row['x_dense']['median']:.1f} times as "
+                f"fast with {_tokens(row)} in {row['dtype']}."
+            )
+    return f"{table(head, lines)}\n\n{says}"
+
+
+def _tokens(row: dict[str, Any]) -> str:
+    return "1 token" if row["tokens"] == 1 else f"{row['tokens']} tokens"
 
 
 def _speed(row: dict[str, Any]) -> str:
@@ -398,7 +466,8 @@ def plot(
 
 
 def job_of(row: dict[str, Any]) -> Job:
-    return Job(**{field.name: row[field.name] for field in fields(Job)})
+    """Results that were kept before there were brief jobs say nothing of it."""
+    return Job(**{field.name: row[field.name] for field in fields(Job) if field.name in row})
 
 
 # ---- the run -------------------------------------------------------------------------------------
@@ -433,14 +502,18 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     todo = jobs(device)
     if options.smoke:
         todo, rounds = (
-            [Job(SMOKE, SMOKE, 256, "float32", True), Job(SMOKE, 4 * SMOKE, 16, "bfloat16", False)],
+            [
+                Job(SMOKE, SMOKE, 256, "float32", True),
+                Job(SMOKE, 4 * SMOKE, 16, "bfloat16", False),
+                Job(SMOKE, SMOKE, 4, "float16", False, brief=True),
+            ],
             (2, 2),
         )
     keeps_pages = device == "cpu" and options.allocator == "keep" and timing.keep_pages()
     torch.manual_seed(0)
     measured = {
         dtype: timing.ceilings(device, getattr(torch, dtype), smoke=options.smoke)
-        for dtype in dict.fromkeys(job.dtype for job in todo)
+        for dtype in dict.fromkeys(job.dtype for job in todo if not job.brief)
     }
     for dtype, found in measured.items():
         rates = f"{found.rate / 1e12:.3g} TFLOP/s, {found.bandwidth / 1e9:.3g} GB/s"
@@ -475,16 +548,20 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         layers, now = variants(job, device, end), time.perf_counter()  # after compiling
         share = weight(job, device) / sum(weight(job, device) for job in todo[n:])
         limits = {"rounds": rounds, "until": now + max(3.0, (end - now) * share), "end": end}
-        results.append(measure(job, layers, device, measured[job.dtype], **limits))
+        ceilings = None if job.brief else measured[job.dtype]
+        results.append(measure(job, layers, device, ceilings, **limits))
         for row in results[-1]:
             print(json.dumps(row, allow_nan=False), flush=True)
         if keeps:
             save_json(path, **content, rows=[row for rows in results for row in rows])
     console = Console(width=210)
-    for rows in results:
+    whole = [rows for rows in results if not rows[0]["brief"]]
+    for rows in whole:
         show(rows, console)
     print(LEGEND)
     flat = [row for rows in results for row in rows]
+    if len(whole) < len(results):
+        print(f"\n{few_tokens(content | {'rows': flat})}")
     if keeps and flat:
         plot(flat, content["ceilings"], todo[0].tokens, path.with_suffix(".png"))
     return flat

@@ -196,6 +196,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/speed.md": {
         "float32": lambda: layer.markdown(read("layer"), "float32"),
         "bfloat16": lambda: layer.markdown(read("layer"), "bfloat16"),
+        "few tokens": lambda: layer.few_tokens(read("layer")),
         "models": lambda: model.markdown(read("model")),
     },
     "docs/optimizers.md": {

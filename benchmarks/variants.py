@@ -64,13 +64,14 @@ def families(width: int) -> dict[str, Family]:
 
 @dataclass(frozen=True)
 class Job:
-    """One setting; all its variants are timed in turns."""
+    """One setting; all its variants are timed in turns. A brief one has only nn.Linear and auto."""
 
     d_in: int
     d_out: int
     tokens: int
     dtype: str
     backward: bool
+    brief: bool = False
 
     @property
     def title(self) -> str:
@@ -123,7 +124,8 @@ class Variant:
 
 
 def variants(job: Job, device: str, end: float = inf) -> list[Variant]:
-    """nn.Linear first and last; between them all structures, and nn.Linear at their FLOPs.
+    """nn.Linear first and last; between them all structures, and nn.Linear at their FLOPs unless
+    the job is brief.
 
     After `end`, of `time.perf_counter`, nothing is compiled.
     """
@@ -142,7 +144,7 @@ def variants(job: Job, device: str, end: float = inf) -> list[Variant]:
         )
 
     found = [dense(job.d_in, job.d_out, x, dy)]
-    with_options = job.square_at(OPTIONS_AT)
+    with_options = job.square_at(OPTIONS_AT) and not job.brief
     if with_options:
         weight, bias = (
             found[0].parameters[0],
@@ -166,6 +168,9 @@ def variants(job: Job, device: str, end: float = inf) -> list[Variant]:
             print(f"# left out: {name} in {job.title}: {misfit}")
             continue
         structure, cores = layer.structure, list(layer.cores)
+        if job.brief:
+            found.append(Variant(name, "auto", structure, layer, cores, x, dy))
+            continue
         runs: dict[str, Run] = {"auto": layer, "loop": partial(multiply, structure.program, cores)}
         if device == "cuda" or job.modes:
             runs["structured"] = partial(run, structure, cores, mode="structured")

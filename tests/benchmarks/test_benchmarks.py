@@ -276,11 +276,50 @@ def test_layer_prints_a_table_and_a_json_line_per_row_and_keeps_both(tmp_path, c
     assert f"| TT r=4 | {speed['median']:.2f}x ({speed['median']:.0%}) |" in table
     assert "+" not in table
     assert len(table.splitlines()) == 3 + len(variants.families(64))
+    brief = {(row["structure"], row["implementation"]) for row in rows if row["brief"]}
+    wanted = {(name, "auto") for name in variants.families(64)}
+    assert brief == wanted | {("dense", "nn.Linear"), ("dense, last", "nn.Linear")}
+    assert layer.few_tokens(kept) in printed
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_few_tokens_are_measured_once_at_every_width_in_every_dtype(device):
+    found = [
+        (job.d_in, job.tokens, job.dtype)
+        for job in layer.jobs(device)
+        if not job.backward and job.tokens in layer.FEW and job.d_in in layer.FEW_AT
+    ]
+    assert sorted(found) == sorted(product(layer.FEW_AT, layer.FEW, layer.TOLERANCE))
+
+
+def test_the_table_of_few_tokens_has_the_lowest_speed_of_all_widths():
+    row = {"backward": False, "implementation": "auto", "dtype": "float32"}
+    speeds = {
+        ("BTT r=1", 1024, 1): 3.0,
+        ("BTT r=1", 512, 1): 2.5,
+        ("BTT r=1", 1024, 16): 5.25,
+        ("Monarch 4", 512, 1): 0.75,
+        ("Monarch 4", 512, 16): 1.0,
+    }
+    rows = [
+        row | {"structure": name, "d_in": d, "d_out": d, "tokens": n, "x_dense": {"median": speed}}
+        for (name, d, n), speed in speeds.items()
+    ]
+    rows += [rows[0] | different for different in ({"backward": True}, {"d_out": 1}, {"tokens": 9})]
+    head, _, btt, monarch, _, says = layer.few_tokens({"rows": rows}).splitlines()
+    assert head.startswith("|  | float32, 1 | float32, 4 | float32, 16 | bfloat16, 1 |")
+    assert btt.startswith("| BTT r=1 | 2.50x | - | 5.25x | - |")
+    assert monarch.startswith("| Monarch 4 | 0.75x | - | 1.00x | - |")
+    assert says == (
+        "Of 5 such layers (width 512, 1024) 1 are slower than nn.Linear; the slowest, Monarch 4 at "
+        "512, 1 token, float32, has 0.75 of its speed. BTT r=1 at 1024 is 5.2 times as fast with "
+        "16 tokens in float32."
+    )
 
 
 def test_layer_stops_at_its_budget_and_says_what_it_left_out(tmp_path, capsys):
     assert layer.main(["--smoke", "--budget", "0", "--out", str(tmp_path)]) == []
-    assert capsys.readouterr().out.count("# left out: ") == 2
+    assert capsys.readouterr().out.count("# left out: ") == 3
     assert not list(tmp_path.iterdir())
 
 
@@ -403,7 +442,7 @@ def test_what_a_user_waits_for_is_measured_in_turns(monkeypatch):
 
 
 def test_what_a_user_waits_for_is_shown_where_it_was_measured(capsys):
-    rows = [row for row in layer.main(["--smoke"]) if not row["backward"]]
+    rows = [row for row in layer.main(["--smoke"]) if row["dtype"] == "bfloat16"]
     assert "wall ms" not in capsys.readouterr().out
     layer.show([row | {"wall_ms": {"median": 12.34}} for row in rows], layer.Console(width=200))
     shown = capsys.readouterr().out
