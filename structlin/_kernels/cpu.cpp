@@ -16,62 +16,21 @@
 //
 // Where the CPU multiplies bfloat16 in pairs, A[m, k:k+2] meets B[k:k+2, 0:n] in one instruction, and activations stay in
 // bfloat16; other two-byte numbers are widened to float32.
-// Of few tokens a vector would be mostly empty; there it runs along fan-in, in dot products with the core's rows.
+// Of few tokens a vector would be mostly empty; the forward pass takes them by few.h.
 // A core is stored (batch, fan_out, fan_in). Sums are in float32, for float64 in float64. Every part of the tokens is summed
 // by itself and the parts are summed in their order: the same call on as many threads gives the same bits. Only x is saved.
 // A core under weight normalisation is multiplied by factor = gain * min(1, sigma / RMS(core)), which is never stored.
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
+#include <numeric>
 
-#include <algorithm>
-#include <cmath>
-#include <cstdlib>
-#include <memory>
-#include <optional>
-#include <vector>
-
-#include "program.h"
-#include "vectors.h"
+#include "few.h"
+#include "layer.h"
 
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::parallel_for;
-using torch::stable::Tensor;
-
 constexpr int ROWS = BYTES == 32 ? 4 : 8;  // of C in registers, two vectors of each
-constexpr Index LARGE = 1 << 20;  // bytes of a core that does not stay in the second cache
-constexpr Index MOST = 1 << 30;   // bytes of all threads' sums of gradients
-constexpr Index DEEP = 256;       // rows of B that stay in the first cache
-constexpr Index FEW = 4;          // tokens, up to which vectors run along fan-in
-constexpr Index FEW_OF_LARGE = 16;      // the same, where a block is large,
-constexpr Index LARGE_BLOCK = 1 << 18;  // of so many numbers: then vectors are full, and a core is read from afar
-constexpr Index GRAIN = 1 << 16;  // multiply-adds that are worth a thread
-
-// ---- memory ----------------------------------------------------------------------------------------------------------
-
-struct Free {
-  void operator()(void* p) const { std::free(p); }
-};
-
-// Numbers at a multiple of a vector, with no value yet
-template <class F>
-struct Numbers {
-  std::unique_ptr<F, Free> held;
-  Index size = 0;
-  F* reserve(Index n) {
-    if (n > size) {
-      held.reset();
-      held.reset(static_cast<F*>(std::aligned_alloc(64, round_up(n * sizeof(F), 64))));
-      size = held ? n : 0;
-      STD_TORCH_CHECK(held, "structlin: out of memory");
-    }
-    return held.get();
-  }
-};
+constexpr Index MOST = 1 << 30;  // bytes of all threads' sums of gradients
+constexpr Index DEEP = 256;      // rows of B that stay in the first cache
 
 // ---- the products ----------------------------------------------------------------------------------------------------
 
@@ -142,139 +101,6 @@ void multiply_block(T* c, const Index* rows, Index height, Index width, const He
     for (Index k = deep; k < depth; k += deep)
       multiply_into<S, true>(c, rows, height, width, a + k, a_m, b + k * b_k, b_k, std::min(deep, depth - k), factor);
 }
-
-// ---- one core's parameters -------------------------------------------------------------------------------------------
-
-template <class Run>
-auto by_dtype(const Tensor& x, const Run& run) {
-  switch (x.scalar_type()) {
-    case ScalarType::Float: return run(float{});
-    case ScalarType::Double: return run(double{});
-    case ScalarType::BFloat16: return run(BFloat16{});
-    case ScalarType::Half: return run(Float16{});
-    default: STD_TORCH_CHECK(false, "structlin: x must be float32, float64, bfloat16 or float16");
-  }
-}
-
-template <class S>
-struct Core {
-  const S* given;         // [batch][fan_out][fan_in]
-  const Held<S>* data;    // the same as it is multiplied; nothing for few tokens
-  Wide<S> factor = 1;     // gain * clip
-  double gain = 1, clip = 1;  // clip = min(1, sigma / RMS)
-  double squares = 0;   // n RMS^2 where it is clipped, or 0
-};
-
-// Runs of a thousand products are summed as F, the runs in float64; all in float64 where F overflows or underflows
-template <class A, class B>
-double inner_product(const A* a, const B* b, Index n) {
-  using F = Wide<A>;
-  constexpr Index L = LANES<F> * (std::is_same_v<A, B> ? GROUP<A> : 1), RUN = 128 * L;
-  auto at = [](auto* p, Index count) __attribute__((always_inline)) {
-    if constexpr (std::is_same_v<A, B>) return line(p, count);
-    else return load(p, count);
-  };
-  double total = 0;
-  for (Index start = 0; start < n; start += RUN) {
-    Vector<F> sum[4] = {};
-    const Index end = std::min(start + RUN, n);
-    Index i = start;
-    for (; i + 4 * L <= end; i += 4 * L)
-      for (int j = 0; j < 4; j++) add_product(sum[j], at(a + i + j * L, L), at(b + i + j * L, L));
-    for (; i < end; i += L) add_product(sum[0], at(a + i, end - i), at(b + i, end - i));
-    total += sum_lanes<F>((sum[0] + sum[1]) + (sum[2] + sum[3]));
-  }
-  if (std::isfinite(total) && std::abs(total) > 1e-20) return total;
-  total = 0;
-  for (Index i = 0; i < n; i++) total += static_cast<double>(load(a + i, 1)[0]) * load(b + i, 1)[0];
-  return total;
-}
-
-// The numbers of a tensor as T: its own, or a wider copy
-template <class T, class S>
-const T* numbers_of(const Tensor& tensor, Numbers<T>& memory) {
-  const S* from = static_cast<const S*>(tensor.data_ptr());
-  if constexpr (std::is_same_v<S, T>) return from;
-  Index n = tensor.numel();
-  T* to = memory.reserve(n);
-  parallel_for(0, n, GRAIN, [&](Index begin, Index end) {
-    for (Index i = begin; i < end; i += LANES<Wide<S>>) store(to + i, load(from + i, end - i), end - i);
-  });
-  return to;
-}
-
-Tensor packed(const Tensor& tensor) {
-  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
-}
-
-// Everything that a call works on
-template <class S>
-struct Layer {
-  using F = Wide<S>;
-  Program program;
-  std::vector<Tensor> tensors;
-  std::vector<Numbers<Held<S>>> memory;
-  std::vector<Core<S>> cores;
-  Index tokens;
-  bool few;
-
-  Layer(const Tensor& x, const std::vector<Tensor>& given, const std::optional<Tensor>& gains,
-        const std::vector<double>& sigmas, const Indices& code, bool forward)
-      : program(code), memory(given.size()) {
-    STD_TORCH_CHECK(given.size() == program.steps.size() && x.dim() > 0 && x.size(x.dim() - 1) == program.in,
-                    "structlin: x or the cores do not fit the program");
-    STD_TORCH_CHECK(!gains || (gains->numel() == static_cast<Index>(given.size()) && sigmas.size() == given.size()),
-                    "structlin: a gain and a sigma are needed for every core");
-    tokens = x.numel() / program.in;
-    few = forward && tokens <= (program.largest() < LARGE_BLOCK ? FEW : FEW_OF_LARGE);
-    for (size_t t = 0; t < given.size(); t++) {
-      const Step& step = program.steps[t];
-      STD_TORCH_CHECK(given[t].numel() == step.params() && given[t].scalar_type() == x.scalar_type(),
-                      "structlin: core ", t, " has another size or dtype than the program and x ask for");
-      tensors.push_back(packed(given[t]));
-      const S* numbers = static_cast<const S*>(tensors[t].data_ptr());
-      Core<S> core{numbers, few ? nullptr : numbers_of<Held<S>, S>(tensors[t], memory[t])};
-      cores.push_back(core);
-    }
-    if (gains) normalise(*gains, sigmas);
-  }
-
-  void normalise(const Tensor& gains, const std::vector<double>& sigmas) {
-    const Index count = cores.size(), parts = threads();
-    std::vector<double> squares(parts * count);
-    parallel_for(0, parts, 1, [&](Index begin, Index end) {
-      for (Index part = begin; part < end; part++)
-        for (Index t = 0; t < count; t++) {
-          const Index n = program.steps[t].params(), start = part * n / parts;
-          const S* from = cores[t].given + start;
-          squares[part * count + t] = inner_product(from, from, (part + 1) * n / parts - start);
-        }
-    });
-    for (Index t = 0; t < count; t++) {
-      Core<S>& core = cores[t];
-      double sum = 0, n = program.steps[t].params();
-      for (Index part = 0; part < parts; part++) sum += squares[part * count + t];
-      by_dtype(gains, [&](auto s) {
-        core.gain = load(static_cast<const decltype(s)*>(gains.data_ptr()) + t * gains.stride(0), 1)[0];
-      });
-      if (sum >= sigmas[t] * sigmas[t] * n) {
-        core.squares = sum;
-        core.clip = sigmas[t] / std::sqrt(sum / n);
-      }
-      core.factor = core.gain * core.clip;
-    }
-  }
-
-  Index threads() const { return std::max<Index>(1, torch::stable::get_num_threads()); }
-
-  // Tokens of a tile: a vector; more where a core is large, so that it is read less often, and where numbers go in groups
-  Index tile() const {
-    Index largest = 0, wide = 2 * LANES<F>;
-    for (const Step& step : program.steps) largest = std::max(largest, step.params());
-    bool more = GROUPED<S> || largest * sizeof(F) >= LARGE;
-    return more && tokens >= wide * threads() ? wide : LANES<F>;
-  }
-};
 
 // ---- a tile of tokens ------------------------------------------------------------------------------------------------
 
@@ -352,11 +178,11 @@ struct Tile {
     t + 1 < program.steps.size() ? run(static_cast<H*>(to)) : run(static_cast<F*>(to));
   }
 
-  // g_t from g_(t+1), by the transposed core; dx is wide
-  void backward(size_t t, void* to, const H* from, const H* core) const {
+  // g_t from g_(t+1), by the transposed core, for some of the blocks; dx is wide
+  void backward(size_t t, void* to, const H* from, const H* core, Index begin, Index end) const {
     const Step& step = program.steps[t];
     auto run = [&](auto* to) {
-      for (Index pair = 0; pair < step.pairs(); pair++)
+      for (Index pair = begin; pair < end; pair++)
         multiply_block<S>(to + reads[t].block(pair), reads[t].fan.data(), step.in, size,
                           core + pair / step.repeat * step.in * step.out, step.out, from + pair * g[t].block, size,
                           step.out, cores[t].factor);
@@ -364,6 +190,16 @@ struct Tile {
     t ? run(static_cast<H*>(to)) : run(static_cast<F*>(to));
   }
 };
+
+// `run(begin, end)` for some of the `count` blocks of a core. Within a tile that is one of many this is one call; all threads
+// share what is the only one.
+template <class Run>
+void over_blocks(const Step& step, Index count, const Run& run) {
+  parallel_for(0, count, std::max<Index>(1, GRAIN / (step.in * step.out * 2)), [&](Index begin, Index end) {
+    FlushDenormals flush;
+    run(begin, end);
+  });
+}
 
 // Where the sum of a core's gradient lies: [batch][rows][columns], columns padded to whole vectors
 template <class S>
@@ -382,12 +218,12 @@ struct Sum {
     for (Index m = 0; m < rows; m++) row_offsets.push_back(m * padded);
   }
 
-  // `total += g h'` over the tokens of a tile
+  // `total += g h'` over the tokens of a tile, for blocks that are read from `begin` to `end`; `fresh`: total has no value yet
   void add(F* total, const Step& step, const Held<S>* g, Index g_block, const Held<S>* h, Index h_block, Index size,
-           Index n, F* turned) const {
+           Index n, F* turned, bool fresh, Index begin, Index end) const {
     using Row = std::conditional_t<GROUPED<S>, Pair, F>;  // of B: GROUP tokens
     static_assert(sizeof(Row) == sizeof(F));
-    for (Index pair = 0; pair < step.pairs(); pair++) {
+    for (Index pair = begin * step.repeat; pair < end * step.repeat; pair++) {
       const Held<S>*left = g + pair * g_block, *right = h + pair * h_block;
       if (swapped) std::swap(left, right);
       auto get = [&](Index f, Index t, Index count) {
@@ -395,131 +231,14 @@ struct Sum {
       };
       auto put = [&](Index t, Index f, const Vector<F>& v) { store(turned + t * padded + f, v); };
       transpose<F>(columns, size / GROUP<S>, padded, get, put);
-      multiply_into<S, true>(total + start + pair / step.repeat * rows * padded, row_offsets.data(), rows, padded, left,
-                             size, reinterpret_cast<const Row*>(turned), padded, round_up(n, GROUP<S>), F{1});
+      auto multiply = fresh && pair % step.repeat == 0 ? multiply_into<S, false, Row, F> : multiply_into<S, true, Row, F>;
+      multiply(total + start + pair / step.repeat * rows * padded, row_offsets.data(), rows, padded, left, size,
+               reinterpret_cast<const Row*>(turned), padded, round_up(n, GROUP<S>), F{1});
     }
   }
 };
 
 // ---- forward ---------------------------------------------------------------------------------------------------------
-
-// R rows of a core times N tokens, of which `h` and `next` are rows, `stride` numbers apart; a result for each row of the
-// core, in `columns`. Of L / R tokens those that are missing repeat the others, which costs nothing.
-template <class S, int R, int N, class T>
-inline void multiply_rows(const S* core, Index in, const Held<S>* h, T* next, Index stride, const Index* columns,
-                          Wide<S> factor) {
-  using F = Wide<S>;
-  constexpr Index STEP = LANES<F> * GROUP<S>, EACH = LANES<F> / R;
-  Vector<F> sum[R][N] = {}, all[LANES<F>];
-  auto add = [&](Index i, Index count) __attribute__((always_inline)) {
-    decltype(line(core, count)) rows[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) rows[r] = line(core + r * in + i, count);
-#pragma GCC unroll 4
-    for (int t = 0; t < N; t++) {
-      auto token = line(h + t * stride + i, count);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) add_product(sum[r][t], rows[r], token);
-    }
-  };
-  Index i = 0;
-  for (; i + STEP <= in; i += STEP) add(i, STEP);
-  if (i < in) add(i, in - i);
-#pragma GCC unroll 16
-  for (int j = 0; j < LANES<F>; j++) all[j] = sum[j / EACH][j % EACH % N];
-  T found[LANES<F>];
-  store(found, factor * sum_each<F>(all));
-  for (int r = 0; r < R; r++)
-    for (int t = 0; t < N; t++) next[t * stride + columns[r]] = found[r * EACH + t];
-}
-
-// h_(t+1) from h_t, times a factor, for some rows of a core, `batch * fan_out`
-template <class S, class T>
-void multiply_few(const Step& step, const S* core, Wide<S> factor, const Held<S>* h, T* next, Index stride, Index tokens,
-                  Index begin, Index end) {
-  constexpr int L = LANES<Wide<S>>, R = std::min(4, L);
-  for (Index row = begin; row < end;) {
-    const Index block = row / step.out, stop = std::min(end, (block + 1) * step.out);
-    for (Index r = 0; r < step.repeat; r++) {
-      const Held<S>* from = h + (block * step.repeat + r) * step.in;
-      T* to = next + step.writes.batch[block] + step.writes.repeat[r];
-      auto multiply = [&]<int ROWS>(Index o) {
-        const S* rows = core + o * step.in;
-        const Index* columns = step.writes.fan.data() + (o - block * step.out);
-        auto some = [&]<int COUNT>(Index t) {
-          multiply_rows<S, ROWS, COUNT>(rows, step.in, from + t * stride, to + t * stride, stride, columns, factor);
-        };
-        Index t = 0;
-        if constexpr (ROWS * 4 <= L)
-          for (; t + 4 <= tokens; t += 4) some.template operator()<4>(t);
-        if constexpr (ROWS * 2 <= L)
-          for (; t + 2 <= tokens; t += 2) some.template operator()<2>(t);
-        for (; t < tokens; t++) some.template operator()<1>(t);
-      };
-      Index o = row;
-      if constexpr (2 * R <= L)
-        for (; tokens == 1 && o + 2 * R <= stop; o += 2 * R) multiply.template operator()<2 * R>(o);
-      for (; o + R <= stop; o += R) multiply.template operator()<R>(o);
-      for (; o < stop; o++) multiply.template operator()<1>(o);
-    }
-    row = stop;
-  }
-}
-
-// Each thread takes some tokens through all cores, or if they are too few, some rows of each core
-template <class S>
-void forward_few(const Layer<S>& layer, const Tensor& x, S* y, const Wide<S>* bias) {
-  using F = Wide<S>;
-  using H = Held<S>;
-  constexpr int L = LANES<F>;
-  const Program& program = layer.program;
-  const Step& first = program.steps.front();
-  const Index tokens = layer.tokens, threads = layer.threads(), last = program.steps.size() - 1;
-  const Index stride = round_up(program.width(), 1024) + 2 * L;  // or tokens would share a line of the cache
-  const Indices& fan = first.reads.fan;
-  const bool straight = fan.back() == first.in - 1 && std::is_sorted(fan.begin(), fan.end());
-  Index work = 0;
-  for (const Step& step : program.steps) work += step.params() * step.repeat * tokens;
-  const Index groups = tokens >= 2 * threads && work > 2 * GRAIN ? threads : 1;
-  thread_local Numbers<H> wide;
-  const H* numbers = numbers_of<H, S>(x, wide);
-  auto run = [&](Index begin, Index n) {
-    thread_local Numbers<F> memory;
-    F *h = memory.reserve(2 * n * stride), *next = h + n * stride;
-    const H* from = numbers + begin * program.in;
-    for (Index t = 0; t < n; t++, from += program.in)
-      for (Index pair = 0; pair < first.pairs(); pair++) {
-        H* to = reinterpret_cast<H*>(h) + t * stride + pair * first.in;
-        const Index start = first.reads.block(pair);
-        if (straight && start + first.in <= program.in) std::copy_n(from + start, first.in, to);
-        else
-          for (Index i = 0; i < first.in; i++) to[i] = start + fan[i] < program.in ? from[start + fan[i]] : H{};
-      }
-    for (Index t = 0; t <= last; t++, std::swap(h, next)) {
-      const Step& step = program.steps[t];
-      const Core<S>& core = layer.cores[t];
-      const Index rows = step.batch * step.out;
-      const Index parts = std::clamp<Index>(step.params() * step.repeat * n / (2 * GRAIN), 1, threads / groups);
-      parallel_for(0, parts, 1, [&](Index part, Index end) {
-        FlushDenormals flush;
-        const H* read = reinterpret_cast<const H*>(h);
-        const Index low = part * rows / parts, high = end * rows / parts;
-        if (t < last) multiply_few(step, core.given, core.factor, read, reinterpret_cast<H*>(next), stride, n, low, high);
-        else multiply_few(step, core.given, core.factor, read, next, stride, n, low, high);
-      });
-    }
-    S* to = y + begin * program.out;
-    for (Index t = 0; t < n; t++, to += program.out)
-      for (Index f = 0; f < program.out; f += L) {
-        Index count = program.out - f;
-        Vector<F> v = load(h + t * stride + f, count);
-        store(to + f, bias ? v + load(bias + f, count) : v, count);
-      }
-  };
-  parallel_for(0, groups, 1, [&](Index begin, Index end) {
-    run(begin * tokens / groups, end * tokens / groups - begin * tokens / groups);
-  });
-}
 
 template <class S>
 void forward_tiles(const Layer<S>& layer, const Tensor& given, S* y, const Wide<S>* bias) {
@@ -537,11 +256,7 @@ void forward_tiles(const Layer<S>& layer, const Tensor& given, S* y, const Wide<
       tile.enter(h, x + first * program.in, program.in, n, tile.x_places);
       for (size_t t = 0; t < program.steps.size(); t++, std::swap(h, next)) {
         const Step& step = program.steps[t];
-        const Index grain = tiles > 1 ? step.pairs() : std::max<Index>(1, GRAIN / (step.in * step.out * 2));
-        parallel_for(0, step.pairs(), grain, [&](Index begin, Index end) {
-          FlushDenormals flush;
-          tile.forward(t, next, h, begin, end);
-        });
+        over_blocks(step, step.pairs(), [&](Index begin, Index end) { tile.forward(t, next, h, begin, end); });
       }
       tile.leave(y + first * program.out, reinterpret_cast<F*>(h), program.out, n, bias);
     }
@@ -634,18 +349,20 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
 
   auto run = [&](Index part) {
     thread_local Numbers<H> memory;
-    thread_local Numbers<F> turned_memory;
     H* h = memory.reserve(middle + 2 * area);
-    F *turn = turned_memory.reserve(turned), *own = total + part * summed;
-    std::fill(own, own + summed, F{0});
-    for (Index number = part * tiles / parts; number < (part + 1) * tiles / parts; number++) {
+    F* own = total + part * summed;
+    const Index start = part * tiles / parts;
+    std::fill(tiles ? own + bias_at : own, own + summed, F{0});
+    for (Index number = start; number < (part + 1) * tiles / parts; number++) {
       Index first = number * size, n = std::min(size, tokens - first);
       std::vector<H*> read{h};  // by each core
       for (Index t = 0; t < count; t++) read.push_back(read.back() + program.steps[t].pairs() * tile.h[t].block);
       H *g = read.back(), *next = g + area;
       if (of_cores) {
         tile.enter(h, x_data + first * program.in, program.in, n, tile.x_places);
-        for (Index t = 0; t + 1 < count; t++) tile.forward(t, read[t + 1], read[t], 0, program.steps[t].pairs());
+        for (Index t = 0; t + 1 < count; t++)
+          over_blocks(program.steps[t], program.steps[t].pairs(),
+                      [&](Index begin, Index end) { tile.forward(t, read[t + 1], read[t], begin, end); });
       }
       const S* dy_rows = dy_data + first * program.out;
       if (of_bias)
@@ -658,9 +375,17 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
       if (!of_x && !of_cores) continue;
       tile.enter(g, dy_rows, program.out, n, tile.dy_places);
       for (Index t = count - 1; t >= 0; t--) {
-        if (of_cores) sums[t].add(own, program.steps[t], g, tile.g[t].block, read[t], tile.h[t].block, size, n, turn);
+        const Step& step = program.steps[t];
+        if (of_cores)
+          over_blocks(step, step.batch, [&](Index begin, Index end) {
+            thread_local Numbers<F> turned_memory;
+            sums[t].add(own, step, g, tile.g[t].block, read[t], tile.h[t].block, size, n, turned_memory.reserve(turned),
+                        number == start, begin, end);
+          });
         if (!t && !of_x) break;
-        tile.backward(t, next, g, turned_cores[t].held.get());
+        over_blocks(step, step.pairs(), [&](Index begin, Index end) {
+          tile.backward(t, next, g, turned_cores[t].held.get(), begin, end);
+        });
         std::swap(g, next);
       }
       if (of_x) tile.leave(dx_data + first * program.in, reinterpret_cast<F*>(g), program.in, n, nullptr);
@@ -688,23 +413,29 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
     const Sum<S>& sum = sums[t];
     const Core<S>& core = layer.cores[t];
     const Index m_stride = sum.swapped ? 1 : sum.padded, n_stride = sum.swapped ? sum.padded : 1;
-    Numbers<F> line;
-    F* row = line.reserve(round_up(step.in, LANES<F>));
-    auto gather = [&](Index index) {  // row `index` of the gradient, in the core's own order
-      const F* from = total + sum.start + index / step.out * sum.rows * sum.padded + index % step.out * m_stride;
-      for (Index i = 0; i < step.in; i++) row[i] = from[i * n_stride];
+    const Index height = step.batch * step.out;
+    auto over_rows = [&](const auto& run) {  // `run(index, row)` for each row of the gradient, in the core's own order
+      parallel_for(0, height, std::max<Index>(1, GRAIN / step.in), [&](Index begin, Index end) {
+        thread_local Numbers<F> line;
+        F* row = line.reserve(round_up(step.in, LANES<F>));
+        for (Index index = begin; index < end; index++) {
+          const F* from = total + sum.start + index / step.out * sum.rows * sum.padded + index % step.out * m_stride;
+          for (Index i = 0; i < step.in; i++) row[i] = from[i * n_stride];
+          run(index, row);
+        }
+      });
     };
-    double along = 0;
-    for (Index index = 0; gains && index < step.batch * step.out; index++) {
-      gather(index);
-      along += inner_product(row, core.data + index * step.in, step.in);
-    }
+    std::vector<double> parts_along(gains ? height : 0);
+    if (gains)
+      over_rows([&](Index index, const F* row) {
+        parts_along[index] = inner_product(row, core.data + index * step.in, step.in);
+      });
+    const double along = std::accumulate(parts_along.begin(), parts_along.end(), 0.0);
     if (wants & OF_GAINS) static_cast<double*>(found[1 + count].mutable_data_ptr())[t] = along * core.clip;
     if (!(wants & OF_CORES)) continue;
     S* to = static_cast<S*>(found[1 + t].mutable_data_ptr());
     const F back = core.squares ? along / core.squares : 0;
-    for (Index index = 0; index < step.batch * step.out; index++) {
-      gather(index);
+    over_rows([&](Index index, const F* row) {
       for (Index i = 0; i < step.in; i += LANES<F>) {
         Index width = std::min<Index>(LANES<F>, step.in - i);
         Vector<F> own = load(core.data + index * step.in + i, width);
@@ -712,7 +443,7 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
         if (back) gradient -= back * own;
         store(to + index * step.in + i, core.factor * gradient, width);
       }
-    }
+    });
   }
   return found;
 }

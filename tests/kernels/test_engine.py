@@ -3,6 +3,7 @@ it is built."""
 
 import multiprocessing
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -116,6 +117,26 @@ def test_wide_layers_on_several_threads_and_the_same_bits_twice(family, threads)
                 assert all(torch.equal(a, b) for a, b in zip(own, again, strict=True))
     finally:
         torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", [Monarch(blocks=4), BTT(rank=4), TT(rank=16), Kronecker()])
+def test_threads_that_share_one_tile_give_the_bits_of_one_thread(family, dtype):
+    structure = family.structure(1024, 512)
+    cores = random_cores(structure, dtype)
+    gains = torch.full((len(cores),), 0.5, dtype=torch.float64)  # which clip nothing
+    x, dy = tokens(16, 1024, dtype=dtype), tokens(16, 512, dtype=dtype).cos()
+    found = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            wants, sigmas = ALL | op.OF_GAINS, [1e3] * len(cores)
+            found.append(backward(structure, dy, x, cores, wants, gains, sigmas))
+    finally:
+        torch.set_num_threads(1)
+    assert all(torch.equal(alone, shared) for alone, shared in zip(*found, strict=True))
+    without = backward(structure, dy, x, [0.5 * core for core in cores])
+    assert_near(found[1][:1], [without[0].double()], dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -641,6 +662,18 @@ def test_blocks_that_blas_has_at_its_own_rate_are_left_to_it(dtype, blocks, take
     layer = StructuredLinear(1024, 1024, Monarch(blocks=blocks), dtype=dtype)
     y = layer(torch.randn(2, 1024).to(dtype).requires_grad_())
     assert (y.grad_fn.name() == "_ProductBackward") == takes
+
+
+def test_its_limits_of_few_tokens_and_large_blocks_are_those_that_choose_it():
+    text = engine.SOURCE.with_name("layer.h").read_text(encoding="utf-8")
+    found = dict(
+        re.findall(r"^constexpr Index (FEW_OF_LARGE|LARGE_BLOCK) = ([\d <]+);", text, re.M)
+    )
+    limits = {}
+    for name, value in found.items():
+        number, _, shift = value.partition(" << ")
+        limits[name] = int(number) << int(shift or 0)
+    assert limits == {"FEW_OF_LARGE": op.MOST_DECODED, "LARGE_BLOCK": op.LARGE}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -1,0 +1,131 @@
+// The forward pass of few tokens, as dot products with the rows of the cores as they are stored.
+//
+//     h_0 = x        h_(t+1)[b, r, o] = sum_i core_t[b, o, i] h_t[b, r, i]        y = h_last + bias
+//
+// Here vectors run along fan-in, and a token is a row. Sums stay in registers, so that each core is read once: some of its
+// rows times some tokens, which makes a whole vector of results.
+
+#pragma once
+#include "layer.h"
+
+namespace {
+
+// R rows of a core times N tokens, of which `h` and `next` are rows, `stride` numbers apart; a result for each row of the
+// core, in `columns`. Of L / R tokens those that are missing repeat the others, which costs nothing.
+template <class S, int R, int N, class T>
+inline void multiply_rows(const S* core, Index in, const Held<S>* h, T* next, Index stride, const Index* columns,
+                          Wide<S> factor) {
+  using F = Wide<S>;
+  constexpr Index STEP = LANES<F> * GROUP<S>, EACH = LANES<F> / R;
+  Vector<F> sum[R][N] = {}, all[LANES<F>];
+  auto add = [&](Index i, Index count) __attribute__((always_inline)) {
+    decltype(line(core, count)) rows[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) rows[r] = line(core + r * in + i, count);
+#pragma GCC unroll 4
+    for (int t = 0; t < N; t++) {
+      auto token = line(h + t * stride + i, count);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) add_product(sum[r][t], rows[r], token);
+    }
+  };
+  Index i = 0;
+  for (; i + STEP <= in; i += STEP) add(i, STEP);
+  if (i < in) add(i, in - i);
+#pragma GCC unroll 16
+  for (int j = 0; j < LANES<F>; j++) all[j] = sum[j / EACH][j % EACH % N];
+  T found[LANES<F>];
+  store(found, factor * sum_each<F>(all));
+  for (int r = 0; r < R; r++)
+    for (int t = 0; t < N; t++) next[t * stride + columns[r]] = found[r * EACH + t];
+}
+
+// h_(t+1) from h_t, times a factor, for some rows of a core, `batch * fan_out`
+template <class S, class T>
+void multiply_few(const Step& step, const S* core, Wide<S> factor, const Held<S>* h, T* next, Index stride, Index tokens,
+                  Index begin, Index end) {
+  constexpr int L = LANES<Wide<S>>, R = std::min(4, L);
+  for (Index row = begin; row < end;) {
+    const Index block = row / step.out, stop = std::min(end, (block + 1) * step.out);
+    for (Index r = 0; r < step.repeat; r++) {
+      const Held<S>* from = h + (block * step.repeat + r) * step.in;
+      T* to = next + step.writes.batch[block] + step.writes.repeat[r];
+      auto multiply = [&]<int ROWS>(Index o) {
+        const S* rows = core + o * step.in;
+        const Index* columns = step.writes.fan.data() + (o - block * step.out);
+        auto some = [&]<int COUNT>(Index t) {
+          multiply_rows<S, ROWS, COUNT>(rows, step.in, from + t * stride, to + t * stride, stride, columns, factor);
+        };
+        Index t = 0;
+        if constexpr (ROWS * 4 <= L)
+          for (; t + 4 <= tokens; t += 4) some.template operator()<4>(t);
+        if constexpr (ROWS * 2 <= L)
+          for (; t + 2 <= tokens; t += 2) some.template operator()<2>(t);
+        for (; t < tokens; t++) some.template operator()<1>(t);
+      };
+      Index o = row;
+      if constexpr (2 * R <= L)
+        for (; tokens == 1 && o + 2 * R <= stop; o += 2 * R) multiply.template operator()<2 * R>(o);
+      for (; o + R <= stop; o += R) multiply.template operator()<R>(o);
+      for (; o < stop; o++) multiply.template operator()<1>(o);
+    }
+    row = stop;
+  }
+}
+
+// Each thread takes some tokens through all cores, or if they are too few, some rows of each core
+template <class S>
+void forward_few(const Layer<S>& layer, const Tensor& x, S* y, const Wide<S>* bias) {
+  using F = Wide<S>;
+  using H = Held<S>;
+  constexpr int L = LANES<F>;
+  const Program& program = layer.program;
+  const Step& first = program.steps.front();
+  const Index tokens = layer.tokens, threads = layer.threads(), last = program.steps.size() - 1;
+  const Index stride = round_up(program.width(), 1024) + 2 * L;  // or tokens would share a line of the cache
+  const Indices& fan = first.reads.fan;
+  const bool straight = fan.back() == first.in - 1 && std::is_sorted(fan.begin(), fan.end());
+  Index work = 0;
+  for (const Step& step : program.steps) work += step.params() * step.repeat * tokens;
+  const Index groups = tokens >= 2 * threads && work > 2 * GRAIN ? threads : 1;
+  thread_local Numbers<H> wide;
+  const H* numbers = numbers_of<H, S>(x, wide);
+  auto run = [&](Index begin, Index n) {
+    thread_local Numbers<F> memory;
+    F *h = memory.reserve(2 * n * stride), *next = h + n * stride;
+    const H* from = numbers + begin * program.in;
+    for (Index t = 0; t < n; t++, from += program.in)
+      for (Index pair = 0; pair < first.pairs(); pair++) {
+        H* to = reinterpret_cast<H*>(h) + t * stride + pair * first.in;
+        const Index start = first.reads.block(pair);
+        if (straight && start + first.in <= program.in) std::copy_n(from + start, first.in, to);
+        else
+          for (Index i = 0; i < first.in; i++) to[i] = start + fan[i] < program.in ? from[start + fan[i]] : H{};
+      }
+    for (Index t = 0; t <= last; t++, std::swap(h, next)) {
+      const Step& step = program.steps[t];
+      const Core<S>& core = layer.cores[t];
+      const Index rows = step.batch * step.out;
+      const Index parts = std::clamp<Index>(step.params() * step.repeat * n / (2 * GRAIN), 1, threads / groups);
+      parallel_for(0, parts, 1, [&](Index part, Index end) {
+        FlushDenormals flush;
+        const H* read = reinterpret_cast<const H*>(h);
+        const Index low = part * rows / parts, high = end * rows / parts;
+        if (t < last) multiply_few(step, core.given, core.factor, read, reinterpret_cast<H*>(next), stride, n, low, high);
+        else multiply_few(step, core.given, core.factor, read, next, stride, n, low, high);
+      });
+    }
+    S* to = y + begin * program.out;
+    for (Index t = 0; t < n; t++, to += program.out)
+      for (Index f = 0; f < program.out; f += L) {
+        Index count = program.out - f;
+        Vector<F> v = load(h + t * stride + f, count);
+        store(to + f, bias ? v + load(bias + f, count) : v, count);
+      }
+  };
+  parallel_for(0, groups, 1, [&](Index begin, Index end) {
+    run(begin * tokens / groups, end * tokens / groups - begin * tokens / groups);
+  });
+}
+
+}  // namespace

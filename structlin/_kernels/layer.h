@@ -1,0 +1,188 @@
+// What a call works on: the program, each core's numbers as they are multiplied, and its factor under weight normalisation.
+//
+//     factor = gain * min(1, sigma / RMS(core))
+
+#pragma once
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "program.h"
+#include "vectors.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::parallel_for;
+using torch::stable::Tensor;
+
+constexpr Index LARGE = 1 << 20;        // bytes of a core that does not stay in the second cache
+constexpr Index FEW = 4;                // tokens, up to which vectors run along fan-in
+constexpr Index FEW_OF_LARGE = 16;      // the same, where a block is large,
+constexpr Index LARGE_BLOCK = 1 << 18;  // of so many numbers: then vectors are full, and a core is read from afar
+constexpr Index GRAIN = 1 << 16;        // multiply-adds that are worth a thread
+
+// ---- memory ----------------------------------------------------------------------------------------------------------
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+
+// Numbers at a multiple of a vector, with no value yet
+template <class F>
+struct Numbers {
+  std::unique_ptr<F, Free> held;
+  Index size = 0;
+  F* reserve(Index n) {
+    if (n > size) {
+      held.reset();
+      held.reset(static_cast<F*>(std::aligned_alloc(64, round_up(n * sizeof(F), 64))));
+      size = held ? n : 0;
+      STD_TORCH_CHECK(held, "structlin: out of memory");
+    }
+    return held.get();
+  }
+};
+
+// ---- one core's parameters -------------------------------------------------------------------------------------------
+
+template <class Run>
+auto by_dtype(const Tensor& x, const Run& run) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float: return run(float{});
+    case ScalarType::Double: return run(double{});
+    case ScalarType::BFloat16: return run(BFloat16{});
+    case ScalarType::Half: return run(Float16{});
+    default: STD_TORCH_CHECK(false, "structlin: x must be float32, float64, bfloat16 or float16");
+  }
+}
+
+template <class S>
+struct Core {
+  const S* given;         // [batch][fan_out][fan_in]
+  const Held<S>* data;    // the same as it is multiplied; nothing for few tokens
+  Wide<S> factor = 1;     // gain * clip
+  double gain = 1, clip = 1;  // clip = min(1, sigma / RMS)
+  double squares = 0;   // n RMS^2 where it is clipped, or 0
+};
+
+// Runs of a thousand products are summed as F, the runs in float64; all in float64 where F overflows or underflows
+template <class A, class B>
+double inner_product(const A* a, const B* b, Index n) {
+  using F = Wide<A>;
+  constexpr Index L = LANES<F> * (std::is_same_v<A, B> ? GROUP<A> : 1), RUN = 128 * L;
+  auto at = [](auto* p, Index count) __attribute__((always_inline)) {
+    if constexpr (std::is_same_v<A, B>) return line(p, count);
+    else return load(p, count);
+  };
+  double total = 0;
+  for (Index start = 0; start < n; start += RUN) {
+    Vector<F> sum[4] = {};
+    const Index end = std::min(start + RUN, n);
+    Index i = start;
+    for (; i + 4 * L <= end; i += 4 * L)
+      for (int j = 0; j < 4; j++) add_product(sum[j], at(a + i + j * L, L), at(b + i + j * L, L));
+    for (; i < end; i += L) add_product(sum[0], at(a + i, end - i), at(b + i, end - i));
+    total += sum_lanes<F>((sum[0] + sum[1]) + (sum[2] + sum[3]));
+  }
+  if (std::isfinite(total) && std::abs(total) > 1e-20) return total;
+  total = 0;
+  for (Index i = 0; i < n; i++) total += static_cast<double>(load(a + i, 1)[0]) * load(b + i, 1)[0];
+  return total;
+}
+
+// The numbers of a tensor as T: its own, or a wider copy
+template <class T, class S>
+const T* numbers_of(const Tensor& tensor, Numbers<T>& memory) {
+  const S* from = static_cast<const S*>(tensor.data_ptr());
+  if constexpr (std::is_same_v<S, T>) return from;
+  Index n = tensor.numel();
+  T* to = memory.reserve(n);
+  parallel_for(0, n, GRAIN, [&](Index begin, Index end) {
+    for (Index i = begin; i < end; i += LANES<Wide<S>>) store(to + i, load(from + i, end - i), end - i);
+  });
+  return to;
+}
+
+Tensor packed(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
+// Everything that a call works on
+template <class S>
+struct Layer {
+  using F = Wide<S>;
+  Program program;
+  std::vector<Tensor> tensors;
+  std::vector<Numbers<Held<S>>> memory;
+  std::vector<Core<S>> cores;
+  Index tokens;
+  bool few;
+
+  Layer(const Tensor& x, const std::vector<Tensor>& given, const std::optional<Tensor>& gains,
+        const std::vector<double>& sigmas, const Indices& code, bool forward)
+      : program(code), memory(given.size()) {
+    STD_TORCH_CHECK(given.size() == program.steps.size() && x.dim() > 0 && x.size(x.dim() - 1) == program.in,
+                    "structlin: x or the cores do not fit the program");
+    STD_TORCH_CHECK(!gains || (gains->numel() == static_cast<Index>(given.size()) && sigmas.size() == given.size()),
+                    "structlin: a gain and a sigma are needed for every core");
+    tokens = x.numel() / program.in;
+    few = forward && tokens <= (program.largest() < LARGE_BLOCK ? FEW : FEW_OF_LARGE);
+    for (size_t t = 0; t < given.size(); t++) {
+      const Step& step = program.steps[t];
+      STD_TORCH_CHECK(given[t].numel() == step.params() && given[t].scalar_type() == x.scalar_type(),
+                      "structlin: core ", t, " has another size or dtype than the program and x ask for");
+      tensors.push_back(packed(given[t]));
+      const S* numbers = static_cast<const S*>(tensors[t].data_ptr());
+      Core<S> core{numbers, few ? nullptr : numbers_of<Held<S>, S>(tensors[t], memory[t])};
+      cores.push_back(core);
+    }
+    if (gains) normalise(*gains, sigmas);
+  }
+
+  void normalise(const Tensor& gains, const std::vector<double>& sigmas) {
+    const Index count = cores.size(), parts = threads();
+    std::vector<double> squares(parts * count);
+    parallel_for(0, parts, 1, [&](Index begin, Index end) {
+      for (Index part = begin; part < end; part++)
+        for (Index t = 0; t < count; t++) {
+          const Index n = program.steps[t].params(), start = part * n / parts;
+          const S* from = cores[t].given + start;
+          squares[part * count + t] = inner_product(from, from, (part + 1) * n / parts - start);
+        }
+    });
+    for (Index t = 0; t < count; t++) {
+      Core<S>& core = cores[t];
+      double sum = 0, n = program.steps[t].params();
+      for (Index part = 0; part < parts; part++) sum += squares[part * count + t];
+      by_dtype(gains, [&](auto s) {
+        core.gain = load(static_cast<const decltype(s)*>(gains.data_ptr()) + t * gains.stride(0), 1)[0];
+      });
+      if (sum >= sigmas[t] * sigmas[t] * n) {
+        core.squares = sum;
+        core.clip = sigmas[t] / std::sqrt(sum / n);
+      }
+      core.factor = core.gain * core.clip;
+    }
+  }
+
+  Index threads() const { return std::max<Index>(1, torch::stable::get_num_threads()); }
+
+  // Tokens of a tile: a vector; more where a core is large, so that it is read less often, and where numbers go in groups
+  Index tile() const {
+    Index largest = 0, wide = 2 * LANES<F>;
+    for (const Step& step : program.steps) largest = std::max(largest, step.params());
+    bool more = GROUPED<S> || largest * sizeof(F) >= LARGE;
+    return more && tokens >= wide * threads() ? wide : LANES<F>;
+  }
+};
+
+}  // namespace
