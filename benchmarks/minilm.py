@@ -7,10 +7,11 @@ were?
     python -m benchmarks.minilm --smoke          # seconds: a tiny random encoder, no weights
 
 The linear layers of the encoder are converted by family and budget: nearest to their weights
-("plain"), or calibrated on sentences of the standard library's documentation. At half the
-parameters, the calibrated encoder is also healed by a few steps of distillation, and has its cores
-rounded to int8. Peers on the same layers (benchmarks/minilm_peers.py): plain SVD, SVD-LLM's
-whitening and truncation, magnitude pruning to as many nonzero parameters, int8 by torchao.
+("plain"), calibrated on sentences of the standard library's documentation, or calibrated and each
+block refined by a few steps against the original's ("refined"). At half the parameters, the refined
+encoder is also healed by a few steps of distillation, and rounded to int8. Peers on the same layers
+(benchmarks/minilm_peers.py): plain SVD, SVD-LLM's whitening and truncation, magnitude pruning to as
+many nonzero parameters, int8 by torchao. Layers that a budget leaves dense count as they are.
 
 On other sentences: the cosine similarity of each sentence's embedding before and after; how often
 its nearest neighbour is still the same sentence; and how often a logistic regression, trained on
@@ -48,7 +49,10 @@ FAMILIES = {
     "low-rank": structlin.LowRank(rank=1),
     "block-diagonal": structlin.BlockDiagonal(blocks=4),
 }
-CALIBRATED: dict[str, dict[str, Any]] = {"calibrated": {}}  # way -> more options of structlin.plan
+CALIBRATED: dict[str, dict[str, Any]] = {  # way -> more options of structlin.plan
+    "calibrated": {},
+    "refined": {"refine": 32},
+}
 FURTHER = ("int8", "healed")  # what is done at half the parameters with the last of them
 WAYS = ("plain", *CALIBRATED, *FURTHER)
 HALF = 0.5  # the budget at which models are healed and rounded
@@ -142,22 +146,22 @@ def neighbours(embeddings: Tensor) -> Tensor:
 class Sentences:
     """The sentences of a run: to measure on, to calibrate and heal with, to classify.
 
-    Of `n` each: held out (cosine, neighbours, topics), calibration, further ones for the topics.
-    What is left trains the classifier and, with those of the calibration, heals.
+    Of `n` each: held out (cosine, neighbours, topics), further ones for the topics. `calibration`
+    others calibrate. What is left trains the classifier and, with those of the calibration, heals.
     """
 
-    def __init__(self, model: nn.Module, tokenize: Callable[[list[str]], Batch], n: int) -> None:
+    def __init__(
+        self, model: nn.Module, tokenize: Callable[[list[str]], Batch], n: int, calibration: int
+    ) -> None:
         texts, topic = sentences(), topics_of_sentences()
-        if len(texts) < 4 * n:
+        needed = 3 * n + calibration
+        if len(texts) < needed:
             raise ValueError(
-                f"--sentences {n}: there are {len(texts):,} sentences, and {4 * n:,} are needed"
+                f"--sentences {n} --calibration {calibration}: there are {len(texts):,} "
+                f"sentences, and {needed:,} are needed"
             )
-        heldout, known, more, rest = (
-            texts[:n],
-            texts[n : 2 * n],
-            texts[2 * n : 3 * n],
-            texts[3 * n :],
-        )
+        known, rest = texts[:calibration], texts[calibration : -2 * n]
+        more, heldout = texts[-2 * n : -n], texts[-n:]
         largest = [name for name, _ in Counter(topic.values()).most_common(TOPICS)]
 
         def batches(part: list[str]) -> list[Batch]:
@@ -227,7 +231,7 @@ def compress(
                 yield {**named, "way": way, **row}
     if "int8" in ways:
         rounded = copy.deepcopy(model)
-        size = {"bytes": peers.round_cores(rounded)}
+        size = {"bytes": peers.round_weights(rounded)}
         yield {**named, "way": "int8", **row, **size, **data.measure(rounded)}
     if "healed" in ways:
         start = time.process_time()
@@ -245,18 +249,21 @@ def convert(
     planned = structlin.plan(model, FAMILIES[family], include="encoder.*", budget=budget, **options)
     errors = list(planned.apply() and planned.errors.values())
     seconds = time.process_time() - start
-    layers = [
-        module for module in model.modules() if isinstance(module, structlin.StructuredLinear)
-    ]
-    params = sum(layer.structure.params for layer in layers)
+    layers = rows_of_encoder(model)
+    params = sum(layer.params for layer in layers)
     row = {
         "params": params,
         "bytes": 4 * params,
-        "flops": sum(layer.structure.flops for layer in layers),
+        "flops": sum(layer.flops for layer in layers),
         "layer_error": sum(errors) / len(errors),
         "cpu_seconds": seconds,  # of calibration, search and projection
     }
     return model, row | data.measure(model)
+
+
+def rows_of_encoder(model: nn.Module) -> list[Any]:
+    """The rows of `structlin.summary` that are the encoder's linear layers, structured or not."""
+    return [row for row in structlin.summary(model).rows if row.name.startswith("encoder.")]
 
 
 def measure_dense(dense: nn.Module, data: Sentences) -> Row:
@@ -325,7 +332,8 @@ def line(row: Row) -> str:
 
 STYLES = {
     "plain": {"linestyle": "--", "marker": "x"},
-    "calibrated": {"linestyle": "-", "marker": "o"},
+    "calibrated": {"linestyle": "-.", "marker": "v"},
+    "refined": {"linestyle": "-", "marker": "o"},
     "healed": {"linestyle": "", "marker": "*", "markersize": 12},
     "peer": {"linestyle": ":", "marker": "s", "color": "0.5"},
 }
@@ -371,9 +379,8 @@ def main(argv: list[str] | None = None) -> list[Row]:
     parser.add_argument("--families", nargs="*", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--peers", nargs="*", choices=peers.PEERS, default=list(peers.PEERS))
     parser.add_argument("--budgets", nargs="+", type=float, default=[HALF, 0.75, 0.25])
-    parser.add_argument(
-        "--sentences", type=int, default=256, help="to measure on; as many others calibrate"
-    )
+    parser.add_argument("--sentences", type=int, default=256, help="to measure on")
+    parser.add_argument("--calibration", type=int, default=384, help="sentences to calibrate on")
     parser.add_argument(
         "--again", nargs="+", choices=[*WAYS, "peer"], default=[], help="ways to measure anew"
     )
@@ -387,7 +394,8 @@ def main(argv: list[str] | None = None) -> list[Row]:
             print(f"skipped: {error}")
             return []
         print("a tiny random encoder: the figures mean nothing")
-        options.families, options.budgets, options.sentences = ["BTT", "low-rank"], [0.6], 64
+        options.families, options.budgets = ["BTT", "low-rank"], [0.6]
+        options.sentences, options.calibration = 64, 64
     else:
         found = pretrained()
         if found is None:
@@ -399,21 +407,19 @@ def main(argv: list[str] | None = None) -> list[Row]:
     model, tokenize = encoder
     n = options.sentences
     try:
-        data = Sentences(model, tokenize, n)
+        data = Sentences(model, tokenize, n, options.calibration)
     except ValueError as error:
         parser.error(str(error))
-    encoder_layers = [
-        row for row in structlin.summary(model).rows if row.name.startswith("encoder.")
-    ]
+    layers = rows_of_encoder(model)
     dense = {
-        "params": sum(row.params for row in encoder_layers),
-        "flops": sum(row.flops for row in encoder_layers),
+        "params": sum(row.params for row in layers),
+        "flops": sum(row.flops for row in layers),
     }
     print(f"{n} sentences, {len(data.tested)} to tell their topic\n{HEAD}", flush=True)
     setting = {
         "model": PACKAGE,
         "sentences": n,
-        "calibration": n,
+        "calibration": options.calibration,
         "text": "pydoc_data.topics",
         "topics": {"largest": TOPICS, "tested": len(data.tested)},
         "heal": options.heal,

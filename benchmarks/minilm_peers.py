@@ -136,19 +136,18 @@ PEERS: dict[str, Callable[[nn.Module, float, list[Batch]], Counts]] = {
 
 
 @torch.no_grad()
-def round_cores(model: nn.Module) -> int:
-    """Round every core of the model's structured layers to int8, a scale for each row; their bytes.
+def round_weights(model: nn.Module) -> int:
+    """Round the encoder's weights and cores to int8, a scale for each row; their bytes.
 
     It is the rule of torchao's int8 weights, which takes nn.Linear alone: symmetric, the largest
     entry of what makes an output (`(batch, fan_out)` of a core) becomes 127. Values stay in
-    float32: what is measured is what a file of int8 cores would give.
+    float32: what is measured is what a file of int8 weights would give.
     """
+    layers = [m for m in model.modules() if isinstance(m, structlin.StructuredLinear)]
+    cores = [core for layer in layers for core in layer.cores]  # (batch, fan_out, fan_in)
     size = 0
-    for module in model.modules():
-        if not isinstance(module, structlin.StructuredLinear):
-            continue
-        for core in module.cores:  # (batch, fan_out, fan_in)
-            scale = (core.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-12)
-            core.copy_((core / scale).round() * scale)
-            size += core.numel() + scale.nbytes
+    for matrix in (*cores, *(layer.weight for layer in encoder_layers(model).values())):
+        scale = (matrix.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-12)
+        matrix.copy_((matrix / scale).round() * scale)
+        size += matrix.numel() + scale.nbytes
     return size

@@ -116,13 +116,14 @@ def small_gpt() -> str:
 
 
 def minilm() -> str:
-    """Cosine to the original's sentence vectors, plain / calibrated; of a peer its own."""
+    """Cosine to the original's vectors, plain / calibrated / refined; of a peer its own."""
     rows = [row for row in read("minilm")["rows"] if row["budget"] < 1]
     budgets = sorted({row["budget"] for row in rows})
     found = {(row["family"], row["budget"], row["way"]): f"{row['cosine']:.2f}" for row in rows}
     cells = []
     for family in dict.fromkeys(row["family"] for row in rows):
-        ways = ("peer",) if (family, budgets[0], "peer") in found else ("plain", "calibrated")
+        ours = ("plain", *minilm_run.CALIBRATED)
+        ways = ("peer",) if (family, budgets[0], "peer") in found else ours
         shown = [[found.get((family, budget, way), "-") for way in ways] for budget in budgets]
         cells.append([family, *(" / ".join(each) for each in shown)])
     return table(["", *(f"{budget:.0%}" for budget in budgets)], cells)
@@ -168,8 +169,9 @@ def minilm_found() -> str:
         "peer": "The peers",
         "plain": "Nearest to the weights",
         "calibrated": "Calibrated",
-        "healed": f"Calibrated, then healed by {steps} steps",
-        "int8": f"Calibrated, cores in int8, {rounded:.0%} of the dense bytes",
+        "refined": "Refined too",
+        "healed": f"Refined, then healed by {steps} steps",
+        "int8": f"Refined, in int8, {rounded:.0%} of the dense bytes",
     }
     lines += [f"{title}: {cosines(way)}." for way, title in titles.items() if cosines(way)]
     compared = [row for row in rows if row["way"] == "calibrated"]

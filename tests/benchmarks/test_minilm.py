@@ -50,42 +50,53 @@ def test_what_classifies_and_heals_was_not_measured_on(monkeypatch):
     read = []
     monkeypatch.setattr(minilm, "embed", lambda model, batches: torch.zeros(1, 4))
     monkeypatch.setattr(minilm, "fit", lambda embeddings, topics: None)
-    data = minilm.Sentences(model, lambda texts: read.append(texts) or tokenize(texts), 64)
+    data = minilm.Sentences(model, lambda texts: read.append(texts) or tokenize(texts), 64, 96)
     texts = minilm.sentences()
-    heldout, more = set(texts[:64]), set(texts[128:192])
+    heldout, more = set(texts[-64:]), set(texts[-128:-64])
     named = dict(zip(("heldout", "calibration"), (set(), set()), strict=True))
     named["heldout"] = {text for batch in read[:2] for text in batch}
-    named["calibration"] = {text for batch in read[2:4] for text in batch}
+    named["calibration"] = {text for batch in read[2:5] for text in batch}
     assert named["heldout"] == heldout
-    assert named["calibration"] == set(texts[64:128])
-    healing = {text for batch in read[4 : 4 + len(data.healing)] for text in batch}
-    assert healing == set(texts[64:128]) | set(texts[192:])
+    assert named["calibration"] == set(texts[:96])
+    healing = {text for batch in read[5 : 5 + len(data.healing)] for text in batch}
+    assert healing == set(texts[:-128])
     assert not healing & (heldout | more)
 
 
 def test_a_run_goes_on_where_an_earlier_one_of_the_same_setting_stopped(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(minilm, "pretrained", minilm.random_encoder)
-    options = ["--sentences", "64", "--budgets", "0.6", "--out", str(tmp_path)]
+    options = [
+        "--sentences",
+        "64",
+        "--calibration",
+        "64",
+        "--budgets",
+        "0.6",
+        "--out",
+        str(tmp_path),
+    ]
     first = minilm.main([*options, "--peers", "--families", "BTT"])
     both = minilm.main([*options, "--peers", "pruning", "--families", "low-rank", "BTT"])
-    assert both[:3] == first
+    assert both[:4] == first
     assert [(row["family"], row["way"]) for row in both] == [
         ("dense", "dense"),
         ("BTT", "plain"),
         ("BTT", "calibrated"),
+        ("BTT", "refined"),
         ("low-rank", "plain"),
         ("low-rank", "calibrated"),
+        ("low-rank", "refined"),
         ("pruning", "peer"),
     ]
     assert (tmp_path / "minilm.png").stat().st_size > 1000
     monkeypatch.setattr(minilm, "compress", lambda *arguments: iter(()))
     left = minilm.main([*options, "--peers", "--families", "--again", "plain", "peer"])
-    assert left == [row for row in both if row["way"] in ("dense", "calibrated")]
+    assert left == [row for row in both if row["way"] in ("dense", *minilm.CALIBRATED)]
     monkeypatch.undo()
     monkeypatch.setattr(minilm, "pretrained", minilm.random_encoder)
     options[1] = "65"
-    assert len(minilm.main([*options, "--peers", "--families", "BTT"])) == 3
+    assert len(minilm.main([*options, "--peers", "--families", "BTT"])) == 4
 
 
 # ---- the peers -----------------------------------------------------------------------------------
@@ -174,7 +185,7 @@ def test_int8_takes_a_quarter_of_the_bytes():
 def test_rounded_cores_are_within_half_a_step_of_what_they_were(family):
     model = convert(nn.Sequential(nn.Linear(12, 20)), family)
     before = [core.detach().clone() for core in model[0].cores]
-    size = minilm_peers.round_cores(model)
+    size = minilm_peers.round_weights(model)
     rows = 0
     for core, was in zip(model[0].cores, before, strict=True):
         step = was.abs().amax(-1, keepdim=True) / 127
