@@ -599,6 +599,47 @@ def test_what_is_said_of_the_three_stability_numbers_is_what_the_kept_result_has
     assert "from {:.3f} to {:.3f} (width^{:.2f}) in the BTT layer".format(*first("BTT r=4")) in text
 
 
+def test_what_is_said_of_sgd_is_what_the_kept_result_has():
+    text, result = page_text("results.md"), pages.read("papers/cbs_sgd")
+    farthest = {
+        (rule, name == "low-rank"): 2
+        ** max(
+            abs(row["shift"])
+            for found in result["shifts"].values()
+            for row in found["table"]
+            if row["rule"] == rule and (row["structure"] == "low-rank") == (name == "low-rank")
+        )
+        for rule in ("naive", "aware")
+        for name in ("low-rank", "others")
+    }
+    assert farthest["aware", True] == 4
+    assert farthest["aware", False] == 2
+    assert farthest["naive", True] == 8
+    assert "low-rank is a factor of 4 away at width 256, the others at most 2" in text
+    assert "without the rule it is up to a factor of 8 away" in text
+    means = [
+        found["mean_shift"][rule]
+        for found in result["shifts"].values()
+        for rule in ("aware", "naive")
+    ]
+    said = "the teacher ({:.2f} against {:.2f}) and loses on digits ({:.2f} against {:.2f})"
+    assert said.format(*means) in text
+    diverged = []
+    for found in result["shifts"].values():
+        counts = {
+            rule: sum(
+                row["loss_at_reference_lr"] is None
+                for row in found["table"]
+                if row["rule"] == rule and row["structure"] != "dense"
+            )
+            for rule in ("naive", "aware")
+        }
+        assert counts["naive"] == counts["aware"]
+        diverged.append(counts["aware"])
+    assert "({} of 8 cases on the teacher, {} of 8 on digits)".format(*diverged) in text
+    assert result["kept"]["structures"] == ["dense"]
+
+
 def test_what_is_said_of_in_norm_is_what_the_kept_result_has():
     text, result = page_text("results.md"), pages.read("papers/bm_norms")
     worst = max(result["sides"].values())

@@ -1,17 +1,18 @@
 """Does the dense model's learning rate carry over to structures under SGD? Appendix H of "Compute
 Better Spent".
 
-    python -m benchmarks.papers.cbs_sgd            # the full result, three core-minutes
+    python -m benchmarks.papers.cbs_sgd            # the full result, four core-minutes
     python -m benchmarks.papers.cbs_sgd --smoke    # seconds
+    python -m benchmarks.papers.cbs_sgd --structures low-rank    # the others' rows are kept
 
 The paper derives for SGD another rule than for Adam: a core's rate is (fan_out / fan_in) / (d_out /
 d_in) that of a dense layer, so for low-rank V rank / d and U d / rank. It does not test it: that
 with it the dense model's best rate is the structure's too, and that it is not with the naive rule
-(every core at the dense layer's rate), are hypotheses of ours. The kept result was run when the
-rule had a factor 1 / (number of cores) more, which was ours and not the paper's.
+(every core at the dense layer's rate), are hypotheses of ours.
 
 Here: the MLP of `tasks.mlp`, plain SGD with a cosine, 80 steps of 128 samples, widths 64 and 256,
-rates in factors of 2, muP across widths. Two tasks: `tasks.Teacher` and the digits. A structure's
+rates in factors of 2 (low-rank's from a quarter of the others' lowest on, for its first core is
+large), muP across widths. Two tasks: `tasks.Teacher` and the digits. A structure's
 shift is log2 of its best rate over that of the dense model at width 64.
 """
 
@@ -28,7 +29,7 @@ import structlin
 from benchmarks.lr_transfer import best_lrs, shifts
 from benchmarks.papers import tasks
 from benchmarks.papers.cbs_report import Claim, claim, show_claims
-from benchmarks.runs import keep, parser, run_all
+from benchmarks.runs import ONLY, keep, parser, rows_of_others, run_all
 
 STRUCTURES: dict[str, Callable[[int], structlin.Family]] = {
     "dense": lambda width: structlin.Dense(),
@@ -40,6 +41,7 @@ STRUCTURES: dict[str, Callable[[int], structlin.Family]] = {
 RULES = ("naive", "aware")
 WIDTHS = (tasks.BASE_WIDTH, 256)
 LRS = [2.0**power for power in range(-2, 3)]
+LOW = [2.0**-4, 2.0**-3]  # of low-rank too, whose first core is large
 STEPS = 80
 
 Run = tuple[str, str, int, str, float, int, int]  # task, structure, width, rule, lr, seed, steps
@@ -138,24 +140,30 @@ def plot(rows: list[dict[str, Any]]) -> Figure:
     return figure
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     options = parser(__doc__)
-    options.add_argument("--seeds", type=int, default=3)
-    arguments = options.parse_args()
-    lrs, steps, seeds = (LRS[:2], 2, 1) if arguments.smoke else (LRS, STEPS, arguments.seeds)
+    options.add_argument("--seeds", type=int, default=2)
+    options.add_argument("--structures", nargs="+", choices=list(STRUCTURES), help=ONLY)
+    arguments = options.parse_args(argv)
+    low, lrs, steps, seeds = LOW, LRS, STEPS, arguments.seeds
+    if arguments.smoke:
+        low, lrs, steps, seeds = [], LRS[:2], 2, 1
+    setting = {"steps": steps, "batch": 128, "optimizer": "SGD, cosine"}
+    chosen, others, source = arguments.structures or list(STRUCTURES), [], None
+    if arguments.structures:
+        others, source = rows_of_others(arguments, "cbs_sgd", setting, chosen)
     runs: list[Run] = [
         (task, structure, width, rule, lr, seed, steps)
-        for width, task, structure, rule, lr, seed in product(
-            reversed(WIDTHS), tasks.TASKS, STRUCTURES, RULES, lrs, range(seeds)
+        for width, task, structure, rule, seed in product(
+            reversed(WIDTHS), tasks.TASKS, chosen, RULES, range(seeds)
         )
+        for lr in (low + lrs if structure == "low-rank" else lrs)
         if rule == "aware" or structure != "dense"  # for dense both rules are the same
     ]
-    rows = run_all(train, runs, arguments)
+    rows = [*others, *run_all(train, runs, arguments)]
+    rows.sort(key=lambda row: (-row["width"], list(STRUCTURES).index(row["structure"])))
     found = {task: shifts([row for row in rows if row["task"] == task]) for task in tasks.TASKS}
-    result: dict[str, Any] = {
-        "setting": {"steps": steps, "batch": 128, "optimizer": "SGD, cosine"},
-        "shifts": found,
-    }
+    result: dict[str, Any] = {"setting": setting, "kept": source, "shifts": found}
     result["claims"] = claims(result)
     console = Console(width=120)
     show(found, console)
