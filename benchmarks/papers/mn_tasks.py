@@ -35,24 +35,28 @@ def characters() -> tuple[Tensor, int]:
     return ids, len(found)
 
 
-def build(network: str, *, width: int, blocks: int, **options: Any) -> modular.Module:
-    """`options` are those of the compound."""
+def build(
+    network: str, *, width: int, blocks: int, context: int = CONTEXT, **options: Any
+) -> modular.Module:
+    """`options` are those of the compound; `context` is the GPT's."""
     if network == "ResMLP":
         return modular.ResMLP(64, 10, width=width, blocks=blocks, block_depth=2, **options)
     return modular.GPT(
-        characters()[1], context=CONTEXT, width=width, heads=HEADS, blocks=blocks, **options
+        characters()[1], context=context, width=width, heads=HEADS, blocks=blocks, **options
     )
 
 
-def batch(network: str, size: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, as the network takes them."""
+def batch(
+    network: str, size: int, random: torch.Generator, context: int = CONTEXT
+) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, as the network takes them; a GPT's are windows of `context`."""
     if network == "ResMLP":
         x, y = digits()
         chosen = torch.randint(len(x), (size,), generator=random)
         return x[chosen], y[chosen]
     ids, _ = characters()
-    starts = torch.randint(len(ids) - CONTEXT - 1, (size,), generator=random)
-    windows = ids[starts[:, None] + torch.arange(CONTEXT + 1)]
+    starts = torch.randint(len(ids) - context - 1, (size,), generator=random)
+    windows = ids[starts[:, None] + torch.arange(context + 1)]
     return windows[:, :-1], windows[:, 1:]
 
 
@@ -70,14 +74,22 @@ def optimizer(net: modular.Module, method: str, lr: float) -> torch.optim.Optimi
 
 
 def train(
-    net: modular.Module, network: str, method: str, lr: float, *, steps: int, size: int, seed: int
+    net: modular.Module,
+    network: str,
+    method: str,
+    lr: float,
+    *,
+    steps: int,
+    size: int,
+    seed: int,
+    context: int = CONTEXT,
 ) -> float | None:
     """The loss at the end on 2048 samples (64 windows of a GPT), None where it is not finite."""
     random = torch.Generator().manual_seed(seed)
     descent = optimizer(net, method, lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(descent, lambda step: 1 - step / steps)
     for _ in range(steps):
-        value = loss(net, *batch(network, size, random))
+        value = loss(net, *batch(network, size, random, context))
         if not math.isfinite(value.item()):
             return None
         descent.zero_grad()
@@ -85,6 +97,7 @@ def train(
         descent.step()
         schedule.step()
     with torch.no_grad():
-        sample = batch(network, 64 if network == "GPT" else 2048, torch.Generator().manual_seed(-1))
-        final = loss(net, *sample).item()
+        samples = 64 if network == "GPT" else 2048
+        new = batch(network, samples, torch.Generator().manual_seed(-1), context)
+        final = loss(net, *new).item()
     return final if math.isfinite(final) else None

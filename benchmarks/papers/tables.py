@@ -277,6 +277,13 @@ def kept_rate() -> str:
     return table(["", *METHODS], lines)
 
 
+def contexts() -> str:
+    """Figure 8: the best rate of normed Adam, and the least loss, by context."""
+    found = read("papers/mn_context")["transfer"]["normed Adam"]
+    cells = [f"{found['optima'][n]:+.1f}; {loss:.3f}" for n, loss in found["losses"].items()]
+    return table(["context", *found["losses"]], [["log2 of the best rate; least loss", *cells]])
+
+
 def normed() -> str:
     """Appendix D.5: losses of normed and plain optimizers, each at its best rate."""
     lines = []
@@ -404,6 +411,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "transfer": transfer,
     "kept rate": kept_rate,
     "normed": normed,
+    "contexts": contexts,
     "masses": masses,
     "tared": tared,
     "overhead": overhead,

@@ -439,6 +439,7 @@ def norm() -> list[tuple[str, ...]]:
             f"from 2 blocks to 32 it moves by {tared:.1f} tared and {free:.1f} free, with "
             f"{min_ratio(depth):.1f} to {max_ratio(depth):.1f} times the loss free",
         ),
+        over_contexts(),
         (
             "MN A.4",
             '"the overhead of modular normalization was around 23%" (ResMLP, power iterations)',
@@ -448,6 +449,22 @@ def norm() -> list[tuple[str, ...]]:
             f"{min(adds):.1f} to {max(adds):.1f} %",
         ),
     ]
+
+
+def over_contexts() -> tuple[str, ...]:
+    result = read("papers/mn_context")
+    setting, found = result["setting"], result["estimates"]
+    contexts = setting["contexts"]
+    return (
+        "MN 8, D.7",
+        '"we report good transfer of the optimal learning rate from small contexts to long '
+        'contexts"',
+        judge(within(found["moved"], 1.0)),
+        f"normed Adam's moves by {interval(found['moved'], 2, same)} factors of 2 from context "
+        f"{contexts[0]} to {contexts[-1]}; keeping the shortest one's costs a factor of "
+        f"{interval(found['cost'], 2, exp)} in loss (a small GPT, {setting['steps']} steps); good: "
+        "less than one",
+    )
 
 
 def overheads(row: dict[str, Any]) -> Sequence[float]:
@@ -621,7 +638,6 @@ UNTESTED = (  # of the paper, why; durations are estimates
     ),
     ("MN 5, D.4: unnormed Adam on nanoGPT against this GPT", "not run"),
     ("MN 7: the mass over three corpora", "one corpus"),
-    ("MN 8, D.7: the rate over context lengths", "not run"),
     (
         "MN D.5 on GPTs and ResNets, over widths and depths",
         "here one ResMLP: the whole sweep takes 40 core-minutes",

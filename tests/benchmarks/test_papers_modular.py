@@ -17,6 +17,7 @@ from benchmarks.papers import (
     md_sweeps,
     md_watermark,
     md_width,
+    mn_context,
     mn_mass,
     mn_tasks,
 )
@@ -140,10 +141,25 @@ def test_the_first_step_of_a_normed_optimizer_has_modular_norm_lr(network):
     assert 0.25 / 1.1 < norm < 0.25 * (1 + 1e-4)  # spectral norms are bounded from above
 
 
-def test_targets_of_the_gpt_are_the_characters_after_its_inputs():
-    x, y = mn_tasks.batch("GPT", 3, torch.Generator().manual_seed(0))
-    assert x.shape == y.shape == (3, mn_tasks.CONTEXT)
+@pytest.mark.parametrize("context", [mn_tasks.CONTEXT, 7])
+def test_targets_of_the_gpt_are_the_characters_after_its_inputs(context):
+    x, y = mn_tasks.batch("GPT", 3, torch.Generator().manual_seed(0), context)
+    assert x.shape == y.shape == (3, context)
     assert torch.equal(x[:, 1:], y[:, :-1])
+    net = mn_tasks.build("GPT", width=8, blocks=1, context=context)
+    assert net(x).shape == (3, context, mn_tasks.characters()[1])
+
+
+def test_the_optimum_over_contexts_and_the_cost_of_keeping_a_rate_are_estimated_by_seed():
+    rows = []
+    for seed, moved in enumerate((0.4, 0.6)):
+        found = sweep(mn_context.METHOD, {8: -2.0, 32: -2.2, 128: -2.0 + moved})
+        rows += [row | {"seed": seed} for row in found]
+    found = mn_context.estimates(rows)
+    assert found["moved"]["value"] == pytest.approx(0.5)
+    # seed 0 keeps its own best rate of 2^-2, for seed 1 that is 2^-1
+    cost = 0.3 * (0.6**2 - 0.4**2)
+    assert found["cost"]["value"] == pytest.approx((0 + cost) / 2)
 
 
 def test_free_masses_are_1_for_each_layer():
