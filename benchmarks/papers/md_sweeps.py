@@ -34,6 +34,18 @@ def best(curve: Mapping[float, float]) -> float:
     return min(curve, key=curve.__getitem__)
 
 
+def untried(curve: Mapping[float, float], start: float) -> list[float]:
+    """The rates to try next, by factors of 2 from the best; none if it has both its neighbours.
+
+    >>> untried({}, 1.0), untried({0.5: 3.0, 1.0: 2.0, 2.0: 1.0}, 1.0)
+    ([0.5, 1.0, 2.0], [4.0])
+    >>> untried({0.5: 2.0, 1.0: 1.0, 2.0: 2.0}, 1.0)
+    []
+    """
+    centre = best(curve) if curve else start
+    return [rate for rate in (centre / 2, centre, 2 * centre) if rate not in curve]
+
+
 def optimum(curve: Mapping[float, float]) -> float:
     """log2 of the best learning rate, between the grid's points: the vertex of a parabola.
 

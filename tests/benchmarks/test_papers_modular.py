@@ -61,17 +61,24 @@ def test_one_seed_that_diverges_makes_a_rate_useless():
     assert found["optima"][16] in (-3.0, -1.0)
 
 
-def test_claims_of_md_figure_1_follow_the_runs():
-    def claims(adam, mup, dualized):
-        rows = sweep("Adam, SP", adam) + sweep("Adam, muP", mup) + sweep("dualized", dualized)
-        rows = [
-            {**row, "loss": row["loss"] / 2} if row["method"] == "dualized" else row for row in rows
-        ]
-        return list(md_width.claims(md_sweeps.transfer(rows)).values())
-
+def test_estimates_of_md_figure_1_are_of_the_seeds_drifts_and_losses():
     flat, falling = {32: -3.0, 512: -3.2}, {32: -2.0, 512: -6.0}
-    assert claims(falling, flat, flat) == [True] * 4
-    assert claims(flat, falling, falling) == [False, False, False, True]
+    rows = []
+    for seed, moved in enumerate((-0.1, 0.0, 0.1)):
+        for method, optima in (("Adam, SP", falling), ("Adam, muP", flat), ("dualized", flat)):
+            optima = {size: centre + moved * (size == 512) for size, centre in optima.items()}
+            share = 0.5 if method == "dualized" else 1.0
+            rows += [
+                row | {"seed": seed, "loss": share * row["loss"]} for row in sweep(method, optima)
+            ]
+    found = md_width.estimates(rows)
+    drift = found["drift"]["Adam, SP"]
+    assert drift["value"] == pytest.approx(-1)
+    assert drift["high"] - drift["value"] == pytest.approx(4.303 * 0.025 / 3**0.5, rel=1e-3)
+    assert found["excess"]["dualized"]["value"] == pytest.approx(0.05 - 0.5)
+    assert set(found["excess"]) == {"Adam, muP", "dualized"}
+    for width in ("32", "512"):
+        assert found["dualized / Adam"][width]["value"] == pytest.approx(math.log(0.5), abs=0.05)
 
 
 def test_claims_of_mn_figure_1_follow_the_runs():
