@@ -471,6 +471,11 @@ def test_what_is_said_of_tuning_normalisation_and_the_gpt_is_what_the_kept_resul
         100 * (1 - norm[rate, "BTT, normalised"] / norm[rate, "BTT"]) for rate in ("usual", "large")
     ]
     assert f"loss is {lower[0]:.0f} % lower at the usual rate and {lower[1]:.0f} % lower at" in text
+    higher = [
+        100 * (norm["usual", f"BTT, {name}"] / norm["usual", "BTT"] - 1)
+        for name in ("a quarter of the rate", "weight decay 1")
+    ]
+    assert "end {:.0f} % and {:.0f} % higher than BTT without either".format(*higher) in text
     ratios = pages.read("papers/cbs_gpt")["log_ratios"]
     found = [tables.interval(ratios[name], 3, exp) for name in list(ratios)[:2]]
     assert f"At equal FLOPs BTT has {found[0]} of dense's loss, and {found[1]} of it when" in text

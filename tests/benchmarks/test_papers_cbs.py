@@ -200,6 +200,19 @@ def test_norm_claims_compare_growth_with_and_without(normed, holds):
     assert set(grown) == {holds}
 
 
+def test_growth_and_loss_are_compared_with_btt_seed_by_seed():
+    rows = norm_rows((1, 4, 8), (1, 2, 2))
+    for row in rows:
+        if row["model"] == "BTT, normalised":
+            row["loss"] = 1.0
+    found = cbs_norm.estimates(rows)["usual"]
+    assert set(found) == {"BTT, normalised"}
+    values = {key: math.exp(each["value"]) for key, each in found["BTT, normalised"].items()}
+    assert values == pytest.approx({"growth": 2, "growth / BTT's": 1 / 4, "loss / BTT's": 1 / 2})
+    rows[-1]["loss"] = None
+    assert cbs_norm.estimates(rows)["large"] == {}
+
+
 def test_norm_says_which_model_diverged():
     rows = norm_rows((1, 6, 9), (1, 2, 2))
     next(row for row in rows if row["model"] == "BTT")["loss"] = None
