@@ -66,7 +66,7 @@ def write_text(path):
     return path
 
 
-def test_compress_takes_a_causal_model_of_transformers_and_saves_it_as_one(tmp_path):
+def test_compress_takes_a_causal_model_of_transformers_and_saves_it_as_one(tmp_path, capsys):
     pytest.importorskip("transformers")
     from transformers import AutoModelForCausalLM
 
@@ -80,7 +80,11 @@ def test_compress_takes_a_causal_model_of_transformers_and_saves_it_as_one(tmp_p
     assert [row["family"] for row in rows] == ["dense", "lowrank", "lowrank"]
     assert set(rows[1]["healed"]) == {"bits/char", "perplexity"}
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "lowrank-0.5-calibrated")
-    assert len(structured(loaded)) == 14  # two blocks of seven layers
+    planned = [line for line in capsys.readouterr().out.splitlines() if " -> " in line]
+    converted = [line for line in planned if "LowRank(rank=" in line]
+    dense = [line for line in planned if "dense: within the budget" in line]
+    assert len(converted) + len(dense) == 14  # two blocks of seven layers
+    assert len(structured(loaded)) == len(converted) > 7
 
 
 def test_compress_takes_an_encoder_of_transformers(tmp_path):
