@@ -55,7 +55,7 @@ class Stream:
         self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._forward: Callable[..., Any] | None = None
         self._error: BaseException | None = None
-        self._cancelled = self._working = False
+        self._cancelled = False
         context = contextvars.copy_context()
         self.thread = threading.Thread(target=lambda: context.run(self._work), daemon=True)
 
@@ -68,25 +68,27 @@ class Stream:
 
         Raises: what the model raised.
         """
-        self._forward, self._working, self.stop = forward, True, None
+        self._forward, self.stop = forward, None
         with limit_threads(self._workers):
             if self.thread.ident is None:
                 self.thread.start()
             else:
                 self._turn.release()
             self._back.acquire()
-        self._working = False
         if self._error is not None:
             self.thread.join()
             raise self._error
 
     def cancel(self) -> None:
-        """End the run where it waits, or at its next stop."""
+        """End the run where it waits, or at its next stop.
+
+        Whether it waits cannot be known: Ctrl-C may have ended `resume` anywhere. So it is always
+        told to go on; a stream that works finds that when it stops.
+        """
         self._cancelled = True
         if self.thread.ident is None:
             return
-        if self.thread.is_alive() and not self._working:
-            self._turn.release()
+        self._turn.release()
         self.thread.join()
         self.stop = None
 

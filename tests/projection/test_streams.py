@@ -95,6 +95,33 @@ def test_what_the_model_raises_is_raised_once_and_the_other_streams_end():
     assert sorted(left) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("place", ["before the stream goes on", "after it has stopped again"])
+def test_an_interrupt_anywhere_in_resume_leaves_no_stream_that_waits_for_ever(place):
+    model = build()
+    with Streams([Place(model[0]), Place(model[1])]) as streams:
+        stream = streams.start(lambda: model(torch.ones(2)))
+        turn, back = stream._turn.release, stream._back.acquire
+
+        def interrupt():
+            if place == "after it has stopped again":
+                back()
+            raise KeyboardInterrupt
+
+        if place == "after it has stopped again":
+            stream._back.acquire = interrupt
+        else:
+            stream._turn.release = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            stream.resume()
+        stream._turn.release, stream._back.acquire = turn, back
+        end = threading.Thread(target=stream.cancel, daemon=True)
+        end.start()
+        end.join(timeout=20)
+        waits_for_ever = stream.thread.is_alive()
+        turn()  # so that the test ends if it does
+    assert not waits_for_ever
+
+
 def test_a_model_that_swallows_every_exception_ends_all_the_same():
     model, tried = build(), []
 
