@@ -1,6 +1,7 @@
 """What a budget is shared by: the error of each layer at each size, and what such errors do to the
 model. Both are measured on the dense model, with calibration data."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -17,6 +18,7 @@ from .padding import select_rows
 from .streams import Place, Streams
 
 CALLS = 8  # of the model on which all of this is measured, at most
+_REFUSED = "budget_by='error' or 'uniform' is needed: by 'effect' takes gradients, but the model"
 
 
 def pick_calls(calls: Sequence[Call]) -> list[Call]:
@@ -38,14 +40,15 @@ def walk(
     """`function(layer, covariance of its inputs)` for each layer, in the dense model's order.
 
     One covariance is held at a time, as far as the calls of the model can be made again; it is that
-    of a few of them. A layer that no input reaches has none.
+    of a few of them. A layer that no input reaches, or none with a row, has none.
     """
     found: dict[nn.Module, Any] = {}
     with Bar("measure", len(layers), progress) as bar:
 
         def visit(layer: Layer, moments: Moments | None) -> None:
             bar.show(layer.name)
-            found[layer.module] = function(layer, None if moments is None else moments.zz)
+            covariance = moments.zz if moments is not None and moments.count else None
+            found[layer.module] = function(layer, covariance)
             bar.advance()
 
         if seen.calls is not None:
@@ -66,7 +69,8 @@ def _measure_in_turn(
     repeated = [layer for layer in layers if layer.module in seen.repeated]
     if repeated:
         again = observe(model, repeated, partial(_run_all, calls), measured=repeated)
-        yield from ((layer, again.moments[layer.module]) for layer in repeated)
+        got_rows = (layer for layer in repeated if layer.module in again.moments)
+        yield from ((layer, again.moments[layer.module]) for layer in got_rows)
     by_module = {layer.module: layer for layer in layers if layer not in repeated}
     rank = {module: n for n, module in enumerate(seen.order)}
     with ExitStack() as stack:
@@ -112,6 +116,9 @@ def measure_harms(model: nn.Module, layers: Sequence[Layer], calls: Sequence[Cal
 
     Gradients are taken from at most `CALLS` calls, for which what training needs is held.
 
+    Raises:
+        ValueError: the model turns gradients off; none of its outputs has one; one is not finite.
+
     >>> model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     >>> for layer, scale in zip(model, (1.0, 3.0)):
     ...     _ = layer.weight.data.copy_(scale * torch.eye(4))
@@ -149,6 +156,8 @@ def _run_and_keep(
     outputs: list[tuple[nn.Module, Tensor]] = []
 
     def keep(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            raise ValueError(f"{_REFUSED} runs its layers without gradients (torch.no_grad)")
         if not output.requires_grad:
             output = output.detach().requires_grad_()
         outputs.append((module, output))
@@ -166,10 +175,15 @@ def _probe(output: Any, masks: list[Tensor], generator: torch.Generator) -> Tens
     """The product of each floating tensor in a model's output with a random one of its own
     inverse size, summed."""
     total = torch.zeros(())
-    for tensor in _find_tensors(output):
+    tensors = [*_find_tensors(output)]
+    if not tensors:
+        raise ValueError(f"{_REFUSED} returns no floating tensor that has a gradient")
+    for tensor in tensors:
         rows = select_rows(tensor, masks) if tensor.ndim > 1 else tensor[None]
         v = torch.randn(rows.shape, generator=generator).to(rows)
         size = rows.detach().float().norm().item() or 1.0
+        if not math.isfinite(size):
+            raise ValueError(f"{_REFUSED} returns values that are not finite")
         total = total.to(rows.device) + (v * rows).float().sum() / size
     return total
 

@@ -106,18 +106,21 @@ def project_in_order(
             solve(by_module[module], moments)
             bar.advance()
         refined: dict[str, Refined] = {}
+        unseen: list[Decision] = []
         if seen.calls is not None and decisions:
-            refined = _Lockstep(model, by_module, seen, bar, refine_steps).run()
-        elif refine_steps:
+            lockstep = _Lockstep(model, by_module, seen, bar, refine_steps)
+            refined, unseen = lockstep.run(), lockstep.unseen
+        elif refine_steps and decisions:
             _warn("without calls that can be made again no block is refined")
-        unseen = [decision for decision in decisions if decision.cores is None]
+        for decision in decisions:
+            if decision.cores is None:
+                bar.show(decision.layer.name)
+                solve(decision, None)
+                bar.advance()
+                unseen.append(decision)
         if unseen:
             names = ", ".join(decision.layer.name for decision in unseen)
             _warn(f"no input reached {names}: projected by weight alone")
-        for decision in unseen:
-            bar.show(decision.layer.name)
-            solve(decision, None)
-            bar.advance()
         return refined
 
 
@@ -136,7 +139,8 @@ def _measure_apart(
             call.run(model)
 
     found = observe(model, missing, run_again, measured=missing).moments if missing else {}
-    return {layer.module: (seen.moments | found)[layer.module] for layer in repeated}
+    known = seen.moments | found  # not of those whose inputs have no row
+    return {layer.module: known[layer.module] for layer in repeated if layer.module in known}
 
 
 def _warn(text: str) -> None:
@@ -266,6 +270,7 @@ class _Lockstep:
         self.new: dict[nn.Module, StructuredLinear] = {}
         self.pairs: list[_Pair] = []
         self.gaps: dict[nn.Module, _Gap] = {}
+        self.unseen: list[Decision] = []  # called, but with no row that is a token
         self._inputs: _Inputs = []  # that the moments are of
         self._moments: Moments | None = None
         self.steps, self.refined = refine_steps, dict[str, Refined]()
@@ -320,9 +325,11 @@ class _Lockstep:
         name = decision.layer.name
         self.bar.show(name)
         moments = self._measure(module, name)
-        solve(decision, moments)
+        if not moments.count:
+            self.unseen.append(decision)
+        solve(decision, moments if moments.count else None)
         self._put_in(module)
-        if moments.paired:
+        if moments.count and moments.paired:
             mean = None
             if moments.centred:
                 bias = module._parameters["bias"]

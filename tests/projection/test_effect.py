@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from structlin import LowRank, plan
 from structlin._model.survey import linear_layers
 from structlin._projection.calibration import observe
 from structlin._projection.effect import measure_harms, walk
@@ -20,6 +21,37 @@ def test_harms_of_linear_layers_are_the_sizes_of_what_follows():
     after = third @ second, third, torch.eye(8).double()
     expected = [len(outputs) * a.norm() ** 2 / 8 / outputs.norm() ** 2 for a in after]
     assert harms == pytest.approx([each.item() for each in expected], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        (lambda x: x.argmax(-1), "returns no floating tensor that has a gradient"),
+        (lambda x: x / 0, "returns values that are not finite"),
+        (lambda x: x.masked_fill(x > 0, -torch.inf), "returns values that are not finite"),
+    ],
+)
+def test_a_model_whose_outputs_tell_no_effect_is_refused_and_can_take_another_budget(last, message):
+    class Model(nn.Sequential):
+        def forward(self, x):
+            return last(super().forward(x))
+
+    model, batches = Model(nn.Linear(8, 8), nn.Linear(8, 8)), [torch.randn(20, 8)]
+    with pytest.raises(ValueError, match=f"budget_by='error' or 'uniform'.*{message}"):
+        plan(model, LowRank(rank=1), calibration=batches, budget=0.5)
+    for way in ("error", "uniform"):
+        plan(model, LowRank(rank=1), calibration=batches, budget=0.5, budget_by=way)
+
+
+def test_a_model_that_turns_gradients_off_is_refused_and_not_taken_for_one_without_effect():
+    class Model(nn.Sequential):
+        @torch.no_grad()
+        def forward(self, x):
+            return super().forward(x)
+
+    model, batches = Model(nn.Linear(8, 8), nn.Linear(8, 8)), [torch.randn(20, 8)]
+    with pytest.raises(ValueError, match="runs its layers without gradients"):
+        plan(model, LowRank(rank=1), calibration=batches, budget=0.5)
 
 
 def test_padding_does_no_harm():

@@ -1,7 +1,9 @@
 """convert with calibration: layer by layer, each against the dense model."""
 
 import copy
+import math
 import threading
+import warnings
 import weakref
 from itertools import pairwise
 
@@ -294,6 +296,36 @@ class Routed(nn.Module):
         for n in chosen.unique().tolist():
             y[chosen == n] = self.experts[n](h[chosen == n])
         return self.last(h + y)
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": 0.5}, {"budget": 0.5, "refine": 2}])
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_expert_that_is_called_without_tokens_is_projected_by_weight_alone(options, times):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+        def forward(self, x):
+            for _ in range(times):
+                chosen = x[:, 0] < torch.inf
+                x = x.clone()
+                x[chosen] = self.experts[0](x[chosen])
+                x[~chosen] = self.experts[1](x[~chosen])
+            return x
+
+    torch.manual_seed(0)
+    model, batches = Model(), [torch.randn(20, 8) for _ in range(2)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        planned = plan(model, LowRank(rank=2), calibration=batches, **options)
+    weight_alone = [warning for warning in caught if "by weight alone" in str(warning.message)]
+    if planned.decisions[1].structure is not None:  # the budget may leave it dense
+        assert "no input reached experts.1: projected" in str(weight_alone[0].message)
+        structure, cores = planned.decisions[1].resolved, planned.decisions[1].cores
+        expected = project(model.experts[1].weight, structure)
+        torch.testing.assert_close(to_dense(structure, cores), to_dense(structure, expected))
+    assert math.isfinite(sum(planned.errors.values()))
 
 
 def test_experts_that_get_other_tokens_in_the_compressed_model_are_fitted_to_those():
