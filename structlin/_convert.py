@@ -143,6 +143,8 @@ class Plan:
             params = f"{new.params:,}", percent(new.params, dense)
             flops = f"{new.flops:,}", percent(new.flops, 2 * dense)
             error = "" if decision.error is None else f"{decision.error:.4f}"
+            if decision.tokens is not None and decision.tokens < layer.in_features:
+                error += f" of {decision.tokens} tokens: few"
             text = label(decision.structure)
             table.row(layer.name, layer.role, shape, text, *params, *flops, error)
         for matrix in find_loose_matrices(self.model):
@@ -604,9 +606,12 @@ def _sum_up(decision: Decision) -> tuple[float, ...]:
     bias = decision.layer.module._parameters.get("bias")
     if bias is not None and decision.bias is not None:
         replaced.append(bias.detach())
-    return tuple(
-        sum_.item() for each in replaced for sum_ in (each.double().norm(), each.double().norm(1))
-    )
+    found = []
+    for each in replaced:
+        numbers = each.double().flatten()
+        places = torch.arange(len(numbers), dtype=numbers.dtype, device=numbers.device).cos_()
+        found += [numbers.norm().item(), numbers.norm(1).item(), (numbers * places).sum().item()]
+    return tuple(found)
 
 
 def _check_weights(decisions: Iterable[Decision]) -> None:

@@ -191,11 +191,12 @@ def _repeat(batches: Iterable[Any], steps: int) -> Iterator[Any]:
 
 @contextmanager
 def _restore_on_error(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Give the parameters their values back on an error; in any case leave no gradients."""
+    """Give the parameters their values back on an error or Ctrl-C; in any case leave no
+    gradients."""
     before = [parameter.detach().clone() for parameter in parameters]
     try:
         yield
-    except Exception:
+    except BaseException:
         with torch.no_grad():
             for parameter, value in zip(parameters, before, strict=True):
                 parameter.copy_(value)

@@ -26,6 +26,7 @@ class Decision:
     cores: list[Tensor] | None = field(default=None, repr=False)  #: the projection, once known
     bias: Tensor | None = field(default=None, repr=False)  #: that carries the means, if it changes
     error: float | None = None  #: of the projection, relative
+    tokens: int | None = None  #: that calibrated the layer
     #: sums over the weight and the bias that were projected
     source: tuple[float, ...] | None = field(default=None, repr=False)
 

@@ -163,6 +163,7 @@ def solve(decision: Decision, moments: Moments | None) -> None:
         decision.cores = project(weight, structure)
         decision.error = relative_error(weight, structure, decision.cores)
         return
+    decision.tokens = moments.count
     target, covariance = find_target(weight, moments)
     cores = project(target, structure, covariance=covariance)
     decision.cores = [core.to(weight.dtype) for core in cores]

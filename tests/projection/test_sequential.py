@@ -490,3 +490,28 @@ def test_activations_of_one_place_alone_are_held():
     plan(model, LowRank(rank=2), calibration=batches)
     assert len(made) == 12 * 4 * 3
     assert max(most) <= 2 * len(batches) + 2
+
+
+@pytest.mark.parametrize(
+    "change", [lambda w: w.neg_(), lambda w: w.copy_(w.flip(0))], ids=["signs", "places"]
+)
+def test_a_plan_notices_numbers_that_changed_only_their_signs_or_places(change):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    planned = plan(model, LowRank(rank=2), calibration=[torch.randn(64, 8)])
+    with torch.no_grad():
+        change(model[2].weight)
+    with pytest.raises(ValueError, match="layer '2' got other weights after this plan"):
+        planned.apply()
+
+
+def test_a_plan_says_where_tokens_are_fewer_than_features():
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+    lines = str(plan(model, LowRank(rank=2), calibration=[torch.randn(9, 8)])).splitlines()
+    assert [
+        line.endswith(" of 9 tokens: few")
+        for line in lines
+        if " -> 8 " in line or "8 -> 32" in line
+    ] == [
+        False,
+        True,
+    ]
