@@ -125,7 +125,9 @@ class StructuredLinear(DescribedModule):
         _product.check_input(x, self.in_features, cores[0])
         held = self._parameters
         gains = held["gains"] if "gains" in held else self.gains  # noqa: SIM401
-        program = self.structure.program.fit(self.in_features, self.out_features)
+        program = self.structure.program
+        if (program.in_features, program.out_features) != (self.in_features, self.out_features):
+            program = program.fit(self.in_features, self.out_features)
         return _product.run(self.structure, cores, x, bias, self._mode, gains, self.stds, program)
 
     @property

@@ -114,8 +114,6 @@ class Program(NamedTuple):
     def fit(self, columns: int, rows: int) -> "Program":
         """For a layer of so many columns and rows of W, at most the structure's."""
         padding = self.in_features - columns, self.out_features - rows
-        if not any(padding):
-            return self
         code = columns, rows, *self.code[2:]
         return Program(self.steps, self.last, columns, rows, code, self.largest, padding)
 

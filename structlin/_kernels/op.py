@@ -53,12 +53,9 @@ def pays(program: Program, x: Tensor, plain: bool) -> bool:
     It is for the forward pass of a few tokens. Of more, BLAS is where a block is large and where
     the structure is plain (a chain of matrices).
     """
-    few = not (torch.compiler.is_compiling() or torch.is_grad_enabled()) and _is_few(x)
+    trains = torch.compiler.is_compiling() or torch.is_grad_enabled()  # or may: it is not known
+    few = not trains and x.numel() <= MOST_DECODED * x.shape[-1]
     return (few or (not plain and program.largest < LARGE)) and available(x)
-
-
-def _is_few(x: Tensor) -> bool:
-    return x.numel() <= MOST_DECODED * x.shape[-1]
 
 
 def available(x: Tensor) -> bool:
