@@ -98,7 +98,7 @@ class Plan:
         require_replaceable(self.model)
         require_unchanged(self.model, [decision.layer for decision in chosen])
         _check_weights(chosen)
-        _check_vectors(self._refined)
+        _check_vectors(self.model, self._refined)
         self._used = True
         new = [(decision.layer.names, self._build_layer(decision)) for decision in chosen]
         for decision in chosen:
@@ -580,12 +580,14 @@ def _set_vectors(refined: Iterable[Refined]) -> None:
             getattr(vector.module, vector.name).copy_(vector.new)
 
 
-def _check_vectors(refined: Mapping[str, Refined]) -> None:
-    """What refinement has changed must still be what it was before."""
+def _check_vectors(model: nn.Module, refined: Mapping[str, Refined]) -> None:
+    """What refinement has changed must still be in the model, and what it was before."""
+    present = set(model.modules())
     for name, block in refined.items():
         for vector in block.vectors:
             now = vector.module._parameters.get(vector.name)
-            if now is None or now.shape != vector.old.shape or not torch.equal(now, vector.old):
+            same = now is not None and now.shape == vector.old.shape and now.equal(vector.old)
+            if vector.module not in present or not same:
                 raise ValueError(
                     f"block {name!r} got other weights after this plan; make a new one"
                 )

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._model.outputs import find_tensors
 from ._model.survey import eval_mode, run
 from ._progress import Bar
 from ._projection.padding import find_masks, select_rows
+from .duality import promote
 from .optim import param_groups
 
 WARMUP = 0.1  # of the steps, in which the rate rises; a cosine leads to zero afterwards
@@ -214,8 +216,8 @@ def _loss_of(
 ) -> Tensor:
     """The sum over the outputs that both models have."""
     with torch.no_grad():
-        wanted = dict(_find_tensors(run(teacher, batch)))
-    found = dict(_find_tensors(run(model, batch)))
+        wanted = _find_compared(run(teacher, batch))
+    found = _find_compared(run(model, batch))
     pairs = {name: (found[name], wanted[name]) for name in found if name in wanted}
     if not pairs:
         raise ValueError(
@@ -238,23 +240,9 @@ def _loss_of(
     return total
 
 
-def _find_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Name and value of each floating tensor in what a model returns, but single numbers (losses).
-
-    >>> [name for name, _ in _find_tensors({"logits": torch.ones(2), "states": (torch.ones(2),)})]
-    ['logits', 'states.0']
-    """
-    if isinstance(output, Tensor):
-        if output.is_floating_point() and output.ndim:
-            yield name, output
-        return
-    parts: Iterable[tuple[Any, Any]] = ()
-    if isinstance(output, Mapping):
-        parts = output.items()
-    elif isinstance(output, tuple | list):
-        parts = enumerate(output)
-    for key, part in parts:
-        yield from _find_tensors(part, f"{name}.{key}" if name else str(key))
+def _find_compared(output: Any) -> dict[str, Tensor]:
+    """By name, what the loss compares: all floating tensors but single numbers (losses)."""
+    return {name: tensor for name, tensor in find_tensors(output) if tensor.ndim}
 
 
 def _list_names(tensors: Mapping[str, Tensor]) -> str:
@@ -274,7 +262,7 @@ def _divergence(s: Tensor, t: Tensor, temperature: float) -> Tensor:
     Its gradient is softmax(s) - softmax(t), and exactly zero where s is t: Adam would take what is
     left by rounding for a direction.
     """
-    s, t = (_widen(logits) / temperature for logits in (s, t))  # (..., classes)
+    s, t = (promote(logits) / temperature for logits in (s, t))  # (..., classes)
     sum_s, sum_t = (logits.logsumexp(-1, keepdim=True) for logits in (s, t))  # (..., 1)
     p = (t - sum_t).exp()
     kl = (p * (t - s)).sum(-1) - (sum_t - sum_s).squeeze(-1)  # (...)
@@ -283,10 +271,6 @@ def _divergence(s: Tensor, t: Tensor, temperature: float) -> Tensor:
 
 def _relative_square(s: Tensor, t: Tensor) -> Tensor:
     """`||s - t||^2 / ||t||^2`."""
-    s, t = _widen(s), _widen(t)
+    s, t = promote(s), promote(t)
     size = t.square().sum()
     return (s - t).square().sum() / size.clamp_min(torch.finfo(size.dtype).tiny)
-
-
-def _widen(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()

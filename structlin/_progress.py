@@ -1,6 +1,5 @@
 """A progress bar that says what is being done, where somebody looks at it."""
 
-from types import TracebackType
 from typing import Any
 
 
@@ -31,12 +30,7 @@ class Bar:
             self._task = self._progress.add_task(self._title, total=self._total)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._progress is not None:
             self._progress.stop()
 

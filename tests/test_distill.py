@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from structlin import BTT, LowRank, convert, distill, param_groups
-from structlin._distill import _find_tensors, _loss_of
+from structlin._distill import _find_compared, _loss_of
 
 BATCHES = [torch.randn(32, 16, generator=torch.Generator().manual_seed(n)) for n in range(4)]
 
@@ -52,6 +52,12 @@ def test_the_loss_of_logits_is_the_divergence_at_a_temperature():
     assert found.item() == pytest.approx(temperature**2 * expected, rel=1e-12)
 
 
+def _interrupted():
+    """Ctrl-C while the third batch is made."""
+    yield from BATCHES[:2]
+    raise KeyboardInterrupt("stop")
+
+
 class _Constant(nn.Module):
     def __init__(self, value):
         super().__init__()
@@ -80,7 +86,7 @@ def test_outputs_whose_name_ends_with_logits_are_logits_and_a_single_number_is_n
 def test_tuples_and_mappings_are_searched_for_floating_tensors():
     x = torch.ones(2, 2)
     output = (x, {"a": [x, None, "text"], "ids": x.long()}, torch.ones(()))
-    assert [name for name, _ in _find_tensors(output)] == ["0", "1.a.0"]
+    assert [*_find_compared(output)] == ["0", "1.a.0"]
 
 
 @pytest.mark.parametrize("name", ["logits", "last_hidden_state"])
@@ -271,6 +277,7 @@ CASES = {
         FloatingPointError,
         r"the loss of step 5 is nan: lr=0.001 is too large, or",
     ),
+    "Ctrl-C": ({"batches": _interrupted()}, KeyboardInterrupt, "stop"),
 }
 
 

@@ -2,7 +2,7 @@
 model. Both are measured on the dense model, with calibration data."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -10,9 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._model.outputs import find_tensors
 from .._model.survey import Layer, eval_mode
 from .._progress import Bar
-from .calibration import Call, Observed, check_finite, observe, plain_calls, take_input
+from .calibration import (
+    Call,
+    Observed,
+    check_finite,
+    has_own_bias,
+    observe,
+    plain_calls,
+    take_input,
+)
 from .moments import Moments
 from .padding import select_rows
 from .streams import Place, Streams
@@ -83,7 +92,9 @@ def _measure_in_turn(
         while stops := [stream.stop for stream, _ in running if stream.stop is not None]:
             module = min((s.place.module for s in stops), key=lambda m: rank.get(m, len(rank)))
             layer = by_module[module]
-            moments = Moments(layer.in_features, layer.matrix.device, centred=_has_bias(module))
+            moments = Moments(
+                layer.in_features, layer.matrix.device, centred=has_own_bias(model, module)
+            )
             waiting = [
                 (stream, stream.stop, masks)
                 for stream, masks in running
@@ -95,10 +106,6 @@ def _measure_in_turn(
             yield layer, moments
             for stream, *_ in waiting:
                 stream.resume()
-
-
-def _has_bias(module: nn.Module) -> bool:
-    return module._parameters.get("bias") is not None
 
 
 def _run_all(calls: Sequence[Call], model: nn.Module) -> None:
@@ -175,7 +182,7 @@ def _probe(output: Any, masks: list[Tensor], generator: torch.Generator) -> Tens
     """The product of each floating tensor in a model's output with a random one of its own
     inverse size, summed."""
     total = torch.zeros(())
-    tensors = [*_find_tensors(output)]
+    tensors = [tensor for _, tensor in find_tensors(output) if tensor.requires_grad]
     if not tensors:
         raise ValueError(f"{_REFUSED} returns no floating tensor that has a gradient")
     for tensor in tensors:
@@ -186,15 +193,3 @@ def _probe(output: Any, masks: list[Tensor], generator: torch.Generator) -> Tens
             raise ValueError(f"{_REFUSED} returns values that are not finite")
         total = total.to(rows.device) + (v * rows).float().sum() / size
     return total
-
-
-def _find_tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.is_floating_point() and value.requires_grad:
-            yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _find_tensors(each)
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _find_tensors(each)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from ..duality import promote
+
 ROWS = 8192  # rows that are turned into float32 at a time
 
 
@@ -37,7 +39,7 @@ class Moments:
                     self._add(part_x, part_z)
 
     def _add(self, x: Tensor, z: Tensor) -> None:
-        x, z = _widen(x), _widen(z)
+        x, z = promote(x), promote(z)
         if self._shifts is None:
             self._shifts = tuple(
                 rows.mean(0) if self.centred else torch.zeros_like(rows[0]) for rows in (x, z)
@@ -80,7 +82,3 @@ class Moments:
         if not self.centred:
             return product
         return product - torch.outer(left / self.count, self._z / self.count)
-
-
-def _widen(rows: Tensor) -> Tensor:
-    return rows if rows.dtype == torch.float64 else rows.float()

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from .._linear import StructuredLinear
+from .._model.outputs import find_tensors
 from .._model.survey import Layer
+from ..duality import promote
 from ..scaling import lr_mult
 from .padding import select_rows
 from .streams import State
@@ -99,14 +101,7 @@ def _repeats(parent: nn.Module, child: nn.Module) -> bool:
 
 def take_tensor(output: Any) -> Tensor | None:
     """The first floating tensor in what a module returns: the hidden states; None without one."""
-    if isinstance(output, Tensor):
-        return output if output.is_floating_point() else None
-    if isinstance(output, Mapping):
-        output = list(output.values())
-    if isinstance(output, tuple | list):
-        tensors = (take_tensor(each) for each in output)
-        return next((tensor for tensor in tensors if tensor is not None), None)
-    return None
+    return next((tensor for _, tensor in find_tensors(output)), None)
 
 
 def refine(
@@ -172,9 +167,7 @@ def _descend(
 ) -> None:
     """Adam, on copies in float32 or better."""
     rates = _find_rates(new)
-    masters = [
-        (p.detach() if p.dtype == torch.float64 else p.detach().float()).clone() for p in parameters
-    ]
+    masters = [promote(parameter.detach()).clone() for parameter in parameters]
     groups = [
         {"params": [master], "lr": LR * rates.get(parameter, 1.0)}
         for parameter, master in zip(parameters, masters, strict=True)
@@ -261,8 +254,7 @@ def _repeats_itself(forward: Callable[..., Any], example: Example) -> bool:
 def _gap(example: Example, made: Tensor) -> Tensor:
     """Of the tokens: `(tokens, features)`, in float32 or better."""
     rows, goal = select_rows(made, example.masks), select_rows(example.goal, example.masks)
-    if rows.dtype != torch.float64:
-        rows = rows.float()
+    rows = promote(rows)
     return rows - goal.to(rows.dtype)
 
 

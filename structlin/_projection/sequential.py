@@ -33,6 +33,7 @@ from .._linear import StructuredLinear, uninitialised
 from .._model.decide import Decision
 from .._model.survey import eval_mode
 from .._progress import Bar
+from ..duality import promote
 from .calibration import (
     Observed,
     check_finite,
@@ -183,7 +184,7 @@ def find_target(weight: Tensor, moments: Moments) -> tuple[Tensor, Tensor | None
 
     Where x and z are the same, W itself; where they never vary, without covariance.
     """
-    precise = weight if weight.dtype == torch.float64 else weight.float()
+    precise = promote(weight)
     zz = moments.zz
     mean = zz.diagonal().mean()
     if mean <= 0:
@@ -243,7 +244,7 @@ class _Gap:
 
     def add(self, y: Tensor, new: Tensor) -> None:
         """Of rows `(tokens, out_features)`: the dense layer's outputs, and the new one's."""
-        y, new = (part if part.dtype == torch.float64 else part.float() for part in (y, new))
+        y, new = promote(y), promote(new)
         self.above += (y - new).square().sum(dtype=torch.float64).item()
         around = y if self.mean is None else y - self.mean.to(y)
         self.below += around.square().sum(dtype=torch.float64).item()

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import compress
 import compress_models
 
+from benchmarks.zoo import import_timm
 from structlin import StructuredLinear
 
 TEXT = "The quick brown fox jumps over the lazy dog number {n}, and does so again. "
@@ -102,14 +103,7 @@ def test_compress_takes_an_encoder_of_transformers(tmp_path):
 
 
 def test_compress_takes_a_model_of_timm_and_a_checkpoint(tmp_path):
-    try:  # torchvision's wheel does not import beside a CPU build of torch
-        for operator in ("nms", "qnms"):
-            torch.library.define(
-                f"torchvision::{operator}",
-                "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-            )
-    except RuntimeError:
-        pass
+    import_timm()
     timm = pytest.importorskip("timm")
     pytest.importorskip("sklearn")
     name, path = "test_vit", tmp_path / "vit.pth"

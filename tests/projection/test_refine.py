@@ -153,9 +153,17 @@ def test_a_model_without_blocks_is_refined_as_a_whole(batches):
     assert measure(planned.apply(), model, batches) == pytest.approx(after, rel=1e-4)
 
 
-def test_a_plan_is_refused_once_a_norm_that_it_changes_has_changed(model, batches):
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda block: block.norm.weight.data.add_(1),
+        lambda block: setattr(block, "norm", copy.deepcopy(block.norm)),
+    ],
+    ids=["values", "module"],
+)
+def test_a_plan_is_refused_once_a_norm_that_it_changes_has_changed(model, batches, change):
     planned = plan(model, LowRank(rank=4), calibration=batches, refine=10)
-    model.blocks[1].norm.weight.data.add_(1)
+    change(model.blocks[1])
     with pytest.raises(ValueError, match=r"block 'blocks\.1' got other weights"):
         planned.apply()
 

@@ -5,7 +5,6 @@ import copy
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -345,20 +344,7 @@ def test_ddp_and_fsdp2_train_as_one_process_does_and_dcp_loads_into_a_plain_mode
 
 @OWN_WARNINGS
 def test_models_of_timm_are_converted_by_role():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            for operator in (
-                "nms",
-                "qnms",
-            ):  # or torchvision's wheel does not import beside a CPU build of torch
-                torch.library.define(
-                    f"torchvision::{operator}",
-                    "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-                )
-        except RuntimeError:
-            pass
-        timm = pytest.importorskip("timm")
+    timm = pytest.importorskip("timm")
     for name in (
         "vit_tiny_patch16_224",
         "beit_base_patch16_224",

@@ -1,0 +1,26 @@
+"""The tensors in what a module returns: alone, in a tuple or list, or under names."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def find_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Name and value of each floating tensor, in order; a tensor alone has the empty name.
+
+    >>> import torch
+    >>> [name for name, _ in find_tensors({"logits": torch.ones(2), "states": (torch.ones(2),)})]
+    ['logits', 'states.0']
+    """
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield name, output
+        return
+    parts: Iterable[tuple[Any, Any]] = ()
+    if isinstance(output, Mapping):
+        parts = output.items()
+    elif isinstance(output, tuple | list):
+        parts = enumerate(output)
+    for key, part in parts:
+        yield from find_tensors(part, f"{name}.{key}" if name else str(key))
