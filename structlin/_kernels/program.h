@@ -62,6 +62,12 @@ struct Program {
     return widest;
   }
 
+  Index params() const {
+    Index sum = 0;
+    for (const Step& step : steps) sum += step.params();
+    return sum;
+  }
+
   Index largest() const {  // numbers of a block
     Index most = 0;
     for (const Step& step : steps) most = std::max(most, step.in * step.out);

@@ -101,7 +101,7 @@ def test_wide_layers_on_several_threads_and_the_same_bits_twice(family, threads)
             if not isinstance(family, Monarch)
             else family.structure(1024, 1024)
         )
-        for dtype in (torch.float32, torch.bfloat16):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
             cores, bias = (
                 random_cores(structure, dtype),
                 tokens(structure.out_features, dtype=dtype),

@@ -1,0 +1,134 @@
+// The one product of which every core is made, forward and backward:
+//
+//     C[m, 0:n] (+)= factor * sum_k A[m, k] B[k, 0:n]        A in scalars, at any strides; C and B in vectors, rows anywhere
+//
+// Where the CPU multiplies bfloat16 in pairs, A[m, k:k+2] meets B[k:k+2, 0:n] in one instruction.
+
+#pragma once
+#include "layer.h"
+
+namespace {
+
+constexpr int ROWS = BYTES == 32 ? 4 : 8;  // of C in registers, two vectors of each
+
+template <class H>
+struct Scalars {  // A[m, k]; of numbers that go in groups, column is 1
+  const H* at;
+  Index row, column;
+  const H* operator()(Index m, Index k) const { return at + m * row + k * column; }
+};
+template <class B>
+struct Vectors {  // B[k, 0:n]
+  const B* at;
+  Index row;
+};
+template <class T>
+struct Result {  // C[m, 0:n]
+  T* at;
+  const Index* rows;
+};
+
+// R rows from m on and N vectors from n on; B is rows of Held<S>, or of pairs of them
+template <class S, int R, int N, bool ADD, class T, class B>
+inline void multiply_tile(const Result<T>& c, const Scalars<Held<S>>& a, const Vectors<B>& b, Index m, Index n, Index depth,
+                          Wide<S> factor) {
+  using F = Wide<S>;
+  constexpr int G = GROUP<S>, DOWN = std::is_same_v<B, Pair> ? 1 : G;
+  const Scalars<Held<S>> rows{a(m, 0), a.row, a.column};
+  const B* columns = b.at + n;
+  const Index b_row = b.row;
+  Vector<F> sum[R][N] = {};
+  auto add = [&](Index k, bool whole) __attribute__((always_inline)) {
+    decltype(meet(columns, b_row, whole)) right[N];
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++) right[j] = meet(columns + k / G * DOWN * b_row + j * LANES<F>, b_row, whole);
+#pragma GCC unroll 8
+    for (int i = 0; i < R; i++) {
+      auto left = spread(rows(i, k), whole);
+#pragma GCC unroll 4
+      for (int j = 0; j < N; j++) add_product(sum[i][j], left, right[j]);
+    }
+  };
+  Index k = 0;
+  for (; k + G <= depth; k += G) add(k, true);
+  if (G > 1 && k < depth) add(k, false);
+#pragma GCC unroll 8
+  for (int i = 0; i < R; i++) {
+    T* to = c.at + c.rows[m + i] + n;
+#pragma GCC unroll 4
+    for (int j = 0; j < N; j++) {
+      sum[i][j] *= factor;
+      if (ADD) sum[i][j] += load(to + j * LANES<F>);
+    }
+    store_row<N>(to, sum[i]);
+  }
+}
+
+template <class S, int N, bool ADD, class T, class B>
+inline void multiply_columns(const Result<T>& c, const Scalars<Held<S>>& a, const Vectors<B>& b, Index n, Index height,
+                             Index depth, Wide<S> factor) {
+  Index m = 0;
+  for (; m + ROWS <= height; m += ROWS) multiply_tile<S, ROWS, N, ADD>(c, a, b, m, n, depth, factor);
+  for (; m + 4 <= height; m += 4) multiply_tile<S, 4, N, ADD>(c, a, b, m, n, depth, factor);
+  for (; m + 2 <= height; m += 2) multiply_tile<S, 2, N, ADD>(c, a, b, m, n, depth, factor);
+  if (m < height) multiply_tile<S, 1, N, ADD>(c, a, b, m, n, depth, factor);
+}
+
+// C (+)= factor A B, of `height` rows and `width` columns, which are whole vectors
+template <class S, bool ADD, class T, class B>
+void multiply_into(const Result<T>& c, const Scalars<Held<S>>& a, const Vectors<B>& b, Index height, Index width, Index depth,
+                   Wide<S> factor) {
+  constexpr int L = LANES<Wide<S>>;
+  Index n = 0;
+  for (; n + 2 * L <= width; n += 2 * L) multiply_columns<S, 2, ADD>(c, a, b, n, height, depth, factor);
+  if (n < width) multiply_columns<S, 1, ADD>(c, a, b, n, height, depth, factor);
+}
+
+// `run(begin, end)` for some of the `count` blocks of a core. Within a tile that is one of many this is one call; all threads
+// share what is the only one.
+template <class Run>
+void over_blocks(const Step& step, Index count, const Run& run) {
+  parallel_for(0, count, std::max<Index>(1, GRAIN / (step.in * step.out * 2)), [&](Index begin, Index end) {
+    FlushDenormals flush;
+    run(begin, end);
+  });
+}
+
+// A core transposed: [batch][fan_in][fan_out]
+template <class S>
+void turn(Numbers<Held<S>>& memory, const Step& step, const Core<S>& core) {
+  using F = Wide<S>;
+  const Index block = step.in * step.out;
+  Held<S>* to = memory.reserve(step.params());
+  parallel_for(0, step.batch, std::max<Index>(1, GRAIN / block), [&](Index begin, Index end) {
+    for (Index b = begin * block; b < end * block; b += block)
+      transpose<F>(
+          step.out, step.in, step.out,
+          [&](Index o, Index i, Index count) { return load(core.data + b + o * step.in + i, count); },
+          [&](Index i, Index o, const Vector<F>& v) { store(to + b + i * step.out + o, v, step.out - o); });
+  });
+}
+
+// Where the sum of a core's gradient lies: [batch][rows][columns], columns padded to whole vectors
+struct Sum {
+  bool along_out;  // columns are fan-out, not fan-in
+  Index rows, columns, padded, start, size;
+  Indices row_offsets;
+
+  Sum(const Step& step, Index start, bool along_out, Index lanes) : along_out(along_out), start(start) {
+    rows = along_out ? step.in : step.out;
+    columns = along_out ? step.out : step.in;
+    padded = round_up(columns, lanes);
+    size = step.batch * rows * padded;
+    for (Index m = 0; m < rows; m++) row_offsets.push_back(m * padded);
+  }
+
+  // `C (+)= A B` for one block of the core; `fresh`: C has no value yet
+  template <class S, class B>
+  void add(Wide<S>* total, Index batch, bool fresh, const Scalars<Held<S>>& a, const Vectors<B>& b, Index depth) const {
+    const Result<Wide<S>> c{total + start + batch * rows * padded, row_offsets.data()};
+    (fresh ? multiply_into<S, false, Wide<S>, B> : multiply_into<S, true, Wide<S>, B>)(c, a, b, rows, padded, depth, 1);
+  }
+};
+
+}  // namespace

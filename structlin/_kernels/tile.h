@@ -1,0 +1,163 @@
+// A tile of a few dozen tokens, features as rows, while it lies in cache.
+//
+//     forward    m fan-out   k fan-in    n tokens    A the core as it is stored
+//     backward   m fan-in    k fan-out   n tokens    A the core, transposed once a call
+//     dcore      m fan-out   k tokens    n fan-in    A the rows of g, B the rows of h transposed (or the other way round)
+//
+// An activation lies as one row for each feature, with the tokens running along it, so that a permutation between two cores is
+// only a matter of which row is written, and blocks may have any size.
+
+#pragma once
+#include "products.h"
+
+namespace {
+
+constexpr Index DEEP = 256;  // rows of B that stay in the first cache
+
+template <class S>
+struct Tile {
+  using F = Wide<S>;
+  using H = Held<S>;
+  static constexpr int L = LANES<F>, G = GROUP<S>;
+  const Program& program;
+  const std::vector<Core<S>>& cores;
+  const Index last, size;            // a row holds `size` tokens
+  std::vector<Numbers<H>> turned;    // the cores, [batch][fan_in][fan_out]
+  std::vector<Layout> h, g;          // of what each core reads, forward and backward
+  std::vector<Offsets> writes, reads;  // where it puts its results, forward and backward
+  Indices x_places, dy_places;
+
+  explicit Tile(const Layer<S>& layer)
+      : program(layer.program), cores(layer.cores), last(program.steps.size() - 1), size(layer.tile()), turned(last + 1) {
+    for (const Step& step : program.steps) {  // a vector between two blocks, or many would share a line of the cache
+      h.push_back({step.in, size, step.in * size + L});
+      g.push_back({step.out, size, step.out * size + L});
+    }
+    x_places = places_of(program.steps.front().reads, h.front());
+    dy_places = places_of(program.steps.back().writes, g.back());
+    const Layout y{static_cast<Index>(dy_places.size()), size, 0}, dx{static_cast<Index>(x_places.size()), size, 0};
+    for (Index t = 0; t <= last; t++) {
+      writes.push_back((t < last ? h[t + 1] : y).at(program.steps[t].writes));
+      reads.push_back((t ? g[t - 1] : dx).at(program.steps[t].reads));
+    }
+  }
+
+  void prepare_forward() {}
+  void prepare_backward(bool of_x, bool) {
+    for (Index t = of_x ? 0 : 1; t <= last; t++) turn(turned[t], program.steps[t], cores[t]);
+  }
+
+  Index area(Index t) const { return program.steps[t].pairs() * h[t].block; }  // of what core t reads
+  Index area() const {  // of the widest activation; x and y are wide
+    Index widest = std::max(x_places.size(), dy_places.size()) * size * sizeof(F) / sizeof(H);
+    for (size_t t = 0; t < h.size(); t++)
+      widest = std::max(widest, program.steps[t].pairs() * std::max(h[t].block, g[t].block));
+    return widest;
+  }
+
+  // n rows of x, `(tokens, features)`, as columns of the tile; the rest of it, and features beyond those of x, are zero
+  void enter(H* tile, const S* x, Index features, Index n, const Indices& places) const {
+    auto get = [=, this](Index i, Index f, Index count) {
+      const S* row = x + i * G * features + f;
+      for (int k = 0; k < G; k++) __builtin_prefetch(row + (size + k) * features, 0, 2);  // of the next tile
+      return bits_of<Vector<F>>(meet(row, features, i * G + G <= n, count));
+    };
+    auto put = [&](Index f, Index i, const Vector<F>& v) {
+      store(reinterpret_cast<F*>(tile + places[f]) + i, v, size / G - i);
+    };
+    transpose<F, G>((n + G - 1) / G, features, size / G, get, put);
+    for (size_t f = features; f < places.size(); f++) std::memset(tile + places[f], 0, size * sizeof(H));
+  }
+
+  // The columns of the tile, whose rows lie in the order of y's features, as n rows of y
+  void leave(S* y, const F* tile, Index features, Index n, const F* bias) const {
+    auto row = [&](Index f, Index t) {
+      Vector<F> v = load(tile + f * size + t);
+      return bias ? v + bias[f] : v;
+    };
+    auto get = [&](Index i, Index t, Index) {
+      Index f = i * G;
+      return join<S>(row(f, t), G > 1 && f + 1 < features ? row(f + 1, t) : Vector<F>{});
+    };
+    auto put = [&](Index t, Index i, const Vector<F>& v) { store_joined(y + t * features + i * G, v, features - i * G); };
+    transpose<F>((features + G - 1) / G, n, (features + G - 1) / G, get, put);
+  }
+
+  const H* enter_x(H* tile, const S* x, Index n) const { return enter(tile, x, program.in, n, x_places), tile; }
+  const H* enter_dy(H* tile, const S* dy, Index n) const { return enter(tile, dy, program.out, n, dy_places), tile; }
+  void* place_y(H* memory, S*) const { return memory; }
+  void* place_dx(H* memory, S*) const { return memory; }
+  void leave_y(S* y, const void* tile, Index n, const F* bias) const {
+    leave(y, static_cast<const F*>(tile), program.out, n, bias);
+  }
+  void leave_dx(S* dx, const void* tile, Index n) const {
+    leave(dx, static_cast<const F*>(tile), program.in, n, nullptr);
+  }
+
+  // C = factor A B, in parts of A and B that stay in cache, where sums lose nothing by lying in C meanwhile
+  template <class T>
+  void multiply(const Result<T>& c, const H* a, const H* b, Index height, Index depth, F factor) const {
+    const Index deep = std::is_same_v<T, F> ? DEEP : depth;
+    for (Index k = 0; k < depth; k += deep) {
+      const Scalars<H> left{a + k, depth, 1};
+      const Vectors<H> right{b + k * size, size};
+      const Index some = std::min(deep, depth - k);
+      if (!k) multiply_into<S, false>(c, left, right, height, size, some, factor);
+      else if constexpr (std::is_same_v<T, F>) multiply_into<S, true>(c, left, right, height, size, some, factor);
+    }
+  }
+
+  // h_(t+1) from h_t, for some of the blocks; y is wide
+  void forward(Index t, void* to, const H* from, Index, Index begin, Index end) const {
+    const Step& step = program.steps[t];
+    auto run = [&]<class T>(T* to) {
+      for (Index pair = begin; pair < end; pair++)
+        multiply(Result<T>{to + writes[t].block(pair), writes[t].fan.data()},
+                 cores[t].data + pair / step.repeat * step.out * step.in, from + pair * h[t].block, step.out, step.in,
+                 cores[t].factor);
+    };
+    t < last ? run(static_cast<H*>(to)) : run(static_cast<F*>(to));
+  }
+
+  // g_t from g_(t+1), by the transposed core, for some of the blocks; dx is wide
+  void backward(Index t, void* to, const H* from, Index, Index begin, Index end) const {
+    const Step& step = program.steps[t];
+    auto run = [&]<class T>(T* to) {
+      for (Index pair = begin; pair < end; pair++)
+        multiply(Result<T>{to + reads[t].block(pair), reads[t].fan.data()},
+                 turned[t].held.get() + pair / step.repeat * step.in * step.out, from + pair * g[t].block, step.in, step.out,
+                 cores[t].factor);
+    };
+    t ? run(static_cast<H*>(to)) : run(static_cast<F*>(to));
+  }
+
+  // Whether the vectors of a core's gradient run along fan-out
+  bool along_out(Index t) const {
+    auto cost = [](Index m, Index n) { return m * round_up(n, L) + 8 * n; };  // of products, of transposing
+    const Step& step = program.steps[t];
+    return cost(step.in, step.out) < cost(step.out, step.in);
+  }
+
+  // `total += g h'` over the tokens of a tile, for blocks that are read from `begin` to `end`; `fresh`: total has no value yet
+  void add(Index t, F* total, const Sum& sum, const H* g_tile, const H* h_tile, Index n, bool fresh, Index begin,
+           Index end) const {
+    using Row = std::conditional_t<GROUPED<S>, Pair, F>;  // of B: GROUP tokens
+    static_assert(sizeof(Row) == sizeof(F));
+    const Index repeat = program.steps[t].repeat;
+    thread_local Numbers<F> memory;
+    F* columns = memory.reserve(size / G * sum.padded);
+    for (Index pair = begin * repeat; pair < end * repeat; pair++) {
+      const H *left = g_tile + pair * g[t].block, *right = h_tile + pair * h[t].block;
+      if (sum.along_out) std::swap(left, right);
+      auto get = [&](Index f, Index i, Index count) {
+        return load(reinterpret_cast<const F*>(right + f * size) + i, count);
+      };
+      auto put = [&](Index i, Index f, const Vector<F>& v) { store(columns + i * sum.padded + f, v); };
+      transpose<F>(sum.columns, size / G, sum.padded, get, put);
+      sum.add<S>(total, pair / repeat, fresh && pair % repeat == 0, Scalars<H>{left, size, 1},
+                 Vectors<Row>{reinterpret_cast<const Row*>(columns), sum.padded}, round_up(n, G));
+    }
+  }
+};
+
+}  // namespace
