@@ -49,7 +49,7 @@ struct Rows {
   }
 
   static bool serve(const Layer<S>& layer) {
-    if (layer.tokens < 2 * ROWS * layer.threads()) return false;
+    if (layer.tokens < 4 * ROWS) return false;
     const std::vector<Step>& steps = layer.program.steps;
     for (const Step& step : steps)
       if (step.in % (2 * L) || step.out % (2 * L)) return false;

@@ -125,7 +125,7 @@ def test_threads_that_share_one_tile_give_the_bits_of_one_thread(family, dtype):
     structure = family.structure(1024, 512)
     cores = random_cores(structure, dtype)
     gains = torch.full((len(cores),), 0.5, dtype=torch.float64)  # which clip nothing
-    x, dy = tokens(16, 1024, dtype=dtype), tokens(16, 512, dtype=dtype).cos()
+    x, dy = tokens(4, 1024, dtype=dtype), tokens(4, 512, dtype=dtype).cos()
     found = []
     try:
         for threads in (1, 2):
