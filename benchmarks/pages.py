@@ -16,6 +16,7 @@ from functools import partial
 from itertools import product
 from math import isnan, nan
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib import colormaps
@@ -95,6 +96,34 @@ def tuned_losses() -> str:
         cells.append([structure, *ratios])
     titles = [f"tuned, {w}" for w in widths] + [f"dense's rate, {w}" for w in widths]
     return table(["", *titles], cells)
+
+
+def show_seeds(name: str) -> str:
+    """The runs of one program with seeds 0, 1, 2: a step's milliseconds over those of the widest
+    dense model, and how many times fewer seconds until a dense model's final loss."""
+    kept = [read(f"{name}{end}")["rows"] for end in ("", "_seed1", "_seed2")]
+    models = list(zip(*kept, strict=True))
+    dense = {f"dense {rows[0]['width']}": rows for rows in models if rows[0]["label"] == "dense"}
+    widest, cells = list(dense)[-1], []
+    for rows in models:
+        row = rows[0]
+        figures = [str(row["width"]), f"{row['params']:,}", f"{row['flops']:,}"]
+        figures.append(", ".join(f"{each['loss']:.3f}" for each in rows))
+        pairs = zip(rows, dense[widest], strict=True)
+        figures.append(", ".join(f"{each['ms'] / other['ms']:.2f}" for each, other in pairs))
+        for other, runs in dense.items():
+            pairs = zip(rows, runs, strict=True)
+            factors = (times_fewer(each, run, other) for each, run in pairs)
+            figures.append("" if rows == runs else ", ".join(factors))
+        cells.append([row["label"], *figures])
+    titles = ["width", "params", "FLOPs a token", "held-out loss, by seed"]
+    untils = [f"until {other}'s loss" for other in dense]
+    return table(["", *titles, f"ms a step / {widest}'s", *untils], cells)
+
+
+def times_fewer(row: dict[str, Any], other: dict[str, Any], name: str) -> str:
+    seconds = row["seconds to the loss of"][name]
+    return "never" if seconds is None else f"{other['clock'][-1] / seconds:.1f}"
 
 
 def small_gpt() -> str:
@@ -208,15 +237,14 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "muon": muon,
     },
     "docs/results.md": papers.TABLES
-    | {"verdicts": verdicts, "untested": untested}
+    | {"verdicts": verdicts, "untested": untested, "three seeds": lambda: show_seeds(MAIN_JOB)}
     | {
         f"{setup} {cost}": partial(factors, setup, cost)
         for setup, cost in product(time_to_loss.SETUPS, ("flops", "seconds"))
     },
     "docs/examples.md": {
         "main job continued": lambda: show_more(MAIN_JOB),
-        "GPT": lambda: show_runs("train_gpt"),
-        "GPT continued": lambda: show_more("train_gpt"),
+        "GPT": lambda: show_seeds("train_gpt"),
     },
     "docs/compress.md": {
         "small GPT": small_gpt,

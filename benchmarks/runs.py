@@ -87,7 +87,8 @@ def rows_of_others(
         structures: those that are run now.
 
     Returns:
-        Rows, and where they are from: {"structures", "environment"}.
+        Rows, and where they are from: {"structures", "environment"}, and "kept", the same of the
+        rows that the earlier result had from one before it (None: none).
 
     Raises:
         SystemExit: there is no earlier result, or one of another setting.
@@ -100,7 +101,8 @@ def rows_of_others(
         raise SystemExit(f"--structures: {path} is of another setting, {earlier['setting']}")
     rows = [row for row in earlier["rows"] if row["structure"] not in structures]
     names = list(dict.fromkeys(row["structure"] for row in rows))
-    return rows, {"structures": names, "environment": earlier["environment"]}
+    source = {"structures": names, "environment": earlier["environment"]}
+    return rows, source | {"kept": earlier.get("kept")}
 
 
 @cache

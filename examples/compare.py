@@ -134,6 +134,7 @@ class Task(ABC):
     tokens: int  # of one sequence
     heads: int | None = None  # of attention, at every width; None: as many as fill the width
     zero_init: tuple[str, ...] = ("*c_proj",)  # what starts at zero: see structlin.convert
+    weight_norm: bool = False  # of structured layers
     config: dict[str, Any]  # what makes a checkpoint another one
     heldout: list[Batch]
 
@@ -177,7 +178,8 @@ def build(
     with torch.device(device):
         model = task.model(width)
         if structure is not None:
-            structlin.convert(model, structure, zero_init=task.zero_init)
+            options = {"zero_init": task.zero_init, "weight_norm": task.weight_norm}
+            structlin.convert(model, structure, **options)
     return model
 
 

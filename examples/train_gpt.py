@@ -6,10 +6,13 @@
     python examples/train_gpt.py --smoke                      # seconds: does it run?
 
 Four models learn the documentation and the source text of the Python standard library (or any text,
-`--data`) from one seed, at one learning rate: see examples/compare.py. The same command again goes
-on from the checkpoints in `--out`.
+`--data`) from one seed, at one learning rate: see examples/compare.py. Attention has `--heads`
+heads of 32 features at every width, so that a wider model spends its FLOPs in linear layers, and
+structured layers are weight-normalised. The same command again goes on from the checkpoints in
+`--out`.
 
-Source: nanoGPT (github.com/karpathy/nanoGPT); muP as in Yang et al. 2022 (arXiv:2203.03466).
+Source: nanoGPT (github.com/karpathy/nanoGPT); muP as in Yang et al. 2022 (arXiv:2203.03466); heads
+and weight normalisation as in Qiu et al. 2024 (arXiv:2406.06248), sections G.2 and 5.1.
 """
 
 import argparse
@@ -90,6 +93,7 @@ def read_text(path: Path | None) -> str:
 class Text(compare.Task):
     metric = "bits/char"
     model_name = "GPT"
+    weight_norm = True
     heldout_windows, heldout_batch = 128, 32
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -150,10 +154,10 @@ def main(argv: list[str] | None = None) -> list[dict]:
             "batch": 8,
             "context": 64,
             "lr": 0.002,
-            "heads": None,
+            "heads": 4,
             "out": Path("out/train_gpt"),
         },
-        smoke={"width": 64, "depth": 1, "steps": 6, "batch": 2, "context": 16},
+        smoke={"width": 64, "depth": 1, "steps": 6, "batch": 2, "context": 16, "heads": 2},
         argv=argv,
     )
 

@@ -64,7 +64,7 @@ class MLP(nn.Module):
 class NextCharacter(train_gpt.Text):
     model_name = "MLP"
     heldout_windows, heldout_batch = 8192, 512
-    zero_init = ()
+    zero_init, weight_norm = (), False
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)

@@ -34,7 +34,7 @@ from rich.table import Table
 from torch import nn
 
 import structlin
-from benchmarks.papers import md_sweeps
+from benchmarks.papers import sweeps
 from benchmarks.runs import digits, keep, parser, run_all
 from structlin import stability
 
@@ -136,7 +136,7 @@ def exponents(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, float
         chosen = [row for row in rows if (row["structure"], row["optimizer"]) == (structure, name)]
         widths = [math.log2(row["width"]) for row in chosen]
         found.setdefault(structure, {})[name] = {
-            number: md_sweeps.slope(widths, [math.log2(row[number][-1]) for row in chosen])
+            number: sweeps.slope(widths, [math.log2(row[number][-1]) for row in chosen])
             for number in NUMBERS
         }
     return found
@@ -203,7 +203,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     console = Console(width=140)
     show(starts, rows, powers, console)
     if not options.smoke:
-        md_sweeps.say(console, result["claims"])
+        sweeps.say(console, result["claims"])
     setting = {
         "widths": options.widths,
         "steps": options.steps,

@@ -33,7 +33,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import structlin
-from benchmarks.papers import md_sweeps
+from benchmarks.papers import sweeps
 from benchmarks.papers.bm_metrics import FAMILIES
 from benchmarks.papers.intervals import student
 from benchmarks.runs import digits, keep, parser, run_all
@@ -142,7 +142,7 @@ def estimates(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for seed in sorted({row["seed"] for row in mine}):
             curve = [row for row in mine if row["seed"] == seed]
             axes = ([math.log2(row[key]) for row in curve] for key in ("width", "middle"))
-            powers.append(md_sweeps.slope(*axes))
+            powers.append(sweeps.slope(*axes))
         middles = [row["middle"] for row in mine]
         found.append({
             "structure": structure, "state": state, "power": student(powers),

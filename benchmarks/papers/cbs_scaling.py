@@ -1,15 +1,17 @@
-"""Loss against compute by structure, rank and number of blocks: figures 4 and 5 of "Compute Better
-Spent".
+"""Loss against compute by structure, rank, number of blocks and cores: figures 4, 5, 11 and 12 of
+"Compute Better Spent".
 
-    python -m benchmarks.papers.cbs_scaling            # the full result, six core-minutes
+    python -m benchmarks.papers.cbs_scaling            # the full result, ten core-minutes
     python -m benchmarks.papers.cbs_scaling --smoke    # seconds
+    python -m benchmarks.papers.cbs_scaling --structures low-rank    # the others' rows are kept
 
 The paper trains MLPs and ViTs of growing width on CIFAR-10/100 with augmentation, for the same
 number of epochs each. It claims (fig. 4) that the loss is a power law of compute whose exponent
 depends on the structure; that BTT, which has a parameter for every multiplication, beats dense
 matrices at the same compute and has the larger exponent; that structures which share their
 parameters (Kronecker, TT) do worse; and (fig. 5) that less compute per dimension is better at the
-same compute: a lower rank of BTT, more blocks of Monarch; two cores of rank 1 are its best BTT.
+same compute: a lower rank of BTT, of two cores and of three (fig. 11), more blocks of Monarch; more
+than two cores bring "no or negligible improvement" (fig. 12).
 
 Here: MLPs of three hidden layers, the two square matrices structured, Adam with a cosine, as many
 samples for every model, and one base learning rate, that of the dense model at width 64, taken to
@@ -41,8 +43,7 @@ from rich.table import Table
 import structlin
 from benchmarks.papers import tasks
 from benchmarks.papers.cbs_report import Claim, claim, interval, ratio, show_claims
-from benchmarks.record import read
-from benchmarks.runs import keep, parser, run_all
+from benchmarks.runs import ONLY, keep, parser, rows_of_others, run_all
 
 Curve = list[tuple[float, float]]  # log FLOPs, log loss; ascending
 Run = tuple[str, str, int, float, int, int]  # task, structure, width, lr, seed, steps
@@ -58,6 +59,9 @@ STRUCTURES: dict[str, tuple[Callable[[int], structlin.Family], list[int]]] = {
     "BTT r=2": (lambda width: structlin.BTT(rank=2), [64, 144, 256, 400]),
     "BTT r=4": (lambda width: structlin.BTT(rank=4), [64, 144, 256]),
     "BTT r=1, 3 cores": (lambda width: structlin.BTT(rank=1, cores=3), [64, 216, 512, 1000]),
+    "BTT r=2, 3 cores": (lambda width: structlin.BTT(rank=2, cores=3), [64, 216, 512]),
+    "BTT r=4, 3 cores": (lambda width: structlin.BTT(rank=4, cores=3), [64, 216, 512]),
+    "BTT r=1, 4 cores": (lambda width: structlin.BTT(rank=1, cores=4), [81, 256, 625, 1296]),
 }
 STEPS = {"teacher": 400, "digits": 200}
 LR = 2.0**-6  # the best of powers of 2 for the dense model at width 64, on both tasks
@@ -72,6 +76,9 @@ BETTER = (  # the paper: at equal FLOPs the first has the lower loss
     ("BTT r=1", "BTT r=2"),
     ("BTT r=2", "BTT r=4"),
     ("BTT r=1", "BTT r=1, 3 cores"),
+    ("BTT r=1", "BTT r=1, 4 cores"),
+    ("BTT r=1, 3 cores", "BTT r=2, 3 cores"),
+    ("BTT r=2, 3 cores", "BTT r=4, 3 cores"),
     ("Monarch b=16", "Monarch b=4"),
 )
 STEEPER = (("BTT r=1", "dense"),)  # the paper: the first has the larger exponent
@@ -209,7 +216,7 @@ def plot(result: dict[str, Any]) -> Figure:
             flops, losses = zip(*curve_of(rows, seeds), strict=True)
             style = {
                 "color": f"C{n}",
-                "marker": "osD^vPX<>*"[n],
+                "marker": "osD^vPX<>*hpd"[n],
                 "lw": 2.5 if structure == "dense" else 1,
             }
             label = f"{structure}, a = {fitted['value']:.2f}"
@@ -226,39 +233,29 @@ def plot(result: dict[str, Any]) -> Figure:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--seeds", type=int, default=3)
-    options.add_argument(
-        "--structures",
-        nargs="+",
-        choices=STRUCTURES,
-        default=list(STRUCTURES),
-        help="to run; the others keep the rows of the kept result",
-    )
+    options.add_argument("--structures", nargs="+", choices=list(STRUCTURES), help=ONLY)
     arguments = options.parse_args()
-    structures = {name: STRUCTURES[name][1] for name in arguments.structures}
-    some = len(structures) < len(STRUCTURES)
-    if some and arguments.smoke:
-        options.error("--smoke runs all structures: leave --structures out")
+    chosen = arguments.structures or list(STRUCTURES)
+    structures = {name: STRUCTURES[name][1] for name in chosen}
     steps, seeds = STEPS, arguments.seeds
     if arguments.smoke:
         structures = {name: [widths[0], widths[-1]] for name, widths in structures.items()}
         steps, seeds = dict.fromkeys(STEPS, 2), 1
+    setting = {"steps": steps, "batch": 256, "optimizer": "Adam, cosine", "lr": LR}
+    others, source = [], None
+    if arguments.structures:
+        others, source = rows_of_others(arguments, "cbs_scaling", setting, chosen)
     runs: list[Run] = [
         (task, structure, width, lr, seed, steps[task])
         for task, (structure, widths), seed in product(steps, structures.items(), range(seeds))
         for width, lr in product(widths, RATES.get(structure, (LR,)))
     ]
     runs.sort(key=lambda run: -run[2] * run[5])
-    rows = run_all(train, runs, arguments)
-    earlier = None
-    if some:
-        kept = read("papers/cbs_scaling")
-        rows += [row for row in kept["rows"] if row["structure"] not in structures]
-        earlier = {"run": list(structures), "the others": kept["environment"]}
+    rows = [*others, *run_all(train, runs, arguments)]
     by_task = {task: [row for row in rows if row["task"] == task] for task in steps}
-    setting = {"steps": steps, "batch": 256, "optimizer": "Adam, cosine", "lr": LR, "rates": RATES}
-    setting |= {"earlier": earlier}
     result = {
         "setting": setting,
+        "kept": source,
         "comparisons": {task: compare(found) for task, found in by_task.items()},
     }
     result["claims"] = claims(result)

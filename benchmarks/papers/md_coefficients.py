@@ -30,7 +30,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import structlin
-from benchmarks.papers import md_sweeps
+from benchmarks.papers import sweeps
 from benchmarks.runs import digits, keep, parser, run_all
 from structlin.duality import METHODS, SCHEDULES, dual_efficiency, dualize
 
@@ -161,11 +161,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         options.steps, options.seeds = 2, 1
     runs: list[Run] = list(product(METHODS, LRS, range(options.seeds)))
     rows = run_all(partial(train, steps=options.steps), runs, options)
-    curves = md_sweeps.losses(rows)
+    curves = sweeps.losses(rows)
     table = []
     for method in METHODS:
         curve = next(curve for (name, _), curve in curves.items() if name == method)
-        lr = md_sweeps.best(curve)
+        lr = sweeps.best(curve)
         chosen = [row for row in rows if (row["method"], row["lr"]) == (method, lr)]
         ends = [row["loss"] for row in chosen if row["loss"] is not None]
         table.append(
@@ -180,7 +180,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     console = Console(width=170)
     show(result, console)
     if not options.smoke:
-        md_sweeps.say(console, result["claims"])
+        sweeps.say(console, result["claims"])
     setting = {
         "width": 128,
         "steps": options.steps,

@@ -37,7 +37,7 @@ from rich.console import Console
 from torch import nn
 
 import structlin
-from benchmarks.papers import md_sweeps, tasks
+from benchmarks.papers import sweeps, tasks
 from benchmarks.papers.intervals import Estimate, student
 from benchmarks.runs import keep, parser, run_all
 
@@ -103,7 +103,7 @@ def by_seed(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """method -> how its best rate moves, over the seeds: "drift", its slope on log2 width, and
     "losses", width -> the logs of the least losses, seed by seed."""
     seeds = sorted({row["seed"] for row in rows})
-    found = [md_sweeps.transfer(row for row in rows if row["seed"] == seed) for seed in seeds]
+    found = [sweeps.transfer(row for row in rows if row["seed"] == seed) for seed in seeds]
     return {
         method: {
             "drift": [each[method]["drift"] for each in found],
@@ -144,30 +144,23 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         options.widths, options.steps, options.seeds = [8, 16], 2, 2
     setting = {"steps": options.steps, "seeds": options.seeds, "batch": 128, "data": "tasks.Digits"}
     kept = finished(options.out / "md_width.json", setting)
-    rows: list[dict[str, Any]] = []
 
-    def curve(method: str, width: int) -> dict[float, float]:
-        return md_sweeps.losses(rows).get((method, width), {})
-
-    def run(method: str, width: int, lrs: list[float]) -> None:
+    def run(method: str, width: int, lrs: list[float]) -> list[dict[str, Any]]:
         runs = [(method, width, lr, seed) for lr, seed in product(lrs, range(options.seeds))]
         missing = [run for run in runs if run not in kept]
-        rows.extend(kept[run] for run in runs if run in kept)
-        rows.extend(run_all(partial(train, steps=options.steps), missing, options))
+        done = run_all(partial(train, steps=options.steps), missing, options)
+        return [*(kept[run] for run in runs if run in kept), *done]
 
     widths = sorted(options.widths)
-    for method, start in STARTS.items():
-        for width in widths:
-            while lrs := md_sweeps.untried(curve(method, width), start):
-                run(method, width, lrs)
-            start = md_sweeps.best(curve(method, width))
-        first = md_sweeps.best(curve(method, widths[0]))
-        if first not in curve(method, widths[-1]):
-            run(method, widths[-1], [first])
-    found = md_sweeps.transfer(rows)
+    rows = [
+        row
+        for method, start in STARTS.items()
+        for row in sweeps.search(partial(run, method), widths, start)
+    ]
+    found = sweeps.transfer(rows)
     result = {"transfer": found, "estimates": estimates(rows)}
     console = Console(width=150)
-    console.print(md_sweeps.table(f"{options.steps} steps on digits", found, "width"))
+    console.print(sweeps.table(f"{options.steps} steps on digits", found, "width"))
     console.print(result["estimates"])
     keep(options, "md_width", plot(rows), setting=setting, **result, rows=rows)
     return result
@@ -176,7 +169,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 def plot(rows: list[dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(13, 4.5), layout="constrained")
     for axes, method in zip(figure.subplots(1, 3, sharey=True), STARTS, strict=True):
-        md_sweeps.plot(axes, rows, method, "width")
+        sweeps.plot(axes, rows, method, "width")
         axes.set_ylabel("final loss (nats)")
     axes.legend(fontsize=8)
     return figure

@@ -20,8 +20,7 @@ import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from benchmarks.papers import md_sweeps, mn_tasks
-from benchmarks.papers.intervals import student
+from benchmarks.papers import mn_tasks, sweeps
 from benchmarks.runs import keep, parser, run_all
 
 METHOD = "normed Adam"
@@ -43,47 +42,21 @@ def train(run: Run, steps: int) -> dict[str, Any]:
     return {"method": METHOD, "size": context, "lr": lr, "seed": seed, "loss": found}
 
 
-def estimates(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """By how many factors of 2 the optimum moves from the shortest context to the longest, and what
-    keeping the shortest one's best rate (of all seeds) costs there, as the log of a ratio."""
-    mean = md_sweeps.losses(rows)
-    shortest, longest = (limit(size for _, size in mean) for limit in (min, max))
-    kept = md_sweeps.best(mean[METHOD, shortest])
-    moves, costs = [], []
-    for seed in sorted({row["seed"] for row in rows}):
-        mine = md_sweeps.losses(row for row in rows if row["seed"] == seed)
-        first, last = mine[METHOD, shortest], mine[METHOD, longest]
-        moves.append(md_sweeps.optimum(last) - md_sweeps.optimum(first))
-        costs.append(torch.tensor(last[kept] / min(last.values())).log().item())
-    return {"moved": student(moves), "cost": student(costs)}
-
-
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options = parser(__doc__)
     options.add_argument("--seeds", type=int, default=3)
     chosen = options.parse_args(arguments)
     contexts, steps = (CONTEXTS[:2], 2) if chosen.smoke else (CONTEXTS, STEPS)
-    rows: list[dict[str, Any]] = []
 
-    def run(context: int, lrs: list[float]) -> None:
+    def run(context: int, lrs: list[float]) -> list[dict[str, Any]]:
         runs = [(context, lr, seed) for lr, seed in product(lrs, range(chosen.seeds))]
-        rows.extend(run_all(partial(train, steps=steps), runs, chosen))
+        return run_all(partial(train, steps=steps), runs, chosen)
 
-    def curve(context: int) -> dict[float, float]:
-        return md_sweeps.losses(rows).get((METHOD, context), {})
-
-    start = START
-    for context in contexts:
-        while lrs := md_sweeps.untried(curve(context), start):
-            run(context, lrs)
-        start = md_sweeps.best(curve(context))
-    kept = md_sweeps.best(curve(contexts[0]))
-    if kept not in curve(contexts[-1]):
-        run(contexts[-1], [kept])
-    found = md_sweeps.transfer(rows)
-    result = {"transfer": found, "estimates": estimates(rows)}
+    rows = sweeps.search(run, contexts, START)
+    found = sweeps.transfer(rows)
+    result = {"transfer": found, "estimates": sweeps.moves(rows)}
     console = Console(width=120)
-    console.print(md_sweeps.table(f"GPT, {steps} steps", found, "context"))
+    console.print(sweeps.table(f"GPT, {steps} steps", found, "context"))
     console.print(result["estimates"])
     setting = {"contexts": contexts, "steps": steps, "windows": WINDOWS, **SIZE}
     keep(chosen, "mn_context", plot(rows), setting=setting, **result, rows=rows)
@@ -93,7 +66,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 def plot(rows: list[dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(5, 4), layout="constrained")
     axes = figure.subplots()
-    md_sweeps.plot(axes, rows, METHOD, "context")
+    sweeps.plot(axes, rows, METHOD, "context")
     axes.set_ylabel("final loss (nats)")
     axes.legend(fontsize=8)
     return figure

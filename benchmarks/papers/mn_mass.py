@@ -22,11 +22,12 @@ from itertools import product
 from typing import Any
 
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.papers import md_sweeps, mn_tasks
+from benchmarks.papers import mn_tasks, sweeps
 from benchmarks.runs import keep, parser, run_all
 
 MASSES = [2.0**power for power in range(-4, 6, 2)]
@@ -51,7 +52,7 @@ def train(run: Run, steps: int) -> dict[str, Any]:
     return {"axis": axis, "size": size, "mass": mass, "lr": lr, "seed": seed, "loss": found}
 
 
-def best_masses(rows: list[dict[str, Any]], axis: str) -> dict[int, dict[str, Any]]:
+def best_masses(rows: list[dict[str, Any]], axis: str) -> dict[Any, dict[str, Any]]:
     """size -> best mass, log2 of it between the grid's points, and the least loss at each mass."""
     found = {}
     for size in sorted({row["size"] for row in rows if row["axis"] == axis}):
@@ -61,14 +62,13 @@ def best_masses(rows: list[dict[str, Any]], axis: str) -> dict[int, dict[str, An
             if (row["axis"], row["size"]) == (axis, size)
         ]
         least = {
-            float(mass): min(curve.values())
-            for (mass, _), curve in md_sweeps.losses(chosen).items()
+            float(mass): min(curve.values()) for (mass, _), curve in sweeps.losses(chosen).items()
         }
         curve = dict(sorted(least.items()))
-        best = md_sweeps.best(curve)
+        best = sweeps.best(curve)
         good = [mass for mass, loss in curve.items() if loss <= 1.25 * curve[best]]
         found[size] = {
-            "optimum": md_sweeps.optimum(curve),
+            "optimum": sweeps.optimum(curve),
             "least": curve[best],
             "within 25 %": good,
             "curve": curve,
@@ -115,13 +115,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     of_mass, of_depth = run_all(work, sweep, options), run_all(work, deep, options)
     found = {axis: best_masses(of_mass, axis) for axis in sizes}
     of_depth = [{**row, "method": "free" if row["mass"] is None else "tared"} for row in of_depth]
-    depth = md_sweeps.transfer(of_depth)
+    depth = sweeps.transfer(of_depth)
     result = {"claims": claims(found, depth), "masses": found, "depth": depth}
     console = Console(width=140)
     show(found, console)
-    console.print(md_sweeps.table("mass 1 for all blocks, or 1 for each layer", depth, "blocks"))
+    console.print(sweeps.table("mass 1 for all blocks, or 1 for each layer", depth, "blocks"))
     if not options.smoke:
-        md_sweeps.say(console, result["claims"])
+        sweeps.say(console, result["claims"])
     setting = {
         "steps": options.steps,
         "seeds": options.seeds,
@@ -141,7 +141,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     return result
 
 
-def show(masses: Mapping[str, Mapping[int, Mapping[str, Any]]], console: Console) -> None:
+def show(masses: Mapping[str, Mapping[Any, Mapping[str, Any]]], console: Console) -> None:
     table = Table(
         title="mass of all blocks together, where the input and the output layer have 1 each"
     )
@@ -158,23 +158,25 @@ def show(masses: Mapping[str, Mapping[int, Mapping[str, Any]]], console: Console
 
 
 def plot(
-    masses: Mapping[str, Mapping[int, Mapping[str, Any]]], of_depth: list[dict[str, Any]]
+    masses: Mapping[str, Mapping[Any, Mapping[str, Any]]], of_depth: list[dict[str, Any]]
 ) -> Figure:
     figure = Figure(figsize=(15, 4), layout="constrained")
     panels = figure.subplots(1, 4)
     for axes, (axis, by_size) in zip(panels, masses.items(), strict=False):
-        for size, found in by_size.items():
-            axes.plot(
-                list(found["curve"]), list(found["curve"].values()), ".-", label=f"{axis} {size}"
-            )
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set(xlabel="mass of the blocks", ylabel="final loss (nats)")
-        axes.legend(fontsize=8)
+        plot_masses(axes, axis, by_size)
     for axes, method in zip(panels[2:], ("tared", "free"), strict=True):
-        md_sweeps.plot(axes, of_depth, method, "blocks")
+        sweeps.plot(axes, of_depth, method, "blocks")
         axes.legend(fontsize=8)
     return figure
+
+
+def plot_masses(axes: Axes, axis: str, by_size: Mapping[Any, Mapping[str, Any]]) -> None:
+    for size, found in by_size.items():
+        axes.plot(list(found["curve"]), list(found["curve"].values()), ".-", label=f"{axis} {size}")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set(xlabel="mass of the blocks", ylabel="final loss (nats)")
+    axes.legend(fontsize=8)
 
 
 def _options() -> argparse.ArgumentParser:

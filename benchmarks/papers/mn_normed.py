@@ -30,11 +30,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from benchmarks.papers import mn_tasks, tasks
+from benchmarks.papers import mn_tasks, sweeps, tasks
 from benchmarks.papers.cbs_report import ratio
 from benchmarks.papers.intervals import student
 from benchmarks.runs import keep, parser, run_all
-from structlin import modular
 
 LRS = {
     "normed Adam": [2.0**power for power in range(-3, 3)],
@@ -57,23 +56,12 @@ def split(seed: int, part: str) -> tasks.Digits:
     return task
 
 
-def make_optimizer(net: modular.Module, method: str, lr: float) -> torch.optim.Optimizer:
-    """That of `mn_tasks`; the plain ones in the paper's parametrisation."""
-    if method == "Adam":
-        groups = modular.paper_groups(net, lr, optimizer="adam")
-        return torch.optim.Adam(groups, betas=(0.9, 0.99))
-    if method == "SGD":
-        groups = modular.paper_groups(net, lr, optimizer="sgd")
-        return torch.optim.SGD(groups, momentum=0.9, dampening=0.9)
-    return mn_tasks.optimizer(net, method, lr)
-
-
 def train(run: Run, steps: int) -> dict[str, Any]:
     """A row; the losses are None where they are not finite."""
     width, method, lr, seed = run
     torch.manual_seed(seed)
     net = mn_tasks.build("ResMLP", width=width, blocks=BLOCKS)
-    task, optimizer = split(seed, "train"), make_optimizer(net, method, lr)
+    task, optimizer = split(seed, "train"), mn_tasks.optimizer(net, method, lr)
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
         return task.loss(net(x), y)
@@ -99,23 +87,14 @@ def evaluate(net: nn.Module, task: tasks.Digits) -> float | None:
 # ---- what the rows say ---------------------------------------------------------------------------
 
 
-def best(rows: list[dict[str, Any]], width: int, method: str, part: str) -> dict[str, Any]:
-    """The rate of the least mean log loss, whether it is at an end of the grid, and the log losses
-    at it, by seed."""
-    by_rate: dict[float, dict[int, float]] = {}
-    for row in rows:
-        if (row["width"], row["method"]) == (width, method):
-            log = math.inf if row[part] is None else math.log(row[part])
-            by_rate.setdefault(row["lr"], {})[row["seed"]] = log
-    lr = min(by_rate, key=lambda rate: fmean(by_rate[rate].values()))
-    return {"lr": lr, "at end": lr in (min(by_rate), max(by_rate)), "logs": by_rate[lr]}
-
-
 def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each optimizer, width and set: the log of normed loss over plain loss, and both."""
     widths, found = sorted({row["width"] for row in rows}), []
     for name, width, part in product(("Adam", "SGD"), widths, SETS):
-        normed, plain = (best(rows, width, each, part) for each in (f"normed {name}", name))
+        normed, plain = (
+            sweeps.tuned((row for row in rows if (row["width"], row["method"]) == key), part)
+            for key in ((width, f"normed {name}"), (width, name))
+        )
         ratios = [normed["logs"][seed] - plain["logs"][seed] for seed in sorted(plain["logs"])]
         found.append(
             {

@@ -31,7 +31,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.papers import md_sweeps
+from benchmarks.papers import sweeps
 from benchmarks.papers.intervals import Estimate, student
 from benchmarks.runs import keep, parser
 from structlin import modular
@@ -157,7 +157,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     console.print(f"ResMLP of width 64, 8 blocks of depth 2, batches of {IMAGES}: {shares}")
     show(rows, options, console)
     if not options.smoke:
-        md_sweeps.say(console, result["claims"])
+        sweeps.say(console, result["claims"])
     setting = {
         "blocks": options.blocks,
         "rounds": options.rounds,

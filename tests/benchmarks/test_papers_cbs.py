@@ -103,6 +103,7 @@ def scaling_rows(btt_exponent, noise=0.0):
         "BTT r=2": 1.05,
         "BTT r=4": 1.2,
     }
+    order |= {"BTT r=2, 3 cores": 1.1, "BTT r=4, 3 cores": 1.25, "BTT r=1, 4 cores": 1.1}
     order |= {"Monarch b=4": 1.1, "dense": 1.3, "Kronecker": 1.5, "TT r=4": 1.6, "low-rank": 1.7}
     exponents = {"BTT r=1": btt_exponent}
     return [

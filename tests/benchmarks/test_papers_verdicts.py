@@ -14,6 +14,7 @@ from benchmarks.papers import (
     cbs_untuned,
     intervals,
     mn_normed,
+    sweeps,
     verdicts,
 )
 
@@ -179,7 +180,7 @@ def test_costlier_structures_are_better_per_width_by_their_intervals(
 # ---- MN, D.5 -------------------------------------------------------------------------------------
 
 
-def sweeps(gain, noise):
+def normed_and_plain(gain, noise):
     """Losses that are least at the second rate; a normed optimizer has `gain` of the plain one's,
     times exp(noise of the seed)."""
     return [
@@ -204,17 +205,18 @@ def sweeps(gain, noise):
     ],
 )
 def test_normed_training_ends_lower_by_its_interval(monkeypatch, gain, noise, expected):
-    result = {"comparisons": mn_normed.compare(sweeps(gain, noise))}
+    result = {"comparisons": mn_normed.compare(normed_and_plain(gain, noise))}
     assert found_by(monkeypatch, verdicts.tuned_normed, mn_normed=result) == expected
 
 
 def test_a_rate_that_diverges_for_a_seed_is_not_the_best_and_an_end_is_said_to_be_one():
-    rows = sweeps(1.0, NOISE)
+    rows = normed_and_plain(1.0, NOISE)
     for row in rows:
         if (row["method"], row["lr"], row["seed"]) == ("Adam", 0.2, 1):
             row["train"] = None
-    assert mn_normed.best(rows, 64, "Adam", "train")["at end"]
-    assert not mn_normed.best(rows, 64, "Adam", "test")["at end"]
+    rows = [row for row in rows if row["method"] == "Adam"]
+    assert sweeps.tuned(rows, "train")["at end"]
+    assert not sweeps.tuned(rows, "test")["at end"]
 
 
 def test_images_that_are_tested_on_are_not_trained_on():
@@ -223,14 +225,3 @@ def test_images_that_are_tested_on_are_not_trained_on():
     assert len(train.labels) + len(test.labels) == len(whole.labels)
     chosen = {tuple(image.tolist()) for image in train.moved[4]}
     assert not chosen & {tuple(image.tolist()) for image in test.moved[4]}
-
-
-def test_plain_optimizers_have_the_papers_rates():
-    net = mn_normed.mn_tasks.build("ResMLP", width=16, blocks=1)
-    rates = {
-        method: [group["lr"] for group in mn_normed.make_optimizer(net, method, 1.0).param_groups]
-        for method in ("Adam", "SGD")
-    }
-    scales = [math.sqrt(m / n) for m, n in (tuple(w.shape) for w in net.parameters())]
-    assert sorted(rates["Adam"]) == pytest.approx(sorted(scales))
-    assert sorted(rates["SGD"]) == pytest.approx(sorted(scale**2 for scale in scales))

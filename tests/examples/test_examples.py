@@ -18,6 +18,8 @@ import compare
 import train_gpt
 import train_vit
 
+import structlin
+
 GPT = ["--smoke", "--device", "cpu"]
 VIT = ["--smoke", "--device", "cpu", "--steps", "2"]
 
@@ -102,8 +104,8 @@ def test_the_wider_model_is_the_widest_within_the_flops_of_dense(text, tmp_path)
         return 2 * (d_in * small(d_out) + d_out * small(d_in))
 
     def flops(d):
-        layers = btt(d, 3 * d) + btt(d, d) + btt(d, 4 * d) + btt(4 * d, d)
-        return depth * (layers + 4 * context * d) + 2 * d * vocabulary
+        layers = btt(d, 3 * 64) + btt(64, d) + btt(d, 4 * d) + btt(4 * d, d)
+        return depth * (layers + 4 * context * 64) + 2 * d * vocabulary  # two heads of 32
 
     assert rows["ours"]["flops"] == flops(64)
     assert rows["wider"]["width"] == max(
@@ -111,9 +113,9 @@ def test_the_wider_model_is_the_widest_within_the_flops_of_dense(text, tmp_path)
     )
 
 
-def test_fixed_heads_leave_more_flops_for_the_width(text):
-    options = [*GPT, "--data", str(text), "--width", "64", "--steps", "1"]
-    scaled, fixed = (train_gpt.main([*options, *heads])[-1] for heads in ([], ["--heads", "2"]))
+def test_fixed_heads_leave_more_flops_for_the_width():
+    options = [*VIT, "--width", "64", "--steps", "1"]
+    scaled, fixed = (train_vit.main([*options, *heads])[-1] for heads in ([], ["--heads", "2"]))
     assert fixed["width"] > scaled["width"]
     assert fixed["flops"] > 0.9 * scaled["flops"]
 
@@ -365,7 +367,6 @@ def test_a_pickle_that_is_no_cifar_batch_is_refused(tmp_path, capsys, monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--width", "48"], "--width 48 is not a multiple of the head size 32"),
         (["--steps", "0"], "not a positive integer"),
         (["--depth", "-1"], "not a positive integer"),
         (["--lr", "nan"], "not a positive number"),
@@ -382,6 +383,20 @@ def test_a_pickle_that_is_no_cifar_batch_is_refused(tmp_path, capsys, monkeypatc
 )
 def test_a_bad_option_is_refused(text, capsys, arguments, part):
     assert part in error_of(train_gpt.main, capsys, *GPT, "--data", str(text), *arguments)
+
+
+def test_a_width_is_whole_heads_where_the_number_of_heads_is_not_fixed(capsys):
+    message = error_of(train_vit.main, capsys, *VIT, "--width", "48")
+    assert "--width 48 is not a multiple of the head size 32" in message
+
+
+def test_the_structured_layers_of_a_gpt_are_weight_normalised_and_those_of_a_vit_are_not(text):
+    gpt, vit = train_options(["--data", str(text)]), train_options([])
+    for task, normalised in ((train_gpt.Text(gpt), True), (train_vit.Images(vit), False)):
+        model = compare.build(task, 64, structlin.BTT(), seed=0)
+        layers = [part for part in model.modules() if isinstance(part, structlin.StructuredLinear)]
+        assert len(layers) == 4
+        assert {layer.gains is not None for layer in layers} == {normalised}
 
 
 def test_muon_trains_dense_and_structured_at_one_rate_and_has_no_naive_run(text, tmp_path):

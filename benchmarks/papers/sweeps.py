@@ -1,17 +1,19 @@
-"""What the sweeps of MD and MN share: where the best learning rate is, how it moves with size, what
-moving it saves.
+"""What the sweeps of learning rates share: the search, where the best rate is, how it moves with
+size, what moving it saves.
 
 A row is a run: {"method", "size", "lr", "seed", "loss"}, the loss None where it was not finite.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.papers.intervals import Estimate, student
 
 Row = Mapping[str, Any]
 
@@ -44,6 +46,45 @@ def untried(curve: Mapping[float, float], start: float) -> list[float]:
     """
     centre = best(curve) if curve else start
     return [rate for rate in (centre / 2, centre, 2 * centre) if rate not in curve]
+
+
+def search(
+    run: Callable[[int, list[float]], list[dict[str, Any]]], sizes: Sequence[int], start: float
+) -> list[dict[str, Any]]:
+    """The rows of one method's runs: at each of `sizes`, ascending, from the best rate of the size
+    before by factors of 2 until the best has both its neighbours; and at the last size with the
+    first one's best rate.
+
+    Args:
+        run: size, rates -> a row for each rate and seed.
+        start: where the search begins at the first size.
+    """
+    rows: list[dict[str, Any]] = []
+
+    def curve(size: int) -> dict[float, float]:
+        return next(iter(losses(row for row in rows if row["size"] == size).values()), {})
+
+    for size in sizes:
+        while lrs := untried(curve(size), start):
+            rows += run(size, lrs)
+        start = best(curve(size))
+    kept = best(curve(sizes[0]))
+    return rows if kept in curve(sizes[-1]) else rows + run(sizes[-1], [kept])
+
+
+def tuned(rows: Iterable[Row], of: str = "loss") -> dict[str, Any]:
+    """The rate of the least mean log loss over the seeds, whether it is at an end of those tried,
+    and the log losses at it, by seed.
+
+    Args:
+        rows: of one method and size.
+        of: the loss's name in them.
+    """
+    by_rate: dict[float, dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        by_rate[row["lr"]][row["seed"]] = math.inf if row[of] is None else math.log(row[of])
+    lr = min(by_rate, key=lambda rate: sum(by_rate[rate].values()))
+    return {"lr": lr, "at end": lr in (min(by_rate), max(by_rate)), "logs": by_rate[lr]}
 
 
 def optimum(curve: Mapping[float, float]) -> float:
@@ -95,6 +136,22 @@ def _transfer(curves: Mapping[int, Mapping[float, float]]) -> dict[str, Any]:
         "optima": optima,
         "losses": {size: curve[best(curve)] for size, curve in curves.items()},
     }
+
+
+def moves(rows: Sequence[Row]) -> dict[str, Estimate]:
+    """Of one method's rows, over the seeds: by how many factors of 2 the optimum moves from the
+    smallest size to the largest, "moved", and what keeping the smallest one's best rate (of all
+    seeds) costs there, as the log of a ratio, "cost"."""
+    by_size = {size: curve for (_, size), curve in losses(rows).items()}
+    smallest, largest = min(by_size), max(by_size)
+    kept = best(by_size[smallest])
+    moved, costs = [], []
+    for seed in sorted({row["seed"] for row in rows}):
+        mine = losses(row for row in rows if row["seed"] == seed)
+        first, last = ({n: c for (_, n), c in mine.items()}[size] for size in (smallest, largest))
+        moved.append(optimum(last) - optimum(first))
+        costs.append(math.log(last[kept] / min(last.values())))
+    return {"moved": student(moved), "cost": student(costs)}
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
