@@ -444,6 +444,74 @@ def test_what_is_said_of_scaling_is_what_the_kept_result_has():
     ) in text
 
 
+def test_what_is_said_of_scaling_against_structures_that_share_is_what_the_kept_result_has():
+    text, compared = page_text("results.md"), pages.read("papers/cbs_scaling")["comparisons"]
+    found = [
+        exp(tables.one(compared[task]["log_ratios"], pair=pair)["value"])
+        for pair in (["BTT r=1", "Kronecker"], ["BTT r=4", "TT r=4"])
+        for task in compared
+    ]
+    said = "({:.2f} and {:.2f} of Kronecker's loss, {:.2f} and {:.2f} of that of TT r=4)"
+    assert said.format(*found) in text
+
+
+def test_what_is_said_of_the_mlp_language_model_is_what_the_kept_seeds_have():
+    text = page_text("results.md")
+    kept = [pages.read(f"train_mlp_lm{end}")["rows"] for end in ("", "_seed1", "_seed2")]
+    below = sum(rows[2]["loss"] < rows[1]["loss"] for rows in kept)
+    assert below == 2
+    assert "(below it for two seeds of three)" in text
+    wide, narrow = kept[0][1:3]
+    assert [round(wide[key] / narrow[key]) for key in ("params", "flops")] == [11, 11]
+    assert "an eleventh of its parameters and FLOPs" in text
+    assert all(rows[3]["loss"] < min(rows[0]["loss"], rows[1]["loss"]) for rows in kept)
+    assert "the wider one ends below both dense models for every seed" in text
+
+
+def test_what_is_said_of_projection_is_what_the_kept_result_has():
+    text, result = page_text("results.md"), pages.read("papers/cbs_projection")
+    largest = max(row["largest_error_at_bound"] for row in result["table"])
+    assert f"is at most {largest:.0e} at the bound" in text
+    square = {(row["structure"], row["in"], row["out"]): row for row in result["table"]}
+    assert square["BTT", 64, 64]["bonds"] == [8]
+    assert square["TT", 64, 64]["bonds"] == [64]
+    assert {square[name, 64, 64]["params_over_dense"] for name in ("BTT", "TT")} == {2}
+    errors = [
+        row["error"]
+        for row in result["rows"]
+        if (row["structure"], row["in"], row["out"], row["rank"]) == ("TT", 64, 64, 8)
+    ]
+    assert f"TT has an error of {fmean(errors):.2f}" in text
+
+
+def test_what_is_said_of_mass_is_what_the_kept_result_has():
+    text, found = page_text("results.md"), pages.read("papers/mn_mass")["masses"]
+    curves = {
+        f"{axis} {size}": row["curve"]
+        for axis, sizes in found.items()
+        for size, row in sizes.items()
+    }
+    near = max(curve["1.0"] / min(curve.values()) for curve in curves.values())
+    assert f"the best of the grid or within {math.ceil(100 * (near - 1))} % of it" in text
+    worst = {name: max(curve.values()) / min(curve.values()) for name, curve in curves.items()}
+    first = worst.pop("width 16")
+    least, most = min(worst.values()), max(worst.values())
+    assert f"costs a factor of {least:.1f} to {most:.1f} ({first:.1f} at width 16)" in text
+
+
+def test_what_is_said_of_coefficients_is_what_the_kept_result_has():
+    text, rows = page_text("results.md"), pages.read("papers/md_coefficients")["table"]
+    found = {
+        row["method"]: [row["efficiency in training"], *row["efficiency"].values()] for row in rows
+    }
+    jordan = found["jordan"]
+    assert f"a factor {min(jordan):.2f} to {max(jordan):.2f} of the steepest descent" in text
+    assert f'ours are {min(found["ns"]):.3f} ("ns", 8 steps)' in text
+    assert f'or at least {min(found["fast"]):.3f} ("fast", 6 steps)' in text
+    spread = max(high / low for row in rows if row["losses"] for low, high in [row["losses"]])
+    assert f"those of one method's seeds differ by a factor of up to {spread:.1f}" in text
+
+
 def test_what_is_said_of_tuning_normalisation_and_the_gpt_is_what_the_kept_results_have():
     text, result = page_text("results.md"), pages.read("papers/cbs_tuning")
     aware = [row for row in result["advantages"] if row["rule"] == "aware"]

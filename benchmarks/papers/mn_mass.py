@@ -22,7 +22,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -52,7 +51,7 @@ def train(run: Run, steps: int) -> dict[str, Any]:
     return {"axis": axis, "size": size, "mass": mass, "lr": lr, "seed": seed, "loss": found}
 
 
-def best_masses(rows: list[dict[str, Any]], axis: str) -> dict[Any, dict[str, Any]]:
+def best_masses(rows: list[dict[str, Any]], axis: str) -> dict[int, dict[str, Any]]:
     """size -> best mass, log2 of it between the grid's points, and the least loss at each mass."""
     found = {}
     for size in sorted({row["size"] for row in rows if row["axis"] == axis}):
@@ -141,7 +140,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     return result
 
 
-def show(masses: Mapping[str, Mapping[Any, Mapping[str, Any]]], console: Console) -> None:
+def show(masses: Mapping[str, Mapping[int, Mapping[str, Any]]], console: Console) -> None:
     table = Table(
         title="mass of all blocks together, where the input and the output layer have 1 each"
     )
@@ -158,25 +157,23 @@ def show(masses: Mapping[str, Mapping[Any, Mapping[str, Any]]], console: Console
 
 
 def plot(
-    masses: Mapping[str, Mapping[Any, Mapping[str, Any]]], of_depth: list[dict[str, Any]]
+    masses: Mapping[str, Mapping[int, Mapping[str, Any]]], of_depth: list[dict[str, Any]]
 ) -> Figure:
     figure = Figure(figsize=(15, 4), layout="constrained")
     panels = figure.subplots(1, 4)
     for axes, (axis, by_size) in zip(panels, masses.items(), strict=False):
-        plot_masses(axes, axis, by_size)
+        for size, found in by_size.items():
+            axes.plot(
+                list(found["curve"]), list(found["curve"].values()), ".-", label=f"{axis} {size}"
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set(xlabel="mass of the blocks", ylabel="final loss (nats)")
+        axes.legend(fontsize=8)
     for axes, method in zip(panels[2:], ("tared", "free"), strict=True):
         sweeps.plot(axes, of_depth, method, "blocks")
         axes.legend(fontsize=8)
     return figure
-
-
-def plot_masses(axes: Axes, axis: str, by_size: Mapping[Any, Mapping[str, Any]]) -> None:
-    for size, found in by_size.items():
-        axes.plot(list(found["curve"]), list(found["curve"].values()), ".-", label=f"{axis} {size}")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set(xlabel="mass of the blocks", ylabel="final loss (nats)")
-    axes.legend(fontsize=8)
 
 
 def _options() -> argparse.ArgumentParser:

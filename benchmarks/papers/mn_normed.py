@@ -34,6 +34,7 @@ from benchmarks.papers import mn_tasks, sweeps, tasks
 from benchmarks.papers.cbs_report import ratio
 from benchmarks.papers.intervals import student
 from benchmarks.runs import keep, parser, run_all
+from structlin import modular
 
 LRS = {
     "normed Adam": [2.0**power for power in range(-3, 3)],
@@ -56,12 +57,23 @@ def split(seed: int, part: str) -> tasks.Digits:
     return task
 
 
+def make_optimizer(net: modular.Module, method: str, lr: float) -> torch.optim.Optimizer:
+    """That of `mn_tasks`; the plain ones in the paper's parametrisation."""
+    if method == "Adam":
+        groups = modular.paper_groups(net, lr, optimizer="adam")
+        return torch.optim.Adam(groups, betas=(0.9, 0.99))
+    if method == "SGD":
+        groups = modular.paper_groups(net, lr, optimizer="sgd")
+        return torch.optim.SGD(groups, momentum=0.9, dampening=0.9)
+    return mn_tasks.optimizer(net, method, lr)
+
+
 def train(run: Run, steps: int) -> dict[str, Any]:
     """A row; the losses are None where they are not finite."""
     width, method, lr, seed = run
     torch.manual_seed(seed)
     net = mn_tasks.build("ResMLP", width=width, blocks=BLOCKS)
-    task, optimizer = split(seed, "train"), mn_tasks.optimizer(net, method, lr)
+    task, optimizer = split(seed, "train"), make_optimizer(net, method, lr)
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
         return task.loss(net(x), y)

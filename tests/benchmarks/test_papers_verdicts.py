@@ -225,3 +225,14 @@ def test_images_that_are_tested_on_are_not_trained_on():
     assert len(train.labels) + len(test.labels) == len(whole.labels)
     chosen = {tuple(image.tolist()) for image in train.moved[4]}
     assert not chosen & {tuple(image.tolist()) for image in test.moved[4]}
+
+
+def test_plain_optimizers_have_the_papers_rates():
+    net = mn_normed.mn_tasks.build("ResMLP", width=16, blocks=1)
+    rates = {
+        method: [group["lr"] for group in mn_normed.make_optimizer(net, method, 1.0).param_groups]
+        for method in ("Adam", "SGD")
+    }
+    scales = [math.sqrt(m / n) for m, n in (tuple(w.shape) for w in net.parameters())]
+    assert sorted(rates["Adam"]) == pytest.approx(sorted(scales))
+    assert sorted(rates["SGD"]) == pytest.approx(sorted(scale**2 for scale in scales))
