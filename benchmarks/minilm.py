@@ -164,18 +164,21 @@ class Sentences:
         more, heldout = texts[-2 * n : -n], texts[-n:]
         largest = [name for name, _ in Counter(topic.values()).most_common(TOPICS)]
 
+        def length(text: str) -> int:
+            return tokenize([text])["input_ids"].shape[1]
+
         def batches(part: list[str]) -> list[Batch]:
-            part = sorted(part, key=len)  # so that little is padding
+            part = sorted(part, key=length)  # so that little is padding
             return [tokenize(part[i : i + 32]) for i in range(0, len(part), 32)]
 
         def of_topics(part: list[str]) -> list[str]:
-            return sorted((text for text in part if topic[text] in largest), key=len)
+            return sorted((text for text in part if topic[text] in largest), key=length)
 
         self.heldout, self.calibration = batches(heldout), batches(known)
         self.healing = batches(known + rest)
         random.Random(0).shuffle(self.healing)
         self.more = batches(of_topics(more))
-        chosen = [n for n, text in enumerate(sorted(heldout, key=len)) if topic[text] in largest]
+        chosen = [n for n, text in enumerate(sorted(heldout, key=length)) if topic[text] in largest]
         self.chosen = torch.tensor(chosen)  # of the held-out sentences, those of the topics
         tested = of_topics(heldout) + of_topics(more)
         self.tested = [largest.index(topic[text]) for text in tested]
@@ -421,6 +424,7 @@ def main(argv: list[str] | None = None) -> list[Row]:
         "sentences": n,
         "calibration": options.calibration,
         "text": "pydoc_data.topics",
+        "batches": "of 32, sorted by tokens",
         "topics": {"largest": TOPICS, "tested": len(data.tested)},
         "heal": options.heal,
         "dense": dense,

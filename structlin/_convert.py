@@ -41,8 +41,8 @@ from ._projection.budget import (
     measure_curve,
     share_evenly,
 )
-from ._projection.calibration import Calibration, Observed, observe
-from ._projection.effect import measure_harms, walk
+from ._projection.calibration import Calibration, Call, Observed, observe
+from ._projection.effect import Harms, walk
 from ._projection.refine import Refined
 from ._projection.sequential import project_in_order
 from ._projection.solve import project, relative_error
@@ -488,12 +488,15 @@ def _project_all(
 
     Without budget and calibration `Plan.apply` finds them.
     """
-    seen = None
+    open_ = [decision for decision in decisions if decision.resolved is None]
+    harms, seen = Harms([decision.layer for decision in open_]), None
     if calibration is not None:
-        seen = observe(model, [decision.layer for decision in decisions], calibration)
+        batches = isinstance(calibration, Iterable)
+        by_effect = spend.budget is not None and spend.by in (None, "effect") and batches
+        layers, run_call = [d.layer for d in decisions], harms.add if by_effect else Call.run
+        seen = observe(model, layers, calibration, run_call=run_call)
     if spend.budget is not None:
-        open_ = [decision for decision in decisions if decision.resolved is None]
-        _choose_sizes(model, open_, seen, spend, progress)
+        _choose_sizes(model, open_, seen, harms, spend, progress)
     decisions = [decision for decision in decisions if decision.structure is not None]
     refined: dict[str, Refined] = {}
     if seen is not None:
@@ -511,6 +514,7 @@ def _choose_sizes(
     model: nn.Module,
     decisions: Sequence[Decision],
     seen: Observed | None,
+    harms: Harms,
     spend: _Spending,
     progress: bool | None,
 ) -> None:
@@ -547,10 +551,12 @@ def _choose_sizes(
                 "budget_by='effect' needs calls of the model that can be made again: give batches "
                 "as calibration, or take budget_by='error'"
             )
-        harms = measure_harms(model, layers, seen.calls)
+        if not harms.calls:  # a function's calls are known only once it has run
+            harms.measure(model, seen.calls)
+        weights = harms.values()
     else:
-        harms = [1 / curve.whole if curve.whole else 1.0 for curve in curves]
-    _take_sizes(decisions, allocate(curves, budget, harms, of))
+        weights = [1 / curve.whole if curve.whole else 1.0 for curve in curves]
+    _take_sizes(decisions, allocate(curves, budget, weights, of))
 
 
 def _take_sizes(decisions: Iterable[Decision], sizes: Iterable[Size]) -> None:

@@ -11,16 +11,27 @@ from torch import Tensor
 from .._product import apply
 from .._structure import Structure
 from .axes import as_squares, contract, group_axes, prime, split_axes, store
-from .matrices import identity_like, invert, mean_diagonal, take_root, truncate
+from .matrices import (
+    approach,
+    identity_like,
+    invert,
+    mean_diagonal,
+    solve_damped,
+    take_root,
+)
 
 SWEEPS = 1000  # of alternating least squares, at most
 TOLERANCE = 1e-3  # relative decrease of the error by which a sweep must pay
+# Of sweeps over the blocks of W: how far each block goes beyond its optimum, after the first two
+# sweeps, and by what they must pay. By trial, on the layers of all-MiniLM-L6-v2 at half the
+# parameters (BTT, Monarch): the errors of 1 and 0.001 within 0.2 %, in half the time.
+RELAXATION, PAY = 1.7, 2e-3
 STEPS = 20  # of conjugate gradient for a core, at most
 CLOSE = 1e-2  # relative decrease of its squared gradient at which a core is solved well enough
 RESTARTS = 3  # random starts of a structure whose first start may be a bad one
 EXACT = 1e-6  # relative error that needs no other start
 # numbers in an activation up to which alternating least squares runs in float64 for any weight
-DOUBLE = 2**20
+DOUBLE = 2**17
 
 
 def search(
@@ -63,29 +74,36 @@ def alternate(
 
     The error never increases. A sweep solves for each core in turn with the others fixed, which is
     a linear problem; where the blocks of W are independent matrices (`_is_blockwise`), for both
-    factors of each block in turn and then for the last core. `y` may be narrower than the
+    factors of each block in turn and then for the last core. Those go beyond each block's optimum
+    until a sweep does not gain by it, which is then taken back. `y` may be narrower than the
     structure: the outputs that it lacks are free.
     """
     stages = _tails(structure)
     refit = _blockwise(structure, x, y) if _is_blockwise(structure) else None
+    tolerance, relaxation = (PAY, RELAXATION) if refit else (TOLERANCE, 1.0)
     residual = _residual(structure, cores, x, y)
     norm = _norm(y) or 1.0
     error = _norm(residual) / norm
     yield cores, error
-    for _ in range(limit):
-        previous, cores, h = error, refit(cores, residual) if refit else [*cores], x
+    for sweep in range(limit):
+        ahead = relaxation if sweep > 1 else 1.0
+        found, rest, h = refit(cores, residual, ahead) if refit else [*cores], residual, x
         for n, (step, tail) in enumerate(stages):
             if len(tail.cores) == 1 and tail.out_features == y.shape[1]:
-                cores[n], residual = _regression(tail, cores[n], h, y)
+                found[n], rest = _regression(tail, found[n], h, y)
             elif n or not refit:
-                cores[n], residual = _least_squares(tail, cores[n:], h, y)
-            h = apply(step, cores[n : n + 1], h)
-        error = _norm(residual) / norm
-        if not error < previous:
+                found[n], rest = _least_squares(tail, found[n:], h, y)
+            h = apply(step, found[n : n + 1], h)
+        previous, now = error, _norm(rest) / norm
+        if now < previous:
+            cores, residual, error = found, rest, now
+            yield cores, error
+            if error > (1 - tolerance) * previous or error <= torch.finfo(y.dtype).eps:
+                return
+        elif ahead == 1:
             return
-        yield cores, error
-        if error > (1 - TOLERANCE) * previous or error <= torch.finfo(y.dtype).eps:
-            return
+        else:
+            relaxation = 1.0
 
 
 def _residual(structure: Structure, cores: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -112,17 +130,17 @@ def _is_blockwise(structure: Structure) -> bool:
 
 def _blockwise(
     structure: Structure, x: Tensor, y: Tensor
-) -> Callable[[list[Tensor], Tensor], list[Tensor]]:
-    """A pass over the blocks of W: one column of blocks after the other gets its optimum with the
-    others fixed.
+) -> Callable[[list[Tensor], Tensor, float], list[Tensor]]:
+    """A pass over the blocks of W: one column of blocks after the other gets nearer to its optimum
+    with the others fixed.
 
     With what the other blocks give subtracted from y, a block's optimum is the truncated SVD of its
-    regression on its inputs, whitened. A ridge on the change of a block keeps the error from
-    increasing where inputs never vary.
+    regression on its inputs, whitened; one step of subspace iteration from the block as it is goes
+    there. A ridge on the change of a block keeps the error from increasing where inputs never vary.
 
     Returns:
-        A function of the cores and their residual y - x B^T; outputs that y lacks are zero in the
-        new cores.
+        A function of the cores, their residual y - x B^T, and how far to go: 1 to the regression,
+        more beyond it. Outputs that y lacks are zero in the new cores.
     """
     (inputs, outputs), (first, last) = (
         (structure.inputs, structure.outputs),
@@ -152,7 +170,7 @@ def _blockwise(
     grams = grams + ridge * identity_like(grams)
     roots, grams = take_root(grams).to(x), grams.to(x)
 
-    def refit(cores: list[Tensor], residual: Tensor) -> list[Tensor]:
+    def refit(cores: list[Tensor], residual: Tensor, ahead: float) -> list[Tensor]:
         missing = group_axes(
             F.pad(residual, (0, padding)),
             ["tokens", *outputs],
@@ -169,9 +187,9 @@ def _blockwise(
                 column[:end],
                 old_left @ old_right,
             )  # old: (shared, rest, own)
-            goal = (part.mT @ column).reshape(old.shape) + old @ gram
+            goal = ahead * (part.mT @ column).reshape(old.shape) + old @ gram
             white = torch.linalg.solve_triangular(root, goal.mT, upper=False).mT
-            new_left, basis = truncate(white, right.shape[-2])
+            new_left, basis = approach(white, old_right @ root)
             new_right = torch.linalg.solve_triangular(root.mT, basis.mT, upper=True).mT
             change = new_left @ new_right - old
             part.addmm_(column, change.flatten(0, 1).mT, alpha=-1)
@@ -195,7 +213,7 @@ def _regression(structure: Structure, core: Tensor, x: Tensor, y: Tensor) -> tup
         group_axes(y, ["tokens", *outputs], (only.batch_axes, uses, only.fan_out_axes), size)
         - rows @ core.mT
     )
-    change = invert(rows.mT @ rows) @ (rows.mT @ residual)
+    change = solve_damped(rows.mT @ rows, rows.mT @ residual)
     residual = split_axes(
         residual - rows @ change, [*only.batch_axes, *uses, *only.fan_out_axes], size
     )

@@ -13,15 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._model.survey import Layer, eval_mode, run
+from .._model.survey import Layer, eval_mode
 from .moments import Moments
 from .padding import find_masks, name_arguments, select_rows
 from .streams import State, capture_state
 
+CALLS = 8  # of the model that are run, at most, where not all need be
+
 Calibration = Iterable[Any] | Callable[[nn.Module], Any]
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
     """One call of the whole model, that can be made again."""
 
@@ -36,9 +38,16 @@ class Call:
         return model(*args, **kwargs, **_leave_out_cache(model, args, kwargs))
 
 
+def pick_calls(calls: Sequence[Call]) -> list[Call]:
+    """At most `CALLS` of them, evenly spread."""
+    if len(calls) <= CALLS:
+        return [*calls]
+    return [calls[n * len(calls) // CALLS] for n in range(CALLS)]
+
+
 @dataclass
 class Observed:
-    """What one pass over the calibration data has shown."""
+    """What a pass over the calibration data, or a part of it, has shown."""
 
     calls: list[Call] | None  #: None if they cannot be made again
     order: list[nn.Module]  #: the layers, as the model arrives at them
@@ -53,10 +62,13 @@ def observe(
     calibration: Calibration,
     *,
     measured: Collection[Layer] = (),
+    run_call: Callable[[Call, nn.Module], object] = Call.run,
 ) -> Observed:
-    """Run the model over the calibration data, in eval mode and without gradients.
+    """Run the model over calibration data, in eval mode and without gradients.
 
-    Every module's mode is restored, and no hook stays, also on an error.
+    Of batches a few are enough where the model comes through its layers in one order for all of
+    those and nothing is measured; otherwise all are run. Every module's mode is restored, and no
+    hook stays, also on an error.
 
     Args:
         calibration: an iterable of batches (a mapping is passed as keywords, a tuple or list as
@@ -64,6 +76,7 @@ def observe(
             it is given.
         measured: the layers whose inputs' moments are wanted. A function is run only once, so all
             layers are measured: perhaps its calls of the model cannot be made again.
+        run_call: how a batch is run that is picked, see `pick_calls`.
 
     Raises:
         TypeError: `calibration` is a single batch, or neither iterable nor callable.
@@ -82,13 +95,21 @@ def observe(
     function = not isinstance(calibration, Iterable)
     measured = layers if function else measured
     watch = _Watch(model, layers, measured)
-    with eval_mode(model), plain_calls(model), watch.hooks():
+    calls: list[Call] = []
+    with eval_mode(model), plain_calls(model), check_ids(model), watch.hooks():
         if isinstance(calibration, Iterable):
-            for batch in calibration:
-                run(model, batch)
+            calls = [_prepare(model, batch) for batch in calibration]
+            picked = pick_calls(calls)
+            for call in picked:
+                run_call(call, model)
+            if measured or watch.orders != watch.orders[:1] * len(picked):
+                for call in calls:
+                    if call not in picked:
+                        call.run(model)
         else:
             calibration(model)
-    if not function and not watch.calls:
+            calls = watch.calls
+    if not function and not calls:
         raise ValueError("calibration has no batch; a generator can be read only once")
     if not watch.seen:
         raise ValueError(
@@ -96,9 +117,9 @@ def observe(
         )
     for layer in measured:
         check_finite(layer.name, watch.moments[layer.module])
-    replayable = not function or (watch.replayable and watch.calls)
+    replayable = not function or (watch.replayable and calls)
     return Observed(
-        watch.calls if replayable else None,
+        calls if replayable else None,
         _merge_orders(watch.orders),
         [layer.module for layer in layers if layer.module in watch.repeated],
         {module: moments for module, moments in watch.moments.items() if moments.count},
@@ -151,12 +172,7 @@ class _Watch:
         self.seen, self.repeated = set[nn.Module](), set[nn.Module]()
         self.replayable, self.inside = True, 0
         self.moments = {
-            layer.module: Moments(
-                layer.in_features,
-                layer.matrix.device,
-                centred=has_own_bias(model, layer.module),
-            )
-            for layer in measured
+            layer.module: Moments(centred=has_own_bias(model, layer.module)) for layer in measured
         }
 
     @contextmanager
@@ -169,9 +185,6 @@ class _Watch:
             ]
             for layer in self.layers:
                 handles.append(layer.register_forward_pre_hook(self._arrive, with_kwargs=True))
-            for name, module in model.named_modules():
-                if isinstance(module, nn.Embedding):
-                    handles.append(module.register_forward_pre_hook(_check_ids(name)))
             for handle in handles:
                 stack.callback(handle.remove)
             yield
@@ -215,6 +228,32 @@ def _check(calibration: Calibration) -> None:
             f"calibration={type(calibration).__name__} must be an iterable of batches, for example "
             "[batch], or a function that runs the model"
         )
+
+
+def _prepare(model: nn.Module, batch: Any) -> Call:
+    """The call of the model with this batch, as `run` would make it."""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(batch, Mapping):
+        kwargs = {**batch}
+    else:
+        args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+    masks = find_masks(model, args, kwargs)
+    return Call(copy_values(args), copy_values(kwargs), masks, capture_state())
+
+
+@contextmanager
+def check_ids(model: nn.Module) -> Iterator[None]:
+    """Within it, embeddings refuse ids which they have no row for.
+
+    Raises:
+        ValueError: then.
+    """
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding):
+                stack.callback(module.register_forward_pre_hook(_check_ids(name)).remove)
+        yield
 
 
 def _check_ids(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._structure import Structure
 from .axes import contract, group_axes, prime, split_axes, store
-from .matrices import identity_like, take_root, truncate
+from .matrices import take_root, truncate
 
 
 def cut(structure: Structure, w: Tensor, c: Tensor | None) -> list[Tensor]:
@@ -38,7 +38,7 @@ def cut(structure: Structure, w: Tensor, c: Tensor | None) -> list[Tensor]:
         rank, kept = prod(size[axis] for axis in bond), [*batch, *bond, *own]
         if c is None:
             left, right = truncate(group_axes(target, axes, (batch, rest, own), size), rank)
-            first = split_axes(right, kept, size)
+            first = right
         else:
             weighed = [axis for axis in own if axis in inputs and axis not in outputs]
             given = [
@@ -48,13 +48,11 @@ def cut(structure: Structure, w: Tensor, c: Tensor | None) -> list[Tensor]:
             factor, white = [*given, *weighed, *prime(weighed)], prime(axes, weighed)
             whitened = contract(white, (target, axes), (split_axes(root, factor, size), factor))
             left, right = truncate(group_axes(whitened, axes, (batch, rest, own), size), rank)
-            # [column, primed row]
-            inverse = torch.linalg.solve_triangular(root.mT, identity_like(root), upper=True)
-            first = contract(
-                kept,
-                (split_axes(right, kept, size), prime(kept, weighed)),
-                (split_axes(inverse, factor, size), factor),
-            )
+            others = [axis for axis in kept if axis not in (*given, *weighed)]
+            groups = given, others, prime(weighed)
+            rows = group_axes(right, prime(kept, weighed), groups, size)
+            first = torch.linalg.solve_triangular(root, rows, upper=False, left=False)
+            kept = [*given, *others, *weighed]
         cores.append(store(structure, n, first, kept))
         axes = [*batch, *rest, *bond]
         target = split_axes(left, axes, size)

@@ -19,6 +19,7 @@ from .calibration import (
     check_finite,
     has_own_bias,
     observe,
+    pick_calls,
     plain_calls,
     take_input,
 )
@@ -26,15 +27,7 @@ from .moments import Moments
 from .padding import select_rows
 from .streams import Place, Streams
 
-CALLS = 8  # of the model on which all of this is measured, at most
 _REFUSED = "budget_by='error' or 'uniform' is needed: by 'effect' takes gradients, but the model"
-
-
-def pick_calls(calls: Sequence[Call]) -> list[Call]:
-    """At most `CALLS` of them, evenly spread."""
-    if len(calls) <= CALLS:
-        return [*calls]
-    return [calls[n * len(calls) // CALLS] for n in range(CALLS)]
 
 
 @torch.no_grad()
@@ -92,9 +85,7 @@ def _measure_in_turn(
         while stops := [stream.stop for stream, _ in running if stream.stop is not None]:
             module = min((s.place.module for s in stops), key=lambda m: rank.get(m, len(rank)))
             layer = by_module[module]
-            moments = Moments(
-                layer.in_features, layer.matrix.device, centred=has_own_bias(model, module)
-            )
+            moments = Moments(centred=has_own_bias(model, module))
             waiting = [
                 (stream, stream.stop, masks)
                 for stream, masks in running
@@ -113,7 +104,7 @@ def _run_all(calls: Sequence[Call], model: nn.Module) -> None:
         call.run(model)
 
 
-def measure_harms(model: nn.Module, layers: Sequence[Layer], calls: Sequence[Call]) -> list[float]:
+class Harms:
     """For each layer: the squared relative change of the model's outputs for an error of 1.
 
     The error is E |e|^2, of the layer's output for a token, and is taken to have no direction: with
@@ -121,39 +112,62 @@ def measure_harms(model: nn.Module, layers: Sequence[Layer], calls: Sequence[Cal
     |e|^2 / out_features, added up over tokens. It is right for small errors. Each floating tensor
     in the model's output counts alike; padding does not.
 
-    Gradients are taken from at most `CALLS` calls, for which what training needs is held.
-
-    Raises:
-        ValueError: the model turns gradients off; none of its outputs has one; one is not finite.
-
     >>> model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     >>> for layer, scale in zip(model, (1.0, 3.0)):
     ...     _ = layer.weight.data.copy_(scale * torch.eye(4))
     >>> from structlin._model.survey import linear_layers
     >>> from structlin._projection.calibration import observe
     >>> layers = linear_layers(model)
-    >>> harms = measure_harms(model, layers, observe(model, layers, [torch.eye(4)]).calls)
-    >>> round(harms[0] / harms[1], 4)  # an error of the first is multiplied by 3
+    >>> harms = Harms(layers)
+    >>> _ = observe(model, layers, [torch.eye(4)], run_call=harms.add)
+    >>> first, second = harms.values()
+    >>> round(first / second, 4)  # an error of the first is multiplied by 3
     9.0
     """
-    picked = pick_calls(calls)
-    sums = dict.fromkeys((layer.module for layer in layers), 0.0)
-    generator = torch.Generator().manual_seed(0)
-    with eval_mode(model), plain_calls(model):
-        for call in picked:
-            with call.state(), torch.enable_grad():
-                result, outputs = _run_and_keep(model, call, [*sums])
-                gradients = torch.autograd.grad(
-                    _probe(result, call.masks, generator),
-                    [output for _, output in outputs],
-                    allow_unused=True,
-                )
-            for (module, _), gradient in zip(outputs, gradients, strict=True):
-                if gradient is not None:
-                    rows = select_rows(gradient, call.masks)
-                    square = rows.float().square().sum(dtype=torch.float64).item()
-                    sums[module] += square / rows.shape[-1] / len(picked)
-    return [sums[layer.module] for layer in layers]
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self._sums = dict.fromkeys((layer.module for layer in layers), 0.0)
+        self.calls = 0  #: that were added
+        self._finite = True
+        self._generator = torch.Generator().manual_seed(0)
+
+    def add(self, call: Call, model: nn.Module) -> None:
+        """Take gradients from this call, for which what training needs is held.
+
+        Raises:
+            ValueError: the model turns gradients off; none of its outputs has one.
+        """
+        self.calls += 1
+        with call.state(), torch.enable_grad():
+            result, outputs = _run_and_keep(model, call, [*self._sums])
+            probe = _probe(result, call.masks, self._generator)
+            gradients = torch.autograd.grad(
+                probe,
+                [output for _, output in outputs],
+                allow_unused=True,
+            )
+        self._finite = self._finite and math.isfinite(probe.item())
+        for (module, _), gradient in zip(outputs, gradients, strict=True):
+            if gradient is not None:
+                rows = select_rows(gradient, call.masks)
+                square = rows.float().square().sum(dtype=torch.float64).item()
+                self._sums[module] += square / rows.shape[-1]
+
+    def measure(self, model: nn.Module, calls: Sequence[Call]) -> None:
+        """Add a few of these calls, in eval mode."""
+        with eval_mode(model), plain_calls(model):
+            for call in pick_calls(calls):
+                self.add(call, model)
+
+    def values(self) -> list[float]:
+        """Of the layers, in their order.
+
+        Raises:
+            ValueError: an output was not finite.
+        """
+        if not self._finite:
+            raise ValueError(f"{_REFUSED} returns values that are not finite")
+        return [total / self.calls for total in self._sums.values()]
 
 
 def _run_and_keep(
@@ -189,7 +203,5 @@ def _probe(output: Any, masks: list[Tensor], generator: torch.Generator) -> Tens
         rows = select_rows(tensor, masks) if tensor.ndim > 1 else tensor[None]
         v = torch.randn(rows.shape, generator=generator).to(rows)
         size = rows.detach().float().norm().item() or 1.0
-        if not math.isfinite(size):
-            raise ValueError(f"{_REFUSED} returns values that are not finite")
         total = total.to(rows.device) + (v * rows).float().sum() / size
     return total

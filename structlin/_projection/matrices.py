@@ -25,6 +25,16 @@ def truncate(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return F.pad(left, (0, rank - k)), right[:, torch.arange(rank, device=right.device) % k]
 
 
+def approach(matrices: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """As `truncate`, but only a step towards it from the rows of `right`: never farther from the
+    matrices than what those rows can give (subspace iteration)."""
+    rank = right.shape[-2]
+    if rank >= min(matrices.shape[-2:]):
+        return truncate(matrices, rank)
+    columns = torch.linalg.qr(matrices.mT @ (matrices @ right.mT)).Q
+    return matrices @ columns, columns.mT
+
+
 def leading_eigenvectors(gram: Tensor, k: int) -> Tensor:
     """Of the k largest eigenvalues, as columns.
 
@@ -73,9 +83,18 @@ def take_root(c: Tensor) -> Tensor:
 
 def invert(gram: Tensor) -> Tensor:
     """The inverse, slightly damped."""
+    return torch.cholesky_inverse(_take_damped_root(gram))
+
+
+def solve_damped(gram: Tensor, right: Tensor) -> Tensor:
+    """`invert(gram) @ right`."""
+    return torch.cholesky_solve(right, _take_damped_root(gram))
+
+
+def _take_damped_root(gram: Tensor) -> Tensor:
     mean = mean_diagonal(gram)[..., None, None]
     damping = torch.where(mean > 0, mean, torch.ones_like(mean)) * sqrt(torch.finfo(gram.dtype).eps)
-    return torch.cholesky_inverse(torch.linalg.cholesky(gram + damping * identity_like(gram)))
+    return take_root(gram + damping * identity_like(gram))
 
 
 def mean_diagonal(gram: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from ..duality import promote
 
-ROWS = 8192  # rows that are turned into float32 at a time
+ROWS = 8192  # rows whose products are added up in float32
+WIDTH = 384  # columns of a symmetric product that are formed at a time: nothing above them is
 
 
 class Moments:
@@ -16,17 +17,14 @@ class Moments:
 
     Args:
         centred: covariances around the means; otherwise E[x z^T] and E[z z^T].
+        weight: if given, W x is kept in place of x where z is another: `(out_features, features)`.
+            It is less work where W makes rows shorter.
     """
 
-    def __init__(self, features: int, device: torch.device, *, centred: bool) -> None:
-        self.count, self.centred, self.paired = 0, centred, False
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float64, device=device)
-
-        self._xz, self._zz = zeros(features, features), zeros(features, features)
-        self._x, self._z = zeros(features), zeros(features)
-        self._shifts: tuple[Tensor, ...] | None = None
+    def __init__(self, *, centred: bool, weight: Tensor | None = None) -> None:
+        self.count, self.centred, self.paired, self.weight = 0, centred, False, weight
+        self._xz, self._zz = _Products(), _Products()
+        self._x, self._z = _Mean(centred), _Mean(centred)
 
     @torch.no_grad()
     def add(self, x: Tensor, z: Tensor | None = None) -> None:
@@ -39,46 +37,92 @@ class Moments:
                     self._add(part_x, part_z)
 
     def _add(self, x: Tensor, z: Tensor) -> None:
-        x, z = promote(x), promote(z)
-        if self._shifts is None:
-            self._shifts = tuple(
-                rows.mean(0) if self.centred else torch.zeros_like(rows[0]) for rows in (x, z)
-            )
-        x, z = x - self._shifts[0], z - self._shifts[1]
-        self._zz += z.mT @ z  # (features, rows) x (rows, features)
+        z = self._z.add(promote(z))
+        self._zz.add(z, z)
+        self.count += len(z)
         if self.paired:
-            self._xz += x.mT @ z
-        self._x += x.sum(0)
-        self._z += z.sum(0)
-        self.count += len(x)
+            x = promote(x)
+            x = self._x.add(x if self.weight is None else x @ self.weight.to(x).mT)
+            self._xz.add(x, z)
 
     def is_finite(self) -> bool:
-        return bool((self._zz.sum() + self._xz.sum() + self._x.sum()).isfinite())
-
-    @property
-    def mean_x(self) -> Tensor:
-        return self._mean(self._x, 0)
+        totals = [self._zz.total, self._xz.total] if self.paired else [self._zz.total]
+        return not self.count or all(bool(total.sum().isfinite()) for total in totals)
 
     @property
     def mean_z(self) -> Tensor:
-        return self._mean(self._z, 1)
-
-    @property
-    def xz(self) -> Tensor:
-        """C_xz: `(features of x, features of z)`."""
-        return self._covariance(self._xz, self._x) if self.paired else self.zz
+        return self._z.value(self.count)
 
     @property
     def zz(self) -> Tensor:
         """C_zz."""
-        return self._covariance(self._zz, self._z)
+        total = self._zz.total
+        return self._covariance(total.tril() + total.tril(-1).mT, self._z)
 
-    def _mean(self, total: Tensor, which: int) -> Tensor:
-        assert self._shifts is not None
-        return total / self.count + self._shifts[which]
+    def mean_output(self, weight: Tensor) -> Tensor:
+        """W E[x], in float64."""
+        if self.paired and self.weight is not None:
+            return self._x.value(self.count)
+        return weight.double() @ (self._x if self.paired else self._z).value(self.count)
 
-    def _covariance(self, total: Tensor, left: Tensor) -> Tensor:
+    def cross(self, weight: Tensor) -> Tensor:
+        """W C_xz, in float64: `(out_features, features)`."""
+        if not self.paired:
+            return weight.double() @ self.zz
+        xz = self._covariance(self._xz.total, self._x)
+        return xz if self.weight is not None else weight.double() @ xz
+
+    def _covariance(self, total: Tensor, left: "_Mean") -> Tensor:
         product = total / self.count
         if not self.centred:
             return product
-        return product - torch.outer(left / self.count, self._z / self.count)
+        return product - torch.outer(left.total / self.count, self._z.total / self.count)
+
+
+class _Mean:
+    """Of rows: their sum, after a shift by the mean of the first ones if that is asked for."""
+
+    def __init__(self, centred: bool) -> None:
+        self.total, self._shift, self._centred = torch.zeros(()), torch.zeros(()), centred
+
+    def add(self, rows: Tensor) -> Tensor:
+        """Count these, and return them shifted."""
+        if not self.total.ndim:
+            self.total = torch.zeros_like(rows[0], dtype=torch.float64)
+            self._shift = rows.mean(0) if self._centred else torch.zeros_like(rows[0])
+        rows = rows - self._shift if self._centred else rows
+        self.total += rows.sum(0)
+        return rows
+
+    def value(self, count: int) -> Tensor:
+        return self.total / count + self._shift
+
+
+class _Products:
+    """The sum of a^T b over rows; of a with itself, its lower triangle and what is beside it."""
+
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+        self._recent: Tensor | None = None  # of rows that are not in the total yet
+        self._rows = 0
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        if self._rows >= ROWS or (self._recent is not None and self._recent.dtype != a.dtype):
+            self._flush()
+        if self._recent is None:
+            self._recent = a.new_zeros(a.shape[1], b.shape[1])
+        width = WIDTH if a is b else b.shape[1]
+        for start in range(0, b.shape[1], width):
+            top, columns = start if a is b else 0, slice(start, start + width)
+            self._recent[top:, columns].addmm_(a[:, top:].mT, b[:, columns])
+        self._rows += len(a)
+
+    @property
+    def total(self) -> Tensor:
+        self._flush()
+        return torch.zeros(()) if self._total is None else self._total
+
+    def _flush(self) -> None:
+        if self._recent is not None:
+            old, new = self._total, self._recent.double()
+            self._total, self._recent, self._rows = new if old is None else old + new, None, 0

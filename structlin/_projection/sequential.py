@@ -37,6 +37,7 @@ from ..duality import promote
 from .calibration import (
     Observed,
     check_finite,
+    check_ids,
     has_own_bias,
     observe,
     plain_calls,
@@ -175,7 +176,7 @@ def solve(decision: Decision, moments: Moments | None) -> None:
         bias = layer.module._parameters["bias"]
         assert bias is not None
         new = _build(decision).to_dense().double()
-        change = weight.double() @ moments.mean_x - new @ moments.mean_z
+        change = moments.mean_output(weight) - new @ moments.mean_z
         decision.bias = (bias.double() + change).to(bias.dtype)
 
 
@@ -199,8 +200,8 @@ def find_target(weight: Tensor, moments: Moments) -> tuple[Tensor, Tensor | None
         ridge = 10 * ridge
         covariance = zz + ridge * eye
         root, failed = torch.linalg.cholesky_ex(covariance)
-    right = (moments.xz + ridge * eye).mT @ weight.double().mT  # (in, in) x (in, out)
-    return torch.cholesky_solve(right, root).mT.to(precise.dtype), covariance
+    right = moments.cross(weight) + ridge * weight.double()  # (out, in)
+    return torch.cholesky_solve(right.mT, root).mT.to(precise.dtype), covariance
 
 
 def _build(decision: Decision) -> StructuredLinear:
@@ -244,15 +245,20 @@ class _Gap:
 
     def add(self, y: Tensor, new: Tensor) -> None:
         """Of rows `(tokens, out_features)`: the dense layer's outputs, and the new one's."""
-        y, new = promote(y), promote(new)
-        self.above += (y - new).square().sum(dtype=torch.float64).item()
+        y = promote(y)
         around = y if self.mean is None else y - self.mean.to(y)
-        self.below += around.square().sum(dtype=torch.float64).item()
+        self.above += _sum_squares(y - new)
+        self.below += _sum_squares(around)
 
     @property
     def error(self) -> float:
         above, below = sqrt(self.above), sqrt(self.below)
         return above / below if below else float("inf") if above else 0.0
+
+
+def _sum_squares(rows: Tensor) -> float:
+    flat = rows.flatten()
+    return torch.dot(flat, flat).item()
 
 
 class _Lockstep:
@@ -293,6 +299,7 @@ class _Lockstep:
         with ExitStack() as stack:
             stack.enter_context(eval_mode(self.model))
             stack.enter_context(plain_calls(self.model))
+            stack.enter_context(check_ids(self.model))
             places = [Place(module) for module in self.decisions]
             places += [Place(block, leaving=True) for block in self.blocks]
             streams = stack.enter_context(Streams(places, 2 * len(self.calls)))
@@ -336,7 +343,7 @@ class _Lockstep:
             if moments.centred:
                 bias = module._parameters["bias"]
                 assert bias is not None
-                mean = decision.layer.matrix.double() @ moments.mean_x + bias.double()
+                mean = moments.mean_output(decision.layer.matrix) + bias.double()
             self.gaps[module] = _Gap(mean)
         self.bar.advance()
 
@@ -364,11 +371,12 @@ class _Lockstep:
         centred = has_own_bias(self.model, module)
         present = [x for *both, _ in found for x in both if x is not None]
         inputs = [(weakref.ref(x), x._version) for x in present]
-        shared = self._moments is not None and self._moments.centred == centred
+        last, layer = self._moments, self.decisions[module].layer
+        shared = last is not None and last.centred == centred and last.weight is None
         if not shared or not _are_same(inputs, self._inputs):
-            features, device = self.decisions[module].layer.in_features, present[0].device
-            self._inputs, self._moments = inputs, None  # the last moments are no longer held
-            self._moments = Moments(features, device, centred=centred)
+            last, self._inputs, self._moments = None, inputs, None  # no longer held
+            narrows = layer.out_features < layer.in_features
+            self._moments = Moments(centred=centred, weight=layer.matrix if narrows else None)
             _add_pairs(self._moments, found)
             check_finite(name, self._moments)
         assert self._moments is not None

@@ -7,7 +7,13 @@ from torch import nn
 from structlin import LowRank, plan
 from structlin._model.survey import linear_layers
 from structlin._projection.calibration import observe
-from structlin._projection.effect import measure_harms, walk
+from structlin._projection.effect import Harms, walk
+
+
+def measure_harms(model, layers, batches):
+    harms = Harms(layers)
+    observe(model, layers, batches, run_call=harms.add)
+    return harms.values()
 
 
 def test_harms_of_linear_layers_are_the_sizes_of_what_follows():
@@ -15,7 +21,7 @@ def test_harms_of_linear_layers_are_the_sizes_of_what_follows():
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3))).double()
     batches = [torch.randn(500, 8).double() for _ in range(4)]
     layers = linear_layers(model)
-    harms = measure_harms(model, layers, observe(model, layers, batches).calls)
+    harms = measure_harms(model, layers, batches)
     first, second, third = (layer.weight.detach() for layer in model)
     outputs = torch.cat(batches) @ (third @ second @ first).mT
     after = third @ second, third, torch.eye(8).double()
@@ -71,8 +77,8 @@ def test_padding_does_no_harm():
     layers, found = linear_layers(model), []
     for far in (0.0, 1e6):
         x[:, 3:] = far
-        calls = observe(model, layers, [{"x": x.clone(), "attention_mask": mask}]).calls
-        found.append(measure_harms(model, layers, calls))
+        batches = [{"x": x.clone(), "attention_mask": mask}]
+        found.append(measure_harms(model, layers, batches))
     assert found[0] == pytest.approx(found[1])
     assert min(found[0]) > 0
 
@@ -89,7 +95,7 @@ def test_a_layer_that_the_output_does_not_depend_on_does_no_harm_and_frozen_mode
 
     model = Model().requires_grad_(False)
     layers = linear_layers(model)
-    used, unused = measure_harms(model, layers, observe(model, layers, [torch.ones(3, 4)]).calls)
+    used, unused = measure_harms(model, layers, [torch.ones(3, 4)])
     assert used > 0
     assert unused == 0
 

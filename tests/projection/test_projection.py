@@ -368,7 +368,7 @@ def test_block_by_block_ends_as_low_as_core_by_core(family, rows, columns, monke
 
 
 @pytest.mark.parametrize(
-    ("width", "dtype"), [(1024, torch.float64), (1088, torch.float32)], ids=["2**20", "more"]
+    ("width", "dtype"), [(362, torch.float64), (363, torch.float32)], ids=["2**17", "more"]
 )
 def test_matrices_up_to_a_size_are_solved_in_float64(width, dtype, monkeypatch):
     solved, structure = [], LowRank(rank=1).structure(width, width)

@@ -197,7 +197,8 @@ def test_no_run_keeps_the_keys_and_values_of_all_layers(build, monkeypatch):
     usual = len(made)
     made.clear()
     plan(model, LowRank(rank=2), calibration=batches)
-    assert 0 < len(made) <= usual * len(batches)  # of the first pass, one after the other
+    assert usual
+    assert not made
 
 
 @pytest.mark.parametrize("build", MODELS)
