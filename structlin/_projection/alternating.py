@@ -15,6 +15,7 @@ from .matrices import (
     approach,
     identity_like,
     invert,
+    limit_threads,
     mean_diagonal,
     solve_damped,
     take_root,
@@ -26,6 +27,7 @@ TOLERANCE = 1e-3  # relative decrease of the error by which a sweep must pay
 # sweeps, and by what they must pay. By trial, on the layers of all-MiniLM-L6-v2 at half the
 # parameters (BTT, Monarch): the errors of 1 and 0.001 within 0.2 %, in half the time.
 RELAXATION, PAY = 1.7, 2e-3
+SMALL = 2**20  # numbers in y up to which one thread is as quick over the blocks as two, and calmer
 STEPS = 20  # of conjugate gradient for a core, at most
 CLOSE = 1e-2  # relative decrease of its squared gradient at which a core is solved well enough
 RESTARTS = 3  # random starts of a structure whose first start may be a bad one
@@ -87,7 +89,10 @@ def alternate(
     yield cores, error
     for sweep in range(limit):
         ahead = relaxation if sweep > 1 else 1.0
-        found, rest, h = refit(cores, residual, ahead) if refit else [*cores], residual, x
+        found, rest, h = [*cores], residual, x
+        if refit:
+            with limit_threads(1, y.is_cpu and y.numel() <= SMALL):
+                found = refit(cores, residual, ahead)
         for n, (step, tail) in enumerate(stages):
             if len(tail.cores) == 1 and tail.out_features == y.shape[1]:
                 found[n], rest = _regression(tail, found[n], h, y)

@@ -178,7 +178,7 @@ def _run_and_keep(
 
     def keep(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
-            raise ValueError(f"{_REFUSED} runs its layers without gradients (torch.no_grad)")
+            raise ValueError(f"{_REFUSED} turns gradients off (no_grad or inference_mode)")
         if not output.requires_grad:
             output = output.detach().requires_grad_()
         outputs.append((module, output))

@@ -1,5 +1,7 @@
 """Batches of matrices: truncation, and what positive semi-definite ones need."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import sqrt
 
 import torch
@@ -41,15 +43,23 @@ def leading_eigenvectors(gram: Tensor, k: int) -> Tensor:
     On one thread for small blocks: LAPACK gains nothing from more, and loses a factor of 100 where
     cores are busy.
     """
-    threads = torch.get_num_threads()
-    try:
-        if gram.is_cpu and gram.shape[-1] <= 256:
-            torch.set_num_threads(1)
+    with limit_threads(1, gram.is_cpu and gram.shape[-1] <= 256):
         vectors: Tensor = torch.linalg.eigh(gram).eigenvectors
-    finally:
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
     return vectors[..., -k:].flip(-1)
+
+
+@contextmanager
+def limit_threads(most: int, only_if: bool = True) -> Iterator[None]:
+    """Within it, torch computes with so many threads at most."""
+    threads = torch.get_num_threads()
+    if threads <= most or not only_if:
+        yield
+        return
+    try:
+        torch.set_num_threads(most)
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def make_definite(c: Tensor) -> Tensor:

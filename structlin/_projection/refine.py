@@ -117,7 +117,8 @@ def refine(
     """Fit the new layers of a block, in place, and vectors of its other modules.
 
     One step for each example in turn, in random order, with a rate that falls to zero as a cosine.
-    If the error is not less at the end, everything is as it was.
+    If the error is not less at the end, once more with a quarter of the rate; if it is not then,
+    everything is as it was.
 
     Args:
         block: of the dense model; it is put back as it is.
@@ -130,6 +131,9 @@ def refine(
     Returns:
         None if the block cannot be refined: it has no output to compare, or does not make the same
         one again.
+
+    Raises:
+        ValueError: the model turns gradients off.
     """
     with _put_in(block, new, shared) as vectors:
         cores = [core for layer in new.values() for core in layer.cores]
@@ -138,17 +142,22 @@ def refine(
             for dense, layer in new.items()
             if layer.bias is not None and dense not in fixed
         ]
+        made = take_tensor(examples[0].output)
+        _require_gradients(made is None or not made.is_inference(), steps)
         if not _repeats_itself(forward, examples[0]):
             return None
         parameters = [*cores, *biases, *(vector for *_, vector in vectors)]
         old = [parameter.detach().clone() for parameter in parameters]
         before = _measure(examples, [example.output for example in examples])
-        _descend(forward, new, parameters, examples, steps)
-        outputs = [_run(forward, example) for example in examples]
-        after = _measure(examples, outputs)
-        if not after < before:
+        for rate in (LR, LR / 4):
+            _descend(forward, new, parameters, examples, steps, rate)
+            outputs = [_run(forward, example) for example in examples]
+            after = _measure(examples, outputs)
+            if after < before:
+                break
             for parameter, values in zip(parameters, old, strict=True):
                 parameter.data.copy_(values)
+        else:
             return Refined(before, before, [example.output for example in examples], [])
         start = len(parameters) - len(vectors)
         changed = [
@@ -158,18 +167,27 @@ def refine(
         return Refined(before, after, outputs, changed)
 
 
+def _require_gradients(has: bool, steps: int) -> None:
+    if not has:
+        raise ValueError(
+            f"refine={steps} takes gradients, but the model turns them off (no_grad or "
+            "inference_mode): take refine=0, or such a decorator off its forward"
+        )
+
+
 def _descend(
     forward: Callable[..., Any],
     new: Mapping[nn.Module, StructuredLinear],
     parameters: Sequence[nn.Parameter],
     examples: Sequence[Example],
     steps: int,
+    rate: float,
 ) -> None:
-    """Adam, on copies in float32 or better."""
+    """Adam, on copies in float32 or better; `rate` is a dense weight's."""
     rates = _find_rates(new)
     masters = [promote(parameter.detach()).clone() for parameter in parameters]
     groups = [
-        {"params": [master], "lr": LR * rates.get(parameter, 1.0)}
+        {"params": [master], "lr": rate * rates.get(parameter, 1.0)}
         for parameter, master in zip(parameters, masters, strict=True)
     ]
     optimizer = torch.optim.Adam(groups, betas=BETAS)
@@ -186,6 +204,7 @@ def _descend(
             made = take_tensor(forward(*example.args, **example.kwargs))
             assert made is not None
             loss = _gap(example, made).square().mean()
+            _require_gradients(loss.requires_grad, steps)
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         for master, gradient in zip(masters, gradients, strict=True):
             master.grad = None if gradient is None else gradient.to(master.dtype)

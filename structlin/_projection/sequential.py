@@ -217,7 +217,8 @@ def _build(decision: Decision) -> StructuredLinear:
 # ---- all layers, in lockstep -------------------------------------------------------------------
 
 
-_Inputs = list[tuple["weakref.ref[Tensor]", int]]  # tensors that nobody is to hold, and versions
+# tensors that nobody is to hold, and their versions: -1 where torch keeps none
+_Inputs = list[tuple["weakref.ref[Tensor]", int]]
 
 
 @dataclass
@@ -370,7 +371,7 @@ class _Lockstep:
         ]
         centred = has_own_bias(self.model, module)
         present = [x for *both, _ in found for x in both if x is not None]
-        inputs = [(weakref.ref(x), x._version) for x in present]
+        inputs = [(weakref.ref(x), -1 if x.is_inference() else x._version) for x in present]
         last, layer = self._moments, self.decisions[module].layer
         shared = last is not None and last.centred == centred and last.weight is None
         if not shared or not _are_same(inputs, self._inputs):
@@ -466,9 +467,9 @@ def _find_stop(stream: Stream, module: nn.Module) -> Stop | None:
 
 
 def _are_same(inputs: _Inputs, others: _Inputs) -> bool:
-    """Whether they are the same tensors, and nobody has written into them."""
+    """Whether they are the same tensors, and surely nobody has written into them."""
     return len(inputs) == len(others) and all(
-        x() is not None and x() is other() and version == other_version
+        x() is not None and x() is other() and version == other_version >= 0
         for (x, version), (other, other_version) in zip(inputs, others, strict=True)
     )
 

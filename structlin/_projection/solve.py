@@ -44,8 +44,8 @@ def project(
       solves block by block, by their SVD. If the cores are no chain (BLAST, say), random starts
       follow, from a generator of its own.
 
-    While small symmetric matrices are decomposed, torch's number of threads is 1: more gain nothing
-    there, and lose a factor of 100 where cores are busy. It is put back at once, but is the
+    While small matrices are decomposed, one after the other, torch's number of threads is 1: more
+    gain nothing there, and lose a factor of 100 where cores are busy. It is put back, but is the
     process's, also for other threads.
 
     Where the structure is larger than the weight (padding), the extra inputs and outputs are free:

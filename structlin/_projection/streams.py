@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .matrices import limit_threads
+
 WORKERS = 2048  # of OpenMP in all streams: each thread that computes keeps its own
 
 State = Callable[[], contextlib.AbstractContextManager[None]]
@@ -215,17 +217,3 @@ def capture_state() -> State:
             yield
 
     return enter
-
-
-@contextmanager
-def limit_threads(most: int) -> Iterator[None]:
-    """Within it, torch computes with so many threads at most."""
-    threads = torch.get_num_threads()
-    if threads <= most:
-        yield
-        return
-    try:
-        torch.set_num_threads(most)
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -190,3 +190,42 @@ def test_a_block_that_gives_another_output_each_time_is_left_with_a_warning(mode
 def test_wrong_options_are_refused(model, options, message):
     with pytest.raises(ValueError, match=message):
         plan(model, LowRank(rank=4), **options)
+
+
+def test_where_the_rate_is_too_high_it_is_lowered_once(model, batches, monkeypatch):
+    dense, options = copy.deepcopy(model), {"calibration": batches, "refine": 20}
+    rates, real = [], refine._descend
+
+    def descend(forward, new, parameters, examples, steps, rate):
+        rates.append(rate)
+        real(forward, new, parameters, examples, steps, 10.0 if len(rates) == 1 else rate)
+
+    monkeypatch.setattr(refine, "_descend", descend)
+    planned = plan(model, LowRank(rank=4), include="blocks*", **options)
+    assert rates == [refine.LR, refine.LR / 4, refine.LR]
+    assert all(after < before for before, after in planned.blocks.values())
+    first = planned.blocks["blocks.0"]
+    planned.apply()
+    assert measure(model, dense, batches) < 1
+    assert first[1] > 0
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("part", [Model, Block])
+def test_a_model_without_gradients_is_calibrated_but_not_refined(off, part, batches, monkeypatch):
+    monkeypatch.setattr(part, "forward", off()(part.forward))
+    options = {"include": "blocks*", "calibration": batches}
+    torch.manual_seed(0)
+    if (
+        part is Block or off is torch.inference_mode
+    ):  # otherwise blocks have gradients by themselves
+        with pytest.raises(ValueError, match="refine=4 takes gradients, but the model turns them"):
+            plan(Model(), LowRank(rank=4), refine=4, **options)
+    with pytest.raises(ValueError, match="budget_by='error' or 'uniform' is needed"):
+        plan(Model(), LowRank(rank=4), budget=0.5, **options)
+    torch.manual_seed(0)
+    found = plan(Model(), LowRank(rank=4), budget=0.5, budget_by="error", **options).errors
+    monkeypatch.undo()
+    torch.manual_seed(0)
+    expected = plan(Model(), LowRank(rank=4), budget=0.5, budget_by="error", **options).errors
+    assert found == pytest.approx(expected)
