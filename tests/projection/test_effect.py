@@ -1,10 +1,13 @@
 """What an error in a layer does to the model, against formulas; one covariance at a time."""
 
+import copy
+from itertools import pairwise
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from structlin import LowRank, plan
+from structlin import BTT, LowRank, Monarch, convert, plan
 from structlin._model.survey import linear_layers
 from structlin._projection.calibration import observe
 from structlin._projection.effect import Harms, walk
@@ -113,3 +116,41 @@ def test_walk_sees_each_layers_covariance_in_the_dense_model():
     h = model[0](x).detach()
     both = torch.cat([h, shared(h).detach().tanh()])  # the layer is called twice
     torch.testing.assert_close(second, both.mT @ both / 40)
+
+
+def copy_last(seed: int) -> tuple[nn.Module, list[Tensor]]:
+    """A small transformer that has learned to say the token before, and batches."""
+    torch.manual_seed(seed)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    model = nn.Sequential(nn.Linear(16, 32), encoder, nn.Linear(32, 16))
+    mixing = torch.diag(torch.logspace(0, -1, 16)) @ torch.linalg.qr(torch.randn(16, 16)).Q
+    batches = [torch.randn(16, 12, 16) @ mixing for _ in range(4)]
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for step in range(150):
+        x = batches[step % 4]
+        loss = (model(x) - x.roll(1, 1)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.eval(), batches
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("family", "factor"),
+    [(LowRank(rank=1), 1.0), (BTT(), 1.0), (Monarch(), 1.15)],
+    ids=["low-rank", "BTT", "Monarch"],
+)
+def test_more_budget_makes_a_transformer_no_worse_on_the_calibration_data(family, factor, seed):
+    """Monarch has few sizes: where all of a layer's blocks change at once, the prediction by which
+    sizes are chosen can be wrong by a few percent."""
+    dense, batches = copy_last(seed)
+    errors = []
+    with torch.no_grad():
+        for budget in (0.3, 0.5, 0.7, 0.8, 0.9, 1.0):
+            options = {"budget": budget, "calibration": batches, "include": "1.*"}
+            model = convert(copy.deepcopy(dense), family, **options)
+            errors.append(sum((model(x) - dense(x)).square().sum().item() for x in batches) ** 0.5)
+    assert all(more <= factor * less for less, more in pairwise(errors))
+    assert errors[-1] == 0
