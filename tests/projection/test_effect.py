@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from structlin import BTT, LowRank, Monarch, convert, plan
+from structlin import BTT, LowRank, Monarch, plan
 from structlin._model.survey import linear_layers
 from structlin._projection.calibration import observe
 from structlin._projection.effect import Harms, walk
@@ -150,7 +150,7 @@ def test_more_budget_makes_a_transformer_no_worse_on_the_calibration_data(family
     with torch.no_grad():
         for budget in (0.3, 0.5, 0.7, 0.8, 0.9, 1.0):
             options = {"budget": budget, "calibration": batches, "include": "1.*"}
-            model = convert(copy.deepcopy(dense), family, **options)
+            model = plan(copy.deepcopy(dense), family, **options).apply()
             errors.append(sum((model(x) - dense(x)).square().sum().item() for x in batches) ** 0.5)
     assert all(more <= factor * less for less, more in pairwise(errors))
     assert errors[-1] == 0
