@@ -76,10 +76,10 @@ def allocate(
     """A size for each layer: the least sum of harm times squared error within a budget.
 
     Greedy on the lower convex hull of each layer's curve: all layers start at the smallest size,
-    then the step that lowers the sum most for its cost is taken, as long as it fits; with what is
-    left, the one layer that gains most by it gets a size off the hull. A larger budget never gives
-    a larger sum. The last step of a layer leaves it dense, without error, and no other size costs
-    as much as that.
+    then the step that lowers the sum most for its cost is taken, as long as it fits; of the first
+    that does not, its layer gets the best size that does. The order of the steps does not depend on
+    the budget: a larger one never gives a layer a smaller size, nor a larger sum. The last step of
+    a layer leaves it dense, without error, and no other size costs as much as that.
 
     Args:
         curves: of each layer, see `measure_curve`.
@@ -100,33 +100,30 @@ def allocate(
     limit = budget * sum(curve.sizes[-1].cost for curve in curves)
     spent = _require_room(curves, budget, of)
     paths = [_hull(curve) for curve in curves]
-    chosen = [0] * len(curves)  # where each layer is on its path
+    taken = [0] * len(curves)  # steps of each layer on its path
     steps: list[tuple[float, int]] = []  # a heap: minus what a step gains for its cost, the layer
+    found = [0] * len(curves)
 
     def consider(n: int) -> None:
         """Put the layer's next step on the heap, if it gains anything."""
-        if chosen[n] + 1 < len(paths[n]) and harms[n] > 0:
-            gain, cost = _compare(curves[n], *paths[n][chosen[n] : chosen[n] + 2])
+        if taken[n] + 1 < len(paths[n]) and harms[n] > 0:
+            gain, cost = _compare(curves[n], *paths[n][taken[n] : taken[n] + 2])
             heapq.heappush(steps, (-harms[n] * gain / cost, n))
 
     for n in range(len(curves)):
         consider(n)
     while steps:
         _, n = heapq.heappop(steps)
-        _, cost = _compare(curves[n], *paths[n][chosen[n] : chosen[n] + 2])
-        if spent + cost <= limit:
-            spent += cost
-            chosen[n] += 1
-            consider(n)
-    found = [path[at] for path, at in zip(paths, chosen, strict=True)]
-    gain, n, m = max(
-        (harms[n] * _compare(curves[n], here, m)[0], n, m)
-        for n, here in enumerate(found)
-        for m in range(here, len(curves[n].sizes))
-        if spent + _compare(curves[n], here, m)[1] <= limit
-    )
-    if gain > 0:
-        found[n] = m
+        here, there = paths[n][taken[n] : taken[n] + 2]
+        fit = [
+            m for m in range(here, there + 1) if spent + _compare(curves[n], here, m)[1] <= limit
+        ]
+        found[n] = min(fit, key=lambda m: curves[n].errors[m])
+        if there not in fit:
+            break
+        spent += _compare(curves[n], here, there)[1]
+        taken[n] += 1
+        consider(n)
     return [curve.sizes[m] for curve, m in zip(curves, found, strict=True)]
 
 

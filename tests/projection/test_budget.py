@@ -92,10 +92,13 @@ def test_more_budget_is_never_worse_and_none_is_exceeded(family):
     curves = draw_curves(family)
     total = sum(curve.sizes[-1].cost for curve in curves)
     for harms in ([1.0, 1.0, 1.0], [1.0, 30.0, 0.1]):
-        last = float("inf")
+        last, smaller = float("inf"), [0, 0, 0]
         for percent in range(35, 101):
             sizes = allocate(curves, percent / 100, harms)
-            assert sum(size.cost for size in sizes) <= percent / 100 * total
+            costs = [size.cost for size in sizes]
+            assert sum(costs) <= percent / 100 * total
+            assert all(now >= before for now, before in zip(costs, smaller, strict=True))
+            smaller = costs
             error = sum_up(curves, sizes, harms)
             assert error <= last * (1 + 1e-12)
             last = error

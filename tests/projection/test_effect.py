@@ -137,20 +137,14 @@ def copy_last(seed: int) -> tuple[nn.Module, list[Tensor]]:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize(
-    ("family", "factor"),
-    [(LowRank(rank=1), 1.0), (BTT(), 1.0), (Monarch(), 1.15)],
-    ids=["low-rank", "BTT", "Monarch"],
-)
-def test_more_budget_makes_a_transformer_no_worse_on_the_calibration_data(family, factor, seed):
-    """Monarch has few sizes: where all of a layer's blocks change at once, the prediction by which
-    sizes are chosen can be wrong by a few percent."""
+@pytest.mark.parametrize("family", [LowRank(rank=1), BTT(), Monarch()], ids=str)
+def test_more_budget_makes_a_transformer_no_worse_on_the_calibration_data(family, seed):
     dense, batches = copy_last(seed)
     errors = []
     with torch.no_grad():
-        for budget in (0.3, 0.5, 0.7, 0.8, 0.9, 1.0):
+        for budget in (0.3, 0.45, 0.5, 0.6, 0.65, 0.8, 0.9, 1.0):
             options = {"budget": budget, "calibration": batches, "include": "1.*"}
             model = plan(copy.deepcopy(dense), family, **options).apply()
             errors.append(sum((model(x) - dense(x)).square().sum().item() for x in batches) ** 0.5)
-    assert all(more <= factor * less for less, more in pairwise(errors))
+    assert all(more <= less * (1 + 1e-6) for less, more in pairwise(errors))
     assert errors[-1] == 0
