@@ -18,6 +18,7 @@ from structlin.duality import (
     dual_core,
     dual_efficiency,
     dual_embedding,
+    dual_norm,
 )
 
 # Per method: the least singular value (of a matrix of Frobenius norm 1) that it takes to the band,
@@ -305,6 +306,7 @@ def test_the_dual_core_is_the_steepest_of_all_steps_of_unit_norm(batch, m, n, se
     steepest = (gradient * dual).sum()
     nuclear = np.linalg.svd(gradient.numpy(), compute_uv=False).sum()
     assert steepest.item() == pytest.approx(sqrt(m / n) * nuclear)
+    assert dual_norm(gradient).item() == pytest.approx(sqrt(m / n) * nuclear)
     for other in (noise, dual + 10**log_noise * noise):
         assert (gradient * other).sum() / norm(other) <= steepest + 1e-9
 

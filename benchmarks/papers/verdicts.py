@@ -686,7 +686,6 @@ UNTESTED = (  # of the paper, why; durations are estimates
         "MD 1 with 20 epochs of CIFAR-10 (some 7,800 steps), widths to 4096",
         "hours; here 500 steps of the digits, widths to 256",
     ),
-    ("MD prop. 1: the size of the steepest step", "not implemented: the direction alone is"),
     ("MD 6.1, 6.2: the wall time of NanoGPT", "no GPU"),
     ("MD 6.4, 6.5: alignment; the batch size that is needed", "not run"),
     (

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..duality import promote
+
 Width: TypeAlias = "int | tuple[Width, ...] | None"  #: number of features, where it is known
 Weights = Mapping[str, Tensor]  #: one tensor per parameter, by its name in `named_parameters`
 Self = TypeVar("Self", bound="Module")
@@ -219,20 +221,52 @@ class Module(nn.Module):
                 another shape.
         Source: MD, proposition 1 and section 4.3.
         """
-        if gradients is None:
-            gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
-            if not gradients:
-                raise ValueError(
-                    f"no weight of {type(self).__name__} has a gradient: call backward() first"
-                )
-        measured = self._measured(gradients)
+        measured = self._measured(self._gradients() if gradients is None else gradients)
         return {
             term.name: target * length * term.atom.weight_dual(g, method)
             for term, length, g in measured
         }
 
     @torch.no_grad()
-    def descend_(self, lr: float, update: Weights | None = None) -> None:
+    def dual_norm(self, gradients: Weights | None = None) -> Tensor:
+        """The largest inner product of `gradients` with an update of modular norm 1, a 0-D tensor:
+        what `dualize()` has.
+
+        Where the loss is below <g, w> + sharpness |w|^2 / 2, as proposition 5 of MN has it, the
+        update w that decreases this most is -(dual_norm / sharpness) times `dualize()`.
+
+        Args:
+            gradients: `{name: tensor}`; None: those of the parameters, where they have one.
+
+        Raises:
+            ValueError: no gradient at all; a name that is no weight of the module, or a tensor of
+                another shape.
+        Source: MD, definition 1 and proposition 1.
+
+        >>> from structlin.modular import Linear
+        >>> net, x, y = Linear(8, 4), torch.ones(1, 8), torch.randn(1, 4)
+        >>> (net(x) - y).square().mean().div(2).backward()  # of sharpness 1: MN, section C.4
+        >>> net.descend_(net.dual_norm() / 1)
+        >>> bool((net(x) - y).abs().max() < 1e-3)
+        True
+        """
+        gradients = self._gradients() if gradients is None else gradients
+        steps = self.dualize(gradients, method="svd")
+        products = [(promote(gradients[n]) * promote(step)).sum() for n, step in steps.items()]
+        return torch.stack(products).sum()
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Of the weights that the norm measures, where they have one."""
+        found = {term.name: self.get_parameter(term.name).grad for term in self.terms()}
+        gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
+        if not gradients:
+            raise ValueError(
+                f"no weight of {type(self).__name__} has a gradient: call backward() first"
+            )
+        return gradients
+
+    @torch.no_grad()
+    def descend_(self, lr: float | Tensor, update: Weights | None = None) -> None:
         """W <- W - lr * update, by default `dualize()`: a step of modular norm `lr`.
 
         Raises:

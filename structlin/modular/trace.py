@@ -31,7 +31,6 @@ from .module import (
     Module,
     Term,
     Tuple,
-    Weights,
     Width,
 )
 
@@ -512,16 +511,6 @@ class Traced(Module):
     def reset_parameters(self) -> None:
         """Draw the weights of all layers anew, each of norm 1."""
         self.expression.reset_parameters()
-
-    def dualize(
-        self, gradients: Weights | None = None, *, target: float = 1.0, method: str = "ns"
-    ) -> dict[str, Tensor]:
-        """As of any module of the algebra; None: the gradients of the weights that the norm
-        measures."""
-        if gradients is None:
-            found = {term.name: self.get_parameter(term.name).grad for term in self.terms()}
-            gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
-        return super().dualize(gradients or None, target=target, method=method)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._orig_mod(*args, **kwargs)

@@ -242,6 +242,7 @@ def test_zero_maps_to_zero_and_never_to_nan():
     zeros = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
     for steps in (net.dualize(zeros), net.normalize(zeros)):
         assert all(not step.any() and step.isfinite().all() for step in steps.values())
+    assert not net.dual_norm(zeros)
     for parameter in net.parameters():
         nn.init.zeros_(parameter)
     backward(net, torch.randint(11, (2, 6)))

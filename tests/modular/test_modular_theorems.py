@@ -502,6 +502,33 @@ def test_dualize_has_norm_1_and_no_update_of_norm_1_a_larger_product(net, seed):
         assert inner(g, near) / norm.item() <= best + 1e-9
 
 
+def recursive_dual_norm(module: Module, gradient: dict[int, Tensor]) -> float:
+    """The papers' recursion of the dual norm, with numpy's singular values: each part's share."""
+    if isinstance(module, Linear):
+        cores = list(module.linear.parameters())
+        return sum(
+            (p.shape[-2] / p.shape[-1]) ** 0.5
+            * np.linalg.svd(gradient[id(p)].numpy(), compute_uv=False).sum()
+            / len(cores)
+            for p in cores
+        )
+    found, later = 0.0, 1.0
+    for part in reversed(module.parts.values()):
+        if part.mass:
+            share = part.mass / module.mass
+            found += share / later * recursive_dual_norm(part, gradient)
+        later *= 1.0 if isinstance(module, Tuple) else part.sensitivity
+    return found
+
+
+@given(nets())
+def test_the_dual_norm_is_the_sum_of_the_shares_of_its_parts(net):
+    net = 1.7 * net
+    g = {name: torch.randn_like(p) for name, p in net.named_parameters()}
+    by_id = {id(p): g[name] for name, p in net.named_parameters()}
+    assert net.dual_norm(g).item() == pytest.approx(recursive_dual_norm(net, by_id))
+
+
 SOLVED = {
     "chain": lambda: Linear(3, 2, mass=2) @ Abs() @ (3 * Linear(4, 3)),
     "tuple": lambda: (
@@ -531,6 +558,47 @@ def test_a_solver_finds_no_larger_product_than_dualize_and_nearly_as_large_a_one
         optimizer.step()
         schedule.step()
     assert 0.97 * best <= ratio.item() <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", SOLVED)
+def test_the_steepest_step_is_the_dual_norm_over_the_sharpness_long(name):
+    """Proposition 1 of MD: -(|g|_dual / sharpness) dualize(g) is the minimum of <g, w> + sharpness
+    |w|^2 / 2; it is -|g|_dual^2 / (2 sharpness), and descent from near it finds none below."""
+    net, sharpness = SOLVED[name](), 2.5
+    g = {key: torch.randn_like(p) for key, p in net.named_parameters()}
+    length = net.dual_norm(g).item() / sharpness
+    dual = net.dualize(g, method="svd")
+
+    def bound(w: dict[str, Tensor]) -> Tensor:
+        return sum((g[key] * w[key]).sum() for key in g) + sharpness / 2 * net.norm(w) ** 2
+
+    least = bound({key: -length * tensor for key, tensor in dual.items()}).item()
+    assert least == pytest.approx(-sharpness / 2 * length**2)
+    for factor in (0.9, 1.1):
+        assert bound({key: -factor * length * tensor for key, tensor in dual.items()}) > least
+    w = {key: (-0.9 * length * tensor).requires_grad_() for key, tensor in dual.items()}
+    optimizer = torch.optim.Adam(w.values(), lr=0.01)
+    for _ in range(200):
+        value = bound(w)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        assert value.item() >= least - 1e-9
+
+
+def test_one_steepest_step_fits_one_sample():
+    """The square error of a linear layer is of sharpness 1: the bound is attained."""
+    net, x, target = Linear(6, 4), ball(1, 6, 0), ball(1, 4, 1)
+
+    def loss() -> Tensor:
+        return (net(x) - target).square().mean() / 2
+
+    before = loss()
+    before.backward()
+    length = net.dual_norm().item()
+    assert before.item() == pytest.approx(length**2 / 2)
+    net.descend_(length, net.dualize(method="svd"))
+    assert loss().item() == pytest.approx(0, abs=1e-12)
 
 
 def test_the_curvature_of_a_residual_network_of_depth_64_is_that_of_the_formula():
