@@ -1,7 +1,7 @@
 """structlin: structured matrices as better linear layers. The structure is the only thing anybody
 writes."""
 
-from . import duality, modular, optim, scaling, stability
+from . import duality, modular, optim, scaling, search, stability
 from ._checkpoint import load, save
 from ._cola import to_cola
 from ._convert import Plan, convert, merge, plan, to_dense_
@@ -72,6 +72,7 @@ __all__ = [
     "relative_error",
     "save",
     "scaling",
+    "search",
     "show_config",
     "stability",
     "summary",

@@ -2,10 +2,10 @@
 
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from operator import index
 from pathlib import Path
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from .._report import Table
+from .._trials import final_loss, name_of, read_rows, write_rows
 from ._common import (
     PathLike,
     build_model,
-    describe,
     format_number,
     new_figure,
     require_positive,
@@ -172,7 +172,7 @@ def lr_sweep(
         raise ValueError(
             f"widths={widths}, lrs={lrs}, seeds={seeds}: there must be at least one of each"
         )
-    names = {"build": _name_of(build), "train": _name_of(train)}
+    names = {"build": name_of(build), "train": name_of(train)}
     about = json.loads(json.dumps({**names, **(setting or {})}))
     runs = _read(Path(path), about) if path is not None else {}
     grid = list(dict.fromkeys(product(widths, lrs, seeds)))
@@ -184,66 +184,22 @@ def lr_sweep(
     ):
         width, lr, seed = key
         with use_seed(seed):
-            runs[key] = Run(
-                width, lr, seed, _train_once(train, build_model(build, width), lr, width)
-            )
+            model = build_model(build, width)
+            call = f"train(model, {lr}, {width})"
+            runs[key] = Run(width, lr, seed, final_loss(partial(train, model, lr, width), call))
         if path is not None:
             _write(Path(path), about, runs)
     return Sweep(tuple(runs[key] for key in grid))
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    """Module and name; of what functools.partial, or an object that is called, is made of."""
-    inner = getattr(function, "func", function)
-    named = inner if hasattr(inner, "__qualname__") else type(inner)
-    return f"{named.__module__}.{named.__qualname__}"
-
-
-def _train_once(
-    train: Callable[[nn.Module, float, int], float | Tensor],
-    model: nn.Module,
-    lr: float,
-    width: int,
-) -> float | None:
-    try:
-        loss = train(model, lr, width)
-    except FloatingPointError:
-        return None
-    if isinstance(loss, Tensor) and loss.numel() == 1:
-        loss = loss.item()
-    if not isinstance(loss, int | float):
-        raise TypeError(f"train(model, {lr}, {width}) returned {describe(loss)}, not a number")
-    return float(loss) if math.isfinite(loss) else None
 
 
 Key = tuple[int, float, int]
 
 
 def _read(path: Path, setting: Mapping[str, Any]) -> dict[Key, Run]:
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text())
-        runs = [Run(**row) for row in content["rows"]]
-        theirs = dict(content["setting"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"path={str(path)!r} is not the file of a sweep: {error!r}") from error
-    differ = [
-        f"{name} is {theirs.get(name)!r} there and {setting.get(name)!r} here"
-        for name in dict.fromkeys([*setting, *theirs])
-        if theirs.get(name) != setting.get(name)
-    ]
-    if differ:
-        raise ValueError(f"path={str(path)!r} is a sweep of another setting: {'; '.join(differ)}")
-    return {(run.width, run.lr, run.seed): run for run in runs}
+    return read_rows(path, setting, Run, lambda run: (run.width, run.lr, run.seed), "sweep")
 
 
 def _write(path: Path, setting: Mapping[str, Any], runs: Mapping[Key, Run]) -> None:
     """Write `runs`, and those that another sweep has written to the file since it was read."""
     sweep = Sweep(tuple({**_read(path, setting), **runs}.values()))
-    found = {"best": sweep.best, "shifts": sweep.shifts}
-    content = {"setting": setting, **found, "rows": [asdict(run) for run in sweep.rows]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
-    unfinished.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-    os.replace(unfinished, path)
+    write_rows(path, setting, sweep.rows, best=sweep.best, shifts=sweep.shifts)
