@@ -28,6 +28,7 @@ import compare
 import train_gpt
 
 BASE_WIDTH = 64  # where the learning rates are meant; muP takes them to other widths
+SQUARE = "2", "4"  # the matrices of the MLP that are structured
 Batch = tuple[Tensor, Tensor]  # inputs, targets
 
 
@@ -96,8 +97,12 @@ TASKS: dict[str, type[Teacher] | type[Digits]] = {"teacher": Teacher, "digits": 
 
 
 def mlp(inputs: int, width: int, outputs: int, family: structlin.Family) -> nn.Sequential:
-    """Three hidden layers of ReLUs. The two square matrices are structured, the first is dense and
-    so is the head, which starts at zero; biases start at zero."""
+    """`dense_mlp` with its two square matrices structured."""
+    return structlin.convert(dense_mlp(inputs, width, outputs), family, include=list(SQUARE))
+
+
+def dense_mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:
+    """Three hidden layers of ReLUs. The head starts at zero, and so do the biases."""
     model = nn.Sequential(
         nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
         nn.Linear(width, width), nn.ReLU(), nn.Linear(width, outputs),
@@ -106,7 +111,7 @@ def mlp(inputs: int, width: int, outputs: int, family: structlin.Family) -> nn.S
     nn.init.zeros_(model[6].weight)
     for layer in (model[0], model[2], model[4], model[6]):
         nn.init.zeros_(layer.bias)
-    return structlin.convert(model, family, include=["2", "4"])
+    return model
 
 
 def forward_flops(model: nn.Module, example: Tensor) -> int:

@@ -1,0 +1,267 @@
+"""Which structures of the two-core einsum space train best, and what do they have in common?
+
+    python -m benchmarks.search                    # results/search.{json,png}
+    python -m benchmarks.search --tasks teacher    # its runs alone; the first command goes on
+    python -m benchmarks.search --smoke            # seconds
+
+Structures are drawn by `structlin.search.sample`: a third from the whole space, a third without
+parameter sharing, a third without it and of full rank; the families are there as points of the same
+space. Each is trained by `structlin.search.run` at three widths on two tasks, a regression on a
+random MLP and scikit-learn's digits with shifts and noise (every sample new), as the square
+matrices of an MLP of three hidden layers, for the same number of steps. The learning rate is the
+dense model's at width 64, taken to every structure and width by `param_groups`; none is tuned.
+
+"Searching for Efficient Linear Layers over a Continuous Space of Structured Matrices"
+(arXiv:2410.02117) finds, in its abstract, that "a small omega (which measures parameter sharing)
+and large psi (which measures the rank) reliably led to better scaling laws", and in its code's
+README that "nu (which measures how much structured an operator is) can be varied with often
+negligible impact on the scaling laws". Here each is a factor on the loss at equal FLOPs, with a
+95 % interval.
+
+Seconds are steps times the milliseconds of a step on one batch, medians of rounds in which all
+models take turns. Runs are kept in --runs as they finish; the same command goes on, and repeats
+only the timing.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from torch import Tensor, nn
+
+import structlin
+from benchmarks.papers import tasks
+from benchmarks.papers.intervals import above, below, within
+from benchmarks.record import RESULTS, table
+from benchmarks.runs import keep, parser
+from benchmarks.timing import interleaved, spread, wall
+from structlin.search import Einsum, Search, Trial, run, sample
+
+LR = 2.0**-6  # the best of powers of 2 for the dense model at width 64, on both tasks
+STEPS = {"teacher": 400, "digits": 200}
+WIDTHS = (64, 128, 256)
+BATCH, SAMPLES = 256, 8192
+SEEDS = 3
+DRAWN = 9  # of each kind
+COSTS = ("flops", "seconds")
+NEGLIGIBLE = 1.1  # a factor on the loss
+
+FAMILIES: dict[str, structlin.Family] = {
+    "dense": structlin.Dense(),
+    "low-rank d^1/2": Einsum(alpha=1, epsilon=1, rho=0.5),
+    "low-rank d^3/4": Einsum(alpha=1, epsilon=1, rho=0.75),
+    "Kronecker": Einsum(alpha=0.5, beta=0.5, delta=0.5, epsilon=0.5),
+    "TT r=d^1/4": Einsum(alpha=0.5, beta=0.5, delta=0.5, epsilon=0.5, rho=0.25),
+    "BTT": Einsum(alpha=0.5, gamma=0.5, epsilon=0.5, phi=0.5),
+    "BTT r=d^1/4": Einsum(alpha=0.5, gamma=0.5, epsilon=0.5, phi=0.5, rho=0.25),
+    "Monarch b=4": structlin.Monarch(blocks=4),
+}
+FULL = (1.0, 1.0)
+NONE = (0.0, 0.0)
+
+
+def draw_structures(n: int) -> dict[str, structlin.Family]:
+    """The families, and `n` points of each kind that cost less than dense at the least width."""
+    width = WIDTHS[0]
+    kinds = {
+        "any": sample(width, width, n, seed=0, psi=(0.25, 1.0)),
+        "no sharing": sample(width, width, n, seed=1, omega=NONE, psi=(0.25, 1.0)),
+        "full rank": sample(width, width, n, seed=2, omega=NONE, psi=FULL),
+    }
+    drawn = {point.label: point for points in kinds.values() for point in points}
+    return FAMILIES | drawn
+
+
+def build(task: str, width: int) -> nn.Module:
+    kind = tasks.TASKS[task]
+    return tasks.dense_mlp(kind.inputs, width, kind.outputs)
+
+
+def train(
+    task: str, steps: int, samples: int, model: nn.Module, groups: list[dict[str, Any]], seed: int
+) -> float:
+    """The loss on new samples."""
+    kind = tasks.TASKS[task]
+    data, new = kind(seed), kind(seed)
+
+    def loss(step: int) -> Tensor:
+        x, y = data.batch(BATCH)
+        return kind.loss(model(x), y)
+
+    tasks.descend(torch.optim.Adam(groups), loss, steps)
+    new.random.manual_seed(-1 - seed)
+    with torch.no_grad():
+        x, y = new.batch(samples)
+        return kind.loss(model(x), y).item()
+
+
+def time_steps(
+    task: str, structures: dict[str, structlin.Family], widths: list[int], limit: float
+) -> list[dict[str, Any]]:
+    """Milliseconds of a training step of every model, in turns, on one batch."""
+    kind = tasks.TASKS[task]
+    x, y = kind(0).batch(BATCH)
+
+    def work(family: structlin.Family, width: int) -> Callable[[], None]:
+        model = structlin.convert(build(task, width), family, include=list(tasks.SQUARE))
+        optimizer = torch.optim.Adam(structlin.param_groups(model, LR))
+
+        def step() -> None:
+            optimizer.zero_grad()
+            kind.loss(model(x), y).backward()
+            optimizer.step()
+
+        return step
+
+    works = {(n, w): work(family, w) for n, family in structures.items() for w in widths}
+    end = time.perf_counter() + limit
+    times = interleaved(works, lambda step: wall(step, "cpu"), rounds=(3, 30), until=end)
+    return [
+        {"structure": name, "width": width, "rounds": len(samples) - 1}
+        | {key: 1e3 * value for key, value in spread(samples[1:]).items()}  # the first warms up
+        for (name, width), samples in times.items()
+    ]
+
+
+# ---- what was found ------------------------------------------------------------------------------
+
+
+def summarise(found: Search) -> dict[str, Any]:
+    """Standings, frontier and effects by cost."""
+    summary: dict[str, Any] = {}
+    for cost in COSTS:
+        summary[cost] = {
+            "standings": [asdict(standing) for standing in found.standings(cost)],
+            "frontier": asdict(found.frontier(cost)),
+            "effects": {name: asdict(each) for name, each in found.effects(cost).items()},
+        }
+    return summary
+
+
+def claims(summary: dict[str, Any]) -> dict[str, bool | None]:
+    """The paper's findings at equal FLOPs; None: undecided. Factors are those of a rise by 0.5."""
+    effects = summary["flops"]["effects"]
+    nu = {end: value - 1 for end, value in effects["nu"].items()}
+    return {
+        "less parameter sharing (omega) has the lower loss": above(effects["omega"], 1),
+        "more rank (psi) has the lower loss": below(effects["psi"], 1),
+        "compute (nu) changes the loss by at most a tenth": within(nu, NEGLIGIBLE - 1),
+    }
+
+
+def of_kept(result: dict[str, Any], task: str) -> Search:
+    """The search whose rows a result has, with the seconds that were timed."""
+    milliseconds = {(row["structure"], row["width"]): row for row in result["times"][task]}
+    steps = result["setting"]["steps"][task]
+    return Search(
+        tuple(
+            replace(
+                Trial(**row),
+                seconds=steps * milliseconds[row["structure"], row["width"]]["median"] / 1e3,
+            )
+            for row in result["rows"][task]
+        )
+    )
+
+
+def show_effects(result: dict[str, Any]) -> str:
+    """By what the loss is multiplied if a measure rises by 0.5, at equal cost."""
+    rows = []
+    for task, summary in result["summaries"].items():
+        for cost in COSTS:
+            found = summary[cost]["effects"]
+            cells = [
+                f"{each['value']:.2f} ({each['low']:.2f} to {each['high']:.2f})"
+                for each in (found[name] for name in ("omega", "psi", "nu"))
+            ]
+            rows.append([f"{task}, equal {'FLOPs' if cost == 'flops' else cost}", *cells])
+    return table(["", "omega + 0.5", "psi + 0.5", "nu + 0.5"], rows)
+
+
+def show_standings(result: dict[str, Any], task: str, best: int = 5) -> str:
+    """The best structures at equal FLOPs, and all families."""
+    standings = result["summaries"][task]["flops"]["standings"]
+    seconds = {
+        row["structure"]: row["ratio"]["value"]
+        for row in result["summaries"][task]["seconds"]["standings"]
+    }
+    rows = []
+    for place, row in enumerate(standings, start=1):
+        if place > best and row["structure"] not in FAMILIES:
+            continue
+        ratio, name = row["ratio"], row["structure"].replace("Einsum", "").strip("()")
+        measures = [f"{row[measure]:.2f}" for measure in ("omega", "psi", "nu")]
+        interval = f"{ratio['value']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
+        rows.append([name, str(place), *measures, interval, f"{seconds[row['structure']]:.3f}"])
+    titles = ["place", "omega", "psi", "nu", "loss at equal FLOPs", "at equal seconds"]
+    return table(["", *titles], rows)
+
+
+def plot(result: dict[str, Any]) -> Figure:
+    names = list(result["rows"])
+    figure = Figure(figsize=(13, 5 * len(names)), layout="constrained")
+    all_axes = figure.subplots(len(names), len(COSTS), squeeze=False)
+    for task, row_of_axes in zip(names, all_axes, strict=True):
+        found = of_kept(result, task)
+        for cost, axes in zip(COSTS, row_of_axes, strict=True):
+            found.draw(axes, cost)
+            text = "FLOPs of a forward pass of one sample" if cost == "flops" else "seconds"
+            axes.set(title=task, xlabel=text, ylabel="loss on new samples")
+    return figure
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    arguments = parser(__doc__, RESULTS)
+    arguments.add_argument("--tasks", nargs="+", choices=list(STEPS), help="run these alone")
+    arguments.add_argument("--seeds", type=int, default=SEEDS)
+    arguments.add_argument("--runs", type=Path, default=Path("out/search"), help="kept runs")
+    arguments.add_argument("--timed", type=float, default=15.0, help="seconds for each task")
+    options = arguments.parse_args(argv)
+    steps, widths, drawn, samples = STEPS, WIDTHS, DRAWN, SAMPLES
+    if options.smoke:
+        steps, widths, drawn, samples = dict.fromkeys(STEPS, 2), WIDTHS[:2], 1, 64
+        options.seeds, options.timed = 1, 0.0
+    torch.set_num_threads(1)
+    structures = draw_structures(drawn)
+    setting = {"steps": steps, "batch": BATCH, "lr": LR, "optimizer": "Adam, cosine"}
+    result: dict[str, Any] = {"setting": setting, "rows": {}, "times": {}, "summaries": {}}
+    console = Console(width=140)
+    for task in options.tasks or steps:
+        found = run(
+            partial(build, task),
+            partial(train, task, steps[task], samples),
+            structures,
+            widths,
+            lr=LR,
+            base=tasks.BASE_WIDTH,
+            seeds=range(options.seeds),
+            example=torch.zeros(1, tasks.TASKS[task].inputs),
+            include=list(tasks.SQUARE),
+            path=None if options.smoke else options.runs / f"{task}.json",
+            setting=setting | {"task": task, "samples": samples},
+        )
+        result["rows"][task] = [asdict(row) for row in found.rows]
+    if options.tasks and not options.smoke:
+        return result
+    result["claims"] = {}
+    for task in result["rows"]:
+        result["times"][task] = time_steps(task, structures, list(widths), options.timed)
+        found = of_kept(result, task)
+        result["summaries"][task] = summarise(found)
+        result["claims"][task] = claims(result["summaries"][task])
+        console.print(f"{task}\n{found}", markup=False, highlight=False)
+        for claim, holds in result["claims"][task].items():
+            text = {True: "holds", False: "does NOT hold", None: "undecided"}[holds]
+            console.print(f"{text}: {claim}")
+    keep(options, "search", plot(result), **result)
+    return result
+
+
+if __name__ == "__main__":
+    main()
