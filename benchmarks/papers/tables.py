@@ -241,6 +241,20 @@ def coefficients() -> str:
     return table(titles, lines)
 
 
+def alignment() -> str:
+    """Sections 6.4 and 6.5: how aligned updates are, and how far weights move."""
+    lines = []
+    for way, numbers in read("papers/md_alignment")["estimates"].items():
+        cells = [way]
+        for found in numbers.values():
+            cells.append(", ".join(f"{each['value']:.2f}" for each in found["widths"].values()))
+            cells.append(interval(found["power"], 2, same))
+        lines.append(cells)
+    widths = ", ".join(found["widths"])
+    titles = [f"alignment at {widths}", "power of the width", "movement", "power of the width"]
+    return table(["", *titles], lines)
+
+
 # ---- Scalable Optimization in the Modular Norm ---------------------------------------------------
 
 METHODS = ("normed Adam", "Adam", "normed SGD", "SGD")
@@ -408,6 +422,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "width": width,
     "watermark": watermark,
     "coefficients": coefficients,
+    "alignment": alignment,
     "transfer": transfer,
     "kept rate": kept_rate,
     "normed": normed,

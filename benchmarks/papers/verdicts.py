@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.papers import cbs_scaling
 from benchmarks.papers.intervals import Estimate, above, below, student, within
+from benchmarks.papers.md_alignment import ISOMETRY
 from benchmarks.papers.md_watermark import ERASED, VISIBLE
 from benchmarks.papers.md_width import MUCH
 from benchmarks.papers.mn_overhead import PAPER
@@ -410,6 +411,46 @@ def duality() -> list[tuple[str, ...]]:
             f"{sum(row['Muon']['loss'] < row['AdamW']['loss'] for row in muon)} of {len(muon)} "
             "models; wall time is not measured: [optimizers](optimizers.md)",
         ),
+        *aligned(),
+    ]
+
+
+def aligned() -> list[tuple[str, ...]]:
+    """MD 6.4 and 6.5. What a simple answer and a non-trivial amount are is in `md_alignment`."""
+    found = read("papers/md_alignment")["estimates"]
+    large, small, adam = found.values()
+
+    def list_of(way: dict[str, Any], name: str) -> str:
+        return ", ".join(f"{each['value']:.2f}" for each in way[name]["widths"].values())
+
+    def power(way: dict[str, Any]) -> str:
+        return interval(way["movement"]["power"], 2, same)
+
+    widths = ", ".join(large["alignment"]["widths"])
+    return [
+        (
+            "MD 6.4",
+            'how far updates "align with incoming activation vectors" is simple for dualized ones, '
+            '"for which all singular values have the same magnitude"',
+            judge(
+                within(large["alignment"]["power"], FLAT),
+                *(above(each, ISOMETRY) for each in large["alignment"]["widths"].values()),
+            ),
+            f"the RMS of dW x is {list_of(large, 'alignment')} of the largest that it can be, at "
+            f"widths {widths}; by Adam {list_of(adam, 'alignment')}; dualized with batches of 8 "
+            f"{list_of(small, 'alignment')}",
+        ),
+        (
+            "MD 6.5",
+            'dualized, "the weights should move a non-trivial relative amount at large width even '
+            'in the Frobenius norm - provided the batch size is not too small"',
+            judge(
+                within(large["movement"]["power"], FLAT), below(small["movement"]["power"], -FLAT)
+            ),
+            f"by {list_of(large, 'movement')} of W at widths {widths}, which goes with the width "
+            f"to the power {power(large)}; with batches of 8 to {power(small)}, by Adam to "
+            f"{power(adam)}; non-trivial: not below -{FLAT}",
+        ),
     ]
 
 
@@ -687,7 +728,6 @@ UNTESTED = (  # of the paper, why; durations are estimates
         "hours; here 500 steps of the digits, widths to 256",
     ),
     ("MD 6.1, 6.2: the wall time of NanoGPT", "no GPU"),
-    ("MD 6.4, 6.5: alignment; the batch size that is needed", "not run"),
     (
         "MN 1 with 10,000 steps, several seeds, plain optimizers in the paper's parametrisation",
         "here 40 and 50 steps, one seed, and the rates of our parametrisation: hours",

@@ -13,6 +13,7 @@ import structlin
 from benchmarks.papers import (
     bm_metrics,
     bm_norms,
+    md_alignment,
     md_coefficients,
     md_watermark,
     md_width,
@@ -145,6 +146,34 @@ def test_a_plain_step_has_the_spectral_norm_of_its_rate_over_the_layers():
     for weight, old in zip(weights, before, strict=True):
         norm = torch.linalg.matrix_norm(weight.detach() - old, 2).item()
         assert norm == pytest.approx(0.6 / 3, rel=1e-3)
+
+
+def test_an_isometry_is_aligned_with_everything_and_a_matrix_of_rank_1_with_one_direction():
+    x = torch.randn(50, 8)
+    turn = torch.linalg.qr(torch.randn(8, 8)).Q
+    assert md_alignment.alignment(3 * turn, x) == pytest.approx(1, rel=1e-5)
+    one = torch.outer(torch.randn(8), torch.eye(8)[0])
+    expected = x[:, 0].norm() / x.norm()
+    assert md_alignment.alignment(one, x) == pytest.approx(expected.item(), rel=1e-5)
+    assert md_alignment.alignment(one, torch.eye(8)[:1]) == pytest.approx(1, rel=1e-5)
+
+
+def test_powers_of_alignment_and_movement_are_slopes_for_each_seed():
+    rows = [
+        {"way": "Adam", "width": width, "seed": seed, "alignment": 0.5, "movement": seed / width}
+        for width in (4, 16)
+        for seed in (1, 2, 3)
+    ]
+    found = md_alignment.estimates(rows)["Adam"]
+    assert found["alignment"]["power"] == pytest.approx({"value": 0, "low": 0, "high": 0})
+    assert found["movement"]["power"] == pytest.approx({"value": -1, "low": -1, "high": -1})
+    assert found["movement"]["widths"]["4"]["value"] == pytest.approx(2 / 4)
+
+
+def test_a_dualized_step_with_large_batches_is_an_isometry_in_training():
+    row = md_alignment.train(("dualized", 16, 0), steps=3)
+    assert row["alignment"] == pytest.approx(1, abs=2e-2)
+    assert 0 < row["movement"] < 1
 
 
 def test_stable_rank_is_squared_frobenius_over_squared_spectral_norm():

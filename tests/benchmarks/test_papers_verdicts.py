@@ -13,6 +13,7 @@ from benchmarks.papers import (
     cbs_scaling,
     cbs_untuned,
     intervals,
+    md_alignment,
     mn_normed,
     sweeps,
     verdicts,
@@ -175,6 +176,31 @@ def test_costlier_structures_are_better_per_width_by_their_intervals(
     monkeypatch.setattr(verdicts, "TASKS", ("digits",))
     found = found_by(monkeypatch, verdicts.per_width, cbs_scaling={"rows": rows})
     assert found == [expected] * 2
+
+
+# ---- MD, 6.4 and 6.5 -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("level", "power", "noise", "expected"),
+    [
+        (1.0, 0.0, NOISE, ["yes", "yes"]),
+        (0.5, -1.0, NOISE, ["**no**", "in part"]),
+        (1.0, 0.0, WIDE, ["in part, else undecided", "undecided"]),
+    ],
+)
+def test_alignment_and_movement_are_judged_by_the_powers_of_the_width(
+    monkeypatch, level, power, noise, expected
+):
+    rows = [
+        {"way": way, "width": width, "seed": seed}
+        | dict.fromkeys(md_alignment.NUMBERS, level * (width / 64) ** (each + noise[seed]))
+        for way, each in zip(md_alignment.WAYS, (power, -0.5, -0.5), strict=True)
+        for width in (64, 256)
+        for seed in range(3)
+    ]
+    result = {"estimates": md_alignment.estimates(rows)}
+    assert found_by(monkeypatch, verdicts.aligned, md_alignment=result) == expected
 
 
 # ---- MN, D.5 -------------------------------------------------------------------------------------
