@@ -24,7 +24,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::parallel_for;
 using torch::stable::Tensor;
 
-constexpr Index LARGE = 1 << 20;        // bytes of a core that does not stay in the second cache
+constexpr Index CACHED = 1 << 20;       // bytes of cores that stay in the second cache
 constexpr Index FEW = 4;                // tokens, up to which vectors run along fan-in
 constexpr Index FEW_OF_LARGE = 16;      // the same, where a block is large,
 constexpr Index LARGE_BLOCK = 1 << 18;  // of so many numbers: then vectors are full, and a core is read from afar
@@ -176,12 +176,13 @@ struct Layer {
 
   Index threads() const { return std::max<Index>(1, torch::stable::get_num_threads()); }
 
-  // Tokens of a tile: a vector; more where a core is large, so that it is read less often, and where numbers go in groups
+  // Tokens of a tile: a vector; two where a core is large, so that it is read less often, where numbers go in groups, and
+  // where there are so many tiles that the threads' shares stay alike
   Index tile() const {
-    Index largest = 0, wide = 2 * LANES<F>;
+    Index largest = 0, wide = 2 * LANES<F>, each = tokens / wide / threads();
     for (const Step& step : program.steps) largest = std::max(largest, step.params());
-    bool more = GROUPED<S> || largest * sizeof(F) >= LARGE;
-    return more && tokens >= wide * threads() ? wide : LANES<F>;
+    bool more = GROUPED<S> || largest * sizeof(F) >= CACHED || each >= 4;
+    return more && each ? wide : LANES<F>;
   }
 };
 

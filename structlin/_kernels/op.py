@@ -43,8 +43,8 @@ _gradients = torch.ops.structlin_cpu.gradients.default
 
 # Numbers of a block from which on BLAS is faster, but for the forward pass of a few tokens.
 # Measured at widths of 512 to 4096.
-LARGE = 1 << 18
-MOST_DECODED = 16  # tokens
+LARGE_BLOCK = 1 << 18
+FEW_OF_LARGE = 16  # tokens
 
 
 def pays(program: Program, x: Tensor, plain: bool) -> bool:
@@ -54,8 +54,8 @@ def pays(program: Program, x: Tensor, plain: bool) -> bool:
     the structure is plain (a chain of matrices).
     """
     trains = torch.compiler.is_compiling() or torch.is_grad_enabled()  # or may: it is not known
-    few = not trains and x.numel() <= MOST_DECODED * x.shape[-1]
-    return (few or (not plain and program.largest < LARGE)) and available(x)
+    few = not trains and x.numel() <= FEW_OF_LARGE * x.shape[-1]
+    return (few or (not plain and program.largest < LARGE_BLOCK)) and available(x)
 
 
 def available(x: Tensor) -> bool:

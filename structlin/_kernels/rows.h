@@ -27,7 +27,7 @@ struct Rows {
   const Program& program;
   const std::vector<Core<S>>& cores;
   const Index last;
-  Index size = ROWS;                    // tokens
+  Index size = 2 * ROWS;                // tokens
   std::vector<Reads> h_reads, g_reads;  // of core t: of h_t, and of g_(t+1)
   Indices length;                       // of a token's row of h_t, g_t
   std::vector<Indices> rows;            // where they start
@@ -35,7 +35,7 @@ struct Rows {
 
   explicit Rows(const Layer<S>& layer)
       : program(layer.program), cores(layer.cores), last(program.steps.size() - 1), turned(last + 1) {
-    if (program.params() * sizeof(F) >= LARGE) size = 2 * ROWS;  // so that they are read less often
+    if (program.params() * sizeof(F) >= CACHED) size = 4 * ROWS;  // so that they are read less often
     for (Index t = 0; t <= last; t++) {
       const Step& step = program.steps[t];
       h_reads.push_back(t ? find(program.steps[t - 1].writes, step.in) : in_order(step.pairs(), step.in));

@@ -59,7 +59,7 @@ struct Tile {
   void enter(H* tile, const S* x, Index features, Index n, const Indices& places) const {
     auto get = [=, this](Index i, Index f, Index count) {
       const S* row = x + i * G * features + f;
-      for (int k = 0; k < G; k++) __builtin_prefetch(row + (size + k) * features, 0, 2);  // of the next tile
+      __builtin_prefetch(x + size * features + f * size + i * G * L, 0, 2);  // the next tile, one line after the other
       return bits_of<Vector<F>>(meet(row, features, i * G + G <= n, count));
     };
     auto put = [&](Index f, Index i, const Vector<F>& v) {
