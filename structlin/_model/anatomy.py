@@ -1,10 +1,13 @@
-"""The parts of a Transformer that its layers' names tell: queries, ends of branches, QK-norms."""
+"""The parts of a model that its layers' names and places tell: queries, ends of branches, QK-norms,
+blocks."""
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import nn
 
+from .parameters import named_modules, parameters_of, weights_of
 from .survey import Layer, find_loose_matrices
 
 # Searched, case ignored, in the dotted name of a layer whose role is the one given.
@@ -53,6 +56,39 @@ def find_qk_norms(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if re.search(_QK_NORM, name, re.IGNORECASE) and not isinstance(module, nn.Identity)
     ]
+
+
+def repeats(parent: nn.Module, child: nn.Module) -> bool:
+    """Whether `child` stands in an nn.ModuleList, or beside others of its class in an
+    nn.Sequential."""
+    if isinstance(child, nn.ModuleList):
+        return False
+    alike = sum(type(module) is type(child) for module in parent.children())
+    return isinstance(parent, nn.ModuleList) or (isinstance(parent, nn.Sequential) and alike > 1)
+
+
+def blocks_of_parameters(model: nn.Module) -> dict[str, str]:
+    """Parameter name -> the outermost module that repeats, has modules of its own and is no layer.
+
+    >>> mlp = lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    >>> blocks = blocks_of_parameters(nn.Sequential(nn.Linear(4, 4), mlp(), mlp()))
+    >>> blocks["1.0.weight"], blocks["2.2.bias"], "0.weight" in blocks
+    ('1', '2', False)
+    """
+    modules, found = dict(named_modules(model)), {}
+    for info in parameters_of(model):
+        parts = info.name.split(".")
+        paths = [".".join(parts[:n]) for n in range(len(parts))]
+        for parent, child in pairwise(paths):
+            if child not in modules:
+                break
+            module = modules[child]
+            if not repeats(modules[parent], module) or weights_of(module):
+                continue
+            if any(module.children()):
+                found[info.name] = child
+                break
+    return found
 
 
 def _named(pattern: str, layer: Layer) -> bool:

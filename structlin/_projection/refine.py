@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .._linear import StructuredLinear
+from .._model.anatomy import repeats
 from .._model.outputs import find_tensors
 from .._model.survey import Layer
 from ..duality import promote
@@ -84,19 +85,12 @@ def find_blocks(
         path, module = list[str](), model
         for part in layer.name.split(".")[:-1]:
             path, parent, module = [*path, part], module, module.get_submodule(part)
-            if _repeats(parent, module):
+            if repeats(parent, module):
                 found.setdefault(module, (".".join(path), []))[1].append(layer)
                 break
     if not found and all(layer.module is not model for layer in layers):
         return {model: ("", layers)}
     return found
-
-
-def _repeats(parent: nn.Module, child: nn.Module) -> bool:
-    if isinstance(child, nn.ModuleList):
-        return False
-    alike = sum(type(module) is type(child) for module in parent.children())
-    return isinstance(parent, nn.ModuleList) or (isinstance(parent, nn.Sequential) and alike > 1)
 
 
 def take_tensor(output: Any) -> Tensor | None:

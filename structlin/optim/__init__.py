@@ -1,8 +1,9 @@
 """Training: rates for any torch optimizer (`param_groups`), the duality-based `Muon`, `Normed`."""
 
+from ._depth import Depth
 from ._groups import param_groups
 from ._muon import Muon
 from ._normed import Normed
 from ._sharding import shard_placement_fn
 
-__all__ = ["Muon", "Normed", "param_groups", "shard_placement_fn"]
+__all__ = ["Depth", "Muon", "Normed", "param_groups", "shard_placement_fn"]

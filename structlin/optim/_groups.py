@@ -1,21 +1,14 @@
 """Parameter groups: the dense model's learning rate, unchanged, for a converted one's cores."""
 
-from collections.abc import Mapping
 from math import inf
 from typing import Any
 
 from torch import nn
 
-from .._linear import StructuredLinear
-from .._model.parameters import (
-    ParameterInfo,
-    Weight,
-    join,
-    named_modules,
-    parameters_of,
-    weights_of,
-)
-from ..scaling import OPTIMIZERS, lr_mult
+from .._model.parameters import parameters_of
+from ..scaling import OPTIMIZERS
+from ._depth import Depth
+from ._transfer import Base, Transfer
 
 
 def param_groups(
@@ -24,8 +17,11 @@ def param_groups(
     *,
     optimizer: str = "adam",
     weight_decay: float = 0.0,
-    base: nn.Module | Mapping[int, int] | None = None,
+    base: Base = None,
     structure_aware: bool = True,
+    decay: str = "1/width",
+    eps: float | None = None,
+    depth: Depth | None = None,
 ) -> list[dict[str, Any]]:
     """Groups for a torch optimizer, by which a structured model trains at the dense model's rate.
 
@@ -39,11 +35,26 @@ def param_groups(
     such as {1024: 64, 4096: 64}.
 
     Weight decay is an argument here: the groups carry it, so the optimizer's own argument has no
-    effect. It is the same number for every matrix: in decoupled form a step decays by
-    lr * lr_mult * weight_decay, which keeps the balance between update and decay, and so the size
-    at which weights settle, that a dense layer has. Biases, norms, gains and vectors are not
-    decayed, nor is a parameter that `no_weight_decay()` of the model, or of a module in it, names;
-    the name "proj.weight" stands for all cores of a converted `proj`.
+    effect. In decoupled form (AdamW) a step decays a matrix by its rate times its decay, and
+    `decay` says what this product does when the matrix's rate is f times `lr`, by width and
+    structure (f = d0 / width of a dense layer, d0 / (k fan_in) of a core: a core counts as a dense
+    layer of width k fan_in):
+
+        "1/width"    lr * weight_decay * f: the decay is one number for every matrix, which keeps
+                     the balance between update and decay, and so the size at which weights settle
+        "sqrt"       lr * weight_decay * sqrt(f): Fan et al. 2025 (arXiv:2510.15262)
+        "constant"   lr * weight_decay: every matrix forgets over the same number of steps, as in
+                     CompleteP, whose decay is weight_decay * width / d0
+
+    Biases, norms, gains and vectors are not decayed, nor is a parameter that `no_weight_decay()` of
+    the model, or of a module in it, names; the name "proj.weight" stands for all cores of a
+    converted `proj`.
+
+    With `eps` the groups carry Adam's eps too, as small against the gradients as at the base: these
+    fall as 1 / out_features (of vectors and embeddings as 1 / width), those of a core as 1 / (batch
+    * fan_out), and in residual blocks as depth^-alpha. The outputs of an
+    output layer do not grow, and so its eps stays (behind CompleteP's multiplier of 1 / width its
+    gradients would fall as well).
 
     A scheduler that multiplies every group's rate keeps the ratios. One that sets rates of its own
     needs one for each group, as torch has it: `OneCycleLR(max_lr=[g["lr"] for g in groups])`.
@@ -57,19 +68,22 @@ def param_groups(
             scale.
         structure_aware: False gives cores the rate of a dense layer, the naive rule that CBS
             compares with.
+        decay: "1/width", "sqrt" or "constant": what rate times weight decay does over widths.
+        eps: Adam's, at the base; None: the optimizer's own, the same everywhere.
+        depth: of a residual network, relative to that where `lr` was tuned; None: as deep.
 
     Returns:
-        A dict for each combination of rate and decay: `params`, `lr`, `weight_decay`, and for
-            reading
-        `name`, `param_names` and `lr_mult`.
+        A dict for each combination of rate, decay and eps: `params`, `lr`, `weight_decay`, `eps` if
+        it was given, and for reading `name`, `param_names` and `lr_mult`.
 
     Raises:
-        ValueError: no trainable parameter; lr or weight decay out of range; unknown `optimizer`; a
-            layer that `base` lacks; a width of `base` that is not positive, or that no parameter
-            has.
-        TypeError: `model` is no module; `base` neither a module nor a mapping of integers.
+        ValueError: no trainable parameter; lr, eps or weight decay out of range; unknown
+            `optimizer` or `decay`; eps of an optimizer that has none; a layer that `base` lacks; a
+            width of `base` that is not positive, or that no parameter has; what `Depth` raises.
+        TypeError: `model` is no module; `base` neither a module nor a mapping of integers; `depth`
+            no `Depth`.
     Source: Qiu et al. 2024 (arXiv:2406.06248), section 3.2; Yang et al. 2022 (arXiv:2203.03466),
-        table 8.
+        table 8; Dey et al. 2025 (arXiv:2505.01618), table 1.
 
     >>> from structlin import BTT, convert
     >>> model = convert(nn.Sequential(nn.Linear(1024, 1024)), BTT(rank=2))
@@ -87,25 +101,31 @@ def param_groups(
         raise ValueError(f"optimizer={optimizer!r} is unknown; there are {', '.join(OPTIMIZERS)}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={type(model).__name__} must be a torch.nn.Module")
-    infos = list(parameters_of(model))
-    _check_base(base, infos)
-    transfer = _Transfer(base, sgd=optimizer == "sgd")
-    groups: dict[tuple[float, bool], dict[str, Any]] = {}
-    for info in infos:
+    if eps is not None and optimizer not in ("adam", "adamw"):
+        raise ValueError(f"eps={eps!r}: optimizer={optimizer!r} has none, leave it out")
+    if eps is not None and not 0 <= eps < inf:
+        raise ValueError(f"eps={eps!r} must be finite and not negative")
+    transfer = Transfer(
+        model, base, optimizer=optimizer, structure_aware=structure_aware, decay=decay, depth=depth
+    )
+    groups: dict[tuple[float, float, float], dict[str, Any]] = {}
+    carried = {} if eps is None else {"eps": eps}
+    for info in parameters_of(model):
         if not info.parameter.requires_grad:
             continue
-        factor = transfer.lr_mult(info)
-        if structure_aware and info.weight.core is not None:
-            factor *= _core_lr_mult(info, optimizer)
+        factors = transfer.of(info)
+        decays = factors.decay if info.decays else 0.0
+        by_eps = 1.0 if eps is None else transfer.eps_mult(info)
         group = groups.setdefault(
-            (factor, info.decays),
+            (factors.lr, decays, by_eps),
             {
                 "params": [],
-                "lr": lr * factor,
-                "weight_decay": weight_decay if info.decays else 0.0,
-                "name": f"lr x{factor:.6g}" + ("" if info.decays else ", no decay"),
+                "lr": lr * factors.lr,
+                "weight_decay": weight_decay * decays,
+                **{option: value * by_eps for option, value in carried.items()},
+                "name": _name_group(factors.lr, decays, by_eps),
                 "param_names": [],
-                "lr_mult": factor,
+                "lr_mult": factors.lr,
             },
         )
         group["params"].append(info.parameter)
@@ -116,86 +136,10 @@ def param_groups(
     return list(groups.values())
 
 
-def _core_lr_mult(info: ParameterInfo, optimizer: str) -> float:
-    """The rate of a core, relative to that of its layer if it were dense."""
-    layer, n = info.owner, info.weight.core
-    assert isinstance(layer, StructuredLinear)
-    assert n is not None
-    cores, out_features = layer.structure.cores, layer.out_features
-    return lr_mult(
-        cores[n], layer.in_features, len(cores), optimizer=optimizer, out_features=out_features
-    )
-
-
-class _Transfer:
-    """muP across widths: the rate of a parameter relative to the same one's in the base model."""
-
-    def __init__(self, base: nn.Module | Mapping[int, int] | None, *, sgd: bool) -> None:
-        self.sgd = sgd
-        self.base_widths = base if isinstance(base, Mapping) else {}
-        self.base_layers: dict[str, tuple[int, int]] | None = None  # (in_features, out_features)
-        self.base_sizes: dict[str, int] = {}  # of the last dimension of vectors and embeddings
-        if isinstance(base, nn.Module):
-            self.base_layers = {}
-            for name, module in named_modules(base):
-                for own, weight in weights_of(module).items():
-                    if weight.kind == "matrix":
-                        dense = join(name, "weight" if weight.core is not None else own)
-                        self.base_layers[dense] = _widths(module, weight)
-                for own, parameter in module.named_parameters(recurse=False):
-                    self.base_sizes[join(name, own)] = parameter.shape[-1] if parameter.ndim else 1
-
-    def lr_mult(self, info: ParameterInfo) -> float:
-        if info.weight.kind == "matrix":
-            return self._of_matrix(info)
-        if not self.sgd or info.weight.kind == "gain" or info.parameter.ndim == 0:
-            return 1.0
-        width = info.parameter.shape[-1]
-        if self.base_layers is None:
-            return width / self.base_widths.get(width, width)
-        if info.dense_name not in self.base_sizes:
-            raise ValueError(_lacks("parameter", info.dense_name))
-        return width / self.base_sizes[info.dense_name]
-
-    def _of_matrix(self, info: ParameterInfo) -> float:
-        in_features, out_features = _widths(info.owner, info.weight)
-        base_in = self.base_widths.get(in_features, in_features)
-        base_out = self.base_widths.get(out_features, out_features)
-        if self.base_layers is not None:
-            if info.dense_name not in self.base_layers:
-                raise ValueError(_lacks("linear layer", info.layer))
-            base_in, base_out = self.base_layers[info.dense_name]
-        if self.sgd:
-            return (out_features / base_out) / (in_features / base_in)
-        return base_in / in_features
-
-
-def _widths(owner: nn.Module, weight: Weight) -> tuple[int, int]:
-    """The features that a layer reads for one that it makes, and those that it makes."""
-    if isinstance(owner, StructuredLinear):
-        return owner.in_features, owner.out_features
-    return weight.fan_in * weight.kernel, weight.fan_out * weight.groups
-
-
-def _lacks(what: str, name: str) -> str:
-    return f"base has no {what} {name!r}: it must be the same model at another width"
-
-
-def _check_base(base: nn.Module | Mapping[int, int] | None, infos: list[ParameterInfo]) -> None:
-    if base is None or isinstance(base, nn.Module):
-        return
-    if not isinstance(base, Mapping) or not all(
-        isinstance(width, int) for pair in base.items() for width in pair
-    ):
-        raise TypeError(
-            f"base={base!r} must be a model, or a mapping of widths such as {{1024: 128}}"
-        )
-    present = {width for info in infos for width in info.parameter.shape}
-    for info in infos:
-        if info.weight.kind == "matrix":
-            present.update(_widths(info.owner, info.weight))
-    for width, small in base.items():
-        if width < 1 or small < 1:
-            raise ValueError(f"base={base!r}: {width}: {small} is not a pair of positive widths")
-        if width not in present:
-            raise ValueError(f"base={base!r}: no parameter of the model has the width {width}")
+def _name_group(lr: float, decay: float, eps: float) -> str:
+    parts = [f"lr x{lr:.6g}"]
+    if decay != 1:
+        parts.append(f"decay x{decay:.6g}" if decay else "no decay")
+    if eps != 1:
+        parts.append(f"eps x{eps:.6g}")
+    return ", ".join(parts)

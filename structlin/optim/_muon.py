@@ -7,6 +7,7 @@ for masses.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -19,9 +20,11 @@ from torch.optim.adamw import adamw
 
 from .._model.parameters import Weight
 from ..duality import METHODS, dual_embedding, dualize
+from ._depth import Depth
 from ._matrices import LARGEST_STACK, chunk_alike, from_matrices, map_stacks, to_matrices
 from ._sharding import divide_stacks, is_sharded, local_part, polar_parts, require_same_gradients
 from ._steps import NONFINITE, SCALES, Masses, Roster
+from ._transfer import Base, Lengths, lengths_of
 
 _KINDS = (  # the groups of a Muon: what a parameter is, and whether it decays
     ("matrix", True),
@@ -67,6 +70,11 @@ class Muon(Optimizer):
             torch.optim.Muon's bit for bit.
         masses: glob over layer names -> step length relative to the others; a tuple: of a layer's
             cores, one each.
+        base, decay: as of `param_groups`: lr * weight_decay of a matrix has the factor 1
+            ("constant"), f ("1/width") or sqrt(f) ("sqrt"), where f is base width / width of a
+            dense layer and base width / (k fan_in) of a core. With `base` the eps of biases and
+            norms falls as 1 / width. No rate depends on it.
+        depth: of a residual network, relative to that where `lr` was tuned, see `Depth`.
         other: "adamw" or "sign".
         other_lr, betas, eps: of that.
         nonfinite: gradients with inf or NaN: "raise" (before anything has changed), "skip" the
@@ -82,7 +90,8 @@ class Muon(Optimizer):
 
     Raises:
         ValueError: an option out of range; a parameter that no module of the model owns, is in two
-            groups or on meta; a `process_group` with sharded parameters.
+            groups or on meta; a `process_group` with sharded parameters; what `param_groups` raises
+            of `base`, `decay` and `depth`.
 
     >>> from structlin import BTT, convert
     >>> model = convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), BTT())
@@ -105,6 +114,9 @@ class Muon(Optimizer):
         dtype: torch.dtype | None = None,
         scale: str = "rms",
         masses: Masses | None = None,
+        base: Base = None,
+        decay: str = "constant",
+        depth: Depth | None = None,
         other: str = "adamw",
         other_lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -129,7 +141,9 @@ class Muon(Optimizer):
             nonfinite,
             process_group,
         )
+        self.base, self.decay, self.depth = base, decay, depth
         self._roster = Roster(model, masses)
+        self._read_lengths()
         defaults = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay,
             "method": method, "steps": steps, "dtype": dtype, "scale": scale,
@@ -141,7 +155,8 @@ class Muon(Optimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"model": self.model, "masses": self.masses, "nonfinite": self.nonfinite}
+        names = ("model", "masses", "nonfinite", "base", "decay", "depth")
+        own = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own}  # a process group can not be copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -149,6 +164,7 @@ class Muon(Optimizer):
         if "model" in state:  # unpickled or copied
             self.process_group = None
             self._roster = Roster(self.model, self.masses)
+            self._read_lengths()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add the parameters of a dict (or module) `params`, as one group per kind of parameter;
@@ -172,6 +188,7 @@ class Muon(Optimizer):
             )
         if any(parameter not in self._roster.weights for parameter in params):
             self._roster.read()
+            self._read_lengths()
         self._roster.require_owned(params)
         kinds: dict[tuple[str, bool], list[Tensor]] = defaultdict(list)
         for parameter in params:
@@ -184,11 +201,13 @@ class Muon(Optimizer):
             super().add_param_group({**param_group, "params": params})
             return
         for kind, decays in _KINDS:
-            if members := kinds[kind, decays]:
+            for by, members in self._divide_by_lengths(kinds[kind, decays]).items():
                 own = {**group, "params": members, "kind": kind}
                 own["param_names"] = [self._roster.names[parameter] for parameter in members]
                 own["lr"] = group["other_lr" if kind == "other" else "lr"]
-                own["weight_decay"] = group["weight_decay"] if decays else 0.0
+                own["lr"] = own["lr"] if by.lr == 1 else own["lr"] * by.lr
+                own["weight_decay"] = group["weight_decay"] * by.decay if decays else 0.0
+                own["eps"] = group["eps"] * by.eps
                 super().add_param_group(own)
 
     @torch.no_grad()
@@ -219,6 +238,18 @@ class Muon(Optimizer):
             for part in self._divide(group, params):
                 self._update(group, part)
         return loss
+
+    def _read_lengths(self) -> None:
+        self._lengths = lengths_of(self.model, self.base, self.decay, self.depth)
+        for parameter, by in self._lengths.items():
+            self._roster.shares[parameter] *= by.length
+
+    def _divide_by_lengths(self, params: list[Tensor]) -> dict[Lengths, list[Tensor]]:
+        """Those of equal decay, rate and eps; how long a step is the roster knows."""
+        found: dict[Lengths, list[Tensor]] = defaultdict(list)
+        for parameter in params:
+            found[replace(self._lengths[parameter], length=1.0)].append(parameter)
+        return found
 
     def _require_usable(self, parameter: Tensor) -> None:
         name = self._roster.names[parameter]

@@ -2,7 +2,18 @@ import pytest
 import torch
 from torch import nn
 
-from structlin import BTT, Kronecker, LowRank, Monarch, StructuredLinear, convert, param_groups
+from structlin import (
+    BTT,
+    TT,
+    Dense,
+    Kronecker,
+    LowRank,
+    Monarch,
+    StructuredLinear,
+    convert,
+    param_groups,
+)
+from structlin.optim import Muon
 from tests.models import GPT, perplexed
 
 
@@ -265,3 +276,90 @@ def test_one_base_width_for_all_layers_gives_a_core_a_rate_by_its_fan_in_alone()
     for name in ("c_fc", "c_proj"):
         for n, core in enumerate(model.h[0].mlp.get_submodule(name).structure.cores):
             assert mult[f"h.0.mlp.{name}.cores.{n}"] == pytest.approx(64 / (2 * core.fan_in))
+
+
+WIDTHS = (64, 256, 1024)
+STRUCTURED = [Kronecker(), LowRank(rank=4), Monarch(), BTT(), BTT(rank=2), TT(rank=2), Dense()]
+
+
+@pytest.mark.parametrize("structure", STRUCTURED, ids=str)
+def test_eps_keeps_its_ratio_to_the_gradients_of_cores_that_pass_on_their_signal(structure):
+    """With entries 1 / fan_in every core maps ones to ones, at norm 1; of the mean of the outputs
+    all entries of a gradient are then equal, and eps is the same part of them at every width."""
+    ratios = []
+    for width in WIDTHS:
+        layer = StructuredLinear(width, width, structure, bias=False, dtype=torch.float64)
+        with torch.no_grad():
+            for core in layer.cores:
+                core.fill_(1 / core.shape[-1])
+        layer(torch.ones(3, width, dtype=torch.float64)).mean().backward()
+        groups = param_groups(layer, 1.0, eps=1.0, base={width: 64})
+        for name, core in layer.named_parameters():
+            assert core.grad.max() == pytest.approx(core.grad.min().item())
+            ratios.append(flat(groups, "eps")[name] / core.grad.max().item())
+    assert ratios == pytest.approx([64.0] * len(ratios))
+
+
+def test_eps_of_vectors_falls_as_their_width_and_that_of_an_output_layer_stays():
+    large = convert(GPT(width=256), BTT(), include="ffn", weight_norm=True)
+    eps = flat(param_groups(large, 1.0, eps=1e-8, base={256: 64, 768: 192, 1024: 256}), "eps")
+    for name in ("wte.weight", "h.0.ln_1.bias", "h.0.mlp.c_fc.bias", "h.1.attn.c_attn.weight"):
+        assert eps[name] == pytest.approx(1e-8 / 4)
+    assert eps["lm_head.weight"] == eps["h.0.mlp.c_fc.gains"] == 1e-8
+
+
+def test_without_eps_the_groups_have_none_and_the_optimizers_own_holds():
+    groups = param_groups(convert(GPT(), BTT(), include="ffn"), 1e-3)
+    assert all("eps" not in group for group in groups)
+
+
+@pytest.mark.parametrize(("decay", "power"), [("1/width", 1), ("sqrt", 0.5), ("constant", 0)])
+def test_rate_times_decay_goes_as_the_named_power_of_the_rate(decay, power):
+    model = convert(GPT(width=256), BTT(rank=2), include="ffn")
+    base = {256: 64, 768: 192, 1024: 256}
+    groups = param_groups(model, 0.01, weight_decay=0.1, base=base, decay=decay)
+    rates, decays = flat(groups, "lr_mult"), flat(groups, "weight_decay")
+    for name, value in decays.items():
+        if value:
+            assert 0.01 * rates[name] * value == pytest.approx(0.001 * rates[name] ** power)
+    core = model.h[0].mlp.c_fc.structure.cores[0]
+    f = 64 / (2 * core.fan_in)  # as a dense layer of width 2 fan_in
+    assert rates["h.0.mlp.c_fc.cores.0"] == pytest.approx(f)
+    assert decays["h.0.mlp.c_fc.cores.0"] == pytest.approx(0.1 * f ** (power - 1))
+    assert decays["h.0.attn.c_attn.weight"] == pytest.approx(0.1 * 0.25 ** (power - 1))
+    assert decays["wte.weight"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("decay", "power"), [("1/width", 1), ("sqrt", 0.5), ("constant", 0)])
+def test_muons_rate_times_decay_is_that_of_param_groups(decay, power):
+    model = convert(GPT(width=256), BTT(rank=2), include="ffn")
+    base = {256: 64, 768: 192, 1024: 256}
+    adam = param_groups(model, 1.0, weight_decay=0.1, base=base, decay=decay)
+    muon = Muon(model, 1.0, weight_decay=0.1, base=base, decay=decay).param_groups
+    rates, decays = flat(adam), flat(adam, "weight_decay")
+    for name, value in flat(muon, "weight_decay").items():
+        assert value == pytest.approx(rates[name] * decays[name])
+    eps = flat(muon, "eps")
+    assert eps["h.0.ln_1.weight"] == pytest.approx(1e-8 / 4)
+    assert eps["h.0.mlp.c_fc.bias"] == pytest.approx(1e-8 / 4)
+
+
+def test_muon_is_as_it_was_unless_told_otherwise():
+    model = convert(GPT(), BTT(), include="ffn")
+    found = [
+        (g["kind"], g["weight_decay"], g["eps"]) for g in Muon(model, weight_decay=0.1).param_groups
+    ]
+    assert found == [("matrix", 0.1, 1e-8), ("embedding", 0.1, 1e-8), ("other", 0.0, 1e-8)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"decay": "linear"}, "decay='linear' is unknown; there are 1/width, sqrt, constant"),
+        ({"eps": -1e-8}, "eps=-1e-08 must be finite"),
+        ({"eps": 1e-8, "optimizer": "sgd"}, "eps=1e-08: optimizer='sgd' has none"),
+    ],
+)
+def test_bad_decay_and_eps_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        param_groups(GPT(), 1e-3, **arguments)

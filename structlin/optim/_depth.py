@@ -1,0 +1,159 @@
+"""`Depth`: how a residual network's branches and their rates change with the number of blocks.
+
+Sources: Dey et al. 2025, "CompleteP" (arXiv:2505.01618), table 1; Yang et al. 2023, depth-muP
+(arXiv:2310.02244); Large et al. 2024, "Scalable Optimization in the Modular Norm"
+(arXiv:2405.14813), proposition 4.
+"""
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from .._linear import StructuredLinear
+from .._model.anatomy import blocks_of_parameters
+from .._model.parameters import named_modules, parameters_of
+from .._model.select import Patterns, find_rules
+from .._model.survey import linear_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Depth:
+    """Residual blocks `x + m * branch(x)` with m = D^-alpha, for a model of D times the blocks of
+    that where the learning rate was tuned.
+
+    `param_groups(..., depth=)` and `Muon(..., depth=)` give what is inside of the blocks (matrices,
+    biases and norms alike) the rates that belong to it; embeddings, the head and the last norm keep
+    theirs:
+
+        Adam's and Muon's rate   D^(alpha - 1)
+        SGD's rate               D^(2 alpha - 1)
+        Adam's eps               D^-alpha         a branch's gradient has the factor m
+        lr * weight decay        as the rate: the decay itself is left alone
+
+    alpha = 1 is CompleteP: no rate changes. So it is in the modular norm, whose block is
+    (1 - 1/L) x + (1/L) branch(x). alpha = 1/2 is depth-muP.
+
+    An optimizer cannot multiply in a forward pass. Either the model does, with
+    `m = Depth(base=2).multiplier(model)` or plainly `(blocks / 2) ** -alpha`; or, for a model whose
+    code is not yours, `ends` names the last linear layers of the branches, and `scale_(model)`
+    multiplies their weights, once, before training. Under Adam these then have m times the rate, 1
+    / m of eps and of the decay, and under Muon steps of m times the length, which makes the same
+    network at every step.
+
+    Args:
+        base: number of blocks where the rate was tuned; None: read from `param_groups`' `base`.
+        alpha: from 1/2 to 1.
+        blocks: glob over the dotted names of the blocks, part by part ("h.*"); None: the modules of
+            the model's one nn.ModuleList (or alike ones of an nn.Sequential) that are no layers.
+        ends: patterns of linear layers as of `convert` ("*c_proj"), whose weights hold m; None: the
+            model multiplies.
+
+    Raises:
+        ValueError: `base` or `alpha` is out of range. Where a model is read: no block is found, or
+            blocks in several places; `base` is not given, and there is no model to read it from; a
+            layer of `ends` is in no block, or is weight-normalised.
+
+    >>> block = lambda: nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    >>> model = nn.ModuleList(block() for _ in range(8))
+    >>> Depth(base=2).multiplier(model), Depth(base=2, alpha=0.5).multiplier(model)
+    (0.25, 0.5)
+    """
+
+    base: int | None = None
+    alpha: float = 1.0
+    blocks: str | None = None
+    ends: Patterns | None = None
+
+    def __post_init__(self) -> None:
+        if self.base is not None and (not isinstance(self.base, int) or self.base < 1):
+            raise ValueError(f"base={self.base!r} must be a positive number of blocks")
+        if not 0.5 <= self.alpha <= 1:
+            raise ValueError(
+                f"alpha={self.alpha!r} must be from 0.5 (depth-muP) to 1 (CompleteP): below, the "
+                "blocks' sum grows with depth; above, the blocks stop to matter"
+            )
+
+    def multiplier(self, model: nn.Module, base: nn.Module | None = None) -> float:
+        """m, of the branches of `model`; `base` is the model where the rate was tuned."""
+        return float(self.ratio(model, base) ** -self.alpha)
+
+    @torch.no_grad()
+    def scale_(self, model: nn.Module, base: nn.Module | None = None) -> nn.Module:
+        """Multiply the weights and biases of the layers at the `ends` by m, in place; of a
+        structured layer the last core. Call it once. Returns the model."""
+        m, ends = self.multiplier(model, base), self.find_ends(model)
+        if not ends:
+            raise ValueError("ends=None: name the last layers of the branches, such as '*c_proj'")
+        for info in parameters_of(model):
+            if info.name in ends:
+                info.parameter.mul_(m)
+        return model
+
+    def ratio(self, model: nn.Module, base: nn.Module | None) -> float:
+        """D."""
+        count = len(set(self.find_blocks(model).values()))
+        if self.base is not None:
+            return count / self.base
+        if base is None:
+            raise ValueError(
+                f"depth={self}: the model has {count} blocks; how many had the one where lr was "
+                "tuned? Give Depth(base=...), or that model as base="
+            )
+        return count / len(set(self.find_blocks(base).values()))
+
+    def find_blocks(self, model: nn.Module) -> dict[str, str]:
+        """Parameter name -> name of its block, for those that are in one."""
+        kind = type(model).__name__
+        if self.blocks is None:
+            found = blocks_of_parameters(model)
+            places = sorted({block.rpartition(".")[0] for block in found.values()})
+            if len(places) == 1:
+                return found
+            seen = f"blocks in {', '.join(map(repr, places))}" if places else "no nn.ModuleList"
+            raise ValueError(
+                f"depth={self}: the depth of {kind} cannot be read, it has {seen}: name the "
+                "residual blocks, such as Depth(blocks='h.*')"
+            )
+        wanted = self.blocks.split(".")
+        names = {info.name: info.name.split(".")[: len(wanted)] for info in parameters_of(model)}
+        found = {
+            name: ".".join(parts)
+            for name, parts in names.items()
+            if len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+        }
+        modules = {name for name, _ in named_modules(model)}
+        found = {name: block for name, block in found.items() if block in modules}
+        if not found:
+            raise ValueError(f"depth={self}: no module of {kind} is named {self.blocks!r}")
+        return found
+
+    def find_ends(self, model: nn.Module) -> set[str]:
+        """Names of the parameters that hold m."""
+        if self.ends is None:
+            return set()
+        layers = linear_layers(model)
+        chosen = {n for rule in find_rules("ends", self.ends, layers, model) for n in rule.means}
+        modules, blocks = (
+            {layers[n].module: layers[n].name for n in chosen},
+            self.find_blocks(model),
+        )
+        found = set()
+        for info in parameters_of(model):
+            if info.owner not in modules:
+                continue
+            name = modules[info.owner]
+            if info.name not in blocks:
+                raise ValueError(f"ends={self.ends!r}: {name!r} is in no residual block")
+            if isinstance(info.owner, StructuredLinear):
+                if info.owner.gains is not None:
+                    raise ValueError(
+                        f"ends={self.ends!r}: {name!r} is weight-normalised, its cores' size says "
+                        "nothing: multiply the branch in the model's forward"
+                    )
+                last = len(info.owner.structure.cores) - 1
+                if info.weight.core not in (None, last):
+                    continue
+            found.add(info.name)
+        return found

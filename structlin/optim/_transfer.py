@@ -1,0 +1,267 @@
+"""How rate, decay and eps of each parameter go with width, structure and depth.
+
+Sources: Yang et al. 2022 (arXiv:2203.03466), table 8; Qiu et al. 2024 (arXiv:2406.06248), section
+3.2; Dey et al. 2025 (arXiv:2505.01618), table 1 and equation 40.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+from .._linear import StructuredLinear
+from .._model.parameters import (
+    ParameterInfo,
+    Weight,
+    join,
+    named_modules,
+    parameters_of,
+    weights_of,
+)
+from .._structure import Core
+from ..scaling import lr_mult
+from ._depth import Depth
+
+Base = nn.Module | Mapping[int, int] | None
+Size = TypeVar("Size")
+DECAYS = {"1/width": 1.0, "sqrt": 0.5, "constant": 0.0}  # power of the rate that lr * decay has
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Of one parameter, relative to a dense one at the base width and depth."""
+
+    width: float  #: of the rate, by width and structure
+    depth: float  #: of the rate, by depth
+    decay: float  #: of the weight decay, where a step decays by rate * decay
+
+    @property
+    def lr(self) -> float:
+        return self.width * self.depth
+
+
+def eps_mult(core: Core, out_features: int) -> float:
+    """Adam's eps for `core`, relative to that of a dense layer in its place (dimensionless).
+
+    Where features are of order 1, a change of the loss of order 1 is spread over the numbers that
+    a core makes, batch * repeat * fan_out for each token, and an entry of the core meets `repeat`
+    of them: its gradient is of order 1 / (batch * fan_out), that of a dense weight 1 /
+    out_features.
+
+    Args:
+        out_features: of the layer.
+
+    Source: Dey et al. 2025 (arXiv:2505.01618), equation 40, for dense layers.
+
+    >>> from structlin import BTT, Kronecker
+    >>> [eps_mult(core, 1024) for core in BTT(rank=2).structure(1024, 1024).cores]
+    [0.5, 1.0]
+    >>> [eps_mult(core, 1024) for core in Kronecker().structure(1024, 1024).cores]
+    [32.0, 32.0]
+    """
+    return out_features / (core.batch * core.fan_out)
+
+
+class Transfer:
+    """The factors of every parameter of a model, whose rate was tuned in another.
+
+    Raises:
+        ValueError: unknown `decay`; widths of `base` that are not positive, or that no parameter
+            has; what `Depth` raises. Of `of`: a parameter that `base` lacks.
+        TypeError: `base` is neither a module nor a mapping of integers; `depth` is no `Depth`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        base: Base,
+        *,
+        optimizer: str = "adam",
+        structure_aware: bool = True,
+        decay: str = "1/width",
+        depth: Depth | None = None,
+    ) -> None:
+        if decay not in DECAYS:
+            raise ValueError(f"decay={decay!r} is unknown; there are {', '.join(DECAYS)}")
+        if depth is not None and not isinstance(depth, Depth):
+            raise TypeError(f"depth={depth!r} must be a Depth, such as Depth(base=2)")
+        _check_base(base, list(parameters_of(model)))
+        self.optimizer, self.structure_aware = optimizer, structure_aware
+        self.decay_power = DECAYS[decay]
+        self.base_widths = base if isinstance(base, Mapping) else {}
+        base_model = base if isinstance(base, nn.Module) else None
+        self._read_depth(model, base_model, depth)
+        self.base_layers: dict[str, tuple[int, int]] | None = None  # (in_features, out_features)
+        self.base_sizes: dict[str, int] = {}  # of the last dimension of vectors and embeddings
+        if base_model is not None:
+            self._read_base(base_model, depth)
+
+    def of(self, info: ParameterInfo) -> Factors:
+        width = self._width(info)
+        depth = self.rate_inside if info.name in self.inside else 1.0
+        held = self._held(info)
+        return Factors(width, depth * held, width ** (self.decay_power - 1) / held)
+
+    def eps_mult(self, info: ParameterInfo) -> float:
+        """Of Adam's eps, as the gradient's size."""
+        factor = 1 / self._growth(info)
+        if info.weight.kind == "matrix":
+            (_, out_features), (_, base_out) = self._sizes(info)
+            factor = _ratio(base_out, out_features)
+            if info.weight.core is not None and self.structure_aware:
+                factor *= eps_mult(_core(info), out_features)
+        inside = self.multiplier if info.name in self.inside else 1.0
+        return factor * inside / self._held(info)
+
+    def _held(self, info: ParameterInfo) -> float:
+        """Of the rate of a parameter that is stored `multiplier` times as large."""
+        if info.name not in self.ends:
+            return 1.0
+        return self.multiplier ** (2 if self.optimizer == "sgd" else 1)
+
+    def _read_depth(self, model: nn.Module, base: nn.Module | None, depth: Depth | None) -> None:
+        self.inside: Mapping[str, str] = {}  # parameter name -> its block
+        self.ends: Collection[str] = ()
+        if depth is None:
+            return
+        self.inside, self.ends = depth.find_blocks(model), depth.find_ends(model)
+        ratio, self.multiplier = depth.ratio(model, base), depth.multiplier(model, base)
+        sgd = self.optimizer == "sgd"
+        self.rate_inside = ratio ** (2 * depth.alpha - 1 if sgd else depth.alpha - 1)
+
+    def _read_base(self, base: nn.Module, depth: Depth | None) -> None:
+        self.base_layers = {}
+        for name, module in named_modules(base):
+            for own, weight in weights_of(module).items():
+                if weight.kind == "matrix":
+                    dense = join(name, "weight" if weight.core is not None else own)
+                    self.base_layers[dense] = _widths(module, weight)
+            for own, parameter in module.named_parameters(recurse=False):
+                self.base_sizes[join(name, own)] = parameter.shape[-1] if parameter.ndim else 1
+        if depth is not None:  # the base has fewer blocks: a layer is any block's
+            blocks = set(depth.find_blocks(base).values())
+            for name in list(self.base_layers):
+                self.base_layers.setdefault(_in_any(blocks, name), self.base_layers[name])
+            for name in list(self.base_sizes):
+                self.base_sizes.setdefault(_in_any(blocks, name), self.base_sizes[name])
+
+    def _find(self, table: Mapping[str, Size], info: ParameterInfo, what: str, name: str) -> Size:
+        for key in (info.dense_name, _in_any(self.inside.values(), info.dense_name)):
+            if key in table:
+                return table[key]
+        raise ValueError(f"base has no {what} {name!r}: it must be the same model at another width")
+
+    def _width(self, info: ParameterInfo) -> float:
+        sgd = self.optimizer == "sgd"
+        if info.weight.kind != "matrix":
+            return self._growth(info) if sgd else 1.0
+        (in_features, out_features), (base_in, base_out) = self._sizes(info)
+        factor = _ratio(base_in, in_features)
+        if sgd:
+            factor *= _ratio(out_features, base_out)
+        if info.weight.core is None or not self.structure_aware:
+            return factor
+        core, cores = _core(info), len(_structured(info).structure.cores)
+        return factor * lr_mult(
+            core, in_features, cores, optimizer=self.optimizer, out_features=out_features
+        )
+
+    def _growth(self, info: ParameterInfo) -> float:
+        """Of the last dimension of a vector or an embedding."""
+        if info.weight.kind == "gain" or info.parameter.ndim == 0:
+            return 1.0
+        width = info.parameter.shape[-1]
+        if self.base_layers is None:
+            return _ratio(width, self.base_widths.get(width, width))
+        return _ratio(width, self._find(self.base_sizes, info, "parameter", info.dense_name))
+
+    def _sizes(self, info: ParameterInfo) -> tuple[tuple[int, int], tuple[int, int]]:
+        """`(in_features, out_features)` of a matrix's layer, and of the same in the base."""
+        here = _widths(info.owner, info.weight)
+        if self.base_layers is not None:
+            return here, self._find(self.base_layers, info, "linear layer", info.layer)
+        return here, (
+            self.base_widths.get(here[0], here[0]),
+            self.base_widths.get(here[1], here[1]),
+        )
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """What `Muon` multiplies for one parameter."""
+
+    length: float = 1.0  #: of the step of a matrix or an embedding
+    lr: float = 1.0  #: the rate of what is neither
+    decay: float = 1.0
+    eps: float = 1.0
+
+
+def lengths_of(
+    model: nn.Module, base: Base, decay: str, depth: Depth | None
+) -> dict[Tensor, Lengths]:
+    """For every parameter of `model`. A step of Muon has its norm whatever the width: decay takes
+    the factor that lr * decay has under Adam, and the length that of depth.
+
+    Raises:
+        ValueError, TypeError: what `Transfer` raises.
+    """
+    transfer = Transfer(model, base, decay=decay, depth=depth)
+    found: dict[Tensor, Lengths] = {}
+    for info in parameters_of(model):
+        factors = transfer.of(info)
+        if info.weight.kind in ("matrix", "embedding"):
+            lengths = Lengths(factors.depth, decay=factors.lr * factors.decay)
+        else:
+            lengths = Lengths(lr=factors.lr, eps=transfer.eps_mult(info))
+        found[info.parameter] = lengths
+    return found
+
+
+def _ratio(size: int, other: int) -> float:
+    return 1.0 if size == other else size / other  # an empty layer has no width
+
+
+def _structured(info: ParameterInfo) -> StructuredLinear:
+    assert isinstance(info.owner, StructuredLinear)
+    return info.owner
+
+
+def _core(info: ParameterInfo) -> Core:
+    assert info.weight.core is not None
+    return _structured(info).structure.cores[info.weight.core]
+
+
+def _in_any(blocks: Iterable[str], name: str) -> str:
+    """`name` with the number of its block left open."""
+    for block in blocks:
+        if name.startswith(f"{block}."):
+            return f"{block.rpartition('.')[0]}.*{name[len(block) :]}"
+    return name
+
+
+def _widths(owner: nn.Module, weight: Weight) -> tuple[int, int]:
+    """The features that a layer reads for one that it makes, and those that it makes."""
+    if isinstance(owner, StructuredLinear):
+        return owner.in_features, owner.out_features
+    return weight.fan_in * weight.kernel, weight.fan_out * weight.groups
+
+
+def _check_base(base: Base, infos: list[ParameterInfo]) -> None:
+    if base is None or isinstance(base, nn.Module):
+        return
+    if not isinstance(base, Mapping) or not all(
+        isinstance(width, int) for pair in base.items() for width in pair
+    ):
+        raise TypeError(
+            f"base={base!r} must be a model, or a mapping of widths such as {{1024: 128}}"
+        )
+    present = {width for info in infos for width in info.parameter.shape}
+    for info in infos:
+        if info.weight.kind == "matrix":
+            present.update(_widths(info.owner, info.weight))
+    for width, small in base.items():
+        if width < 1 or small < 1:
+            raise ValueError(f"base={base!r}: {width}: {small} is not a pair of positive widths")
+        if width not in present:
+            raise ValueError(f"base={base!r}: no parameter of the model has the width {width}")
