@@ -24,7 +24,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon
 
-from benchmarks import layer, lr_transfer, model, time_to_loss
+from benchmarks import layer, lr_transfer, model, time_to_loss, transfer
 from benchmarks import minilm as minilm_run
 from benchmarks.papers import tables as papers
 from benchmarks.papers.verdicts import untested, verdicts
@@ -235,6 +235,14 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "tuned losses": tuned_losses,
         "feature changes": papers.features,
         "muon": muon,
+    },
+    "docs/transfer.md": {
+        "farthest": lambda: transfer.farthest(read("transfer")),
+        "transfer": lambda: transfer.shifts(read("transfer"), "width", "depth"),
+    }
+    | {
+        axis: partial(transfer.shifts, read("transfer"), axis)
+        for axis in ("batch", "steps", "decay")
     },
     "docs/results.md": papers.TABLES
     | {"verdicts": verdicts, "untested": untested, "three seeds": lambda: show_seeds(MAIN_JOB)}

@@ -56,6 +56,8 @@ def param_groups(
     output layer do not grow, and so its eps stays (behind CompleteP's multiplier of 1 / width its
     gradients would fall as well).
 
+    There is no factor for batch size and duration: docs/transfer.md has what was tried.
+
     A scheduler that multiplies every group's rate keeps the ratios. One that sets rates of its own
     needs one for each group, as torch has it: `OneCycleLR(max_lr=[g["lr"] for g in groups])`.
 
