@@ -55,3 +55,21 @@ def within(found: Estimate, limit: float) -> bool | None:
     if found["low"] > limit or found["high"] < -limit:
         return False
     return True if -limit <= found["low"] and found["high"] <= limit else None
+
+
+def judge(*holds: bool | None) -> str:
+    """What the parts of a claim come to; None is a part that its interval does not decide.
+
+    >>> judge(True, True), judge(True, False), judge(True, None)
+    ('yes', 'in part', 'in part, else undecided')
+    >>> judge(None, None), judge(False, None), judge(False, False)
+    ('undecided', '**no**, in part undecided', '**no**')
+    """
+    found = set(holds)
+    if found == {True}:
+        return "yes"
+    if True in found:
+        return "in part" if False in found else "in part, else undecided"
+    if False in found:
+        return "**no**, in part undecided" if None in found else "**no**"
+    return "undecided"

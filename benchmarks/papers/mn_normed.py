@@ -28,13 +28,11 @@ import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
 
-from benchmarks.papers import mn_tasks, sweeps, tasks
+from benchmarks.papers import mn_tasks, sweeps
 from benchmarks.papers.cbs_report import ratio
 from benchmarks.papers.intervals import student
 from benchmarks.runs import keep, parser, run_all
-from structlin import modular
 
 LRS = {
     "normed Adam": [2.0**power for power in range(-3, 3)],
@@ -43,29 +41,8 @@ LRS = {
     "SGD": [2.0**power for power in range(-1, 5)],
 }
 BLOCKS, STEPS, BATCH = 3, 200, 64
-SETS = ("train", "test")
 
 Run = tuple[int, str, float, int]  # width, method, lr, seed
-
-
-def split(seed: int, part: str) -> tasks.Digits:
-    """The task on three quarters of the images, or on the others."""
-    task = tasks.Digits(seed)
-    held = torch.arange(len(task.labels)) % 4 == 0
-    chosen = held if part == "test" else ~held
-    task.moved, task.labels = task.moved[:, chosen], task.labels[chosen]
-    return task
-
-
-def make_optimizer(net: modular.Module, method: str, lr: float) -> torch.optim.Optimizer:
-    """That of `mn_tasks`; the plain ones in the paper's parametrisation."""
-    if method == "Adam":
-        groups = modular.paper_groups(net, lr, optimizer="adam")
-        return torch.optim.Adam(groups, betas=(0.9, 0.99))
-    if method == "SGD":
-        groups = modular.paper_groups(net, lr, optimizer="sgd")
-        return torch.optim.SGD(groups, momentum=0.9, dampening=0.9)
-    return mn_tasks.optimizer(net, method, lr)
 
 
 def train(run: Run, steps: int) -> dict[str, Any]:
@@ -73,27 +50,8 @@ def train(run: Run, steps: int) -> dict[str, Any]:
     width, method, lr, seed = run
     torch.manual_seed(seed)
     net = mn_tasks.build("ResMLP", width=width, blocks=BLOCKS)
-    task, optimizer = split(seed, "train"), make_optimizer(net, method, lr)
-
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        return task.loss(net(x), y)
-
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-    for _ in range(steps):
-        value = loss(*task.batch(BATCH))
-        optimizer.zero_grad()
-        value.backward()
-        optimizer.step()
-        schedule.step()
-    named = {"width": width, "method": method, "lr": lr, "seed": seed}
-    return named | {part: evaluate(net, split(1000 + seed, part)) for part in SETS}
-
-
-@torch.no_grad()
-def evaluate(net: nn.Module, task: tasks.Digits) -> float | None:
-    x, y = task.batch(4096)
-    found = task.loss(net(x), y).item()
-    return found if math.isfinite(found) else None
+    found = mn_tasks.fit(net, "ResMLP", method, lr, steps=steps, size=BATCH, seed=seed)
+    return {"width": width, "method": method, "lr": lr, "seed": seed, **found}
 
 
 # ---- what the rows say ---------------------------------------------------------------------------
@@ -102,7 +60,7 @@ def evaluate(net: nn.Module, task: tasks.Digits) -> float | None:
 def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each optimizer, width and set: the log of normed loss over plain loss, and both."""
     widths, found = sorted({row["width"] for row in rows}), []
-    for name, width, part in product(("Adam", "SGD"), widths, SETS):
+    for name, width, part in product(("Adam", "SGD"), widths, mn_tasks.SETS):
         normed, plain = (
             sweeps.tuned((row for row in rows if (row["width"], row["method"]) == key), part)
             for key in ((width, f"normed {name}"), (width, name))
@@ -143,7 +101,7 @@ def plot(rows: list[dict[str, Any]]) -> Figure:
     widths = sorted({row["width"] for row in rows})
     figure = Figure(figsize=(5 * len(widths), 7), layout="constrained")
     grid = figure.subplots(2, len(widths), sharey="row", squeeze=False)
-    for (line, part), (column, width) in product(enumerate(SETS), enumerate(widths)):
+    for (line, part), (column, width) in product(enumerate(mn_tasks.SETS), enumerate(widths)):
         axes = grid[line, column]
         for n, method in enumerate(LRS):
             chosen = [row for row in rows if (row["width"], row["method"]) == (width, method)]

@@ -143,15 +143,26 @@ def moves(rows: Sequence[Row]) -> dict[str, Estimate]:
     smallest size to the largest, "moved", and what keeping the smallest one's best rate (of all
     seeds) costs there, as the log of a ratio, "cost"."""
     by_size = {size: curve for (_, size), curve in losses(rows).items()}
-    smallest, largest = min(by_size), max(by_size)
-    kept = best(by_size[smallest])
-    moved, costs = [], []
-    for seed in sorted({row["seed"] for row in rows}):
-        mine = losses(row for row in rows if row["seed"] == seed)
-        first, last = ({n: c for (_, n), c in mine.items()}[size] for size in (smallest, largest))
-        moved.append(optimum(last) - optimum(first))
-        costs.append(math.log(last[kept] / min(last.values())))
-    return {"moved": student(moved), "cost": student(costs)}
+    kept = best(by_size[min(by_size)])
+    last = [curves[max(curves)] for curves in curves_by_seed(rows)]
+    costs = [math.log(curve[kept] / min(curve.values())) for curve in last]
+    return {"moved": student(moved_by_seed(rows)), "cost": student(costs)}
+
+
+def moved_by_seed(rows: Sequence[Row]) -> list[float]:
+    """By how many factors of 2 one method's optimum moves from the smallest size to the largest,
+    seed by seed."""
+    return [
+        optimum(curves[max(curves)]) - optimum(curves[min(curves)])
+        for curves in curves_by_seed(rows)
+    ]
+
+
+def curves_by_seed(rows: Sequence[Row]) -> list[dict[int, dict[float, float]]]:
+    """Of one method's rows: size -> lr -> loss, for each seed."""
+    seeds = sorted({row["seed"] for row in rows})
+    found = (losses(row for row in rows if row["seed"] == seed) for seed in seeds)
+    return [{size: curve for (_, size), curve in each.items()} for each in found]
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:

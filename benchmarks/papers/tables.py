@@ -3,10 +3,11 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from itertools import product
-from math import exp, log, log2
+from math import exp, inf, log, log2
 from statistics import fmean
 from typing import Any
 
+from benchmarks.papers import sweeps
 from benchmarks.record import read, table
 
 Row = dict[str, Any]
@@ -35,6 +36,10 @@ def interval(found: dict[str, float], digits: int, of: Callable[[float], float])
 
 def same(x: float) -> float:
     return x
+
+
+def percent(share: float) -> float:
+    return 100 * share
 
 
 # ---- Compute Better Spent ------------------------------------------------------------------------
@@ -269,24 +274,23 @@ def transfer() -> str:
         for method in METHODS:
             optima = " ".join(f"{value:+.1f}" for value in found[method]["optima"].values())
             cost = found[method]["cost"]
-            cells.append(f"{optima} ({cost:.0f}x)" if cost > 10 else f"{optima} ({cost:.2f}x)")
+            cells.append(f"{optima} (diverges)" if cost is None else f"{optima} ({cost:.2f}x)")
         lines.append(cells)
     return table(["", *METHODS], lines)
 
 
 def kept_rate() -> str:
-    """Figure 4: losses at the rate that is best at the smallest size."""
+    """Figures 1 and 4: losses of the smallest and the largest size at the rate that is best at the
+    smallest."""
     rows, lines = read("papers/mn_transfer")["rows"], []
     for network, axis in dict.fromkeys((row["network"], row["axis"]) for row in rows):
         cells = [f"{network}, {axis}"]
         for method in METHODS:
             found = select(rows, network=network, axis=axis, method=method)
-            sizes = sorted(names(found, "size"))
-            finite = [row for row in select(found, size=sizes[0]) if row["loss"] is not None]
-            best = min(finite, key=lambda row: row["loss"])["lr"]
-            digits = 3 if network == "ResMLP" else 2
-            losses = [one(found, size=size, lr=best)["loss"] for size in sizes]
-            cells.append(" ".join(f"{loss:.{digits}f}" for loss in losses))
+            curves = {size: curve for (_, size), curve in sweeps.losses(found).items()}
+            kept = sweeps.best(curves[min(curves)])
+            first, last = (curves[size][kept] for size in (min(curves), max(curves)))
+            cells.append(f"{first:.2f} {last:.2f}" if last < inf else f"{first:.2f} diverges")
         lines.append(cells)
     return table(["", *METHODS], lines)
 
@@ -321,6 +325,20 @@ def masses() -> str:
         for size, row in sizes.items()
     ]
     return table(["final loss at mass", *titles.values()], lines)
+
+
+def masses_gpt() -> str:
+    """Figures 3 and 7: the least loss of a GPT at each mass, geometric means over the seeds, and
+    its rate."""
+    rows, lines = read("papers/mn_mass_gpt")["rows"], []
+    masses = sorted(names(rows, "mass"))
+    for size, corpus in dict.fromkeys((row["size"], row["corpus"]) for row in rows):
+        found = select(rows, size=size, corpus=corpus)
+        curves = sweeps.losses([row | {"method": "", "size": row["mass"]} for row in found])
+        best = {mass: (sweeps.best(curves["", mass]), curves["", mass]) for mass in masses}
+        cells = [f"{curve[lr]:.3f} ({lr:g})" for lr, curve in best.values()]
+        lines.append([f"{size}, {corpus}", *cells])
+    return table(["final loss (rate) at mass", *(f"{mass:g}" for mass in masses)], lines)
 
 
 def tared() -> str:
@@ -428,6 +446,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "normed": normed,
     "contexts": contexts,
     "masses": masses,
+    "GPT masses": masses_gpt,
     "tared": tared,
     "overhead": overhead,
     "fresh": fresh,

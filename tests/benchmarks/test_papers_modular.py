@@ -1,6 +1,7 @@
 """benchmarks/papers/md_*, mn_* and bm_*: what they compute from their runs. CI runs the scripts
 themselves."""
 
+import json
 import math
 
 import pytest
@@ -19,6 +20,7 @@ from benchmarks.papers import (
     md_width,
     mn_context,
     mn_mass,
+    mn_mass_gpt,
     mn_tasks,
     sweeps,
 )
@@ -96,14 +98,85 @@ def test_a_search_goes_by_factors_of_2_until_the_best_rate_has_both_its_neighbou
     assert sweeps.transfer(rows)["Adam"]["optima"] == pytest.approx(optima)
 
 
-def test_claims_of_mn_figure_1_follow_the_runs():
-    flat, falling = {16: -3.0, 64: -3.5}, {16: -2.0, 64: -6.0}
-    for normed, expected in ((flat, True), (falling, False)):
-        rows = [row for method in ("normed Adam", "normed SGD") for row in sweep(method, normed)]
-        rows += [row for method in ("Adam", "SGD") for row in sweep(method, falling)]
-        assert set(mn_transfers.claims({"GPT, width": sweeps.transfer(rows)}).values()) == {
-            expected
-        }
+def transfer_rows(moved, gain=1.0):
+    """Of the GPT: plain optima that move by -4 over either axis, normed ones by `moved`; normed
+    losses are `gain` of the plain ones, and those on the test set twice as large."""
+    rows = []
+    for axis, seed in ((axis, seed) for axis in ("width", "blocks") for seed in range(3)):
+        for method in mn_tasks.METHODS:
+            last, factor = (moved, gain) if "normed" in method else (-4.0, 1.0)
+            found = sweep(method, {16: -2.0, 64: -2.0 + last + 0.1 * seed})
+            named = {"network": "GPT", "axis": axis, "seed": seed}
+            rows += [
+                row | named | {"loss": factor * row["loss"], "test": 2 * factor * row["loss"]}
+                for row in found
+            ]
+    return rows
+
+
+def test_estimates_of_mn_figure_1_are_of_each_seeds_moves_and_losses():
+    rows = transfer_rows(moved=-0.5, gain=0.9)
+    found = mn_transfers.transfers(rows)["GPT, width"]
+    assert found["normed SGD"]["estimates"]["moved"]["value"] == pytest.approx(-0.4)
+    assert found["SGD"]["estimates"]["moved"]["value"] == pytest.approx(-3.9)
+    compared = mn_transfers.comparisons(rows)
+    for axis in ("width", "blocks"):
+        assert compared["transfer"]["GPT"]["Adam"][axis]["value"] == pytest.approx(3.9 - 0.4)
+    assert len(compared["losses"]) == 2 * 2 * 2 * 2  # optimizers, axes, sizes, sets
+    for row in compared["losses"]:
+        assert row["value"] == pytest.approx(math.log(0.9), abs=0.05)
+        assert row["pair"][0] == ("GPT", f"normed {row['pair'][1][1]}")
+
+
+def test_runs_of_a_kept_result_of_the_same_setting_are_known(tmp_path):
+    rows = transfer_rows(moved=0.0)
+    (tmp_path / "kept.json").write_text(json.dumps({"setting": {"steps": 3}, "rows": rows}))
+    assert mn_transfers.finished(tmp_path / "kept.json", {"steps": 4}) == {}
+    found = mn_transfers.finished(tmp_path / "kept.json", {"steps": 3})
+    assert found["GPT", "width", 16, "Adam", 0.25, 2] in rows
+    assert len(found) == len(rows)
+
+
+def mass_rows(optima):
+    """Losses that are least at a mass and a rate, (log2, log2), by size and text."""
+    return [
+        {"size": size, "corpus": corpus, "mass": mass, "lr": lr, "seed": seed}
+        | {"loss": math.exp(0.1 * (math.log2(mass) - m) ** 2 + 0.1 * (math.log2(lr) - r) ** 2)}
+        for (size, corpus), (m, r) in optima.items()
+        for mass in mn_mass_gpt.MASSES
+        for lr in mn_mass_gpt.LRS
+        for seed in range(3)
+    ]
+
+
+def test_masses_and_rates_move_and_cost_what_the_rows_say():
+    optima = {("small", name): (0.0, 0.0) for name in mn_tasks.CORPORA}
+    optima |= {("small", "C++"): (2.0, 0.0), ("larger", "documentation"): (2.0, -1.0)}
+    found = mn_mass_gpt.estimates(mass_rows(optima))
+    assert found["best"] == {"small": [1.0, 1.0], "larger": [4.0, 0.5]}
+    assert found["moved"]["mass"]["value"] == pytest.approx(2)
+    assert found["moved"]["lr"]["value"] == pytest.approx(-1)
+    assert found["cost"]["value"] == pytest.approx(0.1 * 2**2 + 0.1 * 1**2)
+    assert found["masses"]["C++"]["1.0"]["value"] == pytest.approx(0.1 * 2**2)
+    assert found["masses"]["Python"]["1.0"]["value"] == pytest.approx(0)
+
+
+def test_texts_differ_and_a_gpt_has_as_many_tokens_as_its_text_has_characters():
+    seen = {corpus: mn_tasks.characters(corpus) for corpus in mn_tasks.CORPORA}
+    for corpus, (ids, count) in seen.items():
+        assert len(ids) > 4e5
+        assert ids.max() == count - 1
+        net = mn_tasks.build("GPT", width=8, blocks=1, corpus=corpus)
+        assert net(torch.zeros(1, 4, dtype=torch.long)).shape == (1, 4, count)
+    assert len({tuple(ids[:1000].tolist()) for ids, _ in seen.values()}) == len(seen)
+
+
+def test_a_gpt_is_tested_on_the_last_tenth_of_its_text(monkeypatch):
+    monkeypatch.setattr(mn_tasks, "characters", lambda corpus: (torch.arange(1000), 1000))
+    for part, low, high in (("train", 0, 900), ("test", 900, 1000)):
+        x, y = mn_tasks.sampler("GPT", 0, part)(50)
+        assert low <= x.min()
+        assert y.max() < high
 
 
 def test_the_letter_has_contrast_0_where_it_is_cut_and_1_where_nothing_is():
@@ -211,7 +284,7 @@ def test_the_first_step_of_a_normed_optimizer_has_modular_norm_lr(network):
     net = mn_tasks.build(network, width=16, blocks=2)
     before = {name: weight.detach().clone() for name, weight in net.named_parameters()}
     descent = mn_tasks.optimizer(net, "normed SGD", 0.25)
-    mn_tasks.loss(net, *mn_tasks.batch(network, 4, torch.Generator().manual_seed(0))).backward()
+    mn_tasks.loss(net, *mn_tasks.sampler(network, 0, "train")(4)).backward()
     descent.step()
     with torch.no_grad():
         norm = net.norm({name: weight - before[name] for name, weight in net.named_parameters()})

@@ -289,6 +289,23 @@ def direction_of_all_terms(net: Module) -> dict[str, Tensor]:
     )
 
 
+# Proposition 6: broadcast over several inputs
+
+
+@given(nets(), st.sampled_from([1, 2, 3]), st.integers(0, 99))
+def test_a_broadcast_module_is_well_normed_in_every_mean_norm(net, p, seed):
+    """(mean RMS^p)^(1/p) over the inputs, of which the maximum, everywhere else here, is the
+    limit."""
+
+    def mean(y: Tensor) -> float:
+        return rms(y).pow(p).mean().pow(1 / p).item()
+
+    w, x = weights(net), ball(5, in_features(net), seed)
+    dx = torch.rand(5, 1) ** 4 * ball(5, in_features(net), seed + 1)
+    assert mean(first(net, w, x, direction(net, seed), torch.zeros_like(x))) <= 1 + 1e-6
+    assert mean(first(net, w, x, still(w), dx)) <= net.sensitivity * mean(dx) * (1 + 1e-6)
+
+
 # Sharpness, and proposition 4
 
 
