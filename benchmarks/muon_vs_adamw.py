@@ -7,8 +7,10 @@ BTT.
 Both optimizers have their learning rate tuned by factors of 2 on seed 0, for each task and
 structure apart; then 3 seeds at the best. Same batches, steps and schedule. Under AdamW cores
 follow `param_groups`; what Muon leaves to AdamW (biases, norms) has AdamW's usual rate. Shown: the
-held-out loss, and after how many steps Muon has reached AdamW's final one. Runs that an earlier
-result in --out has are not repeated.
+held-out loss, after how many steps Muon has reached AdamW's final one, and of the GPT also the loss
+of Muon trained for SHORT of the steps alone, at the same rate, its schedule as long as its run.
+Muon's polar factors are those of method="ns"; benchmarks.polar compares methods. Runs that an
+earlier result in --out has are not repeated.
 """
 
 import argparse
@@ -45,6 +47,7 @@ LRS = {
     "Muon": [2.0**power for power in range(-8, -3)],
 }
 OTHER_LR = 2.0**-9
+SHORT = 0.35  # of the steps
 SIZES = {
     "GPT": {"width": 128, "depth": 2, "context": 64, "batch": 8},
     "ViT": {"width": 128, "depth": 2, "batch": 32},
@@ -96,13 +99,13 @@ def muon(model: nn.Module, lr: float, **options: Any) -> torch.optim.Optimizer:
     return structlin.optim.Muon(model, lr, other_lr=OTHER_LR, **options)
 
 
-OPTIMIZERS = {"AdamW": adamw, "Muon": muon}
+OPTIMIZERS = {"AdamW": adamw, "Muon": partial(muon, method="ns")}
 
 
-def finished(path: Path, setting: dict[str, Any]) -> dict[Run, dict[str, Any]]:
-    """Runs of an earlier result of the same setting: they are not repeated."""
+def finished(path: Path, setting: dict[str, Any], which: str) -> dict[Run, dict[str, Any]]:
+    """Runs of an earlier result of the same setting, "rows" or "short": they are not repeated."""
     content = json.loads(path.read_text()) if path.exists() else {}
-    rows = content["rows"] if content.get("setting") == setting else []
+    rows = content.get(which, []) if content.get("setting") == setting else []
     return {
         (row["task"], row["structure"], row["optimizer"], row["lr"], row["seed"]): row
         for row in rows
@@ -119,7 +122,9 @@ def tuned(rows: list[dict[str, Any]]) -> dict[tuple[str, str, str], float]:
     return {key: min(found, key=found.__getitem__) for key, found in losses.items()}
 
 
-def compared(rows: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
+def compared(
+    rows: list[dict[str, Any]], short: list[dict[str, Any]], steps: int
+) -> list[dict[str, Any]]:
     """A row per task and structure: mean losses over the seeds, and the steps Muon needs for
     AdamW's final loss."""
     best, table = tuned(rows), []
@@ -146,6 +151,10 @@ def compared(rows: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
             )
         found["steps"] = steps
         found["muon_steps_to_adamws_loss"] = reached
+        losses = [
+            row["loss"] for row in short if (row["task"], row["structure"]) == (task, structure)
+        ]
+        found["short"] = {"steps": round(SHORT * steps), "losses": losses} if losses else None
         table.append(found)
     return table
 
@@ -163,6 +172,7 @@ def show(table: list[dict[str, Any]], console: Console) -> None:
         "Muon lr",
         "Muon loss",
         "Muon's steps to AdamW's loss",
+        "Muon's loss, short",
     ):
         shown.add_column(title, justify="left" if title in ("task", "structure") else "right")
     for row in table:
@@ -175,7 +185,11 @@ def show(table: list[dict[str, Any]], console: Console) -> None:
             "not reached" if step is None else str(step)
             for step in row["muon_steps_to_adamws_loss"]
         )
-        shown.add_row(row["task"], row["structure"], *cells, f"{reached} of {row['steps']}")
+        cells.append(f"{reached} of {row['steps']}")
+        if short := row["short"]:
+            losses = ", ".join(f"{loss:.3f}" for loss in short["losses"])
+            cells.append(f"{losses} ({short['steps']} steps)")
+        shown.add_row(row["task"], row["structure"], *cells)
     console.print(shown)
 
 
@@ -212,24 +226,32 @@ def main() -> None:
         for name in LRS:
             LRS[name] = LRS[name][:1]
 
-    setting = {"steps": options.steps, "sizes": SIZES, "other_lr": OTHER_LR}
-    kept = finished(options.out / "muon_vs_adamw.json", setting)
+    norm = {task: kind.weight_norm for task, kind in TASKS.items()}
+    setting = {
+        "steps": options.steps, "sizes": SIZES, "other_lr": OTHER_LR, "weight_norm": norm,
+    }  # fmt: skip
 
-    def rows_of(runs: list[Run]) -> list[dict[str, Any]]:
+    def rows_of(runs: list[Run], steps: int, which: str) -> list[dict[str, Any]]:
+        kept = finished(options.out / "muon_vs_adamw.json", setting, which)
         missing = [run for run in runs if run not in kept]
         return [kept[run] for run in runs if run in kept] + run_all(
-            partial(train, steps=options.steps), missing, options
+            partial(train, steps=steps), missing, options
         )
 
     grid = [(*key, lr, 0) for key in product(TASKS, STRUCTURES, LRS) for lr in LRS[key[2]]]
-    rows = rows_of(grid)
+    rows = rows_of(grid, options.steps, "rows")
     best = tuned(rows)
-    rows += rows_of(
-        [(*key, lr, seed) for key, lr in best.items() for seed in range(1, options.seeds)]
-    )
-    table = compared(rows, options.steps)
+    more = [(*key, lr, seed) for key, lr in best.items() for seed in range(1, options.seeds)]
+    rows += rows_of(more, options.steps, "rows")
+    shorter = [
+        ("GPT", structure, "Muon", best["GPT", structure, "Muon"], seed)
+        for structure in STRUCTURES
+        for seed in range(options.seeds)
+    ]
+    short = rows_of(shorter, max(1, round(SHORT * options.steps)), "short")
+    table = compared(rows, short, options.steps)
     show(table, Console(width=140))
-    keep(options, "muon_vs_adamw", plot(rows), setting=setting, table=table, rows=rows)
+    keep(options, "muon_vs_adamw", plot(rows), setting=setting, table=table, rows=rows, short=short)
 
 
 if __name__ == "__main__":

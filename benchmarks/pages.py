@@ -60,9 +60,12 @@ def muon() -> str:
         steps = row["muon_steps_to_adamws_loss"]
         reached = ", ".join("never" if step is None else str(step) for step in steps)
         losses = [f"{row[name]['loss']:.3f}" for name in ("AdamW", "Muon")]
-        task = f"{row['task']}, {row['structure']}"
-        rows.append([task, *losses, f"{reached} of {row['steps']}"])
-    return table(["", "AdamW", "Muon", "Muon's steps to AdamW's loss"], rows)
+        task, short = f"{row['task']}, {row['structure']}", ""
+        if row["short"]:
+            mean = sum(row["short"]["losses"]) / len(row["short"]["losses"])
+            short = f"{mean:.3f} ({row['short']['steps']} steps)"
+        rows.append([task, *losses, f"{reached} of {row['steps']}", short])
+    return table(["", "AdamW", "Muon", "Muon's steps to AdamW's loss", "Muon, shorter run"], rows)
 
 
 def show_more(name: str) -> str:

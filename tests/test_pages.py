@@ -317,6 +317,21 @@ def test_what_is_said_of_feature_changes_is_what_the_kept_result_has():
     assert f"between {min(short.values()):.2f} and {max(short.values()):.2f} of it" in text
 
 
+def test_what_the_page_says_of_muon_beside_adamw_holds():
+    rows = pages.read("muon_vs_adamw")["table"]
+    assert all(row["Muon"]["loss"] < row["AdamW"]["loss"] for row in rows)
+    reached = [(row["task"], steps) for row in rows for steps in row["muon_steps_to_adamws_loss"]]
+    shares = [steps / rows[0]["steps"] for _, steps in reached if steps]
+    text = page_text("optimizers.md")
+    assert f"needs between {min(shares):.2f} and {max(shares):.2f} of AdamW's steps" in text
+    assert [task for task, steps in reached if steps is None] == ["ViT"]
+    assert "one seed of the ViT never reaches it" in text
+    short = [(row["short"], row["AdamW"]["loss"]) for row in rows if row["short"]]
+    assert all(min(run["losses"]) > loss for run, loss in short)
+    (share,) = {run["steps"] / rows[0]["steps"] for run, _ in short}
+    assert f"A run of {share:.2f} of the steps does not get there either" in text
+
+
 def test_the_table_of_models_lists_as_many_as_the_pages_say():
     listed = (ROOT / "docs/models.md").read_text(encoding="utf-8").count("one graph")
     assert f"{listed} model classes" in page_text("convert.md")
