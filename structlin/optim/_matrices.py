@@ -18,20 +18,22 @@ def to_matrices(weight: Weight, tensor: Tensor) -> Tensor:
     if weight.core is not None:
         return tensor  # (batch, fan_out, fan_in)
     slices = tensor.reshape(*tensor.shape[:2], weight.kernel)
-    return rearrange(slices, f"{_stored(weight)} -> (g k) m n", g=weight.groups)
+    return rearrange(slices, f"{_stored(weight)} -> (g p k) m n", g=weight.groups, p=weight.parts)
 
 
 def from_matrices(weight: Weight, matrices: Tensor, like: Tensor) -> Tensor:
     """The inverse of `to_matrices`, in the shape of `like`."""
     if weight.core is not None:
         return matrices  # (batch, fan_out, fan_in)
-    slices = rearrange(matrices, f"(g k) m n -> {_stored(weight)}", g=weight.groups)
+    slices = rearrange(
+        matrices, f"(g p k) m n -> {_stored(weight)}", g=weight.groups, p=weight.parts
+    )
     return slices.reshape(like.shape)
 
 
 def _stored(weight: Weight) -> str:
-    """The axes of a dense weight, its kernel flattened: g groups, k positions, m x n matrices."""
-    return "(g n) m k" if weight.transposed else "(g m) n k"
+    """The axes of a dense weight, its kernel flattened: g groups, k positions, p parts of m x n."""
+    return "(g n) (p m) k" if weight.transposed else "(g p m) n k"
 
 
 def map_stacks(function: MapStacks, matrices: list[Tensor]) -> list[Tensor]:

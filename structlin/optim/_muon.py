@@ -6,7 +6,7 @@ for masses.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -33,6 +33,8 @@ _KINDS = (  # the groups of a Muon: what a parameter is, and whether it decays
     ("embedding", False),
     ("other", False),
 )
+DEFAULT = "quick"
+SMALLEST_BFLOAT16 = 64  # short side of the matrices that 16 bits are quicker for than float32
 SMALLEST_PART = 2**16  # numbers that step together at least: fewer do not keep a device busy
 
 
@@ -63,13 +65,18 @@ class Muon(Optimizer):
             (1 - momentum) G + momentum B.
         weight_decay: decoupled: W <- (1 - lr * weight_decay) W first; matrices and embeddings
             only, without those that `no_weight_decay()` names, see `param_groups`.
-        method, steps, dtype: of `dualize`.
+        method, steps, dtype: of `dualize`. method=None: "quick", singular values above 1e-2 of the
+            norm within 1.5 % of 1; in bfloat16 where the short side has 64 or more and the
+            parameter is not float64.
         scale: "rms"; "original" (sqrt(max(1, fan_out / fan_in))) and "match_rms_adamw"
             (0.2 sqrt(max(fan_out, fan_in))) are those of torch.optim.Muon. With method="jordan",
             dtype=torch.bfloat16 and scale="original" the step of an nn.Linear equals
             torch.optim.Muon's bit for bit.
         masses: glob over layer names -> step length relative to the others; a tuple: of a layer's
             cores, one each.
+        parts: glob over layer names -> into how many equal parts the outputs of a dense layer
+            divide, each of which moves as a layer of its own: 3 where queries, keys and values are
+            one weight, 3 * heads for every head by itself.
         base, decay: as of `param_groups`: lr * weight_decay of a matrix has the factor 1
             ("constant"), f ("1/width") or sqrt(f) ("sqrt"), where f is base width / width of a
             dense layer and base width / (k fan_in) of a core. With `base` the eps of biases and
@@ -109,11 +116,12 @@ class Muon(Optimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         weight_decay: float = 0.0,
-        method: str = "ns",
+        method: str | None = "ns",
         steps: int | None = None,
         dtype: torch.dtype | None = None,
         scale: str = "rms",
         masses: Masses | None = None,
+        parts: Mapping[str, int] | None = None,
         base: Base = None,
         decay: str = "constant",
         depth: Depth | None = None,
@@ -141,8 +149,8 @@ class Muon(Optimizer):
             nonfinite,
             process_group,
         )
-        self.base, self.decay, self.depth = base, decay, depth
-        self._roster = Roster(model, masses)
+        self.base, self.decay, self.depth, self.parts = base, decay, depth, parts
+        self._roster = Roster(model, masses, parts)
         self._read_lengths()
         defaults = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay,
@@ -155,7 +163,7 @@ class Muon(Optimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("model", "masses", "nonfinite", "base", "decay", "depth")
+        names = ("model", "masses", "nonfinite", "base", "decay", "depth", "parts")
         own = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own}  # a process group can not be copied
 
@@ -163,7 +171,7 @@ class Muon(Optimizer):
         super().__setstate__(state)
         if "model" in state:  # unpickled or copied
             self.process_group = None
-            self._roster = Roster(self.model, self.masses)
+            self._roster = Roster(self.model, self.masses, self.parts)
             self._read_lengths()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -323,8 +331,8 @@ class Muon(Optimizer):
             steps = [update.sign() for update in updates]
         else:
             weights = [self._roster.weights[p] for p in params]
-            polar = self._polar_factors(group)
-            steps = polar_parts(params, weights, updates, polar, group["method"], group["steps"])
+            polar, method = self._polar_factors(group), group["method"] or DEFAULT
+            steps = polar_parts(params, weights, updates, polar, method, group["steps"])
         by_length: dict[float, list[int]] = defaultdict(list)
         for n, p in enumerate(params):
             by_length[self._roster.step_length(p, group["scale"])].append(n)
@@ -338,26 +346,26 @@ class Muon(Optimizer):
         """The direction of steepest descent, without its length, of whole updates."""
         if group["kind"] == "embedding":
             return lambda weights, updates: [dual_embedding(update) for update in updates]
-        options = {name: group[name] for name in ("method", "steps", "dtype")}
-        return lambda weights, updates: self._dualize_all(weights, updates, options)
+        polar = partial(_dualize, **{name: group[name] for name in ("method", "steps", "dtype")})
+        return lambda weights, updates: self._dualize_all(weights, updates, polar)
 
     def _dualize_all(
-        self, weights: list[Weight], updates: list[Tensor], options: dict[str, Any]
+        self, weights: list[Weight], updates: list[Tensor], polar: Callable[[Tensor], Tensor]
     ) -> list[Tensor]:
         """The polar factors, equal shapes of all layers in one batch, tall matrices transposed."""
         matrices = [to_matrices(*pair) for pair in zip(weights, updates, strict=True)]  # (b, m, n)
         tall = [matrix.shape[-2] > matrix.shape[-1] for matrix in matrices]
         flat = [x.mT if turned else x for x, turned in zip(matrices, tall, strict=True)]  # m <= n
-        duals = map_stacks(lambda stacks: self._dualize_stacks(stacks, options), flat)
+        duals = map_stacks(lambda stacks: self._dualize_stacks(stacks, polar), flat)
         duals = [x.mT if turned else x for x, turned in zip(duals, tall, strict=True)]  # (b, m, n)
         return [from_matrices(*each) for each in zip(weights, duals, updates, strict=True)]
 
     def _dualize_stacks(
-        self, stacks: Iterable[Tensor], options: dict[str, Any]
+        self, stacks: Iterable[Tensor], polar: Callable[[Tensor], Tensor]
     ) -> Iterable[Tensor]:
         if self.process_group is None:
-            return (dualize(stack, **options) for stack in stacks)
-        return divide_stacks(list(stacks), partial(dualize, **options), self.process_group)
+            return map(polar, stacks)
+        return divide_stacks(list(stacks), polar, self.process_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue bit for bit where another optimizer of the same model stopped.
@@ -387,6 +395,15 @@ class Muon(Optimizer):
                         f"state_dict is of another model: {name} is {shape} here and {found} there"
                     )
         super().load_state_dict(state_dict)
+
+
+def _dualize(
+    matrix: Tensor, method: str | None, steps: int | None, dtype: torch.dtype | None
+) -> Tensor:
+    """`dualize`, or what `Muon` does unless told otherwise."""
+    if method is None and dtype is None and matrix.dtype != torch.float64:
+        dtype = torch.bfloat16 if min(matrix.shape[-2:]) >= SMALLEST_BFLOAT16 else None
+    return dualize(matrix, method=method or DEFAULT, steps=steps, dtype=dtype)
 
 
 def _descend(params: list[Tensor], steps: list[Tensor], lr: float | Tensor, length: float) -> None:
@@ -433,14 +450,17 @@ def _check(group: dict[str, Any]) -> None:
     for option, values in (("momentum", [group["momentum"]]), ("betas", group["betas"])):
         if not all(0 <= value < 1 for value in values):
             raise ValueError(f"{option}={group[option]!r} is out of range: at least 0 and below 1")
-    if group["steps"] is not None and group["method"] in METHODS:
-        # refuses what it can not do
-        dualize(torch.zeros(1, 1), method=group["method"], steps=group["steps"])
-    for option, choices in (("method", METHODS), ("scale", SCALES), ("other", ("adamw", "sign"))):
+    options = group["method"], group["steps"], group["dtype"]
+    if options[0] in (None, *METHODS) and options[1:] != (None, None):
+        _dualize(torch.zeros(1, 1), *options)  # refuses what it can not do
+    for option, choices in (
+        ("method", (None, *METHODS)),
+        ("scale", SCALES),
+        ("other", ("adamw", "sign")),
+    ):
         if group[option] not in choices:
-            raise ValueError(
-                f"{option}={group[option]!r} is unknown; there are {', '.join(choices)}"
-            )
+            names = ", ".join(filter(None, choices))
+            raise ValueError(f"{option}={group[option]!r} is unknown; there are {names}")
 
 
 def _local_gradient(parameter: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """What `Muon` and `Normed` share: what parameters are, how long a step is, when none is made."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import inf, sqrt
 
@@ -19,8 +20,10 @@ NONFINITE = ("raise", "skip", "ignore")
 class Roster:
     """The parameters of a model: what each of them is, its name, and its mass."""
 
-    def __init__(self, model: nn.Module, masses: Masses | None) -> None:
-        self.model, self.masses = model, masses
+    def __init__(
+        self, model: nn.Module, masses: Masses | None, parts: Mapping[str, int] | None = None
+    ) -> None:
+        self.model, self.masses, self.parts = model, masses, parts
         self.names = dict[Tensor, str]()  # also of parameters that the model has lost since
         self.read()
 
@@ -28,11 +31,11 @@ class Roster:
         """Read the model, which may have grown since.
 
         Raises:
-            ValueError: masses that do not fit, see `share_masses`.
+            ValueError: masses or parts that do not fit, see `share_masses` and `divide_layers`.
         """
         infos = list(parameters_of(self.model))
         self.shares = share_masses(infos, self.masses or {})
-        self.weights: dict[Tensor, Weight] = {info.parameter: info.weight for info in infos}
+        self.weights = divide_layers(infos, self.parts or {})
         self.undecayed = {info.parameter for info in infos if not info.decays}
         self.names.update((info.parameter, info.name) for info in infos)
 
@@ -105,6 +108,42 @@ def share_masses(infos: Iterable[ParameterInfo], masses: Masses) -> dict[Tensor,
     if unused:
         raise ValueError(f"masses: {sorted(unused)[0]!r} matches no layer")
     return found
+
+
+def divide_layers(infos: list[ParameterInfo], parts: Mapping[str, int]) -> dict[Tensor, Weight]:
+    """What each parameter is, where `parts` (glob over layer names -> number) has been applied.
+
+    Raises:
+        ValueError: a pattern that matches no matrix, one of a structured layer or a convolution, or
+            a number that does not divide what the layer makes.
+    """
+    weights = {info.parameter: info.weight for info in infos}
+    for pattern, number in parts.items():
+        found = [
+            info
+            for info in infos
+            if info.weight.kind == "matrix" and fnmatchcase(info.layer, pattern)
+        ]
+        if not found:
+            raise ValueError(f"parts: {pattern!r} matches no layer with a matrix")
+        for info in found:
+            weight, layer = info.weight, info.layer
+            if weight.core is not None or weight.kernel > 1:
+                raise ValueError(
+                    f"parts: {layer!r} is a {type(info.owner).__name__}, whose blocks or kernel "
+                    "positions are apart already; parts are of nn.Linear, Conv1D, "
+                    "MultiheadAttention"
+                )
+            rows = weight.groups * weight.fan_out
+            if number < 1 or rows % number or number % weight.groups:
+                raise ValueError(
+                    f"parts: {layer!r} makes {rows} features in {weight.groups} groups, which do "
+                    f"not divide into {number!r} parts"
+                )
+            weights[info.parameter] = replace(
+                weight, fan_out=rows // number, parts=number // weight.groups
+            )
+    return weights
 
 
 def _share(info: ParameterInfo, mass: float | tuple[float, ...]) -> float:

@@ -46,7 +46,7 @@ def test_every_block_of_a_core_moves_by_its_share_of_the_layers_norm():
     layer = StructuredLinear(64, 128, BTT(rank=2))
     steps = moved(layer, Muon(layer, lr=0.1))
     for name in ("cores.0", "cores.1"):
-        torch.testing.assert_close(norms(steps[name]), torch.full((8,), 0.05), rtol=1e-3, atol=0)
+        torch.testing.assert_close(norms(steps[name]), torch.full((8,), 0.05), rtol=2e-2, atol=0)
 
 
 def test_the_first_step_is_the_dual_of_each_blocks_gradient():
@@ -84,7 +84,74 @@ def test_a_layer_moves_by_lr_in_its_own_norm(module, matrices):
     steps = moved(module, Muon(module, lr=0.1))
     weight = steps.get("weight", steps.get("in_proj_weight"))
     found = norms(matrices(weight))
-    torch.testing.assert_close(found, torch.full_like(found, 0.1), rtol=1e-3, atol=0)
+    torch.testing.assert_close(found, torch.full_like(found, 0.1), rtol=2e-2, atol=0)
+
+
+def test_no_method_is_quick_in_16_bits_where_matrices_are_large_and_not_where_they_are_float64():
+    for size, dtype, expected in (
+        (63, torch.float32, None),
+        (64, torch.float32, torch.bfloat16),
+        (64, torch.float64, None),
+    ):
+        module = nn.Linear(size, 80, bias=False, dtype=dtype)
+        gradient = torch.randn(80, size, dtype=dtype)
+        before, module.weight.grad = module.weight.detach().clone(), gradient
+        Muon(module, lr=1.0, momentum=0.0, method=None).step()
+        polar = dualize(gradient, method="quick", dtype=expected)
+        step = (80 / size) ** 0.5 * polar
+        torch.testing.assert_close(before - module.weight.detach(), step, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("stored", ["out by in", "in by out", "attention"])
+def test_parts_of_a_fused_layer_move_as_layers_of_their_own(heads, stored):
+    parts, (rows, columns) = 3 * heads, (24 // heads, 24)
+    if stored == "attention":
+        fused = nn.MultiheadAttention(24, 4, bias=False)
+        weight = fused.in_proj_weight
+    elif stored == "out by in":
+        fused = nn.Linear(24, 72, bias=False)
+        weight = fused.weight
+    else:
+        fused = pytest.importorskip("transformers.pytorch_utils").Conv1D(72, 24)
+        weight = fused.weight
+    model = nn.ModuleDict({"attn": fused})
+    optimizer = Muon(model, lr=0.1, weight_decay=0.1, parts={"attn": parts}, method="svd")
+
+    def split(x):
+        return (x.mT if stored == "in by out" else x).detach().clone().chunk(parts)
+
+    layers = [nn.Linear(columns, rows, bias=False) for _ in range(parts)]
+    for layer, part in zip(layers, split(weight), strict=True):
+        layer.weight.data = part.clone()
+    twins = [Muon(layer, lr=0.1, weight_decay=0.1, method="svd") for layer in layers]
+    for _ in range(3):
+        weight.grad = torch.randn_like(weight)
+        for layer, part in zip(layers, split(weight.grad), strict=True):
+            layer.weight.grad = part.clone()
+        optimizer.step()
+        for twin in twins:
+            twin.step()
+    for layer, part in zip(layers, split(weight), strict=True):
+        torch.testing.assert_close(part, layer.weight.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"nothing": 3}, "parts: 'nothing' matches no layer with a matrix"),
+        ({"0": 5}, "parts: '0' makes 24 features in 1 groups, which do not divide into 5 parts"),
+        ({"0": 0}, "into 0 parts"),
+        ({"1": 3}, "parts: '1' is a StructuredLinear, whose blocks"),
+        ({"2": 2}, "parts: '2' is a Conv1d, whose blocks"),
+        ({"3": 4}, "parts: '3' makes 24 features in 3 groups, which do not divide into 4 parts"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(parts, message):
+    attention = nn.MultiheadAttention(8, 2)
+    model = nn.Sequential(nn.Linear(8, 24), StructuredLinear(16, 16), nn.Conv1d(4, 4, 3), attention)
+    with pytest.raises(ValueError, match=message):
+        Muon(model, parts=parts)
 
 
 def test_conv1d_of_transformers_is_oriented_in_by_out():
@@ -93,7 +160,7 @@ def test_conv1d_of_transformers_is_oriented_in_by_out():
     torch.testing.assert_close(
         norms(moved(module, Muon(module, lr=0.1))["weight"].mT),
         torch.tensor(0.1),
-        rtol=1e-3,
+        rtol=2e-2,
         atol=0,
     )
 
@@ -169,7 +236,7 @@ def test_masses_set_the_steps_of_layers_and_of_cores():
         "2.cores.1": 0.075,
     }
     for name, norm in expected.items():
-        assert norms(steps[name]).max().item() == pytest.approx(norm, rel=1e-3)
+        assert norms(steps[name]).max().item() == pytest.approx(norm, rel=2e-2)
 
 
 def test_momentum_is_an_average_and_nesterov_looks_ahead():
@@ -528,8 +595,8 @@ def test_a_layer_added_later_trains_too():
     model.append(StructuredLinear(4, 4))
     optimizer.add_param_group({"params": model[1], "lr": 0.2})
     steps = moved(model, optimizer)
-    assert norms(steps["0.weight"]).item() == pytest.approx(0.1, rel=1e-3)
-    assert norms(steps["1.cores.0"]).max().item() == pytest.approx(0.1, rel=1e-3)
+    assert norms(steps["0.weight"]).item() == pytest.approx(0.1, rel=2e-2)
+    assert norms(steps["1.cores.0"]).max().item() == pytest.approx(0.1, rel=2e-2)
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": list(model[1].parameters())})
 
@@ -596,7 +663,7 @@ def test_large_finite_gradients_are_no_reason_to_stop():
     model.weight.grad = torch.full((8, 8), 1e30)  # whose norm overflows
     before = model.weight.detach().clone()
     optimizer.step()
-    assert norms(before - model.weight.detach()).item() == pytest.approx(0.1, rel=1e-3)
+    assert norms(before - model.weight.detach()).item() == pytest.approx(0.1, rel=2e-2)
 
 
 def test_a_state_dict_of_the_same_model_at_another_width_names_the_parameter():
@@ -625,7 +692,7 @@ def test_a_projection_of_multihead_attention_with_other_keys_is_a_matrix():
     module = nn.MultiheadAttention(8, 2, kdim=4, vdim=6)
     steps = moved(module, Muon(module, lr=0.1))
     for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
-        assert norms(steps[name]).item() == pytest.approx(0.1, rel=1e-3)
+        assert norms(steps[name]).item() == pytest.approx(0.1, rel=2e-2)
 
 
 @pytest.mark.parametrize("structure", [None, BTT(rank=1)], ids=["dense", "BTT"])
