@@ -26,6 +26,7 @@ from matplotlib.patches import Polygon
 
 from benchmarks import layer, lr_transfer, model, time_to_loss, transfer
 from benchmarks import minilm as minilm_run
+from benchmarks import polar as polar_run
 from benchmarks.papers import tables as papers
 from benchmarks.papers.verdicts import untested, verdicts
 from benchmarks.record import fill, read, table
@@ -66,6 +67,17 @@ def muon() -> str:
             short = f"{mean:.3f} ({row['short']['steps']} steps)"
         rows.append([task, *losses, f"{reached} of {row['steps']}", short])
     return table(["", "AdamW", "Muon", "Muon's steps to AdamW's loss", "Muon, shorter run"], rows)
+
+
+def polar() -> str:
+    """Losses by how exact the polar factors are, over the seeds, at equal steps."""
+    found = {(row["structure"], row["method"]): row for row in read("polar")["table"]}
+    structures = dict.fromkeys(structure for structure, _ in found)
+    rows = []
+    for method in dict.fromkeys(method for _, method in found):
+        cells = [polar_run.spread(found[each, method]["steps"]) for each in structures]
+        rows.append([method, *cells])
+    return table(["", *structures], rows)
 
 
 def show_more(name: str) -> str:
@@ -238,6 +250,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "tuned losses": tuned_losses,
         "feature changes": papers.features,
         "muon": muon,
+        "polar": polar,
     },
     "docs/transfer.md": {
         "farthest": lambda: transfer.farthest(read("transfer")),

@@ -3,10 +3,11 @@
     python -m benchmarks.polar            # in full: results/polar.{json,png}; rows there stay
     python -m benchmarks.polar --smoke    # seconds
 
-The GPT of examples/, dense and BTT. Every method has its rate tuned by factors of 2 on seed 0, then
-runs with all seeds; and once more with as many steps as fit into the seconds that the method with
-the quickest step takes (its schedule as long as its run). The seconds of a step, forward and
-backward included, are measured first, the methods in turn, on one thread.
+The GPT of examples/, dense and BTT. Every method has its rate tuned by factors of 2 on seed 0 (a
+rate is tried beyond the highest until that is not the best), then runs with all seeds; and once
+more with as many steps as fit into the seconds that the method with the quickest step takes (its
+schedule as long as its run). The seconds of a step, forward and backward included, are measured
+before, the methods in turn, on one thread. Runs of before keep the place where they were made.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 from benchmarks import muon_vs_adamw, timing
 from benchmarks.muon_vs_adamw import SIZES, STRUCTURES, TASKS, compare
-from benchmarks.record import RESULTS, save_json
+from benchmarks.record import RESULTS, environment, save_json
 from benchmarks.runs import parser, run_all
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -84,6 +85,20 @@ def key(row: dict[str, Any]) -> Run:
     return row["structure"], row["method"], row["lr"], row["seed"], row["steps"]
 
 
+def higher_rates(rows: Iterable[dict[str, Any]], steps: int) -> list[Run]:
+    """The next rate of every method whose best is the highest that was tried."""
+    rows = list(rows)
+    return [
+        (structure, method, 2 * lr, 0, steps)
+        for (structure, method), lr in best_rates(rows, steps).items()
+        if all(
+            row["lr"] <= lr
+            for row in rows
+            if (row["structure"], row["method"]) == (structure, method)
+        )
+    ]
+
+
 def best_rates(rows: Iterable[dict[str, Any]], steps: int) -> dict[tuple[str, str], float]:
     """(structure, method) -> the rate with the least loss on seed 0."""
     losses: dict[tuple[str, str], dict[float, float]] = {}
@@ -97,19 +112,19 @@ def best_rates(rows: Iterable[dict[str, Any]], steps: int) -> dict[tuple[str, st
 def summarise(
     rows: list[dict[str, Any]],
     rates: dict[tuple[str, str], float],
-    counts: dict[tuple[str, str], int],
-    milliseconds: dict[str, dict[str, float]],
     steps: int,
+    milliseconds: dict[str, dict[str, float]],
+    counts: dict[tuple[str, str], int],
 ) -> list[dict[str, Any]]:
+    """A row of each method, its losses at equal "steps" and, where that was timed, "seconds"."""
     table = []
     for (structure, method), lr in rates.items():
-        row: dict[str, Any] = {
-            "structure": structure,
-            "method": method,
-            "lr": lr,
-            "step_ms": milliseconds[structure][method],
-        }
-        for name, count in (("steps", steps), ("seconds", counts[structure, method])):
+        row: dict[str, Any] = {"structure": structure, "method": method, "lr": lr}
+        runs = {"steps": steps}
+        if counts:
+            row["step_ms"] = milliseconds[structure][method]
+            runs["seconds"] = counts[structure, method]
+        for name, count in runs.items():
             wanted = (structure, method, lr, count)
             losses = [
                 r["loss"]
@@ -128,18 +143,20 @@ def summarise(
     return table
 
 
+def spread(row: dict[str, Any]) -> str:
+    return f"{row['loss']:.3f} ({row['least']:.3f} to {row['most']:.3f})"
+
+
 def show(table: list[dict[str, Any]], console: Console) -> None:
     shown = Table(title="held-out loss (nats), mean over seeds (least to most), at the best lr")
     for n, title in enumerate(
-        ("structure", "method", "lr", "ms a step", "equal steps", "steps", "equal seconds")
+        ("structure", "method", "lr", "equal steps", "ms a step", "steps", "equal seconds")
     ):
         shown.add_column(title, justify="left" if n < 2 else "right")
     for row in table:
-        cells = [f"2^{math.log2(row['lr']):g}", f"{row['step_ms']:.1f}"]
-        for name in ("steps", "seconds"):
-            found = row[name]
-            text = f"{found['loss']:.3f} ({found['least']:.3f} to {found['most']:.3f})"
-            cells += [text] if name == "steps" else [str(found["steps"]), text]
+        cells = [f"2^{math.log2(row['lr']):g}", spread(row["steps"])]
+        if found := row.get("seconds"):
+            cells += [f"{row['step_ms']:.1f}", str(found["steps"]), spread(found)]
         shown.add_row(row["structure"], row["method"], *cells)
     console.print(shown)
 
@@ -150,6 +167,8 @@ def plot(table: list[dict[str, Any]]) -> Figure:
         chosen = [row for row in table if row["structure"] == structure]
         places = range(len(chosen))
         for name, marker in (("steps", "o"), ("seconds", "s")):
+            if any(name not in row for row in chosen):
+                continue
             means = [row[name]["loss"] for row in chosen]
             low = [row[name]["loss"] - row[name]["least"] for row in chosen]
             high = [row[name]["most"] - row[name]["loss"] for row in chosen]
@@ -167,6 +186,9 @@ def main(argv: list[str] | None = None) -> None:
     arguments.add_argument("--steps", type=int, default=800)
     arguments.add_argument("--seeds", type=int, default=3)
     arguments.add_argument("--rounds", type=int, default=25, help="of the timing")
+    arguments.add_argument(
+        "--untimed", action="store_true", help="without timing and runs of equal seconds"
+    )
     options = arguments.parse_args(argv)
     if options.smoke:
         options.steps, options.seeds, options.rounds = 2, 1, 2
@@ -174,41 +196,46 @@ def main(argv: list[str] | None = None) -> None:
         del LRS[1:]
     path: Path = options.out / "polar.json"
     keeps = not options.smoke or options.out != options.kept
-    setting = {"steps": options.steps, "sizes": SIZES["GPT"], "lrs": LRS}
-    earlier = json.loads(path.read_text()) if keeps and path.exists() else {}
-    if earlier.get("setting") != setting:
-        earlier = {}
-    milliseconds = earlier.get("milliseconds") or time_steps(options.rounds)
-    rows = {key(row): row for row in earlier.get("rows", [])}
+    norm = {"weight_norm": TASKS["GPT"].weight_norm}
+    setting = {"steps": options.steps, "sizes": SIZES["GPT"] | norm, "lrs": LRS}
+    found = json.loads(path.read_text()) if keeps and path.exists() else {}
+    if found.get("setting") != setting:
+        found = {"setting": setting}
+    here = environment()
+    rows = {key(row): row for row in found.get("rows", [])}
+
+    def save(**content: Any) -> None:
+        found.update(content, rows=list(rows.values()))
+        if keeps:
+            save_json(path, **{name: found[name] for name in found if name != "environment"})
 
     def add(row: dict[str, Any]) -> None:
-        rows[key(row)] = row
-        if keeps:
-            save_json(path, setting=setting, milliseconds=milliseconds, rows=list(rows.values()))
+        rows[key(row)] = {**row, "machine": here["machine"]}
+        save()
+
+    def run(runs: list[Run]) -> None:
+        run_all(train, [each for each in runs if each not in rows], options, add)
 
     pairs = [(structure, method) for structure in STRUCTURES for method in METHODS]
-    grid = [(*pair, lr, 0, options.steps) for pair in pairs for lr in LRS]
-    run_all(train, [run for run in grid if run not in rows], options, add)
+    run([(*pair, lr, 0, options.steps) for pair in pairs for lr in LRS])
+    while not options.smoke and (more := higher_rates(rows.values(), options.steps)):
+        run(more)
     rates = best_rates(rows.values(), options.steps)
-    counts = {
-        (structure, method): round(
-            options.steps * min(milliseconds[structure].values()) / milliseconds[structure][method]
-        )
-        for structure, method in pairs
-    }
-    final = [
-        (*pair, rates[pair], seed, steps)
-        for pair in pairs
-        for seed in range(options.seeds)
-        for steps in dict.fromkeys((options.steps, max(1, counts[pair])))
-    ]
-    counts = {pair: max(1, count) for pair, count in counts.items()}
-    run_all(train, [run for run in final if run not in rows], options, add)
-    table = summarise(list(rows.values()), rates, counts, milliseconds, options.steps)
+    seeds = range(options.seeds)
+    run([(*pair, rates[pair], seed, options.steps) for pair in pairs for seed in seeds])
+    milliseconds, counts = found.get("milliseconds", {}), dict[tuple[str, str], int]()
+    if not options.untimed:
+        if any(method not in milliseconds.get(structure, {}) for structure, method in pairs):
+            save(milliseconds=(milliseconds := time_steps(options.rounds)), timed=here)
+        for structure, method in pairs:
+            times = milliseconds[structure]
+            count = round(options.steps * min(times.values()) / times[method])
+            counts[structure, method] = max(1, count)
+        run([(*pair, rates[pair], seed, counts[pair]) for pair in pairs for seed in seeds])
+    table = summarise(list(rows.values()), rates, options.steps, milliseconds, counts)
     show(table, Console(width=140))
     if keeps:
-        found = list(rows.values())
-        save_json(path, setting=setting, milliseconds=milliseconds, table=table, rows=found)
+        save(table=table)
         plot(table).savefig(path.with_suffix(".png"), dpi=90)
 
 

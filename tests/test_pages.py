@@ -332,6 +332,18 @@ def test_what_the_page_says_of_muon_beside_adamw_holds():
     assert f"A run of {share:.2f} of the steps does not get there either" in text
 
 
+def test_what_the_page_says_of_polar_factors_holds():
+    rows = {(row["structure"], row["method"]): row["steps"] for row in pages.read("polar")["table"]}
+    for structure in dict.fromkeys(structure for structure, _ in rows):
+        exact, cheap, jordan = (
+            rows[structure, name]
+            for name in ("ns, 8 steps", "fast, 5 steps, bfloat16", "jordan, 5 steps, bfloat16")
+        )
+        assert cheap["loss"] <= exact["most"]
+        assert jordan["loss"] > max(exact["loss"], cheap["loss"])
+        assert {exact["seeds"], cheap["seeds"], jordan["seeds"]} == {3}
+
+
 def test_the_table_of_models_lists_as_many_as_the_pages_say():
     listed = (ROOT / "docs/models.md").read_text(encoding="utf-8").count("one graph")
     assert f"{listed} model classes" in page_text("convert.md")

@@ -33,7 +33,7 @@ _KINDS = (  # the groups of a Muon: what a parameter is, and whether it decays
     ("embedding", False),
     ("other", False),
 )
-DEFAULT = "quick"
+DEFAULT, DEFAULT_STEPS = "fast", 5
 SMALLEST_BFLOAT16 = 64  # short side of the matrices that 16 bits are quicker for than float32
 SMALLEST_PART = 2**16  # numbers that step together at least: fewer do not keep a device busy
 
@@ -65,9 +65,10 @@ class Muon(Optimizer):
             (1 - momentum) G + momentum B.
         weight_decay: decoupled: W <- (1 - lr * weight_decay) W first; matrices and embeddings
             only, without those that `no_weight_decay()` names, see `param_groups`.
-        method, steps, dtype: of `dualize`. method=None: "quick", singular values above 1e-2 of the
-            norm within 1.5 % of 1; in bfloat16 where the short side has 64 or more and the
-            parameter is not float64.
+        method, steps, dtype: of `dualize`. None: 5 steps of "fast", singular values above 3e-3 of
+            the norm within 1 % of 1; in bfloat16 where the short side has 64 or more and the
+            parameter is not float64. Losses are those of "ns" within the spread of seeds, see
+            docs/optimizers.md; "svd" is exact.
         scale: "rms"; "original" (sqrt(max(1, fan_out / fan_in))) and "match_rms_adamw"
             (0.2 sqrt(max(fan_out, fan_in))) are those of torch.optim.Muon. With method="jordan",
             dtype=torch.bfloat16 and scale="original" the step of an nn.Linear equals
@@ -116,7 +117,7 @@ class Muon(Optimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         weight_decay: float = 0.0,
-        method: str | None = "ns",
+        method: str | None = None,
         steps: int | None = None,
         dtype: torch.dtype | None = None,
         scale: str = "rms",
@@ -331,8 +332,8 @@ class Muon(Optimizer):
             steps = [update.sign() for update in updates]
         else:
             weights = [self._roster.weights[p] for p in params]
-            polar, method = self._polar_factors(group), group["method"] or DEFAULT
-            steps = polar_parts(params, weights, updates, polar, method, group["steps"])
+            polar = self._polar_factors(group)
+            steps = polar_parts(params, weights, updates, polar, *_method_of(group))
         by_length: dict[float, list[int]] = defaultdict(list)
         for n, p in enumerate(params):
             by_length[self._roster.step_length(p, group["scale"])].append(n)
@@ -346,7 +347,7 @@ class Muon(Optimizer):
         """The direction of steepest descent, without its length, of whole updates."""
         if group["kind"] == "embedding":
             return lambda weights, updates: [dual_embedding(update) for update in updates]
-        polar = partial(_dualize, **{name: group[name] for name in ("method", "steps", "dtype")})
+        polar = partial(_dualize, group)
         return lambda weights, updates: self._dualize_all(weights, updates, polar)
 
     def _dualize_all(
@@ -397,13 +398,20 @@ class Muon(Optimizer):
         super().load_state_dict(state_dict)
 
 
-def _dualize(
-    matrix: Tensor, method: str | None, steps: int | None, dtype: torch.dtype | None
-) -> Tensor:
-    """`dualize`, or what `Muon` does unless told otherwise."""
-    if method is None and dtype is None and matrix.dtype != torch.float64:
+def _method_of(group: dict[str, Any]) -> tuple[str, int | None]:
+    """The method and its steps: the group's, or the default."""
+    method, steps = group["method"], group["steps"]
+    if method is None:
+        return DEFAULT, DEFAULT_STEPS if steps is None else steps
+    return method, steps
+
+
+def _dualize(group: dict[str, Any], matrix: Tensor) -> Tensor:
+    method, steps = _method_of(group)
+    dtype = group["dtype"]
+    if group["method"] is dtype is None and matrix.dtype != torch.float64:
         dtype = torch.bfloat16 if min(matrix.shape[-2:]) >= SMALLEST_BFLOAT16 else None
-    return dualize(matrix, method=method or DEFAULT, steps=steps, dtype=dtype)
+    return dualize(matrix, method=method, steps=steps, dtype=dtype)
 
 
 def _descend(params: list[Tensor], steps: list[Tensor], lr: float | Tensor, length: float) -> None:
@@ -452,7 +460,7 @@ def _check(group: dict[str, Any]) -> None:
             raise ValueError(f"{option}={group[option]!r} is out of range: at least 0 and below 1")
     options = group["method"], group["steps"], group["dtype"]
     if options[0] in (None, *METHODS) and options[1:] != (None, None):
-        _dualize(torch.zeros(1, 1), *options)  # refuses what it can not do
+        _dualize(group, torch.zeros(1, 1))  # refuses what it can not do
     for option, choices in (
         ("method", (None, *METHODS)),
         ("scale", SCALES),

@@ -117,7 +117,7 @@ def divide_layers(infos: list[ParameterInfo], parts: Mapping[str, int]) -> dict[
         ValueError: a pattern that matches no matrix, one of a structured layer or a convolution, or
             a number that does not divide what the layer makes.
     """
-    weights = {info.parameter: info.weight for info in infos}
+    weights: dict[Tensor, Weight] = {info.parameter: info.weight for info in infos}
     for pattern, number in parts.items():
         found = [
             info
