@@ -2,11 +2,12 @@
 
     python -m benchmarks.search                    # results/search.{json,png}
     python -m benchmarks.search --tasks teacher    # its runs alone; the first command goes on
+    python -m benchmarks.search --times            # the timing alone; the first command goes on
     python -m benchmarks.search --smoke            # seconds
 
 Structures are drawn by `structlin.search.sample`: a third from the whole space, a third without
 parameter sharing, a third without it and of full rank; the families are there as points of the same
-space. Each is trained by `structlin.search.run` at three widths on two tasks, a regression on a
+space. Each is trained by `structlin.search.run` at two widths on two tasks, a regression on a
 random MLP and scikit-learn's digits with shifts and noise (every sample new), as the square
 matrices of an MLP of three hidden layers, for the same number of steps. The learning rate is the
 dense model's at width 64, taken to every structure and width by `param_groups`; none is tuned.
@@ -19,15 +20,18 @@ negligible impact on the scaling laws". Here each is a factor on the loss at equ
 95 % interval.
 
 Seconds are steps times the milliseconds of a step on one batch, medians of rounds in which all
-models take turns. Runs are kept in --runs as they finish; the same command goes on, and repeats
-only the timing.
+models take turns. Runs and times are kept in --runs as they finish, and the same command goes on.
 """
 
+import json
+import math
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean, linear_regression
 from typing import Any
 
 import torch
@@ -37,17 +41,17 @@ from torch import Tensor, nn
 
 import structlin
 from benchmarks.papers import tasks
-from benchmarks.papers.intervals import above, below, within
-from benchmarks.record import RESULTS, table
+from benchmarks.papers.intervals import Estimate, above, below, student, within
+from benchmarks.record import RESULTS, save_json, table
 from benchmarks.runs import keep, parser
 from benchmarks.timing import interleaved, spread, wall
 from structlin.search import Einsum, Search, Trial, run, sample
 
 LR = 2.0**-6  # the best of powers of 2 for the dense model at width 64, on both tasks
 STEPS = {"teacher": 400, "digits": 200}
-WIDTHS = (64, 128, 256)
+WIDTHS = (64, 256)
 BATCH, SAMPLES = 256, 8192
-SEEDS = 3
+SEEDS = 2
 DRAWN = 9  # of each kind
 COSTS = ("flops", "seconds")
 NEGLIGIBLE = 1.1  # a factor on the loss
@@ -62,6 +66,7 @@ FAMILIES: dict[str, structlin.Family] = {
     "BTT r=d^1/4": Einsum(alpha=0.5, gamma=0.5, epsilon=0.5, phi=0.5, rho=0.25),
     "Monarch b=4": structlin.Monarch(blocks=4),
 }
+CLASS = {"omega": 0.05, "psi": 0.95}  # hardly any sharing, full rank up to a small factor
 FULL = (1.0, 1.0)
 NONE = (0.0, 0.0)
 
@@ -129,29 +134,80 @@ def time_steps(
     ]
 
 
+def kept_times(
+    path: Path, task: str, structures: dict[str, structlin.Family], widths: list[int], limit: float
+) -> list[dict[str, Any]]:
+    """Those of the file, or new ones, which it then keeps; without a limit they are not kept."""
+    if limit and path.exists():
+        rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+        if {(row["structure"], row["width"]) for row in rows} == {
+            (name, width) for name in structures for width in widths
+        }:
+            return rows
+    rows = time_steps(task, structures, widths, limit)
+    if limit:
+        save_json(path, rows=rows)
+    return rows
+
+
 # ---- what was found ------------------------------------------------------------------------------
 
 
 def summarise(found: Search) -> dict[str, Any]:
     """Standings, frontier and effects by cost."""
-    summary: dict[str, Any] = {}
+    summary: dict[str, Any] = {"exponents": exponents(found.rows)}
     for cost in COSTS:
+        kept = Search(tuple(row for row in found.rows if in_class(row)))
         summary[cost] = {
             "standings": [asdict(standing) for standing in found.standings(cost)],
             "frontier": asdict(found.frontier(cost)),
             "effects": {name: asdict(each) for name, each in found.effects(cost).items()},
+            "class nu": asdict(kept.effects(cost)["nu"]),
         }
     return summary
 
 
+def in_class(row: Trial) -> bool:
+    """Whether a model shares hardly any parameter and has full rank."""
+    return row.omega <= CLASS["omega"] and row.psi >= CLASS["psi"]
+
+
+def exponents(rows: Sequence[Trial]) -> dict[str, Estimate]:
+    """a of loss ~ FLOPs^-a over the widths: dense's, the mean of the other structures without
+    sharing and of full rank, and the difference, by seed."""
+    curves: dict[tuple[str, int], list[Trial]] = defaultdict(list)
+    for row in rows:
+        if row.loss is not None and in_class(row):
+            curves[row.structure, row.seed].append(row)
+    slopes: dict[int, dict[str, float]] = defaultdict(dict)
+    for (name, seed), curve in curves.items():
+        if len(curve) > 1:
+            x, y = ([math.log(v) for v in vs] for vs in zip(*map(point, curve), strict=True))
+            slopes[seed][name] = -linear_regression(x, y).slope
+    dense = [by_name["dense"] for by_name in slopes.values()]
+    others = [fmean(v for k, v in by_name.items() if k != "dense") for by_name in slopes.values()]
+    differences = [one - other for one, other in zip(others, dense, strict=True)]
+    return {
+        "dense": student(dense),
+        "class": student(others),
+        "difference": student(differences),
+    }
+
+
+def point(row: Trial) -> tuple[float, float]:
+    assert row.loss is not None
+    return row.flops, row.loss
+
+
 def claims(summary: dict[str, Any]) -> dict[str, bool | None]:
     """The paper's findings at equal FLOPs; None: undecided. Factors are those of a rise by 0.5."""
-    effects = summary["flops"]["effects"]
-    nu = {end: value - 1 for end, value in effects["nu"].items()}
+    found = summary["flops"]
+    effects, nu = found["effects"], {end: value - 1 for end, value in found["class nu"].items()}
     return {
         "less parameter sharing (omega) has the lower loss": above(effects["omega"], 1),
         "more rank (psi) has the lower loss": below(effects["psi"], 1),
-        "compute (nu) changes the loss by at most a tenth": within(nu, NEGLIGIBLE - 1),
+        "among structures of full rank without sharing, compute (nu) changes the loss by at most a "
+        "tenth": within(nu, NEGLIGIBLE - 1),
     }
 
 
@@ -176,12 +232,39 @@ def show_effects(result: dict[str, Any]) -> str:
     for task, summary in result["summaries"].items():
         for cost in COSTS:
             found = summary[cost]["effects"]
-            cells = [
-                f"{each['value']:.2f} ({each['low']:.2f} to {each['high']:.2f})"
-                for each in (found[name] for name in ("omega", "psi", "nu"))
-            ]
+            cells = [interval(found[name]) for name in ("omega", "psi", "nu")]
             rows.append([f"{task}, equal {'FLOPs' if cost == 'flops' else cost}", *cells])
     return table(["", "omega + 0.5", "psi + 0.5", "nu + 0.5"], rows)
+
+
+def show_findings(result: dict[str, Any]) -> str:
+    """What the paper says and what came out, task by task, as a list."""
+    words = {True: "holds", False: "does not hold", None: "undecided"}
+    lines = []
+    for task, summary in result["summaries"].items():
+        flops, rows = summary["flops"], result["rows"][task]
+        lines += [
+            f"{task}: {text}: **{words[holds]}**" for text, holds in result["claims"][task].items()
+        ]
+        nu, slopes = flops["class nu"], summary["exponents"]
+        lines.append(
+            f"{task}: among those of full rank without sharing nu + 0.5 multiplies the loss by "
+            f"{interval(nu)}; their mean exponent of loss against FLOPs is "
+            f"{interval(slopes['class'])}, dense's {interval(slopes['dense'])}"
+        )
+        best = {cost: summary[cost]["standings"][0]["structure"] for cost in COSTS}
+        frontier = flops["frontier"]
+        diverged = sum(row["loss"] is None for row in rows)
+        lines.append(
+            f"{task}: the best at equal FLOPs is {best['flops']}, at equal seconds "
+            f"{best['seconds']}; the frontier falls as FLOPs^-b with b = {interval(frontier['b'])} "
+            f"to {interval(frontier['c'])}; {diverged} of {len(rows)} runs diverged"
+        )
+    return "\n".join(f"- {line}." for line in lines)
+
+
+def interval(found: dict[str, float]) -> str:
+    return f"{found['value']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
 
 
 def show_standings(result: dict[str, Any], task: str, best: int = 5) -> str:
@@ -221,17 +304,31 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     arguments.add_argument("--tasks", nargs="+", choices=list(STEPS), help="run these alone")
     arguments.add_argument("--seeds", type=int, default=SEEDS)
     arguments.add_argument("--runs", type=Path, default=Path("out/search"), help="kept runs")
+    arguments.add_argument("--times", action="store_true", help="measure steps alone")
     arguments.add_argument("--timed", type=float, default=15.0, help="seconds for each task")
     options = arguments.parse_args(argv)
     steps, widths, drawn, samples = STEPS, WIDTHS, DRAWN, SAMPLES
     if options.smoke:
         steps, widths, drawn, samples = dict.fromkeys(STEPS, 2), WIDTHS[:2], 1, 64
-        options.seeds, options.timed = 1, 0.0
+        options.seeds, options.timed = 2, 0.0
     torch.set_num_threads(1)
     structures = draw_structures(drawn)
     setting = {"steps": steps, "batch": BATCH, "lr": LR, "optimizer": "Adam, cosine"}
     result: dict[str, Any] = {"setting": setting, "rows": {}, "times": {}, "summaries": {}}
     console = Console(width=140)
+    times = {
+        task: partial(
+            kept_times,
+            options.runs / f"{task}_times.json",
+            task,
+            structures,
+            list(widths),
+            options.timed,
+        )
+        for task in steps
+    }
+    if options.times:
+        return {task: measure() for task, measure in times.items()}
     for task in options.tasks or steps:
         found = run(
             partial(build, task),
@@ -251,7 +348,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         return result
     result["claims"] = {}
     for task in result["rows"]:
-        result["times"][task] = time_steps(task, structures, list(widths), options.timed)
+        result["times"][task] = times[task]()
         found = of_kept(result, task)
         result["summaries"][task] = summarise(found)
         result["claims"][task] = claims(result["summaries"][task])

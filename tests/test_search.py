@@ -284,6 +284,18 @@ def test_a_run_counts_what_a_model_costs_and_measures_its_layers():
     assert "frontier: loss = a FLOPs^-b + c" in str(found)
 
 
+def test_a_layer_of_one_feature_is_trained_and_not_measured():
+    (row,) = search.run(build, train, [Dense()], [16], **{**OPTIONS, "include": ["2", "4"]}).rows
+    assert (row.omega, row.psi, row.nu) == (0, 1, 1)
+
+
+def test_a_structure_of_several_ranks_is_known_again(tmp_path):
+    named = {"BTT": BTT(rank=(1,))}  # a tuple, which a file has as a list
+    path = tmp_path / "search.json"
+    first, second = (search.run(build, train, named, [16], path=path, **OPTIONS) for _ in range(2))
+    assert first == second
+
+
 def test_runs_are_kept_and_not_made_again(tmp_path):
     path, calls = tmp_path / "kept" / "search.json", []
 

@@ -108,7 +108,7 @@ def run(
     trials = _read(Path(path), about) if path is not None else {}
     for name, width in product(named, widths):
         kept = next((t for t in trials.values() if (t.structure, t.width) == (name, width)), None)
-        if kept is not None and kept.family != named[name].to_dict():
+        if kept is not None and kept.family != _plain(named[name]):
             raise ValueError(
                 f"path={str(path)!r} has another structure of the name {name!r}: {kept.family}"
             )
@@ -168,13 +168,22 @@ def _train(
         omega=measures.omega,
         psi=measures.psi,
         nu=measures.nu,
-        family=json.loads(json.dumps(family.to_dict())),
+        family=_plain(family),
     )
 
 
+def _plain(family: Family) -> dict[str, Any]:
+    """As a file has it: lists, no tuples."""
+    data: dict[str, Any] = json.loads(json.dumps(family.to_dict()))
+    return data
+
+
 def _measure_model(model: nn.Module) -> Measures:
-    layers = [module for module in model.modules() if isinstance(module, StructuredLinear)]
-    found = [measure(layer.structure) for layer in layers] or [Measures(0.0, 1.0, 1.0)]
+    layers = [
+        module.structure for module in model.modules() if isinstance(module, StructuredLinear)
+    ]
+    wide = [each for each in layers if min(each.in_features, each.out_features) > 1]
+    found = [measure(structure) for structure in wide] or [Measures(0.0, 1.0, 1.0)]
     return Measures(
         *(fmean(getattr(each, name) for each in found) for name in ("omega", "psi", "nu"))
     )
