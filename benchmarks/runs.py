@@ -105,6 +105,36 @@ def rows_of_others(
     return rows, source | {"kept": earlier.get("kept")}
 
 
+def resume(
+    function: Callable[[Job], dict[str, Any]],
+    jobs: Sequence[Job],
+    options: argparse.Namespace,
+    name: str,
+    setting: dict[str, Any],
+    job_of: Callable[[dict[str, Any]], Job],
+) -> list[dict[str, Any]]:
+    """The rows of `jobs`, each kept in `name.json` as it is made; those that an earlier result of
+    the same setting has, finished or not, are not made again.
+
+    Args:
+        setting: of all jobs, plain data.
+        job_of: a row -> the job that made it.
+    """
+    path, rows = options.out / f"{name}.json", {}
+    if path.exists() and not options.smoke:
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        if earlier["setting"] == setting:
+            rows = {job_of(row): row for row in earlier["rows"]}
+
+    def add(row: dict[str, Any]) -> None:
+        rows[job_of(row)] = row
+        if not options.smoke:
+            save_json(path, setting=setting, rows=[*rows.values()])
+
+    run_all(function, [job for job in jobs if job not in rows], options, each=add)
+    return [rows[job] for job in jobs]
+
+
 @cache
 def digits() -> tuple[Tensor, Tensor]:
     """scikit-learn's 1797 images `(1797, 64)`, standardised as a whole, and their labels

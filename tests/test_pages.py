@@ -617,11 +617,29 @@ def test_what_is_said_of_tuning_normalisation_and_the_gpt_is_what_the_kept_resul
         for name in ("a quarter of the rate", "weight decay 1")
     ]
     assert "end {:.0f} % and {:.0f} % higher than BTT without either".format(*higher) in text
-    ratios = pages.read("papers/cbs_gpt")["log_ratios"]
+
+
+def test_what_is_said_of_the_gpts_of_figure_9_is_what_the_kept_result_has():
+    text, result = page_text("results.md"), pages.read("papers/cbs_gpt")
+    ratios, rows = result["log_ratios"], result["rows"]
     found = [tables.interval(ratios[name], 3, exp) for name in list(ratios)[:2]]
     assert f"At equal FLOPs BTT has {found[0]} of dense's loss, and {found[1]} of it when" in text
+    one_rate = tables.interval(ratios["all FLOPs, one rate"], 3, exp)
+    assert f"{one_rate} of it where dense too has that rate alone" in text
+
+    def losses(structure, width, eps, lr=2**-7):
+        wanted = {"structure": structure, "width": width, "eps": eps, "lr": lr}
+        return [row["loss"] for row in tables.select(rows, **wanted)]
+
+    means = [fmean(losses("BTT", width, 1e-4)) for width in (144, 576)]
+    assert "from {:.2f} at width 144 to {:.2f} at 576".format(*means) in text
+    means = [fmean(losses("dense", width, 1e-4, 2**-6)) for width in (64, 256)]
+    assert "dense's best from {:.2f} at 64 to {:.2f} at 256".format(*means) in text
+    small = [losses(name, 64, 1e-8) for name in ("dense", "BTT")]
+    dense, btt = (f"{min(found):.2f} to {max(found):.2f}" for found in small)
+    said = f"dense then ends at {dense} and BTT, whose head shares its cores between words, at"
     usual = tables.interval(ratios["same width, usual eps"], 2, exp)
-    assert f"{usual} of it, which is no matter of compute" in text
+    assert f"{said} {btt}, {usual} of it, which is no matter of compute" in text
 
 
 def test_what_is_said_of_duality_is_what_the_kept_results_have():

@@ -19,6 +19,7 @@ from benchmarks.papers import (
     cbs_tuning,
     tasks,
 )
+from benchmarks.runs import parser, resume
 from structlin import BTT, Dense, StructuredLinear
 
 
@@ -230,7 +231,7 @@ def gpt_rows(structure, head, gain=1.0):
         {
             "structure": structure,
             "width": body,
-            "lr": 0.1,
+            "lr": cbs_gpt.LR,
             "eps": eps,
             "seed": seed,
             "loss": gain * body**-0.1,
@@ -248,18 +249,53 @@ def gpt_rows(structure, head, gain=1.0):
     [
         (0.0, 1.0, [True, True, True]),  # a cheap head
         (1.0, 0.8, [True, False, False]),  # a better model
-        (1.0, 1.0, [False, True, False]),
+        (1.0, 1.1, [False, False, True]),  # a worse one
     ],
 )
-def test_gpt_tells_a_cheaper_head_from_a_better_model(monkeypatch, head, gain, holds):
-    monkeypatch.setattr(cbs_scaling, "RESAMPLES", 40)
+def test_gpt_tells_a_cheaper_head_from_a_better_model(head, gain, holds):
     found = cbs_gpt.compare(gpt_rows("dense", 1.0) + gpt_rows("BTT", head, gain))
     assert found["all FLOPs"]["value"] == pytest.approx(
         math.log(gain) - 0.1 * math.log(2 / (1 + head))
     )
     assert found["without the head's FLOPs"]["value"] == pytest.approx(math.log(gain))
+    assert found["all FLOPs, one rate"] == found["all FLOPs"]
+    assert found["beyond half of the gain"]["value"] == pytest.approx(
+        math.log(gain) - found["all FLOPs"]["value"] / 2
+    )
     assert found["same width, usual eps"]["value"] == pytest.approx(math.log(gain))
     assert [row["holds"] for row in cbs_gpt.claims({"log_ratios": found})] == holds
+
+
+@pytest.mark.parametrize(
+    ("structure", "width", "features"),
+    [("BTT", 256, 64), ("BTT", 576, 64), ("dense", 128, 128)],
+)
+def test_the_heads_of_btt_are_as_many_at_every_width(structure, width, features):
+    task = tasks.Words(0, batch=2, context=8, depth=1, vocabulary=32)
+    attention = cbs_gpt.build(task, structure, width).blocks[0].attn
+    assert attention.c_proj.in_features == features
+    assert isinstance(attention.c_proj, StructuredLinear) == (structure != "dense")
+
+
+def test_runs_that_a_result_of_the_same_setting_has_are_not_made_again(tmp_path):
+    options = parser("about").parse_args(["--out", str(tmp_path), "--workers", "1"])
+    made = []
+
+    def function(job):
+        made.append(job)
+        if job == 3:
+            raise KeyboardInterrupt
+        return {"job": job, "loss": job / 2}
+
+    def resumed(jobs, steps):
+        return resume(function, jobs, options, "it", {"steps": steps}, lambda row: row["job"])
+
+    with pytest.raises(KeyboardInterrupt):
+        resumed([1, 3, 2], 10)
+    assert resumed([1, 2], 10) == [{"job": 1, "loss": 0.5}, {"job": 2, "loss": 1.0}]
+    assert made == [1, 3, 2]
+    resumed([1], 20)  # another setting
+    assert made == [1, 3, 2, 1]
 
 
 def test_the_bounds_are_those_of_the_paper():

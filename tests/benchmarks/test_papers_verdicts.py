@@ -207,6 +207,30 @@ def test_alignment_and_movement_are_judged_by_the_powers_of_the_width(
     assert found_by(monkeypatch, verdicts.aligned, md_alignment=result) == expected
 
 
+# ---- figure 9 ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("total", "body", "reach", "expected"),
+    [
+        (-0.05, 0.0, 0.005, ["yes", "yes", "yes"]),
+        (-0.05, -0.05, 0.005, ["yes", "**no**", "**no**"]),
+        (0.05, 0.05, 0.005, ["**no**", "**no**", "**no**"]),
+        (-0.05, 0.0, 0.1, ["undecided"] * 3),
+    ],
+)
+def test_gpts_gain_by_the_head_by_their_intervals(monkeypatch, total, body, reach, expected):
+    def around(value):
+        return {"value": value, "low": value - reach, "high": value + reach}
+
+    ratios = {"all FLOPs": around(total), "without the head's FLOPs": around(body)}
+    ratios["all FLOPs, one rate"] = around(total)
+    ratios["beyond half of the gain"] = around(body - total / 2)
+    setting = {"rank": 4, "heads": 2, "steps": 300}
+    result = {"setting": setting, "log_ratios": ratios}
+    assert found_by(monkeypatch, verdicts.heads, cbs_gpt=result) == expected
+
+
 # ---- MN, D.5 -------------------------------------------------------------------------------------
 
 
