@@ -101,7 +101,8 @@ def adamw(model: nn.Module, lr: float, width: int, **options: Any) -> torch.opti
 
 
 def muon(model: nn.Module, lr: float, width: int) -> torch.optim.Optimizer:
-    return Muon(model, lr, other_lr=OTHER_LR)  # at alpha = 1 depth changes no rate of its
+    # at alpha = 1 depth changes no rate of its
+    return Muon(model, lr, other_lr=OTHER_LR, method="ns")
 
 
 def normed(model: nn.Module, lr: float, width: int) -> torch.optim.Optimizer:

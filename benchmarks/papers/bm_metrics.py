@@ -98,7 +98,7 @@ class MLP(nn.Module):
 
 def optimizer(name: str, model: nn.Module, width: int) -> torch.optim.Optimizer:
     if name == "Muon":
-        return structlin.optim.Muon(model, LRS[name])
+        return structlin.optim.Muon(model, LRS[name], method="ns")
     aware = name == "AdamW, muP"
     groups = structlin.param_groups(
         model, LRS[name], base={width: BASE_WIDTH} if aware else None, structure_aware=aware

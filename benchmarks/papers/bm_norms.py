@@ -108,7 +108,7 @@ def train(run: Run, steps: int) -> list[dict[str, Any]]:
     model = FFN(width, FAMILIES[structure](width))
     row = {"structure": structure, "width": width, "seed": seed}
     rows = [row | {"state": STATES[0]} | measure(model, x)]
-    descent = structlin.optim.Muon(model, LR)
+    descent = structlin.optim.Muon(model, LR, method="ns")
     for _ in range(steps):
         chosen = torch.randint(len(x), (BATCH,))
         loss = F.cross_entropy(model(x[chosen]), y[chosen])
