@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from math import inf
+from math import inf, sqrt
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from .._model.parameters import Weight
-from ..duality import METHODS, dual_embedding, dualize
+from ..duality import METHODS, dual_embedding, dualize, spectral_bound
 from ._depth import Depth
 from ._matrices import LARGEST_STACK, chunk_alike, from_matrices, map_stacks, to_matrices
 from ._sharding import divide_stacks, is_sharded, local_part, polar_parts, require_same_gradients
@@ -65,6 +65,9 @@ class Muon(Optimizer):
             (1 - momentum) G + momentum B.
         weight_decay: decoupled: W <- (1 - lr * weight_decay) W first; matrices and embeddings
             only, without those that `no_weight_decay()` names, see `param_groups`.
+        cap: the largest RMS->RMS operator norm that a step leaves a matrix (each block of a core);
+            None: any. W <- W min(1, cap / |W|) after it, |W| by `spectral_bound`, which is at most
+            a few percent too large: weights stay well-normed. Not of sharded parameters.
         method, steps, dtype: of `dualize`. None: 5 steps of "fast", singular values above 3e-3 of
             the norm within 1 % of 1; in bfloat16 where the short side has 64 or more and the
             parameter is not float64. Losses are those of "ns" within the spread of seeds, see
@@ -98,8 +101,8 @@ class Muon(Optimizer):
 
     Raises:
         ValueError: an option out of range; a parameter that no module of the model owns, is in two
-            groups or on meta; a `process_group` with sharded parameters; what `param_groups` raises
-            of `base`, `decay` and `depth`.
+            groups or on meta; a `process_group` or `cap` with sharded parameters; what
+            `param_groups` raises of `base`, `decay` and `depth`.
 
     >>> from structlin import BTT, convert
     >>> model = convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), BTT())
@@ -117,6 +120,7 @@ class Muon(Optimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         weight_decay: float = 0.0,
+        cap: float | None = None,
         method: str | None = None,
         steps: int | None = None,
         dtype: torch.dtype | None = None,
@@ -155,7 +159,7 @@ class Muon(Optimizer):
         self._read_lengths()
         defaults = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay,
-            "method": method, "steps": steps, "dtype": dtype, "scale": scale,
+            "cap": cap, "method": method, "steps": steps, "dtype": dtype, "scale": scale,
             "other": other, "other_lr": other_lr, "betas": betas, "eps": eps,
             "capturable": capturable,
         }  # fmt: skip
@@ -201,7 +205,7 @@ class Muon(Optimizer):
         self._roster.require_owned(params)
         kinds: dict[tuple[str, bool], list[Tensor]] = defaultdict(list)
         for parameter in params:
-            self._require_usable(parameter)
+            self._require_usable(parameter, group["cap"])
             kind = self._roster.weights[parameter].kind
             dualized = kind in ("matrix", "embedding")
             decays = dualized and parameter not in self._roster.undecayed
@@ -260,10 +264,12 @@ class Muon(Optimizer):
             found[replace(self._lengths[parameter], length=1.0)].append(parameter)
         return found
 
-    def _require_usable(self, parameter: Tensor) -> None:
+    def _require_usable(self, parameter: Tensor, cap: float | None) -> None:
         name = self._roster.names[parameter]
         if parameter.is_meta:
             raise ValueError(f"{name} is on meta: materialise the model first (to_empty)")
+        if cap is not None and is_sharded(parameter):
+            raise ValueError(f"cap={cap!r}: {name} is sharded; cap=None is for sharded parameters")
         if self.process_group is not None and is_sharded(parameter):
             group = self.process_group
             raise ValueError(
@@ -340,6 +346,10 @@ class Muon(Optimizer):
         for length, members in by_length.items():
             moving, moves = [local[n] for n in members], [steps[n] for n in members]
             _descend(moving, moves, group["lr"], length)
+        cap = group.get("cap")  # which states of before the option lack
+        if group["kind"] == "matrix" and cap is not None:
+            for p in params:
+                _cap(self._roster.weights[p], p, cap)
 
     def _polar_factors(
         self, group: dict[str, Any]
@@ -423,6 +433,14 @@ def _descend(params: list[Tensor], steps: list[Tensor], lr: float | Tensor, leng
         torch._foreach_add_(params, steps, alpha=-lr * length)
 
 
+def _cap(weight: Weight, parameter: Tensor, cap: float) -> None:
+    """Shrink the matrices whose operator norm is above `cap`, in place."""
+    matrices = to_matrices(weight, parameter)  # (batch, fan_out, fan_in)
+    largest = cap * sqrt(weight.fan_out / max(weight.fan_in, 1))
+    norms = spectral_bound(matrices)[:, None, None].clamp(min=largest)  # (batch, 1, 1)
+    parameter.copy_(from_matrices(weight, matrices * (largest / norms), parameter))
+
+
 def _scale(params: list[Tensor], factor: float | Tensor) -> None:
     if isinstance(factor, Tensor):
         for p in params:
@@ -455,6 +473,8 @@ def _check(group: dict[str, Any]) -> None:
             raise ValueError(
                 f"{option}={group[option]!r} is out of range: it must be at least 0 and finite"
             )
+    if group["cap"] is not None and not 0 < group["cap"] < inf:
+        raise ValueError(f"cap={group['cap']!r} must be positive and finite, or None")
     for option, values in (("momentum", [group["momentum"]]), ("betas", group["betas"])):
         if not all(0 <= value < 1 for value in values):
             raise ValueError(f"{option}={group[option]!r} is out of range: at least 0 and below 1")

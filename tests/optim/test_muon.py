@@ -137,6 +137,43 @@ def test_parts_of_a_fused_layer_move_as_layers_of_their_own(heads, stored):
 
 
 @pytest.mark.parametrize(
+    ("module", "matrices"),
+    [
+        (StructuredLinear(64, 128, BTT(rank=2), bias=False), lambda w: w),
+        (nn.Linear(20, 30, bias=False), lambda w: w[None]),
+        (nn.Conv1d(6, 8, 3, bias=False), lambda w: w.movedim(-1, 0)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("share", [0.5, 2.0])
+def test_a_cap_shrinks_the_matrices_whose_norm_is_above_it_and_no_others(module, matrices, share):
+    module = copy.deepcopy(module)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    cap = share * min(norms(matrices(p)).min().item() for p in before.values())
+    moved(module, Muon(module, lr=1e-7, cap=cap))
+    for name, p in module.named_parameters():
+        old, new = matrices(before[name]), matrices(p.detach())
+        sizes = norms(old)
+        for block, after, size in zip(old, new, sizes, strict=True):
+            ratio = (after.norm() / block.norm()).item()
+            torch.testing.assert_close(after, ratio * block, rtol=1e-4, atol=1e-6)
+            if size < 0.85 * cap:
+                assert ratio == pytest.approx(1, abs=1e-5)
+            elif size > cap:  # a bound of the norm, at most 12 % above it for 32 equal values
+                assert 0.88 * cap < ratio * size < cap * (1 + 1e-5)
+
+
+def test_a_cap_is_for_matrices_alone_and_must_be_positive():
+    module = nn.Embedding(10, 16)
+    before = module.weight.detach().clone()
+    moved(module, Muon(module, lr=1e-7, cap=1e-3))
+    torch.testing.assert_close(module.weight.detach(), before)
+    for cap in (0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"cap={cap} must be positive and finite"):
+            Muon(module, cap=cap)
+
+
+@pytest.mark.parametrize(
     ("parts", "message"),
     [
         ({"nothing": 3}, "parts: 'nothing' matches no layer with a matrix"),
