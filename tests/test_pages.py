@@ -642,6 +642,21 @@ def test_what_is_said_of_the_gpts_of_figure_9_is_what_the_kept_result_has():
     assert f"{said} {btt}, {usual} of it, which is no matter of compute" in text
 
 
+def test_what_is_said_of_the_vits_of_figure_4_is_what_the_kept_result_has():
+    text, result = page_text("results.md"), pages.read("papers/cbs_vit")
+    assert (
+        "BTT is below Kronecker, TT and Monarch with all of each interval, and TT is above" in text
+    )
+    pairs = {tuple(row["pair"]): row for row in result["pairs"]}
+    for other in ("Kronecker", "TT r=8", "Monarch b=4"):
+        assert pairs["BTT r=1", other]["loss"]["high"] < 0
+    assert pairs["TT r=8", "dense"]["loss"]["low"] > 0
+    assert "Against dense itself, and between any two exponents, three seeds do not decide" in text
+    undecided = [pairs["BTT r=1", "dense"]["loss"], *(row["steeper"] for row in pairs.values())]
+    assert all(found["low"] < 0 < found["high"] for found in undecided)
+    assert {row["lr"] for row in result["rows"]} == {result["setting"]["lr"]}
+
+
 def test_what_is_said_of_duality_is_what_the_kept_results_have():
     text = page_text("results.md")
     result = pages.read("papers/md_watermark")

@@ -62,6 +62,19 @@ def scaling() -> str:
     return table(titles, lines)
 
 
+def vits() -> str:
+    """Figure 4c-d: exponents of ViTs, and losses over dense's at equal FLOPs."""
+    result = read("papers/cbs_vit")
+    lines = []
+    for structure, power in result["exponents"].items():
+        found = select(result["rows"], structure=structure)
+        against = select(result["pairs"], pair=[structure, "dense"])
+        ratio = interval(against[0]["loss"], 2, exp) if against else "1"
+        widths = ", ".join(map(str, sorted(names(found, "width"))))
+        lines.append([structure, widths, interval(power, 3, same), ratio])
+    return table(["", "widths", "exponent", "loss / dense's at equal FLOPs"], lines)
+
+
 def features() -> str:
     """Figure 2a: mean RMS change of the last features by a step, geometric mean over the seeds."""
     rows = read("papers/cbs_features")["rows"]
@@ -430,6 +443,7 @@ def ffn() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "scaling": scaling,
+    "ViTs": vits,
     "features": features,
     "untuned": untuned,
     "tuning": tuning,

@@ -17,7 +17,9 @@ from benchmarks.papers import (
     cbs_scaling,
     cbs_sgd,
     cbs_tuning,
+    cbs_vit,
     tasks,
+    vision,
 )
 from benchmarks.runs import parser, resume
 from structlin import BTT, Dense, StructuredLinear
@@ -296,6 +298,38 @@ def test_runs_that_a_result_of_the_same_setting_has_are_not_made_again(tmp_path)
     assert made == [1, 3, 2]
     resumed([1], 20)  # another setting
     assert made == [1, 3, 2, 1]
+
+
+# ---- ViTs ----------------------------------------------------------------------------------------
+
+
+def vit_rows(exponents):
+    return [
+        row
+        for structure in cbs_vit.STRUCTURES
+        for row in power_law(structure, exponents.get(structure, 0.2), noise=0.1)
+    ]
+
+
+def test_vits_are_compared_pair_by_pair():
+    found = cbs_vit.compare(vit_rows({"BTT r=1": 0.3, "Kronecker": 0.1}))
+    assert found["exponents"]["BTT r=1"]["value"] == pytest.approx(0.3)
+    pairs = {tuple(row["pair"]): row for row in found["pairs"]}
+    assert len(pairs) == 10
+    assert pairs["BTT r=1", "dense"]["steeper"]["value"] == pytest.approx(0.1)
+    assert pairs["Kronecker", "dense"]["steeper"]["value"] == pytest.approx(-0.1)
+    middle = math.log(1000 * 64)  # of the FLOPs, in logarithms
+    assert pairs["Kronecker", "dense"]["loss"]["value"] == pytest.approx(0.1 * middle)
+
+
+@pytest.mark.parametrize("structure", cbs_vit.NEW)
+def test_all_layers_of_a_vits_blocks_are_structured_and_the_last_cores_start_at_zero(structure):
+    model = cbs_vit.build(64, structure)
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, StructuredLinear)}
+    assert len(layers) == 6 * vision.DEPTH
+    assert all(name.startswith("blocks.") for name in layers)
+    zero = {name for name, layer in layers.items() if not layer.cores[-1].any()}
+    assert zero == {name for name in layers if name.endswith(("c_proj", "query"))}
 
 
 def test_the_bounds_are_those_of_the_paper():

@@ -13,6 +13,7 @@ from benchmarks.papers import (
     cbs_features,
     cbs_scaling,
     cbs_untuned,
+    cbs_vit,
     intervals,
     md_alignment,
     mn_mass_gpt,
@@ -205,6 +206,33 @@ def test_alignment_and_movement_are_judged_by_the_powers_of_the_width(
     ]
     result = {"estimates": md_alignment.estimates(rows)}
     assert found_by(monkeypatch, verdicts.aligned, md_alignment=result) == expected
+
+
+def power_vits(powers, noise, scales):
+    """Of each structure 0.2 or its power, with the `noise` where it has one."""
+    rows = [
+        row
+        for name in cbs_vit.STRUCTURES
+        for row in power_rows(
+            name, powers.get(name, 0.2), noise if name in powers else NOISE, scales.get(name, 1.0)
+        )
+    ]
+    return {"rows": rows, **cbs_vit.compare(rows)}
+
+
+@pytest.mark.parametrize(
+    ("btt", "sharing", "monarch", "scales", "expected"),
+    [(0.3, 0.1, 0.19, (1.0, 0.9), "yes"), (0.1, 0.3, 0.25, (3.0, 2.0), "**no**")],
+)
+def test_vits_scale_by_their_intervals(monkeypatch, btt, sharing, monarch, scales, expected):
+    powers = {"BTT r=1": btt, "Monarch b=4": monarch} | dict.fromkeys(verdicts.VIT_SHARED, sharing)
+    result = power_vits(powers, NOISE, dict(zip(("BTT r=1", "Monarch b=4"), scales, strict=True)))
+    assert found_by(monkeypatch, verdicts.vits, cbs_vit=result) == [expected] * 5
+
+
+def test_vits_whose_seeds_disagree_leave_the_best_structure_undecided(monkeypatch):
+    result = power_vits({"BTT r=1": 0.2}, WIDE, {})
+    assert found_by(monkeypatch, verdicts.vits, cbs_vit=result)[:2] == ["undecided"] * 2
 
 
 # ---- figure 9 ------------------------------------------------------------------------------------
