@@ -20,6 +20,7 @@ from ._families import (
 )
 from ._kernels.engine import show_config
 from ._linear import StructuredLinear
+from ._mixture import Mixture, balance_loss
 from ._product import apply, to_dense
 from ._projection import project, relative_error
 from ._recipe import Recipe, recipe
@@ -42,6 +43,7 @@ __all__ = [
     "Family",
     "Kronecker",
     "LowRank",
+    "Mixture",
     "Monarch",
     "Plan",
     "Recipe",
@@ -51,6 +53,7 @@ __all__ = [
     "Summary",
     "Widened",
     "apply",
+    "balance_loss",
     "convert",
     "cost",
     "distill",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ._files import read_file, write_file
 from ._linear import StructuredLinear, uninitialised
+from ._mixture import Mixture
 from ._model.survey import Layer, is_conv1d, linear_layers, swap
 from ._state import ENTRY
 from ._structure import Structure
@@ -115,10 +116,17 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
             "sigma": module.stds,
             "conv1d": module.conv1d,
             "mode": module.mode,
+            **_describe_routing(module),
         }
         for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, StructuredLinear)
     }
+
+
+def _describe_routing(layer: StructuredLinear) -> dict[str, int]:
+    if not isinstance(layer, Mixture):
+        return {}
+    return {"experts": layer.experts, "active": layer.active}
 
 
 def restructure(model: nn.Module, modules: Mapping[str, Mapping[str, Any]]) -> list[Replacement]:
@@ -179,7 +187,8 @@ def _build_layer(layer: Layer, data: Mapping[str, Any]) -> StructuredLinear | No
         raise ValueError("an nn.Linear in one, a Conv1D in the other")
     weight = old.weight
     assert isinstance(weight, Tensor)
-    new = uninitialised(
+    new = _make_empty(
+        data,
         *widths,
         Structure.from_dict(data["structure"]),
         bias=False,
@@ -204,6 +213,15 @@ def _build_layer(layer: Layer, data: Mapping[str, Any]) -> StructuredLinear | No
     new.requires_grad_(weight.requires_grad)
     new.bias = bias
     return new.train(old.training)
+
+
+def _make_empty(data: Mapping[str, Any], *args: Any, **options: Any) -> StructuredLinear:
+    """A layer of the kind that `data` describes, without values."""
+    if "experts" not in data:
+        return uninitialised(*args, **options)
+    options |= {"experts": data["experts"], "active": data["active"]}
+    mixture: Mixture = nn.utils.skip_init(Mixture, *args, **options)  # type: ignore[no-untyped-call]
+    return mixture
 
 
 def _check_same(old: StructuredLinear, new: StructuredLinear, label: str) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ._families import DEFAULT, Family, label
 from ._linear import StructuredLinear, uninitialised
+from ._mixture import Mixture
 from ._model.decide import Decision, Spec, decide
 from ._model.select import Patterns
 from ._model.survey import (
@@ -353,7 +354,7 @@ def merge(model: nn.Module, *, tokens: int) -> nn.Module:
     Each layer is timed against the dense one that it would become, on random input of that many
     tokens; layers that are faster stay structured, the others become what `to_dense_` makes of
     them, under the same names in `state_dict`. Layers that are alike are timed once. Each process
-    measures for itself.
+    measures for itself. A `Mixture` stays.
 
     Args:
         tokens: of one call, over all leading dimensions: batch size times sequence length, or the
@@ -375,7 +376,8 @@ def merge(model: nn.Module, *, tokens: int) -> nn.Module:
     """
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
         raise ValueError(f"tokens={tokens!r} must be a positive integer: the tokens of one call")
-    layers = _find_structured(model)
+    structured = _find_structured(model).items()
+    layers = {x: names for x, names in structured if not isinstance(x, Mixture)}
     slower: dict[tuple[object, ...], bool] = {}
     for layer, names in layers.items():
         if _is_sharded(layer) or layer.cores[0].is_meta:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ._kernels import op
 from ._linear import StructuredLinear
+from ._mixture import Mixture
 from ._model.parameters import parameters_of
 from ._model.survey import Layer, build_dense_layer, linear_layers, widths
 from ._timing import time_in_turn
@@ -233,8 +234,10 @@ def _describe(layer: Layer, tokens: int | None) -> Row:
     if not isinstance(module, StructuredLinear):
         return Row(name, 1, *shape, "dense", params, 2 * params, shape[0], (0, 0), "")
     way = "" if tokens is None else module.way(tokens)
-    structure = module.structure
-    counts = structure.params, structure.flops, _count_saved(module)
+    structure, experts, active = module.structure, 1, 1
+    if isinstance(module, Mixture):  # whose router is a layer of its own
+        experts, active = module.experts, module.active
+    counts = experts * structure.params, active * structure.flops, active * _count_saved(module)
     return Row(name, 1, *shape, module.label, *counts, module.padding, way)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from .._linear import StructuredLinear
+from .._mixture import Mixture
 from .atoms import Conv2D, Embed, Linear
 from .bonds import BONDS, FunctionalAttention
 from .masses import masses as masses_of
@@ -177,7 +178,9 @@ def _atom(name: str, layer: nn.Module, mass: float) -> Atom:
         twin.__dict__ = dict(layer.__dict__)  # the layers are the same, its mass is its own
         return twin
     why = ""
-    if isinstance(layer, StructuredLinear):
+    if isinstance(layer, Mixture):
+        why = "a router"
+    elif isinstance(layer, StructuredLinear):
         why = "gains (weight_norm=True)" if layer.gains is not None else ""
     elif layer._parameters.get("weight") is None:
         why = "a weight that is no parameter of its own"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from .._linear import StructuredLinear
+from .._mixture import Mixture
 from .._model.parameters import Weight, weights_of
 from .._product import apply
 from ..duality import promote
@@ -42,9 +43,11 @@ class Operator:
     def multiply(self, weights: Sequence[Tensor], x: Tensor) -> Tensor:
         """`(vectors, *shape)` -> `(vectors, *shape of the output)`. Nothing dense is formed."""
         module = self.module
+        if isinstance(module, Mixture):  # (vectors, experts, in): the norm is the largest of them
+            parts = zip(module.split(list(weights)), x.unbind(1), strict=True)
+            return torch.stack([_multiply_by_cores(module, *part) for part in parts], 1)
         if isinstance(module, StructuredLinear):
-            padded = F.pad(x, (0, module.padding[0]))  # (vectors, structure.in_features)
-            return apply(module.structure, weights, padded)[..., : module.out_features]
+            return _multiply_by_cores(module, weights, x)
         if isinstance(module, _ConvNd):
             return module._conv_forward(x, weights[0], None)
         return x @ weights[0] if self.weight.transposed else F.linear(x, weights[0])
@@ -74,6 +77,11 @@ class Operator:
             return rms_norm(linear, self.shape, start, like=now[0])
 
 
+def _multiply_by_cores(layer: StructuredLinear, cores: Sequence[Tensor], x: Tensor) -> Tensor:
+    padded = F.pad(x, (0, layer.padding[0]))  # (vectors, structure.in_features)
+    return apply(layer.structure, cores, padded)[..., : layer.out_features]
+
+
 def operators(model: nn.Module, inputs: Mapping[str, torch.Size]) -> dict[str, Operator]:
     """The linear maps of the layers of `model`, by name; `inputs` are the shapes that they saw."""
     found = {}
@@ -96,7 +104,8 @@ def _input_shape(
 ) -> tuple[int, ...] | None:
     """Of one input of a layer; None where it is not known or there is no linear map."""
     if isinstance(module, StructuredLinear):
-        return (module.in_features,) if weight.kind == "matrix" else None
+        experts = (module.experts,) if isinstance(module, Mixture) else ()
+        return (*experts, module.in_features) if weight.kind == "matrix" else None
     if isinstance(module, _ConvNd):
         if seen is None or weight.transposed:
             return None

@@ -1,0 +1,208 @@
+"""A mixture of structured experts in the place of one linear layer, routed token by token.
+
+Source: Potapczynski et al. 2024, "Searching for Efficient Linear Layers over a Continuous Space of
+Structured Matrices" (arXiv:2410.02117), its BTT-MoE, and its code (AndPotap/einsum-search).
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+
+from . import _product
+from ._families import DEFAULT, Family, label
+from ._linear import StructuredLinear
+from ._structure import Core, Structure
+from ._widths import require_positive
+from .scaling import init_std
+
+Z_LOSS = 0.1  # weight of the logits' size in `Mixture.balance`, as in the paper's code
+
+
+class Router(nn.Linear):
+    """Logits of the experts, without bias; starts by `init_std` of a core of its shape."""
+
+    def reset_parameters(self) -> None:
+        core = Core(1, self.out_features, self.in_features, 1, (), (), (), ())
+        nn.init.normal_(self.weight, 0, init_std(core))
+
+
+class Mixture(StructuredLinear):
+    """`y = sum_e w_e(x) W_e x + b`: for each token the `active` experts with the largest logits.
+
+    The weights are the softmax of these experts' logits, `router(x)`, in float32; they add up to 1.
+    With BTT of rank 1 as experts this is BTT-MoE, meant for every linear layer of a model. An
+    expert is an entry more of each core's batch axis: what a core's integers give, its initial
+    scale, its learning rate and its duality map, is that of the single structure. All experts share
+    the bias and, with weight normalisation, the gains and the norm of each core.
+
+    The router has the rate of a dense layer of its shape (`param_groups`: lr, Muon: a step of norm
+    lr). It starts with small random weights, as a core of its shape does; zeros, which the paper's
+    code has, would send all tokens to the same experts until they differ.
+
+    Experts are called one after the other, each for its tokens: no token is dropped, and a token
+    costs the FLOPs of `active` experts and of the router. How many tokens an expert has is known
+    only at run time: torch.compile leaves a mixture as it is, compiles the rest of the model, and
+    refuses fullgraph=True.
+
+    Args:
+        in_features, out_features, structure, bias, weight_norm, init, zero_init: as of
+            `StructuredLinear`; `structure` is that of one expert.
+        experts: number of experts.
+        active: of a token: 2 to `experts`, or 1 of 1, which is the structured layer itself.
+
+    Attributes:
+        cores: one parameter `(experts * batch, fan_out, fan_in)` per core, expert by expert.
+        structure: that of one expert.
+        router: nn.Linear, in_features -> experts.
+        balance: of the last forward pass in training mode: what to keep small so that all experts
+            get tokens, see `balance_loss`; None before.
+
+    Raises:
+        ValueError: `experts` below 1; `active` above `experts`, or 1 of several: its weight would
+            always be 1, and the router would learn nothing from the loss; what `StructuredLinear`
+            raises. Asked for one matrix (`to_dense`, `from_dense_`), which a mixture does not have.
+
+    >>> from structlin import BTT
+    >>> layer = Mixture(768, 3072, BTT(rank=1), experts=8, active=2)
+    >>> layer(torch.randn(4, 10, 768)).shape, [tuple(core.shape) for core in layer.cores]
+    (torch.Size([4, 10, 3072]), [(192, 48, 32), (384, 64, 24)])
+    """
+
+    balance: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        structure: Family | Structure = DEFAULT,
+        bias: bool = True,
+        *,
+        experts: int = 8,
+        active: int = 2,
+        weight_norm: bool = False,
+        init: str = "mup",
+        zero_init: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _check_numbers(experts, active)
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        start: dict[str, Any] = {"weight_norm": weight_norm, "init": init, "zero_init": zero_init}
+        super().__init__(in_features, out_features, structure, bias, **start, **options)
+        self.experts, self.active, self.balance = experts, active, None
+        self.label = f"{active} of {experts} {label(structure)}"
+        for n, core in enumerate(self.cores):
+            self.cores[n] = nn.Parameter(core.detach().repeat(experts, 1, 1))
+        self.reset_parameters()
+        self.router = Router(in_features, experts, bias=False, **options)
+
+    @_disable_dynamo  # torch.compiler.disable would load the compiler now
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The experts' products, weighted, and a bias `(out_features,)`."""
+        cores = self.split(self.effective_cores())
+        _product.check_input(x, self.in_features, cores[0][0])
+        tokens = x.reshape(-1, self.in_features)
+        weights, chosen = self.route(tokens)  # (tokens, active)
+        order = chosen.flatten().argsort(stable=True)  # expert by expert
+        rows = tokens.index_select(0, order // self.active)
+        parts = torch.split(rows, self._count(chosen))
+        program = self.structure.program.fit(self.in_features, self.out_features)
+        made = [
+            _product.run(self.structure, own, part, mode=self.mode, program=program)
+            for own, part in zip(cores, parts, strict=True)
+        ]
+        y = torch.cat(made).index_select(0, order.argsort()).view(*chosen.shape, self.out_features)
+        y = (y * weights.to(y.dtype)[..., None]).sum(1)  # (tokens, active, out) -> (tokens, out)
+        y = y if bias is None else y + bias.to(y.dtype)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Of tokens `(tokens, in_features)` the weights of the active experts, and their numbers:
+        `(tokens, active)` each, the largest weight first."""
+        logits = self.router(x)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        largest, chosen = logits.topk(self.active, dim=-1)
+        if self.training and len(x):
+            share = self._loads(chosen) / chosen.numel()  # (experts,)
+            probabilities = logits.softmax(-1).mean(0)  # (experts,)
+            size = logits.logsumexp(-1).square().mean()
+            self.balance = self.experts * (probabilities * share).sum() + Z_LOSS * size
+        return largest.softmax(-1), chosen
+
+    def split(self, cores: list[Tensor]) -> list[tuple[Tensor, ...]]:
+        """The cores of each expert."""
+        return list(zip(*(core.chunk(self.experts) for core in cores), strict=True))
+
+    def _loads(self, chosen: Tensor) -> Tensor:
+        numbers = torch.arange(self.experts, device=chosen.device)
+        return (chosen.flatten()[:, None] == numbers).sum(0)  # (experts,)
+
+    def _count(self, chosen: Tensor) -> list[int]:
+        """Tokens of each expert."""
+        if not chosen.is_meta:
+            loads: list[int] = self._loads(chosen).tolist()
+            return loads
+        ends = [chosen.numel() * n // self.experts for n in range(self.experts + 1)]
+        return [end - start for start, end in pairwise(ends)]
+
+    def way(self, tokens: int) -> str:
+        """As of one expert, for its share of so many tokens."""
+        return super().way(tokens * self.active // self.experts)
+
+    def to_dense(self) -> Tensor:
+        raise ValueError(
+            f"a mixture of {self.experts} experts has no one matrix: each token has its own experts"
+        )
+
+    def from_dense_(self, weight: Tensor, bias: Tensor | None = None) -> StructuredLinear:
+        raise ValueError(
+            f"a mixture of {self.experts} experts has no one matrix: it can not take one"
+        )
+
+    @property
+    def text(self) -> str:
+        return f"{self.active} of {self.experts} experts, {super().text}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "balance": None}  # part of a graph, which can not be copied
+
+
+def balance_loss(model: nn.Module) -> Tensor:
+    """Mean of `balance` over the mixtures of `model`, to be added to the loss, times 0.01 say.
+
+    Of one mixture it is experts * sum_e p_e f_e + 0.1 * mean(logsumexp(logits)^2): f_e is the share
+    of the assignments that expert e got in the last forward pass, p_e its mean softmax probability.
+    Where all experts get as many tokens the first term is 1.
+
+    Raises:
+        ValueError: no mixture in the model, or one that made no forward pass in training mode.
+    Source: Fedus et al. 2021 (arXiv:2101.03961); 0.01 and 0.1 as in the code of arXiv:2410.02117.
+
+    >>> model = nn.Sequential(Mixture(64, 64))
+    >>> _ = model(torch.randn(100, 64))
+    >>> bool(balance_loss(model) > 1)
+    True
+    """
+    mixtures = [module for module in model.modules() if isinstance(module, Mixture)]
+    losses = [mixture.balance for mixture in mixtures if mixture.balance is not None]
+    if not losses or len(losses) < len(mixtures):
+        raise ValueError(
+            f"model={type(model).__name__}: of its {len(mixtures)} mixtures {len(losses)} made a "
+            "forward pass in training mode; call model.train() and the model first"
+        )
+    return torch.stack(losses).mean()
+
+
+def _check_numbers(experts: int, active: int) -> None:
+    require_positive("experts", experts)
+    require_positive("active", active)
+    if active > experts:
+        raise ValueError(f"active={active} is more than there are experts={experts}")
+    if active == 1 < experts:
+        raise ValueError(
+            f"active=1 of experts={experts}: the weight of one expert is always 1, and the router "
+            "would learn nothing from the loss; take active=2"
+        )
