@@ -24,7 +24,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon
 
-from benchmarks import layer, lr_transfer, model, time_to_loss, transfer
+from benchmarks import layer, lr_transfer, model, parts, time_to_loss, transfer
 from benchmarks import minilm as minilm_run
 from benchmarks import polar as polar_run
 from benchmarks.papers import tables as papers
@@ -244,6 +244,8 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "bfloat16": lambda: layer.markdown(read("layer"), "bfloat16"),
         "few tokens": lambda: layer.few_tokens(read("layer")),
         "models": lambda: model.markdown(read("model")),
+        "parts": lambda: parts.show_shares(read("parts")),
+        "remedies": lambda: parts.show_remedies(read("parts")),
     },
     "docs/optimizers.md": {
         "learning rates": lambda: lr_transfer.markdown(read("lr_transfer")),

@@ -220,6 +220,16 @@ def test_the_share_of_denses_flop_rate_is_the_speed_times_the_share_of_its_flops
     assert len(table) == 2 + 5
 
 
+def test_what_is_said_of_the_parts_of_a_step_is_what_the_kept_result_has():
+    result, text = pages.read("parts"), page_text("speed.md")
+    part = pages.parts.parts_of_whole(result["shares"]["rows"])
+    linear, head = (100 * (1 - part[name]) for name in ("linear layers (BTT r=1)", "head and loss"))
+    assert f"take {linear:.0f} % of it, the head and the loss {head:.0f} %" in text
+    speed = pages.parts.parts_of_whole(result["remedies"]["rows"])
+    slower = [name for name, part in speed.items() if part > 1]
+    assert slower == list(speed)[-3:]
+
+
 def test_what_is_said_of_other_packages_is_what_the_kept_result_has():
     rows = pages.read("peers")["rows"]
     rows = [

@@ -1,0 +1,305 @@
+"""What is left of a training step of GPT-2 small when its linear layers are BTT, and what helps?
+
+    python -m benchmarks.parts --only shares      # which part takes how much, results/parts.json
+    python -m benchmarks.parts --only remedies    # what changes that; the other rows stay
+    python -m benchmarks.parts --smoke            # seconds
+
+A part is taken out of the model (a norm or GELU becomes the identity, attention returns its values,
+a linear layer the first feature, embeddings a constant, the head and the loss the mean square of
+the features; no step of the optimizer): the share is one minus the time of the step without it over
+the time with it. Shares of parts that overlap, as those of the head and of the embedding that it is
+tied to, need not add up to one. A remedy changes how a part is computed. All steps take turns in
+one process, on the same parameters, and the fast fifth of all rounds counts (the 20th percentile),
+since other programs only ever lengthen a step. The same command again adds its rounds to those in
+--out.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import structlin
+from benchmarks import timing
+from benchmarks.model import TOKENS, Absent
+from benchmarks.record import RESULTS, environment, save_json, table
+
+SIZES = {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
+SMOKE = {"n_embd": 64, "n_layer": 1, "n_head": 1, "vocab_size": 96}
+BATCH, CONTEXT = 2, 256
+CHUNK = 128  # tokens
+HEAD = structlin.BTT(rank=8)
+FULL = "all of it"
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Cross-entropy of a head, chunk by chunk of tokens: no matrix of all logits, and gradients at
+    once."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        loss, dhidden, dweight = hidden.new_zeros(()), [], torch.zeros_like(weight)
+        for h, label in zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True):
+            logits = h @ weight.mT  # (chunk, vocabulary)
+            total = logits.logsumexp(-1, keepdim=True)
+            loss += (total.squeeze(1) - logits.gather(1, label[:, None]).squeeze(1)).sum()
+            error = logits.sub_(total).exp_()
+            error[torch.arange(len(h)), label] -= 1
+            error /= len(hidden)
+            dhidden.append(error @ weight)
+            dweight.addmm_(error.mT, h)
+        ctx.save_for_backward(torch.cat(dhidden), dweight)
+        return loss / len(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor, None]:
+        dhidden, dweight = ctx.saved_tensors
+        return scale * dhidden, dweight.mul_(scale), None
+
+
+class Constant(nn.Module):
+    """An embedding that looks nothing up."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.register_buffer("vector", torch.randn(features))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.vector.expand(*tokens.shape, -1)
+
+
+class Step:
+    """A training step of a GPT-2 whose linear layers are BTT, and what may be changed in it."""
+
+    def __init__(self, sizes: dict[str, int], batch: int, context: int) -> None:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        torch.manual_seed(0)
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        config = GPT2Config(**sizes, **dropout, use_cache=False, **TOKENS)
+        self.model = structlin.convert(GPT2LMHeadModel(config), structlin.BTT(rank=1)).train()
+        self.ids = torch.randint(sizes["vocab_size"], (batch, context))
+        self.labels = self.ids.roll(-1, 1).flatten()
+        self.new_head = structlin.StructuredLinear(
+            sizes["n_embd"], sizes["vocab_size"], HEAD, bias=False
+        )
+        self.loss = self.plain_loss
+        self.optimizer: torch.optim.Optimizer | None = self.make_optimizer(fused=True)
+
+    def make_optimizer(self, **options: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(structlin.param_groups(self.model, 1e-5), **options)
+
+    def plain_loss(self, hidden: Tensor) -> Tensor:
+        return F.cross_entropy(self.model.lm_head(hidden), self.labels)
+
+    def chunked_loss(self, hidden: Tensor) -> Tensor:
+        loss: Tensor = ChunkedLoss.apply(hidden, self.model.lm_head.weight, self.labels)
+        return loss
+
+    def structured_loss(self, hidden: Tensor) -> Tensor:
+        return F.cross_entropy(self.new_head(hidden), self.labels)
+
+    def __call__(self) -> Tensor:
+        self.model.zero_grad()
+        self.new_head.zero_grad()
+        hidden = self.model.transformer(input_ids=self.ids).last_hidden_state.flatten(0, 1)
+        loss = self.loss(hidden)
+        loss.backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        return loss.detach()
+
+
+# ---- what is changed -----------------------------------------------------------------------------
+
+
+@contextmanager
+def replaced(
+    step: Step, kinds: tuple[type[nn.Module], ...], make: Callable[[nn.Module], nn.Module]
+) -> Iterator[None]:
+    """All modules of the body that are of these kinds, replaced by what `make` makes of them."""
+    body = step.model.transformer
+    old = {name: module for name, module in body.named_modules() if isinstance(module, kinds)}
+    for name, module in old.items():
+        body.set_submodule(name, make(module))
+    yield
+    for name, module in old.items():
+        body.set_submodule(name, module)
+
+
+@contextmanager
+def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    yield
+    setattr(owner, name, before)
+
+
+@contextmanager
+def both(*changes: Any) -> Iterator[None]:
+    first, second = changes
+    with first, second:
+        yield
+
+
+def return_values(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
+) -> tuple[Tensor, None]:
+    return value.transpose(1, 2), None  # (batch, tokens, heads, features)
+
+
+def activations(step: Step) -> tuple[type[nn.Module], ...]:
+    return (type(step.model.transformer.h[0].mlp.act),)
+
+
+def attention_by(step: Step, name: str) -> Any:
+    return attribute(step.model.config, "_attn_implementation", name)
+
+
+def shares(step: Step) -> dict[str, Callable[[], Any]]:
+    """Part -> a step without it."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("values", return_values)
+    width = step.model.config.n_embd
+    linear = (structlin.StructuredLinear,)
+    identity = lambda module: nn.Identity()  # noqa: E731
+    return {
+        "head and loss": lambda: attribute(step, "loss", lambda hidden: hidden.square().mean()),
+        "optimizer (AdamW, fused)": lambda: attribute(step, "optimizer", None),
+        "linear layers (BTT r=1)": lambda: replaced(
+            step, linear, lambda module: Absent(module.out_features)
+        ),
+        "embeddings": lambda: replaced(step, (nn.Embedding,), lambda module: Constant(width)),
+        "GELU": lambda: replaced(step, activations(step), identity),
+        "attention": lambda: attention_by(step, "values"),
+        "norms": lambda: replaced(step, (nn.LayerNorm,), identity),
+    }
+
+
+def remedies(step: Step) -> dict[str, Callable[[], Any]]:
+    """Remedy -> a step with it; `before` of a name says that it is worse, for comparison."""
+    gelu = lambda: replaced(step, activations(step), lambda module: nn.GELU("tanh"))  # noqa: E731
+    chunks = lambda: attribute(step, "loss", step.chunked_loss)  # noqa: E731
+    foreach, loop = (step.make_optimizer(foreach=each) for each in (True, False))
+    return {
+        "GELU as one operation": gelu,
+        f"head and loss in chunks of {CHUNK} tokens": chunks,
+        "both": lambda: both(gelu(), chunks()),
+        f"head {HEAD.label}, not tied": lambda: attribute(step, "loss", step.structured_loss),
+        "AdamW, foreach in place of fused": lambda: attribute(step, "optimizer", foreach),
+        "AdamW, one by one in place of fused": lambda: attribute(step, "optimizer", loop),
+        "attention as separate operations": lambda: attention_by(step, "eager"),
+    }
+
+
+# ---- measuring and showing -----------------------------------------------------------------------
+
+
+def run_changed(step: Step, change: Callable[[], Any]) -> None:
+    with change():
+        step()
+
+
+def measure(
+    step: Step, changes: dict[str, Callable[[], Any]], seconds: float
+) -> list[dict[str, Any]]:
+    """A row for each change: the time of its step over that of the whole one, round by round."""
+    works: dict[str, Callable[[], Any]] = {FULL: step}
+    works |= {name: partial(run_changed, step, change) for name, change in changes.items()}
+    works[f"{FULL}, last"] = step
+    for work in works.values():
+        work()  # memory, state of optimizers
+    until = time.perf_counter() + seconds
+    clock = partial(timing.wall, device="cpu")
+    times = timing.interleaved(works, clock, rounds=(2, 15), until=until)
+    times[FULL] += times.pop(f"{FULL}, last")
+    return [
+        {"name": name, "ms": [round(1e3 * sample, 1) for sample in samples]}
+        for name, samples in times.items()
+    ]
+
+
+def add_rounds(rows: list[dict[str, Any]], kept: list[dict[str, Any]]) -> None:
+    """Put the rounds of an earlier result before those of `rows`, if it has the same steps."""
+    if [row["name"] for row in rows] == [row["name"] for row in kept]:
+        for row, earlier in zip(rows, kept, strict=True):
+            row["ms"] = earlier["ms"] + row["ms"]
+
+
+def parts_of_whole(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The 20th percentile of each step over that of the whole one.
+
+    >>> parts_of_whole([{"name": "all of it", "ms": [9, 4]}, {"name": "norms", "ms": [4, 4]}])
+    {'all of it': 1.0, 'norms': 0.8}
+    """
+    fast = {row["name"]: timing.spread(row["ms"])["p20"] for row in rows}
+    return {name: ms / fast[FULL] for name, ms in fast.items()}
+
+
+def show_shares(result: dict[str, Any]) -> str:
+    """The table of docs/speed.md."""
+    found = parts_of_whole(result["shares"]["rows"])
+    cells = [[name, f"{100 * (1 - part):.0f} %"] for name, part in found.items() if name != FULL]
+    return table(["part", "share of the step"], cells)
+
+
+def show_remedies(result: dict[str, Any]) -> str:
+    """The table of docs/speed.md."""
+    found = parts_of_whole(result["remedies"]["rows"])
+    cells = [[name, f"{1 / part:.2f}x"] for name, part in found.items() if name != FULL]
+    return table(["", "speed of the step"], cells)
+
+
+def show(title: str, rows: Sequence[dict[str, Any]], console: Console) -> None:
+    shown = Table(title=f"{title}, 20th percentile (median) of {len(rows[-1]['ms'])} rounds")
+    for name in ("step", "ms", "(median)", "of the whole step"):
+        shown.add_column(name, justify="left" if name == "step" else "right")
+    found = parts_of_whole(rows)
+    for row in rows:
+        fast, middle = timing.spread(row["ms"])["p20"], median(row["ms"])
+        shown.add_row(row["name"], f"{fast:.1f}", f"({middle:.1f})", f"{found[row['name']]:.2f}")
+    console.print(shown)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    pieces = {"shares": shares, "remedies": remedies}
+    parser.add_argument("--only", choices=pieces, help="measure this alone (default: both)")
+    parser.add_argument("--seconds", type=float, default=30, help="of rounds, for each of both")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON")
+    parser.add_argument("--smoke", action="store_true", help="tiny; kept only if --out is given")
+    options = parser.parse_args(argv)
+    sizes, batch, context = (SMOKE, 1, 16) if options.smoke else (SIZES, BATCH, CONTEXT)
+    seconds = 0.0 if options.smoke else options.seconds
+    step, path = Step(sizes, batch, context), options.out / "parts.json"
+    setting = {"sizes": sizes, "batch": batch, "context": context}
+    result = {"setting": setting | {"threads": torch.get_num_threads()}}
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    if kept.get("setting") == result["setting"]:
+        result |= {name: kept[name] for name in pieces if name in kept}
+    for name in [options.only] if options.only else pieces:
+        rows = measure(step, pieces[name](step), seconds)
+        add_rounds(rows, result.get(name, {}).get("rows", []))
+        result[name] = {"rows": rows, "environment": environment()}
+        show(name, rows, Console(width=120))
+    if not options.smoke or options.out != RESULTS:
+        save_json(path, **result)
+    return result
+
+
+if __name__ == "__main__":
+    main()
