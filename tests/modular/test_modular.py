@@ -191,7 +191,7 @@ def test_muon_without_momentum_makes_the_steps_of_dualize(case):
     twin = copy.deepcopy(net)
     for module in (net, twin):
         backward(module, x)
-    Muon(net, lr=0.1, momentum=0.0, nesterov=False, masses=masses(net)).step()
+    Muon(net, lr=0.1, momentum=0.0, nesterov=False, masses=masses(net), method="ns").step()
     twin.descend_(0.1)
     before = values(twin)
     for name, value in values(net).items():
