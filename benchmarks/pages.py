@@ -24,7 +24,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon
 
-from benchmarks import layer, lr_transfer, model, parts, time_to_loss, transfer
+from benchmarks import layer, lr_transfer, model, parts, search, time_to_loss, transfer
 from benchmarks import minilm as minilm_run
 from benchmarks import polar as polar_run
 from benchmarks.papers import tables as papers
@@ -267,6 +267,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     | {
         f"{setup} {cost}": partial(factors, setup, cost)
         for setup, cost in product(time_to_loss.SETUPS, ("flops", "seconds"))
+    },
+    "docs/search.md": {
+        "effects": lambda: search.show_effects(read("search")),
+        "findings": lambda: search.show_findings(read("search")),
+        "standings digits": lambda: search.show_standings(read("search"), "digits"),
     },
     "docs/examples.md": {
         "main job continued": lambda: show_more(MAIN_JOB),

@@ -3,6 +3,7 @@
     python -m benchmarks.search                    # results/search.{json,png}
     python -m benchmarks.search --tasks teacher    # its runs alone; the first command goes on
     python -m benchmarks.search --times            # the timing alone; the first command goes on
+    python -m benchmarks.search --report digits    # one task alone, as it is kept
     python -m benchmarks.search --smoke            # seconds
 
 Structures are drawn by `structlin.search.sample`: a third from the whole space, a third without
@@ -67,6 +68,7 @@ FAMILIES: dict[str, structlin.Family] = {
     "Monarch b=4": structlin.Monarch(blocks=4),
 }
 CLASS = {"omega": 0.05, "psi": 0.95}  # hardly any sharing, full rank up to a small factor
+SHARING = 0.3
 FULL = (1.0, 1.0)
 NONE = (0.0, 0.0)
 
@@ -255,10 +257,13 @@ def show_findings(result: dict[str, Any]) -> str:
         best = {cost: summary[cost]["standings"][0]["structure"] for cost in COSTS}
         frontier = flops["frontier"]
         diverged = sum(row["loss"] is None for row in rows)
+        sharing = [row["omega"] >= SHARING for row in flops["standings"]]
         lines.append(
             f"{task}: the best at equal FLOPs is {best['flops']}, at equal seconds "
             f"{best['seconds']}; the frontier falls as FLOPs^-b with b = {interval(frontier['b'])} "
-            f"to {interval(frontier['c'])}; {diverged} of {len(rows)} runs diverged"
+            f"to {interval(frontier['c'])}; {diverged} of {len(rows)} runs diverged; "
+            f"{sum(sharing)} of {len(sharing)} structures have an omega of {SHARING} or more, on "
+            "which what is said of omega rests"
         )
     return "\n".join(f"- {line}." for line in lines)
 
@@ -302,6 +307,8 @@ def plot(result: dict[str, Any]) -> Figure:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     arguments = parser(__doc__, RESULTS)
     arguments.add_argument("--tasks", nargs="+", choices=list(STEPS), help="run these alone")
+    reported = "tasks of the result (default: all)"
+    arguments.add_argument("--report", nargs="+", choices=list(STEPS), help=reported)
     arguments.add_argument("--seeds", type=int, default=SEEDS)
     arguments.add_argument("--runs", type=Path, default=Path("out/search"), help="kept runs")
     arguments.add_argument("--times", action="store_true", help="measure steps alone")
@@ -325,11 +332,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             list(widths),
             options.timed,
         )
-        for task in steps
+        for task in options.report or steps
     }
     if options.times:
         return {task: measure() for task, measure in times.items()}
-    for task in options.tasks or steps:
+    for task in options.tasks or options.report or steps:
         found = run(
             partial(build, task),
             partial(train, task, steps[task], samples),
