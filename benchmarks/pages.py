@@ -24,7 +24,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon
 
-from benchmarks import layer, lr_transfer, model, parts, search, time_to_loss, transfer
+from benchmarks import (
+    layer,
+    lr_transfer,
+    model,
+    moe,
+    parts,
+    search,
+    self_guided,
+    time_to_loss,
+    transfer,
+)
 from benchmarks import minilm as minilm_run
 from benchmarks import polar as polar_run
 from benchmarks.papers import tables as papers
@@ -252,6 +262,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "tuned losses": tuned_losses,
         "feature changes": papers.features,
         "muon": muon,
+        "self guided": lambda: self_guided.markdown(read("self_guided")),
         "polar": polar,
     },
     "docs/transfer.md": {
@@ -277,6 +288,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "main job continued": lambda: show_more(MAIN_JOB),
         "GPT": lambda: show_seeds("train_gpt"),
     },
+    "docs/mixtures.md": {"mixtures": lambda: moe.markdown(read("moe"))},
     "docs/compress.md": {
         "small GPT": small_gpt,
         "sentence encoder": minilm,

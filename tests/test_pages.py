@@ -230,6 +230,39 @@ def test_what_is_said_of_the_parts_of_a_step_is_what_the_kept_result_has():
     assert slower == list(speed)[-3:]
 
 
+def test_what_is_said_of_self_guided_training_is_what_the_kept_result_has():
+    text, rows = page_text("optimizers.md"), pages.read("self_guided")["rows"]
+
+    def wins(structure, way, against):
+        losses = (pages.self_guided.losses_of(rows, structure, each) for each in (way, against))
+        return sum(ours < theirs for ours, theirs in zip(*losses, strict=True))
+
+    btt, low = pages.self_guided.STRUCTURES
+    always, drawn = "self-guided", "self-guided, at random"
+    counts = [wins(name, always, "plain") for name in (btt, low)]
+    assert "helps BTT in {} of 3 seeds and low-rank in {} of 3; at random".format(*counts) in text
+    counts = [wins(name, drawn, "plain") for name in (btt, low)]
+    assert "it helps BTT in {} of 3 and low-rank in {} of 3. For".format(*counts) in text
+    longer = "plain, equal FLOPs"
+    counts = [wins(btt, longer, way) + wins(low, longer, way) for way in (drawn, always)]
+    assert "plain layers end lower in {} of 6 runs, and in {} of 6 against".format(*counts) in text
+
+
+def test_what_is_said_of_mixtures_is_what_the_kept_result_has():
+    result, text = pages.read("moe"), page_text("mixtures.md")
+    rows = {row["kind"]: row for row in result["table"]}
+    mixture, dense = rows.pop("BTT-MoE, 2 of 8"), rows["dense"]
+    assert all(row["flops"] <= dense["flops"] for row in (mixture, *rows.values()))
+    assert all(max(mixture["losses"]) < min(row["losses"]) for row in rows.values())
+    lower = 100 * (1 - fmean(mixture["losses"]) / fmean(dense["losses"]))
+    assert f"The mixture ends {lower:.0f} % lower than dense" in text
+    assert f"with {mixture['params'] / dense['params']:.1f} times its parameters" in text
+    assert f"takes {mixture['step']['median']:.1f} times dense's milliseconds" in text
+    share = mixture["largest_share"]
+    assert f"the largest expert has {100 * share:.0f} % of the assignments" in text
+    assert f"{len(mixture['losses'])} seeds, {result['setting']['steps']} steps" in text
+
+
 def test_what_is_said_of_other_packages_is_what_the_kept_result_has():
     rows = pages.read("peers")["rows"]
     rows = [

@@ -1,0 +1,53 @@
+"""The mixtures' benchmark compares at equal FLOPs, and trains on the balance too."""
+
+import pytest
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
+
+pytest.importorskip("matplotlib")
+
+from benchmarks import moe
+from structlin import Mixture, StructuredLinear, balance_loss
+
+SMALL = {"width": 32, "depth": 1, "context": 16, "batch": 2, "heads": 1}
+
+
+@pytest.fixture
+def task(monkeypatch):
+    monkeypatch.setattr(moe, "SIZES", SMALL)
+    return moe.make_task(0, 2)
+
+
+def test_each_kind_has_the_largest_width_of_no_more_flops_than_dense(task):
+    budget = moe.count_flops(task, "dense", 32)
+    for name in ("BTT r=1", "BTT-MoE, 2 of 8"):
+        width = moe.find_width(task, name)
+        assert moe.count_flops(task, name, width) <= budget
+        assert all(
+            moe.count_flops(task, name, wider) > budget for wider in range(width + 32, 257, 32)
+        )
+
+
+def test_all_linear_layers_but_the_head_are_mixtures(task):
+    model = moe.build(task, "BTT-MoE, 2 of 8", 32)
+    assert sum(isinstance(module, Mixture) for module in model.modules()) == 4
+    assert type(model.lm_head) is nn.Linear
+    assert not any(type(module) is StructuredLinear for module in model.modules())
+    ends = [model.blocks[0].attn.c_proj, model.blocks[0].mlp.c_proj]
+    assert all(end.cores[-1].abs().max() == 0 for end in ends)
+
+
+def test_the_loss_has_the_balance_of_mixtures_and_of_nothing_else(task):
+    inputs, targets = task.batch(0)
+    for name, kind in moe.KINDS.items():
+        model = moe.build(task, name, 32).train()
+        loss = moe.loss_of(model, inputs, targets)
+        plain = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+        assert_close(loss, plain + 0.01 * balance_loss(model) if kind.experts else plain)
+
+
+def test_the_largest_share_is_that_of_the_assignments(task):
+    model = moe.build(task, "BTT-MoE, 2 of 8", 32)
+    assert 1 / 8 <= moe.measure_share(model, task) <= 1 / 2
+    assert moe.measure_share(moe.build(task, "dense", 32), task) is None
