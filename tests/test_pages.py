@@ -700,6 +700,21 @@ def test_what_is_said_of_the_vits_of_figure_4_is_what_the_kept_result_has():
     assert {row["lr"] for row in result["rows"]} == {result["setting"]["lr"]}
 
 
+def test_what_is_said_of_both_rules_beside_dense_attention_is_what_the_kept_result_has():
+    text, tuned = page_text("results.md"), pages.read("papers/cbs_ffn")["tuned"]
+    aware, naive = tuned["loss"]["aware"], tuned["loss"]["naive"]
+    assert "The naive rule, tuned, is ahead in loss for every seed, and in mean error;" in text
+    assert all(naive["logs"][seed] < aware["logs"][seed] for seed in aware["logs"])
+    means = {rule: fmean(found["logs"].values()) for rule, found in tuned["error"].items()}
+    assert means["naive"] < means["aware"]
+    assert "Its best rate is twice the aware rule's" in text
+    assert naive["lr"] == 2 * aware["lr"]
+    assert not naive["at end"]
+    assert not aware["at end"]
+    ratios = pages.read("papers/cbs_ffn")["aware / naive"]
+    assert all(found["low"] < 0 < found["high"] for found in ratios.values())
+
+
 def test_what_is_said_of_duality_is_what_the_kept_results_have():
     text = page_text("results.md")
     result = pages.read("papers/md_watermark")

@@ -75,6 +75,17 @@ def vits() -> str:
     return table(["", "widths", "exponent", "loss / dense's at equal FLOPs"], lines)
 
 
+def some_layers() -> str:
+    """Figure 3: each rule at its best rate."""
+    tuned, lines = read("papers/cbs_ffn")["tuned"], []
+    for rule in tuned["loss"]:
+        loss, error = (tuned[part][rule] for part in ("loss", "error"))
+        means = [exp(fmean(each["logs"].values())) for each in (loss, error)]
+        rates = [f"2^{log2(each['lr']):g}" for each in (loss, error)]
+        lines.append([rule, f"{means[0]:.3f}", rates[0], f"{100 * means[1]:.1f} %", rates[1]])
+    return table(["", "held-out loss", "at rate", "test error", "at rate"], lines)
+
+
 def features() -> str:
     """Figure 2a: mean RMS change of the last features by a step, geometric mean over the seeds."""
     rows = read("papers/cbs_features")["rows"]
@@ -444,6 +455,7 @@ def ffn() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "scaling": scaling,
     "ViTs": vits,
+    "some layers": some_layers,
     "features": features,
     "untuned": untuned,
     "tuning": tuning,

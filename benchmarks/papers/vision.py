@@ -35,7 +35,7 @@ class MixedDigits:
         self.images, self.labels = _fold(heldout)
 
     def batch(self, size: int) -> Batch:  # (size, inputs), (size, classes)
-        first, second = (self._draw(size) for _ in range(2))
+        first, second = (self.draw(size) for _ in range(2))
         share = self._beta(size)[:, None]
         return tuple(share * a + (1 - share) * b for a, b in zip(first, second, strict=True))
 
@@ -43,7 +43,7 @@ class MixedDigits:
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         return F.kl_div(logits.log_softmax(-1), targets, reduction="batchmean")
 
-    def _draw(self, size: int) -> Batch:
+    def draw(self, size: int) -> Batch:  # moved, not mixed
         chosen = torch.randint(len(self.images), (size,), generator=self.random)
         down, right = torch.randint(3, (2, size, 1), generator=self.random)
         y, x = (move + torch.arange(SIDE) for move in (down, right))

@@ -10,6 +10,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
 from benchmarks.papers import (
+    cbs_ffn,
     cbs_gpt,
     cbs_norm,
     cbs_projection,
@@ -330,6 +331,52 @@ def test_all_layers_of_a_vits_blocks_are_structured_and_the_last_cores_start_at_
     assert all(name.startswith("blocks.") for name in layers)
     zero = {name for name, layer in layers.items() if not layer.cores[-1].any()}
     assert zero == {name for name in layers if name.endswith(("c_proj", "query"))}
+
+
+def test_only_the_ffns_of_a_vit_are_structured():
+    layers = {
+        name
+        for name, module in cbs_ffn.build(64).named_modules()
+        if isinstance(module, StructuredLinear)
+    }
+    assert layers == {f"blocks.{n}.part.{name}" for n in (1, 3, 5) for name in ("c_fc", "c_proj")}
+
+
+def ffn_rows(aware, noise=(-0.01, 0.0, 0.01)):
+    """The naive rule is best at 2 and has loss and error 1, the others at 1 and have `aware`."""
+    return [
+        {"method": rule, "size": 64, "lr": lr, "seed": seed}
+        | dict.fromkeys(cbs_ffn.PARTS, (1.0 if rule == "naive" else aware * math.exp(noise[seed])))
+        for rule in cbs_ffn.STARTS
+        for lr in ([2.0] if rule == "naive" else [1.0])
+        for seed in range(3)
+    ] + [
+        {"method": "naive", "size": 64, "lr": 1.0, "seed": seed, "loss": 3.0, "error": None}
+        for seed in range(3)
+    ]
+
+
+def test_each_rule_is_compared_at_its_best_rate():
+    found = cbs_ffn.compare(ffn_rows(0.5))
+    assert found["tuned"]["loss"]["naive"]["lr"] == 2.0
+    assert found["tuned"]["error"]["naive"]["logs"] == {0: 0.0, 1: 0.0, 2: 0.0}
+    for ratio in found["aware / naive"].values():
+        assert ratio["value"] == pytest.approx(math.log(0.5))
+        assert ratio["low"] < ratio["value"] < ratio["high"]
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("aware", 8), ("naive", 1)])
+def test_the_rules_rates(monkeypatch, rule, factor):
+    """At width 64 the second layer of an FFN has cores that read 16 features of 256: the rule gives
+    them 8 times dense's rate."""
+    rates = []
+
+    def kept(optimizer, loss, steps, warmup):
+        rates.extend(group["lr"] for group in optimizer.param_groups for _ in group["params"])
+
+    monkeypatch.setattr(cbs_ffn.tasks, "descend", kept)
+    cbs_ffn.train((rule, 64, 1.0, 0), 1, 4)
+    assert max(rates) / min(rates) == pytest.approx(factor)
 
 
 def test_the_bounds_are_those_of_the_paper():

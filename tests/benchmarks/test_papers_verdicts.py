@@ -11,6 +11,7 @@ pytest.importorskip("sklearn")
 
 from benchmarks.papers import (
     cbs_features,
+    cbs_ffn,
     cbs_scaling,
     cbs_untuned,
     cbs_vit,
@@ -235,7 +236,25 @@ def test_vits_whose_seeds_disagree_leave_the_best_structure_undecided(monkeypatc
     assert found_by(monkeypatch, verdicts.vits, cbs_vit=result)[:2] == ["undecided"] * 2
 
 
-# ---- figure 9 ------------------------------------------------------------------------------------
+# ---- figures 3 and 9 -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gain", "noise", "expected"),
+    [(0.8, NOISE, "yes"), (1.2, NOISE, "**no**"), (1.0, WIDE, "undecided")],
+)
+def test_the_rule_helps_beside_dense_attention_by_its_intervals(monkeypatch, gain, noise, expected):
+    rows = [
+        {"method": rule, "size": 256, "lr": lr, "seed": seed}
+        | dict.fromkeys(
+            cbs_ffn.PARTS, lr * (gain * math.exp(noise[seed]) if rule == "aware" else 1)
+        )
+        for rule in ("aware", "naive")
+        for lr in (1.0, 2.0)
+        for seed in range(3)
+    ]
+    result = {"setting": {"width": 256, "steps": 400}, **cbs_ffn.compare(rows)}
+    assert found_by(monkeypatch, verdicts.some_layers, cbs_ffn=result) == [expected]
 
 
 @pytest.mark.parametrize(
