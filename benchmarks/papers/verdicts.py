@@ -154,8 +154,8 @@ def some_layers() -> list[tuple[str, ...]]:
     return [
         (
             "CBS 3",
-            '"Structure-aware learning rates improve performance even after tuning", in a ViT with BTT '
-            "in its FFNs and dense attention",
+            '"Structure-aware learning rates improve performance even after tuning", in a ViT with '
+            "BTT in its FFNs and dense attention",
             judge(*(below(found[part]) for part in cbs_ffn.PARTS)),
             f"the rule has {interval(found['loss'], 2, exp)} of the naive one's held-out loss and "
             f"{interval(found['error'], 2, exp)} of its test error, each at its best rate (width "
