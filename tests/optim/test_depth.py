@@ -217,6 +217,11 @@ def test_exponents_and_depths_out_of_range_are_refused(make, message):
     ("model", "depth", "message"),
     [
         (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Depth(base=2), "has no nn.ModuleList"),
+        (
+            convert(nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9)), BTT()),
+            Depth(base=2),
+            "has no nn.ModuleList",
+        ),
         (GPT(), Depth(), "the model has 2 blocks; how many had the one where lr was tuned"),
         (GPT(), Depth(base=2, blocks="g.*"), r"no module of GPT is named 'g\.\*'"),
         (GPT(), Depth(base=2, ends="*c_out"), r"ends: '\*c_out' matches no linear layer"),
