@@ -282,6 +282,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/search.md": {
         "effects": lambda: search.show_effects(read("search")),
         "findings": lambda: search.show_findings(read("search")),
+        "standings teacher": lambda: search.show_standings(read("search"), "teacher"),
         "standings digits": lambda: search.show_standings(read("search"), "digits"),
     },
     "docs/examples.md": {

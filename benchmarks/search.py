@@ -3,7 +3,7 @@
     python -m benchmarks.search                    # results/search.{json,png}
     python -m benchmarks.search --tasks teacher    # its runs alone; the first command goes on
     python -m benchmarks.search --times            # the timing alone; the first command goes on
-    python -m benchmarks.search --report digits    # one task alone, as it is kept
+    python -m benchmarks.search --report digits    # a result of one task alone
     python -m benchmarks.search --smoke            # seconds
 
 Structures are drawn by `structlin.search.sample`: a third from the whole space, a third without
