@@ -319,6 +319,17 @@ def kept_rate() -> str:
     return table(["", *METHODS], lines)
 
 
+def nanogpt() -> str:
+    """Figure 5: the best rates of plain Adam, the least losses, and what keeping a rate costs."""
+    lines = []
+    for setup, by_method in read("papers/mn_nanogpt")["transfer"].items():
+        found = by_method["Adam"]
+        cells = [f"{found['optima'][n]:+.1f}; {loss:.2f}" for n, loss in found["losses"].items()]
+        cost = interval(found["estimates"]["cost"], 2, exp)
+        lines.append([f"{setup} {', '.join(found['optima'])}", *cells, cost])
+    return table(["log2 of the best rate; least loss", "smallest", "largest", "cost"], lines)
+
+
 def contexts() -> str:
     """Figure 8: the best rate of normed Adam, and the least loss, by context."""
     found = read("papers/mn_context")["transfer"]["normed Adam"]
@@ -469,6 +480,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "alignment": alignment,
     "transfer": transfer,
     "kept rate": kept_rate,
+    "nanoGPT": nanogpt,
     "normed": normed,
     "contexts": contexts,
     "masses": masses,

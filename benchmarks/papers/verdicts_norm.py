@@ -28,6 +28,7 @@ def norm() -> list[Verdict]:
         *(transferred(network, figure) for network, figure in NETWORKS.items()),
         across_width(),
         *losses_over_sizes(),
+        *against_nanogpt(),
         *tuned_normed(),
         (
             "MN 3",
@@ -124,6 +125,41 @@ def losses_over_sizes() -> list[Verdict]:
             )
         )
     return found
+
+
+def against_nanogpt() -> list[Verdict]:
+    """Figure 5."""
+    result = read("papers/mn_nanogpt")
+    more, rows = result["comparisons"]["transfer"], result["comparisons"]["losses"]
+    moved = {
+        network: " and ".join(
+            interval(
+                result["transfer"][f"{network}, {axis}"]["Adam"]["estimates"]["moved"], 2, same
+            )
+            for axis in more
+        )
+        for network in ("GPT", "nanoGPT")
+    }
+    ratios = [exp(row["value"]) for row in rows]
+    return [
+        (
+            "MN 5, D.4",
+            '"even without using the normed optimizer, our implementation with orthogonal '
+            'initialization transferred learning rate better" than nanoGPT',
+            judge(*(above(each) for each in more.values())),
+            f"over width and over depth Adam's best rate moves by {moved['GPT']} factors of 2 "
+            f"(GPT) and by {moved['nanoGPT']} (nanoGPT), the latter by "
+            + " and ".join(interval(each, 2, same) for each in more.values())
+            + f" more ({result['setting']['steps']} steps)",
+        ),
+        (
+            "MN 4, D.4",
+            'the changes to nanoGPT "recover standard performance"',
+            judge(*(below(row, log(MATCHES)) for row in rows)),
+            f"the GPT has {min(ratios):.2f} to {max(ratios):.2f} of nanoGPT's loss, by size, in "
+            "training and test, both by Adam at its best rate",
+        ),
+    ]
 
 
 def masses_of_gpts() -> list[Verdict]:

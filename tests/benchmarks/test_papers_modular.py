@@ -21,6 +21,7 @@ from benchmarks.papers import (
     mn_context,
     mn_mass,
     mn_mass_gpt,
+    mn_nanogpt,
     mn_tasks,
     sweeps,
 )
@@ -135,6 +136,27 @@ def test_runs_of_a_kept_result_of_the_same_setting_are_known(tmp_path):
     found = mn_transfers.finished(tmp_path / "kept.json", {"steps": 3})
     assert found["GPT", "width", 16, "Adam", 0.25, 2] in rows
     assert len(found) == len(rows)
+
+
+def test_nanogpt_starts_as_its_repository_has_it_and_its_head_is_its_embedding():
+    torch.manual_seed(0)
+    net = mn_nanogpt.NanoGPT(90, context=16, width=64, blocks=8)
+    stds = {name: weight.std().item() for name, weight in net.named_parameters() if weight.ndim > 1}
+    for name, std in stds.items():
+        expected = 0.02 / math.sqrt(2 * 8) if name.endswith("_proj.weight") else 0.02
+        assert std == pytest.approx(expected, rel=0.1)
+    assert sum(name.endswith("_proj.weight") for name in stds) == 2 * 8
+    tokens = torch.randint(90, (2, 16))
+    logits = net(tokens)
+    others = torch.randint(90, (32,))
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), others).item()
+    assert loss == pytest.approx(math.log(90), abs=0.1)
+    changed = tokens.clone()
+    changed[:, 9:] = 0  # no token sees those after it
+    torch.testing.assert_close(net(changed)[:, :9], logits[:, :9])
+    with torch.no_grad():
+        net.wte.weight.zero_()
+    assert not net(tokens).any()
 
 
 def mass_rows(optima):

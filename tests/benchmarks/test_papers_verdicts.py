@@ -339,7 +339,7 @@ def test_plain_optimizers_have_the_papers_rates():
     assert sorted(rates["SGD"]) == pytest.approx(sorted(scale**2 for scale in scales))
 
 
-# ---- MN, figures 1, 3, 4 and 7 -------------------------------------------------------------------
+# ---- MN, figures 1, 3, 4, 5 and 7 ----------------------------------------------------------------
 
 
 def estimate(value, noise):
@@ -349,7 +349,7 @@ def estimate(value, noise):
 def transfers_and_losses(moved, more, ratio, noise):
     """A result of `mn_transfer` with the same number everywhere."""
     row = {"optima": {"16": 0.0, "64": 0.0}, "estimates": {"moved": estimate(moved, noise)}}
-    names = verdicts_norm.NETWORKS
+    names = [*verdicts_norm.NETWORKS, "nanoGPT"]
     axes = ("width", "blocks")
     of_axes = {axis: estimate(more, noise) for axis in axes}
     return {
@@ -387,6 +387,10 @@ def test_transfer_is_successful_and_better_by_its_intervals(
     assert verdicts_norm.transferred("GPT", "MN 1")[2] == expected
     assert verdicts_norm.across_width()[2] == expected
     assert [line[2] for line in verdicts_norm.losses_over_sizes()] == [expected] * 2
+    nano = result | {"comparisons": result["comparisons"] | {"transfer": {}}}
+    nano["comparisons"]["transfer"] = result["comparisons"]["transfer"]["GPT"]["Adam"]
+    monkeypatch.setattr(verdicts_norm, "read", lambda name: nano)
+    assert [line[2] for line in verdicts_norm.against_nanogpt()] == [expected] * 2
 
 
 @pytest.mark.parametrize(
