@@ -55,6 +55,10 @@ STRUCTURES: dict[str, Callable[[int], structlin.Family]] = {
     "low-rank": lambda width: structlin.LowRank(rank=math.isqrt(width)),
     "Monarch 16": lambda width: structlin.Monarch(blocks=16),
     "BTT r=1": lambda width: structlin.BTT(rank=1),
+    "Kronecker": lambda width: structlin.Kronecker(),  # these are of `papers.cbs_vision`
+    "TT r=4": lambda width: structlin.TT(rank=4),
+    "TT r=8": lambda width: structlin.TT(rank=8),
+    "Monarch b=4": lambda width: structlin.Monarch(blocks=4),
 }
 RATES = [2.0**power for power in range(-12, -1)]  # where a climb may go
 TIMED = 15.0

@@ -437,7 +437,8 @@ def test_every_kept_result_of_the_papers_is_on_the_page_with_its_command():
     for name in kept:
         assert f"](../benchmarks/results/papers/{name}.json)" in text
         assert f"](../benchmarks/results/papers/{name}.png)" in text
-        assert f"python -m benchmarks.papers.{name}" in text
+        command = pages.read(f"papers/{name}")["environment"]["command"]
+        assert " ".join(command.split()[:3]) in text
 
 
 def test_what_is_said_of_transfer_is_what_the_kept_result_has():
@@ -683,6 +684,22 @@ def test_what_is_said_of_the_gpts_of_figure_9_is_what_the_kept_result_has():
     said = f"dense then ends at {dense} and BTT, whose head shares its cores between words, at"
     usual = tables.interval(ratios["same width, usual eps"], 2, exp)
     assert f"{said} {btt}, {usual} of it, which is no matter of compute" in text
+
+
+def test_what_is_said_of_the_residual_mlps_of_figure_4_is_what_the_kept_result_has():
+    text, result = page_text("results.md"), pages.read("papers/cbs_mlp")
+    pairs = {tuple(row["pair"]): row for row in result["pairs"]}
+    assert "At equal FLOPs BTT is below every other structure" in text
+    others = [name for name in result["exponents"] if name != "BTT r=1"]
+    assert all(pairs["BTT r=1", other]["loss"]["high"] < 0 for other in others)
+    assert "Kronecker and TT are above dense" in text
+    assert all(pairs[name, "dense"]["loss"]["low"] > 0 for name in ("Kronecker", "TT r=4"))
+    assert "Kronecker has the largest, above BTT's with all of the interval" in text
+    values = {name: found["value"] for name, found in result["exponents"].items()}
+    assert max(values, key=values.__getitem__) == "Kronecker"
+    assert pairs["BTT r=1", "Kronecker"]["steeper"]["high"] < 0
+    assert "and TT's is larger than dense's too" in text
+    assert pairs["TT r=4", "dense"]["steeper"]["low"] > 0
 
 
 def test_what_is_said_of_the_vits_of_figure_4_is_what_the_kept_result_has():

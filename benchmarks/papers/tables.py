@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import product
 from math import exp, inf, log, log2
 from statistics import fmean
@@ -62,17 +63,19 @@ def scaling() -> str:
     return table(titles, lines)
 
 
-def vits() -> str:
-    """Figure 4c-d: exponents of ViTs, and losses over dense's at equal FLOPs."""
-    result = read("papers/cbs_vit")
+def vision(name: str) -> str:
+    """Figure 4: exponents of residual MLPs or ViTs, and losses over dense's at equal FLOPs."""
+    result = read(f"papers/{name}")
     lines = []
     for structure, power in result["exponents"].items():
         found = select(result["rows"], structure=structure)
         against = select(result["pairs"], pair=[structure, "dense"])
         ratio = interval(against[0]["loss"], 2, exp) if against else "1"
         widths = ", ".join(map(str, sorted(names(found, "width"))))
-        lines.append([structure, widths, interval(power, 3, same), ratio])
-    return table(["", "widths", "exponent", "loss / dense's at equal FLOPs"], lines)
+        rate = f"2^{log2(found[-1]['lr']):g}"
+        lines.append([structure, widths, rate, interval(power, 3, same), ratio])
+    titles = ["", "widths", "base rate", "exponent", "loss / dense's at equal FLOPs"]
+    return table(titles, lines)
 
 
 def some_layers() -> str:
@@ -465,7 +468,8 @@ def ffn() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "scaling": scaling,
-    "ViTs": vits,
+    "residual MLPs": partial(vision, "cbs_mlp"),
+    "ViTs": partial(vision, "cbs_vit"),
     "some layers": some_layers,
     "features": features,
     "untuned": untuned,

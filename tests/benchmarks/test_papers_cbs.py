@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
+from benchmarks import time_to_loss
 from benchmarks.papers import (
     cbs_ffn,
     cbs_gpt,
@@ -18,7 +19,7 @@ from benchmarks.papers import (
     cbs_scaling,
     cbs_sgd,
     cbs_tuning,
-    cbs_vit,
+    cbs_vision,
     tasks,
     vision,
 )
@@ -301,19 +302,23 @@ def test_runs_that_a_result_of_the_same_setting_has_are_not_made_again(tmp_path)
     assert made == [1, 3, 2, 1]
 
 
-# ---- ViTs ----------------------------------------------------------------------------------------
+# ---- figure 4 ------------------------------------------------------------------------------------
 
 
-def vit_rows(exponents):
+MLPS, VITS = cbs_vision.STUDIES
+
+
+def study_rows(study, exponents):
     return [
         row
-        for structure in cbs_vit.STRUCTURES
+        for structure in study.structures
         for row in power_law(structure, exponents.get(structure, 0.2), noise=0.1)
     ]
 
 
-def test_vits_are_compared_pair_by_pair():
-    found = cbs_vit.compare(vit_rows({"BTT r=1": 0.3, "Kronecker": 0.1}))
+def test_models_of_figure_4_are_compared_pair_by_pair():
+    rows = study_rows(VITS, {"BTT r=1": 0.3, "Kronecker": 0.1})
+    found = cbs_vision.compare(rows, VITS.structures)
     assert found["exponents"]["BTT r=1"]["value"] == pytest.approx(0.3)
     pairs = {tuple(row["pair"]): row for row in found["pairs"]}
     assert len(pairs) == 10
@@ -323,14 +328,29 @@ def test_vits_are_compared_pair_by_pair():
     assert pairs["Kronecker", "dense"]["loss"]["value"] == pytest.approx(0.1 * middle)
 
 
-@pytest.mark.parametrize("structure", cbs_vit.NEW)
-def test_all_layers_of_a_vits_blocks_are_structured_and_the_last_cores_start_at_zero(structure):
-    model = cbs_vit.build(64, structure)
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, StructuredLinear)}
-    assert len(layers) == 6 * vision.DEPTH
-    assert all(name.startswith("blocks.") for name in layers)
-    zero = {name for name, layer in layers.items() if not layer.cores[-1].any()}
-    assert zero == {name for name in layers if name.endswith(("c_proj", "query"))}
+@pytest.mark.parametrize(
+    ("study", "structure", "layers", "zero"),
+    [(MLPS, name, 2, ("c_proj",)) for name in MLPS.new]
+    + [(VITS, name, 6, ("c_proj", "query")) for name in VITS.new],
+)
+def test_all_layers_of_the_blocks_are_structured_and_the_last_cores_start_at_zero(
+    study, structure, layers, zero
+):
+    model = time_to_loss.SETUPS[study.setup].build(64, structure)
+    found = {n: m for n, m in model.named_modules() if isinstance(m, StructuredLinear)}
+    assert len(found) == layers * vision.DEPTH
+    assert all(name.startswith("blocks.") for name in found)
+    starts = {name for name, layer in found.items() if not layer.cores[-1].any()}
+    assert starts == {name for name in found if name.endswith(zero)}
+
+
+def test_a_base_rate_is_the_studys_or_the_best_of_a_climb():
+    def rows_of(jobs):  # losses are least at 2^-6, above the first three rates
+        return [{"lr": job.lr, "loss": abs(math.log2(job.lr) + 6) + 1} for job in jobs]
+
+    setup = time_to_loss.SETUPS[MLPS.setup]
+    assert cbs_vision.find_rates(MLPS, setup, rows_of) == dict.fromkeys(MLPS.new, 2**-6)
+    assert cbs_vision.find_rates(VITS, setup, rows_of) == dict.fromkeys(VITS.new, 2**-8)
 
 
 def test_only_the_ffns_of_a_vit_are_structured():

@@ -3,6 +3,7 @@
 import doctest
 import math
 import sys
+from functools import partial
 
 import pytest
 
@@ -14,7 +15,7 @@ from benchmarks.papers import (
     cbs_ffn,
     cbs_scaling,
     cbs_untuned,
-    cbs_vit,
+    cbs_vision,
     intervals,
     md_alignment,
     mn_mass_gpt,
@@ -48,7 +49,7 @@ def test_one_seed_has_no_interval():
 
 def found_by(monkeypatch, verdict, **results):
     """The verdicts' second column, of results by the name that they are kept under."""
-    module = sys.modules[verdict.__module__]
+    module = sys.modules[getattr(verdict, "func", verdict).__module__]
     monkeypatch.setattr(module, "read", lambda name: results[name.removeprefix("papers/")])
     return [line[2] for line in verdict()]
 
@@ -209,31 +210,38 @@ def test_alignment_and_movement_are_judged_by_the_powers_of_the_width(
     assert found_by(monkeypatch, verdicts.aligned, md_alignment=result) == expected
 
 
-def power_vits(powers, noise, scales):
+def power_models(study, powers, noise, scales):
     """Of each structure 0.2 or its power, with the `noise` where it has one."""
     rows = [
         row
-        for name in cbs_vit.STRUCTURES
+        for name in study.structures
         for row in power_rows(
             name, powers.get(name, 0.2), noise if name in powers else NOISE, scales.get(name, 1.0)
         )
     ]
-    return {"rows": rows, **cbs_vit.compare(rows)}
+    return {"rows": rows, **cbs_vision.compare(rows, study.structures)}
 
 
+@pytest.mark.parametrize("study", cbs_vision.STUDIES, ids=lambda study: study.name)
 @pytest.mark.parametrize(
     ("btt", "sharing", "monarch", "scales", "expected"),
     [(0.3, 0.1, 0.19, (1.0, 0.9), "yes"), (0.1, 0.3, 0.25, (3.0, 2.0), "**no**")],
 )
-def test_vits_scale_by_their_intervals(monkeypatch, btt, sharing, monarch, scales, expected):
-    powers = {"BTT r=1": btt, "Monarch b=4": monarch} | dict.fromkeys(verdicts.VIT_SHARED, sharing)
-    result = power_vits(powers, NOISE, dict(zip(("BTT r=1", "Monarch b=4"), scales, strict=True)))
-    assert found_by(monkeypatch, verdicts.vits, cbs_vit=result) == [expected] * 5
+def test_models_of_figure_4_scale_by_their_intervals(
+    monkeypatch, study, btt, sharing, monarch, scales, expected
+):
+    shared = [name for name in study.new if name.startswith(("Kronecker", "TT"))]
+    powers = {"BTT r=1": btt, "Monarch b=4": monarch} | dict.fromkeys(shared, sharing)
+    scales = dict(zip(("BTT r=1", "Monarch b=4"), scales, strict=True))
+    result = power_models(study, powers, NOISE, scales)
+    found = found_by(monkeypatch, partial(verdicts.vision, study.name), **{study.name: result})
+    assert found == [expected] * 5
 
 
-def test_vits_whose_seeds_disagree_leave_the_best_structure_undecided(monkeypatch):
-    result = power_vits({"BTT r=1": 0.2}, WIDE, {})
-    assert found_by(monkeypatch, verdicts.vits, cbs_vit=result)[:2] == ["undecided"] * 2
+def test_models_whose_seeds_disagree_leave_the_best_structure_undecided(monkeypatch):
+    result = power_models(cbs_vision.STUDIES[1], {"BTT r=1": 0.2}, WIDE, {})
+    judged = found_by(monkeypatch, partial(verdicts.vision, "cbs_vit"), cbs_vit=result)
+    assert judged[:2] == ["undecided"] * 2
 
 
 # ---- figures 3 and 9 -----------------------------------------------------------------------------
