@@ -401,7 +401,8 @@ def test_muon_as_a_base_is_left_as_it_is():
     """Its updates have norm lr * mass already (but for what it does not normalise itself)."""
     model = nn.Linear(24, 24, bias=False)
     twin = copy.deepcopy(model)
-    ours, theirs = Normed(Muon(model, lr=0.1), model, norm="power"), Muon(twin, lr=0.1)
+    theirs = Muon(twin, lr=0.1, method="svd")
+    ours = Normed(Muon(model, lr=0.1, method="svd"), model, norm="power")
     model.weight.grad = torch.randn(24, 24)
     twin.weight.grad = model.weight.grad.clone()
     ours.step()

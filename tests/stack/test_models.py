@@ -20,7 +20,8 @@ def test_a_row_made_anew_says_what_the_file_says(name):
         pytest.skip(f"{case.package} is not installed")
     if not all(version in DOCUMENT for version in models.versions(case.package).split(", ")):
         pytest.skip(f"the file was made with other versions than {models.versions(case.package)}")
-    assert models.line(models.row(case)) in DOCUMENT
+    made = models.line(models.row(case))  # another CPU may round nothing where this one did
+    assert made in DOCUMENT or made.replace("yes, 0 |", "yes, < 1e-5 |") in DOCUMENT
 
 
 def test_the_file_lists_every_model_once():
