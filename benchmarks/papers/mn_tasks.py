@@ -145,6 +145,28 @@ def optimizer(net: nn.Module, method: str, lr: float) -> torch.optim.Optimizer:
     return base if method == name else Normed(base, net, masses=modular.masses(net))
 
 
+def descend(
+    net: modular.Module,
+    method: str,
+    lr: float,
+    steps: int,
+    draw: Callable[[], Batch],
+) -> bool:
+    """Train on what `draw` returns, the rate falling linearly to zero; False once a loss is not
+    finite."""
+    descent = optimizer(net, method, lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(descent, lambda step: 1 - step / steps)
+    for _ in range(steps):
+        value = loss(net, *draw())
+        if not math.isfinite(value.item()):
+            return False
+        descent.zero_grad()
+        value.backward()
+        descent.step()
+        schedule.step()
+    return True
+
+
 def fit(
     net: nn.Module,
     network: str,
@@ -158,16 +180,9 @@ def fit(
 ) -> dict[str, float | None]:
     """Train on batches of `sampler`; the losses at the end on new samples of both parts, None where
     they are not finite."""
-    draw, descent = sampler(network, seed, "train", corpus), optimizer(net, method, lr)
-    schedule = torch.optim.lr_scheduler.LambdaLR(descent, lambda step: 1 - step / steps)
-    for _ in range(steps):
-        value = loss(net, *draw(size))
-        if not math.isfinite(value.item()):
-            return dict.fromkeys(SETS)
-        descent.zero_grad()
-        value.backward()
-        descent.step()
-        schedule.step()
+    draw = sampler(network, seed, "train", corpus)
+    if not descend(net, method, lr, steps, lambda: draw(size)):
+        return dict.fromkeys(SETS)
     with torch.no_grad():
         new = {
             part: sampler(network, 1000 + seed, part, corpus)(EVALUATED[network]) for part in SETS
@@ -189,16 +204,8 @@ def train(
 ) -> float | None:
     """The loss at the end on 2048 samples (64 windows of a GPT), None where it is not finite."""
     random = torch.Generator().manual_seed(seed)
-    descent = optimizer(net, method, lr)
-    schedule = torch.optim.lr_scheduler.LambdaLR(descent, lambda step: 1 - step / steps)
-    for _ in range(steps):
-        value = loss(net, *batch(network, size, random, context))
-        if not math.isfinite(value.item()):
-            return None
-        descent.zero_grad()
-        value.backward()
-        descent.step()
-        schedule.step()
+    if not descend(net, method, lr, steps, lambda: batch(network, size, random, context)):
+        return None
     with torch.no_grad():
         samples = 64 if network == "GPT" else 2048
         new = batch(network, samples, torch.Generator().manual_seed(-1), context)

@@ -173,6 +173,12 @@ def test_a_cap_is_for_matrices_alone_and_must_be_positive():
             Muon(module, cap=cap)
 
 
+def test_a_cap_of_sharded_parameters_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr("structlin.optim._muon.is_sharded", lambda parameter: True)
+    with pytest.raises(ValueError, match=r"cap=2\.0: weight is sharded; cap=None"):
+        Muon(nn.Linear(3, 2), cap=2.0)
+
+
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
