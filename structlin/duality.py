@@ -140,14 +140,16 @@ def dualize(
     if dtype is None:
         dtype = torch.promote_types(matrix.dtype, torch.float32)
     x = _of_unit_size(matrix.to(dtype))
+    if method in SCHEDULES:
+        return _newton_schulz(x, method, steps).to(matrix.dtype)
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT  # Gram matrices are of the short side
-    if method == "gram" and 2 * x.shape[-1] > 3 * x.shape[-2]:
-        x = polar_from_gram(x @ x.mT, method=method, steps=steps) @ x
-    elif iterates:
-        x = _newton_schulz(x, _steps(method, steps))
-    else:
+    if method != "gram":
         x = {"svd": _svd, "inverse-root": _inverse_root, "sketch": _sketch}[method](x)
+    elif 2 * x.shape[-1] > 3 * x.shape[-2]:
+        x = polar_from_gram(x @ x.mT, method=method, steps=steps) @ x
+    else:
+        x = _newton_schulz(x, method, steps)
     return (x if wide else x.mT).to(matrix.dtype)
 
 
@@ -329,25 +331,53 @@ def _steps(method: str, steps: int | None) -> Schedule:
     return (*schedule[:steps], *schedule[-1:] * (steps - len(schedule)))
 
 
-def _newton_schulz(x: Tensor, schedule: Schedule) -> Tensor:
-    shape = x.shape
+def _newton_schulz(x: Tensor, method: str, steps: int | None) -> Tensor:
+    shape, schedule = x.shape, _steps(method, steps)
+    iterate = _iterate_as_torch if method == "jordan" else _iterate
     x = x.reshape(-1, *shape[-2:])
     norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
     x = x / _one_for_zero(norm)
-    if x.is_cpu and shape[-2] * shape[-1] >= LARGE_MATRIX:
-        x = torch.cat([_iterate(matrix, schedule)[None] for matrix in x])
+    if len(x) == 1 or (x.is_cpu and shape[-2] * shape[-1] >= LARGE_MATRIX):
+        polar = [iterate(matrix, schedule) for matrix in x]
+        x = polar[0] if len(polar) == 1 else torch.stack(polar)
     else:
-        x = _iterate(x, schedule)
+        x = iterate(x, schedule)
     return x.reshape(shape)
 
 
 def _iterate(x: Tensor, schedule: Schedule) -> Tensor:
+    """X <- P X with P = a I + b G + c G^2, G = X X^T; of long matrices two steps on one Gram
+    matrix, G <- P G P, which is less work."""
+    product = torch.bmm if x.ndim == 3 else torch.mm
+    m, n = x.shape[-2:]
+    together = 2 if max(m, n) > 2 * min(m, n) else 1
+    for first in range(0, len(schedule), together):
+        gram = product(x, x.mT) if m <= n else product(x.mT, x)  # of the short side
+        polynomial = _polynomial(gram, schedule[first])
+        for coefficients in schedule[first + 1 : first + together]:
+            gram = product(product(polynomial, gram), polynomial)
+            polynomial = product(_polynomial(gram, coefficients), polynomial)
+        x = product(polynomial, x) if m <= n else product(x, polynomial)
+    return x
+
+
+def _polynomial(gram: Tensor, coefficients: tuple[float, float, float]) -> Tensor:
+    a, b, c = coefficients
+    add = torch.baddbmm if gram.ndim == 3 else torch.addmm
+    polynomial = add(gram, gram, gram, beta=b, alpha=c) if c else b * gram
+    polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
+    return polynomial
+
+
+def _iterate_as_torch(x: Tensor, schedule: Schedule) -> Tensor:
+    """The same in the order of torch.optim.Muon, to equal it bit for bit."""
     product, add = (torch.bmm, torch.baddbmm) if x.ndim == 3 else (torch.mm, torch.addmm)
+    wide = x.shape[-2] <= x.shape[-1]
+    x = x if wide else x.mT
     for a, b, c in schedule:
         gram = product(x, x.mT)
-        polynomial = add(gram, gram, gram, beta=b, alpha=c) if c else b * gram
-        x = add(x, polynomial, x, beta=a)
-    return x
+        x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x if wide else x.mT
 
 
 def _svd(x: Tensor) -> Tensor:

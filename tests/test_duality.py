@@ -127,6 +127,21 @@ def test_steps_repeat_the_last_one_of_a_schedule_or_cut_its_end():
             dualize(matrix, method=method, steps=steps)
 
 
+@pytest.mark.parametrize(
+    "shape", [(3, 4, 9), (3, 9, 4), (1, 4, 9), (1, 9, 4), (2, 4, 8), (2, 5, 5)]
+)
+@pytest.mark.parametrize("method", SCHEDULES)
+def test_a_schedule_maps_singular_values_step_by_step(shape, method):
+    matrix = torch.randn(shape, dtype=torch.float64)
+    u, vh = factors(matrix)
+    values = torch.linalg.svdvals(matrix)
+    values /= values.square().sum(-1, keepdim=True).sqrt()
+    for steps, (a, b, c) in enumerate(SCHEDULES[method][:5], 1):
+        values = a * values + b * values**3 + c * values**5
+        expected = (u * values[:, None]) @ vh
+        assert_close(dualize(matrix, method=method, steps=steps), expected, rtol=0, atol=1e-9)
+
+
 def test_large_matrices_one_by_one_are_those_of_a_batch(monkeypatch):
     batch = torch.randn(3, 8, 20, dtype=torch.float64)
     expected = dualize(batch, method="quick")

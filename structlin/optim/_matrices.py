@@ -11,12 +11,15 @@ from .._model.parameters import Weight
 
 MapStacks = Callable[[Iterable[Tensor]], Iterable[Tensor]]
 LARGEST_STACK = 2**24  # elements that are worked on in one call: bounds the memory of a step
+LARGEST_ON_CPU = 2**16  # where a stack stays in the cache, and copying a large matrix is a waste
 
 
 def to_matrices(weight: Weight, tensor: Tensor) -> Tensor:
     """A parameter, or its gradient: `(batch, fan_out, fan_in)`."""
     if weight.core is not None:
         return tensor  # (batch, fan_out, fan_in)
+    if tensor.shape == (weight.fan_out, weight.fan_in) and not weight.transposed:
+        return tensor[None]  # an nn.Linear's
     slices = tensor.reshape(*tensor.shape[:2], weight.kernel)
     return rearrange(slices, f"{_stored(weight)} -> (g p k) m n", g=weight.groups, p=weight.parts)
 
@@ -25,6 +28,8 @@ def from_matrices(weight: Weight, matrices: Tensor, like: Tensor) -> Tensor:
     """The inverse of `to_matrices`, in the shape of `like`."""
     if weight.core is not None:
         return matrices  # (batch, fan_out, fan_in)
+    if like.shape == (weight.fan_out, weight.fan_in) and not weight.transposed:
+        return matrices[0]
     slices = rearrange(
         matrices, f"(g p k) m n -> {_stored(weight)}", g=weight.groups, p=weight.parts
     )
@@ -36,13 +41,16 @@ def _stored(weight: Weight) -> str:
     return "(g n) (p m) k" if weight.transposed else "(g p m) n k"
 
 
-def map_stacks(function: MapStacks, matrices: list[Tensor]) -> list[Tensor]:
+def map_stacks(
+    function: MapStacks, matrices: list[Tensor], most: int = LARGEST_STACK
+) -> list[Tensor]:
     """What `function` makes of batches `(batch, m, n)`, alike ones (m, n, dtype, device) together.
 
-    `function` keeps the first dimension, and may take one stack at a time or all of them.
+    `function` keeps the first dimension, and may take one stack, of at most `most` elements or one
+    batch, at a time, or all of them.
     """
     kinds = [(*matrix.shape[-2:], matrix.dtype, matrix.device) for matrix in matrices]
-    chunks = chunk_alike(kinds, [matrix.numel() for matrix in matrices], LARGEST_STACK)
+    chunks = chunk_alike(kinds, [matrix.numel() for matrix in matrices], most)
 
     def stack(chunk: list[int]) -> Tensor:
         if len(chunk) == 1:

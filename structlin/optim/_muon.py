@@ -21,7 +21,14 @@ from torch.optim.adamw import adamw
 from .._model.parameters import Weight
 from ..duality import METHODS, dual_embedding, dualize, spectral_bound
 from ._depth import Depth
-from ._matrices import LARGEST_STACK, chunk_alike, from_matrices, map_stacks, to_matrices
+from ._matrices import (
+    LARGEST_ON_CPU,
+    LARGEST_STACK,
+    chunk_alike,
+    from_matrices,
+    map_stacks,
+    to_matrices,
+)
 from ._sharding import divide_stacks, is_sharded, local_part, polar_parts, require_same_gradients
 from ._steps import NONFINITE, SCALES, Masses, Roster
 from ._transfer import Base, Lengths, lengths_of
@@ -304,7 +311,7 @@ class Muon(Optimizer):
             return [params] if params else []
         weights = [self._roster.weights[p] for p in params]
         kinds = [
-            (*sorted((weight.fan_out, weight.fan_in)), p.dtype, p.device)
+            (weight.fan_out, weight.fan_in, p.dtype, p.device)
             for p, weight in zip(params, weights, strict=True)
         ]
         sizes = [p.numel() for p in params]
@@ -363,12 +370,11 @@ class Muon(Optimizer):
     def _dualize_all(
         self, weights: list[Weight], updates: list[Tensor], polar: Callable[[Tensor], Tensor]
     ) -> list[Tensor]:
-        """The polar factors, equal shapes of all layers in one batch, tall matrices transposed."""
+        """The polar factors, equal shapes of all layers in one batch."""
         matrices = [to_matrices(*pair) for pair in zip(weights, updates, strict=True)]  # (b, m, n)
-        tall = [matrix.shape[-2] > matrix.shape[-1] for matrix in matrices]
-        flat = [x.mT if turned else x for x, turned in zip(matrices, tall, strict=True)]  # m <= n
-        duals = map_stacks(lambda stacks: self._dualize_stacks(stacks, polar), flat)
-        duals = [x.mT if turned else x for x, turned in zip(duals, tall, strict=True)]  # (b, m, n)
+        alone = self.process_group is None and all(matrix.is_cpu for matrix in matrices)
+        most = LARGEST_ON_CPU if alone else LARGEST_STACK
+        duals = map_stacks(lambda stacks: self._dualize_stacks(stacks, polar), matrices, most)
         return [from_matrices(*each) for each in zip(weights, duals, updates, strict=True)]
 
     def _dualize_stacks(

@@ -437,7 +437,7 @@ def test_equal_shapes_of_all_layers_are_dualized_together(monkeypatch):
     assert len(calls) <= 6
 
 
-def test_shapes_that_differ_in_blocks_or_are_turned_are_dualized_together(monkeypatch):
+def test_shapes_that_differ_in_blocks_are_dualized_together(monkeypatch):
     calls = []
 
     def counted(x, **options):
@@ -445,13 +445,30 @@ def test_shapes_that_differ_in_blocks_or_are_turned_are_dualized_together(monkey
         return dualize(x, **options)
 
     monkeypatch.setattr("structlin.optim._muon.dualize", counted)
-    layers = (BlockDiagonal(blocks=2), 8, 12), (BlockDiagonal(blocks=3), 18, 12)
+    layers = (BlockDiagonal(blocks=2), 12, 8), (BlockDiagonal(blocks=3), 18, 12)
     model = nn.ModuleList(
         StructuredLinear(in_features, out_features, family, bias=False)
         for family, in_features, out_features in layers
     )
     moved(model, Muon(model))
-    assert calls == [(5, 4, 6)]  # 2 blocks of (6, 4), turned, and 3 of (4, 6)
+    assert calls == [(5, 4, 6)]  # 2 blocks of (4, 6) and 3 of them
+
+
+def test_large_matrices_on_a_cpu_are_not_copied_into_stacks(monkeypatch):
+    calls = []
+
+    def counted(x, **options):
+        calls.append(tuple(x.shape))
+        return dualize(x, **options)
+
+    monkeypatch.setattr("structlin.optim._muon.dualize", counted)
+    monkeypatch.setattr("structlin.optim._muon.LARGEST_ON_CPU", 2 * 4 * 6)
+    small = nn.ModuleList(nn.Linear(6, 4, bias=False) for _ in range(3))
+    model = nn.Sequential(*small, *(nn.Linear(12, 8, bias=False) for _ in range(2)))
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    Muon(model).step()
+    assert calls == [(2, 4, 6), (1, 4, 6), (1, 8, 12), (1, 8, 12)]
 
 
 def test_a_closure_gives_the_loss():
