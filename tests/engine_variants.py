@@ -2,6 +2,7 @@
 
     sanitized      AddressSanitizer finds reads and writes outside of memory,
                    UndefinedBehaviorSanitizer what C++ leaves undefined (g++, libasan, libubsan)
+    pairs          no matrix unit: bfloat16 in pairs
     x86-64-v3      AVX2, no AVX-512; bfloat16 is widened
     x86-64-v2      SSE alone
     clang          the other compiler
@@ -50,6 +51,7 @@ VARIANTS = {
         "-fsanitize=address,undefined -fno-sanitize-recover=all",
         preload=("libasan.so", "libubsan.so"),
     ),
+    "pairs": Variant("-march=native -mno-amx-tile"),
     "x86-64-v3": Variant("-march=x86-64-v3"),
     "x86-64-v2": Variant("-march=x86-64-v2"),
     "clang": Variant("-march=native", compiler="clang++"),

@@ -6,7 +6,7 @@
 //
 // A tile of tokens goes through all cores while it lies in cache (rows.h, tile.h); each core is products of one kind
 // (products.h), of blocks of any size. Of few tokens a tile would be mostly empty; the forward pass takes them by few.h.
-// Two-byte numbers are widened to float32, unless the CPU multiplies bfloat16 in pairs.
+// Two-byte numbers are widened to float32, unless the CPU multiplies bfloat16 in pairs, or has a matrix unit (amx.h).
 // A core is stored (batch, fan_out, fan_in). Sums are in float32, for float64 in float64. Every part of the tokens is summed
 // by itself and the parts are summed in their order: the same call on as many threads gives the same bits. Only x is saved.
 // A core under weight normalisation is multiplied by factor = gain * min(1, sigma / RMS(core)), which is never stored.
@@ -40,7 +40,7 @@ void forward_tiles(const Layer<S>& layer, Path& path, const S* x, S* y, const Wi
   using H = typename Path::H;
   const Program& program = layer.program;
   const Index tokens = layer.tokens, size = path.size, tiles = (tokens + size - 1) / size, area = path.area();
-  path.prepare_forward();
+  path.prepare_forward(bias);
   parallel_for(0, tiles, 1, [&](Index begin, Index end) {
     thread_local Numbers<H> memory;
     H *h = memory.reserve(2 * area), *next = h + area;
@@ -165,7 +165,7 @@ Totals<Wide<S>> add_tiles(const Layer<S>& layer, Path& path, const S* dy_data, c
     }
   };
   parallel_for(0, parts, 1, [&](Index begin, Index end) {
-    FlushDenormals flush;
+    Settings settings;
     for (Index part = begin; part < end; part++) run(part);
   });
 

@@ -108,7 +108,7 @@ void forward_few(const Layer<S>& layer, const Tensor& x, S* y, const Wide<S>* bi
       const Index rows = step.batch * step.out;
       const Index parts = std::clamp<Index>(step.params() * step.repeat * n / (2 * GRAIN), 1, threads / groups);
       parallel_for(0, parts, 1, [&](Index part, Index end) {
-        FlushDenormals flush;
+        Settings settings;
         const H* read = reinterpret_cast<const H*>(h);
         const Index low = part * rows / parts, high = end * rows / parts;
         if (t < last) multiply_few(step, core.given, core.factor, read, reinterpret_cast<H*>(next), stride, n, low, high);

@@ -15,6 +15,7 @@
 #include <optional>
 #include <vector>
 
+#include "amx.h"
 #include "program.h"
 #include "vectors.h"
 
@@ -177,12 +178,13 @@ struct Layer {
   Index threads() const { return std::max<Index>(1, torch::stable::get_num_threads()); }
 
   // Tokens of a tile: a vector; two where a core is large, so that it is read less often, where numbers go in groups, and
-  // where there are so many tiles that the threads' shares stay alike
+  // where there are so many tiles that the threads' shares stay alike; four for the matrix unit, where a core is large
   Index tile() const {
-    Index largest = 0, wide = 2 * LANES<F>, each = tokens / wide / threads();
+    Index largest = 0;
     for (const Step& step : program.steps) largest = std::max(largest, step.params());
-    bool more = GROUPED<S> || largest * sizeof(F) >= CACHED || each >= 4;
-    return more && each ? wide : LANES<F>;
+    const bool large = largest * sizeof(F) >= CACHED;
+    const Index vectors = GROUPED<S> && large && has_matrix_unit() ? 4 : 2, each = tokens / (vectors * LANES<F>) / threads();
+    return (GROUPED<S> || large || each >= 4) && each ? vectors * LANES<F> : LANES<F>;
   }
 };
 

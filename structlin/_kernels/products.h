@@ -74,11 +74,32 @@ inline void multiply_columns(const Result<T>& c, const Scalars<Held<S>>& a, cons
   if (m < height) multiply_tile<S, 1, N, ADD>(c, a, b, m, n, depth, factor);
 }
 
+#if STRUCTLIN_AMX
+// B as rows of pairs, for the matrix unit
+inline Vectors<Pair> pairs_of(const Vectors<Pair>& b, Index, Index) { return b; }
+inline Vectors<Pair> pairs_of(const Vectors<BFloat16>& b, Index width, Index depth) {
+  thread_local Numbers<Pair> memory;
+  Pair* pairs = memory.reserve(width * depth / 2);
+  for (Index k = 0; k < depth; k += 2)
+    for (Index n = 0; n < width; n += SIDE)
+      _mm512_store_si512(pairs + k / 2 * width + n, bits_of<__m512i>(meet(b.at + k * b.row + n, b.row, true)));
+  return {pairs, width};
+}
+#endif
+
 // C (+)= factor A B, of `height` rows and `width` columns, which are whole vectors
 template <class S, bool ADD, class T, class B>
-void multiply_into(const Result<T>& c, const Scalars<Held<S>>& a, const Vectors<B>& b, Index height, Index width, Index depth,
+void multiply_into(Result<T> c, Scalars<Held<S>> a, const Vectors<B>& b, Index height, Index width, Index depth,
                    Wide<S> factor) {
   constexpr int L = LANES<Wide<S>>;
+#if STRUCTLIN_AMX
+  if constexpr (GROUPED<S>)
+    if (height >= SIDE && depth_of_tiles(depth) && has_matrix_unit()) {  // the rest of the rows is left for below
+      const Vectors<Pair> pairs = pairs_of(b, width, depth);
+      const Index done = multiply_by_tiles<ADD>(c.at, c.rows, a.at, a.row, pairs.at, pairs.row, height, width, depth, factor);
+      c.rows += done, a.at += done * a.row, height -= done;
+    }
+#endif
   Index n = 0;
   for (; n + 2 * L <= width; n += 2 * L) multiply_columns<S, 2, ADD>(c, a, b, n, height, depth, factor);
   if (n < width) multiply_columns<S, 1, ADD>(c, a, b, n, height, depth, factor);
@@ -89,7 +110,7 @@ void multiply_into(const Result<T>& c, const Scalars<Held<S>>& a, const Vectors<
 template <class Run>
 void over_blocks(const Step& step, Index count, const Run& run) {
   parallel_for(0, count, std::max<Index>(1, GRAIN / (step.in * step.out * 2)), [&](Index begin, Index end) {
-    FlushDenormals flush;
+    Settings settings;
     run(begin, end);
   });
 }

@@ -87,7 +87,7 @@ struct Rows {
     return reads;
   }
 
-  void prepare_forward() {
+  void prepare_forward(bool) {
     for (Index t = 0; t <= last; t++) turn(turned[t], program.steps[t], cores[t]);
   }
   void prepare_backward(bool, bool of_cores) {

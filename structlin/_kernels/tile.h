@@ -26,6 +26,7 @@ struct Tile {
   std::vector<Layout> h, g;          // of what each core reads, forward and backward
   std::vector<Offsets> writes, reads;  // where it puts its results, forward and backward
   Indices x_places, dy_places;
+  bool wide;  // whether y and dx are F in the tile, to which a bias is added, or a part of a sum, and not yet H
 
   explicit Tile(const Layer<S>& layer)
       : program(layer.program), cores(layer.cores), last(program.steps.size() - 1), size(layer.tile()), turned(last + 1) {
@@ -42,8 +43,9 @@ struct Tile {
     }
   }
 
-  void prepare_forward() {}
+  void prepare_forward(bool biased) { wide = biased || !has_matrix_unit(); }
   void prepare_backward(bool of_x, bool) {
+    wide = !has_matrix_unit();
     for (Index t = of_x ? 0 : 1; t <= last; t++) turn(turned[t], program.steps[t], cores[t]);
   }
 
@@ -70,16 +72,23 @@ struct Tile {
   }
 
   // The columns of the tile, whose rows lie in the order of y's features, as n rows of y
-  void leave(S* y, const F* tile, Index features, Index n, const F* bias) const {
+  template <class T>
+  void leave(S* y, const T* tile, Index features, Index n, const F* bias) const {
     auto row = [&](Index f, Index t) {
       Vector<F> v = load(tile + f * size + t);
       return bias ? v + bias[f] : v;
     };
     auto get = [&](Index i, Index t, Index) {
       Index f = i * G;
-      return join<S>(row(f, t), G > 1 && f + 1 < features ? row(f + 1, t) : Vector<F>{});
+      bool whole = f + 1 < features;
+      if constexpr (GROUPED<T>) return bits_of<Vector<F>>(meet(tile + f * size + t, size, whole));
+      else return join<S>(row(f, t), G > 1 && whole ? row(f + 1, t) : Vector<F>{});
     };
-    auto put = [&](Index t, Index i, const Vector<F>& v) { store_joined(y + t * features + i * G, v, features - i * G); };
+    auto put = [&](Index t, Index i, const Vector<F>& v) {
+      S* to = y + t * features + i * G;
+      if (G > 1) __builtin_prefetch(to + size * features, 1, 2);  // the next tile
+      store_joined(to, v, features - i * G);
+    };
     transpose<F>((features + G - 1) / G, n, (features + G - 1) / G, get, put);
   }
 
@@ -88,10 +97,12 @@ struct Tile {
   void* place_y(H* memory, S*) const { return memory; }
   void* place_dx(H* memory, S*) const { return memory; }
   void leave_y(S* y, const void* tile, Index n, const F* bias) const {
-    leave(y, static_cast<const F*>(tile), program.out, n, bias);
+    if (wide) leave(y, static_cast<const F*>(tile), program.out, n, bias);
+    else leave(y, static_cast<const H*>(tile), program.out, n, bias);
   }
   void leave_dx(S* dx, const void* tile, Index n) const {
-    leave(dx, static_cast<const F*>(tile), program.in, n, nullptr);
+    if (wide) leave(dx, static_cast<const F*>(tile), program.in, n, nullptr);
+    else leave(dx, static_cast<const H*>(tile), program.in, n, nullptr);
   }
 
   // C = factor A B, in parts of A and B that stay in cache, where sums lose nothing by lying in C meanwhile
@@ -116,7 +127,7 @@ struct Tile {
                  cores[t].data + pair / step.repeat * step.out * step.in, from + pair * h[t].block, step.out, step.in,
                  cores[t].factor);
     };
-    t < last ? run(static_cast<H*>(to)) : run(static_cast<F*>(to));
+    t < last || !wide ? run(static_cast<H*>(to)) : run(static_cast<F*>(to));
   }
 
   // g_t from g_(t+1), by the transposed core, for some of the blocks; dx is wide
@@ -128,7 +139,7 @@ struct Tile {
                  turned[t].held.get() + pair / step.repeat * step.in * step.out, from + pair * g[t].block, step.in, step.out,
                  cores[t].factor);
     };
-    t ? run(static_cast<H*>(to)) : run(static_cast<F*>(to));
+    t || !wide ? run(static_cast<H*>(to)) : run(static_cast<F*>(to));
   }
 
   // Whether the vectors of a core's gradient run along fan-out

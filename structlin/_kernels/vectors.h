@@ -334,22 +334,4 @@ inline void transpose(Index rows, Index columns, Index padded, const Get& get, c
     }
 }
 
-// ---- settings of the CPU ---------------------------------------------------------------------------------------------
-
-// Denormal numbers are taken for zero while one of these lives: they may cost a hundred times as much as others.
-struct FlushDenormals {
-#if defined(__x86_64__)
-  unsigned saved = _mm_getcsr();
-  FlushDenormals() { _mm_setcsr(saved | 0x8040); }
-  ~FlushDenormals() { _mm_setcsr(saved); }
-#elif defined(__aarch64__)
-  uint64_t saved;
-  FlushDenormals() {
-    asm volatile("mrs %0, fpcr" : "=r"(saved));
-    asm volatile("msr fpcr, %0" ::"r"(saved | (uint64_t{1} << 24)));
-  }
-  ~FlushDenormals() { asm volatile("msr fpcr, %0" ::"r"(saved)); }
-#endif
-};
-
 }  // namespace

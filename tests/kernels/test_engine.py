@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from structlin import (
     BTT,
     TT,
+    BlockDiagonal,
     Kronecker,
     LowRank,
     Monarch,
@@ -117,6 +118,22 @@ def test_wide_layers_on_several_threads_and_the_same_bits_twice(family, threads)
                 assert all(torch.equal(a, b) for a, b in zip(own, again, strict=True))
     finally:
         torch.set_num_threads(1)
+
+
+# one below, at and above the sides of the tiles in which a CPU may multiply bfloat16
+@pytest.mark.parametrize("fan_out", [15, 16, 31, 48, 70])
+@pytest.mark.parametrize("fan_in", [9, 16, 24, 38, 64])
+def test_blocks_of_any_size_in_bfloat16(fan_out, fan_in):
+    structure = BlockDiagonal(blocks=3).structure(3 * fan_in, 3 * fan_out)
+    dtype = torch.bfloat16
+    cores, bias = random_cores(structure, dtype), tokens(structure.out_features, dtype=dtype)
+    for n in (16, 33, 64, 203):
+        x, dy = (tokens(n, 3 * fan, dtype=dtype) for fan in (fan_in, fan_out))
+        for with_bias in (None, bias):
+            dx, *dcores, _, dbias = backward(structure, dy, x, cores)
+            own = [forward(structure, cores, x, with_bias), dx, *dcores, dbias]
+            added = torch.zeros_like(bias) if with_bias is None else bias
+            assert_near(own, by_einsum(structure, cores, x, added, dy), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
