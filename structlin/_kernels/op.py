@@ -41,9 +41,9 @@ _layer = torch.ops.structlin_cpu.layer.default
 _gradients = torch.ops.structlin_cpu.gradients.default
 
 
-# Numbers of a block from which on BLAS is faster, but for the forward pass of a few tokens.
-# Measured at widths of 512 to 4096.
-LARGE_BLOCK = 1 << 18
+# Numbers of a block from which on BLAS is faster, but for the forward pass of a few tokens; and in
+# bfloat16 where the engine has a matrix unit. Measured at widths of 512 to 4096, and 1024 to 3072.
+LARGE_BLOCK, LARGE_FOR_UNIT = 1 << 18, 1 << 20
 FEW_OF_LARGE = 16  # tokens
 
 
@@ -55,7 +55,13 @@ def pays(program: Program, x: Tensor, plain: bool) -> bool:
     """
     trains = torch.compiler.is_compiling() or torch.is_grad_enabled()  # or may: it is not known
     few = not trains and x.numel() <= FEW_OF_LARGE * x.shape[-1]
-    return (few or (not plain and program.largest < LARGE_BLOCK)) and available(x)
+    return (few or not (plain or is_large(program, x.dtype))) and available(x)
+
+
+def is_large(program: Program, dtype: torch.dtype) -> bool:
+    """Whether a block is one that BLAS multiplies faster, of many tokens."""
+    unit = dtype == torch.bfloat16 and engine.has_matrix_unit()
+    return program.largest >= (LARGE_FOR_UNIT if unit else LARGE_BLOCK)
 
 
 def available(x: Tensor) -> bool:
