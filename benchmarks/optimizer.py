@@ -2,19 +2,18 @@
 dense and BTT.
 
     python -m benchmarks.optimizer                        # the full result, results/optimizer.json
-    python -m benchmarks.optimizer --widths 256 512 --rounds 5
     python -m benchmarks.optimizer --smoke                # seconds
 
 For each optimizer the time of `step` alone, as a share of forward + backward of the same model on
-4096 tokens; the optimizers take turns, so that a machine that slows down slows all of them. Memory:
-what the optimizer keeps, and the most that one step allocates on top, both in units of the model's
-parameters.
+4096 tokens, and beside that of torch.optim.Muon; the optimizers take turns, so that a machine that
+slows down slows all of them. Memory: what the optimizer keeps, and the most that one step allocates
+on top, both in units of the model's parameters. Widths and threads that an earlier result in --out
+has are not measured again.
 """
 
-import argparse
 import copy
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +24,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import structlin
-from benchmarks import timing
-from benchmarks.record import RESULTS, save_json
+from benchmarks import record, timing
+from benchmarks.record import RESULTS
+from benchmarks.runs import parser, resume
 
 CONTEXT = 128
 VOCABULARY = 256
@@ -73,6 +73,8 @@ def muon(**options: Any) -> Callable[[nn.Module], list[torch.optim.Optimizer]]:
     return lambda model: [structlin.optim.Muon(model, lr=1e-4, other_lr=1e-4, **options)]
 
 
+Job = tuple[int, int]  # width, threads
+TORCH = "torch.optim.Muon"
 # Name -> model, optimizers.
 ROWS: dict[str, tuple[str, Callable[[nn.Module], list[torch.optim.Optimizer]]]] = {
     "AdamW": ("dense", lambda model: [torch.optim.AdamW(model.parameters(), lr=1e-4)]),
@@ -80,16 +82,16 @@ ROWS: dict[str, tuple[str, Callable[[nn.Module], list[torch.optim.Optimizer]]]] 
         "dense",
         lambda model: [torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)],
     ),
-    "torch.optim.Muon": ("dense", torch_muon),
+    TORCH: ("dense", torch_muon),
     "structlin Muon": ("dense", muon()),
-    "structlin Muon, fast": ("dense", muon(method="fast")),
+    "structlin Muon, ns": ("dense", muon(method="ns")),
     "structlin Muon, torch's steps": (
         "dense",
         muon(method="jordan", dtype=torch.bfloat16, scale="original"),
     ),
     "AdamW on BTT": ("BTT r=1", lambda model: [torch.optim.AdamW(model.parameters(), lr=1e-4)]),
     "structlin Muon on BTT": ("BTT r=1", muon()),
-    "structlin Muon on BTT, fast": ("BTT r=1", muon(method="fast")),
+    "structlin Muon on BTT, ns": ("BTT r=1", muon(method="ns")),
 }
 
 
@@ -108,7 +110,9 @@ def state_bytes(optimizers: list[torch.optim.Optimizer]) -> int:
     return sum(value.nbytes for value in tensors if isinstance(value, Tensor))
 
 
-def measure(width: int, depth: int, tokens: int, rounds: int, device: str) -> list[dict[str, Any]]:
+def measure(job: Job, depth: int, tokens: int, rounds: int, device: str) -> dict[str, Any]:
+    width, threads = job
+    torch.set_num_threads(threads)
     torch.manual_seed(0)
     dense = GPT(width, depth)
     structured = structlin.convert(copy.deepcopy(dense), structlin.BTT(rank=1))
@@ -144,7 +148,6 @@ def measure(width: int, depth: int, tokens: int, rounds: int, device: str) -> li
             {
                 "optimizer": name,
                 "model": kind,
-                "width": width,
                 "parameters": sum(p.numel() for p in models[kind].parameters()),
                 "step_ms": timing.spread([1e3 * value for value in times[name]], low=10),
                 "forward_backward_ms": timing.spread(
@@ -153,24 +156,28 @@ def measure(width: int, depth: int, tokens: int, rounds: int, device: str) -> li
                 "share": timing.spread(
                     [a / b for a, b in zip(times[name], times[kind], strict=True)], low=10
                 ),
+                "beside_torch": timing.spread(
+                    [a / b for a, b in zip(times[name], times[TORCH], strict=True)], low=10
+                ),
                 "state": state_bytes(makes[name]) / size,
                 "peak": timing.peak_bytes(lambda name=name: step(name), device) / size,
             }
         )
-    return found
+    return {"width": width, "threads": threads, "optimizers": found}
 
 
 def show(rows: list[dict[str, Any]], setting: dict[str, Any], console: Console) -> None:
     table = Table(
         title=f"optimizer steps, {setting['depth']} layers, {setting['tokens']} tokens, float32, "
-        f"{setting['device']}, {setting['threads']} threads: "
-        f"median of {setting['rounds']} interleaved rounds (p10-p90)"
+        f"{setting['device']}: median of {setting['rounds']} interleaved rounds (p10-p90)"
     )
     table.add_column("optimizer")
     for title in (
         "width",
+        "threads",
         "step ms",
         "(p10-p90)",
+        "x torch's Muon",
         "fwd+bwd ms",
         "% of fwd+bwd",
         "(p10-p90)",
@@ -179,57 +186,69 @@ def show(rows: list[dict[str, Any]], setting: dict[str, Any], console: Console) 
     ):
         table.add_column(title, justify="right")
     for row in rows:
-        step, share = row["step_ms"], row["share"]
-        table.add_row(
-            row["optimizer"],
-            str(row["width"]),
-            f"{step['median']:.1f}",
-            f"({step['p10']:.1f}-{step['p90']:.1f})",
-            f"{row['forward_backward_ms']['median']:.0f}",
-            f"{100 * share['median']:.1f}",
-            f"({100 * share['p10']:.1f}-{100 * share['p90']:.1f})",
-            f"{row['state']:.2f}",
-            f"{row['peak']:.2f}",
-        )
+        for found in row["optimizers"]:
+            step, share = found["step_ms"], found["share"]
+            table.add_row(
+                found["optimizer"],
+                str(row["width"]),
+                str(row["threads"]),
+                f"{step['median']:.1f}",
+                f"({step['p10']:.1f}-{step['p90']:.1f})",
+                f"{found['beside_torch']['median']:.2f}",
+                f"{found['forward_backward_ms']['median']:.0f}",
+                f"{100 * share['median']:.1f}",
+                f"({100 * share['p10']:.1f}-{100 * share['p90']:.1f})",
+                f"{found['state']:.2f}",
+                f"{found['peak']:.2f}",
+            )
     console.print(table)
     console.print(
         "state: kept between steps; peak: allocated by a step on top; both / the model's parameters"
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--widths", type=int, nargs="+", default=[256, 512])
-    parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=4096, help="of a step")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument(
+def markdown(result: dict[str, Any]) -> str:
+    """A column per width and number of threads: milliseconds, share of forward + backward."""
+    rows = result["rows"]
+    titles = [
+        f"width {row['width']}, {row['threads']} thread{'s' * (row['threads'] > 1)}" for row in rows
+    ]
+    lines = []
+    for found in zip(*(row["optimizers"] for row in rows), strict=True):
+        cells = [
+            f"{each['step_ms']['median']:.1f} ({each['share']['median']:.1%})" for each in found
+        ]
+        memory = (max(each[name] for each in found) for name in ("state", "peak"))
+        lines.append([found[0]["optimizer"], *cells, " + ".join(f"{most:.2f}" for most in memory)])
+    return record.table(["", *titles, "memory: state + step"], lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parser(__doc__, RESULTS)
+    arguments.add_argument("--widths", type=int, nargs="+", default=[256, 512])
+    arguments.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    arguments.add_argument("--depth", type=int, default=4)
+    arguments.add_argument("--tokens", type=int, default=4096, help="of a step")
+    arguments.add_argument("--rounds", type=int, default=9)
+    arguments.add_argument(
         "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument(
-        "--smoke",
-        action="store_true",
-        help="two rounds of a tiny model, kept only if --out is given",
+    options = arguments.parse_args(argv)
+    options.workers = 1  # or the times are those of a busy machine
+    if options.smoke:
+        options.widths, options.threads, options.rounds = [64], [1], 2
+        options.depth, options.tokens = 1, 512
+    setting = {name: getattr(options, name) for name in ("depth", "tokens", "rounds", "device")}
+    jobs = [(width, threads) for width in options.widths for threads in options.threads]
+    rows = resume(
+        partial(measure, **setting),
+        jobs,
+        options,
+        "optimizer",
+        setting,
+        lambda row: (row["width"], row["threads"]),
     )
-    arguments = parser.parse_args()
-    if arguments.smoke:
-        arguments.widths, arguments.depth, arguments.tokens, arguments.rounds = [64], 1, 512, 2
-    setting = {name: getattr(arguments, name) for name in ("depth", "tokens", "rounds", "device")}
-    setting["threads"] = torch.get_num_threads()
-    rows = [
-        row
-        for width in arguments.widths
-        for row in measure(
-            width, arguments.depth, arguments.tokens, arguments.rounds, arguments.device
-        )
-    ]
-    show(rows, setting, Console(width=140))
-    if arguments.smoke and arguments.out == RESULTS:
-        return
-    save_json(arguments.out / "optimizer.json", setting=setting, rows=rows)
+    show(rows, setting, Console(width=150))
 
 
 if __name__ == "__main__":

@@ -335,8 +335,6 @@ def _newton_schulz(x: Tensor, method: str, steps: int | None) -> Tensor:
     shape, schedule = x.shape, _steps(method, steps)
     iterate = _iterate_as_torch if method == "jordan" else _iterate
     x = x.reshape(-1, *shape[-2:])
-    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
-    x = x / _one_for_zero(norm)
     if len(x) == 1 or (x.is_cpu and shape[-2] * shape[-1] >= LARGE_MATRIX):
         polar = [iterate(matrix, schedule) for matrix in x]
         x = polar[0] if len(polar) == 1 else torch.stack(polar)
@@ -347,16 +345,21 @@ def _newton_schulz(x: Tensor, method: str, steps: int | None) -> Tensor:
 
 def _iterate(x: Tensor, schedule: Schedule) -> Tensor:
     """X <- P X with P = a I + b G + c G^2, G = X X^T; of long matrices two steps on one Gram
-    matrix, G <- P G P, which is less work."""
+    matrix, G <- P G P, which is less work. X / |X|_F is where it starts, |X|_F^2 the trace of G."""
     product = torch.bmm if x.ndim == 3 else torch.mm
     m, n = x.shape[-2:]
     together = 2 if max(m, n) > 2 * min(m, n) else 1
     for first in range(0, len(schedule), together):
         gram = product(x, x.mT) if m <= n else product(x.mT, x)  # of the short side
+        if first == 0:
+            square = _trace(gram)
+            gram = gram / square
         polynomial = _polynomial(gram, schedule[first])
         for coefficients in schedule[first + 1 : first + together]:
             gram = product(product(polynomial, gram), polynomial)
             polynomial = product(_polynomial(gram, coefficients), polynomial)
+        if first == 0:
+            polynomial = polynomial * square.rsqrt()
         x = product(polynomial, x) if m <= n else product(x, polynomial)
     return x
 
@@ -372,6 +375,7 @@ def _polynomial(gram: Tensor, coefficients: tuple[float, float, float]) -> Tenso
 def _iterate_as_torch(x: Tensor, schedule: Schedule) -> Tensor:
     """The same in the order of torch.optim.Muon, to equal it bit for bit."""
     product, add = (torch.bmm, torch.baddbmm) if x.ndim == 3 else (torch.mm, torch.addmm)
+    x = x / _one_for_zero(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True))
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT
     for a, b, c in schedule:

@@ -375,6 +375,30 @@ def test_what_the_page_says_of_muon_beside_adamw_holds():
     assert f"A run of {share:.2f} of the steps does not get there either" in text
 
 
+def test_what_the_page_says_of_a_steps_cost_holds():
+    runs = {
+        (row["width"], row["threads"]): {each["optimizer"]: each for each in row["optimizers"]}
+        for row in pages.read("optimizer")["rows"]
+    }
+    text = page_text("optimizers.md")
+    beside = {run: found["structlin Muon"]["beside_torch"]["median"] for run, found in runs.items()}
+    assert f"takes {min(beside.values()):.2f} to {max(beside.values()):.2f} times" in text
+    assert all((ratio > 1) == (width == 256) for (width, _), ratio in beside.items())
+    for threads in (1, 2):
+        shares = [
+            100 * found["structlin Muon on BTT"]["share"]["median"]
+            for (_, each), found in runs.items()
+            if each == threads
+        ]
+        assert f"{min(shares):.1f} to {max(shares):.1f} %" in text
+    for found in runs.values():
+        for ours, theirs in (
+            ("structlin Muon", "AdamW"),
+            ("structlin Muon on BTT", "AdamW on BTT"),
+        ):
+            assert found[ours]["state"] + found[ours]["peak"] <= found[theirs]["state"]
+
+
 def test_what_the_page_says_of_polar_factors_holds():
     rows = {(row["structure"], row["method"]): row["steps"] for row in pages.read("polar")["table"]}
     for structure in dict.fromkeys(structure for structure, _ in rows):
@@ -394,7 +418,7 @@ def test_the_table_of_models_lists_as_many_as_the_pages_say():
 
 
 def test_the_results_that_the_pages_show_have_a_command_and_versions():
-    for name in ("layer", "lr_transfer", "minilm", "model", "muon_vs_adamw", "peers"):
+    for name in ("layer", "lr_transfer", "minilm", "model", "muon_vs_adamw", "optimizer", "peers"):
         found = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["environment"]
         assert {"command", "machine", "torch"} <= set(found)
 

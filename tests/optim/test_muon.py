@@ -560,7 +560,7 @@ def test_the_compiled_step_is_one_graph_and_makes_the_same_steps_at_every_rate()
 
 
 def test_a_rate_that_is_a_tensor_gives_the_same_steps():
-    model = convert(GPT(depth=1), BTT(), include="ffn")
+    model = convert(GPT(depth=1), BTT(), include="ffn").double()
     twin = copy.deepcopy(model)
     ours = [
         Muon(model, lr=torch.tensor(0.02), other_lr=torch.tensor(1e-3), weight_decay=0.1),
