@@ -4,12 +4,10 @@ Source: Potapczynski et al. 2024, "Searching for Efficient Linear Layers over a 
 Structured Matrices" (arXiv:2410.02117), its BTT-MoE, and its code (AndPotap/einsum-search).
 """
 
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 from . import _product
 from ._families import DEFAULT, Family, label
@@ -42,10 +40,11 @@ class Mixture(StructuredLinear):
     lr). It starts with small random weights, as a core of its shape does; zeros, which the paper's
     code has, would send all tokens to the same experts until they differ.
 
-    Experts are called one after the other, each for its tokens: no token is dropped, and a token
-    costs the FLOPs of `active` experts and of the router. How many tokens an expert has is known
-    only at run time: torch.compile leaves a mixture as it is, compiles the rest of the model, and
-    refuses fullgraph=True.
+    Tokens are sorted by expert, and each expert multiplies its own: no token is dropped, and a
+    token costs the FLOPs of `active` experts and of the router. The compiled CPU engine takes all
+    experts in one call, and torch.compile all of the layer. Elsewhere how many tokens an expert has
+    is needed in Python: torch.compile leaves the product as it is, compiles the rest of the model,
+    and refuses fullgraph=True.
 
     Args:
         in_features, out_features, structure, bias, weight_norm, init, zero_init: as of
@@ -99,23 +98,31 @@ class Mixture(StructuredLinear):
         self.reset_parameters()
         self.router = Router(in_features, experts, bias=False, **options)
 
-    @_disable_dynamo  # torch.compiler.disable would load the compiler now
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The experts' products, weighted, and a bias `(out_features,)`."""
-        cores = self.split(self.effective_cores())
-        _product.check_input(x, self.in_features, cores[0][0])
+        cores = self._stored_cores()
+        _product.check_input(x, self.in_features, cores[0])
         tokens = x.reshape(-1, self.in_features)
         weights, chosen = self.route(tokens)  # (tokens, active)
         order = chosen.flatten().argsort(stable=True)  # expert by expert
-        rows = tokens.index_select(0, order // self.active)
-        parts = torch.split(rows, self._count(chosen))
+        token = order // self.active
+        weights = weights.flatten().index_select(0, order)[:, None]
+        rows = tokens.index_select(0, token)  # (tokens * active, in)
+        early = self.in_features < self.out_features  # experts are linear: weigh what is narrower
+        rows = rows * weights.to(rows.dtype) if early else rows
         program = self.structure.program.fit(self.in_features, self.out_features)
-        made = [
-            _product.run(self.structure, own, part, mode=self.mode, program=program)
-            for own, part in zip(cores, parts, strict=True)
-        ]
-        y = torch.cat(made).index_select(0, order.argsort()).view(*chosen.shape, self.out_features)
-        y = (y * weights.to(y.dtype)[..., None]).sum(1)  # (tokens, active, out) -> (tokens, out)
+        made = _product.run(
+            self.structure,
+            cores,
+            rows,
+            mode=self.mode,
+            gains=self.gains,
+            sigmas=self.stds,
+            program=program,
+            loads=self._loads(chosen),
+        )  # (tokens * active, out)
+        made = made if early else made * weights.to(made.dtype)
+        y = made.new_zeros(len(tokens), self.out_features).index_add(0, token, made)
         y = y if bias is None else y + bias.to(y.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
@@ -134,19 +141,12 @@ class Mixture(StructuredLinear):
 
     def split(self, cores: list[Tensor]) -> list[tuple[Tensor, ...]]:
         """The cores of each expert."""
-        return list(zip(*(core.chunk(self.experts) for core in cores), strict=True))
+        return _product.split_experts(cores, self.experts)
 
     def _loads(self, chosen: Tensor) -> Tensor:
+        """How many tokens each expert has."""
         numbers = torch.arange(self.experts, device=chosen.device)
         return (chosen.flatten()[:, None] == numbers).sum(0)  # (experts,)
-
-    def _count(self, chosen: Tensor) -> list[int]:
-        """Tokens of each expert."""
-        if not chosen.is_meta:
-            loads: list[int] = self._loads(chosen).tolist()
-            return loads
-        ends = [chosen.numel() * n // self.experts for n in range(self.experts + 1)]
-        return [end - start for start, end in pairwise(ends)]
 
     def way(self, tokens: int) -> str:
         """As of one expert, for its share of so many tokens."""

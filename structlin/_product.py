@@ -1,7 +1,7 @@
 """Structure and cores -> numbers. The first function is the definition; the others choose, check
 and form W."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import sqrt
 
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from einops import einsum
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from ._kernels import op, triton_op
 from ._structure import Move, Program, Structure
@@ -51,11 +52,40 @@ def define(
     bias: Tensor | None = None,
     gains: Tensor | None = None,
     sigmas: Sequence[float] = (),
+    loads: Tensor | None = None,
 ) -> Tensor:
-    """`W x + bias` by the loop, the cores normalised where there are gains: what every engine
-    computes."""
-    y = multiply(program, cores if gains is None else normalise(cores, gains, sigmas), x)
+    """`W x + bias` by the loop, the cores normalised where there are gains, of a mixture expert by
+    expert: what every engine computes."""
+    cores = cores if gains is None else normalise(cores, gains, sigmas)
+    if loads is None:
+        y = multiply(program, cores, x)
+    else:
+        y = each_expert(partial(multiply, program), cores, x, loads)
     return y if bias is None else y + bias
+
+
+@_disable_dynamo  # torch.compiler.disable would load the compiler now
+def each_expert(
+    product: Callable[[Sequence[Tensor], Tensor], Tensor],
+    cores: Sequence[Tensor],
+    x: Tensor,
+    loads: Tensor,
+) -> Tensor:
+    """`product(cores, tokens)` of every expert, one after the other.
+
+    Args:
+        cores: `(experts * batch, fan_out, fan_in)` each.
+        x: `(tokens, in_features)`, expert by expert.
+        loads: `(experts,)`, how many tokens are each expert's.
+    """
+    own = split_experts(cores, len(loads))
+    parts = x.tensor_split(len(loads)) if loads.is_meta else torch.split(x, loads.tolist())
+    return torch.cat([product(*each) for each in zip(own, parts, strict=True)])
+
+
+def split_experts(cores: Sequence[Tensor], experts: int) -> list[tuple[Tensor, ...]]:
+    """The cores of each expert."""
+    return list(zip(*(core.chunk(experts) for core in cores), strict=True))
 
 
 def normalise(cores: Sequence[Tensor], gains: Tensor, sigmas: Sequence[float]) -> list[Tensor]:
@@ -120,6 +150,7 @@ def run(
     gains: Tensor | None = None,
     sigmas: Sequence[float] = (),
     program: Program | None = None,
+    loads: Tensor | None = None,
 ) -> Tensor:
     """`apply`, its arguments taken to be right.
 
@@ -128,6 +159,7 @@ def run(
             "auto" does what `forms_matrix` says.
         gains, sigmas: of every core, where it is to be normalised.
         program: the structure's, or a narrower one, whose widths x, bias and the result have.
+        loads: `(experts,)`, of a mixture; see `each_expert`.
     """
     program = program or structure.program
     device = x.device.type
@@ -135,13 +167,19 @@ def run(
         dtype = torch.get_autocast_dtype(device)
         x, cores = x.to(dtype), [core.to(dtype) for core in cores]
         bias = None if bias is None else bias.to(dtype)
-    dense = mode != "structured" and (
-        mode == "dense" or forms_matrix(structure, x.numel() // program.in_features)
-    )
+    tokens = x.numel() // program.in_features // (1 if loads is None else len(loads))
+    dense = mode != "structured" and (mode == "dense" or forms_matrix(structure, tokens))
     if not dense and op.pays(program, x, structure.plain):
-        return op.multiply(define, program, cores, x, bias, gains, sigmas)
+        return op.multiply(define, program, cores, x, bias, gains, sigmas, loads)
     if gains is not None:
         cores = normalise(cores, gains, sigmas)
+    if loads is not None:
+
+        def product(cores: Sequence[Tensor], x: Tensor) -> Tensor:
+            return run(structure, cores, x, mode=mode, program=program)
+
+        y = each_expert(product, cores, x, loads)
+        return y if bias is None else y + bias
     if dense:
         matrix = to_dense(structure, cores)[: program.out_features, : program.in_features]
         return F.linear(x, matrix, bias)

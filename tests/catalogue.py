@@ -121,9 +121,11 @@ def every_structure(test: Callable[..., None]) -> Callable[..., None]:
     return given(structure=structures())(test)
 
 
-def random_cores(structure: Structure, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def random_cores(
+    structure: Structure, dtype: torch.dtype = torch.float64, seed: int = 1
+) -> list[Tensor]:
     """Gaussian cores whose product keeps numbers of order 1."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     return [
         (torch.randn(core.shape, generator=generator, dtype=torch.float64) / core.fan_in**0.5).to(
             dtype

@@ -28,6 +28,7 @@ from structlin import (
     stability,
     summary,
 )
+from structlin._kernels import engine, op
 
 FAMILIES = [Dense(), LowRank(rank=3), BTT(), BTT(rank=2), Monarch(blocks=2), TT(rank=2, cores=3)]
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=str)
@@ -139,7 +140,43 @@ def test_under_autocast_the_output_has_its_dtype():
     assert_close(y.float(), layer(x), rtol=0.05, atol=0.1)
 
 
-def test_compiled_it_computes_the_same():
+def test_without_the_engine_it_computes_the_same(monkeypatch):
+    layer, x = mixture(BTT(rank=2), weight_norm=True), tokens(40, 12).requires_grad_()
+    leaves = [x, *layer.parameters()]
+    own = []
+    for available in (op.available, lambda x: False):
+        monkeypatch.setattr(op, "available", available)
+        y = layer(x)
+        own.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaves)])
+    assert_close(*own)
+
+
+def test_second_derivatives_are_those_of_finite_differences():
+    layer, x = mixture(BTT(), widths=(6, 8), bias=False), tokens(4, 6).requires_grad_()
+    assert torch.autograd.gradgradcheck(layer, (x,))
+
+
+@pytest.mark.parametrize("weight_norm", [False, True])
+def test_compiled_it_is_one_graph_and_computes_the_same(weight_norm):
+    if not engine.load():
+        pytest.skip("there is no engine here")
+    model = nn.Sequential(mixture(BTT(), weight_norm=weight_norm), nn.ReLU())
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for n in (7, 40, 3):
+        x = tokens(n, 12).requires_grad_()
+        found = []
+        for run in (compiled, model):
+            y = run(x)
+            loss = y.square().sum() + balance_loss(model)
+            found.append([y.detach(), *torch.autograd.grad(loss, [x, *model.parameters()])])
+        assert_close(*found)
+
+
+# torch looks at the gradient of what goes into the second graph
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
+def test_compiled_without_the_engine_it_computes_the_same(monkeypatch):
+    monkeypatch.setattr(op, "available", lambda x: False)
     model, x = nn.Sequential(mixture(BTT()), nn.ReLU()), tokens(7, 12)
     torch._dynamo.reset()
     assert_close(torch.compile(model, backend="eager")(x), model(x))

@@ -61,10 +61,11 @@ void forward_tiles(const Layer<S>& layer, Path& path, const S* x, S* y, const Wi
 
 template <class S>
 Tensor forward(const Tensor& given, const std::vector<Tensor>& cores, const std::optional<Tensor>& bias,
-               const std::optional<Tensor>& gains, const std::vector<double>& sigmas, const Indices& code) {
+               const std::optional<Tensor>& gains, const std::vector<double>& sigmas, const Indices& code,
+               const std::optional<Tensor>& loads) {
   using F = Wide<S>;
   Tensor x = packed(given);
-  Layer<S> layer(x, cores, gains, sigmas, code, true);
+  Layer<S> layer(x, cores, gains, sigmas, code, loads, true);
   Indices shape(x.sizes().begin(), x.sizes().end());
   shape.back() = layer.program.out;
   Tensor y = torch::stable::new_empty(x, shape);
@@ -78,9 +79,13 @@ Tensor forward(const Tensor& given, const std::vector<Tensor>& cores, const std:
     held = packed(*bias);
     added = numbers_of<F, S>(*held, memory);
   }
-  S* to = static_cast<S*>(y.mutable_data_ptr());
-  if (layer.few) forward_few<S>(layer, x, to, added);
-  else by_path(layer, [&](auto& path) { forward_tiles(layer, path, static_cast<const S*>(x.data_ptr()), to, added); });
+  layer.over_experts(true, [&](Index, Index first) {
+    if (!layer.tokens) return;
+    const S* from = static_cast<const S*>(x.data_ptr()) + first * layer.program.in;
+    S* to = static_cast<S*>(y.mutable_data_ptr()) + first * layer.program.out;
+    if (layer.few) forward_few<S>(layer, from, to, added);
+    else by_path(layer, [&](auto& path) { forward_tiles(layer, path, from, to, added); });
+  });
   return y;
 }
 
@@ -179,10 +184,10 @@ Totals<Wide<S>> add_tiles(const Layer<S>& layer, Path& path, const S* dy_data, c
 template <class S>
 std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const std::vector<Tensor>& cores,
                              const std::optional<Tensor>& gains, const std::vector<double>& sigmas, const Indices& code,
-                             Index wants) {
+                             Index wants, const std::optional<Tensor>& loads) {
   using F = Wide<S>;
   Tensor x = packed(given), dy = packed(given_dy);
-  Layer<S> layer(x, cores, gains, sigmas, code, false);
+  Layer<S> layer(x, cores, gains, sigmas, code, loads, false);
   const Program& program = layer.program;
   const Index count = program.steps.size(), tokens = layer.tokens;
   STD_TORCH_CHECK(!gains || gains->scalar_type() == ScalarType::Double, "structlin: the gains must be float64");
@@ -199,30 +204,38 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
   const S* x_data = static_cast<const S*>(x.data_ptr());
   const S* dy_data = static_cast<const S*>(dy.data_ptr());
   S* dx_data = of_x ? static_cast<S*>(found[0].mutable_data_ptr()) : nullptr;
-  Totals<F> totals;
-  by_path(layer, [&](auto& path) { totals = add_tiles(layer, path, dy_data, x_data, dx_data, of_cores, of_bias); });
-  const F* total = totals.memory.held.get();
+  std::vector<Totals<F>> totals(layer.experts());
+  layer.over_experts(false, [&](Index expert, Index first) {
+    by_path(layer, [&](auto& path) {
+      totals[expert] = add_tiles(layer, path, dy_data + first * program.out, x_data + first * program.in,
+                                 of_x ? dx_data + first * program.in : nullptr, of_cores, of_bias);
+    });
+  });
 
   if (of_bias) {
     S* to = static_cast<S*>(found.back().mutable_data_ptr());
     for (Index f = 0; f < program.out; f += LANES<F>) {
       Index width = std::min<Index>(LANES<F>, program.out - f);
-      store(to + f, load(total + totals.bias_at + f, width), width);
+      Vector<F> sum = {};
+      for (const Totals<F>& own : totals) sum += load(own.memory.held.get() + own.bias_at + f, width);
+      store(to + f, sum, width);
     }
   }
   for (Index t = 0; of_cores && t < count; t++) {
     // M~ = factor M: dM = factor (dM~ - <dM~, M> / (n RMS^2) M), the second term where it is clipped; dgain = clip <dM~, M>
     const Step& step = program.steps[t];
-    const Sum& sum = totals.sums[t];
     const Core<S>& core = layer.cores[t];
-    const Index m_stride = sum.along_out ? 1 : sum.padded, n_stride = sum.along_out ? sum.padded : 1;
-    const Index height = step.batch * step.out;
+    const Index each = step.batch * step.out, height = layer.experts() * each;
     auto over_rows = [&](const auto& run) {  // `run(index, row)` for each row of the gradient, in the core's own order
       parallel_for(0, height, std::max<Index>(1, GRAIN / step.in), [&](Index begin, Index end) {
         thread_local Numbers<F> line;
         F* row = line.reserve(round_up(step.in, LANES<F>));
         for (Index index = begin; index < end; index++) {
-          const F* from = total + sum.start + index / step.out * sum.rows * sum.padded + index % step.out * m_stride;
+          const Totals<F>& own = totals[index / each];
+          const Sum& sum = own.sums[t];
+          const Index m_stride = sum.along_out ? 1 : sum.padded, n_stride = sum.along_out ? sum.padded : 1;
+          const F* from = own.memory.held.get() + sum.start + index % each / step.out * sum.rows * sum.padded +
+                          index % step.out * m_stride;
           for (Index i = 0; i < step.in; i++) row[i] = from[i * n_stride];
           run(index, row);
         }
@@ -254,13 +267,13 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
 // ---- the operators ---------------------------------------------------------------------------------------------------
 
 Tensor multiply(const Tensor& x, std::vector<Tensor> cores, std::optional<Tensor> bias, std::optional<Tensor> gains,
-                std::vector<double> sigmas, Indices code) {
-  return by_dtype(x, [&](auto s) { return forward<decltype(s)>(x, cores, bias, gains, sigmas, code); });
+                std::vector<double> sigmas, Indices code, std::optional<Tensor> loads) {
+  return by_dtype(x, [&](auto s) { return forward<decltype(s)>(x, cores, bias, gains, sigmas, code, loads); });
 }
 
 std::vector<Tensor> gradients(const Tensor& dy, const Tensor& x, std::vector<Tensor> cores, std::optional<Tensor> gains,
-                              std::vector<double> sigmas, Indices code, int64_t wants) {
-  return by_dtype(x, [&](auto s) { return backward<decltype(s)>(dy, x, cores, gains, sigmas, code, wants); });
+                              std::vector<double> sigmas, Indices code, int64_t wants, std::optional<Tensor> loads) {
+  return by_dtype(x, [&](auto s) { return backward<decltype(s)>(dy, x, cores, gains, sigmas, code, wants, loads); });
 }
 
 }  // namespace

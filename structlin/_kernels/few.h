@@ -75,7 +75,7 @@ void multiply_few(const Step& step, const S* core, Wide<S> factor, const Held<S>
 
 // Each thread takes some tokens through all cores, or if they are too few, some rows of each core
 template <class S>
-void forward_few(const Layer<S>& layer, const Tensor& x, S* y, const Wide<S>* bias) {
+void forward_few(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias) {
   using F = Wide<S>;
   using H = Held<S>;
   constexpr int L = LANES<F>;
@@ -89,7 +89,7 @@ void forward_few(const Layer<S>& layer, const Tensor& x, S* y, const Wide<S>* bi
   for (const Step& step : program.steps) work += step.params() * step.repeat * tokens;
   const Index groups = tokens >= 2 * threads && work > 2 * GRAIN ? threads : 1;
   thread_local Numbers<H> wide;
-  const H* numbers = numbers_of<H, S>(x, wide);
+  const H* numbers = numbers_of<H, S>(x, tokens * program.in, wide);
   auto run = [&](Index begin, Index n) {
     thread_local Numbers<F> memory;
     F *h = memory.reserve(2 * n * stride), *next = h + n * stride;

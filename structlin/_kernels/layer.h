@@ -1,6 +1,9 @@
 // What a call works on: the program, each core's numbers as they are multiplied, and its factor under weight normalisation.
 //
 //     factor = gain * min(1, sigma / RMS(core))
+//
+// Of a mixture each core has the blocks of all experts, one expert's after the other's; `loads` says how many of the tokens,
+// which lie in the same order, are each expert's.
 
 #pragma once
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -100,17 +103,20 @@ double inner_product(const A* a, const B* b, Index n) {
   return total;
 }
 
-// The numbers of a tensor as T: its own, or a wider copy
+// n numbers as T: themselves, or a wider copy
 template <class T, class S>
-const T* numbers_of(const Tensor& tensor, Numbers<T>& memory) {
-  const S* from = static_cast<const S*>(tensor.data_ptr());
+const T* numbers_of(const S* from, Index n, Numbers<T>& memory) {
   if constexpr (std::is_same_v<S, T>) return from;
-  Index n = tensor.numel();
   T* to = memory.reserve(n);
   parallel_for(0, n, GRAIN, [&](Index begin, Index end) {
     for (Index i = begin; i < end; i += LANES<Wide<S>>) store(to + i, load(from + i, end - i), end - i);
   });
   return to;
+}
+
+template <class T, class S>
+const T* numbers_of(const Tensor& tensor, Numbers<T>& memory) {
+  return numbers_of<T, S>(static_cast<const S*>(tensor.data_ptr()), tensor.numel(), memory);
 }
 
 Tensor packed(const Tensor& tensor) {
@@ -124,22 +130,24 @@ struct Layer {
   Program program;
   std::vector<Tensor> tensors;
   std::vector<Numbers<Held<S>>> memory;
-  std::vector<Core<S>> cores;
+  std::vector<Core<S>> cores;  // of the expert at hand
+  Indices loads;               // tokens of each expert
   Index tokens;
   bool few;
 
   Layer(const Tensor& x, const std::vector<Tensor>& given, const std::optional<Tensor>& gains,
-        const std::vector<double>& sigmas, const Indices& code, bool forward)
+        const std::vector<double>& sigmas, const Indices& code, const std::optional<Tensor>& given_loads, bool forward)
       : program(code), memory(given.size()) {
     STD_TORCH_CHECK(given.size() == program.steps.size() && x.dim() > 0 && x.size(x.dim() - 1) == program.in,
                     "structlin: x or the cores do not fit the program");
     STD_TORCH_CHECK(!gains || (gains->numel() == static_cast<Index>(given.size()) && sigmas.size() == given.size()),
                     "structlin: a gain and a sigma are needed for every core");
     tokens = x.numel() / program.in;
-    few = forward && tokens <= (program.largest() < LARGE_BLOCK ? FEW : FEW_OF_LARGE);
+    loads = given_loads ? read_loads(packed(*given_loads)) : Indices{tokens};
+    few = forward && is_few(tokens);
     for (size_t t = 0; t < given.size(); t++) {
       const Step& step = program.steps[t];
-      STD_TORCH_CHECK(given[t].numel() == step.params() && given[t].scalar_type() == x.scalar_type(),
+      STD_TORCH_CHECK(given[t].numel() == experts() * step.params() && given[t].scalar_type() == x.scalar_type(),
                       "structlin: core ", t, " has another size or dtype than the program and x ask for");
       tensors.push_back(packed(given[t]));
       const S* numbers = static_cast<const S*>(tensors[t].data_ptr());
@@ -149,20 +157,55 @@ struct Layer {
     if (gains) normalise(*gains, sigmas);
   }
 
+  Index experts() const { return loads.size(); }
+  bool is_few(Index n) const { return n <= (program.largest() < LARGE_BLOCK ? FEW : FEW_OF_LARGE); }
+
+  Indices read_loads(const Tensor& given) const {
+    STD_TORCH_CHECK(given.scalar_type() == ScalarType::Long, "structlin: the loads must be int64");
+    const int64_t* from = static_cast<const int64_t*>(given.data_ptr());
+    Indices found(from, from + given.numel());
+    Index sum = 0;
+    for (Index load : found) {
+      STD_TORCH_CHECK(load >= 0, "structlin: a load is negative");
+      sum += load;
+    }
+    STD_TORCH_CHECK(sum == tokens, "structlin: the loads must add up to the tokens of x");
+    return found;
+  }
+
+  // For each expert, with its tokens and cores at hand, `run(expert, first)`, `first` being the number of its first token
+  template <class Run>
+  void over_experts(bool forward, const Run& run) {
+    const std::vector<Core<S>> all = cores;
+    const Index sum = tokens;
+    const bool all_few = few;
+    Index first = 0;
+    for (Index expert = 0; expert < experts(); first += loads[expert++]) {
+      tokens = loads[expert], few = forward && is_few(tokens);
+      for (size_t t = 0; t < all.size(); t++) {
+        const Index start = expert * program.steps[t].params();
+        cores[t].given = all[t].given + start;
+        cores[t].data = all[t].data ? all[t].data + start : nullptr;
+      }
+      run(expert, first);
+    }
+    cores = all, tokens = sum, few = all_few;
+  }
+
   void normalise(const Tensor& gains, const std::vector<double>& sigmas) {
     const Index count = cores.size(), parts = threads();
     std::vector<double> squares(parts * count);
     parallel_for(0, parts, 1, [&](Index begin, Index end) {
       for (Index part = begin; part < end; part++)
         for (Index t = 0; t < count; t++) {
-          const Index n = program.steps[t].params(), start = part * n / parts;
+          const Index n = experts() * program.steps[t].params(), start = part * n / parts;
           const S* from = cores[t].given + start;
           squares[part * count + t] = inner_product(from, from, (part + 1) * n / parts - start);
         }
     });
     for (Index t = 0; t < count; t++) {
       Core<S>& core = cores[t];
-      double sum = 0, n = program.steps[t].params();
+      double sum = 0, n = experts() * program.steps[t].params();
       for (Index part = 0; part < parts; part++) sum += squares[part * count + t];
       by_dtype(gains, [&](auto s) {
         core.gain = load(static_cast<const decltype(s)*>(gains.data_ptr()) + t * gains.stride(0), 1)[0];

@@ -4,6 +4,7 @@ know.
     multiply(x, cores, bias, gains)         y = W(normalised cores) x + bias
     gradients(dy, x, cores, gains)          dx, dcores, dgains, dbias
 
+Of a mixture `loads` says how many tokens are each expert's: tokens and cores lie expert by expert.
 Only the inputs are saved. Derivatives of derivatives are taken through the loop that is the
 definition.
 """
@@ -24,17 +25,29 @@ _BATCHED = torch._C._dispatch_key_parse("Batched")
 OF_X, OF_CORES, OF_GAINS, OF_BIAS = 1, 2, 4, 8  # `Wants` in cpu.cpp
 
 Loop = Callable[
-    [Program, Sequence[Tensor], Tensor, Tensor | None, Tensor | None, Sequence[float]], Tensor
+    [
+        Program,
+        Sequence[Tensor],
+        Tensor,
+        Tensor | None,
+        Tensor | None,
+        Sequence[float],
+        Tensor | None,
+    ],
+    Tensor,
 ]
 
-_ARGUMENTS = "Tensor x, Tensor[] cores, Tensor? bias, Tensor? gains, float[] sigmas, int[] code"
+_ARGUMENTS = (
+    "Tensor x, Tensor[] cores, Tensor? bias, Tensor? gains, float[] sigmas, int[] code, "
+    "Tensor? loads"
+)
 torch.library.define("structlin_cpu::multiply", f"({_ARGUMENTS}) -> Tensor")
 # the same, and autograd knows it
 torch.library.define("structlin_cpu::layer", f"({_ARGUMENTS}) -> Tensor")
 torch.library.define(
     "structlin_cpu::gradients",
     "(Tensor dy, Tensor x, Tensor[] cores, Tensor? gains, float[] sigmas, int[] code, "
-    "int wants) -> Tensor[]",
+    "int wants, Tensor? loads) -> Tensor[]",
 )
 _multiply = torch.ops.structlin_cpu.multiply.default
 _layer = torch.ops.structlin_cpu.layer.default
@@ -90,6 +103,7 @@ def multiply(
     bias: Tensor | None = None,
     gains: Tensor | None = None,
     sigmas: Sequence[float] = (),
+    loads: Tensor | None = None,
 ) -> Tensor:
     """`W x + bias`.
 
@@ -99,6 +113,8 @@ def multiply(
         x: `(..., in_features)`.
         bias: `(out_features,)`.
         gains, sigmas: of every core, where it is normalised.
+        loads: `(experts,)`, of a mixture: x is `(tokens, in_features)`, and a core
+            `(experts * batch, fan_out, fan_in)`.
 
     Returns:
         `(..., out_features)`.
@@ -109,15 +125,15 @@ def multiply(
         bias = bias.to(x.dtype)
     if torch.compiler.is_compiling():
         gains = None if gains is None else gains.double()
-        y = _layer(x, cores, bias, gains, sigmas, program.code)
+        y = _layer(x, cores, bias, gains, sigmas, program.code, loads)
         return y
     if torch.is_grad_enabled():
         leaves = [x, *cores, bias, gains]
         if any(leaf is not None and leaf.requires_grad for leaf in leaves):
             gains = None if gains is None else gains.double()
-            y = _Product.apply(loop, program, sigmas, x, bias, gains, *cores)  # type: ignore[no-untyped-call]
+            y = _Product.apply(loop, program, sigmas, loads, x, bias, gains, *cores)  # type: ignore[no-untyped-call]
             return y
-    y = _multiply(x, cores, bias, gains, sigmas, program.code)
+    y = _multiply(x, cores, bias, gains, sigmas, program.code, loads)
     return y
 
 
@@ -128,27 +144,29 @@ class _Product(torch.autograd.Function):
         loop: Loop,
         program: Program,
         sigmas: Sequence[float],
+        loads: Tensor | None,
         x: Tensor,
         bias: Tensor | None,
         gains: Tensor | None,
         *cores: Tensor,
     ) -> Tensor:
         ctx.loop, ctx.program, ctx.sigmas = loop, program, sigmas
-        ctx.save_for_backward(x, bias, gains, *cores)
-        y: Tensor = _multiply(x, cores, bias, gains, sigmas, program.code)
+        ctx.save_for_backward(loads, x, bias, gains, *cores)
+        y: Tensor = _multiply(x, cores, bias, gains, sigmas, program.code, loads)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, bias, gains, *cores = ctx.saved_tensors
-        of_x, of_bias, of_gains, *of_cores = ctx.needs_input_grad[3:]
+        loads, x, bias, gains, *cores = ctx.saved_tensors
+        of_x, of_bias, of_gains, *of_cores = ctx.needs_input_grad[4:]
         if torch.is_grad_enabled() or _is_batch(dy) or not available(dy):
-            return None, None, None, *_differentiate(ctx, dy, [x, bias, gains, *cores])
+            found = _differentiate(ctx, dy, loads, [x, bias, gains, *cores])
+            return None, None, None, None, *found
         needs = of_x, of_cores, of_bias, of_gains
         dx, dcores, dbias, dgains = _find_gradients(
-            dy, x, cores, gains, ctx.sigmas, ctx.program.code, needs
+            dy, x, cores, gains, ctx.sigmas, ctx.program.code, needs, loads
         )
-        return None, None, None, dx, dbias, dgains, *dcores
+        return None, None, None, None, dx, dbias, dgains, *dcores
 
 
 def _is_batch(dy: Tensor) -> bool:
@@ -164,54 +182,64 @@ def _find_gradients(
     sigmas: Sequence[float],
     code: Sequence[int],
     needs: tuple[bool, Sequence[bool], bool, bool],
+    loads: Tensor | None,
 ) -> tuple[Tensor | None, list[Tensor | None], Tensor | None, Tensor | None]:
     """Of x, the cores, the bias and the gains, each None if nobody needs it."""
     of_x, of_cores, of_bias, of_gains = needs
     wants = OF_X * of_x | OF_CORES * any(of_cores) | OF_BIAS * of_bias | OF_GAINS * of_gains
-    dx, *dcores, dgains, dbias = _gradients(dy, x, cores, gains, sigmas, code, wants)
+    dx, *dcores, dgains, dbias = _gradients(dy, x, cores, gains, sigmas, code, wants, loads)
     each = [dcore if needed else None for dcore, needed in zip(dcores, of_cores, strict=True)]
     return dx if of_x else None, each, dbias if of_bias else None, dgains if of_gains else None
 
 
-def _differentiate(ctx: Any, dy: Tensor, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _differentiate(
+    ctx: Any, dy: Tensor, loads: Tensor | None, inputs: Sequence[Tensor | None]
+) -> list[Tensor | None]:
     """The gradients that are asked for, by the loop: differentiable, and a batch of dy may be given
     by vmap."""
     x, bias, gains, *cores = inputs
     wanted = [
-        value for value, needed in zip(inputs, ctx.needs_input_grad[3:], strict=True) if needed
+        value for value, needed in zip(inputs, ctx.needs_input_grad[4:], strict=True) if needed
     ]
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        y = ctx.loop(ctx.program, cores, x, bias, gains, ctx.sigmas)
+        y = ctx.loop(ctx.program, cores, x, bias, gains, ctx.sigmas, loads)
         found = iter(torch.autograd.grad(y, wanted, dy, create_graph=again))  # type: ignore[arg-type]
-    return [next(found) if needed else None for needed in ctx.needs_input_grad[3:]]
+    return [next(found) if needed else None for needed in ctx.needs_input_grad[4:]]
 
 
 # ---- for programs that are compiled, and counters ------------------------------------------------
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, cores, _, gains, ctx.sigmas, ctx.code = inputs
-    ctx.has_gains, ctx.no_sigmas = gains is not None, None if ctx.sigmas else []
-    ctx.save_for_backward(x, *cores, *([gains] if ctx.has_gains else []))
+    x, cores, _, gains, ctx.sigmas, ctx.code, loads = inputs
+    ctx.no_sigmas = None if ctx.sigmas else []
+    ctx.save_for_backward(gains, loads, x, *cores)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    x, *cores = ctx.saved_tensors
-    gains = cores.pop() if ctx.has_gains else None
+    gains, loads, x, *cores = ctx.saved_tensors
     of_x, of_cores, of_bias, of_gains, *_ = ctx.needs_input_grad
     needs = of_x, of_cores, of_bias, of_gains
-    return *_find_gradients(dy, x, cores, gains, ctx.sigmas, ctx.code, needs), ctx.no_sigmas, None
+    found = _find_gradients(dy, x, cores, gains, ctx.sigmas, ctx.code, needs, loads)
+    return *found, ctx.no_sigmas, None, None
 
 
 def _fake_multiply(
-    x: Tensor, cores: Any, bias: Any, gains: Any, sigmas: Any, code: Sequence[int]
+    x: Tensor, cores: Any, bias: Any, gains: Any, sigmas: Any, code: Sequence[int], loads: Any
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], code[1])
 
 
 def _fake_gradients(
-    dy: Tensor, x: Tensor, cores: Any, gains: Any, sigmas: Any, code: Sequence[int], wants: int
+    dy: Tensor,
+    x: Tensor,
+    cores: Any,
+    gains: Any,
+    sigmas: Any,
+    code: Sequence[int],
+    wants: int,
+    loads: Any,
 ) -> list[Tensor]:
     dx = x.new_empty(x.shape if wants & OF_X else 0)
     dcores = [core.new_empty(core.shape if wants & OF_CORES else 0) for core in cores]
@@ -241,13 +269,30 @@ def _count_flops(x: Sequence[int], code: Sequence[int]) -> list[int]:
 
 
 @register_flop_formula([torch.ops.structlin_cpu.multiply, torch.ops.structlin_cpu.layer])
-def _(x: Any, cores: Any, bias: Any, gains: Any, sigmas: Any, code: Sequence[int], **_: Any) -> int:
+def _(
+    x: Any,
+    cores: Any,
+    bias: Any,
+    gains: Any,
+    sigmas: Any,
+    code: Sequence[int],
+    loads: Any,
+    **_: Any,
+) -> int:
     return sum(_count_flops(x, code))
 
 
 @register_flop_formula(torch.ops.structlin_cpu.gradients)
 def _(
-    dy: Any, x: Any, cores: Any, gains: Any, sigmas: Any, code: Sequence[int], wants: int, **_: Any
+    dy: Any,
+    x: Any,
+    cores: Any,
+    gains: Any,
+    sigmas: Any,
+    code: Sequence[int],
+    wants: int,
+    loads: Any,
+    **_: Any,
 ) -> int:
     flops, of_cores = _count_flops(x, code), bool(wants & (OF_CORES | OF_GAINS))
     return sum(flops) * (bool(wants & OF_X) + of_cores) + sum(flops[:-1]) * of_cores

@@ -38,13 +38,13 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ALL = op.OF_X | op.OF_CORES | op.OF_BIAS
 
 
-def forward(structure, cores, x, bias=None, gains=None, sigmas=()):
-    return op._multiply(x, cores, bias, gains, sigmas, structure.program.code)
+def forward(structure, cores, x, bias=None, gains=None, sigmas=(), loads=None):
+    return op._multiply(x, cores, bias, gains, sigmas, structure.program.code, loads)
 
 
-def backward(structure, dy, x, cores, wants=ALL, gains=None, sigmas=()):
+def backward(structure, dy, x, cores, wants=ALL, gains=None, sigmas=(), loads=None):
     """dx, dcores, dgains, dbias."""
-    return op._gradients(dy, x, cores, gains, sigmas, structure.program.code, wants)
+    return op._gradients(dy, x, cores, gains, sigmas, structure.program.code, wants, loads)
 
 
 def by_einsum(structure, cores, x, bias, dy):
@@ -361,7 +361,63 @@ def test_the_operator_itself_refuses_what_does_not_fit(broken):
     structure = BTT(rank=2).structure(12, 30)
     x, cores, code = broken(tokens(5, 12), random_cores(structure), structure.program.code)
     with pytest.raises(RuntimeError, match="structlin"):
-        op._multiply(x, cores, None, None, (), code)
+        op._multiply(x, cores, None, None, (), code, None)
+
+
+# ---- mixtures ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("loads", [(3, 0, 40, 7), (0, 0, 0), (1,), (2, 1, 1)], ids=str)
+@pytest.mark.parametrize("family", [BTT(rank=2), BTT(rank=8), TT(rank=2), Monarch()], ids=repr)
+def test_of_a_mixture_each_expert_multiplies_its_own_tokens(family, loads, dtype):
+    structure = family.structure(64, 96)
+    experts = [
+        [core.to(dtype) for core in random_cores(structure, seed=n)] for n in range(len(loads))
+    ]
+    cores = [torch.cat(each) for each in zip(*experts, strict=True)]
+    x, dy = tokens(sum(loads), 64).to(dtype), tokens(sum(loads), 96).to(dtype)
+    bias, number = tokens(96).to(dtype), torch.tensor(loads)
+    wanted = [
+        by_einsum(structure, own, part, bias, dy_part)
+        for own, part, dy_part in zip(experts, x.split(loads), dy.split(loads), strict=True)
+    ]
+    y, dx, *dcores, dbias = zip(*wanted, strict=True)
+    assert_near([forward(structure, cores, x, bias, loads=number)], [torch.cat(y)], dtype)
+    dx_own, *own, _, dbias_own = backward(structure, dy, x, cores, loads=number)
+    wanted = [torch.cat(dx), *(torch.cat(each) for each in dcores), sum(dbias)]
+    assert_near([dx_own, *own, dbias_own], wanted, dtype)
+
+
+def test_of_a_mixture_weight_normalisation_takes_the_norm_over_all_experts():
+    structure, sigmas = BTT(rank=2).structure(12, 30), (0.5, 0.2)
+    cores = [torch.cat([core, 2 * core]) for core in random_cores(structure)]
+    gains, loads = torch.tensor([1.5, 0.5], dtype=torch.float64), torch.tensor([5, 20])
+    x, dy = tokens(25, 12), tokens(25, 30)
+    leaves = [each.requires_grad_() for each in (x, *cores, gains)]
+    y = _product.define(structure.program, cores, x, None, gains, sigmas, loads)
+    dx, *dcores, dgains = torch.autograd.grad(y, leaves, dy)
+    own = forward(structure, cores, x, None, gains, sigmas, loads)
+    torch.testing.assert_close(own, y.detach())
+    own = backward(structure, dy, x, cores, 7, gains, sigmas, loads)[:-1]
+    torch.testing.assert_close(own, [dx, *dcores, dgains])
+
+
+@pytest.mark.parametrize(
+    ("loads", "message"),
+    [
+        (torch.tensor([2, 2]), "must add up to the tokens"),
+        (torch.tensor([6, -1]), "a load is negative"),
+        (torch.tensor([2.0, 3.0]), "must be int64"),
+        (torch.tensor([5]), "core 0 has another size"),
+    ],
+    ids=str,
+)
+def test_loads_that_do_not_fit_are_refused(loads, message):
+    structure = BTT(rank=2).structure(12, 30)
+    cores = [torch.cat([core, core]) for core in random_cores(structure)]
+    with pytest.raises(RuntimeError, match=message):
+        forward(structure, cores, tokens(5, 12), loads=loads)
 
 
 # ---- the stack -----------------------------------------------------------------------------------
@@ -370,7 +426,8 @@ def test_the_operator_itself_refuses_what_does_not_fit(broken):
 @OWN
 @pytest.mark.parametrize("operator", [op._multiply, op._layer])
 @pytest.mark.parametrize("gains", [None, torch.tensor([1.5, 0.5], dtype=torch.float64)])
-def test_the_operators_keep_the_contract_of_torch_library(operator, gains):
+@pytest.mark.parametrize("loads", [None, torch.tensor([5])], ids=str)
+def test_the_operators_keep_the_contract_of_torch_library(operator, gains, loads):
     structure = Monarch(blocks=2).structure(12, 30)
     cores, code = (
         [core.float().requires_grad_() for core in random_cores(structure)],
@@ -382,8 +439,9 @@ def test_the_operators_keep_the_contract_of_torch_library(operator, gains):
     tests += (
         ["test_autograd_registration", "test_aot_dispatch_dynamic"] if operator is op._layer else []
     )
-    for rows in (x, x[:0], x[None]):
-        torch.library.opcheck(operator, (rows, cores, bias, gains, sigmas, code), test_utils=tests)
+    for rows in (x, x[:0], x[None]) if loads is None else [x]:
+        arguments = (rows, cores, bias, gains, sigmas, code, loads)
+        torch.library.opcheck(operator, arguments, test_utils=tests)
     for wants in (15, 1, 2):
         arguments = (
             dy,
@@ -393,6 +451,7 @@ def test_the_operators_keep_the_contract_of_torch_library(operator, gains):
             sigmas,
             code,
             wants & (11 | 4 * len(sigmas)),
+            loads,
         )
         torch.library.opcheck(
             op._gradients, arguments, test_utils=["test_schema", "test_faketensor"]
