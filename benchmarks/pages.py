@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Polygon
 
 from benchmarks import (
+    decay,
     layer,
     lr_transfer,
     model,
@@ -78,6 +79,11 @@ def muon() -> str:
             short = f"{mean:.3f} ({row['short']['steps']} steps)"
         rows.append([task, *losses, f"{reached} of {row['steps']}", short])
     return table(["", "AdamW", "Muon", "Muon's steps to AdamW's loss", "Muon, shorter run"], rows)
+
+
+def show_grid(methods: list[str]) -> str:
+    """How the best rates of `methods` move over widths and depths."""
+    return transfer.shifts(read("transfer"), methods, "width", "depth")
 
 
 def polar() -> str:
@@ -269,11 +275,13 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/transfer.md": {
         "farthest": lambda: transfer.farthest(read("transfer")),
-        "transfer": lambda: transfer.shifts(read("transfer"), "width", "depth"),
-    }
-    | {
-        axis: partial(transfer.shifts, read("transfer"), axis)
-        for axis in ("batch", "steps", "decay")
+        "transfer": partial(show_grid, transfer.GRID),
+        "control": partial(show_grid, ["plain AdamW"]),
+        "alpha": partial(show_grid, transfer.HALVES),
+        "batch": lambda: transfer.shifts(read("transfer"), transfer.GRID, "batch"),
+        "steps": lambda: transfer.shifts(read("transfer"), transfer.GRID, "steps"),
+        "decay": lambda: decay.show_alone(read("decay")),
+        "rate and decay": lambda: decay.show_both(read("decay")),
     },
     "docs/results.md": papers.TABLES
     | {"verdicts": verdicts, "untested": untested, "three seeds": lambda: show_seeds(MAIN_JOB)}

@@ -1,26 +1,30 @@
-"""Do the best rate and decay carry over to wider and deeper residual networks, for every structure
+"""Does the best learning rate carry over to wider and deeper residual networks, for every structure
 and optimizer? And to other batches and durations?
 
-    python -m benchmarks.transfer            # results/transfer.{json,png}; goes on where it stopped
-    python -m benchmarks.transfer --smoke    # seconds
+    python -m benchmarks.transfer                     # results/transfer.{json,png}
+    python -m benchmarks.transfer --methods Normed    # only this one; what is kept stays
+    python -m benchmarks.transfer --smoke             # seconds
 
-A residual MLP on scikit-learn's digits: blocks `x + m * fc2(relu(fc1(norm(x))))` with m = 2 / depth
-(CompleteP, alpha = 1), all matrices of the blocks structured, the head zero at the start; linear
-decay of the rate to zero, no warmup. The base point is width 64, depth 2. From it a cross: wider at
-depth 2, deeper at width 64; the products of both were not run, nor what LEFT_OUT names, whose
-polar factors and norms are too dear for a CPU. At each point the rate is searched by factors of 2
-until the best has both its neighbours, and the optimum is the vertex of the parabola through them,
-of the geometric mean over the seeds of the final loss on all images.
+A residual MLP on scikit-learn's digits: blocks `x + m * fc2(relu(fc1(norm(x))))` with m = (2 /
+depth)^alpha, alpha = 1 (CompleteP), all matrices of the blocks structured, the head zero at the
+start; linear decay of the rate to zero, no warmup. The base point is width 64, depth 2; from there
+a grid of widths and depths, but for what LEFT_OUT names, whose norms or polar factors are too
+dear for a CPU.
 
-Besides: the best rate at other batches and durations; and the best decay over widths, under each
-`decay=` of `param_groups`, of the held-out loss where a fifth of the training labels is wrong.
+At each point the rate is searched by factors of 2, from the base point's best, until the best has
+both its neighbours. The optimum is the vertex of the parabola through them, of the geometric mean
+over the seeds of the final loss on all images. Points that the JSON has are not run again.
+
+Besides: the best rate at other batches and durations; under plain torch AdamW with one rate for all
+parameters and m = 1, which is what the rules are compared with; and with alpha = 1/2.
 """
 
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -32,33 +36,25 @@ from torch import Tensor, nn
 import structlin
 from benchmarks import lr_transfer
 from benchmarks.papers import sweeps
+from benchmarks.papers.intervals import student
 from benchmarks.record import RESULTS, save_json, table
 from benchmarks.runs import digits, keep, parser, run_all
 from structlin.optim import Depth, Muon, Normed, param_groups
 
 STRUCTURES = [name for name in lr_transfer.STRUCTURES if name != "TT r=4"]
-FEW = ["dense", "BTT r=1"]  # for batch, duration and decay
-BASE = {"width": 64, "depth": 2}
-BATCH = 64
-AXES = {
-    "width": [64, 256, 1024],
-    "depth": [2, 16],
-    "batch": [16, 64, 256],
-    "steps": [25, 50, 100, 200],
-    "decay": [64, 512],  # widths
-}
-BASES = {**BASE, "batch": BATCH, "steps": 50, "decay": 64}
-LEFT_OUT = [  # structure, optimizer, width
-    ("dense", "Muon", 1024), ("dense", "Normed", 1024),
-    ("Monarch", "Muon", 1024), ("Monarch", "Normed", 1024),
+FEW = ["dense", "BTT r=1"]  # for batch, duration, the control and alpha
+WIDTHS, DEPTHS = [64, 256, 1024], [2, 6, 16]
+BASE = {"width": 64, "depth": 2, "batch": 64, "steps": 50}
+AXES = {"batch": [16, 64, 256], "steps": [25, 50, 100, 200]}
+LEFT_OUT = [  # structure, method, width, depth
+    ("dense", "Normed", 1024, 6), ("dense", "Normed", 1024, 16),
+    ("Monarch", "Normed", 1024, 16),
+    ("dense", "Muon", 1024, 6), ("dense", "Muon", 1024, 16),
 ]  # fmt: skip
-DECAYS = ("1/width", "sqrt", "constant")
-STARTS = {"AdamW": 2.0**-7, "Muon": 2.0**-4, "Normed": 2.0**-4} | dict.fromkeys(DECAYS, 1.0)
 OTHER_LR = 2.0**-9  # of Muon's biases and norms
-DECAY_LR = 2.0**-7
 
-Job = tuple[str, str, str]  # structure, optimizer or rule of decay, axis
 Row = dict[str, Any]
+Job = tuple[str, str, tuple[int, ...]]  # structure, method, values of BASE's names
 
 
 class Block(nn.Module):
@@ -88,32 +84,58 @@ class ResMLP(nn.Module):
         return self.head(self.norm(x))
 
 
-def build_model(structure: str, width: int, depth: int, seed: int) -> nn.Module:
+def build_model(structure: str, width: int, depth: int, seed: int, alpha: float = 1.0) -> nn.Module:
     torch.manual_seed(seed)
-    model = ResMLP(width, depth, BASE["depth"] / depth)
+    model = ResMLP(width, depth, (BASE["depth"] / depth) ** alpha)
     return structlin.convert(model, lr_transfer.STRUCTURES[structure](width))
 
 
-def adamw(model: nn.Module, lr: float, width: int, **options: Any) -> torch.optim.Optimizer:
-    base, depth = {width: BASE["width"]}, Depth(base=BASE["depth"])
-    groups = param_groups(model, lr, base=base, depth=depth, eps=1e-8, **options)
+def adamw(
+    model: nn.Module, lr: float, width: int, alpha: float, **options: Any
+) -> torch.optim.Optimizer:
+    groups = param_groups(model, lr, eps=1e-8, **_rules(width, alpha), **options)
     return torch.optim.AdamW(groups)
 
 
-def muon(model: nn.Module, lr: float, width: int) -> torch.optim.Optimizer:
-    # at alpha = 1 depth changes no rate of its
-    return Muon(model, lr, other_lr=OTHER_LR, method="ns")
+def muon(
+    model: nn.Module, lr: float, width: int, alpha: float, **options: Any
+) -> torch.optim.Optimizer:
+    return Muon(model, lr, other_lr=OTHER_LR, **_rules(width, alpha), **options)
 
 
-def normed(model: nn.Module, lr: float, width: int) -> torch.optim.Optimizer:
-    return Normed(torch.optim.AdamW(model.parameters(), lr, weight_decay=0.0), model)
+def _rules(width: int, alpha: float) -> dict[str, Any]:
+    return {"base": {width: BASE["width"]}, "depth": Depth(base=BASE["depth"], alpha=alpha)}
 
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "AdamW": adamw,
-    "Muon": muon,
-    "Normed": normed,
+def normed(
+    model: nn.Module, lr: float, width: int, alpha: float, norm: str
+) -> torch.optim.Optimizer:
+    base = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.0)
+    return Normed(base, model, norm=norm)
+
+
+def plain(model: nn.Module, lr: float, width: int, alpha: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr, weight_decay=0.0)
+
+
+@dataclass(frozen=True)
+class Method:
+    make: Callable[..., torch.optim.Optimizer]
+    start: float  #: the rate where the search begins at the base point
+    alpha: float = 1.0
+
+
+METHODS = {
+    "AdamW": Method(adamw, 2.0**-7),
+    "Muon": Method(muon, 2.0**-4),
+    "Normed": Method(partial(normed, norm="bound"), 2.0**-4),
+    "Normed, power": Method(partial(normed, norm="power"), 2.0**-4),  # two power iterations
+    "plain AdamW": Method(plain, 2.0**-7, alpha=0.0),
+    "AdamW, alpha 1/2": Method(adamw, 2.0**-7, alpha=0.5),
+    "Muon, alpha 1/2": Method(muon, 2.0**-4, alpha=0.5),
 }
+GRID = ["AdamW", "Muon", "Normed", "Normed, power"]
+HALVES = ["AdamW, alpha 1/2", "Muon, alpha 1/2"]
 
 
 def train(
@@ -143,208 +165,258 @@ def evaluate(model: nn.Module, data: tuple[Tensor, Tensor]) -> float | None:
     return loss if math.isfinite(loss) else None
 
 
-def seek(job: Job, kept: dict[str, Row], seeds: int, steps: int) -> list[Row]:
-    """The rows of a structure and optimizer along an axis, "size"; those of `kept` are not made
-    again. Of the axis "decay" the method is a rule, and "lr" the decay."""
-    structure, method, axis = job
-    shared = {"structure": structure, "method": method, "axis": axis}
+# ---- the search ----------------------------------------------------------------------------------
 
-    def run(size: int, lrs: Sequence[float]) -> list[Row]:
-        rows = []
+
+def plan() -> list[Job]:
+    """All points, a base point before what starts at its best rate; the cheap ones first."""
+    grid = [tuple({**BASE, "width": w, "depth": d}.values()) for w, d in product(WIDTHS, DEPTHS)]
+    jobs: list[Job] = []
+    for structure, method, point in product(STRUCTURES, GRID, grid):
+        if (structure, method, *point[:2]) not in LEFT_OUT:
+            jobs.append((structure, method, point))
+    jobs = [job for job in jobs if job[1] != "Normed, power" or job[0] in {o[0] for o in LEFT_OUT}]
+    jobs += product(FEW, ["plain AdamW"], grid)
+    jobs += product(FEW, HALVES, [point for point in grid if point[0] == BASE["width"]])
+    for axis, sizes in AXES.items():
+        jobs += product(FEW, ("AdamW", "Muon"), [tuple((BASE | {axis: n}).values()) for n in sizes])
+    jobs.sort(key=lambda job: (job[2] != tuple(BASE.values()), job[2][0] * job[2][1]))
+    return list(dict.fromkeys(jobs))
+
+
+def seek(job: Job, rows: Iterable[Row], seeds: int) -> list[Row]:
+    """All rows of a point: those of it in `rows`, and those that the search adds. It starts at the
+    best rate that `rows` have at the base point."""
+    structure, method, point = job
+    where = {"structure": structure, "method": method, **dict(zip(BASE, point, strict=True))}
+    at_base = curve(_matching(rows, where | BASE))
+    start = sweeps.best(at_base) if at_base else METHODS[method].start
+    found = _matching(rows, where)
+    while lrs := _untried(curve(found), start):
         for lr, seed in product(lrs, range(seeds)):
-            row = {**shared, "size": size, "lr": lr, "seed": seed}
-            made = _decayed if axis == "decay" else _tuned
-            found = kept.get(_key(row))
-            rows.append(found or {**row, "loss": made(row, steps)})
-        return rows
-
-    sizes = AXES[axis]
-    if axis == "width":
-        sizes = [size for size in sizes if (structure, method, size) not in LEFT_OUT]
-    return sweeps.search(run, sizes, STARTS[method])
+            row = {**where, "lr": lr, "seed": seed}
+            found.append({**row, "loss": final_loss(row)})
+    return found
 
 
-def _tuned(row: Row, steps: int) -> float | None:
-    at = {**BASE, "batch": BATCH, "steps": steps, row["axis"]: row["size"]}
-    model = build_model(row["structure"], at["width"], at["depth"], row["seed"])
-    optimizer = OPTIMIZERS[row["method"]](model, row["lr"], at["width"])
+def _untried(losses: Mapping[float, float], start: float) -> list[float]:
+    return sweeps.untried(losses, start) or [start] * (start not in losses)
+
+
+def final_loss(row: Row) -> float | None:
+    method, width = METHODS[row["method"]], row["width"]
+    model = build_model(row["structure"], width, row["depth"], row["seed"], method.alpha)
+    optimizer = method.make(model, row["lr"], width, alpha=method.alpha or 1.0)
     try:
-        train(model, optimizer, digits(), steps=at["steps"], batch=at["batch"], seed=row["seed"])
+        train(model, optimizer, digits(), steps=row["steps"], batch=row["batch"], seed=row["seed"])
     except FloatingPointError:
         return None
     return evaluate(model, digits())
 
 
-def _decayed(row: Row, steps: int) -> float | None:
-    width, learned, held = row["size"], *noisy_digits()
-    model = build_model(row["structure"], width, BASE["depth"], row["seed"])
-    optimizer = adamw(model, DECAY_LR, width, weight_decay=row["lr"], decay=row["method"])
-    train(model, optimizer, learned, steps=3 * steps, batch=BATCH, seed=row["seed"])
-    return evaluate(model, held)
+def curve(rows: Iterable[Row]) -> dict[float, float]:
+    """lr -> geometric mean of the loss over the seeds, of the rows of one point."""
+    return next(iter(sweeps.losses(row | {"size": 0} for row in rows).values()), {})
 
 
-def _key(row: Row) -> str:
-    return json.dumps({name: value for name, value in row.items() if name != "loss"})
+def _matching(rows: Iterable[Row], where: Mapping[str, Any]) -> list[Row]:
+    return [row for row in rows if where.items() <= row.items()]
 
 
-@cache
-def noisy_digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """898 images for training, a fifth of them with a label drawn at random, and the others."""
-    x, y = digits()
-    draw = torch.Generator().manual_seed(0)
-    order = torch.randperm(len(x), generator=draw)
-    learned, held = order[: len(x) // 2], order[len(x) // 2 :]
-    labels = y[learned].clone()
-    wrong = torch.rand(len(labels), generator=draw) < 0.2
-    labels[wrong] = torch.randint(10, (int(wrong.sum()),), generator=draw)
-    return (x[learned], labels), (x[held], y[held])
+# ---- what is found -------------------------------------------------------------------------------
 
 
-def summarise(rows: list[Row]) -> list[Row]:
-    """A row for each structure, method and axis: log2 of the best rate (or decay) at each size, by
-    how much it lies off the base point's, and what keeping that one costs at the last size."""
-    found: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
+def summarise(rows: Iterable[Row]) -> list[Row]:
+    """A row for each structure, method and point: log2 of the best rate, by how much it lies off
+    the base point's, the same over the seeds, and the loss at the base point's best rate over that
+    at the point's own (None: it diverges)."""
+    found: dict[tuple[str, str], dict[tuple[int, ...], list[Row]]] = defaultdict(dict)
     for row in rows:
-        found[row["axis"], row["structure"], row["method"]].append(row)
+        points = found[row["structure"], row["method"]]
+        points.setdefault(tuple(row[name] for name in BASE), []).append(row)
     result = []
-    for (axis, structure, method), members in found.items():
-        moved = next(iter(sweeps.transfer(members).values()))
-        optima = moved["optima"]
-        origin = optima[BASES[axis]] if BASES[axis] in optima else next(iter(optima.values()))
-        result.append(
-            {
-                "axis": axis,
-                "structure": structure,
-                "method": method,
-                "optima": {str(size): value for size, value in optima.items()},
-                "shifts": {str(size): value - origin for size, value in optima.items()},
-                "cost": moved["cost"],
-                "bracketed": moved["bracketed"],
-                "over seeds": sweeps.moves(members)["moved"],
-                "losses": {str(size): value for size, value in moved["losses"].items()},
-            }
-        )
+    for (structure, method), points in found.items():
+        base = points[tuple(BASE.values())]
+        kept, origin, origins = sweeps.best(curve(base)), _optimum(base), _optima(base)
+        for point, members in points.items():
+            losses, optimum = curve(members), _optimum(members)
+            least = losses[sweeps.best(losses)]
+            cost = losses.get(kept, math.inf) / least
+            moved = [a - b for a, b in zip(_optima(members), origins, strict=True)]
+            result.append(
+                {
+                    "structure": structure,
+                    "method": method,
+                    **dict(zip(BASE, point, strict=True)),
+                    "optimum": optimum,
+                    "shift": optimum - origin,
+                    "over seeds": student(moved),
+                    "cost": cost if math.isfinite(cost) else None,
+                    "bracketed": min(losses) < sweeps.best(losses) < max(losses),
+                    "loss": least,
+                }
+            )
     return result
 
 
+def _optimum(rows: Iterable[Row]) -> float:
+    return sweeps.optimum(curve(rows))
+
+
+def _optima(rows: list[Row]) -> list[float]:
+    """Of each seed."""
+    seeds = sorted({row["seed"] for row in rows})
+    return [_optimum(row for row in rows if row["seed"] == seed) for seed in seeds]
+
+
+def on_grid(summary: Iterable[Row], method: str) -> list[Row]:
+    """The rows of a method at the base point's batch and duration."""
+    usual = {"method": method, "batch": BASE["batch"], "steps": BASE["steps"]}
+    return _matching(summary, usual)
+
+
 def largest(summary: list[Row], method: str) -> tuple[float, float]:
-    """By how many factors of 2 the best rate of an optimizer lies off the base point at most, over
+    """By how many factors of 2 the best rate of a method lies off the base point at most, over
     widths, depths and structures: off each structure's own, and off dense's."""
-    chosen = [row for row in summary if row["method"] == method and row["axis"] in BASE]
-    own = max(abs(shift) for row in chosen for shift in row["shifts"].values())
-    origin = next(row for row in chosen if row["structure"] == "dense")["optima"][str(64)]
-    return own, max(abs(best - origin) for row in chosen for best in row["optima"].values())
+    chosen = on_grid(summary, method)
+    (origin,) = _matching(chosen, BASE | {"structure": "dense"})
+    return (
+        max(abs(row["shift"]) for row in chosen),
+        max(abs(row["optimum"] - origin["optimum"]) for row in chosen),
+    )
 
 
-def show(summary: list[Row]) -> None:
-    for row in summary:
-        shifts = ", ".join(f"{size} {shift:+.2f}" for size, shift in row["shifts"].items())
-        cost = "diverges" if row["cost"] is None else f"{row['cost']:.2f}x"
-        end = "" if row["bracketed"] else " (at an end)"
-        print(f"{row['axis']:7}{row['structure']:11}{row['method']:9}{shifts}; kept {cost}{end}")
-    for method in OPTIMIZERS:
-        own, dense = largest(summary, method)
-        verdict = "within" if own <= 0.5 else "NOT within"
-        print(f"{method}: off by at most 2^{own:.2f}, {verdict} a factor of sqrt 2")
-        print(f"{' ' * len(method)}  2^{dense:.2f} off dense's base point")
+def extra_flops(structure: str, method: str, width: int, depth: int) -> tuple[float, float]:
+    """Of the nine runs of the least search: FLOPs of `Normed`'s norms by `duality.spectral_bound`
+    (four products of the short side's size for each block of a core) or of `Muon`'s polar factors
+    (three for each of five steps), and those of forward and backward."""
+    made = lr_transfer.STRUCTURES[structure](width).structure(width, width)
+    extra = 0.0
+    for core in made.cores:
+        short, long = sorted((core.fan_out, core.fan_in))
+        gram, square = 2 * short**2 * long, 2 * short**3
+        bound, polar = gram + 3 * square, 5 * (2 * gram + square)
+        extra += core.batch * (polar if method == "Muon" else bound)
+    updates = 9 * BASE["steps"] * 2 * depth
+    return updates * extra, updates * 3 * BASE["batch"] * made.flops
+
+
+# ---- tables and the plot -------------------------------------------------------------------------
 
 
 def farthest(result: Row) -> str:
-    """The table of docs/transfer.md: how far the best rate of each optimizer moves at most, and in
-    how many of the rows the interval over the seeds is within sqrt 2 as well."""
+    """The table of docs/transfer.md: how far the best rate of each method moves at most, and at how
+    many of the points the interval over the seeds is within sqrt 2 as well."""
     lines = []
-    for method in OPTIMIZERS:
-        own, dense = largest(result["summary"], method)
-        rows = [row for row in result["summary"] if row["method"] == method and row["axis"] in BASE]
-        seeds = [row["over seeds"] for row in rows]
-        shown = sum(each["low"] >= -0.5 and each["high"] <= 0.5 for each in seeds)
-        within = "yes" if own <= 0.5 else "**no**"
-        lines.append([method, f"{own:.2f}", within, f"{shown} of {len(rows)}", f"{dense:.2f}"])
-    titles = ["off its own base point", "within sqrt 2", "interval too", "off dense's base point"]
+    for method in (*GRID, "plain AdamW"):
+        rows = on_grid(result["summary"], method)
+        if not rows:
+            continue
+        own, dense = largest(rows, method)
+        away = [row["over seeds"] for row in rows if not _is_base(row)]
+        shown = sum(each["low"] >= -0.5 and each["high"] <= 0.5 for each in away)
+        near = sum(abs(row["shift"]) <= 0.5 for row in rows if not _is_base(row))
+        cells = [f"{near} of {len(away)}", f"{own:.2f}", "yes" if own <= 0.5 else "**no**"]
+        lines.append([method, *cells, f"{shown} of {len(away)}", f"{dense:.2f}"])
+    titles = ["points within sqrt 2", "at most", "all within", "interval too", "off dense's"]
     return table(["", *titles], lines)
 
 
-def shifts(result: Row, *axes: str) -> str:
-    """The table of docs/transfer.md: the best rate at the base point, and its shifts along `axes`;
-    the interval over the seeds is of the way from the first size to the last."""
-    found = {(row["structure"], row["method"], row["axis"]): row for row in result["summary"]}
+def _is_base(row: Row) -> bool:
+    return BASE.items() <= row.items()
+
+
+def shifts(result: Row, methods: Iterable[str], *names: str) -> str:
+    """The table of docs/transfer.md: the best rate of `methods` at the base point, and its shift
+    where one or more of `names` differ from there; "kept" is the largest cost of the base point's
+    rate."""
+    held = {name: BASE[name] for name in BASE if name not in names}
+    rows = _matching(result["summary"], held)
+    away = [row for method in methods for row in rows if row["method"] == method]
+    away = [row for row in away if not _is_base(row)]
+    points = sorted({tuple(row[name] for name in names) for row in away})
     lines = []
-    for method, structure in dict.fromkeys((key[1], key[0]) for key in found if key[2] in axes):
-        rows = {axis: found[structure, method, axis] for axis in axes}
-        origin = rows[axes[0]]["optima"][str(BASES[axes[0]])]
-        cells = [f"{structure}, {method}", f"{origin:.2f}"]
-        for axis, row in rows.items():
-            for size in _others(axis):
-                shift = row["shifts"].get(str(size))
-                cells.append("not run" if shift is None else f"{shift:+.2f}")
-            seeds = row["over seeds"]
-            cells.append(f"{seeds['low']:+.2f} to {seeds['high']:+.2f}")
-        costs = [row["cost"] for row in rows.values()]
-        cells.append("diverges" if None in costs else f"{max(costs):.2f}")
-        lines.append(cells)
-    titles = ["base point"]
-    for axis in axes:
-        titles += [f"{axis} {size}" for size in _others(axis)] + ["95 %"]
-    return table(["", *titles, "kept"], lines)
+    for method, structure in dict.fromkeys((row["method"], row["structure"]) for row in away):
+        found = _matching(rows, {"method": method, "structure": structure})
+        by_point = {tuple(row[name] for name in names): row for row in found}
+        origin = by_point[tuple(BASE[name] for name in names)]
+        cells = [f"{structure}, {method}", f"{origin['optimum']:.2f}"]
+        for point in points:
+            row = by_point.get(point)
+            cells.append("not run" if row is None else f"{row['shift']:+.2f}")
+        costs = [row["cost"] for row in found]
+        lines.append([*cells, "diverges" if None in costs else f"{max(costs):.2f}"])
+    kind = f"{names[0]} " if len(names) == 1 else ""
+    titles = [kind + " x ".join(map(str, point)) for point in points]
+    return table(["", "base point", *titles, "kept"], lines)
 
 
-def _others(axis: str) -> list[int]:
-    return [size for size in AXES[axis] if size != BASES[axis]]
+def show(result: Row) -> None:
+    print(shifts(result, (*GRID, "plain AdamW", *HALVES), "width", "depth"))
+    for axis in AXES:
+        print(shifts(result, GRID, axis))
+    print(farthest(result))
+    for left in LEFT_OUT:
+        extra, products = extra_flops(*left)
+        print(
+            f"left out: {left}, {extra / 1e12:.0f} TFLOP of norms or polar factors, "
+            f"{products / 1e12:.1f} of forward and backward"
+        )
 
 
 def plot(rows: list[Row]) -> Figure:
-    figure = Figure(figsize=(3 * len(STRUCTURES), 12), layout="constrained")
-    axes = figure.subplots(6, len(STRUCTURES), squeeze=False)
-    lines = list(product(BASE, OPTIMIZERS))
-    for (line, (axis, method)), (column, structure) in product(
-        enumerate(lines), enumerate(STRUCTURES)
-    ):
-        key = {"axis": axis, "structure": structure, "method": method}
-        members = [row for row in rows if key.items() <= row.items()]
-        sweeps.plot(axes[line, column], members, method, axis)
+    """Loss against rate; a line for each width and depth."""
+    methods, sizes = [*GRID, "plain AdamW"], list(product(WIDTHS, DEPTHS))
+    size = (3 * len(STRUCTURES), 3 * len(methods))
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(len(methods), len(STRUCTURES), squeeze=False)
+    for (line, method), (column, structure) in product(enumerate(methods), enumerate(STRUCTURES)):
+        members = [row for row in on_grid(rows, method) if row["structure"] == structure]
+        if not members:
+            axes[line, column].set_axis_off()
+            continue
+        sized = [row | {"size": (row["width"], row["depth"])} for row in members]
+        sweeps.plot(axes[line, column], sized, method, "width, depth", sizes)
         axes[line, column].set_title(f"{structure}, {method}", fontsize="small")
-    for line in axes:
-        line[0].legend(fontsize="x-small")
+    lines = axes[0, 0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=9, fontsize="small")
     return figure
 
 
 def main() -> None:
     options = parser(__doc__, RESULTS)
-    options.add_argument("--steps", type=int, default=50)
     options.add_argument("--seeds", type=int, default=3)
+    options.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    options.add_argument("--structures", nargs="+", choices=STRUCTURES, default=STRUCTURES)
     arguments = options.parse_args()
-    structures, axes = STRUCTURES, AXES
     if arguments.smoke:
-        arguments.steps, arguments.seeds = 2, 2
-        structures = ["dense", "BTT r=1"]
-        for axis, sizes in AXES.items():
-            AXES[axis] = sizes[:1]
-    jobs = list(product(structures, OPTIMIZERS, BASE))
-    jobs.sort(key=lambda job: list(OPTIMIZERS).index(job[1]))
-    jobs += product(FEW, ("AdamW", "Muon"), ("batch", "steps"))
-    jobs += product(FEW, DECAYS, ("decay",))
+        arguments.seeds, arguments.structures = 2, ["dense", "BTT r=1"]
+        BASE["steps"] = 2
+        AXES.clear()
+    jobs = [job for job in plan() if job[0] in arguments.structures and job[1] in arguments.methods]
+    if arguments.smoke:
+        jobs = [job for job in jobs if job[2][0] == BASE["width"] and job[2][1] <= 6]
     setting = {
-        "steps": arguments.steps, "seeds": arguments.seeds, "base": BASE, "batch": BATCH,
-        "axes": axes, "not run": [list(left) for left in LEFT_OUT], "other_lr": OTHER_LR,
-        "decay_lr": DECAY_LR, "data": "digits",
+        "base": BASE, "widths": WIDTHS, "depths": DEPTHS, "axes": AXES, "seeds": arguments.seeds,
+        "other_lr": OTHER_LR, "data": "digits",
     }  # fmt: skip
     path = arguments.out / "transfer.json"
     earlier = json.loads(path.read_text()) if path.exists() and not arguments.smoke else {}
     rows = earlier["rows"] if earlier.get("setting") == setting else []
-    kept = {_key(row): row for row in rows}
-    done: list[Row] = []
 
     def save(found: list[Row]) -> None:
-        done.extend(found)
+        nonlocal rows
+        rows += [row for row in found if row not in rows]
         if not arguments.smoke:
-            known = {_key(row): row for row in (*rows, *done)}
-            save_json(path, setting=setting, rows=list(known.values()))
+            save_json(path, setting=setting, rows=rows)
 
-    one = partial(seek, kept=kept, seeds=arguments.seeds, steps=arguments.steps)
-    run_all(one, jobs, arguments, save)
-    summary = summarise(done)
-    show(summary)
-    keep(arguments, "transfer", plot(done), setting=setting, summary=summary, rows=done)
+    is_base = [job for job in jobs if job[2] == tuple(BASE.values())]
+    for chosen in (is_base, [job for job in jobs if job not in is_base]):
+        run_all(partial(seek, rows=list(rows), seeds=arguments.seeds), chosen, arguments, save)
+    result = {"summary": summarise(rows)}
+    show(result)
+    content = {"left out": [list(each) for each in LEFT_OUT], **result, "rows": rows}
+    keep(arguments, "transfer", plot(rows), setting=setting, **content)
 
 
 if __name__ == "__main__":

@@ -208,14 +208,18 @@ def say(console: Console, claims: Mapping[str, bool]) -> None:
         console.print(f"{'holds' if holds else 'does NOT hold'}: {claim}")
 
 
-def plot(axes: Axes, rows: Iterable[Row], method: str, size: str) -> None:
-    """Loss against learning rate, a line per size."""
+def plot(
+    axes: Axes, rows: Iterable[Row], method: str, size: str, sizes: Sequence[Any] = ()
+) -> None:
+    """Loss against learning rate, a line per size; `sizes`: all that colours are for, where other
+    axes have more of them."""
     import matplotlib
 
     curves = {n: curve for (name, n), curve in losses(rows).items() if name == method}
     colours = matplotlib.colormaps["viridis"]
-    for number, (n, curve) in enumerate(curves.items()):
-        colour = colours(0.9 * number / max(1, len(curves) - 1))
+    order = list(sizes or curves)
+    for n, curve in curves.items():
+        colour = colours(0.9 * order.index(n) / max(1, len(order) - 1))
         finite = {rate: loss for rate, loss in curve.items() if math.isfinite(loss)}
         axes.plot(list(finite), list(finite.values()), ".-", color=colour, label=f"{size} {n}")
         if finite:

@@ -11,6 +11,8 @@ pytest.importorskip("matplotlib")
 from benchmarks import transfer
 from benchmarks.record import read
 
+BASE = tuple(transfer.BASE.values())
+
 
 def test_a_deeper_network_starts_with_branches_that_add_up_to_as_much():
     sizes = []
@@ -29,74 +31,137 @@ def test_a_deeper_network_starts_with_branches_that_add_up_to_as_much():
     assert sizes[1] == pytest.approx(sizes[0], rel=0.1)
 
 
-def rows_of(shift, structure="dense", method="AdamW", axis="width"):
-    """Losses whose parabola over log2 of the rate has its vertex at -6, and `shift` above."""
+def test_the_control_has_one_rate_for_all_parameters_and_branches_without_a_multiplier():
+    method = transfer.METHODS["plain AdamW"]
+    model = transfer.build_model("BTT r=1", 256, 8, 0, method.alpha)
+    assert {block.multiplier for block in model.blocks} == {1.0}
+    optimizer = method.make(model, 0.125, 256, alpha=1.0)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.125}
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0}
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(
+        list(model.parameters())
+    )
+
+
+def test_alpha_one_half_has_the_multiplier_and_the_rates_that_go_with_it():
+    for name in transfer.HALVES:
+        assert transfer.METHODS[name].alpha == 0.5
+    model = transfer.build_model("dense", 64, 8, 0, alpha=0.5)
+    assert model.blocks[0].multiplier == 0.5
+    optimizer = transfer.METHODS["AdamW, alpha 1/2"].make(model, 1.0, 64, alpha=0.5)
+    rates = {
+        id(parameter): group["lr"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    assert rates[id(model.blocks[3].fc1.cores[0])] == 0.5  # 4^(alpha - 1)
+    assert rates[id(model.embed.weight)] == 1.0
+
+
+def rows_of(shift, structure="dense", method="AdamW", seeds=(0.0, 0.0, 0.0), **point):
+    """Losses whose parabola over log2 of the rate has its vertex at -6 at the base point, and
+    `shift` above, and `seeds` above that, at `point`."""
     rows = []
-    for size, centre in ((64, -6.0), (256, -6.0 + shift)):
+    for where, moved in ((transfer.BASE, 0.0), (transfer.BASE | (point or {"width": 256}), shift)):
         for power in range(-9, -2):
-            loss = 2.0 ** ((power - centre) ** 2 / 8)
-            shared = {"structure": structure, "method": method, "axis": axis, "size": size}
-            rows += [{**shared, "lr": 2.0**power, "seed": n, "loss": loss} for n in range(3)]
+            for n, more in enumerate(seeds):
+                centre = -6 + moved + (more if moved else 0.0)
+                row = {"structure": structure, "method": method, **where}
+                loss = 2.0 ** ((power - centre) ** 2 / 8)
+                rows.append({**row, "lr": 2.0**power, "seed": n, "loss": loss})
     return rows
 
 
 def test_the_shift_is_that_of_the_vertex_off_the_base_point():
-    (row,) = transfer.summarise(rows_of(0.4))
-    assert row["shifts"] == pytest.approx({"64": 0.0, "256": 0.4})
-    assert row["optima"]["64"] == pytest.approx(-6)
-    assert row["over seeds"]["low"] == pytest.approx(0.4)
+    base, row = transfer.summarise(rows_of(0.4, width=1024, depth=16, seeds=(-0.2, 0.0, 0.2)))
+    assert (base["shift"], base["width"], base["cost"]) == (0.0, 64, 1.0)
+    assert (row["width"], row["depth"], row["batch"]) == (1024, 16, 64)
+    assert (row["shift"], row["optimum"]) == pytest.approx((0.4, -5.6))
+    assert row["over seeds"]["low"] < 0.2 < row["over seeds"]["value"] == pytest.approx(0.4)
     assert row["bracketed"]
 
 
+def test_the_cost_is_of_the_base_points_best_rate():
+    rows = rows_of(2.0)
+    row = transfer.summarise(rows)[1]
+    assert row["cost"] == pytest.approx(2**0.5)  # two factors of 2 off
+    diverged = [row | {"loss": None} if row["lr"] == 2.0**-6 else row for row in rows]
+    at_base = [row for row in rows if row["width"] == 64]
+    there = [row for row in diverged if row["width"] == 256]
+    assert transfer.summarise(at_base + there)[1]["cost"] is None
+
+
 @pytest.mark.parametrize(("shift", "within"), [(0.49, "yes"), (-0.51, "**no**")])
-def test_the_verdict_is_the_farthest_shift_of_all_structures_and_axes(shift, within):
+def test_the_verdict_is_the_farthest_shift_of_all_structures_and_points(shift, within):
     rows = []
-    for method in transfer.OPTIMIZERS:
+    for method in transfer.GRID:
         rows += rows_of(0.1, method=method)
-        rows += rows_of(shift if method == "Muon" else 0.0, "BTT r=1", method)
+        far = shift if method == "Muon" else 0.1
+        rows += rows_of(far, "BTT r=1", method, width=1024, depth=16)
+    rows += rows_of(3.0, method="Muon", steps=200)[21:]  # not on the grid
     result = {"summary": transfer.summarise(rows)}
     lines = transfer.farthest(result).splitlines()
     muon = next(line for line in lines if line.startswith("| Muon"))
-    assert (
-        muon
-        == f"| Muon | {abs(shift):.2f} | {within} | {2 if within == 'yes' else 1} of 2 | "
-        + (f"{abs(shift):.2f} |")
-    )
+    near = 2 if within == "yes" else 1
+    far = f"{abs(shift):.2f}"
+    assert muon == f"| Muon | {near} of 2 | {far} | {within} | {near} of 2 | {far} |"
     assert transfer.largest(result["summary"], "Normed") == pytest.approx((0.1, 0.1))
+    grid = transfer.shifts(result, ["Muon"], "width", "depth").splitlines()
+    assert grid[0].startswith("|  | base point | 256 x 2 | 1024 x 16 | kept |")
+    assert grid[2].startswith("| dense, Muon | -6.00 | +0.10 | not run |")
+    (line,) = transfer.shifts(result, ["Muon"], "steps").splitlines()[2:]  # BTT has none
+    assert line.startswith("| dense, Muon | -6.00 | +3.00 |")
 
 
-def test_a_run_that_is_kept_is_not_trained_again(monkeypatch):
+def test_a_run_that_is_kept_is_not_trained_again_and_a_point_starts_at_the_base_points_best(
+    monkeypatch,
+):
     trained = []
-    monkeypatch.setattr(transfer, "_tuned", lambda row, steps: trained.append(row) or 1.0)
-    monkeypatch.setitem(transfer.AXES, "width", [64])
-    job = ("dense", "AdamW", "width")
-    rows = transfer.seek(job, {}, seeds=2, steps=1)
-    assert len(trained) == len(rows) > 0
-    kept = {transfer._key(row): row for row in rows}
-    assert transfer.seek(job, kept, seeds=2, steps=1) == rows
+
+    def final_loss(row):
+        trained.append(row)
+        return 1.0 + abs(row["lr"] - 2.0**-5)
+
+    monkeypatch.setattr(transfer, "final_loss", final_loss)
+    base, wide = ("dense", "AdamW", BASE), ("dense", "AdamW", (256, *BASE[1:]))
+    rows = transfer.seek(base, [], seeds=2)
+    assert {row["lr"] for row in rows} == {2.0**-n for n in (4, 5, 6, 7, 8)}
     assert len(trained) == len(rows)
+    assert transfer.seek(base, rows, seeds=2) == rows
+    assert len(trained) == len(rows)
+    found = transfer.seek(wide, rows, seeds=2)
+    assert {row["lr"] for row in found} == {2.0**-n for n in (4, 5, 6)}
+    assert {row["width"] for row in found} == {256}
 
 
-def test_a_fifth_of_the_labels_that_are_learned_is_wrong_and_no_image_is_in_both_halves():
-    (x, labels), (held, _) = transfer.noisy_digits()
-    images, right = transfer.digits()
-    assert len(x) + len(held) == len(images)
-    lookup = {
-        tuple(image): label for image, label in zip(images.tolist(), right.tolist(), strict=True)
-    }
-    wrong = [
-        lookup[tuple(i)] != label for i, label in zip(x.tolist(), labels.tolist(), strict=True)
-    ]
-    assert 0.13 < sum(wrong) / len(wrong) < 0.23  # a tenth of those drawn is right
-    assert not {tuple(image) for image in x.tolist()} & {tuple(image) for image in held.tolist()}
+def test_the_plan_is_the_whole_grid_but_for_what_is_left_out_and_begins_with_the_base_points():
+    jobs = transfer.plan()
+    assert len(set(jobs)) == len(jobs)
+    assert [job[2] == BASE for job in jobs] == sorted(job[2] == BASE for job in jobs)[::-1]
+    for method in ("AdamW", "Muon", "Normed"):
+        ran = {(s, m, *p[:2]) for s, m, p in jobs if m == method and p[2:] == BASE[2:]}
+        left = {each for each in transfer.LEFT_OUT if each[1] == method}
+        assert not ran & left
+        assert len(ran) + len(left) == 6 * 3 * 3
+    power = {(s, *p[:2]) for s, m, p in jobs if m == "Normed, power"}
+    assert {(s, w, d) for s, m, w, d in transfer.LEFT_OUT if m == "Normed"} <= power
+
+
+def test_the_cost_of_what_is_left_out_is_that_of_its_products_for_each_block():
+    runs = 9 * 50 * 2 * 16
+    dense = (runs * 8 * 1024**3, runs * 6 * 64 * 1024**2)
+    assert transfer.extra_flops("dense", "Normed", 1024, 16) == dense
+    norms, _ = transfer.extra_flops("Monarch", "Normed", 1024, 16)
+    assert norms == runs * 2 * 4 * 8 * 256**3  # two cores of four blocks
+    polar, _ = transfer.extra_flops("low-rank", "Muon", 1024, 16)
+    gram, square = 2 * 32**2 * 1024, 2 * 32**3
+    assert polar == runs * 2 * 5 * (2 * gram + square)
 
 
 # ---- docs/transfer.md ----------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
-def summary():
-    return read("transfer")["summary"]
+def result():
+    return read("transfer")
 
 
 @pytest.fixture(scope="module")
@@ -105,68 +170,154 @@ def page():
     return " ".join(path.read_text(encoding="utf-8").split())
 
 
-def chosen(summary, method, *axes):
-    return [row for row in summary if row["method"] == method and row["axis"] in axes]
+def chosen(result, method, axis):
+    """The rows where nothing but `axis` may differ from the base point."""
+    held = {name: value for name, value in transfer.BASE.items() if name != axis}
+    rows = [row for row in result["summary"] if held.items() <= row.items()]
+    found = {}
+    for row in rows:
+        if row["method"] == method and row["structure"] in transfer.FEW:
+            found.setdefault(row["structure"], {})[row[axis]] = row["shift"]
+    return found.values()
 
 
-def test_what_is_said_of_the_best_rates_is_what_the_kept_result_has(summary, page):
-    names = ("AdamW", "Muon", "Normed")
-    own, dense = zip(*(transfer.largest(summary, name) for name in names), strict=True)
-    assert "one rate of Normed, tuned on the dense model at the base point, is within" in page
-    assert max(own[2], dense[2]) <= 0.5
-    assert "Muon's is so off each structure's own base point" in page
-    assert own[1] <= 0.5
-    assert "AdamW's but for BTT r=4 in 16 blocks" in page
-    far = [
-        (row["structure"], row["axis"], size)
-        for row in chosen(summary, "AdamW", "width", "depth")
-        for size, shift in row["shifts"].items()
-        if abs(shift) > 0.5
+def points(rows):
+    """ "BTT r=4 with 16 blocks of width 64" for each row."""
+    return [
+        f"{row['structure']} with {row['depth']} blocks of width {row['width']}" for row in rows
     ]
-    assert far == [("BTT r=4", "depth", "16")]
-    assert "off dense's base point both are within a factor of 2" in page
-    assert 0.5 < min(dense[:2]) <= max(dense[:2]) <= 1
-    rows = chosen(summary, "AdamW", "depth")
-    assert next(row["cost"] for row in rows if row["structure"] == "BTT r=4") < 1.005
-    cross = [row for row in summary if row["axis"] in ("width", "depth")]
-    assert all(row["bracketed"] for row in cross)
-    assert f"costs up to a factor of {max(row['cost'] for row in cross):.2f} of the loss" in page
 
 
-def test_what_is_said_of_batch_and_duration_is_what_the_kept_result_has(summary, page):
-    assert "AdamW's hardly moves with the batch" in page
-    for row in chosen(summary, "AdamW", "batch"):
-        assert max(map(abs, row["shifts"].values())) < 0.25
-    assert "Muon's moves in the rule's direction, and by less" in page
-    for row in chosen(summary, "Muon", "batch"):
-        assert -1 < row["shifts"]["16"] < 0 < row["shifts"]["256"] < 1
+def far(result, method):
+    """The rows of the grid whose best rate is beyond sqrt 2 of the base point's."""
+    rows = transfer.on_grid(result["summary"], method)
+    return [row for row in rows if abs(row["shift"]) > 0.5]
+
+
+def test_what_is_said_of_the_best_rates_is_what_the_kept_result_has(result, page):
+    summary = result["summary"]
+    assert "one rate of Normed, tuned on the dense model at the base point, is within" in page
+    for method in ("Normed", "Normed, power"):
+        assert max(transfer.largest(summary, method)) <= 0.5
+    ran = {
+        (row["structure"], row["width"], row["depth"])
+        for method in ("Normed", "Normed, power")
+        for row in transfer.on_grid(summary, method)
+    }
+    assert len(ran) == 54
+    assert "at all 54 points of the grid" in page
+    (outlier,) = far(result, "AdamW")
+    where = f"{outlier['structure']} with {outlier['depth']} blocks of width {outlier['width']}"
+    assert f"is within sqrt 2 of its structure's base point but at one point, {where}" in page
+    assert "where keeping the base point's costs nothing" in page
+    assert outlier["cost"] == 1
+    moved, rows = far(result, "Muon"), transfer.on_grid(summary, "Muon")
     assert (
-        "Muon's falls with the steps by a power between 1/2 and 1, AdamW's by one below 1/2" in page
+        f"not within sqrt 2 at {len(moved)} of the {len(rows) - 6} points that were run, all on "
+        f"dense layers with 6 or 16 blocks, where it rises by up to "
+        f"{max(row['shift'] for row in moved):.2f}" in page
     )
+    assert {row["structure"] for row in moved} == {"dense"}
+    assert {row["depth"] for row in moved} <= {6, 16}
+    assert min(row["shift"] for row in moved) > 0
+    rows = [row for method in transfer.GRID for row in transfer.on_grid(summary, method)]
+    assert all(row["bracketed"] for row in rows)
+    costs = [
+        max(row["cost"] for row in transfer.on_grid(summary, method))
+        for method in ("Normed", "AdamW", "Muon")
+    ]
+    assert (
+        f"keeping it costs up to a factor of {costs[0]:.2f} of the loss under Normed (Kronecker), "
+        f"{costs[1]:.2f} under AdamW (dense) and {costs[2]:.2f} under Muon" in page
+    )
+    for method, structure in (("Normed", "Kronecker"), ("AdamW", "dense")):
+        dearest = max(transfer.on_grid(summary, method), key=lambda row: row["cost"])
+        assert dearest["structure"] == structure
+
+
+def test_what_is_said_of_the_control_is_what_the_kept_result_has(result, page):
+    summary = result["summary"]
+    most, ruled = [], []
+    for structure in transfer.FEW:
+        for method, found in (("plain AdamW", most), ("AdamW", ruled)):
+            rows = transfer.on_grid(summary, method)
+            found.append(max(abs(r["shift"]) for r in rows if r["structure"] == structure))
+    rows = transfer.on_grid(summary, "plain AdamW")
+    assert max(row["shift"] for row in rows) == 0
+    assert (
+        f"the best rate falls by up to {most[0]:.1f} factors of 2 on dense layers and "
+        f"{most[1]:.1f} on BTT, where under the rules of `param_groups` it moves by at most "
+        f"{ruled[0]:.2f} and {ruled[1]:.2f}" in page
+    )
+    cost = max(row["cost"] for row in rows)
+    assert f"keeping the base point's rate costs up to {cost:.0f} times the loss" in page
+
+
+def test_what_is_said_of_alpha_one_half_is_what_the_kept_result_has(result, page):
+    summary = result["summary"]
+    rows = [row for method in transfer.HALVES for row in transfer.on_grid(summary, method)]
+    most = max(abs(row["shift"]) for row in rows)
+    assert f"The best rate moves by at most {most:.2f} factors of 2" in page
+    ratios = []
+    for row in rows:
+        if row["depth"] == 16:
+            where = {key: row[key] for key in ("structure", "width", "depth")}
+            where["method"] = row["method"].removesuffix(", alpha 1/2")
+            (other,) = transfer._matching(transfer.on_grid(summary, where["method"]), where)
+            ratios.append(row["loss"] / other["loss"])
+    assert len(ratios) == 4
+    assert (
+        f"the loss in 16 blocks is {min(ratios):.2f} to {max(ratios):.2f} times that of alpha = 1"
+        in page
+    )
+
+
+def test_what_is_said_of_batch_and_duration_is_what_the_kept_result_has(result, page):
+    assert "AdamW's hardly moves with the batch" in page
+    for shifts in chosen(result, "AdamW", "batch"):
+        assert max(map(abs, shifts.values())) < 0.25
+    assert "Muon's moves in the rule's direction, and by less" in page
+    for shifts in chosen(result, "Muon", "batch"):
+        assert -1 < shifts[16] < 0 < shifts[256] < 1
+    assert (
+        "Muon's falls with the steps by a power between 1/2 and 1 (on dense layers not steadily), "
+        "AdamW's by one below 1/2" in page
+    )
+    steady = [shifts[50] > shifts[100] for shifts in chosen(result, "Muon", "steps")]
+    assert steady == [False, True]
     for method, least, most in (("Muon", 0.5, 1.0), ("AdamW", 0.0, 0.5)):
-        for row in chosen(summary, method, "steps"):
-            power = (row["shifts"]["25"] - row["shifts"]["200"]) / 3
-            assert least < power < most
+        for shifts in chosen(result, method, "steps"):
+            assert least < (shifts[25] - shifts[200]) / 3 < most
 
 
-def test_what_is_said_of_decay_is_what_the_kept_result_has(summary, page):
-    assert "The loss hardly depends on the decay here" in page
-    rows = [row for row in summary if row["axis"] == "decay"]
-    assert len(rows) == 6
-    assert all(row["cost"] < 1.05 for row in rows)
-
-
-def test_what_the_page_says_was_not_run_was_not(page):
-    result = read("transfer")
+def test_what_was_not_run_and_why_is_said(result, page):
+    assert "a grid of widths 64, 256 and 1024 with 2, 6 and 16 blocks" in page
     setting = result["setting"]
-    assert "widths 256 and 1024 with 2 blocks, and 16 blocks at width 64" in page
-    assert setting["axes"]["width"] == [64, 256, 1024]
-    assert setting["axes"]["depth"] == [2, 16]
+    assert setting["widths"] == transfer.WIDTHS == [64, 256, 1024]
+    assert setting["depths"] == transfer.DEPTHS == [2, 6, 16]
     assert "50 steps at batch 64" in page
-    assert (setting["steps"], setting["batch"], setting["seeds"]) == (50, 64, 3)
-    assert "width 1024 for Muon and Normed on dense and Monarch layers" in page
-    ran = {(row["structure"], row["method"], row["size"]) for row in result["rows"]}
-    left = {tuple(each) for each in setting["not run"]}
-    assert left == {(s, m, 1024) for s in ("dense", "Monarch") for m in ("Muon", "Normed")}
-    assert not left & ran
-    assert len({row[:2] for row in ran if row[1] in ("AdamW", "Muon", "Normed")}) == 18
+    assert setting["base"] == transfer.BASE == {"width": 64, "depth": 2, "batch": 64, "steps": 50}
+    assert setting["seeds"] == 3
+    ran = {
+        (row["structure"], row["method"], tuple(row[name] for name in transfer.BASE))
+        for row in result["rows"]
+    }
+    missing = set(transfer.plan()) - ran
+    assert {method for _, method, _ in missing} == {"Muon"}
+    assert {point[:2] for _, _, point in missing} == {(256, 16), (1024, 6), (1024, 16)}
+    assert "its points with 16 blocks at width 256, and with 6 and 16 at width 1024, are" in page
+    left = [("dense", "Normed", 1024, 6), ("dense", "Normed", 1024, 16)]
+    left += [("Monarch", "Normed", 1024, 16)]
+    left += [("dense", "Muon", 1024, 6), ("dense", "Muon", 1024, 16)]
+    assert [tuple(each) for each in result["left out"]] == transfer.LEFT_OUT == left
+    costs = [transfer.extra_flops(*each) for each in left]
+    most = [f"{extra / 1e12:.0f}" for extra, _ in costs]
+    times = [f"{extra / products:.0f}" for extra, products in costs]
+    assert (times[0], times[3]) == (times[1], times[4])
+    assert (
+        "Left out, as too dear for a CPU, is at width 1024 Normed on dense layers with 6 and 16 "
+        f"blocks and on Monarch layers with 16, where the norms of nine runs take {most[0]}, "
+        f"{most[1]} and {most[2]} TFLOP, {times[0]} and {times[2]} times as many as forward and "
+        f"backward, and Muon on dense layers with 6 and 16 blocks, whose polar factors take "
+        f"{most[3]} and {most[4]} TFLOP, {times[3]} times as many." in page
+    )

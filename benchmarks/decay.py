@@ -1,0 +1,270 @@
+"""Does the best weight decay carry over to wider networks, and the best (rate, decay) to wider and
+deeper ones?
+
+    python -m benchmarks.decay            # results/decay.json; goes on where it stopped
+    python -m benchmarks.decay --smoke    # seconds
+
+The residual MLP of `benchmarks.transfer`, 150 steps, where decay may matter: a fifth of the labels
+of the training images is wrong, and the loss is that of held-out images with their right labels.
+
+- AdamW at rate 2^-7: the best decay at two widths, under each `decay=` of `param_groups`, by
+  factors of 2;
+- AdamW and Muon, with their default `decay=`: the best rate and decay together at the base point
+  and at a far corner, by factors of 2 of the rate and 4 of the decay, until all eight points around
+  the best are run. The corner's search starts at the base point's best.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from functools import cache, partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import transfer
+from benchmarks.papers import sweeps
+from benchmarks.papers.intervals import student
+from benchmarks.record import RESULTS, save_json, table
+from benchmarks.runs import digits, parser, run_all
+from benchmarks.transfer import BASE, FEW
+
+RULES = ("1/width", "sqrt", "constant")
+WIDTHS = [64, 512]
+LR = 2.0**-7  # of AdamW at the base point, where only the decay is searched
+DEFAULTS = {"AdamW": "1/width", "Muon": "constant"}  # `decay=` of each optimizer
+POINTS = [(64, 2), (256, 16)]  # widths and depths; the first one is the base
+LEFT_OUT = [("dense", "Muon", 256, 16)]  # its polar factors are too dear for a CPU
+STARTS = {"AdamW": (2.0**-7, 0.25), "Muon": (2.0**-4, 0.0625)}  # rate, decay
+STEPS = 150
+ALONE, BOTH = "decay", "rate and decay"  # the two searches
+
+Row = dict[str, Any]
+Job = tuple[str, str, str, str, int, int]  # the values of JOB's names
+JOB = ("search", "structure", "method", "rule", "width", "depth")
+Pair = tuple[float, float]  # rate, decay
+
+
+@cache
+def noisy_digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """898 images for training, a fifth of them with a label drawn at random, and the others."""
+    x, y = digits()
+    draw = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(x), generator=draw)
+    learned, held = order[: len(x) // 2], order[len(x) // 2 :]
+    labels = y[learned].clone()
+    wrong = torch.rand(len(labels), generator=draw) < 0.2
+    labels[wrong] = torch.randint(10, (int(wrong.sum()),), generator=draw)
+    return (x[learned], labels), (x[held], y[held])
+
+
+def held_out_loss(row: Row, steps: int) -> float | None:
+    learned, held = noisy_digits()
+    model = transfer.build_model(row["structure"], row["width"], row["depth"], row["seed"])
+    options = {"weight_decay": row["weight_decay"], "decay": row["rule"]}
+    make = transfer.METHODS[row["method"]].make
+    optimizer = make(model, row["lr"], row["width"], alpha=1.0, **options)
+    try:
+        transfer.train(
+            model, optimizer, learned, steps=steps, batch=BASE["batch"], seed=row["seed"]
+        )
+    except FloatingPointError:
+        return None
+    return transfer.evaluate(model, held)
+
+
+# ---- the searches --------------------------------------------------------------------------------
+
+
+def plan() -> list[Job]:
+    """The base points before what starts at their best."""
+    jobs = [(ALONE, s, "AdamW", rule, w, 2) for w, s, rule in product(WIDTHS, FEW, RULES)]
+    for (width, depth), (method, rule), structure in product(POINTS, DEFAULTS.items(), FEW):
+        if (structure, method, width, depth) not in LEFT_OUT:
+            jobs.append((BOTH, structure, method, rule, width, depth))
+    return sorted(jobs, key=lambda job: job[-2:] != POINTS[0])
+
+
+def untried(losses: Mapping[Pair, float], start: Pair, search: str) -> list[Pair]:
+    """The (rate, decay) to try next: those around the best, or `start`, that have not been tried.
+
+    >>> untried({}, (1.0, 2.0), ALONE)
+    [(1.0, 1.0), (1.0, 2.0), (1.0, 4.0)]
+    >>> len(untried({}, (1.0, 1.0), BOTH)), untried({(1.0, 1.0): 2.5}, (1.0, 1.0), ALONE)
+    (9, [(1.0, 0.5), (1.0, 2.0)])
+    """
+    lr, decay = best(losses) if losses else start
+    if search == BOTH:
+        around = list(product((lr / 2, lr, 2 * lr), (decay / 4, decay, 4 * decay)))
+    else:
+        around = [(lr, decay / 2), (lr, decay), (lr, 2 * decay)]
+    return [pair for pair in dict.fromkeys([*around, start]) if pair not in losses]
+
+
+def seek(job: Job, rows: Iterable[Row], seeds: int, steps: int) -> list[Row]:
+    """All rows of a job: those of it in `rows`, and those that the search adds. It starts at the
+    best that `rows` have at the base point."""
+    where = dict(zip(JOB, job, strict=True))
+    width, depth = POINTS[0]
+    at_base = surface(_matching(rows, where | {"width": width, "depth": depth}))
+    start = STARTS[where["method"]] if where["search"] == BOTH else (LR, 1.0)
+    start = best(at_base) if at_base else start
+    found = _matching(rows, where)
+    while pairs := untried(surface(found), start, where["search"]):
+        for (lr, decay), seed in product(pairs, range(seeds)):
+            row = {**where, "lr": lr, "weight_decay": decay, "seed": seed}
+            found.append({**row, "loss": held_out_loss(row, steps)})
+    return found
+
+
+def surface(rows: Iterable[Row]) -> dict[Pair, float]:
+    """(rate, decay) -> geometric mean of the loss over the seeds, of the rows of one job."""
+    named = (row | {"size": 0, "lr": (row["lr"], row["weight_decay"])} for row in rows)
+    return next(iter(sweeps.losses(named).values()), {})
+
+
+def best(losses: Mapping[Pair, float]) -> Pair:
+    return min(losses, key=losses.__getitem__)
+
+
+def _matching(rows: Iterable[Row], where: Mapping[str, Any]) -> list[Row]:
+    return [row for row in rows if where.items() <= row.items()]
+
+
+# ---- what is found -------------------------------------------------------------------------------
+
+
+def summarise_alone(rows: Iterable[Row]) -> list[Row]:
+    """For each structure and rule: log2 of the best decay at each width, by how much it moves over
+    the seeds, and what keeping the first width's costs at the last, a factor of the loss."""
+    result = []
+    for structure, rule in product(FEW, RULES):
+        of_rule = _matching(rows, {"search": ALONE, "structure": structure, "rule": rule})
+        members = [
+            row | {"method": rule, "size": row["width"], "lr": row["weight_decay"]}
+            for row in of_rule
+        ]
+        moved = sweeps.transfer(members)[rule]
+        shared = {"structure": structure, "rule": rule, "cost": moved["cost"]}
+        optima = {str(width): value for width, value in moved["optima"].items()}
+        result.append(shared | {"optima": optima, "over seeds": sweeps.moves(members)["moved"]})
+    return result
+
+
+def summarise_both(rows: Iterable[Row]) -> list[Row]:
+    """For each structure, method and point: log2 of the best rate (by a parabola, at the best
+    decay) and of the best decay; the loss there, its least and largest over the seeds; and the loss
+    at the base point's best over it, over the seeds."""
+    result = []
+    for structure, (method, rule) in product(FEW, DEFAULTS.items()):
+        where = {"search": BOTH, "structure": structure, "method": method, "rule": rule}
+        kept, origin = None, 0.0
+        for width, depth in POINTS:
+            members = _matching(rows, where | {"width": width, "depth": depth})
+            if not members:
+                continue
+            found = surface(members)
+            lr, decay = best(found)
+            along = {rate: loss for (rate, other), loss in found.items() if other == decay}
+            optimum = sweeps.optimum(along)
+            if kept is None:
+                kept, origin = (lr, decay), optimum
+            losses = [_of_seeds(members, pair) for pair in (kept, (lr, decay))]
+            costs = [math.log(a / b) for a, b in zip(*losses, strict=True)]
+            result.append(
+                {
+                    **where,
+                    "width": width,
+                    "depth": depth,
+                    "rate": optimum,
+                    "decay": math.log2(decay),
+                    "shift": optimum - origin,
+                    "loss": found[lr, decay],
+                    "seeds": [min(losses[1]), max(losses[1])],
+                    "kept": found[kept],
+                    "cost": {name: math.exp(value) for name, value in student(costs).items()},
+                }
+            )
+    return result
+
+
+def _of_seeds(rows: Iterable[Row], pair: Pair) -> list[float]:
+    found = [row for row in rows if (row["lr"], row["weight_decay"]) == pair]
+    return [
+        math.inf if row["loss"] is None else row["loss"]
+        for row in sorted(found, key=lambda row: row["seed"])
+    ]
+
+
+def show_alone(result: Row) -> str:
+    """The table of docs/transfer.md: log2 of the best decay, and how it moves."""
+    first, last = map(str, WIDTHS)
+    lines = []
+    for row in result["decay"]:
+        optima, seeds = row["optima"], row["over seeds"]
+        moved = f"{optima[last] - optima[first]:+.2f}"
+        between = f"{seeds['low']:+.2f} to {seeds['high']:+.2f}"
+        cost = "diverges" if row["cost"] is None else f"{row['cost']:.2f}"
+        name = f"{row['structure']}, {row['rule']}"
+        lines.append([name, f"{optima[first]:.2f}", moved, between, cost])
+    return table(["", f"width {first}", f"width {last}", "95 %", "kept"], lines)
+
+
+def show_both(result: Row) -> str:
+    """The table of docs/transfer.md: log2 of the best rate and decay at each point."""
+    lines = []
+    for row in result["rate and decay"]:
+        low, high = row["seeds"]
+        cost = row["cost"]
+        lines.append(
+            [
+                f"{row['structure']}, {row['method']}, {row['width']} x {row['depth']}",
+                f"{row['rate']:.2f}",
+                f"{row['shift']:+.2f}",
+                f"{row['decay']:.0f}",
+                f"{row['loss']:.3f} ({low:.3f} to {high:.3f})",
+                f"{row['kept']:.3f}",
+                f"{cost['value']:.2f} ({cost['low']:.2f} to {cost['high']:.2f})",
+            ]
+        )
+    titles = ["rate", "moved", "decay", "loss (seeds)", "with the base's best", "ratio (95 %)"]
+    return table(["", *titles], lines)
+
+
+def main() -> None:
+    options = parser(__doc__, RESULTS)
+    options.add_argument("--steps", type=int, default=STEPS)
+    options.add_argument("--seeds", type=int, default=3)
+    arguments = options.parse_args()
+    if arguments.smoke:
+        arguments.steps, arguments.seeds = 1, 2
+        POINTS[1:], WIDTHS[1:], FEW[1:] = [(64, 4)], [128], []
+    setting = {
+        "steps": arguments.steps, "seeds": arguments.seeds, "base": BASE, "widths": WIDTHS,
+        "points": [list(point) for point in POINTS], "lr": LR, "data": "digits",
+    }  # fmt: skip
+    path = arguments.out / "decay.json"
+    earlier = json.loads(path.read_text()) if path.exists() and not arguments.smoke else {}
+    rows = earlier["rows"] if earlier.get("setting") == setting else []
+
+    def save(found: list[Row]) -> None:
+        rows.extend(row for row in found if row not in rows)
+        if not arguments.smoke:
+            save_json(path, setting=setting, rows=rows)
+
+    jobs = plan()
+    is_base = [job for job in jobs if job[-2:] == POINTS[0]]
+    for chosen in (is_base, [job for job in jobs if job not in is_base]):
+        one = partial(seek, rows=list(rows), seeds=arguments.seeds, steps=arguments.steps)
+        run_all(one, chosen, arguments, save)
+    result = {"decay": summarise_alone(rows), "rate and decay": summarise_both(rows)}
+    print(show_alone(result))
+    print(show_both(result))
+    if not arguments.smoke:
+        save_json(path, setting=setting, **result, rows=rows)
+
+
+if __name__ == "__main__":
+    main()
