@@ -9,8 +9,11 @@ structure apart; then 3 seeds at the best. Same batches, steps and schedule. Und
 follow `param_groups`; what Muon leaves to AdamW (biases, norms) has AdamW's usual rate. Shown: the
 held-out loss, after how many steps Muon has reached AdamW's final one, and of the GPT also the loss
 of Muon trained for SHORT of the steps alone, at the same rate, its schedule as long as its run.
-Muon's polar factors are those of method="ns"; benchmarks.polar compares methods. Runs that an
-earlier result in --out has are not repeated.
+Muon's polar factors are those of method="ns"; benchmarks.polar compares methods.
+
+Then SHORT of the steps with what was tuned for them by hand on seed 0 of BTT, TUNED, and without
+each part of it; and all of AdamW's steps with the schedule and without weight normalisation, as
+there. Runs that an earlier result in --out has are not repeated.
 """
 
 import argparse
@@ -32,6 +35,7 @@ from rich.table import Table
 from torch import nn
 
 import structlin
+from benchmarks import record
 from benchmarks.record import RESULTS
 from benchmarks.runs import keep, parser, run_all
 
@@ -53,7 +57,26 @@ SIZES = {
     "ViT": {"width": 128, "depth": 2, "batch": 32},
 }
 
+USUAL: dict[str, Any] = {
+    "lr": 2.0**-5, "masses": None, "momentum": 0.95, "other_lr": OTHER_LR,
+    "schedule": "cosine to 1/10", "weight_norm": True,
+}  # fmt: skip
+TUNED = {
+    "lr": 2.0**-3.5, "masses": {"lm_head": 0.4, "wte": 0.1, "wpe": 0.1}, "momentum": 0.75,
+    "other_lr": 2.0**-6, "schedule": "linear to 1/20", "weight_norm": False,
+}  # fmt: skip
+WITHOUT = {  # name -> what is as usual
+    "all of it": (),
+    "without lr and masses": ("lr", "masses"),
+    "without momentum": ("momentum",),
+    "without other_lr": ("other_lr",),
+    "without schedule": ("schedule",),
+    "with weight normalisation": ("weight_norm",),
+}
+ADAMW = "AdamW, all steps"
+
 Run = tuple[str, str, str, float, int]  # task, structure, optimizer, lr, seed
+TunedRun = tuple[str, str, float, int]  # structure, way, lr, seed
 
 
 def train(run: Run, steps: int) -> dict[str, Any]:
@@ -69,15 +92,21 @@ def descend(
     seed: int,
     steps: int,
     make: Callable[[nn.Module], torch.optim.Optimizer],
+    weight_norm: bool | None = None,
+    rate: Callable[[int, int], float] = compare.warmup_cosine,
 ) -> list[tuple[int, float]]:
-    """Train; the held-out loss after every twentieth of the steps."""
+    """Train; the held-out loss after every twentieth of the steps.
+
+    Args:
+        weight_norm: of structured layers; None: the task's.
+        rate: (step, steps) -> learning rate relative to its peak.
+    """
     sizes = SIZES[task_name]
     task = TASKS[task_name](argparse.Namespace(data=None, seed=seed, steps=steps, **sizes))
+    task.weight_norm = task.weight_norm if weight_norm is None else weight_norm
     model = compare.build(task, sizes["width"], STRUCTURES[structure], seed)
     optimizer = make(model)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: compare.warmup_cosine(step, steps)
-    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps))
     curve = []
     for step in range(steps):
         inputs, targets = task.batch(step)
@@ -100,6 +129,51 @@ def muon(model: nn.Module, lr: float, **options: Any) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS = {"AdamW": adamw, "Muon": partial(muon, method="ns")}
+
+
+def warmup_linear(step: int, steps: int) -> float:
+    """As `compare.warmup_cosine`, but on a line to a twentieth."""
+    warmup = max(1, steps // 20)
+    if step < warmup:
+        return (step + 1) / warmup
+    return 1 - 0.95 * (step - warmup) / max(1, steps - warmup)
+
+
+def train_tuned(run: TunedRun, steps: int) -> dict[str, Any]:
+    structure, way, lr, seed = run
+    chosen = TUNED | {name: USUAL[name] for name in WITHOUT.get(way, ())}
+    make = partial(adamw, lr=lr)
+    if way != ADAMW:
+        steps = max(1, round(SHORT * steps))
+        names = ("masses", "momentum", "other_lr")
+        make = partial(structlin.optim.Muon, lr=lr, **{name: chosen[name] for name in names})
+    rate = warmup_linear if chosen["schedule"] == TUNED["schedule"] else compare.warmup_cosine
+    curve = descend("GPT", structure, seed, steps, make, chosen["weight_norm"], rate)
+    row = {"structure": structure, "way": way, "lr": lr, "seed": seed}
+    return {**row, "steps": steps, "loss": curve[-1][1]}
+
+
+def tuned_jobs(adamw_lrs: dict[str, float], seeds: int) -> list[TunedRun]:
+    """On BTT each part apart, on dense all together; AdamW at the rates (structure -> lr) that were
+    tuned for it."""
+    ways = [("BTT r=1", way) for way in WITHOUT] + [("dense", "all of it")]
+    lrs = {(structure, way): USUAL["lr"] if "lr" in WITHOUT[way] else TUNED["lr"]
+           for structure, way in ways}  # fmt: skip
+    lrs |= {(structure, ADAMW): lr for structure, lr in adamw_lrs.items()}
+    return [(*pair, lr, seed) for pair, lr in lrs.items() for seed in range(seeds)]
+
+
+def tuned_markdown(result: dict[str, Any]) -> str:
+    """Losses by seed of the short runs of what was tuned for them."""
+    found: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    for row in sorted(result["tuned"], key=lambda row: row["seed"]):
+        found[row["structure"], row["way"], row["steps"]].append(row["loss"])
+    lines = [
+        [f"{structure}, {way}", str(steps), f"{sum(losses) / len(losses):.3f}",
+         ", ".join(f"{loss:.3f}" for loss in losses)]
+        for (structure, way, steps), losses in found.items()
+    ]  # fmt: skip
+    return record.table(["", "steps", "mean", "by seed"], lines)
 
 
 def finished(path: Path, setting: dict[str, Any], which: str) -> dict[Run, dict[str, Any]]:
@@ -251,7 +325,23 @@ def main() -> None:
     short = rows_of(shorter, max(1, round(SHORT * options.steps)), "short")
     table = compared(rows, short, options.steps)
     show(table, Console(width=140))
-    keep(options, "muon_vs_adamw", plot(rows), setting=setting, table=table, rows=rows, short=short)
+    path = options.out / "muon_vs_adamw.json"
+    earlier = json.loads(path.read_text()) if path.exists() else {}
+    same = earlier.get("setting") == setting and earlier.get("recipe") == TUNED
+    kept = {
+        (row["structure"], row["way"], row["lr"], row["seed"]): row
+        for row in (earlier["tuned"] if same else ())
+    }
+    jobs = tuned_jobs({each: best["GPT", each, "AdamW"] for each in STRUCTURES}, options.seeds)
+    missing = [job for job in jobs if job not in kept]
+    made = run_all(partial(train_tuned, steps=options.steps), missing, options)
+    found = kept | dict(zip(missing, made, strict=True))
+    result = {
+        "setting": setting, "table": table, "recipe": TUNED, "tuned": [found[job] for job in jobs],
+        "rows": rows, "short": short,
+    }  # fmt: skip
+    print(tuned_markdown(result))
+    keep(options, "muon_vs_adamw", plot(rows), **result)
 
 
 if __name__ == "__main__":

@@ -375,6 +375,39 @@ def test_what_the_page_says_of_muon_beside_adamw_holds():
     assert f"A run of {share:.2f} of the steps does not get there either" in text
 
 
+def test_what_the_page_says_of_the_tuned_short_run_holds():
+    result = pages.read("muon_vs_adamw")
+    usual = {row["structure"]: row for row in result["table"] if row["task"] == "GPT"}
+    adamw = {
+        row["seed"]: row["loss"]
+        for row in result["rows"]
+        if (row["task"], row["structure"], row["optimizer"]) == ("GPT", "BTT r=1", "AdamW")
+        and row["lr"] == usual["BTT r=1"]["AdamW"]["lr"]
+    }
+    losses: dict[tuple[str, str], dict[int, float]] = {}
+    for row in result["tuned"]:
+        losses.setdefault((row["structure"], row["way"]), {})[row["seed"]] = row["loss"]
+    tuned = losses["BTT r=1", "all of it"]
+    assert set(tuned) == set(adamw) == {0, 1, 2}
+    assert all(tuned[seed] < adamw[seed] for seed in adamw)
+    mean = {pair: sum(found.values()) / len(found) for pair, found in losses.items()}
+    before = {each: row["AdamW"]["loss"] for each, row in usual.items()}
+    text = page_text("optimizers.md")
+    assert (
+        f"{mean['BTT r=1', 'all of it']:.3f} on average against {before['BTT r=1']:.3f}, "
+        f"and dense has {mean['dense', 'all of it']:.3f} against {before['dense']:.3f}"
+    ) in text
+    needed = ("without momentum", "without lr and masses")
+    least = min(mean["BTT r=1", way] for way in needed)
+    assert f"without either it is {least:.3f} or more" in text
+    rest = [way for pair, way in losses if pair == "BTT r=1" and way.startswith("with")]
+    assert all(mean["BTT r=1", way] < least for way in rest if way not in needed)
+    assert all(mean[each, "AdamW, all steps"] > before[each] - 0.005 for each in usual)
+    recipe = result["recipe"]
+    assert f"momentum {recipe['momentum']}" in text
+    assert f"lr=2**{math.log2(recipe['lr'])}" in text
+
+
 def test_what_the_page_says_of_a_steps_cost_holds():
     runs = {
         (row["width"], row["threads"]): {each["optimizer"]: each for each in row["optimizers"]}
