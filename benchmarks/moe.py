@@ -7,21 +7,20 @@ examples/.
 BTT-MoE (arXiv:2410.02117) puts `structlin.Mixture` in the place of every linear layer of the
 blocks. Each model has the largest width at which a forward pass of one sequence costs no more than
 dense's, router included: a mixture of 2 experts spends what BTT of rank 2 does. Steps and batches
-are the same; muP and `param_groups` take dense's rate to each model, none is tuned. Mixtures add
-0.01 of `balance_loss` to the loss that they train on; the held-out loss is cross-entropy alone.
-Then the models take turns for the milliseconds of a step. Runs that an earlier result in --out has
-are not repeated.
+are the same; muP and `param_groups` take a dense model's rate to each model. That rate is tuned for
+each kind, on seed 0: by factors of 2 from the example's until the best has both its neighbours.
+Mixtures add 0.01 of `balance_loss` to the loss that they train on; the held-out loss is
+cross-entropy alone. Then the models take turns for the milliseconds of a step. Runs that an earlier
+result in --out has are not repeated.
 """
 
 import argparse
-import json
 import math
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -34,8 +33,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import structlin
+from benchmarks.papers.sweeps import best, untried
 from benchmarks.record import RESULTS, table
-from benchmarks.runs import keep, parser, run_all
+from benchmarks.runs import keep, parser, resume
 from benchmarks.timing import interleaved, spread, wall
 from structlin import BTT, Mixture
 
@@ -44,7 +44,7 @@ import compare
 import train_gpt
 
 BALANCE = 0.01  # as in the paper's code
-LR = 2e-3  # the example's, of the dense model
+LR = 2e-3  # the example's, of the dense model; where the search for each kind's begins
 SIZES = {"width": 128, "depth": 2, "context": 64, "batch": 8, "heads": 4}
 WIDEST = 1024
 
@@ -61,7 +61,7 @@ KINDS = {
     "BTT r=2": Kind(BTT(rank=2)),
     "BTT-MoE, 2 of 8": Kind(BTT(rank=1), 8),
 }
-Run = tuple[str, int]  # kind, seed
+Run = tuple[str, float, int]  # kind, learning rate, seed
 
 
 def make_task(seed: int, steps: int) -> train_gpt.Text:
@@ -118,9 +118,9 @@ def make_trainer(
 
 
 def train(run: Run, steps: int, widths: dict[str, int]) -> dict[str, Any]:
-    name, seed = run
+    name, lr, seed = run
     task = make_task(seed, steps)
-    model, optimizer = make_trainer(task, name, widths[name], LR, seed)
+    model, optimizer = make_trainer(task, name, widths[name], lr, seed)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: compare.warmup_cosine(step, steps)
     )
@@ -133,8 +133,21 @@ def train(run: Run, steps: int, widths: dict[str, int]) -> dict[str, Any]:
         schedule.step()
         if (step + 1) % max(1, steps // 8) == 0 or step + 1 == steps:
             curve.append((step + 1, compare.evaluate(model.eval(), task.heldout, "cpu")[0]))
-    row = {"kind": name, "seed": seed, "loss": curve[-1][1], "curve": curve}
+    row = {"kind": name, "lr": lr, "seed": seed, "loss": curve[-1][1], "curve": curve}
     return row | {"largest_share": measure_share(model, task)}
+
+
+def job_of(row: dict[str, Any]) -> Run:
+    return row["kind"], row["lr"], row["seed"]
+
+
+def tune(name: str, train_all: Callable[[list[Run]], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The rows of one kind's runs on seed 0: by factors of 2 until the best rate has both its
+    neighbours."""
+    rows: list[dict[str, Any]] = []
+    while rates := untried({row["lr"]: row["loss"] for row in rows}, LR):
+        rows += train_all([(name, lr, 0) for lr in rates])
+    return rows
 
 
 @torch.no_grad()
@@ -178,23 +191,20 @@ def time_steps(steps: int, widths: dict[str, int], seconds: float) -> dict[str, 
     }
 
 
-def find_finished(path: Path, setting: dict[str, Any]) -> dict[Run, dict[str, Any]]:
-    """Runs of an earlier result of the same setting: they are not repeated."""
-    content = json.loads(path.read_text()) if path.exists() else {}
-    rows = content["rows"] if content.get("setting") == setting else []
-    return {(row["kind"], row["seed"]): row for row in rows}
-
-
 def compare_kinds(
     rows: list[dict[str, Any]], widths: dict[str, int], times: dict[str, dict[str, float]]
 ) -> list[dict[str, Any]]:
-    """A row for each kind."""
+    """A row for each kind, of its runs at its best rate."""
     task, found = make_task(0, 1), []
     for name, width in widths.items():
-        runs = sorted((row for row in rows if row["kind"] == name), key=lambda row: row["seed"])
+        tried = {row["lr"]: row["loss"] for row in rows if job_of(row)[::2] == (name, 0)}
+        lr = best(tried)
+        runs = [row for row in rows if job_of(row)[:2] == (name, lr)]
+        runs.sort(key=lambda row: row["seed"])
         shares = [row["largest_share"] for row in runs if row["largest_share"] is not None]
         model = build(task, name, width, device="meta")
-        row = {"kind": name, "width": width, "losses": [run["loss"] for run in runs]}
+        row = {"kind": name, "width": width, "lr": lr, "losses": [run["loss"] for run in runs]}
+        row["tried"] = sorted(tried.items())
         row["params"] = sum(parameter.numel() for parameter in model.parameters())
         row["flops"] = count_flops(task, name, width)
         row["largest_share"] = fmean(shares) if shares else None
@@ -206,20 +216,22 @@ def markdown(result: dict[str, Any]) -> str:
     """The table of docs/mixtures.md."""
     cells = []
     for row in result["table"]:
-        figures = [str(row["width"]), f"{row['params']:,}", f"{row['flops']:,}"]
+        figures = [str(row["width"]), f"{row['params']:,}", f"{row['flops']:,}", f"{row['lr']:g}"]
         losses = ", ".join(f"{loss:.3f}" for loss in row["losses"])
         cells.append([row["kind"], *figures, losses, f"{row['step']['median']:.1f}"])
-    titles = ["", "width", "params", "FLOPs a token", "held-out loss, by seed"]
+    titles = ["", "width", "params", "FLOPs a token", "rate", "held-out loss, by seed"]
     return table([*titles, "ms a step / dense's"], cells)
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
     shown = Table(title="held-out loss (nats) at equal FLOPs, by seed")
-    for title in ("kind", "width", "params", "FLOPs/token", "losses", "largest share", "step"):
+    figures = ("width", "params", "FLOPs/token", "rate", "losses", "largest share", "step")
+    for title in ("kind", *figures):
         shown.add_column(title, justify="left" if title == "kind" else "right")
     for row in rows:
         share = row["largest_share"]
         cells = [row["kind"], str(row["width"]), f"{row['params']:,}", f"{row['flops']:,}"]
+        cells.append(f"{row['lr']:g}")
         cells.append(", ".join(f"{loss:.3f}" for loss in row["losses"]))
         shown.add_row(*cells, f"{share or 0:.2f}", f"x{row['step']['median']:.1f}")
     console.print(shown)
@@ -229,7 +241,7 @@ def plot(rows: list[dict[str, Any]], kinds: list[dict[str, Any]], tokens: int) -
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for n, row in enumerate(kinds):
-        chosen = [run for run in rows if run["kind"] == row["kind"]]
+        chosen = [run for run in rows if job_of(run)[:2] == (row["kind"], row["lr"])]
         for each in chosen:
             steps, losses = zip(*each["curve"], strict=True)
             flops = [3 * tokens * row["flops"] * step for step in steps]
@@ -252,14 +264,18 @@ def main() -> None:
         del KINDS["BTT r=2"]
     task = make_task(0, options.steps)
     widths = {name: find_width(task, name) for name in KINDS}
-    setting = {"steps": options.steps, "sizes": SIZES, "lr": LR, "widths": widths}
+    setting = {"steps": options.steps, "sizes": SIZES, "start": LR, "widths": widths}
     setting["balance"] = BALANCE
-    kept = find_finished(options.out / "moe.json", setting)
+    function = partial(train, steps=options.steps, widths=widths)
 
-    runs = [(name, seed) for seed, name in product(range(options.seeds), reversed(KINDS))]
-    rows = [kept[run] for run in runs if run in kept]
-    missing = [run for run in runs if run not in kept]
-    rows += run_all(partial(train, steps=options.steps, widths=widths), missing, options)
+    def train_all(jobs: list[Run]) -> list[dict[str, Any]]:
+        return resume(function, jobs, options, "moe", setting, job_of)
+
+    rows = []
+    for name in reversed(KINDS):
+        mine = train_all([(name, LR, 0)]) if options.smoke else tune(name, train_all)
+        lr = best({row["lr"]: row["loss"] for row in mine})
+        rows += mine + train_all([(name, lr, seed) for seed in range(1, options.seeds)])
     found = compare_kinds(rows, widths, time_steps(options.steps, widths, seconds))
     show(found, Console(width=140))
     figure = plot(rows, found, SIZES["batch"] * SIZES["context"])

@@ -261,6 +261,11 @@ def test_what_is_said_of_mixtures_is_what_the_kept_result_has():
     share = mixture["largest_share"]
     assert f"the largest expert has {100 * share:.0f} % of the assignments" in text
     assert f"{len(mixture['losses'])} seeds, {result['setting']['steps']} steps" in text
+    for row in result["table"]:
+        rates, losses = zip(*row["tried"], strict=True)
+        assert 0 < losses.index(min(losses)) < len(rates) - 1
+    tried = ", ".join(f"{loss:.3f} at {rate:g}" for rate, loss in dense["tried"][1:])
+    assert f"(dense, seed 0: {tried})" in text
 
 
 def test_what_is_said_of_other_packages_is_what_the_kept_result_has():

@@ -38,6 +38,29 @@ def test_all_linear_layers_but_the_head_are_mixtures(task):
     assert all(end.cores[-1].abs().max() == 0 for end in ends)
 
 
+def test_a_rate_is_tuned_until_the_best_has_both_its_neighbours():
+    jobs = []
+
+    def train_all(missing):
+        jobs.extend(missing)
+        return [{"kind": k, "lr": lr, "seed": s, "loss": abs(lr - 0.009)} for k, lr, s in missing]
+
+    rows = moe.tune("dense", train_all)
+    assert jobs == [("dense", lr, 0) for lr in (0.001, 0.002, 0.004, 0.008, 0.016)]
+    assert [moe.job_of(row) for row in rows] == jobs
+
+
+def test_a_kind_is_compared_by_its_runs_at_its_best_rate(task):
+    losses = {("dense", 0.1, 0): 3.0, ("dense", 0.2, 0): 2.0, ("dense", 0.2, 1): 4.0}
+    rows = [
+        {"kind": kind, "lr": lr, "seed": seed, "loss": loss, "largest_share": None}
+        for (kind, lr, seed), loss in losses.items()
+    ]
+    (found,) = moe.compare_kinds(rows, {"dense": 32}, {"dense": {"median": 1.0}})
+    assert (found["lr"], found["losses"]) == (0.2, [2.0, 4.0])
+    assert found["tried"] == [(0.1, 3.0), (0.2, 2.0)]
+
+
 def test_the_loss_has_the_balance_of_mixtures_and_of_nothing_else(task):
     inputs, targets = task.batch(0)
     for name, kind in moe.KINDS.items():
