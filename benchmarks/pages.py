@@ -296,6 +296,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "findings": lambda: search.show_findings(read("search")),
         "standings teacher": lambda: search.show_standings(read("search"), "teacher"),
         "standings digits": lambda: search.show_standings(read("search"), "digits"),
+        "standings text": lambda: search.show_standings(read("search"), "text"),
     },
     "docs/examples.md": {
         "main job continued": lambda: show_more(MAIN_JOB),

@@ -8,10 +8,12 @@
 
 Structures are drawn by `structlin.search.sample`: a third from the whole space, a third without
 parameter sharing, a third without it and of full rank; the families are there as points of the same
-space. Each is trained by `structlin.search.run` at two widths on two tasks, a regression on a
-random MLP and scikit-learn's digits with shifts and noise (every sample new), as the square
-matrices of an MLP of three hidden layers, for the same number of steps. The learning rate is the
-dense model's at width 64, taken to every structure and width by `param_groups`; none is tuned.
+space. Each is trained by `structlin.search.run` at two or three widths on three tasks, as the
+square matrices of an MLP, for the same number of steps: a regression on a random MLP and
+scikit-learn's digits with shifts and noise, both with three hidden layers and every sample new, and
+text, the MLP of examples/train_mlp_lm.py, which predicts a character of the Python standard library
+from 16. The learning rate is the dense model's at width 64, taken to every structure and width by
+`param_groups`; none is tuned.
 
 "Searching for Efficient Linear Layers over a Continuous Space of Structured Matrices"
 (arXiv:2410.02117) finds, in its abstract, that "a small omega (which measures parameter sharing)
@@ -24,18 +26,21 @@ Seconds are steps times the milliseconds of a step on one batch, medians of roun
 models take turns. Runs and times are kept in --runs as they finish, and the same command goes on.
 """
 
+import argparse
 import json
 import math
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean, linear_regression
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor, nn
@@ -48,11 +53,15 @@ from benchmarks.runs import keep, parser
 from benchmarks.timing import interleaved, spread, wall
 from structlin.search import Einsum, Search, Trial, run, sample
 
-LR = 2.0**-6  # the best of powers of 2 for the dense model at width 64, on both tasks
-STEPS = {"teacher": 400, "digits": 200}
-WIDTHS = (64, 256)
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import train_mlp_lm
+
+# the best of powers of 2 for the dense model at width 64
+LR = {"teacher": 2.0**-6, "digits": 2.0**-6, "text": 2.0**-7}
+STEPS = {"teacher": 400, "digits": 200, "text": 800}
+WIDTHS = {"teacher": [64, 256, 512], "digits": [64, 256, 512], "text": [64, 256]}
 BATCH, SAMPLES = 256, 8192
-SEEDS = 2
+SEEDS = 3
 DRAWN = 9  # of each kind
 COSTS = ("flops", "seconds")
 NEGLIGIBLE = 1.1  # a factor on the loss
@@ -75,7 +84,7 @@ NONE = (0.0, 0.0)
 
 def draw_structures(n: int) -> dict[str, structlin.Family]:
     """The families, and `n` points of each kind that cost less than dense at the least width."""
-    width = WIDTHS[0]
+    width = tasks.BASE_WIDTH
     kinds = {
         "any": sample(width, width, n, seed=0, psi=(0.25, 1.0)),
         "no sharing": sample(width, width, n, seed=1, omega=NONE, psi=(0.25, 1.0)),
@@ -85,26 +94,67 @@ def draw_structures(n: int) -> dict[str, structlin.Family]:
     return FAMILIES | drawn
 
 
+class Text:
+    """The next character after 16 of the standard library's text; the last tenth is held out."""
+
+    inputs, depth = 16, 3
+    loss = staticmethod(F.cross_entropy)
+
+    def __init__(self, seed: int) -> None:
+        self.random = torch.Generator().manual_seed(1_000_003 * seed + 3)
+
+    def batch(self, size: int) -> tasks.Batch:
+        text = read_text()
+        starts = torch.randint(len(text.train) - self.inputs, (size,), generator=self.random)
+        return text.windows(text.train, starts)
+
+
+@cache
+def read_text() -> train_mlp_lm.NextCharacter:
+    options = {"data": None, "context": Text.inputs, "depth": Text.depth}
+    with torch.device("cpu"):  # also where a model is made without values
+        return train_mlp_lm.NextCharacter(argparse.Namespace(**options, seed=0, steps=0, batch=0))
+
+
+KINDS: dict[str, Any] = tasks.TASKS | {"text": Text}
+STRUCTURED = {"text": ["blocks.*.linear"]}  # layers; of the others `tasks.SQUARE`
+
+
 def build(task: str, width: int) -> nn.Module:
+    if task == "text":
+        return read_text().model(width)
     kind = tasks.TASKS[task]
     return tasks.dense_mlp(kind.inputs, width, kind.outputs)
+
+
+def structured(task: str) -> list[str]:
+    return STRUCTURED.get(task, [*tasks.SQUARE])
+
+
+def heldout_batch(task: str, seed: int, samples: int) -> tasks.Batch:
+    """Samples that no training sees."""
+    if task == "text":
+        inputs, targets = zip(*read_text().heldout, strict=True)
+        return torch.cat(inputs)[:samples], torch.cat(targets)[:samples]
+    new = tasks.TASKS[task](seed)
+    new.random.manual_seed(-1 - seed)
+    return new.batch(samples)
 
 
 def train(
     task: str, steps: int, samples: int, model: nn.Module, groups: list[dict[str, Any]], seed: int
 ) -> float:
-    """The loss on new samples."""
-    kind = tasks.TASKS[task]
-    data, new = kind(seed), kind(seed)
+    """The loss on samples that it was not trained on."""
+    kind = KINDS[task]
+    data = kind(seed)
 
     def loss(step: int) -> Tensor:
         x, y = data.batch(BATCH)
         return kind.loss(model(x), y)
 
     tasks.descend(torch.optim.Adam(groups), loss, steps)
-    new.random.manual_seed(-1 - seed)
     with torch.no_grad():
-        x, y = new.batch(samples)
+        x, y = heldout_batch(task, seed, samples)
         return kind.loss(model(x), y).item()
 
 
@@ -112,12 +162,12 @@ def time_steps(
     task: str, structures: dict[str, structlin.Family], widths: list[int], limit: float
 ) -> list[dict[str, Any]]:
     """Milliseconds of a training step of every model, in turns, on one batch."""
-    kind = tasks.TASKS[task]
+    kind = KINDS[task]
     x, y = kind(0).batch(BATCH)
 
     def work(family: structlin.Family, width: int) -> Callable[[], None]:
-        model = structlin.convert(build(task, width), family, include=list(tasks.SQUARE))
-        optimizer = torch.optim.Adam(structlin.param_groups(model, LR))
+        model = structlin.convert(build(task, width), family, include=structured(task))
+        optimizer = torch.optim.Adam(structlin.param_groups(model, LR[task]))
 
         def step() -> None:
             optimizer.zero_grad()
@@ -258,10 +308,13 @@ def show_findings(result: dict[str, Any]) -> str:
         frontier = flops["frontier"]
         diverged = sum(row["loss"] is None for row in rows)
         sharing = [row["omega"] >= SHARING for row in flops["standings"]]
+        ratios = [row["ratio"]["value"] for row in flops["standings"]]
         lines.append(
             f"{task}: the best at equal FLOPs is {best['flops']}, at equal seconds "
             f"{best['seconds']}; the frontier falls as FLOPs^-b with b = {interval(frontier['b'])} "
-            f"to {interval(frontier['c'])}; {diverged} of {len(rows)} runs diverged; "
+            f"to {interval(frontier['c'])}; the losses are {min(ratios):.2f} to "
+            f"{max(ratios):.2f} of the common curve's at equal FLOPs; "
+            f"{diverged} of {len(rows)} runs diverged; "
             f"{sum(sharing)} of {len(sharing)} structures have an omega of {SHARING} or more, on "
             "which what is said of omega rests"
         )
@@ -314,9 +367,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     arguments.add_argument("--times", action="store_true", help="measure steps alone")
     arguments.add_argument("--timed", type=float, default=15.0, help="seconds for each task")
     options = arguments.parse_args(argv)
-    steps, widths, drawn, samples = STEPS, WIDTHS, DRAWN, SAMPLES
+    steps, drawn, samples = STEPS, DRAWN, SAMPLES
     if options.smoke:
-        steps, widths, drawn, samples = dict.fromkeys(STEPS, 2), WIDTHS[:2], 1, 64
+        # not text: there the narrowest model is the best for long, and one point is no frontier
+        steps, drawn, samples = {"teacher": 2, "digits": 2}, 1, 64
         options.seeds, options.timed = 2, 0.0
     torch.set_num_threads(1)
     structures = draw_structures(drawn)
@@ -329,7 +383,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             options.runs / f"{task}_times.json",
             task,
             structures,
-            list(widths),
+            WIDTHS[task],
             options.timed,
         )
         for task in options.report or steps
@@ -341,12 +395,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             partial(build, task),
             partial(train, task, steps[task], samples),
             structures,
-            widths,
-            lr=LR,
+            WIDTHS[task],
+            lr=LR[task],
             base=tasks.BASE_WIDTH,
             seeds=range(options.seeds),
-            example=torch.zeros(1, tasks.TASKS[task].inputs),
-            include=list(tasks.SQUARE),
+            example=heldout_batch(task, 0, 1)[0],
+            include=structured(task),
             path=None if options.smoke else options.runs / f"{task}.json",
             setting=setting | {"task": task, "samples": samples},
         )

@@ -248,6 +248,25 @@ def test_what_is_said_of_self_guided_training_is_what_the_kept_result_has():
     assert "plain layers end lower in {} of 6 runs, and in {} of 6 against".format(*counts) in text
 
 
+def test_what_is_said_of_the_search_is_what_the_kept_result_has():
+    result, text = pages.read("search"), page_text("search.md")
+    little = {task: [*claims.values()][-1] for task, claims in result["claims"].items()}
+    assert little == {"teacher": False, "digits": False, "text": True}
+    assert "less compute is better on the teacher and the digits" in text
+    for task, summary in result["summaries"].items():
+        assert summary["flops"]["class nu"]["low"] > (1 if task != "text" else 0.99)
+    ratios = [row["ratio"]["value"] for row in result["summaries"]["text"]["flops"]["standings"]]
+    assert max(ratios) / min(ratios) < 1.1
+    assert "But there all structures are nearly alike: 800 steps are few" in text
+    assert result["setting"]["steps"]["text"] == 800
+    grids = {
+        task: [len({row[name] for row in rows}) for name in ("width", "seed")]
+        for task, rows in result["rows"].items()
+    }
+    assert grids == {"teacher": [3, 3], "digits": [3, 3], "text": [2, 3]}
+    assert "with three seeds and two widths (text) or three" in text
+
+
 def test_what_is_said_of_mixtures_is_what_the_kept_result_has():
     result, text = pages.read("moe"), page_text("mixtures.md")
     rows = {row["kind"]: row for row in result["table"]}

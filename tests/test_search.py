@@ -229,6 +229,8 @@ def test_a_width_that_no_structure_fits_is_named():
         sample(1, 64, 1, nu=(0.1, 1))
     with pytest.raises(ValueError, match="in_features='64' must be an integer"):
         sample("64", 64, 1)
+    with pytest.raises(ValueError, match="n=0 must be at least 1"):
+        sample(64, 64, 0)
 
 
 # ---- running -------------------------------------------------------------------------------------
@@ -379,6 +381,7 @@ def test_what_train_may_not_return_is_named(returned, error, message):
         ({"widths": [16, -1]}, ValueError, r"widths=\[16, -1\]: -1 is not positive"),
         ({"widths": [16.5]}, TypeError, r"widths=\[16.5\]"),
         ({"structures": {}}, ValueError, "there must be at least one of each"),
+        ({"seeds": []}, ValueError, "there must be at least one of each"),
         ({"structures": [Dense(), Dense()]}, ValueError, r"Dense\(\) is there twice"),
         ({"structures": [BTT().structure(16, 16)]}, TypeError, "must be a family"),
         ({"structures": [LowRank(rank=32)]}, ValueError, "LowRank.*width 16: .*rank=32"),
@@ -393,6 +396,18 @@ def test_what_does_not_fit_is_named_before_anything_is_trained(changes, error, m
     arguments = {"structures": BOTH, "widths": [16, 64], **OPTIONS, **changes}
     with pytest.raises(error, match=message):
         search.run(build, fails, **arguments)
+
+
+def test_a_model_that_the_meta_device_cannot_make_is_made_for_real():
+    def build_by_value(width):
+        model = build(width)
+        assert model[0].weight.abs().max().item() > 0  # which has no values there
+        return model
+
+    (row,) = search.run(build_by_value, train, [BTT_POINT], [16], **OPTIONS).rows
+    assert row.loss > 0
+    with pytest.raises(ValueError, match=r"LowRank.*width 16: .*rank=32"):
+        search.run(build_by_value, train, [LowRank(rank=32)], [16], **OPTIONS)
 
 
 # ---- what is read from the runs ------------------------------------------------------------------
@@ -499,6 +514,23 @@ def test_costs_are_flops_or_seconds_and_two_are_needed():
         synthetic().standings("money")
     with pytest.raises(ValueError, match="two different costs"):
         Search((trial("best", 16, 0),)).frontier()
+
+
+def test_an_interval_leaves_out_draws_of_one_cost():
+    rows = [trial("best", 16, 0), trial("dense", 16, 0)]
+    frontier = Search(tuple(rows)).frontier()
+    assert frontier.b.low == frontier.b.value == frontier.b.high == pytest.approx(0.4, rel=1e-3)
+
+
+def test_an_effect_of_structures_that_are_nearly_alike_is_finite():
+    rows = [
+        replace(trial("best", width, seed), structure=name, omega=omega, loss=loss)
+        for name, omega, loss in (("one", 0.0, 1.0), ("other", 1e-4, 2.0), ("third", 2e-4, 4.0))
+        for width, seed in product(WIDTHS, SEEDS)
+    ]
+    found = Search(tuple(rows)).effects()["omega"]
+    assert math.isfinite(found.value)
+    assert found.value > 1e100
 
 
 def test_the_plot_has_a_line_for_each_structure_and_the_frontier(tmp_path):

@@ -179,7 +179,7 @@ class Search:
             points = self._points(cost, structures, seeds)
             on = lower_envelope(points.cost, points.log_loss)
             found = fit_power_law(points.cost[on], points.log_loss[on])
-            return [math.exp(found.level), found.exponent, found.floor]
+            return [_exp(found.level), found.exponent, found.floor]
 
         points = self._all(cost)
         sizes = len(self.names), len(self._seeds)
@@ -203,7 +203,7 @@ class Search:
         def factors(structures: list[int], seeds: list[int]) -> list[float]:
             points = self._points(cost, structures, seeds)
             effects = regress(points.cost, points.log_loss, points.measures[:, varied])
-            return [math.exp(STEP * effect) for effect in effects]
+            return [_exp(STEP * effect) for effect in effects]
 
         sizes = len(self.names), len(self._seeds)
         found = bootstrap(factors, *sizes, draw_structures=True)
@@ -256,3 +256,8 @@ class Search:
         law = f"frontier: loss = a FLOPs^-b + c, a {frontier.a}, b {frontier.b}, c {frontier.c}"
         effects = [f"{name} +{STEP}: loss x {found}" for name, found in self.effects().items()]
         return "\n".join([str(self.table()), law, *effects])
+
+
+def _exp(value: float) -> float:
+    """Finite: a draw of structures that are nearly alike may have an effect of any size."""
+    return math.exp(min(value, 700.0))

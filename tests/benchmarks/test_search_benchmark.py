@@ -6,7 +6,11 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+import torch.nn.functional as F
+
+import structlin
 from benchmarks import search
+from structlin import StructuredLinear
 from structlin.search import Search, Trial
 
 
@@ -38,7 +42,7 @@ def test_structures_of_every_kind_are_drawn_and_all_cost_less_than_dense():
     full = [each for _, each in points if (each.omega, each.psi) == (0, 1)]
     assert len(full) >= search.DRAWN
     assert any(each.omega > 0.2 for _, each in points)
-    for width in search.WIDTHS:
+    for width in {width for widths in search.WIDTHS.values() for width in widths}:
         assert all(each.structure(width, width).in_features >= width for _, each in points)
 
 
@@ -67,6 +71,23 @@ def test_exponents_are_those_of_the_losses_of_the_class():
     assert found["difference"] == pytest.approx(estimate(0.2, 0.2, 0.2))
 
 
+def test_on_text_the_blocks_are_structured_and_the_loss_is_of_held_out_text():
+    model = structlin.convert(
+        search.build("text", 64), search.FAMILIES["BTT"], include=search.structured("text")
+    )
+    layers = [name for name, each in model.named_modules() if type(each) is StructuredLinear]
+    assert layers == [f"blocks.{n}.linear" for n in range(3)]
+    inputs, targets = search.heldout_batch("text", 0, 64)
+    assert (inputs.shape, targets.shape) == ((64, 16), (64,))
+    text = search.read_text()
+    first, *_ = text.heldout[0][0]
+    windows = text.train.unfold(0, len(first), 1)
+    assert not (windows == first).all(1).any()
+    before = F.cross_entropy(model(inputs), targets).item()
+    loss = search.train("text", 20, 64, model, structlin.param_groups(model, 0.01), 0)
+    assert loss == F.cross_entropy(model(inputs), targets).item() < before
+
+
 def test_a_smoke_run_keeps_rows_times_and_claims(tmp_path):
     result = search.main(["--smoke", "--out", str(tmp_path)])
     kept = json.loads((tmp_path / "search.json").read_text())
@@ -76,7 +97,7 @@ def test_a_smoke_run_keeps_rows_times_and_claims(tmp_path):
     )
     rows = kept["rows"]["teacher"]
     assert {row["seed"] for row in rows} == {0, 1}
-    assert {row["width"] for row in rows} == set(search.WIDTHS)
+    assert {row["width"] for row in rows} == set(search.WIDTHS["teacher"])
     found = search.of_kept(kept, "teacher")
     assert isinstance(found, Search)
     times = {(row["structure"], row["width"]): row["median"] for row in kept["times"]["teacher"]}
