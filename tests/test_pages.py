@@ -203,6 +203,27 @@ def test_what_is_said_of_speed_is_what_the_kept_results_have():
     assert f"BTT r=1 was {fresh:.1f} times as fast as dense at 1024" in text
 
 
+def test_what_is_said_of_the_roofline_is_what_the_kept_results_have():
+    def shares(name):
+        return [
+            next(
+                row["fused_share"]
+                for row in pages.read(name)["rows"]
+                if (row["structure"], row["implementation"]) == ("BTT r=1", "auto")
+                and (row["d_in"], row["d_out"], row["tokens"]) == (1024, 1024, 4096)
+                and row["dtype"] == dtype
+                and row["backward"]
+            )
+            for dtype in ("float32", "bfloat16")
+        ]
+
+    (wide, half), (wide_epyc, half_epyc) = shares("layer_xeon"), shares("layer")
+    assert (
+        f"reaches {wide:.2f} in float32 ({wide_epyc:.2f} on the EPYC) and {half:.2f} in bfloat16 "
+        f"({half_epyc:.2f})" in page_text("speed.md")
+    )
+
+
 def test_the_share_of_denses_flop_rate_is_the_speed_times_the_share_of_its_flops():
     row = next(
         row
