@@ -66,6 +66,7 @@ SCHEDULES: dict[str, Schedule] = {
     ),
 }
 LARGE_MATRIX = 2**14  # numbers of one that a CPU multiplies faster by itself than in a batch
+SMALLEST_COARSE = 64  # short side from which a polynomial of the Gram matrix may have 16 bits
 METHODS = ("svd", "inverse-root", "sketch", "gram", *SCHEDULES)
 
 
@@ -333,7 +334,9 @@ def _steps(method: str, steps: int | None) -> Schedule:
 
 def _newton_schulz(x: Tensor, method: str, steps: int | None) -> Tensor:
     shape, schedule = x.shape, _steps(method, steps)
-    iterate = _iterate_as_torch if method == "jordan" else _iterate
+    # small matrices in 16 bits train worse by the rounded a I + b G + c G^2 (benchmarks.polar)
+    coarse = x.dtype in (torch.bfloat16, torch.float16) and min(shape[-2:]) < SMALLEST_COARSE
+    iterate = _iterate_as_torch if method == "jordan" or coarse else _iterate
     x = x.reshape(-1, *shape[-2:])
     if len(x) == 1 or (x.is_cpu and shape[-2] * shape[-1] >= LARGE_MATRIX):
         polar = [iterate(matrix, schedule) for matrix in x]
@@ -373,7 +376,8 @@ def _polynomial(gram: Tensor, coefficients: tuple[float, float, float]) -> Tenso
 
 
 def _iterate_as_torch(x: Tensor, schedule: Schedule) -> Tensor:
-    """The same in the order of torch.optim.Muon, to equal it bit for bit."""
+    """The same by a X + (b G + c G^2) X, in the order of torch.optim.Muon, to equal it bit for
+    bit."""
     product, add = (torch.bmm, torch.baddbmm) if x.ndim == 3 else (torch.mm, torch.addmm)
     x = x / _one_for_zero(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True))
     wide = x.shape[-2] <= x.shape[-1]

@@ -142,6 +142,16 @@ def test_a_schedule_maps_singular_values_step_by_step(shape, method):
         assert_close(dualize(matrix, method=method, steps=steps), expected, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("shape", [(24, 8), (8, 16), (8, 24)])
+def test_small_matrices_in_16_bits_stay_within_a_twentieth_of_one(shape):
+    matrices = torch.stack([spectrum(*shape, 1e-2) for _ in range(32)])
+    u, vh = factors(matrices)
+    dual = dualize(matrices.float(), method="fast", steps=5, dtype=torch.bfloat16)
+    values = (u.mT @ dual.double() @ vh.mT).diagonal(dim1=-2, dim2=-1)
+    assert values.min() > 0.95
+    assert values.max() < 1.05
+
+
 def test_large_matrices_one_by_one_are_those_of_a_batch(monkeypatch):
     batch = torch.randn(3, 8, 20, dtype=torch.float64)
     expected = dualize(batch, method="quick")
