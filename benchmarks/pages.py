@@ -88,14 +88,22 @@ def show_grid(methods: list[str]) -> str:
 
 
 def polar() -> str:
-    """Losses by how exact the polar factors are, over the seeds, at equal steps."""
+    """Losses by how exact the polar factors are, over the seeds, at equal steps and seconds."""
     found = {(row["structure"], row["method"]): row for row in read("polar")["table"]}
     structures = dict.fromkeys(structure for structure, _ in found)
     rows = []
     for method in dict.fromkeys(method for _, method in found):
-        cells = [polar_run.spread(found[each, method]["steps"]) for each in structures]
+        cells = []
+        for each in structures:
+            row = found[each, method]
+            steps = f"{row['seconds']['steps']} steps"
+            cells += [
+                polar_run.spread(row["steps"]),
+                f"{polar_run.spread(row['seconds'])}, {steps}",
+            ]
         rows.append([method, *cells])
-    return table(["", *structures], rows)
+    titles = [f"{each}, equal {what}" for each in structures for what in ("steps", "seconds")]
+    return table(["", *titles], rows)
 
 
 def show_more(name: str) -> str:

@@ -487,6 +487,13 @@ def test_what_the_page_says_of_polar_factors_holds():
         assert cheap["loss"] <= exact["most"]
         assert jordan["loss"] > max(exact["loss"], cheap["loss"])
         assert {exact["seeds"], cheap["seeds"], jordan["seeds"]} == {3}
+    text, table = page_text("optimizers.md"), pages.read("polar")["table"]
+    for structure in ("dense", "BTT r=1"):
+        losses = [row["seconds"]["loss"] for row in table if row["structure"] == structure]
+        assert f"from {min(losses):.3f} to {max(losses):.3f} on {structure}" in text
+        assert all(row["seconds"]["seeds"] == 3 for row in table)
+    times = {row["method"]: row["step_ms"] for row in table if row["structure"] == "BTT r=1"}
+    assert times["fast, 5 steps, bfloat16"] > times["fast, 6 steps"]  # "16 bits cost seconds"
 
 
 def test_the_table_of_models_lists_as_many_as_the_pages_say():
