@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _product
+from ._experts import split_experts
 from ._families import DEFAULT, Family, label
 from ._linear import StructuredLinear
 from ._structure import Core, Structure
@@ -141,7 +142,7 @@ class Mixture(StructuredLinear):
 
     def split(self, cores: list[Tensor]) -> list[tuple[Tensor, ...]]:
         """The cores of each expert."""
-        return _product.split_experts(cores, self.experts)
+        return split_experts(cores, self.experts)
 
     def _loads(self, chosen: Tensor) -> Tensor:
         """How many tokens each expert has."""

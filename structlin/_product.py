@@ -1,7 +1,6 @@
-"""Structure and cores -> numbers. The first function is the definition; the others choose, check
-and form W."""
+"""Structure and cores -> numbers: the definition first, then what chooses, checks and forms W."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import sqrt
 
@@ -9,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from einops import einsum
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
+from ._experts import each_expert
 from ._kernels import op, triton_op
 from ._structure import Move, Program, Structure
 
@@ -35,8 +34,7 @@ def multiply(program: Program, cores: Sequence[Tensor], x: Tensor) -> Tensor:
         h = _permute(h, step.move).reshape(step.batch, -1, step.fan_in)
         if not torch.compiler.is_compiling() and 1 not in h.stride()[1:]:
             h = h.contiguous()  # or torch.bmm goes through it block by block
-        # (batch, tokens * repeat, fan_in) -> (batch, tokens * repeat, fan_out)
-        h = torch.bmm(h, core.mT)
+        h = torch.bmm(h, core.mT)  # -> (batch, tokens * repeat, fan_out)
     y = _permute(h, program.last).reshape(*x.shape[:-1], program.out_features + rows)
     return y[..., : program.out_features] if rows else y
 
@@ -54,38 +52,11 @@ def define(
     sigmas: Sequence[float] = (),
     loads: Tensor | None = None,
 ) -> Tensor:
-    """`W x + bias` by the loop, the cores normalised where there are gains, of a mixture expert by
-    expert: what every engine computes."""
+    """`W x + bias` by the loop, cores normalised, experts in turn: what every engine computes."""
     cores = cores if gains is None else normalise(cores, gains, sigmas)
-    if loads is None:
-        y = multiply(program, cores, x)
-    else:
-        y = each_expert(partial(multiply, program), cores, x, loads)
+    product = partial(multiply, program)
+    y = product(cores, x) if loads is None else each_expert(product, cores, x, loads)
     return y if bias is None else y + bias
-
-
-@_disable_dynamo  # torch.compiler.disable would load the compiler now
-def each_expert(
-    product: Callable[[Sequence[Tensor], Tensor], Tensor],
-    cores: Sequence[Tensor],
-    x: Tensor,
-    loads: Tensor,
-) -> Tensor:
-    """`product(cores, tokens)` of every expert, one after the other.
-
-    Args:
-        cores: `(experts * batch, fan_out, fan_in)` each.
-        x: `(tokens, in_features)`, expert by expert.
-        loads: `(experts,)`, how many tokens are each expert's.
-    """
-    own = split_experts(cores, len(loads))
-    parts = x.tensor_split(len(loads)) if loads.is_meta else torch.split(x, loads.tolist())
-    return torch.cat([product(*each) for each in zip(own, parts, strict=True)])
-
-
-def split_experts(cores: Sequence[Tensor], experts: int) -> list[tuple[Tensor, ...]]:
-    """The cores of each expert."""
-    return list(zip(*(core.chunk(experts) for core in cores), strict=True))
 
 
 def normalise(cores: Sequence[Tensor], gains: Tensor, sigmas: Sequence[float]) -> list[Tensor]:
@@ -155,8 +126,7 @@ def run(
     """`apply`, its arguments taken to be right.
 
     Args:
-        mode: "structured" multiplies core by core; "dense" multiplies the cores into W, and by W;
-            "auto" does what `forms_matrix` says.
+        mode: "structured", core by core; "dense", by W; "auto", as `forms_matrix` says.
         gains, sigmas: of every core, where it is to be normalised.
         program: the structure's, or a narrower one, whose widths x, bias and the result have.
         loads: `(experts,)`, of a mixture; see `each_expert`.
@@ -171,14 +141,9 @@ def run(
     dense = mode != "structured" and (mode == "dense" or forms_matrix(structure, tokens))
     if not dense and op.pays(program, x, structure.plain):
         return op.multiply(define, program, cores, x, bias, gains, sigmas, loads)
-    if gains is not None:
-        cores = normalise(cores, gains, sigmas)
+    cores = cores if gains is None else normalise(cores, gains, sigmas)
     if loads is not None:
-
-        def product(cores: Sequence[Tensor], x: Tensor) -> Tensor:
-            return run(structure, cores, x, mode=mode, program=program)
-
-        y = each_expert(product, cores, x, loads)
+        y = each_expert(partial(run, structure, mode=mode, program=program), cores, x, loads)
         return y if bias is None else y + bias
     if dense:
         matrix = to_dense(structure, cores)[: program.out_features, : program.in_features]
@@ -211,8 +176,7 @@ def forms_matrix(structure: Structure, tokens: int) -> bool:
 
 
 def to_dense(structure: Structure, cores: Sequence[Tensor]) -> Tensor:
-    """The matrix W that `apply` multiplies by: `(out_features, in_features)`, differentiable in the
-    cores.
+    """W, `(out_features, in_features)`, which `apply` multiplies by; differentiable in the cores.
 
     >>> from structlin import LowRank
     >>> v, u = torch.randn(1, 2, 6), torch.randn(1, 4, 2)
@@ -225,8 +189,7 @@ def to_dense(structure: Structure, cores: Sequence[Tensor]) -> Tensor:
         for one, core in zip(structure.cores, cores, strict=True)
     ]
     identity = partial(torch.eye, dtype=cores[0].dtype, device=cores[0].device)
-    # W is diagonal in what x and y share
-    factors += [identity(structure.sizes[axis]) for axis in structure.kept]
+    factors += [identity(structure.sizes[axis]) for axis in structure.kept]  # W is diagonal there
     w: Tensor = einsum(*factors, structure.einsum)  # type: ignore[call-overload]  # (axes of y, axes of x)
     return w.reshape(structure.out_features, structure.in_features)
 

@@ -1,0 +1,32 @@
+"""The experts of a mixture, one after the other: what its products are where no engine takes all of
+them in one call."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+
+@_disable_dynamo  # torch.compiler.disable would load the compiler now
+def each_expert(
+    product: Callable[[Sequence[Tensor], Tensor], Tensor],
+    cores: Sequence[Tensor],
+    x: Tensor,
+    loads: Tensor,
+) -> Tensor:
+    """`product(cores, tokens)` of every expert, one after the other.
+
+    Args:
+        cores: `(experts * batch, fan_out, fan_in)` each.
+        x: `(tokens, in_features)`, expert by expert.
+        loads: `(experts,)`, how many tokens are each expert's.
+    """
+    own = split_experts(cores, len(loads))
+    parts = x.tensor_split(len(loads)) if loads.is_meta else torch.split(x, loads.tolist())
+    return torch.cat([product(*each) for each in zip(own, parts, strict=True)])
+
+
+def split_experts(cores: Sequence[Tensor], experts: int) -> list[tuple[Tensor, ...]]:
+    """The cores of each expert."""
+    return list(zip(*(core.chunk(experts) for core in cores), strict=True))
