@@ -30,6 +30,7 @@ from benchmarks import (
     lr_transfer,
     model,
     moe,
+    muon_options,
     muon_vs_adamw,
     optimizer,
     parts,
@@ -284,6 +285,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "muon tuned": lambda: muon_vs_adamw.tuned_markdown(read("muon_vs_adamw")),
         "optimizer steps": lambda: optimizer.markdown(read("optimizer")),
         "self guided": lambda: self_guided.markdown(read("self_guided")),
+        "muon options": lambda: muon_options.markdown(read("muon_options")),
         "polar": polar,
     },
     "docs/transfer.md": {

@@ -453,6 +453,22 @@ def test_what_the_page_says_of_the_tuned_short_run_holds():
     assert f"lr=2**{math.log2(recipe['lr'])}" in text
 
 
+def test_what_the_page_says_of_options_around_muons_step_holds():
+    table = {(row["option"], row["structure"]): row for row in pages.read("muon_options")["table"]}
+    wins = {pair: row["wins"] for pair, row in table.items()}
+    text, dense, btt = page_text("optimizers.md"), "dense", "BTT r=1"
+    cautious = wins["cautious steps", dense] + wins["cautious steps", btt]
+    assert f"Cautious steps come nearest, ahead in {cautious} of 6 runs" in text
+    others = {option for option, _ in wins} - {"cautious steps"}
+    assert all(wins[option, dense] + wins[option, btt] < cautious for option in others)
+    row = "NorMuon's row scale"
+    said = f"ahead in {wins[row, dense]} of 3 on dense and in {wins[row, btt]} of 3 on BTT"
+    assert said in text
+    cost = table["cap of 2", dense]["loss"] - table["plain", dense]["loss"]
+    assert f"a cap of 2 costs dense {cost:.2f} of the loss" in text
+    assert "Below plain Muon for every seed on dense and BTT: none." in text
+
+
 def test_what_the_page_says_of_a_steps_cost_holds():
     runs = {
         (row["width"], row["threads"]): {each["optimizer"]: each for each in row["optimizers"]}
