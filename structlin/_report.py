@@ -244,7 +244,9 @@ def _describe(layer: Layer, tokens: int | None) -> Row:
 def _count_saved(layer: StructuredLinear) -> int:
     """Numbers that a structured layer keeps for its backward pass, per token."""
     structure, device = layer.structure, layer.cores[0].device.type
-    engine = not structure.plain and not op.is_large(structure.program, layer.cores[0].dtype)
+    engine = not structure.plain and structure.program.largest < op.largest_block(
+        layer.cores[0].dtype
+    )
     if layer.mode == "dense" or (engine and device in ("cpu", "meta")):
         return layer.in_features
     return sum(core.batch * core.repeat * core.fan_in for core in structure.cores)

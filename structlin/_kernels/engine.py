@@ -21,7 +21,6 @@ import sys
 import tempfile
 import threading
 import time
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,13 +65,9 @@ def load() -> bool:
 load._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile calls it, and sees its answer
 
 
-@cache
 def has_matrix_unit() -> bool:
     """Whether this CPU multiplies bfloat16 in tiles (Intel's AMX)."""
     return "amx_bf16" in _describe_cpu().split()
-
-
-has_matrix_unit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def show_config() -> None:

@@ -10,6 +10,7 @@ definition.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,13 +69,17 @@ def pays(program: Program, x: Tensor, plain: bool) -> bool:
     """
     trains = torch.compiler.is_compiling() or torch.is_grad_enabled()  # or may: it is not known
     few = not trains and x.numel() <= FEW_OF_LARGE * x.shape[-1]
-    return (few or not (plain or is_large(program, x.dtype))) and available(x)
+    return (few or not (plain or program.largest >= largest_block(x.dtype))) and available(x)
 
 
-def is_large(program: Program, dtype: torch.dtype) -> bool:
-    """Whether a block is one that BLAS multiplies faster, of many tokens."""
+@cache
+def largest_block(dtype: torch.dtype) -> int:
+    """Numbers of a block from which on BLAS is faster, of many tokens."""
     unit = dtype == torch.bfloat16 and engine.has_matrix_unit()
-    return program.largest >= (LARGE_FOR_UNIT if unit else LARGE_BLOCK)
+    return LARGE_FOR_UNIT if unit else LARGE_BLOCK
+
+
+largest_block._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def available(x: Tensor) -> bool:
