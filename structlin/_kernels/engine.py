@@ -65,9 +65,18 @@ def load() -> bool:
 load._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile calls it, and sees its answer
 
 
+_unit: bool | None = None
+
+
 def has_matrix_unit() -> bool:
     """Whether this CPU multiplies bfloat16 in tiles (Intel's AMX)."""
-    return "amx_bf16" in _describe_cpu().split()
+    global _unit
+    if _unit is None:
+        _unit = "amx_bf16" in _describe_cpu().split()
+    return _unit
+
+
+has_matrix_unit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def show_config() -> None:

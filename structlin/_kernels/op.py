@@ -10,7 +10,6 @@ definition.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -69,17 +68,9 @@ def pays(program: Program, x: Tensor, plain: bool) -> bool:
     """
     trains = torch.compiler.is_compiling() or torch.is_grad_enabled()  # or may: it is not known
     few = not trains and x.numel() <= FEW_OF_LARGE * x.shape[-1]
-    return (few or not (plain or program.largest >= largest_block(x.dtype))) and available(x)
-
-
-@cache
-def largest_block(dtype: torch.dtype) -> int:
-    """Numbers of a block from which on BLAS is faster, of many tokens."""
-    unit = dtype == torch.bfloat16 and engine.has_matrix_unit()
-    return LARGE_FOR_UNIT if unit else LARGE_BLOCK
-
-
-largest_block._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    unit = x.dtype == torch.bfloat16 and engine.has_matrix_unit()
+    large = program.largest >= (LARGE_FOR_UNIT if unit else LARGE_BLOCK)
+    return (few or not (plain or large)) and available(x)
 
 
 def available(x: Tensor) -> bool:
