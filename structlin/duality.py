@@ -66,7 +66,7 @@ SCHEDULES: dict[str, Schedule] = {
     ),
 }
 LARGE_MATRIX = 2**14  # numbers of one that a CPU multiplies faster by itself than in a batch
-SMALLEST_COARSE = 64  # short side from which a polynomial of the Gram matrix may have 16 bits
+SMALLEST_COARSE = 64  # short side from which a polynomial of the Gram matrix may be in bfloat16
 METHODS = ("svd", "inverse-root", "sketch", "gram", *SCHEDULES)
 
 
@@ -334,8 +334,10 @@ def _steps(method: str, steps: int | None) -> Schedule:
 
 def _newton_schulz(x: Tensor, method: str, steps: int | None) -> Tensor:
     shape, schedule = x.shape, _steps(method, steps)
-    # small matrices in 16 bits train worse by the rounded a I + b G + c G^2 (benchmarks.polar)
-    coarse = x.dtype in (torch.bfloat16, torch.float16) and min(shape[-2:]) < SMALLEST_COARSE
+    # small matrices in 16 bits train worse by the rounded a I + b G + c G^2 (benchmarks.polar), and
+    # of large ones the trace of G is beyond float16
+    small = x.dtype == torch.bfloat16 and min(shape[-2:]) < SMALLEST_COARSE
+    coarse = small or x.dtype == torch.float16
     iterate = _iterate_as_torch if method == "jordan" or coarse else _iterate
     x = x.reshape(-1, *shape[-2:])
     if len(x) == 1 or (x.is_cpu and shape[-2] * shape[-1] >= LARGE_MATRIX):

@@ -395,3 +395,10 @@ def test_the_efficiency_of_an_update_is_its_share_of_the_steepest_descent():
         dual_efficiency(gradient, -7 * torch.eye(2).expand(2, 2, 2)), torch.tensor([-1.0, -1.0])
     )
     assert dual_efficiency(torch.zeros(2, 2), torch.eye(2)).isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_large_matrix_has_a_polar_factor_in_16_bits_too(dtype):
+    signs = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)).sign()
+    polar = dualize(signs, method="fast", steps=5, dtype=dtype)  # |signs|_F^2 is above 65504
+    assert polar.square().sum() > 0.9 * 512
