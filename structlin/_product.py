@@ -132,7 +132,7 @@ def run(
         loads: `(experts,)`, of a mixture; see `each_expert`.
     """
     program = program or structure.program
-    device = x.device.type
+    device = x.device.type if torch._C._is_any_autocast_enabled() else "meta"
     if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         x, cores = x.to(dtype), [core.to(dtype) for core in cores]

@@ -98,23 +98,23 @@ class Step(NamedTuple):
 class Program(NamedTuple):
     """A structure as integers: a step for each core, and the last result's move into y's order.
 
-    `code` is the program for an engine that speaks no Python, flat: in_features, out_features,
-    number of cores; then for each core batch, repeat, fan_in, fan_out and the six indices of
-    `reads` and `writes`, each as the number of its axes, and their sizes and strides.
+    `code` is the program for an engine that speaks no Python, numbers between spaces: in_features,
+    out_features, number of cores; then for each core batch, repeat, fan_in, fan_out and the six
+    indices of `reads` and `writes`, each as the number of its axes, and their sizes and strides.
     """
 
     steps: tuple[Step, ...]
     last: Move
     in_features: int
     out_features: int
-    code: tuple[int, ...]
+    code: str
     largest: int  #: numbers of the largest block
     padding: tuple[int, int] = (0, 0)  #: columns, taken to be zero in x, and rows, dropped from y
 
     def fit(self, columns: int, rows: int) -> "Program":
         """For a layer of so many columns and rows of W, at most the structure's."""
         padding = self.in_features - columns, self.out_features - rows
-        code = columns, rows, *self.code[2:]
+        code = f"{columns} {rows} {self.code.split(maxsplit=2)[2]}"
         return Program(self.steps, self.last, columns, rows, code, self.largest, padding)
 
 
@@ -326,7 +326,7 @@ def _derive_program(
         for index in (*step.reads, *step.writes):
             code += [len(index), *(number for axis in index for number in axis)]
     last, largest = _move(before[-1], after[-1], sizes), max(s.fan_in * s.fan_out for s in steps)
-    return Program(tuple(steps), last, *widths, tuple(code), largest)
+    return Program(tuple(steps), last, *widths, " ".join(map(str, code)), largest)
 
 
 def _move(lying: Sequence[str], wanted: Sequence[str], sizes: Mapping[str, int]) -> Move:

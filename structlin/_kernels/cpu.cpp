@@ -61,14 +61,14 @@ void forward_tiles(const Layer<S>& layer, Path& path, const S* x, S* y, const Wi
 
 template <class S>
 Tensor forward(const Tensor& given, const std::vector<Tensor>& cores, const std::optional<Tensor>& bias,
-               const std::optional<Tensor>& gains, const std::vector<double>& sigmas, const Indices& code,
+               const std::optional<Tensor>& gains, const std::vector<double>& sigmas, const std::string& code,
                const std::optional<Tensor>& loads) {
   using F = Wide<S>;
   Tensor x = packed(given);
   Layer<S> layer(x, cores, gains, sigmas, code, loads, true);
-  Indices shape(x.sizes().begin(), x.sizes().end());
+  Indices shape = sizes_of(x);
   shape.back() = layer.program.out;
-  Tensor y = torch::stable::new_empty(x, shape);
+  Tensor y = make_tensor(x, shape);
   if (!layer.tokens) return y;
   Numbers<F> memory;
   std::optional<Tensor> held;
@@ -183,7 +183,7 @@ Totals<Wide<S>> add_tiles(const Layer<S>& layer, Path& path, const S* dy_data, c
 
 template <class S>
 std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const std::vector<Tensor>& cores,
-                             const std::optional<Tensor>& gains, const std::vector<double>& sigmas, const Indices& code,
+                             const std::optional<Tensor>& gains, const std::vector<double>& sigmas, const std::string& code,
                              Index wants, const std::optional<Tensor>& loads) {
   using F = Wide<S>;
   Tensor x = packed(given), dy = packed(given_dy);
@@ -195,11 +195,11 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
                   "structlin: dy does not fit x and the program");
   const bool of_x = wants & OF_X, of_cores = wants & (OF_CORES | OF_GAINS), of_bias = wants & OF_BIAS;
 
-  std::vector<Tensor> found{torch::stable::new_empty(x, of_x ? x.sizes() : Indices{0})};
+  std::vector<Tensor> found{make_tensor(x, of_x ? sizes_of(x) : Indices{0})};
   for (const Tensor& core : layer.tensors)
-    found.push_back(torch::stable::new_empty(x, wants & OF_CORES ? core.sizes() : Indices{0}));
-  found.push_back(torch::stable::new_empty(gains ? *gains : x, {wants & OF_GAINS ? count : 0}));
-  found.push_back(torch::stable::new_empty(x, {of_bias ? program.out : 0}));
+    found.push_back(make_tensor(x, wants & OF_CORES ? sizes_of(core) : Indices{0}));
+  found.push_back(make_tensor(gains ? *gains : x, {wants & OF_GAINS ? count : 0}));
+  found.push_back(make_tensor(x, {of_bias ? program.out : 0}));
 
   const S* x_data = static_cast<const S*>(x.data_ptr());
   const S* dy_data = static_cast<const S*>(dy.data_ptr());
@@ -266,13 +266,27 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
 
 // ---- the operators ---------------------------------------------------------------------------------------------------
 
+// torch's own conversion to std::string leaks a copy
+std::string take(StringHandle given) {
+  const char* text;
+  size_t length;
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(given, &text));
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(given, &length));
+  std::string taken(text, length);
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(given));
+  return taken;
+}
+
 Tensor multiply(const Tensor& x, std::vector<Tensor> cores, std::optional<Tensor> bias, std::optional<Tensor> gains,
-                std::vector<double> sigmas, Indices code, std::optional<Tensor> loads) {
+                std::vector<double> sigmas, StringHandle given_code, std::optional<Tensor> loads) {
+  const std::string code = take(given_code);
   return by_dtype(x, [&](auto s) { return forward<decltype(s)>(x, cores, bias, gains, sigmas, code, loads); });
 }
 
 std::vector<Tensor> gradients(const Tensor& dy, const Tensor& x, std::vector<Tensor> cores, std::optional<Tensor> gains,
-                              std::vector<double> sigmas, Indices code, int64_t wants, std::optional<Tensor> loads) {
+                              std::vector<double> sigmas, StringHandle given_code, int64_t wants,
+                              std::optional<Tensor> loads) {
+  const std::string code = take(given_code);
   return by_dtype(x, [&](auto s) { return backward<decltype(s)>(dy, x, cores, gains, sigmas, code, wants, loads); });
 }
 

@@ -29,9 +29,8 @@ using torch::stable::parallel_for;
 using torch::stable::Tensor;
 
 constexpr Index CACHED = 1 << 20;       // bytes of cores that stay in the second cache
-constexpr Index FEW = 4;                // tokens, up to which vectors run along fan-in
-constexpr Index FEW_OF_LARGE = 16;      // the same, where a block is large,
-constexpr Index LARGE_BLOCK = 1 << 18;  // of so many numbers: then vectors are full, and a core is read from afar
+constexpr Index FEW_OF_LARGE = 16;      // tokens, up to which vectors run along fan-in where a block is large and there is
+constexpr Index LARGE_BLOCK = 1 << 18;  // no matrix unit: then vectors are full, and a core is read from afar
 constexpr Index GRAIN = 1 << 16;        // multiply-adds that are worth a thread
 
 // ---- memory ----------------------------------------------------------------------------------------------------------
@@ -123,11 +122,26 @@ Tensor packed(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
+Indices sizes_of(const Tensor& tensor) { return Indices(tensor.sizes().begin(), tensor.sizes().end()); }
+
+// Without values, of the dtype of `like`
+Tensor make_tensor(const Tensor& like, const Indices& sizes) {
+  Indices strides(sizes.size(), 1);
+  for (Index i = static_cast<Index>(sizes.size()) - 2; i >= 0; i--)
+    strides[i] = strides[i + 1] * std::max<Index>(1, sizes[i + 1]);
+  int32_t dtype;
+  AtenTensorHandle made;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), dtype,
+                                                  aoti_torch_device_type_cpu(), 0, &made));
+  return Tensor(made);
+}
+
 // Everything that a call works on
 template <class S>
 struct Layer {
   using F = Wide<S>;
-  Program program;
+  const Program& program;
   std::vector<Tensor> tensors;
   std::vector<Numbers<Held<S>>> memory;
   std::vector<Core<S>> cores;  // of the expert at hand
@@ -136,8 +150,8 @@ struct Layer {
   bool few;
 
   Layer(const Tensor& x, const std::vector<Tensor>& given, const std::optional<Tensor>& gains,
-        const std::vector<double>& sigmas, const Indices& code, const std::optional<Tensor>& given_loads, bool forward)
-      : program(code), memory(given.size()) {
+        const std::vector<double>& sigmas, const std::string& code, const std::optional<Tensor>& given_loads, bool forward)
+      : program(program_of(code)), memory(given.size()) {
     STD_TORCH_CHECK(given.size() == program.steps.size() && x.dim() > 0 && x.size(x.dim() - 1) == program.in,
                     "structlin: x or the cores do not fit the program");
     STD_TORCH_CHECK(!gains || (gains->numel() == static_cast<Index>(given.size()) && sigmas.size() == given.size()),
@@ -158,7 +172,10 @@ struct Layer {
   }
 
   Index experts() const { return loads.size(); }
-  bool is_few(Index n) const { return n <= (program.largest() < LARGE_BLOCK ? FEW : FEW_OF_LARGE); }
+  bool is_few(Index n) const {  // half of a tile would be empty, or widening the cores takes longer than the products
+    const bool large = program.largest() >= LARGE_BLOCK && !(GROUPED<S> && has_matrix_unit());
+    return n <= (large ? FEW_OF_LARGE : std::is_same_v<S, Held<S>> ? LANES<F> / 2 : LANES<F>);
+  }
 
   Indices read_loads(const Tensor& given) const {
     STD_TORCH_CHECK(given.scalar_type() == ScalarType::Long, "structlin: the loads must be int64");

@@ -38,15 +38,14 @@ Loop = Callable[
 ]
 
 _ARGUMENTS = (
-    "Tensor x, Tensor[] cores, Tensor? bias, Tensor? gains, float[] sigmas, int[] code, "
-    "Tensor? loads"
+    "Tensor x, Tensor[] cores, Tensor? bias, Tensor? gains, float[] sigmas, str code, Tensor? loads"
 )
 torch.library.define("structlin_cpu::multiply", f"({_ARGUMENTS}) -> Tensor")
 # the same, and autograd knows it
 torch.library.define("structlin_cpu::layer", f"({_ARGUMENTS}) -> Tensor")
 torch.library.define(
     "structlin_cpu::gradients",
-    "(Tensor dy, Tensor x, Tensor[] cores, Tensor? gains, float[] sigmas, int[] code, "
+    "(Tensor dy, Tensor x, Tensor[] cores, Tensor? gains, float[] sigmas, str code, "
     "int wants, Tensor? loads) -> Tensor[]",
 )
 _multiply = torch.ops.structlin_cpu.multiply.default
@@ -66,11 +65,13 @@ def pays(program: Program, x: Tensor, plain: bool) -> bool:
     It is for the forward pass of a few tokens. Of more, BLAS is where a block is large and where
     the structure is plain (a chain of matrices).
     """
-    trains = torch.compiler.is_compiling() or torch.is_grad_enabled()  # or may: it is not known
-    few = not trains and x.numel() <= FEW_OF_LARGE * x.shape[-1]
+    if not plain and program.largest < LARGE_BLOCK:
+        return available(x)
     unit = x.dtype == torch.bfloat16 and engine.has_matrix_unit()
-    large = program.largest >= (LARGE_FOR_UNIT if unit else LARGE_BLOCK)
-    return (few or not (plain or large)) and available(x)
+    if not plain and unit and program.largest < LARGE_FOR_UNIT:
+        return available(x)
+    trains = torch.compiler.is_compiling() or torch.is_grad_enabled()  # or may: it is not known
+    return not trains and x.numel() <= FEW_OF_LARGE * x.shape[-1] and available(x)
 
 
 def available(x: Tensor) -> bool:
@@ -176,7 +177,7 @@ def _find_gradients(
     cores: Sequence[Tensor],
     gains: Tensor | None,
     sigmas: Sequence[float],
-    code: Sequence[int],
+    code: str,
     needs: tuple[bool, Sequence[bool], bool, bool],
     loads: Tensor | None,
 ) -> tuple[Tensor | None, list[Tensor | None], Tensor | None, Tensor | None]:
@@ -222,9 +223,9 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 
 def _fake_multiply(
-    x: Tensor, cores: Any, bias: Any, gains: Any, sigmas: Any, code: Sequence[int], loads: Any
+    x: Tensor, cores: Any, bias: Any, gains: Any, sigmas: Any, code: str, loads: Any
 ) -> Tensor:
-    return x.new_empty(*x.shape[:-1], code[1])
+    return x.new_empty(*x.shape[:-1], _read(code)[1])
 
 
 def _fake_gradients(
@@ -233,14 +234,14 @@ def _fake_gradients(
     cores: Any,
     gains: Any,
     sigmas: Any,
-    code: Sequence[int],
+    code: str,
     wants: int,
     loads: Any,
 ) -> list[Tensor]:
     dx = x.new_empty(x.shape if wants & OF_X else 0)
     dcores = [core.new_empty(core.shape if wants & OF_CORES else 0) for core in cores]
     dgains = (x if gains is None else gains).new_empty(len(cores) if wants & OF_GAINS else 0)
-    return [dx, *dcores, dgains, x.new_empty(code[1] if wants & OF_BIAS else 0)]
+    return [dx, *dcores, dgains, x.new_empty(_read(code)[1] if wants & OF_BIAS else 0)]
 
 
 torch.library.register_fake("structlin_cpu::multiply", _fake_multiply)
@@ -249,18 +250,22 @@ torch.library.register_fake("structlin_cpu::gradients", _fake_gradients)
 torch.library.register_autograd("structlin_cpu::layer", _backward, setup_context=_save)
 
 
-def _count_flops(x: Sequence[int], code: Sequence[int]) -> list[int]:
+def _read(code: str) -> list[int]:
+    return [int(number) for number in code.split()]
+
+
+def _count_flops(x: Sequence[int], code: str) -> list[int]:
     """Of each core."""
     tokens = 1
     for size in x[:-1]:
         tokens *= size
-    flops, at = [], 3
-    for _ in range(code[2]):
-        batch, repeat, fan_in, fan_out = code[at : at + 4]
+    numbers, flops, at = _read(code), [], 3
+    for _ in range(numbers[2]):
+        batch, repeat, fan_in, fan_out = numbers[at : at + 4]
         flops.append(2 * tokens * batch * repeat * fan_in * fan_out)
         at += 4
         for _ in range(6):
-            at += 1 + 2 * code[at]
+            at += 1 + 2 * numbers[at]
     return flops
 
 
@@ -271,7 +276,7 @@ def _(
     bias: Any,
     gains: Any,
     sigmas: Any,
-    code: Sequence[int],
+    code: str,
     loads: Any,
     **_: Any,
 ) -> int:
@@ -285,7 +290,7 @@ def _(
     cores: Any,
     gains: Any,
     sigmas: Any,
-    code: Sequence[int],
+    code: str,
     wants: int,
     loads: Any,
     **_: Any,

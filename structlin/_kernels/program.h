@@ -5,12 +5,17 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <sstream>
+#include <string>
+#include <unordered_map>
 #include <vector>
 
 namespace {
 
 using Index = int64_t;
 using Indices = std::vector<Index>;
+
+constexpr size_t MOST_PROGRAMS = 1024;  // that a thread remembers
 
 // Of the indices of one side of a core: where each value of batch, repeat and fan lies among the features of a token
 struct Offsets {
@@ -33,24 +38,26 @@ struct Program {
   std::vector<Step> steps;
 
   // in, out, cores, then for each core batch, repeat, fan_in, fan_out and six indices, each a count and (size, stride)s
-  explicit Program(const Indices& code) {
-    const Index* at = code.data();
-    in = *at++, out = *at++;
-    steps.resize(*at++);
+  explicit Program(const std::string& code) {
+    std::istringstream from(code);
+    Index cores = 0;
+    from >> in >> out >> cores;
+    steps.resize(cores);
     for (Step& step : steps) {
-      step.batch = *at++, step.repeat = *at++, step.in = *at++, step.out = *at++;
+      from >> step.batch >> step.repeat >> step.in >> step.out;
       for (Offsets* side : {&step.reads, &step.writes})
-        for (Indices* index : {&side->batch, &side->repeat, &side->fan}) *index = expand(at);
+        for (Indices* index : {&side->batch, &side->repeat, &side->fan}) *index = expand(from);
     }
-    STD_TORCH_CHECK(at == code.data() + code.size(), "structlin: the code of a program ends in the wrong place");
+    STD_TORCH_CHECK(from && from.peek() == EOF, "structlin: the code of a program ends in the wrong place");
   }
 
-  static Indices expand(const Index*& at) {
+  static Indices expand(std::istream& from) {
     Indices offsets{0};
-    for (Index axes = *at++; axes--; at += 2) {
+    Index axes = 0, size = 0, stride = 0;
+    for (from >> axes; axes-- && from >> size >> stride;) {
       Indices finer;
       for (Index offset : offsets)
-        for (Index i = 0; i < at[0]; i++) finer.push_back(offset + i * at[1]);
+        for (Index i = 0; i < size; i++) finer.push_back(offset + i * stride);
       offsets = std::move(finer);
     }
     return offsets;
@@ -74,6 +81,15 @@ struct Program {
     return most;
   }
 };
+
+// Reading a code takes as long as the call of a small layer, so each thread remembers those of its latest calls
+const Program& program_of(const std::string& code) {
+  thread_local std::unordered_map<std::string, Program> known;
+  auto found = known.find(code);
+  if (found != known.end()) return found->second;
+  if (known.size() >= MOST_PROGRAMS) known.clear();
+  return known.emplace(code, code).first->second;
+}
 
 // Where the features of an activation lie that a core reads block by block: [batch * repeat][fan], a block at a time
 struct Layout {
