@@ -199,6 +199,16 @@ def test_a_matrix_of_one_row_has_no_exponents():
 # ---- drawing -------------------------------------------------------------------------------------
 
 
+def test_points_without_factors_of_the_widths_are_passed_over():
+    point = Einsum(alpha=0.3, beta=0.3, gamma=0.4, delta=0.3, epsilon=0.3, phi=0.4)
+    with pytest.raises(ValueError, match="in_features=13 has no factors"):
+        point.structure(13, 13)
+    points = sample(13, 13, 12)  # of those drawn before the twelfth, some are such points
+    assert len(points) == 12
+    for point in points:
+        point.structure(13, 13)
+
+
 def test_a_sample_is_what_was_asked_for_and_the_same_for_the_same_seed():
     points = sample(128, 256, 30, seed=3, omega=(0, 0.2), psi=(0.5, 1), nu=(0.3, 0.9))
     assert points == sample(128, 256, 30, seed=3, omega=(0, 0.2), psi=(0.5, 1), nu=(0.3, 0.9))
