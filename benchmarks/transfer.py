@@ -8,8 +8,8 @@ and optimizer? And to other batches and durations?
 A residual MLP on scikit-learn's digits: blocks `x + m * fc2(relu(fc1(norm(x))))` with m = (2 /
 depth)^alpha, alpha = 1 (CompleteP), all matrices of the blocks structured, the head zero at the
 start; linear decay of the rate to zero, no warmup. The base point is width 64, depth 2; from there
-a grid of widths and depths, but for what LEFT_OUT names, whose norms or polar factors are too
-dear for a CPU.
+a grid of widths and depths, but for what LEFT_OUT names, whose polar factors are too dear for a
+CPU.
 
 At each point the rate is searched by factors of 2, from the base point's best, until the best has
 both its neighbours. The optimum is the vertex of the parabola through them, of the geometric mean
@@ -46,11 +46,8 @@ FEW = ["dense", "BTT r=1"]  # for batch, duration, the control and alpha
 WIDTHS, DEPTHS = [64, 256, 1024], [2, 6, 16]
 BASE = {"width": 64, "depth": 2, "batch": 64, "steps": 50}
 AXES = {"batch": [16, 64, 256], "steps": [25, 50, 100, 200]}
-LEFT_OUT = [  # structure, method, width, depth
-    ("dense", "Normed", 1024, 6), ("dense", "Normed", 1024, 16),
-    ("Monarch", "Normed", 1024, 16),
-    ("dense", "Muon", 1024, 6), ("dense", "Muon", 1024, 16),
-]  # fmt: skip
+LEFT_OUT = [("dense", "Muon", 1024, 16)]  # structure, method, width, depth
+DEAR = ["dense", "Monarch"]  # layers whose norms are, which "Normed, power" is for
 OTHER_LR = 2.0**-9  # of Muon's biases and norms
 
 Row = dict[str, Any]
@@ -175,7 +172,7 @@ def plan() -> list[Job]:
     for structure, method, point in product(STRUCTURES, GRID, grid):
         if (structure, method, *point[:2]) not in LEFT_OUT:
             jobs.append((structure, method, point))
-    jobs = [job for job in jobs if job[1] != "Normed, power" or job[0] in {o[0] for o in LEFT_OUT}]
+    jobs = [job for job in jobs if job[1] != "Normed, power" or job[0] in DEAR]
     jobs += product(FEW, ["plain AdamW"], grid)
     jobs += product(FEW, HALVES, [point for point in grid if point[0] == BASE["width"]])
     for axis, sizes in AXES.items():
@@ -286,19 +283,16 @@ def largest(summary: list[Row], method: str) -> tuple[float, float]:
     )
 
 
-def extra_flops(structure: str, method: str, width: int, depth: int) -> tuple[float, float]:
-    """Of the nine runs of the least search: FLOPs of `Normed`'s norms by `duality.spectral_bound`
-    (four products of the short side's size for each block of a core) or of `Muon`'s polar factors
-    (three for each of five steps), and those of forward and backward."""
+def polar_flops(structure: str, width: int, depth: int) -> tuple[float, float]:
+    """Of the nine runs of the least search: FLOPs of `Muon`'s polar factors (three products for
+    each of five steps and block of a core), and those of forward and backward."""
     made = lr_transfer.STRUCTURES[structure](width).structure(width, width)
-    extra = 0.0
+    polar = 0.0
     for core in made.cores:
         short, long = sorted((core.fan_out, core.fan_in))
-        gram, square = 2 * short**2 * long, 2 * short**3
-        bound, polar = gram + 3 * square, 5 * (2 * gram + square)
-        extra += core.batch * (polar if method == "Muon" else bound)
+        polar += core.batch * 5 * (4 * short**2 * long + 2 * short**3)
     updates = 9 * BASE["steps"] * 2 * depth
-    return updates * extra, updates * 3 * BASE["batch"] * made.flops
+    return updates * polar, updates * 3 * BASE["batch"] * made.flops
 
 
 # ---- tables and the plot -------------------------------------------------------------------------
@@ -356,11 +350,11 @@ def show(result: Row) -> None:
     for axis in AXES:
         print(shifts(result, GRID, axis))
     print(farthest(result))
-    for left in LEFT_OUT:
-        extra, products = extra_flops(*left)
+    for structure, method, width, depth in LEFT_OUT:
+        polar, products = polar_flops(structure, width, depth)
         print(
-            f"left out: {left}, {extra / 1e12:.0f} TFLOP of norms or polar factors, "
-            f"{products / 1e12:.1f} of forward and backward"
+            f"left out: {structure}, {method}, {width} x {depth}: {polar / 1e12:.0f} TFLOP of "
+            f"polar factors, {products / 1e12:.1f} of forward and backward"
         )
 
 
