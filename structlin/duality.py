@@ -11,10 +11,15 @@ Iterations: Newton-Schulz (Higham 2008, "Functions of Matrices", ch. 8); quintic
 construction behind "ns", "fast" and "quick".
 """
 
+from collections.abc import Sequence
 from math import log2, sqrt
 
 import torch
 from torch import Tensor
+
+from ._kernels import polar
+from ._kernels.engine import has_matrix_unit
+from ._kernels.op import available
 
 Schedule = tuple[tuple[float, float, float], ...]
 
@@ -65,7 +70,7 @@ SCHEDULES: dict[str, Schedule] = {
         (1.8750, -1.2500, 0.3750),
     ),
 }
-LARGE_MATRIX = 2**14  # numbers of one that a CPU multiplies faster by itself than in a batch
+LARGE_MATRIX = 2**14  # numbers of one that a CPU mostly multiplies faster by itself than in a batch
 SMALLEST_COARSE = 64  # short side from which a polynomial of the Gram matrix may be in bfloat16
 METHODS = ("svd", "inverse-root", "sketch", "gram", *SCHEDULES)
 
@@ -140,7 +145,12 @@ def dualize(
         return matrix.clone()
     if dtype is None:
         dtype = torch.promote_types(matrix.dtype, torch.float32)
-    x = _of_unit_size(matrix.to(dtype))
+    x = matrix.to(dtype)
+    if is_small(x, method):
+        stacks = [x.reshape(-1, *x.shape[-2:])]
+        return dualize_small(stacks, method=method, steps=steps)[0].view(x.shape).to(matrix.dtype)
+    if not (method in SCHEDULES and _is_of_safe_size(x)):
+        x = _of_unit_size(x)
     if method in SCHEDULES:
         return _newton_schulz(x, method, steps).to(matrix.dtype)
     wide = x.shape[-2] <= x.shape[-1]
@@ -152,6 +162,40 @@ def dualize(
     else:
         x = _newton_schulz(x, method, steps)
     return (x if wide else x.mT).to(matrix.dtype)
+
+
+def is_small(matrix: Tensor, method: str = "ns") -> bool:
+    """Whether `dualize_small` takes `matrix`: float32, fewer than 2^14 numbers, on a CPU with the
+    compiled engine, for a schedule, where no derivative is taken.
+
+    >>> is_small(torch.randn(128, 128)), is_small(torch.randn(8, 8, dtype=torch.float64))
+    (False, False)
+    """
+    return method in SCHEDULES and polar.pays(matrix)
+
+
+def dualize_small(
+    stacks: Sequence[Tensor], *, method: str = "ns", steps: int | None = None
+) -> list[Tensor]:
+    """`dualize` of every stack `(batch, m, n)` of matrices that `is_small` is true of, in one call
+    of the compiled engine.
+
+    >>> small = [x for x in (torch.randn(4, 8, 16), torch.randn(2, 3, 3)) if is_small(x)]
+    >>> duals = dualize_small(small)
+    >>> all(torch.equal(dual, dualize(x)) for dual, x in zip(duals, small, strict=True))
+    True
+    """
+    return polar.polar(stacks, _steps(method, steps))
+
+
+def has_fast_batches(dtype: torch.dtype) -> bool:
+    """Whether a CPU multiplies large matrices faster in a batch than one by one: in bfloat16, where
+    it has a matrix unit.
+
+    >>> has_fast_batches(torch.float32)
+    False
+    """
+    return dtype == torch.bfloat16 and has_matrix_unit()
 
 
 def promote(x: Tensor) -> Tensor:
@@ -325,6 +369,15 @@ def _of_unit_size(x: Tensor) -> Tensor:
     return x * torch.pow(2.0, -exponent.clamp(-limit, limit).double()).to(x.dtype)
 
 
+def _is_of_safe_size(x: Tensor) -> bool:
+    """Whether no norm of a schedule underflows or overflows as it is: then a power of two changes
+    no bit. A plain tensor on a CPU can be asked for less than `_of_unit_size` takes."""
+    if x.dtype == torch.float16 or torch.compiler.is_compiling() or not available(x):
+        return False
+    norms = torch.linalg.vector_norm(x, dim=(-2, -1))
+    return bool(((norms > 1e-10) & (norms < 1e10)).all())
+
+
 def _steps(method: str, steps: int | None) -> Schedule:
     schedule = SCHEDULES["fast" if method == "gram" else method]
     if steps is None:
@@ -340,7 +393,8 @@ def _newton_schulz(x: Tensor, method: str, steps: int | None) -> Tensor:
     coarse = small or x.dtype == torch.float16
     iterate = _iterate_as_torch if method == "jordan" or coarse else _iterate
     x = x.reshape(-1, *shape[-2:])
-    if len(x) == 1 or (x.is_cpu and shape[-2] * shape[-1] >= LARGE_MATRIX):
+    large = x.is_cpu and shape[-2] * shape[-1] >= LARGE_MATRIX
+    if len(x) == 1 or (large and not (iterate is _iterate and has_fast_batches(x.dtype))):
         polar = [iterate(matrix, schedule) for matrix in x]
         x = polar[0] if len(polar) == 1 else torch.stack(polar)
     else:

@@ -32,6 +32,7 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[1:]]))
 TESTS = [
     "tests/kernels/test_kernels.py",
     "tests/kernels/test_engine.py",
+    "tests/kernels/test_polar.py",
     "-k",
     "not compiled and not build and not library and not fork and not without_it",
 ]

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from structlin import dualize
+from structlin._kernels import engine
 from structlin.duality import (
     METHODS,
     SCHEDULES,
@@ -158,6 +159,49 @@ def test_large_matrices_one_by_one_are_those_of_a_batch(monkeypatch):
     monkeypatch.setattr("structlin.duality.LARGE_MATRIX", 8 * 20)
     monkeypatch.setattr("torch.bmm", None)  # which a batch would take
     assert_close(dualize(batch, method="quick"), expected)
+
+
+def test_in_bfloat16_on_a_matrix_unit_large_matrices_are_a_batch(monkeypatch):
+    batch, muon = torch.randn(3, 80, 210), {"method": "jordan", "dtype": torch.bfloat16}
+    expected = dualize(batch, method="quick", dtype=torch.bfloat16)
+    by_themselves = torch.stack([dualize(matrix, **muon) for matrix in batch])
+    for unit, other in ((False, "torch.bmm"), (True, "torch.mm")):
+        with monkeypatch.context() as patch:
+            patch.setattr("structlin.duality.has_matrix_unit", lambda unit=unit: unit)
+            patch.setattr(other, None)
+            found = dualize(batch, method="quick", dtype=torch.bfloat16)
+        assert_close(found, expected, rtol=0, atol=2e-2)
+    monkeypatch.setattr("structlin.duality.has_matrix_unit", lambda: True)
+    monkeypatch.setattr("torch.bmm", None)
+    assert torch.equal(dualize(batch, **muon), by_themselves)  # as torch.optim.Muon, bit for bit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("method", ["fast", "jordan"])
+def test_a_power_of_two_changes_no_bit_of_a_large_matrix(method, dtype):
+    signs = torch.randn(2, 130, 140).mul(4).round().div(4)  # exact in every dtype
+    expected = dualize(signs, method=method, dtype=dtype)
+    for exponent in (-8, 8) if dtype == torch.float16 else (-100, -60, -20, 20, 60, 100):
+        scaled = signs * 2.0**exponent
+        assert torch.equal(dualize(scaled, method=method, dtype=dtype), expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch.*")
+def test_a_large_matrix_is_asked_for_its_norm_where_it_has_one(monkeypatch):
+    batch, other = torch.randn(2, 130, 140), torch.randn(2, 130, 140, dtype=torch.float16)
+    expected = dualize(batch)
+    assert_close(torch.func.vmap(dualize)(batch), expected)
+    torch.compiler.reset()
+    assert_close(torch.compile(dualize, fullgraph=True, backend="eager")(batch), expected)
+    calls = []
+    monkeypatch.setattr("structlin.duality._of_unit_size", lambda x: calls.append(x.dtype) or x)
+    dualize(other, dtype=torch.float16)
+    dualize(torch.stack([batch[0], 0 * batch[0]]), method="quick")
+    dualize(batch, method="svd")
+    assert calls == [torch.float16, torch.float32, torch.float32]
+    if engine.load():
+        assert torch.equal(dualize(batch), expected)
+        assert len(calls) == 3
 
 
 def test_the_gram_method_is_the_fast_one_and_refuses_16_bits():

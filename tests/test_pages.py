@@ -477,7 +477,7 @@ def test_what_the_page_says_of_a_steps_cost_holds():
     text = page_text("optimizers.md")
     beside = {run: found["structlin Muon"]["beside_torch"]["median"] for run, found in runs.items()}
     assert f"takes {min(beside.values()):.2f} to {max(beside.values()):.2f} times" in text
-    assert all((ratio > 1) == (width == 256) for (width, _), ratio in beside.items())
+    assert max(beside.values()) < 1
     for threads in (1, 2):
         shares = [
             100 * found["structlin Muon on BTT"]["share"]["median"]
@@ -485,6 +485,7 @@ def test_what_the_page_says_of_a_steps_cost_holds():
             if each == threads
         ]
         assert f"{min(shares):.1f} to {max(shares):.1f} %" in text
+        assert max(shares) < 3
     for found in runs.values():
         for ours, theirs in (
             ("structlin Muon", "AdamW"),

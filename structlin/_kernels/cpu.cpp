@@ -10,10 +10,12 @@
 // A core is stored (batch, fan_out, fan_in). Sums are in float32, for float64 in float64. Every part of the tokens is summed
 // by itself and the parts are summed in their order: the same call on as many threads gives the same bits. Only x is saved.
 // A core under weight normalisation is multiplied by factor = gain * min(1, sigma / RMS(core)), which is never stored.
+// An optimizer's polar factors of cores are in polar.h.
 
 #include <numeric>
 
 #include "few.h"
+#include "polar.h"
 #include "rows.h"
 #include "tile.h"
 
@@ -297,4 +299,5 @@ STABLE_TORCH_LIBRARY_IMPL(structlin_cpu, CPU, library) {
   library.impl("multiply", TORCH_BOX(&multiply));
   library.impl("layer", TORCH_BOX(&multiply));
   library.impl("gradients", TORCH_BOX(&gradients));
+  library.impl("polar", TORCH_BOX(&polar));
 }

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from .._model.parameters import Weight
-from ..duality import METHODS, dual_embedding, dualize, spectral_bound
+from ..duality import METHODS, dual_embedding, spectral_bound
 from ._depth import Depth
 from ._matrices import (
     LARGEST_ON_CPU,
@@ -29,6 +29,7 @@ from ._matrices import (
     map_stacks,
     to_matrices,
 )
+from ._polar import dualize_by, dualize_small_by, is_batched, is_small_for, method_of
 from ._sharding import divide_stacks, is_sharded, local_part, polar_parts, require_same_gradients
 from ._steps import NONFINITE, SCALES, Masses, Roster
 from ._transfer import Base, Lengths, lengths_of
@@ -40,9 +41,7 @@ _KINDS = (  # the groups of a Muon: what a parameter is, and whether it decays
     ("embedding", False),
     ("other", False),
 )
-DEFAULT, DEFAULT_STEPS = "fast", 5
-SMALLEST_BFLOAT16 = 64  # short side of the matrices that 16 bits are quicker for than float32
-SMALLEST_PART = 2**16  # numbers that step together at least: fewer do not keep a device busy
+SMALLEST_PART = 2**17  # numbers that step together at least: fewer do not keep a device busy
 
 
 class Muon(Optimizer):
@@ -304,14 +303,14 @@ class Muon(Optimizer):
 
     def _divide(self, group: dict[str, Any], params: list[Tensor]) -> list[list[Tensor]]:
         """The parts of a group that step one after the other, so that the memory of a step is that
-        of a part: matrices of one shape, an eighth of the numbers. Processes that share the work
-        communicate once, for all."""
+        of a part: small matrices or those of one shape, an eighth of the numbers. Processes that
+        share the work communicate once, for all."""
         shared = self.process_group is not None or any(map(is_sharded, params))
         if group["kind"] != "matrix" or shared:
             return [params] if params else []
         weights = [self._roster.weights[p] for p in params]
         kinds = [
-            (weight.fan_out, weight.fan_in, p.dtype, p.device)
+            (None if is_small_for(group, p) else (weight.fan_out, weight.fan_in), p.dtype, p.device)
             for p, weight in zip(params, weights, strict=True)
         ]
         sizes = [p.numel() for p in params]
@@ -346,7 +345,7 @@ class Muon(Optimizer):
         else:
             weights = [self._roster.weights[p] for p in params]
             polar = self._polar_factors(group)
-            steps = polar_parts(params, weights, updates, polar, *_method_of(group))
+            steps = polar_parts(params, weights, updates, polar, *method_of(group))
         by_length: dict[float, list[int]] = defaultdict(list)
         for n, p in enumerate(params):
             by_length[self._roster.step_length(p, group["scale"])].append(n)
@@ -364,17 +363,20 @@ class Muon(Optimizer):
         """The direction of steepest descent, without its length, of whole updates."""
         if group["kind"] == "embedding":
             return lambda weights, updates: [dual_embedding(update) for update in updates]
-        polar = partial(_dualize, group)
-        return lambda weights, updates: self._dualize_all(weights, updates, polar)
+        return lambda weights, updates: self._dualize_all(weights, updates, group)
 
     def _dualize_all(
-        self, weights: list[Weight], updates: list[Tensor], polar: Callable[[Tensor], Tensor]
+        self, weights: list[Weight], updates: list[Tensor], group: dict[str, Any]
     ) -> list[Tensor]:
-        """The polar factors, equal shapes of all layers in one batch."""
+        """The polar factors: small matrices in one call, others of equal shapes in one batch."""
         matrices = [to_matrices(*pair) for pair in zip(weights, updates, strict=True)]  # (b, m, n)
-        alone = self.process_group is None and all(matrix.is_cpu for matrix in matrices)
-        most = LARGEST_ON_CPU if alone else LARGEST_STACK
-        duals = map_stacks(lambda stacks: self._dualize_stacks(stacks, polar), matrices, most)
+        if self.process_group is None and all(is_small_for(group, matrix) for matrix in matrices):
+            duals = dualize_small_by(group, matrices)
+        else:
+            polar = partial(dualize_by, group)
+            alone = self.process_group is None and all(matrix.is_cpu for matrix in matrices)
+            most = LARGEST_ON_CPU if alone and not is_batched(group, matrices) else LARGEST_STACK
+            duals = map_stacks(lambda stacks: self._dualize_stacks(stacks, polar), matrices, most)
         return [from_matrices(*each) for each in zip(weights, duals, updates, strict=True)]
 
     def _dualize_stacks(
@@ -414,22 +416,6 @@ class Muon(Optimizer):
         super().load_state_dict(state_dict)
 
 
-def _method_of(group: dict[str, Any]) -> tuple[str, int | None]:
-    """The method and its steps: the group's, or the default."""
-    method, steps = group["method"], group["steps"]
-    if method is None:
-        return DEFAULT, DEFAULT_STEPS if steps is None else steps
-    return method, steps
-
-
-def _dualize(group: dict[str, Any], matrix: Tensor) -> Tensor:
-    method, steps = _method_of(group)
-    dtype = group["dtype"]
-    if group["method"] is dtype is None and matrix.dtype != torch.float64:
-        dtype = torch.bfloat16 if min(matrix.shape[-2:]) >= SMALLEST_BFLOAT16 else None
-    return dualize(matrix, method=method, steps=steps, dtype=dtype)
-
-
 def _descend(params: list[Tensor], steps: list[Tensor], lr: float | Tensor, length: float) -> None:
     if isinstance(lr, Tensor):
         torch._foreach_sub_(
@@ -464,10 +450,12 @@ def _adamw(
     steps: list[Tensor],
 ) -> None:
     beta1, beta2 = group["betas"]
+    # one call in place of a dozen for each parameter; a compiler fuses by itself
+    fused = not torch.compiler.is_compiling() and all(p.is_cpu for p in params)
     adamw(
         params, gradients, averages, squares, [], steps, lr=group["lr"], beta1=beta1, beta2=beta2,
         eps=group["eps"], weight_decay=group["weight_decay"], capturable=group["capturable"],
-        amsgrad=False, maximize=False,
+        amsgrad=False, maximize=False, fused=fused,
     )  # fmt: skip
 
 
@@ -486,7 +474,7 @@ def _check(group: dict[str, Any]) -> None:
             raise ValueError(f"{option}={group[option]!r} is out of range: at least 0 and below 1")
     options = group["method"], group["steps"], group["dtype"]
     if options[0] in (None, *METHODS) and options[1:] != (None, None):
-        _dualize(group, torch.zeros(1, 1))  # refuses what it can not do
+        dualize_by(group, torch.zeros(1, 1))  # refuses what it can not do
     for option, choices in (
         ("method", (None, *METHODS)),
         ("scale", SCALES),

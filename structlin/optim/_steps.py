@@ -69,7 +69,7 @@ class Roster:
         gradients = [_gradient_values(p) for p in params]
         norms = torch._foreach_norm(gradients)
         # One number for all, and one wait for the device. A norm may overflow where no entry does.
-        total = torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).sum()
+        total = torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms]).sum()
         bad = list[int]()
         if not bool(total.isfinite()):
             bad = [n for n, values in enumerate(gradients) if not bool(values.isfinite().all())]

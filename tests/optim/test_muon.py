@@ -4,9 +4,12 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.optim.adamw import adamw
 
 from benchmarks.timing import peak_bytes
 from structlin import BTT, BlockDiagonal, LowRank, StructuredLinear, convert, dualize
+from structlin._kernels import engine
+from structlin.duality import dualize_small
 from structlin.optim import Muon
 from tests.models import GPT, perplexed
 
@@ -230,12 +233,19 @@ def test_a_sparse_gradient_counts_as_the_dense_one():
 
 
 @pytest.mark.parametrize("other", ["adamw", "sign"])
-def test_everything_else_has_its_own_rule_and_rate(other):
+def test_everything_else_has_its_own_rule_and_rate(other, monkeypatch):
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
     twin = copy.deepcopy(model)
     optimizer = Muon(model, lr=0.1, other=other, other_lr=0.01, weight_decay=0.5)
     vectors = [twin[0].bias, twin[1].weight, twin[1].bias]
-    reference = torch.optim.AdamW(vectors, lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0)
+    fused = []
+    monkeypatch.setattr(
+        "structlin.optim._muon.adamw",
+        lambda *states, **options: fused.append(options["fused"]) or adamw(*states, **options),
+    )
+    reference = torch.optim.AdamW(
+        vectors, lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0, fused=True
+    )
     for _ in range(3):
         for p, q in zip(model.parameters(), twin.parameters(), strict=True):
             p.grad = torch.ones_like(p) * torch.randn(())
@@ -250,6 +260,7 @@ def test_everything_else_has_its_own_rule_and_rate(other):
             )
         else:
             torch.testing.assert_close((model[1].bias - before).abs(), torch.full((8,), 0.01))
+    assert fused == [True] * 3 * (other == "adamw")
 
 
 def test_what_no_weight_decay_names_does_not_decay():
@@ -418,13 +429,14 @@ def test_a_zero_gradient_moves_nothing_and_stays_finite():
 
 
 def test_equal_shapes_of_all_layers_are_dualized_together(monkeypatch):
+    monkeypatch.setattr("structlin.optim._muon.is_small_for", lambda *_: False)
     calls = []
 
     def counted(x, **options):
         calls.append(len(x))
         return dualize(x, **options)
 
-    monkeypatch.setattr("structlin.optim._muon.dualize", counted)
+    monkeypatch.setattr("structlin.optim._polar.dualize", counted)
     model = convert(GPT(depth=12), BTT())
     moved(model, Muon(model))
     blocks = sum(
@@ -437,14 +449,64 @@ def test_equal_shapes_of_all_layers_are_dualized_together(monkeypatch):
     assert len(calls) <= 6
 
 
+def test_small_matrices_of_all_shapes_are_dualized_in_one_call_of_the_engine(monkeypatch):
+    if not engine.load():
+        pytest.skip("there is no engine here")
+    calls, large = [], []
+
+    def counted(stacks, **options):
+        calls.append(sorted(tuple(stack.shape) for stack in stacks))
+        return dualize_small(stacks, **options)
+
+    def one(x, **options):
+        large.append((tuple(x.shape), options["dtype"]))
+        return dualize(x, **options)
+
+    monkeypatch.setattr("structlin.optim._polar.dualize_small", counted)
+    monkeypatch.setattr("structlin.optim._polar.dualize", one)
+    layer = StructuredLinear(36, 16, BTT())
+    model = nn.Sequential(layer, nn.Linear(12, 8), nn.Linear(64, 64))
+    moved(model, Muon(model))
+    assert calls == [sorted([*(tuple(core.shape) for core in layer.cores), (1, 8, 12)])]
+    assert large == [((1, 64, 64), torch.bfloat16)]
+    for options in ({"method": "svd"}, {"dtype": torch.float64}, {"dtype": torch.bfloat16}):
+        moved(model, Muon(model, **options))
+    assert len(calls) == 1
+
+
+def test_the_engine_makes_the_steps_of_the_loop(monkeypatch):
+    model = convert(GPT(depth=2), BTT())
+    twin = copy.deepcopy(model)
+    torch.manual_seed(1)
+    steps = moved(model, Muon(model, lr=0.1))
+    torch.manual_seed(1)
+    monkeypatch.setattr("structlin._kernels.polar.available", lambda x: False)
+    for name, step in moved(twin, Muon(twin, lr=0.1)).items():
+        torch.testing.assert_close(steps[name], step, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_processes_divide_small_matrices_too(monkeypatch):
+    divided = []
+
+    def divide(stacks, polar, group):
+        divided.extend(tuple(stack.shape) for stack in stacks)
+        return [polar(stack) for stack in stacks]
+
+    monkeypatch.setattr("structlin.optim._muon.divide_stacks", divide)
+    model = nn.Linear(12, 8, bias=False)
+    moved(model, Muon(model, nonfinite="ignore", process_group="all"))
+    assert divided == [(1, 8, 12)]
+
+
 def test_shapes_that_differ_in_blocks_are_dualized_together(monkeypatch):
+    monkeypatch.setattr("structlin.optim._muon.is_small_for", lambda *_: False)
     calls = []
 
     def counted(x, **options):
         calls.append(tuple(x.shape))
         return dualize(x, **options)
 
-    monkeypatch.setattr("structlin.optim._muon.dualize", counted)
+    monkeypatch.setattr("structlin.optim._polar.dualize", counted)
     layers = (BlockDiagonal(blocks=2), 12, 8), (BlockDiagonal(blocks=3), 18, 12)
     model = nn.ModuleList(
         StructuredLinear(in_features, out_features, family, bias=False)
@@ -455,13 +517,14 @@ def test_shapes_that_differ_in_blocks_are_dualized_together(monkeypatch):
 
 
 def test_large_matrices_on_a_cpu_are_not_copied_into_stacks(monkeypatch):
+    monkeypatch.setattr("structlin.optim._muon.is_small_for", lambda *_: False)
     calls = []
 
     def counted(x, **options):
         calls.append(tuple(x.shape))
         return dualize(x, **options)
 
-    monkeypatch.setattr("structlin.optim._muon.dualize", counted)
+    monkeypatch.setattr("structlin.optim._polar.dualize", counted)
     monkeypatch.setattr("structlin.optim._muon.LARGEST_ON_CPU", 2 * 4 * 6)
     small = nn.ModuleList(nn.Linear(6, 4, bias=False) for _ in range(3))
     model = nn.Sequential(*small, *(nn.Linear(12, 8, bias=False) for _ in range(2)))
@@ -469,6 +532,12 @@ def test_large_matrices_on_a_cpu_are_not_copied_into_stacks(monkeypatch):
         p.grad = torch.randn_like(p)
     Muon(model).step()
     assert calls == [(2, 4, 6), (1, 4, 6), (1, 8, 12), (1, 8, 12)]
+    monkeypatch.setattr("structlin.duality.has_matrix_unit", lambda: True)
+    for method, stacks in (("fast", [(3, 4, 6), (2, 8, 12)]), ("jordan", calls[:])):
+        optimizer = Muon(model, method=method, dtype=torch.bfloat16)
+        calls.clear()
+        optimizer.step()
+        assert calls == stacks
 
 
 def test_a_closure_gives_the_loss():

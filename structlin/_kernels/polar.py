@@ -1,0 +1,45 @@
+"""The compiled iteration for polar factors of small matrices (`polar.h`), as an operator that
+torch.compile and FLOP counters know."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .op import available
+
+LARGEST = 2**14  # numbers of a matrix, from which on BLAS is faster
+
+torch.library.define("structlin_cpu::polar", "(Tensor[] stacks, float[] coefficients) -> Tensor[]")
+_polar = torch.ops.structlin_cpu.polar.default
+
+
+def pays(x: Tensor) -> bool:
+    """Whether the operator takes x `(..., m, n)` and is the faster way: small matrices in float32,
+    of which no derivative is taken."""
+    small = x.dtype == torch.float32 and x.shape[-2] * x.shape[-1] < LARGEST
+    return small and not (torch.is_grad_enabled() and x.requires_grad) and available(x)
+
+
+def polar(stacks: Sequence[Tensor], schedule: Sequence[tuple[float, float, float]]) -> list[Tensor]:
+    """Every matrix of every stack `(batch, m, n)`, over its Frobenius norm, through all steps
+    (a, b, c): X <- a X + b (X X^T) X + c (X X^T)^2 X."""
+    factors: list[Tensor] = _polar(stacks, [number for step in schedule for number in step])
+    return factors
+
+
+def _fake_polar(stacks: Sequence[Tensor], coefficients: Sequence[float]) -> list[Tensor]:
+    return [stack.new_empty(stack.shape) for stack in stacks]
+
+
+torch.library.register_fake("structlin_cpu::polar", _fake_polar)
+
+
+@register_flop_formula(torch.ops.structlin_cpu.polar)
+def _(stacks: Sequence[Sequence[int]], coefficients: Sequence[float], **_: Any) -> int:
+    products = 0
+    for batch, m, n in stacks:
+        products += batch * min(m, n) ** 2 * (2 * max(m, n) + min(m, n))
+    return 2 * products * len(coefficients) // 3

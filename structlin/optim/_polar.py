@@ -1,0 +1,48 @@
+"""The polar factors that a group of a Muon asks for, or the defaults."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..duality import dualize, dualize_small, has_fast_batches, is_small
+
+DEFAULT, DEFAULT_STEPS = "fast", 5
+SMALLEST_BFLOAT16 = 64  # short side of the matrices that 16 bits are quicker for than float32
+
+
+def method_of(group: dict[str, Any]) -> tuple[str, int | None]:
+    """The method and its steps."""
+    method, steps = group["method"], group["steps"]
+    if method is None:
+        return DEFAULT, DEFAULT_STEPS if steps is None else steps
+    return method, steps
+
+
+def _dtype_of(group: dict[str, Any], matrix: Tensor) -> torch.dtype | None:
+    dtype: torch.dtype | None = group["dtype"]
+    large = min(matrix.shape[-2:]) >= SMALLEST_BFLOAT16 and matrix.dtype != torch.float64
+    return torch.bfloat16 if group["method"] is dtype is None and large else dtype
+
+
+def dualize_by(group: dict[str, Any], matrix: Tensor) -> Tensor:
+    method, steps = method_of(group)
+    return dualize(matrix, method=method, steps=steps, dtype=_dtype_of(group, matrix))
+
+
+def is_batched(group: dict[str, Any], matrices: list[Tensor]) -> bool:
+    """Whether large ones are stacked on a CPU; not to equal torch.optim.Muon bit for bit."""
+    dtypes = {_dtype_of(group, matrix) or matrix.dtype for matrix in matrices}
+    return method_of(group)[0] != "jordan" and all(map(has_fast_batches, dtypes))
+
+
+def is_small_for(group: dict[str, Any], matrix: Tensor) -> bool:
+    """Whether `dualize_small_by` takes it."""
+    default = _dtype_of(group, matrix) in (None, matrix.dtype)
+    return default and is_small(matrix, method_of(group)[0])
+
+
+def dualize_small_by(group: dict[str, Any], matrices: list[Tensor]) -> list[Tensor]:
+    """In one call, each `(batch, m, n)`."""
+    method, steps = method_of(group)
+    return dualize_small(matrices, method=method, steps=steps)

@@ -1,0 +1,214 @@
+"""The compiled iteration for polar factors: its numbers against the loop that is the definition, in
+float64, and when it is taken."""
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
+
+from structlin import duality, dualize
+from structlin._kernels import engine, polar
+from structlin.duality import SCHEDULES
+
+pytestmark = pytest.mark.skipif(not engine.load(), reason="there is no engine here")
+OWN = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch.*")
+FAST = SCHEDULES["fast"]
+SHAPES = [(64, 16, 16), (40, 24, 32), (40, 32, 24), (3, 7, 50), (2, 70, 33), (1, 1, 300)]
+
+
+def carry(stack, schedule=FAST):
+    (factors,) = polar.polar([stack], schedule)
+    return factors
+
+
+def by_the_loop(stack, schedule=FAST):
+    x = duality._of_unit_size(stack.double())
+    return torch.stack([duality._iterate(matrix, schedule) for matrix in x])
+
+
+@st.composite
+def stacks(draw):
+    """Normal, of some rank, with rows of many scales, and zero; of any size."""
+    m, n = draw(st.integers(1, 70)), draw(st.integers(1, 70))
+    kinds = draw(st.lists(st.sampled_from(["normal", "rank", "rows", "zero"]), max_size=5))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    def matrix(kind):
+        if kind == "rank":
+            rank = draw(st.integers(1, min(m, n)))
+            return normal(m, rank) @ normal(rank, n)
+        scales = 10 ** -torch.arange(m).float()[:, None] if kind == "rows" else 1
+        return normal(m, n) * scales * (kind != "zero")
+
+    scale = draw(st.sampled_from([1.0, 2e-44, 1e-30, 1e-9, 1e9, 1e37]))
+    found = [matrix(kind) * scale for kind in kinds]
+    return torch.stack(found) if found else torch.empty(0, m, n)
+
+
+@given(stacks(), st.sampled_from(sorted(SCHEDULES)), st.integers(1, 8))
+def test_values_are_those_of_the_loop_in_float64(stack, method, steps):
+    schedule = SCHEDULES[method][:steps]
+    found = carry(stack, schedule)
+    assert found.dtype == stack.dtype
+    assert found.shape == stack.shape
+    growth = prod(max(a, 1.0) for a, _, _ in schedule)  # of rounding, where a singular value is 0
+    tolerance = 8 * torch.finfo(torch.float32).eps * growth
+    if len(stack):
+        assert_close(found.double(), by_the_loop(stack, schedule), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_of_matrices_of_full_rank_it_is_as_exact_as_float32(shape):
+    u, _, vh = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
+    values = torch.linspace(0.2, 1, u.shape[-1], dtype=torch.float64)
+    stack = ((u * values) @ vh).float()
+    assert_close(carry(stack).double(), by_the_loop(stack), rtol=0, atol=3e-6)
+    assert_close(carry(stack, SCHEDULES["ns"]).double(), u @ vh, rtol=0, atol=3e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_matrix_has_the_same_bits_on_any_number_of_threads_and_in_any_company(shape):
+    stack = torch.randn(shape)
+    expected = carry(stack)
+    assert torch.equal(carry(stack), expected)
+    assert torch.equal(torch.cat([carry(matrix[None]) for matrix in stack]), expected)
+    others = [torch.randn(5, 40, 40), stack, torch.randn(0, 3, 3), torch.randn(1, 2, 9)]
+    assert torch.equal(polar.polar(others, FAST)[1], expected)
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(carry(stack), expected)
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("schedule", [FAST, SCHEDULES["cubic"]], ids=["quintic", "cubic"])
+def test_nan_and_inf_fill_their_matrix_and_no_other(bad, schedule):
+    stack = torch.randn(4, 20, 18)
+    expected = carry(stack, schedule)
+    stack[2, 7, 3] = bad
+    found = carry(stack, schedule)
+    assert found[2].isnan().all()
+    assert by_the_loop(stack, schedule)[2].isnan().all()
+    others = [0, 1, 3]
+    assert torch.equal(found[others], expected[others])
+
+
+def test_zero_stays_zero_and_the_input_stays_as_it_was():
+    stack = torch.randn(3, 9, 20)
+    stack[1] = 0
+    before = stack.clone()
+    assert carry(stack)[1].eq(0).all()
+    assert torch.equal(stack, before)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_views_of_any_strides_give_the_factors_of_their_copies(shape):
+    stack = torch.randn(shape[0], 2 * shape[2], shape[1]).mT[:, :, ::2]
+    assert not stack.is_contiguous() or shape[1] == 1
+    assert torch.equal(carry(stack), carry(stack.contiguous()))
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 17), (2, 17, 5), (3, 16, 16)])
+def test_nothing_outside_the_factors_is_written(shape):
+    stack = torch.randn(shape)
+    memory = torch.full((3 * stack.numel(),), 7.0)
+    middle = memory[stack.numel() : 2 * stack.numel()].view(shape)
+    middle.copy_(stack)
+    carry(middle)
+    assert memory.eq(7.0).sum() == 2 * stack.numel()
+
+
+@pytest.mark.parametrize(
+    ("stack", "coefficients"),
+    [
+        (torch.randn(2, 3, 3).double(), [1.5, -0.5, 0.0]),
+        (torch.randn(3, 3), [1.5, -0.5, 0.0]),
+        (torch.randn(2, 3, 3), [1.5, -0.5]),
+    ],
+)
+def test_the_operator_itself_refuses_what_does_not_fit(stack, coefficients):
+    with pytest.raises(RuntimeError, match="structlin"):
+        polar._polar([stack], coefficients)
+
+
+def count_calls(monkeypatch):
+    """The stacks of each call of the operator."""
+    calls, carries = [], polar.polar
+
+    def counted(stacks, schedule):
+        calls.append([tuple(stack.shape) for stack in stacks])
+        return carries(stacks, schedule)
+
+    monkeypatch.setattr(polar, "polar", counted)
+    return calls
+
+
+@pytest.mark.parametrize("method", SCHEDULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_small_matrices_of_any_dtype_take_it_and_others_the_loop(method, dtype, monkeypatch):
+    calls = count_calls(monkeypatch)
+    matrix = torch.randn(2, 3, 8, 12).to(dtype)
+    dual = dualize(matrix, method=method)
+    assert (dual.shape, dual.dtype) == (matrix.shape, dtype)
+    assert calls.pop() == [(6, 8, 12)]
+    dualize(matrix.float(), method=method, dtype=torch.bfloat16)
+    dualize(matrix.double(), method=method)
+    dualize(torch.randn(128, 128), method=method)  # large
+    assert not calls
+    monkeypatch.setattr(polar, "available", lambda x: False)
+    slack = 1e-4 + torch.finfo(dtype).eps  # of float32's rounding, and of the result's
+    assert_close(dualize(matrix, method=method), dual, rtol=0, atol=slack)
+    assert not calls
+
+
+@OWN
+def test_what_is_differentiated_or_transformed_takes_the_loop(monkeypatch):
+    calls = count_calls(monkeypatch)
+    matrix = torch.randn(4, 5, 6)
+    expected, _ = dualize(matrix), calls.pop()
+    leaf = matrix.clone().requires_grad_()
+    assert_close(dualize(leaf), expected)
+    (gradient,) = torch.autograd.grad(dualize(leaf).pow(3).sum(), leaf)
+    wide = matrix.double().requires_grad_()
+    (wanted,) = torch.autograd.grad(dualize(wide).pow(3).sum(), wide)
+    assert_close(gradient.double(), wanted, rtol=1e-2, atol=1e-2)
+    assert_close(torch.func.vmap(dualize)(matrix), expected)
+    assert_close(torch.func.grad(lambda x: dualize(x).pow(3).sum())(matrix), gradient)
+    _, tangent = torch.func.jvp(dualize, (matrix,), (matrix,))
+    assert tangent.abs().max() < 1e-2  # it does not depend on the scale
+    assert not calls
+    with torch.no_grad():
+        assert torch.equal(dualize(leaf), expected)
+    assert len(calls) == 1
+
+
+@OWN
+def test_it_keeps_the_contract_of_torch_library():
+    stacks = [torch.randn(2, 3, 4), torch.randn(1, 5, 2)[:, ::2], torch.randn(0, 2, 2)]
+    tests = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
+    torch.library.opcheck(polar._polar, (stacks, [1.5, -0.5, 0.0]), test_utils=tests)
+
+
+@OWN
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_it_gives_the_same_bits(backend):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: dualize(2 * x), fullgraph=True, backend=backend)
+    for batch in (2, 5):
+        matrix = torch.randn(batch, 8, 12)
+        assert torch.equal(compiled(matrix), dualize(2 * matrix))
+
+
+def test_flops_are_counted():
+    with FlopCounterMode(display=False) as counter:
+        polar.polar([torch.randn(3, 4, 6), torch.randn(2, 8, 5)], FAST)
+    each = 3 * (2 * 6 * 4 * 4 + 4**3) + 2 * (2 * 8 * 5 * 5 + 5**3)  # multiply-adds of a step
+    assert counter.get_total_flops() == 2 * each * len(FAST)
