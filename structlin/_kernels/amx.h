@@ -54,8 +54,8 @@ inline Index depth_of_tiles(Index depth) {
 
 // 16 R rows and 16 N columns of C
 template <bool ADD, int R, int N, class T>
-inline void multiply_tiles(T* c, const Index* rows, const BFloat16* a, Index a_row, const Pair* b, Index b_row, Index depth,
-                           Index deep, float factor) {
+inline void multiply_tiles(T* c, const Index* rows, const float* of_rows, const BFloat16* a, Index a_row, const Pair* b,
+                           Index b_row, Index depth, Index deep, float factor) {
   alignas(64) float sums[R * SIDE][N * SIDE];
   _tile_zero(0);
   if constexpr (N > 1) _tile_zero(1);
@@ -82,6 +82,7 @@ inline void multiply_tiles(T* c, const Index* rows, const BFloat16* a, Index a_r
     for (int j = 0; j < N; j++) {
       row[j] = factor * load(sums[i] + j * SIDE);
       if constexpr (ADD) row[j] += load(to + j * SIDE);
+      if (of_rows) row[j] += of_rows[i];
     }
     store_row<N>(to, row);
   }
@@ -89,18 +90,20 @@ inline void multiply_tiles(T* c, const Index* rows, const BFloat16* a, Index a_r
 
 // How many rows of C it has found: a multiple of 16, or none
 template <bool ADD, class T>
-Index multiply_by_tiles(T* c, const Index* rows, const BFloat16* a, Index a_row, const Pair* b, Index b_row, Index height,
-                        Index width, Index depth, float factor) {
+Index multiply_by_tiles(T* c, const Index* rows, const float* of_rows, const BFloat16* a, Index a_row, const Pair* b,
+                        Index b_row, Index height, Index width, Index depth, float factor) {
   const Index deep = depth_of_tiles(depth);
   if (!deep) return 0;
   configure_tiles(deep);
   asm volatile("" ::: "memory");
   Index m = 0;
   auto over_columns = [&]<int R>() {
+    const float* added = of_rows ? of_rows + m : nullptr;
+    const BFloat16* left = a + m * a_row;
     Index n = 0;
     for (; n + 2 * SIDE <= width; n += 2 * SIDE)
-      multiply_tiles<ADD, R, 2>(c + n, rows + m, a + m * a_row, a_row, b + n, b_row, depth, deep, factor);
-    if (n < width) multiply_tiles<ADD, R, 1>(c + n, rows + m, a + m * a_row, a_row, b + n, b_row, depth, deep, factor);
+      multiply_tiles<ADD, R, 2>(c + n, rows + m, added, left, a_row, b + n, b_row, depth, deep, factor);
+    if (n < width) multiply_tiles<ADD, R, 1>(c + n, rows + m, added, left, a_row, b + n, b_row, depth, deep, factor);
   };
   for (; m + 2 * SIDE <= height; m += 2 * SIDE) over_columns.template operator()<2>();
   if (m + SIDE <= height) over_columns.template operator()<1>(), m += SIDE;

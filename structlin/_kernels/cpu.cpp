@@ -56,7 +56,7 @@ void forward_tiles(const Layer<S>& layer, Path& path, const S* x, S* y, const Wi
         over_blocks(step, step.pairs(), [&](Index begin, Index end) { path.forward(t, to, read, n, begin, end); });
         read = static_cast<H*>(to);
       }
-      path.leave_y(y_rows, read, n, bias);
+      path.leave_y(y_rows, read, n);
     }
   });
 }
@@ -148,11 +148,13 @@ Totals<Wide<S>> add_tiles(const Layer<S>& layer, Path& path, const S* dy_data, c
       }
       const S* dy_rows = dy_data + first * program.out;
       if (of_bias)
-        for (Index t = 0; t < n; t++)
+        for (Index t = 0; t < n; t += 4)
           for (Index f = 0; f < program.out; f += LANES<F>) {
             Index width = std::min<Index>(LANES<F>, program.out - f);
             F* to = own + found.bias_at + f;
-            store(to, load(to, width) + load(dy_rows + t * program.out + f, width), width);
+            Vector<F> sum = load(to, width);
+            for (Index i = t; i < std::min(t + 4, n); i++) sum += load(dy_rows + i * program.out + f, width);
+            store(to, sum, width);
           }
       if (!of_x && !of_cores) continue;
       H *free = h + middle, *other = free + area;

@@ -23,9 +23,10 @@ struct Vectors {  // B[k, 0:n]
   Index row;
 };
 template <class T>
-struct Result {  // C[m, 0:n]
+struct Result {  // C[m, 0:n], to which a number of each row is added, or of each column
   T* at;
   const Index* rows;
+  const Wide<T>*of_rows = nullptr, *of_columns = nullptr;
 };
 
 // R rows from m on and N vectors from n on; B is rows of Held<S>, or of pairs of them
@@ -59,6 +60,8 @@ inline void multiply_tile(const Result<T>& c, const Scalars<Held<S>>& a, const V
     for (int j = 0; j < N; j++) {
       sum[i][j] *= factor;
       if (ADD) sum[i][j] += load(to + j * LANES<F>);
+      if (c.of_rows) sum[i][j] += c.of_rows[m + i];
+      if (c.of_columns) sum[i][j] += load(c.of_columns + n + j * LANES<F>);
     }
     store_row<N>(to, sum[i]);
   }
@@ -96,8 +99,10 @@ void multiply_into(Result<T> c, Scalars<Held<S>> a, const Vectors<B>& b, Index h
   if constexpr (GROUPED<S>)
     if (height >= SIDE && depth_of_tiles(depth) && has_matrix_unit()) {  // the rest of the rows is left for below
       const Vectors<Pair> pairs = pairs_of(b, width, depth);
-      const Index done = multiply_by_tiles<ADD>(c.at, c.rows, a.at, a.row, pairs.at, pairs.row, height, width, depth, factor);
+      const Index done = multiply_by_tiles<ADD>(c.at, c.rows, c.of_rows, a.at, a.row, pairs.at, pairs.row, height, width,
+                                                depth, factor);
       c.rows += done, a.at += done * a.row, height -= done;
+      if (c.of_rows) c.of_rows += done;
     }
 #endif
   Index n = 0;

@@ -32,6 +32,7 @@ struct Rows {
   Indices length;                       // of a token's row of h_t, g_t
   std::vector<Indices> rows;            // where they start
   std::vector<Numbers<F>> turned;       // the cores, [batch][fan_in][fan_out]
+  const F* bias = nullptr;              // of y
 
   explicit Rows(const Layer<S>& layer)
       : program(layer.program), cores(layer.cores), last(program.steps.size() - 1), turned(last + 1) {
@@ -87,7 +88,8 @@ struct Rows {
     return reads;
   }
 
-  void prepare_forward(bool) {
+  void prepare_forward(const F* added) {
+    bias = added;
     for (Index t = 0; t <= last; t++) turn(turned[t], program.steps[t], cores[t]);
   }
   void prepare_backward(bool, bool of_cores) {
@@ -102,16 +104,14 @@ struct Rows {
   F* place_y(F*, F* y) const { return y; }
   F* place_dx(F*, F* dx) const { return dx; }
   void leave_dx(F*, const F*, Index) const {}
-  void leave_y(F* y, const F*, Index n, const F* bias) const {
-    for (Index t = 0; bias && t < n; t++, y += program.out)
-      for (Index f = 0; f < program.out; f += L) store(y + f, load(y + f) + load(bias + f));
-  }
+  void leave_y(F*, const F*, Index) const {}
 
   // h_(t+1) from h_t, of n tokens, for some of the blocks
   void forward(Index t, F* to, const F* from, Index n, Index begin, Index end) const {
     const Step& step = program.steps[t];
     for (Index pair = begin; pair < end; pair++)
-      multiply_into<F, false>(Result<F>{to + pair * step.out, rows[t + 1].data()},
+      multiply_into<F, false>(Result<F>{to + pair * step.out, rows[t + 1].data(), nullptr,
+                                        t == last && bias ? bias + pair * step.out : nullptr},
                               Scalars<F>{from + h_reads[t].block[pair], length[t], h_reads[t].stride},
                               Vectors<F>{turned[t].held.get() + pair / step.repeat * step.in * step.out, step.out}, n,
                               step.out, step.in, cores[t].factor);

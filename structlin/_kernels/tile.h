@@ -26,7 +26,9 @@ struct Tile {
   std::vector<Layout> h, g;          // of what each core reads, forward and backward
   std::vector<Offsets> writes, reads;  // where it puts its results, forward and backward
   Indices x_places, dy_places;
-  bool wide;  // whether y and dx are F in the tile, to which a bias is added, or a part of a sum, and not yet H
+  Numbers<F> biases;                 // of what the last core writes, [batch * repeat][fan_out]
+  const F* bias = nullptr;           // the same, or none
+  const bool wide = !has_matrix_unit();  // whether y and dx are F in the tile, and not yet H
 
   explicit Tile(const Layer<S>& layer)
       : program(layer.program), cores(layer.cores), last(program.steps.size() - 1), size(layer.tile()), turned(last + 1) {
@@ -43,9 +45,18 @@ struct Tile {
     }
   }
 
-  void prepare_forward(bool biased) { wide = biased || !has_matrix_unit(); }
+  void prepare_forward(const F* added) {
+    if (!added) return;
+    const Step& step = program.steps[last];
+    F* to = biases.reserve(step.pairs() * step.out);
+    bias = to;
+    for (Index pair = 0; pair < step.pairs(); pair++)
+      for (Index o = 0, start = step.writes.block(pair); o < step.out; o++) {
+        const Index feature = start + step.writes.fan[o];
+        *to++ = feature < program.out ? added[feature] : F{0};
+      }
+  }
   void prepare_backward(bool of_x, bool) {
-    wide = !has_matrix_unit();
     for (Index t = of_x ? 0 : 1; t <= last; t++) turn(turned[t], program.steps[t], cores[t]);
   }
 
@@ -73,11 +84,8 @@ struct Tile {
 
   // The columns of the tile, whose rows lie in the order of y's features, as n rows of y
   template <class T>
-  void leave(S* y, const T* tile, Index features, Index n, const F* bias) const {
-    auto row = [&](Index f, Index t) {
-      Vector<F> v = load(tile + f * size + t);
-      return bias ? v + bias[f] : v;
-    };
+  void leave(S* y, const T* tile, Index features, Index n) const {
+    auto row = [&](Index f, Index t) { return load(tile + f * size + t); };
     auto get = [&](Index i, Index t, Index) {
       Index f = i * G;
       bool whole = f + 1 < features;
@@ -96,18 +104,18 @@ struct Tile {
   const H* enter_dy(H* tile, const S* dy, Index n) const { return enter(tile, dy, program.out, n, dy_places), tile; }
   void* place_y(H* memory, S*) const { return memory; }
   void* place_dx(H* memory, S*) const { return memory; }
-  void leave_y(S* y, const void* tile, Index n, const F* bias) const {
-    if (wide) leave(y, static_cast<const F*>(tile), program.out, n, bias);
-    else leave(y, static_cast<const H*>(tile), program.out, n, bias);
+  void leave_y(S* y, const void* tile, Index n) const {
+    if (wide) leave(y, static_cast<const F*>(tile), program.out, n);
+    else leave(y, static_cast<const H*>(tile), program.out, n);
   }
   void leave_dx(S* dx, const void* tile, Index n) const {
-    if (wide) leave(dx, static_cast<const F*>(tile), program.in, n, nullptr);
-    else leave(dx, static_cast<const H*>(tile), program.in, n, nullptr);
+    if (wide) leave(dx, static_cast<const F*>(tile), program.in, n);
+    else leave(dx, static_cast<const H*>(tile), program.in, n);
   }
 
   // C = factor A B, in parts of A and B that stay in cache, where sums lose nothing by lying in C meanwhile
   template <class T>
-  void multiply(const Result<T>& c, const H* a, const H* b, Index height, Index depth, F factor) const {
+  void multiply(Result<T> c, const H* a, const H* b, Index height, Index depth, F factor) const {
     const Index deep = std::is_same_v<T, F> ? DEEP : depth;
     for (Index k = 0; k < depth; k += deep) {
       const Scalars<H> left{a + k, depth, 1};
@@ -115,6 +123,7 @@ struct Tile {
       const Index some = std::min(deep, depth - k);
       if (!k) multiply_into<S, false>(c, left, right, height, size, some, factor);
       else if constexpr (std::is_same_v<T, F>) multiply_into<S, true>(c, left, right, height, size, some, factor);
+      c.of_rows = nullptr;  // it has been added
     }
   }
 
@@ -123,7 +132,8 @@ struct Tile {
     const Step& step = program.steps[t];
     auto run = [&]<class T>(T* to) {
       for (Index pair = begin; pair < end; pair++)
-        multiply(Result<T>{to + writes[t].block(pair), writes[t].fan.data()},
+        multiply(Result<T>{to + writes[t].block(pair), writes[t].fan.data(),
+                           t == last && bias ? bias + pair * step.out : nullptr},
                  cores[t].data + pair / step.repeat * step.out * step.in, from + pair * h[t].block, step.out, step.in,
                  cores[t].factor);
     };
