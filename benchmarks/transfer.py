@@ -8,8 +8,7 @@ and optimizer? And to other batches and durations?
 A residual MLP on scikit-learn's digits: blocks `x + m * fc2(relu(fc1(norm(x))))` with m = (2 /
 depth)^alpha, alpha = 1 (CompleteP), all matrices of the blocks structured, the head zero at the
 start; linear decay of the rate to zero, no warmup. The base point is width 64, depth 2; from there
-a grid of widths and depths, but for what LEFT_OUT names, whose polar factors are too dear for a
-CPU.
+a grid of widths and depths.
 
 At each point the rate is searched by factors of 2, from the base point's best, until the best has
 both its neighbours. The optimum is the vertex of the parabola through them, of the geometric mean
@@ -46,7 +45,6 @@ FEW = ["dense", "BTT r=1"]  # for batch, duration, the control and alpha
 WIDTHS, DEPTHS = [64, 256, 1024], [2, 6, 16]
 BASE = {"width": 64, "depth": 2, "batch": 64, "steps": 50}
 AXES = {"batch": [16, 64, 256], "steps": [25, 50, 100, 200]}
-LEFT_OUT = [("dense", "Muon", 1024, 16)]  # structure, method, width, depth
 DEAR = ["dense", "Monarch"]  # layers whose norms are, which "Normed, power" is for
 OTHER_LR = 2.0**-9  # of Muon's biases and norms
 
@@ -170,9 +168,8 @@ def plan() -> list[Job]:
     grid = [tuple({**BASE, "width": w, "depth": d}.values()) for w, d in product(WIDTHS, DEPTHS)]
     jobs: list[Job] = []
     for structure, method, point in product(STRUCTURES, GRID, grid):
-        if (structure, method, *point[:2]) not in LEFT_OUT:
+        if method != "Normed, power" or structure in DEAR:
             jobs.append((structure, method, point))
-    jobs = [job for job in jobs if job[1] != "Normed, power" or job[0] in DEAR]
     jobs += product(FEW, ["plain AdamW"], grid)
     jobs += product(FEW, HALVES, [point for point in grid if point[0] == BASE["width"]])
     for axis, sizes in AXES.items():
@@ -283,18 +280,6 @@ def largest(summary: list[Row], method: str) -> tuple[float, float]:
     )
 
 
-def polar_flops(structure: str, width: int, depth: int) -> tuple[float, float]:
-    """Of the nine runs of the least search: FLOPs of `Muon`'s polar factors (three products for
-    each of five steps and block of a core), and those of forward and backward."""
-    made = lr_transfer.STRUCTURES[structure](width).structure(width, width)
-    polar = 0.0
-    for core in made.cores:
-        short, long = sorted((core.fan_out, core.fan_in))
-        polar += core.batch * 5 * (4 * short**2 * long + 2 * short**3)
-    updates = 9 * BASE["steps"] * 2 * depth
-    return updates * polar, updates * 3 * BASE["batch"] * made.flops
-
-
 # ---- tables and the plot -------------------------------------------------------------------------
 
 
@@ -350,12 +335,6 @@ def show(result: Row) -> None:
     for axis in AXES:
         print(shifts(result, GRID, axis))
     print(farthest(result))
-    for structure, method, width, depth in LEFT_OUT:
-        polar, products = polar_flops(structure, width, depth)
-        print(
-            f"left out: {structure}, {method}, {width} x {depth}: {polar / 1e12:.0f} TFLOP of "
-            f"polar factors, {products / 1e12:.1f} of forward and backward"
-        )
 
 
 def plot(rows: list[Row]) -> Figure:
@@ -409,8 +388,7 @@ def main() -> None:
         run_all(partial(seek, rows=list(rows), seeds=arguments.seeds), chosen, arguments, save)
     result = {"summary": summarise(rows)}
     show(result)
-    content = {"left out": [list(each) for each in LEFT_OUT], **result, "rows": rows}
-    keep(arguments, "transfer", plot(rows), setting=setting, **content)
+    keep(arguments, "transfer", plot(rows), setting=setting, **result, rows=rows)
 
 
 if __name__ == "__main__":

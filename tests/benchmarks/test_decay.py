@@ -9,7 +9,6 @@ pytest.importorskip("matplotlib")
 
 from benchmarks import decay
 from benchmarks.record import read
-from benchmarks.transfer import polar_flops
 
 
 def test_a_fifth_of_the_labels_that_are_learned_is_wrong_and_no_image_is_in_both_halves():
@@ -111,11 +110,7 @@ def test_what_is_said_of_rate_and_decay_is_what_the_kept_result_has(result, page
     ran = [(row["structure"], row["method"], row["depth"]) for row in corner]
     assert ran == [("dense", "AdamW", 16), ("BTT r=1", "AdamW", 16), ("BTT r=1", "Muon", 16)]
     assert decay.LEFT_OUT == [("dense", "Muon", 256, 16)]
-    polar, products = polar_flops("dense", 256, 16)
-    assert (
-        "Muon on dense layers was not run at the corner: its polar factors take "
-        f"{polar / products:.0f} times as many FLOPs as forward and backward" in page
-    )
+    assert "Muon on dense layers was not run at the corner." in page
     most = max(abs(row["shift"]) for row in corner)
     assert f"the best rate is within 2^{most:.2f} of the base point's" in page
     assert (most <= 0.5) == ("so within a factor of sqrt 2" in page)
