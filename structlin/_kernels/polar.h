@@ -77,11 +77,11 @@ std::vector<Tensor> polar(std::vector<Tensor> stacks, std::vector<double> coeffi
                     "structlin: polar takes stacks of float32 matrices");
     const Tensor x = packed(given);
     factors.push_back(make_tensor(x, sizes_of(x)));
-    const Index size = x.size(1) * x.size(2), batch = size ? x.size(0) : 0;
+    const Index size = x.size(1) * x.size(2);
     const Iteration iteration(x.size(1), x.size(2), coefficients);
     const float* from = static_cast<const float*>(x.data_ptr());
     float* to = static_cast<float*>(factors.back().mutable_data_ptr());
-    parallel_for(0, batch, std::max<Index>(1, GRAIN / std::max<Index>(1, iteration.work())), [&](Index begin, Index end) {
+    parallel_for(0, x.size(0), std::max<Index>(1, GRAIN / std::max<Index>(1, iteration.work())), [&](Index begin, Index end) {
       for (Index i = begin * size; i < end * size; i += size) iteration.run(from + i, to + i);
     });
   }

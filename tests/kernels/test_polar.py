@@ -101,6 +101,11 @@ def test_nan_and_inf_fill_their_matrix_and_no_other(bad, schedule):
     assert torch.equal(found[others], expected[others])
 
 
+@pytest.mark.parametrize("shape", [(0, 3, 4), (3, 0, 4), (3, 4, 0)])
+def test_nothing_maps_to_nothing(shape):
+    assert carry(torch.empty(shape)).shape == shape
+
+
 def test_zero_stays_zero_and_the_input_stays_as_it_was():
     stack = torch.randn(3, 9, 20)
     stack[1] = 0
