@@ -13,7 +13,12 @@ Muon's polar factors are those of method="ns"; benchmarks.polar compares methods
 
 Then SHORT of the steps with what was tuned for them by hand on seed 0 of BTT, TUNED, and without
 each part of it; and all of AdamW's steps with the schedule and without weight normalisation, as
-there. Runs that an earlier result in --out has are not repeated.
+there.
+
+Then Muon's defaults, parts of TUNED and all of it, each at its own best rate: seed 0 tries rates
+until those next to the best, a factor of sqrt 2 away, are no better. On characters for all steps;
+on pairs of characters, a vocabulary of thousands instead of a hundred, for SHORT of them. Runs that
+an earlier result in --out has are not repeated.
 """
 
 import argparse
@@ -21,7 +26,7 @@ import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -32,11 +37,11 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
 import structlin
 from benchmarks import record
-from benchmarks.record import RESULTS
+from benchmarks.record import RESULTS, save_json
 from benchmarks.runs import keep, parser, run_all
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -75,8 +80,34 @@ WITHOUT = {  # name -> what is as usual
 }
 ADAMW = "AdamW, all steps"
 
+
+class Pairs(train_gpt.Text):
+    """Tokens are pairs of characters."""
+
+    def tokenise(self, text: str) -> tuple[int, Tensor]:
+        count, characters = super().tokenise(text[: len(text) // 2 * 2])
+        pairs, ids = (count * characters[::2] + characters[1::2]).unique(return_inverse=True)
+        return len(pairs), ids
+
+
+SHORTER = {"momentum": 0.85}
+TENTH = {"wte": 0.1, "wpe": 0.1}
+SETTINGS: dict[str, dict[str, Any]] = {  # what is not as usual
+    "defaults": {},
+    "momentum 0.85": SHORTER,
+    "and a tenth for embeddings": SHORTER | {"masses": TENTH},
+    "what was tuned for 280 steps": {name: TUNED[name] for name in TUNED if name != "lr"},
+}
+# text -> its class, share of the steps, and (structure, setting)
+TEXTS: dict[str, tuple[type[train_gpt.Text], float, list[tuple[str, str]]]] = {
+    "characters": (train_gpt.Text, 1.0, list(product(STRUCTURES, SETTINGS))),
+    "pairs of characters": (Pairs, SHORT, list(product(["dense"], list(SETTINGS)[1:3]))),
+}
+FIRST = (2.0**-4.5, 2.0**-4)  # rates
+
 Run = tuple[str, str, str, float, int]  # task, structure, optimizer, lr, seed
 TunedRun = tuple[str, str, float, int]  # structure, way, lr, seed
+SettingRun = tuple[str, str, str, float, int]  # text, structure, setting, lr, seed
 
 
 def train(run: Run, steps: int) -> dict[str, Any]:
@@ -94,15 +125,19 @@ def descend(
     make: Callable[[nn.Module], torch.optim.Optimizer],
     weight_norm: bool | None = None,
     rate: Callable[[int, int], float] = compare.warmup_cosine,
+    kind: type[compare.Task] | None = None,
 ) -> list[tuple[int, float]]:
     """Train; the held-out loss after every twentieth of the steps.
 
     Args:
         weight_norm: of structured layers; None: the task's.
         rate: (step, steps) -> learning rate relative to its peak.
+        kind: the task's class; None: the one of that name.
     """
     sizes = SIZES[task_name]
-    task = TASKS[task_name](argparse.Namespace(data=None, seed=seed, steps=steps, **sizes))
+    task = (kind or TASKS[task_name])(
+        argparse.Namespace(data=None, seed=seed, steps=steps, **sizes)
+    )
     task.weight_norm = task.weight_norm if weight_norm is None else weight_norm
     model = compare.build(task, sizes["width"], STRUCTURES[structure], seed)
     optimizer = make(model)
@@ -145,12 +180,85 @@ def train_tuned(run: TunedRun, steps: int) -> dict[str, Any]:
     make = partial(adamw, lr=lr)
     if way != ADAMW:
         steps = max(1, round(SHORT * steps))
-        names = ("masses", "momentum", "other_lr")
-        make = partial(structlin.optim.Muon, lr=lr, **{name: chosen[name] for name in names})
-    rate = warmup_linear if chosen["schedule"] == TUNED["schedule"] else compare.warmup_cosine
-    curve = descend("GPT", structure, seed, steps, make, chosen["weight_norm"], rate)
+        make = muon_of(chosen, lr)
+    curve = descend("GPT", structure, seed, steps, make, chosen["weight_norm"], rate_of(chosen))
     row = {"structure": structure, "way": way, "lr": lr, "seed": seed}
     return {**row, "steps": steps, "loss": curve[-1][1]}
+
+
+def muon_of(chosen: dict[str, Any], lr: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    options = {name: chosen[name] for name in ("masses", "momentum", "other_lr")}
+    return partial(structlin.optim.Muon, lr=lr, **options)
+
+
+def rate_of(chosen: dict[str, Any]) -> Callable[[int, int], float]:
+    return warmup_linear if chosen["schedule"] == TUNED["schedule"] else compare.warmup_cosine
+
+
+def train_setting(run: SettingRun, steps: int) -> dict[str, Any]:
+    text, structure, setting, lr, seed = run
+    kind, share, _ = TEXTS[text]
+    chosen, steps = USUAL | SETTINGS[setting], max(1, round(share * steps))
+    how = muon_of(chosen, lr), chosen["weight_norm"], rate_of(chosen)
+    loss = descend("GPT", structure, seed, steps, *how, kind)[-1][1]
+    row = {"text": text, "structure": structure, "setting": setting, "lr": lr, "seed": seed}
+    return {**row, "steps": steps, "loss": loss if math.isfinite(loss) else 1e9}
+
+
+def setting_run(row: dict[str, Any]) -> SettingRun:
+    return row["text"], row["structure"], row["setting"], row["lr"], row["seed"]
+
+
+def next_rates(rows: Iterable[dict[str, Any]]) -> list[SettingRun]:
+    """The rates next to the best of each setting that have not been tried."""
+    losses: dict[tuple[str, str, str], dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        if row["seed"] == 0:
+            halves = round(2 * math.log2(row["lr"]))  # of the rate's exponent
+            losses[setting_run(row)[:3]][halves] = row["loss"]
+    found: list[SettingRun] = []
+    for chosen, tried in losses.items():
+        best = min(tried, key=tried.__getitem__)
+        beside = [halves for halves in (best - 1, best + 1) if halves not in tried]
+        found += [(*chosen, 2.0 ** (halves / 2), 0) for halves in beside]
+    return found
+
+
+def best_settings(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """(text, structure, setting) -> the row of seed 0 with the least loss."""
+    best: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for row in rows:
+        key = setting_run(row)[:3]
+        if row["seed"] == 0 and row["loss"] < best.get(key, {"loss": math.inf})["loss"]:
+            best[key] = row
+    return best
+
+
+def setting_losses(rows: list[dict[str, Any]]) -> dict[tuple[str, str, str], list[float]]:
+    """(text, structure, setting) -> losses by seed at the best rate, of the settings for which
+    those beside it have been tried."""
+    best, untuned = best_settings(rows), {run[:3] for run in next_rates(rows)}
+    keys = [(text, *pair) for text, (_, _, pairs) in TEXTS.items() for pair in pairs]
+    return {
+        key: [
+            row["loss"]
+            for row in sorted(rows, key=lambda row: row["seed"])
+            if setting_run(row)[:4] == (*key, best[key]["lr"])
+        ]
+        for key in keys
+        if key in best and key not in untuned
+    }
+
+
+def settings_markdown(result: dict[str, Any]) -> str:
+    """Losses by seed of defaults and what changes them, each at its best rate."""
+    best, lines = best_settings(result["settings"]), []
+    for (text, structure, setting), losses in setting_losses(result["settings"]).items():
+        row = best[text, structure, setting]
+        by_seed = ", ".join(f"{loss:.3f}" for loss in losses)
+        figures = [f"2^{math.log2(row['lr']):g}", f"{sum(losses) / len(losses):.3f}", by_seed]
+        lines.append([f"{text}, {structure}, {setting}", str(row["steps"]), *figures])
+    return record.table(["", "steps", "lr", "mean", "by seed"], lines)
 
 
 def tuned_jobs(adamw_lrs: dict[str, float], seeds: int) -> list[TunedRun]:
@@ -328,6 +436,7 @@ def main() -> None:
     path = options.out / "muon_vs_adamw.json"
     earlier = json.loads(path.read_text()) if path.exists() else {}
     same = earlier.get("setting") == setting and earlier.get("recipe") == TUNED
+    same_settings = same and earlier.get("changes", SETTINGS) == SETTINGS
     kept = {
         (row["structure"], row["way"], row["lr"], row["seed"]): row
         for row in (earlier["tuned"] if same else ())
@@ -338,10 +447,37 @@ def main() -> None:
     found = kept | dict(zip(missing, made, strict=True))
     result = {
         "setting": setting, "table": table, "recipe": TUNED, "tuned": [found[job] for job in jobs],
-        "rows": rows, "short": short,
+        "rows": rows, "short": short, "changes": SETTINGS,
     }  # fmt: skip
-    print(tuned_markdown(result))
+    earlier_rows = earlier.get("settings", []) if same_settings else []
+    result["settings"] = run_settings(options, result, earlier_rows)
+    print(tuned_markdown(result), settings_markdown(result), sep="\n\n")
     keep(options, "muon_vs_adamw", plot(rows), **result)
+
+
+def run_settings(
+    options: argparse.Namespace, result: dict[str, Any], earlier: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The rows of SETTINGS, each kept beside `result` as it is made."""
+    rows = {setting_run(row): row for row in earlier}
+
+    def add(row: dict[str, Any]) -> None:
+        rows[setting_run(row)] = row
+        if not options.smoke:
+            content = {**result, "settings": [*rows.values()]}
+            save_json(options.out / "muon_vs_adamw.json", **content)
+
+    def run(runs: Iterable[SettingRun]) -> None:
+        missing = [each for each in runs if each not in rows]
+        run_all(partial(train_setting, steps=options.steps), missing, options, add)
+
+    chosen = [(text, *each) for text, (_, _, pairs) in TEXTS.items() for each in pairs]
+    run((*each, lr, 0) for each in chosen for lr in FIRST)
+    while not options.smoke and (more := next_rates(rows.values())):
+        run(more)
+    best = best_settings(rows.values())
+    run((*each, best[each]["lr"], seed) for seed in range(1, options.seeds) for each in chosen)
+    return [*rows.values()]
 
 
 if __name__ == "__main__":

@@ -283,6 +283,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "feature changes": papers.features,
         "muon": muon,
         "muon tuned": lambda: muon_vs_adamw.tuned_markdown(read("muon_vs_adamw")),
+        "muon settings": lambda: muon_vs_adamw.settings_markdown(read("muon_vs_adamw")),
         "optimizer steps": lambda: optimizer.markdown(read("optimizer")),
         "self guided": lambda: self_guided.markdown(read("self_guided")),
         "muon options": lambda: muon_options.markdown(read("muon_options")),

@@ -105,9 +105,7 @@ class Text(compare.Task):
                 f"the text has {len(text):,} characters; a tenth of it is held out, "
                 f"so that --context {self.context} needs at least {10 * (self.context + 1):,}"
             )
-        points = torch.frombuffer(bytearray(text.encode("utf-32-le")), dtype=torch.int32)
-        characters, ids = points.unique(return_inverse=True)
-        self.vocabulary = len(characters)
+        self.vocabulary, ids = self.tokenise(text)
         cut = len(ids) - len(ids) // 10
         self.train, heldout = ids[:cut], ids[cut:]
         starts = torch.linspace(0, len(heldout) - self.context - 1, self.heldout_windows).long()
@@ -123,6 +121,12 @@ class Text(compare.Task):
         data = f"{len(ids):,} characters of {name}"
         model = f"{self.model_name} of {options.depth} blocks"
         self.title = f"{model} on {data}, {steps}, seed {options.seed}"
+
+    def tokenise(self, text: str) -> tuple[int, Tensor]:
+        """How many tokens there are, here characters, and those of `text`."""
+        points = torch.frombuffer(bytearray(text.encode("utf-32-le")), dtype=torch.int32)
+        characters, ids = points.unique(return_inverse=True)
+        return len(characters), ids
 
     def windows(self, ids: Tensor, starts: Tensor) -> compare.Batch:
         window = ids[starts[:, None] + torch.arange(self.context + 1)]

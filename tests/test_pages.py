@@ -17,7 +17,7 @@ pytest.importorskip("matplotlib")
 
 from PIL import Image
 
-from benchmarks import pages, record
+from benchmarks import muon_vs_adamw, pages, record
 from benchmarks.papers import tables, verdicts
 from structlin import BTT, TT, Kronecker, LowRank, Monarch, to_dense
 
@@ -451,6 +451,30 @@ def test_what_the_page_says_of_the_tuned_short_run_holds():
     recipe = result["recipe"]
     assert f"momentum {recipe['momentum']}" in text
     assert f"lr=2**{math.log2(recipe['lr'])}" in text
+
+
+def test_what_the_page_says_of_muons_defaults_and_what_changes_them_holds():
+    result, text = pages.read("muon_vs_adamw"), page_text("optimizers.md")
+    losses = muon_vs_adamw.setting_losses(result["settings"])
+    shown = list(muon_vs_adamw.SETTINGS)[:3]
+    first = {key: found[0] for key, found in losses.items()}  # seed 0
+    said = {}
+    for structure in reversed(muon_vs_adamw.STRUCTURES):  # dense last
+        usual, shorter, tenth = (first["characters", structure, setting] for setting in shown)
+        assert tenth < shorter < usual
+        said[structure] = f"{usual:.3f}, {shorter:.3f} and {tenth:.3f} on {structure}"
+    assert f"helps both structures: {said['BTT r=1']}, and {said['dense']}." in text
+    (dense,) = (r for r in result["table"] if (r["task"], r["structure"]) == ("GPT", "dense"))
+    gain, spread = shorter - tenth, dense["Muon"]["most"] - dense["Muon"]["least"]
+    assert gain < spread
+    assert f"second gain, {gain:.3f}, is within the spread of seeds, {spread:.3f}" in text
+    shorter, tenth = (first["pairs of characters", "dense", setting] for setting in shown[1:])
+    assert tenth > shorter
+    assert f"the tenth costs dense {tenth - shorter:.3f} of the loss" in text
+    _, shorter, tenth, _ = muon_vs_adamw.SETTINGS.values()
+    assert shorter == {"momentum": 0.85}
+    assert tenth == shorter | {"masses": {"wte": 0.1, "wpe": 0.1}}
+    assert result["changes"] == muon_vs_adamw.SETTINGS
 
 
 def test_what_the_page_says_of_options_around_muons_step_holds():
