@@ -9,9 +9,9 @@ of the training images is wrong, and the loss is that of held-out images with th
 
 - AdamW at rate 2^-7: the best decay at two widths, under each `decay=` of `param_groups`, by
   factors of 2;
-- AdamW and Muon, with their default `decay=`: the best rate and decay together at the base point
-  and at a far corner, by factors of 2 of the rate and 4 of the decay, until all eight points around
-  the best are run. The corner's search starts at the base point's best.
+- AdamW and Muon with their default `decay=`, and Normed: the best rate and decay together at the
+  base point, at wider and at deeper ones, by factors of 2 of the rate and 4 of the decay, until all
+  eight points around the best are run. The search starts at the base point's best.
 """
 
 import json
@@ -29,15 +29,16 @@ from benchmarks.papers import sweeps
 from benchmarks.papers.intervals import student
 from benchmarks.record import RESULTS, save_json, table
 from benchmarks.runs import digits, parser, run_all
-from benchmarks.transfer import BASE, FEW
+from benchmarks.transfer import BASE, FEW, STRUCTURES
 
 RULES = ("1/width", "sqrt", "constant")
 WIDTHS = [64, 512]
 LR = 2.0**-7  # of AdamW at the base point, where only the decay is searched
-DEFAULTS = {"AdamW": "1/width", "Muon": "constant"}  # `decay=` of each optimizer
-POINTS = [(64, 2), (256, 16)]  # widths and depths; the first one is the base
-LEFT_OUT = [("dense", "Muon", 256, 16)]  # its polar factors are too dear for a CPU
-STARTS = {"AdamW": (2.0**-7, 0.25), "Muon": (2.0**-4, 0.0625)}  # rate, decay
+NORMED = "Normed, power"
+DEFAULTS = {"AdamW": "1/width", "Muon": "constant", NORMED: "constant"}  # `decay=` of each
+POINTS = [(64, 2), (256, 16), (256, 2), (64, 16)]  # widths and depths, the base first
+OF_MUON = [("dense", (64, 2)), ("BTT r=1", (64, 2)), ("BTT r=1", (256, 16))]  # the rest is too dear
+STARTS = {"AdamW": (2.0**-7, 0.25), "Muon": (2.0**-4, 0.0625), NORMED: (2.0**-4, 0.0625)}
 STEPS = 150
 ALONE, BOTH = "decay", "rate and decay"  # the two searches
 
@@ -63,7 +64,9 @@ def noisy_digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 def held_out_loss(row: Row, steps: int) -> float | None:
     learned, held = noisy_digits()
     model = transfer.build_model(row["structure"], row["width"], row["depth"], row["seed"])
-    options = {"weight_decay": row["weight_decay"], "decay": row["rule"]}
+    options = {"weight_decay": row["weight_decay"]}
+    if row["method"] != NORMED:  # whose rates are the same at every width
+        options["decay"] = row["rule"]
     make = transfer.METHODS[row["method"]].make
     optimizer = make(model, row["lr"], row["width"], alpha=1.0, **options)
     try:
@@ -81,9 +84,9 @@ def held_out_loss(row: Row, steps: int) -> float | None:
 def plan() -> list[Job]:
     """The base points before what starts at their best."""
     jobs = [(ALONE, s, "AdamW", rule, w, 2) for w, s, rule in product(WIDTHS, FEW, RULES)]
-    for (width, depth), (method, rule), structure in product(POINTS, DEFAULTS.items(), FEW):
-        if (structure, method, width, depth) not in LEFT_OUT:
-            jobs.append((BOTH, structure, method, rule, width, depth))
+    for point, (method, rule), structure in product(POINTS, DEFAULTS.items(), STRUCTURES):
+        if method != "Muon" or (structure, point) in OF_MUON:
+            jobs.append((BOTH, structure, method, rule, *point))
     return sorted(jobs, key=lambda job: job[-2:] != POINTS[0])
 
 
@@ -158,7 +161,7 @@ def summarise_both(rows: Iterable[Row]) -> list[Row]:
     decay) and of the best decay; the loss there, its least and largest over the seeds; and the loss
     at the base point's best over it, over the seeds."""
     result = []
-    for structure, (method, rule) in product(FEW, DEFAULTS.items()):
+    for (method, rule), structure in product(DEFAULTS.items(), STRUCTURES):
         where = {"search": BOTH, "structure": structure, "method": method, "rule": rule}
         kept, origin = None, 0.0
         for width, depth in POINTS:
@@ -213,24 +216,25 @@ def show_alone(result: Row) -> str:
 
 
 def show_both(result: Row) -> str:
-    """The table of docs/transfer.md: log2 of the best rate and decay at each point."""
-    lines = []
+    """The table of docs/transfer.md: log2 of the best rate and decay at the base point; at each
+    other one by how much they move, and the loss with the base's best over that with its own."""
+    found: dict[tuple[str, str], dict[tuple[int, int], Row]] = {}
     for row in result["rate and decay"]:
-        low, high = row["seeds"]
-        cost = row["cost"]
-        lines.append(
-            [
-                f"{row['structure']}, {row['method']}, {row['width']} x {row['depth']}",
-                f"{row['rate']:.2f}",
-                f"{row['shift']:+.2f}",
-                f"{row['decay']:.0f}",
-                f"{row['loss']:.3f} ({low:.3f} to {high:.3f})",
-                f"{row['kept']:.3f}",
-                f"{cost['value']:.2f} ({cost['low']:.2f} to {cost['high']:.2f})",
-            ]
-        )
-    titles = ["rate", "moved", "decay", "loss (seeds)", "with the base's best", "ratio (95 %)"]
-    return table(["", *titles], lines)
+        points = found.setdefault((row["structure"], row["method"]), {})
+        points[row["width"], row["depth"]] = row
+    lines = []
+    for (structure, method), points in found.items():
+        base = points[POINTS[0]]
+        cells = [f"{base['rate']:.2f}, {base['decay']:.0f}"]
+        for point in POINTS[1:]:
+            row = points.get(point)
+            cells.append("not run" if row is None else _moved(row, base))
+        lines.append([f"{structure}, {method}", *cells])
+    return table(["", *(f"{width} x {depth}" for width, depth in POINTS)], lines)
+
+
+def _moved(row: Row, base: Row) -> str:
+    return f"{row['shift']:+.2f}, {row['decay'] - base['decay']:+.0f}, {row['cost']['value']:.2f}"
 
 
 def main() -> None:
@@ -240,10 +244,10 @@ def main() -> None:
     arguments = options.parse_args()
     if arguments.smoke:
         arguments.steps, arguments.seeds = 1, 2
-        POINTS[1:], WIDTHS[1:], FEW[1:] = [(64, 4)], [128], []
+        POINTS[1:], WIDTHS[1:], FEW[1:], STRUCTURES[1:] = [(64, 4)], [128], [], []
     setting = {
         "steps": arguments.steps, "seeds": arguments.seeds, "base": BASE, "widths": WIDTHS,
-        "points": [list(point) for point in POINTS], "lr": LR, "data": "digits",
+        "lr": LR, "data": "digits",
     }  # fmt: skip
     path = arguments.out / "decay.json"
     earlier = json.loads(path.read_text()) if path.exists() and not arguments.smoke else {}

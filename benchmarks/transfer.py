@@ -103,10 +103,10 @@ def _rules(width: int, alpha: float) -> dict[str, Any]:
 
 
 def normed(
-    model: nn.Module, lr: float, width: int, alpha: float, norm: str
+    model: nn.Module, lr: float, width: int, alpha: float, norm: str, weight_decay: float = 0.0
 ) -> torch.optim.Optimizer:
-    base = torch.optim.AdamW(model.parameters(), lr, weight_decay=0.0)
-    return Normed(base, model, norm=norm)
+    groups = param_groups(model, lr, weight_decay=weight_decay, structure_aware=False)
+    return Normed(torch.optim.AdamW(groups, lr), model, norm=norm)
 
 
 def plain(model: nn.Module, lr: float, width: int, alpha: float) -> torch.optim.Optimizer:
