@@ -45,7 +45,7 @@ FEW = ["dense", "BTT r=1"]  # for batch, duration, the control and alpha
 WIDTHS, DEPTHS = [64, 256, 1024], [2, 6, 16]
 BASE = {"width": 64, "depth": 2, "batch": 64, "steps": 50}
 AXES = {"batch": [16, 64, 256], "steps": [25, 50, 100, 200]}
-DEAR = ["dense", "Monarch"]  # layers whose norms are, which "Normed, power" is for
+DEAR = ["dense", "Monarch"]  # structures whose norms take long: "Normed, power" is for them
 OTHER_LR = 2.0**-9  # of Muon's biases and norms
 
 Row = dict[str, Any]

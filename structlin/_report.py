@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ._kernels import op
-from ._kernels.engine import has_matrix_unit
 from ._linear import StructuredLinear
 from ._mixture import Mixture
 from ._model.parameters import parameters_of
@@ -245,9 +244,7 @@ def _describe(layer: Layer, tokens: int | None) -> Row:
 def _count_saved(layer: StructuredLinear) -> int:
     """Numbers that a structured layer keeps for its backward pass, per token."""
     structure, device = layer.structure, layer.cores[0].device.type
-    unit = layer.cores[0].dtype == torch.bfloat16 and has_matrix_unit()
-    large = structure.program.largest >= (op.LARGE_FOR_UNIT if unit else op.LARGE_BLOCK)
-    engine = not structure.plain and not large
+    engine = not structure.plain and not op.is_large(structure.program, layer.cores[0].dtype)
     if layer.mode == "dense" or (engine and device in ("cpu", "meta")):
         return layer.in_features
     return sum(core.batch * core.repeat * core.fan_in for core in structure.cores)

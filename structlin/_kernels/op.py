@@ -65,13 +65,17 @@ def pays(program: Program, x: Tensor, plain: bool) -> bool:
     It is for the forward pass of a few tokens. Of more, BLAS is where a block is large and where
     the structure is plain (a chain of matrices).
     """
-    if not plain and program.largest < LARGE_BLOCK:
-        return available(x)
-    unit = x.dtype == torch.bfloat16 and engine.has_matrix_unit()
-    if not plain and unit and program.largest < LARGE_FOR_UNIT:
+    # of small blocks no more is asked: this is a part of every call
+    if not plain and (program.largest < LARGE_BLOCK or not is_large(program, x.dtype)):
         return available(x)
     trains = torch.compiler.is_compiling() or torch.is_grad_enabled()  # or may: it is not known
     return not trains and x.numel() <= FEW_OF_LARGE * x.shape[-1] and available(x)
+
+
+def is_large(program: Program, dtype: torch.dtype) -> bool:
+    """Whether a block is one that BLAS multiplies faster, of many tokens."""
+    unit = dtype == torch.bfloat16 and engine.has_matrix_unit()
+    return program.largest >= (LARGE_FOR_UNIT if unit else LARGE_BLOCK)
 
 
 def available(x: Tensor) -> bool:

@@ -451,7 +451,8 @@ def _adamw(
 ) -> None:
     beta1, beta2 = group["betas"]
     # one call in place of a dozen for each parameter; a compiler fuses by itself
-    fused = not torch.compiler.is_compiling() and all(p.is_cpu for p in params)
+    alike = all(p.is_cpu and p.is_floating_point() for p in params)  # it takes no complex numbers
+    fused = alike and not torch.compiler.is_compiling()
     adamw(
         params, gradients, averages, squares, [], steps, lr=group["lr"], beta1=beta1, beta2=beta2,
         eps=group["eps"], weight_decay=group["weight_decay"], capturable=group["capturable"],

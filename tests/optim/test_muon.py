@@ -232,6 +232,23 @@ def test_a_sparse_gradient_counts_as_the_dense_one():
     torch.testing.assert_close(dense.weight, sparse.weight)
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.complex64, torch.float64, torch.bfloat16, torch.float16], ids=str
+)
+def test_other_parameters_of_any_dtype_step_by_adamw(dtype):
+    model = nn.ParameterDict({"phase": nn.Parameter(torch.ones(8, dtype=dtype))})
+    twin = copy.deepcopy(model)
+    optimizer = Muon(model, other_lr=0.01)
+    reference = torch.optim.AdamW(twin.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0)
+    for _ in range(3):
+        model.phase.grad = torch.randn(8).to(dtype) + torch.ones(8).to(dtype)
+        twin.phase.grad = model.phase.grad.clone()
+        optimizer.step()
+        reference.step()
+    tolerance = 1e-5 if dtype in (torch.complex64, torch.float64) else 1e-2
+    torch.testing.assert_close(model.phase, twin.phase, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize("other", ["adamw", "sign"])
 def test_everything_else_has_its_own_rule_and_rate(other, monkeypatch):
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
