@@ -101,7 +101,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # what is not as usual
 # text -> its class, share of the steps, and (structure, setting)
 TEXTS: dict[str, tuple[type[train_gpt.Text], float, list[tuple[str, str]]]] = {
     "characters": (train_gpt.Text, 1.0, list(product(STRUCTURES, SETTINGS))),
-    "pairs of characters": (Pairs, SHORT, list(product(["dense"], list(SETTINGS)[1:3]))),
+    "pairs of characters": (Pairs, SHORT, list(product(["dense"], list(SETTINGS)[:3]))),
 }
 FIRST = (2.0**-4.5, 2.0**-4)  # rates
 
