@@ -292,6 +292,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/transfer.md": {
         "farthest": lambda: transfer.farthest(read("transfer")),
         "transfer": partial(show_grid, transfer.GRID),
+        "with decay": lambda: transfer.show_decay(read("transfer")),
         "control": partial(show_grid, ["plain AdamW"]),
         "alpha": partial(show_grid, transfer.HALVES),
         "batch": lambda: transfer.shifts(read("transfer"), transfer.GRID, "batch"),

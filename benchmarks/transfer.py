@@ -14,6 +14,9 @@ At each point the rate is searched by factors of 2, from the base point's best, 
 both its neighbours. The optimum is the vertex of the parabola through them, of the geometric mean
 over the seeds of the final loss on all images. Points that the JSON has are not run again.
 
+Normed by power iterations is searched without weight decay and with two of them: together the best
+rate and decay.
+
 Besides: the best rate at other batches and durations; under plain torch AdamW with one rate for all
 parameters and m = 1, which is what the rules are compared with; and with alpha = 1/2.
 """
@@ -23,6 +26,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from itertools import product
 from typing import Any
@@ -45,7 +49,6 @@ FEW = ["dense", "BTT r=1"]  # for batch, duration, the control and alpha
 WIDTHS, DEPTHS = [64, 256, 1024], [2, 6, 16]
 BASE = {"width": 64, "depth": 2, "batch": 64, "steps": 50}
 AXES = {"batch": [16, 64, 256], "steps": [25, 50, 100, 200]}
-DEAR = ["dense", "Monarch"]  # structures whose norms take long: "Normed, power" is for them
 OTHER_LR = 2.0**-9  # of Muon's biases and norms
 
 Row = dict[str, Any]
@@ -120,16 +123,21 @@ class Method:
     alpha: float = 1.0
 
 
+POWER = "Normed, power"  # two power iterations
+DECAYS = {POWER: 0.0, f"{POWER}, decay 1/16": 2.0**-4, f"{POWER}, decay 1/4": 2.0**-2}
 METHODS = {
     "AdamW": Method(adamw, 2.0**-7),
     "Muon": Method(muon, 2.0**-4),
     "Normed": Method(partial(normed, norm="bound"), 2.0**-4),
-    "Normed, power": Method(partial(normed, norm="power"), 2.0**-4),  # two power iterations
+    **{
+        name: Method(partial(normed, norm="power", weight_decay=decay), 2.0**-4)
+        for name, decay in DECAYS.items()
+    },
     "plain AdamW": Method(plain, 2.0**-7, alpha=0.0),
     "AdamW, alpha 1/2": Method(adamw, 2.0**-7, alpha=0.5),
     "Muon, alpha 1/2": Method(muon, 2.0**-4, alpha=0.5),
 }
-GRID = ["AdamW", "Muon", "Normed", "Normed, power"]
+GRID = ["AdamW", "Muon", "Normed", POWER]
 HALVES = ["AdamW, alpha 1/2", "Muon, alpha 1/2"]
 
 
@@ -166,10 +174,7 @@ def evaluate(model: nn.Module, data: tuple[Tensor, Tensor]) -> float | None:
 def plan() -> list[Job]:
     """All points, a base point before what starts at its best rate; the cheap ones first."""
     grid = [tuple({**BASE, "width": w, "depth": d}.values()) for w, d in product(WIDTHS, DEPTHS)]
-    jobs: list[Job] = []
-    for structure, method, point in product(STRUCTURES, GRID, grid):
-        if method != "Normed, power" or structure in DEAR:
-            jobs.append((structure, method, point))
+    jobs: list[Job] = list(product(STRUCTURES, dict.fromkeys([*GRID, *DECAYS]), grid))
     jobs += product(FEW, ["plain AdamW"], grid)
     jobs += product(FEW, HALVES, [point for point in grid if point[0] == BASE["width"]])
     for axis, sizes in AXES.items():
@@ -287,7 +292,7 @@ def farthest(result: Row) -> str:
     """The table of docs/transfer.md: how far the best rate of each method moves at most, and at how
     many of the points the interval over the seeds is within sqrt 2 as well."""
     lines = []
-    for method in (*GRID, "plain AdamW"):
+    for method in dict.fromkeys([*GRID, *DECAYS, "plain AdamW"]):
         rows = on_grid(result["summary"], method)
         if not rows:
             continue
@@ -299,6 +304,53 @@ def farthest(result: Row) -> str:
         lines.append([method, *cells, f"{shown} of {len(away)}", f"{dense:.2f}"])
     titles = ["points within sqrt 2", "at most", "all within", "interval too", "off dense's"]
     return table(["", *titles], lines)
+
+
+def with_decay(result: Row) -> list[Row]:
+    """For each structure and point of the grid the best of the decays, each at its best rate: by
+    how much the rate lies off the base point's; and the loss with dense's best rate and decay at
+    the base point over that with its own, the "cost" (None: it diverges)."""
+    found: dict[tuple[str, tuple[int, int]], list[Row]] = defaultdict(list)
+    for method in DECAYS:
+        for row in on_grid(result["summary"], method):
+            found[row["structure"], (row["width"], row["depth"])].append(row)
+    best = {key: min(rows, key=lambda row: row["loss"]) for key, rows in found.items()}
+    at_base = BASE["width"], BASE["depth"]
+    kept = {"method": best["dense", at_base]["method"]}
+
+    def losses(structure: str, point: tuple[int, int]) -> dict[float, float]:
+        where = {**kept, "structure": structure, "width": point[0], "depth": point[1]}
+        return curve(_matching(result["rows"], BASE | where))
+
+    lr = sweeps.best(losses("dense", at_base))
+    lines = []
+    for structure, point in product(STRUCTURES, dict.fromkeys(point for _, point in found)):
+        if row := best.get((structure, point)):
+            cost = losses(structure, point).get(lr, math.inf) / row["loss"]
+            shift = row["optimum"] - best[structure, at_base]["optimum"]
+            away = {"shift": shift, "cost": cost if math.isfinite(cost) else None}
+            lines.append({**row, **away, "decay": DECAYS[row["method"]]})
+    return lines
+
+
+def show_decay(result: Row) -> str:
+    """The table of docs/transfer.md: the best rate and decay at the base point; at each other one
+    the rate's shift and the decay; "dense's" is the largest cost."""
+    found: dict[str, dict[tuple[int, int], Row]] = defaultdict(dict)
+    for row in with_decay(result):
+        found[row["structure"]][row["width"], row["depth"]] = row
+    points = sorted({point for rows in found.values() for point in rows})
+    lines = []
+    for structure, rows in found.items():
+        cells = []
+        for row in (rows[point] for point in points):
+            rate = f"{row['optimum']:.2f}" if _is_base(row) else f"{row['shift']:+.2f}"
+            cells.append(f"{rate}, {Fraction(row['decay'])}")
+        costs = [row["cost"] for row in rows.values()]
+        cells.append("diverges" if None in costs else f"{max(costs):.2f}")
+        lines.append([structure, *cells])
+    titles = ["base point", *(f"{width} x {depth}" for width, depth in points[1:])]
+    return table(["", *titles, "dense's"], lines)
 
 
 def _is_base(row: Row) -> bool:
@@ -334,6 +386,7 @@ def show(result: Row) -> None:
     print(shifts(result, (*GRID, "plain AdamW", *HALVES), "width", "depth"))
     for axis in AXES:
         print(shifts(result, GRID, axis))
+    print(show_decay(result))
     print(farthest(result))
 
 
@@ -386,9 +439,9 @@ def main() -> None:
     is_base = [job for job in jobs if job[2] == tuple(BASE.values())]
     for chosen in (is_base, [job for job in jobs if job not in is_base]):
         run_all(partial(seek, rows=list(rows), seeds=arguments.seeds), chosen, arguments, save)
-    result = {"summary": summarise(rows)}
+    result = {"summary": summarise(rows), "rows": rows}
     show(result)
-    keep(arguments, "transfer", plot(rows), setting=setting, **result, rows=rows)
+    keep(arguments, "transfer", plot(rows), setting=setting, **result)
 
 
 if __name__ == "__main__":

@@ -113,6 +113,24 @@ def test_the_verdict_is_the_farthest_shift_of_all_structures_and_points(shift, w
     assert line.startswith("| dense, Muon | -6.00 | +3.00 |")
 
 
+def test_the_best_decay_is_that_of_the_least_loss_and_dense_at_the_base_point_says_what_is_kept():
+    none, little, much = transfer.DECAYS
+    rows = [*rows_of(0.4, method=none), *rows_of(1.0, "BTT r=1", none)]
+    for method, factor in ((little, 0.5), (much, 2.0)):
+        for structure in ("dense", "BTT r=1"):
+            for row in rows_of(0.25, structure, method):
+                less = factor if row["width"] == 256 else 1.1
+                rows.append(row | {"loss": less * row["loss"]})
+    result = {"summary": transfer.summarise(rows), "rows": rows}
+    base, wide, btt, wide_btt = transfer.with_decay(result)
+    assert [row["decay"] for row in (base, wide, btt, wide_btt)] == [0, 1 / 16, 0, 1 / 16]
+    assert (wide["shift"], wide_btt["shift"]) == pytest.approx((0.25, 0.25))
+    assert (base["cost"], btt["cost"]) == (1, 1)
+    assert wide["cost"] == pytest.approx(2 * 2 ** ((0.4**2 - 0.25**2) / 8))
+    assert wide_btt["cost"] == pytest.approx(2 * 2 ** ((1 - 0.25**2) / 8))
+    assert "| dense | -6.00, 0 | +0.25, 1/16 | 2.02 |" in transfer.show_decay(result)
+
+
 def test_a_run_that_is_kept_is_not_trained_again_and_a_point_starts_at_the_base_points_best(
     monkeypatch,
 ):
@@ -138,11 +156,9 @@ def test_the_plan_is_the_whole_grid_and_begins_with_the_base_points():
     jobs = transfer.plan()
     assert len(set(jobs)) == len(jobs)
     assert [job[2] == BASE for job in jobs] == sorted(job[2] == BASE for job in jobs)[::-1]
-    for method in ("AdamW", "Muon", "Normed"):
+    for method in (*transfer.GRID, *transfer.DECAYS):
         ran = {(s, m, *p[:2]) for s, m, p in jobs if m == method and p[2:] == BASE[2:]}
         assert len(ran) == 6 * 3 * 3
-    power = {s for s, m, _ in jobs if m == "Normed, power"}
-    assert power == set(transfer.DEAR)
 
 
 # ---- docs/transfer.md ----------------------------------------------------------------------------
@@ -186,7 +202,7 @@ def test_what_is_said_of_the_best_rates_is_what_the_kept_result_has(result, page
     assert "one rate of Normed, tuned on the dense model at the base point, is within" in page
     for method in ("Normed", "Normed, power"):
         assert max(transfer.largest(summary, method)) <= 0.5
-    assert len(transfer.on_grid(summary, "Normed")) == 54
+        assert len(transfer.on_grid(summary, method)) == 54
     assert "at all 54 points of the grid" in page
     (outlier,) = far(result, "AdamW")
     where = f"{outlier['structure']} with {outlier['depth']} blocks of width {outlier['width']}"
@@ -215,6 +231,30 @@ def test_what_is_said_of_the_best_rates_is_what_the_kept_result_has(result, page
     for method, structure in (("Normed", "Kronecker"), ("AdamW", "dense")):
         dearest = max(transfer.on_grid(summary, method), key=lambda row: row["cost"])
         assert dearest["structure"] == structure
+
+
+def test_what_is_said_of_rate_and_decay_together_is_what_the_kept_result_has(result, page):
+    within = [
+        sum(abs(row["shift"]) <= 0.5 for row in transfer.on_grid(result["summary"], method)) - 6
+        for method in list(transfer.DECAYS)[1:]
+    ]
+    assert "at {} and {} of the 48 points".format(*within) in page
+    rows = transfer.with_decay(result)
+    counts = [sum(row["decay"] == decay for row in rows) for decay in transfer.DECAYS.values()]
+    said = "best at {} of the {} points, 1/16 at {} and 1/4 at {}, low-rank's base point"
+    assert said.format(counts[0], len(rows), *counts[1:]) in page
+    moved = [row for row in rows if abs(row["shift"]) > 0.5]
+    assert f"at {48 - len(moved)} of 48 points; the other {len(moved)} are low-rank's" in page
+    assert {row["structure"] for row in moved} == {"low-rank"}
+    at_base = {r["structure"]: r for r in rows if transfer.BASE.items() <= r.items()}
+    dense, outlier = at_base["dense"], at_base["low-rank"]
+    assert [row for row in rows if row["decay"] == 0.25] == [outlier]
+    *others, dearest = sorted(row["cost"] for row in rows)
+    assert dearest == outlier["cost"]
+    assert f"ends lower by a factor of {dearest:.2f} with a decay of 1/4" in page
+    assert f"elsewhere at most {others[-1]:.2f}" in page
+    assert (round(dense["optimum"]), dense["decay"], dense["cost"]) == (-4, 0, 1)
+    assert round(outlier["optimum"]) == -3  # twice that rate
 
 
 def test_what_is_said_of_the_control_is_what_the_kept_result_has(result, page):
