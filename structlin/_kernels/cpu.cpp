@@ -233,15 +233,15 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
     auto over_rows = [&](const auto& run) {  // `run(index, row)` for each row of the gradient, in the core's own order
       parallel_for(0, height, std::max<Index>(1, GRAIN / step.in), [&](Index begin, Index end) {
         thread_local Numbers<F> line;
-        F* row = line.reserve(round_up(step.in, LANES<F>));
+        F* turned = line.reserve(round_up(step.in, LANES<F>));
         for (Index index = begin; index < end; index++) {
           const Totals<F>& own = totals[index / each];
           const Sum& sum = own.sums[t];
           const Index m_stride = sum.along_out ? 1 : sum.padded, n_stride = sum.along_out ? sum.padded : 1;
           const F* from = own.memory.held.get() + sum.start + index % each / step.out * sum.rows * sum.padded +
                           index % step.out * m_stride;
-          for (Index i = 0; i < step.in; i++) row[i] = from[i * n_stride];
-          run(index, row);
+          for (Index i = 0; sum.along_out && i < step.in; i++) turned[i] = from[i * n_stride];
+          run(index, sum.along_out ? turned : from);
         }
       });
     };
