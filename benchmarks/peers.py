@@ -13,7 +13,8 @@ every layer, peers included, is compared with the matrix that its parameters sta
 on memory poisoned with NaN, before it is timed; all take turns, dense first and last; speeds are
 ratios within a round. All are without bias but torchTT's, which always adds one. Not packaged, and
 so written here from the formula: strided products, as the published BTT and Monarch layers do them,
-and a low-rank layer of two linear maps.
+BLAST's two batched products with sums over the blocks between them, and a low-rank layer of two
+linear maps.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from math import sqrt
@@ -35,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks import layer, timing
+from benchmarks import layer, record, timing
 from benchmarks.record import RESULTS, save_json
 from benchmarks.variants import SMOKE, Job, Run, StridedProducts, Variant
 from structlin import (
@@ -53,6 +54,19 @@ from structlin import (
 Oracle = Callable[[Structure, Sequence[Tensor], Tensor], Tensor]
 
 WIDTH = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class BLAST(Family):
+    """Blocks that share their factors: block (i, j) of `W` is `U_i diag(s_ij) V_j`."""
+
+    blocks: int
+    rank: int
+
+    def structure(self, in_features: int, out_features: int) -> Structure:
+        sizes = {"i": self.blocks, "j": self.blocks, "r": self.rank}
+        q, p = in_features // self.blocks, out_features // self.blocks
+        return Structure("j q -> i p", "j r q", "r i j", "i p r", q=q, p=p, **sizes)
 
 
 class Implementation(NamedTuple):
@@ -80,6 +94,7 @@ def families(width: int) -> dict[str, tuple[Family, tuple[Build, ...]]]:
         "Monarch 16": (Monarch(blocks=16), (torch_structured, strided)),
         "BTT r=1": (BTT(rank=1), (strided,)),
         "BTT r=2": (BTT(rank=2), (strided,)),
+        "BLAST 4, r=d/8": (BLAST(blocks=4, rank=width // 8), (shared_factors,)),
         "low-rank d/4": (LowRank(rank=width // 4), (two_linear,)),
         "low-rank d/32": (LowRank(rank=width // 32), (two_linear,)),
     }
@@ -190,6 +205,18 @@ def strided(structure: Structure, dtype: torch.dtype) -> Implementation:
     return Implementation(
         "strided products", partial(StridedProducts.apply, structure, *cores), cores
     )
+
+
+def shared_factors(structure: Structure, dtype: torch.dtype) -> Implementation:
+    """BLAST: `z_j = V_j x_j`, `y_i = U_i sum_j s_ij * z_j`, the sum by elementwise products."""
+    v, s, u = cores = [_normal(*core.shape, dtype=dtype) for core in structure.cores]
+
+    def run(x: Tensor) -> Tensor:
+        z = torch.bmm(rearrange(x, "n (j q) -> j n q", j=len(v)), v.mT)
+        sums = (rearrange(s, "r i j -> i j 1 r") * z).sum(1)
+        return rearrange(torch.bmm(sums, u.mT), "i n p -> n (i p)")
+
+    return Implementation("batched products and sums", run, cores)
 
 
 def two_linear(structure: Structure, dtype: torch.dtype) -> Implementation:
@@ -310,6 +337,25 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
 
 def _cells(spread: dict[str, float], digits: str) -> tuple[str, str]:
     return f"{spread['median']:{digits}}", f"({spread['p20']:{digits}}-{spread['p80']:{digits}})"
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Our speed over each implementation's: a row for each of them, a column for each job."""
+    speeds: dict[tuple[str, str], dict[Job, str]] = {}
+    for row in result["rows"]:
+        if "structlin_x" in row:
+            found = speeds.setdefault((row["structure"], row["implementation"]), {})
+            found[layer.job_of(row)] = f"{row['structlin_x']['median']:.2f}"
+    chosen = sorted(
+        {job for found in speeds.values() for job in found},
+        key=lambda job: (job.dtype != "float32", -job.tokens, job.backward),
+    )
+    titles = [f"{job.dtype}, {job.tokens}, forward{' + backward' * job.backward}" for job in chosen]
+    lines = [
+        [f"{structure}, {implementation}", *(found[job] for job in chosen)]
+        for (structure, implementation), found in speeds.items()
+    ]
+    return record.table(["", *titles], lines)
 
 
 def losses(rows: Sequence[dict[str, Any]]) -> list[str]:

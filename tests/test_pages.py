@@ -309,21 +309,39 @@ def test_what_is_said_of_mixtures_is_what_the_kept_result_has():
 
 
 def test_what_is_said_of_other_packages_is_what_the_kept_result_has():
-    rows = pages.read("peers")["rows"]
-    rows = [
-        row
-        for row in rows
-        if row["tokens"] == 4096 and row["dtype"] == "float32" and "structlin_x" in row
-    ]
-    keys = [(row["structure"], row["implementation"].split()[0], row["backward"]) for row in rows]
-    speed = {
-        key: f"{row['structlin_x']['median']:.2f}" for key, row in zip(keys, rows, strict=True)
-    }
-    forward, both = (speed["Kronecker", "pyfastkron", backward] for backward in (False, True))
+    found = {
+        (row["structure"], row["implementation"], row["tokens"], row["dtype"], row["backward"]):
+        row["structlin_x"]["median"]
+        for row in pages.read("peers")["rows"]
+        if "structlin_x" in row
+    }  # fmt: skip
+
+    def speeds(structure, name="", tokens=4096, dtypes=("float32", "bfloat16")):
+        return [
+            speed
+            for (matrix, implementation, some, dtype, _), speed in found.items()
+            if matrix.startswith(structure) and name in implementation
+            and some == tokens and dtype in dtypes
+        ]  # fmt: skip
+
     text = page_text("speed.md")
-    assert f"we have {forward} of its speed forward, {both} forward and backward" in text
-    assert f"Monarch 16 at {speed['Monarch 16', 'torch-structured', True]}" in text
-    assert f"torchTT at {speed['TT r=8', 'torchTT', True]}" in text
+    fastkron = speeds("Kronecker", "fastkron") + speeds("Kronecker", "fastkron", 16)
+    assert min(fastkron) > 1
+    assert f"Ahead of FastKron in all {len(fastkron)} cases" in text
+    btt = speeds("BTT", "strided")
+    assert f"strided BTT by {min(btt):.1f} to {max(btt):.1f} times with 4096 tokens" in text
+    trained = found["Monarch 4", "strided products", 4096, "float32", True]
+    assert f"faster in float32 ({trained:.2f} of its speed trained on 4096 tokens)" in text
+    behind = {key: speed for key, speed in found.items() if speed < 1 and "low-rank" not in key[0]}
+    few = {key: speed for key, speed in behind.items() if key[2] == 16}
+    assert {key[3:] for key in few} == {("float32", True)}
+    assert {key[0].split()[0] for key in few} == {"Monarch", "BLAST"}
+    said = f"(Monarch, BLAST: {min(few.values()):.2f} to {max(few.values()):.2f})"
+    assert said in text
+    (train,) = (speed for key, speed in behind.items() if key[0] == "TT r=8" and not key[-1])
+    assert f"TT r=8 in bfloat16 with 4096 tokens, {train:.2f} of one large product by W" in text
+    many = {key[0] for key in behind if key[2] == 4096}
+    assert many == {"Monarch 4", "TT r=8"}
 
 
 def test_what_is_said_of_the_compressed_gpt_is_what_the_kept_result_has():

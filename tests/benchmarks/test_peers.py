@@ -20,7 +20,13 @@ PACKAGES = {
     "torchTT": "torchtt.nn",
     "torch-structured": "torch_structured.monarch.monarch_linear",
 }
-WRITTEN_HERE = {"nn.Linear", "structlin", "strided products", "two linear maps"}
+WRITTEN_HERE = {
+    "nn.Linear",
+    "structlin",
+    "strided products",
+    "batched products and sums",
+    "two linear maps",
+}
 
 
 @pytest.fixture
