@@ -31,6 +31,7 @@ from benchmarks.record import RESULTS, environment, save_json
 from benchmarks.runs import parser, run_all
 
 METHODS: dict[str, dict[str, Any]] = {
+    "default": {},  # fast, 5 steps, in bfloat16 where matrices are large
     "inverse-root": {"method": "inverse-root"},
     "ns, 8 steps": {"method": "ns"},
     "fast, 6 steps": {"method": "fast"},

@@ -560,6 +560,10 @@ def test_what_the_page_says_of_polar_factors_holds():
         losses = [row["seconds"]["loss"] for row in table if row["structure"] == structure]
         assert f"from {min(losses):.3f} to {max(losses):.3f} on {structure}" in text
         assert all(row["seconds"]["seeds"] == 3 for row in table)
+        (default,) = (
+            row for row in table if (row["structure"], row["method"]) == (structure, "default")
+        )
+        assert default["seconds"]["loss"] == min(losses)  # "the lowest on both"
     times = {row["method"]: row["step_ms"] for row in table if row["structure"] == "BTT r=1"}
     assert times["fast, 5 steps, bfloat16"] > times["fast, 6 steps"]  # "16 bits cost seconds"
 

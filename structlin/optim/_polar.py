@@ -8,7 +8,7 @@ from torch import Tensor
 from ..duality import dualize, dualize_small, has_fast_batches, is_small
 
 DEFAULT, DEFAULT_STEPS = "fast", 5
-SMALLEST_BFLOAT16 = 64  # short side of the matrices that 16 bits are quicker for than float32
+SMALLEST_BFLOAT16 = 64  # short side from which 16 bits are quicker, but for the engine
 
 
 def method_of(group: dict[str, Any]) -> tuple[str, int | None]:
@@ -21,8 +21,10 @@ def method_of(group: dict[str, Any]) -> tuple[str, int | None]:
 
 def _dtype_of(group: dict[str, Any], matrix: Tensor) -> torch.dtype | None:
     dtype: torch.dtype | None = group["dtype"]
-    large = min(matrix.shape[-2:]) >= SMALLEST_BFLOAT16 and matrix.dtype != torch.float64
-    return torch.bfloat16 if group["method"] is dtype is None and large else dtype
+    if not group["method"] is dtype is None or min(matrix.shape[-2:]) < SMALLEST_BFLOAT16:
+        return dtype
+    exact = matrix.dtype == torch.float64 or is_small(matrix, DEFAULT)
+    return None if exact else torch.bfloat16
 
 
 def dualize_by(group: dict[str, Any], matrix: Tensor) -> Tensor:

@@ -90,18 +90,20 @@ def test_a_layer_moves_by_lr_in_its_own_norm(module, matrices):
     torch.testing.assert_close(found, torch.full_like(found, 0.1), rtol=2e-2, atol=0)
 
 
-def test_the_default_is_in_16_bits_where_matrices_are_large_and_not_where_they_are_float64():
-    for size, dtype, expected in (
-        (63, torch.float32, None),
-        (64, torch.float32, torch.bfloat16),
-        (64, torch.float64, None),
+def test_the_default_is_in_16_bits_where_matrices_are_large_but_for_float64_and_the_engine():
+    in_16_bits = None if engine.load() else torch.bfloat16  # below 2^14 numbers
+    for rows, size, dtype, expected in (
+        (300, 63, torch.float32, None),
+        (80, 64, torch.float32, in_16_bits),
+        (256, 64, torch.float32, torch.bfloat16),
+        (256, 64, torch.float64, None),
     ):
-        module = nn.Linear(size, 80, bias=False, dtype=dtype)
-        gradient = torch.randn(80, size, dtype=dtype)
+        module = nn.Linear(size, rows, bias=False, dtype=dtype)
+        gradient = torch.randn(rows, size, dtype=dtype)
         before, module.weight.grad = module.weight.detach().clone(), gradient
         Muon(module, lr=1.0, momentum=0.0).step()
         polar = dualize(gradient, method="fast", steps=5, dtype=expected)
-        step = (80 / size) ** 0.5 * polar
+        step = (rows / size) ** 0.5 * polar
         torch.testing.assert_close(before - module.weight.detach(), step, rtol=1e-5, atol=1e-6)
 
 
@@ -482,10 +484,10 @@ def test_small_matrices_of_all_shapes_are_dualized_in_one_call_of_the_engine(mon
     monkeypatch.setattr("structlin.optim._polar.dualize_small", counted)
     monkeypatch.setattr("structlin.optim._polar.dualize", one)
     layer = StructuredLinear(36, 16, BTT())
-    model = nn.Sequential(layer, nn.Linear(12, 8), nn.Linear(64, 64))
+    model = nn.Sequential(layer, nn.Linear(12, 8), nn.Linear(128, 128))
     moved(model, Muon(model))
     assert calls == [sorted([*(tuple(core.shape) for core in layer.cores), (1, 8, 12)])]
-    assert large == [((1, 64, 64), torch.bfloat16)]
+    assert large == [((1, 128, 128), torch.bfloat16)]
     for options in ({"method": "svd"}, {"dtype": torch.float64}, {"dtype": torch.bfloat16}):
         moved(model, Muon(model, **options))
     assert len(calls) == 1
