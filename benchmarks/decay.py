@@ -75,7 +75,8 @@ def held_out_loss(row: Row, steps: int) -> float | None:
         )
     except FloatingPointError:
         return None
-    return transfer.evaluate(model, held)
+    loss = transfer.evaluate(model, held)
+    return loss if math.isfinite(loss) else None
 
 
 # ---- the searches --------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ depth)^alpha, alpha = 1 (CompleteP), all matrices of the blocks structured, the 
 start; linear decay of the rate to zero, no warmup. The base point is width 64, depth 2; from there
 a grid of widths and depths.
 
-At each point the rate is searched by factors of 2, from the base point's best, until the best has
-both its neighbours. The optimum is the vertex of the parabola through them, of the geometric mean
-over the seeds of the final loss on all images. Points that the JSON has are not run again.
+At each point the rate is searched by factors of 2 (`stability.lr_sweep`), from the base point's
+best, until the best has both its neighbours. The optimum is the vertex of the parabola through
+them, of the geometric mean over the seeds of the final loss on all images. Points that the JSON has
+are not run again.
 
 Normed by power iterations is searched without weight decay and with two of them: together the best
 rate and decay.
@@ -42,6 +43,7 @@ from benchmarks.papers import sweeps
 from benchmarks.papers.intervals import student
 from benchmarks.record import RESULTS, save_json, table
 from benchmarks.runs import digits, keep, parser, run_all
+from structlin import stability
 from structlin.optim import Depth, Muon, Normed, param_groups
 
 STRUCTURES = [name for name in lr_transfer.STRUCTURES if name != "TT r=4"]
@@ -163,9 +165,8 @@ def train(
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, data: tuple[Tensor, Tensor]) -> float | None:
-    loss = F.cross_entropy(model(data[0]), data[1]).item()
-    return loss if math.isfinite(loss) else None
+def evaluate(model: nn.Module, data: tuple[Tensor, Tensor]) -> float:
+    return F.cross_entropy(model(data[0]), data[1]).item()
 
 
 # ---- the search ----------------------------------------------------------------------------------
@@ -192,9 +193,7 @@ def seek(job: Job, rows: Iterable[Row], seeds: int) -> list[Row]:
     start = sweeps.best(at_base) if at_base else METHODS[method].start
     found = _matching(rows, where)
     while lrs := _untried(curve(found), start):
-        for lr, seed in product(lrs, range(seeds)):
-            row = {**where, "lr": lr, "seed": seed}
-            found.append({**row, "loss": final_loss(row)})
+        found += sweep(where, lrs, seeds)
     return found
 
 
@@ -202,15 +201,22 @@ def _untried(losses: Mapping[float, float], start: float) -> list[float]:
     return sweeps.untried(losses, start) or [start] * (start not in losses)
 
 
-def final_loss(row: Row) -> float | None:
-    method, width = METHODS[row["method"]], row["width"]
-    model = build_model(row["structure"], width, row["depth"], row["seed"], method.alpha)
-    optimizer = method.make(model, row["lr"], width, alpha=method.alpha or 1.0)
-    try:
-        train(model, optimizer, digits(), steps=row["steps"], batch=row["batch"], seed=row["seed"])
-    except FloatingPointError:
-        return None
-    return evaluate(model, digits())
+def sweep(where: Row, lrs: Iterable[float], seeds: int) -> list[Row]:
+    """A row for each rate and seed of a point."""
+    method = METHODS[where["method"]]
+
+    def build(width: int) -> nn.Module:
+        seed = torch.initial_seed()  # of the run
+        return build_model(where["structure"], width, where["depth"], seed, method.alpha)
+
+    def final_loss(model: nn.Module, lr: float, width: int) -> float:
+        optimizer = method.make(model, lr, width, alpha=method.alpha or 1.0)
+        duration = {"steps": where["steps"], "batch": where["batch"]}
+        train(model, optimizer, digits(), **duration, seed=torch.initial_seed())
+        return evaluate(model, digits())
+
+    runs = stability.lr_sweep(build, [where["width"]], lrs, final_loss, seeds=range(seeds)).rows
+    return [{**where, "lr": run.lr, "seed": run.seed, "loss": run.loss} for run in runs]
 
 
 def curve(rows: Iterable[Row]) -> dict[float, float]:

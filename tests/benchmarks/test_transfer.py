@@ -136,11 +136,16 @@ def test_a_run_that_is_kept_is_not_trained_again_and_a_point_starts_at_the_base_
 ):
     trained = []
 
-    def final_loss(row):
-        trained.append(row)
-        return 1.0 + abs(row["lr"] - 2.0**-5)
+    def sweep(where, lrs, seeds):
+        rows = [
+            {**where, "lr": lr, "seed": seed, "loss": 1.0 + abs(lr - 2.0**-5)}
+            for lr in lrs
+            for seed in range(seeds)
+        ]
+        trained.extend(rows)
+        return rows
 
-    monkeypatch.setattr(transfer, "final_loss", final_loss)
+    monkeypatch.setattr(transfer, "sweep", sweep)
     base, wide = ("dense", "AdamW", BASE), ("dense", "AdamW", (256, *BASE[1:]))
     rows = transfer.seek(base, [], seeds=2)
     assert {row["lr"] for row in rows} == {2.0**-n for n in (4, 5, 6, 7, 8)}
@@ -150,6 +155,19 @@ def test_a_run_that_is_kept_is_not_trained_again_and_a_point_starts_at_the_base_
     found = transfer.seek(wide, rows, seeds=2)
     assert {row["lr"] for row in found} == {2.0**-n for n in (4, 5, 6)}
     assert {row["width"] for row in found} == {256}
+
+
+def test_a_run_builds_and_draws_its_batches_by_its_seed_and_divergence_is_none():
+    where = transfer.BASE | {"structure": "dense", "method": "plain AdamW", "steps": 2}
+    for row in transfer.sweep(where, [2.0**-7], seeds=2):
+        model = transfer.build_model("dense", 64, 2, row["seed"], alpha=0.0)
+        optimizer = torch.optim.AdamW(model.parameters(), 2.0**-7, weight_decay=0.0)
+        data = transfer.digits()
+        transfer.train(model, optimizer, data, steps=2, batch=64, seed=row["seed"])
+        assert row == {**where, "lr": 2.0**-7, "seed": row["seed"], "loss": row["loss"]}
+        assert row["loss"] == transfer.evaluate(model, data)
+    (row,) = transfer.sweep(where, [1e30], seeds=1)
+    assert row["loss"] is None
 
 
 def test_the_plan_is_the_whole_grid_and_begins_with_the_base_points():
