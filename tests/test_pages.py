@@ -241,6 +241,26 @@ def test_the_share_of_denses_flop_rate_is_the_speed_times_the_share_of_its_flops
     assert len(table) == 2 + 5
 
 
+def test_what_is_said_of_whole_models_is_what_the_kept_result_has():
+    result, text = pages.read("model"), page_text("speed.md")
+    assert result["environment"]["command"] in text
+    speeds = {
+        (row["variant"], row["model"], row["task"]): row["x_dense"]
+        for row in result["rows"]
+        if not row["compiled"]
+    }
+    shares = [
+        speed["median"] / speeds["none", name, task]["median"]
+        for (variant, name, task), speed in speeds.items()
+        if variant == "BTT r=1, all"
+    ]
+    assert len(shares) == 5
+    assert f"{min(shares):.2f} to {max(shares):.2f} of its speed, not compiled" in text
+    training = [x for (_, *job), x in speeds.items() if job == ["GPT-2 small", "training"]]
+    widest = max(training, key=lambda speed: speed["p80"] / speed["p20"])
+    assert f"are as wide as {widest['p20']:.1f} to {widest['p80']:.1f}" in text
+
+
 def test_what_is_said_of_the_parts_of_a_step_is_what_the_kept_result_has():
     result, text = pages.read("parts"), page_text("speed.md")
     part = pages.parts.parts_of_whole(result["shares"]["rows"])
