@@ -322,6 +322,8 @@ def with_decay(result: Row) -> list[Row]:
             found[row["structure"], (row["width"], row["depth"])].append(row)
     best = {key: min(rows, key=lambda row: row["loss"]) for key, rows in found.items()}
     at_base = BASE["width"], BASE["depth"]
+    if ("dense", at_base) not in best:  # only other methods or structures were asked for
+        return []
     kept = {"method": best["dense", at_base]["method"]}
 
     def losses(structure: str, point: tuple[int, int]) -> dict[float, float]:

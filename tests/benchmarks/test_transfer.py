@@ -129,6 +129,8 @@ def test_the_best_decay_is_that_of_the_least_loss_and_dense_at_the_base_point_sa
     assert wide["cost"] == pytest.approx(2 * 2 ** ((0.4**2 - 0.25**2) / 8))
     assert wide_btt["cost"] == pytest.approx(2 * 2 ** ((1 - 0.25**2) / 8))
     assert "| dense | -6.00, 0 | +0.25, 1/16 | 2.02 |" in transfer.show_decay(result)
+    other = rows_of(0.4, method="Muon")
+    assert not transfer.with_decay({"summary": transfer.summarise(other), "rows": other})
 
 
 def test_a_run_that_is_kept_is_not_trained_again_and_a_point_starts_at_the_base_points_best(
