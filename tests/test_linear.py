@@ -239,6 +239,17 @@ def test_a_batch_of_gradients_is_each_of_them(case, options):
         assert_close(value, torch.stack([gradients[n] for gradients in each]))
 
 
+def test_a_low_rank_layer_trains_by_views_of_its_cores_without_copies_of_their_gradients():
+    y = StructuredLinear(12, 8, LowRank(rank=2))(torch.randn(3, 12))
+    nodes, names = [y.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        names.add(node.name())
+        nodes += [each for each, _ in node.next_functions if each is not None]
+    assert "SqueezeBackward1" in names  # SelectBackward0 fills a gradient with zeros first
+    assert not any(name.startswith("Select") for name in names)
+
+
 def test_a_matrix_whose_squares_overflow_is_projected():
     left = torch.randn(6, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     weight = 1e160 * left @ left.T
