@@ -22,7 +22,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from math import sqrt
@@ -56,19 +56,6 @@ Oracle = Callable[[Structure, Sequence[Tensor], Tensor], Tensor]
 WIDTH = 1024
 
 
-@dataclass(frozen=True, kw_only=True)
-class BLAST(Family):
-    """Blocks that share their factors: block (i, j) of `W` is `U_i diag(s_ij) V_j`."""
-
-    blocks: int
-    rank: int
-
-    def structure(self, in_features: int, out_features: int) -> Structure:
-        sizes = {"i": self.blocks, "j": self.blocks, "r": self.rank}
-        q, p = in_features // self.blocks, out_features // self.blocks
-        return Structure("j q -> i p", "j r q", "r i j", "i p r", q=q, p=p, **sizes)
-
-
 class Implementation(NamedTuple):
     """A way to compute `y = W x`, its parameters in its own layout, and what it has to compute with
     them."""
@@ -82,21 +69,27 @@ class Implementation(NamedTuple):
 Build = Callable[[Structure, torch.dtype], Implementation]
 
 
-def families(width: int) -> dict[str, tuple[Family, tuple[Build, ...]]]:
-    """structlin's family, and the peers that compute the same kind of matrix."""
+def structures(width: int) -> dict[str, tuple[Structure, tuple[Build, ...]]]:
+    """structlin's structure, and the peers that compute the same kind of matrix."""
+    sizes = {"i": 4, "j": 4, "p": width // 4, "q": width // 4, "r": width // 8}
+    blast = Structure("j q -> i p", "j r q", "r i j", "i p r", **sizes)
+
+    def square(family: Family) -> Structure:
+        return family.structure(width, width)
+
+    tensor_trains = (
+        partial(tltorch, how="factorized"), partial(tltorch, how="reconstructed"), torchtt
+    )  # fmt: skip
     return {
-        "Kronecker": (Kronecker(), (fastkron,)),
-        "TT r=8": (
-            TT(rank=8),
-            (partial(tltorch, how="factorized"), partial(tltorch, how="reconstructed"), torchtt),
-        ),
-        "Monarch 4": (Monarch(blocks=4), (torch_structured, strided)),
-        "Monarch 16": (Monarch(blocks=16), (torch_structured, strided)),
-        "BTT r=1": (BTT(rank=1), (strided,)),
-        "BTT r=2": (BTT(rank=2), (strided,)),
-        "BLAST 4, r=d/8": (BLAST(blocks=4, rank=width // 8), (shared_factors,)),
-        "low-rank d/4": (LowRank(rank=width // 4), (two_linear,)),
-        "low-rank d/32": (LowRank(rank=width // 32), (two_linear,)),
+        "Kronecker": (square(Kronecker()), (fastkron,)),
+        "TT r=8": (square(TT(rank=8)), tensor_trains),
+        "Monarch 4": (square(Monarch(blocks=4)), (torch_structured, strided)),
+        "Monarch 16": (square(Monarch(blocks=16)), (torch_structured, strided)),
+        "BTT r=1": (square(BTT(rank=1)), (strided,)),
+        "BTT r=2": (square(BTT(rank=2)), (strided,)),
+        "BLAST 4, r=d/8": (blast, (shared_factors,)),
+        "low-rank d/4": (square(LowRank(rank=width // 4)), (two_linear,)),
+        "low-rank d/32": (square(LowRank(rank=width // 32)), (two_linear,)),
     }
 
 
@@ -243,11 +236,11 @@ def variants(job: Job) -> tuple[list[Variant], list[str]]:
     x, dy = (torch.randn(job.tokens, width).to(dtype) for width in (job.d_in, job.d_out))
     x.requires_grad_(job.backward)
     found, left_out = list[Variant](), list[str]()
-    rows = {"dense": (Dense(), (dense,))} | {
-        name: (family, (structlin, *peers)) for name, (family, peers) in families(job.d_in).items()
+    rows = {"dense": (Dense().structure(job.d_in, job.d_out), (dense,))} | {
+        name: (structure, (structlin, *peers))
+        for name, (structure, peers) in structures(job.d_in).items()
     }
-    for name, (family, builds) in rows.items():
-        structure = family.structure(job.d_in, job.d_out)
+    for name, (structure, builds) in rows.items():
         for build in builds:
             try:
                 with warnings.catch_warnings():

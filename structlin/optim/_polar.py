@@ -21,7 +21,8 @@ def method_of(group: dict[str, Any]) -> tuple[str, int | None]:
 
 def _dtype_of(group: dict[str, Any], matrix: Tensor) -> torch.dtype | None:
     dtype: torch.dtype | None = group["dtype"]
-    if not group["method"] is dtype is None or min(matrix.shape[-2:]) < SMALLEST_BFLOAT16:
+    chosen = group["method"] is not None or dtype is not None
+    if chosen or min(matrix.shape[-2:]) < SMALLEST_BFLOAT16:
         return dtype
     exact = matrix.dtype == torch.float64 or is_small(matrix, DEFAULT)
     return None if exact else torch.bfloat16

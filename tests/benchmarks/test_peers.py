@@ -86,7 +86,7 @@ def test_monarchs_are_judged_by_the_matrix_of_monarch(blocks):
 def test_a_peer_has_the_matrix_and_the_parameters_of_its_family(dtype):
     found, left_out = peers.variants(Job(64, 64, 40, dtype, True))
     assert len(found) + len(left_out) == 2 + sum(
-        1 + len(builds) for _, builds in peers.families(64).values()
+        1 + len(builds) for _, builds in peers.structures(64).values()
     )
     for variant in found:
         assert (
@@ -110,7 +110,7 @@ def test_a_run_measures_every_layer_and_keeps_the_rows(tmp_path, capsys):
     )
     assert kept["left_out"] == list(dict.fromkeys(left_out))
     assert printed.count("# left out: ") == len(kept["left_out"])
-    for name, (_, builds) in peers.families(64).items():
+    for name, (_, builds) in peers.structures(64).items():
         assert name in printed
         for backward in (True, False):
             of_family = [
@@ -168,7 +168,11 @@ def no_gradient(structure, dtype):
 @pytest.mark.parametrize(("wrong", "error"), [(half, r"5\.0e-01"), (no_gradient, r"1\.0e\+00")])
 def test_a_peer_that_is_wrong_is_not_timed(monkeypatch, wrong, error):
     monkeypatch.setattr(
-        peers, "families", lambda width: {"Monarch 4": (Monarch(blocks=4), (peers.strided, wrong))}
+        peers,
+        "structures",
+        lambda width: {
+            "Monarch 4": (Monarch(blocks=4).structure(width, width), (peers.strided, wrong))
+        },
     )
     monkeypatch.setattr(layer, "sample", None)
     with pytest.raises(
@@ -179,7 +183,8 @@ def test_a_peer_that_is_wrong_is_not_timed(monkeypatch, wrong, error):
 
 
 def test_speeds_are_ratios_within_a_round_and_losses_are_named(monkeypatch):
-    monkeypatch.setattr(peers, "families", lambda width: {"BTT": (peers.BTT(), (peers.strided,))})
+    btt = peers.BTT().structure(64, 64)
+    monkeypatch.setattr(peers, "structures", lambda width: {"BTT": (btt, (peers.strided,))})
     rounds = [
         [4.0, 8.0],
         [1.0, 4.0],
