@@ -6,6 +6,8 @@
 // rows times some tokens, which makes a whole vector of results.
 
 #pragma once
+#include <tuple>
+
 #include "layer.h"
 
 namespace {
@@ -40,19 +42,38 @@ inline void multiply_rows(const S* core, Index in, const Held<S>* h, T* next, In
     for (int t = 0; t < N; t++) next[t * stride + columns[r]] = found[r * EACH + t];
 }
 
-// h_(t+1) from h_t, times a factor, for some rows of a core, `batch * fan_out`
+struct Range {
+  Index begin, end;
+};
+struct Share {  // of a core, for a thread: of one of its indices some values, of the others all
+  Range batch, repeat, fan;
+};
+
+// Parts `part` to `end` of `parts`. The index is cut whose middle lies farthest into the results, if it has values enough: threads
+// that write next to each other wait for each other's lines of the cache.
+inline Share share_of(const Step& step, Index part, Index end, Index parts) {
+  Share share{{0, step.batch}, {0, step.repeat}, {0, step.out}};
+  auto rank = [&](Range& range, const Indices& writes) {
+    return std::tuple{std::min(range.end, 4 * parts), writes[range.end / 2], &range};
+  };
+  Range& cut = *std::get<2>(std::max({rank(share.batch, step.writes.batch), rank(share.repeat, step.writes.repeat),
+                                      rank(share.fan, step.writes.fan)}));
+  cut = {part * cut.end / parts, end * cut.end / parts};
+  return share;
+}
+
+// h_(t+1) from h_t, times a factor, for a share of a core
 template <class S, class T>
 void multiply_few(const Step& step, const S* core, Wide<S> factor, const Held<S>* h, T* next, Index stride, Index tokens,
-                  Index begin, Index end) {
+                  const Share& share) {
   constexpr int L = LANES<Wide<S>>, R = std::min(4, L);
-  for (Index row = begin; row < end;) {
-    const Index block = row / step.out, stop = std::min(end, (block + 1) * step.out);
-    for (Index r = 0; r < step.repeat; r++) {
+  for (Index block = share.batch.begin; block < share.batch.end; block++)
+    for (Index r = share.repeat.begin; r < share.repeat.end; r++) {
       const Held<S>* from = h + (block * step.repeat + r) * step.in;
       T* to = next + step.writes.batch[block] + step.writes.repeat[r];
       auto multiply = [&]<int ROWS>(Index o) {
-        const S* rows = core + o * step.in;
-        const Index* columns = step.writes.fan.data() + (o - block * step.out);
+        const S* rows = core + (block * step.out + o) * step.in;
+        const Index* columns = step.writes.fan.data() + o;
         auto some = [&]<int COUNT>(Index t) {
           multiply_rows<S, ROWS, COUNT>(rows, step.in, from + t * stride, to + t * stride, stride, columns, factor);
         };
@@ -63,17 +84,15 @@ void multiply_few(const Step& step, const S* core, Wide<S> factor, const Held<S>
           for (; t + 2 <= tokens; t += 2) some.template operator()<2>(t);
         for (; t < tokens; t++) some.template operator()<1>(t);
       };
-      Index o = row;
+      Index o = share.fan.begin;
       if constexpr (2 * R <= L)
-        for (; tokens == 1 && o + 2 * R <= stop; o += 2 * R) multiply.template operator()<2 * R>(o);
-      for (; o + R <= stop; o += R) multiply.template operator()<R>(o);
-      for (; o < stop; o++) multiply.template operator()<1>(o);
+        for (; tokens == 1 && o + 2 * R <= share.fan.end; o += 2 * R) multiply.template operator()<2 * R>(o);
+      for (; o + R <= share.fan.end; o += R) multiply.template operator()<R>(o);
+      for (; o < share.fan.end; o++) multiply.template operator()<1>(o);
     }
-    row = stop;
-  }
 }
 
-// Each thread takes some tokens through all cores, or if they are too few, some rows of each core
+// Each thread takes some tokens through all cores, or if tokens are too few or cores large, a share of each core
 template <class S>
 void forward_few(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias) {
   using F = Wide<S>;
@@ -87,7 +106,8 @@ void forward_few(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias) {
   const bool straight = fan.back() == first.in - 1 && std::is_sorted(fan.begin(), fan.end());
   Index work = 0;
   for (const Step& step : program.steps) work += step.params() * step.repeat * tokens;
-  const Index groups = tokens >= 2 * threads && work > 2 * GRAIN ? threads : 1;
+  const bool large = program.params() * Index{sizeof(S)} >= 2 * CACHED;  // so that no two threads read the same
+  const Index groups = tokens >= 2 * threads && work > 2 * GRAIN && !large ? threads : 1;
   thread_local Numbers<H> wide;
   const H* numbers = numbers_of<H, S>(x, tokens * program.in, wide);
   auto run = [&](Index begin, Index n) {
@@ -105,14 +125,13 @@ void forward_few(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias) {
     for (Index t = 0; t <= last; t++, std::swap(h, next)) {
       const Step& step = program.steps[t];
       const Core<S>& core = layer.cores[t];
-      const Index rows = step.batch * step.out;
       const Index parts = std::clamp<Index>(step.params() * step.repeat * n / (2 * GRAIN), 1, threads / groups);
       parallel_for(0, parts, 1, [&](Index part, Index end) {
         Settings settings;
         const H* read = reinterpret_cast<const H*>(h);
-        const Index low = part * rows / parts, high = end * rows / parts;
-        if (t < last) multiply_few(step, core.given, core.factor, read, reinterpret_cast<H*>(next), stride, n, low, high);
-        else multiply_few(step, core.given, core.factor, read, next, stride, n, low, high);
+        const Share share = share_of(step, part, end, parts);
+        if (t < last) multiply_few(step, core.given, core.factor, read, reinterpret_cast<H*>(next), stride, n, share);
+        else multiply_few(step, core.given, core.factor, read, next, stride, n, share);
       });
     }
     S* to = y + begin * program.out;

@@ -104,7 +104,7 @@ def test_tokens_are_read_and_written_where_they_lie_bias_and_all(family, dtype):
         assert_near(own, by_einsum(structure, cores, x, bias, dy), dtype)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("family", WIDE, ids=repr)
 def test_wide_layers_on_several_threads_and_the_same_bits_twice(family, threads):
     torch.set_num_threads(threads)
@@ -150,20 +150,24 @@ def test_blocks_of_any_size_in_bfloat16(fan_out, fan_in):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", [Monarch(blocks=4), BTT(rank=4), TT(rank=16), Kronecker()])
-def test_threads_that_share_one_tile_give_the_bits_of_one_thread(family, dtype):
+def test_threads_that_share_few_tokens_give_the_bits_of_one_thread(family, dtype):
     structure = family.structure(1024, 512)
     cores = random_cores(structure, dtype)
     gains = torch.full((len(cores),), 0.5, dtype=torch.float64)  # which clip nothing
     x, dy = tokens(4, 1024, dtype=dtype), tokens(4, 512, dtype=dtype).cos()
+    wants, sigmas = ALL | op.OF_GAINS, [1e3] * len(cores)
     found = []
     try:
-        for threads in (1, 2):
+        for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            wants, sigmas = ALL | op.OF_GAINS, [1e3] * len(cores)
-            found.append(backward(structure, dy, x, cores, wants, gains, sigmas))
+            results = backward(structure, dy, x, cores, wants, gains, sigmas)
+            for n in (1, 4):
+                results.append(forward(structure, cores, x[:n]))
+            found.append(results)
     finally:
         torch.set_num_threads(1)
-    assert all(torch.equal(alone, shared) for alone, shared in zip(*found, strict=True))
+    for shared in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found[0], shared, strict=True))
     without = backward(structure, dy, x, [0.5 * core for core in cores])
     assert_near(found[1][:1], [without[0].double()], dtype)
 
