@@ -18,7 +18,7 @@ template <class S>
 struct Tile {
   using F = Wide<S>;
   using H = Held<S>;
-  static constexpr int L = LANES<F>, G = GROUP<S>;
+  static constexpr int L = LANES<F>, G = GROUP<S>, LINE = BYTES / sizeof(H);
   const Program& program;
   const std::vector<Core<S>>& cores;
   const Index last, size;            // a row holds `size` tokens
@@ -32,9 +32,9 @@ struct Tile {
 
   explicit Tile(const Layer<S>& layer)
       : program(layer.program), cores(layer.cores), last(program.steps.size() - 1), size(layer.tile()), turned(last + 1) {
-    for (const Step& step : program.steps) {  // a vector between two blocks, or many would share a line of the cache
-      h.push_back({step.in, size, step.in * size + L});
-      g.push_back({step.out, size, step.out * size + L});
+    for (const Step& step : program.steps) {  // a line of the cache between two blocks: each begins a line, few lie in one set
+      h.push_back({step.in, size, step.in * size + LINE});
+      g.push_back({step.out, size, step.out * size + LINE});
     }
     x_places = places_of(program.steps.front().reads, h.front());
     dy_places = places_of(program.steps.back().writes, g.back());
