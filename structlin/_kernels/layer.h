@@ -172,9 +172,11 @@ struct Layer {
   }
 
   Index experts() const { return loads.size(); }
-  bool is_few(Index n) const {  // half of a tile would be empty, or widening the cores takes longer than the products
-    const bool large = program.largest() >= LARGE_BLOCK && !(GROUPED<S> && has_matrix_unit());
-    return n <= (large ? FEW_OF_LARGE : std::is_same_v<S, Held<S>> ? LANES<F> / 2 : LANES<F>);
+  bool is_few(Index n) const {  // of a tile much would be empty; widening the cores takes longer than its products; or
+    constexpr Index L = LANES<F>;  // it has fewer blocks than there are threads
+    if (program.largest() >= LARGE_BLOCK && !(GROUPED<S> && has_matrix_unit())) return n <= FEW_OF_LARGE;
+    if (GROUPED<S>) return n <= L / 2;
+    return n <= (std::is_same_v<S, Held<S>> && program.fewest() >= threads() ? L * 3 / 4 : L);
   }
 
   Indices read_loads(const Tensor& given) const {

@@ -80,6 +80,12 @@ struct Program {
     for (const Step& step : steps) most = std::max(most, step.in * step.out);
     return most;
   }
+
+  Index fewest() const {  // products of a core
+    Index least = steps.front().pairs();
+    for (const Step& step : steps) least = std::min(least, step.pairs());
+    return least;
+  }
 };
 
 // Reading a code takes as long as the call of a small layer, so each thread remembers those of its latest calls
