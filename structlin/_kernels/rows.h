@@ -49,8 +49,9 @@ struct Rows {
     }
   }
 
-  static bool serve(const Layer<S>& layer) {
-    if (layer.tokens < 4 * ROWS) return false;
+  static bool serve(const Layer<S>& layer, bool forward) {
+    // forward, all threads read cores that one of them has turned, which many tokens pay for; backward, that is one or none
+    if (layer.tokens < (forward ? 24 : 4) * ROWS) return false;
     const std::vector<Step>& steps = layer.program.steps;
     for (const Step& step : steps)
       if (step.in % (2 * L) || step.out % (2 * L)) return false;
