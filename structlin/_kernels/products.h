@@ -126,7 +126,7 @@ void turn(Numbers<Held<S>>& memory, const Step& step, const Core<S>& core) {
   using F = Wide<S>;
   const Index block = step.in * step.out;
   Held<S>* to = memory.reserve(step.params());
-  parallel_for(0, step.batch, std::max<Index>(1, GRAIN / block), [&](Index begin, Index end) {
+  parallel_for(0, step.batch, std::max<Index>(1, GRAIN / 16 / block), [&](Index begin, Index end) {
     for (Index b = begin * block; b < end * block; b += block)
       transpose<F>(
           step.out, step.in, step.out,

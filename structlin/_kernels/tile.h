@@ -1,7 +1,7 @@
 // A tile of a few dozen tokens, features as rows, while it lies in cache.
 //
 //     forward    m fan-out   k fan-in    n tokens    A the core as it is stored
-//     backward   m fan-in    k fan-out   n tokens    A the core, transposed once a call
+//     backward   m fan-in    k fan-out   n tokens    A the core by columns, for many tokens transposed once a call
 //     dcore      m fan-out   k tokens    n fan-in    A the rows of g, B the rows of h transposed (or the other way round)
 //
 // An activation lies as one row for each feature, with the tokens running along it, so that a permutation between two cores is
@@ -12,7 +12,8 @@
 
 namespace {
 
-constexpr Index DEEP = 256;  // rows of B that stay in the first cache
+constexpr Index DEEP = 256;       // rows of B that stay in the first cache
+constexpr Index OFTEN = 1 << 24;  // products by a block, from which on its transposed copy pays
 
 template <class S>
 struct Tile {
@@ -21,7 +22,7 @@ struct Tile {
   static constexpr int L = LANES<F>, G = GROUP<S>, LINE = BYTES / sizeof(H);
   const Program& program;
   const std::vector<Core<S>>& cores;
-  const Index last, size;            // a row holds `size` tokens
+  const Index tokens, last, size;    // a row holds `size` tokens
   std::vector<Numbers<H>> turned;    // the cores, [batch][fan_in][fan_out]
   std::vector<Layout> h, g;          // of what each core reads, forward and backward
   std::vector<Offsets> writes, reads;  // where it puts its results, forward and backward
@@ -31,7 +32,8 @@ struct Tile {
   const bool wide = !has_matrix_unit();  // whether y and dx are F in the tile, and not yet H
 
   explicit Tile(const Layer<S>& layer)
-      : program(layer.program), cores(layer.cores), last(program.steps.size() - 1), size(layer.tile()), turned(last + 1) {
+      : program(layer.program), cores(layer.cores), tokens(layer.tokens), last(program.steps.size() - 1),
+        size(layer.tile()), turned(last + 1) {
     for (const Step& step : program.steps) {  // a line of the cache between two blocks: each begins a line, few lie in one set
       h.push_back({step.in, size, step.in * size + LINE});
       g.push_back({step.out, size, step.out * size + LINE});
@@ -57,7 +59,10 @@ struct Tile {
       }
   }
   void prepare_backward(bool of_x, bool) {
-    for (Index t = of_x ? 0 : 1; t <= last; t++) turn(turned[t], program.steps[t], cores[t]);
+    for (Index t = of_x ? 0 : 1; t <= last; t++) {
+      const Step& step = program.steps[t];
+      if (G > 1 || tokens * step.in * step.out >= OFTEN) turn(turned[t], step, cores[t]);
+    }
   }
 
   Index area(Index t) const { return program.steps[t].pairs() * h[t].block; }  // of what core t reads
@@ -115,10 +120,10 @@ struct Tile {
 
   // C = factor A B, in parts of A and B that stay in cache, where sums lose nothing by lying in C meanwhile
   template <class T>
-  void multiply(Result<T> c, const H* a, const H* b, Index height, Index depth, F factor) const {
+  void multiply(Result<T> c, const Scalars<H>& a, const H* b, Index height, Index depth, F factor) const {
     const Index deep = std::is_same_v<T, F> ? DEEP : depth;
     for (Index k = 0; k < depth; k += deep) {
-      const Scalars<H> left{a + k, depth, 1};
+      const Scalars<H> left{a(0, k), a.row, a.column};
       const Vectors<H> right{b + k * size, size};
       const Index some = std::min(deep, depth - k);
       if (!k) multiply_into<S, false>(c, left, right, height, size, some, factor);
@@ -134,20 +139,22 @@ struct Tile {
       for (Index pair = begin; pair < end; pair++)
         multiply(Result<T>{to + writes[t].block(pair), writes[t].fan.data(),
                            t == last && bias ? bias + pair * step.out : nullptr},
-                 cores[t].data + pair / step.repeat * step.out * step.in, from + pair * h[t].block, step.out, step.in,
-                 cores[t].factor);
+                 Scalars<H>{cores[t].data + pair / step.repeat * step.in * step.out, step.in, 1},
+                 from + pair * h[t].block, step.out, step.in, cores[t].factor);
     };
     t < last || !wide ? run(static_cast<H*>(to)) : run(static_cast<F*>(to));
   }
 
-  // g_t from g_(t+1), by the transposed core, for some of the blocks; dx is wide
+  // g_t from g_(t+1), for some of the blocks; dx is wide
   void backward(Index t, void* to, const H* from, Index, Index begin, Index end) const {
     const Step& step = program.steps[t];
+    const H* own = turned[t].held.get();
+    const Scalars<H> core = own ? Scalars<H>{own, step.out, 1} : Scalars<H>{cores[t].data, 1, step.in};
     auto run = [&]<class T>(T* to) {
       for (Index pair = begin; pair < end; pair++)
         multiply(Result<T>{to + reads[t].block(pair), reads[t].fan.data()},
-                 turned[t].held.get() + pair / step.repeat * step.in * step.out, from + pair * g[t].block, step.in, step.out,
-                 cores[t].factor);
+                 Scalars<H>{core.at + pair / step.repeat * step.in * step.out, core.row, core.column},
+                 from + pair * g[t].block, step.in, step.out, cores[t].factor);
     };
     t || !wide ? run(static_cast<H*>(to)) : run(static_cast<F*>(to));
   }
