@@ -124,7 +124,7 @@ Totals<Wide<S>> add_tiles(const Layer<S>& layer, Path& path, const S* dy_data, c
               tiles = (tokens + size - 1) / size;
   summed += of_bias ? round_up(program.out, 16) : 0;
   const Index most = MOST / std::max<Index>(1, summed * sizeof(F));
-  const Index parts = std::max<Index>(1, std::min({layer.threads(), tiles, most}));
+  const Index parts = layer.shares_tiles() ? 1 : std::max<Index>(1, std::min({layer.threads(), tiles, most}));
   F* total = found.memory.reserve(std::max<Index>(1, parts * summed));
 
   auto run = [&](Index part) {

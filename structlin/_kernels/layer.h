@@ -239,13 +239,20 @@ struct Layer {
 
   Index threads() const { return std::max<Index>(1, torch::stable::get_num_threads()); }
 
-  // Tokens of a tile: a vector; two where a core is large, so that it is read less often, where numbers go in groups, and
-  // where there are so many tiles that the threads' shares stay alike; four for the matrix unit, where a core is large
+  // Whether threads share each tile's blocks, and not the tiles: of few tokens times large cores, so that there is one sum of
+  // gradients and no core is read by all
+  bool shares_tiles() const {
+    return tokens <= 4 * LANES<F> && program.params() * Index{sizeof(F)} >= CACHED && program.fewest() >= threads();
+  }
+
+  // Tokens of a tile: a vector; two where a core is large, so that it is read less often, where numbers go in groups, where
+  // threads share each, and where there are so many that their shares stay alike; four for the matrix unit, where a core is large
   Index tile() const {
     Index largest = 0;
     for (const Step& step : program.steps) largest = std::max(largest, step.params());
     const bool large = largest * sizeof(F) >= CACHED;
     const Index vectors = GROUPED<S> && large && has_matrix_unit() ? 4 : 2, each = tokens / (vectors * LANES<F>) / threads();
+    if (shares_tiles() && tokens > LANES<F>) return 2 * LANES<F>;
     return (GROUPED<S> || large || each >= 4) && each ? vectors * LANES<F> : LANES<F>;
   }
 };

@@ -120,7 +120,7 @@ def test_wide_layers_on_several_threads_and_the_same_bits_twice(family, threads)
                 random_cores(structure, dtype),
                 tokens(structure.out_features, dtype=dtype),
             )
-            for n in (1, 4, 11, 16, 101):
+            for n in (1, 4, 11, 16, 40, 101):
                 x = tokens(n, structure.in_features, dtype=dtype)
                 dy = tokens(n, structure.out_features, dtype=dtype).cos()
                 dx, *dcores, _, dbias = backward(structure, dy, x, cores)
