@@ -49,8 +49,8 @@ struct Share {  // of a core, for a thread: of one of its indices some values, o
   Range batch, repeat, fan;
 };
 
-// Parts `part` to `end` of `parts`. The index is cut whose middle lies farthest into the results, if it has values enough: threads
-// that write next to each other wait for each other's lines of the cache.
+// Parts `part` to `end` of `parts`. The index is cut whose middle lies farthest into the results, if it has values enough:
+// threads that write next to each other wait for each other's lines of the cache.
 inline Share share_of(const Step& step, Index part, Index end, Index parts) {
   Share share{{0, step.batch}, {0, step.repeat}, {0, step.out}};
   auto rank = [&](Range& range, const Indices& writes) {

@@ -172,8 +172,9 @@ struct Layer {
   }
 
   Index experts() const { return loads.size(); }
-  bool is_few(Index n) const {  // of a tile much would be empty; widening the cores takes longer than its products; or
-    constexpr Index L = LANES<F>;  // it has fewer blocks than there are threads
+  // Whether much of a tile would be empty, widening the cores takes longer than its products, or it has no block for some threads
+  bool is_few(Index n) const {
+    constexpr Index L = LANES<F>;
     if (program.largest() >= LARGE_BLOCK && !(GROUPED<S> && has_matrix_unit())) return n <= FEW_OF_LARGE;
     if (GROUPED<S>) return n <= L / 2;
     return n <= (std::is_same_v<S, Held<S>> && program.fewest() >= threads() ? L * 3 / 4 : L);

@@ -148,8 +148,8 @@ struct Tile {
   // g_t from g_(t+1), for some of the blocks; dx is wide
   void backward(Index t, void* to, const H* from, Index, Index begin, Index end) const {
     const Step& step = program.steps[t];
-    const H* own = turned[t].held.get();
-    const Scalars<H> core = own ? Scalars<H>{own, step.out, 1} : Scalars<H>{cores[t].data, 1, step.in};
+    const H* copy = turned[t].held.get();
+    const Scalars<H> core = copy ? Scalars<H>{copy, step.out, 1} : Scalars<H>{cores[t].data, 1, step.in};
     auto run = [&]<class T>(T* to) {
       for (Index pair = begin; pair < end; pair++)
         multiply(Result<T>{to + reads[t].block(pair), reads[t].fan.data()},
