@@ -356,12 +356,15 @@ def few_tokens(result: dict[str, Any]) -> str:
         lines.append([name, *cells])
     head = ["", *(f"{dtype}, {count}" for dtype, count in columns)]
     least = min(rows, key=lambda row: row["x_dense"]["median"])
-    slower = sum(row["x_dense"]["median"] < 1 for row in rows)
-    widths = ", ".join(map(str, sorted({row["d_in"] for row in rows})))
+    slower = [row for row in rows if row["x_dense"]["median"] < 1]
+    widths, where = (
+        ", ".join(map(str, sorted({row["d_in"] for row in some}))) for some in (rows, slower)
+    )
     says = (
-        f"Of {len(rows)} such layers (width {widths}) {slower} are slower than nn.Linear; the "
-        f"slowest, {least['structure']} at {least['d_in']}, {_tokens(least)}, "
-        f"{least['dtype']}, has {least['x_dense']['median']:.2f} of its speed."
+        f"Of {len(rows)} such layers (width {widths}) {len(slower)} are slower than nn.Linear"
+        f"{f' (width {where})' if slower else ''}; the slowest, {least['structure']} at "
+        f"{least['d_in']}, {_tokens(least)}, {least['dtype']}, has "
+        f"{least['x_dense']['median']:.2f} of its speed."
     )
     for row in rows:
         if all(row[key] == value for key, value in FAST.items()):

@@ -311,9 +311,9 @@ def test_the_table_of_few_tokens_has_the_lowest_speed_of_all_widths():
     assert btt.startswith("| BTT r=1 | 2.50x | - | 5.25x | - |")
     assert monarch.startswith("| Monarch 4 | 0.75x | - | 1.00x | - |")
     assert says == (
-        "Of 5 such layers (width 512, 1024) 1 are slower than nn.Linear; the slowest, Monarch 4 at "
-        "512, 1 token, float32, has 0.75 of its speed. BTT r=1 at 1024 is 5.2 times as fast with "
-        "16 tokens in float32."
+        "Of 5 such layers (width 512, 1024) 1 are slower than nn.Linear (width 512); the slowest, "
+        "Monarch 4 at 512, 1 token, float32, has 0.75 of its speed. BTT r=1 at 1024 is 5.2 "
+        "times as fast with 16 tokens in float32."
     )
 
 
