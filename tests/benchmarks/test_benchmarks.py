@@ -315,6 +315,8 @@ def test_the_table_of_few_tokens_has_the_lowest_speed_of_all_widths():
         "Monarch 4 at 512, 1 token, float32, has 0.75 of its speed. BTT r=1 at 1024 is 5.2 "
         "times as fast with 16 tokens in float32."
     )
+    faster = [row for row in rows if row["structure"] == "BTT r=1"]
+    assert " 0 are slower than nn.Linear; the " in layer.few_tokens({"rows": faster})
 
 
 def test_layer_stops_at_its_budget_and_says_what_it_left_out(tmp_path, capsys):
