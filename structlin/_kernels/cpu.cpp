@@ -27,9 +27,9 @@ constexpr Index MOST = 1 << 30;  // bytes of all threads' sums of gradients
 
 // `run(path)` with the way in which a tile goes through the cores
 template <class S, class Run>
-void by_path(const Layer<S>& layer, bool forward, const Run& run) {
+void by_path(const Layer<S>& layer, const Run& run) {
   if constexpr (std::is_same_v<S, Wide<S>>)
-    if (Rows<S>::serve(layer, forward)) {
+    if (Rows<S>::serve(layer)) {
       Rows<S> rows(layer);
       return run(rows);
     }
@@ -81,12 +81,12 @@ Tensor forward(const Tensor& given, const std::vector<Tensor>& cores, const std:
     held = packed(*bias);
     added = numbers_of<F, S>(*held, memory);
   }
-  layer.over_experts(true, [&](Index, Index first) {
+  layer.over_experts([&](Index, Index first) {
     if (!layer.tokens) return;
     const S* from = static_cast<const S*>(x.data_ptr()) + first * layer.program.in;
     S* to = static_cast<S*>(y.mutable_data_ptr()) + first * layer.program.out;
-    if (layer.few) forward_few<S>(layer, from, to, added);
-    else by_path(layer, true, [&](auto& path) { forward_tiles(layer, path, from, to, added); });
+    if (layer.few()) forward_few<S>(layer, from, to, added);
+    else by_path(layer, [&](auto& path) { forward_tiles(layer, path, from, to, added); });
   });
   return y;
 }
@@ -209,8 +209,8 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
   const S* dy_data = static_cast<const S*>(dy.data_ptr());
   S* dx_data = of_x ? static_cast<S*>(found[0].mutable_data_ptr()) : nullptr;
   std::vector<Totals<F>> totals(layer.experts());
-  layer.over_experts(false, [&](Index expert, Index first) {
-    by_path(layer, false, [&](auto& path) {
+  layer.over_experts([&](Index expert, Index first) {
+    by_path(layer, [&](auto& path) {
       totals[expert] = add_tiles(layer, path, dy_data + first * program.out, x_data + first * program.in,
                                  of_x ? dx_data + first * program.in : nullptr, of_cores, of_bias);
     });

@@ -38,7 +38,9 @@ inline void multiply_rows(const S* core, Index in, const Held<S>* h, T* next, In
   for (int j = 0; j < LANES<F>; j++) all[j] = sum[j / EACH][j % EACH % N];
   T found[LANES<F>];
   store(found, factor * sum_each<F>(all));
+#pragma GCC unroll 8
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
     for (int t = 0; t < N; t++) next[t * stride + columns[r]] = found[r * EACH + t];
 }
 
@@ -62,7 +64,7 @@ inline Share share_of(const Step& step, Index part, Index end, Index parts) {
   return share;
 }
 
-// h_(t+1) from h_t, times a factor, for a share of a core
+// h_(t+1) from h_t, times a factor, for a share of a core. Of 1 to 3 tokens more rows make a whole vector of results.
 template <class S, class T>
 void multiply_few(const Step& step, const S* core, Wide<S> factor, const Held<S>* h, T* next, Index stride, Index tokens,
                   const Share& share) {
@@ -77,6 +79,7 @@ void multiply_few(const Step& step, const S* core, Wide<S> factor, const Held<S>
         auto some = [&]<int COUNT>(Index t) {
           multiply_rows<S, ROWS, COUNT>(rows, step.in, from + t * stride, to + t * stride, stride, columns, factor);
         };
+        if (tokens == 1) return some.template operator()<1>(0);
         Index t = 0;
         if constexpr (ROWS * 4 <= L)
           for (; t + 4 <= tokens; t += 4) some.template operator()<4>(t);
@@ -86,7 +89,7 @@ void multiply_few(const Step& step, const S* core, Wide<S> factor, const Held<S>
       };
       Index o = share.fan.begin;
       if constexpr (2 * R <= L)
-        for (; tokens == 1 && o + 2 * R <= share.fan.end; o += 2 * R) multiply.template operator()<2 * R>(o);
+        for (; tokens < L / R && o + 2 * R <= share.fan.end; o += 2 * R) multiply.template operator()<2 * R>(o);
       for (; o + R <= share.fan.end; o += R) multiply.template operator()<R>(o);
       for (; o < share.fan.end; o++) multiply.template operator()<1>(o);
     }

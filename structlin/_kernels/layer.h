@@ -147,25 +147,24 @@ struct Layer {
   std::vector<Core<S>> cores;  // of the expert at hand
   Indices loads;               // tokens of each expert
   Index tokens;
-  bool few;
+  const bool forward;  // or backward
 
   Layer(const Tensor& x, const std::vector<Tensor>& given, const std::optional<Tensor>& gains,
         const std::vector<double>& sigmas, const std::string& code, const std::optional<Tensor>& given_loads, bool forward)
-      : program(program_of(code)), memory(given.size()) {
+      : program(program_of(code)), memory(given.size()), forward(forward) {
     STD_TORCH_CHECK(given.size() == program.steps.size() && x.dim() > 0 && x.size(x.dim() - 1) == program.in,
                     "structlin: x or the cores do not fit the program");
     STD_TORCH_CHECK(!gains || (gains->numel() == static_cast<Index>(given.size()) && sigmas.size() == given.size()),
                     "structlin: a gain and a sigma are needed for every core");
     tokens = x.numel() / program.in;
     loads = given_loads ? read_loads(packed(*given_loads)) : Indices{tokens};
-    few = forward && is_few(tokens);
     for (size_t t = 0; t < given.size(); t++) {
       const Step& step = program.steps[t];
       STD_TORCH_CHECK(given[t].numel() == experts() * step.params() && given[t].scalar_type() == x.scalar_type(),
                       "structlin: core ", t, " has another size or dtype than the program and x ask for");
       tensors.push_back(packed(given[t]));
       const S* numbers = static_cast<const S*>(tensors[t].data_ptr());
-      Core<S> core{numbers, few ? nullptr : numbers_of<Held<S>, S>(tensors[t], memory[t])};
+      Core<S> core{numbers, few() ? nullptr : numbers_of<Held<S>, S>(tensors[t], memory[t])};
       cores.push_back(core);
     }
     if (gains) normalise(*gains, sigmas);
@@ -173,11 +172,12 @@ struct Layer {
 
   Index experts() const { return loads.size(); }
   // Whether much of a tile would be empty, widening the cores takes longer than its products, or it has no block for some threads
-  bool is_few(Index n) const {
+  bool few() const {
     constexpr Index L = LANES<F>;
-    if (program.largest() >= LARGE_BLOCK && !(GROUPED<S> && has_matrix_unit())) return n <= FEW_OF_LARGE;
-    if (GROUPED<S>) return n <= L / 2;
-    return n <= (std::is_same_v<S, Held<S>> && program.fewest() >= threads() ? L * 3 / 4 : L);
+    if (!forward) return false;
+    if (program.largest() >= LARGE_BLOCK && !(GROUPED<S> && has_matrix_unit())) return tokens <= FEW_OF_LARGE;
+    if (GROUPED<S>) return tokens <= L / 2;
+    return tokens <= (std::is_same_v<S, Held<S>> && program.fewest() >= threads() ? L * 3 / 4 : L);
   }
 
   Indices read_loads(const Tensor& given) const {
@@ -195,13 +195,12 @@ struct Layer {
 
   // For each expert, with its tokens and cores at hand, `run(expert, first)`, `first` being the number of its first token
   template <class Run>
-  void over_experts(bool forward, const Run& run) {
+  void over_experts(const Run& run) {
     const std::vector<Core<S>> all = cores;
     const Index sum = tokens;
-    const bool all_few = few;
     Index first = 0;
     for (Index expert = 0; expert < experts(); first += loads[expert++]) {
-      tokens = loads[expert], few = forward && is_few(tokens);
+      tokens = loads[expert];
       for (size_t t = 0; t < all.size(); t++) {
         const Index start = expert * program.steps[t].params();
         cores[t].given = all[t].given + start;
@@ -209,7 +208,7 @@ struct Layer {
       }
       run(expert, first);
     }
-    cores = all, tokens = sum, few = all_few;
+    cores = all, tokens = sum;
   }
 
   void normalise(const Tensor& gains, const std::vector<double>& sigmas) {
@@ -243,7 +242,8 @@ struct Layer {
   // Whether threads share each tile's blocks, and not the tiles: of few tokens times large cores, so that there is one sum of
   // gradients and no core is read by all
   bool shares_tiles() const {
-    return tokens <= 4 * LANES<F> && program.params() * Index{sizeof(F)} >= CACHED && program.fewest() >= threads();
+    const bool large = program.params() * Index{sizeof(F)} >= CACHED;
+    return tokens <= (forward ? 4 : 6) * LANES<F> && large && program.fewest() >= threads();
   }
 
   // Tokens of a tile: a vector; two where a core is large, so that it is read less often, where numbers go in groups, where

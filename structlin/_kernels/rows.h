@@ -49,9 +49,9 @@ struct Rows {
     }
   }
 
-  static bool serve(const Layer<S>& layer, bool forward) {
+  static bool serve(const Layer<S>& layer) {
     // forward, all threads read cores that one of them has turned, which many tokens pay for; backward, that is one or none
-    if (layer.tokens < (forward ? 24 : 4) * ROWS) return false;
+    if (layer.tokens < (layer.forward ? 24 : 4) * ROWS) return false;
     const std::vector<Step>& steps = layer.program.steps;
     for (const Step& step : steps)
       if (step.in % (2 * L) || step.out % (2 * L)) return false;
