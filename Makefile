@@ -4,7 +4,7 @@ install:
 	pip install -c constraints.txt -e ".[dev]"
 
 fast:
-	pytest -q -m "not slow" tests/test_*.py tests/model
+	pytest -q -m "not slow" tests/test_*.py tests/model structlin
 
 test:
 	ruff check . && ruff format --check . && mypy && pytest

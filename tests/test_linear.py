@@ -287,7 +287,6 @@ def test_w_is_formed_from_as_many_tokens_on_as_the_larger_width(tokens, forms):
     assert counted.get_total_flops() == (dense if forms else tokens * layer.structure.flops)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit is no longer developed
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of the check of the width
 def test_torch_jit_traces_a_layer_for_any_number_of_tokens():
     layer = StructuredLinear(16, 20, BTT(rank=2), weight_norm=True)

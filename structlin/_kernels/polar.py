@@ -26,6 +26,8 @@ def pays(x: Tensor) -> bool:
 def polar(stacks: Sequence[Tensor], schedule: Sequence[tuple[float, float, float]]) -> list[Tensor]:
     """Every matrix of every stack `(batch, m, n)`, over its Frobenius norm, through all steps
     (a, b, c): X <- a X + b (X X^T) X + c (X X^T)^2 X."""
+    if not stacks:  # of which torch could not tell the device
+        return []
     factors: list[Tensor] = _polar(stacks, [number for step in schedule for number in step])
     return factors
 

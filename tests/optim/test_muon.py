@@ -14,6 +14,11 @@ from structlin.optim import Muon
 from tests.models import GPT, perplexed
 
 
+needs_torchs_muon = pytest.mark.skipif(
+    not hasattr(torch.optim, "Muon"), reason="torch 2.9 and later have a Muon"
+)
+
+
 def norms(update: torch.Tensor) -> torch.Tensor:
     """RMS->RMS operator norm of each `(fan_out, fan_in)` matrix."""
     m, n = update.shape[-2:]
@@ -29,6 +34,7 @@ def moved(module: nn.Module, optimizer: Muon) -> dict[str, torch.Tensor]:
     return {name: before[name] - p.detach() for name, p in module.named_parameters()}
 
 
+@needs_torchs_muon
 @pytest.mark.parametrize("shape", [(24, 24), (16, 40), (40, 16)])
 def test_a_linear_layer_moves_as_with_torchs_muon_bit_for_bit(shape):
     model = nn.Linear(*shape, bias=False)
@@ -422,6 +428,7 @@ def test_a_model_converted_after_the_optimizer_was_made_is_noticed_though_gradie
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
+@needs_torchs_muon
 @pytest.mark.parametrize("shape", [(40, 16), (16, 40)])
 def test_match_rms_adamw_makes_the_steps_of_torchs_muon(shape):
     model = nn.Linear(*shape, bias=False)
