@@ -194,7 +194,8 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
   Layer<S> layer(x, cores, gains, sigmas, code, loads, false);
   const Program& program = layer.program;
   const Index count = program.steps.size(), tokens = layer.tokens;
-  STD_TORCH_CHECK(!gains || gains->scalar_type() == ScalarType::Double, "structlin: the gains must be float64");
+  STD_TORCH_CHECK(gains ? gains->scalar_type() == ScalarType::Double : !(wants & OF_GAINS),
+                  "structlin: the gains must be float64, and there must be some for their gradient");
   STD_TORCH_CHECK(dy.numel() == tokens * program.out && dy.scalar_type() == x.scalar_type(),
                   "structlin: dy does not fit x and the program");
   const bool of_x = wants & OF_X, of_cores = wants & (OF_CORES | OF_GAINS), of_bias = wants & OF_BIAS;

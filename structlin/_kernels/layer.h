@@ -154,7 +154,7 @@ struct Layer {
       : program(program_of(code)), memory(given.size()), forward(forward) {
     STD_TORCH_CHECK(given.size() == program.steps.size() && x.dim() > 0 && x.size(x.dim() - 1) == program.in,
                     "structlin: x or the cores do not fit the program");
-    STD_TORCH_CHECK(!gains || (gains->numel() == static_cast<Index>(given.size()) && sigmas.size() == given.size()),
+    STD_TORCH_CHECK(!gains || (sizes_of(*gains) == Indices{static_cast<Index>(given.size())} && sigmas.size() == given.size()),
                     "structlin: a gain and a sigma are needed for every core");
     tokens = x.numel() / program.in;
     loads = given_loads ? read_loads(packed(*given_loads)) : Indices{tokens};
@@ -184,12 +184,12 @@ struct Layer {
     STD_TORCH_CHECK(given.scalar_type() == ScalarType::Long, "structlin: the loads must be int64");
     const int64_t* from = static_cast<const int64_t*>(given.data_ptr());
     Indices found(from, from + given.numel());
-    Index sum = 0;
+    Index left = tokens;
     for (Index load : found) {
       STD_TORCH_CHECK(load >= 0, "structlin: a load is negative");
-      sum += load;
+      left = load <= left ? left - load : -1;
     }
-    STD_TORCH_CHECK(sum == tokens, "structlin: the loads must add up to the tokens of x");
+    STD_TORCH_CHECK(left == 0, "structlin: the loads must add up to the tokens of x");
     return found;
   }
 

@@ -429,6 +429,7 @@ def test_of_a_mixture_weight_normalisation_takes_the_norm_over_all_experts():
         (torch.tensor([6, -1]), "a load is negative"),
         (torch.tensor([2.0, 3.0]), "must be int64"),
         (torch.tensor([5]), "core 0 has another size"),
+        (torch.tensor([2**62, 2**62, 2**62, 2**62 + 5]), "must add up to the tokens"),
     ],
     ids=str,
 )
@@ -437,6 +438,19 @@ def test_loads_that_do_not_fit_are_refused(loads, message):
     cores = [torch.cat([core, core]) for core in random_cores(structure)]
     with pytest.raises(RuntimeError, match=message):
         forward(structure, cores, tokens(5, 12), loads=loads)
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 2), (2, 1), ()], ids=str)
+def test_gains_that_do_not_fit_are_refused(shape):
+    structure = BTT(rank=2).structure(12, 30)
+    with pytest.raises(RuntimeError, match="a gain and a sigma are needed for every core"):
+        forward(structure, random_cores(structure), tokens(5, 12), None, torch.ones(shape), [1, 1])
+
+
+def test_the_gradient_of_gains_that_are_not_there_is_refused():
+    structure = BTT(rank=2).structure(12, 30)
+    with pytest.raises(RuntimeError, match="there must be some for their gradient"):
+        backward(structure, tokens(5, 30), tokens(5, 12), random_cores(structure), op.OF_GAINS)
 
 
 # ---- the stack -----------------------------------------------------------------------------------

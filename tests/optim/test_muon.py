@@ -13,7 +13,6 @@ from structlin.duality import dualize_small
 from structlin.optim import Muon
 from tests.models import GPT, perplexed
 
-
 needs_torchs_muon = pytest.mark.skipif(
     not hasattr(torch.optim, "Muon"), reason="torch 2.9 and later have a Muon"
 )
