@@ -144,7 +144,9 @@ def restructure(model: nn.Module, modules: Mapping[str, Mapping[str, Any]]) -> l
     for name, data in modules.items():
         layer = layers.get(name)
         if layer is None:
-            problems.append(f"{name!r}: the model has no such linear layer")
+            inside = name.partition(".")[2]
+            hint = f" but {inside!r}: save what the wrapper holds" if inside in layers else ""
+            problems.append(f"{name!r}: the model has no such linear layer{hint}")
             continue
         try:
             new = _build_layer(layer, data)

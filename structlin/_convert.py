@@ -369,7 +369,8 @@ def merge(model: nn.Module, *, tokens: int) -> nn.Module:
             was.
 
     >>> from structlin import TT
-    >>> model, x = convert(nn.Sequential(nn.Linear(64, 64)), TT(rank=16)), torch.randn(4096, 64)
+    >>> model = nn.Sequential(StructuredLinear(64, 64, TT(rank=16)))
+    >>> x = torch.randn(4096, 64)
     >>> y = model(x)
     >>> torch.allclose(merge(model, tokens=4096)(x), y, atol=1e-4)
     True
@@ -436,13 +437,17 @@ def _check_calibrated(calibration: Calibration | None, by: str | None, refine: i
 
 def warn_of(planned: Plan) -> None:
     """Warn of what `convert` does that its caller may not expect."""
-    grown = []
+    grown: dict[str, list[str]] = {"parameters": [], "FLOPs a token": []}
     for decision in planned.decisions:
         layer, new = decision.layer, decision.resolved
         dense = layer.in_features * layer.out_features
         if new is not None and new.params > dense:
-            grown.append(f"{layer.name} ({dense:,} -> {new.params:,})")
-    texts = [f"these layers grow, in parameters: {', '.join(grown)}"] if grown else []
+            grown["parameters"].append(f"{layer.name} ({dense:,} -> {new.params:,})")
+        elif new is not None and new.flops > 2 * dense:
+            grown["FLOPs a token"].append(f"{layer.name} ({2 * dense:,} -> {new.flops:,})")
+    texts = [
+        f"these layers grow, in {of}: {', '.join(names)}" for of, names in grown.items() if names
+    ]
     if loose := find_loose_matrices(planned.model):
         names = ", ".join(loose)
         texts.append(f"left dense, for they are parameters and no linear layers: {names}")

@@ -7,6 +7,7 @@ from torch import nn
 
 from structlin import (
     BTT,
+    TT,
     Dense,
     Kronecker,
     LowRank,
@@ -296,6 +297,12 @@ def test_layers_that_grow_are_converted_with_one_warning_that_lists_them():
         convert(model, LowRank(rank=9))
     assert len(caught) == 1
     assert structured(model) == {"0", "1", "2"}
+
+
+def test_layers_of_few_parameters_and_more_flops_than_dense_are_named():
+    with pytest.warns(UserWarning, match=r"grow, in FLOPs a token: 0 \(8,192 -> 16,384\)$"):
+        model = convert(nn.Sequential(nn.Linear(64, 64)), TT(rank=8))
+    assert model[0].structure.params < 64 * 64
 
 
 def test_a_model_that_was_loaded_from_a_checkpoint_warns_that_it_starts_afresh():

@@ -95,15 +95,14 @@ class CoordinateCheck:
         return [slope for slope in self.steepest if not abs(slope.slope) <= self.tolerance]
 
     def table(self) -> Table:
-        """The RMS by width after the last step, and the steepest slope over the steps."""
-        last = max(row.step for row in self.rows)
-        sizes = {(row.layer, row.width): row for row in self.rows if row.step == last}
+        """The steepest slope over the steps, and the RMS by width after that step."""
+        sizes = {(row.layer, row.width, row.step): row for row in self.rows}
         table = Table(
             "layer", "RMS of", *(f"width {width}" for width in self.widths), "slope", "at step", ""
         )
         for slope in self.steepest:
             cells = [
-                format_number(getattr(sizes[slope.layer, width], slope.quantity))
+                format_number(getattr(sizes[slope.layer, width, slope.step], slope.quantity))
                 for width in self.widths
             ]
             verdict = "NOT FLAT" if slope in self.not_flat else ""
@@ -115,7 +114,7 @@ class CoordinateCheck:
     def plot(self, path: PathLike | None = None) -> "Figure":
         """RMS after the last step against width, a line per layer; a file too, if `path` is given.
 
-        The legend has the layers that are not flat.
+        The legend has the layers that are not flat, with their steepest slope and its step.
         """
         figure, last = new_figure(9, 4), max(row.step for row in self.rows)
         steep = {(slope.layer, slope.quantity): slope for slope in self.not_flat}
@@ -128,7 +127,7 @@ class CoordinateCheck:
                 style = (
                     {"color": "0.7", "zorder": 0}
                     if slope is None
-                    else {"label": f"{layer} {slope.slope:+.2f}"}
+                    else {"label": f"{layer} {slope.slope:+.2f} (step {slope.step})"}
                 )
                 axis.plot(
                     [width for width, _ in rows],

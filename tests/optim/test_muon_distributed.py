@@ -33,8 +33,15 @@ LAYOUTS = [
     ("gpt", 2, True, TWO_EXCHANGES),
     ("gpt", 3, True, TWO_EXCHANGES),
     ("gpt float32", 2, False, TWO_EXCHANGES),
+    ("one dense", 2, False, TWO_EXCHANGES),  # the second process owns no whole matrix
 ]
-WIDTHS = {"btt": 64, "few": 4, "low-rank": 48, "kronecker": 36}  # BTT of width 4 has 2 blocks
+WIDTHS = {  # BTT of width 4 has 2 blocks
+    "btt": 64,
+    "few": 4,
+    "low-rank": 48,
+    "kronecker": 36,
+    "one dense": 16,
+}
 
 
 class Collectives(TorchDispatchMode):
@@ -60,10 +67,13 @@ def model_of(name):
             "few": BTT(),
             "low-rank": LowRank(rank=4),
             "kronecker": Kronecker(),
+            "one dense": BTT(),
         }[name]
         first, second = (
             StructuredLinear(WIDTHS[name], WIDTHS[name], structure, bias=False) for _ in range(2)
         )
+        if name == "one dense":
+            second = nn.Linear(WIDTHS[name], WIDTHS[name], bias=False)
         model = nn.Sequential(first, nn.Tanh(), second)
     return model.float() if "float32" in name else model.double()
 

@@ -440,6 +440,12 @@ def test_one_rate_for_all_widths_is_found_and_the_rule_of_param_groups_is_flat(s
     assert str(right).endswith("all layers are flat (slopes within 0.2)")
     assert str(wrong).splitlines()[-1].startswith("not flat: ")
     assert str(wrong).count("NOT FLAT") == len(wrong.not_flat)
+    sizes = {(row.layer, row.width, row.step): row for row in wrong.rows}
+    for slope, line in zip(wrong.steepest, str(wrong.table()).splitlines()[2:], strict=True):
+        printed = [float(cell) for cell in line.split()[2:5]]
+        named = [sizes[slope.layer, width, slope.step] for width in wrong.widths]
+        own = [getattr(row, slope.quantity) for row in named]
+        assert printed == pytest.approx(own, rel=2e-3)
 
 
 def test_the_coordinate_check_takes_the_duality_based_optimizer_and_plots(tmp_path):
