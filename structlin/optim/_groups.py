@@ -82,8 +82,8 @@ def param_groups(
         ValueError: no trainable parameter; lr, eps or weight decay out of range; unknown
             `optimizer` or `decay`; eps of an optimizer that has none; a layer that `base` lacks; a
             width of `base` that is not positive, or that no parameter has; what `Depth` raises.
-        TypeError: `model` is no module; `base` neither a module nor a mapping of integers; `depth`
-            no `Depth`.
+        TypeError: lr or weight decay is text; `model` is no module; `base` neither a module nor a
+            mapping of integers; `depth` no `Depth`.
     Source: Qiu et al. 2024 (arXiv:2406.06248), section 3.2; Yang et al. 2022 (arXiv:2203.03466),
         table 8; Dey et al. 2025 (arXiv:2505.01618), table 1.
 
@@ -95,6 +95,9 @@ def param_groups(
     lr x8 0.008 0.1 ['0.cores.1']
     lr x1, no decay 0.001 0.0 ['0.bias']
     """
+    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+        if isinstance(value, str):
+            raise TypeError(f"{name}={value!r} is text, as YAML reads 1e-3; it must be a number")
     if not 0 < lr < inf:
         raise ValueError(f"lr={lr!r} must be positive and finite")
     if not 0 <= weight_decay < inf:

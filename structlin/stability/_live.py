@@ -39,7 +39,7 @@ QUANTITIES = ("rms", "forward", "dependency", "update")
 
 @dataclass
 class Log:
-    """Readings of a model. Print `table()`."""
+    """Readings of a model. Print it: the table of them."""
 
     rows: list[Reading] = field(default_factory=list)
 
@@ -75,6 +75,9 @@ class Log:
             grown = format_number(growth[layer]) if layer in growth else ""
             table.row(layer, str(rows[-1].step), cells.pop("rms"), grown, *cells.values())
         return table
+
+    def __str__(self) -> str:
+        return str(self.table())
 
     def plot(self, path: PathLike | None = None) -> "Figure":
         """The four numbers over the steps, a line per layer; as a file too, if `path` is given."""

@@ -243,6 +243,12 @@ def test_bad_arguments_are_refused(arguments, message):
         param_groups(GPT(), **{"lr": 1e-3, **arguments})
 
 
+@pytest.mark.parametrize("name", ["lr", "weight_decay"])
+def test_a_number_that_is_text_is_refused(name):
+    with pytest.raises(TypeError, match=f"{name}='1e-3' is text, as YAML reads 1e-3"):
+        param_groups(GPT(), **{"lr": 1e-3, name: "1e-3"})
+
+
 def test_a_frozen_model_is_refused():
     with pytest.raises(ValueError, match="model=StructuredLinear has no trainable parameter"):
         param_groups(StructuredLinear(4, 4).requires_grad_(False), 1e-3)

@@ -287,7 +287,7 @@ def test_growth_is_the_last_rms_over_the_first():
             with torch.no_grad():
                 model.weight *= factor
     assert log.growth == {"Linear": pytest.approx(6)}
-    assert "6.0000" in str(log.table())
+    assert "6.0000" in str(log) == str(log.table())
 
 
 def test_a_compiled_model_is_read_and_not_compiled_anew():
