@@ -110,7 +110,7 @@ def test_a_merged_layer_is_a_copy_of_what_the_cores_were(takes):
 
 def test_conv1d_and_a_root_layer_come_back_as_what_they_were(takes):
     transformers = pytest.importorskip("transformers")
-    conv = convert(nn.Sequential(transformers.pytorch_utils.Conv1D(64, 64)), TT(rank=16))
+    conv = convert(nn.Sequential(transformers.pytorch_utils.Conv1D(64, 64)), TT(rank=4))
     takes(always(2.0), always(1.0))
     assert type(merge(conv, tokens=16)[0]) is transformers.pytorch_utils.Conv1D
     assert type(merge(StructuredLinear(64, 64, TT(rank=16)), tokens=16)) is nn.Linear
