@@ -145,7 +145,8 @@ def restructure(model: nn.Module, modules: Mapping[str, Mapping[str, Any]]) -> l
         layer = layers.get(name)
         if layer is None:
             inside = name.partition(".")[2]
-            hint = f" but {inside!r}: save what the wrapper holds" if inside in layers else ""
+            whole = f" but {inside!r}: the file is of what holds this model, such as a wrapper"
+            hint = whole if inside in layers else ""
             problems.append(f"{name!r}: the model has no such linear layer{hint}")
             continue
         try:

@@ -254,7 +254,7 @@ def test_another_model_is_refused_and_stays_as_it_was(saved, model, message):
 @pytest.mark.parametrize("wrap", [torch.compile, torch.optim.swa_utils.AveragedModel])
 def test_a_model_saved_in_its_wrapper_is_named_as_such(wrap, tmp_path):
     save(wrap(convert(nn.Sequential(nn.Linear(16, 16)), BTT())), tmp_path)
-    with pytest.raises(ValueError, match="no such linear layer but '0': save what the wrapper"):
+    with pytest.raises(ValueError, match=r"layer but '0': .* such as a wrapper"):
         load(nn.Sequential(nn.Linear(16, 16)), tmp_path)
 
 

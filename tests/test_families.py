@@ -587,8 +587,6 @@ def test_a_layer_compiles_without_graph_breaks(case):
 
 
 @pytest.mark.slow
-# torch's own, while it imports inductor
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_a_layer_compiles_with_inductor():
     _compiles(SMALL[-1], "inductor", (2, 3))

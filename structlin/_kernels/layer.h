@@ -240,7 +240,7 @@ struct Layer {
   Index threads() const { return std::max<Index>(1, torch::stable::get_num_threads()); }
 
   // Whether threads share each tile's blocks, and not the tiles: of few tokens times large cores, so that there is one sum of
-  // gradients and no core is read by all
+  // gradients, no core is read by all, and of three tiles no thread has two
   bool shares_tiles() const {
     const bool large = program.params() * Index{sizeof(F)} >= CACHED;
     return tokens <= (forward ? 4 : 6) * LANES<F> && large && program.fewest() >= threads();

@@ -328,7 +328,7 @@ def test_models_of_figure_4_are_compared_pair_by_pair():
     assert pairs["Kronecker", "dense"]["loss"]["value"] == pytest.approx(0.1 * middle)
 
 
-@pytest.mark.filterwarnings("ignore:these layers grow")  # the smallest, of TT r=8
+@pytest.mark.filterwarnings("ignore:these layers grow")  # TT r=8 does, at its smallest width
 @pytest.mark.parametrize(
     ("study", "structure", "layers", "zero"),
     [(MLPS, name, 2, ("c_proj",)) for name in MLPS.new]

@@ -40,8 +40,6 @@ from structlin.modular import (
 MASSES = st.sampled_from([0.5, 1.0, 2.0, 3.0])
 WIDTHS = st.sampled_from([2, 4, 6])
 PART = st.floats(0.2, 0.8)
-# torch's own, in forward mode
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 
 
 @pytest.fixture(autouse=True)

@@ -14,11 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 from benchmarks.zoo import MODELS, logits
-from structlin import BTT, LowRank, StructuredLinear, convert, load, save, to_dense_
+from structlin import BTT, LowRank, Mixture, StructuredLinear, convert, load, save, to_dense_
 from structlin.hf import declare
-
-# ModernBERT of transformers 4
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 
 def converted(name: str, **options):
@@ -99,11 +96,18 @@ def assign(model) -> None:
     )
 
 
+def mix(model) -> None:
+    layer = model.model.layers[0].mlp
+    widths = layer.up_proj.in_features, layer.up_proj.out_features
+    layer.up_proj = Mixture(*widths, BTT(), experts=3, active=2, bias=False)
+
+
 PARTS = {  # name of the model, what is done to a part of it
     "layers": ("llama", lambda model: convert(model.model.layers, BTT())),
     "one mlp": ("llama", lambda model: convert(model.model.layers[0].mlp, BTT())),
     "body": ("llama", lambda model: convert(model.model, BTT())),
     "assigned": ("llama", assign),
+    "mixture": ("llama", mix),
     "blocks": ("gpt2", lambda model: convert(model.transformer.h, BTT())),
     "encoder": ("bert", lambda model: convert(model.bert.encoder, BTT())),
 }
