@@ -56,7 +56,7 @@ def mlp(structure: str, width: int) -> nn.Sequential:
     nn.init.zeros_(model[-1].weight)
     for layer in (model[0], model[2], model[4], model[6]):
         nn.init.zeros_(layer.bias)
-    structlin.convert(model, STRUCTURES[structure](width), exclude="6")
+    structlin.convert(model, STRUCTURES[structure](width), exclude="6", init="mup")
     return model
 
 

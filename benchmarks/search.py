@@ -166,7 +166,7 @@ def time_steps(
     x, y = kind(0).batch(BATCH)
 
     def work(family: structlin.Family, width: int) -> Callable[[], None]:
-        model = structlin.convert(build(task, width), family, include=structured(task))
+        model = structlin.convert(build(task, width), family, include=structured(task), init="mup")
         optimizer = torch.optim.Adam(structlin.param_groups(model, LR[task]))
 
         def step() -> None:

@@ -80,7 +80,7 @@ def vision_model(
 ) -> nn.Module:
     model = kind(vision.MixedDigits.inputs, width, vision.MixedDigits.outputs)
     family = STRUCTURES[structure](width)
-    return structlin.convert(model, family, include="blocks.*", zero_init=zero)
+    return structlin.convert(model, family, include="blocks.*", init="mup", zero_init=zero)
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class ResMLP(nn.Module):
 def build_model(structure: str, width: int, depth: int, seed: int, alpha: float = 1.0) -> nn.Module:
     torch.manual_seed(seed)
     model = ResMLP(width, depth, (BASE["depth"] / depth) ** alpha)
-    return structlin.convert(model, lr_transfer.STRUCTURES[structure](width))
+    return structlin.convert(model, lr_transfer.STRUCTURES[structure](width), init="mup")
 
 
 def adamw(

@@ -179,6 +179,7 @@ def build(
         model = task.model(width)
         if structure is not None:
             options = {"zero_init": task.zero_init, "weight_norm": task.weight_norm}
+            options["init"] = "mup"  # as the dense model's, see `initialise`
             structlin.convert(model, structure, **options)
     return model
 

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import isclose
+from math import isclose, isfinite
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -62,7 +62,7 @@ class Plan:
 
     model: nn.Module
     decisions: list[Decision]
-    init: str = "mup"
+    init: str = "match"
     weight_norm: bool = False
     untie: bool = False
     _refined: dict[str, Refined] = field(default_factory=dict, repr=False)
@@ -122,8 +122,13 @@ class Plan:
         if self.init == "project":
             new = uninitialised(*widths, structure, **options).set_cores_(_take_cores(decision))
         else:
-            options |= {"init": self.init, "zero_init": decision.zero_init}
-            new = StructuredLinear(*widths, structure, **options)
+            options |= {"zero_init": decision.zero_init}
+            if self.init == "match" and not old.weight.is_meta:
+                norm = 0.0 if decision.zero_init else _measure_norm(layer)
+                new = uninitialised(*widths, structure, **options).match_norm_(norm)
+            else:
+                options["init"] = "mup" if self.init == "match" else self.init
+                new = StructuredLinear(*widths, structure, **options)
         new.label, new.conv1d = label(decision.structure), is_conv1d(old)
         for parameter in new.parameters():
             parameter.requires_grad_(old.weight.requires_grad)
@@ -214,6 +219,13 @@ def plan(
         raise ValueError(
             "untie=True: no layer that is converted shares its weight; include one, say 'head'"
         )
+    if init == "match":
+        for layer in (decision.layer for decision in found):
+            if not layer.matrix.is_meta and not isfinite(_measure_norm(layer)):
+                raise ValueError(
+                    f"init='match': the weight of layer {layer.name!r} is not finite; "
+                    "take init='mup'"
+                )
     if init == "project":
         _check_values(found)
         spend = _Spending(budget, budget_of, budget_by)
@@ -259,10 +271,13 @@ def convert(model: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
         exclude: patterns of layers to leave; it wins over everything.
         overrides: pattern -> another structure for these layers, or None to leave them; the first
             that matches holds, also for layers that `include` does not match.
-        init: "mup", "spectral" or "orthogonal", see `init_std`: the new layers start afresh.
-            "project": each starts as near to the old one as its structure allows, see `project`;
-            `plan(...).errors` tells how near. None: "mup", or "project" if `calibration` or
-            `budget` is given.
+        init: "match": each new layer starts afresh, at the scale of the layer that it replaces: its
+            matrix has the Frobenius norm of the old one, zero included, see
+            `StructuredLinear.match_norm_`. So a model's own initialisation carries over.
+            "mup", "spectral" or "orthogonal": it starts afresh at the scale of that rule, see
+            `init_std`. "project": it starts as near to the old one as its structure allows, see
+            `project`; `plan(...).errors` tells how near. None: "match", or "project" if
+            `calibration` or `budget` is given.
         weight_norm: see `StructuredLinear`.
         zero_init: patterns of layers that start as zero: the last linear layer of each residual
             branch.
@@ -310,7 +325,7 @@ def convert(model: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
 
     Warns:
         UserWarning: layers that grow; a model that says that its weights were loaded from a
-            checkpoint.
+            checkpoint; init="match" for weights without values (meta).
 
     >>> from structlin import BTT
     >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
@@ -411,9 +426,11 @@ def _check_types(
 def _choose_init(init: str | None, calibration: Calibration | None, budget: float | None) -> str:
     given = {"calibration": calibration is not None, "budget": budget is not None}
     if init is None:
-        init = "project" if any(given.values()) else "mup"
-    if init not in (*INITS, "project"):
-        raise ValueError(f"init={init!r} is unknown; there are {', '.join(INITS)} and project")
+        init = "project" if any(given.values()) else "match"
+    if init not in ("match", *INITS, "project"):
+        raise ValueError(
+            f"init={init!r} is unknown; there are match, {', '.join(INITS)} and project"
+        )
     for argument, is_given in given.items():
         if is_given and init != "project":
             raise ValueError(
@@ -451,12 +468,23 @@ def warn_of(planned: Plan) -> None:
     if loose := find_loose_matrices(planned.model):
         names = ", ".join(loose)
         texts.append(f"left dense, for they are parameters and no linear layers: {names}")
+    fresh = [d.layer for d in planned.decisions if d.structure is not None and not d.zero_init]
+    if planned.init == "match" and (unknown := [x.name for x in fresh if x.matrix.is_meta]):
+        texts.append(
+            "init='match' takes the scale of the dense weights, and these have no values (meta): "
+            f"{', '.join(unknown[:5])}; they start by init='mup'"
+        )
     source = getattr(getattr(planned.model, "config", None), "_name_or_path", "")
     if source and planned.init != "project":
         afresh = f"init={planned.init!r} starts its converted layers afresh"
         texts.append(f"the model was loaded from {source!r}: {afresh}")
     for text in texts:
         warnings.warn(text, UserWarning, stacklevel=3)
+
+
+def _measure_norm(layer: Layer) -> float:
+    """Frobenius norm of the dense weight."""
+    return float(layer.matrix.float().norm())
 
 
 # ---- projection --------------------------------------------------------------------------------

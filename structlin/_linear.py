@@ -1,7 +1,7 @@
 """`StructuredLinear`: a structure with parameters, as a layer."""
 
 from collections.abc import Sequence
-from math import sqrt
+from math import inf, prod, sqrt
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ._state import DescribedModule
 from ._structure import Structure
 from ._weight import WeightView, record_node
 from .duality import dualize
-from .scaling import INITS, init_std
+from .scaling import INITS, expected_norm, init_std
 
 
 class StructuredLinear(DescribedModule):
@@ -41,6 +41,7 @@ class StructuredLinear(DescribedModule):
         structure: the `Structure`, padding included.
         label: what tables call the structure.
         stds: sigma of each core.
+        init_scale: factor of the last core at the start, see `match_norm_`.
         padding: columns and rows that the structure has beyond the layer's.
         mode: "structured" multiplies core by core; "dense" multiplies the cores into W at every
             call, and by W; "auto", which it is at first, forms W where the structure has nearly
@@ -82,6 +83,7 @@ class StructuredLinear(DescribedModule):
         self.in_features, self.out_features = in_features, out_features
         self.label = label(structure)
         self.init, self.zero_init, self.conv1d, self.mode = init, zero_init, False, "auto"
+        self.init_scale = 1.0
         *inner, last = self.structure.cores
         narrow = zero_init or init == "mup"
         self.stds = [init_std(core, init, bottleneck_variance=narrow) for core in inner]
@@ -98,7 +100,7 @@ class StructuredLinear(DescribedModule):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the cores anew from their normal distributions; gains to 1, bias to 0."""
+        """Draw the cores anew from their distributions; gains to 1, bias to 0."""
         each = zip(self.structure.cores, self.stds, self.cores, strict=True)
         for n, (core, std, parameter) in enumerate(each):
             if self.zero_init and n == len(self.cores) - 1:
@@ -108,10 +110,36 @@ class StructuredLinear(DescribedModule):
                 parameter.copy_(sqrt(core.fan_out / core.fan_in) * dualize(gaussian, method="svd"))
             else:
                 parameter.normal_(0, std)
+        if self.init_scale != 1 and not self.zero_init:
+            self.cores[-1].mul_(self.init_scale)
         if self.gains is not None:
             self.gains.fill_(1)
+            self.gains[-1] = max(1.0, self.init_scale)
         if self.bias is not None:
             self.bias.zero_()
+
+    def match_norm_(self, norm: float) -> "StructuredLinear":
+        """Draw the layer anew, now and in `reset_parameters`, at this Frobenius norm of the matrix.
+
+        The norm is met in root mean square over draws, by the last core; zero zeroes it. For inputs
+        of unit RMS it is `sqrt(out_features)` times the RMS of the outputs, see docs/theory.md.
+
+        Raises:
+            ValueError: `norm` is negative or not finite.
+
+        >>> from structlin import BTT
+        >>> layer = StructuredLinear(256, 256, BTT(rank=1)).match_norm_(0.02 * 256)
+        >>> bool(0.9 < layer.to_dense().norm() / (0.02 * 256) < 1.1)
+        True
+        """
+        if not 0 <= norm < inf:
+            raise ValueError(f"norm={norm!r} must be finite and at least 0")
+        padded = self.structure.in_features, self.structure.out_features
+        kept = self.in_features * self.out_features / prod(padded)  # the rest is padding
+        own = sqrt(kept) * expected_norm(self.structure.cores, self.stds, padded[0])
+        self.zero_init, self.init_scale = norm == 0, norm / own or 1.0
+        self.reset_parameters()
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(x, Proxy):

@@ -5,7 +5,8 @@ H; "Beyond MuP 2" (2026) for the spectral rule; Large et al. 2024, "Scalable Opt
 Modular Norm" (arXiv:2405.14813) for the orthogonal one.
 """
 
-from math import sqrt
+from collections.abc import Sequence
+from math import prod, sqrt
 
 from ._structure import Core
 
@@ -43,6 +44,21 @@ def init_std(core: Core, init: str = "mup", *, bottleneck_variance: bool = False
     if init == "spectral":
         return sqrt(m / n) / (sqrt(m) + sqrt(n))
     return sqrt(min(m, n)) / n
+
+
+def expected_norm(cores: Sequence[Core], stds: Sequence[float], in_features: int) -> float:
+    """Frobenius norm of the matrix, in root mean square over draws of its cores.
+
+    An entry of the matrix is a sum over paths of products of one entry per core, which are
+    uncorrelated. Each input begins prod(fan_out) paths, each of variance prod(std^2).
+
+    >>> from structlin import BTT
+    >>> cores = BTT(rank=1).structure(64, 64).cores
+    >>> round(expected_norm(cores, [init_std(core) for core in cores], 64), 6)  # as of 1 / sqrt(64)
+    8.0
+    """
+    each = zip(cores, stds, strict=True)
+    return sqrt(in_features * prod(core.fan_out * std**2 for core, std in each))
 
 
 def lr_mult(

@@ -232,11 +232,50 @@ def test_a_layer_keeps_device_dtype_grad_mode_training_flag_and_bias():
 def test_a_model_on_meta_stays_there_until_it_is_initialised():
     with torch.device("meta"):
         model = GPT()
-    convert(model, BTT(), include="ffn")
+    with pytest.warns(UserWarning, match=r"have no values \(meta\): h\.0\.mlp\.c_fc.* init='mup'"):
+        convert(model, BTT(), include="ffn")
     assert all(p.is_meta for p in model.parameters())
     layer = model.to_empty(device="cpu").h[0].mlp.c_fc
     layer.reset_parameters()
     assert layer.cores[0].std().item() == pytest.approx(8**-0.5, rel=0.1)
+
+
+@torch.no_grad()
+def test_a_converted_model_starts_at_the_scale_of_the_models_own_initialisation():
+    torch.manual_seed(0)
+    model = GPT()
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight.normal_(0, 0.01 if name.endswith("c_proj") else 0.02)
+    model.h[1].mlp.c_proj.weight.zero_()
+    norms = {name: model.get_submodule(name).weight.norm().item() for name in linear_names(model)}
+    convert(model, BTT(rank=1))
+    assert structured(model)
+    for name in structured(model):
+        layer = model.get_submodule(name)
+        assert layer.to_dense().norm().item() == pytest.approx(norms[name], rel=0.25)
+    first, last = model.h[1].mlp.c_proj.cores
+    assert first.count_nonzero() == first.numel()
+    assert last.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("init", ["mup", "spectral", "orthogonal"])
+def test_a_rule_by_name_does_not_ask_for_the_models_own_scale(init):
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    nn.init.zeros_(model[0].weight)
+    convert(model, BTT(rank=1), init=init)
+    assert model[0].to_dense().norm().item() > 1
+    assert model[0].init_scale == 1
+
+
+def test_weights_that_are_not_finite_have_no_scale_to_start_at():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    nn.init.constant_(model[1].weight, float("nan"))
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"layer '1' is not finite; take init='mup'"):
+        convert(model, BTT(rank=1))
+    assert snapshot(model) == before
+    convert(model, BTT(rank=1), init="mup")
 
 
 def test_a_model_that_is_one_linear_layer_is_replaced():
@@ -310,7 +349,7 @@ def test_a_model_that_was_loaded_from_a_checkpoint_warns_that_it_starts_afresh()
     model.config = type("Config", (), {"_name_or_path": "openai-community/gpt2"})()
     with pytest.warns(
         UserWarning,
-        match="loaded from 'openai-community/gpt2': init='mup' starts its converted layers afresh",
+        match="loaded from 'openai-community/gpt2': init='match' starts its converted layers afresh",
     ):
         convert(model)
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from structlin import BTT, TT, Dense, Kronecker, LowRank, Monarch, Structure, StructuredLinear
-from structlin.scaling import init_std, lr_mult
+from structlin.scaling import expected_norm, init_std, lr_mult
+from tests.catalogue import CASES
 
 WIDE, TALL = (Structure("i -> o", "o i", i=i, o=o).cores[0] for i, o in ((256, 64), (64, 256)))
 
@@ -131,3 +132,68 @@ def test_unknown_rules_are_refused_by_name():
         lr_mult(WIDE, 256, 1, optimizer="lion")
     with pytest.raises(ValueError, match="out_features=None: the SGD rule needs"):
         lr_mult(WIDE, 256, 1, optimizer="sgd")
+
+
+# ---- the scale of the layer that is replaced -----------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_expected_norm_is_that_of_the_drawn_matrices(case):
+    family, columns, rows = case
+    layer = StructuredLinear(columns, rows, family, bias=False, dtype=torch.float64)
+    if layer.structure.params > 10**5 or any(layer.padding):
+        return
+    torch.manual_seed(0)
+    squares = []
+    for _ in range(100):
+        layer.reset_parameters()
+        squares.append(layer.to_dense().square().sum())
+    drawn = torch.stack(squares)
+    expected = expected_norm(layer.structure.cores, layer.stds, columns) ** 2
+    error = 6 * drawn.std() / sqrt(len(drawn))  # of the mean of so many draws
+    assert abs(drawn.mean() - expected) < error
+
+
+@pytest.mark.parametrize("weight_norm", [False, True])
+@pytest.mark.parametrize("widths", [(256, 256), (256, 1024), (1024, 256), (100, 257)], ids=str)
+@pytest.mark.parametrize(
+    "family", [BTT(rank=1), BTT(rank=4), TT(rank=4), LowRank(rank=16), Kronecker()], ids=str
+)
+def test_a_layer_meets_the_norm_that_it_is_given_and_keeps_it(family, widths, weight_norm):
+    torch.manual_seed(0)
+    layer = StructuredLinear(*widths, family, bias=False, weight_norm=weight_norm)
+    norm = 0.02 * sqrt(widths[0] * widths[1])
+    layer.match_norm_(norm)
+    squares = []
+    for _ in range(40):
+        squares.append(layer.to_dense().square().sum().item())
+        layer.reset_parameters()
+    assert sqrt(sum(squares) / len(squares)) == pytest.approx(norm, rel=0.06)
+
+
+def test_the_norm_is_met_by_the_last_core_alone():
+    layer = StructuredLinear(256, 256, BTT(rank=1), bias=False)
+    torch.manual_seed(0)
+    layer.match_norm_(1.0)
+    torch.manual_seed(0)
+    usual = StructuredLinear(256, 256, BTT(rank=1), bias=False)
+    assert layer.cores[0].equal(usual.cores[0])
+    assert layer.init_scale == pytest.approx(1 / 16)
+    torch.testing.assert_close(layer.cores[1], usual.cores[1] / 16)
+
+
+def test_a_norm_of_zero_zeroes_the_last_core_alone():
+    layer = StructuredLinear(64, 64, BTT(rank=1)).match_norm_(0.0)
+    assert layer.cores[0].count_nonzero() == layer.cores[0].numel()
+    assert layer.cores[1].count_nonzero() == 0
+    layer.match_norm_(1.0)
+    assert layer.cores[1].count_nonzero() == layer.cores[1].numel()
+
+
+@pytest.mark.parametrize("norm", [-1.0, float("inf"), float("nan")])
+def test_a_norm_out_of_range_is_refused_before_anything_changes(norm):
+    layer = StructuredLinear(64, 64, BTT(rank=1))
+    before = [core.clone() for core in layer.cores]
+    with pytest.raises(ValueError, match=r"norm=.* must be finite and at least 0"):
+        layer.match_norm_(norm)
+    assert all(map(torch.equal, layer.cores, before))

@@ -183,7 +183,7 @@ def test_torchs_encoder_layer_and_batch_norm_are_counted_and_left_as_they_were()
 def test_a_structured_model_costs_the_same_on_a_device_and_on_none():
     x = torch.zeros(3, 64)
     with torch.device("meta"):
-        nowhere = convert(build_mlp(64), BTT(rank=2), include="2")
+        nowhere = convert(build_mlp(64), BTT(rank=2), include="2", init="mup")
     here = convert(build_mlp(64), BTT(rank=2), include="2")
     assert cost(here, torch.zeros(3, 8)) == cost(nowhere, torch.zeros(3, 8))
     assert cost(here, {"input": x[:, :8]}) == cost(here, [x[:, :8]])

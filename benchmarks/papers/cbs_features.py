@@ -60,7 +60,7 @@ def build_mlp(structure: str, width: int) -> nn.Sequential:
     nn.init.normal_(model[0].weight, std=tasks.Digits.inputs**-0.5)
     nn.init.zeros_(model[4].weight)
     include = ["2"] if structure == "low-rank" else ["0", "2"]
-    return structlin.convert(model, STRUCTURES[structure](width), include=include)
+    return structlin.convert(model, STRUCTURES[structure](width), include=include, init="mup")
 
 
 def train(run: Run, steps: int) -> dict[str, Any]:

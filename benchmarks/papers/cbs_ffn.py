@@ -44,7 +44,9 @@ Run = tuple[str, int, float, int]  # rule, width, lr, seed
 
 def build(width: int) -> nn.Module:
     model = ViT(MixedDigits.inputs, width, MixedDigits.outputs)
-    return structlin.convert(model, structlin.BTT(rank=1), include=FFN, zero_init=["*c_proj"])
+    return structlin.convert(
+        model, structlin.BTT(rank=1), include=FFN, init="mup", zero_init=["*c_proj"]
+    )
 
 
 def train(run: Run, steps: int, samples: int) -> dict[str, Any]:

@@ -65,9 +65,8 @@ def build(task: tasks.Words, structure: str, width: int) -> nn.Module:
     if structure == "BTT":
         zero = ["*c_proj", "lm_head"]
         btt = structlin.BTT(rank=SETTING["rank"])
-        structlin.convert(
-            model, btt, include=["*c_attn", "*c_fc", *zero], zero_init=zero, weight_norm=True
-        )
+        include = ["*c_attn", "*c_fc", *zero]
+        structlin.convert(model, btt, include=include, init="mup", zero_init=zero, weight_norm=True)
     return model
 
 

@@ -53,7 +53,11 @@ def train(run: Run) -> dict[str, Any]:
     if name != "dense":
         btt = structlin.BTT(rank=SETTING["rank"])
         structlin.convert(
-            model, btt, zero_init=["*c_proj"], weight_norm=name.endswith("normalised")
+            model,
+            btt,
+            init="mup",
+            zero_init=["*c_proj"],
+            weight_norm=name.endswith("normalised"),
         )
     sizes: list[float] = []
 

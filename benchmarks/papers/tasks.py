@@ -98,7 +98,9 @@ TASKS: dict[str, type[Teacher] | type[Digits]] = {"teacher": Teacher, "digits": 
 
 def mlp(inputs: int, width: int, outputs: int, family: structlin.Family) -> nn.Sequential:
     """`dense_mlp` with its two square matrices structured."""
-    return structlin.convert(dense_mlp(inputs, width, outputs), family, include=list(SQUARE))
+    return structlin.convert(
+        dense_mlp(inputs, width, outputs), family, include=list(SQUARE), init="mup"
+    )
 
 
 def dense_mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:

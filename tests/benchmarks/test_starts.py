@@ -1,0 +1,102 @@
+"""benchmarks.starts: what its starts are, what its models read, and what its table says."""
+
+import doctest
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+pytest.importorskip("matplotlib")
+
+from benchmarks import starts
+from benchmarks.zoo import import_timm
+from structlin import StructuredLinear
+
+SMALL = starts.Sizes(width=32, depth=1, steps=2, batch=2, heldout=2)
+
+
+def build(name):
+    pytest.importorskip({"GPT-2": "transformers", "ViT": "timm"}.get(name, "torch"))
+    import_timm()
+    torch.manual_seed(0)
+    return starts.build(name, SMALL, 97, None)
+
+
+def layers_of(model):
+    return [module for module in model.modules() if isinstance(module, StructuredLinear)]
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "ViT", "MLP"])
+def test_a_factor_that_is_shared_evenly_leaves_the_matrix(name):
+    torch.manual_seed(0)
+    alone = layers_of(starts.start(build(name), name, "BTT r=1", "match"))
+    torch.manual_seed(0)
+    shared = layers_of(starts.start(build(name), name, "BTT r=1", "evenly"))
+    assert len(alone) == len(shared) > 1
+    for one, other in zip(alone, shared, strict=True):
+        share = one.init_scale**0.5
+        assert_close(other.cores[0], one.cores[0] * share)
+        assert_close(other.cores[1], one.cores[1] / share)
+        assert_close(other.to_dense(), one.to_dense())
+
+
+def test_the_ways_to_start_are_what_the_module_says():
+    def made(way):
+        return layers_of(starts.start(build("MLP"), "MLP", "BTT r=1", way))
+
+    assert all(layer.gains is not None for layer in (*made("match, norm"), *made("recipe")))
+    assert all(layer.gains is None for layer in made("match"))
+    assert [layer.init_scale for layer in made("mup")] == [1.0] * 2
+    assert made("recipe")[-1].cores[-1].count_nonzero() == 0
+
+
+def test_a_gpt_predicts_every_next_character_and_the_mlp_the_last():
+    data = starts.Characters(starts.CONTEXT, 3, 5)
+    inputs, targets = data.batch(torch.Generator().manual_seed(0))
+    assert inputs.shape == targets.shape == (3, starts.CONTEXT)
+    assert inputs[:, 1:].equal(targets[:, :-1])
+    data = starts.Characters(starts.WINDOW, 3, 5)
+    inputs, targets = data.batch(torch.Generator().manual_seed(0))
+    assert inputs.shape == (3, starts.WINDOW)
+    assert targets.shape == (3,)
+    assert len(data.heldout[0]) == 5
+    assert not data.heldout[0].equal(inputs)
+
+
+def test_a_run_is_a_function_of_its_seed():
+    run = ("MLP", "AdamW", "BTT r=1", "match", 1e-3, 0)
+    first, second = (starts.train(run, SMALL, None) for _ in range(2))
+    assert first == second
+    assert first["loss"] != starts.train((*run[:-1], 1), SMALL, None)["loss"]
+
+
+def rows(losses):
+    """Dense at two rates, one start at dense's best; three seeds."""
+    found = [("", "dense", 1.0, 0, 3.0), ("", "dense", 2.0, 0, 9.0)]
+    found += [("", "dense", 1.0, n, 3.0 + n) for n in (1, 2)]
+    found += [("BTT r=1", "match", 1.0, n, loss) for n, loss in enumerate(losses)]
+    return [
+        {"model": "MLP", "optimizer": "AdamW", "structure": s, "start": w, "lr": lr, "seed": n}
+        | {"loss": loss}
+        for s, w, lr, n, loss in found
+    ]
+
+
+def test_a_start_is_compared_with_dense_of_the_same_seed_at_denses_best_rate():
+    found = starts.compare_starts(rows([3.3, 4.4, 5.5]), lambda key: 1.0)
+    logs = found["MLP", "AdamW", "BTT r=1", "match"]
+    assert logs == pytest.approx([math.log(1.1)] * 3)
+    text = starts.show({"rows": rows([3.3, 4.4, 5.5]), "setting": {"seeds": 3}})
+    assert "| MLP, AdamW, BTT r=1 | +10.0 % (10.0 to 10.0) |" in text
+
+
+def test_a_run_that_diverged_is_said():
+    text = starts.show({"rows": rows([3.3, 4.4, None]), "setting": {"seeds": 3}})
+    assert "+inf %" in text
+
+
+def test_the_examples_in_the_docstrings_give_what_they_show():
+    results = doctest.testmod(starts)
+    assert results.attempted
+    assert not results.failed
