@@ -238,9 +238,9 @@ def compress(
         yield {**named, "way": "int8", **row, **size, **data.measure(rounded)}
     if "healed" in ways:
         start = time.process_time()
-        losses = structlin.distill(model, dense, data.healing, **heal, progress=False)
+        healed = structlin.distill(model, dense, data.healing, **heal, progress=False)
         seconds = {"heal_seconds": time.process_time() - start, "heal_steps": heal["steps"]}
-        ends = {"heal_loss": [losses[0], losses[-1]]}
+        ends = {"heal_loss": [healed.before, healed.after]}
         yield {**named, "way": "healed", **row, **seconds, **ends, **data.measure(model)}
 
 

@@ -52,6 +52,7 @@ SIZES = {  # of the small GPT, its training and of batches; --smoke
     "calibration": (8, 2),
     "image": (32, 32),
 }
+JUDGES = 4  # batches of training data by which distillation judges, and does not train
 ABOUT = {
     "batch": "sequences, or images, of a step; sentences come twice as many",
     "steps": "of training before compression; a model of transformers is not trained",
@@ -130,15 +131,16 @@ def compress(
     row |= {"error": sum(errors) / len(errors), "seconds": time.process_time() - start}
     row["after"] = job.measure(model)
     start, steps = time.process_time(), range(options.steps, options.steps + options.heal)
-    losses = structlin.distill(
+    healed = structlin.distill(
         model,
         job.dense,
         map(job.batch, steps),
         steps=options.heal,
         lr=options.heal_lr,
+        held_out=[job.batch(steps.stop + n) for n in range(JUDGES)],
         logits=job.logits,
     )
-    row |= {"loss": [losses[0], losses[-1]], "heal_seconds": time.process_time() - start}
+    row |= {"loss": [healed.before, healed.after], "heal_seconds": time.process_time() - start}
     row["healed"] = job.measure(model)
     folder = options.out / f"{family}-{budget}{'-calibrated' if aware else ''}"
     job.save(model, folder)

@@ -5,7 +5,7 @@ from . import duality, modular, optim, scaling, search, stability
 from ._checkpoint import load, save
 from ._cola import to_cola
 from ._convert import Plan, convert, merge, plan, to_dense_
-from ._distill import distill
+from ._distill import Distilled, distill
 from ._families import (
     BTT,
     TT,
@@ -40,6 +40,7 @@ __all__ = [
     "Core",
     "Cost",
     "Dense",
+    "Distilled",
     "Family",
     "Kronecker",
     "LowRank",

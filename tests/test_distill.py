@@ -118,7 +118,7 @@ def test_padding_changes_nothing_for_a_model_of_transformers():
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     padded = {name: nn.functional.pad(value, (0, 6)) for name, value in batch.items()}
     short, long = (
-        distill(copy.deepcopy(student), teacher, [each], steps=3, lr=1e-3, progress=False)
+        distill(copy.deepcopy(student), teacher, [each], steps=3, lr=1e-5, progress=False).losses
         for each in (batch, padded)
     )
     assert long == pytest.approx(short, rel=1e-4)
@@ -157,8 +157,8 @@ def test_padding_of_torchs_own_encoder_does_not_count():
 def test_a_model_that_is_its_teacher_has_no_loss_and_does_not_change(logits):
     teacher = converted(dense(), BTT(rank=2))
     student = copy.deepcopy(teacher)
-    losses = distill(student, teacher, BATCHES, steps=6, lr=0.1, logits=logits, progress=False)
-    assert losses == [0.0] * 6
+    found = distill(student, teacher, BATCHES, steps=6, lr=0.1, logits=logits, progress=False)
+    assert (found.losses, found.before, found.after) == ([0.0] * 6, 0, 0)
     for name, value in state(teacher).items():
         assert torch.equal(student.state_dict()[name], value)
 
@@ -180,7 +180,8 @@ def test_the_steps_are_adamws_on_param_groups_with_warmup_and_cosine():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    distill(student, teacher, BATCHES, steps=steps, lr=lr, weight_decay=0.1, progress=False)
+    options = {"held_out": BATCHES, "weight_decay": 0.1, "progress": False}
+    assert distill(student, teacher, BATCHES, steps=steps, lr=lr, **options).kept == steps
     for one, other in zip(student.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
 
@@ -206,8 +207,8 @@ def test_digits_are_told_apart_again_after_distillation():
     student = convert(copy.deepcopy(teacher), BTT(rank=1), include="0", init="project")
     before = accuracy(student)
     batches = list(x.split(100))
-    losses = distill(student, teacher, batches, steps=60, lr=0.01, logits=True, progress=False)
-    assert losses[-1] < losses[0] / 10
+    healed = distill(student, teacher, batches, steps=60, lr=0.01, logits=True, progress=False)
+    assert healed.after < healed.before / 10
     assert before < 0.6
     assert accuracy(student) > 0.93
     assert accuracy(teacher) > 0.96
@@ -220,7 +221,7 @@ def test_modes_and_what_is_frozen_stay_and_no_gradient_is_left():
     student[0][0].bias.requires_grad_(False)
     frozen = {name: value for name, value in state(student).items() if "running" in name}
     bias, modes = student[0][0].bias.clone(), [module.training for module in student.modules()]
-    distill(student, teacher, BATCHES, steps=3, lr=0.01, progress=False)
+    assert distill(student, teacher, BATCHES, steps=3, lr=1e-3, progress=False).kept
     assert [module.training for module in student.modules()] == modes
     assert all(module.training for module in teacher.modules())
     assert torch.equal(student[0][0].bias, bias)
@@ -231,7 +232,7 @@ def test_modes_and_what_is_frozen_stay_and_no_gradient_is_left():
 
 def test_an_iterator_with_enough_batches_is_read_and_no_further_than_needed():
     teacher, stream = dense(), iter(BATCHES)
-    distill(converted(teacher), teacher, stream, steps=3, lr=1e-3, progress=False)
+    distill(converted(teacher), teacher, stream, steps=3, held_out=BATCHES[3:], progress=False)
     assert next(stream) is BATCHES[3]
 
 
@@ -244,14 +245,185 @@ def test_progress_is_shown_on_stderr_alone(capfd):
         assert ("distill: loss" in found.err and "2/2" in found.err) is shown
 
 
+# ---- what judges, and what is kept ---------------------------------------------------------------
+
+
+class Recording(nn.Module):
+    """A model that notes the first number of each batch that trains it, or judges it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.trained, self.judged = model, [], []
+
+    def forward(self, x):
+        noted = self.trained if torch.is_grad_enabled() else self.judged
+        noted.append(x[0, 0].item())
+        return self.model(x)
+
+
+class Loader:
+    """What can be read again but has no order of its own, nor a length."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def numbered(count):
+    return [torch.full((2, 16), float(n)) for n in range(count)]
+
+
+@pytest.mark.filterwarnings("ignore:distill")  # what is learned here does not matter
+@pytest.mark.parametrize(
+    ("batches", "steps", "trained", "judged"),
+    [
+        (numbered(3), 4, [0, 2, 0, 2], [1]),  # the middle one of a few
+        (numbered(30), 80, None, [7, 22]),  # a batch for 40 steps, evenly spread
+        (numbered(30), 200, None, [5, 15, 25]),  # a batch in 10
+        (Loader(numbered(3)), 4, [1, 2, 1, 2], [0]),
+        (numbered(1), 2, [0, 0], [0]),  # the only one trains and judges
+        (Loader(numbered(1)), 2, [0, 0], [0]),
+    ],
+)
+def test_batches_that_judge_do_not_train(batches, steps, trained, judged):
+    teacher = dense()
+    student = Recording(converted(teacher))
+    distill(student, teacher, batches, steps=steps, progress=False)
+    times = len(student.judged) // len(judged)
+    assert student.judged == judged * times
+    assert times == 1 + min(10, steps)
+    if trained is None:
+        rest = [n for n in range(30) if n not in judged]
+        trained = (rest * steps)[:steps]
+    assert student.trained == trained
+
+
+@pytest.mark.filterwarnings("ignore:distill")
+def test_batches_held_out_by_the_caller_judge_and_all_others_train():
+    teacher = dense()
+    student = Recording(converted(teacher))
+    *batches, last = numbered(4)
+    distill(student, teacher, iter(batches), steps=3, held_out=[last], progress=False)
+    assert student.trained == [0, 1, 2]
+    assert set(student.judged) == {3}
+
+
+@pytest.mark.parametrize("structure", [LowRank(rank=4), BTT(rank=2)])
+def test_a_rate_that_harms_changes_no_bit_and_warns_once(structure):
+    teacher = dense()
+    student = converted(teacher, structure)
+    before = state(student)
+    with pytest.warns(UserWarning, match="as it was: try a lower lr than 10,") as caught:
+        found = distill(student, teacher, BATCHES, steps=4, lr=10.0, progress=False)
+    assert len(caught) == 1
+    assert (found.kept, found.after) == (0, found.before)
+    assert all(torch.equal(student.state_dict()[name], value) for name, value in before.items())
+
+
+class OneNumber(nn.Module):
+    """s (x1 + x2): it cannot be x1 + 3 x2, its teacher, for two inputs at once."""
+
+    def __init__(self, s, seen):
+        super().__init__()
+        self.s, self.seen = nn.Parameter(torch.tensor(s)), seen
+
+    def forward(self, x):
+        if not torch.is_grad_enabled():
+            self.seen.append(self.s.item())  # as it is judged
+        return self.s * x.sum(-1, keepdim=True)
+
+
+def distill_one_number(s, seen=None, **options):
+    """Train to s = 3, and be judged by the distance from s = 2."""
+    teacher, student = nn.Linear(2, 1, bias=False), OneNumber(s, [] if seen is None else seen)
+    teacher.weight.data = torch.tensor([[1.0, 3.0]])
+    trains, judges = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 1.0]])
+    options = {"steps": 40, "held_out": [judges], "progress": False} | options
+    return distill(student, teacher, [trains], **options), student.s.item()
+
+
+def test_held_out_batches_judge_and_not_those_that_train():
+    with pytest.warns(
+        UserWarning, match="lower held-out loss than the 0.0025 at the start"
+    ) as caught:
+        found, s = distill_one_number(2.1, lr=0.01)
+    assert len(caught) == 1
+    assert found.losses[3] < found.losses[0]
+    assert s == torch.tensor(2.1).item()
+    assert found.kept == 0
+    assert found.before == found.after == pytest.approx((2.1 / 2 - 1) ** 2, rel=1e-5)
+
+
+def test_the_best_state_on_the_way_is_the_one_that_stays():
+    found, s = distill_one_number(0.0, lr=0.2)
+    assert s == pytest.approx(2, abs=0.1)
+    assert 0 < found.kept < 40
+    assert found.before == pytest.approx(1)
+    assert found.after == pytest.approx((s / 2 - 1) ** 2, abs=1e-6)
+
+
+def test_after_a_step_back_the_rate_is_a_quarter_and_adam_begins_anew():
+    seen = []
+    with pytest.warns(UserWarning, match="no state on the way"):
+        distill_one_number(2.0001, lr=0.4, steps=10, seen=seen)
+    moves = [s - 2.0001 for s in seen[1:5]]  # each from there, by the whole rate: Adam's first step
+    falls = [1.0, 1.0, *((1 + math.cos(math.pi * n / 9)) / 2 for n in (1, 2))]
+    expected = [0.4 / 4**n * fall for n, fall in enumerate(falls)]
+    assert moves == pytest.approx(expected, rel=1e-3)
+
+
+class Doubling(nn.Module):
+    """A model that changes its input in place."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x.mul_(2))
+
+
+@pytest.mark.parametrize("pack", [lambda x: x, lambda x: (x,), lambda x: [x], lambda x: {"x": x}])
+def test_a_model_that_changes_its_input_changes_no_batch(pack):
+    teacher = Doubling(dense())
+    student = Doubling(converted(teacher.model))
+    given = [x.clone() for x in BATCHES]
+    batches = [pack(x) for x in given]
+    found = distill(student, teacher, batches, steps=3, held_out=batches, progress=False)
+    for one, other in zip(given, BATCHES, strict=True):
+        assert torch.equal(one, other)
+    plain = converted(teacher.model)
+    doubled = [2 * x for x in BATCHES]
+    expected = distill(plain, teacher.model, doubled, steps=3, held_out=doubled, progress=False)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+
+
 # ---- errors --------------------------------------------------------------------------------------
 
 CASES = {
     "no batch": ({"batches": []}, ValueError, "batches has no batch"),
     "an iterator that ends": (
-        {"batches": iter(BATCHES[:2])},
+        {"batches": iter(BATCHES[:2]), "held_out": BATCHES[2:]},
         ValueError,
         r"batches ended after 2 of steps=5 and cannot be read again: give a list",
+    ),
+    "an iterator alone": (
+        {"batches": iter(BATCHES)},
+        ValueError,
+        r"batches=list_iterator can be read only once, .* held_out=\[batch, \.\.\.\]",
+    ),
+    "nothing held out": ({"held_out": []}, ValueError, "held_out has no batch"),
+    "one batch held out": (
+        {"held_out": BATCHES[0]},
+        TypeError,
+        r"held_out=Tensor .* for example \[batch\]",
+    ),
+    "held out, not finite": (
+        {"held_out": [BATCHES[0] * torch.inf]},
+        FloatingPointError,
+        "the loss of the held-out batches is nan",
     ),
     "one batch": ({"batches": BATCHES[0]}, TypeError, r"batches=Tensor .* for example \[batch\]"),
     "a mapping": ({"batches": {"x": BATCHES[0]}}, TypeError, "batches=dict must be an iterable"),
@@ -275,9 +447,13 @@ CASES = {
     "not finite": (
         {"batches": [*BATCHES, BATCHES[0] * torch.inf]},
         FloatingPointError,
-        r"the loss of step 5 is nan: lr=0.001 is too large, or",
+        r"the loss of step 4 is nan: lr=0.001 is too large, or",
     ),
-    "Ctrl-C": ({"batches": _interrupted()}, KeyboardInterrupt, "stop"),
+    "Ctrl-C": (
+        {"batches": _interrupted(), "held_out": BATCHES},
+        KeyboardInterrupt,
+        "stop",
+    ),
 }
 
 

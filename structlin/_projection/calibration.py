@@ -98,7 +98,7 @@ def observe(
     calls: list[Call] = []
     with eval_mode(model), plain_calls(model), check_ids(model), watch.hooks():
         if isinstance(calibration, Iterable):
-            calls = [_prepare(model, batch) for batch in calibration]
+            calls = [prepare_call(model, batch) for batch in calibration]
             picked = pick_calls(calls)
             for call in picked:
                 run_call(call, model)
@@ -230,7 +230,7 @@ def _check(calibration: Calibration) -> None:
         )
 
 
-def _prepare(model: nn.Module, batch: Any) -> Call:
+def prepare_call(model: nn.Module, batch: Any) -> Call:
     """The call of the model with this batch, as `run` would make it."""
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
