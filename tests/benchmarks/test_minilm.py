@@ -14,10 +14,12 @@ from structlin import BTT, LowRank, convert
 OWN_WARNINGS = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:torch.*"
 )
+FEW_STEPS = pytest.mark.filterwarnings("ignore:distill")  # two need not heal anything
 PEERS = [name for name in minilm_peers.PEERS if name != "int8"]
 
 
 @OWN_WARNINGS
+@FEW_STEPS
 def test_smoke_runs_without_the_weights_and_keeps_nothing(tmp_path, monkeypatch, capsys):
     pytest.importorskip("torchao.quantization", exc_type=ImportError)
     monkeypatch.chdir(tmp_path)

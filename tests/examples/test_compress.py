@@ -16,6 +16,7 @@ import compress_models
 from benchmarks.zoo import import_timm
 from structlin import StructuredLinear
 
+pytestmark = pytest.mark.filterwarnings("ignore:distill")  # two steps need not heal anything
 TEXT = "The quick brown fox jumps over the lazy dog number {n}, and does so again. "
 
 
