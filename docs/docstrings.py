@@ -3,7 +3,7 @@
 A griffe extension, named in mkdocs.yml. Doctests become blocks of code; `a, b: text` under Args or
 Attributes is an entry for each of the names; `#: text` after an attribute is its docstring; a
 function that takes the arguments of another one (`take_arguments_of`) has them; "Source:" is a
-paragraph.
+paragraph. The attributes of a class are one table, and functions come before classes.
 """
 
 import re
@@ -28,6 +28,9 @@ def visit(parent: griffe.Object) -> None:
     """Every object below `parent`, and it."""
     if parent.docstring is not None:
         parent.docstring.value = rewrite(parent.docstring.value)
+    if isinstance(parent, griffe.Module) and parent.exports is not None:
+        names = map(str, parent.exports)
+        parent.exports = sorted(names, key=lambda name: not parent[name].is_function)
     for member in parent.members.values():
         if isinstance(member, griffe.Alias):
             continue
@@ -41,6 +44,32 @@ def visit(parent: griffe.Object) -> None:
                 if taken is not None:
                     member.parameters = parent.members[taken[1]].parameters
         visit(member)
+    if isinstance(parent, griffe.Class):
+        tabulate(parent)
+
+
+def tabulate(parent: griffe.Class) -> None:
+    """Complete the section of attributes in the docstring of a class, which is shown as a table.
+
+    A field of a dataclass about which nothing is said stands in the signature alone.
+    """
+    text, heading = parent.docstring.value if parent.docstring else "", "Attributes:\n"
+    missing = ""
+    for name, member in parent.members.items():
+        known = name.startswith("_") or re.search(rf"^    {name}: ", text, re.MULTILINE)
+        if known or not isinstance(member, griffe.Attribute):
+            continue
+        if member.docstring is not None:
+            about = member.docstring.value.replace("\n", "\n        ")
+        elif "dataclass" in parent.labels and "property" not in member.labels:
+            continue
+        else:
+            about = f"`{member.value}`" if member.value is not None else ""
+        missing += f"    {name}: {about}\n"
+    if missing:
+        before, _, after = (text if heading in text else f"{text}\n\n{heading}").partition(heading)
+        parent.docstring = griffe.Docstring("", parent=parent, parser="google")
+        parent.docstring.value = f"{before}{heading}{missing}{after}".strip("\n")
 
 
 def rewrite(text: str) -> str:

@@ -21,6 +21,9 @@ CSS = """
 img { max-width: 100%; }
 table { display: block; overflow-x: auto; }
 td, th { padding: 0.2em 0.6em; }
+[role=main] { overflow-wrap: break-word; }
+.bs-sidebar .nav { flex-wrap: nowrap; overflow-wrap: anywhere; } /* no wider than its box */
+.bs-sidebar .navbar-collapse { max-height: calc(100vh - 6rem); overflow-y: auto; }
 """
 
 
@@ -38,7 +41,7 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """The page with its links as the site needs them."""
+    """The page with its links as the site needs them; what is typed is told from its output."""
     depth = page.file.src_uri.count("/")
 
     def turn(match: re.Match[str]) -> str:
@@ -49,4 +52,5 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
             target = target.removeprefix("../")
         return f"]({CODE.get(target, target)})"
 
+    markdown = re.sub(r"^```python\n(?=>>> )", "```pycon\n", markdown, flags=re.MULTILINE)
     return re.sub(r"\]\((?!https://)([^)\s]+)\)", turn, markdown)

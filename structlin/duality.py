@@ -256,11 +256,11 @@ def dual_core(gradient: Tensor, *, method: str = "ns") -> Tensor:
 
 
 def dual_norm(gradient: Tensor) -> Tensor:
-    """Dual norm of the gradient of a core or a linear layer, 0-D: <G, T>, the change of the loss
+    """Dual norm of the gradient of a core or a linear layer, 0-D: `<G, T>`, the change of the loss
     to first order, is at most this for a step T of norm 1, and `dual_core(G)` has it.
 
     sqrt(fan_out / fan_in) times the nuclear norm, the sum of the singular values, added over all
-    blocks of `(..., fan_out, fan_in)`. Where the loss is below <G, T> + sharpness |T|^2 / 2, the
+    blocks of `(..., fan_out, fan_in)`. Where the loss is below `<G, T> + sharpness |T|^2 / 2`, the
     step that decreases this most is -(dual_norm(G) / sharpness) dual_core(G), and it decreases it
     by dual_norm(G)^2 / (2 sharpness). `modular.Module.dual_norm` is that of a whole network.
 
@@ -346,7 +346,7 @@ def _one_for_zero(x: Tensor) -> Tensor:
 
 
 def dual_efficiency(gradient: Tensor, update: Tensor) -> Tensor:
-    """How much of the steepest descent `update` is, `(...)`: <G, X> / (|G|_* |X|_2), 1 for the
+    """How much of the steepest descent `update` is, `(...)`: `<G, X> / (|G|_* |X|_2)`, 1 for the
     exact polar factor.
 
     |.|_* is the nuclear norm and |.|_2 the spectral norm of each matrix; NaN where either is zero.

@@ -79,6 +79,38 @@ def test_examples_of_docstrings_are_code_and_convert_has_its_arguments(site):
         assert f"{argument}:" in convert
 
 
+@pytest.mark.slow
+def test_every_page_is_rendered_whole(site):
+    tags = {"a", "body", "button", "code", "div", "em", "footer", "form", "h1", "h2", "h3", "h4"}
+    tags |= {"h5", "h6", "head", "hr", "html", "i", "img", "input", "kbd", "li", "link", "meta"}
+    tags |= {"ol", "p", "pre", "script", "small", "span", "strong", "table", "tbody", "td", "th"}
+    tags |= {"thead", "title", "tr", "ul"}
+    for page in site.rglob("*.html"):
+        text = page.read_text()
+        assert 'class="err"' not in text, page  # Pygments draws a red box around it
+        unknown = {*re.findall(r"<([A-Za-z][^\s>/]*)", text)} - tags  # as <G, T> is, and unseen
+        assert not unknown, page
+        prose = re.sub(r"<(pre|code)\b.*?</\1>", "", text, flags=re.DOTALL)
+        assert not re.findall(r"&gt;&gt;&gt;|```", prose), page
+
+
+@pytest.mark.slow
+def test_functions_come_first_and_the_attributes_of_a_class_are_one_table(site):
+    text = (site / "reference/structlin.html").read_text()
+    symbols = re.findall(r"doc-symbol-heading doc-symbol-(\w+)", text)
+    assert set(symbols) == {"function", "class", "method"}
+    assert symbols.index("class") > len(symbols) - symbols[::-1].index("function") - 1
+    core = text[text.index('id="structlin.Core"') : text.index('id="structlin.Cost"')]
+    assert len(re.findall("number of independent blocks", core)) == 1
+    assert core.count("<table>") == 1
+
+
+@pytest.mark.slow
+def test_the_contents_column_is_no_wider_than_its_box(site):
+    # The theme lets its columns of entries wrap, which makes each as wide as its longest text.
+    assert ".bs-sidebar .nav { flex-wrap: nowrap;" in (site / "site.css").read_text()
+
+
 def test_the_examples_of_the_reader_of_docstrings_give_what_they_show():
     import doctest
 
@@ -109,3 +141,23 @@ def test_comments_after_attributes_are_their_docstrings(tmp_path):
     core = griffe.load("package", search_paths=[tmp_path], extensions=extensions)["Core"]
     assert core["batch"].docstring.value == "of blocks"
     assert core["other"].docstring is None
+
+
+def test_attributes_of_a_class_are_a_section_of_its_docstring(tmp_path):
+    (tmp_path / "package.py").write_text(
+        "from dataclasses import dataclass\n\n\n@dataclass\nclass Core:\n"
+        "    batch: int  #: of blocks\n    other: int\n"
+        "    @property\n    def size(self) -> int:\n        return 1\n\n\n"
+        'class Bond:\n    """One line.\n\n    Attributes:\n        b: known.\n    """\n'
+        "    b = 1\n    c = 2\n    _d = 3\n"
+    )
+    extensions = griffe.load_extensions(load_docstrings().Docstrings)
+    package = griffe.load("package", search_paths=[tmp_path], extensions=extensions)
+    found = {}
+    for name in ("Core", "Bond"):
+        *_, section = package[name].docstring.parse("google", warnings=False)
+        found[name] = {each.name: each.description for each in section.value}
+    assert found == {
+        "Core": {"batch": "of blocks", "size": ""},
+        "Bond": {"b": "known.", "c": "`2`"},
+    }

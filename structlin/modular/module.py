@@ -232,7 +232,7 @@ class Module(nn.Module):
         """The largest inner product of `gradients` with an update of modular norm 1, a 0-D tensor:
         what `dualize()` has.
 
-        Where the loss is below <g, w> + sharpness |w|^2 / 2, as proposition 5 of MN has it, the
+        Where the loss is below `<g, w> + sharpness |w|^2 / 2`, as proposition 5 of MN has it, the
         update w that decreases this most is -(dual_norm / sharpness) times `dualize()`.
 
         Args:
