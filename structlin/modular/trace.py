@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from math import inf, nan, sqrt
+from math import inf, nan, prod, sqrt
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,6 +85,13 @@ def _parts(node: fx.Node, args: tuple[Any, ...]) -> Bound:
     return sqrt(sum(sum(sizes) / size for size in sizes)) / len(sizes), 0.0
 
 
+def _largest_of_window(node: fx.Node, args: tuple[Any, ...]) -> Bound:
+    """Each of the channels may take another element: of k elements, whose RMS over the channels is
+    at most 1 each, the largest ones have sqrt(k). Windows that overlap change nothing."""
+    sizes, dims = args[1], int(_name(node.target)[-2])
+    return sqrt(prod(sizes * dims if len(sizes) == 1 else sizes)), 0.0
+
+
 def _sum(node: fx.Node, args: tuple[Any, ...]) -> Bound | None:
     return (1.0, 0.0) if node.kwargs.get("alpha", 1) == 1 else None
 
@@ -114,6 +121,7 @@ RULES: dict[str, Callable[[fx.Node, tuple[Any, ...]], Bound | None]] = {
     **{name: lambda node, args: (1.0, 0.0) for name in _LINEAR},
     **dict.fromkeys(BONDS, _of_bond),
     "split_with_sizes": _parts,
+    **{f"max_pool{dims}d": _largest_of_window for dims in (1, 2, 3)},
     "add": _sum,
     "sub": _sum,
     "mul": _product,
@@ -533,8 +541,9 @@ def trace(
 
     - nn.Linear, `StructuredLinear`, nn.Embedding, nn.Conv2d: atoms, which hold the model's own
       layers. Atoms and bonds of the algebra inside of the model are themselves.
-    - views, choices of elements, means, pooling, dropout: sensitivity 1. The n equal parts of a
-      fused projection have sensitivity n together, as n projections have.
+    - views, choices of elements, means, average pooling, dropout: sensitivity 1. The n equal parts
+      of a fused projection have sensitivity n together, as n projections have.
+    - max pooling: sqrt(k) for windows of k elements, since channels may choose different ones.
     - sums, differences, concatenation: the norms of the inputs add. x - mean(x) has sensitivity 1.
     - biases and whatever else is added that depends on no input: shifts, of no effect.
     - products with constants: their absolute value. Gains (of norms, of layer scale) count as the

@@ -382,6 +382,38 @@ def test_unequal_parts_of_a_projection_have_the_sensitivity_of_their_bound():
     )
 
 
+@pytest.mark.parametrize(
+    ("pool", "shape", "kernel"),
+    [
+        (nn.MaxPool1d(3), (12,), (3,)),
+        (nn.MaxPool2d(2), (8, 8), (2, 2)),
+        (nn.MaxPool2d(3, stride=1, padding=1), (8, 8), (3, 3)),  # windows overlap
+        (nn.MaxPool2d((1, 3), stride=(1, 2), ceil_mode=True), (8, 8), (1, 3)),
+        (lambda x: F.max_pool2d(x, [2]), (8, 8), (2, 2)),
+        (nn.MaxPool3d(2), (4, 4, 4), (2, 2, 2)),
+    ],
+)
+def test_max_pooling_amplifies_by_the_root_of_its_window(pool, shape, kernel):
+    class Model(nn.Module):
+        def forward(self, x):
+            return pool(x)
+
+    def norm(x):  # the RMS of the channels, the largest over all else
+        return x.square().mean(1).sqrt().max().item()
+
+    torch.manual_seed(0)
+    window = math.prod(kernel)
+    x = torch.randn(1, window, *shape, dtype=torch.float64)
+    net = trace(Model(), x)
+    assert net.attributes.gamma == 0.0
+    for _ in range(20):
+        dx = torch.randn_like(x)
+        assert norm(pool(x + dx) - pool(x)) <= net.sensitivity * norm(dx)
+    # Every channel has its largest element in a place of its own: the bound is met.
+    dx = torch.eye(window, dtype=torch.float64).view(1, window, *kernel)
+    assert norm(pool(dx)) / norm(dx) == pytest.approx(net.sensitivity)
+
+
 def test_gains_count_as_they_are_and_constants_shift():
     class Gained(nn.Module):
         def __init__(self):
