@@ -43,6 +43,7 @@ STRUCTURES = {
 }
 BASE_WIDTH = 64
 RULES = ("naive", "aware")
+LINES = {"naive": (".--", "naive"), "aware": (".-", "ours")}  # of the picture
 
 Job = tuple[str, int, str]  # structure, width, rule
 Flat = dict[str, list[str]]
@@ -224,43 +225,31 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], result: dict[str, Any]) -> Figure:
+    """Loss against the base learning rate at the least and the largest width: a panel for each
+    structure, its curves by rule."""
     best, widths = best_lrs(rows), sorted({row["width"] for row in rows})
-    figure = Figure(figsize=(3 * len(STRUCTURES), 8), layout="constrained")
-    axes = figure.subplots(3, len(STRUCTURES), sharey="row")
-    colours = dict(zip(widths, colormaps["viridis"]([0.0, 0.45, 0.85]), strict=False))
-    for column, structure in enumerate(STRUCTURES):
-        for line, rule in enumerate(RULES):
-            axis = axes[line, column]
-            for width in widths:
-                _, means = best.get((structure, width, rule)) or best[structure, width, "aware"]
-                axis.plot(
-                    list(means),
-                    list(means.values()),
-                    ".-",
-                    color=colours[width],
-                    label=f"width {width}",
-                )
-            axis.axvline(result["reference_lr"], color="0.7", zorder=0)
-            axis.set_xscale("log", base=2)
-            axis.set(
-                yscale="log", title=f"{structure}, {rule}" if structure != "dense" else structure
+    names = [name for name in STRUCTURES if name != "dense" and (name, widths[0], "aware") in best]
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    axes = figure.subplots(-(-len(names) // 3), min(3, len(names)), sharex=True, squeeze=False)
+    colours = {widths[0]: "tab:purple", widths[-1]: "tab:green"}
+    for axis, structure in zip(axes.flat, names, strict=False):
+        for (width, colour), rule in product(colours.items(), RULES):
+            lr, means = best[structure, width, rule]
+            style, label = LINES[rule]
+            axis.plot(
+                *zip(*means.items(), strict=True), style, color=colour, label=f"{width}, {label}"
             )
-            axis.set_xlabel("base learning rate")
-        axis = axes[2, column]
-        for rule, style in zip(RULES, ("s--", "o-"), strict=True):
-            kept = [
-                r for r in rows if r["structure"] == structure and r["lr"] == result["reference_lr"]
-            ]
-            kept = [r for r in kept if r["rule"] == rule or structure == "dense"]
-            found = [[r["feature_change"] for r in kept if r["width"] == width] for width in widths]
-            axis.plot(widths, [sum(values) / len(values) for values in found], style, label=rule)
+            axis.plot([lr], [means[lr]], "o", color=colour, markersize=8)
+        axis.axvline(result["reference_lr"], color="0.7", zorder=0)
         axis.set_xscale("log", base=2)
-        axis.set(yscale="log", xlabel="width")
-    axes[0, 0].set_ylabel("final train loss")
-    axes[1, 0].set_ylabel("final train loss")
-    axes[2, 0].set_ylabel("RMS feature change")
-    axes[0, 0].legend()
-    axes[2, -1].legend()
+        axis.set(yscale="log", title=structure)
+    for axis in axes[-1]:
+        axis.set_xlabel("base learning rate")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("final training loss")
+    lines = axes[0, 0].get_legend_handles_labels()
+    title = "width, rule of the rate; gray: dense's best rate"
+    figure.legend(*lines, loc="outside lower center", ncols=4, title=title)
     return figure
 
 
