@@ -504,10 +504,15 @@ class Traced(Module):
 
     def terms(self) -> list[Term]:
         names = {weight: name for name, weight in self._orig_mod.named_parameters()}
-        return [
-            replace(t, name=names[self.expression.get_parameter(t.name)])
-            for t in self.expression.terms()
-        ]
+        terms = self.expression.terms()
+        weights = [self.expression.get_parameter(term.name) for term in terms]
+        gone = sum(weight not in names for weight in weights)
+        if gone:
+            raise ValueError(
+                f"trace: {gone} of {len(weights)} weights are no longer the model's, as after "
+                "convert or load; trace it again"
+            )
+        return [replace(t, name=names[w]) for t, w in zip(terms, weights, strict=True)]
 
     def get_parameter(self, target: str) -> nn.Parameter:
         return self._orig_mod.get_parameter(target)

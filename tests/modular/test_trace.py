@@ -568,6 +568,14 @@ def test_what_the_algebra_has_no_expression_for_is_refused(model, message):
         trace(model(), torch.randn(4, 4))
 
 
+def test_a_trace_of_a_model_that_was_converted_since_says_so():
+    model = nn.Sequential(plain(16, 16), nn.ReLU(), plain(16, 10))
+    net = trace(model, torch.randn(2, 16))
+    convert(model, BTT(), include=["0"])
+    with pytest.raises(ValueError, match="1 of 2 weights are no longer the model's"):
+        masses(net)
+
+
 def test_only_modules_are_traced():
     with pytest.raises(TypeError, match=r"model=function must be a torch.nn.Module"):
         trace(F.relu, torch.randn(1))
