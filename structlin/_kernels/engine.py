@@ -4,27 +4,37 @@ use.
     STRUCTLIN_ENGINE=off    plain products instead
     STRUCTLIN_CACHE=folder  where the library is kept; otherwise the user's cache folder, or one
                             under the temporary folder where that cannot be written
+    STRUCTLIN_CXXFLAGS=...  compiler flags after ours, for example -march=x86-64-v3
+    CXX="ccache g++"        the compiler; otherwise g++ or clang++
     python -m structlin._kernels.build    builds it now, for example in an image of a container
 
-The library's name says what it was made from: source, flags, torch, compiler, CPU. It is built
-aside and renamed: there is a whole one or none, whatever happens to the build and however many
-processes build at once. A folder that another user owns, or may write to, is not trusted.
+The library's name says what it was made from (source, flags, torch, compiler, CPU) and holds the
+digest of the library itself. A library that is not what its name says, torn by a full disk or a
+power cut, is built again. One process builds, aside, and renames; the others wait for it. A folder
+that another user can change, or that lies in such a folder, is not trusted.
 """
 
 import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+if sys.platform != "win32":
+    import fcntl
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 FLAGS = (
@@ -105,7 +115,7 @@ def _load() -> State:
     try:
         path = build()
         torch.ops.load_library(path)  # type: ignore[no-untyped-call]
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         says = " ".join(str(error).split())[:300]
         _log.warning(
             "plain products instead of the compiled CPU engine, two to four times slower: %s", says
@@ -128,19 +138,34 @@ def build() -> Path:
         )
     if not hasattr(os, "getuid"):
         raise RuntimeError(f"{platform.system()} is not supported, only Linux and macOS")
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-    describe = _describe_compiler(compiler) if compiler else "none"
-    sources = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
-    digest = _hash(*sources, *FLAGS, torch.__version__, describe, _describe_cpu())
-    name = f"engine-{digest}.so"
+    compiler = find_compiler()
+    flags = (*FLAGS, *shlex.split(os.environ.get("STRUCTLIN_CXXFLAGS", "")))
+    sources = [path.read_bytes() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
+    tools = *flags, torch.__version__, _run([*compiler, "--version"]), _describe_cpu()
+    stem = f"engine-{_hash(*sources, *(text.encode() for text in tools))}"
     folder = find_folder()
-    path = folder / name
-    if path.exists():
-        _require_private(path)
-        return path
-    if compiler is None:
-        raise RuntimeError("no C++ compiler is found: install g++ or clang++, or set CXX")
-    return _compile(compiler, path)
+    found = _find_library(folder, stem)
+    if found:
+        return found
+    with _lock_folder(folder):
+        return _find_library(folder, stem) or _compile([*compiler, *flags], folder, stem)
+
+
+def find_compiler() -> list[str]:
+    """The command of CXX, or g++ or clang++.
+
+    Raises:
+        RuntimeError: there is no such program.
+    """
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    for command in [chosen] if chosen else [["g++"], ["clang++"]]:
+        program = shutil.which(command[0])
+        if program:
+            return [program, *command[1:]]
+    raise RuntimeError(
+        "no C++ compiler is found: install g++ or clang++, or set CXX"
+        + (f", which is {os.environ['CXX']!r}" if chosen else "")
+    )
 
 
 def find_folder() -> Path:
@@ -156,6 +181,7 @@ def find_folder() -> Path:
     for folder in [Path(chosen)] if chosen else [Path(home, "structlin"), Path(temporary)]:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder = folder.resolve()
             _require_private(folder)
             if not os.access(folder, os.W_OK | os.X_OK):
                 raise RuntimeError(f"{folder} cannot be written to")
@@ -169,74 +195,87 @@ def find_folder() -> Path:
 
 
 def _require_private(path: Path) -> None:
-    """Nobody but this user, or root, could have put code there."""
-    found = path.stat()
-    if found.st_uid not in (os.getuid(), 0):
-        raise RuntimeError(
-            f"{path} belongs to another user (uid {found.st_uid}), "
-            "so what lies there is not trusted"
-        )
-    if found.st_mode & 0o022:
-        raise RuntimeError(
-            f"{path} can be written to by other users (mode {found.st_mode & 0o777:o}): "
-            "chmod go-w it"
-        )
+    """Only this user and the machine's own can put code there: `path`, which has no links in it,
+    and the folders above. In a sticky folder, such as /tmp, nobody can replace what is another's.
+    """
+    trusted = os.getuid(), 0, os.stat("/").st_uid  # in a container / may be nobody's
+    for part in (path, *path.parents):
+        found = part.lstat()
+        if found.st_uid not in trusted:
+            raise RuntimeError(
+                f"{part} belongs to another user (uid {found.st_uid}), "
+                "so what lies there is not trusted"
+            )
+        others = 0o002 if found.st_gid == found.st_uid else 0o022  # or the group is the user's own
+        if found.st_mode & others and (part == path or not found.st_mode & stat.S_ISVTX):
+            raise RuntimeError(
+                f"{part} can be written to by other users (mode {stat.S_IMODE(found.st_mode):o}): "
+                "chmod go-w it"
+            )
 
 
-def _compile(compiler: str, path: Path) -> Path:
-    _remove_leftovers(path.parent)
+def _find_library(folder: Path, stem: str) -> Path | None:
+    """The library that was made as `stem` says and is still what its name says."""
+    for path in folder.glob(f"{stem}-*.so"):
+        _require_private(path)
+        if path.name == f"{stem}-{_hash(path.read_bytes())}.so":
+            return path
+    return None
+
+
+@contextmanager
+def _lock_folder(folder: Path) -> Iterator[None]:
+    """One process at a time. A file system without locks lets all of them build, which harms
+    nobody."""
+    with (folder / "lock").open("w") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(command: Sequence[str], folder: Path, stem: str) -> Path:
+    _remove_leftovers(folder, stem)
     torch_folder = Path(torch.__file__).parent
+    libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
     with tempfile.TemporaryDirectory(
-        prefix=".build-", dir=path.parent, ignore_cleanup_errors=True
+        prefix=".build-", dir=folder, ignore_cleanup_errors=True
     ) as aside:
-        made = Path(aside, path.name)
-        libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
-        command = [
-            compiler,
-            *FLAGS,
-            f"-I{torch_folder / 'include'}",
-            str(SOURCE),
-            "-o",
-            str(made),
-            *libraries,
-        ]
-        print(
-            f"structlin: building its CPU engine, once, into {path.parent} ...",
-            end="",
-            file=sys.stderr,
-            flush=True,
-        )
+        made = Path(aside, "engine.so")
+        says = f"structlin: building its CPU engine, once, into {folder} ..."
+        print(says, end="", file=sys.stderr, flush=True)
         start = time.monotonic()
         try:
-            subprocess.run(
-                command, check=True, capture_output=True, text=True, timeout=SECONDS, cwd=aside
-            )
+            include = f"-I{torch_folder / 'include'}"
+            _run([*command, include, str(SOURCE), "-o", str(made), *libraries], aside)
         except subprocess.CalledProcessError as error:
             print(" failed", file=sys.stderr)
-            reason = next(
-                (line for line in error.stderr.splitlines() if "error" in line.lower()),
-                error.stderr,
-            )
+            lines = error.stderr.splitlines()
+            reason = next((line for line in lines if "error" in line.lower()), error.stderr)
             raise RuntimeError(
-                f"{Path(compiler).name} cannot build the engine: {reason}"
+                f"{Path(command[0]).name} cannot build the engine: {reason}"
             ) from error
         made.chmod(0o700)
+        path = folder / f"{stem}-{_hash(made.read_bytes())}.so"
         made.replace(path)
         print(f" {time.monotonic() - start:.0f} s", file=sys.stderr)
     return path
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """Of builds that were killed."""
+def _remove_leftovers(folder: Path, stem: str) -> None:
+    """Remove what killed builds have left, and the library that is not what its name says."""
+    for torn in folder.glob(f"{stem}-*.so"):
+        torn.unlink()
     for left in folder.glob(".build-*"):
         if time.time() - left.stat().st_mtime > 2 * SECONDS:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _describe_compiler(compiler: str) -> str:
-    return subprocess.run(
-        [compiler, "--version"], check=True, capture_output=True, text=True, timeout=60
-    ).stdout
+def _run(command: Sequence[str], folder: str | None = None) -> str:
+    """What a compiler prints, whatever its encoding."""
+    done = subprocess.run(
+        command, check=True, capture_output=True, errors="replace", timeout=SECONDS, cwd=folder
+    )
+    return done.stdout
 
 
 def _describe_cpu() -> str:
@@ -251,5 +290,5 @@ def _describe_cpu() -> str:
         return f"{platform.machine()} {platform.processor()}"
 
 
-def _hash(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+def _hash(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]

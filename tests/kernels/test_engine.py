@@ -3,6 +3,7 @@ it is built."""
 
 import multiprocessing
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -650,10 +651,14 @@ def tiny(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
+def libraries_in(folder):
+    return [path for path in folder.iterdir() if path.name != "lock"]
+
+
 def test_it_is_built_once_and_kept_by_what_it_was_made_from(tiny, monkeypatch, capfd):
     path = engine.build()
     assert path.parent == tiny
-    assert [path] == list(tiny.iterdir())
+    assert [path] == libraries_in(tiny)
     assert "building its CPU engine" in capfd.readouterr().err
     before = path.stat().st_mtime_ns
     assert engine.build() == path
@@ -663,26 +668,89 @@ def test_it_is_built_once_and_kept_by_what_it_was_made_from(tiny, monkeypatch, c
         monkeypatch.setattr(engine, *change)
         assert engine.build() != path
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    assert engine.build().name not in (path.name, *os.listdir(tiny)[:0])
-    assert len(list(tiny.iterdir())) == 4
+    assert engine.build() != path
+    monkeypatch.setenv("STRUCTLIN_CXXFLAGS", "-DANOTHER '-DWITH=a space'")
+    assert engine.build() != path
+    assert len(libraries_in(tiny)) == 5
 
 
-def test_two_processes_that_build_at_once_do_not_harm_each_other(tiny):
+SLOW_COMPILER = """#!/bin/sh
+case "$*" in *--version*) ;; *) echo built >> {count}; sleep 1;; esac
+exec g++ "$@"
+"""
+
+
+def test_of_processes_that_start_at_once_one_builds_and_the_others_wait(tiny, tmp_path):
+    compiler, count = tmp_path / "slow compiler", tmp_path / "count"
+    compiler.write_text(SLOW_COMPILER.format(count=count))
+    compiler.chmod(0o700)
     program = "from structlin._kernels import engine; from pathlib import Path; import sys"
     program += "; engine.SOURCE = Path(sys.argv[1]); print(engine.build())"
     command = [sys.executable, "-c", program, str(engine.SOURCE)]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    first, second = [process.communicate(timeout=120)[0].strip() for process in running]
-    assert [process.returncode for process in running] == [0, 0]
-    assert first == second
-    assert [Path(first)] == list(tiny.iterdir())
+    environment = {**os.environ, "CXX": f"'{compiler}'"}
+    running = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(4)
+    ]
+    found = {process.communicate()[0].strip() for process in running}
+    assert [process.returncode for process in running] == [0] * 4
+    assert found == {str(path) for path in libraries_in(tiny)}
+    assert len(found) == 1
+    assert count.read_text() == "built\n"
 
 
 def test_a_build_that_fails_leaves_nothing_and_says_why(tiny):
     engine.SOURCE.write_text("this is no program")
     with pytest.raises(RuntimeError, match=r"cannot build the engine: .*error"):
         engine.build()
-    assert not list(tiny.iterdir())
+    assert not libraries_in(tiny)
+
+
+def test_a_compiler_may_print_bytes_that_are_no_text(tiny, tmp_path, monkeypatch):
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nprintf 'g\\374ltig: error\\n' >&2; test \"$1\" = --version")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(RuntimeError, match="compiler cannot build the engine: g\ufffdltig: error"):
+        engine.build()
+
+
+@pytest.mark.parametrize("command", ["", "env g++", "g++ -m64"])
+def test_the_compiler_may_be_a_command_of_several_words(tiny, monkeypatch, command):
+    monkeypatch.setenv("CXX", command)
+    if "-m64" in command and platform.machine() != "x86_64":
+        pytest.skip("-m64 is a flag of x86")
+    assert engine.build().is_file()
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [("no-such-compiler -O1", "set CXX, which is 'no-such-compiler -O1'"), ("g++ '", "quotation")],
+)
+def test_a_compiler_that_is_not_there_is_named_and_layers_run_without(
+    tiny, monkeypatch, caplog, command, says
+):
+    monkeypatch.setenv("CXX", command)
+    monkeypatch.setattr(engine, "_state", None)
+    assert not engine.load()
+    assert says in caplog.text
+
+
+def test_a_library_that_was_torn_is_built_again(tiny, monkeypatch):
+    path = engine.build()
+    whole = path.read_bytes()
+    for torn in (b"", whole[: len(whole) // 2], whole[:-1] + bytes([whole[-1] ^ 1])):
+        path.write_bytes(torn)
+        assert engine.build().read_bytes() == whole
+        assert len(libraries_in(tiny)) == 1
+
+
+def test_the_cache_may_be_a_relative_path(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STRUCTLIN_CACHE", "relative")
+    path = engine.build()
+    assert path.parent == tmp_path / "relative"
+    assert libraries_in(path.parent) == [path]
 
 
 def test_what_a_killed_build_left_is_removed_by_a_later_one(tiny):
@@ -692,7 +760,7 @@ def test_what_a_killed_build_left_is_removed_by_a_later_one(tiny):
     (tiny / ".build-running").mkdir()
     os.utime(tiny / ".build-killed", (0, 0))
     path = engine.build()
-    assert {path.name, ".build-running"} == {left.name for left in tiny.iterdir()}
+    assert {path.name, ".build-running"} == {left.name for left in libraries_in(tiny)}
 
 
 def test_a_folder_that_others_may_write_to_is_not_trusted(tiny):
@@ -701,6 +769,30 @@ def test_a_folder_that_others_may_write_to_is_not_trusted(tiny):
     with pytest.raises(RuntimeError, match=r"can be written to by other users .mode 777."):
         engine.build()
     assert not list(tiny.iterdir())
+
+
+def test_a_folder_in_one_that_others_may_write_to_is_not_trusted(tiny):
+    tiny.parent.chmod(0o777)
+    with pytest.raises(RuntimeError, match=f"{tiny.parent} can be written to by other users"):
+        engine.build()
+    tiny.parent.chmod(0o1777)  # sticky, as /tmp
+    assert engine.build().parent == tiny
+
+
+def test_a_link_is_trusted_as_what_it_leads_to(tiny, tmp_path, monkeypatch):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    tiny.symlink_to(tmp_path / "open" / "cache")
+    (tmp_path / "open" / "cache").mkdir(mode=0o700)
+    with pytest.raises(RuntimeError, match="open can be written to by other users"):
+        engine.build()
+    (tmp_path / "open").chmod(0o755)
+    path = engine.build()
+    assert path.parent == tmp_path / "open" / "cache"
+    path.rename(tmp_path / "own.so")
+    path.symlink_to(tmp_path / "own.so")
+    with pytest.raises(RuntimeError, match=f"{path} can be written to by other users"):
+        engine.build()
 
 
 def test_a_folder_and_a_library_of_another_user_are_not_trusted(tiny, monkeypatch):
