@@ -10,6 +10,7 @@ product, and how many Python functions `convert` calls to convert a model of one
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import structlin
 from benchmarks import timing
 from benchmarks.record import RESULTS, save_json
 from structlin import (
@@ -36,6 +38,7 @@ from structlin import (
 from structlin._product import multiply
 from structlin._report import Table
 
+PACKAGE = os.path.join(os.path.dirname(structlin.__file__), "")
 PRODUCTS = (
     "bmm",
     "mm",
@@ -65,9 +68,8 @@ def count_calls(work: Callable[[], Any], *, until_product: bool = False) -> int:
     def see(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal calls, done
         if event == "call" and not done:
-            own = "structlin" in frame.f_code.co_filename and not frame.f_code.co_name.startswith(
-                "<"
-            )
+            code = frame.f_code
+            own = code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<")
             calls += own or not until_product
         elif event == "c_call" and until_product and getattr(argument, "__name__", "") in PRODUCTS:
             done = True

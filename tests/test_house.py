@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import structlin
-from benchmarks.overhead import calls_to_the_first_product
+from benchmarks.overhead import calls_to_the_first_product, count_calls
 from structlin import BTT, StructuredLinear
 
 PACKAGE = Path(structlin.__file__).parent
@@ -87,3 +87,13 @@ def test_the_first_pages_are_a_thousand_lines_at_most():
 def test_a_call_enters_few_functions_before_its_first_product(tokens, training):
     layer = StructuredLinear(256, 256, BTT())
     assert 1 <= calls_to_the_first_product(layer, tokens, training=training) <= 12
+
+
+def test_a_function_of_another_package_is_not_ours_wherever_it_is_installed():
+    names: dict = {}
+    torch_there = f"{PACKAGE.parent}/.venv/structlin/lib/torch/functional.py"
+    for file in (torch_there, f"{PACKAGE}/_linear.py"):
+        exec(compile(f"def work_{len(names)}(): pass", file, "exec"), names)
+    works = [work for name, work in names.items() if name.startswith("work")]
+    other, own = (count_calls(work, until_product=True) for work in works)
+    assert (other, own) == (0, 1)
