@@ -37,6 +37,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+import structlin
 from benchmarks import timing
 from benchmarks.record import RESULTS, save_json, table
 from benchmarks.variants import SMOKE, Job, Variant, equal_flops_widths, variants
@@ -501,6 +502,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         help="what a CPU's freed memory becomes",
     )
     options = parser.parse_args(argv)
+    structlin.show_config()  # builds the engine, so that no time has that in it
     end, device, rounds = time.perf_counter() + options.budget, options.device, ROUNDS
     todo = jobs(device)
     if options.smoke:

@@ -371,6 +371,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         "--smoke", action="store_true", help="tiny shapes, kept only if --out is given"
     )
     options = parser.parse_args(argv)
+    structlin.show_config()  # builds the engine, so that no time has that in it
     end = time.perf_counter() + options.budget
     all_shapes = {shape.name: shape for shape in shapes(options.device, smoke=options.smoke)}
     todo, rounds = jobs(list(all_shapes.values())), ROUNDS

@@ -257,6 +257,7 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=400)
     arguments.add_argument("--seeds", type=int, default=3)
     options = arguments.parse_args()
+    structlin.show_config()  # builds the engine, so that no time has that in it
     seconds = 15.0
     if options.smoke:
         options.steps, options.seeds, seconds = 2, 1, 0.0

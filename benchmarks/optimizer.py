@@ -234,6 +234,7 @@ def main(argv: list[str] | None = None) -> None:
         "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
     )
     options = arguments.parse_args(argv)
+    structlin.show_config()  # builds the engine, so that no time has that in it
     options.workers = 1  # or the times are those of a busy machine
     if options.smoke:
         options.widths, options.threads, options.rounds = [64], [1], 2

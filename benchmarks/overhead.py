@@ -150,6 +150,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--smoke", action="store_true", help="seconds: does it run? Keeps nothing")
     options = parser.parse_args(argv)
+    structlin.show_config()  # builds the engine, so that no time has that in it
     width, seconds = (64, 0.01) if options.smoke else (1024, 0.7)
     dtypes = [torch.float32] if options.smoke else [torch.float32, torch.bfloat16]
     rows = [

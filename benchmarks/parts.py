@@ -283,6 +283,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON")
     parser.add_argument("--smoke", action="store_true", help="tiny; kept only if --out is given")
     options = parser.parse_args(argv)
+    structlin.show_config()  # builds the engine, so that no time has that in it
     sizes, batch, context = (SMOKE, 1, 16) if options.smoke else (SIZES, BATCH, CONTEXT)
     seconds = 0.0 if options.smoke else options.seconds
     step, path = Step(sizes, batch, context), options.out / "parts.json"

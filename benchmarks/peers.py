@@ -49,6 +49,7 @@ from structlin import (
     Monarch,
     Structure,
     StructuredLinear,
+    show_config,
 )
 
 Oracle = Callable[[Structure, Sequence[Tensor], Tensor], Tensor]
@@ -390,6 +391,7 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         "--smoke", action="store_true", help="tiny layers, kept only if --out is given"
     )
     options = parser.parse_args(argv)
+    show_config()  # builds the engine, so that no time has that in it
     end, todo, rounds = time.perf_counter() + options.budget, jobs(), layer.ROUNDS
     if options.smoke:
         todo, rounds = (

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+import structlin
 from benchmarks import muon_vs_adamw, timing
 from benchmarks.muon_vs_adamw import SIZES, STRUCTURES, TASKS, compare
 from benchmarks.record import RESULTS, environment, save_json
@@ -192,6 +193,7 @@ def main(argv: list[str] | None = None) -> None:
         "--untimed", action="store_true", help="without timing and runs of equal seconds"
     )
     options = arguments.parse_args(argv)
+    structlin.show_config()  # builds the engine, so that no time has that in it
     if options.smoke:
         options.steps, options.seeds, options.rounds = 2, 1, 2
         SIZES["GPT"].update(width=32, depth=1, batch=2)

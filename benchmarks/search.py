@@ -367,6 +367,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     arguments.add_argument("--times", action="store_true", help="measure steps alone")
     arguments.add_argument("--timed", type=float, default=15.0, help="seconds for each task")
     options = arguments.parse_args(argv)
+    structlin.show_config()  # builds the engine, so that no time has that in it
     steps, drawn, samples = STEPS, DRAWN, SAMPLES
     if options.smoke:
         # not text: there the narrowest model is the best for long, and one point is no frontier

@@ -532,6 +532,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     timed = "seconds of timing for each setup (default: %(default)s)"
     arguments.add_argument("--timed", type=float, default=TIMED, help=timed)
     options = arguments.parse_args(argv)
+    structlin.show_config()  # builds the engine, so that no time has that in it
     changes, seeds, limit = ({}, options.seeds, options.timed)
     if options.smoke:
         changes, seeds, limit = SMOKE, 1, 0.0

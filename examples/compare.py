@@ -629,6 +629,7 @@ def main(
             options.out.mkdir(parents=True, exist_ok=True)
         except (OSError, ValueError) as error:
             parser.error(str(error))
+        structlin.show_config()  # builds the engine, so that no step's seconds have that in them
         try:
             histories = train_all(task, runs, options, console)
         except KeyboardInterrupt:

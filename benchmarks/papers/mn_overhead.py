@@ -31,6 +31,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
+import structlin
 from benchmarks.papers import sweeps
 from benchmarks.papers.intervals import Estimate, student
 from benchmarks.runs import keep, parser
@@ -137,6 +138,7 @@ def claims(rows: list[dict[str, Any]]) -> dict[str, bool]:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options = _options().parse_args(arguments)
+    structlin.show_config()  # builds the engine, so that no time has that in it
     settings = [(width, tokens) for width in options.widths for tokens in options.tokens]
     if options.smoke:
         settings, options.rounds, options.blocks = [(64, 128)], 1, 1

@@ -53,6 +53,21 @@ def test_the_examples_in_the_docstrings_give_what_they_show(module):
     assert not results.failed
 
 
+TIMED = ("timing.wall", "timing.interleaved", "perf_counter()", "monotonic()")
+
+
+def test_every_benchmark_that_times_a_layer_builds_the_engine_before():
+    programs = [path for path in (ROOT / "benchmarks").rglob("*.py") if path.stem != "gpu"]
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in programs}
+    timed = {
+        name: text
+        for name, text in texts.items()
+        if "__main__" in text and any(word in text for word in TIMED)
+    }
+    assert len(timed) > 8
+    assert [name for name, text in timed.items() if "show_config()" not in text] == []
+
+
 # ---- the protocol --------------------------------------------------------------------------------
 
 

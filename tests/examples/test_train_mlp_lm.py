@@ -42,6 +42,20 @@ def test_the_structured_models_are_as_wide_as_dense_and_as_wide_as_its_flops_all
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_engine_is_built_before_any_step_is_timed(text, monkeypatch):
+    done = []
+
+    def train_all(*_):
+        done.append("train")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare.structlin, "show_config", lambda: done.append("build"))
+    monkeypatch.setattr(compare, "train_all", train_all)
+    with pytest.raises(SystemExit, match="interrupted"):
+        train_mlp_lm.main([*SMOKE, "--data", str(text)])
+    assert done == ["build", "train"]
+
+
 def test_all_models_learn_a_text(text):
     rows = train_mlp_lm.main([*SMOKE, "--data", str(text), "--steps", "60", "--batch", "32"])
     assert all(row["bits/char"] < 1.5 for row in rows)  # log2(28 characters) is 4.8
