@@ -75,9 +75,10 @@ class Muon(Optimizer):
             None: any. W <- W min(1, cap / |W|) after it, |W| by `spectral_bound`, which is at most
             a few percent too large: weights stay well-normed. Not of sharded parameters.
         method, steps, dtype: of `dualize`. None: 5 steps of "fast", singular values above 3e-3 of
-            the norm within 1 % of 1; in bfloat16 where the short side has 64 or more, but for
-            float64 and what the compiled engine takes (below 2^14 numbers). Losses are those of
-            "ns" within the spread of seeds, see docs/optimizers.md; "svd" is exact.
+            the norm within 1 % of 1; in bfloat16 where the short side has 64 or more and the CPU or
+            GPU has instructions for such products, but for float64 and what the compiled engine
+            takes (below 2^14 numbers). Losses are those of "ns" within the spread of seeds, see
+            docs/optimizers.md; "svd" is exact.
         scale: "rms"; "original" (sqrt(max(1, fan_out / fan_in))) and "match_rms_adamw"
             (0.2 sqrt(max(fan_out, fan_in))) are those of torch.optim.Muon. With method="jordan",
             dtype=torch.bfloat16 and scale="original" the step of an nn.Linear equals

@@ -1,5 +1,6 @@
 """The polar factors that a group of a Muon asks for, or the defaults."""
 
+import platform
 from typing import Any
 
 import torch
@@ -9,6 +10,23 @@ from ..duality import dualize, dualize_small, has_fast_batches, is_small
 
 DEFAULT, DEFAULT_STEPS = "fast", 5
 SMALLEST_BFLOAT16 = 64  # short side from which 16 bits are quicker, but for the engine
+
+
+def has_bfloat16_products(device: torch.device) -> bool:
+    """Whether `device` has instructions for products of bfloat16; others widen every number first,
+    which takes more than ten times as long as float32."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cpu":
+        return True
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        asked = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        return bool(asked and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    questions = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, question, bool)() for question in questions)
+
+
+has_bfloat16_products._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def method_of(group: dict[str, Any]) -> tuple[str, int | None]:
@@ -25,7 +43,7 @@ def _dtype_of(group: dict[str, Any], matrix: Tensor) -> torch.dtype | None:
     if chosen or min(matrix.shape[-2:]) < SMALLEST_BFLOAT16:
         return dtype
     exact = matrix.dtype == torch.float64 or is_small(matrix, DEFAULT)
-    return None if exact else torch.bfloat16
+    return None if exact or not has_bfloat16_products(matrix.device) else torch.bfloat16
 
 
 def dualize_by(group: dict[str, Any], matrix: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from structlin import BTT, BlockDiagonal, LowRank, StructuredLinear, convert, du
 from structlin._kernels import engine
 from structlin.duality import dualize_small
 from structlin.optim import Muon
+from structlin.optim._polar import has_bfloat16_products
 from tests.models import GPT, perplexed
 
 needs_torchs_muon = pytest.mark.skipif(
@@ -95,6 +96,59 @@ def test_a_layer_moves_by_lr_in_its_own_norm(module, matrices):
     torch.testing.assert_close(found, torch.full_like(found, 0.1), rtol=2e-2, atol=0)
 
 
+@pytest.fixture
+def bfloat16_cpu(monkeypatch):
+    """A CPU that has products of bfloat16."""
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("machine", "instruction", "expected"),
+    [
+        ("x86_64", None, None),
+        ("x86_64", "_is_avx512_bf16_supported", torch.bfloat16),
+        ("x86_64", "_is_amx_tile_supported", torch.bfloat16),
+        ("x86_64", "not asked for by an older torch", None),
+        ("aarch64", "_is_avx512_bf16_supported", None),
+        ("arm64", "_is_mkldnn_bf16_supported", torch.bfloat16),
+    ],
+)
+def test_the_default_is_in_16_bits_where_the_cpu_has_their_products(
+    machine, instruction, expected, monkeypatch
+):
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda name=name: name == instruction)
+        if instruction and instruction.startswith("not asked"):
+            monkeypatch.delattr(torch.cpu, name)
+    monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.ops.mkldnn,
+        "_is_mkldnn_bf16_supported",
+        lambda: instruction == "_is_mkldnn_bf16_supported",
+    )
+    dtypes = []
+
+    def noted(x, **options):
+        dtypes.extend([options["dtype"]] * (x.shape[-1] == 256))
+        return dualize(x, **options)
+
+    monkeypatch.setattr("structlin.optim._polar.dualize", noted)
+    module = nn.Linear(256, 256, bias=False)
+    for options in ({}, {"dtype": torch.float32}, {"dtype": torch.bfloat16}):
+        moved(module, Muon(module, **options))
+    assert dtypes == [expected, torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize(("capability", "fast"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_a_gpu_is_asked_for_its_capability(capability, fast, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    assert has_bfloat16_products(torch.device("cuda:0")) is fast
+    assert has_bfloat16_products(torch.device("mps"))
+
+
+@pytest.mark.usefixtures("bfloat16_cpu")
 def test_the_default_is_in_16_bits_where_matrices_are_large_but_for_float64_and_the_engine():
     in_16_bits = None if engine.load() else torch.bfloat16  # below 2^14 numbers
     for rows, size, dtype, expected in (
@@ -474,6 +528,7 @@ def test_equal_shapes_of_all_layers_are_dualized_together(monkeypatch):
     assert len(calls) <= 6
 
 
+@pytest.mark.usefixtures("bfloat16_cpu")
 def test_small_matrices_of_all_shapes_are_dualized_in_one_call_of_the_engine(monkeypatch):
     if not engine.load():
         pytest.skip("there is no engine here")
