@@ -29,7 +29,7 @@ from ._structure import Core, Structure
 from ._widen import Cost, Widened, cost, widen
 from ._widths import divide, factorise
 from .duality import dualize
-from .optim import param_groups
+from .optim import keep_ratios, param_groups
 from .scaling import init_std, lr_mult
 
 __version__ = "0.2.0"
@@ -64,6 +64,7 @@ __all__ = [
     "factorise",
     "family",
     "init_std",
+    "keep_ratios",
     "load",
     "lr_mult",
     "merge",

@@ -1,9 +1,10 @@
-"""Training: rates for any torch optimizer (`param_groups`), the duality-based `Muon`, `Normed`."""
+"""Training: rates for any torch optimizer (`param_groups`, `keep_ratios`), `Muon`, `Normed`."""
 
 from ._depth import Depth
 from ._groups import param_groups
 from ._muon import Muon
 from ._normed import Normed
+from ._ratios import keep_ratios
 from ._sharding import shard_placement_fn
 
-__all__ = ["Depth", "Muon", "Normed", "param_groups", "shard_placement_fn"]
+__all__ = ["Depth", "Muon", "Normed", "keep_ratios", "param_groups", "shard_placement_fn"]

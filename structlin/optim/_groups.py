@@ -8,6 +8,7 @@ from torch import nn
 from .._model.parameters import parameters_of
 from ..scaling import OPTIMIZERS
 from ._depth import Depth
+from ._ratios import watch_ratios
 from ._transfer import Base, Transfer
 
 
@@ -58,8 +59,10 @@ def param_groups(
 
     There is no factor for batch size and duration: docs/transfer.md has what was tried.
 
-    A scheduler that multiplies every group's rate keeps the ratios. One that sets rates of its own
-    needs one for each group, as torch has it: `OneCycleLR(max_lr=[g["lr"] for g in groups])`.
+    A scheduler that multiplies every group's rate keeps the ratios. A loop or a scheduler that sets
+    rates erases them (OneCycleLR and CyclicLR with one number, SWALR, CosineAnnealingLR with
+    `eta_min`), unless `keep_ratios(optimizer)` has the optimizer multiply. Where all groups have
+    got one rate, the next step of the optimizer warns, once.
 
     Args:
         model: any module, converted or not; each trainable parameter is in exactly one group.
@@ -138,6 +141,7 @@ def param_groups(
     if not groups:
         name = type(model).__name__
         raise ValueError(f"model={name} has no trainable parameter: all of them are frozen")
+    watch_ratios()
     return list(groups.values())
 
 

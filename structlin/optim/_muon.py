@@ -30,6 +30,7 @@ from ._matrices import (
     to_matrices,
 )
 from ._polar import dualize_by, dualize_small_by, is_batched, is_small_for, method_of
+from ._ratios import watch_ratios
 from ._sharding import divide_stacks, is_sharded, local_part, polar_parts, require_same_gradients
 from ._steps import NONFINITE, SCALES, Masses, Roster
 from ._transfer import Base, Lengths, lengths_of
@@ -94,7 +95,8 @@ class Muon(Optimizer):
             norms falls as 1 / width. No rate depends on it.
         depth: of a residual network, relative to that where `lr` was tuned, see `Depth`.
         other: "adamw" or "sign".
-        other_lr, betas, eps: of that.
+        other_lr, betas, eps: of that. A loop that sets one rate for all groups erases `other_lr`,
+            see `keep_ratios`.
         nonfinite: gradients with inf or NaN: "raise" (before anything has changed), "skip" the
             whole step, or "ignore" (no check, and no wait for the device). With sharded parameters
             each process checks and raises for its own part, without communication, and "skip" asks
@@ -173,6 +175,7 @@ class Muon(Optimizer):
         if isinstance(params, nn.Module):
             params = [parameter for parameter in params.parameters() if parameter.requires_grad]
         super().__init__(params, defaults)
+        watch_ratios()
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("model", "masses", "nonfinite", "base", "decay", "depth", "parts")
@@ -191,7 +194,7 @@ class Muon(Optimizer):
         those of a kind that do not decay are a group of their own."""
         group = {**self.defaults, **param_group}
         _check(group)
-        if "lr_mult" in group:
+        if "lr_mult" in group and "kind" not in group:
             raise ValueError(
                 "a group of param_groups() has the rates of Adam or SGD: pass Muon the model"
             )
@@ -226,6 +229,8 @@ class Muon(Optimizer):
                 own["param_names"] = [self._roster.names[parameter] for parameter in members]
                 own["lr"] = group["other_lr" if kind == "other" else "lr"]
                 own["lr"] = own["lr"] if by.lr == 1 else own["lr"] * by.lr
+                if self.defaults["lr"]:
+                    own["lr_mult"] = float(own["lr"] / self.defaults["lr"])
                 own["weight_decay"] = group["weight_decay"] * by.decay if decays else 0.0
                 own["eps"] = group["eps"] * by.eps
                 super().add_param_group(own)

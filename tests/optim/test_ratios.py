@@ -1,0 +1,528 @@
+"""`keep_ratios`, and the warning where a loop erases ratios, against rates that are set by hand."""
+
+import copy
+import inspect
+import io
+import pickle
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler, swa_utils
+
+import structlin
+from benchmarks.zoo import import_timm
+from structlin import BTT, convert, keep_ratios, param_groups
+from structlin.optim import Muon, Normed
+from tests.models import GPT
+
+LR = 0.03
+OPTIMIZERS = [
+    torch.optim.AdamW,
+    partial(torch.optim.AdamW, fused=True),
+    partial(torch.optim.AdamW, foreach=True),
+    partial(torch.optim.SGD, momentum=0.9),
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    Muon,
+]
+WARNING = r"structlin\.keep_ratios\(optimizer\)"
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return convert(nn.Sequential(nn.Linear(16, 36), nn.GELU(), nn.Linear(36, 16)), BTT(rank=2))
+
+
+def make(kind, model, lr=LR):
+    if kind is Muon:
+        return Muon(model, lr, other_lr=lr / 7, weight_decay=0.1)
+    return kind(param_groups(model, lr, weight_decay=0.1))
+
+
+def fill_gradients(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+def rate_at(step):
+    return LR * (step + 1) / 3 if step < 3 else LR / (step + 1)
+
+
+def train_by_hand(kind, model, steps=6):
+    optimizer = make(kind, model)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = rate_at(step) * group["lr_mult"]
+        fill_gradients(model, step)
+        optimizer.step()
+    return optimizer
+
+
+def train_kept(optimizer, model, steps=range(6)):
+    for step in steps:
+        for group in optimizer.param_groups:
+            group["lr"] = rate_at(step)
+        fill_gradients(model, step)
+        optimizer.step()
+        assert {group["lr"] for group in optimizer.param_groups} == {rate_at(step)}
+
+
+def assert_same(model, other):
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+# ---- the steps -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_loop_that_sets_one_rate_makes_the_steps_of_rates_that_are_scaled_by_hand(kind):
+    model, twin = model_of(), model_of()
+    optimizer = make(kind, model)
+    before = optimizer
+    optimizer = keep_ratios(optimizer)
+    assert optimizer is before is keep_ratios(optimizer)
+    assert {group["lr"] for group in optimizer.param_groups} == {LR}
+    train_kept(optimizer, model)
+    train_by_hand(kind, twin)
+    assert_same(model, twin)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=8),
+        lambda o: lr_scheduler.CosineAnnealingLR(o, 8, eta_min=0.01),
+        lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3, eta_min=0.01),
+        lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2, cycle_momentum=False),
+        lambda o: swa_utils.SWALR(o, 0.2, anneal_epochs=3),
+        lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (step + 1)),
+    ],
+)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Muon])
+def test_every_scheduler_of_torch_gives_all_groups_the_dense_models_rate(rule, kind):
+    dense = torch.optim.AdamW(nn.Linear(2, 2).parameters(), LR)
+    model, twin = model_of(), model_of()
+    kept, by_hand = keep_ratios(make(kind, model)), make(kind, twin)
+    schedules = rule(dense), rule(kept)
+    for step in range(8):
+        rate = dense.param_groups[0]["lr"]
+        assert {group["lr"] for group in kept.param_groups} == {rate}
+        for group in by_hand.param_groups:
+            group["lr"] = rate * group["lr_mult"]
+            for name in ("betas", "momentum"):  # which OneCycleLR sets as well
+                if name in group:
+                    group[name] = kept.param_groups[0][name]
+        fill_gradients(model, step)
+        fill_gradients(twin, step)
+        dense.step()
+        kept.step()
+        by_hand.step()
+        for schedule in schedules:
+            schedule.step()
+    if not (kind is Muon and isinstance(schedules[0], lr_scheduler.OneCycleLR)):
+        assert_same(model, twin)  # OneCycleLR gives Muon's other parameters momentum of their own
+
+
+def test_timms_and_transformers_schedulers_keep_the_ratios():
+    import_timm()
+    timm = pytest.importorskip("timm.scheduler")
+    transformers = pytest.importorskip("transformers")
+    for rule in (
+        lambda o: timm.CosineLRScheduler(o, 8, lr_min=0.01, warmup_t=2, warmup_lr_init=0.001),
+        lambda o: transformers.get_cosine_with_min_lr_schedule_with_warmup(o, 2, 8, min_lr=0.01),
+    ):
+        dense = torch.optim.AdamW(nn.Linear(2, 2).parameters(), LR)
+        kept = keep_ratios(make(torch.optim.AdamW, model_of()))
+        schedules = rule(dense), rule(kept)
+        for step in range(8):
+            dense.step()
+            kept.step()
+            for schedule in schedules:
+                schedule.step(*([step] if "timm" in type(schedule).__module__ else []))
+            assert {group["lr"] for group in kept.param_groups} == {dense.param_groups[0]["lr"]}
+
+
+def test_a_rate_that_is_a_tensor_stays_one_and_is_that_of_all_groups():
+    rate = torch.tensor(LR, dtype=torch.float64)
+    model, twin = model_of(), model_of()
+    optimizer = keep_ratios(Muon(model, rate, other_lr=LR / 7, weight_decay=0.1))
+    by_hand = make(Muon, twin)
+    for step in range(4):
+        rate.fill_(rate_at(step))
+        for group in by_hand.param_groups:
+            group["lr"] = rate_at(step) * group["lr_mult"]
+        fill_gradients(model, step)
+        fill_gradients(twin, step)
+        optimizer.step()
+        by_hand.step()
+        assert all(group["lr"] is rate for group in optimizer.param_groups)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_a_closure_reads_and_sets_the_dense_models_rate():
+    model, twin = model_of(), model_of()
+    optimizer = keep_ratios(make(torch.optim.AdamW, model))
+    seen = []
+
+    def closure():
+        seen.append({group["lr"] for group in optimizer.param_groups})
+        for group in optimizer.param_groups:
+            group["lr"] = rate_at(0)
+        fill_gradients(model, 0)
+        return torch.tensor(1.0)
+
+    assert optimizer.step(closure) == 1
+    assert seen == [{LR}]
+    assert {group["lr"] for group in optimizer.param_groups} == {rate_at(0)}
+    train_by_hand(torch.optim.AdamW, twin, steps=1)
+    assert_same(model, twin)
+
+
+def test_a_step_that_fails_leaves_the_dense_models_rate():
+    model = model_of()
+    optimizer = keep_ratios(make(Muon, model))
+    fill_gradients(model, 0)
+    model[0].bias.grad.fill_(float("nan"))
+    with pytest.raises(FloatingPointError):
+        optimizer.step()
+    assert {group["lr"] for group in optimizer.param_groups} == {LR}
+
+
+def test_hooks_are_called_once_and_see_the_rates_of_the_step():
+    model, seen = model_of(), []
+    optimizer = keep_ratios(make(torch.optim.AdamW, model))
+    optimizer = copy.deepcopy(optimizer)
+    optimizer.register_step_pre_hook(
+        lambda o, *_: seen.append({group["lr"] for group in o.param_groups})
+    )
+    optimizer.step()
+    assert seen == [{LR * group["lr_mult"] for group in optimizer.param_groups}]
+
+
+def test_grad_scaler_steps_and_reads_the_signature_of_the_optimizer_itself():
+    model, twin = model_of(), model_of()
+    plain = make(torch.optim.AdamW, twin)
+    optimizer = keep_ratios(make(torch.optim.AdamW, model))
+    assert inspect.signature(optimizer.step) == inspect.signature(plain.step)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for of, stepped in ((model, optimizer), (twin, plain)):
+        fill_gradients(of, 0)
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(stepped)
+        scaler.step(stepped)
+        scaler.update()
+    assert_same(model, twin)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, where it compiles
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Muon])
+def test_the_compiled_step_keeps_the_ratios(kind):
+    model, twin, rate = model_of(), model_of(), torch.tensor(LR)
+    by_hand = make(kind, twin)
+    if kind is Muon:
+        optimizer = Muon(model, rate, other_lr=LR / 7, weight_decay=0.1, nonfinite="ignore")
+    else:
+        optimizer = make(kind, model)
+    optimizer = keep_ratios(optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    torch.compiler.reset()
+    whole = kind is Muon  # torch's own breaks its graph at `_use_grad`
+    step = torch.compile(optimizer.step, fullgraph=whole, backend="eager")
+    for n in range(4):
+        fill_gradients(model, n)
+        fill_gradients(twin, n)
+        rate.fill_(rate_at(n))
+        for group in by_hand.param_groups:
+            group["lr"] = rate_at(n) * group["lr_mult"]
+        step()
+        by_hand.step()
+        assert all(group["lr"] is rate for group in optimizer.param_groups)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
+
+
+# ---- copies and files ----------------------------------------------------------------------------
+
+
+def saved(optimizer):
+    file = io.BytesIO()
+    torch.save(optimizer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Muon])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), saved])
+def test_a_copy_keeps_the_ratios(copied, kind):
+    model, twin = model_of(), model_of()
+    optimizer = keep_ratios(make(kind, model))
+    train_kept(optimizer, model, range(3))
+    together = copied({"model": model, "optimizer": optimizer})
+    train_kept(together["optimizer"], together["model"], range(3, 6))
+    train_by_hand(kind, twin)
+    assert_same(together["model"], twin)
+    assert type(together["optimizer"]) is type(optimizer)
+    assert isinstance(optimizer, kind)
+    assert type(optimizer).__name__ == kind.__name__
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Muon])
+def test_a_state_goes_on_bit_for_bit_and_one_from_before_is_refused(kind):
+    model, twin = model_of(), model_of()
+    optimizer = keep_ratios(make(kind, model))
+    train_kept(optimizer, model, range(3))
+    state = copy.deepcopy(optimizer.state_dict())
+    resumed = keep_ratios(make(kind, model))
+    resumed.load_state_dict(state)
+    train_kept(resumed, model, range(3, 6))
+    plain = train_by_hand(kind, twin)
+    assert_same(model, twin)
+    with pytest.raises(ValueError, match="was saved without keep_ratios"):
+        resumed.load_state_dict(plain.state_dict())
+    train_kept(resumed, model, range(3))
+
+
+def test_groups_that_are_added_later_have_the_dense_models_rate():
+    model, other = model_of(), model_of()
+    optimizer = keep_ratios(make(torch.optim.AdamW, model))
+    for group in param_groups(other[0], LR):
+        optimizer.add_param_group(group)
+    optimizer.add_param_group({"params": [("bias", other[2].bias)], "lr": LR})
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(
+        [LR] * len(optimizer.param_groups)
+    )
+    mults = [group["lr_mult"] for group in param_groups(other[0], LR)]
+    assert [group["lr_mult"] for group in optimizer.param_groups][-len(mults) - 1 :] == [*mults, 1]
+    muon = keep_ratios(Muon([model[0].cores[0]], LR, model=model, other_lr=LR / 7))
+    muon.add_param_group({"params": [model[2].bias]})
+    assert [group["lr_mult"] for group in muon.param_groups] == pytest.approx([1, 1 / 7])
+    assert [group["lr"] for group in muon.param_groups] == pytest.approx([LR, LR])
+
+
+# ---- optimizers that a framework made ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "rule"), [(torch.optim.AdamW, "adam"), (torch.optim.SGD, "sgd")])
+def test_groups_of_a_framework_are_divided_by_what_param_groups_has(kind, rule):
+    model, twin = model_of(), model_of()
+    named = dict(model.named_parameters())
+    groups = [
+        {"params": [(n, p) for n, p in named.items() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [(n, p) for n, p in named.items() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = keep_ratios(kind(groups, lr=LR), model)
+    by_hand = kind(param_groups(twin, LR, weight_decay=0.1, optimizer=rule))
+    found = {
+        name: (group["lr"] * group["lr_mult"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for name in group["param_names"]
+    }
+    assert found == {
+        name: (group["lr"], group["weight_decay"])
+        for group in by_hand.param_groups
+        for name in group["param_names"]
+    }
+    for group in optimizer.param_groups:
+        for name, p in zip(group["param_names"], group["params"], strict=True):
+            assert named[name] is p
+    for step in range(3):
+        fill_gradients(model, step)
+        fill_gradients(twin, step)
+        optimizer.step()
+        by_hand.step()
+    assert_same(model, twin)
+
+
+def test_a_model_is_not_read_where_the_groups_have_their_ratios():
+    model = model_of()
+    optimizer = keep_ratios(make(torch.optim.AdamW, model), model)
+    assert len(optimizer.param_groups) == len(param_groups(model, LR, weight_decay=0.1))
+
+
+def stepped(optimizer, model):
+    fill_gradients(model, 0)
+    optimizer.step()
+    return optimizer
+
+
+def without_rate(model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.param_groups[0]["lr"] = None  # as transformers' Adafactor
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("use", "error", "message"),
+    [
+        (
+            lambda m: keep_ratios(torch.optim.AdamW(m.parameters())),
+            ValueError,
+            r"model=None: the groups of AdamW have no lr_mult",
+        ),
+        (
+            lambda m: keep_ratios(stepped(torch.optim.AdamW(m.parameters()), m), m),
+            ValueError,
+            "optimizer=AdamW has made a step",
+        ),
+        (
+            lambda m: keep_ratios(torch.optim.AdamW(nn.Linear(3, 4).parameters()), m),
+            ValueError,
+            r"model=Sequential: a parameter of shape \(4, 3\) in AdamW",
+        ),
+        (lambda m: keep_ratios(m), TypeError, "optimizer=Sequential must be"),
+        (
+            lambda m: keep_ratios(torch.optim.LBFGS(m.parameters()), m),
+            TypeError,
+            "optimizer=LBFGS must be",
+        ),
+        (
+            lambda m: keep_ratios(Normed(torch.optim.AdamW(m.parameters()), m), m),
+            TypeError,
+            "optimizer=Normed must be",
+        ),
+        (
+            lambda m: keep_ratios(without_rate(m), m),
+            ValueError,
+            "lr=None: AdamW chooses its rates itself",
+        ),
+    ],
+)
+def test_what_can_not_keep_ratios_is_refused_by_name(use, error, message):
+    with pytest.raises(error, match=message):
+        use(model_of())
+
+
+def test_a_scheduler_that_was_made_before_is_refused_and_nothing_changes():
+    optimizer = make(torch.optim.AdamW, model_of())
+    rates = [group["lr"] for group in optimizer.param_groups]
+    lr_scheduler.OneCycleLR(optimizer, rates, total_steps=8)
+    before = [dict(group) for group in optimizer.param_groups]
+    with pytest.raises(ValueError, match="a scheduler has its rates already"):
+        keep_ratios(optimizer)
+    assert [dict(group) for group in optimizer.param_groups] == before
+    assert type(optimizer) is torch.optim.AdamW
+
+
+# ---- the warning ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Muon])
+def test_the_first_step_after_a_loop_has_set_one_rate_warns_once(kind):
+    model = model_of()
+    optimizer = make(kind, model)
+    fill_gradients(model, 0)
+    optimizer.step()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0  # a warm-up from nothing
+    optimizer.step()
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(LR) if kind is Muon else LR
+    with pytest.warns(UserWarning, match=WARNING) as caught:
+        optimizer.step()
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        lambda m: torch.optim.AdamW(param_groups(m, LR, structure_aware=False)),
+        lambda m: torch.optim.AdamW(m.parameters()),
+        lambda m: keep_ratios(make(torch.optim.AdamW, m)),
+        lambda m: Muon(m, LR, other_lr=LR),
+    ],
+)
+def test_one_rate_where_there_is_nothing_to_lose_is_no_matter(kept):
+    model = model_of()
+    make(torch.optim.AdamW, model)  # has every optimizer watched
+    optimizer = kept(model)
+    for group in optimizer.param_groups:
+        group["lr"] = LR
+    fill_gradients(model, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+def test_importing_registers_nothing_and_many_optimizers_register_one_hook(tmp_path):
+    import subprocess
+    import sys
+
+    program = """
+import torch, structlin
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+assert len(hooks) == 0
+for _ in range(3):
+    structlin.param_groups(nn.Linear(2, 2), 0.1)
+    structlin.optim.Muon(nn.Linear(2, 2))
+assert len(hooks) == 1
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_the_public_name_is_the_optimizers():
+    assert structlin.keep_ratios is structlin.optim.keep_ratios
+
+
+# ---- nanoGPT's loop ------------------------------------------------------------------------------
+
+
+class Trained(GPT):
+    """With nanoGPT's interface: two groups, made by the model, by the number of dimensions."""
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        params = [p for p in self.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas)
+
+
+def losses_of(kept, steps=8):
+    torch.manual_seed(0)
+    model = convert(Trained(width=32, depth=1), BTT(rank=2), include="ffn")
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
+    optimizer = keep_ratios(optimizer, model) if kept else optimizer
+    tokens, found = torch.arange(24).reshape(2, 12), []
+    for step in range(steps):
+        lr = 1e-2 * (step + 1) / steps
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        logits = model(tokens)[:, :-1].flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        found.append(loss.item())
+    return found, model, optimizer
+
+
+def test_nanogpts_loop_keeps_the_ratios():
+    kept, _, optimizer = losses_of(True)
+    plain, _, _ = losses_of(False)
+    assert kept[0] == plain[0]
+    assert kept[-1] != plain[-1]
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.1}
+    torch.manual_seed(0)
+    model = convert(Trained(width=32, depth=1), BTT(rank=2), include="ffn")
+    by_hand = torch.optim.AdamW(param_groups(model, 1e-3, weight_decay=0.1), betas=(0.9, 0.95))
+    tokens = torch.arange(24).reshape(2, 12)
+    for step in range(8):
+        for group in by_hand.param_groups:
+            group["lr"] = 1e-2 * (step + 1) / 8 * group["lr_mult"]
+        logits = model(tokens)[:, :-1].flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
+        assert loss.item() == pytest.approx(kept[step], rel=1e-5)
+        loss.backward()
+        by_hand.step()
+        by_hand.zero_grad(set_to_none=True)
