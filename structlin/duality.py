@@ -185,7 +185,7 @@ def dualize_small(
     >>> all(torch.equal(dual, dualize(x)) for dual, x in zip(duals, small, strict=True))
     True
     """
-    return polar.polar(stacks, _steps(method, steps))
+    return polar.polar(stacks, _steps(method, steps)) if stacks else []
 
 
 def has_fast_batches(dtype: torch.dtype) -> bool:

@@ -84,7 +84,7 @@ def lr_mult(
 
     Raises:
         ValueError: `optimizer` is not one of "adam", "adamw", "sign", "sgd"; SGD without
-            `out_features`.
+            `out_features`; a width or number of cores below 1.
     Source: Qiu et al. 2024 (arXiv:2406.06248), section 3.2 and appendix H.
 
     >>> from structlin import BTT
@@ -94,6 +94,10 @@ def lr_mult(
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer={optimizer!r} is unknown; there are {', '.join(OPTIMIZERS)}")
+    sizes = {"in_features": in_features, "cores": cores, "out_features": out_features}
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(f"{name}={size!r} must be at least 1")
     if optimizer != "sgd":
         return (1 / cores if share is None else share) * in_features / core.fan_in
     if out_features is None:

@@ -20,6 +20,7 @@ from structlin.duality import (
     dual_efficiency,
     dual_embedding,
     dual_norm,
+    dualize_small,
 )
 
 # Per method: the least singular value (of a matrix of Frobenius norm 1) that it takes to the band,
@@ -159,6 +160,11 @@ def test_large_matrices_one_by_one_are_those_of_a_batch(monkeypatch):
     monkeypatch.setattr("structlin.duality.LARGE_MATRIX", 8 * 20)
     monkeypatch.setattr("torch.bmm", None)  # which a batch would take
     assert_close(dualize(batch, method="quick"), expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_matrices_have_no_factors_by_any_method(method):
+    assert dualize_small([], method=method) == []
 
 
 def test_in_bfloat16_on_a_matrix_unit_large_matrices_are_a_batch(monkeypatch):

@@ -51,6 +51,7 @@ class Depth:
             model multiplies.
 
     Raises:
+        TypeError: `blocks` is no text.
         ValueError: `base` or `alpha` is out of range. Where a model is read: no block is found, or
             blocks in several places; `base` is not given, and there is no model to read it from; a
             layer of `ends` is in no block, or is weight-normalised.
@@ -69,6 +70,11 @@ class Depth:
     def __post_init__(self) -> None:
         if self.base is not None and (not isinstance(self.base, int) or self.base < 1):
             raise ValueError(f"base={self.base!r} must be a positive number of blocks")
+        if self.blocks is not None and not isinstance(self.blocks, str):
+            raise TypeError(
+                f"blocks={self.blocks!r} must be a glob over the names of the blocks, such as "
+                "'h.*'; their number in the model where lr was tuned is base="
+            )
         if not 0.5 <= self.alpha <= 1:
             raise ValueError(
                 f"alpha={self.alpha!r} must be from 0.5 (depth-muP) to 1 (CompleteP): below, the "

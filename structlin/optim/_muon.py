@@ -109,6 +109,7 @@ class Muon(Optimizer):
             unless nonfinite="ignore".
 
     Raises:
+        TypeError: `masses` or `parts` is no mapping, `dtype` no torch.dtype, `process_group` none.
         ValueError: an option out of range; a parameter that no module of the model owns, is in two
             groups or on meta; a `process_group` or `cap` with sharded parameters; what
             `param_groups` raises of `base`, `decay` and `depth`.
@@ -153,6 +154,14 @@ class Muon(Optimizer):
             raise ValueError(
                 f"capturable=True: nonfinite={nonfinite!r} waits for the device, 'ignore' does not"
             )
+        for option, given, kind in (
+            ("masses", masses, Mapping),
+            ("parts", parts, Mapping),
+            ("process_group", process_group, dist.ProcessGroup),
+        ):
+            if given is not None and not isinstance(given, kind):
+                wanted = "a dict such as {'*.c_attn': 3}" if kind is Mapping else "a ProcessGroup"
+                raise TypeError(f"{option}={given!r} must be {wanted}, or None")
         if model is None:
             if not isinstance(params, nn.Module):
                 raise ValueError("model=None: pass the module that owns the parameters as model=")
@@ -479,6 +488,10 @@ def _check(group: dict[str, Any]) -> None:
     for option, values in (("momentum", [group["momentum"]]), ("betas", group["betas"])):
         if not all(0 <= value < 1 for value in values):
             raise ValueError(f"{option}={group[option]!r} is out of range: at least 0 and below 1")
+    if not isinstance(group["dtype"], torch.dtype | None):
+        raise TypeError(
+            f"dtype={group['dtype']!r} must be a torch.dtype, as torch.float32, or None"
+        )
     options = group["method"], group["steps"], group["dtype"]
     if options[0] in (None, *METHODS) and options[1:] != (None, None):
         dualize_by(group, torch.zeros(1, 1))  # refuses what it can not do

@@ -54,7 +54,8 @@ class Normed(Optimizer):
             whole step, or "ignore".
 
     Raises:
-        TypeError: `base` is no torch optimizer, or LBFGS, which makes several steps in one.
+        TypeError: `base` is no torch optimizer; or LBFGS, which makes several steps in one; or a
+            `Normed` or `Muon`, whose steps have norm lr already.
         ValueError: an option is unknown; a parameter belongs to no module of `model`; a group of
             `param_groups` has an lr_mult, which the norm replaces; `each` with an embedding or a
             convolution that is sharded.
@@ -90,6 +91,9 @@ class Normed(Optimizer):
         if not isinstance(base, Optimizer) or isinstance(base, LBFGS):
             name = type(base).__name__
             raise TypeError(f"base={name} must be a torch optimizer that makes one step at a time")
+        if isinstance(base, Normed) or any("kind" in group for group in base.param_groups):
+            name = type(base).__name__
+            raise TypeError(f"base={name} makes steps of norm lr by itself: step it without Normed")
         if norm not in NORMS:
             raise ValueError(f"norm={norm!r} is unknown; there are {', '.join(NORMS)}")
         if nonfinite not in NONFINITE:

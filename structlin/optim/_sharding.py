@@ -44,8 +44,9 @@ def _layout(tensor: Tensor) -> tuple[Any, tuple[Any, ...]] | None:
     return tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
 
 
-def shard_placement_fn(model: nn.Module, world_size: int) -> Callable[[nn.Parameter], Any]:
-    """For FSDP2's `fully_shard(..., shard_placement_fn=...)`: where each parameter is cut.
+def shard_placement_fn(model: nn.Module, world_size: int = 0) -> Callable[[nn.Parameter], Any]:
+    """Makes what FSDP2's `fully_shard(model, shard_placement_fn=shard_placement_fn(model, 8))`
+    takes: where each parameter is cut.
 
     FSDP2 cuts dimension 0, the blocks of a core, so that `Muon` needs no communication; but a core
     of fewer blocks than processes leaves some of them empty, and one of a single block (low-rank,
@@ -55,6 +56,7 @@ def shard_placement_fn(model: nn.Module, world_size: int) -> Callable[[nn.Parame
 
     Raises:
         ValueError: `world_size` is below 1.
+        TypeError: `model` is no module, as where this function itself is passed to `fully_shard`.
 
     >>> from structlin import BTT, LowRank, convert
     >>> model = convert(nn.Sequential(nn.Linear(64, 64)), LowRank(rank=4))
@@ -67,6 +69,11 @@ def shard_placement_fn(model: nn.Module, world_size: int) -> Callable[[nn.Parame
     """
     from torch.distributed.tensor import Shard
 
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model={type(model).__name__} must be a torch.nn.Module: pass fully_shard what this "
+            "makes, shard_placement_fn=structlin.optim.shard_placement_fn(model, world_size)"
+        )
     if world_size < 1:
         raise ValueError(f"world_size={world_size!r} must be at least 1")
     placements = WeakIdKeyDictionary()

@@ -219,7 +219,14 @@ def lengths_of(
 
 
 def _ratio(size: int, other: int) -> float:
-    return 1.0 if size == other else size / other  # an empty layer has no width
+    if size == other:  # an empty layer has no width
+        return 1.0
+    if min(size, other) < 1:
+        raise ValueError(
+            f"base: a layer has the widths {size} and {other} in the two models, which give no "
+            "rate; both must be at least 1"
+        )
+    return size / other
 
 
 def _structured(info: ParameterInfo) -> StructuredLinear:

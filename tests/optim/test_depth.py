@@ -239,6 +239,8 @@ def test_a_depth_that_cannot_be_read_is_refused(optimizer, model, depth, message
 
 
 def test_a_depth_that_is_a_number_is_refused():
+    with pytest.raises(TypeError, match=r"blocks=3 must be a glob .* is base="):
+        Depth(blocks=3)
     with pytest.raises(TypeError, match="depth=8 must be a Depth"):
         param_groups(GPT(), 1e-3, depth=8)
 

@@ -275,6 +275,14 @@ def test_the_projections_of_multihead_attention_transfer_as_linear_layers(option
     } == {0.25}
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize("widths", [(0, 8), (8, 0)])
+def test_a_width_of_zero_gives_no_rate(widths):
+    here, there = (nn.Linear(width, 8) for width in widths)
+    with pytest.raises(ValueError, match=r"base: a layer has the widths .* at least 1"):
+        param_groups(here, 0.1, base=there)
+
+
 def test_one_base_width_for_all_layers_gives_a_core_a_rate_by_its_fan_in_alone():
     model = convert(GPT(width=256), BTT(rank=2), include="ffn")
     base = dict.fromkeys((256, 768, 1024), 64)  # CBS 3.3: one d0

@@ -574,7 +574,9 @@ def test_processes_divide_small_matrices_too(monkeypatch):
 
     monkeypatch.setattr("structlin.optim._muon.divide_stacks", divide)
     model = nn.Linear(12, 8, bias=False)
-    moved(model, Muon(model, nonfinite="ignore", process_group="all"))
+    optimizer = Muon(model, nonfinite="ignore")
+    optimizer.process_group = "all"
+    moved(model, optimizer)
     assert divided == [(1, 8, 12)]
 
 
@@ -677,6 +679,20 @@ def test_a_closure_gives_the_loss():
 def test_bad_arguments_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"parts": 3}, r"parts=3 must be a dict such as \{'\*\.c_attn': 3\}"),
+        ({"masses": 2.0}, "masses=2.0 must be a dict"),
+        ({"dtype": "bfloat16"}, "dtype='bfloat16' must be a torch.dtype"),
+        ({"process_group": "x"}, "process_group='x' must be a ProcessGroup"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_by_name(options, message):
+    with pytest.raises(TypeError, match=message):
+        Muon(nn.Linear(4, 4), **options)
 
 
 def test_the_compiled_step_is_one_graph_and_makes_the_same_steps_at_every_rate():

@@ -35,6 +35,7 @@ LAYOUTS = [
     ("gpt float32", 2, False, TWO_EXCHANGES),
     ("one dense", 2, False, TWO_EXCHANGES),  # the second process owns no whole matrix
 ]
+EXACT = ("svd", "inverse-root", "sketch")  # which the engine does not take
 WIDTHS = {  # BTT of width 4 has 2 blocks
     "btt": 64,
     "few": 4,
@@ -111,9 +112,9 @@ def sharded(name, placed=True):
     return fully_shard(model, mesh=init_device_mesh("cpu", (world,)), shard_placement_fn=place)
 
 
-def under_fsdp(name, placed):
+def under_fsdp(name, placed, method=None):
     model = sharded(name, placed)
-    optimizer = Muon(model, lr=0.05, weight_decay=0.1)
+    optimizer = Muon(model, lr=0.05, weight_decay=0.1, method=method)
     losses, final = train(name, model, optimizer), gathered(model)
     with Collectives() as collectives:
         optimizer.step()
@@ -253,6 +254,7 @@ def everything(path):
         found["nan"] = {
             nonfinite: one_process_has_a_nan(nonfinite) for nonfinite in ("skip", "raise")
         }
+        found["methods"] = {method: under_fsdp("one dense", False, method) for method in EXACT}
         found["missing"] = one_process_has_no_gradient()
         found["cut"], found["normed"], found["refusals"] = (
             cut_in_two_dimensions(),
@@ -310,6 +312,15 @@ def test_twenty_steps_under_fsdp2_are_those_of_one_process_and_cores_need_no_com
     for process in worlds[world]:
         same(process[name, placed], expected, **tolerance)
         assert process[name, placed]["collectives"] == collectives
+
+
+@pytest.mark.parametrize("method", EXACT)
+def test_a_process_that_owns_no_whole_matrix_steps_by_every_method(worlds, method):
+    expected = alone(
+        "one dense", lambda model: Muon(model, lr=0.05, weight_decay=0.1, method=method)
+    )
+    for process in worlds[2]:
+        same(process["methods"][method], expected, rtol=1e-6, atol=1e-6)
 
 
 def test_placement_leaves_no_process_without_a_part_of_a_core_of_one_block(worlds):
@@ -440,3 +451,5 @@ def test_stacks_are_divided_evenly_and_come_back_in_their_order(world, monkeypat
 def test_a_placement_for_no_process_is_refused():
     with pytest.raises(ValueError, match="world_size=0 must be at least 1"):
         shard_placement_fn(nn.Linear(3, 3), 0)
+    with pytest.raises(TypeError, match=r"model=Parameter must be .*shard_placement_fn\(model, "):
+        shard_placement_fn(nn.Linear(3, 3).weight)  # as fully_shard calls what it is given

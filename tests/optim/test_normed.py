@@ -349,6 +349,16 @@ def test_hooks_of_the_state_dict_are_called_with_this_optimizer():
     assert called == [optimizer, optimizer]
 
 
+def test_a_hook_may_replace_the_state_that_is_loaded():
+    model = nn.Linear(3, 3)
+    optimizer = Normed(torch.optim.AdamW(model.parameters(), lr=0.1), model)
+    other = Normed(torch.optim.AdamW(model.parameters(), lr=0.7), model).state_dict()
+    optimizer.register_load_state_dict_pre_hook(lambda own, state: other)
+    optimizer.register_load_state_dict_pre_hook(lambda own, state: None)  # leaves it as it is
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.7
+
+
 def test_what_can_not_be_normalised_is_refused_by_name():
     model = nn.Linear(4, 4)
     base = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -356,6 +366,9 @@ def test_what_can_not_be_normalised_is_refused_by_name():
         Normed(torch.optim.LBFGS(model.parameters()), model)
     with pytest.raises(TypeError, match="base=Linear must be"):
         Normed(model, model)
+    for normed in (Normed(base, model), Muon(model)):
+        with pytest.raises(TypeError, match="makes steps of norm lr by itself"):
+            Normed(normed, model)
     with pytest.raises(ValueError, match="norm='svd' is unknown; there are bound, power"):
         Normed(base, model, norm="svd")
     with pytest.raises(ValueError, match="nonfinite='warn'"):
@@ -395,16 +408,3 @@ def test_one_learning_rate_serves_all_widths():
             found[name, width] = min(losses, key=losses.__getitem__)
     assert abs(found["normed", 256] - found["normed", 16]) <= 1
     assert found["adamw", 16] - found["adamw", 256] >= 2
-
-
-def test_muon_as_a_base_is_left_as_it_is():
-    """Its updates have norm lr * mass already (but for what it does not normalise itself)."""
-    model = nn.Linear(24, 24, bias=False)
-    twin = copy.deepcopy(model)
-    theirs = Muon(twin, lr=0.1, method="svd")
-    ours = Normed(Muon(model, lr=0.1, method="svd"), model, norm="power")
-    model.weight.grad = torch.randn(24, 24)
-    twin.weight.grad = model.weight.grad.clone()
-    ours.step()
-    theirs.step()
-    torch.testing.assert_close(model.weight, twin.weight, rtol=1e-3, atol=1e-4)
