@@ -11,8 +11,10 @@ linear layers, all but the head, by structured ones of equal width, in one of th
     evenly       the same norm, shared evenly by the cores
     mup          init="mup": muP's scale, whatever the model's own initialisation is
     match, norm  "match" with weight normalisation
-    recipe       "mup" with weight normalisation; the last layers of residual branches and an untied
-                 head start at zero, as in "Compute Better Spent"
+    match, ends  "match", and the last layer of each residual branch starts at zero
+    mup, ends    "mup", and the last layer of each residual branch starts at zero
+    paper        "mup, ends" with weight normalisation, and an untied head starts at zero, as in
+                 "Compute Better Spent"
 
 AdamW by `param_groups`, or Muon. The learning rate is the dense model's best of factors of 2 (on
 seed 0); "tuned" is each start's own best, searched in the same way. The held-out loss is that of
@@ -60,7 +62,7 @@ STRUCTURES = {
     "Monarch 4": Monarch(blocks=4),
     "low-rank 16": LowRank(rank=16),
 }
-STARTS = ("match", "evenly", "mup", "match, norm", "recipe")
+STARTS = ("match", "evenly", "mup", "match, norm", "match, ends", "mup, ends", "paper")
 FIRST_RATES = {"AdamW": 1e-3, "Muon": 0.01}  # where the search for dense's begins
 SOME = ("GPT-2", "ViT")  # the models of what BTT and AdamW are not
 TUNED = [(name, "AdamW", "BTT r=1") for name in SOME]  # each start at its own best rate too
@@ -71,6 +73,7 @@ ENDS = {  # the last layers of residual branches
     "ViT": ["*attn.proj", "*mlp.fc2"],
     "MLP": ["blocks.*"],
 }
+HEADS = {"ViT": "head", "MLP": "lm_head"}  # GPTs tie theirs to the embedding
 FASHION = Path("/usr/share/datasets/fashion-mnist")  # of Debian's package dataset-fashion-mnist
 Key = tuple[str, str, str, str]  # model, optimizer, structure, start
 Run = tuple[str, str, str, str, float, int]  # and learning rate, seed
@@ -198,11 +201,14 @@ def load(name: str, batch: int, heldout: int) -> Characters | Images:
 
 def start(model: nn.Module, name: str, structure: str, way: str) -> nn.Module:
     """Convert the model in one of the ways above."""
-    family, norm = STRUCTURES[structure], way.endswith("norm")
-    if way == "recipe":
-        return structlin.recipe(model, family, branches=ENDS[name], queries=(), init="mup").apply()
-    init = "mup" if way.startswith("mup") else "match"
-    model = structlin.convert(model, family, init=init, weight_norm=norm)
+    start, _, more = way.partition(", ")
+    init = "mup" if start in ("mup", "paper") else "match"
+    zeros = ENDS[name] if "paper" in way or more == "ends" else ()
+    norm = "paper" in way or more == "norm"
+    options: dict[str, Any] = {"init": init, "zero_init": zeros, "weight_norm": norm}
+    model = structlin.convert(model, STRUCTURES[structure], **options)
+    if way == "paper" and name in HEADS:
+        nn.init.zeros_(model.get_submodule(HEADS[name]).weight)
     if way == "evenly":
         share_evenly(model)
     return model
@@ -347,7 +353,7 @@ def plot(rows: Sequence[Row]) -> Figure:
         groups = list(dict.fromkeys(key[1:3] for key in found if key[0] == name and key[2]))
         for n, way in enumerate(STARTS):
             points = [
-                (place + 0.12 * (n - 2), 100 * math.expm1(log))
+                (place + 0.1 * (n - 3), 100 * math.expm1(log))
                 for place, group in enumerate(groups)
                 for log in found.get((name, *group, way), [])
             ]
