@@ -148,7 +148,7 @@ def run(
     if dense:
         matrix = to_dense(structure, cores)[: program.out_features, : program.in_features]
         return F.linear(x, matrix, bias)
-    if structure.plain:
+    if structure.plain and not any(program.padding):
         for core in cores[:-1]:
             x = F.linear(x, core.squeeze(0))  # (..., fan_in) -> (..., fan_out)
         return F.linear(x, cores[-1].squeeze(0), bias)

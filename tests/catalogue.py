@@ -64,6 +64,15 @@ SMALL = [(family, i, o) for family, i, o in CASES if i * o <= 12 * 30]
 SMALL_IDS = [f"{family.label}-{i}-{o}" for family, i, o in SMALL]
 
 
+# Each small structure in a layer that is narrower than it: on the side of x, of y, and of both.
+NARROW = [
+    (structure, max(1, structure.in_features - columns), max(1, structure.out_features - rows))
+    for structure in (family.structure(i, o) for family, i, o in SMALL)
+    for columns, rows in ((1, 0), (0, 1), (structure.in_features // 2, structure.out_features // 3))
+]
+NARROW_IDS = [f"{structure.text}-{i}-{o}" for structure, i, o in NARROW]
+
+
 @dataclass(frozen=True)
 class Drawn:
     """A drawn structure, with the roles that its axes were drawn to have (not those that the
@@ -163,7 +172,9 @@ def einsum_matrix(structure: Structure, cores: list[Tensor]) -> Tensor:
 
 
 def layer_of(
-    case: tuple[Family, int, int], dtype: torch.dtype = torch.float64, **options: object
+    case: tuple[Family | Structure, int, int],
+    dtype: torch.dtype = torch.float64,
+    **options: object,
 ) -> StructuredLinear:
     """A layer in which no parameter is at a special value."""
     family, in_features, out_features = case

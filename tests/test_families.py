@@ -22,9 +22,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from structlin import StructuredLinear, _product, apply, family, to_cola, to_dense
+from structlin._kernels import op
 from tests.catalogue import (
     CASES,
     IDS,
+    NARROW,
+    NARROW_IDS,
     SMALL,
     SMALL_IDS,
     einsum_matrix,
@@ -37,6 +40,7 @@ from tests.catalogue import (
 )
 
 every_case = pytest.mark.parametrize("case", CASES, ids=IDS)
+every_narrow_case = pytest.mark.parametrize("case", NARROW, ids=NARROW_IDS)
 every_small_case = pytest.mark.parametrize("case", SMALL, ids=SMALL_IDS)
 some_cases = pytest.mark.parametrize("case", SMALL[::4], ids=SMALL_IDS[::4])
 
@@ -205,6 +209,48 @@ def test_a_layer_is_the_dense_product_with_the_rows_and_columns_of_its_padding_c
     assert_close(layer(x), x @ matrix.T + layer.bias)
     assert_close(layer(x[0, 0]), layer(x)[0, 0])
     assert layer(x[:0]).shape == (0, 3, out_features)
+
+
+# all ways to multiply: core by core in the engine and in torch, by the matrix, of few tokens and of
+# many, with gradients and without
+@every_narrow_case
+@pytest.mark.parametrize(
+    ("mode", "engine", "bias"),
+    [("auto", True, False), ("structured", False, True), ("dense", True, True)],
+)
+def test_a_layer_narrower_than_its_structure_cuts_the_matrix(case, mode, engine, bias, monkeypatch):
+    if not engine:
+        monkeypatch.setattr(op, "available", lambda x: False)
+    layer = layer_of(case, bias=bias, weight_norm=True)
+    layer.mode, (_, in_features, out_features) = mode, case
+    leaves = list(layer.parameters())
+    for count in (2, 40):
+        x = tokens(count, in_features).requires_grad_()
+        y = layer(x)
+        matrix = einsum_matrix(layer.structure, layer.effective_cores())
+        wanted = x @ matrix[:out_features, :in_features].T
+        wanted = wanted if layer.bias is None else wanted + layer.bias
+        assert_close(y, wanted)
+        found = [torch.autograd.grad(each.square().sum(), [x, *leaves]) for each in (y, wanted)]
+        assert_close(*found)
+        with torch.no_grad():
+            assert_close(layer(x), wanted)
+
+
+@every_narrow_case
+def test_a_layer_narrower_than_its_structure_keeps_its_width_under_autocast(case):
+    layer = layer_of(case, dtype=torch.float32, bias=False)
+    x = tokens(4, layer.in_features, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    assert_close(y.float(), x @ layer.to_dense().T, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", NARROW[2::12], ids=NARROW_IDS[2::12])
+def test_a_layer_narrower_than_its_structure_compiles(case):
+    _compiles(case, "aot_eager", (5,), (2, 3))
 
 
 @every_case

@@ -110,6 +110,20 @@ def test_widths_that_the_structure_pads_are_those_of_the_layer():
     assert_close(layer(x), by_loop(layer, family, x), rtol=1e-6, atol=1e-6)
 
 
+@every_family
+@pytest.mark.parametrize("engine", [True, False])
+def test_experts_wider_than_the_layer_are_cut(family, engine, monkeypatch):
+    if not engine:
+        monkeypatch.setattr(op, "available", lambda x: False)
+    structure, x = family.structure(12, 20), tokens(9, 11)
+    layer = mixture(structure, widths=(11, 18))
+    assert layer.padding == (1, 2)
+    wanted = by_loop(layer, structure, x)
+    assert_close(layer(x), wanted, rtol=1e-6, atol=1e-6)
+    with torch.no_grad():
+        assert_close(layer(x), wanted, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("family", [LowRank(rank=3), BTT(rank=2), TT(rank=2)], ids=str)
 def test_gradients_are_those_of_finite_differences(family):
     layer, x = mixture(family, widths=(6, 8), weight_norm=True), tokens(5, 6)
