@@ -403,7 +403,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             example=heldout_batch(task, 0, 1)[0],
             include=structured(task),
             path=None if options.smoke else options.runs / f"{task}.json",
-            setting=setting | {"task": task, "samples": samples},
+            setting={"experiment": setting, "task": task, "samples": samples},
         )
         result["rows"][task] = [asdict(row) for row in found.rows]
     if options.tasks and not options.smoke:

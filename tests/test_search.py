@@ -347,10 +347,38 @@ def test_another_setting_or_structure_of_the_name_is_refused(tmp_path):
     other = {"BTT": replace(BTT_POINT, rho=0.25)}
     with pytest.raises(ValueError, match="has another structure of the name 'BTT'"):
         search.run(build, train, other, [16], path=path, setting={"steps": 3}, **OPTIONS)
+    kept = {"path": path, "setting": {"steps": 3}, **OPTIONS}
+    batch = torch.randn(5, 3)
+    for changes, message in (
+        ({"weight_norm": True}, "weight_norm is None there and True here"),
+        ({"include": ["2", "4"]}, "include is '2' there and .'2', '4'. here"),
+        ({"overrides": {"4": LowRank(rank=1)}}, "overrides is None there and .*LowRank"),
+        ({"example": batch}, r"example is None there and 'torch.float32 \(5, 3\)' here"),
+        ({"setting": {"steps": 3, "lr": 0.01}}, "lr is compared already; take another name"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            search.run(build, train, BOTH, [16], **{**kept, **changes})
     assert path.read_text() == before
     path.write_text("{}")
     with pytest.raises(ValueError, match="is not the file of a search"):
         search.run(build, train, BOTH, [16], path=path, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"loss": -1.0}, {"loss": "x"}, {"loss": math.nan}, {"flops": 0}, {"width": True}, {"psi": ""}],
+)
+def test_a_file_with_numbers_that_no_run_has_is_refused(change, tmp_path):
+    path, kept = tmp_path / "search.json", {"structures": BOTH, "widths": [16], **OPTIONS}
+    search.run(build, train, path=path, **kept)
+    content = json.loads(path.read_text())
+    content["rows"][0] |= change
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"is not the file of a search.*{next(iter(change))}="):
+        search.run(build, train, path=path, **kept)
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="is not the file of a search"):
+        search.run(build, train, path=path, **kept)
 
 
 def test_a_run_that_diverges_is_recorded_and_the_search_goes_on(tmp_path):
@@ -527,9 +555,23 @@ def test_costs_are_flops_or_seconds_and_two_are_needed():
 
 
 def test_an_interval_leaves_out_draws_of_one_cost():
-    rows = [trial("best", 16, 0), trial("dense", 16, 0)]
+    rows = [trial(name, 16, seed) for name in ("best", "dense") for seed in (0, 1)]
     frontier = Search(tuple(rows)).frontier()
-    assert frontier.b.low == frontier.b.value == frontier.b.high == pytest.approx(0.4, rel=1e-3)
+    b = frontier.b
+    assert [b.low, b.value, b.high] == pytest.approx([0.4, 0.4, 0.4], rel=1e-3)
+
+
+def test_one_seed_gives_no_interval_and_says_so():
+    found = Search(tuple(trial(name, width, 0) for name, width in product(MEASURES, WIDTHS)))
+    frontier, effects, shown = found.frontier(), found.effects().values(), str(found)
+    ratios = [standing.ratio for standing in found.standings()]
+    for each in (frontier.a, frontier.b, frontier.c, *effects, *ratios):
+        assert not math.isnan(each.value)
+        assert math.isnan(each.low)
+        assert math.isnan(each.high)
+    assert "one seed gives no intervals" in shown
+    assert " to " not in shown
+    assert "one seed" not in str(synthetic())
 
 
 def test_an_effect_of_structures_that_are_nearly_alike_is_finite():

@@ -18,13 +18,15 @@ _FLOORS = 100  # values of c that are tried
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number, and the ends of its 95 % bootstrap interval."""
+    """A number, and the ends of its 95 % bootstrap interval; NaN where there is none."""
 
     value: float
     low: float
     high: float
 
     def __str__(self) -> str:
+        if math.isnan(self.low):
+            return f"{self.value:.3g}"
         return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
 
 
@@ -108,9 +110,12 @@ def bootstrap(
     draw_structures: bool,
 ) -> list[Estimate]:
     """Each number of `statistic(structures, seeds)`, lists of indices, with its interval: seeds are
-    drawn with repetition, all structures with the same; with `draw_structures` these too."""
+    drawn with repetition, all structures with the same; with `draw_structures` these too. One seed
+    gives no interval."""
     draw = random.Random(0)
     values = statistic([*range(structures)], [*range(seeds)])
+    if seeds < 2:
+        return [Estimate(value, math.nan, math.nan) for value in values]
     drawn: list[list[float]] = []
     while len(drawn) < RESAMPLES:
         chosen = [*range(structures)]

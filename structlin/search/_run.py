@@ -9,6 +9,7 @@ from operator import index
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from .._convert import convert
 from .._families import Family, label
 from .._linear import StructuredLinear
 from .._progress import Bar
-from .._trials import final_loss, name_of, read_rows, write_rows
+from .._trials import describe_setting, final_loss, name_of, read_rows, write_rows
 from .._widen import cost
 from ..optim import param_groups
 from ..stability._common import PathLike, build_model, require_positive, use_seed
@@ -65,15 +66,16 @@ def run(
             read and not made again; those outside of this grid stay in it, also those that another
             search of the same setting writes at the same time.
         setting: plain data that tells this experiment from others, such as {"steps": 100}. The file
-            keeps it, with lr, base and the names of `build` and `train`, and a search of another
-            setting is refused.
+            keeps it, with the names of `build` and `train`, the shapes of `example`, the rates and
+            `options`; a search in which one of them differs is refused.
         progress: whether to show a bar; None: on a terminal.
         options: of `convert`: `include`, `exclude`, `zero_init`, ...
 
     Raises:
         ValueError: no structure, width or seed; a width that is not positive; a structure that
             does not fit a model; two of one name; the file at `path` is no search, or one of
-            another setting. Nothing has been trained then. A loss that is not above 0.
+            another setting; `setting` has a name that is compared already. Nothing has been trained
+            then. A loss that is not above 0.
         TypeError: a structure that is no family; `build` does not return a module, or `train` not a
             number.
 
@@ -102,9 +104,9 @@ def run(
             f"structures={[*named]}, widths={widths}, seeds={seeds}: there must be at least one of "
             "each"
         )
-    names = {"build": name_of(build), "train": name_of(train)}
+    names = {"build": name_of(build), "train": name_of(train), "example": example}
     rates = {"lr": lr, "base": base, "optimizer": optimizer, "weight_decay": weight_decay}
-    about = json.loads(json.dumps({**names, **rates, **(setting or {})}))
+    about = describe_setting({**names, **rates, **options}, setting)
     trials = _read(Path(path), about) if path is not None else {}
     for name, width in product(named, widths):
         kept = next((t for t in trials.values() if (t.structure, t.width) == (name, width)), None)
@@ -113,9 +115,11 @@ def run(
                 f"path={str(path)!r} has another structure of the name {name!r}: {kept.family}"
             )
 
+    earlier = WeakSet[nn.Module]()
+
     def make(width: int, family: Family | None) -> tuple[nn.Module, Groups]:
         """A new model, converted, and its groups."""
-        model = build_model(build, width)
+        model = build_model(build, width, earlier)
         if family is not None:
             model = convert(model, family, **options)
         wide = partial(build_model, build, base) if base is not None else None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._report import Table
+from .._trials import check_row
 from ..stability._common import PathLike, new_figure, save_figure
 from ._fits import Estimate, bootstrap, fit_power_law, lower_envelope, regress
 
@@ -36,6 +37,9 @@ class Trial:
     psi: float
     nu: float
     family: dict[str, Any]  #: `structlin.family(**family)` is the structure
+
+    def __post_init__(self) -> None:
+        check_row(self, positive=("width", "loss", "params", "flops"))
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class Search:
     Losses are averaged in logarithms over the seeds; a structure that diverges with one of them
     has no point at that width. Costs are "flops" or "seconds". Intervals are 95 %, bootstrap over
     the seeds, each drawn for all structures, and for `frontier` and `effects` over the structures
-    as well.
+    as well. One seed gives no interval.
     """
 
     rows: tuple[Trial, ...]
@@ -215,7 +219,8 @@ class Search:
         for each in self.standings(cost):
             ratio = each.ratio
             measures = [f"{getattr(each, name):.2f}" for name in MEASURES]
-            interval = f"{ratio.low:.3f} to {ratio.high:.3f}"
+            known = not math.isnan(ratio.low)
+            interval = f"{ratio.low:.3f} to {ratio.high:.3f}" if known else "none"
             note = f"{each.diverged} runs diverged" if each.diverged else ""
             table.row(each.structure, *measures, f"{ratio.value:.3f}", interval, note)
         return table
@@ -255,7 +260,9 @@ class Search:
         frontier = self.frontier()
         law = f"frontier: loss = a FLOPs^-b + c, a {frontier.a}, b {frontier.b}, c {frontier.c}"
         effects = [f"{name} +{STEP}: loss x {found}" for name, found in self.effects().items()]
-        return "\n".join([str(self.table()), law, *effects])
+        one = len(self._seeds) == 1
+        note = ["one seed gives no intervals: take three, seeds=range(3)"] if one else []
+        return "\n".join([str(self.table()), law, *effects, *note])
 
 
 def _exp(value: float) -> float:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +26,22 @@ def use_seed(seed: int) -> Iterator[None]:
         yield
 
 
-def build_model(build: Callable[[int], nn.Module], width: int) -> nn.Module:
-    """`build(width)`.
+def build_model(
+    build: Callable[[int], nn.Module], width: int, earlier: "WeakSet[nn.Module] | None" = None
+) -> nn.Module:
+    """`build(width)`, which joins the `earlier` models.
 
     Raises:
         TypeError: it is no module.
+        ValueError: it is one of the earlier ones.
     """
     model = build(width)
     if not isinstance(model, nn.Module):
         raise TypeError(f"build({width}) returned {describe(model)}, not a torch.nn.Module")
+    if earlier is not None:
+        if model in earlier:
+            raise ValueError(f"build({width}) returned a model that it had returned before")
+        earlier.add(model)
     return model
 
 

@@ -12,6 +12,7 @@ from itertools import product
 from operator import index
 from statistics import linear_regression
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -185,8 +186,8 @@ def coordinate_check(
 
     Raises:
         ValueError: fewer than two widths, a width that is not positive, no batch, no seed, `steps`
-            below 1, a tolerance that is not positive; layers that only one width has; training that
-            changes no output.
+            below 1, a tolerance that is not positive; a model that `build` returns twice; layers
+            that only one width has; training that changes no output.
         TypeError: `build`, `optimizer` or `loss` returns something else.
 
     >>> def mlp(width):
@@ -213,9 +214,11 @@ def coordinate_check(
     if not tolerance > 0:
         raise ValueError(f"tolerance={tolerance!r} must be positive")
     sizes: dict[tuple[str, int, int], list[tuple[float, float]]] = defaultdict(list)
+    earlier = WeakSet[nn.Module]()
     for width, seed in product(widths, seeds):
         with use_seed(seed):
-            trajectory = list(_trajectory(build, width, batches, loss, optimizer, steps))
+            model = build_model(build, width, earlier)
+            trajectory = list(_trajectory(model, width, batches, loss, optimizer, steps))
         if not any(change for seen in trajectory for _, change in seen.values()):
             raise ValueError(
                 f"optimizer(model, {width}): no output of the model changed in {steps} steps; does "
@@ -239,7 +242,7 @@ def coordinate_check(
 
 
 def _trajectory(
-    build: Callable[[int], nn.Module],
+    model: nn.Module,
     width: int,
     batches: Sequence[Any],
     loss: Callable[[nn.Module, Any], Tensor],
@@ -247,7 +250,6 @@ def _trajectory(
     steps: int,
 ) -> Iterator[dict[str, tuple[float, float]]]:
     """Before training and after each step: RMS of each output on the first batch, of its change."""
-    model = build_model(build, width)
     optimizer = make_optimizer(model, width)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(

@@ -1,6 +1,5 @@
 """`lr_sweep`: where the best learning rate is at each width."""
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -10,11 +9,12 @@ from itertools import product
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
 from .._report import Table
-from .._trials import final_loss, name_of, read_rows, write_rows
+from .._trials import check_row, describe_setting, final_loss, name_of, read_rows, write_rows
 from ._common import (
     PathLike,
     build_model,
@@ -37,6 +37,9 @@ class Run:
     lr: float
     seed: int
     loss: float | None  #: None: it diverged
+
+    def __post_init__(self) -> None:
+        check_row(self, positive=("width", "lr"))
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,8 @@ def lr_sweep(
 
     Raises:
         ValueError: no width, rate or seed; a width or rate that is not positive and finite; the
-            file at `path` is no sweep, or one of another setting. Nothing has been trained then.
+            file at `path` is no sweep, or one of another setting; `setting` has a name that is
+            compared already. Nothing has been trained then.
         TypeError: `build` does not return a module, or `train` not a number.
 
     >>> import torch
@@ -172,19 +176,19 @@ def lr_sweep(
         raise ValueError(
             f"widths={widths}, lrs={lrs}, seeds={seeds}: there must be at least one of each"
         )
-    names = {"build": name_of(build), "train": name_of(train)}
-    about = json.loads(json.dumps({**names, **(setting or {})}))
+    about = describe_setting({"build": name_of(build), "train": name_of(train)}, setting)
     runs = _read(Path(path), about) if path is not None else {}
     grid = list(dict.fromkeys(product(widths, lrs, seeds)))
     from rich.console import Console
     from rich.progress import track
 
+    earlier = WeakSet[nn.Module]()
     for key in track(
         [key for key in grid if key not in runs], "lr_sweep", console=Console(stderr=True)
     ):
         width, lr, seed = key
         with use_seed(seed):
-            model = build_model(build, width)
+            model = build_model(build, width, earlier)
             call = f"train(model, {lr}, {width})"
             runs[key] = Run(width, lr, seed, final_loss(partial(train, model, lr, width), call))
         if path is not None:

@@ -4,7 +4,7 @@ bad input."""
 import copy
 import json
 import math
-from functools import partial
+from functools import cache, partial
 
 import cola
 import numpy as np
@@ -538,6 +538,11 @@ def test_an_activation_that_is_not_finite_is_not_flat():
             ValueError,
             "the model of width 4 has '2', that of 2 has none",
         ),
+        (
+            {"build": cache(lambda width: nn.Linear(2, 4))},
+            ValueError,
+            r"build\(2\) returned a model that it had returned before",
+        ),
     ],
 )
 def test_a_bad_coordinate_check_is_named(changed, error, message):
@@ -563,12 +568,15 @@ def test_what_builds_and_trains_may_be_a_partial_function(tmp_path):
 
 
 class Counted:
-    """A quadratic whose best rate is 1 / width, that diverges from 3 / width on."""
+    """A quadratic whose best rate is 1 / width, that diverges from 3 / width on; stopped by hand
+    after `limit` runs."""
 
-    def __init__(self):
-        self.runs = []
+    def __init__(self, limit=math.inf):
+        self.runs, self.limit = [], limit
 
     def train(self, model, lr, width):
+        if len(self.runs) == self.limit:
+            raise KeyboardInterrupt
         self.runs.append((width, lr))
         x = lr * width
         if x >= 3:
@@ -621,34 +629,25 @@ def test_an_interrupted_sweep_goes_on_and_trains_no_run_again(tmp_path):
         tmp_path / "sweep.json",
         lr_sweep(build, [8, 32], LRS, Counted().train, seeds=[0, 1]),
     )
-
-    class Interrupted(Counted):
-        def train(self, model, lr, width):
-            if len(self.runs) == 5:
-                raise KeyboardInterrupt
-            return super().train(model, lr, width)
-
     with pytest.raises(KeyboardInterrupt):
         lr_sweep(
             build,
             [8, 32],
             LRS,
-            Interrupted().train,
+            Counted(limit=5).train,
             seeds=[0, 1],
             path=path,
-            setting={"train": "quadratic"},
+            setting={"task": "quadratic"},
         )
     assert len(json.loads(path.read_text())["rows"]) == 5
     counted = Counted()
     resumed = lr_sweep(
-        build, [8, 32], LRS, counted.train, seeds=[0, 1], path=path, setting={"train": "quadratic"}
+        build, [8, 32], LRS, counted.train, seeds=[0, 1], path=path, setting={"task": "quadratic"}
     )
     assert len(counted.runs) == 2 * 2 * len(LRS) - 5
     assert resumed == whole
     again = Counted()
-    assert lr_sweep(
-        build, [8], LRS[:3], again.train, path=path, setting={"train": "quadratic"}
-    ).rows
+    assert lr_sweep(build, [8], LRS[:3], again.train, path=path, setting={"task": "quadratic"}).rows
     assert again.runs == []
     # those outside of the grid stay
     assert len(json.loads(path.read_text())["rows"]) == 2 * 2 * len(LRS)
@@ -693,7 +692,15 @@ def test_another_setting_is_refused_before_anything_is_trained(tmp_path):
         lr_sweep(
             mlp, [8], [0.1], counted.train, path=path, setting={"steps": 10, "betas": (0.9, 0.95)}
         )
+    with pytest.raises(ValueError, match="train is compared already; take another name"):
+        lr_sweep(build, [8], [0.1], counted.train, path=path, setting={"train": "quadratic"})
     assert (counted.runs, path.read_text()) == ([], content)
+
+
+def test_a_sweep_of_one_shared_model_is_refused():
+    shared = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="returned a model that it had returned before"):
+        lr_sweep(lambda width: shared, [2], [0.1, 0.2], lambda model, lr, width: lr)
 
 
 def test_a_sweep_is_plotted_and_a_best_rate_at_an_end_is_marked(tmp_path):
@@ -727,7 +734,23 @@ def test_a_bad_sweep_is_named(changed, error, message):
         lr_sweep(**options | changed)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"rows": [{"width": 1}], "setting": {}}'])
+ROW = '{"rows": [{"width": %s, "lr": %s, "seed": 0, "loss": %s}], "setting": {}}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"rows": [{"width": 1}], "setting": {}}',
+        ROW % (8, 0.1, '"x"'),
+        ROW % (8, 0.1, "NaN"),
+        ROW % (8, 0, 1),
+        ROW % ("true", 0.1, 1),
+        "[" * 100_000,
+    ],
+    ids=range(8),
+)
 def test_a_file_that_is_no_sweep_is_refused(tmp_path, content):
     path = tmp_path / "sweep.json"
     path.write_text(content)
