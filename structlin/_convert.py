@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ._families import DEFAULT, Family, label
+from ._families import DEFAULT, Family, explain_padding, label
 from ._linear import StructuredLinear, uninitialised
 from ._mixture import Mixture
 from ._model.decide import Decision, Spec, decide
@@ -50,6 +50,7 @@ from ._projection.solve import project, relative_error
 from ._report import Table, kind_of, percent
 from ._structure import Structure
 from ._timing import time_in_turn
+from ._widths import require_flags
 from .scaling import INITS
 
 P = ParamSpec("P")
@@ -123,12 +124,12 @@ class Plan:
             new = uninitialised(*widths, structure, **options).set_cores_(_take_cores(decision))
         else:
             options |= {"zero_init": decision.zero_init}
+            options["init"] = "mup" if self.init == "match" else self.init
+            new = uninitialised(*widths, structure, **options)
             if self.init == "match" and not old.weight.is_meta:
-                norm = 0.0 if decision.zero_init else _measure_norm(layer)
-                new = uninitialised(*widths, structure, **options).match_norm_(norm)
+                new.match_norm_(0.0 if decision.zero_init else _measure_norm(layer))
             else:
-                options["init"] = "mup" if self.init == "match" else self.init
-                new = StructuredLinear(*widths, structure, **options)
+                new.reset_parameters()
         new.label, new.conv1d = label(decision.structure), is_conv1d(old)
         for parameter in new.parameters():
             parameter.requires_grad_(old.weight.requires_grad)
@@ -194,6 +195,7 @@ def plan(
         2   other   256 -> 64   LowRank(rank=8)    2,560    15.6%         5,120    15.6%
     """
     require_replaceable(model)
+    require_flags(untie=untie, weight_norm=weight_norm)
     overrides, split = overrides or {}, split or {}
     _check_types(structure, overrides, split)
     check_budget(budget, budget_of, budget_by)
@@ -324,8 +326,9 @@ def convert(model: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
         TypeError: not a module, not a structure, or not a pattern.
 
     Warns:
-        UserWarning: layers that grow; a model that says that its weights were loaded from a
-            checkpoint; init="match" for weights without values (meta).
+        UserWarning: layers that grow, are padded by more than 15 %, or stay dense for their hooks;
+            a model that says that its weights were loaded from a checkpoint; init="match" for
+            weights without values (meta).
 
     >>> from structlin import BTT
     >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
@@ -455,8 +458,13 @@ def _check_calibrated(calibration: Calibration | None, by: str | None, refine: i
 def warn_of(planned: Plan) -> None:
     """Warn of what `convert` does that its caller may not expect."""
     grown: dict[str, list[str]] = {"parameters": [], "FLOPs a token": []}
+    padded: dict[str, list[str]] = {}
     for decision in planned.decisions:
         layer, new = decision.layer, decision.resolved
+        if new is not None and decision.structure is not None:
+            given, widths = decision.structure, (layer.in_features, layer.out_features)
+            if text := explain_padding(given, new, *widths):
+                padded.setdefault(f"{label(given)}: {text}", []).append(repr(layer.name))
         dense = layer.in_features * layer.out_features
         if new is not None and new.params > dense:
             grown["parameters"].append(f"{layer.name} ({dense:,} -> {new.params:,})")
@@ -465,6 +473,10 @@ def warn_of(planned: Plan) -> None:
     texts = [
         f"these layers grow, in {of}: {', '.join(names)}" for of, names in grown.items() if names
     ]
+    texts += [f"layer {', '.join(names)}: {text}" for text, names in padded.items()]
+    hooked = [d.layer.name for d in planned.decisions if d.reason.startswith("has hooks")]
+    if hooked:
+        texts.append(f"left dense, for they have hooks, which would be lost: {', '.join(hooked)}")
     if loose := find_loose_matrices(planned.model):
         names = ", ".join(loose)
         texts.append(f"left dense, for they are parameters and no linear layers: {names}")

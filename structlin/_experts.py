@@ -21,9 +21,20 @@ def each_expert(
         cores: `(experts * batch, fan_out, fan_in)` each.
         x: `(tokens, in_features)`, expert by expert.
         loads: `(experts,)`, how many tokens are each expert's.
+
+    Raises:
+        RuntimeError: under vmap, where that number is another for each sample.
     """
     own = split_experts(cores, len(loads))
-    parts = x.tensor_split(len(loads)) if loads.is_meta else torch.split(x, loads.tolist())
+    try:
+        parts = x.tensor_split(len(loads)) if loads.is_meta else torch.split(x, loads.tolist())
+    except RuntimeError as error:
+        if not torch._C._are_functorch_transforms_active():
+            raise
+        raise RuntimeError(
+            "a mixture cannot run under torch.func.vmap: how many tokens each expert has differs "
+            "from sample to sample; give it all samples at once, (..., in_features)"
+        ) from error
     return torch.cat([product(*each) for each in zip(own, parts, strict=True)])
 
 

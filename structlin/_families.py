@@ -7,6 +7,7 @@ E.2); a width that factors badly (a prime, 50257 = 29 x 1733) is padded to the n
 well: the structure is then larger than the layer, and the layer slices.
 """
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -15,6 +16,8 @@ from typing import Any
 
 from ._structure import Structure
 from ._widths import divide, divisors, factorise, name_nearest, require_bounded, require_positive
+
+MAX_PADDING = 0.15  # share of a width that is padded without a warning
 
 # by name, in lower case; a subclass is in it once it is defined
 FAMILIES: dict[str, type["Family"]] = {}
@@ -276,7 +279,7 @@ def family(name: str, **options: Any) -> Family:
     >>> family("btt", rank=2)
     BTT(rank=2, cores=2)
     """
-    if name.lower() not in FAMILIES:
+    if not isinstance(name, str) or name.lower() not in FAMILIES:
         raise ValueError(f"structure={name!r} is no family; there are {', '.join(FAMILIES)}")
     cls = FAMILIES[name.lower()]
     known = [field.name for field in fields(cls)]
@@ -324,6 +327,57 @@ def structure_of(structure: Family | Structure, in_features: int, out_features: 
         if size < width:
             raise ValueError(f"{side}={width} is larger than the structure's {size}: {found!r}")
     return found
+
+
+def warn_of_padding(
+    structure: Family | Structure, found: Structure, in_features: int, out_features: int
+) -> None:
+    """As a layer's constructor does."""
+    if text := explain_padding(structure, found, in_features, out_features):
+        warnings.warn(f"{label(structure)}: {text}", UserWarning, stacklevel=3)
+
+
+def explain_padding(
+    structure: Family | Structure, found: Structure, in_features: int, out_features: int
+) -> str:
+    """What `found`, the structure of a layer, pads by more than `MAX_PADDING`, and what would pad
+    less; empty if it pads nothing so much.
+
+    >>> explain_padding(BTT(), BTT().structure(13, 64), 13, 64)
+    'in_features=13 is padded to 15, by 15.4%; 12 and 14 fit'
+    """
+    widths, sizes = (in_features, out_features), (found.in_features, found.out_features)
+    texts = []
+    for n, side in enumerate(("in_features", "out_features")):
+        width, size = widths[n], sizes[n]
+        if size <= width * (1 + MAX_PADDING):
+            continue
+        says = f"{side}={width} is padded to {size}, by {100 * (size / width - 1):.1f}%"
+        if isinstance(structure, Family) and (fits := _find_fitting(structure, widths, n, size)):
+            says += f"; {' and '.join(map(str, fits))} fit{'s' * (len(fits) == 1)}"
+        texts.append(says)
+    if texts and isinstance(structure, Structure):
+        texts.append(
+            f"take a family such as {DEFAULT.label}, which factors each width, or a Structure of "
+            f"{in_features} -> {out_features}"
+        )
+    return "; ".join(texts)
+
+
+def _find_fitting(family: Family, widths: tuple[int, int], n: int, size: int) -> list[int]:
+    """The nearest sizes of the n-th width, below it and above, that `family` does not pad."""
+
+    def fits(width: int) -> bool:
+        pair = (width, widths[1]) if n == 0 else (widths[0], width)
+        try:
+            found = family.structure(*pair)
+        except ValueError:
+            return False
+        return width == (found.in_features, found.out_features)[n]
+
+    width = widths[n]
+    sides = range(width - 1, width // 2, -1), range(width + 1, size + 1)
+    return [near for side in sides for near in [next(filter(fits, side), None)] if near]
 
 
 def label(structure: Family | Structure) -> str:

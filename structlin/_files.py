@@ -74,17 +74,19 @@ def read_file(folder: Path) -> Saved:
     """What `write_file` wrote into `folder`, or `save` of 0.1.0.
 
     Raises:
-        ValueError: there is no such file, or it was truncated or edited.
+        ValueError: there is no such file, it is no regular file, or it was truncated or edited.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    try:
+    for name in (FILE, OLD_MANIFEST, OLD_WEIGHTS):  # a pipe or a device would never end
+        if (folder / name).exists() and not (folder / name).is_file():
+            raise ValueError(f"{folder / name} is a folder, pipe or device, no regular file")
+    if (folder / FILE).is_file():
         data = (folder / FILE).read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        manifest, data = _read_old(folder)
-    else:
         manifest = _check(folder / FILE, data)
+    else:
+        manifest, data = _read_old(folder)
     try:
         tensors, modules, aliases = load(data), dict(manifest["modules"]), dict(manifest["aliases"])
         return Saved(modules, tensors | {name: tensors[first] for name, first in aliases.items()})
@@ -169,7 +171,7 @@ def _check(file: Path, data: bytes) -> dict[str, Any]:
     try:
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         description: dict[str, Any] = json.loads(header["__metadata__"]["structlin"])
-        version, checksum = int(description["version"]), str(description["checksum"])
+        version, checksum = description["version"], str(description["checksum"])
     except _MALFORMED:
         raise ValueError(
             f"{file} is no file of structlin.save, or was truncated or edited"
@@ -185,7 +187,9 @@ def _check(file: Path, data: bytes) -> dict[str, Any]:
     return description
 
 
-def _check_version(file: Path, version: int) -> None:
+def _check_version(file: Path, version: object) -> None:
+    if type(version) is not int or version < 1:
+        raise ValueError(f"{file} has version {version!r}; versions are integers from 1 on")
     if version > VERSION:
         text = f"upgrade structlin, which reads up to {VERSION}"
         raise ValueError(f"{file} has version {version}; {text}")
@@ -205,7 +209,7 @@ def _read_old(folder: Path) -> tuple[dict[str, Any], bytes]:
         manifest: dict[str, Any] = json.loads(manifest_file.read_bytes())
         if manifest["format"] != "structlin":
             raise KeyError("format")
-        version, checksum = int(manifest["version"]), manifest.pop("checksum")
+        version, checksum = manifest["version"], manifest.pop("checksum")
         intact = (
             checksum == hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
         )

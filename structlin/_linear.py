@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from . import _product
-from ._families import DEFAULT, Family, label, structure_of
+from ._families import DEFAULT, Family, label, structure_of, warn_of_padding
 from ._projection import project
 from ._state import DescribedModule
 from ._structure import Structure
 from ._weight import WeightView, record_node
+from ._widths import require_flags
 from .duality import dualize
 from .scaling import INITS, expected_norm, init_std
 
@@ -42,7 +43,8 @@ class StructuredLinear(DescribedModule):
         label: what tables call the structure.
         stds: sigma of each core.
         init_scale: factor of the last core at the start, see `match_norm_`.
-        padding: columns and rows that the structure has beyond the layer's.
+        padding: columns and rows that the structure has beyond the layer's. More than 15 % of a
+            width is warned of, except on the meta device.
         mode: "structured" multiplies core by core; "dense" multiplies the cores into W at every
             call, and by W; "auto", which it is at first, forms W where the structure has nearly
             dense's FLOPs and there are many tokens.
@@ -51,7 +53,7 @@ class StructuredLinear(DescribedModule):
             see `WeightView`.
 
     Raises:
-        ValueError: the structure does not fit the widths; `init` is unknown.
+        ValueError: the structure does not fit the widths; `init` is unknown; a text for a flag.
         TypeError: `structure` is neither a family nor a `Structure`.
 
     >>> from structlin import BTT
@@ -79,6 +81,7 @@ class StructuredLinear(DescribedModule):
         super().__init__()
         if init not in INITS:
             raise ValueError(f"init={init!r} is unknown; there are {', '.join(INITS)}")
+        require_flags(bias=bias, weight_norm=weight_norm, zero_init=zero_init)
         self.structure = structure_of(structure, in_features, out_features)
         self.in_features, self.out_features = in_features, out_features
         self.label = label(structure)
@@ -97,6 +100,8 @@ class StructuredLinear(DescribedModule):
         self.register_parameter("gains", empty(len(self.cores)) if weight_norm else None)
         self.register_parameter("bias", empty(out_features) if bias else None)
         self.reset_parameters()
+        if not self.cores[0].is_meta:  # where `convert` makes it, which warns by its name
+            warn_of_padding(structure, self.structure, in_features, out_features)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -250,7 +255,8 @@ class StructuredLinear(DescribedModule):
             ValueError: wrong number or shape of cores; the layer has no values yet (meta). Nothing
                 is changed then.
         """
-        _product.check_cores(self.structure, cores)
+        experts = len(self.cores[0]) // self.structure.cores[0].batch  # of a mixture
+        _product.check_cores(self.structure, cores, experts)
         if self.cores[0].is_meta:
             raise ValueError("the layer is on the meta device: move it with to_empty(device=...)")
         for n, (own, core, std) in enumerate(zip(self.cores, cores, self.stds, strict=True)):

@@ -92,7 +92,8 @@ def apply(
     Raises:
         ValueError: wrong last dimension of `x`, wrong number or shape of cores or bias, mixed
             devices or dtypes of the cores.
-        TypeError: `x` is not floating point, or its dtype is not the cores' (outside autocast).
+        TypeError: `x` is no tensor, or not floating point, or of another dtype than the cores
+            (outside autocast).
 
     >>> from structlin import Kronecker
     >>> structure = Kronecker().structure(6, 6)
@@ -197,15 +198,16 @@ def to_dense(structure: Structure, cores: Sequence[Tensor]) -> Tensor:
 # ---- arguments -----------------------------------------------------------------------------------
 
 
-def check_cores(structure: Structure, cores: Sequence[Tensor]) -> None:
+def check_cores(structure: Structure, cores: Sequence[Tensor], experts: int = 1) -> None:
     if len(cores) != len(structure.cores):
         raise ValueError(
             f"{len(cores)} cores given; the structure has {len(structure.cores)}: {structure!r}"
         )
     for n, (core, tensor) in enumerate(zip(structure.cores, cores, strict=True)):
-        if tuple(tensor.shape) != core.shape:
+        shape = experts * core.batch, core.fan_out, core.fan_in
+        if tuple(tensor.shape) != shape:
             raise ValueError(
-                f"cores[{n}] has shape {tuple(tensor.shape)}; the structure needs {core.shape}"
+                f"cores[{n}] has shape {tuple(tensor.shape)}; the structure needs {shape}"
             )
         if tensor.dtype != cores[0].dtype or tensor.device != cores[0].device:
             raise ValueError(
@@ -215,6 +217,8 @@ def check_cores(structure: Structure, cores: Sequence[Tensor]) -> None:
 
 
 def check_input(x: Tensor, in_features: int, core: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is a {type(x).__name__}, no tensor; take torch.as_tensor(x)")
     if x.ndim == 0 or x.shape[-1] != in_features:
         raise ValueError(
             f"x has shape {tuple(x.shape)}: its last dimension must be in_features={in_features}"

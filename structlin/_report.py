@@ -169,8 +169,9 @@ def summary(model: nn.Module, *, tokens: int | None = None, measure: int | None 
             layer multiplies core by core ("structured") or forms its matrix ("dense"), see
             `StructuredLinear.mode`.
         measure: tokens of a forward and a backward pass that is timed: each distinct layer in turn
-            with the dense one that it would become, medians of nine rounds, without optimizer. The
-            times in the table are of all layers of a row, one after the other.
+            with the dense one that it would become (a mixture with one of its widths), medians of
+            nine rounds, without optimizer. The times in the table are of all layers of a row, one
+            after the other.
 
     Raises:
         ValueError: the model has no linear layer; `tokens` is negative, `measure` not positive; a
@@ -218,7 +219,9 @@ def kind_of(layer: nn.Module) -> tuple[object, ...]:
     parameter, shape = next(layer.parameters(), None), widths(layer)
     kind: tuple[object, ...] = (type(layer),)
     if isinstance(layer, StructuredLinear):
-        kind = layer.structure, layer.mode, layer.gains is None
+        kind = *kind, layer.structure, layer.mode, layer.gains is None
+    if isinstance(layer, Mixture):
+        kind = *kind, layer.experts, layer.active
     kind = *kind, shape, layer.bias is None
     if parameter is None:
         return kind
@@ -276,14 +279,24 @@ def _time(layer: Layer, tokens: int) -> tuple[float, float]:
         raise ValueError(f"measure={tokens}: layer {layer.name!r} {reason}")
     device = weight.device
     random = torch.Generator(device).manual_seed(0)  # the user's random numbers stay
+    shape = layer.in_features, layer.out_features
     x, dy = (
         torch.randn(tokens, width, generator=random, device=device, dtype=weight.dtype)
-        for width in (layer.in_features, layer.out_features)
+        for width in shape
     )
     modules = [module]
-    if isinstance(module, StructuredLinear):
+    if isinstance(module, Mixture):  # which stands for no one matrix
+        dense = nn.Linear(*shape, bias=module.bias is not None, device="meta", dtype=weight.dtype)
+        dense = dense.to_empty(device=device).requires_grad_(weight.requires_grad)
+        for parameter in dense.parameters():
+            nn.init.zeros_(parameter)
+        modules.append(dense)
+    elif isinstance(module, StructuredLinear):
         modules.append(build_dense_layer(module))
+    balance = getattr(module, "balance", None)  # a mixture writes it in training mode
     seconds = time_in_turn([partial(_step, each, x, dy) for each in modules], device)
+    if isinstance(module, Mixture):
+        module.balance = balance
     return seconds[0], seconds[-1]
 
 

@@ -223,10 +223,13 @@ class Structure:
         """The structure that `to_dict` describes.
 
         Raises:
-            ValueError: `cores` is no list of texts, or `sizes` no mapping; the structure is none.
+            ValueError: `cores` is no list of texts, or `sizes` no mapping; an entry that `to_dict`
+                has not; the structure is none.
             KeyError: an entry is missing.
         """
         signature, cores, sizes = data["signature"], data["cores"], data["sizes"]
+        if more := sorted(map(str, {*data} - {"signature", "cores", "sizes"})):
+            raise ValueError(f"{', '.join(more)}: a Structure has signature, cores and sizes alone")
         if not isinstance(cores, list | tuple) or not all(
             isinstance(core, str) for core in [signature, *cores]
         ):

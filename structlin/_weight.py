@@ -184,10 +184,13 @@ def _refuse_writing(
     target = (args[:1] or list(kwargs.values())[:1]) if in_place else kwargs.get("out")
     for value in tree_leaves(target):
         if isinstance(value, kind):
-            owner = repr(value.layer) if isinstance(value, WeightView) else "a StructuredLinear"
+            layer: Any = getattr(value, "layer", None)
+            which = f"; the layer: {type(layer).__name__}({layer.extra_repr()})" if layer else ""
             raise RuntimeError(
-                f"{name} would write to the weight of {owner}, which is a view made of its cores: "
-                "write to layer.cores, or project a dense matrix with layer.from_dense_(weight)"
+                f"{name} would write to the weight of a structured layer, which is made of its "
+                "cores: write to layer.cores, or project a dense matrix with "
+                "layer.from_dense_(weight); an adapter that is to be merged needs a dense layer "
+                f"(to_dense_ before it is added){which}"
             )
 
 

@@ -9,7 +9,7 @@ from math import gcd, isqrt
 LARGEST = 2**40  # a width: beyond it, to look for factors takes longer than anybody would wait
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096, typed=True)  # or 64.0 would be taken for a 64 that is known
 def factorise(width: int, factors: int) -> tuple[int, ...]:
     """`factors` integers, ascending and as even as possible, whose product is `width`, or the next
     width that factors well if the largest is over 4 times the smallest.
@@ -84,6 +84,12 @@ def require_positive(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r} must be an integer of at least 1")
     if value < 1:
         raise ValueError(f"{name}={value} must be at least 1")
+
+
+def require_flags(**values: object) -> None:
+    for name, value in values.items():
+        if isinstance(value, str):  # "False" is true
+            raise ValueError(f"{name}={value!r} is a text; take True or False")
 
 
 def require_bounded(name: str, value: int, bound: int, formula: str) -> None:

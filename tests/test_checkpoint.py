@@ -270,6 +270,16 @@ def _rewrite(path, change):
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
 
 
+def _link_to_zeros(path):
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def _make_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -289,6 +299,13 @@ def _rewrite(path, change):
             lambda p: _rewrite(p, lambda d: d.update(version=99)),
             "has version 99; upgrade structlin",
         ),
+        *(
+            (lambda p, v=v: _rewrite(p, lambda d: d.update(version=v)), f"has version {v!r}; vers")
+            for v in (0, -5, True, "2", None)
+        ),
+        (_link_to_zeros, "no regular file"),
+        (_make_pipe, "no regular file"),
+        (lambda p: (p.unlink(), p.mkdir()), "no regular file"),
         (lambda p: p.write_bytes(p.read_bytes()[:-8]), "truncated or edited"),
         (lambda p: p.write_bytes(p.read_bytes()[:-1] + b"\x07"), "truncated or edited"),
     ],

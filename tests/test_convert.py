@@ -318,7 +318,8 @@ def test_layers_that_cannot_be_converted_say_why():
             ValueError, match=f"include: '{name}' converts nothing: '{name}' .*{reason}"
         ):
             convert(model, BTT(), include=["plain", name])
-    convert(model, BTT())
+    with pytest.warns(UserWarning, match="left dense, for they have hooks, .*: hooked$"):
+        convert(model, BTT())
     assert structured(model) == {"plain", "done"}
 
 
@@ -342,6 +343,37 @@ def test_layers_of_few_parameters_and_more_flops_than_dense_are_named():
     with pytest.warns(UserWarning, match=r"grow, in FLOPs a token: 0 \(8,192 -> 16,384\)$"):
         model = convert(nn.Sequential(nn.Linear(64, 64)), TT(rank=8))
     assert model[0].structure.params < 64 * 64
+
+
+def test_layers_that_are_padded_much_are_named_once_with_what_would_fit():
+    structure = LowRank(rank=3).structure(32, 32)
+    model = nn.Sequential(nn.Linear(10, 32), nn.Linear(32, 28), nn.Linear(13, 24))
+    with pytest.warns(UserWarning, match="padded") as caught:
+        convert(model, structure, overrides={"2": BTT()})
+    first, last = (str(each.message) for each in caught)
+    assert "layer '0'" in first
+    assert "in_features=10 is padded to 32, by 220.0%" in first
+    assert "a family such as BTT(rank=1)" in first
+    assert "layer '2': BTT(rank=1): in_features=13 is padded to 15, by 15.4%; 12 and 14 fit" in last
+    for layer in model:
+        x = torch.randn(40, layer.in_features)
+        torch.testing.assert_close(layer(x), x @ layer.to_dense().T + layer.bias)
+
+
+def test_a_layer_with_hooks_stays_dense_with_a_warning():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    model[0].weight.register_hook(lambda gradient: gradient)
+    model[1].register_forward_hook(lambda module, args, output: None)
+    with pytest.warns(UserWarning, match="left dense, for they have hooks.*: 0, 1$") as caught:
+        convert(model, BTT())
+    assert len(caught) == 1
+    assert structured(model) == {"2"}
+
+
+@pytest.mark.parametrize("options", [{"weight_norm": "False"}, {"untie": "no"}])
+def test_a_text_is_no_flag(options):
+    with pytest.raises(ValueError, match="is a text; take True or False"):
+        convert(nn.Sequential(nn.Linear(16, 16)), BTT(), **options)
 
 
 def test_a_model_that_was_loaded_from_a_checkpoint_warns_that_it_starts_afresh():

@@ -40,6 +40,7 @@ from tests.catalogue import (
 )
 
 every_case = pytest.mark.parametrize("case", CASES, ids=IDS)
+MUCH = pytest.mark.filterwarnings("ignore:.* is padded to")  # by more than a user should
 every_narrow_case = pytest.mark.parametrize("case", NARROW, ids=NARROW_IDS)
 every_small_case = pytest.mark.parametrize("case", SMALL, ids=SMALL_IDS)
 some_cases = pytest.mark.parametrize("case", SMALL[::4], ids=SMALL_IDS[::4])
@@ -213,6 +214,7 @@ def test_a_layer_is_the_dense_product_with_the_rows_and_columns_of_its_padding_c
 
 # all ways to multiply: core by core in the engine and in torch, by the matrix, of few tokens and of
 # many, with gradients and without
+@MUCH
 @every_narrow_case
 @pytest.mark.parametrize(
     ("mode", "engine", "bias"),
@@ -237,6 +239,7 @@ def test_a_layer_narrower_than_its_structure_cuts_the_matrix(case, mode, engine,
             assert_close(layer(x), wanted)
 
 
+@MUCH
 @every_narrow_case
 def test_a_layer_narrower_than_its_structure_keeps_its_width_under_autocast(case):
     layer = layer_of(case, dtype=torch.float32, bias=False)
@@ -247,6 +250,7 @@ def test_a_layer_narrower_than_its_structure_keeps_its_width_under_autocast(case
     assert_close(y.float(), x @ layer.to_dense().T, rtol=0.1, atol=0.1)
 
 
+@MUCH
 @pytest.mark.slow
 @pytest.mark.parametrize("case", NARROW[2::12], ids=NARROW_IDS[2::12])
 def test_a_layer_narrower_than_its_structure_compiles(case):

@@ -4,6 +4,7 @@ hold."""
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from structlin import (
     Split,
     Structure,
     StructuredLinear,
+    apply,
     family,
     project,
 )
@@ -170,6 +172,7 @@ def test_a_structure_can_not_be_changed_and_is_copied_whole():
     [
         ({"cores": "oi"}, "must be a text and a list of texts"),
         ({"sizes": [("i", 2)]}, "must be a mapping"),
+        ({"rank": 3}, "rank: a Structure has signature, cores and sizes alone"),
     ],
 )
 def test_plain_data_that_is_no_structure_is_refused(change, message):
@@ -177,6 +180,43 @@ def test_plain_data_that_is_no_structure_is_refused(change, message):
         Structure.from_dict(
             {"signature": "i -> o", "cores": ["o i"], "sizes": {"i": 2, "o": 3}} | change
         )
+
+
+@pytest.mark.parametrize("widths", [(64.0, 64), (64, True), ("64", 64)])
+def test_a_width_is_an_integer_also_where_its_factors_are_known(widths):
+    BTT().structure(64, 64)
+    BTT().structure(64, 1)
+    with pytest.raises(ValueError, match="must be an integer"):
+        BTT().structure(*widths)
+
+
+@pytest.mark.parametrize("name", [None, 3, ["btt"]])
+def test_what_names_no_family_is_refused(name):
+    with pytest.raises(ValueError, match="is no family; there are dense, lowrank"):
+        family(name)
+
+
+@pytest.mark.parametrize("flag", ["bias", "weight_norm", "zero_init"])
+def test_a_text_is_no_flag(flag):
+    with pytest.raises(ValueError, match=f"{flag}='False' is a text; take True or False"):
+        StructuredLinear(16, 16, **{flag: "False"})
+
+
+@pytest.mark.parametrize("x", [[1.0] * 16, np.ones(16, np.float32), None])
+def test_what_is_no_tensor_is_no_input(x):
+    layer = StructuredLinear(16, 16)
+    for call in (layer, lambda x: apply(layer.structure, list(layer.cores), x)):
+        with pytest.raises(TypeError, match=f"x is a {type(x).__name__}, no tensor"):
+            call(x)
+
+
+def test_a_layer_that_is_padded_much_warns_where_it_is_made():
+    with pytest.warns(UserWarning, match="out_features=17 is padded to 32, by 88.2%") as caught:
+        StructuredLinear(32, 17, LowRank(rank=2).structure(32, 32))
+    with pytest.warns(UserWarning, match="in_features=5 is padded to 6, by 20.0%; 4 and 6 fit"):
+        StructuredLinear(5, 16, BTT())
+    assert caught[0].filename == __file__
+    StructuredLinear(5, 16, BTT(), device="meta")  # `load` does so
 
 
 def test_a_width_that_nobody_could_factor_is_refused_at_once():

@@ -105,7 +105,7 @@ def test_one_expert_of_one_is_the_structured_layer_itself(family):
 
 def test_widths_that_the_structure_pads_are_those_of_the_layer():
     family = TT(rank=2)
-    layer, x = mixture(family, widths=(13, 17)), tokens(4, 13)
+    layer, x = mixture(family, widths=(11, 17)), tokens(4, 11)
     assert any(layer.padding)
     assert_close(layer(x), by_loop(layer, family, x), rtol=1e-6, atol=1e-6)
 
@@ -413,6 +413,31 @@ def test_f_linear_by_its_weight_runs_through_the_experts():
 def test_numbers_that_make_no_mixture_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Mixture(16, 16, **options)
+
+
+@pytest.mark.parametrize("weight_norm", [False, True])
+def test_cores_are_set_of_all_experts_at_once(weight_norm):
+    layer, other = (mixture(BTT(), weight_norm=weight_norm) for _ in range(2))
+    before = [core.detach().clone() for core in layer.cores]
+    with pytest.raises(ValueError, match=r"the structure needs \(12, 4, 4\)"):
+        layer.set_cores_([torch.ones(core.shape) for core in layer.structure.cores])
+    assert_close(list(layer.cores), before)
+    with torch.no_grad():
+        for core in other.cores:
+            core.normal_(0, 0.01)
+    layer.set_cores_([core.detach() for core in other.cores])
+    x = tokens(5, 12)
+    assert_close(layer(x), other(x))
+
+
+def test_under_vmap_it_is_refused_by_name():
+    layer, x = mixture(BTT()), tokens(3, 5, 12)
+    with pytest.raises(RuntimeError, match=r"a mixture cannot run under torch.func.vmap"):
+        torch.func.vmap(layer)(x)
+    grad = torch.func.grad(lambda x: layer(x).square().sum())  # of one sample there is no doubt
+    leaf = x[0].clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(layer(leaf).square().sum(), leaf)
+    assert_close(grad(x[0]), wanted)
 
 
 def test_there_is_no_one_matrix():

@@ -8,6 +8,7 @@ from structlin import (
     BlockDiagonal,
     Dense,
     LowRank,
+    Mixture,
     Monarch,
     StructuredLinear,
     _report,
@@ -159,6 +160,19 @@ def test_layers_of_one_kind_are_timed_once_under_whatever_names(clock, monkeypat
     assert [row.seconds for row in result.rows] == [1, 1, 1, 1]
 
 
+def test_a_mixture_is_timed_beside_a_dense_layer_of_its_widths():
+    layers = [Mixture(16, 24, BTT(), experts=n, bias=n > 2) for n in (2, 4)]
+    single = StructuredLinear(16, 24)
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    rows = summary(nn.ModuleList([*layers, single]), measure=3).rows
+    assert torch.equal(torch.rand(1), expected)
+    assert all(layer.balance is None for layer in layers)
+    assert all(row.seconds > 0 and row.dense_seconds > 0 for row in rows)
+    assert len({_report.kind_of(layer) for layer in (*layers, single)}) == 3
+
+
 def test_nothing_is_timed_unless_asked_for():
     result = summary(nn.Linear(4, 4))
     assert result.seconds is None
@@ -166,7 +180,7 @@ def test_nothing_is_timed_unless_asked_for():
 
 
 def test_timing_leaves_gradients_random_numbers_and_the_model_as_they_were():
-    model = convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 5)), BTT(), weight_norm=True)
+    model = convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)), BTT(), weight_norm=True)
     model[0].cores[0].grad = torch.ones_like(model[0].cores[0])
     model[1].cores[0].requires_grad_(False)
     torch.manual_seed(0)

@@ -123,8 +123,8 @@ def refine(
         shared: `id` of the parameters that several modules of the model have: they stay.
 
     Returns:
-        None if the block cannot be refined: it has no output to compare, or does not make the same
-        one again.
+        None if the block cannot be refined: it has no output to compare, of no token, or does not
+        make the same one again.
 
     Raises:
         ValueError: the model turns gradients off.
@@ -138,13 +138,14 @@ def refine(
         ]
         made = take_tensor(examples[0].output)
         _require_gradients(made is None or not made.is_inference(), steps)
-        if not _repeats_itself(forward, examples[0]):
+        filled = [example for example in examples if example.goal.numel()]
+        if not filled or not _repeats_itself(forward, filled[0]):
             return None
         parameters = [*cores, *biases, *(vector for *_, vector in vectors)]
         old = [parameter.detach().clone() for parameter in parameters]
         before = _measure(examples, [example.output for example in examples])
         for rate in (LR, LR / 4):
-            _descend(forward, new, parameters, examples, steps, rate)
+            _descend(forward, new, parameters, filled, steps, rate)
             outputs = [_run(forward, example) for example in examples]
             after = _measure(examples, outputs)
             if after < before:

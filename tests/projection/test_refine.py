@@ -101,6 +101,13 @@ def test_padding_has_no_say(batches):
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
+@pytest.mark.parametrize("empty", [[0], [0, 1]])
+def test_batches_without_tokens_are_passed_over(model, batches, empty):
+    given = [x[:0] if n in empty else x for n, x in enumerate(batches)]
+    planned = plan(model, LowRank(rank=4), calibration=given, refine=20)
+    assert all(after < before for before, after in planned.blocks.values())
+
+
 def test_a_model_of_half_precision_is_refined(model, batches):
     dense, half = copy.deepcopy(model), model.bfloat16()
     given = [x.bfloat16() for x in batches]
