@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ._product import check_cores
+from ._arguments import check_cores
 from ._structure import Move, Structure
 
 if TYPE_CHECKING:

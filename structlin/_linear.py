@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from . import _product
+from ._arguments import check_cores, check_dense, check_input
 from ._families import DEFAULT, Family, label, structure_of, warn_of_padding
 from ._projection import project
 from ._state import DescribedModule
@@ -25,7 +26,7 @@ class StructuredLinear(DescribedModule):
     Args:
         in_features, out_features: widths, as of nn.Linear; they never change, also where the
             structure pads inside.
-        structure: a family such as `BTT(rank=1)`, or a `Structure` at least as large as the layer.
+        structure: a family such as `BTT(rank=1)`, or a `Structure` as large as the layer or larger.
         bias: whether to add a bias, initialised to zero.
         weight_norm: multiply by `gamma * min(1, sigma / RMS(core)) * core` in place of `core`;
             sigma is the initial standard deviation, gamma (`gains`, one per core) is learned and
@@ -115,8 +116,7 @@ class StructuredLinear(DescribedModule):
                 parameter.copy_(sqrt(core.fan_out / core.fan_in) * dualize(gaussian, method="svd"))
             else:
                 parameter.normal_(0, std)
-        if self.init_scale != 1 and not self.zero_init:
-            self.cores[-1].mul_(self.init_scale)
+        self.cores[-1].mul_(self.init_scale)
         if self.gains is not None:
             self.gains.fill_(1)
             self.gains[-1] = max(1.0, self.init_scale)
@@ -155,7 +155,7 @@ class StructuredLinear(DescribedModule):
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x W^T + bias`, for any bias `(out_features,)`."""
         cores = self._stored_cores()
-        _product.check_input(x, self.in_features, cores[0])
+        check_input(x, self.in_features, cores[0])
         held = self._parameters
         gains = held["gains"] if "gains" in held else self.gains  # noqa: SIM401
         program = self.structure.program
@@ -221,30 +221,12 @@ class StructuredLinear(DescribedModule):
         >>> torch.allclose(layer.to_dense(), dense, atol=1e-5)
         True
         """
-        if tuple(weight.shape) != (self.out_features, self.in_features):
-            wanted = (self.out_features, self.in_features)
-            raise ValueError(
-                f"weight has shape {tuple(weight.shape)}; "
-                f"it must be (out_features, in_features) = {wanted}"
-            )
-        if bias is not None:
-            self._check_bias(bias)
+        check_dense(weight, bias, (self.out_features, self.in_features), self.bias is not None)
         self.set_cores_(project(weight, self.structure))
         if self.bias is not None and bias is not None:
             with torch.no_grad():
                 self.bias.copy_(bias)
         return self
-
-    def _check_bias(self, bias: Tensor) -> None:
-        if self.bias is None:
-            raise ValueError("bias is given, but the layer has none: make it with bias=True")
-        if bias.shape != (self.out_features,):
-            raise ValueError(
-                f"bias has shape {tuple(bias.shape)}; "
-                f"it must be (out_features,) = ({self.out_features},)"
-            )
-        if bias.is_meta or not bias.isfinite().all():
-            raise ValueError("bias has no values (meta), or some that are not finite")
 
     @torch.no_grad()
     def set_cores_(self, cores: Sequence[Tensor]) -> "StructuredLinear":
@@ -256,7 +238,7 @@ class StructuredLinear(DescribedModule):
                 is changed then.
         """
         experts = len(self.cores[0]) // self.structure.cores[0].batch  # of a mixture
-        _product.check_cores(self.structure, cores, experts)
+        check_cores(self.structure, cores, experts)
         if self.cores[0].is_meta:
             raise ValueError("the layer is on the meta device: move it with to_empty(device=...)")
         for n, (own, core, std) in enumerate(zip(self.cores, cores, self.stds, strict=True)):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _product
+from ._arguments import check_input
 from ._experts import split_experts
 from ._families import DEFAULT, Family, label
 from ._linear import StructuredLinear
@@ -102,7 +103,7 @@ class Mixture(StructuredLinear):
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The experts' products, weighted, and a bias `(out_features,)`."""
         cores = self._stored_cores()
-        _product.check_input(x, self.in_features, cores[0])
+        check_input(x, self.in_features, cores[0])
         tokens = x.reshape(-1, self.in_features)
         weights, chosen = self.route(tokens)  # (tokens, active)
         order = chosen.flatten().argsort(stable=True)  # expert by expert

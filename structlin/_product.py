@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from einops import einsum
 from torch import Tensor
 
+from ._arguments import check_bias, check_cores, check_input
 from ._experts import each_expert
 from ._kernels import op, triton_op
 from ._structure import Move, Program, Structure
@@ -105,11 +106,7 @@ def apply(
     """
     check_cores(structure, cores)
     check_input(x, structure.in_features, cores[0])
-    if bias is not None and (bias.shape != (structure.out_features,) or bias.device != x.device):
-        raise ValueError(
-            f"bias has shape {tuple(bias.shape)} on {bias.device}; it must be (out_features,) = "
-            f"({structure.out_features},) on {x.device}"
-        )
+    check_bias(bias, structure.out_features, x.device)
     return run(structure, cores, x, bias)
 
 
@@ -193,43 +190,3 @@ def to_dense(structure: Structure, cores: Sequence[Tensor]) -> Tensor:
     factors += [identity(structure.sizes[axis]) for axis in structure.kept]  # W is diagonal there
     w: Tensor = einsum(*factors, structure.einsum)  # type: ignore[call-overload]  # (axes of y, axes of x)
     return w.reshape(structure.out_features, structure.in_features)
-
-
-# ---- arguments -----------------------------------------------------------------------------------
-
-
-def check_cores(structure: Structure, cores: Sequence[Tensor], experts: int = 1) -> None:
-    if len(cores) != len(structure.cores):
-        raise ValueError(
-            f"{len(cores)} cores given; the structure has {len(structure.cores)}: {structure!r}"
-        )
-    for n, (core, tensor) in enumerate(zip(structure.cores, cores, strict=True)):
-        shape = experts * core.batch, core.fan_out, core.fan_in
-        if tuple(tensor.shape) != shape:
-            raise ValueError(
-                f"cores[{n}] has shape {tuple(tensor.shape)}; the structure needs {shape}"
-            )
-        if tensor.dtype != cores[0].dtype or tensor.device != cores[0].device:
-            raise ValueError(
-                f"cores[{n}] is {tensor.dtype} on {tensor.device}, "
-                f"cores[0] is {cores[0].dtype} on {cores[0].device}"
-            )
-
-
-def check_input(x: Tensor, in_features: int, core: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x is a {type(x).__name__}, no tensor; take torch.as_tensor(x)")
-    if x.ndim == 0 or x.shape[-1] != in_features:
-        raise ValueError(
-            f"x has shape {tuple(x.shape)}: its last dimension must be in_features={in_features}"
-        )
-    if x.dtype == core.dtype and x.device == core.device and x.is_floating_point():
-        return
-    if not x.is_floating_point():
-        raise TypeError(f"x has dtype {x.dtype}; a structured product needs a floating-point input")
-    if x.device != core.device:
-        raise ValueError(f"x is on {x.device}, the cores are on {core.device}")
-    if not torch.is_autocast_enabled(x.device.type):
-        raise TypeError(
-            f"x has dtype {x.dtype}, the cores have {core.dtype}; cast one of them or use autocast"
-        )

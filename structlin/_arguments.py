@@ -1,0 +1,71 @@
+"""What a product is given: cores, input and bias are refused here, before anything is computed."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ._structure import Structure
+
+
+def check_cores(structure: Structure, cores: Sequence[Tensor], experts: int = 1) -> None:
+    if len(cores) != len(structure.cores):
+        raise ValueError(
+            f"{len(cores)} cores given; the structure has {len(structure.cores)}: {structure!r}"
+        )
+    for n, (core, tensor) in enumerate(zip(structure.cores, cores, strict=True)):
+        shape = experts * core.batch, core.fan_out, core.fan_in
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"cores[{n}] has shape {tuple(tensor.shape)}; the structure needs {shape}"
+            )
+        if tensor.dtype != cores[0].dtype or tensor.device != cores[0].device:
+            raise ValueError(
+                f"cores[{n}] is {tensor.dtype} on {tensor.device}, "
+                f"cores[0] is {cores[0].dtype} on {cores[0].device}"
+            )
+
+
+def check_input(x: Tensor, in_features: int, core: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is a {type(x).__name__}, no tensor; take torch.as_tensor(x)")
+    if x.ndim == 0 or x.shape[-1] != in_features:
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}: its last dimension must be in_features={in_features}"
+        )
+    if x.dtype == core.dtype and x.device == core.device and x.is_floating_point():
+        return
+    if not x.is_floating_point():
+        raise TypeError(f"x has dtype {x.dtype}; a structured product needs a floating-point input")
+    if x.device != core.device:
+        raise ValueError(f"x is on {x.device}, the cores are on {core.device}")
+    if not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(
+            f"x has dtype {x.dtype}, the cores have {core.dtype}; cast one of them or use autocast"
+        )
+
+
+def check_bias(bias: Tensor | None, out_features: int, device: torch.device) -> None:
+    if bias is not None and (bias.shape != (out_features,) or bias.device != device):
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)} on {bias.device}; it must be (out_features,) = "
+            f"({out_features},) on {device}"
+        )
+
+
+def check_dense(
+    weight: Tensor, bias: Tensor | None, shape: tuple[int, int], has_bias: bool
+) -> None:
+    """What a structured layer is to take over from a dense one, `(out_features, in_features)`."""
+    if tuple(weight.shape) != shape:
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}; "
+            f"it must be (out_features, in_features) = {shape}"
+        )
+    if bias is None:
+        return
+    if not has_bias:
+        raise ValueError("bias is given, but the layer has none: make it with bias=True")
+    check_bias(bias, shape[0], bias.device)
+    if bias.is_meta or not bias.isfinite().all():
+        raise ValueError("bias has no values (meta), or some that are not finite")
