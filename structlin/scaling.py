@@ -1,8 +1,7 @@
 """Initialisation and learning rates from a core's integers. Names no family; no torch.
 
-Sources: Qiu et al. 2024, "Compute Better Spent" (arXiv:2406.06248), section 3.2 and appendices E.2,
-H; "Beyond MuP 2" (2026) for the spectral rule; Large et al. 2024, "Scalable Optimization in the
-Modular Norm" (arXiv:2405.14813) for the orthogonal one.
+Sources: Qiu et al. 2024 (arXiv:2406.06248), section 3.2 and appendices E.2, H; "Beyond MuP 2"
+(2026) for the spectral rule; Large et al. 2024 (arXiv:2405.14813) for the orthogonal one.
 """
 
 from collections.abc import Sequence
@@ -21,8 +20,7 @@ def init_std(core: Core, init: str = "mup", *, bottleneck_variance: bool = False
       sqrt(fan_out / fan_in), and features stay of order 1.
     - "spectral": sqrt(fan_out / fan_in) / (sqrt(fan_in) + sqrt(fan_out)): that norm is sqrt(fan_out
       / fan_in) in the limit of large blocks.
-    - "orthogonal": the RMS entry of a semi-orthogonal block times sqrt(fan_out / fan_in), the same
-      number as "mup".
+    - "orthogonal": the RMS of a semi-orthogonal block times sqrt(fan_out / fan_in), as "mup".
 
     Args:
         bottleneck_variance: low-rank's V, a core that reads the whole activation and narrows it,
@@ -73,9 +71,8 @@ def lr_mult(
     """Learning rate of `core`, relative to that of a dense layer of the same width (dimensionless).
 
     An Adam (or sign) update has entries of size lr, so its spectral norm is lr * sqrt(fan_in *
-    fan_out); feature learning asks for sqrt(fan_out / fan_in), hence 1 / fan_in. An SGD update is
-    the gradient, whose scale is set by the widths that the core maps between: fan_out / fan_in.
-    Adam's step is split evenly over the layer's `cores`; for SGD the paper splits nothing.
+    fan_out); feature learning asks for sqrt(fan_out / fan_in), hence 1 / fan_in. An SGD update has
+    the gradient's scale, fan_out / fan_in. Adam's step is split evenly over the layer's `cores`.
 
     Args:
         in_features, out_features: of the layer; `out_features` is needed for SGD alone.
@@ -83,8 +80,7 @@ def lr_mult(
         share: this core's share of the layer's step; None: 1 / cores, and 1 for SGD.
 
     Raises:
-        ValueError: `optimizer` is not one of "adam", "adamw", "sign", "sgd"; SGD without
-            `out_features`; a width or number of cores below 1.
+        ValueError: `optimizer` is unknown; SGD without `out_features`; a number below 1.
     Source: Qiu et al. 2024 (arXiv:2406.06248), section 3.2 and appendix H.
 
     >>> from structlin import BTT
@@ -94,13 +90,13 @@ def lr_mult(
     """
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"optimizer={optimizer!r} is unknown; there are {', '.join(OPTIMIZERS)}")
-    sizes = {"in_features": in_features, "cores": cores, "out_features": out_features}
-    for name, size in sizes.items():
-        if size is not None and size < 1:
-            raise ValueError(f"{name}={size!r} must be at least 1")
+    if in_features < 1 or cores < 1:
+        raise ValueError(f"in_features={in_features!r} and cores={cores!r} must be at least 1")
     if optimizer != "sgd":
         return (1 / cores if share is None else share) * in_features / core.fan_in
-    if out_features is None:
-        raise ValueError("out_features=None: the SGD rule needs the layer's out_features")
+    if out_features is None or out_features < 1:
+        raise ValueError(
+            f"out_features={out_features!r}: the SGD rule needs the layer's out_features"
+        )
     mult = (core.fan_out / core.fan_in) / (out_features / in_features)
     return mult if share is None else share * mult

@@ -132,8 +132,10 @@ def test_unknown_rules_are_refused_by_name():
         lr_mult(WIDE, 256, 1, optimizer="lion")
     core = BTT(rank=2).structure(64, 64).cores[0]
     for widths in ({"in_features": -1, "cores": 2}, {"in_features": 64, "cores": 0}):
-        with pytest.raises(ValueError, match=r"(in_features=-1|cores=0) must be at least 1"):
+        with pytest.raises(ValueError, match=r"(in_features=-1|cores=0) .*must be at least 1"):
             lr_mult(core, **widths)
+    with pytest.raises(ValueError, match="out_features=0: the SGD rule needs"):
+        lr_mult(core, 64, 2, optimizer="sgd", out_features=0)
     with pytest.raises(ValueError, match="out_features=None: the SGD rule needs"):
         lr_mult(WIDE, 256, 1, optimizer="sgd")
 
