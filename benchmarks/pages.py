@@ -37,6 +37,7 @@ from benchmarks import (
     peers,
     search,
     self_guided,
+    starts,
     time_to_loss,
     transfer,
 )
@@ -318,6 +319,10 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/examples.md": {
         "main job continued": lambda: show_more(MAIN_JOB),
         "GPT": lambda: show_seeds("train_gpt"),
+    },
+    "docs/convert.md": {
+        "starts": lambda: starts.show(read("starts")),
+        "starts tuned": lambda: starts.show(read("starts"), "tuned"),
     },
     "docs/mixtures.md": {"mixtures": lambda: moe.markdown(read("moe"))},
     "docs/compress.md": {

@@ -314,7 +314,7 @@ def compare_starts(rows: Sequence[Row], rate_of: Callable[[Key], float]) -> dict
 
 
 def show(result: Mapping[str, Any], which: str = "at dense's rate") -> str:
-    """Markdown: mean loss relative to dense's, with its 95 % interval over seeds."""
+    """Markdown: by how many percent losses are above dense's, see `say`."""
     rows = result["rows"]
 
     def rate_of(key: Key) -> float:
@@ -325,23 +325,29 @@ def show(result: Mapping[str, Any], which: str = "at dense's rate") -> str:
     for name, optimizer, structure in dict.fromkeys(key[:3] for key in found if key[2]):
         cells = []
         for way in STARTS:
-            logs = found.get((name, optimizer, structure, way), [])
-            cells.append(say(logs) if len(logs) == result["setting"]["seeds"] else "")
+            key = (name, optimizer, structure, way)
+            logs = found.get(key, [])
+            searched = which != "tuned" or not untried(curve_of(rows, key), 1.0)
+            complete = searched and len(logs) == result["setting"]["seeds"]
+            cells.append(say(logs) if complete else "")
         if any(cells):
             lines.append([f"{name}, {optimizer}, {structure}", *cells])
-    return table(["", *STARTS], lines)
+    used = [n for n in range(len(STARTS)) if any(line[n + 1] for line in lines)]
+    lines = [[line[0], *(line[n + 1] for n in used)] for line in lines]
+    return table(["% over dense", *(STARTS[n] for n in used)], lines)
 
 
 def say(logs: Sequence[float]) -> str:
-    """
+    """The mean in percent, and how far the 95 % interval reaches from it.
+
     >>> say([0.01, 0.02, 0.03]), say([0.01])
-    ('+2.0 % (-0.5 to 4.6)', '+1.0 %')
+    ('+2.0 ± 2.5', '+1.0')
     """
     percent = [100 * math.expm1(log) for log in logs]
     if len(percent) < 2 or not all(map(math.isfinite, percent)):
-        return f"{fmean(percent):+.1f} %"
+        return f"{fmean(percent):+.1f}"
     found = student(percent)
-    return f"{found['value']:+.1f} % ({found['low']:.1f} to {found['high']:.1f})"
+    return f"{found['value']:+.1f} ± {found['high'] - found['value']:.1f}"
 
 
 def plot(rows: Sequence[Row]) -> Figure:

@@ -23,7 +23,6 @@ from ._linear import StructuredLinear
 from ._mixture import Mixture, balance_loss
 from ._product import apply, to_dense
 from ._projection import project, relative_error
-from ._recipe import Recipe, recipe
 from ._report import Summary, summary
 from ._structure import Core, Structure
 from ._widen import Cost, Widened, cost, widen
@@ -47,7 +46,6 @@ __all__ = [
     "Mixture",
     "Monarch",
     "Plan",
-    "Recipe",
     "Split",
     "Structure",
     "StructuredLinear",
@@ -73,7 +71,6 @@ __all__ = [
     "param_groups",
     "plan",
     "project",
-    "recipe",
     "relative_error",
     "save",
     "scaling",

@@ -260,8 +260,9 @@ def convert(model: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
     somebody has set on a layer stay. Make the optimizer afterwards: an older one holds the old
     parameters.
 
-    A pattern is a role ("ffn", "attention", "other", "head", "embedding", "router"), a glob over
-    the whole dotted name ("*mlp*"; `*` crosses dots), "re:" and a regular expression that must
+    A pattern is a role ("ffn", "attention", "other", "head", "embedding", "router"), "branch-end"
+    (the last layer of a residual branch, as names tell: c_proj, o_proj, fc2 and the like), a glob
+    over the whole dotted name ("*mlp*"; `*` crosses dots), "re:" and a regular expression that must
     match the whole name, or a function `(module, name) -> bool`.
 
     Args:
@@ -281,8 +282,8 @@ def convert(model: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
             `project`; `plan(...).errors` tells how near. None: "match", or "project" if
             `calibration` or `budget` is given.
         weight_norm: see `StructuredLinear`.
-        zero_init: patterns of layers that start as zero: the last linear layer of each residual
-            branch.
+        zero_init: patterns of layers that start as zero, by their last core alone. "branch-end" is
+            for Transformers from scratch, see docs/convert.md.
         calibration: an iterable of batches (a mapping is passed as keywords, a tuple or list as
             positions, anything else as the one argument), or a function that runs the model. The
             layers are then projected in the order in which the model runs, each for its inputs in

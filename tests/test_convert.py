@@ -381,9 +381,18 @@ def test_a_model_that_was_loaded_from_a_checkpoint_warns_that_it_starts_afresh()
     model.config = type("Config", (), {"_name_or_path": "openai-community/gpt2"})()
     with pytest.warns(
         UserWarning,
-        match="loaded from 'openai-community/gpt2': init='match' starts its converted layers afresh",
+        match="loaded from 'openai-community/gpt2': init='match' starts its .* afresh",
     ):
         convert(model)
+
+
+def test_the_ends_of_residual_branches_are_found_by_their_names():
+    model = convert(GPT(), BTT(), init="mup", zero_init="branch-end")
+    zero = {name for name in structured(model) if model.get_submodule(name).zero_init}
+    assert zero == {name for name in structured(model) if name.endswith("c_proj")}
+    plain = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with pytest.raises(ValueError, match=r"zero_init: 'branch-end' matches no linear layer"):
+        convert(plain, BTT(), zero_init="branch-end")
 
 
 def test_zero_init_zeroes_the_last_core_of_the_layers_named_alone():

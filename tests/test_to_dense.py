@@ -130,7 +130,7 @@ def test_from_dense_without_a_bias_leaves_the_layers_own():
             {},
             torch.zeros(20, 12),
             torch.zeros(12),
-            r"bias has shape \(12,\); it must be \(out_features,\) = \(20,\)",
+            r"bias has shape \(12,\) on cpu; it must be \(out_features,\) = \(20,\)",
         ),
         ({"bias": False}, torch.zeros(20, 12), torch.zeros(20), "the layer has none"),
         ({}, torch.full((20, 12), torch.nan), None, "not finite"),

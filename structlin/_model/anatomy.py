@@ -1,5 +1,4 @@
-"""The parts of a model that its layers' names and places tell: queries, ends of branches, QK-norms,
-blocks."""
+"""The parts of a model that its layers' names and places tell: ends of branches, blocks."""
 
 import re
 from collections.abc import Sequence
@@ -8,28 +7,13 @@ from itertools import pairwise
 from torch import nn
 
 from .parameters import named_modules, parameters_of, weights_of
-from .survey import Layer, find_loose_matrices
+from .survey import Layer
 
 # Searched, case ignored, in the dotted name of a layer whose role is the one given.
-_QUERY = r"(^|\.)(q|wq|to_q|q_lin|q_linear|q_proj|query|query_proj)$"
-_FUSED = r"(^|\.)(qkv|wqkv|to_qkv|c_attn|qkv_proj|query_key_value)$"
 _ENDS = {
     "attention": r"(^|\.)(o|wo|proj|dense|out_lin|(o|c|out)_proj|to_out(\.\d+)?)$",
     "ffn": r"(^|\.)(w2|wo|fc2|lin2|linear2|proj|fc_out|(c|down)_proj|dense_4h_to_h|output\.dense)$",
 }
-_QK_NORM = r"(^|\.)((q|k|query|key)_?(norm|ln|layer_?norm)|(norm|ln)_(q|k)|qk_?norm)$"
-
-
-def find_queries(layers: Sequence[Layer]) -> list[Layer]:
-    """The layers that make queries and nothing else."""
-    return [layer for layer in layers if layer.role == "attention" and _named(_QUERY, layer)]
-
-
-def find_fused(model: nn.Module, layers: Sequence[Layer]) -> list[str]:
-    """Names of the weights that make queries, keys and values at once."""
-    found = [layer.name for layer in layers if layer.role == "attention" and _named(_FUSED, layer)]
-    loose = [matrix.split()[0] for matrix in find_loose_matrices(model)]
-    return found + [name for name in loose if name.endswith("in_proj_weight")]
 
 
 def find_ends(layers: Sequence[Layer]) -> list[Layer]:
@@ -46,15 +30,6 @@ def find_ends(layers: Sequence[Layer]) -> list[Layer]:
         layer
         for layer in layers
         if _named(_ENDS.get(layer.role, r"$^"), layer) or layer in last.values()
-    ]
-
-
-def find_qk_norms(model: nn.Module) -> list[str]:
-    """Names of the modules that normalise queries or keys."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if re.search(_QK_NORM, name, re.IGNORECASE) and not isinstance(module, nn.Identity)
     ]
 
 

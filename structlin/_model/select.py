@@ -1,7 +1,7 @@
 """Patterns: which of a model's linear layers an argument of `convert` means.
 
-A pattern is a role ("ffn"), a glob over the whole dotted name ("*mlp*"), "re:" and a regular
-expression that must match the whole name, or a function `(module, name) -> bool`.
+A pattern is a role ("ffn"), "branch-end", a glob over the whole dotted name ("*mlp*"), "re:" and a
+regular expression that must match the whole name, or a function `(module, name) -> bool`.
 """
 
 import re
@@ -12,8 +12,10 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from .anatomy import find_ends
 from .survey import PROTECTED, ROLES, Layer, find_loose_matrices
 
+BRANCH_END = "branch-end"  # the last layer of a residual branch, as its name tells
 Pattern = str | Callable[[nn.Module, str], bool]
 Patterns = Pattern | Iterable[Pattern]
 
@@ -47,7 +49,7 @@ def find_rules(
     """
     rules = []
     for pattern in _list_patterns(argument, patterns):
-        matches = frozenset(n for n, layer in enumerate(layers) if _matches(pattern, layer))
+        matches = _find_matches(pattern, layers)
         if not matches:
             hint = _suggest(pattern, layers, model)
             described = describe_pattern(pattern)
@@ -95,6 +97,13 @@ def _check_expression(argument: str, pattern: str) -> None:
         re.compile(pattern[3:])
     except re.error as error:
         raise ValueError(f"{argument}: {pattern!r} is not a regular expression: {error}") from None
+
+
+def _find_matches(pattern: Pattern, layers: Sequence[Layer]) -> frozenset[int]:
+    if pattern == BRANCH_END:
+        ends = {layer.names for layer in find_ends(layers)}
+        return frozenset(n for n, layer in enumerate(layers) if layer.names in ends)
+    return frozenset(n for n, layer in enumerate(layers) if _matches(pattern, layer))
 
 
 def _matches(pattern: Pattern, layer: Layer) -> bool:
