@@ -78,6 +78,24 @@ def test_onnx_runs_in_onnxruntime_for_every_batch_size(tmp_path):
         torch.testing.assert_close(torch.from_numpy(y), model(x).detach(), atol=1e-5, rtol=1e-4)
 
 
+@OWN_WARNINGS
+@pytest.mark.parametrize("weight_norm", [False, True])
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # a check of x is not in the file
+def test_the_older_onnx_exporter_takes_a_layer_too(tmp_path, weight_norm):
+    for package in ("onnx", "onnxruntime"):
+        pytest.importorskip(package)
+    import onnxruntime
+
+    layer = StructuredLinear(36, 64, BTT(rank=2), weight_norm=weight_norm).eval()
+    names = {"input_names": ["x"], "dynamic_axes": {"x": {0: "batch"}}}
+    torch.onnx.export(layer, (torch.randn(3, 36),), tmp_path / "m.onnx", dynamo=False, **names)
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
+    for size in (3, 8):
+        x = torch.randn(size, 36)
+        (y,) = session.run(None, {"x": x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(y), layer(x).detach(), atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradients_are_the_same_with_checkpointing(reentrant):
     layers, x = (
