@@ -262,7 +262,7 @@ def train(run: Run, sizes: Sizes, nanogpt: Path | None) -> dict[str, Any]:
 def plan_starts(models: Iterable[str]) -> list[Key]:
     """What is compared with dense: BTT under AdamW in every way, the rest on two of the models."""
     keys = [(name, "AdamW", "BTT r=1", way) for name in models for way in STARTS]
-    for name, way in product(SOME, ("match", "mup")):
+    for name, way in product(SOME, ("match", "mup", "mup, ends")):
         keys += [(name, "AdamW", structure, way) for structure in ("Monarch 4", "low-rank 16")]
         keys.append((name, "Muon", "BTT r=1", way))
     return keys

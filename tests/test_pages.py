@@ -17,7 +17,7 @@ pytest.importorskip("matplotlib")
 
 from PIL import Image
 
-from benchmarks import muon_vs_adamw, pages, record
+from benchmarks import muon_vs_adamw, pages, record, starts
 from benchmarks.papers import tables, verdicts
 from structlin import BTT, TT, Kronecker, LowRank, Monarch, to_dense
 
@@ -1123,3 +1123,17 @@ def test_what_is_said_of_the_gpt_is_what_the_kept_results_have():
     assert f"4.75 times as wide and ends {min(lower):.1f} to {max(lower):.1f} % lower" in text
     assert f"after {min(steps):.2f} to {max(steps):.2f} of its steps, and slower" in text
     assert f"takes {min(seconds):.1f} to {max(seconds):.1f} times dense's seconds" in text
+
+
+def test_the_readme_says_where_a_transformer_from_scratch_ends():
+    rows = record.read("starts")["rows"]
+    found = starts.compare_starts(
+        rows, lambda key: starts.best(starts.curve_of(rows, starts.dense_of(key)))
+    )
+    assert "BTT then ends within 1 % of dense's loss, or below" in " ".join(
+        (ROOT / "README.md").read_text().split()
+    )
+    for model in ("GPT-2", "nanoGPT", "ViT"):
+        logs = found[model, "AdamW", "BTT r=1", "mup, ends"]
+        assert len(logs) == 3
+        assert sum(logs) / len(logs) <= math.log(1.01)

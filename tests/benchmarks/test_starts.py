@@ -47,7 +47,7 @@ def test_the_ways_to_start_are_what_the_module_says():
 
     assert all(layer.gains is not None for layer in (*made("match, norm"), *made("paper")))
     assert all(layer.gains is None for layer in made("match"))
-    assert [layer.init_scale for layer in made("mup")] == [1.0] * 2
+    assert [layer.init_scale for layer in made("mup")] == [1.0] * 3
     assert made("paper")[-1].cores[-1].count_nonzero() == 0
 
 
