@@ -18,7 +18,7 @@ from tests.catalogue import SMALL, einsum_matrix, layer_of, tokens
 ACTIONS = {}
 # One case for each family and number of cores, and one that is padded.
 CASES = {(type(case[0]), len(case[0].structure(*case[1:]).cores)): case for case in SMALL}
-CASES["padded"] = (BTT(rank=2), 13, 11)
+CASES["padded"] = (BTT(rank=2), 11, 7)
 
 
 def action(function):

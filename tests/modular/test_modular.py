@@ -49,7 +49,7 @@ NETS = {
         lambda: convert(ResMLP(16, 5, width=16, blocks=2), BTT(), include="blocks.*"),
         lambda: torch.randn(4, 16),
     ),
-    "padded": (lambda: Linear(5, 3) @ Structured(7, 5, Kronecker()), lambda: torch.randn(4, 7)),
+    "padded": (lambda: Linear(11, 3) @ Structured(7, 11, Kronecker()), lambda: torch.randn(4, 7)),
 }
 
 
@@ -163,11 +163,11 @@ def test_weights_start_with_all_singular_values_of_norm_1(dtype):
 
 
 def test_a_padded_layer_counts_what_is_cut_off():
-    net = Structured(7, 5, Kronecker()).double()
+    net = Structured(7, 11, Kronecker()).double()
     structure = net.linear.structure
-    assert (structure.in_features, structure.out_features) == (8, 6)
-    assert net.sensitivity == pytest.approx((7 / 8 * 6 / 5) ** 0.5)
-    assert net.terms()[0].sensitivity == pytest.approx((6 / 5) ** 0.5)
+    assert (structure.in_features, structure.out_features) == (8, 12)
+    assert net.sensitivity == pytest.approx((7 / 8 * 12 / 11) ** 0.5)
+    assert net.terms()[0].sensitivity == pytest.approx((12 / 11) ** 0.5)
     assert spectral(net.linear.to_dense()) <= net.sensitivity + 1e-6
 
 
