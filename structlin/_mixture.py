@@ -136,9 +136,11 @@ class Mixture(StructuredLinear):
         largest, chosen = logits.topk(self.active, dim=-1)
         if self.training and len(x):
             share = self._loads(chosen) / chosen.numel()  # (experts,)
-            probabilities = logits.softmax(-1).mean(0)  # (experts,)
-            size = logits.logsumexp(-1).square().mean()
-            self.balance = self.experts * (probabilities * share).sum() + Z_LOSS * size
+            size = logits.logsumexp(-1, keepdim=True)  # (tokens, 1)
+            # not logits.softmax: beside logsumexp inductor of torch 2.13 loses gradients of logits
+            probabilities = (logits - size).exp().mean(0)  # (experts,)
+            balance = self.experts * (probabilities * share).sum()
+            self.balance = balance + Z_LOSS * size.square().mean()
         return largest.softmax(-1), chosen
 
     def split(self, cores: list[Tensor]) -> list[tuple[Tensor, ...]]:

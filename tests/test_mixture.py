@@ -196,6 +196,19 @@ def test_compiled_without_the_engine_it_computes_the_same(monkeypatch):
     assert_close(torch.compile(model, backend="eager")(x), model(x))
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch, about itself
+@pytest.mark.parametrize("family", [BTT(), LowRank(rank=2)])
+def test_compiled_by_inductor_the_router_has_its_whole_gradient(family):
+    torch._dynamo.reset()
+    layer = mixture(family)
+    compiled, x, found = torch.compile(layer), tokens(3, 3, 12), []
+    for run in (compiled, layer):
+        loss = run(x).square().mean() + balance_loss(layer)
+        found.append(torch.autograd.grad(loss, list(layer.parameters())))
+    assert_close(*found)
+
+
 # ---- what is derived -----------------------------------------------------------------------------
 
 
