@@ -8,7 +8,6 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 
-@_disable_dynamo  # torch.compiler.disable would load the compiler now
 def each_expert(
     product: Callable[[Sequence[Tensor], Tensor], Tensor],
     cores: Sequence[Tensor],
@@ -25,6 +24,21 @@ def each_expert(
     Raises:
         RuntimeError: under vmap, where that number is another for each sample.
     """
+    if torch.compiler.is_compiling():  # a literal, or fullgraph=True does not print it
+        torch._dynamo.graph_break(
+            "structlin: no engine takes all experts of this mixture in one call "
+            "(see Mixture): leave fullgraph=True out"
+        )
+    return _multiply_each(product, cores, x, loads)
+
+
+@_disable_dynamo  # torch.compiler.disable would load the compiler now
+def _multiply_each(
+    product: Callable[[Sequence[Tensor], Tensor], Tensor],
+    cores: Sequence[Tensor],
+    x: Tensor,
+    loads: Tensor,
+) -> Tensor:
     own = split_experts(cores, len(loads))
     try:
         parts = x.tensor_split(len(loads)) if loads.is_meta else torch.split(x, loads.tolist())

@@ -196,6 +196,14 @@ def test_compiled_without_the_engine_it_computes_the_same(monkeypatch):
     assert_close(torch.compile(model, backend="eager")(x), model(x))
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
+def test_compiled_in_one_graph_where_no_engine_takes_it_it_says_so():
+    torch._dynamo.reset()
+    compiled = torch.compile(mixture(LowRank(rank=2)), backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="structlin: no engine takes all experts"):
+        compiled(tokens(7, 12))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch, about itself
 @pytest.mark.parametrize("family", [BTT(), LowRank(rank=2)])
