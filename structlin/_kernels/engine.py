@@ -12,6 +12,9 @@ The library's name says what it was made from (source, flags, torch, compiler, C
 digest of the library itself. A library that is not what its name says, torn by a full disk or a
 power cut, is built again. One process builds, aside, and renames; the others wait for it. A folder
 that another user can change, or that lies in such a folder, is not trusted.
+
+Denormal numbers (in float32, below 1.2e-38) are taken for zero, as in all of torch after
+`torch.set_flush_denormal(True)`: a CPU may take a hundred times as long for them.
 """
 
 import hashlib
@@ -46,7 +49,7 @@ FLAGS = (
     "-DTORCH_TARGET_VERSION=0x020a000000000000",
 )
 OLDEST = (2, 10)  # torch's stable C++ interface
-SECONDS = 600  # a build that takes longer is given up
+SECONDS = 1800  # a build that takes longer is given up; 30 are usual, 500 on a busy machine
 _log = logging.getLogger("structlin")
 _lock = threading.Lock()
 

@@ -16,6 +16,7 @@ from tests.faults.common import FACTOR, FILE, build_filled, read_value, start
 
 ROUNDS = 40 * FACTOR  # saves by each of two savers
 KILLS = 40 * FACTOR
+PATIENCE = 600  # seconds, after which a process hangs, however busy the machine is
 
 
 def save_often(folder, value: float, times: int) -> None:
@@ -43,10 +44,10 @@ def test_readers_find_a_whole_model_at_any_moment_while_two_savers_race(tmp_path
     readers = [start(read_until_gone, folder, stop, count) for count in counts]
     savers = [start(save_often, folder, value, ROUNDS) for value in (1000.0, 2000.0)]
     for saver in savers:
-        saver.join(60 * FACTOR)
+        saver.join(PATIENCE * FACTOR)
     stop.touch()
     for reader in readers:
-        reader.join(30)
+        reader.join(PATIENCE)
     assert [process.exitcode for process in (*savers, *readers)] == [0] * 4
     print(f"{2 * ROUNDS} saves, {' + '.join(count.read_text() for count in counts)} loads")
     assert read_value(folder) in (1000.0 + ROUNDS - 1, 2000.0 + ROUNDS - 1)
@@ -63,12 +64,12 @@ def test_a_saver_that_is_killed_leaves_the_old_model_or_the_new_one(tmp_path):
         victim = start(save_often, folder, 1000.0 * n, 10_000)
         time.sleep(wait.uniform(0, 0.05))
         victim.kill()
-        victim.join(10)
+        victim.join(PATIENCE)
         killed += victim.exitcode == -9
         value = read_value(folder)
         assert value == -1.0 or value <= 1000.0 * n + 999
     stop.touch()
-    survivor.join(10)
+    survivor.join(PATIENCE)
     assert survivor.exitcode == 0
     assert killed == KILLS
     save(build_filled(7.0), folder)
@@ -119,7 +120,7 @@ def test_a_full_disk_is_an_error_and_the_old_model_stays(size, tmp_path):
     save(build_filled(1.0), folder)
     read, write = os.pipe()
     process = start(fill_disk, folder, size, write)
-    process.join(30)
+    process.join(PATIENCE)
     os.close(write)
     with os.fdopen(read) as told:
         assert "could not be written" in told.read()

@@ -116,7 +116,7 @@ def test_an_interrupt_anywhere_in_resume_leaves_no_stream_that_waits_for_ever(pl
         stream._turn.release, stream._back.acquire = turn, back
         end = threading.Thread(target=stream.cancel, daemon=True)
         end.start()
-        end.join(timeout=20)
+        end.join(timeout=600)
         waits_for_ever = stream.thread.is_alive()
         turn()  # so that the test ends if it does
     assert not waits_for_ever

@@ -46,7 +46,7 @@ def test_sharded_weights_are_refused_and_the_error_says_to_convert_first(tmp_pat
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     *errors, planned = done.stdout.splitlines()
     assert len(errors) == 6

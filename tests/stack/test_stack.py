@@ -353,7 +353,7 @@ def test_ddp_and_fsdp2_train_as_one_process_does_and_dcp_loads_into_a_plain_mode
         for command in commands
     ]
     try:
-        errors = [process.communicate(timeout=120)[1] for process in running]
+        errors = [process.communicate(timeout=600)[1] for process in running]
     finally:
         for process in running:
             process.kill()
