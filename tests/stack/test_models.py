@@ -12,6 +12,11 @@ from benchmarks import models
 DOCUMENT = models.DOCUMENT.read_text(encoding="utf-8")
 
 
+def rounded(text: str) -> str:
+    """Without rounding errors: another CPU may round where this one does not."""
+    return text.replace("< 1e-5", "0")
+
+
 @pytest.mark.filterwarnings("ignore")  # torch's own, where it compiles and exports
 @pytest.mark.parametrize("name", ["gpt2", "vit", "TransformerEncoder", "beit_base_patch16_224"])
 def test_a_row_made_anew_says_what_the_file_says(name):
@@ -20,8 +25,8 @@ def test_a_row_made_anew_says_what_the_file_says(name):
         pytest.skip(f"{case.package} is not installed")
     if not all(version in DOCUMENT for version in models.versions(case.package).split(", ")):
         pytest.skip(f"the file was made with other versions than {models.versions(case.package)}")
-    made = models.line(models.row(case))  # another CPU may round nothing where this one did
-    assert made in DOCUMENT or made.replace("yes, 0 |", "yes, < 1e-5 |") in DOCUMENT
+    made = models.line(models.row(case))
+    assert rounded(made) in rounded(DOCUMENT)
 
 
 def test_the_file_lists_every_model_once():
