@@ -42,6 +42,7 @@ STARTS = {"AdamW": (2.0**-7, 0.25), "Muon": (2.0**-4, 0.0625), NORMED: (2.0**-4,
 STEPS = 150
 ALONE, BOTH = "decay", "rate and decay"  # the two searches
 
+MAX_ROUNDS = 10  # of a search: after one step of a smoke run every smaller rate may be better
 Row = dict[str, Any]
 Job = tuple[str, str, str, str, int, int]  # the values of JOB's names
 JOB = ("search", "structure", "method", "rule", "width", "depth")
@@ -116,7 +117,8 @@ def seek(job: Job, rows: Iterable[Row], seeds: int, steps: int) -> list[Row]:
     start = STARTS[where["method"]] if where["search"] == BOTH else (LR, 1.0)
     start = best(at_base) if at_base else start
     found = _matching(rows, where)
-    while pairs := untried(surface(found), start, where["search"]):
+    for _ in range(MAX_ROUNDS):
+        pairs = untried(surface(found), start, where["search"])
         for (lr, decay), seed in product(pairs, range(seeds)):
             row = {**where, "lr": lr, "weight_decay": decay, "seed": seed}
             found.append({**row, "loss": held_out_loss(row, steps)})
