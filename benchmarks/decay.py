@@ -7,11 +7,11 @@ deeper ones?
 The residual MLP of `benchmarks.transfer`, 150 steps, where decay may matter: a fifth of the labels
 of the training images is wrong, and the loss is that of held-out images with their right labels.
 
-- AdamW at rate 2^-7: the best decay at two widths, under each `decay=` of `param_groups`, by
-  factors of 2;
-- AdamW and Muon with their default `decay=`, and Normed: the best rate and decay together at the
-  base point, at wider and at deeper ones, by factors of 2 of the rate and 4 of the decay, until all
-  eight points around the best are run. The search starts at the base point's best.
+- AdamW at rate 2^-7: the best decay at two widths, under each `weight_decay_scaling` of
+  `param_groups`, by factors of 2;
+- AdamW and Muon with their default `weight_decay_scaling`, and Normed: the best rate and decay
+  together at the base point, at wider and at deeper ones, by factors of 2 of the rate and 4 of the
+  decay, until all eight points around the best are run. The search starts at the base point's best.
 """
 
 import json
@@ -35,7 +35,11 @@ RULES = ("1/width", "sqrt", "constant")
 WIDTHS = [64, 512]
 LR = 2.0**-7  # of AdamW at the base point, where only the decay is searched
 NORMED = "Normed, power"
-DEFAULTS = {"AdamW": "1/width", "Muon": "constant", NORMED: "constant"}  # `decay=` of each
+DEFAULTS = {
+    "AdamW": "1/width",
+    "Muon": "constant",
+    NORMED: "constant",
+}  # `weight_decay_scaling=` of each
 POINTS = [(64, 2), (256, 16), (256, 2), (64, 16)]  # widths and depths, the base first
 OF_MUON = [("dense", (64, 2)), ("BTT r=1", (64, 2)), ("BTT r=1", (256, 16))]  # the rest is too dear
 STARTS = {"AdamW": (2.0**-7, 0.25), "Muon": (2.0**-4, 0.0625), NORMED: (2.0**-4, 0.0625)}
@@ -67,7 +71,7 @@ def held_out_loss(row: Row, steps: int) -> float | None:
     model = transfer.build_model(row["structure"], row["width"], row["depth"], row["seed"])
     options = {"weight_decay": row["weight_decay"]}
     if row["method"] != NORMED:  # whose rates are the same at every width
-        options["decay"] = row["rule"]
+        options["weight_decay_scaling"] = row["rule"]
     make = transfer.METHODS[row["method"]].make
     optimizer = make(model, row["lr"], row["width"], alpha=1.0, **options)
     try:

@@ -9,7 +9,7 @@ blocks. Each model has the largest width at which a forward pass of one sequence
 dense's, router included: a mixture of 2 experts spends what BTT of rank 2 does. Steps and batches
 are the same; muP and `param_groups` take a dense model's rate to each model. That rate is tuned for
 each kind, on seed 0: by factors of 2 from the example's until the best has both its neighbours.
-Mixtures add 0.01 of `balance_loss` to the loss that they train on; the held-out loss is
+Mixtures add 0.01 of `load_balancing_loss` to the loss that they train on; the held-out loss is
 cross-entropy alone. Then the models take turns for the milliseconds of a step. Runs that an earlier
 result in --out has are not repeated.
 """
@@ -103,7 +103,7 @@ def find_width(task: train_gpt.Text, name: str) -> int:
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
     mixed = any(isinstance(module, Mixture) for module in model.modules())
-    return loss + BALANCE * structlin.balance_loss(model) if mixed else loss
+    return loss + BALANCE * structlin.load_balancing_loss(model) if mixed else loss
 
 
 def make_trainer(

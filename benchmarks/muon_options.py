@@ -155,7 +155,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cautious decay": {"after": cautious_decay},
     "cautious steps": {"after": cautious_step},
     "tail averaging": {"tail": TAIL},
-    "cap of 2": {"cap": 2.0},
+    "cap of 2": {"max_spectral_norm": 2.0},
     "sphere": {"after": sphere},
     "regularize": {"after": regularize},
 }

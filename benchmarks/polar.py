@@ -37,7 +37,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ns, 8 steps": {"method": "ns"},
     "fast, 6 steps": {"method": "fast"},
     "gram, 6 steps": {"method": "gram"},
-    "fast, 5 steps, bfloat16": {"method": "fast", "steps": 5, "dtype": torch.bfloat16},
+    "fast, 5 steps, bfloat16": {"method": "fast", "ns_steps": 5, "dtype": torch.bfloat16},
     "jordan, 5 steps, bfloat16": {"method": "jordan", "dtype": torch.bfloat16},
 }
 LRS = [2.0**power for power in (-6, -5, -4)]

@@ -20,7 +20,7 @@ from ._families import (
 )
 from ._kernels.engine import show_config
 from ._linear import StructuredLinear
-from ._mixture import Mixture, balance_loss
+from ._mixture import Mixture, load_balancing_loss
 from ._product import apply, to_dense
 from ._projection import project, relative_error
 from ._report import Summary, summary
@@ -52,7 +52,6 @@ __all__ = [
     "Summary",
     "Widened",
     "apply",
-    "balance_loss",
     "convert",
     "cost",
     "distill",
@@ -64,6 +63,7 @@ __all__ = [
     "init_std",
     "keep_ratios",
     "load",
+    "load_balancing_loss",
     "lr_mult",
     "merge",
     "modular",

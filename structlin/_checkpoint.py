@@ -126,7 +126,7 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
 def _describe_routing(layer: StructuredLinear) -> dict[str, int]:
     if not isinstance(layer, Mixture):
         return {}
-    return {"experts": layer.experts, "active": layer.active}
+    return {"experts": layer.experts, "top_k": layer.top_k}
 
 
 def restructure(model: nn.Module, modules: Mapping[str, Mapping[str, Any]]) -> list[Replacement]:
@@ -222,7 +222,7 @@ def _make_empty(data: Mapping[str, Any], *args: Any, **options: Any) -> Structur
     """A layer of the kind that `data` describes, without values."""
     if "experts" not in data:
         return uninitialised(*args, **options)
-    options |= {"experts": data["experts"], "active": data["active"]}
+    options |= {"experts": data["experts"], "top_k": data["top_k"]}
     mixture: Mixture = nn.utils.skip_init(Mixture, *args, **options)  # type: ignore[no-untyped-call]
     return mixture
 

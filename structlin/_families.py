@@ -240,34 +240,34 @@ class Split(Family):
 
     It is one structure: an axis more in every core, produced by the first one.
 
-    >>> Split(parts=3, of=LowRank(rank=4)).structure(64, 192)
+    >>> Split(split=3, of=LowRank(rank=4)).structure(64, 192)
     Structure('i -> part o', 'part r i', 'part o r', i=64, o=64, part=3, r=4)
     """
 
-    parts: int
+    split: int
     of: Family
 
     def __post_init__(self) -> None:
-        require_positive("parts", self.parts)
+        require_positive("split", self.split)
         if not isinstance(self.of, Family):
             raise TypeError(f"of={self.of!r} must be a family such as BTT(rank=1)")
 
     def structure(self, in_features: int, out_features: int) -> Structure:
-        if out_features % self.parts:
-            raise ValueError(f"parts={self.parts} does not divide out_features={out_features}")
-        each = self.of.structure(in_features, out_features // self.parts)
-        if each.out_features * self.parts != out_features:
+        if out_features % self.split:
+            raise ValueError(f"split={self.split} does not divide out_features={out_features}")
+        each = self.of.structure(in_features, out_features // self.split)
+        if each.out_features * self.split != out_features:
             raise ValueError(
-                f"{self.of.label} pads {out_features // self.parts} outputs to "
+                f"{self.of.label} pads {out_features // self.split} outputs to "
                 f"{each.out_features}: no stack"
             )
         inputs, outputs = " ".join(each.inputs), " ".join(each.outputs)
         cores = [f"part {core}" for core in each.subscripts]
-        return Structure(f"{inputs} -> part {outputs}", *cores, **each.sizes, part=self.parts)
+        return Structure(f"{inputs} -> part {outputs}", *cores, **each.sizes, part=self.split)
 
     @property
     def label(self) -> str:
-        return f"{self.parts} x {self.of.label}"
+        return f"{self.split} x {self.of.label}"
 
 
 def family(name: str, **options: Any) -> Family:

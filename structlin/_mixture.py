@@ -30,7 +30,7 @@ class Router(nn.Linear):
 
 
 class Mixture(StructuredLinear):
-    """`y = sum_e w_e(x) W_e x + b`: for each token the `active` experts with the largest logits.
+    """`y = sum_e w_e(x) W_e x + b`: for each token the `top_k` experts with the largest logits.
 
     The weights are the softmax of these experts' logits, `router(x)`, in float32; they add up to 1.
     With BTT of rank 1 as experts this is BTT-MoE, meant for every linear layer of a model. An
@@ -43,7 +43,7 @@ class Mixture(StructuredLinear):
     code has, would send all tokens to the same experts until they differ.
 
     Tokens are sorted by expert, and each expert multiplies its own: no token is dropped, and a
-    token costs the FLOPs of `active` experts and of the router. The compiled CPU engine takes all
+    token costs the FLOPs of `top_k` experts and of the router. The compiled CPU engine takes all
     experts in one call, and torch.compile all of the layer. Elsewhere, and for what BLAS multiplies
     faster (low-rank chains, blocks of 512 x 512), how many tokens an expert has is needed in
     Python: torch.compile leaves the product as it is, compiles the rest of the model, and refuses
@@ -53,22 +53,22 @@ class Mixture(StructuredLinear):
         in_features, out_features, structure, bias, weight_norm, init, zero_init: as of
             `StructuredLinear`; `structure` is that of one expert.
         experts: number of experts.
-        active: of a token: 2 to `experts`, or 1 of 1, which is the structured layer itself.
+        top_k: experts per token: 2 to `experts`, or 1 of 1, which is the structured layer itself.
 
     Attributes:
         cores: one parameter `(experts * batch, fan_out, fan_in)` per core, expert by expert.
         structure: that of one expert.
         router: nn.Linear, in_features -> experts.
         balance: of the last forward pass in training mode: what to keep small so that all experts
-            get tokens, see `balance_loss`; None before.
+            get tokens, see `load_balancing_loss`; None before.
 
     Raises:
-        ValueError: `experts` below 1; `active` above `experts`, or 1 of several: its weight would
+        ValueError: `experts` below 1; `top_k` above `experts`, or 1 of several: its weight would
             always be 1, and the router would learn nothing from the loss; what `StructuredLinear`
             raises. Asked for one matrix (`to_dense`, `from_dense_`), which a mixture does not have.
 
     >>> from structlin import BTT
-    >>> layer = Mixture(768, 3072, BTT(rank=1), experts=8, active=2)
+    >>> layer = Mixture(768, 3072, BTT(rank=1), experts=8, top_k=2)
     >>> layer(torch.randn(4, 10, 768)).shape, [tuple(core.shape) for core in layer.cores]
     (torch.Size([4, 10, 3072]), [(192, 48, 32), (384, 64, 24)])
     """
@@ -83,19 +83,19 @@ class Mixture(StructuredLinear):
         bias: bool = True,
         *,
         experts: int = 8,
-        active: int = 2,
+        top_k: int = 2,
         weight_norm: bool = False,
         init: str = "mup",
         zero_init: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        _check_numbers(experts, active)
+        _check_numbers(experts, top_k)
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         start: dict[str, Any] = {"weight_norm": weight_norm, "init": init, "zero_init": zero_init}
         super().__init__(in_features, out_features, structure, bias, **start, **options)
-        self.experts, self.active, self.balance = experts, active, None
-        self.label = f"{active} of {experts} {label(structure)}"
+        self.experts, self.top_k, self.balance = experts, top_k, None
+        self.label = f"{top_k} of {experts} {label(structure)}"
         for n, core in enumerate(self.cores):
             self.cores[n] = nn.Parameter(core.detach().repeat(experts, 1, 1))
         self.reset_parameters()
@@ -106,11 +106,11 @@ class Mixture(StructuredLinear):
         cores = self._stored_cores()
         check_input(x, self.in_features, cores[0])
         tokens = x.reshape(-1, self.in_features)
-        weights, chosen = self.route(tokens)  # (tokens, active)
+        weights, chosen = self.route(tokens)  # (tokens, top_k)
         order = chosen.flatten().argsort(stable=True)  # expert by expert
-        token = order // self.active
+        token = order // self.top_k
         weights = weights.flatten().index_select(0, order)[:, None]
-        rows = tokens.index_select(0, token)  # (tokens * active, in)
+        rows = tokens.index_select(0, token)  # (tokens * top_k, in)
         early = self.in_features < self.out_features  # experts are linear: weigh what is narrower
         rows = rows * weights.to(rows.dtype) if early else rows
         program = self.structure.program.fit(self.in_features, self.out_features)
@@ -123,7 +123,7 @@ class Mixture(StructuredLinear):
             sigmas=self.stds,
             program=program,
             loads=self._loads(chosen),
-        )  # (tokens * active, out)
+        )  # (tokens * top_k, out)
         made = made if early else made * weights.to(made.dtype)
         y = made.new_zeros(len(tokens), self.out_features).index_add(0, token, made)
         y = y if bias is None else y + bias.to(y.dtype)
@@ -131,10 +131,10 @@ class Mixture(StructuredLinear):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Of tokens `(tokens, in_features)` the weights of the active experts, and their numbers:
-        `(tokens, active)` each, the largest weight first."""
+        `(tokens, top_k)` each, the largest weight first."""
         logits = self.router(x)
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        largest, chosen = logits.topk(self.active, dim=-1)
+        largest, chosen = logits.topk(self.top_k, dim=-1)
         if self.training and len(x):
             share = self._loads(chosen) / chosen.numel()  # (experts,)
             size = logits.logsumexp(-1, keepdim=True)  # (tokens, 1)
@@ -155,7 +155,7 @@ class Mixture(StructuredLinear):
 
     def way(self, tokens: int) -> str:
         """As of one expert, for its share of so many tokens."""
-        return super().way(tokens * self.active // self.experts)
+        return super().way(tokens * self.top_k // self.experts)
 
     def to_dense(self) -> Tensor:
         raise ValueError(
@@ -169,13 +169,13 @@ class Mixture(StructuredLinear):
 
     @property
     def text(self) -> str:
-        return f"{self.active} of {self.experts} experts, {super().text}"
+        return f"{self.top_k} of {self.experts} experts, {super().text}"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "balance": None}  # part of a graph, which can not be copied
 
 
-def balance_loss(model: nn.Module) -> Tensor:
+def load_balancing_loss(model: nn.Module) -> Tensor:
     """Mean of `balance` over the mixtures of `model`, to be added to the loss, times 0.01 say.
 
     Of one mixture it is experts * sum_e p_e f_e + 0.1 * mean(logsumexp(logits)^2): f_e is the share
@@ -188,7 +188,7 @@ def balance_loss(model: nn.Module) -> Tensor:
 
     >>> model = nn.Sequential(Mixture(64, 64))
     >>> _ = model(torch.randn(100, 64))
-    >>> bool(balance_loss(model) > 1)
+    >>> bool(load_balancing_loss(model) > 1)
     True
     """
     mixtures = [module for module in model.modules() if isinstance(module, Mixture)]
@@ -201,13 +201,13 @@ def balance_loss(model: nn.Module) -> Tensor:
     return torch.stack(losses).mean()
 
 
-def _check_numbers(experts: int, active: int) -> None:
+def _check_numbers(experts: int, top_k: int) -> None:
     require_positive("experts", experts)
-    require_positive("active", active)
-    if active > experts:
-        raise ValueError(f"active={active} is more than there are experts={experts}")
-    if active == 1 < experts:
+    require_positive("top_k", top_k)
+    if top_k > experts:
+        raise ValueError(f"top_k={top_k} is more than there are experts={experts}")
+    if top_k == 1 < experts:
         raise ValueError(
-            f"active=1 of experts={experts}: the weight of one expert is always 1, and the router "
-            "would learn nothing from the loss; take active=2"
+            f"top_k=1 of experts={experts}: the weight of one expert is always 1, and the router "
+            "would learn nothing from the loss; take top_k=2"
         )

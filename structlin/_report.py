@@ -221,7 +221,7 @@ def kind_of(layer: nn.Module) -> tuple[object, ...]:
     if isinstance(layer, StructuredLinear):
         kind = *kind, layer.structure, layer.mode, layer.gains is None
     if isinstance(layer, Mixture):
-        kind = *kind, layer.experts, layer.active
+        kind = *kind, layer.experts, layer.top_k
     kind = *kind, shape, layer.bias is None
     if parameter is None:
         return kind
@@ -237,10 +237,10 @@ def _describe(layer: Layer, tokens: int | None) -> Row:
     if not isinstance(module, StructuredLinear):
         return Row(name, 1, *shape, "dense", params, 2 * params, shape[0], (0, 0), "")
     way = "" if tokens is None else module.way(tokens)
-    structure, experts, active = module.structure, 1, 1
+    structure, experts, top_k = module.structure, 1, 1
     if isinstance(module, Mixture):  # whose router is a layer of its own
-        experts, active = module.experts, module.active
-    counts = experts * structure.params, active * structure.flops, active * _count_saved(module)
+        experts, top_k = module.experts, module.top_k
+    counts = experts * structure.params, top_k * structure.flops, top_k * _count_saved(module)
     return Row(name, 1, *shape, module.label, *counts, module.padding, way)
 
 

@@ -79,7 +79,7 @@ def dualize(
     matrix: Tensor,
     *,
     method: str = "ns",
-    steps: int | None = None,
+    ns_steps: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The polar factor U V^T of the last two dimensions, G = U S V^T: every singular value becomes
@@ -103,8 +103,8 @@ def dualize(
             - "jordan": Muon's 5 steps; values above 1e-2 land between 0.68 and 1.14.
             - "sketch": the factor of the leading half of the singular directions alone, by a
               randomised range finder with a fixed seed; the rest maps to 0.
-        steps: number of iterations, for the iterative methods; a schedule's last step is repeated,
-            or its end cut off.
+        ns_steps: number of iterations, for the iterative methods; a schedule's last step is
+            repeated, or its end cut off.
         dtype: of the iteration; float32 by default, float64 for float64 input. bfloat16 is faster
             and fills the null space of rank-deficient matrices with noise of up to 1.
 
@@ -114,8 +114,8 @@ def dualize(
         iterations) zero.
 
     Raises:
-        ValueError: `method` is unknown, `steps` is below 1 or the method takes none, `dtype` is too
-            narrow for it, or `matrix` has fewer than two dimensions.
+        ValueError: `method` is unknown, `ns_steps` is below 1 or the method takes none, `dtype` is
+            too narrow for it, or `matrix` has fewer than two dimensions.
         TypeError: `matrix` is not real floating point.
 
     >>> g = torch.randn(4, 8, 16)
@@ -125,9 +125,9 @@ def dualize(
     if method not in METHODS:
         raise ValueError(f"method={method!r} is unknown; there are {', '.join(METHODS)}")
     iterates = method == "gram" or method in SCHEDULES
-    if steps is not None and (not iterates or steps < 1):
+    if ns_steps is not None and (not iterates or ns_steps < 1):
         raise ValueError(
-            f"steps={steps!r}: method={method!r} "
+            f"ns_steps={ns_steps!r}: method={method!r} "
             + ("needs 1 or more" if iterates else "takes none")
         )
     if method == "gram" and dtype in (torch.bfloat16, torch.float16):
@@ -148,19 +148,23 @@ def dualize(
     x = matrix.to(dtype)
     if is_small(x, method):
         stacks = [x.reshape(-1, *x.shape[-2:])]
-        return dualize_small(stacks, method=method, steps=steps)[0].view(x.shape).to(matrix.dtype)
+        return (
+            dualize_small(stacks, method=method, ns_steps=ns_steps)[0]
+            .view(x.shape)
+            .to(matrix.dtype)
+        )
     if not (method in SCHEDULES and _is_of_safe_size(x)):
         x = _of_unit_size(x)
     if method in SCHEDULES:
-        return _newton_schulz(x, method, steps).to(matrix.dtype)
+        return _newton_schulz(x, method, ns_steps).to(matrix.dtype)
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT  # Gram matrices are of the short side
     if method != "gram":
         x = {"svd": _svd, "inverse-root": _inverse_root, "sketch": _sketch}[method](x)
     elif 2 * x.shape[-1] > 3 * x.shape[-2]:
-        x = polar_from_gram(x @ x.mT, method=method, steps=steps) @ x
+        x = polar_from_gram(x @ x.mT, method=method, ns_steps=ns_steps) @ x
     else:
-        x = _newton_schulz(x, method, steps)
+        x = _newton_schulz(x, method, ns_steps)
     return (x if wide else x.mT).to(matrix.dtype)
 
 
@@ -175,7 +179,7 @@ def is_small(matrix: Tensor, method: str = "ns") -> bool:
 
 
 def dualize_small(
-    stacks: Sequence[Tensor], *, method: str = "ns", steps: int | None = None
+    stacks: Sequence[Tensor], *, method: str = "ns", ns_steps: int | None = None
 ) -> list[Tensor]:
     """`dualize` of every stack `(batch, m, n)` of matrices that `is_small` is true of, in one call
     of the compiled engine.
@@ -185,7 +189,7 @@ def dualize_small(
     >>> all(torch.equal(dual, dualize(x)) for dual, x in zip(duals, small, strict=True))
     True
     """
-    return polar.polar(stacks, _steps(method, steps)) if stacks else []
+    return polar.polar(stacks, _steps(method, ns_steps)) if stacks else []
 
 
 def has_fast_batches(dtype: torch.dtype) -> bool:
@@ -203,7 +207,7 @@ def promote(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def polar_from_gram(gram: Tensor, *, method: str = "ns", steps: int | None = None) -> Tensor:
+def polar_from_gram(gram: Tensor, *, method: str = "ns", ns_steps: int | None = None) -> Tensor:
     """The Q with Q X = `dualize(X, method=method)`, from the float64 Gram matrices G = X X^T `(...,
     m, m)` alone.
 
@@ -231,7 +235,7 @@ def polar_from_gram(gram: Tensor, *, method: str = "ns", steps: int | None = Non
     trace = _trace(gram)
     gram, eye = gram / trace, torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     root = eye.expand_as(gram)
-    for a, b, c in _steps(method, steps):
+    for a, b, c in _steps(method, ns_steps):
         polynomial = a * eye + b * gram + c * (gram @ gram)
         root, gram = polynomial @ root, polynomial @ gram @ polynomial
     return root * trace.rsqrt()
@@ -378,15 +382,15 @@ def _is_of_safe_size(x: Tensor) -> bool:
     return bool(((norms > 1e-10) & (norms < 1e10)).all())
 
 
-def _steps(method: str, steps: int | None) -> Schedule:
+def _steps(method: str, ns_steps: int | None) -> Schedule:
     schedule = SCHEDULES["fast" if method == "gram" else method]
-    if steps is None:
+    if ns_steps is None:
         return schedule
-    return (*schedule[:steps], *schedule[-1:] * (steps - len(schedule)))
+    return (*schedule[:ns_steps], *schedule[-1:] * (ns_steps - len(schedule)))
 
 
-def _newton_schulz(x: Tensor, method: str, steps: int | None) -> Tensor:
-    shape, schedule = x.shape, _steps(method, steps)
+def _newton_schulz(x: Tensor, method: str, ns_steps: int | None) -> Tensor:
+    shape, schedule = x.shape, _steps(method, ns_steps)
     # small matrices in 16 bits train worse by the rounded a I + b G + c G^2 (benchmarks.polar), and
     # of large ones the trace of G is beyond float16
     small = x.dtype == torch.bfloat16 and min(shape[-2:]) < SMALLEST_COARSE

@@ -116,17 +116,19 @@ def test_steps_repeat_the_last_one_of_a_schedule_or_cut_its_end():
     matrix = torch.randn(4, 6, dtype=torch.float64)
     x = matrix / matrix.norm()
     once = 1.5 * x - 0.5 * x @ x.T @ x
-    assert_close(dualize(matrix, method="cubic", steps=1), once)
-    assert_close(dualize(matrix, method="cubic", steps=2), 1.5 * once - 0.5 * once @ once.T @ once)
+    assert_close(dualize(matrix, method="cubic", ns_steps=1), once)
+    assert_close(
+        dualize(matrix, method="cubic", ns_steps=2), 1.5 * once - 0.5 * once @ once.T @ once
+    )
     fast, (a, b, c) = dualize(matrix, method="fast"), SCHEDULES["fast"][-1]
     gram = fast @ fast.T
     assert_close(
-        dualize(matrix, method="fast", steps=7),
+        dualize(matrix, method="fast", ns_steps=7),
         (a * torch.eye(4) + b * gram + c * gram @ gram) @ fast,
     )
     for method, steps in (("ns", 0), ("cubic", -1), ("svd", 3)):
-        with pytest.raises(ValueError, match=f"steps={steps}: method='{method}'"):
-            dualize(matrix, method=method, steps=steps)
+        with pytest.raises(ValueError, match=f"ns_steps={steps}: method='{method}'"):
+            dualize(matrix, method=method, ns_steps=steps)
 
 
 @pytest.mark.parametrize(
@@ -141,14 +143,14 @@ def test_a_schedule_maps_singular_values_step_by_step(shape, method):
     for steps, (a, b, c) in enumerate(SCHEDULES[method][:5], 1):
         values = a * values + b * values**3 + c * values**5
         expected = (u * values[:, None]) @ vh
-        assert_close(dualize(matrix, method=method, steps=steps), expected, rtol=0, atol=1e-9)
+        assert_close(dualize(matrix, method=method, ns_steps=steps), expected, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("shape", [(24, 8), (8, 16), (8, 24)])
 def test_small_matrices_in_16_bits_stay_within_a_twentieth_of_one(shape):
     matrices = torch.stack([spectrum(*shape, 1e-2) for _ in range(32)])
     u, vh = factors(matrices)
-    dual = dualize(matrices.float(), method="fast", steps=5, dtype=torch.bfloat16)
+    dual = dualize(matrices.float(), method="fast", ns_steps=5, dtype=torch.bfloat16)
     values = (u.mT @ dual.double() @ vh.mT).diagonal(dim1=-2, dim2=-1)
     assert values.min() > 0.95
     assert values.max() < 1.05
@@ -214,8 +216,8 @@ def test_the_gram_method_is_the_fast_one_and_refuses_16_bits():
     for shape in ((2, 8, 12), (2, 8, 13), (2, 40, 8)):
         matrix = torch.randn(shape, dtype=torch.float64)
         for steps in (None, 1, 7):
-            expected = dualize(matrix, method="fast", steps=steps)
-            assert_close(dualize(matrix, method="gram", steps=steps), expected)
+            expected = dualize(matrix, method="fast", ns_steps=steps)
+            assert_close(dualize(matrix, method="gram", ns_steps=steps), expected)
     with pytest.raises(ValueError, match=r"dtype=torch\.bfloat16: method='gram' squares"):
         dualize(matrix, method="gram", dtype=torch.bfloat16)
 
@@ -234,7 +236,7 @@ def test_the_polar_express_is_the_published_one():
     angles = torch.linspace(0, np.pi / 4, 99, dtype=torch.float64)
     values = torch.stack([angles.sin(), angles.cos()], -1)  # of matrices 2 x 2 of Frobenius norm 1
     (a, b, c), x = published[0], values / 1.02
-    first = dualize(torch.diag_embed(values), method="polar-express", steps=1)
+    first = dualize(torch.diag_embed(values), method="polar-express", ns_steps=1)
     assert_close(first, torch.diag_embed(a * x + b * x**3 + c * x**5), rtol=0, atol=2e-4)
     assert_close(SCHEDULES["polar-express"][1:], published[1:], rtol=0, atol=5e-5)
 
@@ -450,5 +452,5 @@ def test_the_efficiency_of_an_update_is_its_share_of_the_steepest_descent():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_large_matrix_has_a_polar_factor_in_16_bits_too(dtype):
     signs = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)).sign()
-    polar = dualize(signs, method="fast", steps=5, dtype=dtype)  # |signs|_F^2 is above 65504
+    polar = dualize(signs, method="fast", ns_steps=5, dtype=dtype)  # |signs|_F^2 is above 65504
     assert polar.square().sum() > 0.9 * 512

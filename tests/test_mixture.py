@@ -20,8 +20,8 @@ from structlin import (
     Mixture,
     Monarch,
     StructuredLinear,
-    balance_loss,
     convert,
+    load_balancing_loss,
     modular,
     optim,
     param_groups,
@@ -38,11 +38,11 @@ def tokens(*shape):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def mixture(family, experts=4, active=2, widths=(12, 20), **options):
+def mixture(family, experts=4, top_k=2, widths=(12, 20), **options):
     """One whose router tells tokens apart, in float64."""
     torch.manual_seed(0)
     options = {"dtype": torch.float64} | options
-    layer = Mixture(*widths, family, experts=experts, active=active, **options)
+    layer = Mixture(*widths, family, experts=experts, top_k=top_k, **options)
     with torch.no_grad():
         layer.router.weight.normal_()
         if layer.bias is not None:
@@ -68,7 +68,7 @@ def by_loop(layer, family, x):
     experts, rows = experts_of(layer, family), []
     for token in x.reshape(-1, x.shape[-1]):
         logits = (layer.router.weight @ token).tolist()
-        chosen = sorted(range(len(logits)), key=lambda e: -logits[e])[: layer.active]
+        chosen = sorted(range(len(logits)), key=lambda e: -logits[e])[: layer.top_k]
         total = sum(torch.tensor(logits[e]).exp().double() for e in chosen)
         y = sum(torch.tensor(logits[e]).exp().double() / total * experts[e](token) for e in chosen)
         rows.append(y if layer.bias is None else y + layer.bias)
@@ -79,9 +79,9 @@ def by_loop(layer, family, x):
 
 
 @every_family
-@pytest.mark.parametrize(("experts", "active"), [(4, 2), (5, 3), (3, 3), (2, 2)])
-def test_a_mixture_is_the_weighted_sum_of_its_experts_token_by_token(family, experts, active):
-    layer, x = mixture(family, experts, active), tokens(3, 5, 12)
+@pytest.mark.parametrize(("experts", "top_k"), [(4, 2), (5, 3), (3, 3), (2, 2)])
+def test_a_mixture_is_the_weighted_sum_of_its_experts_token_by_token(family, experts, top_k):
+    layer, x = mixture(family, experts, top_k), tokens(3, 5, 12)
     assert_close(layer(x), by_loop(layer, family, x), rtol=1e-6, atol=1e-6)
 
 
@@ -98,7 +98,7 @@ def test_an_expert_without_tokens_and_a_batch_without_tokens_are_no_special_case
 
 @every_family
 def test_one_expert_of_one_is_the_structured_layer_itself(family):
-    layer, x = mixture(family, experts=1, active=1), tokens(6, 12)
+    layer, x = mixture(family, experts=1, top_k=1), tokens(6, 12)
     (single,) = experts_of(layer, family)
     assert_close(layer(x), single(x) + layer.bias, rtol=0, atol=1e-13)
 
@@ -182,7 +182,7 @@ def test_compiled_it_is_one_graph_and_computes_the_same(weight_norm):
         found = []
         for run in (compiled, model):
             y = run(x)
-            loss = y.square().sum() + balance_loss(model)
+            loss = y.square().sum() + load_balancing_loss(model)
             found.append([y.detach(), *torch.autograd.grad(loss, [x, *model.parameters()])])
         assert_close(*found)
 
@@ -212,7 +212,7 @@ def test_compiled_by_inductor_the_router_has_its_whole_gradient(family):
     layer = mixture(family)
     compiled, x, found = torch.compile(layer), tokens(3, 3, 12), []
     for run in (compiled, layer):
-        loss = run(x).square().mean() + balance_loss(layer)
+        loss = run(x).square().mean() + load_balancing_loss(layer)
         found.append(torch.autograd.grad(loss, list(layer.parameters())))
     assert_close(*found)
 
@@ -267,7 +267,7 @@ def test_a_step_of_muon_has_the_same_norm_in_every_block_of_every_expert():
 def test_flops_are_those_of_the_active_experts_and_the_router():
     family = BTT()
     single = family.structure(256, 256)
-    model = nn.Sequential(Mixture(256, 256, family, experts=8, active=2))
+    model = nn.Sequential(Mixture(256, 256, family, experts=8, top_k=2))
     row, router = summary(model).rows
     assert row.flops == 2 * single.flops
     assert row.params == 8 * single.params
@@ -275,7 +275,7 @@ def test_flops_are_those_of_the_active_experts_and_the_router():
     x = torch.randn(100, 256)
     assert structlin.cost(model, x).flops == 100 * (row.flops + router.flops)
     with torch.device("meta"):
-        meta = nn.Sequential(Mixture(256, 256, family, experts=8, active=2))
+        meta = nn.Sequential(Mixture(256, 256, family, experts=8, top_k=2))
     assert structlin.cost(meta, x).flops == structlin.cost(model, x).flops
     assert row.structure == "2 of 8 BTT(rank=1)"
 
@@ -309,7 +309,7 @@ def test_the_balance_is_the_formula_and_least_where_all_experts_get_as_much():
     size = sum(row.exp().sum().log() ** 2 for row in logits) / len(logits)
     expected = 4 * (p * share).sum() + 0.1 * size
     assert_close(layer.balance, expected, rtol=1e-5, atol=1e-6)
-    assert balance_loss(layer).equal(layer.balance)
+    assert load_balancing_loss(layer).equal(layer.balance)
     with torch.no_grad():
         layer.router.weight.zero_()
     layer(x)
@@ -330,7 +330,7 @@ def test_the_balance_alone_spreads_the_tokens():
     for _ in range(200):
         layer(x)
         optimizer.zero_grad()
-        balance_loss(layer).backward()
+        load_balancing_loss(layer).backward()
         optimizer.step()
     assert largest() < 0.3
 
@@ -338,15 +338,15 @@ def test_the_balance_alone_spreads_the_tokens():
 def test_balance_is_for_training_and_the_mean_over_the_mixtures():
     model = nn.Sequential(Mixture(16, 16), nn.ReLU(), Mixture(16, 16))
     with pytest.raises(ValueError, match="of its 2 mixtures 0 made a forward pass in training"):
-        balance_loss(model)
+        load_balancing_loss(model)
     model.eval()(torch.randn(9, 16))
     assert model[0].balance is None
     model.train()(torch.randn(9, 16))
-    assert_close(balance_loss(model), (model[0].balance + model[2].balance) / 2)
-    balance_loss(model).backward()
+    assert_close(load_balancing_loss(model), (model[0].balance + model[2].balance) / 2)
+    load_balancing_loss(model).backward()
     assert model[0].router.weight.grad.abs().sum() > 0
     with pytest.raises(ValueError, match="of its 0 mixtures"):
-        balance_loss(nn.Linear(2, 2))
+        load_balancing_loss(nn.Linear(2, 2))
 
 
 # ---- models and files ----------------------------------------------------------------------------
@@ -369,9 +369,9 @@ def test_it_is_saved_and_loaded_into_a_dense_model_or_one_like_it(tmp_path, dens
     assert_close(again(x), model(x), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("options", [{"experts": 8}, {"active": 3}, None])
+@pytest.mark.parametrize("options", [{"experts": 8}, {"top_k": 3}, None])
 def test_the_state_of_another_mixture_is_refused(options, tmp_path):
-    options = {"experts": 4, "active": 2} | options if options else None
+    options = {"experts": 4, "top_k": 2} | options if options else None
     other = build()
     family = BTT(rank=2)
     other[0] = Mixture(16, 24, family, **options) if options else StructuredLinear(16, 24, family)
@@ -425,9 +425,9 @@ def test_f_linear_by_its_weight_runs_through_the_experts():
     [
         ({"experts": 0}, "experts=0 must be at least 1"),
         ({"experts": 2.5}, "experts=2.5 must be an integer"),
-        ({"active": 0}, "active=0 must be at least 1"),
-        ({"experts": 4, "active": 5}, "active=5 is more than there are experts=4"),
-        ({"active": 1}, "active=1 of experts=8: the weight of one expert is always 1.*active=2"),
+        ({"top_k": 0}, "top_k=0 must be at least 1"),
+        ({"experts": 4, "top_k": 5}, "top_k=5 is more than there are experts=4"),
+        ({"top_k": 1}, "top_k=1 of experts=8: the weight of one expert is always 1.*top_k=2"),
         ({"init": "none"}, "init='none' is unknown"),
     ],
 )

@@ -52,7 +52,7 @@ def mapped(method: str, values: Tensor, steps: int | None = None) -> Tensor:
     """
     sines = values.double()
     matrices = torch.diag_embed(torch.stack([(1 - sines**2).sqrt(), sines], dim=-1))
-    return dualize(matrices, method=method, steps=steps)[:, 1, 1]
+    return dualize(matrices, method=method, ns_steps=steps)[:, 1, 1]
 
 
 def properties(method: str) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def mlp(method: str, width: int) -> nn.Sequential:
 def optimizer(method: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
     if method == "dualized":
         return structlin.optim.Muon(
-            model, lr, momentum=0, nesterov=False, method="quintic", steps=5
+            model, lr, momentum=0, nesterov=False, method="quintic", ns_steps=5
         )
     weights = list(model.parameters())
     if method == "Adam, SP":

@@ -122,7 +122,7 @@ def _split(structure: Spec, parts: int, layer: Layer) -> Split:
         raise ValueError(
             f"split={parts}: structure={structure!r} of layer {layer.name!r} must be a family"
         )
-    return Split(parts=parts, of=structure)
+    return Split(split=parts, of=structure)
 
 
 def _resolve(layer: Layer, structure: Spec) -> Structure:

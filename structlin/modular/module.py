@@ -280,7 +280,7 @@ class Module(nn.Module):
             self.get_parameter(term.name).sub_(lr * step)
 
     def normalize(
-        self, update: Weights, *, target: float = 1.0, each: bool = False
+        self, update: Weights, *, target: float = 1.0, per_vector: bool = False
     ) -> dict[str, Tensor]:
         """`update` with each weight's part divided by its norm, so that the whole has modular norm
         `target`.
@@ -290,8 +290,8 @@ class Module(nn.Module):
         mass zero.
 
         Args:
-            each: divide every vector of an embedding, and every slice of a convolution, by its own
-                norm, as the authors' code does; not by the largest, which equation 2.4 has.
+            per_vector: divide every vector of an embedding, and every slice of a convolution, by
+                its own norm, as the authors' code does; not by the largest, which equation 2.4 has.
 
         Raises:
             ValueError: a name that is no weight of the module, or a tensor of another shape.
@@ -300,7 +300,7 @@ class Module(nn.Module):
         normalized = {}
         for term, length, weight in self._measured(update):
             atom = term.atom
-            norm = atom.part_norms(weight) if each else atom.weight_norm(weight, exact=False)
+            norm = atom.part_norms(weight) if per_vector else atom.weight_norm(weight, exact=False)
             factor = torch.where(norm == 0, norm, target * length / norm)
             normalized[term.name] = weight * factor.to(weight.dtype)
         return normalized

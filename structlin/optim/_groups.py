@@ -20,7 +20,7 @@ def param_groups(
     weight_decay: float = 0.0,
     base: Base = None,
     structure_aware: bool = True,
-    decay: str = "1/width",
+    weight_decay_scaling: str = "1/width",
     eps: float | None = None,
     depth: Depth | None = None,
 ) -> list[dict[str, Any]]:
@@ -37,9 +37,9 @@ def param_groups(
 
     Weight decay is an argument here: the groups carry it, so the optimizer's own argument has no
     effect. In decoupled form (AdamW) a step decays a matrix by its rate times its decay, and
-    `decay` says what this product does when the matrix's rate is f times `lr`, by width and
-    structure (f = d0 / width of a dense layer, d0 / (k fan_in) of a core: a core counts as a dense
-    layer of width k fan_in):
+    `weight_decay_scaling` says what this product does when the matrix's rate is f times `lr`, by
+    width and structure (f = d0 / width of a dense layer, d0 / (k fan_in) of a core: a core counts
+    as a dense layer of width k fan_in):
 
         "1/width"    lr * weight_decay * f: the decay is one number for every matrix, which keeps
                      the balance between update and decay, and so the size at which weights settle
@@ -73,7 +73,8 @@ def param_groups(
             scale.
         structure_aware: False gives cores the rate of a dense layer, the naive rule that CBS
             compares with.
-        decay: "1/width", "sqrt" or "constant": what rate times weight decay does over widths.
+        weight_decay_scaling: "1/width", "sqrt" or "constant": what rate times weight decay does
+            over widths.
         eps: Adam's, at the base; None: the optimizer's own, the same everywhere.
         depth: of a residual network, relative to that where `lr` was tuned; None: as deep.
 
@@ -83,8 +84,9 @@ def param_groups(
 
     Raises:
         ValueError: no trainable parameter; lr, eps or weight decay out of range; unknown
-            `optimizer` or `decay`; eps of an optimizer that has none; a layer that `base` lacks; a
-            width of `base` that is not positive, or that no parameter has; what `Depth` raises.
+            `optimizer` or `weight_decay_scaling`; eps of an optimizer that has none; a layer that
+            `base` lacks; a width of `base` that is not positive, or that no parameter has; what
+            `Depth` raises.
         TypeError: lr or weight decay is text; `model` is no module; `base` neither a module nor a
             mapping of integers; `depth` no `Depth`.
     Source: Qiu et al. 2024 (arXiv:2406.06248), section 3.2; Yang et al. 2022 (arXiv:2203.03466),
@@ -114,7 +116,12 @@ def param_groups(
     if eps is not None and not 0 <= eps < inf:
         raise ValueError(f"eps={eps!r} must be finite and not negative")
     transfer = Transfer(
-        model, base, optimizer=optimizer, structure_aware=structure_aware, decay=decay, depth=depth
+        model,
+        base,
+        optimizer=optimizer,
+        structure_aware=structure_aware,
+        weight_decay_scaling=weight_decay_scaling,
+        depth=depth,
     )
     groups: dict[tuple[float, float, float], dict[str, Any]] = {}
     carried = {} if eps is None else {"eps": eps}

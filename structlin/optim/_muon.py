@@ -72,27 +72,28 @@ class Muon(Optimizer):
             (1 - momentum) G + momentum B.
         weight_decay: decoupled: W <- (1 - lr * weight_decay) W first; matrices and embeddings
             only, without those that `no_weight_decay()` names, see `param_groups`.
-        cap: the largest RMS->RMS operator norm that a step leaves a matrix (each block of a core);
-            None: any. W <- W min(1, cap / |W|) after it, |W| by `spectral_bound`, which is at most
-            a few percent too large: weights stay well-normed. Not of sharded parameters.
-        method, steps, dtype: of `dualize`. None: 5 steps of "fast", singular values above 3e-3 of
-            the norm within 1 % of 1; in bfloat16 where the short side has 64 or more and the CPU or
-            GPU has instructions for such products, but for float64 and what the compiled engine
+        max_spectral_norm: the largest RMS->RMS operator norm that a step leaves a matrix (each
+            block of a core); None: any. W <- W min(1, max_spectral_norm / |W|) after it, |W| by
+            `spectral_bound`, which is at most a few percent too large: weights stay well-normed.
+            Sharded parameters have no such limit.
+        method, ns_steps, dtype: of `dualize`. None: 5 steps of "fast", singular values above 3e-3
+            of the norm within 1 % of 1; in bfloat16 where the short side has 64 or more and the CPU
+            or GPU has instructions for such products, but for float64 and what the compiled engine
             takes (below 2^14 numbers). Losses are those of "ns" within the spread of seeds, see
             docs/optimizers.md; "svd" is exact.
-        scale: "rms"; "original" (sqrt(max(1, fan_out / fan_in))) and "match_rms_adamw"
+        adjust_lr_fn: "rms"; "original" (sqrt(max(1, fan_out / fan_in))) and "match_rms_adamw"
             (0.2 sqrt(max(fan_out, fan_in))) are those of torch.optim.Muon. With method="jordan",
-            dtype=torch.bfloat16 and scale="original" the step of an nn.Linear equals
+            dtype=torch.bfloat16 and adjust_lr_fn="original" the step of an nn.Linear equals
             torch.optim.Muon's bit for bit.
         masses: glob over layer names -> step length relative to the others; a tuple: of a layer's
             cores, one each.
-        parts: glob over layer names -> into how many equal parts the outputs of a dense layer
+        split: glob over layer names -> into how many equal parts the outputs of a dense layer
             divide, each of which moves as a layer of its own: 3 where queries, keys and values are
             one weight, 3 * heads for every head by itself.
-        base, decay: as of `param_groups`: lr * weight_decay of a matrix has the factor 1
-            ("constant"), f ("1/width") or sqrt(f) ("sqrt"), where f is base width / width of a
-            dense layer and base width / (k fan_in) of a core. With `base` the eps of biases and
-            norms falls as 1 / width. No rate depends on it.
+        base, weight_decay_scaling: as of `param_groups`: lr * weight_decay of a matrix has the
+            factor 1 ("constant"), f ("1/width") or sqrt(f) ("sqrt"), where f is base width / width
+            of a dense layer and base width / (k fan_in) of a core. With `base` the eps of biases
+            and norms falls as 1 / width. No rate depends on it.
         depth: of a residual network, relative to that where `lr` was tuned, see `Depth`.
         other: "adamw" or "sign".
         other_lr, betas, eps: of that. A loop that sets one rate for all groups erases `other_lr`,
@@ -109,10 +110,10 @@ class Muon(Optimizer):
             unless nonfinite="ignore".
 
     Raises:
-        TypeError: `masses` or `parts` is no mapping, `dtype` no torch.dtype, `process_group` none.
+        TypeError: `masses` or `split` is no mapping, `dtype` no torch.dtype, `process_group` none.
         ValueError: an option out of range; a parameter that no module of the model owns, is in two
-            groups or on meta; a `process_group` or `cap` with sharded parameters; what
-            `param_groups` raises of `base`, `decay` and `depth`.
+            groups or on meta; a `process_group` or `max_spectral_norm` with sharded parameters;
+            what `param_groups` raises of `base`, `weight_decay_scaling` and `depth`.
 
     >>> from structlin import BTT, convert
     >>> model = convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), BTT())
@@ -130,15 +131,15 @@ class Muon(Optimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         weight_decay: float = 0.0,
-        cap: float | None = None,
+        max_spectral_norm: float | None = None,
         method: str | None = None,
-        steps: int | None = None,
+        ns_steps: int | None = None,
         dtype: torch.dtype | None = None,
-        scale: str = "rms",
+        adjust_lr_fn: str = "rms",
         masses: Masses | None = None,
-        parts: Mapping[str, int] | None = None,
+        split: Mapping[str, int] | None = None,
         base: Base = None,
-        decay: str = "constant",
+        weight_decay_scaling: str = "constant",
         depth: Depth | None = None,
         other: str = "adamw",
         other_lr: float | Tensor = 1e-3,
@@ -156,7 +157,7 @@ class Muon(Optimizer):
             )
         for option, given, kind in (
             ("masses", masses, Mapping),
-            ("parts", parts, Mapping),
+            ("split", split, Mapping),
             ("process_group", process_group, dist.ProcessGroup),
         ):
             if given is not None and not isinstance(given, kind):
@@ -172,12 +173,18 @@ class Muon(Optimizer):
             nonfinite,
             process_group,
         )
-        self.base, self.decay, self.depth, self.parts = base, decay, depth, parts
-        self._roster = Roster(model, masses, parts)
+        self.base, self.weight_decay_scaling, self.depth, self.split = (
+            base,
+            weight_decay_scaling,
+            depth,
+            split,
+        )
+        self._roster = Roster(model, masses, split)
         self._read_lengths()
         defaults = {
             "lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay,
-            "cap": cap, "method": method, "steps": steps, "dtype": dtype, "scale": scale,
+            "max_spectral_norm": max_spectral_norm, "method": method, "ns_steps": ns_steps,
+            "dtype": dtype, "adjust_lr_fn": adjust_lr_fn,
             "other": other, "other_lr": other_lr, "betas": betas, "eps": eps,
             "capturable": capturable,
         }  # fmt: skip
@@ -187,7 +194,7 @@ class Muon(Optimizer):
         watch_ratios()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("model", "masses", "nonfinite", "base", "decay", "depth", "parts")
+        names = ("model", "masses", "nonfinite", "base", "weight_decay_scaling", "depth", "split")
         own = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own}  # a process group can not be copied
 
@@ -195,7 +202,7 @@ class Muon(Optimizer):
         super().__setstate__(state)
         if "model" in state:  # unpickled or copied
             self.process_group = None
-            self._roster = Roster(self.model, self.masses, self.parts)
+            self._roster = Roster(self.model, self.masses, self.split)
             self._read_lengths()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -224,7 +231,7 @@ class Muon(Optimizer):
         self._roster.require_owned(params)
         kinds: dict[tuple[str, bool], list[Tensor]] = defaultdict(list)
         for parameter in params:
-            self._require_usable(parameter, group["cap"])
+            self._require_usable(parameter, group["max_spectral_norm"])
             kind = self._roster.weights[parameter].kind
             dualized = kind in ("matrix", "embedding")
             decays = dualized and parameter not in self._roster.undecayed
@@ -274,7 +281,7 @@ class Muon(Optimizer):
         return loss
 
     def _read_lengths(self) -> None:
-        self._lengths = lengths_of(self.model, self.base, self.decay, self.depth)
+        self._lengths = lengths_of(self.model, self.base, self.weight_decay_scaling, self.depth)
         for parameter, by in self._lengths.items():
             self._roster.shares[parameter] *= by.length
 
@@ -285,12 +292,15 @@ class Muon(Optimizer):
             found[replace(self._lengths[parameter], length=1.0)].append(parameter)
         return found
 
-    def _require_usable(self, parameter: Tensor, cap: float | None) -> None:
+    def _require_usable(self, parameter: Tensor, max_spectral_norm: float | None) -> None:
         name = self._roster.names[parameter]
         if parameter.is_meta:
             raise ValueError(f"{name} is on meta: materialise the model first (to_empty)")
-        if cap is not None and is_sharded(parameter):
-            raise ValueError(f"cap={cap!r}: {name} is sharded; cap=None is for sharded parameters")
+        if max_spectral_norm is not None and is_sharded(parameter):
+            raise ValueError(
+                f"max_spectral_norm={max_spectral_norm!r}: {name} is sharded; "
+                "max_spectral_norm=None is for sharded parameters"
+            )
         if self.process_group is not None and is_sharded(parameter):
             group = self.process_group
             raise ValueError(
@@ -363,14 +373,14 @@ class Muon(Optimizer):
             steps = polar_parts(params, weights, updates, polar, *method_of(group))
         by_length: dict[float, list[int]] = defaultdict(list)
         for n, p in enumerate(params):
-            by_length[self._roster.step_length(p, group["scale"])].append(n)
+            by_length[self._roster.step_length(p, group["adjust_lr_fn"])].append(n)
         for length, members in by_length.items():
             moving, moves = [local[n] for n in members], [steps[n] for n in members]
             _descend(moving, moves, group["lr"], length)
-        cap = group.get("cap")  # which states of before the option lack
-        if group["kind"] == "matrix" and cap is not None:
+        largest = group["max_spectral_norm"]
+        if group["kind"] == "matrix" and largest is not None:
             for p in params:
-                _cap(self._roster.weights[p], p, cap)
+                _limit_norm(self._roster.weights[p], p, largest)
 
     def _polar_factors(
         self, group: dict[str, Any]
@@ -440,10 +450,10 @@ def _descend(params: list[Tensor], steps: list[Tensor], lr: float | Tensor, leng
         torch._foreach_add_(params, steps, alpha=-lr * length)
 
 
-def _cap(weight: Weight, parameter: Tensor, cap: float) -> None:
-    """Shrink the matrices whose operator norm is above `cap`, in place."""
+def _limit_norm(weight: Weight, parameter: Tensor, max_spectral_norm: float) -> None:
+    """Shrink the matrices whose operator norm is above `max_spectral_norm`, in place."""
     matrices = to_matrices(weight, parameter)  # (batch, fan_out, fan_in)
-    largest = cap * sqrt(weight.fan_out / max(weight.fan_in, 1))
+    largest = max_spectral_norm * sqrt(weight.fan_out / max(weight.fan_in, 1))
     norms = spectral_bound(matrices)[:, None, None].clamp(min=largest)  # (batch, 1, 1)
     parameter.copy_(from_matrices(weight, matrices * (largest / norms), parameter))
 
@@ -483,8 +493,10 @@ def _check(group: dict[str, Any]) -> None:
             raise ValueError(
                 f"{option}={group[option]!r} is out of range: it must be at least 0 and finite"
             )
-    if group["cap"] is not None and not 0 < group["cap"] < inf:
-        raise ValueError(f"cap={group['cap']!r} must be positive and finite, or None")
+    if group["max_spectral_norm"] is not None and not 0 < group["max_spectral_norm"] < inf:
+        raise ValueError(
+            f"max_spectral_norm={group['max_spectral_norm']!r} must be positive and finite, or None"
+        )
     for option, values in (("momentum", [group["momentum"]]), ("betas", group["betas"])):
         if not all(0 <= value < 1 for value in values):
             raise ValueError(f"{option}={group[option]!r} is out of range: at least 0 and below 1")
@@ -492,12 +504,12 @@ def _check(group: dict[str, Any]) -> None:
         raise TypeError(
             f"dtype={group['dtype']!r} must be a torch.dtype, as torch.float32, or None"
         )
-    options = group["method"], group["steps"], group["dtype"]
+    options = group["method"], group["ns_steps"], group["dtype"]
     if options[0] in (None, *METHODS) and options[1:] != (None, None):
         dualize_by(group, torch.zeros(1, 1))  # refuses what it can not do
     for option, choices in (
         ("method", (None, *METHODS)),
-        ("scale", SCALES),
+        ("adjust_lr_fn", SCALES),
         ("other", ("adamw", "sign")),
     ):
         if group[option] not in choices:

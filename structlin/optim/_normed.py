@@ -28,7 +28,7 @@ class Normed(Optimizer):
     the blocks' for a core (whose mass is its share of the layer's) and of the slices' for a
     convolution; the largest RMS of the vectors of an embedding (equation 2.4); the RMS of
     everything else. A zero update stays zero. The authors' code divides every vector and every
-    slice by its own norm (`each=True`), so that a rare token moves as far as a frequent one.
+    slice by its own norm (`per_vector=True`), so that a rare token moves as far as a frequent one.
 
     It is a torch optimizer whose `param_groups`, `state` and `state_dict` are those of `base`:
     schedulers change `lr`, checkpoints hold all there is. u is found by letting `base` step from
@@ -48,8 +48,8 @@ class Normed(Optimizer):
             updates for a GPT of width 256 over 30 steps, relative to the true norm: bound 1.000 to
             1.026 (mean 1.003), power 0.73 to 1.00 (mean 0.98), which makes steps up to 37 % too
             long; at 1.8 (BTT) and 21.5 ms (dense) against 1.0 and 2.0 ms, one thread.
-        each: divide every vector of an embedding and every slice of a convolution by its own norm,
-            not by the largest of them. Blocks of a core share one norm either way.
+        per_vector: divide every vector of an embedding and every slice of a convolution by its own
+            norm, not by the largest of them. Blocks of a core share one norm either way.
         nonfinite: gradients with inf or NaN: "raise" (before anything has changed), "skip" the
             whole step, or "ignore".
 
@@ -76,7 +76,7 @@ class Normed(Optimizer):
     masses: Masses | None
     norm: str
     nonfinite: str
-    each: bool = False
+    per_vector: bool = False
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Normed(Optimizer):
         *,
         masses: Masses | None = None,
         norm: str = "bound",
-        each: bool = False,
+        per_vector: bool = False,
         nonfinite: str = "raise",
     ) -> None:
         if not isinstance(base, Optimizer) or isinstance(base, LBFGS):
@@ -99,12 +99,12 @@ class Normed(Optimizer):
         if nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite={nonfinite!r} must be 'raise', 'skip' or 'ignore'")
         options = {"base": base, "model": model, "masses": masses, "norm": norm}
-        self.__setstate__({**options, "each": each, "nonfinite": nonfinite})
+        self.__setstate__({**options, "per_vector": per_vector, "nonfinite": nonfinite})
         for group in base.param_groups:
             self._require_usable(group)
 
     def __getstate__(self) -> dict[str, Any]:
-        options = ("base", "model", "masses", "norm", "each", "nonfinite")
+        options = ("base", "model", "masses", "norm", "per_vector", "nonfinite")
         return {name: getattr(self, name) for name in options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -180,10 +180,10 @@ class Normed(Optimizer):
 
     def _require_usable(self, group: dict[str, Any]) -> None:
         self._roster.require_owned(group["params"])
-        if self.each and any(is_sharded(p) and self._has_parts(p) for p in group["params"]):
+        if self.per_vector and any(is_sharded(p) and self._has_parts(p) for p in group["params"]):
             raise ValueError(
-                "each=True: the vectors of an embedding, or the slices of a convolution, are on "
-                "several processes; take each=False"
+                "per_vector=True: the vectors of an embedding, or the slices of a convolution, are "
+                "on several processes; take per_vector=False"
             )
         if group.get("lr_mult", 1.0) != 1.0:
             raise ValueError(
@@ -231,7 +231,7 @@ class Normed(Optimizer):
         ]
         return [
             _spread(weights[n], norms[n], update)
-            if self.each and self._has_parts(params[n])
+            if self.per_vector and self._has_parts(params[n])
             else _largest(norms[n])
             for n, update in enumerate(updates)
         ]

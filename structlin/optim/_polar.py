@@ -31,10 +31,10 @@ has_bfloat16_products._dynamo_marked_constant = True  # type: ignore[attr-define
 
 def method_of(group: dict[str, Any]) -> tuple[str, int | None]:
     """The method and its steps."""
-    method, steps = group["method"], group["steps"]
+    method, ns_steps = group["method"], group["ns_steps"]
     if method is None:
-        return DEFAULT, DEFAULT_STEPS if steps is None else steps
-    return method, steps
+        return DEFAULT, DEFAULT_STEPS if ns_steps is None else ns_steps
+    return method, ns_steps
 
 
 def _dtype_of(group: dict[str, Any], matrix: Tensor) -> torch.dtype | None:
@@ -47,8 +47,8 @@ def _dtype_of(group: dict[str, Any], matrix: Tensor) -> torch.dtype | None:
 
 
 def dualize_by(group: dict[str, Any], matrix: Tensor) -> Tensor:
-    method, steps = method_of(group)
-    return dualize(matrix, method=method, steps=steps, dtype=_dtype_of(group, matrix))
+    method, ns_steps = method_of(group)
+    return dualize(matrix, method=method, ns_steps=ns_steps, dtype=_dtype_of(group, matrix))
 
 
 def is_batched(group: dict[str, Any], matrices: list[Tensor]) -> bool:
@@ -65,5 +65,5 @@ def is_small_for(group: dict[str, Any], matrix: Tensor) -> bool:
 
 def dualize_small_by(group: dict[str, Any], matrices: list[Tensor]) -> list[Tensor]:
     """In one call, each `(batch, m, n)`."""
-    method, steps = method_of(group)
-    return dualize_small(matrices, method=method, steps=steps)
+    method, ns_steps = method_of(group)
+    return dualize_small(matrices, method=method, ns_steps=ns_steps)

@@ -92,13 +92,13 @@ def polar_parts(
     updates: list[Tensor],
     polar: Polar,
     method: str,
-    steps: int | None,
+    ns_steps: int | None,
 ) -> list[Tensor]:
     """What `polar` makes of the whole tensors, this process's part; `updates` are the local parts.
 
     Args:
         polar: from what they are and whole tensors to polar factors.
-        method, steps: the same that `polar` uses, where only the Gram matrices are at hand.
+        method, ns_steps: the same that `polar` uses, where only the Gram matrices are at hand.
     """
     results = list(updates)
     routes: dict[tuple[str, Hashable], list[int]] = defaultdict(list)
@@ -110,7 +110,7 @@ def polar_parts(
         if route == "whole":
             found = polar(what, local)
         elif route == "gram":
-            found = _by_gram(own, local, method, steps)
+            found = _by_gram(own, local, method, ns_steps)
         elif route == "exchange":
             found = _by_exchange(own, what, local, polar)
         else:
@@ -219,7 +219,7 @@ def _cut(parameter: Tensor) -> tuple[dist.ProcessGroup, int, int, list[int]]:
 
 
 def _by_gram(
-    params: list[Tensor], updates: list[Tensor], method: str, steps: int | None
+    params: list[Tensor], updates: list[Tensor], method: str, ns_steps: int | None
 ) -> list[Tensor]:
     """One all-reduce of all Gram matrices of the short sides, then Q X of what is here."""
     group, _, _, _ = _cut(params[0])
@@ -234,7 +234,9 @@ def _by_gram(
     for p, update, x, total in zip(
         params, updates, wide, torch.split(flat, [gram.numel() for gram in grams]), strict=True
     ):
-        root = polar_from_gram(total.view(-1, x.shape[-2], x.shape[-2]), method=method, steps=steps)
+        root = polar_from_gram(
+            total.view(-1, x.shape[-2], x.shape[-2]), method=method, ns_steps=ns_steps
+        )
         dual = root @ x
         results.append((dual if _cut(p)[2] == 2 else dual.mT).to(update.dtype))
     return results

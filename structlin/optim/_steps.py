@@ -21,9 +21,9 @@ class Roster:
     """The parameters of a model: what each of them is, its name, and its mass."""
 
     def __init__(
-        self, model: nn.Module, masses: Masses | None, parts: Mapping[str, int] | None = None
+        self, model: nn.Module, masses: Masses | None, split: Mapping[str, int] | None = None
     ) -> None:
-        self.model, self.masses, self.parts = model, masses, parts
+        self.model, self.masses, self.split = model, masses, split
         self.names = dict[Tensor, str]()  # also of parameters that the model has lost since
         self.read()
 
@@ -31,11 +31,11 @@ class Roster:
         """Read the model, which may have grown since.
 
         Raises:
-            ValueError: masses or parts that do not fit, see `share_masses` and `divide_layers`.
+            ValueError: `masses` or `split` that do not fit, see `share_masses` and `divide_layers`.
         """
         infos = list(parameters_of(self.model))
         self.shares = share_masses(infos, self.masses or {})
-        self.weights = divide_layers(infos, self.parts or {})
+        self.weights = divide_layers(infos, self.split or {})
         self.undecayed = {info.parameter for info in infos if not info.decays}
         self.names.update((info.parameter, info.name) for info in infos)
 
@@ -80,13 +80,13 @@ class Roster:
             raise FloatingPointError(f"gradients of {names} are not finite; nothing was changed")
         return True
 
-    def step_length(self, parameter: Tensor, scale: str = "rms") -> float:
+    def step_length(self, parameter: Tensor, adjust_lr_fn: str = "rms") -> float:
         """Of a step at lr = 1, as the factor of the polar factor."""
-        return self.shares[parameter] * _scale(self.weights[parameter], scale)
+        return self.shares[parameter] * _scale(self.weights[parameter], adjust_lr_fn)
 
 
 def share_masses(infos: Iterable[ParameterInfo], masses: Masses) -> dict[Tensor, float]:
-    """Each parameter's mass: the length of its step, before `scale`.
+    """Each parameter's mass: the length of its step, before `adjust_lr_fn`.
 
     A matrix or embedding has the mass of its layer, or 1; the cores of a structured layer share it
     equally, or as a tuple says; so do the positions of a convolution's kernel. All the rest has 1.
@@ -110,34 +110,34 @@ def share_masses(infos: Iterable[ParameterInfo], masses: Masses) -> dict[Tensor,
     return found
 
 
-def divide_layers(infos: list[ParameterInfo], parts: Mapping[str, int]) -> dict[Tensor, Weight]:
-    """What each parameter is, where `parts` (glob over layer names -> number) has been applied.
+def divide_layers(infos: list[ParameterInfo], split: Mapping[str, int]) -> dict[Tensor, Weight]:
+    """What each parameter is, where `split` (glob over layer names -> number) has been applied.
 
     Raises:
         ValueError: a pattern that matches no matrix, one of a structured layer or a convolution, or
             a number that does not divide what the layer makes.
     """
     weights: dict[Tensor, Weight] = {info.parameter: info.weight for info in infos}
-    for pattern, number in parts.items():
+    for pattern, number in split.items():
         found = [
             info
             for info in infos
             if info.weight.kind == "matrix" and fnmatchcase(info.layer, pattern)
         ]
         if not found:
-            raise ValueError(f"parts: {pattern!r} matches no layer with a matrix")
+            raise ValueError(f"split: {pattern!r} matches no layer with a matrix")
         for info in found:
             weight, layer = info.weight, info.layer
             if weight.core is not None or weight.kernel > 1:
                 raise ValueError(
-                    f"parts: {layer!r} is a {type(info.owner).__name__}, whose blocks or kernel "
+                    f"split: {layer!r} is a {type(info.owner).__name__}, whose blocks or kernel "
                     "positions are apart already; parts are of nn.Linear, Conv1D, "
                     "MultiheadAttention"
                 )
             rows = weight.groups * weight.fan_out
             if number < 1 or rows % number or number % weight.groups:
                 raise ValueError(
-                    f"parts: {layer!r} makes {rows} features in {weight.groups} groups, which do "
+                    f"split: {layer!r} makes {rows} features in {weight.groups} groups, which do "
                     f"not divide into {number!r} parts"
                 )
             weights[info.parameter] = replace(
@@ -173,13 +173,13 @@ def _require_mass(info: ParameterInfo, mass: float | tuple[float, ...]) -> None:
         )
 
 
-def _scale(weight: Weight, scale: str) -> float:
+def _scale(weight: Weight, adjust_lr_fn: str) -> float:
     m, n = weight.fan_out, max(weight.fan_in, 1)
     if weight.kind != "matrix":
         return 1.0
-    if scale == "original":
+    if adjust_lr_fn == "original":
         return sqrt(max(1, m / n))
-    if scale == "match_rms_adamw":
+    if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * sqrt(max(m, n))
     return sqrt(m / n)
 

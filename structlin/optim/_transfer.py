@@ -67,8 +67,8 @@ class Transfer:
     """The factors of every parameter of a model, whose rate was tuned in another.
 
     Raises:
-        ValueError: unknown `decay`; widths of `base` that are not positive, or that no parameter
-            has; what `Depth` raises. Of `of`: a parameter that `base` lacks.
+        ValueError: unknown `weight_decay_scaling`; widths of `base` that are not positive, or that
+            no parameter has; what `Depth` raises. Of `of`: a parameter that `base` lacks.
         TypeError: `base` is neither a module nor a mapping of integers; `depth` is no `Depth`.
     """
 
@@ -79,16 +79,19 @@ class Transfer:
         *,
         optimizer: str = "adam",
         structure_aware: bool = True,
-        decay: str = "1/width",
+        weight_decay_scaling: str = "1/width",
         depth: Depth | None = None,
     ) -> None:
-        if decay not in DECAYS:
-            raise ValueError(f"decay={decay!r} is unknown; there are {', '.join(DECAYS)}")
+        if weight_decay_scaling not in DECAYS:
+            raise ValueError(
+                f"weight_decay_scaling={weight_decay_scaling!r} is unknown; "
+                f"there are {', '.join(DECAYS)}"
+            )
         if depth is not None and not isinstance(depth, Depth):
             raise TypeError(f"depth={depth!r} must be a Depth, such as Depth(base=2)")
         _check_base(base, list(parameters_of(model)))
         self.optimizer, self.structure_aware = optimizer, structure_aware
-        self.decay_power = DECAYS[decay]
+        self.decay_power = DECAYS[weight_decay_scaling]
         self.base_widths = base if isinstance(base, Mapping) else {}
         base_model = base if isinstance(base, nn.Module) else None
         self._read_depth(model, base_model, depth)
@@ -198,7 +201,7 @@ class Lengths:
 
 
 def lengths_of(
-    model: nn.Module, base: Base, decay: str, depth: Depth | None
+    model: nn.Module, base: Base, weight_decay_scaling: str, depth: Depth | None
 ) -> dict[Tensor, Lengths]:
     """For every parameter of `model`. A step of Muon has its norm whatever the width: decay takes
     the factor that lr * decay has under Adam, and the length that of depth.
@@ -206,7 +209,7 @@ def lengths_of(
     Raises:
         ValueError, TypeError: what `Transfer` raises.
     """
-    transfer = Transfer(model, base, decay=decay, depth=depth)
+    transfer = Transfer(model, base, weight_decay_scaling=weight_decay_scaling, depth=depth)
     found: dict[Tensor, Lengths] = {}
     for info in parameters_of(model):
         factors = transfer.of(info)

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 pytest.importorskip("matplotlib")
 
 from benchmarks import moe
-from structlin import Mixture, StructuredLinear, balance_loss
+from structlin import Mixture, StructuredLinear, load_balancing_loss
 
 SMALL = {"width": 32, "depth": 1, "context": 16, "batch": 2, "heads": 1}
 
@@ -67,7 +67,7 @@ def test_the_loss_has_the_balance_of_mixtures_and_of_nothing_else(task):
         model = moe.build(task, name, 32).train()
         loss = moe.loss_of(model, inputs, targets)
         plain = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
-        assert_close(loss, plain + 0.01 * balance_loss(model) if kind.experts else plain)
+        assert_close(loss, plain + 0.01 * load_balancing_loss(model) if kind.experts else plain)
 
 
 def test_the_largest_share_is_that_of_the_assignments(task):

@@ -634,17 +634,21 @@ def test_an_update_is_normalised_vector_by_vector_and_slice_by_slice_if_asked_fo
     rows = torch.tensor([[1.0], [0.1], [0.01], [0.0], [0.5]])
     update = {"embedding.weight": torch.randn(5, 16) * rows}
     largest, each = (
-        embed.normalize(update, each=each)["embedding.weight"].square().mean(-1).sqrt()
+        embed.normalize(update, per_vector=each)["embedding.weight"].square().mean(-1).sqrt()
         for each in (False, True)
     )
     assert largest[1:3].max() < 0.2
     assert each.tolist() == pytest.approx([1, 1, 1, 0, 1])
     kernel = torch.randn(8, 4, 3, 3) * torch.rand(3, 3)
-    slices = conv.normalize({"conv.weight": kernel}, each=True)["conv.weight"].permute(2, 3, 0, 1)
+    slices = conv.normalize({"conv.weight": kernel}, per_vector=True)["conv.weight"].permute(
+        2, 3, 0, 1
+    )
     spectral = torch.linalg.matrix_norm(slices, 2)
     assert spectral.flatten().tolist() == pytest.approx([2**0.5 / 9] * 9, rel=0.05)
     update = {"linear.weight": torch.randn(3, 6)}
-    one, other = (linear.normalize(update, each=each)["linear.weight"] for each in (False, True))
+    one, other = (
+        linear.normalize(update, per_vector=each)["linear.weight"] for each in (False, True)
+    )
     assert torch.equal(one, other)
 
 

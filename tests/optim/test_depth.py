@@ -91,7 +91,13 @@ def test_adams_rates_and_eps_are_completeps_table(alpha):
     """Width 64 to 256 and 2 to 8 blocks; the table with its multipliers, by hand."""
     base, model = GPT(width=64, depth=2), GPT(width=256, depth=8)
     groups = param_groups(
-        model, 1.0, weight_decay=1.0, eps=1.0, base=base, decay="constant", depth=Depth(alpha=alpha)
+        model,
+        1.0,
+        weight_decay=1.0,
+        eps=1.0,
+        base=base,
+        weight_decay_scaling="constant",
+        depth=Depth(alpha=alpha),
     )
     rate, eps, decay = (flat(groups, key) for key in ("lr", "eps", "weight_decay"))
     for n in range(8):

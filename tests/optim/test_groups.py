@@ -327,11 +327,11 @@ def test_without_eps_the_groups_have_none_and_the_optimizers_own_holds():
     assert all("eps" not in group for group in groups)
 
 
-@pytest.mark.parametrize(("decay", "power"), [("1/width", 1), ("sqrt", 0.5), ("constant", 0)])
-def test_rate_times_decay_goes_as_the_named_power_of_the_rate(decay, power):
+@pytest.mark.parametrize(("scaling", "power"), [("1/width", 1), ("sqrt", 0.5), ("constant", 0)])
+def test_rate_times_decay_goes_as_the_named_power_of_the_rate(scaling, power):
     model = convert(GPT(width=256), BTT(rank=2), include="ffn")
     base = {256: 64, 768: 192, 1024: 256}
-    groups = param_groups(model, 0.01, weight_decay=0.1, base=base, decay=decay)
+    groups = param_groups(model, 0.01, weight_decay=0.1, base=base, weight_decay_scaling=scaling)
     rates, decays = flat(groups, "lr_mult"), flat(groups, "weight_decay")
     for name, value in decays.items():
         if value:
@@ -344,12 +344,12 @@ def test_rate_times_decay_goes_as_the_named_power_of_the_rate(decay, power):
     assert decays["wte.weight"] == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize(("decay", "power"), [("1/width", 1), ("sqrt", 0.5), ("constant", 0)])
-def test_muons_rate_times_decay_is_that_of_param_groups(decay, power):
+@pytest.mark.parametrize(("scaling", "power"), [("1/width", 1), ("sqrt", 0.5), ("constant", 0)])
+def test_muons_rate_times_decay_is_that_of_param_groups(scaling, power):
     model = convert(GPT(width=256), BTT(rank=2), include="ffn")
     base = {256: 64, 768: 192, 1024: 256}
-    adam = param_groups(model, 1.0, weight_decay=0.1, base=base, decay=decay)
-    muon = Muon(model, 1.0, weight_decay=0.1, base=base, decay=decay).param_groups
+    adam = param_groups(model, 1.0, weight_decay=0.1, base=base, weight_decay_scaling=scaling)
+    muon = Muon(model, 1.0, weight_decay=0.1, base=base, weight_decay_scaling=scaling).param_groups
     rates, decays = flat(adam), flat(adam, "weight_decay")
     for name, value in flat(muon, "weight_decay").items():
         assert value == pytest.approx(rates[name] * decays[name])
@@ -369,7 +369,10 @@ def test_muon_is_as_it_was_unless_told_otherwise():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"decay": "linear"}, "decay='linear' is unknown; there are 1/width, sqrt, constant"),
+        (
+            {"weight_decay_scaling": "linear"},
+            "weight_decay_scaling='linear' is unknown; there are 1/width, sqrt, constant",
+        ),
         ({"eps": -1e-8}, "eps=-1e-08 must be finite"),
         ({"eps": 1e-8, "optimizer": "sgd"}, "eps=1e-08: optimizer='sgd' has none"),
     ],

@@ -40,7 +40,12 @@ def test_a_linear_layer_moves_as_with_torchs_muon_bit_for_bit(shape):
     model = nn.Linear(*shape, bias=False)
     twin = copy.deepcopy(model)
     ours = Muon(
-        model, lr=0.02, weight_decay=0.1, method="jordan", dtype=torch.bfloat16, scale="original"
+        model,
+        lr=0.02,
+        weight_decay=0.1,
+        method="jordan",
+        dtype=torch.bfloat16,
+        adjust_lr_fn="original",
     )
     theirs = torch.optim.Muon(twin.parameters(), lr=0.02, weight_decay=0.1)
     for _ in range(5):
@@ -161,7 +166,7 @@ def test_the_default_is_in_16_bits_where_matrices_are_large_but_for_float64_and_
         gradient = torch.randn(rows, size, dtype=dtype)
         before, module.weight.grad = module.weight.detach().clone(), gradient
         Muon(module, lr=1.0, momentum=0.0).step()
-        polar = dualize(gradient, method="fast", steps=5, dtype=expected)
+        polar = dualize(gradient, method="fast", ns_steps=5, dtype=expected)
         step = (rows / size) ** 0.5 * polar
         torch.testing.assert_close(before - module.weight.detach(), step, rtol=1e-5, atol=1e-6)
 
@@ -180,7 +185,7 @@ def test_parts_of_a_fused_layer_move_as_layers_of_their_own(heads, stored):
         fused = pytest.importorskip("transformers.pytorch_utils").Conv1D(72, 24)
         weight = fused.weight
     model = nn.ModuleDict({"attn": fused})
-    optimizer = Muon(model, lr=0.1, weight_decay=0.1, parts={"attn": parts}, method="svd")
+    optimizer = Muon(model, lr=0.1, weight_decay=0.1, split={"attn": parts}, method="svd")
 
     def split(x):
         return (x.mT if stored == "in by out" else x).detach().clone().chunk(parts)
@@ -214,7 +219,7 @@ def test_a_cap_shrinks_the_matrices_whose_norm_is_above_it_and_no_others(module,
     module = copy.deepcopy(module)
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     cap = share * min(norms(matrices(p)).min().item() for p in before.values())
-    moved(module, Muon(module, lr=1e-7, cap=cap))
+    moved(module, Muon(module, lr=1e-7, max_spectral_norm=cap))
     for name, p in module.named_parameters():
         old, new = matrices(before[name]), matrices(p.detach())
         sizes = norms(old)
@@ -230,35 +235,37 @@ def test_a_cap_shrinks_the_matrices_whose_norm_is_above_it_and_no_others(module,
 def test_a_cap_is_for_matrices_alone_and_must_be_positive():
     module = nn.Embedding(10, 16)
     before = module.weight.detach().clone()
-    moved(module, Muon(module, lr=1e-7, cap=1e-3))
+    moved(module, Muon(module, lr=1e-7, max_spectral_norm=1e-3))
     torch.testing.assert_close(module.weight.detach(), before)
     for cap in (0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match=f"cap={cap} must be positive and finite"):
-            Muon(module, cap=cap)
+        with pytest.raises(
+            ValueError, match=f"max_spectral_norm={cap} must be positive and finite"
+        ):
+            Muon(module, max_spectral_norm=cap)
 
 
 def test_a_cap_of_sharded_parameters_is_refused_by_name(monkeypatch):
     monkeypatch.setattr("structlin.optim._muon.is_sharded", lambda parameter: True)
-    with pytest.raises(ValueError, match=r"cap=2\.0: weight is sharded; cap=None"):
-        Muon(nn.Linear(3, 2), cap=2.0)
+    with pytest.raises(ValueError, match=r"max_spectral_norm=2\.0: weight is sharded; max_spectral_norm=None"):
+        Muon(nn.Linear(3, 2), max_spectral_norm=2.0)
 
 
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"nothing": 3}, "parts: 'nothing' matches no layer with a matrix"),
-        ({"0": 5}, "parts: '0' makes 24 features in 1 groups, which do not divide into 5 parts"),
+        ({"nothing": 3}, "split: 'nothing' matches no layer with a matrix"),
+        ({"0": 5}, "split: '0' makes 24 features in 1 groups, which do not divide into 5 parts"),
         ({"0": 0}, "into 0 parts"),
-        ({"1": 3}, "parts: '1' is a StructuredLinear, whose blocks"),
-        ({"2": 2}, "parts: '2' is a Conv1d, whose blocks"),
-        ({"3": 4}, "parts: '3' makes 24 features in 3 groups, which do not divide into 4 parts"),
+        ({"1": 3}, "split: '1' is a StructuredLinear, whose blocks"),
+        ({"2": 2}, "split: '2' is a Conv1d, whose blocks"),
+        ({"3": 4}, "split: '3' makes 24 features in 3 groups, which do not divide into 4 parts"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(parts, message):
     attention = nn.MultiheadAttention(8, 2)
     model = nn.Sequential(nn.Linear(8, 24), StructuredLinear(16, 16), nn.Conv1d(4, 4, 3), attention)
     with pytest.raises(ValueError, match=message):
-        Muon(model, parts=parts)
+        Muon(model, split=parts)
 
 
 def test_conv1d_of_transformers_is_oriented_in_by_out():
@@ -486,7 +493,9 @@ def test_a_model_converted_after_the_optimizer_was_made_is_noticed_though_gradie
 def test_match_rms_adamw_makes_the_steps_of_torchs_muon(shape):
     model = nn.Linear(*shape, bias=False)
     twin = copy.deepcopy(model)
-    ours = Muon(model, lr=0.02, method="jordan", dtype=torch.bfloat16, scale="match_rms_adamw")
+    ours = Muon(
+        model, lr=0.02, method="jordan", dtype=torch.bfloat16, adjust_lr_fn="match_rms_adamw"
+    )
     theirs = torch.optim.Muon(
         twin.parameters(), lr=0.02, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
     )
@@ -646,8 +655,8 @@ def test_a_closure_gives_the_loss():
             "lr=inf is out of range: it must be at least 0 and finite",
         ),
         (lambda m: Muon(m, lr=torch.tensor(float("nan"))), r"lr=tensor\(nan\)"),
-        (lambda m: Muon(m, steps=0), "steps=0"),
-        (lambda m: Muon(m, method="svd", steps=3), "method='svd' takes none"),
+        (lambda m: Muon(m, ns_steps=0), "ns_steps=0"),
+        (lambda m: Muon(m, method="svd", ns_steps=3), "method='svd' takes none"),
         (lambda m: Muon(m, betas=(0.9, 1.0)), "betas="),
         (
             lambda m: Muon(m, betas=(0.9, 0.95, 0.99)),
@@ -658,7 +667,7 @@ def test_a_closure_gives_the_loss():
             "masses: '0' has inf; masses are positive and finite",
         ),
         (lambda m: Muon(m, method="muon"), "method='muon' is unknown"),
-        (lambda m: Muon(m, scale="mup"), "scale='mup' is unknown"),
+        (lambda m: Muon(m, adjust_lr_fn="mup"), "adjust_lr_fn='mup' is unknown"),
         (lambda m: Muon(m, other="lion"), "other='lion' is unknown"),
         (lambda m: Muon(m, nonfinite="warn"), "nonfinite='warn'"),
         (lambda m: Muon(m, masses={"0": 0}), "masses: '0' has 0"),
@@ -684,7 +693,7 @@ def test_bad_arguments_are_refused(make, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"parts": 3}, r"parts=3 must be a dict such as \{'\*\.c_attn': 3\}"),
+        ({"split": 3}, r"split=3 must be a dict such as \{'\*\.c_attn': 3\}"),
         ({"masses": 2.0}, "masses=2.0 must be a dict"),
         ({"dtype": "bfloat16"}, "dtype='bfloat16' must be a torch.dtype"),
         ({"process_group": "x"}, "process_group='x' must be a ProcessGroup"),

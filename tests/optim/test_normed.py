@@ -67,7 +67,7 @@ def test_each_vector_and_each_slice_is_normalised_by_itself_if_asked_for(norm):
         "btt": StructuredLinear(16, 16, BTT(), bias=False),
     })  # fmt: skip
     base = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = Normed(base, model, norm=norm, each=True)
+    optimizer = Normed(base, model, norm=norm, per_vector=True)
     for _ in range(6):  # power iterations converge
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         torch.manual_seed(0)
@@ -91,12 +91,12 @@ def test_each_vector_and_each_slice_is_normalised_by_itself_if_asked_for(norm):
 
 def test_each_survives_a_copy_and_is_no_matter_of_sharded_vectors(monkeypatch):
     model = nn.Embedding(4, 8)
-    optimizer = Normed(torch.optim.SGD(model.parameters(), lr=0.1), model, each=True)
-    assert pickle.loads(pickle.dumps(optimizer)).each
+    optimizer = Normed(torch.optim.SGD(model.parameters(), lr=0.1), model, per_vector=True)
+    assert pickle.loads(pickle.dumps(optimizer)).per_vector
     monkeypatch.setattr("structlin.optim._normed.is_sharded", lambda p: True)
     Normed(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    with pytest.raises(ValueError, match="each=True: the vectors of an embedding"):
-        Normed(torch.optim.SGD(model.parameters(), lr=0.1), model, each=True)
+    with pytest.raises(ValueError, match="per_vector=True: the vectors of an embedding"):
+        Normed(torch.optim.SGD(model.parameters(), lr=0.1), model, per_vector=True)
 
 
 def test_the_largest_block_of_a_core_moves_by_its_share_and_the_others_keep_their_proportion():

@@ -22,7 +22,7 @@ FAMILIES = (
     Monarch(),
     BlockDiagonal(blocks=2),
     TT(rank=1),
-    Split(parts=2, of=BTT()),
+    Split(split=2, of=BTT()),
 )
 
 

@@ -338,8 +338,8 @@ def test_split_goes_with_a_budget_and_the_plan_says_so():
 @pytest.mark.parametrize(
     ("split", "error", "message"),
     [
-        ({"*c_attn": 5}, ValueError, "parts=5 does not divide out_features=192"),
-        ({"*c_attn": 0}, ValueError, "parts=0 must be at least 1"),
+        ({"*c_attn": 5}, ValueError, "split=5 does not divide out_features=192"),
+        ({"*c_attn": 0}, ValueError, "split=0 must be at least 1"),
         ({"*qkv": 3}, ValueError, r"split: '\*qkv' matches no linear layer"),
         ({"lm_head": 2}, ValueError, "split: 'lm_head' converts nothing"),
     ],

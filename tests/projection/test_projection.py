@@ -354,7 +354,7 @@ def test_two_cores_on_correlated_inputs_are_no_worse_than_block_by_block_descent
         (BTT(rank=2), 12, 20),
         (BTT(rank=2), 29, 31),  # padded
         (Monarch(blocks=4), 16, 16),
-        (Split(parts=2, of=BTT()), 24, 20),
+        (Split(split=2, of=BTT()), 24, 20),
     ],
     ids=str,
 )

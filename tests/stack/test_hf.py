@@ -99,7 +99,7 @@ def assign(model) -> None:
 def mix(model) -> None:
     layer = model.model.layers[0].mlp
     widths = layer.up_proj.in_features, layer.up_proj.out_features
-    layer.up_proj = Mixture(*widths, BTT(), experts=3, active=2, bias=False)
+    layer.up_proj = Mixture(*widths, BTT(), experts=3, top_k=2, bias=False)
 
 
 PARTS = {  # name of the model, what is done to a part of it
