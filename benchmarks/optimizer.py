@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import structlin
 from benchmarks import record, timing
+from benchmarks.papers.polar_factors import PAPERS
 from benchmarks.record import RESULTS
 from benchmarks.runs import parser, resume
 
@@ -87,7 +88,7 @@ ROWS: dict[str, tuple[str, Callable[[nn.Module], list[torch.optim.Optimizer]]]] 
     "structlin Muon, ns": ("dense", muon(method="ns")),
     "structlin Muon, torch's steps": (
         "dense",
-        muon(method="jordan", dtype=torch.bfloat16, adjust_lr_fn="original"),
+        muon(method=PAPERS["jordan"], dtype=torch.bfloat16, adjust_lr_fn="original"),
     ),
     "AdamW on BTT": ("BTT r=1", lambda model: [torch.optim.AdamW(model.parameters(), lr=1e-4)]),
     "structlin Muon on BTT": ("BTT r=1", muon()),

@@ -28,17 +28,17 @@ from torch import Tensor, nn
 import structlin
 from benchmarks import muon_vs_adamw, timing
 from benchmarks.muon_vs_adamw import SIZES, STRUCTURES, TASKS, compare
+from benchmarks.papers.polar_factors import PAPERS, inverse_root
 from benchmarks.record import RESULTS, environment, save_json
 from benchmarks.runs import parser, run_all
 
 METHODS: dict[str, dict[str, Any]] = {
     "default": {},  # fast, 5 steps, in bfloat16 where matrices are large
-    "inverse-root": {"method": "inverse-root"},
+    "inverse-root": {"method": inverse_root},
     "ns, 8 steps": {"method": "ns"},
     "fast, 6 steps": {"method": "fast"},
-    "gram, 6 steps": {"method": "gram"},
     "fast, 5 steps, bfloat16": {"method": "fast", "ns_steps": 5, "dtype": torch.bfloat16},
-    "jordan, 5 steps, bfloat16": {"method": "jordan", "dtype": torch.bfloat16},
+    "jordan, 5 steps, bfloat16": {"method": PAPERS["jordan"], "dtype": torch.bfloat16},
 }
 LRS = [2.0**power for power in (-6, -5, -4)]
 

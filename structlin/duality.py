@@ -7,12 +7,12 @@ blocks', so its map acts on each block by itself.
 
 Source: Bernstein & Newhouse 2024, "Modular Duality in Deep Learning" (arXiv:2410.21265).
 Iterations: Newton-Schulz (Higham 2008, "Functions of Matrices", ch. 8); quintics of Jordan et al.
-2024, "Muon"; Amsel et al. 2025, "The Polar Express" (arXiv:2505.16932), also for the Remez
-construction behind "ns", "fast" and "quick".
+2024, "Muon"; Amsel et al. 2025, "The Polar Express" (arXiv:2505.16932), for the Remez construction
+behind "ns" and "fast".
 """
 
 from collections.abc import Sequence
-from math import log2, sqrt
+from math import isfinite, log2, sqrt
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from ._kernels import polar
 from ._kernels.engine import has_matrix_unit
 from ._kernels.op import available
 
-Schedule = tuple[tuple[float, float, float], ...]
+Schedule = Sequence[tuple[float, float, float]]
 
 # One (a, b, c) per step: X <- a X + b (X X^T) X + c (X X^T)^2 X, on singular values in [0, 1].
 SCHEDULES: dict[str, Schedule] = {
@@ -47,64 +47,33 @@ SCHEDULES: dict[str, Schedule] = {
         (1.913728, -1.281434, 0.369223),
         (1.865747, -1.231468, 0.365722),
     ),
-    # The same for [1e-2, 1].
-    "quick": (
-        (8.017167, -22.940955, 16.611259),
-        (3.611939, -2.652063, 0.512305),
-        (2.660959, -1.945127, 0.435686),
-        (1.952970, -1.321694, 0.372774),
-    ),
-    "cubic": ((1.5, -0.5, 0.0),) * 30,
-    "quintic": ((2.0, -1.5, 0.5),) * 12,
-    "quintic-steep": ((3.0, -3.2, 1.2),) * 10,
-    "jordan": ((3.4445, -4.7750, 2.0315),) * 5,
-    # As published, for [1e-3, 1]; its first step divides by 1.02, again for the sake of rounding.
-    "polar-express": (
-        (8.2872 / 1.02, -23.5959 / 1.02**3, 17.3004 / 1.02**5),
-        (4.1071, -2.9478, 0.5448),
-        (3.9487, -2.9089, 0.5518),
-        (3.3184, -2.4885, 0.5100),
-        (2.3007, -1.6689, 0.4188),
-        (1.8913, -1.2680, 0.3768),
-        (1.8750, -1.2500, 0.3750),
-        (1.8750, -1.2500, 0.3750),
-    ),
 }
 LARGE_MATRIX = 2**14  # numbers of one that a CPU mostly multiplies faster by itself than in a batch
 SMALLEST_COARSE = 64  # short side from which a polynomial of the Gram matrix may be in bfloat16
-METHODS = ("svd", "inverse-root", "sketch", "gram", *SCHEDULES)
+METHODS = (*SCHEDULES, "svd")
 
 
 def dualize(
     matrix: Tensor,
     *,
-    method: str = "ns",
+    method: str | Schedule = "ns",
     ns_steps: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The polar factor U V^T of the last two dimensions, G = U S V^T: every singular value becomes
-    1. Pure.
+    """Return the polar factor U V^T of the last two dimensions, G = U S V^T: every singular value
+    becomes 1. Pure.
 
     Args:
         matrix: `(..., m, n)`, real floating point. Leading dimensions are independent matrices.
         method: how. In float32, for singular values relative to the Frobenius norm of the matrix:
 
-            - "svd": exact; singular values below the numerical rank become 0.
-            - "inverse-root": (G G^T)^(-1/2) G from an eigendecomposition in float64; as exact where
-              the condition number is below 1e6.
             - "ns": 8 Newton-Schulz steps made for [1e-4, 1]: values there land within 1e-4 of 1.
             - "fast": 6 steps made for [3e-3, 1]; the same band.
-            - "quick": 4 steps made for [1e-2, 1]; within 1.5 % of 1.
-            - "gram": "fast" on the Gram matrix of the short side, where that is less work (long
-              side above 1.5 times the short one); then within 1e-3 of 1. Not in 16 bits.
-            - "polar-express": 8 steps, the schedule of the paper, for [1e-3, 1].
-            - "cubic" (1.5, -0.5) x 30, "quintic" (2, -1.5, 0.5) x 12, "quintic-steep" (3, -3.2,
-              1.2) x 10.
-            - "jordan": Muon's 5 steps; values above 1e-2 land between 0.68 and 1.14.
-            - "sketch": the factor of the leading half of the singular directions alone, by a
-              randomised range finder with a fixed seed; the rest maps to 0.
-        ns_steps: number of iterations, for the iterative methods; a schedule's last step is
-            repeated, or its end cut off.
+            - "svd": exact; singular values below the numerical rank become 0.
+            - a schedule of your own, (a, b, c) per step: X <- a X + b (X X^T) X + c (X X^T)^2 X, in
+              the order of torch.optim.Muon, whose own is 5 times (3.4445, -4.7750, 2.0315).
+        ns_steps: number of steps of "ns", "fast" or a schedule, whose last step is repeated, or
+            whose end is cut off.
         dtype: of the iteration; float32 by default, float64 for float64 input. bfloat16 is faster
             and fills the null space of rank-deficient matrices with noise of up to 1.
 
@@ -114,27 +83,15 @@ def dualize(
         iterations) zero.
 
     Raises:
-        ValueError: `method` is unknown, `ns_steps` is below 1 or the method takes none, `dtype` is
-            too narrow for it, or `matrix` has fewer than two dimensions.
+        ValueError: `method` is unknown, or no schedule; `ns_steps` is below 1, or the method takes
+            none; `matrix` has fewer than two dimensions.
         TypeError: `matrix` is not real floating point.
 
     >>> g = torch.randn(4, 8, 16)
     >>> torch.linalg.svdvals(dualize(g)).sub(1).abs().max() < 1e-3
     tensor(True)
     """
-    if method not in METHODS:
-        raise ValueError(f"method={method!r} is unknown; there are {', '.join(METHODS)}")
-    iterates = method == "gram" or method in SCHEDULES
-    if ns_steps is not None and (not iterates or ns_steps < 1):
-        raise ValueError(
-            f"ns_steps={ns_steps!r}: method={method!r} "
-            + ("needs 1 or more" if iterates else "takes none")
-        )
-    if method == "gram" and dtype in (torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"dtype={dtype}: method='gram' squares the condition number, it needs torch.float32 or "
-            "torch.float64; method='fast' takes 16 bits"
-        )
+    check_method(method, ns_steps)
     if matrix.ndim < 2:
         raise ValueError(
             f"matrix has shape {tuple(matrix.shape)}; it needs at least two dimensions (m, n)"
@@ -148,38 +105,64 @@ def dualize(
     x = matrix.to(dtype)
     if is_small(x, method):
         stacks = [x.reshape(-1, *x.shape[-2:])]
-        return (
-            dualize_small(stacks, method=method, ns_steps=ns_steps)[0]
-            .view(x.shape)
-            .to(matrix.dtype)
-        )
-    if not (method in SCHEDULES and _is_of_safe_size(x)):
+        small = dualize_small(stacks, method=method, ns_steps=ns_steps)[0]
+        return small.view(x.shape).to(matrix.dtype)
+    if method == "svd" or not _is_of_safe_size(x):
         x = _of_unit_size(x)
-    if method in SCHEDULES:
+    if method != "svd":
         return _newton_schulz(x, method, ns_steps).to(matrix.dtype)
     wide = x.shape[-2] <= x.shape[-1]
-    x = x if wide else x.mT  # Gram matrices are of the short side
-    if method != "gram":
-        x = {"svd": _svd, "inverse-root": _inverse_root, "sketch": _sketch}[method](x)
-    elif 2 * x.shape[-1] > 3 * x.shape[-2]:
-        x = polar_from_gram(x @ x.mT, method=method, ns_steps=ns_steps) @ x
-    else:
-        x = _newton_schulz(x, method, ns_steps)
+    x = _svd(x if wide else x.mT)
     return (x if wide else x.mT).to(matrix.dtype)
 
 
-def is_small(matrix: Tensor, method: str = "ns") -> bool:
+def check_method(method: object, ns_steps: int | None) -> None:
+    """Refuse what is neither a method of `dualize` nor a schedule of coefficients.
+
+    Raises:
+        ValueError: then, or where `ns_steps` does not go with the method.
+    """
+    if isinstance(method, str):
+        if method not in METHODS:
+            raise ValueError(
+                f"method={method!r} is unknown; there are {', '.join(METHODS)}, or a schedule such "
+                "as 5 * [(3.4445, -4.7750, 2.0315)]"
+            )
+    elif not _is_schedule(method):
+        raise ValueError(
+            f"method={method!r} is no schedule: it needs three finite numbers (a, b, c) per step, "
+            "such as 5 * [(3.4445, -4.7750, 2.0315)]"
+        )
+    if ns_steps is not None and (method == "svd" or ns_steps < 1):
+        needs = "takes none" if method == "svd" else "needs 1 or more"
+        raise ValueError(f"ns_steps={ns_steps!r}: method={method!r} {needs}")
+
+
+def _is_schedule(method: object) -> bool:
+    return (
+        isinstance(method, Sequence)
+        and len(method) > 0
+        and all(
+            isinstance(step, Sequence)
+            and len(step) == 3
+            and all(isinstance(number, int | float) and isfinite(number) for number in step)
+            for step in method
+        )
+    )
+
+
+def is_small(matrix: Tensor, method: str | Schedule = "ns") -> bool:
     """Whether `dualize_small` takes `matrix`: float32, fewer than 2^14 numbers, on a CPU with the
     compiled engine, for a schedule, where no derivative is taken.
 
     >>> is_small(torch.randn(128, 128)), is_small(torch.randn(8, 8, dtype=torch.float64))
     (False, False)
     """
-    return method in SCHEDULES and polar.pays(matrix)
+    return method != "svd" and polar.pays(matrix)
 
 
 def dualize_small(
-    stacks: Sequence[Tensor], *, method: str = "ns", ns_steps: int | None = None
+    stacks: Sequence[Tensor], *, method: str | Schedule = "ns", ns_steps: int | None = None
 ) -> list[Tensor]:
     """`dualize` of every stack `(batch, m, n)` of matrices that `is_small` is true of, in one call
     of the compiled engine.
@@ -205,40 +188,6 @@ def has_fast_batches(dtype: torch.dtype) -> bool:
 def promote(x: Tensor) -> Tensor:
     """In float32, or in float64 if it is that already: the dtype of norms."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def polar_from_gram(gram: Tensor, *, method: str = "ns", ns_steps: int | None = None) -> Tensor:
-    """The Q with Q X = `dualize(X, method=method)`, from the float64 Gram matrices G = X X^T `(...,
-    m, m)` alone.
-
-    For an X whose long dimension lies on several processes. A schedule runs on the Gram: P = a I +
-    b G + c G^2, Q <- P Q, G <- P G P; "svd" and "inverse-root" take the eigendecomposition.
-    float64, since a Gram squares the condition number: in float32 the polynomials of "ns" overshoot
-    by up to a half; for those of "gram", which are "fast"'s, float32 is enough. A zero Gram gives a
-    finite Q.
-
-    Raises:
-        ValueError: `method` is none of those, as "sketch".
-
-    >>> x = torch.randn(3, 8, 32)
-    >>> q = polar_from_gram(x.double() @ x.double().mT)
-    >>> torch.allclose((q @ x.double()).float(), dualize(x), atol=1e-4)
-    True
-    """
-    if method in ("svd", "inverse-root"):
-        trace = _trace(gram)
-        return _root_of_gram(gram / trace, gram.shape[-1], torch.float32) * trace.rsqrt()
-    if method != "gram" and method not in SCHEDULES:
-        raise ValueError(
-            f"method={method!r} does not work on Gram matrices; svd, inverse-root and schedules do"
-        )
-    trace = _trace(gram)
-    gram, eye = gram / trace, torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    root = eye.expand_as(gram)
-    for a, b, c in _steps(method, ns_steps):
-        polynomial = a * eye + b * gram + c * (gram @ gram)
-        root, gram = polynomial @ root, polynomial @ gram @ polynomial
-    return root * trace.rsqrt()
 
 
 def _trace(gram: Tensor) -> Tensor:
@@ -349,22 +298,6 @@ def _one_for_zero(x: Tensor) -> Tensor:
     return torch.where(x == 0, torch.ones_like(x), x)
 
 
-def dual_efficiency(gradient: Tensor, update: Tensor) -> Tensor:
-    """How much of the steepest descent `update` is, `(...)`: `<G, X> / (|G|_* |X|_2)`, 1 for the
-    exact polar factor.
-
-    |.|_* is the nuclear norm and |.|_2 the spectral norm of each matrix; NaN where either is zero.
-    For logging.
-
-    >>> g = torch.randn(3, 8, 16)
-    >>> dual_efficiency(g, dualize(g)).min() > 0.999, bool(dual_efficiency(g, g).max() < 0.95)
-    (tensor(True), True)
-    """
-    inner: Tensor = (gradient * update).sum(dim=(-2, -1))
-    norms: Tensor = torch.linalg.matrix_norm(gradient, "nuc") * torch.linalg.matrix_norm(update, 2)
-    return inner / norms
-
-
 def _of_unit_size(x: Tensor) -> Tensor:
     """Each matrix times a power of two, exactly, so that its largest entry is near 1: norms can not
     underflow."""
@@ -382,20 +315,21 @@ def _is_of_safe_size(x: Tensor) -> bool:
     return bool(((norms > 1e-10) & (norms < 1e10)).all())
 
 
-def _steps(method: str, ns_steps: int | None) -> Schedule:
-    schedule = SCHEDULES["fast" if method == "gram" else method]
+def _steps(method: str | Schedule, ns_steps: int | None) -> Schedule:
+    schedule = tuple(SCHEDULES[method] if isinstance(method, str) else method)
     if ns_steps is None:
         return schedule
     return (*schedule[:ns_steps], *schedule[-1:] * (ns_steps - len(schedule)))
 
 
-def _newton_schulz(x: Tensor, method: str, ns_steps: int | None) -> Tensor:
+def _newton_schulz(x: Tensor, method: str | Schedule, ns_steps: int | None) -> Tensor:
     shape, schedule = x.shape, _steps(method, ns_steps)
     # small matrices in 16 bits train worse by the rounded a I + b G + c G^2 (benchmarks.polar), and
     # of large ones the trace of G is beyond float16
     small = x.dtype == torch.bfloat16 and min(shape[-2:]) < SMALLEST_COARSE
     coarse = small or x.dtype == torch.float16
-    iterate = _iterate_as_torch if method == "jordan" or coarse else _iterate
+    own = not isinstance(method, str)  # as it is written
+    iterate = _iterate_as_torch if own or coarse else _iterate
     x = x.reshape(-1, *shape[-2:])
     large = x.is_cpu and shape[-2] * shape[-1] >= LARGE_MATRIX
     if len(x) == 1 or (large and not (iterate is _iterate and has_fast_batches(x.dtype))):
@@ -452,30 +386,3 @@ def _svd(x: Tensor) -> Tensor:
     u, s, vh = torch.linalg.svd(x, full_matrices=False)
     tolerance = s[..., :1] * max(x.shape[-2:]) * torch.finfo(x.dtype).eps
     return torch.matmul(u * (s > tolerance).to(x.dtype).unsqueeze(-2), vh)
-
-
-def _inverse_root(x: Tensor) -> Tensor:
-    wide = x.double()
-    polar: Tensor = _root_of_gram(wide @ wide.mT, max(x.shape[-2:]), x.dtype) @ wide
-    return polar.to(x.dtype)
-
-
-def _root_of_gram(gram: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    eigenvalues, q = torch.linalg.eigh(gram)
-    rank_tolerance = size * max(torch.finfo(dtype).eps, torch.finfo(torch.float64).eps ** 0.5)
-    kept = eigenvalues > eigenvalues[..., -1:] * rank_tolerance**2
-    roots = torch.where(kept, eigenvalues, torch.ones_like(eigenvalues)).rsqrt() * kept
-    root: Tensor = (q * roots.unsqueeze(-2)) @ q.mT
-    return root
-
-
-def _sketch(x: Tensor) -> Tensor:
-    """Halko, Martinsson & Tropp 2011 (arXiv:0909.4061): range of x x^T x omega, then the factor
-    inside that range."""
-    rank = (x.shape[-2] + 1) // 2
-    seeded = torch.Generator().manual_seed(0)  # pure: the same input gives the same output
-    omega = torch.randn(x.shape[-1], rank, generator=seeded, dtype=torch.float64).to(
-        x.device, x.dtype
-    )
-    basis: Tensor = torch.linalg.qr(x @ (x.mT @ (x @ omega))).Q
-    return basis @ _svd(basis.mT @ x)

@@ -11,7 +11,7 @@ training.
 
 Here for all methods of `dualize`, the near-exact schedule "ns" among them, each with the number of
 steps it has by default: its map of singular values relative to the Frobenius norm (its slope at
-zero, and where it takes what lies above 1e-3 and 1e-2); `duality.dual_efficiency`, 1 for the exact
+zero, and where it takes what lies above 1e-3 and 1e-2); `dual_efficiency`, 1 for the exact
 factor, on matrices and on the gradients of an MLP in training; and the loss that MLP (of width 128,
 on digits) ends with when `Muon` uses the method, over 3 seeds. Next to it the steps that the
 convergent iterations need to take all above 1e-2 to within 1 % of 1.
@@ -31,8 +31,9 @@ from torch import Tensor, nn
 
 import structlin
 from benchmarks.papers import sweeps
+from benchmarks.papers.polar_factors import COEFFICIENTS, METHODS, dual_efficiency, find_polar
 from benchmarks.runs import digits, keep, parser, run_all
-from structlin.duality import METHODS, SCHEDULES, dual_efficiency, dualize
+from structlin import dualize
 
 LRS = [2.0**power for power in range(-5, 0)]
 CONVERGENT = ("cubic", "quintic", "quintic-steep")
@@ -52,7 +53,9 @@ def mapped(method: str, values: Tensor, steps: int | None = None) -> Tensor:
     """
     sines = values.double()
     matrices = torch.diag_embed(torch.stack([(1 - sines**2).sqrt(), sines], dim=-1))
-    return dualize(matrices, method=method, ns_steps=steps)[:, 1, 1]
+    if method in COEFFICIENTS:
+        return dualize(matrices, method=COEFFICIENTS[method], ns_steps=steps)[:, 1, 1]
+    return find_polar(matrices, method)[:, 1, 1]
 
 
 def properties(method: str) -> dict[str, Any]:
@@ -68,8 +71,8 @@ def properties(method: str) -> dict[str, Any]:
         ]
         for bound in (1e-3, 1e-2)
     }
-    steps = len(SCHEDULES[method]) if method in SCHEDULES else None
-    slope = math.prod(a for a, _, _ in SCHEDULES[method]) if method in SCHEDULES else None
+    steps = len(COEFFICIENTS[method]) if method in COEFFICIENTS else None
+    slope = math.prod(a for a, _, _ in COEFFICIENTS[method]) if steps else None
     return {"steps": steps, "slope at zero": slope, **bands}
 
 
@@ -85,7 +88,7 @@ def train(run: Run, steps: int, width: int = 128) -> dict[str, Any]:
     model = nn.Sequential(
         nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
     )  # fmt: skip
-    descent = structlin.optim.Muon(model, lr, method=method)
+    descent = structlin.optim.Muon(model, lr, method=METHODS[method])
     schedule = torch.optim.lr_scheduler.LambdaLR(descent, lambda step: 1 - step / steps)
     efficiencies = []
     for step in range(steps):
@@ -96,7 +99,7 @@ def train(run: Run, steps: int, width: int = 128) -> dict[str, Any]:
         if step % max(1, steps // 10) == 0:
             gradient = model[2].weight.grad
             assert gradient is not None
-            efficiencies.append(dual_efficiency(gradient, dualize(gradient, method=method)).item())
+            efficiencies.append(dual_efficiency(gradient, find_polar(gradient, method)).item())
         descent.step()
         schedule.step()
     with torch.no_grad():
@@ -119,8 +122,7 @@ def efficiencies(method: str) -> dict[str, float]:
         "cond. 1e4": u @ torch.diag(torch.logspace(0, -4, 64)) @ v.mT,
     }
     return {
-        name: dual_efficiency(g, dualize(g, method=method)).min().item()
-        for name, g in kinds.items()
+        name: dual_efficiency(g, find_polar(g, method)).min().item() for name, g in kinds.items()
     }
 
 
@@ -223,7 +225,8 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(shown)
     for method, steps in result["steps to converge"].items():
         console.print(
-            f"{method} {SCHEDULES[method][0]}: {steps} steps take all above 1e-2 to within 1 % of 1"
+            f"{method} {COEFFICIENTS[method][0]}: "
+            f"{steps} steps take all above 1e-2 to within 1 % of 1"
         )
 
 
@@ -235,9 +238,12 @@ def plot(table: list[dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     values = torch.logspace(-5, math.log10(0.5**0.5), 600)
-    for method in SCHEDULES:
+    for method in COEFFICIENTS:
         left.plot(
-            values, mapped(method, values), label=f"{method}, {len(SCHEDULES[method])} steps", lw=1
+            values,
+            mapped(method, values),
+            label=f"{method}, {len(COEFFICIENTS[method])} steps",
+            lw=1,
         )
     left.set_xscale("log")
     left.set(xlabel="singular value / Frobenius norm", ylabel="becomes", title="maps")

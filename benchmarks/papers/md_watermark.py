@@ -38,6 +38,7 @@ from torch import Tensor, nn
 import structlin
 from benchmarks.papers import tasks
 from benchmarks.papers.intervals import student
+from benchmarks.papers.polar_factors import PAPERS
 from benchmarks.runs import keep, parser, run_all
 
 METHODS = ("plain", "dualized")
@@ -93,7 +94,12 @@ def train(run: Run, width: int, steps: int, batch: int = 1024) -> dict[str, Any]
     with torch.no_grad():
         weight[mask] = 0
     descent = structlin.optim.Muon(
-        model, lr, momentum=0, nesterov=False, method="quintic-steep", masses={"*": 1 / LAYERS}
+        model,
+        lr,
+        momentum=0,
+        nesterov=False,
+        method=PAPERS["quintic-steep"],
+        masses={"*": 1 / LAYERS},
     )
     vectors = [torch.randn(each.shape[1]) for each in weights]
     accuracies = []

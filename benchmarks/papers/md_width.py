@@ -39,6 +39,7 @@ from torch import nn
 import structlin
 from benchmarks.papers import sweeps, tasks
 from benchmarks.papers.intervals import Estimate, student
+from benchmarks.papers.polar_factors import PAPERS
 from benchmarks.runs import keep, parser, run_all
 
 STARTS = {"Adam, SP": 2.0**-7, "Adam, muP": 2.0**-1, "dualized": 2.0**-3}  # of the search for rates
@@ -63,7 +64,7 @@ def mlp(method: str, width: int) -> nn.Sequential:
 def optimizer(method: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
     if method == "dualized":
         return structlin.optim.Muon(
-            model, lr, momentum=0, nesterov=False, method="quintic", ns_steps=5
+            model, lr, momentum=0, nesterov=False, method=PAPERS["quintic"], ns_steps=5
         )
     weights = list(model.parameters())
     if method == "Adam, SP":

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from .._model.parameters import Weight
-from ..duality import METHODS, dual_embedding, spectral_bound
+from ..duality import Schedule, dual_embedding, spectral_bound
 from ._depth import Depth
 from ._matrices import (
     LARGEST_ON_CPU,
@@ -29,7 +29,7 @@ from ._matrices import (
     map_stacks,
     to_matrices,
 )
-from ._polar import dualize_by, dualize_small_by, is_batched, is_small_for, method_of
+from ._polar import check_polar, dualize_by, dualize_small_by, is_batched, is_small_for
 from ._ratios import watch_ratios
 from ._sharding import divide_stacks, is_sharded, local_part, polar_parts, require_same_gradients
 from ._steps import NONFINITE, SCALES, Masses, Roster
@@ -80,11 +80,12 @@ class Muon(Optimizer):
             of the norm within 1 % of 1; in bfloat16 where the short side has 64 or more and the CPU
             or GPU has instructions for such products, but for float64 and what the compiled engine
             takes (below 2^14 numbers). Losses are those of "ns" within the spread of seeds, see
-            docs/optimizers.md; "svd" is exact.
+            docs/optimizers.md; "svd" is exact. `method` may also be a function of your own, from
+            matrices `(batch, m, n)` to their polar factors.
         adjust_lr_fn: "rms"; "original" (sqrt(max(1, fan_out / fan_in))) and "match_rms_adamw"
-            (0.2 sqrt(max(fan_out, fan_in))) are those of torch.optim.Muon. With method="jordan",
-            dtype=torch.bfloat16 and adjust_lr_fn="original" the step of an nn.Linear equals
-            torch.optim.Muon's bit for bit.
+            (0.2 sqrt(max(fan_out, fan_in))) are those of torch.optim.Muon. With its schedule,
+            method=5 * [(3.4445, -4.7750, 2.0315)], dtype=torch.bfloat16 and
+            adjust_lr_fn="original" the step of an nn.Linear equals torch.optim.Muon's bit for bit.
         masses: glob over layer names -> step length relative to the others; a tuple: of a layer's
             cores, one each.
         split: glob over layer names -> into how many equal parts the outputs of a dense layer
@@ -132,7 +133,7 @@ class Muon(Optimizer):
         nesterov: bool = True,
         weight_decay: float = 0.0,
         max_spectral_norm: float | None = None,
-        method: str | None = None,
+        method: str | Schedule | Callable[[Tensor], Tensor] | None = None,
         ns_steps: int | None = None,
         dtype: torch.dtype | None = None,
         adjust_lr_fn: str = "rms",
@@ -370,7 +371,7 @@ class Muon(Optimizer):
         else:
             weights = [self._roster.weights[p] for p in params]
             polar = self._polar_factors(group)
-            steps = polar_parts(params, weights, updates, polar, *method_of(group))
+            steps = polar_parts(params, weights, updates, polar)
         by_length: dict[float, list[int]] = defaultdict(list)
         for n, p in enumerate(params):
             by_length[self._roster.step_length(p, group["adjust_lr_fn"])].append(n)
@@ -504,17 +505,12 @@ def _check(group: dict[str, Any]) -> None:
         raise TypeError(
             f"dtype={group['dtype']!r} must be a torch.dtype, as torch.float32, or None"
         )
-    options = group["method"], group["ns_steps"], group["dtype"]
-    if options[0] in (None, *METHODS) and options[1:] != (None, None):
-        dualize_by(group, torch.zeros(1, 1))  # refuses what it can not do
-    for option, choices in (
-        ("method", (None, *METHODS)),
-        ("adjust_lr_fn", SCALES),
-        ("other", ("adamw", "sign")),
-    ):
+    check_polar(group)
+    for option, choices in (("adjust_lr_fn", SCALES), ("other", ("adamw", "sign"))):
         if group[option] not in choices:
-            names = ", ".join(filter(None, choices))
-            raise ValueError(f"{option}={group[option]!r} is unknown; there are {names}")
+            raise ValueError(
+                f"{option}={group[option]!r} is unknown; there are {', '.join(choices)}"
+            )
 
 
 def _local_gradient(parameter: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..duality import dualize, dualize_small, has_fast_batches, is_small
+from ..duality import Schedule, check_method, dualize, dualize_small, has_fast_batches, is_small
 
 DEFAULT, DEFAULT_STEPS = "fast", 5
 SMALLEST_BFLOAT16 = 64  # short side from which 16 bits are quicker, but for the engine
@@ -29,8 +29,8 @@ def has_bfloat16_products(device: torch.device) -> bool:
 has_bfloat16_products._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def method_of(group: dict[str, Any]) -> tuple[str, int | None]:
-    """The method and its steps."""
+def method_of(group: dict[str, Any]) -> tuple[str | Schedule, int | None]:
+    """The method, which is no function, and its steps."""
     method, ns_steps = group["method"], group["ns_steps"]
     if method is None:
         return DEFAULT, DEFAULT_STEPS if ns_steps is None else ns_steps
@@ -46,7 +46,19 @@ def _dtype_of(group: dict[str, Any], matrix: Tensor) -> torch.dtype | None:
     return None if exact or not has_bfloat16_products(matrix.device) else torch.bfloat16
 
 
+def check_polar(group: dict[str, Any]) -> None:
+    """Raises what `dualize` would raise of these options, before there is a matrix."""
+    if callable(group["method"]):
+        if group["ns_steps"] is not None:
+            raise ValueError(f"ns_steps={group['ns_steps']!r}: a function as method takes none")
+    else:
+        check_method(*method_of(group))
+
+
 def dualize_by(group: dict[str, Any], matrix: Tensor) -> Tensor:
+    if callable(group["method"]):
+        found: Tensor = group["method"](matrix)
+        return found
     method, ns_steps = method_of(group)
     return dualize(matrix, method=method, ns_steps=ns_steps, dtype=_dtype_of(group, matrix))
 
@@ -54,11 +66,14 @@ def dualize_by(group: dict[str, Any], matrix: Tensor) -> Tensor:
 def is_batched(group: dict[str, Any], matrices: list[Tensor]) -> bool:
     """Whether large ones are stacked on a CPU; not to equal torch.optim.Muon bit for bit."""
     dtypes = {_dtype_of(group, matrix) or matrix.dtype for matrix in matrices}
-    return method_of(group)[0] != "jordan" and all(map(has_fast_batches, dtypes))
+    named = isinstance(method_of(group)[0], str)
+    return named and all(map(has_fast_batches, dtypes))
 
 
 def is_small_for(group: dict[str, Any], matrix: Tensor) -> bool:
     """Whether `dualize_small_by` takes it."""
+    if callable(group["method"]):
+        return False
     default = _dtype_of(group, matrix) in (None, matrix.dtype)
     return default and is_small(matrix, method_of(group)[0])
 

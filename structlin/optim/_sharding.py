@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._model.parameters import Weight, parameters_of
-from ..duality import polar_from_gram
 
 Polar = Callable[[list[Weight], list[Tensor]], list[Tensor]]
 
@@ -91,26 +90,21 @@ def polar_parts(
     weights: list[Weight],
     updates: list[Tensor],
     polar: Polar,
-    method: str,
-    ns_steps: int | None,
 ) -> list[Tensor]:
     """What `polar` makes of the whole tensors, this process's part; `updates` are the local parts.
 
     Args:
         polar: from what they are and whole tensors to polar factors.
-        method, ns_steps: the same that `polar` uses, where only the Gram matrices are at hand.
     """
     results = list(updates)
     routes: dict[tuple[str, Hashable], list[int]] = defaultdict(list)
     for n, p in enumerate(params):
-        routes[_route(p, weights[n], method)].append(n)
+        routes[_route(p, weights[n])].append(n)
     for (route, _), members in routes.items():
         own, local = [params[n] for n in members], [updates[n] for n in members]
         what = [weights[n] for n in members]
         if route == "whole":
             found = polar(what, local)
-        elif route == "gram":
-            found = _by_gram(own, local, method, ns_steps)
         elif route == "exchange":
             found = _by_exchange(own, what, local, polar)
         else:
@@ -184,7 +178,7 @@ def divide_stacks(
     ]
 
 
-def _route(parameter: Tensor, weight: Weight, method: str) -> tuple[str, Hashable]:
+def _route(parameter: Tensor, weight: Weight) -> tuple[str, Hashable]:
     """How the factor of a parameter is found, and what those that go together have in common."""
     layout = _layout(parameter)
     if layout is None:
@@ -200,9 +194,8 @@ def _route(parameter: Tensor, weight: Weight, method: str) -> tuple[str, Hashabl
         return "whole", None
     if len(cuts) > 1 or not placements[next(iter(cuts))].is_shard():
         return "gather", None
-    ((mesh_dim, dim),) = cuts.items()
-    long = weight.core is not None and parameter.shape[dim] == max(parameter.shape[1:])
-    return "gram" if long and method != "sketch" else "exchange", (mesh, mesh_dim, parameter.dtype)
+    (mesh_dim,) = cuts
+    return "exchange", (mesh, mesh_dim, parameter.dtype)
 
 
 def _cut(parameter: Tensor) -> tuple[dist.ProcessGroup, int, int, list[int]]:
@@ -216,30 +209,6 @@ def _cut(parameter: Tensor) -> tuple[dist.ProcessGroup, int, int, list[int]]:
     share = -(-size // world)
     sizes = [min(max(size - rank * share, 0), share) for rank in range(world)]
     return mesh.get_group(mesh_dim), mesh.get_local_rank(mesh_dim), dim, sizes
-
-
-def _by_gram(
-    params: list[Tensor], updates: list[Tensor], method: str, ns_steps: int | None
-) -> list[Tensor]:
-    """One all-reduce of all Gram matrices of the short sides, then Q X of what is here."""
-    group, _, _, _ = _cut(params[0])
-    wide = [
-        update.double() if _cut(p)[2] == 2 else update.double().mT
-        for p, update in zip(params, updates, strict=True)
-    ]
-    grams = [x @ x.mT for x in wide]
-    flat = torch.cat([gram.flatten() for gram in grams])
-    dist.all_reduce(flat, group=group)
-    results = []
-    for p, update, x, total in zip(
-        params, updates, wide, torch.split(flat, [gram.numel() for gram in grams]), strict=True
-    ):
-        root = polar_from_gram(
-            total.view(-1, x.shape[-2], x.shape[-2]), method=method, ns_steps=ns_steps
-        )
-        dual = root @ x
-        results.append((dual if _cut(p)[2] == 2 else dual.mT).to(update.dtype))
-    return results
 
 
 def _by_exchange(

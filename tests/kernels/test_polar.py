@@ -16,7 +16,7 @@ from structlin.duality import SCHEDULES
 
 pytestmark = pytest.mark.skipif(not engine.load(), reason="there is no engine here")
 OWN = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch.*")
-FAST = SCHEDULES["fast"]
+FAST, CUBIC = SCHEDULES["fast"], 30 * ((1.5, -0.5, 0.0),)
 SHAPES = [(64, 16, 16), (40, 24, 32), (40, 32, 24), (3, 7, 50), (2, 70, 33), (1, 1, 300)]
 
 
@@ -52,9 +52,9 @@ def stacks(draw):
     return torch.stack(found) if found else torch.empty(0, m, n)
 
 
-@given(stacks(), st.sampled_from(sorted(SCHEDULES)), st.integers(1, 8))
-def test_values_are_those_of_the_loop_in_float64(stack, method, steps):
-    schedule = SCHEDULES[method][:steps]
+@given(stacks(), st.sampled_from([FAST, SCHEDULES["ns"], CUBIC]), st.integers(1, 8))
+def test_values_are_those_of_the_loop_in_float64(stack, schedule, steps):
+    schedule = schedule[:steps]
     found = carry(stack, schedule)
     assert found.dtype == stack.dtype
     assert found.shape == stack.shape
@@ -89,7 +89,7 @@ def test_a_matrix_has_the_same_bits_on_any_number_of_threads_and_in_any_company(
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("schedule", [FAST, SCHEDULES["cubic"]], ids=["quintic", "cubic"])
+@pytest.mark.parametrize("schedule", [FAST, CUBIC], ids=["quintic", "cubic"])
 def test_nan_and_inf_fill_their_matrix_and_no_other(bad, schedule):
     stack = torch.randn(4, 20, 18)
     expected = carry(stack, schedule)

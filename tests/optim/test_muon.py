@@ -14,6 +14,8 @@ from structlin.optim import Muon
 from structlin.optim._polar import has_bfloat16_products
 from tests.models import GPT, perplexed
 
+MUONS = 5 * [(3.4445, -4.7750, 2.0315)]  # the schedule of torch.optim.Muon
+
 needs_torchs_muon = pytest.mark.skipif(
     not hasattr(torch.optim, "Muon"), reason="torch 2.9 and later have a Muon"
 )
@@ -43,7 +45,7 @@ def test_a_linear_layer_moves_as_with_torchs_muon_bit_for_bit(shape):
         model,
         lr=0.02,
         weight_decay=0.1,
-        method="jordan",
+        method=MUONS,
         dtype=torch.bfloat16,
         adjust_lr_fn="original",
     )
@@ -246,7 +248,7 @@ def test_a_cap_is_for_matrices_alone_and_must_be_positive():
 
 def test_a_cap_of_sharded_parameters_is_refused_by_name(monkeypatch):
     monkeypatch.setattr("structlin.optim._muon.is_sharded", lambda parameter: True)
-    with pytest.raises(ValueError, match=r"max_spectral_norm=2\.0: weight is sharded; max_spectral_norm=None"):
+    with pytest.raises(ValueError, match=r"max_spectral_norm=2\.0: weight is sharded"):
         Muon(nn.Linear(3, 2), max_spectral_norm=2.0)
 
 
@@ -493,9 +495,7 @@ def test_a_model_converted_after_the_optimizer_was_made_is_noticed_though_gradie
 def test_match_rms_adamw_makes_the_steps_of_torchs_muon(shape):
     model = nn.Linear(*shape, bias=False)
     twin = copy.deepcopy(model)
-    ours = Muon(
-        model, lr=0.02, method="jordan", dtype=torch.bfloat16, adjust_lr_fn="match_rms_adamw"
-    )
+    ours = Muon(model, lr=0.02, method=MUONS, dtype=torch.bfloat16, adjust_lr_fn="match_rms_adamw")
     theirs = torch.optim.Muon(
         twin.parameters(), lr=0.02, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
     )
@@ -624,7 +624,7 @@ def test_large_matrices_on_a_cpu_are_not_copied_into_stacks(monkeypatch):
     Muon(model).step()
     assert calls == [(2, 4, 6), (1, 4, 6), (1, 8, 12), (1, 8, 12)]
     monkeypatch.setattr("structlin.duality.has_matrix_unit", lambda: True)
-    for method, stacks in (("fast", [(3, 4, 6), (2, 8, 12)]), ("jordan", calls[:])):
+    for method, stacks in (("fast", [(3, 4, 6), (2, 8, 12)]), (MUONS, calls[:])):
         optimizer = Muon(model, method=method, dtype=torch.bfloat16)
         calls.clear()
         optimizer.step()
@@ -657,6 +657,11 @@ def test_a_closure_gives_the_loss():
         (lambda m: Muon(m, lr=torch.tensor(float("nan"))), r"lr=tensor\(nan\)"),
         (lambda m: Muon(m, ns_steps=0), "ns_steps=0"),
         (lambda m: Muon(m, method="svd", ns_steps=3), "method='svd' takes none"),
+        (
+            lambda m: Muon(m, method=dualize, ns_steps=3),
+            "ns_steps=3: a function as method takes none",
+        ),
+        (lambda m: Muon(m, method=[(1, 2)]), r"method=\[\(1, 2\)\] is no schedule"),
         (lambda m: Muon(m, betas=(0.9, 1.0)), "betas="),
         (
             lambda m: Muon(m, betas=(0.9, 0.95, 0.99)),

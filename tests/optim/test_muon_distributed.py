@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from structlin import BTT, Kronecker, LowRank, StructuredLinear, convert, dualize
-from structlin.duality import polar_from_gram
 from structlin.optim import Muon, Normed, shard_placement_fn
 from structlin.optim._sharding import divide_stacks
 from tests.models import GPT, perplexed
@@ -21,21 +20,21 @@ pytestmark = pytest.mark.skipif(
     not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo"
 )
 STEPS = 20
-ONE_REDUCE, TWO_EXCHANGES = ["allreduce_"], ["alltoall_base_", "alltoall_base_"]
+TWO_EXCHANGES = ["alltoall_base_", "alltoall_base_"]
 # Model, world, whether placed by shard_placement_fn, and the collectives of a step.
 LAYOUTS = [
     ("btt", 2, False, []),
     ("btt", 3, True, []),  # 8 blocks: uneven
     ("few", 3, False, []),  # 2 blocks: the third process has none
     ("low-rank", 3, False, []),  # all on the first process
-    ("low-rank", 2, True, ONE_REDUCE),
-    ("kronecker", 3, True, ONE_REDUCE),
+    ("low-rank", 2, True, TWO_EXCHANGES),
+    ("kronecker", 3, True, TWO_EXCHANGES),
     ("gpt", 2, True, TWO_EXCHANGES),
     ("gpt", 3, True, TWO_EXCHANGES),
     ("gpt float32", 2, False, TWO_EXCHANGES),
     ("one dense", 2, False, TWO_EXCHANGES),  # the second process owns no whole matrix
 ]
-EXACT = ("svd", "inverse-root", "sketch")  # which the engine does not take
+EXACT = ("svd", "own")  # which the engine does not take
 WIDTHS = {  # BTT of width 4 has 2 blocks
     "btt": 64,
     "few": 4,
@@ -114,6 +113,7 @@ def sharded(name, placed=True):
 
 def under_fsdp(name, placed, method=None):
     model = sharded(name, placed)
+    method = dualize if method == "own" else method
     optimizer = Muon(model, lr=0.05, weight_decay=0.1, method=method)
     losses, final = train(name, model, optimizer), gathered(model)
     with Collectives() as collectives:
@@ -395,28 +395,6 @@ def test_what_does_not_go_together_is_refused_by_name(worlds):
         assert "0.cores.0 is sharded, which divides the work itself" in group
         assert "0.cores.0" in early
         assert "was converted (or sharded) after this optimizer was made" in early
-
-
-@pytest.mark.parametrize("method", ["ns", "fast", "svd", "inverse-root", "jordan", "polar-express"])
-def test_the_gram_alone_gives_the_factor_that_the_matrix_gives(method):
-    gaussian, low_rank = (
-        torch.randn(2, 8, 40, dtype=torch.float64),
-        torch.randn(8, 3, dtype=torch.float64),
-    )
-    ill = (
-        torch.diag(torch.logspace(0, -3, 8, dtype=torch.float64))
-        @ torch.linalg.qr(gaussian[0].mT).Q.mT
-    )
-    x = torch.stack(
-        [*gaussian, low_rank @ gaussian[0, :3], ill, 1e-30 * gaussian[0], 0 * gaussian[0]]
-    )
-    found = polar_from_gram(x @ x.mT, method=method) @ x
-    torch.testing.assert_close(found, dualize(x, method=method), rtol=1e-6, atol=1e-6)
-
-
-def test_a_method_that_needs_the_matrix_itself_is_refused():
-    with pytest.raises(ValueError, match="method='sketch' does not work on Gram matrices"):
-        polar_from_gram(torch.eye(3, dtype=torch.float64), method="sketch")
 
 
 @pytest.mark.parametrize("world", [2, 3])
