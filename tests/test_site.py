@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 import structlin
-from structlin import duality, importers, modular, optim, scaling, search, stability
+from structlin import duality, modular, optim, scaling, search, stability
 
 pytest.importorskip("mkdocs")
 griffe = pytest.importorskip("griffe")
 
 ROOT = Path(__file__).parents[1]
-PUBLIC = [structlin, optim, modular, stability, search, scaling, duality, importers]
+PUBLIC = [structlin, optim, modular, stability, search, scaling, duality]
 
 
 def load_docstrings():

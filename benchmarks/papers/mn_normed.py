@@ -9,7 +9,7 @@ in both test and training loss [...]. Notice too that normed SGD consistently si
 outperforms ordinary SGD".
 
 Here: the ResMLP of `mn_tasks`, of width 64 and 3 blocks. The plain optimizers make the steps of the
-paper's parametrisation (`modular.paper_groups`), where a layer multiplies by its scale in the
+paper's parametrisation (`paper_groups`), where a layer multiplies by its scale in the
 forward pass. The digits are moved and noisy (`tasks.Digits`), so that 200 steps do not bring the
 loss to nothing; three quarters of the images are trained on, the others give the test loss. Every
 method has the best of six rates, for the training and the test loss apart, by the mean of its

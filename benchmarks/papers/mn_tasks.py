@@ -6,7 +6,7 @@ steps. Here they are the same compounds of `structlin.modular`, much smaller: sc
 and the texts of pydoc; some dozens of steps. As in the paper: batches of random samples, no weight
 decay, the learning rate falls linearly to zero, Adam with betas (0.9, 0.99), SGD with momentum 0.9;
 "normed" means that each update is divided by its modular norm, and the plain optimizers make the
-steps of the paper's parametrisation (`modular.paper_groups`), where a layer multiplies by its scale
+steps of the paper's parametrisation (`paper_groups`), where a layer multiplies by its scale
 in the forward pass.
 """
 
@@ -136,13 +136,42 @@ def optimizer(net: nn.Module, method: str, lr: float) -> torch.optim.Optimizer:
     name = method.removeprefix("normed ")
     groups: Any = net.parameters()
     if method == name and isinstance(net, modular.Module):
-        groups = modular.paper_groups(net, lr, optimizer=name.lower())
+        groups = paper_groups(net, lr, optimizer=name.lower())
     base: torch.optim.Optimizer
     if name == "Adam":
         base = torch.optim.Adam(groups, lr, betas=(0.9, 0.99))
     else:
         base = torch.optim.SGD(groups, lr, momentum=0.9, dampening=0.9)
     return base if method == name else Normed(base, net, masses=modular.masses(net))
+
+
+def paper_groups(net: modular.Module, lr: float, *, optimizer: str) -> list[dict[str, Any]]:
+    """Return parameter groups by which plain Adam or SGD makes the steps of the paper's baselines.
+
+    There a layer multiplies by its scale s in the forward pass. A gradient is then s times as
+    large, and what it changes counts s times: the rate of SGD is s^2 lr, that of Adam s lr. s is
+    sqrt(fan_out / fan_in) of a linear layer, sqrt(width) of an embedding, sqrt(c_out / c_in) / k^2
+    of a convolution.
+
+    Source: MN, appendix B.1.
+
+    >>> net = modular.Linear(64, 16) @ modular.Embed(10, 64)
+    >>> [(group["name"], group["lr"]) for group in paper_groups(net, 0.1, optimizer="sgd")]
+    [('0.embedding.weight', 6.4), ('1.linear.weight', 0.025)]
+    """
+    power = 2 if optimizer == "sgd" else 1
+    return [
+        {"params": [layer.weight], "name": f"{name}.weight", "lr": lr * scale_of(layer) ** power}
+        for name, layer in net.named_modules()
+        if isinstance(layer, nn.Linear | nn.Embedding | nn.Conv2d)
+    ]
+
+
+def scale_of(layer: nn.Linear | nn.Embedding | nn.Conv2d) -> float:
+    if isinstance(layer, nn.Embedding):
+        return math.sqrt(layer.embedding_dim)
+    fan_out, fan_in, *kernel = layer.weight.shape
+    return math.sqrt(fan_out / fan_in) / math.prod(kernel)
 
 
 def descend(

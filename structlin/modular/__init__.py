@@ -1,7 +1,7 @@
 """The modular norm as an algebra of modules: composing a network composes its norm, duality map and
 sharpness."""
 
-from .atoms import Conv2D, Embed, Linear, Structured, paper_groups
+from .atoms import Conv2D, Embed, Linear, Structured
 from .bonds import (
     BONDS,
     GELU,
@@ -75,7 +75,6 @@ __all__ = [
     "Traced",
     "Tuple",
     "masses",
-    "paper_groups",
     "residual",
     "trace",
 ]

@@ -7,7 +7,7 @@ bias.
 
 The paper's atoms (appendix B.1) hold W / s, semi-orthogonal or of unit vectors, and multiply by s
 in the forward pass; ours hold W. The steps of `descend_`, `Normed` and `Muon` are the same. Those
-of a plain optimizer are not: `paper_groups` has the rates that make them so.
+of a plain optimizer are not.
 
 Sources: Large et al. 2024 (arXiv:2405.14813), appendix B.2; Bernstein & Newhouse 2024
 (arXiv:2410.21265), section 4.
@@ -15,18 +15,15 @@ Sources: Large et al. 2024 (arXiv:2405.14813), appendix B.2; Bernstein & Newhous
 
 from collections.abc import Sequence
 from math import inf, sqrt
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._families import Family
 from .._linear import StructuredLinear
-from .._model.parameters import Weight, parameters_of
 from .._structure import Structure
 from ..duality import dual_conv, dual_core, dual_embedding, promote, spectral_bound
-from ..scaling import OPTIMIZERS
-from .module import Atom, Attributes, Module, Term, Width, chain, single
+from .module import Atom, Attributes, Term, Width, chain, single
 
 
 class Linear(Atom):
@@ -236,41 +233,6 @@ class Conv2D(Atom):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.conv(x)
         return y
-
-
-def paper_groups(module: Module, lr: float, *, optimizer: str) -> list[dict[str, Any]]:
-    """Parameter groups by which plain Adam or SGD makes the steps that it makes in the paper's
-    parametrisation, where a layer multiplies by its scale s in the forward pass: the baselines of
-    the paper's figures.
-
-    A gradient is then s times as large, and what it changes counts s times: the rate of SGD is s^2
-    lr, that of Adam s lr. s is sqrt(fan_out / fan_in) of a linear layer or core, sqrt(width) of an
-    embedding, sqrt(c_out / c_in) / k^2 of a convolution.
-
-    Args:
-        optimizer: "adam", "adamw", "sign" or "sgd".
-
-    Raises:
-        ValueError: unknown `optimizer`.
-    Source: MN, appendix B.1.
-
-    >>> net = Linear(64, 16) @ Embed(10, 64)
-    >>> [(group["name"], group["lr"]) for group in paper_groups(net, 0.1, optimizer="sgd")]
-    [('0.embedding.weight', 6.4), ('1.linear.weight', 0.025)]
-    """
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer={optimizer!r} is unknown; there are {', '.join(OPTIMIZERS)}")
-    power = 2 if optimizer == "sgd" else 1
-    return [
-        {"params": [info.parameter], "name": info.name, "lr": lr * _scale(info.weight) ** power}
-        for info in parameters_of(module)
-    ]
-
-
-def _scale(weight: Weight) -> float:
-    if weight.kind == "embedding":
-        return sqrt(weight.fan_out)
-    return sqrt(weight.fan_out / weight.fan_in) / weight.kernel
 
 
 def _operator_norm(matrices: Tensor, exact: bool) -> Tensor:

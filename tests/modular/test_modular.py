@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.papers.mn_tasks import paper_groups
 from structlin import BTT, Kronecker, StructuredLinear, convert, load, param_groups, save, to_dense_
 from structlin import modular as md
 from structlin.modular import (
@@ -665,7 +666,7 @@ def test_plain_optimizers_step_as_in_the_papers_parametrisation(optimizer):
         torch.nn.Parameter(p.detach() / s) for p, s in zip(net.parameters(), scales, strict=True)
     ]
     tokens = torch.arange(10)
-    theirs, ours = make(stored), make(md.paper_groups(net, 0.1, optimizer=optimizer))
+    theirs, ours = make(stored), make(paper_groups(net, 0.1, optimizer=optimizer))
     for _ in range(3):
         embedding, first, last = (s * p for s, p in zip(scales, stored, strict=True))
         loss = ((embedding[tokens] @ first.T).relu() @ last.T).square().mean()
@@ -675,10 +676,3 @@ def test_plain_optimizers_step_as_in_the_papers_parametrisation(optimizer):
             each.step()
     for p, q, s in zip(net.parameters(), stored, scales, strict=True):
         torch.testing.assert_close(p, s * q, rtol=1e-3, atol=1e-4)
-
-
-def test_the_papers_groups_know_convolutions_and_optimizers():
-    (group,) = md.paper_groups(md.Conv2D(4, 16, 3), 1.0, optimizer="adam")
-    assert group["lr"] == pytest.approx(2 / 9)
-    with pytest.raises(ValueError, match="optimizer='lion' is unknown"):
-        md.paper_groups(md.Linear(4, 4), 1.0, optimizer="lion")

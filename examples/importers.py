@@ -1,5 +1,8 @@
 """Layers trained with other libraries -> `StructuredLinear` with the same matrix.
 
+    from importers import from_fly_monarch
+    layer = from_fly_monarch(torch.load("theirs.pt"), prefix="blocks.0.mlp.fc1.")
+
 Each importer takes a state_dict and is the library's formula in axis names; nothing is projected.
 `prefix` picks one layer out of the state_dict of a model, for example "blocks.0.mlp.fc1.".
 """
@@ -8,12 +11,11 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+import torch
 from einops import rearrange
 from torch import Tensor
 
-from ._families import Monarch
-from ._linear import StructuredLinear, uninitialised
-from ._structure import Structure
+from structlin import Monarch, Structure, StructuredLinear
 
 State = Mapping[str, Tensor]
 
@@ -51,7 +53,7 @@ def from_cbs_btt(state: State, prefix: str = "") -> StructuredLinear:
             f"op_params: {tuple(a.shape)}, {tuple(b.shape)} are not the two cores of a BTT"
         )
     structure = Structure("g a -> f e", "g f r a", "f e g r", **sizes)
-    return _build_layer(structure, [(a, "g a (f r)"), (b, "f (g r) e")], found.get("b"), "BTT")
+    return _build_layer(structure, [(a, "g a (f r)"), (b, "f (g r) e")], found.get("b"))
 
 
 def from_fly_monarch(
@@ -87,7 +89,7 @@ def from_fly_monarch(
         )
     in_features = in_features or structure.in_features
     out_features = out_features or (structure.out_features if bias is None else len(bias))
-    return _fill_layer(structure, [first, last], bias, "Monarch", in_features, out_features)
+    return _fill_layer(structure, [first, last], bias, in_features, out_features)
 
 
 def from_tltorch_tt(state: State, prefix: str = "") -> StructuredLinear:
@@ -124,7 +126,7 @@ def from_tltorch_tt(state: State, prefix: str = "") -> StructuredLinear:
     inputs, outputs = (" ".join(f"{axis}{t}" for t in range(1, c + 1)) for axis in "ji")
     subscripts = [re.sub(r"\b1\b", "", axes) for _, axes in cores]
     structure = Structure(f"{inputs} -> {outputs}", *subscripts, **sizes)
-    return _build_layer(structure, cores, found.get("bias"), "TT")
+    return _build_layer(structure, cores, found.get("bias"))
 
 
 def from_lokr(state: State, prefix: str = "", *, scale: float = 1.0) -> StructuredLinear:
@@ -151,7 +153,7 @@ def from_lokr(state: State, prefix: str = "", *, scale: float = 1.0) -> Structur
     w1, w2 = (_take_product(found, name, prefix) for name in ("lokr_w1", "lokr_w2"))
     sizes = {"a": w1.shape[0], "g": w1.shape[1], "b": w2.shape[0], "d": w2.shape[1]}
     structure = Structure("g d -> a b", "b d", "a g", **sizes)
-    return _build_layer(structure, [(w2, "b d"), (scale * w1, "a g")], None, "Kronecker")
+    return _build_layer(structure, [(w2, "b d"), (scale * w1, "a g")], None)
 
 
 def _select_below(state: State, prefix: str) -> dict[str, Tensor]:
@@ -183,7 +185,7 @@ def _take_product(state: State, name: str, prefix: str) -> Tensor:
 
 
 def _build_layer(
-    structure: Structure, tensors: Sequence[tuple[Tensor, str]], bias: Tensor | None, label: str
+    structure: Structure, tensors: Sequence[tuple[Tensor, str]], bias: Tensor | None
 ) -> StructuredLinear:
     """`tensors`: the cores in the order of the structure, each with the other library's axes."""
     cores = []
@@ -192,14 +194,13 @@ def _build_layer(
         pattern = " ".join(f"({' '.join(group)})" for group in groups)
         sizes = {axis: structure.sizes[axis] for group in groups for axis in group}
         cores.append(rearrange(tensor, f"{axes} -> {pattern}", **sizes))
-    return _fill_layer(structure, cores, bias, label, structure.in_features, structure.out_features)
+    return _fill_layer(structure, cores, bias, structure.in_features, structure.out_features)
 
 
 def _fill_layer(
     structure: Structure,
     cores: Sequence[Tensor],
     bias: Tensor | None,
-    label: str,
     in_features: int,
     out_features: int,
 ) -> StructuredLinear:
@@ -207,9 +208,11 @@ def _fill_layer(
         raise ValueError(
             f"the bias has shape {tuple(bias.shape)}; the layer has {out_features} outputs"
         )
-    options = {"bias": bias is not None, "device": cores[0].device, "dtype": cores[0].dtype}
-    layer = uninitialised(in_features, out_features, structure, **options).set_cores_(cores)
-    layer.label = label
-    if layer.bias is not None and bias is not None:
-        layer.bias.data.copy_(bias)
+    options = {"device": cores[0].device, "dtype": cores[0].dtype}
+    layer = StructuredLinear(in_features, out_features, structure, bias is not None, **options)
+    with torch.no_grad():
+        for own, core in zip(layer.cores, cores, strict=True):
+            own.copy_(core)
+        if layer.bias is not None and bias is not None:
+            layer.bias.copy_(bias)
     return layer
