@@ -1,14 +1,92 @@
-"""What a product is given: cores, input and bias are refused here, before anything is computed."""
+"""The checks of arguments: each refuses one by its name and value, before anything is computed."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ._structure import Structure
+if TYPE_CHECKING:
+    from ._structure import Structure
+
+Number = TypeVar("Number", int, float)
 
 
-def check_cores(structure: Structure, cores: Sequence[Tensor], experts: int = 1) -> None:
+# ---- options and numbers -------------------------------------------------------------------------
+
+
+def require_choice(name: str, value: object, choices: Collection[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown; there are {', '.join(choices)}")
+
+
+def require_flags(**values: object) -> None:
+    for name, value in values.items():
+        if isinstance(value, str):  # "False" is true
+            raise ValueError(f"{name}={value!r} is a text; take True or False")
+
+
+def require_positive(name: str, value: object, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}={value!r} must be an integer of at least {least}")
+    if value < least:
+        raise ValueError(f"{name}={value} must be at least {least}")
+
+
+def require_bounded(name: str, value: int, bound: int, formula: str) -> None:
+    if value > bound:
+        raise ValueError(
+            f"{name}={value} is over the useful bound {formula} = {bound}: "
+            f"pass {name}={bound} or less"
+        )
+
+
+def take_positive(
+    name: str, values: Iterable[Any], convert: Callable[[Any], Number]
+) -> list[Number]:
+    """Return `values` as plain numbers, by `convert`; numpy's become Python's.
+
+    Raises:
+        ValueError: one is not positive and finite.
+        TypeError: `convert` does not take one.
+    """
+    given = list(values)
+    for value in given:
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name}={given}: {value!r} is not positive and finite")
+    try:
+        return [convert(value) for value in given]
+    except TypeError as error:
+        raise TypeError(f"{name}={given}: {error}") from None
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+
+def require_module(name: str, value: object, hint: str = "") -> None:
+    if not isinstance(value, nn.Module):
+        raise TypeError(f"{name}={type(value).__name__} must be a torch.nn.Module{hint}")
+
+
+def require_values(model: nn.Module) -> None:
+    """Raises TypeError if `model` is no module, ValueError if a parameter's values are not here."""
+    require_module("model", model)
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"model={type(model).__name__}: {name} is on meta; materialise it first (to_empty)"
+            )
+        if hasattr(parameter, "full_tensor"):
+            raise ValueError(
+                f"model={type(model).__name__}: {name} is sharded (DTensor), which is not supported"
+            )
+
+
+# ---- what a product is given ---------------------------------------------------------------------
+
+
+def check_cores(structure: "Structure", cores: Sequence[Tensor], experts: int = 1) -> None:
     if len(cores) != len(structure.cores):
         raise ValueError(
             f"{len(cores)} cores given; the structure has {len(structure.cores)}: {structure!r}"

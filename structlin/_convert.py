@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ._arguments import require_flags
 from ._families import DEFAULT, Family, explain_padding, label
 from ._linear import StructuredLinear, uninitialised
 from ._mixture import Mixture
@@ -50,7 +51,6 @@ from ._projection.solve import project, relative_error
 from ._report import Table, kind_of, percent
 from ._structure import Structure
 from ._timing import time_in_turn
-from ._widths import require_flags
 from .scaling import INITS
 
 P = ParamSpec("P")

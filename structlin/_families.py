@@ -14,8 +14,9 @@ from dataclasses import MISSING, dataclass, fields
 from math import prod
 from typing import Any
 
+from ._arguments import require_bounded, require_positive
 from ._structure import Structure
-from ._widths import divide, divisors, factorise, name_nearest, require_bounded, require_positive
+from ._widths import divide, divisors, factorise, name_nearest
 
 MAX_PADDING = 0.15  # share of a width that is padded without a warning
 

@@ -9,13 +9,12 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from . import _product
-from ._arguments import check_cores, check_dense, check_input
+from ._arguments import check_cores, check_dense, check_input, require_choice, require_flags
 from ._families import DEFAULT, Family, label, structure_of, warn_of_padding
 from ._projection import project
 from ._state import DescribedModule
 from ._structure import Structure
 from ._weight import WeightView, record_node
-from ._widths import require_flags
 from .duality import dualize
 from .scaling import INITS, expected_norm, init_std
 
@@ -80,8 +79,7 @@ class StructuredLinear(DescribedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if init not in INITS:
-            raise ValueError(f"init={init!r} is unknown; there are {', '.join(INITS)}")
+        require_choice("init", init, INITS)
         require_flags(bias=bias, weight_norm=weight_norm, zero_init=zero_init)
         self.structure = structure_of(structure, in_features, out_features)
         self.in_features, self.out_features = in_features, out_features
@@ -173,8 +171,7 @@ class StructuredLinear(DescribedModule):
 
     @mode.setter
     def mode(self, mode: str) -> None:
-        if mode not in _product.MODES:
-            raise ValueError(f"mode={mode!r} is unknown; there are {', '.join(_product.MODES)}")
+        require_choice("mode", mode, _product.MODES)
         self._mode = mode
 
     def way(self, tokens: int) -> str:

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from . import _product
-from ._arguments import check_input
+from ._arguments import check_input, require_positive
 from ._experts import split_experts
 from ._families import DEFAULT, Family, label
 from ._linear import StructuredLinear
 from ._structure import Core, Structure
-from ._widths import require_positive
 from .scaling import init_std
 
 Z_LOSS = 0.1  # weight of the logits' size in `Mixture.balance`, as in the paper's code

@@ -13,13 +13,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
+from ._arguments import require_choice, require_positive
 from ._convert import convert, plan
 from ._families import DEFAULT, label
 from ._model.decide import Spec
 from ._model.survey import eval_mode, run
 from ._report import Table, percent, summary
 from ._timing import time_in_turn
-from ._widths import require_positive
 
 MATCHES = ("flops", "params", "seconds")
 LARGEST = 1 << 20  # width that is looked at
@@ -317,8 +317,7 @@ def _check_arguments(build: Any, dense: Any, match: str, example: Any, multiple:
     if not isinstance(dense, nn.Module):
         require_positive("dense", dense)
     require_positive("multiple", multiple)
-    if match not in MATCHES:
-        raise ValueError(f"match={match!r} is unknown; there are {', '.join(MATCHES)}")
+    require_choice("match", match, MATCHES)
     if match == "seconds" and example is None:
         raise ValueError("match='seconds' needs an example: the batch that is timed")
 

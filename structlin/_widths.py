@@ -1,10 +1,12 @@
-"""Widths as products of factors, and the checks of sizes that families share.
+"""Widths as products of factors.
 
 A width that factors badly (a prime, 50257 = 29 x 1733) is padded to the next one that factors well.
 """
 
 from functools import lru_cache
 from math import gcd, isqrt
+
+from ._arguments import require_positive
 
 LARGEST = 2**40  # a width: beyond it, to look for factors takes longer than anybody would wait
 
@@ -77,24 +79,3 @@ def name_nearest(value: int, fits: list[int]) -> str:
     low, high = [n for n in fits if n < value], [n for n in fits if n > value]
     names = [str(n) for n in [*low[-1:], *high[:1]]]
     return f"the nearest that {'do are' if len(names) == 2 else 'does is'} {' and '.join(names)}"
-
-
-def require_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name}={value!r} must be an integer of at least 1")
-    if value < 1:
-        raise ValueError(f"{name}={value} must be at least 1")
-
-
-def require_flags(**values: object) -> None:
-    for name, value in values.items():
-        if isinstance(value, str):  # "False" is true
-            raise ValueError(f"{name}={value!r} is a text; take True or False")
-
-
-def require_bounded(name: str, value: int, bound: int, formula: str) -> None:
-    if value > bound:
-        raise ValueError(
-            f"{name}={value} is over the useful bound {formula} = {bound}: "
-            f"pass {name}={bound} or less"
-        )

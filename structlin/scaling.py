@@ -7,6 +7,7 @@ Sources: Qiu et al. 2024 (arXiv:2406.06248), section 3.2 and appendices E.2, H; 
 from collections.abc import Sequence
 from math import prod, sqrt
 
+from ._arguments import require_choice
 from ._structure import Core
 
 INITS = ("mup", "spectral", "orthogonal")
@@ -35,8 +36,7 @@ def init_std(core: Core, init: str = "mup", *, bottleneck_variance: bool = False
     (1.0, 0.25)
     """
     m, n = core.fan_out, core.fan_in
-    if init not in INITS:
-        raise ValueError(f"init={init!r} is unknown; there are {', '.join(INITS)}")
+    require_choice("init", init, INITS)
     if bottleneck_variance and core.batch == core.repeat == 1 and m < n:
         return 1 / sqrt(n)
     if init == "spectral":
@@ -88,8 +88,7 @@ def lr_mult(
     >>> lr_mult(r, 1024, 2), lr_mult(l, 1024, 2)
     (16.0, 8.0)
     """
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer={optimizer!r} is unknown; there are {', '.join(OPTIMIZERS)}")
+    require_choice("optimizer", optimizer, OPTIMIZERS)
     if in_features < 1 or cores < 1:
         raise ValueError(f"in_features={in_features!r} and cores={cores!r} must be at least 1")
     if optimizer != "sgd":

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from .._arguments import require_module
 from .._linear import StructuredLinear
 from .._mixture import Mixture
 from .atoms import Conv2D, Embed, Linear
@@ -587,8 +588,7 @@ def trace(
     (4.0, 1.0, 0.5)
     >>> optimizer = Muon(model, lr=0.1, masses=masses(net))
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model={type(model).__name__} must be a torch.nn.Module")
+    require_module("model", model)
     shares = None
     if masses is not None:
         total = sum(masses.values())

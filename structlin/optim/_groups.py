@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from .._arguments import require_choice, require_module
 from .._model.parameters import parameters_of
 from ..scaling import OPTIMIZERS
 from ._depth import Depth
@@ -107,10 +108,8 @@ def param_groups(
         raise ValueError(f"lr={lr!r} must be positive and finite")
     if not 0 <= weight_decay < inf:
         raise ValueError(f"weight_decay={weight_decay!r} must be finite and not negative")
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer={optimizer!r} is unknown; there are {', '.join(OPTIMIZERS)}")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model={type(model).__name__} must be a torch.nn.Module")
+    require_choice("optimizer", optimizer, OPTIMIZERS)
+    require_module("model", model)
     if eps is not None and optimizer not in ("adam", "adamw"):
         raise ValueError(f"eps={eps!r}: optimizer={optimizer!r} has none, leave it out")
     if eps is not None and not 0 <= eps < inf:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from .._arguments import require_choice
 from .._model.parameters import Weight
 from ..duality import Schedule, dual_embedding, spectral_bound
 from ._depth import Depth
@@ -507,10 +508,7 @@ def _check(group: dict[str, Any]) -> None:
         )
     check_polar(group)
     for option, choices in (("adjust_lr_fn", SCALES), ("other", ("adamw", "sign"))):
-        if group[option] not in choices:
-            raise ValueError(
-                f"{option}={group[option]!r} is unknown; there are {', '.join(choices)}"
-            )
+        require_choice(option, group[option], choices)
 
 
 def _local_gradient(parameter: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from .._arguments import require_choice
 from .._model.parameters import Weight
 from ..duality import promote, spectral_bound
 from ._matrices import from_matrices, map_stacks, to_matrices
@@ -94,8 +95,7 @@ class Normed(Optimizer):
         if isinstance(base, Normed) or any("kind" in group for group in base.param_groups):
             name = type(base).__name__
             raise TypeError(f"base={name} makes steps of norm lr by itself: step it without Normed")
-        if norm not in NORMS:
-            raise ValueError(f"norm={norm!r} is unknown; there are {', '.join(NORMS)}")
+        require_choice("norm", norm, NORMS)
         if nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite={nonfinite!r} must be 'raise', 'skip' or 'ignore'")
         options = {"base": base, "model": model, "masses": masses, "norm": norm}

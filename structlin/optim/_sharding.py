@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._arguments import require_module
 from .._model.parameters import Weight, parameters_of
 
 Polar = Callable[[list[Weight], list[Tensor]], list[Tensor]]
@@ -68,11 +69,9 @@ def shard_placement_fn(model: nn.Module, world_size: int = 0) -> Callable[[nn.Pa
     """
     from torch.distributed.tensor import Shard
 
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model={type(model).__name__} must be a torch.nn.Module: pass fully_shard what this "
-            "makes, shard_placement_fn=structlin.optim.shard_placement_fn(model, world_size)"
-        )
+    hint = ": pass fully_shard what this makes, "
+    hint += "shard_placement_fn=structlin.optim.shard_placement_fn(model, world_size)"
+    require_module("model", model, hint)
     if world_size < 1:
         raise ValueError(f"world_size={world_size!r} must be at least 1")
     placements = WeakIdKeyDictionary()

@@ -14,6 +14,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from .._arguments import take_positive
 from .._convert import convert
 from .._families import Family, label
 from .._linear import StructuredLinear
@@ -21,7 +22,7 @@ from .._progress import Bar
 from .._trials import describe_setting, final_loss, name_of, read_rows, write_rows
 from .._widen import cost
 from ..optim import param_groups
-from ..stability._common import PathLike, build_model, require_positive, use_seed
+from ..stability._common import PathLike, build_model, use_seed
 from ._search import Search, Trial
 from ._space import Measures, measure
 
@@ -97,7 +98,7 @@ def run(
     [('Dense()', 16, 640), ('Einsum(alpha=0.5, gamma=0.5, epsilon=0.5, phi=0.5)', 16, 384)]
     """
     named = _name_structures(structures)
-    widths = require_positive("widths", widths, index)
+    widths = take_positive("widths", widths, index)
     seeds = [index(seed) for seed in seeds]
     if not named or not widths or not seeds:
         raise ValueError(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._arguments import require_choice
 from .._report import Table
 from .._trials import check_row
 from ..stability._common import PathLike, new_figure, save_figure
@@ -120,8 +121,7 @@ class Search:
         return found | {"measures": measures}
 
     def _points(self, cost: str, structures: list[int], seeds: list[int]) -> _Points:
-        if cost not in COSTS:
-            raise ValueError(f"cost={cost!r} is unknown; there are {', '.join(COSTS)}")
+        require_choice("cost", cost, COSTS)
         tensors = self._tensors
         log_loss = tensors["log_loss"][structures][:, :, seeds].nanmean(-1)  # (S, W)
         log_cost = tensors[cost].log()[structures][:, :, seeds].nanmean(-1)

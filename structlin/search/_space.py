@@ -7,9 +7,10 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import product
 
+from .._arguments import require_positive
 from .._families import Family, structure_of
 from .._structure import Structure
-from .._widths import divisors, require_positive
+from .._widths import divisors
 
 # axes in the order in which they lie in a vector: of axes that grow alike the last is the largest
 _INPUTS = {"gamma": "g", "beta": "b", "alpha": "a"}

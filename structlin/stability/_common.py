@@ -1,10 +1,9 @@
-"""What the tools share: seeds, checks, numbers and figures."""
+"""What the tools share: seeds, models, numbers and figures."""
 
-import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
@@ -14,8 +13,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PathLike = str | os.PathLike[str]
-
-Number = TypeVar("Number", int, float)
 
 
 @contextmanager
@@ -45,25 +42,6 @@ def build_model(
     return model
 
 
-def require_positive(
-    name: str, values: Iterable[Any], convert: Callable[[Any], Number]
-) -> list[Number]:
-    """`values` as plain numbers, by `convert`; numpy's become Python's.
-
-    Raises:
-        ValueError: one is not positive and finite.
-        TypeError: `convert` does not take one.
-    """
-    given = list(values)
-    for value in given:
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name}={given}: {value!r} is not positive and finite")
-    try:
-        return [convert(value) for value in given]
-    except TypeError as error:
-        raise TypeError(f"{name}={given}: {error}") from None
-
-
 def describe(value: object) -> str:
     """Type and shape, for messages."""
     shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
@@ -86,18 +64,3 @@ def save_figure(figure: "Figure", path: PathLike | None) -> "Figure":
     if path is not None:
         figure.savefig(path, dpi=90)
     return figure
-
-
-def require_values(model: nn.Module) -> None:
-    """Raises TypeError if `model` is no module, ValueError if a parameter's values are not here."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model={type(model).__name__} must be a torch.nn.Module")
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(
-                f"model={type(model).__name__}: {name} is on meta; materialise it first (to_empty)"
-            )
-        if hasattr(parameter, "full_tensor"):
-            raise ValueError(
-                f"model={type(model).__name__}: {name} is sharded (DTensor), which is not supported"
-            )

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .._arguments import take_positive
 from .._report import Table
 from ..duality import promote
 from ._common import (
@@ -26,7 +27,6 @@ from ._common import (
     describe,
     format_number,
     new_figure,
-    require_positive,
     save_figure,
     use_seed,
 )
@@ -202,7 +202,7 @@ def coordinate_check(
     ['2']
     """
     widths, batches, seeds = (
-        sorted(set(require_positive("widths", widths, index))),
+        sorted(set(take_positive("widths", widths, index))),
         list(batches),
         list(seeds),
     )

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .._arguments import require_values
 from .._model.survey import run
 from .._report import Table
-from ._common import PathLike, format_number, new_figure, require_values, save_figure
+from ._common import PathLike, format_number, new_figure, save_figure
 from ._hooks import rms_of, rms_over_calls, watch_outputs
 from ._operator import Operator, operators
 

@@ -13,6 +13,7 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
+from .._arguments import take_positive
 from .._report import Table
 from .._trials import check_row, describe_setting, final_loss, name_of, read_rows, write_rows
 from ._common import (
@@ -20,7 +21,6 @@ from ._common import (
     build_model,
     format_number,
     new_figure,
-    require_positive,
     save_figure,
     use_seed,
 )
@@ -169,8 +169,8 @@ def lr_sweep(
     >>> sweep.shifts  # plain SGD: 1 / width
     {16: 0.0, 64: -2.0}
     """
-    widths = require_positive("widths", widths, index)
-    lrs = require_positive("lrs", lrs, float)
+    widths = take_positive("widths", widths, index)
+    lrs = take_positive("lrs", lrs, float)
     seeds = [index(seed) for seed in seeds]
     if not widths or not lrs or not seeds:
         raise ValueError(
