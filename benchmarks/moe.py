@@ -4,7 +4,7 @@ examples/.
     python -m benchmarks.moe            # in full: results/moe.{json,png}
     python -m benchmarks.moe --smoke    # seconds
 
-BTT-MoE (arXiv:2410.02117) puts `structlin.Mixture` in the place of every linear layer of the
+BTT-MoE (arXiv:2410.02117) puts `structlin.moe.Mixture` in the place of every linear layer of the
 blocks. Each model has the largest width at which a forward pass of one sequence costs no more than
 dense's, router included: a mixture of 2 experts spends what BTT of rank 2 does. Steps and batches
 are the same; muP and `param_groups` take a dense model's rate to each model. That rate is tuned for
@@ -37,7 +37,8 @@ from benchmarks.papers.sweeps import best, untried
 from benchmarks.record import RESULTS, table
 from benchmarks.runs import keep, parser, resume
 from benchmarks.timing import interleaved, spread, wall
-from structlin import BTT, Mixture
+from structlin import BTT
+from structlin.moe import Mixture, load_balancing_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import compare
@@ -103,7 +104,7 @@ def find_width(task: train_gpt.Text, name: str) -> int:
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
     mixed = any(isinstance(module, Mixture) for module in model.modules())
-    return loss + BALANCE * structlin.load_balancing_loss(model) if mixed else loss
+    return loss + BALANCE * load_balancing_loss(model) if mixed else loss
 
 
 def make_trainer(

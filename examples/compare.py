@@ -54,7 +54,6 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import structlin
-from structlin._families import FAMILIES
 
 HEAD = 32  # features of an attention head, at every width
 # operator norm per step: between the dense GPT's and ViT's best (benchmarks/muon_vs_adamw.py)
@@ -197,7 +196,7 @@ def forward_flops(task: Task, width: int, structure: structlin.Family | None) ->
     return structlin.cost(model, example_of(task)).flops // task.tokens
 
 
-def widest(task: Task, structure: structlin.Family, width: int) -> structlin.Widened:
+def widest(task: Task, structure: structlin.Family, width: int) -> Any:
     """The largest width, a multiple of the head size, with at most the FLOPs of dense's `width`."""
     return structlin.widen(
         task.model, structure, dense=width, example=example_of(task), multiple=HEAD
@@ -534,7 +533,9 @@ def structure_of(options: argparse.Namespace) -> structlin.Family:
         if getattr(options, name) is not None
     }
     needed = [
-        field.name for field in fields(FAMILIES[options.structure]) if field.default is MISSING
+        field.name
+        for field in fields(structlin.FAMILIES[options.structure])
+        if field.default is MISSING
     ]
     if missing := [name for name in needed if name not in given]:
         raise ValueError(f"--structure {options.structure} needs --{missing[0]}")
@@ -548,7 +549,7 @@ def arguments(about: str, data: str, defaults: dict[str, Any]) -> argparse.Argum
     parser.add_argument("--data", metavar="PATH", type=Path, help=data)
     parser.add_argument(
         "--structure",
-        choices=list(FAMILIES),
+        choices=list(structlin.FAMILIES),
         help="the family of structures (default: %(default)s)",
     )
     parser.add_argument("--rank", type=positive, help="of btt, tt and lowrank")

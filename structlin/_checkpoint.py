@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from ._files import read_file, write_file
 from ._linear import StructuredLinear, uninitialised
-from ._mixture import Mixture
 from ._model.survey import Layer, is_conv1d, linear_layers, swap
 from ._state import ENTRY
 from ._structure import Structure
+from .moe import Mixture
 from .scaling import init_std
 
 _TYPES = {  # of the fields of a described layer; `Structure` looks at its own
@@ -88,6 +88,13 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
         ValueError: the file is missing, truncated or edited; the model differs from what was saved,
             where the message names the layers and tensors. After this error, as after any other,
             the model is as it was.
+
+    >>> import tempfile
+    >>> from structlin import BTT, convert
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(convert(nn.Sequential(nn.Linear(16, 16)), BTT()), folder)
+    ...     load(nn.Sequential(nn.Linear(16, 16)), folder)[0].label
+    'BTT(rank=1)'
     """
     saved = read_file(Path(path))
     with torch.inference_mode(False), torch.no_grad(), _restore_on_error(model):

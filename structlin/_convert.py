@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from ._arguments import require_flags
 from ._families import DEFAULT, Family, explain_padding, label
 from ._linear import StructuredLinear, uninitialised
-from ._mixture import Mixture
 from ._model.decide import Decision, Spec, decide
 from ._model.select import Patterns
 from ._model.survey import (
@@ -51,6 +50,7 @@ from ._projection.solve import project, relative_error
 from ._report import Table, kind_of, percent
 from ._structure import Structure
 from ._timing import time_in_turn
+from .moe import Mixture
 from .scaling import INITS
 
 P = ParamSpec("P")

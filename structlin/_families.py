@@ -29,6 +29,14 @@ class Family(ABC):
     """Hyperparameters that give a `Structure` for every width. Subclass it, or declare a
     `Structure`: both work everywhere. A subclass is known by its name, case ignored, from then on:
     to `family`, in files and on command lines.
+
+    >>> @dataclass(frozen=True)
+    ... class Halves(Family):
+    ...     def structure(self, in_features: int, out_features: int) -> Structure:
+    ...         i, o = in_features // 2, out_features // 2
+    ...         return Structure("h i -> h o", "h o i", h=2, i=i, o=o)
+    >>> Halves().structure(8, 6).params, family("halves")
+    (24, Halves())
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -73,7 +81,11 @@ class Family(ABC):
 
 @dataclass(frozen=True)
 class Dense(Family):
-    """A dense matrix, as a structure of one core."""
+    """A dense matrix, as a structure of one core.
+
+    >>> Dense().structure(64, 128)
+    Structure('i -> o', 'o i', i=64, o=128)
+    """
 
     def structure(self, in_features: int, out_features: int) -> Structure:
         return Structure("i -> o", "o i", i=in_features, o=out_features)
@@ -81,7 +93,11 @@ class Dense(Family):
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Family):
-    """`W = U V` through a bottleneck of `rank`."""
+    """`W = U V` through a bottleneck of `rank`.
+
+    >>> LowRank(rank=4).structure(64, 128)
+    Structure('i -> o', 'r i', 'o r', i=64, o=128, r=4)
+    """
 
     rank: int
 
@@ -102,7 +118,11 @@ class LowRank(Family):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDiagonal(Family):
-    """`blocks` independent dense matrices. It mixes nothing between blocks."""
+    """`blocks` independent dense matrices. It mixes nothing between blocks.
+
+    >>> BlockDiagonal(blocks=4).structure(64, 128)
+    Structure('b i -> b o', 'b o i', b=4, i=16, o=32)
+    """
 
     blocks: int
 
@@ -116,7 +136,11 @@ class BlockDiagonal(Family):
 
 @dataclass(frozen=True)
 class Kronecker(Family):
-    """`W = L (x) R`, with L `(a, g)` and R `(b, d)`."""
+    """`W = L (x) R`, with L `(a, g)` and R `(b, d)`.
+
+    >>> Kronecker().structure(64, 144)
+    Structure('g d -> a b', 'b d', 'a g', a=12, b=12, d=8, g=8)
+    """
 
     def structure(self, in_features: int, out_features: int) -> Structure:
         (g, d), (a, b) = factorise(in_features, 2), factorise(out_features, 2)
@@ -136,6 +160,9 @@ class TT(Family):
     Core t is `r(t-1) i_t j_t r_t`; core c is applied first. Rank 1 with two cores is Kronecker.
     `rank` may be a tuple, one for each of the `cores - 1` bonds r_1 .. r_(c-1). Source: Novikov et
     al. 2015 (arXiv:1509.06569).
+
+    >>> TT(rank=2).structure(64, 64)
+    Structure('j1 j2 -> i1 i2', 'r1 i2 j2', 'i1 j1 r1', i1=8, i2=8, j1=8, j2=8, r1=2)
     """
 
     rank: int | tuple[int, ...]
@@ -163,6 +190,9 @@ class Monarch(Family):
     first core (k q p); it is read again as (r l), l = blocks, by the second (l s r), and written in
     the order (s l). That regrouping needs blocks to divide q or q to divide blocks. Source: Dao et
     al. 2022 (arXiv:2204.00595) and its code.
+
+    >>> [core.shape for core in Monarch(blocks=4).structure(64, 128).cores]
+    [(4, 16, 16), (4, 32, 16)]
     """
 
     blocks: int = 4
@@ -235,8 +265,39 @@ class BTT(Family):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BLAST(Family):
+    """A grid of `blocks` x `blocks` that share their factors: block (i, j) is `U_i diag(s_ij) V_j`.
+
+    A rank of min(in_features, out_features) can hold every matrix. Source: Lee et al. 2024
+    (arXiv:2410.21262).
+
+    >>> BLAST(blocks=4, rank=8).structure(64, 128)
+    Structure('j q -> i p', 'j r q', 'r i j', 'i p r', i=4, j=4, p=32, q=16, r=8)
+    """
+
+    blocks: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        require_positive("blocks", self.blocks)
+        require_positive("rank", self.rank)
+
+    def structure(self, in_features: int, out_features: int) -> Structure:
+        q, p = divide(in_features, out_features, self.blocks)
+        bound = min(in_features, out_features)
+        require_bounded("rank", self.rank, bound, "min(in_features, out_features)")
+        return Structure(
+            "j q -> i p",
+            "j r q",  # V, one per input block
+            "r i j",  # s, one mixing matrix per rank
+            "i p r",  # U, one per output block
+            i=self.blocks, j=self.blocks, p=p, q=q, r=self.rank,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
 class Split(Family):
-    """`parts` matrices of one family, stacked: a fused qkv as three, so that q, k and v share
+    """`split` matrices of one family, stacked: a fused qkv as three, so that q, k and v share
     nothing.
 
     It is one structure: an axis more in every core, produced by the first one.

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from ._arguments import require_positive
 from ._kernels import op
 from ._linear import StructuredLinear
-from ._mixture import Mixture
 from ._model.parameters import parameters_of
 from ._model.survey import Layer, build_dense_layer, linear_layers, widths
 from ._timing import time_in_turn
+from .moe import Mixture
 
 
 class Table:

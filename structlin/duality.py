@@ -21,6 +21,14 @@ from ._kernels import polar
 from ._kernels.engine import has_matrix_unit
 from ._kernels.op import available
 
+__all__ = [
+    "dual_conv",
+    "dual_core",
+    "dual_embedding",
+    "dual_norm",
+    "dualize",
+    "spectral_bound",
+]
 Schedule = Sequence[tuple[float, float, float]]
 
 # One (a, b, c) per step: X <- a X + b (X X^T) X + c (X X^T)^2 X, on singular values in [0, 1].

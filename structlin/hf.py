@@ -23,6 +23,7 @@ from ._linear import StructuredLinear
 from ._model.survey import build_dense_layer, linear_layers, swap
 from ._state import ENTRY, write_entry
 
+__all__ = ["declare"]
 METHOD = "structlin"
 
 
@@ -116,6 +117,14 @@ def declare(model: nn.Module) -> None:
     `convert`, `to_dense_` and every save call it. Call it on the whole model after converting a
     part of it, for example `convert(model.model.layers, ...)`, or its checkpoints are refused when
     they are loaded.
+
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> from structlin import BTT, convert
+    >>> model = GPT2Model(GPT2Config(n_embd=16, n_layer=1, n_head=2))
+    >>> _ = convert(model.h, BTT(), include="*c_fc")
+    >>> declare(model)
+    >>> list(model.hf_quantizer.quantization_config.modules)
+    ['h.0.mlp.c_fc']
     """
     for part in model.modules():
         if not isinstance(part, PreTrainedModel):

@@ -10,6 +10,8 @@ from math import prod, sqrt
 from ._arguments import require_choice
 from ._structure import Core
 
+__all__ = ["init_std", "lr_mult"]
+
 INITS = ("mup", "spectral", "orthogonal")
 OPTIMIZERS = ("adam", "adamw", "sign", "sgd")
 

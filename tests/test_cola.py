@@ -4,7 +4,8 @@ matrix."""
 import pytest
 import torch
 
-from structlin import BTT, Monarch, StructuredLinear, to_cola
+from structlin import BTT, Monarch, StructuredLinear
+from structlin._cola import to_cola
 
 cola = pytest.importorskip("cola")
 

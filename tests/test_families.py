@@ -21,7 +21,8 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from structlin import StructuredLinear, _product, apply, family, to_cola, to_dense
+from structlin import StructuredLinear, _product, apply, family, to_dense
+from structlin._cola import to_cola
 from structlin._kernels import op
 from tests.catalogue import (
     CASES,

@@ -3,11 +3,9 @@ sharpness."""
 
 from .atoms import Conv2D, Embed, Linear, Structured
 from .bonds import (
-    BONDS,
     GELU,
     Abs,
     AvgPool,
-    Enumerate,
     Flatten,
     FunctionalAttention,
     LayerNorm,
@@ -19,39 +17,25 @@ from .bonds import (
     ScaledReLU,
     SplitHeads,
 )
-from .compounds import GPT, Attention, ResMLP, ResNet, residual
+from .compounds import GPT, ResMLP, ResNet, residual
 from .masses import masses
 from .module import (
-    Add,
-    Atom,
-    Attributes,
     Bond,
     Composite,
     Identity,
     Module,
-    Power,
-    Scale,
-    Sharpness,
-    Term,
-    Tuple,
 )
-from .trace import Traced, trace
+from .trace import trace
 
 __all__ = [
-    "BONDS",
     "GELU",
     "GPT",
     "Abs",
-    "Add",
-    "Atom",
-    "Attention",
-    "Attributes",
     "AvgPool",
     "Bond",
     "Composite",
     "Conv2D",
     "Embed",
-    "Enumerate",
     "Flatten",
     "FunctionalAttention",
     "Identity",
@@ -60,20 +44,14 @@ __all__ = [
     "MeanSubtract",
     "MergeHeads",
     "Module",
-    "Power",
     "RMSDivide",
     "ReLU",
     "ResMLP",
     "ResNet",
-    "Scale",
     "ScaledGELU",
     "ScaledReLU",
-    "Sharpness",
     "SplitHeads",
     "Structured",
-    "Term",
-    "Traced",
-    "Tuple",
     "masses",
     "residual",
     "trace",

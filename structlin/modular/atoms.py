@@ -194,6 +194,10 @@ class Conv2D(Atom):
 
     Args:
         padding: zeros around the image; None keeps its size where stride is 1 and `kernel` odd.
+
+    >>> net = Conv2D(3, 8)
+    >>> net(torch.ones(2, 3, 5, 5)).shape, [term.mass for term in net.terms()]
+    (torch.Size([2, 8, 5, 5]), [1.0])
     """
 
     def __init__(

@@ -24,14 +24,22 @@ Dims = int | tuple[int, ...]
 
 
 class Abs(Bond):
-    """x -> |x|."""
+    """x -> |x|.
+
+    >>> Abs()(torch.tensor([-1.0, 2.0]))
+    tensor([1., 2.])
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return x.abs()
 
 
 class ReLU(Bond):
-    """x -> max(x, 0)."""
+    """x -> max(x, 0).
+
+    >>> ReLU()(torch.tensor([-1.0, 2.0]))
+    tensor([0., 2.])
+    """
 
     own_sensitivity = 1 / sqrt(2)
 
@@ -40,7 +48,11 @@ class ReLU(Bond):
 
 
 class GELU(Bond):
-    """x -> x Phi(x). Its second derivative is at most sqrt(2 / pi), at 0."""
+    """x -> x Phi(x). Its second derivative is at most sqrt(2 / pi), at 0.
+
+    >>> GELU()(torch.tensor([-1.0, 2.0]))
+    tensor([-0.1587,  1.9545])
+    """
 
     own_sensitivity = 1 / sqrt(2)
     gamma = sqrt(2 / pi)
@@ -50,17 +62,29 @@ class GELU(Bond):
 
 
 def ScaledReLU() -> Composite:  # noqa: N802
-    """ReLU times sqrt 2: of sensitivity 1."""
+    """ReLU times sqrt 2: of sensitivity 1.
+
+    >>> round(ScaledReLU().sensitivity, 6)
+    1.0
+    """
     return sqrt(2) * ReLU()
 
 
 def ScaledGELU() -> Composite:  # noqa: N802
-    """GELU times sqrt 2: of sensitivity 1."""
+    """GELU times sqrt 2: of sensitivity 1.
+
+    >>> round(ScaledGELU().sensitivity, 6)
+    1.0
+    """
     return sqrt(2) * GELU()
 
 
 class MeanSubtract(Bond):
-    """x -> x - mean(x) over `dim`."""
+    """x -> x - mean(x) over `dim`.
+
+    >>> MeanSubtract()(torch.tensor([1.0, 3.0]))
+    tensor([-1.,  1.])
+    """
 
     def __init__(self, dim: Dims = -1) -> None:
         super().__init__()
@@ -72,7 +96,11 @@ class MeanSubtract(Bond):
 
 class RMSDivide(Bond):
     """x -> x / RMS(x) over `dim`, zero to zero. 2 / sqrt 3 is the norm of its second derivative at
-    RMS 1."""
+    RMS 1.
+
+    >>> RMSDivide()(torch.tensor([3.0, 3.0]))
+    tensor([1., 1.])
+    """
 
     gamma = 2 / sqrt(3)
 
@@ -99,6 +127,10 @@ class FunctionalAttention(Bond):
 
     Divided by d and not by sqrt(d), it has sensitivity 1 and gamma 3 where the queries, keys and
     values of each head have RMS at most 1 (MN, appendix B).
+
+    >>> q = k = v = torch.ones(1, 2, 3, 4)  # (batch, heads, tokens, d)
+    >>> FunctionalAttention(causal=True)((q, k, v)).shape
+    torch.Size([1, 2, 3, 4])
     """
 
     gamma = 3.0
@@ -128,7 +160,11 @@ class FunctionalAttention(Bond):
 
 
 class SplitHeads(Bond):
-    """`(..., tokens, heads * d)` -> `(..., heads, tokens, d)`."""
+    """`(..., tokens, heads * d)` -> `(..., heads, tokens, d)`.
+
+    >>> SplitHeads(2)(torch.ones(5, 3, 8)).shape
+    torch.Size([5, 2, 3, 4])
+    """
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -148,7 +184,11 @@ class SplitHeads(Bond):
 
 
 class MergeHeads(Bond):
-    """`(..., heads, tokens, d)` -> `(..., tokens, heads * d)`."""
+    """`(..., heads, tokens, d)` -> `(..., tokens, heads * d)`.
+
+    >>> MergeHeads()(torch.ones(5, 2, 3, 4)).shape
+    torch.Size([5, 3, 8])
+    """
 
     def width(self, width: Width) -> Width:
         single(self, width)
@@ -166,7 +206,11 @@ class Enumerate(Bond):
 
 
 class Flatten(Bond):
-    """All dimensions but the first to one."""
+    """All dimensions but the first to one.
+
+    >>> Flatten()(torch.ones(5, 2, 3)).shape
+    torch.Size([5, 6])
+    """
 
     def width(self, width: Width) -> Width:
         single(self, width)
@@ -178,7 +222,11 @@ class Flatten(Bond):
 
 class AvgPool(Bond):
     """Images `(batch, channels, height, width)` -> the means of their channels `(batch, channels,
-    1, 1)`."""
+    1, 1)`.
+
+    >>> AvgPool()(torch.ones(5, 2, 8, 8)).shape
+    torch.Size([5, 2, 1, 1])
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return F.adaptive_avg_pool2d(x, 1)

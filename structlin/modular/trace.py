@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from .._arguments import require_module
 from .._linear import StructuredLinear
-from .._mixture import Mixture
+from ..moe import Mixture
 from .atoms import Conv2D, Embed, Linear
 from .bonds import BONDS, FunctionalAttention
 from .masses import masses as masses_of

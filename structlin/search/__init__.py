@@ -14,18 +14,13 @@ Source: Potapczynski et al. 2024, "Searching for Efficient Linear Layers over a 
 Structured Matrices" (arXiv:2410.02117), and its authors' code for the axes of the cores.
 """
 
-from ._fits import Estimate
 from ._run import run
-from ._search import Frontier, Search, Standing, Trial
-from ._space import Einsum, Measures, measure, sample
+from ._search import Search, Trial
+from ._space import Einsum, measure, sample
 
 __all__ = [
     "Einsum",
-    "Estimate",
-    "Frontier",
-    "Measures",
     "Search",
-    "Standing",
     "Trial",
     "measure",
     "run",

@@ -25,7 +25,12 @@ STEP = 0.5  # of a measure, for its effect: omega from none to Kronecker's, psi 
 
 @dataclass(frozen=True)
 class Trial:
-    """One training."""
+    """One training.
+
+    >>> trial = Trial("BTT", 64, 0, 1.5, 4096, 8192, 2.0, 0.0, 1.0, 0.5, {"name": "BTT", "rank": 1})
+    >>> trial.loss, trial.family["rank"]
+    (1.5, 1)
+    """
 
     structure: str  #: its name in the search
     width: int

@@ -17,13 +17,12 @@ D.1, for the coordinate check. Spectral norms by randomised block Krylov iterati
 """
 
 from ._coordinates import CoordinateCheck, coordinate_check
-from ._live import Log, Reading, metrics, watch
+from ._live import Log, metrics, watch
 from ._sweep import Sweep, lr_sweep
 
 __all__ = [
     "CoordinateCheck",
     "Log",
-    "Reading",
     "Sweep",
     "coordinate_check",
     "lr_sweep",

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from .._linear import StructuredLinear
-from .._mixture import Mixture
 from .._model.parameters import Weight, weights_of
 from .._product import apply
 from ..duality import promote
+from ..moe import Mixture
 from ._hooks import modules_by_name
 
 VECTORS, POWERS, SWEEPS = 8, 2, 32  # of a block; of W^T W in a sweep; at most

@@ -8,7 +8,8 @@ from torch.testing import assert_close
 pytest.importorskip("matplotlib")
 
 from benchmarks import moe
-from structlin import Mixture, StructuredLinear, load_balancing_loss
+from structlin import StructuredLinear
+from structlin.moe import Mixture, load_balancing_loss
 
 SMALL = {"width": 32, "depth": 1, "context": 16, "batch": 2, "heads": 1}
 

@@ -21,10 +21,10 @@ from structlin.modular import (
     ReLU,
     ResMLP,
     ResNet,
-    Scale,
     Structured,
     masses,
 )
+from structlin.modular.module import Add, Scale
 from structlin.optim import Muon, Normed
 from tests import models
 
@@ -298,7 +298,7 @@ def test_a_tuple_on_either_side_of_a_composition_and_a_bond_in_two_places():
     x = torch.randn(5, 2)
     h = c(x).relu()
     torch.testing.assert_close(net(x), (a(h), b(h).relu()))
-    torch.testing.assert_close((md.Add() @ (a, b))(h), a(h) + b(h))
+    torch.testing.assert_close((Add() @ (a, b))(h), a(h) + b(h))
     assert net.sensitivity == pytest.approx((1 + 0.5**0.5) * 0.5**0.5)
 
 
@@ -545,7 +545,7 @@ BAD = {
         "takes one input, .* tuple of 2",
     ),
     "no tuple": (
-        lambda: md.Add() @ Linear(4, 4), ValueError, "Add takes a tuple of inputs.* 4 features",
+        lambda: Add() @ Linear(4, 4), ValueError, "Add takes a tuple of inputs.* 4 features",
     ),
     "attention": (
         lambda: md.FunctionalAttention(causal=True) @ (Linear(4, 4), Linear(4, 4)), ValueError,

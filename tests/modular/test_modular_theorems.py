@@ -20,7 +20,6 @@ from structlin import BTT, Kronecker, LowRank
 from structlin.modular import (
     GELU,
     Abs,
-    Attributes,
     Bond,
     Composite,
     Conv2D,
@@ -33,9 +32,9 @@ from structlin.modular import (
     ReLU,
     RMSDivide,
     Structured,
-    Tuple,
     residual,
 )
+from structlin.modular.module import Attributes, Tuple
 
 MASSES = st.sampled_from([0.5, 1.0, 2.0, 3.0])
 WIDTHS = st.sampled_from([2, 4, 6])

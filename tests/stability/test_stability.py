@@ -15,6 +15,7 @@ from torch import nn
 
 import structlin
 from structlin import BTT, TT, Kronecker, LowRank, Monarch, StructuredLinear, convert
+from structlin._cola import to_cola
 from structlin.optim import Muon
 from structlin.stability import coordinate_check, lr_sweep, metrics, watch
 from tests.models import GPT
@@ -90,7 +91,7 @@ def test_the_dependency_of_a_structured_layer_is_the_norm_of_its_matrix(
 @pytest.mark.parametrize("structure", [BTT(rank=4), Kronecker(), Monarch(blocks=4)], ids=str)
 def test_the_dependency_of_a_structured_layer_is_what_lanczos_finds_on_its_cola_operator(structure):
     layer = StructuredLinear(144, 144, structure, dtype=torch.float64)
-    operator = structlin.to_cola(layer.structure, [core.detach() for core in layer.cores])
+    operator = to_cola(layer.structure, [core.detach() for core in layer.cores])
     lanczos = cola.linalg.Lanczos(max_iters=60)
     norm = cola.linalg.eigmax(cola.PSD(operator.T @ operator), alg=lanczos).sqrt().item()
     found = row(metrics(layer, torch.randn(2, 144, dtype=torch.float64)), "StructuredLinear")

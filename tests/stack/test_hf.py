@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 from benchmarks.zoo import MODELS, logits
-from structlin import BTT, LowRank, Mixture, StructuredLinear, convert, load, save, to_dense_
+from structlin import BTT, LowRank, StructuredLinear, convert, load, save, to_dense_
 from structlin.hf import declare
+from structlin.moe import Mixture
 
 
 def converted(name: str, **options):

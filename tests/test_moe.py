@@ -17,11 +17,9 @@ from structlin import (
     TT,
     Dense,
     LowRank,
-    Mixture,
     Monarch,
     StructuredLinear,
     convert,
-    load_balancing_loss,
     modular,
     optim,
     param_groups,
@@ -29,6 +27,7 @@ from structlin import (
     summary,
 )
 from structlin._kernels import engine, op
+from structlin.moe import Mixture, load_balancing_loss
 
 FAMILIES = [Dense(), LowRank(rank=3), BTT(), BTT(rank=2), Monarch(blocks=2), TT(rank=2, cores=3)]
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=str)

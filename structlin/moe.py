@@ -17,6 +17,7 @@ from ._linear import StructuredLinear
 from ._structure import Core, Structure
 from .scaling import init_std
 
+__all__ = ["Mixture", "load_balancing_loss"]
 Z_LOSS = 0.1  # weight of the logits' size in `Mixture.balance`, as in the paper's code
 
 
