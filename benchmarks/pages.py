@@ -1,11 +1,11 @@
-"""The tables and pictures of README.md and docs/, made from the kept results.
+"""The tables, numbers and pictures of README.md and docs/, made from the kept results.
 
     python -m benchmarks.pages            # writes them into the pages and docs/images
-    python -m benchmarks.pages --smoke    # draws and prints, writes nothing
+    python -m benchmarks.pages --smoke    # makes all of it, writes nothing
 
-A page has `<!-- name -->` where a table begins and `<!-- end -->` where it ends; whoever measures
-anew runs this script after it. tests/test_pages.py fails where a page or a picture is not what the
-results give. The tables of docs/scaling.md are `benchmarks.scaling`'s.
+A page has `<!-- name -->` where a table begins and `<!-- end -->` where it ends. The numbers inside
+sentences are those of `benchmarks.markers`. Run this script after each new measurement.
+tests/test_pages.py fails where a page or a picture is not what the results give.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import json
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +24,25 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Polygon
 
 from benchmarks import (
-    decay,
     layer,
     lr_transfer,
     model,
     moe,
-    muon_options,
-    muon_vs_adamw,
     optimizer,
     parts,
     peers,
+    scaling,
     search,
-    self_guided,
     starts,
     time_to_loss,
     transfer,
 )
 from benchmarks import minilm as minilm_run
-from benchmarks import polar as polar_run
+from benchmarks.markers import GROUPS, fill_numbers
 from benchmarks.papers import tables as papers
-from benchmarks.papers.verdicts import untested, verdicts
-from benchmarks.record import fill, read, table
+from benchmarks.papers.summary import evidence, summary
+from benchmarks.papers.verdicts import untested
+from benchmarks.record import RESULTS, fill, read, table
 from structlin import Core, Structure, to_dense
 
 ROOT = Path(__file__).parents[1]
@@ -67,7 +64,7 @@ def show_runs(name: str) -> str:
         seconds = row.get("clock", [row["seconds"]])[-1]
         figures = [f"{row['flops']:,}", f"{row['loss']:.3f}", f"{seconds:.0f}"]
         cells.append([row["label"], str(row["width"]), *figures])
-    return table(["", "width", "FLOPs a token", "held-out loss", "seconds"], cells)
+    return table(["", "width", "FLOPs per token", "held-out loss", "seconds"], cells)
 
 
 def muon() -> str:
@@ -83,45 +80,6 @@ def muon() -> str:
             short = f"{mean:.3f} ({row['short']['steps']} steps)"
         rows.append([task, *losses, f"{reached} of {row['steps']}", short])
     return table(["", "AdamW", "Muon", "Muon's steps to AdamW's loss", "Muon, shorter run"], rows)
-
-
-def show_grid(methods: list[str]) -> str:
-    """How the best rates of `methods` move over widths and depths."""
-    return transfer.shifts(read("transfer"), methods, "width", "depth")
-
-
-def polar() -> str:
-    """Losses by how exact the polar factors are, over the seeds, at equal steps and seconds."""
-    found = {(row["structure"], row["method"]): row for row in read("polar")["table"]}
-    structures = dict.fromkeys(structure for structure, _ in found)
-    rows = []
-    for method in dict.fromkeys(method for _, method in found):
-        cells = []
-        for each in structures:
-            row = found[each, method]
-            steps = f"{row['seconds']['steps']} steps"
-            cells += [
-                polar_run.spread(row["steps"]),
-                f"{polar_run.spread(row['seconds'])}, {steps}",
-            ]
-        rows.append([method, *cells])
-    titles = [f"{each}, equal {what}" for each in structures for what in ("steps", "seconds")]
-    return table(["", *titles], rows)
-
-
-def show_more(name: str) -> str:
-    """What `show_runs` leaves out; where there are, the seconds until another model's loss."""
-    rows, reached = read(name)["rows"], "seconds to the loss of"
-    others = list(dict.fromkeys(name for row in rows for name in row.get(reached, ())))
-    cells = []
-    for row in rows:
-        figures = [str(row["width"]), f"{row['params']:,}", f"{row['bits/char']:.3f}"]
-        for other in others:
-            until = row[reached].get(other, nan)
-            figures.append("never" if until is None else "" if isnan(until) else f"{until:.0f}")
-        cells.append([row["label"], *figures])
-    untils = [f"until {name}'s loss, s" for name in others]
-    return table(["", "width", "params", "bits a character", *untils], cells)
 
 
 def tuned_losses() -> str:
@@ -160,9 +118,9 @@ def show_seeds(name: str) -> str:
             factors = (times_fewer(each, run, other) for each, run in pairs)
             figures.append("" if rows == runs else ", ".join(factors))
         cells.append([row["label"], *figures])
-    titles = ["width", "params", "FLOPs a token", "held-out loss, by seed"]
+    titles = ["width", "params", "FLOPs per token", "held-out loss, by seed"]
     untils = [f"until {other}'s loss" for other in dense]
-    return table(["", *titles, f"ms a step / {widest}'s", *untils], cells)
+    return table(["", *titles, f"ms per step / {widest}'s", *untils], cells)
 
 
 def times_fewer(row: dict[str, Any], other: dict[str, Any], name: str) -> str:
@@ -258,72 +216,103 @@ def minilm_found() -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
+def front_speeds() -> str:
+    """The README's table: the speeds of both CPUs, EPYC / Xeon, against nn.Linear; forward and
+    backward of 4096 tokens."""
+    machines = (read("layer")["rows"], read("layer_xeon")["rows"])
+    structures = ("BTT r=1", "BTT r=4", "Monarch 16", "low-rank d/8")
+    lines = []
+    for d_in, d_out, dtype in (
+        (512, 512, "float32"),
+        (1024, 1024, "float32"),
+        (1024, 4096, "float32"),
+        (512, 512, "bfloat16"),
+        (1024, 1024, "bfloat16"),
+    ):
+        wanted = {"d_in": d_in, "d_out": d_out, "dtype": dtype, "tokens": 4096, "backward": True}
+        cells = [f"{d_in} -> {d_out}, {dtype}"]
+        for name in structures:
+            rows = [
+                papers.one(rows, structure=name, implementation="auto", **wanted)
+                for rows in machines
+            ]
+            cells.append(" / ".join(f"{row['x_dense']['median']:.2f}x" for row in rows))
+        lines.append(cells)
+    return table(["", *structures], lines)
+
+
+def other_rates() -> str:
+    """Where half or twice the chosen rate is better at a structure's widest model."""
+    lines = []
+    for setup, found in read("time_to_loss")["summaries"].items():
+        for check in found["checks"]:
+            if check["best_over_chosen"] < 1:
+                best = min(check["losses"], key=check["losses"].__getitem__)
+                loss = check["losses"][best]
+                chosen = loss / check["best_over_chosen"]
+                cells = [f"{setup}, {check['structure']}", best, f"{loss:.4f}", f"{chosen:.4f}"]
+                lines.append(cells)
+    return table(["", "better rate", "its loss", "loss at the chosen rate"], lines)
+
+
 def factors(setup: str, cost: str) -> str:
     """How many times fewer FLOPs or seconds until the dense model's loss."""
     return time_to_loss.markdown(read("time_to_loss"), setup, cost)
 
 
+BETTER_SPENT = (
+    "scaling", "residual MLPs", "ViTs", "some layers", "features", "normalisation", "GPT",
+)  # fmt: skip
+DUALITY = ("width", "watermark", "coefficients", "alignment")
+NORM = ("transfer", "nanoGPT", "normed", "contexts", "tared", "overhead")
+MUP = ("fresh", "training", "ffn")
+
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {
-        "main job": lambda: show_runs(MAIN_JOB),
-        "speed": lambda: layer.front_page(read("layer")),
-    },
+    "README.md": {"main job": lambda: show_runs(MAIN_JOB), "speed": front_speeds},
     "docs/speed.md": {
         "float32": lambda: layer.markdown(read("layer"), "float32"),
         "bfloat16": lambda: layer.markdown(read("layer"), "bfloat16"),
-        "few tokens": lambda: layer.few_tokens(read("layer")),
         "float32 Xeon": lambda: layer.markdown(read("layer_xeon"), "float32"),
         "bfloat16 Xeon": lambda: layer.markdown(read("layer_xeon"), "bfloat16"),
         "few tokens Xeon": lambda: layer.few_tokens(read("layer_xeon")),
         "peers": lambda: peers.markdown(read("peers")),
         "models": lambda: model.markdown(read("model")),
-        "parts": lambda: parts.show_shares(read("parts")),
         "remedies": lambda: parts.show_remedies(read("parts")),
     },
     "docs/optimizers.md": {
         "learning rates": lambda: lr_transfer.markdown(read("lr_transfer")),
         "tuned losses": tuned_losses,
-        "feature changes": papers.features,
         "muon": muon,
-        "muon tuned": lambda: muon_vs_adamw.tuned_markdown(read("muon_vs_adamw")),
-        "muon settings": lambda: muon_vs_adamw.settings_markdown(read("muon_vs_adamw")),
         "optimizer steps": lambda: optimizer.markdown(read("optimizer")),
-        "self guided": lambda: self_guided.markdown(read("self_guided")),
-        "muon options": lambda: muon_options.markdown(read("muon_options")),
-        "polar": polar,
     },
     "docs/transfer.md": {
         "farthest": lambda: transfer.farthest(read("transfer")),
-        "transfer": partial(show_grid, transfer.GRID),
-        "with decay": lambda: transfer.show_decay(read("transfer")),
-        "control": partial(show_grid, ["plain AdamW"]),
-        "alpha": partial(show_grid, transfer.HALVES),
         "batch": lambda: transfer.shifts(read("transfer"), transfer.GRID, "batch"),
         "steps": lambda: transfer.shifts(read("transfer"), transfer.GRID, "steps"),
-        "decay": lambda: decay.show_alone(read("decay")),
-        "rate and decay": lambda: decay.show_both(read("decay")),
     },
-    "docs/results.md": papers.TABLES
-    | {"verdicts": verdicts, "untested": untested, "three seeds": lambda: show_seeds(MAIN_JOB)}
-    | {
+    "docs/results.md": {"verdicts": summary, "untested": untested},
+    "docs/results/time_to_loss.md": {
         f"{setup} {cost}": partial(factors, setup, cost)
         for setup, cost in product(time_to_loss.SETUPS, ("flops", "seconds"))
-    },
+    }
+    | {"other rates": other_rates},
+    "docs/results/compute_better_spent.md": {name: papers.TABLES[name] for name in BETTER_SPENT},
+    "docs/results/modular_duality.md": {name: papers.TABLES[name] for name in DUALITY},
+    "docs/results/modular_norm.md": {name: papers.TABLES[name] for name in NORM},
+    "docs/results/beyond_mup.md": {name: papers.TABLES[name] for name in MUP},
     "docs/search.md": {
         "effects": lambda: search.show_effects(read("search")),
-        "findings": lambda: search.show_findings(read("search")),
-        "standings teacher": lambda: search.show_standings(read("search"), "teacher"),
         "standings digits": lambda: search.show_standings(read("search"), "digits"),
-        "standings text": lambda: search.show_standings(read("search"), "text"),
     },
     "docs/examples.md": {
-        "main job continued": lambda: show_more(MAIN_JOB),
+        "three seeds": lambda: show_seeds(MAIN_JOB),
         "GPT": lambda: show_seeds("train_gpt"),
     },
     "docs/convert.md": {
         "starts": lambda: starts.show(read("starts")),
         "starts tuned": lambda: starts.show(read("starts"), "tuned"),
     },
+    "docs/scaling.md": scaling.TABLES,
     "docs/mixtures.md": {"mixtures": lambda: moe.markdown(read("moe"))},
     "docs/compress.md": {
         "small GPT": small_gpt,
@@ -332,6 +321,23 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "found": minilm_found,
     },
 }
+
+
+def make_page(page: str) -> str:
+    """README.md or a page of docs/ with its tables and numbers made anew."""
+    text = fill((ROOT / page).read_text(encoding="utf-8"), TABLES.get(page, {}))
+    return fill_numbers(text, GROUPS)
+
+
+def find_pages() -> list[str]:
+    """The pages that may hold tables and numbers."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [str(path.relative_to(ROOT)) for path in found]
+
+
+def make_evidence() -> str:
+    """What verdicts.json holds."""
+    return json.dumps(evidence(), indent=1, ensure_ascii=False) + "\n"
 
 
 # ---- a structure as blocks and wires -------------------------------------------------------------
@@ -467,12 +473,14 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--smoke", action="store_true", help="write nothing")
     options = parser.parse_args(argv)
-    for page, tables in TABLES.items():
-        for name, make in tables.items():
-            print(f"# {page}, {name}\n\n{make()}\n")
+    for page in find_pages():
+        made = make_page(page)
+        print(f"# {page}: {len(made)} characters")
         if not options.smoke:
-            path = ROOT / page
-            path.write_text(fill(path.read_text(encoding="utf-8"), tables), encoding="utf-8")
+            (ROOT / page).write_text(made, encoding="utf-8")
+    verdicts = make_evidence()
+    if not options.smoke:
+        (RESULTS / "verdicts.json").write_text(verdicts, encoding="utf-8")
     for name, (content, draw) in PICTURES.items():
         figure = draw()
         if not options.smoke:

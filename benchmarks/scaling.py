@@ -242,19 +242,6 @@ def fsdp() -> str:
     return table(*rows)
 
 
-def axes() -> str:
-    """The axes that cut every core of a layer of the MLP."""
-    rows: list[Sequence[object]] = [
-        ["12288 -> 49152", "axis", "size", "first core", "last core", "x", "y"]
-    ]
-    for name in ("dense", "BTT r=4", "Monarch 16"):
-        structure = FAMILIES[name].structure(WIDTH, 4 * WIDTH)
-        for axis, (x, y) in cuttable(structure).items():
-            found = roles(structure, axis)
-            rows.append([name, f"`{axis}`", structure.sizes[axis], found[0], found[-1], x, y])
-    return table(*rows)
-
-
 def tensor_parallel() -> str:
     """A block on the GPUs of one node, the tokens of one GPU on all of them."""
     ceilings, _ = machine()
@@ -374,7 +361,6 @@ TABLES = {
     "layers": layers,
     "blocks": blocks,
     "fsdp": fsdp,
-    "axes": axes,
     "tensor parallel": tensor_parallel,
     "check": check,
 }

@@ -1,14 +1,13 @@
-"""The tables of docs/results.md, from the kept results; `benchmarks.pages` writes them."""
+"""The tables of docs/results/, from the kept results; `benchmarks.pages` writes them."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import product
-from math import exp, inf, log, log2
+from math import exp, log, log2
 from statistics import fmean
 from typing import Any
 
-from benchmarks.papers import sweeps
 from benchmarks.record import read, table
 
 Row = dict[str, Any]
@@ -101,42 +100,6 @@ def features() -> str:
     return table(["", *(f"width {width}" for width in widths)], lines)
 
 
-def untuned() -> str:
-    """Figure 1c: exponents, and losses over dense's at equal FLOPs, with nothing tuned."""
-    compared = read("papers/cbs_untuned")["comparisons"]
-    titles = ["", "exponent, naive", "aware", "loss / dense's, naive", "aware"]
-    lines = []
-    for task, by_structure in compared.items():
-        for structure, found in by_structure.items():
-            cells = [interval(found["exponents"][rule], 3, same) for rule in ("naive", "aware")]
-            cells += [interval(found["against_dense"][rule], 2, exp) for rule in ("naive", "aware")]
-            lines.append([f"{task}, {structure}", *cells])
-    return table(titles, lines)
-
-
-def tuning() -> str:
-    """An MLP structured throughout: losses with each rule tuned, and at dense's rate."""
-    rows = read("papers/cbs_tuning")["table"]
-    columns = {
-        "naive, tuned": ("naive", "tuned"),
-        "aware, tuned": ("aware", "tuned"),
-        "others x4, tuned": ("aware, others x4", "tuned"),
-        "naive, dense's": ("naive", "dense's"),
-        "aware, dense's": ("aware", "dense's"),
-    }
-    widths = sorted(names(rows, "width"))
-    lines = []
-    for structure in names(rows, "structure"):
-        if structure == "dense":
-            continue
-        losses = [
-            one(rows, structure=structure, width=width, rule=rule)[kind]
-            for width, (rule, kind) in product(widths, columns.values())
-        ]
-        lines.append([structure, *(f"{loss:.4f}" for loss in losses)])
-    return table(["", *(f"{width}: {name}" for width, name in product(widths, columns))], lines)
-
-
 def norm() -> str:
     """Figure 7: RMS of the residual stream, and the loss."""
     result = read("papers/cbs_norm")
@@ -164,43 +127,8 @@ def gpt() -> str:
         flops, head = best[0]["flops"], best[0]["head_flops"]
         cells = [structure, str(width), f"{flops:,}", f"{100 * head / flops:.0f} %", losses]
         lines.append(cells)
-    titles = ["", "width", "FLOPs a token", "of the head", "held-out loss, by seed"]
+    titles = ["", "width", "FLOPs per token", "of the head", "held-out loss, by seed"]
     return table(titles, lines)
-
-
-def projection() -> str:
-    """Appendix D: from which rank on a structure is every matrix."""
-    lines = [
-        [
-            row["structure"],
-            f"{row['in']} -> {row['out']}",
-            ", ".join(map(str, row["bonds"])),
-            f"{row['params_over_dense']:.2f}",
-            f"{row['error_of_rank_1']:.2f}",
-            f"{row['least_error_below']:.0e}",
-            f"{row['largest_error_at_bound']:.0e}",
-        ]
-        for row in read("papers/cbs_projection")["table"]
-    ]
-    titles = ["structure", "in -> out", "bound", "params / dense at the bound"]
-    return table([*titles, "error at rank 1", "one rank before", "at the bound"], lines)
-
-
-def sgd() -> str:
-    """Appendix H: log2 of the best rate over dense's."""
-    tasks = read("papers/cbs_sgd")["shifts"]
-    rows = next(iter(tasks.values()))["table"]
-    columns = [*product(tasks, {"naive": "naive", "aware": "ours"}.items(), (64, 256))]
-    lines = []
-    for structure in names(sorted(rows, key=lambda row: row["structure"] != "dense"), "structure"):
-        cells = [structure]
-        for task, (rule, _), width in columns:
-            wanted = {"structure": structure, "rule": rule, "width": width}
-            cells += [f"{row['shift']:+.0f}" for row in select(tasks[task]["table"], **wanted)] or [
-                ""
-            ]
-        lines.append(cells)
-    return table(["", *(f"{task}: {name} {width}" for task, (_, name), width in columns)], lines)
 
 
 # ---- Modular Duality -----------------------------------------------------------------------------
@@ -306,22 +234,6 @@ def transfer() -> str:
     return table(["", *METHODS], lines)
 
 
-def kept_rate() -> str:
-    """Figures 1 and 4: losses of the smallest and the largest size at the rate that is best at the
-    smallest."""
-    rows, lines = read("papers/mn_transfer")["rows"], []
-    for network, axis in dict.fromkeys((row["network"], row["axis"]) for row in rows):
-        cells = [f"{network}, {axis}"]
-        for method in METHODS:
-            found = select(rows, network=network, axis=axis, method=method)
-            curves = {size: curve for (_, size), curve in sweeps.losses(found).items()}
-            kept = sweeps.best(curves[min(curves)])
-            first, last = (curves[size][kept] for size in (min(curves), max(curves)))
-            cells.append(f"{first:.2f} {last:.2f}" if last < inf else f"{first:.2f} diverges")
-        lines.append(cells)
-    return table(["", *METHODS], lines)
-
-
 def nanogpt() -> str:
     """Figure 5: the best rates of plain Adam, the least losses, and what keeping a rate costs."""
     lines = []
@@ -351,32 +263,6 @@ def normed() -> str:
         lines.append([label, *losses, interval(row, 2, exp), *cells])
     titles = ["", "normed", "plain", "normed / plain", "log2 of the best rate, normed", "plain"]
     return table(titles, lines)
-
-
-def masses() -> str:
-    """Figure 3: the least loss at each mass."""
-    found = read("papers/mn_mass")["masses"]
-    titles = {"0.0625": "1/16", "0.25": "1/4", "1.0": "1", "4.0": "4", "16.0": "16"}
-    lines = [
-        [f"{axis} {size}", *(f"{row['curve'][mass]:.4f}" for mass in titles)]
-        for axis, sizes in found.items()
-        for size, row in sizes.items()
-    ]
-    return table(["final loss at mass", *titles.values()], lines)
-
-
-def masses_gpt() -> str:
-    """Figures 3 and 7: the least loss of a GPT at each mass, geometric means over the seeds, and
-    its rate."""
-    rows, lines = read("papers/mn_mass_gpt")["rows"], []
-    masses = sorted(names(rows, "mass"))
-    for size, corpus in dict.fromkeys((row["size"], row["corpus"]) for row in rows):
-        found = select(rows, size=size, corpus=corpus)
-        curves = sweeps.losses([row | {"method": "", "size": row["mass"]} for row in found])
-        best = {mass: (sweeps.best(curves["", mass]), curves["", mass]) for mass in masses}
-        cells = [f"{curve[lr]:.3f} ({lr:g})" for lr, curve in best.values()]
-        lines.append([f"{size}, {corpus}", *cells])
-    return table(["final loss (rate) at mass", *(f"{mass:g}" for mass in masses)], lines)
 
 
 def tared() -> str:
@@ -472,23 +358,16 @@ TABLES: dict[str, Callable[[], str]] = {
     "ViTs": partial(vision, "cbs_vit"),
     "some layers": some_layers,
     "features": features,
-    "untuned": untuned,
-    "tuning": tuning,
     "normalisation": norm,
     "GPT": gpt,
-    "projection": projection,
-    "SGD": sgd,
     "width": width,
     "watermark": watermark,
     "coefficients": coefficients,
     "alignment": alignment,
     "transfer": transfer,
-    "kept rate": kept_rate,
     "nanoGPT": nanogpt,
     "normed": normed,
     "contexts": contexts,
-    "masses": masses,
-    "GPT masses": masses_gpt,
     "tared": tared,
     "overhead": overhead,
     "fresh": fresh,

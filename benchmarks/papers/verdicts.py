@@ -1,5 +1,5 @@
-"""The tables at the head of docs/results.md: each claim of the papers and what our rows say of it,
-and what is not tested.
+"""Each claim of the papers and what our rows say of it, and what is not tested: for
+docs/results.md and benchmarks/results/verdicts.json.
 
 Verdicts and numbers are computed from the kept results. They are of the setting that was run, which
 is smaller than the paper's everywhere, and in some rows another one; the page says how.
@@ -29,12 +29,9 @@ FLAT = 0.15  # a power of the width, without its sign
 ROUNDING = 1e-5  # of float32, in a product of 256 features
 
 
-def verdicts() -> str:
-    """Every claim that was tried."""
-    rows = [*better_spent(), *duality(), *norm(), *stability()]
-    lines = [[f"{where}: {claim}", verdict, found] for where, claim, verdict, found in rows]
-    head, _, *body = table(["the paper's claim", "here", "what was found"], lines).splitlines()
-    return "\n".join([head, "|---|---|---|", *body])
+def find_verdicts() -> list[tuple[str, ...]]:
+    """Every claim that was tried: figure, claim, verdict, and the numbers that decided it."""
+    return [*better_spent(), *duality(), *norm(), *stability()]
 
 
 def better_spent() -> list[tuple[str, ...]]:
@@ -96,7 +93,7 @@ def carries_over() -> tuple[str, ...]:
         judge(largest["aware"] <= 1 < largest["naive"]),
         f"within a factor of {2 ** largest['aware']:.0f} ({mean['aware']:.2f} factors of 2 on "
         f"average) for 6 structures and 3 widths; without it of {2 ** largest['naive']:.0f} "
-        f"({mean['naive']:.2f}): [optimizers](optimizers.md)",
+        f"({mean['naive']:.2f})",
     )
 
 
@@ -499,7 +496,7 @@ def duality() -> list[tuple[str, ...]]:
             judge(*(row["Muon"]["loss"] < row["AdamW"]["loss"] for row in muon)),
             "lower loss than AdamW for "
             f"{sum(row['Muon']['loss'] < row['AdamW']['loss'] for row in muon)} of {len(muon)} "
-            "models; wall time is not measured: [optimizers](optimizers.md)",
+            "models; wall time is not measured",
         ),
         *aligned(),
     ]
@@ -674,37 +671,18 @@ def in_norm() -> list[tuple[str, ...]]:
 
 # ---- what is not tested --------------------------------------------------------------------------
 
-UNTESTED = (  # of the paper, why; durations are estimates
-    (
-        "CBS 2b at widths to 4096, 100 epochs of CIFAR-10",
-        "here 60 steps of the digits, widths to 1024: two cores",
-    ),
-    (
-        "CBS 3 at width 1024 on CIFAR-10, muP with one base width for all layers",
-        "days; here width 144 on the digits, muP layer by layer, as in the paper's code",
-    ),
-    (
-        "CBS 1b, 4a-b on CIFAR, training error, widths to 16384, TT of rank 16",
-        "days; here the residual MLP of E.1 on augmented digits, held-out loss, widths to 576",
-    ),
-    (
-        "CBS 4c-d on CIFAR-100, its training error and low-rank layers; 8 on ImageNet",
-        "days on two cores; here held-out digits, widths to 256",
-    ),
-    (
-        "CBS 9 with widths of 1024 to 2560 and 600,000 steps",
-        "days; here widths to 576, 300 steps",
-    ),
-    ("CBS 10a: seconds against FLOPs on a GPU", "no GPU; [speed](speed.md) has a CPU's"),
-    (
-        "MD 1 with 20 epochs of CIFAR-10 (some 7,800 steps), widths to 4096",
-        "hours; here 500 steps of the digits, widths to 256",
-    ),
+UNTESTED = (  # of the paper, and what was run instead or why not; durations are estimates
+    ("CBS 2b: widths to 4096, 100 epochs of CIFAR-10", "60 steps of the digits, widths to 1024"),
+    ("CBS 3: width 1024 on CIFAR-10, one base width", "width 144 on the digits, muP by layer"),
+    ("CBS 1b, 4a-b: CIFAR, training error, widths to 16384", "digits, held out, widths to 576"),
+    ("CBS 4c-d: CIFAR-100, low-rank; 8: ImageNet", "held-out digits, widths to 256"),
+    ("CBS 9: widths 1024 to 2560, 600,000 steps", "widths to 576, 300 steps"),
+    ("CBS 10a: seconds against FLOPs on a GPU", "a CPU's: [speed](speed.md)"),
+    ("MD 1: 20 epochs of CIFAR-10, widths to 4096", "500 steps of the digits, widths to 256"),
     ("MD 6.1, 6.2: the wall time of NanoGPT", "no GPU"),
     (
-        "MN 1, 3 to 5, 7, 9 to 12 with 10,000 steps, on CIFAR-10, OpenWebText, TinyStories and "
-        "Shakespeare, at more widths and depths",
-        "days; here 40 to 120 steps of the digits and of other texts, two or three sizes",
+        "MN 1, 3 to 5, 7, 9 to 12: 10,000 steps, CIFAR-10, OpenWebText, TinyStories, Shakespeare",
+        "40 to 120 steps of digits and other texts, two or three sizes",
     ),
     ("MN A.1; A.2's `regularize`; C.4; section 5's cheaper norms", "not implemented"),
     ("BM: Out Norm, a constrained spectral norm", "not implemented"),
@@ -712,7 +690,6 @@ UNTESTED = (  # of the paper, why; durations are estimates
 
 
 def untested() -> str:
-    """What of the papers is not tested as they have it, and why."""
-    lines = [[what, "not tested here", why] for what, why in UNTESTED]
-    head, _, *body = table(["of the paper", "", "why"], lines).splitlines()
-    return "\n".join([head, "|---|---|---|", *body])
+    """What of the papers is not tested as they have it, and what was run instead."""
+    head, _, *body = table(["of the paper", "here"], [list(row) for row in UNTESTED]).splitlines()
+    return "\n".join([head, "|---|---|", *body])

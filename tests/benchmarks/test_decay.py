@@ -1,8 +1,7 @@
-"""What benchmarks.decay trains and reports, and what docs/transfer.md says of its result."""
+"""What benchmarks.decay trains and reports."""
 
 import math
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -87,56 +86,13 @@ def test_what_is_carried_over_is_the_base_points_best_and_its_loss_there(monkeyp
     assert "| BTT r=1, Muon | -4.00, -6 | -0.75, +2, 1.35 | not run | not run |" in table
 
 
-# ---- docs/transfer.md ----------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def result():
-    return read("decay")
-
-
-@pytest.fixture(scope="module")
-def page():
-    path = Path(__file__).parents[2] / "docs" / "transfer.md"
-    return " ".join(path.read_text(encoding="utf-8").split())
-
-
-def test_what_is_said_of_decay_is_what_the_kept_result_has(result, page):
-    assert "The loss hardly depends on the decay here" in page
+# ---- the kept result -----------------------------------------------------------------------------
+def test_the_points_of_the_kept_result_were_run_whole():
+    result = read("decay")
     assert len(result["decay"]) == 6
-    assert all(row["cost"] < 1.05 for row in result["decay"])
-    setting = result["setting"]
-    assert "training takes 150 steps" in page
-    assert setting["steps"] == 150
-    assert "AdamW at rate 2^-7 of the base" in page
-    assert setting["lr"] == 2.0**-7
-    assert setting["widths"] == [64, 512]
-
-
-def test_what_is_said_of_rate_and_decay_is_what_the_kept_result_has(result, page):
+    assert result["setting"]["lr"] == 2.0**-7
+    assert result["setting"]["widths"] == [64, 512]
     away = [row for row in result["rate and decay"] if (row["width"], row["depth"]) != (64, 2)]
     ran = {(row["structure"], row["method"], row["width"], row["depth"]) for row in away}
-    normed = decay.NORMED
-    both = product(decay.STRUCTURES, ("AdamW", normed), decay.POINTS[1:])
+    both = product(decay.STRUCTURES, ("AdamW", decay.NORMED), decay.POINTS[1:])
     assert ran == {(s, m, *point) for s, m, point in both} | {("BTT r=1", "Muon", 256, 16)}
-    shifts = {m: [row["shift"] for row in away if row["method"] == m] for m in decay.DEFAULTS}
-    most = {m: max(map(abs, found)) for m, found in shifts.items()}
-    near = {m: sum(abs(shift) <= 0.5 for shift in found) for m, found in shifts.items()}
-    assert (
-        f"within sqrt 2 of the base point's at {near['AdamW']} of 18 points under AdamW and at "
-        f"{near[normed]} of 18 under Normed" in page
-    )
-    assert len(shifts["AdamW"]) == len(shifts[normed]) == 18
-    down = sum(shift < 0 for shift in shifts[normed])
-    assert (
-        f"It moves by up to {most['AdamW']:.2f} factors of 2 under AdamW, both ways, and "
-        f"{most[normed]:.2f} under Normed, downwards at {down} of 18 points" in page
-    )
-    assert min(shifts["AdamW"]) < -0.5
-    assert max(shifts["AdamW"]) > 0.5
-    costs = [row["cost"] for row in away]
-    assert (
-        f"keeping the base point's rate and decay costs a factor of "
-        f"{min(cost['value'] for cost in costs):.2f} to "
-        f"{max(cost['value'] for cost in costs):.2f} of the loss" in page
-    )
-    shown = sum(cost["low"] > 1 for cost in costs)
-    assert f"and in {shown} of {len(costs)} cases more than the seeds show" in page

@@ -1,0 +1,557 @@
+"""The numbers inside the sentences of README.md and docs/, computed from the kept results.
+
+A page has `<!-- n:group.name -->1.19<!-- /n -->`, which a reader sees as 1.19. `benchmarks.pages`
+writes the number anew. A group is a function below that returns its numbers by name.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from itertools import product
+from math import exp
+from statistics import fmean, geometric_mean
+from typing import Any
+
+from benchmarks import muon_vs_adamw, self_guided, transfer
+from benchmarks import parts as step_parts
+from benchmarks.layer import FEW
+from benchmarks.papers.summary import count_verdicts
+from benchmarks.papers.tables import interval, one, select
+from benchmarks.record import read
+
+Row = dict[str, Any]
+MARKER = re.compile(r"<!-- n:(\w+)\.(\w+) -->(.*?)<!-- /n -->", re.DOTALL)
+SEEDS = ("", "_seed1", "_seed2")  # of the programs of examples/
+
+
+def fill_numbers(text: str, groups: Mapping[str, Callable[[], Mapping[str, str]]]) -> str:
+    """`text` with every number between `<!-- n:group.name -->` and `<!-- /n -->` made anew.
+
+    Raises:
+        KeyError: no function of `groups` returns a number of that name.
+
+    >>> fill_numbers("2 + 2 = <!-- n:sum.two -->5<!-- /n -->", {"sum": lambda: {"two": "4"}})
+    '2 + 2 = <!-- n:sum.two -->4<!-- /n -->'
+    """
+
+    def made(match: re.Match[str]) -> str:
+        group, name, _ = match.groups()
+        if group not in groups or name not in groups[group]():
+            raise KeyError(f"no number {group}.{name}: benchmarks/markers.py has none of that name")
+        return f"<!-- n:{group}.{name} -->{groups[group]()[name]}<!-- /n -->"
+
+    return MARKER.sub(made, text)
+
+
+def percent(share: float, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f}"
+
+
+def least_and_most(values: Iterable[float], form: str, suffix: str = "") -> dict[str, str]:
+    """The ends of `values` under the names "<suffix>least" and "<suffix>most"."""
+    found = list(values)
+    return {f"{suffix}least": format(min(found), form), f"{suffix}most": format(max(found), form)}
+
+
+# ---- speed ---------------------------------------------------------------------------------------
+
+
+def layer_rows(name: str, **wanted: Any) -> Iterator[Row]:
+    """The rows of square layers as they run by default, that have what is `wanted`."""
+    for row in select(read(name)["rows"], implementation="auto", **wanted):
+        if row["d_in"] == row["d_out"]:
+            yield row
+
+
+def find_btt(name: str, dtype: str) -> Row:
+    """BTT of rank 1 at width 1024, forward and backward of 4096 tokens."""
+    wanted = {"structure": "BTT r=1", "d_in": 1024, "tokens": 4096, "backward": True}
+    (row,) = layer_rows(name, dtype=dtype, **wanted)
+    return row
+
+
+def front() -> dict[str, str]:
+    """BTT of rank 1 at width 1024 on both CPUs, in float32 and bfloat16."""
+    speeds = [
+        find_btt(name, dtype)["x_dense"]["median"]
+        for name, dtype in product(("layer", "layer_xeon"), ("float32", "bfloat16"))
+    ]
+    return {"slowest": f"{min(speeds):.1f}", "fastest": f"{max(speeds):.1f}"}
+
+
+def few() -> dict[str, str]:
+    """Forward passes of few tokens on the EPYC that are slower than nn.Linear."""
+    rows = [row for row in layer_rows("layer", backward=False) if row["tokens"] in FEW]
+    slower = sum(row["x_dense"]["median"] < 1 for row in rows)
+    return {"layers": str(len(rows)), "epyc_slower": str(slower)}
+
+
+def roofline() -> dict[str, str]:
+    machines = {"xeon": "layer_xeon", "epyc": "layer"}
+    return {
+        f"{machine}_{dtype}": f"{find_btt(name, dtype)['fused_share']:.2f}"
+        for (machine, name), dtype in product(machines.items(), ("float32", "bfloat16"))
+    }
+
+
+def model() -> dict[str, str]:
+    """Whole models, not compiled; a share is of the speed of the model without linear layers."""
+    speeds = {
+        (row["variant"], row["model"], row["task"]): row["x_dense"]
+        for row in select(read("model")["rows"], compiled=False)
+    }
+    shares = [
+        speed["median"] / speeds["none", name, task]["median"]
+        for (variant, name, task), speed in speeds.items()
+        if variant == "BTT r=1, all"
+    ]
+    training = [found for (_, *job), found in speeds.items() if job == ["GPT-2 small", "training"]]
+    widest = max(training, key=lambda found: found["p80"] / found["p20"])
+    return {
+        **least_and_most(shares, ".2f", "share_"),
+        "spread_low": f"{widest['p20']:.1f}",
+        "spread_high": f"{widest['p80']:.1f}",
+        "gpt_training": f"{speeds['BTT r=1, all', 'GPT-2 small', 'training']['median']:.1f}",
+    }
+
+
+def parts() -> dict[str, str]:
+    left = step_parts.parts_of_whole(read("parts")["shares"]["rows"])
+    return {
+        "linear": percent(1 - left["linear layers (BTT r=1)"]),
+        "head": percent(1 - left["head and loss"]),
+    }
+
+
+def peers() -> dict[str, str]:
+    """Our speed over that of other packages."""
+    rows = [row for row in read("peers")["rows"] if "structlin_x" in row]
+
+    def speeds(structure: str, name: str = "", **wanted: Any) -> list[float]:
+        return [
+            row["structlin_x"]["median"]
+            for row in select(rows, **wanted)
+            if row["structure"].startswith(structure) and name in row["implementation"]
+        ]
+
+    training = {"dtype": "float32", "backward": True}
+    few = [*speeds("Monarch 4", tokens=16, **training), *speeds("BLAST", tokens=16, **training)]
+    forming = {"tokens": 4096, "dtype": "bfloat16", "backward": False}
+    return {
+        "fastkron": str(sum(speed > 1 for speed in speeds("Kronecker", "fastkron"))),
+        **least_and_most(speeds("BTT", "strided", tokens=4096), ".1f", "btt_"),
+        "monarch": f"{min(speeds('Monarch 4', tokens=4096, **training)):.2f}",
+        **least_and_most(few, ".2f", "few_"),
+        "tt": f"{min(speeds('TT r=8', 'reconstructed', **forming)):.2f}",
+    }
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+def main() -> dict[str, str]:
+    """The main job: dense 512, dense 1024, BTT 1024, BTT 3296; seed 0 but for `below`."""
+    kept = [read(f"train_mlp_lm{end}")["rows"] for end in SEEDS]
+    _, dense, btt, widest = kept[0]
+    return {
+        "gap": f"{math.ceil(200 * abs(btt['loss'] / dense['loss'] - 1)) / 2:g}",
+        "share": percent(btt["clock"][-1] / dense["clock"][-1]),
+        "until": percent(widest["seconds to the loss of"]["dense 1024"] / dense["clock"][-1]),
+        "below": str(sum(rows[2]["loss"] < rows[1]["loss"] for rows in kept)),
+    }
+
+
+def gpt() -> dict[str, str]:
+    """The GPTs of examples/: dense, naive rate, our rate, our rate and wider."""
+    lower, steps, seconds, higher = [], [], [], []
+    for dense, _, ours, wider in (read(f"train_gpt{end}")["rows"] for end in SEEDS):
+        until = wider["seconds to the loss of"]["dense 128"]
+        lower.append(100 * (1 - wider["loss"] / dense["loss"]))
+        higher.append(100 * (ours["loss"] / dense["loss"] - 1))
+        steps.append(100 * until / wider["clock"][-1])
+        seconds.append(until / dense["clock"][-1])
+    return {
+        "seconds": f"{min(seconds):.1f} to {max(seconds):.1f}",
+        "equal_width": f"{min(higher):.0f} to {max(higher):.0f}",
+        **least_and_most(lower, ".1f", "lower_"),
+        **least_and_most(steps, ".0f", "steps_"),
+    }
+
+
+def rates() -> dict[str, str]:
+    """Learning-rate transfer on digits: the naive rule and ours."""
+    result = read("lr_transfer")
+    mean, largest, table = result["mean_shift"], result["largest_shift"], result["table"]
+    pairs = {
+        (row["structure"], row["width"]): (
+            row,
+            one(table, structure=row["structure"], width=row["width"], rule="aware"),
+        )
+        for row in select(table, rule="naive")
+    }
+    tuned = [naive["best_loss"] / ours["best_loss"] for naive, ours in pairs.values()]
+    kept = "loss_at_reference_lr"
+    won = [width for (_, width), (naive, ours) in pairs.items() if ours[kept] < naive[kept]]
+    shifts = {
+        f"{rule}_{name}": fmean(
+            abs(row["shift"]) for row in select(table, structure=structure, rule=rule)
+        )
+        for rule in ("naive", "aware")
+        for name, structure in (("lowrank", "low-rank"), ("monarch", "Monarch"))
+    }
+    return {
+        **{f"{rule}_mean": f"{mean[rule]:.2f}" for rule in mean},
+        **{f"{rule}_factor": f"{2 ** largest[rule]:.0f}" for rule in largest},
+        **{name: f"{shift:.2f}" for name, shift in shifts.items()},
+        "cases": str(len(pairs)),
+        "naive_wins": str(sum(ratio < 1 for ratio in tuned)),
+        "naive_by": f"{1 / min(tuned):.1f}",
+        "aware_wins": str(len(won)),
+        "aware_wins_wide": str(won.count(1024)),
+        "aware_wins_narrow": str(won.count(64)),
+    }
+
+
+def muon() -> dict[str, str]:
+    """Muon beside AdamW, and what was tried around its step."""
+    result = read("muon_vs_adamw")
+    rows = result["table"]
+    reached = [
+        step / rows[0]["steps"] for row in rows for step in row["muon_steps_to_adamws_loss"] if step
+    ]
+    losses = muon_vs_adamw.setting_losses(result["settings"])
+    usual, shorter, *_ = muon_vs_adamw.SETTINGS
+    ahead = [
+        ours < theirs
+        for (text, structure, setting), found in losses.items()
+        if setting == usual
+        for ours, theirs in zip(losses[text, structure, shorter], found, strict=True)
+    ]
+    tuned = select(result["tuned"], structure="BTT r=1", way="all of it")
+    adamw = one(rows, task="GPT", structure="BTT r=1")
+    options = {(row["option"], row["structure"]): row for row in read("muon_options")["table"]}
+    cautious = [options["cautious steps", each]["wins"] for each in ("dense", "BTT r=1")]
+    cost = options["cap of 2", "dense"]["loss"] - options["plain", "dense"]["loss"]
+    return {
+        "models": str(sum(row["Muon"]["loss"] < row["AdamW"]["loss"] for row in rows)),
+        "least": percent(min(reached)),
+        "most": percent(max(reached)),
+        "shorter_wins": str(sum(ahead)),
+        "shorter_runs": str(len(ahead)),
+        "tuned": f"{fmean(row['loss'] for row in tuned):.3f}",
+        "tuned_steps": str(round(muon_vs_adamw.SHORT * adamw["steps"])),
+        "adamw": f"{adamw['AdamW']['loss']:.3f}",
+        "adamw_steps": str(adamw["steps"]),
+        "cautious": str(sum(cautious)),
+        "cap": f"{cost:.2f}",
+    }
+
+
+def settings() -> dict[str, str]:
+    """Muon's settings on the GPT of characters, 800 steps, mean of 3 seeds."""
+    losses = muon_vs_adamw.setting_losses(read("muon_vs_adamw")["settings"])
+    names = ("usual", "shorter", "tenth", "recipe")
+    return {
+        f"{name}_{kind}": f"{fmean(losses['characters', structure, setting]):.3f}"
+        for name, structure in (("dense", "dense"), ("btt", "BTT r=1"))
+        for kind, setting in zip(names, muon_vs_adamw.SETTINGS, strict=True)
+    }
+
+
+def step() -> dict[str, str]:
+    """What a step of Muon costs."""
+    runs = {
+        (row["width"], row["threads"]): {each["optimizer"]: each for each in row["optimizers"]}
+        for row in read("optimizer")["rows"]
+    }
+    found = least_and_most(
+        (each["structlin Muon"]["beside_torch"]["median"] for each in runs.values()), ".2f"
+    )
+    for threads, name in ((1, "one_"), (2, "two_")):
+        shares = [
+            100 * each["structlin Muon on BTT"]["share"]["median"]
+            for (_, count), each in runs.items()
+            if count == threads
+        ]
+        found |= least_and_most(shares, ".1f", name)
+    return found
+
+
+def polar() -> dict[str, str]:
+    """Held-out losses by the exactness of the polar factor, each method at its best rate."""
+    rows = read("polar")["table"]
+    found = {}
+    for name, structure in (("dense", "dense"), ("btt", "BTT r=1")):
+        chosen = select(rows, structure=structure)
+        default = one(chosen, method="default")["seconds"]["loss"]
+        if default != min(row["seconds"]["loss"] for row in chosen):
+            raise ValueError(
+                f"docs/optimizers.md calls the default the lowest, not so: {structure}"
+            )
+        for equal in ("steps", "seconds"):
+            losses = [row[equal]["loss"] for row in chosen]
+            found |= least_and_most(losses, ".3f", f"{name}_{equal}_")
+    return found
+
+
+def guided() -> dict[str, str]:
+    """In how many runs self-guided training helps."""
+    rows = read("self_guided")["rows"]
+    btt, low = self_guided.STRUCTURES
+
+    def wins(structure: str, way: str, against: str) -> int:
+        losses = (self_guided.losses_of(rows, structure, each) for each in (way, against))
+        return sum(ours < theirs for ours, theirs in zip(*losses, strict=True))
+
+    def longer(against: str) -> str:
+        return str(sum(wins(each, "plain, equal FLOPs", against) for each in (btt, low)))
+
+    return {
+        "btt": str(wins(btt, "self-guided", "plain")),
+        "lowrank": str(wins(low, "self-guided", "plain")),
+        "plain_random": longer("self-guided, at random"),
+        "plain_always": longer("self-guided"),
+    }
+
+
+def far(summary: list[Row], method: str) -> list[Row]:
+    """The points of the grid whose best rate is beyond sqrt 2 of the base point's."""
+    return [row for row in transfer.on_grid(summary, method) if abs(row["shift"]) > 0.5]
+
+
+def carried() -> dict[str, str]:
+    """What carries over to more width and depth: `transfer` in the pages."""
+    result = read("transfer")
+    summary = result["summary"]
+    grid = {method: transfer.on_grid(summary, method) for method in transfer.METHODS}
+    costs = {
+        name: f"{max(row['cost'] for row in grid[method]):.2f}"
+        for name, method in (
+            ("cost_normed", "Normed"),
+            ("cost_power", transfer.POWER),
+            ("cost_adamw", "AdamW"),
+            ("cost_muon", "Muon"),
+        )
+    }
+    near = [
+        sum(abs(row["shift"]) <= 0.5 for row in grid[method]) - 6
+        for method in list(transfer.DECAYS)[1:]
+    ]
+    most = {
+        (method, structure): max(
+            abs(row["shift"]) for row in grid[method] if row["structure"] == structure
+        )
+        for method, structure in product(("AdamW", "plain AdamW"), transfer.FEW)
+    }
+    return {
+        **costs,
+        "points": str(len(grid["Normed"])),
+        "adamw_far": str(len(far(summary, "AdamW"))),
+        "muon_far": str(len(far(summary, "Muon"))),
+        "muon_most": f"{max(row['shift'] for row in far(summary, 'Muon')):.2f}",
+        "decay_16": str(near[0]),
+        "decay_4": str(near[1]),
+        "no_decay": str(sum(row["decay"] == 0 for row in transfer.with_decay(result))),
+        "control_dense": f"{most['plain AdamW', 'dense']:.1f}",
+        "control_btt": f"{most['plain AdamW', 'BTT r=1']:.1f}",
+        "ruled_dense": f"{most['AdamW', 'dense']:.2f}",
+        "ruled_btt": f"{most['AdamW', 'BTT r=1']:.2f}",
+        "control_cost": f"{max(row['cost'] for row in grid['plain AdamW']):.0f}",
+    }
+
+
+def decay() -> dict[str, str]:
+    """Noisy labels: rate and decay searched together."""
+    rows = [
+        row for row in read("decay")["rate and decay"] if (row["width"], row["depth"]) != (64, 2)
+    ]
+    found = {}
+    for name, method in (("adamw", "AdamW"), ("normed", transfer.POWER)):
+        shifts = [abs(row["shift"]) for row in select(rows, method=method)]
+        found[f"{name}_near"] = str(sum(shift <= 0.5 for shift in shifts))
+        found[f"{name}_most"] = f"{max(shifts):.2f}"
+    return found | least_and_most((row["cost"]["value"] for row in rows), ".2f", "cost_")
+
+
+def search() -> dict[str, str]:
+    """How many of the structures that were trained share many parameters."""
+    result = read("search")
+    rows = result["summaries"]["digits"]["flops"]["standings"]
+    return {
+        "structures": str(len(rows)),
+        "sharing": str(sum(row["omega"] >= 0.3 for row in rows)),
+    }
+
+
+def moe() -> dict[str, str]:
+    rows = {row["kind"]: row for row in read("moe")["table"]}
+    mixture, dense = rows["BTT-MoE, 2 of 8"], rows["dense"]
+    return {
+        "lower": percent(1 - fmean(mixture["losses"]) / fmean(dense["losses"])),
+        "params": f"{mixture['params'] / dense['params']:.1f}",
+        "time": f"{mixture['step']['median']:.1f}",
+        "largest": percent(mixture["largest_share"]),
+    }
+
+
+def models() -> dict[str, str]:
+    from benchmarks.models import DOCUMENT
+
+    return {"count": str(DOCUMENT.read_text(encoding="utf-8").count("one graph"))}
+
+
+# ---- the papers ----------------------------------------------------------------------------------
+
+
+def cbs() -> dict[str, str]:
+    """Compute Better Spent."""
+    changed = read("papers/cbs_features")
+    grown = [exp(found["value"]) for found in changed["growth"]["aware"].values()]
+    short = {name: exp(found["value"]) for name, found in changed["shortfall"].items()}
+    lowrank = short.pop("low-rank")
+    aware = select(read("papers/cbs_tuning")["advantages"], rule="aware")
+    means = {
+        (kind, width): geometric_mean(row[kind] for row in select(aware, width=width))
+        for kind, width in product(("tuned", "dense's"), (64, 256))
+    }
+    normed = {(r["lr"], r["model"]): r["loss"] for r in read("papers/cbs_norm")["table"]}
+
+    def higher(name: str, rate: str = "usual") -> float:
+        return float(normed[rate, f"BTT, {name}"] / normed[rate, "BTT"] - 1)
+
+    untuned = read("papers/cbs_untuned")["comparisons"].values()
+    saturated = [found["share"]["value"] for by_name in untuned for found in by_name.values()]
+    btt = [by_name["BTT r=1"]["against_dense"] for by_name in untuned]
+    ratios = read("papers/cbs_gpt")["log_ratios"]
+    tasks = read("papers/cbs_sgd")["shifts"]
+    shifts = {
+        lowrank: max(
+            abs(row["shift"])
+            for found in tasks.values()
+            for row in select(found["table"], rule="aware")
+            if (row["structure"] == "low-rank") == lowrank
+        )
+        for lowrank in (True, False)
+    }
+    return {
+        **least_and_most(grown, ".2f", "grown_"),
+        "short_lowrank": f"{lowrank:.2f}",
+        **least_and_most(short.values(), ".2f", "short_"),
+        **least_and_most(saturated, ".2f", "untuned_"),
+        **{
+            f"untuned_{rule}": " and ".join(f"{exp(found[rule]['value']):.2f}" for found in btt)
+            for rule in ("naive", "aware")
+        },
+        "tuned_64": percent(1 / means["tuned", 64] - 1),
+        "tuned_256": percent(1 - means["tuned", 256]),
+        "dense_64": percent(means["dense's", 64] - 1),
+        "dense_256": percent(means["dense's", 256] - 1),
+        "norm_usual": percent(-higher("normalised")),
+        "norm_large": percent(-higher("normalised", "large")),
+        "norm_quarter": percent(higher("a quarter of the rate")),
+        "norm_decay": percent(higher("weight decay 1")),
+        "gpt_all": interval(ratios["all FLOPs"], 3, exp),
+        "gpt_body": interval(ratios["without the head's FLOPs"], 3, exp),
+        "sgd_lowrank": f"{2 ** shifts[True]:.0f}",
+        "sgd_others": f"{2 ** shifts[False]:.0f}",
+        **{
+            f"sgd_{task}_{rule}": f"{found['mean_shift'][rule]:.2f}"
+            for task, found in tasks.items()
+            for rule in ("naive", "aware")
+        },
+    }
+
+
+def md() -> dict[str, str]:
+    """Modular Duality."""
+    shares = read("papers/md_width")["estimates"]["dualized / Adam"]
+    contrast = read("papers/md_watermark")["estimates"]["contrast"]["plain"]
+    kept = read("papers/md_coefficients")
+    steps = kept["steps to converge"]
+    spread = max(
+        high / low for row in kept["table"] if row["losses"] for low, high in [row["losses"]]
+    )
+    return {
+        **least_and_most((exp(found["value"]) for found in shares.values()), ".2f"),
+        "contrast": f"{contrast['value']:.2f}",
+        "cubic": str(steps["cubic"]),
+        "quintic": str(steps["quintic"]),
+        "steep": str(steps["quintic-steep"]),
+        "spread": f"{spread:.1f}",
+    }
+
+
+def mn() -> dict[str, str]:
+    """The Modular Norm."""
+    found = read("papers/mn_transfer")["transfer"]
+    fallen = {
+        name: 2 ** -found[f"{network}, width"]["Adam"]["estimates"]["moved"]["value"]
+        for name, network in (("mlp", "ResMLP"), ("conv", "ResNet"), ("gpt", "GPT"))
+    }
+    mass = read("papers/mn_mass")
+    curves = [row["curve"] for sizes in mass["masses"].values() for row in sizes.values()]
+    tared, free = mass["depth"]["tared"]["losses"], mass["depth"]["free"]["losses"]
+    paper = read("papers/mn_overhead")["paper's setting"]["intervals"]
+    cost = read("papers/mn_mass_gpt")["estimates"]["cost"]["value"]
+    return {
+        **{name: f"{factor:.1f}" for name, factor in fallen.items()},
+        "near": str(
+            math.ceil(100 * max(curve["1.0"] / min(curve.values()) - 1 for curve in curves))
+        ),
+        **least_and_most((free[blocks] / loss for blocks, loss in tared.items()), ".1f", "free_"),
+        "cost": percent(exp(cost) - 1, 1),
+        **{way: interval(paper[way], 0, lambda share: 100 * share) for way in ("power", "bound")},
+    }
+
+
+def bm() -> dict[str, str]:
+    """Beyond MuP 2."""
+    result = read("papers/bm_metrics")
+    spectral = select(result["fresh"], init="spectral")
+    dense = [abs(row["dependency"] - 1) for row in select(spectral, structure="dense")]
+    products = [row["dependency"] for row in spectral if row["structure"] != "dense"]
+    powers = [
+        abs(power)
+        for by_optimizer in result["exponents"].values()
+        for name in ("Muon", "AdamW, muP")
+        for power in by_optimizer[name].values()
+    ]
+    return {
+        "core": f"{math.ceil(1000 * max(abs(row['largest core'] - 1) for row in spectral)) / 10}",
+        "dense": f"{math.ceil(1000 * max(dense)) / 10}",
+        **least_and_most(products, ".2f", "product_"),
+        "power": f"{math.ceil(100 * max(powers)) / 100:.2f}",
+        "sides": f"{max(read('papers/bm_norms')['sides'].values()):.0e}",
+    }
+
+
+GROUPS: dict[str, Callable[[], Mapping[str, str]]] = {
+    name: cache(make)
+    for name, make in {
+        "front": front,
+        "few": few,
+        "roofline": roofline,
+        "model": model,
+        "parts": parts,
+        "peers": peers,
+        "main": main,
+        "gpt": gpt,
+        "rates": rates,
+        "muon": muon,
+        "settings": settings,
+        "step": step,
+        "polar": polar,
+        "guided": guided,
+        "transfer": carried,
+        "decay": decay,
+        "search": search,
+        "moe": moe,
+        "models": models,
+        "verdicts": count_verdicts,
+        "cbs": cbs,
+        "md": md,
+        "mn": mn,
+        "bm": bm,
+    }.items()
+}
