@@ -1,7 +1,8 @@
 """The numbers inside the sentences of README.md and docs/, computed from the kept results.
 
 A page has `<!-- n:group.name -->1.19<!-- /n -->`, which a reader sees as 1.19. `benchmarks.pages`
-writes the number anew. A group is a function below that returns its numbers by name.
+writes the number anew. A group is a function below that returns its numbers by name. A marker
+never begins a line: Markdown would end the paragraph there.
 """
 
 import math

@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -243,16 +244,17 @@ def front_speeds() -> str:
 
 def other_rates() -> str:
     """Where half or twice the chosen rate is better at a structure's widest model."""
-    lines = []
-    for setup, found in read("time_to_loss")["summaries"].items():
+    result, lines = read("time_to_loss"), []
+    for setup, found in result["summaries"].items():
         for check in found["checks"]:
-            if check["best_over_chosen"] < 1:
-                best = min(check["losses"], key=check["losses"].__getitem__)
-                loss = check["losses"][best]
-                chosen = loss / check["best_over_chosen"]
-                cells = [f"{setup}, {check['structure']}", best, f"{loss:.4f}", f"{chosen:.4f}"]
-                lines.append(cells)
-    return table(["", "better rate", "its loss", "loss at the chosen rate"], lines)
+            if check["best_over_chosen"] == 1:
+                continue
+            chosen = f"2^{log2(result['lrs'][setup][check['structure']]):g}"
+            losses = check["losses"]
+            better = min(losses, key=losses.__getitem__)
+            ends = [f"{losses[rate]:.4f}" for rate in (chosen, better)]
+            lines.append([f"{setup}, {check['structure']}", chosen, better, *ends])
+    return table(["", "chosen rate", "better rate", "loss, chosen", "loss, better"], lines)
 
 
 def factors(setup: str, cost: str) -> str:

@@ -24,7 +24,9 @@ td, th { padding: 0.2em 0.6em; }
 [role=main] { overflow-wrap: break-word; }
 .bs-sidebar .nav { flex-wrap: nowrap; overflow-wrap: anywhere; } /* no wider than its box */
 .bs-sidebar .navbar-collapse { max-height: calc(100vh - 6rem); overflow-y: auto; }
+[data-bs-theme=dark] img { background: #fff; padding: 0.5rem; border-radius: 0.5rem; }
 """
+DARK = "[data-bs-theme=dark] .highlight"  # code where the reader has the dark scheme
 
 
 def on_files(files: Files, *, config: Any) -> Files:
@@ -35,7 +37,9 @@ def on_files(files: Files, *, config: Any) -> Files:
     }
     for source, target in outside.items():
         files.append(File.generated(config, target, abs_src_path=str(ROOT / source)))
-    style = CSS + HtmlFormatter(style="default").get_style_defs(".highlight")
+    light = HtmlFormatter(style="default").get_style_defs(".highlight")
+    dark = HtmlFormatter(style="github-dark").get_style_defs(DARK)
+    style = "\n".join([CSS, light, dark])
     files.append(File.generated(config, "site.css", content=style))
     return files
 
@@ -52,5 +56,6 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
             target = target.removeprefix("../")
         return f"]({CODE.get(target, target)})"
 
+    markdown = re.sub(r"(?m)(?<=\d) -> (?=\d+\b.*\|)", "\u00a0\u2192\u00a0", markdown)  # unbroken
     markdown = re.sub(r"^```python\n(?=>>> )", "```pycon\n", markdown, flags=re.MULTILINE)
     return re.sub(r"\]\((?!https://)([^)\s]+)\)", turn, markdown)

@@ -111,6 +111,24 @@ def test_the_contents_column_is_no_wider_than_its_box(site):
     assert ".bs-sidebar .nav { flex-wrap: nowrap;" in (site / "site.css").read_text()
 
 
+@pytest.mark.slow
+def test_a_reader_can_choose_the_dark_scheme_and_pictures_stay_on_white(site):
+    style = (site / "site.css").read_text()
+    assert "[data-bs-theme=dark] img { background: #fff;" in style
+    assert "[data-bs-theme=dark] .highlight .k" in style  # keywords in code
+    for page in ("index.html", "results/modular_norm.html"):
+        text = (site / page).read_text()
+        assert set(re.findall(r'data-bs-theme-value="(\w+)"', text)) == {"light", "dark", "auto"}
+
+
+@pytest.mark.slow
+def test_a_number_in_a_sentence_does_not_end_its_paragraph(site):
+    assert "<!-- n:" in (site / "index.html").read_text()
+    for page in site.rglob("*.html"):
+        text = page.read_text()
+        assert not re.findall(r"</p>\s*<!-- n:", text), page
+
+
 def test_the_examples_of_the_reader_of_docstrings_give_what_they_show():
     import doctest
 
