@@ -55,7 +55,6 @@ WAITS = 5  # samples of what a user waits for a call on a GPU
 FEW = 1, 4, 16  # tokens, forward, in every dtype
 FEW_AT = 512, 1024, 2048  # the square widths
 # what the line under the table of few tokens tells of
-FAST = {"structure": "BTT r=1", "d_in": 1024, "tokens": 16, "dtype": "float32"}
 OTHERS = (
     "loop",
     "strided",
@@ -334,7 +333,7 @@ def markdown(result: dict[str, Any], dtype: str) -> str:
 
 def few_tokens(result: dict[str, Any]) -> str:
     """The table of docs/speed.md: a forward pass of `FEW` tokens, the lowest speed against
-    nn.Linear of all widths, and in a line what of it is slower."""
+    nn.Linear of all widths."""
     rows = [
         row
         for row in result["rows"]
@@ -355,63 +354,12 @@ def few_tokens(result: dict[str, Any]) -> str:
             ]
             cells.append(f"{min(speeds):.2f}x" if speeds else "-")
         lines.append([name, *cells])
-    head = ["", *(f"{dtype}, {count}" for dtype, count in columns)]
-    least = min(rows, key=lambda row: row["x_dense"]["median"])
-    slower = [row for row in rows if row["x_dense"]["median"] < 1]
-    widths, where = (
-        ", ".join(map(str, sorted({row["d_in"] for row in some}))) for some in (rows, slower)
-    )
-    says = (
-        f"Of {len(rows)} such layers (width {widths}) {len(slower)} are slower than nn.Linear"
-        f"{f' (width {where})' if slower else ''}; the slowest, {least['structure']} at "
-        f"{least['d_in']}, {_tokens(least)}, {least['dtype']}, has "
-        f"{least['x_dense']['median']:.2f} of its speed."
-    )
-    for row in rows:
-        if all(row[key] == value for key, value in FAST.items()):
-            says += (
-                f" {row['structure']} at {row['d_in']} is {row['x_dense']['median']:.1f} times as "
-                f"fast with {_tokens(row)} in {row['dtype']}."
-            )
-    return f"{table(head, lines)}\n\n{says}"
-
-
-def _tokens(row: dict[str, Any]) -> str:
-    return "1 token" if row["tokens"] == 1 else f"{row['tokens']} tokens"
+    return table(["", *(f"{dtype}, {count}" for dtype, count in columns)], lines)
 
 
 def _speed(row: dict[str, Any]) -> str:
     speed = row["x_dense"]["median"]
     return f"{speed:.2f}x ({speed * row['flops'] / row['dense_flops']:.0%})"
-
-
-def front_page(result: dict[str, Any]) -> str:
-    """The README's table, five rows, with the cells of `markdown`: forward and backward of many
-    tokens."""
-    wanted = [  # d_in, d_out, dtype
-        (1024, 1024, "float32"),
-        (1024, 4096, "float32"),
-        (1024, 1024, "bfloat16"),
-    ]
-    rows = {
-        (row["d_in"], row["d_out"], row["dtype"], row["structure"]): row
-        for row in result["rows"]
-        if row["backward"]
-        and row["tokens"] == result["setting"]["tokens"]
-        and row["widths"] == [row["d_in"], row["d_out"]]
-        and row["implementation"] in ("nn.Linear", "auto")
-    }
-    titles = [f"{d_in} -> {d_out}, {dtype}" for d_in, d_out, dtype in wanted]
-    dense = [f"{rows[(*job, 'dense')]['ms']['median']:.3g} ms" for job in wanted]
-    lines = [
-        f"| | {' | '.join(titles)} |",
-        "|---|" + "--:|" * len(wanted),
-        f"| nn.Linear | {' | '.join(dense)} |",
-    ]
-    for name in ("BTT r=1", "BTT r=4", "Monarch 16", "low-rank d/8"):
-        speeds = [_speed(rows[(*job, name)]) for job in wanted]
-        lines.append(f"| {name} | {' | '.join(speeds)} |")
-    return "\n".join(lines)
 
 
 def plot(

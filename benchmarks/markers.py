@@ -82,10 +82,15 @@ def front() -> dict[str, str]:
 
 
 def few() -> dict[str, str]:
-    """Forward passes of few tokens on the EPYC that are slower than nn.Linear."""
-    rows = [row for row in layer_rows("layer", backward=False) if row["tokens"] in FEW]
-    slower = sum(row["x_dense"]["median"] < 1 for row in rows)
-    return {"layers": str(len(rows)), "epyc_slower": str(slower)}
+    """Forward passes of few tokens, without gradients, against nn.Linear."""
+    found = {}
+    for machine, name in (("epyc", "layer"), ("xeon", "layer_xeon")):
+        rows = [row for row in layer_rows(name, backward=False) if row["tokens"] in FEW]
+        speeds = [row["x_dense"]["median"] for row in rows]
+        found["layers"] = str(len(rows))
+        found[f"{machine}_slower"] = str(sum(speed < 1 for speed in speeds))
+        found[f"{machine}_least"] = f"{min(speeds):.2f}"
+    return found
 
 
 def roofline() -> dict[str, str]:
@@ -244,6 +249,9 @@ def muon() -> dict[str, str]:
         "tuned_steps": str(round(muon_vs_adamw.SHORT * adamw["steps"])),
         "adamw": f"{adamw['AdamW']['loss']:.3f}",
         "adamw_steps": str(adamw["steps"]),
+        "recipe_momentum": f"{result['recipe']['momentum']:g}",
+        "recipe_lr": f"2^{math.log2(result['recipe']['lr']):g}",
+        "recipe_other_lr": f"2^{math.log2(result['recipe']['other_lr']):g}",
         "cautious": str(sum(cautious)),
         "cap": f"{cost:.2f}",
     }

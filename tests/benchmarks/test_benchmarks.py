@@ -321,17 +321,10 @@ def test_the_table_of_few_tokens_has_the_lowest_speed_of_all_widths():
         for (name, d, n), speed in speeds.items()
     ]
     rows += [rows[0] | different for different in ({"backward": True}, {"d_out": 1}, {"tokens": 9})]
-    head, _, btt, monarch, _, says = layer.few_tokens({"rows": rows}).splitlines()
+    head, _, btt, monarch = layer.few_tokens({"rows": rows}).splitlines()
     assert head.startswith("|  | float32, 1 | float32, 4 | float32, 16 | bfloat16, 1 |")
     assert btt.startswith("| BTT r=1 | 2.50x | - | 5.25x | - |")
     assert monarch.startswith("| Monarch 4 | 0.75x | - | 1.00x | - |")
-    assert says == (
-        "Of 5 such layers (width 512, 1024) 1 are slower than nn.Linear (width 512); the slowest, "
-        "Monarch 4 at 512, 1 token, float32, has 0.75 of its speed. BTT r=1 at 1024 is 5.2 "
-        "times as fast with 16 tokens in float32."
-    )
-    faster = [row for row in rows if row["structure"] == "BTT r=1"]
-    assert " 0 are slower than nn.Linear; the " in layer.few_tokens({"rows": faster})
 
 
 def test_layer_stops_at_its_budget_and_says_what_it_left_out(tmp_path, capsys):
