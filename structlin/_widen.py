@@ -2,15 +2,13 @@
 
 import warnings
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from ._arguments import require_choice, require_positive
@@ -19,12 +17,11 @@ from ._families import DEFAULT, label
 from ._model.decide import Spec
 from ._model.survey import eval_mode, run
 from ._report import Table, percent, summary
-from ._timing import time_in_turn
 
-MATCHES = ("flops", "params", "seconds")
-LARGEST = 1 << 20  # width that is looked at
-NEARBY = 128  # wider widths that are looked at, once the search has halved
-TRIES = 32  # widths in a row that do not fit, after which the search looks elsewhere
+MATCHES = ("flops", "params")
+MAX_WIDTH = 1 << 20
+MAX_NEIGHBOURS = 128  # wider widths that are tried once the search has halved
+MAX_MISFITS = 32  # widths in a row that do not fit, after which the search looks elsewhere
 REFUSALS = (ValueError, AssertionError)  # how a model says that a width does not fit it
 
 
@@ -34,7 +31,6 @@ class Cost:
 
     params: int  #: a shared one counts once
     flops: int  #: forward, on the example; of the linear layers for one token if there is none
-    seconds: float | None = None  #: forward and backward, on the example; None if not measured
 
 
 @dataclass(frozen=True)
@@ -54,15 +50,12 @@ class Widened:
         return convert(_build_dense(self._build, self.width), self.structure, **self._options)
 
     def __str__(self) -> str:
-        times = ["ms", "/dense"] if self.match == "seconds" else []
-        table = Table("model", "width", "params", "/dense", "FLOPs", "/dense", *times)
+        table = Table("model", "width", "params", "/dense", "FLOPs", "/dense")
         dense = self.dense
         name = label(self.structure)
         for text, width, cost in (("dense", "", dense), (name, f"{self.width}", self.structured)):
             cells = [f"{cost.params:,}", percent(cost.params, dense.params)]
             cells += [f"{cost.flops:,}", percent(cost.flops, dense.flops)]
-            if cost.seconds is not None and dense.seconds is not None:
-                cells += [f"{1e3 * cost.seconds:.2f}", percent(cost.seconds, dense.seconds)]
             table.row(text, width, *cells)
         return str(table)
 
@@ -133,16 +126,15 @@ def widen(
             fit it says so by a ValueError or an assertion, and is passed over.
         structure: a family or a `Structure`.
         dense: the model whose cost is met: a width, for `build(width)`, or the model itself.
-        match: "flops" of a forward pass, or "params", or "seconds" of a forward and a backward pass
-            here, measured in turn with the dense model.
+        match: "flops" of a forward pass, or "params".
         example: a batch, see `cost`; without one FLOPs are those of the linear layers for one
-            token. For "seconds" it is what a training step sees.
+            token.
         multiple: of which the width is one: the size of a head, or 64 for a GPU.
         options: of `convert`, such as include, zero_init, weight_norm.
 
     Raises:
         ValueError: no width meets the budget; `build` makes models that cost the same for different
-            widths; an unknown `match`, or one that needs an example.
+            widths; an unknown `match`.
         TypeError: `build` is no function, or returns no module; `dense` is neither one integer nor
             a module; an option that `convert` does not have.
     Source: Qiu et al. 2024 (arXiv:2406.06248), sections 4, 5 and appendix G.2.
@@ -154,7 +146,7 @@ def widen(
     dense                 1,049,600   100.0%   2,097,152   100.0%
     BTT(rank=1)    8192   1,056,768   100.7%   2,097,152   100.0%
     """
-    _check_arguments(build, dense, match, example, multiple)
+    _check_arguments(build, dense, match, multiple)
     search = _Search(build, structure, match, example, multiple, options)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that small layers grow: the model that is made says so
@@ -179,27 +171,16 @@ class _Search:
         self.match, self.example, self.multiple = match, example, multiple
         self.costs: dict[int, Cost] = {}  # of the widths that fit
         self.refusal: Exception | None = None  # the last reason of one that does not
-        self.model: nn.Module | None = None  # the dense one, to be timed
         self.dense = Cost(0, 0)
 
-    def weigh_dense(self, dense: int | nn.Module) -> float:
-        def make() -> nn.Module:
-            return dense if isinstance(dense, nn.Module) else _build_dense(self.build, dense)
-
-        if self.match == "seconds":
-            self.model = deepcopy(make())  # whose gradients and statistics change
-            self.dense = cost(self.model, self.example)
-            if next(self.model.parameters()).is_meta:
-                raise ValueError("match='seconds': the dense model has no values (meta)")
-            (seconds,) = self._time(self.model)
-            self.dense = Cost(self.dense.params, self.dense.flops, seconds)
-        elif isinstance(dense, nn.Module):
+    def weigh_dense(self, dense: int | nn.Module) -> int:
+        if isinstance(dense, nn.Module):
             self.dense = cost(dense, self.example)
         else:
-            self.dense = self._count(make)
+            self.dense = self._count(lambda: _build_dense(self.build, dense))
         return self._weight(self.dense)
 
-    def find_widest(self, budget: float) -> int:
+    def find_widest(self, budget: int) -> int:
         low, high = self._bracket(budget)  # in multiples: within the budget, and over it
         while high - low > 1:
             middle = (low + high) // 2
@@ -208,18 +189,16 @@ class _Search:
                 low = n
             else:
                 high = middle
-        if self.match == "seconds":  # which differ from one measurement to the next
-            return low * self.multiple
-        step = 1 + 3 * low // 5 // NEARBY
+        step = 1 + 3 * low // 5 // MAX_NEIGHBOURS
         for n in range(low + step * (3 * low // 5 // step + 1), low, -step):
             if self._is_possible(n) and self._weigh(n) <= budget:
                 return n * self.multiple
         return low * self.multiple
 
-    def _bracket(self, budget: float) -> tuple[int, int]:
+    def _bracket(self, budget: int) -> tuple[int, int]:
         """The largest of the numbers tried that is within the budget, and one that is over it."""
         low, start = 0, 1
-        while start * self.multiple <= LARGEST:
+        while start * self.multiple <= MAX_WIDTH:
             n = self._find_possible(start, 2 * start)
             start *= 2
             if n is None:
@@ -241,7 +220,7 @@ class _Search:
                 "converted: build must make a wider model of a larger number"
             )
 
-    def _explain(self, budget: float, low: int) -> str:
+    def _explain(self, budget: int, low: int) -> str:
         what = f"match={self.match!r}, dense's {_describe(self.match, budget)}"
         if not self.costs:
             return (
@@ -259,7 +238,7 @@ class _Search:
 
     def _find_possible(self, start: int, stop: int) -> int | None:
         """The first number from `start` whose width fits, if it is found soon."""
-        tries = range(start, min(stop, start + TRIES))
+        tries = range(start, min(stop, start + MAX_MISFITS))
         return next((n for n in tries if self._is_possible(n)), None)
 
     def _is_possible(self, n: int) -> bool:
@@ -271,24 +250,18 @@ class _Search:
                 self.refusal = error
         return width in self.costs
 
-    def _weigh(self, n: int) -> float:
+    def _weigh(self, n: int) -> int:
         return self._weight(self.costs[n * self.multiple])
 
-    def _weight(self, cost: Cost) -> float:
-        found: float = getattr(cost, self.match)
+    def _weight(self, cost: Cost) -> int:
+        found: int = getattr(cost, self.match)
         return found
 
     def _cost(self, width: int) -> Cost:
         def make() -> nn.Module:
             return plan(_build_dense(self.build, width), self.structure, **self.options).apply()
 
-        if self.model is None:
-            return self._count(make)
-        counted = cost(model := make(), self.example)
-        dense, structured = self._time(self.model, model)
-        assert self.dense.seconds is not None
-        seconds = self.dense.seconds * structured / dense  # as if timed when the dense one was
-        return Cost(counted.params, counted.flops, seconds)
+        return self._count(make)
 
     def _count(self, make: Callable[[], nn.Module]) -> Cost:
         try:
@@ -299,14 +272,8 @@ class _Search:
         except Exception:  # whatever it is that the meta device cannot do
             return cost(make(), self.example)
 
-    def _time(self, *models: nn.Module) -> list[float]:
-        """Seconds of a forward and a backward pass of each."""
-        device = next(models[0].parameters()).device
-        steps = [partial(_step, model, _move(self.example, device)) for model in models]
-        return time_in_turn(steps, device)
 
-
-def _check_arguments(build: Any, dense: Any, match: str, example: Any, multiple: Any) -> None:
+def _check_arguments(build: Any, dense: Any, match: str, multiple: Any) -> None:
     if isinstance(build, nn.Module) or not callable(build):
         raise TypeError(f"build={build!r} must be a function from a width to a model")
     if isinstance(dense, bool) or not isinstance(dense, int | nn.Module):
@@ -318,8 +285,6 @@ def _check_arguments(build: Any, dense: Any, match: str, example: Any, multiple:
         require_positive("dense", dense)
     require_positive("multiple", multiple)
     require_choice("match", match, MATCHES)
-    if match == "seconds" and example is None:
-        raise ValueError("match='seconds' needs an example: the batch that is timed")
 
 
 def _build_dense(build: Callable[[int], nn.Module], width: int) -> nn.Module:
@@ -329,22 +294,9 @@ def _build_dense(build: Callable[[int], nn.Module], width: int) -> nn.Module:
     return model
 
 
-def _describe(match: str, amount: float) -> str:
-    if match == "seconds":
-        return f"{1e3 * amount:.3g} ms"
+def _describe(match: str, amount: int) -> str:
     return f"{amount:,} {'FLOPs' if match == 'flops' else 'parameters'}"
 
 
 def _move(batch: Any, device: torch.device) -> Any:
     return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
-
-
-def _step(model: nn.Module, batch: Any) -> None:
-    """A forward and a backward pass; gradients are dropped."""
-    with torch.enable_grad():
-        outputs = [x for x in tree_leaves(run(model, batch)) if isinstance(x, Tensor)]
-        sums = [x.float().sum() for x in outputs if x.requires_grad]
-        if not sums:
-            raise ValueError("match='seconds': no output of the model has a gradient")
-        torch.stack(sums).sum().backward()  # type: ignore[no-untyped-call]
-    model.zero_grad(set_to_none=True)

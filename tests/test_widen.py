@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from structlin import BTT, LowRank, Monarch, StructuredLinear, _timing, convert, cost, widen
+from structlin import BTT, LowRank, Monarch, StructuredLinear, convert, cost, widen
 from tests.models import GPT
 
 X = torch.zeros(2, 8)
@@ -131,35 +131,6 @@ def test_a_model_that_the_meta_device_cannot_build_or_run_is_built_for_real():
     assert found.structured == plain.structured
 
 
-def test_seconds_are_those_of_a_step_of_the_whole_model(monkeypatch):
-    now, calls = [0.0], []
-    monkeypatch.setattr(_timing, "perf_counter", lambda: now[0])
-
-    class Model(nn.Module):
-        def __init__(self, width):
-            super().__init__()
-            self.width, self.linear = width, nn.Linear(width, width)
-
-        def forward(self, x):
-            dense = isinstance(self.linear, nn.Linear)
-            calls.append(dense)
-            slower = 1 if all(calls) else 2  # the machine, once the dense model is timed alone
-            now[0] += slower * (self.width**2 if dense else 3 * self.width)
-            return {"y": self.linear(x.expand(2, self.width))}
-
-    dense, x = Model(64), torch.zeros(2, 1)
-    dense.linear.weight.grad = torch.ones(64, 64)
-    with torch.no_grad():
-        torch.manual_seed(0)
-        found = widen(Model, BTT(), dense=dense, match="seconds", example=x, multiple=8)
-    assert dense.linear.weight.grad.eq(1).all()
-    drawn = torch.rand(1)
-    assert torch.equal(drawn, torch.rand(1, generator=torch.Generator().manual_seed(0)))
-    assert found.width == 1360  # 3 * 1360 = 4080 <= 64 * 64 < 3 * 1368
-    assert (found.dense.seconds, found.structured.seconds) == (4096, 4080)
-    assert "99.6%" in str(found)
-
-
 # ---- counting ------------------------------------------------------------------------------------
 
 
@@ -203,17 +174,6 @@ def test_a_structured_model_costs_the_same_on_a_device_and_on_none():
         ({"dense": 0}, ValueError, "dense=0 must be at least 1"),
         ({"multiple": 2.5}, ValueError, "multiple=2.5 must be an integer"),
         ({"match": "time"}, ValueError, "match='time' is unknown; there are flops, params"),
-        ({"match": "seconds"}, ValueError, "match='seconds' needs an example"),
-        (
-            {"match": "seconds", "dense": nn.Linear(8, 8, device="meta"), "example": X},
-            ValueError,
-            "the dense model has no values (meta)",
-        ),
-        (
-            {"match": "seconds", "dense": nn.Linear(8, 8).requires_grad_(False), "example": X},
-            ValueError,
-            "no output of the model has a gradient",
-        ),
         ({"dense": 2}, ValueError, "dense's 52 FLOPs: no width, a multiple of 16, costs so little"),
         ({"dense": nn.ReLU()}, ValueError, "model=ReLU has no parameter"),
         ({"includes": "2"}, TypeError, "includes"),
