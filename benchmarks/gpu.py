@@ -130,8 +130,10 @@ class Layer:
     def forward_backward(self) -> tuple[Tensor, Tensor, list[Tensor]]:
         from structlin._kernels import triton_stages
 
-        y, middle = triton_stages.forward(self.structure, self.cores, self.x)
-        return y, *triton_stages.backward(self.structure, self.cores, self.x, middle, self.dy)
+        y, middle = triton_stages.forward(self.structure.program.numbers, self.cores, self.x)
+        return y, *triton_stages.backward(
+            self.structure.program.numbers, self.cores, self.x, middle, self.dy
+        )
 
     def products(self) -> list[Product]:
         """All that `forward_backward` computes, in that order."""
@@ -321,7 +323,7 @@ def layer(rows: Rows, until: float, name: str, width: int, dtype: str) -> None:
     family = families(width)[name]
     with precision(dtype) as kind:
         stages = Layer(family.structure(width, width), TOKENS, kind, DEVICE)
-        if not triton_stages.supported(stages.structure):
+        if not triton_stages.supported(stages.structure.program.numbers):
             raise NotImplementedError(f"{name}: an index of more than two axes")
         products = stages.products()
         errors = {

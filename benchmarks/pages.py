@@ -345,16 +345,6 @@ def make_evidence() -> str:
 # ---- a structure as blocks and wires -------------------------------------------------------------
 
 
-def offsets(axes: tuple[tuple[int, int], ...]) -> list[int]:
-    """Where an index over `axes`, (size, stride) each, points to; the last axis runs fastest.
-
-    >>> offsets(((2, 1), (3, 10)))
-    [0, 10, 20, 1, 11, 21]
-    """
-    ranges = [range(0, size * stride, stride) for size, stride in axes]
-    return [sum(index) for index in product(*ranges)]
-
-
 def wires(structure: Structure) -> list[list[int]]:
     """The permutations of a structure's program: for each core, which of the numbers that lie
     before it each of its inputs is, `(batch, repeat, fan_in)` row-major; last, which number of the
@@ -363,12 +353,14 @@ def wires(structure: Structure) -> list[list[int]]:
     >>> wires(Structure("g d -> b a", "g b d", "b a g", g=2, d=2, b=2, a=1))
     [[0, 1, 2, 3], [0, 2, 1, 3], [0, 1]]
     """
-    steps = structure.program.steps
-    found = [
-        [sum(part) for part in product(*(offsets(axes) for axes in step.reads))] for step in steps
+    found, width = [], structure.in_features
+    for step in structure.program.steps:
+        found.append((step.move, width))
+        width = step.batch * step.repeat * step.fan_out
+    return [
+        torch.arange(width).view(move.sizes or -1).permute(move.order or (0,)).flatten().tolist()
+        for move, width in [*found, (structure.program.last, width)]
     ]
-    written = [sum(part) for part in product(*(offsets(axes) for axes in steps[-1].writes))]
-    return [*found, sorted(range(len(written)), key=written.__getitem__)]
 
 
 def draw_structure(structure: Structure) -> Figure:

@@ -81,8 +81,8 @@ class StructuredLinear(DescribedModule):
         super().__init__()
         require_choice("init", init, INITS)
         require_flags(bias=bias, weight_norm=weight_norm, zero_init=zero_init)
-        self.structure = structure_of(structure, in_features, out_features)
         self.in_features, self.out_features = in_features, out_features
+        self.structure = structure_of(structure, in_features, out_features)
         self.label = label(structure)
         self.init, self.zero_init, self.conv1d, self.mode = init, zero_init, False, "auto"
         self.init_scale = 1.0
@@ -156,14 +156,22 @@ class StructuredLinear(DescribedModule):
         check_input(x, self.in_features, cores[0])
         held = self._parameters
         gains = held["gains"] if "gains" in held else self.gains  # noqa: SIM401
-        program = self.structure.program
-        if (program.in_features, program.out_features) != (self.in_features, self.out_features):
-            program = program.fit(self.in_features, self.out_features)
-        return _product.run(self.structure, cores, x, bias, self._mode, gains, self.stds, program)
+        structure, program = self._structure, self._program
+        sigmas = None if gains is None else self.stds
+        return _product.run(structure, cores, x, bias, self._mode, gains, sigmas, program)
+
+    @property
+    def structure(self) -> Structure:
+        return self._structure
+
+    @structure.setter
+    def structure(self, structure: Structure) -> None:
+        self._structure = structure
+        self._program = structure.program.fit(self.in_features, self.out_features)
 
     @property
     def padding(self) -> tuple[int, int]:
-        return self.structure.program.fit(self.in_features, self.out_features).padding
+        return self._program.padding
 
     @property
     def mode(self) -> str:
@@ -254,7 +262,7 @@ class StructuredLinear(DescribedModule):
     def text(self) -> str:
         """What the layer computes with beside its parameters, on one line; its state carries it."""
         sigma = "" if self.gains is None else f"; sigma={' '.join(map(repr, self.stds))}"
-        return f"{self.in_features} -> {self.out_features} by {self.structure.text}{sigma}"
+        return f"{self.in_features} -> {self.out_features} by {self.structure!r}{sigma}"
 
     def extra_repr(self) -> str:
         options = f"in_features={self.in_features}, out_features={self.out_features}, {self.label}"

@@ -6,7 +6,6 @@ from math import sqrt
 
 import torch
 import torch.nn.functional as F
-from einops import einsum
 from torch import Tensor
 
 from ._arguments import check_bias, check_cores, check_input
@@ -50,11 +49,11 @@ def define(
     x: Tensor,
     bias: Tensor | None = None,
     gains: Tensor | None = None,
-    sigmas: Sequence[float] = (),
+    sigmas: Sequence[float] | None = None,
     loads: Tensor | None = None,
 ) -> Tensor:
     """`W x + bias` by the loop, cores normalised, experts in turn: what every engine computes."""
-    cores = cores if gains is None else normalise(cores, gains, sigmas)
+    cores = cores if gains is None or sigmas is None else normalise(cores, gains, sigmas)
     product = partial(multiply, program)
     y = product(cores, x) if loads is None else each_expert(product, cores, x, loads)
     return y if bias is None else y + bias
@@ -117,7 +116,7 @@ def run(
     bias: Tensor | None = None,
     mode: str = "auto",
     gains: Tensor | None = None,
-    sigmas: Sequence[float] = (),
+    sigmas: Sequence[float] | None = None,
     program: Program | None = None,
     loads: Tensor | None = None,
 ) -> Tensor:
@@ -135,11 +134,13 @@ def run(
         dtype = torch.get_autocast_dtype(device)
         x, cores = x.to(dtype), [core.to(dtype) for core in cores]
         bias = None if bias is None else bias.to(dtype)
-    tokens = x.numel() // program.in_features // (1 if loads is None else len(loads))
-    dense = mode != "structured" and (mode == "dense" or forms_matrix(structure, tokens))
+    dense = mode == "dense"
+    if mode == "auto" and structure.density >= NEAR:
+        tokens = x.numel() // program.in_features // (1 if loads is None else len(loads))
+        dense = forms_matrix(structure, tokens)
     if not dense and op.pays(program, x, structure.plain):
         return op.multiply(define, program, cores, x, bias, gains, sigmas, loads)
-    cores = cores if gains is None else normalise(cores, gains, sigmas)
+    cores = cores if gains is None or sigmas is None else normalise(cores, gains, sigmas)
     if loads is not None:
         y = each_expert(partial(run, structure, mode=mode, program=program), cores, x, loads)
         return y if bias is None else y + bias
@@ -167,10 +168,10 @@ def forms_matrix(structure: Structure, tokens: int) -> bool:
     >>> forms_matrix(btt, 4096), forms_matrix(tt, 4096)
     (False, True)
     """
-    rows, columns = structure.out_features, structure.in_features
-    if structure.flops < NEAR * 2 * rows * columns or len(structure.cores) == 1:
+    if structure.density < NEAR or len(structure.cores) == 1:
         return False
-    return torch.compiler.is_compiling() or tokens >= max(rows, columns)
+    widest = max(structure.in_features, structure.out_features)
+    return torch.compiler.is_compiling() or tokens >= widest
 
 
 def to_dense(structure: Structure, cores: Sequence[Tensor]) -> Tensor:
@@ -182,11 +183,10 @@ def to_dense(structure: Structure, cores: Sequence[Tensor]) -> Tensor:
     True
     """
     check_cores(structure, cores)
-    factors = [
-        core.reshape([structure.sizes[axis] for axis in one.axes])
-        for one, core in zip(structure.cores, cores, strict=True)
-    ]
+    form = structure.matrix
     identity = partial(torch.eye, dtype=cores[0].dtype, device=cores[0].device)
-    factors += [identity(structure.sizes[axis]) for axis in structure.kept]  # W is diagonal there
-    w: Tensor = einsum(*factors, structure.einsum)  # type: ignore[call-overload]  # (axes of y, axes of x)
+    factors = [core.reshape(shape) for core, shape in zip(cores, form.shapes, strict=True)]
+    factors += [identity(size) for size in form.identities]
+    operands = [each for pair in zip(factors, map(list, form.axes), strict=True) for each in pair]
+    w = torch.einsum(*operands, list(form.result))  # (*axes of y, *axes of x)
     return w.reshape(structure.out_features, structure.in_features)

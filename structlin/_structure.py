@@ -3,8 +3,8 @@ here.
 
 Everything that a structure implies is computed here, once, when it is made: for every core the four
 integers batch, fan_out, fan_in and repeat, and the `Program`, which says in integers alone how the
-cores are applied. The product, the engines, the matrix, FLOPs and projection read them; nothing
-reads the text again.
+cores are applied. The product, the engines, the matrix and the counters of FLOPs read those
+integers, and no text.
 """
 
 import keyword
@@ -61,10 +61,6 @@ class Core:
         return 2 * self.params * self.repeat
 
 
-# (size, stride) of each axis of an index, the last one running fastest
-Axes = tuple[tuple[int, int], ...]
-
-
 class Move(NamedTuple):
     """How an activation is seen anew: `h.view(sizes).permute(order)`. Empty where nothing moves."""
 
@@ -77,13 +73,6 @@ class Step(NamedTuple):
 
     Between the cores an activation lies as `(batch, tokens, repeat, fan_out)` of the core that made
     it; `move` gives the order `(batch, tokens, repeat, fan_in)` in which the next core reads it.
-
-    For an engine that takes a token at a time, `reads` has the axes of batch, repeat and fan-in,
-    each with its stride among the features of one token as they were produced, row-major `(batch,
-    repeat, fan_out)` of the core before (x itself for the first core). `writes` has those of batch,
-    repeat and fan-out among the features as the next core reads them, row-major `(batch, repeat,
-    fan_in)` of that core (y itself for the last one). Neighbouring axes that one stride describes
-    are one axis, and axes of size 1 are none.
     """
 
     batch: int
@@ -91,31 +80,38 @@ class Step(NamedTuple):
     fan_in: int
     fan_out: int
     move: Move
-    reads: tuple[Axes, ...]
-    writes: tuple[Axes, ...]
 
 
 class Program(NamedTuple):
     """A structure as integers: a step for each core, and the last result's move into y's order.
 
-    `code` is the program for an engine that speaks no Python, numbers between spaces: in_features,
-    out_features, number of cores; then for each core batch, repeat, fan_in, fan_out and the six
-    indices of `reads` and `writes`, each as the number of its axes, and their sizes and strides.
+    `numbers` is the program for an engine that speaks no Python: in_features, out_features, number
+    of cores; batch, repeat, fan_in and fan_out of each core; then the moves of one token's features
+    before each core and after the last, each as its number of axes, their sizes and their order.
     """
 
     steps: tuple[Step, ...]
     last: Move
     in_features: int
     out_features: int
-    code: str
+    numbers: tuple[int, ...]
     largest: int  #: numbers of the largest block
     padding: tuple[int, int] = (0, 0)  #: columns, taken to be zero in x, and rows, dropped from y
 
     def fit(self, columns: int, rows: int) -> "Program":
-        """For a layer of so many columns and rows of W, at most the structure's."""
+        """Return the program of a layer with so many columns and rows of W, at most these."""
         padding = self.in_features - columns, self.out_features - rows
-        code = f"{columns} {rows} {self.code.split(maxsplit=2)[2]}"
-        return Program(self.steps, self.last, columns, rows, code, self.largest, padding)
+        numbers = columns, rows, *self.numbers[2:]
+        return Program(self.steps, self.last, columns, rows, numbers, self.largest, padding)
+
+
+class Matrix(NamedTuple):
+    """W as one einsum of the cores and of an identity for each axis that x and y share."""
+
+    shapes: tuple[tuple[int, ...], ...]  #: of each core, an entry per axis
+    identities: tuple[int, ...]  #: size of each
+    axes: tuple[tuple[int, ...], ...]  #: of each core and each identity, as numbers
+    result: tuple[int, ...]  #: the axes of y, then those of x
 
 
 class Structure:
@@ -135,11 +131,10 @@ class Structure:
         inputs, outputs: the axes of x and of y.
         cores: a `Core` each.
         params, flops: of the whole structure; FLOPs per token, 2 per multiply-add.
+        density: FLOPs relative to those of a dense matrix.
         program: the same in integers, for whoever multiplies.
-        einsum: W as one einsum over the stored cores, for whoever wants the matrix; `kept` are the
-            axes that x and y share, in which W is diagonal: it has an identity more for each.
+        matrix: the same in integers, for whoever wants W.
         plain: whether every core is one matrix and nothing is permuted, as in low-rank.
-        text: all of it on one line, as `"i -> o; r i; o r; i=6 o=4 r=2"`; `parse` reads it.
 
     Raises:
         ValueError: an axis without a size, never consumed, never produced, or named twice; a size
@@ -148,8 +143,8 @@ class Structure:
     >>> btt = Structure("g d -> b a", "g s b d", "b a g s", g=32, d=32, s=2, b=32, a=32)
     >>> btt.in_features, btt.out_features, btt.params, btt.flops
     (1024, 1024, 131072, 262144)
-    >>> btt.einsum
-    'g s b d, b a g s -> b a g d'
+    >>> btt
+    Structure('g d -> b a', 'g s b d', 'b a g s', a=32, b=32, d=32, g=32, s=2)
     """
 
     signature: str
@@ -162,11 +157,11 @@ class Structure:
     cores: tuple[Core, ...]
     params: int
     flops: int
+    density: float
     program: Program
-    einsum: str
-    kept: tuple[str, ...]
+    matrix: Matrix
     plain: bool
-    text: str
+    _key: tuple[Any, ...]
 
     def __init__(self, signature: str, /, *cores: str, **sizes: int) -> None:
         if signature.count("->") != 1:
@@ -187,6 +182,7 @@ class Structure:
         text = f"{' '.join(inputs)} -> {' '.join(outputs)}"
         names = tuple(" ".join(core) for core in subscripts)
         program = _derive_program(inputs, outputs, derived, sizes)
+        flops = sum(core.flops for core in derived)
         self.__dict__.update(
             signature=text,
             subscripts=names,
@@ -197,17 +193,15 @@ class Structure:
             out_features=program.out_features,
             cores=derived,
             params=sum(core.params for core in derived),
-            flops=sum(core.flops for core in derived),
+            flops=flops,
+            density=flops / (2 * program.in_features * program.out_features),
             program=program,
-            einsum=_derive_einsum(inputs, outputs, derived),
-            kept=tuple(axis for axis in inputs if axis in outputs),
+            matrix=_derive_matrix(inputs, outputs, derived, sizes),
             plain=all(step.batch == step.repeat == 1 for step in program.steps)
             and not any(
                 move.order for move in (*(step.move for step in program.steps), program.last)
             ),
-            text="; ".join(
-                [text, *names, " ".join(f"{axis}={size}" for axis, size in sizes.items())]
-            ),
+            _key=(text, names, tuple(sizes.items())),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -240,18 +234,6 @@ class Structure:
             raise ValueError(f"sizes={sizes!r} must be a mapping of axes to sizes")
         return cls(signature, *cores, **sizes)
 
-    @classmethod
-    def parse(cls, text: str) -> "Structure":
-        """The structure that says so of itself in `text`.
-
-        >>> structure = Structure("i -> o", "r i", "o r", i=6, o=4, r=2)
-        >>> Structure.parse(structure.text) == structure
-        True
-        """
-        signature, *cores, sizes = text.split("; ")
-        named = (size.split("=") for size in sizes.split())
-        return cls(signature, *cores, **{axis: int(size) for axis, size in named})
-
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name}={value!r}: a Structure is immutable; make a new one")
 
@@ -267,10 +249,10 @@ class Structure:
         return f"Structure({strings}, {sizes})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Structure) and self.text == other.text
+        return isinstance(other, Structure) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash(self.text)
+        return hash(self._key)
 
 
 # ---- what is derived -----------------------------------------------------------------------------
@@ -314,22 +296,19 @@ def _derive_program(
     read = [[*core.batch_axes, TOKENS, *core.repeat_axes, *core.fan_in_axes] for core in cores]
     made = [[*core.batch_axes, TOKENS, *core.repeat_axes, *core.fan_out_axes] for core in cores]
     before, after = [[TOKENS, *inputs], *made], [*read, [TOKENS, *outputs]]
-    steps = []
-    for n, core in enumerate(cores):
-        source, target = _strides(before[n], sizes), _strides(after[n + 1], sizes)
-        move, shared = _move(before[n], after[n], sizes), (core.batch_axes, core.repeat_axes)
-        reads = [_index(group, source, sizes) for group in (*shared, core.fan_in_axes)]
-        writes = [_index(group, target, sizes) for group in (*shared, core.fan_out_axes)]
-        numbers = core.batch, core.repeat, core.fan_in, core.fan_out
-        steps.append(Step(*numbers, move, tuple(reads), tuple(writes)))
+    steps = [
+        Step(core.batch, core.repeat, core.fan_in, core.fan_out, _move(lying, wanted, sizes))
+        for core, lying, wanted in zip(cores, before, read, strict=False)
+    ]
     widths = prod(sizes[axis] for axis in inputs), prod(sizes[axis] for axis in outputs)
-    code = [*widths, len(steps)]
-    for step in steps:
-        code += [step.batch, step.repeat, step.fan_in, step.fan_out]
-        for index in (*step.reads, *step.writes):
-            code += [len(index), *(number for axis in index for number in axis)]
+    numbers = [*widths, len(steps), *(number for step in steps for number in step[:4])]
+    for lying, wanted in zip(before, after, strict=True):
+        move = _move(
+            *([axis for axis in each if axis != TOKENS] for each in (lying, wanted)), sizes
+        )
+        numbers += [len(move.sizes), *move.sizes, *move.order]
     last, largest = _move(before[-1], after[-1], sizes), max(s.fan_in * s.fan_out for s in steps)
-    return Program(tuple(steps), last, *widths, " ".join(map(str, code)), largest)
+    return Program(tuple(steps), last, *widths, tuple(numbers), largest)
 
 
 def _move(lying: Sequence[str], wanted: Sequence[str], sizes: Mapping[str, int]) -> Move:
@@ -349,41 +328,22 @@ def _move(lying: Sequence[str], wanted: Sequence[str], sizes: Mapping[str, int])
     return Move(size, tuple(lie.index(run) for run in runs))
 
 
-def _strides(lying: Sequence[str], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Of each axis among the features of one token, row-major."""
-    strides, stride = {}, 1
-    for axis in reversed([axis for axis in lying if axis != TOKENS]):
-        strides[axis] = stride
-        stride *= sizes[axis]
-    return strides
-
-
-def _index(group: Sequence[str], strides: Mapping[str, int], sizes: Mapping[str, int]) -> Axes:
-    """The sizes and strides of an index over the axes of a group."""
-    axes: list[tuple[int, int]] = []
-    for axis in group:
-        size, stride = sizes[axis], strides[axis]
-        if size == 1:
-            continue
-        if axes and axes[-1][1] == size * stride:
-            axes[-1] = axes[-1][0] * size, stride
-        else:
-            axes.append((size, stride))
-    return tuple(axes)
-
-
-def _derive_einsum(inputs: Sequence[str], outputs: Sequence[str], cores: Sequence[Core]) -> str:
-    """`cores, identities -> axes of y, axes of x`. An axis that both have gets a second name on the
-    side of x."""
-    taken = {*inputs, *outputs, *(axis for core in cores for axis in core.axes)}
-    column = {axis: axis for axis in inputs}
-    for axis in inputs:
-        while axis in outputs and column[axis] in taken:
-            column[axis] += "x"
-        taken.add(column[axis])
-    factors = [" ".join(core.axes) for core in cores]
-    factors += [f"{axis} {column[axis]}" for axis in inputs if axis in outputs]
-    return f"{', '.join(factors)} -> {' '.join([*outputs, *column.values()])}"
+def _derive_matrix(
+    inputs: Sequence[str], outputs: Sequence[str], cores: Sequence[Core], sizes: Mapping[str, int]
+) -> Matrix:
+    """An axis that x and y share has a second number on the side of x: W is diagonal there."""
+    number = {axis: n for n, axis in enumerate(sizes)}
+    shared = [axis for axis in inputs if axis in outputs]
+    column = number | {axis: len(sizes) + n for n, axis in enumerate(shared)}
+    return Matrix(
+        tuple(tuple(sizes[axis] for axis in core.axes) for core in cores),
+        tuple(sizes[axis] for axis in shared),
+        (
+            *(tuple(number[axis] for axis in core.axes) for core in cores),
+            *((number[axis], column[axis]) for axis in shared),
+        ),
+        (*(number[axis] for axis in outputs), *(column[axis] for axis in inputs)),
+    )
 
 
 # ---- arguments -----------------------------------------------------------------------------------

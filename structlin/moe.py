@@ -113,15 +113,14 @@ class Mixture(StructuredLinear):
         rows = tokens.index_select(0, token)  # (tokens * top_k, in)
         early = self.in_features < self.out_features  # experts are linear: weigh what is narrower
         rows = rows * weights.to(rows.dtype) if early else rows
-        program = self.structure.program.fit(self.in_features, self.out_features)
         made = _product.run(
             self.structure,
             cores,
             rows,
             mode=self.mode,
             gains=self.gains,
-            sigmas=self.stds,
-            program=program,
+            sigmas=None if self.gains is None else self.stds,
+            program=self._program,
             loads=self._loads(chosen),
         )  # (tokens * top_k, out)
         made = made if early else made * weights.to(made.dtype)

@@ -73,7 +73,7 @@ NARROW = [
     for structure in (family.structure(i, o) for family, i, o in SMALL)
     for columns, rows in ((1, 0), (0, 1), (structure.in_features // 2, structure.out_features // 3))
 ]
-NARROW_IDS = [f"{structure.text}-{i}-{o}" for structure, i, o in NARROW]
+NARROW_IDS = [f"{structure!r}-{i}-{o}" for structure, i, o in NARROW]
 
 
 @dataclass(frozen=True)

@@ -70,12 +70,7 @@ def test_one_file_splits_a_signature():
         )
     ]
     assert splitting == ["_structure.py"]
-    naming = {
-        path.name
-        for path in FILES
-        if ".rearrangements" in path.read_text() or "TOKENS" in path.read_text()
-    }
-    assert naming <= {"_structure.py", "triton_stages.py"}
+    assert {path.name for path in FILES if "TOKENS" in path.read_text()} == {"_structure.py"}
 
 
 def test_the_first_pages_are_a_thousand_lines_at_most():

@@ -19,6 +19,7 @@ from structlin import (
     Family,
     Kronecker,
     LowRank,
+    Mixture,
     Monarch,
     Split,
     Structure,
@@ -27,6 +28,7 @@ from structlin import (
     family,
     project,
 )
+from structlin._structure import Program
 from tests.catalogue import SMALL, SMALL_IDS, einsum_matrix, layer_of, tokens
 
 every_small_case = pytest.mark.parametrize("case", SMALL, ids=SMALL_IDS)
@@ -255,15 +257,15 @@ def test_a_layer_whose_structure_is_replaced_computes_with_the_new_one():
             assert_close(layer(x), x @ layer.to_dense().T, rtol=1e-4, atol=1e-5)
 
 
-def test_a_pickled_layer_needs_nothing_that_follows_from_its_structure():
-    layer, x = StructuredLinear(23, 29, BTT(rank=2)), torch.randn(3, 23)
-    state = layer.__dict__
-    assert not {"_program", "padding"} & state.keys()
-    again = StructuredLinear.__new__(StructuredLinear)
-    # 0.1.0 wrote a padding, later layers also a program; neither is read
-    again.__setstate__({**pickle.loads(pickle.dumps(state)), "padding": (0, 0), "_program": None})
-    assert again.padding == layer.padding
-    assert torch.equal(again(x), layer(x))
+@pytest.mark.parametrize("kind", [StructuredLinear, Mixture])
+def test_a_padded_layer_derives_its_program_once_when_it_is_made(kind, monkeypatch):
+    layer, x = kind(23, 29, BTT(rank=2)), torch.randn(3, 23)
+    assert all(layer.padding)
+    y = layer(x)
+    monkeypatch.setattr(Program, "fit", None)  # nobody can call it
+    for again in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert again.padding == layer.padding
+        assert torch.equal(again(x), y)
 
 
 @every_small_case

@@ -8,6 +8,7 @@ from math import prod
 import pytest
 import torch
 from hypothesis import given
+from torch.utils.flop_counter import FlopCounterMode
 
 from structlin import (
     BTT,
@@ -18,6 +19,7 @@ from structlin import (
     LowRank,
     Monarch,
     Structure,
+    _product,
     apply,
     to_cola,
     to_dense,
@@ -175,6 +177,31 @@ def test_structures_are_equal_when_what_they_are_made_of_is():
     ]
     assert all(structure != other for other in different)
     assert len({structure, *different[:3]}) == 4
+
+
+def leaves(value):
+    """What nested tuples hold in the end."""
+    return (
+        [leaf for each in value for leaf in leaves(each)] if isinstance(value, tuple) else [value]
+    )
+
+
+@given(structures())
+def test_nothing_that_a_structure_is_multiplied_by_is_text(structure: Structure):
+    program = structure.program.fit(1, 1)
+    assert {type(leaf) for leaf in leaves((program, structure.matrix))} == {int}
+    for name in ("signature", "subscripts", "inputs", "outputs", "sizes"):
+        structure.__dict__[name] = None  # of a structure that nobody else has
+    x = torch.randn(2, structure.in_features, dtype=torch.float64)
+    cores = [
+        torch.randn(step.batch, step.fan_out, step.fan_in, dtype=torch.float64)
+        for step in structure.program.steps
+    ]
+    with FlopCounterMode(display=False) as counter:
+        y = _product.run(structure, cores, x, mode="structured")
+    matrix = to_dense(structure, cores)
+    torch.testing.assert_close(y, x @ matrix.mT)
+    assert counter.get_total_flops() == 2 * structure.flops
 
 
 def test_plain_is_a_chain_of_matrices():

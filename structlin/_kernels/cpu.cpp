@@ -63,11 +63,11 @@ void forward_tiles(const Layer<S>& layer, Path& path, const S* x, S* y, const Wi
 
 template <class S>
 Tensor forward(const Tensor& given, const std::vector<Tensor>& cores, const std::optional<Tensor>& bias,
-               const std::optional<Tensor>& gains, const std::vector<double>& sigmas, const std::string& code,
+               const std::optional<Tensor>& gains, const std::vector<double>& sigmas, const Indices& numbers,
                const std::optional<Tensor>& loads) {
   using F = Wide<S>;
   Tensor x = packed(given);
-  Layer<S> layer(x, cores, gains, sigmas, code, loads, true);
+  Layer<S> layer(x, cores, gains, sigmas, numbers, loads, true);
   Indices shape = sizes_of(x);
   shape.back() = layer.program.out;
   Tensor y = make_tensor(x, shape);
@@ -187,11 +187,11 @@ Totals<Wide<S>> add_tiles(const Layer<S>& layer, Path& path, const S* dy_data, c
 
 template <class S>
 std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const std::vector<Tensor>& cores,
-                             const std::optional<Tensor>& gains, const std::vector<double>& sigmas, const std::string& code,
+                             const std::optional<Tensor>& gains, const std::vector<double>& sigmas, const Indices& numbers,
                              Index wants, const std::optional<Tensor>& loads) {
   using F = Wide<S>;
   Tensor x = packed(given), dy = packed(given_dy);
-  Layer<S> layer(x, cores, gains, sigmas, code, loads, false);
+  Layer<S> layer(x, cores, gains, sigmas, numbers, loads, false);
   const Program& program = layer.program;
   const Index count = program.steps.size(), tokens = layer.tokens;
   STD_TORCH_CHECK(gains ? gains->scalar_type() == ScalarType::Double : !(wants & OF_GAINS),
@@ -271,28 +271,17 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
 
 // ---- the operators ---------------------------------------------------------------------------------------------------
 
-// torch's own conversion to std::string leaks a copy
-std::string take(StringHandle given) {
-  const char* text;
-  size_t length;
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(given, &text));
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(given, &length));
-  std::string taken(text, length);
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(given));
-  return taken;
-}
-
 Tensor multiply(const Tensor& x, std::vector<Tensor> cores, std::optional<Tensor> bias, std::optional<Tensor> gains,
-                std::vector<double> sigmas, StringHandle given_code, std::optional<Tensor> loads) {
-  const std::string code = take(given_code);
-  return by_dtype(x, [&](auto s) { return forward<decltype(s)>(x, cores, bias, gains, sigmas, code, loads); });
+                std::optional<std::vector<double>> given_sigmas, Indices numbers, std::optional<Tensor> loads) {
+  const std::vector<double> sigmas = given_sigmas.value_or(std::vector<double>());
+  return by_dtype(x, [&](auto s) { return forward<decltype(s)>(x, cores, bias, gains, sigmas, numbers, loads); });
 }
 
 std::vector<Tensor> gradients(const Tensor& dy, const Tensor& x, std::vector<Tensor> cores, std::optional<Tensor> gains,
-                              std::vector<double> sigmas, StringHandle given_code, int64_t wants,
+                              std::optional<std::vector<double>> given_sigmas, Indices numbers, int64_t wants,
                               std::optional<Tensor> loads) {
-  const std::string code = take(given_code);
-  return by_dtype(x, [&](auto s) { return backward<decltype(s)>(dy, x, cores, gains, sigmas, code, wants, loads); });
+  const std::vector<double> sigmas = given_sigmas.value_or(std::vector<double>());
+  return by_dtype(x, [&](auto s) { return backward<decltype(s)>(dy, x, cores, gains, sigmas, numbers, wants, loads); });
 }
 
 }  // namespace

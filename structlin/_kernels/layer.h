@@ -150,8 +150,8 @@ struct Layer {
   const bool forward;  // or backward
 
   Layer(const Tensor& x, const std::vector<Tensor>& given, const std::optional<Tensor>& gains,
-        const std::vector<double>& sigmas, const std::string& code, const std::optional<Tensor>& given_loads, bool forward)
-      : program(program_of(code)), memory(given.size()), forward(forward) {
+        const std::vector<double>& sigmas, const Indices& numbers, const std::optional<Tensor>& given_loads, bool forward)
+      : program(program_of(numbers)), memory(given.size()), forward(forward) {
     STD_TORCH_CHECK(given.size() == program.steps.size() && x.dim() > 0 && x.size(x.dim() - 1) == program.in,
                     "structlin: x or the cores do not fit the program");
     STD_TORCH_CHECK(!gains || (sizes_of(*gains) == Indices{static_cast<Index>(given.size())} && sigmas.size() == given.size()),

@@ -10,6 +10,7 @@ definition.
 """
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -31,21 +32,22 @@ Loop = Callable[
         Tensor,
         Tensor | None,
         Tensor | None,
-        Sequence[float],
+        Sequence[float] | None,
         Tensor | None,
     ],
     Tensor,
 ]
 
 _ARGUMENTS = (
-    "Tensor x, Tensor[] cores, Tensor? bias, Tensor? gains, float[] sigmas, str code, Tensor? loads"
+    "Tensor x, Tensor[] cores, Tensor? bias, Tensor? gains, float[]? sigmas, int[] program, "
+    "Tensor? loads"
 )
 torch.library.define("structlin_cpu::multiply", f"({_ARGUMENTS}) -> Tensor")
 # the same, and autograd knows it
 torch.library.define("structlin_cpu::layer", f"({_ARGUMENTS}) -> Tensor")
 torch.library.define(
     "structlin_cpu::gradients",
-    "(Tensor dy, Tensor x, Tensor[] cores, Tensor? gains, float[] sigmas, str code, "
+    "(Tensor dy, Tensor x, Tensor[] cores, Tensor? gains, float[]? sigmas, int[] program, "
     "int wants, Tensor? loads) -> Tensor[]",
 )
 _multiply = torch.ops.structlin_cpu.multiply.default
@@ -103,7 +105,7 @@ def multiply(
     x: Tensor,
     bias: Tensor | None = None,
     gains: Tensor | None = None,
-    sigmas: Sequence[float] = (),
+    sigmas: Sequence[float] | None = None,
     loads: Tensor | None = None,
 ) -> Tensor:
     """`W x + bias`.
@@ -121,12 +123,11 @@ def multiply(
         `(..., out_features)`.
     """
     y: Tensor
-    sigmas = () if gains is None else sigmas
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)
     if torch.compiler.is_compiling():
         gains = None if gains is None else gains.double()
-        y = _layer(x, cores, bias, gains, sigmas, program.code, loads)
+        y = _layer(x, cores, bias, gains, sigmas, program.numbers, loads)
         return y
     if torch.is_grad_enabled():
         leaves = [x, *cores, bias, gains]
@@ -134,7 +135,7 @@ def multiply(
             gains = None if gains is None else gains.double()
             y = _Product.apply(loop, program, sigmas, loads, x, bias, gains, *cores)  # type: ignore[no-untyped-call]
             return y
-    y = _multiply(x, cores, bias, gains, sigmas, program.code, loads)
+    y = _multiply(x, cores, bias, gains, sigmas, program.numbers, loads)
     return y
 
 
@@ -144,7 +145,7 @@ class _Product(torch.autograd.Function):
         ctx: Any,
         loop: Loop,
         program: Program,
-        sigmas: Sequence[float],
+        sigmas: Sequence[float] | None,
         loads: Tensor | None,
         x: Tensor,
         bias: Tensor | None,
@@ -153,7 +154,7 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.loop, ctx.program, ctx.sigmas = loop, program, sigmas
         ctx.save_for_backward(loads, x, bias, gains, *cores)
-        y: Tensor = _multiply(x, cores, bias, gains, sigmas, program.code, loads)
+        y: Tensor = _multiply(x, cores, bias, gains, sigmas, program.numbers, loads)
         return y
 
     @staticmethod
@@ -165,7 +166,7 @@ class _Product(torch.autograd.Function):
             return None, None, None, None, *found
         needs = of_x, of_cores, of_bias, of_gains
         dx, dcores, dbias, dgains = _find_gradients(
-            dy, x, cores, gains, ctx.sigmas, ctx.program.code, needs, loads
+            dy, x, cores, gains, ctx.sigmas, ctx.program.numbers, needs, loads
         )
         return None, None, None, None, dx, dbias, dgains, *dcores
 
@@ -180,15 +181,15 @@ def _find_gradients(
     x: Tensor,
     cores: Sequence[Tensor],
     gains: Tensor | None,
-    sigmas: Sequence[float],
-    code: str,
+    sigmas: Sequence[float] | None,
+    numbers: Sequence[int],
     needs: tuple[bool, Sequence[bool], bool, bool],
     loads: Tensor | None,
 ) -> tuple[Tensor | None, list[Tensor | None], Tensor | None, Tensor | None]:
     """Of x, the cores, the bias and the gains, each None if nobody needs it."""
     of_x, of_cores, of_bias, of_gains = needs
     wants = OF_X * of_x | OF_CORES * any(of_cores) | OF_BIAS * of_bias | OF_GAINS * of_gains
-    dx, *dcores, dgains, dbias = _gradients(dy, x, cores, gains, sigmas, code, wants, loads)
+    dx, *dcores, dgains, dbias = _gradients(dy, x, cores, gains, sigmas, numbers, wants, loads)
     each = [dcore if needed else None for dcore, needed in zip(dcores, of_cores, strict=True)]
     return dx if of_x else None, each, dbias if of_bias else None, dgains if of_gains else None
 
@@ -213,8 +214,7 @@ def _differentiate(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, cores, _, gains, ctx.sigmas, ctx.code, loads = inputs
-    ctx.no_sigmas = None if ctx.sigmas else []
+    x, cores, _, gains, ctx.sigmas, ctx.numbers, loads = inputs
     ctx.save_for_backward(gains, loads, x, *cores)
 
 
@@ -222,14 +222,14 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     gains, loads, x, *cores = ctx.saved_tensors
     of_x, of_cores, of_bias, of_gains, *_ = ctx.needs_input_grad
     needs = of_x, of_cores, of_bias, of_gains
-    found = _find_gradients(dy, x, cores, gains, ctx.sigmas, ctx.code, needs, loads)
-    return *found, ctx.no_sigmas, None, None
+    found = _find_gradients(dy, x, cores, gains, ctx.sigmas, ctx.numbers, needs, loads)
+    return *found, None, None, None
 
 
 def _fake_multiply(
-    x: Tensor, cores: Any, bias: Any, gains: Any, sigmas: Any, code: str, loads: Any
+    x: Tensor, cores: Any, bias: Any, gains: Any, sigmas: Any, program: Sequence[int], loads: Any
 ) -> Tensor:
-    return x.new_empty(*x.shape[:-1], _read(code)[1])
+    return x.new_empty(*x.shape[:-1], program[1])
 
 
 def _fake_gradients(
@@ -238,14 +238,14 @@ def _fake_gradients(
     cores: Any,
     gains: Any,
     sigmas: Any,
-    code: str,
+    program: Sequence[int],
     wants: int,
     loads: Any,
 ) -> list[Tensor]:
     dx = x.new_empty(x.shape if wants & OF_X else 0)
     dcores = [core.new_empty(core.shape if wants & OF_CORES else 0) for core in cores]
     dgains = (x if gains is None else gains).new_empty(len(cores) if wants & OF_GAINS else 0)
-    return [dx, *dcores, dgains, x.new_empty(_read(code)[1] if wants & OF_BIAS else 0)]
+    return [dx, *dcores, dgains, x.new_empty(program[1] if wants & OF_BIAS else 0)]
 
 
 torch.library.register_fake("structlin_cpu::multiply", _fake_multiply)
@@ -254,23 +254,15 @@ torch.library.register_fake("structlin_cpu::gradients", _fake_gradients)
 torch.library.register_autograd("structlin_cpu::layer", _backward, setup_context=_save)
 
 
-def _read(code: str) -> list[int]:
-    return [int(number) for number in code.split()]
+def steps_of(program: Sequence[int]) -> list[Sequence[int]]:
+    """batch, repeat, fan_in and fan_out of each core."""
+    each = program[3 : 3 + 4 * program[2]]
+    return [each[at : at + 4] for at in range(0, len(each), 4)]
 
 
-def _count_flops(x: Sequence[int], code: str) -> list[int]:
-    """Of each core."""
-    tokens = 1
-    for size in x[:-1]:
-        tokens *= size
-    numbers, flops, at = _read(code), [], 3
-    for _ in range(numbers[2]):
-        batch, repeat, fan_in, fan_out = numbers[at : at + 4]
-        flops.append(2 * tokens * batch * repeat * fan_in * fan_out)
-        at += 4
-        for _ in range(6):
-            at += 1 + 2 * numbers[at]
-    return flops
+def count_flops(x: Sequence[int], program: Sequence[int]) -> list[int]:
+    """The FLOPs of each core; `x` is the input's shape."""
+    return [2 * prod(x[:-1]) * prod(step) for step in steps_of(program)]
 
 
 @register_flop_formula([torch.ops.structlin_cpu.multiply, torch.ops.structlin_cpu.layer])
@@ -280,11 +272,11 @@ def _(
     bias: Any,
     gains: Any,
     sigmas: Any,
-    code: str,
+    program: Sequence[int],
     loads: Any,
     **_: Any,
 ) -> int:
-    return sum(_count_flops(x, code))
+    return sum(count_flops(x, program))
 
 
 @register_flop_formula(torch.ops.structlin_cpu.gradients)
@@ -294,10 +286,10 @@ def _(
     cores: Any,
     gains: Any,
     sigmas: Any,
-    code: str,
+    program: Sequence[int],
     wants: int,
     loads: Any,
     **_: Any,
 ) -> int:
-    flops, of_cores = _count_flops(x, code), bool(wants & (OF_CORES | OF_GAINS))
+    flops, of_cores = count_flops(x, program), bool(wants & (OF_CORES | OF_GAINS))
     return sum(flops) * (bool(wants & OF_X) + of_cores) + sum(flops[:-1]) * of_cores

@@ -5,8 +5,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <sstream>
-#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -20,6 +18,12 @@ constexpr size_t MOST_PROGRAMS = 1024;  // that a thread remembers
 // Of the indices of one side of a core: where each value of batch, repeat and fan lies among the features of a token
 struct Offsets {
   Indices batch, repeat, fan;
+  Offsets() = default;
+  Offsets(const Indices& places, Index batches, Index repeats, Index fans) {  // of all features, in this order
+    for (Index b = 0; b < batches; b++) batch.push_back(places[b * repeats * fans]);
+    for (Index r = 0; r < repeats; r++) repeat.push_back(places[r * fans]);
+    fan.assign(places.begin(), places.begin() + fans);
+  }
   Index block(Index pair) const {  // of block and repetition `pair`, numbered batch * repeats + repeat
     Index repeats = repeat.size();
     return batch[pair / repeats] + repeat[pair % repeats];
@@ -37,30 +41,62 @@ struct Program {
   Index in, out;  // features of x and y; the first core may read more, which are zero, and the last write more
   std::vector<Step> steps;
 
-  // in, out, cores, then for each core batch, repeat, fan_in, fan_out and six indices, each a count and (size, stride)s
-  explicit Program(const std::string& code) {
-    std::istringstream from(code);
-    Index cores = 0;
-    from >> in >> out >> cores;
+  // in, out, cores; batch, repeat, fan_in, fan_out of each core; then a move before each core and after the last
+  explicit Program(const Indices& numbers) {
+    size_t at = 0;
+    auto next = [&] {
+      require(at < numbers.size());
+      return numbers[at++];
+    };
+    in = next(), out = next();
+    const Index cores = next();
+    require(0 < cores && cores < static_cast<Index>(numbers.size()));
     steps.resize(cores);
     for (Step& step : steps) {
-      from >> step.batch >> step.repeat >> step.in >> step.out;
-      for (Offsets* side : {&step.reads, &step.writes})
-        for (Indices* index : {&side->batch, &side->repeat, &side->fan}) *index = expand(from);
+      step.batch = next(), step.repeat = next(), step.in = next(), step.out = next();
+      require(std::min({step.batch, step.repeat, step.in, step.out}) > 0);
     }
-    STD_TORCH_CHECK(from && from.peek() == EOF, "structlin: the code of a program ends in the wrong place");
+    for (Index t = 0; t <= cores; t++) {
+      const Step& step = steps[std::min(t, cores - 1)];
+      const Indices made_at = read_move(next, step.pairs() * (t < cores ? step.in : step.out));
+      if (t < cores) steps[t].reads = Offsets(made_at, steps[t].batch, steps[t].repeat, steps[t].in);
+      if (!t) continue;
+      Indices read_at(made_at.size());
+      for (size_t i = 0; i < made_at.size(); i++) read_at[made_at[i]] = i;
+      Step& before = steps[t - 1];
+      require(before.pairs() * before.out == static_cast<Index>(read_at.size()));
+      before.writes = Offsets(read_at, before.batch, before.repeat, before.out);
+    }
+    require(at == numbers.size());
   }
 
-  static Indices expand(std::istream& from) {
-    Indices offsets{0};
-    Index axes = 0, size = 0, stride = 0;
-    for (from >> axes; axes-- && from >> size >> stride;) {
-      Indices finer;
-      for (Index offset : offsets)
-        for (Index i = 0; i < size; i++) finer.push_back(offset + i * stride);
-      offsets = std::move(finer);
+  static void require(bool fits) { STD_TORCH_CHECK(fits, "structlin: these numbers are no program"); }
+
+  // For each of `width` features in the order in which they are read, its number in the order in which they were made.
+  // A move is a count of axes, their sizes as they were made, and the order in which they are read; none is no move.
+  template <class Next>
+  static Indices read_move(const Next& next, Index width) {
+    const Index axes = next();
+    require(0 <= axes && axes <= 64);
+    Indices sizes(axes), strides(axes), places{0};
+    for (Index& size : sizes) size = next();
+    Index product = 1;
+    for (Index axis = axes - 1; axis >= 0; product *= sizes[axis--]) {
+      require(0 < sizes[axis] && sizes[axis] <= width / product);
+      strides[axis] = product;
     }
-    return offsets;
+    if (!axes) sizes = {width}, strides = {1};
+    require(!axes || product == width);
+    for (size_t level = 0; level < sizes.size(); level++) {
+      const Index axis = axes ? next() : 0;
+      require(0 <= axis && axis < static_cast<Index>(sizes.size()) && sizes[axis]);
+      Indices finer;
+      for (Index place : places)
+        for (Index i = 0; i < sizes[axis]; i++) finer.push_back(place + i * strides[axis]);
+      sizes[axis] = 0;  // each axis is read once
+      places = std::move(finer);
+    }
+    return places;
   }
 
   Index width() const {  // of the widest activation
@@ -88,13 +124,21 @@ struct Program {
   }
 };
 
-// Reading a code takes as long as the call of a small layer, so each thread remembers those of its latest calls
-const Program& program_of(const std::string& code) {
-  thread_local std::unordered_map<std::string, Program> known;
-  auto found = known.find(code);
+struct Hash {
+  size_t operator()(const Indices& numbers) const {
+    size_t hash = numbers.size();
+    for (Index number : numbers) hash = (hash ^ number) * 0x9E3779B97F4A7C15u, hash ^= hash >> 32;
+    return hash;
+  }
+};
+
+// Expanding the indices takes as long as the call of a small layer, so each thread remembers those of its latest calls
+const Program& program_of(const Indices& numbers) {
+  thread_local std::unordered_map<Indices, Program, Hash> known;
+  auto found = known.find(numbers);
   if (found != known.end()) return found->second;
   if (known.size() >= MOST_PROGRAMS) known.clear();
-  return known.emplace(code, code).first->second;
+  return known.emplace(numbers, numbers).first->second;
 }
 
 // Where the features of an activation lie that a core reads block by block: [batch * repeat][fan], a block at a time

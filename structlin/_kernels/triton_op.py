@@ -14,7 +14,7 @@ differentiable any number of times.
 """
 
 from collections.abc import Sequence
-from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .._structure import Structure
+from .op import count_flops, steps_of
 
 
 def available(x: Tensor, structure: Structure) -> bool:
@@ -35,7 +36,7 @@ def available(x: Tensor, structure: Structure) -> bool:
         return False
     from . import triton_check, triton_stages
 
-    return triton_check.available(x) and triton_stages.supported(structure)
+    return triton_check.available(x) and triton_stages.supported(structure.program.numbers)
 
 
 def apply(structure: Structure, x: Tensor, cores: Sequence[Tensor], bias: Tensor | None) -> Tensor:
@@ -43,33 +44,23 @@ def apply(structure: Structure, x: Tensor, cores: Sequence[Tensor], bias: Tensor
     rows = x if x.ndim == 2 else x.reshape(-1, structure.in_features)  # (tokens, in_features)
     leaves = [x, *cores] if bias is None else [x, *cores, bias]
     keep = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
-    y: Tensor = multiply(rows, list(cores), bias, structure.text, keep)[0]
+    y: Tensor = multiply(rows, list(cores), bias, structure.program.numbers, keep)[0]
     return y if x.ndim == 2 else y.view(*x.shape[:-1], structure.out_features)
 
 
-@cache
-def _decode(text: str) -> Structure:
-    return Structure.parse(text)
-
-
-def _middle(structure: Structure) -> int:
-    """Features that all cores but the first read."""
-    return sum(core.repeat * core.batch * core.fan_in for core in structure.cores[1:])
-
-
 def _multiply(
-    x: Tensor, cores: Sequence[Tensor], bias: Tensor | None, structure: str, keep: bool
+    x: Tensor, cores: Sequence[Tensor], bias: Tensor | None, program: Sequence[int], keep: bool
 ) -> tuple[Tensor, Tensor]:
     """`x W^T + bias` and, if `keep`, the middle that the gradient reads.
 
     Args:
         x: `(tokens, in_features)`.
-        structure: `Structure.text`.
+        program: `Program.numbers`.
     """
     from . import triton_stages
 
     cores = [core.contiguous() for core in cores]
-    y, middle = triton_stages.forward(_decode(structure), cores, x.contiguous(), bias)
+    y, middle = triton_stages.forward(program, cores, x.contiguous(), bias)
     return y, middle if keep else middle.new_empty(0)
 
 
@@ -81,7 +72,7 @@ def _gradients(
     x: Tensor,
     cores: Sequence[Tensor],
     middle: Tensor,
-    structure: str,
+    program: Sequence[int],
     wants: Sequence[bool],
 ) -> list[Tensor]:
     """dx, one dcore for each core, dbias; each empty if `wants`, (x, cores, bias), says that nobody
@@ -89,9 +80,7 @@ def _gradients(
     from . import triton_stages
 
     x, dy, cores = x.contiguous(), dy.contiguous(), [core.contiguous() for core in cores]
-    dx, dcores = triton_stages.backward(
-        _decode(structure), cores, x, middle, dy, (wants[0], wants[1])
-    )
+    dx, dcores = triton_stages.backward(program, cores, x, middle, dy, (wants[0], wants[1]))
     return [dx, *dcores, dy.sum(0) if wants[2] else dy.new_empty(0)]
 
 
@@ -100,13 +89,12 @@ gradients = torch.library.custom_op("structlin::gradients", _gradients, mutates_
 
 @multiply.register_fake
 def _(
-    x: Tensor, cores: Sequence[Tensor], bias: Tensor | None, structure: str, keep: bool
+    x: Tensor, cores: Sequence[Tensor], bias: Tensor | None, program: Sequence[int], keep: bool
 ) -> tuple[Tensor, Tensor]:
-    whole = _decode(structure)
     tokens = x.shape[0]  # len(x) would make it a constant
-    return x.new_empty(tokens, whole.out_features), x.new_empty(
-        tokens * _middle(whole) if keep else 0
-    )
+    widths = [prod(step[:3]) for step in steps_of(program)[1:]]  # that each core reads
+    middle = tokens * sum(widths) if keep else 0
+    return x.new_empty(tokens, program[1]), x.new_empty(middle)
 
 
 @gradients.register_fake
@@ -115,7 +103,7 @@ def _(
     x: Tensor,
     cores: Sequence[Tensor],
     middle: Tensor,
-    structure: str,
+    program: Sequence[int],
     wants: Sequence[bool],
 ) -> list[Tensor]:
     of_x, of_cores, of_bias = wants
@@ -125,21 +113,27 @@ def _(
 
 
 @register_flop_formula(torch.ops.structlin.multiply)
-def _(x: Any, cores: Any, bias: Any, structure: str, keep: bool, **_: Any) -> int:
-    return int(x[0]) * _decode(structure).flops
+def _(x: Any, cores: Any, bias: Any, program: Sequence[int], keep: bool, **_: Any) -> int:
+    return sum(count_flops(x, program))
 
 
 @register_flop_formula(torch.ops.structlin.gradients)
 def _(
-    dy: Any, x: Any, cores: Any, middle: Any, structure: str, wants: Sequence[bool], **_: Any
+    dy: Any,
+    x: Any,
+    cores: Any,
+    middle: Any,
+    program: Sequence[int],
+    wants: Sequence[bool],
+    **_: Any,
 ) -> int:
-    whole = _decode(structure)
-    again = sum(core.flops for core in whole.cores[:-1]) if wants[1] and not middle[0] else 0
-    return int(x[0]) * (whole.flops * (wants[0] + wants[1]) + again)
+    flops = count_flops(x, program)
+    again = sum(flops[:-1]) if wants[1] and not middle[0] else 0
+    return sum(flops) * (wants[0] + wants[1]) + again
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, cores, bias, ctx.structure, _ = inputs
+    x, cores, bias, ctx.program, _ = inputs
     ctx.set_materialize_grads(False)  # nobody differentiates the middle
     ctx.has_bias = bias is not None
     ctx.save_for_backward(x, output[1], *cores)
@@ -158,7 +152,7 @@ def _wanted(
     x, middle, *cores = ctx.saved_tensors
     if dy is None:
         return None, [None] * len(cores), None
-    dx, *dcores, dbias = gradients(dy, x, cores, middle, ctx.structure, list(wants))
+    dx, *dcores, dbias = gradients(dy, x, cores, middle, ctx.program, list(wants))
     return (
         dx if wants[0] else None,
         dcores if wants[1] else [None] * len(cores),
@@ -170,7 +164,7 @@ multiply.register_autograd(_backward, setup_context=_save)
 
 
 def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    dy, x, cores, _, ctx.structure, _ = inputs
+    dy, x, cores, _, ctx.program, _ = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(dy, x, *cores)
 
@@ -188,9 +182,9 @@ def _backward_of_gradients(ctx: Any, cotangents: list[Tensor | None]) -> tuple[A
     terms: list[tuple[int | None, Tensor, list[Tensor]]] = [] if u is None else [(None, u, cores)]
     terms += [(i, x, [*cores[:i], c, *cores[i + 1 :]]) for i, c in enumerate(each) if c is not None]
     for i, at, factors in terms:  # the term of D with u in place of x, or of core i
-        d_dy = d_dy + multiply(at, factors, None, ctx.structure, False)[0]
+        d_dy = d_dy + multiply(at, factors, None, ctx.program, False)[0]
         dx, *dcores, _ = gradients(
-            dy, at, factors, x.new_empty(0), ctx.structure, [True, True, False]
+            dy, at, factors, x.new_empty(0), ctx.program, [True, True, False]
         )
         d_x = d_x if i is None else d_x + dx
         d_cores = [

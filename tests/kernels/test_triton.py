@@ -257,15 +257,15 @@ def test_the_stages_are_the_layer_and_its_gradients(
 ):
     """Against float64 autograd of one einsum over the whole expression."""
     structure = family.structure(d_in, d_out)
-    assert stages.supported(structure)
+    assert stages.supported(structure.program.numbers)
     x, dy = (
         Guarded("t i", {"t": tokens, "i": d_in}).inside,
         Guarded("t o", {"t": tokens, "o": d_out}).inside,
     )
     cores = [torch.randn(core.batch, core.fan_in, core.fan_out).mT for core in structure.cores]
     bias = torch.randn(d_out)
-    y, middle = stages.forward(structure, cores, x, bias)
-    dx, gradients = stages.backward(structure, cores, x, middle, dy)
+    y, middle = stages.forward(structure.program.numbers, cores, x, bias)
+    dx, gradients = stages.backward(structure.program.numbers, cores, x, middle, dy)
 
     inputs, outputs = structure.inputs, structure.outputs
     axes = [(*core.batch_axes, *core.fan_out_axes, *core.fan_in_axes) for core in structure.cores]
@@ -297,11 +297,11 @@ def test_only_what_is_wanted_is_computed_and_a_middle_that_was_not_kept_is_compu
         torch.randn(5, 16),
         [torch.randn(core.shape) for core in structure.cores],
     )
-    _, middle = stages.forward(structure, cores, x)
+    _, middle = stages.forward(structure.program.numbers, cores, x)
     assert middle.shape == (5 * 2 * 16,)
-    dx, gradients = stages.backward(structure, cores, x, middle, dy)
+    dx, gradients = stages.backward(structure.program.numbers, cores, x, middle, dy)
     for wants in ((True, True), (True, False), (False, True)):
-        found = stages.backward(structure, cores, x, x.new_empty(0), dy, wants)
+        found = stages.backward(structure.program.numbers, cores, x, x.new_empty(0), dy, wants)
         assert torch.equal(found[0], dx) if wants[0] else found[0].numel() == 0
         for one, other in zip(found[1], gradients, strict=True):
             assert torch.equal(one, other) if wants[1] else one.numel() == 0
