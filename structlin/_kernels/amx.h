@@ -54,7 +54,7 @@ inline Index depth_of_tiles(Index depth) {
 
 // 16 R rows and 16 N columns of C
 template <bool ADD, int R, int N, class T>
-inline void multiply_tiles(T* c, const Index* rows, const float* of_rows, const BFloat16* a, Index a_row, const Pair* b,
+inline void multiply_tiles(T* c, const Index* rows, const float* row_bias, const BFloat16* a, Index a_row, const Pair* b,
                            Index b_row, Index depth, Index deep, float factor) {
   alignas(64) float sums[R * SIDE][N * SIDE];
   _tile_zero(0);
@@ -82,7 +82,7 @@ inline void multiply_tiles(T* c, const Index* rows, const float* of_rows, const 
     for (int j = 0; j < N; j++) {
       row[j] = factor * load(sums[i] + j * SIDE);
       if constexpr (ADD) row[j] += load(to + j * SIDE);
-      if (of_rows) row[j] += of_rows[i];
+      if (row_bias) row[j] += row_bias[i];
     }
     store_row<N>(to, row);
   }
@@ -90,7 +90,7 @@ inline void multiply_tiles(T* c, const Index* rows, const float* of_rows, const 
 
 // How many rows of C it has found: a multiple of 16, or none
 template <bool ADD, class T>
-Index multiply_by_tiles(T* c, const Index* rows, const float* of_rows, const BFloat16* a, Index a_row, const Pair* b,
+Index multiply_by_tiles(T* c, const Index* rows, const float* row_bias, const BFloat16* a, Index a_row, const Pair* b,
                         Index b_row, Index height, Index width, Index depth, float factor) {
   const Index deep = depth_of_tiles(depth);
   if (!deep) return 0;
@@ -98,7 +98,7 @@ Index multiply_by_tiles(T* c, const Index* rows, const float* of_rows, const BFl
   asm volatile("" ::: "memory");
   Index m = 0;
   auto over_columns = [&]<int R>() {
-    const float* added = of_rows ? of_rows + m : nullptr;
+    const float* added = row_bias ? row_bias + m : nullptr;
     const BFloat16* left = a + m * a_row;
     Index n = 0;
     for (; n + 2 * SIDE <= width; n += 2 * SIDE)

@@ -14,14 +14,14 @@
 
 #include <numeric>
 
-#include "few.h"
+#include "gemv.h"
 #include "polar.h"
 #include "rows.h"
 #include "tile.h"
 
 namespace {
 
-constexpr Index MOST = 1 << 30;  // bytes of all threads' sums of gradients
+constexpr Index MAX_SUM_BYTES = 1 << 30;  // bytes of all threads' sums of gradients
 
 // ---- forward ---------------------------------------------------------------------------------------------------------
 
@@ -49,14 +49,14 @@ void forward_tiles(const Layer<S>& layer, Path& path, const S* x, S* y, const Wi
     for (Index number = begin; number < end; number++) {
       const Index first = number * size, n = std::min(size, tokens - first);
       S* y_rows = y + first * program.out;
-      const H* read = path.enter_x(h, x + first * program.in, n);
+      const H* read = path.pack_x(h, x + first * program.in, n);
       for (Index t = 0; t <= path.last; t++, std::swap(h, next)) {
         const Step& step = program.steps[t];
         auto to = t < path.last ? next : path.place_y(next, y_rows);
         over_blocks(step, step.pairs(), [&](Index begin, Index end) { path.forward(t, to, read, n, begin, end); });
         read = static_cast<H*>(to);
       }
-      path.leave_y(y_rows, read, n);
+      path.unpack_y(y_rows, read, n);
     }
   });
 }
@@ -66,7 +66,7 @@ Tensor forward(const Tensor& given, const std::vector<Tensor>& cores, const std:
                const std::optional<Tensor>& gains, const std::vector<double>& sigmas, const Indices& numbers,
                const std::optional<Tensor>& loads) {
   using F = Wide<S>;
-  Tensor x = packed(given);
+  Tensor x = contiguous_of(given);
   Layer<S> layer(x, cores, gains, sigmas, numbers, loads, true);
   Indices shape = sizes_of(x);
   shape.back() = layer.program.out;
@@ -78,14 +78,14 @@ Tensor forward(const Tensor& given, const std::vector<Tensor>& cores, const std:
   if (bias) {
     STD_TORCH_CHECK(bias->numel() == layer.program.out && bias->scalar_type() == x.scalar_type(),
                     "structlin: the bias does not fit x and the program");
-    held = packed(*bias);
+    held = contiguous_of(*bias);
     added = numbers_of<F, S>(*held, memory);
   }
   layer.over_experts([&](Index, Index first) {
     if (!layer.tokens) return;
     const S* from = static_cast<const S*>(x.data_ptr()) + first * layer.program.in;
     S* to = static_cast<S*>(y.mutable_data_ptr()) + first * layer.program.out;
-    if (layer.few()) forward_few<S>(layer, from, to, added);
+    if (layer.is_gemv()) forward_gemv<S>(layer, from, to, added);
     else by_path(layer, [&](auto& path) { forward_tiles(layer, path, from, to, added); });
   });
   return y;
@@ -123,7 +123,7 @@ Totals<Wide<S>> add_tiles(const Layer<S>& layer, Path& path, const S* dy_data, c
   const Index area = path.area(), size = path.size, tokens = layer.tokens,
               tiles = (tokens + size - 1) / size;
   summed += of_bias ? round_up(program.out, 16) : 0;
-  const Index most = MOST / std::max<Index>(1, summed * sizeof(F));
+  const Index most = MAX_SUM_BYTES / std::max<Index>(1, summed * sizeof(F));
   const Index parts = layer.shares_tiles() ? 1 : std::max<Index>(1, std::min({layer.threads(), tiles, most}));
   F* total = found.memory.reserve(std::max<Index>(1, parts * summed));
 
@@ -138,7 +138,7 @@ Totals<Wide<S>> add_tiles(const Layer<S>& layer, Path& path, const S* dy_data, c
       std::vector<const H*> read;  // by each core
       H* next = h;
       if (of_cores) {
-        read.push_back(path.enter_x(h, x_data + first * program.in, n));
+        read.push_back(path.pack_x(h, x_data + first * program.in, n));
         for (Index t = 0; t < path.last; t++) {
           next += path.area(t);
           over_blocks(program.steps[t], program.steps[t].pairs(),
@@ -158,7 +158,7 @@ Totals<Wide<S>> add_tiles(const Layer<S>& layer, Path& path, const S* dy_data, c
           }
       if (!of_x && !of_cores) continue;
       H *free = h + middle, *other = free + area;
-      const H* g = path.enter_dy(free, dy_rows, n);
+      const H* g = path.pack_dy(free, dy_rows, n);
       for (Index t = path.last; t >= 0; t--, std::swap(free, other)) {
         const Step& step = program.steps[t];
         if (of_cores)
@@ -170,7 +170,7 @@ Totals<Wide<S>> add_tiles(const Layer<S>& layer, Path& path, const S* dy_data, c
         over_blocks(step, step.pairs(), [&](Index begin, Index end) { path.backward(t, to, g, n, begin, end); });
         g = static_cast<H*>(to);
       }
-      if (of_x) path.leave_dx(dx_data + first * program.in, g, n);
+      if (of_x) path.unpack_dx(dx_data + first * program.in, g, n);
     }
   };
   parallel_for(0, parts, 1, [&](Index begin, Index end) {
@@ -178,7 +178,7 @@ Totals<Wide<S>> add_tiles(const Layer<S>& layer, Path& path, const S* dy_data, c
     for (Index part = begin; part < end; part++) run(part);
   });
 
-  parallel_for(0, summed, GRAIN, [&](Index begin, Index end) {  // the parts in their order
+  parallel_for(0, summed, MIN_PRODUCTS_PER_THREAD, [&](Index begin, Index end) {  // the parts in their order
     for (Index part = 1; part < parts; part++)
       for (Index i = begin; i < end; i++) total[i] += total[part * summed + i];
   });
@@ -190,7 +190,7 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
                              const std::optional<Tensor>& gains, const std::vector<double>& sigmas, const Indices& numbers,
                              Index wants, const std::optional<Tensor>& loads) {
   using F = Wide<S>;
-  Tensor x = packed(given), dy = packed(given_dy);
+  Tensor x = contiguous_of(given), dy = contiguous_of(given_dy);
   Layer<S> layer(x, cores, gains, sigmas, numbers, loads, false);
   const Program& program = layer.program;
   const Index count = program.steps.size(), tokens = layer.tokens;
@@ -232,17 +232,17 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
     const Core<S>& core = layer.cores[t];
     const Index each = step.batch * step.out, height = layer.experts() * each;
     auto over_rows = [&](const auto& run) {  // `run(index, row)` for each row of the gradient, in the core's own order
-      parallel_for(0, height, std::max<Index>(1, GRAIN / step.in), [&](Index begin, Index end) {
+      parallel_for(0, height, std::max<Index>(1, MIN_PRODUCTS_PER_THREAD / step.in), [&](Index begin, Index end) {
         thread_local Numbers<F> line;
-        F* turned = line.reserve(round_up(step.in, LANES<F>));
+        F* column = line.reserve(round_up(step.in, LANES<F>));
         for (Index index = begin; index < end; index++) {
           const Totals<F>& own = totals[index / each];
           const Sum& sum = own.sums[t];
           const Index m_stride = sum.along_out ? 1 : sum.padded, n_stride = sum.along_out ? sum.padded : 1;
           const F* from = own.memory.held.get() + sum.start + index % each / step.out * sum.rows * sum.padded +
                           index % step.out * m_stride;
-          for (Index i = 0; sum.along_out && i < step.in; i++) turned[i] = from[i * n_stride];
-          run(index, sum.along_out ? turned : from);
+          for (Index i = 0; sum.along_out && i < step.in; i++) column[i] = from[i * n_stride];
+          run(index, sum.along_out ? column : from);
         }
       });
     };

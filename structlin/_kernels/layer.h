@@ -28,10 +28,10 @@ using torch::headeronly::ScalarType;
 using torch::stable::parallel_for;
 using torch::stable::Tensor;
 
-constexpr Index CACHED = 1 << 20;       // bytes of cores that stay in the second cache
-constexpr Index FEW_OF_LARGE = 16;      // tokens, up to which vectors run along fan-in where a block is large and there is
-constexpr Index LARGE_BLOCK = 1 << 18;  // no matrix unit: then vectors are full, and a core is read from afar
-constexpr Index GRAIN = 1 << 16;        // multiply-adds that are worth a thread
+constexpr Index L2_BYTES = 1 << 20;  // of cores that stay in the second cache
+constexpr Index LARGE_BLOCK = 1 << 18;  // numbers of a block that vectors along fan-in fill, read from beyond that cache
+constexpr Index MAX_GEMV_TOKENS = 16;   // by such a block, where there is no matrix unit
+constexpr Index MIN_PRODUCTS_PER_THREAD = 1 << 16;  // multiply-adds that are worth a thread
 
 // ---- memory ----------------------------------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ double inner_product(const A* a, const B* b, Index n) {
   using F = Wide<A>;
   constexpr Index L = LANES<F> * (std::is_same_v<A, B> ? GROUP<A> : 1), RUN = 128 * L;
   auto at = [](auto* p, Index count) __attribute__((always_inline)) {
-    if constexpr (std::is_same_v<A, B>) return line(p, count);
+    if constexpr (std::is_same_v<A, B>) return load_a_row(p, count);
     else return load(p, count);
   };
   double total = 0;
@@ -107,7 +107,7 @@ template <class T, class S>
 const T* numbers_of(const S* from, Index n, Numbers<T>& memory) {
   if constexpr (std::is_same_v<S, T>) return from;
   T* to = memory.reserve(n);
-  parallel_for(0, n, GRAIN, [&](Index begin, Index end) {
+  parallel_for(0, n, MIN_PRODUCTS_PER_THREAD, [&](Index begin, Index end) {
     for (Index i = begin; i < end; i += LANES<Wide<S>>) store(to + i, load(from + i, end - i), end - i);
   });
   return to;
@@ -118,7 +118,7 @@ const T* numbers_of(const Tensor& tensor, Numbers<T>& memory) {
   return numbers_of<T, S>(static_cast<const S*>(tensor.data_ptr()), tensor.numel(), memory);
 }
 
-Tensor packed(const Tensor& tensor) {
+Tensor contiguous_of(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
@@ -157,14 +157,14 @@ struct Layer {
     STD_TORCH_CHECK(!gains || (sizes_of(*gains) == Indices{static_cast<Index>(given.size())} && sigmas.size() == given.size()),
                     "structlin: a gain and a sigma are needed for every core");
     tokens = x.numel() / program.in;
-    loads = given_loads ? read_loads(packed(*given_loads)) : Indices{tokens};
+    loads = given_loads ? read_loads(contiguous_of(*given_loads)) : Indices{tokens};
     for (size_t t = 0; t < given.size(); t++) {
       const Step& step = program.steps[t];
       STD_TORCH_CHECK(given[t].numel() == experts() * step.params() && given[t].scalar_type() == x.scalar_type(),
                       "structlin: core ", t, " has another size or dtype than the program and x ask for");
-      tensors.push_back(packed(given[t]));
+      tensors.push_back(contiguous_of(given[t]));
       const S* numbers = static_cast<const S*>(tensors[t].data_ptr());
-      Core<S> core{numbers, few() ? nullptr : numbers_of<Held<S>, S>(tensors[t], memory[t])};
+      Core<S> core{numbers, is_gemv() ? nullptr : numbers_of<Held<S>, S>(tensors[t], memory[t])};
       cores.push_back(core);
     }
     if (gains) normalise(*gains, sigmas);
@@ -172,10 +172,10 @@ struct Layer {
 
   Index experts() const { return loads.size(); }
   // Whether much of a tile would be empty, widening the cores takes longer than its products, or it has no block for some threads
-  bool few() const {
+  bool is_gemv() const {
     constexpr Index L = LANES<F>;
     if (!forward) return false;
-    if (program.largest() >= LARGE_BLOCK && !(GROUPED<S> && has_matrix_unit())) return tokens <= FEW_OF_LARGE;
+    if (program.largest() >= LARGE_BLOCK && !(GROUPED<S> && has_matrix_unit())) return tokens <= MAX_GEMV_TOKENS;
     if (GROUPED<S>) return tokens <= L / 2;
     return tokens <= (std::is_same_v<S, Held<S>> && program.fewest() >= threads() ? L * 3 / 4 : L);
   }
@@ -242,7 +242,7 @@ struct Layer {
   // Whether threads share each tile's blocks, and not the tiles: of few tokens times large cores, so that there is one sum of
   // gradients, no core is read by all, and of three tiles no thread has two
   bool shares_tiles() const {
-    const bool large = program.params() * Index{sizeof(F)} >= CACHED;
+    const bool large = program.params() * Index{sizeof(F)} >= L2_BYTES;
     return tokens <= (forward ? 4 : 6) * LANES<F> && large && program.fewest() >= threads();
   }
 
@@ -251,7 +251,7 @@ struct Layer {
   Index tile() const {
     Index largest = 0;
     for (const Step& step : program.steps) largest = std::max(largest, step.params());
-    const bool large = largest * sizeof(F) >= CACHED;
+    const bool large = largest * sizeof(F) >= L2_BYTES;
     const Index vectors = GROUPED<S> && large && has_matrix_unit() ? 4 : 2, each = tokens / (vectors * LANES<F>) / threads();
     if (shares_tiles() && tokens > LANES<F>) return 2 * LANES<F>;
     return (GROUPED<S> || large || each >= 4) && each ? vectors * LANES<F> : LANES<F>;

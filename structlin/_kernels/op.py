@@ -58,7 +58,7 @@ _gradients = torch.ops.structlin_cpu.gradients.default
 # Numbers of a block from which on BLAS is faster, but for the forward pass of a few tokens; and in
 # bfloat16 where the engine has a matrix unit. Measured at widths of 512 to 4096, and 1024 to 3072.
 LARGE_BLOCK, LARGE_FOR_UNIT = 1 << 18, 1 << 20
-FEW_OF_LARGE = 16  # tokens
+MAX_GEMV_TOKENS = 16  # tokens
 
 
 def pays(program: Program, x: Tensor, plain: bool) -> bool:
@@ -71,7 +71,7 @@ def pays(program: Program, x: Tensor, plain: bool) -> bool:
     if not plain and (program.largest < LARGE_BLOCK or not is_large(program, x.dtype)):
         return available(x)
     trains = torch.compiler.is_compiling() or torch.is_grad_enabled()  # or may: it is not known
-    return not trains and x.numel() <= FEW_OF_LARGE * x.shape[-1] and available(x)
+    return not trains and x.numel() <= MAX_GEMV_TOKENS * x.shape[-1] and available(x)
 
 
 def is_large(program: Program, dtype: torch.dtype) -> bool:

@@ -27,7 +27,7 @@ struct Iteration {
     thread_local Numbers<float> memory;
     const Index area = length * width, square = side * width;
     float *y = memory.reserve(2 * area + 2 * square), *next = y + area, *gram = next + area, *polynomial = gram + square;
-    enter(x, next, y);
+    pack(x, next, y);
     for (auto step = coefficients.begin(); step != coefficients.end(); step += 3, std::swap(y, next)) {
       const float a = step[0], b = step[1], c = step[2];
       multiply<false>(gram, {y, 1, width}, y, side, length, 1);
@@ -36,7 +36,7 @@ struct Iteration {
       multiply<true>(polynomial, {gram, width, 1}, gram, side, side, c);
       multiply<false>(next, {y, width, 1}, polynomial, length, side, 1);
     }
-    leave(y, factor);
+    unpack(y, factor);
   }
 
  private:
@@ -46,7 +46,7 @@ struct Iteration {
     multiply_into<float, ADD, float, float>({to, rows.data()}, a, {b, width}, height, width, depth, factor);
   }
 
-  void enter(const float* x, float* scaled, float* y) const {
+  void pack(const float* x, float* scaled, float* y) const {
     const double square = inner_product(x, x, m * n), scale = square == 0 ? 1 : 1 / std::sqrt(square);
     for (Index i = 0; i < m * n; i++) scaled[i] = static_cast<float>(x[i] * scale);
     if (m < n)
@@ -58,7 +58,7 @@ struct Iteration {
         for (Index j = 0; j < width; j += LANES<float>) store(y + i * width + j, load(scaled + i * n + j, n - j));
   }
 
-  void leave(const float* y, float* factor) const {
+  void unpack(const float* y, float* factor) const {
     if (m < n)
       transpose<float>(
           n, m, n, [&](Index j, Index i, Index count) { return load(y + j * width + i, count); },
@@ -75,13 +75,13 @@ std::vector<Tensor> polar(std::vector<Tensor> stacks, std::vector<double> coeffi
   for (const Tensor& given : stacks) {
     STD_TORCH_CHECK(given.dim() == 3 && given.scalar_type() == ScalarType::Float,
                     "structlin: polar takes stacks of float32 matrices");
-    const Tensor x = packed(given);
+    const Tensor x = contiguous_of(given);
     factors.push_back(make_tensor(x, sizes_of(x)));
     const Index size = x.size(1) * x.size(2);
     const Iteration iteration(x.size(1), x.size(2), coefficients);
     const float* from = static_cast<const float*>(x.data_ptr());
     float* to = static_cast<float*>(factors.back().mutable_data_ptr());
-    parallel_for(0, x.size(0), std::max<Index>(1, GRAIN / std::max<Index>(1, iteration.work())), [&](Index begin, Index end) {
+    parallel_for(0, x.size(0), std::max<Index>(1, MIN_PRODUCTS_PER_THREAD / std::max<Index>(1, iteration.work())), [&](Index begin, Index end) {
       for (Index i = begin * size; i < end * size; i += size) iteration.run(from + i, to + i);
     });
   }

@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int ROWS = BYTES == 32 ? 4 : 8;  // of C in registers, two vectors of each
+constexpr int MR = BYTES == 32 ? 4 : 8;  // rows of C in registers; NR is two vectors
 
 template <class H>
 struct Scalars {  // A[m, k]; of numbers that go in groups, column is 1
@@ -26,12 +26,12 @@ template <class T>
 struct Result {  // C[m, 0:n], to which a number of each row is added, or of each column
   T* at;
   const Index* rows;
-  const Wide<T>*of_rows = nullptr, *of_columns = nullptr;
+  const Wide<T>*row_bias = nullptr, *column_bias = nullptr;
 };
 
-// R rows from m on and N vectors from n on; B is rows of Held<S>, or of pairs of them
+// The microkernel: R rows from m on and N vectors from n on; B is rows of Held<S>, or of pairs of them
 template <class S, int R, int N, bool ADD, class T, class B>
-inline void multiply_tile(const Result<T>& c, const Scalars<Held<S>>& a, const Vectors<B>& b, Index m, Index n, Index depth,
+inline void microkernel(const Result<T>& c, const Scalars<Held<S>>& a, const Vectors<B>& b, Index m, Index n, Index depth,
                           Wide<S> factor) {
   using F = Wide<S>;
   constexpr int G = GROUP<S>, DOWN = std::is_same_v<B, Pair> ? 1 : G;
@@ -40,12 +40,12 @@ inline void multiply_tile(const Result<T>& c, const Scalars<Held<S>>& a, const V
   const Index b_row = b.row;
   Vector<F> sum[R][N] = {};
   auto add = [&](Index k, bool whole) __attribute__((always_inline)) {
-    decltype(meet(columns, b_row, whole)) right[N];
+    decltype(load_b(columns, b_row, whole)) right[N];
 #pragma GCC unroll 4
-    for (int j = 0; j < N; j++) right[j] = meet(columns + k / G * DOWN * b_row + j * LANES<F>, b_row, whole);
+    for (int j = 0; j < N; j++) right[j] = load_b(columns + k / G * DOWN * b_row + j * LANES<F>, b_row, whole);
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++) {
-      auto left = spread(rows(i, k), whole);
+      auto left = broadcast(rows(i, k), whole);
 #pragma GCC unroll 4
       for (int j = 0; j < N; j++) add_product(sum[i][j], left, right[j]);
     }
@@ -60,8 +60,8 @@ inline void multiply_tile(const Result<T>& c, const Scalars<Held<S>>& a, const V
     for (int j = 0; j < N; j++) {
       sum[i][j] *= factor;
       if (ADD) sum[i][j] += load(to + j * LANES<F>);
-      if (c.of_rows) sum[i][j] += c.of_rows[m + i];
-      if (c.of_columns) sum[i][j] += load(c.of_columns + n + j * LANES<F>);
+      if (c.row_bias) sum[i][j] += c.row_bias[m + i];
+      if (c.column_bias) sum[i][j] += load(c.column_bias + n + j * LANES<F>);
     }
     store_row<N>(to, sum[i]);
   }
@@ -71,10 +71,10 @@ template <class S, int N, bool ADD, class T, class B>
 inline void multiply_columns(const Result<T>& c, const Scalars<Held<S>>& a, const Vectors<B>& b, Index n, Index height,
                              Index depth, Wide<S> factor) {
   Index m = 0;
-  for (; m + ROWS <= height; m += ROWS) multiply_tile<S, ROWS, N, ADD>(c, a, b, m, n, depth, factor);
-  for (; m + 4 <= height; m += 4) multiply_tile<S, 4, N, ADD>(c, a, b, m, n, depth, factor);
-  for (; m + 2 <= height; m += 2) multiply_tile<S, 2, N, ADD>(c, a, b, m, n, depth, factor);
-  if (m < height) multiply_tile<S, 1, N, ADD>(c, a, b, m, n, depth, factor);
+  for (; m + MR <= height; m += MR) microkernel<S, MR, N, ADD>(c, a, b, m, n, depth, factor);
+  for (; m + 4 <= height; m += 4) microkernel<S, 4, N, ADD>(c, a, b, m, n, depth, factor);
+  for (; m + 2 <= height; m += 2) microkernel<S, 2, N, ADD>(c, a, b, m, n, depth, factor);
+  if (m < height) microkernel<S, 1, N, ADD>(c, a, b, m, n, depth, factor);
 }
 
 #if STRUCTLIN_AMX
@@ -85,7 +85,7 @@ inline Vectors<Pair> pairs_of(const Vectors<BFloat16>& b, Index width, Index dep
   Pair* pairs = memory.reserve(width * depth / 2);
   for (Index k = 0; k < depth; k += 2)
     for (Index n = 0; n < width; n += SIDE)
-      _mm512_store_si512(pairs + k / 2 * width + n, bits_of<__m512i>(meet(b.at + k * b.row + n, b.row, true)));
+      _mm512_store_si512(pairs + k / 2 * width + n, bits_of<__m512i>(load_b(b.at + k * b.row + n, b.row, true)));
   return {pairs, width};
 }
 #endif
@@ -99,10 +99,10 @@ void multiply_into(Result<T> c, Scalars<Held<S>> a, const Vectors<B>& b, Index h
   if constexpr (GROUPED<S>)
     if (height >= SIDE && depth_of_tiles(depth) && has_matrix_unit()) {  // the rest of the rows is left for below
       const Vectors<Pair> pairs = pairs_of(b, width, depth);
-      const Index done = multiply_by_tiles<ADD>(c.at, c.rows, c.of_rows, a.at, a.row, pairs.at, pairs.row, height, width,
+      const Index done = multiply_by_tiles<ADD>(c.at, c.rows, c.row_bias, a.at, a.row, pairs.at, pairs.row, height, width,
                                                 depth, factor);
       c.rows += done, a.at += done * a.row, height -= done;
-      if (c.of_rows) c.of_rows += done;
+      if (c.row_bias) c.row_bias += done;
     }
 #endif
   Index n = 0;
@@ -114,19 +114,19 @@ void multiply_into(Result<T> c, Scalars<Held<S>> a, const Vectors<B>& b, Index h
 // share what is the only one.
 template <class Run>
 void over_blocks(const Step& step, Index count, const Run& run) {
-  parallel_for(0, count, std::max<Index>(1, GRAIN / (step.in * step.out * 2)), [&](Index begin, Index end) {
+  parallel_for(0, count, std::max<Index>(1, MIN_PRODUCTS_PER_THREAD / (step.in * step.out * 2)), [&](Index begin, Index end) {
     Settings settings;
     run(begin, end);
   });
 }
 
-// A core transposed: [batch][fan_in][fan_out]. To move a number takes as long as some sixteen products.
+// Pack a core transposed: [batch][fan_in][fan_out]. To move a number takes as long as some sixteen products.
 template <class S>
-void turn(Numbers<Held<S>>& memory, const Step& step, const Core<S>& core) {
+void pack_core(Numbers<Held<S>>& memory, const Step& step, const Core<S>& core) {
   using F = Wide<S>;
   const Index block = step.in * step.out;
   Held<S>* to = memory.reserve(step.params());
-  parallel_for(0, step.batch, std::max<Index>(1, GRAIN / 16 / block), [&](Index begin, Index end) {
+  parallel_for(0, step.batch, std::max<Index>(1, MIN_PRODUCTS_PER_THREAD / 16 / block), [&](Index begin, Index end) {
     for (Index b = begin * block; b < end * block; b += block)
       transpose<F>(
           step.out, step.in, step.out,

@@ -13,7 +13,7 @@ namespace {
 using Index = int64_t;
 using Indices = std::vector<Index>;
 
-constexpr size_t MOST_PROGRAMS = 1024;  // that a thread remembers
+constexpr size_t MAX_PROGRAMS = 1024;  // that a thread remembers
 
 // Of the indices of one side of a core: where each value of batch, repeat and fan lies among the features of a token
 struct Offsets {
@@ -137,7 +137,7 @@ const Program& program_of(const Indices& numbers) {
   thread_local std::unordered_map<Indices, Program, Hash> known;
   auto found = known.find(numbers);
   if (found != known.end()) return found->second;
-  if (known.size() >= MOST_PROGRAMS) known.clear();
+  if (known.size() >= MAX_PROGRAMS) known.clear();
   return known.emplace(numbers, numbers).first->second;
 }
 

@@ -27,16 +27,16 @@ struct Rows {
   const Program& program;
   const std::vector<Core<S>>& cores;
   const Index last;
-  Index size = 2 * ROWS;                // tokens
+  Index size = 2 * MR;                // tokens
   std::vector<Reads> h_reads, g_reads;  // of core t: of h_t, and of g_(t+1)
   Indices length;                       // of a token's row of h_t, g_t
   std::vector<Indices> rows;            // where they start
-  std::vector<Numbers<F>> turned;       // the cores, [batch][fan_in][fan_out]
+  std::vector<Numbers<F>> packed_cores;  // [batch][fan_in][fan_out]
   const F* bias = nullptr;              // of y
 
   explicit Rows(const Layer<S>& layer)
-      : program(layer.program), cores(layer.cores), last(program.steps.size() - 1), turned(last + 1) {
-    if (program.params() * sizeof(F) >= CACHED) size = 4 * ROWS;  // so that they are read less often
+      : program(layer.program), cores(layer.cores), last(program.steps.size() - 1), packed_cores(last + 1) {
+    if (program.params() * sizeof(F) >= L2_BYTES) size = 4 * MR;  // so that they are read less often
     for (Index t = 0; t <= last; t++) {
       const Step& step = program.steps[t];
       h_reads.push_back(t ? find(program.steps[t - 1].writes, step.in) : in_order(step.pairs(), step.in));
@@ -50,8 +50,8 @@ struct Rows {
   }
 
   static bool serve(const Layer<S>& layer) {
-    // forward, all threads read cores that one of them has turned, which many tokens pay for; backward, that is one or none
-    if (layer.tokens < (layer.forward ? 24 : 4) * ROWS) return false;
+    // Forward, one thread packs the cores for all, which pays for many tokens. Backward, one core or none is packed.
+    if (layer.tokens < (layer.forward ? 24 : 4) * MR) return false;
     const std::vector<Step>& steps = layer.program.steps;
     for (const Step& step : steps)
       if (step.in % (2 * L) || step.out % (2 * L)) return false;
@@ -91,21 +91,21 @@ struct Rows {
 
   void prepare_forward(const F* added) {
     bias = added;
-    for (Index t = 0; t <= last; t++) turn(turned[t], program.steps[t], cores[t]);
+    for (Index t = 0; t <= last; t++) pack_core(packed_cores[t], program.steps[t], cores[t]);
   }
   void prepare_backward(bool, bool of_cores) {
-    for (Index t = 0; of_cores && t < last; t++) turn(turned[t], program.steps[t], cores[t]);
+    for (Index t = 0; of_cores && t < last; t++) pack_core(packed_cores[t], program.steps[t], cores[t]);
   }
 
   Index area(Index t) const { return round_up(size * length[t], L); }  // of h_t, g_t
   Index area() const { return last ? area(1) : 0; }                    // of the widest that is not x or y
 
-  const F* enter_x(F*, const F* x, Index) const { return x; }
-  const F* enter_dy(F*, const F* dy, Index) const { return dy; }
+  const F* pack_x(F*, const F* x, Index) const { return x; }
+  const F* pack_dy(F*, const F* dy, Index) const { return dy; }
   F* place_y(F*, F* y) const { return y; }
   F* place_dx(F*, F* dx) const { return dx; }
-  void leave_dx(F*, const F*, Index) const {}
-  void leave_y(F*, const F*, Index) const {}
+  void unpack_dx(F*, const F*, Index) const {}
+  void unpack_y(F*, const F*, Index) const {}
 
   // h_(t+1) from h_t, of n tokens, for some of the blocks
   void forward(Index t, F* to, const F* from, Index n, Index begin, Index end) const {
@@ -114,7 +114,7 @@ struct Rows {
       multiply_into<F, false>(Result<F>{to + pair * step.out, rows[t + 1].data(), nullptr,
                                         t == last && bias ? bias + pair * step.out : nullptr},
                               Scalars<F>{from + h_reads[t].block[pair], length[t], h_reads[t].stride},
-                              Vectors<F>{turned[t].held.get() + pair / step.repeat * step.in * step.out, step.out}, n,
+                              Vectors<F>{packed_cores[t].held.get() + pair / step.repeat * step.in * step.out, step.out}, n,
                               step.out, step.in, cores[t].factor);
   }
 

@@ -12,8 +12,8 @@
 
 namespace {
 
-constexpr Index DEEP = 256;       // rows of B that stay in the first cache
-constexpr Index OFTEN = 1 << 24;  // products by a block, from which on its transposed copy pays
+constexpr Index KC = 256;  // depth of blocking: rows of B that stay in the first cache
+constexpr Index MIN_PRODUCTS_TO_PACK = 1 << 24;  // by a block, from which on its packed copy pays
 
 template <class S>
 struct Tile {
@@ -23,7 +23,7 @@ struct Tile {
   const Program& program;
   const std::vector<Core<S>>& cores;
   const Index tokens, last, size;    // a row holds `size` tokens
-  std::vector<Numbers<H>> turned;    // the cores, [batch][fan_in][fan_out]
+  std::vector<Numbers<H>> packed_cores;  // [batch][fan_in][fan_out]
   std::vector<Layout> h, g;          // of what each core reads, forward and backward
   std::vector<Offsets> writes, reads;  // where it puts its results, forward and backward
   Indices x_places, dy_places;
@@ -33,7 +33,7 @@ struct Tile {
 
   explicit Tile(const Layer<S>& layer)
       : program(layer.program), cores(layer.cores), tokens(layer.tokens), last(program.steps.size() - 1),
-        size(layer.tile()), turned(last + 1) {
+        size(layer.tile()), packed_cores(last + 1) {
     for (const Step& step : program.steps) {  // a line of the cache between two blocks: each begins a line, few lie in one set
       h.push_back({step.in, size, step.in * size + LINE});
       g.push_back({step.out, size, step.out * size + LINE});
@@ -61,7 +61,7 @@ struct Tile {
   void prepare_backward(bool of_x, bool) {
     for (Index t = of_x ? 0 : 1; t <= last; t++) {
       const Step& step = program.steps[t];
-      if (G > 1 || tokens * step.in * step.out >= OFTEN) turn(turned[t], step, cores[t]);
+      if (G > 1 || tokens * step.in * step.out >= MIN_PRODUCTS_TO_PACK) pack_core(packed_cores[t], step, cores[t]);
     }
   }
 
@@ -73,12 +73,12 @@ struct Tile {
     return widest;
   }
 
-  // n rows of x, `(tokens, features)`, as columns of the tile; the rest of it, and features beyond those of x, are zero
-  void enter(H* tile, const S* x, Index features, Index n, const Indices& places) const {
+  // Pack n rows of x, `(tokens, features)`, as columns of the tile; what x does not fill is zero
+  void pack_tokens(H* tile, const S* x, Index features, Index n, const Indices& places) const {
     auto get = [=, this](Index i, Index f, Index count) {
       const S* row = x + i * G * features + f;
       __builtin_prefetch(x + size * features + f * size + i * G * L, 0, 2);  // the next tile, one line after the other
-      return bits_of<Vector<F>>(meet(row, features, i * G + G <= n, count));
+      return bits_of<Vector<F>>(load_b(row, features, i * G + G <= n, count));
     };
     auto put = [&](Index f, Index i, const Vector<F>& v) {
       store(reinterpret_cast<F*>(tile + places[f]) + i, v, size / G - i);
@@ -87,48 +87,48 @@ struct Tile {
     for (size_t f = features; f < places.size(); f++) std::memset(tile + places[f], 0, size * sizeof(H));
   }
 
-  // The columns of the tile, whose rows lie in the order of y's features, as n rows of y
+  // Unpack the columns of the tile, whose rows lie in the order of y's features, as n rows of y
   template <class T>
-  void leave(S* y, const T* tile, Index features, Index n) const {
+  void unpack_tokens(S* y, const T* tile, Index features, Index n) const {
     auto row = [&](Index f, Index t) { return load(tile + f * size + t); };
     auto get = [&](Index i, Index t, Index) {
       Index f = i * G;
       bool whole = f + 1 < features;
-      if constexpr (GROUPED<T>) return bits_of<Vector<F>>(meet(tile + f * size + t, size, whole));
-      else return join<S>(row(f, t), G > 1 && whole ? row(f + 1, t) : Vector<F>{});
+      if constexpr (GROUPED<T>) return bits_of<Vector<F>>(load_b(tile + f * size + t, size, whole));
+      else return interleave_rows<S>(row(f, t), G > 1 && whole ? row(f + 1, t) : Vector<F>{});
     };
     auto put = [&](Index t, Index i, const Vector<F>& v) {
       S* to = y + t * features + i * G;
       if (G > 1) __builtin_prefetch(to + size * features, 1, 2);  // the next tile
-      store_joined(to, v, features - i * G);
+      store_interleaved(to, v, features - i * G);
     };
     transpose<F>((features + G - 1) / G, n, (features + G - 1) / G, get, put);
   }
 
-  const H* enter_x(H* tile, const S* x, Index n) const { return enter(tile, x, program.in, n, x_places), tile; }
-  const H* enter_dy(H* tile, const S* dy, Index n) const { return enter(tile, dy, program.out, n, dy_places), tile; }
+  const H* pack_x(H* tile, const S* x, Index n) const { return pack_tokens(tile, x, program.in, n, x_places), tile; }
+  const H* pack_dy(H* tile, const S* dy, Index n) const { return pack_tokens(tile, dy, program.out, n, dy_places), tile; }
   void* place_y(H* memory, S*) const { return memory; }
   void* place_dx(H* memory, S*) const { return memory; }
-  void leave_y(S* y, const void* tile, Index n) const {
-    if (wide) leave(y, static_cast<const F*>(tile), program.out, n);
-    else leave(y, static_cast<const H*>(tile), program.out, n);
+  void unpack_y(S* y, const void* tile, Index n) const {
+    if (wide) unpack_tokens(y, static_cast<const F*>(tile), program.out, n);
+    else unpack_tokens(y, static_cast<const H*>(tile), program.out, n);
   }
-  void leave_dx(S* dx, const void* tile, Index n) const {
-    if (wide) leave(dx, static_cast<const F*>(tile), program.in, n);
-    else leave(dx, static_cast<const H*>(tile), program.in, n);
+  void unpack_dx(S* dx, const void* tile, Index n) const {
+    if (wide) unpack_tokens(dx, static_cast<const F*>(tile), program.in, n);
+    else unpack_tokens(dx, static_cast<const H*>(tile), program.in, n);
   }
 
   // C = factor A B, in parts of A and B that stay in cache, where sums lose nothing by lying in C meanwhile
   template <class T>
   void multiply(Result<T> c, const Scalars<H>& a, const H* b, Index height, Index depth, F factor) const {
-    const Index deep = std::is_same_v<T, F> ? DEEP : depth;
+    const Index deep = std::is_same_v<T, F> ? KC : depth;
     for (Index k = 0; k < depth; k += deep) {
       const Scalars<H> left{a(0, k), a.row, a.column};
       const Vectors<H> right{b + k * size, size};
       const Index some = std::min(deep, depth - k);
       if (!k) multiply_into<S, false>(c, left, right, height, size, some, factor);
       else if constexpr (std::is_same_v<T, F>) multiply_into<S, true>(c, left, right, height, size, some, factor);
-      c.of_rows = nullptr;  // it has been added
+      c.row_bias = nullptr;  // it has been added
     }
   }
 
@@ -148,7 +148,7 @@ struct Tile {
   // g_t from g_(t+1), for some of the blocks; dx is wide
   void backward(Index t, void* to, const H* from, Index, Index begin, Index end) const {
     const Step& step = program.steps[t];
-    const H* copy = turned[t].held.get();
+    const H* copy = packed_cores[t].held.get();
     const Scalars<H> core = copy ? Scalars<H>{copy, step.out, 1} : Scalars<H>{cores[t].data, 1, step.in};
     auto run = [&]<class T>(T* to) {
       for (Index pair = begin; pair < end; pair++)

@@ -200,25 +200,25 @@ struct Pair {  // two rows of B as one
   BFloat16 of[2];
 };
 
-// GROUP numbers of A, in every lane; a row of them; of as many rows of B, or of C, a lane each.
-// Not whole: the last of them is missing.
+// broadcast: GROUP numbers of A in every lane. load_a_row: a row of them. load_b: GROUP rows of B, interleaved, a lane for
+// each column. `whole` is false where the last row of the group is missing.
 template <class F>
-inline F spread(const F* a, bool) { return *a; }
+inline F broadcast(const F* a, bool) { return *a; }
 template <class S>
-inline Vector<Wide<S>> line(const S* a, Index count) { return load(a, count); }
+inline Vector<Wide<S>> load_a_row(const S* a, Index count) { return load(a, count); }
 template <class S>
-inline Vector<Wide<S>> meet(const S* b, Index, bool, Index count = LANES<Wide<S>>) { return load(b, count); }
+inline Vector<Wide<S>> load_b(const S* b, Index, bool, Index count = LANES<Wide<S>>) { return load(b, count); }
 template <class V, class Left>
 inline void add_product(V& sum, const Left& left, const V& right) { sum += left * right; }
 
 #if STRUCTLIN_BF16
-inline __m512bh spread(const BFloat16* a, bool whole) {
+inline __m512bh broadcast(const BFloat16* a, bool whole) {
   uint32_t pair = a->bits;
   if (whole) std::memcpy(&pair, a, sizeof pair);
   return bits_of<__m512bh>(_mm512_set1_epi32(pair));
 }
 
-inline __m512bh line(const BFloat16* a, Index count) {
+inline __m512bh load_a_row(const BFloat16* a, Index count) {
   return bits_of<__m512bh>(_mm512_maskz_loadu_epi16(count < 32 ? (uint32_t{1} << count) - 1 : ~uint32_t{0}, a));
 }
 
@@ -228,22 +228,22 @@ inline __m512i interleave(const __m512i& first, const __m512i& second) {  // the
   return _mm512_permutex2var_epi16(first, bits_of<__m512i>(order), second);
 }
 
-inline __m512bh meet(const BFloat16* b, Index row, bool whole, Index count = 16) {
+inline __m512bh load_b(const BFloat16* b, Index row, bool whole, Index count = 16) {
   const __mmask16 some = count < 16 ? (1 << count) - 1 : 0xffff;
   auto at = [&](const BFloat16* p) { return _mm512_castsi256_si512(_mm256_maskz_loadu_epi16(some, p)); };
   return bits_of<__m512bh>(interleave(at(b), whole ? at(b + row) : _mm512_setzero_si512()));
 }
 
-inline __m512bh meet(const Pair* b, Index, bool) { return bits_of<__m512bh>(_mm512_loadu_si512(b)); }
+inline __m512bh load_b(const Pair* b, Index, bool) { return bits_of<__m512bh>(_mm512_loadu_si512(b)); }
 
 inline void add_product(Vector<float>& sum, const __m512bh& left, const __m512bh& right) {
   sum = bits_of<Vector<float>>(_mm512_dpbf16_ps(bits_of<__m512>(sum), left, right));
 }
 #endif
 
-// Two rows of sums as one of pairs, where S goes in pairs; `count` numbers of such a vector
+// Interleave two rows of sums as one of pairs, where S goes in pairs; store `count` numbers of such a vector
 template <class S>
-inline Vector<Wide<S>> join(const Vector<Wide<S>>& first, [[maybe_unused]] const Vector<Wide<S>>& second) {
+inline Vector<Wide<S>> interleave_rows(const Vector<Wide<S>>& first, [[maybe_unused]] const Vector<Wide<S>>& second) {
 #if STRUCTLIN_BF16
   if constexpr (GROUPED<S>) {
     __m256i low = bits_of<__m256i>(narrow(first, S{})), high = bits_of<__m256i>(narrow(second, S{}));
@@ -254,7 +254,7 @@ inline Vector<Wide<S>> join(const Vector<Wide<S>>& first, [[maybe_unused]] const
 }
 
 template <class S>
-inline void store_joined(S* p, const Vector<Wide<S>>& v, Index count) {
+inline void store_interleaved(S* p, const Vector<Wide<S>>& v, Index count) {
 #if STRUCTLIN_BF16
   if constexpr (GROUPED<S>)
     return _mm512_mask_storeu_epi16(p, count < 32 ? (uint32_t{1} << count) - 1 : ~uint32_t{0}, bits_of<__m512i>(v));

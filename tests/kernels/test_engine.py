@@ -893,13 +893,13 @@ def test_blocks_that_blas_has_at_its_own_rate_are_left_to_it(dtype, blocks, take
 def test_its_limits_of_few_tokens_and_large_blocks_are_those_that_choose_it():
     text = engine.SOURCE.with_name("layer.h").read_text(encoding="utf-8")
     found = dict(
-        re.findall(r"^constexpr Index (FEW_OF_LARGE|LARGE_BLOCK) = ([\d <]+);", text, re.M)
+        re.findall(r"^constexpr Index (MAX_GEMV_TOKENS|LARGE_BLOCK) = ([\d <]+);", text, re.M)
     )
     limits = {}
     for name, value in found.items():
         number, _, shift = value.partition(" << ")
         limits[name] = int(number) << int(shift or 0)
-    assert limits == {"FEW_OF_LARGE": op.FEW_OF_LARGE, "LARGE_BLOCK": op.LARGE_BLOCK}
+    assert limits == {"MAX_GEMV_TOKENS": op.MAX_GEMV_TOKENS, "LARGE_BLOCK": op.LARGE_BLOCK}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -1,4 +1,4 @@
-// The forward pass of few tokens, as dot products with the rows of the cores as they are stored.
+// The forward pass of few tokens (GEMV): dot products with the rows of the cores as they are stored.
 //
 //     h_0 = x        h_(t+1)[b, r, o] = sum_i core_t[b, o, i] h_t[b, r, i]        y = h_last + bias
 //
@@ -15,18 +15,18 @@ namespace {
 // R rows of a core times N tokens, of which `h` and `next` are rows, `stride` numbers apart; a result for each row of the
 // core, in `columns`. Of L / R tokens those that are missing repeat the others, which costs nothing.
 template <class S, int R, int N, class T>
-inline void multiply_rows(const S* core, Index in, const Held<S>* h, T* next, Index stride, const Index* columns,
+inline void gemv_rows(const S* core, Index in, const Held<S>* h, T* next, Index stride, const Index* columns,
                           Wide<S> factor) {
   using F = Wide<S>;
   constexpr Index STEP = LANES<F> * GROUP<S>, EACH = LANES<F> / R;
   Vector<F> sum[R][N] = {}, all[LANES<F>];
   auto add = [&](Index i, Index count) __attribute__((always_inline)) {
-    decltype(line(core, count)) rows[R];
+    decltype(load_a_row(core, count)) rows[R];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) rows[r] = line(core + r * in + i, count);
+    for (int r = 0; r < R; r++) rows[r] = load_a_row(core + r * in + i, count);
 #pragma GCC unroll 4
     for (int t = 0; t < N; t++) {
-      auto token = line(h + t * stride + i, count);
+      auto token = load_a_row(h + t * stride + i, count);
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) add_product(sum[r][t], rows[r], token);
     }
@@ -66,24 +66,24 @@ inline Share share_of(const Step& step, Index part, Index end, Index parts) {
 
 // h_(t+1) from h_t, times a factor, for a share of a core. Of 1 to 3 tokens more rows make a whole vector of results.
 template <class S, class T>
-void multiply_few(const Step& step, const S* core, Wide<S> factor, const Held<S>* h, T* next, Index stride, Index tokens,
+void gemv_core(const Step& step, const S* core, Wide<S> factor, const Held<S>* h, T* next, Index stride, Index tokens,
                   const Share& share) {
   constexpr int L = LANES<Wide<S>>, R = std::min(4, L);
   for (Index block = share.batch.begin; block < share.batch.end; block++)
     for (Index r = share.repeat.begin; r < share.repeat.end; r++) {
       const Held<S>* from = h + (block * step.repeat + r) * step.in;
       T* to = next + step.writes.batch[block] + step.writes.repeat[r];
-      auto multiply = [&]<int ROWS>(Index o) {
+      auto multiply = [&]<int HEIGHT>(Index o) {
         const S* rows = core + (block * step.out + o) * step.in;
         const Index* columns = step.writes.fan.data() + o;
         auto some = [&]<int COUNT>(Index t) {
-          multiply_rows<S, ROWS, COUNT>(rows, step.in, from + t * stride, to + t * stride, stride, columns, factor);
+          gemv_rows<S, HEIGHT, COUNT>(rows, step.in, from + t * stride, to + t * stride, stride, columns, factor);
         };
         if (tokens == 1) return some.template operator()<1>(0);
         Index t = 0;
-        if constexpr (ROWS * 4 <= L)
+        if constexpr (HEIGHT * 4 <= L)
           for (; t + 4 <= tokens; t += 4) some.template operator()<4>(t);
-        if constexpr (ROWS * 2 <= L)
+        if constexpr (HEIGHT * 2 <= L)
           for (; t + 2 <= tokens; t += 2) some.template operator()<2>(t);
         for (; t < tokens; t++) some.template operator()<1>(t);
       };
@@ -97,7 +97,7 @@ void multiply_few(const Step& step, const S* core, Wide<S> factor, const Held<S>
 
 // Each thread takes some tokens through all cores, or if tokens are too few or cores large, a share of each core
 template <class S>
-void forward_few(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias) {
+void forward_gemv(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias) {
   using F = Wide<S>;
   using H = Held<S>;
   constexpr int L = LANES<F>;
@@ -109,8 +109,8 @@ void forward_few(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias) {
   const bool straight = fan.back() == first.in - 1 && std::is_sorted(fan.begin(), fan.end());
   Index work = 0;
   for (const Step& step : program.steps) work += step.params() * step.repeat * tokens;
-  const bool large = program.params() * Index{sizeof(S)} >= 2 * CACHED;  // so that no two threads read the same
-  const Index groups = tokens >= 2 * threads && work > 2 * GRAIN && !large ? threads : 1;
+  const bool large = program.params() * Index{sizeof(S)} >= 2 * L2_BYTES;  // so that no two threads read the same
+  const Index groups = tokens >= 2 * threads && work > 2 * MIN_PRODUCTS_PER_THREAD && !large ? threads : 1;
   thread_local Numbers<H> wide;
   const H* numbers = numbers_of<H, S>(x, tokens * program.in, wide);
   auto run = [&](Index begin, Index n) {
@@ -128,13 +128,13 @@ void forward_few(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias) {
     for (Index t = 0; t <= last; t++, std::swap(h, next)) {
       const Step& step = program.steps[t];
       const Core<S>& core = layer.cores[t];
-      const Index parts = std::clamp<Index>(step.params() * step.repeat * n / (2 * GRAIN), 1, threads / groups);
+      const Index parts = std::clamp<Index>(step.params() * step.repeat * n / (2 * MIN_PRODUCTS_PER_THREAD), 1, threads / groups);
       parallel_for(0, parts, 1, [&](Index part, Index end) {
         Settings settings;
         const H* read = reinterpret_cast<const H*>(h);
         const Share share = share_of(step, part, end, parts);
-        if (t < last) multiply_few(step, core.given, core.factor, read, reinterpret_cast<H*>(next), stride, n, share);
-        else multiply_few(step, core.given, core.factor, read, next, stride, n, share);
+        if (t < last) gemv_core(step, core.given, core.factor, read, reinterpret_cast<H*>(next), stride, n, share);
+        else gemv_core(step, core.given, core.factor, read, next, stride, n, share);
       });
     }
     S* to = y + begin * program.out;
