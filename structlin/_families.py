@@ -59,7 +59,7 @@ class Family(ABC):
         """
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data (for JSON); `family(**data)` is its inverse."""
+        """Return plain data (for JSON); `family(**data)` is its inverse."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         plain = {
             name: value.to_dict() if isinstance(value, Family) else value
@@ -394,7 +394,7 @@ def structure_of(structure: Family | Structure, in_features: int, out_features: 
 def warn_of_padding(
     structure: Family | Structure, found: Structure, in_features: int, out_features: int
 ) -> None:
-    """As a layer's constructor does."""
+    """Warn of padding, from where a layer's constructor was called."""
     if text := explain_padding(structure, found, in_features, out_features):
         warnings.warn(f"{label(structure)}: {text}", UserWarning, stacklevel=3)
 

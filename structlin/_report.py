@@ -84,12 +84,12 @@ class Summary:
 
     @property
     def params(self) -> int:
-        """Of the linear layers' matrices."""
+        """Parameters of the linear layers' matrices."""
         return sum(row.params for row in self.rows)
 
     @property
     def flops(self) -> int:
-        """Of the linear layers, per token, 2 per multiply-add."""
+        """FLOPs of the linear layers per token, 2 per multiply-add."""
         return sum(row.flops for row in self.rows)
 
     @property
@@ -99,12 +99,12 @@ class Summary:
 
     @property
     def seconds(self) -> float | None:
-        """Of a forward and a backward pass of the linear layers, if it was measured."""
+        """Seconds of a forward and a backward pass of the linear layers, if they were measured."""
         return _add(row.seconds for row in self.rows)
 
     @property
     def dense_seconds(self) -> float | None:
-        """Of the same layers dense."""
+        """Seconds of the same layers dense."""
         return _add(row.dense_seconds for row in self.rows)
 
     def __str__(self) -> str:

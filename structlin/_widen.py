@@ -156,7 +156,7 @@ def widen(
 
 
 class _Search:
-    """For the widest model within the dense one's cost; it keeps the cost of every width."""
+    """The search for the widest model within the dense one's cost; it keeps every width's cost."""
 
     def __init__(
         self,

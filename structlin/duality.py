@@ -194,7 +194,7 @@ def has_fast_batches(dtype: torch.dtype) -> bool:
 
 
 def promote(x: Tensor) -> Tensor:
-    """In float32, or in float64 if it is that already: the dtype of norms."""
+    """Return `x` in the dtype of norms: float32, or float64 if it is that already."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

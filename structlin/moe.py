@@ -129,8 +129,10 @@ class Mixture(StructuredLinear):
         return y.view(*x.shape[:-1], self.out_features)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Of tokens `(tokens, in_features)` the weights of the active experts, and their numbers:
-        `(tokens, top_k)` each, the largest weight first."""
+        """Return the weights of the experts of tokens `(tokens, in_features)`, and their numbers.
+
+        Both are `(tokens, top_k)`, the largest weight first.
+        """
         logits = self.router(x)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         largest, chosen = logits.topk(self.top_k, dim=-1)
@@ -153,7 +155,7 @@ class Mixture(StructuredLinear):
         return (chosen.flatten()[:, None] == numbers).sum(0)  # (experts,)
 
     def way(self, tokens: int) -> str:
-        """As of one expert, for its share of so many tokens."""
+        """Say which way one expert's product takes, for its share of so many tokens."""
         return super().way(tokens * self.top_k // self.experts)
 
     def to_dense(self) -> Tensor:

@@ -67,7 +67,7 @@ def find_first(rules: Iterable[Rule], layer: int) -> Rule | None:
 
 
 def describe_pattern(pattern: Pattern) -> str:
-    """For messages.
+    """Name a pattern in messages.
 
     >>> describe_pattern("*mlp*"), describe_pattern(lambda module, name: True)
     ("'*mlp*'", 'the function <lambda>')

@@ -61,7 +61,7 @@ class Linear(Atom):
 
     @property
     def attributes(self) -> Attributes:
-        """Of cutting the padding off after the cores after padding: the RMS of y counts its own
+        """Composite of zero-padding x, the cores, and cropping y: the RMS of y counts its own
         features alone."""
         padded, cut = self._padding()
         cores = [Attributes(term.mass, 1.0, beta=1.0) for term in self.terms()]

@@ -52,7 +52,7 @@ class Attributes(NamedTuple):
     gamma: float = 0.0
 
     def after(self, first: "Attributes") -> "Attributes":
-        """Of the composite M2 o M1, with `self` of M2 and `first` of M1."""
+        """Attributes of the composite M2 o M1, with `self` of M2 and `first` of M1."""
         (m1, mu1, a1, b1, g1), (m2, mu2, a2, b2, g2) = first, self
         p1, p2 = _shares(m1, m2)
         return Attributes(
@@ -64,20 +64,20 @@ class Attributes(NamedTuple):
         )
 
     def beside(self, other: "Attributes") -> "Attributes":
-        """Of the tuple (M1, M2), two modules that see the same input."""
+        """Attributes of the tuple (M1, M2), two modules that see the same input."""
         (m1, mu1, a1, b1, g1), (m2, mu2, a2, b2, g2) = self, other
         p1, p2 = _shares(m1, m2)
         return Attributes(m1 + m2, mu1 + mu2, p1**2 * a1 + p2**2 * a2, p1 * b1 + p2 * b2, g1 + g2)
 
 
 def _shares(m1: float, m2: float) -> tuple[float, float]:
-    """Of the mass; what has none is frozen, and its share is 0."""
+    """The shares of the mass; what has none is frozen, and its share is 0."""
     total = m1 + m2
     return (m1 / total, m2 / total) if total else (0.0, 0.0)
 
 
 def chain(attributes: Iterable[Attributes]) -> Attributes:
-    """Of modules applied one after the other, in that order."""
+    """Attributes of modules applied one after the other, in that order."""
     return reduce(lambda first, second: second.after(first), attributes)
 
 
@@ -205,8 +205,8 @@ class Module(nn.Module):
     def dualize(
         self, gradients: Weights | None = None, *, target: float = 1.0, method: str = "ns"
     ) -> dict[str, Tensor]:
-        """Of all updates of modular norm `target` the one with the largest inner product with
-        `gradients`.
+        """Return, of all updates of modular norm `target`, the one with the largest inner product
+        with `gradients`.
 
         Args:
             gradients: `{name: tensor}`; None: those of the parameters, where they have one. Zero
@@ -256,7 +256,7 @@ class Module(nn.Module):
         return torch.stack(products).sum()
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Of the weights that the norm measures, where they have one."""
+        """Gradients of the weights that the norm measures, where they have one."""
         found = {term.name: self.get_parameter(term.name).grad for term in self.terms()}
         gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
         if not gradients:

@@ -58,14 +58,14 @@ _LINEAR = {
 
 
 def _of_bond(node: fx.Node, args: tuple[Any, ...]) -> Bound:
-    """As the bond of the algebra has it."""
+    """Attributes of the algebra's bond."""
     bond = BONDS[_name(node.target)]()
     return bond.sensitivity, bond.sharpness.gamma
 
 
 def _product(node: fx.Node, args: tuple[Any, ...]) -> Bound | None:
-    """By a constant; of a tensor, as a gain, the largest entry that it has now. Of two activations
-    it has no bound."""
+    """Attributes of a product with a constant; a tensor counts by the largest entry that it has
+    now. Of two activations it has no bound."""
     factors = [value for value in args[:2] if not isinstance(value, _Vertex)]
     return (_largest(factors[0]), 0.0) if factors and factors[0] is not _INDICES else None
 

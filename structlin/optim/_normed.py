@@ -262,7 +262,7 @@ class Normed(Optimizer):
 
 
 def _rms(update: Tensor, vectors: bool) -> Tensor:
-    """Of each vector, or of all of it."""
+    """RMS of each vector, or of all of it."""
     squares = promote(update).square()
     return squares.mean(dim=-1).sqrt() if vectors else squares.mean().sqrt()
 

@@ -79,6 +79,6 @@ def is_small_for(group: dict[str, Any], matrix: Tensor) -> bool:
 
 
 def dualize_small_by(group: dict[str, Any], matrices: list[Tensor]) -> list[Tensor]:
-    """In one call, each `(batch, m, n)`."""
+    """Dualize small stacks `(batch, m, n)` in one call."""
     method, ns_steps = method_of(group)
     return dualize_small(matrices, method=method, ns_steps=ns_steps)

@@ -198,7 +198,8 @@ def _route(parameter: Tensor, weight: Weight) -> tuple[str, Hashable]:
 
 
 def _cut(parameter: Tensor) -> tuple[dist.ProcessGroup, int, int, list[int]]:
-    """Of a parameter cut once: the processes, this one's rank, the dimension, each one's part."""
+    """Return how a parameter is cut once: the processes, this one's rank, the dimension, each one's
+    part."""
     layout = _layout(parameter)
     assert layout is not None
     mesh, placements = layout

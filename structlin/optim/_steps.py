@@ -81,7 +81,7 @@ class Roster:
         return True
 
     def step_length(self, parameter: Tensor, adjust_lr_fn: str = "rms") -> float:
-        """Of a step at lr = 1, as the factor of the polar factor."""
+        """Factor of the polar factor in a step at lr = 1."""
         return self.shares[parameter] * _scale(self.weights[parameter], adjust_lr_fn)
 
 

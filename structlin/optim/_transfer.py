@@ -30,7 +30,7 @@ DECAYS = {"1/width": 1.0, "sqrt": 0.5, "constant": 0.0}  # power of the rate tha
 
 @dataclass(frozen=True)
 class Factors:
-    """Of one parameter, relative to a dense one at the base width and depth."""
+    """Factors of one parameter, relative to a dense one at the base width and depth."""
 
     width: float  #: of the rate, by width and structure
     depth: float  #: of the rate, by depth
@@ -107,7 +107,7 @@ class Transfer:
         return Factors(width, depth * held, width ** (self.decay_power - 1) / held)
 
     def eps_mult(self, info: ParameterInfo) -> float:
-        """Of Adam's eps, as the gradient's size."""
+        """Factor of Adam's eps, which follows the gradient's size."""
         factor = 1 / self._growth(info)
         if info.weight.kind == "matrix":
             (_, out_features), (_, base_out) = self._sizes(info)
@@ -118,7 +118,7 @@ class Transfer:
         return factor * inside / self._held(info)
 
     def _held(self, info: ParameterInfo) -> float:
-        """Of the rate of a parameter that is stored `multiplier` times as large."""
+        """Factor of the rate of a parameter that is stored `multiplier` times as large."""
         if info.name not in self.ends:
             return 1.0
         return self.multiplier ** (2 if self.optimizer == "sgd" else 1)
@@ -171,7 +171,7 @@ class Transfer:
         )
 
     def _growth(self, info: ParameterInfo) -> float:
-        """Of the last dimension of a vector or an embedding."""
+        """Growth of the last dimension of a vector or an embedding."""
         if info.weight.kind == "gain" or info.parameter.ndim == 0:
             return 1.0
         width = info.parameter.shape[-1]
@@ -203,8 +203,8 @@ class Lengths:
 def lengths_of(
     model: nn.Module, base: Base, weight_decay_scaling: str, depth: Depth | None
 ) -> dict[Tensor, Lengths]:
-    """For every parameter of `model`. A step of Muon has its norm whatever the width: decay takes
-    the factor that lr * decay has under Adam, and the length that of depth.
+    """Return the lengths of all parameters' steps. A step of Muon has its norm whatever the width:
+    decay takes the factor that lr * decay has under Adam, and the length that of depth.
 
     Raises:
         ValueError, TypeError: what `Transfer` raises.

@@ -43,7 +43,7 @@ class PowerLaw:
 
 
 def fit_power_law(cost: Tensor, log_loss: Tensor) -> PowerLaw:
-    """With the least squared error of the log loss; fewer than four points have no floor.
+    """Fit a power law by least squares of the log loss; fewer than four points have no floor.
 
     Raises:
         ValueError: fewer than two different costs.
@@ -88,7 +88,7 @@ def lower_envelope(cost: Tensor, log_loss: Tensor) -> Tensor:
 
 
 def regress(cost: Tensor, log_loss: Tensor, measures: Tensor) -> list[float]:
-    """By how much the log loss rises with each of `measures` (P, M), the cost and the other
+    """Return by how much the log loss rises with each of `measures` (P, M), the cost and the other
     measures being equal: least squares, with a parabola in the log of the cost.
 
     >>> cost, measures = torch.rand(50, dtype=torch.float64) + 1, torch.rand(50, 2).double()

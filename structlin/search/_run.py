@@ -178,7 +178,7 @@ def _train(
 
 
 def _plain(family: Family) -> dict[str, Any]:
-    """As a file has it: lists, no tuples."""
+    """Turn tuples into lists, as a file has them."""
     data: dict[str, Any] = json.loads(json.dumps(family.to_dict()))
     return data
 

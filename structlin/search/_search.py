@@ -109,7 +109,7 @@ class Search:
 
     @cached_property
     def _tensors(self) -> dict[str, Tensor]:
-        """Of each run its log loss and costs (S, W, N), nan where there is none; of each structure
+        """Log loss and costs of each run (S, W, N), nan where there is none; of each structure
         at each width its measures (S, W, 3)."""
         shape = len(self.names), len(self._widths), len(self._seeds)
         found = {
@@ -201,8 +201,8 @@ class Search:
         return Frontier(cost, a, b, c, tuple(kept))
 
     def effects(self, cost: str = "flops") -> dict[str, Estimate]:
-        """By what a loss is multiplied if "omega", "psi" or "nu" rises by 0.5, at equal cost and
-        equal others: least squares of the log loss on the three and a parabola in the log cost.
+        """Return by what a loss is multiplied if "omega", "psi" or "nu" rises by 0.5, at equal cost
+        and equal others: least squares of the log loss on the three and a parabola in the log cost.
 
         A measure that is the same in all runs is left out.
         """

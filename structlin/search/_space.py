@@ -99,7 +99,7 @@ class Einsum(Family):
 
     @property
     def label(self) -> str:
-        """With the exponents that are not 0.
+        """Short text with the exponents that are not 0.
 
         >>> Einsum(alpha=1, epsilon=1, rho=0.5).label
         'Einsum(alpha=1, epsilon=1, rho=0.5)'
@@ -145,7 +145,8 @@ class Einsum(Family):
 
 @dataclass(frozen=True)
 class Measures:
-    """Of one structure, at its own size, to the base of its smaller width; see `measure`."""
+    """Measures of one structure, at its own size, to the base of its smaller width; see
+    `measure`."""
 
     omega: float  #: of multiplications for each parameter: parameter sharing
     psi: float  #: of the rank

@@ -49,7 +49,7 @@ def describe(value: object) -> str:
 
 
 def format_number(value: float) -> str:
-    """With four decimals, or a power of ten where they would not do."""
+    """Write a number with four decimals, or a power of ten where they would not do."""
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or not value else f"{value:.2e}"
 
 

@@ -49,7 +49,8 @@ class CoordinateRow:
 
 @dataclass(frozen=True)
 class Slope:
-    """Of log RMS against log width; 0 if all RMS are 0, NaN if one of them is, or is not finite."""
+    """Slope of log RMS against log width; 0 if all RMS are 0, NaN if one of them is, or is not
+    finite."""
 
     layer: str
     quantity: str  #: "output" or "change"
@@ -80,7 +81,7 @@ class CoordinateCheck:
 
     @property
     def steepest(self) -> list[Slope]:
-        """Over the steps, of each layer's output and change."""
+        """The steepest slope over the steps, of each layer's output and change."""
         found: dict[tuple[str, str], Slope] = {}
         for slope in sorted(
             self.slopes, key=lambda slope: (slope.layer, slope.quantity != "output")

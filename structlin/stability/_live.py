@@ -229,7 +229,7 @@ class _Reader:
 
     @contextmanager
     def listen(self) -> Iterator[None]:
-        """For one forward pass."""
+        """Listen to one forward pass."""
         self._inputs: dict[str, list[Tensor]] = defaultdict(list)
         self._outputs: dict[str, list[Tensor]] = defaultdict(list)
         self._shapes: dict[str, torch.Size] = {}

@@ -102,7 +102,7 @@ def operators(model: nn.Module, inputs: Mapping[str, torch.Size]) -> dict[str, O
 def _input_shape(
     module: nn.Module, weight: Weight, seen: torch.Size | None
 ) -> tuple[int, ...] | None:
-    """Of one input of a layer; None where it is not known or there is no linear map."""
+    """Shape of one input of a layer; None where it is not known or there is no linear map."""
     if isinstance(module, StructuredLinear):
         experts = (module.experts,) if isinstance(module, Mixture) else ()
         return (*experts, module.in_features) if weight.kind == "matrix" else None
