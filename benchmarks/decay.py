@@ -25,10 +25,12 @@ import torch
 from torch import Tensor
 
 from benchmarks import transfer
-from benchmarks.papers import sweeps
-from benchmarks.papers.intervals import student
-from benchmarks.record import RESULTS, save_json, table
-from benchmarks.runs import digits, parser, run_all
+from benchmarks.harness import statistics as sweeps
+from benchmarks.harness.experiment import parser, run_all
+from benchmarks.harness.record import RESULTS, save_json
+from benchmarks.harness.report import table
+from benchmarks.harness.statistics import student
+from benchmarks.harness.tasks import digits
 from benchmarks.transfer import BASE, FEW, STRUCTURES
 
 RULES = ("1/width", "sqrt", "constant")

@@ -42,7 +42,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks import record, timing
+from benchmarks import timing
+from benchmarks.harness import record
 from benchmarks.variants import families
 from structlin import BTT, Structure, StructuredLinear
 

@@ -39,7 +39,8 @@ from rich.table import Table
 
 import structlin
 from benchmarks import timing
-from benchmarks.record import RESULTS, save_json, table
+from benchmarks.harness.record import RESULTS, save_json
+from benchmarks.harness.report import table
 from benchmarks.variants import SMOKE, Job, Variant, equal_flops_widths, variants
 
 ROUNDS = (3, 25)

@@ -18,8 +18,9 @@ from benchmarks import muon_vs_adamw, self_guided, transfer
 from benchmarks import parts as step_parts
 from benchmarks.layer import FEW
 from benchmarks.papers.summary import count_verdicts
-from benchmarks.papers.tables import interval, one, select
-from benchmarks.record import read
+from benchmarks.harness.record import read
+from benchmarks.harness.report import interval
+from benchmarks.harness.statistics import one, select
 
 Row = dict[str, Any]
 MARKER = re.compile(r"<!-- n:(\w+)\.(\w+) -->(.*?)<!-- /n -->", re.DOTALL)

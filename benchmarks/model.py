@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import structlin
 from benchmarks import timing
-from benchmarks.record import RESULTS, save_json
+from benchmarks.harness.record import RESULTS, save_json
 
 ROUNDS = (3, 15)
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2}  # inside every vocabulary

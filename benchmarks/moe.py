@@ -16,33 +16,24 @@ result in --out has are not repeated.
 
 import argparse
 import math
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from functools import cache, partial
 from statistics import fmean
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import structlin
-from benchmarks.papers.sweeps import best, untried
-from benchmarks.record import RESULTS, table
-from benchmarks.runs import keep, parser, resume
+from benchmarks.harness import figures, report, training
+from benchmarks.harness.experiment import Experiment, Row, Tune
+from benchmarks.harness.statistics import best, curve_of_rates, select, values
+from benchmarks.harness.tasks import compare, train_gpt
 from benchmarks.timing import interleaved, spread, wall
 from structlin import BTT
 from structlin.moe import Mixture, load_balancing_loss
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import compare
-import train_gpt
 
 BALANCE = 0.01  # as in the paper's code
 LR = 2e-3  # the example's, of the dense model; where the search for each kind's begins
@@ -62,11 +53,10 @@ KINDS = {
     "BTT r=2": Kind(BTT(rank=2)),
     "BTT-MoE, 2 of 8": Kind(BTT(rank=1), 8),
 }
-Run = tuple[str, float, int]  # kind, learning rate, seed
 
 
-def make_task(seed: int, steps: int) -> train_gpt.Text:
-    return train_gpt.Text(argparse.Namespace(data=None, seed=seed, steps=steps, **SIZES))
+def make_task(seed: int, steps: int, sizes: Mapping[str, int]) -> train_gpt.Text:
+    return train_gpt.Text(argparse.Namespace(data=None, seed=seed, steps=steps, **sizes))
 
 
 def build(
@@ -92,11 +82,13 @@ def count_flops(task: train_gpt.Text, name: str, width: int) -> int:
     return structlin.cost(model, compare.example_of(task)).flops // task.tokens
 
 
-def find_width(task: train_gpt.Text, name: str) -> int:
-    """The largest width, a multiple of 32, of no more FLOPs than the dense model."""
-    budget = count_flops(task, "dense", SIZES["width"])
+@cache
+def find_width(name: str, *sizes: tuple[str, int]) -> int:
+    """The largest width, a multiple of 32, of no more FLOPs than the dense model of `sizes`."""
+    task, dense = make_task(0, 1, dict(sizes)), dict(sizes)["width"]
     if name == "dense":
-        return SIZES["width"]
+        return dense
+    budget = count_flops(task, "dense", dense)
     widths = range(32, WIDEST + 1, 32)
     return max(width for width in widths if count_flops(task, name, width) <= budget)
 
@@ -108,47 +100,47 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def make_trainer(
-    task: train_gpt.Text, name: str, width: int, lr: float, seed: int
+    task: train_gpt.Text, name: str, lr: float, seed: int, sizes: Mapping[str, int]
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model, base = (
-        build(task, name, width, seed),
-        build(task, name, SIZES["width"], device="meta"),
-    )
+    model = build(task, name, find_width(name, *sizes.items()), seed)
+    base = build(task, name, sizes["width"], device="meta")
     groups = structlin.param_groups(model, lr, base=base)
     return model, torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=True)
 
 
-def train(run: Run, steps: int, widths: dict[str, int]) -> dict[str, Any]:
-    name, lr, seed = run
-    task = make_task(seed, steps)
-    model, optimizer = make_trainer(task, name, widths[name], lr, seed)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: compare.warmup_cosine(step, steps)
-    )
-    curve = []
-    for step in range(steps):
-        loss = loss_of(model.train(), *task.batch(step))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        if (step + 1) % max(1, steps // 8) == 0 or step + 1 == steps:
+def follow(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    task: compare.Task,
+    loss: Callable[[int], Tensor],
+    steps: int,
+    *,
+    points: int,
+) -> list[tuple[int, float | None]]:
+    """Train by the example's schedule; [(steps, held-out loss)] at `points` and at the end (None:
+    diverged)."""
+    curve: list[tuple[int, float | None]] = []
+
+    def look(step: int) -> None:
+        if (step + 1) % max(1, steps // points) == 0 or step + 1 == steps:
             curve.append((step + 1, compare.evaluate(model.eval(), task.heldout, "cpu")[0]))
-    row = {"kind": name, "lr": lr, "seed": seed, "loss": curve[-1][1], "curve": curve}
-    return row | {"largest_share": measure_share(model, task)}
+            model.train()
+
+    rate = partial(compare.warmup_cosine, steps=steps)
+    if not training.descend(optimizer, loss, steps, schedule=rate, after=look):
+        curve.append((steps, None))
+    return curve
 
 
-def job_of(row: dict[str, Any]) -> Run:
-    return row["kind"], row["lr"], row["seed"]
+def train(kind: str, lr: float, seed: int, steps: int, sizes: dict[str, int]) -> Row:
+    task = make_task(seed, steps, sizes)
+    model, optimizer = make_trainer(task, kind, lr, seed, sizes)
 
+    def loss(step: int) -> Tensor:
+        return loss_of(model, *task.batch(step))
 
-def tune(name: str, train_all: Callable[[list[Run]], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The rows of one kind's runs on seed 0: by factors of 2 until the best rate has both its
-    neighbours."""
-    rows: list[dict[str, Any]] = []
-    while rates := untried({row["lr"]: row["loss"] for row in rows}, LR):
-        rows += train_all([(name, lr, 0) for lr in rates])
-    return rows
+    curve = follow(model.train(), optimizer, task, loss, steps, points=8)
+    return {"loss": curve[-1][1], "curve": curve, "largest_share": measure_share(model, task)}
 
 
 @torch.no_grad()
@@ -169,12 +161,14 @@ def measure_share(model: nn.Module, task: train_gpt.Text) -> float | None:
     return fmean(shares) if shares else None
 
 
-def time_steps(steps: int, widths: dict[str, int], seconds: float) -> dict[str, dict[str, float]]:
+def time_steps(
+    kinds: list[str], steps: int, sizes: Mapping[str, int], seconds: float
+) -> dict[str, dict[str, float]]:
     """Milliseconds of a training step of each kind, over dense's of the same round."""
-    task = make_task(0, steps)
+    task = make_task(0, steps, sizes)
     works: dict[str, Callable[[], None]] = {}
-    for name, width in widths.items():
-        model, optimizer = make_trainer(task, name, width, LR, 0)
+    for name in kinds:
+        model, optimizer = make_trainer(task, name, LR, 0, sizes)
 
         def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
             optimizer.zero_grad()
@@ -193,96 +187,82 @@ def time_steps(steps: int, widths: dict[str, int], seconds: float) -> dict[str, 
 
 
 def compare_kinds(
-    rows: list[dict[str, Any]], widths: dict[str, int], times: dict[str, dict[str, float]]
-) -> list[dict[str, Any]]:
+    rows: list[Row], sizes: Mapping[str, int], times: Mapping[str, Mapping[str, float]]
+) -> list[Row]:
     """A row for each kind, of its runs at its best rate."""
-    task, found = make_task(0, 1), []
-    for name, width in widths.items():
-        tried = {row["lr"]: row["loss"] for row in rows if job_of(row)[::2] == (name, 0)}
-        lr = best(tried)
-        runs = [row for row in rows if job_of(row)[:2] == (name, lr)]
-        runs.sort(key=lambda row: row["seed"])
+    task, found = make_task(0, 1, sizes), []
+    for name in sorted(values(rows, "kind"), key=[*KINDS].index):
+        tried = curve_of_rates(select(rows, kind=name, seed=0))
+        lr, width = best(tried), find_width(name, *sizes.items())
+        runs = sorted(select(rows, kind=name, lr=lr), key=lambda row: row["seed"])
         shares = [row["largest_share"] for row in runs if row["largest_share"] is not None]
         model = build(task, name, width, device="meta")
-        row = {"kind": name, "width": width, "lr": lr, "losses": [run["loss"] for run in runs]}
-        row["tried"] = sorted(tried.items())
-        row["params"] = sum(parameter.numel() for parameter in model.parameters())
-        row["flops"] = count_flops(task, name, width)
-        row["largest_share"] = fmean(shares) if shares else None
-        found.append(row | {"step": times[name]})
+        found.append(
+            {
+                "kind": name,
+                "width": width,
+                "lr": lr,
+                "losses": [run["loss"] for run in runs],
+                "tried": sorted(tried.items()),
+                "params": training.count_params(model),
+                "flops": count_flops(task, name, width),
+                "largest_share": fmean(shares) if shares else None,
+                "step": times[name],
+            }
+        )
     return found
 
 
-def markdown(result: dict[str, Any]) -> str:
+def measure(chosen: Row, found: Row) -> Row:
+    rows, sizes = found["rows"], chosen["sizes"]
+    times = time_steps(values(rows, "kind"), chosen["steps"], sizes, chosen["seconds"])
+    return {"table": compare_kinds(rows, sizes, times)}
+
+
+def markdown(result: Row) -> str:
     """The table of docs/mixtures.md."""
     cells = []
     for row in result["table"]:
-        figures = [str(row["width"]), f"{row['params']:,}", f"{row['flops']:,}", f"{row['lr']:g}"]
-        losses = ", ".join(f"{loss:.3f}" for loss in row["losses"])
-        cells.append([row["kind"], *figures, losses, f"{row['step']['median']:.1f}"])
+        numbers = [str(row["width"]), f"{row['params']:,}", f"{row['flops']:,}", f"{row['lr']:g}"]
+        step = f"{row['step']['median']:.1f}"
+        cells.append([row["kind"], *numbers, report.losses(row["losses"]), step])
     titles = ["", "width", "params", "FLOPs a token", "rate", "held-out loss, by seed"]
-    return table([*titles, "ms a step / dense's"], cells)
+    return report.table([*titles, "ms a step / dense's"], cells)
 
 
-def show(rows: list[dict[str, Any]], console: Console) -> None:
-    shown = Table(title="held-out loss (nats) at equal FLOPs, by seed")
-    figures = ("width", "params", "FLOPs/token", "rate", "losses", "largest share", "step")
-    for title in ("kind", *figures):
-        shown.add_column(title, justify="left" if title == "kind" else "right")
-    for row in rows:
-        share = row["largest_share"]
-        cells = [row["kind"], str(row["width"]), f"{row['params']:,}", f"{row['flops']:,}"]
-        cells.append(f"{row['lr']:g}")
-        cells.append(", ".join(f"{loss:.3f}" for loss in row["losses"]))
-        shown.add_row(*cells, f"{share or 0:.2f}", f"x{row['step']['median']:.1f}")
-    console.print(shown)
+def draw(result: Row) -> figures.Figure:
+    sizes = result["setting"]["sizes"]
+    tokens = 3 * sizes["batch"] * sizes["context"]
+    points = [
+        {"kind": row["kind"], "training FLOPs": tokens * row["flops"] * step, "loss": loss}
+        for row in result["table"]
+        for run in select(result["rows"], kind=row["kind"], lr=row["lr"])
+        for step, loss in run["curve"]
+    ]
+    return figures.curves(points, "training FLOPs", line=["kind"])
 
 
-def plot(rows: list[dict[str, Any]], kinds: list[dict[str, Any]], tokens: int) -> Figure:
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for n, row in enumerate(kinds):
-        chosen = [run for run in rows if job_of(run)[:2] == (row["kind"], row["lr"])]
-        for each in chosen:
-            steps, losses = zip(*each["curve"], strict=True)
-            flops = [3 * tokens * row["flops"] * step for step in steps]
-            label = f"{row['kind']}, width {row['width']}" if each is chosen[0] else None
-            axes.plot(flops, losses, color=f"C{n}", label=label, alpha=0.8)
-    axes.set(xlabel="training FLOPs", ylabel="held-out loss (nats)", xscale="log", yscale="log")
-    axes.legend()
-    return figure
-
-
-def main() -> None:
-    arguments = parser(__doc__, RESULTS)
-    arguments.add_argument("--steps", type=int, default=400)
-    arguments.add_argument("--seeds", type=int, default=3)
-    options = arguments.parse_args()
-    structlin.show_config()  # builds the engine, so that no time has that in it
-    seconds = 15.0
-    if options.smoke:
-        options.steps, options.seeds, seconds = 2, 1, 0.0
-        SIZES.update(width=32, depth=1, batch=2, context=16, heads=1)
-        del KINDS["BTT r=2"]
-    task = make_task(0, options.steps)
-    widths = {name: find_width(task, name) for name in KINDS}
-    setting = {"steps": options.steps, "sizes": SIZES, "start": LR, "widths": widths}
-    setting["balance"] = BALANCE
-    function = partial(train, steps=options.steps, widths=widths)
-
-    def train_all(jobs: list[Run]) -> list[dict[str, Any]]:
-        return resume(function, jobs, options, "moe", setting, job_of)
-
-    rows = []
-    for name in reversed(KINDS):
-        mine = train_all([(name, LR, 0)]) if options.smoke else tune(name, train_all)
-        lr = best({row["lr"]: row["loss"] for row in mine})
-        rows += mine + train_all([(name, lr, seed) for seed in range(1, options.seeds)])
-    found = compare_kinds(rows, widths, time_steps(options.steps, widths, seconds))
-    show(found, Console(width=140))
-    figure = plot(rows, found, SIZES["batch"] * SIZES["context"])
-    keep(options, "moe", figure, setting=setting, table=found, rows=rows)
-
+EXPERIMENT = Experiment(
+    name="moe",
+    about=__doc__,
+    run=train,
+    axes={"kind": [*KINDS]},
+    rates=Tune(start=lambda job: LR),
+    sizes={"steps": 400, "sizes": SIZES},
+    note={"start": LR, "balance": BALANCE},
+    smoke={
+        "steps": 2,
+        "sizes": {"width": 32, "depth": 1, "context": 16, "batch": 2, "heads": 1},
+        "kind": [name for name in KINDS if name != "BTT r=2"],
+        "seconds": 0.0,
+        "seeds": 1,
+    },
+    extra={"seconds": 15.0},
+    analyse=lambda rows: {},
+    beside=measure,
+    draw=draw,
+)
 
 if __name__ == "__main__":
-    main()
+    structlin.show_config()  # builds the engine, so that no time has that in it
+    EXPERIMENT.main()

@@ -24,10 +24,11 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import structlin
-from benchmarks import muon_vs_adamw, record
+from benchmarks import muon_vs_adamw
+from benchmarks.harness import report
+from benchmarks.harness.experiment import parser, run_all
+from benchmarks.harness.record import RESULTS, environment, save_json
 from benchmarks.muon_vs_adamw import SIZES, STRUCTURES, TASKS
-from benchmarks.record import RESULTS, environment, save_json
-from benchmarks.runs import parser, run_all
 from structlin.duality import spectral_bound
 
 LRS = [2.0**power for power in (-6, -5, -4)]
@@ -246,7 +247,7 @@ def markdown(result: dict[str, Any]) -> str:
     seeds = max(len(row["losses"]) for row in result["table"])
     names = ", ".join(winners(result["table"], seeds)) or "none"
     says = f"Below plain Muon for every seed on dense and BTT: {names}."
-    return f"{record.table(['', *STRUCTURES], lines)}\n\n{says}"
+    return f"{report.table(['', *STRUCTURES], lines)}\n\n{says}"
 
 
 def winners(table: list[dict[str, Any]], seeds: int) -> list[str]:

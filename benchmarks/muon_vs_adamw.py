@@ -40,9 +40,10 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import structlin
-from benchmarks import record
-from benchmarks.record import RESULTS, save_json
-from benchmarks.runs import keep, parser, run_all
+from benchmarks.harness import report
+from benchmarks.harness.experiment import parser, run_all
+from benchmarks.harness.record import RESULTS, save_json
+from benchmarks.runs import keep
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import compare
@@ -258,7 +259,7 @@ def settings_markdown(result: dict[str, Any]) -> str:
         by_seed = ", ".join(f"{loss:.3f}" for loss in losses)
         figures = [f"2^{math.log2(row['lr']):g}", f"{sum(losses) / len(losses):.3f}", by_seed]
         lines.append([f"{text}, {structure}, {setting}", str(row["steps"]), *figures])
-    return record.table(["", "steps", "lr", "mean", "by seed"], lines)
+    return report.table(["", "steps", "lr", "mean", "by seed"], lines)
 
 
 def tuned_jobs(adamw_lrs: dict[str, float], seeds: int) -> list[TunedRun]:
@@ -281,7 +282,7 @@ def tuned_markdown(result: dict[str, Any]) -> str:
          ", ".join(f"{loss:.3f}" for loss in losses)]
         for (structure, way, steps), losses in found.items()
     ]  # fmt: skip
-    return record.table(["", "steps", "mean", "by seed"], lines)
+    return report.table(["", "steps", "mean", "by seed"], lines)
 
 
 def finished(path: Path, setting: dict[str, Any], which: str) -> dict[Run, dict[str, Any]]:

@@ -13,7 +13,6 @@ has are not measured again.
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +23,11 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import structlin
-from benchmarks import record, timing
+from benchmarks import timing
+from benchmarks.harness import report
+from benchmarks.harness.experiment import Runs, combinations, parser, result_path
+from benchmarks.harness.record import RESULTS
 from benchmarks.papers.polar_factors import PAPERS
-from benchmarks.record import RESULTS
-from benchmarks.runs import parser, resume
 
 CONTEXT = 128
 VOCABULARY = 256
@@ -74,7 +74,6 @@ def muon(**options: Any) -> Callable[[nn.Module], list[torch.optim.Optimizer]]:
     return lambda model: [structlin.optim.Muon(model, lr=1e-4, other_lr=1e-4, **options)]
 
 
-Job = tuple[int, int]  # width, threads
 TORCH = "torch.optim.Muon"
 # Name -> model, optimizers.
 ROWS: dict[str, tuple[str, Callable[[nn.Module], list[torch.optim.Optimizer]]]] = {
@@ -111,8 +110,9 @@ def state_bytes(optimizers: list[torch.optim.Optimizer]) -> int:
     return sum(value.nbytes for value in tensors if isinstance(value, Tensor))
 
 
-def measure(job: Job, depth: int, tokens: int, rounds: int, device: str) -> dict[str, Any]:
-    width, threads = job
+def measure(
+    width: int, threads: int, depth: int, tokens: int, rounds: int, device: str
+) -> dict[str, Any]:
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     dense = GPT(width, depth)
@@ -164,7 +164,7 @@ def measure(job: Job, depth: int, tokens: int, rounds: int, device: str) -> dict
                 "peak": timing.peak_bytes(lambda name=name: step(name), device) / size,
             }
         )
-    return {"width": width, "threads": threads, "optimizers": found}
+    return {"optimizers": found}
 
 
 def show(rows: list[dict[str, Any]], setting: dict[str, Any], console: Console) -> None:
@@ -221,7 +221,7 @@ def markdown(result: dict[str, Any]) -> str:
         ]
         memory = (max(each[name] for each in found) for name in ("state", "peak"))
         lines.append([found[0]["optimizer"], *cells, " + ".join(f"{most:.2f}" for most in memory)])
-    return record.table(["", *titles, "memory: state + step"], lines)
+    return report.table(["", *titles, "memory: state + step"], lines)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -241,15 +241,11 @@ def main(argv: list[str] | None = None) -> None:
         options.widths, options.threads, options.rounds = [64], [1], 2
         options.depth, options.tokens = 1, 512
     setting = {name: getattr(options, name) for name in ("depth", "tokens", "rounds", "device")}
-    jobs = [(width, threads) for width in options.widths for threads in options.threads]
-    rows = resume(
-        partial(measure, **setting),
-        jobs,
-        options,
-        "optimizer",
-        setting,
-        lambda row: (row["width"], row["threads"]),
-    )
+    path = result_path(options, "optimizer")
+    names = ("width", "threads")
+    runs = Runs(measure, names, options, path=path, setting=setting, sizes=setting)
+    rows = runs.of(combinations({"width": options.widths, "threads": options.threads}))
+    runs.save()
     show(rows, setting, Console(width=150))
 
 

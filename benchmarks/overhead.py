@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import structlin
 from benchmarks import timing
-from benchmarks.record import RESULTS, save_json
+from benchmarks.harness.record import RESULTS, save_json
 from structlin import (
     BTT,
     TT,

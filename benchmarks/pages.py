@@ -39,11 +39,12 @@ from benchmarks import (
     transfer,
 )
 from benchmarks import minilm as minilm_run
+from benchmarks.harness.record import RESULTS, read
+from benchmarks.harness.report import fill, table
 from benchmarks.markers import GROUPS, fill_numbers
 from benchmarks.papers import tables as papers
 from benchmarks.papers.summary import evidence, summary
 from benchmarks.papers.verdicts import untested
-from benchmarks.record import RESULTS, fill, read, table
 from structlin import Core, Structure, to_dense
 
 ROOT = Path(__file__).parents[1]

@@ -32,8 +32,9 @@ from torch import Tensor, nn
 
 import structlin
 from benchmarks import timing
+from benchmarks.harness.record import RESULTS, environment, save_json
+from benchmarks.harness.report import table
 from benchmarks.model import TOKENS, Absent
-from benchmarks.record import RESULTS, environment, save_json, table
 
 SIZES = {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
 SMOKE = {"n_embd": 64, "n_layer": 1, "n_head": 1, "vocab_size": 96}

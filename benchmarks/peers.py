@@ -36,8 +36,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks import layer, record, timing
-from benchmarks.record import RESULTS, save_json
+from benchmarks import layer, timing
+from benchmarks.harness import report
+from benchmarks.harness.record import RESULTS, save_json
 from benchmarks.variants import SMOKE, Job, Run, StridedProducts, Variant
 from structlin import (
     BTT,
@@ -349,7 +350,7 @@ def markdown(result: dict[str, Any]) -> str:
         [f"{structure}, {implementation}", *(found[job] for job in chosen)]
         for (structure, implementation), found in speeds.items()
     ]
-    return record.table(["", *titles], lines)
+    return report.table(["", *titles], lines)
 
 
 def losses(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 import structlin
 from benchmarks import muon_vs_adamw, timing
+from benchmarks.harness.experiment import parser, run_all
+from benchmarks.harness.record import RESULTS, environment, save_json
 from benchmarks.muon_vs_adamw import SIZES, STRUCTURES, TASKS, compare
 from benchmarks.papers.polar_factors import PAPERS, inverse_root
-from benchmarks.record import RESULTS, environment, save_json
-from benchmarks.runs import parser, run_all
 
 METHODS: dict[str, dict[str, Any]] = {
     "default": {},  # fast, 5 steps, in bfloat16 where matrices are large

@@ -18,7 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.record import RESULTS, fill
+from benchmarks.harness.record import RESULTS
+from benchmarks.harness.report import fill
 from benchmarks.timing import Ceilings
 from structlin import BTT, Dense, Family, Monarch, Structure
 

@@ -46,10 +46,12 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import structlin
-from benchmarks.papers import tasks
-from benchmarks.papers.intervals import Estimate, above, below, student, within
-from benchmarks.record import RESULTS, save_json, table
-from benchmarks.runs import keep, parser
+from benchmarks.harness import models, tasks, training
+from benchmarks.harness.experiment import parser
+from benchmarks.harness.record import RESULTS, save_json
+from benchmarks.harness.report import table
+from benchmarks.harness.statistics import Estimate, above, below, student, within
+from benchmarks.runs import keep
 from benchmarks.timing import interleaved, spread, wall
 from structlin.search import Einsum, Search, Trial, run, sample
 
@@ -84,7 +86,7 @@ NONE = (0.0, 0.0)
 
 def draw_structures(n: int) -> dict[str, structlin.Family]:
     """The families, and `n` points of each kind that cost less than dense at the least width."""
-    width = tasks.BASE_WIDTH
+    width = models.BASE_WIDTH
     kinds = {
         "any": sample(width, width, n, seed=0, psi=(0.25, 1.0)),
         "no sharing": sample(width, width, n, seed=1, omega=NONE, psi=(0.25, 1.0)),
@@ -116,19 +118,19 @@ def read_text() -> train_mlp_lm.NextCharacter:
         return train_mlp_lm.NextCharacter(argparse.Namespace(**options, seed=0, steps=0, batch=0))
 
 
-KINDS: dict[str, Any] = tasks.TASKS | {"text": Text}
-STRUCTURED = {"text": ["blocks.*.linear"]}  # layers; of the others `tasks.SQUARE`
+KINDS: dict[str, Any] = {"teacher": tasks.Teacher, "digits": tasks.Digits, "text": Text}
+STRUCTURED = {"text": ["blocks.*.linear"]}  # layers; of the others the two square ones
 
 
 def build(task: str, width: int) -> nn.Module:
     if task == "text":
         return read_text().model(width)
-    kind = tasks.TASKS[task]
-    return tasks.dense_mlp(kind.inputs, width, kind.outputs)
+    kind = KINDS[task]
+    return models.dense_mlp(kind.inputs, width, kind.outputs)
 
 
 def structured(task: str) -> list[str]:
-    return STRUCTURED.get(task, [*tasks.SQUARE])
+    return STRUCTURED.get(task, ["2", "4"])
 
 
 def heldout_batch(task: str, seed: int, samples: int) -> tasks.Batch:
@@ -136,9 +138,8 @@ def heldout_batch(task: str, seed: int, samples: int) -> tasks.Batch:
     if task == "text":
         inputs, targets = zip(*read_text().heldout, strict=True)
         return torch.cat(inputs)[:samples], torch.cat(targets)[:samples]
-    new = tasks.TASKS[task](seed)
-    new.random.manual_seed(-1 - seed)
-    return new.batch(samples)
+    new: tasks.Batch = KINDS[task](seed).new(samples)
+    return new
 
 
 def train(
@@ -152,7 +153,7 @@ def train(
         x, y = data.batch(BATCH)
         return kind.loss(model(x), y)
 
-    tasks.descend(torch.optim.Adam(groups), loss, steps)
+    training.descend(torch.optim.Adam(groups), loss, steps)
     with torch.no_grad():
         x, y = heldout_batch(task, seed, samples)
         return kind.loss(model(x), y).item()
@@ -398,7 +399,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             structures,
             WIDTHS[task],
             lr=LR[task],
-            base=tasks.BASE_WIDTH,
+            base=models.BASE_WIDTH,
             seeds=range(options.seeds),
             example=heldout_batch(task, 0, 1)[0],
             include=structured(task),

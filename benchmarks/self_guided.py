@@ -11,31 +11,24 @@ those at random have spent on average. All at the dense model's rate, taken over
 Runs that an earlier result in --out has are not repeated.
 """
 
-import json
 import math
 import random
-from functools import partial
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import torch
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import structlin
-from benchmarks.moe import LR, SIZES, compare, loss_of, make_task
-from benchmarks.record import RESULTS, table
-from benchmarks.runs import keep, parser, run_all
+from benchmarks.harness import figures, report
+from benchmarks.harness.experiment import Experiment, Row
+from benchmarks.harness.statistics import select, values
+from benchmarks.moe import LR, SIZES, compare, follow, loss_of, make_task
 from structlin import BTT, LowRank, StructuredLinear
 
 STRUCTURES = {"BTT r=1": BTT(rank=1), "low-rank 16": LowRank(rank=16)}
 WAYS = ("plain", "plain, equal FLOPs", "self-guided", "self-guided, at random")
 GUIDED = 0.5  # of the steps
 SPENT = GUIDED / 2  # mean of alpha over all steps
-Run = tuple[str, str, int]  # structure, way, seed
 
 
 class SelfGuided(nn.Module):
@@ -73,106 +66,77 @@ def alpha_at(step: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * done))
 
 
-def count_flops(structure: str | None) -> int:
-    family = STRUCTURES[structure] if structure else None
-    return compare.forward_flops(make_task(0, 1), SIZES["width"], family)
-
-
-def count_steps(structure: str, steps: int) -> int:
+def count_steps(structure: str, steps: int, sizes: dict[str, int]) -> int:
     """Steps of the plain layers that cost what those with a branch at random do."""
-    own = count_flops(structure)
-    model = compare.build(make_task(0, 1), SIZES["width"], STRUCTURES[structure], 0, "meta")
+    task, family, width = make_task(0, 1, sizes), STRUCTURES[structure], sizes["width"]
+    model = compare.build(task, width, family, 0, "meta")
     layers = [module for module in model.modules() if isinstance(module, StructuredLinear)]
     dense = sum(2 * layer.in_features * layer.out_features for layer in layers)
-    return round(steps * (1 + SPENT * dense / own))
+    return round(steps * (1 + SPENT * dense / compare.forward_flops(task, width, family)))
 
 
-def train(run: Run, steps: int) -> dict[str, Any]:
-    structure, way, seed = run
-    taken = count_steps(structure, steps) if way == "plain, equal FLOPs" else steps
-    task = make_task(seed, taken)
-    model = compare.build(task, SIZES["width"], STRUCTURES[structure], seed)
+def train(structure: str, way: str, seed: int, steps: int, sizes: dict[str, int]) -> Row:
+    taken = count_steps(structure, steps, sizes) if way == "plain, equal FLOPs" else steps
+    task = make_task(seed, taken, sizes)
+    model = compare.build(task, sizes["width"], STRUCTURES[structure], seed)
     random.seed(seed)
     layers = guide(model, way.endswith("random")) if way.startswith("self") else []
     groups = structlin.param_groups(model, LR)
     optimizer = torch.optim.AdamW(groups, LR, betas=(0.9, 0.95), fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: compare.warmup_cosine(step, taken)
-    )
-    curve = []
-    for step in range(taken):
+
+    def loss(step: int) -> Tensor:
         for layer in layers:
             layer.alpha = alpha_at(step, taken)
-        loss = loss_of(model.train(), *task.batch(step))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        if (step + 1) % max(1, taken // 4) == 0 or step + 1 == taken:
-            curve.append((step + 1, compare.evaluate(model.eval(), task.heldout, "cpu")[0]))
-    row = {"structure": structure, "way": way, "seed": seed, "steps": taken}
-    return row | {"loss": curve[-1][1], "curve": curve}
+        return loss_of(model, *task.batch(step))
+
+    curve = follow(model.train(), optimizer, task, loss, taken, points=4)
+    return {"steps": taken, "loss": curve[-1][1], "curve": curve}
 
 
-def find_finished(path: Path, setting: dict[str, Any]) -> dict[Run, dict[str, Any]]:
-    """Runs of an earlier result of the same setting: they are not repeated."""
-    content = json.loads(path.read_text()) if path.exists() else {}
-    rows = content["rows"] if content.get("setting") == setting else []
-    return {(row["structure"], row["way"], row["seed"]): row for row in rows}
-
-
-def losses_of(rows: list[dict[str, Any]], structure: str, way: str) -> list[float]:
-    found = [row for row in rows if (row["structure"], row["way"]) == (structure, way)]
+def losses_of(rows: list[Row], structure: str, way: str) -> list[float]:
+    found = select(rows, structure=structure, way=way)
     return [row["loss"] for row in sorted(found, key=lambda row: row["seed"])]
 
 
-def markdown(result: dict[str, Any]) -> str:
+def markdown(result: Row) -> str:
     """The table of docs/mixtures.md: held-out losses by seed."""
-    rows = result["rows"]
-    structures = list(dict.fromkeys(row["structure"] for row in rows))
-    steps = {(row["structure"], row["way"]): row["steps"] for row in rows}
-    cells = []
-    for structure, way in product(structures, WAYS):
-        losses = ", ".join(f"{loss:.3f}" for loss in losses_of(rows, structure, way))
-        cells.append([f"{structure}, {way}", str(steps[structure, way]), losses])
-    return table(["", "steps", "held-out loss, by seed"], cells)
+    rows, cells = result["rows"], []
+    for structure, way in product(values(rows, "structure"), WAYS):
+        steps = select(rows, structure=structure, way=way)[0]["steps"]
+        losses = report.losses(losses_of(rows, structure, way))
+        cells.append([f"{structure}, {way}", str(steps), losses])
+    return report.table(["", "steps", "held-out loss, by seed"], cells)
 
 
-def plot(rows: list[dict[str, Any]]) -> Figure:
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    for axes, structure in zip(figure.subplots(1, len(STRUCTURES)), STRUCTURES, strict=True):
-        for n, way in enumerate(WAYS):
-            chosen = [row for row in rows if (row["structure"], row["way"]) == (structure, way)]
-            for row in chosen:
-                label = way if row is chosen[0] else None
-                axes.plot(*zip(*row["curve"], strict=True), color=f"C{n}", label=label)
-        axes.set(title=structure, xlabel="step", ylabel="held-out loss (nats)", yscale="log")
-        axes.legend()
-    return figure
+def draw(result: Row) -> figures.Figure:
+    points = [
+        {"structure": row["structure"], "way": row["way"], "step": step, "loss": loss}
+        for row in result["rows"]
+        for step, loss in row["curve"]
+    ]
+    return figures.curves(points, "step", panel=["structure"], line=["way"], log="y")
 
 
-def main() -> None:
-    arguments = parser(__doc__, RESULTS)
-    arguments.add_argument("--steps", type=int, default=400)
-    arguments.add_argument("--seeds", type=int, default=3)
-    options = arguments.parse_args()
-    if options.smoke:
-        options.steps, options.seeds = 4, 1
-        SIZES.update(width=32, depth=1, batch=2, context=16, heads=1)
-    setting = {"steps": options.steps, "sizes": SIZES, "lr": LR, "guided": GUIDED}
-    kept = find_finished(options.out / "self_guided.json", setting)
-    runs = [(s, way, n) for n, way, s in product(range(options.seeds), WAYS, STRUCTURES)]
-    rows = [kept[run] for run in runs if run in kept]
-    missing = [run for run in runs if run not in kept]
-    rows += run_all(partial(train, steps=options.steps), missing, options)
-    shown = Table("structure", "way", "steps", "held-out loss, by seed")
-    for structure, way in product(STRUCTURES, WAYS):
-        losses = losses_of(rows, structure, way)
-        steps = next(r["steps"] for r in rows if (r["structure"], r["way"]) == (structure, way))
-        shown.add_row(structure, way, str(steps), ", ".join(f"{loss:.3f}" for loss in losses))
-    Console(width=120).print(shown)
-    keep(options, "self_guided", plot(rows), setting=setting, rows=rows)
-
+EXPERIMENT = Experiment(
+    name="self_guided",
+    about=__doc__,
+    run=train,
+    axes={"structure": [*STRUCTURES], "way": WAYS},
+    sizes={"steps": 400, "sizes": SIZES},
+    note={"lr": LR, "guided": GUIDED},
+    smoke={
+        "steps": 4,
+        "sizes": {"width": 32, "depth": 1, "context": 16, "batch": 2, "heads": 1},
+        "seeds": 1,
+    },
+    analyse=lambda rows: {
+        "losses": [
+            {"structure": structure, "way": way, "by seed": losses_of(rows, structure, way)}
+            for structure, way in product(values(rows, "structure"), WAYS)
+        ]
+    },
+    draw=draw,
+)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

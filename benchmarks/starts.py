@@ -29,7 +29,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import product
 from pathlib import Path
@@ -43,10 +43,12 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import structlin
-from benchmarks.papers.intervals import student
-from benchmarks.papers.sweeps import best, untried
-from benchmarks.record import RESULTS, table
-from benchmarks.runs import digits, keep, parser, resume
+from benchmarks.harness.experiment import Runs, parser, result_path
+from benchmarks.harness.record import RESULTS
+from benchmarks.harness.report import table
+from benchmarks.harness.statistics import best, student, untried
+from benchmarks.harness.tasks import digits
+from benchmarks.runs import keep
 from benchmarks.zoo import import_timm
 from structlin import BTT, LowRank, Monarch, StructuredLinear
 
@@ -224,8 +226,8 @@ def share_evenly(model: nn.Module) -> None:
         layer.cores[-1].div_(layer.init_scale)
 
 
-def train(run: Run, sizes: Sizes, nanogpt: Path | None) -> dict[str, Any]:
-    name, optimizer_name, structure, way, lr, seed = run
+def train(job: Mapping[str, Any], sizes: Sizes, nanogpt: Path | None) -> Row:
+    name, optimizer_name, structure, way, lr, seed = (job[title] for title in TITLES)
     data = load(name, sizes.batch, sizes.heldout)
     torch.manual_seed(seed)
     model = build(name, sizes, data.vocabulary, nanogpt)
@@ -252,8 +254,11 @@ def train(run: Run, sizes: Sizes, nanogpt: Path | None) -> dict[str, Any]:
         parts = zip(*(tensor.split(256) for tensor in data.heldout), strict=True)
         held = [loss_of(name, model.eval(), *part).item() for part in parts]
     final = fmean(held)
-    row = dict(zip(TITLES, run, strict=True))
-    return row | {"loss": final if math.isfinite(final) else None}
+    return {"loss": final if math.isfinite(final) else None}
+
+
+def train_job(sizes: Sizes, nanogpt: Path | None, **job: Any) -> Row:
+    return train(job, sizes, nanogpt)
 
 
 # ---- the experiment ------------------------------------------------------------------------------
@@ -388,16 +393,17 @@ def main() -> None:
             raise SystemExit(f"the ViT reads Fashion-MNIST from {FASHION}: install its package")
         setting["images"] = "digits"
 
-    def run(runs: Sequence[Run]) -> list[Row]:
-        job = partial(train, sizes=sizes, nanogpt=options.nanogpt)
-        return resume(
-            job,
-            runs,
-            options,
-            "starts",
-            setting,
-            lambda row: (*key_of(row), row["lr"], row["seed"]),
-        )
+    runs = Runs(
+        train_job,
+        TITLES,
+        options,
+        path=result_path(options, "starts"),
+        setting=setting,
+        sizes={"sizes": sizes, "nanogpt": options.nanogpt},
+    )
+
+    def run(jobs: Sequence[Run]) -> list[Row]:
+        return runs.of(dict(zip(TITLES, job, strict=True)) for job in jobs)
 
     rows: list[Row] = []
     keys = plan_starts(models)

@@ -1,7 +1,7 @@
 """How many times fewer FLOPs and seconds until the dense model's loss?
 
     python -m benchmarks.time_to_loss                  # results/time_to_loss.{json,png}
-    python -m benchmarks.time_to_loss --setups teacher --budget 600
+    python -m benchmarks.time_to_loss --setups teacher
     python -m benchmarks.time_to_loss --smoke          # seconds
 
 Figures 8 and 10 (b, c) of "Compute Better Spent": loss against compute and against time. Models of
@@ -26,59 +26,39 @@ in which all models take turns, measured after all losses. Runs are kept in the 
 the same command goes on, and repeats only the timing.
 """
 
-import argparse
-import json
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import structlin
-from benchmarks.papers import tasks, vision
-from benchmarks.papers.cbs_scaling import estimate
-from benchmarks.record import RESULTS, save_json
-from benchmarks.runs import keep, parser, run_all
+from benchmarks.harness import figures, models, tasks, training
+from benchmarks.harness.experiment import Axis, Experiment, Row, Runs, combinations
+from benchmarks.harness.models import BASE_WIDTH, STRUCTURES
+from benchmarks.harness.report import table
+from benchmarks.harness.statistics import best, bootstrap, log_loss, seeds_of, select, values
 from benchmarks.timing import interleaved, spread, wall
 
-STRUCTURES: dict[str, Callable[[int], structlin.Family]] = {
-    "dense": lambda width: structlin.Dense(),
-    "low-rank": lambda width: structlin.LowRank(rank=math.isqrt(width)),
-    "Monarch 16": lambda width: structlin.Monarch(blocks=16),
-    "BTT r=1": lambda width: structlin.BTT(rank=1),
-    "Kronecker": lambda width: structlin.Kronecker(),  # these are of `papers.cbs_vision`
-    "TT r=4": lambda width: structlin.TT(rank=4),
-    "TT r=8": lambda width: structlin.TT(rank=8),
-    "Monarch b=4": lambda width: structlin.Monarch(blocks=4),
-}
 RATES = [2.0**power for power in range(-12, -1)]  # where a climb may go
-TIMED = 15.0
 Point = tuple[float, float]  # FLOPs or seconds, loss
 
 
-class Teacher(tasks.Teacher):
-    """A wider teacher than that of the scaling laws: students gain from width for longer."""
-
-    inputs, outputs, width = 32, 8, 512
-
-
 def teacher_mlp(width: int, structure: str) -> nn.Module:
-    return tasks.mlp(Teacher.inputs, width, Teacher.outputs, STRUCTURES[structure](width))
+    task = tasks.WiderTeacher
+    return models.structured_mlp(task.inputs, width, task.outputs, STRUCTURES[structure](width))
 
 
 def vision_model(
     kind: type[nn.Module], zero: Sequence[str], width: int, structure: str
 ) -> nn.Module:
-    model = kind(vision.MixedDigits.inputs, width, vision.MixedDigits.outputs)
+    model = kind(tasks.MixedDigits.inputs, width, tasks.MixedDigits.outputs)
     family = STRUCTURES[structure](width)
     return structlin.convert(model, family, include="blocks.*", init="mup", zero_init=zero)
 
@@ -87,26 +67,21 @@ def vision_model(
 class Setup:
     """Data, model, and how it is trained."""
 
-    data: Callable[[int], Any]  # seed -> has `batch`, `loss` and `random`
-    new: Callable[[int], Any]  # the same, of samples that no training sees
+    task: Callable[[int], Any]  # of a seed
     build: Callable[[int, str], nn.Module]  # width, structure -> model
+    start: float  # the first rate of a climb
     steps: int
     batch: int
-    base: int  # the width where rates are meant, and found
-    start: float  # the first rate of a climb
-    widths: dict[str, tuple[int, ...]]  # ascending, by structure
-    samples: int = 8192  # for the final loss
+    widths: Mapping[str, tuple[int, ...]]  # ascending, by structure
 
 
 SETUPS = {
     "teacher": Setup(
-        Teacher,
-        Teacher,
+        tasks.WiderTeacher,
         teacher_mlp,
+        start=2**-6,
         steps=300,
         batch=256,
-        base=64,
-        start=2**-6,
         widths={
             "dense": (128, 256, 512, 1024),
             "low-rank": (256, 1024, 4096),
@@ -115,13 +90,11 @@ SETUPS = {
         },
     ),
     "digits MLP": Setup(
-        vision.MixedDigits,
-        partial(vision.MixedDigits, heldout=True),
-        partial(vision_model, vision.Perceptron, ("*c_proj",)),
+        tasks.MixedDigits,
+        partial(vision_model, models.Perceptron, ("*c_proj",)),
+        start=2**-7,
         steps=400,
         batch=128,
-        base=64,
-        start=2**-7,
         widths={
             "dense": (32, 64, 128, 256),
             "low-rank": (64, 256),
@@ -130,111 +103,96 @@ SETUPS = {
         },
     ),
     "digits ViT": Setup(
-        vision.MixedDigits,
-        partial(vision.MixedDigits, heldout=True),
-        partial(vision_model, vision.ViT, ("*c_proj", "*query")),
+        tasks.MixedDigits,
+        partial(vision_model, models.ViT, ("*c_proj", "*query")),
+        start=2**-8,
         steps=500,
         batch=64,
-        base=64,
-        start=2**-8,
-        widths={
-            "dense": (32, 64, 128),
-            "BTT r=1": (64, 144, 256),
-        },
+        widths={"dense": (32, 64, 128), "BTT r=1": (64, 144, 256)},
     ),
 }
-SMOKE = {
-    "steps": 2,
-    "batch": 8,
-    "samples": 64,
-    "widths": {"dense": (32, 64), "BTT r=1": (64, 144)},
-}
+SMOKE_WIDTHS = {"dense": (32, 64), "BTT r=1": (64, 144)}
+
+
+def settings(**changes: int) -> dict[str, dict[str, int]]:
+    """What the runs of each setup share."""
+    return {
+        name: {
+            "steps": setup.steps, "batch": setup.batch, "base": BASE_WIDTH,
+            "samples": training.HELD_OUT_SAMPLES,
+        }
+        | changes
+        for name, setup in SETUPS.items()
+    }  # fmt: skip
 
 
 # ---- a run ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Job:
-    setup: str
-    structure: str
-    width: int
-    lr: float  # of a dense model of the base width
-    seed: int
-
-
-def trainer(
-    setup: Setup, job: Job
-) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], Tensor]]:
-    """A fresh model, its optimizer, and the loss of its next batch."""
-    torch.manual_seed(job.seed)
-    model, data = setup.build(job.width, job.structure), setup.data(job.seed)
+def make(
+    setup: str, structure: str, width: int, lr: float, seed: int
+) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """A fresh model, its optimizer and its task."""
+    torch.manual_seed(seed)
+    build = SETUPS[setup].build
+    model, task = build(width, structure), SETUPS[setup].task(seed)
     with torch.device("meta"):
-        base = setup.build(setup.base, "dense")
-    groups = structlin.param_groups(model, job.lr, base=base)
-
-    def loss() -> Tensor:
-        x, y = data.batch(setup.batch)
-        return data.loss(model(x), y)
-
-    return model, torch.optim.AdamW(groups, job.lr, fused=True), loss
+        base = build(BASE_WIDTH, "dense")
+    groups = structlin.param_groups(model, lr, base=base)
+    return model, torch.optim.AdamW(groups, lr, fused=True), task
 
 
-def train(job: Job, changes: dict[str, Any]) -> dict[str, Any]:
+def train(setup: str, structure: str, width: int, lr: float, seed: int, **sizes: Any) -> Row:
     """The loss on new samples (None: diverged), parameters and FLOPs of a forward pass of one
-    sample; `changes` of the setup are those of a smoke run."""
-    setup = replace(SETUPS[job.setup], **changes)
-    model, optimizer, loss = trainer(setup, job)
-    tasks.descend(optimizer, lambda step: loss(), setup.steps, warmup=setup.steps // 20)
-    new = setup.new(job.seed)
-    new.random.manual_seed(-1 - job.seed)
+    sample."""
+    size = sizes[setup]
+    model, optimizer, task = make(setup, structure, width, lr, seed)
+
+    def loss(step: int) -> Tensor:
+        x, y = task.batch(size["batch"])
+        return task.loss(model(x), y)
+
+    training.descend(optimizer, loss, size["steps"], warmup=size["steps"] // 20)
+    x, y = task.new(size["samples"])
     with torch.no_grad():
-        x, y = new.batch(setup.samples)
-        final = fmean(
-            new.loss(model(part), target).item()
-            for part, target in zip(x.split(1024), y.split(1024), strict=True)
-        )
-    return asdict(job) | {
-        "loss": final if math.isfinite(final) else None,
-        "params": sum(parameter.numel() for parameter in model.parameters()),
-        "flops": tasks.forward_flops(model, x[:1]),
+        parts = zip(x.split(1024), y.split(1024), strict=True)
+        final = fmean(task.loss(model(part), target).item() for part, target in parts)
+    return {
+        "loss": training.finite(final),
+        "params": training.count_params(model),
+        "flops": training.forward_flops(model, x[:1]),
     }
 
 
 def time_steps(
-    name: str, setup: Setup, lrs: dict[str, float], limit: float
-) -> list[dict[str, Any]]:
+    setup: str, widths: Mapping[str, Sequence[int]], batch: int, seconds: float
+) -> list[Row]:
     """Milliseconds of a training step of every model, in turns, all on one batch: what making
     batches costs is the same for all, and not counted."""
-    data = setup.data(0)
-    x, y = data.batch(setup.batch)
+    x, y = SETUPS[setup].task(0).batch(batch)
 
     def work(structure: str, width: int) -> Callable[[], None]:
-        model, optimizer, _ = trainer(setup, Job(name, structure, width, lrs[structure], 0))
+        model, optimizer, task = make(setup, structure, width, SETUPS[setup].start, 0)
 
         def step() -> None:
-            value = data.loss(model(x), y)
+            value = task.loss(model(x), y)
             optimizer.zero_grad()
             value.backward()
             optimizer.step()
 
         return step
 
-    works = {
-        (structure, width): work(structure, width)
-        for structure, widths in setup.widths.items()
-        for width in widths
-    }
-    end = time.perf_counter() + limit
+    works = {(name, width): work(name, width) for name, all_ in widths.items() for width in all_}
+    end = time.perf_counter() + seconds
     times = interleaved(works, lambda step: wall(step, "cpu"), rounds=(4, 100), until=end)
     return [
-        {"setup": name, "structure": structure, "width": width, "rounds": len(samples) - 1}
+        {"setup": setup, "structure": structure, "width": width, "rounds": len(samples) - 1}
         | {key: 1e3 * value for key, value in spread(samples[1:]).items()}  # the first warms up
         for (structure, width), samples in times.items()
     ]
 
 
-# ---- the search for rates ------------------------------------------------------------------------
+# ---- the runs ------------------------------------------------------------------------------------
 
 
 def next_rates(losses: dict[float, float], start: float) -> list[float]:
@@ -247,18 +205,48 @@ def next_rates(losses: dict[float, float], start: float) -> list[float]:
     >>> next_rates({2**-7: 3.0, 2**-6: 1.0, 2**-5: 2.0}, 2**-6)
     []
     """
-    best = min(losses, key=losses.__getitem__, default=start)
-    wanted = (best / 2, best, 2 * best)
+    centre = best(losses) if losses else start
+    wanted = (centre / 2, centre, 2 * centre)
     return [lr for lr in wanted if lr not in losses and RATES[0] <= lr <= RATES[-1]]
 
 
-def losses_of(rows: Sequence[dict[str, Any]], **wanted: Any) -> dict[float, float]:
+def losses_of(rows: Sequence[Row], **wanted: Any) -> dict[float, float]:
     """Learning rate -> loss, infinite if diverged, of the rows that have what is `wanted`."""
-    return {
-        row["lr"]: math.inf if row["loss"] is None else row["loss"]
-        for row in rows
-        if wanted.items() <= row.items()
-    }
+    found = select(rows, **wanted)
+    return {row["lr"]: math.inf if row["loss"] is None else row["loss"] for row in found}
+
+
+def climb(runs: Runs, setup: str, structure: str) -> float:
+    """The best base rate, found at the base width on seed 0."""
+    losses: dict[float, float] = {}
+    where = {"setup": setup, "structure": structure, "width": BASE_WIDTH, "seed": 0}
+    while tried := next_rates(losses, SETUPS[setup].start):
+        losses |= losses_of(runs.of(where | {"lr": lr} for lr in tried))
+        if runs.options.smoke:
+            break
+    return best(losses)
+
+
+def base_rates(rows: Sequence[Row], setup: str) -> dict[str, float]:
+    """structure -> the rate that its climb has found."""
+    mine = select(rows, setup=setup, width=BASE_WIDTH, seed=0)
+    return {name: best(losses_of(mine, structure=name)) for name in values(mine, "structure")}
+
+
+def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
+    """Every model at its structure's rate, and each widest one on seed 0 at half and twice that."""
+    groups = {name: axes[name] for name in ("setup", "structure")}
+    for group in combinations(groups):
+        lr = climb(runs, **group)
+        widths = [job["width"] for job in combinations({**_fixed(group), "width": axes["width"]})]
+        jobs = [{"width": n, "lr": lr, "seed": seed} for n in widths for seed in axes["seed"]]
+        jobs += [{"width": widths[-1], "lr": lr * factor, "seed": 0} for factor in (0.5, 2)]
+        runs.of(group | job for job in jobs)
+    return runs.all()
+
+
+def _fixed(group: Row) -> dict[str, list[Any]]:
+    return {name: [value] for name, value in group.items()}
 
 
 # ---- factors -------------------------------------------------------------------------------------
@@ -283,24 +271,17 @@ def needed(curve: Sequence[Point], loss: float) -> float:
     return math.inf
 
 
-def curve_of(
-    rows: Sequence[dict[str, Any]], costs: dict[int, float], seeds: Sequence[int]
-) -> list[Point]:
+def curve_of(rows: Sequence[Row], costs: Mapping[int, float], seeds: Sequence[int]) -> list[Point]:
     """(cost, geometric mean of the loss over `seeds`, of which one may come more than once), by
     ascending width; `costs` by width."""
-    losses = {
-        (row["width"], row["seed"]): math.inf if row["loss"] is None else math.log(row["loss"])
-        for row in rows
-    }
+    losses = {(row["width"], row["seed"]): log_loss(row) for row in rows}
     return [
         (cost, math.exp(fmean(losses[width, seed] for seed in seeds)))
         for width, cost in sorted(costs.items())
     ]
 
 
-def factors(
-    rows: Sequence[dict[str, Any]], costs: dict[str, dict[int, float]]
-) -> list[dict[str, Any]]:
+def factors(rows: Sequence[Row], costs: Mapping[str, Mapping[int, float]]) -> list[Row]:
     """How many times less than dense each structure needs for dense's loss, at each of dense's
     widths.
 
@@ -308,21 +289,19 @@ def factors(
         rows: of one setup, at the chosen rates.
         costs: structure -> width -> FLOPs or seconds.
     """
-    seeds = sorted({row["seed"] for row in rows})
-    by_structure = {
-        structure: [row for row in rows if row["structure"] == structure] for structure in costs
-    }
+    seeds = seeds_of(rows)
+    of = {structure: select(rows, structure=structure) for structure in costs}
 
     def factor(structure: str, width: int, drawn: Sequence[int]) -> float:
-        dense = curve_of(by_structure["dense"], costs["dense"], drawn)
+        dense = curve_of(of["dense"], costs["dense"], drawn)
         cost, loss = dense[sorted(costs["dense"]).index(width)]
-        return cost / needed(curve_of(by_structure[structure], costs[structure], drawn), loss)
+        return cost / needed(curve_of(of[structure], costs[structure], drawn), loss)
 
     return [
         {
             "structure": structure,
             "dense": width,
-            **estimate(partial(factor, structure, width), seeds),
+            **bootstrap(partial(factor, structure, width), seeds),
             "by_seed": [factor(structure, width, [seed]) for seed in seeds],
         }
         for structure in costs
@@ -332,32 +311,26 @@ def factors(
 
 
 def summarise(
-    rows: Sequence[dict[str, Any]],
-    lrs: dict[str, float],
-    times: Sequence[dict[str, Any]],
-    steps: int,
-) -> dict[str, Any]:
+    rows: Sequence[Row], lrs: Mapping[str, float], times: Sequence[Row], steps: int
+) -> Row:
     """The factors of one setup, in FLOPs and in seconds; and the losses around the chosen rate at
     each structure's widest model, on seed 0."""
-    chosen = [row for row in rows if row["lr"] == lrs[row["structure"]]]
+    chosen = [row for row in rows if row["lr"] == lrs.get(row["structure"])]
     flops: dict[str, dict[int, float]] = {structure: {} for structure in lrs}
     seconds: dict[str, dict[int, float]] = {structure: {} for structure in lrs}
-    for time_row in times:
-        structure, width = time_row["structure"], time_row["width"]
-        seconds[structure][width] = steps * time_row["median"] / 1e3
-        flops[structure][width] = next(
-            row["flops"] for row in chosen if (row["structure"], row["width"]) == (structure, width)
-        )
+    for row in times:
+        structure, width = row["structure"], row["width"]
+        seconds[structure][width] = steps * row["median"] / 1e3
+        flops[structure][width] = select(chosen, structure=structure, width=width)[0]["flops"]
     chosen = [row for row in chosen if row["width"] in flops[row["structure"]]]
     checks = []
     for structure, costs in flops.items():
         losses = losses_of(rows, structure=structure, width=max(costs), seed=0)
-        best = min(losses, key=losses.__getitem__)
         checks.append({
             "structure": structure,
             "width": max(costs),
             "losses": {f"2^{math.log2(lr):g}": losses[lr] for lr in sorted(losses)},
-            "best_over_chosen": best / lrs[structure],
+            "best_over_chosen": best(losses) / lrs[structure],
         })  # fmt: skip
     return {
         "flops": factors(chosen, flops),
@@ -367,210 +340,84 @@ def summarise(
     }
 
 
+def measure(chosen: Row, found: Row) -> Row:
+    """The times of all steps, and what follows from them."""
+    lrs = {setup: base_rates(found["rows"], setup) for setup in chosen["setup"]}
+    times, summaries = [], {}
+    for setup, rates in lrs.items():
+        where = _fixed({"setup": setup}) | {"structure": [*rates], "width": chosen["width"]}
+        widths: dict[str, list[int]] = {}
+        for job in combinations(where):
+            widths.setdefault(job["structure"], []).append(job["width"])
+        size = chosen[setup]
+        mine = time_steps(setup, widths, size["batch"], chosen["timed"])
+        times += mine
+        summaries[setup] = summarise(select(found["rows"], setup=setup), rates, mine, size["steps"])
+    threads = torch.get_num_threads()
+    return {"threads": threads, "lrs": lrs, "times": times, "summaries": summaries}
+
+
 # ---- the report ----------------------------------------------------------------------------------
 
 
-def words(row: dict[str, Any]) -> str:
+def words(row: Row) -> str:
     """A factor with its interval; "never" if dense's loss is not met."""
     if row["value"] == 0:
         return "never"
     return f"{row['value']:.1f} ({row['low']:.1f} to {row['high']:.1f})"
 
 
-def markdown(result: dict[str, Any], setup: str, cost: str) -> str:
+def markdown(result: Row, setup: str, cost: str) -> str:
     """The table of the factors: a row for each structure, a column for each of dense's widths."""
     found = result["summaries"][setup][cost]
-    widths = sorted({row["dense"] for row in found})
+    widths = sorted(values(found, "dense"))
     lines = [
-        f"| | {' | '.join(f'dense {width}' for width in widths)} |",
-        "|---|" + "--:|" * len(widths),
+        [structure, *map(words, select(found, structure=structure))]
+        for structure in values(found, "structure")
     ]
-    for structure in dict.fromkeys(row["structure"] for row in found):
-        cells = [words(row) for row in found if row["structure"] == structure]
-        lines.append(f"| {structure} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return table(["", *(f"dense {width}" for width in widths)], lines)
 
 
-def show(result: dict[str, Any], console: Console) -> None:
-    for setup, summary in result["summaries"].items():
-        for cost, title in (("flops", "FLOPs"), ("seconds", "seconds")):
-            widths = sorted({row["dense"] for row in summary[cost]})
-            table = Table(title=f"{setup}: how many times fewer {title} until dense's loss")
-            for head in ("structure", *(f"dense {width}" for width in widths)):
-                table.add_column(head, justify="left" if head == "structure" else "right")
-            for structure in dict.fromkeys(row["structure"] for row in summary[cost]):
-                mine = [row for row in summary[cost] if row["structure"] == structure]
-                table.add_row(structure, *(words(row) for row in mine))
-            console.print(table)
-        for check in summary["checks"]:
-            losses = ", ".join(f"{lr}: {loss:.4f}" for lr, loss in check["losses"].items())
-            lr = result["lrs"][setup][check["structure"]]
-            console.print(
-                f"{check['structure']} {check['width']}, rate 2^{math.log2(lr):g}; losses {losses}"
-            )
-
-
-def plot(result: dict[str, Any]) -> Figure:
-    """Loss against FLOPs and against seconds; bars from the least to the most of the seeds."""
-    setups = result["summaries"]
-    figure = Figure(figsize=(11, 3.8 * len(setups)), layout="constrained")
-    grid = figure.subplots(len(setups), 2, squeeze=False, sharey="row")
-    for (setup, summary), row_of_axes in zip(setups.items(), grid, strict=True):
-        ms = {
-            (row["structure"], row["width"]): row["median"]
-            for row in result["times"]
-            if row["setup"] == setup
-        }
-        for structure in result["lrs"][setup]:
-            n = list(STRUCTURES).index(structure)
-            points: dict[int, list[float]] = {}
-            flops = {}
-            for row in summary["chosen"]:
-                if row["structure"] == structure and row["loss"] is not None:
-                    points.setdefault(row["width"], []).append(row["loss"])
-                    flops[row["width"]] = row["flops"]
-            widths = sorted(points)
-            means = [fmean(points[width]) for width in widths]
-            bars = [
-                [mean - min(points[width]) for mean, width in zip(means, widths, strict=True)],
-                [max(points[width]) - mean for mean, width in zip(means, widths, strict=True)],
+def draw(result: Row) -> figures.Figure:
+    """Loss against FLOPs and against seconds."""
+    points = []
+    for row in result["times"]:
+        steps = result["setting"][row["setup"]]["steps"]
+        where = {key: row[key] for key in ("structure", "width")}
+        for run in select(result["summaries"][row["setup"]]["chosen"], **where):
+            costs = {"FLOPs": run["flops"], "seconds": steps * row["median"] / 1e3}
+            points += [
+                {"setup": row["setup"], "of": of, "cost": cost, **where, "loss": run["loss"]}
+                for of, cost in costs.items()
             ]
-            seconds = [
-                result["setting"][setup]["steps"] * ms[structure, width] / 1e3 for width in widths
-            ]
-            style = {"color": f"C{n}", "marker": "osD^"[n], "label": structure, "capsize": 2}
-            for axes, x in zip(row_of_axes, ([flops[w] for w in widths], seconds), strict=True):
-                axes.errorbar(x, means, yerr=bars, **style)
-        for axes, label in zip(
-            row_of_axes,
-            ("FLOPs of a forward pass of one sample", "seconds of training"),
-            strict=True,
-        ):
-            axes.set(xscale="log", yscale="log", xlabel=label, title=setup)
-            axes.grid(alpha=0.3, which="both")
-        row_of_axes[0].set_ylabel("loss on new samples")
-        row_of_axes[0].legend(fontsize="small")
-    return figure
+    return figures.curves(points, "cost", panel=["setup", "of"], line=["structure"], columns=2)
 
 
-# ---- the program ---------------------------------------------------------------------------------
-
-
-class Runs:
-    """The runs that there are: of an earlier result of the same setting, and each as it is
-    done."""
-
-    def __init__(self, options: argparse.Namespace, setting: dict[str, Any]) -> None:
-        self.options, self.setting = options, setting
-        self.path = options.out / "time_to_loss.json"
-        self.end = time.monotonic() + options.budget
-        kept = json.loads(self.path.read_text()) if self.path.exists() and not options.smoke else {}
-        same = [name for name in setting if kept.get("setting", {}).get(name) == setting[name]]
-        self.rows = [row for row in kept.get("rows", []) if row["setup"] in same]
-        self.times = [row for row in kept.get("times", []) if row["setup"] in same]
-
-    def of(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-        """The rows of `jobs`; those that there are not yet are made.
-
-        Raises:
-            SystemExit: the budget is spent.
-        """
-        missing = [job for job in dict.fromkeys(jobs) if self.find(job) is None]
-        if missing:
-            self.stop_when_spent()
-        changes = SMOKE if self.options.smoke else {}
-        run_all(partial(train, changes=changes), missing, self.options, each=self.add)
-        return [row for job in jobs if (row := self.find(job)) is not None]
-
-    def find(self, job: Job) -> dict[str, Any] | None:
-        wanted = asdict(job)
-        return next((row for row in self.rows if wanted.items() <= row.items()), None)
-
-    def add(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
-        if not self.options.smoke:
-            save_json(self.path, setting=self.setting, times=self.times, rows=self.rows)
-            self.stop_when_spent()
-
-    def stop_when_spent(self) -> None:
-        if time.monotonic() > self.end:
-            done = f"{len(self.rows)} runs are done"
-            raise SystemExit(f"--budget is spent, {done}; the same command goes on")
-
-
-def find_rates(runs: Runs, setups: dict[str, Setup]) -> dict[str, dict[str, float]]:
-    """setup -> structure -> the best base rate, found at the base width on seed 0."""
-    losses: dict[tuple[str, str], dict[float, float]] = {
-        (name, structure): {} for name, setup in setups.items() for structure in setup.widths
-    }
-    while jobs := [
-        Job(name, structure, setups[name].base, lr, 0)
-        for (name, structure), found in losses.items()
-        for lr in next_rates(found, setups[name].start)
-    ]:
-        rows = runs.of(jobs)
-        for name, structure in losses:
-            wanted = {"setup": name, "structure": structure, "width": setups[name].base, "seed": 0}
-            losses[name, structure] |= losses_of(rows, **wanted)
-    return {
-        name: {
-            structure: min(found, key=found.__getitem__)
-            for (of, structure), found in losses.items()
-            if of == name
-        }
-        for name in setups
-    }
-
-
-def main(argv: list[str] | None = None) -> dict[str, Any]:
-    arguments = parser(__doc__, RESULTS)
-    arguments.add_argument("--setups", nargs="+", choices=list(SETUPS), default=list(SETUPS))
-    arguments.add_argument("--seeds", type=int, default=3)
-    arguments.add_argument(
-        "--budget", type=float, default=math.inf, help="seconds after which no run is begun"
-    )
-    timed = "seconds of timing for each setup (default: %(default)s)"
-    arguments.add_argument("--timed", type=float, default=TIMED, help=timed)
-    options = arguments.parse_args(argv)
-    structlin.show_config()  # builds the engine, so that no time has that in it
-    changes, seeds, limit = ({}, options.seeds, options.timed)
-    if options.smoke:
-        changes, seeds, limit = SMOKE, 1, 0.0
-    setups = {name: replace(SETUPS[name], **changes) for name in options.setups}
-    setting = {
-        name: {"steps": setup.steps, "batch": setup.batch, "base": setup.base}
-        for name, setup in (SETUPS | setups).items()
-    }
-    runs = Runs(options, setting)
-    lrs = find_rates(runs, setups)
-    jobs = [
-        Job(name, structure, width, lrs[name][structure], seed)
-        for seed in range(seeds)
-        for name, setup in setups.items()
-        for structure, widths in setup.widths.items()
-        for width in reversed(widths)
-    ]
-    jobs += [
-        Job(name, structure, widths[-1], lrs[name][structure] * factor, 0)
-        for name, setup in setups.items()
-        for structure, widths in setup.widths.items()
-        for factor in (0.5, 2)
-    ]
-    runs.of(jobs)
-    for name, setup in setups.items():
-        others = [row for row in runs.times if row["setup"] != name]
-        runs.times = others + time_steps(name, setup, lrs[name], limit)
-    result: dict[str, Any] = {"setting": setting, "threads": torch.get_num_threads(), "lrs": lrs}
-    result |= {"times": runs.times, "summaries": {}, "rows": runs.rows}
-    for name, setup in setups.items():
-        rows, times = (
-            [row for row in found if row["setup"] == name] for found in (runs.rows, runs.times)
-        )
-        result["summaries"][name] = summarise(rows, lrs[name], times, setup.steps)
-    show(result, Console(width=120))
-    keep(options, "time_to_loss", plot(result), **result)
-    return result
-
+EXPERIMENT = Experiment(
+    name="time_to_loss",
+    about=__doc__,
+    run=train,
+    axes={
+        "setup": [*SETUPS],
+        "structure": lambda job: [*SETUPS[job["setup"]].widths],
+        "width": lambda job: SETUPS[job["setup"]].widths[job["structure"]],
+        "lr": RATES,
+    },
+    sizes=settings(),
+    smoke={
+        **settings(steps=2, batch=8, samples=64),
+        "structure": [*SMOKE_WIDTHS],
+        "width": lambda job: SMOKE_WIDTHS[job["structure"]],
+        "seeds": 1,
+        "timed": 0.0,
+    },
+    design=design,
+    analyse=lambda rows: {},
+    beside=measure,
+    extra={"timed": 15.0},
+    draw=draw,
+)
 
 if __name__ == "__main__":
-    main()
+    structlin.show_config()  # builds the engine, so that no time has that in it
+    EXPERIMENT.main()

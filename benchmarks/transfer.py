@@ -39,10 +39,13 @@ from torch import Tensor, nn
 
 import structlin
 from benchmarks import lr_transfer
-from benchmarks.papers import sweeps
-from benchmarks.papers.intervals import student
-from benchmarks.record import RESULTS, save_json, table
-from benchmarks.runs import digits, keep, parser, run_all
+from benchmarks.harness import statistics as sweeps
+from benchmarks.harness.experiment import parser, run_all
+from benchmarks.harness.record import RESULTS, save_json
+from benchmarks.harness.report import table
+from benchmarks.harness.statistics import student
+from benchmarks.harness.tasks import digits
+from benchmarks.runs import keep
 from structlin import stability
 from structlin.optim import Depth, Muon, Normed, param_groups
 

@@ -499,7 +499,7 @@ def count_outcomes(results: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def save_results(path: Path, **content: Any) -> None:
-    from benchmarks.record import save_json
+    from benchmarks.harness.record import save_json
 
     save_json(path, **content)
 

@@ -15,7 +15,8 @@ pytest.importorskip("matplotlib")
 
 from PIL import Image
 
-from benchmarks import decay, markers, pages, record, self_guided, starts, transfer
+from benchmarks import decay, markers, pages, self_guided, starts, transfer
+from benchmarks.harness import record, report, statistics
 from benchmarks.papers import summary, tables, verdicts
 from structlin import BTT, TT, Kronecker, LowRank, Monarch, to_dense
 
@@ -92,7 +93,7 @@ def test_the_main_job_and_the_tests_are_installed_with_the_pinned_versions():
 @pytest.mark.parametrize("page", pages.TABLES)
 def test_the_tables_of_a_page_are_what_the_kept_results_give(page):
     text = (ROOT / page).read_text(encoding="utf-8")
-    assert record.fill(text, pages.TABLES[page]) == text
+    assert report.fill(text, pages.TABLES[page]) == text
     for name, make in pages.TABLES[page].items():
         assert f"<!-- {name} -->\n{make()}\n<!-- end -->" in text
         assert len(make().splitlines()) > 2  # titles, the line below them, a row
@@ -255,7 +256,7 @@ def test_at_equal_width_the_gpt_ends_higher_and_by_the_naive_rate_highest():
 def test_our_rule_brings_btt_nearer_to_dense_and_monarch_not():
     table = pages.read("lr_transfer")["table"]
     moved = {
-        (name, rule): sum(abs(r["shift"]) for r in tables.select(table, structure=name, rule=rule))
+        (name, rule): sum(abs(r["shift"]) for r in statistics.select(table, structure=name, rule=rule))
         for name in pages.TRANSFER
         for rule in ("naive", "aware")
     }
@@ -273,8 +274,8 @@ def test_muon_ends_below_adamw_everywhere_and_one_seed_of_the_vit_never_gets_the
 
 def test_no_option_is_ahead_of_plain_muon_for_every_seed_and_cautious_steps_come_nearest():
     table = pages.read("muon_options")["table"]
-    wins = {option: sum(row["wins"] for row in tables.select(table, option=option))
-            for option in tables.names(table, "option") if option != "plain"}  # fmt: skip
+    wins = {option: sum(row["wins"] for row in statistics.select(table, option=option))
+            for option in statistics.values(table, "option") if option != "plain"}  # fmt: skip
     assert len(wins) == 8
     cautious = wins.pop("cautious steps")
     assert max(wins.values()) < cautious < 6
@@ -282,7 +283,7 @@ def test_no_option_is_ahead_of_plain_muon_for_every_seed_and_cautious_steps_come
 
 def test_the_method_that_does_not_converge_ends_highest_and_the_default_lowest():
     for structure in ("dense", "BTT r=1"):
-        rows = tables.select(pages.read("polar")["table"], structure=structure)
+        rows = statistics.select(pages.read("polar")["table"], structure=structure)
         worst = max(rows, key=lambda row: row["steps"]["loss"])
         best = min(rows, key=lambda row: row["seconds"]["loss"])
         assert worst["method"].startswith("jordan")
@@ -341,8 +342,8 @@ def test_normed_holds_the_rate_over_width_and_depth_where_adamw_and_muon_do_not(
 def test_longer_training_wants_lower_rates_and_muon_follows_the_batch_by_less_than_its_root():
     for method in ("AdamW", "Muon"):
         for structure in transfer.FEW:
-            rows = tables.select(pages.read("transfer")["summary"], method=method)
-            rows = tables.select(rows, structure=structure, width=64, depth=2)
+            rows = statistics.select(pages.read("transfer")["summary"], method=method)
+            rows = statistics.select(rows, structure=structure, width=64, depth=2)
             steps = {row["steps"]: row["shift"] for row in rows if row["batch"] == 64}
             batch = {row["batch"]: row["shift"] for row in rows if row["steps"] == 50}
             assert steps[200] < steps[25]
@@ -364,7 +365,7 @@ def test_calibration_wins_everywhere_and_low_rank_is_the_best_family():
         for budget in (0.5, 0.25):
             bits = {
                 (row["family"], row["aware"]): row[when]["bits/char"]
-                for row in tables.select(rows, budget=budget)
+                for row in statistics.select(rows, budget=budget)
             }
             ours = {family: found for (family, aware), found in bits.items() if aware}
             assert all(found < bits[family, False] for family, found in ours.items())

@@ -21,29 +21,23 @@ Student's.
 """
 
 import math
-from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import structlin
-from benchmarks.papers import sweeps
+from benchmarks.harness import figures, training
+from benchmarks.harness.experiment import Experiment, Row
+from benchmarks.harness.statistics import power, select, student
+from benchmarks.harness.tasks import PlainDigits
 from benchmarks.papers.bm_metrics import FAMILIES
-from benchmarks.papers.intervals import student
-from benchmarks.runs import digits, keep, parser, run_all
 
 TRAINED = ("dense", "BTT r=4")
-WIDTHS = (64, 128, 256)
+WIDTHS = [64, 128, 256]
 STATES = ("fresh", "trained")
-LR, STEPS, BATCH = 2.0**-4, 40, 128
-
-Run = tuple[str, int, int]  # structure, width, seed
+LR, BATCH = 2.0**-4, 128
 
 
 class FFN(nn.Module):
@@ -100,22 +94,14 @@ def measure(model: FFN, x: Tensor) -> dict[str, float]:
     return {"middle": middle, "share": worst_gain(model, features[:64]) / bound}
 
 
-def train(run: Run, steps: int) -> list[dict[str, Any]]:
+def train(structure: str, width: int, seed: int, steps: int) -> list[Row]:
     """The FFN's numbers before and after training."""
-    structure, width, seed = run
     torch.manual_seed(seed)
-    x, y = digits()
-    model = FFN(width, FAMILIES[structure](width))
-    row = {"structure": structure, "width": width, "seed": seed}
-    rows = [row | {"state": STATES[0]} | measure(model, x)]
+    task, model = PlainDigits(), FFN(width, FAMILIES[structure](width))
+    rows = [{"state": STATES[0]} | measure(model, task.x)]
     descent = structlin.optim.Muon(model, LR, method="ns")
-    for _ in range(steps):
-        chosen = torch.randint(len(x), (BATCH,))
-        loss = F.cross_entropy(model(x[chosen]), y[chosen])
-        descent.zero_grad()
-        loss.backward()
-        descent.step()
-    return [*rows, row | {"state": STATES[1]} | measure(model, x)]
+    training.train(model, descent, task, steps, batch=BATCH, schedule="constant")
+    return [*rows, {"state": STATES[1]} | measure(model, task.x)]
 
 
 @torch.no_grad()
@@ -132,66 +118,35 @@ def compare_sides(width: int = 256) -> dict[str, float]:
     return found
 
 
-def estimates(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def estimates(rows: list[Row]) -> list[Row]:
     """For each structure and state the power of the width with which the middle goes, its least and
     largest value, and the largest share of the bound."""
     found = []
     for structure, state in product(TRAINED, STATES):
-        mine = [row for row in rows if (row["structure"], row["state"]) == (structure, state)]
-        powers = []
-        for seed in sorted({row["seed"] for row in mine}):
-            curve = [row for row in mine if row["seed"] == seed]
-            axes = ([math.log2(row[key]) for row in curve] for key in ("width", "middle"))
-            powers.append(sweeps.slope(*axes))
+        mine = select(rows, structure=structure, state=state)
         middles = [row["middle"] for row in mine]
         found.append({
-            "structure": structure, "state": state, "power": student(powers),
+            "structure": structure, "state": state, "power": student(power(mine, "middle")),
             "middle": [min(middles), max(middles)],
             "largest share": max(row["share"] for row in mine),
         })  # fmt: skip
     return found
 
 
-def show(result: dict[str, Any], console: Console) -> None:
-    table = Table(title="an FFN of which only the input is normalised")
-    for title in ("FFN", "middle", "power of the width", "largest share of the bound"):
-        table.add_column(title)
-    for row in result["estimates"]:
-        power = "{value:+.2f} ({low:+.2f} to {high:+.2f})".format(**row["power"])
-        middle = "{:.2f} to {:.2f}".format(*row["middle"])
-        name = f"{row['structure']}, {row['state']}"
-        table.add_row(name, middle, power, f"{row['largest share']:.2f}")
-    console.print(table)
-    console.print("Norm(x) W against (x W) / RMS(x), largest difference:", result["sides"])
-
-
-def plot(rows: list[dict[str, Any]]) -> Figure:
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    titles = {"middle": "RMS of what W_down reads", "share": "worst output over its bound"}
-    for axes, (key, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
-        for n, (structure, state) in enumerate(product(TRAINED, STATES)):
-            mine = [row for row in rows if (row["structure"], row["state"]) == (structure, state)]
-            points = [row["width"] for row in mine], [row[key] for row in mine]
-            axes.plot(*points, "os^d"[n], label=f"{structure}, {state}")
-        axes.set_xscale("log", base=2)
-        axes.set(title=title, xlabel="width")
-        axes.legend(fontsize=8)
-    return figure
-
-
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    options = parser(__doc__)
-    options.add_argument("--seeds", type=int, default=3)
-    chosen = options.parse_args(arguments)
-    widths, steps = (WIDTHS[:2], 2) if chosen.smoke else (WIDTHS, STEPS)
-    runs: list[Run] = list(product(TRAINED, reversed(widths), range(chosen.seeds)))
-    rows = [row for pair in run_all(partial(train, steps=steps), runs, chosen) for row in pair]
-    result = {"sides": compare_sides(), "estimates": estimates(rows)}
-    show(result, Console(width=120))
-    setting = {"widths": widths, "steps": steps, "batch": BATCH, "lr": LR, "data": "digits"}
-    keep(chosen, "bm_norms", plot(rows), setting=setting, **result, rows=rows)
-    return result
-
+EXPERIMENT = Experiment(
+    name="papers/bm_norms",
+    about=__doc__,
+    run=train,
+    axes={"structure": TRAINED, "width": WIDTHS},
+    sizes={"steps": 40},
+    note={"widths": WIDTHS, "batch": BATCH, "lr": LR, "data": "digits"},
+    smoke={"steps": 2, "width": WIDTHS[:2]},
+    beside=lambda chosen, found: {"sides": compare_sides()},
+    analyse=lambda rows: {"estimates": estimates(rows)},
+    draw=lambda result: figures.curves(
+        result["rows"], "width", "middle", panel=["structure"], line=["state"], base=2
+    ),
+)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

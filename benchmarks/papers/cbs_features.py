@@ -27,72 +27,55 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
 import structlin
-from benchmarks.papers import tasks
-from benchmarks.papers.intervals import Estimate, student
-from benchmarks.runs import keep, parser, run_all
+from benchmarks.harness import figures, models, training
+from benchmarks.harness.experiment import Experiment, Row
+from benchmarks.harness.statistics import Estimate, seeds_of, student
+from benchmarks.harness.tasks import Digits
+from benchmarks.papers.cbs import RULES, rules
 
-STRUCTURES: dict[str, Callable[[int], structlin.Family]] = {
-    "dense": lambda width: structlin.Dense(),
-    "low-rank": lambda width: structlin.LowRank(rank=math.isqrt(width)),
-    "Kronecker": lambda width: structlin.Kronecker(),
-    "Monarch b=16": lambda width: structlin.Monarch(blocks=16),
-    "BTT r=1": lambda width: structlin.BTT(rank=1),
-}
-RULES = ("naive", "aware")
+STRUCTURES = ("dense", "low-rank", "Kronecker", "Monarch b=16", "BTT r=1")
 WIDTHS = (64, 256, 1024)
-LR, STEPS, BATCH = 3e-3, 500, 64
-
-Run = tuple[str, int, str, int]  # structure, width, rule, seed
+LR, BATCH = 3e-3, 64
 
 
 def build_mlp(structure: str, width: int) -> nn.Sequential:
-    model = nn.Sequential(
-        nn.Linear(tasks.Digits.inputs, width, bias=False), nn.ReLU(),
-        nn.Linear(width, width, bias=False), nn.ReLU(),
-        nn.Linear(width, tasks.Digits.outputs, bias=False),
-    )  # fmt: skip
-    nn.init.normal_(model[0].weight, std=tasks.Digits.inputs**-0.5)
+    model = models.mlp(Digits.inputs, width, width, Digits.outputs, bias=False)
+    nn.init.normal_(model[0].weight, std=Digits.inputs**-0.5)
     nn.init.zeros_(model[4].weight)
     include = ["2"] if structure == "low-rank" else ["0", "2"]
-    return structlin.convert(model, STRUCTURES[structure](width), include=include, init="mup")
+    family = models.STRUCTURES[structure](width)
+    return structlin.convert(model, family, include=include, init="mup")
 
 
-def train(run: Run, steps: int) -> dict[str, Any]:
-    """A row: the mean over `steps` of the RMS by which a step changes the last features."""
-    structure, width, rule, seed = run
+def train(structure: str, width: int, rule: str, seed: int, steps: int) -> Row:
+    """The mean over `steps` of the RMS by which a step changes the last features."""
     torch.manual_seed(seed)
-    task, model = tasks.Digits(seed), build_mlp(structure, width)
-    aware, base = rule == "aware", {width: tasks.BASE_WIDTH}
-    groups = structlin.param_groups(model, LR, base=base, structure_aware=aware)
-    optimizer, features = torch.optim.Adam(groups), model[:-1]
+    task, model = Digits(seed), build_mlp(structure, width)
+    base = {width: models.BASE_WIDTH}
+    groups = structlin.param_groups(model, LR, base=base, structure_aware=rule == "aware")
     probe, _ = task.batch(BATCH)
     with torch.no_grad():
-        before = features(probe)  # (BATCH, width)
-    changes = []
-    for _ in range(steps):
+        seen, losses = [model[:-1](probe)], []  # (BATCH, width)
+    changes: list[float] = []
+
+    def loss(step: int) -> Tensor:
         x, y = task.batch(BATCH)
-        value = task.loss(model(x), y)
-        optimizer.zero_grad()
-        value.backward()
-        optimizer.step()
-        with torch.no_grad():
-            after = features(probe)
-            changes.append((after - before).square().mean().sqrt().item())
-        before = after
-    named = {"structure": structure, "width": width, "rule": rule, "seed": seed}
-    return {**named, "change": fmean(changes), "loss": value.item()}
+        losses.append(task.loss(model(x), y))
+        return losses[-1]
+
+    @torch.no_grad()
+    def after(step: int) -> None:
+        seen.append(model[:-1](probe))
+        changes.append((seen[1] - seen.pop(0)).square().mean().sqrt().item())
+
+    training.descend(torch.optim.Adam(groups), loss, steps, schedule="constant", after=after)
+    return {"change": fmean(changes), "loss": losses[-1].item()}
 
 
-# ---- what the rows say ---------------------------------------------------------------------------
-
-
-def compare(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def compare(rows: list[Row]) -> dict[str, Any]:
     """Estimates of logarithms, by structure: "growth" of each rule from the least width to the
     largest, and "shortfall", naive over aware at the largest; "pronounced", by how much less the
     shortfall of the first of a pair is than that of the second."""
@@ -100,7 +83,6 @@ def compare(rows: list[dict[str, Any]]) -> dict[str, Any]:
         (row["structure"], row["rule"], row["width"], row["seed"]): math.log(row["change"])
         for row in rows
     }
-    seeds = sorted({row["seed"] for row in rows})
     least, largest = (pick(row["width"] for row in rows) for pick in (min, max))
     structures = [name for name in STRUCTURES if name != "dense"]
 
@@ -113,7 +95,10 @@ def compare(rows: list[dict[str, Any]]) -> dict[str, Any]:
         return naive - aware
 
     def estimate(of: Callable[[int], float]) -> Estimate:
-        return student([of(seed) for seed in seeds])
+        return student([of(seed) for seed in seeds_of(rows)])
+
+    def more(pair: tuple[str, str], seed: int) -> float:
+        return shortfall(pair[0], seed) - shortfall(pair[1], seed)
 
     return {
         "growth": {
@@ -123,75 +108,25 @@ def compare(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "dense": estimate(partial(growth, "dense", "aware")),
         "shortfall": {name: estimate(partial(shortfall, name)) for name in structures},
         "pronounced": [
-            {
-                "pair": pair,
-                **estimate(
-                    lambda seed, pair=pair: shortfall(pair[0], seed) - shortfall(pair[1], seed)
-                ),
-            }
+            {"pair": pair, **estimate(partial(more, pair))}
             for pair in product(("BTT r=1", "Kronecker"), ("Monarch b=16", "low-rank"))
         ],
     }
 
 
-# ---- the program ---------------------------------------------------------------------------------
-
-
-def means(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[int, float]]:
-    """(structure, rule) -> width -> geometric mean of the change over the seeds."""
-    found: dict[tuple[str, str], dict[int, float]] = {}
-    for row in rows:
-        key, width = (row["structure"], row["rule"]), row["width"]
-        logs = [
-            math.log(other["change"])
-            for other in rows
-            if (other["structure"], other["rule"], other["width"]) == (*key, width)
-        ]
-        found.setdefault(key, {})[width] = math.exp(fmean(logs))
-    return {key: dict(sorted(by_width.items())) for key, by_width in found.items()}
-
-
-def show(rows: list[dict[str, Any]], console: Console) -> None:
-    table = Table(title="mean RMS change of the last features by a step")
-    widths = sorted({row["width"] for row in rows})
-    for title in ("structure", "rule", *map(str, widths)):
-        table.add_column(title, justify="left" if title in ("structure", "rule") else "right")
-    for (structure, rule), by_width in means(rows).items():
-        table.add_row(structure, rule, *(f"{change:.3f}" for change in by_width.values()))
-    console.print(table)
-
-
-def plot(rows: list[dict[str, Any]]) -> Figure:
-    figure = Figure(figsize=(6, 4.5), layout="constrained")
-    axes, colours = figure.subplots(), {name: f"C{n}" for n, name in enumerate(STRUCTURES)}
-    for (structure, rule), by_width in means(rows).items():
-        style = {"color": colours[structure], "ls": "-" if rule == "aware" else "--"}
-        label = structure if structure == "dense" else f"{structure}, {rule}"
-        axes.loglog(list(by_width), list(by_width.values()), marker="o", label=label, **style)
-    axes.set(xlabel="width", ylabel="mean RMS change of the last features by a step")
-    axes.legend(fontsize="small")
-    return figure
-
-
-def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--seeds", type=int, default=3)
-    arguments = options.parse_args()
-    steps, seeds = (3, 2) if arguments.smoke else (STEPS, arguments.seeds)
-    runs: list[Run] = [
-        (structure, width, rule, seed)
-        for width, structure, rule, seed in product(
-            WIDTHS[:2] if arguments.smoke else WIDTHS, STRUCTURES, RULES, range(seeds)
-        )
-        if rule == "aware" or structure != "dense"  # one core: both rules are the same
-    ]
-    runs.sort(key=lambda run: -run[1])
-    rows = run_all(partial(train, steps=steps), runs, arguments)
-    rows.sort(key=lambda row: (list(STRUCTURES).index(row["structure"]), row["rule"], row["width"]))
-    setting = {"lr": LR, "steps": steps, "batch": BATCH, "optimizer": "Adam", "data": "digits"}
-    show(rows, Console(width=120))
-    keep(arguments, "cbs_features", plot(rows), setting=setting, **compare(rows), rows=rows)
-
+EXPERIMENT = Experiment(
+    name="papers/cbs_features",
+    about=__doc__,
+    run=train,
+    axes={"structure": STRUCTURES, "width": WIDTHS, "rule": rules},
+    sizes={"steps": 500},
+    note={"lr": LR, "batch": BATCH, "optimizer": "Adam", "data": "digits"},
+    smoke={"steps": 3, "width": WIDTHS[:2]},
+    analyse=compare,
+    draw=lambda result: figures.curves(
+        result["rows"], "width", "change", panel=["rule"], line=["structure"]
+    ),
+)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -16,30 +16,22 @@ mixed, that is misclassified. Rates of dense layers are muP's, relative to the d
 64, layer by layer as the paper's code has it (its text has one base width for all layers).
 """
 
-from functools import partial
-from itertools import product
-from math import isfinite, log2
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
-from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 import structlin
-from benchmarks.papers import sweeps, tasks
-from benchmarks.papers.cbs_report import ratio
-from benchmarks.papers.intervals import student
-from benchmarks.papers.vision import DEPTH, MixedDigits, ViT
-from benchmarks.runs import keep, parser, resume
+from benchmarks.harness import figures, training
+from benchmarks.harness.experiment import Experiment, Row, Search
+from benchmarks.harness.models import BASE_WIDTH, ViT
+from benchmarks.harness.statistics import log_ratios, select, student, tuned
+from benchmarks.harness.tasks import MixedDigits
 
-WIDTH, STEPS, BATCH = 144, 500, 32
-FFN = [f"blocks.{2 * n + 1}.*" for n in range(DEPTH)]
+WIDTH, BATCH, SAMPLES = 144, 32, 2048
+FFN = [f"blocks.{2 * n + 1}.*" for n in range(ViT.depth)]
 STARTS = {"aware": 2.0**-8, "naive": 2.0**-6}  # of the searches
 PARTS = ("loss", "error")
-SAMPLES = 2048
-
-Run = tuple[str, int, float, int]  # rule, width, lr, seed
 
 
 def build(width: int) -> nn.Module:
@@ -49,105 +41,58 @@ def build(width: int) -> nn.Module:
     )
 
 
-def train(run: Run, steps: int, samples: int) -> dict[str, Any]:
-    """A row; what is measured is None where it is not finite."""
-    rule, width, lr, seed = run
-    torch.manual_seed(seed)
-    model, data = build(width), MixedDigits(seed)
+def make_optimizer(model: nn.Module, rule: str, lr: float) -> torch.optim.Optimizer:
     with torch.device("meta"):
-        base = ViT(data.inputs, tasks.BASE_WIDTH, data.outputs)
-    groups = structlin.param_groups(model, lr, base=base, structure_aware=rule != "naive")
+        base = ViT(MixedDigits.inputs, BASE_WIDTH, MixedDigits.outputs)
+    groups = structlin.param_groups(model, lr, base=base, structure_aware=rule == "aware")
+    return torch.optim.AdamW(groups, lr, fused=True)
 
-    def loss(step: int) -> Tensor:
-        x, y = data.batch(BATCH)
-        return data.loss(model(x), y)
 
-    tasks.descend(torch.optim.AdamW(groups, lr, fused=True), loss, steps, warmup=steps // 20)
-    named = {"method": rule, "size": width, "lr": lr, "seed": seed}
-    return named | evaluate(model, MixedDigits(-1 - seed, heldout=True), samples)
+def train(method: str, size: int, lr: float, seed: int, steps: int) -> Row:
+    """The held-out loss and error, None where they are not finite."""
+    torch.manual_seed(seed)
+    model, data = build(size), MixedDigits(seed)
+    descent = make_optimizer(model, method, lr)
+    training.train(model, descent, data, steps, batch=BATCH, warmup=steps // 20)
+    return evaluate(model, MixedDigits(-1 - seed, heldout=True))
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, new: MixedDigits, samples: int) -> dict[str, float | None]:
-    x, y = new.batch(samples)
-    loss = new.loss(model(x), y).item()
-    x, y = new.draw(samples)
+def evaluate(model: nn.Module, new: MixedDigits) -> Row:
+    x, y = new.batch(SAMPLES)
+    loss = training.finite(new.loss(model(x), y).item())
+    x, y = new.draw(SAMPLES)
     error = (model(x).argmax(1) != y.argmax(1)).float().mean().item()
-    return {"loss": loss, "error": error} if isfinite(loss) else dict.fromkeys(PARTS)
+    return {"loss": loss, "error": error if loss is not None else None}
 
 
-def job_of(row: dict[str, Any]) -> Run:
-    return row["method"], row["size"], row["lr"], row["seed"]
-
-
-def compare(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def compare(rows: list[Row]) -> dict[str, Any]:
     """For each measure and rule the best rate and the logs at it, by seed, "tuned"; and the logs of
     the aware rule's over the naive one's, each at its best rate, "aware / naive"."""
-    tuned = {
-        part: {
-            rule: sweeps.tuned((row for row in rows if row["method"] == rule), part)
-            for rule in STARTS
-        }
-        for part in PARTS
-    }
-    ratios = {
-        part: [
-            found["aware"]["logs"][seed] - found["naive"]["logs"][seed]
-            for seed in sorted(found["naive"]["logs"])
-        ]
-        for part, found in tuned.items()
+    found = {
+        part: {rule: tuned(select(rows, method=rule), part) for rule in STARTS} for part in PARTS
     }
     return {
-        "tuned": tuned,
-        "aware / naive": {part: student(values) for part, values in ratios.items()},
+        "tuned": found,
+        "aware / naive": {
+            part: student(log_ratios(by_rule["aware"], by_rule["naive"]))
+            for part, by_rule in found.items()
+        },
     }
 
 
-# ---- the program ---------------------------------------------------------------------------------
-
-
-def show(compared: dict[str, Any], console: Console) -> None:
-    for part, by_rule in compared["tuned"].items():
-        for rule, found in by_rule.items():
-            mean = sum(found["logs"].values()) / len(found["logs"])
-            end = ", at an end" if found["at end"] else ""
-            console.print(
-                f"{part}, {rule}: {torch.tensor(mean).exp():.4f} at 2^{log2(found['lr']):g}{end}"
-            )
-    for part, found in compared["aware / naive"].items():
-        console.print(f"{part}: aware has {ratio(found)} of naive's, each at its best rate")
-
-
-def plot(rows: list[dict[str, Any]]) -> Figure:
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    for axes, rule in zip(figure.subplots(1, len(STARTS), sharey=True), STARTS, strict=True):
-        sweeps.plot(axes, rows, rule, "width")
-        axes.set_ylabel("held-out loss")
-    return figure
-
-
-def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--seeds", type=int, default=3)
-    arguments = options.parse_args()
-    width, steps, seeds, samples = WIDTH, STEPS, arguments.seeds, SAMPLES
-    if arguments.smoke:
-        width, steps, seeds, samples = 64, 2, 2, 64
-    setting = {"width": width, "steps": steps, "batch": BATCH, "structure": "BTT(rank=1)"}
-    function = partial(train, steps=steps, samples=samples)
-    rows: list[dict[str, Any]] = []
-    for rule, start in STARTS.items():
-
-        def run(size: int, lrs: list[float], rule: str = rule) -> list[dict[str, Any]]:
-            runs = [(rule, size, lr, seed) for lr, seed in product(lrs, range(seeds))]
-            return resume(function, runs, arguments, "cbs_ffn", setting, job_of)
-
-        found = run(width, [start]) if arguments.smoke else sweeps.search(run, [width], start)
-        rows += found
-    compared = compare(rows)
-    show(compared, Console(width=120))
-    keep(arguments, "cbs_ffn", plot(rows), setting=setting, **compared, rows=rows)
-
+EXPERIMENT = Experiment(
+    name="papers/cbs_ffn",
+    about=__doc__,
+    run=train,
+    axes={"method": [*STARTS], "size": [WIDTH]},
+    rates=Search("size", start=lambda job: STARTS[job["method"]]),
+    sizes={"steps": 500},
+    note={"width": WIDTH, "batch": BATCH, "structure": "BTT(rank=1)"},
+    smoke={"steps": 2, "size": [64]},
+    analyse=compare,
+    draw=lambda result: figures.rates(result["rows"], panel=["method"], line=["size"]),
+)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

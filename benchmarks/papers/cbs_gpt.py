@@ -29,33 +29,33 @@ that, eps is 1e-4 for all; the models of width 64 are also trained with 1e-8, to
 matters.
 """
 
-from itertools import product
 from math import log
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import structlin
-from benchmarks.papers import tasks
-from benchmarks.papers.cbs_report import Claim, claim, interval, ratio, show_claims
-from benchmarks.papers.cbs_scaling import Curve, curve_of, gap
-from benchmarks.papers.intervals import Estimate, above, below, student, within
-from benchmarks.runs import keep, parser, resume
+from benchmarks.harness import figures, tasks, training
+from benchmarks.harness.experiment import Experiment, Row
+from benchmarks.harness.models import BASE_WIDTH
+from benchmarks.harness.statistics import (
+    Curve,
+    Estimate,
+    best_points,
+    curve_of,
+    gap,
+    seeds_of,
+    select,
+    student,
+)
 
 WIDTHS = {"dense": [64, 128, 256], "BTT": [144, 256, 400, 576]}
 SETTING = {"batch": 8, "context": 64, "depth": 2, "vocabulary": 2048, "rank": 4, "heads": 2}
 LR = 2.0**-7
 RATES = {"dense": (LR / 2, LR, 2 * LR), "BTT": (LR,)}
 EPS, USUAL_EPS = 1e-4, 1e-8
-STEPS = 300
 EQUAL = log(1.02)  # losses perform similarly if the logarithm of their ratio is closer to 0
-
-Run = tuple[str, int, float, float, int, int]  # structure, width, lr, eps, seed, steps
 
 
 def build(task: tasks.Words, structure: str, width: int) -> nn.Module:
@@ -70,65 +70,39 @@ def build(task: tasks.Words, structure: str, width: int) -> nn.Module:
     return model
 
 
-def train(run: Run) -> dict[str, Any]:
-    structure, width, lr, eps, seed, steps = run
+def train(structure: str, width: int, eps: float, lr: float, seed: int, steps: int) -> Row:
     task = tasks.Words(
         seed, SETTING["batch"], SETTING["context"], SETTING["depth"], SETTING["vocabulary"]
     )
     torch.manual_seed(seed)
     model = build(task, structure, width)
-    groups = structlin.param_groups(model, lr, base=task.model(tasks.BASE_WIDTH))
+    groups = structlin.param_groups(model, lr, base=task.model(BASE_WIDTH))
 
     def loss(step: int) -> Tensor:
         inputs, targets = task.batch(step)
         return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
-    tasks.descend(
-        torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=eps), loss, steps, warmup=steps // 5
-    )
+    descent = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=eps)
+    training.descend(descent, loss, steps, warmup=steps // 5)
     final, _ = tasks.compare.evaluate(model, task.heldout, "cpu")
-    head = tasks.forward_flops(model.lm_head, torch.zeros(1, width))
-    total = tasks.forward_flops(model, task.heldout[0][0][:1]) // SETTING["context"]
-    row = {
-        "structure": structure,
-        "width": width,
-        "lr": lr,
-        "eps": eps,
-        "seed": seed,
-        "steps": steps,
-        "loss": final,
-    }
-    return row | {"flops": total, "head_flops": head, "body_flops": total - head}
+    head = training.forward_flops(model.lm_head, torch.zeros(1, width))
+    total = training.forward_flops(model, task.heldout[0][0][:1]) // SETTING["context"]
+    return {"loss": final, "flops": total, "head_flops": head, "body_flops": total - head}
 
 
-def job_of(row: dict[str, Any]) -> Run:
-    names = ("structure", "width", "lr", "eps", "seed", "steps")
-    structure, width, lr, eps, seed, steps = (row[name] for name in names)
-    return structure, width, lr, eps, seed, steps
-
-
-def compare(rows: list[dict[str, Any]]) -> dict[str, Estimate]:
+def compare(rows: list[Row]) -> dict[str, Estimate]:
     """log(BTT's loss / dense's) at equal FLOPs of the whole model, at equal FLOPs without the
     head's, by how much the second exceeds half of the first, the first with dense at BTT's rate,
     and the log ratio of the models of the base width at the usual eps."""
-    seeds = sorted({row["seed"] for row in rows})
+    seeds = seeds_of(rows)
 
-    def curve(structure: str, eps: float, flops: str, seed: int, *lrs: float) -> Curve:
-        found = [row for row in rows if (row["structure"], row["eps"]) == (structure, eps)]
-        found = [row for row in found if not lrs or row["lr"] in lrs]
-        return curve_of([row | {"flops": row[flops]} for row in found], [seed])
+    def gaps(flops: str, **rate: float) -> list[float]:
+        mine = [select(rows, structure=name, eps=EPS, **rate) for name in ("BTT", "dense")]
+        return [gap(*(curve_of(found, [seed], flops) for found in mine)) for seed in seeds]
 
-    def gaps(flops: str, *lrs: float) -> list[float]:
-        return [
-            gap(*(curve(name, EPS, flops, seed, *lrs) for name in ("BTT", "dense")))
-            for seed in seeds
-        ]
-
-    def usual(seed: int) -> float:
-        ((_, btt),), ((_, dense),) = (
-            curve(name, USUAL_EPS, "flops", seed) for name in ("BTT", "dense")
-        )
-        return btt - dense
+    def usual(structure: str, seed: int) -> float:
+        found: Curve = curve_of(select(rows, structure=structure, eps=USUAL_EPS), [seed])
+        return found[0][1]
 
     total, body = gaps("flops"), gaps("body_flops")
     left = [b - t / 2 for t, b in zip(total, body, strict=True)]
@@ -136,109 +110,50 @@ def compare(rows: list[dict[str, Any]]) -> dict[str, Estimate]:
         "all FLOPs": student(total),
         "without the head's FLOPs": student(body),
         "beyond half of the gain": student(left),
-        "all FLOPs, one rate": student(gaps("flops", LR)),
-        "same width, usual eps": student([usual(seed) for seed in seeds]),
+        "all FLOPs, one rate": student(gaps("flops", lr=LR)),
+        "same width, usual eps": student(
+            [usual("BTT", seed) - usual("dense", seed) for seed in seeds]
+        ),
     }
 
 
-def claims(result: dict[str, Any]) -> list[Claim]:
-    """Each holds if the whole 95 % interval is on the paper's side."""
-    total, body, left, *_ = result["log_ratios"].values()
-    return [
-        claim(
-            "BTT has a lower loss than dense at equal FLOPs",
-            below(total) is True,
-            f"{ratio(total)} of it",
-        ),
-        claim(
-            "without the head's FLOPs BTT and dense perform similarly: within 2 %",
-            within(body, EQUAL) is True,
-            f"{ratio(body)} of it",
-        ),
-        claim(
-            "less than half of BTT's gain is left where the head's FLOPs are not counted",
-            above(left) is True,
-            f"log ratio without the head's less half of that with: {interval(left)}",
-        ),
+def widths_of(job: Row) -> list[int]:
+    return sorted({BASE_WIDTH, *WIDTHS[job["structure"]]})
+
+
+def draw(result: Row) -> figures.Figure:
+    rows = select(result["rows"], eps=EPS)
+    points = [
+        row | {"counted": counted}
+        for counted, of in {"all": "flops", "without the head's": "body_flops"}.items()
+        for row in best_points([row | {"flops": row[of]} for row in rows], "structure")
     ]
+    return figures.curves(points, "flops", panel=["counted"], line=["structure"])
 
 
-# ---- the program ---------------------------------------------------------------------------------
-
-
-def show(rows: list[dict[str, Any]], console: Console) -> None:
-    shown = Table(title="held-out loss (nats a token), forward FLOPs a token")
-    for title in ("structure", "width", "FLOPs", "of the head", "loss by seed, at the best rate"):
-        shown.add_column(title, justify="left" if title == "structure" else "right")
-    for structure in WIDTHS:
-        for width in sorted({row["width"] for row in rows if row["structure"] == structure}):
-            found = [
-                r for r in rows if (r["structure"], r["width"], r["eps"]) == (structure, width, EPS)
-            ]
-            if not found:
-                continue  # the base width at the usual eps alone
-            by_rate = {lr: [r for r in found if r["lr"] == lr] for lr in {r["lr"] for r in found}}
-            best = min(by_rate.values(), key=lambda runs: sum(row["loss"] for row in runs))
-            losses = ", ".join(f"{row['loss']:.4f}" for row in best)
-            flops, share = best[0]["flops"], best[0]["head_flops"] / best[0]["flops"]
-            shown.add_row(structure, str(width), f"{flops:,}", f"{share:.0%}", losses)
-    console.print(shown)
-
-
-def plot(rows: list[dict[str, Any]]) -> Figure:
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    seeds = sorted({row["seed"] for row in rows})
-    titles = {"flops": "all FLOPs", "body_flops": "without the head's FLOPs"}
-    for axes, (over, title) in zip(figure.subplots(1, 2, sharey=True), titles.items(), strict=True):
-        for structure in WIDTHS:
-            curve = curve_of(
-                [
-                    row | {"flops": row[over]}
-                    for row in rows
-                    if (row["structure"], row["eps"]) == (structure, EPS)
-                ],
-                seeds,
-            )
-            flops, losses = (
-                torch.tensor(values).exp().tolist() for values in zip(*curve, strict=True)
-            )
-            axes.loglog(flops, losses, "o-", label=structure)
-        axes.set(title=title, xlabel="forward FLOPs a token", ylabel="held-out loss (nats)")
-        axes.legend()
-    return figure
-
-
-def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--seeds", type=int, default=3)
-    arguments = options.parse_args()
-    steps, seeds, chosen, rates = STEPS, arguments.seeds, WIDTHS, RATES
-    if arguments.smoke:
-        steps, seeds = 1, 2
-        chosen = {structure: widths[:2] for structure, widths in WIDTHS.items()}
-        rates = {structure: (LR,) for structure in WIDTHS}
-    runs: list[Run] = [
-        (structure, width, lr, EPS, seed, steps)
-        for structure, widths in chosen.items()
-        for width, lr, seed in product(reversed(widths), rates[structure], range(seeds))
-    ]
-    runs += [
-        (name, tasks.BASE_WIDTH, lr, USUAL_EPS, seed, steps)
-        for name, lr, seed in product(WIDTHS, rates["BTT"], range(seeds))
-    ]
-    setting = SETTING | {"steps": steps, "eps": EPS, "optimizer": "AdamW, cosine"}
-    rows = resume(train, runs, arguments, "cbs_gpt", setting, job_of)
-    result: dict[str, Any] = {"setting": setting, "log_ratios": compare(rows)}
-    compared = result["log_ratios"]["same width, usual eps"]
-    result["claims"] = claims(result)
-    console = Console(width=120)
-    show(rows, console)
-    console.print(
-        f"BTT's loss / dense's at width {tasks.BASE_WIDTH} and eps {USUAL_EPS}: {ratio(compared)}"
-    )
-    show_claims(result["claims"], console)
-    keep(arguments, "cbs_gpt", plot(rows), **result, rows=rows)
-
+EXPERIMENT = Experiment(
+    name="papers/cbs_gpt",
+    about=__doc__,
+    run=train,
+    axes={
+        "structure": [*WIDTHS],
+        "width": widths_of,
+        "eps": lambda job: [
+            *([EPS] if job["width"] in WIDTHS[job["structure"]] else []),
+            *([USUAL_EPS] if job["width"] == BASE_WIDTH else []),
+        ],
+        "lr": lambda job: RATES[job["structure"] if job["eps"] == EPS else "BTT"],
+    },
+    sizes={"steps": 300},
+    note=SETTING | {"eps": EPS, "optimizer": "AdamW, cosine"},
+    smoke={
+        "steps": 1,
+        "width": lambda job: widths_of(job)[: 2 + (job["structure"] == "BTT")],
+        "lr": [LR],
+    },
+    analyse=lambda rows: {"log_ratios": compare(rows)},
+    draw=draw,
+)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -21,43 +21,36 @@ seed by seed, at the end of training: the growth is the RMS over that at the sta
 import math
 from itertools import product
 from statistics import fmean
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import structlin
-from benchmarks.papers import tasks
-from benchmarks.papers.cbs_report import Claim, claim, show_claims
-from benchmarks.papers.intervals import Estimate, student
-from benchmarks.runs import keep, parser, run_all
+from benchmarks.harness import figures, tasks, training
+from benchmarks.harness.experiment import Experiment, Row
+from benchmarks.harness.statistics import Estimate, differences, select, student, values
 
 MODELS = ("dense", "BTT", "BTT, normalised")
 ALTERNATIVES = {"BTT, a quarter of the rate": (0.25, 0.0), "BTT, weight decay 1": (1.0, 1.0)}
 LRS = {"usual": 2.0**-9, "large": 2.0**-5}
+LABELS = {lr: label for label, lr in LRS.items()}
 SETTING = {"width": 128, "batch": 8, "context": 64, "depth": 2, "rank": 2}
 STEPS, EVERY = {"usual": 500, "large": 150}, 5
 
-Run = tuple[str, float, int, int]  # model, lr, seed, steps
 
-
-def train(run: Run) -> dict[str, Any]:
-    name, lr, seed, steps = run
+def train(lr: float, model: str, seed: int, steps: dict[str, int]) -> Row:
+    """The held-out loss, and the RMS of the residual stream over training."""
     task = tasks.characters(seed, SETTING["batch"], SETTING["context"], SETTING["depth"])
     torch.manual_seed(seed)
-    model = task.model(SETTING["width"])
-    if name != "dense":
-        btt = structlin.BTT(rank=SETTING["rank"])
+    net = task.model(SETTING["width"])
+    if model != "dense":
         structlin.convert(
-            model,
-            btt,
+            net,
+            structlin.BTT(rank=SETTING["rank"]),
             init="mup",
             zero_init=["*c_proj"],
-            weight_norm=name.endswith("normalised"),
+            weight_norm=model.endswith("normalised"),
         )
     sizes: list[float] = []
 
@@ -66,169 +59,90 @@ def train(run: Run) -> dict[str, Any]:
 
     def loss(step: int) -> Tensor:
         inputs, targets = task.batch(step)
-        return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+        return F.cross_entropy(net(inputs).flatten(0, -2), targets.flatten())
 
-    hook = model.ln_f.register_forward_pre_hook(record)
-    factor, decay = ALTERNATIVES.get(name, (1.0, 0.0))
-    groups = structlin.param_groups(model, factor * lr, weight_decay=decay)
-    tasks.descend(torch.optim.AdamW(groups, betas=(0.9, 0.95)), loss, steps, decay=False)
+    hook = net.ln_f.register_forward_pre_hook(record)
+    factor, decay = ALTERNATIVES.get(model, (1.0, 0.0))
+    groups = structlin.param_groups(net, factor * lr, weight_decay=decay)
+    descent, count = torch.optim.AdamW(groups, betas=(0.9, 0.95)), steps[LABELS[lr]]
+    finite = training.descend(descent, loss, count, schedule="constant")
     hook.remove()
-    final, _ = tasks.compare.evaluate(model, task.heldout, "cpu")
-    curve = [
-        [step, size] for step, size in enumerate(sizes) if step % EVERY == 0 or step + 1 == steps
-    ]
-    finite = math.isfinite(final) and all(math.isfinite(size) for size in sizes)
-    row = {"model": name, "lr": lr, "seed": seed}
-    return row | {"loss": final if finite else None, "rms": curve if finite else None}
+    final, _ = tasks.compare.evaluate(net, task.heldout, "cpu")
+    finite = finite and math.isfinite(final) and all(map(math.isfinite, sizes))
+    curve = [[n, size] for n, size in enumerate(sizes) if n % EVERY == 0 or n + 1 == count]
+    return {"loss": final if finite else None, "rms": curve if finite else None}
 
 
-def tabulate(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def tabulate(rows: list[Row]) -> list[Row]:
     """Means over the seeds for each model and rate: RMS at the start, half-way and at the end,
     growth, loss."""
     table = []
     for (label, lr), model in product(LRS.items(), (*MODELS, *ALTERNATIVES)):
-        found = [row for row in rows if (row["model"], row["lr"]) == (model, lr)]
+        found = select(rows, model=model, lr=lr)
         if not found:
             continue
-        if any(row["loss"] is None for row in found):
-            table.append({"lr": label, "model": model, "loss": None})
-            continue
-        curves = [[size for _, size in row["rms"]] for row in found]
-        start, half, end = (
-            fmean(curve[n] for curve in curves) for n in (0, len(curves[0]) // 2, -1)
-        )
-        loss = fmean(row["loss"] for row in found)
-        table.append(
-            {"lr": label, "model": model, "start": start, "half": half, "end": end, "loss": loss}
-        )
+        row: Row = {"lr": label, "model": model, "loss": None}
+        if all(each["loss"] is not None for each in found):
+            curves = [[size for _, size in each["rms"]] for each in found]
+            places = {"start": 0, "half": len(curves[0]) // 2, "end": -1}
+            row |= {name: fmean(curve[n] for curve in curves) for name, n in places.items()}
+            row["loss"] = fmean(each["loss"] for each in found)
+        table.append(row)
     return table
 
 
-def estimates(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Estimate]]]:
+def estimates(rows: list[Row]) -> dict[str, dict[str, dict[str, Estimate]]]:
     """rate -> model -> logs of its growth and of its loss over those of BTT without normalisation,
     and of the growth itself; of models that no seed lets diverge."""
     found: dict[str, dict[str, dict[str, Estimate]]] = {}
     for label, lr in LRS.items():
-        by_model: dict[str, list[dict[str, Any]]] = {}
-        for row in sorted(rows, key=lambda row: row["seed"]):
-            if row["lr"] == lr and row["model"] != "dense":
-                by_model.setdefault(row["model"], []).append(row)
-        plain, found[label] = by_model.pop("BTT"), {}
-        for model, mine in by_model.items():
-            if any(row["loss"] is None for row in (*plain, *mine)):
+        at_rate = sorted(select(rows, lr=lr), key=lambda row: row["seed"])
+        plain, found[label] = select(at_rate, model="BTT"), {}
+        for model in values(at_rate, "model"):
+            mine = select(at_rate, model=model)
+            if model in ("dense", "BTT") or any(row["loss"] is None for row in (*plain, *mine)):
                 continue
-            pairs = list(zip(mine, plain, strict=True))
             found[label][model] = {
-                "growth": student([growth(row) for row in mine]),
-                "growth / BTT's": student([growth(row) - growth(other) for row, other in pairs]),
+                "growth": student([*map(growth, mine)]),
+                "growth / BTT's": differences([*map(growth, mine)], [*map(growth, plain)]),
                 "loss / BTT's": student(
-                    [math.log(row["loss"] / other["loss"]) for row, other in pairs]
+                    [
+                        math.log(row["loss"] / other["loss"])
+                        for row, other in zip(mine, plain, strict=True)
+                    ]
                 ),
             }
     return found
 
 
-def growth(row: dict[str, Any]) -> float:
+def growth(row: Row) -> float:
     """The log of the RMS at the end over that at the start."""
     return math.log(row["rms"][-1][1] / row["rms"][0][1])
 
 
-def claims(result: dict[str, Any]) -> list[Claim]:
-    rows = {(row["lr"], row["model"]): row for row in result["table"]}
-    found = []
-    for lr in LRS:
-        plain, normed = rows[lr, "BTT"], rows[lr, "BTT, normalised"]
-        if normed["loss"] is None or plain["loss"] is None:
-            measured = (
-                f"diverged: {[row['model'] for row in (plain, normed) if row['loss'] is None]}"
-            )
-            found.append(
-                claim(
-                    f"{lr} rate: only the normalised one is stable",
-                    normed["loss"] is not None,
-                    measured,
-                )
-            )
-            continue
-        text = f"{lr} rate: activations grow to more than twice the size without normalisation"
-        found.append(
-            claim(
-                text,
-                plain["end"] > 2 * normed["end"],
-                f"{plain['end']:.2f} against {normed['end']:.2f}",
-            )
-        )
-        text = f"{lr} rate: they still grow in the second half without it, by more than with it"
-        growth = [row["end"] / row["half"] for row in (plain, normed)]
-        holds = growth[0] > 1.05 and growth[0] > growth[1]
-        found.append(claim(text, holds, "x {:.2f} without, x {:.2f} with".format(*growth)))
-        text = f"{lr} rate: normalisation costs no loss (at most 1 % more)"
-        measured = f"{plain['loss']:.3f} without, {normed['loss']:.3f} with"
-        found.append(claim(text, normed["loss"] < 1.01 * plain["loss"], measured))
-    return found
-
-
-# ---- the program ---------------------------------------------------------------------------------
-
-
-def show(table: list[dict[str, Any]], console: Console) -> None:
-    shown = Table(title="RMS of the residual stream over training, and held-out loss (nats)")
-    for title in ("rate", "model", "start", "half-way", "end", "loss"):
-        shown.add_column(title, justify="left" if title in ("rate", "model") else "right")
-    for row in table:
-        cells = ["diverged"] * 4
-        if row["loss"] is not None:
-            cells = [f"{row[key]:.3f}" for key in ("start", "half", "end", "loss")]
-        shown.add_row(row["lr"], row["model"], *cells)
-    console.print(shown)
-
-
-def plot(rows: list[dict[str, Any]]) -> Figure:
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    for axes, (label, lr) in zip(
-        figure.subplots(1, len(LRS), sharey=True), LRS.items(), strict=True
-    ):
-        for n, model in enumerate((*MODELS, *ALTERNATIVES)):
-            curves = [
-                row["rms"]
-                for row in rows
-                if (row["model"], row["lr"]) == (model, lr) and row["rms"]
-            ]
-            for number, curve in enumerate(curves):
-                name = model if number == 0 else None
-                axes.semilogy(*zip(*curve, strict=True), color=f"C{n}", label=name, alpha=0.8)
-        axes.set(
-            title=f"{label} rate, 2^{math.log2(lr):g}",
-            xlabel="step",
-            ylabel="RMS of the residual stream",
-        )
-        axes.legend()
-    return figure
-
-
-def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--seeds", type=int, default=3)
-    arguments = options.parse_args()
-    steps, seeds = (dict.fromkeys(STEPS, 4), 2) if arguments.smoke else (STEPS, arguments.seeds)
-    models = {"usual": (*MODELS, *ALTERNATIVES), "large": MODELS}
-    runs: list[Run] = [
-        (model, lr, seed, steps[label])
-        for label, lr in LRS.items()
-        for model, seed in product(models[label], range(seeds))
+def draw(result: Row) -> figures.Figure:
+    points = [
+        {"rate": LABELS[row["lr"]], "model": row["model"], "step": step, "RMS": size}
+        for row in result["rows"]
+        for step, size in row["rms"] or []
     ]
-    rows = run_all(train, runs, arguments)
-    result: dict[str, Any] = {
-        "setting": SETTING | {"steps": steps, "lrs": LRS},
-        "table": tabulate(rows),
-        "estimates": estimates(rows),
-    }
-    result["claims"] = claims(result)
-    console = Console(width=120)
-    show(result["table"], console)
-    show_claims(result["claims"], console)
-    keep(arguments, "cbs_norm", plot(rows), **result, rows=rows)
+    return figures.curves(points, "step", "RMS", panel=["rate"], line=["model"], log="y")
 
+
+EXPERIMENT = Experiment(
+    name="papers/cbs_norm",
+    about=__doc__,
+    run=train,
+    axes={
+        "lr": [*LRS.values()],
+        "model": lambda job: (*MODELS, *(ALTERNATIVES if LABELS[job["lr"]] == "usual" else ())),
+    },
+    sizes={"steps": STEPS},
+    note=SETTING | {"lrs": LRS},
+    smoke={"steps": dict.fromkeys(STEPS, 4)},
+    analyse=lambda rows: {"table": tabulate(rows), "estimates": estimates(rows)},
+    draw=draw,
+)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

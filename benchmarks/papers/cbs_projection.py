@@ -17,18 +17,15 @@ the bound, two and three cores. With c cores bond t has its own bound: BTT min(i
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import isqrt, prod
-from typing import Any
 
 import torch
 from einops import rearrange
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import structlin
-from benchmarks.papers.cbs_report import Claim, claim, show_claims
-from benchmarks.runs import keep, parser, run_all
+from benchmarks.harness import figures
+from benchmarks.harness.experiment import Experiment, Row
+from benchmarks.harness.statistics import select
 
 FAMILIES: dict[str, Callable[..., structlin.Family]] = {
     "low-rank": lambda bonds: structlin.LowRank(rank=bonds[0]),
@@ -47,7 +44,6 @@ SHAPES = {
 }
 EXACT = 1e-10  # relative error
 Factors = Sequence[int]
-Job = tuple[str, int, int, tuple[int, ...], int, int]  # structure, in, out, bonds, rank, seed
 
 
 def bounds(structure: str, j: Factors, i: Factors) -> list[int]:
@@ -60,22 +56,27 @@ def bounds(structure: str, j: Factors, i: Factors) -> list[int]:
     return [min(prod(i[:t]) * prod(j[:t]), prod(i[t:]) * prod(j[t:])) for t in range(1, len(j))]
 
 
-def measure(job: Job) -> dict[str, Any]:
-    structure, in_features, out_features, bonds, rank, seed = job
+def measure(structure: str, rank: int, seed: int, **sides: int) -> Row:
+    in_features, out_features = sides["in"], sides["out"]
+    bonds = bonds_of(structure, in_features, out_features, rank)
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(out_features, in_features, generator=generator, dtype=torch.float64)
     family = FAMILIES[structure](bonds)
     error = structlin.relative_error(weight, family, structlin.project(weight, family))
     params = family.structure(in_features, out_features).params
-    row = {
-        "structure": structure,
-        "in": in_features,
-        "out": out_features,
-        "rank": rank,
-        "bonds": bonds,
-        "seed": seed,
-    }
-    return row | {"params": params, "error": error}
+    return {"bonds": bonds, "params": params, "error": error}
+
+
+def most(structure: str, in_features: int, out_features: int) -> list[int]:
+    """The bound of each bond of a layer in SHAPES."""
+    ((j, i),) = (
+        shape[2:] for shape in SHAPES[structure] if shape[:2] == (in_features, out_features)
+    )
+    return bounds(structure, j, i)
+
+
+def bonds_of(structure: str, in_features: int, out_features: int, rank: int) -> list[int]:
+    return [min(rank, bound) for bound in most(structure, in_features, out_features)]
 
 
 def containments(seed: int, width: int = 64) -> dict[str, float]:
@@ -114,24 +115,10 @@ def containments(seed: int, width: int = 64) -> dict[str, float]:
     }
 
 
-def jobs(seeds: int) -> list[Job]:
-    found = []
-    for structure, shapes in SHAPES.items():
-        for in_features, out_features, j, i in shapes:
-            most = bounds(structure, j, i)
-            for rank in range(1, max(most) + 1):
-                bonds = tuple(min(rank, bound) for bound in most)
-                found += [
-                    (structure, in_features, out_features, bonds, rank, seed)
-                    for seed in range(seeds)
-                ]
-    return found
-
-
-def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def summarise(rows: list[Row]) -> list[Row]:
     """For each structure and shape: the bound, and the errors over the seeds just below it and at
     it."""
-    groups: dict[tuple[str, int, int], dict[int, list[dict[str, Any]]]] = {}
+    groups: dict[tuple[str, int, int], dict[int, list[Row]]] = {}
     for row in rows:
         group = groups.setdefault((row["structure"], row["in"], row["out"]), {})
         group.setdefault(row["rank"], []).append(row)
@@ -158,86 +145,40 @@ def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return table
 
 
-def claims(result: dict[str, Any]) -> list[Claim]:
-    found = []
-    for row in result["table"]:
-        at, below = row["largest_error_at_bound"], row["least_error_below"]
-        layer = f"{row['structure']} {row['in']} -> {row['out']}"
-        text = f"{layer} is exact at {tuple(row['bonds'])}, not one rank below"
-        found.append(claim(text, at < EXACT < below, f"error {at:.0e}, one rank below {below:.0e}"))
-    for text, error in result["containments"].items():
-        apart = " in no " in text
-        found.append(claim(text, (error > EXACT) == apart, f"error {error:.0e}"))
-    return found
+def holds(result: Row) -> list[bool]:
+    """Whether each layer is exact at the paper's bound and not one rank below, and whether each
+    family is in another as the paper has it."""
+    exact = [
+        row["largest_error_at_bound"] < EXACT < row["least_error_below"] for row in result["table"]
+    ]
+    inside = [
+        (error > EXACT) == (" in no " in text) for text, error in result["containments"].items()
+    ]
+    return exact + inside
 
 
-# ---- the program ---------------------------------------------------------------------------------
+def draw(result: Row) -> figures.Figure:
+    rows = [row | {"error": max(row["error"], 1e-16)} for row in select(result["rows"], seed=0)]
+    return figures.curves(
+        rows, "rank", "error", panel=["structure"], line=["in", "out"], labels="{} -> {}".format
+    )
 
 
-def show(table: list[dict[str, Any]], console: Console) -> None:
-    shown = Table(title="relative error ||W - B|| / ||W|| of Gaussian matrices, float64")
-    for title in (
-        "structure",
-        "in -> out",
-        "bound",
-        "params / dense",
-        "rank 1",
-        "one rank below",
-        "at the bound",
-        "falls",
-    ):
-        shown.add_column(title, justify="left" if title == "structure" else "right")
-    for row in table:
-        errors = (row["error_of_rank_1"], row["least_error_below"], row["largest_error_at_bound"])
-        bonds = ", ".join(str(bond) for bond in row["bonds"])
-        shape = f"{row['in']} -> {row['out']}"
-        cells = [f"{row['params_over_dense']:.2f}", *(f"{error:.1e}" for error in errors)]
-        shown.add_row(
-            row["structure"],
-            shape,
-            bonds,
-            *cells,
-            "at every rank" if row["falls"] else "not always",
-        )
-    console.print(shown)
-
-
-def plot(rows: list[dict[str, Any]]) -> Figure:
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    by_rank, by_params = figure.subplots(1, 2, sharey=True)
-    keys = dict.fromkeys((row["structure"], row["in"], row["out"]) for row in rows)
-    for n, (structure, in_features, out_features) in enumerate(keys):
-        kept = [
-            r
-            for r in rows
-            if (r["structure"], r["in"], r["out"]) == (structure, in_features, out_features)
-        ]
-        kept = sorted((row for row in kept if row["seed"] == 0), key=lambda row: row["rank"])
-        errors = [max(row["error"], 1e-16) for row in kept]
-        style = {"color": f"C{n % 10}", "ls": "--" if n > 9 else "-", "marker": ".", "ms": 4}
-        label = f"{structure}, {in_features} -> {out_features}"
-        by_rank.loglog([row["rank"] for row in kept], errors, label=label, **style)
-        dense = in_features * out_features
-        by_params.loglog([row["params"] / dense for row in kept], errors, **style)
-    by_rank.set(xlabel="rank", ylabel="relative error")
-    by_params.set(xlabel="parameters / dense")
-    by_rank.legend(fontsize="small")
-    return figure
-
-
-def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--seeds", type=int, default=3)
-    arguments = options.parse_args()
-    seeds = 1 if arguments.smoke else arguments.seeds
-    rows = run_all(measure, jobs(seeds), arguments)
-    result = {"table": summarise(rows), "containments": containments(0)}
-    result["claims"] = claims(result)
-    console = Console(width=120)
-    show(result["table"], console)
-    show_claims(result["claims"], console)
-    keep(arguments, "cbs_projection", plot(rows), **result, rows=rows)
-
+EXPERIMENT = Experiment(
+    name="papers/cbs_projection",
+    about=__doc__,
+    run=measure,
+    axes={
+        "structure": [*SHAPES],
+        "in": lambda job: dict.fromkeys(shape[0] for shape in SHAPES[job["structure"]]),
+        "out": lambda job: [n for m, n, *_ in SHAPES[job["structure"]] if m == job["in"]],
+        "rank": lambda job: range(1, max(most(job["structure"], job["in"], job["out"])) + 1),
+    },
+    smoke={"seeds": 1},
+    beside=lambda chosen, found: {"containments": containments(0)},
+    analyse=lambda rows: {"table": summarise(rows)},
+    draw=draw,
+)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -19,25 +19,26 @@ widths. Losses are those of held-out images, moved and mixed. Exponents and loss
 are those of `cbs_scaling`, seed by seed, with Student's intervals.
 """
 
-import argparse
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from functools import partial
-from itertools import combinations
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import combinations as pairs_of
 from typing import Any
 
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks import time_to_loss
-from benchmarks.papers.cbs_report import interval, ratio
-from benchmarks.papers.cbs_scaling import curve_of, exponent, gap
-from benchmarks.papers.intervals import student
-from benchmarks.record import read
-from benchmarks.runs import keep, parser, resume
-from benchmarks.time_to_loss import Job, Setup, losses_of, next_rates
+from benchmarks.harness import figures
+from benchmarks.harness.experiment import Axis, Experiment, Row, Runs
+from benchmarks.harness.models import BASE_WIDTH
+from benchmarks.harness.record import read
+from benchmarks.harness.statistics import (
+    best_points,
+    curve_of,
+    differences,
+    exponent,
+    gap,
+    seeds_of,
+    select,
+    student,
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,50 @@ class Study:
     @property
     def structures(self) -> tuple[str, ...]:  # "dense" first
         return (*self.kept[:-1], *self.new, self.kept[-1])
+
+    def kept_rows(self) -> list[Row]:
+        """Of `time_to_loss`, at each structure's rate."""
+        earlier = read("time_to_loss")
+        rates = earlier["lrs"][self.setup]
+        return [
+            row
+            for row in select(earlier["rows"], setup=self.setup)
+            if row["structure"] in self.kept and row["lr"] == rates[row["structure"]]
+        ]
+
+    def design(self, runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
+        found = []
+        for structure in axes["structure"]:
+            lr = time_to_loss.climb(runs, self.setup, structure) if self.lr is None else self.lr
+            where = {"setup": self.setup, "structure": structure, "lr": lr}
+            widths = axes["width"](where)
+            found += runs.of(
+                where | {"width": width, "seed": seed} for width in widths for seed in axes["seed"]
+            )
+        return [*self.kept_rows(), *found]
+
+    def analyse(self, rows: list[Row]) -> Row:
+        """The "exponents", and for every two structures by how much the first one's is larger and
+        the log of its loss over the second one's at equal FLOPs."""
+        seeds = seeds_of(rows)
+        curves = {
+            structure: [curve_of(select(rows, structure=structure), [seed]) for seed in seeds]
+            for structure in self.structures
+        }
+        powers = {structure: [*map(exponent, found)] for structure, found in curves.items()}
+        return {
+            "rates": {row["structure"]: row["lr"] for row in rows},
+            "exponents": {structure: student(found) for structure, found in powers.items()},
+            "pairs": [
+                {
+                    "pair": [first, second],
+                    "steeper": differences(powers[first], powers[second]),
+                    "loss": student([*map(gap, curves[first], curves[second])]),
+                }
+                for first, second in pairs_of(reversed(self.structures), 2)
+            ],
+            "kept": self.kept,
+        }
 
 
 STUDIES = (
@@ -73,123 +118,41 @@ STUDIES = (
 )
 
 
-def job_of(row: dict[str, Any]) -> Job:
-    return Job(*(row[field.name] for field in fields(Job)))
+def train(setup: str, structure: str, width: int, lr: float, seed: int, **sizes: Any) -> Row:
+    size = {"samples": time_to_loss.training.HELD_OUT_SAMPLES, **sizes}
+    return time_to_loss.train(setup, structure, width, lr, seed, **{setup: size})
 
 
-def compare(rows: list[dict[str, Any]], structures: Sequence[str]) -> dict[str, Any]:
-    """The "exponents", and for every two structures by how much the first one's is larger and the
-    log of its loss over the second one's at equal FLOPs."""
-    by_structure = {
-        structure: [row for row in rows if row["structure"] == structure]
-        for structure in structures
-    }
-    seeds = sorted({row["seed"] for row in rows})
-
-    def curves(structure: str) -> list[Any]:
-        return [curve_of(by_structure[structure], [seed]) for seed in seeds]
-
-    powers = {
-        structure: [exponent(curve) for curve in curves(structure)] for structure in structures
-    }
-
-    def differences(first: str, second: str) -> Sequence[float]:
-        return [a - b for a, b in zip(powers[first], powers[second], strict=True)]
-
-    def gaps(first: str, second: str) -> Sequence[float]:
-        return [gap(a, b) for a, b in zip(curves(first), curves(second), strict=True)]
-
-    return {
-        "exponents": {structure: student(values) for structure, values in powers.items()},
-        "pairs": [
-            {"pair": [*pair], "steeper": student(differences(*pair)), "loss": student(gaps(*pair))}
-            for pair in combinations(reversed(structures), 2)
-        ],
-    }
+def experiment(study: Study) -> Experiment:
+    setup = time_to_loss.SETUPS[study.setup]
+    return Experiment(
+        name=f"papers/{study.name}",
+        about=__doc__,
+        run=train,
+        axes={
+            "setup": [study.setup],
+            "structure": [*study.new],
+            "width": lambda job: study.new[job["structure"]],
+            "lr": time_to_loss.RATES,
+        },
+        sizes={"steps": setup.steps, "batch": setup.batch},
+        note={"base": BASE_WIDTH, "lr": study.lr},
+        smoke={
+            "steps": 2,
+            "batch": 8,
+            "seeds": 3,  # as many as are kept
+            "width": lambda job: (study.new[job["structure"]][0], study.new[job["structure"]][-1]),
+        },
+        design=study.design,
+        analyse=study.analyse,
+        draw=lambda result: figures.curves(
+            best_points(result["rows"], "structure"), "flops", line=["structure"]
+        ),
+    )
 
 
-# ---- the program ---------------------------------------------------------------------------------
-
-
-def show(compared: dict[str, Any], console: Console) -> None:
-    for structure, found in compared["exponents"].items():
-        console.print(f"{structure}: loss ~ FLOPs^-a, a = {interval(found)}")
-    table = Table(title="the first against the second")
-    for title in ("structures", "exponent larger by", "loss / the second's at equal FLOPs"):
-        table.add_column(title)
-    for row in compared["pairs"]:
-        table.add_row(", ".join(row["pair"]), interval(row["steeper"]), ratio(row["loss"]))
-    console.print(table)
-
-
-def plot(rows: list[dict[str, Any]], structures: Sequence[str]) -> Figure:
-    figure = Figure(figsize=(6.5, 5), layout="constrained")
-    axes = figure.subplots()
-    seeds = sorted({row["seed"] for row in rows})
-    for n, structure in enumerate(structures):
-        curve = curve_of([row for row in rows if row["structure"] == structure], seeds)
-        flops, losses = zip(*((math.exp(x), math.exp(y)) for x, y in curve), strict=True)
-        axes.loglog(flops, losses, color=f"C{n}", marker="osD^vP"[n], label=structure)
-    axes.set(xlabel="FLOPs of a forward pass of one image", ylabel="held-out loss")
-    axes.legend(fontsize="small")
-    return figure
-
-
-def run(study: Study, options: argparse.Namespace) -> None:
-    earlier, setup = read("time_to_loss"), time_to_loss.SETUPS[study.setup]
-    setting = {"steps": setup.steps, "batch": setup.batch, "base": setup.base, "lr": study.lr}
-    changes, widths = {}, study.new
-    if options.smoke:
-        changes = {"steps": 2, "batch": 8, "samples": 64}
-        widths = {structure: (all_[0], all_[-1]) for structure, all_ in widths.items()}
-
-    def rows_of(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-        function = partial(time_to_loss.train, changes=changes)
-        return resume(function, jobs, options, study.name, setting, job_of)
-
-    rates = {structure: earlier["lrs"][study.setup][structure] for structure in study.kept}
-    rates |= find_rates(study, setup, rows_of)
-    kept = [
-        row
-        for row in earlier["rows"]
-        if row["setup"] == study.setup and rates.get(row["structure"]) == row["lr"]
-        if row["structure"] in study.kept
-    ]
-    jobs = [
-        Job(study.setup, structure, width, rates[structure], seed)
-        for structure, all_ in widths.items()
-        for width in all_
-        for seed in sorted({row["seed"] for row in kept})
-    ]
-    jobs.sort(key=lambda job: (job.seed, -job.width))
-    rows = kept + rows_of(jobs)
-    compared = compare(rows, study.structures)
-    show(compared, Console(width=120))
-    content = {"setting": setting, "rates": rates, **compared, "kept": study.kept, "rows": rows}
-    keep(options, study.name, plot(rows, study.structures), **content)
-
-
-def find_rates(
-    study: Study, setup: Setup, rows_of: Callable[[Sequence[Job]], list[dict[str, Any]]]
-) -> dict[str, float]:
-    """structure -> base rate of those trained here: the study's, or the best of a climb."""
-    if study.lr is not None:
-        return dict.fromkeys(study.new, study.lr)
-    rates = {}
-    for structure in study.new:
-        losses: dict[float, float] = {}
-        while tried := next_rates(losses, setup.start):
-            rows = rows_of([Job(study.setup, structure, setup.base, lr, 0) for lr in tried])
-            losses |= losses_of(rows)
-        rates[structure] = min(losses, key=losses.__getitem__)
-    return rates
-
-
-def main() -> None:
-    options = parser(__doc__).parse_args()
-    for study in STUDIES:
-        run(study, options)
-
+EXPERIMENTS = [experiment(study) for study in STUDIES]
 
 if __name__ == "__main__":
-    main()
+    for each in EXPERIMENTS:
+        each.main()

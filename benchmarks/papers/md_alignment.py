@@ -23,20 +23,18 @@ batches, and by Adam, if the power is below -0.15.
 """
 
 import math
-from itertools import product
 from statistics import fmean
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
-from rich.console import Console
 from torch import Tensor, nn
 
 import structlin
-from benchmarks.papers import md_width, tasks
-from benchmarks.papers.intervals import Estimate, student
-from benchmarks.papers.sweeps import slope
-from benchmarks.runs import keep, parser, run_all
+from benchmarks.harness import figures
+from benchmarks.harness.experiment import Experiment, Row
+from benchmarks.harness.statistics import power, select, student, values
+from benchmarks.harness.tasks import Digits
+from benchmarks.papers import md_width
 
 WAYS = {  # how the updates are made, and of how many images
     "dualized": ("dualized", 512),
@@ -44,12 +42,8 @@ WAYS = {  # how the updates are made, and of how many images
     "Adam": ("Adam, muP", 512),
 }
 LRS = {"dualized": 2.0**-4, "Adam, muP": 2.0**-1}
-WIDTHS, STEPS = (64, 128, 256), 40
 ISOMETRY = 0.9  # the least alignment that counts as one
 NUMBERS = ("alignment", "movement")
-
-Run = tuple[str, int, int]  # way, width, seed
-Row = dict[str, Any]
 
 
 def alignment(update: Tensor, x: Tensor) -> float:
@@ -65,16 +59,15 @@ def make_optimizer(method: str, model: nn.Module, lr: float) -> torch.optim.Opti
     return md_width.optimizer(method, model, lr)
 
 
-def train(run: Run, steps: int = STEPS) -> Row:
+def train(way: str, width: int, seed: int, steps: int) -> Row:
     """The mean alignment over the steps, and the movement."""
-    way, width, seed = run
     method, batch = WAYS[way]
     torch.manual_seed(seed)
-    task, model = tasks.Digits(seed), md_width.mlp(method, width)
+    task, model = Digits(seed), md_width.mlp(method, width)
     descent, weight = make_optimizer(method, model, LRS[method]), model[2].weight
     start, found = weight.detach().clone(), []
     x, y = task.batch(batch)
-    for _ in range(steps):
+    for _ in range(steps):  # no `training.descend`: an update is read on the batch after it
         loss = task.loss(model(x), y)
         descent.zero_grad()
         loss.backward()
@@ -84,60 +77,44 @@ def train(run: Run, steps: int = STEPS) -> Row:
         with torch.no_grad():
             found.append(alignment(weight - before, model[:2](x)))
     moved = (weight.detach() - start).norm() / start.norm()
-    return {"way": way, "width": width, "seed": seed} | dict(
-        zip(NUMBERS, (fmean(found), moved.item()), strict=True)
-    )
+    return {"alignment": fmean(found), "movement": moved.item()}
 
 
 def estimates(rows: list[Row]) -> dict[str, dict[str, dict[str, Any]]]:
     """Way -> number -> its mean at each width, and the power of the width with which it goes."""
     return {
-        way: {name: estimate([row for row in rows if row["way"] == way], name) for name in NUMBERS}
-        for way in dict.fromkeys(row["way"] for row in rows)
+        way: {name: estimate(select(rows, way=way), name) for name in NUMBERS}
+        for way in values(rows, "way")
     }
 
 
 def estimate(rows: list[Row], name: str) -> dict[str, Any]:
-    by_seed = {
-        seed: [row for row in rows if row["seed"] == seed]
-        for seed in sorted({row["seed"] for row in rows})
+    return {
+        "power": student(power(rows, name, math.log)),
+        "widths": {
+            str(width): student([row[name] for row in select(rows, width=width)])
+            for width in sorted(values(rows, "width"))
+        },
     }
-    powers = [
-        slope([math.log(row["width"]) for row in found], [math.log(row[name]) for row in found])
-        for found in by_seed.values()
-    ]
-    widths: dict[str, Estimate] = {
-        str(width): student([row[name] for row in rows if row["width"] == width])
-        for width in sorted({row["width"] for row in rows})
-    }
-    return {"power": student(powers), "widths": widths}
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    options = parser(__doc__)
-    options.add_argument("--seeds", type=int, default=3)
-    chosen = options.parse_args(arguments)
-    widths = (8, 16) if chosen.smoke else WIDTHS
-    runs: list[Run] = list(product(WAYS, widths, range(chosen.seeds)))
-    rows = run_all(train, runs, chosen)
-    found = estimates(rows)
-    Console(width=120).print(found)
-    setting = {"steps": STEPS, "lrs": LRS, "ways": WAYS, "data": "tasks.Digits"}
-    keep(chosen, "md_alignment", plot(found), setting=setting, estimates=found, rows=rows)
-    return {"estimates": found, "rows": rows}
-
-
-def plot(found: dict[str, dict[str, dict[str, Any]]]) -> Figure:
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(NUMBERS)), NUMBERS, strict=True):
-        for way, numbers in found.items():
-            by_width = numbers[name]["widths"]
-            means = [each["value"] for each in by_width.values()]
-            axes.loglog([int(width) for width in by_width], means, ".-", label=way)
-        axes.set(xlabel="width", ylabel=name)
-    axes.legend(fontsize=8)
-    return figure
-
+EXPERIMENT = Experiment(
+    name="papers/md_alignment",
+    about=__doc__,
+    run=train,
+    axes={"way": [*WAYS], "width": [64, 128, 256]},
+    sizes={"steps": 40},
+    note={"lrs": LRS, "ways": WAYS, "data": "tasks.Digits"},
+    smoke={"width": [8, 16]},
+    analyse=lambda rows: {"estimates": estimates(rows)},
+    draw=lambda result: figures.curves(
+        [row | {"of": name, "number": row[name]} for row in result["rows"] for name in NUMBERS],
+        "width",
+        "number",
+        panel=["of"],
+        line=["way"],
+    ),
+)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -18,27 +18,22 @@ convergent iterations need to take all above 1e-2 to within 1 % of 1.
 """
 
 import math
-from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 
 import structlin
-from benchmarks.papers import sweeps
+from benchmarks.harness import figures, models, training
+from benchmarks.harness.experiment import Experiment, Row
+from benchmarks.harness.statistics import best, curve_of_rates, select, values
+from benchmarks.harness.tasks import PlainDigits
 from benchmarks.papers.polar_factors import COEFFICIENTS, METHODS, dual_efficiency, find_polar
-from benchmarks.runs import digits, keep, parser, run_all
 from structlin import dualize
 
 LRS = [2.0**power for power in range(-5, 0)]
 CONVERGENT = ("cubic", "quintic", "quintic-steep")
-
-Run = tuple[str, float, int]  # method, lr, seed
+WIDTH, BATCH = 128, 256
 
 
 def mapped(method: str, values: Tensor, steps: int | None = None) -> Tensor:
@@ -58,7 +53,7 @@ def mapped(method: str, values: Tensor, steps: int | None = None) -> Tensor:
     return find_polar(matrices, method)[:, 1, 1]
 
 
-def properties(method: str) -> dict[str, Any]:
+def properties(method: str) -> Row:
     """Of the map of singular values; "sketch" has none, as it drops the smaller half of them."""
     if method == "sketch":
         return {"steps": None, "slope at zero": None, "above 0.001": None, "above 0.01": None}
@@ -81,33 +76,23 @@ def steps_to_converge(method: str, above: float = 1e-2, within: float = 1e-2) ->
     return next(n for n in range(1, 100) if (mapped(method, values, n) - 1).abs().max() < within)
 
 
-def train(run: Run, steps: int, width: int = 128) -> dict[str, Any]:
-    method, lr, seed = run
+def train(method: str, lr: float, seed: int, steps: int) -> Row:
     torch.manual_seed(seed)
-    x, y = digits()
-    model = nn.Sequential(
-        nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
-    )  # fmt: skip
+    model = models.mlp(PlainDigits.inputs, WIDTH, WIDTH, PlainDigits.outputs)
     descent = structlin.optim.Muon(model, lr, method=METHODS[method])
-    schedule = torch.optim.lr_scheduler.LambdaLR(descent, lambda step: 1 - step / steps)
-    efficiencies = []
-    for step in range(steps):
-        chosen = torch.randint(len(x), (256,))
-        loss = F.cross_entropy(model(x[chosen]), y[chosen])
-        descent.zero_grad()
-        loss.backward()
-        if step % max(1, steps // 10) == 0:
+    found = []
+
+    def measure(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if len(found) % max(1, steps // 10) == 0:
             gradient = model[2].weight.grad
             assert gradient is not None
-            efficiencies.append(dual_efficiency(gradient, find_polar(gradient, method)).item())
-        descent.step()
-        schedule.step()
-    with torch.no_grad():
-        final = F.cross_entropy(model(x), y).item()
-    return {
-        "method": method, "size": width, "lr": lr, "seed": seed,
-        "loss": final if math.isfinite(final) else None, "efficiency": min(efficiencies),
-    }  # fmt: skip
+            found.append(dual_efficiency(gradient, find_polar(gradient, method)).item())
+        else:
+            found.append(math.inf)
+
+    descent.register_step_pre_hook(measure)
+    loss = training.train(model, descent, PlainDigits(), steps, batch=BATCH, schedule="linear")
+    return {"size": WIDTH, "loss": loss, "efficiency": min(found)}
 
 
 def efficiencies(method: str) -> dict[str, float]:
@@ -122,53 +107,18 @@ def efficiencies(method: str) -> dict[str, float]:
         "cond. 1e4": u @ torch.diag(torch.logspace(0, -4, 64)) @ v.mT,
     }
     return {
-        name: dual_efficiency(g, find_polar(g, method)).min().item() for name, g in kinds.items()
+        name: dual_efficiency(g, find_polar(g, method)).min().item()
+        for name, g in kinds.items()
     }
 
 
-def claims(table: list[dict[str, Any]], converge: dict[str, int]) -> dict[str, bool]:
-    rows = {row["method"]: row for row in table}
-    per_step = {
-        name: rows[name]["slope at zero"] ** (1 / rows[name]["steps"])
-        for name in (*CONVERGENT, "jordan")
-    }
-    exact, inexact = rows["svd"], rows["jordan"]
-    spread = max(row["losses"][1] - row["losses"][0] for row in (exact, inexact))
-    return {
-        "the quintics converge in fewer steps than the cubic": (
-            max(converge["quintic"], converge["quintic-steep"]) < converge["cubic"]
-        ),
-        "Muon's coefficients grow small values fastest per step": max(
-            per_step, key=per_step.__getitem__
-        )
-        == "jordan",
-        "they do not converge: what lies above 1e-2 stays off 1 by more than 10 %": (
-            max(abs(end - 1) for end in inexact["above 0.01"]) > 0.1
-        ),
-        "training with them ends within the spread over seeds of the exact factor": (
-            abs(inexact["loss"] - exact["loss"]) <= spread
-        ),
-        "ours, 'ns', takes all above 1e-3 to within 1e-3 of 1": (
-            max(abs(end - 1) for end in rows["ns"]["above 0.001"]) < 1e-3
-        ),
-    }
-
-
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    options = parser(__doc__)
-    options.add_argument("--steps", type=int, default=60)
-    options.add_argument("--seeds", type=int, default=3)
-    options = options.parse_args(arguments)
-    if options.smoke:
-        options.steps, options.seeds = 2, 1
-    runs: list[Run] = list(product(METHODS, LRS, range(options.seeds)))
-    rows = run_all(partial(train, steps=options.steps), runs, options)
-    curves = sweeps.losses(rows)
+def analyse(rows: list[Row]) -> Row:
     table = []
-    for method in METHODS:
-        curve = next(curve for (name, _), curve in curves.items() if name == method)
-        lr = sweeps.best(curve)
-        chosen = [row for row in rows if (row["method"], row["lr"]) == (method, lr)]
+    for method in values(rows, "method"):
+        mine = select(rows, method=method)
+        curve = curve_of_rates(mine)
+        lr = best(curve)
+        chosen = select(mine, lr=lr)
         ends = [row["loss"] for row in chosen if row["loss"] is not None]
         table.append(
             {
@@ -178,89 +128,32 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             }
         )  # fmt: skip
     converge = {method: steps_to_converge(method) for method in CONVERGENT}
-    result = {"claims": claims(table, converge), "table": table, "steps to converge": converge}
-    console = Console(width=170)
-    show(result, console)
-    if not options.smoke:
-        sweeps.say(console, result["claims"])
-    setting = {
-        "width": 128,
-        "steps": options.steps,
-        "seeds": options.seeds,
-        "batch": 256,
-        "data": "digits",
-    }
-    keep(options, "md_coefficients", plot(table), setting=setting, **result, rows=rows)
-    return result
+    return {"table": table, "steps to converge": converge}
 
 
-def show(result: dict[str, Any], console: Console) -> None:
-    shown = Table(
-        title="methods of dualize: maps of singular values; "
-        "least efficiency of 16 matrices; training"
-    )
-    shown.add_column("method")
-    kinds = list(result["table"][0]["efficiency"])
-    for heading in (
-        "steps",
-        "slope at 0",
-        "> 1e-3 to",
-        "> 1e-2 to",
-        *kinds,
-        "in training",
-        "best lr",
-        "loss",
-        "of seeds",
-    ):
-        shown.add_column(heading, justify="right")
-    for row in result["table"]:
-        slope = "" if row["slope at zero"] is None else f"{row['slope at zero']:.3g}"
-        bands = [_range(row[f"above {bound}"], "{:.3f}") for bound in ("0.001", "0.01")]
-        shares = [*row["efficiency"].values(), row["efficiency in training"]]
-        shown.add_row(
-            row["method"], str(row["steps"] or ""), slope, *bands,
-            *(f"{share:.3f}" for share in shares),
-            f"2^{math.log2(row['lr']):g}", f"{row['loss']:.4f}", _range(row["losses"], "{:.4f}"),
-        )  # fmt: skip
-    console.print(shown)
-    for method, steps in result["steps to converge"].items():
-        console.print(
-            f"{method} {COEFFICIENTS[method][0]}: "
-            f"{steps} steps take all above 1e-2 to within 1 % of 1"
-        )
-
-
-def _range(ends: list[float] | None, form: str) -> str:
-    return "" if ends is None else "-".join(form.format(end) for end in ends)
-
-
-def plot(table: list[dict[str, Any]]) -> Figure:
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    values = torch.logspace(-5, math.log10(0.5**0.5), 600)
-    for method in COEFFICIENTS:
-        left.plot(
-            values,
-            mapped(method, values),
-            label=f"{method}, {len(COEFFICIENTS[method])} steps",
-            lw=1,
-        )
-    left.set_xscale("log")
-    left.set(xlabel="singular value / Frobenius norm", ylabel="becomes", title="maps")
-    left.legend(fontsize=8)
-    low, high = zip(*(row["losses"] for row in table), strict=True)
-    mean = [row["loss"] for row in table]
-    error = [
-        [m - a for m, a in zip(mean, low, strict=True)],
-        [b - m for m, b in zip(mean, high, strict=True)],
+def draw(result: Row) -> figures.Figure:
+    at = torch.logspace(-5, math.log10(0.5**0.5), 600)
+    points = [
+        {"method": method, "singular value / Frobenius norm": value, "becomes": image}
+        for method in COEFFICIENTS
+        for value, image in zip(at.tolist(), mapped(method, at).tolist(), strict=True)
     ]
-    right.errorbar([row["method"] for row in table], mean, yerr=error, fmt="o", capsize=3)
-    right.tick_params(axis="x", rotation=60)
-    right.set(
-        ylabel="final loss (nats)", title="an MLP trained with each, at its best learning rate"
+    return figures.curves(
+        points, "singular value / Frobenius norm", "becomes", line=["method"], log="x"
     )
-    return figure
 
+
+EXPERIMENT = Experiment(
+    name="papers/md_coefficients",
+    about=__doc__,
+    run=train,
+    axes={"method": [*METHODS], "lr": LRS},
+    sizes={"steps": 60},
+    note={"width": WIDTH, "batch": BATCH, "data": "digits"},
+    smoke={"steps": 2, "seeds": 1},
+    analyse=analyse,
+    draw=draw,
+)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -23,42 +23,34 @@ drift is corrected, and a rate "fairly stable", if it is less than half of that 
 is below 0.8 of the better Adam's loss. Runs that an earlier result in --out has are not made again.
 """
 
-import argparse
-import json
 import math
-from functools import partial
-from itertools import pairwise, product
-from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
-from rich.console import Console
 from torch import nn
 
 import structlin
-from benchmarks.papers import sweeps, tasks
-from benchmarks.papers.intervals import Estimate, student
+from benchmarks.harness import figures, models, training
+from benchmarks.harness.experiment import Experiment, Row, Search
+from benchmarks.harness.statistics import differences, seeds_of, select, student, transfer
+from benchmarks.harness.tasks import Digits
 from benchmarks.papers.polar_factors import PAPERS
-from benchmarks.runs import keep, parser, run_all
 
 STARTS = {"Adam, SP": 2.0**-7, "Adam, muP": 2.0**-1, "dualized": 2.0**-3}  # of the search for rates
 MUCH = 0.8
-
-Run = tuple[str, int, float, int]  # method, width, lr, seed
+BATCH = 128
 
 
 def mlp(method: str, width: int) -> nn.Sequential:
     """64 -> width -> width -> 10, started as `method` asks for."""
-    sizes = (tasks.Digits.inputs, width, width, tasks.Digits.outputs)
-    linears = [nn.Linear(m, n, bias=False) for m, n in pairwise(sizes)]
-    for linear in linears:
+    model = models.mlp(Digits.inputs, width, width, Digits.outputs, bias=False)
+    for linear in model[::2]:
         if method == "Adam, muP":
             std = math.sqrt(min(linear.weight.shape)) / linear.in_features
             nn.init.normal_(linear.weight, std=std)
         elif method == "dualized":
             nn.init.orthogonal_(linear.weight)
-    return nn.Sequential(linears[0], nn.ReLU(), linears[1], nn.ReLU(), linears[2])
+    return model
 
 
 def optimizer(method: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
@@ -72,39 +64,17 @@ def optimizer(method: str, model: nn.Module, lr: float) -> torch.optim.Optimizer
     return torch.optim.Adam([{"params": [w], "lr": lr / w.shape[1]} for w in weights])
 
 
-def train(run: Run, steps: int, batch: int = 128) -> dict[str, Any]:
-    method, width, lr, seed = run
+def train(method: str, size: int, lr: float, seed: int, steps: int) -> Row:
     torch.manual_seed(seed)
-    task, model = tasks.Digits(seed), mlp(method, width)
+    task, model = Digits(seed), mlp(method, size)
     descent = optimizer(method, model, lr)
-    for _ in range(steps):
-        x, y = task.batch(batch)
-        loss = task.loss(model(x), y)
-        descent.zero_grad()
-        loss.backward()
-        descent.step()
-    task.random.manual_seed(-1 - seed)
-    with torch.no_grad():
-        x, y = task.batch(8192)
-        final = task.loss(model(x), y).item()
-    return {
-        "method": method, "size": width, "lr": lr, "seed": seed,
-        "loss": final if math.isfinite(final) else None,
-    }  # fmt: skip
+    return {"loss": training.train(model, descent, task, steps, batch=BATCH, schedule="constant")}
 
 
-def finished(path: Path, setting: dict[str, Any]) -> dict[Run, dict[str, Any]]:
-    """Runs of an earlier result of the same setting."""
-    content = json.loads(path.read_text()) if path.exists() else {}
-    rows = content["rows"] if content.get("setting") == setting else []
-    return {(row["method"], row["size"], row["lr"], row["seed"]): row for row in rows}
-
-
-def by_seed(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def by_seed(rows: list[Row]) -> dict[str, dict[str, Any]]:
     """method -> how its best rate moves, over the seeds: "drift", its slope on log2 width, and
     "losses", width -> the logs of the least losses, seed by seed."""
-    seeds = sorted({row["seed"] for row in rows})
-    found = [sweeps.transfer(row for row in rows if row["seed"] == seed) for seed in seeds]
+    found = [transfer(select(rows, seed=seed)) for seed in seeds_of(rows)]
     return {
         method: {
             "drift": [each[method]["drift"] for each in found],
@@ -117,72 +87,41 @@ def by_seed(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     }
 
 
-def estimates(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def estimates(rows: list[Row]) -> dict[str, Any]:
     """Drifts, by how much those of muP and dualized exceed half of SP's (both without their signs),
     and by width the log of the dualized loss over the better Adam's; with their intervals."""
     found = by_seed(rows)
-    half = [abs(drift) / 2 for drift in found["Adam, SP"]["drift"]]
-
-    def excess(method: str) -> Estimate:
-        drifts = zip(found[method]["drift"], half, strict=True)
-        return student([abs(drift) - limit for drift, limit in drifts])
-
-    def ratio(width: int) -> Estimate:
-        sp, mup, dualized = (found[method]["losses"][width] for method in STARTS)
-        losses = zip(dualized, sp, mup, strict=True)
-        return student([ours - min(theirs) for ours, *theirs in losses])
-
+    drifts = {method: found[method]["drift"] for method in STARTS}
+    half = [abs(drift) / 2 for drift in drifts["Adam, SP"]]
+    least = {
+        width: [*map(min, sp, found["Adam, muP"]["losses"][width])]
+        for width, sp in found["Adam, SP"]["losses"].items()
+    }
     return {
-        "drift": {method: student(found[method]["drift"]) for method in STARTS},
-        "excess": {method: excess(method) for method in STARTS if method != "Adam, SP"},
-        "dualized / Adam": {str(width): ratio(width) for width in found["dualized"]["losses"]},
+        "drift": {method: student(drift) for method, drift in drifts.items()},
+        "excess": {
+            method: differences([*map(abs, drifts[method])], half)
+            for method in ("Adam, muP", "dualized")
+        },
+        "dualized / Adam": {
+            str(width): differences(losses, least[width])
+            for width, losses in found["dualized"]["losses"].items()
+        },
     }
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    options = _options().parse_args(arguments)
-    if options.smoke:
-        options.widths, options.steps, options.seeds = [8, 16], 2, 2
-    setting = {"steps": options.steps, "seeds": options.seeds, "batch": 128, "data": "tasks.Digits"}
-    kept = finished(options.out / "md_width.json", setting)
-
-    def run(method: str, width: int, lrs: list[float]) -> list[dict[str, Any]]:
-        runs = [(method, width, lr, seed) for lr, seed in product(lrs, range(options.seeds))]
-        missing = [run for run in runs if run not in kept]
-        done = run_all(partial(train, steps=options.steps), missing, options)
-        return [*(kept[run] for run in runs if run in kept), *done]
-
-    widths = sorted(options.widths)
-    rows = [
-        row
-        for method, start in STARTS.items()
-        for row in sweeps.search(partial(run, method), widths, start)
-    ]
-    found = sweeps.transfer(rows)
-    result = {"transfer": found, "estimates": estimates(rows)}
-    console = Console(width=150)
-    console.print(sweeps.table(f"{options.steps} steps on digits", found, "width"))
-    console.print(result["estimates"])
-    keep(options, "md_width", plot(rows), setting=setting, **result, rows=rows)
-    return result
-
-
-def plot(rows: list[dict[str, Any]]) -> Figure:
-    figure = Figure(figsize=(13, 4.5), layout="constrained")
-    for axes, method in zip(figure.subplots(1, 3, sharey=True), STARTS, strict=True):
-        sweeps.plot(axes, rows, method, "width")
-        axes.set_ylabel("final loss (nats)")
-    axes.legend(fontsize=8)
-    return figure
-
-
-def _options() -> argparse.ArgumentParser:
-    options = parser(__doc__)
-    options.add_argument("--widths", type=int, nargs="+", default=[32, 64, 128, 256])
-    options.add_argument("--steps", type=int, default=500)
-    options.add_argument("--seeds", type=int, default=3)
-    return options
-
+EXPERIMENT = Experiment(
+    name="papers/md_width",
+    about=__doc__,
+    run=train,
+    axes={"method": [*STARTS], "size": [32, 64, 128, 256]},
+    rates=Search("size", start=lambda job: STARTS[job["method"]]),
+    sizes={"steps": 500},
+    note={"batch": BATCH, "data": "tasks.Digits"},
+    smoke={"steps": 2, "size": [8, 16]},
+    analyse=lambda rows: {"transfer": transfer(rows), "estimates": estimates(rows)},
+    draw=lambda result: figures.rates(result["rows"], panel=["method"], line=["size"]),
+)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -12,65 +12,38 @@ transfer is good if from the shortest context to the longest the optimum moves b
 of 2.
 """
 
-from functools import partial
-from itertools import product
-from typing import Any
-
 import torch
-from matplotlib.figure import Figure
-from rich.console import Console
 
-from benchmarks.papers import mn_tasks, sweeps
-from benchmarks.runs import keep, parser, run_all
+from benchmarks.harness import figures
+from benchmarks.harness.experiment import Experiment, Row, Search
+from benchmarks.harness.statistics import moves, transfer
+from benchmarks.papers import mn_tasks
 
 METHOD = "normed Adam"
-CONTEXTS = (8, 32, 128)
+CONTEXTS = [8, 32, 128]
 SIZE = {"width": 32, "blocks": 3}
-WINDOWS, STEPS = 8, 100
-START = 1.0  # of the search for rates
-
-Run = tuple[int, float, int]  # context, lr, seed
+WINDOWS = 8
 
 
-def train(run: Run, steps: int) -> dict[str, Any]:
-    context, lr, seed = run
+def train(method: str, size: int, lr: float, seed: int, steps: int) -> Row:
     torch.manual_seed(seed)
-    net = mn_tasks.build("GPT", **SIZE, context=context)
-    found = mn_tasks.train(
-        net, "GPT", METHOD, lr, steps=steps, size=WINDOWS, seed=seed, context=context
-    )
-    return {"method": METHOD, "size": context, "lr": lr, "seed": seed, "loss": found}
+    net = mn_tasks.build("GPT", **SIZE, context=size)
+    options = {"steps": steps, "size": WINDOWS, "seed": seed, "context": size}
+    return {"loss": mn_tasks.train(net, "GPT", method, lr, **options)}
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    options = parser(__doc__)
-    options.add_argument("--seeds", type=int, default=3)
-    chosen = options.parse_args(arguments)
-    contexts, steps = (CONTEXTS[:2], 2) if chosen.smoke else (CONTEXTS, STEPS)
-
-    def run(context: int, lrs: list[float]) -> list[dict[str, Any]]:
-        runs = [(context, lr, seed) for lr, seed in product(lrs, range(chosen.seeds))]
-        return run_all(partial(train, steps=steps), runs, chosen)
-
-    rows = sweeps.search(run, contexts, START)
-    found = sweeps.transfer(rows)
-    result = {"transfer": found, "estimates": sweeps.moves(rows)}
-    console = Console(width=120)
-    console.print(sweeps.table(f"GPT, {steps} steps", found, "context"))
-    console.print(result["estimates"])
-    setting = {"contexts": contexts, "steps": steps, "windows": WINDOWS, **SIZE}
-    keep(chosen, "mn_context", plot(rows), setting=setting, **result, rows=rows)
-    return result
-
-
-def plot(rows: list[dict[str, Any]]) -> Figure:
-    figure = Figure(figsize=(5, 4), layout="constrained")
-    axes = figure.subplots()
-    sweeps.plot(axes, rows, METHOD, "context")
-    axes.set_ylabel("final loss (nats)")
-    axes.legend(fontsize=8)
-    return figure
-
+EXPERIMENT = Experiment(
+    name="papers/mn_context",
+    about=__doc__,
+    run=train,
+    axes={"method": [METHOD], "size": CONTEXTS},
+    rates=Search("size", start=lambda job: 1.0),
+    sizes={"steps": 100},
+    note={"contexts": CONTEXTS, "windows": WINDOWS, **SIZE},
+    smoke={"steps": 2, "size": CONTEXTS[:2]},
+    analyse=lambda rows: {"transfer": transfer(rows), "estimates": moves(rows)},
+    draw=lambda result: figures.rates(result["rows"], panel=["method"], line=["size"]),
+)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -19,42 +19,35 @@ text if its loss, at its best rate, is at most 2 % above the least.
 """
 
 import math
-from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
-from rich.console import Console
 
-from benchmarks.papers import mn_tasks, sweeps
-from benchmarks.papers.intervals import student
-from benchmarks.papers.mn_transfer import of
-from benchmarks.runs import keep, parser, run_all
+from benchmarks.harness import figures
+from benchmarks.harness.experiment import Experiment, Row
+from benchmarks.harness.statistics import (
+    optimum,
+    seeds_of,
+    select,
+    student,
+    tuned,
+)
+from benchmarks.harness.tasks import CORPORA
+from benchmarks.papers import mn_tasks
 
 MASSES = [2.0**power for power in range(-2, 8, 2)]
 LRS = [2.0**power for power in range(-2, 2)]
 SIZES = {"small": {"width": 32, "blocks": 3}, "larger": {"width": 96, "blocks": 6}}
-GPTS = [("small", corpus) for corpus in mn_tasks.CORPORA] + [("larger", "documentation")]
-WINDOWS, STEPS, NEAR_DEFAULT = 8, 40, 4.0
+WINDOWS, NEAR_DEFAULT = 8, 4.0
 
-Run = tuple[str, str, float, float, int]  # size, corpus, mass, lr, seed
-Row = dict[str, Any]
 Curve = dict[float, float]
 
 
-def train(run: Run, steps: int) -> Row:
-    size, corpus, mass, lr, seed = run
+def train(size: str, corpus: str, mass: float, lr: float, seed: int, steps: int) -> Row:
     torch.manual_seed(seed)
     net = mn_tasks.build("GPT", **SIZES[size], corpus=corpus, blocks_mass=mass)
-    found = mn_tasks.fit(
-        net, "GPT", "normed Adam", lr, steps=steps, size=WINDOWS, seed=seed, corpus=corpus
-    )
-    named = {"size": size, "corpus": corpus, "mass": mass, "lr": lr, "seed": seed}
-    return named | {"loss": found["train"]}
-
-
-# ---- what the rows say ---------------------------------------------------------------------------
+    options = {"steps": steps, "size": WINDOWS, "seed": seed, "corpus": corpus}
+    return {"loss": mn_tasks.fit(net, "GPT", "normed Adam", lr, **options)["train"]}
 
 
 def curve(rows: list[Row], by: str) -> Curve:
@@ -68,27 +61,27 @@ def curve(rows: list[Row], by: str) -> Curve:
 
 def best_pair(rows: list[Row]) -> tuple[float, float]:
     """The mass and the rate of the least mean log loss over the seeds."""
-    pair: tuple[float, float] = sweeps.tuned(
-        row | {"lr": (row["mass"], row["lr"])} for row in rows
-    )["lr"]
+    pair: tuple[float, float] = tuned(row | {"lr": (row["mass"], row["lr"])} for row in rows)["lr"]
     return pair
 
 
 def optima(rows: list[Row]) -> dict[str, list[float]]:
     """log2 of the best mass, and of the best rate at the best mass of all seeds, seed by seed."""
     mass, _ = best_pair(rows)
-    by_seed = [of(rows, seed=seed) for seed in sorted({row["seed"] for row in rows})]
+    by_seed = [select(rows, seed=seed) for seed in seeds_of(rows)]
     return {
-        "mass": [sweeps.optimum(curve(found, "mass")) for found in by_seed],
-        "lr": [sweeps.optimum(curve(of(found, mass=mass), "lr")) for found in by_seed],
+        "mass": [optimum(curve(found, "mass")) for found in by_seed],
+        "lr": [optimum(curve(select(found, mass=mass), "lr")) for found in by_seed],
     }
 
 
 def costs(rows: list[Row], **kept: float) -> list[float]:
     """For each seed the log of the least loss with what is `kept` over the least of all."""
-    by_seed = (of(rows, seed=seed) for seed in sorted({row["seed"] for row in rows}))
+    by_seed = (select(rows, seed=seed) for seed in seeds_of(rows))
     return [
-        math.log(min(curve(of(found, **kept), "lr").values()) / min(curve(found, "lr").values()))
+        math.log(
+            min(curve(select(found, **kept), "lr").values()) / min(curve(found, "lr").values())
+        )
         for found in by_seed
     ]
 
@@ -97,7 +90,7 @@ def estimates(rows: list[Row]) -> dict[str, Any]:
     """Figure 3: by how many factors of 2 the best mass and rate move from the small GPT to the
     larger one, and the log of what keeping the small one's costs; figure 7: for each text, the log
     of what each mass costs."""
-    small, larger = (of(rows, size=size, corpus="documentation") for size in SIZES)
+    small, larger = (select(rows, size=size, corpus="documentation") for size in SIZES)
     before, after = optima(small), optima(larger)
     mass, lr = best_pair(small)
     return {
@@ -109,48 +102,30 @@ def estimates(rows: list[Row]) -> dict[str, Any]:
         "cost": student(costs(larger, mass=mass, lr=lr)),
         "masses": {
             corpus: {
-                str(mass): student(costs(of(rows, size="small", corpus=corpus), mass=mass))
+                str(mass): student(costs(select(rows, size="small", corpus=corpus), mass=mass))
                 for mass in sorted({row["mass"] for row in rows})
             }
-            for corpus in mn_tasks.CORPORA
+            for corpus in CORPORA
         },
     }
 
 
-# ---- the program ---------------------------------------------------------------------------------
-
-
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    options = parser(__doc__)
-    options.add_argument("--seeds", type=int, default=3)
-    chosen = options.parse_args(arguments)
-    masses, lrs, steps = MASSES, LRS, STEPS
-    if chosen.smoke:
-        masses, lrs, steps, chosen.seeds = [NEAR_DEFAULT], [1.0], 1, 2
-    runs: list[Run] = [
-        (*gpt, mass, lr, seed)
-        for gpt, mass, lr, seed in product(GPTS, masses, lrs, range(chosen.seeds))
-    ]
-    rows = run_all(partial(train, steps=steps), runs, chosen)
-    found = estimates(rows)
-    Console(width=120).print(found)
-    setting = {"steps": steps, "seeds": chosen.seeds, "windows": WINDOWS, "sizes": SIZES}
-    keep(chosen, "mn_mass_gpt", plot(rows), setting=setting, estimates=found, rows=rows)
-    return {"estimates": found, "rows": rows}
-
-
-def plot(rows: list[Row]) -> Figure:
-    figure = Figure(figsize=(15, 4), layout="constrained")
-    panels = figure.subplots(1, len(GPTS))
-    for axes, (size, corpus) in zip(panels, GPTS, strict=True):
-        chosen = [
-            row | {"method": "", "size": row["mass"]} for row in of(rows, size=size, corpus=corpus)
-        ]
-        sweeps.plot(axes, chosen, "", "mass")
-        axes.set(title=f"{size} GPT, {corpus}", ylabel="training loss at the end (nats)")
-        axes.legend(fontsize=8)
-    return figure
-
+EXPERIMENT = Experiment(
+    name="papers/mn_mass_gpt",
+    about=__doc__,
+    run=train,
+    axes={
+        "size": [*SIZES],
+        "corpus": lambda job: CORPORA if job["size"] == "small" else CORPORA[:1],
+        "mass": MASSES,
+        "lr": LRS,
+    },
+    sizes={"steps": 40},
+    note={"windows": WINDOWS, "sizes": SIZES},
+    smoke={"steps": 1, "mass": [NEAR_DEFAULT], "lr": [1.0]},
+    analyse=lambda rows: {"estimates": estimates(rows)},
+    draw=lambda result: figures.rates(result["rows"], panel=["size", "corpus"], line=["mass"]),
+)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

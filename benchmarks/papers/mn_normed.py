@@ -19,20 +19,15 @@ and the grids were fixed before the runs; "matches" is an interval over the seed
 """
 
 import math
-from functools import partial
 from itertools import product
 from statistics import fmean
-from typing import Any
 
 import torch
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.papers import mn_tasks, sweeps
-from benchmarks.papers.cbs_report import ratio
-from benchmarks.papers.intervals import student
-from benchmarks.runs import keep, parser, run_all
+from benchmarks.harness import figures
+from benchmarks.harness.experiment import Experiment, Row
+from benchmarks.harness.statistics import log_ratios, select, student, tuned, values
+from benchmarks.papers import mn_tasks
 
 LRS = {
     "normed Adam": [2.0**power for power in range(-3, 3)],
@@ -40,35 +35,28 @@ LRS = {
     "normed SGD": [2.0**power for power in range(-3, 3)],
     "SGD": [2.0**power for power in range(-1, 5)],
 }
-BLOCKS, STEPS, BATCH = 3, 200, 64
-
-Run = tuple[int, str, float, int]  # width, method, lr, seed
+BLOCKS, BATCH = 3, 64
 
 
-def train(run: Run, steps: int) -> dict[str, Any]:
-    """A row; the losses are None where they are not finite."""
-    width, method, lr, seed = run
+def train(width: int, method: str, lr: float, seed: int, steps: int) -> dict[str, float | None]:
+    """The losses are None where they are not finite."""
     torch.manual_seed(seed)
     net = mn_tasks.build("ResMLP", width=width, blocks=BLOCKS)
-    found = mn_tasks.fit(net, "ResMLP", method, lr, steps=steps, size=BATCH, seed=seed)
-    return {"width": width, "method": method, "lr": lr, "seed": seed, **found}
+    return mn_tasks.fit(net, "ResMLP", method, lr, steps=steps, size=BATCH, seed=seed)
 
 
-# ---- what the rows say ---------------------------------------------------------------------------
-
-
-def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def compare(rows: list[Row]) -> list[Row]:
     """For each optimizer, width and set: the log of normed loss over plain loss, and both."""
-    widths, found = sorted({row["width"] for row in rows}), []
-    for name, width, part in product(("Adam", "SGD"), widths, mn_tasks.SETS):
+    found = []
+    for name, width, part in product(("Adam", "SGD"), values(rows, "width"), mn_tasks.SETS):
         normed, plain = (
-            sweeps.tuned((row for row in rows if (row["width"], row["method"]) == key), part)
-            for key in ((width, f"normed {name}"), (width, name))
+            tuned(select(rows, width=width, method=method), part)
+            for method in (f"normed {name}", name)
         )
-        ratios = [normed["logs"][seed] - plain["logs"][seed] for seed in sorted(plain["logs"])]
         found.append(
             {
-                "optimizer": name, "width": width, "set": part, **student(ratios),
+                "optimizer": name, "width": width, "set": part,
+                **student(log_ratios(normed, plain)),
                 "lrs": [normed["lr"], plain["lr"]],
                 "at end": [normed["at end"], plain["at end"]],
                 "losses": [math.exp(fmean(each["logs"].values())) for each in (normed, plain)],
@@ -77,63 +65,25 @@ def compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-# ---- the program ---------------------------------------------------------------------------------
-
-
-def show(compared: list[dict[str, Any]], console: Console) -> None:
-    table = Table(title="normed against plain, each at its best rate")
-    for title in ("optimizer", "width", "set", "normed", "plain", "normed / plain", "log2 rates"):
-        table.add_column(title)
-    for row in compared:
-        ends = zip(row["lrs"], row["at end"], strict=True)
-        table.add_row(
-            row["optimizer"],
-            str(row["width"]),
-            row["set"],
-            *(f"{loss:.3f}" for loss in row["losses"]),
-            ratio(row),
-            ", ".join(f"{math.log2(lr):+g}" + " (end)" * end for lr, end in ends),
-        )
-    console.print(table)
-
-
-def plot(rows: list[dict[str, Any]]) -> Figure:
-    widths = sorted({row["width"] for row in rows})
-    figure = Figure(figsize=(5 * len(widths), 7), layout="constrained")
-    grid = figure.subplots(2, len(widths), sharey="row", squeeze=False)
-    for (line, part), (column, width) in product(enumerate(mn_tasks.SETS), enumerate(widths)):
-        axes = grid[line, column]
-        for n, method in enumerate(LRS):
-            chosen = [row for row in rows if (row["width"], row["method"]) == (width, method)]
-            finite = [row for row in chosen if row[part] is not None]
-            rates = sorted({row["lr"] for row in finite})
-            means = [
-                math.exp(fmean(math.log(row[part]) for row in finite if row["lr"] == lr))
-                for lr in rates
-            ]
-            axes.loglog(rates, means, ".-", color=f"C{n}", label=method)
-        axes.set(title=f"width {width}, {part}", xlabel="learning rate", ylabel="loss (nats)")
-        axes.legend(fontsize="small")
-    return figure
-
-
-def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--seeds", type=int, default=3)
-    options.add_argument("--widths", type=int, nargs="+", default=[64])
-    arguments = options.parse_args()
-    steps, seeds = (3, 2) if arguments.smoke else (STEPS, arguments.seeds)
-    runs: list[Run] = [
-        (width, method, lr, seed)
-        for width, (method, lrs) in product(sorted(arguments.widths, reverse=True), LRS.items())
-        for lr, seed in product(lrs[:: 5 if arguments.smoke else 1], range(seeds))
-    ]
-    rows = run_all(partial(train, steps=steps), runs, arguments)
-    compared = compare(rows)
-    show(compared, Console(width=120))
-    setting = {"blocks": BLOCKS, "steps": steps, "batch": BATCH, "data": "digits, moved, noisy"}
-    keep(arguments, "mn_normed", plot(rows), setting=setting, comparisons=compared, rows=rows)
-
+EXPERIMENT = Experiment(
+    name="papers/mn_normed",
+    about=__doc__,
+    run=train,
+    axes={"width": [64], "method": [*LRS], "lr": lambda job: LRS[job["method"]]},
+    sizes={"steps": 200},
+    note={"blocks": BLOCKS, "batch": BATCH, "data": "digits, moved, noisy"},
+    smoke={"steps": 3, "lr": lambda job: LRS[job["method"]][::5]},
+    analyse=lambda rows: {"comparisons": compare(rows)},
+    draw=lambda result: figures.rates(
+        [
+            row | {"set": part, "loss": row[part]}
+            for row in result["rows"]
+            for part in mn_tasks.SETS
+        ],
+        panel=["width", "set"],
+        line=["method"],
+    ),
+)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

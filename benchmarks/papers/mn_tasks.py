@@ -11,19 +11,15 @@ in the forward pass.
 """
 
 import math
-import pydoc_data.topics
-import sysconfig
-from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.papers import tasks
-from benchmarks.runs import digits
+from benchmarks.harness import training
+from benchmarks.harness.experiment import Row
+from benchmarks.harness.statistics import moves, select, transfer
+from benchmarks.harness.tasks import Batch, Digits, PlainDigits, Task, Text, text
 from structlin import modular
 from structlin.optim import Normed
 
@@ -33,31 +29,11 @@ SETS = ("train", "test")
 CONTEXT, HEADS = 32, 4
 EVALUATED = {"ResMLP": 4096, "ResNet": 1024, "GPT": 64}  # samples of a loss
 
-Batch = tuple[Tensor, Tensor]  # inputs and targets, as the network takes them
 
-
-CORPORA = ("documentation", "Python", "C++")
-
-
-@cache
-def characters(corpus: str = "documentation") -> tuple[Tensor, int]:
-    """A text as ids, and how many characters there are; what is no ASCII is left out. The texts of
-    pydoc's topics, or the first million characters of the standard library's modules or of
-    PyTorch's headers."""
-    if corpus == "documentation":
-        topics = pydoc_data.topics.topics
-        text = "".join(topics[name] for name in sorted(topics))
-    else:
-        headers = Path(torch.__file__).parent / "include" / "ATen"
-        files = {
-            "Python": Path(sysconfig.get_path("stdlib")).glob("*.py"),
-            "C++": headers.glob("*.h"),
-        }
-        text = "".join(path.read_text("utf-8", "ignore") for path in sorted(files[corpus]))
-        text = text[:1_000_000]
-    ascii_ = bytearray(text.encode("ascii", "ignore"))
-    found, ids = torch.frombuffer(ascii_, dtype=torch.uint8).unique(return_inverse=True)
-    return ids, len(found)
+class Images(Digits):
+    def batch(self, size: int) -> Batch:  # (size, 1, 8, 8)
+        x, y = super().batch(size)
+        return x.view(-1, 1, 8, 8), y
 
 
 def build(
@@ -74,61 +50,19 @@ def build(
         return modular.ResMLP(64, 10, width=width, blocks=blocks, block_depth=2, **options)
     if network == "ResNet":
         return modular.ResNet(1, 10, width=width, blocks=blocks, **options)
-    vocabulary = characters(corpus)[1]
+    vocabulary = text(corpus)[1]
     return modular.GPT(
         vocabulary, context=context, width=width, heads=HEADS, blocks=blocks, **options
     )
 
 
-def batch(network: str, size: int, random: torch.Generator, context: int = CONTEXT) -> Batch:
-    """Inputs and targets, as the network takes them; a GPT's are windows of `context`."""
-    if network == "ResMLP":
-        x, y = digits()
-        chosen = torch.randint(len(x), (size,), generator=random)
-        return x[chosen], y[chosen]
-    return windows(characters()[0], size, random, context)
-
-
-def windows(ids: Tensor, size: int, random: torch.Generator, context: int = CONTEXT) -> Batch:
-    starts = torch.randint(len(ids) - context - 1, (size,), generator=random)
-    chosen = ids[starts[:, None] + torch.arange(context + 1)]
-    return chosen[:, :-1], chosen[:, 1:]
-
-
-def sampler(
-    network: str, seed: int, part: str, corpus: str = "documentation"
-) -> Callable[[int], Batch]:
-    """What draws a batch of a given size from the "train" or the "test" part: moved and noisy
-    digits, so that a loss does not come to nothing, of three quarters of the images or of the
-    others; windows of the first nine tenths of the text or of the last."""
+def task(network: str, seed: int, part: str, corpus: str = "documentation") -> Task:
+    """The "train" or the "test" part: moved and noisy digits, so that a loss does not come to
+    nothing, of three quarters of the images or of the others; windows of the first nine tenths of
+    the text or of the last."""
     if network == "GPT":
-        ids, _ = characters(corpus)
-        cut = len(ids) - len(ids) // 10
-        random = torch.Generator().manual_seed(seed)
-        chosen = ids[:cut] if part == "train" else ids[cut:]
-        return lambda size: windows(chosen, size, random)
-    task = split(seed, part)
-    if network == "ResMLP":
-        return task.batch
-
-    def images(size: int) -> Batch:
-        x, y = task.batch(size)
-        return x.view(-1, 1, 8, 8), y
-
-    return images
-
-
-def split(seed: int, part: str) -> tasks.Digits:
-    """The task on three quarters of the images, or on the others."""
-    task = tasks.Digits(seed)
-    held = torch.arange(len(task.labels)) % 4 == 0
-    chosen = held if part == "test" else ~held
-    task.moved, task.labels = task.moved[:, chosen], task.labels[chosen]
-    return task
-
-
-def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(net(x).flatten(0, -2), y.flatten())
+        return Text(seed, part, context=CONTEXT, corpus=corpus)
+    return (Digits if network == "ResMLP" else Images)(seed, part)
 
 
 def optimizer(net: nn.Module, method: str, lr: float) -> torch.optim.Optimizer:
@@ -174,26 +108,21 @@ def scale_of(layer: nn.Linear | nn.Embedding | nn.Conv2d) -> float:
     return math.sqrt(fan_out / fan_in) / math.prod(kernel)
 
 
-def descend(
-    net: modular.Module,
-    method: str,
-    lr: float,
-    steps: int,
-    draw: Callable[[], Batch],
-) -> bool:
-    """Train on what `draw` returns, the rate falling linearly to zero; False once a loss is not
+def descend(net: nn.Module, method: str, lr: float, steps: int, data: Task, size: int) -> bool:
+    """Train on batches of `size`, the rate falling linearly to zero; False once a loss is not
     finite."""
-    descent = optimizer(net, method, lr)
-    schedule = torch.optim.lr_scheduler.LambdaLR(descent, lambda step: 1 - step / steps)
-    for _ in range(steps):
-        value = loss(net, *draw())
-        if not math.isfinite(value.item()):
-            return False
-        descent.zero_grad()
-        value.backward()
-        descent.step()
-        schedule.step()
-    return True
+
+    def loss(step: int) -> Tensor:
+        x, y = data.batch(size)
+        return data.loss(net(x), y)
+
+    return training.descend(optimizer(net, method, lr), loss, steps, schedule="linear")
+
+
+@torch.no_grad()
+def final_loss(net: nn.Module, data: Task, samples: int) -> float | None:
+    x, y = data.batch(samples)
+    return training.finite(data.loss(net(x), y).item())
 
 
 def fit(
@@ -207,17 +136,14 @@ def fit(
     seed: int,
     corpus: str = "documentation",
 ) -> dict[str, float | None]:
-    """Train on batches of `sampler`; the losses at the end on new samples of both parts, None where
+    """Train on the "train" part; the losses at the end on new samples of both parts, None where
     they are not finite."""
-    draw = sampler(network, seed, "train", corpus)
-    if not descend(net, method, lr, steps, lambda: draw(size)):
+    if not descend(net, method, lr, steps, task(network, seed, "train", corpus), size):
         return dict.fromkeys(SETS)
-    with torch.no_grad():
-        new = {
-            part: sampler(network, 1000 + seed, part, corpus)(EVALUATED[network]) for part in SETS
-        }
-        found = {part: loss(net, *samples).item() for part, samples in new.items()}
-    return {part: final if math.isfinite(final) else None for part, final in found.items()}
+    samples = EVALUATED[network]
+    return {
+        part: final_loss(net, task(network, 1000 + seed, part, corpus), samples) for part in SETS
+    }
 
 
 def train(
@@ -231,12 +157,27 @@ def train(
     seed: int,
     context: int = CONTEXT,
 ) -> float | None:
-    """The loss at the end on 2048 samples (64 windows of a GPT), None where it is not finite."""
-    random = torch.Generator().manual_seed(seed)
-    if not descend(net, method, lr, steps, lambda: batch(network, size, random, context)):
+    """Train on all plain images, or on windows of the whole text; the loss at the end on 2048
+    samples (64 windows), None where it is not finite."""
+
+    def plain(of: int) -> Task:
+        return Text(of, context=context) if network == "GPT" else PlainDigits(of)
+
+    if not descend(net, method, lr, steps, plain(seed), size):
         return None
-    with torch.no_grad():
-        samples = 64 if network == "GPT" else 2048
-        new = batch(network, samples, torch.Generator().manual_seed(-1), context)
-        final = loss(net, *new).item()
-    return final if math.isfinite(final) else None
+    return final_loss(net, plain(-1), 64 if network == "GPT" else 2048)
+
+
+def transfers(rows: list[Row], *by: str) -> Row:
+    """How each method's best rate moves: that of the means, and "estimates" over the seeds; for
+    each value of `by`, if any."""
+    if not by:
+        return {
+            method: found | {"estimates": moves(select(rows, method=method))}
+            for method, found in transfer(rows).items()
+        }
+    groups = dict.fromkeys(tuple(row[name] for name in by) for row in rows)
+    return {
+        ", ".join(group): transfers(select(rows, **dict(zip(by, group, strict=True))))
+        for group in groups
+    }

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.papers.verdicts import find_verdicts
-from benchmarks.record import table
+from benchmarks.harness.report import table
 
 CBS, MD = "results/compute_better_spent.md", "results/modular_duality.md"
 MN, BM = "results/modular_norm.md", "results/beyond_mup.md"

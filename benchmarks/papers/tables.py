@@ -1,45 +1,19 @@
 """The tables of docs/results/, from the kept results; `benchmarks.pages` writes them."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from math import exp, log, log2
 from statistics import fmean
 from typing import Any
 
-from benchmarks.record import read, table
+from benchmarks.harness.record import read
+from benchmarks.harness.report import interval, same, table
+from benchmarks.harness.statistics import one, select
+from benchmarks.harness.statistics import values as names
 
 Row = dict[str, Any]
-
-
-def select(rows: Iterable[Row], **wanted: Any) -> list[Row]:
-    """The rows that have what is `wanted`."""
-    return [row for row in rows if wanted.items() <= row.items()]
-
-
-def one(rows: Iterable[Row], **wanted: Any) -> Row:
-    """The only row that has what is `wanted`."""
-    (found,) = select(rows, **wanted)
-    return found
-
-
-def names(rows: Iterable[Row], key: str) -> list[Any]:
-    """The values of `key`, in the order in which they come first."""
-    return list(dict.fromkeys(row[key] for row in rows))
-
-
-def interval(found: dict[str, float], digits: int, of: Callable[[float], float]) -> str:
-    value, low, high = (f"{of(found[key]):.{digits}f}" for key in ("value", "low", "high"))
-    return f"{value} ({low} to {high})"
-
-
-def same(x: float) -> float:
-    return x
-
-
-def percent(share: float) -> float:
-    return 100 * share
 
 
 # ---- Compute Better Spent ------------------------------------------------------------------------

@@ -9,14 +9,26 @@ from collections.abc import Sequence
 from math import exp, log
 from typing import Any
 
-from benchmarks.papers import cbs_ffn, cbs_gpt, cbs_scaling
-from benchmarks.papers.intervals import Estimate, above, below, judge, student, within
+from benchmarks.harness.record import read
+from benchmarks.harness.report import interval, percent, same, table
+from benchmarks.harness.statistics import (
+    Estimate,
+    above,
+    below,
+    curve_of,
+    exponent,
+    judge,
+    one,
+    select,
+    student,
+    within,
+)
+from benchmarks.harness.statistics import values as names
+from benchmarks.papers import cbs_ffn, cbs_gpt, cbs_projection, cbs_scaling
 from benchmarks.papers.md_alignment import ISOMETRY
 from benchmarks.papers.md_watermark import ERASED, VISIBLE
 from benchmarks.papers.md_width import MUCH
-from benchmarks.papers.tables import interval, names, one, percent, same, select
 from benchmarks.papers.verdicts_norm import norm
-from benchmarks.record import read, table
 
 TASKS = ("teacher", "digits")
 SHARED = ("Kronecker", "TT r=4")  # structures that share parameters
@@ -249,9 +261,7 @@ def flatness(task: str, structure: str) -> Estimate:
     curves = [select(rows, structure=name) for name in (structure, "dense")]
     differences = []
     for seed in sorted(names(rows, "seed")):
-        ours, dense = (
-            cbs_scaling.exponent(cbs_scaling.curve_of(found, [seed])) for found in curves
-        )
+        ours, dense = (exponent(curve_of(found, [seed])) for found in curves)
         differences.append(ours - dense)
     return student(differences)
 
@@ -454,7 +464,7 @@ def equal_loss() -> tuple[str, ...]:
 
 
 def appendices() -> list[tuple[str, ...]]:
-    claims = read("papers/cbs_projection")["claims"]
+    exact = cbs_projection.holds(read("papers/cbs_projection"))
     sgd = read("papers/cbs_sgd")["shifts"]
     largest = [sgd[task]["largest_shift"]["aware"] for task in TASKS]
     means = [sgd[task]["mean_shift"] for task in TASKS]
@@ -462,8 +472,8 @@ def appendices() -> list[tuple[str, ...]]:
         (
             "CBS D",
             "from which rank on a structure is every matrix; which family contains which",
-            judge(*(claim["holds"] for claim in claims)),
-            f"{len(claims)} bounds and inclusions, to 2e-15",
+            judge(*exact),
+            f"{len(exact)} bounds and inclusions, to 2e-15",
         ),
         (
             "CBS H",

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from math import exp, log
 from typing import Any
 
-from benchmarks.papers.intervals import above, below, judge, within
+from benchmarks.harness.record import read
+from benchmarks.harness.report import interval, percent, same
+from benchmarks.harness.statistics import above, below, judge, select, within
 from benchmarks.papers.mn_mass_gpt import NEAR_DEFAULT
 from benchmarks.papers.mn_overhead import PAPER
-from benchmarks.papers.tables import interval, percent, same, select
-from benchmarks.record import read
 
 MATCHES = 1.05  # a loss over another that is not above it
 SMALL = 1.02  # a loss over the least, where a mass is reasonable

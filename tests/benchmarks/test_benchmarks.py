@@ -18,7 +18,8 @@ import torch.nn.functional as F
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import layer, record, runs, scaling, timing, variants
+from benchmarks import layer, scaling, timing, variants
+from benchmarks.harness import report
 from structlin import BTT, TT, Dense, Kronecker, LowRank, Monarch, _product
 from structlin._model.survey import linear_layers
 
@@ -30,20 +31,6 @@ H200 = timing.Ceilings(rate=790e12, bandwidth=4.3e12, call=2e-6)
 def _pages_are_left_alone(monkeypatch):
     """What `keep_pages` says to glibc holds for the rest of the process."""
     monkeypatch.setattr(timing, "keep_pages", lambda: True)
-
-
-def test_rows_of_structures_that_are_not_run_again_are_those_of_the_kept_result(tmp_path):
-    options, setting = SimpleNamespace(out=tmp_path), {"steps": 3}
-    with pytest.raises(SystemExit, match=r"some\.json has no rows of the others"):
-        runs.rows_of_others(options, "some", setting, ["BTT"])
-    kept = [{"structure": name, "loss": n} for n, name in enumerate(("dense", "BTT", "TT", "BTT"))]
-    record.save_json(tmp_path / "some.json", setting=setting, rows=kept)
-    rows, source = runs.rows_of_others(options, "some", setting, ["BTT"])
-    assert rows == [kept[0], kept[2]]
-    assert source["structures"] == ["dense", "TT"]
-    assert {"structlin", "command"} <= set(source["environment"])
-    with pytest.raises(SystemExit, match="of another setting"):
-        runs.rows_of_others(options, "some", {"steps": 4}, ["BTT"])
 
 
 @pytest.mark.parametrize("module", [scaling, timing, variants])
@@ -532,7 +519,7 @@ def test_a_compiled_model_with_other_logits_is_not_timed(model, gpt, monkeypatch
 
 def test_the_tables_of_the_document_are_those_that_the_script_computes():
     text = scaling.DOCUMENT.read_text(encoding="utf-8")
-    assert record.fill(text, scaling.TABLES) == text
+    assert report.fill(text, scaling.TABLES) == text
     for name, make in scaling.TABLES.items():
         assert f"<!-- {name} -->\n{make()}\n<!-- end -->" in text
 

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from benchmarks import decay
-from benchmarks.record import read
+from benchmarks.harness.record import read
 
 
 def test_a_fifth_of_the_labels_that_are_learned_is_wrong_and_no_image_is_in_both_halves():

@@ -10,21 +10,19 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
 from benchmarks import time_to_loss
+from benchmarks.harness import models, statistics, tasks, training
+from benchmarks.harness.models import ViT
 from benchmarks.papers import (
+    cbs,
     cbs_ffn,
     cbs_gpt,
     cbs_norm,
     cbs_projection,
-    cbs_report,
     cbs_scaling,
-    cbs_sgd,
     cbs_tuning,
     cbs_vision,
-    tasks,
-    vision,
 )
-from benchmarks.runs import parser, resume
-from structlin import BTT, Dense, StructuredLinear
+from structlin import BTT, StructuredLinear
 
 
 def power_law(structure, exponent, scale=1.0, seeds=(0, 1, 2), task="teacher", noise=0.0):
@@ -44,29 +42,25 @@ def power_law(structure, exponent, scale=1.0, seeds=(0, 1, 2), task="teacher", n
     ]
 
 
-def claims_of(found):
-    return {row["claim"]: row["holds"] for row in found}
-
-
 # ---- fits ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("exponent", [0.1, 0.5, -0.2])
 def test_the_exponent_of_a_power_law_is_recovered(exponent):
-    curve = cbs_scaling.curve_of(power_law("dense", exponent, scale=3.0), [0, 1, 2])
-    assert cbs_scaling.exponent(curve) == pytest.approx(exponent)
+    curve = statistics.curve_of(power_law("dense", exponent, scale=3.0), [0, 1, 2])
+    assert statistics.exponent(curve) == pytest.approx(exponent)
 
 
 def test_the_gap_is_the_log_ratio_where_both_curves_have_values():
     dense = [(math.log(x), -0.25 * math.log(x)) for x in (10.0, 100.0, 1000.0)]
     ours = [(math.log(x), -0.25 * math.log(x) + math.log(0.8)) for x in (50.0, 5000.0)]
-    assert cbs_scaling.gap(ours, dense) == pytest.approx(math.log(0.8))
-    assert cbs_scaling.gap(dense, ours) == pytest.approx(-math.log(0.8))
+    assert statistics.gap(ours, dense) == pytest.approx(math.log(0.8))
+    assert statistics.gap(dense, ours) == pytest.approx(-math.log(0.8))
 
 
 def test_curves_without_common_flops_are_refused():
     with pytest.raises(ValueError, match="share no FLOPs: one starts at 100, one ends at 10"):
-        cbs_scaling.gap(
+        statistics.gap(
             [(math.log(1), 0.0), (math.log(10), 0.0)], [(math.log(100), 0.0), (math.log(1000), 0.0)]
         )
 
@@ -77,62 +71,46 @@ def test_a_width_counts_at_its_best_rate_and_a_seed_as_often_as_it_is_drawn():
         for lr, losses in {0.1: (2.0, 8.0), 0.2: (1.0, None)}.items()
         for seed, loss in enumerate(losses)
     ]
-    assert cbs_scaling.curve_of(rows, [0, 1]) == [
+    assert statistics.curve_of(rows, [0, 1]) == [
         (pytest.approx(math.log(100)), pytest.approx(math.log(4)))
     ]
-    assert cbs_scaling.curve_of(rows, [0, 0]) == [
+    assert statistics.curve_of(rows, [0, 0]) == [
         (pytest.approx(math.log(100)), pytest.approx(math.log(2)))
     ]
 
 
 def test_the_interval_spans_the_seeds_and_shrinks_to_nothing_when_they_agree():
-    spread = cbs_scaling.estimate(lambda seeds: sum(seeds) / len(seeds), [0, 1, 2])
+    spread = statistics.bootstrap(lambda seeds: sum(seeds) / len(seeds), [0, 1, 2])
     assert spread["value"] == 1
     assert spread["low"] == pytest.approx(0)
     assert spread["high"] == pytest.approx(2)
-    assert cbs_scaling.estimate(lambda seeds: 7.0, [0, 1, 2]) == {
+    assert statistics.bootstrap(lambda seeds: 7.0, [0, 1, 2]) == {
         "value": 7.0,
         "low": 7.0,
         "high": 7.0,
     }
 
 
-# ---- tables and claims from fixed rows -----------------------------------------------------------
+# ---- tables from fixed rows ----------------------------------------------------------------------
 
 
-def scaling_rows(btt_exponent, noise=0.0):
-    order = {
-        "BTT r=1": 0.9,
-        "Monarch b=16": 0.95,
-        "BTT r=1, 3 cores": 1.0,
-        "BTT r=2": 1.05,
-        "BTT r=4": 1.2,
-    }
-    order |= {"BTT r=2, 3 cores": 1.1, "BTT r=4, 3 cores": 1.25, "BTT r=1, 4 cores": 1.1}
-    order |= {"Monarch b=4": 1.1, "dense": 1.3, "Kronecker": 1.5, "TT r=4": 1.6, "low-rank": 1.7}
-    exponents = {"BTT r=1": btt_exponent}
-    return [
+def test_structures_are_compared_with_dense_and_in_pairs(monkeypatch):
+    monkeypatch.setattr(statistics, "RESAMPLES", 40)
+    scales = {"BTT r=1": 0.9, "dense": 1.3, "Kronecker": 1.5}
+    rows = [
         row
-        for structure, scale in order.items()
-        for row in power_law(structure, exponents.get(structure, 0.2), scale, noise=noise)
+        for name, scale in scales.items()
+        for row in power_law(name, 0.25 if name == "BTT r=1" else 0.2, scale, noise=0.1)
     ]
-
-
-def test_scaling_claims_hold_for_rows_that_are_made_so(monkeypatch):
-    monkeypatch.setattr(cbs_scaling, "RESAMPLES", 40)
-    compared = cbs_scaling.compare(scaling_rows(0.25, noise=0.1))
-    assert compared["exponents"]["BTT r=1"]["value"] == pytest.approx(0.25)
-    assert compared["against_dense"]["Kronecker"]["value"] == pytest.approx(math.log(1.5 / 1.3))
-    assert all(claims_of(cbs_scaling.claims({"comparisons": {"teacher": compared}})).values())
-
-
-def test_scaling_claims_fail_for_rows_that_are_made_otherwise(monkeypatch):
-    monkeypatch.setattr(cbs_scaling, "RESAMPLES", 40)
-    compared = cbs_scaling.compare(scaling_rows(0.05))
-    held = claims_of(cbs_scaling.claims({"comparisons": {"teacher": compared}}))
-    assert not held["teacher: BTT r=1 has a larger exponent than dense"]
-    assert not held["teacher: BTT r=1 has a lower loss than dense at equal FLOPs"]
-    assert held["teacher: BTT r=4 has a lower loss than TT r=4 at equal FLOPs"]
+    found = cbs_scaling.compare(rows)
+    assert found["exponents"]["BTT r=1"]["value"] == pytest.approx(0.25)
+    assert found["against_dense"]["Kronecker"]["value"] == pytest.approx(math.log(1.5 / 1.3))
+    assert [row["pair"] for row in found["log_ratios"]] == [
+        ("BTT r=1", "dense"),
+        ("BTT r=1", "Kronecker"),
+    ]  # of structures that were run
+    assert all(row["high"] < 0 for row in found["log_ratios"])
+    assert found["exponent_differences"][0]["low"] > 0
 
 
 def tuning_rows(naive_loss):
@@ -150,35 +128,14 @@ def tuning_rows(naive_loss):
     ]
 
 
-@pytest.mark.parametrize(
-    ("naive_loss", "ratio", "holds"), [(0.6, 1.5, True), (0.4, 1.0, False), (0.2, 0.5, False)]
-)
-def test_tuning_compares_each_rule_at_its_best_rate(naive_loss, ratio, holds):
+@pytest.mark.parametrize(("naive_loss", "ratio"), [(0.6, 1.5), (0.4, 1.0), (0.2, 0.5)])
+def test_tuning_compares_each_rule_at_its_best_rate(naive_loss, ratio):
     found = cbs_tuning.advantages(cbs_tuning.tabulate(tuning_rows(naive_loss)))
     assert [row["tuned"] for row in found if row["rule"] == "aware"] == [pytest.approx(ratio)] * 2
     assert [row["dense's"] for row in found if row["rule"] == "aware"] == [pytest.approx(2.0)] * 2
     assert [row["tuned"] for row in found if row["rule"] != "aware"] == [
         pytest.approx(naive_loss / 0.3)
     ] * 2
-    held = claims_of(cbs_tuning.claims({"advantages": found}))
-    assert held["width 256, tuned rate: the rule (aware) ends lower than naive"] == holds
-    assert held["width 256, dense's rate: the rule (aware) ends lower than naive"]
-    assert not held["tuned rate: naive / aware grows with width"]
-
-
-def test_sgd_counts_what_diverges_at_the_dense_rate_apart_from_what_it_costs():
-    table = [
-        {"rule": "naive", "structure": "TT r=4", "loss_at_reference_lr": loss, "best_loss": 1.0}
-        for loss in (None, 2.0, 8.0)
-    ]
-    table.append(
-        {"rule": "naive", "structure": "dense", "loss_at_reference_lr": 50.0, "best_loss": 1.0}
-    )
-    assert cbs_sgd.at_dense_rate(table, "naive") == {
-        "diverged": 1,
-        "of": 3,
-        "cost": pytest.approx(4.0),
-    }
 
 
 def norm_rows(plain, normed):
@@ -197,15 +154,6 @@ def norm_rows(plain, normed):
     ]
 
 
-@pytest.mark.parametrize(("normed", "holds"), [((1, 2, 2), True), ((1, 6, 9), False)])
-def test_norm_claims_compare_growth_with_and_without(normed, holds):
-    table = cbs_norm.tabulate(norm_rows((1, 6, 9), normed))
-    held = claims_of(cbs_norm.claims({"table": table}))
-    grown = [value for text, value in held.items() if "grow" in text]
-    assert len(grown) == 4
-    assert set(grown) == {holds}
-
-
 def test_growth_and_loss_are_compared_with_btt_seed_by_seed():
     rows = norm_rows((1, 4, 8), (1, 2, 2))
     for row in rows:
@@ -219,13 +167,13 @@ def test_growth_and_loss_are_compared_with_btt_seed_by_seed():
     assert cbs_norm.estimates(rows)["large"] == {}
 
 
-def test_norm_says_which_model_diverged():
+def test_a_model_that_diverged_has_no_loss_in_the_table():
     rows = norm_rows((1, 6, 9), (1, 2, 2))
     next(row for row in rows if row["model"] == "BTT")["loss"] = None
-    found = cbs_norm.claims({"table": cbs_norm.tabulate(rows)})
-    assert [row["measured"] for row in found if row["claim"].startswith("usual")] == [
-        "diverged: ['BTT']"
-    ]
+    table = cbs_norm.tabulate(rows)
+    assert [row["model"] for row in table if row["loss"] is None] == ["BTT"]
+    grown = statistics.one(table, lr="usual", model="BTT, normalised")
+    assert (grown["start"], grown["half"], grown["end"]) == (1, 2, 2)
 
 
 def gpt_rows(structure, head, gain=1.0):
@@ -249,14 +197,10 @@ def gpt_rows(structure, head, gain=1.0):
 
 
 @pytest.mark.parametrize(
-    ("head", "gain", "holds"),
-    [
-        (0.0, 1.0, [True, True, True]),  # a cheap head
-        (1.0, 0.8, [True, False, False]),  # a better model
-        (1.0, 1.1, [False, False, True]),  # a worse one
-    ],
+    ("head", "gain"),
+    [(0.0, 1.0), (1.0, 0.8), (1.0, 1.1)],  # a cheap head, a better model, a worse one
 )
-def test_gpt_tells_a_cheaper_head_from_a_better_model(head, gain, holds):
+def test_gpt_tells_a_cheaper_head_from_a_better_model(head, gain):
     found = cbs_gpt.compare(gpt_rows("dense", 1.0) + gpt_rows("BTT", head, gain))
     assert found["all FLOPs"]["value"] == pytest.approx(
         math.log(gain) - 0.1 * math.log(2 / (1 + head))
@@ -267,7 +211,6 @@ def test_gpt_tells_a_cheaper_head_from_a_better_model(head, gain, holds):
         math.log(gain) - found["all FLOPs"]["value"] / 2
     )
     assert found["same width, usual eps"]["value"] == pytest.approx(math.log(gain))
-    assert [row["holds"] for row in cbs_gpt.claims({"log_ratios": found})] == holds
 
 
 @pytest.mark.parametrize(
@@ -279,27 +222,6 @@ def test_the_heads_of_btt_are_as_many_at_every_width(structure, width, features)
     attention = cbs_gpt.build(task, structure, width).blocks[0].attn
     assert attention.c_proj.in_features == features
     assert isinstance(attention.c_proj, StructuredLinear) == (structure != "dense")
-
-
-def test_runs_that_a_result_of_the_same_setting_has_are_not_made_again(tmp_path):
-    options = parser("about").parse_args(["--out", str(tmp_path), "--workers", "1"])
-    made = []
-
-    def function(job):
-        made.append(job)
-        if job == 3:
-            raise KeyboardInterrupt
-        return {"job": job, "loss": job / 2}
-
-    def resumed(jobs, steps):
-        return resume(function, jobs, options, "it", {"steps": steps}, lambda row: row["job"])
-
-    with pytest.raises(KeyboardInterrupt):
-        resumed([1, 3, 2], 10)
-    assert resumed([1, 2], 10) == [{"job": 1, "loss": 0.5}, {"job": 2, "loss": 1.0}]
-    assert made == [1, 3, 2]
-    resumed([1], 20)  # another setting
-    assert made == [1, 3, 2, 1]
 
 
 # ---- figure 4 ------------------------------------------------------------------------------------
@@ -318,7 +240,7 @@ def study_rows(study, exponents):
 
 def test_models_of_figure_4_are_compared_pair_by_pair():
     rows = study_rows(VITS, {"BTT r=1": 0.3, "Kronecker": 0.1})
-    found = cbs_vision.compare(rows, VITS.structures)
+    found = VITS.analyse(rows)
     assert found["exponents"]["BTT r=1"]["value"] == pytest.approx(0.3)
     pairs = {tuple(row["pair"]): row for row in found["pairs"]}
     assert len(pairs) == 10
@@ -339,19 +261,22 @@ def test_all_layers_of_the_blocks_are_structured_and_the_last_cores_start_at_zer
 ):
     model = time_to_loss.SETUPS[study.setup].build(64, structure)
     found = {n: m for n, m in model.named_modules() if isinstance(m, StructuredLinear)}
-    assert len(found) == layers * vision.DEPTH
+    assert len(found) == layers * ViT.depth
     assert all(name.startswith("blocks.") for name in found)
     starts = {name for name, layer in found.items() if not layer.cores[-1].any()}
     assert starts == {name for name in found if name.endswith(zero)}
 
 
-def test_a_base_rate_is_the_studys_or_the_best_of_a_climb():
-    def rows_of(jobs):  # losses are least at 2^-6, above the first three rates
-        return [{"lr": job.lr, "loss": abs(math.log2(job.lr) + 6) + 1} for job in jobs]
-
-    setup = time_to_loss.SETUPS[MLPS.setup]
-    assert cbs_vision.find_rates(MLPS, setup, rows_of) == dict.fromkeys(MLPS.new, 2**-6)
-    assert cbs_vision.find_rates(VITS, setup, rows_of) == dict.fromkeys(VITS.new, 2**-8)
+def test_the_base_rate_of_a_climb_is_the_best_at_the_base_width():
+    rows = [
+        {"setup": MLPS.setup, "structure": name, "width": width, "seed": seed, "lr": 2.0**power}
+        | {"loss": abs(power + (6 if width == 64 and seed == 0 else 4)) + 1}
+        for name in MLPS.new
+        for width in (64, 144)
+        for seed in (0, 1)
+        for power in (-7, -6, -5)
+    ]
+    assert time_to_loss.base_rates(rows, MLPS.setup) == dict.fromkeys(MLPS.new, 2**-6)
 
 
 def test_only_the_ffns_of_a_vit_are_structured():
@@ -387,16 +312,11 @@ def test_each_rule_is_compared_at_its_best_rate():
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("aware", 8), ("naive", 1)])
-def test_the_rules_rates(monkeypatch, rule, factor):
+def test_the_rules_rates(rule, factor):
     """At width 64 the second layer of an FFN has cores that read 16 features of 256: the rule gives
     them 8 times dense's rate."""
-    rates = []
-
-    def kept(optimizer, loss, steps, warmup):
-        rates.extend(group["lr"] for group in optimizer.param_groups for _ in group["params"])
-
-    monkeypatch.setattr(cbs_ffn.tasks, "descend", kept)
-    cbs_ffn.train((rule, 64, 1.0, 0), 1, 4)
+    optimizer = cbs_ffn.make_optimizer(cbs_ffn.build(64), rule, 1.0)
+    rates = [group["lr"] for group in optimizer.param_groups]
     assert max(rates) / min(rates) == pytest.approx(factor)
 
 
@@ -408,28 +328,21 @@ def test_the_bounds_are_those_of_the_paper():
     assert cbs_projection.bounds("TT, 3 cores", (2, 2, 2), (3, 3, 3)) == [6, 6]
 
 
-def test_projection_claims_need_exactness_at_the_bound_and_not_before():
+def test_a_layer_is_exact_at_the_papers_bound_and_not_before():
     rows = [
-        cbs_projection.measure(("BTT", 16, 16, (rank,), rank, seed))
-        for rank in range(1, 5)
+        {"structure": "BTT", "in": 64, "out": 36, "rank": rank, "seed": seed}
+        | cbs_projection.measure("BTT", rank, seed, **{"in": 64, "out": 36})
+        for rank in range(1, 7)
         for seed in (0, 1)
     ]
     table = cbs_projection.summarise(rows)
     assert table[0]["falls"]
-    assert table[0]["params_over_dense"] == 2
-    assert all(claims_of(cbs_projection.claims({"table": table, "containments": {}})).values())
-    early = cbs_projection.summarise([row for row in rows if row["rank"] < 4])
-    assert not any(claims_of(cbs_projection.claims({"table": early, "containments": {}})).values())
-
-
-def test_estimates_are_shown_with_their_intervals():
-    assert (
-        cbs_report.ratio({"value": math.log(2), "low": 0.0, "high": math.log(4)})
-        == "2.00 (1.00 to 4.00)"
-    )
-    assert (
-        cbs_report.interval({"value": 1 / 3, "low": -0.5, "high": 0.5}) == "0.333 (-0.500 to 0.500)"
-    )
+    assert table[0]["bonds"] == [6]
+    inclusions = {"A is in B": 0.0, "A is in no B": 0.5, "A is in C": 0.1}
+    found = cbs_projection.holds({"table": table, "containments": inclusions})
+    assert found == [True, True, True, False]
+    early = cbs_projection.summarise([row for row in rows if row["rank"] < 6])
+    assert cbs_projection.holds({"table": early, "containments": {}}) == [False]
 
 
 # ---- tasks and models ----------------------------------------------------------------------------
@@ -457,24 +370,25 @@ def test_a_digit_is_moved_by_at_most_a_pixel_and_keeps_its_label(monkeypatch):
 
 
 def test_only_the_square_matrices_of_the_mlp_are_structured():
-    model = tasks.mlp(16, 64, 4, BTT(rank=1))
+    model = models.structured_mlp(16, 64, 4, BTT(rank=1))
     assert [
         name for name, module in model.named_modules() if isinstance(module, StructuredLinear)
     ] == ["2", "4"]
     assert not model[6].weight.any()
-    assert tasks.forward_flops(model, torch.zeros(1, 16)) == 2 * (16 * 64 + 2 * 2 * 64 * 8 + 64 * 4)
+    flops = 2 * (16 * 64 + 2 * 2 * 64 * 8 + 64 * 4)
+    assert training.forward_flops(model, torch.zeros(1, 16)) == flops
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_training_beats_the_mean(optimizer):
     lr = {"adam": 2.0**-6, "sgd": 0.5}[optimizer]
-    row = tasks.train_mlp("teacher", Dense(), 64, lr, 0, 40, optimizer=optimizer)
+    row = cbs.train_mlp("teacher", "dense", 64, lr, 0, 40, optimizer=optimizer)
     assert row["loss"] < 0.7
     assert row["flops"] == 2 * (16 * 64 + 2 * 64 * 64 + 64 * 4)
 
 
 def test_a_run_that_diverges_has_no_loss():
-    assert tasks.train_mlp("teacher", Dense(), 64, 1e6, 0, 8, optimizer="sgd")["loss"] is None
+    assert cbs.train_mlp("teacher", "dense", 64, 1e6, 0, 8, optimizer="sgd")["loss"] is None
 
 
 def test_words_are_the_most_frequent_pieces_of_the_text():
@@ -482,7 +396,7 @@ def test_words_are_the_most_frequent_pieces_of_the_text():
     inputs, targets = task.batch(0)
     assert inputs.shape == targets.shape == (2, 8)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    counts = tasks._word_ids(32).bincount(minlength=32)
+    counts = tasks.word_ids(32).bincount(minlength=32)
     assert len(counts) == 32
     assert (counts[:30] >= counts[1:31]).all()
     assert task.model(32)(inputs).shape == (2, 8, 32)

@@ -1,7 +1,6 @@
 """benchmarks/papers/md_*, mn_* and bm_*: what they compute from their runs. CI runs the scripts
 themselves."""
 
-import json
 import math
 
 import pytest
@@ -11,6 +10,9 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
 import structlin
+from benchmarks.harness import statistics, tasks
+from benchmarks.harness.models import NanoGPT
+from benchmarks.harness.tasks import CORPORA, Text, text
 from benchmarks.papers import (
     bm_metrics,
     bm_norms,
@@ -21,9 +23,7 @@ from benchmarks.papers import (
     mn_context,
     mn_mass,
     mn_mass_gpt,
-    mn_nanogpt,
     mn_tasks,
-    sweeps,
 )
 from benchmarks.papers import mn_transfer as mn_transfers
 
@@ -45,7 +45,7 @@ def sweep(method, optima, lrs=range(-8, 3), steepness=0.3):
 
 
 def test_the_best_rate_of_a_parabola_is_its_vertex():
-    found = sweeps.transfer(sweep("Adam", {16: -2.3, 64: -4.3, 256: -6.3}))["Adam"]
+    found = statistics.transfer(sweep("Adam", {16: -2.3, 64: -4.3, 256: -6.3}))["Adam"]
     assert found["optima"] == pytest.approx({16: -2.3, 64: -4.3, 256: -6.3})
     assert found["drift"] == pytest.approx(-1)
     assert found["range"] == pytest.approx(4)
@@ -54,14 +54,14 @@ def test_the_best_rate_of_a_parabola_is_its_vertex():
 
 
 def test_a_best_rate_at_the_end_of_the_sweep_is_not_bracketed():
-    assert not sweeps.transfer(sweep("Adam", {16: -9.0, 64: -4.0}))["Adam"]["bracketed"]
+    assert not statistics.transfer(sweep("Adam", {16: -9.0, 64: -4.0}))["Adam"]["bracketed"]
 
 
 def test_one_seed_that_diverges_makes_a_rate_useless():
     rows = sweep("Adam", {16: -2.0})
     rows.append({"method": "Adam", "size": 16, "lr": 2.0**-2, "seed": 1, "loss": None})
-    assert sweeps.losses(rows)["Adam", 16][2.0**-2] == math.inf
-    found = sweeps.transfer(rows)["Adam"]
+    assert statistics.losses(rows)["Adam", 16][2.0**-2] == math.inf
+    found = statistics.transfer(rows)["Adam"]
     assert found["optima"][16] in (-3.0, -1.0)
 
 
@@ -93,10 +93,10 @@ def test_a_search_goes_by_factors_of_2_until_the_best_rate_has_both_its_neighbou
         powers = [int(math.log2(lr)) for lr in lrs]
         return sweep("Adam", {size: optima[size]}, powers)
 
-    rows = sweeps.search(run, [8, 16], start=1.0)
+    rows = statistics.search(run, [8, 16], start=1.0)
     assert tried[:3] == [(8, [-1, 0, 1]), (8, [2]), (8, [3])]
     assert tried[3:] == [(16, [1, 2, 3]), (16, [0]), (16, [-1]), (16, [-2])]
-    assert sweeps.transfer(rows)["Adam"]["optima"] == pytest.approx(optima)
+    assert statistics.transfer(rows)["Adam"]["optima"] == pytest.approx(optima)
 
 
 def transfer_rows(moved, gain=1.0):
@@ -117,7 +117,7 @@ def transfer_rows(moved, gain=1.0):
 
 def test_estimates_of_mn_figure_1_are_of_each_seeds_moves_and_losses():
     rows = transfer_rows(moved=-0.5, gain=0.9)
-    found = mn_transfers.transfers(rows)["GPT, width"]
+    found = mn_tasks.transfers(rows, "network", "axis")["GPT, width"]
     assert found["normed SGD"]["estimates"]["moved"]["value"] == pytest.approx(-0.4)
     assert found["SGD"]["estimates"]["moved"]["value"] == pytest.approx(-3.9)
     compared = mn_transfers.comparisons(rows)
@@ -129,18 +129,9 @@ def test_estimates_of_mn_figure_1_are_of_each_seeds_moves_and_losses():
         assert row["pair"][0] == ("GPT", f"normed {row['pair'][1][1]}")
 
 
-def test_runs_of_a_kept_result_of_the_same_setting_are_known(tmp_path):
-    rows = transfer_rows(moved=0.0)
-    (tmp_path / "kept.json").write_text(json.dumps({"setting": {"steps": 3}, "rows": rows}))
-    assert mn_transfers.finished(tmp_path / "kept.json", {"steps": 4}) == {}
-    found = mn_transfers.finished(tmp_path / "kept.json", {"steps": 3})
-    assert found["GPT", "width", 16, "Adam", 0.25, 2] in rows
-    assert len(found) == len(rows)
-
-
 def test_nanogpt_starts_as_its_repository_has_it_and_its_head_is_its_embedding():
     torch.manual_seed(0)
-    net = mn_nanogpt.NanoGPT(90, context=16, width=64, blocks=8)
+    net = NanoGPT(90, context=16, width=64, blocks=8)
     stds = {name: weight.std().item() for name, weight in net.named_parameters() if weight.ndim > 1}
     for name, std in stds.items():
         expected = 0.02 / math.sqrt(2 * 8) if name.endswith("_proj.weight") else 0.02
@@ -172,7 +163,7 @@ def mass_rows(optima):
 
 
 def test_masses_and_rates_move_and_cost_what_the_rows_say():
-    optima = {("small", name): (0.0, 0.0) for name in mn_tasks.CORPORA}
+    optima = {("small", name): (0.0, 0.0) for name in CORPORA}
     optima |= {("small", "C++"): (2.0, 0.0), ("larger", "documentation"): (2.0, -1.0)}
     found = mn_mass_gpt.estimates(mass_rows(optima))
     assert found["best"] == {"small": [1.0, 1.0], "larger": [4.0, 0.5]}
@@ -184,7 +175,7 @@ def test_masses_and_rates_move_and_cost_what_the_rows_say():
 
 
 def test_texts_differ_and_a_gpt_has_as_many_tokens_as_its_text_has_characters():
-    seen = {corpus: mn_tasks.characters(corpus) for corpus in mn_tasks.CORPORA}
+    seen = {corpus: text(corpus) for corpus in CORPORA}
     for corpus, (ids, count) in seen.items():
         assert len(ids) > 4e5
         assert ids.max() == count - 1
@@ -194,9 +185,9 @@ def test_texts_differ_and_a_gpt_has_as_many_tokens_as_its_text_has_characters():
 
 
 def test_a_gpt_is_tested_on_the_last_tenth_of_its_text(monkeypatch):
-    monkeypatch.setattr(mn_tasks, "characters", lambda corpus: (torch.arange(1000), 1000))
+    monkeypatch.setattr(tasks, "text", lambda corpus: (torch.arange(1000), 1000))
     for part, low, high in (("train", 0, 900), ("test", 900, 1000)):
-        x, y = mn_tasks.sampler("GPT", 0, part)(50)
+        x, y = mn_tasks.task("GPT", 0, part).batch(50)
         assert low <= x.min()
         assert y.max() < high
 
@@ -232,12 +223,12 @@ def test_estimates_of_the_watermark_are_of_each_seeds_largest_stable_rate():
 def test_a_plain_step_has_the_spectral_norm_of_its_rate_over_the_layers():
     torch.manual_seed(0)
     weights = [torch.nn.Parameter(torch.zeros(6, 4)), torch.nn.Parameter(torch.zeros(3, 6))]
-    vectors = [torch.randn(4), torch.randn(6)]
+    descent = md_watermark.NormalisedDescent(weights, lr=0.6)
     for weight in weights:
         weight.grad = torch.randn_like(weight)
     for _ in range(40):  # power iteration goes on from step to step
         before = [weight.detach().clone() for weight in weights]
-        md_watermark.descend_normalised(weights, vectors, lr=0.6)
+        descent.step()
     for weight, old in zip(weights, before, strict=True):
         norm = torch.linalg.matrix_norm(weight.detach() - old, 2).item()
         assert norm == pytest.approx(0.6 / 3, rel=1e-3)
@@ -266,7 +257,7 @@ def test_powers_of_alignment_and_movement_are_slopes_for_each_seed():
 
 
 def test_a_dualized_step_with_large_batches_is_an_isometry_in_training():
-    row = md_alignment.train(("dualized", 16, 0), steps=3)
+    row = md_alignment.train("dualized", 16, 0, steps=3)
     assert row["alignment"] == pytest.approx(1, abs=2e-2)
     assert 0 < row["movement"] < 1
 
@@ -306,7 +297,9 @@ def test_the_first_step_of_a_normed_optimizer_has_modular_norm_lr(network):
     net = mn_tasks.build(network, width=16, blocks=2)
     before = {name: weight.detach().clone() for name, weight in net.named_parameters()}
     descent = mn_tasks.optimizer(net, "normed SGD", 0.25)
-    mn_tasks.loss(net, *mn_tasks.sampler(network, 0, "train")(4)).backward()
+    task = mn_tasks.task(network, 0, "train")
+    x, y = task.batch(4)
+    task.loss(net(x), y).backward()
     descent.step()
     with torch.no_grad():
         norm = net.norm({name: weight - before[name] for name, weight in net.named_parameters()})
@@ -315,11 +308,11 @@ def test_the_first_step_of_a_normed_optimizer_has_modular_norm_lr(network):
 
 @pytest.mark.parametrize("context", [mn_tasks.CONTEXT, 7])
 def test_targets_of_the_gpt_are_the_characters_after_its_inputs(context):
-    x, y = mn_tasks.batch("GPT", 3, torch.Generator().manual_seed(0), context)
+    x, y = Text(0, context=context).batch(3)
     assert x.shape == y.shape == (3, context)
     assert torch.equal(x[:, 1:], y[:, :-1])
     net = mn_tasks.build("GPT", width=8, blocks=1, context=context)
-    assert net(x).shape == (3, context, mn_tasks.characters()[1])
+    assert net(x).shape == (3, context, text()[1])
 
 
 def test_the_optimum_over_contexts_and_the_cost_of_keeping_a_rate_are_estimated_by_seed():
@@ -327,7 +320,7 @@ def test_the_optimum_over_contexts_and_the_cost_of_keeping_a_rate_are_estimated_
     for seed, moved in enumerate((0.4, 0.6)):
         found = sweep(mn_context.METHOD, {8: -2.0, 32: -2.2, 128: -2.0 + moved})
         rows += [row | {"seed": seed} for row in found]
-    found = sweeps.moves(rows)
+    found = statistics.moves(rows)
     assert found["moved"]["value"] == pytest.approx(0.5)
     # seed 0 keeps its own best rate of 2^-2, for seed 1 that is 2^-1
     cost = 0.3 * (0.6**2 - 0.4**2)
@@ -342,18 +335,18 @@ def test_free_masses_are_1_for_each_layer():
 
 def test_best_mass_is_that_of_the_least_loss_over_the_rates():
     rows = [
-        {"axis": "blocks", "size": 2, "mass": mass, "lr": lr, "seed": 0, "loss": loss}
+        {"size": 2, "mass": mass, "lr": lr, "seed": 0, "loss": loss}
         for mass, losses in {0.5: (3.0, 2.0), 1.0: (1.0, 9.0), 2.0: (4.0, 2.0)}.items()
         for lr, loss in zip((0.1, 0.2), losses, strict=True)
     ]
-    found = mn_mass.best_masses(rows, "blocks")[2]
+    found = mn_mass.best_masses(rows)[2]
     assert found["curve"] == pytest.approx({0.5: 2.0, 1.0: 1.0, 2.0: 2.0})
     assert found["optimum"] == pytest.approx(0)
     assert found["within 25 %"] == [1.0]
 
 
 def test_a_spectral_start_is_of_dependency_1_and_powers_are_slopes():
-    found = bm_metrics.fresh(("dense", "spectral", 64))
+    found = bm_metrics.fresh("dense", "spectral", 64)
     assert found["dependency"] == pytest.approx(1, abs=0.1)
     assert found["dependency"] == pytest.approx(found["largest core"], rel=1e-3)
     rows = [
@@ -408,13 +401,3 @@ def test_powers_of_the_middle_are_slopes_for_each_seed():
         assert row["power"] == pytest.approx({"value": 0.5, "low": 0.5, "high": 0.5})
         assert row["middle"] == [2, 8]
         assert row["largest share"] == pytest.approx(0.2)
-
-
-def test_runs_of_the_same_setting_are_not_made_again(tmp_path, monkeypatch):
-    options = ["--smoke", "--out", str(tmp_path)]
-    first = md_width.main(options)
-    monkeypatch.setattr(
-        md_width, "train", lambda run, **setting: pytest.fail(f"{run} was made again")
-    )
-    assert md_width.main(options) == first
-    assert md_width.finished(tmp_path / "md_width.json", {"steps": 3}) == {}

@@ -1,6 +1,5 @@
 """benchmarks/papers: intervals, and the verdicts on rows that should give yes, no and undecided."""
 
-import doctest
 import math
 import sys
 from functools import partial
@@ -10,18 +9,18 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
+from benchmarks.harness import statistics
+from benchmarks.harness.tasks import CORPORA, Digits
 from benchmarks.papers import (
     cbs_features,
     cbs_ffn,
     cbs_scaling,
     cbs_untuned,
     cbs_vision,
-    intervals,
     md_alignment,
     mn_mass_gpt,
     mn_normed,
     mn_tasks,
-    sweeps,
     verdicts,
     verdicts_norm,
 )
@@ -30,21 +29,15 @@ NOISE = (-0.01, 0.0, 0.01)  # of the logarithm, by seed
 WIDE = (-1.0, 0.0, 1.0)
 
 
-def test_the_examples_of_intervals_and_verdicts_give_what_they_show():
-    results = doctest.testmod(intervals)
-    assert results.attempted > 5
-    assert not results.failed
-
-
 def test_the_interval_of_three_seeds_is_students():
-    found = intervals.student([0.0, 1.0, 2.0])
+    found = statistics.student([0.0, 1.0, 2.0])
     reach = 4.302653 / math.sqrt(3)  # the 97.5 % point of Student's t with 2 degrees of freedom
     assert found == pytest.approx({"value": 1.0, "low": 1 - reach, "high": 1 + reach})
 
 
 def test_one_seed_has_no_interval():
     with pytest.raises(ValueError, match="1 values have no interval; two or more seeds do"):
-        intervals.student([1.0])
+        statistics.student([1.0])
 
 
 def found_by(monkeypatch, verdict, **results):
@@ -100,7 +93,7 @@ def test_the_effect_is_most_pronounced_where_the_share_is_least(monkeypatch, sha
 
 def test_a_step_changes_the_features_by_more_with_the_rule_than_without():
     changes = {
-        rule: cbs_features.train(("BTT r=1", 64, rule, 0), steps=3)["change"]
+        rule: cbs_features.train("BTT r=1", 64, rule, 0, steps=3)["change"]
         for rule in cbs_features.RULES
     }
     assert changes["aware"] > 2 * changes["naive"] > 0
@@ -149,7 +142,8 @@ def test_naive_structures_saturate_by_their_intervals(monkeypatch, naive, monarc
         for name, power in (("BTT r=1", naive), ("Kronecker", naive), ("Monarch b=4", monarch))
         for row in power_rows(name, power, noise)
     ]
-    result = {"comparisons": cbs_untuned.compare(rows, kept)}
+    monkeypatch.setattr(cbs_untuned, "kept", lambda: kept)
+    result = cbs_untuned.analyse(rows)
     found = found_by(monkeypatch, verdicts.untuned, cbs_untuned=result)
     assert all(hoped in (None, verdict) for verdict, hoped in zip(found, expected, strict=True))
 
@@ -164,7 +158,7 @@ def test_a_structure_is_flatter_than_dense_by_its_interval(monkeypatch, exponent
     rows = power_rows("dense", 0.2, NOISE) + power_rows("Kronecker", exponent, noise)
     monkeypatch.setattr(verdicts, "read", lambda name: {"rows": rows})
     found = verdicts.flatness("digits", "Kronecker")
-    assert intervals.below(found) is holds
+    assert statistics.below(found) is holds
     assert noise is WIDE or found["value"] == pytest.approx(exponent - 0.2, abs=1e-3)
 
 
@@ -219,7 +213,7 @@ def power_models(study, powers, noise, scales):
             name, powers.get(name, 0.2), noise if name in powers else NOISE, scales.get(name, 1.0)
         )
     ]
-    return {"rows": rows, **cbs_vision.compare(rows, study.structures)}
+    return {"rows": rows, **study.analyse(rows)}
 
 
 @pytest.mark.parametrize("study", cbs_vision.STUDIES, ids=lambda study: study.name)
@@ -324,13 +318,13 @@ def test_a_rate_that_diverges_for_a_seed_is_not_the_best_and_an_end_is_said_to_b
         if (row["method"], row["lr"], row["seed"]) == ("Adam", 0.2, 1):
             row["train"] = None
     rows = [row for row in rows if row["method"] == "Adam"]
-    assert sweeps.tuned(rows, "train")["at end"]
-    assert not sweeps.tuned(rows, "test")["at end"]
+    assert statistics.tuned(rows, "train")["at end"]
+    assert not statistics.tuned(rows, "test")["at end"]
 
 
 def test_images_that_are_tested_on_are_not_trained_on():
-    train, test = (mn_tasks.split(0, part) for part in mn_tasks.SETS)
-    whole = mn_tasks.tasks.Digits(0)
+    train, test = (Digits(0, part) for part in mn_tasks.SETS)
+    whole = Digits(0)
     assert len(train.labels) + len(test.labels) == len(whole.labels)
     chosen = {tuple(image.tolist()) for image in train.moved[4]}
     assert not chosen & {tuple(image.tolist()) for image in test.moved[4]}
@@ -351,7 +345,7 @@ def test_plain_optimizers_have_the_papers_rates():
 
 
 def estimate(value, noise):
-    return intervals.student([value + each for each in noise])
+    return statistics.student([value + each for each in noise])
 
 
 def transfers_and_losses(moved, more, ratio, noise):
@@ -414,7 +408,7 @@ def test_masses_and_rates_transfer_by_their_intervals(monkeypatch, moved, cost, 
     result = {
         "moved": {"mass": estimate(moved, noise), "lr": estimate(moved, noise)},
         "cost": estimate(cost, noise),
-        "masses": dict.fromkeys(mn_tasks.CORPORA, costs),
+        "masses": dict.fromkeys(CORPORA, costs),
     }
     found = found_by(monkeypatch, verdicts_norm.masses_of_gpts, mn_mass_gpt={"estimates": result})
     assert found == expected

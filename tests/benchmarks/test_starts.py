@@ -65,10 +65,11 @@ def test_a_gpt_predicts_every_next_character_and_the_mlp_the_last():
 
 
 def test_a_run_is_a_function_of_its_seed():
-    run = ("MLP", "AdamW", "BTT r=1", "match", 1e-3, 0)
+    values = ("MLP", "AdamW", "BTT r=1", "match", 1e-3, 0)
+    run = dict(zip(starts.TITLES, values, strict=True))
     first, second = (starts.train(run, SMALL, None) for _ in range(2))
     assert first == second
-    assert first["loss"] != starts.train((*run[:-1], 1), SMALL, None)["loss"]
+    assert first["loss"] != starts.train(run | {"seed": 1}, SMALL, None)["loss"]
 
 
 def rows(losses):

@@ -2,7 +2,6 @@
 of an unfinished result; and the data and models that it trains."""
 
 import doctest
-import json
 import math
 from itertools import product
 
@@ -13,8 +12,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
 from benchmarks import time_to_loss
-from benchmarks.papers import vision
-from benchmarks.time_to_loss import Job
+from benchmarks.harness import models, tasks
 from structlin import BTT, convert
 
 
@@ -126,83 +124,48 @@ def test_a_run_that_diverged_is_no_best_rate():
 # ---- the program ---------------------------------------------------------------------------------
 
 
-def options_of(tmp_path, **changed):
-    options = time_to_loss.parser("", tmp_path).parse_args(["--workers", "1"])
-    vars(options).update({"budget": math.inf, **changed})
-    return options
-
-
-def test_what_is_done_is_kept_and_not_repeated(tmp_path, monkeypatch):
-    done = []
-
-    def train(job, changes):
-        done.append(job)
-        return {**vars(job), "loss": 1.0}
-
-    monkeypatch.setattr(time_to_loss, "train", train)
-    setting = {"teacher": {"steps": 3}, "digits MLP": {"steps": 3}}
-    jobs = [Job(setup, "dense", 64, 0.5, seed) for setup in setting for seed in range(2)]
-    runs = time_to_loss.Runs(options_of(tmp_path, budget=0), setting)
-    with pytest.raises(SystemExit, match=r"--budget is spent, 0 runs are done"):
-        runs.of(jobs)
-    runs = time_to_loss.Runs(options_of(tmp_path), setting)
-    runs.options.workers, runs.end = 1, 0
-    monkeypatch.setattr(runs, "stop_when_spent", lambda: None)
-    rows = runs.of(jobs[:3])
-    assert done == jobs[:3]
-    assert json.loads((tmp_path / "time_to_loss.json").read_text())["rows"] == rows
-    runs = time_to_loss.Runs(options_of(tmp_path), setting)
-    assert [row["seed"] for row in runs.of(jobs)] == [0, 1, 0, 1]
-    assert done == jobs
-    other = {"teacher": {"steps": 4}, "digits MLP": {"steps": 3}}
-    runs = time_to_loss.Runs(options_of(tmp_path), other)  # its rows go, the others stay
-    assert {row["setup"] for row in runs.rows} == {"digits MLP"}
-
-
 @pytest.mark.slow
-def test_a_smoke_run_shows_factors_of_both_costs(capsys, monkeypatch):
-    result = time_to_loss.main(["--smoke", "--setups", "digits ViT"])
+def test_a_smoke_run_has_factors_of_both_costs():
+    result = time_to_loss.EXPERIMENT.main(["--smoke", "--setups", "digits ViT"])
     (summary,) = result["summaries"].values()
     for cost in ("flops", "seconds"):
         assert [(row["structure"], row["dense"]) for row in summary[cost]] == [
             ("BTT r=1", 32),
             ("BTT r=1", 64),
         ]
-    shown = capsys.readouterr().out
-    assert "how many times fewer seconds" in shown
-    assert len(time_to_loss.plot(result).axes) == 2
+    assert len(time_to_loss.draw(result).axes) == 2
     table = time_to_loss.markdown(result, "digits ViT", "flops")
-    assert table.startswith("| | dense 32 | dense 64 |\n|---|--:|--:|\n| BTT r=1 | ")
+    assert table.startswith("|  | dense 32 | dense 64 |\n|---|--:|--:|\n| BTT r=1 | ")
 
 
 # ---- data and models -----------------------------------------------------------------------------
 
 
 def test_mixed_digits_are_mixtures_whose_targets_say_how_much_of_each():
-    data = vision.MixedDigits(0)
+    data = tasks.MixedDigits(0)
     x, y = data.batch(4000)
     assert x.shape == (4000, 64)
     torch.testing.assert_close(y.sum(1), torch.ones(4000))
-    assert y.min() >= vision.SMOOTHING / 10 - 1e-6
-    assert y.max() <= 1 - vision.SMOOTHING * 0.9 + 1e-6
+    assert y.min() >= tasks.MixedDigits.smoothing / 10 - 1e-6
+    assert y.max() <= 1 - tasks.MixedDigits.smoothing * 0.9 + 1e-6
     share = data._beta(200_000)
-    exact = torch.distributions.Beta(vision.MIXUP, vision.MIXUP)
+    exact = torch.distributions.Beta(tasks.MixedDigits.mixup, tasks.MixedDigits.mixup)
     assert share.mean().item() == pytest.approx(exact.mean.item(), abs=5e-3)
     assert share.std().item() == pytest.approx(exact.stddev.item(), abs=5e-3)
     assert (share < 0.1).float().mean().item() == pytest.approx(0.1319, abs=5e-3)  # its CDF
 
 
 def test_the_loss_is_zero_for_a_model_that_gives_the_targets():
-    _, y = vision.MixedDigits(0).batch(50)
-    assert vision.MixedDigits.loss(y.log(), y).item() == pytest.approx(0, abs=1e-6)
+    _, y = tasks.MixedDigits(0).batch(50)
+    assert tasks.MixedDigits.loss(y.log(), y).item() == pytest.approx(0, abs=1e-6)
     cross_entropy = -(y * torch.zeros(50, 10).log_softmax(-1)).sum(1).mean()
     entropy = -(y * y.log()).sum(1).mean()
-    found = vision.MixedDigits.loss(torch.zeros(50, 10), y)
+    found = tasks.MixedDigits.loss(torch.zeros(50, 10), y)
     torch.testing.assert_close(found, cross_entropy - entropy)
 
 
 def test_held_out_digits_are_no_training_digits():
-    (train, _), (held, _) = (vision._fold(heldout) for heldout in (False, True))
+    (train, _), (held, _) = (tasks._fold(heldout) for heldout in (False, True))
     assert len(train) + len(held) == 1797
     ours = {image.numpy().tobytes() for image in train}
     assert not any(image.numpy().tobytes() in ours for image in held)
@@ -211,7 +174,7 @@ def test_held_out_digits_are_no_training_digits():
 def test_the_vit_reads_patches_and_starts_as_the_paper_says():
     torch.manual_seed(0)
     model = convert(
-        vision.ViT(64, 64, 10), BTT(), include="blocks.*", zero_init=["*c_proj", "*query"]
+        models.ViT(64, 64, 10), BTT(), include="blocks.*", zero_init=["*c_proj", "*query"]
     )
     torch.nn.init.normal_(model.head.weight)
     x = torch.randn(3, 64)

@@ -7,7 +7,7 @@ from torch import nn
 pytest.importorskip("matplotlib")
 
 from benchmarks import transfer
-from benchmarks.record import read
+from benchmarks.harness.record import read
 
 BASE = tuple(transfer.BASE.values())
 

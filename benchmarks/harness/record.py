@@ -1,12 +1,10 @@
-"""Where and how a result was made, kept with every JSON under results/; tables in a page."""
+"""Where and how a result was made, kept with every JSON under results/."""
 
 import json
 import os
 import platform
-import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 
 import structlin
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 def environment() -> dict[str, Any]:
@@ -47,27 +45,6 @@ def read(name: str) -> dict[str, Any]:
     """The kept result `name`, as "layer" or "papers/md_width"."""
     result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return result
-
-
-def table(titles: list[str], rows: list[list[str]]) -> str:
-    """Markdown; the first column is text, the others are numbers."""
-    lines = [f"| {' | '.join(line)} |" for line in (titles, *rows)]
-    return "\n".join([lines[0], "|---|" + "--:|" * (len(titles) - 1), *lines[1:]])
-
-
-def fill(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
-    """`text` with what stands between `<!-- name -->` and `<!-- end -->` made anew.
-
-    >>> fill("<!-- sum -->\\nold\\n<!-- end -->", {"sum": lambda: "new"})
-    '<!-- sum -->\\nnew\\n<!-- end -->'
-    """
-
-    def made(match: re.Match[str]) -> str:
-        return f"<!-- {match[1]} -->\n{tables[match[1]]()}\n<!-- end -->"
-
-    return re.sub(
-        r"<!-- (?!end)([\w ]+) -->\n(?:(?!<!--).)*?<!-- end -->", made, text, flags=re.DOTALL
-    )
 
 
 def _cpu() -> str:

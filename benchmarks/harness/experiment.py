@@ -1,0 +1,373 @@
+"""An experiment as data: what is run, how its rates are found, and what its rows come to.
+
+An `Experiment` names its axes (task, structure, width, optimizer, ...), the function that makes a
+row from a value of each, and what is computed from all rows. Here is what experiments share: the
+options, the pool of processes, the search for learning rates, and the result, which keeps each row
+as it is made, so that the same command goes on where it was interrupted.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks.harness import report, statistics
+from benchmarks.harness.record import RESULTS, save_json
+from benchmarks.harness.statistics import select
+
+T = TypeVar("T")
+Row = dict[str, Any]
+Job = dict[str, Any]  # a value of each axis
+Axis = Sequence[Any] | Callable[[Job], Iterable[Any]]  # the latter from the values of those before
+SECONDS_BETWEEN_SAVES = 5.0
+
+
+# ---- options, processes --------------------------------------------------------------------------
+
+
+def parser(about: str | None, out: Path = RESULTS) -> argparse.ArgumentParser:
+    """The options that every benchmark has; `about` is its module's docstring."""
+    options = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
+    options.add_argument("--out", type=Path, default=out, help="folder of the JSON and the plot")
+    options.set_defaults(kept=out)
+    options.add_argument(
+        "--smoke",
+        action="store_true",
+        help="seconds: does it run? Nothing kept unless --out is given",
+    )
+    return options
+
+
+def result_path(options: argparse.Namespace, name: str) -> Path | None:
+    """Where a result is kept; None: a smoke run is kept only where --out is given."""
+    if options.smoke and options.out == options.kept:
+        return None
+    path: Path = options.out / f"{name}.json"
+    return path
+
+
+def run_all(
+    function: Callable[[T], Any],
+    jobs: Sequence[T],
+    options: argparse.Namespace,
+    each: Callable[[Any], None] = lambda result: None,
+) -> list[Any]:
+    """`function` of each job, in the order of `jobs`.
+
+    `function` must be importable (the top level of a module). With `--smoke` or one worker nothing
+    is spawned. `each` is called with every result as it comes; what it raises ends the experiment.
+    """
+    if options.smoke or options.workers == 1:
+        results = []
+        for job in track(jobs, "running"):
+            results.append(_one(function, job))
+            each(results[-1])
+        return results
+    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
+        futures = [pool.submit(_one, function, job) for job in jobs]
+        try:
+            for done in track(as_completed(futures), "running", total=len(jobs)):
+                each(done.result())  # an error ends the experiment at once
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+        return [future.result() for future in futures]
+
+
+def _one(function: Callable[[T], Any], job: T) -> Any:
+    torch.set_num_threads(1)
+    return function(job)
+
+
+# ---- rows that are kept --------------------------------------------------------------------------
+
+
+class Runs:
+    """The rows of one result: those that its file has from a run of the same setting, and those
+    that `of` adds, each written as it is made.
+
+    Args:
+        function: of a job's values and of `sizes`, by keyword; it returns what it measured, or a
+            list of that. It must be importable.
+        names: of a job's values; a row has them too.
+        path: of the JSON; None: nothing is read or written.
+        setting: what all rows share, plain data; rows of another setting are not taken.
+        again: a job that must be run again, whatever the file has.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Row | list[Row]],
+        names: Sequence[str],
+        options: argparse.Namespace,
+        *,
+        path: Path | None,
+        setting: Mapping[str, Any],
+        sizes: Mapping[str, Any],
+        again: Callable[[Row], bool] = lambda row: False,
+    ) -> None:
+        self.work, self.names, self.options = (
+            partial(_measure, function, dict(sizes)),
+            names,
+            options,
+        )
+        self.path, self.setting = path, json.loads(json.dumps(setting))
+        self.rows: dict[str, list[Row]] = {}
+        self.made, self.saved = 0, time.monotonic()
+        self.earlier: Row = {}
+        if path is not None and path.exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if (found.get("setting") or {}) == self.setting:
+                self.earlier = found
+                for row in found["rows"]:
+                    if not again(row):
+                        self.rows.setdefault(self.key(row), []).append(row)
+        self.kept = sum(map(len, self.rows.values()))
+
+    def key(self, row: Row) -> str:
+        return json.dumps([row[name] for name in self.names])
+
+    def of(self, jobs: Iterable[Job]) -> list[Row]:
+        """The rows of `jobs`, in their order; the widest models first keep all workers busy."""
+        jobs = list(jobs)
+        missing = {self.key(job): job for job in jobs if self.key(job) not in self.rows}
+        ordered = sorted(missing.values(), key=lambda job: -job.get("width", 0))
+        try:
+            run_all(self.work, ordered, self.options, each=self._add)
+        except BaseException:
+            self.save()
+            raise
+        return [row for job in jobs for row in self.rows[self.key(job)]]
+
+    def all(self) -> list[Row]:
+        return [row for rows in self.rows.values() for row in rows]
+
+    def save(self, **content: Any) -> None:
+        """Write the rows and `content`; where every row was there before, so is their origin."""
+        self.saved = time.monotonic()
+        if self.path is None:
+            return
+        origin: Row = {}
+        if self.earlier and not self.made:
+            origin = {"environment": self.earlier["environment"]}
+            origin |= {key: self.earlier[key] for key in ("earlier",) if key in self.earlier}
+        elif self.kept:
+            source = {"rows": self.kept, "environment": self.earlier["environment"]}
+            origin = {"earlier": [*self.earlier.get("earlier", []), source]}
+        content = {"setting": self.setting} | content
+        save_json(self.path, **origin, **content | {"rows": content.get("rows", self.all())})
+
+    def _add(self, rows: list[Row]) -> None:
+        self.rows[self.key(rows[0])] = rows
+        self.made += len(rows)
+        if time.monotonic() > self.saved + SECONDS_BETWEEN_SAVES:
+            self.save()
+
+
+def _measure(function: Callable[..., Any], sizes: Row, job: Job) -> list[Row]:
+    found = function(**job, **sizes)
+    return [job | row for row in (found if isinstance(found, list) else [found])]
+
+
+# ---- experiments ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Search:
+    """Learning rates by factors of 2 along the axis `over`, ascending: at each size from the best
+    rate of the size before until the best has both its neighbours.
+
+    The first size starts at `start` of the job's other values. A smoke run takes one round a size.
+    """
+
+    over: str
+    start: Callable[[Job], float]
+
+
+@dataclass(frozen=True)
+class Tune:
+    """Learning rates by factors of 2 on seed 0, from `start` of the job's other values until the
+    best has both its neighbours; then the other seeds at the best.
+
+    No rate below `lowest` is tried. A smoke run has the rate at the start alone.
+    """
+
+    start: Callable[[Job], float]
+    lowest: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """What is compared. `main` runs it.
+
+    Args:
+        name: of the result under results/, as "papers/md_width".
+        about: the module's docstring.
+        run: a value of each axis, "lr" and "seed" among them, and `sizes` -> what was measured.
+        axes: every combination of their values is run. An axis may be a function of the values
+            before it; where it gives none the combination is left out. Each axis of fixed values
+            has an option `--<name>s`: only those are run, the others' rows stay.
+        rates: how learning rates are found, where "lr" is no axis.
+        sizes: what all runs share, and kept with the rows.
+        smoke: the axes and sizes of a smoke run.
+        note: what else describes all runs, kept with the rows.
+        seeds: how many; 0: runs have none. An axis "seed" says which for each run.
+        analyse: rows -> what they come to, kept before them.
+        beside: what is measured once, and not by runs: (axes, sizes and `extra`, what was found so
+            far with its "rows") -> plain data.
+        extra: options of the command that change no row, and their defaults.
+        draw: the result -> its picture.
+        design: (runs, axes) -> rows, where the runs follow from one another in another way.
+    """
+
+    name: str
+    about: str | None
+    run: Callable[..., Row | list[Row]]
+    axes: Mapping[str, Axis]
+    analyse: Callable[[list[Row]], Row]
+    draw: Callable[[Row], Figure] | None = None
+    rates: Search | Tune | None = None
+    seeds: int = 3
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    smoke: Mapping[str, Any] = field(default_factory=dict)
+    note: Mapping[str, Any] = field(default_factory=dict)
+    beside: Callable[[Row, Row], Row] | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    design: Callable[[Runs, Mapping[str, Axis]], list[Row]] | None = None
+
+    def main(self, argv: Sequence[str] | None = None) -> Row:
+        """Run, print and keep the result, and return it."""
+        options = self._parser().parse_args(argv)
+        axes, sizes = dict(self.axes), dict(self.sizes)
+        if options.smoke:
+            axes |= {name: self.smoke[name] for name in axes if name in self.smoke}
+            sizes |= {name: self.smoke[name] for name in sizes if name in self.smoke}
+        chosen = {name: values for name in axes if (values := getattr(options, f"{name}s", None))}
+        if self.seeds:
+            count = self.smoke.get("seeds", 2) if options.smoke else self.seeds
+            axes.setdefault("seed", range(getattr(options, "seeds", None) or count))
+        runs = self._runs(options, [*axes], sizes, chosen)
+        rows = [*self._rows(runs, axes, chosen, options.smoke)]
+        result: Row = {"setting": runs.setting, **self.analyse(rows)}
+        if self.beside:
+            extra = {name: getattr(options, name) for name in self.extra}
+            extra |= {
+                name: self.smoke[name] for name in extra if options.smoke if name in self.smoke
+            }
+            result |= self.beside(axes | chosen | sizes | extra, result | {"rows": rows})
+            runs.made += 1
+        Console(width=140).print(*report.tables(result), sep="\n")
+        runs.save(**result, rows=rows)
+        if self.draw and runs.path:
+            self.draw(result | {"rows": rows}).savefig(runs.path.with_suffix(".png"), dpi=90)
+        return result | {"rows": rows}
+
+    def _parser(self) -> argparse.ArgumentParser:
+        found = parser(self.about, (RESULTS / self.name).parent)
+        if self.seeds and "seed" not in self.axes:
+            found.add_argument("--seeds", type=int, help=f"their number (default: {self.seeds})")
+        for name, values in self.axes.items():
+            if not callable(values) and name not in ("lr", "seed"):
+                kind = type(values[0])
+                text = "only these are run; the rows of others that --out has stay"
+                found.add_argument(f"--{name}s", nargs="+", type=kind, choices=values, help=text)
+        for name, value in self.extra.items():
+            found.add_argument(f"--{name}", type=type(value), default=value, help="%(default)s")
+        text = "run what is chosen again, though --out has rows of the same setting"
+        found.add_argument("--again", action="store_true", help=text)
+        return found
+
+    def _runs(self, options: argparse.Namespace, names: list[str], sizes: Row, chosen: Row) -> Runs:
+        path = result_path(options, Path(self.name).name)
+
+        def again(row: Row) -> bool:
+            return options.again and _is_chosen(row, chosen)
+
+        setting = {**sizes, **self.note}
+        if self.rates:
+            names = [*names[:-1], "lr", "seed"]
+        return Runs(self.run, names, options, path=path, setting=setting, sizes=sizes, again=again)
+
+    def _rows(self, runs: Runs, axes: Row, chosen: Row, smoke: bool) -> Iterator[Row]:
+        if self.design:
+            yield from self.design(runs, axes | chosen)
+        elif self.rates is None:
+            jobs = [*combinations(axes)]
+            runs.of(job for job in jobs if _is_chosen(job, chosen))
+            for job in jobs:
+                yield from runs.rows.get(runs.key(job), [])
+        elif isinstance(self.rates, Tune):
+            for group in combinations({name: axes[name] for name in axes if name != "seed"}):
+                if _is_chosen(group, chosen):
+                    yield from tune(runs, group, axes["seed"], self.rates, only_first=smoke)
+                else:
+                    yield from select(runs.all(), **group)
+        else:
+            over = self.rates.over
+            outer = {name: axis for name, axis in axes.items() if name not in (over, "seed")}
+            for group in combinations(outer):
+                if not _is_chosen(group, chosen):
+                    yield from select(runs.all(), **group)
+                    continue
+                axis = axes[over]
+                sizes = axis(group) if callable(axis) else axis
+
+                def run(size: Any, lrs: list[float], group: Job = group) -> list[Row]:
+                    grid = {"lr": lrs, "seed": axes["seed"]}
+                    return runs.of({**group, over: size, **job} for job in combinations(grid))
+
+                yield from statistics.search(
+                    run, sizes, self.rates.start(group), over=over, rounds=1 if smoke else 100
+                )
+
+
+def tune(
+    runs: Runs, group: Job, seeds: Sequence[int], rates: Tune, *, only_first: bool = False
+) -> list[Row]:
+    """The rows of one group of values, at the rates that `rates` asks for."""
+    rows: list[Row] = []
+    while True:
+        curve = statistics.curve_of_rates(rows)
+        tried = [lr for lr in statistics.untried(curve, rates.start(group)) if lr >= rates.lowest]
+        if only_first:
+            tried = [rates.start(group)] * (not rows)
+        if not tried:
+            break
+        rows += runs.of({**group, "lr": lr, "seed": seeds[0]} for lr in tried)
+    lr = statistics.best(curve)
+    return rows + runs.of({**group, "lr": lr, "seed": seed} for seed in seeds[1:])
+
+
+def combinations(axes: Mapping[str, Axis]) -> Iterator[Job]:
+    """Every job of the axes.
+
+    >>> axes = {"rule": ["naive", "aware"], "lr": lambda job: [1] if job["rule"] == "naive" else []}
+    >>> list(combinations(axes))
+    [{'rule': 'naive', 'lr': 1}]
+    """
+    jobs: list[Job] = [{}]
+    for name, axis in axes.items():
+        jobs = [
+            {**job, name: value}
+            for job in jobs
+            for value in (axis(job) if callable(axis) else axis)
+        ]
+    yield from jobs
+
+
+def _is_chosen(row: Row, chosen: Mapping[str, Sequence[Any]]) -> bool:
+    return all(row[name] in values for name, values in chosen.items() if name in row)

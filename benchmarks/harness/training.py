@@ -1,0 +1,98 @@
+"""The training loop, and what is counted of a model."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.harness.tasks import Task
+
+HELD_OUT_SAMPLES = 8192  # of a final loss
+SCHEDULES: dict[str, Callable[[float], float]] = {  # share of the steps -> share of the rate
+    "cosine": lambda share: 0.5 + 0.5 * math.cos(math.pi * share),
+    "linear": lambda share: 1 - share,
+    "constant": lambda share: 1.0,
+}
+
+
+def descend(
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[[int], Tensor],
+    steps: int,
+    *,
+    schedule: str | Callable[[int], float] = "cosine",
+    warmup: int = 0,
+    after: Callable[[int], Any] = lambda step: None,
+) -> bool:
+    """`steps` steps on `loss(step)`; False, at once, when a loss or a
+    gradient is not finite.
+
+    Args:
+        schedule: what the learning rate does after a linear rise for `warmup` steps: falls to zero
+            as a "cosine" or "linear", or is "constant"; or step -> its share of the rate.
+        after: is called with every step that was made.
+    """
+
+    def rate(step: int) -> float:
+        if callable(schedule):
+            return schedule(step)
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        return SCHEDULES[schedule]((step - warmup) / max(1, steps - warmup))
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    for step in range(steps):
+        value = loss(step)
+        if not math.isfinite(value.item()):
+            return False
+        optimizer.zero_grad()
+        value.backward()
+        try:
+            optimizer.step()
+        except FloatingPointError:  # Muon's, on gradients that are not finite
+            return False
+        scheduler.step()
+        after(step)
+    return True
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    task: Task,
+    steps: int,
+    *,
+    batch: int,
+    **options: Any,
+) -> float | None:
+    """`descend` on batches of a task; the loss on its new samples, None where it is not finite."""
+
+    def loss(step: int) -> Tensor:
+        x, y = task.batch(batch)
+        return task.loss(model(x), y)
+
+    return evaluate(model, task) if descend(optimizer, loss, steps, **options) else None
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, task: Task, samples: int = HELD_OUT_SAMPLES) -> float | None:
+    x, y = task.new(samples)
+    return finite(task.loss(model(x), y).item())
+
+
+def finite(loss: float) -> float | None:
+    return loss if math.isfinite(loss) else None
+
+
+def forward_flops(model: nn.Module, example: Tensor) -> int:
+    """FLOPs of the forward pass of `example`, 2 per multiply-add, of all matrix products."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(example)
+    return int(counter.get_total_flops())
+
+
+def count_params(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
