@@ -16,11 +16,11 @@ from typing import Any
 
 from benchmarks import muon_vs_adamw, self_guided, transfer
 from benchmarks import parts as step_parts
-from benchmarks.layer import FEW
-from benchmarks.papers.summary import count_verdicts
 from benchmarks.harness.record import read
 from benchmarks.harness.report import interval
 from benchmarks.harness.statistics import one, select
+from benchmarks.layer import FEW
+from benchmarks.papers.summary import count_verdicts
 
 Row = dict[str, Any]
 MARKER = re.compile(r"<!-- n:(\w+)\.(\w+) -->(.*?)<!-- /n -->", re.DOTALL)

@@ -303,9 +303,8 @@ def _derive_program(
     widths = prod(sizes[axis] for axis in inputs), prod(sizes[axis] for axis in outputs)
     numbers = [*widths, len(steps), *(number for step in steps for number in step[:4])]
     for lying, wanted in zip(before, after, strict=True):
-        move = _move(
-            *([axis for axis in each if axis != TOKENS] for each in (lying, wanted)), sizes
-        )
+        made, taken = ([axis for axis in axes if axis != TOKENS] for axes in (lying, wanted))
+        move = _move(made, taken, sizes)
         numbers += [len(move.sizes), *move.sizes, *move.order]
     last, largest = _move(before[-1], after[-1], sizes), max(s.fan_in * s.fan_out for s in steps)
     return Program(tuple(steps), last, *widths, tuple(numbers), largest)

@@ -19,7 +19,6 @@ from structlin import (
     Family,
     Kronecker,
     LowRank,
-    Mixture,
     Monarch,
     Split,
     Structure,
@@ -29,6 +28,7 @@ from structlin import (
     project,
 )
 from structlin._structure import Program
+from structlin.moe import Mixture
 from tests.catalogue import SMALL, SMALL_IDS, einsum_matrix, layer_of, tokens
 
 every_small_case = pytest.mark.parametrize("case", SMALL, ids=SMALL_IDS)

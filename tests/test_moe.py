@@ -20,7 +20,6 @@ from structlin import (
     Monarch,
     StructuredLinear,
     convert,
-    modular,
     optim,
     param_groups,
     stability,
@@ -469,7 +468,5 @@ def test_there_is_no_one_matrix():
         model[0].from_dense_(torch.eye(16))
     with pytest.raises(ValueError, match="layer '0' is a Mixture"):
         structlin.to_dense_(model)
-    with pytest.raises(ValueError, match="'0' is a Mixture with a router"):
-        modular.trace(model, torch.randn(2, 16))
     with pytest.raises(ValueError, match="last dimension must be in_features=16"):
         model(torch.randn(3, 8))

@@ -17,7 +17,7 @@ from PIL import Image
 
 from benchmarks import decay, markers, pages, self_guided, starts, transfer
 from benchmarks.harness import record, report, statistics
-from benchmarks.papers import summary, tables, verdicts
+from benchmarks.papers import summary, verdicts
 from structlin import BTT, TT, Kronecker, LowRank, Monarch, to_dense
 
 ROOT = pages.ROOT
@@ -256,7 +256,9 @@ def test_at_equal_width_the_gpt_ends_higher_and_by_the_naive_rate_highest():
 def test_our_rule_brings_btt_nearer_to_dense_and_monarch_not():
     table = pages.read("lr_transfer")["table"]
     moved = {
-        (name, rule): sum(abs(r["shift"]) for r in statistics.select(table, structure=name, rule=rule))
+        (name, rule): sum(
+            abs(r["shift"]) for r in statistics.select(table, structure=name, rule=rule)
+        )
         for name in pages.TRANSFER
         for rule in ("naive", "aware")
     }

@@ -21,9 +21,9 @@ from structlin import (
     Structure,
     _product,
     apply,
-    to_cola,
     to_dense,
 )
+from structlin._cola import to_cola
 from tests.catalogue import Drawn, drawn, structures
 
 ROLES = ("batch", "fan_out", "fan_in", "repeat")

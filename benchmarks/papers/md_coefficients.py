@@ -107,8 +107,7 @@ def efficiencies(method: str) -> dict[str, float]:
         "cond. 1e4": u @ torch.diag(torch.logspace(0, -4, 64)) @ v.mT,
     }
     return {
-        name: dual_efficiency(g, find_polar(g, method)).min().item()
-        for name, g in kinds.items()
+        name: dual_efficiency(g, find_polar(g, method)).min().item() for name, g in kinds.items()
     }
 
 

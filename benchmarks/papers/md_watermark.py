@@ -90,7 +90,12 @@ def make_optimizer(method: str, model: nn.Module, lr: float) -> torch.optim.Opti
     if method == "plain":
         return vectors
     return structlin.optim.Muon(
-        model, lr, momentum=0, nesterov=False, method=PAPERS["quintic-steep"], masses={"*": 1 / LAYERS}
+        model,
+        lr,
+        momentum=0,
+        nesterov=False,
+        method=PAPERS["quintic-steep"],
+        masses={"*": 1 / LAYERS},
     )
 
 

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.papers.verdicts import find_verdicts
 from benchmarks.harness.report import table
+from benchmarks.papers.verdicts import find_verdicts
 
 CBS, MD = "results/compute_better_spent.md", "results/modular_duality.md"
 MN, BM = "results/modular_norm.md", "results/beyond_mup.md"

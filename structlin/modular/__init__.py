@@ -25,7 +25,6 @@ from .module import (
     Identity,
     Module,
 )
-from .trace import trace
 
 __all__ = [
     "GELU",
@@ -54,5 +53,4 @@ __all__ = [
     "Structured",
     "masses",
     "residual",
-    "trace",
 ]

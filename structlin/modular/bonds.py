@@ -10,7 +10,6 @@ together.
 Source: Large et al. 2024 (arXiv:2405.14813), appendix B.3 and B.4.
 """
 
-from collections.abc import Callable
 from math import pi, sqrt
 
 import torch
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from .module import Add, Bond, Composite, Identity, Module, Width, single
+from .module import Bond, Composite, Width, single
 
 Dims = int | tuple[int, ...]
 
@@ -230,19 +229,3 @@ class AvgPool(Bond):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.adaptive_avg_pool2d(x, 1)
-
-
-#: The bond of each operation of torch, by the operation's name: sensitivities and sharpness have
-#: this one source.
-BONDS: dict[str, Callable[..., Module]] = {
-    "identity": Identity,
-    "add": Add,
-    "abs": Abs,
-    "relu": ReLU,
-    "gelu": GELU,
-    "rms_norm": RMSDivide,
-    "layer_norm": LayerNorm,
-    "scaled_dot_product_attention": FunctionalAttention,
-    "flatten": Flatten,
-    "adaptive_avg_pool2d": AvgPool,
-}
