@@ -4,7 +4,6 @@ import os
 import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ from torch import Tensor, nn
 from ._files import read_file, write_file
 from ._linear import StructuredLinear, uninitialised
 from ._model.survey import Layer, is_conv1d, linear_layers, swap
-from ._state import ENTRY
+from ._state import tell_difference
 from ._structure import Structure
 from .moe import Mixture
-from .scaling import init_std
 
 _TYPES = {  # of the fields of a described layer; `Structure` looks at its own
     "label": str,
@@ -85,9 +83,9 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
         `model`; the new layer if the model is itself a linear layer.
 
     Raises:
-        ValueError: the file is missing, truncated or edited; the model differs from what was saved,
-            where the message names the layers and tensors. After this error, as after any other,
-            the model is as it was.
+        ValueError: the file is missing, truncated or malformed; the model differs from what was
+            saved, where the message names the layers and tensors. After this error, as after any
+            other, the model is as it was.
 
     >>> import tempfile
     >>> from structlin import BTT, convert
@@ -208,14 +206,10 @@ def _build_layer(layer: Layer, data: Mapping[str, Any]) -> StructuredLinear | No
         device="meta" if structured else weight.device,
         dtype=weight.dtype,
     )
-    rule = partial(init_std, init=new.init, bottleneck_variance=new.zero_init)
-    earlier = [rule(core) for core in new.structure.cores]  # as 0.1.0 had it, and did not write it
-    sigma = data.get("sigma", earlier)
-    if sigma not in (new.stds, earlier):
+    if data["sigma"] != new.stds:
         raise ValueError(
-            f"init={new.init!r} gives sigma={new.stds} in this version, {sigma} in the file"
+            f"init={new.init!r} gives sigma={new.stds} in this version, {data['sigma']} in the file"
         )
-    new.stds = sigma
     if isinstance(old, StructuredLinear):
         _check_same(old, new, data["label"])
         return None
@@ -237,8 +231,8 @@ def _make_empty(data: Mapping[str, Any], *args: Any, **options: Any) -> Structur
 def _check_same(old: StructuredLinear, new: StructuredLinear, label: str) -> None:
     if old.structure != new.structure:
         raise ValueError(f"is {old.label} in the model, {label} in the file")
-    if old.text != new.text:
-        raise ValueError(f"computes with {old.text!r} in the model, {new.text!r} in the file")
+    if difference := tell_difference(old.computes_with(), new.computes_with()):
+        raise ValueError(f"{difference} in the file")
 
 
 def _collect_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -298,16 +292,14 @@ def _restore_on_error(model: nn.Module) -> Iterator[None]:
 
 def _check_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
     """Names, shapes, ties (equal in the file), and that no buffer stays without values."""
-    # compared by the layers
-    entries = {f"{name}.{ENTRY}".removeprefix(".") for name in describe(model)}
     state = model.state_dict(keep_vars=True)
     wanted = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
-    lacking, unknown = (
-        wanted.keys() - saved.keys() - entries,
-        saved.keys() - wanted.keys() - entries,
-    )
-    problems = [f"{name!r} is in the model, not in the file" for name in wanted if name in lacking]
-    problems += [f"{name!r} is in the file, not in the model" for name in saved if name in unknown]
+    problems = [
+        f"{name!r} is in the model, not in the file" for name in wanted if name not in saved
+    ]
+    problems += [
+        f"{name!r} is in the file, not in the model" for name in saved if name not in wanted
+    ]
     problems += [
         f"{name!r} has shape {(*wanted[name].shape,)} in the model, {(*tensor.shape,)} in the file"
         for name, tensor in saved.items()

@@ -748,12 +748,8 @@ def untie(model: nn.Module) -> None:
 
 def _declare(model: nn.Module) -> None:
     """Let transformers know which layers are structured, so that `save_pretrained` writes it
-    down."""
-    # a model of transformers has imported it
-    owner = sys.modules.get("transformers.modeling_utils")
-    if owner is not None and any(
-        isinstance(module, owner.PreTrainedModel) for module in model.modules()
-    ):
+    down, also where `model` is a part of a model of transformers."""
+    if "transformers.modeling_utils" in sys.modules:
         from .hf import declare
 
         declare(model)

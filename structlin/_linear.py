@@ -258,11 +258,15 @@ class StructuredLinear(DescribedModule):
             return self.to_dense()
         return WeightView(self)
 
-    @property
-    def text(self) -> str:
-        """What the layer computes with beside its parameters, on one line; its state carries it."""
-        sigma = "" if self.gains is None else f"; sigma={' '.join(map(repr, self.stds))}"
-        return f"{self.in_features} -> {self.out_features} by {self.structure!r}{sigma}"
+    def computes_with(self) -> dict[str, Any]:
+        """The widths, the structure and, with weight normalisation, sigma: what a state dict must
+        agree with."""
+        return {
+            "in_features": self.in_features,
+            "out_features": self.out_features,
+            "structure": self.structure.to_dict(),
+            "sigma": None if self.gains is None else self.stds,
+        }
 
     def extra_repr(self) -> str:
         options = f"in_features={self.in_features}, out_features={self.out_features}, {self.label}"

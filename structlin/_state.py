@@ -1,72 +1,30 @@
-"""What a structured layer computes with, as an entry of its state that other layers refuse.
+"""What a layer computes with beside its tensors, written beside the tensors of a state dict.
 
-The state dict of a `StructuredLinear` has an entry `weight` beside its parameters: one line of text
-as bytes (uint8). A layer that computes with something else refuses it, and so does a dense layer,
-which finds a row of bytes where its matrix should be: a size mismatch, which neither `strict=False`
-nor transformers passes over in silence.
+A state dict of torch carries metadata: an attribute, no entry, so its entries are parameters alone.
+The metadata survives torch.save, deepcopy and load_state_dict. Files of tensors alone
+(safetensors), distributed checkpoints and a plain `dict` lose it, and then only names and shapes
+are compared.
 """
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-ENTRY = "weight"
-_WRAPPERS = {"module", "_orig_mod"}  # what DDP and torch.compile add to the names of a state
-
-
-def write_entry(text: str) -> Tensor:
-    """The bytes of `text`, `(length,)` of uint8, on the CPU."""
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-
-
-def carries_entry(layer: nn.Module, prefix: str) -> bool:
-    """Whether the state of `layer` gets an entry.
-
-    A layer without values (meta) has no numbers to protect. A layer inside DDP or a compiled module
-    has none either: torch.distributed.checkpoint takes the wrapper's name from every entry and
-    gives it back to parameters only.
-    """
-    wrapped = not _WRAPPERS.isdisjoint(prefix.split("."))
-    return not wrapped and not any(parameter.is_meta for parameter in layer.parameters())
-
-
-def find_difference(entry: Tensor | None, text: str) -> str:
-    """What is wrong with `entry` for a layer that says `text` of itself; empty if nothing is.
-
-    Nothing is wrong where nothing is said: states of 0.1.0 have no entry, or an empty one.
-
-    >>> find_difference(write_entry("4 -> 4 by o i"), "4 -> 4 by o i")
-    ''
-    >>> find_difference(write_entry("4 -> 4 by r i"), "4 -> 4 by o i")
-    "this layer computes with '4 -> 4 by o i', the state is that of '4 -> 4 by r i'"
-    """
-    if entry is None or entry.numel() == 0 or entry.is_meta:
-        return ""
-    if entry.ndim != 1:
-        shape = tuple(entry.shape)
-        return (
-            f"a dense weight of shape {shape} for a structured layer ({text}): load it into the "
-            "dense model and convert that, or use layer.from_dense_(weight)"
-        )
-    values = [round(value) for value in entry.tolist()]  # whole again where states were averaged
-    said = bytes(value % 256 for value in values).decode(errors="replace")
-    return (
-        "" if said == text else f"this layer computes with {text!r}, the state is that of {said!r}"
-    )
+KEY = "structlin"
 
 
 class DescribedModule(nn.Module):
-    """A module whose state says in `text` what it computes with beside its parameters."""
+    """A module whose state dict says what it computes with, and which refuses another's."""
 
-    @property
-    def text(self) -> str:
+    def computes_with(self) -> dict[str, Any]:
+        """Everything but tensors that decides what the module computes, as plain data."""
         raise NotImplementedError
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if carries_entry(self, prefix):
-            destination[prefix + ENTRY] = write_entry(self.text)
+        metadata = getattr(destination, "_metadata", {})
+        if prefix[:-1] in metadata:
+            metadata[prefix[:-1]][KEY] = self.computes_with()
 
     def _load_from_state_dict(
         self,
@@ -78,9 +36,29 @@ class DescribedModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        entry = prefix + ENTRY
-        if difference := find_difference(state_dict.get(entry), self.text):
-            error_msgs.append(f"{entry!r}: {difference}")
-        state = {name: value for name, value in state_dict.items() if name != entry}
+        said = local_metadata.get(KEY)
+        if said is not None and (difference := tell_difference(self.computes_with(), said)):
+            error_msgs.append(f"{prefix[:-1]!r}: {difference} in the state")
+        dense = state_dict.get(f"{prefix}weight")
+        if dense is not None and dense.ndim == 2:
+            error_msgs.append(
+                f"'{prefix}weight': a dense weight of shape {tuple(dense.shape)} for a structured "
+                "layer: load it into the dense model and convert that, or use "
+                "layer.from_dense_(weight)"
+            )
         told = (missing_keys, unexpected_keys, error_msgs)
-        super()._load_from_state_dict(state, prefix, local_metadata, strict, *told)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *told)
+
+
+def tell_difference(own: dict[str, Any], said: Any) -> str:
+    """The first entry that differs; empty if all are equal.
+
+    >>> tell_difference({"in_features": 4, "sigma": None}, {"in_features": 4, "sigma": [0.5]})
+    'sigma=None in the model, [0.5]'
+    """
+    if not isinstance(said, dict):
+        return f"{own} in the model, {said!r}"
+    for name in dict.fromkeys([*own, *said]):
+        if own.get(name) != said.get(name):
+            return f"{name}={own.get(name)} in the model, {said.get(name)}"
+    return ""

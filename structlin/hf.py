@@ -1,17 +1,20 @@
 """transformers: `save_pretrained` and `from_pretrained` of a converted model, as a quantiser.
 
-`convert` announces the structured layers of a model of transformers (`declare`). To load, **import
-structlin.hf before from_pretrained**: it registers the quantiser "structlin". Without that import,
-and where a part of a model was converted without `declare(model)`, from_pretrained fails with a
-size mismatch of every structured layer's `weight`, because the file holds a row of bytes of that
-name. It cannot go on with random weights, unless it is told to with `ignore_mismatched_sizes`.
+`convert` imports this module where transformers is in use. From then on every `save_pretrained`
+writes into the config which layers are structured. To load, **import structlin.hf before
+from_pretrained**: it registers the quantiser "structlin". Without that import from_pretrained fails
+with a size mismatch of every structured layer's `weight`, because `save_pretrained` writes a row of
+bytes of that name. from_pretrained cannot go on with random weights, unless it is told to with
+`ignore_mismatched_sizes`.
 """
 
 import copy
 import re
 from collections.abc import Iterable, Mapping
+from functools import wraps
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel, __version__
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -21,10 +24,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ._checkpoint import describe, restructure
 from ._linear import StructuredLinear
 from ._model.survey import build_dense_layer, linear_layers, swap
-from ._state import ENTRY, write_entry
 
 __all__ = ["declare"]
 METHOD = "structlin"
+GUARD = "weight"  # an entry of a checkpoint that a dense layer refuses, for its shape
+GUARD_TEXT = b"import structlin.hf before from_pretrained"
 
 
 @register_quantization_config(METHOD)
@@ -47,7 +51,7 @@ class StructlinQuantizer(HfQuantizer):
     ) -> PreTrainedModel:
         modules = _match_names(model, self.quantization_config.modules)
         swap(model, restructure(model, modules))
-        guards = [rf"(^|\.){re.escape(name)}\.{ENTRY}$" for name in modules]
+        guards = [rf"(^|\.){re.escape(name)}\.{GUARD}$" for name in modules]
         kind: type[Any] = list if __version__.startswith("4.") else set
         model._keys_to_ignore_on_load_unexpected = kind(
             [*(model._keys_to_ignore_on_load_unexpected or ()), *guards]
@@ -86,7 +90,9 @@ class StructlinQuantizer(HfQuantizer):
         for name, module in model.named_modules(remove_duplicate=False):
             if isinstance(module, StructuredLinear):
                 # also where its cores are offloaded
-                state[f"{name}.{ENTRY}"] = write_entry(module.text)
+                state[f"{name}.{GUARD}"] = torch.frombuffer(
+                    bytearray(GUARD_TEXT), dtype=torch.uint8
+                )
         return state, {}
 
     def _dequantize(self, model: PreTrainedModel, dtype: Any = None) -> nn.Module:
@@ -114,17 +120,7 @@ class StructlinQuantizer(HfQuantizer):
 def declare(model: nn.Module) -> None:
     """Tell each model of transformers in `model`, itself included, which layers are structured.
 
-    `convert`, `to_dense_` and every save call it. Call it on the whole model after converting a
-    part of it, for example `convert(model.model.layers, ...)`, or its checkpoints are refused when
-    they are loaded.
-
-    >>> from transformers import GPT2Config, GPT2Model
-    >>> from structlin import BTT, convert
-    >>> model = GPT2Model(GPT2Config(n_embd=16, n_layer=1, n_head=2))
-    >>> _ = convert(model.h, BTT(), include="*c_fc")
-    >>> declare(model)
-    >>> list(model.hf_quantizer.quantization_config.modules)
-    ['h.0.mlp.c_fc']
+    `convert`, `to_dense_` and every `save_pretrained` call it.
     """
     for part in model.modules():
         if not isinstance(part, PreTrainedModel):
@@ -136,6 +132,18 @@ def declare(model: nn.Module) -> None:
         elif isinstance(own, StructlinQuantizer):
             del part.hf_quantizer
             _write_config(part)
+
+
+_save_pretrained = PreTrainedModel.save_pretrained
+
+
+@wraps(_save_pretrained)
+def _declare_and_save(self: PreTrainedModel, *args: Any, **options: Any) -> Any:
+    declare(self)  # also layers of which only a part of the model knows so far
+    return _save_pretrained(self, *args, **options)
+
+
+PreTrainedModel.save_pretrained = _declare_and_save  # type: ignore[method-assign]
 
 
 def _write_config(model: PreTrainedModel) -> None:

@@ -168,9 +168,9 @@ class Mixture(StructuredLinear):
             f"a mixture of {self.experts} experts has no one matrix: it can not take one"
         )
 
-    @property
-    def text(self) -> str:
-        return f"{self.top_k} of {self.experts} experts, {super().text}"
+    def computes_with(self) -> dict[str, Any]:
+        """Also how many experts there are, and how many a token uses."""
+        return super().computes_with() | {"experts": self.experts, "top_k": self.top_k}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "balance": None}  # part of a graph, which can not be copied

@@ -1,11 +1,11 @@
 """Files of converted models: bit-equal, strict, whole or refused."""
 
+import copy
 import errno
+import importlib.util
 import json
 import os
-import shutil
 import stat
-import tempfile
 import warnings
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from structlin import (
     save,
 )
 from structlin._files import FILE
+from structlin.moe import Mixture
 from tests.models import GPT, snapshot
 
 TOKENS = torch.arange(24).reshape(2, 12)
@@ -284,33 +285,27 @@ def _make_pipe(path):
     ("damage", "message"),
     [
         (lambda p: p.unlink(), "has no structlin.safetensors; was it written by structlin.save"),
-        (lambda p: p.write_bytes(p.read_bytes()[:500]), "truncated or edited"),
+        (lambda p: p.write_bytes(p.read_bytes()[:500]), "is truncated"),
         (lambda p: p.write_bytes(b""), "no file of structlin.save"),
         (lambda p: p.write_bytes(b"[]"), "no file of structlin.save"),
         (lambda p: p.write_bytes(b"\xff" * 99), "no file of structlin.save"),
         (lambda p: save_file({"a": torch.ones(2)}, p), "no file of structlin.save"),
         (lambda p: torch.save({}, p), "no file of structlin.save"),
-        (
-            lambda p: _rewrite(p, lambda d: d["modules"].pop("h.0.mlp.c_fc")),
-            "edited: its checksum is another",
-        ),
-        (lambda p: _rewrite(p, lambda d: d.pop("checksum")), "no file of structlin.save"),
-        (
-            lambda p: _rewrite(p, lambda d: d.update(version=99)),
-            "has version 99; upgrade structlin",
+        *(
+            (lambda p, v=v: _rewrite(p, lambda d: d.update(version=v)), f"has version {v!r}; this")
+            for v in (0, 99, -5, "1", None)
         ),
         *(
-            (lambda p, v=v: _rewrite(p, lambda d: d.update(version=v)), f"has version {v!r}; vers")
-            for v in (0, -5, True, "2", None)
+            (lambda p, k=k: _rewrite(p, lambda d: d.pop(k)), "no file of structlin.save")
+            for k in ("version", "modules", "aliases")
         ),
         (_link_to_zeros, "no regular file"),
         (_make_pipe, "no regular file"),
         (lambda p: (p.unlink(), p.mkdir()), "no regular file"),
-        (lambda p: p.write_bytes(p.read_bytes()[:-8]), "truncated or edited"),
-        (lambda p: p.write_bytes(p.read_bytes()[:-1] + b"\x07"), "truncated or edited"),
+        (lambda p: p.write_bytes(p.read_bytes()[:-8]), "is truncated"),
     ],
 )
-def test_a_truncated_or_edited_file_is_an_error(saved, damage, message):
+def test_a_truncated_or_malformed_file_is_an_error(saved, damage, message):
     _, path = saved
     damage(path / FILE)
     model = GPT()
@@ -322,8 +317,8 @@ def test_a_truncated_or_edited_file_is_an_error(saved, damage, message):
 
 @pytest.mark.parametrize(
     ("owner", "fails"),
-    [(tempfile, "mkdtemp"), (safetensors.torch, "save_file"), (os, "fsync"), (os, "replace")],
-    ids=["the folder", "the numbers", "flushing", "renaming"],
+    [(safetensors.torch, "save_file"), (os, "fsync"), (os, "replace")],
+    ids=["the numbers", "flushing", "renaming"],
 )
 def test_a_save_that_fails_leaves_the_old_model_and_nothing_else(saved, monkeypatch, owner, fails):
     model, path = saved
@@ -356,22 +351,12 @@ def test_others_may_read_the_file_as_they_may_one_of_torch_save(umask, tmp_path)
     assert modes == {0o666 & ~umask}
 
 
-@pytest.mark.skipif(os.name == "nt", reason="folders cannot be flushed there")
-def test_the_file_is_on_the_disk_before_it_is_renamed_and_the_folder_after(tmp_path, monkeypatch):
+def test_the_file_is_on_the_disk_before_it_is_renamed(tmp_path, monkeypatch):
     done, fsync, replace = [], os.fsync, os.replace
-
-    def flush(handle):
-        done.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")
-        fsync(handle)
-
-    def rename(source, target):
-        done.append("rename")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", flush)
-    monkeypatch.setattr(os, "replace", rename)
+    monkeypatch.setattr(os, "fsync", lambda handle: (done.append("file"), fsync(handle)))
+    monkeypatch.setattr(os, "replace", lambda *names: (done.append("rename"), replace(*names)))
     save(nn.Linear(3, 3), tmp_path)
-    assert done == ["file", "rename", "folder"]
+    assert done == ["file", "rename"]
 
 
 def test_what_has_no_values_or_is_no_tensor_is_not_saved(tmp_path):
@@ -522,7 +507,7 @@ def test_a_layer_that_computes_with_something_else_refuses_the_numbers(case, tmp
     for strict in (True, False):
         with pytest.raises(
             RuntimeError,
-            match=r"'0\.weight': this layer computes with '16 -> 16 by .* the state is that",
+            match=r"'0': .*=.* in the model, .* in the state",
         ):
             other.load_state_dict(model.state_dict(), strict=strict)
 
@@ -539,140 +524,131 @@ def test_the_sigma_of_a_layer_that_started_as_zero_is_compared(tmp_path):
 
     model = low_rank()
     save(model, tmp_path)
-    with pytest.raises(ValueError, match=r"computes with '16 -> 16 by i -> o; .*sigma="):
+    with pytest.raises(ValueError, match=r"sigma=.* in the model, .* in the file"):
         load(low_rank(zero_init="0"), tmp_path)
-    with pytest.raises(RuntimeError, match="this layer computes with"):
+    with pytest.raises(RuntimeError, match=r"sigma=.* in the model, .* in the state"):
         low_rank(zero_init="0").load_state_dict(model.state_dict())
 
 
-def test_a_low_rank_layer_of_an_earlier_version_keeps_its_sigma(tmp_path):
-    model = convert(nn.Sequential(nn.Linear(16, 16)), LowRank(rank=2), weight_norm=True)
-    assert model[0].stds[0] == 1 / 4
-    model[0].stds[0] = 2**0.5 / 16  # as it was: sqrt(fan_out) / fan_in
-    save(model, tmp_path)
-    loaded = load(nn.Sequential(nn.Linear(16, 16)), tmp_path)
-    x = torch.randn(3, 16)
-    assert torch.equal(loaded(x), model(x))
-    model[0].stds[0] = 1 / 5
-    save(model, tmp_path)
-    with pytest.raises(ValueError, match=r"sigma=\[0.25.*\] in this version, \[0.2,"):
-        load(nn.Sequential(nn.Linear(16, 16)), tmp_path)
-
-
 @pytest.mark.parametrize("strict", [True, False])
-def test_dense_and_structured_layers_refuse_each_others_state(strict):
+def test_a_structured_layer_refuses_a_dense_state(strict):
     dense, structured = nn.Linear(16, 16), StructuredLinear(16, 16, BTT())
-    with pytest.raises(RuntimeError, match="size mismatch for weight"):
-        dense.load_state_dict(structured.state_dict(), strict=strict)
     with pytest.raises(
         RuntimeError, match=r"'weight': a dense weight of shape \(16, 16\) for a structured layer"
     ):
         structured.load_state_dict(dense.state_dict(), strict=strict)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        dense.load_state_dict(structured.state_dict())
 
 
 def test_padding_is_part_of_what_is_compared():
     big, small = (
         StructuredLinear(97, width, BTT().structure(97, 101), bias=False) for width in (101, 100)
     )
-    with pytest.raises(RuntimeError, match=r"97 -> 100 by .* the state is that of '97 -> 101 by"):
+    with pytest.raises(RuntimeError, match=r"out_features=100 in the model, 101 in the state"):
         small.load_state_dict(big.state_dict())
 
 
-def test_a_state_without_the_entry_is_taken_and_an_average_of_states_too():
-    first, second = (StructuredLinear(16, 16, BTT(), weight_norm=True) for _ in range(2))
-    state = first.state_dict()
-    parameters = dict(first.named_parameters())
-    assert state.keys() - parameters.keys() == {"weight"}
-    assert (
-        second.load_state_dict(
-            {name: value for name, value in state.items() if name != "weight"}
-        ).missing_keys
-        == []
-    )
-    average = {name: (state[name].double() + second.state_dict()[name]) / 2 for name in state}
-    second.load_state_dict(average)
-    torch.testing.assert_close(second.to_dense(), first.to_dense())
+def test_how_experts_are_used_is_compared():
+    two, three = (Mixture(16, 16, BTT(), experts=4, top_k=top_k) for top_k in (2, 3))
+    with pytest.raises(RuntimeError, match=r"top_k=3 in the model, 2 in the state"):
+        three.load_state_dict(two.state_dict())
 
 
-# ---- files of 0.1.0 ------------------------------------------------------------------------------
+# ---- the state dict and torch's own tools --------------------------------------------------------
 
-OLD = Path(__file__).parent / "data" / "saved_by_0.1.0"
-
-
-def dense_model() -> nn.Module:
-    layers = (
-        nn.Embedding(6, 16),
-        nn.Linear(16, 16),
-        nn.BatchNorm1d(16),
-        nn.Linear(16, 16),
-        nn.Linear(16, 6, bias=False),
-    )
-    layers[4].weight = layers[0].weight
-    return nn.Sequential(*layers).eval()
-
-
-def test_files_of_the_first_version_are_loaded():
-    model = load(dense_model(), OLD)
-    assert [type(layer) for layer in model[1:4:2]] == [StructuredLinear] * 2
-    assert model[4].weight is model[0].weight
-    torch.testing.assert_close(
-        model(torch.arange(6)), torch.tensor(json.loads((OLD / "outputs.json").read_text()))
-    )
-
-
-def test_what_the_first_version_did_not_compare_is_compared():
-    other = convert(dense_model(), BTT(), include="1", weight_norm=True)
-    convert(other, LowRank(rank=3), include="3", weight_norm=True, zero_init="3")
-    before = snapshot(other)
-    with pytest.raises(ValueError, match="'1': computes with"):
-        load(other, OLD)
-    assert snapshot(other) == before
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (
-            lambda p: (p / "model.safetensors").unlink(),
-            "has no model.safetensors, which structlin.json tells of",
-        ),
-        (lambda p: (p / "structlin.json").write_text("{}"), "no manifest of structlin"),
-        (lambda p: (p / "structlin.json").write_bytes(b"\xff\xfe\x00"), "no manifest of structlin"),
-        (
-            lambda p: (p / "structlin.json").write_text((OLD / "structlin.json").read_text()[:500]),
-            "is truncated",
-        ),
-        (
-            lambda p: (p / "structlin.json").write_text(
-                '{"a' + (OLD / "structlin.json").read_text()[2:]
-            ),
-            "no manifest",
-        ),
-        (lambda p: (p / "model.safetensors").write_bytes(b"abc"), "truncated or edited"),
-    ],
+STRUCTURES = (  # of the same core shapes
+    Structure("g d -> b a", "g s b d", "b a g s", g=4, d=4, s=2, b=4, a=4),
+    Structure("g d -> a b", "g s b d", "b a g s", g=4, d=4, s=2, b=4, a=4),
 )
-def test_a_damaged_file_of_the_first_version_is_an_error(tmp_path, damage, message):
-    folder = tmp_path / "m"
-    shutil.copytree(OLD, folder)
-    damage(folder)
-    model = dense_model()
-    before = snapshot(model)
-    with pytest.raises(ValueError, match=message):
-        load(model, folder)
-    assert snapshot(model) == before
 
 
-def test_saving_over_a_file_of_the_first_version_replaces_what_is_loaded(tmp_path):
-    folder = tmp_path / "m"
-    shutil.copytree(OLD, folder)
-    model = load(dense_model(), folder)
+def build_pair(**options) -> list[nn.Module]:
+    return [
+        convert(nn.Sequential(nn.Linear(16, 16)), structure, **options) for structure in STRUCTURES
+    ]
+
+
+def through_a_file(state, path):
+    torch.save(state, path / "state.pt")
+    return torch.load(path / "state.pt", weights_only=True)
+
+
+WAYS = {  # that a state dict goes, and whether it still says what its layers compute with
+    "as it is": (lambda state, path: state, True),
+    "deepcopy": (lambda state, path: copy.deepcopy(state), True),
+    "torch.save": (through_a_file, True),
+    "dict": (lambda state, path: dict(state), False),
+}
+
+
+@pytest.mark.parametrize("weight_norm", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_state_dict_has_parameters_alone_and_says_what_its_layers_compute_with(
+    way, weight_norm, tmp_path
+):
+    first, other = build_pair(weight_norm=weight_norm)
+    assert first.state_dict().keys() == dict(first.named_parameters()).keys()
+    go, says = WAYS[way]
+    state = go(first.state_dict(), tmp_path)
+    twin = build_pair(weight_norm=weight_norm)[0]
+    twin.load_state_dict(state)
+    assert torch.equal(twin[0].to_dense(), first[0].to_dense())
+    before = snapshot(other)
+    if says:
+        for strict in (True, False):
+            with pytest.raises(RuntimeError, match=r"'0': structure=.* in the model, .* in the st"):
+                other.load_state_dict(state, strict=strict)
+    else:
+        other.load_state_dict(state)  # names and shapes are all that is left
+        assert snapshot(other) != before
+
+
+def test_wrappers_of_torch_keep_what_a_state_dict_says():
+    first, other = build_pair()
+    wraps = (torch.compile, torch.optim.swa_utils.AveragedModel, nn.DataParallel)
+    for wrap in wraps:
+        wrap(build_pair()[0]).load_state_dict(wrap(first).state_dict())
+        with pytest.raises(RuntimeError, match=r"0': structure=.* in the model"):
+            wrap(other).load_state_dict(wrap(first).state_dict())
+
+
+def test_a_state_dict_is_what_functional_call_takes():
+    first = build_pair(weight_norm=True)[0]
+    x, state = torch.randn(3, 16), first.state_dict()
+    assert torch.equal(torch.func.functional_call(first, state, x), first(x))
+    doubled = {name: 2 * value for name, value in state.items()}
+    assert not torch.equal(torch.func.functional_call(first, doubled, x), first(x))
+
+
+def test_averages_of_states_are_states():
+    first, second = (build_pair(weight_norm=True)[0] for _ in range(2))
+    one, two = first.state_dict(), second.state_dict()
+    average = {name: (one[name] + two[name]) / 2 for name in one}
+    mean = build_pair(weight_norm=True)[0]
+    mean.load_state_dict(average)
+    torch.testing.assert_close(mean[0].cores[0], (first[0].cores[0] + second[0].cores[0]) / 2)
+
+
+@pytest.mark.parametrize("kind", ["ModelEmaV2", "ModelEmaV3"])
+def test_timms_average_follows_the_model_and_gives_its_state_back(kind):
+    spec = importlib.util.find_spec("timm")
+    if spec is None:
+        pytest.skip("timm is not installed")
+    file = Path(spec.submodule_search_locations[0]) / "utils" / "model_ema.py"
+    spec = importlib.util.spec_from_file_location("model_ema", file)  # without torchvision
+    utils = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(utils)
+    model = build_pair(weight_norm=True)[0]
+    average = getattr(utils, kind)(model, decay=0.5)
+    start = model[0].cores[0].detach().clone()
     with torch.no_grad():
-        model[1].bias.add_(1)
-    save(model, folder)
-    assert torch.equal(load(dense_model(), folder)[1].bias, model[1].bias)
-
-
-# ---- the entry and torch's own ways of saving ----------------------------------------------------
+        for parameter in model.parameters():
+            parameter.add_(1)
+    average.update(model)
+    torch.testing.assert_close(average.module[0].cores[0], start + 0.5)
+    model.load_state_dict(average.module.state_dict())
+    torch.testing.assert_close(model[0].cores[0].detach(), start + 0.5)
 
 
 @pytest.mark.parametrize(

