@@ -449,7 +449,7 @@ def roles_of(core: Core, text: str) -> list[tuple[str, str]]:
 
 # name of the file -> what it shows, and a function that draws it
 PICTURES: dict[str, tuple[Callable[[], str], Callable[[], Figure]]] = {
-    "structure.png": (lambda: DRAWN.text, lambda: draw_structure(DRAWN)),
+    "structure.png": (lambda: repr(DRAWN), lambda: draw_structure(DRAWN)),
     "lr_transfer.png": (
         lambda: json.dumps(read("lr_transfer")["rows"]),
         lambda: lr_transfer.plot_some(read("lr_transfer"), TRANSFER),
