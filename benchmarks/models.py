@@ -167,7 +167,7 @@ def row(case: Case) -> dict[str, str]:
         )
 
     def restored() -> str:
-        plain = structlin.to_dense_(copy.deepcopy(model))
+        plain = structlin.densify(copy.deepcopy(model))
         if list(plain.state_dict()) != list(dense.state_dict()):
             return "no: other state_dict keys"
         return difference(run(plain), expected)
@@ -240,7 +240,7 @@ Every model is a tiny random one of its class, converted by `convert(model, BTT(
   to eager.
 - save/load diff: `save`, then `load` into a fresh model; save_pretrained diff: transformers' own
   way there and back.
-- to_dense diff: `to_dense_` against the structured model; the keys of the state_dict are those of
+- to_dense diff: `densify` against the structured model; the keys of the state_dict are those of
   the original.
 - export: `torch.export.export`, run, against the model itself.
 

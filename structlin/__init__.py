@@ -3,7 +3,8 @@ writes."""
 
 from . import duality, modular, moe, optim, scaling, search, stability
 from ._checkpoint import load, save
-from ._convert import Plan, convert, merge, plan, to_dense_
+from ._convert import Plan, convert, plan
+from ._densify import densify
 from ._distill import distill
 from ._families import (
     BLAST,
@@ -52,6 +53,7 @@ __all__ = [
     "apply",
     "convert",
     "cost",
+    "densify",
     "distill",
     "divide",
     "duality",
@@ -61,7 +63,6 @@ __all__ = [
     "keep_ratios",
     "load",
     "lr_mult",
-    "merge",
     "modular",
     "moe",
     "optim",
@@ -76,6 +77,5 @@ __all__ = [
     "stability",
     "summary",
     "to_dense",
-    "to_dense_",
     "widen",
 ]

@@ -1,8 +1,7 @@
 """Any model of linear layers -> structured, in place: first all is decided and built, then swapped.
 
 `plan` decides for each linear layer of the model (`_model`: survey, select, decide) and projects
-where a budget asks for it. `Plan.apply` builds the new layers and swaps them in. `convert` is both;
-`to_dense_` and `merge` lead back.
+where a budget asks for it. `Plan.apply` builds the new layers and swaps them in. `convert` is both.
 """
 
 import inspect
@@ -10,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import isclose, isfinite
 from typing import Any, ParamSpec, TypeVar
 
@@ -24,10 +22,8 @@ from ._model.decide import Decision, Spec, decide
 from ._model.select import Patterns
 from ._model.survey import (
     Layer,
-    build_dense_layer,
     carry_attributes,
     find_loose_matrices,
-    find_loss,
     is_conv1d,
     require_replaceable,
     require_unchanged,
@@ -47,10 +43,8 @@ from ._projection.effect import Harms, walk
 from ._projection.refine import Refined
 from ._projection.sequential import project_in_order
 from ._projection.solve import project, relative_error
-from ._report import Table, kind_of, percent
+from ._report import Table, percent
 from ._structure import Structure
-from ._timing import time_in_turn
-from .moe import Mixture
 from .scaling import INITS
 
 P = ParamSpec("P")
@@ -109,7 +103,7 @@ class Plan:
         model = swap(self.model, new)
         if self.untie:
             untie(model)
-        _declare(model)
+        declare(model)
         return model
 
     def _build_layer(self, decision: Decision) -> StructuredLinear:
@@ -339,73 +333,6 @@ def convert(model: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
     planned = plan(model, *arguments, **options)
     warn_of(planned)
     return planned.apply()
-
-
-def to_dense_(model: nn.Module) -> nn.Module:
-    """Replace every structured layer of `model` by the dense one that it stands for, in place.
-
-    What was an nn.Linear or a Conv1D is one again, under the same names in `state_dict`; dtype,
-    device, `requires_grad`, training mode, biases and attributes that somebody has set on a layer
-    stay, layers that were shared are shared.
-
-    Returns:
-        `model`; the new layer if `model` is itself a structured layer.
-
-    Raises:
-        ValueError: no structured layer; one of a class of its own, or with hooks, or whose cores
-            are no ordinary parameters (sharded, parametrised, pruned); a model that is wrapped, as
-            for `convert`; inference mode. The model is then as it was.
-
-    >>> from structlin import BTT
-    >>> model = convert(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), BTT())
-    >>> to_dense_(model)
-    Sequential(
-      (0): Linear(in_features=64, out_features=64, bias=True)
-      (1): ReLU()
-    )
-    """
-    return _make_dense(model, _find_structured(model))
-
-
-def merge(model: nn.Module, *, tokens: int) -> nn.Module:
-    """For inference: replace in place the structured layers that are slower than dense ones here.
-
-    Each layer is timed against the dense one that it would become, on random input of that many
-    tokens; layers that are faster stay structured, the others become what `to_dense_` makes of
-    them, under the same names in `state_dict`. Layers that are alike are timed once. Each process
-    measures for itself. A `Mixture` stays.
-
-    Args:
-        tokens: of one call, over all leading dimensions: batch size times sequence length, or the
-            batch size alone when text is generated with a cache.
-
-    Returns:
-        `model`; the new layer if `model` is itself a structured layer that is replaced.
-
-    Raises:
-        ValueError: `tokens` is not positive; a layer has no values (meta) or is sharded; one to
-            replace cannot be, or the model is wrapped, as for `to_dense_`. The model is then as it
-            was.
-
-    >>> from structlin import TT
-    >>> model = nn.Sequential(StructuredLinear(64, 64, TT(rank=16)))
-    >>> x = torch.randn(4096, 64)
-    >>> y = model(x)
-    >>> torch.allclose(merge(model, tokens=4096)(x), y, atol=1e-4)
-    True
-    """
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
-        raise ValueError(f"tokens={tokens!r} must be a positive integer: the tokens of one call")
-    structured = _find_structured(model).items()
-    layers = {x: names for x, names in structured if not isinstance(x, Mixture)}
-    slower: dict[tuple[object, ...], bool] = {}
-    for layer, names in layers.items():
-        if _is_sharded(layer) or layer.cores[0].is_meta:
-            reason = "is sharded: gather it first" if _is_sharded(layer) else "has no values (meta)"
-            raise ValueError(f"layer {names[0]!r} {reason}")
-        if kind_of(layer) not in slower:
-            slower[kind_of(layer)] = _is_slower(layer, tokens)
-    return _make_dense(model, {x: names for x, names in layers.items() if slower[kind_of(x)]})
 
 
 # ---- arguments ---------------------------------------------------------------------------------
@@ -681,55 +608,6 @@ def _check_weights(decisions: Iterable[Decision]) -> None:
             raise ValueError(f"layer {name!r} got other weights after this plan; make a new one")
 
 
-# ---- the way back ------------------------------------------------------------------------------
-
-
-def _find_structured(model: nn.Module) -> dict[StructuredLinear, list[str]]:
-    """The structured layers of a model whose layers can be replaced, with all their names."""
-    require_replaceable(model)
-    names: dict[StructuredLinear, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, StructuredLinear):
-            names.setdefault(module, []).append(name)
-    if not names:
-        raise ValueError(f"model={type(model).__name__} has no structured layer")
-    return names
-
-
-def _make_dense(model: nn.Module, layers: Mapping[StructuredLinear, list[str]]) -> nn.Module:
-    for layer, names in layers.items():
-        if reason := _find_reason_to_keep(layer):
-            raise ValueError(f"layer {names[0]!r} {reason}")
-    model = swap(model, [(names, build_dense_layer(layer)) for layer, names in layers.items()])
-    _declare(model)
-    return model
-
-
-def _find_reason_to_keep(layer: StructuredLinear) -> str:
-    """Why no dense layer can take the place of this one; empty if one can."""
-    if type(layer) is not StructuredLinear:
-        return f"is a {type(layer).__name__}: its own behaviour would be lost"
-    if _is_sharded(layer):
-        return "is sharded: gather it first"
-    return find_loss(layer)
-
-
-def _is_sharded(layer: StructuredLinear) -> bool:
-    return any(hasattr(parameter, "full_tensor") for parameter in layer.parameters())
-
-
-@torch.no_grad()
-def _is_slower(layer: StructuredLinear, tokens: int) -> bool:
-    """Whether the layer takes longer than the dense one it would become: medians of rounds."""
-    core = layer.cores[0]
-    random = torch.Generator(core.device).manual_seed(0)  # the user's random numbers stay
-    shape = tokens, layer.in_features
-    x = torch.randn(shape, generator=random, device=core.device, dtype=core.dtype)
-    calls = [partial(each.forward, x) for each in (layer, build_dense_layer(layer))]
-    own, dense = time_in_turn(calls, core.device)
-    return own > dense
-
-
 # ---- transformers ------------------------------------------------------------------------------
 
 
@@ -746,7 +624,7 @@ def untie(model: nn.Module) -> None:
                 part.tie_word_embeddings = False
 
 
-def _declare(model: nn.Module) -> None:
+def declare(model: nn.Module) -> None:
     """Let transformers know which layers are structured, so that `save_pretrained` writes it
     down, also where `model` is a part of a model of transformers."""
     if "transformers.modeling_utils" in sys.modules:

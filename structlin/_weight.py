@@ -190,7 +190,7 @@ def _refuse_writing(
                 f"{name} would write to the weight of a structured layer, which is made of its "
                 "cores: write to layer.cores, or project a dense matrix with "
                 "layer.from_dense_(weight); an adapter that is to be merged needs a dense layer "
-                f"(to_dense_ before it is added){which}"
+                f"(densify before it is added){which}"
             )
 
 

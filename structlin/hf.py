@@ -120,7 +120,15 @@ class StructlinQuantizer(HfQuantizer):
 def declare(model: nn.Module) -> None:
     """Tell each model of transformers in `model`, itself included, which layers are structured.
 
-    `convert`, `to_dense_` and every `save_pretrained` call it.
+    `convert`, `densify` and every `save_pretrained` call it.
+
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> from structlin import BTT, convert
+    >>> model = GPT2Model(GPT2Config(n_embd=16, n_layer=1, n_head=2))
+    >>> _ = convert(model.h, BTT(), include="*c_fc")
+    >>> declare(model)
+    >>> list(model.hf_quantizer.quantization_config.modules)
+    ['h.0.mlp.c_fc']
     """
     for part in model.modules():
         if not isinstance(part, PreTrainedModel):

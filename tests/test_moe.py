@@ -406,7 +406,7 @@ def test_convert_leaves_it_and_its_router_alone():
     assert type(model["mlp"]) is Mixture
     assert isinstance(model["mlp"].router, nn.Linear)
     assert type(model["proj"]) is StructuredLinear
-    assert structlin.merge(model, tokens=1)["mlp"] is model["mlp"]
+    assert structlin.densify(model, where="slower", tokens=1)["mlp"] is model["mlp"]
 
 
 def test_f_linear_by_its_weight_runs_through_the_experts():
@@ -467,6 +467,6 @@ def test_there_is_no_one_matrix():
     with pytest.raises(ValueError, match="no one matrix: it can not take one"):
         model[0].from_dense_(torch.eye(16))
     with pytest.raises(ValueError, match="layer '0' is a Mixture"):
-        structlin.to_dense_(model)
+        structlin.densify(model)
     with pytest.raises(ValueError, match="last dimension must be in_features=16"):
         model(torch.randn(3, 8))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from structlin import BTT, LowRank, StructuredLinear, convert, merge, plan, to_dense_
+from structlin import BTT, LowRank, StructuredLinear, convert, densify, plan
 from tests.models import GPT, snapshot
 
 
@@ -279,7 +279,7 @@ def test_a_structured_layer_that_would_lose_something_does_not_become_dense(trap
     change(model[1])
     modules = list(model.modules())
     with pytest.raises(ValueError, match=f"layer '1' .*{reason}"):
-        to_dense_(model)
+        densify(model)
     assert list(model.modules()) == modules
 
 
@@ -289,7 +289,7 @@ def test_a_subclass_of_the_layer_does_not_become_dense():
 
     model = nn.Sequential(Scaled(16, 16))
     with pytest.raises(ValueError, match="layer '0' is a Scaled: its own behaviour would be lost"):
-        to_dense_(model)
+        densify(model)
     assert type(model[0]) is Scaled
 
 
@@ -297,7 +297,7 @@ def test_attributes_of_a_layer_and_hooks_of_its_bias_go_there_and_back():
     model, grads = nn.Sequential(nn.Linear(16, 16)), []
     model[0].RESIDUAL_SCALE = 0.5
     model[0].bias.register_hook(grads.append)
-    for change in (lambda: convert(model, BTT()), lambda: to_dense_(model)):
+    for change in (lambda: convert(model, BTT()), lambda: densify(model)):
         change()
         assert model[0].RESIDUAL_SCALE == 0.5
         model(torch.ones(2, 16)).sum().backward()
@@ -335,8 +335,8 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "convert": lambda model: convert(model, LowRank(rank=2)),
     "plan": lambda model: plan(model, LowRank(rank=2)),
-    "to_dense_": to_dense_,
-    "merge": lambda model: merge(model, tokens=1),
+    "densify": densify,
+    "densify where slower": lambda model: densify(model, where="slower", tokens=1),
 }
 
 
@@ -441,7 +441,7 @@ def test_what_reads_the_weight_itself_runs_through_the_structure(reader, trainin
     model, x = build(), torch.randn(shape)
     convert(model, BTT(rank=2)).train(training)
     inputs = (x, x) if "Decoder" in reader else (x,)
-    expected = to_dense_(copy.deepcopy(model))(*inputs)
+    expected = densify(copy.deepcopy(model))(*inputs)
     monkeypatch.setattr(
         StructuredLinear, "to_dense", lambda self: pytest.fail("formed the dense matrix")
     )
@@ -456,7 +456,7 @@ def test_an_encoder_in_eval_mode_takes_a_padding_mask():
     mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     with torch.no_grad():
         kept = model(x, src_key_padding_mask=mask)[~mask]
-        expected = to_dense_(copy.deepcopy(model))(x, src_key_padding_mask=mask)[~mask]
+        expected = densify(copy.deepcopy(model))(x, src_key_padding_mask=mask)[~mask]
     torch.testing.assert_close(kept, expected, atol=1e-5, rtol=1e-4)
 
 

@@ -166,15 +166,15 @@ class Life(RuleBasedStateMachine):
     @precondition(structured)
     @rule()
     def to_dense(self):
-        structlin.to_dense_(self.model)
+        structlin.densify(self.model)
         assert not self.structured()
         self.optimizer = None
 
     @precondition(structured)
     @rule(tokens=st.sampled_from([1, 4096]))
-    def merge(self, tokens):
+    def densify_slower(self, tokens):
         held = ids(self.model)
-        structlin.merge(self.model, tokens=tokens)
+        structlin.densify(self.model, where="slower", tokens=tokens)
         if ids(self.model) != held:
             self.optimizer = None
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from structlin import BTT, StructuredLinear, load, save, to_dense_
+from structlin import BTT, StructuredLinear, densify, load, save
 from tests.catalogue import SMALL, einsum_matrix, layer_of, tokens
 
 ACTIONS = {}
@@ -348,4 +348,4 @@ def test_a_layer_that_was_changed_is_saved_and_made_dense_as_it_is(case, tmp_pat
         save(model, tmp_path / str(n))
         dense = nn.Sequential(nn.Linear(case[1], case[2]))
         torch.testing.assert_close(load(dense, tmp_path / str(n))(x), y)
-        torch.testing.assert_close(to_dense_(model)(x), y)
+        torch.testing.assert_close(densify(model)(x), y)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.papers.mn_tasks import paper_groups
-from structlin import BTT, Kronecker, StructuredLinear, convert, load, param_groups, save, to_dense_
+from structlin import BTT, Kronecker, StructuredLinear, convert, densify, load, param_groups, save
 from structlin import modular as md
 from structlin.modular import (
     GPT,
@@ -348,7 +348,7 @@ def test_a_converted_network_keeps_its_attributes_and_returns():
     cores = [term for term in net.terms() if "cores" in term.name]
     assert [term.mass for term in cores] == pytest.approx([0.25] * 4)
     assert param_groups(net, lr=0.1)
-    to_dense_(net)
+    densify(net)
     assert list(net.state_dict()) == names
     assert net.attributes == pytest.approx(before)
 

@@ -15,7 +15,7 @@ from transformers import AutoModel
 
 import structlin.hf  # noqa: F401  # which `assign` and `mix` below do not import
 from benchmarks.zoo import MODELS, logits
-from structlin import BTT, LowRank, StructuredLinear, convert, load, save, to_dense_
+from structlin import BTT, LowRank, StructuredLinear, convert, densify, load, save
 from structlin.moe import Mixture
 
 
@@ -61,14 +61,14 @@ def test_to_dense_gives_back_the_keys_and_the_function_of_the_dense_model(name):
     dense_keys = {key: value.shape for key, value in MODELS[name]().state_dict().items()}
     model = converted(name)
     before = logits(model, name)
-    to_dense_(model)
+    densify(model)
     assert {key: value.shape for key, value in model.state_dict().items()} == dense_keys
     torch.testing.assert_close(logits(model, name), before, atol=1e-4, rtol=1e-4)
     assert not hasattr(model.config, "quantization_config")
 
 
 def test_a_dense_model_saved_after_to_dense_loads_as_any_other(tmp_path):
-    model = to_dense_(converted("llama"))
+    model = densify(converted("llama"))
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())

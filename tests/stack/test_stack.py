@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from structlin import BTT, StructuredLinear, convert, param_groups, to_dense_
+from structlin import BTT, StructuredLinear, convert, densify, param_groups
 from tests.models import GPT
 
 # torch, onnx and torchao warn about themselves when they compile, export and quantise.
@@ -382,7 +382,7 @@ def test_models_of_timm_are_converted_by_role():
         convert(model, BTT(rank=1), include=["ffn", "attention"])
         assert isinstance(model.head, nn.Linear) or isinstance(model.head.fc, nn.Linear)
         y = model(x)
-        torch.testing.assert_close(to_dense_(model)(x), y, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(densify(model)(x), y, atol=1e-4, rtol=1e-3)
         assert set(model.state_dict()) == keys
 
 

@@ -1,4 +1,4 @@
-"""The way back: to_dense_ for a model, from_dense_ for a layer."""
+"""The way back: densify for a model, from_dense_ for a layer."""
 
 import copy
 
@@ -14,8 +14,8 @@ from structlin import (
     Monarch,
     StructuredLinear,
     convert,
+    densify,
     to_dense,
-    to_dense_,
 )
 from tests.models import GPT, snapshot
 
@@ -26,7 +26,7 @@ def test_to_dense_gives_back_keys_shapes_and_function():
     model = GPT()
     shapes = {key: value.shape for key, value in model.state_dict().items()}
     expected = convert(model, BTT(rank=2), weight_norm=True)(TOKENS)
-    assert to_dense_(model) is model
+    assert densify(model) is model
     assert {key: value.shape for key, value in model.state_dict().items()} == shapes
     assert not any(isinstance(module, StructuredLinear) for module in model.modules())
     torch.testing.assert_close(model(TOKENS), expected, atol=1e-5, rtol=1e-4)
@@ -40,7 +40,7 @@ def test_to_dense_keeps_dtype_grad_training_mode_and_the_bias_itself():
         parameter.requires_grad_(False)
     model[1].eval()
     bias = model[0].bias
-    to_dense_(model)
+    densify(model)
     assert (
         model[0].weight.requires_grad,
         model[0].bias.requires_grad,
@@ -54,14 +54,14 @@ def test_to_dense_keeps_dtype_grad_training_mode_and_the_bias_itself():
 
 def test_a_shared_layer_is_still_shared_when_it_is_dense_again():
     layer = nn.Linear(16, 16)
-    model = to_dense_(convert(nn.ModuleList([layer, nn.Sequential(layer)]), BTT()))
+    model = densify(convert(nn.ModuleList([layer, nn.Sequential(layer)]), BTT()))
     assert type(model[0]) is nn.Linear
     assert model[0] is model[1][0]
 
 
 def test_a_model_that_is_one_layer_comes_back_as_one_linear_layer():
     layer = StructuredLinear(12, 20, Monarch(blocks=2))
-    assert type(to_dense_(layer)) is nn.Linear
+    assert type(densify(layer)) is nn.Linear
 
 
 def test_conv1d_comes_back_as_conv1d():
@@ -69,7 +69,7 @@ def test_conv1d_comes_back_as_conv1d():
     layer = transformers.pytorch_utils.Conv1D(6, 4)
     with torch.no_grad():
         layer.weight.copy_(torch.outer(torch.randn(4), torch.randn(6)))
-    model = to_dense_(convert(nn.Sequential(layer), LowRank(rank=1), init="project"))
+    model = densify(convert(nn.Sequential(layer), LowRank(rank=1), init="project"))
     assert type(model[0]) is type(layer)
     torch.testing.assert_close(model[0].weight, layer.weight)
     assert model[0].bias is layer.bias
@@ -80,24 +80,24 @@ def test_a_weight_normalisation_of_torch_that_was_removed_is_no_obstacle():
     for owner, name in ((model[0].cores, "0"), (model[1], "weight")):
         parametrizations.weight_norm(owner, name)
     with pytest.raises(ValueError, match="would be lost: cores"):
-        to_dense_(model)
+        densify(model)
     with pytest.raises(ValueError, match="ParametrizedLinear"):
         convert(model, BTT(), include="1")
     for owner, name in ((model[0].cores, "0"), (model[1], "weight")):
         parametrize.remove_parametrizations(owner, name)
     convert(model, BTT(), include="1")
     expected = model(torch.eye(16))
-    torch.testing.assert_close(to_dense_(model)(torch.eye(16)), expected)
+    torch.testing.assert_close(densify(model)(torch.eye(16)), expected)
 
 
 def test_what_cannot_go_back_is_refused_and_stays():
     with pytest.raises(ValueError, match="model=Linear has no structured layer"):
-        to_dense_(nn.Linear(3, 3))
+        densify(nn.Linear(3, 3))
     model = convert(GPT(), BTT())
     model.h[1].mlp.c_fc.register_forward_hook(lambda module, args, output: None)
     before = snapshot(model)
     with pytest.raises(ValueError, match=r"layer 'h\.1\.mlp\.c_fc' has hooks"):
-        to_dense_(model)
+        densify(model)
     assert snapshot(model) == before
 
 

@@ -1,0 +1,128 @@
+"""The way back: structured layers of a model -> the dense layers that they stand for."""
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import nn
+
+from ._convert import declare
+from ._linear import StructuredLinear
+from ._model.survey import build_dense_layer, find_loss, require_replaceable, swap
+from ._report import kind_of
+from ._timing import time_in_turn
+from .moe import Mixture
+
+WHERE = ("everywhere", "slower")
+
+
+def densify(model: nn.Module, *, where: str = "everywhere", tokens: int | None = None) -> nn.Module:
+    """Replace structured layers of `model` by the dense ones that they stand for, in place.
+
+    What was an nn.Linear or a Conv1D is one again, under the same names in `state_dict`. Dtype,
+    device, `requires_grad`, training mode and biases stay. So do attributes that somebody has set
+    on a layer. Layers that were shared are shared.
+
+    Args:
+        model: any module with structured layers; it is changed.
+        where: "everywhere" replaces every structured layer. "slower" is for inference: it times
+            each layer against its dense one on random input, and replaces the layers that lose.
+            Layers that are alike are timed once. Each process measures for itself. A `Mixture`
+            stays.
+        tokens: of one call, for `where="slower"`, over all leading dimensions: batch size times
+            sequence length, or the batch size alone when text is generated with a cache.
+
+    Returns:
+        `model`; the new layer if `model` is itself a structured layer that is replaced.
+
+    Raises:
+        ValueError: no structured layer; one to replace is of a class of its own, has hooks, or has
+            cores that are no ordinary parameters (sharded, parametrised, pruned); one to time has
+            no values (meta) or is sharded; the model is wrapped, as for `convert`; inference mode;
+            `where` is unknown; `tokens` is not positive. The model is then as it was.
+
+    >>> from structlin import BTT, TT, convert
+    >>> model = convert(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), BTT())
+    >>> densify(model)
+    Sequential(
+      (0): Linear(in_features=64, out_features=64, bias=True)
+      (1): ReLU()
+    )
+    >>> model = nn.Sequential(StructuredLinear(64, 64, TT(rank=16)))
+    >>> x = torch.randn(4096, 64)
+    >>> y = model(x)
+    >>> torch.allclose(densify(model, where="slower", tokens=4096)(x), y, atol=1e-4)
+    True
+    """
+    layers = _find_structured(model)
+    if where not in WHERE:
+        raise ValueError(f"where={where!r} is unknown; there are {' and '.join(WHERE)}")
+    if where == "slower":
+        layers = _find_slower(layers, tokens)
+    elif tokens is not None:
+        raise ValueError(f"tokens={tokens!r} goes with where='slower', which times a call")
+    for layer, names in layers.items():
+        if reason := _find_reason_to_keep(layer):
+            raise ValueError(f"layer {names[0]!r} {reason}")
+    model = swap(model, [(names, build_dense_layer(layer)) for layer, names in layers.items()])
+    declare(model)
+    return model
+
+
+Layers = Mapping[StructuredLinear, list[str]]  # with all their names
+
+
+def _find_structured(model: nn.Module) -> Layers:
+    """The structured layers of a model whose layers can be replaced."""
+    require_replaceable(model)
+    names: dict[StructuredLinear, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, StructuredLinear):
+            names.setdefault(module, []).append(name)
+    if not names:
+        raise ValueError(f"model={type(model).__name__} has no structured layer")
+    return names
+
+
+def _find_reason_to_keep(layer: StructuredLinear) -> str:
+    """Why no dense layer can take the place of this one; empty if one can."""
+    if type(layer) is not StructuredLinear:
+        return f"is a {type(layer).__name__}: its own behaviour would be lost"
+    return _find_sharding(layer) or find_loss(layer)
+
+
+def _find_sharding(layer: StructuredLinear) -> str:
+    sharded = any(hasattr(parameter, "full_tensor") for parameter in layer.parameters())
+    return "is sharded: gather it first" if sharded else ""
+
+
+def _find_slower(layers: Layers, tokens: int | None) -> Layers:
+    """The layers that take longer than the dense ones that they would become."""
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+        raise ValueError(f"tokens={tokens!r} must be a positive integer: the tokens of one call")
+    found: dict[StructuredLinear, list[str]] = {}
+    slower: dict[tuple[object, ...], bool] = {}
+    for layer, names in layers.items():
+        if isinstance(layer, Mixture):
+            continue
+        meta = "has no values (meta)" if layer.cores[0].is_meta else ""
+        if reason := _find_sharding(layer) or meta:
+            raise ValueError(f"layer {names[0]!r} {reason}")
+        kind = kind_of(layer)
+        if kind not in slower:
+            slower[kind] = _is_slower(layer, tokens)
+        if slower[kind]:
+            found[layer] = names
+    return found
+
+
+@torch.no_grad()
+def _is_slower(layer: StructuredLinear, tokens: int) -> bool:
+    """Whether the layer takes longer than the dense one it would become: medians of rounds."""
+    core = layer.cores[0]
+    random = torch.Generator(core.device).manual_seed(0)  # the user's random numbers stay
+    shape = tokens, layer.in_features
+    x = torch.randn(shape, generator=random, device=core.device, dtype=core.dtype)
+    calls = [partial(each.forward, x) for each in (layer, build_dense_layer(layer))]
+    own, dense = time_in_turn(calls, core.device)
+    return own > dense
