@@ -3,9 +3,9 @@ writes."""
 
 from . import duality, modular, moe, optim, scaling, search, stability
 from ._checkpoint import load, save
+from ._compress.distill import distill
 from ._convert import Plan, convert, plan
 from ._densify import densify
-from ._distill import distill
 from ._families import (
     BLAST,
     BTT,

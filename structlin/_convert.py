@@ -16,6 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from ._arguments import require_flags
+from ._compress.budget import allocate, check_budget, share_evenly
+from ._compress.calibration import Calibration, Call, Observed, observe
+from ._compress.refine import Refined
+from ._compress.sensitivity import Harms, walk
+from ._compress.sequential import project_in_order
 from ._families import DEFAULT, Family, explain_padding, label
 from ._linear import StructuredLinear, uninitialised
 from ._model.decide import Decision, Spec, decide
@@ -29,19 +34,7 @@ from ._model.survey import (
     require_unchanged,
     swap,
 )
-from ._projection.budget import (
-    Curve,
-    Size,
-    allocate,
-    check_budget,
-    list_sizes,
-    measure_curve,
-    share_evenly,
-)
-from ._projection.calibration import Calibration, Call, Observed, observe
-from ._projection.effect import Harms, walk
-from ._projection.refine import Refined
-from ._projection.sequential import project_in_order
+from ._projection.curve import Curve, Size, list_sizes, measure_curve
 from ._projection.solve import project, relative_error
 from ._report import Table, percent
 from ._structure import Structure

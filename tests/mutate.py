@@ -64,13 +64,8 @@ NEAREST: dict[str, tuple[str, ...]] = {  # file or folder -> files or folders of
     "_weight.py": ("test_families",),
     "scaling.py": ("test_scaling", "test_groups"),
     "duality.py": ("test_duality", "test_muon"),
-    "_projection": (
-        "test_projection",
-        "test_projected",
-        "test_budget",
-        "test_effect",
-        "test_refine",
-    ),
+    "_projection": ("test_projection", "test_budget"),
+    "_compress": ("compress",),
     "_checkpoint.py": ("test_checkpoint", "faults", "test_hf"),
     "_files.py": ("test_checkpoint", "faults"),
     "_state.py": ("test_checkpoint", "test_hf"),
@@ -106,9 +101,7 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Or: ast.And,
 }
 EQUIVALENT = {  # name of a mutant -> why no test can notice it
-    "structlin/_projection/budget.py:allocate: found = [path[at] for path, at in zip(paths, "
-    "chosen, strict=True)]: True -> False": "an assertion: both have an entry for each curve",
-    "structlin/_projection/budget.py:allocate: return [curve.sizes[m] for curve, m in zip(curves, "
+    "structlin/_compress/budget.py:allocate: return [curve.sizes[m] for curve, m in zip(curves, "
     "found, strict=True)]: True -> False": "an assertion: both have an entry for each curve",
     "structlin/_linear.py:StructuredLinear.set_cores_: for n, (own, core, std) in "
     "enumerate(zip(self.cores, cores, self.stds, strict=True)):: True -> False": (

@@ -1,4 +1,5 @@
-"""A dense matrix -> the cores of a structure; the inputs' covariance; sizes under a budget."""
+"""The mathematics of one matrix: a dense matrix -> the cores of a structure, and what each size of
+a structure would lose of it. Nothing here knows of models."""
 
 from .solve import project, relative_error
 

@@ -33,6 +33,7 @@ from .._linear import StructuredLinear, uninitialised
 from .._model.decide import Decision
 from .._model.survey import eval_mode
 from .._progress import Bar
+from .._projection.solve import project, relative_error
 from ..duality import promote
 from .calibration import (
     Observed,
@@ -46,7 +47,6 @@ from .calibration import (
 from .moments import Moments
 from .padding import select_rows
 from .refine import Example, Refined, find_blocks, refine, take_tensor
-from .solve import project, relative_error
 from .streams import Place, Stop, Stream, Streams
 
 RIDGE = 0.3  # lam at as many tokens as features, in mean variances

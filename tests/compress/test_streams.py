@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from structlin._projection.streams import Place, Streams, capture_state
+from structlin._compress.streams import Place, Streams, capture_state
 
 
 def build() -> nn.Sequential:
@@ -170,7 +170,7 @@ def test_a_thread_of_the_models_own_does_not_stop():
 
 
 def test_many_streams_compute_with_few_threads_each_and_the_caller_with_its_own(monkeypatch):
-    monkeypatch.setattr("structlin._projection.streams.WORKERS", 4)
+    monkeypatch.setattr("structlin._compress.streams.WORKERS", 4)
     threads, seen = torch.get_num_threads(), []
     model = nn.Linear(2, 2)
     try:

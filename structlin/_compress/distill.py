@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._model.outputs import find_tensors
-from ._model.survey import eval_mode
-from ._progress import Bar
-from ._projection.calibration import prepare_call
-from ._projection.padding import select_rows
-from .duality import promote
-from .optim import param_groups
+from .._model.outputs import find_tensors
+from .._model.survey import eval_mode
+from .._progress import Bar
+from ..duality import promote
+from ..optim import param_groups
+from .calibration import prepare_call
+from .padding import select_rows
 
 WARMUP = 0.1  # of the steps, in which the rate rises; a cosine leads to zero afterwards
 JUDGEMENTS = 10  # passes over the held-out batches during the steps, evenly spread

@@ -25,8 +25,8 @@ from structlin import (
     project,
     to_dense,
 )
-from structlin._projection import sequential
-from structlin._projection.sequential import choose_ridge
+from structlin._compress import sequential
+from structlin._compress.sequential import choose_ridge
 from tests.models import snapshot
 
 

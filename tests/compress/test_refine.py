@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from structlin import BTT, BlockDiagonal, LowRank, Monarch, convert, plan
+from structlin._compress import refine
+from structlin._compress.refine import find_blocks
 from structlin._model.survey import linear_layers
-from structlin._projection import refine
-from structlin._projection.refine import find_blocks
 
 
 class Block(nn.Module):

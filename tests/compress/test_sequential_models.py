@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.zoo import import_timm
 from structlin import LowRank, StructuredLinear, plan
-from structlin._projection.calibration import plain_calls
+from structlin._compress.calibration import plain_calls
 
 WIDTH = 16
 IDS = torch.randint(3, 50, (6, 10), generator=torch.Generator().manual_seed(0))

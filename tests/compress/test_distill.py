@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from structlin import BTT, LowRank, convert, distill, param_groups
-from structlin._distill import _find_compared, _loss_of
+from structlin._compress.distill import _find_compared, _loss_of
 
 BATCHES = [torch.randn(32, 16, generator=torch.Generator().manual_seed(n)) for n in range(4)]
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from structlin._projection import moments
-from structlin._projection.moments import Moments
+from structlin._compress import moments
+from structlin._compress.moments import Moments
 
 
 @pytest.mark.parametrize("rows", [3, 100])

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .matrices import limit_threads
+from .._projection.matrices import limit_threads
 
 WORKERS = 2048  # of OpenMP in all streams: each thread that computes keeps its own
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from structlin import BTT, LowRank, Monarch, plan
+from structlin._compress.calibration import observe
+from structlin._compress.sensitivity import Harms, walk
 from structlin._model.survey import linear_layers
-from structlin._projection.calibration import observe
-from structlin._projection.effect import Harms, walk
 
 
 def measure_harms(model, layers, batches):

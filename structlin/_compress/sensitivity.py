@@ -116,7 +116,7 @@ class Harms:
     >>> for layer, scale in zip(model, (1.0, 3.0)):
     ...     _ = layer.weight.data.copy_(scale * torch.eye(4))
     >>> from structlin._model.survey import linear_layers
-    >>> from structlin._projection.calibration import observe
+    >>> from structlin._compress.calibration import observe
     >>> layers = linear_layers(model)
     >>> harms = Harms(layers)
     >>> _ = observe(model, layers, [torch.eye(4)], run_call=harms.add)

@@ -7,14 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from structlin import BTT, TT, BlockDiagonal, Dense, LowRank, Monarch, Split, convert, plan
+from structlin._compress.budget import allocate, share_evenly
 from structlin._families import Family
-from structlin._projection.budget import (
-    Curve,
-    allocate,
-    list_sizes,
-    measure_curve,
-    share_evenly,
-)
+from structlin._projection.curve import Curve, list_sizes, measure_curve
 
 FAMILIES = (
     LowRank(rank=1),

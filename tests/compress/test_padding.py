@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from structlin import LowRank, plan
-from structlin._projection.padding import find_masks, select_rows
-from tests.projection.test_sequential_models import IDS, MASK, bert, encoder, t5
+from structlin._compress.padding import find_masks, select_rows
+from tests.compress.test_sequential_models import IDS, MASK, bert, encoder, t5
 
 TOKENS = torch.tensor([[True, True, False], [True, False, False]])
 
