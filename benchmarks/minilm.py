@@ -49,7 +49,7 @@ FAMILIES = {
     "low-rank": structlin.LowRank(rank=1),
     "block-diagonal": structlin.BlockDiagonal(blocks=4),
 }
-CALIBRATED: dict[str, dict[str, Any]] = {  # way -> more options of structlin.plan
+CALIBRATED: dict[str, dict[str, Any]] = {  # way -> more options of structlin.compress
     "calibrated": {},
     "refined": {"refine": 32},
 }
@@ -224,12 +224,12 @@ def compress(
     """The rows of a family and budget."""
     named = {"family": family, "budget": budget}
     if "plain" in ways:
-        _, row = convert(dense, family, budget, data)
+        _, row = convert(dense, family, budget, data, None, allocation="error")
         yield {**named, "way": "plain", **row}
     last = [*CALIBRATED][-1]
     for way, more in CALIBRATED.items():
         if way in ways or (way == last and set(ways) & set(FURTHER)):
-            model, row = convert(dense, family, budget, data, calibration=data.calibration, **more)
+            model, row = convert(dense, family, budget, data, data.calibration, **more)
             if way in ways:
                 yield {**named, "way": way, **row}
     if "int8" in ways:
@@ -245,11 +245,17 @@ def compress(
 
 
 def convert(
-    dense: nn.Module, family: str, budget: float, data: Sentences, **options: Any
+    dense: nn.Module,
+    family: str,
+    budget: float,
+    data: Sentences,
+    batches: list[Batch] | None,
+    **options: Any,
 ) -> tuple[nn.Module, Row]:
-    """The encoder, converted with these options of `structlin.plan`, and what a row has of it."""
+    """The encoder, compressed on these batches with these options, and what a row has of it."""
     model, start = copy.deepcopy(dense), time.process_time()
-    planned = structlin.plan(model, FAMILIES[family], include="encoder.*", budget=budget, **options)
+    options |= {"include": "encoder.*", "keep": budget}
+    planned = structlin.plan_compression(model, FAMILIES[family], batches, **options)
     errors = list(planned.apply() and planned.errors.values())
     seconds = time.process_time() - start
     layers = rows_of_encoder(model)

@@ -1,9 +1,9 @@
 """How the API reference reads the docstrings: what the house writes, as Google's style has it.
 
 A griffe extension, named in mkdocs.yml. Doctests become blocks of code; `a, b: text` under Args or
-Attributes is an entry for each of the names; `#: text` after an attribute is its docstring; a
-function that takes the arguments of another one (`take_arguments_of`) has them; "Source:" is a
-paragraph. The attributes of a class are one table, and functions come before classes.
+Attributes is an entry for each of the names; `#: text` after an attribute is its docstring;
+"Source:" is a paragraph. The attributes of a class are one table, and functions come before
+classes.
 """
 
 import re
@@ -14,7 +14,6 @@ import griffe
 GROUP = re.compile(r"(?P<indent> +)(?P<names>\w+(?:, \w+)+): ")
 HEADING = re.compile(r"(?P<indent> *)(Args|Attributes|Raises|Returns|Yields|Warns):$")
 SOURCE = re.compile(r" *Sources?: ")
-TAKEN = re.compile(r"take_arguments_of\((\w+)\)")
 
 
 class Docstrings(griffe.Extension):
@@ -38,11 +37,6 @@ def visit(parent: griffe.Object) -> None:
             comment = re.search(r"#: (.*)$", "\n".join(member.lines), re.MULTILINE)
             if comment is not None:
                 member.docstring = griffe.Docstring(comment[1], parent=member)
-        if isinstance(member, griffe.Function):
-            for decorator in member.decorators:
-                taken = TAKEN.fullmatch(str(decorator.value))
-                if taken is not None:
-                    member.parameters = parent.members[taken[1]].parameters
         visit(member)
     if isinstance(parent, griffe.Class):
         tabulate(parent)

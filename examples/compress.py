@@ -123,7 +123,10 @@ def compress(
     """One row: the dense model compressed to `budget`, measured, healed, measured and saved."""
     model, start = copy.deepcopy(job.dense), time.process_time()
     batches = [job.batch(step) for step in range(options.calibration)] if aware else None
-    planned = structlin.plan(model, FAMILIES[family], budget=budget, calibration=batches)
+    shared = "sensitivity" if aware else "error"
+    planned = structlin.plan_compression(
+        model, FAMILIES[family], batches, keep=budget, allocation=shared
+    )
     if aware:
         print(f"\n{family}, calibrated, budget {budget}\n{planned}")
     model, errors = planned.apply(), list(planned.errors.values())

@@ -3,8 +3,9 @@ writes."""
 
 from . import duality, modular, moe, optim, scaling, search, stability
 from ._checkpoint import load, save
+from ._compress.compress import compress, plan_compression
 from ._compress.distill import distill
-from ._convert import Plan, convert, plan
+from ._convert import convert, plan
 from ._densify import densify
 from ._families import (
     BLAST,
@@ -22,6 +23,7 @@ from ._families import (
 )
 from ._kernels.engine import show_config
 from ._linear import StructuredLinear
+from ._plan import Plan
 from ._product import apply, to_dense
 from ._projection import project, relative_error
 from ._report import Summary, summary
@@ -51,6 +53,7 @@ __all__ = [
     "StructuredLinear",
     "Summary",
     "apply",
+    "compress",
     "convert",
     "cost",
     "densify",
@@ -68,6 +71,7 @@ __all__ = [
     "optim",
     "param_groups",
     "plan",
+    "plan_compression",
     "project",
     "relative_error",
     "save",

@@ -6,9 +6,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from ._convert import declare
+from ._arguments import require_choice
 from ._linear import StructuredLinear
 from ._model.survey import build_dense_layer, find_loss, require_replaceable, swap
+from ._plan import declare
 from ._report import kind_of
 from ._timing import time_in_turn
 from .moe import Mixture
@@ -55,8 +56,7 @@ def densify(model: nn.Module, *, where: str = "everywhere", tokens: int | None =
     True
     """
     layers = _find_structured(model)
-    if where not in WHERE:
-        raise ValueError(f"where={where!r} is unknown; there are {' and '.join(WHERE)}")
+    require_choice("where", where, WHERE)
     if where == "slower":
         layers = _find_slower(layers, tokens)
     elif tokens is not None:

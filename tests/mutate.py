@@ -101,8 +101,10 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Or: ast.And,
 }
 EQUIVALENT = {  # name of a mutant -> why no test can notice it
-    "structlin/_compress/budget.py:allocate: return [curve.sizes[m] for curve, m in zip(curves, "
-    "found, strict=True)]: True -> False": "an assertion: both have an entry for each curve",
+    "structlin/_compress/allocation.py:allocate: return [curve.sizes[m] for curve, m in "
+    "zip(curves, found, strict=True)]: True -> False": (
+        "an assertion: both have an entry for each curve"
+    ),
     "structlin/_linear.py:StructuredLinear.set_cores_: for n, (own, core, std) in "
     "enumerate(zip(self.cores, cores, self.stds, strict=True)):: True -> False": (
         "an assertion: `check_cores` has compared the numbers"

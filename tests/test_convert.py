@@ -12,12 +12,14 @@ from structlin import (
     Kronecker,
     LowRank,
     Monarch,
+    Plan,
     Structure,
     StructuredLinear,
+    compress,
     convert,
     plan,
+    plan_compression,
 )
-from structlin._convert import Plan
 from structlin._model.survey import role_of
 from tests.models import GPT, linear_names, snapshot
 
@@ -162,10 +164,11 @@ def test_a_plan_shows_every_layer_and_changes_nothing_until_applied():
         planned.apply()
 
 
-def test_plan_and_convert_take_the_same_arguments_and_say_so():
-    own, other = inspect.signature(convert), inspect.signature(plan)
+@pytest.mark.parametrize(("do", "show"), [(convert, plan), (compress, plan_compression)])
+def test_what_is_done_and_its_plan_take_the_same_arguments(do, show):
+    own, other = inspect.signature(do), inspect.signature(show)
     assert own.parameters == other.parameters
-    assert list(own.parameters)[:3] == ["model", "structure", "include"]
+    assert list(own.parameters)[:2] == ["model", "structure"]
     assert (own.return_annotation, other.return_annotation) == (nn.Module, Plan)
 
 

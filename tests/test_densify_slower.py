@@ -154,7 +154,7 @@ def test_what_cannot_be_merged_is_refused_and_stays(takes):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"where": "here"}, "where='here' is unknown; there are everywhere and slower"),
+        ({"where": "here"}, "where='here' is unknown; there are everywhere, slower"),
         ({"tokens": 16}, "tokens=16 goes with where='slower'"),
     ],
 )

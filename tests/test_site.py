@@ -75,7 +75,7 @@ def test_examples_of_docstrings_are_code_and_convert_has_its_arguments(site):
     assert text.count('<span class="gp">') > 30
     start = text.index('id="structlin.convert"')
     convert = re.sub(r"<[^>]+>", "", text[start : text.index('id="structlin.divide"')])
-    for argument in ("include", "overrides", "zero_init", "budget"):
+    for argument in ("include", "overrides", "zero_init", "split"):
         assert f"{argument}:" in convert
 
 

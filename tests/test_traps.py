@@ -12,7 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from structlin import BTT, LowRank, StructuredLinear, convert, densify, plan
+from structlin import (
+    BTT,
+    LowRank,
+    StructuredLinear,
+    compress,
+    convert,
+    densify,
+    plan,
+    plan_compression,
+)
 from tests.models import GPT, snapshot
 
 
@@ -335,6 +344,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "convert": lambda model: convert(model, LowRank(rank=2)),
     "plan": lambda model: plan(model, LowRank(rank=2)),
+    "compress": lambda model: compress(model, LowRank(rank=2), None, keep=None),
     "densify": densify,
     "densify where slower": lambda model: densify(model, where="slower", tokens=1),
 }
@@ -386,10 +396,11 @@ def add_to_data(weight: nn.Parameter) -> None:
 
 @pytest.mark.parametrize("calibrated", [False, True])
 @pytest.mark.parametrize("change", [add_in_place, add_to_data])
-def test_a_plan_whose_budget_was_spent_on_other_weights_is_refused(change, calibrated):
+def test_a_plan_whose_sizes_were_chosen_for_other_weights_is_refused(change, calibrated):
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    options = {"calibration": [torch.randn(50, 16)]} if calibrated else {}
-    planned = plan(model, LowRank(rank=1), budget=0.5, **options)
+    batches = [torch.randn(50, 16)] if calibrated else None
+    options = {"allocation": "error"}
+    planned = plan_compression(model, LowRank(rank=1), batches, **options)
     change(model[1].weight)
     before = snapshot(model)
     with pytest.raises(
@@ -397,7 +408,7 @@ def test_a_plan_whose_budget_was_spent_on_other_weights_is_refused(change, calib
     ):
         planned.apply()
     assert snapshot(model) == before
-    plan(model, LowRank(rank=1), budget=0.5, **options).apply()
+    plan_compression(model, LowRank(rank=1), batches, **options).apply()
     assert isinstance(model[1], StructuredLinear)
 
 

@@ -18,12 +18,12 @@ from .moments import Moments
 from .padding import find_masks, name_arguments, select_rows
 from .streams import State, capture_state
 
-CALLS = 8  # of the model that are run, at most, where not all need be
+MAX_PICKED_CALLS = 8  # of the model, where not all of them need be run
 
-Calibration = Iterable[Any] | Callable[[nn.Module], Any]
+Batches = Iterable[Any] | Callable[[nn.Module], Any]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Call:
     """One call of the whole model, that can be made again."""
 
@@ -39,15 +39,15 @@ class Call:
 
 
 def pick_calls(calls: Sequence[Call]) -> list[Call]:
-    """At most `CALLS` of them, evenly spread."""
-    if len(calls) <= CALLS:
+    """At most `MAX_PICKED_CALLS` of them, evenly spread."""
+    if len(calls) <= MAX_PICKED_CALLS:
         return [*calls]
-    return [calls[n * len(calls) // CALLS] for n in range(CALLS)]
+    return [calls[n * len(calls) // MAX_PICKED_CALLS] for n in range(MAX_PICKED_CALLS)]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Observed:
-    """What a pass over the calibration data, or a part of it, has shown."""
+    """What a pass over the batches, or over a part of them, has shown."""
 
     calls: list[Call] | None  #: None if they cannot be made again
     order: list[nn.Module]  #: the layers, as the model arrives at them
@@ -59,27 +59,25 @@ class Observed:
 def observe(
     model: nn.Module,
     layers: Sequence[Layer],
-    calibration: Calibration,
+    batches: Batches,
     *,
     measured: Collection[Layer] = (),
-    run_call: Callable[[Call, nn.Module], object] = Call.run,
 ) -> Observed:
-    """Run the model over calibration data, in eval mode and without gradients.
+    """Run the model over batches, in eval mode and without gradients.
 
-    Of batches a few are enough where the model comes through its layers in one order for all of
+    A few batches are enough where the model comes through its layers in one order for all of
     those and nothing is measured; otherwise all are run. Every module's mode is restored, and no
     hook stays, also on an error.
 
     Args:
-        calibration: an iterable of batches (a mapping is passed as keywords, a tuple or list as
+        batches: an iterable of batches (a mapping is passed as keywords, a tuple or list as
             positions, anything else as the one argument), or a function that runs the model that
             it is given.
         measured: the layers whose inputs' moments are wanted. A function is run only once, so all
             layers are measured: perhaps its calls of the model cannot be made again.
-        run_call: how a batch is run that is picked, see `pick_calls`.
 
     Raises:
-        TypeError: `calibration` is a single batch, or neither iterable nor callable.
+        TypeError: `batches` is a single batch, or neither iterable nor callable.
         ValueError: there is no batch; no layer saw an input; an input of a measured layer is not
             finite (the message names the layer); an id is outside of an embedding; padding without
             a mask, see `find_masks`.
@@ -91,29 +89,29 @@ def observe(
     tensor([[1., 1.],
             [1., 2.]], dtype=torch.float64)
     """
-    _check(calibration)
-    function = not isinstance(calibration, Iterable)
+    _check(batches)
+    function = not isinstance(batches, Iterable)
     measured = layers if function else measured
     watch = _Watch(model, layers, measured)
     calls: list[Call] = []
-    with eval_mode(model), plain_calls(model), check_ids(model), watch.hooks():
-        if isinstance(calibration, Iterable):
-            calls = [prepare_call(model, batch) for batch in calibration]
+    with ready(model), watch.hooks():
+        if isinstance(batches, Iterable):
+            calls = [prepare_call(model, batch) for batch in batches]
             picked = pick_calls(calls)
             for call in picked:
-                run_call(call, model)
+                call.run(model)
             if measured or watch.orders != watch.orders[:1] * len(picked):
                 for call in calls:
                     if call not in picked:
                         call.run(model)
         else:
-            calibration(model)
+            batches(model)
             calls = watch.calls
     if not function and not calls:
-        raise ValueError("calibration has no batch; a generator can be read only once")
+        raise ValueError("batches has no batch; a generator can be read only once")
     if not watch.seen:
         raise ValueError(
-            "calibration: none of the layers to convert saw an input; the model does not call them"
+            "batches: none of the layers to convert saw an input; the model does not call them"
         )
     for layer in measured:
         check_finite(layer.name, watch.moments[layer.module])
@@ -129,20 +127,26 @@ def observe(
 def check_finite(name: str, moments: Moments) -> None:
     """Raises: ValueError: the inputs of the layer of that name are not finite."""
     if not moments.is_finite():
-        raise ValueError(f"calibration: the inputs of layer {name!r} are not finite")
+        raise ValueError(f"batches: the inputs of layer {name!r} are not finite")
 
 
-def has_own_bias(model: nn.Module, layer: nn.Module) -> bool:
-    """Whether the layer has a bias that is no other module's too: it may be changed."""
+def find_own_bias(model: nn.Module, layer: nn.Module) -> nn.Parameter | None:
+    """The layer's bias, if it is no other module's too: it may be changed."""
     bias = layer._parameters.get("bias")
-    if bias is None:
-        return False
     owners = (
         module
         for module in model.modules()
-        if any(parameter is bias for parameter in module._parameters.values())
+        if bias is not None and any(each is bias for each in module._parameters.values())
     )
-    return sum(1 for _ in owners) == 1
+    return bias if sum(1 for _ in owners) == 1 else None
+
+
+@contextmanager
+def ready(model: nn.Module) -> Iterator[None]:
+    """Within it, the model runs as its layers are measured: in eval mode, by plain calls and with
+    ids that its embeddings have."""
+    with eval_mode(model), plain_calls(model), check_ids(model):
+        yield
 
 
 @contextmanager
@@ -172,7 +176,8 @@ class _Watch:
         self.seen, self.repeated = set[nn.Module](), set[nn.Module]()
         self.replayable, self.inside = True, 0
         self.moments = {
-            layer.module: Moments(centred=has_own_bias(model, layer.module)) for layer in measured
+            layer.module: Moments(centred=find_own_bias(model, layer.module) is not None)
+            for layer in measured
         }
 
     @contextmanager
@@ -221,11 +226,11 @@ def take_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     return x
 
 
-def _check(calibration: Calibration) -> None:
-    batch = isinstance(calibration, Tensor | Mapping | str)
-    if batch or not (callable(calibration) or isinstance(calibration, Iterable)):
+def _check(batches: Batches) -> None:
+    single = isinstance(batches, Tensor | Mapping | str)
+    if single or not (callable(batches) or isinstance(batches, Iterable)):
         raise TypeError(
-            f"calibration={type(calibration).__name__} must be an iterable of batches, for example "
+            f"batches={type(batches).__name__} must be an iterable of batches, for example "
             "[batch], or a function that runs the model"
         )
 
@@ -267,7 +272,7 @@ def _check_ids(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         if least < 0 or most >= rows:
             wrong = least if least < 0 else most
             raise ValueError(
-                f"calibration: the id {wrong} is outside of the embedding {name!r}, which has "
+                f"batches: the id {wrong} is outside of the embedding {name!r}, which has "
                 f"{rows:,} rows: the batches come from another tokenizer, or are too long"
             )
 

@@ -20,6 +20,7 @@ from .._linear import StructuredLinear
 from .._model.anatomy import repeats
 from .._model.outputs import find_tensors
 from .._model.survey import Layer
+from .._plan import Refined, Vector
 from ..duality import promote
 from ..scaling import lr_mult
 from .padding import select_rows
@@ -31,7 +32,7 @@ LR = 5e-4
 BETAS = 0.9, 0.99
 
 
-@dataclass
+@dataclass(frozen=True)
 class Example:
     """One call of a block in the compressed model, and what the dense block made of its own."""
 
@@ -40,27 +41,8 @@ class Example:
     masks: list[Tensor]  #: see `find_masks`
     state: State  #: of the thread that made it
     output: Any  #: of the block whose layers are projected
-    goal: Tensor  #: of the dense block: what `take_tensor` finds in its output
-
-
-@dataclass
-class Vector:
-    """A parameter of one dimension that refinement has changed, of a module that stays."""
-
-    module: nn.Module
-    name: str
-    old: Tensor
-    new: Tensor
-
-
-@dataclass
-class Refined:
-    """What refinement has made of a block; its new layers are changed in place."""
-
-    before: float  #: error of the output, relative to that of the dense block
-    after: float
-    outputs: list[Any]  #: of the refined block, for each example
-    vectors: list[Vector]
+    made: Tensor  #: what `take_tensor` finds in that output
+    goal: Tensor  #: what it finds in that of the dense block
 
 
 def find_blocks(
@@ -107,7 +89,7 @@ def refine(
     steps: int,
     fixed: Collection[nn.Module] = (),
     shared: Collection[int] = (),
-) -> Refined | None:
+) -> tuple[Refined, Sequence[Any]] | None:
     """Fit the new layers of a block, in place, and vectors of its other modules.
 
     One step for each example in turn, in random order, with a rate that falls to zero as a cosine.
@@ -123,8 +105,8 @@ def refine(
         shared: `id` of the parameters that several modules of the model have: they stay.
 
     Returns:
-        None if the block cannot be refined: it has no output to compare, of no token, or does not
-        make the same one again.
+        What was made of the block, and its outputs for the examples. None if it cannot be refined:
+        its outputs have no token, or it does not make the same one again.
 
     Raises:
         ValueError: the model turns gradients off.
@@ -136,14 +118,14 @@ def refine(
             for dense, layer in new.items()
             if layer.bias is not None and dense not in fixed
         ]
-        made = take_tensor(examples[0].output)
-        _require_gradients(made is None or not made.is_inference(), steps)
+        _require_gradients(not examples[0].made.is_inference(), steps)
         filled = [example for example in examples if example.goal.numel()]
         if not filled or not _repeats_itself(forward, filled[0]):
             return None
         parameters = [*cores, *biases, *(vector for *_, vector in vectors)]
         old = [parameter.detach().clone() for parameter in parameters]
-        before = _measure(examples, [example.output for example in examples])
+        outputs = [example.output for example in examples]
+        before = _measure(examples, outputs)
         for rate in (LR, LR / 4):
             _descend(forward, new, parameters, filled, steps, rate)
             outputs = [_run(forward, example) for example in examples]
@@ -153,13 +135,9 @@ def refine(
             for parameter, values in zip(parameters, old, strict=True):
                 parameter.data.copy_(values)
         else:
-            return Refined(before, before, [example.output for example in examples], [])
-        start = len(parameters) - len(vectors)
-        changed = [
-            Vector(module, name, values, vector.detach())
-            for (module, name, vector), values in zip(vectors, old[start:], strict=True)
-        ]
-        return Refined(before, after, outputs, changed)
+            return Refined(before, before), [example.output for example in examples]
+        changed = [Vector(module, name, vector.detach()) for module, name, vector in vectors]
+        return Refined(before, after, changed), outputs
 
 
 def _require_gradients(has: bool, steps: int) -> None:
@@ -196,9 +174,7 @@ def _descend(
         order = order or torch.randperm(len(examples), generator=generator).tolist()
         example = examples[order.pop()]
         with example.state(), torch.enable_grad():
-            made = take_tensor(forward(*example.args, **example.kwargs))
-            assert made is not None
-            loss = _gap(example, made).square().mean()
+            loss = _gap(example, forward(*example.args, **example.kwargs)).square().mean()
             _require_gradients(loss.requires_grad, steps)
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         for master, gradient in zip(masters, gradients, strict=True):
@@ -259,14 +235,16 @@ def _run(forward: Callable[..., Any], example: Example) -> Any:
 
 def _repeats_itself(forward: Callable[..., Any], example: Example) -> bool:
     """Whether the block makes of its inputs what it made of them in the stream."""
-    first, again = take_tensor(example.output), take_tensor(_run(forward, example))
-    if first is None or again is None or first.shape != again.shape:
+    first, again = example.made, take_tensor(_run(forward, example))
+    if again is None or first.shape != again.shape:
         return False
     return torch.allclose(first, again, rtol=1e-2, atol=1e-3 * first.abs().max().item())
 
 
-def _gap(example: Example, made: Tensor) -> Tensor:
-    """Of the tokens: `(tokens, features)`, in float32 or better."""
+def _gap(example: Example, output: Any) -> Tensor:
+    """What an output of the block is off the goal at each token: `(tokens, features)`, in float32
+    or better."""
+    made = next(tensor for _, tensor in find_tensors(output))
     rows, goal = select_rows(made, example.masks), select_rows(example.goal, example.masks)
     rows = promote(rows)
     return rows - goal.to(rows.dtype)
@@ -276,9 +254,7 @@ def _measure(examples: Sequence[Example], outputs: Sequence[Any]) -> float:
     """The relative error of the block's outputs."""
     above = below = 0.0
     for example, output in zip(examples, outputs, strict=True):
-        made = take_tensor(output)
-        assert made is not None
-        above += _gap(example, made).square().sum(dtype=torch.float64).item()
+        above += _gap(example, output).square().sum(dtype=torch.float64).item()
         goal = select_rows(example.goal, example.masks)
         below += goal.double().square().sum().item()
     return math.sqrt(above / below) if below else math.inf if above else 0.0

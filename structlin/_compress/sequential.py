@@ -19,35 +19,34 @@ covariance; layers that get the same tensor (query, key and value) share it.
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from math import sqrt
+from math import nan, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._linear import StructuredLinear, uninitialised
-from .._model.decide import Decision
-from .._model.survey import eval_mode
+from .._linear import StructuredLinear
+from .._model.decide import Target
+from .._plan import Projection, Refined, build_layer, project_by_weight
 from .._progress import Bar
-from .._projection.solve import project, relative_error
+from .._projection import project, relative_error
 from ..duality import promote
 from .calibration import (
+    Call,
     Observed,
     check_finite,
-    check_ids,
-    has_own_bias,
+    find_own_bias,
     observe,
-    plain_calls,
+    ready,
     take_input,
 )
 from .moments import Moments
 from .padding import select_rows
-from .refine import Example, Refined, find_blocks, refine, take_tensor
-from .streams import Place, Stop, Stream, Streams
+from .refine import Example, find_blocks, refine, take_tensor
+from .streams import Place, Stream, Streams, find_next
 
 RIDGE = 0.3  # lam at as many tokens as features, in mean variances
 
@@ -61,27 +60,32 @@ def choose_ridge(tokens: int, features: int) -> float:
     return RIDGE * features / tokens
 
 
+@dataclass(frozen=True)
+class Projected:
+    """What is left of the layers of a model, and of its blocks."""
+
+    layers: Mapping[str, Projection]  #: by name
+    blocks: Mapping[str, Refined] = field(default_factory=dict)  #: by name, if refined
+
+
 @torch.no_grad()
 def project_in_order(
     model: nn.Module,
-    decisions: Sequence[Decision],
+    targets: Sequence[Target],
     seen: Observed,
     *,
     refine_steps: int = 0,
     progress: bool | None = None,
-) -> dict[str, Refined]:
-    """Give each of these decisions, whose sizes are known, its cores, bias and error.
+) -> Projected:
+    """Project these layers in the order in which the model runs.
 
     Layers that a call of the model calls more than once, and all layers where the calls cannot be
     made again, are projected for the inputs that they have in the dense model.
 
     Args:
-        seen: what `observe` returned for the layers of these decisions.
+        seen: what `observe` returned for these layers.
         refine_steps: of each block once all of its layers are projected, see `refine`.
         progress: whether to show a bar; None: on a terminal.
-
-    Returns:
-        What refinement made of each block, by the block's name.
 
     Raises:
         ValueError: an input of a layer is not finite.
@@ -89,52 +93,42 @@ def project_in_order(
     Warns:
         UserWarning: layers that are projected for the dense model's inputs, or by weight alone.
     """
-    by_module = {decision.layer.module: decision for decision in decisions}
-    with Bar("project", len(decisions), progress) as bar:
-        apart = _measure_apart(model, decisions, seen)
-        names = ", ".join(by_module[module].layer.name for module in apart)
-        if apart and seen.calls is None:
-            _warn(
-                "the function's calls of the model cannot be made again, so these layers are "
-                f"projected for the dense model's inputs, not for the compressed one's: {names}"
-            )
-        elif apart:
-            _warn(
-                "one pass calls these layers more than once, so they are projected for the dense "
-                f"model's inputs, not for the compressed one's: {names}"
-            )
+    by_module = {target.layer.module: target for target in targets}
+    blocks: Mapping[str, Refined] = {}
+    with Bar("project", len(targets), progress) as bar:
+        apart = _measure_apart(model, targets, seen)
+        _warn_of_dense_inputs([by_module[module].layer.name for module in apart], seen)
+        found: dict[nn.Module, Projection] = {}
         for module, moments in apart.items():
             bar.show(by_module[module].layer.name)
-            solve(by_module[module], moments)
+            found[module] = solve(by_module[module], moments, find_own_bias(model, module))
             bar.advance()
-        refined: dict[str, Refined] = {}
-        unseen: list[Decision] = []
-        if seen.calls is not None and decisions:
-            lockstep = _Lockstep(model, by_module, seen, bar, refine_steps)
-            refined, unseen = lockstep.run(), lockstep.unseen
-        elif refine_steps and decisions:
+        if seen.calls is not None and targets:
+            found, blocks = _Lockstep(
+                model, by_module, found, seen, seen.calls, bar, refine_steps
+            ).run()
+        elif refine_steps and targets:
             _warn("without calls that can be made again no block is refined")
-        for decision in decisions:
-            if decision.cores is None:
-                bar.show(decision.layer.name)
-                solve(decision, None)
+        for module, target in by_module.items():
+            if module not in found:
+                bar.show(target.layer.name)
+                found[module] = project_by_weight(*target)
                 bar.advance()
-                unseen.append(decision)
-        if unseen:
-            names = ", ".join(decision.layer.name for decision in unseen)
-            _warn(f"no input reached {names}: projected by weight alone")
-        return refined
+    named = {target.layer.name: found[module] for module, target in by_module.items()}
+    if unseen := [name for name, projection in named.items() if projection.tokens is None]:
+        _warn(f"no input reached {', '.join(unseen)}: projected by weight alone")
+    return Projected(named, blocks)
 
 
 def _measure_apart(
-    model: nn.Module, decisions: Sequence[Decision], seen: Observed
-) -> dict[nn.Module, Moments]:
+    model: nn.Module, targets: Sequence[Target], seen: Observed
+) -> Mapping[nn.Module, Moments]:
     """The dense model's moments of the layers that lockstep cannot do."""
-    if seen.calls is None:
-        return seen.moments
-    repeated = [decision.layer for decision in decisions if decision.layer.module in seen.repeated]
-    missing = [layer for layer in repeated if layer.module not in seen.moments]
     calls = seen.calls
+    if calls is None:
+        return seen.moments
+    repeated = [target.layer for target in targets if target.layer.module in seen.repeated]
+    missing = [layer for layer in repeated if layer.module not in seen.moments]
 
     def run_again(model: nn.Module) -> None:
         for call in calls:
@@ -145,39 +139,46 @@ def _measure_apart(
     return {layer.module: known[layer.module] for layer in repeated if layer.module in known}
 
 
+def _warn_of_dense_inputs(names: Sequence[str], seen: Observed) -> None:
+    if names:
+        why = "one pass calls these layers more than once, so they"
+        if seen.calls is None:
+            why = "the function's calls of the model cannot be made again, so these layers"
+        _warn(
+            f"{why} are projected for the dense model's inputs, not for the compressed one's: "
+            f"{', '.join(names)}"
+        )
+
+
 def _warn(text: str) -> None:
-    warnings.warn(f"calibration: {text}", UserWarning, stacklevel=6)
+    warnings.warn(f"compress: {text}", UserWarning, stacklevel=6)
 
 
 # ---- one layer ---------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def solve(decision: Decision, moments: Moments | None) -> None:
-    """Find the cores, the bias and the error of one layer; without moments, by its weight alone.
+def solve(target: Target, moments: Moments, own_bias: Tensor | None) -> Projection:
+    """The projection of one layer for its inputs.
 
-    The error is that of unpaired moments; `_Lockstep` measures it where x and z are pairs.
+    Its error is known for unpaired moments alone: where x and z are pairs `_Lockstep` measures it.
+
+    Args:
+        own_bias: of the layer, which carries the change of the mean; None: nothing carries it.
     """
-    layer, structure = decision.layer, decision.resolved
-    assert structure is not None
+    layer, structure = target
     weight = layer.matrix
-    if moments is None:
-        decision.cores = project(weight, structure)
-        decision.error = relative_error(weight, structure, decision.cores)
-        return
-    decision.tokens = moments.count
-    target, covariance = find_target(weight, moments)
-    cores = project(target, structure, covariance=covariance)
-    decision.cores = [core.to(weight.dtype) for core in cores]
+    regression, covariance = find_target(weight, moments)
+    found = project(regression, structure, covariance=covariance)
+    cores = [core.to(weight.dtype) for core in found]
+    error, bias = nan, None
     if not moments.paired:
-        zz = moments.zz
-        decision.error = relative_error(weight, structure, decision.cores, covariance=zz)
-    if moments.centred:
-        bias = layer.module._parameters["bias"]
-        assert bias is not None
-        new = _build(decision).to_dense().double()
+        error = relative_error(weight, structure, cores, covariance=moments.zz)
+    if own_bias is not None and moments.centred:
+        new = build_layer(layer, structure, cores).to_dense().double()
         change = moments.mean_output(weight) - new @ moments.mean_z
-        decision.bias = (bias.double() + change).to(bias.dtype)
+        bias = (own_bias.double() + change).to(own_bias.dtype)
+    return Projection(cores, error, bias, moments.count)
 
 
 def find_target(weight: Tensor, moments: Moments) -> tuple[Tensor, Tensor | None]:
@@ -204,16 +205,6 @@ def find_target(weight: Tensor, moments: Moments) -> tuple[Tensor, Tensor | None
     return torch.cholesky_solve(right.mT, root).mT.to(precise.dtype), covariance
 
 
-def _build(decision: Decision) -> StructuredLinear:
-    """The layer that the decision's cores make, without bias."""
-    layer, structure, cores = decision.layer, decision.resolved, decision.cores
-    assert structure is not None
-    assert cores is not None
-    options: dict[str, Any] = {"bias": False, "device": cores[0].device, "dtype": cores[0].dtype}
-    new = uninitialised(layer.in_features, layer.out_features, structure, **options)
-    return new.set_cores_(cores).eval()
-
-
 # ---- all layers, in lockstep -------------------------------------------------------------------
 
 
@@ -221,18 +212,19 @@ def _build(decision: Decision) -> StructuredLinear:
 _Inputs = list[tuple["weakref.ref[Tensor]", int]]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Pair:
     """The two runs of one call: of the dense model, and of the one compressed so far."""
 
     dense: Stream
     compressed: Stream
-    masks: list[Tensor]
+    call: Call
 
-    def stops(self) -> Iterator[Stop]:
-        for stream in (self.dense, self.compressed):
-            if stream.stop is not None:
-                yield stream.stop
+    def find_inputs(self, module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+        """x and z with which they wait at this layer; None for one that waits elsewhere."""
+        stops = (stream.stop_at(module) for stream in (self.dense, self.compressed))
+        x, z = (None if stop is None else take_input(stop.args, stop.kwargs) for stop in stops)
+        return x, z
 
 
 @dataclass
@@ -268,47 +260,48 @@ class _Lockstep:
     def __init__(
         self,
         model: nn.Module,
-        decisions: dict[nn.Module, Decision],
+        targets: Mapping[nn.Module, Target],
+        found: Mapping[nn.Module, Projection],
         seen: Observed,
+        calls: Sequence[Call],
         bar: Bar,
         refine_steps: int,
     ) -> None:
-        assert seen.calls is not None
-        self.model, self.decisions, self.calls, self.bar = model, decisions, seen.calls, bar
-        self.order = {module: n for n, module in enumerate(seen.order)}
-        self.new: dict[nn.Module, StructuredLinear] = {}
+        """`found`: projections of layers that are not to be measured here."""
+        self.model, self.targets, self.calls, self.bar = model, targets, calls, bar
+        self.rank = {module: n for n, module in enumerate(seen.order)}
+        self.found = dict(found)
+        self.new: dict[nn.Module, StructuredLinear] = {}  # what the compressed streams run
+        self.moved = set[nn.Module]()  # layers whose bias is no longer the dense one's
         self.pairs: list[_Pair] = []
         self.gaps: dict[nn.Module, _Gap] = {}
-        self.unseen: list[Decision] = []  # called, but with no row that is a token
         self._inputs: _Inputs = []  # that the moments are of
         self._moments: Moments | None = None
         self.steps, self.refined = refine_steps, dict[str, Refined]()
-        layers = [decision.layer for decision in decisions.values()]
+        layers = [target.layer for target in targets.values()]
         # a block that a layer is called twice in may itself be called twice
         self.blocks = {
             block: (name, [layer.module for layer in held])
             for block, (name, held) in (find_blocks(model, layers) if refine_steps else {}).items()
             if not any(layer.module in seen.repeated for layer in held)
         }
+        last = len(self.rank)  # of layers that the dense model never called
         for block, (_, held) in self.blocks.items():
-            self.order[block] = max(self.order.get(layer, len(self.order)) for layer in held)
+            self.rank[block] = max(self.rank.get(layer, last) for layer in held)
 
-    def run(self) -> dict[str, Refined]:
-        for layer, decision in self.decisions.items():
-            if decision.cores is not None:
-                self._put_in(layer)
-        with ExitStack() as stack:
-            stack.enter_context(eval_mode(self.model))
-            stack.enter_context(plain_calls(self.model))
-            stack.enter_context(check_ids(self.model))
-            places = [Place(module) for module in self.decisions]
-            places += [Place(block, leaving=True) for block in self.blocks]
-            streams = stack.enter_context(Streams(places, 2 * len(self.calls)))
+    def run(self) -> tuple[dict[nn.Module, Projection], dict[str, Refined]]:
+        """The projections of the layers that the calls reach, and what refinement made."""
+        for apart in self.found:
+            self._put_in(apart)
+        places = [Place(module) for module in self.targets]
+        places += [Place(block, leaving=True) for block in self.blocks]
+        with ready(self.model), Streams(places, 2 * len(self.calls)) as streams:
             for call in self.calls:
                 again = partial(call.run, self.model)
                 dense, compressed = (streams.start(again, call.state) for _ in range(2))
-                self.pairs.append(_Pair(dense, compressed, call.masks))
-            while (module := self._find_next()) is not None:
+                self.pairs.append(_Pair(dense, compressed, call))
+            both = [stream for pair in self.pairs for stream in (pair.dense, pair.compressed)]
+            while (module := find_next(both, self.rank)) is not None:
                 if module in self.blocks:
                     self._refine(module)
                     continue
@@ -316,137 +309,124 @@ class _Lockstep:
                     self._project(module)
                 for pair in self.pairs:
                     self._go_on(pair, module)
-        for module, gap in self.gaps.items():
-            self.decisions[module].error = gap.error
-        return self.refined
-
-    def _find_next(self) -> nn.Module | None:
-        """Of the layers at which streams wait, the one that the model calls first; a block that
-        they are about to leave comes after its last layer."""
-        waiting = [stop.place for pair in self.pairs for stop in pair.stops()]
-        last = len(self.order)  # layers that the dense model never called
-        places = sorted(
-            waiting, key=lambda place: (self.order.get(place.module, last), place.leaving)
-        )
-        return places[0].module if places else None
+        return {module: self._conclude(module) for module in self.found}, self.refined
 
     def _project(self, module: nn.Module) -> None:
-        decision = self.decisions[module]
-        name = decision.layer.name
-        self.bar.show(name)
-        moments = self._measure(module, name)
-        if not moments.count:
-            self.unseen.append(decision)
-        solve(decision, moments if moments.count else None)
-        self._put_in(module)
+        target, bias = self.targets[module], find_own_bias(self.model, module)
+        self.bar.show(target.layer.name)
+        moments = self._measure(target, centred=bias is not None)
+        if moments.count:
+            self.found[module] = solve(target, moments, bias)
+        else:  # called, but with no row that is a token
+            self.found[module] = project_by_weight(*target)
         if moments.count and moments.paired:
-            mean = None
-            if moments.centred:
-                bias = module._parameters["bias"]
-                assert bias is not None
-                mean = moments.mean_output(decision.layer.matrix) + bias.double()
+            own = 0.0 if bias is None else bias.double()
+            mean = moments.mean_output(target.layer.matrix) + own if moments.centred else None
             self.gaps[module] = _Gap(mean)
+        self._put_in(module)
         self.bar.advance()
 
     def _put_in(self, module: nn.Module) -> None:
         """Let the compressed streams have the projected layer from now on."""
-        decision = self.decisions[module]
-        self.new[module] = new = _build(decision)
-        decision.cores = [core.detach() for core in new.cores]  # held once
-        bias = module._parameters.get("bias") if decision.bias is None else decision.bias
-        # a copy: refinement moves it
-        new.bias = (
-            None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+        found = self.found[module]
+        new = self.new[module] = build_layer(*self.targets[module], found.cores).eval()
+        new.requires_grad_(False)
+        bias = module._parameters.get("bias") if found.bias is None else found.bias
+        if bias is not None:  # a copy: refinement moves it
+            new.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
+        if found.bias is not None:
+            self.moved.add(module)
+
+    def _conclude(self, module: nn.Module) -> Projection:
+        """The projection of a layer, with the error on all streams and as refinement left it."""
+        found, new = self.found[module], self.new[module]
+        return replace(
+            found,
+            cores=[core.detach() for core in new.cores],
+            error=self.gaps[module].error if module in self.gaps else found.error,
+            bias=new.bias.detach() if new.bias is not None and module in self.moved else None,
         )
 
-    def _measure(self, module: nn.Module, name: str) -> Moments:
+    def _measure(self, target: Target, centred: bool) -> Moments:
         """The moments of the layer's inputs, from all streams that wait there.
 
         Where a call brings other rows in the dense model than in the compressed one (a router chose
         otherwise), x and z are no pairs: both are then the compressed model's input.
         """
-        found = [
-            (_find_input(pair.dense, module), _find_input(pair.compressed, module), pair.masks)
-            for pair in self.pairs
-        ]
-        centred = has_own_bias(self.model, module)
+        layer, last = target.layer, self._moments
+        found = [(*pair.find_inputs(layer.module), pair.call.masks) for pair in self.pairs]
         present = [x for *both, _ in found for x in both if x is not None]
         inputs = [(weakref.ref(x), -1 if x.is_inference() else x._version) for x in present]
-        last, layer = self._moments, self.decisions[module].layer
         shared = last is not None and last.centred == centred and last.weight is None
-        if not shared or not _are_same(inputs, self._inputs):
-            last, self._inputs, self._moments = None, inputs, None  # no longer held
-            narrows = layer.out_features < layer.in_features
-            self._moments = Moments(centred=centred, weight=layer.matrix if narrows else None)
-            _add_pairs(self._moments, found)
-            check_finite(name, self._moments)
-        assert self._moments is not None
-        return self._moments
+        if last is not None and shared and _are_same(inputs, self._inputs):
+            return last
+        last = None  # no longer held
+        narrows = layer.out_features < layer.in_features
+        moments = Moments(centred=centred, weight=layer.matrix if narrows else None)
+        self._inputs, self._moments = inputs, moments
+        _add_pairs(moments, found)
+        check_finite(layer.name, moments)
+        return moments
 
     def _go_on(self, pair: _Pair, module: nn.Module) -> None:
         """Resume the streams of this call that wait at the layer, with their outputs."""
-        dense, compressed, new = pair.dense, pair.compressed, self.new[module]
-        x, z = _find_input(dense, module), _find_input(compressed, module)
-        gap = self.gaps.get(module)
-        if gap is None or x is None or z is None or x.shape != z.shape:
+        stop, new, gap = pair.dense.stop_at(module), self.new[module], self.gaps.get(module)
+        x, z = pair.find_inputs(module)
+        if gap is None or stop is None or x is None or z is None or x.shape != z.shape:
             if x is not None:
-                dense.resume()
+                pair.dense.resume()
             if z is not None:
-                compressed.resume(lambda *args, **kwargs: new(take_input(args, kwargs)))
+                pair.compressed.resume(lambda *args, **kwargs: new(take_input(args, kwargs)))
             return
         outputs: list[Tensor] = []
+        dense_forward, masks = stop.forward, pair.call.masks
 
         def compare(*args: Any, **kwargs: Any) -> Any:
             """The dense layer's output, beside which the new one's is formed and kept."""
             y = dense_forward(*args, **kwargs)
             outputs.append(new(z))
-            gap.add(select_rows(y, pair.masks), select_rows(outputs[0], pair.masks))
+            gap.add(select_rows(y, masks), select_rows(outputs[0], masks))
             return y
 
-        assert dense.stop is not None
-        dense_forward = dense.stop.forward
-        dense.resume(compare)
-        compressed.resume(lambda *args, **kwargs: outputs.pop())
+        pair.dense.resume(compare)
+        pair.compressed.resume(lambda *args, **kwargs: outputs.pop())
 
     def _refine(self, block: nn.Module) -> None:
         """Refine a block that streams are about to leave, and let them leave it with its output."""
         examples: dict[int, Example] = {}  # of the pairs
-        for n, (pair, call) in enumerate(zip(self.pairs, self.calls, strict=True)):
-            dense, compressed = (_find_stop(each, block) for each in (pair.dense, pair.compressed))
+        for n, pair in enumerate(self.pairs):
+            dense, compressed = pair.dense.stop_at(block), pair.compressed.stop_at(block)
             if dense is None or compressed is None:
                 continue
             goal, made = take_tensor(dense.output), take_tensor(compressed.output)
             if goal is not None and made is not None and goal.shape == made.shape:
                 inputs, output = (compressed.args, compressed.kwargs), compressed.output
-                examples[n] = Example(*inputs, pair.masks, call.state, output, goal)
+                state = pair.call.masks, pair.call.state
+                examples[n] = Example(*inputs, *state, output, made, goal)
         outputs = dict(zip(examples, self._fit(block, [*examples.values()]), strict=False))
         for n, pair in enumerate(self.pairs):
-            if _find_stop(pair.dense, block) is not None:
+            if pair.dense.stop_at(block) is not None:
                 pair.dense.resume()
-            stop = _find_stop(pair.compressed, block)
-            if stop is not None:
+            if (stop := pair.compressed.stop_at(block)) is not None:
                 pair.compressed.resume(partial(_give, outputs.get(n, stop.output)))
 
-    def _fit(self, block: nn.Module, examples: list[Example]) -> list[Any]:
+    def _fit(self, block: nn.Module, examples: Sequence[Example]) -> Sequence[Any]:
         """Refine the block; its new outputs, none if it stays as it is."""
         name, held = self.blocks[block]
-        stops = (_find_stop(pair.compressed, block) for pair in self.pairs)
+        stops = (pair.compressed.stop_at(block) for pair in self.pairs)
         forward = next((stop.forward for stop in stops if stop is not None), None)
         if not examples or forward is None or any(layer not in self.new for layer in held):
             return []
         self.bar.show(f"refine {name}")
         own = {layer: self.new[layer] for layer in held}
-        fixed = [layer for layer in held if not has_own_bias(self.model, layer)]
+        fixed = [layer for layer in held if find_own_bias(self.model, layer) is None]
         shared = _find_shared(self.model)
         done = refine(block, forward, own, examples, steps=self.steps, fixed=fixed, shared=shared)
         if done is None:
             _warn(f"block {name!r} does not give the same output again: it is not refined")
             return []
-        outputs, done.outputs = done.outputs, []
-        self.refined[name] = done
-        for layer, new in own.items():
-            if new.bias is not None and layer not in fixed:
-                self.decisions[layer].bias = new.bias.detach()
+        self.refined[name], outputs = done
+        self.moved.update(layer for layer in held if layer not in fixed)
         return outputs
 
 
@@ -458,12 +438,6 @@ def _find_shared(model: nn.Module) -> set[int]:
 
 def _give(output: Any, *args: Any, **kwargs: Any) -> Any:
     return output
-
-
-def _find_stop(stream: Stream, module: nn.Module) -> Stop | None:
-    """Where the stream waits, if that is at this module."""
-    stop = stream.stop
-    return stop if stop is not None and stop.place.module is module else None
 
 
 def _are_same(inputs: _Inputs, others: _Inputs) -> bool:
@@ -489,9 +463,3 @@ def _add_pairs(
     dense = [(x, masks) for x, _, masks in present if x is not None]
     for rows, masks in compressed or dense:
         moments.add(select_rows(rows, masks))
-
-
-def _find_input(stream: Stream, module: nn.Module) -> Tensor | None:
-    """The input with which the stream waits at the layer; None if it waits elsewhere."""
-    stop = _find_stop(stream, module)
-    return None if stop is None else take_input(stop.args, stop.kwargs)

@@ -20,7 +20,7 @@ from torch import nn
 
 from .._projection.matrices import limit_threads
 
-WORKERS = 2048  # of OpenMP in all streams: each thread that computes keeps its own
+MAX_WORKERS = 2048  # of OpenMP in all streams: each thread that computes keeps its own
 
 State = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -80,6 +80,10 @@ class Stream:
             self.thread.join()
             raise self._error
 
+    def stop_at(self, module: nn.Module) -> Stop | None:
+        """Where it waits, if that is at this module."""
+        return self.stop if self.stop is not None and self.stop.place.module is module else None
+
     def cancel(self) -> None:
         """End the run where it waits, or at its next stop.
 
@@ -117,6 +121,19 @@ class Stream:
             self._back.release()
 
 
+def find_next(streams: Iterable[Stream], rank: Mapping[nn.Module, int]) -> nn.Module | None:
+    """The module of the least rank at which a stream waits; None if all streams have ended.
+
+    Of equal ranks, a module that streams are about to leave comes last. Modules without a rank come
+    after all others.
+    """
+    places = [stream.stop.place for stream in streams if stream.stop is not None]
+    first = min(
+        places, key=lambda place: (rank.get(place.module, len(rank)), place.leaving), default=None
+    )
+    return None if first is None else first.module
+
+
 class Streams:
     """While it is open, streams stop at these places. On leaving it all streams end, the modules
     have their own `forward` again, and no thread is left.
@@ -131,7 +148,7 @@ class Streams:
     def __init__(self, places: Iterable[Place], count: int = 1) -> None:
         """`count`: streams that there will be, for the number of threads that each computes with"""
         self._places = frozenset(places)
-        self._count, self._most = count, max(1, WORKERS // count)
+        self._count, self._most = count, max(1, MAX_WORKERS // count)
         self._streams: dict[threading.Thread, Stream] = {}
         self._patched: list[tuple[nn.Module, bool, Any]] = []
 

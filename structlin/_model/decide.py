@@ -1,34 +1,41 @@
 """What happens to each linear layer of a model: its structure, or the reason why it stays."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
+from .._arguments import require_flags
 from .._families import Family, Split, label, structure_of
 from .._structure import Structure
 from .select import Patterns, Rule, find_first, find_rules
-from .survey import PROTECTED, Layer, linear_layers
+from .survey import PROTECTED, Layer, linear_layers, require_replaceable
 
 Spec = Family | Structure
 
 
-@dataclass
+@dataclass(frozen=True)
 class Decision:
     """What happens to one layer: its structure, or the reason why it stays."""
 
     layer: Layer
-    structure: Spec | None = None  #: as it was asked for, or as the budget chose it
-    resolved: Structure | None = None  #: the same for the layer's widths
+    structure: Spec | None = None  #: as it was asked for, or as `compress` chose it
+    resolved: Structure | None = None  #: the same for the layer's widths; None: not chosen yet
     reason: str = ""
     zero_init: bool = False
-    cores: list[Tensor] | None = field(default=None, repr=False)  #: the projection, once known
-    bias: Tensor | None = field(default=None, repr=False)  #: that carries the means, if it changes
-    error: float | None = None  #: of the projection, relative
-    tokens: int | None = None  #: that calibrated the layer
-    #: sums over the weight and the bias that were projected
-    source: tuple[float, ...] | None = field(default=None, repr=False)
+
+
+class Target(NamedTuple):
+    """A layer that is converted, and its structure for the layer's widths."""
+
+    layer: Layer
+    structure: Structure
+
+
+def list_targets(decisions: Iterable[Decision]) -> list[Target]:
+    """The layers that are converted, in their order."""
+    return [Target(d.layer, d.resolved) for d in decisions if d.resolved is not None]
 
 
 def decide(
@@ -37,22 +44,27 @@ def decide(
     *,
     include: Patterns | None,
     exclude: Patterns,
-    overrides: Mapping[Any, Spec | None],
-    zero_init: Patterns,
-    split: Mapping[Any, int],
+    overrides: Mapping[Any, Spec | None] | None,
+    split: Mapping[Any, int] | None,
     untie: bool,
-    sizes_open: bool,
+    zero_init: Patterns = (),
+    sizes_open: bool = False,
 ) -> list[Decision]:
     """A decision for each linear layer of `model`; the arguments are those of `convert`.
 
     Args:
-        sizes_open: leave `resolved` for the budget, where there is no override.
+        sizes_open: leave `resolved` to be chosen, where there is no override.
 
     Raises:
-        ValueError: no linear layer, a pattern that converts nothing, nothing to convert at all, a
-            structure that does not fit its layer.
-        TypeError: something is no pattern.
+        ValueError: a model whose layers cannot be replaced, no linear layer, a pattern that
+            converts nothing, nothing to convert at all, a structure that does not fit its layer,
+            `untie` where no layer shares its weight.
+        TypeError: something is no module, structure, pattern or flag.
     """
+    require_replaceable(model)
+    require_flags(untie=untie)
+    overrides, split = overrides or {}, split or {}
+    _check_types(structure, overrides, split)
     layers = linear_layers(model)
     if not layers:
         kinds = "nn.Linear, or transformers' Conv1D"
@@ -87,7 +99,27 @@ def decide(
     if all(decision.structure is None for decision in decisions):
         reasons = "; ".join(f"{d.layer.name or 'the model itself'}: {d.reason}" for d in decisions)
         raise ValueError(f"nothing to convert in {type(model).__name__}: {reasons}")
+    if untie and not any(d.layer.tied for d in decisions if d.structure is not None):
+        raise ValueError(
+            "untie=True: no layer that is converted shares its weight; include one, say 'head'"
+        )
     return decisions
+
+
+def _check_types(
+    structure: Spec, overrides: Mapping[Any, Spec | None], split: Mapping[Any, int]
+) -> None:
+    if not isinstance(overrides, Mapping):
+        raise TypeError(
+            f"overrides={overrides!r} must be a mapping of patterns to structures, or to None"
+        )
+    if not isinstance(split, Mapping):
+        raise TypeError(f"split={split!r} must be a mapping of patterns to numbers of parts")
+    for spec in (structure, *(spec for spec in overrides.values() if spec is not None)):
+        if not isinstance(spec, Family | Structure):
+            raise TypeError(
+                f"structure={spec!r} must be a family such as BTT(rank=1), or a Structure"
+            )
 
 
 def _find_reason(

@@ -34,7 +34,7 @@ class Size(NamedTuple):
         return isinstance(self.family, Dense)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Curve:
     """The sizes that a layer could have, ascending, the last one dense, and what each would lose.
 
@@ -42,16 +42,14 @@ class Curve:
     that of nothing at all, E |W x|^2 or ||W||^2.
     """
 
-    sizes: list[Size]
-    errors: list[float]
+    sizes: Sequence[Size]
+    errors: Sequence[float]
     whole: float
 
 
 @torch.no_grad()
-def measure_curve(
-    weight: Tensor, family: Family, covariance: Tensor | None = None, of: str = "params"
-) -> Curve:
-    """The sizes of `family` for this weight, and the squared error of each.
+def measure_curve(weight: Tensor, sizes: Sequence[Size], covariance: Tensor | None = None) -> Curve:
+    """The squared error that each of these sizes leaves of a weight.
 
     The errors are those of the closed form: upper bounds, which alternating least squares lowers by
     a similar factor at every size. It is computed at the largest size, and the smaller ones are cut
@@ -59,14 +57,9 @@ def measure_curve(
 
     Args:
         weight: `(out_features, in_features)`.
+        sizes: for its widths, see `list_sizes`.
         covariance: of the layer's inputs.
-        of: the cost: "params", or "flops" per token. They differ where a structure shares its
-            blocks (TT).
-
-    Raises:
-        ValueError: the family has nothing to choose, or no size that costs less than dense.
     """
-    sizes = list_sizes(family, weight.shape[1], weight.shape[0], of)
     w = weight.detach().double()
     root = None if covariance is None else _take_root(covariance.to(w))
     measured = {len(sizes) - 1: 0.0}
@@ -144,7 +137,7 @@ def _list_sizes(family: Family, in_features: int, out_features: int, of: str) ->
     if not found:
         kind = type(family.of if isinstance(family, Split) else family).__name__
         raise ValueError(
-            f"budget: no {kind} of {in_features} -> {out_features} has as few {COUNTS[of]} as "
+            f"keep: no {kind} of {in_features} -> {out_features} has as few {COUNTS[of]} as "
             "dense, or fewer"
         )
     aligned = [size for size in found if _is_aligned(size.structure)]
@@ -158,6 +151,10 @@ def list_sizes(family: Family, in_features: int, out_features: int, of: str) -> 
 
     Where there are eight or more whose cores have fan-ins and fan-outs in multiples of 8, only
     smaller ones are offered beside them.
+
+    Args:
+        of: what the cost is: "params", or "flops" per token. They differ where a structure shares
+            its blocks (TT).
 
     Raises:
         ValueError: there is none; the family has nothing to choose.
@@ -190,4 +187,6 @@ def _candidates(family: Family, width: int) -> list[Family]:
         return [replace(family, rank=rank) for rank in grid]  # type: ignore[call-arg]
     if "blocks" in options:
         return [replace(family, blocks=n) for n in range(width, 0, -1)]  # type: ignore[call-arg]
-    raise ValueError(f"budget: {type(family).__name__} has neither rank nor blocks to choose")
+    raise ValueError(
+        f"keep: {type(family).__name__} has neither rank nor blocks to choose; take keep=None"
+    )

@@ -1,4 +1,4 @@
-"""Sizes under a budget: the curves of layers against singular values, the choice against all."""
+"""What each layer keeps: curves against singular values, the choice against all choices."""
 
 from itertools import product
 
@@ -6,8 +6,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from structlin import BTT, TT, BlockDiagonal, Dense, LowRank, Monarch, Split, convert, plan
-from structlin._compress.budget import allocate, share_evenly
+from structlin import (
+    BTT,
+    TT,
+    BlockDiagonal,
+    Dense,
+    LowRank,
+    Monarch,
+    Split,
+    compress,
+    plan_compression,
+)
+from structlin._compress.allocation import allocate, share_evenly
 from structlin._families import Family
 from structlin._projection.curve import Curve, list_sizes, measure_curve
 
@@ -34,7 +44,10 @@ def draw_curves(family: Family) -> list[Curve]:
     roots = [decaying(n, n, power) for n, power in ((24, 0.1), (24, 1.5), (48, 0.7))]
     weights = [decaying(m, n, p) for m, n, p in ((24, 24, 0.2), (48, 24, 1.0), (24, 48, 1.8))]
     pairs = zip(weights, roots, strict=True)
-    return [measure_curve(weight, family, root @ root.mT) for weight, root in pairs]
+    return [
+        measure_curve(weight, list_sizes(family, *weight.shape[::-1], "params"), root @ root.mT)
+        for weight, root in pairs
+    ]
 
 
 def sum_up(curves: list[Curve], sizes: list, harms: list[float]) -> float:
@@ -49,7 +62,8 @@ def test_the_errors_of_low_rank_are_the_singular_values_that_are_left_out(shape,
     weight, root = torch.randn(shape).double(), torch.randn(shape[1], shape[1]).double()
     covariance = root @ root.mT / 100 if weighed else None
     values = torch.linalg.svdvals(weight @ root / 10 if weighed else weight).square()
-    curve = measure_curve(weight, LowRank(rank=1), covariance)
+    sizes = list_sizes(LowRank(rank=1), *shape[::-1], "params")
+    curve = measure_curve(weight, sizes, covariance)
     assert curve.whole == pytest.approx(values.sum().item(), rel=1e-4)
     ranks = [size.family.rank for size in curve.sizes[:-1]]
     assert ranks == [1, 2, 3, 4, 5, 6, 7]  # 8 costs more than dense
@@ -83,7 +97,7 @@ def test_errors_fall_with_the_size_and_end_at_nothing(family):
 
 
 @pytest.mark.parametrize("family", [BTT(), LowRank(rank=1), Monarch()], ids=str)
-def test_more_budget_is_never_worse_and_none_is_exceeded(family):
+def test_to_keep_more_is_never_worse_and_no_share_is_exceeded(family):
     curves = draw_curves(family)
     total = sum(curve.sizes[-1].cost for curve in curves)
     for harms in ([1.0, 1.0, 1.0], [1.0, 30.0, 0.1]):
@@ -101,14 +115,14 @@ def test_more_budget_is_never_worse_and_none_is_exceeded(family):
         assert all(size.stays_dense for size in sizes)
 
 
-@pytest.mark.parametrize("budget", [0.3, 0.5, 0.7])
-def test_the_choice_is_near_the_best_of_all(budget):
+@pytest.mark.parametrize("keep", [0.3, 0.5, 0.7])
+def test_the_choice_is_near_the_best_of_all(keep):
     curves, harms = draw_curves(BTT()), [1.0, 3.0, 0.5]
-    limit = budget * sum(curve.sizes[-1].cost for curve in curves)
+    limit = keep * sum(curve.sizes[-1].cost for curve in curves)
     every = product(*(curve.sizes for curve in curves))
     fits = [sizes for sizes in every if sum(size.cost for size in sizes) <= limit]
     best = min(sum_up(curves, list(sizes), harms) for sizes in fits)
-    found = sum_up(curves, allocate(curves, budget, harms), harms)
+    found = sum_up(curves, allocate(curves, keep, harms), harms)
     assert best * (1 - 1e-9) <= found <= 1.25 * best
 
 
@@ -130,17 +144,15 @@ def test_uniform_is_the_largest_size_of_each_layer_within_its_share():
     widths = (64, 64), (64, 256), (256, 64)
     found = share_evenly([list_sizes(LowRank(rank=1), *each, "params") for each in widths], 0.5)
     assert [size.family.rank for size in found] == [16, 24, 24]  # 25.6 is half of 64 x 256
-    with pytest.raises(
-        ValueError, match=r"budget=0.01, the same for all layers: .* 0.0313 or more"
-    ):
+    with pytest.raises(ValueError, match=r"keep=0.01, the same for all layers: .* 0.0313 or more"):
         share_evenly([list_sizes(LowRank(rank=1), 64, 64, "params")], 0.01)
 
 
-def test_a_budget_that_is_too_small_says_what_the_smallest_sizes_need():
+def test_a_share_that_is_too_small_says_what_the_smallest_sizes_need():
     curves = draw_curves(BTT())
-    with pytest.raises(ValueError, match=r"budget=0.01 is .* budget=(0\.\d+) or more") as refused:
+    with pytest.raises(ValueError, match=r"keep=0.01 is .* keep=(0\.\d+) or more") as refused:
         allocate(curves, 0.01, [1.0] * 3)
-    least = float(str(refused.value).split("budget=")[2].split()[0])
+    least = float(str(refused.value).split("keep=")[2].split()[0])
     allocate(curves, least, [1.0] * 3)
 
 
@@ -163,14 +175,13 @@ def train_small_model() -> tuple[nn.Module, Tensor]:
     return model, x
 
 
-@pytest.mark.parametrize("by", ["effect", "error", "uniform"])
-def test_a_trained_model_keeps_more_of_itself_with_more_budget(by):
+@pytest.mark.parametrize("by", ["sensitivity", "error", "uniform"])
+def test_a_trained_model_keeps_more_of_itself_with_larger_sizes(by):
     errors = []
-    for budget in (0.3, 0.6, 0.9, 1.0):
+    for keep in (0.3, 0.6, 0.9, 1.0):
         dense, x = train_small_model()
         model, _ = train_small_model()
-        options = {"budget": budget, "budget_by": by, "include": "*", "calibration": [x]}
-        convert(model, LowRank(rank=1), **options)
+        compress(model, LowRank(rank=1), [x], keep=keep, allocation=by, include="*")
         errors.append((model(x) - dense(x)).norm().item() / dense(x).norm().item())
     assert errors == sorted(errors, reverse=True)
     assert errors[0] > 1e-3
@@ -179,11 +190,11 @@ def test_a_trained_model_keeps_more_of_itself_with_more_budget(by):
 
 def test_a_layer_that_stays_dense_is_the_models_own_and_the_plan_says_so():
     model, x = train_small_model()
-    planned = plan(model, LowRank(rank=1), include="*", budget=0.9, calibration=[x])
+    planned = plan_compression(model, LowRank(rank=1), [x], include="*", keep=0.9)
     stay = [d for d in planned.decisions if d.structure is None]
     assert stay
-    assert all(decision.reason == "dense: within the budget" for decision in stay)
-    assert "dense: within the budget" in str(planned)
+    assert all(decision.reason == "dense: within what is kept" for decision in stay)
+    assert "dense: within what is kept" in str(planned)
     layers = {d.layer.name: d.layer.module for d in stay}
     planned.apply()
     assert all(model.get_submodule(name) is module for name, module in layers.items())
@@ -192,11 +203,11 @@ def test_a_layer_that_stays_dense_is_the_models_own_and_the_plan_says_so():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"budget_by": "loss", "budget": 0.5}, "budget_by='loss': it is one of effect, error"),
-        ({"budget_by": "uniform"}, "budget_by='uniform': .* goes with a budget"),
-        ({"budget_by": "effect", "budget": 0.5}, "budget_by='effect' needs calibration"),
+        ({"allocation": "loss"}, "allocation='loss' is unknown; there are sensitivity, error"),
+        ({"keep": None, "allocation": "uniform"}, "allocation='uniform' goes with a fraction"),
+        ({}, "allocation='sensitivity' needs batches"),
     ],
 )
 def test_wrong_ways_to_share_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        plan(nn.Sequential(nn.Linear(16, 16)), LowRank(rank=1), **options)
+        plan_compression(nn.Sequential(nn.Linear(16, 16)), LowRank(rank=1), None, **options)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from structlin import LowRank, plan
+from structlin import LowRank, plan_compression
 from structlin._compress.padding import find_masks, select_rows
 from tests.compress.test_sequential_models import IDS, MASK, bert, encoder, t5
 
@@ -75,12 +75,11 @@ def test_where_two_masks_fit_a_row_must_be_a_token_in_both():
 
 
 def find_cores(model: nn.Module, batches: list[object]) -> dict[str, Tensor]:
-    planned = plan(copy.deepcopy(model), LowRank(rank=4), calibration=batches)
-    chosen = [decision for decision in planned.decisions if decision.cores]
+    planned = plan_compression(copy.deepcopy(model), LowRank(rank=4), batches, keep=None)
     return {
-        decision.layer.name: decision.cores[1] @ decision.cores[0]
-        for decision in chosen
-        if "pooler" not in decision.layer.name
+        name: found.cores[1] @ found.cores[0]
+        for name, found in planned.projections.items()
+        if "pooler" not in name
     }
 
 
@@ -130,10 +129,10 @@ def test_padding_without_a_mask_is_refused_and_a_mask_of_ones_says_that_it_is_me
     model, batches = bert()
     bare = [{"input_ids": batch["input_ids"]} for batch in batches]
     with pytest.raises(ValueError, match=r"input_ids has padding \(pad_token_id=0\).*give batches"):
-        plan(model, LowRank(rank=4), calibration=bare)
+        plan_compression(model, LowRank(rank=4), bare, keep=None)
     with pytest.raises(ValueError, match="input_ids has padding"):
-        plan(model, LowRank(rank=4), calibration=[batches[0]["input_ids"]])
+        plan_compression(model, LowRank(rank=4), [batches[0]["input_ids"]], keep=None)
     meant = [{**batch, "attention_mask": torch.ones_like(MASK[:3])} for batch in bare]
-    plan(model, LowRank(rank=4), calibration=meant)
+    plan_compression(model, LowRank(rank=4), meant, keep=None)
     model.config.eos_token_id = 0  # a token that ends every text as well
-    plan(model, LowRank(rank=4), calibration=bare)
+    plan_compression(model, LowRank(rank=4), bare, keep=None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from structlin import BTT, BlockDiagonal, LowRank, Monarch, convert, plan
+from structlin import BTT, BlockDiagonal, LowRank, Monarch, compress, plan_compression
 from structlin._compress import refine
 from structlin._compress.refine import find_blocks
 from structlin._model.survey import linear_layers
@@ -58,10 +58,10 @@ def measure(model: nn.Module, dense: nn.Module, batches: list[Tensor]) -> float:
     "family", [LowRank(rank=4), BTT(), Monarch(), BlockDiagonal(blocks=2)], ids=str
 )
 def test_it_lowers_the_error_of_the_model_as_the_plan_says(model, batches, family):
-    options = {"calibration": batches, "include": "*"}
-    plain = convert(copy.deepcopy(model), family, **options)
+    options = {"keep": None, "include": "*"}
+    plain = compress(copy.deepcopy(model), family, batches, **options)
     new = copy.deepcopy(model)
-    planned = plan(new, family, refine=40, **options)
+    planned = plan_compression(new, family, batches, refine=40, **options)
     state = {name: value.clone() for name, value in new.state_dict().items()}
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
     planned.apply()
@@ -75,9 +75,9 @@ def test_it_lowers_the_error_of_the_model_as_the_plan_says(model, batches, famil
 
 
 def test_a_block_that_would_become_worse_stays_as_it_was(model, batches, monkeypatch):
-    plain = convert(copy.deepcopy(model), LowRank(rank=4), calibration=batches)
+    plain = compress(copy.deepcopy(model), LowRank(rank=4), batches, keep=None)
     monkeypatch.setattr(refine, "LR", 10.0)
-    planned = plan(copy.deepcopy(model), LowRank(rank=4), calibration=batches, refine=3)
+    planned = plan_compression(copy.deepcopy(model), LowRank(rank=4), batches, refine=3, keep=None)
     same = planned.apply()
     assert all(before == after for before, after in planned.blocks.values())
     for name, value in plain.state_dict().items():
@@ -95,8 +95,10 @@ def test_padding_has_no_say(batches):
     mask[:, 6:] = False
     for far in (0.0, 100.0):
         given = [torch.where(mask[..., None], x, torch.tensor(far)) for x in batches]
-        calibration = [{"x": x, "attention_mask": mask} for x in given]
-        planned = plan(copy.deepcopy(model), LowRank(rank=4), calibration=calibration, refine=10)
+        given = [{"x": x, "attention_mask": mask} for x in given]
+        planned = plan_compression(
+            copy.deepcopy(model), LowRank(rank=4), given, refine=10, keep=None
+        )
         found.append([error for pair in planned.blocks.values() for error in pair])
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
@@ -104,14 +106,14 @@ def test_padding_has_no_say(batches):
 @pytest.mark.parametrize("empty", [[0], [0, 1]])
 def test_batches_without_tokens_are_passed_over(model, batches, empty):
     given = [x[:0] if n in empty else x for n, x in enumerate(batches)]
-    planned = plan(model, LowRank(rank=4), calibration=given, refine=20)
+    planned = plan_compression(model, LowRank(rank=4), given, refine=20, keep=None)
     assert all(after < before for before, after in planned.blocks.values())
 
 
 def test_a_model_of_half_precision_is_refined(model, batches):
     dense, half = copy.deepcopy(model), model.bfloat16()
     given = [x.bfloat16() for x in batches]
-    planned = plan(half, LowRank(rank=4), calibration=given, refine=40)
+    planned = plan_compression(half, LowRank(rank=4), given, refine=40, keep=None)
     assert all(after < before for before, after in planned.blocks.values())
     assert {p.dtype for p in planned.apply().parameters()} == {torch.bfloat16}
     assert measure(half.float(), dense, batches) < 1
@@ -120,14 +122,14 @@ def test_a_model_of_half_precision_is_refined(model, batches):
 def test_biases_that_two_layers_share_stay(model, batches):
     model.blocks[0].down.bias = model.blocks[1].down.bias
     bias = model.blocks[0].down.bias.detach().clone()
-    convert(model, LowRank(rank=4), calibration=batches, refine=10)
+    compress(model, LowRank(rank=4), batches, refine=10, keep=None)
     assert torch.equal(model.blocks[0].down.bias, bias)
     assert model.blocks[0].down.bias is model.blocks[1].down.bias
 
 
 def test_a_norm_that_two_blocks_share_stays(model, batches):
     model.blocks[1].norm.weight = model.blocks[0].norm.weight
-    planned = plan(model, LowRank(rank=4), calibration=batches, refine=10)
+    planned = plan_compression(model, LowRank(rank=4), batches, refine=10, keep=None)
     planned.apply()
     assert torch.equal(model.blocks[0].norm.weight, torch.ones(16))
     assert not torch.equal(model.blocks[0].norm.bias, torch.zeros(16))
@@ -154,7 +156,7 @@ def test_a_model_without_blocks_is_refined_as_a_whole(batches):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
     new = copy.deepcopy(model)
-    planned = plan(new, LowRank(rank=4), calibration=batches, refine=40, include="*")
+    planned = plan_compression(new, LowRank(rank=4), batches, refine=40, include="*", keep=None)
     ((before, after),) = planned.blocks.values()
     assert after < before
     assert measure(planned.apply(), model, batches) == pytest.approx(after, rel=1e-4)
@@ -169,7 +171,7 @@ def test_a_model_without_blocks_is_refined_as_a_whole(batches):
     ids=["values", "module"],
 )
 def test_a_plan_is_refused_once_a_norm_that_it_changes_has_changed(model, batches, change):
-    planned = plan(model, LowRank(rank=4), calibration=batches, refine=10)
+    planned = plan_compression(model, LowRank(rank=4), batches, refine=10, keep=None)
     change(model.blocks[1])
     with pytest.raises(ValueError, match=r"block 'blocks\.1' got other weights"):
         planned.apply()
@@ -182,25 +184,25 @@ def test_a_block_that_gives_another_output_each_time_is_left_with_a_warning(mode
 
     model.blocks[1] = Noisy(16)
     with pytest.warns(UserWarning, match=r"block 'blocks\.1' does not give the same output again"):
-        planned = plan(model, LowRank(rank=4), calibration=batches, refine=5)
+        planned = plan_compression(model, LowRank(rank=4), batches, refine=5, keep=None)
     assert [*planned.blocks] == ["blocks.0"]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"refine": -1}, "refine=-1 must be a number of steps"),
-        ({"refine": True}, "refine=True must be a number of steps"),
-        ({"refine": 5}, "refine=5 needs calibration"),
+        ({"refine": -1}, "refine=-1 must be at least 0"),
+        ({"refine": True}, "refine=True must be an integer of at least 0"),
+        ({"refine": 5}, "refine=5 needs batches"),
     ],
 )
 def test_wrong_options_are_refused(model, options, message):
     with pytest.raises(ValueError, match=message):
-        plan(model, LowRank(rank=4), **options)
+        plan_compression(model, LowRank(rank=4), None, **options)
 
 
 def test_where_the_rate_is_too_high_it_is_lowered_once(model, batches, monkeypatch):
-    dense, options = copy.deepcopy(model), {"calibration": batches, "refine": 20}
+    dense, options = copy.deepcopy(model), {"keep": None, "refine": 20}
     rates, real = [], refine._descend
 
     def descend(forward, new, parameters, examples, steps, rate):
@@ -208,7 +210,7 @@ def test_where_the_rate_is_too_high_it_is_lowered_once(model, batches, monkeypat
         real(forward, new, parameters, examples, steps, 10.0 if len(rates) == 1 else rate)
 
     monkeypatch.setattr(refine, "_descend", descend)
-    planned = plan(model, LowRank(rank=4), include="blocks*", **options)
+    planned = plan_compression(model, LowRank(rank=4), batches, include="blocks*", **options)
     assert rates == [refine.LR, refine.LR / 4, refine.LR]
     assert all(after < before for before, after in planned.blocks.values())
     first = planned.blocks["blocks.0"]
@@ -217,22 +219,26 @@ def test_where_the_rate_is_too_high_it_is_lowered_once(model, batches, monkeypat
     assert first[1] > 0
 
 
+def errors_of(batches: list[Tensor], **options) -> dict[str, float]:
+    torch.manual_seed(0)
+    planned = plan_compression(Model(), LowRank(rank=4), batches, allocation="error", **options)
+    return planned.errors
+
+
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("part", [Model, Block])
 def test_a_model_without_gradients_is_calibrated_but_not_refined(off, part, batches, monkeypatch):
     monkeypatch.setattr(part, "forward", off()(part.forward))
-    options = {"include": "blocks*", "calibration": batches}
+    options = {"include": "blocks*"}
     torch.manual_seed(0)
     if (
         part is Block or off is torch.inference_mode
     ):  # otherwise blocks have gradients by themselves
         with pytest.raises(ValueError, match="refine=4 takes gradients, but the model turns them"):
-            plan(Model(), LowRank(rank=4), refine=4, **options)
-    with pytest.raises(ValueError, match="budget_by='error' or 'uniform' is needed"):
-        plan(Model(), LowRank(rank=4), budget=0.5, **options)
-    torch.manual_seed(0)
-    found = plan(Model(), LowRank(rank=4), budget=0.5, budget_by="error", **options).errors
+            plan_compression(Model(), LowRank(rank=4), batches, keep=None, refine=4, **options)
+    with pytest.raises(ValueError, match="allocation='error' or 'uniform' is needed"):
+        plan_compression(Model(), LowRank(rank=4), batches, **options)
+    found = errors_of(batches, **options)
     monkeypatch.undo()
-    torch.manual_seed(0)
-    expected = plan(Model(), LowRank(rank=4), budget=0.5, budget_by="error", **options).errors
+    expected = errors_of(batches, **options)
     assert found == pytest.approx(expected)

@@ -7,16 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from structlin import BTT, LowRank, Monarch, plan
+from structlin import BTT, LowRank, Monarch, plan_compression
 from structlin._compress.calibration import observe
-from structlin._compress.sensitivity import Harms, walk
+from structlin._compress.sensitivity import measure_covariances, measure_sensitivities
 from structlin._model.survey import linear_layers
 
 
 def measure_harms(model, layers, batches):
-    harms = Harms(layers)
-    observe(model, layers, batches, run_call=harms.add)
-    return harms.values()
+    return measure_sensitivities(model, layers, observe(model, layers, batches).calls)
 
 
 def test_harms_of_linear_layers_are_the_sizes_of_what_follows():
@@ -40,16 +38,16 @@ def test_harms_of_linear_layers_are_the_sizes_of_what_follows():
         (lambda x: x.masked_fill(x > 0, -torch.inf), "returns values that are not finite"),
     ],
 )
-def test_a_model_whose_outputs_tell_no_effect_is_refused_and_can_take_another_budget(last, message):
+def test_a_model_without_sensitivities_is_refused_and_can_take_another_allocation(last, message):
     class Model(nn.Sequential):
         def forward(self, x):
             return last(super().forward(x))
 
     model, batches = Model(nn.Linear(8, 8), nn.Linear(8, 8)), [torch.randn(20, 8)]
-    with pytest.raises(ValueError, match=f"budget_by='error' or 'uniform'.*{message}"):
-        plan(model, LowRank(rank=1), calibration=batches, budget=0.5)
+    with pytest.raises(ValueError, match=f"allocation='error' or 'uniform'.*{message}"):
+        plan_compression(model, LowRank(rank=1), batches, keep=0.5)
     for way in ("error", "uniform"):
-        plan(model, LowRank(rank=1), calibration=batches, budget=0.5, budget_by=way)
+        plan_compression(model, LowRank(rank=1), batches, keep=0.5, allocation=way)
 
 
 def test_a_model_that_turns_gradients_off_is_refused_and_not_taken_for_one_without_effect():
@@ -60,7 +58,7 @@ def test_a_model_that_turns_gradients_off_is_refused_and_not_taken_for_one_witho
 
     model, batches = Model(nn.Linear(8, 8), nn.Linear(8, 8)), [torch.randn(20, 8)]
     with pytest.raises(ValueError, match="turns gradients off"):
-        plan(model, LowRank(rank=1), calibration=batches, budget=0.5)
+        plan_compression(model, LowRank(rank=1), batches, keep=0.5)
 
 
 def test_padding_does_no_harm():
@@ -103,14 +101,15 @@ def test_a_layer_that_the_output_does_not_depend_on_does_no_harm_and_frozen_mode
     assert unused == 0
 
 
-def test_walk_sees_each_layers_covariance_in_the_dense_model():
+def test_each_layers_covariance_is_that_of_its_inputs_in_the_dense_model():
     torch.manual_seed(0)
     shared = nn.Linear(6, 6, bias=False)
     model = nn.Sequential(nn.Linear(4, 6, bias=False), shared, nn.Tanh(), shared).double()
     batches = [torch.randn(10, 4).double() for _ in range(2)]
     layers = linear_layers(model)
     seen = observe(model, layers, batches)
-    first, second = walk(model, layers, seen, lambda layer, covariance: covariance)
+    found = {layer.name: each for layer, each in measure_covariances(model, layers, seen)}
+    first, second = found["0"], found["1"]
     x = torch.cat(batches)
     torch.testing.assert_close(first, x.mT @ x / 20)
     h = model[0](x).detach()
@@ -138,13 +137,14 @@ def copy_last(seed: int) -> tuple[nn.Module, list[Tensor]]:
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("family", [LowRank(rank=1), BTT(), Monarch()], ids=str)
-def test_more_budget_makes_a_transformer_no_worse_on_the_calibration_data(family, seed):
+def test_to_keep_more_makes_a_transformer_no_worse_on_the_calibration_data(family, seed):
     dense, batches = copy_last(seed)
     errors = []
     with torch.no_grad():
-        for budget in (0.3, 0.45, 0.5, 0.6, 0.65, 0.8, 0.9, 1.0):
-            options = {"budget": budget, "calibration": batches, "include": "1.*"}
-            model = plan(copy.deepcopy(dense), family, **options).apply()
+        for keep in (0.3, 0.45, 0.5, 0.6, 0.65, 0.8, 0.9, 1.0):
+            options = {"keep": keep, "include": "1.*"}
+            planned = plan_compression(copy.deepcopy(dense), family, batches, **options)
+            model = planned.apply()
             errors.append(sum((model(x) - dense(x)).square().sum().item() for x in batches) ** 0.5)
     assert all(more <= less * (1 + 1e-6) for less, more in pairwise(errors))
     assert errors[-1] == 0

@@ -1,4 +1,4 @@
-"""convert with calibration: layer by layer, each against the dense model."""
+"""compress: layer by layer, each against the dense model."""
 
 import copy
 import math
@@ -20,8 +20,8 @@ from structlin import (
     LowRank,
     Monarch,
     StructuredLinear,
-    convert,
-    plan,
+    compress,
+    plan_compression,
     project,
     to_dense,
 )
@@ -83,7 +83,7 @@ def test_it_is_the_quadratic_algorithm_layer_by_layer(family, bias, batches):
     model = linears(16, 16, 8, 8, bias=bias, between=nn.Tanh)
     x = correlated(60, 16)
     expected = by_the_definition(model, family, x)
-    planned = plan(copy.deepcopy(model), family, calibration=x.chunk(batches))
+    planned = plan_compression(copy.deepcopy(model), family, x.chunk(batches), keep=None)
     found = planned.apply()
     for n in (0, 2, 4):
         torch.testing.assert_close(found[n].to_dense(), expected[n].weight, rtol=1e-5, atol=1e-7)
@@ -110,7 +110,7 @@ def x_of(model: nn.Module, n: int, x: Tensor) -> Tensor:
 def test_the_objective_is_not_above_that_of_projection_for_the_dense_models_inputs():
     model, x = linears(16, 16, 16, 16, between=nn.Tanh), correlated(4000, 16)
     family = LowRank(rank=5)
-    new = convert(copy.deepcopy(model), family, calibration=[x])
+    new = compress(copy.deepcopy(model), family, [x], keep=None)
     for n in (2, 4):
         before = x_of(model, n, x).detach()
         centred = before - before.mean(0)
@@ -126,7 +126,7 @@ def test_nothing_changes_until_the_plan_is_applied_and_the_bias_stays_the_same_p
     model.train()
     before, biases = snapshot(model), [model[0].bias, model[2].bias]
     random = torch.get_rng_state()
-    planned = plan(model, LowRank(rank=2), calibration=[x])
+    planned = plan_compression(model, LowRank(rank=2), [x], keep=None)
     assert snapshot(model) == before
     assert torch.equal(torch.get_rng_state(), random)
     assert all(m.training and not m._forward_pre_hooks for m in model.modules())
@@ -143,7 +143,7 @@ def test_means_of_the_outputs_are_those_of_the_dense_model():
     model, x = linears(16, 16, 16), correlated(200, 16)
     expected = model(x).mean(0)
     torch.testing.assert_close(
-        convert(model, LowRank(rank=2), calibration=[x])(x).mean(0), expected
+        compress(model, LowRank(rank=2), [x], keep=None)(x).mean(0), expected
     )
 
 
@@ -151,7 +151,7 @@ def test_a_bias_that_two_layers_share_stays_as_it_is():
     model, x = linears(16, 16, 16), correlated(50, 16)
     model[2].bias = model[0].bias
     before = model[0].bias.detach().clone()
-    convert(model, LowRank(rank=2), calibration=[x])
+    compress(model, LowRank(rank=2), [x], keep=None)
     assert model[0].bias is model[2].bias
     assert torch.equal(model[0].bias, before)
 
@@ -159,7 +159,7 @@ def test_a_bias_that_two_layers_share_stays_as_it_is():
 @pytest.mark.parametrize("part", ["weight", "bias"])
 def test_a_plan_is_refused_when_the_layer_has_changed_since(part):
     model = linears(16, 16)
-    planned = plan(model, LowRank(rank=2), calibration=[correlated(50, 16)])
+    planned = plan_compression(model, LowRank(rank=2), [correlated(50, 16)], keep=None)
     getattr(model[0], part).data[3] += 1e-3
     with pytest.raises(ValueError, match="layer '0' got other weights after this plan"):
         planned.apply()
@@ -189,7 +189,7 @@ def test_layers_with_the_same_input_share_its_covariance(bias, measured, monkeyp
     monkeypatch.setattr(sequential, "Moments", count)
     model = QKV()
     model.k = nn.Linear(16, 16, bias=bias)  # without a bias it needs another
-    plan(model, LowRank(rank=2), calibration=[torch.randn(50, 16)] * 2)
+    plan_compression(model, LowRank(rank=2), [torch.randn(50, 16)] * 2, keep=None)
     assert len(made) == measured
 
 
@@ -197,7 +197,7 @@ def test_rounding_that_outweighs_the_ridge_only_makes_the_ridge_larger(monkeypat
     monkeypatch.setattr(sequential, "RIDGE", 1e-15)
     model = linears(16, 16, 16, between=nn.Tanh).float()
     x = 1e3 * torch.randn(5000, 1) @ torch.randn(1, 16)
-    planned = plan(model, LowRank(rank=2), calibration=[x])
+    planned = plan_compression(model, LowRank(rank=2), [x], keep=None)
     assert max(planned.errors.values()) < 1
 
 
@@ -205,9 +205,8 @@ def test_rounding_that_outweighs_the_ridge_only_makes_the_ridge_larger(monkeypat
 @pytest.mark.parametrize("family", [LowRank(rank=3), BTT(), BlockDiagonal(blocks=4)])
 def test_fewer_tokens_than_features_keep_what_they_do_not_tell_near_the_weight(family, batches):
     model, x = linears(64, 64, 64, between=nn.Tanh), correlated(10, 64)
-    expected = plan(copy.deepcopy(model), family, init="project")
-    expected.apply()
-    planned = plan(model, family, calibration=x.chunk(batches))
+    expected = plan_compression(copy.deepcopy(model), family, None, keep=None)
+    planned = plan_compression(model, family, x.chunk(batches), keep=None)
     weights = [model[n].weight.detach().clone() for n in (0, 2)]
     new = planned.apply()
     assert max(planned.errors.values()) < max(expected.errors.values())
@@ -218,7 +217,7 @@ def test_fewer_tokens_than_features_keep_what_they_do_not_tell_near_the_weight(f
 def test_one_token_is_enough():
     model, x = linears(16, 16, 16), torch.randn(1, 16, dtype=torch.float64)
     expected = model(x)
-    torch.testing.assert_close(convert(model, LowRank(rank=2), calibration=[x])(x), expected)
+    torch.testing.assert_close(compress(model, LowRank(rank=2), [x], keep=None)(x), expected)
 
 
 # ---- what is called, and how often -------------------------------------------------------------
@@ -234,8 +233,8 @@ def test_a_function_is_run_once_and_its_calls_are_made_again():
         for part in x.split(20):
             model(input=buffer.copy_(part))  # a tensor that is used again
 
-    found = plan(copy.deepcopy(model), LowRank(rank=3), calibration=run)
-    expected = plan(model, LowRank(rank=3), calibration=x.split(20))
+    found = plan_compression(copy.deepcopy(model), LowRank(rank=3), run, keep=None)
+    expected = plan_compression(model, LowRank(rank=3), x.split(20), keep=None)
     assert runs == [1]
     assert found.errors == pytest.approx(expected.errors)
 
@@ -246,8 +245,9 @@ def test_a_function_whose_calls_have_a_memory_is_calibrated_on_the_dense_model_a
             return super().forward(x)
 
     model, x = Remembers(nn.Linear(16, 16), nn.Linear(16, 16)).double(), correlated(60, 16)
+    given = LowRank(rank=3), lambda model: model(x, object())
     with pytest.warns(UserWarning, match=r"cannot be made again.*: 0, 1$") as caught:
-        planned = plan(model, LowRank(rank=3), calibration=lambda model: model(x, object()))
+        planned = plan_compression(model, *given, keep=None)
     assert len(caught) == 1
     with torch.no_grad():
         z = model[0](x)
@@ -258,13 +258,13 @@ def test_a_function_whose_calls_have_a_memory_is_calibrated_on_the_dense_model_a
     torch.testing.assert_close(planned.apply()[1].to_dense(), expected)
 
 
-def test_such_a_function_measures_layers_with_a_structure_of_their_own_beside_a_budget():
+def test_such_a_function_measures_layers_with_a_structure_of_their_own_beside_what_is_kept():
     model, x = linears(16, 16, 16), correlated(60, 16)
-    options = {"budget": 0.5, "overrides": {"0": LowRank(rank=3)}}
+    options = {"allocation": "error", "overrides": {"0": LowRank(rank=3)}}
     with pytest.warns(UserWarning, match=r"cannot be made again.*: 0, 2$") as caught:
-        found = plan(model, LowRank(rank=1), calibration=lambda model: model[:](x), **options)
+        found = plan_compression(model, LowRank(rank=1), lambda model: model[:](x), **options)
     assert len(caught) == 1
-    expected = plan(model, LowRank(rank=3), calibration=[x], include="0")
+    expected = plan_compression(model, LowRank(rank=3), [x], include="0", keep=None)
     assert found.errors["0"] == pytest.approx(expected.errors["0"])
 
 
@@ -273,7 +273,7 @@ def test_a_layer_that_is_called_twice_is_named_and_the_others_are_done_in_order(
     model = nn.Sequential(nn.Linear(16, 16), shared, nn.Tanh(), shared, nn.Linear(16, 16)).double()
     x = correlated(60, 16)
     with pytest.warns(UserWarning, match=r"calls these layers more than once.*: 1$") as caught:
-        planned = plan(model, LowRank(rank=4), calibration=x.split(30))
+        planned = plan_compression(model, LowRank(rank=4), x.split(30), keep=None)
     assert len(caught) == 1
     dense = copy.deepcopy(model)
     new = planned.apply()
@@ -301,7 +301,7 @@ class Routed(nn.Module):
         return self.last(h + y)
 
 
-@pytest.mark.parametrize("options", [{}, {"budget": 0.5}, {"budget": 0.5, "refine": 2}])
+@pytest.mark.parametrize("options", [{"keep": None}, {}, {"refine": 2}])
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_expert_that_is_called_without_tokens_is_projected_by_weight_alone(options, times):
     class Model(nn.Module):
@@ -321,11 +321,12 @@ def test_an_expert_that_is_called_without_tokens_is_projected_by_weight_alone(op
     model, batches = Model(), [torch.randn(20, 8) for _ in range(2)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        planned = plan(model, LowRank(rank=2), calibration=batches, **options)
+        planned = plan_compression(model, LowRank(rank=2), batches, **options)
     weight_alone = [warning for warning in caught if "by weight alone" in str(warning.message)]
-    if planned.decisions[1].structure is not None:  # the budget may leave it dense
+    if planned.decisions[1].structure is not None:  # within what is kept it may stay dense
         assert "no input reached experts.1: projected" in str(weight_alone[0].message)
-        structure, cores = planned.decisions[1].resolved, planned.decisions[1].cores
+        structure = planned.decisions[1].resolved
+        cores = planned.projections["experts.1"].cores
         expected = project(model.experts[1].weight, structure)
         torch.testing.assert_close(to_dense(structure, cores), to_dense(structure, expected))
     assert math.isfinite(sum(planned.errors.values()))
@@ -334,7 +335,7 @@ def test_an_expert_that_is_called_without_tokens_is_projected_by_weight_alone(op
 def test_experts_that_get_other_tokens_in_the_compressed_model_are_fitted_to_those():
     model, x = Routed().double(), torch.randn(90, 16, dtype=torch.float64)
     dense = copy.deepcopy(model)
-    planned = plan(model, LowRank(rank=4), calibration=x.split(30))
+    planned = plan_compression(model, LowRank(rank=4), x.split(30), keep=None)
     new = planned.apply()
     with torch.no_grad():
         other = (dense.first(x)[:, :3].argmax(-1) != new.first(x)[:, :3].argmax(-1)).sum()
@@ -362,7 +363,7 @@ def test_batches_that_skip_a_layer_wait_for_the_others():
     model = Skips().double()
     x, z = correlated(60, 16), correlated(60, 16)
     dense = copy.deepcopy(model)
-    planned = plan(model, LowRank(rank=4), calibration=[(x, True), (z, False)])
+    planned = plan_compression(model, LowRank(rank=4), [(x, True), (z, False)], keep=None)
     new = planned.apply()
     with torch.no_grad():
         y = torch.cat([dense(x, True), dense(z, False)])
@@ -387,12 +388,12 @@ class Tagger(nn.Module):
         return self.last(self.scale * self.first(self.wte(ids)))
 
 
-@pytest.mark.parametrize("budget", [None, 0.5])
+@pytest.mark.parametrize("keep", [None, 0.5])
 @pytest.mark.parametrize(
     ("model", "batches", "message"),
     [
-        (Tagger(), [], "calibration has no batch"),
-        (Tagger(), iter([]), "calibration has no batch"),
+        (Tagger(), [], "batches has no batch"),
+        (Tagger(), iter([]), "batches has no batch"),
         (Tagger(float("inf")), [torch.arange(9)], "inputs of layer 'last' are not finite"),
         (
             Tagger(),
@@ -403,11 +404,11 @@ class Tagger(nn.Module):
         (Tagger().to("meta"), [torch.arange(9)], "'first' is on the meta device"),
     ],
 )
-def test_bad_input_is_one_error_and_leaves_nothing_behind(model, batches, message, budget):
+def test_bad_input_is_one_error_and_leaves_nothing_behind(model, batches, message, keep):
     before = [(name, id(p)) for name, p in model.named_parameters()]
     threads = threading.enumerate()
     with pytest.raises(ValueError, match=message):
-        convert(model, LowRank(rank=2), calibration=batches, budget=budget)
+        compress(model, LowRank(rank=2), batches, keep=keep)
     assert [(name, id(p)) for name, p in model.named_parameters()] == before
     assert all(m.training and not m._forward_pre_hooks for m in model.modules())
     assert all("forward" not in vars(m) for m in model.modules())
@@ -429,7 +430,7 @@ def test_a_model_that_fails_in_the_compressed_run_alone_leaves_nothing_behind():
     model, threads = Fails(nn.Linear(16, 16), nn.Linear(16, 16)), threading.enumerate()
     before = snapshot(model)
     with pytest.raises(RuntimeError, match="fails in its third run"):
-        convert(model, LowRank(rank=2), calibration=[torch.randn(9, 16)])
+        compress(model, LowRank(rank=2), [torch.randn(9, 16)], keep=None)
     assert snapshot(model) == before
     assert threading.enumerate() == threads
     assert all("forward" not in vars(m) and m.training for m in model.modules())
@@ -437,9 +438,9 @@ def test_a_model_that_fails_in_the_compressed_run_alone_leaves_nothing_behind():
 
 def test_a_bar_says_which_layer_is_being_done_if_it_is_asked_for(capsys):
     model, x = linears(16, 16, 16), correlated(20, 16)
-    plan(model, LowRank(rank=2), calibration=[x])
+    plan_compression(model, LowRank(rank=2), [x], keep=None)
     assert capsys.readouterr() == ("", "")
-    plan(model, LowRank(rank=2), calibration=[x], progress=True)
+    plan_compression(model, LowRank(rank=2), [x], progress=True, keep=None)
     out, err = capsys.readouterr()
     assert out == ""
     assert "project: 2" in err
@@ -449,15 +450,15 @@ def test_a_bar_says_which_layer_is_being_done_if_it_is_asked_for(capsys):
 @pytest.mark.parametrize("part", ["", "1"])
 def test_a_model_that_is_compiled_in_place_is_calibrated_as_it_is_written(part):
     model, x = linears(16, 16, 16, between=nn.Tanh), correlated(60, 16)
-    expected, compiled = plan(copy.deepcopy(model), LowRank(rank=3), calibration=[x]), []
+    expected, compiled = plan_compression(copy.deepcopy(model), LowRank(rank=3), [x], keep=None), []
     model.get_submodule(part).compile(backend=lambda graph, inputs: compiled.append(1) or graph)
-    assert plan(model, LowRank(rank=3), calibration=[x]).errors == expected.errors
+    assert plan_compression(model, LowRank(rank=3), [x], keep=None).errors == expected.errors
     assert compiled == []
 
 
 def test_autocast_holds_in_all_runs_and_not_in_the_sums():
     model, x = linears(16, 16, 16, between=nn.Tanh).float(), correlated(60, 16).float()
-    expected = plan(copy.deepcopy(model), LowRank(rank=16), calibration=[x])
+    expected = plan_compression(copy.deepcopy(model), LowRank(rank=16), [x], keep=None)
     seen = []
     model[1].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
 
@@ -465,7 +466,7 @@ def test_autocast_holds_in_all_runs_and_not_in_the_sums():
         with torch.autocast("cpu", torch.bfloat16):
             model(x)
 
-    found = plan(copy.deepcopy(model), LowRank(rank=16), calibration=run)
+    found = plan_compression(copy.deepcopy(model), LowRank(rank=16), run, keep=None)
     assert seen == [torch.bfloat16] * 3
     for name in ("0", "2"):
         assert expected.errors[name] < 1e-3 < 2e-2
@@ -474,10 +475,11 @@ def test_autocast_holds_in_all_runs_and_not_in_the_sums():
 
 def test_a_model_in_half_precision_is_calibrated_in_float32():
     model, x = linears(16, 16, 16, between=nn.Tanh), correlated(200, 16)
-    expected = plan(copy.deepcopy(model), LowRank(rank=4), calibration=[x])
-    found = plan(model.bfloat16(), LowRank(rank=4), calibration=[x.bfloat16()])
+    expected = plan_compression(copy.deepcopy(model), LowRank(rank=4), [x], keep=None)
+    found = plan_compression(model.bfloat16(), LowRank(rank=4), [x.bfloat16()], keep=None)
     assert found.errors == pytest.approx(expected.errors, rel=0.05)
-    assert all(core.dtype == torch.bfloat16 for d in found.decisions for core in d.cores or [])
+    cores = [core for each in found.projections.values() for core in each.cores]
+    assert {core.dtype for core in cores} == {torch.bfloat16}
 
 
 def test_activations_of_one_place_alone_are_held():
@@ -490,7 +492,7 @@ def test_activations_of_one_place_alone_are_held():
             return y
 
     model, batches = linears(*[8] * 13, between=Remembered), correlated(40, 8).split(10)
-    plan(model, LowRank(rank=2), calibration=batches)
+    plan_compression(model, LowRank(rank=2), batches, keep=None)
     assert len(made) == 12 * 4 * 3
     assert max(most) <= 2 * len(batches) + 2
 
@@ -500,7 +502,7 @@ def test_activations_of_one_place_alone_are_held():
 )
 def test_a_plan_notices_numbers_that_changed_only_their_signs_or_places(change):
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    planned = plan(model, LowRank(rank=2), calibration=[torch.randn(64, 8)])
+    planned = plan_compression(model, LowRank(rank=2), [torch.randn(64, 8)], keep=None)
     with torch.no_grad():
         change(model[2].weight)
     with pytest.raises(ValueError, match="layer '2' got other weights after this plan"):
@@ -509,7 +511,8 @@ def test_a_plan_notices_numbers_that_changed_only_their_signs_or_places(change):
 
 def test_a_plan_says_where_tokens_are_fewer_than_features():
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
-    lines = str(plan(model, LowRank(rank=2), calibration=[torch.randn(9, 8)])).splitlines()
+    planned = plan_compression(model, LowRank(rank=2), [torch.randn(9, 8)], keep=None)
+    lines = str(planned).splitlines()
     assert [
         line.endswith(" of 9 tokens: few")
         for line in lines
@@ -531,7 +534,7 @@ batches = [torch.randn(512, 128) for _ in range(4)]
 for blocks in (2, 4, 16):
     pairs = [(nn.Linear(128, 1024), nn.Linear(1024, 128)) for _ in range(blocks)]
     model = nn.Sequential(*(nn.Sequential(up, nn.ReLU(), down) for up, down in pairs))
-    structlin.convert(model, structlin.LowRank(rank=8), calibration=batches, refine=2)
+    structlin.compress(model, structlin.LowRank(rank=8), batches, refine=2, keep=None)
     print(blocks, peak())
 """
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.zoo import import_timm
-from structlin import LowRank, StructuredLinear, plan
+from structlin import LowRank, StructuredLinear, plan, plan_compression
 from structlin._compress.calibration import plain_calls
 
 WIDTH = 16
@@ -157,9 +157,11 @@ def test_a_structure_that_holds_every_matrix_changes_nothing(build):
     before = [run(model, batch) for batch in batches]
     biases = {name: p.detach().clone() for name, p in model.named_parameters()}
     names = full_rank(model)
-    planned = plan(model, LowRank(rank=1), calibration=batches, overrides=by_name(names, model))
+    planned = plan_compression(
+        model, LowRank(rank=1), batches, overrides=by_name(names, model), keep=None
+    )
     converted = [decision for decision in planned.decisions if decision.structure is not None]
-    assert all(decision.cores is not None for decision in converted)
+    assert [*planned.projections] == [decision.layer.name for decision in converted]
     planned.apply()
     assert max(planned.errors.values()) < 1e-6
     for batch, y in zip(batches, before, strict=True):
@@ -196,18 +198,17 @@ def test_no_run_keeps_the_keys_and_values_of_all_layers(build, monkeypatch):
     run(model, batches[0])
     usual = len(made)
     made.clear()
-    plan(model, LowRank(rank=2), calibration=batches)
+    plan_compression(model, LowRank(rank=2), batches, keep=None)
     assert usual
     assert not made
 
 
 @pytest.mark.parametrize("build", MODELS)
-def test_their_blocks_are_found_and_refined_and_a_budget_goes_by_effect(build):
+def test_their_blocks_are_found_and_refined_and_sizes_go_by_sensitivity(build):
     torch.manual_seed(0)
     model, batches = build()
     model.eval()
-    options = {"budget": 0.6, "calibration": batches, "refine": 60}
-    planned = plan(model, LowRank(rank=1), **options)
+    planned = plan_compression(model, LowRank(rank=1), batches, keep=0.6, refine=60)
     assert len(planned.blocks) == {t5: 4, sequential: 1, experts: 1}.get(build, 2)
     assert all(after <= before for before, after in planned.blocks.values())
     assert any(after < before for before, after in planned.blocks.values())

@@ -170,7 +170,7 @@ def test_a_thread_of_the_models_own_does_not_stop():
 
 
 def test_many_streams_compute_with_few_threads_each_and_the_caller_with_its_own(monkeypatch):
-    monkeypatch.setattr("structlin._compress.streams.WORKERS", 4)
+    monkeypatch.setattr("structlin._compress.streams.MAX_WORKERS", 4)
     threads, seen = torch.get_num_threads(), []
     model = nn.Linear(2, 2)
     try:

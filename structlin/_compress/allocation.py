@@ -1,0 +1,245 @@
+"""How much each layer keeps: the rank, or number of blocks, that does the model least harm."""
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from .._arguments import require_choice
+from .._families import Family
+from .._model.decide import Decision
+from .._model.survey import Layer
+from .._projection.curve import COUNTS, Curve, Size, list_sizes, measure_curve
+from .calibration import Observed
+from .sensitivity import Covariances, measure_covariances, measure_sensitivities
+
+ALLOCATIONS = ("sensitivity", "error", "uniform")
+NEGLIGIBLE_GAIN = 1e-12  # in squared relative error: rounding
+
+
+@dataclass(frozen=True)
+class Share:
+    """What `compress` keeps, see there.
+
+    Raises:
+        ValueError: `keep` is no fraction; `count` or `allocation` is unknown, or given without
+            `keep`.
+    """
+
+    keep: float | None
+    count: str = "params"
+    allocation: str = "sensitivity"
+
+    def __post_init__(self) -> None:
+        keep, number = self.keep, isinstance(self.keep, int | float)
+        if keep is not None and (not number or isinstance(keep, bool) or not 0 < keep <= 1):
+            raise ValueError(
+                f"keep={keep!r} must be a fraction above 0 and at most 1, or None, which keeps "
+                "the structure's own size"
+            )
+        known = {"count": tuple(COUNTS), "allocation": ALLOCATIONS}
+        for name, values in known.items():
+            value = getattr(self, name)
+            require_choice(name, value, values)
+            if keep is None and value != values[0]:
+                raise ValueError(f"{name}={value!r} goes with a fraction to keep, say keep=0.5")
+
+
+Offers = Mapping[nn.Module, Sequence[Size]]  # by the layers whose size is open
+
+
+def list_offers(decisions: Sequence[Decision], share: Share) -> Offers:
+    """The sizes that each layer of an open size could have.
+
+    Raises:
+        ValueError: a structure has no size to choose, or none is smaller than dense.
+    """
+    found = {}
+    for layer, structure in ((d.layer, d.structure) for d in decisions if d.resolved is None):
+        if structure is None:
+            continue
+        if not isinstance(structure, Family):
+            raise ValueError(
+                f"keep={share.keep}: structure={structure!r} has no size to choose; keep=None "
+                "keeps it as it is, and a family such as LowRank(rank=1) has sizes"
+            )
+        widths = layer.in_features, layer.out_features
+        found[layer.module] = list_sizes(structure, *widths, share.count)
+    return found
+
+
+def choose_sizes(
+    model: nn.Module,
+    decisions: Sequence[Decision],
+    offers: Offers,
+    share: Share,
+    seen: Observed | None,
+    *,
+    progress: bool | None = None,
+) -> list[Decision]:
+    """The same decisions, with a size for each layer that has offers.
+
+    Args:
+        seen: what `observe` returned for all layers that are converted; None: without data.
+
+    Raises:
+        ValueError: the smallest sizes are larger than what is kept; the model has no
+            sensitivities.
+    """
+    layers = [decision.layer for decision in decisions if decision.layer.module in offers]
+    keep = share.keep
+    if keep is None or not layers:
+        return [*decisions]
+    sizes = [offers[layer.module] for layer in layers]
+    if share.allocation == "uniform":
+        return _take_sizes(decisions, layers, share_evenly(sizes, keep))
+    calls = None if seen is None else seen.calls
+    if share.allocation == "sensitivity" and calls is None:
+        raise ValueError(
+            "allocation='sensitivity' needs calls of the model that can be made again: give "
+            "batches in place of a function, or take allocation='error'"
+        )
+    covariances: Covariances = ((layer, None) for layer in layers)
+    if seen is not None:
+        covariances = measure_covariances(model, layers, seen, progress=progress)
+    with closing(covariances):
+        measured = {
+            layer.module: measure_curve(layer.matrix, offers[layer.module], covariance)
+            for layer, covariance in covariances
+        }
+    curves = [measured[layer.module] for layer in layers]
+    weights = [1 / curve.whole if curve.whole else 1.0 for curve in curves]
+    if share.allocation == "sensitivity" and calls is not None:
+        weights = measure_sensitivities(model, layers, calls)
+    return _take_sizes(decisions, layers, allocate(curves, keep, weights, share.count))
+
+
+def _take_sizes(
+    decisions: Sequence[Decision], layers: Sequence[Layer], sizes: Sequence[Size]
+) -> list[Decision]:
+    chosen = {layer.module: size for layer, size in zip(layers, sizes, strict=True)}
+    return [_take_size(decision, chosen.get(decision.layer.module)) for decision in decisions]
+
+
+def _take_size(decision: Decision, size: Size | None) -> Decision:
+    if size is None:
+        return decision
+    if size.stays_dense:
+        return replace(decision, structure=None, reason="dense: within what is kept")
+    return replace(decision, structure=size.family, resolved=size.structure)
+
+
+def allocate(
+    curves: Sequence[Curve], keep: float, weights: Sequence[float], count: str = "params"
+) -> list[Size]:
+    """A size for each layer: the least sum of weight times squared error within `keep`.
+
+    Greedy on the lower convex hull of each layer's curve: all layers start at the smallest size,
+    then the step that lowers the sum most for its cost is taken, as long as it fits; of the first
+    that does not, its layer gets the best size that does. The order of the steps does not depend on
+    `keep`: a larger one never gives a layer a smaller size, nor a larger sum. The last step of
+    a layer leaves it dense, without error, and no other size costs as much as that.
+
+    Args:
+        curves: of each layer, see `measure_curve`.
+        keep: fraction of what the dense layers cost together, above 0 and at most 1.
+        weights: what a squared error of 1 in each layer does: for the sum of squared relative
+            errors, 1 / `whole`.
+        count: what the costs are, for the message.
+
+    Raises:
+        ValueError: `keep` is below what the smallest sizes need.
+
+    >>> import torch
+    >>> from structlin import LowRank
+    >>> plain, hard = torch.ones(16, 16), torch.eye(16)
+    >>> sizes = list_sizes(LowRank(rank=1), 16, 16, "params")
+    >>> curves = [measure_curve(weight, sizes) for weight in (plain, hard)]
+    >>> [size.family for size in allocate(curves, 0.5, [1.0, 1.0])]
+    [LowRank(rank=1), LowRank(rank=7)]
+    """
+    limit = keep * sum(curve.sizes[-1].cost for curve in curves)
+    spent = _require_room(curves, keep, count)
+    paths = [_hull(curve) for curve in curves]
+    taken = [0] * len(curves)  # steps of each layer on its path
+    steps: list[tuple[float, int]] = []  # a heap: minus what a step gains for its cost, the layer
+    found = [0] * len(curves)
+
+    def consider(n: int) -> None:
+        """Put the layer's next step on the heap, if it gains anything."""
+        if taken[n] + 1 < len(paths[n]) and weights[n] > 0:
+            gain, cost = _compare(curves[n], *paths[n][taken[n] : taken[n] + 2])
+            heapq.heappush(steps, (-weights[n] * gain / cost, n))
+
+    for n in range(len(curves)):
+        consider(n)
+    while steps:
+        _, n = heapq.heappop(steps)
+        here, there = paths[n][taken[n] : taken[n] + 2]
+        fit = [
+            m for m in range(here, there + 1) if spent + _compare(curves[n], here, m)[1] <= limit
+        ]
+        found[n] = min(fit, key=lambda m: curves[n].errors[m])
+        if there not in fit:
+            break
+        spent += _compare(curves[n], here, there)[1]
+        taken[n] += 1
+        consider(n)
+    return [curve.sizes[m] for curve, m in zip(curves, found, strict=True)]
+
+
+def share_evenly(sizes: Sequence[Sequence[Size]], keep: float) -> list[Size]:
+    """For each layer the largest of its sizes that costs at most that fraction of the dense one.
+
+    Raises:
+        ValueError: the smallest size of a layer costs more.
+    """
+    found = []
+    for own in sizes:
+        limit = keep * own[-1].cost
+        if own[0].cost > limit:
+            least = math.ceil(1e4 * own[0].cost / own[-1].cost) / 1e4
+            raise ValueError(
+                f"keep={keep}, the same for all layers: the smallest structure of one is "
+                f"{own[0].family.label}, which needs {least:.4f} or more"
+            )
+        found.append(max((size for size in own if size.cost <= limit), key=lambda s: s.cost))
+    return found
+
+
+def _require_room(curves: Sequence[Curve], keep: float, count: str) -> int:
+    """What the smallest sizes cost."""
+    spent = sum(curve.sizes[0].cost for curve in curves)
+    total = sum(curve.sizes[-1].cost for curve in curves)
+    if spent > keep * total:
+        least = math.ceil(1e4 * spent / total) / 1e4
+        raise ValueError(
+            f"keep={keep} is {int(keep * total):,} {COUNTS[count]}; the smallest structures of "
+            f"these layers have {spent:,}: keep={least:.4f} or more"
+        )
+    return spent
+
+
+def _compare(curve: Curve, here: int, there: int) -> tuple[float, int]:
+    """What the larger of two sizes gains in squared error, and what it costs more."""
+    gain = curve.errors[here] - curve.errors[there]
+    return gain, curve.sizes[there].cost - curve.sizes[here].cost
+
+
+def _hull(curve: Curve) -> list[int]:
+    """Indices of the lower convex hull of error against cost, ascending."""
+    path: list[int] = []
+    for n in range(len(curve.sizes)):
+        while len(path) > 1 and _slope(curve, path[-1], n) >= _slope(curve, *path[-2:]):
+            path.pop()
+        if not path or curve.errors[path[-1]] - curve.errors[n] > NEGLIGIBLE_GAIN * curve.whole:
+            path.append(n)
+    return path
+
+
+def _slope(curve: Curve, here: int, there: int) -> float:
+    gain, cost = _compare(curve, here, there)
+    return gain / cost

@@ -1,0 +1,174 @@
+"""A trained model -> a smaller one that keeps its function, in place.
+
+The phases, each of which returns what it found: `decide` which layers; `observe` the model on the
+batches; `choose_sizes` for what is to be kept; `project_in_order` the layers. The plan holds it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from .._arguments import require_positive
+from .._model.decide import Spec, decide, list_targets
+from .._model.select import Patterns
+from .._plan import Plan, check_values, project_by_weight, warn_of
+from .allocation import Share, choose_sizes, list_offers
+from .calibration import Batches, observe
+from .sequential import Projected, project_in_order
+
+
+def compress(
+    model: nn.Module,
+    structure: Spec,
+    batches: Batches | None,
+    *,
+    keep: float | None = 0.5,
+    count: str = "params",
+    allocation: str = "sensitivity",
+    refine: int = 0,
+    include: Patterns | None = None,
+    exclude: Patterns = (),
+    overrides: Mapping[Any, Spec | None] | None = None,
+    split: Mapping[Any, int] | None = None,
+    untie: bool = False,
+    progress: bool | None = None,
+) -> nn.Module:
+    """Replace linear layers of a trained model by smaller structured ones, in place.
+
+    The layers are projected in the order in which the model runs, each for its inputs in the model
+    compressed so far and towards its outputs in the dense one. Biases carry the change of the mean.
+    The model runs in eval mode. Device, dtype, `requires_grad`, training mode and attributes that
+    somebody has set on a layer stay. `convert` is for a model that starts afresh.
+
+    Args:
+        model: any module; it is changed.
+        structure: a family such as `LowRank(rank=1)`, whose rank or number of blocks is chosen for
+            each layer; with `keep=None` a family or a `Structure`, which is taken as it is.
+        batches: what the model's function should stay right for: an iterable of batches (a mapping
+            is passed as keywords, a tuple or list as positions, anything else as the one argument),
+            or a function that runs the model. Each batch is held at two places, by two threads of
+            which one works at a time. What `attention_mask` or `decoder_attention_mask`
+            (transformers) or `src_key_padding_mask` (torch) hides does not count, in layers whose
+            input begins with the mask's shape, or is that flattened; other layers count all rows.
+            Layers that one pass calls more than once are projected for the dense model's inputs,
+            with a warning. So are all layers where a function calls the model with more than
+            tensors and plain values, or calls parts of it alone. None: by the weights alone, each
+            layer by itself; the plain baseline, with `allocation="error"` or "uniform".
+        keep: fraction of what the layers cost that `structure` is meant for (those with an override
+            are not counted). No layer gets a size that costs as much as dense: it may stay dense,
+            which is exact, and its weight is counted. To keep more never makes worse what
+            `allocation` minimises. None: every layer gets `structure` as it is.
+        count: what is counted: "params", or "flops" per token.
+        allocation: how `keep` is shared out. "sensitivity": least change of the model's outputs, by
+            what a small error of each layer does to them (gradients of a few batches, with the
+            memory of training). "error": least sum of the layers' squared relative errors.
+            "uniform": the same fraction for each layer.
+        refine: steps of Adam for each block of the model (what is repeated in it, or the model
+            itself), once its layers are projected: its cores, biases and norms are fitted to the
+            dense block's output. A block that does not get nearer stays as it was. 0: none.
+        include, exclude, overrides, split, untie: as of `convert`.
+        progress: whether to show a bar while layers are measured and projected; None: on a
+            terminal.
+
+    Returns:
+        `model`; the new layer if `model` is itself a linear layer.
+
+    Raises:
+        ValueError: what `convert` raises; `keep` is no fraction, too small, or for a structure
+            without a size to choose; no batch, or inputs that are not finite; a model without
+            gradients, for `allocation="sensitivity"` or `refine`. The model is then as it was.
+        TypeError: what `convert` raises; `batches` is a single batch.
+
+    Warns:
+        UserWarning: what `convert` warns of; layers that no input reached, or that are projected
+            for the dense model's inputs.
+
+    >>> import torch
+    >>> from structlin import BTT, summary
+    >>> _ = torch.manual_seed(0)
+    >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    >>> model = compress(model, BTT(), [torch.randn(100, 64)], keep=0.5)
+    >>> summary(model).params <= 0.5 * 2 * 64 * 256
+    True
+    """
+    planned = plan_compression(
+        model,
+        structure,
+        batches,
+        keep=keep,
+        count=count,
+        allocation=allocation,
+        refine=refine,
+        include=include,
+        exclude=exclude,
+        overrides=overrides,
+        split=split,
+        untie=untie,
+        progress=progress,
+    )
+    warn_of(planned)
+    return planned.apply()
+
+
+def plan_compression(
+    model: nn.Module,
+    structure: Spec,
+    batches: Batches | None,
+    *,
+    keep: float | None = 0.5,
+    count: str = "params",
+    allocation: str = "sensitivity",
+    refine: int = 0,
+    include: Patterns | None = None,
+    exclude: Patterns = (),
+    overrides: Mapping[Any, Spec | None] | None = None,
+    split: Mapping[Any, int] | None = None,
+    untie: bool = False,
+    progress: bool | None = None,
+) -> Plan:
+    """What `compress` with the same arguments would do, without doing it.
+
+    All is found now: the plan has the sizes, the cores, each layer's error and each block's.
+    `apply` refuses if the weights have changed by then.
+
+    Raises:
+        ValueError, TypeError: what `compress` raises.
+
+    >>> import torch
+    >>> from structlin import LowRank
+    >>> _ = torch.manual_seed(0)
+    >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    >>> planned = plan_compression(model, LowRank(rank=1), [torch.randn(100, 64)], keep=0.5)
+    >>> sorted(planned.errors), max(planned.errors.values()) < 1
+    (['0', '2'], True)
+    """
+    share = Share(keep, count, allocation)
+    _check_batches(batches, share, refine)
+    selection: dict[str, Any] = {"include": include, "exclude": exclude, "overrides": overrides}
+    selection |= {"split": split, "untie": untie, "sizes_open": keep is not None}
+    decisions = decide(model, structure, **selection)
+    layers = [decision.layer for decision in decisions if decision.structure is not None]
+    check_values(layers)
+    offers = list_offers(decisions, share)
+    seen = None if batches is None else observe(model, layers, batches)
+    decisions = choose_sizes(model, decisions, offers, share, seen, progress=progress)
+    targets = list_targets(decisions)
+    if seen is None:
+        found = Projected({target.layer.name: project_by_weight(*target) for target in targets})
+    else:
+        found = project_in_order(model, targets, seen, refine_steps=refine, progress=progress)
+    return Plan(model, decisions, found.layers, found.blocks, untie=untie)
+
+
+def _check_batches(batches: Batches | None, share: Share, refine: int) -> None:
+    require_positive("refine", refine, least=0)
+    if batches is not None:
+        return
+    if refine:
+        raise ValueError(f"refine={refine} needs batches on which the model runs")
+    if share.keep is not None and share.allocation == "sensitivity":
+        raise ValueError(
+            "allocation='sensitivity' needs batches on which the model runs; without them take "
+            "allocation='error'"
+        )

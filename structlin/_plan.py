@@ -1,0 +1,328 @@
+"""A plan: what will happen to a model, all of it decided and found before anything is changed.
+
+`plan` and `plan_compression` make one. Printing it shows every linear layer. `Plan.apply` builds
+the new layers and swaps them in.
+"""
+
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isclose
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._families import explain_padding, label
+from ._linear import StructuredLinear, uninitialised
+from ._model.decide import Decision
+from ._model.survey import (
+    Layer,
+    carry_attributes,
+    find_loose_matrices,
+    is_conv1d,
+    require_replaceable,
+    require_unchanged,
+    swap,
+)
+from ._projection import project, relative_error
+from ._report import Table, percent
+from ._structure import Structure
+
+
+@dataclass(frozen=True)
+class Projection:
+    """What is left of a dense layer in its structure."""
+
+    cores: Sequence[Tensor] = field(repr=False)  #: after `Plan.apply` they are the new layer's own
+    error: float  #: relative, see `Plan.errors`
+    bias: Tensor | None = field(default=None, repr=False)  #: None: it stays as it is
+    tokens: int | None = None  #: that calibrated the layer
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A parameter of one dimension that refinement changes, of a module that stays."""
+
+    module: nn.Module
+    name: str
+    values: Tensor = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Refined:
+    """What refinement makes of a block, beside the projections of its layers."""
+
+    before: float  #: error of the block's output, relative to that of the dense block
+    after: float
+    vectors: Sequence[Vector] = ()
+
+
+@dataclass
+class Plan:
+    """What `convert` or `compress` will do. Printing it shows every linear layer; `apply` does it.
+
+    Attributes:
+        model: the model that will be changed.
+        decisions: of each linear layer: its structure, or the reason why it stays.
+        projections: by the names of the layers, what is left of their weights.
+        refined: by the names of the blocks, what refinement makes of them.
+    """
+
+    model: nn.Module
+    decisions: Sequence[Decision]
+    projections: Mapping[str, Projection] = field(default_factory=dict)
+    refined: Mapping[str, Refined] = field(default_factory=dict)
+    init: str = "project"
+    weight_norm: bool = False
+    untie: bool = False
+
+    def __post_init__(self) -> None:
+        self._used = False
+        self._sources = {
+            (what, module, name): _sum_up(module._parameters[name])
+            for what, module, name in self._find_replaced()
+        }
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """The relative error `||W - B|| / ||W||` of each layer that is projected.
+
+        With batches it is that of the layer's outputs on them, `||W x - B z|| / ||W x||`: x is the
+        layer's input in the dense model, z in the model whose earlier layers are compressed, both
+        with their means taken off where a bias carries them.
+        """
+        names = (decision.layer.name for decision in self.decisions)
+        return {name: self.projections[name].error for name in names if name in self.projections}
+
+    @property
+    def blocks(self) -> dict[str, tuple[float, float]]:
+        """The relative error of each refined block's output, before and after refinement."""
+        return {name: (block.before, block.after) for name, block in self.refined.items()}
+
+    def apply(self) -> nn.Module:
+        """Swap the layers in place; all new layers are built before the first one is swapped in.
+
+        Returns:
+            The model; for a model that is one linear layer, the new layer.
+
+        Raises:
+            ValueError: the plan was applied already; the model was wrapped, or a layer replaced,
+                hooked or given other weights after the plan was made.
+        """
+        if self._used:
+            raise ValueError("a plan is applied once; make a new one")
+        require_replaceable(self.model)
+        require_unchanged(self.model, [d.layer for d in self.decisions if d.resolved is not None])
+        self._require_same_values()
+        self._used = True
+        new = [
+            (decision.layer.names, self._build_layer(decision, decision.resolved))
+            for decision in self.decisions
+            if decision.resolved is not None
+        ]
+        with torch.no_grad():
+            for module, name, values in self._find_changed():
+                getattr(module, name).copy_(values)
+        model = swap(self.model, new)
+        if self.untie:
+            declare_untied(model)
+        declare(model)
+        return model
+
+    def _build_layer(self, decision: Decision, structure: Structure) -> StructuredLinear:
+        layer, old = decision.layer, decision.layer.module
+        norm = {"weight_norm": self.weight_norm}
+        if self.init == "project":
+            new = build_layer(layer, structure, self.projections[layer.name].cores, **norm)
+        else:
+            rule = "mup" if self.init == "match" else self.init
+            options: dict[str, Any] = {"init": rule, "zero_init": decision.zero_init, **norm}
+            options |= {"device": layer.matrix.device, "dtype": layer.matrix.dtype, "bias": False}
+            new = uninitialised(layer.in_features, layer.out_features, structure, **options)
+            if self.init == "match" and not layer.matrix.is_meta:
+                new.match_norm_(0.0 if decision.zero_init else measure_norm(layer))
+            else:
+                new.reset_parameters()
+        new.label, new.conv1d = label(decision.structure or structure), is_conv1d(old)
+        for parameter in new.parameters():
+            parameter.requires_grad_(old.get_parameter("weight").requires_grad)
+        new.bias = old._parameters.get("bias")  # the same: its values, hooks, ties, requires_grad
+        carry_attributes(old, new)
+        return new.train(old.training)
+
+    def _find_changed(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        """The parameters that stay and get other values: module, name and values."""
+        for decision in self.decisions:
+            found = self.projections.get(decision.layer.name)
+            if found is not None and found.bias is not None:
+                yield decision.layer.module, "bias", found.bias
+        for block in self.refined.values():
+            yield from ((vector.module, vector.name, vector.values) for vector in block.vectors)
+
+    def _find_replaced(self) -> Iterator[tuple[str, nn.Module, str]]:
+        """The parameters whose values this plan was made of: what has them, module and name."""
+        for decision in self.decisions:
+            found = self.projections.get(decision.layer.name)
+            if found is not None:
+                for name in ("weight", "bias")[: 1 if found.bias is None else 2]:
+                    yield f"layer {decision.layer.name!r}", decision.layer.module, name
+        for name, block in self.refined.items():
+            yield from ((f"block {name!r}", each.module, each.name) for each in block.vectors)
+
+    def _require_same_values(self) -> None:
+        """Refuse a model with other values than those that the projections are of."""
+        present = set(self.model.modules())
+        for (what, module, name), before in self._sources.items():
+            now = _sum_up(module._parameters.get(name)) if module in present else None
+            if now is None or before is None or not isclose(now, before, rel_tol=1e-9):
+                raise ValueError(f"{what} got other weights after this plan; make a new one")
+
+    def __str__(self) -> str:
+        counts = "params", "/dense", "FLOPs/token", "/dense"
+        table = Table("layer", "role", "in -> out", "structure", *counts, "error")
+        for decision in self.decisions:
+            layer, new = decision.layer, decision.resolved
+            shape = f"{layer.in_features} -> {layer.out_features}"
+            if new is None or decision.structure is None:
+                table.row(layer.name, layer.role, shape, f"- ({decision.reason})")
+                continue
+            dense = layer.in_features * layer.out_features
+            params = f"{new.params:,}", percent(new.params, dense)
+            flops = f"{new.flops:,}", percent(new.flops, 2 * dense)
+            found = self.projections.get(layer.name)
+            error = "" if found is None else f"{found.error:.4f}"
+            if found is not None and found.tokens is not None and found.tokens < layer.in_features:
+                error += f" of {found.tokens} tokens: few"
+            text = label(decision.structure)
+            table.row(layer.name, layer.role, shape, text, *params, *flops, error)
+        for matrix in find_loose_matrices(self.model):
+            table.row(matrix, "", "", "- (a parameter, no linear layer)")
+        return str(table)
+
+
+def build_layer(
+    layer: Layer, structure: Structure, cores: Sequence[Tensor], *, weight_norm: bool = False
+) -> StructuredLinear:
+    """The layer, without bias, that multiplies by these cores. It holds them, and no copies."""
+    widths = layer.in_features, layer.out_features
+    options: dict[str, Any] = {"bias": False, "dtype": cores[0].dtype}
+    if weight_norm:
+        options |= {"weight_norm": True, "device": cores[0].device}
+        return uninitialised(*widths, structure, **options).set_cores_(cores)
+    new = StructuredLinear(*widths, structure, device="meta", **options)
+    new.cores = nn.ParameterList(cores)
+    return new
+
+
+def project_by_weight(layer: Layer, structure: Structure) -> Projection:
+    """The structure's matrix that is nearest to the layer's weight, without data."""
+    cores = project(layer.matrix, structure)
+    return Projection(cores, relative_error(layer.matrix, structure, cores))
+
+
+def check_values(layers: Sequence[Layer]) -> None:
+    """Raises: ValueError: a weight that is to be projected has no values, or some not finite."""
+    for layer in layers:
+        if layer.matrix.is_meta:
+            raise ValueError(
+                f"layer {layer.name!r} is on the meta device and has no values to keep; load the "
+                "weights first, or start afresh with convert(model, structure, init='mup')"
+            )
+        if not layer.matrix.isfinite().all():
+            raise ValueError(f"the weight of layer {layer.name!r} is not finite")
+
+
+def measure_norm(layer: Layer) -> float:
+    """Frobenius norm of the dense weight."""
+    return float(layer.matrix.float().norm())
+
+
+@torch.no_grad()
+def _sum_up(parameter: Tensor | None) -> float | None:
+    """A sum over all numbers, each with a factor of its own, by which a change is told.
+
+    A version counter would not do: fused optimizers, `module.half()` and edits of `.data` leave it.
+    """
+    if parameter is None:
+        return None
+    numbers = parameter.double().flatten()
+    places = torch.arange(len(numbers), dtype=numbers.dtype, device=numbers.device)
+    return torch.dot(numbers, places.cos_()).item()
+
+
+# ---- warnings ------------------------------------------------------------------------------------
+
+
+def warn_of(planned: Plan) -> None:
+    """Warn of what the plan does that the caller of `convert` or `compress` may not expect."""
+    texts = [*_list_growth(planned), *_list_padding(planned)]
+    hooked = [d.layer.name for d in planned.decisions if d.reason.startswith("has hooks")]
+    if hooked:
+        texts.append(f"left dense, for they have hooks, which would be lost: {', '.join(hooked)}")
+    if loose := find_loose_matrices(planned.model):
+        names = ", ".join(loose)
+        texts.append(f"left dense, for they are parameters and no linear layers: {names}")
+    fresh = [d.layer for d in planned.decisions if d.structure is not None and not d.zero_init]
+    if planned.init == "match" and (unknown := [x.name for x in fresh if x.matrix.is_meta]):
+        texts.append(
+            "init='match' takes the scale of the dense weights, and these have no values (meta): "
+            f"{', '.join(unknown[:5])}; they start by init='mup'"
+        )
+    source = getattr(getattr(planned.model, "config", None), "_name_or_path", "")
+    if source and planned.init != "project":
+        afresh = f"init={planned.init!r} starts its converted layers afresh"
+        texts.append(f"the model was loaded from {source!r}: {afresh}")
+    for text in texts:
+        warnings.warn(text, UserWarning, stacklevel=3)
+
+
+def _list_growth(planned: Plan) -> list[str]:
+    grown: dict[str, list[str]] = {"parameters": [], "FLOPs a token": []}
+    for decision in planned.decisions:
+        layer, new = decision.layer, decision.resolved
+        dense = layer.in_features * layer.out_features
+        if new is not None and new.params > dense:
+            grown["parameters"].append(f"{layer.name} ({dense:,} -> {new.params:,})")
+        elif new is not None and new.flops > 2 * dense:
+            grown["FLOPs a token"].append(f"{layer.name} ({2 * dense:,} -> {new.flops:,})")
+    return [
+        f"these layers grow, in {of}: {', '.join(names)}" for of, names in grown.items() if names
+    ]
+
+
+def _list_padding(planned: Plan) -> list[str]:
+    padded: dict[str, list[str]] = {}
+    for decision in planned.decisions:
+        layer, given, new = decision.layer, decision.structure, decision.resolved
+        if new is None or given is None:
+            continue
+        if text := explain_padding(given, new, layer.in_features, layer.out_features):
+            padded.setdefault(f"{label(given)}: {text}", []).append(repr(layer.name))
+    return [f"layer {', '.join(names)}: {text}" for text, names in padded.items()]
+
+
+# ---- transformers --------------------------------------------------------------------------------
+
+
+def declare_untied(model: nn.Module) -> None:
+    """Say in the config of a transformers model that its embeddings are not tied.
+
+    The next load would tie them otherwise.
+    """
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        parts = (getattr(config, name, None) for name in ("text_config", "decoder"))
+        for part in (config, *parts):
+            if getattr(part, "tie_word_embeddings", False):
+                part.tie_word_embeddings = False
+
+
+def declare(model: nn.Module) -> None:
+    """Let transformers know which layers are structured, so that `save_pretrained` writes it
+    down, also where `model` is a part of a model of transformers."""
+    if "transformers.modeling_utils" in sys.modules:
+        from .hf import declare
+
+        declare(model)
