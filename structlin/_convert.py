@@ -82,18 +82,7 @@ def convert(
     >>> sum(p.numel() for p in convert(model, BTT(rank=1)).parameters())  # dense: 33,088
     6464
     """
-    planned = plan(
-        model,
-        structure,
-        include=include,
-        exclude=exclude,
-        overrides=overrides,
-        init=init,
-        weight_norm=weight_norm,
-        zero_init=zero_init,
-        split=split,
-        untie=untie,
-    )
+    planned = plan(**locals())
     warn_of(planned)
     return planned.apply()
 

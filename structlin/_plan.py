@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isclose
+from math import isclose, nan
 from typing import Any
 
 import torch
@@ -80,10 +80,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         self._used = False
-        self._sources = {
-            (what, module, name): _sum_up(module._parameters[name])
-            for what, module, name in self._find_replaced()
-        }
+        self._sums = [_sum_up(module, name) for _, module, name, _ in self._list_parameters()]
 
     @property
     def errors(self) -> dict[str, float]:
@@ -123,8 +120,9 @@ class Plan:
             if decision.resolved is not None
         ]
         with torch.no_grad():
-            for module, name, values in self._find_changed():
-                getattr(module, name).copy_(values)
+            for _, module, name, values in self._list_parameters():
+                if values is not None:
+                    getattr(module, name).copy_(values)
         model = swap(self.model, new)
         if self.untie:
             declare_untied(model)
@@ -152,31 +150,26 @@ class Plan:
         carry_attributes(old, new)
         return new.train(old.training)
 
-    def _find_changed(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        """The parameters that stay and get other values: module, name and values."""
+    def _list_parameters(self) -> Iterator[tuple[str, nn.Module, str, Tensor | None]]:
+        """The parameters whose values this plan was made of: what has them, module and name, and
+        the values that they get if they stay."""
         for decision in self.decisions:
-            found = self.projections.get(decision.layer.name)
-            if found is not None and found.bias is not None:
-                yield decision.layer.module, "bias", found.bias
-        for block in self.refined.values():
-            yield from ((vector.module, vector.name, vector.values) for vector in block.vectors)
-
-    def _find_replaced(self) -> Iterator[tuple[str, nn.Module, str]]:
-        """The parameters whose values this plan was made of: what has them, module and name."""
-        for decision in self.decisions:
-            found = self.projections.get(decision.layer.name)
+            found, layer = self.projections.get(decision.layer.name), decision.layer
             if found is not None:
-                for name in ("weight", "bias")[: 1 if found.bias is None else 2]:
-                    yield f"layer {decision.layer.name!r}", decision.layer.module, name
+                yield f"layer {layer.name!r}", layer.module, "weight", None
+            if found is not None and found.bias is not None:
+                yield f"layer {layer.name!r}", layer.module, "bias", found.bias
         for name, block in self.refined.items():
-            yield from ((f"block {name!r}", each.module, each.name) for each in block.vectors)
+            for vector in block.vectors:
+                yield f"block {name!r}", vector.module, vector.name, vector.values
 
     def _require_same_values(self) -> None:
         """Refuse a model with other values than those that the projections are of."""
         present = set(self.model.modules())
-        for (what, module, name), before in self._sources.items():
-            now = _sum_up(module._parameters.get(name)) if module in present else None
-            if now is None or before is None or not isclose(now, before, rel_tol=1e-9):
+        pairs = zip(self._list_parameters(), self._sums, strict=True)
+        for (what, module, name, _), before in pairs:
+            now = _sum_up(module, name) if module in present else nan
+            if not isclose(now, before, rel_tol=1e-9):
                 raise ValueError(f"{what} got other weights after this plan; make a new one")
 
     def __str__(self) -> str:
@@ -240,13 +233,14 @@ def measure_norm(layer: Layer) -> float:
 
 
 @torch.no_grad()
-def _sum_up(parameter: Tensor | None) -> float | None:
-    """A sum over all numbers, each with a factor of its own, by which a change is told.
+def _sum_up(module: nn.Module, name: str) -> float:
+    """A sum over a parameter's numbers, each with a factor of its own, by which a change is told.
 
     A version counter would not do: fused optimizers, `module.half()` and edits of `.data` leave it.
     """
+    parameter = module._parameters.get(name)
     if parameter is None:
-        return None
+        return nan
     numbers = parameter.double().flatten()
     places = torch.arange(len(numbers), dtype=numbers.dtype, device=numbers.device)
     return torch.dot(numbers, places.cos_()).item()

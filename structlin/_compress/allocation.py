@@ -89,39 +89,43 @@ def choose_sizes(
         ValueError: the smallest sizes are larger than what is kept; the model has no
             sensitivities.
     """
-    layers = [decision.layer for decision in decisions if decision.layer.module in offers]
-    keep = share.keep
-    if keep is None or not layers:
+    if share.keep is None or not offers:
         return [*decisions]
-    sizes = [offers[layer.module] for layer in layers]
-    if share.allocation == "uniform":
-        return _take_sizes(decisions, layers, share_evenly(sizes, keep))
-    calls = None if seen is None else seen.calls
-    if share.allocation == "sensitivity" and calls is None:
+    calls = () if seen is None or seen.calls is None else seen.calls
+    if share.allocation == "sensitivity" and not calls:
         raise ValueError(
             "allocation='sensitivity' needs calls of the model that can be made again: give "
             "batches in place of a function, or take allocation='error'"
         )
+    layers = [decision.layer for decision in decisions if decision.layer.module in offers]
+    if share.allocation == "uniform":
+        sizes = share_evenly([offers[layer.module] for layer in layers], share.keep)
+    else:
+        curves = _measure_curves(model, layers, offers, seen, progress)
+        weights = [1 / curve.whole if curve.whole else 1.0 for curve in curves]
+        if share.allocation == "sensitivity":
+            weights = measure_sensitivities(model, layers, calls)
+        sizes = allocate(curves, share.keep, weights, share.count)
+    chosen = {layer.module: size for layer, size in zip(layers, sizes, strict=True)}
+    return [_take_size(decision, chosen.get(decision.layer.module)) for decision in decisions]
+
+
+def _measure_curves(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    offers: Offers,
+    seen: Observed | None,
+    progress: bool | None,
+) -> list[Curve]:
     covariances: Covariances = ((layer, None) for layer in layers)
     if seen is not None:
         covariances = measure_covariances(model, layers, seen, progress=progress)
     with closing(covariances):
-        measured = {
+        found = {
             layer.module: measure_curve(layer.matrix, offers[layer.module], covariance)
             for layer, covariance in covariances
         }
-    curves = [measured[layer.module] for layer in layers]
-    weights = [1 / curve.whole if curve.whole else 1.0 for curve in curves]
-    if share.allocation == "sensitivity" and calls is not None:
-        weights = measure_sensitivities(model, layers, calls)
-    return _take_sizes(decisions, layers, allocate(curves, keep, weights, share.count))
-
-
-def _take_sizes(
-    decisions: Sequence[Decision], layers: Sequence[Layer], sizes: Sequence[Size]
-) -> list[Decision]:
-    chosen = {layer.module: size for layer, size in zip(layers, sizes, strict=True)}
-    return [_take_size(decision, chosen.get(decision.layer.module)) for decision in decisions]
+    return [found[layer.module] for layer in layers]
 
 
 def _take_size(decision: Decision, size: Size | None) -> Decision:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .._model.survey import Layer, eval_mode
 from .moments import Moments
 from .padding import find_masks, name_arguments, select_rows
-from .streams import State, capture_state
+from .streams import State, capture_state, take_input
 
 MAX_PICKED_CALLS = 8  # of the model, where not all of them need be run
 
@@ -89,7 +89,7 @@ def observe(
     tensor([[1., 1.],
             [1., 2.]], dtype=torch.float64)
     """
-    _check(batches)
+    check_batches("batches", batches, or_function=True)
     function = not isinstance(batches, Iterable)
     measured = layers if function else measured
     watch = _Watch(model, layers, measured)
@@ -114,7 +114,7 @@ def observe(
             "batches: none of the layers to convert saw an input; the model does not call them"
         )
     for layer in measured:
-        check_finite(layer.name, watch.moments[layer.module])
+        watch.moments[layer.module].require_finite(layer.name)
     replayable = not function or (watch.replayable and calls)
     return Observed(
         calls if replayable else None,
@@ -124,10 +124,16 @@ def observe(
     )
 
 
-def check_finite(name: str, moments: Moments) -> None:
-    """Raises: ValueError: the inputs of the layer of that name are not finite."""
-    if not moments.is_finite():
-        raise ValueError(f"batches: the inputs of layer {name!r} are not finite")
+def measure_again(
+    model: nn.Module, layers: Sequence[Layer], calls: Sequence[Call]
+) -> Mapping[nn.Module, Moments]:
+    """The moments of the inputs that these layers have in these calls; not if they have no row."""
+
+    def run(model: nn.Module) -> None:
+        for call in calls:
+            call.run(model)
+
+    return observe(model, layers, run, measured=layers).moments if layers else {}
 
 
 def find_own_bias(model: nn.Module, layer: nn.Module) -> nn.Parameter | None:
@@ -199,8 +205,7 @@ class _Watch:
         if self.inside > 1:
             return
         self.replayable &= is_plain((args, kwargs))
-        masks = find_masks(model, args, kwargs)
-        self.calls.append(Call(copy_values(args), copy_values(kwargs), masks, capture_state()))
+        self.calls.append(_record_call(model, args, kwargs))
         self.orders.append([])
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
@@ -220,29 +225,25 @@ class _Watch:
             self.moments[layer].add(select_rows(take_input(args, kwargs), masks))
 
 
-def take_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """The one input of a linear layer."""
-    x: Tensor = args[0] if args else next(iter(kwargs.values()))
-    return x
-
-
-def _check(batches: Batches) -> None:
+def check_batches(name: str, batches: object, *, or_function: bool = False) -> None:
+    """Raises: TypeError: it is a single batch, or no iterable of batches."""
     single = isinstance(batches, Tensor | Mapping | str)
-    if single or not (callable(batches) or isinstance(batches, Iterable)):
+    if single or not (isinstance(batches, Iterable) or (or_function and callable(batches))):
+        also = ", or a function that runs the model" if or_function else ""
         raise TypeError(
-            f"batches={type(batches).__name__} must be an iterable of batches, for example "
-            "[batch], or a function that runs the model"
+            f"{name}={type(batches).__name__} must be an iterable of batches, for example "
+            f"[batch]{also}"
         )
 
 
 def prepare_call(model: nn.Module, batch: Any) -> Call:
     """The call of the model with this batch, as `run` would make it."""
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}
     if isinstance(batch, Mapping):
-        kwargs = {**batch}
-    else:
-        args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+        return _record_call(model, (), {**batch})
+    return _record_call(model, tuple(batch) if isinstance(batch, tuple | list) else (batch,), {})
+
+
+def _record_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     masks = find_masks(model, args, kwargs)
     return Call(copy_values(args), copy_values(kwargs), masks, capture_state())
 

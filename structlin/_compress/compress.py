@@ -92,21 +92,7 @@ def compress(
     >>> summary(model).params <= 0.5 * 2 * 64 * 256
     True
     """
-    planned = plan_compression(
-        model,
-        structure,
-        batches,
-        keep=keep,
-        count=count,
-        allocation=allocation,
-        refine=refine,
-        include=include,
-        exclude=exclude,
-        overrides=overrides,
-        split=split,
-        untie=untie,
-        progress=progress,
-    )
+    planned = plan_compression(**locals())
     warn_of(planned)
     return planned.apply()
 

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._arguments import require_module, require_positive
 from .._model.outputs import find_tensors
 from .._model.survey import eval_mode
 from .._progress import Bar
 from ..duality import promote
 from ..optim import param_groups
-from .calibration import prepare_call
+from .calibration import check_batches, prepare_call
 from .padding import select_rows
 
 WARMUP = 0.1  # of the steps, in which the rate rises; a cosine leads to zero afterwards
@@ -115,8 +116,10 @@ def distill(
     (0.7, 0.4, 40)
     """
     _check_models(model, teacher)
-    _check_batches("batches", batches)
-    _check_numbers(steps, temperature)
+    check_batches("batches", batches)
+    require_positive("steps", steps)
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature={temperature!r} must be positive and finite")
     groups = param_groups(model, lr, weight_decay=weight_decay)
     judges, positions = _hold_out(batches, held_out, steps)
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
@@ -181,8 +184,7 @@ def distill(
 
 def _check_models(model: nn.Module, teacher: nn.Module) -> None:
     for name, given in (("model", model), ("teacher", teacher)):
-        if not isinstance(given, nn.Module):
-            raise TypeError(f"{name}={type(given).__name__} must be a torch.nn.Module")
+        require_module(name, given)
         without = [key for key, parameter in given.named_parameters() if parameter.is_meta]
         if without:
             raise ValueError(f"{name}: {without[0]!r} has no values (meta); load the weights first")
@@ -201,21 +203,6 @@ def _check_models(model: nn.Module, teacher: nn.Module) -> None:
             f"teacher shares {shared[0]!r} with the model, so that it would change: convert a "
             "copy, copy.deepcopy(teacher)"
         )
-
-
-def _check_batches(name: str, batches: Iterable[Any]) -> None:
-    single = isinstance(batches, Tensor | Mapping | str)
-    if single or not isinstance(batches, Iterable):
-        raise TypeError(
-            f"{name}={type(batches).__name__} must be an iterable of batches, for example [batch]"
-        )
-
-
-def _check_numbers(steps: int, temperature: float) -> None:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps={steps!r} must be a positive integer")
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature={temperature!r} must be positive and finite")
 
 
 # ---- the course of training ----------------------------------------------------------------------
@@ -242,7 +229,7 @@ def _hold_out(
     (['g', 't'], range(6, 26, 13))
     """
     if held_out is not None:
-        _check_batches("held_out", held_out)
+        check_batches("held_out", held_out)
         judges, positions = list(held_out), range(0)
     elif iter(batches) is batches:
         raise ValueError(

@@ -45,9 +45,11 @@ class Moments:
             x = self._x.add(x if self.weight is None else x @ self.weight.to(x).mT)
             self._xz.add(x, z)
 
-    def is_finite(self) -> bool:
+    def require_finite(self, name: str) -> None:
+        """Raises: ValueError: an input of the layer of that name is not finite."""
         totals = [self._zz.total, self._xz.total] if self.paired else [self._zz.total]
-        return not self.count or all(bool(total.sum().isfinite()) for total in totals)
+        if self.count and not all(bool(total.sum().isfinite()) for total in totals):
+            raise ValueError(f"batches: the inputs of layer {name!r} are not finite")
 
     @property
     def mean_z(self) -> Tensor:

@@ -14,16 +14,7 @@ from torch import Tensor, nn
 from .._model.outputs import find_tensors
 from .._model.survey import Layer
 from .._progress import Bar
-from .calibration import (
-    Call,
-    Observed,
-    check_finite,
-    find_own_bias,
-    observe,
-    pick_calls,
-    ready,
-    take_input,
-)
+from .calibration import Call, Observed, find_own_bias, measure_again, pick_calls, ready
 from .moments import Moments
 from .padding import select_rows
 from .streams import Place, Streams, find_next
@@ -64,10 +55,8 @@ def _measure_in_turn(
 ) -> Iterator[tuple[Layer, Moments]]:
     """Each layer that these calls reach, with the moments of its inputs."""
     repeated = [layer for layer in layers if layer.module in seen.repeated]
-    if repeated:
-        again = observe(model, repeated, partial(_run_all, calls), measured=repeated)
-        got_rows = (layer for layer in repeated if layer.module in again.moments)
-        yield from ((layer, again.moments[layer.module]) for layer in got_rows)
+    again = measure_again(model, repeated, calls)
+    yield from ((layer, again[layer.module]) for layer in repeated if layer.module in again)
     by_module = {layer.module: layer for layer in layers if layer not in repeated}
     rank = {module: n for n, module in enumerate(seen.order)}
     with ready(model), Streams([Place(m) for m in by_module], len(calls)) as streams:
@@ -77,16 +66,11 @@ def _measure_in_turn(
             moments = Moments(centred=find_own_bias(model, module) is not None)
             waiting = {stream: stop for stream in masks if (stop := stream.stop_at(module))}
             for stream, stop in waiting.items():
-                moments.add(select_rows(take_input(stop.args, stop.kwargs), masks[stream]))
-            check_finite(layer.name, moments)
+                moments.add(select_rows(stop.input, masks[stream]))
+            moments.require_finite(layer.name)
             yield layer, moments
             for stream in waiting:
                 stream.resume()
-
-
-def _run_all(calls: Sequence[Call], model: nn.Module) -> None:
-    for call in calls:
-        call.run(model)
 
 
 def measure_sensitivities(
@@ -107,6 +91,7 @@ def measure_sensitivities(
     >>> model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     >>> for layer, scale in zip(model, (1.0, 3.0)):
     ...     _ = layer.weight.data.copy_(scale * torch.eye(4))
+    >>> from structlin._compress.calibration import observe
     >>> from structlin._model.survey import linear_layers
     >>> layers = linear_layers(model)
     >>> calls = observe(model, layers, [torch.eye(4)]).calls

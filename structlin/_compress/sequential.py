@@ -34,19 +34,11 @@ from .._plan import Projection, Refined, build_layer, project_by_weight
 from .._progress import Bar
 from .._projection import project, relative_error
 from ..duality import promote
-from .calibration import (
-    Call,
-    Observed,
-    check_finite,
-    find_own_bias,
-    observe,
-    ready,
-    take_input,
-)
+from .calibration import Call, Observed, find_own_bias, measure_again, ready
 from .moments import Moments
 from .padding import select_rows
 from .refine import Example, find_blocks, refine, take_tensor
-from .streams import Place, Stream, Streams, find_next
+from .streams import Place, Stream, Streams, find_next, take_input
 
 RIDGE = 0.3  # lam at as many tokens as features, in mean variances
 
@@ -124,19 +116,13 @@ def _measure_apart(
     model: nn.Module, targets: Sequence[Target], seen: Observed
 ) -> Mapping[nn.Module, Moments]:
     """The dense model's moments of the layers that lockstep cannot do."""
-    calls = seen.calls
-    if calls is None:
+    if seen.calls is None:
         return seen.moments
     repeated = [target.layer for target in targets if target.layer.module in seen.repeated]
-    missing = [layer for layer in repeated if layer.module not in seen.moments]
-
-    def run_again(model: nn.Module) -> None:
-        for call in calls:
-            call.run(model)
-
-    found = observe(model, missing, run_again, measured=missing).moments if missing else {}
-    known = seen.moments | found  # not of those whose inputs have no row
-    return {layer.module: known[layer.module] for layer in repeated if layer.module in known}
+    known = {layer.module: seen.moments.get(layer.module) for layer in repeated}
+    missing = [layer for layer in repeated if known[layer.module] is None]
+    known |= measure_again(model, missing, seen.calls)
+    return {module: moments for module, moments in known.items() if moments is not None}
 
 
 def _warn_of_dense_inputs(names: Sequence[str], seen: Observed) -> None:
@@ -223,7 +209,7 @@ class _Pair:
     def find_inputs(self, module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
         """x and z with which they wait at this layer; None for one that waits elsewhere."""
         stops = (stream.stop_at(module) for stream in (self.dense, self.compressed))
-        x, z = (None if stop is None else take_input(stop.args, stop.kwargs) for stop in stops)
+        x, z = (None if stop is None else stop.input for stop in stops)
         return x, z
 
 
@@ -365,7 +351,7 @@ class _Lockstep:
         moments = Moments(centred=centred, weight=layer.matrix if narrows else None)
         self._inputs, self._moments = inputs, moments
         _add_pairs(moments, found)
-        check_finite(layer.name, moments)
+        moments.require_finite(layer.name)
         return moments
 
     def _go_on(self, pair: _Pair, module: nn.Module) -> None:

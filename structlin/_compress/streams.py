@@ -1,5 +1,16 @@
 """Runs of a model that stop where it calls chosen modules, so that many go through it in lockstep.
 
+To capture a block's input and run block after block needs no threads, but has to know what that
+input is made of. Users have models where it is more than the output of the block before:
+
+- encoder-decoders (T5, BART, Whisper): each decoder block reads the encoder's last output;
+- skip connections past blocks (U-Net, U-ViT): a late block reads the outputs of early ones;
+- layers between blocks, or none in blocks (Swin's patch merging, an nn.Sequential);
+- experts and skipped layers: what a layer gets depends on a router that runs on the data.
+
+Here the model itself brings each layer its input (tests/compress/test_sequential_models.py has a
+model of each kind).
+
 Each run has a thread of its own, but exactly one thread works at any time: whoever resumes a stream
 waits until it stops again or ends. So nothing races, and the order of all steps is the caller's.
 A stream stops in the `forward` of a module, which is patched as long as `Streams` is open: before
@@ -10,13 +21,13 @@ another output in place of the module's.
 import contextlib
 import contextvars
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .._projection.matrices import limit_threads
 
@@ -41,6 +52,17 @@ class Stop:
     kwargs: Mapping[str, Any]
     forward: Callable[..., Any]  #: the module's own
     output: Any = None  #: of the module, if it is being left
+
+    @property
+    def input(self) -> Tensor:
+        """The one input, of a linear layer."""
+        return take_input(self.args, self.kwargs)
+
+
+def take_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """The one input with which a linear layer is called."""
+    x: Tensor = args[0] if args else next(iter(kwargs.values()))
+    return x
 
 
 class Cancelled(BaseException):

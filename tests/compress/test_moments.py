@@ -46,10 +46,11 @@ def test_a_number_that_is_not_finite_is_seen(bad, in_x):
     x, z = torch.randn(2, 9, 4)
     found = Moments(centred=True)
     found.add(x, z)
-    assert found.is_finite()
+    found.require_finite("first")
     (x if in_x else z)[2, 3] = bad
     found.add(x, z)
-    assert not found.is_finite()
+    with pytest.raises(ValueError, match="the inputs of layer 'first' are not finite"):
+        found.require_finite("first")
 
 
 def test_autocast_does_not_round_the_products():

@@ -130,6 +130,40 @@ def experts() -> tuple[nn.Module, list[object]]:
     return Experts(), list(torch.randn(24, WIDTH).split(3))
 
 
+class UNet(nn.Module):
+    """Each block on the way up reads what one on the way down made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.up = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for layer in self.down:
+            kept.append(x := layer(x).tanh())
+        for layer in self.up:
+            x = layer(torch.cat([x, kept.pop()], dim=-1)).tanh()
+        return x
+
+
+def u_net() -> tuple[nn.Module, list[object]]:
+    return UNet(), list(torch.randn(60, WIDTH).split(20))
+
+
+def swin() -> tuple[nn.Module, list[object]]:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"image_size": 8, "patch_size": 2, "window_size": 2, "embed_dim": 8}
+    config = transformers.SwinConfig(**sizes, depths=[1, 1], num_heads=[2, 2])
+    return transformers.SwinModel(config), list(IMAGES.split(3))
+
+
+def encoder_decoder() -> tuple[nn.Module, list[object]]:
+    """Without padding."""
+    model, batches = t5()
+    return model, [{**batch, "attention_mask": torch.ones_like(MASK[:3])} for batch in batches]
+
+
 MODELS = [bert, gpt2, llama, vit, t5, timm_vit, encoder, sequential, experts]
 
 
@@ -175,6 +209,38 @@ def by_name(names: dict[object, LowRank], model: nn.Module) -> dict[object, LowR
     """The overrides of the layers that `plan` would convert by itself."""
     chosen = {d.layer.name for d in plan(model, LowRank(rank=1)).decisions if d.structure}
     return {name: family for name, family in names.items() if name in chosen}
+
+
+@pytest.mark.parametrize("build", [encoder_decoder, u_net, swin, sequential, vit])
+def test_each_layer_is_fitted_to_what_reaches_it_in_the_compressed_model(build):
+    torch.manual_seed(0)
+    model, batches = build()
+    model, batches = model.eval().double(), [to_double(batch) for batch in batches]
+    planned = plan_compression(model, LowRank(rank=3), batches, keep=None)
+    dense = record_outputs(model, batches, planned.errors)
+    biases = {name: model.get_submodule(name).bias is not None for name in planned.errors}
+    new = record_outputs(planned.apply(), batches, planned.errors)
+    assert len(planned.errors) > 1
+    for name, error in planned.errors.items():
+        y, made = dense[name], new[name]
+        whole = (y - y.mean(0) if biases[name] else y).norm()
+        assert error == pytest.approx(((y - made).norm() / whole).item(), rel=1e-5), name
+
+
+def record_outputs(model: nn.Module, batches: list[object], names) -> dict[str, Tensor]:
+    """The rows that these modules return for all batches."""
+    rows: dict[str, list[Tensor]] = {name: [] for name in names}
+    handles = [
+        model.get_submodule(name).register_forward_hook(
+            lambda module, args, output, name=name: rows[name].append(output.flatten(0, -2))
+        )
+        for name in names
+    ]
+    for batch in batches:
+        run(model, batch)
+    for handle in handles:
+        handle.remove()
+    return {name: torch.cat(parts) for name, parts in rows.items()}
 
 
 def to_double(batch: object) -> object:

@@ -84,7 +84,7 @@ def test_compress_takes_a_causal_model_of_transformers_and_saves_it_as_one(tmp_p
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "lowrank-0.5-calibrated")
     planned = [line for line in capsys.readouterr().out.splitlines() if " -> " in line]
     converted = [line for line in planned if "LowRank(rank=" in line]
-    dense = [line for line in planned if "dense: within the budget" in line]
+    dense = [line for line in planned if "dense: within what is kept" in line]
     assert len(converted) + len(dense) == 14  # two blocks of seven layers
     assert len(structured(loaded)) == len(converted) > 7
 
