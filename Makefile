@@ -17,7 +17,6 @@ docs:
 
 pages:
 	python -m benchmarks.pages
-	python -m benchmarks.scaling
 
 site:
 	mkdocs build --strict

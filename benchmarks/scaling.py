@@ -1,8 +1,7 @@
 """The numbers of docs/scaling.md: GPT-3-sized layers and many GPUs, from a machine's ceilings.
 Arithmetic, no timing.
 
-    python -m benchmarks.scaling            # prints the tables and writes them into docs/scaling.md
-    python -m benchmarks.scaling --smoke    # prints them
+    python -m benchmarks.scaling    # prints the tables; `benchmarks.pages` writes them
 
 A layer's time is `Ceilings.bound`: for every product the larger of FLOPs / rate and bytes /
 bandwidth. The ceilings are those of results/layer.json if that was measured on a GPU, else an
@@ -14,16 +13,13 @@ import argparse
 import json
 from collections.abc import Sequence
 from math import inf, isclose
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.harness.record import RESULTS
-from benchmarks.harness.report import fill
 from benchmarks.timing import Ceilings
 from structlin import BTT, Dense, Family, Monarch, Structure
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "scaling.md"
 LAYER = RESULTS / "layer.json"
 
 # assumed: bfloat16 products, copy (notes of the project)
@@ -371,13 +367,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--smoke", action="store_true", help="write nothing")
-    options = parser.parse_args(argv)
+    parser.add_argument("--smoke", action="store_true", help="the same: it takes no time")
+    parser.parse_args(argv)
     for name, make in TABLES.items():
         print(f"# {name}: {make.__doc__ or ''}\n\n{make()}\n")
-    if not options.smoke:
-        text = DOCUMENT.read_text(encoding="utf-8")
-        DOCUMENT.write_text(fill(text, TABLES), encoding="utf-8")
 
 
 if __name__ == "__main__":
