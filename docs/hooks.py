@@ -24,6 +24,11 @@ td, th { padding: 0.2em 0.6em; }
 [role=main] { overflow-wrap: break-word; }
 .bs-sidebar .nav { flex-wrap: nowrap; overflow-wrap: anywhere; } /* no wider than its box */
 .bs-sidebar .navbar-collapse { max-height: calc(100vh - 6rem); overflow-y: auto; }
+[data-bs-theme=dark] {
+  --doc-symbol-class-fg-color: #79c0ff; --doc-symbol-class-bg-color: #79c0ff1a;
+  --doc-symbol-function-fg-color: #d2a8ff; --doc-symbol-function-bg-color: #d2a8ff1a;
+  --doc-symbol-method-fg-color: #d2a8ff; --doc-symbol-method-bg-color: #d2a8ff1a;
+}
 [data-bs-theme=dark] img { background: #fff; padding: 0.5rem; border-radius: 0.5rem; }
 """
 DARK = "[data-bs-theme=dark] .highlight"  # code where the reader has the dark scheme
