@@ -226,8 +226,8 @@ def markdown(result: Row) -> str:
         numbers = [str(row["width"]), f"{row['params']:,}", f"{row['flops']:,}", f"{row['lr']:g}"]
         step = f"{row['step']['median']:.1f}"
         cells.append([row["kind"], *numbers, report.losses(row["losses"]), step])
-    titles = ["", "width", "params", "FLOPs a token", "rate", "held-out loss, by seed"]
-    return report.table([*titles, "ms a step / dense's"], cells)
+    titles = ["", "width", "params", "FLOPs per token", "rate", "held-out loss, by seed"]
+    return report.table([*titles, "ms per step / dense's"], cells)
 
 
 def draw(result: Row) -> figures.Figure:

@@ -166,7 +166,7 @@ def layers() -> str:
         "params",
         "TFLOP",
         "GB moved",
-        "kept a token",
+        "kept per token",
         "ms at least",
         "limit",
         "x dense at most",
@@ -214,8 +214,8 @@ def fsdp() -> str:
     head = [
         "",
         "params",
-        "state a GPU",
-        "sent a step, bf16 gradients",
+        "state per GPU",
+        "sent per step, bf16 gradients",
         "fp32 gradients",
         "s",
         "compute s",
@@ -346,9 +346,9 @@ def constants() -> str:
     node, network = f"{NODE / 1e9:.0f} GB/s", f"{NETWORK / 1e9:.0f} GB/s"
     return (
         f"- {rate} and {bandwidth} of memory: {words}.\n"
-        f"- {node} a GPU and direction inside a node of {NODE_GPUS}, {network} between nodes: "
+        f"- {node} per GPU and direction inside a node of {NODE_GPUS}, {network} between nodes: "
         "assumed.\n"
-        f"- {TOKENS:,} tokens a GPU and step, context {CONTEXT}, bfloat16, forward + backward, "
+        f"- {TOKENS:,} tokens per GPU and step, context {CONTEXT}, bfloat16, forward + backward, "
         f"{GPUS} GPUs."
     )
 
