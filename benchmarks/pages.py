@@ -263,13 +263,6 @@ def factors(setup: str, cost: str) -> str:
     return time_to_loss.markdown(read("time_to_loss"), setup, cost)
 
 
-BETTER_SPENT = (
-    "scaling", "residual MLPs", "ViTs", "some layers", "features", "normalisation", "GPT",
-)  # fmt: skip
-DUALITY = ("width", "watermark", "coefficients", "alignment")
-NORM = ("transfer", "nanoGPT", "normed", "contexts", "tared", "overhead")
-MUP = ("fresh", "training", "ffn")
-
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"main job": lambda: show_runs(MAIN_JOB), "speed": front_speeds},
     "docs/speed.md": {
@@ -299,10 +292,6 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         for setup, cost in product(time_to_loss.SETUPS, ("flops", "seconds"))
     }
     | {"other rates": other_rates},
-    "docs/results/compute_better_spent.md": {name: papers.TABLES[name] for name in BETTER_SPENT},
-    "docs/results/modular_duality.md": {name: papers.TABLES[name] for name in DUALITY},
-    "docs/results/modular_norm.md": {name: papers.TABLES[name] for name in NORM},
-    "docs/results/beyond_mup.md": {name: papers.TABLES[name] for name in MUP},
     "docs/search.md": {
         "effects": lambda: search.show_effects(read("search")),
         "standings digits": lambda: search.show_standings(read("search"), "digits"),
@@ -323,7 +312,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "half of the encoder": minilm_half,
         "found": minilm_found,
     },
-}
+} | {f"docs/results/{page}.md": tables for page, tables in papers.TABLES.items()}
 
 
 def make_page(page: str) -> str:

@@ -326,25 +326,30 @@ def ffn() -> str:
     return table(["", "middle", "power of the width", "worst output / its bound"], lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    "scaling": scaling,
-    "residual MLPs": partial(vision, "cbs_mlp"),
-    "ViTs": partial(vision, "cbs_vit"),
-    "some layers": some_layers,
-    "features": features,
-    "normalisation": norm,
-    "GPT": gpt,
-    "width": width,
-    "watermark": watermark,
-    "coefficients": coefficients,
-    "alignment": alignment,
-    "transfer": transfer,
-    "nanoGPT": nanogpt,
-    "normed": normed,
-    "contexts": contexts,
-    "tared": tared,
-    "overhead": overhead,
-    "fresh": fresh,
-    "training": training,
-    "ffn": ffn,
+# page of docs/results/ -> its tables
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "compute_better_spent": {
+        "scaling": scaling,
+        "residual MLPs": partial(vision, "cbs_mlp"),
+        "ViTs": partial(vision, "cbs_vit"),
+        "some layers": some_layers,
+        "features": features,
+        "normalisation": norm,
+        "GPT": gpt,
+    },
+    "modular_duality": {
+        "width": width,
+        "watermark": watermark,
+        "coefficients": coefficients,
+        "alignment": alignment,
+    },
+    "modular_norm": {
+        "transfer": transfer,
+        "nanoGPT": nanogpt,
+        "normed": normed,
+        "contexts": contexts,
+        "tared": tared,
+        "overhead": overhead,
+    },
+    "beyond_mup": {"fresh": fresh, "training": training, "ffn": ffn},
 }
