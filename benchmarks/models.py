@@ -224,17 +224,15 @@ def line(cells: dict[str, str]) -> str:
 
 
 def document(rows: list[dict[str, str]]) -> str:
-    return f"""# Models that a conversion is tested on
+    return f"""# Does it work on my model?
 
-Written by `python -m benchmarks.models` with {versions("transformers", "timm")}.
-tests/stack/test_models.py makes a few rows anew.
-
-Every model is a tiny random one of its class, converted by `convert(model, BTT(rank=2))`.
+Every class below was converted, trained, compiled, saved, loaded, exported and taken back, as a
+tiny random model, by `convert(model, BTT(rank=2))`. Heads, embeddings and routers stay dense. Try
+`plan(model, BTT())` on a class that is missing.
 
 {markdown(rows)}
 
-- convert: structured layers of all linear layers; heads, embeddings and routers stay dense unless
-  they are named.
+- convert: how many of the linear layers are structured.
 - train step: six steps of AdamW with `param_groups`; every core gets a gradient and the loss falls.
 - compile: `torch.compile(fullgraph=True)`, traced and run with the backend `aot_eager`; difference
   to eager.
@@ -244,7 +242,9 @@ Every model is a tiny random one of its class, converted by `convert(model, BTT(
   the original.
 - export: `torch.export.export`, run, against the model itself.
 
-A difference is the largest over the outputs, relative to the largest output: 0 means bit-equal.
+A difference is the largest over the outputs, relative to the largest output. 0 means bit-equal.
+
+`python -m benchmarks.models` wrote this page with {versions("transformers", "timm")}.
 """
 
 
