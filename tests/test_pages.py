@@ -107,7 +107,7 @@ def test_a_picture_is_drawn_from_what_is_kept(name):
 
 
 def test_the_examples_in_the_docstrings_give_what_they_show():
-    for module in (pages, markers, report):
+    for module in (markers, pages, report):
         results = doctest.testmod(module)
         assert results.attempted
         assert not results.failed

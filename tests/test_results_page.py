@@ -46,7 +46,7 @@ def test_every_structure_of_the_kept_result_has_three_seeds_and_a_rate_inside_it
                 result["rows"],
                 setup=setup,
                 structure=structure,
-                width=time_to_loss.SETUPS[setup].base,
+                width=time_to_loss.BASE_WIDTH,
                 seed=0,
             )
             assert {lr / 2, lr, 2 * lr} <= set(tried)

@@ -98,9 +98,9 @@ def test_every_page_is_rendered_whole(site):
 def test_functions_come_first_and_the_attributes_of_a_class_are_one_table(site):
     text = (site / "reference/structlin.html").read_text()
     symbols = re.findall(r"doc-symbol-heading doc-symbol-(\w+)", text)
-    assert set(symbols) == {"function", "class", "method"}
+    assert set(symbols) == {"attribute", "function", "class", "method"}
     assert symbols.index("class") > len(symbols) - symbols[::-1].index("function") - 1
-    core = text[text.index('id="structlin.Core"') : text.index('id="structlin.Cost"')]
+    core = text[text.index('id="structlin.Core"') : text.index('id="structlin.Dense"')]
     assert len(re.findall("number of independent blocks", core)) == 1
     assert core.count("<table>") == 1
 
