@@ -373,7 +373,7 @@ def test_the_state_of_another_mixture_is_refused(options, tmp_path):
     other = build()
     family = BTT(rank=2)
     other[0] = Mixture(16, 24, family, **options) if options else StructuredLinear(16, 24, family)
-    with pytest.raises(RuntimeError, match="in the model, .* in the state"):
+    with pytest.raises(RuntimeError, match=r"in the model, .* in the state"):
         other.load_state_dict(build().state_dict())
     structlin.save(build(), tmp_path)
     with pytest.raises(ValueError, match="in the file"):
