@@ -303,8 +303,8 @@ def _derive_program(
     widths = prod(sizes[axis] for axis in inputs), prod(sizes[axis] for axis in outputs)
     numbers = [*widths, len(steps), *(number for step in steps for number in step[:4])]
     for lying, wanted in zip(before, after, strict=True):
-        made, taken = ([axis for axis in axes if axis != TOKENS] for axes in (lying, wanted))
-        move = _move(made, taken, sizes)
+        own = [[axis for axis in axes if axis != TOKENS] for axes in (lying, wanted)]
+        move = _move(own[0], own[1], sizes)
         numbers += [len(move.sizes), *move.sizes, *move.order]
     last, largest = _move(before[-1], after[-1], sizes), max(s.fan_in * s.fan_out for s in steps)
     return Program(tuple(steps), last, *widths, tuple(numbers), largest)

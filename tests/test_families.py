@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from structlin import StructuredLinear, _product, apply, family, to_dense
-from structlin._cola import to_cola
 from structlin._kernels import op
 from tests.catalogue import (
     CASES,
@@ -47,7 +46,7 @@ every_small_case = pytest.mark.parametrize("case", SMALL, ids=SMALL_IDS)
 some_cases = pytest.mark.parametrize("case", SMALL[::4], ids=SMALL_IDS[::4])
 
 
-# ---- apply, to_dense, to_cola --------------------------------------------------------------------
+# ---- apply, to_dense -----------------------------------------------------------------------------
 
 
 @every_structure
@@ -62,15 +61,6 @@ def test_to_dense_is_the_matrix_of_that_einsum(structure):
     dense = to_dense(structure, cores)
     assert dense.shape == (structure.out_features, structure.in_features)
     assert_close(dense, einsum_matrix(structure, cores))
-
-
-@every_structure
-def test_the_cola_operator_is_the_same_matrix_and_multiplies_vectors(structure):
-    cores, x = random_cores(structure), tokens(structure.in_features)
-    operator = to_cola(structure, cores)
-    assert operator.shape == (structure.out_features, structure.in_features)
-    assert_close(operator @ x, one_einsum(structure, cores, x[None])[0])
-    assert_close(operator.to_dense(), einsum_matrix(structure, cores))
 
 
 @every_structure
@@ -175,7 +165,7 @@ def test_wrong_arguments_are_refused_by_name(structure):
         apply(structure, cores, x.float())
     with pytest.raises(ValueError, match="x is on meta, the cores are on cpu"):
         apply(structure, cores, x.to("meta"))
-    for operation in (to_dense, to_cola, lambda s, c: apply(s, c, x)):
+    for operation in (to_dense, lambda s, c: apply(s, c, x)):
         with pytest.raises(
             ValueError, match=f"{len(cores) + 1} cores given; the structure has {len(cores)}"
         ):

@@ -228,11 +228,12 @@ def make_plan(program: tuple[int, ...]) -> Plan:
             as_read = turned or (n == count and not turns[1])
             writes.append(groups if as_read else _cut(((width, 1),), (batch, repeat, fan_out)))
     stages = []
-    for read_groups, written_groups in zip(reads, writes, strict=True):
-        *shared_groups, fan_in = read_groups
-        pairs = [_align(*pair) for pair in zip(shared_groups, written_groups[:2], strict=True)]
-        (batch, own_batch), (repeats, own_repeats) = pairs
-        stages.append(Stage([batch, repeats, fan_in], [own_batch, own_repeats, written_groups[2]]))
+    for read_side, written_side in zip(reads, writes, strict=True):
+        batches, own_batches = _align(read_side[0], written_side[0])
+        repeats, own_repeats = _align(read_side[1], written_side[1])
+        stages.append(
+            Stage([batches, repeats, read_side[2]], [own_batches, own_repeats, written_side[2]])
+        )
     return Plan(stages, places, turns)
 
 

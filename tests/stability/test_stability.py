@@ -6,7 +6,6 @@ import json
 import math
 from functools import cache, partial
 
-import cola
 import numpy as np
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch import nn
 
 import structlin
 from structlin import BTT, TT, Kronecker, LowRank, Monarch, StructuredLinear, convert
-from structlin._cola import to_cola
 from structlin.optim import Muon
 from structlin.stability import coordinate_check, lr_sweep, metrics, watch
 from tests.models import GPT
@@ -90,6 +88,9 @@ def test_the_dependency_of_a_structured_layer_is_the_norm_of_its_matrix(
 
 @pytest.mark.parametrize("structure", [BTT(rank=4), Kronecker(), Monarch(blocks=4)], ids=str)
 def test_the_dependency_of_a_structured_layer_is_what_lanczos_finds_on_its_cola_operator(structure):
+    cola = pytest.importorskip("cola")
+    from examples.cola_operator import to_cola
+
     layer = StructuredLinear(144, 144, structure, dtype=torch.float64)
     operator = to_cola(layer.structure, [core.detach() for core in layer.cores])
     lanczos = cola.linalg.Lanczos(max_iters=60)

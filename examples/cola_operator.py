@@ -1,23 +1,25 @@
-"""A structure as a CoLA operator, for the spectral algorithms of that library."""
+"""A structure as a CoLA operator, for the spectral algorithms of that library.
+
+pip install "structlin[cola]"
+from cola_operator import to_cola
+operator = to_cola(layer.structure, layer.effective_cores())
+largest = cola.linalg.eigmax(cola.PSD(operator.T @ operator), alg=cola.linalg.Lanczos()) ** 0.5
+"""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from cola.ops import BlockDiag, Dense, Identity, Kronecker, LinearOperator, Permutation, Product
 from torch import Tensor
 
-from ._arguments import check_cores
-from ._structure import Move, Structure
-
-if TYPE_CHECKING:
-    from cola.ops import LinearOperator
+from structlin import Structure
 
 
-def to_cola(structure: Structure, cores: Sequence[Tensor]) -> "LinearOperator":
+def to_cola(structure: Structure, cores: Sequence[Tensor]) -> LinearOperator:
     """W as a CoLA `LinearOperator`: a product of block-diagonal, Kronecker and permutation
     operators.
 
-    It stays matrix-free, so CoLA's spectral algorithms run on a trained layer. Needs `cola-ml`.
+    It stays matrix-free, so CoLA's spectral algorithms run on a trained layer.
 
     Source: Potapczynski et al. 2023, "CoLA" (arXiv:2309.03060).
 
@@ -27,26 +29,23 @@ def to_cola(structure: Structure, cores: Sequence[Tensor]) -> "LinearOperator":
     >>> operator.shape, torch.allclose(operator.to_dense(), u[0] @ v[0])
     ((4, 6), True)
     """
-    from cola.ops import BlockDiag, Dense, Identity, Kronecker, Permutation, Product
-
-    check_cores(structure, cores)
     dtype, device = cores[0].dtype, cores[0].device
     factors: list[LinearOperator] = []
 
-    def permute(move: Move, width: int) -> None:
-        if move.order:
+    def permute(sizes: Sequence[int], order: Sequence[int], width: int) -> None:
+        if order:
             identity = torch.arange(width, device=device)
-            order = identity.view(move.sizes).permute(move.order).flatten()  # (width,)
+            order = identity.view(*sizes).permute(*order).flatten()  # (width,)
             factors.append(Permutation(order, dtype=dtype))
 
     width = structure.in_features
     for step, weight in zip(structure.program.steps, cores, strict=True):
-        permute(step.move, width)
+        permute(*step.move, width)
         blocks = [Dense(block) for block in weight]
         if step.repeat > 1:
             shared = Identity((step.repeat, step.repeat), dtype=dtype)
             blocks = [Kronecker(shared, block) for block in blocks]
         factors.append(blocks[0] if step.batch == 1 else BlockDiag(*blocks))
         width = step.batch * step.repeat * step.fan_out
-    permute(structure.program.last, width)
+    permute(*structure.program.last, width)
     return factors[0] if len(factors) == 1 else Product(*reversed(factors))

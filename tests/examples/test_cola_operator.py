@@ -5,9 +5,19 @@ import pytest
 import torch
 
 from structlin import BTT, Monarch, StructuredLinear
-from structlin._cola import to_cola
+from tests.catalogue import einsum_matrix, every_structure, one_einsum, random_cores, tokens
 
 cola = pytest.importorskip("cola")
+to_cola = pytest.importorskip("examples.cola_operator").to_cola
+
+
+@every_structure
+def test_the_operator_is_the_same_matrix_and_multiplies_vectors(structure):
+    cores, x = random_cores(structure), tokens(structure.in_features)
+    operator = to_cola(structure, cores)
+    assert operator.shape == (structure.out_features, structure.in_features)
+    torch.testing.assert_close(operator @ x, one_einsum(structure, cores, x[None])[0])
+    torch.testing.assert_close(operator.to_dense(), einsum_matrix(structure, cores))
 
 
 @pytest.mark.parametrize("structure", [BTT(rank=2), BTT(rank=2, cores=3), Monarch(blocks=4)])
