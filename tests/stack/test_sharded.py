@@ -1,5 +1,5 @@
-"""Weights that are sharded already (DTensor, FSDP2) are refused: in a process of its own, a group
-of one."""
+"""Sharded models (DTensor, FSDP2), in a process of its own, a group of one: weights that are
+sharded already are refused, and the state of a sharded model goes through checkpoints."""
 
 import os
 import subprocess
@@ -39,16 +39,63 @@ dist.destroy_process_group()
 """
 
 
-def test_sharded_weights_are_refused_and_the_error_says_to_convert_first(tmp_path):
+STATE = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from structlin import Structure, convert
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/init", rank=0, world_size=1)
+mesh, sizes = init_device_mesh("cpu", (1,)), dict(g=4, d=4, s=2, b=4, a=4)
+
+def build(outputs):
+    structure = Structure(f"g d -> {outputs}", "g s b d", "b a g s", **sizes)
+    return fully_shard(convert(nn.Sequential(nn.Linear(16, 16)), structure), mesh=mesh)
+
+first, twin, other = build("b a"), build("b a"), build("a b")
+state = first.state_dict()
+assert state.keys() == dict(first.named_parameters()).keys()
+twin.load_state_dict(state)
+x = torch.randn(2, 16)
+assert torch.equal(twin(x), first(x))
+try:
+    other.load_state_dict(state)
+except RuntimeError as error:
+    print(error)
+dcp.save({"model": get_model_state_dict(first)}, checkpoint_id=f"{sys.argv[1]}/dcp")
+again = build("b a")
+found = {"model": get_model_state_dict(again)}
+dcp.load(found, checkpoint_id=f"{sys.argv[1]}/dcp")
+set_model_state_dict(again, found["model"])
+assert torch.equal(again(x), first(x))
+dist.destroy_process_group()
+"""
+
+
+def run(program, folder):
     environment = {
         **os.environ,
         "PYTHONPATH": str(Path(__file__).parents[2]),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    command = [sys.executable, "-c", program, str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    *errors, planned = done.stdout.splitlines()
+    return done.stdout
+
+
+def test_a_sharded_state_refuses_another_structure_and_goes_through_a_checkpoint(tmp_path):
+    assert "structure={" in run(STATE, tmp_path)
+
+
+def test_sharded_weights_are_refused_and_the_error_says_to_convert_first(tmp_path):
+    *errors, planned = run(PROGRAM, tmp_path).splitlines()
     assert len(errors) == 6
     for error in errors:
         assert "has a sharded weight (DTensor): convert before fully_shard" in error
