@@ -273,14 +273,14 @@ def warn_of(planned: Plan) -> None:
 
 
 def _list_growth(planned: Plan) -> list[str]:
-    grown: dict[str, list[str]] = {"parameters": [], "FLOPs a token": []}
+    grown: dict[str, list[str]] = {"parameters": [], "FLOPs per token": []}
     for decision in planned.decisions:
         layer, new = decision.layer, decision.resolved
         dense = layer.in_features * layer.out_features
         if new is not None and new.params > dense:
             grown["parameters"].append(f"{layer.name} ({dense:,} -> {new.params:,})")
         elif new is not None and new.flops > 2 * dense:
-            grown["FLOPs a token"].append(f"{layer.name} ({2 * dense:,} -> {new.flops:,})")
+            grown["FLOPs per token"].append(f"{layer.name} ({2 * dense:,} -> {new.flops:,})")
     return [
         f"these layers grow, in {of}: {', '.join(names)}" for of, names in grown.items() if names
     ]

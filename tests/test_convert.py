@@ -343,7 +343,7 @@ def test_layers_that_grow_are_converted_with_one_warning_that_lists_them():
 
 
 def test_layers_of_few_parameters_and_more_flops_than_dense_are_named():
-    with pytest.warns(UserWarning, match=r"grow, in FLOPs a token: 0 \(8,192 -> 16,384\)$"):
+    with pytest.warns(UserWarning, match=r"grow, in FLOPs per token: 0 \(8,192 -> 16,384\)$"):
         model = convert(nn.Sequential(nn.Linear(64, 64)), TT(rank=8))
     assert model[0].structure.params < 64 * 64
 

@@ -3,6 +3,7 @@ and the moments of the layers' inputs where they are asked for."""
 
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -139,12 +140,13 @@ def measure_again(
 def find_own_bias(model: nn.Module, layer: nn.Module) -> nn.Parameter | None:
     """The layer's bias, if it is no other module's too: it may be changed."""
     bias = layer._parameters.get("bias")
-    owners = (
-        module
-        for module in model.modules()
-        if bias is not None and any(each is bias for each in module._parameters.values())
-    )
-    return bias if sum(1 for _ in owners) == 1 else None
+    return None if id(bias) in find_shared(model) else bias
+
+
+def find_shared(model: nn.Module) -> set[int]:
+    """The `id` of each parameter that several modules of the model have."""
+    owned = [id(p) for module in model.modules() for p in module._parameters.values()]
+    return {each for each, times in Counter(owned).items() if times > 1}
 
 
 @contextmanager

@@ -343,7 +343,7 @@ def _loss_of(
 
 
 def _find_compared(output: Any) -> dict[str, Tensor]:
-    """By name, what the loss compares: all floating tensors but single numbers (losses)."""
+    """What the loss compares, by name: all floating tensors but single numbers (losses)."""
     return {name: tensor for name, tensor in find_tensors(output) if tensor.ndim}
 
 

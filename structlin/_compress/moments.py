@@ -10,7 +10,7 @@ WIDTH = 384  # columns of a symmetric product that are formed at a time: nothing
 
 
 class Moments:
-    """Of pairs of rows: `count`, the means of x and z, and the covariances of x with z, and of z.
+    """Sums over pairs of rows: `count`, means of x and z, covariances of x with z, and of z.
 
     Each row is `(features,)`. The products are formed in float32 (float64 if the rows are), of rows
     that are shifted by the mean of the first ones, and added up in float64.
@@ -82,7 +82,7 @@ class Moments:
 
 
 class _Mean:
-    """Of rows: their sum, after a shift by the mean of the first ones if that is asked for."""
+    """The sum of rows, after a shift by the mean of the first ones if that is asked for."""
 
     def __init__(self, centred: bool) -> None:
         self.total, self._shift, self._centred = torch.zeros(()), torch.zeros(()), centred

@@ -21,6 +21,7 @@ from .._model.anatomy import repeats
 from .._model.outputs import find_tensors
 from .._model.survey import Layer
 from .._plan import Refined, Vector
+from .._projection.matrices import divide_norms
 from ..duality import promote
 from ..scaling import lr_mult
 from .padding import select_rows
@@ -87,7 +88,6 @@ def refine(
     examples: Sequence[Example],
     *,
     steps: int,
-    fixed: Collection[nn.Module] = (),
     shared: Collection[int] = (),
 ) -> tuple[Refined, Sequence[Any]] | None:
     """Fit the new layers of a block, in place, and vectors of its other modules.
@@ -101,7 +101,6 @@ def refine(
         forward: of the block: its own, without the stops of a stream.
         new: dense layer in the block -> the structured one that takes its place.
         steps: of Adam, at least 1.
-        fixed: layers of `new` whose bias stays.
         shared: `id` of the parameters that several modules of the model have: they stay.
 
     Returns:
@@ -116,7 +115,7 @@ def refine(
         biases = [
             layer.bias
             for dense, layer in new.items()
-            if layer.bias is not None and dense not in fixed
+            if layer.bias is not None and id(dense._parameters.get("bias")) not in shared
         ]
         _require_gradients(not examples[0].made.is_inference(), steps)
         filled = [example for example in examples if example.goal.numel()]
@@ -257,4 +256,4 @@ def _measure(examples: Sequence[Example], outputs: Sequence[Any]) -> float:
         above += _gap(example, output).square().sum(dtype=torch.float64).item()
         goal = select_rows(example.goal, example.masks)
         below += goal.double().square().sum().item()
-    return math.sqrt(above / below) if below else math.inf if above else 0.0
+    return math.sqrt(divide_norms(above, below))

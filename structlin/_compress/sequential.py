@@ -18,7 +18,6 @@ covariance; layers that get the same tensor (query, key and value) share it.
 
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,8 +32,9 @@ from .._model.decide import Target
 from .._plan import Projection, Refined, build_layer, project_by_weight
 from .._progress import Bar
 from .._projection import project, relative_error
+from .._projection.matrices import divide_norms
 from ..duality import promote
-from .calibration import Call, Observed, find_own_bias, measure_again, ready
+from .calibration import Call, Observed, find_own_bias, find_shared, measure_again, ready
 from .moments import Moments
 from .padding import select_rows
 from .refine import Example, find_blocks, refine, take_tensor
@@ -215,7 +215,7 @@ class _Pair:
 
 @dataclass
 class _Gap:
-    """Of a layer's outputs, summed over tokens: |W x - B z|^2 and |W x|^2, both with the means
+    """Sums over a layer's outputs, token by token: |W x - B z|^2 and |W x|^2, both with the means
     carried by the bias where there is one."""
 
     mean: Tensor | None  #: of the dense outputs, `(out_features,)`
@@ -223,7 +223,7 @@ class _Gap:
     below: float = 0.0
 
     def add(self, y: Tensor, new: Tensor) -> None:
-        """Of rows `(tokens, out_features)`: the dense layer's outputs, and the new one's."""
+        """Add rows `(tokens, out_features)`: the dense layer's outputs, and the new one's."""
         y = promote(y)
         around = y if self.mean is None else y - self.mean.to(y)
         self.above += _sum_squares(y - new)
@@ -231,8 +231,7 @@ class _Gap:
 
     @property
     def error(self) -> float:
-        above, below = sqrt(self.above), sqrt(self.below)
-        return above / below if below else float("inf") if above else 0.0
+        return divide_norms(sqrt(self.above), sqrt(self.below))
 
 
 def _sum_squares(rows: Tensor) -> float:
@@ -405,21 +404,16 @@ class _Lockstep:
             return []
         self.bar.show(f"refine {name}")
         own = {layer: self.new[layer] for layer in held}
-        fixed = [layer for layer in held if find_own_bias(self.model, layer) is None]
-        shared = _find_shared(self.model)
-        done = refine(block, forward, own, examples, steps=self.steps, fixed=fixed, shared=shared)
+        shared = find_shared(self.model)
+        done = refine(block, forward, own, examples, steps=self.steps, shared=shared)
         if done is None:
             _warn(f"block {name!r} does not give the same output again: it is not refined")
             return []
         self.refined[name], outputs = done
-        self.moved.update(layer for layer in held if layer not in fixed)
+        self.moved.update(
+            layer for layer in held if id(layer._parameters.get("bias")) not in shared
+        )
         return outputs
-
-
-def _find_shared(model: nn.Module) -> set[int]:
-    """The `id` of each parameter that several modules of the model have."""
-    owned = [id(p) for module in model.modules() for p in module._parameters.values()]
-    return {each for each, times in Counter(owned).items() if times > 1}
 
 
 def _give(output: Any, *args: Any, **kwargs: Any) -> Any:

@@ -310,7 +310,7 @@ def _preconditioner(
 
 
 def _tails(structure: Structure) -> list[tuple[Structure, Structure]]:
-    """For each core the structure of it alone, and that of it and all after it."""
+    """Each core's structure alone, and that of the core and all after it."""
     inputs, outputs = structure.inputs, structure.outputs
     states = [
         [*core.batch_axes, *core.repeat_axes, *core.fan_in_axes] for core in structure.cores[1:]

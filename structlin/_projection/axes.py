@@ -22,7 +22,7 @@ def _sizes_of(axes: Sequence[str], size: Mapping[str, int]) -> list[int]:
 
 
 def split_axes(tensor: Tensor, axes: Sequence[str], size: Mapping[str, int]) -> Tensor:
-    """With a dimension for each axis."""
+    """The tensor with a dimension for each axis."""
     return tensor.reshape(_sizes_of(axes, size))
 
 

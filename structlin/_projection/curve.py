@@ -16,7 +16,7 @@ from .axes import split_axes
 from .matrices import make_definite
 from .solve import project
 
-COUNTS = {"params": "parameters", "flops": "FLOPs a token"}  # what the cost of a size is
+COUNTS = {"params": "parameters", "flops": "FLOPs per token"}  # what the cost of a size is
 POINTS = 8  # sizes of a layer that are projected to; the errors of those between are interpolated
 ALIGNMENT = 8  # numbers that the engines multiply at a time
 MIN_ALIGNED_SIZES = 8  # with so many to choose from, larger sizes that are not aligned are left out
@@ -27,7 +27,7 @@ class Size(NamedTuple):
 
     family: Family
     structure: Structure  #: the family's, for the layer's widths
-    cost: int  #: parameters, or FLOPs a token
+    cost: int  #: parameters, or FLOPs per token
 
     @property
     def stays_dense(self) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import sqrt
+from math import inf, sqrt
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ def truncate(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def approach(matrices: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """As `truncate`, but only a step towards it from the rows of `right`: never farther from the
+    """Take one step of `truncate` from the rows of `right`: the result is never farther from the
     matrices than what those rows can give (subspace iteration)."""
     rank = right.shape[-2]
     if rank >= min(matrices.shape[-2:]):
@@ -38,7 +38,7 @@ def approach(matrices: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def leading_eigenvectors(gram: Tensor, k: int) -> Tensor:
-    """Of the k largest eigenvalues, as columns.
+    """The eigenvectors of the k largest eigenvalues, as columns.
 
     On one thread for small blocks: LAPACK gains nothing from more, and loses a factor of 100 where
     cores are busy.
@@ -105,6 +105,11 @@ def _take_damped_root(gram: Tensor) -> Tensor:
     mean = mean_diagonal(gram)[..., None, None]
     damping = torch.where(mean > 0, mean, torch.ones_like(mean)) * sqrt(torch.finfo(gram.dtype).eps)
     return take_root(gram + damping * identity_like(gram))
+
+
+def divide_norms(error: float, whole: float) -> float:
+    """The relative error: 0 where both norms are 0, infinite where only `whole` is."""
+    return error / whole if whole else inf if error else 0.0
 
 
 def mean_diagonal(gram: Tensor) -> Tensor:

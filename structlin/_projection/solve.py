@@ -17,7 +17,7 @@ from .._structure import Structure
 from .alternating import SWEEPS, search
 from .axes import contract, split_axes
 from .closed import cut, is_optimal
-from .matrices import extend, make_definite
+from .matrices import divide_norms, extend, make_definite
 
 BALANCING = 10  # passes over all pairs of cores
 
@@ -135,8 +135,7 @@ def relative_error(
         (e.square() if covariance is None else (e @ covariance.to(w)) * e).sum().item()
         for e in (error, w)
     ]
-    above, below = (sqrt(max(square, 0.0)) for square in squares)
-    return above / below if below else float("inf") if above else 0.0
+    return divide_norms(*(sqrt(max(square, 0.0)) for square in squares))
 
 
 def balance(structure: Structure, cores: list[Tensor]) -> list[Tensor]:

@@ -119,7 +119,7 @@ def fail(model):
         (
             {"keep": 0.01, "count": "flops"},
             ValueError,
-            "FLOPs a token; the smallest structures",
+            "FLOPs per token; the smallest structures",
         ),
         ({"untie": True}, ValueError, "untie=True: no layer that is converted shares its weight"),
     ],
@@ -150,7 +150,7 @@ def test_a_share_is_kept_and_a_larger_one_is_never_worse(keep, family):
 
 
 def test_a_share_of_flops_is_kept_where_parameters_are_shared_and_the_plan_shows_the_choice():
-    dense = 4 * 64 * 256  # parameters; a dense layer has twice as many FLOPs a token
+    dense = 4 * 64 * 256  # parameters; a dense layer has twice as many FLOPs per token
     used = {}
     for of in ("params", "flops"):
         torch.manual_seed(0)
