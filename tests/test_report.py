@@ -8,7 +8,6 @@ from structlin import (
     BlockDiagonal,
     Dense,
     LowRank,
-    Mixture,
     Monarch,
     StructuredLinear,
     _report,
@@ -17,6 +16,7 @@ from structlin import (
     summary,
 )
 from structlin._kernels import engine
+from structlin.moe import Mixture
 from tests.models import GPT
 
 
