@@ -125,7 +125,9 @@ def model() -> dict[str, str]:
 
 def parts() -> dict[str, str]:
     left = step_parts.parts_of_whole(read("parts")["shares"]["rows"])
+    remedies = step_parts.parts_of_whole(read("parts")["remedies"]["rows"])
     return {
+        "both": f"{1 / remedies['both']:.2f}",
         "linear": percent(1 - left["linear layers (BTT r=1)"]),
         "head": percent(1 - left["head and loss"]),
     }

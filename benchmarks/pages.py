@@ -30,7 +30,6 @@ from benchmarks import (
     model,
     moe,
     optimizer,
-    parts,
     peers,
     scaling,
     search,
@@ -273,7 +272,6 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "few tokens Xeon": lambda: layer.few_tokens(read("layer_xeon")),
         "peers": lambda: peers.markdown(read("peers")),
         "models": lambda: model.markdown(read("model")),
-        "remedies": lambda: parts.show_remedies(read("parts")),
     },
     "docs/optimizers.md": {
         "learning rates": lambda: lr_transfer.markdown(read("lr_transfer")),
@@ -294,7 +292,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     | {"other rates": other_rates},
     "docs/search.md": {
         "effects": lambda: search.show_effects(read("search")),
-        "standings digits": lambda: search.show_standings(read("search"), "digits"),
+        "places": lambda: search.show_places(read("search")),
     },
     "docs/examples.md": {
         "three seeds": lambda: show_seeds(MAIN_JOB),

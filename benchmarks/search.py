@@ -326,23 +326,17 @@ def interval(found: dict[str, float]) -> str:
     return f"{found['value']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
 
 
-def show_standings(result: dict[str, Any], task: str, best: int = 5) -> str:
-    """The best structures at equal FLOPs, and all families."""
-    standings = result["summaries"][task]["flops"]["standings"]
-    seconds = {
-        row["structure"]: row["ratio"]["value"]
-        for row in result["summaries"][task]["seconds"]["standings"]
-    }
-    rows = []
-    for place, row in enumerate(standings, start=1):
-        if place > best and row["structure"] not in FAMILIES:
-            continue
-        ratio, name = row["ratio"], row["structure"].replace("Einsum", "").strip("()")
-        measures = [f"{row[measure]:.2f}" for measure in ("omega", "psi", "nu")]
-        interval = f"{ratio['value']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
-        rows.append([name, str(place), *measures, interval, f"{seconds[row['structure']]:.3f}"])
-    titles = ["place", "omega", "psi", "nu", "loss at equal FLOPs", "at equal seconds"]
-    return table(["", *titles], rows)
+def show_places(result: dict[str, Any]) -> str:
+    """Which place each family has among all structures at equal FLOPs, and its loss over that of
+    the common curve, task by task."""
+    tasks = list(result["summaries"])
+    found: dict[str, list[str]] = {name: [] for name in FAMILIES}
+    for task in tasks:
+        standings = result["summaries"][task]["flops"]["standings"]
+        for place, row in enumerate(standings, start=1):
+            if row["structure"] in FAMILIES:
+                found[row["structure"]].append(f"{place} ({row['ratio']['value']:.2f})")
+    return table(["", *tasks], [[name, *cells] for name, cells in found.items()])
 
 
 def plot(result: dict[str, Any]) -> Figure:

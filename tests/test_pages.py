@@ -27,7 +27,6 @@ MEASURED = [page for page in PAGES if page.name != "CHANGELOG.md"]  # whose word
 MOST_WORDS, README_WORDS = 20_000, 900
 WORDS_PER_SENTENCE = 18
 WORDS_PER_CELL = 15  # of docs/results.md
-LEFT_OUT = {"docs/compress.md"}  # its sentences are being written anew
 
 
 def name_of(page: Path) -> str:
@@ -187,7 +186,7 @@ def test_all_pages_together_and_the_readme_are_short():
 @pytest.mark.parametrize("page", MEASURED, ids=name_of)
 def test_the_sentences_of_a_page_are_short(page):
     found = sentences_of(page.read_text(encoding="utf-8"))
-    if found and name_of(page) not in LEFT_OUT:
+    if found:
         mean = fmean(map(count_words, found))
         assert mean <= WORDS_PER_SENTENCE, sorted(found, key=count_words)[-5:]
 

@@ -104,7 +104,10 @@ def test_a_smoke_run_keeps_rows_times_and_claims(tmp_path):
     row = found.rows[0]
     assert row.seconds == pytest.approx(2 * times[row.structure, row.width] / 1e3)
     assert len(search.show_effects(kept).splitlines()) == 2 + 2 * 2
-    shown = search.show_standings(kept, "teacher")
-    assert all(f"| {name} |" in shown for name in search.FAMILIES)
-    assert "| 1 |" in shown
+    shown = search.show_places(kept).splitlines()
+    assert [line.split(" | ")[0] for line in shown[2:]] == [f"| {name}" for name in search.FAMILIES]
+    standings = kept["summaries"]["teacher"]["flops"]["standings"]
+    places = [row["structure"] for row in standings]
+    (dense,) = (line for line in shown if line.startswith("| dense |"))
+    assert f"| {places.index('dense') + 1} (" in dense
     assert search.show_findings(kept).count("teacher: ") == 5
