@@ -54,6 +54,7 @@ class Observed:
     order: list[nn.Module]  #: the layers, as the model arrives at them
     repeated: list[nn.Module]  #: layers that one call of the model calls more than once
     moments: dict[nn.Module, Moments]  #: of the layers that were to be measured
+    biases: dict[nn.Module, nn.Parameter]  #: of the layers that alone have it: it may be changed
 
 
 @torch.no_grad()
@@ -122,6 +123,7 @@ def observe(
         _merge_orders(watch.orders),
         [layer.module for layer in layers if layer.module in watch.repeated],
         {module: moments for module, moments in watch.moments.items() if moments.count},
+        watch.biases,
     )
 
 
@@ -135,12 +137,6 @@ def measure_again(
             call.run(model)
 
     return observe(model, layers, run, measured=layers).moments if layers else {}
-
-
-def find_own_bias(model: nn.Module, layer: nn.Module) -> nn.Parameter | None:
-    """The layer's bias, if it is no other module's too: it may be changed."""
-    bias = layer._parameters.get("bias")
-    return None if id(bias) in find_shared(model) else bias
 
 
 def find_shared(model: nn.Module) -> set[int]:
@@ -183,9 +179,10 @@ class _Watch:
         self.orders: list[list[nn.Module]] = []  # of each call
         self.seen, self.repeated = set[nn.Module](), set[nn.Module]()
         self.replayable, self.inside = True, 0
+        shared, found = find_shared(model), {x: x._parameters.get("bias") for x in self.layers}
+        self.biases = {x: b for x, b in found.items() if b is not None and id(b) not in shared}
         self.moments = {
-            layer.module: Moments(centred=find_own_bias(model, layer.module) is not None)
-            for layer in measured
+            layer.module: Moments(centred=layer.module in self.biases) for layer in measured
         }
 
     @contextmanager

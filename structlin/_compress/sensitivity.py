@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .._model.outputs import find_tensors
 from .._model.survey import Layer
 from .._progress import Bar
-from .calibration import Call, Observed, find_own_bias, measure_again, pick_calls, ready
+from .calibration import Call, Observed, measure_again, pick_calls, ready
 from .moments import Moments
 from .padding import select_rows
 from .streams import Place, Streams, find_next
@@ -63,7 +63,7 @@ def _measure_in_turn(
         masks = {streams.start(partial(call.run, model), call.state): call.masks for call in calls}
         while (module := find_next(masks, rank)) is not None:
             layer = by_module[module]
-            moments = Moments(centred=find_own_bias(model, module) is not None)
+            moments = Moments(centred=module in seen.biases)
             waiting = {stream: stop for stream in masks if (stop := stream.stop_at(module))}
             for stream, stop in waiting.items():
                 moments.add(select_rows(stop.input, masks[stream]))

@@ -34,7 +34,7 @@ from .._progress import Bar
 from .._projection import project, relative_error
 from .._projection.matrices import divide_norms
 from ..duality import promote
-from .calibration import Call, Observed, find_own_bias, find_shared, measure_again, ready
+from .calibration import Call, Observed, find_shared, measure_again, ready
 from .moments import Moments
 from .padding import select_rows
 from .refine import Example, find_blocks, refine, take_tensor
@@ -93,7 +93,7 @@ def project_in_order(
         found: dict[nn.Module, Projection] = {}
         for module, moments in apart.items():
             bar.show(by_module[module].layer.name)
-            found[module] = solve(by_module[module], moments, find_own_bias(model, module))
+            found[module] = solve(by_module[module], moments, seen.biases.get(module))
             bar.advance()
         if seen.calls is not None and targets:
             found, blocks = _Lockstep(
@@ -255,9 +255,8 @@ class _Lockstep:
         """`found`: projections of layers that are not to be measured here."""
         self.model, self.targets, self.calls, self.bar = model, targets, calls, bar
         self.rank = {module: n for n, module in enumerate(seen.order)}
-        self.found = dict(found)
+        self.found, self.biases = dict(found), seen.biases
         self.new: dict[nn.Module, StructuredLinear] = {}  # what the compressed streams run
-        self.moved = set[nn.Module]()  # layers whose bias is no longer the dense one's
         self.pairs: list[_Pair] = []
         self.gaps: dict[nn.Module, _Gap] = {}
         self._inputs: _Inputs = []  # that the moments are of
@@ -297,7 +296,7 @@ class _Lockstep:
         return {module: self._conclude(module) for module in self.found}, self.refined
 
     def _project(self, module: nn.Module) -> None:
-        target, bias = self.targets[module], find_own_bias(self.model, module)
+        target, bias = self.targets[module], self.biases.get(module)
         self.bar.show(target.layer.name)
         moments = self._measure(target, centred=bias is not None)
         if moments.count:
@@ -319,8 +318,6 @@ class _Lockstep:
         bias = module._parameters.get("bias") if found.bias is None else found.bias
         if bias is not None:  # a copy: refinement moves it
             new.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
-        if found.bias is not None:
-            self.moved.add(module)
 
     def _conclude(self, module: nn.Module) -> Projection:
         """The projection of a layer, with the error on all streams and as refinement left it."""
@@ -329,7 +326,7 @@ class _Lockstep:
             found,
             cores=[core.detach() for core in new.cores],
             error=self.gaps[module].error if module in self.gaps else found.error,
-            bias=new.bias.detach() if new.bias is not None and module in self.moved else None,
+            bias=new.bias.detach() if new.bias is not None and module in self.biases else None,
         )
 
     def _measure(self, target: Target, centred: bool) -> Moments:
@@ -410,9 +407,6 @@ class _Lockstep:
             _warn(f"block {name!r} does not give the same output again: it is not refined")
             return []
         self.refined[name], outputs = done
-        self.moved.update(
-            layer for layer in held if id(layer._parameters.get("bias")) not in shared
-        )
         return outputs
 
 
