@@ -208,8 +208,28 @@ template <class S>
 inline Vector<Wide<S>> load_a_row(const S* a, Index count) { return load(a, count); }
 template <class S>
 inline Vector<Wide<S>> load_b(const S* b, Index, bool, Index count = LANES<Wide<S>>) { return load(b, count); }
+// sum += left * right in one rounding; `left` is a number or a vector. Left to itself a compiler tuned for some CPUs takes two
+// instructions where sums form a chain, which is slower and gives other bits in one microkernel than in another.
 template <class V, class Left>
-inline void add_product(V& sum, const Left& left, const V& right) { sum += left * right; }
+inline void add_product(V& sum, const Left& left, const V& right) {
+  const V factor = left - V{};
+#if defined(__FMA__)
+  constexpr bool single = sizeof(factor[0]) == 4;
+#if defined(__AVX512F__)
+  if constexpr (single && sizeof(V) == 64)
+    sum = bits_of<V>(_mm512_fmadd_ps(bits_of<__m512>(factor), bits_of<__m512>(right), bits_of<__m512>(sum)));
+  else if constexpr (sizeof(V) == 64)
+    sum = bits_of<V>(_mm512_fmadd_pd(bits_of<__m512d>(factor), bits_of<__m512d>(right), bits_of<__m512d>(sum)));
+#else
+  if constexpr (single && sizeof(V) == 32)
+    sum = bits_of<V>(_mm256_fmadd_ps(bits_of<__m256>(factor), bits_of<__m256>(right), bits_of<__m256>(sum)));
+  else if constexpr (sizeof(V) == 32)
+    sum = bits_of<V>(_mm256_fmadd_pd(bits_of<__m256d>(factor), bits_of<__m256d>(right), bits_of<__m256d>(sum)));
+#endif
+#else
+  sum += factor * right;
+#endif
+}
 
 #if STRUCTLIN_BF16
 inline __m512bh broadcast(const BFloat16* a, bool whole) {
