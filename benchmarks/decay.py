@@ -14,23 +14,26 @@ of the training images is wrong, and the loss is that of held-out images with th
   decay, until all eight points around the best are run. The search starts at the base point's best.
 """
 
-import json
 import math
 from collections.abc import Iterable, Mapping
-from functools import cache, partial
+from functools import cache
 from itertools import product
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks import transfer
-from benchmarks.harness import statistics as sweeps
-from benchmarks.harness.experiment import parser, run_all
-from benchmarks.harness.record import RESULTS, save_json
+from benchmarks.harness.experiment import Axis, Experiment, Job, Row, Runs, climb
 from benchmarks.harness.report import table
-from benchmarks.harness.statistics import student
-from benchmarks.harness.tasks import digits
+from benchmarks.harness.statistics import (
+    best,
+    curve_of_rates,
+    moves,
+    optimum,
+    select,
+    student,
+)
+from benchmarks.harness.statistics import transfer as find_transfer
+from benchmarks.harness.tasks import Batch, digits
 from benchmarks.transfer import BASE, FEW, STRUCTURES
 
 RULES = ("1/width", "sqrt", "constant")
@@ -48,15 +51,12 @@ STARTS = {"AdamW": (2.0**-7, 0.25), "Muon": (2.0**-4, 0.0625), NORMED: (2.0**-4,
 STEPS = 150
 ALONE, BOTH = "decay", "rate and decay"  # the two searches
 
-MAX_ROUNDS = 10  # of a search: after one step of a smoke run every smaller rate may be better
-Row = dict[str, Any]
-Job = tuple[str, str, str, str, int, int]  # the values of JOB's names
 JOB = ("search", "structure", "method", "rule", "width", "depth")
 Pair = tuple[float, float]  # rate, decay
 
 
 @cache
-def noisy_digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def noisy_digits() -> tuple[Batch, Batch]:
     """898 images for training, a fifth of them with a label drawn at random, and the others."""
     x, y = digits()
     draw = torch.Generator().manual_seed(0)
@@ -68,34 +68,71 @@ def noisy_digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     return (x[learned], labels), (x[held], y[held])
 
 
-def held_out_loss(row: Row, steps: int) -> float | None:
+def train(
+    search: str,
+    structure: str,
+    method: str,
+    rule: str,
+    width: int,
+    depth: int,
+    lr: float,
+    weight_decay: float,
+    seed: int,
+    steps: int,
+) -> Row:
+    """The loss on held-out images."""
     learned, held = noisy_digits()
-    model = transfer.build_model(row["structure"], row["width"], row["depth"], row["seed"])
-    options = {"weight_decay": row["weight_decay"]}
-    if row["method"] != NORMED:  # whose rates are the same at every width
-        options["weight_decay_scaling"] = row["rule"]
-    make = transfer.METHODS[row["method"]].make
-    optimizer = make(model, row["lr"], row["width"], alpha=1.0, **options)
-    try:
-        transfer.train(
-            model, optimizer, learned, steps=steps, batch=BASE["batch"], seed=row["seed"]
-        )
-    except FloatingPointError:
-        return None
-    loss = transfer.evaluate(model, held)
-    return loss if math.isfinite(loss) else None
+    model = transfer.build_model(structure, width, depth, seed)
+    options = {"weight_decay": weight_decay}
+    if method != NORMED:  # whose rates are the same at every width
+        options["weight_decay_scaling"] = rule
+    make = transfer.METHODS[method].make
+    optimizer = make(model, lr, width, alpha=1.0, **options)
+    settings = {"steps": steps, "batch": BASE["batch"], "seed": seed}
+    finite = transfer.descend(model, optimizer, learned, **settings)
+    return {"loss": transfer.evaluate(model, held) if finite else None}
 
 
 # ---- the searches --------------------------------------------------------------------------------
 
 
-def plan() -> list[Job]:
-    """The base points before what starts at their best."""
-    jobs = [(ALONE, s, "AdamW", rule, w, 2) for w, s, rule in product(WIDTHS, FEW, RULES)]
-    for point, (method, rule), structure in product(POINTS, DEFAULTS.items(), STRUCTURES):
+def plan(axes: Mapping[str, Axis]) -> list[Job]:
+    """Every search of the structures in `axes` at its widths and points."""
+    names = ("search", "structure", "method", "rule", "width", "depth")
+    structures = axes["structure"]
+    points = [p for p in POINTS if p[1] in axes["depth"]]
+    few = [name for name in FEW if name in structures]
+    jobs = [(ALONE, *each, 2) for each in product(few, ["AdamW"], RULES, axes["width"])]
+    for point, (method, rule), structure in product(points, DEFAULTS.items(), structures):
         if method != "Muon" or (structure, point) in OF_MUON:
             jobs.append((BOTH, structure, method, rule, *point))
-    return sorted(jobs, key=lambda job: job[-2:] != POINTS[0])
+    return [dict(zip(names, job, strict=True)) for job in jobs]
+
+
+def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
+    """The base points before what starts at their best."""
+    jobs = plan(axes)
+    for base in (True, False):
+        places = [
+            (job, (job["search"], start_of(job, runs.all())))
+            for job in jobs
+            if ((job["width"], job["depth"]) == POINTS[0]) == base
+        ]
+        climb(runs, places, next_pairs, axes["seed"], 1 if runs.options.smoke else 100)
+    return runs.all()
+
+
+def start_of(job: Job, rows: Iterable[Row]) -> Pair:
+    width, depth = POINTS[0]
+    at_base = surface(select(rows, **job | {"width": width, "depth": depth}))
+    if at_base:
+        return best(at_base)
+    return STARTS[job["method"]] if job["search"] == BOTH else (LR, 1.0)
+
+
+def next_pairs(rows: list[Row], start: tuple[str, Pair]) -> list[Job]:
+    pairs = untried(surface(rows), start[1], start[0])
+    return [{"lr": lr, "weight_decay": decay} for lr, decay in pairs]
 
 
 def untried(losses: Mapping[Pair, float], start: Pair, search: str) -> list[Pair]:
@@ -114,35 +151,9 @@ def untried(losses: Mapping[Pair, float], start: Pair, search: str) -> list[Pair
     return [pair for pair in dict.fromkeys([*around, start]) if pair not in losses]
 
 
-def seek(job: Job, rows: Iterable[Row], seeds: int, steps: int) -> list[Row]:
-    """All rows of a job: those of it in `rows`, and those that the search adds. It starts at the
-    best that `rows` have at the base point."""
-    where = dict(zip(JOB, job, strict=True))
-    width, depth = POINTS[0]
-    at_base = surface(_matching(rows, where | {"width": width, "depth": depth}))
-    start = STARTS[where["method"]] if where["search"] == BOTH else (LR, 1.0)
-    start = best(at_base) if at_base else start
-    found = _matching(rows, where)
-    for _ in range(MAX_ROUNDS):
-        pairs = untried(surface(found), start, where["search"])
-        for (lr, decay), seed in product(pairs, range(seeds)):
-            row = {**where, "lr": lr, "weight_decay": decay, "seed": seed}
-            found.append({**row, "loss": held_out_loss(row, steps)})
-    return found
-
-
 def surface(rows: Iterable[Row]) -> dict[Pair, float]:
     """(rate, decay) -> geometric mean of the loss over the seeds, of the rows of one job."""
-    named = (row | {"size": 0, "lr": (row["lr"], row["weight_decay"])} for row in rows)
-    return next(iter(sweeps.losses(named).values()), {})
-
-
-def best(losses: Mapping[Pair, float]) -> Pair:
-    return min(losses, key=losses.__getitem__)
-
-
-def _matching(rows: Iterable[Row], where: Mapping[str, Any]) -> list[Row]:
-    return [row for row in rows if where.items() <= row.items()]
+    return curve_of_rates([row | {"lr": (row["lr"], row["weight_decay"])} for row in rows])
 
 
 # ---- what is found -------------------------------------------------------------------------------
@@ -153,15 +164,17 @@ def summarise_alone(rows: Iterable[Row]) -> list[Row]:
     the seeds, and what keeping the first width's costs at the last, a factor of the loss."""
     result = []
     for structure, rule in product(FEW, RULES):
-        of_rule = _matching(rows, {"search": ALONE, "structure": structure, "rule": rule})
+        of_rule = select(rows, **{"search": ALONE, "structure": structure, "rule": rule})
+        if not of_rule:
+            continue
         members = [
             row | {"method": rule, "size": row["width"], "lr": row["weight_decay"]}
             for row in of_rule
         ]
-        moved = sweeps.transfer(members)[rule]
+        moved = find_transfer(members)[rule]
         shared = {"structure": structure, "rule": rule, "cost": moved["cost"]}
         optima = {str(width): value for width, value in moved["optima"].items()}
-        result.append(shared | {"optima": optima, "over seeds": sweeps.moves(members)["moved"]})
+        result.append(shared | {"optima": optima, "over seeds": moves(members)["moved"]})
     return result
 
 
@@ -174,15 +187,15 @@ def summarise_both(rows: Iterable[Row]) -> list[Row]:
         where = {"search": BOTH, "structure": structure, "method": method, "rule": rule}
         kept, origin = None, 0.0
         for width, depth in POINTS:
-            members = _matching(rows, where | {"width": width, "depth": depth})
+            members = select(rows, **where | {"width": width, "depth": depth})
             if not members:
                 continue
             found = surface(members)
             lr, decay = best(found)
             along = {rate: loss for (rate, other), loss in found.items() if other == decay}
-            optimum = sweeps.optimum(along)
+            vertex = optimum(along)
             if kept is None:
-                kept, origin = (lr, decay), optimum
+                kept, origin = (lr, decay), vertex
             losses = [_of_seeds(members, pair) for pair in (kept, (lr, decay))]
             costs = [math.log(a / b) for a, b in zip(*losses, strict=True)]
             result.append(
@@ -190,9 +203,9 @@ def summarise_both(rows: Iterable[Row]) -> list[Row]:
                     **where,
                     "width": width,
                     "depth": depth,
-                    "rate": optimum,
+                    "rate": vertex,
                     "decay": math.log2(decay),
-                    "shift": optimum - origin,
+                    "shift": vertex - origin,
                     "loss": found[lr, decay],
                     "seeds": [min(losses[1]), max(losses[1])],
                     "kept": found[kept],
@@ -246,38 +259,26 @@ def _moved(row: Row, base: Row) -> str:
     return f"{row['shift']:+.2f}, {row['decay'] - base['decay']:+.0f}, {row['cost']['value']:.2f}"
 
 
-def main() -> None:
-    options = parser(__doc__, RESULTS)
-    options.add_argument("--steps", type=int, default=STEPS)
-    options.add_argument("--seeds", type=int, default=3)
-    arguments = options.parse_args()
-    if arguments.smoke:
-        arguments.steps, arguments.seeds = 1, 2
-        POINTS[1:], WIDTHS[1:], FEW[1:], STRUCTURES[1:] = [(64, 4)], [128], [], []
-    setting = {
-        "steps": arguments.steps, "seeds": arguments.seeds, "base": BASE, "widths": WIDTHS,
-        "lr": LR, "data": "digits",
-    }  # fmt: skip
-    path = arguments.out / "decay.json"
-    earlier = json.loads(path.read_text()) if path.exists() and not arguments.smoke else {}
-    rows = earlier["rows"] if earlier.get("setting") == setting else []
-
-    def save(found: list[Row]) -> None:
-        rows.extend(row for row in found if row not in rows)
-        if not arguments.smoke:
-            save_json(path, setting=setting, rows=rows)
-
-    jobs = plan()
-    is_base = [job for job in jobs if job[-2:] == POINTS[0]]
-    for chosen in (is_base, [job for job in jobs if job not in is_base]):
-        one = partial(seek, rows=list(rows), seeds=arguments.seeds, steps=arguments.steps)
-        run_all(one, chosen, arguments, save)
-    result = {"decay": summarise_alone(rows), "rate and decay": summarise_both(rows)}
-    print(show_alone(result))
-    print(show_both(result))
-    if not arguments.smoke:
-        save_json(path, setting=setting, **result, rows=rows)
-
+EXPERIMENT = Experiment(
+    name="decay",
+    about=__doc__,
+    run=train,
+    axes={
+        "search": [ALONE, BOTH],
+        "structure": STRUCTURES,
+        "method": [*DEFAULTS],
+        "rule": RULES,
+        "width": WIDTHS,
+        "depth": [2, 16],
+        "lr": [],
+        "weight_decay": [0.0],
+    },
+    sizes={"steps": STEPS},
+    note={"base": BASE, "widths": WIDTHS, "lr": LR, "data": "digits"},
+    smoke={"steps": 1, "structure": ["dense"], "width": [64, 128], "depth": [2]},
+    design=design,
+    analyse=lambda rows: {"decay": summarise_alone(rows), "rate and decay": summarise_both(rows)},
+)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -7,31 +7,26 @@ dense and BTT.
 An option is a function of a step: it changes the gradient before, or the weights after. Each has
 its rate tuned on seed 0 (a rate is tried beyond the highest until that is not the best) and then
 runs with all seeds, but for those that lose to plain Muon by more than CLEAR on seed 0, dense and
-BTT. Batches and schedule are those of benchmarks.muon_vs_adamw. Runs of before keep the place where
-they were made.
+BTT. Batches and schedule are those of benchmarks.muon_vs_adamw.
 """
 
-import json
 import math
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import structlin
 from benchmarks import muon_vs_adamw
-from benchmarks.harness import report
-from benchmarks.harness.experiment import parser, run_all
-from benchmarks.harness.record import RESULTS, environment, save_json
+from benchmarks.harness import figures, report
+from benchmarks.harness.experiment import Axis, Experiment, Row, Runs, Tune, combinations, tune
+from benchmarks.harness.statistics import best, curve_of_rates, select, values
+from benchmarks.harness.training import finite
 from benchmarks.muon_vs_adamw import SIZES, STRUCTURES, TASKS
 from structlin.duality import spectral_bound
 
-LRS = [2.0**power for power in (-6, -5, -4)]
+RATES = Tune(start=lambda job: 2.0**-5, lowest=2.0**-6)
 CLEAR = 0.03  # nats
 MEMORY = 0.95  # of the running means of NorMuon and SOAP
 DECAY = 0.1
@@ -39,7 +34,6 @@ TAIL = 0.2  # of the steps, whose weights are averaged
 EVERY = 10  # steps between SOAP's eigendecompositions
 
 Kept = dict[str, Any]  # of a matrix, between steps
-Run = tuple[str, str, float, int]  # structure, option, lr, seed
 
 
 # ---- the options ---------------------------------------------------------------------------------
@@ -165,82 +159,83 @@ OPTIONS: dict[str, dict[str, Any]] = {
 # ---- the runs ------------------------------------------------------------------------------------
 
 
-def train(run: Run, steps: int) -> dict[str, Any]:
-    structure, option, lr, seed = run
-    make = partial(Changed, lr=lr, steps=steps, other_lr=muon_vs_adamw.OTHER_LR, **OPTIONS[option])
-    curve = muon_vs_adamw.descend("GPT", structure, seed, steps, make)
-    loss = curve[-1][1]
-    row = {"structure": structure, "option": option, "lr": lr, "seed": seed}
-    return {**row, "loss": loss if math.isfinite(loss) else 1e9}
+def train(
+    option: str, structure: str, lr: float, seed: int, steps: int, sizes: dict[str, int]
+) -> Row:
+    def make(model: nn.Module) -> Changed:
+        options = {"other_lr": muon_vs_adamw.OTHER_LR, **OPTIONS[option]}
+        return Changed(model, lr, steps=steps, **options)
+
+    curve = muon_vs_adamw.descend("GPT", structure, seed, steps, make, sizes=sizes)
+    return {"loss": finite(curve[-1][1])}
 
 
-def key(row: dict[str, Any]) -> Run:
-    return row["structure"], row["option"], row["lr"], row["seed"]
+def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
+    """Every option's rate on seed 0; then all seeds of those that do not lose clearly."""
+    seeds = axes["seed"]
+    groups = [*combinations({name: axes[name] for name in ("option", "structure")})]
+    for group in groups:
+        tune(runs, group, seeds[:1], RATES, only_first=runs.options.smoke)
+    left = survivors(runs.all())
+    for group in groups:
+        if group["option"] in left:
+            tune(runs, group, seeds, RATES, only_first=runs.options.smoke)
+    return runs.all()
 
 
-def best_rates(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, str], tuple[float, float]]:
-    """(structure, option) -> the rate with the least loss on seed 0, and that loss."""
-    best: dict[tuple[str, str], tuple[float, float]] = {}
-    for row in rows:
-        pair = row["structure"], row["option"]
-        if row["seed"] == 0 and (pair not in best or row["loss"] < best[pair][1]):
-            best[pair] = row["lr"], row["loss"]
-    return best
+def best_losses(rows: list[Row]) -> dict[tuple[str, str], float]:
+    """(structure, option) -> the least loss on seed 0."""
+    curves = {
+        (row["structure"], row["option"]): curve_of_rates(
+            select(rows, structure=row["structure"], option=row["option"], seed=0)
+        )
+        for row in rows
+    }
+    return {pair: min(curve.values()) for pair, curve in curves.items()}
 
 
-def higher_rates(rows: Iterable[dict[str, Any]]) -> list[Run]:
-    """The next rate of every option whose best is the highest that was tried."""
-    rows = list(rows)
-    tried: dict[tuple[str, str], float] = {}
-    for row in rows:
-        pair = row["structure"], row["option"]
-        tried[pair] = max(tried.get(pair, 0.0), row["lr"])
-    return [(*pair, 2 * lr, 0) for pair, (lr, _) in best_rates(rows).items() if lr == tried[pair]]
-
-
-def survivors(best: dict[tuple[str, str], tuple[float, float]]) -> list[str]:
+def survivors(rows: list[Row]) -> list[str]:
     """Options that on seed 0 do not lose clearly to plain Muon on both structures."""
+    least = best_losses(rows)
     return [
         option
-        for option in OPTIONS
-        if any(
-            best[structure, option][1] <= best[structure, "plain"][1] + CLEAR
-            for structure in STRUCTURES
-        )
+        for option in values(rows, "option")
+        if any(least[each, option] <= least[each, "plain"] + CLEAR for each in STRUCTURES)
     ]
 
 
-def summarise(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def summarise(rows: list[Row]) -> list[Row]:
     """A row of each option, its losses by seed at its best rate; `wins`: seeds below plain Muon."""
-    rows = list(rows)
-    best, table = best_rates(rows), []
-    for (structure, option), (lr, _) in best.items():
-        wanted = sorted((r for r in rows if key(r)[:3] == (structure, option, lr)), key=key)
-        losses = {row["seed"]: row["loss"] for row in wanted}
-        plain = {
-            row["seed"]: row["loss"]
-            for row in rows
-            if key(row)[:3] == (structure, "plain", best[structure, "plain"][0])
-        }
-        table.append(
-            {
-                "structure": structure,
-                "option": option,
-                "lr": lr,
-                "loss": sum(losses.values()) / len(losses),
-                "losses": list(losses.values()),
-                "wins": sum(loss < plain[seed] for seed, loss in losses.items()),
-            }
-        )
+
+    def tuned(structure: str, option: str) -> list[Row]:
+        mine = select(rows, structure=structure, option=option)
+        lr = best(curve_of_rates(select(mine, seed=0)))
+        return sorted(select(mine, lr=lr), key=lambda row: row["seed"])
+
+    table = []
+    for option in values(rows, "option"):
+        for structure in STRUCTURES:
+            mine = tuned(structure, option)
+            losses = {row["seed"]: row["loss"] for row in mine}
+            plain = {row["seed"]: row["loss"] for row in tuned(structure, "plain")}
+            table.append(
+                {
+                    "structure": structure,
+                    "option": option,
+                    "lr": mine[0]["lr"],
+                    "loss": sum(losses.values()) / len(losses),
+                    "losses": list(losses.values()),
+                    "wins": sum(loss < plain[seed] for seed, loss in losses.items()),
+                }
+            )
     return table
 
 
-def cell(row: dict[str, Any]) -> str:
-    losses = ", ".join(f"{loss:.3f}" for loss in row["losses"])
-    return f"{losses} (2^{math.log2(row['lr']):g})"
+def cell(row: Row) -> str:
+    return f"{report.losses(row['losses'])} ({report.rate(row['lr'])})"
 
 
-def markdown(result: dict[str, Any]) -> str:
+def markdown(result: Row) -> str:
     """Losses by seed and the rate, a column per structure, and what wins."""
     found = {(row["option"], row["structure"]): row for row in result["table"]}
     lines = [[option, *(cell(found[option, each]) for each in STRUCTURES)] for option in OPTIONS]
@@ -250,81 +245,28 @@ def markdown(result: dict[str, Any]) -> str:
     return f"{report.table(['', *STRUCTURES], lines)}\n\n{says}"
 
 
-def winners(table: list[dict[str, Any]], seeds: int) -> list[str]:
+def winners(table: list[Row], seeds: int) -> list[str]:
     """The options with less loss than plain Muon for every seed on both structures."""
     wins = {(row["option"], row["structure"]): row["wins"] for row in table}
     return [o for o in OPTIONS if all(wins[o, structure] == seeds for structure in STRUCTURES)]
 
 
-def show(table: list[dict[str, Any]], seeds: int, console: Console) -> None:
-    shown = Table(title="held-out loss (nats) by seed, and the rate")
-    for title in ("option", *STRUCTURES):
-        shown.add_column(title)
-    found = {(row["option"], row["structure"]): row for row in table}
-    for option in OPTIONS:
-        shown.add_row(option, *(cell(found[option, structure]) for structure in STRUCTURES))
-    console.print(shown)
-    names = ", ".join(winners(table, seeds)) or "none"
-    console.print(f"below plain Muon for all seeds, dense and BTT: {names}")
-
-
-def plot(table: list[dict[str, Any]]) -> Figure:
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    for axes, structure in zip(figure.subplots(1, len(STRUCTURES)), STRUCTURES, strict=True):
-        chosen = [row for row in table if row["structure"] == structure]
-        for place, row in enumerate(chosen):
-            axes.plot(row["losses"], [place] * len(row["losses"]), "o", color="C0", alpha=0.7)
-        axes.set_yticks(range(len(chosen)), [row["option"] for row in chosen])
-        axes.set(title=structure, xlabel="held-out loss (nats), by seed")
-    return figure
-
-
-def main(argv: list[str] | None = None) -> None:
-    arguments = parser(__doc__, RESULTS)
-    arguments.add_argument("--steps", type=int, default=280)
-    arguments.add_argument("--seeds", type=int, default=3)
-    options = arguments.parse_args(argv)
-    if options.smoke:
-        options.steps, options.seeds = 2, 1
-        SIZES["GPT"].update(width=32, depth=1, batch=2)
-        del LRS[1:]
-    path = options.out / "muon_options.json"
-    keeps = not options.smoke or options.out != options.kept
-    setting = {
-        "steps": options.steps, "sizes": SIZES["GPT"] | {"weight_norm": TASKS["GPT"].weight_norm},
-        "clear": CLEAR, "memory": MEMORY, "decay": DECAY, "tail": TAIL, "every": EVERY,
-    }  # fmt: skip
-    found = json.loads(path.read_text()) if keeps and path.exists() else {}
-    rows = {key(row): row for row in found.get("rows", []) if found["setting"] == setting}
-
-    def save(**content: Any) -> None:
-        if keeps:
-            save_json(path, setting=setting, **content, rows=list(rows.values()))
-
-    def add(row: dict[str, Any]) -> None:
-        rows[key(row)] = {**row, "machine": environment()["machine"]}
-        save()
-
-    def run(runs: Iterable[Run]) -> None:
-        missing = [each for each in runs if each not in rows]
-        run_all(partial(train, steps=options.steps), missing, options, add)
-
-    run((structure, option, lr, 0) for option in OPTIONS for structure in STRUCTURES for lr in LRS)
-    while not options.smoke and (more := higher_rates(rows.values())):
-        run(more)
-    best = best_rates(rows.values())
-    run(
-        (structure, option, best[structure, option][0], seed)
-        for option in survivors(best)
-        for structure in STRUCTURES
-        for seed in range(1, options.seeds)
-    )
-    table = summarise(rows.values())
-    show(table, options.seeds, Console(width=140))
-    if keeps:
-        save(table=table)
-        plot(table).savefig(path.with_suffix(".png"), dpi=90)
-
+EXPERIMENT = Experiment(
+    name="muon_options",
+    about=__doc__,
+    run=train,
+    axes={"option": [*OPTIONS], "structure": [*STRUCTURES], "lr": lambda job: [RATES.start(job)]},
+    sizes={"steps": 280, "sizes": {**SIZES["GPT"], "weight_norm": TASKS["GPT"].weight_norm}},
+    note={"clear": CLEAR, "memory": MEMORY, "decay": DECAY, "tail": TAIL, "every": EVERY},
+    smoke={
+        "steps": 2,
+        "sizes": {"width": 32, "depth": 1, "context": 64, "batch": 2},
+        "seeds": 1,
+    },
+    design=design,
+    analyse=lambda rows: {"table": summarise(rows)},
+    draw=lambda result: figures.rates(result["rows"], panel=["structure"], line=["option"]),
+)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -26,7 +26,7 @@ import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -41,9 +41,8 @@ from torch import Tensor, nn
 
 import structlin
 from benchmarks.harness import report
-from benchmarks.harness.experiment import parser, run_all
+from benchmarks.harness.experiment import keep, parser, run_all
 from benchmarks.harness.record import RESULTS, save_json
-from benchmarks.runs import keep
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import compare
@@ -106,14 +105,16 @@ TEXTS: dict[str, tuple[type[train_gpt.Text], float, list[tuple[str, str]]]] = {
 }
 FIRST = (2.0**-4.5, 2.0**-4)  # rates
 
+Sizes = Mapping[str, Mapping[str, int]]  # by task
 Run = tuple[str, str, str, float, int]  # task, structure, optimizer, lr, seed
 TunedRun = tuple[str, str, float, int]  # structure, way, lr, seed
 SettingRun = tuple[str, str, str, float, int]  # text, structure, setting, lr, seed
 
 
-def train(run: Run, steps: int) -> dict[str, Any]:
+def train(run: Run, steps: int, sizes: Sizes) -> dict[str, Any]:
     task, structure, name, lr, seed = run
-    curve = descend(task, structure, seed, steps, partial(OPTIMIZERS[name], lr=lr))
+    make = partial(OPTIMIZERS[name], lr=lr)
+    curve = descend(task, structure, seed, steps, make, sizes=sizes[task])
     row = {"task": task, "structure": structure, "optimizer": name, "lr": lr, "seed": seed}
     return {**row, "loss": curve[-1][1], "curve": curve}
 
@@ -127,6 +128,8 @@ def descend(
     weight_norm: bool | None = None,
     rate: Callable[[int, int], float] = compare.warmup_cosine,
     kind: type[compare.Task] | None = None,
+    *,
+    sizes: Mapping[str, int],
 ) -> list[tuple[int, float]]:
     """Train; the held-out loss after every twentieth of the steps.
 
@@ -134,8 +137,8 @@ def descend(
         weight_norm: of structured layers; None: the task's.
         rate: (step, steps) -> learning rate relative to its peak.
         kind: the task's class; None: the one of that name.
+        sizes: of the model and its batches.
     """
-    sizes = SIZES[task_name]
     task = (kind or TASKS[task_name])(
         argparse.Namespace(data=None, seed=seed, steps=steps, **sizes)
     )
@@ -175,14 +178,15 @@ def warmup_linear(step: int, steps: int) -> float:
     return 1 - 0.95 * (step - warmup) / max(1, steps - warmup)
 
 
-def train_tuned(run: TunedRun, steps: int) -> dict[str, Any]:
+def train_tuned(run: TunedRun, steps: int, sizes: Sizes) -> dict[str, Any]:
     structure, way, lr, seed = run
     chosen = TUNED | {name: USUAL[name] for name in WITHOUT.get(way, ())}
     make = partial(adamw, lr=lr)
     if way != ADAMW:
         steps = max(1, round(SHORT * steps))
         make = muon_of(chosen, lr)
-    curve = descend("GPT", structure, seed, steps, make, chosen["weight_norm"], rate_of(chosen))
+    how = make, chosen["weight_norm"], rate_of(chosen)
+    curve = descend("GPT", structure, seed, steps, *how, sizes=sizes["GPT"])
     row = {"structure": structure, "way": way, "lr": lr, "seed": seed}
     return {**row, "steps": steps, "loss": curve[-1][1]}
 
@@ -196,12 +200,12 @@ def rate_of(chosen: dict[str, Any]) -> Callable[[int, int], float]:
     return warmup_linear if chosen["schedule"] == TUNED["schedule"] else compare.warmup_cosine
 
 
-def train_setting(run: SettingRun, steps: int) -> dict[str, Any]:
+def train_setting(run: SettingRun, steps: int, sizes: Sizes) -> dict[str, Any]:
     text, structure, setting, lr, seed = run
     kind, share, _ = TEXTS[text]
     chosen, steps = USUAL | SETTINGS[setting], max(1, round(share * steps))
     how = muon_of(chosen, lr), chosen["weight_norm"], rate_of(chosen)
-    loss = descend("GPT", structure, seed, steps, *how, kind)[-1][1]
+    loss = descend("GPT", structure, seed, steps, *how, kind, sizes=sizes["GPT"])[-1][1]
     row = {"text": text, "structure": structure, "setting": setting, "lr": lr, "seed": seed}
     return {**row, "steps": steps, "loss": loss if math.isfinite(loss) else 1e9}
 
@@ -402,26 +406,25 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=800)
     arguments.add_argument("--seeds", type=int, default=3)
     options = arguments.parse_args()
+    sizes, lrs = SIZES, LRS
     if options.smoke:
         options.steps, options.seeds = 2, 1
-        for sizes in SIZES.values():
-            sizes.update(width=32, depth=1, batch=2)
-        for name in LRS:
-            LRS[name] = LRS[name][:1]
+        sizes = {task: {**of, "width": 32, "depth": 1, "batch": 2} for task, of in SIZES.items()}
+        lrs = {name: rates[:1] for name, rates in LRS.items()}
 
     norm = {task: kind.weight_norm for task, kind in TASKS.items()}
     setting = {
-        "steps": options.steps, "sizes": SIZES, "other_lr": OTHER_LR, "weight_norm": norm,
+        "steps": options.steps, "sizes": sizes, "other_lr": OTHER_LR, "weight_norm": norm,
     }  # fmt: skip
 
     def rows_of(runs: list[Run], steps: int, which: str) -> list[dict[str, Any]]:
         kept = finished(options.out / "muon_vs_adamw.json", setting, which)
         missing = [run for run in runs if run not in kept]
         return [kept[run] for run in runs if run in kept] + run_all(
-            partial(train, steps=steps), missing, options
+            partial(train, steps=steps, sizes=sizes), missing, options
         )
 
-    grid = [(*key, lr, 0) for key in product(TASKS, STRUCTURES, LRS) for lr in LRS[key[2]]]
+    grid = [(*key, lr, 0) for key in product(TASKS, STRUCTURES, LRS) for lr in lrs[key[2]]]
     rows = rows_of(grid, options.steps, "rows")
     best = tuned(rows)
     more = [(*key, lr, seed) for key, lr in best.items() for seed in range(1, options.seeds)]
@@ -444,7 +447,7 @@ def main() -> None:
     }
     jobs = tuned_jobs({each: best["GPT", each, "AdamW"] for each in STRUCTURES}, options.seeds)
     missing = [job for job in jobs if job not in kept]
-    made = run_all(partial(train_tuned, steps=options.steps), missing, options)
+    made = run_all(partial(train_tuned, steps=options.steps, sizes=sizes), missing, options)
     found = kept | dict(zip(missing, made, strict=True))
     result = {
         "setting": setting, "table": table, "recipe": TUNED, "tuned": [found[job] for job in jobs],
@@ -470,7 +473,12 @@ def run_settings(
 
     def run(runs: Iterable[SettingRun]) -> None:
         missing = [each for each in runs if each not in rows]
-        run_all(partial(train_setting, steps=options.steps), missing, options, add)
+        run_all(
+            partial(train_setting, steps=options.steps, sizes=result["setting"]["sizes"]),
+            missing,
+            options,
+            add,
+        )
 
     chosen = [(text, *each) for text, (_, _, pairs) in TEXTS.items() for each in pairs]
     run((*each, lr, 0) for each in chosen for lr in FIRST)

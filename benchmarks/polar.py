@@ -13,7 +13,7 @@ before, the methods in turn, on one thread. Runs of before keep the place where 
 import argparse
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,22 +43,22 @@ METHODS: dict[str, dict[str, Any]] = {
 LRS = [2.0**power for power in (-6, -5, -4)]
 
 Run = tuple[str, str, float, int, int]  # structure, method, lr, seed, steps
+Sizes = Mapping[str, int]
 
 
-def train(run: Run) -> dict[str, Any]:
+def train(run: Run, sizes: Sizes) -> dict[str, Any]:
     structure, method, lr, seed, steps = run
     make = partial(muon_vs_adamw.muon, lr=lr, **METHODS[method])
-    curve = muon_vs_adamw.descend("GPT", structure, seed, steps, make)
+    curve = muon_vs_adamw.descend("GPT", structure, seed, steps, make, sizes=sizes)
     row = {"structure": structure, "method": method, "lr": lr, "seed": seed, "steps": steps}
     return {**row, "loss": curve[-1][1]}
 
 
-def time_steps(rounds: int) -> dict[str, dict[str, float]]:
+def time_steps(rounds: int, sizes: Sizes) -> dict[str, dict[str, float]]:
     """structure -> method -> milliseconds of a training step, the median of rounds in turn."""
     torch.set_num_threads(1)
     found: dict[str, dict[str, float]] = {}
     for structure, family in STRUCTURES.items():
-        sizes = SIZES["GPT"]
         task = TASKS["GPT"](argparse.Namespace(data=None, seed=0, steps=1, **sizes))
         works = {}
         for method, options in METHODS.items():
@@ -194,14 +194,14 @@ def main(argv: list[str] | None = None) -> None:
     )
     options = arguments.parse_args(argv)
     structlin.show_config()  # builds the engine, so that no time has that in it
+    sizes, lrs = SIZES["GPT"], LRS
     if options.smoke:
         options.steps, options.seeds, options.rounds = 2, 1, 2
-        SIZES["GPT"].update(width=32, depth=1, batch=2)
-        del LRS[1:]
+        sizes, lrs = {**sizes, "width": 32, "depth": 1, "batch": 2}, LRS[:1]
     path: Path = options.out / "polar.json"
     keeps = not options.smoke or options.out != options.kept
     norm = {"weight_norm": TASKS["GPT"].weight_norm}
-    setting = {"steps": options.steps, "sizes": SIZES["GPT"] | norm, "lrs": LRS}
+    setting = {"steps": options.steps, "sizes": sizes | norm, "lrs": lrs}
     found = json.loads(path.read_text()) if keeps and path.exists() else {}
     if found.get("setting") != setting:
         found = {"setting": setting}
@@ -218,18 +218,20 @@ def main(argv: list[str] | None = None) -> None:
         save()
 
     def run(runs: list[Run]) -> None:
-        run_all(train, [each for each in runs if each not in rows], options, add)
+        run_all(
+            partial(train, sizes=sizes), [each for each in runs if each not in rows], options, add
+        )
 
     pairs = [(structure, method) for structure in STRUCTURES for method in METHODS]
     milliseconds, counts = found.get("milliseconds", {}), dict[tuple[str, str], int]()
     if not options.untimed:
         if any(method not in milliseconds.get(structure, {}) for structure, method in pairs):
-            save(milliseconds=(milliseconds := time_steps(options.rounds)), timed=here)
+            save(milliseconds=(milliseconds := time_steps(options.rounds, sizes)), timed=here)
         for structure, method in pairs:
             times = milliseconds[structure]
             count = round(options.steps * min(times.values()) / times[method])
             counts[structure, method] = max(1, count)
-    run([(*pair, lr, 0, options.steps) for pair in pairs for lr in LRS])
+    run([(*pair, lr, 0, options.steps) for pair in pairs for lr in lrs])
     while not options.smoke and (more := higher_rates(rows.values(), options.steps)):
         run(more)
     rates = best_rates(rows.values(), options.steps)

@@ -47,11 +47,10 @@ from torch import Tensor, nn
 
 import structlin
 from benchmarks.harness import models, tasks, training
-from benchmarks.harness.experiment import parser
+from benchmarks.harness.experiment import keep, parser
 from benchmarks.harness.record import RESULTS, save_json
 from benchmarks.harness.report import table
 from benchmarks.harness.statistics import Estimate, above, below, student, within
-from benchmarks.runs import keep
 from benchmarks.timing import interleaved, spread, wall
 from structlin.search import Einsum, Search, Trial, run, sample
 

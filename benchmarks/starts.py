@@ -43,12 +43,11 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import structlin
-from benchmarks.harness.experiment import Runs, parser, result_path
+from benchmarks.harness.experiment import Job, Runs, climb, parser, result_path
 from benchmarks.harness.record import RESULTS
 from benchmarks.harness.report import table
-from benchmarks.harness.statistics import best, student, untried
+from benchmarks.harness.statistics import best, curve_of_rates, student, untried
 from benchmarks.harness.tasks import digits
-from benchmarks.runs import keep
 from benchmarks.zoo import import_timm
 from structlin import BTT, LowRank, Monarch, StructuredLinear
 
@@ -80,7 +79,7 @@ FASHION = Path("/usr/share/datasets/fashion-mnist")  # of Debian's package datas
 Key = tuple[str, str, str, str]  # model, optimizer, structure, start
 Run = tuple[str, str, str, str, float, int]  # and learning rate, seed
 Row = dict[str, Any]
-Runner = Callable[[Sequence[Run]], list[Row]]
+ROUNDS = 100  # of a search, at most
 
 
 @dataclass(frozen=True)
@@ -286,19 +285,17 @@ def key_of(row: Row) -> Key:
     return row["model"], row["optimizer"], row["structure"], row["start"]
 
 
+def job_of(key: Key) -> Job:
+    return dict(zip(TITLES, key, strict=False))
+
+
 def dense_of(key: Key) -> Key:
     return key[0], key[1], "", "dense"
 
 
-def tune(run: Runner, rows: list[Row], keys: Sequence[Key], first: Callable[[Key], float]) -> None:
-    """Search the best rate of each of `keys` on seed 0, by factors of 2, all keys together."""
-    while True:
-        missing = [
-            (*key, rate, 0) for key in keys for rate in untried(curve_of(rows, key), first(key))
-        ]
-        if not missing:
-            return
-        rows += run(missing)
+def next_rates(rows: list[Row], start: float) -> list[Job]:
+    of_first = [row for row in rows if row["seed"] == 0]
+    return [{"lr": lr} for lr in untried(curve_of_rates(of_first), start)]
 
 
 def compare_starts(rows: Sequence[Row], rate_of: Callable[[Key], float]) -> dict[Key, list[float]]:
@@ -402,30 +399,36 @@ def main() -> None:
         sizes={"sizes": sizes, "nanogpt": options.nanogpt},
     )
 
-    def run(jobs: Sequence[Run]) -> list[Row]:
-        return runs.of(dict(zip(TITLES, job, strict=True)) for job in jobs)
+    def run(jobs: Sequence[Run]) -> None:
+        runs.of(dict(zip(TITLES, job, strict=True)) for job in jobs)
 
-    rows: list[Row] = []
     keys = plan_starts(models)
     if options.smoke:
         keys = keys[::2]
     dense = list(dict.fromkeys(map(dense_of, keys)))
     if options.smoke:
-        rows += run([(*key, FIRST_RATES[key[1]], 0) for key in (*dense, *keys)])
+        run([(*key, FIRST_RATES[key[1]], 0) for key in (*dense, *keys)])
     else:
         for optimizer, first in FIRST_RATES.items():
             own = [key for key in keys if key[1] == optimizer]
             base = list(dict.fromkeys(map(dense_of, own)))
-            tune(run, rows, base, lambda key, first=first: first)  # type: ignore[misc]
+            climb(runs, [(job_of(key), first) for key in base], next_rates, [0], ROUNDS)
+            rows = runs.all()
             rates = {key: best(curve_of(rows, key)) for key in base}
             seeds = range(options.seeds)
-            rows += run([(*key, rates[dense_of(key)], n) for n in seeds for key in (*base, *own)])
+            run([(*key, rates[dense_of(key)], n) for n in seeds for key in (*base, *own)])
         tuned = [key for key in keys if key[:3] in TUNED]
-        tune(run, rows, tuned, lambda key: best(curve_of(rows, dense_of(key))))
-        rows += run([(*key, best(curve_of(rows, key)), n) for n in seeds for key in tuned])
+        rows = runs.all()
+        places = [(job_of(key), best(curve_of(rows, dense_of(key)))) for key in tuned]
+        climb(runs, places, next_rates, [0], ROUNDS)
+        rows = runs.all()
+        run([(*key, best(curve_of(rows, key)), n) for n in seeds for key in tuned])
+    rows = runs.all()
     result = {"setting": setting, "rows": rows}
     print(show(result), show(result, "tuned"), sep="\n\n")
-    keep(options, "starts", plot(rows), **result)
+    runs.save()
+    if runs.path:
+        plot(rows).savefig(runs.path.with_suffix(".png"), dpi=90)
 
 
 if __name__ == "__main__":

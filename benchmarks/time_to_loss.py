@@ -111,7 +111,7 @@ SETUPS = {
         widths={"dense": (32, 64, 128), "BTT r=1": (64, 144, 256)},
     ),
 }
-SMOKE_WIDTHS = {"dense": (32, 64), "BTT r=1": (64, 144)}
+SMOKE_WIDTHS = {"dense": (32, 96), "BTT r=1": (64, 144)}
 
 
 def settings(**changes: int) -> dict[str, dict[str, int]]:

@@ -22,7 +22,6 @@ Besides: the best rate at other batches and durations; under plain torch AdamW w
 parameters and m = 1, which is what the rules are compared with; and with alpha = 1/2.
 """
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -34,19 +33,23 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import structlin
 from benchmarks import lr_transfer
-from benchmarks.harness import statistics as sweeps
-from benchmarks.harness.experiment import parser, run_all
-from benchmarks.harness.record import RESULTS, save_json
+from benchmarks.harness import figures, training
+from benchmarks.harness.experiment import Axis, Experiment, Job, Row, Runs, climb, combinations
 from benchmarks.harness.report import table
-from benchmarks.harness.statistics import student
-from benchmarks.harness.tasks import digits
-from benchmarks.runs import keep
-from structlin import stability
+from benchmarks.harness.statistics import (
+    best,
+    curve_of_rates,
+    optimum,
+    seeds_of,
+    select,
+    student,
+    untried,
+)
+from benchmarks.harness.tasks import Batch, digits
 from structlin.optim import Depth, Muon, Normed, param_groups
 
 STRUCTURES = [name for name in lr_transfer.STRUCTURES if name != "TT r=4"]
@@ -55,9 +58,6 @@ WIDTHS, DEPTHS = [64, 256, 1024], [2, 6, 16]
 BASE = {"width": 64, "depth": 2, "batch": 64, "steps": 50}
 AXES = {"batch": [16, 64, 256], "steps": [25, 50, 100, 200]}
 OTHER_LR = 2.0**-9  # of Muon's biases and norms
-
-Row = dict[str, Any]
-Job = tuple[str, str, tuple[int, ...]]  # structure, method, values of BASE's names
 
 
 class Block(nn.Module):
@@ -146,89 +146,91 @@ GRID = ["AdamW", "Muon", "Normed", POWER]
 HALVES = ["AdamW, alpha 1/2", "Muon, alpha 1/2"]
 
 
-def train(
+def descend(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    data: tuple[Tensor, Tensor],
+    data: Batch,
     *,
     steps: int,
     batch: int,
     seed: int,
-) -> None:
+) -> bool:
+    """Train on batches drawn by `seed`; False where it diverges."""
     x, y = data
     draw = torch.Generator().manual_seed(seed)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-    for _ in range(steps):
+
+    def loss(step: int) -> Tensor:
         chosen = torch.randint(len(x), (batch,), generator=draw)
-        loss = F.cross_entropy(model(x[chosen]), y[chosen])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
+        return F.cross_entropy(model(x[chosen]), y[chosen])
+
+    return training.descend(optimizer, loss, steps, schedule="linear")
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, data: tuple[Tensor, Tensor]) -> float:
-    return F.cross_entropy(model(data[0]), data[1]).item()
+def evaluate(model: nn.Module, data: Batch) -> float | None:
+    return training.finite(F.cross_entropy(model(data[0]), data[1]).item())
+
+
+def train(
+    structure: str,
+    method: str,
+    width: int,
+    depth: int,
+    batch: int,
+    steps: int,
+    lr: float,
+    seed: int,
+) -> Row:
+    """The final loss on all images."""
+    how = METHODS[method]
+    model = build_model(structure, width, depth, seed, how.alpha)
+    optimizer = how.make(model, lr, width, alpha=how.alpha or 1.0)
+    finite = descend(model, optimizer, digits(), steps=steps, batch=batch, seed=seed)
+    return {"loss": evaluate(model, digits()) if finite else None}
 
 
 # ---- the search ----------------------------------------------------------------------------------
 
 
-def plan() -> list[Job]:
-    """All points, a base point before what starts at its best rate; the cheap ones first."""
-    grid = [tuple({**BASE, "width": w, "depth": d}.values()) for w, d in product(WIDTHS, DEPTHS)]
-    jobs: list[Job] = list(product(STRUCTURES, dict.fromkeys([*GRID, *DECAYS]), grid))
-    jobs += product(FEW, ["plain AdamW"], grid)
-    jobs += product(FEW, HALVES, [point for point in grid if point[0] == BASE["width"]])
+def plan(axes: Mapping[str, Axis]) -> list[Job]:
+    """All points of the structures and methods in `axes`, the cheap ones first."""
+
+    def points(structures: Iterable[str], methods: Iterable[str], **more: Any) -> list[Job]:
+        names = {"structure": [*structures], "method": [*methods]}
+        around = {name: [value] for name, value in BASE.items()}
+        return [*combinations(names | around | more)]
+
+    grid = {"width": axes["width"], "depth": axes["depth"]}
+    jobs = points(STRUCTURES, dict.fromkeys([*GRID, *DECAYS]), **grid)
+    jobs += points(FEW, ["plain AdamW"], **grid)
+    jobs += points(FEW, HALVES, depth=axes["depth"])
     for axis, sizes in AXES.items():
-        jobs += product(FEW, ("AdamW", "Muon"), [tuple((BASE | {axis: n}).values()) for n in sizes])
-    jobs.sort(key=lambda job: (job[2] != tuple(BASE.values()), job[2][0] * job[2][1]))
-    return list(dict.fromkeys(jobs))
+        jobs += points(FEW, ["AdamW", "Muon"], **{axis: sizes})
+    chosen = ("structure", "method", "batch", "steps")
+    jobs = [job for job in jobs if all(job[name] in axes[name] for name in chosen)]
+    jobs.sort(key=lambda job: job["width"] * job["depth"])
+    return [dict(key) for key in dict.fromkeys(tuple(job.items()) for job in jobs)]
 
 
-def seek(job: Job, rows: Iterable[Row], seeds: int) -> list[Row]:
-    """All rows of a point: those of it in `rows`, and those that the search adds. It starts at the
-    best rate that `rows` have at the base point."""
-    structure, method, point = job
-    where = {"structure": structure, "method": method, **dict(zip(BASE, point, strict=True))}
-    at_base = curve(_matching(rows, where | BASE))
-    start = sweeps.best(at_base) if at_base else METHODS[method].start
-    found = _matching(rows, where)
-    while lrs := _untried(curve(found), start):
-        found += sweep(where, lrs, seeds)
-    return found
+def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
+    """The base points, and then the others, from the best rate of theirs."""
+    jobs = plan(axes)
+    is_base = [job for job in jobs if _is_base(job)]
+    for chosen in (is_base, [job for job in jobs if job not in is_base]):
+        places = [(job, start_of(job, runs.all())) for job in chosen]
+        climb(runs, places, next_rates, axes["seed"], 1 if runs.options.smoke else 100)
+    return runs.all()
 
 
-def _untried(losses: Mapping[float, float], start: float) -> list[float]:
-    return sweeps.untried(losses, start) or [start] * (start not in losses)
+def start_of(job: Job, rows: Iterable[Row]) -> float:
+    at_base = curve_of_rates(select(rows, **job | BASE))
+    return best(at_base) if at_base else METHODS[job["method"]].start
 
 
-def sweep(where: Row, lrs: Iterable[float], seeds: int) -> list[Row]:
-    """A row for each rate and seed of a point."""
-    method = METHODS[where["method"]]
-
-    def build(width: int) -> nn.Module:
-        seed = torch.initial_seed()  # of the run
-        return build_model(where["structure"], width, where["depth"], seed, method.alpha)
-
-    def final_loss(model: nn.Module, lr: float, width: int) -> float:
-        optimizer = method.make(model, lr, width, alpha=method.alpha or 1.0)
-        duration = {"steps": where["steps"], "batch": where["batch"]}
-        train(model, optimizer, digits(), **duration, seed=torch.initial_seed())
-        return evaluate(model, digits())
-
-    runs = stability.lr_sweep(build, [where["width"]], lrs, final_loss, seeds=range(seeds)).rows
-    return [{**where, "lr": run.lr, "seed": run.seed, "loss": run.loss} for run in runs]
-
-
-def curve(rows: Iterable[Row]) -> dict[float, float]:
-    """lr -> geometric mean of the loss over the seeds, of the rows of one point."""
-    return next(iter(sweeps.losses(row | {"size": 0} for row in rows).values()), {})
-
-
-def _matching(rows: Iterable[Row], where: Mapping[str, Any]) -> list[Row]:
-    return [row for row in rows if where.items() <= row.items()]
+def next_rates(rows: list[Row], start: float) -> list[Job]:
+    curve = curve_of_rates(rows)
+    rates = untried(curve, start) or [start] * (start not in curve)
+    return [{"lr": lr} for lr in rates]
 
 
 # ---- what is found -------------------------------------------------------------------------------
@@ -245,10 +247,10 @@ def summarise(rows: Iterable[Row]) -> list[Row]:
     result = []
     for (structure, method), points in found.items():
         base = points[tuple(BASE.values())]
-        kept, origin, origins = sweeps.best(curve(base)), _optimum(base), _optima(base)
+        kept, origin, origins = best(curve_of_rates(base)), _optimum(base), _optima(base)
         for point, members in points.items():
-            losses, optimum = curve(members), _optimum(members)
-            least = losses[sweeps.best(losses)]
+            losses, vertex = curve_of_rates(members), _optimum(members)
+            least = losses[best(losses)]
             cost = losses.get(kept, math.inf) / least
             moved = [a - b for a, b in zip(_optima(members), origins, strict=True)]
             result.append(
@@ -256,11 +258,11 @@ def summarise(rows: Iterable[Row]) -> list[Row]:
                     "structure": structure,
                     "method": method,
                     **dict(zip(BASE, point, strict=True)),
-                    "optimum": optimum,
-                    "shift": optimum - origin,
+                    "optimum": vertex,
+                    "shift": vertex - origin,
                     "over seeds": student(moved),
                     "cost": cost if math.isfinite(cost) else None,
-                    "bracketed": min(losses) < sweeps.best(losses) < max(losses),
+                    "bracketed": min(losses) < best(losses) < max(losses),
                     "loss": least,
                 }
             )
@@ -268,26 +270,25 @@ def summarise(rows: Iterable[Row]) -> list[Row]:
 
 
 def _optimum(rows: Iterable[Row]) -> float:
-    return sweeps.optimum(curve(rows))
+    return optimum(curve_of_rates(rows))
 
 
 def _optima(rows: list[Row]) -> list[float]:
     """Of each seed."""
-    seeds = sorted({row["seed"] for row in rows})
-    return [_optimum(row for row in rows if row["seed"] == seed) for seed in seeds]
+    return [_optimum(select(rows, seed=seed)) for seed in seeds_of(rows)]
 
 
 def on_grid(summary: Iterable[Row], method: str) -> list[Row]:
     """The rows of a method at the base point's batch and duration."""
     usual = {"method": method, "batch": BASE["batch"], "steps": BASE["steps"]}
-    return _matching(summary, usual)
+    return select(summary, **usual)
 
 
 def largest(summary: list[Row], method: str) -> tuple[float, float]:
     """By how many factors of 2 the best rate of a method lies off the base point at most, over
     widths, depths and structures: off each structure's own, and off dense's."""
     chosen = on_grid(summary, method)
-    (origin,) = _matching(chosen, BASE | {"structure": "dense"})
+    (origin,) = select(chosen, **BASE | {"structure": "dense"})
     return (
         max(abs(row["shift"]) for row in chosen),
         max(abs(row["optimum"] - origin["optimum"]) for row in chosen),
@@ -323,22 +324,22 @@ def with_decay(result: Row) -> list[Row]:
     for method in DECAYS:
         for row in on_grid(result["summary"], method):
             found[row["structure"], (row["width"], row["depth"])].append(row)
-    best = {key: min(rows, key=lambda row: row["loss"]) for key, rows in found.items()}
+    least = {key: min(rows, key=lambda row: row["loss"]) for key, rows in found.items()}
     at_base = BASE["width"], BASE["depth"]
-    if ("dense", at_base) not in best:  # only other methods or structures were asked for
+    if ("dense", at_base) not in least:  # only other methods or structures were asked for
         return []
-    kept = {"method": best["dense", at_base]["method"]}
+    kept = {"method": least["dense", at_base]["method"]}
 
     def losses(structure: str, point: tuple[int, int]) -> dict[float, float]:
         where = {**kept, "structure": structure, "width": point[0], "depth": point[1]}
-        return curve(_matching(result["rows"], BASE | where))
+        return curve_of_rates(select(result["rows"], **BASE | where))
 
-    lr = sweeps.best(losses("dense", at_base))
+    lr = best(losses("dense", at_base))
     lines = []
     for structure, point in product(STRUCTURES, dict.fromkeys(point for _, point in found)):
-        if row := best.get((structure, point)):
+        if row := least.get((structure, point)):
             cost = losses(structure, point).get(lr, math.inf) / row["loss"]
-            shift = row["optimum"] - best[structure, at_base]["optimum"]
+            shift = row["optimum"] - least[structure, at_base]["optimum"]
             away = {"shift": shift, "cost": cost if math.isfinite(cost) else None}
             lines.append({**row, **away, "decay": DECAYS[row["method"]]})
     return lines
@@ -373,13 +374,13 @@ def shifts(result: Row, methods: Iterable[str], *names: str) -> str:
     where one or more of `names` differ from there; "kept" is the largest cost of the base point's
     rate."""
     held = {name: BASE[name] for name in BASE if name not in names}
-    rows = _matching(result["summary"], held)
+    rows = select(result["summary"], **held)
     away = [row for method in methods for row in rows if row["method"] == method]
     away = [row for row in away if not _is_base(row)]
     points = sorted({tuple(row[name] for name in names) for row in away})
     lines = []
     for method, structure in dict.fromkeys((row["method"], row["structure"]) for row in away):
-        found = _matching(rows, {"method": method, "structure": structure})
+        found = select(rows, **{"method": method, "structure": structure})
         by_point = {tuple(row[name] for name in names): row for row in found}
         origin = by_point[tuple(BASE[name] for name in names)]
         cells = [f"{structure}, {method}", f"{origin['optimum']:.2f}"]
@@ -393,67 +394,39 @@ def shifts(result: Row, methods: Iterable[str], *names: str) -> str:
     return table(["", "base point", *titles, "kept"], lines)
 
 
-def show(result: Row) -> None:
-    print(shifts(result, (*GRID, "plain AdamW", *HALVES), "width", "depth"))
-    for axis in AXES:
-        print(shifts(result, GRID, axis))
-    print(show_decay(result))
-    print(farthest(result))
-
-
-def plot(rows: list[Row]) -> Figure:
-    """Loss against rate; a line for each width and depth."""
-    methods, sizes = [*GRID, "plain AdamW"], list(product(WIDTHS, DEPTHS))
-    size = (3 * len(STRUCTURES), 3 * len(methods))
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(len(methods), len(STRUCTURES), squeeze=False)
-    for (line, method), (column, structure) in product(enumerate(methods), enumerate(STRUCTURES)):
-        members = [row for row in on_grid(rows, method) if row["structure"] == structure]
-        if not members:
-            axes[line, column].set_axis_off()
-            continue
-        sized = [row | {"size": (row["width"], row["depth"])} for row in members]
-        sweeps.plot(axes[line, column], sized, method, "width, depth", sizes)
-        axes[line, column].set_title(f"{structure}, {method}", fontsize="small")
-    lines = axes[0, 0].get_legend_handles_labels()
-    figure.legend(*lines, loc="outside lower center", ncols=9, fontsize="small")
-    return figure
-
-
-def main() -> None:
-    options = parser(__doc__, RESULTS)
-    options.add_argument("--seeds", type=int, default=3)
-    options.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
-    options.add_argument("--structures", nargs="+", choices=STRUCTURES, default=STRUCTURES)
-    arguments = options.parse_args()
-    if arguments.smoke:
-        arguments.seeds, arguments.structures = 2, ["dense", "BTT r=1"]
-        BASE["steps"] = 2
-        AXES.clear()
-    jobs = [job for job in plan() if job[0] in arguments.structures and job[1] in arguments.methods]
-    if arguments.smoke:
-        jobs = [job for job in jobs if job[2][0] == BASE["width"] and job[2][1] <= 6]
-    setting = {
-        "base": BASE, "widths": WIDTHS, "depths": DEPTHS, "axes": AXES, "seeds": arguments.seeds,
-        "other_lr": OTHER_LR, "data": "digits",
-    }  # fmt: skip
-    path = arguments.out / "transfer.json"
-    earlier = json.loads(path.read_text()) if path.exists() and not arguments.smoke else {}
-    rows = earlier["rows"] if earlier.get("setting") == setting else []
-
-    def save(found: list[Row]) -> None:
-        nonlocal rows
-        rows += [row for row in found if row not in rows]
-        if not arguments.smoke:
-            save_json(path, setting=setting, rows=rows)
-
-    is_base = [job for job in jobs if job[2] == tuple(BASE.values())]
-    for chosen in (is_base, [job for job in jobs if job not in is_base]):
-        run_all(partial(seek, rows=list(rows), seeds=arguments.seeds), chosen, arguments, save)
-    result = {"summary": summarise(rows), "rows": rows}
-    show(result)
-    keep(arguments, "transfer", plot(rows), setting=setting, **result)
-
+EXPERIMENT = Experiment(
+    name="transfer",
+    about=__doc__,
+    run=train,
+    axes={
+        "structure": STRUCTURES,
+        "method": [*METHODS],
+        "width": WIDTHS,
+        "depth": DEPTHS,
+        "batch": AXES["batch"],
+        "steps": AXES["steps"],
+        "lr": [],
+    },
+    note={
+        "base": BASE, "widths": WIDTHS, "depths": DEPTHS, "axes": AXES, "other_lr": OTHER_LR,
+        "data": "digits",
+    },
+    smoke={
+        "structure": FEW,
+        "method": ["AdamW", POWER, "plain AdamW"],
+        "width": WIDTHS[:1],
+        "depth": DEPTHS[:1],
+        "batch": [BASE["batch"]],
+        "steps": [BASE["steps"]],
+    },
+    design=design,
+    analyse=lambda rows: {"summary": summarise(rows)},
+    draw=lambda result: figures.rates(
+        [row for method in (*GRID, "plain AdamW") for row in on_grid(result["rows"], method)],
+        panel=["structure", "method"],
+        line=["width", "depth"],
+    ),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

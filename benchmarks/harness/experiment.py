@@ -60,6 +60,13 @@ def result_path(options: argparse.Namespace, name: str) -> Path | None:
     return path
 
 
+def keep(options: argparse.Namespace, name: str, figure: Figure, **content: Any) -> None:
+    """Write `name.json` and `name.png` to --out; a smoke run needs it given."""
+    if path := result_path(options, name):
+        save_json(path, **content)
+        figure.savefig(path.with_suffix(".png"), dpi=90)
+
+
 def run_all(
     function: Callable[[T], Any],
     jobs: Sequence[T],
@@ -350,6 +357,28 @@ def tune(
         rows += runs.of({**group, "lr": lr, "seed": seeds[0]} for lr in tried)
     lr = statistics.best(curve)
     return rows + runs.of({**group, "lr": lr, "seed": seed} for seed in seeds[1:])
+
+
+def climb(
+    runs: Runs,
+    places: Iterable[tuple[Job, T]],
+    untried: Callable[[list[Row], T], Iterable[Job]],
+    seeds: Sequence[int],
+    rounds: int,
+) -> None:
+    """Run what `untried` of a place's rows and its start asks for, at all places together, until it
+    asks for nothing or `rounds` are over."""
+    places = list(places)
+    for _ in range(rounds):
+        jobs = [
+            {**where, **more, "seed": seed}
+            for where, start in places
+            for more in untried(select(runs.all(), **where), start)
+            for seed in seeds
+        ]
+        if not jobs:
+            return
+        runs.of(jobs)
 
 
 def combinations(axes: Mapping[str, Axis]) -> Iterator[Job]:

@@ -31,43 +31,41 @@ def bowl(lr, weight_decay, centre):
     return math.exp(0.1 * (a * a + a * b + b * b))
 
 
-def search(job, rows, monkeypatch, centres, seeds=2):
-    trained = []
+def search(job, rows, centres, seeds=2):
+    """What is added to `rows` until nothing more is asked for."""
+    start = decay.start_of(job, rows)
+    found = decay.select(rows, **job)
+    while more := decay.next_pairs(found, (job["search"], start)):
+        centre = centres[job["width"], job["depth"]]
+        for pair, seed in product(more, range(seeds)):
+            found.append({**job, **pair, "seed": seed, "loss": bowl(**pair, centre=centre)})
+    return found
 
-    def held_out_loss(row, steps):
-        trained.append(row)
-        return bowl(row["lr"], row["weight_decay"], centres[row["width"], row["depth"]])
 
-    monkeypatch.setattr(decay, "held_out_loss", held_out_loss)
-    found = decay.seek(job, rows, seeds, steps=1)
-    return found, trained
-
-
-def test_rate_and_decay_are_searched_until_the_best_has_its_eight_neighbours(monkeypatch):
+def test_rate_and_decay_are_searched_until_the_best_has_its_eight_neighbours():
     base, far, *_ = decay.POINTS
     centres = {base: (-4.0, -6.0), far: (-5.0, -6.0)}
-    job = (decay.BOTH, "dense", "AdamW", "1/width", *base)
-    rows, trained = search(job, [], monkeypatch, centres)
+    names = ("search", "structure", "method", "rule", "width", "depth")
+    job = dict(zip(names, (decay.BOTH, "dense", "AdamW", "1/width", *base), strict=True))
+    rows = search(job, [], centres)
     losses = decay.surface(rows)
     assert decay.best(losses) == (2.0**-4, 2.0**-6)
     around = {(2.0**a, 2.0**b) for a in (-5, -4, -3) for b in (-8, -6, -4)}
     assert around <= losses.keys()
-    assert len(trained) == len(rows) == 2 * len(losses)
-    again, trained = search(job, rows, monkeypatch, centres)
-    assert again == rows
-    assert not trained
-    corner, _ = search((*job[:4], *far), rows, monkeypatch, centres)
+    assert len(rows) == 2 * len(losses)
+    assert search(job, rows, centres) == rows
+    corner = search(job | {"width": far[0], "depth": far[1]}, rows, centres)
     assert (2.0**-4, 2.0**-6) in decay.surface(corner)
     assert decay.best(decay.surface(corner)) == (2.0**-5, 2.0**-6)
 
 
-def test_what_is_carried_over_is_the_base_points_best_and_its_loss_there(monkeypatch):
+def test_what_is_carried_over_is_the_base_points_best_and_its_loss_there():
     base, far, *_ = decay.POINTS
     centres = dict.fromkeys(decay.POINTS, (-4.75, -4.0)) | {base: (-4.0, -6.0)}
     rows = []
-    for job in decay.plan():
-        if job[0] == decay.BOTH:
-            rows += search(job, rows, monkeypatch, centres)[0]
+    for job in decay.plan(decay.EXPERIMENT.axes):
+        if job["search"] == decay.BOTH:
+            rows += search(job, rows, centres)
     found = decay.summarise_both(rows)
     alike = [row for row in found if row["method"] != "Muon"]
     assert len(alike) == 2 * len(decay.STRUCTURES) * len(decay.POINTS)

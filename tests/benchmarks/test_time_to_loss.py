@@ -131,11 +131,11 @@ def test_a_smoke_run_has_factors_of_both_costs():
     for cost in ("flops", "seconds"):
         assert [(row["structure"], row["dense"]) for row in summary[cost]] == [
             ("BTT r=1", 32),
-            ("BTT r=1", 64),
+            ("BTT r=1", 96),
         ]
     assert len(time_to_loss.draw(result).axes) == 2
     table = time_to_loss.markdown(result, "digits ViT", "flops")
-    assert table.startswith("|  | dense 32 | dense 64 |\n|---|--:|--:|\n| BTT r=1 | ")
+    assert table.startswith("|  | dense 32 | dense 96 |\n|---|--:|--:|\n| BTT r=1 | ")
 
 
 # ---- data and models -----------------------------------------------------------------------------

@@ -131,51 +131,32 @@ def test_the_best_decay_is_that_of_the_least_loss_and_dense_at_the_base_point_sa
     assert not transfer.with_decay({"summary": transfer.summarise(other), "rows": other})
 
 
-def test_a_run_that_is_kept_is_not_trained_again_and_a_point_starts_at_the_base_points_best(
-    monkeypatch,
-):
-    trained = []
-
-    def sweep(where, lrs, seeds):
-        rows = [
-            {**where, "lr": lr, "seed": seed, "loss": 1.0 + abs(lr - 2.0**-5)}
-            for lr in lrs
-            for seed in range(seeds)
-        ]
-        trained.extend(rows)
-        return rows
-
-    monkeypatch.setattr(transfer, "sweep", sweep)
-    base, wide = ("dense", "AdamW", BASE), ("dense", "AdamW", (256, *BASE[1:]))
-    rows = transfer.seek(base, [], seeds=2)
-    assert {row["lr"] for row in rows} == {2.0**-n for n in (4, 5, 6, 7, 8)}
-    assert len(trained) == len(rows)
-    assert transfer.seek(base, rows, seeds=2) == rows
-    assert len(trained) == len(rows)
-    found = transfer.seek(wide, rows, seeds=2)
-    assert {row["lr"] for row in found} == {2.0**-n for n in (4, 5, 6)}
-    assert {row["width"] for row in found} == {256}
+def test_a_point_starts_at_the_base_points_best_rate_and_takes_its_neighbours(tmp_path):
+    wide = {"structure": "dense", "method": "AdamW", **transfer.BASE, "width": 256}
+    start = transfer.start_of(wide, rows_of(0.0))
+    assert start == 2.0**-6
+    assert [job["lr"] for job in transfer.next_rates([], start)] == [2.0**-n for n in (7, 6, 5)]
+    kept = rows_of(2.0)[21:]  # of the wider network, whose best is 2^-4
+    assert transfer.next_rates(kept, start) == []
+    assert [job["lr"] for job in transfer.next_rates(kept[:15], 2.0**-6)] == [2.0**-4]
 
 
 def test_a_run_builds_and_draws_its_batches_by_its_seed_and_divergence_is_none():
-    where = transfer.BASE | {"structure": "dense", "method": "plain AdamW", "steps": 2}
-    for row in transfer.sweep(where, [2.0**-7], seeds=2):
-        model = transfer.build_model("dense", 64, 2, row["seed"], alpha=0.0)
+    for seed in (0, 1):
+        model = transfer.build_model("dense", 64, 2, seed, alpha=0.0)
         optimizer = torch.optim.AdamW(model.parameters(), 2.0**-7, weight_decay=0.0)
         data = transfer.digits()
-        transfer.train(model, optimizer, data, steps=2, batch=64, seed=row["seed"])
-        assert row == {**where, "lr": 2.0**-7, "seed": row["seed"], "loss": row["loss"]}
-        assert row["loss"] == transfer.evaluate(model, data)
-    (row,) = transfer.sweep(where, [1e30], seeds=1)
-    assert row["loss"] is None
+        transfer.descend(model, optimizer, data, steps=2, batch=64, seed=seed)
+        row = transfer.train("dense", "plain AdamW", 64, 2, 64, 2, 2.0**-7, seed)
+        assert row == {"loss": transfer.evaluate(model, data)}
+    assert transfer.train("dense", "plain AdamW", 64, 2, 64, 2, 1e30, 0) == {"loss": None}
 
 
-def test_the_plan_is_the_whole_grid_and_begins_with_the_base_points():
-    jobs = transfer.plan()
+def test_the_plan_is_the_whole_grid_once():
+    jobs = [tuple(job.values()) for job in transfer.plan(transfer.EXPERIMENT.axes)]
     assert len(set(jobs)) == len(jobs)
-    assert [job[2] == BASE for job in jobs] == sorted(job[2] == BASE for job in jobs)[::-1]
     for method in (*transfer.GRID, *transfer.DECAYS):
-        ran = {(s, m, *p[:2]) for s, m, p in jobs if m == method and p[2:] == BASE[2:]}
+        ran = {(s, m, *p[:2]) for s, m, *p in jobs if m == method and tuple(p[2:]) == BASE[2:]}
         assert len(ran) == 6 * 3 * 3
 
 
@@ -186,11 +167,11 @@ def test_the_grid_of_the_kept_result_was_run_whole():
     assert setting["widths"] == transfer.WIDTHS == [64, 256, 1024]
     assert setting["depths"] == transfer.DEPTHS == [2, 6, 16]
     assert setting["base"] == transfer.BASE == {"width": 64, "depth": 2, "batch": 64, "steps": 50}
-    assert setting["seeds"] == 3
     ran = {
         (row["structure"], row["method"], tuple(row[name] for name in transfer.BASE))
         for row in result["rows"]
     }
-    assert set(transfer.plan()) == ran
+    jobs = transfer.plan(transfer.EXPERIMENT.axes)
+    assert {(s, m, tuple(point)) for s, m, *point in map(dict.values, jobs)} == ran
     rows = [row for name in transfer.GRID for row in transfer.on_grid(result["summary"], name)]
     assert all(row["bracketed"] for row in rows)
