@@ -19,7 +19,7 @@ mixed, that is misclassified. Rates of dense layers are muP's, relative to the d
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import structlin
 from benchmarks.harness import figures, training
@@ -28,7 +28,7 @@ from benchmarks.harness.models import BASE_WIDTH, ViT
 from benchmarks.harness.statistics import log_ratios, select, student, tuned
 from benchmarks.harness.tasks import MixedDigits
 
-WIDTH, BATCH, SAMPLES = 144, 32, 2048
+WIDTH, BATCH = 144, 32
 FFN = [f"blocks.{2 * n + 1}.*" for n in range(ViT.depth)]
 STARTS = {"aware": 2.0**-8, "naive": 2.0**-6}  # of the searches
 PARTS = ("loss", "error")
@@ -48,20 +48,25 @@ def make_optimizer(model: nn.Module, rule: str, lr: float) -> torch.optim.Optimi
     return torch.optim.AdamW(groups, lr, fused=True)
 
 
-def train(method: str, size: int, lr: float, seed: int, steps: int) -> Row:
+def train(method: str, size: int, lr: float, seed: int, steps: int, samples: int) -> Row:
     """The held-out loss and error, None where they are not finite."""
     torch.manual_seed(seed)
     model, data = build(size), MixedDigits(seed)
     descent = make_optimizer(model, method, lr)
-    training.train(model, descent, data, steps, batch=BATCH, warmup=steps // 20)
-    return evaluate(model, MixedDigits(-1 - seed, heldout=True))
+
+    def loss(step: int) -> Tensor:
+        x, y = data.batch(BATCH)
+        return data.loss(model(x), y)
+
+    training.descend(descent, loss, steps, warmup=steps // 20)
+    return evaluate(model, MixedDigits(-1 - seed, heldout=True), samples)
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, new: MixedDigits) -> Row:
-    x, y = new.batch(SAMPLES)
+def evaluate(model: nn.Module, new: MixedDigits, samples: int) -> Row:
+    x, y = new.batch(samples)
     loss = training.finite(new.loss(model(x), y).item())
-    x, y = new.draw(SAMPLES)
+    x, y = new.draw(samples)
     error = (model(x).argmax(1) != y.argmax(1)).float().mean().item()
     return {"loss": loss, "error": error if loss is not None else None}
 
@@ -87,9 +92,9 @@ EXPERIMENT = Experiment(
     run=train,
     axes={"method": [*STARTS], "size": [WIDTH]},
     rates=Search("size", start=lambda job: STARTS[job["method"]]),
-    sizes={"steps": 500},
+    sizes={"steps": 500, "samples": 2048},
     note={"width": WIDTH, "batch": BATCH, "structure": "BTT(rank=1)"},
-    smoke={"steps": 2, "size": [64]},
+    smoke={"steps": 2, "samples": 64, "size": [64]},
     analyse=compare,
     draw=lambda result: figures.rates(result["rows"], panel=["method"], line=["size"]),
 )
