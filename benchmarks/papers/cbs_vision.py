@@ -39,6 +39,7 @@ from benchmarks.harness.statistics import (
     select,
     student,
 )
+from benchmarks.harness.training import HELD_OUT_SAMPLES
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,7 @@ STUDIES = (
 
 
 def train(setup: str, structure: str, width: int, lr: float, seed: int, **sizes: Any) -> Row:
-    size = {"samples": time_to_loss.training.HELD_OUT_SAMPLES, **sizes}
-    return time_to_loss.train(setup, structure, width, lr, seed, **{setup: size})
+    return time_to_loss.train(setup, structure, width, lr, seed, **{setup: sizes})
 
 
 def experiment(study: Study) -> Experiment:
@@ -135,11 +135,12 @@ def experiment(study: Study) -> Experiment:
             "width": lambda job: study.new[job["structure"]],
             "lr": time_to_loss.RATES,
         },
-        sizes={"steps": setup.steps, "batch": setup.batch},
+        sizes={"steps": setup.steps, "batch": setup.batch, "samples": HELD_OUT_SAMPLES},
         note={"base": BASE_WIDTH, "lr": study.lr},
         smoke={
             "steps": 2,
             "batch": 8,
+            "samples": 64,
             "seeds": 3,  # as many as are kept
             "width": lambda job: (study.new[job["structure"]][0], study.new[job["structure"]][-1]),
         },
