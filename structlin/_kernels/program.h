@@ -68,6 +68,8 @@ struct Program {
       before.writes = Offsets(read_at, before.batch, before.repeat, before.out);
     }
     require(at == numbers.size());
+    const Step &first = steps.front(), &last = steps.back();
+    require(0 < in && in <= first.pairs() * first.in && 0 < out && out <= last.pairs() * last.out);
   }
 
   static void require(bool fits) { STD_TORCH_CHECK(fits, "structlin: these numbers are no program"); }
