@@ -58,8 +58,8 @@ class Normed(Optimizer):
         TypeError: `base` is no torch optimizer; or LBFGS, which makes several steps in one; or a
             `Normed` or `Muon`, whose steps have norm lr already.
         ValueError: an option is unknown; a parameter belongs to no module of `model`; a group of
-            `param_groups` has an lr_mult, which the norm replaces; `each` with an embedding or a
-            convolution that is sharded.
+            `param_groups` has an lr_mult, which the norm replaces; `per_vector` with an embedding
+            or a convolution that is sharded.
 
     >>> from structlin import BTT, convert
     >>> model = convert(nn.Sequential(nn.Linear(64, 64)), BTT())
