@@ -17,6 +17,7 @@ from math import isfinite, log2, sqrt
 import torch
 from torch import Tensor
 
+from ._arguments import require_positive
 from ._kernels import polar
 from ._kernels.engine import has_matrix_unit
 from ._kernels.op import available
@@ -91,8 +92,8 @@ def dualize(
         iterations) zero.
 
     Raises:
-        ValueError: `method` is unknown, or no schedule; `ns_steps` is below 1, or the method takes
-            none; `matrix` has fewer than two dimensions.
+        ValueError: `method` is unknown, or no schedule; `ns_steps` is no integer of 1 or more, or
+            the method takes none; `matrix` has fewer than two dimensions.
         TypeError: `matrix` is not real floating point.
 
     >>> g = torch.randn(4, 8, 16)
@@ -141,9 +142,10 @@ def check_method(method: object, ns_steps: int | None) -> None:
             f"method={method!r} is no schedule: it needs three finite numbers (a, b, c) per step, "
             "such as 5 * [(3.4445, -4.7750, 2.0315)]"
         )
-    if ns_steps is not None and (method == "svd" or ns_steps < 1):
-        needs = "takes none" if method == "svd" else "needs 1 or more"
-        raise ValueError(f"ns_steps={ns_steps!r}: method={method!r} {needs}")
+    if ns_steps is not None:
+        if method == "svd":
+            raise ValueError(f"ns_steps={ns_steps!r}: method={method!r} takes none")
+        require_positive("ns_steps", ns_steps)
 
 
 def _is_schedule(method: object) -> bool:
@@ -213,7 +215,7 @@ def dual_core(gradient: Tensor, *, method: str = "ns") -> Tensor:
     """
     polar = dualize(gradient, method=method)
     m, n = gradient.shape[-2:]
-    return sqrt(m / n) * polar
+    return sqrt(m / max(n, 1)) * polar
 
 
 def dual_norm(gradient: Tensor) -> Tensor:
@@ -233,7 +235,7 @@ def dual_norm(gradient: Tensor) -> Tensor:
     """
     m, n = gradient.shape[-2:]
     nuclear: Tensor = torch.linalg.matrix_norm(promote(gradient), "nuc")
-    return sqrt(m / n) * nuclear.sum()
+    return sqrt(m / max(n, 1)) * nuclear.sum()
 
 
 def dual_embedding(gradient: Tensor) -> Tensor:

@@ -101,8 +101,8 @@ def test_steps_repeat_the_last_one_of_a_schedule_or_cut_its_end():
         dualize(matrix, method="fast", ns_steps=7),
         (a * torch.eye(4) + b * gram + c * gram @ gram) @ fast,
     )
-    for method, steps in (("ns", 0), ("fast", -1), ("svd", 3)):
-        with pytest.raises(ValueError, match=f"ns_steps={steps}: method='{method}'"):
+    for method, steps in (("ns", 0), ("fast", -1), ("svd", 3), ("ns", 2.5), ("ns", "3")):
+        with pytest.raises(ValueError, match=f"ns_steps={steps!r}"):
             dualize(matrix, method=method, ns_steps=steps)
 
 

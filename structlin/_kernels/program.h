@@ -55,6 +55,7 @@ struct Program {
     for (Step& step : steps) {
       step.batch = next(), step.repeat = next(), step.in = next(), step.out = next();
       require(std::min({step.batch, step.repeat, step.in, step.out}) > 0);
+      require(1.0 * step.batch * step.repeat * std::max(step.in, step.out) < 0x1p31);  // features of an activation
     }
     for (Index t = 0; t <= cores; t++) {
       const Step& step = steps[std::min(t, cores - 1)];

@@ -377,6 +377,7 @@ def test_denormals_are_taken_for_zero_and_only_inside():
         lambda x, cores, numbers: (x, cores, (*numbers[:2], -1, *numbers[3:])),
         lambda x, cores, numbers: (x.repeat(1, 2), cores, (24, *numbers[1:])),  # wider than it
         lambda x, cores, numbers: (x, cores, (12, 2000, *numbers[2:])),
+        lambda x, cores, numbers: (x, cores, (*numbers[:3], 2**62, *numbers[4:])),
     ],
 )
 def test_the_operator_itself_refuses_what_does_not_fit(broken):
