@@ -315,8 +315,17 @@ def declare_untied(model: nn.Module) -> None:
 
 def declare(model: nn.Module) -> None:
     """Let transformers know which layers are structured, so that `save_pretrained` writes it
-    down, also where `model` is a part of a model of transformers."""
-    if "transformers.modeling_utils" in sys.modules:
-        from .hf import declare
+    down, also where `model` is a part of a model of transformers.
 
-        declare(model)
+    A transformers that structlin.hf cannot use stops nobody who converts another model.
+    """
+    owner = sys.modules.get("transformers.modeling_utils")
+    if owner is None:
+        return
+    try:
+        from .hf import declare
+    except ImportError:
+        if any(isinstance(module, owner.PreTrainedModel) for module in model.modules()):
+            raise
+        return
+    declare(model)

@@ -1,9 +1,11 @@
 """Every trap that was met on a real model: handled, or refused with its reason."""
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+import structlin
 from structlin import (
     BTT,
     LowRank,
@@ -506,3 +509,17 @@ def test_a_refused_model_is_as_it_was_even_when_another_layer_could_be_converted
     with pytest.raises(ValueError, match="lm_head"), warnings.catch_warnings():
         convert(model, BTT(), include=["ffn", "lm_head"])
     assert snapshot(model) == before
+
+
+def test_a_transformers_that_cannot_be_used_stops_nobody_who_converts_another_model(monkeypatch):
+    class PreTrainedModel(nn.Sequential):
+        pass
+
+    owner = SimpleNamespace(PreTrainedModel=PreTrainedModel)
+    monkeypatch.setitem(sys.modules, "transformers.modeling_utils", owner)
+    monkeypatch.setitem(sys.modules, "structlin.hf", None)
+    monkeypatch.delattr(structlin, "hf", raising=False)
+    model = convert(nn.Sequential(nn.Linear(16, 16)), BTT())
+    assert isinstance(model[0], StructuredLinear)
+    with pytest.raises(ImportError):
+        convert(PreTrainedModel(nn.Linear(16, 16)), BTT())
