@@ -23,7 +23,7 @@ site:
 
 bench:
 	for f in examples/[a-z]*.py; do ! grep -q '^if __name__' $$f || python $$f --smoke || exit 1; done
-	for f in benchmarks/[a-z]*.py benchmarks/papers/[a-z]*.py; do ! grep -q '^if __name__' $$f || python -m $$(echo $${f%.py} | tr / .) --smoke || exit 1; done
+	for f in benchmarks/[a-z]*.py benchmarks/*/[a-z]*.py; do ! grep -q '^if __name__' $$f || python -m $$(echo $${f%.py} | tr / .) --smoke || exit 1; done
 
 mutate:
 	python -m tests.mutate

@@ -42,9 +42,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks import timing
-from benchmarks.harness import record
-from benchmarks.variants import families
+from benchmarks.harness import record, timing
+from benchmarks.speed.variants import families
 from structlin import BTT, Structure, StructuredLinear
 
 # Speed of forward + backward against nn.Linear, bfloat16, 16384 tokens, on an H200; and of the

@@ -14,13 +14,13 @@ from math import exp
 from statistics import fmean, geometric_mean
 from typing import Any
 
-from benchmarks import muon_vs_adamw, self_guided, transfer
-from benchmarks import parts as step_parts
 from benchmarks.harness.record import read
 from benchmarks.harness.report import interval
 from benchmarks.harness.statistics import one, select
-from benchmarks.layer import FEW
 from benchmarks.papers.summary import count_verdicts
+from benchmarks.speed import parts as step_parts
+from benchmarks.speed.layer import FEW
+from benchmarks.training import muon_vs_adamw, self_guided, transfer
 
 Row = dict[str, Any]
 MARKER = re.compile(r"<!-- n:(\w+)\.(\w+) -->(.*?)<!-- /n -->", re.DOTALL)

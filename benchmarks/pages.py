@@ -24,26 +24,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon
 
-from benchmarks import (
-    layer,
-    lr_transfer,
-    model,
-    moe,
-    optimizer,
-    peers,
-    scaling,
-    search,
-    starts,
-    time_to_loss,
-    transfer,
-)
-from benchmarks import minilm as minilm_run
+from benchmarks.compression import minilm as minilm_run
 from benchmarks.harness.record import RESULTS, read
 from benchmarks.harness.report import fill, table
 from benchmarks.markers import GROUPS, fill_numbers
 from benchmarks.papers import tables as papers
 from benchmarks.papers.summary import evidence, summary
 from benchmarks.papers.verdicts import untested
+from benchmarks.speed import layer, model, peers, scaling
+from benchmarks.training import lr_transfer, moe, optimizer, search, starts, time_to_loss, transfer
 from structlin import Core, Structure, to_dense
 
 ROOT = Path(__file__).parents[1]

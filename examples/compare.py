@@ -56,7 +56,7 @@ from torch import Tensor, nn
 import structlin
 
 HEAD = 32  # features of an attention head, at every width
-# operator norm per step: between the dense GPT's and ViT's best (benchmarks/muon_vs_adamw.py)
+# operator norm per step, between the best of the dense GPT and ViT (training/muon_vs_adamw.py)
 MUON_LR = 2**-6
 FILL = "as many as fill the width"
 TURN = 20  # steps of one run before the next has its turn

@@ -334,8 +334,8 @@ def _steps(method: str | Schedule, ns_steps: int | None) -> Schedule:
 
 def _newton_schulz(x: Tensor, method: str | Schedule, ns_steps: int | None) -> Tensor:
     shape, schedule = x.shape, _steps(method, ns_steps)
-    # small matrices in 16 bits train worse by the rounded a I + b G + c G^2 (benchmarks.polar), and
-    # of large ones the trace of G is beyond float16
+    # small matrices of 16 bits train worse by rounded a I + b G + c G^2 (benchmarks.speed.polar),
+    # and of large ones the trace of G is beyond float16
     small = x.dtype == torch.bfloat16 and min(shape[-2:]) < SMALLEST_COARSE
     coarse = small or x.dtype == torch.float16
     own = not isinstance(method, str)  # as it is written

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import structlin
-from benchmarks.overhead import calls_to_the_first_product, count_calls
+from benchmarks.speed.overhead import calls_to_the_first_product, count_calls
 from structlin import BTT, StructuredLinear
 
 PACKAGE = Path(structlin.__file__).parent

@@ -15,9 +15,10 @@ pytest.importorskip("matplotlib")
 
 from PIL import Image
 
-from benchmarks import decay, markers, pages, self_guided, starts, transfer
+from benchmarks import markers, pages
 from benchmarks.harness import record, report, statistics
 from benchmarks.papers import summary, verdicts
+from benchmarks.training import decay, self_guided, starts, transfer
 from structlin import BTT, TT, Kronecker, LowRank, Monarch, to_dense
 
 ROOT = pages.ROOT

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from itertools import combinations as pairs_of
 from typing import Any
 
-from benchmarks import time_to_loss
 from benchmarks.harness import figures
 from benchmarks.harness.experiment import Axis, Experiment, Row, Runs
 from benchmarks.harness.models import BASE_WIDTH
@@ -40,6 +39,7 @@ from benchmarks.harness.statistics import (
     student,
 )
 from benchmarks.harness.training import HELD_OUT_SAMPLES
+from benchmarks.training import time_to_loss
 
 
 @dataclass(frozen=True)

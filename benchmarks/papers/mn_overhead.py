@@ -31,7 +31,7 @@ from benchmarks.harness import report
 from benchmarks.harness.experiment import Row, parser
 from benchmarks.harness.record import RESULTS, save_json
 from benchmarks.harness.statistics import Estimate, student
-from benchmarks.timing import wall
+from benchmarks.harness.timing import wall
 from structlin import modular
 from structlin.optim import Normed
 

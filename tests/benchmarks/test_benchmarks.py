@@ -19,7 +19,8 @@ import torch.nn.functional as F
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import layer, scaling, timing, variants
+from benchmarks.harness import timing
+from benchmarks.speed import layer, scaling, variants
 from structlin import BTT, TT, Dense, Kronecker, LowRank, Monarch, _product
 from structlin._model.survey import linear_layers
 
@@ -132,7 +133,7 @@ def test_what_a_layer_keeps_is_its_input_and_the_middle(family):
 def test_freed_memory_is_written_again_without_page_faults_if_pages_are_kept(keep):
     program = f"""
 import ctypes, resource, torch
-from benchmarks import timing
+from benchmarks.harness import timing
 
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # no huge pages, or there would be few faults anyway
 if {keep}:
@@ -244,7 +245,7 @@ def test_the_strided_peer_is_the_structure_with_its_gradients(family, d_in, d_ou
     )
 
 
-# ---- benchmarks.layer ----------------------------------------------------------------------------
+# ---- benchmarks.speed.layer ----------------------------------------------------------------------
 
 
 def test_layer_prints_a_table_and_a_json_line_per_row_and_keeps_both(tmp_path, capsys):
@@ -447,13 +448,13 @@ def test_what_a_user_waits_for_is_shown_where_it_was_measured(capsys):
     assert "12.3" in shown
 
 
-# ---- benchmarks.model ----------------------------------------------------------------------------
+# ---- benchmarks.speed.model ----------------------------------------------------------------------
 
 
 @pytest.fixture
 def model():
     pytest.importorskip("transformers")
-    from benchmarks import model
+    from benchmarks.speed import model
 
     return model
 
@@ -605,7 +606,7 @@ def test_expected_speeds_are_the_bound_times_the_share_at_the_smaller_width(tmp_
         1024: {"dense": 1.0, "BTT r=1": 3.0},
     }  # bounds: 4 and 6
     monkeypatch.setattr(scaling, "LAYER", tmp_path / "layer.json")
-    assert "python -m benchmarks.layer" in scaling.check()
+    assert "python -m benchmarks.speed.layer" in scaling.check()
     scaling.LAYER.write_text(json.dumps(measured(speeds, shares)))
     assert "| BTT r=1 | 4.0 | 2.0 | 6.0 | 3.0 | 3.0 | 1.00 |" in scaling.check()
     assert scaling.machine() == (scaling.H200, "assumed for an H200, not measured")

@@ -1,4 +1,4 @@
-"""What benchmarks.decay trains and reports."""
+"""What benchmarks.training.decay trains and reports."""
 
 import math
 from itertools import product
@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import decay
 from benchmarks.harness.record import read
+from benchmarks.training import decay
 
 
 def test_a_fifth_of_the_labels_that_are_learned_is_wrong_and_no_image_is_in_both_halves():

@@ -1,4 +1,4 @@
-"""benchmarks/minilm.py and its peers, without the weights."""
+"""benchmarks/compression/minilm.py and its peers, without the weights."""
 
 import pytest
 import torch
@@ -7,7 +7,8 @@ from torch import nn
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
 
-from benchmarks import minilm, minilm_peers
+from benchmarks.compression import minilm
+from benchmarks.compression import peers as minilm_peers
 from structlin import BTT, LowRank, convert
 
 # torchao warns about itself and about what it could load on another machine

@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import moe
+from benchmarks.training import moe
 from structlin import StructuredLinear
 from structlin.moe import Mixture, load_balancing_loss
 

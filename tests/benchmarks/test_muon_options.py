@@ -1,10 +1,10 @@
-"""benchmarks.muon_options: each option by hand, and what counts as a win."""
+"""benchmarks.training.muon_options: each option by hand, and what counts as a win."""
 
 import torch
 from torch import nn
 
-from benchmarks import muon_options
-from benchmarks.muon_options import Changed
+from benchmarks.training import muon_options
+from benchmarks.training.muon_options import Changed
 
 
 def matrices(*shape):

@@ -1,4 +1,4 @@
-"""benchmarks.muon_vs_adamw: the rates that are tried, what is the best, and pairs of characters."""
+"""benchmarks.training.muon_vs_adamw: the rates tried, the best one, and pairs of characters."""
 
 import argparse
 
@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import muon_vs_adamw as benchmark
+from benchmarks.training import muon_vs_adamw as benchmark
 
 
 def rows(losses, setting="defaults", seed=0):

@@ -9,7 +9,6 @@ import torch
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
-from benchmarks import time_to_loss
 from benchmarks.harness import models, statistics, tasks, training
 from benchmarks.harness.models import ViT
 from benchmarks.papers import (
@@ -22,6 +21,7 @@ from benchmarks.papers import (
     cbs_tuning,
     cbs_vision,
 )
+from benchmarks.training import time_to_loss
 from structlin import BTT, StructuredLinear
 
 

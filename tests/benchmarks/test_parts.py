@@ -14,7 +14,7 @@ from torch.testing import assert_close
 pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
 
-from benchmarks import parts
+from benchmarks.speed import parts
 from structlin import StructuredLinear
 
 SMALL = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 40}

@@ -1,5 +1,5 @@
-"""benchmarks.peers: a peer is judged by the right matrix, left out where it is missing, not timed
-where it is wrong."""
+"""benchmarks.speed.peers: a peer is judged by the right matrix, left out where it is missing, not
+timed where it is wrong."""
 
 import json
 import sys
@@ -10,8 +10,9 @@ from einops import rearrange
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import layer, peers, timing
-from benchmarks.variants import Job
+from benchmarks.harness import timing
+from benchmarks.speed import layer, peers
+from benchmarks.speed.variants import Job
 from structlin import TT, Family, Kronecker, Monarch, Structure
 
 PACKAGES = {

@@ -1,4 +1,4 @@
-"""`benchmarks.search` runs, keeps and reads what it found, and its claims follow the intervals."""
+"""`benchmarks.training.search` runs, keeps and reads; its claims follow the intervals."""
 
 import json
 
@@ -9,7 +9,7 @@ pytest.importorskip("matplotlib")
 import torch.nn.functional as F
 
 import structlin
-from benchmarks import search
+from benchmarks.training import search
 from structlin import StructuredLinear
 from structlin.search import Search, Trial
 

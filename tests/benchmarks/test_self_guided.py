@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import self_guided
+from benchmarks.training import self_guided
 from structlin import BTT, StructuredLinear, convert
 
 

@@ -1,4 +1,4 @@
-"""benchmarks.starts: what its starts are, what its models read, and what its table says."""
+"""benchmarks.training.starts: its starts, what its models read, and what its table says."""
 
 import doctest
 import math
@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import starts
+from benchmarks.training import starts
 from benchmarks.zoo import import_timm
 from structlin import StructuredLinear
 

@@ -1,5 +1,5 @@
-"""benchmarks.time_to_loss: how the factors follow from the rows, the search for rates, what is kept
-of an unfinished result; and the data and models that it trains."""
+"""benchmarks.training.time_to_loss: how the factors follow from the rows, the search for rates,
+what is kept of an unfinished result; and the data and models that it trains."""
 
 import doctest
 import math
@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
-from benchmarks import time_to_loss
 from benchmarks.harness import models, tasks
+from benchmarks.training import time_to_loss
 from structlin import BTT, convert
 
 

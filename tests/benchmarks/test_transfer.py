@@ -1,4 +1,4 @@
-"""What benchmarks.transfer trains and reports."""
+"""What benchmarks.training.transfer trains and reports."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ from torch import nn
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import transfer
 from benchmarks.harness.record import read
+from benchmarks.training import transfer
 
 BASE = tuple(transfer.BASE.values())
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from benchmarks.timing import peak_bytes
+from benchmarks.harness.timing import peak_bytes
 from structlin import BTT, BlockDiagonal, LowRank, StructuredLinear, convert, dualize
 from structlin._kernels import engine
 from structlin.duality import dualize_small

@@ -1,7 +1,7 @@
 """Does a dense branch that fades away help a structured layer to train? The GPT of examples/.
 
-    python -m benchmarks.self_guided            # in full: results/self_guided.{json,png}
-    python -m benchmarks.self_guided --smoke    # seconds
+    python -m benchmarks.training.self_guided            # in full: results/self_guided.{json,png}
+    python -m benchmarks.training.self_guided --smoke    # seconds
 
 Self-guided training (arXiv:2406.16450): y = alpha W x + (1 - alpha) B x, with W dense, which starts
 as B's matrix, and alpha a cosine from 1 to 0 over the first half of the steps; then B alone is
@@ -22,7 +22,7 @@ import structlin
 from benchmarks.harness import figures, report
 from benchmarks.harness.experiment import Experiment, Row
 from benchmarks.harness.statistics import select, values
-from benchmarks.moe import LR, SIZES, compare, follow, loss_of, make_task
+from benchmarks.training.moe import LR, SIZES, compare, follow, loss_of, make_task
 from structlin import BTT, LowRank, StructuredLinear
 
 STRUCTURES = {"BTT r=1": BTT(rank=1), "low-rank 16": LowRank(rank=16)}

@@ -1,11 +1,12 @@
 """Does the best weight decay carry over to wider networks, and the best (rate, decay) to wider and
 deeper ones?
 
-    python -m benchmarks.decay            # results/decay.json; goes on where it stopped
-    python -m benchmarks.decay --smoke    # seconds
+    python -m benchmarks.training.decay            # results/decay.json; goes on where it stopped
+    python -m benchmarks.training.decay --smoke    # seconds
 
-The residual MLP of `benchmarks.transfer`, 150 steps, where decay may matter: a fifth of the labels
-of the training images is wrong, and the loss is that of held-out images with their right labels.
+The residual MLP of `benchmarks.training.transfer`, 150 steps, where decay may matter: a
+fifth of the labels of the training images is wrong. The loss is that of held-out
+images with their right labels.
 
 - AdamW at rate 2^-7: the best decay at two widths, under each `weight_decay_scaling` of
   `param_groups`, by factors of 2;
@@ -21,7 +22,6 @@ from itertools import product
 
 import torch
 
-from benchmarks import transfer
 from benchmarks.harness.experiment import Axis, Experiment, Job, Row, Runs, climb
 from benchmarks.harness.report import table
 from benchmarks.harness.statistics import (
@@ -34,7 +34,8 @@ from benchmarks.harness.statistics import (
 )
 from benchmarks.harness.statistics import transfer as find_transfer
 from benchmarks.harness.tasks import Batch, digits
-from benchmarks.transfer import BASE, FEW, STRUCTURES
+from benchmarks.training import transfer
+from benchmarks.training.transfer import BASE, FEW, STRUCTURES
 
 RULES = ("1/width", "sqrt", "constant")
 WIDTHS = [64, 512]

@@ -1,7 +1,7 @@
 """How exact must Muon's polar factors be? Losses by method, at equal steps and at equal seconds.
 
-    python -m benchmarks.polar            # in full: results/polar.{json,png}; rows there stay
-    python -m benchmarks.polar --smoke    # seconds
+    python -m benchmarks.speed.polar            # in full: results/polar.{json,png}; rows there stay
+    python -m benchmarks.speed.polar --smoke    # seconds
 
 The GPT of examples/, dense and BTT. Every method has its rate tuned by factors of 2 on seed 0 (a
 rate is tried beyond the highest until that is not the best), then runs with all seeds; and once
@@ -26,11 +26,12 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import structlin
-from benchmarks import muon_vs_adamw, timing
+from benchmarks.harness import timing
 from benchmarks.harness.experiment import parser, run_all
 from benchmarks.harness.record import RESULTS, environment, save_json
-from benchmarks.muon_vs_adamw import SIZES, STRUCTURES, TASKS, compare
 from benchmarks.papers.polar_factors import PAPERS, inverse_root
+from benchmarks.training import muon_vs_adamw
+from benchmarks.training.muon_vs_adamw import SIZES, STRUCTURES, TASKS, compare
 
 METHODS: dict[str, dict[str, Any]] = {
     "default": {},  # fast, 5 steps, in bfloat16 where matrices are large

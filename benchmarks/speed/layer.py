@@ -1,10 +1,10 @@
 """How fast is a structured layer? Time, memory and their bounds, against nn.Linear of equal width
 and of equal FLOPs.
 
-    python -m benchmarks.layer                       # 15 minutes at most, results/layer.{json,png}
-    python -m benchmarks.layer --budget 60 --out out
-    python -m benchmarks.layer --allocator default   # results/layer_default_allocator.{json,png}
-    python -m benchmarks.layer --smoke               # seconds
+    python -m benchmarks.speed.layer                      # 15 minutes at most: results/layer.*
+    python -m benchmarks.speed.layer --budget 60 --out out
+    python -m benchmarks.speed.layer --allocator default  # results/layer_default_allocator.*
+    python -m benchmarks.speed.layer --smoke              # seconds
 
 The protocol: the machine's ceilings are measured first; data are random; every variant is compared
 with a float64 oracle, on memory poisoned with NaN (but what torch.compile makes), before it is
@@ -13,8 +13,8 @@ process keeps the memory that it frees, as with the jemalloc or tcmalloc that Py
 advises: glibc returns much of it to the kernel, and which of two layers then waits for fresh pages
 is an accident (`timing.keep_pages`). With few tokens on a CPU a sample is calls back to back for 2
 ms, caches warm. On a GPU times are the device's, caches cold (`timing.seconds`), and beside them
-what a user waits for one call. Implementations and options: `benchmarks.variants`; compiling is no
-part of a sample.
+what a user waits for one call. Implementations and options: `benchmarks.speed.variants`;
+compiling is no part of a sample.
 """
 
 import argparse
@@ -38,10 +38,10 @@ from rich.console import Console
 from rich.table import Table
 
 import structlin
-from benchmarks import timing
+from benchmarks.harness import timing
 from benchmarks.harness.record import RESULTS, save_json
 from benchmarks.harness.report import table
-from benchmarks.variants import SMOKE, Job, Variant, equal_flops_widths, variants
+from benchmarks.speed.variants import SMOKE, Job, Variant, equal_flops_widths, variants
 
 ROUNDS = (3, 25)
 TOLERANCE = {

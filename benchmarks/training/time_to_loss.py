@@ -1,8 +1,8 @@
 """How many times fewer FLOPs and seconds until the dense model's loss?
 
-    python -m benchmarks.time_to_loss                  # results/time_to_loss.{json,png}
-    python -m benchmarks.time_to_loss --setups teacher
-    python -m benchmarks.time_to_loss --smoke          # seconds
+    python -m benchmarks.training.time_to_loss                  # results/time_to_loss.{json,png}
+    python -m benchmarks.training.time_to_loss --setups teacher
+    python -m benchmarks.training.time_to_loss --smoke          # seconds
 
 Figures 8 and 10 (b, c) of "Compute Better Spent": loss against compute and against time. Models of
 growing width train for the same number of steps; a structure's losses, drawn against FLOPs or
@@ -44,7 +44,7 @@ from benchmarks.harness.experiment import Axis, Experiment, Row, Runs, combinati
 from benchmarks.harness.models import BASE_WIDTH, STRUCTURES
 from benchmarks.harness.report import table
 from benchmarks.harness.statistics import best, bootstrap, log_loss, seeds_of, select, values
-from benchmarks.timing import interleaved, spread, wall
+from benchmarks.harness.timing import interleaved, spread, wall
 
 RATES = [2.0**power for power in range(-12, -1)]  # where a climb may go
 Point = tuple[float, float]  # FLOPs or seconds, loss

@@ -1,8 +1,8 @@
 """Is a mixture of structured experts worth its parameters? Loss at equal FLOPs, on the GPT of
 examples/.
 
-    python -m benchmarks.moe            # in full: results/moe.{json,png}
-    python -m benchmarks.moe --smoke    # seconds
+    python -m benchmarks.training.moe            # in full: results/moe.{json,png}
+    python -m benchmarks.training.moe --smoke    # seconds
 
 BTT-MoE (arXiv:2410.02117) puts `structlin.moe.Mixture` in the place of every linear layer of the
 blocks. Each model has the largest width at which a forward pass of one sequence costs no more than
@@ -31,7 +31,7 @@ from benchmarks.harness import figures, report, training
 from benchmarks.harness.experiment import Experiment, Row, Tune
 from benchmarks.harness.statistics import best, curve_of_rates, select, values
 from benchmarks.harness.tasks import compare, train_gpt
-from benchmarks.timing import interleaved, spread, wall
+from benchmarks.harness.timing import interleaved, spread, wall
 from structlin import BTT
 from structlin.moe import Mixture, load_balancing_loss
 

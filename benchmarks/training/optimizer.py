@@ -1,8 +1,8 @@
 """What does a step cost? AdamW, torch.optim.Muon and structlin's Muon on a GPT of equal width,
 dense and BTT.
 
-    python -m benchmarks.optimizer                        # the full result, results/optimizer.json
-    python -m benchmarks.optimizer --smoke                # seconds
+    python -m benchmarks.training.optimizer                # the full result, results/optimizer.json
+    python -m benchmarks.training.optimizer --smoke        # seconds
 
 For each optimizer the time of `step` alone, as a share of forward + backward of the same model on
 4096 tokens, and beside that of torch.optim.Muon; the optimizers take turns, so that a machine that
@@ -23,8 +23,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import structlin
-from benchmarks import timing
-from benchmarks.harness import report
+from benchmarks.harness import report, timing
 from benchmarks.harness.experiment import Runs, combinations, parser, result_path
 from benchmarks.harness.record import RESULTS
 from benchmarks.papers.polar_factors import PAPERS

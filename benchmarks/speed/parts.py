@@ -1,8 +1,8 @@
 """What is left of a training step of GPT-2 small when its linear layers are BTT, and what helps?
 
-    python -m benchmarks.parts --only shares      # which part takes how much, results/parts.json
-    python -m benchmarks.parts --only remedies    # what changes that; the other rows stay
-    python -m benchmarks.parts --smoke            # seconds
+    python -m benchmarks.speed.parts --only shares    # which part takes how much: results/parts
+    python -m benchmarks.speed.parts --only remedies  # what changes that; the other rows stay
+    python -m benchmarks.speed.parts --smoke          # seconds
 
 A part is taken out of the model (a norm or GELU becomes the identity, attention returns its values,
 a linear layer the first feature, embeddings a constant, the head and the loss the mean square of
@@ -31,10 +31,10 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import structlin
-from benchmarks import timing
+from benchmarks.harness import timing
 from benchmarks.harness.record import RESULTS, environment, save_json
 from benchmarks.harness.report import table
-from benchmarks.model import TOKENS, Absent
+from benchmarks.speed.model import TOKENS, Absent
 
 SIZES = {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
 SMOKE = {"n_embd": 64, "n_layer": 1, "n_head": 1, "vocab_size": 96}

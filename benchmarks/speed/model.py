@@ -1,9 +1,9 @@
 """Tokens a second and memory of whole models: the shapes of GPT-2 small and ViT-S/16, dense and
 converted.
 
-    python -m benchmarks.model                      # 5 minutes at most, results/model.json
-    python -m benchmarks.model --budget 120 --out out
-    python -m benchmarks.model --smoke              # seconds, tiny shapes
+    python -m benchmarks.speed.model                      # 5 minutes at most, results/model.json
+    python -m benchmarks.speed.model --budget 120 --out out
+    python -m benchmarks.speed.model --smoke              # seconds, tiny shapes
 
 Random weights of transformers' models, dropout off; float32 on a CPU, bfloat16 on a GPU. "mlp"
 converts the MLPs, "all" every linear layer but the head; "none" takes those layers away and shows
@@ -32,7 +32,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import structlin
-from benchmarks import timing
+from benchmarks.harness import timing
 from benchmarks.harness.record import RESULTS, save_json
 
 ROUNDS = (3, 15)

@@ -1,9 +1,9 @@
 """Does the best learning rate carry over to wider and deeper residual networks, for every structure
 and optimizer? And to other batches and durations?
 
-    python -m benchmarks.transfer                     # results/transfer.{json,png}
-    python -m benchmarks.transfer --methods Normed    # only this one; what is kept stays
-    python -m benchmarks.transfer --smoke             # seconds
+    python -m benchmarks.training.transfer                     # results/transfer.{json,png}
+    python -m benchmarks.training.transfer --methods Normed    # only this one; what is kept stays
+    python -m benchmarks.training.transfer --smoke             # seconds
 
 A residual MLP on scikit-learn's digits: blocks `x + m * fc2(relu(fc1(norm(x))))` with m = (2 /
 depth)^alpha, alpha = 1 (CompleteP), all matrices of the blocks structured, the head zero at the
@@ -36,7 +36,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import structlin
-from benchmarks import lr_transfer
 from benchmarks.harness import figures, training
 from benchmarks.harness.experiment import Axis, Experiment, Job, Row, Runs, climb, combinations
 from benchmarks.harness.report import table
@@ -50,6 +49,7 @@ from benchmarks.harness.statistics import (
     untried,
 )
 from benchmarks.harness.tasks import Batch, digits
+from benchmarks.training import lr_transfer
 from structlin.optim import Depth, Muon, Normed, param_groups
 
 STRUCTURES = [name for name in lr_transfer.STRUCTURES if name != "TT r=4"]

@@ -1,4 +1,4 @@
-"""What `benchmarks.layer` times: the structures, and each layer as a function of its input.
+"""What `benchmarks.speed.layer` times: the structures, and each layer as a function of its input.
 
 Implementations: nn.Linear; auto, what `StructuredLinear` does by itself; structured and merged, the
 two modes that it chooses from; loop, `_product.multiply`, its definition; compiled, torch.compile
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import timing
+from benchmarks.harness import timing
 from structlin import (
     BTT,
     TT,

@@ -1,15 +1,15 @@
 """Does duality-based descent train better than AdamW? The GPT and the ViT of examples/, dense and
 BTT.
 
-    python -m benchmarks.muon_vs_adamw            # in full: results/muon_vs_adamw.{json,png}
-    python -m benchmarks.muon_vs_adamw --smoke    # seconds
+    python -m benchmarks.training.muon_vs_adamw          # in full: results/muon_vs_adamw.{json,png}
+    python -m benchmarks.training.muon_vs_adamw --smoke  # seconds
 
 Both optimizers have their learning rate tuned by factors of 2 on seed 0, for each task and
 structure apart; then 3 seeds at the best. Same batches, steps and schedule. Under AdamW cores
 follow `param_groups`; what Muon leaves to AdamW (biases, norms) has AdamW's usual rate. Shown: the
 held-out loss, after how many steps Muon has reached AdamW's final one, and of the GPT also the loss
 of Muon trained for SHORT of the steps alone, at the same rate, its schedule as long as its run.
-Muon's polar factors are those of method="ns"; benchmarks.polar compares methods.
+Muon's polar factors are those of method="ns"; benchmarks.speed.polar compares methods.
 
 Then SHORT of the steps with what was tuned for them by hand on seed 0 of BTT, TUNED, and without
 each part of it; and all of AdamW's steps with the schedule and without weight normalisation, as
@@ -44,7 +44,7 @@ from benchmarks.harness import report
 from benchmarks.harness.experiment import keep, parser, run_all
 from benchmarks.harness.record import RESULTS, save_json
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import compare
 import train_gpt
 import train_vit

@@ -1,8 +1,8 @@
 """How should a converted layer start? Models by others, trained from scratch by the README's lines.
 
-    python -m benchmarks.starts                      # in full: results/starts.{json,png}
-    python -m benchmarks.starts --nanogpt FOLDER     # with nanoGPT's own model.py, from a checkout
-    python -m benchmarks.starts --smoke              # seconds
+    python -m benchmarks.training.starts                   # in full: results/starts.{json,png}
+    python -m benchmarks.training.starts --nanogpt FOLDER  # with model.py of a checkout
+    python -m benchmarks.training.starts --smoke           # seconds
 
 Every model is built by its own code, with its own initialisation. Then `convert` replaces its
 linear layers, all but the head, by structured ones of equal width, in one of these ways:
@@ -51,7 +51,7 @@ from benchmarks.harness.tasks import digits
 from benchmarks.zoo import import_timm
 from structlin import BTT, LowRank, Monarch, StructuredLinear
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import compare
 import train_gpt
 import train_mlp_lm

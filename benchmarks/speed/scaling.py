@@ -1,7 +1,7 @@
 """The numbers of docs/scaling.md: GPT-3-sized layers and many GPUs, from a machine's ceilings.
 Arithmetic, no timing.
 
-    python -m benchmarks.scaling    # prints the tables; `benchmarks.pages` writes them
+    python -m benchmarks.speed.scaling    # prints the tables; `benchmarks.pages` writes them
 
 A layer's time is `Ceilings.bound`: for every product the larger of FLOPs / rate and bytes /
 bandwidth. The ceilings are those of results/layer.json if that was measured on a GPU, else an
@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness.record import RESULTS
-from benchmarks.timing import Ceilings
+from benchmarks.harness.timing import Ceilings
 from structlin import BTT, Dense, Family, Monarch, Structure
 
 LAYER = RESULTS / "layer.json"
@@ -298,7 +298,7 @@ def check() -> str:
     if result is None or len(widths) < 2:
         return (
             "`benchmarks/results/layer.json` has not two square widths: "
-            "run `python -m benchmarks.layer`, then this."
+            "run `python -m benchmarks.speed.layer`, then this."
         )
     small, large = widths[-2:]
     cells = {(row["d_in"], row["structure"], row["implementation"]): row for row in found}

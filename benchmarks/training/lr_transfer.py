@@ -1,9 +1,9 @@
 """Does the dense model's learning rate carry over to structures and widths? Figure 2 of "Compute
 Better Spent".
 
-    python -m benchmarks.lr_transfer            # the full result, results/lr_transfer.{json,png}
-    python -m benchmarks.lr_transfer --smoke    # seconds
-    python -m benchmarks.lr_transfer --structures low-rank    # the others' rows are kept
+    python -m benchmarks.training.lr_transfer          # in full: results/lr_transfer.*
+    python -m benchmarks.training.lr_transfer --smoke  # seconds
+    python -m benchmarks.training.lr_transfer --structures low-rank  # the others' rows are kept
 
 An MLP of three hidden layers on scikit-learn's digits, Adam, no schedule. All its matrices but the
 head's are structured; the head stays dense, starts at zero and follows muP across widths. For each

@@ -1,8 +1,8 @@
 """What a layer costs beside its products: few tokens, a forward pass, against the bare loop and
 against nn.Linear.
 
-    python -m benchmarks.overhead           # two minutes; keeps results/overhead.json
-    python -m benchmarks.overhead --smoke   # seconds, keeps nothing
+    python -m benchmarks.speed.overhead           # two minutes; keeps results/overhead.json
+    python -m benchmarks.speed.overhead --smoke   # seconds, keeps nothing
 
 The loop is `_product.multiply` and the bias, with the layer's own cores: what the mathematics asks
 for in PyTorch. Below it, how many of the library's own functions a call enters before the first
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import structlin
-from benchmarks import timing
+from benchmarks.harness import timing
 from benchmarks.harness.record import RESULTS, save_json
 from structlin import (
     BTT,

@@ -1,10 +1,10 @@
 """Which structures of the two-core einsum space train best, and what do they have in common?
 
-    python -m benchmarks.search                    # results/search.{json,png}
-    python -m benchmarks.search --tasks teacher    # its runs alone; the first command goes on
-    python -m benchmarks.search --times            # the timing alone; the first command goes on
-    python -m benchmarks.search --report digits    # a result of one task alone
-    python -m benchmarks.search --smoke            # seconds
+    python -m benchmarks.training.search                  # results/search.{json,png}
+    python -m benchmarks.training.search --tasks teacher  # its runs alone
+    python -m benchmarks.training.search --times          # the timing alone
+    python -m benchmarks.training.search --report digits  # a result of one task alone
+    python -m benchmarks.training.search --smoke          # seconds
 
 Structures are drawn by `structlin.search.sample`: a third from the whole space, a third without
 parameter sharing, a third without it and of full rank; the families are there as points of the same
@@ -51,10 +51,10 @@ from benchmarks.harness.experiment import keep, parser
 from benchmarks.harness.record import RESULTS, save_json
 from benchmarks.harness.report import table
 from benchmarks.harness.statistics import Estimate, above, below, student, within
-from benchmarks.timing import interleaved, spread, wall
+from benchmarks.harness.timing import interleaved, spread, wall
 from structlin.search import Einsum, Search, Trial, run, sample
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import train_mlp_lm
 
 # the best of powers of 2 for the dense model at width 64

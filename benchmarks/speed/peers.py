@@ -4,11 +4,11 @@ in one run.
     pip install pyfastkron==1.1.0 tensorly-torch==0.5.0 tensorly torch-structured==1.3.0 triton
     pip install --no-build-isolation torchTT==0.5.0  # or it is built against a torch of its own
 
-    OMP_NUM_THREADS=2 python -m benchmarks.peers     # 4 minutes at most, results/peers.json
-    python -m benchmarks.peers --budget 60 --out out
-    python -m benchmarks.peers --smoke               # seconds
+    OMP_NUM_THREADS=2 python -m benchmarks.speed.peers     # 4 minutes at most, results/peers.json
+    python -m benchmarks.speed.peers --budget 60 --out out
+    python -m benchmarks.speed.peers --smoke               # seconds
 
-A peer that is not installed is left out, with a line. The protocol is that of `benchmarks.layer`:
+A peer that is not installed is left out, with a line. The protocol of `benchmarks.speed.layer`:
 every layer, peers included, is compared with the matrix that its parameters stand for, in float64,
 on memory poisoned with NaN, before it is timed; all take turns, dense first and last; speeds are
 ratios within a round. All are without bias but torchTT's, which always adds one. Not packaged, and
@@ -36,10 +36,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks import layer, timing
-from benchmarks.harness import report
+from benchmarks.harness import report, timing
 from benchmarks.harness.record import RESULTS, save_json
-from benchmarks.variants import SMOKE, Job, Run, StridedProducts, Variant
+from benchmarks.speed import layer
+from benchmarks.speed.variants import SMOKE, Job, Run, StridedProducts, Variant
 from structlin import (
     BTT,
     TT,

@@ -1,13 +1,13 @@
 """Which options around Muon's step train better? Each at its best rate, on the GPT of examples/,
 dense and BTT.
 
-    python -m benchmarks.muon_options            # in full: results/muon_options.{json,png}
-    python -m benchmarks.muon_options --smoke    # seconds
+    python -m benchmarks.training.muon_options            # in full: results/muon_options.{json,png}
+    python -m benchmarks.training.muon_options --smoke    # seconds
 
 An option is a function of a step: it changes the gradient before, or the weights after. Each has
 its rate tuned on seed 0 (a rate is tried beyond the highest until that is not the best) and then
 runs with all seeds, but for those that lose to plain Muon by more than CLEAR on seed 0, dense and
-BTT. Batches and schedule are those of benchmarks.muon_vs_adamw.
+BTT. Batches and schedule are those of benchmarks.training.muon_vs_adamw.
 """
 
 import math
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 import structlin
-from benchmarks import muon_vs_adamw
 from benchmarks.harness import figures, report
 from benchmarks.harness.experiment import Axis, Experiment, Row, Runs, Tune, combinations, tune
 from benchmarks.harness.statistics import best, curve_of_rates, select, values
 from benchmarks.harness.training import finite
-from benchmarks.muon_vs_adamw import SIZES, STRUCTURES, TASKS
+from benchmarks.training import muon_vs_adamw
+from benchmarks.training.muon_vs_adamw import SIZES, STRUCTURES, TASKS
 from structlin.duality import spectral_bound
 
 RATES = Tune(start=lambda job: 2.0**-5, lowest=2.0**-6)
