@@ -25,7 +25,6 @@ _TYPES = {  # of the fields of a described layer; `Structure` looks at its own
     "weight_norm": bool,
     "init": str,
     "zero_init": bool,
-    "conv1d": bool,
     "mode": str,
 }
 _UNBUILDABLE = (  # what a description that nobody meant leads to, for example sizes of 10**30
@@ -119,7 +118,6 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
             "init": module.init,
             "zero_init": module.zero_init,
             "sigma": module.stds,
-            "conv1d": module.conv1d,
             "mode": module.mode,
             **_describe_routing(module),
         }
@@ -191,8 +189,6 @@ def _build_layer(layer: Layer, data: Mapping[str, Any]) -> StructuredLinear | No
         raise ValueError(f"bias={not data['bias']} in the model, bias={data['bias']} in the file")
     if not structured and layer.obstacle:
         raise ValueError(layer.obstacle)
-    if not structured and is_conv1d(old) != data["conv1d"]:
-        raise ValueError("an nn.Linear in one, a Conv1D in the other")
     weight = old.weight
     assert isinstance(weight, Tensor)
     new = _make_empty(
@@ -213,7 +209,7 @@ def _build_layer(layer: Layer, data: Mapping[str, Any]) -> StructuredLinear | No
     if isinstance(old, StructuredLinear):
         _check_same(old, new, data["label"])
         return None
-    new.label, new.conv1d, new.mode = data["label"], data["conv1d"], data["mode"]
+    new.label, new.conv1d, new.mode = data["label"], is_conv1d(old), data["mode"]
     new.requires_grad_(weight.requires_grad)
     new.bias = bias
     return new.train(old.training)

@@ -1,6 +1,7 @@
 """transformers: save_pretrained and from_pretrained of converted models."""
 
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -13,9 +14,10 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
-import structlin.hf  # noqa: F401  # which `assign` and `mix` below do not import
+import structlin.hf  # noqa: F401  # which `put_in` below does not import
 from benchmarks.zoo import MODELS, logits
 from structlin import BTT, LowRank, StructuredLinear, convert, densify, load, save
+from structlin._model.survey import widths
 from structlin.moe import Mixture
 
 
@@ -90,25 +92,24 @@ def test_what_is_saved_is_what_the_layers_are_and_not_what_they_were(tmp_path):
 # ---- a part that was converted -------------------------------------------------------------------
 
 
-def assign(model) -> None:
-    layer = model.model.layers[0].mlp
-    layer.up_proj = StructuredLinear(
-        layer.up_proj.in_features, layer.up_proj.out_features, BTT(), bias=False
-    )
-
-
-def mix(model) -> None:
-    layer = model.model.layers[0].mlp
-    widths = layer.up_proj.in_features, layer.up_proj.out_features
-    layer.up_proj = Mixture(*widths, BTT(), experts=3, top_k=2, bias=False)
+def put_in(model, kind, **options) -> None:
+    """Put a layer of that kind by hand in the place of the first wide one of the MLP."""
+    name = next(name for name, _ in model.named_modules() if re.search(r"up_proj|c_fc", name))
+    parent = model.get_submodule(name.rpartition(".")[0])
+    in_features, out_features = widths(model.get_submodule(name))
+    bias = "c_fc" in name
+    new = kind(in_features, out_features, BTT(), bias=bias, **options)
+    setattr(parent, name.rpartition(".")[2], new)
 
 
 PARTS = {  # name of the model, what is done to a part of it
     "layers": ("llama", lambda model: convert(model.model.layers, BTT())),
     "one mlp": ("llama", lambda model: convert(model.model.layers[0].mlp, BTT())),
     "body": ("llama", lambda model: convert(model.model, BTT())),
-    "assigned": ("llama", assign),
-    "mixture": ("llama", mix),
+    "assigned": ("llama", lambda model: put_in(model, StructuredLinear)),
+    "assigned Conv1D": ("gpt2", lambda model: put_in(model, StructuredLinear)),
+    "mixture": ("llama", lambda model: put_in(model, Mixture, experts=3)),
+    "mixture, Conv1D": ("gpt2", lambda model: put_in(model, Mixture, experts=3)),
     "blocks": ("gpt2", lambda model: convert(model.transformer.h, BTT())),
     "encoder": ("bert", lambda model: convert(model.bert.encoder, BTT())),
 }
@@ -131,6 +132,18 @@ def test_a_model_of_which_a_part_was_converted_is_loaded_as_it_was_saved(case, t
     assert structures(loaded) == structures(model) != {}
     assert torch.equal(logits(loaded, name), logits(model, name))
     assert structures(AutoModel.from_pretrained(tmp_path))
+    save(model, tmp_path)
+    assert torch.equal(logits(load(MODELS[name](), tmp_path), name), logits(model, name))
+
+
+def test_a_layer_put_into_gpt2_by_hand_is_dense_as_a_conv1d_once_it_is_loaded(tmp_path):
+    model = MODELS["gpt2"]()
+    put_in(model, StructuredLinear)
+    save(model, tmp_path)
+    back = densify(load(MODELS["gpt2"](), tmp_path))
+    assert {key: value.shape for key, value in back.state_dict().items()} == {
+        key: value.shape for key, value in MODELS["gpt2"]().state_dict().items()
+    }
 
 
 # peft of transformers 5
