@@ -81,8 +81,8 @@ def compress(
         TypeError: what `convert` raises; `batches` is a single batch.
 
     Warns:
-        UserWarning: what `convert` warns of; layers that no input reached, or that are projected
-            for the dense model's inputs.
+        UserWarning: what `convert` warns of; layers that no input reached, one and the same alone,
+            or few; layers that are projected for the dense model's inputs.
 
     >>> import torch
     >>> from structlin import BTT, summary

@@ -31,7 +31,7 @@ def measure_covariances(
     """Each layer with the covariance of its inputs, in the dense model's order.
 
     One covariance is held at a time, as far as the calls of the model can be made again; it is that
-    of a few of them. A layer that no input reaches, or none with a row, has none.
+    of a few of them. A layer that no input reaches, or none that varies, has none.
     """
     done = set[nn.Module]()
     with Bar("measure", len(layers), progress) as bar:
@@ -40,7 +40,7 @@ def measure_covariances(
             bar.show(layer.name)
             bar.advance()
             done.add(layer.module)
-            return layer, moments.zz if moments is not None and moments.count else None
+            return layer, _take_covariance(moments)
 
         if seen.calls is not None:
             for layer, moments in _measure_in_turn(model, layers, seen, pick_calls(seen.calls)):
@@ -48,6 +48,17 @@ def measure_covariances(
         for layer in layers:
             if layer.module not in done:
                 yield show(layer, seen.moments.get(layer.module))
+
+
+def _take_covariance(moments: Moments | None) -> Tensor | None:
+    """C_zz; with fewer rows than features C_zz + lam I, or errors would be free that the rows do
+    not show."""
+    if moments is None or not moments.count or not moments.ridge:
+        return None
+    covariance = moments.zz
+    if moments.count < len(covariance):
+        covariance.diagonal().add_(moments.ridge)
+    return covariance
 
 
 def _measure_in_turn(

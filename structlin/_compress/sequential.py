@@ -7,7 +7,7 @@ the covariance of z, for any structure:
     B = project(W (C_xz + lam I) (C_zz + lam I)^-1, covariance=C_zz + lam I)
     bias: b + W E[x] - B E[z], and the covariances are centred
 
-lam, see `choose_ridge`, draws B towards W where the tokens say little. A layer without a bias has
+lam, see `Moments.ridge`, draws B towards W where the tokens say little. A layer without a bias has
 nothing to carry the mean: its covariances are around zero.
 
 The model runs once densely and once compressed, in lockstep (`streams`): both stop at every layer
@@ -40,16 +40,7 @@ from .padding import select_rows
 from .refine import Example, find_blocks, refine, take_tensor
 from .streams import Place, Stream, Streams, find_next, take_input
 
-RIDGE = 0.3  # lam at as many tokens as features, in mean variances
-
-
-def choose_ridge(tokens: int, features: int) -> float:
-    """lam in units of the mean diagonal of C_zz: it grows as tokens get few.
-
-    By trial: all-MiniLM-L6-v2, low-rank of half the parameters, `RIDGE` from 0.0001 to 1. The mean
-    cosine of held-out sentence vectors is best at 0.1 to 0.3, with 8, 32 and 256 sentences.
-    """
-    return RIDGE * features / tokens
+FEW = 0.1  # tokens per feature, below which a warning says that batches are few
 
 
 @dataclass(frozen=True)
@@ -83,7 +74,8 @@ def project_in_order(
         ValueError: an input of a layer is not finite.
 
     Warns:
-        UserWarning: layers that are projected for the dense model's inputs, or by weight alone.
+        UserWarning: layers that are projected for the dense model's inputs, by weight alone, or for
+            few tokens.
     """
     by_module = {target.layer.module: target for target in targets}
     blocks: Mapping[str, Refined] = {}
@@ -107,8 +99,7 @@ def project_in_order(
                 found[module] = project_by_weight(*target)
                 bar.advance()
     named = {target.layer.name: found[module] for module, target in by_module.items()}
-    if unseen := [name for name, projection in named.items() if projection.tokens is None]:
-        _warn(f"no input reached {', '.join(unseen)}: projected by weight alone")
+    _warn_of_few_tokens(targets, named)
     return Projected(named, blocks)
 
 
@@ -136,6 +127,21 @@ def _warn_of_dense_inputs(names: Sequence[str], seen: Observed) -> None:
         )
 
 
+def _warn_of_few_tokens(targets: Sequence[Target], found: Mapping[str, Projection]) -> None:
+    if unseen := [name for name, projection in found.items() if projection.tokens is None]:
+        _warn(f"no input that varies reached {', '.join(unseen)}: projected by weight alone")
+    counts = [(layer, found[layer.name].tokens or layer.in_features) for layer, _ in targets]
+    if few := [
+        f"{layer.name} ({tokens} of {layer.in_features})"
+        for layer, tokens in counts
+        if tokens < FEW * layer.in_features
+    ]:
+        _warn(
+            "these layers got far fewer tokens than they have input features, and are mostly "
+            f"projected by weight: {', '.join(few)}; give more batches"
+        )
+
+
 def _warn(text: str) -> None:
     warnings.warn(f"compress: {text}", UserWarning, stacklevel=6)
 
@@ -145,9 +151,9 @@ def _warn(text: str) -> None:
 
 @torch.no_grad()
 def solve(target: Target, moments: Moments, own_bias: Tensor | None) -> Projection:
-    """The projection of one layer for its inputs.
+    """The projection of one layer for its inputs; by its weight if they never vary.
 
-    Its error is known for unpaired moments alone: where x and z are pairs `_Lockstep` measures it.
+    Its error is not known for pairs x and z that vary: `_Lockstep` measures it.
 
     Args:
         own_bias: of the layer, which carries the change of the mean; None: nothing carries it.
@@ -158,13 +164,15 @@ def solve(target: Target, moments: Moments, own_bias: Tensor | None) -> Projecti
     found = project(regression, structure, covariance=covariance)
     cores = [core.to(weight.dtype) for core in found]
     error, bias = nan, None
-    if not moments.paired:
+    if covariance is None:
+        error = relative_error(weight, structure, cores)
+    elif not moments.paired:
         error = relative_error(weight, structure, cores, covariance=moments.zz)
     if own_bias is not None and moments.centred:
         new = build_layer(layer, structure, cores).to_dense().double()
         change = moments.mean_output(weight) - new @ moments.mean_z
         bias = (own_bias.double() + change).to(own_bias.dtype)
-    return Projection(cores, error, bias, moments.count)
+    return Projection(cores, error, bias, None if covariance is None else moments.count)
 
 
 def find_target(weight: Tensor, moments: Moments) -> tuple[Tensor, Tensor | None]:
@@ -173,11 +181,9 @@ def find_target(weight: Tensor, moments: Moments) -> tuple[Tensor, Tensor | None
     Where x and z are the same, W itself; where they never vary, without covariance.
     """
     precise = promote(weight)
-    zz = moments.zz
-    mean = zz.diagonal().mean()
-    if mean <= 0:
+    zz, ridge = moments.zz, moments.ridge
+    if not ridge:
         return precise, None
-    ridge = mean * choose_ridge(moments.count, len(zz))
     eye = torch.eye(len(zz), dtype=zz.dtype, device=zz.device)
     covariance = zz + ridge * eye
     if not moments.paired:
@@ -303,7 +309,7 @@ class _Lockstep:
             self.found[module] = solve(target, moments, bias)
         else:  # called, but with no row that is a token
             self.found[module] = project_by_weight(*target)
-        if moments.count and moments.paired:
+        if self.found[module].tokens is not None and moments.paired:
             own = 0.0 if bias is None else bias.double()
             mean = moments.mean_output(target.layer.matrix) + own if moments.centred else None
             self.gaps[module] = _Gap(mean)

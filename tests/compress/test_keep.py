@@ -17,6 +17,7 @@ from structlin import (
     StructuredLinear,
     compress,
     plan_compression,
+    summary,
 )
 from tests.models import GPT, snapshot
 
@@ -67,9 +68,45 @@ def test_with_batches_the_outputs_are_nearer_than_without(family):
 def test_a_layer_that_no_batch_reaches_is_projected_by_its_weight_with_a_warning():
     model = nn.Sequential(nn.Linear(16, 16), nn.Identity())
     model[1].idle = nn.Linear(16, 16)
-    with pytest.warns(UserWarning, match=r"no input reached 1\.idle: projected by weight alone"):
+    with pytest.warns(
+        UserWarning, match=r"no input that varies reached 1\.idle: projected by weight"
+    ):
         compress(model, BTT(), [torch.randn(20, 16)], keep=None)
     assert isinstance(model[1].idle, StructuredLinear)
+
+
+ROW = torch.arange(64.0).cos()[None]
+
+
+@pytest.mark.parametrize(
+    ("batch", "bias", "warning"),
+    [
+        (
+            torch.zeros(30, 64),
+            True,
+            r"no input that varies reached 0, 2: projected by weight alone",
+        ),
+        (torch.zeros(30, 64), False, r"no input that varies reached 0, 2"),
+        (ROW, True, r"no input that varies reached 0, 2"),
+        (ROW.expand(30, 64), True, r"no input that varies reached 0, 2"),
+        (ROW, False, r"far fewer tokens .*: 0 \(1 of 64\), 2 \(1 of 128\); give more batches"),
+        (ROW * torch.arange(3.0)[:, None], True, r"far fewer tokens .*: 0 \(3 of 64\)"),
+    ],
+)
+@pytest.mark.parametrize("allocation", ["sensitivity", "error", "uniform"])
+def test_of_batches_that_tell_little_it_warns_and_spends_what_is_kept(
+    batch, bias, warning, allocation
+):
+    torch.manual_seed(0)
+    widths = (64, 128), (128, 64)
+    first, second = (nn.Linear(*each, bias=bias) for each in widths)
+    model = nn.Sequential(first, nn.GELU(), second)
+    with pytest.warns(UserWarning, match=warning):
+        planned = plan_compression(model, LowRank(rank=1), [batch], allocation=allocation)
+    assert all(0 < error < 1 for error in planned.errors.values())
+    if allocation == "error":  # both layers are alike, and so few tokens tell no difference
+        assert [decision.structure.rank for decision in planned.decisions] == [16, 24]
+    assert summary(planned.apply()).params > 0.37 * 2 * 64 * 128
 
 
 def by_weight(model, family, **options):
