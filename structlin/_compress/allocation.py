@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from .._arguments import require_choice
-from .._families import Family
+from .._families import Family, Split
 from .._model.decide import Decision
 from .._model.survey import Layer
 from .._projection.curve import COUNTS, Curve, Size, list_sizes, measure_curve
@@ -55,9 +55,9 @@ def list_offers(decisions: Sequence[Decision], share: Share) -> Offers:
     """The sizes that each layer of an open size could have.
 
     Raises:
-        ValueError: a structure has no size to choose, or none is smaller than dense.
+        ValueError: a structure has no size to choose, or none that costs less than dense.
     """
-    found = {}
+    found, without = {}, dict[str, str]()
     for layer, structure in ((d.layer, d.structure) for d in decisions if d.resolved is None):
         if structure is None:
             continue
@@ -68,6 +68,14 @@ def list_offers(decisions: Sequence[Decision], share: Share) -> Offers:
             )
         widths = layer.in_features, layer.out_features
         found[layer.module] = list_sizes(structure, *widths, share.count)
+        if len(found[layer.module]) == 1:
+            kind = type(structure.of if isinstance(structure, Split) else structure).__name__
+            without[layer.name] = f"{layer.name!r} ({kind} of {widths[0]} -> {widths[1]})"
+    if without:
+        raise ValueError(
+            f"keep={share.keep}: no size has fewer {COUNTS[share.count]} than dense in these "
+            f"layers: {', '.join(without.values())}; exclude={[*without]} leaves them dense"
+        )
     return found
 
 

@@ -134,12 +134,6 @@ def _list_sizes(family: Family, in_features: int, out_features: int, of: str) ->
         cost = _cost_of(structure, of)
         if cost < limit and (not found or cost > found[-1].cost):
             found.append(Size(candidate, structure, cost))
-    if not found:
-        kind = type(family.of if isinstance(family, Split) else family).__name__
-        raise ValueError(
-            f"keep: no {kind} of {in_features} -> {out_features} has as few {COUNTS[of]} as "
-            "dense, or fewer"
-        )
     aligned = [size for size in found if _is_aligned(size.structure)]
     if len(aligned) >= MIN_ALIGNED_SIZES:
         found = [size for size in found if size.cost < aligned[0].cost] + aligned
@@ -147,7 +141,7 @@ def _list_sizes(family: Family, in_features: int, out_features: int, of: str) ->
 
 
 def list_sizes(family: Family, in_features: int, out_features: int, of: str) -> list[Size]:
-    """The sizes of `family` that cost less than dense, ascending, and dense.
+    """The sizes of `family` that cost less than dense, ascending, and dense; perhaps dense alone.
 
     Where there are eight or more whose cores have fan-ins and fan-outs in multiples of 8, only
     smaller ones are offered beside them.
@@ -157,7 +151,7 @@ def list_sizes(family: Family, in_features: int, out_features: int, of: str) -> 
             its blocks (TT).
 
     Raises:
-        ValueError: there is none; the family has nothing to choose.
+        ValueError: the family has nothing to choose.
 
     >>> from structlin import LowRank
     >>> sizes = list_sizes(LowRank(rank=1), 256, 256, "params")

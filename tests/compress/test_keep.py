@@ -75,6 +75,18 @@ def test_a_layer_that_no_batch_reaches_is_projected_by_its_weight_with_a_warning
     assert isinstance(model[1].idle, StructuredLinear)
 
 
+@pytest.mark.parametrize("count", ["params", "flops"])
+def test_all_layers_that_no_size_fits_are_named_with_what_leaves_them_dense(count):
+    widths = (64, 128), (128, 10), (10, 6)
+    model = nn.Sequential(*(nn.Linear(*each) for each in widths))
+    before = snapshot(model)
+    named = r"'1' \(Monarch of 128 -> 10\), '2' \(Monarch of 10 -> 6\); exclude=\['1', '2'\]"
+    with pytest.raises(ValueError, match=named):
+        compress(model, Monarch(blocks=2), [torch.randn(200, 64)], count=count)
+    assert snapshot(model) == before
+    compress(model, Monarch(blocks=2), [torch.randn(200, 64)], count=count, exclude=["1", "2"])
+
+
 ROW = torch.arange(64.0).cos()[None]
 
 
