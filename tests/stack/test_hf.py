@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -187,7 +188,9 @@ def test_loading_without_structlin_hf_is_an_error_and_not_random_weights(importe
     refused = [line for line in done.stdout.splitlines() if line.startswith("refused:")]
     assert len(refused) == 2 * len(folders)
     assert all("mismatch" in line for line in refused)
-    assert "structlin" in done.stderr
+    warning = "Unknown quantization type, got structlin"
+    assert warning in done.stderr
+    assert warning in (Path(__file__).parents[2] / "docs/convert.md").read_text(encoding="utf-8")
 
 
 # ---- other models than the one that was saved ----------------------------------------------------
