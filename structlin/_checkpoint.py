@@ -35,7 +35,7 @@ _UNBUILDABLE = (  # what a description that nobody meant leads to, for example s
     TypeError,
     ValueError,
 )
-_LONGEST = 500  # characters of what is said of one layer: a file may hold any text
+_LONGEST = 500  # characters of a message that quotes names: a file may hold any text
 Replacement = tuple[tuple[str, ...], StructuredLinear]  # a new layer, and its names in the model
 
 
@@ -96,12 +96,14 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     saved = read_file(Path(path))
     with torch.inference_mode(False), torch.no_grad(), _restore_on_error(model):
         root = swap(model, restructure(model, saved.modules))
+        _check_ties(root, saved.tensors)
+        _take_dtypes(root, saved.tensors)
         try:
-            _check_state(root, saved.tensors)
-            _take_dtypes(root, saved.tensors)
             root.load_state_dict(saved.tensors)
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(f"path={str(path)!r}: {error}") from error
+        except RuntimeError as error:
+            text = str(error)[:_LONGEST]
+            raise ValueError(f"path={str(path)!r}: {text}") from error
+        _check_buffers(root)
     return root
 
 
@@ -286,31 +288,21 @@ def _restore_on_error(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def _check_state(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Names, shapes, ties (equal in the file), and that no buffer stays without values."""
-    state = model.state_dict(keep_vars=True)
-    wanted = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
-    problems = [
-        f"{name!r} is in the model, not in the file" for name in wanted if name not in saved
-    ]
-    problems += [
-        f"{name!r} is in the file, not in the model" for name in saved if name not in wanted
-    ]
-    problems += [
-        f"{name!r} has shape {(*wanted[name].shape,)} in the model, {(*tensor.shape,)} in the file"
-        for name, tensor in saved.items()
-        if name in wanted and wanted[name].shape != tensor.shape
-    ]
-    if problems:
-        raise ValueError(f"the model differs from what was saved: {'; '.join(problems[:10])}")
+def _check_ties(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Raises: ValueError: tensors that are one in the model differ in the file."""
     first = dict[int, str]()
-    for name in (name for name in wanted if name in saved):
-        other = first.setdefault(id(wanted[name]), name)
+    state = model.state_dict(keep_vars=True)
+    for name in (name for name in state if name in saved):
+        other = first.setdefault(id(state[name]), name)
         if saved[name] is not saved[other] and not torch.equal(saved[name], saved[other]):
             raise ValueError(
                 f"{other!r} and {name!r} are tied in the model and differ in the file: untie them"
             )
-    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in saved]
+
+
+def _check_buffers(model: nn.Module) -> None:
+    """Raises: ValueError: a buffer still has no values."""
+    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if lost:
         text = "on the meta device and in no file (persistent=False); build the model on a device"
         raise ValueError(f"{', '.join(lost[:5])}: {text}")
@@ -333,5 +325,6 @@ def _take_dtypes(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
 
 
 def _make_like(old: Tensor, value: Tensor) -> Tensor:
-    new = torch.empty_like(value, device="cpu" if old.is_meta else old.device)
+    device = "cpu" if old.is_meta else old.device
+    new = torch.empty(old.shape, dtype=value.dtype, device=device)
     return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
