@@ -193,8 +193,12 @@ def load_balancing_loss(model: nn.Module) -> Tensor:
     True
     """
     mixtures = [module for module in model.modules() if isinstance(module, Mixture)]
+    if not mixtures:
+        raise ValueError(
+            f"model={type(model).__name__} has no structlin.moe.Mixture, whose tokens are balanced"
+        )
     losses = [mixture.balance for mixture in mixtures if mixture.balance is not None]
-    if not losses or len(losses) < len(mixtures):
+    if len(losses) < len(mixtures):
         raise ValueError(
             f"model={type(model).__name__}: of its {len(mixtures)} mixtures {len(losses)} made a "
             "forward pass in training mode; call model.train() and the model first"

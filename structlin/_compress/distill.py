@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from operator import length_hint
 from typing import Any
@@ -31,7 +31,7 @@ BACKTRACK = 4.0  # the rates are divided by it where the held-out loss has not f
 class Distilled:
     """What `distill` has done to the model; losses as it computes them (dimensionless)."""
 
-    losses: list[float]  #: of every step on its batch, before it is taken
+    losses: list[float] = field(repr=False)  #: of every step on its batch, before it is taken
     before: float  #: mean loss of the held-out batches
     after: float  #: the same, of the model as it is left; never above `before`
     kept: int  #: steps that the model as it is left has taken; 0: it is unchanged

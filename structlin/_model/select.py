@@ -135,5 +135,14 @@ def _suggest(pattern: Pattern, layers: Sequence[Layer], model: nn.Module) -> str
         return f": these are parameters, no linear layers, and stay dense: {shown}"
     if any(pattern == name for name, _ in model.named_modules(remove_duplicate=False)):
         return f": it is a container; its layers are {pattern + '.*'!r}"
+    return suggest_names(pattern, names)
+
+
+def suggest_names(pattern: str, names: Sequence[str]) -> str:
+    """The end of a message: which of `names` resemble a pattern that matches none.
+
+    >>> suggest_names("*c_fx", ["h.0.mlp.c_fc", "lm_head"])
+    "; the model has, for example, 'h.0.mlp.c_fc'"
+    """
     close = get_close_matches(pattern.strip("*"), names, n=3, cutoff=0.3) or names[:3]
     return f"; the model has, for example, {', '.join(map(repr, close))}"

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from .._model.parameters import parameters_of
+from .._model.select import suggest_names
 from .._model.survey import ROLES, linear_layers, role_of
 from .module import Module
 
@@ -108,6 +109,7 @@ def _of_rules(model: nn.Module, rules: Mapping[str, float]) -> dict[str, float]:
     if idle := [rule for rule in rules if not blocks[rule]]:
         raise ValueError(
             f"rules: {idle[0]!r} matches no trainable layer that no rule before it matches"
+            f"{suggest_names(idle[0], [*chosen])}"
         )
     total = sum(rules.values())
     return {

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from math import inf, sqrt
+from numbers import Real
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from .._arguments import require_choice
+from .._arguments import require_choice, require_flags
 from .._model.parameters import Weight
 from ..duality import Schedule, dual_embedding, spectral_bound
 from ._depth import Depth
@@ -113,7 +114,8 @@ class Muon(Optimizer):
             unless nonfinite="ignore".
 
     Raises:
-        TypeError: `masses` or `split` is no mapping, `dtype` no torch.dtype, `process_group` none.
+        TypeError: `masses` or `split` is no mapping, a number none, `dtype` no torch.dtype,
+            `process_group` none.
         ValueError: an option out of range; a parameter that no module of the model owns, is in two
             groups or on meta; a `process_group` or `max_spectral_norm` with sharded parameters;
             what `param_groups` raises of `base`, `weight_decay_scaling` and `depth`.
@@ -260,7 +262,8 @@ class Muon(Optimizer):
 
         Raises:
             FloatingPointError: a gradient is not finite (with nonfinite="raise"); nothing has
-                changed.
+                changed. Or what a function as `method` returned is not (unless nonfinite="ignore").
+            ValueError: a function as `method` returned another shape.
             RuntimeError: a parameter is no longer the model's: it was converted, or sharded, after
                 this optimizer was made. Or it was moved to another device than its state. Or a
                 process of `process_group` has no gradient where another has one.
@@ -366,14 +369,14 @@ class Muon(Optimizer):
             if nesterov
             else buffers
         )
-        if group["weight_decay"]:
-            _scale(local, 1 - group["lr"] * group["weight_decay"])
         if group["kind"] == "other":
             steps = [update.sign() for update in updates]
         else:
             weights = [self._roster.weights[p] for p in params]
             polar = self._polar_factors(group)
             steps = polar_parts(params, weights, updates, polar)
+        if group["weight_decay"]:
+            _scale(local, 1 - group["lr"] * group["weight_decay"])
         by_length: dict[float, list[int]] = defaultdict(list)
         for n, p in enumerate(params):
             by_length[self._roster.step_length(p, group["adjust_lr_fn"])].append(n)
@@ -401,7 +404,7 @@ class Muon(Optimizer):
         if self.process_group is None and all(is_small_for(group, matrix) for matrix in matrices):
             duals = dualize_small_by(group, matrices)
         else:
-            polar = partial(dualize_by, group)
+            polar = partial(dualize_by, group, checked=self.nonfinite != "ignore")
             alone = self.process_group is None and all(matrix.is_cpu for matrix in matrices)
             most = LARGEST_ON_CPU if alone and not is_batched(group, matrices) else LARGEST_STACK
             duals = map_stacks(lambda stacks: self._dualize_stacks(stacks, polar), matrices, most)
@@ -489,6 +492,12 @@ def _adamw(
 
 
 def _check(group: dict[str, Any]) -> None:
+    require_flags(nesterov=group["nesterov"], capturable=group["capturable"])
+    for option in ("lr", "other_lr", "weight_decay", "eps", "momentum", "max_spectral_norm"):
+        value = group[option]
+        without = option == "max_spectral_norm" and value is None
+        if not without and not isinstance(value, Real | Tensor):
+            raise TypeError(f"{option}={value!r} is a {type(value).__name__}; take a number")
     if len(group["betas"]) != 2:
         raise ValueError(f"betas={group['betas']!r} must be two numbers, such as (0.9, 0.95)")
     for option in ("lr", "other_lr", "weight_decay", "eps"):

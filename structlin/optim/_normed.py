@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from .._arguments import require_choice
+from .._arguments import require_choice, require_flags
 from .._model.parameters import Weight
 from ..duality import promote, spectral_bound
 from ._matrices import from_matrices, map_stacks, to_matrices
@@ -96,6 +96,7 @@ class Normed(Optimizer):
             name = type(base).__name__
             raise TypeError(f"base={name} makes steps of norm lr by itself: step it without Normed")
         require_choice("norm", norm, NORMS)
+        require_flags(per_vector=per_vector)
         if nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite={nonfinite!r} must be 'raise', 'skip' or 'ignore'")
         options = {"base": base, "model": model, "masses": masses, "norm": norm}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .._linear import StructuredLinear
 from .._model.parameters import ParameterInfo, Weight, parameters_of
+from .._model.select import suggest_names
 from ._sharding import agree, local_part
 
 Masses = Mapping[str, float | tuple[float, ...]]
@@ -106,7 +107,9 @@ def share_masses(infos: Iterable[ParameterInfo], masses: Masses) -> dict[Tensor,
             _require_mass(info, by_layer[info.layer])
         found[info.parameter] = _share(info, by_layer[info.layer])
     if unused:
-        raise ValueError(f"masses: {sorted(unused)[0]!r} matches no layer")
+        pattern = sorted(unused)[0]
+        hint = suggest_names(pattern, [*by_layer])
+        raise ValueError(f"masses: {pattern!r} matches no layer{hint}")
     return found
 
 
@@ -125,7 +128,8 @@ def divide_layers(infos: list[ParameterInfo], split: Mapping[str, int]) -> dict[
             if info.weight.kind == "matrix" and fnmatchcase(info.layer, pattern)
         ]
         if not found:
-            raise ValueError(f"split: {pattern!r} matches no layer with a matrix")
+            hint = suggest_names(pattern, [i.layer for i in infos if i.weight.kind == "matrix"])
+            raise ValueError(f"split: {pattern!r} matches no layer with a matrix{hint}")
         for info in found:
             weight, layer = info.weight, info.layer
             if weight.core is not None or weight.kernel > 1:

@@ -209,6 +209,8 @@ def test_digits_are_told_apart_again_after_distillation():
     batches = list(x.split(100))
     healed = distill(student, teacher, batches, steps=60, lr=0.01, logits=True, progress=False)
     assert healed.after < healed.before / 10
+    assert len(healed.losses) == 60
+    assert len(repr(healed)) < 100
     assert before < 0.6
     assert accuracy(student) > 0.93
     assert accuracy(teacher) > 0.96

@@ -487,7 +487,7 @@ BAD_RULES = [
     (
         lambda: masses(models.GPT(), {"*": 1, "head": 2}),
         ValueError,
-        "'head' matches no trainable layer that no rule",
+        "'head' matches no trainable layer that no rule.*; the model has.* 'lm_head'",
     ),
     (lambda: masses(models.GPT()), TypeError, "not written in the algebra"),
     (lambda: masses(Linear(2, 2), {"*": 1}), TypeError, "masses of its own"),

@@ -677,7 +677,10 @@ def test_a_closure_gives_the_loss():
         (lambda m: Muon(m, nonfinite="warn"), "nonfinite='warn'"),
         (lambda m: Muon(m, masses={"0": 0}), "masses: '0' has 0"),
         (lambda m: Muon(m, masses={"0": (1, 2)}), "masses: '0' is no structured layer"),
-        (lambda m: Muon(m, masses={"7": 1}), "masses: '7' matches no layer"),
+        (lambda m: Muon(m, masses={"7": 1}), "masses: '7' matches no layer; the model has.* '0'"),
+        (lambda m: Muon(m, split={"7": 2}), "split: '7' matches no layer .*; the model has.* '0'"),
+        (lambda m: Muon(m, nesterov="no"), "nesterov='no' is a text"),
+        (lambda m: Muon(m, capturable="no", nonfinite="ignore"), "capturable='no' is a text"),
         (lambda m: Muon(m.parameters()), "model=None"),
         (
             lambda m: Muon([nn.Parameter(torch.ones(3, 3))], model=m),
@@ -702,11 +705,42 @@ def test_bad_arguments_are_refused(make, message):
         ({"masses": 2.0}, "masses=2.0 must be a dict"),
         ({"dtype": "bfloat16"}, "dtype='bfloat16' must be a torch.dtype"),
         ({"process_group": "x"}, "process_group='x' must be a ProcessGroup"),
+        ({"max_spectral_norm": "2"}, "max_spectral_norm='2' is a str; take a number"),
+        ({"lr": "0.1"}, "lr='0.1' is a str; take a number"),
+        ({"momentum": None}, "momentum=None is a NoneType; take a number"),
     ],
 )
 def test_arguments_of_another_type_are_refused_by_name(options, message):
     with pytest.raises(TypeError, match=message):
         Muon(nn.Linear(4, 4), **options)
+
+
+@pytest.mark.parametrize(
+    ("method", "error", "message"),
+    [
+        (
+            lambda matrix: matrix.mT,
+            ValueError,
+            r"matrices \(1, 4, 3\) returned \(1, 3, 4\); it must",
+        ),
+        (lambda matrix: matrix[0], ValueError, r"matrices \(1, 4, 3\) returned \(4, 3\)"),
+        (lambda matrix: None, ValueError, "returned NoneType"),
+        (
+            lambda matrix: matrix / 0,
+            FloatingPointError,
+            "is not finite; of zeros it should be zero",
+        ),
+    ],
+)
+def test_what_a_function_as_method_returns_is_checked_before_its_matrix_moves(
+    method, error, message
+):
+    layer = nn.Linear(3, 4, bias=False)
+    before = layer.weight.detach().clone()
+    layer(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(error, match=f"method=<function.*{message}"):
+        Muon(layer, method=method, weight_decay=0.1).step()
+    assert torch.equal(layer.weight, before)
 
 
 def test_the_compiled_step_is_one_graph_and_makes_the_same_steps_at_every_rate():

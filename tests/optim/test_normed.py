@@ -369,6 +369,8 @@ def test_what_can_not_be_normalised_is_refused_by_name():
     for normed in (Normed(base, model), Muon(model)):
         with pytest.raises(TypeError, match="makes steps of norm lr by itself"):
             Normed(normed, model)
+    with pytest.raises(ValueError, match="per_vector='yes' is a text"):
+        Normed(torch.optim.SGD(nn.Linear(2, 2).parameters()), nn.Linear(2, 2), per_vector="yes")
     with pytest.raises(ValueError, match="norm='svd' is unknown; there are bound, power"):
         Normed(base, model, norm="svd")
     with pytest.raises(ValueError, match="nonfinite='warn'"):
