@@ -7,7 +7,6 @@ E.2); a width that factors badly (a prime, 50257 = 29 x 1733) is padded to the n
 well: the structure is then larger than the layer, and the layer slices.
 """
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -16,6 +15,7 @@ from typing import Any
 
 from ._arguments import require_bounded, require_positive
 from ._structure import Structure
+from ._warnings import warn
 from ._widths import divide, divisors, factorise, name_nearest
 
 MAX_PADDING = 0.15  # share of a width that is padded without a warning
@@ -394,9 +394,9 @@ def structure_of(structure: Family | Structure, in_features: int, out_features: 
 def warn_of_padding(
     structure: Family | Structure, found: Structure, in_features: int, out_features: int
 ) -> None:
-    """Warn of padding, from where a layer's constructor was called."""
+    """Warn of padding."""
     if text := explain_padding(structure, found, in_features, out_features):
-        warnings.warn(f"{label(structure)}: {text}", UserWarning, stacklevel=3)
+        warn(f"{label(structure)}: {text}")
 
 
 def explain_padding(

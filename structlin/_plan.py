@@ -5,7 +5,6 @@ the new layers and swaps them in.
 """
 
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isclose, nan
@@ -29,6 +28,7 @@ from ._model.survey import (
 from ._projection import project, relative_error
 from ._report import Table, percent
 from ._structure import Structure
+from ._warnings import warn
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ def warn_of(planned: Plan) -> None:
         afresh = f"init={planned.init!r} starts its converted layers afresh"
         texts.append(f"the model was loaded from {source!r}: {afresh}")
     for text in texts:
-        warnings.warn(text, UserWarning, stacklevel=3)
+        warn(text)
 
 
 def _list_growth(planned: Plan) -> list[str]:

@@ -1,7 +1,6 @@
 """Healing: a converted model learns, for a few hundred steps, to answer as the dense one does."""
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from .._arguments import require_module, require_positive
 from .._model.outputs import find_tensors
 from .._model.survey import eval_mode
 from .._progress import Bar
+from .._warnings import warn
 from ..duality import promote
 from ..optim import param_groups
 from .calibration import check_batches, prepare_call
@@ -170,11 +170,9 @@ def distill(
             bar.show(f"loss {losses[-1]:.4g}")
             bar.advance()
     if kept == 0 and before > 0:
-        warnings.warn(
+        warn(
             f"distill: no state on the way had a lower held-out loss than the {before:.4g} at the "
-            f"start, so the model is as it was: try a lower lr than {lr:g}, or more batches",
-            UserWarning,
-            stacklevel=2,
+            f"start, so the model is as it was: try a lower lr than {lr:g}, or more batches"
         )
     return Distilled(losses, before, after, kept)
 

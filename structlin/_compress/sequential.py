@@ -16,7 +16,6 @@ that of the projection. So only the live activations of one place are held, and 
 covariance; layers that get the same tensor (query, key and value) share it.
 """
 
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,7 @@ from .._plan import Projection, Refined, build_layer, project_by_weight
 from .._progress import Bar
 from .._projection import project, relative_error
 from .._projection.matrices import divide_norms
+from .._warnings import warn
 from ..duality import promote
 from .calibration import Call, Observed, find_shared, measure_again, ready
 from .moments import Moments
@@ -143,7 +143,7 @@ def _warn_of_few_tokens(targets: Sequence[Target], found: Mapping[str, Projectio
 
 
 def _warn(text: str) -> None:
-    warnings.warn(f"compress: {text}", UserWarning, stacklevel=6)
+    warn(f"compress: {text}")
 
 
 # ---- one layer ---------------------------------------------------------------------------------

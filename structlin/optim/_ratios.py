@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import cache, wraps
 from math import isclose
 from typing import Any, TypeVar
-from warnings import warn
 from weakref import WeakSet
 
 import torch
@@ -18,6 +17,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._model.parameters import parameters_of
+from .._warnings import warn
 from ._normed import Normed
 from ._transfer import Transfer
 
@@ -98,8 +98,7 @@ def _warn_of_one_rate(optimizer: Optimizer, *_: Any) -> None:
             f"every group of {type(optimizer).__name__} has lr={float(lr):.6g}, though their "
             f"lr_mult go from {min(mults):.6g} to {max(mults):.6g}: a loop or a scheduler has set "
             "one rate for all. Call optimizer = structlin.keep_ratios(optimizer) once, before a "
-            'scheduler is made; or set group["lr"] = lr * group["lr_mult"]',
-            stacklevel=3,
+            'scheduler is made; or set group["lr"] = lr * group["lr_mult"]'
         )
 
 
