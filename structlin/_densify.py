@@ -9,7 +9,7 @@ from torch import nn
 from ._arguments import require_choice
 from ._linear import StructuredLinear
 from ._model.survey import build_dense_layer, find_loss, require_replaceable, swap
-from ._plan import declare
+from ._plan import find_declare
 from ._report import kind_of
 from ._timing import time_in_turn
 from .moe import Mixture
@@ -55,7 +55,7 @@ def densify(model: nn.Module, *, where: str = "everywhere", tokens: int | None =
     >>> torch.allclose(densify(model, where="slower", tokens=4096)(x), y, atol=1e-4)
     True
     """
-    layers = _find_structured(model)
+    layers, declare = _find_structured(model), find_declare(model)
     require_choice("where", where, WHERE)
     if where == "slower":
         layers = _find_slower(layers, tokens)

@@ -5,7 +5,7 @@ the new layers and swaps them in.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isclose, nan
 from typing import Any
@@ -111,6 +111,7 @@ class Plan:
         if self._used:
             raise ValueError("a plan is applied once; make a new one")
         require_replaceable(self.model)
+        declare = find_declare(self.model)
         require_unchanged(self.model, [d.layer for d in self.decisions if d.resolved is not None])
         self._require_same_values()
         self._used = True
@@ -313,19 +314,22 @@ def declare_untied(model: nn.Module) -> None:
                 part.tie_word_embeddings = False
 
 
-def declare(model: nn.Module) -> None:
-    """Let transformers know which layers are structured, so that `save_pretrained` writes it
-    down, also where `model` is a part of a model of transformers.
+def find_declare(model: nn.Module) -> Callable[[nn.Module], None]:
+    """What lets transformers know which layers are structured, so that `save_pretrained` writes it
+    down, also where a model is a part of a model of transformers.
 
     A transformers that structlin.hf cannot use stops nobody who converts another model.
+
+    Raises:
+        ImportError: it cannot be used, and `model` has modules of it. Ask before they change.
     """
     owner = sys.modules.get("transformers.modeling_utils")
-    if owner is None:
-        return
-    try:
-        from .hf import declare
-    except ImportError:
-        if any(isinstance(module, owner.PreTrainedModel) for module in model.modules()):
-            raise
-        return
-    declare(model)
+    if owner is not None:
+        try:
+            from .hf import declare
+
+            return declare
+        except ImportError:
+            if any(isinstance(module, owner.PreTrainedModel) for module in model.modules()):
+                raise
+    return lambda model: None

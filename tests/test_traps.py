@@ -521,5 +521,12 @@ def test_a_transformers_that_cannot_be_used_stops_nobody_who_converts_another_mo
     monkeypatch.delattr(structlin, "hf", raising=False)
     model = convert(nn.Sequential(nn.Linear(16, 16)), BTT())
     assert isinstance(model[0], StructuredLinear)
-    with pytest.raises(ImportError):
-        convert(PreTrainedModel(nn.Linear(16, 16)), BTT())
+    for other in (
+        PreTrainedModel(nn.Linear(16, 16)),
+        PreTrainedModel(StructuredLinear(16, 16)),
+    ):
+        before = snapshot(other)
+        change = densify if isinstance(other[0], StructuredLinear) else convert
+        with pytest.raises(ImportError):
+            change(other)
+        assert snapshot(other) == before
