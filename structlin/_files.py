@@ -11,7 +11,9 @@ import json
 import os
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from time import time
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -19,6 +21,7 @@ from torch import Tensor
 
 VERSION = 1
 FILE = "structlin.safetensors"
+STALE = 24 * 3600  # seconds after which nobody writes a temporary file any more
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
@@ -46,6 +49,7 @@ def write_file(
     description = {"version": VERSION, "modules": modules, "aliases": aliases}
     metadata = {"structlin": json.dumps(description, separators=(",", ":"))}
     folder.mkdir(parents=True, exist_ok=True)
+    _remove_stale(folder)
     temporary = folder / f".{FILE}-{uuid4().hex}"
     try:
         temporary.touch()
@@ -59,6 +63,14 @@ def write_file(
         raise OSError(f"{folder / FILE} could not be written: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove the temporary files of savers that were killed; younger ones may be in use."""
+    for file in folder.glob(f".{FILE}-*"):
+        with suppress(OSError):  # its saver has just renamed it, or it is another user's
+            if time() - file.stat().st_mtime > STALE:
+                file.unlink()
 
 
 def read_file(folder: Path) -> Saved:

@@ -45,6 +45,7 @@ class StructlinQuantizer(HfQuantizer):
     """Turns the dense skeleton into the structured one before the weights are read."""
 
     quantization_config: StructlinConfig
+    state: Mapping[str, Any] | None = None  #: to save in place of the model's own
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, **options: Any
@@ -84,9 +85,9 @@ class StructlinQuantizer(HfQuantizer):
         self, model: PreTrainedModel, *args: Any, **options: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """`save_pretrained` calls this before it writes the config."""
-        declare(model)  # what the layers are now
         _write_config(model)
-        state = model.state_dict()
+        given, self.state = self.state, None
+        state = dict(model.state_dict() if given is None else given)
         for name, module in model.named_modules(remove_duplicate=False):
             if isinstance(module, StructuredLinear):
                 # also where its cores are offloaded
@@ -146,9 +147,20 @@ _save_pretrained = PreTrainedModel.save_pretrained
 
 
 @wraps(_save_pretrained)
-def _declare_and_save(self: PreTrainedModel, *args: Any, **options: Any) -> Any:
+def _declare_and_save(
+    self: PreTrainedModel,
+    save_directory: Any,
+    is_main_process: bool = True,
+    state_dict: Mapping[str, Any] | None = None,
+    *args: Any,
+    **options: Any,
+) -> Any:
     declare(self)  # also layers of which only a part of the model knows so far
-    return _save_pretrained(self, *args, **options)
+    quantizer = getattr(self, "hf_quantizer", None)
+    if isinstance(quantizer, StructlinQuantizer):
+        quantizer.state = state_dict  # transformers itself would leave it
+    given: Any = save_directory, is_main_process, state_dict
+    return _save_pretrained(self, *given, *args, **options)
 
 
 PreTrainedModel.save_pretrained = _declare_and_save  # type: ignore[method-assign]

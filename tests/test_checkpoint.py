@@ -338,6 +338,15 @@ def test_a_save_that_fails_leaves_the_old_model_and_nothing_else(saved, monkeypa
     assert torch.equal(load(GPT(), path)(TOKENS), expected)
 
 
+def test_a_save_removes_what_killed_savers_left_and_not_what_others_are_writing(tmp_path):
+    old, young = (tmp_path / f".{FILE}-{name}" for name in ("old", "young"))
+    for file in (old, young):
+        file.write_bytes(b"begun")
+    os.utime(old, (0, 0))
+    save(nn.Linear(3, 3), tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {FILE, young.name}
+
+
 @pytest.mark.skipif(os.name == "nt", reason="files have no such modes there")
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
 def test_others_may_read_the_file_as_they_may_one_of_torch_save(umask, tmp_path):

@@ -256,6 +256,23 @@ def test_structlin_save_and_save_pretrained_share_a_folder(tmp_path):
     assert torch.equal(logits(load(MODELS["llama"](), tmp_path), "llama"), logits(model, "llama"))
 
 
+@pytest.mark.parametrize("by_position", [True, False])
+def test_a_state_that_is_given_is_what_is_saved(by_position, tmp_path):
+    model = converted("llama")
+    before = logits(model, "llama")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    if by_position:
+        model.save_pretrained(tmp_path, True, state)
+    else:
+        model.save_pretrained(tmp_path, state_dict=state)
+    assert torch.equal(logits(type(model).from_pretrained(tmp_path), "llama"), before)
+    model.save_pretrained(tmp_path)  # its own
+    assert not logits(type(model).from_pretrained(tmp_path), "llama").any()
+
+
 def test_dequantize_of_transformers_is_to_dense():
     model = converted("gpt2")
     before = logits(model, "gpt2")
