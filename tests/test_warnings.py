@@ -71,6 +71,11 @@ CASES = {  # what warns, and of what
 }
 
 
+def test_code_of_no_module_is_warned_as_well():
+    with pytest.warns(UserWarning, match="is padded to"):
+        exec("StructuredLinear(16, 13)", {"StructuredLinear": StructuredLinear})
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_warning_names_the_line_that_called(case):
     call, text = CASES[case]

@@ -2,6 +2,7 @@
 
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import product
@@ -214,9 +215,10 @@ def _name_structures(
 
 
 def _on_meta(make: Callable[[], Any]) -> Any:
-    """What `make` makes, on the meta device if that can be."""
+    """What `make` makes, on the meta device if that can be; the real models will warn."""
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             return make()
     except (ValueError, TypeError):
         raise
