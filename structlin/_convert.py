@@ -43,7 +43,8 @@ def convert(
         model: any module; it is changed.
         structure: a family or a `Structure`.
         include: patterns of the layers to convert; None: every linear layer that is not a head, an
-            embedding or a router. A pattern that matches both such layers and others converts only
+            embedding or a router, as names tell: the numbered layers of an nn.Sequential are none
+            of these. A pattern that matches both such layers and others converts only
             the others.
         exclude: patterns of layers to leave; it wins over everything.
         overrides: pattern -> another structure for these layers, or None to leave them; the first

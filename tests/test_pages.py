@@ -19,7 +19,7 @@ from benchmarks import markers, pages
 from benchmarks.harness import record, report, statistics
 from benchmarks.papers import summary, verdicts
 from benchmarks.training import decay, self_guided, starts, transfer
-from structlin import BTT, TT, Kronecker, LowRank, Monarch, to_dense
+from structlin import BTT, TT, Kronecker, LowRank, Monarch, _families, to_dense
 
 ROOT = pages.ROOT
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -75,6 +75,24 @@ def test_the_code_of_a_page_gives_the_output_that_it_shows(page):
     )
     assert results.attempted > 3
     assert results.failed == 0
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "docs/convert.md", "docs/search.md"]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_the_code_without_prompts_runs_after_what_stands_above_it(page, tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)  # for what it writes
+    monkeypatch.setattr(_families, "FAMILIES", {**_families.FAMILIES})
+    namespace: dict[str, object] = {}
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert any(">>>" not in block for block in blocks)
+    for block in blocks:
+        examples = doctest.DocTestParser().get_examples(block)
+        code = [each.source for each in examples if each.exc_msg is None] or [block]
+        exec("".join(code), namespace)
 
 
 def test_the_pages_with_code_are_found():
