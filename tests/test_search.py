@@ -4,6 +4,7 @@ runs go on, and its fits find the law that made the losses."""
 import json
 import math
 import random
+import warnings
 from dataclasses import replace
 from itertools import product
 
@@ -434,6 +435,13 @@ def test_what_does_not_fit_is_named_before_anything_is_trained(changes, error, m
     arguments = {"structures": BOTH, "widths": [16, 64], **OPTIONS, **changes}
     with pytest.raises(error, match=message):
         search.run(build, fails, **arguments)
+
+
+def test_models_that_are_made_without_values_do_not_warn_of_it():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        search.run(build, train, [BTT_POINT], [16], **OPTIONS)
+    assert not any("meta" in str(warning.message) for warning in caught)
 
 
 def test_a_model_that_the_meta_device_cannot_make_is_made_for_real():
