@@ -76,10 +76,12 @@ class Moments:
     def ridge(self) -> float:
         """lam, the variance of each feature that the rows are too few to tell of; 0 if z never
         varies."""
-        variance = self.zz.diagonal().mean().item()
+        squares = self._zz.total.diagonal() / self.count
+        centre = self._z.total / self.count  # as the rows are shifted
+        variance = (squares - centre.square() if self.centred else squares).mean().item()
         if variance <= ROUNDING * self.mean_z.square().mean().item():
             return 0.0
-        return variance * choose_ridge(self.count, len(self.mean_z))
+        return variance * choose_ridge(self.count, len(squares))
 
     def mean_output(self, weight: Tensor) -> Tensor:
         """W E[x], in float64."""

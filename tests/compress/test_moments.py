@@ -40,6 +40,16 @@ def test_a_mean_that_is_far_from_zero_costs_no_digits():
     torch.testing.assert_close(found.zz, torch.cov(x.double().mT, correction=0), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("centred", [True, False])
+def test_the_ridge_grows_with_the_variance_as_rows_get_few_and_is_zero_without_one(centred):
+    x = torch.randn(50, 4, dtype=torch.float64) + 3
+    found, constant = Moments(centred=centred), Moments(centred=centred)
+    found.add(x)
+    constant.add(x[:1].expand(50, 4) * centred)
+    assert found.ridge == pytest.approx(moments.RIDGE * 4 / 50 * found.zz.diagonal().mean().item())
+    assert constant.ridge == 0
+
+
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("in_x", [True, False])
 def test_a_number_that_is_not_finite_is_seen(bad, in_x):
