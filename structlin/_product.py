@@ -138,7 +138,7 @@ def run(
     if mode == "auto" and structure.density >= NEAR:
         tokens = x.numel() // program.in_features // (1 if loads is None else len(loads))
         dense = forms_matrix(structure, tokens)
-    if not dense and op.pays(program, x, structure.plain):
+    if not dense and op.pays(program, x):
         return op.multiply(define, program, cores, x, bias, gains, sigmas, loads)
     cores = cores if gains is None or sigmas is None else normalise(cores, gains, sigmas)
     if loads is not None:

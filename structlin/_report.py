@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ._arguments import require_positive
-from ._kernels import op
+from ._kernels import engine, op
 from ._linear import StructuredLinear
 from ._model.parameters import parameters_of
 from ._model.survey import Layer, build_dense_layer, linear_layers, widths
@@ -246,9 +246,12 @@ def _describe(layer: Layer, tokens: int | None) -> Row:
 
 def _count_saved(layer: StructuredLinear) -> int:
     """Numbers that a structured layer keeps for its backward pass, per token."""
-    structure, device = layer.structure, layer.cores[0].device.type
-    engine = not structure.plain and not op.is_large(structure.program, layer.cores[0].dtype)
-    if layer.mode == "dense" or (engine and device in ("cpu", "meta")):
+    structure, core = layer.structure, layer.cores[0]
+    if layer.mode == "dense" or (
+        core.device.type in ("cpu", "meta")
+        and engine.load()
+        and op.choose(structure.program.numbers, core.dtype) != op.Path.BLAS
+    ):
         return layer.in_features
     return sum(core.batch * core.repeat * core.fan_in for core in structure.cores)
 

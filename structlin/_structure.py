@@ -95,14 +95,13 @@ class Program(NamedTuple):
     in_features: int
     out_features: int
     numbers: tuple[int, ...]
-    largest: int  #: numbers of the largest block
     padding: tuple[int, int] = (0, 0)  #: columns, taken to be zero in x, and rows, dropped from y
 
     def fit(self, columns: int, rows: int) -> "Program":
         """Return the program of a layer with so many columns and rows of W, at most these."""
         padding = self.in_features - columns, self.out_features - rows
         numbers = columns, rows, *self.numbers[2:]
-        return Program(self.steps, self.last, columns, rows, numbers, self.largest, padding)
+        return Program(self.steps, self.last, columns, rows, numbers, padding)
 
 
 class Matrix(NamedTuple):
@@ -306,8 +305,7 @@ def _derive_program(
         own = [[axis for axis in axes if axis != TOKENS] for axes in (lying, wanted)]
         move = _move(own[0], own[1], sizes)
         numbers += [len(move.sizes), *move.sizes, *move.order]
-    last, largest = _move(before[-1], after[-1], sizes), max(s.fan_in * s.fan_out for s in steps)
-    return Program(tuple(steps), last, *widths, tuple(numbers), largest)
+    return Program(tuple(steps), _move(before[-1], after[-1], sizes), *widths, tuple(numbers))
 
 
 def _move(lying: Sequence[str], wanted: Sequence[str], sizes: Mapping[str, int]) -> Move:

@@ -4,8 +4,8 @@
 //     g_last = dy    g_t[b, r, i] = sum_o core_t[b, o, i] g_(t+1)[b, r, o]        dx = g_0
 //     dcore_t[b, o, i] = sum over tokens and r of g_(t+1)[b, r, o] h_t[b, r, i]
 //
-// A tile of tokens goes through all cores while it lies in cache (rows.h, tile.h); each core is products of one kind
-// (products.h), of blocks of any size. Of few tokens a tile would be mostly empty; the forward pass takes them by gemv.h.
+// A tile of tokens goes through all cores while it lies in cache (tiles.h); each core is products of one kind (microkernel.h), of
+// blocks of any size. What runs when is in dispatch.h. Of few tokens a tile would be mostly empty; the forward pass takes them by gemv.h.
 // Two-byte numbers are widened to float32, unless the CPU multiplies bfloat16 in pairs, or has a matrix unit (amx.h).
 // A core is stored (batch, fan_out, fan_in). Sums are in float32, for float64 in float64. Every part of the tokens is summed
 // by itself and the parts are summed in their order: the same call on as many threads gives the same bits. Only x is saved.
@@ -16,47 +16,30 @@
 
 #include "gemv.h"
 #include "polar.h"
-#include "rows.h"
-#include "tile.h"
+#include "tiles.h"
 
 namespace {
 
-constexpr Index MAX_SUM_BYTES = 1 << 30;  // bytes of all threads' sums of gradients
-
 // ---- forward ---------------------------------------------------------------------------------------------------------
 
-// `run(path)` with the way in which a tile goes through the cores
-template <class S, class Run>
-void by_path(const Layer<S>& layer, const Run& run) {
-  if constexpr (std::is_same_v<S, Wide<S>>)
-    if (Rows<S>::serve(layer)) {
-      Rows<S> rows(layer);
-      return run(rows);
-    }
-  Tile<S> tile(layer);
-  run(tile);
-}
-
-template <class S, class Path>
-void forward_tiles(const Layer<S>& layer, Path& path, const S* x, S* y, const Wide<S>* bias) {
-  using H = typename Path::H;
+template <class S>
+void forward_tiles(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias) {
+  using H = Held<S>;
+  Tiles<S> tiles(layer);
+  tiles.prepare_forward(bias);
   const Program& program = layer.program;
-  const Index tokens = layer.tokens, size = path.size, tiles = (tokens + size - 1) / size, area = path.area();
-  path.prepare_forward(bias);
-  parallel_for(0, tiles, 1, [&](Index begin, Index end) {
+  const Index tokens = layer.tokens, size = tiles.size, area = tiles.area();
+  parallel_for(0, (tokens + size - 1) / size, 1, [&](Index begin, Index end) {
     thread_local Numbers<H> memory;
     H *h = memory.reserve(2 * area), *next = h + area;
-    for (Index number = begin; number < end; number++) {
-      const Index first = number * size, n = std::min(size, tokens - first);
-      S* y_rows = y + first * program.out;
-      const H* read = path.pack_x(h, x + first * program.in, n);
-      for (Index t = 0; t <= path.last; t++, std::swap(h, next)) {
+    for (Index first = begin * size; first < std::min(end * size, tokens); first += size) {
+      const Index n = std::min(size, tokens - first);
+      tiles.pack_x(h, x + first * program.in, n);
+      for (Index t = 0; t <= tiles.last; t++, std::swap(h, next)) {
         const Step& step = program.steps[t];
-        auto to = t < path.last ? next : path.place_y(next, y_rows);
-        over_blocks(step, step.pairs(), [&](Index begin, Index end) { path.forward(t, to, read, n, begin, end); });
-        read = static_cast<H*>(to);
+        over_blocks(step, step.pairs(), [&](Index begin, Index end) { tiles.forward(t, next, h, n, begin, end); });
       }
-      path.unpack_y(y_rows, read, n);
+      tiles.unpack_y(y + first * program.out, h, n);
     }
   });
 }
@@ -86,7 +69,7 @@ Tensor forward(const Tensor& given, const std::vector<Tensor>& cores, const std:
     const S* from = static_cast<const S*>(x.data_ptr()) + first * layer.program.in;
     S* to = static_cast<S*>(y.mutable_data_ptr()) + first * layer.program.out;
     if (layer.is_gemv()) forward_gemv<S>(layer, from, to, added);
-    else by_path(layer, [&](auto& path) { forward_tiles(layer, path, from, to, added); });
+    else forward_tiles(layer, from, to, added);
   });
   return y;
 }
@@ -102,80 +85,83 @@ struct Totals {
   Numbers<F> memory;
 };
 
+// The sum of the rows of dy, onto `to`
+template <class S>
+void add_rows(Wide<S>* to, const S* dy, Index rows, Index features) {
+  constexpr Index L = LANES<Wide<S>>;
+  for (Index t = 0; t < rows; t += 4)
+    for (Index f = 0; f < features; f += L) {
+      const Index width = std::min(L, features - f);
+      Vector<Wide<S>> sum = load(to + f, width);
+      for (Index i = t; i < std::min(t + 4, rows); i++) sum += load(dy + i * features + f, width);
+      store(to + f, sum, width);
+    }
+}
+
 // The sums over tokens, and dx, unless it is null
-template <class S, class Path>
-Totals<Wide<S>> add_tiles(const Layer<S>& layer, Path& path, const S* dy_data, const S* x_data, S* dx_data, bool of_cores,
-                          bool of_bias) {
+template <class S>
+Totals<Wide<S>> add_tiles(const Layer<S>& layer, const S* dy_data, const S* x_data, S* dx_data, bool of_cores, bool of_bias) {
   using F = Wide<S>;
-  using H = typename Path::H;
+  using H = Held<S>;
   const Program& program = layer.program;
   const bool of_x = dx_data;
+  Tiles<S> tiles(layer);
+  const Index tokens = layer.tokens, size = tiles.size, last = tiles.last, area = tiles.area(),
+              count = (tokens + size - 1) / size;
+  tiles.prepare_backward(tokens, of_x);
   Totals<F> found;
   std::vector<Sum>& sums = found.sums;
   Index summed = 0, middle = 0;
-  path.prepare_backward(of_x, of_cores);
-  for (Index t = 0; t <= path.last; t++) {
-    sums.emplace_back(program.steps[t], summed, path.along_out(t), LANES<F>);
+  for (Index t = 0; t <= last; t++) {
+    sums.emplace_back(program.steps[t], summed, tiles.along_out(t), LANES<F>);
     summed += of_cores ? round_up(sums.back().size, 16) : 0;
-    middle += path.area(t);
+    middle += tiles.area(t);
   }
   found.bias_at = summed;
-  const Index area = path.area(), size = path.size, tokens = layer.tokens,
-              tiles = (tokens + size - 1) / size;
   summed += of_bias ? round_up(program.out, 16) : 0;
   const Index most = MAX_SUM_BYTES / std::max<Index>(1, summed * sizeof(F));
-  const Index parts = layer.shares_tiles() ? 1 : std::max<Index>(1, std::min({layer.threads(), tiles, most}));
+  const Index parts = tiles.tiling.shared ? 1 : std::max<Index>(1, std::min({layer.threads(), count, most}));
   F* total = found.memory.reserve(std::max<Index>(1, parts * summed));
 
-  auto run = [&](Index part) {
-    thread_local Numbers<H> memory;
-    H* h = memory.reserve(middle + 2 * area);
-    F* own = total + part * summed;
-    const Index start = part * tiles / parts;
-    std::fill(tiles ? own + found.bias_at : own, own + summed, F{0});
-    for (Index number = start; number < (part + 1) * tiles / parts; number++) {
-      const Index first = number * size, n = std::min(size, tokens - first);
-      std::vector<const H*> read;  // by each core
-      H* next = h;
-      if (of_cores) {
-        read.push_back(path.pack_x(h, x_data + first * program.in, n));
-        for (Index t = 0; t < path.last; t++) {
-          next += path.area(t);
-          over_blocks(program.steps[t], program.steps[t].pairs(),
-                      [&](Index begin, Index end) { path.forward(t, next, read[t], n, begin, end); });
-          read.push_back(next);
-        }
+  // The tokens from `first` on, of the tiles that go together; `own` has no value yet if they are `fresh`
+  auto add = [&](F* own, Index first, bool fresh, H* h) {
+    const Index n = std::min(size, tokens - first);
+    const S* dy = dy_data + first * program.out;
+    if (of_bias) add_rows(own + found.bias_at, dy, n, program.out);
+    if (!of_x && !of_cores) return;
+    std::vector<const H*> read(last + 1, h);  // by each core
+    H *g = h + middle, *next = g + area;
+    if (of_cores) {
+      tiles.pack_x(h, x_data + first * program.in, n);
+      for (Index t = 0; t < last; t++) {
+        h += tiles.area(t);
+        over_blocks(program.steps[t], program.steps[t].pairs(),
+                    [&](Index begin, Index end) { tiles.forward(t, h, read[t], n, begin, end); });
+        read[t + 1] = h;
       }
-      const S* dy_rows = dy_data + first * program.out;
-      if (of_bias)
-        for (Index t = 0; t < n; t += 4)
-          for (Index f = 0; f < program.out; f += LANES<F>) {
-            Index width = std::min<Index>(LANES<F>, program.out - f);
-            F* to = own + found.bias_at + f;
-            Vector<F> sum = load(to, width);
-            for (Index i = t; i < std::min(t + 4, n); i++) sum += load(dy_rows + i * program.out + f, width);
-            store(to, sum, width);
-          }
-      if (!of_x && !of_cores) continue;
-      H *free = h + middle, *other = free + area;
-      const H* g = path.pack_dy(free, dy_rows, n);
-      for (Index t = path.last; t >= 0; t--, std::swap(free, other)) {
-        const Step& step = program.steps[t];
-        if (of_cores)
-          over_blocks(step, step.batch, [&](Index begin, Index end) {
-            path.add(t, own, sums[t], g, read[t], n, number == start, begin, end);
-          });
-        if (!t && !of_x) break;
-        auto to = t ? other : path.place_dx(other, dx_data + first * program.in);
-        over_blocks(step, step.pairs(), [&](Index begin, Index end) { path.backward(t, to, g, n, begin, end); });
-        g = static_cast<H*>(to);
-      }
-      if (of_x) path.unpack_dx(dx_data + first * program.in, g, n);
     }
+    tiles.pack_dy(g, dy, n);
+    for (Index t = last; t >= 0; t--, std::swap(g, next)) {
+      const Step& step = program.steps[t];
+      if (of_cores)
+        over_blocks(step, step.batch, [&](Index begin, Index end) {
+          tiles.add(t, own, sums[t], g, read[t], n, fresh, begin, end);
+        });
+      if (!t && !of_x) return;
+      over_blocks(step, step.pairs(), [&](Index begin, Index end) { tiles.backward(t, next, g, n, begin, end); });
+    }
+    tiles.unpack_dx(dx_data + first * program.in, g, n);
   };
   parallel_for(0, parts, 1, [&](Index begin, Index end) {
     Settings settings;
-    for (Index part = begin; part < end; part++) run(part);
+    thread_local Numbers<H> memory;
+    H* h = memory.reserve(middle + 2 * area);
+    for (Index part = begin; part < end; part++) {
+      F* own = total + part * summed;
+      const Index start = part * count / parts;
+      std::fill(count ? own + found.bias_at : own, own + summed, F{0});
+      for (Index number = start; number < (part + 1) * count / parts; number++) add(own, number * size, number == start, h);
+    }
   });
 
   parallel_for(0, summed, MIN_PRODUCTS_PER_THREAD, [&](Index begin, Index end) {  // the parts in their order
@@ -211,10 +197,8 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
   S* dx_data = of_x ? static_cast<S*>(found[0].mutable_data_ptr()) : nullptr;
   std::vector<Totals<F>> totals(layer.experts());
   layer.over_experts([&](Index expert, Index first) {
-    by_path(layer, [&](auto& path) {
-      totals[expert] = add_tiles(layer, path, dy_data + first * program.out, x_data + first * program.in,
-                                 of_x ? dx_data + first * program.in : nullptr, of_cores, of_bias);
-    });
+    totals[expert] = add_tiles(layer, dy_data + first * program.out, x_data + first * program.in,
+                               of_x ? dx_data + first * program.in : nullptr, of_cores, of_bias);
   });
 
   if (of_bias) {
@@ -284,6 +268,12 @@ std::vector<Tensor> gradients(const Tensor& dy, const Tensor& x, std::vector<Ten
   return by_dtype(x, [&](auto s) { return backward<decltype(s)>(dy, x, cores, gains, sigmas, numbers, wants, loads); });
 }
 
+// Which way a call takes, as a number of `Path`; `like` has its dtype
+int64_t choose_path(const Tensor& like, Indices numbers, int64_t tokens, bool trains) {
+  const Call call{program_of(numbers), tokens, torch::stable::get_num_threads(), true, trains};
+  return by_dtype(like, [&](auto s) { return static_cast<int64_t>(choose<decltype(s)>(call)); });
+}
+
 }  // namespace
 
 // Their schemas are in op.py
@@ -291,5 +281,6 @@ STABLE_TORCH_LIBRARY_IMPL(structlin_cpu, CPU, library) {
   library.impl("multiply", TORCH_BOX(&multiply));
   library.impl("layer", TORCH_BOX(&multiply));
   library.impl("gradients", TORCH_BOX(&gradients));
+  library.impl("choose", TORCH_BOX(&choose_path));
   library.impl("polar", TORCH_BOX(&polar));
 }

@@ -18,20 +18,13 @@
 #include <optional>
 #include <vector>
 
-#include "amx.h"
-#include "program.h"
-#include "vectors.h"
+#include "dispatch.h"
 
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::parallel_for;
 using torch::stable::Tensor;
-
-constexpr Index L2_BYTES = 1 << 20;  // of cores that stay in the second cache
-constexpr Index LARGE_BLOCK = 1 << 18;  // numbers of a block that vectors along fan-in fill, read from beyond that cache
-constexpr Index MAX_GEMV_TOKENS = 16;   // by such a block, where there is no matrix unit
-constexpr Index MIN_PRODUCTS_PER_THREAD = 1 << 16;  // multiply-adds that are worth a thread
 
 // ---- memory ----------------------------------------------------------------------------------------------------------
 
@@ -171,14 +164,8 @@ struct Layer {
   }
 
   Index experts() const { return loads.size(); }
-  // Whether much of a tile would be empty, widening the cores takes longer than its products, or it has no block for some threads
-  bool is_gemv() const {
-    constexpr Index L = LANES<F>;
-    if (!forward) return false;
-    if (program.largest() >= LARGE_BLOCK && !(GROUPED<S> && has_matrix_unit())) return tokens <= MAX_GEMV_TOKENS;
-    if (GROUPED<S>) return tokens <= L / 2;
-    return tokens <= (std::is_same_v<S, Held<S>> && program.fewest() >= threads() ? L * 3 / 4 : L);
-  }
+  Call call() const { return {program, tokens, threads(), forward}; }
+  bool is_gemv() const { return choose<S>({program, tokens, threads(), forward, false}) == Path::GEMV; }
 
   Indices read_loads(const Tensor& given) const {
     STD_TORCH_CHECK(given.scalar_type() == ScalarType::Long, "structlin: the loads must be int64");
@@ -238,24 +225,6 @@ struct Layer {
   }
 
   Index threads() const { return std::max<Index>(1, torch::stable::get_num_threads()); }
-
-  // Whether threads share each tile's blocks, and not the tiles: of few tokens times large cores, so that there is one sum of
-  // gradients, no core is read by all, and of three tiles no thread has two
-  bool shares_tiles() const {
-    const bool large = program.params() * Index{sizeof(F)} >= L2_BYTES;
-    return tokens <= (forward ? 4 : 6) * LANES<F> && large && program.fewest() >= threads();
-  }
-
-  // Tokens of a tile: a vector; two where a core is large, so that it is read less often, where numbers go in groups, where
-  // threads share each, and where there are so many that their shares stay alike; four for the matrix unit, where a core is large
-  Index tile() const {
-    Index largest = 0;
-    for (const Step& step : program.steps) largest = std::max(largest, step.params());
-    const bool large = largest * sizeof(F) >= L2_BYTES;
-    const Index vectors = GROUPED<S> && large && has_matrix_unit() ? 4 : 2, each = tokens / (vectors * LANES<F>) / threads();
-    if (shares_tiles() && tokens > LANES<F>) return 2 * LANES<F>;
-    return (GROUPED<S> || large || each >= 4) && each ? vectors * LANES<F> : LANES<F>;
-  }
 };
 
 }  // namespace

@@ -10,6 +10,8 @@ definition.
 """
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -53,31 +55,50 @@ torch.library.define(
 _multiply = torch.ops.structlin_cpu.multiply.default
 _layer = torch.ops.structlin_cpu.layer.default
 _gradients = torch.ops.structlin_cpu.gradients.default
+torch.library.define(
+    "structlin_cpu::choose", "(Tensor like, int[] program, int tokens, bool trains) -> int"
+)
+_choose_path = torch.ops.structlin_cpu.choose.default
 
 
-# Numbers of a block from which on BLAS is faster, but for the forward pass of a few tokens; and in
-# bfloat16 where the engine has a matrix unit. Measured at widths of 512 to 4096, and 1024 to 3072.
-LARGE_BLOCK, LARGE_FOR_UNIT = 1 << 18, 1 << 20
-MAX_GEMV_TOKENS = 16  # tokens
+class Path(IntEnum):
+    """The ways of a call, `Path` in dispatch.h: torch's own products, or one of the engine's."""
+
+    BLAS = 0
+    GEMV = 1
+    TILES = 2
 
 
-def pays(program: Program, x: Tensor, plain: bool) -> bool:
-    """Whether the engine takes x and is the faster way.
+def pays(program: Program, x: Tensor) -> bool:
+    """Whether the engine takes x and is the faster way."""
+    if not available(x):
+        return False
+    if torch.compiler.is_compiling():
+        return choose(program.numbers, x.dtype) != Path.BLAS
+    trains = torch.is_grad_enabled()  # or may: it is not known
+    tokens = 0 if trains else x.numel() // x.shape[-1]
+    return bool(_choose(program.numbers, x.dtype, tokens, trains))
 
-    It is for the forward pass of a few tokens. Of more, BLAS is where a block is large and where
-    the structure is plain (a chain of matrices).
+
+@lru_cache(maxsize=4096)
+def _choose(numbers: tuple[int, ...], dtype: torch.dtype, tokens: int, trains: bool) -> Path:
+    like = torch.empty(0, dtype=dtype, device="cpu")
+    return Path(_choose_path(like, numbers, tokens, trains))
+
+
+def choose(
+    numbers: tuple[int, ...], dtype: torch.dtype, tokens: int = 0, trains: bool = True
+) -> Path:
+    """Return the way of a call of so many tokens, as the engine's `choose` in dispatch.h says.
+
+    Args:
+        numbers: the program's.
+        trains: whether a backward pass may follow; whether it pays does not depend on the tokens.
     """
-    # of small blocks no more is asked: this is a part of every call
-    if not plain and (program.largest < LARGE_BLOCK or not is_large(program, x.dtype)):
-        return available(x)
-    trains = torch.compiler.is_compiling() or torch.is_grad_enabled()  # or may: it is not known
-    return not trains and x.numel() <= MAX_GEMV_TOKENS * x.shape[-1] and available(x)
+    return _choose(numbers, dtype, tokens, trains)
 
 
-def is_large(program: Program, dtype: torch.dtype) -> bool:
-    """Whether a block is one that BLAS multiplies faster, of many tokens."""
-    unit = dtype == torch.bfloat16 and engine.has_matrix_unit()
-    return program.largest >= (LARGE_FOR_UNIT if unit else LARGE_BLOCK)
+choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def available(x: Tensor) -> bool:

@@ -6,7 +6,7 @@
 // it might. Each matrix is one thread's: its factor has the same bits on any number of threads, and in any company.
 
 #pragma once
-#include "products.h"
+#include "microkernel.h"
 
 namespace {
 

@@ -120,6 +120,18 @@ struct Program {
     return most;
   }
 
+  Index widest_core() const {  // numbers of the largest core
+    Index most = 0;
+    for (const Step& step : steps) most = std::max(most, step.params());
+    return most;
+  }
+
+  bool is_chain() const {  // of matrices, with no permutation in between
+    for (const Step& step : steps)
+      if (step.pairs() != 1 || !std::is_sorted(step.reads.fan.begin(), step.reads.fan.end())) return false;
+    return std::is_sorted(steps.back().writes.fan.begin(), steps.back().writes.fan.end());
+  }
+
   Index fewest() const {  // products of a core
     Index least = steps.front().pairs();
     for (const Step& step : steps) least = std::min(least, step.pairs());

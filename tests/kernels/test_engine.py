@@ -4,7 +4,6 @@ it is built."""
 import multiprocessing
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -893,16 +892,23 @@ def test_blocks_that_blas_has_at_its_own_rate_are_left_to_it(dtype, blocks, take
     assert (y.grad_fn.name() == "_ProductBackward") == takes
 
 
-def test_its_limits_of_few_tokens_and_large_blocks_are_those_that_choose_it():
-    text = engine.SOURCE.with_name("layer.h").read_text(encoding="utf-8")
-    found = dict(
-        re.findall(r"^constexpr Index (MAX_GEMV_TOKENS|LARGE_BLOCK) = ([\d <]+);", text, re.M)
-    )
-    limits = {}
-    for name, value in found.items():
-        number, _, shift = value.partition(" << ")
-        limits[name] = int(number) << int(shift or 0)
-    assert limits == {"MAX_GEMV_TOKENS": op.MAX_GEMV_TOKENS, "LARGE_BLOCK": op.LARGE_BLOCK}
+@pytest.mark.parametrize(
+    ("family", "tokens", "trains", "path"),
+    [
+        (BTT(), 1, False, op.Path.GEMV),
+        (BTT(), 4096, False, op.Path.TILES),
+        (BTT(), 4096, True, op.Path.TILES),
+        (LowRank(rank=64), 1, False, op.Path.GEMV),
+        (LowRank(rank=64), 1, True, op.Path.BLAS),  # a chain of matrices
+        (LowRank(rank=64), 17, False, op.Path.BLAS),
+        (Monarch(blocks=2), 16, False, op.Path.GEMV),  # blocks of 512 x 512
+        (Monarch(blocks=2), 17, False, op.Path.BLAS),
+        (Monarch(blocks=2), 1, True, op.Path.BLAS),
+    ],
+)
+def test_it_is_asked_which_way_a_call_takes(family, tokens, trains, path):
+    numbers = family.structure(1024, 1024).program.numbers
+    assert op.choose(numbers, torch.float32, tokens, trains) == path
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -9,8 +9,6 @@
 
 namespace {
 
-constexpr int MR = BYTES == 32 ? 4 : 8;  // rows of C in registers; NR is two vectors
-
 template <class H>
 struct Scalars {  // A[m, k]; of numbers that go in groups, column is 1
   const H* at;
@@ -71,7 +69,8 @@ template <class S, int N, bool ADD, class T, class B>
 inline void multiply_columns(const Result<T>& c, const Scalars<Held<S>>& a, const Vectors<B>& b, Index n, Index height,
                              Index depth, Wide<S> factor) {
   Index m = 0;
-  for (; m + MR <= height; m += MR) microkernel<S, MR, N, ADD>(c, a, b, m, n, depth, factor);
+  const auto is_eight = [&] { return MR == 6 && height - m == 8; };  // two fours are faster than a six and a two
+  for (; m + MR <= height && !is_eight(); m += MR) microkernel<S, MR, N, ADD>(c, a, b, m, n, depth, factor);
   for (; m + 4 <= height; m += 4) microkernel<S, 4, N, ADD>(c, a, b, m, n, depth, factor);
   for (; m + 2 <= height; m += 2) microkernel<S, 2, N, ADD>(c, a, b, m, n, depth, factor);
   if (m < height) microkernel<S, 1, N, ADD>(c, a, b, m, n, depth, factor);
@@ -106,55 +105,8 @@ void multiply_into(Result<T> c, Scalars<Held<S>> a, const Vectors<B>& b, Index h
     }
 #endif
   Index n = 0;
-  for (; n + 2 * L <= width; n += 2 * L) multiply_columns<S, 2, ADD>(c, a, b, n, height, depth, factor);
+  for (; n + NR * L <= width; n += NR * L) multiply_columns<S, NR, ADD>(c, a, b, n, height, depth, factor);
   if (n < width) multiply_columns<S, 1, ADD>(c, a, b, n, height, depth, factor);
 }
-
-// `run(begin, end)` for some of the `count` blocks of a core. Within a tile that is one of many this is one call; all threads
-// share what is the only one.
-template <class Run>
-void over_blocks(const Step& step, Index count, const Run& run) {
-  parallel_for(0, count, std::max<Index>(1, MIN_PRODUCTS_PER_THREAD / (step.in * step.out * 2)), [&](Index begin, Index end) {
-    Settings settings;
-    run(begin, end);
-  });
-}
-
-// Pack a core transposed: [batch][fan_in][fan_out]. To move a number takes as long as some sixteen products.
-template <class S>
-void pack_core(Numbers<Held<S>>& memory, const Step& step, const Core<S>& core) {
-  using F = Wide<S>;
-  const Index block = step.in * step.out;
-  Held<S>* to = memory.reserve(step.params());
-  parallel_for(0, step.batch, std::max<Index>(1, MIN_PRODUCTS_PER_THREAD / 16 / block), [&](Index begin, Index end) {
-    for (Index b = begin * block; b < end * block; b += block)
-      transpose<F>(
-          step.out, step.in, step.out,
-          [&](Index o, Index i, Index count) { return load(core.data + b + o * step.in + i, count); },
-          [&](Index i, Index o, const Vector<F>& v) { store(to + b + i * step.out + o, v, step.out - o); });
-  });
-}
-
-// Where the sum of a core's gradient lies: [batch][rows][columns], columns padded to whole vectors
-struct Sum {
-  bool along_out;  // columns are fan-out, not fan-in
-  Index rows, columns, padded, start, size;
-  Indices row_offsets;
-
-  Sum(const Step& step, Index start, bool along_out, Index lanes) : along_out(along_out), start(start) {
-    rows = along_out ? step.in : step.out;
-    columns = along_out ? step.out : step.in;
-    padded = round_up(columns, lanes);
-    size = step.batch * rows * padded;
-    for (Index m = 0; m < rows; m++) row_offsets.push_back(m * padded);
-  }
-
-  // `C (+)= A B` for one block of the core; `fresh`: C has no value yet
-  template <class S, class B>
-  void add(Wide<S>* total, Index batch, bool fresh, const Scalars<Held<S>>& a, const Vectors<B>& b, Index depth) const {
-    const Result<Wide<S>> c{total + start + batch * rows * padded, row_offsets.data()};
-    (fresh ? multiply_into<S, false, Wide<S>, B> : multiply_into<S, true, Wide<S>, B>)(c, a, b, rows, padded, depth, 1);
-  }
-};
 
 }  // namespace

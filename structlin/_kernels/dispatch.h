@@ -1,0 +1,157 @@
+// What runs when: every threshold of the engine, and what the CPU says of itself, from which they follow.
+//
+// Numbers with a unit were found by trying, on these machines:
+//
+//     CPU                      vectors         L1     L2      matrix unit
+//     AMD EPYC, Zen 1, 2       AVX2            32 KB  512 KB  no
+//     AMD EPYC, Zen 4          AVX-512         32 KB  1 MB    no
+//     Intel Xeon, 4th          AVX-512, AMX    48 KB  2 MB    yes
+
+#pragma once
+#include <algorithm>
+#include <fstream>
+#include <string>
+#if defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(__unix__)
+#include <unistd.h>
+#endif
+
+#include "amx.h"
+#include "program.h"
+#include "vectors.h"
+
+namespace {
+
+constexpr Index MIN_PRODUCTS_PER_THREAD = 1 << 16;  // multiply-adds that are worth a thread
+constexpr Index MIN_PRODUCTS_TO_PACK = 1 << 24;     // by a block, from which on its transposed copy pays
+constexpr Index LARGE_BLOCK = 1 << 18;              // numbers of a block from which on BLAS multiplies many tokens faster
+constexpr Index LARGE_BLOCK_OF_UNIT = 1 << 20;      // the same of bfloat16 where there is a matrix unit
+constexpr Index MAX_GEMV_TOKENS = 16;               // of a block or a chain of matrices that BLAS is for
+constexpr Index MAX_TILES_TOGETHER = 8;             // that go through a block of cores beyond the second cache
+constexpr Index MAX_SUM_BYTES = 1 << 30;            // of all threads' sums of gradients
+constexpr Index MAX_REGISTER_ROWS = 8;              // of sums that more registers would not make faster
+
+// ---- the machine -----------------------------------------------------------------------------------------------------
+
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int REGISTERS = 32;
+#else
+constexpr int REGISTERS = 16;
+#endif
+constexpr int NR = 2;  // vectors of a row of sums in registers
+// Rows of sums in registers, beside a row of B and a number of A
+constexpr int MR = std::min<int>(MAX_REGISTER_ROWS, (REGISTERS - NR - 1) / NR / 2 * 2);
+
+struct Caches {
+  Index l1, l2;  // bytes of a core's own
+};
+
+// Bytes of a cache by Linux's files, which know those of ARM too; 0: they do not say
+inline Index read_cache_file(int level) {
+  for (int index = 0; index < 4; index++) {
+    const std::string folder = "/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(index) + "/";
+    std::string type;
+    int found = 0;
+    Index kilobytes = 0;
+    std::ifstream(folder + "level") >> found;
+    std::ifstream(folder + "type") >> type;
+    std::ifstream(folder + "size") >> kilobytes;
+    if (found == level && type != "Instruction") return kilobytes << 10;
+  }
+  return 0;
+}
+
+inline Index read_cache(int level) {
+#if defined(__APPLE__)
+  int64_t bytes = 0;
+  size_t size = sizeof bytes;
+  const char* name = level == 1 ? "hw.perflevel0.l1dcachesize" : "hw.perflevel0.l2cachesize";
+  return sysctlbyname(name, &bytes, &size, nullptr, 0) ? 0 : bytes;
+#else
+#if defined(_SC_LEVEL1_DCACHE_SIZE)
+  const Index bytes = sysconf(level == 1 ? _SC_LEVEL1_DCACHE_SIZE : _SC_LEVEL2_CACHE_SIZE);
+  if (bytes > 0) return bytes;
+#endif
+  return read_cache_file(level);
+#endif
+}
+
+// The caches of this machine; 32 and 512 KB where it does not say
+inline const Caches& caches() {
+  static const Caches found = [] {
+    const Index l1 = read_cache(1), l2 = read_cache(2);
+    return Caches{l1 > 0 ? l1 : 32 << 10, l2 > 0 ? l2 : 512 << 10};
+  }();
+  return found;
+}
+
+// Depth of blocking: so many rows of B, NR vectors wide, fill half of the first cache
+inline Index find_depth() {
+  static const Index depth = std::max<Index>(64, caches().l1 / 2 / (NR * BYTES));
+  return depth;
+}
+
+// Rows of A, `depth` numbers each, that fill a quarter of the second cache
+template <class H>
+Index find_height(Index depth) {
+  return std::max<Index>(MR, caches().l2 / 4 / (depth * sizeof(H)) / MR * MR);
+}
+
+// ---- the call --------------------------------------------------------------------------------------------------------
+
+struct Call {
+  const Program& program;
+  Index tokens, threads;
+  bool forward;  // or backward
+  bool trains = true;  // whether a backward pass may follow, or is run
+};
+
+enum class Path { BLAS, GEMV, TILES };
+
+// BLAS: torch's own products, of large blocks and chains of matrices. GEMV (gemv.h): forward, of so few tokens that much of a
+// tile would be empty, that widening the cores would take longer than their products, or that some threads would have no
+// block. TILES (tiles.h): everything else.
+template <class S>
+Path choose(const Call& call) {
+  constexpr Index L = LANES<Wide<S>>;
+  const Program& program = call.program;
+  const bool unit = GROUPED<S> && has_matrix_unit(), large = program.largest() >= LARGE_BLOCK;
+  if (program.is_chain() || program.largest() >= (unit ? LARGE_BLOCK_OF_UNIT : LARGE_BLOCK))
+    if (call.trains || call.tokens > MAX_GEMV_TOKENS) return Path::BLAS;
+  Index most = L;
+  if (large && !unit) most = MAX_GEMV_TOKENS;
+  else if (GROUPED<S>) most = L / 2;
+  else if (std::is_same_v<S, Held<S>> && program.fewest() >= call.threads) most = L * 3 / 4;
+  return call.forward && call.tokens <= most ? Path::GEMV : Path::TILES;
+}
+
+// How tokens go through the cores on the path TILES
+struct Tiling {
+  Index width;     // tokens of a tile
+  Index together;  // tiles that go through a core block by block, so that a block is read once for all
+  bool shared;     // whether threads share each tile's blocks, and not the tiles
+};
+
+template <class S>
+Tiling find_tiling(const Call& call) {
+  using F = Wide<S>;
+  constexpr Index L = LANES<F>;
+  const Program& program = call.program;
+  const Index l2 = caches().l2, tokens = call.tokens;
+  const bool beyond = program.params() * Index{sizeof(F)} >= l2, large = program.widest_core() * Index{sizeof(F)} >= l2;
+  // Of few tokens times many cores: so that there is one sum of gradients, no core is read by all, and of three tiles no
+  // thread has two
+  const bool shared = beyond && tokens <= (call.forward ? 4 : 6) * L && program.fewest() >= call.threads;
+  if (shared) return {tokens > L ? 2 * L : L, 1, true};
+  // A vector; two where a core is large, where numbers go in groups, and where there are so many that threads' shares stay
+  // alike; four for the matrix unit, where a core is large
+  const Index vectors = GROUPED<S> && large && has_matrix_unit() ? 4 : 2, each = tokens / (vectors * L) / call.threads;
+  const Index width = (GROUPED<S> || large || each >= 4) && each ? vectors * L : L;
+  if (!beyond) return {width, 1, false};
+  auto shares = [](Index n, Index of) { return std::max<Index>(1, (n + of - 1) / of); };
+  const Index tiles = shares(tokens, width), rounds = shares(tiles, call.threads * MAX_TILES_TOGETHER);
+  return {width, shares(tiles, call.threads * rounds), false};  // as many for each thread
+}
+
+}  // namespace
