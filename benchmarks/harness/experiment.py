@@ -36,12 +36,20 @@ SECONDS_BETWEEN_SAVES = 5.0
 # ---- options, processes --------------------------------------------------------------------------
 
 
-def parser(about: str | None, out: Path = RESULTS) -> argparse.ArgumentParser:
-    """The options that every benchmark has; `about` is its module's docstring."""
+def parser(
+    about: str | None, out: Path = RESULTS, *, workers: int | None = 2
+) -> argparse.ArgumentParser:
+    """The options that every benchmark has; `about` is its module's docstring.
+
+    Args:
+        workers: the default number of processes; None: the benchmark has one, and no such option.
+    """
     options = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
+    if workers is not None:
+        text = "processes, of one thread each"
+        options.add_argument("--workers", type=int, default=workers, help=text)
     options.add_argument("--out", type=Path, default=out, help="folder of the JSON and the plot")
     options.set_defaults(kept=out)
     options.add_argument(

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 ENDS = {"value", "low", "high"}
@@ -56,6 +57,32 @@ def tables(result: Mapping[str, Any]) -> list[Table]:
     return [_table(name, found) for name, found in result.items() if name not in skipped]
 
 
+def grid(title: str, rows: Sequence[Mapping[str, str]], names: int = 1) -> Table:
+    """A table of rows as column -> text, a column for every key; the first `names` hold text, the
+    others numbers.
+
+    >>> [list(column.cells) for column in grid("", [{"x": "a"}, {"x": "b", "ms": "1"}]).columns]
+    [['a', 'b'], ['', '1']]
+    """
+    shown = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    for n, column in enumerate(columns):
+        shown.add_column(column, justify="left" if n < names else "right", no_wrap=True)
+    for row in rows:
+        shown.add_row(*(row.get(column, "") for column in columns))
+    return shown
+
+
+def with_spread(found: Mapping[str, float], digits: str) -> str:
+    """A median and its percentiles.
+
+    >>> with_spread({"median": 2.0, "p20": 1.0, "p80": 2.5}, ".1f")
+    '2.0 (1.0-2.5)'
+    """
+    median, low, high = (f"{found[key]:{digits}}" for key in ("median", "p20", "p80"))
+    return f"{median} ({low}-{high})"
+
+
 def _table(title: str, found: Any) -> Table:
     shown = Table(title=title)
     if isinstance(found, list) and found and isinstance(found[0], Mapping):
@@ -102,6 +129,15 @@ def table(titles: list[str], rows: list[list[str]]) -> str:
     """Markdown; the first column is text, the others are numbers."""
     lines = [f"| {' | '.join(line)} |" for line in (titles, *rows)]
     return "\n".join([lines[0], "|---|" + "--:|" * (len(titles) - 1), *lines[1:]])
+
+
+def speeds(titles: list[str], rows: list[list[str]]) -> str:
+    """`table` with an empty corner, as docs/speed.md writes it.
+
+    >>> speeds(["ms"], [["dense", "9"]])
+    '| | ms |\\n|---|--:|\\n| dense | 9 |'
+    """
+    return table(["", *titles], rows).replace("|  |", "| |", 1)
 
 
 def fill(text: str, tables: Mapping[str, Callable[[], str]]) -> str:

@@ -180,6 +180,15 @@ def spread(values: Sequence[float], low: int = 20) -> dict[str, float]:
     return {"median": statistics.median(values), **ends}
 
 
+def ratio(first: Sequence[float], second: Sequence[float], low: int = 20) -> dict[str, float]:
+    """`spread` of the first's samples over the second's, round by round.
+
+    >>> ratio([2.0, 8.0], [1.0, 2.0])["median"]
+    3.0
+    """
+    return spread([a / b for a, b in zip(first, second, strict=True)], low)
+
+
 # ---- memory --------------------------------------------------------------------------------------
 
 

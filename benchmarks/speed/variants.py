@@ -1,15 +1,16 @@
 """What `benchmarks.speed.layer` times: the structures, and each layer as a function of its input.
 
 Implementations: nn.Linear; auto, what `StructuredLinear` does by itself; structured and merged, the
-two modes that it chooses from; loop, `_product.multiply`, its definition; compiled, torch.compile
-of that; strided, two products that write into a strided view of the output, with one copy of the
+two modes that it chooses from; loop, one batched product for each core; compiled, torch.compile of
+that; strided, two products that write into a strided view of the output, with one copy of the
 activations each way, as the published BTT and Monarch layers do it (written here from the formula;
 an output that interleaves its blocks, Monarch's, is one copy more). Options: auto with a bias, with
 weight normalisation, and nn.Linear with a bias.
 """
 
+import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, sqrt
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.harness import timing
+from benchmarks.harness.race import Oracle, Run, Variant
 from structlin import (
     BTT,
     TT,
@@ -31,16 +33,13 @@ from structlin import (
     Structure,
     StructuredLinear,
 )
-from structlin._product import multiply, run
-from structlin._structure import Move
-
-Run = Callable[[Tensor], Tensor]
-Oracle = Callable[[Structure, Sequence[Tensor], Tensor], Tensor]
 
 SMOKE = 64  # the width of a smoke run
+# of the relative Frobenius error; bfloat16 rounds to 2^-9 each time, float16 to 2^-12
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-3}
 # of d_in * d_out; beyond, a CPU needs too long for the modes that nobody would take
 MODES_TO = 1024**2
-COMPILED_AT = (1024,)  # the square widths at which the einsum is compiled, seconds a structure
+COMPILED_AT = (1024,)  # the square widths at which the loop is compiled, seconds a structure
 OPTIONS_AT = (SMOKE, 1024, 2048)
 OPTIONS_OF = ("BTT r=1", "Monarch 16")
 OPTIONS = {"bias": "bias", "weight norm": "weight_norm"}  # name, argument of StructuredLinear
@@ -92,104 +91,68 @@ class Job:
         return self.d_in == self.d_out and self.d_in in widths
 
 
-@dataclass
-class Variant:
-    """A layer as a function, its parameters, and what says what it has to compute."""
-
-    name: str
-    implementation: str
-    structure: Structure
-    run: Run
-    parameters: Sequence[Tensor]
-    x: Tensor
-    dy: Tensor
-    option: str = ""
-    oracle: Oracle = timing.oracle
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        return self.structure.in_features, self.structure.out_features
-
-    @property
-    def title(self) -> str:
-        """The implementation, and its option."""
-        return f"{self.implementation} + {self.option}" if self.option else self.implementation
-
-    def forward(self) -> Tensor:
-        with torch.no_grad():
-            return self.run(self.x)
-
-    def forward_backward(self) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(self.run(self.x), [self.x, *self.parameters], self.dy)
-
-
 def variants(job: Job, device: str, end: float = inf) -> list[Variant]:
-    """nn.Linear first and last; between them all structures, and nn.Linear at their FLOPs unless
-    the job is brief.
+    """nn.Linear first; then all structures, and nn.Linear at their FLOPs unless the job is brief.
 
     After `end`, of `time.perf_counter`, nothing is compiled.
     """
     dtype = getattr(torch, job.dtype)
 
-    def data(width: int) -> Tensor:
-        return torch.randn(job.tokens, width, device=device).to(dtype)
+    def data(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
 
-    x, dy = data(job.d_in).requires_grad_(job.backward), data(job.d_out)
+    def inputs(d_in: int, d_out: int) -> tuple[Tensor, Tensor]:
+        return data(job.tokens, d_in).requires_grad_(job.backward), data(job.tokens, d_out)
 
-    def dense(d_in: int, d_out: int, x: Tensor, dy: Tensor) -> Variant:
-        weight = nn.Parameter((torch.randn(d_out, d_in, device=device) / sqrt(d_in)).to(dtype))
-        layer = Dense().structure(d_in, d_out)
-        return Variant(
-            "dense", "nn.Linear", layer, partial(F.linear, weight=weight), [weight], x, dy
-        )
+    def dense(d_in: int, d_out: int, *ends: Tensor) -> Variant:
+        weight = nn.Parameter(data(d_out, d_in) / sqrt(d_in))
+        run, structure = partial(F.linear, weight=weight), Dense().structure(d_in, d_out)
+        return Variant("dense", "nn.Linear", structure, run, [weight], *ends)
 
-    found = [dense(job.d_in, job.d_out, x, dy)]
+    ends = inputs(job.d_in, job.d_out)
+    found = [dense(job.d_in, job.d_out, *ends)]
     with_options = job.square_at(OPTIONS_AT) and not job.brief
     if with_options:
-        weight, bias = (
-            found[0].parameters[0],
-            nn.Parameter(torch.randn(job.d_out, device=device).to(dtype)),
-        )
-        biased = partial(F.linear, weight=weight, bias=bias)
-        found.append(
-            replace(
-                found[0], run=biased, parameters=[weight, bias], option="bias", oracle=biased_oracle
-            )
-        )
-    equal_flops = set[tuple[int, int]]()
-    compiled: list[Variant] = []
+        (weight,), bias = found[0].parameters, nn.Parameter(data(job.d_out))
+        run = partial(F.linear, weight=weight, bias=bias)
+        biased = {"parameters": [weight, bias], "option": "bias", "oracle": biased_oracle}
+        found.append(replace(found[0], run=run, **biased))
+    equal_flops, to_compile = set[tuple[int, int]](), list[Variant]()
     for name, family in families(min(job.d_in, job.d_out)).items():
-        layer_of = partial(
-            StructuredLinear, job.d_in, job.d_out, family, device=device, dtype=dtype
-        )
+        make = partial(StructuredLinear, job.d_in, job.d_out, family, device=device, dtype=dtype)
         try:
-            layer = layer_of(bias=False)
+            layer = make(bias=False)
         except ValueError as misfit:
             print(f"# left out: {name} in {job.title}: {misfit}")
             continue
         structure, cores = layer.structure, list(layer.cores)
+        runs = {"auto": layer} if job.brief else implementations(layer, job, device)
+        found += [Variant(name, how, structure, run, cores, *ends) for how, run in runs.items()]
         if job.brief:
-            found.append(Variant(name, "auto", structure, layer, cores, x, dy))
             continue
-        runs: dict[str, Run] = {"auto": layer, "loop": partial(multiply, structure.program, cores)}
-        if device == "cuda" or job.modes:
-            runs["structured"] = partial(run, structure, cores, mode="structured")
-            runs["merged"] = partial(run, structure, cores, mode="dense")
-        if all(core.repeat == 1 and core.batch > 1 for core in structure.cores):
-            runs["strided"] = partial(StridedProducts.apply, structure, *cores)
-        found += [Variant(name, how, structure, run, cores, x, dy) for how, run in runs.items()]
         if job.square_at(COMPILED_AT):
-            compiled.append(Variant(name, "compiled", structure, runs["loop"], cores, x, dy))
+            to_compile.append(Variant(name, "compiled", structure, runs["loop"], cores, *ends))
         if with_options and name in OPTIONS_OF:
             for option, argument in OPTIONS.items():
-                found.append(
-                    _with_option(name, option, layer_of(**{"bias": False, argument: True}), x, dy)
-                )
+                with_option = make(**{"bias": False, argument: True})
+                found.append(_with_option(name, option, with_option, *ends))
         equal_flops.add(equal_flops_widths(structure))
-    found += compile_all(compiled, backward=job.backward, end=end)
-    for d_in, d_out in sorted(equal_flops - {(job.d_in, job.d_out)}):
-        found.append(dense(d_in, d_out, data(d_in).requires_grad_(job.backward), data(d_out)))
-    return [*found, replace(found[0], name="dense, last")]
+    found += compile_all(to_compile, end)
+    others = sorted(equal_flops - {(job.d_in, job.d_out)})
+    return [*found, *(dense(*widths, *inputs(*widths)) for widths in others)]
+
+
+def implementations(layer: StructuredLinear, job: Job, device: str) -> dict[str, Run]:
+    """Name -> the layer's function."""
+    structure, cores = layer.structure, list(layer.cores)
+    runs: dict[str, Run] = {"auto": layer, "loop": partial(loop, structure, cores)}
+    if device == "cuda" or job.modes:
+        for how, mode in (("structured", "structured"), ("merged", "dense")):
+            runs[how] = twin = copy.copy(layer)  # of the same cores
+            twin.mode = mode
+    if all(core.repeat == 1 and core.batch > 1 for core in structure.cores):
+        runs["strided"] = partial(StridedProducts.apply, structure, *cores)
+    return runs
 
 
 def equal_flops_widths(structure: Structure) -> tuple[int, int]:
@@ -246,10 +209,10 @@ def normalised_oracle(
     return timing.oracle(structure, scaled, x)
 
 
-# ---- peers ---------------------------------------------------------------------------------------
+# ---- others ------------------------------------------------------------------------------------
 
 
-def compile_all(plain: Sequence[Variant], *, backward: bool, end: float) -> list[Variant]:
+def compile_all(plain: Sequence[Variant], end: float) -> list[Variant]:
     """Each of `plain` compiled by a first call; what fails, or would begin after `end`, is left out
     and said."""
     if not plain:
@@ -257,22 +220,29 @@ def compile_all(plain: Sequence[Variant], *, backward: bool, end: float) -> list
     torch.compiler.reset()  # they all are one code object, and the last job's would be tried too
     found = []
     for variant in plain:
-        if time.perf_counter() > end:
-            print(f"# left out: {variant.name}, compiled: no time")
-            continue
-        run = torch.compile(variant.run, fullgraph=True, dynamic=False)
-        compiled = replace(variant, run=run)
+        why = "no time" if time.perf_counter() > end else ""
+        compiled = replace(variant, run=torch.compile(variant.run, fullgraph=True, dynamic=False))
         try:
             with torch._dynamo.config.patch(recompile_limit=len(plain)):
-                _ = compiled.forward_backward() if backward else compiled.forward()
+                _ = why or compiled.work()
         except Exception as failure:  # no C++ compiler, for one
-            print(
-                f"# left out: {variant.name}, compiled: {type(failure).__name__}: "
-                f"{str(failure).splitlines()[0]}"
-            )
-            continue
-        found.append(compiled)
+            why = f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
+        if why:
+            print(f"# left out: {variant.name}, compiled: {why}")
+        else:
+            found.append(compiled)
     return found
+
+
+def loop(structure: Structure, cores: Sequence[Tensor], x: Tensor) -> Tensor:
+    """`W x` by one batched product for each core, between fixed permutations."""
+    h, program = x, structure.program
+    for step, core in zip(program.steps, cores, strict=True):
+        h = _seen(h, step.move, step.batch, step.fan_in)  # (batch, tokens * repeat, fan_in)
+        if not torch.compiler.is_compiling() and 1 not in h.stride()[1:]:
+            h = h.contiguous()  # or torch.bmm goes through it block by block
+        h = torch.bmm(h, core.mT)  # (batch, tokens * repeat, fan_out)
+    return _moved(h, program.last).reshape(len(x), structure.out_features)
 
 
 class StridedProducts(torch.autograd.Function):
@@ -322,14 +292,16 @@ def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
         out.copy_(torch.bmm(a, b))
 
 
-def _seen(h: Tensor, move: Move, batch: int, width: int) -> Tensor:
+def _seen(h: Tensor, move: Any, batch: int, width: int) -> Tensor:
     """An activation after a move, as `(batch, tokens * repeat, width)`."""
-    return (h.reshape(move.sizes).permute(move.order) if move.order else h).reshape(
-        batch, -1, width
-    )
+    return _moved(h, move).reshape(batch, -1, width)
 
 
-def _inverse(move: Move) -> Move:
+def _moved(h: Tensor, move: Any) -> Tensor:
+    return h.reshape(move.sizes).permute(move.order) if move.order else h
+
+
+def _inverse(move: Any) -> Any:
     """The move back."""
     back = tuple(move.order.index(axis) for axis in range(len(move.order)))
-    return Move(tuple(move.sizes[axis] for axis in move.order), back)
+    return move._replace(sizes=tuple(move.sizes[axis] for axis in move.order), order=back)

@@ -16,12 +16,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 
 pytest.importorskip("matplotlib")
 
-from benchmarks.harness import timing
+from benchmarks.harness import race, report, timing
 from benchmarks.speed import layer, scaling, variants
-from structlin import BTT, TT, Dense, Kronecker, LowRank, Monarch, _product
+from benchmarks.speed.variants import loop
+from structlin import BTT, TT, Dense, Kronecker, LowRank, Monarch
 from structlin._model.survey import linear_layers
 
 ROOT = Path(__file__).parents[2]
@@ -34,14 +36,14 @@ def _pages_are_left_alone(monkeypatch):
     monkeypatch.setattr(timing, "keep_pages", lambda: True)
 
 
-@pytest.mark.parametrize("module", [scaling, timing, variants])
+@pytest.mark.parametrize("module", [report, scaling, timing, variants])
 def test_the_examples_in_the_docstrings_give_what_they_show(module):
     results = doctest.testmod(module)
     assert results.attempted
     assert not results.failed
 
 
-TIMED = ("timing.wall", "timing.interleaved", "perf_counter()", "monotonic()")
+TIMED = ("timing.wall", "timing.interleaved", "race(", "perf_counter()", "monotonic()")
 
 
 def test_every_benchmark_that_times_a_layer_builds_the_engine_before():
@@ -53,7 +55,9 @@ def test_every_benchmark_that_times_a_layer_builds_the_engine_before():
         if "__main__" in text and any(word in text for word in TIMED)
     }
     assert len(timed) > 8
-    assert [name for name, text in timed.items() if "show_config()" not in text] == []
+    begins = ("show_config()", "BENCH.main()")  # the latter calls the former
+    assert "show_config()" in texts["race"]
+    assert [n for n, text in timed.items() if not any(word in text for word in begins)] == []
 
 
 # ---- the protocol --------------------------------------------------------------------------------
@@ -70,10 +74,6 @@ class Clock:
         self.now += 1
         work()
         return self.now
-
-
-def by_loop(structure, cores, x):
-    return _product.multiply(structure.program, cores, x)
 
 
 def test_variants_take_turns_and_the_first_and_the_last_keep_their_places(monkeypatch):
@@ -124,7 +124,7 @@ def test_what_a_layer_keeps_is_its_input_and_the_middle(family):
     structure = family.structure(64, 64)
     cores = [torch.randn(core.shape, requires_grad=True) for core in structure.cores]
     x = torch.randn(5, 64, requires_grad=True)
-    kept = timing.saved_bytes(lambda: _product.multiply(structure.program, cores, x), cores)
+    kept = timing.saved_bytes(lambda: loop(structure, cores, x), cores)
     assert kept == 4 * 5 * (64 + scaling.middle(structure))
 
 
@@ -155,13 +155,11 @@ print(faults * resource.getpagesize() / 2**26)
 # ---- the gate ------------------------------------------------------------------------------------
 
 
-def variant(run, family, d_in=16, d_out=16, tokens=400):
+def variant(run, family, backward=True, d_in=16, d_out=16, tokens=400):
     structure = family.structure(d_in, d_out)
     cores = [torch.randn(core.shape, requires_grad=True) for core in structure.cores]
-    x, dy = torch.randn(tokens, d_in, requires_grad=True), torch.randn(tokens, d_out)
-    return variants.Variant(
-        "one", "auto", structure, lambda x: run(structure, cores, x), cores, x, dy
-    )
+    x, dy = torch.randn(tokens, d_in, requires_grad=backward), torch.randn(tokens, d_out)
+    return race.Variant("one", "auto", structure, lambda x: run(structure, cores, x), cores, x, dy)
 
 
 def test_the_oracle_is_the_kronecker_product():
@@ -180,13 +178,13 @@ class Wrong(torch.autograd.Function):
     def forward(ctx, structure, x, *cores):
         ctx.structure = structure
         ctx.save_for_backward(x, *cores)
-        return _product.multiply(structure.program, cores, x)
+        return loop(structure, cores, x)
 
     @staticmethod
     def backward(ctx, dy):
         x, *cores = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
         with torch.enable_grad():
-            y = by_loop(ctx.structure, cores, x)
+            y = loop(ctx.structure, cores, x)
             right = torch.autograd.grad(y, [x, *cores], dy, retain_graph=True)
             wrong = torch.autograd.grad(y[:-1], cores[:1], dy[:-1])
         return None, right[0], *wrong, *right[2:]
@@ -194,15 +192,15 @@ class Wrong(torch.autograd.Function):
 
 def forgets_a_row(structure, cores, x):
     y = torch.empty(len(x), structure.out_features)
-    y[:-1] = _product.multiply(structure.program, cores, x)[:-1]
+    y[:-1] = loop(structure, cores, x)[:-1]
     return y
 
 
 def test_the_gate_passes_what_is_right_and_stops_what_is_wrong():
     for family, backward in product((BTT(rank=2), Monarch(blocks=4), Dense()), (True, False)):
-        assert layer.error(variant(by_loop, family), backward=backward) < 1e-6
-        assert layer.error(variant(forgets_a_row, family), backward=backward) == inf
-    off = layer.error(variant(lambda s, cores, x: Wrong.apply(s, x, *cores), BTT()), backward=True)
+        assert variant(loop, family, backward).error() < 1e-6
+        assert variant(forgets_a_row, family, backward).error() == inf
+    off = variant(lambda s, cores, x: Wrong.apply(s, x, *cores), BTT()).error()
     assert 1e-3 < off < inf
 
 
@@ -214,11 +212,11 @@ def test_memory_is_poisoned_for_the_gate_alone():
 
 def test_a_layer_that_is_wrong_is_not_timed(monkeypatch):
     zero = SimpleNamespace(
-        apply=lambda structure, *cores_x: 0 * by_loop(structure, cores_x[:2], cores_x[2])
+        apply=lambda structure, *cores_x: 0 * loop(structure, cores_x[:2], cores_x[2])
     )
     monkeypatch.setattr(variants, "StridedProducts", zero)
-    with pytest.raises(ArithmeticError, match="BTT r=1, strided: relative error 1"):
-        layer.main(["--smoke"])
+    with pytest.raises(ArithmeticError, match=r"BTT r=1, strided, .*: relative error 1"):
+        layer.BENCH.main(["--smoke"])
 
 
 @pytest.mark.parametrize(
@@ -249,7 +247,7 @@ def test_the_strided_peer_is_the_structure_with_its_gradients(family, d_in, d_ou
 
 
 def test_layer_prints_a_table_and_a_json_line_per_row_and_keeps_both(tmp_path, capsys):
-    rows = layer.main(["--smoke", "--out", str(tmp_path)])
+    rows = layer.BENCH.main(["--smoke", "--out", str(tmp_path)])
     printed = capsys.readouterr().out
     assert [json.loads(line) for line in printed.splitlines() if line.startswith("{")] == [
         json.loads(json.dumps(row)) for row in rows
@@ -268,7 +266,7 @@ def test_layer_prints_a_table_and_a_json_line_per_row_and_keeps_both(tmp_path, c
         assert f"{name} + {option}" in printed
     assert "dense + bias" in printed
     assert "…" not in printed  # the table is not cut
-    assert all(row["error"] < layer.TOLERANCE[row["dtype"]] for row in rows)
+    assert all(row["error"] < variants.TOLERANCE[row["dtype"]] for row in rows)
     for row in rows:
         if row["structure"] == "BTT r=4" and row["backward"]:  # here of as many FLOPs as dense
             assert row["x_dense"] == row["x_equal_flops"]
@@ -292,7 +290,7 @@ def test_few_tokens_are_measured_once_at_every_width_in_every_dtype(device):
         for job in layer.jobs(device)
         if not job.backward and job.tokens in layer.FEW and job.d_in in layer.FEW_AT
     ]
-    assert sorted(found) == sorted(product(layer.FEW_AT, layer.FEW, layer.TOLERANCE))
+    assert sorted(found) == sorted(product(layer.FEW_AT, layer.FEW, variants.TOLERANCE))
 
 
 def test_the_table_of_few_tokens_has_the_lowest_speed_of_all_widths():
@@ -316,15 +314,14 @@ def test_the_table_of_few_tokens_has_the_lowest_speed_of_all_widths():
 
 
 def test_layer_stops_at_its_budget_and_says_what_it_left_out(tmp_path, capsys):
-    assert layer.main(["--smoke", "--budget", "0", "--out", str(tmp_path)]) == []
+    assert layer.BENCH.main(["--smoke", "--budget", "0", "--out", str(tmp_path)]) == []
     assert capsys.readouterr().out.count("# left out: ") == 3
     assert not list(tmp_path.iterdir())
 
 
 def test_a_smoke_run_of_layer_keeps_nothing_by_itself(monkeypatch):
-    monkeypatch.setattr(layer, "save_json", None)
-    monkeypatch.setattr(layer, "plot", None)
-    assert layer.main(["--smoke"])
+    monkeypatch.setattr(race, "save_json", None)
+    assert layer.BENCH.main(["--smoke"])
 
 
 @pytest.mark.parametrize(
@@ -345,7 +342,7 @@ def test_how_memory_is_freed_is_chosen_and_kept_with_the_result(
 ):
     monkeypatch.setattr(timing, "keep_pages", lambda: could)
     monkeypatch.setattr(variants, "families", lambda width: {"BTT r=1": BTT()})
-    layer.main(["--smoke", "--device", "cpu", "--allocator", choice, "--out", str(tmp_path)])
+    layer.BENCH.main(["--smoke", "--device", "cpu", "--allocator", choice, "--out", str(tmp_path)])
     assert {path.name for path in tmp_path.iterdir()} == {f"{name}.json", f"{name}.png"}
     assert json.loads((tmp_path / f"{name}.json").read_text())["setting"]["allocator"] == setting
 
@@ -355,11 +352,10 @@ SQUARE = variants.Job(64, 64, 300, "float32", True)
 
 def test_options_are_compared_with_their_twins(monkeypatch):
     monkeypatch.setattr(variants, "families", lambda width: {"BTT r=1": BTT()})
-    found = variants.variants(SQUARE, "cpu")
     monkeypatch.setattr(
-        layer, "sample", lambda works, *_: [[float(n + 1)] for n in range(len(works))]
+        timing, "interleaved", lambda works, *_, **__: {v: [n + 1.0] for n, v in enumerate(works)}
     )
-    rows = layer.measure(SQUARE, found, "cpu", H200)
+    rows = layer.measure(SQUARE, race.Heat(ceilings=H200))
     took = {
         (row["structure"], row["implementation"]): row["ms"]["median"]
         for row in rows
@@ -386,13 +382,13 @@ def test_the_gate_stops_a_layer_that_forgets_its_option(monkeypatch):
     found = {
         v.option: v for v in variants.variants(SQUARE, "cpu") if v.name == "BTT r=1" and v.option
     }
-    assert all(layer.error(v, backward=True) < 1e-5 for v in found.values())
+    assert all(v.error() < 1e-5 for v in found.values())
     for option in ("bias", "weight norm"):
         v = found[option]
         forgets = replace(
-            v, run=lambda x, v=v: _product.multiply(v.structure.program, v.parameters[:2], x)
+            v, x=v.x.detach(), run=lambda x, v=v: loop(v.structure, v.parameters[:2], x)
         )
-        assert layer.error(forgets, backward=False) > 0.1
+        assert forgets.error() > 0.1
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -401,7 +397,7 @@ def test_the_compiled_einsum_passes_the_gate(monkeypatch):
     monkeypatch.setattr(variants, "COMPILED_AT", (64,))
     monkeypatch.setattr(variants, "families", lambda width: {"BTT r=2": BTT(rank=2)})
     (found,) = [v for v in variants.variants(SQUARE, "cpu") if v.implementation == "compiled"]
-    assert layer.error(found, backward=True) < 1e-5
+    assert found.error() < 1e-5
 
 
 def test_what_does_not_compile_or_fit_is_left_out_and_said(monkeypatch, capsys):
@@ -432,17 +428,17 @@ def test_what_does_not_compile_or_fit_is_left_out_and_said(monkeypatch, capsys):
 
 def test_what_a_user_waits_for_is_measured_in_turns(monkeypatch):
     calls = []
-    monkeypatch.setattr(timing, "wall", lambda work, device: work() / 1e3)
-    works = [lambda n=n: calls.append(n) or n for n in (2, 3, 4)]
+    works = {n: lambda n=n: calls.append(n) for n in (2, 3, 4)}
+    monkeypatch.setattr(timing, "wall", lambda work, device: work() or calls[-1] / 1e3)
     waits = layer.user_waits(works, "cpu")
-    assert [wait["median"] for wait in waits] == [pytest.approx(n) for n in (2, 3, 4)]
+    assert {n: wait["median"] for n, wait in waits.items()} == pytest.approx({2: 2, 3: 3, 4: 4})
     assert calls[::3] == [2] * layer.WAITS
 
 
 def test_what_a_user_waits_for_is_shown_where_it_was_measured(capsys):
-    rows = [row for row in layer.main(["--smoke"]) if row["dtype"] == "bfloat16"]
+    rows = [row for row in layer.BENCH.main(["--smoke"]) if row["dtype"] == "bfloat16"]
     assert "wall ms" not in capsys.readouterr().out
-    layer.show([row | {"wall_ms": {"median": 12.34}} for row in rows], layer.Console(width=200))
+    Console(width=200).print(layer.show([row | {"wall_ms": {"median": 12.34}} for row in rows]))
     shown = capsys.readouterr().out
     assert "wall ms" in shown
     assert "12.3" in shown

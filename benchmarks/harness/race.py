@@ -1,0 +1,307 @@
+"""A benchmark of speed as data, and the one way in which its variants are timed.
+
+A speed alone says little, so a `Bench` follows one protocol. The machine's ceilings come first.
+Every variant is compared with its oracle, and one that is wrong ends the run. The variants take
+turns, the reference first and last in every round. Speeds are ratios within a round, with their
+spread. Jobs come in order of importance; what does not fit the budget of seconds is left out.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import ceil, inf
+from platform import libc_ver
+from typing import Any, Generic
+
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import structlin
+from benchmarks.harness import timing
+from benchmarks.harness.experiment import parser, result_path
+from benchmarks.harness.record import save_json
+from benchmarks.harness.timing import Ceilings, Key, Work, ratio, spread
+from structlin import Structure
+
+Row = dict[str, Any]
+
+Run = Callable[[Tensor], Tensor]
+Oracle = Callable[[Structure, Sequence[Tensor], Tensor], Tensor]
+
+ORACLE_TOKENS = 256  # of a layer's output that are compared with the oracle
+LEAST_NUMBERS = 8  # of a gradient that is compared, beyond those of the gains
+JOB_SECONDS = 3.0  # that a job's turns may take, however little is left
+
+
+# ---- one race ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Heat:
+    """Where one job is measured, and for how long."""
+
+    device: str = "cpu"
+    rounds: tuple[int, int] = (3, 25)  #: the least, made even after `end`, and the most
+    end: float = inf  #: of `time.perf_counter`; after it nothing is begun but a first round
+    share: float = 1.0  #: of the seconds that are left, for this job
+    ceilings: Ceilings | None = None
+
+    def until(self) -> float:
+        now = time.perf_counter()
+        return now + max(JOB_SECONDS, self.share * (self.end - now))
+
+
+@dataclass(frozen=True)
+class Times(Generic[Key]):
+    """Seconds of every variant, round by round, and its error."""
+
+    seconds: dict[Key, list[float]]
+    errors: dict[Key, float]
+
+    @property
+    def reference(self) -> list[float]:
+        """The mean of the first and the last of each round."""
+        first, *_, last = self.seconds.values()
+        return [sum(pair) / 2 for pair in zip(first, last, strict=True)]
+
+    def ms(self, key: Key) -> dict[str, float]:
+        return spread([1e3 * sample for sample in self.seconds[key]])
+
+    def speed(self, key: Key) -> dict[str, float]:
+        """Against the reference."""
+        return ratio(self.reference, self.seconds[key])
+
+
+def race(
+    works: Mapping[Key, Work],
+    heat: Heat,
+    *,
+    last: Key | None = None,
+    errors: Mapping[Key, Callable[[], float]] | None = None,
+    tolerance: float = inf,
+    clock: Callable[[Work, str], float] = timing.seconds,
+    least: float = 0.0,
+) -> Times[Key]:
+    """Compare the variants with their oracles, then time them in turns.
+
+    Args:
+        works: the variants; the first is the reference.
+        last: the name under which the reference runs again at the end of every round.
+        errors: of variants against their oracles, relative.
+        tolerance: what an error has to be below.
+        clock: (work, device) -> seconds.
+        least: seconds of a sample, by calls back to back.
+
+    Raises:
+        ArithmeticError: a variant is wrong; nothing is timed then.
+    """
+    found = {key: error() for key, error in (errors or {}).items()}
+    for key, off in found.items():
+        if not off < tolerance:
+            raise ArithmeticError(f"{key}: relative error {off:.1e}, not below {tolerance:.0e}")
+    first = next(iter(works))
+    turns = dict(works) if last is None else {**works, last: works[first]}
+    if last is not None and first in found:
+        found[last] = found[first]
+    calls = {
+        key: ceil(least / timing.wall(work, heat.device)) if least else 1
+        for key, work in turns.items()
+    }
+    times = timing.interleaved(
+        {key: partial(_repeat, work, calls[key]) for key, work in turns.items()},
+        partial(clock, device=heat.device),
+        rounds=heat.rounds,
+        until=heat.until(),
+        end=heat.end,
+    )
+    seconds = {key: [total / calls[key] for total in totals] for key, totals in times.items()}
+    return Times(seconds, found)
+
+
+def _repeat(work: Work, count: int) -> None:
+    for _ in range(count):
+        work()
+
+
+@dataclass(eq=False)
+class Variant:
+    """A layer as a function, its parameters, and what says what it has to compute.
+
+    Its work is one forward pass, and the backward pass where `x` requires a gradient.
+    """
+
+    name: str
+    implementation: str
+    structure: Structure
+    run: Run
+    parameters: Sequence[Tensor]
+    x: Tensor
+    dy: Tensor
+    option: str = ""
+    oracle: Oracle = timing.oracle
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return self.structure.in_features, self.structure.out_features
+
+    @property
+    def title(self) -> str:
+        """The implementation, and its option."""
+        return f"{self.implementation} + {self.option}" if self.option else self.implementation
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.title}, {len(self.x)} tokens, {self.x.dtype}"
+
+    def work(self) -> Any:
+        if self.x.requires_grad:
+            return torch.autograd.grad(self.run(self.x), [self.x, *self.parameters], self.dy)
+        with torch.no_grad():
+            return self.run(self.x)
+
+    def error(self) -> float:
+        """The largest relative error of the output and the gradients, on a sample of the tokens.
+
+        The pass has full size, on memory poisoned with NaN. The output's gradient is zero outside
+        the sample, so that the parameters' gradients are the sample's alone.
+        """
+        x, dy, backward = self.x, torch.zeros_like(self.dy), self.x.requires_grad
+        count = min(len(x), ORACLE_TOKENS)
+        sample = torch.linspace(0, len(x) - 1, count, device=x.device).round().long()
+        dy[sample] = self.dy[sample]
+        # What is compiled takes its memory past torch's allocations, and would be compiled anew
+        # for the poisoned mode
+        poisoned = nullcontext() if self.implementation == "compiled" else timing.poisoned()
+        with poisoned, torch.set_grad_enabled(backward):
+            y = self.run(x)
+            gradients = torch.autograd.grad(y, [x, *self.parameters], dy) if backward else ()
+        if not all(torch.isfinite(tensor).all() for tensor in (y, *gradients)):
+            return inf
+        wide = [
+            tensor.detach().double().requires_grad_(backward)
+            for tensor in (x[sample], *self.parameters)
+        ]
+        wanted = self.oracle(self.structure, wide[1:], wide[0])
+        pairs = [(y[sample], wanted)]
+        if backward:
+            found = (gradients[0][sample], *gradients[1:])
+            pairs += zip(found, torch.autograd.grad(wanted, wide, dy[sample].double()), strict=True)
+        # The gradient of a gain is a sum of a million numbers that nearly cancel: bfloat16 has no
+        # digits of it
+        return max(
+            timing.relative_error(*pair) for pair in pairs if pair[1].numel() > LEAST_NUMBERS
+        )
+
+
+# ---- a benchmark ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What is compared, and for how many seconds. `main` runs it.
+
+    Args:
+        name: of the result under results/.
+        about: the module's docstring.
+        budget: seconds, the default of --budget.
+        jobs: (device, smoke) -> settings by importance; a job is a dataclass with a `title`.
+        measure: (job, heat) -> a row for each variant.
+        table: a job's rows -> how they are shown; None: they are not.
+        devices: those it runs on.
+        rounds: the least and the most; two in a smoke run.
+        allocator: what a CPU's freed memory becomes, the default of --allocator.
+        ceilings: job -> the dtype whose ceilings it needs, if any.
+        weight: (job, device) -> how long its rounds take, relatively.
+        least: (job, device, the rows of each job so far) -> seconds that it takes in any case.
+        setting: (device, smoke) -> what else describes all rows, kept as "setting".
+        beside: smoke -> what else is measured, kept beside the rows.
+        below: the result -> what is printed below the tables.
+        draw: the result -> its picture.
+    """
+
+    name: str
+    about: str | None
+    budget: float
+    jobs: Callable[[str, bool], Sequence[Any]]
+    measure: Callable[[Any, Heat], list[Row]]
+    table: Callable[[Sequence[Row]], Table | None]
+    devices: Sequence[str] = ("cpu", "cuda")
+    rounds: tuple[int, int] = (3, 25)
+    allocator: str = "keep"
+    ceilings: Callable[[Any], str | None] = lambda job: None
+    weight: Callable[[Any, str], float] = lambda job, device: 1.0
+    least: Callable[[Any, str, Sequence[list[Row]]], float] = lambda job, device, heats: 0.0
+    setting: Callable[[str, bool], Row] = lambda device, smoke: {}
+    beside: Callable[[bool], Row] = lambda smoke: {}
+    below: Callable[[Row], str] = lambda result: ""
+    draw: Callable[[Row], Figure] | None = None
+
+    def main(self, argv: Sequence[str] | None = None) -> list[Row]:
+        """Run, print and keep the result, and return its rows."""
+        options = self._parser().parse_args(argv)
+        structlin.show_config()  # builds the engine, so that no time has that in it
+        end = time.perf_counter() + options.budget
+        device, todo = options.device, self.jobs(options.device, options.smoke)
+        setting = self._setting(options)
+        torch.manual_seed(0)
+        ceilings = self._ceilings(todo, device, options.smoke)
+        result: Row = {"setting": setting} | self.beside(options.smoke)
+        if ceilings:
+            result["ceilings"] = {dtype: asdict(found) for dtype, found in ceilings.items()}
+        other = "" if options.allocator == self.allocator else f"_{options.allocator}_allocator"
+        path = result_path(options, self.name + other)
+        heats: list[list[Row]] = []
+        for n, job in enumerate(todo):
+            if end - time.perf_counter() < self.least(job, device, heats):
+                print(f"# left out: {job.title}")
+                continue
+            rounds = (2, 2) if options.smoke else self.rounds
+            share = self.weight(job, device) / sum(self.weight(each, device) for each in todo[n:])
+            heat = Heat(device, rounds, end, share, ceilings.get(self.ceilings(job) or ""))
+            heats.append(self.measure(job, heat))
+            for row in heats[-1]:
+                print(json.dumps(row, allow_nan=False), flush=True)
+            result["rows"] = [row for rows in heats for row in rows]
+            if path:
+                save_json(path, **result)
+        for table in filter(None, map(self.table, heats)):
+            Console(width=210).print(table)
+        if heats:
+            print(self.below(result))
+        if path and heats and self.draw:
+            self.draw(result).savefig(path.with_suffix(".png"), dpi=90)
+        return result.get("rows", [])
+
+    def _parser(self) -> argparse.ArgumentParser:
+        found = parser(self.about, workers=None)
+        found.add_argument("--budget", type=float, default=self.budget, help="seconds")
+        cuda = "cuda" in self.devices and torch.cuda.is_available()
+        default = "cuda" if cuda else self.devices[0]
+        found.add_argument("--device", choices=self.devices, default=default)
+        text = "what a CPU's freed memory becomes"
+        choices = ("keep", "default")
+        found.add_argument("--allocator", choices=choices, default=self.allocator, help=text)
+        return found
+
+    def _setting(self, options: argparse.Namespace) -> Row:
+        device = options.device
+        found = {"device": device, "threads": torch.get_num_threads(), "budget": options.budget}
+        if device == "cpu":
+            kept = options.allocator == "keep" and timing.keep_pages()
+            default = f"{libc_ver()[0] or 'libc'}'s default"
+            found["allocator"] = "keeps freed pages" if kept else default
+        return found | self.setting(device, options.smoke)
+
+    def _ceilings(self, jobs: Sequence[Any], device: str, smoke: bool) -> dict[str, Ceilings]:
+        dtypes = dict.fromkeys(dtype for job in jobs if (dtype := self.ceilings(job)))
+        found = {d: timing.ceilings(device, getattr(torch, d), smoke=smoke) for d in dtypes}
+        for dtype, each in found.items():
+            rates = f"{each.rate / 1e12:.3g} TFLOP/s, {each.bandwidth / 1e9:.3g} GB/s"
+            print(f"# ceilings, {dtype}: {rates}, {1e6 * each.call:.3g} us a call")
+        return found
