@@ -4,63 +4,40 @@ against nn.Linear.
     python -m benchmarks.speed.overhead           # two minutes; keeps results/overhead.json
     python -m benchmarks.speed.overhead --smoke   # seconds, keeps nothing
 
-The loop is `_product.multiply` and the bias, with the layer's own cores: what the mathematics asks
-for in PyTorch. Below it, how many of the library's own functions a call enters before the first
-product, and how many Python functions `convert` calls to convert a model of one linear layer.
+The loop is one batched product for each of the layer's own cores, and the bias: what the
+mathematics asks for in PyTorch. Beside the times stand how many of the library's own functions a
+call enters before the first product, and how many Python functions `convert` calls to convert a
+model of one linear layer.
 """
 
-import argparse
 import os
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
+from itertools import product
+from statistics import median
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from rich.table import Table
+from torch import nn
 
 import structlin
-from benchmarks.harness import timing
-from benchmarks.harness.record import RESULTS, save_json
-from structlin import (
-    BTT,
-    TT,
-    BlockDiagonal,
-    Family,
-    Kronecker,
-    LowRank,
-    Monarch,
-    StructuredLinear,
-    convert,
-)
-from structlin._product import multiply
-from structlin._report import Table
+from benchmarks.harness import report
+from benchmarks.harness.race import Bench, Heat, Row, Variant
+from benchmarks.harness.timing import Work, ratio
+from benchmarks.speed.layer import job_of, race_layers
+from benchmarks.speed.variants import SMOKE, Job, biased_oracle, families, loop
+from structlin import BTT, BlockDiagonal, Dense, StructuredLinear, convert
 
 PACKAGE = os.path.join(os.path.dirname(structlin.__file__), "")
-PRODUCTS = (
-    "bmm",
-    "mm",
-    "linear",
-    "structlin_multiply",
-)  # what a call ends in, and our own operator
+# what a call ends in, and our own operator
+PRODUCTS = ("bmm", "mm", "linear", "structlin_multiply")
 
 
-def families(width: int) -> dict[str, Family]:
-    return {
-        "BTT r=1": BTT(rank=1),
-        "BTT r=2": BTT(rank=2),
-        "BTT r=4": BTT(rank=4),
-        "Monarch 16": Monarch(blocks=16),
-        "low-rank d/8": LowRank(rank=width // 8),
-        "block-diagonal 16": BlockDiagonal(blocks=16),
-        "Kronecker": Kronecker(),
-        "TT r=4": TT(rank=4),
-    }
-
-
-def count_calls(work: Callable[[], Any], *, until_product: bool = False) -> int:
+def count_calls(work: Work, *, until_product: bool = False) -> int:
     """Python functions that `work` enters; with `until_product` the library's own, before the first
     product."""
     calls, done = 0, False
@@ -95,108 +72,89 @@ def calls_to_the_first_product(layer: StructuredLinear, tokens: int, *, training
         return count_calls(lambda: layer(x), until_product=True)
 
 
-def measure(width: int, tokens: int, dtype: torch.dtype, seconds: float) -> list[dict[str, Any]]:
+def jobs(device: str, smoke: bool) -> list[Job]:
+    width, dtypes = (SMOKE, ["float32"]) if smoke else (1024, ["float32", "bfloat16"])
+    return [Job(width, width, n, dtype, False) for dtype, n in product(dtypes, (1, 4, 16))]
+
+
+def variants(job: Job) -> list[Variant]:
+    """nn.Linear, and of each family the layer and the loop on the layer's parameters."""
+    widths, dtype = (job.d_in, job.d_out), getattr(torch, job.dtype)
+    x = torch.randn(job.tokens, job.d_in).to(dtype)
+    variant = partial(Variant, x=x, dy=x, oracle=biased_oracle)
+    linear = nn.Linear(*widths, dtype=dtype)
+    parameters = [linear.weight[None], linear.bias]
+    found = [variant("dense", "nn.Linear", Dense().structure(*widths), linear, parameters)]
+    chosen = families(job.d_in) | {"block-diagonal 16": BlockDiagonal(blocks=16)}
+    for name, family in chosen.items():
+        layer = StructuredLinear(*widths, family, dtype=dtype)
+        structure, cores, bias = layer.structure, list(layer.cores), nn.init.normal_(layer.bias)
+        bare = partial(loop, structure, cores, bias=bias)
+        for how, run in (("loop", bare), ("layer", layer)):
+            found.append(variant(name, how, structure, run, [*cores, bias]))
+    return found
+
+
+def measure(job: Job, heat: Heat) -> list[Row]:
     """A row for each family: microseconds of nn.Linear, the loop and the layer, and the ratios of
-    the latter two."""
+    the former two to the last."""
+    seconds: dict[str, dict[str, list[float]]] = {}
+    for variant, taken in race_layers(job, variants(job), heat).seconds.items():
+        seconds.setdefault(variant.name, {})[variant.implementation] = taken
+    dense, *_ = seconds.pop("dense").values()
+    del seconds["dense, last"]
     rows = []
-    dense, x = nn.Linear(width, width, dtype=dtype), torch.randn(tokens, width).to(dtype)
-    for name, family in families(width).items():
-        layer = StructuredLinear(width, width, family, dtype=dtype)
-        cores, bias, program = list(layer.cores), layer.bias, layer.structure.program
-
-        def loop(
-            cores: list[nn.Parameter] = cores, bias: Tensor | None = bias, program: Any = program
-        ) -> Tensor:
-            y = multiply(program, cores, x)
-            return y if bias is None else y + bias
-
-        works: dict[str, Callable[[], Tensor]] = {
-            "dense": lambda: dense(x),
-            "loop": loop,
-            "layer": partial(layer, x),
-        }
-
-        def clock(work: Callable[[], Any]) -> float:
-            return timing.wall(lambda: [work() for _ in range(20)], "cpu") / 20
-
-        with torch.no_grad():
-            for work in works.values():
-                clock(work)
-            until = time.perf_counter() + seconds
-            samples = timing.interleaved(works, clock, rounds=(5, 400), until=until)
-        micro = {key: 1e6 * timing.spread(values)["median"] for key, values in samples.items()}
-        ratios = {
-            f"{key}_over_layer": timing.spread(
-                [a / b for a, b in zip(samples[key], samples["layer"], strict=True)]
-            )
-            for key in ("dense", "loop")
-        }
-        rows.append(
-            {
-                "structure": name,
-                "width": width,
-                "tokens": tokens,
-                "dtype": str(dtype)[6:],
-                "us": micro,
-                **ratios,
-            }
-        )
+    for name, found in seconds.items():
+        found = {"dense": dense, **found}
+        row = asdict(job) | {"structure": name, "width": job.d_in}
+        row["us"] = {how: 1e6 * median(taken) for how, taken in found.items()}
+        for how in ("dense", "loop"):
+            row[f"{how}_over_layer"] = ratio(found[how], found["layer"])
+        rows.append(row)
     return rows
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--smoke", action="store_true", help="seconds: does it run? Keeps nothing")
-    options = parser.parse_args(argv)
-    structlin.show_config()  # builds the engine, so that no time has that in it
-    width, seconds = (64, 0.01) if options.smoke else (1024, 0.7)
-    dtypes = [torch.float32] if options.smoke else [torch.float32, torch.bfloat16]
-    rows = [
-        row
-        for dtype in dtypes
-        for tokens in (1, 4, 16)
-        for row in measure(width, tokens, dtype, seconds)
-    ]
-    table = Table(
-        "structure",
-        "dtype",
-        "tokens",
-        "dense us",
-        "loop us",
-        "layer us",
-        "loop / layer",
-        "dense / layer",
-    )
-    for row in rows:
-        micro = (f"{row['us'][key]:.1f}" for key in ("dense", "loop", "layer"))
-        ratios = (f"{row[f'{key}_over_layer']['median']:.2f}" for key in ("loop", "dense"))
-        table.row(row["structure"], row["dtype"], f"{row['tokens']}", *micro, *ratios)
-    print(
-        f"# {width} -> {width}, forward with a bias, no gradients, "
-        f"{torch.get_num_threads()} threads\n{table}"
-    )
-
-    layer = StructuredLinear(width, width, BTT())
-    calls = {
-        f"{tokens} tokens, {kind}": calls_to_the_first_product(
-            layer, tokens, training=kind == "training"
-        )
+def calls(smoke: bool) -> Row:
+    """Functions of ours before the first product, and Python calls of `convert`."""
+    width = SMOKE if smoke else 1024
+    layer, structure = StructuredLinear(width, width, BTT()), BTT()
+    found = {
+        f"{tokens} tokens, {kind}": calls_to_the_first_product(layer, tokens, training=training)
         for tokens in (16, 4096)
-        for kind in ("training", "no gradients")
+        for kind, training in (("training", True), ("no gradients", False))
     }
-    model, structure = nn.Sequential(nn.Linear(64, 64)), BTT()
-    convert(nn.Sequential(nn.Linear(64, 64)), structure)
-    converting = count_calls(lambda: convert(model, structure))
-    print(
-        f"# functions of ours before the first product: {calls}\n"
-        f"# Python calls of convert, one layer: {converting}"
-    )
-    if not options.smoke:
-        path = RESULTS / "overhead.json"
-        save_json(path, threads=torch.get_num_threads(), rows=rows, calls=calls, convert=converting)
+    first, second = (nn.Sequential(nn.Linear(64, 64)) for _ in range(2))
+    convert(first, structure)  # what is only done once
+    return {"calls": found, "convert": count_calls(lambda: convert(second, structure))}
 
+
+def show(rows: Sequence[Row]) -> Table:
+    shown = []
+    for row in rows:
+        taken = {f"{how} us": f"{us:.1f}" for how, us in row["us"].items()}
+        for how in ("dense", "loop"):
+            taken[f"{how} / layer"] = f"{row[f'{how}_over_layer']['median']:.2f}"
+        shown.append({"structure": row["structure"]} | taken)
+    return report.grid(f"{job_of(rows[0]).title} with a bias", shown)
+
+
+def below(result: Row) -> str:
+    counts = "before the first product {calls}, of convert {convert}".format(**result)
+    return f"# calls of functions: {counts}"
+
+
+BENCH = Bench(
+    name="overhead",
+    about=__doc__,
+    budget=60,
+    jobs=jobs,
+    measure=measure,
+    table=show,
+    devices=("cpu",),
+    rounds=(5, 400),
+    beside=calls,
+    below=below,
+)
 
 if __name__ == "__main__":
-    main()
+    BENCH.main()

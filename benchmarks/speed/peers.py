@@ -8,39 +8,35 @@ in one run.
     python -m benchmarks.speed.peers --budget 60 --out out
     python -m benchmarks.speed.peers --smoke               # seconds
 
-A peer that is not installed is left out, with a line. The protocol of `benchmarks.speed.layer`:
-every layer, peers included, is compared with the matrix that its parameters stand for, in float64,
-on memory poisoned with NaN, before it is timed; all take turns, dense first and last; speeds are
-ratios within a round. All are without bias but torchTT's, which always adds one. Not packaged, and
-so written here from the formula: strided products, as the published BTT and Monarch layers do them,
-BLAST's two batched products with sums over the blocks between them, and a low-rank layer of two
-linear maps.
+A peer that is not installed is left out, with a line. Everything is compared and timed as by
+`benchmarks.speed.layer`. All are without bias but torchTT's, which always adds one. Not packaged,
+and so written here from the formula: strided products, as the published BTT and Monarch layers do
+them, BLAST's two batched products with sums over the blocks between them, and a low-rank layer of
+two linear maps.
 """
 
-import argparse
-import json
-import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
+from itertools import product
 from math import sqrt
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from benchmarks.harness import report, timing
-from benchmarks.harness.record import RESULTS, save_json
-from benchmarks.speed import layer
-from benchmarks.speed.variants import SMOKE, Job, Run, StridedProducts, Variant
+from benchmarks.harness.race import Bench, Heat, Oracle, Row, Run, Variant
+from benchmarks.harness.timing import ratio
+from benchmarks.speed.layer import job_of, race_layers
+from benchmarks.speed.variants import SMOKE, Job, StridedProducts
 from structlin import (
+    BLAST,
     BTT,
     TT,
     Dense,
@@ -50,10 +46,7 @@ from structlin import (
     Monarch,
     Structure,
     StructuredLinear,
-    show_config,
 )
-
-Oracle = Callable[[Structure, Sequence[Tensor], Tensor], Tensor]
 
 WIDTH = 1024
 
@@ -73,25 +66,20 @@ Build = Callable[[Structure, torch.dtype], Implementation]
 
 def structures(width: int) -> dict[str, tuple[Structure, tuple[Build, ...]]]:
     """structlin's structure, and the peers that compute the same kind of matrix."""
-    sizes = {"i": 4, "j": 4, "p": width // 4, "q": width // 4, "r": width // 8}
-    blast = Structure("j q -> i p", "j r q", "r i j", "i p r", **sizes)
-
-    def square(family: Family) -> Structure:
-        return family.structure(width, width)
-
-    tensor_trains = (
-        partial(tltorch, how="factorized"), partial(tltorch, how="reconstructed"), torchtt
-    )  # fmt: skip
+    tensorly = tuple(partial(tltorch, how=how) for how in ("factorized", "reconstructed"))
+    found: dict[str, tuple[Family, tuple[Build, ...]]] = {
+        "Kronecker": (Kronecker(), (fastkron,)),
+        "TT r=8": (TT(rank=8), (*tensorly, torchtt)),
+        "Monarch 4": (Monarch(blocks=4), (torch_structured, strided)),
+        "Monarch 16": (Monarch(blocks=16), (torch_structured, strided)),
+        "BTT r=1": (BTT(rank=1), (strided,)),
+        "BTT r=2": (BTT(rank=2), (strided,)),
+        "BLAST 4, r=d/8": (BLAST(blocks=4, rank=width // 8), (shared_factors,)),
+        "low-rank d/4": (LowRank(rank=width // 4), (two_linear,)),
+        "low-rank d/32": (LowRank(rank=width // 32), (two_linear,)),
+    }
     return {
-        "Kronecker": (square(Kronecker()), (fastkron,)),
-        "TT r=8": (square(TT(rank=8)), tensor_trains),
-        "Monarch 4": (square(Monarch(blocks=4)), (torch_structured, strided)),
-        "Monarch 16": (square(Monarch(blocks=16)), (torch_structured, strided)),
-        "BTT r=1": (square(BTT(rank=1)), (strided,)),
-        "BTT r=2": (square(BTT(rank=2)), (strided,)),
-        "BLAST 4, r=d/8": (blast, (shared_factors,)),
-        "low-rank d/4": (square(LowRank(rank=width // 4)), (two_linear,)),
-        "low-rank d/32": (square(LowRank(rank=width // 32)), (two_linear,)),
+        name: (family.structure(width, width), peers) for name, (family, peers) in found.items()
     }
 
 
@@ -113,18 +101,10 @@ def tltorch(structure: Structure, dtype: torch.dtype, how: str) -> Implementatio
     from tltorch import FactorizedLinear
 
     inputs, outputs, ranks = _tt_sizes(structure)
-    linear = FactorizedLinear(
-        inputs,
-        outputs,
-        bias=False,
-        factorization="BlockTT",
-        rank=ranks,
-        implementation=how,
-        dtype=dtype,
-    )
-    return Implementation(
-        f"{_named('tensorly-torch')} {how}", linear, list(linear.parameters()), tensor_train
-    )
+    options = {"factorization": "BlockTT", "rank": ranks, "implementation": how}
+    linear = FactorizedLinear(inputs, outputs, bias=False, dtype=dtype, **options)
+    name = f"{_named('tensorly-torch')} {how}"
+    return Implementation(name, linear, list(linear.parameters()), tensor_train)
 
 
 def torchtt(structure: Structure, dtype: torch.dtype) -> Implementation:
@@ -144,10 +124,8 @@ def torch_structured(structure: Structure, dtype: torch.dtype) -> Implementation
     """Its import needs triton, on a CPU too."""
     from torch_structured.monarch.monarch_linear import MonarchLinear
 
-    blocks = structure.cores[0].batch
-    linear = MonarchLinear(
-        structure.in_features, structure.out_features, bias=False, nblocks=blocks
-    ).to(dtype)
+    widths, blocks = (structure.in_features, structure.out_features), structure.cores[0].batch
+    linear = MonarchLinear(*widths, bias=False, nblocks=blocks).to(dtype)
     return Implementation(_named("torch-structured"), linear, [linear.w1, linear.w2], monarch)
 
 
@@ -189,17 +167,15 @@ def monarch(structure: Structure, cores: Sequence[Tensor], x: Tensor) -> Tensor:
 
 
 def structlin(structure: Structure, dtype: torch.dtype) -> Implementation:
-    linear = StructuredLinear(
-        structure.in_features, structure.out_features, structure, bias=False, dtype=dtype
-    )
+    widths = structure.in_features, structure.out_features
+    linear = StructuredLinear(*widths, structure, bias=False, dtype=dtype)
     return Implementation("structlin", linear, list(linear.cores))
 
 
 def strided(structure: Structure, dtype: torch.dtype) -> Implementation:
     cores = [_normal(*core.shape, dtype=dtype) for core in structure.cores]
-    return Implementation(
-        "strided products", partial(StridedProducts.apply, structure, *cores), cores
-    )
+    run = partial(StridedProducts.apply, structure, *cores)
+    return Implementation("strided products", run, cores)
 
 
 def shared_factors(structure: Structure, dtype: torch.dtype) -> Implementation:
@@ -231,72 +207,65 @@ def _normal(*shape: int, dtype: torch.dtype) -> Tensor:
 # ---- measuring -----------------------------------------------------------------------------------
 
 
+def jobs(device: str, smoke: bool) -> list[Job]:
+    """Few tokens first: they leave most of their share of the time to the others."""
+    if smoke:
+        return [Job(SMOKE, SMOKE, 256, "float32", True), Job(SMOKE, SMOKE, 16, "bfloat16", False)]
+    settings = product((16, 4096), ("float32", "bfloat16"), (False, True))
+    return [Job(WIDTH, WIDTH, *setting) for setting in settings]
+
+
 def variants(job: Job) -> tuple[list[Variant], list[str]]:
-    """nn.Linear first and last, between them structlin and its peers; and a line for each peer that
-    cannot be had."""
+    """nn.Linear, structlin and its peers; and a line for each peer that cannot be had."""
     dtype = getattr(torch, job.dtype)
     x, dy = (torch.randn(job.tokens, width).to(dtype) for width in (job.d_in, job.d_out))
     x.requires_grad_(job.backward)
     found, left_out = list[Variant](), list[str]()
-    rows = {"dense": (Dense().structure(job.d_in, job.d_out), (dense,))} | {
-        name: (structure, (structlin, *peers))
-        for name, (structure, peers) in structures(job.d_in).items()
-    }
-    for name, (structure, builds) in rows.items():
-        for build in builds:
-            try:
-                with warnings.catch_warnings():
-                    # of what torch and NumPy will not do for the peers much longer
-                    warnings.simplefilter("ignore")
-                    how, run, parameters, oracle = build(structure, dtype)
-            except ImportError as missing:
-                left_out.append(f"{name}: {missing}")
-                continue
-            for parameter in parameters:
-                parameter.requires_grad_(job.backward)
-            found.append(Variant(name, how, structure, run, parameters, x, dy, oracle=oracle))
-    return [*found, replace(found[0], name="dense, last")], left_out
+    builds = [("dense", Dense().structure(job.d_in, job.d_out), dense)]
+    for name, (structure, peers) in structures(job.d_in).items():
+        builds += [(name, structure, build) for build in (structlin, *peers)]
+    for name, structure, build in builds:
+        try:
+            with warnings.catch_warnings():
+                # of what torch and NumPy will not do for the peers much longer
+                warnings.simplefilter("ignore")
+                how, run, parameters, oracle = build(structure, dtype)
+        except ImportError as missing:
+            left_out.append(f"{name}: {missing}")
+            continue
+        for parameter in parameters:
+            parameter.requires_grad_(job.backward)
+        found.append(Variant(name, how, structure, run, parameters, x, dy, oracle=oracle))
+    return found, left_out
 
 
-def measure(job: Job, found: Sequence[Variant], **limits: Any) -> list[dict[str, Any]]:
-    """A row for every variant; `limits` are those of `timing.interleaved`.
-
-    Raises:
-        ArithmeticError: a variant does not compute its matrix or its gradients; nothing is timed
-            then.
-    """
-    errors = [layer.error(variant, backward=job.backward) for variant in found]
-    for variant, off in zip(found, errors, strict=True):
-        if not off < layer.TOLERANCE[job.dtype]:
-            raise ArithmeticError(
-                f"{variant.name}, {variant.implementation}: relative error {off:.1e} in {job.title}"
-            )
-    works = [variant.forward_backward if job.backward else variant.forward for variant in found]
-    times = layer.sample(works, job, "cpu", **limits)
-    of_dense = [sum(pair) / 2 for pair in zip(times[0], times[-1], strict=True)]
-    of_structlin = {
-        v.name: t for v, t in zip(found, times, strict=True) if v.implementation == "structlin"
-    }
+def measure(job: Job, heat: Heat) -> list[Row]:
+    """A row for every variant."""
+    times = race_layers(job, variants(job)[0], heat)
+    ours = {v.name: taken for v, taken in times.seconds.items() if v.implementation == "structlin"}
     rows = []
-    for variant, samples, off in zip(found, times, errors, strict=True):
-        row = {
-            **asdict(job),
+    for variant, taken in times.seconds.items():
+        row = asdict(job) | {
             "structure": variant.name,
             "implementation": variant.implementation,
             "params": sum(parameter.numel() for parameter in variant.parameters),
-            "rounds": len(samples),
-            "ms": timing.spread([1e3 * sample for sample in samples]),
-            "x_dense": _speed(samples, of_dense),
-            "error": off,
+            "rounds": len(taken),
+            "ms": times.ms(variant),
+            "x_dense": times.speed(variant),
+            "error": times.errors[variant],
         }
-        if variant.name in of_structlin and variant.implementation != "structlin":
-            row["structlin_x"] = _speed(of_structlin[variant.name], samples)
+        if variant.name in ours and variant.implementation != "structlin":
+            row["structlin_x"] = ratio(taken, ours[variant.name])
         rows.append(row)
     return rows
 
 
-def _speed(mine: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    return timing.spread([b / a for a, b in zip(mine, theirs, strict=True)])
+def missing(smoke: bool) -> Row:
+    """A line for each peer that is not installed."""
+    left_out = list(dict.fromkeys(variants(Job(SMOKE, SMOKE, 1, "float32", False))[1]))
+    for line in left_out:
+        print(f"# left out: {line}")
+    return {"left_out": left_out}
 
 
 # ---- showing -------------------------------------------------------------------------------------
@@ -306,131 +275,63 @@ LEGEND = """x dense: speed against nn.Linear; structlin x: structlin's speed aga
 implementation, above 1 where structlin is faster; both are ratios within a round."""
 
 
-def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    table = Table(
-        title=f"{layer.job_of(rows[0]).title}: "
-        f"median of {rows[0]['rounds']} interleaved rounds (p20-p80)"
-    )
-    for column in ("structure", "implementation"):
-        table.add_column(column, no_wrap=True)
-    for column in ("params", "ms", "(p20-p80)", "x dense", "(p20-p80)", "structlin x", "(p20-p80)"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row, before in zip(rows, [rows[0], *rows], strict=False):
-        if row["structure"] != before["structure"]:
-            table.add_section()
-        compared = _cells(row["structlin_x"], ".2f") if "structlin_x" in row else ()
-        table.add_row(
-            row["structure"],
-            row["implementation"],
-            str(row["params"]),
-            *_cells(row["ms"], ".3g"),
-            *_cells(row["x_dense"], ".2f"),
-            *compared,
-        )
-    console.print(table)
+def show(rows: Sequence[Row]) -> Table:
+    title = f"{job_of(rows[0]).title}: median of {rows[0]['rounds']} interleaved rounds (p20-p80)"
+    speeds = {"x dense": "x_dense", "structlin x": "structlin_x"}
+    shown = [
+        {
+            "structure": row["structure"],
+            "implementation": row["implementation"],
+            "params": str(row["params"]),
+            "ms": report.with_spread(row["ms"], ".3g"),
+            **{t: report.with_spread(row[key], ".2f") for t, key in speeds.items() if key in row},
+        }
+        for row in rows
+    ]
+    return report.grid(title, shown, names=2)
 
 
-def _cells(spread: dict[str, float], digits: str) -> tuple[str, str]:
-    return f"{spread['median']:{digits}}", f"({spread['p20']:{digits}}-{spread['p80']:{digits}})"
-
-
-def markdown(result: dict[str, Any]) -> str:
+def markdown(result: Row) -> str:
     """Our speed over each implementation's: a row for each of them, a column for each job."""
     speeds: dict[tuple[str, str], dict[Job, str]] = {}
     for row in result["rows"]:
         if "structlin_x" in row:
             found = speeds.setdefault((row["structure"], row["implementation"]), {})
-            found[layer.job_of(row)] = f"{row['structlin_x']['median']:.2f}"
+            found[job_of(row)] = f"{row['structlin_x']['median']:.2f}"
     chosen = sorted(
         {job for found in speeds.values() for job in found},
         key=lambda job: (job.dtype != "float32", -job.tokens, job.backward),
     )
     titles = [f"{job.dtype}, {job.tokens}, forward{' + backward' * job.backward}" for job in chosen]
-    lines = [
-        [f"{structure}, {implementation}", *(found[job] for job in chosen)]
-        for (structure, implementation), found in speeds.items()
-    ]
+    lines = [[", ".join(names), *(found[job] for job in chosen)] for names, found in speeds.items()]
     return report.table(["", *titles], lines)
 
 
-def losses(rows: Sequence[dict[str, Any]]) -> list[str]:
+def losses(result: Row) -> list[str]:
     """A line for every peer that structlin is slower than, in the median."""
     return [
-        f"{row['structure']}, {layer.job_of(row).title}: "
-        f"{' '.join(_cells(row['structlin_x'], '.2f'))} of the speed of {row['implementation']}"
-        for row in rows
+        f"{row['structure']}, {job_of(row).title}: "
+        f"{report.with_spread(row['structlin_x'], '.2f')} of the speed of {row['implementation']}"
+        for row in result["rows"]
         if "structlin_x" in row and row["structlin_x"]["median"] < 1
     ]
 
 
-# ---- the run -------------------------------------------------------------------------------------
+def below(result: Row) -> str:
+    return "\n".join([LEGEND, *(f"# structlin is slower: {line}" for line in losses(result))])
 
 
-def jobs() -> list[Job]:
-    """Few tokens first: they leave most of their share of the time to the others."""
-    return [
-        Job(WIDTH, WIDTH, tokens, dtype, backward)
-        for tokens in (16, 4096)
-        for dtype in ("float32", "bfloat16")
-        for backward in (False, True)
-    ]
-
-
-def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--budget",
-        type=float,
-        default=240,
-        metavar="SECONDS",
-        help="three rounds are made in any case",
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON")
-    parser.add_argument(
-        "--smoke", action="store_true", help="tiny layers, kept only if --out is given"
-    )
-    options = parser.parse_args(argv)
-    show_config()  # builds the engine, so that no time has that in it
-    end, todo, rounds = time.perf_counter() + options.budget, jobs(), layer.ROUNDS
-    if options.smoke:
-        todo, rounds = (
-            [Job(SMOKE, SMOKE, 256, "float32", True), Job(SMOKE, SMOKE, 16, "bfloat16", False)],
-            (2, 2),
-        )
-    keeps_pages = timing.keep_pages()
-    torch.manual_seed(0)
-    results: list[list[dict[str, Any]]] = []
-    missing: list[str] = []
-    for n, job in enumerate(todo):
-        now = time.perf_counter()
-        found, left_out = variants(job)
-        for line in left_out:
-            if line not in missing:
-                print(f"# left out: {line}")
-                missing.append(line)
-        results.append(
-            measure(job, found, rounds=rounds, until=now + (end - now) / (len(todo) - n))
-        )
-        for row in results[-1]:
-            print(json.dumps(row, allow_nan=False), flush=True)
-    rows = [row for rows in results for row in rows]
-    if not options.smoke or options.out != RESULTS:
-        setting = {
-            "threads": torch.get_num_threads(),
-            "budget": options.budget,
-            "keeps_pages": keeps_pages,
-        }
-        save_json(options.out / "peers.json", setting=setting, left_out=missing, rows=rows)
-    console = Console(width=150)
-    for table in results:
-        show(table, console)
-    print(LEGEND)
-    for line in losses(rows):
-        print(f"# structlin is slower: {line}")
-    return rows
-
+BENCH = Bench(
+    name="peers",
+    about=__doc__,
+    budget=240,
+    jobs=jobs,
+    measure=measure,
+    table=show,
+    devices=("cpu",),
+    beside=missing,
+    below=below,
+)
 
 if __name__ == "__main__":
-    main()
+    BENCH.main()

@@ -234,15 +234,18 @@ def compile_all(plain: Sequence[Variant], end: float) -> list[Variant]:
     return found
 
 
-def loop(structure: Structure, cores: Sequence[Tensor], x: Tensor) -> Tensor:
-    """`W x` by one batched product for each core, between fixed permutations."""
+def loop(
+    structure: Structure, cores: Sequence[Tensor], x: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """`W x + bias` by one batched product for each core, between fixed permutations."""
     h, program = x, structure.program
     for step, core in zip(program.steps, cores, strict=True):
         h = _seen(h, step.move, step.batch, step.fan_in)  # (batch, tokens * repeat, fan_in)
         if not torch.compiler.is_compiling() and 1 not in h.stride()[1:]:
             h = h.contiguous()  # or torch.bmm goes through it block by block
         h = torch.bmm(h, core.mT)  # (batch, tokens * repeat, fan_out)
-    return _moved(h, program.last).reshape(len(x), structure.out_features)
+    y = _moved(h, program.last).reshape(len(x), structure.out_features)
+    return y if bias is None else y + bias
 
 
 class StridedProducts(torch.autograd.Function):

@@ -21,7 +21,7 @@ from rich.console import Console
 pytest.importorskip("matplotlib")
 
 from benchmarks.harness import race, report, timing
-from benchmarks.speed import layer, scaling, variants
+from benchmarks.speed import layer, overhead, scaling, variants
 from benchmarks.speed.variants import loop
 from structlin import BTT, TT, Dense, Kronecker, LowRank, Monarch
 from structlin._model.survey import linear_layers
@@ -319,9 +319,23 @@ def test_layer_stops_at_its_budget_and_says_what_it_left_out(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_smoke_run_of_layer_keeps_nothing_by_itself(monkeypatch):
+@pytest.mark.parametrize("program", [layer, overhead])
+def test_a_smoke_run_keeps_nothing_by_itself(monkeypatch, program):
     monkeypatch.setattr(race, "save_json", None)
-    assert layer.BENCH.main(["--smoke"])
+    assert program.BENCH.main(["--smoke"])
+
+
+def test_the_cost_beside_the_products_is_that_of_a_layer_in_the_same_round(monkeypatch):
+    monkeypatch.setattr(overhead, "families", lambda width: {"BTT r=1": BTT()})
+    rounds = {"nn.Linear": [3.0, 9.0], "loop": [2.0, 2.0], "layer": [1.0, 2.0]}
+    monkeypatch.setattr(
+        timing, "interleaved", lambda works, *_, **__: {v: rounds[v.implementation] for v in works}
+    )
+    btt, blocks = overhead.measure(variants.Job(64, 64, 300, "float32", False), race.Heat())
+    assert (btt["structure"], blocks["structure"]) == ("BTT r=1", "block-diagonal 16")
+    assert btt["us"] == {"dense": 6e6, "loop": 2e6, "layer": 1.5e6}
+    assert btt["dense_over_layer"]["median"] == (3 + 4.5) / 2
+    assert btt["loop_over_layer"]["median"] == (2 + 1) / 2
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ from einops import rearrange
 
 pytest.importorskip("matplotlib")
 
-from benchmarks.harness import timing
-from benchmarks.speed import layer, peers
-from benchmarks.speed.variants import Job
+from benchmarks.harness import race, timing
+from benchmarks.harness.race import Heat
+from benchmarks.speed import peers
+from benchmarks.speed.variants import TOLERANCE, Job
 from structlin import TT, Family, Kronecker, Monarch, Structure
 
 PACKAGES = {
@@ -86,21 +87,21 @@ def test_monarchs_are_judged_by_the_matrix_of_monarch(blocks):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_peer_has_the_matrix_and_the_parameters_of_its_family(dtype):
     found, left_out = peers.variants(Job(64, 64, 40, dtype, True))
-    assert len(found) + len(left_out) == 2 + sum(
+    assert len(found) + len(left_out) == 1 + sum(
         1 + len(builds) for _, builds in peers.structures(64).values()
     )
     for variant in found:
         assert (
             sum(parameter.numel() for parameter in variant.parameters) == variant.structure.params
         )
-        assert layer.error(variant, backward=True) < layer.TOLERANCE[dtype]
+        assert variant.error() < TOLERANCE[dtype]
 
 
 # ---- the run -------------------------------------------------------------------------------------
 
 
 def test_a_run_measures_every_layer_and_keeps_the_rows(tmp_path, capsys):
-    rows = peers.main(["--smoke", "--out", str(tmp_path)])
+    rows = peers.BENCH.main(["--smoke", "--out", str(tmp_path)])
     kept = json.loads((tmp_path / "peers.json").read_text())
     _, left_out = peers.variants(Job(64, 64, 1, "float32", False))
     printed = capsys.readouterr().out
@@ -126,12 +127,12 @@ def test_a_run_measures_every_layer_and_keeps_the_rows(tmp_path, capsys):
 
 
 def test_a_smoke_run_keeps_nothing_by_itself(monkeypatch):
-    monkeypatch.setattr(peers, "save_json", None)
-    assert peers.main(["--smoke"])
+    monkeypatch.setattr(race, "save_json", None)
+    assert peers.BENCH.main(["--smoke"])
 
 
 def test_missing_packages_are_left_out_with_a_line_each(no_packages, capsys):
-    rows = peers.main(["--smoke"])
+    rows = peers.BENCH.main(["--smoke"])
     assert {row["implementation"] for row in rows} == WRITTEN_HERE
     lines = [
         line for line in capsys.readouterr().out.splitlines() if line.startswith("# left out: ")
@@ -175,12 +176,12 @@ def test_a_peer_that_is_wrong_is_not_timed(monkeypatch, wrong, error):
             "Monarch 4": (Monarch(blocks=4).structure(width, width), (peers.strided, wrong))
         },
     )
-    monkeypatch.setattr(layer, "sample", None)
+    monkeypatch.setattr(timing, "interleaved", None)
     with pytest.raises(
         ArithmeticError,
-        match=f"Monarch 4, {wrong.__name__.replace('_', ' ')}: relative error {error}",
+        match=f"Monarch 4, {wrong.__name__.replace('_', ' ')}, .*: relative error {error}",
     ):
-        peers.main(["--smoke"])
+        peers.BENCH.main(["--smoke"])
 
 
 def test_speeds_are_ratios_within_a_round_and_losses_are_named(monkeypatch):
@@ -192,15 +193,17 @@ def test_speeds_are_ratios_within_a_round_and_losses_are_named(monkeypatch):
         [0.5, 3.0],
         [6.0, 8.0],
     ]  # dense, structlin, strided, dense again
-    monkeypatch.setattr(layer, "sample", lambda works, job, device, **limits: rounds)
-    job = Job(64, 64, 4, "float32", False)
-    first, structlin, strided, _ = rows = peers.measure(job, peers.variants(job)[0])
+    monkeypatch.setattr(
+        timing, "interleaved", lambda works, *_, **__: dict(zip(works, rounds, strict=True))
+    )
+    job = Job(64, 64, 300, "float32", False)
+    first, structlin, strided, _ = rows = peers.measure(job, Heat())
     assert first["x_dense"]["median"] == pytest.approx((5 / 4 + 8 / 8) / 2)
     assert structlin["x_dense"]["median"] == pytest.approx((5 / 1 + 8 / 4) / 2)
     assert strided["structlin_x"]["median"] == pytest.approx((0.5 / 1 + 3 / 4) / 2)
     assert strided["ms"]["median"] == pytest.approx(1750)
     assert "structlin_x" not in structlin
-    assert peers.losses(rows) == [
-        "BTT, 64 -> 64, 4 tokens, float32, forward: "
+    assert peers.losses({"rows": rows}) == [
+        "BTT, 64 -> 64, 300 tokens, float32, forward: "
         "0.62 (0.55-0.70) of the speed of strided products"
     ]
