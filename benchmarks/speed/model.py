@@ -15,32 +15,28 @@ waits. Jobs are in order of importance, compiled ones last; what does not fit th
 and said.
 """
 
-import argparse
 import copy
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property, partial
-from pathlib import Path
-from typing import Any
+from functools import cache, cached_property, partial
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 import structlin
-from benchmarks.harness import timing
-from benchmarks.harness.record import RESULTS, save_json
+from benchmarks.harness import report, timing
+from benchmarks.harness.race import Bench, Heat, Row, race
+from benchmarks.harness.statistics import values
+from benchmarks.harness.timing import spread
 
-ROUNDS = (3, 15)
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2}  # inside every vocabulary
-COMPILED_ERROR = {
-    torch.float32: 1e-4,
-    torch.bfloat16: 5e-2,
-}  # largest difference over largest logit
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+FULL, TINY = ("GPT-2 small", "ViT-S/16"), ("GPT-2, tiny", "ViT, tiny")  # those of a smoke run last
+# largest difference over largest logit
+COMPILED_ERROR = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 def variants(width: int) -> dict[str, Callable[[nn.Module], nn.Module]]:
@@ -83,7 +79,7 @@ def without_linear(model: nn.Module) -> nn.Module:
 # ---- models --------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(frozen=True)
 class Shape:
     """A model's class and sizes, and how much of it a job runs at once."""
 
@@ -109,34 +105,21 @@ class Shape:
         torch.manual_seed(0)
         if self.text:
             sizes = {"n_embd": self.width, "n_layer": self.layers, "n_head": self.width // 64}
-            dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-            model = GPT2LMHeadModel(
-                GPT2Config(**sizes, **dropout, vocab_size=self.classes, use_cache=False, **TOKENS)
-            )
+            options = {**NO_DROPOUT, **TOKENS, "use_cache": False}
+            model = GPT2LMHeadModel(GPT2Config(**sizes, **options, vocab_size=self.classes))
         else:
-            sizes = {
-                "hidden_size": self.width,
-                "intermediate_size": 4 * self.width,
-                "num_hidden_layers": self.layers,
-            }
-            model = ViTForImageClassification(
-                ViTConfig(**sizes, num_attention_heads=self.width // 64, num_labels=self.classes)
-            )
+            sizes = {"hidden_size": self.width, "intermediate_size": 4 * self.width}
+            sizes |= {"num_hidden_layers": self.layers, "num_attention_heads": self.width // 64}
+            model = ViTForImageClassification(ViTConfig(**sizes, num_labels=self.classes))
         return model.to(self.device, self.dtype)
 
     @cached_property
     def inputs(self) -> dict[str, Tensor]:
         if self.text:
-            return {
-                "input_ids": torch.randint(
-                    self.classes, (self.batch, self.context), device=self.device
-                )
-            }
-        return {
-            "pixel_values": torch.randn(
-                self.batch, 3, 224, 224, device=self.device, dtype=self.dtype
-            )
-        }
+            size = (self.batch, self.context)
+            return {"input_ids": torch.randint(self.classes, size, device=self.device)}
+        images = torch.randn(self.batch, 3, 224, 224, device=self.device, dtype=self.dtype)
+        return {"pixel_values": images}
 
     @cached_property
     def labels(self) -> Tensor:
@@ -145,17 +128,24 @@ class Shape:
         return torch.randint(self.classes, (self.batch,), device=self.device)
 
 
-def shapes(device: str, *, smoke: bool) -> list[Shape]:
-    if smoke:
-        return [
-            Shape("GPT-2, tiny", 256, 1, 1, 8, 96, device),
-            Shape("ViT, tiny", 128, 1, 1, 197, 5, device),
-        ]
-    large = device == "cuda"
-    return [
-        Shape("GPT-2 small", 768, 12, 8 if large else 1, 1024 if large else 128, 50257, device),
-        Shape("ViT-S/16", 384, 12, 128 if large else 2, 197, 1000, device),
-    ]
+@cache
+def shape_of(name: str, device: str) -> Shape:
+    texts, length, images = (8, 1024, 128) if device == "cuda" else (1, 128, 2)
+    sizes = {
+        "GPT-2 small": (768, 12, texts, length, 50257),
+        "ViT-S/16": (384, 12, images, 197, 1000),
+        "GPT-2, tiny": (256, 1, 1, 8, 96),
+        "ViT, tiny": (128, 1, 1, 197, 5),
+    }
+    return Shape(name, *sizes[name], device)
+
+
+@cache
+def models(shape: Shape) -> dict[str, nn.Module]:
+    """Name -> the variant; a tiny shape has few of them."""
+    dense, chosen = shape.build(), variants(shape.width)
+    names = [*[*chosen][:2], "none"] if shape.name in TINY else chosen
+    return {name: chosen[name](copy.deepcopy(dense)) for name in names}
 
 
 def blocks(model: nn.Module) -> Sequence[nn.Module]:
@@ -177,17 +167,13 @@ class Job:
         return f"{self.model}, {self.task}" + (", compiled" if self.compiled else "")
 
 
-def jobs(models: Sequence[Shape]) -> list[Job]:
-    gpt, vit = (shape.name for shape in models)
-    eager = [Job(gpt, "training", False), Job(gpt, "prefill", False), Job(gpt, "decode", False)]
-    eager += [Job(vit, "training", False), Job(vit, "images", False)]
-    return [
-        *eager,
-        Job(gpt, "prefill", True),
-        Job(vit, "images", True),
-        Job(gpt, "training", True),
-        Job(vit, "training", True),
-    ]
+def jobs(device: str, smoke: bool) -> list[Job]:
+    gpt, vit = TINY if smoke else FULL
+    tasks = [(gpt, "training"), (gpt, "prefill"), (gpt, "decode")]
+    tasks += [(vit, "training"), (vit, "images")]
+    found = [Job(*task, compiled=False) for task in tasks]
+    found += [Job(*tasks[n], compiled=True) for n in (1, 4, 0, 3)]
+    return found[:6] if smoke else found
 
 
 def training(model: nn.Module, shape: Shape) -> Callable[[], Tensor]:
@@ -227,9 +213,8 @@ def decode(model: nn.Module, shape: Shape) -> Callable[[], Tensor]:
 def work_of(model: nn.Module, shape: Shape, task: str) -> Callable[[], Tensor]:
     if task == "training":
         return training(model.train(), shape)
-    return (
-        decode(model.eval(), shape) if task == "decode" else partial(inference, model.eval(), shape)
-    )
+    model.eval()
+    return decode(model, shape) if task == "decode" else partial(inference, model, shape)
 
 
 def compile_blocks(model: nn.Module, shape: Shape) -> None:
@@ -246,14 +231,12 @@ def compile_blocks(model: nn.Module, shape: Shape) -> None:
         raise ArithmeticError(f"{shape.name}, compiled: the logits differ by {error:.1e}")
 
 
-def measure(
-    job: Job, shape: Shape, models: dict[str, nn.Module], end: float, **limits: Any
-) -> list[dict[str, Any]]:
-    """A row for every model that is ready, and compiled, before `end`; `limits` are those of
-    `timing.interleaved`."""
+def measure(job: Job, heat: Heat) -> list[Row]:
+    """A row for every model that is ready, and compiled, before the time is up."""
+    shape = shape_of(job.model, heat.device)
     works: dict[str, Callable[[], Tensor]] = {}
-    for name, model in models.items():
-        if works and time.perf_counter() > end:
+    for name, model in models(shape).items():
+        if works and time.perf_counter() > heat.end:
             print(f"# left out: {job.title}, {name}")
             continue
         if job.compiled:
@@ -262,31 +245,26 @@ def measure(
         # the first call: memory, optimizer state, compilation
         if not torch.isfinite(works[name]()).all():
             raise ArithmeticError(f"{job.title}, {name}: the result is not finite")
-    works["dense, last"] = works["dense"]
-    times = timing.interleaved(works, partial(timing.wall, device=shape.device), end=end, **limits)
-    dense = [sum(pair) / 2 for pair in zip(times["dense"], times["dense, last"], strict=True)]
+    times = race(works, heat, last="dense, last", clock=timing.wall)
     tokens = 1 if job.task == "decode" else shape.batch * shape.context
     rows = []
-    for name, samples in times.items():
-        model = models[name.removesuffix(", last")]
+    for name, samples in times.seconds.items():
+        model, work = (found[name.removesuffix(", last")] for found in (models(shape), works))
         model.zero_grad()  # so that a step's gradients count in its peak
         row = {
             "variant": name,
             "tokens": tokens,
             "context": shape.context,
             "rounds": len(samples),
-            "tokens_per_s": timing.spread([tokens / value for value in samples]),
-            "x_dense": timing.spread([a / b for a, b in zip(dense, samples, strict=True)]),
+            "tokens_per_s": spread([tokens / sample for sample in samples]),
+            "x_dense": times.speed(name),
             "params": sum(parameter.numel() for parameter in model.parameters()),
             "param_bytes": sum(parameter.nbytes for parameter in model.parameters()),
             # decoding only swaps the cache for a longer one, and a profiler does not see what was
             # there before it
-            "peak_bytes": None
-            if job.task == "decode"
-            else timing.peak_bytes(works[name], shape.device),
+            "peak_bytes": None if job.task == "decode" else timing.peak_bytes(work, heat.device),
         }
         rows.append(asdict(job) | row)
-    for model in models.values():
         model.zero_grad()
     return rows
 
@@ -294,121 +272,63 @@ def measure(
 # ---- showing -------------------------------------------------------------------------------------
 
 
-def job_of(row: dict[str, Any]) -> Job:
+def job_of(row: Row) -> Job:
     return Job(**{field.name: row[field.name] for field in fields(Job)})
 
 
-def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
+def show(rows: Sequence[Row]) -> Table:
     first, last = rows[0]["tokens_per_s"]["median"], rows[-1]["tokens_per_s"]["median"]
-    size = f"tokens at once: {rows[0]['tokens']}, context {rows[0]['context']}"
-    table = Table(
-        title=f"{job_of(rows[0]).title}, {size}: median of {rows[0]['rounds']} interleaved rounds "
-        f"(p20-p80); dense, first and last of a round, {first:,.0f} and {last:,.0f} tokens/s"
+    title = (
+        f"{job_of(rows[0]).title}, tokens at once: {rows[0]['tokens']}, context "
+        f"{rows[0]['context']}: median of {rows[0]['rounds']} interleaved rounds (p20-p80); "
+        f"dense, first and last of a round, {first:,.0f} and {last:,.0f} tokens/s"
     )
-    table.add_column("model")
-    for title in (
-        "parameters",
-        "MB",
-        "tokens/s",
-        "(p20-p80)",
-        "x dense",
-        "(p20-p80)",
-        "peak MB on top",
-    ):
-        table.add_column(title, justify="right")
-    for row in rows[:-1]:
-        rate, speed = row["tokens_per_s"], row["x_dense"]
-        table.add_row(
-            row["variant"],
-            f"{row['params']:,}",
-            f"{row['param_bytes'] / 1e6:.0f}",
-            f"{rate['median']:,.0f}",
-            f"({rate['p20']:,.0f}-{rate['p80']:,.0f})",
-            f"{speed['median']:.2f}",
-            f"({speed['p20']:.2f}-{speed['p80']:.2f})",
-            "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:.1f}",
-        )
-    console.print(table)
+    shown = [
+        {
+            "model": row["variant"],
+            "parameters": f"{row['params']:,}",
+            "MB": f"{row['param_bytes'] / 1e6:.0f}",
+            "tokens/s": report.with_spread(row["tokens_per_s"], ",.0f"),
+            "x dense": report.with_spread(row["x_dense"], ".2f"),
+            "peak MB on top": "" if (peak := row["peak_bytes"]) is None else f"{peak / 1e6:.1f}",
+        }
+        for row in rows[:-1]
+    ]
+    return report.grid(title, shown)
 
 
 LEGEND = """x dense: speed against the dense model; peak: allocated by one step or call, on top of
 the parameters, and in training of the optimizer's state (twice the parameters)."""
 
 
-def markdown(result: dict[str, Any]) -> str:
+def markdown(result: Row) -> str:
     """The table of docs/speed.md: speed against the dense model for every job, and parameters."""
-    columns = list(dict.fromkeys(job_of(row) for row in result["rows"]))
-    cells = {(job_of(row), row["variant"]): row for row in result["rows"]}
-    names = dict.fromkeys(
-        row["variant"] for row in result["rows"] if row["variant"] not in ("dense", "dense, last")
-    )
-    dense = [f"{cells[job, 'dense']['tokens_per_s']['median']:,.0f} tokens/s" for job in columns]
-    lines = [f"| | {' | '.join(job.title for job in columns)} |", "|---|" + "--:|" * len(columns)]
-    lines.append(f"| dense | {' | '.join(dense)} |")
-    for name in names:
-        rows = [cells.get((job, name)) for job in columns]
-        speeds = [f"{row['x_dense']['median']:.2f}x" if row else "-" for row in rows]
-        lines.append(f"| {name} | {' | '.join(speeds)} |")
-    return "\n".join(lines)
+    columns = list(dict.fromkeys(map(job_of, result["rows"])))
+    found = {(job_of(row), row["variant"]): row for row in result["rows"]}
+    dense = [f"{found[job, 'dense']['tokens_per_s']['median']:,.0f} tokens/s" for job in columns]
+    lines = [["dense", *dense]]
+    for name in values(result["rows"], "variant"):
+        if not name.startswith("dense"):
+            rows = [found.get((job, name)) for job in columns]
+            speeds = (f"{row['x_dense']['median']:.2f}x" if row else "-" for row in rows)
+            lines.append([name, *speeds])
+    return report.speeds([job.title for job in columns], lines)
 
 
-def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--budget",
-        type=float,
-        default=300,
-        metavar="SECONDS",
-        help="jobs that do not fit are left out",
-    )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON")
-    parser.add_argument(
-        "--smoke", action="store_true", help="tiny shapes, kept only if --out is given"
-    )
-    options = parser.parse_args(argv)
-    structlin.show_config()  # builds the engine, so that no time has that in it
-    end = time.perf_counter() + options.budget
-    all_shapes = {shape.name: shape for shape in shapes(options.device, smoke=options.smoke)}
-    todo, rounds = jobs(list(all_shapes.values())), ROUNDS
-    if options.smoke:
-        todo, rounds = todo[:6], (2, 2)
-    setting = {
-        "device": options.device,
-        "threads": torch.get_num_threads(),
-        "budget": options.budget,
-    }
-    setting["shapes"] = [asdict(shape) for shape in all_shapes.values()]
-    converted: dict[str, dict[str, nn.Module]] = {}
-    results: list[list[dict[str, Any]]] = []
-    for n, job in enumerate(todo):
-        shape = all_shapes[job.model]
-        if time.perf_counter() > end:
-            print(f"# left out: {job.title}")
-            continue
-        if job.model not in converted:
-            converted[job.model] = {}
-            dense = shape.build()
-            chosen = variants(shape.width)
-            for name in [*[*chosen][:2], "none"] if options.smoke else chosen:
-                converted[job.model][name] = chosen[name](copy.deepcopy(dense))
-        until = time.perf_counter() + (end - time.perf_counter()) / (len(todo) - n)
-        results.append(measure(job, shape, converted[job.model], end, rounds=rounds, until=until))
-        for row in results[-1]:
-            print(json.dumps(row, allow_nan=False), flush=True)
-        if not options.smoke or options.out != RESULTS:
-            rows = [row for rows in results for row in rows]
-            save_json(options.out / "model.json", setting=setting, rows=rows)
-    console = Console(width=150)
-    for rows in results:
-        show(rows, console)
-    print(LEGEND)
-    return [row for rows in results for row in rows]
-
+BENCH = Bench(
+    name="model",
+    about=__doc__,
+    budget=300,
+    jobs=jobs,
+    measure=measure,
+    table=show,
+    rounds=(3, 15),
+    allocator="default",
+    setting=lambda device, smoke: {
+        "shapes": [asdict(shape_of(name, device)) for name in (TINY if smoke else FULL)]
+    },
+    below=lambda result: LEGEND,
+)
 
 if __name__ == "__main__":
-    main()
+    BENCH.main()
