@@ -14,13 +14,11 @@ since other programs only ever lengthen a step. The same command again adds its 
 --out.
 """
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -31,17 +29,18 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import structlin
-from benchmarks.harness import timing
-from benchmarks.harness.record import RESULTS, environment, save_json
-from benchmarks.harness.report import table
-from benchmarks.speed.model import TOKENS, Absent
+from benchmarks.harness import report, timing
+from benchmarks.harness.experiment import parser, result_path
+from benchmarks.harness.race import Heat, Row, race
+from benchmarks.harness.record import environment, save_json
+from benchmarks.speed.model import NO_DROPOUT, TOKENS, Absent
 
 SIZES = {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
 SMOKE = {"n_embd": 64, "n_layer": 1, "n_head": 1, "vocab_size": 96}
 BATCH, CONTEXT = 2, 256
 CHUNK = 128  # tokens
 HEAD = structlin.BTT(rank=8)
-FULL = "all of it"
+FULL, LAST = "all of it", "all of it, last"
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -87,14 +86,12 @@ class Step:
         from transformers import GPT2Config, GPT2LMHeadModel
 
         torch.manual_seed(0)
-        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        config = GPT2Config(**sizes, **dropout, use_cache=False, **TOKENS)
+        config = GPT2Config(**sizes, **NO_DROPOUT, use_cache=False, **TOKENS)
         self.model = structlin.convert(GPT2LMHeadModel(config), structlin.BTT(rank=1)).train()
         self.ids = torch.randint(sizes["vocab_size"], (batch, context))
         self.labels = self.ids.roll(-1, 1).flatten()
-        self.new_head = structlin.StructuredLinear(
-            sizes["n_embd"], sizes["vocab_size"], HEAD, bias=False
-        )
+        widths = sizes["n_embd"], sizes["vocab_size"]
+        self.new_head = structlin.StructuredLinear(*widths, HEAD, bias=False)
         self.loss = self.plain_loss
         self.optimizer: torch.optim.Optimizer | None = self.make_optimizer(fused=True)
 
@@ -148,8 +145,7 @@ def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def both(*changes: Any) -> Iterator[None]:
-    first, second = changes
+def both(first: Any, second: Any) -> Iterator[None]:
     with first, second:
         yield
 
@@ -213,19 +209,14 @@ def run_changed(step: Step, change: Callable[[], Any]) -> None:
         step()
 
 
-def measure(
-    step: Step, changes: dict[str, Callable[[], Any]], seconds: float
-) -> list[dict[str, Any]]:
-    """A row for each change: the time of its step over that of the whole one, round by round."""
+def measure(changes: dict[str, Callable[[], Any]], step: Step, heat: Heat) -> list[Row]:
+    """A row for each change: the time of its step, round by round, and of the whole one, twice."""
     works: dict[str, Callable[[], Any]] = {FULL: step}
     works |= {name: partial(run_changed, step, change) for name, change in changes.items()}
-    works[f"{FULL}, last"] = step
     for work in works.values():
         work()  # memory, state of optimizers
-    until = time.perf_counter() + seconds
-    clock = partial(timing.wall, device="cpu")
-    times = timing.interleaved(works, clock, rounds=(2, 15), until=until)
-    times[FULL] += times.pop(f"{FULL}, last")
+    times = race(works, heat, last=LAST, clock=timing.wall).seconds
+    times[FULL] += times.pop(LAST)
     return [
         {"name": name, "ms": [round(1e3 * sample, 1) for sample in samples]}
         for name, samples in times.items()
@@ -249,56 +240,55 @@ def parts_of_whole(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {name: ms / fast[FULL] for name, ms in fast.items()}
 
 
-def show_shares(result: dict[str, Any]) -> str:
+def show_shares(result: Row) -> str:
     """The table of docs/speed.md."""
     found = parts_of_whole(result["shares"]["rows"])
     cells = [[name, f"{100 * (1 - part):.0f} %"] for name, part in found.items() if name != FULL]
-    return table(["part", "share of the step"], cells)
+    return report.table(["part", "share of the step"], cells)
 
 
-def show_remedies(result: dict[str, Any]) -> str:
+def show_remedies(result: Row) -> str:
     """The table of docs/speed.md."""
     found = parts_of_whole(result["remedies"]["rows"])
     cells = [[name, f"{1 / part:.2f}x"] for name, part in found.items() if name != FULL]
-    return table(["", "speed of the step"], cells)
+    return report.table(["", "speed of the step"], cells)
 
 
-def show(title: str, rows: Sequence[dict[str, Any]], console: Console) -> None:
-    shown = Table(title=f"{title}, 20th percentile (median) of {len(rows[-1]['ms'])} rounds")
-    for name in ("step", "ms", "(median)", "of the whole step"):
-        shown.add_column(name, justify="left" if name == "step" else "right")
+def show(title: str, rows: Sequence[Row]) -> Table:
     found = parts_of_whole(rows)
-    for row in rows:
-        fast, middle = timing.spread(row["ms"])["p20"], median(row["ms"])
-        shown.add_row(row["name"], f"{fast:.1f}", f"({middle:.1f})", f"{found[row['name']]:.2f}")
-    console.print(shown)
+    shown = [
+        {
+            "step": row["name"],
+            "ms": f"{timing.spread(row['ms'])['p20']:.1f}",
+            "(median)": f"({median(row['ms']):.1f})",
+            "of the whole step": f"{found[row['name']]:.2f}",
+        }
+        for row in rows
+    ]
+    return report.grid(f"{title}, 20th percentile of {len(rows[-1]['ms'])} rounds", shown)
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    pieces = {"shares": shares, "remedies": remedies}
-    parser.add_argument("--only", choices=pieces, help="measure this alone (default: both)")
-    parser.add_argument("--seconds", type=float, default=30, help="of rounds, for each of both")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON")
-    parser.add_argument("--smoke", action="store_true", help="tiny; kept only if --out is given")
-    options = parser.parse_args(argv)
+def main(argv: list[str] | None = None) -> Row:
+    about, pieces = parser(__doc__, workers=None), {"shares": shares, "remedies": remedies}
+    about.add_argument("--only", choices=pieces, help="measure this alone (default: both)")
+    about.add_argument("--seconds", type=float, default=30, help="of rounds, for each of both")
+    options = about.parse_args(argv)
     structlin.show_config()  # builds the engine, so that no time has that in it
     sizes, batch, context = (SMOKE, 1, 16) if options.smoke else (SIZES, BATCH, CONTEXT)
-    seconds = 0.0 if options.smoke else options.seconds
-    step, path = Step(sizes, batch, context), options.out / "parts.json"
+    step, path = Step(sizes, batch, context), result_path(options, "parts")
     setting = {"sizes": sizes, "batch": batch, "context": context}
-    result = {"setting": setting | {"threads": torch.get_num_threads()}}
-    kept = json.loads(path.read_text()) if path.exists() else {}
+    result: Row = {"setting": setting | {"threads": torch.get_num_threads()}}
+    kept = json.loads(path.read_text()) if path and path.exists() else {}
     if kept.get("setting") == result["setting"]:
         result |= {name: kept[name] for name in pieces if name in kept}
     for name in [options.only] if options.only else pieces:
-        rows = measure(step, pieces[name](step), seconds)
+        end = time.perf_counter() + options.seconds
+        heat = Heat(rounds=(2, 2) if options.smoke else (2, 15), end=end)
+        rows = measure(pieces[name](step), step, heat)
         add_rounds(rows, result.get(name, {}).get("rows", []))
         result[name] = {"rows": rows, "environment": environment()}
-        show(name, rows, Console(width=120))
-    if not options.smoke or options.out != RESULTS:
+        Console(width=120).print(show(name, rows))
+    if path:
         save_json(path, **result)
     return result
 
