@@ -1,6 +1,6 @@
 """What does it cost to divide updates by their modular norm? MN appendix A.4.
 
-    python -m benchmarks.papers.mn_overhead            # results/papers/mn_overhead.{json,png}
+    python -m benchmarks.papers.mn_overhead            # results/papers/mn_overhead.json
     python -m benchmarks.papers.mn_overhead --smoke    # seconds
 
 The paper (A.4): "we trained a width 64 ResMLP with 8 blocks and block-depth 2 for 10k steps on the
@@ -28,7 +28,8 @@ from torch import Tensor
 
 import structlin
 from benchmarks.harness import report
-from benchmarks.harness.experiment import Row, parser
+from benchmarks.harness.experiment import Row, parser, result_path
+from benchmarks.harness.race import Heat, race
 from benchmarks.harness.record import RESULTS, save_json
 from benchmarks.harness.statistics import Estimate, student
 from benchmarks.harness.timing import wall
@@ -84,15 +85,10 @@ def measure(net: modular.Module, x: Tensor, y: Tensor, rounds: int) -> Row:
         net.zero_grad()
         F.cross_entropy(net(x).flatten(0, -2), y.flatten()).backward()
 
-    forward_backward()
-    steps = {way: stepper(way, net) for way in WAYS}
-    for step in steps.values():
-        step()  # makes the state
-    times: dict[str, list[float]] = {"forward + backward": []} | {way: [] for way in WAYS}
-    for _ in range(rounds):
-        times["forward + backward"].append(wall(forward_backward, "cpu"))
-        for way, step in steps.items():
-            times[way].append(wall(step, "cpu"))
+    works = {"forward + backward": forward_backward} | {way: stepper(way, net) for way in WAYS}
+    for work in works.values():
+        work()  # gradients, and then the states
+    times = race(works, Heat(rounds=(rounds, rounds)), clock=wall).seconds
     found = {name: statistics.median(values) for name, values in times.items()}
     step = found["forward + backward"] + found["Adam"]
     return {
@@ -110,7 +106,7 @@ def added(times: dict[str, list[float]], way: str) -> Estimate:
 
 
 def main(argv: list[str] | None = None) -> Row:
-    about = parser(__doc__, RESULTS / "papers")
+    about = parser(__doc__, RESULTS / "papers", workers=None)
     about.add_argument("--widths", type=int, nargs="+", default=[128, 256])
     about.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096])
     about.add_argument("--blocks", type=int, default=3)
@@ -130,10 +126,10 @@ def main(argv: list[str] | None = None) -> Row:
     setting = {"blocks": options.blocks, "rounds": options.rounds, "paper": PAPER}
     setting["threads"] = torch.get_num_threads()
     result = {"setting": setting, "paper's setting": paper, "rows": rows}
-    console = Console(width=140)
-    console.print(*report.tables({"paper's setting": paper, "GPTs": rows}), sep="\n")
-    if not options.smoke or options.out != options.kept:
-        save_json(options.out / "mn_overhead.json", **result)
+    shown = report.tables({"paper's setting": paper, "GPTs": rows})
+    Console(width=140).print(*shown, sep="\n")
+    if path := result_path(options, "mn_overhead"):
+        save_json(path, **result)
     return result
 
 
