@@ -14,9 +14,11 @@ import json
 from collections.abc import Sequence
 from math import inf, isclose
 from statistics import median
-from typing import Any
 
+from benchmarks.harness import report
+from benchmarks.harness.race import Row
 from benchmarks.harness.record import RESULTS
+from benchmarks.harness.statistics import select, values
 from benchmarks.harness.timing import Ceilings
 from structlin import BTT, Dense, Family, Monarch, Structure
 
@@ -24,17 +26,13 @@ LAYER = RESULTS / "layer.json"
 
 # assumed: bfloat16 products, copy (notes of the project)
 H200 = Ceilings(rate=790e12, bandwidth=4.3e12, call=2e-6)
-NODE, NETWORK = (
-    450e9,
-    50e9,
-)  # assumed: bytes/s of one GPU in one direction, inside a node of 8 and between nodes
+# assumed: bytes/s of one GPU in one direction, inside a node of 8 and between nodes
+NODE, NETWORK = 450e9, 50e9
 WIDTH, LAYERS, CONTEXT, TOKENS = 12288, 96, 2048, 16384  # GPT-3; tokens of a GPU in a step
 BF16, FP32 = 2, 4
 NODE_GPUS, GPUS = 8, 1024
-BLOCK = [(WIDTH, WIDTH)] * 4 + [
-    (WIDTH, 4 * WIDTH),
-    (4 * WIDTH, WIDTH),
-]  # q, k, v, projection, and the MLP
+# q, k, v, projection, and the MLP
+BLOCK = [*[(WIDTH, WIDTH)] * 4, (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)]
 FAMILIES: dict[str, Family] = {
     "dense": Dense(),
     "BTT r=1": BTT(rank=1),
@@ -46,7 +44,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def kept() -> dict[str, Any] | None:
+def kept() -> Row | None:
     """results/layer.json, if there is one."""
     return json.loads(LAYER.read_text()) if LAYER.exists() else None
 
@@ -55,9 +53,8 @@ def machine() -> tuple[Ceilings, str]:
     """The ceilings that the tables take to scale, and what they are, in words."""
     result = kept()
     if result and result["setting"]["device"] == "cuda":
-        return Ceilings(
-            **result["ceilings"]["bfloat16"]
-        ), f"measured on {result['environment']['machine']}"
+        ceilings = Ceilings(**result["ceilings"]["bfloat16"])
+        return ceilings, f"measured on {result['environment']['machine']}"
     return H200, "assumed for an H200, not measured"
 
 
@@ -152,41 +149,33 @@ def all_to_all_bytes(elements: int, parts: int) -> float:
 # ---- tables --------------------------------------------------------------------------------------
 
 
-def table(*rows: Sequence[object]) -> str:
-    """Markdown; the first row is the head, the first column text."""
-    lines = [f"| {' | '.join(str(cell) for cell in row)} |" for row in rows]
-    return "\n".join([lines[0], "|---|" + "--:|" * (len(rows[0]) - 1), *lines[1:]])
+def table(rows: Sequence[dict[str, str]]) -> str:
+    """Rows as title -> text, all with the same titles."""
+    return report.table(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def layers() -> str:
     """One layer on one GPU."""
     ceilings, _ = machine()
-    head = [
-        "",
-        "params",
-        "TFLOP",
-        "GB moved",
-        "kept per token",
-        "ms at least",
-        "limit",
-        "x dense at most",
-    ]
-    rows: list[Sequence[object]] = [head]
+    rows = []
     for d_in, d_out in ((WIDTH, WIDTH), (WIDTH, 4 * WIDTH)):
+        dense = bound([Dense().structure(d_in, d_out)], ceilings)
         for name, family in FAMILIES.items():
             structure = family.structure(d_in, d_out)
             seconds, flops = bound([structure], ceilings), 3 * TOKENS * structure.flops
-            rows.append([
-                f"{d_in} -> {d_out}, {name}",
-                f"{structure.params / 1e6:.1f} M",
-                f"{flops / 1e12:.2f}",
-                f"{bound([structure], Ceilings(rate=inf, bandwidth=1.0, call=0.0)) / 1e9:.1f}",
-                f"{BF16 * (d_in + middle(structure)) / 1e3:.0f} kB",
-                f"{1e3 * seconds:.2f}",
-                "FLOPs" if isclose(seconds, flops / ceilings.rate) else "memory",
-                f"{bound([Dense().structure(d_in, d_out)], ceilings) / seconds:.1f}",
-            ])  # fmt: skip
-    return table(*rows)
+            moved = bound([structure], Ceilings(rate=inf, bandwidth=1.0, call=0.0))
+            row = {
+                "": f"{d_in} -> {d_out}, {name}",
+                "params": f"{structure.params / 1e6:.1f} M",
+                "TFLOP": f"{flops / 1e12:.2f}",
+                "GB moved": f"{moved / 1e9:.1f}",
+                "kept per token": f"{BF16 * (d_in + middle(structure)) / 1e3:.0f} kB",
+                "ms at least": f"{1e3 * seconds:.2f}",
+                "limit": "FLOPs" if isclose(seconds, flops / ceilings.rate) else "memory",
+                "x dense at most": f"{dense / seconds:.1f}",
+            }
+            rows.append(row)
+    return table(rows)
 
 
 def blocks() -> str:
@@ -197,46 +186,38 @@ def blocks() -> str:
     attention = 3 * TOKENS * 4 * CONTEXT / 2 * WIDTH / ceilings.rate
     # two norms, two residual sums, GELU of 4 d
     elementwise = 3 * TOKENS * 18 * WIDTH * BF16 / ceilings.bandwidth
-    rest = attention + elementwise
-    rows: list[Sequence[object]] = [
-        ["", "linear layers, ms", "the rest, ms", "block, x dense at most"]
-    ]
+    rest, rows = attention + elementwise, []
     for name, family in FAMILIES.items():
-        linear = bound(block(family), ceilings)
-        speed = (bound(block(Dense()), ceilings) + rest) / (linear + rest)
-        rows.append([name, f"{1e3 * linear:.1f}", f"{1e3 * rest:.1f}", f"{speed:.1f}"])
-    return table(*rows)
+        linear, dense = (bound(block(kind), ceilings) for kind in (family, Dense()))
+        row = {
+            "": name,
+            "linear layers, ms": f"{1e3 * linear:.1f}",
+            "the rest, ms": f"{1e3 * rest:.1f}",
+            "block, x dense at most": f"{(dense + rest) / (linear + rest):.1f}",
+        }
+        rows.append(row)
+    return table(rows)
 
 
 def fsdp() -> str:
     """All blocks, parameters sharded over all GPUs."""
     ceilings, _ = machine()
-    head = [
-        "",
-        "params",
-        "state per GPU",
-        "sent per step, bf16 gradients",
-        "fp32 gradients",
-        "s",
-        "compute s",
-        "hidden from",
-    ]
-    rows: list[Sequence[object]] = [head]
+    rows = []
     for name, family in FAMILIES.items():
         params = LAYERS * sum(structure.params for structure in block(family))
         sent, seconds = fsdp_bytes(params, FP32), LAYERS * bound(block(family), ceilings)
-        hidden = TOKENS * sent / NETWORK / seconds
-        rows.append([
-            name,
-            f"{params / 1e9:.1f} B",
-            f"{params * 3 * FP32 / GPUS / 1e9:.2f} GB",
-            f"{fsdp_bytes(params, BF16) / 1e9:.0f} GB",
-            f"{sent / 1e9:.0f} GB",
-            f"{sent / NETWORK:.2f}",
-            f"{seconds:.2f}",
-            f"{hidden:,.0f} tokens",
-        ])  # fmt: skip
-    return table(*rows)
+        row = {
+            "": name,
+            "params": f"{params / 1e9:.1f} B",
+            "state per GPU": f"{params * 3 * FP32 / GPUS / 1e9:.2f} GB",
+            "sent per step, bf16 gradients": f"{fsdp_bytes(params, BF16) / 1e9:.0f} GB",
+            "fp32 gradients": f"{sent / 1e9:.0f} GB",
+            "s": f"{sent / NETWORK:.2f}",
+            "compute s": f"{seconds:.2f}",
+            "hidden from": f"{TOKENS * sent / NETWORK / seconds:,.0f} tokens",
+        }
+        rows.append(row)
+    return table(rows)
 
 
 def tensor_parallel() -> str:
@@ -245,14 +226,9 @@ def tensor_parallel() -> str:
 
     def columns(seconds: float, sent: float) -> list[str]:
         wait = sent / NODE
-        return [
-            f"{1e3 * seconds:.1f}",
-            f"{sent / 1e9:.2f} GB",
-            f"{1e3 * wait:.1f}",
-            f"{wait / (wait + seconds):.0%}",
-        ]
+        return [f"{sent / 1e9:.2f} GB", f"{1e3 * wait:.1f}", f"{wait / (wait + seconds):.0%}"]
 
-    head = [
+    titles = [
         "",
         "products, ms",
         "all-reduce",
@@ -262,7 +238,7 @@ def tensor_parallel() -> str:
         "ms",
         "share",
     ]
-    rows: list[Sequence[object]] = [head]
+    rows = []
     for name, family in FAMILIES.items():
         *qkv, projection, up, down = whole = block(family)
         parts = [shared(structure, "cut", NODE_GPUS) for structure in (*qkv, up)]
@@ -272,29 +248,21 @@ def tensor_parallel() -> str:
             continue
         seconds = bound([part for part in parts if part], ceilings)
         # after attention and MLP, forward and backward
-        reduced = 4 * all_reduce_bytes(TOKENS * WIDTH, NODE_GPUS)
-        row = [name, *columns(seconds, reduced)]
-        if name == "dense":
-            row += ["-"] * 3
-        else:
-            permuted = 2 * all_to_all_bytes(
-                TOKENS * sum(middle(structure) for structure in whole), NODE_GPUS
-            )
-            row += columns(bound(whole, ceilings) / NODE_GPUS, permuted)[1:]
-        rows.append(row)
-    return table(*rows)
+        reduced = columns(seconds, 4 * all_reduce_bytes(TOKENS * WIDTH, NODE_GPUS))
+        between = TOKENS * sum(middle(structure) for structure in whole)
+        sent = 2 * all_to_all_bytes(between, NODE_GPUS)
+        permuted = columns(bound(whole, ceilings) / NODE_GPUS, sent) if between else ["-"] * 3
+        rows.append([name, f"{1e3 * seconds:.1f}", *reduced, *permuted])
+    return report.table(titles, rows)
 
 
 def check() -> str:
     """The same arithmetic on the machine of results/layer.json, against what was measured there."""
     result = kept()
-    rows_of = (
-        [row for row in result["rows"] if row["backward"] and row["d_in"] == row["d_out"]]
-        if result
-        else []
-    )
-    found = [row for row in rows_of if row["dtype"] == rows_of[0]["dtype"] and "x_dense" in row]
-    widths = sorted({row["d_in"] for row in found})
+    found = [row for row in result["rows"] if "x_dense" in row] if result else []
+    found = [row for row in select(found, backward=True) if row["d_in"] == row["d_out"]]
+    found = select(found, dtype=found[0]["dtype"]) if found else []
+    widths = sorted(values(found, "d_in"))
     if result is None or len(widths) < 2:
         return (
             "`benchmarks/results/layer.json` has not two square widths: "
@@ -303,46 +271,35 @@ def check() -> str:
     small, large = widths[-2:]
     cells = {(row["d_in"], row["structure"], row["implementation"]): row for row in found}
     dense = {width: cells[width, "dense", "nn.Linear"]["bound_share"] for width in (small, large)}
-    head = [
-        "",
-        f"bound, {small}",
-        f"measured, {small}",
-        f"bound, {large}",
-        f"expected, {large}",
-        f"measured, {large}",
-        "ratio",
-    ]
-    rows: list[Sequence[object]] = [head]
-    ratios = []
-    for name in dict.fromkeys(row["structure"] for row in found if row["implementation"] == "auto"):
-        speed, share = (
-            {width: cells[width, name, "auto"][key] for width in dense}
-            for key in ("x_dense", "bound_share")
-        )
-        bounds = {width: speed[width]["median"] * dense[width] / share[width] for width in dense}
-        expected = bounds[large] * share[small] / dense[small]
-        ratios.append(speed[large]["median"] / expected)
-        speeds = [
-            bounds[small],
-            speed[small]["median"],
-            bounds[large],
-            expected,
-            speed[large]["median"],
-        ]
-        rows.append([name, *(f"{value:.1f}" for value in speeds), f"{ratios[-1]:.2f}"])
+    rows, ratios = [], []
+    for name in values(select(found, implementation="auto"), "structure"):
+        row = {width: cells[width, name, "auto"] for width in dense}
+        share = {width: row[width]["bound_share"] / dense[width] for width in dense}
+        speed = {width: row[width]["x_dense"]["median"] for width in dense}
+        bounds = {width: speed[width] / share[width] for width in dense}
+        expected = bounds[large] * share[small]
+        ratios.append(speed[large] / expected)
+        line = {
+            "": name,
+            f"bound, {small}": f"{bounds[small]:.1f}",
+            f"measured, {small}": f"{speed[small]:.1f}",
+            f"bound, {large}": f"{bounds[large]:.1f}",
+            f"expected, {large}": f"{expected:.1f}",
+            f"measured, {large}": f"{speed[large]:.1f}",
+            "ratio": f"{ratios[-1]:.2f}",
+        }
+        rows.append(line)
     machine_name, threads = result["environment"]["machine"], result["setting"]["threads"]
     where = f"{machine_name}, {threads} threads, {found[0]['dtype']}"
     spread = f"median {median(ratios):.2f}, from {min(ratios):.2f} to {max(ratios):.2f}"
-    return f"{table(*rows)}\n\nOn {where}. Measured over expected: {spread}."
+    return f"{table(rows)}\n\nOn {where}. Measured over expected: {spread}."
 
 
 def constants() -> str:
     """What everything below is computed from."""
     ceilings, words = machine()
-    rate, bandwidth = (
-        f"{ceilings.rate / 1e12:.0f} TFLOP/s in bfloat16",
-        f"{ceilings.bandwidth / 1e12:.1f} TB/s",
-    )
+    rate = f"{ceilings.rate / 1e12:.0f} TFLOP/s in bfloat16"
+    bandwidth = f"{ceilings.bandwidth / 1e12:.1f} TB/s"
     node, network = f"{NODE / 1e9:.0f} GB/s", f"{NETWORK / 1e9:.0f} GB/s"
     return (
         f"- {rate} and {bandwidth} of memory: {words}.\n"
