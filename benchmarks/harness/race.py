@@ -71,6 +71,9 @@ class Times(Generic[Key]):
         first, *_, last = self.seconds.values()
         return [sum(pair) / 2 for pair in zip(first, last, strict=True)]
 
+    def row(self, key: Key) -> Row:
+        return {"rounds": len(self.seconds[key]), "ms": self.ms(key), "error": self.errors[key]}
+
     def ms(self, key: Key) -> dict[str, float]:
         return spread([1e3 * sample for sample in self.seconds[key]])
 

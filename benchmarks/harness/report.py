@@ -131,13 +131,24 @@ def table(titles: list[str], rows: list[list[str]]) -> str:
     return "\n".join([lines[0], "|---|" + "--:|" * (len(titles) - 1), *lines[1:]])
 
 
-def speeds(titles: list[str], rows: list[list[str]]) -> str:
-    """`table` with an empty corner, as docs/speed.md writes it.
+def pivot(cells: Mapping[tuple[str, str], str], columns: Sequence[str] = ()) -> str:
+    """Markdown of (line, column) -> text, both in the order in which they come first.
 
-    >>> speeds(["ms"], [["dense", "9"]])
-    '| | ms |\\n|---|--:|\\n| dense | 9 |'
+    >>> print(pivot({("dense", "16 tokens"): "9 ms", ("BTT", "1 token"): "2x"}))
+    |  | 16 tokens | 1 token |
+    |---|--:|--:|
+    | dense | 9 ms | - |
+    | BTT | - | 2x |
     """
-    return table(["", *titles], rows).replace("|  |", "| |", 1)
+    lines, found = (dict.fromkeys(names) for names in zip(*cells, strict=True))
+    titles = list(columns or found)
+    rows = [[line, *(cells.get((line, title), "-") for title in titles)] for line in lines]
+    return table(["", *titles], rows)
+
+
+def speeds(cells: Mapping[tuple[str, str], str]) -> str:
+    """`pivot` with the narrow corner that docs/speed.md has."""
+    return pivot(cells).replace("|  |", "| |", 1)
 
 
 def fill(text: str, tables: Mapping[str, Callable[[], str]]) -> str:

@@ -99,7 +99,7 @@ def measure(job: Job, heat: Heat) -> list[Row]:
 
 def layer_row(variant: Variant, times: Times[Variant], heat: Heat, job: Job) -> Row:
     """What a variant takes, in seconds, memory and shares of its bounds."""
-    structure, samples = variant.structure, times.seconds[variant]
+    structure = variant.structure
     forward = partial(variant.run, variant.x)
     row = {
         "structure": variant.name,
@@ -108,14 +108,12 @@ def layer_row(variant: Variant, times: Times[Variant], heat: Heat, job: Job) -> 
         "params": structure.params,
         "flops": structure.flops,
         "dense_flops": 2 * job.d_in * job.d_out,
-        "rounds": len(samples),
-        "ms": times.ms(variant),
+        **times.row(variant),
         "peak_bytes": timing.peak_bytes(variant.work, heat.device),
         "saved_bytes": timing.saved_bytes(forward, variant.parameters) if job.backward else None,
-        "error": times.errors[variant],
     }
     if heat.ceilings is not None:
-        size, seconds = variant.x.element_size(), statistics.median(samples)
+        size, seconds = variant.x.element_size(), statistics.median(times.seconds[variant])
         bound = partial(heat.ceilings.bound, structure, job.tokens, size, backward=job.backward)
         row |= {"bound_share": bound() / seconds, "fused_share": bound(fused=True) / seconds}
     return row
@@ -127,28 +125,26 @@ def compared(variant: Variant, times: Times[Variant], job: Job) -> Row:
     samples, widths = times.seconds[variant], (job.d_in, job.d_out)
     row: Row = {}
     if variant.widths == widths:
-        biased = "nn.Linear + bias" if variant.option == "bias" else "nn.Linear"
-        row["x_dense"] = ratio(dense_seconds(times, widths, biased), samples)
+        twin = "nn.Linear + bias" if variant.option == "bias" else "nn.Linear"
+        row["x_dense"] = ratio(samples_of(times, "dense", twin, widths), samples)
         if not job.brief:
             flops, equal = variant.structure.flops, equal_flops_widths(variant.structure)
-            share = flops / (2 * prod(equal))
-            scaled = [share * sample for sample in dense_seconds(times, equal)]
+            dense = samples_of(times, "dense", "nn.Linear", equal)
+            scaled = [flops / (2 * prod(equal)) * sample for sample in dense]
             row["x_equal_flops"] = ratio(scaled, samples)
-    if variant.option and variant.name == "dense":
-        row["over_plain"] = ratio(samples, times.reference)
-    elif variant.option:
-        names = variant.name, variant.implementation
-        (plain,) = (v for v in times.seconds if (v.name, v.title, v.widths) == (*names, widths))
-        row["over_plain"] = ratio(samples, times.seconds[plain])
+    if variant.option:
+        plain = samples_of(times, variant.name, variant.implementation, widths)
+        row["over_plain"] = ratio(samples, plain)
     return row
 
 
-def dense_seconds(
-    times: Times[Variant], widths: tuple[int, int], title: str = "nn.Linear"
+def samples_of(
+    times: Times[Variant], name: str, title: str, widths: tuple[int, int]
 ) -> list[float]:
-    """The samples of nn.Linear of these widths; of the reference both in a round."""
-    found = [v for v in times.seconds if v.title == title and v.widths == widths]
-    return times.reference if found[0] is next(iter(times.seconds)) else times.seconds[found[0]]
+    """The samples of a variant; of the reference the means of both in a round."""
+    first, wanted = next(iter(times.seconds)), (name, title, widths)
+    (found,) = (v for v in times.seconds if (v.name, v.title, v.widths) == wanted)
+    return times.reference if found is first else times.seconds[found]
 
 
 def user_waits(works: Mapping[Key, timing.Work], device: str) -> dict[Key, dict[str, float]]:
@@ -220,14 +216,15 @@ def markdown(result: Row, dtype: str) -> str:
     and in brackets its FLOPs a second as a share of nn.Linear's; nn.Linear's time in ms. Forward
     and backward of many tokens."""
     rows = [row for row in select(result["rows"], dtype=dtype, backward=True) if "x_dense" in row]
-    columns = sorted(set(map(job_of, rows)), key=lambda job: (job.d_in * job.d_out, job.d_in))
-    found = {(job_of(row), row["structure"], row["implementation"]): row for row in rows}
-    dense = [f"{found[job, 'dense', 'nn.Linear']['ms']['median']:.3g} ms" for job in columns]
-    lines = [["nn.Linear", *dense]]
-    for name in values(select(rows, implementation="auto"), "structure"):
-        speeds = [found.get((job, name, "auto")) for job in columns]
-        lines.append([name, *(_speed(row) if row else "-" for row in speeds)])
-    return report.speeds([f"{job.d_in} -> {job.d_out}" for job in columns], lines)
+    rows.sort(key=lambda row: (row["d_in"] * row["d_out"], row["d_in"]))
+    cells = {}
+    for row in rows:
+        title = f"{row['d_in']} -> {row['d_out']}"
+        if row["implementation"] == "auto":
+            cells[row["structure"], title] = _speed(row)
+        elif row["structure"] == "dense" and row["implementation"] == "nn.Linear":
+            cells["nn.Linear", title] = f"{row['ms']['median']:.3g} ms"
+    return report.speeds(cells)
 
 
 def _speed(row: Row) -> str:
@@ -243,14 +240,13 @@ def few_tokens(result: Row) -> str:
         for row in select(result["rows"], implementation="auto", backward=False)
         if row["tokens"] in FEW and row["d_in"] == row["d_out"]
     ]
-    columns, lines = list(product(TOLERANCE, FEW)), []
-    for name in values(rows, "structure"):
-        speeds = [
-            [row["x_dense"]["median"] for row in select(rows, structure=name, dtype=d, tokens=n)]
-            for d, n in columns
-        ]
-        lines.append([name, *(f"{min(found):.2f}x" if found else "-" for found in speeds)])
-    return report.table(["", *(f"{dtype}, {count}" for dtype, count in columns)], lines)
+    columns = {(dtype, n): f"{dtype}, {n}" for dtype, n in product(TOLERANCE, FEW)}
+    cells: dict[tuple[str, str], str] = {}
+    for name, (dtype, n) in product(values(rows, "structure"), columns):
+        if found := select(rows, structure=name, dtype=dtype, tokens=n):
+            least = min(row["x_dense"]["median"] for row in found)
+            cells[name, columns[dtype, n]] = f"{least:.2f}x"
+    return report.pivot(cells, [*columns.values()])
 
 
 def below(result: Row) -> str:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import structlin
 from benchmarks.harness import report, timing
 from benchmarks.harness.race import Bench, Heat, Row, race
-from benchmarks.harness.statistics import values
+from benchmarks.harness.statistics import select
 from benchmarks.harness.timing import spread
 
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2}  # inside every vocabulary
@@ -303,16 +303,13 @@ the parameters, and in training of the optimizer's state (twice the parameters).
 
 def markdown(result: Row) -> str:
     """The table of docs/speed.md: speed against the dense model for every job, and parameters."""
-    columns = list(dict.fromkeys(map(job_of, result["rows"])))
-    found = {(job_of(row), row["variant"]): row for row in result["rows"]}
-    dense = [f"{found[job, 'dense']['tokens_per_s']['median']:,.0f} tokens/s" for job in columns]
-    lines = [["dense", *dense]]
-    for name in values(result["rows"], "variant"):
-        if not name.startswith("dense"):
-            rows = [found.get((job, name)) for job in columns]
-            speeds = (f"{row['x_dense']['median']:.2f}x" if row else "-" for row in rows)
-            lines.append([name, *speeds])
-    return report.speeds([job.title for job in columns], lines)
+    rows, cells = result["rows"], {}
+    for row in select(rows, variant="dense"):
+        cells["dense", job_of(row).title] = f"{row['tokens_per_s']['median']:,.0f} tokens/s"
+    for row in rows:
+        if not row["variant"].startswith("dense"):
+            cells[row["variant"], job_of(row).title] = f"{row['x_dense']['median']:.2f}x"
+    return report.speeds(cells)
 
 
 BENCH = Bench(

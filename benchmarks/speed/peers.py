@@ -249,10 +249,8 @@ def measure(job: Job, heat: Heat) -> list[Row]:
             "structure": variant.name,
             "implementation": variant.implementation,
             "params": sum(parameter.numel() for parameter in variant.parameters),
-            "rounds": len(taken),
-            "ms": times.ms(variant),
+            **times.row(variant),
             "x_dense": times.speed(variant),
-            "error": times.errors[variant],
         }
         if variant.name in ours and variant.implementation != "structlin":
             row["structlin_x"] = ratio(taken, ours[variant.name])
@@ -293,18 +291,16 @@ def show(rows: Sequence[Row]) -> Table:
 
 def markdown(result: Row) -> str:
     """Our speed over each implementation's: a row for each of them, a column for each job."""
-    speeds: dict[tuple[str, str], dict[Job, str]] = {}
-    for row in result["rows"]:
-        if "structlin_x" in row:
-            found = speeds.setdefault((row["structure"], row["implementation"]), {})
-            found[job_of(row)] = f"{row['structlin_x']['median']:.2f}"
-    chosen = sorted(
-        {job for found in speeds.values() for job in found},
-        key=lambda job: (job.dtype != "float32", -job.tokens, job.backward),
+    rows = sorted(
+        (row for row in result["rows"] if "structlin_x" in row),
+        key=lambda row: (row["dtype"] != "float32", -row["tokens"], row["backward"]),
     )
-    titles = [f"{job.dtype}, {job.tokens}, forward{' + backward' * job.backward}" for job in chosen]
-    lines = [[", ".join(names), *(found[job] for job in chosen)] for names, found in speeds.items()]
-    return report.table(["", *titles], lines)
+    cells = {}
+    for row in rows:
+        title = f"{row['dtype']}, {row['tokens']}, forward{' + backward' * row['backward']}"
+        name = f"{row['structure']}, {row['implementation']}"
+        cells[name, title] = f"{row['structlin_x']['median']:.2f}"
+    return report.pivot(cells)
 
 
 def losses(result: Row) -> list[str]:

@@ -4,10 +4,12 @@ docs/scaling.md."""
 import doctest
 import json
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import import_module
 from itertools import product
 from math import inf
 from pathlib import Path
@@ -20,7 +22,8 @@ from rich.console import Console
 
 pytest.importorskip("matplotlib")
 
-from benchmarks.harness import race, report, timing
+import structlin
+from benchmarks.harness import race, record, report, timing
 from benchmarks.speed import layer, overhead, scaling, variants
 from benchmarks.speed.variants import loop
 from structlin import BTT, TT, Dense, Kronecker, LowRank, Monarch
@@ -58,6 +61,23 @@ def test_every_benchmark_that_times_a_layer_builds_the_engine_before():
     begins = ("show_config()", "BENCH.main()")  # the latter calls the former
     assert "show_config()" in texts["race"]
     assert [n for n, text in timed.items() if not any(word in text for word in begins)] == []
+
+
+TIMINGS = ("layer", "layer_default_allocator", "layer_xeon", "model", "parts", "peers", "overhead")
+
+
+@pytest.mark.parametrize("name", [*TIMINGS, "papers/mn_overhead"])
+def test_the_command_of_a_kept_timing_is_still_one(monkeypatch, name):
+    def stop():  # the options are read, and nothing is measured yet
+        raise InterruptedError
+
+    if name in ("model", "parts"):
+        pytest.importorskip("transformers")
+    _, _, module, *arguments = shlex.split(record.read(name)["environment"]["command"])
+    program = import_module(module)
+    monkeypatch.setattr(structlin, "show_config", stop)
+    with pytest.raises(InterruptedError):
+        getattr(program, "BENCH", program).main(arguments)
 
 
 # ---- the protocol --------------------------------------------------------------------------------
