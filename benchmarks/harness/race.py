@@ -25,12 +25,10 @@ from torch import Tensor
 
 import structlin
 from benchmarks.harness import timing
-from benchmarks.harness.experiment import parser, result_path
+from benchmarks.harness.experiment import Row, parser, result_path
 from benchmarks.harness.record import save_json
 from benchmarks.harness.timing import Ceilings, Key, Work, ratio, spread
 from structlin import Structure
-
-Row = dict[str, Any]
 
 Run = Callable[[Tensor], Tensor]
 Oracle = Callable[[Structure, Sequence[Tensor], Tensor], Tensor]

@@ -20,7 +20,8 @@ from benchmarks.harness.race import Row
 from benchmarks.harness.record import RESULTS
 from benchmarks.harness.statistics import select, values
 from benchmarks.harness.timing import Ceilings
-from structlin import BTT, Dense, Family, Monarch, Structure
+from benchmarks.speed.variants import families
+from structlin import Dense, Family, Structure
 
 LAYER = RESULTS / "layer.json"
 
@@ -33,14 +34,8 @@ BF16, FP32 = 2, 4
 NODE_GPUS, GPUS = 8, 1024
 # q, k, v, projection, and the MLP
 BLOCK = [*[(WIDTH, WIDTH)] * 4, (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)]
-FAMILIES: dict[str, Family] = {
-    "dense": Dense(),
-    "BTT r=1": BTT(rank=1),
-    "BTT r=2": BTT(rank=2),
-    "BTT r=4": BTT(rank=4),
-    "Monarch 4": Monarch(blocks=4),
-    "Monarch 16": Monarch(blocks=16),
-    "Monarch 64": Monarch(blocks=64),
+FAMILIES: dict[str, Family] = {"dense": Dense()} | {
+    name: each for name, each in families(WIDTH).items() if name.startswith(("BTT", "Monarch"))
 }
 
 
