@@ -46,9 +46,9 @@ class Heat:
     """Where one job is measured, and for how long."""
 
     device: str = "cpu"
-    rounds: tuple[int, int] = (3, 25)  #: the least, made even after `end`, and the most
+    rounds: tuple[int, int] = (3, 25)  #: the least, even if its share is used up, and the most
     end: float = inf  #: of `time.perf_counter`; after it nothing is begun but a first round
-    share: float = 1.0  #: of the seconds that are left, for this job
+    share: float = 1.0  #: of the seconds that are left, for the checks and the rounds of this job
     ceilings: Ceilings | None = None
 
     def until(self) -> float:
@@ -103,6 +103,7 @@ def race(
     Raises:
         ArithmeticError: a variant is wrong; nothing is timed then.
     """
+    until = heat.until()
     found = {key: error() for key, error in (errors or {}).items()}
     for key, off in found.items():
         if not off < tolerance:
@@ -119,7 +120,7 @@ def race(
         {key: partial(_repeat, work, calls[key]) for key, work in turns.items()},
         partial(clock, device=heat.device),
         rounds=heat.rounds,
-        until=heat.until(),
+        until=until,
         end=heat.end,
     )
     seconds = {key: [total / calls[key] for total in totals] for key, totals in times.items()}

@@ -65,7 +65,7 @@ def roles(structure: Structure, axis: str) -> list[str | None]:
     """What `axis` is to each core: "batch", "fan-in" or "fan-out"; None where the core does not
     have it.
 
-    >>> btt = BTT().structure(1024, 1024)
+    >>> btt = families(1024)["BTT r=1"].structure(1024, 1024)
     >>> [roles(btt, axis) for axis in ("i2", "j1", "j2")]
     [['fan-out', 'batch'], ['batch', 'fan-in'], ['fan-in', None]]
     """
@@ -83,7 +83,7 @@ def cuttable(structure: Structure) -> dict[str, tuple[str, str]]:
     GPU runs the structure with a smaller axis. x is cut if the axis is one of x's; if it is none of
     y's, the GPUs' y are summed.
 
-    >>> cuttable(BTT().structure(1024, 1024))
+    >>> cuttable(families(1024)["BTT r=1"].structure(1024, 1024))
     {'i2': ('whole', 'cut'), 'j1': ('cut', 'summed')}
     """
     inputs, outputs = structure.inputs, structure.outputs
