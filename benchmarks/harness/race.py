@@ -9,7 +9,7 @@ spread. Jobs come in order of importance; what does not fit the budget of second
 import argparse
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -249,26 +249,18 @@ class Bench:
         options = self._parser().parse_args(argv)
         structlin.show_config()  # builds the engine, so that no time has that in it
         end = time.perf_counter() + options.budget
-        device, todo = options.device, self.jobs(options.device, options.smoke)
-        setting = self._setting(options)
+        result: Row = {"setting": self._setting(options)}
         torch.manual_seed(0)
-        ceilings = self._ceilings(todo, device, options.smoke)
-        result: Row = {"setting": setting} | self.beside(options.smoke)
+        ceilings = self._ceilings(options)
         if ceilings:
             result["ceilings"] = {dtype: asdict(found) for dtype, found in ceilings.items()}
+        result |= self.beside(options.smoke)
         other = "" if options.allocator == self.allocator else f"_{options.allocator}_allocator"
         path = result_path(options, self.name + other)
         heats: list[list[Row]] = []
-        for n, job in enumerate(todo):
-            if end - time.perf_counter() < self.least(job, device, heats):
-                print(f"# left out: {job.title}")
-                continue
-            rounds = (2, 2) if options.smoke else self.rounds
-            share = self.weight(job, device) / sum(self.weight(each, device) for each in todo[n:])
-            heat = Heat(device, rounds, end, share, ceilings.get(self.ceilings(job) or ""))
-            heats.append(self.measure(job, heat))
-            for row in heats[-1]:
-                print(json.dumps(row, allow_nan=False), flush=True)
+        for rows in self._heats(options, end, ceilings):
+            print(*(json.dumps(row, allow_nan=False) for row in rows), sep="\n", flush=True)
+            heats.append(rows)
             result["rows"] = [row for rows in heats for row in rows]
             if path:
                 save_json(path, **result)
@@ -279,6 +271,23 @@ class Bench:
         if path and heats and self.draw:
             self.draw(result).savefig(path.with_suffix(".png"), dpi=90)
         return result.get("rows", [])
+
+    def _heats(
+        self, options: argparse.Namespace, end: float, ceilings: Mapping[str, Ceilings]
+    ) -> Iterator[list[Row]]:
+        """The rows of each job that fits."""
+        device, done = options.device, list[list[Row]]()
+        todo = self.jobs(device, options.smoke)
+        for n, job in enumerate(todo):
+            if end - time.perf_counter() < self.least(job, device, done):
+                print(f"# left out: {job.title}")
+                continue
+            rounds = (2, 2) if options.smoke else self.rounds
+            weight, *others = (self.weight(each, device) for each in todo[n:])
+            limits = ceilings.get(self.ceilings(job) or "")
+            heat = Heat(device, rounds, end, weight / (weight + sum(others)), limits)
+            done.append(self.measure(job, heat))
+            yield done[-1]
 
     def _parser(self) -> argparse.ArgumentParser:
         found = parser(self.about, workers=None)
@@ -300,8 +309,10 @@ class Bench:
             found["allocator"] = "keeps freed pages" if kept else default
         return found | self.setting(device, options.smoke)
 
-    def _ceilings(self, jobs: Sequence[Any], device: str, smoke: bool) -> dict[str, Ceilings]:
-        dtypes = dict.fromkeys(dtype for job in jobs if (dtype := self.ceilings(job)))
+    def _ceilings(self, options: argparse.Namespace) -> dict[str, Ceilings]:
+        device, smoke = options.device, options.smoke
+        wanted = map(self.ceilings, self.jobs(device, smoke))
+        dtypes = dict.fromkeys(dtype for dtype in wanted if dtype)
         found = {d: timing.ceilings(device, getattr(torch, d), smoke=smoke) for d in dtypes}
         for dtype, each in found.items():
             rates = f"{each.rate / 1e12:.3g} TFLOP/s, {each.bandwidth / 1e9:.3g} GB/s"

@@ -15,12 +15,12 @@ waits for one call. Implementations and options: `benchmarks.speed.variants`; co
 of a sample.
 """
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from itertools import product
 from math import prod
+from statistics import median
 
 from matplotlib.figure import Figure
 from rich.table import Table
@@ -113,7 +113,7 @@ def layer_row(variant: Variant, times: Times[Variant], heat: Heat, job: Job) -> 
         "saved_bytes": timing.saved_bytes(forward, variant.parameters) if job.backward else None,
     }
     if heat.ceilings is not None:
-        size, seconds = variant.x.element_size(), statistics.median(times.seconds[variant])
+        size, seconds = variant.x.element_size(), median(times.seconds[variant])
         bound = partial(heat.ceilings.bound, structure, job.tokens, size, backward=job.backward)
         row |= {"bound_share": bound() / seconds, "fused_share": bound(fused=True) / seconds}
     return row
@@ -268,11 +268,11 @@ def plot(result: Row) -> Figure:
     for axes, dtype in zip(grid, dtypes, strict=True):
         mine = select(chosen, dtype=dtype)
         for n, name in enumerate(values(mine, "structure")):
-            points = sorted(
-                (3 * tokens * row["flops"], row["ms"]["median"], row["bound_share"])
-                for row in select(mine, structure=name)
-            )
-            flops, ms, shares = zip(*points, strict=True)
+            rows = select(mine, structure=name)
+            same = {n: select(rows, flops=n) for n in sorted(values(rows, "flops"))}
+            flops = [3 * tokens * n for n in same]
+            ms = [median(row["ms"]["median"] for row in found) for found in same.values()]
+            shares = [median(row["bound_share"] for row in found) for found in same.values()]
             dense = name == "dense"
             line, colour = ("-", "black") if dense else ("none", f"C{n}")
             axes.plot(flops, ms, label=name, ls=line, color=colour, marker="." if dense else "o")

@@ -220,14 +220,15 @@ def compile_all(plain: Sequence[Variant], end: float) -> list[Variant]:
     torch.compiler.reset()  # they all are one code object, and the last job's would be tried too
     found = []
     for variant in plain:
-        why = "no time" if time.perf_counter() > end else ""
+        if time.perf_counter() > end:
+            print(f"# left out: {variant.name}, compiled: no time")
+            continue
         compiled = replace(variant, run=torch.compile(variant.run, fullgraph=True, dynamic=False))
         try:
             with torch._dynamo.config.patch(recompile_limit=len(plain)):
-                _ = why or compiled.work()
+                compiled.work()
         except Exception as failure:  # no C++ compiler, for one
             why = f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
-        if why:
             print(f"# left out: {variant.name}, compiled: {why}")
         else:
             found.append(compiled)
