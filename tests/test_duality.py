@@ -385,6 +385,6 @@ def test_the_dual_convolution_is_the_dual_of_every_slice_over_their_number(kerne
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_large_matrix_has_a_polar_factor_in_16_bits_too(dtype):
-    signs = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)).sign()
+    signs = torch.randn(256, 260, generator=torch.Generator().manual_seed(0)).sign()
     polar = dualize(signs, method="fast", ns_steps=5, dtype=dtype)  # |signs|_F^2 is above 65504
-    assert polar.square().sum() > 0.9 * 512
+    assert polar.square().sum() > 0.9 * 256

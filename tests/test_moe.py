@@ -168,6 +168,7 @@ def test_second_derivatives_are_those_of_finite_differences():
     assert torch.autograd.gradgradcheck(layer, (x,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight_norm", [False, True])
 def test_compiled_it_is_one_graph_and_computes_the_same(weight_norm):
     if not engine.load():
@@ -185,6 +186,7 @@ def test_compiled_it_is_one_graph_and_computes_the_same(weight_norm):
         assert_close(*found)
 
 
+@pytest.mark.slow
 # torch looks at the gradient of what goes into the second graph
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 def test_compiled_without_the_engine_it_computes_the_same(monkeypatch):
@@ -194,6 +196,7 @@ def test_compiled_without_the_engine_it_computes_the_same(monkeypatch):
     assert_close(torch.compile(model, backend="eager")(x), model(x))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 def test_compiled_in_one_graph_where_no_engine_takes_it_it_says_so():
     torch._dynamo.reset()

@@ -68,6 +68,7 @@ def test_every_page_can_be_reached_from_the_readme():
     assert {page.resolve() for page in PAGES} <= {page.resolve() for page in reached}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", RUN, ids=name_of)
 def test_the_code_of_a_page_gives_the_output_that_it_shows(page):
     results = doctest.testfile(

@@ -87,6 +87,11 @@ RENAMED = {
 
 
 @pytest.fixture(autouse=True)
+def _few_resamples(monkeypatch):
+    monkeypatch.setattr("structlin.search._fits.RESAMPLES", 80)
+
+
+@pytest.fixture(autouse=True)
 def _second_dense_core(request, monkeypatch):
     """The dense point that is the second core names its axes b and e."""
     if request.node.name.startswith("test_a_family_is_a_point_with_the_same_matrix[point1"):
