@@ -8,6 +8,7 @@ from hypothesis import settings
 settings.register_profile("structlin", deadline=None, derandomize=True, max_examples=25)
 settings.load_profile("structlin")
 torch.set_num_threads(1)
+torch.manual_seed(0)  # of a GPU too, once it is used
 
 
 SLOW = {"benchmarks", "examples", "faults", "modular", "projection", "stack"}  # folders
@@ -21,4 +22,6 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def _seed():
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed formats tracebacks, for a GPU
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)

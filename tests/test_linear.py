@@ -72,20 +72,6 @@ def test_a_parametrised_core_is_the_one_multiplied_by(spoil):
     assert_close(layer.to_dense(), einsum_matrix(layer.structure, [layer.cores[0], layer.cores[1]]))
 
 
-def test_a_pruned_core_stays_masked_while_it_trains():
-    layer = StructuredLinear(16, 16, dtype=torch.float64)
-    prune.l1_unstructured(layer.cores, "0", 0.5)
-    mask = layer.cores.get_buffer("0_mask")
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        layer(tokens(5, 16)).square().sum().backward()
-        optimizer.step()
-    masked = layer.cores.get_parameter("0_orig") * mask
-    assert_close(layer.to_dense(), einsum_matrix(layer.structure, [masked, layer.cores[1]]))
-    assert (mask == 0).sum() == mask.numel() // 2
-
-
 def test_a_float64_layer_stays_float64_under_autocast_as_nn_linear_does():
     x = tokens(3, 16)
     with torch.autocast("cpu", dtype=torch.bfloat16):

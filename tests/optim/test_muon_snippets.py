@@ -28,22 +28,6 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def test_plain_pytorch():
-    model = structlin.convert(GPT(depth=1), structlin.BTT(), include="ffn")
-    optimizer = Muon(model, lr=0.05)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
-    losses = []
-    for _ in range(20):
-        loss = loss_of(model, TOKENS)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
-
-
 @pytest.mark.filterwarnings("ignore")  # transformers' and accelerate's own
 def test_the_trainer_of_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")

@@ -16,7 +16,6 @@ import structlin
 from benchmarks.zoo import import_timm
 from structlin import BTT, convert, keep_ratios, param_groups
 from structlin.optim import Muon, Normed
-from tests.models import GPT
 
 LR = 0.03
 OPTIMIZERS = [
@@ -471,58 +470,3 @@ assert len(hooks) == 1
 
 def test_the_public_name_is_the_optimizers():
     assert structlin.keep_ratios is structlin.optim.keep_ratios
-
-
-# ---- nanoGPT's loop ------------------------------------------------------------------------------
-
-
-class Trained(GPT):
-    """With nanoGPT's interface: two groups, made by the model, by the number of dimensions."""
-
-    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
-        params = [p for p in self.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas)
-
-
-def losses_of(kept, steps=8):
-    torch.manual_seed(0)
-    model = convert(Trained(width=32, depth=1), BTT(rank=2), include="ffn")
-    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
-    optimizer = keep_ratios(optimizer, model) if kept else optimizer
-    tokens, found = torch.arange(24).reshape(2, 12), []
-    for step in range(steps):
-        lr = 1e-2 * (step + 1) / steps
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        logits = model(tokens)[:, :-1].flatten(0, 1)
-        loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        found.append(loss.item())
-    return found, model, optimizer
-
-
-def test_nanogpts_loop_keeps_the_ratios():
-    kept, _, optimizer = losses_of(True)
-    plain, _, _ = losses_of(False)
-    assert kept[0] == plain[0]
-    assert kept[-1] != plain[-1]
-    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.1}
-    torch.manual_seed(0)
-    model = convert(Trained(width=32, depth=1), BTT(rank=2), include="ffn")
-    by_hand = torch.optim.AdamW(param_groups(model, 1e-3, weight_decay=0.1), betas=(0.9, 0.95))
-    tokens = torch.arange(24).reshape(2, 12)
-    for step in range(8):
-        for group in by_hand.param_groups:
-            group["lr"] = 1e-2 * (step + 1) / 8 * group["lr_mult"]
-        logits = model(tokens)[:, :-1].flatten(0, 1)
-        loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
-        assert loss.item() == pytest.approx(kept[step], rel=1e-5)
-        loss.backward()
-        by_hand.step()
-        by_hand.zero_grad(set_to_none=True)

@@ -21,11 +21,12 @@ from structlin import (
     Monarch,
     Split,
     Structure,
+    project,
+    relative_error,
     to_dense,
 )
 from structlin._projection import alternating
 from structlin._projection.alternating import alternate
-from structlin._projection.solve import project, relative_error
 from tests.catalogue import CASES, IDS, SMALL, SMALL_IDS, einsum_matrix, random_cores, structures
 
 every_small_case = pytest.mark.parametrize("case", SMALL, ids=SMALL_IDS)

@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from structlin import BTT, StructuredLinear, convert, densify, param_groups
+from structlin import BTT, StructuredLinear, convert, densify
 from tests.models import GPT
 
 # torch, onnx and torchao warn about themselves when they compile, export and quantise.
@@ -217,58 +216,6 @@ def test_int8_of_torchao_that_is_told_to_take_structured_layers_fails_and_leaves
 
 
 @OWN_WARNINGS
-def test_accelerate_trains_a_converted_model():
-    accelerate = pytest.importorskip("accelerate")
-    model = small()
-    optimizer = torch.optim.AdamW(param_groups(model, 1e-2, weight_decay=0.1))
-    accelerator = accelerate.Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    losses = []
-    for _ in range(5):
-        loss = loss_of(model)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-
-
-@OWN_WARNINGS
-def test_lightning_trains_a_converted_model(tmp_path):
-    lightning = pytest.importorskip("lightning")
-
-    class Task(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model, self.losses = small(), []
-
-        def training_step(self, tokens):
-            loss = loss_of(self.model, tokens)
-            self.losses.append(loss.item())
-            return loss
-
-        def configure_optimizers(self):
-            return torch.optim.AdamW(param_groups(self.model, 1e-2, weight_decay=0.1))
-
-    task = Task()
-    options = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "log_every_n_steps": 1,
-    }
-    trainer = lightning.Trainer(
-        max_epochs=5, accelerator="cpu", default_root_dir=tmp_path, **options
-    )
-    trainer.fit(task, torch.utils.data.DataLoader([TOKENS[0]] * 4, batch_size=2))
-    assert task.losses[-1] < task.losses[0]
-    trainer.save_checkpoint(tmp_path / "task.ckpt")
-    fresh = Task()
-    fresh.load_state_dict(torch.load(tmp_path / "task.ckpt", weights_only=True)["state_dict"])
-    torch.testing.assert_close(fresh.model(TOKENS), task.model(TOKENS))
-
-
-@OWN_WARNINGS
 def test_trainer_trains_saves_and_resumes(tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
@@ -303,7 +250,6 @@ import sys
 import torch, torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.nn.utils import parametrize
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -384,14 +330,3 @@ def test_models_of_timm_are_converted_by_role():
         y = model(x)
         torch.testing.assert_close(densify(model)(x), y, atol=1e-4, rtol=1e-3)
         assert set(model.state_dict()) == keys
-
-
-def test_a_core_that_is_parametrised_is_the_one_multiplied_by():
-    class Doubled(nn.Module):
-        def forward(self, core):
-            return 2 * core
-
-    layer, x = StructuredLinear(12, 30, BTT(rank=2), bias=False), torch.randn(5, 12)
-    plain = layer(x)
-    parametrize.register_parametrization(layer.cores, "0", Doubled())
-    torch.testing.assert_close(layer(x), 2 * plain)
