@@ -50,8 +50,8 @@ CASES: list[tuple[Family, int, int]] = [
     (Monarch(blocks=4), 16, 16),  # both
     (Monarch(blocks=2), 24, 8),
     (Monarch(blocks=6), 12, 30),
-    (BLAST(blocks=4, rank=3), 12, 20),
-    (BLAST(blocks=2, rank=12), 16, 12),
+    (BLAST(blocks=2, rank=2), 8, 12),
+    (BLAST(blocks=2, rank=6), 8, 6),
     (BTT(), 16, 16),
     (BTT(rank=2), 12, 20),
     (BTT(rank=3), 30, 12),

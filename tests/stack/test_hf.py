@@ -174,13 +174,13 @@ for folder in sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize("imported", ["", "import structlin"])
-def test_loading_without_structlin_hf_is_an_error_and_not_random_weights(imported, tmp_path):
+@pytest.mark.parametrize(("imported", "parts"), [("", PARTS), ("import structlin", ["mixture"])])
+def test_loading_without_structlin_hf_is_an_error_and_not_random_weights(imported, parts, tmp_path):
     folders = []
     for name in ("gpt2", "vit"):
         folders.append(tmp_path / name)
         converted(name).save_pretrained(folders[-1])
-    for case in PARTS:
+    for case in parts:
         folders.append(tmp_path / case)
         converted_in_part(case)[1].save_pretrained(folders[-1])
     command = [sys.executable, "-c", imported + WITHOUT, *map(str, folders)]
