@@ -70,7 +70,7 @@ NEAREST: dict[str, tuple[str, ...]] = {  # file or folder -> files or folders of
     "_files.py": ("test_checkpoint", "faults"),
     "_state.py": ("test_checkpoint", "test_hf"),
     "_sharding.py": ("test_sharding", "test_muon_distributed"),
-    "optim": ("test_groups", "test_muon", "test_normed", "test_sharding", "test_muon_distributed"),
+    "optim": ("optim",),
 }
 LEFT_OUT = ("tests/benchmarks", "tests/examples", "tests/test_readme.py")  # they test scripts
 QUICK = 0.3  # seconds: tests of the nearest files that end sooner run first, by themselves
