@@ -355,19 +355,19 @@ def test_a_model_that_was_loaded_from_a_checkpoint_warns_that_it_starts_afresh()
         convert(model)
 
 
-def test_the_ends_of_residual_branches_are_found_by_their_names():
-    model = convert(GPT(), BTT(), init="mup", zero_init="branch-end")
-    zero = {name for name in structured(model) if model.get_submodule(name).zero_init}
-    assert zero == {name for name in structured(model) if name.endswith("c_proj")}
+def test_a_model_without_residual_branches_has_no_ends_of_them():
     plain = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     with pytest.raises(ValueError, match=r"zero_init: 'branch-end' matches no linear layer"):
         convert(plain, BTT(), zero_init="branch-end")
 
 
-def test_zero_init_zeroes_the_last_core_of_the_layers_named_alone():
-    model = convert(GPT(), BTT(), zero_init="*c_proj")
+@pytest.mark.parametrize("init", ["mup", "match"])
+@pytest.mark.parametrize("ends", ["*c_proj", "branch-end"])
+def test_zero_init_zeroes_the_last_core_of_the_layers_named_alone(ends, init):
+    model = convert(GPT(), BTT(), init=init, zero_init=ends)
     for name in structured(model):
         first, last = model.get_submodule(name).cores
+        assert model.get_submodule(name).zero_init == name.endswith("c_proj")
         assert first.abs().min() > 0 or first.std() > 0
         assert (last == 0).all() == name.endswith("c_proj")
 

@@ -187,28 +187,22 @@ def test_a_structured_layer_splits_its_mass_over_its_cores(given, shares):
 # Steps
 
 
-def test_muon_without_momentum_makes_the_steps_of_dualize(case):
+@pytest.mark.parametrize("optimizer", ["Muon", "Normed"])
+def test_muon_without_momentum_makes_the_steps_of_dualize_and_normed_those_of_normalize(
+    case, optimizer
+):
     net, x = case
     twin = copy.deepcopy(net)
     for module in (net, twin):
         backward(module, x)
-    Muon(net, lr=0.1, momentum=0.0, nesterov=False, masses=masses(net), method="ns").step()
-    twin.descend_(0.1)
-    before = values(twin)
-    for name, value in values(net).items():
-        torch.testing.assert_close(value, before[name], rtol=1e-9, atol=1e-9)
-
-
-def test_normed_makes_the_steps_of_normalize(case):
-    net, x = case
-    twin = copy.deepcopy(net)
-    for module in (net, twin):
-        backward(module, x)
-    Normed(torch.optim.SGD(net.parameters(), lr=0.1), net, masses=masses(net)).step()
-    twin.descend_(0.1, twin.normalize({name: p.grad for name, p in twin.named_parameters()}))
-    before = values(twin)
-    for name, value in values(net).items():
-        torch.testing.assert_close(value, before[name], rtol=1e-9, atol=1e-9)
+    if optimizer == "Muon":
+        options = {"momentum": 0.0, "nesterov": False, "method": "ns"}
+        Muon(net, lr=0.1, masses=masses(net), **options).step()
+        twin.descend_(0.1)
+    else:
+        Normed(torch.optim.SGD(net.parameters(), lr=0.1), net, masses=masses(net)).step()
+        twin.descend_(0.1, twin.normalize({name: p.grad for name, p in twin.named_parameters()}))
+    torch.testing.assert_close(values(net), values(twin), rtol=1e-9, atol=1e-9)
 
 
 def test_a_normalized_update_has_the_target_as_its_norm_and_keeps_its_directions(case):

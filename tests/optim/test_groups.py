@@ -65,12 +65,6 @@ def test_biases_norms_gains_and_vectors_are_not_decayed():
         assert value == (0.1 if is_matrix else 0.0), name
 
 
-def test_what_the_model_declares_is_not_decayed():
-    model = GPT()
-    model.no_weight_decay = lambda: {"wte.weight"}
-    assert flat(param_groups(model, 1e-3, weight_decay=0.1), "weight_decay")["wte.weight"] == 0
-
-
 @pytest.mark.parametrize(
     "wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel, lambda m: m]
 )
@@ -113,16 +107,6 @@ def test_the_base_of_sgd_must_have_every_vector_and_gains_need_none():
     assert (mult["0.gains"], mult["1.weight"], mult["0.bias"]) == (1, 4, 4)
 
 
-def test_an_untied_head_finds_its_width_in_a_base_whose_head_is_tied():
-    mult = flat(param_groups(GPT(width=256), 1.0, base=GPT(width=64, tied=True)), "lr_mult")
-    assert mult["lm_head.weight"] == 0.25
-
-
-def test_a_transposed_convolution_counts_the_inputs_of_its_kernel_as_fan_in():
-    small, large = nn.ConvTranspose2d(8, 4, 3), nn.ConvTranspose2d(32, 4, 3)
-    assert flat(param_groups(large, 1.0, base=small))["weight"] == 0.25
-
-
 def test_one_cycle_keeps_the_ratios_if_it_gets_a_rate_for_each_group():
     groups = param_groups(convert(GPT(), BTT(), include="ffn"), 1e-2)
     optimizer = torch.optim.AdamW(groups)
@@ -156,6 +140,29 @@ def test_a_rate_tuned_at_a_base_width_transfers_by_mup():
     assert {by_model[name] for name in ("wte.weight", "h.0.ln_1.bias", "h.0.mlp.c_fc.bias")} == {1}
 
 
+TWINS = {  # a model, one a quarter as wide, and the parameters whose fan-in is four times as large
+    "convolution": (nn.Conv2d(32, 8, 3), nn.Conv2d(8, 8, 3), ["weight"]),
+    "convolution, by widths": (nn.Conv2d(32, 8, 3), {9 * 32: 9 * 8}, ["weight"]),
+    "transposed": (nn.ConvTranspose2d(32, 4, 3), nn.ConvTranspose2d(8, 4, 3), ["weight"]),
+    "untied head": (GPT(width=256), GPT(width=64, tied=True), ["lm_head.weight"]),
+    "attention": (
+        nn.MultiheadAttention(32, 2), nn.MultiheadAttention(8, 2),
+        ["in_proj_weight", "out_proj.weight"],
+    ),
+    "attention of other keys": (
+        nn.MultiheadAttention(32, 2, kdim=16, vdim=16), nn.MultiheadAttention(8, 2, kdim=4, vdim=4),
+        ["q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_the_rate_of_a_weight_falls_as_its_fan_in_rises(name):
+    large, base, weights = TWINS[name]
+    mult = flat(param_groups(large, 1.0, base=base), "lr_mult")
+    assert {mult[weight] for weight in weights} == {0.25}
+
+
 def test_structure_and_width_multiply():
     small = GPT(width=64)
     dense = flat(param_groups(GPT(width=256), 0.01, base=small), "lr_mult")
@@ -177,12 +184,6 @@ def test_sgd_rates_follow_fan_out_over_fan_in():
     assert mult["h.0.mlp.c_fc.cores.0"] == pytest.approx(
         (first.fan_out / first.fan_in) / (1024 / 256)
     )
-
-
-def test_a_convolution_counts_its_kernel_as_fan_in():
-    small, large = nn.Conv2d(8, 8, 3), nn.Conv2d(32, 8, 3)
-    assert flat(param_groups(large, 1.0, base=small))["weight"] == 0.25
-    assert flat(param_groups(large, 1.0, base={9 * 32: 9 * 8}))["weight"] == 0.25
 
 
 def test_a_base_that_is_converted_too_has_the_widths_of_its_dense_layers():
@@ -258,21 +259,6 @@ def test_a_frozen_model_is_refused():
 def test_a_base_that_is_neither_model_nor_widths_is_refused(base, message):
     with pytest.raises(TypeError, match=message):
         param_groups(GPT(), 1e-3, base=base)
-
-
-@pytest.mark.parametrize("options", [{}, {"kdim": 16, "vdim": 16}])
-def test_the_projections_of_multihead_attention_transfer_as_linear_layers(options):
-    base_options = {name: 4 for name in options}
-    large, small = (
-        nn.MultiheadAttention(32, 2, **options),
-        nn.MultiheadAttention(8, 2, **base_options),
-    )
-    mult = flat(param_groups(large, 1.0, base=small), "lr_mult")
-    assert {
-        value
-        for name, value in mult.items()
-        if name.endswith("_weight") or name.endswith("proj.weight")
-    } == {0.25}
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
