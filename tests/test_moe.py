@@ -131,7 +131,7 @@ def test_gradients_are_those_of_finite_differences(family):
     def function(x, *values):
         return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,))
 
-    assert torch.autograd.gradcheck(function, (x.requires_grad_(), *values))
+    assert torch.autograd.gradcheck(function, (x.requires_grad_(), *values), fast_mode=True)
 
 
 def test_weight_normalisation_takes_the_norm_over_all_experts():
@@ -165,7 +165,7 @@ def test_without_the_engine_it_computes_the_same(monkeypatch):
 
 def test_second_derivatives_are_those_of_finite_differences():
     layer, x = mixture(BTT(), widths=(6, 8), bias=False), tokens(4, 6).requires_grad_()
-    assert torch.autograd.gradgradcheck(layer, (x,))
+    assert torch.autograd.gradgradcheck(layer, (x,), fast_mode=True)
 
 
 @pytest.mark.slow
