@@ -1,14 +1,11 @@
 """examples/compress.py at tiny sizes: every kind of model, what is kept, bad arguments."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("matplotlib")
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import compress
 import compress_models
@@ -63,6 +60,14 @@ def save_tokenizer(folder):
     made.save_pretrained(folder)
 
 
+def save_encoder(folder):
+    transformers = pytest.importorskip("transformers")
+    save_tokenizer(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    config = transformers.BertConfig(vocab_size=50, num_attention_heads=2, **sizes)
+    transformers.BertModel(config).save_pretrained(folder)
+
+
 def write_text(path):
     path.write_text("".join(TEXT.format(n="abcdefghij"[n % 10] * (n // 10 + 1)) for n in range(80)))
     return path
@@ -90,11 +95,7 @@ def test_compress_takes_a_causal_model_of_transformers_and_saves_it_as_one(tmp_p
 
 
 def test_compress_takes_an_encoder_of_transformers(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    save_tokenizer(tmp_path / "m")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    config = transformers.BertConfig(vocab_size=50, num_attention_heads=2, **sizes)
-    transformers.BertModel(config).save_pretrained(tmp_path / "m")
+    save_encoder(tmp_path / "m")
     text = write_text(tmp_path / "text.txt")
     options = ["--smoke", "--model", str(tmp_path / "m"), "--data", str(text)]
     rows = compress.main([*options, "--families", "btt", "--out", str(tmp_path / "out")])
@@ -138,11 +139,7 @@ def test_compress_refuses_bad_arguments_with_one_message(arguments, message, cap
 
 
 def test_a_text_with_too_few_sentences_for_an_encoder_is_refused(tmp_path, capsys):
-    transformers = pytest.importorskip("transformers")
-    save_tokenizer(tmp_path / "m")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    config = transformers.BertConfig(vocab_size=50, num_attention_heads=2, **sizes)
-    transformers.BertModel(config).save_pretrained(tmp_path / "m")
+    save_encoder(tmp_path / "m")
     text = tmp_path / "text.txt"
     text.write_text(TEXT * 5)
     with pytest.raises(SystemExit):

@@ -4,15 +4,12 @@ errors."""
 import json
 import os
 import pickle
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("matplotlib")
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import compare
 import train_gpt
@@ -22,13 +19,6 @@ import structlin
 
 GPT = ["--smoke", "--device", "cpu"]
 VIT = ["--smoke", "--device", "cpu", "--steps", "2"]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog, naïvely. " * 40, encoding="utf-8")
-    return path
 
 
 @pytest.fixture

@@ -1,13 +1,8 @@
 """Layers of other libraries, against their documented formulas, written out as one einsum each."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from einops import rearrange
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from importers import from_cbs_btt, from_fly_monarch, from_lokr, from_tltorch_tt
 
 
