@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.zoo import import_timm
+from benchmarks import zoo
 from structlin import LowRank, StructuredLinear, plan, plan_compression
 from structlin._compress.calibration import plain_calls
 
@@ -19,77 +19,51 @@ IDS = torch.randint(3, 50, (6, 10), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(IDS)
 MASK[::2, 7:] = 0
 PADDED = IDS * MASK
-IMAGES = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+IMAGES = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def of_the_zoo(name: str) -> nn.Module:
+    pytest.importorskip("transformers")
+    return zoo.MODELS[name]()
+
+
+def masked() -> list[dict[str, Tensor]]:
+    pairs = zip(PADDED.split(3), MASK.split(3), strict=True)
+    return [{"input_ids": ids, "attention_mask": mask} for ids, mask in pairs]
 
 
 def bert() -> tuple[nn.Module, list[object]]:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        vocab_size=50,
-        hidden_size=WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-    )
-    batches = [
-        {"input_ids": ids, "attention_mask": mask}
-        for ids, mask in zip(PADDED.split(3), MASK.split(3), strict=True)
-    ]
-    return transformers.BertModel(config), batches
+    return of_the_zoo("bert"), masked()
 
 
 def gpt2() -> tuple[nn.Module, list[object]]:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=50, n_embd=WIDTH, n_layer=2, n_head=2, n_positions=16
-    )
-    return transformers.GPT2LMHeadModel(config), [{"input_ids": ids} for ids in IDS.split(2)]
+    return of_the_zoo("gpt2"), [{"input_ids": ids} for ids in IDS.split(2)]
 
 
 def llama() -> tuple[nn.Module, list[object]]:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=50,
-        hidden_size=WIDTH,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    )
-    return transformers.LlamaForCausalLM(config), list(IDS.split(3))
+    return of_the_zoo("llama"), list(IDS.split(3))
 
 
 def vit() -> tuple[nn.Module, list[object]]:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.ViTConfig(
-        image_size=8,
-        patch_size=4,
-        hidden_size=WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-    )
-    return transformers.ViTModel(config), list(IMAGES.split(3))
+    return of_the_zoo("vit"), list(IMAGES.split(3))
+
+
+def swin() -> tuple[nn.Module, list[object]]:
+    return of_the_zoo("swin"), list(IMAGES.split(3))
 
 
 def t5() -> tuple[nn.Module, list[object]]:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.T5Config(
-        vocab_size=50, d_model=WIDTH, d_kv=8, d_ff=32, num_layers=2, num_heads=2
-    )
-    batches = [
-        {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids[:, :5]}
-        for ids, mask in zip(PADDED.split(3), MASK.split(3), strict=True)
-    ]
-    return transformers.T5ForConditionalGeneration(config), batches
+    batches = [batch | {"decoder_input_ids": batch["input_ids"][:, :5]} for batch in masked()]
+    return of_the_zoo("t5"), batches
 
 
 def timm_vit() -> tuple[nn.Module, list[object]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import_timm()
+        zoo.import_timm()
     timm = pytest.importorskip("timm")
     kind = timm.models.VisionTransformer
-    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": WIDTH, "depth": 2, "num_heads": 2}
+    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": WIDTH, "depth": 2, "num_heads": 2}
     return kind(**sizes, num_classes=3), list(IMAGES.split(3))
 
 
@@ -149,13 +123,6 @@ class UNet(nn.Module):
 
 def u_net() -> tuple[nn.Module, list[object]]:
     return UNet(), list(torch.randn(60, WIDTH).split(20))
-
-
-def swin() -> tuple[nn.Module, list[object]]:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"image_size": 8, "patch_size": 2, "window_size": 2, "embed_dim": 8}
-    config = transformers.SwinConfig(**sizes, depths=[1, 1], num_heads=[2, 2])
-    return transformers.SwinModel(config), list(IMAGES.split(3))
 
 
 def encoder_decoder() -> tuple[nn.Module, list[object]]:
