@@ -15,16 +15,9 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from structlin import BTT, StructuredLinear, densify, load, save
 from tests.catalogue import SMALL, einsum_matrix, layer_of, tokens
 
-ACTIONS = {}
 # One case for each family and number of cores, and one that is padded.
 CASES = {(type(case[0]), len(case[0].structure(*case[1:]).cores)): case for case in SMALL}
 CASES["padded"] = (BTT(rank=2), 11, 7)
-
-
-def action(function):
-    """A row of the table: takes a layer, returns the layer that its user goes on with."""
-    ACTIONS[function.__name__.replace("_", " ")] = function
-    return function
 
 
 class Doubled(nn.Module):
@@ -76,180 +69,123 @@ def train(layer: StructuredLinear) -> None:
     optimizer.step()
 
 
-@action
-def nothing(layer):
-    return layer
-
-
-@action
-def parametrize_a_core(layer):
-    parametrize.register_parametrization(layer.cores, "0", Doubled())
-    return layer
-
-
-@action
-def parametrize_and_remove(layer):
-    parametrize.register_parametrization(layer.cores, "0", Doubled())
-    parametrize.remove_parametrizations(layer.cores, "0")
-    return layer
-
-
-@action
-def parametrize_and_remove_without_keeping(layer):
-    parametrize.register_parametrization(layer.cores, "0", nn.Identity())
-    parametrize.remove_parametrizations(layer.cores, "0", leave_parametrized=False)
-    return layer
-
-
-@action
-def weight_norm(layer):
-    parametrizations.weight_norm(layer.cores, "0")
-    return layer
-
-
-@action
-def weight_norm_and_remove(layer):
-    parametrizations.weight_norm(layer.cores, "0")
-    parametrize.remove_parametrizations(layer.cores, "0")
-    return layer
-
-
-@action
-def old_weight_norm(layer):
+def old_weight_norm(layer: StructuredLinear) -> None:
     with pytest.warns(FutureWarning, match="weight_norm"):
         nn.utils.weight_norm(layer.cores, "0")
-    return layer
 
 
-@action
-def old_weight_norm_and_remove(layer):
-    nn.utils.remove_weight_norm(old_weight_norm(layer).cores, "0")
-    return layer
+def old_weight_norm_and_remove(layer: StructuredLinear) -> None:
+    old_weight_norm(layer)
+    nn.utils.remove_weight_norm(layer.cores, "0")
 
 
-@action
-def prune_a_core(layer):
-    prune.l1_unstructured(layer.cores, "0", 0.5)
-    return layer
+def weight_norm_and_remove(layer: StructuredLinear) -> None:
+    parametrizations.weight_norm(layer.cores, "0")
+    parametrize.remove_parametrizations(layer.cores, "0")
 
 
-@action
-def prune_and_remove(layer):
+def parametrize_and_remove(layer: StructuredLinear) -> None:
+    parametrize.register_parametrization(layer.cores, "0", Doubled())
+    parametrize.remove_parametrizations(layer.cores, "0")
+
+
+def parametrize_and_remove_without_keeping(layer: StructuredLinear) -> None:
+    parametrize.register_parametrization(layer.cores, "0", nn.Identity())
+    parametrize.remove_parametrizations(layer.cores, "0", leave_parametrized=False)
+
+
+def prune_and_remove(layer: StructuredLinear) -> None:
     prune.l1_unstructured(layer.cores, "0", 0.5)
     prune.remove(layer.cores, "0")
-    return layer
 
 
-@action
-def prune_identity_and_remove(layer):
-    prune.remove(prune.identity(layer.cores, "0"), "0")
-    return layer
-
-
-@action
-def register_a_core_again(layer):
-    first = layer.cores._parameters.pop("0")
-    layer.cores.register_parameter("0", first)
-    return layer
-
-
-@action
-def set_a_core(layer):
-    layer.cores[0] = nn.Parameter(torch.randn_like(layer.cores[0]))
-    return layer
-
-
-@action
-def set_all_cores(layer):
+def set_all_cores(layer: StructuredLinear) -> None:
     layer.cores = nn.ParameterList(torch.randn_like(core) for core in layer.cores)
-    return layer
 
 
-@action
-def write_data(layer):
+def write_data(layer: StructuredLinear) -> None:
     for core in layer.cores:
         core.data = core.data.clone().mul_(3)
-    return layer
 
 
-@action
-def vector_to_parameters(layer):
+def vector_to_parameters(layer: StructuredLinear) -> None:
     vector = nn.utils.parameters_to_vector(layer.parameters())
     nn.utils.vector_to_parameters(vector.flip(0), layer.parameters())
-    return layer
 
 
-@action
-def hooks(layer):
+def hooks(layer: StructuredLinear) -> None:
     layer.register_forward_hook(lambda module, inputs, y: y + 0)
     layer.register_forward_pre_hook(lambda module, inputs: inputs)
     layer.register_full_backward_hook(lambda module, inputs, outputs: None)
     layer.cores[0].register_hook(lambda gradient: gradient)
-    return layer
 
 
-@action
-def deepcopy(layer):
-    return copy.deepcopy(layer)
-
-
-@action
-def pickled(layer):
-    return pickle.loads(pickle.dumps(layer))
-
-
-@action
-def saved_whole(layer):
+def through_a_file(value: object, weights_only: bool) -> object:
     file = io.BytesIO()
-    torch.save(layer, file)
+    torch.save(value, file)
     file.seek(0)
-    return torch.load(file, weights_only=False)
+    return torch.load(file, weights_only=weights_only)
 
 
-@action
-def state_to_another(layer):
-    other = StructuredLinear(
-        layer.in_features, layer.out_features, layer.structure, dtype=torch.float64
-    )
-    other.load_state_dict(layer.state_dict())
-    return other
-
-
-@action
-def state_to_another_in_another_order(layer):
-    other = StructuredLinear(
-        layer.in_features, layer.out_features, layer.structure, dtype=torch.float64
-    )
-    other.load_state_dict(dict(reversed(layer.state_dict().items())))
-    return other
-
-
-@action
-def state_assigned(layer):
-    other = StructuredLinear(layer.in_features, layer.out_features, layer.structure, device="meta")
-    other.load_state_dict(layer.state_dict(), assign=True)
-    return other
-
-
-@action
-def state_through_a_file(layer):
-    file = io.BytesIO()
-    torch.save(layer.state_dict(), file)
-    file.seek(0)
+def state_through_a_file(layer: StructuredLinear) -> None:
+    state = through_a_file(layer.state_dict(), weights_only=True)
     layer.reset_parameters()
-    layer.load_state_dict(torch.load(file, weights_only=True))
-    return layer
+    layer.load_state_dict(state)
 
 
-@action
-def to_empty(layer):
+def to_empty(layer: StructuredLinear) -> None:
     state = copy.deepcopy(layer.state_dict())
     layer.to("meta").to_empty(device="cpu").load_state_dict(state)
-    return layer
 
 
-@action
-def average_of_weights(layer):
+def draw_anew(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.normal_(parameter)
+
+
+CHANGES = {  # what a user does to a layer
+    "parametrize a core": lambda m: parametrize.register_parametrization(m.cores, "0", Doubled()),
+    "parametrize and remove": parametrize_and_remove,
+    "parametrize and remove without keeping": parametrize_and_remove_without_keeping,
+    "weight norm": lambda m: parametrizations.weight_norm(m.cores, "0"),
+    "weight norm and remove": weight_norm_and_remove,
+    "old weight norm": old_weight_norm,
+    "old weight norm and remove": old_weight_norm_and_remove,
+    "prune a core": lambda m: prune.l1_unstructured(m.cores, "0", 0.5),
+    "prune and remove": prune_and_remove,
+    "prune identity and remove": lambda m: prune.remove(prune.identity(m.cores, "0"), "0"),
+    "register a core again": lambda m: m.cores.register_parameter(
+        "0", m.cores._parameters.pop("0")
+    ),
+    "set a core": lambda m: m.cores.__setitem__(0, nn.Parameter(torch.randn_like(m.cores[0]))),
+    "set all cores": set_all_cores,
+    "write data": write_data,
+    "vector to parameters": vector_to_parameters,
+    "hooks": hooks,
+    "state through a file": state_through_a_file,
+    "to empty": to_empty,
+    "freeze a core": lambda m: m.cores[0].requires_grad_(False),
+    "half and back": lambda m: m.half().double(),
+    "bfloat16": lambda m: m.bfloat16(),
+    "eval and train": lambda m: m.eval().train().requires_grad_(False).requires_grad_(True),
+    "apply a function": lambda m: m.apply(draw_anew),
+    "reset": lambda m: m.reset_parameters(),
+    "from dense": lambda m: m.from_dense_(torch.randn(m.out_features, m.in_features)),
+    "share memory": lambda m: m.share_memory(),
+    "nothing": lambda m: None,
+}
+
+
+def state_to_another(
+    layer: StructuredLinear, state: dict[str, Tensor] | None = None, assign: bool = False
+) -> StructuredLinear:
+    place = {"device": "meta"} if assign else {"dtype": torch.float64}
+    other = StructuredLinear(layer.in_features, layer.out_features, layer.structure, **place)
+    other.load_state_dict(state or layer.state_dict(), assign=assign)
+    return other
+
+
+def average_of_weights(layer: StructuredLinear) -> nn.Module:
     average = torch.optim.swa_utils.AveragedModel(layer)
     average.update_parameters(layer)
     train(layer)
@@ -257,61 +193,30 @@ def average_of_weights(layer):
     return average.module
 
 
-@action
-def share_memory(layer):
-    return layer.share_memory()
-
-
-@action
-def freeze_a_core(layer):
-    layer.cores[0].requires_grad_(False)
-    return layer
-
-
-@action
-def inference_mode(layer):
+def copy_under_inference_mode(layer: StructuredLinear) -> StructuredLinear:
     with torch.inference_mode():
         return copy.deepcopy(layer)
 
 
-@action
-def wrap_and_unwrap(layer):
-    return nn.DataParallel(nn.Sequential(layer)).module[0]
+COPIES = {  # what a user goes on with instead
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "saved whole": lambda m: through_a_file(m, weights_only=False),
+    "state to another": state_to_another,
+    "state in another order": lambda m: state_to_another(m, dict(reversed(m.state_dict().items()))),
+    "state assigned": lambda m: state_to_another(m, assign=True),
+    "average of weights": average_of_weights,
+    "inference mode": copy_under_inference_mode,
+    "wrap and unwrap": lambda m: nn.DataParallel(nn.Sequential(m)).module[0],
+}
 
 
-@action
-def half_and_back(layer):
-    return layer.half().double()
-
-
-@action
-def bfloat16(layer):
-    return layer.bfloat16()
-
-
-@action
-def eval_and_train(layer):
-    return layer.eval().train().requires_grad_(False).requires_grad_(True)
-
-
-@action
-def apply_a_function(layer):
-    return layer.apply(
-        lambda module: [
-            nn.init.normal_(parameter) for parameter in module.parameters(recurse=False)
-        ]
-    )
-
-
-@action
-def reset(layer):
-    layer.reset_parameters()
+def act(name: str, layer: StructuredLinear) -> nn.Module:
+    """The layer that the user has afterwards."""
+    if name in COPIES:
+        return COPIES[name](layer)
+    CHANGES[name](layer)
     return layer
-
-
-@action
-def from_dense(layer):
-    return layer.from_dense_(torch.randn(layer.out_features, layer.in_features))
 
 
 UNTRAINED = {"inference mode", "bfloat16"}  # no gradients there, or none with a known bound
@@ -320,9 +225,9 @@ UNTRAINED = {"inference mode", "bfloat16"}  # no gradients there, or none with a
 @pytest.mark.parametrize(
     "case", CASES.values(), ids=lambda case: f"{case[0].label}-{case[1]}-{case[2]}"
 )
-@pytest.mark.parametrize("name", ACTIONS)
+@pytest.mark.parametrize("name", [*CHANGES, *COPIES])
 def test_the_layer_multiplies_by_what_its_state_tells(name, case):
-    layer = ACTIONS[name](layer_of(case))
+    layer = act(name, layer_of(case))
     check(layer)
     if name not in UNTRAINED:
         train(layer)
@@ -342,7 +247,7 @@ def test_a_layer_that_was_changed_is_saved_and_made_dense_as_it_is(case, tmp_pat
             "prune identity and remove",
         )
     ):
-        model = nn.Sequential(ACTIONS[name](layer_of(case)))
+        model = nn.Sequential(act(name, layer_of(case)))
         x = tokens(5, case[1])
         y = model(x)
         save(model, tmp_path / str(n))
