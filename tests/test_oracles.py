@@ -278,36 +278,12 @@ def test_an_impossible_hyperparameter_is_refused_by_name(name, options, message)
 @pytest.mark.parametrize(
     ("family", "widths", "message"),
     [
-        (
-            BlockDiagonal(blocks=5),
-            (12, 20),
-            "blocks=5 does not divide in_features=12; the nearest that does is 4",
-        ),
-        (
-            BlockDiagonal(blocks=3),
-            (12, 20),
-            "blocks=3 does not divide out_features=20; the nearest that do are 2 and 4",
-        ),
-        (
-            BlockDiagonal(blocks=13),
-            (12, 20),
-            "blocks=13 does not divide in_features=12; the nearest that does is 4",
-        ),
-        (
-            Monarch(blocks=5),
-            (16, 20),
-            "blocks=5 does not divide in_features=16; the nearest that does is 4",
-        ),
-        (
-            Monarch(blocks=8),
-            (16, 20),
-            "blocks=8 does not divide out_features=20; the nearest that does is 4",
-        ),
-        (
-            Monarch(blocks=4),
-            (24, 24),
-            "blocks=4 does not regroup a middle of 24 = 4 x 6: .* are 2 and 12",
-        ),
+        (BlockDiagonal(blocks=5), (12, 20), "5 does not divide in_features=12; .* does is 4$"),
+        (BlockDiagonal(blocks=3), (12, 20), "out_features=20; the nearest that do are 2 and 4$"),
+        (BlockDiagonal(blocks=13), (12, 20), "13 does not divide in_features=12; .* does is 4$"),
+        (Monarch(blocks=5), (16, 20), "5 does not divide in_features=16; .* that does is 4$"),
+        (Monarch(blocks=8), (16, 20), "8 does not divide out_features=20; .* that does is 4$"),
+        (Monarch(blocks=4), (24, 24), "4 does not regroup a middle of 24 = 4 x 6: .* are 2 and 12"),
     ],
 )
 def test_blocks_that_do_not_fit_are_refused_with_the_nearest_that_do(family, widths, message):

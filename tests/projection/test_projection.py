@@ -595,76 +595,42 @@ def test_relative_error_is_that_of_the_matrix_or_of_the_outputs():
 
 # ---- errors --------------------------------------------------------------------------------------
 
-BAD = torch.eye(6)
-BAD[0, 1] = 1
+ONES = torch.ones(6, 6)
 
 
 @pytest.mark.parametrize(
-    ("weight", "structure", "covariance", "error", "message"),
+    ("given", "error", "message"),
     [
-        (torch.ones(6), BTT(), None, ValueError, r"weight has shape \(6,\); it must be a matrix"),
-        (torch.ones(2, 6, 6), BTT(), None, ValueError, r"weight has shape \(2, 6, 6\)"),
-        (torch.ones(6, 0), BTT(), None, ValueError, r"weight has shape \(6, 0\)"),
+        ({"weight": torch.ones(6)}, ValueError, r"weight has shape \(6,\); it must be a matrix"),
+        ({"weight": torch.ones(2, 6, 6)}, ValueError, r"weight has shape \(2, 6, 6\)"),
+        ({"weight": torch.ones(6, 0)}, ValueError, r"weight has shape \(6, 0\)"),
+        ({"weight": ONES.char()}, TypeError, r"dtype torch\.int8; it must be real floating"),
+        ({"weight": ONES.cfloat()}, TypeError, r"torch\.complex64"),
+        ({"weight": ONES.to("meta")}, ValueError, "no values to project"),
+        ({"weight": ONES * torch.nan}, ValueError, "36 values that are not finite"),
+        ({"structure": BTT(rank=9)}, ValueError, "rank=9 is over the useful bound"),
         (
-            torch.ones(6, 6, dtype=torch.int8),
-            BTT(),
-            None,
-            TypeError,
-            r"dtype torch\.int8; it must be real floating",
-        ),
-        (torch.ones(6, 6, dtype=torch.complex64), BTT(), None, TypeError, r"torch\.complex64"),
-        (torch.ones(6, 6, device="meta"), BTT(), None, ValueError, "no values to project"),
-        (torch.full((6, 6), torch.nan), BTT(), None, ValueError, "36 values that are not finite"),
-        (torch.ones(6, 6), BTT(rank=9), None, ValueError, "rank=9 is over the useful bound"),
-        (
-            torch.ones(6, 6),
-            Dense().structure(6, 4),
-            None,
+            {"structure": Dense().structure(6, 4)},
             ValueError,
             "out_features=6 is larger than the structure's 4",
         ),
-        (torch.ones(6, 6), "btt", None, TypeError, "structure='btt' must be a family"),
+        ({"structure": "btt"}, TypeError, "structure='btt' must be a family"),
         (
-            torch.ones(6, 6),
-            BTT(),
-            torch.eye(5),
+            {"covariance": torch.eye(5)},
             ValueError,
             r"covariance has shape \(5, 5\).*\(6, 6\)",
         ),
+        ({"covariance": ONES.int()}, TypeError, r"covariance has dtype torch\.int32"),
+        ({"covariance": ONES.to("meta")}, ValueError, "covariance is on the meta device"),
+        ({"covariance": ONES / 0}, ValueError, "covariance has 36 values that are not finite"),
         (
-            torch.ones(6, 6),
-            BTT(),
-            torch.eye(6).int(),
-            TypeError,
-            r"covariance has dtype torch\.int32",
-        ),
-        (
-            torch.ones(6, 6),
-            BTT(),
-            torch.eye(6, device="meta"),
-            ValueError,
-            "covariance is on the meta device",
-        ),
-        (
-            torch.ones(6, 6),
-            BTT(),
-            torch.eye(6) / 0,
-            ValueError,
-            "covariance has 36 values that are not finite",
-        ),
-        (
-            torch.ones(6, 6),
-            BTT(),
-            BAD,
+            {"covariance": torch.eye(6) + ONES.triu(1)},
             ValueError,
             "covariance differs from its transpose by 1; it must be symmetric",
         ),
-        (torch.ones(6, 6), BTT(), -torch.eye(6), ValueError, "positive semi-definite"),
+        ({"covariance": -torch.eye(6)}, ValueError, "positive semi-definite"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_every_wrong_argument_is_named_with_what_would_work(
-    weight, structure, covariance, error, message
-):
+def test_every_wrong_argument_is_named_with_what_would_work(given, error, message):
     with pytest.raises(error, match=message):
-        project(weight, structure, covariance=covariance)
+        project(**{"weight": ONES, "structure": BTT(), **given})
