@@ -6,19 +6,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import sys
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
-from structlin import BTT, convert, plan
+from structlin import BTT, Structure, convert, plan
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/init", rank=0, world_size=1)
-mesh = init_device_mesh("cpu", (1,))
+mesh, sizes = init_device_mesh("cpu", (1,)), dict(g=4, d=4, s=2, b=4, a=4)
+
+# what is sharded is not converted
 by_hand = nn.Sequential(nn.Linear(16, 16))
 by_hand[0].weight = nn.Parameter(distribute_tensor(by_hand[0].weight.detach(), mesh, [Shard(0)]))
 fsdp = fully_shard(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)), mesh=mesh)
@@ -28,37 +34,18 @@ for model in (by_hand, fsdp):
         try:
             convert(model, BTT(), **options)
         except ValueError as error:
-            print(error)
+            print("convert:", error)
     assert before == [(name, id(module)) for name, module in model.named_modules()]
 part = nn.Sequential(fully_shard(nn.Linear(16, 16), mesh=mesh), nn.Linear(16, 16))
 print("plan:", " ".join(str(plan(part, BTT())).split()))
+
 # the other way round works
-sharded = fully_shard(convert(nn.Sequential(nn.Linear(16, 16)), BTT()), mesh=mesh)
-sharded(torch.randn(2, 16)).sum().backward()
-dist.destroy_process_group()
-"""
-
-
-STATE = """
-import sys
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from structlin import Structure, convert
-
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/init", rank=0, world_size=1)
-mesh, sizes = init_device_mesh("cpu", (1,)), dict(g=4, d=4, s=2, b=4, a=4)
-
 def build(outputs):
     structure = Structure(f"g d -> {outputs}", "g s b d", "b a g s", **sizes)
     return fully_shard(convert(nn.Sequential(nn.Linear(16, 16)), structure), mesh=mesh)
 
 first, twin, other = build("b a"), build("b a"), build("a b")
+first(torch.randn(2, 16)).sum().backward()
 state = first.state_dict()
 assert state.keys() == dict(first.named_parameters()).keys()
 twin.load_state_dict(state)
@@ -67,37 +54,40 @@ assert torch.equal(twin(x), first(x))
 try:
     other.load_state_dict(state)
 except RuntimeError as error:
-    print(error)
+    print("state:", " ".join(str(error).split()))
 dcp.save({"model": get_model_state_dict(first)}, checkpoint_id=f"{sys.argv[1]}/dcp")
 again = build("b a")
 found = {"model": get_model_state_dict(again)}
 dcp.load(found, checkpoint_id=f"{sys.argv[1]}/dcp")
 set_model_state_dict(again, found["model"])
 assert torch.equal(again(x), first(x))
+print("checkpoint: the same")
 dist.destroy_process_group()
 """
 
 
-def run(program, folder):
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-c", program, str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """What the program says, by its first words."""
+    own = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path_factory.mktemp("sharded"))]
+    options = {"env": os.environ | own, "capture_output": True, "text": True, "timeout": 600}
+    done = subprocess.run(command, **options)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    found: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        found.setdefault(line.partition(":")[0], []).append(line)
+    return found
 
 
-def test_a_sharded_state_refuses_another_structure_and_goes_through_a_checkpoint(tmp_path):
-    assert "structure={" in run(STATE, tmp_path)
+def test_a_sharded_state_refuses_another_structure_and_goes_through_a_checkpoint(said):
+    assert "structure={" in said["state"][0]
+    assert said["checkpoint"]
 
 
-def test_sharded_weights_are_refused_and_the_error_says_to_convert_first(tmp_path):
-    *errors, planned = run(PROGRAM, tmp_path).splitlines()
-    assert len(errors) == 6
-    for error in errors:
+def test_sharded_weights_are_refused_and_the_error_says_to_convert_first(said):
+    assert len(said["convert"]) == 6
+    for error in said["convert"]:
         assert "has a sharded weight (DTensor): convert before fully_shard" in error
-    assert "convert before fully_shard" in planned
-    assert "BTT(rank=1)" in planned
+    assert "convert before fully_shard" in said["plan"][0]
+    assert "BTT(rank=1)" in said["plan"][0]
