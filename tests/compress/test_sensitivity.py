@@ -50,17 +50,6 @@ def test_a_model_without_sensitivities_is_refused_and_can_take_another_allocatio
         plan_compression(model, LowRank(rank=1), batches, keep=0.5, allocation=way)
 
 
-def test_a_model_that_turns_gradients_off_is_refused_and_not_taken_for_one_without_effect():
-    class Model(nn.Sequential):
-        @torch.no_grad()
-        def forward(self, x):
-            return super().forward(x)
-
-    model, batches = Model(nn.Linear(8, 8), nn.Linear(8, 8)), [torch.randn(20, 8)]
-    with pytest.raises(ValueError, match="turns gradients off"):
-        plan_compression(model, LowRank(rank=1), batches, keep=0.5)
-
-
 def test_padding_does_no_harm():
     torch.manual_seed(0)
 
