@@ -122,7 +122,7 @@ class Product:
         )
 
     def error(self) -> float:
-        """Of `run` on a poisoned output, relative to float64, in norm."""
+        """The error of `run` on a poisoned output, relative to float64, in norm."""
         self.out.fill_(nan)
         self.run()
         equation = "yzmlnp,yzmlkj->yznpkj" if self.weight else "yzmlkj,yzkjnp->yzmlnp"

@@ -1,9 +1,7 @@
-"""How the benchmarks measure: ceilings of the machine, interleaved samples, their spread, memory, a
-gate for results.
+"""The instruments of `benchmarks.harness.race`: ceilings of the machine, interleaved samples and
+their spread, memory, and the float64 oracle.
 
-A time alone says little. Every script that reports one measures in the same run what the machine
-can do (`ceilings`), lets the variants take turns (`interleaved`), so that a machine that slows down
-slows all of them, and compares each result with a float64 oracle before it times it.
+The variants of a benchmark take turns, so that a machine that slows down slows all of them.
 """
 
 import ctypes

@@ -34,7 +34,8 @@ from benchmarks.harness.timing import spread
 
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2}  # inside every vocabulary
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-FULL, TINY = ("GPT-2 small", "ViT-S/16"), ("GPT-2, tiny", "ViT, tiny")  # those of a smoke run last
+MODELS = "GPT-2 small", "ViT-S/16"
+TINY_MODELS = "GPT-2, tiny", "ViT, tiny"  # of a smoke run
 # largest difference over largest logit
 COMPILED_ERROR = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
@@ -144,7 +145,7 @@ def shape_of(name: str, device: str) -> Shape:
 def models(shape: Shape) -> dict[str, nn.Module]:
     """Name -> the variant; a tiny shape has few of them."""
     dense, chosen = shape.build(), variants(shape.width)
-    names = [*[*chosen][:2], "none"] if shape.name in TINY else chosen
+    names = [*[*chosen][:2], "none"] if shape.name in TINY_MODELS else chosen
     return {name: chosen[name](copy.deepcopy(dense)) for name in names}
 
 
@@ -168,7 +169,7 @@ class Job:
 
 
 def jobs(device: str, smoke: bool) -> list[Job]:
-    gpt, vit = TINY if smoke else FULL
+    gpt, vit = TINY_MODELS if smoke else MODELS
     tasks = [(gpt, "training"), (gpt, "prefill"), (gpt, "decode")]
     tasks += [(vit, "training"), (vit, "images")]
     found = [Job(*task, compiled=False) for task in tasks]
@@ -322,7 +323,7 @@ BENCH = Bench(
     rounds=(3, 15),
     allocator="default",
     setting=lambda device, smoke: {
-        "shapes": [asdict(shape_of(name, device)) for name in (TINY if smoke else FULL)]
+        "shapes": [asdict(shape_of(name, device)) for name in (TINY_MODELS if smoke else MODELS)]
     },
     below=lambda result: LEGEND,
 )

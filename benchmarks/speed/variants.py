@@ -79,7 +79,7 @@ class Job:
 
     @property
     def flops(self) -> int:
-        """Of the dense layer: the backward pass has two more products of the same FLOPs."""
+        """FLOPs of the dense layer; the backward pass has two more products of as many."""
         return (3 if self.backward else 1) * 2 * self.tokens * self.d_in * self.d_out
 
     @property

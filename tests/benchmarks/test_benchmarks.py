@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from itertools import product
 from math import inf
@@ -114,6 +115,16 @@ def test_rounds_stop_when_time_is_up(monkeypatch, until, end, rounds):
     works = {name: lambda: None for name in "abcd"}
     times = timing.interleaved(works, Clock(monkeypatch), rounds=(3, 9), until=until, end=end)
     assert [len(samples) for samples in times.values()] == [rounds] * 4
+
+
+def test_a_short_call_is_repeated_for_the_seconds_of_a_sample(monkeypatch):
+    calls = []
+    works = {name: partial(calls.append, name) for name in "ab"}
+    monkeypatch.setattr(timing, "wall", lambda work, device: work() or 0.25)
+    options = {"last": "a again", "least": 0.8, "clock": lambda work, device: work() or 8.0}
+    times = race.race(works, race.Heat(rounds=(1, 1)), **options)
+    assert times.seconds == {"a": [2.0], "b": [2.0], "a again": [2.0]}
+    assert calls == [*"aba", *"aaaabbbbaaaa"]
 
 
 def test_peak_is_the_most_that_is_held_at_one_time():
