@@ -25,11 +25,12 @@ from torch import Tensor
 
 import structlin
 from benchmarks.harness import timing
-from benchmarks.harness.experiment import Row, parser, result_path
+from benchmarks.harness.experiment import parser, result_path
 from benchmarks.harness.record import save_json
 from benchmarks.harness.timing import Ceilings, Key, Work, ratio, spread
 from structlin import Structure
 
+Row = dict[str, Any]
 Run = Callable[[Tensor], Tensor]
 Oracle = Callable[[Structure, Sequence[Tensor], Tensor], Tensor]
 
@@ -118,7 +119,7 @@ def race(
     }
     times = timing.interleaved(
         {key: partial(_repeat, work, calls[key]) for key, work in turns.items()},
-        partial(clock, device=heat.device),
+        lambda work: clock(work, heat.device),
         rounds=heat.rounds,
         until=until,
         end=heat.end,

@@ -27,9 +27,9 @@ from rich.table import Table
 
 from benchmarks.harness import report, timing
 from benchmarks.harness.figures import panels
-from benchmarks.harness.race import ORACLE_TOKENS, Bench, Heat, Key, Row, Times, Variant, race
+from benchmarks.harness.race import ORACLE_TOKENS, Bench, Heat, Row, Times, Variant, race
 from benchmarks.harness.statistics import select, values
-from benchmarks.harness.timing import ratio
+from benchmarks.harness.timing import Key, Work, ratio
 from benchmarks.speed.variants import SMOKE, TOLERANCE, Job, equal_flops_widths, variants
 
 ROUNDS = (3, 25)
@@ -147,7 +147,7 @@ def samples_of(
     return times.reference if found is first else times.seconds[found]
 
 
-def user_waits(works: Mapping[Key, timing.Work], device: str) -> dict[Key, dict[str, float]]:
+def user_waits(works: Mapping[Key, Work], device: str) -> dict[Key, dict[str, float]]:
     """Milliseconds from one call of each to its result, caches warm: with few tokens, what
     enqueuing takes."""
     waited = race(works, Heat(device, (WAITS, WAITS)), clock=timing.wall)

@@ -221,7 +221,8 @@ def variants(job: Job) -> tuple[list[Variant], list[str]]:
     x, dy = (torch.randn(job.tokens, width).to(dtype) for width in (job.d_in, job.d_out))
     x.requires_grad_(job.backward)
     found, left_out = list[Variant](), list[str]()
-    builds = [("dense", Dense().structure(job.d_in, job.d_out), dense)]
+    whole = Dense().structure(job.d_in, job.d_out)
+    builds: list[tuple[str, Structure, Build]] = [("dense", whole, dense)]
     for name, (structure, peers) in structures(job.d_in).items():
         builds += [(name, structure, build) for build in (structlin, *peers)]
     for name, structure, build in builds:
