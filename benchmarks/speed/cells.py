@@ -63,10 +63,7 @@ def measure(job: Job, heat: Heat) -> list[Row]:
         structure, cores = layer.structure, list(layer.cores)
         runs = {"loop": partial(loop, structure, cores), "layer": layer}
         variants = {
-            how: Variant(
-                name, how, structure, run, cores, x.clone().requires_grad_(job.backward), x
-            )
-            for how, run in runs.items()
+            how: Variant(name, how, structure, run, cores, inputs, x) for how, run in runs.items()
         }
         times = race(
             {how: variant.work for how, variant in variants.items()},
