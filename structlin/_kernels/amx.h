@@ -2,8 +2,8 @@
 //
 //     C[m, 0:n] (+)= factor * sum_k A[m, k] B[k, 0:n]        of 16 rows and columns at least
 //
-// A tile register holds 16 rows of 64 bytes: 16 x 32 numbers of A, 16 pairs of rows of B times 16 columns, 16 x 16 sums. A is
-// read as it lies, B in pairs of rows. Sums of 32 x 32 stay in the unit.
+// A tile register holds 16 rows of 64 bytes: 16 x 32 numbers of A, 16 pairs of rows of B times 16 columns, 16 x 16
+// sums. A is read as it lies, B in pairs of rows. Sums of 32 x 32 stay in the unit.
 
 #pragma once
 #include "vectors.h"
@@ -54,8 +54,8 @@ inline Index depth_of_tiles(Index depth) {
 
 // 16 R rows and 16 N columns of C
 template <bool ADD, int R, int N, class T>
-inline void multiply_tiles(T* c, const Index* rows, const float* row_bias, const BFloat16* a, Index a_row, const Pair* b,
-                           Index b_row, Index depth, Index deep, float factor) {
+inline void multiply_tiles(T* c, const Index* rows, const float* row_bias, const BFloat16* a, Index a_row,
+                           const Pair* b, Index b_row, Index depth, Index deep, float factor) {
   alignas(64) float sums[R * SIDE][N * SIDE];
   _tile_zero(0);
   if constexpr (N > 1) _tile_zero(1);
@@ -113,10 +113,10 @@ Index multiply_by_tiles(T* c, const Index* rows, const float* row_bias, const BF
 constexpr bool has_matrix_unit() { return false; }
 #endif
 
-// ---- settings of the CPU ---------------------------------------------------------------------------------------------
+// ---- settings of the CPU -------------------------------------------------------------------------------------
 
-// While one lives, denormal numbers are taken for zero: they may cost a hundred times as much as others. It ends with the
-// matrix unit given back.
+// While one lives, denormal numbers are taken for zero: they may cost a hundred times as much as others. It ends with
+// the matrix unit given back.
 struct Settings {
 #if defined(__x86_64__)
   unsigned saved = _mm_getcsr();

@@ -4,13 +4,13 @@
 //     g_last = dy    g_t[b, r, i] = sum_o core_t[b, o, i] g_(t+1)[b, r, o]        dx = g_0
 //     dcore_t[b, o, i] = sum over tokens and r of g_(t+1)[b, r, o] h_t[b, r, i]
 //
-// A tile of tokens goes through all cores while it lies in cache (tiles.h); each core is products of one kind (microkernel.h), of
-// blocks of any size. What runs when is in dispatch.h. Of few tokens a tile would be mostly empty; the forward pass takes them by gemv.h.
-// Two-byte numbers are widened to float32, unless the CPU multiplies bfloat16 in pairs, or has a matrix unit (amx.h).
-// A core is stored (batch, fan_out, fan_in). Sums are in float32, for float64 in float64. Every part of the tokens is summed
-// by itself and the parts are summed in their order: the same call on as many threads gives the same bits. Only x is saved.
-// A core under weight normalisation is multiplied by factor = gain * min(1, sigma / RMS(core)), which is never stored.
-// An optimizer's polar factors of cores are in polar.h.
+// A tile of tokens goes through all cores while it lies in cache (tiles.h); each core is products of one kind
+// (microkernel.h), of blocks of any size. What runs when is in dispatch.h. Of few tokens a tile would be mostly empty;
+// the forward pass takes them by gemv.h. Two-byte numbers are widened to float32, unless the CPU multiplies bfloat16 in
+// pairs, or has a matrix unit (amx.h). A core is stored (batch, fan_out, fan_in). Sums are in float32, for float64 in
+// float64. Every part of the tokens is summed by itself and the parts are summed in their order: the same call on as
+// many threads gives the same bits. Only x is saved. A core under weight normalisation is multiplied by factor = gain *
+// min(1, sigma / RMS(core)), which is never stored. An optimizer's polar factors of cores are in polar.h.
 
 #include <numeric>
 
@@ -20,7 +20,7 @@
 
 namespace {
 
-// ---- forward ---------------------------------------------------------------------------------------------------------
+// ---- forward ----------------------------------------------------------------------------------------------
 
 template <class S>
 void forward_tiles(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias) {
@@ -74,7 +74,7 @@ Tensor forward(const Tensor& given, const std::vector<Tensor>& cores, const std:
   return y;
 }
 
-// ---- backward --------------------------------------------------------------------------------------------------------
+// ---- backward ---------------------------------------------------------------------------------------------
 
 enum Wants { OF_X = 1, OF_CORES = 2, OF_GAINS = 4, OF_BIAS = 8 };
 
@@ -100,7 +100,8 @@ void add_rows(Wide<S>* to, const S* dy, Index rows, Index features) {
 
 // The sums over tokens, and dx, unless it is null
 template <class S>
-Totals<Wide<S>> add_tiles(const Layer<S>& layer, const S* dy_data, const S* x_data, S* dx_data, bool of_cores, bool of_bias) {
+Totals<Wide<S>> add_tiles(const Layer<S>& layer, const S* dy_data, const S* x_data, S* dx_data, bool of_cores,
+                          bool of_bias) {
   using F = Wide<S>;
   using H = Held<S>;
   const Program& program = layer.program;
@@ -144,9 +145,8 @@ Totals<Wide<S>> add_tiles(const Layer<S>& layer, const S* dy_data, const S* x_da
     for (Index t = last; t >= 0; t--, std::swap(g, next)) {
       const Step& step = program.steps[t];
       if (of_cores)
-        over_blocks(step, step.batch, [&](Index begin, Index end) {
-          tiles.add(t, own, sums[t], g, read[t], n, fresh, begin, end);
-        });
+        over_blocks(step, step.batch,
+                    [&](Index begin, Index end) { tiles.add(t, own, sums[t], g, read[t], n, fresh, begin, end); });
       if (!t && !of_x) return;
       over_blocks(step, step.pairs(), [&](Index begin, Index end) { tiles.backward(t, next, g, n, begin, end); });
     }
@@ -160,7 +160,8 @@ Totals<Wide<S>> add_tiles(const Layer<S>& layer, const S* dy_data, const S* x_da
       F* own = total + part * summed;
       const Index start = part * count / parts;
       std::fill(count ? own + found.bias_at : own, own + summed, F{0});
-      for (Index number = start; number < (part + 1) * count / parts; number++) add(own, number * size, number == start, h);
+      for (Index number = start; number < (part + 1) * count / parts; number++)
+        add(own, number * size, number == start, h);
     }
   });
 
@@ -173,8 +174,8 @@ Totals<Wide<S>> add_tiles(const Layer<S>& layer, const S* dy_data, const S* x_da
 
 template <class S>
 std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const std::vector<Tensor>& cores,
-                             const std::optional<Tensor>& gains, const std::vector<double>& sigmas, const Indices& numbers,
-                             Index wants, const std::optional<Tensor>& loads) {
+                             const std::optional<Tensor>& gains, const std::vector<double>& sigmas,
+                             const Indices& numbers, Index wants, const std::optional<Tensor>& loads) {
   using F = Wide<S>;
   Tensor x = contiguous_of(given), dy = contiguous_of(given_dy);
   Layer<S> layer(x, cores, gains, sigmas, numbers, loads, false);
@@ -211,7 +212,8 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
     }
   }
   for (Index t = 0; of_cores && t < count; t++) {
-    // M~ = factor M: dM = factor (dM~ - <dM~, M> / (n RMS^2) M), the second term where it is clipped; dgain = clip <dM~, M>
+    // M~ = factor M: dM = factor (dM~ - <dM~, M> / (n RMS^2) M), the second term where it is clipped; dgain = clip
+    // <dM~, M>
     const Step& step = program.steps[t];
     const Core<S>& core = layer.cores[t];
     const Index each = step.batch * step.out, height = layer.experts() * each;
@@ -253,7 +255,7 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
   return found;
 }
 
-// ---- the operators ---------------------------------------------------------------------------------------------------
+// ---- the operators ----------------------------------------------------------------------------------------
 
 Tensor multiply(const Tensor& x, std::vector<Tensor> cores, std::optional<Tensor> bias, std::optional<Tensor> gains,
                 std::optional<std::vector<double>> given_sigmas, Indices numbers, std::optional<Tensor> loads) {

@@ -25,14 +25,14 @@ namespace {
 
 constexpr Index MIN_PRODUCTS_PER_THREAD = 1 << 16;  // multiply-adds that are worth a thread
 constexpr Index MIN_PRODUCTS_TO_PACK = 1 << 24;     // by a block, from which on its transposed copy pays
-constexpr Index LARGE_BLOCK = 1 << 18;              // numbers of a block from which on BLAS multiplies many tokens faster
+constexpr Index LARGE_BLOCK = 1 << 18;              // numbers of a block from which on BLAS is faster for many tokens
 constexpr Index LARGE_BLOCK_OF_UNIT = 1 << 20;      // the same of bfloat16 where there is a matrix unit
 constexpr Index MAX_GEMV_TOKENS = 16;               // of a block or a chain of matrices that BLAS is for
 constexpr Index MAX_TILES_TOGETHER = 8;             // that go through a block of cores beyond the second cache
 constexpr Index MAX_SUM_BYTES = 1 << 30;            // of all threads' sums of gradients
 constexpr Index MAX_REGISTER_ROWS = 8;              // of sums that more registers would not make faster
 
-// ---- the machine -----------------------------------------------------------------------------------------------------
+// ---- the machine ------------------------------------------------------------------------------------------
 
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int REGISTERS = 32;
@@ -98,20 +98,20 @@ Index find_height(Index depth) {
   return std::max<Index>(MR, caches().l2 / 4 / (depth * sizeof(H)) / MR * MR);
 }
 
-// ---- the call --------------------------------------------------------------------------------------------------------
+// ---- the call ---------------------------------------------------------------------------------------------
 
 struct Call {
   const Program& program;
   Index tokens, threads;
-  bool forward;  // or backward
+  bool forward;        // or backward
   bool trains = true;  // whether a backward pass may follow, or is run
 };
 
 enum class Path { BLAS, GEMV, TILES };
 
-// BLAS: torch's own products, of large blocks and chains of matrices. GEMV (gemv.h): forward, of so few tokens that much of a
-// tile would be empty, that widening the cores would take longer than their products, or that some threads would have no
-// block. TILES (tiles.h): everything else.
+// BLAS: torch's own products, of large blocks and chains of matrices. GEMV (gemv.h): forward, of so few tokens that
+// much of a tile would be empty, that widening the cores would take longer than their products, or that some threads
+// would have no block. TILES (tiles.h): everything else.
 template <class S>
 Path choose(const Call& call) {
   constexpr Index L = LANES<Wide<S>>;
@@ -140,12 +140,12 @@ Tiling find_tiling(const Call& call) {
   const Program& program = call.program;
   const Index l2 = caches().l2, tokens = call.tokens;
   const bool beyond = program.params() * Index{sizeof(F)} >= l2, large = program.widest_core() * Index{sizeof(F)} >= l2;
-  // Of few tokens times many cores: so that there is one sum of gradients, no core is read by all, and of three tiles no
-  // thread has two
+  // Of few tokens times many cores: so that there is one sum of gradients, no core is read by all, and of three tiles
+  // no thread has two
   const bool shared = beyond && tokens <= (call.forward ? 4 : 6) * L && program.fewest() >= call.threads;
   if (shared) return {tokens > L ? 2 * L : L, 1, true};
-  // A vector; two where a core is large, where numbers go in groups, and where there are so many that threads' shares stay
-  // alike; four for the matrix unit, where a core is large
+  // A vector; two where a core is large, where numbers go in groups, and where there are so many that threads' shares
+  // stay alike; four for the matrix unit, where a core is large
   const Index vectors = GROUPED<S> && large && has_matrix_unit() ? 4 : 2, each = tokens / (vectors * L) / call.threads;
   const Index width = (GROUPED<S> || large || each >= 4) && each ? vectors * L : L;
   if (!beyond) return {width, 1, false};

@@ -2,8 +2,8 @@
 //
 //     h_0 = x        h_(t+1)[b, r, o] = sum_i core_t[b, o, i] h_t[b, r, i]        y = h_last + bias
 //
-// Here vectors run along fan-in, and a token is a row. Sums stay in registers, so that each core is read once: some of its
-// rows times some tokens, which makes a whole vector of results.
+// Here vectors run along fan-in, and a token is a row. Sums stay in registers, so that each core is read once: some of
+// its rows times some tokens, which makes a whole vector of results.
 
 #pragma once
 #include <tuple>
@@ -12,11 +12,11 @@
 
 namespace {
 
-// R rows of a core times N tokens, of which `h` and `next` are rows, `stride` numbers apart; a result for each row of the
-// core, in `columns`. Of L / R tokens those that are missing repeat the others, which costs nothing.
+// R rows of a core times N tokens, of which `h` and `next` are rows, `stride` numbers apart; a result for each row of
+// the core, in `columns`. Of L / R tokens those that are missing repeat the others, which costs nothing.
 template <class S, int R, int N, class T>
 inline void gemv_rows(const S* core, Index in, const Held<S>* h, T* next, Index stride, const Index* columns,
-                          Wide<S> factor) {
+                      Wide<S> factor) {
   using F = Wide<S>;
   constexpr Index STEP = LANES<F> * GROUP<S>, EACH = LANES<F> / R;
   Vector<F> sum[R][N] = {}, all[LANES<F>];
@@ -51,8 +51,8 @@ struct Share {  // of a core, for a thread: of one of its indices some values, o
   Range batch, repeat, fan;
 };
 
-// Parts `part` to `end` of `parts`. The index is cut whose middle lies farthest into the results, if it has values enough:
-// threads that write next to each other wait for each other's lines of the cache.
+// Parts `part` to `end` of `parts`. The index is cut whose middle lies farthest into the results, if it has values
+// enough: threads that write next to each other wait for each other's lines of the cache.
 inline Share share_of(const Step& step, Index part, Index end, Index parts) {
   Share share{{0, step.batch}, {0, step.repeat}, {0, step.out}};
   auto rank = [&](Range& range, const Indices& writes) {
@@ -67,7 +67,7 @@ inline Share share_of(const Step& step, Index part, Index end, Index parts) {
 // h_(t+1) from h_t, times a factor, for a share of a core. Of 1 to 3 tokens more rows make a whole vector of results.
 template <class S, class T>
 void gemv_core(const Step& step, const S* core, Wide<S> factor, const Held<S>* h, T* next, Index stride, Index tokens,
-                  const Share& share) {
+               const Share& share) {
   constexpr int L = LANES<Wide<S>>, R = std::min(4, L);
   for (Index block = share.batch.begin; block < share.batch.end; block++)
     for (Index r = share.repeat.begin; r < share.repeat.end; r++) {
@@ -128,7 +128,8 @@ void forward_gemv(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias) 
     for (Index t = 0; t <= last; t++, std::swap(h, next)) {
       const Step& step = program.steps[t];
       const Core<S>& core = layer.cores[t];
-      const Index parts = std::clamp<Index>(step.params() * step.repeat * n / (2 * MIN_PRODUCTS_PER_THREAD), 1, threads / groups);
+      const Index parts =
+          std::clamp<Index>(step.params() * step.repeat * n / (2 * MIN_PRODUCTS_PER_THREAD), 1, threads / groups);
       parallel_for(0, parts, 1, [&](Index part, Index end) {
         Settings settings;
         const H* read = reinterpret_cast<const H*>(h);

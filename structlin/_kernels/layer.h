@@ -1,9 +1,10 @@
-// What a call works on: the program, each core's numbers as they are multiplied, and its factor under weight normalisation.
+// What a call works on: the program, each core's numbers as they are multiplied, and its factor under weight
+// normalisation.
 //
 //     factor = gain * min(1, sigma / RMS(core))
 //
-// Of a mixture each core has the blocks of all experts, one expert's after the other's; `loads` says how many of the tokens,
-// which lie in the same order, are each expert's.
+// Of a mixture each core has the blocks of all experts, one expert's after the other's; `loads` says how many of the
+// tokens, which lie in the same order, are each expert's.
 
 #pragma once
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -26,7 +27,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::parallel_for;
 using torch::stable::Tensor;
 
-// ---- memory ----------------------------------------------------------------------------------------------------------
+// ---- memory -----------------------------------------------------------------------------------------------
 
 struct Free {
   void operator()(void* p) const { std::free(p); }
@@ -48,7 +49,7 @@ struct Numbers {
   }
 };
 
-// ---- one core's parameters -------------------------------------------------------------------------------------------
+// ---- one core's parameters --------------------------------------------------------------------------------
 
 template <class Run>
 auto by_dtype(const Tensor& x, const Run& run) {
@@ -63,11 +64,11 @@ auto by_dtype(const Tensor& x, const Run& run) {
 
 template <class S>
 struct Core {
-  const S* given;         // [batch][fan_out][fan_in]
-  const Held<S>* data;    // the same as it is multiplied; nothing for few tokens
-  Wide<S> factor = 1;     // gain * clip
+  const S* given;             // [batch][fan_out][fan_in]
+  const Held<S>* data;        // the same as it is multiplied; nothing for few tokens
+  Wide<S> factor = 1;         // gain * clip
   double gain = 1, clip = 1;  // clip = min(1, sigma / RMS)
-  double squares = 0;   // n RMS^2 where it is clipped, or 0
+  double squares = 0;         // n RMS^2 where it is clipped, or 0
 };
 
 // Runs of a thousand products are summed as F, the runs in float64; all in float64 where F overflows or underflows
@@ -126,7 +127,7 @@ Tensor make_tensor(const Tensor& like, const Indices& sizes) {
   AtenTensorHandle made;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), dtype,
-                                                  aoti_torch_device_type_cpu(), 0, &made));
+                                                         aoti_torch_device_type_cpu(), 0, &made));
   return Tensor(made);
 }
 
@@ -143,12 +144,14 @@ struct Layer {
   const bool forward;  // or backward
 
   Layer(const Tensor& x, const std::vector<Tensor>& given, const std::optional<Tensor>& gains,
-        const std::vector<double>& sigmas, const Indices& numbers, const std::optional<Tensor>& given_loads, bool forward)
+        const std::vector<double>& sigmas, const Indices& numbers, const std::optional<Tensor>& given_loads,
+        bool forward)
       : program(program_of(numbers)), memory(given.size()), forward(forward) {
     STD_TORCH_CHECK(given.size() == program.steps.size() && x.dim() > 0 && x.size(x.dim() - 1) == program.in,
                     "structlin: x or the cores do not fit the program");
-    STD_TORCH_CHECK(!gains || (sizes_of(*gains) == Indices{static_cast<Index>(given.size())} && sigmas.size() == given.size()),
-                    "structlin: a gain and a sigma are needed for every core");
+    STD_TORCH_CHECK(
+        !gains || (sizes_of(*gains) == Indices{static_cast<Index>(given.size())} && sigmas.size() == given.size()),
+        "structlin: a gain and a sigma are needed for every core");
     tokens = x.numel() / program.in;
     loads = given_loads ? read_loads(contiguous_of(*given_loads)) : Indices{tokens};
     for (size_t t = 0; t < given.size(); t++) {
@@ -180,7 +183,8 @@ struct Layer {
     return found;
   }
 
-  // For each expert, with its tokens and cores at hand, `run(expert, first)`, `first` being the number of its first token
+  // For each expert, with its tokens and cores at hand, `run(expert, first)`, `first` being the number of its first
+  // token
   template <class Run>
   void over_experts(const Run& run) {
     const std::vector<Core<S>> all = cores;

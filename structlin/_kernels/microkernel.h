@@ -1,6 +1,8 @@
 // The one product of which every core is made, forward and backward:
 //
-//     C[m, 0:n] (+)= factor * sum_k A[m, k] B[k, 0:n]        A in scalars, at any strides; C and B in vectors, rows anywhere
+//     C[m, 0:n] (+)= factor * sum_k A[m, k] B[k, 0:n]
+//
+// A is read as scalars, at any strides; C and B as vectors, their rows anywhere.
 //
 // Where the CPU multiplies bfloat16 in pairs, A[m, k:k+2] meets B[k:k+2, 0:n] in one instruction.
 
@@ -21,16 +23,16 @@ struct Vectors {  // B[k, 0:n]
   Index row;
 };
 template <class T>
-struct Result {  // C[m, 0:n], to which a number of each row is added, or of each column
+struct Result {  // C[m, 0:n], to which a number of each row is added
   T* at;
   const Index* rows;
-  const Wide<T>*row_bias = nullptr, *column_bias = nullptr;
+  const Wide<T>* row_bias = nullptr;
 };
 
 // The microkernel: R rows from m on and N vectors from n on; B is rows of Held<S>, or of pairs of them
 template <class S, int R, int N, bool ADD, class T, class B>
-inline void microkernel(const Result<T>& c, const Scalars<Held<S>>& a, const Vectors<B>& b, Index m, Index n, Index depth,
-                          Wide<S> factor) {
+inline void microkernel(const Result<T>& c, const Scalars<Held<S>>& a, const Vectors<B>& b, Index m, Index n,
+                        Index depth, Wide<S> factor) {
   using F = Wide<S>;
   constexpr int G = GROUP<S>, DOWN = std::is_same_v<B, Pair> ? 1 : G;
   const Scalars<Held<S>> rows{a(m, 0), a.row, a.column};
@@ -59,7 +61,6 @@ inline void microkernel(const Result<T>& c, const Scalars<Held<S>>& a, const Vec
       sum[i][j] *= factor;
       if (ADD) sum[i][j] += load(to + j * LANES<F>);
       if (c.row_bias) sum[i][j] += c.row_bias[m + i];
-      if (c.column_bias) sum[i][j] += load(c.column_bias + n + j * LANES<F>);
     }
     store_row<N>(to, sum[i]);
   }
@@ -98,8 +99,8 @@ void multiply_into(Result<T> c, Scalars<Held<S>> a, const Vectors<B>& b, Index h
   if constexpr (GROUPED<S>)
     if (height >= SIDE && depth_of_tiles(depth) && has_matrix_unit()) {  // the rest of the rows is left for below
       const Vectors<Pair> pairs = pairs_of(b, width, depth);
-      const Index done = multiply_by_tiles<ADD>(c.at, c.rows, c.row_bias, a.at, a.row, pairs.at, pairs.row, height, width,
-                                                depth, factor);
+      const Index done = multiply_by_tiles<ADD>(c.at, c.rows, c.row_bias, a.at, a.row, pairs.at, pairs.row, height,
+                                                width, depth, factor);
       c.rows += done, a.at += done * a.row, height -= done;
       if (c.row_bias) c.row_bias += done;
     }

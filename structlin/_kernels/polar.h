@@ -1,9 +1,11 @@
 // The polar factors of many small matrices X, each taken through all steps of an iteration while it lies in cache.
 //
-//     Y = X / |X|_F, or its transpose where X is wide        G = Y^T Y        Y <- Y (a I + b G + c G^2) for every (a, b, c)
+//     Y = X / |X|_F, or its transpose where X is wide
+//     G = Y^T Y        Y <- Y (a I + b G + c G^2) for every (a, b, c)
 //
-// So G is of the short side, and vectors run along it. |X|_F neither overflows nor underflows: it is summed in float64 where
-// it might. Each matrix is one thread's: its factor has the same bits on any number of threads, and in any company.
+// So G is of the short side, and vectors run along it. |X|_F neither overflows nor underflows: it is summed in float64
+// where it might. Each matrix is one thread's: its factor has the same bits on any number of threads, and in any
+// company.
 
 #pragma once
 #include "microkernel.h"
@@ -16,7 +18,11 @@ struct Iteration {
   Indices rows;                             // where those of Y, G and the polynomial begin
 
   Iteration(Index m, Index n, const std::vector<double>& coefficients)
-      : coefficients(coefficients), m(m), n(n), side(std::min(m, n)), length(std::max(m, n)),
+      : coefficients(coefficients),
+        m(m),
+        n(n),
+        side(std::min(m, n)),
+        length(std::max(m, n)),
         width(round_up(side, LANES<float>)) {
     for (Index i = 0; i < length; i++) rows.push_back(i * width);
   }
@@ -26,7 +32,8 @@ struct Iteration {
   void run(const float* x, float* factor) const {
     thread_local Numbers<float> memory;
     const Index area = length * width, square = side * width;
-    float *y = memory.reserve(2 * area + 2 * square), *next = y + area, *gram = next + area, *polynomial = gram + square;
+    float *y = memory.reserve(2 * area + 2 * square), *next = y + area, *gram = next + area,
+          *polynomial = gram + square;
     pack(x, next, y);
     for (auto step = coefficients.begin(); step != coefficients.end(); step += 3, std::swap(y, next)) {
       const float a = step[0], b = step[1], c = step[2];
@@ -81,9 +88,10 @@ std::vector<Tensor> polar(std::vector<Tensor> stacks, std::vector<double> coeffi
     const Iteration iteration(x.size(1), x.size(2), coefficients);
     const float* from = static_cast<const float*>(x.data_ptr());
     float* to = static_cast<float*>(factors.back().mutable_data_ptr());
-    parallel_for(0, x.size(0), std::max<Index>(1, MIN_PRODUCTS_PER_THREAD / std::max<Index>(1, iteration.work())), [&](Index begin, Index end) {
-      for (Index i = begin * size; i < end * size; i += size) iteration.run(from + i, to + i);
-    });
+    parallel_for(0, x.size(0), std::max<Index>(1, MIN_PRODUCTS_PER_THREAD / std::max<Index>(1, iteration.work())),
+                 [&](Index begin, Index end) {
+                   for (Index i = begin * size; i < end * size; i += size) iteration.run(from + i, to + i);
+                 });
   }
   return factors;
 }

@@ -2,25 +2,26 @@
 //
 //     forward    m fan-out   k fan-in    n tokens    A the core as it is stored
 //     backward   m fan-in    k fan-out   n tokens    A the core by columns, for many tokens transposed once a call
-//     dcore      m fan-out   k tokens    n fan-in    A the rows of g, B the rows of h transposed (or the other way round)
+//     dcore      m fan-out   k tokens    n fan-in    A the rows of g, B the rows of h transposed, or in turn
 //
-// An activation lies as one row for each feature, with the tokens running along it, so that a permutation between two cores is
-// only a matter of which row is written, and blocks may have any size. Where the cores are larger than the second cache, some
-// tiles go through a core together, block by block, and a block is read once for all of them.
+// An activation lies as one row for each feature, with the tokens running along it, so that a permutation between two
+// cores is only a matter of which row is written, and blocks may have any size. Where the cores are larger than the
+// second cache, some tiles go through a core together, block by block, and a block is read once for all of them.
 
 #pragma once
 #include "microkernel.h"
 
 namespace {
 
-// `run(begin, end)` for some of the `count` blocks of a core. Within a tile that is one of many this is one call; all threads
-// share what is the only one.
+// `run(begin, end)` for some of the `count` blocks of a core. Within a tile that is one of many this is one call; all
+// threads share what is the only one.
 template <class Run>
 void over_blocks(const Step& step, Index count, const Run& run) {
-  parallel_for(0, count, std::max<Index>(1, MIN_PRODUCTS_PER_THREAD / (step.in * step.out * 2)), [&](Index begin, Index end) {
-    Settings settings;
-    run(begin, end);
-  });
+  parallel_for(0, count, std::max<Index>(1, MIN_PRODUCTS_PER_THREAD / (step.in * step.out * 2)),
+               [&](Index begin, Index end) {
+                 Settings settings;
+                 run(begin, end);
+               });
 }
 
 // Pack a core transposed: [batch][fan_in][fan_out]. To move a number takes as long as some sixteen products.
@@ -68,19 +69,25 @@ struct Tiles {
   const Program& program;
   const std::vector<Core<S>>& cores;
   const Tiling tiling;
-  const Index last, width, size;       // tokens of a tile, and of the tiles that go together
+  const Index last, width, size;         // tokens of a tile, and of the tiles that go together
   std::vector<Numbers<H>> packed_cores;  // [batch][fan_in][fan_out]
-  std::vector<Layout> h, g;            // of what each core reads, forward and backward
-  std::vector<Offsets> writes, reads;  // where it puts its results, forward and backward
+  std::vector<Layout> h, g;              // of what each core reads, forward and backward
+  std::vector<Offsets> writes, reads;    // where it puts its results, forward and backward
   Indices x_places, dy_places;
-  Numbers<F> biases;                   // of what the last core writes, [batch * repeat][fan_out]
-  const F* bias = nullptr;             // the same, or none
+  Numbers<F> biases;                     // of what the last core writes, [batch * repeat][fan_out]
+  const F* bias = nullptr;               // the same, or none
   const bool wide = !has_matrix_unit();  // whether y and dx are F in the tile, and not yet H
 
   explicit Tiles(const Layer<S>& layer)
-      : program(layer.program), cores(layer.cores), tiling(find_tiling<S>(layer.call())), last(program.steps.size() - 1),
-        width(tiling.width), size(width * tiling.together), packed_cores(last + 1) {
-    for (const Step& step : program.steps) {  // a line of the cache between two blocks: each begins a line, few lie in one set
+      : program(layer.program),
+        cores(layer.cores),
+        tiling(find_tiling<S>(layer.call())),
+        last(program.steps.size() - 1),
+        width(tiling.width),
+        size(width * tiling.together),
+        packed_cores(last + 1) {
+    // A line of the cache lies between two blocks: each begins a line, and few lie in one set
+    for (const Step& step : program.steps) {
       h.push_back({step.in, width, step.in * width + LINE});
       g.push_back({step.out, width, step.out * width + LINE});
     }
@@ -114,7 +121,7 @@ struct Tiles {
     }
   }
 
-  // ---- how much memory: of one tile, then of all that go together ------------------------------------------------------
+  // ---- how much memory: of one tile, then of all that go together -----------------------------------------
 
   Index count_tiles(Index tokens) const { return (tokens + width - 1) / width; }
   Index h_area(Index t) const { return program.steps[t].pairs() * h[t].block; }  // of what core t reads
@@ -134,13 +141,14 @@ struct Tiles {
       run(tile, tile * width, std::min(width, tokens - tile * width));
   }
 
-  // ---- packing ---------------------------------------------------------------------------------------------------------
+  // ---- packing --------------------------------------------------------------------------------------------
 
   // Pack n rows of x, `(tokens, features)`, as columns of the tile; what x does not fill is zero
   void pack_tokens(H* tile, const S* x, Index features, Index n, const Indices& places) const {
     auto get = [=, this](Index i, Index f, Index count) {
       const S* row = x + i * G * features + f;
-      __builtin_prefetch(x + width * features + f * width + i * G * L, 0, 2);  // the next tile, one line after the other
+      // Of the next tile, one line after the other
+      __builtin_prefetch(x + width * features + f * width + i * G * L, 0, 2);
       return bits_of<Vector<F>>(load_b(row, features, i * G + G <= n, count));
     };
     auto put = [&](Index f, Index i, const Vector<F>& v) {
@@ -189,7 +197,7 @@ struct Tiles {
     });
   }
 
-  // ---- the products ----------------------------------------------------------------------------------------------------
+  // ---- the products ---------------------------------------------------------------------------------------
 
   // C = factor A B, in parts of A and B that stay in cache, where sums lose nothing by lying in C meanwhile
   template <class T>
@@ -207,8 +215,8 @@ struct Tiles {
 
   // The same for one block and all tiles, `b_area` and `c_area` apart, by as many rows of A at a time as stay in cache
   template <class T>
-  void multiply_tiles(const Result<T>& c, Index c_area, const Scalars<H>& a, const H* b, Index b_area, Index tiles, Index height,
-                      Index depth, F factor) const {
+  void multiply_tiles(const Result<T>& c, Index c_area, const Scalars<H>& a, const H* b, Index b_area, Index tiles,
+                      Index height, Index depth, F factor) const {
     const Index some = tiles > 1 ? find_height<H>(depth) : height;
     for (Index m = 0; m < height; m += some)
       for (Index tile = 0; tile < tiles; tile++)
@@ -274,8 +282,8 @@ struct Tiles {
     };
     for (Index pair = begin * repeat; pair < end * repeat; pair++)
       over_tiles(tokens, [&](Index tile, Index, Index n) {
-        add_tile(pair, g_tiles + tile * g_area(t) + pair * g[t].block, h_tiles + tile * h_area(t) + pair * h[t].block, n,
-                 fresh && !tile);
+        add_tile(pair, g_tiles + tile * g_area(t) + pair * g[t].block, h_tiles + tile * h_area(t) + pair * h[t].block,
+                 n, fresh && !tile);
       });
   }
 };

@@ -1,7 +1,7 @@
 // Numbers and vectors of them: how they are stored, widened, transposed, and multiplied.
 //
-// A number is stored as S, computed with as Wide<S> (float, or double for double) and, in a tile of activations, held as
-// Held<S>: as it is stored where the CPU multiplies such numbers in groups of GROUP<S>, else wide.
+// A number is stored as S, computed with as Wide<S> (float, or double for double) and, in a tile of activations, held
+// as Held<S>: as it is stored where the CPU multiplies such numbers in groups of GROUP<S>, else wide.
 
 #pragma once
 #include <algorithm>
@@ -194,22 +194,29 @@ inline F sum_lanes(const Vector<F>& v) {
 
 inline Index round_up(Index n, Index to) { return (n + to - 1) / to * to; }
 
-// ---- what one instruction multiplies and sums ------------------------------------------------------------------------
+// ---- what one instruction multiplies and sums -------------------------------------------------------------
 
 struct Pair {  // two rows of B as one
   BFloat16 of[2];
 };
 
-// broadcast: GROUP numbers of A in every lane. load_a_row: a row of them. load_b: GROUP rows of B, interleaved, a lane for
-// each column. `whole` is false where the last row of the group is missing.
+// broadcast: GROUP numbers of A in every lane. load_a_row: a row of them. load_b: GROUP rows of B, interleaved, a lane
+// for each column. `whole` is false where the last row of the group is missing.
 template <class F>
-inline F broadcast(const F* a, bool) { return *a; }
+inline F broadcast(const F* a, bool) {
+  return *a;
+}
 template <class S>
-inline Vector<Wide<S>> load_a_row(const S* a, Index count) { return load(a, count); }
+inline Vector<Wide<S>> load_a_row(const S* a, Index count) {
+  return load(a, count);
+}
 template <class S>
-inline Vector<Wide<S>> load_b(const S* b, Index, bool, Index count = LANES<Wide<S>>) { return load(b, count); }
-// sum += left * right in one rounding; `left` is a number or a vector. Left to itself a compiler tuned for some CPUs takes two
-// instructions where sums form a chain, which is slower and gives other bits in one microkernel than in another.
+inline Vector<Wide<S>> load_b(const S* b, Index, bool, Index count = LANES<Wide<S>>) {
+  return load(b, count);
+}
+// sum += left * right in one rounding; `left` is a number or a vector. Left to itself a compiler tuned for some CPUs
+// takes two instructions where sums form a chain, which is slower and gives other bits in one microkernel than in
+// another.
 template <class V, class Left>
 inline void add_product(V& sum, const Left& left, const V& right) {
   const V factor = left - V{};
@@ -282,7 +289,7 @@ inline void store_interleaved(S* p, const Vector<Wide<S>>& v, Index count) {
   store(p, v, count);
 }
 
-// ---- transposing -----------------------------------------------------------------------------------------------------
+// ---- transposing ------------------------------------------------------------------------------------------
 
 // The first halves of two vectors, one lane of each in turn; with START = LANES / 2, the second halves
 template <class F, int START, int... I>
@@ -324,9 +331,9 @@ __attribute__((always_inline)) inline Vector<F> sum_each(Vector<F>* v) {
   return v[0];
 }
 
-// A matrix by its columns: `get(i, j, count)` gives `count` numbers of row i from column j on, `put(j, i, v)` takes a vector
-// of column j from row i on. Rows up to `padded` are zero. W vectors of a row are read together, a line of the cache.
-// A whole square is code of its own, without a branch inside, so that it stays in registers.
+// A matrix by its columns: `get(i, j, count)` gives `count` numbers of row i from column j on, `put(j, i, v)` takes a
+// vector of column j from row i on. Rows up to `padded` are zero. W vectors of a row are read together, a line of the
+// cache. A whole square is code of its own, without a branch inside, so that it stays in registers.
 template <class F, int W = 1, class Get, class Put>
 inline void transpose(Index rows, Index columns, Index padded, const Get& get, const Put& put) {
   constexpr int L = LANES<F>;
