@@ -1,4 +1,4 @@
-"""The microkernel itself, for every instruction set that this CPU has (tests/kernels/microkernel.cpp)."""
+"""The microkernel itself, for every instruction set of this CPU (tests/kernels/microkernel.cpp)."""
 
 import shutil
 import subprocess
