@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -23,17 +24,16 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks.harness import report, statistics
-from benchmarks.harness.record import RESULTS, save_json
+from benchmarks.harness.record import RESULTS, Row, in_lists, read_rows, save_json
 from benchmarks.harness.statistics import select
 
 T = TypeVar("T")
-Row = dict[str, Any]
 Job = dict[str, Any]  # a value of each axis
 Axis = Sequence[Any] | Callable[[Job], Iterable[Any]]  # the latter from the values of those before
 SECONDS_BETWEEN_SAVES = 5.0
 
 
-# ---- options, processes --------------------------------------------------------------------------
+# ---- processes -----------------------------------------------------------------------------------
 
 
 def parser(
@@ -116,11 +116,12 @@ class Runs:
     that `of` adds, each written as it is made.
 
     Args:
-        function: of a job's values and of `sizes`, by keyword; it returns what it measured, or a
+        function: of `sizes` and of a job's values, by keyword; it returns what it measured, or a
             list of that. It must be importable.
         names: of a job's values; a row has them too.
         path: of the JSON; None: nothing is read or written.
         setting: what all rows share, plain data; rows of another setting are not taken.
+        lists: of the file, see `Experiment`.
         again: a job that must be run again, whatever the file has.
     """
 
@@ -133,6 +134,7 @@ class Runs:
         path: Path | None,
         setting: Mapping[str, Any],
         sizes: Mapping[str, Any],
+        lists: Mapping[str, Row] = MappingProxyType({"rows": {}}),
         again: Callable[[Row], bool] = lambda row: False,
     ) -> None:
         self.work, self.names, self.options = (
@@ -140,7 +142,8 @@ class Runs:
             names,
             options,
         )
-        self.path, self.setting = path, json.loads(json.dumps(setting))
+        self.path, self.setting, self.lists = path, _plain(setting), lists
+        self.content: Row = {}  # what else the file is to have
         self.rows: dict[str, list[Row]] = {}
         self.made, self.saved = 0, time.monotonic()
         self.earlier: Row = {}
@@ -148,13 +151,13 @@ class Runs:
             found = json.loads(path.read_text(encoding="utf-8"))
             if (found.get("setting") or {}) == self.setting:
                 self.earlier = found
-                for row in found["rows"]:
+                for row in read_rows(found, lists):
                     if not again(row):
                         self.rows.setdefault(self.key(row), []).append(row)
         self.kept = sum(map(len, self.rows.values()))
 
     def key(self, row: Row) -> str:
-        return json.dumps([row[name] for name in self.names])
+        return json.dumps({name: row[name] for name in self.names if name in row})
 
     def of(self, jobs: Iterable[Job]) -> list[Row]:
         """The rows of `jobs`, in their order; the widest models first keep all workers busy."""
@@ -171,7 +174,15 @@ class Runs:
     def all(self) -> list[Row]:
         return [row for rows in self.rows.values() for row in rows]
 
-    def save(self, **content: Any) -> None:
+    def once(self, name: str, measure: Callable[[], T]) -> T:
+        """What the file has under `name`; where it has nothing, what `measure` returns, kept."""
+        if name not in self.content:
+            kept = name in self.earlier and not self.options.again
+            self.content[name] = self.earlier[name] if kept else measure()
+            self.save()
+        return self.content[name]
+
+    def save(self, rows: Sequence[Row] | None = None, **content: Any) -> None:
         """Write the rows and `content`; where every row was there before, so is their origin."""
         self.saved = time.monotonic()
         if self.path is None:
@@ -183,8 +194,9 @@ class Runs:
         elif self.kept:
             source = {"rows": self.kept, "environment": self.earlier["environment"]}
             origin = {"earlier": [*self.earlier.get("earlier", []), source]}
-        content = {"setting": self.setting} | content
-        save_json(self.path, **origin, **content | {"rows": content.get("rows", self.all())})
+        content = {"setting": self.setting, **self.content, **content}
+        content |= in_lists(self.all() if rows is None else rows, self.lists)
+        save_json(self.path, **origin, **content)
 
     def _add(self, rows: list[Row]) -> None:
         self.rows[self.key(rows[0])] = rows
@@ -194,8 +206,13 @@ class Runs:
 
 
 def _measure(function: Callable[..., Any], sizes: Row, job: Job) -> list[Row]:
-    found = function(**job, **sizes)
+    found = function(**sizes | job)
     return [job | row for row in (found if isinstance(found, list) else [found])]
+
+
+def _plain(found: Any) -> Any:
+    """As a file has it."""
+    return json.loads(json.dumps(found))
 
 
 # ---- experiments ---------------------------------------------------------------------------------
@@ -242,9 +259,12 @@ class Experiment:
         note: what else describes all runs, kept with the rows.
         seeds: how many; 0: runs have none. An axis "seed" says which for each run.
         analyse: rows -> what they come to, kept before them.
-        beside: what is measured once, and not by runs: (axes, sizes and `extra`, what was found so
-            far with its "rows") -> plain data.
+        beside: what needs more than the rows, as what is measured once: (axes, sizes and `extra`,
+            what was found so far with its "rows") -> plain data.
         extra: options of the command that change no row, and their defaults.
+        lists: where the result has its rows, as "rows/teacher", and what all rows of that list
+            share, which they do not have there.
+        workers: processes; 1 where rows are times.
         draw: the result -> its picture.
         design: (runs, axes) -> rows, where the runs follow from one another in another way.
     """
@@ -262,6 +282,8 @@ class Experiment:
     note: Mapping[str, Any] = field(default_factory=dict)
     beside: Callable[[Row, Row], Row] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    lists: Mapping[str, Row] = field(default_factory=lambda: {"rows": {}})
+    workers: int = 2
     design: Callable[[Runs, Mapping[str, Axis]], list[Row]] | None = None
 
     def main(self, argv: Sequence[str] | None = None) -> Row:
@@ -269,30 +291,42 @@ class Experiment:
         options = self._parser().parse_args(argv)
         axes, sizes = dict(self.axes), dict(self.sizes)
         if options.smoke:
-            axes |= {name: self.smoke[name] for name in axes if name in self.smoke}
-            sizes |= {name: self.smoke[name] for name in sizes if name in self.smoke}
+            for full in (axes, sizes):
+                full |= {name: self.smoke[name] for name in full if name in self.smoke}
+            vars(options).update({n: self.smoke[n] for n in self.extra if n in self.smoke})
         chosen = {name: values for name in axes if (values := getattr(options, f"{name}s", None))}
         if self.seeds:
             count = self.smoke.get("seeds", 2) if options.smoke else self.seeds
             axes.setdefault("seed", range(getattr(options, "seeds", None) or count))
         runs = self._runs(options, [*axes], sizes, chosen)
         rows = [*self._rows(runs, axes, chosen, options.smoke)]
-        result: Row = {"setting": runs.setting, **self.analyse(rows)}
+        result: Row = {"setting": runs.setting, **runs.content, **self.analyse(rows)}
         if self.beside:
             extra = {name: getattr(options, name) for name in self.extra}
-            extra |= {
-                name: self.smoke[name] for name in extra if options.smoke if name in self.smoke
-            }
-            result |= self.beside(axes | chosen | sizes | extra, result | {"rows": rows})
-            runs.made += 1
+            found = self.beside(axes | chosen | sizes | extra, result | {"rows": rows})
+            runs.made += any(runs.earlier.get(name) != each for name, each in _plain(found).items())
+            result |= found
         Console(width=140).print(*report.tables(result), sep="\n")
-        runs.save(**result, rows=rows)
+        runs.save(rows, **result)
+        result |= in_lists(rows, self.lists)
         if self.draw and runs.path:
-            self.draw(result | {"rows": rows}).savefig(runs.path.with_suffix(".png"), dpi=90)
-        return result | {"rows": rows}
+            self.draw(result).savefig(runs.path.with_suffix(".png"), dpi=90)
+        return result
+
+    @property
+    def _folder(self) -> Path:
+        return (RESULTS / self.name).parent
 
     def _parser(self) -> argparse.ArgumentParser:
-        found = parser(self.about, (RESULTS / self.name).parent)
+        found = argparse.ArgumentParser(
+            description=self.about, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        text = "processes, of one thread each"
+        found.add_argument("--workers", type=int, default=self.workers, help=text)
+        text = "folder of the JSON and the plot"
+        found.add_argument("--out", type=Path, default=self._folder, help=text)
+        text = "seconds: does it run? Nothing kept unless --out is given"
+        found.add_argument("--smoke", action="store_true", help=text)
         if self.seeds and "seed" not in self.axes:
             found.add_argument("--seeds", type=int, help=f"their number (default: {self.seeds})")
         for name, values in self.axes.items():
@@ -307,15 +341,19 @@ class Experiment:
         return found
 
     def _runs(self, options: argparse.Namespace, names: list[str], sizes: Row, chosen: Row) -> Runs:
-        path = result_path(options, Path(self.name).name)
-
-        def again(row: Row) -> bool:
-            return options.again and _is_chosen(row, chosen)
-
-        setting = {**sizes, **self.note}
         if self.rates:
             names = [*names[:-1], "lr", "seed"]
-        return Runs(self.run, names, options, path=path, setting=setting, sizes=sizes, again=again)
+        kept = not options.smoke or options.out != self._folder
+        return Runs(
+            self.run,
+            list(dict.fromkeys(name for each in (*self.lists.values(), names) for name in each)),
+            options,
+            path=options.out / f"{Path(self.name).name}.json" if kept else None,
+            setting={**sizes, **self.note},
+            sizes=sizes,
+            lists=self.lists,
+            again=lambda row: options.again and _is_chosen(row, chosen),
+        )
 
     def _rows(self, runs: Runs, axes: Row, chosen: Row, smoke: bool) -> Iterator[Row]:
         if self.design:
@@ -328,7 +366,7 @@ class Experiment:
         elif isinstance(self.rates, Tune):
             for group in combinations({name: axes[name] for name in axes if name != "seed"}):
                 if _is_chosen(group, chosen):
-                    yield from tune(runs, group, axes["seed"], self.rates, only_first=smoke)
+                    yield from tune(runs, group, axes["seed"], self.rates)
                 else:
                     yield from select(runs.all(), **group)
         else:
@@ -350,15 +388,13 @@ class Experiment:
                 )
 
 
-def tune(
-    runs: Runs, group: Job, seeds: Sequence[int], rates: Tune, *, only_first: bool = False
-) -> list[Row]:
+def tune(runs: Runs, group: Job, seeds: Sequence[int], rates: Tune) -> list[Row]:
     """The rows of one group of values, at the rates that `rates` asks for."""
     rows: list[Row] = []
     while True:
         curve = statistics.curve_of_rates(rows)
         tried = [lr for lr in statistics.untried(curve, rates.start(group)) if lr >= rates.lowest]
-        if only_first:
+        if runs.options.smoke:
             tried = [rates.start(group)] * (not rows)
         if not tried:
             break

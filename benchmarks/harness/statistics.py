@@ -169,6 +169,14 @@ def at_best_rate(rows: Sequence[dict[str, Any]], of: str = "loss") -> list[dict[
     return select(rows, lr=best(curve_of_rates(rows, of)))
 
 
+def tuned_on_first(rows: Iterable[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
+    """The rows that have what is `wanted`, at the rate that is best on seed 0, in the order of the
+    seeds."""
+    mine = select(rows, **wanted)
+    lr = best(curve_of_rates(select(mine, seed=0)))
+    return sorted(select(mine, lr=lr), key=lambda row: row["seed"])
+
+
 def untried(curve: Mapping[float, float], start: float) -> list[float]:
     """The rates to try next, by factors of 2 from the best; none if it has both its neighbours.
 

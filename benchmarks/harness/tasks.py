@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,14 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import compare
 import train_gpt
+import train_mlp_lm
+import train_vit
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
+ExampleTask = TypeVar("ExampleTask", bound=compare.Task)
+EXAMPLES: dict[str, type[compare.Task]] = {
+    "GPT": train_gpt.Text, "ViT": train_vit.Images, "MLP": train_mlp_lm.NextCharacter,
+}  # fmt: skip
 
 
 class Task(Protocol):
@@ -258,11 +264,13 @@ class Text:
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def characters(seed: int, batch: int, context: int, depth: int) -> compare.Task:
-    """The task of examples/train_gpt.py: the Python standard library's text by characters."""
-    return train_gpt.Text(
-        argparse.Namespace(data=None, seed=seed, steps=0, batch=batch, context=context, depth=depth)
-    )
+def of_examples(kind: type[ExampleTask], seed: int, **sizes: int) -> ExampleTask:
+    """A task of examples/, such as `train_gpt.Text`, the Python standard library by characters.
+
+    Args:
+        sizes: "batch", "depth" and, of text, "context"; others are no matter.
+    """
+    return kind(argparse.Namespace(data=None, seed=seed, steps=0, **sizes))
 
 
 class Words(train_gpt.Text):

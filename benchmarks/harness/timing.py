@@ -140,7 +140,7 @@ def interleaved(
     clock: Callable[[Work], float],
     *,
     rounds: tuple[int, int],
-    until: float,
+    until: float = inf,
     end: float = inf,
 ) -> dict[Key, list[float]]:
     """A sample of every variant a round.
@@ -161,6 +161,26 @@ def interleaved(
         for key in (first, *middle, last):
             times[key].append(clock(variants[key]))
     return times
+
+
+def milliseconds(
+    works: Mapping[Key, Work], *, rounds: tuple[int, int], seconds: float = inf
+) -> dict[Key, dict[str, float]]:
+    """The `spread` of each work's milliseconds on this CPU, in turns, and of how many "rounds"; one
+    more warms up.
+
+    Args:
+        rounds: the least, and the most that are made before `seconds` are over.
+    """
+    least, most = rounds
+    until = time.perf_counter() + seconds
+    counts = {"rounds": (least + 1, most + 1), "until": until}
+    times = interleaved(works, lambda work: wall(work, "cpu"), **counts)
+    return {
+        key: {"rounds": len(samples) - 1}
+        | {name: 1e3 * value for name, value in spread(samples[1:]).items()}
+        for key, samples in times.items()
+    }
 
 
 def spread(values: Sequence[float], low: int = 20) -> dict[str, float]:

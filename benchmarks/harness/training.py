@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.harness.tasks import Task
+from benchmarks.harness.tasks import Task, compare
 
+Curve = list[tuple[int, float | None]]  # steps, held-out loss
 HELD_OUT_SAMPLES = 8192  # of a final loss
 SCHEDULES: dict[str, Callable[[float], float]] = {  # share of the steps -> share of the rate
     "cosine": lambda share: 0.5 + 0.5 * math.cos(math.pi * share),
@@ -59,6 +62,17 @@ def descend(
     return True
 
 
+def step_of(optimizer: torch.optim.Optimizer, loss: Callable[[], Any]) -> Callable[[], None]:
+    """A training step, to be timed."""
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+
+    return step
+
+
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -75,6 +89,41 @@ def train(
         return task.loss(model(x), y)
 
     return evaluate(model, task) if descend(optimizer, loss, steps, **options) else None
+
+
+def follow(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    task: compare.Task,
+    steps: int,
+    *,
+    points: int,
+    loss: Callable[[int], Tensor] | None = None,
+    rate: Callable[[int, int], float] = compare.warmup_cosine,
+) -> Curve:
+    """Train as examples/ do; the held-out loss at `points` and at the end, None where it is not
+    finite.
+
+    Args:
+        loss: of a step; None: the cross-entropy of the task's batch.
+        rate: (step, steps) -> learning rate relative to its peak.
+    """
+    curve: Curve = []
+
+    def cross_entropy(step: int) -> Tensor:
+        inputs, targets = task.batch(step)
+        return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+
+    def look(step: int) -> None:
+        if (step + 1) % max(1, steps // points) == 0 or step + 1 == steps:
+            held = compare.evaluate(model.eval(), task.heldout, "cpu")[0]
+            curve.append((step + 1, finite(held)))
+            model.train()
+
+    schedule = partial(rate, steps=steps)
+    if not descend(optimizer, loss or cross_entropy, steps, schedule=schedule, after=look):
+        curve.append((steps, None))
+    return curve
 
 
 @torch.no_grad()

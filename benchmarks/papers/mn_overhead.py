@@ -1,6 +1,6 @@
 """What does it cost to divide updates by their modular norm? MN appendix A.4.
 
-    python -m benchmarks.papers.mn_overhead            # results/papers/mn_overhead.json
+    python -m benchmarks.papers.mn_overhead            # results/papers/mn_overhead.{json,png}
     python -m benchmarks.papers.mn_overhead --smoke    # seconds
 
 The paper (A.4): "we trained a width 64 ResMLP with 8 blocks and block-depth 2 for 10k steps on the
@@ -22,17 +22,13 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 import structlin
-from benchmarks.harness import report
-from benchmarks.harness.experiment import Row, parser, result_path
-from benchmarks.harness.race import Heat, race
-from benchmarks.harness.record import RESULTS, save_json
+from benchmarks.harness import figures
+from benchmarks.harness.experiment import Experiment, Row
 from benchmarks.harness.statistics import Estimate, student
-from benchmarks.harness.timing import wall
+from benchmarks.harness.timing import interleaved, wall
 from structlin import modular
 from structlin.optim import Normed
 
@@ -85,10 +81,10 @@ def measure(net: modular.Module, x: Tensor, y: Tensor, rounds: int) -> Row:
         net.zero_grad()
         F.cross_entropy(net(x).flatten(0, -2), y.flatten()).backward()
 
-    works = {"forward + backward": forward_backward} | {way: stepper(way, net) for way in WAYS}
+    works = {"forward + backward": forward_backward, **{way: stepper(way, net) for way in WAYS}}
     for work in works.values():
-        work()  # gradients, and then the states
-    times = race(works, Heat(rounds=(rounds, rounds)), clock=wall).seconds
+        work()  # makes gradients, then the states
+    times = interleaved(works, lambda work: wall(work, "cpu"), rounds=(rounds, rounds))
     found = {name: statistics.median(values) for name, values in times.items()}
     step = found["forward + backward"] + found["Adam"]
     return {
@@ -105,33 +101,41 @@ def added(times: dict[str, list[float]], way: str) -> Estimate:
     return student([(ours - adam) / (work + adam) for work, adam, ours in rounds])
 
 
-def main(argv: list[str] | None = None) -> Row:
-    about = parser(__doc__, RESULTS / "papers", workers=None)
-    about.add_argument("--widths", type=int, nargs="+", default=[128, 256])
-    about.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096])
-    about.add_argument("--blocks", type=int, default=3)
-    about.add_argument("--rounds", type=int, default=5)
-    options = about.parse_args(argv)
-    structlin.show_config()  # builds the engine, so that no time has that in it
-    shapes = [(width, tokens) for width in options.widths for tokens in options.tokens]
-    if options.smoke:
-        shapes, options.rounds, options.blocks = [(64, 128)], 1, 1
+def measure_gpt(width: int, tokens: int, blocks: int, rounds: int, threads: int) -> Row:
+    torch.set_num_threads(threads)
     torch.manual_seed(0)
-    paper = measure(*resmlp(), 1 if options.smoke else 5 * options.rounds)
-    rows = [
-        {"width": width, "blocks": options.blocks, "tokens": tokens}
-        | measure(*gpt(width, options.blocks, tokens), options.rounds)
-        for width, tokens in track(shapes, "measuring")
-    ]
-    setting = {"blocks": options.blocks, "rounds": options.rounds, "paper": PAPER}
-    setting["threads"] = torch.get_num_threads()
-    result = {"setting": setting, "paper's setting": paper, "rows": rows}
-    shown = report.tables({"paper's setting": paper, "GPTs": rows})
-    Console(width=140).print(*shown, sep="\n")
-    if path := result_path(options, "mn_overhead"):
-        save_json(path, **result)
-    return result
+    return measure(*gpt(width, blocks, tokens), rounds)
 
+
+def measure_paper(chosen: Row, found: Row) -> Row:
+    torch.manual_seed(0)
+    return {"paper's setting": measure(*resmlp(), 5 * chosen["rounds"])}
+
+
+def draw(result: Row) -> figures.Figure:
+    points = [
+        {"width": row["width"], "tokens": row["tokens"], "work": work, "ms per step": 1e3 * seconds}
+        for row in result["rows"]
+        for work, seconds in row["seconds"].items()
+    ]
+    return figures.curves(points, "tokens", "ms per step", panel=["width"], line=["work"], base=2)
+
+
+EXPERIMENT = Experiment(
+    name="papers/mn_overhead",
+    about=__doc__,
+    run=measure_gpt,
+    axes={"width": [128, 256], "tokens": [2048, 4096]},
+    seeds=0,
+    workers=1,
+    sizes={"blocks": 3, "rounds": 5, "threads": 2},
+    note={"paper": PAPER},
+    smoke={"width": [64], "tokens": [128], "blocks": 1, "rounds": 1},
+    analyse=lambda rows: {},
+    beside=measure_paper,
+    draw=draw,
+)
 
 if __name__ == "__main__":
-    main()
+    structlin.show_config()  # builds the engine, so that no time has that in it
+    EXPERIMENT.main()

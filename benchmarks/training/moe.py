@@ -14,7 +14,6 @@ cross-entropy alone. Then the models take turns for the milliseconds of a step. 
 result in --out has are not repeated.
 """
 
-import argparse
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -29,8 +28,8 @@ from torch import Tensor, nn
 import structlin
 from benchmarks.harness import figures, report, training
 from benchmarks.harness.experiment import Experiment, Row, Tune
-from benchmarks.harness.statistics import best, curve_of_rates, select, values
-from benchmarks.harness.tasks import compare, train_gpt
+from benchmarks.harness.statistics import curve_of_rates, select, tuned_on_first, values
+from benchmarks.harness.tasks import compare, of_examples, train_gpt
 from benchmarks.harness.timing import interleaved, spread, wall
 from structlin import BTT
 from structlin.moe import Mixture, load_balancing_loss
@@ -55,8 +54,8 @@ KINDS = {
 }
 
 
-def make_task(seed: int, steps: int, sizes: Mapping[str, int]) -> train_gpt.Text:
-    return train_gpt.Text(argparse.Namespace(data=None, seed=seed, steps=steps, **sizes))
+def make_task(seed: int, sizes: Mapping[str, int]) -> train_gpt.Text:
+    return of_examples(train_gpt.Text, seed, **sizes)
 
 
 def build(
@@ -85,7 +84,7 @@ def count_flops(task: train_gpt.Text, name: str, width: int) -> int:
 @cache
 def find_width(name: str, *sizes: tuple[str, int]) -> int:
     """The largest width, a multiple of 32, of no more FLOPs than the dense model of `sizes`."""
-    task, dense = make_task(0, 1, dict(sizes)), dict(sizes)["width"]
+    task, dense = make_task(0, dict(sizes)), dict(sizes)["width"]
     if name == "dense":
         return dense
     budget = count_flops(task, "dense", dense)
@@ -108,38 +107,14 @@ def make_trainer(
     return model, torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=True)
 
 
-def follow(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    task: compare.Task,
-    loss: Callable[[int], Tensor],
-    steps: int,
-    *,
-    points: int,
-) -> list[tuple[int, float | None]]:
-    """Train by the example's schedule; [(steps, held-out loss)] at `points` and at the end (None:
-    diverged)."""
-    curve: list[tuple[int, float | None]] = []
-
-    def look(step: int) -> None:
-        if (step + 1) % max(1, steps // points) == 0 or step + 1 == steps:
-            curve.append((step + 1, compare.evaluate(model.eval(), task.heldout, "cpu")[0]))
-            model.train()
-
-    rate = partial(compare.warmup_cosine, steps=steps)
-    if not training.descend(optimizer, loss, steps, schedule=rate, after=look):
-        curve.append((steps, None))
-    return curve
-
-
 def train(kind: str, lr: float, seed: int, steps: int, sizes: dict[str, int]) -> Row:
-    task = make_task(seed, steps, sizes)
+    task = make_task(seed, sizes)
     model, optimizer = make_trainer(task, kind, lr, seed, sizes)
 
     def loss(step: int) -> Tensor:
         return loss_of(model, *task.batch(step))
 
-    curve = follow(model.train(), optimizer, task, loss, steps, points=8)
+    curve = training.follow(model, optimizer, task, steps, points=8, loss=loss)
     return {"loss": curve[-1][1], "curve": curve, "largest_share": measure_share(model, task)}
 
 
@@ -162,21 +137,16 @@ def measure_share(model: nn.Module, task: train_gpt.Text) -> float | None:
 
 
 def time_steps(
-    kinds: list[str], steps: int, sizes: Mapping[str, int], seconds: float
+    kinds: list[str], sizes: Mapping[str, int], seconds: float
 ) -> dict[str, dict[str, float]]:
     """Milliseconds of a training step of each kind, over dense's of the same round."""
-    task = make_task(0, steps, sizes)
+    task = make_task(0, sizes)
     works: dict[str, Callable[[], None]] = {}
     for name in kinds:
         model, optimizer = make_trainer(task, name, LR, 0, sizes)
-
-        def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            optimizer.zero_grad()
-            loss_of(model, *task.batch(0)).backward()
-            optimizer.step()
-
-        step()
-        works[name] = step
+        loss = partial(loss_of, model, *task.batch(0))
+        works[name] = training.step_of(optimizer, loss)
+        works[name]()
     until = time.perf_counter() + seconds
     clock = partial(wall, device="cpu")
     times = interleaved(works, clock, rounds=(3, 15), until=until, end=math.inf)
@@ -190,18 +160,17 @@ def compare_kinds(
     rows: list[Row], sizes: Mapping[str, int], times: Mapping[str, Mapping[str, float]]
 ) -> list[Row]:
     """A row for each kind, of its runs at its best rate."""
-    task, found = make_task(0, 1, sizes), []
+    task, found = make_task(0, sizes), []
     for name in sorted(values(rows, "kind"), key=[*KINDS].index):
         tried = curve_of_rates(select(rows, kind=name, seed=0))
-        lr, width = best(tried), find_width(name, *sizes.items())
-        runs = sorted(select(rows, kind=name, lr=lr), key=lambda row: row["seed"])
+        runs, width = tuned_on_first(rows, kind=name), find_width(name, *sizes.items())
         shares = [row["largest_share"] for row in runs if row["largest_share"] is not None]
         model = build(task, name, width, device="meta")
         found.append(
             {
                 "kind": name,
                 "width": width,
-                "lr": lr,
+                "lr": runs[0]["lr"],
                 "losses": [run["loss"] for run in runs],
                 "tried": sorted(tried.items()),
                 "params": training.count_params(model),
@@ -215,7 +184,7 @@ def compare_kinds(
 
 def measure(chosen: Row, found: Row) -> Row:
     rows, sizes = found["rows"], chosen["sizes"]
-    times = time_steps(values(rows, "kind"), chosen["steps"], sizes, chosen["seconds"])
+    times = time_steps(values(rows, "kind"), sizes, chosen["seconds"])
     return {"table": compare_kinds(rows, sizes, times)}
 
 

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 import structlin
 from benchmarks.harness import figures, report
 from benchmarks.harness.experiment import Axis, Experiment, Row, Runs, Tune, combinations, tune
-from benchmarks.harness.statistics import best, curve_of_rates, select, values
-from benchmarks.harness.training import finite
+from benchmarks.harness.statistics import curve_of_rates, select, tuned_on_first, values
+from benchmarks.harness.tasks import train_gpt
 from benchmarks.training import muon_vs_adamw
-from benchmarks.training.muon_vs_adamw import SIZES, STRUCTURES, TASKS
+from benchmarks.training.muon_vs_adamw import SIZES, STRUCTURES
 from structlin.duality import spectral_bound
 
 RATES = Tune(start=lambda job: 2.0**-5, lowest=2.0**-6)
@@ -166,8 +166,8 @@ def train(
         options = {"other_lr": muon_vs_adamw.OTHER_LR, **OPTIONS[option]}
         return Changed(model, lr, steps=steps, **options)
 
-    curve = muon_vs_adamw.descend("GPT", structure, seed, steps, make, sizes=sizes)
-    return {"loss": finite(curve[-1][1])}
+    curve = muon_vs_adamw.descend(train_gpt.Text, structure, seed, steps, make, sizes=sizes)
+    return {"loss": curve[-1][1]}
 
 
 def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
@@ -175,11 +175,11 @@ def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
     seeds = axes["seed"]
     groups = [*combinations({name: axes[name] for name in ("option", "structure")})]
     for group in groups:
-        tune(runs, group, seeds[:1], RATES, only_first=runs.options.smoke)
+        tune(runs, group, seeds[:1], RATES)
     left = survivors(runs.all())
     for group in groups:
         if group["option"] in left:
-            tune(runs, group, seeds, RATES, only_first=runs.options.smoke)
+            tune(runs, group, seeds, RATES)
     return runs.all()
 
 
@@ -206,18 +206,13 @@ def survivors(rows: list[Row]) -> list[str]:
 
 def summarise(rows: list[Row]) -> list[Row]:
     """A row of each option, its losses by seed at its best rate; `wins`: seeds below plain Muon."""
-
-    def tuned(structure: str, option: str) -> list[Row]:
-        mine = select(rows, structure=structure, option=option)
-        lr = best(curve_of_rates(select(mine, seed=0)))
-        return sorted(select(mine, lr=lr), key=lambda row: row["seed"])
-
     table = []
     for option in values(rows, "option"):
         for structure in STRUCTURES:
-            mine = tuned(structure, option)
+            mine = tuned_on_first(rows, structure=structure, option=option)
             losses = {row["seed"]: row["loss"] for row in mine}
-            plain = {row["seed"]: row["loss"] for row in tuned(structure, "plain")}
+            theirs = tuned_on_first(rows, structure=structure, option="plain")
+            plain = {row["seed"]: row["loss"] for row in theirs}
             table.append(
                 {
                     "structure": structure,
@@ -256,7 +251,7 @@ EXPERIMENT = Experiment(
     about=__doc__,
     run=train,
     axes={"option": [*OPTIONS], "structure": [*STRUCTURES], "lr": lambda job: [RATES.start(job)]},
-    sizes={"steps": 280, "sizes": {**SIZES["GPT"], "weight_norm": TASKS["GPT"].weight_norm}},
+    sizes={"steps": 280, "sizes": {**SIZES["GPT"], "weight_norm": train_gpt.Text.weight_norm}},
     note={"clear": CLEAR, "memory": MEMORY, "decay": DECAY, "tail": TAIL, "every": EVERY},
     smoke={
         "steps": 2,

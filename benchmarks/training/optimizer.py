@@ -13,23 +13,23 @@ has are not measured again.
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from torch import Tensor, nn
 
 import structlin
 from benchmarks.harness import report, timing
-from benchmarks.harness.experiment import Runs, combinations, parser, result_path
-from benchmarks.harness.record import RESULTS
+from benchmarks.harness.experiment import Experiment, Row
+from benchmarks.harness.training import count_params
 from benchmarks.papers.polar_factors import PAPERS
 
 CONTEXT = 128
 VOCABULARY = 256
+
+Make = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
 
 class Block(nn.Module):
@@ -60,6 +60,10 @@ class GPT(nn.Module):
         return self.lm_head(self.ln_f(self.blocks(x)))
 
 
+def adamw(**options: Any) -> Make:
+    return lambda model: [torch.optim.AdamW(model.parameters(), lr=1e-4, **options)]
+
+
 def torch_muon(model: nn.Module) -> list[torch.optim.Optimizer]:
     """As its users do: Muon for the hidden matrices, AdamW for the rest."""
     hidden = [
@@ -69,29 +73,68 @@ def torch_muon(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(hidden, lr=1e-4), torch.optim.AdamW(rest, lr=1e-4)]
 
 
-def muon(**options: Any) -> Callable[[nn.Module], list[torch.optim.Optimizer]]:
+def muon(**options: Any) -> Make:
     return lambda model: [structlin.optim.Muon(model, lr=1e-4, other_lr=1e-4, **options)]
 
 
 TORCH = "torch.optim.Muon"
-# Name -> model, optimizers.
-ROWS: dict[str, tuple[str, Callable[[nn.Module], list[torch.optim.Optimizer]]]] = {
-    "AdamW": ("dense", lambda model: [torch.optim.AdamW(model.parameters(), lr=1e-4)]),
-    "AdamW, fused": (
-        "dense",
-        lambda model: [torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)],
-    ),
+TORCHS_STEPS = {"method": PAPERS["jordan"], "dtype": torch.bfloat16, "adjust_lr_fn": "original"}
+OPTIMIZERS: dict[str, tuple[str, Make]] = {  # name -> model, how it is made
+    "AdamW": ("dense", adamw()),
+    "AdamW, fused": ("dense", adamw(fused=True)),
     TORCH: ("dense", torch_muon),
     "structlin Muon": ("dense", muon()),
     "structlin Muon, ns": ("dense", muon(method="ns")),
-    "structlin Muon, torch's steps": (
-        "dense",
-        muon(method=PAPERS["jordan"], dtype=torch.bfloat16, adjust_lr_fn="original"),
-    ),
-    "AdamW on BTT": ("BTT r=1", lambda model: [torch.optim.AdamW(model.parameters(), lr=1e-4)]),
+    "structlin Muon, torch's steps": ("dense", muon(**TORCHS_STEPS)),
+    "AdamW on BTT": ("BTT r=1", adamw()),
     "structlin Muon on BTT": ("BTT r=1", muon()),
     "structlin Muon on BTT, ns": ("BTT r=1", muon(method="ns")),
 }
+
+
+def measure(width: int, threads: int, depth: int, tokens: int, rounds: int, device: str) -> Row:
+    """The times and the memory of all optimizers, which take turns."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    dense = GPT(width, depth)
+    structured = structlin.convert(copy.deepcopy(dense), structlin.BTT(rank=1))
+    models = {"dense": dense.to(device), "BTT r=1": structured.to(device)}
+    batch = torch.randint(VOCABULARY, (max(1, tokens // CONTEXT), CONTEXT + 1), device=device)
+    works = {kind: partial(forward_backward, model, batch) for kind, model in models.items()}
+    for work in works.values():
+        work()
+    made = {name: make(with_gradients(models[kind])) for name, (kind, make) in OPTIMIZERS.items()}
+    for name, optimizers in made.items():
+        works[name] = partial(step, optimizers)
+        works[name]()  # makes the state
+    times = timing.interleaved(
+        works, lambda work: timing.wall(work, device), rounds=(rounds, rounds)
+    )
+
+    def ratio(name: str, other: str) -> dict[str, float]:
+        pairs = zip(times[name], times[other], strict=True)
+        return timing.spread([a / b for a, b in pairs], low=10)
+
+    def milliseconds(name: str) -> dict[str, float]:
+        return timing.spread([1e3 * each for each in times[name]], low=10)
+
+    found = []
+    for name, (kind, _) in OPTIMIZERS.items():
+        size = sum(p.nbytes for p in models[kind].parameters())
+        found.append(
+            {
+                "optimizer": name,
+                "model": kind,
+                "parameters": count_params(models[kind]),
+                "step_ms": milliseconds(name),
+                "forward_backward_ms": milliseconds(kind),
+                "share": ratio(name, kind),
+                "beside_torch": ratio(name, TORCH),
+                "state": state_bytes(made[name]) / size,
+                "peak": timing.peak_bytes(works[name], device) / size,
+            }
+        )
+    return {"optimizers": found}
 
 
 def forward_backward(model: nn.Module, tokens: Tensor) -> None:
@@ -99,112 +142,40 @@ def forward_backward(model: nn.Module, tokens: Tensor) -> None:
     F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
 
 
+def with_gradients(model: nn.Module) -> nn.Module:
+    """A copy that has the gradients too."""
+    own = copy.deepcopy(model)
+    for p, q in zip(own.parameters(), model.parameters(), strict=True):
+        p.grad = None if q.grad is None else q.grad.clone()
+    return own
+
+
+def step(optimizers: list[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+
+
 def state_bytes(optimizers: list[torch.optim.Optimizer]) -> int:
-    tensors = [
-        value
-        for optimizer in optimizers
-        for state in optimizer.state.values()
-        for value in state.values()
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    return sum(each.nbytes for state in states for each in state.values() if torch.is_tensor(each))
+
+
+def summarise(rows: list[Row]) -> list[Row]:
+    """Medians; memory in units of the model's parameters."""
+    return [
+        {
+            "optimizer": found["optimizer"],
+            "width": row["width"],
+            "threads": row["threads"],
+            "step, ms": found["step_ms"]["median"],
+            "over torch's Muon": found["beside_torch"]["median"],
+            "over forward + backward": found["share"]["median"],
+            "state": found["state"],
+            "peak of a step": found["peak"],
+        }
+        for row in rows
+        for found in row["optimizers"]
     ]
-    return sum(value.nbytes for value in tensors if isinstance(value, Tensor))
-
-
-def measure(
-    width: int, threads: int, depth: int, tokens: int, rounds: int, device: str
-) -> dict[str, Any]:
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    dense = GPT(width, depth)
-    structured = structlin.convert(copy.deepcopy(dense), structlin.BTT(rank=1))
-    models = {"dense": dense.to(device), "BTT r=1": structured.to(device)}
-    batch = torch.randint(VOCABULARY, (max(1, tokens // CONTEXT), CONTEXT + 1), device=device)
-    for model in models.values():
-        forward_backward(model, batch)
-    makes = {}
-    for name, (kind, make) in ROWS.items():
-        own = copy.deepcopy(models[kind])
-        for p, q in zip(own.parameters(), models[kind].parameters(), strict=True):
-            p.grad = None if q.grad is None else q.grad.clone()
-        makes[name] = make(own)
-
-    def step(name: str) -> None:
-        for optimizer in makes[name]:
-            optimizer.step()
-
-    for name in ROWS:
-        step(name)  # makes the state
-    times: dict[str, list[float]] = {name: [] for name in (*models, *ROWS)}
-    for _ in track(range(rounds), f"width {width}"):
-        for kind, model in models.items():
-            times[kind].append(
-                timing.wall(lambda model=model: forward_backward(model, batch), device)
-            )
-        for name in ROWS:
-            times[name].append(timing.wall(lambda name=name: step(name), device))
-    found = []
-    for name, (kind, _) in ROWS.items():
-        size = sum(p.nbytes for p in models[kind].parameters())
-        found.append(
-            {
-                "optimizer": name,
-                "model": kind,
-                "parameters": sum(p.numel() for p in models[kind].parameters()),
-                "step_ms": timing.spread([1e3 * value for value in times[name]], low=10),
-                "forward_backward_ms": timing.spread(
-                    [1e3 * value for value in times[kind]], low=10
-                ),
-                "share": timing.spread(
-                    [a / b for a, b in zip(times[name], times[kind], strict=True)], low=10
-                ),
-                "beside_torch": timing.spread(
-                    [a / b for a, b in zip(times[name], times[TORCH], strict=True)], low=10
-                ),
-                "state": state_bytes(makes[name]) / size,
-                "peak": timing.peak_bytes(lambda name=name: step(name), device) / size,
-            }
-        )
-    return {"optimizers": found}
-
-
-def show(rows: list[dict[str, Any]], setting: dict[str, Any], console: Console) -> None:
-    table = Table(
-        title=f"optimizer steps, {setting['depth']} layers, {setting['tokens']} tokens, float32, "
-        f"{setting['device']}: median of {setting['rounds']} interleaved rounds (p10-p90)"
-    )
-    table.add_column("optimizer")
-    for title in (
-        "width",
-        "threads",
-        "step ms",
-        "(p10-p90)",
-        "x torch's Muon",
-        "fwd+bwd ms",
-        "% of fwd+bwd",
-        "(p10-p90)",
-        "state",
-        "peak",
-    ):
-        table.add_column(title, justify="right")
-    for row in rows:
-        for found in row["optimizers"]:
-            step, share = found["step_ms"], found["share"]
-            table.add_row(
-                found["optimizer"],
-                str(row["width"]),
-                str(row["threads"]),
-                f"{step['median']:.1f}",
-                f"({step['p10']:.1f}-{step['p90']:.1f})",
-                f"{found['beside_torch']['median']:.2f}",
-                f"{found['forward_backward_ms']['median']:.0f}",
-                f"{100 * share['median']:.1f}",
-                f"({100 * share['p10']:.1f}-{100 * share['p90']:.1f})",
-                f"{found['state']:.2f}",
-                f"{found['peak']:.2f}",
-            )
-    console.print(table)
-    console.print(
-        "state: kept between steps; peak: allocated by a step on top; both / the model's parameters"
-    )
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -223,30 +194,23 @@ def markdown(result: dict[str, Any]) -> str:
     return report.table(["", *titles, "memory: state + step"], lines)
 
 
-def main(argv: list[str] | None = None) -> None:
-    arguments = parser(__doc__, RESULTS)
-    arguments.add_argument("--widths", type=int, nargs="+", default=[256, 512])
-    arguments.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    arguments.add_argument("--depth", type=int, default=4)
-    arguments.add_argument("--tokens", type=int, default=4096, help="of a step")
-    arguments.add_argument("--rounds", type=int, default=9)
-    arguments.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
-    )
-    options = arguments.parse_args(argv)
-    structlin.show_config()  # builds the engine, so that no time has that in it
-    options.workers = 1  # or the times are those of a busy machine
-    if options.smoke:
-        options.widths, options.threads, options.rounds = [64], [1], 2
-        options.depth, options.tokens = 1, 512
-    setting = {name: getattr(options, name) for name in ("depth", "tokens", "rounds", "device")}
-    path = result_path(options, "optimizer")
-    names = ("width", "threads")
-    runs = Runs(measure, names, options, path=path, setting=setting, sizes=setting)
-    rows = runs.of(combinations({"width": options.widths, "threads": options.threads}))
-    runs.save()
-    show(rows, setting, Console(width=150))
-
+EXPERIMENT = Experiment(
+    name="optimizer",
+    about=__doc__,
+    run=measure,
+    axes={"width": [256, 512], "threads": [1, 2]},
+    seeds=0,
+    workers=1,
+    sizes={
+        "depth": 4,
+        "tokens": 4096,
+        "rounds": 9,
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+    },
+    smoke={"width": [64], "threads": [1], "depth": 1, "tokens": 512, "rounds": 2},
+    analyse=lambda rows: {"steps": summarise(rows)},
+)
 
 if __name__ == "__main__":
-    main()
+    structlin.show_config()  # builds the engine, so that no time has that in it
+    EXPERIMENT.main()

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 import structlin
-from benchmarks.harness import figures, report
+from benchmarks.harness import figures, report, training
 from benchmarks.harness.experiment import Experiment, Row
 from benchmarks.harness.statistics import select, values
-from benchmarks.training.moe import LR, SIZES, compare, follow, loss_of, make_task
+from benchmarks.training.moe import LR, SIZES, compare, loss_of, make_task
 from structlin import BTT, LowRank, StructuredLinear
 
 STRUCTURES = {"BTT r=1": BTT(rank=1), "low-rank 16": LowRank(rank=16)}
@@ -68,7 +68,7 @@ def alpha_at(step: int, steps: int) -> float:
 
 def count_steps(structure: str, steps: int, sizes: dict[str, int]) -> int:
     """Steps of the plain layers that cost what those with a branch at random do."""
-    task, family, width = make_task(0, 1, sizes), STRUCTURES[structure], sizes["width"]
+    task, family, width = make_task(0, sizes), STRUCTURES[structure], sizes["width"]
     model = compare.build(task, width, family, 0, "meta")
     layers = [module for module in model.modules() if isinstance(module, StructuredLinear)]
     dense = sum(2 * layer.in_features * layer.out_features for layer in layers)
@@ -77,7 +77,7 @@ def count_steps(structure: str, steps: int, sizes: dict[str, int]) -> int:
 
 def train(structure: str, way: str, seed: int, steps: int, sizes: dict[str, int]) -> Row:
     taken = count_steps(structure, steps, sizes) if way == "plain, equal FLOPs" else steps
-    task = make_task(seed, taken, sizes)
+    task = make_task(seed, sizes)
     model = compare.build(task, sizes["width"], STRUCTURES[structure], seed)
     random.seed(seed)
     layers = guide(model, way.endswith("random")) if way.startswith("self") else []
@@ -89,7 +89,7 @@ def train(structure: str, way: str, seed: int, steps: int, sizes: dict[str, int]
             layer.alpha = alpha_at(step, taken)
         return loss_of(model, *task.batch(step))
 
-    curve = follow(model.train(), optimizer, task, loss, taken, points=4)
+    curve = training.follow(model, optimizer, task, taken, points=4, loss=loss)
     return {"steps": taken, "loss": curve[-1][1], "curve": curve}
 
 

@@ -27,7 +27,6 @@ the same command goes on, and repeats only the timing.
 """
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +43,7 @@ from benchmarks.harness.experiment import Axis, Experiment, Row, Runs, combinati
 from benchmarks.harness.models import BASE_WIDTH, STRUCTURES
 from benchmarks.harness.report import table
 from benchmarks.harness.statistics import best, bootstrap, log_loss, seeds_of, select, values
-from benchmarks.harness.timing import interleaved, spread, wall
+from benchmarks.harness.timing import milliseconds
 
 RATES = [2.0**power for power in range(-12, -1)]  # where a climb may go
 Point = tuple[float, float]  # FLOPs or seconds, loss
@@ -173,22 +172,13 @@ def time_steps(
 
     def work(structure: str, width: int) -> Callable[[], None]:
         model, optimizer, task = make(setup, structure, width, SETUPS[setup].start, 0)
-
-        def step() -> None:
-            value = task.loss(model(x), y)
-            optimizer.zero_grad()
-            value.backward()
-            optimizer.step()
-
-        return step
+        return training.step_of(optimizer, lambda: task.loss(model(x), y))
 
     works = {(name, width): work(name, width) for name, all_ in widths.items() for width in all_}
-    end = time.perf_counter() + seconds
-    times = interleaved(works, lambda step: wall(step, "cpu"), rounds=(4, 100), until=end)
+    times = milliseconds(works, rounds=(3, 99), seconds=seconds)
     return [
-        {"setup": setup, "structure": structure, "width": width, "rounds": len(samples) - 1}
-        | {key: 1e3 * value for key, value in spread(samples[1:]).items()}  # the first warms up
-        for (structure, width), samples in times.items()
+        {"setup": setup, "structure": structure, "width": width, **found}
+        for (structure, width), found in times.items()
     ]
 
 

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from benchmarks.harness import experiment, figures, report, statistics, training
+from benchmarks.harness import experiment, figures, record, report, statistics, training
 from benchmarks.harness.experiment import Experiment, Search
 
 MADE: list[tuple] = []
@@ -45,7 +45,7 @@ def kept(tmp_path):
     return lambda some, *options: some.main(["--workers", "1", "--out", str(tmp_path), *options])
 
 
-@pytest.mark.parametrize("module", [experiment, report, statistics])
+@pytest.mark.parametrize("module", [experiment, record, report, statistics])
 def test_the_examples_in_the_docstrings_give_what_they_show(module):
     results = doctest.testmod(module)
     assert results.attempted
@@ -136,6 +136,34 @@ def test_a_smoke_run_is_small_and_keeps_nothing(tmp_path, monkeypatch):
     assert result["setting"] == {"steps": 1}
     assert not any(tmp_path.iterdir())
     assert dict(some.sizes) == {"steps": 10}
+
+
+def test_a_result_may_have_its_rows_in_lists_and_what_they_share_is_not_repeated(kept, tmp_path):
+    lists = {"rows/Adam": {"method": "Adam"}, "others": {"method": "SGD"}}
+    result = kept(losses(lists=lists, draw=None))
+    assert (result["rows"].keys(), len(result["others"])) == ({"Adam"}, 8)
+    assert result["others"][0].keys() == {"size", "lr", "seed", "loss"}
+    assert json.loads((tmp_path / "some.json").read_text())["rows"] == result["rows"]
+    MADE.clear()
+    assert kept(losses(lists=lists, draw=None)) == result
+    assert MADE == []
+
+
+def test_what_a_design_measures_once_stays_with_the_rows(kept, tmp_path):
+    found = iter([1, 2])
+
+    def design(runs, axes):
+        runs.once("milliseconds", lambda: next(found))
+        return runs.of([{"method": "Adam", "size": 2, "lr": 1.0, "seed": 0}])
+
+    some = losses(design=design, beside=lambda chosen, found: {"twice": 2 * found["milliseconds"]})
+    first = kept(some)
+    assert (first["milliseconds"], first["twice"]) == (1, 2)
+    path = tmp_path / "some.json"
+    path.write_text(path.read_text().replace('"date": "', '"date": "once '))
+    assert kept(some) == first
+    assert json.loads(path.read_text())["environment"]["date"].startswith("once ")
+    assert kept(losses(design=design, sizes={"steps": 20}))["milliseconds"] == 2
 
 
 def test_what_is_measured_beside_the_runs_sees_them_and_its_options(kept):

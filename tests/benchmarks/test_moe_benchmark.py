@@ -16,7 +16,7 @@ SMALL = {"width": 32, "depth": 1, "context": 16, "batch": 2, "heads": 1}
 
 @pytest.fixture
 def task():
-    return moe.make_task(0, 2, SMALL)
+    return moe.make_task(0, SMALL)
 
 
 def test_each_kind_has_the_largest_width_of_no_more_flops_than_dense(task):

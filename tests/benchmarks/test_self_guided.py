@@ -53,7 +53,7 @@ def test_every_structured_layer_gets_a_branch():
 def test_the_plain_layers_train_for_as_many_flops_as_the_branch_at_random_costs():
     name, steps = "BTT r=1", 10_000
     longer = self_guided.count_steps(name, steps, self_guided.SIZES)
-    task = self_guided.make_task(0, 1, self_guided.SIZES)
+    task = self_guided.make_task(0, self_guided.SIZES)
     own, dense = (
         self_guided.compare.forward_flops(task, 128, family)
         for family in (self_guided.STRUCTURES[name], None)
