@@ -265,6 +265,7 @@ class Experiment:
         lists: where the result has its rows, as "rows/teacher", and what all rows of that list
             share, which they do not have there.
         workers: processes; 1 where rows are times.
+        show: the result -> what is printed.
         draw: the result -> its picture.
         design: (runs, axes) -> rows, where the runs follow from one another in another way.
     """
@@ -274,6 +275,7 @@ class Experiment:
     run: Callable[..., Row | list[Row]]
     axes: Mapping[str, Axis]
     analyse: Callable[[list[Row]], Row]
+    show: Callable[[Row], Iterable[Any]] = report.tables
     draw: Callable[[Row], Figure] | None = None
     rates: Search | Tune | None = None
     seeds: int = 3
@@ -306,9 +308,9 @@ class Experiment:
             found = self.beside(axes | chosen | sizes | extra, result | {"rows": rows})
             runs.made += any(runs.earlier.get(name) != each for name, each in _plain(found).items())
             result |= found
-        Console(width=140).print(*report.tables(result), sep="\n")
         runs.save(rows, **result)
         result |= in_lists(rows, self.lists)
+        Console(width=140, markup=False).print(*self.show(result), sep="\n")
         if self.draw and runs.path:
             self.draw(result).savefig(runs.path.with_suffix(".png"), dpi=90)
         return result

@@ -1,9 +1,7 @@
 """Which structures of the two-core einsum space train best, and what do they have in common?
 
     python -m benchmarks.training.search                  # results/search.{json,png}
-    python -m benchmarks.training.search --tasks teacher  # its runs alone
-    python -m benchmarks.training.search --times          # the timing alone
-    python -m benchmarks.training.search --report digits  # a result of one task alone
+    python -m benchmarks.training.search --tasks teacher  # first this one; what is kept stays
     python -m benchmarks.training.search --smoke          # seconds
 
 Structures are drawn by `structlin.search.sample`: a third from the whole space, a third without
@@ -23,48 +21,48 @@ negligible impact on the scaling laws". Here each is a factor on the loss at equ
 95 % interval.
 
 Seconds are steps times the milliseconds of a step on one batch, medians of rounds in which all
-models take turns. Runs and times are kept in --runs as they finish, and the same command goes on.
+models take turns, measured after all runs. Runs are kept in the JSON as they finish; the same
+command goes on, and repeats only the timing.
 """
 
-import argparse
-import json
 import math
-import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import cache, partial
-from pathlib import Path
-from statistics import fmean, linear_regression
+from statistics import fmean
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
-from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 import structlin
-from benchmarks.harness import models, tasks, training
-from benchmarks.harness.experiment import keep, parser
-from benchmarks.harness.record import RESULTS, save_json
-from benchmarks.harness.report import table
-from benchmarks.harness.statistics import Estimate, above, below, student, within
-from benchmarks.harness.timing import interleaved, spread, wall
+from benchmarks.harness import figures, models, report, tasks, training
+from benchmarks.harness.experiment import Experiment, Row
+from benchmarks.harness.record import in_lists
+from benchmarks.harness.statistics import (
+    Curve,
+    Estimate,
+    above,
+    below,
+    differences,
+    exponent,
+    select,
+    student,
+    values,
+    within,
+)
+from benchmarks.harness.timing import milliseconds
 from structlin.search import Einsum, Search, Trial, run, sample
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-import train_mlp_lm
 
 # the best of powers of 2 for the dense model at width 64
 LR = {"teacher": 2.0**-6, "digits": 2.0**-6, "text": 2.0**-7}
 STEPS = {"teacher": 400, "digits": 200, "text": 800}
 WIDTHS = {"teacher": [64, 256, 512], "digits": [64, 256, 512], "text": [64, 256]}
-BATCH, SAMPLES = 256, 8192
-SEEDS = 3
+BATCH = 256
 DRAWN = 9  # of each kind
-COSTS = ("flops", "seconds")
+COSTS, MEASURES = ("flops", "seconds"), ("omega", "psi", "nu")
 NEGLIGIBLE = 1.1  # a factor on the loss
 
 FAMILIES: dict[str, structlin.Family] = {
@@ -78,7 +76,6 @@ FAMILIES: dict[str, structlin.Family] = {
     "Monarch b=4": structlin.Monarch(blocks=4),
 }
 CLASS = {"omega": 0.05, "psi": 0.95}  # hardly any sharing, full rank up to a small factor
-SHARING = 0.3
 FULL = (1.0, 1.0)
 NONE = (0.0, 0.0)
 
@@ -95,6 +92,9 @@ def draw_structures(n: int) -> dict[str, structlin.Family]:
     return FAMILIES | drawn
 
 
+STRUCTURES = draw_structures(DRAWN)
+
+
 class Text:
     """The next character after 16 of the standard library's text; the last tenth is held out."""
 
@@ -109,16 +109,21 @@ class Text:
         starts = torch.randint(len(text.train) - self.inputs, (size,), generator=self.random)
         return text.windows(text.train, starts)
 
+    def new(self, size: int) -> tasks.Batch:
+        inputs, targets = zip(*read_text().heldout, strict=True)
+        return torch.cat(inputs)[:size], torch.cat(targets)[:size]
+
 
 @cache
-def read_text() -> train_mlp_lm.NextCharacter:
-    options = {"data": None, "context": Text.inputs, "depth": Text.depth}
+def read_text() -> tasks.train_mlp_lm.NextCharacter:
     with torch.device("cpu"):  # also where a model is made without values
-        return train_mlp_lm.NextCharacter(argparse.Namespace(**options, seed=0, steps=0, batch=0))
+        options = {"context": Text.inputs, "depth": Text.depth, "batch": 0}
+        return tasks.of_examples(tasks.train_mlp_lm.NextCharacter, 0, **options)
 
 
 KINDS: dict[str, Any] = {"teacher": tasks.Teacher, "digits": tasks.Digits, "text": Text}
-STRUCTURED = {"text": ["blocks.*.linear"]}  # layers; of the others the two square ones
+SQUARE = {"teacher": ["2", "4"], "digits": ["2", "4"], "text": ["blocks.*.linear"]}  # structured
+LISTS = {f"rows/{task}": {"task": task} for task in KINDS}
 
 
 def build(task: str, width: int) -> nn.Module:
@@ -128,78 +133,60 @@ def build(task: str, width: int) -> nn.Module:
     return models.dense_mlp(kind.inputs, width, kind.outputs)
 
 
-def structured(task: str) -> list[str]:
-    return STRUCTURED.get(task, ["2", "4"])
-
-
-def heldout_batch(task: str, seed: int, samples: int) -> tasks.Batch:
-    """Samples that no training sees."""
-    if task == "text":
-        inputs, targets = zip(*read_text().heldout, strict=True)
-        return torch.cat(inputs)[:samples], torch.cat(targets)[:samples]
-    new: tasks.Batch = KINDS[task](seed).new(samples)
-    return new
-
-
 def train(
-    task: str, steps: int, samples: int, model: nn.Module, groups: list[dict[str, Any]], seed: int
-) -> float:
-    """The loss on samples that it was not trained on."""
-    kind = KINDS[task]
-    data = kind(seed)
+    task: str, structure: str, width: int, seed: int, steps: dict[str, int], batch: int
+) -> Row:
+    """A search of one run."""
+    data = KINDS[task](seed)
 
-    def loss(step: int) -> Tensor:
-        x, y = data.batch(BATCH)
-        return kind.loss(model(x), y)
+    def descend(model: nn.Module, groups: list[dict[str, Any]], seed: int) -> float:
+        optimizer = torch.optim.Adam(groups)
+        loss = training.train(model, optimizer, data, steps[task], batch=batch)
+        return math.nan if loss is None else loss
 
-    training.descend(torch.optim.Adam(groups), loss, steps)
-    with torch.no_grad():
-        x, y = heldout_batch(task, seed, samples)
-        return kind.loss(model(x), y).item()
+    found = run(
+        partial(build, task),
+        descend,
+        {structure: STRUCTURES[structure]},
+        [width],
+        lr=LR[task],
+        base=models.BASE_WIDTH,
+        seeds=[seed],
+        example=KINDS[task](seed).new(1)[0],
+        include=SQUARE[task],
+        progress=False,
+    )
+    return asdict(found.rows[0])
 
 
 def time_steps(
-    task: str, structures: dict[str, structlin.Family], widths: list[int], limit: float
-) -> list[dict[str, Any]]:
+    task: str, structures: Sequence[str], widths: Sequence[int], batch: int, seconds: float
+) -> list[Row]:
     """Milliseconds of a training step of every model, in turns, on one batch."""
     kind = KINDS[task]
-    x, y = kind(0).batch(BATCH)
+    x, y = kind(0).batch(batch)
 
-    def work(family: structlin.Family, width: int) -> Callable[[], None]:
-        model = structlin.convert(build(task, width), family, include=structured(task), init="mup")
+    def work(name: str, width: int) -> Callable[[], None]:
+        options = {"include": SQUARE[task], "init": "mup"}
+        model = structlin.convert(build(task, width), STRUCTURES[name], **options)
         optimizer = torch.optim.Adam(structlin.param_groups(model, LR[task]))
+        return training.step_of(optimizer, lambda: kind.loss(model(x), y))
 
-        def step() -> None:
-            optimizer.zero_grad()
-            kind.loss(model(x), y).backward()
-            optimizer.step()
-
-        return step
-
-    works = {(n, w): work(family, w) for n, family in structures.items() for w in widths}
-    end = time.perf_counter() + limit
-    times = interleaved(works, lambda step: wall(step, "cpu"), rounds=(3, 30), until=end)
-    return [
-        {"structure": name, "width": width, "rounds": len(samples) - 1}
-        | {key: 1e3 * value for key, value in spread(samples[1:]).items()}  # the first warms up
-        for (name, width), samples in times.items()
-    ]
+    works = {(name, width): work(name, width) for name in structures for width in widths}
+    times = milliseconds(works, rounds=(2, 29), seconds=seconds)
+    return [{"structure": name, "width": width, **each} for (name, width), each in times.items()]
 
 
-def kept_times(
-    path: Path, task: str, structures: dict[str, structlin.Family], widths: list[int], limit: float
-) -> list[dict[str, Any]]:
-    """Those of the file, or new ones, which it then keeps; without a limit they are not kept."""
-    if limit and path.exists():
-        rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
-        if {(row["structure"], row["width"]) for row in rows} == {
-            (name, width) for name in structures for width in widths
-        }:
-            return rows
-    rows = time_steps(task, structures, widths, limit)
-    if limit:
-        save_json(path, rows=rows)
-    return rows
+def measure(chosen: Row, found: Row) -> Row:
+    """The times of all steps, and what follows from them."""
+    kept = found | in_lists(found["rows"], LISTS) | {"times": {}}
+    for task in values(found["rows"], "task"):
+        rows = select(found["rows"], task=task)
+        grid = values(rows, "structure"), values(rows, "width")
+        kept["times"][task] = time_steps(task, *grid, chosen["batch"], chosen["timed"])
+    summaries = {task: summarise(of_kept(kept, task)) for task in kept["times"]}
+    holds = {task: claims(summary) for task, summary in summaries.items()}
+    return {"times": kept["times"], "summaries": summaries, "claims": holds}
 
 
 # ---- what was found ------------------------------------------------------------------------------
@@ -227,31 +214,24 @@ def in_class(row: Trial) -> bool:
 def exponents(rows: Sequence[Trial]) -> dict[str, Estimate]:
     """a of loss ~ FLOPs^-a over the widths: dense's, the mean of the other structures without
     sharing and of full rank, and the difference, by seed."""
-    curves: dict[tuple[str, int], list[Trial]] = defaultdict(list)
+    curves: dict[tuple[str, int], Curve] = defaultdict(list)
     for row in rows:
         if row.loss is not None and in_class(row):
-            curves[row.structure, row.seed].append(row)
+            curves[row.structure, row.seed].append((math.log(row.flops), math.log(row.loss)))
     slopes: dict[int, dict[str, float]] = defaultdict(dict)
     for (name, seed), curve in curves.items():
         if len(curve) > 1:
-            x, y = ([math.log(v) for v in vs] for vs in zip(*map(point, curve), strict=True))
-            slopes[seed][name] = -linear_regression(x, y).slope
+            slopes[seed][name] = exponent(curve)
     dense = [by_name["dense"] for by_name in slopes.values()]
     others = [fmean(v for k, v in by_name.items() if k != "dense") for by_name in slopes.values()]
-    differences = [one - other for one, other in zip(others, dense, strict=True)]
     return {
         "dense": student(dense),
         "class": student(others),
-        "difference": student(differences),
+        "difference": differences(others, dense),
     }
 
 
-def point(row: Trial) -> tuple[float, float]:
-    assert row.loss is not None
-    return row.flops, row.loss
-
-
-def claims(summary: dict[str, Any]) -> dict[str, bool | None]:
+def claims(summary: Row) -> dict[str, bool | None]:
     """The paper's findings at equal FLOPs; None: undecided. Factors are those of a rise by 0.5."""
     found = summary["flops"]
     effects, nu = found["effects"], {end: value - 1 for end, value in found["class nu"].items()}
@@ -265,67 +245,27 @@ def claims(summary: dict[str, Any]) -> dict[str, bool | None]:
 
 def of_kept(result: dict[str, Any], task: str) -> Search:
     """The search whose rows a result has, with the seconds that were timed."""
-    milliseconds = {(row["structure"], row["width"]): row for row in result["times"][task]}
     steps = result["setting"]["steps"][task]
-    return Search(
-        tuple(
-            replace(
-                Trial(**row),
-                seconds=steps * milliseconds[row["structure"], row["width"]]["median"] / 1e3,
-            )
-            for row in result["rows"][task]
-        )
-    )
+    seconds = {
+        (row["structure"], row["width"]): steps * row["median"] / 1e3
+        for row in result["times"][task]
+    }
+    trials = [Trial(**row) for row in result["rows"][task]]
+    return Search(tuple(replace(t, seconds=seconds[t.structure, t.width]) for t in trials))
 
 
-def show_effects(result: dict[str, Any]) -> str:
+def show_effects(result: Row) -> str:
     """By what the loss is multiplied if a measure rises by 0.5, at equal cost."""
     rows = []
     for task, summary in result["summaries"].items():
         for cost in COSTS:
             found = summary[cost]["effects"]
-            cells = [interval(found[name]) for name in ("omega", "psi", "nu")]
+            cells = [report.interval(found[name], 2, report.same) for name in MEASURES]
             rows.append([f"{task}, equal {'FLOPs' if cost == 'flops' else cost}", *cells])
-    return table(["", "omega + 0.5", "psi + 0.5", "nu + 0.5"], rows)
+    return report.table(["", *(f"{name} + 0.5" for name in MEASURES)], rows)
 
 
-def show_findings(result: dict[str, Any]) -> str:
-    """What the paper says and what came out, task by task, as a list."""
-    words = {True: "holds", False: "does not hold", None: "undecided"}
-    lines = []
-    for task, summary in result["summaries"].items():
-        flops, rows = summary["flops"], result["rows"][task]
-        lines += [
-            f"{task}: {text}: **{words[holds]}**" for text, holds in result["claims"][task].items()
-        ]
-        nu, slopes = flops["class nu"], summary["exponents"]
-        lines.append(
-            f"{task}: among those of full rank without sharing nu + 0.5 multiplies the loss by "
-            f"{interval(nu)}; their mean exponent of loss against FLOPs is "
-            f"{interval(slopes['class'])}, dense's {interval(slopes['dense'])}"
-        )
-        best = {cost: summary[cost]["standings"][0]["structure"] for cost in COSTS}
-        frontier = flops["frontier"]
-        diverged = sum(row["loss"] is None for row in rows)
-        sharing = [row["omega"] >= SHARING for row in flops["standings"]]
-        ratios = [row["ratio"]["value"] for row in flops["standings"]]
-        lines.append(
-            f"{task}: the best at equal FLOPs is {best['flops']}, at equal seconds "
-            f"{best['seconds']}; the frontier falls as FLOPs^-b with b = {interval(frontier['b'])} "
-            f"to {interval(frontier['c'])}; the losses are {min(ratios):.2f} to "
-            f"{max(ratios):.2f} of the common curve's at equal FLOPs; "
-            f"{diverged} of {len(rows)} runs diverged; "
-            f"{sum(sharing)} of {len(sharing)} structures have an omega of {SHARING} or more, on "
-            "which what is said of omega rests"
-        )
-    return "\n".join(f"- {line}." for line in lines)
-
-
-def interval(found: dict[str, float]) -> str:
-    return f"{found['value']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
-
-
-def show_places(result: dict[str, Any]) -> str:
+def show_places(result: Row) -> str:
     """Which place each family has among all structures at equal FLOPs, and its loss over that of
     the common curve, task by task."""
     tasks = list(result["summaries"])
@@ -335,86 +275,52 @@ def show_places(result: dict[str, Any]) -> str:
         for place, row in enumerate(standings, start=1):
             if row["structure"] in FAMILIES:
                 found[row["structure"]].append(f"{place} ({row['ratio']['value']:.2f})")
-    return table(["", *tasks], [[name, *cells] for name, cells in found.items()])
+    return report.table(["", *tasks], [[name, *cells] for name, cells in found.items()])
 
 
-def plot(result: dict[str, Any]) -> Figure:
-    names = list(result["rows"])
-    figure = Figure(figsize=(13, 5 * len(names)), layout="constrained")
-    all_axes = figure.subplots(len(names), len(COSTS), squeeze=False)
-    for task, row_of_axes in zip(names, all_axes, strict=True):
-        found = of_kept(result, task)
-        for cost, axes in zip(COSTS, row_of_axes, strict=True):
-            found.draw(axes, cost)
-            text = "FLOPs of a forward pass of one sample" if cost == "flops" else "seconds"
-            axes.set(title=task, xlabel=text, ylabel="loss on new samples")
+def show(result: Row) -> list[Any]:
+    slopes = {task: summary["exponents"] for task, summary in result["summaries"].items()}
+    tables = report.tables({"claims": result["claims"], "exponents": slopes})
+    return [show_effects(result), show_places(result), *tables]
+
+
+def draw(result: Row) -> figures.Figure:
+    places = [(task, cost) for task in result["summaries"] for cost in COSTS]
+    figure, grid = figures.panels(places, columns=len(COSTS), size=5)
+    for axes, (task, cost) in zip(grid, places, strict=True):
+        of_kept(result, task).draw(axes, cost)
+        text = "FLOPs of a forward pass of one sample" if cost == "flops" else "seconds"
+        axes.set(title=task, xlabel=text, ylabel="loss on new samples")
     return figure
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
-    arguments = parser(__doc__, RESULTS)
-    arguments.add_argument("--tasks", nargs="+", choices=list(STEPS), help="run these alone")
-    reported = "tasks of the result (default: all)"
-    arguments.add_argument("--report", nargs="+", choices=list(STEPS), help=reported)
-    arguments.add_argument("--seeds", type=int, default=SEEDS)
-    arguments.add_argument("--runs", type=Path, default=Path("out/search"), help="kept runs")
-    arguments.add_argument("--times", action="store_true", help="measure steps alone")
-    arguments.add_argument("--timed", type=float, default=15.0, help="seconds for each task")
-    options = arguments.parse_args(argv)
-    structlin.show_config()  # builds the engine, so that no time has that in it
-    steps, drawn, samples = STEPS, DRAWN, SAMPLES
-    if options.smoke:
+EXPERIMENT = Experiment(
+    name="search",
+    about=__doc__,
+    run=train,
+    axes={
+        "task": [*KINDS],
+        "structure": [*STRUCTURES],
+        "width": lambda job: WIDTHS[job["task"]],
+    },
+    lists=LISTS,
+    sizes={"steps": STEPS, "batch": BATCH},
+    note={"lr": LR, "optimizer": "Adam, cosine"},
+    smoke={
         # not text: there the narrowest model is the best for long, and one point is no frontier
-        steps, drawn, samples = {"teacher": 2, "digits": 2}, 1, 64
-        options.seeds, options.timed = 2, 0.0
-    torch.set_num_threads(1)
-    structures = draw_structures(drawn)
-    setting = {"steps": steps, "batch": BATCH, "lr": LR, "optimizer": "Adam, cosine"}
-    result: dict[str, Any] = {"setting": setting, "rows": {}, "times": {}, "summaries": {}}
-    console = Console(width=140)
-    times = {
-        task: partial(
-            kept_times,
-            options.runs / f"{task}_times.json",
-            task,
-            structures,
-            WIDTHS[task],
-            options.timed,
-        )
-        for task in options.report or steps
-    }
-    if options.times:
-        return {task: measure() for task, measure in times.items()}
-    for task in options.tasks or options.report or steps:
-        found = run(
-            partial(build, task),
-            partial(train, task, steps[task], samples),
-            structures,
-            WIDTHS[task],
-            lr=LR[task],
-            base=models.BASE_WIDTH,
-            seeds=range(options.seeds),
-            example=heldout_batch(task, 0, 1)[0],
-            include=structured(task),
-            path=None if options.smoke else options.runs / f"{task}.json",
-            setting={"experiment": setting, "task": task, "samples": samples},
-        )
-        result["rows"][task] = [asdict(row) for row in found.rows]
-    if options.tasks and not options.smoke:
-        return result
-    result["claims"] = {}
-    for task in result["rows"]:
-        result["times"][task] = times[task]()
-        found = of_kept(result, task)
-        result["summaries"][task] = summarise(found)
-        result["claims"][task] = claims(result["summaries"][task])
-        console.print(f"{task}\n{found}", markup=False, highlight=False)
-        for claim, holds in result["claims"][task].items():
-            text = {True: "holds", False: "does NOT hold", None: "undecided"}[holds]
-            console.print(f"{text}: {claim}")
-    keep(options, "search", plot(result), **result)
-    return result
-
+        "task": ["teacher", "digits"],
+        "structure": [*draw_structures(1)],
+        "width": [64, 256],
+        "steps": {"teacher": 2, "digits": 2},
+        "timed": 0.0,
+    },
+    extra={"timed": 15.0},
+    analyse=lambda rows: {},
+    beside=measure,
+    show=show,
+    draw=draw,
+)
 
 if __name__ == "__main__":
-    main()
+    structlin.show_config()  # builds the engine, so that no time has that in it
+    EXPERIMENT.main()
