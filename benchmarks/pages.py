@@ -289,7 +289,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/convert.md": {
         "starts": lambda: starts.show(read("starts")),
-        "starts tuned": lambda: starts.show(read("starts"), "tuned"),
+        "starts tuned": lambda: starts.show(read("starts"), tuned=True),
     },
     "docs/scaling.md": scaling.TABLES,
     "docs/mixtures.md": {"mixtures": lambda: moe.markdown(read("moe"))},

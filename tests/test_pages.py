@@ -394,10 +394,7 @@ def test_calibration_wins_everywhere_and_low_rank_is_the_best_family():
 
 
 def test_a_transformer_from_scratch_ends_within_one_percent_of_dense():
-    rows = record.read("starts")["rows"]
-    found = starts.compare_starts(
-        rows, lambda key: starts.best(starts.curve_of(rows, starts.dense_of(key)))
-    )
+    found = starts.compare_starts(record.read("starts")["rows"])
     for model in ("GPT-2", "nanoGPT", "ViT"):
         logs = found[model, "AdamW", "BTT r=1", "mup, ends"]
         assert len(logs) == 3

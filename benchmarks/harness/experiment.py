@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -33,7 +32,7 @@ Axis = Sequence[Any] | Callable[[Job], Iterable[Any]]  # the latter from the val
 SECONDS_BETWEEN_SAVES = 5.0
 
 
-# ---- processes -----------------------------------------------------------------------------------
+# ---- options, processes --------------------------------------------------------------------------
 
 
 def parser(
@@ -68,30 +67,23 @@ def result_path(options: argparse.Namespace, name: str) -> Path | None:
     return path
 
 
-def keep(options: argparse.Namespace, name: str, figure: Figure, **content: Any) -> None:
-    """Write `name.json` and `name.png` to --out; a smoke run needs it given."""
-    if path := result_path(options, name):
-        save_json(path, **content)
-        figure.savefig(path.with_suffix(".png"), dpi=90)
-
-
 def run_all(
     function: Callable[[T], Any],
     jobs: Sequence[T],
     options: argparse.Namespace,
-    each: Callable[[Any], None] = lambda result: None,
-) -> list[Any]:
-    """`function` of each job, in the order of `jobs`.
+    each: Callable[[Any], None],
+) -> None:
+    """Call `each` with `function` of every job, as it comes; what it raises ends the experiment.
 
     `function` must be importable (the top level of a module). With `--smoke` or one worker nothing
-    is spawned. `each` is called with every result as it comes; what it raises ends the experiment.
+    is spawned.
     """
+    if not jobs:
+        return
     if options.smoke or options.workers == 1:
-        results = []
         for job in track(jobs, "running"):
-            results.append(_one(function, job))
-            each(results[-1])
-        return results
+            each(_one(function, job))
+        return
     with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
         futures = [pool.submit(_one, function, job) for job in jobs]
         try:
@@ -100,7 +92,6 @@ def run_all(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-        return [future.result() for future in futures]
 
 
 def _one(function: Callable[[T], Any], job: T) -> Any:
@@ -134,14 +125,11 @@ class Runs:
         path: Path | None,
         setting: Mapping[str, Any],
         sizes: Mapping[str, Any],
-        lists: Mapping[str, Row] = MappingProxyType({"rows": {}}),
-        again: Callable[[Row], bool] = lambda row: False,
+        lists: Mapping[str, Row],
+        again: Callable[[Row], bool],
     ) -> None:
-        self.work, self.names, self.options = (
-            partial(_measure, function, dict(sizes)),
-            names,
-            options,
-        )
+        self.names, self.options, self.sizes = names, options, dict(sizes)
+        self.work = partial(_measure, function, self.sizes)
         self.path, self.setting, self.lists = path, _plain(setting), lists
         self.content: Row = {}  # what else the file is to have
         self.rows: dict[str, list[Row]] = {}
@@ -315,20 +303,8 @@ class Experiment:
             self.draw(result).savefig(runs.path.with_suffix(".png"), dpi=90)
         return result
 
-    @property
-    def _folder(self) -> Path:
-        return (RESULTS / self.name).parent
-
     def _parser(self) -> argparse.ArgumentParser:
-        found = argparse.ArgumentParser(
-            description=self.about, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        text = "processes, of one thread each"
-        found.add_argument("--workers", type=int, default=self.workers, help=text)
-        text = "folder of the JSON and the plot"
-        found.add_argument("--out", type=Path, default=self._folder, help=text)
-        text = "seconds: does it run? Nothing kept unless --out is given"
-        found.add_argument("--smoke", action="store_true", help=text)
+        found = parser(self.about, (RESULTS / self.name).parent, workers=self.workers)
         if self.seeds and "seed" not in self.axes:
             found.add_argument("--seeds", type=int, help=f"their number (default: {self.seeds})")
         for name, values in self.axes.items():
@@ -345,12 +321,11 @@ class Experiment:
     def _runs(self, options: argparse.Namespace, names: list[str], sizes: Row, chosen: Row) -> Runs:
         if self.rates:
             names = [*names[:-1], "lr", "seed"]
-        kept = not options.smoke or options.out != self._folder
         return Runs(
             self.run,
             list(dict.fromkeys(name for each in (*self.lists.values(), names) for name in each)),
             options,
-            path=options.out / f"{Path(self.name).name}.json" if kept else None,
+            path=result_path(options, Path(self.name).name),
             setting={**sizes, **self.note},
             sizes=sizes,
             lists=self.lists,

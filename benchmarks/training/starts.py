@@ -26,10 +26,9 @@ import io
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import product
 from pathlib import Path
@@ -39,22 +38,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import structlin
-from benchmarks.harness.experiment import Job, Runs, climb, parser, result_path
-from benchmarks.harness.record import RESULTS
+from benchmarks.harness import figures, training
+from benchmarks.harness.experiment import Axis, Experiment, Job, Row, Runs, Tune, tune
 from benchmarks.harness.report import table
-from benchmarks.harness.statistics import best, curve_of_rates, student, untried
-from benchmarks.harness.tasks import digits
+from benchmarks.harness.statistics import log_loss, seeds_of, select, student, tuned_on_first
+from benchmarks.harness.tasks import Batch, compare, digits, train_gpt, train_mlp_lm
 from benchmarks.zoo import import_timm
 from structlin import BTT, LowRank, Monarch, StructuredLinear
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-import compare
-import train_gpt
-import train_mlp_lm
 
 CONTEXT, WINDOW = 32, 16  # characters that a GPT reads, and the MLP
 MODELS = ("GPT-2", "nanoGPT", "ViT", "MLP")
@@ -67,7 +60,14 @@ STARTS = ("match", "evenly", "mup", "match, norm", "match, ends", "mup, ends", "
 FIRST_RATES = {"AdamW": 1e-3, "Muon": 0.01}  # where the search for dense's begins
 SOME = ("GPT-2", "ViT")  # the models of what BTT and AdamW are not
 TUNED = [(name, "AdamW", "BTT r=1") for name in SOME]  # each start at its own best rate too
-TITLES = ("model", "optimizer", "structure", "start", "lr", "seed")
+TITLES = ("model", "optimizer", "structure", "start")
+SIZES = {  # of the models, the MLP's width apart, which is 4 times as large, and of what they read
+    "width": 128,
+    "depth": 2,
+    "steps": 400,
+    "batch": 8,  # sequences; twice as many images, 8 times as many windows of the MLP
+    "heldout": 256,  # sequences; 4 times as many images, 16 times as many windows
+}
 ENDS = {  # the last layers of residual branches
     "GPT-2": ["*c_proj"],
     "nanoGPT": ["*c_proj"],
@@ -76,29 +76,16 @@ ENDS = {  # the last layers of residual branches
 }
 HEADS = {"ViT": "head", "MLP": "lm_head"}  # GPTs tie theirs to the embedding
 FASHION = Path("/usr/share/datasets/fashion-mnist")  # of Debian's package dataset-fashion-mnist
-Key = tuple[str, str, str, str]  # model, optimizer, structure, start
-Run = tuple[str, str, str, str, float, int]  # and learning rate, seed
-Row = dict[str, Any]
-ROUNDS = 100  # of a search, at most
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Of the models, the MLP's width apart, which is 4 times as large, and of what they read."""
-
-    width: int = 128
-    depth: int = 2
-    steps: int = 400
-    batch: int = 8  # sequences; twice as many images, 8 times as many windows of the MLP
-    heldout: int = 256  # sequences; 4 times as many images, 16 times as many windows
+Key = tuple[str, ...]  # the values of TITLES
+Sizes = Mapping[str, int]
 
 
 # ---- models and data -----------------------------------------------------------------------------
 
 
-def build(name: str, sizes: Sizes, vocabulary: int, nanogpt: Path | None) -> nn.Module:
+def build(name: str, sizes: Sizes, vocabulary: int, nanogpt: str = "") -> nn.Module:
     """The dense model, made and initialised by its own code."""
-    width, depth = sizes.width, sizes.depth
+    width, depth = sizes["width"], sizes["depth"]
     if name == "GPT-2":
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -107,7 +94,7 @@ def build(name: str, sizes: Sizes, vocabulary: int, nanogpt: Path | None) -> nn.
         ends = {"bos_token_id": 0, "eos_token_id": 0}
         return GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, **shape, **drops, **ends))
     if name == "nanoGPT":
-        owner: Any = load_nanogpt(nanogpt)
+        owner: Any = load_nanogpt(Path(nanogpt))
         shape = {"block_size": CONTEXT, "n_embd": width, "n_layer": depth, "n_head": 4}
         with redirect_stdout(io.StringIO()):  # it prints how many parameters it has
             return owner.GPT(owner.GPTConfig(vocab_size=vocabulary, bias=False, **shape))
@@ -120,8 +107,7 @@ def build(name: str, sizes: Sizes, vocabulary: int, nanogpt: Path | None) -> nn.
     return train_mlp_lm.MLP(vocabulary, WINDOW, 4 * width, depth + 1)
 
 
-def load_nanogpt(folder: Path | None) -> ModuleType:
-    assert folder is not None
+def load_nanogpt(folder: Path) -> ModuleType:
     spec = spec_from_file_location("nanogpt_model", folder / "model.py")
     assert spec is not None
     assert spec.loader is not None
@@ -151,12 +137,12 @@ class Characters:
         starts = torch.linspace(0, len(held) - context - 1, heldout).long()
         self.heldout = self.windows(held, starts)
 
-    def windows(self, ids: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    def windows(self, ids: Tensor, starts: Tensor) -> Batch:
         window = ids[starts[:, None] + torch.arange(self.context + 1)]  # (batch, context + 1)
         targets = window[:, 1:] if self.context == CONTEXT else window[:, -1]
         return window[:, :-1], targets.contiguous()
 
-    def batch(self, random: torch.Generator) -> tuple[Tensor, Tensor]:
+    def batch(self, random: torch.Generator) -> Batch:
         last = len(self.train) - self.context
         return self.windows(self.train, torch.randint(last, (self.batch_size,), generator=random))
 
@@ -178,7 +164,7 @@ class Images:
         self.batch_size, self.x, self.y = batch, x[heldout:], y[heldout:]
         self.heldout = x[:heldout], y[:heldout]
 
-    def batch(self, random: torch.Generator) -> tuple[Tensor, Tensor]:
+    def batch(self, random: torch.Generator) -> Batch:
         chosen = torch.randint(len(self.x), (self.batch_size,), generator=random)
         return self.x[chosen], self.y[chosen]
 
@@ -200,14 +186,17 @@ def load(name: str, batch: int, heldout: int) -> Characters | Images:
 # ---- a run ---------------------------------------------------------------------------------------
 
 
-def start(model: nn.Module, name: str, structure: str, way: str) -> nn.Module:
+def restart(model: nn.Module, name: str, structure: str, way: str) -> nn.Module:
     """Convert the model in one of the ways above."""
     start, _, more = way.partition(", ")
-    init = "mup" if start in ("mup", "paper") else "match"
-    zeros = ENDS[name] if "paper" in way or more == "ends" else ()
-    norm = "paper" in way or more == "norm"
-    options: dict[str, Any] = {"init": init, "zero_init": zeros, "weight_norm": norm}
-    model = structlin.convert(model, STRUCTURES[structure], **options)
+    options: dict[str, Any] = {
+        "init": "mup" if start in ("mup", "paper") else "match",
+        "zero_init": ENDS[name] if "paper" in way or more == "ends" else (),
+        "weight_norm": "paper" in way or more == "norm",
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that small layers grow
+        model = structlin.convert(model, STRUCTURES[structure], **options)
     if way == "paper" and name in HEADS:
         nn.init.zeros_(model.get_submodule(HEADS[name]).weight)
     if way == "evenly":
@@ -225,118 +214,109 @@ def share_evenly(model: nn.Module) -> None:
         layer.cores[-1].div_(layer.init_scale)
 
 
-def train(job: Mapping[str, Any], sizes: Sizes, nanogpt: Path | None) -> Row:
-    name, optimizer_name, structure, way, lr, seed = (job[title] for title in TITLES)
-    data = load(name, sizes.batch, sizes.heldout)
+def train(
+    model: str,
+    optimizer: str,
+    structure: str,
+    start: str,
+    lr: float,
+    seed: int,
+    sizes: Sizes,
+    nanogpt: str = "",
+) -> Row:
+    data = load(model, sizes["batch"], sizes["heldout"])
     torch.manual_seed(seed)
-    model = build(name, sizes, data.vocabulary, nanogpt)
-    if way != "dense":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that small layers grow
-            model = start(model, name, structure, way)
-    if optimizer_name == "AdamW":
-        groups = structlin.param_groups(model, lr)
-        optimizer: Any = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+    net = build(model, sizes, data.vocabulary, nanogpt)
+    if start != "dense":
+        net = restart(net, model, structure, start)
+    if optimizer == "AdamW":
+        groups = structlin.param_groups(net, lr)
+        descent: Any = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
     else:
-        optimizer = structlin.optim.Muon(model, lr)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: compare.warmup_cosine(step, sizes.steps)
-    )
+        descent = structlin.optim.Muon(net, lr)
     random = torch.Generator().manual_seed(seed)
-    for _ in range(sizes.steps):
-        loss = loss_of(name, model, *data.batch(random))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
+
+    def loss(step: int) -> Tensor:
+        return loss_of(model, net, *data.batch(random))
+
+    rate = partial(compare.warmup_cosine, steps=sizes["steps"])
+    if not training.descend(descent, loss, sizes["steps"], schedule=rate):
+        return {"loss": None}
     with torch.no_grad():
         parts = zip(*(tensor.split(256) for tensor in data.heldout), strict=True)
-        held = [loss_of(name, model.eval(), *part).item() for part in parts]
-    final = fmean(held)
-    return {"loss": final if math.isfinite(final) else None}
+        held = [loss_of(model, net.eval(), *part).item() for part in parts]
+    return {"loss": training.finite(fmean(held))}
 
 
-def train_job(sizes: Sizes, nanogpt: Path | None, **job: Any) -> Row:
-    return train(job, sizes, nanogpt)
-
-
-# ---- the experiment ------------------------------------------------------------------------------
+# ---- the runs ------------------------------------------------------------------------------------
 
 
 def plan_starts(models: Iterable[str]) -> list[Key]:
     """What is compared with dense: BTT under AdamW in every way, the rest on two of the models."""
-    keys = [(name, "AdamW", "BTT r=1", way) for name in models for way in STARTS]
-    for name, way in product(SOME, ("match", "mup", "mup, ends")):
+    keys: list[Key] = [(name, "AdamW", "BTT r=1", way) for name in models for way in STARTS]
+    some = [name for name in SOME if name in models]
+    for name, way in product(some, ("match", "mup", "mup, ends")):
         keys += [(name, "AdamW", structure, way) for structure in ("Monarch 4", "low-rank 16")]
         keys.append((name, "Muon", "BTT r=1", way))
     return keys
-
-
-def curve_of(rows: Iterable[Row], key: Key) -> dict[float, float]:
-    """Learning rate -> held-out loss on seed 0."""
-    return {
-        row["lr"]: math.inf if row["loss"] is None else row["loss"]
-        for row in rows
-        if key_of(row) == key and row["seed"] == 0
-    }
-
-
-def key_of(row: Row) -> Key:
-    return row["model"], row["optimizer"], row["structure"], row["start"]
-
-
-def job_of(key: Key) -> Job:
-    return dict(zip(TITLES, key, strict=False))
 
 
 def dense_of(key: Key) -> Key:
     return key[0], key[1], "", "dense"
 
 
-def next_rates(rows: list[Row], start: float) -> list[Job]:
-    of_first = [row for row in rows if row["seed"] == 0]
-    return [{"lr": lr} for lr in untried(curve_of_rates(of_first), start)]
+def job_of(key: Key) -> Job:
+    return dict(zip(TITLES, key, strict=True))
 
 
-def compare_starts(rows: Sequence[Row], rate_of: Callable[[Key], float]) -> dict[Key, list[float]]:
-    """Log of the loss over dense's of the same seed, by seed, at `rate_of` each key; dense has its
-    own best rate. A run that diverged is infinite."""
-    losses = {
-        (*key_of(row), row["lr"], row["seed"]): math.inf if row["loss"] is None else row["loss"]
-        for row in rows
-    }
+def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
+    """Dense, tuned; every start at dense's rate; then some at their own."""
+    runs.sizes["nanogpt"] = nanogpt = runs.options.nanogpt
+    smoke, seeds = runs.options.smoke, axes["seed"]
+    if not (smoke or FASHION.is_dir()):
+        raise SystemExit(f"the ViT reads Fashion-MNIST from {FASHION}: install its package")
+    keys = plan_starts([name for name in axes["model"] if name != "nanoGPT" or nanogpt])
+    keys = keys[::2] if smoke else keys
+    rates = {}
+    for dense in dict.fromkeys(map(dense_of, keys)):
+        found = tune(runs, job_of(dense), seeds, Tune(lambda job: FIRST_RATES[job["optimizer"]]))
+        rates[dense] = lr = tuned_on_first(found)[0]["lr"]
+        own = [job_of(key) for key in keys if dense_of(key) == dense]
+        runs.of({**job, "lr": lr, "seed": seed} for job in own for seed in seeds)
+    for key in keys:
+        if key[:3] in TUNED:
+            first = rates[dense_of(key)]
+            tune(runs, job_of(key), seeds, Tune(lambda job, first=first: first))
+    return runs.all()
+
+
+# ---- what is found -------------------------------------------------------------------------------
+
+
+def compare_starts(rows: Sequence[Row], *, tuned: bool = False) -> dict[Key, list[float]]:
+    """Log of the loss over dense's of the same seed, by seed, at dense's best rate or, `tuned`, at
+    each one's own. A run that diverged is infinite."""
     found: dict[Key, list[float]] = {}
-    for key in dict.fromkeys(key_of(row) for row in rows):
-        dense = dense_of(key)
-        own, base = rate_of(key), best(curve_of(rows, dense))
-        seeds = [run[-1] for run in losses if run[:5] == (*key, own)]
-        pairs = [(losses[(*key, own, n)], losses.get((*dense, base, n))) for n in sorted(seeds)]
-        found[key] = [math.log(loss / least) for loss, least in pairs if least is not None]
+    for key in dict.fromkeys(tuple(row[name] for name in TITLES) for row in rows):
+        dense = tuned_on_first(rows, **job_of(dense_of(key)))
+        mine = select(rows, **job_of(key))
+        mine = tuned_on_first(mine) if tuned else select(mine, lr=dense[0]["lr"])
+        ours, theirs = ({row["seed"]: log_loss(row) for row in each} for each in (mine, dense))
+        found[key] = [ours[seed] - theirs[seed] for seed in sorted(ours)]
     return found
 
 
-def show(result: Mapping[str, Any], which: str = "at dense's rate") -> str:
+def show(result: Row, *, tuned: bool = False) -> str:
     """Markdown: by how many percent losses are above dense's, see `say`."""
-    rows = result["rows"]
-
-    def rate_of(key: Key) -> float:
-        return best(curve_of(rows, key if which == "tuned" else dense_of(key)))
-
-    found = compare_starts(rows, rate_of)
-    lines = []
-    for name, optimizer, structure in dict.fromkeys(key[:3] for key in found if key[2]):
-        cells = []
-        for way in STARTS:
-            key = (name, optimizer, structure, way)
-            logs = found.get(key, [])
-            searched = which != "tuned" or not untried(curve_of(rows, key), 1.0)
-            complete = searched and len(logs) == result["setting"]["seeds"]
-            cells.append(say(logs) if complete else "")
-        if any(cells):
-            lines.append([f"{name}, {optimizer}, {structure}", *cells])
-    used = [n for n in range(len(STARTS)) if any(line[n + 1] for line in lines)]
-    lines = [[line[0], *(line[n + 1] for n in used)] for line in lines]
-    return table(["% over dense", *(STARTS[n] for n in used)], lines)
+    rows, lines = result["rows"], []
+    found, seeds = compare_starts(rows, tuned=tuned), len(seeds_of(rows))
+    cells = {key: say(logs) for key, logs in found.items() if key[2] and len(logs) == seeds}
+    if tuned:
+        cells = {key: cell for key, cell in cells.items() if key[:3] in TUNED}
+    used = [way for way in STARTS if any(key[3] == way for key in cells)]
+    for group in dict.fromkeys(key[:3] for key in cells):
+        lines.append([", ".join(group), *(cells.get((*group, way), "") for way in used)])
+    return table(["% over dense", *used], lines)
 
 
 def say(logs: Sequence[float]) -> str:
@@ -352,12 +332,12 @@ def say(logs: Sequence[float]) -> str:
     return f"{found['value']:+.1f} ± {found['high'] - found['value']:.1f}"
 
 
-def plot(rows: Sequence[Row]) -> Figure:
+def draw(result: Row) -> figures.Figure:
     """Each start's losses over dense's, at dense's rate, a point for each seed."""
-    found = compare_starts(rows, lambda key: best(curve_of(rows, dense_of(key))))
+    found = compare_starts(result["rows"])
     names = [name for name in MODELS if any(key[0] == name for key in found)]
-    figure = Figure(figsize=(10, 3 * len(names)), layout="constrained")
-    for axes, name in zip(figure.subplots(len(names), 1, squeeze=False)[:, 0], names, strict=True):
+    figure, grid = figures.panels(names, columns=1)
+    for axes, name in zip(grid, names, strict=True):
         groups = list(dict.fromkeys(key[1:3] for key in found if key[0] == name and key[2]))
         for n, way in enumerate(STARTS):
             points = [
@@ -368,68 +348,32 @@ def plot(rows: Sequence[Row]) -> Figure:
             if points:
                 axes.plot(*zip(*points, strict=True), "o", markersize=4, label=way)
         axes.axhline(0, color="black", linewidth=0.8)
-        axes.set(title=name, ylabel="held-out loss over dense's (%)")
+        axes.set_ylabel("held-out loss over dense's (%)")
         axes.set_xticks(range(len(groups)), [", ".join(group) for group in groups])
-    figure.axes[0].legend(ncols=4, fontsize="small")
+    grid[0].legend(ncols=4, fontsize="small")
     return figure
 
 
-def main() -> None:
-    arguments = parser(__doc__, RESULTS)
-    arguments.add_argument("--steps", type=int, default=Sizes.steps)
-    arguments.add_argument("--seeds", type=int, default=3)
-    arguments.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT; without it none")
-    options = arguments.parse_args()
-    sizes = replace(Sizes(), steps=options.steps)
-    if options.smoke:
-        options.seeds, sizes = 1, Sizes(width=32, depth=1, steps=2, batch=2, heldout=2)
-    models = [name for name in MODELS if name != "nanoGPT" or options.nanogpt]
-    setting = {"sizes": asdict(sizes), "seeds": options.seeds}
-    if not FASHION.is_dir():
-        if not options.smoke:
-            raise SystemExit(f"the ViT reads Fashion-MNIST from {FASHION}: install its package")
-        setting["images"] = "digits"
-
-    runs = Runs(
-        train_job,
-        TITLES,
-        options,
-        path=result_path(options, "starts"),
-        setting=setting,
-        sizes={"sizes": sizes, "nanogpt": options.nanogpt},
-    )
-
-    def run(jobs: Sequence[Run]) -> None:
-        runs.of(dict(zip(TITLES, job, strict=True)) for job in jobs)
-
-    keys = plan_starts(models)
-    if options.smoke:
-        keys = keys[::2]
-    dense = list(dict.fromkeys(map(dense_of, keys)))
-    if options.smoke:
-        run([(*key, FIRST_RATES[key[1]], 0) for key in (*dense, *keys)])
-    else:
-        for optimizer, first in FIRST_RATES.items():
-            own = [key for key in keys if key[1] == optimizer]
-            base = list(dict.fromkeys(map(dense_of, own)))
-            climb(runs, [(job_of(key), first) for key in base], next_rates, [0], ROUNDS)
-            rows = runs.all()
-            rates = {key: best(curve_of(rows, key)) for key in base}
-            seeds = range(options.seeds)
-            run([(*key, rates[dense_of(key)], n) for n in seeds for key in (*base, *own)])
-        tuned = [key for key in keys if key[:3] in TUNED]
-        rows = runs.all()
-        places = [(job_of(key), best(curve_of(rows, dense_of(key)))) for key in tuned]
-        climb(runs, places, next_rates, [0], ROUNDS)
-        rows = runs.all()
-        run([(*key, best(curve_of(rows, key)), n) for n in seeds for key in tuned])
-    rows = runs.all()
-    result = {"setting": setting, "rows": rows}
-    print(show(result), show(result, "tuned"), sep="\n\n")
-    runs.save()
-    if runs.path:
-        plot(rows).savefig(runs.path.with_suffix(".png"), dpi=90)
-
+EXPERIMENT = Experiment(
+    name="starts",
+    about=__doc__,
+    run=train,
+    axes={
+        "model": [*MODELS],
+        "optimizer": lambda job: FIRST_RATES,
+        "structure": lambda job: STRUCTURES,
+        "start": lambda job: STARTS,
+        "lr": [],
+    },
+    sizes={"sizes": SIZES},
+    note={"seeds": 3, **({} if FASHION.is_dir() else {"images": "digits"})},
+    smoke={"sizes": {"width": 32, "depth": 1, "steps": 2, "batch": 2, "heldout": 2}, "seeds": 1},
+    extra={"nanogpt": ""},
+    design=design,
+    analyse=lambda rows: {},
+    show=lambda result: (show(result), show(result, tuned=True)),
+    draw=draw,
+)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

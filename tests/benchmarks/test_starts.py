@@ -13,14 +13,14 @@ from benchmarks.training import starts
 from benchmarks.zoo import import_timm
 from structlin import StructuredLinear
 
-SMALL = starts.Sizes(width=32, depth=1, steps=2, batch=2, heldout=2)
+SMALL = starts.EXPERIMENT.smoke["sizes"]
 
 
 def build(name):
     pytest.importorskip({"GPT-2": "transformers", "ViT": "timm"}.get(name, "torch"))
     import_timm()
     torch.manual_seed(0)
-    return starts.build(name, SMALL, 97, None)
+    return starts.build(name, SMALL, 97)
 
 
 def layers_of(model):
@@ -30,9 +30,9 @@ def layers_of(model):
 @pytest.mark.parametrize("name", ["GPT-2", "ViT", "MLP"])
 def test_a_factor_that_is_shared_evenly_leaves_the_matrix(name):
     torch.manual_seed(0)
-    alone = layers_of(starts.start(build(name), name, "BTT r=1", "match"))
+    alone = layers_of(starts.restart(build(name), name, "BTT r=1", "match"))
     torch.manual_seed(0)
-    shared = layers_of(starts.start(build(name), name, "BTT r=1", "evenly"))
+    shared = layers_of(starts.restart(build(name), name, "BTT r=1", "evenly"))
     assert len(alone) == len(shared) > 1
     for one, other in zip(alone, shared, strict=True):
         share = one.init_scale**0.5
@@ -43,7 +43,7 @@ def test_a_factor_that_is_shared_evenly_leaves_the_matrix(name):
 
 def test_the_ways_to_start_are_what_the_module_says():
     def made(way):
-        return layers_of(starts.start(build("MLP"), "MLP", "BTT r=1", way))
+        return layers_of(starts.restart(build("MLP"), "MLP", "BTT r=1", way))
 
     assert all(layer.gains is not None for layer in (*made("match, norm"), *made("paper")))
     assert all(layer.gains is None for layer in made("match"))
@@ -65,11 +65,10 @@ def test_a_gpt_predicts_every_next_character_and_the_mlp_the_last():
 
 
 def test_a_run_is_a_function_of_its_seed():
-    values = ("MLP", "AdamW", "BTT r=1", "match", 1e-3, 0)
-    run = dict(zip(starts.TITLES, values, strict=True))
-    first, second = (starts.train(run, SMALL, None) for _ in range(2))
+    run = {**starts.job_of(("MLP", "AdamW", "BTT r=1", "match")), "lr": 1e-3, "sizes": SMALL}
+    first, second = (starts.train(**run, seed=0) for _ in range(2))
     assert first == second
-    assert first["loss"] != starts.train(run | {"seed": 1}, SMALL, None)["loss"]
+    assert first["loss"] != starts.train(**run, seed=1)["loss"]
 
 
 def rows(losses):
@@ -85,11 +84,11 @@ def rows(losses):
 
 
 def test_a_start_is_compared_with_dense_of_the_same_seed_at_denses_best_rate():
-    found = starts.compare_starts(rows([3.3, 4.4, 5.5]), lambda key: 1.0)
+    found = starts.compare_starts(rows([3.3, 4.4, 5.5]))
     logs = found["MLP", "AdamW", "BTT r=1", "match"]
     assert logs == pytest.approx([math.log(1.1)] * 3)
     result = {"rows": rows([3.3, 4.4, 5.5]), "setting": {"seeds": 3}}
-    assert "BTT" not in starts.show(result, "tuned")
+    assert "BTT" not in starts.show(result, tuned=True)
     text = starts.show(result)
     assert "| MLP, AdamW, BTT r=1 | +10.0 ± 0.0 |" in text
 
