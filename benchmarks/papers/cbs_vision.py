@@ -133,7 +133,7 @@ def experiment(study: Study) -> Experiment:
             "setup": [study.setup],
             "structure": [*study.new],
             "width": lambda job: study.new[job["structure"]],
-            "lr": time_to_loss.RATES,
+            "lr": [],
         },
         sizes={"steps": setup.steps, "batch": setup.batch, "samples": HELD_OUT_SAMPLES},
         note={"base": BASE_WIDTH, "lr": study.lr},

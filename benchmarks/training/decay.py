@@ -22,6 +22,7 @@ from itertools import product
 
 import torch
 
+from benchmarks.harness import training
 from benchmarks.harness.experiment import Axis, Experiment, Job, Row, Runs, climb
 from benchmarks.harness.report import table
 from benchmarks.harness.statistics import (
@@ -33,7 +34,7 @@ from benchmarks.harness.statistics import (
     student,
 )
 from benchmarks.harness.statistics import transfer as find_transfer
-from benchmarks.harness.tasks import Batch, digits
+from benchmarks.harness.tasks import Batch, PlainDigits, digits
 from benchmarks.training import transfer
 from benchmarks.training.transfer import BASE, FEW, STRUCTURES
 
@@ -69,6 +70,17 @@ def noisy_digits() -> tuple[Batch, Batch]:
     return (x[learned], labels), (x[held], y[held])
 
 
+class NoisyDigits(PlainDigits):
+    """New samples are the held-out images."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        (self.x, self.y), self.held = noisy_digits()
+
+    def new(self, size: int) -> Batch:
+        return self.held
+
+
 def train(
     search: str,
     structure: str,
@@ -82,16 +94,14 @@ def train(
     steps: int,
 ) -> Row:
     """The loss on held-out images."""
-    learned, held = noisy_digits()
     model = transfer.build_model(structure, width, depth, seed)
     options = {"weight_decay": weight_decay}
     if method != NORMED:  # whose rates are the same at every width
         options["weight_decay_scaling"] = rule
     make = transfer.METHODS[method].make
     optimizer = make(model, lr, width, alpha=1.0, **options)
-    settings = {"steps": steps, "batch": BASE["batch"], "seed": seed}
-    finite = transfer.descend(model, optimizer, learned, **settings)
-    return {"loss": transfer.evaluate(model, held) if finite else None}
+    how = {"batch": BASE["batch"], "schedule": "linear"}
+    return {"loss": training.train(model, optimizer, NoisyDigits(seed), steps, **how)}
 
 
 # ---- the searches --------------------------------------------------------------------------------

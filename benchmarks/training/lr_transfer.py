@@ -28,7 +28,7 @@ from benchmarks.harness.experiment import Experiment, Row
 from benchmarks.harness.models import BASE_WIDTH
 from benchmarks.harness.report import table
 from benchmarks.harness.statistics import best, losses, shifts, values
-from benchmarks.harness.tasks import digits
+from benchmarks.harness.tasks import PlainDigits, digits
 from structlin import stability
 
 STRUCTURES = {
@@ -60,19 +60,12 @@ def make_optimizer(model: nn.Module, lr: float, width: int, rule: str) -> torch.
 def train(structure: str, width: int, rule: str, lr: float, seed: int, steps: int) -> Row:
     """The final loss on all images, and the RMS change of the last hidden features."""
     torch.manual_seed(seed)
-    model, (x, y) = mlp(structure, width), digits()
+    model, task = mlp(structure, width), PlainDigits()
     features = model[:-1]
-    before = features(x).detach()
-
-    def loss(step: int) -> torch.Tensor:
-        chosen = torch.randint(len(x), (BATCH,))
-        return F.cross_entropy(model(x[chosen]), y[chosen])
-
-    training.descend(make_optimizer(model, lr, width, rule), loss, steps, schedule="constant")
-    with torch.no_grad():
-        final = F.cross_entropy(model(x), y).item()
-        change = (features(x) - before).square().mean().sqrt().item()
-    return {"loss": training.finite(final), "feature_change": training.finite(change)}
+    before, optimizer = features(task.x).detach(), make_optimizer(model, lr, width, rule)
+    final = training.train(model, optimizer, task, steps, batch=BATCH, schedule="constant")
+    change = (features(task.x).detach() - before).square().mean().sqrt().item()
+    return {"loss": final, "feature_change": training.finite(change)}
 
 
 def check_coordinates(structure: str, widths: Sequence[int], lr: float, steps: int) -> Flat:

@@ -183,24 +183,17 @@ def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
     return runs.all()
 
 
-def best_losses(rows: list[Row]) -> dict[tuple[str, str], float]:
-    """(structure, option) -> the least loss on seed 0."""
-    curves = {
-        (row["structure"], row["option"]): curve_of_rates(
-            select(rows, structure=row["structure"], option=row["option"], seed=0)
-        )
-        for row in rows
-    }
-    return {pair: min(curve.values()) for pair, curve in curves.items()}
-
-
 def survivors(rows: list[Row]) -> list[str]:
     """Options that on seed 0 do not lose clearly to plain Muon on both structures."""
-    least = best_losses(rows)
+
+    def least(structure: str, option: str) -> float:
+        mine = select(rows, structure=structure, option=option, seed=0)
+        return min(curve_of_rates(mine).values())
+
     return [
         option
         for option in values(rows, "option")
-        if any(least[each, option] <= least[each, "plain"] + CLEAR for each in STRUCTURES)
+        if any(least(each, option) <= least(each, "plain") + CLEAR for each in STRUCTURES)
     ]
 
 

@@ -39,13 +39,20 @@ from torch import Tensor, nn
 
 import structlin
 from benchmarks.harness import figures, models, tasks, training
-from benchmarks.harness.experiment import Axis, Experiment, Row, Runs, combinations
+from benchmarks.harness.experiment import Axis, Experiment, Row, Runs, Tune, combinations, tune
 from benchmarks.harness.models import BASE_WIDTH, STRUCTURES
-from benchmarks.harness.report import table
-from benchmarks.harness.statistics import best, bootstrap, log_loss, seeds_of, select, values
+from benchmarks.harness.report import rate, table
+from benchmarks.harness.statistics import (
+    best,
+    bootstrap,
+    curve_of_rates,
+    log_loss,
+    seeds_of,
+    select,
+    values,
+)
 from benchmarks.harness.timing import milliseconds
 
-RATES = [2.0**power for power in range(-12, -1)]  # where a climb may go
 Point = tuple[float, float]  # FLOPs or seconds, loss
 
 
@@ -185,42 +192,17 @@ def time_steps(
 # ---- the runs ------------------------------------------------------------------------------------
 
 
-def next_rates(losses: dict[float, float], start: float) -> list[float]:
-    """The rates to try next in a climb by factors of 2; none when the best has both its neighbours.
-
-    >>> next_rates({}, 2**-6) == [2**-7, 2**-6, 2**-5]
-    True
-    >>> next_rates({2**-7: 3.0, 2**-6: 2.0, 2**-5: 1.0}, 2**-6) == [2**-4]
-    True
-    >>> next_rates({2**-7: 3.0, 2**-6: 1.0, 2**-5: 2.0}, 2**-6)
-    []
-    """
-    centre = best(losses) if losses else start
-    wanted = (centre / 2, centre, 2 * centre)
-    return [lr for lr in wanted if lr not in losses and RATES[0] <= lr <= RATES[-1]]
-
-
-def losses_of(rows: Sequence[Row], **wanted: Any) -> dict[float, float]:
-    """Learning rate -> loss, infinite if diverged, of the rows that have what is `wanted`."""
-    found = select(rows, **wanted)
-    return {row["lr"]: math.inf if row["loss"] is None else row["loss"] for row in found}
-
-
 def climb(runs: Runs, setup: str, structure: str) -> float:
     """The best base rate, found at the base width on seed 0."""
-    losses: dict[float, float] = {}
-    where = {"setup": setup, "structure": structure, "width": BASE_WIDTH, "seed": 0}
-    while tried := next_rates(losses, SETUPS[setup].start):
-        losses |= losses_of(runs.of(where | {"lr": lr} for lr in tried))
-        if runs.options.smoke:
-            break
-    return best(losses)
+    where = {"setup": setup, "structure": structure, "width": BASE_WIDTH}
+    return best(curve_of_rates(tune(runs, where, [0], Tune(lambda job: SETUPS[setup].start))))
 
 
 def base_rates(rows: Sequence[Row], setup: str) -> dict[str, float]:
     """structure -> the rate that its climb has found."""
     mine = select(rows, setup=setup, width=BASE_WIDTH, seed=0)
-    return {name: best(losses_of(mine, structure=name)) for name in values(mine, "structure")}
+    names = values(mine, "structure")
+    return {name: best(curve_of_rates(select(mine, structure=name))) for name in names}
 
 
 def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
@@ -315,11 +297,11 @@ def summarise(
     chosen = [row for row in chosen if row["width"] in flops[row["structure"]]]
     checks = []
     for structure, costs in flops.items():
-        losses = losses_of(rows, structure=structure, width=max(costs), seed=0)
+        losses = curve_of_rates(select(rows, structure=structure, width=max(costs), seed=0))
         checks.append({
             "structure": structure,
             "width": max(costs),
-            "losses": {f"2^{math.log2(lr):g}": losses[lr] for lr in sorted(losses)},
+            "losses": {rate(lr): loss for lr, loss in losses.items()},
             "best_over_chosen": best(losses) / lrs[structure],
         })  # fmt: skip
     return {
@@ -391,7 +373,7 @@ EXPERIMENT = Experiment(
         "setup": [*SETUPS],
         "structure": lambda job: [*SETUPS[job["setup"]].widths],
         "width": lambda job: SETUPS[job["setup"]].widths[job["structure"]],
-        "lr": RATES,
+        "lr": [],
     },
     sizes=settings(),
     smoke={

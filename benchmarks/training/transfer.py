@@ -48,7 +48,7 @@ from benchmarks.harness.statistics import (
     student,
     untried,
 )
-from benchmarks.harness.tasks import Batch, digits
+from benchmarks.harness.tasks import PlainDigits
 from benchmarks.training import lr_transfer
 from structlin.optim import Depth, Muon, Normed, param_groups
 
@@ -146,31 +146,6 @@ GRID = ["AdamW", "Muon", "Normed", POWER]
 HALVES = ["AdamW, alpha 1/2", "Muon, alpha 1/2"]
 
 
-def descend(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    data: Batch,
-    *,
-    steps: int,
-    batch: int,
-    seed: int,
-) -> bool:
-    """Train on batches drawn by `seed`; False where it diverges."""
-    x, y = data
-    draw = torch.Generator().manual_seed(seed)
-
-    def loss(step: int) -> Tensor:
-        chosen = torch.randint(len(x), (batch,), generator=draw)
-        return F.cross_entropy(model(x[chosen]), y[chosen])
-
-    return training.descend(optimizer, loss, steps, schedule="linear")
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, data: Batch) -> float | None:
-    return training.finite(F.cross_entropy(model(data[0]), data[1]).item())
-
-
 def train(
     structure: str,
     method: str,
@@ -185,8 +160,8 @@ def train(
     how = METHODS[method]
     model = build_model(structure, width, depth, seed, how.alpha)
     optimizer = how.make(model, lr, width, alpha=how.alpha or 1.0)
-    finite = descend(model, optimizer, digits(), steps=steps, batch=batch, seed=seed)
-    return {"loss": evaluate(model, digits()) if finite else None}
+    options = {"batch": batch, "schedule": "linear"}
+    return {"loss": training.train(model, optimizer, PlainDigits(seed), steps, **options)}
 
 
 # ---- the search ----------------------------------------------------------------------------------

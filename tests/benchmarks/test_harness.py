@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("matplotlib")
 
 from benchmarks.harness import experiment, figures, record, report, statistics, training
-from benchmarks.harness.experiment import Experiment, Search
+from benchmarks.harness.experiment import Experiment, Search, Tune
 
 MADE: list[tuple] = []
 
@@ -126,6 +126,22 @@ def test_a_search_goes_from_the_best_rate_of_the_size_before(kept):
     MADE.clear()
     assert kept(some)["rows"] == rows
     assert MADE == []
+
+
+@pytest.mark.parametrize("best", [2.0**power for power in range(-5, 6)])
+def test_a_rate_is_tuned_on_the_first_seed_until_the_best_has_both_its_neighbours(kept, best):
+    some = losses(axes={"method": ["Adam"], "size": [best]}, rates=Tune(lambda job: 1.0))
+    rows = kept(some)["rows"]
+    tried = [row["lr"] for row in rows if row["seed"] == 0]
+    assert {best / 2, best, 2 * best} <= set(tried)
+    assert len(tried) == len(set(tried)) <= 8
+    assert [row["lr"] for row in rows if row["seed"] == 1] == [best]
+
+
+def test_no_rate_below_the_lowest_is_tried(kept):
+    rates = Tune(lambda job: 1.0, lowest=0.5)
+    rows = kept(losses(axes={"method": ["Adam"], "size": [0.125]}, rates=rates, seeds=1))["rows"]
+    assert [row["lr"] for row in rows] == [0.5, 1.0, 2.0]
 
 
 def test_a_smoke_run_is_small_and_keeps_nothing(tmp_path, monkeypatch):

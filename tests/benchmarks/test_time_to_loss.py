@@ -38,7 +38,7 @@ def flops(*structures, widths=(16, 64, 256)):
 
 def test_the_examples_in_the_docstrings_give_what_they_show():
     results = doctest.testmod(time_to_loss)
-    assert results.attempted == 5
+    assert results.attempted == 2
     assert not results.failed
 
 
@@ -99,26 +99,6 @@ def test_seconds_can_lose_where_flops_win():
     }
     assert by_cost["flops"][256] == pytest.approx(16)
     assert by_cost["seconds"][256] == pytest.approx(0.5)
-
-
-# ---- the search for rates ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("best", range(-11, -2))
-def test_a_climb_ends_at_the_best_rate_with_both_its_neighbours(best):
-    losses, tried = {}, 0
-    while rates := time_to_loss.next_rates(losses, 2.0**-6):
-        tried += len(rates)
-        losses |= {lr: (math.log2(lr) - best - 0.2) ** 2 for lr in rates}
-    assert min(losses, key=losses.get) == 2.0**best
-    assert {2.0 ** (best - 1), 2.0 ** (best + 1)} < set(losses)
-    assert tried == len(losses) <= 8
-
-
-def test_a_run_that_diverged_is_no_best_rate():
-    rows = [{"lr": 0.5, "loss": None, "seed": 0}, {"lr": 0.25, "loss": 1.0, "seed": 0}]
-    losses = time_to_loss.losses_of(rows, seed=0)
-    assert min(losses, key=losses.get) == 0.25
 
 
 # ---- the program ---------------------------------------------------------------------------------
