@@ -164,11 +164,6 @@ def best(curve: Mapping[float, float]) -> float:
     return min(curve, key=curve.__getitem__)
 
 
-def at_best_rate(rows: Sequence[dict[str, Any]], of: str = "loss") -> list[dict[str, Any]]:
-    """The rows at the rate that is best over their seeds."""
-    return select(rows, lr=best(curve_of_rates(rows, of)))
-
-
 def tuned_on_first(rows: Iterable[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
     """The rows that have what is `wanted`, at the rate that is best on seed 0, in the order of the
     seeds."""

@@ -24,7 +24,6 @@ import torch
 
 from benchmarks.harness import training
 from benchmarks.harness.experiment import Axis, Experiment, Job, Row, Runs, climb
-from benchmarks.harness.report import table
 from benchmarks.harness.statistics import (
     best,
     curve_of_rates,
@@ -53,7 +52,6 @@ STARTS = {"AdamW": (2.0**-7, 0.25), "Muon": (2.0**-4, 0.0625), NORMED: (2.0**-4,
 STEPS = 150
 ALONE, BOTH = "decay", "rate and decay"  # the two searches
 
-JOB = ("search", "structure", "method", "rule", "width", "depth")
 Pair = tuple[float, float]  # rate, decay
 
 
@@ -232,42 +230,6 @@ def _of_seeds(rows: Iterable[Row], pair: Pair) -> list[float]:
         math.inf if row["loss"] is None else row["loss"]
         for row in sorted(found, key=lambda row: row["seed"])
     ]
-
-
-def show_alone(result: Row) -> str:
-    """The table of docs/transfer.md: log2 of the best decay, and how it moves."""
-    first, last = map(str, WIDTHS)
-    lines = []
-    for row in result["decay"]:
-        optima, seeds = row["optima"], row["over seeds"]
-        moved = f"{optima[last] - optima[first]:+.2f}"
-        between = f"{seeds['low']:+.2f} to {seeds['high']:+.2f}"
-        cost = "diverges" if row["cost"] is None else f"{row['cost']:.2f}"
-        name = f"{row['structure']}, {row['rule']}"
-        lines.append([name, f"{optima[first]:.2f}", moved, between, cost])
-    return table(["", f"width {first}", f"width {last}", "95 %", "kept"], lines)
-
-
-def show_both(result: Row) -> str:
-    """The table of docs/transfer.md: log2 of the best rate and decay at the base point; at each
-    other one by how much they move, and the loss with the base's best over that with its own."""
-    found: dict[tuple[str, str], dict[tuple[int, int], Row]] = {}
-    for row in result["rate and decay"]:
-        points = found.setdefault((row["structure"], row["method"]), {})
-        points[row["width"], row["depth"]] = row
-    lines = []
-    for (structure, method), points in found.items():
-        base = points[POINTS[0]]
-        cells = [f"{base['rate']:.2f}, {base['decay']:.0f}"]
-        for point in POINTS[1:]:
-            row = points.get(point)
-            cells.append("not run" if row is None else _moved(row, base))
-        lines.append([f"{structure}, {method}", *cells])
-    return table(["", *(f"{width} x {depth}" for width, depth in POINTS)], lines)
-
-
-def _moved(row: Row, base: Row) -> str:
-    return f"{row['shift']:+.2f}, {row['decay'] - base['decay']:+.0f}, {row['cost']['value']:.2f}"
 
 
 EXPERIMENT = Experiment(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import structlin
-from benchmarks.harness import figures, report
+from benchmarks.harness import figures
 from benchmarks.harness.experiment import Axis, Experiment, Row, Runs, Tune, combinations, tune
 from benchmarks.harness.statistics import curve_of_rates, select, tuned_on_first, values
 from benchmarks.harness.tasks import train_gpt
@@ -217,26 +217,6 @@ def summarise(rows: list[Row]) -> list[Row]:
                 }
             )
     return table
-
-
-def cell(row: Row) -> str:
-    return f"{report.losses(row['losses'])} ({report.rate(row['lr'])})"
-
-
-def markdown(result: Row) -> str:
-    """Losses by seed and the rate, a column per structure, and what wins."""
-    found = {(row["option"], row["structure"]): row for row in result["table"]}
-    lines = [[option, *(cell(found[option, each]) for each in STRUCTURES)] for option in OPTIONS]
-    seeds = max(len(row["losses"]) for row in result["table"])
-    names = ", ".join(winners(result["table"], seeds)) or "none"
-    says = f"Below plain Muon for every seed on dense and BTT: {names}."
-    return f"{report.table(['', *STRUCTURES], lines)}\n\n{says}"
-
-
-def winners(table: list[Row], seeds: int) -> list[str]:
-    """The options with less loss than plain Muon for every seed on both structures."""
-    wins = {(row["option"], row["structure"]): row["wins"] for row in table}
-    return [o for o in OPTIONS if all(wins[o, structure] == seeds for structure in STRUCTURES)]
 
 
 EXPERIMENT = Experiment(

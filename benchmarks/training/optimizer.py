@@ -160,24 +160,6 @@ def state_bytes(optimizers: list[torch.optim.Optimizer]) -> int:
     return sum(each.nbytes for state in states for each in state.values() if torch.is_tensor(each))
 
 
-def summarise(rows: list[Row]) -> list[Row]:
-    """Medians; memory in units of the model's parameters."""
-    return [
-        {
-            "optimizer": found["optimizer"],
-            "width": row["width"],
-            "threads": row["threads"],
-            "step, ms": found["step_ms"]["median"],
-            "over torch's Muon": found["beside_torch"]["median"],
-            "over forward + backward": found["share"]["median"],
-            "state": found["state"],
-            "peak of a step": found["peak"],
-        }
-        for row in rows
-        for found in row["optimizers"]
-    ]
-
-
 def markdown(result: dict[str, Any]) -> str:
     """A column per width and number of threads: milliseconds, share of forward + backward."""
     rows = result["rows"]
@@ -208,7 +190,8 @@ EXPERIMENT = Experiment(
         "device": "cuda" if torch.cuda.is_available() else "cpu",
     },
     smoke={"width": [64], "threads": [1], "depth": 1, "tokens": 512, "rounds": 2},
-    analyse=lambda rows: {"steps": summarise(rows)},
+    analyse=lambda rows: {},
+    show=lambda result: [markdown(result)],
 )
 
 if __name__ == "__main__":

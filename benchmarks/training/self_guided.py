@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import structlin
-from benchmarks.harness import figures, report, training
+from benchmarks.harness import figures, training
 from benchmarks.harness.experiment import Experiment, Row
 from benchmarks.harness.statistics import select, values
 from benchmarks.training.moe import LR, SIZES, compare, loss_of, make_task
@@ -96,16 +96,6 @@ def train(structure: str, way: str, seed: int, steps: int, sizes: dict[str, int]
 def losses_of(rows: list[Row], structure: str, way: str) -> list[float]:
     found = select(rows, structure=structure, way=way)
     return [row["loss"] for row in sorted(found, key=lambda row: row["seed"])]
-
-
-def markdown(result: Row) -> str:
-    """The table of docs/mixtures.md: held-out losses by seed."""
-    rows, cells = result["rows"], []
-    for structure, way in product(values(rows, "structure"), WAYS):
-        steps = select(rows, structure=structure, way=way)[0]["steps"]
-        losses = report.losses(losses_of(rows, structure, way))
-        cells.append([f"{structure}, {way}", str(steps), losses])
-    return report.table(["", "steps", "held-out loss, by seed"], cells)
 
 
 def draw(result: Row) -> figures.Figure:

@@ -26,7 +26,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
 from itertools import product
 from typing import Any
@@ -318,26 +317,6 @@ def with_decay(result: Row) -> list[Row]:
             away = {"shift": shift, "cost": cost if math.isfinite(cost) else None}
             lines.append({**row, **away, "decay": DECAYS[row["method"]]})
     return lines
-
-
-def show_decay(result: Row) -> str:
-    """The table of docs/transfer.md: the best rate and decay at the base point; at each other one
-    the rate's shift and the decay; "dense's" is the largest cost."""
-    found: dict[str, dict[tuple[int, int], Row]] = defaultdict(dict)
-    for row in with_decay(result):
-        found[row["structure"]][row["width"], row["depth"]] = row
-    points = sorted({point for rows in found.values() for point in rows})
-    lines = []
-    for structure, rows in found.items():
-        cells = []
-        for row in (rows[point] for point in points):
-            rate = f"{row['optimum']:.2f}" if _is_base(row) else f"{row['shift']:+.2f}"
-            cells.append(f"{rate}, {Fraction(row['decay'])}")
-        costs = [row["cost"] for row in rows.values()]
-        cells.append("diverges" if None in costs else f"{max(costs):.2f}")
-        lines.append([structure, *cells])
-    titles = ["base point", *(f"{width} x {depth}" for width, depth in points[1:])]
-    return table(["", *titles, "dense's"], lines)
 
 
 def _is_base(row: Row) -> bool:

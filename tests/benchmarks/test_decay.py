@@ -79,9 +79,6 @@ def test_what_is_carried_over_is_the_base_points_best_and_its_loss_there():
         assert row["shift"] == pytest.approx(-0.75)
         assert row["kept"] == pytest.approx(there)
         assert row["cost"]["low"] == pytest.approx(there / bowl(2.0**-5, 2.0**-4, centres[far]))
-    table = decay.show_both({"rate and decay": found})
-    assert "| dense, AdamW | -4.00, -6 | -0.75, +2, 1.35 | -0.75, +2, 1.35 |" in table
-    assert "| BTT r=1, Muon | -4.00, -6 | -0.75, +2, 1.35 | not run | not run |" in table
 
 
 # ---- the kept result -----------------------------------------------------------------------------

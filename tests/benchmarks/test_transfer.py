@@ -128,7 +128,6 @@ def test_the_best_decay_is_that_of_the_least_loss_and_dense_at_the_base_point_sa
     assert (base["cost"], btt["cost"]) == (1, 1)
     assert wide["cost"] == pytest.approx(2 * 2 ** ((0.4**2 - 0.25**2) / 8))
     assert wide_btt["cost"] == pytest.approx(2 * 2 ** ((1 - 0.25**2) / 8))
-    assert "| dense | -6.00, 0 | +0.25, 1/16 | 2.02 |" in transfer.show_decay(result)
     other = rows_of(0.4, method="Muon")
     assert not transfer.with_decay({"summary": transfer.summarise(other), "rows": other})
 
