@@ -131,15 +131,14 @@ class Digits:
         return self.batch(size)
 
 
-class PlainDigits:
-    """The images as they are, drawn from torch's own generator, or from one of `seed`; new samples
-    are all of them."""
+class Samples:
+    """Classification of samples, drawn from torch's own generator, or from one of `seed`; new ones
+    are all that are held out."""
 
-    inputs, outputs = 64, 10
     loss = staticmethod(F.cross_entropy)
 
-    def __init__(self, seed: int | None = None) -> None:
-        self.x, self.y = digits()
+    def __init__(self, data: Batch, held: Batch, seed: int | None = None) -> None:
+        (self.x, self.y), self.held = data, held
         self.random = None if seed is None else torch.Generator().manual_seed(seed)
 
     def batch(self, size: int) -> Batch:
@@ -147,7 +146,16 @@ class PlainDigits:
         return self.x[chosen], self.y[chosen]
 
     def new(self, size: int) -> Batch:
-        return self.x, self.y
+        return self.held
+
+
+class PlainDigits(Samples):
+    """The images as they are; none is held out."""
+
+    inputs, outputs = 64, 10
+
+    def __init__(self, seed: int | None = None) -> None:
+        super().__init__(digits(), digits(), seed)
 
 
 class MixedDigits:
@@ -271,6 +279,24 @@ def of_examples(kind: type[ExampleTask], seed: int, **sizes: int) -> ExampleTask
         sizes: "batch", "depth" and, of text, "context"; others are no matter.
     """
     return kind(argparse.Namespace(data=None, seed=seed, steps=0, **sizes))
+
+
+class Windows:
+    """Windows of a text of examples/, drawn from one generator; new ones are those held out."""
+
+    def __init__(self, text: train_gpt.Text, seed: int) -> None:
+        self.text, self.random = text, torch.Generator().manual_seed(seed)
+
+    def batch(self, size: int) -> Batch:
+        last = len(self.text.train) - self.text.context
+        starts = torch.randint(last, (size,), generator=self.random)
+        return self.text.windows(self.text.train, starts)
+
+    def new(self, size: int) -> Batch:
+        inputs, targets = zip(*self.text.heldout, strict=True)
+        return torch.cat(inputs)[:size], torch.cat(targets)[:size]
+
+    loss = staticmethod(Text.loss)
 
 
 class Words(train_gpt.Text):

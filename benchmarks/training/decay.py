@@ -33,7 +33,7 @@ from benchmarks.harness.statistics import (
     student,
 )
 from benchmarks.harness.statistics import transfer as find_transfer
-from benchmarks.harness.tasks import Batch, PlainDigits, digits
+from benchmarks.harness.tasks import Batch, Samples, digits
 from benchmarks.training import transfer
 from benchmarks.training.transfer import BASE, FEW, STRUCTURES
 
@@ -68,17 +68,6 @@ def noisy_digits() -> tuple[Batch, Batch]:
     return (x[learned], labels), (x[held], y[held])
 
 
-class NoisyDigits(PlainDigits):
-    """New samples are the held-out images."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        (self.x, self.y), self.held = noisy_digits()
-
-    def new(self, size: int) -> Batch:
-        return self.held
-
-
 def train(
     search: str,
     structure: str,
@@ -99,7 +88,7 @@ def train(
     make = transfer.METHODS[method].make
     optimizer = make(model, lr, width, alpha=1.0, **options)
     how = {"batch": BASE["batch"], "schedule": "linear"}
-    return {"loss": training.train(model, optimizer, NoisyDigits(seed), steps, **how)}
+    return {"loss": training.train(model, optimizer, Samples(*noisy_digits(), seed), steps, **how)}
 
 
 # ---- the searches --------------------------------------------------------------------------------

@@ -34,7 +34,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import structlin
@@ -95,33 +94,18 @@ def draw_structures(n: int) -> dict[str, structlin.Family]:
 STRUCTURES = draw_structures(DRAWN)
 
 
-class Text:
-    """The next character after 16 of the standard library's text; the last tenth is held out."""
-
-    inputs, depth = 16, 3
-    loss = staticmethod(F.cross_entropy)
-
-    def __init__(self, seed: int) -> None:
-        self.random = torch.Generator().manual_seed(1_000_003 * seed + 3)
-
-    def batch(self, size: int) -> tasks.Batch:
-        text = read_text()
-        starts = torch.randint(len(text.train) - self.inputs, (size,), generator=self.random)
-        return text.windows(text.train, starts)
-
-    def new(self, size: int) -> tasks.Batch:
-        inputs, targets = zip(*read_text().heldout, strict=True)
-        return torch.cat(inputs)[:size], torch.cat(targets)[:size]
-
-
 @cache
 def read_text() -> tasks.train_mlp_lm.NextCharacter:
     with torch.device("cpu"):  # also where a model is made without values
-        options = {"context": Text.inputs, "depth": Text.depth, "batch": 0}
+        options = {"context": 16, "depth": 3, "batch": 0}
         return tasks.of_examples(tasks.train_mlp_lm.NextCharacter, 0, **options)
 
 
-KINDS: dict[str, Any] = {"teacher": tasks.Teacher, "digits": tasks.Digits, "text": Text}
+def draw_text(seed: int) -> tasks.Windows:
+    return tasks.Windows(read_text(), 1_000_003 * seed + 3)
+
+
+KINDS: dict[str, Any] = {"teacher": tasks.Teacher, "digits": tasks.Digits, "text": draw_text}
 SQUARE = {"teacher": ["2", "4"], "digits": ["2", "4"], "text": ["blocks.*.linear"]}  # structured
 LISTS = {f"rows/{task}": {"task": task} for task in KINDS}
 
@@ -163,14 +147,14 @@ def time_steps(
     task: str, structures: Sequence[str], widths: Sequence[int], batch: int, seconds: float
 ) -> list[Row]:
     """Milliseconds of a training step of every model, in turns, on one batch."""
-    kind = KINDS[task]
-    x, y = kind(0).batch(batch)
+    data = KINDS[task](0)
+    x, y = data.batch(batch)
 
     def work(name: str, width: int) -> Callable[[], None]:
         options = {"include": SQUARE[task], "init": "mup"}
         model = structlin.convert(build(task, width), STRUCTURES[name], **options)
         optimizer = torch.optim.Adam(structlin.param_groups(model, LR[task]))
-        return training.step_of(optimizer, lambda: kind.loss(model(x), y))
+        return training.step_of(optimizer, lambda: data.loss(model(x), y))
 
     works = {(name, width): work(name, width) for name in structures for width in widths}
     times = milliseconds(works, rounds=(2, 29), seconds=seconds)

@@ -45,7 +45,16 @@ from benchmarks.harness import figures, training
 from benchmarks.harness.experiment import Axis, Experiment, Job, Row, Runs, Tune, tune
 from benchmarks.harness.report import table
 from benchmarks.harness.statistics import log_loss, seeds_of, select, student, tuned_on_first
-from benchmarks.harness.tasks import Batch, compare, digits, train_gpt, train_mlp_lm
+from benchmarks.harness.tasks import (
+    Batch,
+    Samples,
+    Windows,
+    compare,
+    digits,
+    of_examples,
+    train_gpt,
+    train_mlp_lm,
+)
 from benchmarks.zoo import import_timm
 from structlin import BTT, LowRank, Monarch, StructuredLinear
 
@@ -119,68 +128,45 @@ def load_nanogpt(folder: Path) -> ModuleType:
 
 def loss_of(name: str, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     if name == "nanoGPT":
-        return model(inputs, targets)[1]
+        return model(inputs, targets.contiguous())[1]
     logits = model(inputs).logits if name == "GPT-2" else model(inputs)
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-class Characters:
-    """The standard library's text: windows, and the characters after each (the MLP: after the
-    last)."""
-
-    def __init__(self, context: int, batch: int, heldout: int) -> None:
-        codes = torch.frombuffer(bytearray(train_gpt.read_text(None), "ascii"), dtype=torch.uint8)
-        kinds, ids = codes.unique(return_inverse=True)
-        cut = len(ids) - len(ids) // 10
-        self.vocabulary, self.context, self.train = len(kinds), context, ids[:cut]
-        self.batch_size, held = batch, ids[cut:]
-        starts = torch.linspace(0, len(held) - context - 1, heldout).long()
-        self.heldout = self.windows(held, starts)
-
-    def windows(self, ids: Tensor, starts: Tensor) -> Batch:
-        window = ids[starts[:, None] + torch.arange(self.context + 1)]  # (batch, context + 1)
-        targets = window[:, 1:] if self.context == CONTEXT else window[:, -1]
-        return window[:, :-1], targets.contiguous()
-
-    def batch(self, random: torch.Generator) -> Batch:
-        last = len(self.train) - self.context
-        return self.windows(self.train, torch.randint(last, (self.batch_size,), generator=random))
+def load(name: str, seed: int, sizes: Sizes) -> tuple[Samples | Windows, int, int]:
+    """What a model reads, how many samples a batch has, and how many are held out."""
+    batch, heldout = sizes["batch"], sizes["heldout"]
+    if name == "ViT":
+        x, y = read_images()
+        held = 4 * heldout
+        return Samples((x[held:], y[held:]), (x[:held], y[:held]), seed), 2 * batch, held
+    if name == "MLP":
+        text = read_text(train_mlp_lm.NextCharacter, WINDOW, 16 * heldout)
+        return Windows(text, seed), 8 * batch, 16 * heldout
+    return Windows(read_text(train_gpt.Text, CONTEXT, heldout), seed), batch, heldout
 
 
-class Images:
+@cache
+def read_text(kind: type[train_gpt.Text], context: int, heldout: int) -> train_gpt.Text:
+    """The standard library's by characters, with so many windows held out."""
+    held = type(kind.__name__, (kind,), {"heldout_windows": heldout})
+    return of_examples(held, 0, context=context, depth=0, batch=0)
+
+
+@cache
+def read_images() -> Batch:
     """Fashion-MNIST; where it is not installed, a smoke run has scikit-learn's digits, enlarged."""
-
-    vocabulary = 10
-
-    def __init__(self, batch: int, heldout: int) -> None:
-        if FASHION.is_dir():
-            images = read_idx("train-images-idx3-ubyte", header=16)
-            labels = read_idx("train-labels-idx1-ubyte", header=8)
-            x, y = images.view(-1, 1, 28, 28).float() / 255, labels.long()
-            x = (x - 0.286) / 0.353
-        else:
-            flat, y = digits()
-            x = F.interpolate(flat.view(-1, 1, 8, 8), size=28)
-        self.batch_size, self.x, self.y = batch, x[heldout:], y[heldout:]
-        self.heldout = x[:heldout], y[:heldout]
-
-    def batch(self, random: torch.Generator) -> Batch:
-        chosen = torch.randint(len(self.x), (self.batch_size,), generator=random)
-        return self.x[chosen], self.y[chosen]
+    if not FASHION.is_dir():
+        flat, labels = digits()
+        return F.interpolate(flat.view(-1, 1, 8, 8), size=28), labels
+    images = read_idx("train-images-idx3-ubyte", header=16)
+    labels = read_idx("train-labels-idx1-ubyte", header=8)
+    return (images.view(-1, 1, 28, 28).float() / 255 - 0.286) / 0.353, labels.long()
 
 
 def read_idx(name: str, header: int) -> Tensor:
     with gzip.open(FASHION / f"{name}.gz") as file:
         return torch.frombuffer(bytearray(file.read()[header:]), dtype=torch.uint8)
-
-
-@cache
-def load(name: str, batch: int, heldout: int) -> Characters | Images:
-    if name == "ViT":
-        return Images(2 * batch, 4 * heldout)
-    if name == "MLP":
-        return Characters(WINDOW, 8 * batch, 16 * heldout)
-    return Characters(CONTEXT, batch, heldout)
 
 
 # ---- a run ---------------------------------------------------------------------------------------
@@ -224,9 +210,10 @@ def train(
     sizes: Sizes,
     nanogpt: str = "",
 ) -> Row:
-    data = load(model, sizes["batch"], sizes["heldout"])
+    data, batch, heldout = load(model, seed, sizes)
     torch.manual_seed(seed)
-    net = build(model, sizes, data.vocabulary, nanogpt)
+    vocabulary = data.text.vocabulary if isinstance(data, Windows) else 10
+    net = build(model, sizes, vocabulary, nanogpt)
     if start != "dense":
         net = restart(net, model, structure, start)
     if optimizer == "AdamW":
@@ -234,16 +221,15 @@ def train(
         descent: Any = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
     else:
         descent = structlin.optim.Muon(net, lr)
-    random = torch.Generator().manual_seed(seed)
 
     def loss(step: int) -> Tensor:
-        return loss_of(model, net, *data.batch(random))
+        return loss_of(model, net, *data.batch(batch))
 
     rate = partial(compare.warmup_cosine, steps=sizes["steps"])
     if not training.descend(descent, loss, sizes["steps"], schedule=rate):
         return {"loss": None}
     with torch.no_grad():
-        parts = zip(*(tensor.split(256) for tensor in data.heldout), strict=True)
+        parts = zip(*(tensor.split(256) for tensor in data.new(heldout)), strict=True)
         held = [loss_of(model, net.eval(), *part).item() for part in parts]
     return {"loss": training.finite(fmean(held))}
 

@@ -75,7 +75,7 @@ def test_on_text_the_blocks_are_structured_and_the_loss_is_of_held_out_text():
     )
     layers = [name for name, each in model.named_modules() if type(each) is StructuredLinear]
     assert layers == [f"blocks.{n}.linear" for n in range(3)]
-    inputs, targets = search.Text(0).new(64)
+    inputs, targets = search.draw_text(0).new(64)
     assert (inputs.shape, targets.shape) == ((64, 16), (64,))
     text = search.read_text()
     first, *_ = text.heldout[0][0]
@@ -83,9 +83,10 @@ def test_on_text_the_blocks_are_structured_and_the_loss_is_of_held_out_text():
     assert not (windows == first).all(1).any()
 
 
-def test_a_run_is_a_function_of_its_seed_and_has_the_measures_of_its_structure():
+@pytest.mark.parametrize("task", [*search.KINDS])
+def test_a_run_is_a_function_of_its_seed_and_has_the_measures_of_its_structure(task):
     def run(seed):
-        row = search.train("digits", "BTT", 64, seed, steps={"digits": 2}, batch=8)
+        row = search.train(task, "BTT", 64, seed, steps={task: 2}, batch=8)
         return {name: row[name] for name in row if name != "seconds"}
 
     first = run(0)

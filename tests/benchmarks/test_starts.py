@@ -52,16 +52,17 @@ def test_the_ways_to_start_are_what_the_module_says():
 
 
 def test_a_gpt_predicts_every_next_character_and_the_mlp_the_last():
-    data = starts.Characters(starts.CONTEXT, 3, 5)
-    inputs, targets = data.batch(torch.Generator().manual_seed(0))
+    data, size, heldout = starts.load("GPT-2", 0, {"batch": 3, "heldout": 5})
+    inputs, targets = data.batch(size)
     assert inputs.shape == targets.shape == (3, starts.CONTEXT)
     assert inputs[:, 1:].equal(targets[:, :-1])
-    data = starts.Characters(starts.WINDOW, 3, 5)
-    inputs, targets = data.batch(torch.Generator().manual_seed(0))
-    assert inputs.shape == (3, starts.WINDOW)
-    assert targets.shape == (3,)
-    assert len(data.heldout[0]) == 5
-    assert not data.heldout[0].equal(inputs)
+    assert len(data.new(heldout)[0]) == heldout == 5
+    assert not data.new(heldout)[0][:3].equal(inputs)
+    data, size, heldout = starts.load("MLP", 0, {"batch": 3, "heldout": 5})
+    inputs, targets = data.batch(size)
+    assert inputs.shape == (24, starts.WINDOW)
+    assert targets.shape == (24,)
+    assert len(data.new(heldout)[0]) == heldout == 80
 
 
 def test_a_run_is_a_function_of_its_seed():
