@@ -449,15 +449,21 @@ def test_match_rms_adamw_makes_the_steps_of_torchs_muon(shape):
     torch.testing.assert_close(model.weight, twin.weight, rtol=1e-6, atol=1e-7)
 
 
-def test_equal_shapes_of_all_layers_are_dualized_together(monkeypatch):
+@pytest.fixture
+def stacks(monkeypatch):
+    """The shapes of the stacks that are dualized from now on, none of them by the engine."""
     monkeypatch.setattr("structlin.optim._muon.is_small_for", lambda *_: False)
-    calls = []
+    shapes = []
 
     def counted(x, **options):
-        calls.append(len(x))
+        shapes.append(tuple(x.shape))
         return dualize(x, **options)
 
     monkeypatch.setattr("structlin.optim._polar.dualize", counted)
+    return shapes
+
+
+def test_equal_shapes_of_all_layers_are_dualized_together(stacks):
     model = convert(GPT(depth=12), BTT())
     moved(model, Muon(model))
     blocks = sum(
@@ -466,8 +472,8 @@ def test_equal_shapes_of_all_layers_are_dualized_together(monkeypatch):
         if isinstance(layer, StructuredLinear)
         for core in layer.cores
     )
-    assert sum(calls) == blocks + 1  # and the head
-    assert len(calls) <= 6
+    assert sum(count for count, *_ in stacks) == blocks + 1  # and the head
+    assert len(stacks) <= 6
 
 
 @pytest.mark.usefixtures("bfloat16_cpu")
@@ -522,46 +528,31 @@ def test_processes_divide_small_matrices_too(monkeypatch):
     assert divided == [(1, 8, 12)]
 
 
-def test_shapes_that_differ_in_blocks_are_dualized_together(monkeypatch):
-    monkeypatch.setattr("structlin.optim._muon.is_small_for", lambda *_: False)
-    calls = []
-
-    def counted(x, **options):
-        calls.append(tuple(x.shape))
-        return dualize(x, **options)
-
-    monkeypatch.setattr("structlin.optim._polar.dualize", counted)
+def test_shapes_that_differ_in_blocks_are_dualized_together(stacks):
     layers = (BlockDiagonal(blocks=2), 12, 8), (BlockDiagonal(blocks=3), 18, 12)
     model = nn.ModuleList(
         StructuredLinear(in_features, out_features, family, bias=False)
         for family, in_features, out_features in layers
     )
     moved(model, Muon(model))
-    assert calls == [(5, 4, 6)]  # 2 blocks of (4, 6) and 3 of them
+    assert stacks == [(5, 4, 6)]  # 2 blocks of (4, 6) and 3 of them
 
 
-def test_large_matrices_on_a_cpu_are_not_copied_into_stacks(monkeypatch):
-    monkeypatch.setattr("structlin.optim._muon.is_small_for", lambda *_: False)
-    calls = []
-
-    def counted(x, **options):
-        calls.append(tuple(x.shape))
-        return dualize(x, **options)
-
-    monkeypatch.setattr("structlin.optim._polar.dualize", counted)
+def test_large_matrices_on_a_cpu_are_not_copied_into_stacks(stacks, monkeypatch):
     monkeypatch.setattr("structlin.optim._muon.LARGEST_ON_CPU", 2 * 4 * 6)
     small = nn.ModuleList(nn.Linear(6, 4, bias=False) for _ in range(3))
     model = nn.Sequential(*small, *(nn.Linear(12, 8, bias=False) for _ in range(2)))
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     Muon(model).step()
-    assert calls == [(2, 4, 6), (1, 4, 6), (1, 8, 12), (1, 8, 12)]
+    one_by_one = [(2, 4, 6), (1, 4, 6), (1, 8, 12), (1, 8, 12)]
+    assert stacks == one_by_one
     monkeypatch.setattr("structlin.duality.has_matrix_unit", lambda: True)
-    for method, stacks in (("fast", [(3, 4, 6), (2, 8, 12)]), (MUONS, calls[:])):
+    for method, expected in (("fast", [(3, 4, 6), (2, 8, 12)]), (MUONS, one_by_one)):
         optimizer = Muon(model, method=method, dtype=torch.bfloat16)
-        calls.clear()
+        stacks.clear()
         optimizer.step()
-        assert calls == stacks
+        assert stacks == expected
 
 
 def test_a_closure_gives_the_loss():
