@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from structlin import LowRank, plan_compression
 from structlin._compress.streams import Place, Streams, capture_state
 
 
@@ -186,12 +187,14 @@ def test_many_streams_compute_with_few_threads_each_and_the_caller_with_its_own(
 
 
 def test_too_many_batches_for_the_machine_are_said_to_be_too_many(monkeypatch):
-    def refuse(self):
-        raise RuntimeError("can't start new thread")
+    started, start = [], threading.Thread.start
 
-    model = nn.Linear(2, 2)
-    with Streams([Place(model)], 7) as streams:
-        streams.start(lambda: model(torch.ones(2)))
-        monkeypatch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match=r"stream 2 of 7, .* give fewer batches"):
-            streams.start(lambda: model(torch.ones(2)))
+    def refuse(self):
+        if len(started) == 3:
+            raise RuntimeError("can't start new thread")
+        started.append(start(self))
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    batches = torch.randn(12, 2).split(2)
+    with pytest.raises(RuntimeError, match=r"stream 4 of 12, .* give fewer batches"):
+        plan_compression(build(), LowRank(rank=1), batches, keep=None)
