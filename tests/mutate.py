@@ -108,6 +108,9 @@ EQUIVALENT = {  # name of a mutant -> why no test can notice it
     "structlin/_compress/distill.py:_repeat: while done < steps:: Lt -> LtE": (
         "the loop returns where it reaches `steps`"
     ),
+    "structlin/optim/_transfer.py:: decay: float = 1.0: 1.0 -> 2.0": (
+        "what is neither a matrix nor an embedding does not decay"
+    ),
     "structlin/_linear.py:StructuredLinear.set_cores_: for n, (own, core, std) in "
     "enumerate(zip(self.cores, cores, self.stds, strict=True)):: True -> False": (
         "an assertion: `check_cores` has compared the numbers"
