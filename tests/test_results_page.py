@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 
+from benchmarks.harness.statistics import curve_of_rates, select
 from benchmarks.training import time_to_loss
 
 ROOT = Path(__file__).parents[1]
@@ -42,12 +43,7 @@ def test_every_structure_of_the_kept_result_has_three_seeds_and_a_rate_inside_it
                 if row["structure"] == structure
             ]
             assert sorted(seeds) == [(width, seed) for width in widths for seed in range(3)]
-            tried = time_to_loss.losses_of(
-                result["rows"],
-                setup=setup,
-                structure=structure,
-                width=time_to_loss.BASE_WIDTH,
-                seed=0,
-            )
+            base = select(result["rows"], setup=setup, structure=structure, seed=0)
+            tried = curve_of_rates(select(base, width=time_to_loss.BASE_WIDTH))
             assert {lr / 2, lr, 2 * lr} <= set(tried)
             assert tried[lr] == min(tried.values())
