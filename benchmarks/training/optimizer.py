@@ -111,10 +111,6 @@ def measure(width: int, threads: int, depth: int, tokens: int, rounds: int, devi
         works, lambda work: timing.wall(work, device), rounds=(rounds, rounds)
     )
 
-    def ratio(name: str, other: str) -> dict[str, float]:
-        pairs = zip(times[name], times[other], strict=True)
-        return timing.spread([a / b for a, b in pairs], low=10)
-
     def milliseconds(name: str) -> dict[str, float]:
         return timing.spread([1e3 * each for each in times[name]], low=10)
 
@@ -128,8 +124,8 @@ def measure(width: int, threads: int, depth: int, tokens: int, rounds: int, devi
                 "parameters": count_params(models[kind]),
                 "step_ms": milliseconds(name),
                 "forward_backward_ms": milliseconds(kind),
-                "share": ratio(name, kind),
-                "beside_torch": ratio(name, TORCH),
+                "share": timing.ratio(times[name], times[kind], low=10),
+                "beside_torch": timing.ratio(times[name], times[TORCH], low=10),
                 "state": state_bytes(made[name]) / size,
                 "peak": timing.peak_bytes(works[name], device) / size,
             }
