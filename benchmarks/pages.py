@@ -11,6 +11,7 @@ tests/test_pages.py fails where a page or a picture is not what the results give
 import argparse
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -116,6 +117,15 @@ def show_seeds(name: str) -> str:
 def times_fewer(row: dict[str, Any], other: dict[str, Any], name: str) -> str:
     seconds = row["seconds to the loss of"][name]
     return "never" if seconds is None else f"{other['clock'][-1] / seconds:.1f}"
+
+
+def thresholds() -> str:
+    """What runs when: the numbers of the engine's dispatch.h that decide it."""
+    text = (ROOT / "structlin/_kernels/dispatch.h").read_text(encoding="utf-8")
+    pattern = r"^constexpr Index ((?:LARGE|MAX_[GT])\w+) = (\d+)(?: << (\d+))?; *// (.*)"
+    found = re.findall(pattern, text, re.M)
+    rows = [[f"`{name}`", f"{int(n) << int(shift or 0):,}", what] for name, n, shift, what in found]
+    return table(["threshold", "value", "of what"], rows)
 
 
 def small_gpt() -> str:
@@ -254,6 +264,7 @@ def factors(setup: str, cost: str) -> str:
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"main job": lambda: show_runs(MAIN_JOB), "speed": front_speeds},
     "docs/speed.md": {
+        "thresholds": thresholds,
         "float32": lambda: layer.markdown(read("layer"), "float32"),
         "bfloat16": lambda: layer.markdown(read("layer"), "bfloat16"),
         "float32 Xeon": lambda: layer.markdown(read("layer_xeon"), "float32"),

@@ -23,14 +23,14 @@
 
 namespace {
 
-constexpr Index MIN_PRODUCTS_PER_THREAD = 1 << 16;  // multiply-adds that are worth a thread
-constexpr Index MIN_PRODUCTS_TO_PACK = 1 << 24;     // by a block, from which on its transposed copy pays
-constexpr Index LARGE_BLOCK = 1 << 18;              // numbers of a block from which on BLAS is faster for many tokens
-constexpr Index LARGE_BLOCK_OF_UNIT = 1 << 20;      // the same of bfloat16 where there is a matrix unit
-constexpr Index MAX_GEMV_TOKENS = 16;               // of a block or a chain of matrices that BLAS is for
-constexpr Index MAX_TILES_TOGETHER = 8;             // that go through a block of cores beyond the second cache
-constexpr Index MAX_SUM_BYTES = 1 << 30;            // of all threads' sums of gradients
-constexpr Index MAX_REGISTER_ROWS = 8;              // of sums that more registers would not make faster
+constexpr Index MIN_PRODUCTS_PER_THREAD = 1 << 16;  // multiply-adds that a thread is worth
+constexpr Index MIN_PRODUCTS_TO_PACK = 1 << 24;     // multiply-adds of a block that its transposed copy is worth
+constexpr Index LARGE_BLOCK = 1 << 18;              // numbers of a block that BLAS multiplies faster by many tokens
+constexpr Index LARGE_BLOCK_OF_UNIT = 1 << 20;      // the same, of bfloat16 on a matrix unit
+constexpr Index MAX_GEMV_TOKENS = 16;               // tokens that the engine takes where BLAS takes more
+constexpr Index MAX_TILES_TOGETHER = 8;             // tiles for which a block beyond the second cache is read once
+constexpr Index MAX_SUM_BYTES = 1 << 30;            // bytes of all threads' sums of gradients
+constexpr Index MAX_REGISTER_ROWS = 8;              // rows of sums in registers
 
 // ---- the machine ------------------------------------------------------------------------------------------
 
