@@ -108,6 +108,8 @@ EQUIVALENT = {  # name of a mutant -> why no test can notice it
     "structlin/_compress/distill.py:_repeat: while done < steps:: Lt -> LtE": (
         "the loop returns where it reaches `steps`"
     ),
+    "structlin/_compress/distill.py:distill: judged = {steps * n // JUDGEMENTS for n in range(1, "
+    "JUDGEMENTS + 1)}: 1 -> 2 (2)": "no step comes after the last",
     "structlin/optim/_transfer.py:: decay: float = 1.0: 1.0 -> 2.0": (
         "what is neither a matrix nor an embedding does not decay"
     ),

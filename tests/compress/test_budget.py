@@ -83,9 +83,15 @@ def test_sizes_rise_in_cost_and_only_dense_costs_as_much_as_dense(family):
             assert not any(size.stays_dense for size in sizes[:-1])
 
 
-def test_ranks_are_multiples_of_eight_where_there_is_room():
-    ranks = [size.family.rank for size in list_sizes(LowRank(rank=1), 384, 384, "params")[:-1]]
-    assert ranks == [*range(1, 8), *range(8, 192, 8)]
+@pytest.mark.parametrize(
+    ("width", "aligned"),
+    [(384, [*range(8, 192, 8)]), (2048, [*range(8, 513, 8), *range(576, 1024, 64)])],
+)
+def test_ranks_are_multiples_of_eight_where_there_is_room_and_of_64_where_there_is_much(
+    width, aligned
+):
+    sizes = list_sizes(LowRank(rank=1), width, width, "params")[:-1]
+    assert [size.family.rank for size in sizes] == [*range(1, 8), *aligned]
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
