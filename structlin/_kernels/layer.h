@@ -58,7 +58,7 @@ auto by_dtype(const Tensor& x, const Run& run) {
     case ScalarType::Double: return run(double{});
     case ScalarType::BFloat16: return run(BFloat16{});
     case ScalarType::Half: return run(Float16{});
-    default: STD_TORCH_CHECK(false, "structlin: x must be float32, float64, bfloat16 or float16");
+    default: STD_TORCH_CHECK(false, "structlin: x and the gains must be float32, float64, bfloat16 or float16");
   }
 }
 

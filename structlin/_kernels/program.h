@@ -28,6 +28,15 @@ struct Offsets {
     Index repeats = repeat.size();
     return batch[pair / repeats] + repeat[pair % repeats];
   }
+  // Whether all of `places` are sums of these offsets, and so are their places within blocks of `size` features
+  bool add_up(const Indices& places, Index size) const {
+    const Index fans = fan.size(), repeats = repeat.size(), count = places.size();
+    for (Index i = 0; i < count; i++) {
+      const Index b = batch[i / fans / repeats], r = repeat[i / fans % repeats], f = fan[i % fans];
+      if (b + r + f != places[i] || b % size + r % size + f % size >= size) return false;
+    }
+    return true;
+  }
 };
 
 struct Step {
@@ -60,13 +69,18 @@ struct Program {
     for (Index t = 0; t <= cores; t++) {
       const Step& step = steps[std::min(t, cores - 1)];
       const Indices made_at = read_move(next, step.pairs() * (t < cores ? step.in : step.out));
-      if (t < cores) steps[t].reads = Offsets(made_at, steps[t].batch, steps[t].repeat, steps[t].in);
+      const Index features = made_at.size();
+      if (t < cores) {
+        steps[t].reads = Offsets(made_at, steps[t].batch, steps[t].repeat, steps[t].in);
+        require(steps[t].reads.add_up(made_at, t ? steps[t - 1].out : features));
+      }
       if (!t) continue;
-      Indices read_at(made_at.size());
-      for (size_t i = 0; i < made_at.size(); i++) read_at[made_at[i]] = i;
+      Indices read_at(features);
+      for (Index i = 0; i < features; i++) read_at[made_at[i]] = i;
       Step& before = steps[t - 1];
-      require(before.pairs() * before.out == static_cast<Index>(read_at.size()));
+      require(before.pairs() * before.out == features);
       before.writes = Offsets(read_at, before.batch, before.repeat, before.out);
+      require(before.writes.add_up(read_at, t < cores ? step.in : features));
     }
     require(at == numbers.size());
     const Step &first = steps.front(), &last = steps.back();

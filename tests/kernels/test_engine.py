@@ -386,6 +386,29 @@ def test_the_operator_itself_refuses_what_does_not_fit(broken):
         op._multiply(x, cores, None, None, None, numbers, None)
 
 
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        (6, 8, 1, *(2, 1, 3, 4), 2, 2, 3, 1, 0, 0),  # in the core that reads
+        (8, 6, 1, *(2, 1, 4, 3), 0, 2, 3, 2, 1, 0),  # in the core that writes
+        (12, 12, 2, *(3, 1, 4, 4), *(2, 1, 6, 6), 0, 0, 0),  # between two cores
+    ],
+    ids=str,
+)
+def test_a_program_that_moves_features_across_blocks_is_refused(numbers):
+    with pytest.raises(RuntimeError, match="these numbers are no program"):
+        op.choose(numbers, torch.float32)
+
+
+def test_the_operators_name_the_argument_that_does_not_fit():
+    structure = BTT(rank=2).structure(12, 30)
+    with pytest.raises(RuntimeError, match="there are -1 tokens"):
+        op.choose(structure.program.numbers, torch.float32, tokens=-1)
+    cores, gains = random_cores(structure), torch.ones(2, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="the gains must be float32"):
+        forward(structure, cores, tokens(5, 12), None, gains, [1.0, 1.0])
+
+
 # ---- mixtures ------------------------------------------------------------------------------------
 
 
