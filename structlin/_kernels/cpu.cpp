@@ -273,7 +273,8 @@ std::vector<Tensor> gradients(const Tensor& dy, const Tensor& x, std::vector<Ten
 // Which way a call takes, as a number of `Path`; `like` has its dtype
 int64_t choose_path(const Tensor& like, Indices numbers, int64_t tokens, bool trains) {
   STD_TORCH_CHECK(tokens >= 0, "structlin: there are ", tokens, " tokens; 0 and more work");
-  const Call call{program_of(numbers), tokens, torch::stable::get_num_threads(), true, trains};
+  const std::shared_ptr<const Program> program = program_of(numbers);
+  const Call call{*program, tokens, torch::stable::get_num_threads(), true, trains};
   return by_dtype(like, [&](auto s) { return static_cast<int64_t>(choose<decltype(s)>(call)); });
 }
 

@@ -135,6 +135,7 @@ Tensor make_tensor(const Tensor& like, const Indices& sizes) {
 template <class S>
 struct Layer {
   using F = Wide<S>;
+  const std::shared_ptr<const Program> held;  // while the call lasts
   const Program& program;
   std::vector<Tensor> tensors;
   std::vector<Numbers<Held<S>>> memory;
@@ -146,7 +147,7 @@ struct Layer {
   Layer(const Tensor& x, const std::vector<Tensor>& given, const std::optional<Tensor>& gains,
         const std::vector<double>& sigmas, const Indices& numbers, const std::optional<Tensor>& given_loads,
         bool forward)
-      : program(program_of(numbers)), memory(given.size()), forward(forward) {
+      : held(program_of(numbers)), program(*held), memory(given.size()), forward(forward) {
     STD_TORCH_CHECK(given.size() == program.steps.size() && x.dim() > 0 && x.size(x.dim() - 1) == program.in,
                     "structlin: x or the cores do not fit the program");
     STD_TORCH_CHECK(

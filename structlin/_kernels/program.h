@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <unordered_map>
 #include <vector>
 
@@ -162,12 +163,12 @@ struct Hash {
 };
 
 // Expanding the indices takes as long as the call of a small layer, so each thread remembers those of its latest calls
-const Program& program_of(const Indices& numbers) {
-  thread_local std::unordered_map<Indices, Program, Hash> known;
+std::shared_ptr<const Program> program_of(const Indices& numbers) {
+  thread_local std::unordered_map<Indices, std::shared_ptr<const Program>, Hash> known;
   auto found = known.find(numbers);
   if (found != known.end()) return found->second;
   if (known.size() >= MAX_PROGRAMS) known.clear();
-  return known.emplace(numbers, numbers).first->second;
+  return known.emplace(numbers, std::make_shared<const Program>(numbers)).first->second;
 }
 
 // Where the features of an activation lie that a core reads block by block: [batch * repeat][fan], a block at a time
