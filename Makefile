@@ -1,4 +1,4 @@
-.PHONY: install fast test coverage docs pages site bench mutate
+.PHONY: install fast test coverage docs pages site bench mutate ahead
 
 install:
 	pip install -c constraints.txt -e ".[dev]"
@@ -27,3 +27,6 @@ bench:
 
 mutate:
 	python -m tests.mutate
+
+ahead:
+	python -m benchmarks.gpu --compile --all --arch 80 90 100

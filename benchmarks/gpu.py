@@ -3,7 +3,7 @@ so far.
 
     python -m benchmarks.gpu                         # 9 minutes at most, results/gpu.jsonl
     python -m benchmarks.gpu --budget 300 --out out
-    python -m benchmarks.gpu --compile               # no GPU: compiles, reads the machine code
+    python -m benchmarks.gpu --compile --all         # no GPU: compiles every kernel ahead
     python -m benchmarks.gpu --smoke                 # no GPU: tiny layers in Triton's interpreter
 
 On a GPU, in this order: the self-test; every product of every structure against float64, also with
@@ -19,6 +19,7 @@ GPU is lost.
 import argparse
 import collections
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -27,9 +28,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib import import_module
 from importlib.util import find_spec
 from math import nan, prod, sqrt
 from pathlib import Path
@@ -42,12 +44,24 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.harness import record, report, timing
 from benchmarks.harness.experiment import parser
 from benchmarks.harness.race import Heat, Variant, race
 from benchmarks.speed.variants import families
-from structlin import BTT, Dense, Structure, StructuredLinear
+from structlin import (
+    BTT,
+    TT,
+    BlockDiagonal,
+    Dense,
+    Family,
+    Kronecker,
+    LowRank,
+    Monarch,
+    Structure,
+    StructuredLinear,
+)
 
 # Speed of forward + backward against nn.Linear, bfloat16, 16384 tokens, on an H200; and of the
 # strided bound, anywhere.
@@ -66,10 +80,31 @@ SHARE = 0.7
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "tf32": 2e-3, "float32": 1e-5}
 ROUNDS = (5, 25)
 JOB_SECONDS = 30  # at most, of a layer's rounds and of a product's tiles
-SM_90 = 90
+CHECKED = (
+    1000,
+)  # tokens of every check of a goal's layer, in all types; and of the others, in two
+FEW, FEW_TYPES = (17,), ("float16", "float32")
+FAR_TOKENS = 2**21 + 77
+# What is compiled ahead: by architecture, a GPU whose tiles are taken, and its shared memory
+GPUS = {80: "NVIDIA A100-SXM4-80GB", 90: "NVIDIA H200", 100: "NVIDIA B200"}
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+# The layers of tests/kernels/test_triton.py
+SMALL: list[tuple[Family, int, int]] = [
+    (BTT(), 24, 20),
+    (BTT(rank=2), 24, 24),
+    (BTT(rank=2, cores=3), 24, 36),
+    (Monarch(blocks=2), 24, 24),
+    (Monarch(blocks=8), 16, 16),
+    (LowRank(rank=3), 24, 12),
+    (BlockDiagonal(blocks=4), 24, 12),
+    (Kronecker(), 24, 20),
+    (TT(rank=2), 24, 24),
+]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS = 16384
 CEILINGS: dict[str, timing.Ceilings] = {}  # of a dtype, once measured
+Sample = tuple[Structure, str, int, str]  # a layer, its dtype and tokens, and who has it
+Launch = tuple[str, list[Any], dict[str, Any]]  # who needs it; the arguments
 UNKNOWN = timing.Ceilings(rate=nan, bandwidth=nan, call=nan)
 
 
@@ -232,9 +267,9 @@ def jobs(widths: list[int], names: list[str]) -> list[Job]:
     others = [(name, d) for d in (4096, 1024, 2048, 8192, 768) if d in widths for name in names]
 
     def each(
-        kind: str, work: Callable[..., None], keys: Iterable[tuple[str, int]], **options: str
+        kind: str, work: Callable[..., None], keys: Iterable[tuple[str, int]], **options: Any
     ) -> list[Job]:
-        words = " ".join(options.values())
+        words = " ".join(map(str, options.values()))
         return [
             (f"{kind} {name} {d} {words}".rstrip(), partial(work, name=name, width=d, **options))
             for name, d in keys
@@ -249,7 +284,7 @@ def jobs(widths: list[int], names: list[str]) -> list[Job]:
         ("check past 2**31", far),
         *each("tiles", tiles, goals[:4]),
         *each("layer", layer, (key for key in others if key not in goals)),
-        *each("check", check, ((name, 768) for name in names)),
+        *each("check", check, ((name, 768) for name in names), dtypes=FEW_TYPES, tokens=FEW),
         *each("layer", layer, goals, dtype="tf32"),
     ]
 
@@ -263,11 +298,16 @@ def self_test(rows: Rows, until: float, dtype: str) -> None:
 
 
 def check(
-    rows: Rows, until: float, name: str, width: int, tokens: Sequence[int] = (1000, 17, 1)
+    rows: Rows,
+    until: float,
+    name: str,
+    width: int,
+    dtypes: Iterable[str] = tuple(TOLERANCE),
+    tokens: Sequence[int] = CHECKED,
 ) -> None:
-    """Every product of a layer, ragged tokens, all types."""
+    """Every product of a layer, ragged tokens."""
     structure = families(width)[name].structure(width, width)
-    for dtype in TOLERANCE if DEVICE == "cuda" else ("float32", "float16"):
+    for dtype in dtypes:
         for n in tokens:
             with precision(dtype) as kind:
                 products = Layer(structure, n, kind, DEVICE).products()
@@ -278,7 +318,7 @@ def check(
 def far(rows: Rows, until: float) -> None:
     """Activations of more than 2**31 elements: the last tokens, and a gradient that ends with
     them."""
-    width, tokens, last = 1024, 2**21 + 77, 333
+    width, tokens, last = 1024, FAR_TOKENS, 333
     whole = Layer(BTT().structure(width, width), tokens, torch.bfloat16, DEVICE)
     whole.dy[:-last] = 0
     y, dx, gradients = whole.forward_backward()
@@ -359,8 +399,8 @@ def tiles(rows: Rows, until: float, name: str, width: int) -> None:
     for product in stages.products():
         m, n = prod(product.out.shape[2:4]), prod(product.out.shape[4:])
         k = prod(product.a.shape[2:4] if product.weight else product.a.shape[4:])
-        n = min(n, 128) if product.weight else n
-        table = kernels().gemm.tile_for(m, n, k, torch.bfloat16)
+        gpu = kernels().gemm.gpu_of(product.a.device)
+        table = kernels().gemm.tile_for(m, n, k, gpu, "half", weight=product.weight)
         changes = (
             {"m": 64}, {"m": 256}, {"n": max(16, table.n // 2)}, {"n": 256}, {"k": 128},
             {"warps": 12 - table.warps}, {"stages": 2}, {"stages": 4},
@@ -435,30 +475,139 @@ def measure(options: argparse.Namespace, started: float) -> None:
 # ---- without a GPU -------------------------------------------------------------------------------
 
 
-class Compiler:
-    """Stands for the kernel: compiles it for sm_90 with the arguments of a launch, and launches
+class MadeError(Exception):
+    """The models of an example are made; nothing is trained."""
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """A tensor as a compiler sees it."""
+
+    dtype: torch.dtype
+    offset: int  #: bytes from the start of its memory, which is aligned
+
+    def data_ptr(self) -> int:
+        return self.offset
+
+
+class Collector:
+    """Stands for the kernel: keeps every specialisation that is asked for, once, and launches
     nothing."""
 
     def __init__(self, kernel: Any) -> None:
-        from triton.backends.compiler import GPUTarget
-        from triton.runtime import driver
-
-        target = GPUTarget("cuda", SM_90, 32)
-        driver.set_active(
-            SimpleNamespace(
-                get_current_target=lambda: target,
-                get_current_device=lambda: 0,
-                get_current_stream=lambda device: 0,
-            )
-        )
-        self.kernel = kernel
-        self.found: list[tuple[Any, dict[str, Any]]] = []
+        self.binder = kernel.device_caches[0][-1]
+        self.source = ""
+        self.found: dict[str, Launch] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def compile_for(*arguments: Any, **options: Any) -> None:
-            self.found.append((self.kernel.warmup(*arguments, grid=grid, **options), options))
+        def keep(*operands: Any, **options: Any) -> None:
+            arguments = [
+                Pointer(each.dtype, each.storage_offset() * each.element_size())
+                if isinstance(each, Tensor)
+                else each
+                for each in operands
+            ]
+            _, specialisation, other = self.binder(*arguments, **options)
+            self.found.setdefault(f"{specialisation} {other}", (self.source, arguments, options))
 
-        return compile_for
+        return keep
+
+
+def target(arch: int) -> None:
+    """Let Triton compile for `sm_{arch}`, on a machine that has no GPU."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    found = GPUTarget("cuda", arch, 32)
+    functions = {"target": lambda: found, "device": lambda: 0, "stream": lambda device: 0}
+    driver.set_active(
+        SimpleNamespace(**{f"get_current_{name}": each for name, each in functions.items()})
+    )
+
+
+def collect(options: argparse.Namespace, arch: int) -> list[Launch]:
+    """Every specialisation that the self-test, the tests' and the examples' layers and this program
+    would use on a GPU of that architecture, found on fake tensors.
+
+    They are fake tensors of a CPU: a PyTorch without CUDA cannot slice those of a GPU.
+    """
+    gemm, check = kernels().gemm, kernels().check
+    target(arch)
+    collector = Collector(gemm._product)
+    fakes = mock.patch.multiple(gemm, _product=collector, gpu_of=lambda device: GPUS[arch])
+    no_values = mock.patch.object(check, "_faults", lambda name, call, _, out, __: call(out) or [])
+    layers = [*smallest(), *own_layers(options), *(example_layers() if options.all else ())]
+    with fakes, no_values, FakeTensorMode():
+        for dtype in options.dtypes:
+            collector.source = f"self-test {dtype}"
+            with precision(dtype) as kind:
+                check.self_test(torch.device("cpu"), kind)
+        for structure, dtype, tokens, source in layers:
+            if dtype in options.dtypes and kernels().stages.supported(structure.program.numbers):
+                collector.source = f"{source} {dtype} {tokens} tokens"
+                with precision(dtype) as kind:
+                    Layer(structure, tokens, kind, "cpu").forward_backward()
+    return list(collector.found.values())
+
+
+def smallest() -> Iterator[Sample]:
+    for family, d_in, d_out in SMALL:
+        for dtype in ("float32", "float16"):
+            yield family.structure(d_in, d_out), dtype, 19, f"test {family} {d_in} {d_out}"
+
+
+def own_layers(options: argparse.Namespace) -> Iterator[Sample]:
+    """The layers of the jobs."""
+    for _, job in jobs(options.widths, options.structures):
+        if job is far:
+            yield BTT().structure(1024, 1024), "bfloat16", FAR_TOKENS, "far"
+        if not (isinstance(job, partial) and "name" in job.keywords):
+            continue
+        name, width = job.keywords["name"], job.keywords["width"]
+        try:
+            structure = families(width)[name].structure(width, width)
+        except ValueError:  # this width has no such layer
+            continue
+        settings = [(job.keywords.get("dtype", "bfloat16"), TOKENS)]
+        if job.func is check:
+            dtypes, sizes = (
+                job.keywords.get("dtypes", TOLERANCE),
+                job.keywords.get("tokens", CHECKED),
+            )
+            settings = [(dtype, tokens) for dtype in dtypes for tokens in sizes]
+        for dtype, tokens in settings:
+            yield structure, dtype, tokens, f"{name} {width}"
+
+
+def example_layers() -> Iterator[Sample]:
+    """The layers of the models that the training examples make, by default and with --smoke, in a
+    training step and held out."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    compare = import_module("compare")
+    found = dict[tuple[Structure, int], None]()
+
+    def note(program: Any, cores: Any, x: Tensor, *rest: Any) -> Tensor:
+        structure = by_program[program.numbers]
+        found[structure, x.numel() // program.in_features] = None
+        return x.new_empty(*x.shape[:-1], program.out_features)
+
+    for program in ("train_gpt", "train_vit", "train_mlp_lm"):
+        for argv in ([], ["--smoke"]):
+            with (
+                mock.patch.object(compare, "train_all", side_effect=MadeError) as made,
+                suppress(MadeError),
+            ):
+                import_module(program).main(argv)
+            task, runs = made.call_args.args[:2]
+            for run in runs:
+                model = compare.build(task, run.width, run.structure, 0, "meta")
+                layers = [each for each in model.modules() if isinstance(each, StructuredLinear)]
+                by_program = {each.structure.program.numbers: each.structure for each in layers}
+                with mock.patch("structlin._product.define", note), torch.no_grad():
+                    for inputs, _ in (task.batch(0), *task.heldout[:1]):
+                        model(inputs.to("meta"))
+    for structure, tokens in found:
+        yield structure, "float32", tokens, "example"
 
 
 def machine_code(compiled: Any) -> dict[str, Any]:
@@ -482,54 +631,60 @@ def machine_code(compiled: Any) -> dict[str, Any]:
         "registers": int(found[1]),
         "spilled_bytes": int(found[2]),
         "shared_bytes": compiled.metadata.shared,
-        **{name: counts[name] for name in ("HGMMA", "HMMA", "FFMA")},
+        "tensor_products": sum(counts[name] for name in ("HGMMA", "HMMA", "UTCHMMA")),
         "moves_of_16_bytes": sum(name.endswith("128") for name in moves),
         "moves": len(moves),
         "instructions": len(names),
     }
 
 
-def compile_all(options: argparse.Namespace) -> None:
-    """Every product of every structure, width and type, at 16384 tokens."""
-    gemm, rows, spills = kernels().gemm, Rows(None), list[bool]()
-    gemm._product = compiler = Compiler(gemm._product)
-    for width, name in ((width, name) for width in options.widths for name in options.structures):
-        try:
-            structure = families(width)[name].structure(width, width)
-        except ValueError as misfit:
-            rows.add("left out", f"{name} at {width}: {misfit}", structure=name, width=width)
-            continue
-        for dtype in options.dtypes:
-            compiler.found.clear()
-            with precision(dtype) as kind:
-                products = Layer(structure, TOKENS, kind, "meta").products()
-            for each, (compiled, launch) in zip(products, compiler.found, strict=True):
-                tile = [launch[f"block_{axis}"] for axis in "mnk"]
-                tile += [launch["num_warps"], launch["num_stages"]]
-                content = {"structure": name, "width": width, "dtype": dtype, "tile": tile}
-                code = machine_code(compiled)
-                rows.add("compiled", product=each.name, **content, **code)
-                spills.append(code["spilled_bytes"] > 0)
-    found = f"{len(spills)} kernels compiled for sm_{SM_90}, {sum(spills)} of them spill registers"
-    print(f"{found}; run on no GPU")
+def compile_one(launch: Launch) -> dict[str, Any]:
+    """In a process whose target is set."""
+    source, arguments, options = launch
+    start, kernel = time.perf_counter(), kernels().gemm._product
+    compiled = kernel.run(*arguments, grid=(1,), warmup=True, **options)
+    tile = [options[f"block_{axis}"] for axis in "mnk"]
+    tile += [options["num_warps"], options["num_stages"]]
+    seconds = time.perf_counter() - start
+    return {"layer": source, "tile": tile, **machine_code(compiled), "seconds": seconds}
+
+
+def compile_all(options: argparse.Namespace, started: float) -> None:
+    """Every specialisation of `collect`, and nothing else, for each architecture."""
+    rows, context = Rows(None), multiprocessing.get_context("spawn")
+    spilling = 0
+    for arch in options.arch:
+        launches = collect(options, arch)
+        with context.Pool(options.workers, target, (arch,)) as pool:
+            for row in pool.imap_unordered(compile_one, launches):
+                rows.add("compiled", arch=arch, **row)
+                spilling += row["spilled_bytes"] > 0 or row["shared_bytes"] > SHARED_BYTES[arch]
+        seconds = time.perf_counter() - started
+        print(
+            f"{len(launches)} kernels compiled for sm_{arch} after {seconds:.0f} s, run on no GPU"
+        )
+    if spilling:
+        raise SystemExit(f"{spilling} kernels spill registers or need too much shared memory")
 
 
 def smoke() -> None:
     """A few tiny layers in the interpreter, which Triton chooses when the kernel is imported."""
     os.environ["TRITON_INTERPRET"] = "1"
     for name in ("BTT r=1", "Monarch 4", "Kronecker"):
-        check(Rows(None), nan, name=name, width=16, tokens=(17,))
+        check(Rows(None), nan, name, 16, ("float32", "float16"), tokens=(17,))
 
 
 def main() -> None:
     names, started = list(families(64)), time.perf_counter()
-    about = parser(__doc__, workers=None)
+    about = parser(__doc__, workers=2)
     add = about.add_argument
     add("--budget", type=float, default=540, help="seconds")
     add("--widths", type=int, nargs="+", default=[768, 1024, 2048, 4096, 8192])
     add("--structures", nargs="+", default=names, choices=names)
     add("--dtypes", nargs="+", default=[*TOLERANCE], choices=TOLERANCE, help="of --compile")
-    add("--compile", action="store_true", help="for sm_90; needs no GPU")
+    add("--compile", action="store_true", help="ahead, every kernel once; needs no GPU")
+    add("--arch", type=int, nargs="+", default=[90], choices=GPUS, help="of --compile")
+    add("--all", action="store_true", help="of --compile: for the examples too")
     add("--start", type=int, default=0, help=argparse.SUPPRESS)
     options = about.parse_args()
     if not (torch.cuda.is_available() or options.compile or options.smoke):
@@ -537,7 +692,7 @@ def main() -> None:
     elif not find_spec("triton"):
         print("Triton is not installed: nothing to run")
     elif options.compile:
-        compile_all(options)
+        compile_all(options, started)
     elif torch.cuda.is_available():
         if options.smoke:
             options.widths, options.structures, options.budget = [1024], ["BTT r=1"], 60

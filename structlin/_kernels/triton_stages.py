@@ -5,94 +5,97 @@ Untested on GPU.
     backward    dcore_i = dh_i^T h_(i-1),    dh_(i-1) = dh_i core_i^T   last to first
 
 Between the cores the features of an activation may be stored in any order, so one is taken in which
-all products read and write 16 bytes at a time: the tokens run fastest (which takes a multiple of 16
-of them; any other number is right, but slower), or, if a core is used several times per token
-(Kronecker, TT), the features do, as they are produced. At the layer's output one structure in use
-needs a copy. Where the fastest output axis is a batch axis of the last core (Monarch), one block's
-results would be written 2 bytes at a time, each into a 32-byte sector of the cache; they are
-written in the order in which they are produced and permuted once.
+all products read and write 16 bytes at a time: the tokens run fastest (best for a multiple of 16),
+or, if a core is used several times per token (Kronecker, TT), the features do, as they are
+produced. The output needs a copy where its fastest axis is a batch axis of the last core (Monarch):
+one block's results would be written 2 bytes at a time. They are written as they are produced, and
+permuted once.
 
 Everything is read from `Program.numbers`.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain, islice, pairwise
 from math import prod
+from operator import mul
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .op import steps_of
 from .triton_gemm import block_gemm, block_gemm_weight
 
 Axes = tuple[tuple[int, int], ...]  # (size, stride) of each axis of an index, the last one fastest
-Groups = list[Axes]  # batch, repeat, and fan-in or fan-out
 
 
-class Place(NamedTuple):
-    """How an activation is stored."""
+class Side(NamedTuple):
+    """How a product reads or writes the features of an activation."""
 
+    axes: Axes  #: batch, batch', repeat, fan and fan'; more where no product can take them
     width: int  #: features of a token
-    turned: bool  #: (features, tokens), or else (tokens, features)
+    turned: bool  #: stored as (features, tokens), or else as (tokens, features)
+
+    def view(self, h: Tensor, tokens: int) -> Tensor:
+        """`(batch, batch', tokens, repeat, fan, fan')` of h, flat or `(tokens, features)`."""
+        feature = tokens if self.turned else 1
+        token = h.stride(0) if h.ndim == 2 else 1 if self.turned else self.width
+        axes = [(size, feature * stride) for size, stride in self.axes]
+        axes.insert(2, (tokens, token))
+        return h.as_strided([size for size, _ in axes], [stride for _, stride in axes])
 
 
 class Stage(NamedTuple):
-    """One core: the features that it reads and writes, each as an index of at most two axes."""
+    """One core: the features that it reads and writes; batch and repeat are the same of both."""
 
-    read: Groups
-    written: Groups  #: batch and repeat have the sizes that they have in `read`
+    read: Side
+    written: Side
+
+    def view(self, core: Tensor) -> Tensor:
+        """`(batch, batch', fan_out, fan_out', fan_in, fan_in')`."""
+        axes = (*self.read.axes[:2], *self.written.axes[3:], *self.read.axes[3:])
+        return core.contiguous().view([size for size, _ in axes])
 
 
 class Plan(NamedTuple):
-    """A layer: its stages, and the activations before, between and after them."""
+    """A layer: its stages, and the sizes and the order of the output's copy, if any."""
 
     stages: list[Stage]
-    places: list[Place]
-    turns: tuple[tuple[int, ...], tuple[int, ...]]  #: sizes and order of the output's copy, if any
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
 
-    @property
-    def middle(self) -> int:
-        """Features that all cores but the first read."""
-        return sum(place.width for place in self.places[1:-1])
+    def split(self, middle: Tensor, tokens: int) -> list[Tensor]:
+        """The activations between the cores that a middle holds."""
+        return list(torch.split(middle, [tokens * read.width for read, _ in self.stages[1:]]))
 
 
 def supported(program: Sequence[int]) -> bool:
-    """Whether no index of a product has more than two axes.
+    """Whether no index of a product has more than two axes, the tokens among them.
 
-    >>> from structlin import BTT, TT
-    >>> supported(BTT(cores=3).structure(64, 64).program.numbers)
-    True
+    >>> from structlin import TT
     >>> supported(TT(rank=2, cores=4).structure(256, 256).program.numbers)
     False
     """
-    return all(
-        len(axes) <= most
-        for stage in make_plan(tuple(program)).stages
-        for side in (stage.read, stage.written)
-        for axes, most in zip(side, (2, 1, 2), strict=True)  # tokens are an axis of repeat's index
-    )
+    stages = make_plan(tuple(program)).stages
+    return all(len(side.axes) == 5 for stage in stages for side in stage)
 
 
 def forward(
     program: Sequence[int], cores: Sequence[Tensor], x: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`y = x W^T + bias` for x `(tokens, in_features)`, and the middle for `backward`: all that the
-    cores but the first read, `(tokens * features,)`.
-
-    Raises:
-        ValueError, TypeError: as `block_gemm`; shapes are otherwise taken to be checked.
-    """
-    plan, tokens = make_plan(tuple(program)), len(x)
-    middle = x.new_empty(tokens * plan.middle)
-    sizes, order = plan.turns
-    if not order:
-        return _multiply(plan, cores, x, middle, len(cores), bias), middle
-    y = _multiply(plan, cores, x, middle, len(cores))
-    y = y.view(tokens, *sizes).permute(0, *(1 + axis for axis in order))
-    if bias is not None:
-        y = y + bias.view(y.shape[1:])
-    return y.reshape(tokens, plan.places[-1].width).contiguous(), middle
+    cores but the first read, `(tokens * features,)`."""
+    plan, x, tokens = make_plan(tuple(program)), x.contiguous(), len(x)
+    middle = _multiply_middle(plan, cores, x)
+    last = [x, *plan.split(middle, tokens)][-1]
+    y = x.new_empty(tokens, plan.stages[-1].written.width)
+    _multiply(plan.stages[-1], cores[-1], last, y, tokens, None if plan.order else bias)
+    if plan.order:
+        y = y.view(tokens, *plan.sizes).permute(0, *(1 + axis for axis in plan.order))
+        y = y if bias is None else y + bias.view(y.shape[1:])
+        y = y.reshape(tokens, -1) if tokens else y.reshape(0, program[1])
+    return y.contiguous(), middle
 
 
 def backward(
@@ -104,84 +107,43 @@ def backward(
     wants: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor, list[Tensor]]:
     """dx `(tokens, in_features)` and the gradients of the cores, each empty if it is not among
-    `wants`, (x, cores).
-
-    A middle of no elements, where nothing was kept, is computed again.
-    """
-    plan, tokens = make_plan(tuple(program)), len(x)
+    `wants`, (x, cores). A middle of no elements, where nothing was kept, is computed again."""
+    plan, x, dh, tokens = make_plan(tuple(program)), x.contiguous(), dy.contiguous(), len(x)
     if not len(middle) and wants[1]:
-        middle = x.new_empty(tokens * plan.middle)
-        _multiply(plan, cores, x, middle, len(cores) - 1)
-    activations = [x, *_split(plan, middle, tokens)] if wants[1] else []
+        middle = _multiply_middle(plan, cores, x)
+    activations = [x, *plan.split(middle, tokens)] if wants[1] else []
     gradients = [core.new_empty(core.shape if wants[1] else 0) for core in cores]
-    dh, (sizes, order) = dy, plan.turns
-    if order:
-        dh = dh.view(tokens, *(sizes[axis] for axis in order))
-        dh = dh.permute(0, *(1 + axis for axis in _invert(order))).contiguous()
-    for i in reversed(range(len(cores))):
-        stage, before, after = plan.stages[i], *plan.places[i : i + 2]
-        dh_view = _view(dh, after, stage.written, tokens)
+    if plan.order:
+        dh = dh.view(tokens, *(plan.sizes[axis] for axis in plan.order))
+        back = (1 + plan.order.index(axis) for axis in range(len(plan.order)))
+        dh = dh.permute(0, *back).contiguous()
+    for i, stage in reversed(list(enumerate(plan.stages))):
+        dh_view = stage.written.view(dh, tokens)
         if wants[1]:
-            h_view = _view(activations[i], before, stage.read, tokens)
-            block_gemm_weight(dh_view, h_view, _view_core(gradients[i], stage))
+            h_view = stage.read.view(activations[i], tokens)
+            block_gemm_weight(dh_view, h_view, stage.view(gradients[i]))
         if i or wants[0]:
-            dh = x.new_empty(tokens * before.width)
-            weight = _view_core(cores[i].contiguous(), stage)
-            block_gemm(dh_view, weight, _view(dh, before, stage.read, tokens))
+            dh = x.new_empty(tokens * stage.read.width)
+            block_gemm(dh_view, stage.view(cores[i]), stage.read.view(dh, tokens))
     return dh.view(x.shape) if wants[0] else x.new_empty(0), gradients
 
 
+def _multiply_middle(plan: Plan, cores: Sequence[Tensor], x: Tensor) -> Tensor:
+    """What all cores but the last produce."""
+    middle, h = x.new_empty(len(x) * sum(read.width for read, _ in plan.stages[1:])), x
+    for stage, core, out in zip(plan.stages, cores, plan.split(middle, len(x)), strict=False):
+        _multiply(stage, core, h, out, len(x))
+        h = out
+    return middle
+
+
 def _multiply(
-    plan: Plan,
-    cores: Sequence[Tensor],
-    x: Tensor,
-    middle: Tensor,
-    first: int,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """The `first` products: the middle is written as far as they reach, and their last result is
-    returned."""
-    tokens, last = len(x), plan.places[-1]
-    targets = _split(plan, middle, tokens)
-    if first == len(cores):
-        targets = [*targets, x.new_empty(tokens, last.width)]
-    h = x
-    for i, target in enumerate(targets):
-        stage, before, after = plan.stages[i], *plan.places[i : i + 2]
-        added = None
-        if i == len(cores) - 1 and bias is not None:
-            added = _view(bias.expand(tokens, -1), after, stage.written, tokens)  # of stride 0
-        weight = _view_core(cores[i].contiguous(), stage).permute(0, 1, 4, 5, 2, 3)  # (z, k, n)
-        h_view = _view(h, before, stage.read, tokens)
-        block_gemm(h_view, weight, _view(target, after, stage.written, tokens), bias=added)
-        h = target
-    return h
-
-
-# ---- tensors, two dimensions for each index ------------------------------------------------------
-
-
-def _split(plan: Plan, middle: Tensor, tokens: int) -> list[Tensor]:
-    """The activations that a stored middle holds."""
-    return list(torch.split(middle, [tokens * place.width for place in plan.places[1:-1]]))
-
-
-def _view(h: Tensor, place: Place, groups: Groups, tokens: int) -> Tensor:
-    """`(batch, batch', tokens, repeat, fan, fan')`; h is flat, or `(tokens, features)`."""
-    feature = tokens if place.turned else 1
-    token = h.stride(0) if h.ndim == 2 else 1 if place.turned else place.width
-    batch, repeat, fan = (
-        [(size, feature * stride) for size, stride in (*group, *[(1, 0)] * (most - len(group)))]
-        for group, most in zip(groups, (2, 1, 2), strict=True)
-    )
-    axes = [*batch, (tokens, token), *repeat, *fan]
-    return h.as_strided([size for size, _ in axes], [stride for _, stride in axes])
-
-
-def _view_core(core: Tensor, stage: Stage) -> Tensor:
-    """A contiguous core: `(batch, batch', fan_out, fan_out', fan_in, fan_in')`."""
-    groups = stage.read[0], stage.written[2], stage.read[2]
-    return core.view([size for group in groups for size, _ in (*group, (1, 0), (1, 0))[:2]])
+    stage: Stage, core: Tensor, h: Tensor, out: Tensor, tokens: int, bias: Tensor | None = None
+) -> None:
+    """The product of one core."""
+    weight = stage.view(core).permute(0, 1, 4, 5, 2, 3)  # (batch, fan_in, fan_out)
+    added = None if bias is None else stage.written.view(bias.expand(tokens, -1), tokens)
+    block_gemm(stage.read.view(h, tokens), weight, stage.written.view(out, tokens), bias=added)
 
 
 # ---- where the features lie ----------------------------------------------------------------------
@@ -191,66 +153,56 @@ def _view_core(core: Tensor, stage: Stage) -> Tensor:
 def make_plan(program: tuple[int, ...]) -> Plan:
     """The plan of `Program.numbers`.
 
-    >>> from structlin import BTT, Kronecker, Monarch
-    >>> [place.turned for place in make_plan(BTT().structure(64, 64).program.numbers).places]
-    [False, True, False]
-    >>> [place.turned for place in make_plan(Kronecker().structure(64, 64).program.numbers).places]
-    [False, False, False]
-    >>> make_plan(Monarch().structure(64, 64).program.numbers).turns
+    >>> from structlin import BTT, Monarch
+    >>> make_plan(BTT().structure(64, 64).program.numbers).stages[0].written.turned
+    True
+    >>> make_plan(Monarch().structure(64, 64).program.numbers)[1:]
     ((4, 16), (1, 0))
     """
-    numbers = iter(program)
-    _, _, count = (next(numbers) for _ in range(3))
-    steps = [[next(numbers) for _ in range(4)] for _ in range(count)]
-    moves = []
-    for _ in range(count + 1):
-        axes = next(numbers)
-        moves.append(tuple(tuple(next(numbers) for _ in range(axes)) for _ in range(2)))
+    steps, rest = steps_of(program), iter(program[3 + 4 * program[2] :])
+    moves = [(tuple(islice(rest, axes)), tuple(islice(rest, axes))) for axes in rest]
     shared = any(repeat > 1 for _, repeat, _, _ in steps)
-    reads, writes, places = [], [], []
-    for n, (sizes, order) in enumerate(moves):
-        batch, repeat, fan_in, fan_out = steps[min(n, count - 1)]
-        width = batch * repeat * (fan_in if n < count else fan_out)
-        read = _strides(sizes, order) or ((width, 1),)  # in the order of reading, as produced
-        written = _strides([sizes[axis] for axis in order], _invert(order)) or ((width, 1),)
-        turned = bool(0 < n < count and not shared)
-        places.append(Place(width, turned))
-        # kept as it is read (turned, and the output), or as it is produced
-        if n < count:
-            kept = ((width, 1),) if turned else read
-            reads.append(_cut(kept, (batch, repeat, fan_in)))
+    turn: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
+    reads, writes, last = [], [], len(steps)
+    for n, (sizes, order) in enumerate(moves):  # of the activation before core n
+        batch, repeat, fan_in, fan_out = steps[min(n, last - 1)]
+        width = batch * repeat * (fan_out if n == last else fan_in)
+        turned = 0 < n < last and not shared
+        sizes, order = sizes or (width,), order or (0,)
+        if n == last and len(order) > 1 and prod(sizes[: order[-1] + 1]) <= batch:
+            turn = sizes, order
+        # kept as it is read, or as it is produced
+        kept = order if turned or (n == last and not turn[1]) else range(len(order))
+        stride = {axis: prod(sizes[b] for b in kept[i + 1 :]) for i, axis in enumerate(kept)}
+        if n < last:
+            axes = tuple((sizes[axis], stride[axis]) for axis in order)
+            reads.append((_cut(axes, (batch, repeat, fan_in)), width, turned))
         if n:
+            axes = tuple((size, stride[axis]) for axis, size in enumerate(sizes))
             batch, repeat, _, fan_out = steps[n - 1]
-            groups = _cut(written, (batch, repeat, fan_out))
-            turns: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
-            if n == count and any(stride == 1 for _, stride in groups[0]):
-                turns = sizes, order
-            as_read = turned or (n == count and not turns[1])
-            writes.append(groups if as_read else _cut(((width, 1),), (batch, repeat, fan_out)))
-    stages = []
-    for read_side, written_side in zip(reads, writes, strict=True):
-        batches, own_batches = _align(read_side[0], written_side[0])
-        repeats, own_repeats = _align(read_side[1], written_side[1])
-        stages.append(
-            Stage([batches, repeats, read_side[2]], [own_batches, own_repeats, written_side[2]])
+            writes.append((_cut(axes, (batch, repeat, fan_out)), width, turned))
+    return Plan([_stage(*sides) for sides in zip(reads, writes, strict=True)], *turn)
+
+
+def _stage(read: tuple[list[Axes], int, bool], written: tuple[list[Axes], int, bool]) -> Stage:
+    """Batch and repeat in axes of the same sizes; two, one (tokens are the other) and two axes."""
+    (*ours, fan_in), (*theirs, fan_out) = read[0], written[0]
+    aligned = zip(*(_align(*pair) for pair in zip(ours, theirs, strict=True)), strict=True)
+    sides = []
+    for groups, fan, place in zip(aligned, (fan_in, fan_out), (read[1:], written[1:]), strict=True):
+        padded = (
+            (*group, *((1, 0),) * (most - len(group)))
+            for group, most in zip((*groups, fan), (2, 1, 2), strict=True)
         )
-    return Plan(stages, places, turns)
+        sides.append(Side(tuple(chain.from_iterable(padded)), *place))
+    return Stage(*sides)
 
 
-def _invert(order: Sequence[int]) -> list[int]:
-    return [order.index(axis) for axis in range(len(order))]
+def _cut(axes: Axes, sizes: Sequence[int]) -> list[Axes]:
+    """The axes, cut into neighbouring groups of these sizes; what can be one axis is one.
 
-
-def _strides(sizes: Sequence[int], order: Sequence[int]) -> Axes:
-    """The axes of `row-major(sizes).permute(order)`."""
-    return tuple((sizes[axis], prod(sizes[axis + 1 :])) for axis in order)
-
-
-def _cut(axes: Axes, sizes: Sequence[int]) -> Groups:
-    """The axes, cut into neighbouring groups of these sizes.
-
-    >>> _cut(((6, 4), (4, 1)), (2, 12))
-    [((2, 12),), ((3, 4), (4, 1))]
+    >>> _cut(((6, 1), (4, 6)), (2, 12))
+    [((2, 3),), ((3, 1), (4, 6))]
     """
     rest, groups = list(axes), list[Axes]()
     for size in reversed(sizes):
@@ -258,7 +210,11 @@ def _cut(axes: Axes, sizes: Sequence[int]) -> Groups:
         while size > 1:
             most, stride = rest.pop()
             part = min(most, size)
-            group.insert(0, (part, stride))
+            if group and stride == prod(group[0]):  # one axis with the next
+                part_of, stride_of = group.pop(0)
+                group.insert(0, (part * part_of, stride_of))
+            else:
+                group.insert(0, (part, stride))
             if part < most:
                 rest.append((most // part, stride * part))
             size //= part
@@ -272,13 +228,7 @@ def _align(first: Axes, second: Axes) -> tuple[Axes, Axes]:
     >>> _align(((6, 1),), ((2, 1), (3, 2)))
     (((2, 3), (3, 1)), ((2, 1), (3, 2)))
     """
-    sizes, left, right = list[int](), list(first), list(second)
-    while left and right:
-        (one, a), (two, b) = left.pop(), right.pop()
-        size = min(one, two)
-        sizes.insert(0, size)
-        left += [(one // size, a * size)] * (one > size)
-        right += [(two // size, b * size)] * (two > size)
-    cut = (chain.from_iterable(_cut(axes, sizes)) for axes in (first, second))
-    aligned = tuple(tuple(axes) for axes in cut)
-    return aligned[0], aligned[1]
+    ends = (accumulate((size for size, _ in reversed(axes)), mul) for axes in (first, second))
+    sizes = [large // small for small, large in pairwise(sorted({1}.union(*ends)))][::-1]
+    one, other = (tuple(chain.from_iterable(_cut(axes, sizes))) for axes in (first, second))
+    return one, other

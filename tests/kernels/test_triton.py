@@ -11,15 +11,18 @@ import math
 import subprocess
 import sys
 import warnings
+from itertools import product as product_of
 from pathlib import Path
 
 import pytest
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
 
-from structlin import BTT, TT, BlockDiagonal, Family, Kronecker, LowRank, Monarch
-from structlin._kernels import triton_check, triton_stages
+from benchmarks.gpu import SMALL
+from structlin import BTT, Family, Kronecker, Monarch, _product
+from structlin._kernels import triton_check, triton_op, triton_stages
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
@@ -223,8 +226,22 @@ def test_offsets_past_int32_are_computed_in_64_bits(kernels, monkeypatch):
 
 
 def test_the_extent_is_the_largest_offset(kernels):
-    assert kernels.Layout((3, 5, 7), (35, 7, 1)).extent == 104
-    assert kernels.Layout((2**40, 1), (0, 2**40)).extent == 0
+    assert kernels._extent(((3, 5, 7), (35, 7, 1))) == 104
+    assert kernels._extent(((2**40, 1), (0, 2**40))) == 0
+
+
+def test_every_gpu_has_a_tile_for_every_kind_and_an_unknown_one_has_the_fallback(
+    kernels, monkeypatch
+):
+    for gpu in kernels.TILES:
+        for kind, weight in product_of(("half", "tf32", "ieee"), (False, True)):
+            tile = kernels.tile_for(10**6, 10**6, 10**6, gpu, kind, weight=weight)
+            assert tile.stages * (tile.m + tile.n) * tile.k * 4 <= 320 * 1024
+    assert kernels.table_of("a GPU of next year") is kernels.TILES["fallback"]
+    tuned = {"half product 128 32 32 4 1": [64, 32, 32, 4, 2]}
+    monkeypatch.setitem(kernels.TILES, "mine", kernels.TILES["fallback"] | {"tuned": tuned})
+    assert kernels.tile_for(999, 32, 32, "mine", "half") == (64, 32, 32, 4, 2)
+    assert kernels.tile_for(999, 32, 32, "mine", "half", weight=True) == (128, 32, 32, 4, 1)
 
 
 @pytest.fixture(scope="module")
@@ -236,34 +253,21 @@ def stages(kernels):
         yield triton_stages
 
 
-@pytest.mark.parametrize(
-    ("family", "d_in", "d_out"),
-    [
-        (BTT(), 24, 20),
-        (BTT(rank=2), 24, 24),
-        (BTT(rank=2, cores=3), 24, 36),
-        (Monarch(blocks=2), 24, 24),
-        (Monarch(blocks=8), 16, 16),
-        (LowRank(rank=3), 24, 12),
-        (BlockDiagonal(blocks=4), 24, 12),
-        (Kronecker(), 24, 20),
-        (TT(rank=2), 24, 24),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("family", "d_in", "d_out"), SMALL, ids=str)
+@DTYPES
 @pytest.mark.parametrize("tokens", [0, 19])
 def test_the_stages_are_the_layer_and_its_gradients(
-    stages, family: Family, d_in: int, d_out: int, tokens: int
+    stages, family: Family, d_in: int, d_out: int, tokens: int, dtype: torch.dtype
 ):
     """Against float64 autograd of one einsum over the whole expression."""
     structure = family.structure(d_in, d_out)
     assert stages.supported(structure.program.numbers)
-    x, dy = (
-        Guarded("t i", {"t": tokens, "i": d_in}).inside,
-        Guarded("t o", {"t": tokens, "o": d_out}).inside,
-    )
-    cores = [torch.randn(core.batch, core.fan_in, core.fan_out).mT for core in structure.cores]
-    bias = torch.randn(d_out)
+    x = Guarded("t i", {"t": tokens, "i": d_in}, dtype).inside
+    dy = Guarded("t o", {"t": tokens, "o": d_out}, dtype).inside
+    cores = [
+        torch.randn(core.batch, core.fan_in, core.fan_out).to(dtype).mT for core in structure.cores
+    ]
+    bias = torch.randn(d_out).to(dtype)
     y, middle = stages.forward(structure.program.numbers, cores, x, bias)
     dx, gradients = stages.backward(structure.program.numbers, cores, x, middle, dy)
 
@@ -280,7 +284,7 @@ def test_the_stages_are_the_layer_and_its_gradients(
     ]
     expected = torch.einsum(f"t{','.join(terms[:-1])}->t{terms[-1]}", *split).reshape(tokens, d_out)
     expected.backward(dy.double())
-    expected = expected + bias
+    expected = expected + bias.double()
     for found, wanted in zip(
         (y, dx, *gradients), (expected.detach(), *(leaf.grad for leaf in leaves)), strict=True
     ):
@@ -307,41 +311,6 @@ def test_only_what_is_wanted_is_computed_and_a_middle_that_was_not_kept_is_compu
             assert torch.equal(one, other) if wants[1] else one.numel() == 0
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "out", "error", "message"),
-    [
-        ((1, 1, 4, 1, 3, 1), (1, 1, 2, 1, 5, 1), (1, 1, 4, 1, 5, 1), ValueError, "do not multiply"),
-        ((1, 1, 4, 1, 3, 1), (1, 1, 3, 1, 5, 1), (1, 1, 4, 1, 6, 1), ValueError, "do not multiply"),
-        ((1, 4, 3), (1, 3, 5), (1, 4, 5), ValueError, "two dimensions for each index"),
-    ],
-)
-def test_shapes_that_do_not_fit_are_refused_before_anything_is_written(
-    kernels, a, b, out, error, message
-):
-    out = torch.full(out, math.nan)
-    with pytest.raises(error, match=message):
-        kernels.block_gemm(torch.ones(a), torch.ones(b), out)
-    with pytest.raises(error, match=message):
-        kernels.block_gemm_weight(torch.ones(a), torch.ones(b), out)
-    assert out.isnan().all()
-
-
-def test_mixed_dtypes_and_devices_are_refused(kernels):
-    one = torch.ones(1, 1, 1, 1, 1, 1)
-    for a, b, out in (
-        (one, one.half(), one),
-        (one.double(), one.double(), one),
-        (one, one, one.long()),
-    ):
-        with pytest.raises(TypeError, match="both operands need the same"):
-            kernels.block_gemm(a, b, out)
-    with pytest.raises(ValueError, match="move them to one device"):
-        kernels.block_gemm(one, one.to("meta"), one)
-    for bias in (torch.ones(1, 1, 1, 1, 1, 2), one.double(), one.to("meta")):
-        with pytest.raises(ValueError, match="expand it over the tokens"):
-            kernels.block_gemm(one, one, one, bias=bias)
-
-
 def test_float32_products_follow_the_precision_of_pytorch(kernels):
     matmul = torch.backends.cuda.matmul
     if not hasattr(matmul, "fp32_precision"):
@@ -350,9 +319,50 @@ def test_float32_products_follow_the_precision_of_pytorch(kernels):
     try:
         for setting, expected in (("none", "ieee"), ("ieee", "ieee"), ("tf32", "tf32")):
             matmul.fp32_precision = setting
-            assert kernels._precision() == expected
+            assert kernels.kind_of(torch.float32) == expected
+            assert kernels.kind_of(torch.float16) == "half"
     finally:
         matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("family", [BTT(rank=2), Kronecker(), Monarch(blocks=2)], ids=str)
+def test_the_operator_has_derivatives_of_any_order(monkeypatch, family: Family):
+    """The products are einsums in float64 here."""
+    monkeypatch.setattr(
+        triton_stages,
+        "block_gemm",
+        lambda a, b, out, bias=None: out.copy_(
+            product(a, b) if bias is None else product(a, b) + bias
+        ),
+    )
+    monkeypatch.setattr(
+        triton_stages, "block_gemm_weight", lambda dy, x, out: out.copy_(weight_product(dy, x))
+    )
+    structure = family.structure(6, 4) if family != Monarch(blocks=2) else family.structure(4, 8)
+    x = torch.randn(2, 3, structure.in_features, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(structure.out_features, dtype=torch.float64, requires_grad=True)
+    cores = [
+        torch.randn(core.shape, dtype=torch.float64, requires_grad=True) for core in structure.cores
+    ]
+
+    def run(x: Tensor, bias: Tensor, *cores: Tensor) -> Tensor:
+        return triton_op.apply(structure, x, cores, bias)
+
+    expected = _product.multiply(structure.program, cores, x) + bias
+    torch.testing.assert_close(run(x, bias, *cores), expected)
+    assert gradcheck(run, (x, bias, *cores))
+    assert gradgradcheck(run, (x, bias, *cores))
+    some = [leaf.requires_grad_(wanted) for leaf, wanted in ((x, False), (cores[0], True))]
+    assert gradgradcheck(lambda core: run(some[0], bias.detach(), core, *cores[1:]), (some[1],))
+
+    def third(run):
+        y = run(x, bias, *cores).pow(3).sum()
+        for _ in range(2):
+            y = torch.autograd.grad(y, cores[0], create_graph=True)[0].pow(2).sum()
+        return torch.autograd.grad(y, cores)
+
+    plain = lambda x, bias, *cores: _product.multiply(structure.program, cores, x) + bias  # noqa: E731
+    torch.testing.assert_close(third(run), third(plain))
 
 
 # ---- the self-test -------------------------------------------------------------------------------
@@ -424,7 +434,8 @@ def test_without_triton_the_answer_is_no_with_one_warning(fresh, monkeypatch):
 
 
 def test_the_kernels_compile_for_sm_90_with_tensor_cores_and_without_spills():
-    """In a process of its own: Triton's driver is replaced by one that only knows the target."""
+    """Those of the layers of one width and of the self-test, each once. In processes of their own:
+    Triton's driver is replaced by one that only knows the target."""
     command = [
         sys.executable,
         "-m",
@@ -439,9 +450,10 @@ def test_the_kernels_compile_for_sm_90_with_tensor_cores_and_without_spills():
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     rows = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]
-    assert len(rows) == 6
-    assert {row["product"] for row in rows} == {"y1", "y2", "dx1", "dx2", "dw1", "dw2"}
+    layers = " ".join(row["layer"] for row in rows)
+    assert "self-test bfloat16" in layers
+    assert "BTT r=2 1024 bfloat16 16384 tokens" in layers
     for row in rows:
         assert row["spilled_bytes"] == 0, row
-        assert row["HGMMA"] + row["HMMA"] > 0, row
+        assert row["tensor_products"] > 0, row
         assert row["shared_bytes"] <= 227 * 1024, row
