@@ -1,12 +1,17 @@
-"""The compiled CPU engine `cpu.cpp`: built once for this machine, kept in a cache, loaded at first
-use.
+"""The compiled CPU engine `cpu.cpp`, loaded at first use: from the wheel, or else built once for
+this machine and kept in a cache.
 
     STRUCTLIN_ENGINE=off    plain products instead
     STRUCTLIN_CACHE=folder  where the library is kept; otherwise the user's cache folder, or one
                             under the temporary folder where that cannot be written
-    STRUCTLIN_CXXFLAGS=...  compiler flags after ours, for example -march=x86-64-v3
+    STRUCTLIN_CXXFLAGS=...  compiler flags after ours, for example -march=x86-64-v3; if it is set,
+                            the wheel's libraries are not used
     CXX="ccache g++"        the compiler; otherwise g++ or clang++
     python -m structlin._kernels.build    builds it now, for example in an image of a container
+
+A wheel may bring one library per `VARIANTS`. The first whose instructions this CPU has is loaded,
+if it was made from the sources beside it. torch's stable C++ interface lets it serve every torch
+from `OLDEST` on.
 
 The library's name says what it was made from (source, flags, torch, compiler, CPU) and holds the
 digest of the library itself. A library that is not what its name says, torn by a full disk or a
@@ -30,6 +35,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -43,15 +49,37 @@ SOURCE = Path(__file__).with_name("cpu.cpp")
 FLAGS = (
     "-std=c++20",
     "-O3",
-    "-march=native",
     "-fPIC",
     "-shared",
     "-DTORCH_TARGET_VERSION=0x020a000000000000",
 )
 OLDEST = (2, 10)  # torch's stable C++ interface
+SHIPPED = SOURCE.parent / "lib"  # the libraries that a wheel brings
 SECONDS = 1800  # a build that takes longer is given up; 30 are usual, 500 on a busy machine
 _log = logging.getLogger("structlin")
 _lock = threading.Lock()
+
+
+class Variant(NamedTuple):
+    """A library of a wheel: the compiler's options, and the flags of /proc/cpuinfo they imply."""
+
+    options: str
+    needs: str
+
+
+_V2 = "cx16 lahf_lm pni popcnt sse4_1 sse4_2 ssse3"
+_V3 = f"{_V2} abm avx avx2 bmi1 bmi2 f16c fma movbe xsave"
+_V4 = f"{_V3} avx512bw avx512cd avx512dq avx512f avx512vl"
+_BF16 = f"{_V4} avx512_bf16"
+VARIANTS = {  # the best first
+    "amx": Variant(
+        "-march=x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16", f"{_BF16} amx_tile amx_bf16"
+    ),
+    "x86-64-v4-bf16": Variant("-march=x86-64-v4 -mavx512bf16", _BF16),
+    "x86-64-v4": Variant("-march=x86-64-v4", _V4),
+    "x86-64-v3": Variant("-march=x86-64-v3", _V3),
+    "x86-64-v2": Variant("-march=x86-64-v2", _V2),
+}
 
 
 class State(NamedTuple):
@@ -115,43 +143,80 @@ def _load() -> State:
         return State(
             False, f"STRUCTLIN_ENGINE={os.environ['STRUCTLIN_ENGINE']} switches the engine off"
         )
-    try:
-        path = build()
-        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
-    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
-        says = " ".join(str(error).split())[:300]
-        _log.warning(
-            "plain products instead of the compiled CPU engine, two to four times slower: %s", says
-        )
-        return State(False, says)
-    return State(True, str(path))
+    says = ""
+    for find, instead in (
+        (find_shipped, "the CPU engine that the wheel brought is not used"),
+        (build, "plain products instead of the compiled CPU engine, two to four times slower"),
+    ):
+        try:
+            path = find()
+            if path:
+                torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+                return State(True, str(path))
+        except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+            says = " ".join(str(error).split())[:300]
+            _log.warning("%s: %s", instead, says)
+    return State(False, says)
+
+
+def find_shipped() -> Path | None:
+    """The wheel's library for this CPU, if there is one from these sources and the user asks for
+    none of their own.
+
+    Raises:
+        RuntimeError: the library is damaged.
+    """
+    if _torch_version() < OLDEST or "STRUCTLIN_CXXFLAGS" in os.environ:
+        return None
+    found = set(_describe_cpu().split())
+    for name, variant in VARIANTS.items():
+        if found.issuperset(variant.needs.split()):
+            for path in SHIPPED.glob(f"{_name_variant(name)}-*.so"):
+                if not _is_whole(path):
+                    raise RuntimeError(f"{path} is damaged: install structlin again")
+                return path
+    return None
+
+
+def build_variants(folder: Path) -> list[Path]:
+    """The libraries of a wheel, built into `folder`, on every processor."""
+    compiler = find_compiler()
+
+    def build_one(name: str) -> Path:
+        options = VARIANTS[name].options.split()
+        return _compile([*compiler, *FLAGS, *options, "-s"], folder, _name_variant(name))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(build_one, VARIANTS))
 
 
 def build() -> Path:
-    """The library, built if there is none.
+    """The library of this machine, built if there is none.
 
     Raises:
         RuntimeError: no compiler, a torch that is too old, no folder to keep the library in, or the
             build fails.
     """
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if version < OLDEST:
+    if _torch_version() < OLDEST:
         raise RuntimeError(
             f"torch {torch.__version__} has no stable C++ interface; 2.10 and later have"
         )
     if not hasattr(os, "getuid"):
         raise RuntimeError(f"{platform.system()} is not supported, only Linux and macOS")
     compiler = find_compiler()
-    flags = (*FLAGS, *shlex.split(os.environ.get("STRUCTLIN_CXXFLAGS", "")))
-    sources = [path.read_bytes() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
+    flags = (*FLAGS, "-march=native", *shlex.split(os.environ.get("STRUCTLIN_CXXFLAGS", "")))
     tools = *flags, torch.__version__, _run([*compiler, "--version"]), _describe_cpu()
-    stem = f"engine-{_hash(*sources, *(text.encode() for text in tools))}"
+    stem = f"engine-{_hash_sources(*tools)}"
     folder = find_folder()
     found = _find_library(folder, stem)
     if found:
         return found
     with _lock_folder(folder):
-        return _find_library(folder, stem) or _compile([*compiler, *flags], folder, stem)
+        found = _find_library(folder, stem)
+        if found:
+            return found
+        with _announce(f"building its CPU engine, once, into {folder}"):
+            return _compile([*compiler, *flags], folder, stem)
 
 
 def find_compiler() -> list[str]:
@@ -221,9 +286,18 @@ def _find_library(folder: Path, stem: str) -> Path | None:
     """The library that was made as `stem` says and is still what its name says."""
     for path in folder.glob(f"{stem}-*.so"):
         _require_private(path)
-        if path.name == f"{stem}-{_hash(path.read_bytes())}.so":
+        if _is_whole(path):
             return path
     return None
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the library is what the digest in its name says."""
+    return path.stem.endswith(f"-{_hash(path.read_bytes())}")
+
+
+def _name_variant(name: str) -> str:
+    return f"engine-{name}-{_hash_sources(*FLAGS, VARIANTS[name].options)}"
 
 
 @contextmanager
@@ -236,6 +310,18 @@ def _lock_folder(folder: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _announce(work: str) -> Iterator[None]:
+    """Say what begins, and how many seconds it took."""
+    print(f"structlin: {work} ...", end="", file=sys.stderr, flush=True)
+    start, end = time.monotonic(), "failed"
+    try:
+        yield
+        end = f"{time.monotonic() - start:.0f} s"
+    finally:
+        print(f" {end}", file=sys.stderr)
+
+
 def _compile(command: Sequence[str], folder: Path, stem: str) -> Path:
     _remove_leftovers(folder, stem)
     torch_folder = Path(torch.__file__).parent
@@ -244,14 +330,10 @@ def _compile(command: Sequence[str], folder: Path, stem: str) -> Path:
         prefix=".build-", dir=folder, ignore_cleanup_errors=True
     ) as aside:
         made = Path(aside, "engine.so")
-        says = f"structlin: building its CPU engine, once, into {folder} ..."
-        print(says, end="", file=sys.stderr, flush=True)
-        start = time.monotonic()
         try:
             include = f"-I{torch_folder / 'include'}"
             _run([*command, include, str(SOURCE), "-o", str(made), *libraries], aside)
         except subprocess.CalledProcessError as error:
-            print(" failed", file=sys.stderr)
             lines = error.stderr.splitlines()
             reason = next((line for line in lines if "error" in line.lower()), error.stderr)
             raise RuntimeError(
@@ -260,7 +342,6 @@ def _compile(command: Sequence[str], folder: Path, stem: str) -> Path:
         made.chmod(0o700)
         path = folder / f"{stem}-{_hash(made.read_bytes())}.so"
         made.replace(path)
-        print(f" {time.monotonic() - start:.0f} s", file=sys.stderr)
     return path
 
 
@@ -281,6 +362,10 @@ def _run(command: Sequence[str], folder: str | None = None) -> str:
     return done.stdout
 
 
+def _torch_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
 def _describe_cpu() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
@@ -291,6 +376,12 @@ def _describe_cpu() -> str:
         )
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
+
+
+def _hash_sources(*tools: str) -> str:
+    """What a library is made from: the sources, and what `tools` says of how."""
+    sources = [path.read_bytes() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
+    return _hash(*sources, *(text.encode() for text in tools))
 
 
 def _hash(*parts: bytes) -> str:
