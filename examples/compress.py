@@ -225,6 +225,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     options = parse(argv)
+    structlin.show_config()  # builds the engine, so that no time has that in it
     job, console = options.job, Console(width=None if sys.stdout.isatty() else 150)
     base = {"family": "dense", "budget": 1.0, "aware": False, **size(job.dense), "error": 0.0}
     base |= {"seconds": 0.0, "after": job.measure(job.dense), "healed": None, "heal_seconds": 0.0}

@@ -397,6 +397,7 @@ def main(argv: list[str] | None = None) -> list[Row]:
     parser.add_argument("--out", type=Path, help="default: results/; with --smoke nothing is kept")
     parser.add_argument("--smoke", action="store_true", help="a tiny random encoder, two families")
     options = parser.parse_args(argv)
+    structlin.show_config()  # builds the engine, so that no time has that in it
     if options.smoke:
         try:
             encoder = random_encoder()

@@ -47,11 +47,13 @@ def test_the_examples_in_the_docstrings_give_what_they_show(module):
     assert not results.failed
 
 
-TIMED = ("timing.wall", "timing.interleaved", "race(", "Bench(", "perf_counter()", "milliseconds(")
+TIMED = ("timing.wall", "timing.interleaved", "race(", "Bench(", "milliseconds(")
+TIMED = (*TIMED, "perf_counter()", "process_time()", "monotonic()")
 
 
-def test_every_benchmark_that_times_a_layer_builds_the_engine_before():
-    programs = [path for path in (ROOT / "benchmarks").rglob("*.py") if path.stem != "gpu"]
+def test_every_program_that_times_a_layer_builds_the_engine_before():
+    folders = ROOT / "benchmarks", ROOT / "examples"
+    programs = [path for folder in folders for path in folder.rglob("*.py") if path.stem != "gpu"]
     texts = {path.stem: path.read_text(encoding="utf-8") for path in programs}
     timed = {
         name: text
