@@ -177,16 +177,17 @@ def summary(model: nn.Module, *, tokens: int | None = None, measure: int | None 
         ValueError: the model has no linear layer; `tokens` is negative, `measure` not positive; a
             layer to be timed has no values (meta) or is sharded.
 
-    >>> from structlin import TT, convert
-    >>> print(summary(convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), TT(rank=4))))
-    layer              x   in -> out   structure    params   /dense   FLOPs/token   /dense   saved
-    ──────────────────────────────────────────────────────────────────────────────────────────────
-    *                  2   64 -> 64    TT(rank=4)    1,024    12.5%        16,384   100.0%     128
-    linear layers      2                             1,024    12.5%        16,384   100.0%     128
-    other parameters                                   128
+    >>> from structlin import TT, LowRank, convert
+    >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    >>> print(summary(convert(model, LowRank(rank=8))))
+    layer              x   in -> out   structure         params   /dense   FLOPs/token   /dense   saved
+    ───────────────────────────────────────────────────────────────────────────────────────────────────
+    *                  2   64 -> 64    LowRank(rank=8)    2,048    25.0%         4,096    25.0%     144
+    linear layers      2                                  2,048    25.0%         4,096    25.0%     144
+    other parameters                                        128
     >>> summary(nn.Sequential(StructuredLinear(64, 64, TT(rank=16))), tokens=4096).rows[0].way
     'dense'
-    """
+    """  # noqa: E501
     if tokens is not None and tokens < 0:
         raise ValueError(f"tokens={tokens} is negative")
     if measure is not None:
