@@ -5,7 +5,7 @@
 //     dcore_t[b, o, i] = sum over tokens and r of g_(t+1)[b, r, o] h_t[b, r, i]
 //
 // A tile of tokens goes through all cores while it lies in cache (tiles.h); each core is products of one kind
-// (microkernel.h), of blocks of any size. What runs when is in dispatch.h. Of few tokens a tile would be mostly empty;
+// (microkernel.h), of blocks of any size. What runs when is in dispatch.h. Few tokens would leave a tile mostly empty;
 // the forward pass takes them by gemv.h. Two-byte numbers are widened to float32, unless the CPU multiplies bfloat16 in
 // pairs, or has a matrix unit (amx.h). A core is stored (batch, fan_out, fan_in). Sums are in float32, for float64 in
 // float64. Every part of the tokens is summed by itself and the parts are summed in their order: the same call on as

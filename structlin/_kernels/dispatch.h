@@ -1,6 +1,6 @@
-// What runs when: every threshold of the engine, and what the CPU says of itself, from which they follow.
+// What runs when: every threshold of the engine, and what the CPU says of itself.
 //
-// Numbers with a unit were found by trying, on these machines:
+// Registers and tiles follow from the CPU's vectors and caches. The thresholds were found by trying, on these machines:
 //
 //     CPU                      vectors         L1     L2      matrix unit
 //     AMD EPYC, Zen 1, 2       AVX2            32 KB  512 KB  no
@@ -23,8 +23,8 @@
 
 namespace {
 
-constexpr Index MIN_PRODUCTS_PER_THREAD = 1 << 16;  // multiply-adds that a thread is worth
-constexpr Index MIN_PRODUCTS_TO_PACK = 1 << 24;     // multiply-adds of a block that its transposed copy is worth
+constexpr Index MIN_PRODUCTS_PER_THREAD = 1 << 16;  // multiply-adds that are worth a thread
+constexpr Index MIN_PRODUCTS_TO_PACK = 1 << 24;     // multiply-adds by a block that are worth its transposed copy
 constexpr Index LARGE_BLOCK = 1 << 18;              // numbers of a block that BLAS multiplies faster by many tokens
 constexpr Index LARGE_BLOCK_OF_UNIT = 1 << 20;      // the same, of bfloat16 on a matrix unit
 constexpr Index MAX_GEMV_TOKENS = 16;               // tokens that the engine takes where BLAS takes more
@@ -47,7 +47,7 @@ struct Caches {
   Index l1, l2;  // bytes of a core's own
 };
 
-// Bytes of a cache by Linux's files, which know those of ARM too; 0: they do not say
+// Bytes of a cache of the first processor by Linux's files, which know those of ARM too; 0: they do not say
 inline Index read_cache_file(int level) {
   for (int index = 0; index < 4; index++) {
     const std::string folder = "/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(index) + "/";
@@ -140,12 +140,12 @@ Tiling find_tiling(const Call& call) {
   const Program& program = call.program;
   const Index l2 = caches().l2, tokens = call.tokens;
   const bool beyond = program.params() * Index{sizeof(F)} >= l2, large = program.widest_core() * Index{sizeof(F)} >= l2;
-  // Of few tokens times many cores: so that there is one sum of gradients, no core is read by all, and of three tiles
-  // no thread has two
+  // Threads share a tile where few tokens meet many cores. Then there is one sum of gradients, no core is read by all,
+  // and no thread has two of three tiles.
   const bool shared = beyond && tokens <= (call.forward ? 4 : 6) * L && program.fewest() >= call.threads;
   if (shared) return {tokens > L ? 2 * L : L, 1, true};
-  // A vector; two where a core is large, where numbers go in groups, and where there are so many that threads' shares
-  // stay alike; four for the matrix unit, where a core is large
+  // A tile has one vector of tokens. It has two where a core is large, where numbers go in groups, and where tokens are
+  // so many that threads' shares stay alike; four for the matrix unit, where a core is large.
   const Index vectors = GROUPED<S> && large && has_matrix_unit() ? 4 : 2, each = tokens / (vectors * L) / call.threads;
   const Index width = (GROUPED<S> || large || each >= 4) && each ? vectors * L : L;
   if (!beyond) return {width, 1, false};

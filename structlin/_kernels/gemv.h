@@ -13,7 +13,7 @@
 namespace {
 
 // R rows of a core times N tokens, of which `h` and `next` are rows, `stride` numbers apart; a result for each row of
-// the core, in `columns`. Of L / R tokens those that are missing repeat the others, which costs nothing.
+// the core, in `columns`. Missing tokens of L / R repeat the others, which costs nothing.
 template <class S, int R, int N, class T>
 inline void gemv_rows(const S* core, Index in, const Held<S>* h, T* next, Index stride, const Index* columns,
                       Wide<S> factor) {
@@ -64,7 +64,7 @@ inline Share share_of(const Step& step, Index part, Index end, Index parts) {
   return share;
 }
 
-// h_(t+1) from h_t, times a factor, for a share of a core. Of 1 to 3 tokens more rows make a whole vector of results.
+// h_(t+1) from h_t, times a factor, for a share of a core. With 1 to 3 tokens more rows make a whole vector of results.
 template <class S, class T>
 void gemv_core(const Step& step, const S* core, Wide<S> factor, const Held<S>* h, T* next, Index stride, Index tokens,
                const Share& share) {

@@ -3,7 +3,7 @@
 //
 //     factor = gain * min(1, sigma / RMS(core))
 //
-// Of a mixture each core has the blocks of all experts, one expert's after the other's; `loads` says how many of the
+// A mixture's core has the blocks of all experts, one expert's after the other's; `loads` says how many of the
 // tokens, which lie in the same order, are each expert's.
 
 #pragma once

@@ -91,9 +91,12 @@ def choose(
 ) -> Path:
     """Return the way of a call of so many tokens, as the engine's `choose` in dispatch.h says.
 
+    Between GEMV and TILES the number of threads at the first such call decides; BLAS does not
+    depend on it.
+
     Args:
         numbers: the program's.
-        trains: whether a backward pass may follow; whether it pays does not depend on the tokens.
+        trains: whether a backward pass may follow; then BLAS does not depend on the tokens either.
     """
     return _choose(numbers, dtype, tokens, trains)
 

@@ -16,7 +16,7 @@ using Indices = std::vector<Index>;
 
 constexpr size_t MAX_PROGRAMS = 1024;  // that a thread remembers
 
-// Of the indices of one side of a core: where each value of batch, repeat and fan lies among the features of a token
+// Where each value of batch, repeat and fan lies among the features of a token, for one side of a core
 struct Offsets {
   Indices batch, repeat, fan;
   Offsets() = default;

@@ -147,7 +147,7 @@ struct Tiles {
   void pack_tokens(H* tile, const S* x, Index features, Index n, const Indices& places) const {
     auto get = [=, this](Index i, Index f, Index count) {
       const S* row = x + i * G * features + f;
-      // Of the next tile, one line after the other
+      // The next tile is fetched, one line after the other
       __builtin_prefetch(x + width * features + f * width + i * G * L, 0, 2);
       return bits_of<Vector<F>>(load_b(row, features, i * G + G <= n, count));
     };

@@ -88,7 +88,7 @@ def gpu_of(device: torch.device) -> str:
 
 
 def kind_of(dtype: torch.dtype) -> str:
-    """Of product, see `tile_for`: float32 is as precise as PyTorch's own."""
+    """The kind of product, see `tile_for`: float32 is as precise as PyTorch's own."""
     matmul = torch.backends.cuda.matmul
     if dtype != torch.float32:
         return "half"
