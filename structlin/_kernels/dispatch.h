@@ -28,6 +28,8 @@ constexpr Index MIN_PRODUCTS_TO_PACK = 1 << 24;     // multiply-adds by a block 
 constexpr Index LARGE_BLOCK = 1 << 18;              // numbers of a block that BLAS multiplies faster by many tokens
 constexpr Index LARGE_BLOCK_OF_UNIT = 1 << 20;      // the same, of bfloat16 on a matrix unit
 constexpr Index MAX_GEMV_TOKENS = 16;               // tokens that the engine takes where BLAS takes more
+constexpr Index LARGE_PLAIN = 1 << 16;              // products of a token by one core or shared blocks: few are BLAS's
+constexpr Index LARGE_TRANSPOSED = 3 << 19;         // the same in training, of bfloat16 in pairs
 constexpr Index MAX_TILES_TOGETHER = 8;             // tiles for which a block beyond the second cache is read once
 constexpr Index MAX_SUM_BYTES = 1 << 30;            // bytes of all threads' sums of gradients
 constexpr Index MAX_REGISTER_ROWS = 8;              // rows of sums in registers
@@ -109,9 +111,10 @@ struct Call {
 
 enum class Path { BLAS, GEMV, TILES };
 
-// BLAS: torch's own products, of large blocks and chains of matrices. GEMV (gemv.h): forward, of so few tokens that
-// much of a tile would be empty, that widening the cores would take longer than their products, or that some threads
-// would have no block. TILES (tiles.h): everything else.
+// BLAS: torch's own products, of large blocks and chains of matrices; of one vector of tokens where there is one core,
+// where blocks are shared, or where a backward pass would mostly transpose cores. GEMV (gemv.h): forward, of so few
+// tokens that much of a tile would be empty, that widening the cores would take longer than their products, or that
+// some threads would have no block. TILES (tiles.h): everything else.
 template <class S>
 Path choose(const Call& call) {
   constexpr Index L = LANES<Wide<S>>;
@@ -123,7 +126,12 @@ Path choose(const Call& call) {
   if (large && !unit) most = MAX_GEMV_TOKENS;
   else if (GROUPED<S>) most = L / 2;
   else if (std::is_same_v<S, Held<S>> && program.fewest() >= call.threads) most = L * 3 / 4;
-  return call.forward && call.tokens <= most ? Path::GEMV : Path::TILES;
+  if (call.forward && call.tokens <= most) return Path::GEMV;
+  if (call.tokens > L) return Path::TILES;
+  const Index products = program.products();
+  const bool plain = (program.steps.size() == 1 || program.shares()) && products >= (GROUPED<S> ? 8 : 1) * LARGE_PLAIN;
+  const bool transposes = GROUPED<S> && call.trains && products >= LARGE_TRANSPOSED;
+  return plain || transposes ? Path::BLAS : Path::TILES;
 }
 
 // How tokens go through the cores on the path TILES

@@ -107,8 +107,7 @@ void forward_gemv(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias) 
   const Index stride = round_up(program.width(), 1024) + 2 * L;  // or tokens would share a line of the cache
   const Indices& fan = first.reads.fan;
   const bool straight = fan.back() == first.in - 1 && std::is_sorted(fan.begin(), fan.end());
-  Index work = 0;
-  for (const Step& step : program.steps) work += step.params() * step.repeat * tokens;
+  const Index work = program.products() * tokens;
   const bool large = program.params() * Index{sizeof(S)} >= 2 * caches().l2;  // so that no two threads read the same
   const Index groups = tokens >= 2 * threads && work > 2 * MIN_PRODUCTS_PER_THREAD && !large ? threads : 1;
   thread_local Numbers<H> wide;

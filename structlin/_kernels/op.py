@@ -76,8 +76,7 @@ def pays(program: Program, x: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return choose(program.numbers, x.dtype) != Path.BLAS
     trains = torch.is_grad_enabled()  # or may: it is not known
-    tokens = 0 if trains else x.numel() // x.shape[-1]
-    return bool(_choose(program.numbers, x.dtype, tokens, trains))
+    return bool(_choose(program.numbers, x.dtype, x.numel() // x.shape[-1], trains))
 
 
 @lru_cache(maxsize=4096)
@@ -96,7 +95,8 @@ def choose(
 
     Args:
         numbers: the program's.
-        trains: whether a backward pass may follow; then BLAS does not depend on the tokens either.
+        tokens: 0 where they are not known, as while torch.compile traces.
+        trains: whether a backward pass may follow.
     """
     return _choose(numbers, dtype, tokens, trains)
 

@@ -129,6 +129,16 @@ struct Program {
     return sum;
   }
 
+  Index products() const {  // multiply-adds of a token
+    Index sum = 0;
+    for (const Step& step : steps) sum += step.params() * step.repeat;
+    return sum;
+  }
+
+  bool shares() const {  // whether a token uses some block more than once
+    return std::any_of(steps.begin(), steps.end(), [](const Step& step) { return step.repeat > 1; });
+  }
+
   Index largest() const {  // numbers of a block
     Index most = 0;
     for (const Step& step : steps) most = std::max(most, step.in * step.out);

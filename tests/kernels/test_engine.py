@@ -929,12 +929,31 @@ def test_blocks_that_blas_has_at_its_own_rate_are_left_to_it(dtype, blocks, take
         (Monarch(blocks=2), 16, False, op.Path.GEMV),  # blocks of 512 x 512
         (Monarch(blocks=2), 17, False, op.Path.BLAS),
         (Monarch(blocks=2), 1, True, op.Path.BLAS),
+        (Kronecker(), 1, False, op.Path.GEMV),
+        (Kronecker(), 17, False, op.Path.TILES),
     ],
 )
 def test_it_is_asked_which_way_a_call_takes(family, tokens, trains, path):
     numbers = family.structure(1024, 1024).program.numbers
     assert op.choose(numbers, torch.float32, tokens, trains) == path
 
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "trains", "path"),
+    [
+        (BTT(), torch.float64, True, op.Path.TILES),
+        (Kronecker(), torch.float64, False, op.Path.BLAS),  # blocks that a token uses 128 times
+        (Kronecker(), torch.float32, True, op.Path.BLAS),
+        (BlockDiagonal(blocks=128), torch.float32, True, op.Path.BLAS),  # one core
+        (Monarch(blocks=128), torch.float32, True, op.Path.TILES),
+    ],
+)
+def test_one_vector_of_tokens_is_left_to_blas_where_it_is_faster(family, dtype, trains, path):
+    numbers = family.structure(8192, 8192).program.numbers
+    lanes = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 4)
+    tokens = lanes * 4 // dtype.itemsize
+    assert op.choose(numbers, dtype, tokens, trains) == path
+    assert op.choose(numbers, dtype, 64, trains) == op.Path.TILES
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("count", [5, 16, 17, 40])
