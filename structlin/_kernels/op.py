@@ -185,7 +185,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         loads, x, bias, gains, *cores = ctx.saved_tensors
         of_x, of_bias, of_gains, *of_cores = ctx.needs_input_grad[4:]
-        if torch.is_grad_enabled() or _is_batch(dy) or not available(dy):
+        if torch.is_grad_enabled() or is_batch(dy) or not available(dy):
             found = _differentiate(ctx, dy, loads, [x, bias, gains, *cores])
             return None, None, None, None, *found
         needs = of_x, of_cores, of_bias, of_gains
@@ -195,7 +195,7 @@ class _Product(torch.autograd.Function):
         return None, None, None, None, dx, dbias, dgains, *dcores
 
 
-def _is_batch(dy: Tensor) -> bool:
+def is_batch(dy: Tensor) -> bool:
     """Whether it stands for many, in `autograd.grad(is_grads_batched=True)`, an older vmap."""
     return bool(torch._C._dispatch_keys(dy).has(_BATCHED))
 
@@ -223,12 +223,14 @@ def _differentiate(
 ) -> list[Tensor | None]:
     """The gradients that are asked for, by the loop: differentiable, and a batch of dy may be given
     by vmap."""
-    x, bias, gains, *cores = inputs
-    wanted = [
-        value for value, needed in zip(inputs, ctx.needs_input_grad[4:], strict=True) if needed
-    ]
     again = torch.is_grad_enabled()
     with torch.enable_grad():
+        # x may depend on the cores; the gradients are those of this layer alone
+        inputs = [None if value is None else value.view_as(value) for value in inputs]
+        x, bias, gains, *cores = inputs
+        wanted = [
+            value for value, needed in zip(inputs, ctx.needs_input_grad[4:], strict=True) if needed
+        ]
         y = ctx.loop(ctx.program, cores, x, bias, gains, ctx.sigmas, loads)
         found = iter(torch.autograd.grad(y, wanted, dy, create_graph=again))  # type: ignore[arg-type]
     return [next(found) if needed else None for needed in ctx.needs_input_grad[4:]]

@@ -2,6 +2,7 @@
 definition."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -130,6 +131,20 @@ def test_third_derivatives_are_those_of_the_dense_way():
         return value
 
     torch.testing.assert_close(third("structured"), third("dense"))
+
+
+def test_a_layer_applied_twice_has_the_gradients_of_its_matrix_where_they_are_differentiable():
+    """The second input depends on the cores."""
+    structure = BTT(rank=2).structure(6, 6)
+    cores, x = [core.requires_grad_() for core in random_cores(structure)], tokens(3, 6)
+    way = partial(_product.run, structure, cores)
+    w = _product.to_dense(structure, cores)
+    expected = torch.autograd.grad((x @ w.T @ w.T).sin().sum(), cores)
+    for create_graph in (False, True):
+        y = way(way(x, mode="structured"), mode="structured")
+        found = torch.autograd.grad(y.sin().sum(), cores, create_graph=create_graph)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.detach(), other)
 
 
 @OWN
