@@ -29,4 +29,4 @@ mutate:
 	python -m tests.mutate
 
 ahead:
-	python -m benchmarks.gpu --compile --all --arch 80 90 100
+	python -m benchmarks.ahead

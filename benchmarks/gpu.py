@@ -1,41 +1,36 @@
-"""Are the Triton kernels right, and how fast? One command for a machine with a GPU; untested on GPU
-so far.
+"""Are the Triton kernels right, and how fast? One command for a machine with a GPU, which checks,
+tunes and measures everything; untested on GPU so far.
 
     python -m benchmarks.gpu                         # 9 minutes at most, results/gpu.jsonl
     python -m benchmarks.gpu --budget 300 --out out
-    python -m benchmarks.gpu --compile --all         # no GPU: compiles every kernel ahead
     python -m benchmarks.gpu --smoke                 # no GPU: tiny layers in Triton's interpreter
 
-On a GPU, in this order: the self-test; every product of every structure against float64, also with
-ragged tokens and past 2**31 elements; the machine's ceilings; then layers, forward and backward, by
-order of the goals below: nn.Linear first and last, `StructuredLinear` (whatever path it takes), and
-the Triton stages without autograd, from Python and as a CUDA graph; each product alone; and, for
-products of the largest goals, other tiles than the table's. Outputs are poisoned with NaN and
-compared with float64 before they are timed; caches are cold; variants take turns. Every row is a
-line of JSON, written at once; a failure is a row too, and the rest goes on, in a new process if the
-GPU is lost.
+On a GPU, in this order: the self-test; the machine's ceilings; every product of the goals' layers
+against float64, with ragged tokens; other tiles than the rule's for these products, of which the
+faster ones go into structlin/_kernels/triton_tiles.json under the name of the GPU; then layers,
+forward and backward, by order of the goals below: nn.Linear first and last, `StructuredLinear`
+(whatever path it takes), and the Triton stages without autograd, from Python and as a CUDA graph;
+each product alone; products past 2**31 elements, and of every other structure. Outputs are poisoned
+with NaN and compared with float64 before they are timed; caches are cold; variants take turns.
+Every row is a line of JSON, written at once; a failure is a row too, and the rest goes on, in a new
+process if the GPU is lost. `benchmarks.ahead` compiles without a GPU what these jobs launch.
 """
 
 import argparse
-import collections
 import json
-import multiprocessing
 import os
-import re
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib import import_module
 from importlib.util import find_spec
 from math import nan, prod, sqrt
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -44,7 +39,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.harness import record, report, timing
 from benchmarks.harness.experiment import parser
@@ -79,16 +73,15 @@ GOALS = {
 SHARE = 0.7
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "tf32": 2e-3, "float32": 1e-5}
 ROUNDS = (5, 25)
+MIN_GAIN = 0.02  # of a tile's time over the rule's
+# Of a tile that is tried: outputs, by warps, whose sums the registers hold; shared memory
+MOST_OUTPUTS, MOST_BYTES = {4: 128 * 64, 8: 128 * 256}, 160 * 1024
 JOB_SECONDS = 30  # at most, of a layer's rounds and of a product's tiles
-CHECKED = (
-    1000,
-)  # tokens of every check of a goal's layer, in all types; and of the others, in two
+# tokens of every check of a goal's layer, in all types; and of the others, in two
+CHECKED = (1000,)
 FEW, FEW_TYPES = (17,), ("float16", "float32")
 FAR_TOKENS = 2**21 + 77
-# What is compiled ahead: by architecture, a GPU whose tiles are taken, and its shared memory
-GPUS = {80: "NVIDIA A100-SXM4-80GB", 90: "NVIDIA H200", 100: "NVIDIA B200"}
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-# The layers of tests/kernels/test_triton.py
+# The layers of tests/kernels/test_triton.py, of these widths
 SMALL: list[tuple[Family, int, int]] = [
     (BTT(), 24, 20),
     (BTT(rank=2), 24, 24),
@@ -101,10 +94,9 @@ SMALL: list[tuple[Family, int, int]] = [
     (TT(rank=2), 24, 24),
 ]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WIDTHS = (4096, 1024, 2048, 8192, 768)  # by order of importance
 TOKENS = 16384
 CEILINGS: dict[str, timing.Ceilings] = {}  # of a dtype, once measured
-Sample = tuple[Structure, str, int, str]  # a layer, its dtype and tokens, and who has it
-Launch = tuple[str, list[Any], dict[str, Any]]  # who needs it; the arguments
 UNKNOWN = timing.Ceilings(rate=nan, bandwidth=nan, call=nan)
 
 
@@ -133,16 +125,19 @@ def precision(dtype: str) -> Iterator[torch.dtype]:
 
 @dataclass
 class Product:
-    """One call of `block_gemm` or `block_gemm_weight`, with the views that a layer gives it."""
+    """One call of `block_gemm`, with the views that a layer gives it."""
 
     name: str  #: y, dx or dw, and the number of the core
     a: Tensor
     b: Tensor
     out: Tensor
+    bias: Tensor | None = None
+    rows: str = "m"
 
     @property
-    def weight(self) -> bool:
-        return self.name.startswith("dw")
+    def sizes(self) -> tuple[int, int, int]:
+        """m, n and k."""
+        return prod(self.out.shape[2:4]), prod(self.out.shape[4:]), prod(self.a.shape[4:])
 
     def bound(self, ceilings: timing.Ceilings) -> float:
         """Seconds that it takes at least."""
@@ -151,17 +146,13 @@ class Product:
         return max(flops / ceilings.rate, moved / ceilings.bandwidth)
 
     def run(self, **options: Any) -> None:
-        gemm = kernels().gemm
-        (gemm.block_gemm_weight if self.weight else gemm.block_gemm)(
-            self.a, self.b, self.out, **options
-        )
+        kernels().gemm.block_gemm(self.a, self.b, self.out, self.bias, rows=self.rows, **options)
 
     def error(self) -> float:
         """The error of `run` on a poisoned output, relative to float64, in norm."""
         self.out.fill_(nan)
         self.run()
-        equation = "yzmlnp,yzmlkj->yznpkj" if self.weight else "yzmlkj,yzkjnp->yzmlnp"
-        wanted = torch.einsum(equation, self.a.double(), self.b.double())
+        wanted = torch.einsum("yzmlkj,yzkjnp->yzmlnp", self.a.double(), self.b.double())
         return timing.relative_error(self.out, wanted)
 
 
@@ -176,30 +167,24 @@ class Layer:
         self.x, self.dy = data(tokens, structure.in_features), data(tokens, structure.out_features)
         self.cores = [data(*core.shape).div_(sqrt(core.fan_in)) for core in structure.cores]
 
-    def forward_backward(self) -> tuple[Tensor, Tensor, list[Tensor]]:
-        stages = kernels().stages
-        y, middle = stages.forward(self.program, self.cores, self.x)
-        return y, *stages.backward(self.program, self.cores, self.x, middle, self.dy)
+    def forward_backward(self, by: Any = None) -> tuple[Tensor, Tensor, list[Tensor]]:
+        stages, by = kernels().stages, by or kernels().gemm.block_gemm
+        y, *middle = stages.forward(self.program, self.cores, self.x, None, by)
+        given = (self.program, self.cores, self.x, middle, self.dy, (True, True))
+        dx, *gradients = stages.backward(*given, by)
+        return y, dx, gradients
 
     def products(self) -> list[Product]:
         """All that `forward_backward` computes, in that order."""
-        stages, c = kernels().stages, len(self.cores)
-        names = [f"y{i + 1}" for i in range(c)]
-        names += [f"{kind}{i}" for i in range(c, 0, -1) for kind in ("dw", "dx")]
-        found: list[Product] = []
+        count, found = len(self.cores), list[Product]()
+        names = [f"y{i + 1}" for i in range(count)]
+        names += [f"{kind}{i}" for i in range(count, 0, -1) for kind in ("dw", "dx")]
 
-        def recorded(original: Callable[..., None]) -> Callable[..., None]:
-            def call(a: Tensor, b: Tensor, out: Tensor, **options: Any) -> None:
-                found.append(Product(names[len(found)], a, b, out))
-                original(a, b, out, **options)
+        def by(*operands: Any, **options: Any) -> None:
+            found.append(Product(names[len(found)], *operands, **options))
+            found[-1].run()
 
-            return call
-
-        kinds = ("block_gemm", "block_gemm_weight")
-        with mock.patch.multiple(
-            stages, **{kind: recorded(getattr(stages, kind)) for kind in kinds}
-        ):
-            self.forward_backward()
+        self.forward_backward(by)
         return found
 
     def error(self) -> float:
@@ -261,37 +246,62 @@ class Rows:
 Job = tuple[str, Callable[[Rows, float], None]]
 
 
-def jobs(widths: list[int], names: list[str]) -> list[Job]:
-    """By order of importance."""
-    goals = [key for key in GOALS if key[0] in names and key[1] in widths]
-    others = [(name, d) for d in (4096, 1024, 2048, 8192, 768) if d in widths for name in names]
+def jobs(
+    widths: Sequence[int],
+    names: Sequence[str],
+    *,
+    dtype: str = "bfloat16",
+    tokens: int = TOKENS,
+    far_tokens: int = FAR_TOKENS,
+    table: Path | None = None,
+) -> list[Job]:
+    """By order of importance.
+
+    Args:
+        dtype, tokens: what is timed.
+        table: the file that gets the tiles that were found; None: none does.
+    """
+    every = [(name, d) for d in widths for name in names if exists(name, d)]
+    goals = [key for key in GOALS if key in every]
+    others = [key for key in every if key not in goals]
+    timed = {"dtype": dtype, "tokens": tokens}
 
     def each(
-        kind: str, work: Callable[..., None], keys: Iterable[tuple[str, int]], **options: Any
+        work: Callable[..., None], keys: Iterable[tuple[str, int]], **options: Any
     ) -> list[Job]:
-        words = " ".join(map(str, options.values()))
+        words = f"{work.__name__} {{}} {{}} {options.get('dtype', '')}"
         return [
-            (f"{kind} {name} {d} {words}".rstrip(), partial(work, name=name, width=d, **options))
+            (words.format(name, d).rstrip(), partial(work, name=name, width=d, **options))
             for name, d in keys
         ]
 
-    dtypes = ("bfloat16", "float16", "float32")
     return [
-        *((f"self-test {dtype}", partial(self_test, dtype=dtype)) for dtype in dtypes),
+        *((f"self_test {of}", partial(self_test, dtype=of)) for of in TOLERANCE if of != "tf32"),
         ("ceilings", ceilings),
-        *each("check", check, goals[:4]),
-        *each("layer", layer, goals),
-        ("check past 2**31", far),
-        *each("tiles", tiles, goals[:4]),
-        *each("layer", layer, (key for key in others if key not in goals)),
-        *each("check", check, ((name, 768) for name in names), dtypes=FEW_TYPES, tokens=FEW),
-        *each("layer", layer, goals, dtype="tf32"),
+        *each(check, goals[:4]),
+        *each(tiles, goals[:4], **timed),
+        ("tuned", partial(tuned, path=table)),
+        *each(layer, goals, **timed),
+        ("small", small),
+        ("far", partial(far, tokens=far_tokens)),
+        *each(layer, others, **timed),
+        *each(check, (key for key in every if key[1] == min(widths)), dtypes=FEW_TYPES, tokens=FEW),
+        *each(layer, goals, **timed | {"dtype": "tf32"}),
     ]
 
 
+def exists(name: str, width: int) -> bool:
+    """Whether there is this layer, and the kernels take it."""
+    try:
+        structure = families(width)[name].structure(width, width)
+    except ValueError:  # the width cannot be divided so
+        return False
+    return not structure.plain and bool(kernels().stages.supported(structure.program.numbers))
+
+
 def self_test(rows: Rows, until: float, dtype: str) -> None:
-    start, device = time.perf_counter(), torch.device(DEVICE, torch.cuda.current_device())
-    faults = kernels().check.self_test(device, getattr(torch, dtype))
+    start = time.perf_counter()
+    faults = kernels().check.self_test(torch.device(DEVICE), getattr(torch, dtype))
     seconds = time.perf_counter() - start
     show = f"{dtype}: {faults or 'passed'}, {seconds:.1f} s"
     rows.add("self-test", show, dtype=dtype, faults=faults, seconds=seconds)
@@ -315,10 +325,32 @@ def check(
             rows.check(errors, structure=name, width=width, dtype=dtype, tokens=n)
 
 
-def far(rows: Rows, until: float) -> None:
+def small(rows: Rows, until: float, tokens: int = 19) -> None:
+    """The layers of the tests, with a bias, as users have them, differentiated twice."""
+    for family, d_in, d_out in SMALL:
+        for dtype in FEW_TYPES:
+            with precision(dtype) as kind:
+                layer = StructuredLinear(d_in, d_out, family, device=DEVICE, dtype=kind)
+                x = torch.randn(tokens, d_in, device=DEVICE, dtype=kind, requires_grad=True)
+                leaves = [x, *layer.cores, layer.bias]
+                y = layer(x)
+                dy = torch.randn_like(y).requires_grad_()
+                found = [y, *torch.autograd.grad(y, leaves, dy, create_graph=True)]
+                found += torch.autograd.grad(found[1].sum(), [dy, *layer.cores])
+                plain = [tensor.double() for tensor in (*layer.cores, layer.bias)]
+                wide = x.detach().double().requires_grad_()
+                again = timing.oracle(layer.structure, plain[:-1], wide) + plain[-1]
+                wanted = [again, *torch.autograd.grad(again, [wide, *plain], dy.double())]
+            names = ("y", "dx", *(f"dw{n}" for n in range(1, len(plain))), "dbias")
+            errors = dict(zip(names, map(timing.relative_error, found, wanted), strict=False))
+            shown = {"width": d_in, "dtype": dtype, "tokens": tokens}
+            rows.check(errors, structure=f"{family} -> {d_out}", **shown)
+
+
+def far(rows: Rows, until: float, tokens: int) -> None:
     """Activations of more than 2**31 elements: the last tokens, and a gradient that ends with
     them."""
-    width, tokens, last = 1024, FAR_TOKENS, 333
+    width, last = 1024, 333
     whole = Layer(BTT().structure(width, width), tokens, torch.bfloat16, DEVICE)
     whole.dy[:-last] = 0
     y, dx, gradients = whole.forward_backward()
@@ -338,14 +370,12 @@ def ceilings(rows: Rows, until: float) -> None:
         rows.add("ceilings", show, dtype=dtype, **vars(found))
 
 
-def layer(rows: Rows, until: float, name: str, width: int, dtype: str = "bfloat16") -> None:
+def layer(rows: Rows, until: float, name: str, width: int, dtype: str, tokens: int) -> None:
     """Forward and backward of nn.Linear, of `StructuredLinear` and of the stages; then each product
     alone."""
     family = families(width)[name]
     with precision(dtype) as kind:
-        stages = Layer(family.structure(width, width), TOKENS, kind, DEVICE)
-        if not kernels().stages.supported(stages.program):
-            raise NotImplementedError(f"{name}: an index of more than two axes")
+        stages = Layer(family.structure(width, width), tokens, kind, DEVICE)
         products = {product.name: product for product in stages.products()}
         ends = stages.x.detach().requires_grad_(), stages.dy
         options = {"bias": False, "device": DEVICE, "dtype": kind}
@@ -362,19 +392,16 @@ def layer(rows: Rows, until: float, name: str, width: int, dtype: str = "bfloat1
         used = sum(kernels().gemm._plan.cache_info()[:2]) > sum(calls[:2])
         works = {variant: module.work for variant, module in modules.items()}
         works["stages"] = stages.forward_backward
-        try:
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                stages.forward_backward()
-            works["graph"] = graph.replay
-        except Exception as failure:  # then without
-            rows.fail(f"graph {name} {width}", failure)
+        if DEVICE == "cuda":
+            try:
+                works["graph"] = graph_of(stages)
+            except Exception as failure:  # then without
+                rows.fail(f"graph {name} {width}", failure)
         errors = {n: each.error for n, each in (modules | products | {"stages": stages}).items()}
         heat = Heat(DEVICE, ROUNDS, until)
         times = race(works, heat, last="dense again", errors=errors, tolerance=TOLERANCE[dtype])
         limit = CEILINGS.get(dtype, UNKNOWN)
-        bound = limit.bound(stages.structure, TOKENS, kind.itemsize, backward=True)
+        bound = limit.bound(stages.structure, tokens, kind.itemsize, backward=True)
         content = {"structure": name, "width": width, "dtype": dtype}
         for variant, samples in times.seconds.items():
             took, speed = median(samples), times.speed(variant)["median"]
@@ -382,7 +409,7 @@ def layer(rows: Rows, until: float, name: str, width: int, dtype: str = "bfloat1
                 "layer",
                 f"{name} {width} {dtype} {variant}: {1e6 * took:.0f} us, {speed:.2f}x, "
                 f"{bound / took:.0%} of bound",
-                **content, tokens=TOKENS, variant=variant, errors=times.errors,
+                **content, tokens=tokens, variant=variant, errors=times.errors,
                 seconds=timing.spread(samples), speed=speed, bound=bound, share=bound / took,
                 layer_uses_triton=used,
             )  # fmt: skip
@@ -392,31 +419,88 @@ def layer(rows: Rows, until: float, name: str, width: int, dtype: str = "bfloat1
             rows.product("product", product, times.seconds[n], **content)
 
 
-def tiles(rows: Rows, until: float, name: str, width: int) -> None:
-    """Other tiles than the table's for every product: what the table should say on this device."""
-    stages = Layer(families(width)[name].structure(width, width), TOKENS, torch.bfloat16, DEVICE)
-    content = {"structure": name, "width": width, "dtype": "bfloat16"}
-    for product in stages.products():
-        m, n = prod(product.out.shape[2:4]), prod(product.out.shape[4:])
-        k = prod(product.a.shape[2:4] if product.weight else product.a.shape[4:])
-        gpu = kernels().gemm.gpu_of(product.a.device)
-        table = kernels().gemm.tile_for(m, n, k, gpu, "half", weight=product.weight)
-        changes = (
-            {"m": 64}, {"m": 256}, {"n": max(16, table.n // 2)}, {"n": 256}, {"k": 128},
-            {"warps": 12 - table.warps}, {"stages": 2}, {"stages": 4},
-        )  # fmt: skip
-        works: dict[Any, Callable[[], None]] = {}
-        for tile in dict.fromkeys([table, *(table._replace(**change) for change in changes)]):
-            if time.perf_counter() > until:
-                return
-            try:
-                product.run(tile=tile)
-                works[tile] = partial(product.run, tile=tile)
-            except Exception as failure:  # too much shared memory, for one
-                torch.cuda.synchronize()
-                rows.fail(f"tile of {product.name}", failure, tile=tuple(tile), **content)
-        for tile, seconds in race(works, Heat(DEVICE, (3, 7), until)).seconds.items():
-            rows.product("tile", product, seconds, **content, tile=tuple(tile))
+def graph_of(stages: Layer) -> Callable[[], None]:
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        stages.forward_backward()
+    return graph.replay
+
+
+def candidates(tile: Any, sizes: Sequence[int]) -> list[Any]:
+    """The rule's tile for these sizes, and others that need no more padding, more registers or more
+    shared memory than there are."""
+    changes: list[dict[str, int]] = [{}, {"warps": 12 - tile.warps}]
+    sides = ("m", "n", "k") if tile.stages > 1 else ("m", "n")
+    changes += [
+        {side: size}
+        for side in sides
+        for size in (getattr(tile, side) // 2, 2 * getattr(tile, side))
+    ]
+    changes += [{"stages": 2}, {"stages": 4}] if tile.stages > 1 else []
+    most = [max(16, min(256, 1 << (size - 1).bit_length())) for size in sizes]
+    return [
+        each
+        for each in (tile._replace(**change) for change in changes)
+        if all(16 <= side <= largest for side, largest in zip(each, most, strict=False))
+        and each.m * each.n <= MOST_OUTPUTS[each.warps]
+        and each.stages * (each.m + each.n) * each.k * 2 <= MOST_BYTES
+    ]
+
+
+def tiles(rows: Rows, until: float, name: str, width: int, dtype: str, tokens: int) -> None:
+    """Other tiles than the rule's for every product: what the table should say on this device."""
+    with precision(dtype) as kind:
+        gemm = kernels().gemm
+        structure = families(width)[name].structure(width, width)
+        for product in Layer(structure, tokens, kind, DEVICE).products():
+            gpu, of = gemm.gpu_of(product.a.device), gemm.kind_of(kind, product.rows)
+            rule, tile = gemm.rule(*product.sizes, gpu, of)
+            works = dict[Any, Callable[[], None]]()
+            for each in candidates(tile, product.sizes):
+                if time.perf_counter() > until:
+                    return
+                try:
+                    product.run(tile=each)
+                    works[each] = partial(product.run, tile=each)
+                except gemm.LaunchError as failure:  # then it is no candidate
+                    rows.fail(f"tile of {product.name}", failure, tile=tuple(each))
+            content = {"structure": name, "width": width, "dtype": dtype, "rule": rule}
+            times = race(works, Heat(DEVICE, (3, 7), until))
+            for each, seconds in times.seconds.items():
+                rows.product("tile", product, seconds, **content, tile=list(each))
+
+
+def tuned(rows: Rows, until: float, path: Path | None) -> None:
+    """Use the tiles that were faster than the rule's, and write them into the table of this GPU."""
+    gemm, better = kernels().gemm, faster_tiles(rows.read("tile"))
+    gpu = gemm.gpu_of(torch.device(DEVICE))
+    gemm.TILES[gpu] = gemm.TILES.get(gpu, {}) | {"tuned": better}
+    gemm.tile_for.cache_clear()
+    if path:
+        path.write_text(json.dumps(gemm.TILES, indent=2) + "\n")
+    rows.add("tuned", f"{len(better)} tiles of {gpu}, in {path}", gpu=gpu, tuned=better)
+
+
+def faster_tiles(rows: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
+    """The fastest tile for each rule's, where it gains more than `MIN_GAIN` over all products that
+    have that rule. Each product's tiles were timed side by side, the rule's among them."""
+    found = dict[str, dict[Any, dict[tuple[int, ...], float]]]()
+    for row in rows:
+        product = tuple(row[key] for key in ("structure", "width", "dtype", "product"))
+        times = found.setdefault(row["rule"], {}).setdefault(product, {})
+        times[tuple(row["tile"])] = row["seconds"]
+    better = dict[str, list[int]]()
+    for rule, products in found.items():
+        own = tuple(map(int, rule.split()[2:]))
+        cost = {
+            tile: mean(times[tile] / times[own] for times in products.values())
+            for tile in set.intersection(*map(set, products.values()))
+        }
+        best = min(cost, key=lambda tile: cost[tile])
+        if cost[best] < 1 - MIN_GAIN:
+            better[rule] = list(best)
+    return better
 
 
 def goals_table(rows: Rows) -> Table:
@@ -451,7 +535,8 @@ def measure(options: argparse.Namespace, started: float) -> None:
         rows.add("environment", **record.environment(), triton=triton.__version__)
     else:
         ceilings(rows, nan)
-    todo = jobs(options.widths, options.structures)
+    table = None if options.smoke else kernels().gemm.TILES_PATH
+    todo = jobs(options.widths, options.structures, table=table)
     for number, (title, job) in enumerate(todo[options.start :], options.start):
         left = options.budget - (time.perf_counter() - started)
         if left < 0:
@@ -475,232 +560,37 @@ def measure(options: argparse.Namespace, started: float) -> None:
 # ---- without a GPU -------------------------------------------------------------------------------
 
 
-class MadeError(Exception):
-    """The models of an example are made; nothing is trained."""
-
-
-@dataclass(frozen=True)
-class Pointer:
-    """A tensor as a compiler sees it."""
-
-    dtype: torch.dtype
-    offset: int  #: bytes from the start of its memory, which is aligned
-
-    def data_ptr(self) -> int:
-        return self.offset
-
-
-class Collector:
-    """Stands for the kernel: keeps every specialisation that is asked for, once, and launches
-    nothing."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.binder = kernel.device_caches[0][-1]
-        self.source = ""
-        self.found: dict[str, Launch] = {}
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def keep(*operands: Any, **options: Any) -> None:
-            arguments = [
-                Pointer(each.dtype, each.storage_offset() * each.element_size())
-                if isinstance(each, Tensor)
-                else each
-                for each in operands
-            ]
-            _, specialisation, other = self.binder(*arguments, **options)
-            self.found.setdefault(f"{specialisation} {other}", (self.source, arguments, options))
-
-        return keep
-
-
-def target(arch: int) -> None:
-    """Let Triton compile for `sm_{arch}`, on a machine that has no GPU."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-
-    found = GPUTarget("cuda", arch, 32)
-    functions = {"target": lambda: found, "device": lambda: 0, "stream": lambda device: 0}
-    driver.set_active(
-        SimpleNamespace(**{f"get_current_{name}": each for name, each in functions.items()})
-    )
-
-
-def collect(options: argparse.Namespace, arch: int) -> list[Launch]:
-    """Every specialisation that the self-test, the tests' and the examples' layers and this program
-    would use on a GPU of that architecture, found on fake tensors.
-
-    They are fake tensors of a CPU: a PyTorch without CUDA cannot slice those of a GPU.
-    """
-    gemm, check = kernels().gemm, kernels().check
-    target(arch)
-    collector = Collector(gemm._product)
-    fakes = mock.patch.multiple(gemm, _product=collector, gpu_of=lambda device: GPUS[arch])
-    no_values = mock.patch.object(check, "_faults", lambda name, call, _, out, __: call(out) or [])
-    layers = [*smallest(), *own_layers(options), *(example_layers() if options.all else ())]
-    with fakes, no_values, FakeTensorMode():
-        for dtype in options.dtypes:
-            collector.source = f"self-test {dtype}"
-            with precision(dtype) as kind:
-                check.self_test(torch.device("cpu"), kind)
-        for structure, dtype, tokens, source in layers:
-            if dtype in options.dtypes and kernels().stages.supported(structure.program.numbers):
-                collector.source = f"{source} {dtype} {tokens} tokens"
-                with precision(dtype) as kind:
-                    Layer(structure, tokens, kind, "cpu").forward_backward()
-    return list(collector.found.values())
-
-
-def smallest() -> Iterator[Sample]:
-    for family, d_in, d_out in SMALL:
-        for dtype in ("float32", "float16"):
-            yield family.structure(d_in, d_out), dtype, 19, f"test {family} {d_in} {d_out}"
-
-
-def own_layers(options: argparse.Namespace) -> Iterator[Sample]:
-    """The layers of the jobs."""
-    for _, job in jobs(options.widths, options.structures):
-        if job is far:
-            yield BTT().structure(1024, 1024), "bfloat16", FAR_TOKENS, "far"
-        if not (isinstance(job, partial) and "name" in job.keywords):
-            continue
-        name, width = job.keywords["name"], job.keywords["width"]
-        try:
-            structure = families(width)[name].structure(width, width)
-        except ValueError:  # this width has no such layer
-            continue
-        settings = [(job.keywords.get("dtype", "bfloat16"), TOKENS)]
-        if job.func is check:
-            dtypes, sizes = (
-                job.keywords.get("dtypes", TOLERANCE),
-                job.keywords.get("tokens", CHECKED),
-            )
-            settings = [(dtype, tokens) for dtype in dtypes for tokens in sizes]
-        for dtype, tokens in settings:
-            yield structure, dtype, tokens, f"{name} {width}"
-
-
-def example_layers() -> Iterator[Sample]:
-    """The layers of the models that the training examples make, by default and with --smoke, in a
-    training step and held out."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-    compare = import_module("compare")
-    found = dict[tuple[Structure, int], None]()
-
-    def note(program: Any, cores: Any, x: Tensor, *rest: Any) -> Tensor:
-        structure = by_program[program.numbers]
-        found[structure, x.numel() // program.in_features] = None
-        return x.new_empty(*x.shape[:-1], program.out_features)
-
-    for program in ("train_gpt", "train_vit", "train_mlp_lm"):
-        for argv in ([], ["--smoke"]):
-            with (
-                mock.patch.object(compare, "train_all", side_effect=MadeError) as made,
-                suppress(MadeError),
-            ):
-                import_module(program).main(argv)
-            task, runs = made.call_args.args[:2]
-            for run in runs:
-                model = compare.build(task, run.width, run.structure, 0, "meta")
-                layers = [each for each in model.modules() if isinstance(each, StructuredLinear)]
-                by_program = {each.structure.program.numbers: each.structure for each in layers}
-                with mock.patch("structlin._product.define", note), torch.no_grad():
-                    for inputs, _ in (task.batch(0), *task.heldout[:1]):
-                        model(inputs.to("meta"))
-    for structure, tokens in found:
-        yield structure, "float32", tokens, "example"
-
-
-def machine_code(compiled: Any) -> dict[str, Any]:
-    """Registers, spills, shared memory and instructions of interest, from Triton's own
-    disassembler."""
-    import triton
-
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        show = partial(subprocess.run, capture_output=True, text=True, check=True)
-        usage = show([tools / "cuobjdump", "--dump-resource-usage", file.name]).stdout
-        code = show([tools / "nvdisasm", "-c", file.name]).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found
-    names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", code)
-    counts = collections.Counter(name.split(".")[0] for name in names)
-    moves = [name for name in names if name.split(".")[0] in ("LDG", "LDGSTS", "STG")]
-    return {
-        "registers": int(found[1]),
-        "spilled_bytes": int(found[2]),
-        "shared_bytes": compiled.metadata.shared,
-        "tensor_products": sum(counts[name] for name in ("HGMMA", "HMMA", "UTCHMMA")),
-        "moves_of_16_bytes": sum(name.endswith("128") for name in moves),
-        "moves": len(moves),
-        "instructions": len(names),
-    }
-
-
-def compile_one(launch: Launch) -> dict[str, Any]:
-    """In a process whose target is set."""
-    source, arguments, options = launch
-    start, kernel = time.perf_counter(), kernels().gemm._product
-    compiled = kernel.run(*arguments, grid=(1,), warmup=True, **options)
-    tile = [options[f"block_{axis}"] for axis in "mnk"]
-    tile += [options["num_warps"], options["num_stages"]]
-    seconds = time.perf_counter() - start
-    return {"layer": source, "tile": tile, **machine_code(compiled), "seconds": seconds}
-
-
-def compile_all(options: argparse.Namespace, started: float) -> None:
-    """Every specialisation of `collect`, and nothing else, for each architecture."""
-    rows, context = Rows(None), multiprocessing.get_context("spawn")
-    spilling = 0
-    for arch in options.arch:
-        launches = collect(options, arch)
-        with context.Pool(options.workers, target, (arch,)) as pool:
-            for row in pool.imap_unordered(compile_one, launches):
-                rows.add("compiled", arch=arch, **row)
-                spilling += row["spilled_bytes"] > 0 or row["shared_bytes"] > SHARED_BYTES[arch]
-        seconds = time.perf_counter() - started
-        print(
-            f"{len(launches)} kernels compiled for sm_{arch} after {seconds:.0f} s, run on no GPU"
-        )
-    if spilling:
-        raise SystemExit(f"{spilling} kernels spill registers or need too much shared memory")
-
-
 def smoke() -> None:
-    """A few tiny layers in the interpreter, which Triton chooses when the kernel is imported."""
+    """The jobs on tiny layers in the interpreter, which Triton chooses when the kernel is
+    imported. Its bfloat16 is wrong."""
     os.environ["TRITON_INTERPRET"] = "1"
+    rows = Rows(Path(tempfile.mkdtemp()) / "gpu.jsonl")
     for name in ("BTT r=1", "Monarch 4", "Kronecker"):
-        check(Rows(None), nan, name, 16, ("float32", "float16"), tokens=(17,))
+        check(rows, nan, name, 16, FEW_TYPES, FEW)
+    tiles(rows, time.perf_counter() + 5, "BTT r=1", 16, "float16", 17)
+    tuned(rows, nan, None)
 
 
 def main() -> None:
-    names, started = list(families(64)), time.perf_counter()
-    about = parser(__doc__, workers=2)
+    about = parser(__doc__, workers=None)
     add = about.add_argument
     add("--budget", type=float, default=540, help="seconds")
-    add("--widths", type=int, nargs="+", default=[768, 1024, 2048, 4096, 8192])
-    add("--structures", nargs="+", default=names, choices=names)
-    add("--dtypes", nargs="+", default=[*TOLERANCE], choices=TOLERANCE, help="of --compile")
-    add("--compile", action="store_true", help="ahead, every kernel once; needs no GPU")
-    add("--arch", type=int, nargs="+", default=[90], choices=GPUS, help="of --compile")
-    add("--all", action="store_true", help="of --compile: for the examples too")
+    add("--widths", type=int, nargs="+", default=WIDTHS)
+    add("--structures", nargs="+", default=list(families(64)), choices=families(64))
     add("--start", type=int, default=0, help=argparse.SUPPRESS)
     options = about.parse_args()
-    if not (torch.cuda.is_available() or options.compile or options.smoke):
-        print("no GPU: nothing to measure; --compile and --smoke need none")
-    elif not find_spec("triton"):
+    if not find_spec("triton"):
         print("Triton is not installed: nothing to run")
-    elif options.compile:
-        compile_all(options, started)
+    elif options.smoke and not torch.cuda.is_available():
+        smoke()
     elif torch.cuda.is_available():
         if options.smoke:
             options.widths, options.structures, options.budget = [1024], ["BTT r=1"], 60
             if options.out == options.kept:
                 options.out = Path(tempfile.mkdtemp())
-        measure(options, started)
+        measure(options, time.perf_counter())
     else:
-        smoke()
+        print("no GPU: nothing to measure; --smoke and benchmarks.ahead need none")
 
 
 if __name__ == "__main__":

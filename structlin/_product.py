@@ -151,7 +151,7 @@ def run(
         for core in cores[:-1]:
             x = F.linear(x, core.squeeze(0))  # (..., fan_in) -> (..., fan_out)
         return F.linear(x, cores[-1].squeeze(0), bias)
-    if x.is_cuda and not any(program.padding) and triton_op.available(x, structure):
+    if not any(program.padding) and triton_op.available(x, structure):
         return triton_op.apply(structure, x, cores, bias)
     return define(program, cores, x, bias)
 

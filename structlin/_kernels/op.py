@@ -186,7 +186,12 @@ class _Product(torch.autograd.Function):
         loads, x, bias, gains, *cores = ctx.saved_tensors
         of_x, of_bias, of_gains, *of_cores = ctx.needs_input_grad[4:]
         if torch.is_grad_enabled() or is_batch(dy) or not available(dy):
-            found = _differentiate(ctx, dy, loads, [x, bias, gains, *cores])
+
+            def run(x: Tensor, bias: Any, gains: Any, *cores: Tensor) -> Any:
+                return ctx.loop(ctx.program, cores, x, bias, gains, ctx.sigmas, loads)
+
+            needs = ctx.needs_input_grad[4:]
+            found = differentiate(run, [x, bias, gains, *cores], needs, dy)
             return None, None, None, None, *found
         needs = of_x, of_cores, of_bias, of_gains
         dx, dcores, dbias, dgains = _find_gradients(
@@ -218,22 +223,22 @@ def _find_gradients(
     return dx if of_x else None, each, dbias if of_bias else None, dgains if of_gains else None
 
 
-def _differentiate(
-    ctx: Any, dy: Tensor, loads: Tensor | None, inputs: Sequence[Tensor | None]
+def differentiate(
+    run: Callable[..., Tensor],
+    inputs: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    dy: Tensor,
 ) -> list[Tensor | None]:
-    """The gradients that are asked for, by the loop: differentiable, and a batch of dy may be given
-    by vmap."""
+    """The gradients of `run(*inputs)` that are needed, by PyTorch's own products: differentiable,
+    and a batch of dy may be given by vmap."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         # x may depend on the cores; the gradients are those of this layer alone
         inputs = [None if value is None else value.view_as(value) for value in inputs]
-        x, bias, gains, *cores = inputs
-        wanted = [
-            value for value, needed in zip(inputs, ctx.needs_input_grad[4:], strict=True) if needed
-        ]
-        y = ctx.loop(ctx.program, cores, x, bias, gains, ctx.sigmas, loads)
-        found = iter(torch.autograd.grad(y, wanted, dy, create_graph=again))  # type: ignore[arg-type]
-    return [next(found) if needed else None for needed in ctx.needs_input_grad[4:]]
+        wanted = [value for value, needed in zip(inputs, needs, strict=True) if needed]
+        y = run(*inputs)
+        found = iter(torch.autograd.grad(y, wanted, dy, create_graph=again) if wanted else ())  # type: ignore[arg-type]
+    return [next(found) if needed else None for needed in needs]
 
 
 # ---- for programs that are compiled, and counters ------------------------------------------------

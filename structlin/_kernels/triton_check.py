@@ -2,8 +2,8 @@
 on GPU, as they are.
 
 The test runs once for a device and dtype: permuted views against float64, twice for the same bits,
-in buffers of NaN that must neither be read nor overwritten. If it fails, or Triton is missing, one
-warning says so, and the plain products serve.
+in buffers of NaN that must neither be read nor overwritten. If it fails, or Triton is missing, or a
+layer's kernel cannot be launched, one warning says so, and the plain products serve.
 """
 
 import warnings
@@ -13,6 +13,8 @@ from math import nan, prod
 
 import torch
 from torch import Tensor
+
+from .triton_stages import supported
 
 # relative, in norm; float32 may be tf32
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -27,32 +29,46 @@ CASES = (
     ),
 )
 
-_usable: dict[tuple[torch.device, torch.dtype], bool] = {}
+Layer = tuple[torch.device, torch.dtype, tuple[int, ...]]  # the last is its program
+
+_passed: dict[tuple[torch.device, torch.dtype], bool] = {}
+refused: set[Layer] = set()  # of which a kernel could not be launched
 
 
-def usable(device: torch.device, dtype: torch.dtype) -> bool:
-    """Have the products passed their test on this device? Tested at the first call; warns once if
-    they fail.
+def usable(device: torch.device, dtype: torch.dtype, program: tuple[int, ...]) -> bool:
+    """May this layer use the products? The first call tests them; one warning says if they fail.
 
     While a CUDA graph is captured nothing can be tested, and the answer is no: run a layer once
     before.
     """
-    if (device, dtype) not in _usable:
+    if (device, dtype) not in _passed:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
         try:
             faults = self_test(device, dtype)
         except Exception as error:  # whatever Triton, its compiler or the driver may raise
             faults = [f"{type(error).__name__}: {error}"]
-        _usable[device, dtype] = not faults
+        _passed[device, dtype] = not faults
         if faults:
-            warnings.warn(
-                f"the Triton kernels are not used for {dtype} on {device}, PyTorch's products are: "
-                f"{'; '.join(faults)}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-    return _usable[device, dtype]
+            _warn(f"{dtype} on {device}", "; ".join(faults))
+    allowed = _passed[device, dtype] and (device, dtype, program) not in refused
+    return allowed and supported(program)
+
+
+# torch.compile calls it while it traces, and sees its answer
+usable._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def refuse(layer: Layer, error: Exception) -> None:
+    """Leave this layer to PyTorch's products from now on."""
+    refused.add(layer)
+    device, dtype, (d_in, d_out, cores, *_) = layer
+    _warn(f"a layer {d_in} -> {d_out} of {cores} cores in {dtype} on {device}", str(error))
+
+
+def _warn(what: str, why: str) -> None:
+    text = f"the Triton kernels are not used for {what}, PyTorch's products are: {why}"
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 @torch.no_grad()
@@ -64,20 +80,19 @@ def self_test(device: torch.device, dtype: torch.dtype) -> list[str]:
     """
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]  # noqa: F401
 
-    from .triton_gemm import block_gemm, block_gemm_weight
+    from .triton_gemm import block_gemm
 
     random, faults = torch.Generator("cpu").manual_seed(0), list[str]()
     for (z, m, k, n), orders in CASES:
         shapes, like = (z + m + k, z + k + n, z + m + n), torch.empty(0, dtype=dtype, device=device)
-        # a, b, out and one more b, each a buffer and the view in it
-        stored = [_scatter(shapes[i], orders[i], like, random) for i in (0, 1, 2, 1)]
-        a, b, y, _ = (view for _, view in stored)
-        bias = torch.randn(n, generator=random, device="cpu").to(y).expand(y.shape)
-        product = torch.einsum("uvmMkK,uvkKnN->uvmMnN", a.double(), b.double()) + bias.double()
-        gradient = torch.einsum("uvmMnN,uvmMkK->uvkKnN", y.double(), a.double())
-        weight = partial(block_gemm_weight, a, y, splits=3)
-        faults += _faults("block_gemm_weight", weight, *stored[3], gradient)
-        faults += _faults("block_gemm", partial(block_gemm, a, b, bias=bias), *stored[2], product)
+        stored = [_scatter(*each, like, random) for each in zip(shapes, orders, strict=True)]
+        (_, a), (_, b), (buffer, out) = stored
+        bias = torch.randn(n, generator=random, device="cpu").to(out).expand(out.shape)
+        product = torch.einsum("uvmMkK,uvkKnN->uvmMnN", a.double(), b.double())
+        split = partial(block_gemm, a, b, rows="k", splits=3)
+        biased = partial(block_gemm, a, b, bias=bias)
+        faults += _faults("a product with a bias", biased, buffer, out, product + bias)
+        faults += _faults("a split product", split, buffer, out, product)
     return faults
 
 
@@ -94,13 +109,13 @@ def _scatter(
 
 
 def _faults(
-    name: str, call: Callable[[Tensor], None], buffer: Tensor, out: Tensor, expected: Tensor
+    name: str, call: Callable[..., None], buffer: Tensor, out: Tensor, expected: Tensor
 ) -> list[str]:
     """What is wrong after `call` was to write `expected` into `out`, a part of `buffer`; twice."""
     faults, results = list[str](), list[Tensor]()
     for _ in range(2):
         buffer.fill_(nan)
-        call(out)
+        call(out=out)
         results.append(out.clone())
         error = float((out.double() - expected).norm() / expected.norm())
         if not error <= TOLERANCE[out.dtype]:

@@ -1,14 +1,13 @@
 """The products of a stage on a GPU, in Triton: batched, strided, no operand is copied. Untested on
 GPU.
 
-    block_gemm          out[z, m, n] = sum_k a[z, m, k] b[z, k, n] + bias[z, m, n]
-    block_gemm_weight   out[z, o, i] = sum_n dy[z, n, o] x[z, n, i]
+    out[z, m, n] = sum_k a[z, m, k] b[z, k, n] + bias[z, m, n]
 
-The first is a stage, or its input gradient; the second is the gradient of a core. Every index is
-two-level, `outer * inner_size + inner` with a stride for each level, so a permuted activation is
-read and written where it lies. Both are one kernel. The second splits its sum over the tokens, so
-that a few blocks fill the chip, and adds the parts in a second pass. Sums are float32, in a fixed
-order, without atomics: the same inputs give the same bits.
+That is a stage, its input gradient, or the gradient of a core. Every index is two-level, `outer *
+inner_size + inner` with a stride for each level, so a permuted activation is read and written where
+it lies. A sum over the tokens is split, so that a few blocks fill the chip, and its parts are added
+in a second pass. Sums are float32, in a fixed order, without atomics: the same inputs give the same
+bits.
 
 The kernel ran in Triton's interpreter and was compiled for sm_80, sm_90 and sm_100, but no GPU has
 run it; `triton_check` tests it on the device before its first use. Nothing here is imported unless
@@ -35,11 +34,18 @@ except ImportError:  # optional: `triton_check.usable` is then False, and no pro
 
 jit: Callable[[Any], Any] = triton.jit if triton else lambda kernel: kernel
 
+# per thread, all that there are: without a number the assembler spills to run more threads
+MAX_REGISTERS = 255
 FAR = 2**31  # elements, from which on an offset needs 64 bits
 # Sizes that are multiples of this are arguments: Triton knows that they are, and one kernel serves
 # many widths. Others are compiled in.
 EVEN = 16
-TILES: dict[str, Any] = json.loads(Path(__file__).with_name("triton_tiles.json").read_text())
+TILES_PATH = Path(__file__).with_name("triton_tiles.json")
+TILES: dict[str, Any] = json.loads(TILES_PATH.read_text())
+
+
+class LaunchError(RuntimeError):
+    """Triton could not compile or launch a kernel."""
 
 
 class Tile(NamedTuple):
@@ -53,32 +59,34 @@ class Tile(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def tile_for(m: int, n: int, k: int, gpu: str, kind: str, *, weight: bool = False) -> Tile:
-    """The tile of a product by `triton_tiles.json`: the least powers of 2 that hold the sizes, at
-    most `largest`, unless `tuned` has a better one in their place.
+def tile_for(m: int, n: int, k: int, gpu: str, kind: str) -> Tile:
+    """The tile of a product: that of the rule, unless the table of the GPU has a better one.
 
-    A side below 16, the least that tensor cores take, is padded inside the kernel.
-
-    Args:
-        gpu: the name of the device; one that is not in the table has the tiles of "fallback".
-        kind: "half", or the precision of a float32 product, "ieee" or "tf32".
-        weight: whether the product is a gradient of a core.
-
-    >>> tile_for(16384, 32, 32, "fallback", "half")
+    >>> tile_for(16384, 32, 32, "fallback", "half product")
     Tile(m=128, n=32, k=32, warps=4, stages=1)
     """
-    table, name = table_of(gpu), f"{kind} {'weight' if weight else 'product'}"
+    name, tile = rule(m, n, k, gpu, kind)
+    return Tile(*table_of(gpu)["tuned"].get(name, tile))
+
+
+def rule(m: int, n: int, k: int, gpu: str, kind: str) -> tuple[str, Tile]:
+    """The least powers of 2 that hold the sizes, at most the table's `largest`, and the name under
+    which `tuned` may have a better tile.
+
+    A side below 16, the least that tensor cores take, is padded inside the kernel.
+    """
     block_m, block_n, block_k = (
         max(16, min(most, 1 << (size - 1).bit_length()))
-        for most, size in zip(table["largest"][name], (m, n, k), strict=True)
+        for most, size in zip(table_of(gpu)["largest"][kind], (m, n, k), strict=True)
     )
     warps, stages = 8 if block_m * block_n > 128 * 64 else 4, 3 if k > block_k else 1
     tile = Tile(block_m, block_n, block_k, warps, stages)
-    return Tile(*table["tuned"].get(f"{name} {' '.join(map(str, tile))}", tile))
+    return f"{kind} {' '.join(map(str, tile))}", tile
 
 
 def table_of(gpu: str) -> dict[str, Any]:
-    table: dict[str, Any] = TILES.get(gpu, TILES["fallback"])
+    """What `triton_tiles.json` says of a GPU; what it lacks, "fallback" has."""
+    table: dict[str, Any] = TILES["fallback"] | TILES.get(gpu, {})
     return table
 
 
@@ -87,47 +95,47 @@ def gpu_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def kind_of(dtype: torch.dtype) -> str:
-    """The kind of product, see `tile_for`: float32 is as precise as PyTorch's own."""
-    matmul = torch.backends.cuda.matmul
-    if dtype != torch.float32:
-        return "half"
-    if hasattr(matmul, "fp32_precision"):  # PyTorch 2.9 and later
-        return "tf32" if matmul.fp32_precision == "tf32" else "ieee"
-    return "tf32" if matmul.allow_tf32 else "ieee"
+def kind_of(dtype: torch.dtype, rows: str) -> str:
+    """The table's name for a product; float32 is as precise as PyTorch's own."""
+    matmul, kind = torch.backends.cuda.matmul, "half"
+    if dtype == torch.float32:
+        new = hasattr(matmul, "fp32_precision")  # PyTorch 2.9 and later; one may not read both
+        kind = "tf32" if (matmul.fp32_precision == "tf32" if new else matmul.allow_tf32) else "ieee"
+    return f"{kind} {'weight' if rows == 'k' else 'product'}"
 
 
 def block_gemm(
-    a: Tensor, b: Tensor, out: Tensor, *, bias: Tensor | None = None, tile: Tile | None = None
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+    *,
+    rows: str = "m",
+    tile: Tile | None = None,
+    splits: int | None = None,
 ) -> None:
-    """`out[z, m, n] = sum_k a[z, m, k] b[z, k, n] + bias[z, m, n]` for any number of tokens m.
+    """`out[z, m, n] = sum_k a[z, m, k] b[z, k, n] + bias[z, m, n]`, also over no k at all.
 
     Args:
         a, b, out: two dimensions for each index, outer and inner, one of them 1 where the index has
             one level only. Any strides; a and b of one dtype: float32, float16 or bfloat16.
         bias: of out's shape, any strides, so also expanded over the tokens.
-        tile: instead of the table's.
+        rows: the index that runs over tokens, m or k.
+        tile, splits: instead of the table's; parts of the sum at the same time, without a bias.
     """
     m, n, k = (prod(shape) for shape in (a.shape[2:4], b.shape[4:], a.shape[4:]))
-    tile = tile or tile_for(m, n, k, gpu_of(a.device), kind_of(a.dtype))
-    _launch(a, b, out[None], tile, "m", bias)
-
-
-def block_gemm_weight(
-    dy: Tensor, x: Tensor, out: Tensor, *, tile: Tile | None = None, splits: int | None = None
-) -> None:
-    """`out[z, o, i] = sum_n dy[z, n, o] x[z, n, i]` over any number of tokens n, also none; `tile`,
-    for (o, i, n), and `splits`, parts of the sum at the same time, are instead of the table's."""
-    a, gpu = dy.permute(0, 1, 4, 5, 2, 3), gpu_of(x.device)
-    m, n, k = (prod(shape) for shape in (a.shape[2:4], x.shape[4:], a.shape[4:]))
-    tile = tile or tile_for(m, n, k, gpu, kind_of(x.dtype), weight=True)
-    blocks, table = prod(x.shape[:2]) * -(-m // tile.m) * -(-n // tile.n), table_of(gpu)
-    splits = splits or max(1, min(table["programs"] // blocks, k // table["rows_per_program"]))
-    if splits == 1:
-        return _launch(a, x, out[None], tile, "k")
-    parts = torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device)
-    _launch(a, x, parts, tile, "k")
-    out.copy_(parts.sum(0))
+    gpu, kind = gpu_of(a.device), kind_of(a.dtype, rows)
+    tile, table = tile or tile_for(m, n, k, gpu, kind), table_of(gpu)
+    if splits is None and rows == "k":
+        programs = prod(a.shape[:2]) * -(-m // tile.m) * -(-n // tile.n)
+        splits = min(table["programs"] // programs, k // table["rows_per_program"])
+    splits = max(1, splits or 1)
+    parts = out[None]
+    if splits > 1:
+        parts = torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device)
+    _launch(a, b, parts, tile, rows, bias)
+    if splits > 1:
+        out.copy_(parts.sum(0))
 
 
 # ---- the kernel ----------------------------------------------------------------------------------
@@ -203,10 +211,14 @@ def _launch(
     layouts = [(tensor.shape, tensor.stride()) for tensor in (a, b, out)]
     layouts.append((out.shape[1:], (0,) * 6 if bias is None else bias.stride()))
     programs, arguments, options = _plan(*layouts, tile, rows)
-    precision = "tf32" if kind_of(a.dtype) == "tf32" else "ieee"
-    if programs:
+    precision = "tf32" if kind_of(a.dtype, rows).startswith("tf32") else "ieee"
+    if not programs:
+        return
+    try:
         with torch.cuda.device_of(out):  # type: ignore[no-untyped-call]
             _product[(programs,)](a, b, out, bias, *arguments, **options, precision=precision)
+    except Exception as error:  # whatever Triton, its compiler or the driver may raise
+        raise LaunchError(f"{type(error).__name__}: {error}") from error
 
 
 @lru_cache(maxsize=4096)
@@ -233,7 +245,8 @@ def _plan(
     ]
     options = {f"block_{axis}": size for axis, size in zip("mnk", tile, strict=False)}
     options |= {"split": parts > 1, "int_type": tl.int64 if reach >= FAR else tl.int32}
-    options |= {"num_warps": tile.warps, "num_stages": tile.stages}
+    options |= {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
+    options["maxnreg"] = MAX_REGISTERS
     return parts * -(-m.size // tile.m) * -(-n.size // tile.n) * z.size, arguments, options
 
 

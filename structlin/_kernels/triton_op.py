@@ -1,27 +1,27 @@
 """A whole structured layer on the Triton products as one operator, its gradient as a second one.
 
-    multiply(x, cores, bias)        y = W(cores) x + bias              linear in x and in each core
-    gradients(dy, x, cores)         dx, dcores, dbias of <dy, y>       linear in dy, x and each core
+    multiply(x, cores, bias)        y = W(cores) x + bias, and what the later cores read
+    gradients(dy, x, cores)         dx, dcores, dbias of <dy, y>
 
-The gradient of `gradients` needs nothing new. With u the cotangent of dx, u_i that of dcore_i and v
-that of dbias, `<u, dx> + sum_i <u_i, dcore_i> + <v, dbias>` is `<dy, D>` with
-
-    D = W(cores) u + sum_i W(cores with u_i in place of core i) x + v
-
-so its gradient in dy is D, and its others are those of D, any number of times.
+A layer whose kernels cannot be launched has PyTorch's products in their place. Derivatives of
+derivatives are taken through the loop that is the definition.
 """
 
-from collections.abc import Sequence
-from math import prod
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .._structure import Structure
+from .._structure import Program, Structure
 from . import triton_check
-from .op import count_flops, steps_of
+from .op import count_flops, differentiate, is_batch
+from .triton_stages import Product, backward, forward, nothing, plain
+
+# Of every layer that ran, by its numbers: what derivatives of derivatives are taken through
+_programs: dict[tuple[int, ...], Program] = {}
 
 
 def available(x: Tensor, structure: Structure) -> bool:
@@ -33,31 +33,28 @@ def available(x: Tensor, structure: Structure) -> bool:
         torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
     ):
         return False
-    from . import triton_stages
-
-    numbers = structure.program.numbers
-    return triton_check.usable(x.device, x.dtype) and triton_stages.supported(numbers)
+    return triton_check.usable(x.device, x.dtype, structure.program.numbers)
 
 
 def apply(structure: Structure, x: Tensor, cores: Sequence[Tensor], bias: Tensor | None) -> Tensor:
     """`x W^T + bias` for x `(..., in_features)`."""
-    rows = x if x.ndim == 2 else x.reshape(-1, structure.in_features)  # (tokens, in_features)
+    program = structure.program
+    if not torch.compiler.is_compiling():
+        _programs[program.numbers] = program
+    rows = x if x.ndim == 2 else x.reshape(-1, program.in_features)  # (tokens, in_features)
     leaves = [x, *cores] if bias is None else [x, *cores, bias]
     keep = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
-    y: Tensor = multiply(rows, list(cores), bias, structure.program.numbers, keep)[0]
-    return y if x.ndim == 2 else y.view(*x.shape[:-1], structure.out_features)
+    y: Tensor = multiply(rows, list(cores), bias, program.numbers, keep)[0]
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], program.out_features)
 
 
 @torch.library.custom_op("structlin::multiply", mutates_args=())
 def multiply(
     x: Tensor, cores: Sequence[Tensor], bias: Tensor | None, program: Sequence[int], keep: bool
-) -> tuple[Tensor, Tensor]:
-    """`x W^T + bias` of x `(tokens, in_features)` and, if `keep`, the middle that the gradient
-    reads; `program` is `Program.numbers`."""
-    from . import triton_stages
-
-    y, middle = triton_stages.forward(program, cores, x, bias)
-    return y, middle if keep else middle.new_empty(0)
+) -> list[Tensor]:
+    """`x W^T + bias` of x `(tokens, in_features)` and, if `keep`, what each core but the first
+    reads, for the gradient; `program` is `Program.numbers`."""
+    return _serve(x, program, partial(_multiply, x, cores, bias, program, keep))
 
 
 @torch.library.custom_op("structlin::gradients", mutates_args=())
@@ -65,84 +62,74 @@ def gradients(
     dy: Tensor,
     x: Tensor,
     cores: Sequence[Tensor],
-    middle: Tensor,
+    middle: Sequence[Tensor],
     program: Sequence[int],
     wants: Sequence[bool],
 ) -> list[Tensor]:
     """dx, one dcore for each core, dbias; each empty if `wants`, (x, cores, bias), says that nobody
     asks for it."""
-    from . import triton_stages
+    return _serve(x, program, partial(_gradients, dy, x, cores, middle, program, wants))
 
-    dx, dcores = triton_stages.backward(program, cores, x, middle, dy, (wants[0], wants[1]))
-    return [dx, *dcores, dy.sum(0) if wants[2] else dy.new_empty(0)]
+
+def _multiply(
+    x: Tensor, cores: Any, bias: Any, program: Any, keep: bool, by: Product = nothing
+) -> list[Tensor]:
+    found = forward(program, cores, x, bias, by)
+    return found if keep else found[:1]
+
+
+def _gradients(
+    dy: Tensor,
+    x: Tensor,
+    cores: Any,
+    middle: Any,
+    program: Any,
+    wants: Any,
+    by: Product = nothing,
+) -> list[Tensor]:
+    found = backward(program, cores, x, middle, dy, wants, by)
+    return [*found, dy.sum(0) if wants[2] else dy.new_empty(0)]
+
+
+def _serve(x: Tensor, program: Sequence[int], work: Callable[..., list[Tensor]]) -> list[Tensor]:
+    """`work` on the kernels, or on PyTorch's products where one of this layer was refused."""
+    from .triton_gemm import LaunchError, block_gemm
+
+    layer = x.device, x.dtype, tuple(program)
+    if layer not in triton_check.refused:
+        try:
+            return work(by=block_gemm)
+        except LaunchError as error:
+            triton_check.refuse(layer, error)
+    return work(by=plain)
 
 
 # ---- what autograd, torch.compile and counters know of them --------------------------------------
 
 
-def _fake_multiply(
-    x: Tensor, cores: Any, bias: Any, program: Sequence[int], keep: bool
-) -> tuple[Tensor, Tensor]:
-    tokens = x.shape[0]  # len(x) would make it a constant
-    middle = sum(prod(step[:3]) for step in steps_of(program)[1:])  # that the later cores read
-    return x.new_empty(tokens, program[1]), x.new_empty(tokens * middle if keep else 0)
-
-
-def _fake_gradients(
-    dy: Tensor, x: Tensor, cores: Any, middle: Any, program: Any, wants: Sequence[bool]
-) -> list[Tensor]:
-    of_x, of_cores, of_bias = wants
-    found = [x.new_empty(core.shape if of_cores else 0) for core in cores]
-    ends = x.new_empty(x.shape if of_x else 0), x.new_empty(dy.shape[1] if of_bias else 0)
-    return [ends[0], *found, ends[1]]
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, cores, bias, ctx.program, _ = inputs
     ctx.set_materialize_grads(False)  # nobody differentiates the middle
-    ctx.has_bias = bias is not None
-    ctx.save_for_backward(x, output[1], *cores)
+    ctx.has_bias, ctx.cores = bias is not None, len(cores)
+    ctx.save_for_backward(x, *cores, *output[1:])
 
 
-def _backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Any, ...]:
-    x, middle, *cores = ctx.saved_tensors
-    needs = ctx.needs_input_grad
-    wants = [needs[0], any(needs[1]), ctx.has_bias and needs[2]]
+def _backward(ctx: Any, cotangents: list[Tensor | None]) -> tuple[Any, ...]:
+    x, *rest = ctx.saved_tensors
+    (of_x, of_cores, of_bias, *_), dy = ctx.needs_input_grad, cotangents[0]
+    cores, middle, each = rest[: ctx.cores], rest[ctx.cores :], [None] * ctx.cores
     if dy is None:
-        return None, [None] * len(cores), None, None, None
+        return None, each, None, None, None
+    if torch.is_grad_enabled() or is_batch(dy):
+        from .._product import multiply as define
+
+        run = lambda x, *cores: define(_programs[tuple(ctx.program)], cores, x)  # noqa: E731
+        dx, *dcores = differentiate(run, [x, *cores], [of_x, *of_cores], dy)
+        return dx, dcores, dy.sum(0) if ctx.has_bias and of_bias else None, None, None
+    wants = [of_x, any(of_cores), ctx.has_bias and of_bias]
     dx, *dcores, dbias = gradients(dy, x, cores, middle, ctx.program, wants)
-    each = dcores if wants[1] else [None] * len(cores)
-    return dx if wants[0] else None, each, dbias if wants[2] else None, None, None
-
-
-def _save_gradients(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    dy, x, cores, _, ctx.program, _ = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(dy, x, *cores)
-
-
-def _backward_of_gradients(ctx: Any, cotangents: list[Tensor | None]) -> tuple[Any, ...]:
-    dy, *leaves = ctx.saved_tensors
-    _, of_x, of_cores, *_ = ctx.needs_input_grad
-    u, *each, v = (None if c is None or c.numel() == 0 else c for c in cotangents)
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # cotangents may depend on x and the cores; D is differentiated in these alone
-        x, *cores = (leaf.view_as(leaf) for leaf in leaves)
-        terms = [] if u is None else [(u, cores)]
-        terms += [
-            (x, [*cores[:i], c, *cores[i + 1 :]]) for i, c in enumerate(each) if c is not None
-        ]
-        D = torch.zeros_like(dy) if v is None else v.expand_as(dy)
-        for at, factors in terms:
-            D = D + multiply(at, factors, None, ctx.program, True)[0]
-        wanted = [at for at, of in zip((x, *cores), (of_x, *of_cores), strict=True) if of]
-        options = {"create_graph": again, "allow_unused": True}
-        found = iter(
-            torch.autograd.grad(D, wanted, dy, **options) if wanted and D.requires_grad else ()
-        )
-    d_x, *d_cores = (next(found, None) if of else None for of in (of_x, *of_cores))
-    return D if again else D.detach(), d_x, d_cores, None, None, None
+    ends = (found if want else None for found, want in zip((dx, dbias), wants[::2], strict=True))
+    return next(ends), dcores if wants[1] else each, next(ends), None, None
 
 
 @register_flop_formula(torch.ops.structlin.multiply)
@@ -154,12 +141,9 @@ def _(x: Any, cores: Any, bias: Any, program: Sequence[int], keep: bool, **_: An
 def _(
     dy: Any, x: Any, cores: Any, middle: Any, program: Any, wants: Sequence[bool], **_: Any
 ) -> int:
-    flops = count_flops(x, program)
-    again = sum(flops[:-1]) if wants[1] and not middle[0] else 0
-    return sum(flops) * (wants[0] + wants[1]) + again
+    return sum(count_flops(x, program)) * (wants[0] + wants[1])
 
 
-multiply.register_fake(_fake_multiply)
-gradients.register_fake(_fake_gradients)
+multiply.register_fake(_multiply)  # by nothing
+gradients.register_fake(_gradients)
 multiply.register_autograd(_backward, setup_context=_save)
-gradients.register_autograd(_backward_of_gradients, setup_context=_save_gradients)

@@ -14,20 +14,34 @@ permuted once.
 Everything is read from `Program.numbers`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain, islice, pairwise
 from math import prod
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .op import steps_of
-from .triton_gemm import block_gemm, block_gemm_weight
 
 Axes = tuple[tuple[int, int], ...]  # (size, stride) of each axis of an index, the last one fastest
+
+
+Product = Callable[..., None]  # `block_gemm` of `triton_gemm`, by whatever means
+
+
+def plain(
+    a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None = None, *, rows: str = "m"
+) -> None:
+    """By PyTorch."""
+    y = torch.einsum("yzmlkj,yzkjnp->yzmlnp", a, b)
+    out.copy_(y if bias is None else y + bias)
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """Where shapes alone are asked for."""
 
 
 class Side(NamedTuple):
@@ -65,10 +79,6 @@ class Plan(NamedTuple):
     sizes: tuple[int, ...]
     order: tuple[int, ...]
 
-    def split(self, middle: Tensor, tokens: int) -> list[Tensor]:
-        """The activations between the cores that a middle holds."""
-        return list(torch.split(middle, [tokens * read.width for read, _ in self.stages[1:]]))
-
 
 def supported(program: Sequence[int]) -> bool:
     """Whether no index of a product has more than two axes, the tokens among them.
@@ -82,36 +92,39 @@ def supported(program: Sequence[int]) -> bool:
 
 
 def forward(
-    program: Sequence[int], cores: Sequence[Tensor], x: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """`y = x W^T + bias` for x `(tokens, in_features)`, and the middle for `backward`: all that the
-    cores but the first read, `(tokens * features,)`."""
-    plan, x, tokens = make_plan(tuple(program)), x.contiguous(), len(x)
-    middle = _multiply_middle(plan, cores, x)
-    last = [x, *plan.split(middle, tokens)][-1]
-    y = x.new_empty(tokens, plan.stages[-1].written.width)
-    _multiply(plan.stages[-1], cores[-1], last, y, tokens, None if plan.order else bias)
+    program: Sequence[int], cores: Sequence[Tensor], x: Tensor, bias: Tensor | None, by: Product
+) -> list[Tensor]:
+    """`y = x W^T + bias` for x `(tokens, in_features)`, and for `backward` what each core but the
+    first reads, flat."""
+    plan, tokens = make_plan(tuple(program)), x.shape[0]
+    found = [x.new_empty(tokens * stage.written.width) for stage in plan.stages]
+    reads = [x.contiguous(), *found[:-1]]
+    for stage, core, h, out in zip(plan.stages, cores, reads, found, strict=True):
+        weight = stage.view(core).permute(0, 1, 4, 5, 2, 3)  # (batch, fan_in, fan_out)
+        added = None
+        if out is found[-1] and bias is not None and not plan.order:
+            added = stage.written.view(bias.expand(tokens, -1), tokens)
+        by(stage.read.view(h, tokens), weight, stage.written.view(out, tokens), added)
+    *middle, y = found
     if plan.order:
         y = y.view(tokens, *plan.sizes).permute(0, *(1 + axis for axis in plan.order))
         y = y if bias is None else y + bias.view(y.shape[1:])
-        y = y.reshape(tokens, -1) if tokens else y.reshape(0, program[1])
-    return y.contiguous(), middle
+    return [y.reshape(tokens, program[1]), *middle]
 
 
 def backward(
     program: Sequence[int],
     cores: Sequence[Tensor],
     x: Tensor,
-    middle: Tensor,
+    middle: Sequence[Tensor],
     dy: Tensor,
-    wants: tuple[bool, bool] = (True, True),
-) -> tuple[Tensor, list[Tensor]]:
+    wants: Sequence[bool],
+    by: Product,
+) -> list[Tensor]:
     """dx `(tokens, in_features)` and the gradients of the cores, each empty if it is not among
-    `wants`, (x, cores). A middle of no elements, where nothing was kept, is computed again."""
-    plan, x, dh, tokens = make_plan(tuple(program)), x.contiguous(), dy.contiguous(), len(x)
-    if not len(middle) and wants[1]:
-        middle = _multiply_middle(plan, cores, x)
-    activations = [x, *plan.split(middle, tokens)] if wants[1] else []
+    `wants`, (x, cores)."""
+    plan, read = make_plan(tuple(program)), [x.contiguous(), *middle]
+    dh, tokens = dy.contiguous(), x.shape[0]
     gradients = [core.new_empty(core.shape if wants[1] else 0) for core in cores]
     if plan.order:
         dh = dh.view(tokens, *(plan.sizes[axis] for axis in plan.order))
@@ -120,30 +133,13 @@ def backward(
     for i, stage in reversed(list(enumerate(plan.stages))):
         dh_view = stage.written.view(dh, tokens)
         if wants[1]:
-            h_view = stage.read.view(activations[i], tokens)
-            block_gemm_weight(dh_view, h_view, stage.view(gradients[i]))
+            transposed = dh_view.permute(0, 1, 4, 5, 2, 3)
+            h_view = stage.read.view(read[i], tokens)
+            by(transposed, h_view, stage.view(gradients[i]), rows="k")
         if i or wants[0]:
             dh = x.new_empty(tokens * stage.read.width)
-            block_gemm(dh_view, stage.view(cores[i]), stage.read.view(dh, tokens))
-    return dh.view(x.shape) if wants[0] else x.new_empty(0), gradients
-
-
-def _multiply_middle(plan: Plan, cores: Sequence[Tensor], x: Tensor) -> Tensor:
-    """What all cores but the last produce."""
-    middle, h = x.new_empty(len(x) * sum(read.width for read, _ in plan.stages[1:])), x
-    for stage, core, out in zip(plan.stages, cores, plan.split(middle, len(x)), strict=False):
-        _multiply(stage, core, h, out, len(x))
-        h = out
-    return middle
-
-
-def _multiply(
-    stage: Stage, core: Tensor, h: Tensor, out: Tensor, tokens: int, bias: Tensor | None = None
-) -> None:
-    """The product of one core."""
-    weight = stage.view(core).permute(0, 1, 4, 5, 2, 3)  # (batch, fan_in, fan_out)
-    added = None if bias is None else stage.written.view(bias.expand(tokens, -1), tokens)
-    block_gemm(stage.read.view(h, tokens), weight, stage.written.view(out, tokens), bias=added)
+            by(dh_view, stage.view(cores[i]), stage.read.view(dh, tokens))
+    return [dh.view(x.shape) if wants[0] else x.new_empty(0), *gradients]
 
 
 # ---- where the features lie ----------------------------------------------------------------------

@@ -11,8 +11,10 @@ import math
 import subprocess
 import sys
 import warnings
+from functools import partial
 from itertools import product as product_of
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,9 +22,9 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from benchmarks.gpu import SMALL
-from structlin import BTT, Family, Kronecker, Monarch, _product
-from structlin._kernels import triton_check, triton_op, triton_stages
+from benchmarks import ahead, gpu
+from structlin import BTT, Family, Kronecker, Monarch, StructuredLinear, _product
+from structlin._kernels import triton_check, triton_gemm, triton_op, triton_stages
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
@@ -91,6 +93,11 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return torch.einsum("yzmlkj,yzkjni->yzmlni", a.double(), b.double())
 
 
+def block_gemm_weight(kernels, dy: Tensor, x: Tensor, out: Tensor, **options) -> None:
+    """`out[z, o, i] = sum_n dy[z, n, o] x[z, n, i]`, as the gradient of a core."""
+    kernels.block_gemm(dy.permute(0, 1, 4, 5, 2, 3), x, out, rows="k", **options)
+
+
 def weight_product(dy: Tensor, x: Tensor) -> Tensor:
     return torch.einsum("yznmpo,yznmji->yzpoji", dy.double(), x.double())
 
@@ -140,7 +147,7 @@ def test_block_gemm_weight_sums_over_tokens_however_the_sum_is_split(
     kernels, dtype, a, b, out, splits
 ):
     x, dw, dy = (Guarded(order, dtype=dtype) for order in (a, b, out))
-    kernels.block_gemm_weight(dy(Z, M, N), x(Z, M, K), dw.forget()(Z, N, K), splits=splits)
+    block_gemm_weight(kernels, dy(Z, M, N), x(Z, M, K), dw.forget()(Z, N, K), splits=splits)
     assert_close(dw(Z, N, K), weight_product(dy(Z, M, N), x(Z, M, K)))
     assert dw.only_inside_is_written()
 
@@ -161,15 +168,15 @@ def test_no_tokens_give_no_rows_and_a_zero_gradient(kernels):
     kernels.block_gemm(empty, torch.ones(1, 3, 4, 1, 5, 1), torch.empty(1, 3, 0, 1, 5, 1))
     for splits in (None, 2):
         dw = torch.full((1, 3, 5, 1, 4, 1), math.nan)
-        kernels.block_gemm_weight(torch.empty(1, 3, 0, 1, 5, 1), empty, dw, splits=splits)
+        block_gemm_weight(kernels, torch.empty(1, 3, 0, 1, 5, 1), empty, dw, splits=splits)
         assert torch.equal(dw, torch.zeros_like(dw))
 
 
 def test_the_same_inputs_give_the_same_bits(kernels):
     dy, x = torch.randn(1, 2, 64, 1, 6, 1), torch.randn(1, 2, 64, 1, 5, 1)
     first, second = torch.empty(1, 2, 6, 1, 5, 1), torch.empty(1, 2, 6, 1, 5, 1)
-    kernels.block_gemm_weight(dy, x, first, splits=4)
-    kernels.block_gemm_weight(dy, x, second, splits=4)
+    block_gemm_weight(kernels, dy, x, first, splits=4)
+    block_gemm_weight(kernels, dy, x, second, splits=4)
     assert torch.equal(first, second)
 
 
@@ -198,7 +205,7 @@ def test_the_parts_of_a_split_sum_are_float32(kernels):
     )
     dy[:, :, 0], dy[:, :, 1], dy[:, :, 64] = 2048, 1, -2048
     dw = torch.empty(1, 1, 1, 1, 1, 1, dtype=torch.float16)
-    kernels.block_gemm_weight(dy, x, dw, splits=2)
+    block_gemm_weight(kernels, dy, x, dw, splits=2)
     assert dw.item() == 1
 
 
@@ -219,7 +226,7 @@ def test_offsets_past_int32_are_computed_in_64_bits(kernels, monkeypatch):
     for far in (2**31, 64):
         monkeypatch.setattr(kernels, "FAR", far)
         kernels._plan.cache_clear()
-        kernels.block_gemm_weight(dy(Z, M, N), x(Z, M, K), dw.forget()(Z, N, K), splits=2)
+        block_gemm_weight(kernels, dy(Z, M, N), x(Z, M, K), dw.forget()(Z, N, K), splits=2)
         assert_close(dw(Z, N, K), weight_product(dy(Z, M, N), x(Z, M, K)))
     kernels._plan.cache_clear()
     assert indices == ["int32", "int64"]
@@ -233,27 +240,26 @@ def test_the_extent_is_the_largest_offset(kernels):
 def test_every_gpu_has_a_tile_for_every_kind_and_an_unknown_one_has_the_fallback(
     kernels, monkeypatch
 ):
-    for gpu in kernels.TILES:
-        for kind, weight in product_of(("half", "tf32", "ieee"), (False, True)):
-            tile = kernels.tile_for(10**6, 10**6, 10**6, gpu, kind, weight=weight)
+    for name in kernels.TILES:
+        for kind in map(" ".join, product_of(("half", "tf32", "ieee"), ("product", "weight"))):
+            tile = kernels.tile_for(10**6, 10**6, 10**6, name, kind)
             assert tile.stages * (tile.m + tile.n) * tile.k * 4 <= 320 * 1024
-    assert kernels.table_of("a GPU of next year") is kernels.TILES["fallback"]
+    assert kernels.table_of("a GPU of next year") == kernels.TILES["fallback"]
     tuned = {"half product 128 32 32 4 1": [64, 32, 32, 4, 2]}
-    monkeypatch.setitem(kernels.TILES, "mine", kernels.TILES["fallback"] | {"tuned": tuned})
-    assert kernels.tile_for(999, 32, 32, "mine", "half") == (64, 32, 32, 4, 2)
-    assert kernels.tile_for(999, 32, 32, "mine", "half", weight=True) == (128, 32, 32, 4, 1)
+    monkeypatch.setitem(kernels.TILES, "mine", {"tuned": tuned})
+    assert kernels.tile_for(999, 32, 32, "mine", "half product") == (64, 32, 32, 4, 2)
+    assert kernels.tile_for(999, 32, 32, "mine", "half weight") == (128, 32, 32, 4, 1)
 
 
 @pytest.fixture(scope="module")
 def stages(kernels):
     """`triton_stages` on the interpreted products."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("block_gemm", "block_gemm_weight"):
-            patch.setattr(triton_stages, name, getattr(kernels, name))
-        yield triton_stages
+    both = (triton_stages.forward, triton_stages.backward)
+    forward, backward = (partial(each, by=kernels.block_gemm) for each in both)
+    return SimpleNamespace(forward=forward, backward=backward)
 
 
-@pytest.mark.parametrize(("family", "d_in", "d_out"), SMALL, ids=str)
+@pytest.mark.parametrize(("family", "d_in", "d_out"), gpu.SMALL, ids=str)
 @DTYPES
 @pytest.mark.parametrize("tokens", [0, 19])
 def test_the_stages_are_the_layer_and_its_gradients(
@@ -261,15 +267,16 @@ def test_the_stages_are_the_layer_and_its_gradients(
 ):
     """Against float64 autograd of one einsum over the whole expression."""
     structure = family.structure(d_in, d_out)
-    assert stages.supported(structure.program.numbers)
+    assert triton_stages.supported(structure.program.numbers)
     x = Guarded("t i", {"t": tokens, "i": d_in}, dtype).inside
     dy = Guarded("t o", {"t": tokens, "o": d_out}, dtype).inside
     cores = [
         torch.randn(core.batch, core.fan_in, core.fan_out).to(dtype).mT for core in structure.cores
     ]
     bias = torch.randn(d_out).to(dtype)
-    y, middle = stages.forward(structure.program.numbers, cores, x, bias)
-    dx, gradients = stages.backward(structure.program.numbers, cores, x, middle, dy)
+    y, *middle = stages.forward(structure.program.numbers, cores, x, bias)
+    both = (True, True)
+    dx, *gradients = stages.backward(structure.program.numbers, cores, x, middle, dy, both)
 
     inputs, outputs = structure.inputs, structure.outputs
     axes = [(*core.batch_axes, *core.fan_out_axes, *core.fan_in_axes) for core in structure.cores]
@@ -294,21 +301,17 @@ def test_the_stages_are_the_layer_and_its_gradients(
         assert tokens or not found.any()
 
 
-def test_only_what_is_wanted_is_computed_and_a_middle_that_was_not_kept_is_computed_again(stages):
+def test_only_what_is_wanted_is_computed(stages):
     structure = BTT(rank=2).structure(16, 16)
-    x, dy, cores = (
-        torch.randn(5, 16),
-        torch.randn(5, 16),
-        [torch.randn(core.shape) for core in structure.cores],
-    )
-    _, middle = stages.forward(structure.program.numbers, cores, x)
-    assert middle.shape == (5 * 2 * 16,)
-    dx, gradients = stages.backward(structure.program.numbers, cores, x, middle, dy)
-    for wants in ((True, True), (True, False), (False, True)):
-        found = stages.backward(structure.program.numbers, cores, x, x.new_empty(0), dy, wants)
-        assert torch.equal(found[0], dx) if wants[0] else found[0].numel() == 0
-        for one, other in zip(found[1], gradients, strict=True):
-            assert torch.equal(one, other) if wants[1] else one.numel() == 0
+    cores = [torch.randn(core.shape) for core in structure.cores]
+    x, dy, program = torch.randn(5, 16), torch.randn(5, 16), structure.program.numbers
+    _, *middle = stages.forward(program, cores, x, None)
+    assert [each.shape for each in middle] == [(5 * 2 * 16,)]
+    both = stages.backward(program, cores, x, middle, dy, (True, True))
+    for wants in ((True, False), (False, True)):
+        found = stages.backward(program, cores, x, middle, dy, wants)
+        for one, other, wanted in zip(found, both, (wants[0], *[wants[1]] * 2), strict=True):
+            assert torch.equal(one, other) if wanted else one.numel() == 0
 
 
 def test_float32_products_follow_the_precision_of_pytorch(kernels):
@@ -319,25 +322,16 @@ def test_float32_products_follow_the_precision_of_pytorch(kernels):
     try:
         for setting, expected in (("none", "ieee"), ("ieee", "ieee"), ("tf32", "tf32")):
             matmul.fp32_precision = setting
-            assert kernels.kind_of(torch.float32) == expected
-            assert kernels.kind_of(torch.float16) == "half"
+            assert kernels.kind_of(torch.float32, "m") == f"{expected} product"
+            assert kernels.kind_of(torch.float16, "k") == "half weight"
     finally:
         matmul.fp32_precision = before
 
 
 @pytest.mark.parametrize("family", [BTT(rank=2), Kronecker(), Monarch(blocks=2)], ids=str)
 def test_the_operator_has_derivatives_of_any_order(monkeypatch, family: Family):
-    """The products are einsums in float64 here."""
-    monkeypatch.setattr(
-        triton_stages,
-        "block_gemm",
-        lambda a, b, out, bias=None: out.copy_(
-            product(a, b) if bias is None else product(a, b) + bias
-        ),
-    )
-    monkeypatch.setattr(
-        triton_stages, "block_gemm_weight", lambda dy, x, out: out.copy_(weight_product(dy, x))
-    )
+    """The products are PyTorch's in float64 here, those of a layer whose kernels are refused."""
+    monkeypatch.setattr(triton_gemm, "block_gemm", triton_stages.plain)
     structure = family.structure(6, 4) if family != Monarch(blocks=2) else family.structure(4, 8)
     x = torch.randn(2, 3, structure.in_features, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(structure.out_features, dtype=torch.float64, requires_grad=True)
@@ -371,9 +365,10 @@ def test_the_operator_has_derivatives_of_any_order(monkeypatch, family: Family):
 @pytest.fixture
 def fresh(monkeypatch, kernels):
     """`triton_check` on the interpreted products, before its first use."""
-    monkeypatch.setattr(triton_check, "_usable", {})
+    monkeypatch.setattr(triton_check, "_passed", {})
+    monkeypatch.setattr(triton_check, "refused", set())
     monkeypatch.setitem(sys.modules, "structlin._kernels.triton_gemm", kernels)
-    return triton_check.usable
+    return partial(triton_check.usable, program=BTT().structure(16, 16).program.numbers)
 
 
 def test_the_self_test_passes(fresh):
@@ -394,27 +389,19 @@ def test_the_self_test_passes(fresh):
         (lambda out: out.mul_(1 + 1e-3 * torch.rand(())), "other bits"),
     ],
 )
-@pytest.mark.parametrize("name", ["block_gemm", "block_gemm_weight"])
+@pytest.mark.parametrize("rows", ["m", "k"])
 def test_the_self_test_finds_a_fault_and_says_so_once(
-    fresh, monkeypatch, kernels, fault, message, name
+    fresh, monkeypatch, kernels, fault, message, rows
 ):
     """The products are einsums here, but for the fault."""
 
-    def gemm(a, b, out, bias):
-        out.copy_(product(a, b) + bias)
+    def wrong(a, b, out, bias=None, splits=None, **options):
+        triton_stages.plain(a, b, out, bias)
+        if options.get("rows", "m") == rows:
+            fault(out)
 
-    def weight(dy, x, out, splits):
-        out.copy_(weight_product(dy, x))
-
-    monkeypatch.setattr(kernels, "block_gemm", gemm)
-    monkeypatch.setattr(kernels, "block_gemm_weight", weight)
-    right = getattr(kernels, name)
-
-    def wrong(a, b, out, **options):
-        right(a, b, out, **options)
-        fault(out)
-
-    monkeypatch.setattr(kernels, name, wrong)
+    monkeypatch.setattr(kernels, "block_gemm", wrong)
+    name = {"m": "a product with a bias", "k": "a split product"}[rows]
     device = torch.device("cpu")
     with pytest.warns(
         RuntimeWarning, match=f"not used for torch.float16 on cpu.*{name} .*{message}"
@@ -430,30 +417,209 @@ def test_without_triton_the_answer_is_no_with_one_warning(fresh, monkeypatch):
     assert not fresh(torch.device("cpu"), torch.float32)
 
 
+# ---- a layer whose kernels are refused -----------------------------------------------------------
+
+
+class Interpreted:
+    """The interpreted kernel in place of the compiled one; it may be given a fault."""
+
+    def __init__(self, kernel, fault=lambda bias, options: False):
+        self.kernel, self.fault, self.refused = kernel, fault, 0
+
+    def __getitem__(self, grid):
+        def launch(a, b, out, bias, *arguments, **options):
+            if self.fault(bias, options):
+                self.refused += 1
+                raise RuntimeError("out of resource: shared memory")
+            self.kernel[grid](a, b, out, bias, *arguments, **options)
+
+        return launch
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch, kernels):
+    """Layers on CPU tensors take the way of a GPU whose products have passed, after `faulty`."""
+    monkeypatch.setattr(triton_check, "_passed", {(torch.device("cpu"), torch.float32): True})
+    monkeypatch.setattr(triton_check, "refused", set())
+    monkeypatch.setattr(_product.op, "pays", lambda program, x: False)
+    usable = lambda x, s: triton_check.usable(x.device, x.dtype, s.program.numbers)  # noqa: E731
+    monkeypatch.setattr(triton_op, "available", usable)
+
+    def faulty(fault):
+        kernel = Interpreted(kernels._product, fault)
+        monkeypatch.setattr(triton_gemm, "_product", kernel)
+        return kernel
+
+    return faulty
+
+
+def results_of(layer: StructuredLinear, x: Tensor, way) -> list[Tensor]:
+    """The output, and the gradients of its squares' sum."""
+    leaves = [x, *layer.cores, layer.bias]
+    y = way(x)
+    return [y, *torch.autograd.grad(y.square().sum(), leaves)]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda bias, options: True,
+        lambda bias, options: bias is not None,  # the last of the forward pass
+        lambda bias, options: options["split"],  # one of the backward pass
+    ],
+    ids=["all", "forward", "backward"],
+)
+def test_a_layer_whose_kernel_cannot_be_launched_has_the_plain_products_after_one_warning(
+    on_a_gpu, monkeypatch, fault
+):
+    monkeypatch.setitem(triton_gemm.TILES["fallback"], "rows_per_program", 16)
+    layer, other = (StructuredLinear(16, 16, BTT(rank=rank)) for rank in (1, 2))
+    x = torch.randn(40, 16, requires_grad=True)
+    plain = lambda x: _product.multiply(layer.structure.program, layer.cores, x) + layer.bias  # noqa: E731
+    expected = results_of(layer, x, plain)
+    kernel = on_a_gpu(fault)
+    with pytest.warns(RuntimeWarning, match="16 -> 16 of 2 cores.*out of resource") as seen:
+        found = results_of(layer, x, layer)
+    assert len(seen) == 1
+    torch.testing.assert_close(found, expected)
+    assert kernel.refused == 1
+    torch.testing.assert_close(results_of(layer, x, layer), expected)  # warnings are errors
+    assert kernel.refused == 1
+    on_a_gpu(lambda bias, options: False)
+    results_of(other, x, other)  # the others keep their kernels
+    assert triton_op.available(x, other.structure)
+    assert not triton_op.available(x, layer.structure)
+
+
+def test_a_compiled_program_keeps_the_operator_and_is_right_after_a_refusal(on_a_gpu):
+    kernel, layer = on_a_gpu(lambda bias, options: False), StructuredLinear(16, 16, BTT())
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(5, 16, requires_grad=True)
+    expected = results_of(layer, x, layer)
+    torch.testing.assert_close(results_of(layer, x, compiled), expected)
+    kernel.fault = lambda bias, options: True
+    with pytest.warns(RuntimeWarning, match="out of resource"):
+        torch.testing.assert_close(results_of(layer, x, compiled), expected)
+    assert kernel.refused == 1
+
+
+def test_the_first_use_in_a_compiled_program_is_tested_while_it_is_traced(fresh):
+    torch._dynamo.reset()
+    device, program = torch.device("cpu"), BTT().structure(16, 16).program.numbers
+
+    def run(x):
+        return x + 1 if triton_check.usable(device, torch.float32, program) else x
+
+    assert torch.compile(run, fullgraph=True, backend="aot_eager")(torch.zeros(1)) == 1
+
+
+# ---- tiles by GPU --------------------------------------------------------------------------------
+
+
+def tile_rows(seconds: dict[str, dict[tuple[int, ...], float]]) -> list[dict]:
+    """Rows of the job `tiles`, for products of one rule."""
+    shared = {"kind": "tile", "structure": "BTT r=1", "width": 64, "dtype": "float16"}
+    return [
+        shared | {"rule": "half product 128 32 32 4 1", "product": name, "tile": list(tile)}
+        | {"seconds": took}
+        for name, times in seconds.items()
+        for tile, took in times.items()
+    ]  # fmt: skip
+
+
+RULE, FAST, FASTER_ONCE = (128, 32, 32, 4, 1), (64, 32, 32, 4, 1), (128, 32, 32, 8, 1)
+
+
+def test_the_faster_tiles_of_a_gpu_are_written_under_its_name_and_read_there_alone(
+    kernels, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(kernels, "TILES", {"fallback": kernels.TILES["fallback"]})
+    monkeypatch.setattr(kernels, "gpu_of", lambda device: "a new GPU")
+    monkeypatch.setattr(gpu, "kernels", lambda: SimpleNamespace(gemm=kernels))
+    rows, table = gpu.Rows(tmp_path / "rows.jsonl"), tmp_path / "tiles.json"
+    seconds = {"y1": {RULE: 2.0, FAST: 1.9, FASTER_ONCE: 1.0}, "y2": {RULE: 2.0, FAST: 1.9}}
+    for row in tile_rows(seconds):
+        rows.add(row.pop("kind"), **row)
+    tile = partial(kernels.tile_for, 999, 32, 32, "a new GPU")
+    assert tile("half product") == RULE
+    gpu.tuned(rows, math.inf, table)
+    written = json.loads(table.read_text())
+    assert written["a new GPU"] == {"tuned": {"half product 128 32 32 4 1": list(FAST)}}
+    assert written["fallback"] == kernels.TILES["fallback"]
+    monkeypatch.setattr(kernels, "TILES", written)
+    kernels.tile_for.cache_clear()
+    assert tile("half product") == FAST
+    assert tile("half weight") == RULE
+    assert kernels.tile_for(999, 32, 32, "another", "half product") == RULE
+    kernels.tile_for.cache_clear()
+
+
+@pytest.mark.parametrize("seconds", [{RULE: 2.0, FAST: 1.99}, {RULE: 2.0, FAST: 3.0}, {RULE: 2.0}])
+def test_a_tile_that_gains_nearly_nothing_is_not_written(seconds):
+    assert gpu.faster_tiles(tile_rows({"y1": seconds})) == {}
+
+
+@pytest.mark.parametrize("sizes", [(10**5, 64, 64), (40, 8, 3), (64, 4096, 100), (10**5, 512, 512)])
+def test_the_tiles_that_are_tried_are_the_rules_and_others_that_fit(sizes):
+    _, tile = triton_gemm.rule(*sizes, "fallback", "half product")
+    first, *others = gpu.candidates(tile, sizes)
+    assert first == tile
+    assert len({tile, *others}) == 1 + len(others) > 1
+    for each in others:
+        assert each.m * each.n <= (128 * 64 if each.warps == 4 else 128 * 256)
+        assert all(side < 2 * max(16, size) for side, size in zip(each[:3], sizes, strict=True))
+
+
 # ---- the compiler --------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def target():
+    """Triton compiles for sm_90, on no GPU."""
+    from triton.runtime import driver
+
+    before = driver._active
+    ahead.set_target(90)
+    yield
+    driver._active = before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["jobs", "example"])
+def test_what_computes_launches_what_is_collected_without_values_and_nothing_else(
+    target, kernels, monkeypatch, source
+):
+    """The jobs of `benchmarks.gpu` on small layers, among them the self-test and the tests' layers;
+    a step of an example. Bfloat16 is wrong in the interpreter, and float16 stands for it."""
+    monkeypatch.setattr(triton_gemm, "gpu_of", lambda device: ahead.GPUS[90])
+    monkeypatch.setattr(gpu, "GOALS", {("BTT r=1", 16): 1.0})
+    monkeypatch.setattr(gpu, "ROUNDS", (1, 1))
+    monkeypatch.setitem(gpu.TOLERANCE, "bfloat16", 1.0)
+    todo, steps = [], []
+    if source == "jobs":
+        names = ["BTT r=1", "Monarch 4", "TT r=4"]
+        todo = gpu.jobs([16], names, dtype="float16", tokens=48, far_tokens=350)
+    else:
+        steps = ahead.steps_of_examples(["train_mlp_lm"], [["--smoke"]])
+    collected = ahead.collect(90, todo, steps)
+    launches = ahead.Launches(triton_gemm._product, kernels._product)
+    with ahead.as_on_a_gpu(launches, ahead.GPUS[90]):
+        ahead.run_jobs(launches, todo)
+        for _, step in steps:
+            step()
+    assert len(collected) > 8
+    assert launches.found.keys() == collected.keys()
+
+
+@pytest.mark.slow
 def test_the_kernels_compile_for_sm_90_with_tensor_cores_and_without_spills():
-    """Those of the layers of one width and of the self-test, each once. In processes of their own:
-    Triton's driver is replaced by one that only knows the target."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu",
-        "--compile",
-        "--widths",
-        "1024",
-        "--structures",
-        "BTT r=2",
-    ]
-    command += ["--dtypes", "bfloat16"]
+    """Those of the layers of one width, each once. In processes of their own: Triton's driver is
+    replaced by one that only knows the target."""
+    command = [sys.executable, "-m", "benchmarks.ahead", "--smoke"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
-    rows = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]
-    layers = " ".join(row["layer"] for row in rows)
-    assert "self-test bfloat16" in layers
-    assert "BTT r=2 1024 bfloat16 16384 tokens" in layers
-    for row in rows:
-        assert row["spilled_bytes"] == 0, row
-        assert row["tensor_products"] > 0, row
-        assert row["shared_bytes"] <= 227 * 1024, row
+    (row,) = (json.loads(line) for line in found.stdout.splitlines() if line.startswith("{"))
+    assert row["kernels"] > 40
+    assert row["spilling"] == row["too_large"] == []
+    assert row["with_tensor_cores"] > row["kernels"] / 2
