@@ -7,29 +7,49 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from ._structure import Program
+
 
 def each_expert(
     product: Callable[[Sequence[Tensor], Tensor], Tensor],
+    program: Program,
     cores: Sequence[Tensor],
     x: Tensor,
-    loads: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
 ) -> Tensor:
-    """`product(cores, tokens)` of every expert, one after the other.
+    """`sum_k weights[t, k] W_chosen[t, k] x_t`, one expert after the other.
 
     Args:
+        product: of the cores of one expert and the tokens that chose it.
         cores: `(experts * batch, fan_out, fan_in)` each.
-        x: `(tokens, in_features)`, expert by expert.
-        loads: `(experts,)`, how many tokens are each expert's.
+        x: `(tokens, in_features)`.
+        weights, chosen: of each token's experts, and their numbers: `(tokens, top_k)`.
 
     Raises:
-        RuntimeError: under vmap, where that number is another for each sample.
+        RuntimeError: under vmap, where how many tokens an expert has is another for each sample.
     """
+    order = chosen.flatten().argsort(stable=True)  # expert by expert
+    token = order // chosen.shape[1]
+    weights = weights.flatten().index_select(0, order)[:, None]
+    rows = x.index_select(0, token)  # (tokens * top_k, in)
+    early = program.in_features < program.out_features  # experts are linear: weigh what is narrower
+    rows = rows * weights.to(rows.dtype) if early else rows
+    loads = count_loads(chosen, len(cores[0]) // program.steps[0].batch)
     if torch.compiler.is_compiling():  # a literal, or fullgraph=True does not print it
         torch._dynamo.graph_break(
             "structlin: no engine takes all experts of this mixture in one call "
             "(see Mixture): leave fullgraph=True out"
         )
-    return _multiply_each(product, cores, x, loads)
+    made = _multiply_each(product, cores, rows, loads)  # (tokens * top_k, out)
+    made = made if early else made * weights.to(made.dtype)
+    return made.new_zeros(len(x), program.out_features).index_add(0, token, made)
+
+
+def count_loads(chosen: Tensor, experts: int) -> Tensor:
+    """How many tokens each expert has: `(experts,)`."""
+    numbers = torch.arange(experts, device=chosen.device)
+    return (chosen.flatten()[:, None] == numbers).sum(0)
 
 
 @_disable_dynamo  # torch.compiler.disable would load the compiler now

@@ -50,12 +50,12 @@ def define(
     bias: Tensor | None = None,
     gains: Tensor | None = None,
     sigmas: Sequence[float] | None = None,
-    loads: Tensor | None = None,
+    routes: op.Routes | None = None,
 ) -> Tensor:
     """`W x + bias` by the loop, cores normalised, experts in turn: what every engine computes."""
     cores = cores if gains is None or sigmas is None else normalise(cores, gains, sigmas)
     product = partial(multiply, program)
-    y = product(cores, x) if loads is None else each_expert(product, cores, x, loads)
+    y = product(cores, x) if routes is None else each_expert(product, program, cores, x, *routes)
     return y if bias is None else y + bias
 
 
@@ -118,7 +118,7 @@ def run(
     gains: Tensor | None = None,
     sigmas: Sequence[float] | None = None,
     program: Program | None = None,
-    loads: Tensor | None = None,
+    routes: op.Routes | None = None,
 ) -> Tensor:
     """`apply`, its arguments taken to be right.
 
@@ -126,7 +126,7 @@ def run(
         mode: "structured", core by core; "dense", by W; "auto", as `forms_matrix` says.
         gains, sigmas: of every core, where it is to be normalised.
         program: the structure's, or a narrower one, whose widths x, bias and the result have.
-        loads: `(experts,)`, of a mixture; see `each_expert`.
+        routes: of a mixture, weights and numbers of each token's experts; see `each_expert`.
     """
     program = program or structure.program
     device = x.device.type if torch._C._is_any_autocast_enabled() else "meta"
@@ -136,13 +136,16 @@ def run(
         bias = None if bias is None else bias.to(dtype)
     dense = mode == "dense"
     if mode == "auto" and structure.density >= NEAR:
-        tokens = x.numel() // program.in_features // (1 if loads is None else len(loads))
+        tokens = x.numel() // program.in_features
+        if routes is not None:
+            tokens = routes[1].numel() * structure.cores[0].batch // len(cores[0])
         dense = forms_matrix(structure, tokens)
     if not dense and op.pays(program, x):
-        return op.multiply(define, program, cores, x, bias, gains, sigmas, loads)
+        return op.multiply(define, program, cores, x, bias, gains, sigmas, routes)
     cores = cores if gains is None or sigmas is None else normalise(cores, gains, sigmas)
-    if loads is not None:
-        y = each_expert(partial(run, structure, mode=mode, program=program), cores, x, loads)
+    if routes is not None:
+        product = partial(run, structure, mode=mode, program=program)
+        y = each_expert(product, program, cores, x, *routes)
         return y if bias is None else y + bias
     if dense:
         matrix = to_dense(structure, cores)[: program.out_features, : program.in_features]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import _product
 from ._arguments import check_input, require_positive
-from ._experts import split_experts
+from ._experts import count_loads, split_experts
 from ._families import DEFAULT, Family, label
 from ._linear import StructuredLinear
 from ._structure import Core, Structure
@@ -106,26 +106,17 @@ class Mixture(StructuredLinear):
         cores = self._stored_cores()
         check_input(x, self.in_features, cores[0])
         tokens = x.reshape(-1, self.in_features)
-        weights, chosen = self.route(tokens)  # (tokens, top_k)
-        order = chosen.flatten().argsort(stable=True)  # expert by expert
-        token = order // self.top_k
-        weights = weights.flatten().index_select(0, order)[:, None]
-        rows = tokens.index_select(0, token)  # (tokens * top_k, in)
-        early = self.in_features < self.out_features  # experts are linear: weigh what is narrower
-        rows = rows * weights.to(rows.dtype) if early else rows
-        made = _product.run(
+        y = _product.run(
             self.structure,
             cores,
-            rows,
+            tokens,
+            bias,
             mode=self.mode,
             gains=self.gains,
             sigmas=None if self.gains is None else self.stds,
             program=self._program,
-            loads=self._loads(chosen),
-        )  # (tokens * top_k, out)
-        made = made if early else made * weights.to(made.dtype)
-        y = made.new_zeros(len(tokens), self.out_features).index_add(0, token, made)
-        y = y if bias is None else y + bias.to(y.dtype)
+            routes=self.route(tokens),
+        )
         return y.view(*x.shape[:-1], self.out_features)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,7 +128,7 @@ class Mixture(StructuredLinear):
         logits = logits if logits.dtype == torch.float64 else logits.float()
         largest, chosen = logits.topk(self.top_k, dim=-1)
         if self.training and len(x):
-            share = self._loads(chosen) / chosen.numel()  # (experts,)
+            share = count_loads(chosen, self.experts) / chosen.numel()  # (experts,)
             size = logits.logsumexp(-1, keepdim=True)  # (tokens, 1)
             # not logits.softmax: beside logsumexp inductor of torch 2.13 loses gradients of logits
             probabilities = (logits - size).exp().mean(0)  # (experts,)
@@ -148,11 +139,6 @@ class Mixture(StructuredLinear):
     def split(self, cores: list[Tensor]) -> list[tuple[Tensor, ...]]:
         """The cores of each expert."""
         return split_experts(cores, self.experts)
-
-    def _loads(self, chosen: Tensor) -> Tensor:
-        """How many tokens each expert has."""
-        numbers = torch.arange(self.experts, device=chosen.device)
-        return (chosen.flatten()[:, None] == numbers).sum(0)  # (experts,)
 
     def way(self, tokens: int) -> str:
         """Say which way one expert's product takes, for its share of so many tokens."""

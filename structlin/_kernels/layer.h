@@ -3,8 +3,7 @@
 //
 //     factor = gain * min(1, sigma / RMS(core))
 //
-// A mixture's core has the blocks of all experts, one expert's after the other's; `loads` says how many of the
-// tokens, which lie in the same order, are each expert's.
+// A mixture's core has the blocks of all experts, one expert's after the other's; experts.h says which tokens each has.
 
 #pragma once
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -140,25 +139,28 @@ struct Layer {
   std::vector<Tensor> tensors;
   std::vector<Numbers<Held<S>>> memory;
   std::vector<Core<S>> cores;  // of the expert at hand
-  Indices loads;               // tokens of each expert
-  Index tokens;
-  const bool forward;  // or backward
+  const Index experts;         // 1: no mixture
+  Index tokens;                // of all experts, or of the one at hand
+  const Index share;           // of an expert on average
+  const bool forward;          // or backward
 
   Layer(const Tensor& x, const std::vector<Tensor>& given, const std::optional<Tensor>& gains,
-        const std::vector<double>& sigmas, const Indices& numbers, const std::optional<Tensor>& given_loads,
-        bool forward)
-      : held(program_of(numbers)), program(*held), memory(given.size()), forward(forward) {
-    STD_TORCH_CHECK(given.size() == program.steps.size() && x.dim() > 0 && x.size(x.dim() - 1) == program.in,
-                    "structlin: x or the cores do not fit the program");
+        const std::vector<double>& sigmas, const Indices& numbers, const std::optional<Tensor>& chosen, bool forward)
+      : held(check_program(program_of(numbers), x, given)),
+        program(*held),
+        memory(given.size()),
+        experts(chosen ? given[0].numel() / program.steps[0].params() : 1),
+        tokens(chosen ? chosen->numel() : x.numel() / program.in),
+        share((tokens + experts - 1) / std::max<Index>(1, experts)),
+        forward(forward) {
     STD_TORCH_CHECK(
         !gains || (sizes_of(*gains) == Indices{static_cast<Index>(given.size())} && sigmas.size() == given.size()),
         "structlin: a gain and a sigma are needed for every core");
-    tokens = x.numel() / program.in;
-    loads = given_loads ? read_loads(contiguous_of(*given_loads)) : Indices{tokens};
     for (size_t t = 0; t < given.size(); t++) {
       const Step& step = program.steps[t];
-      STD_TORCH_CHECK(given[t].numel() == experts() * step.params() && given[t].scalar_type() == x.scalar_type(),
-                      "structlin: core ", t, " has another size or dtype than the program and x ask for");
+      STD_TORCH_CHECK(
+          experts && given[t].numel() == experts * step.params() && given[t].scalar_type() == x.scalar_type(),
+          "structlin: core ", t, " has another size or dtype than the program and x ask for");
       tensors.push_back(contiguous_of(given[t]));
       const S* numbers = static_cast<const S*>(tensors[t].data_ptr());
       Core<S> core{numbers, is_gemv() ? nullptr : numbers_of<Held<S>, S>(tensors[t], memory[t])};
@@ -167,31 +169,24 @@ struct Layer {
     if (gains) normalise(*gains, sigmas);
   }
 
-  Index experts() const { return loads.size(); }
-  Call call() const { return {program, tokens, threads(), forward}; }
-  bool is_gemv() const { return choose<S>({program, tokens, threads(), forward, false}) == Path::GEMV; }
-
-  Indices read_loads(const Tensor& given) const {
-    STD_TORCH_CHECK(given.scalar_type() == ScalarType::Long, "structlin: the loads must be int64");
-    const int64_t* from = static_cast<const int64_t*>(given.data_ptr());
-    Indices found(from, from + given.numel());
-    Index left = tokens;
-    for (Index load : found) {
-      STD_TORCH_CHECK(load >= 0, "structlin: a load is negative");
-      left = load <= left ? left - load : -1;
-    }
-    STD_TORCH_CHECK(left == 0, "structlin: the loads must add up to the tokens of x");
-    return found;
+  static std::shared_ptr<const Program> check_program(std::shared_ptr<const Program> program, const Tensor& x,
+                                                      const std::vector<Tensor>& given) {
+    STD_TORCH_CHECK(given.size() == program->steps.size() && x.dim() > 0 && x.size(x.dim() - 1) == program->in,
+                    "structlin: x or the cores do not fit the program");
+    return program;
   }
 
-  // For each expert, with its tokens and cores at hand, `run(expert, first)`, `first` being the number of its first
-  // token
+  Call call() const { return {program, share, threads(), forward}; }
+  bool is_gemv() const { return choose<S>({program, tokens, threads(), forward, false}) == Path::GEMV; }
+
+  // For each expert, with its cores at hand and `loads[expert]` tokens, `run(expert, first)`, `first` being the number
+  // of its first row
   template <class Run>
-  void over_experts(const Run& run) {
+  void over_experts(const Indices& loads, const Run& run) {
     const std::vector<Core<S>> all = cores;
     const Index sum = tokens;
     Index first = 0;
-    for (Index expert = 0; expert < experts(); first += loads[expert++]) {
+    for (Index expert = 0; expert < experts; first += loads[expert++]) {
       tokens = loads[expert];
       for (size_t t = 0; t < all.size(); t++) {
         const Index start = expert * program.steps[t].params();
@@ -209,14 +204,14 @@ struct Layer {
     parallel_for(0, parts, 1, [&](Index begin, Index end) {
       for (Index part = begin; part < end; part++)
         for (Index t = 0; t < count; t++) {
-          const Index n = experts() * program.steps[t].params(), start = part * n / parts;
+          const Index n = experts * program.steps[t].params(), start = part * n / parts;
           const S* from = cores[t].given + start;
           squares[part * count + t] = inner_product(from, from, (part + 1) * n / parts - start);
         }
     });
     for (Index t = 0; t < count; t++) {
       Core<S>& core = cores[t];
-      double sum = 0, n = experts() * program.steps[t].params();
+      double sum = 0, n = experts * program.steps[t].params();
       for (Index part = 0; part < parts; part++) sum += squares[part * count + t];
       by_dtype(gains, [&](auto s) {
         core.gain = load(static_cast<const decltype(s)*>(gains.data_ptr()) + t * gains.stride(0), 1)[0];
