@@ -1,5 +1,5 @@
-"""The experts of a mixture, one after the other: what its products are where no engine takes all of
-them in one call."""
+"""The routing of a mixture and its experts, one after the other: what an engine does in one call
+each."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,6 +8,35 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from ._structure import Program
+
+Routing = tuple[Tensor, Tensor, Tensor]  # weights and numbers (tokens, top_k), and balance ()
+
+
+def define_routing(
+    logits: Tensor, top_k: int, z: float, balanced: bool, chosen: Tensor | None = None
+) -> Routing:
+    """The weights of the experts of tokens, their numbers, and what is small where all experts get
+    tokens.
+
+    Args:
+        logits: `(tokens, experts)`.
+        z: weight of the logits' size in the balance, see `load_balancing_loss`.
+        balanced: whether the balance is asked for; it is 0 otherwise.
+        chosen: the numbers, if they are known.
+    """
+    if chosen is None:
+        largest, chosen = logits.topk(top_k, dim=-1)
+    else:
+        largest = logits.gather(-1, chosen)
+    balance = logits.new_zeros(())
+    if balanced:
+        experts = logits.shape[-1]
+        share = count_loads(chosen, experts) / chosen.numel()  # (experts,)
+        size = logits.logsumexp(-1, keepdim=True)  # (tokens, 1)
+        # not logits.softmax: beside logsumexp inductor of torch 2.13 loses gradients of logits
+        probabilities = (logits - size).exp().mean(0)  # (experts,)
+        balance = experts * (probabilities * share).sum() + z * size.square().mean()
+    return largest.softmax(-1), chosen, balance
 
 
 def each_expert(

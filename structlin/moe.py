@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from . import _product
 from ._arguments import check_input, require_positive
-from ._experts import count_loads, split_experts
+from ._experts import split_experts
 from ._families import DEFAULT, Family, label
+from ._kernels import routing
 from ._linear import StructuredLinear
 from ._structure import Core, Structure
 from .scaling import init_std
@@ -126,15 +127,11 @@ class Mixture(StructuredLinear):
         """
         logits = self.router(x)
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        largest, chosen = logits.topk(self.top_k, dim=-1)
-        if self.training and len(x):
-            share = count_loads(chosen, self.experts) / chosen.numel()  # (experts,)
-            size = logits.logsumexp(-1, keepdim=True)  # (tokens, 1)
-            # not logits.softmax: beside logsumexp inductor of torch 2.13 loses gradients of logits
-            probabilities = (logits - size).exp().mean(0)  # (experts,)
-            balance = self.experts * (probabilities * share).sum()
-            self.balance = balance + Z_LOSS * size.square().mean()
-        return largest.softmax(-1), chosen
+        balanced = self.training and len(x) > 0
+        weights, chosen, balance = routing.route(logits, self.top_k, Z_LOSS, balanced)
+        if balanced:
+            self.balance = balance
+        return weights, chosen
 
     def split(self, cores: list[Tensor]) -> list[tuple[Tensor, ...]]:
         """The cores of each expert."""

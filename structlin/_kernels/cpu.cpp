@@ -10,13 +10,15 @@
 // pairs, or has a matrix unit (amx.h). A core is stored (batch, fan_out, fan_in). Sums are in float32, for float64 in
 // float64. Every part of the tokens is summed by itself and the parts are summed in their order: the same call on as
 // many threads gives the same bits. Only x is saved. A core under weight normalisation is multiplied by factor = gain *
-// min(1, sigma / RMS(core)), which is never stored. An optimizer's polar factors of cores are in polar.h.
+// min(1, sigma / RMS(core)), which is never stored. An optimizer's polar factors of cores are in polar.h, a
+// mixture's routing is in router.h.
 
 #include <numeric>
 
 #include "experts.h"
 #include "gemv.h"
 #include "polar.h"
+#include "router.h"
 #include "tiles.h"
 
 namespace {
@@ -363,11 +365,12 @@ int64_t choose_path(const Tensor& like, Indices numbers, int64_t tokens, bool tr
 
 }  // namespace
 
-// Their schemas are in op.py
+// Their schemas are in op.py, polar.py and routing.py
 STABLE_TORCH_LIBRARY_IMPL(structlin_cpu, CPU, library) {
   library.impl("multiply", TORCH_BOX(&multiply));
   library.impl("layer", TORCH_BOX(&multiply));
   library.impl("gradients", TORCH_BOX(&gradients));
   library.impl("choose", TORCH_BOX(&choose_path));
   library.impl("polar", TORCH_BOX(&polar));
+  library.impl("route", TORCH_BOX(&route));
 }

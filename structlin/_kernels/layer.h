@@ -117,17 +117,22 @@ Tensor contiguous_of(const Tensor& tensor) {
 
 Indices sizes_of(const Tensor& tensor) { return Indices(tensor.sizes().begin(), tensor.sizes().end()); }
 
-// Without values, of the dtype of `like`
-Tensor make_tensor(const Tensor& like, const Indices& sizes) {
+// Without values
+Tensor make_tensor(int32_t dtype, const Indices& sizes) {
   Indices strides(sizes.size(), 1);
   for (Index i = static_cast<Index>(sizes.size()) - 2; i >= 0; i--)
     strides[i] = strides[i + 1] * std::max<Index>(1, sizes[i + 1]);
-  int32_t dtype;
   AtenTensorHandle made;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), dtype,
                                                          aoti_torch_device_type_cpu(), 0, &made));
   return Tensor(made);
+}
+
+// The same, of the dtype of `like`
+Tensor make_tensor(const Tensor& like, const Indices& sizes) {
+  int32_t dtype;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  return make_tensor(dtype, sizes);
 }
 
 // Everything that a call works on
