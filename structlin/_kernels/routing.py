@@ -35,9 +35,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, dweights: Tensor, _: Any, dbalance: Tensor, __: Any) -> tuple[Any, ...]:
     logits, weights, chosen, slope = ctx.saved_tensors
     if torch.is_grad_enabled():  # derivatives of derivatives
-        made, _, balance = define_routing(logits, *ctx.options, chosen=chosen)
-        given = (made, balance), logits, (dweights, dbalance)
-        return *torch.autograd.grad(*given, create_graph=True, allow_unused=True), None, None, None
+        top_k, z, balanced = ctx.options
+        made, _, balance = define_routing(logits, top_k, z, balanced, chosen)
+        count = 1 + balanced  # the balance is a constant where nobody asked for it
+        given = (made, balance)[:count], logits, (dweights, dbalance)[:count]
+        return *torch.autograd.grad(*given, create_graph=True), None, None, None
     own = weights * (dweights - (weights * dweights).sum(-1, keepdim=True))
     like = slope * dbalance if ctx.options[-1] else torch.zeros_like(logits)
     return like.scatter_add(1, chosen, own), None, None, None
