@@ -298,21 +298,27 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
     // <dM~, M>
     const Step& step = program.steps[t];
     const Core<S>& core = layer.cores[t];
-    const Index each = step.batch * step.out, height = layer.experts * each;
+    const Index blocks = layer.experts * step.batch, height = blocks * step.out;
     auto over_rows = [&](const auto& run) {  // `run(index, row)` for each row of the gradient, in the core's own order
-      parallel_for(0, height, std::max<Index>(1, MIN_PRODUCTS_PER_THREAD / step.in), [&](Index begin, Index end) {
-        thread_local Numbers<F> line;
-        F* column = line.reserve(round_up(step.in, LANES<F>));
-        for (Index index = begin; index < end; index++) {
-          const Totals<F>& own = totals[index / each];
-          const Sum& sum = own.sums[t];
-          const Index m_stride = sum.along_out ? 1 : sum.padded, n_stride = sum.along_out ? sum.padded : 1;
-          const F* from = own.memory.held.get() + sum.start + index % each / step.out * sum.rows * sum.padded +
-                          index % step.out * m_stride;
-          for (Index i = 0; sum.along_out && i < step.in; i++) column[i] = from[i * n_stride];
-          run(index, sum.along_out ? column : from);
-        }
-      });
+      constexpr Index L = LANES<F>;
+      const Index groups = (step.out + L - 1) / L, width = round_up(step.in, L);
+      parallel_for(
+          0, blocks * groups, std::max<Index>(1, MIN_PRODUCTS_PER_THREAD / (width * L)), [&](Index begin, Index end) {
+            thread_local Numbers<F> memory;
+            F* lines = memory.reserve(L * width);
+            for (Index group = begin; group < end; group++) {
+              const Index block = group / groups, first = group % groups * L;
+              const Index n = std::min(L, step.out - first);
+              const Totals<F>& own = totals[block / step.batch];
+              const Sum& sum = own.sums[t];
+              const F* from = own.memory.held.get() + sum.start + block % step.batch * sum.rows * sum.padded;
+              auto get = [&](Index i, Index o, Index count) { return load(from + i * sum.padded + first + o, count); };
+              auto put = [&](Index o, Index i, const Vector<F>& v) { store(lines + o * width + i, v); };
+              if (sum.along_out) transpose<F>(step.in, n, width, get, put);
+              for (Index o = 0; o < n; o++)
+                run(block * step.out + first + o, sum.along_out ? lines + o * width : from + (first + o) * sum.padded);
+            }
+          });
     };
     std::vector<double> parts_along(gains ? height : 0);
     if (gains)
