@@ -18,6 +18,7 @@ from benchmarks.harness.record import read
 from benchmarks.harness.report import interval
 from benchmarks.harness.statistics import one, select
 from benchmarks.papers.summary import count_verdicts
+from benchmarks.speed import activation as step_activation
 from benchmarks.speed import parts as step_parts
 from benchmarks.speed.layer import FEW
 from benchmarks.training import muon_vs_adamw, self_guided, transfer
@@ -131,6 +132,10 @@ def parts() -> dict[str, str]:
         "linear": percent(1 - left["linear layers (BTT r=1)"]),
         "head": percent(1 - left["head and loss"]),
     }
+
+
+def activation() -> dict[str, str]:
+    return {"most": percent(max(step_activation.bounds(read("activation")["rows"])))}
 
 
 def peers() -> dict[str, str]:
@@ -576,6 +581,7 @@ GROUPS: dict[str, Callable[[], Mapping[str, str]]] = {
         "roofline": roofline,
         "model": model,
         "parts": parts,
+        "activation": activation,
         "peers": peers,
         "main": main,
         "gpt": gpt,
