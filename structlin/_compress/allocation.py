@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from .._arguments import require_choice
 from .._families import Family, Split
@@ -14,7 +14,7 @@ from .._model.decide import Decision
 from .._model.survey import Layer
 from .._projection.curve import COUNTS, Curve, Size, list_sizes, measure_curve
 from .calibration import Observed
-from .sensitivity import Covariances, measure_covariances, measure_sensitivities
+from .sensitivity import Covariances, Loss, measure_covariances, measure_sensitivities
 
 ALLOCATIONS = ("sensitivity", "error", "uniform")
 NEGLIGIBLE_GAIN = 1e-12  # in squared relative error: rounding
@@ -44,11 +44,12 @@ class Share:
         for name, values in known.items():
             value = getattr(self, name)
             require_choice(name, value, values)
-            if keep is None and value != values[0]:
-                raise ValueError(f"{name}={value!r} goes with a fraction to keep, say keep=0.5")
+        if keep is None and self.count != "params":
+            raise ValueError(f"count={self.count!r} goes with a fraction to keep, say keep=0.5")
 
 
 Offers = Mapping[nn.Module, Sequence[Size]]  # by the layers whose size is open
+Weights = Mapping[nn.Module, Tensor]  # of a squared error of each output of a layer
 
 
 def list_offers(decisions: Sequence[Decision], share: Share) -> Offers:
@@ -79,12 +80,40 @@ def list_offers(decisions: Sequence[Decision], share: Share) -> Offers:
     return found
 
 
+def weigh_outputs(
+    model: nn.Module,
+    layers: Sequence[Layer],
+    offers: Offers,
+    share: Share,
+    seen: Observed | None,
+    loss: Loss,
+) -> Weights:
+    """What errors of the layers' outputs weigh, see `measure_sensitivities`; nothing where no
+    gradients are asked for, or none can be taken for sizes that are given.
+
+    Raises:
+        ValueError: what `measure_sensitivities` raises; sizes are to be chosen by gradients, but
+            no call of the model can be made again.
+    """
+    if seen is None or share.allocation != "sensitivity":
+        return {}
+    if seen.calls:
+        return measure_sensitivities(model, layers, seen.calls, loss)
+    if not offers and loss is None:
+        return {}
+    raise ValueError(
+        "allocation='sensitivity' needs calls of the model that can be made again: give "
+        "batches in place of a function, or take allocation='error'"
+    )
+
+
 def choose_sizes(
     model: nn.Module,
     decisions: Sequence[Decision],
     offers: Offers,
     share: Share,
     seen: Observed | None,
+    outputs: Weights,
     *,
     progress: bool | None = None,
 ) -> list[Decision]:
@@ -92,27 +121,21 @@ def choose_sizes(
 
     Args:
         seen: what `observe` returned for all layers that are converted; None: without data.
+        outputs: what `weigh_outputs` returned for them.
 
     Raises:
-        ValueError: the smallest sizes are larger than what is kept; the model has no
-            sensitivities.
+        ValueError: the smallest sizes are larger than what is kept.
     """
     if share.keep is None or not offers:
         return [*decisions]
-    calls = () if seen is None or seen.calls is None else seen.calls
-    if share.allocation == "sensitivity" and not calls:
-        raise ValueError(
-            "allocation='sensitivity' needs calls of the model that can be made again: give "
-            "batches in place of a function, or take allocation='error'"
-        )
     layers = [decision.layer for decision in decisions if decision.layer.module in offers]
     if share.allocation == "uniform":
         sizes = share_evenly([offers[layer.module] for layer in layers], share.keep)
     else:
-        curves = _measure_curves(model, layers, offers, seen, progress)
-        weights = [1 / curve.whole if curve.whole else 1.0 for curve in curves]
-        if share.allocation == "sensitivity":
-            weights = measure_sensitivities(model, layers, calls)
+        curves = _measure_curves(model, layers, offers, seen, outputs, progress)
+        weights = [1.0] * len(curves)
+        if share.allocation == "error":
+            weights = [1 / curve.whole if curve.whole else 1.0 for curve in curves]
         sizes = allocate(curves, share.keep, weights, share.count)
     chosen = {layer.module: size for layer, size in zip(layers, sizes, strict=True)}
     return [_take_size(decision, chosen.get(decision.layer.module)) for decision in decisions]
@@ -123,6 +146,7 @@ def _measure_curves(
     layers: Sequence[Layer],
     offers: Offers,
     seen: Observed | None,
+    outputs: Weights,
     progress: bool | None,
 ) -> list[Curve]:
     covariances: Covariances = ((layer, None) for layer in layers)
@@ -130,7 +154,9 @@ def _measure_curves(
         covariances = measure_covariances(model, layers, seen, progress=progress)
     with closing(covariances):
         found = {
-            layer.module: measure_curve(layer.matrix, offers[layer.module], covariance)
+            layer.module: measure_curve(
+                layer.matrix, offers[layer.module], covariance, outputs.get(layer.module)
+            )
             for layer, covariance in covariances
         }
     return [found[layer.module] for layer in layers]

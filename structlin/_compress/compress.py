@@ -1,7 +1,8 @@
 """A trained model -> a smaller one that keeps its function, in place.
 
 The phases, each of which returns what it found: `decide` which layers; `observe` the model on the
-batches; `choose_sizes` for what is to be kept; `project_in_order` the layers. The plan holds it.
+batches; `weigh_outputs` by the loss's gradients; `choose_sizes` for what is to be kept;
+`project_in_order` the layers. The plan holds it.
 """
 
 from collections.abc import Mapping
@@ -9,12 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from .._arguments import require_positive
+from .._arguments import require_choice, require_positive
 from .._model.decide import Spec, decide, list_targets
 from .._model.select import Patterns
 from .._plan import Plan, check_values, project_by_weight, warn_of
-from .allocation import Share, choose_sizes, list_offers
+from .allocation import Share, choose_sizes, list_offers, weigh_outputs
 from .calibration import Batches, observe
+from .sensitivity import LOSSES, Loss
 from .sequential import Projected, project_in_order
 
 
@@ -26,6 +28,7 @@ def compress(
     keep: float | None = 0.5,
     count: str = "params",
     allocation: str = "sensitivity",
+    loss: Loss = None,
     refine: int = 0,
     include: Patterns | None = None,
     exclude: Patterns = (),
@@ -60,10 +63,17 @@ def compress(
             which is exact, and its weight is counted. To keep more never makes worse what
             `allocation` minimises. None: every layer gets `structure` as it is.
         count: what is counted: "params", or "flops" per token.
-        allocation: how `keep` is shared out. "sensitivity": least change of the model's outputs, by
-            what a small error of each layer does to them (gradients of a few batches, with the
-            memory of training). "error": least sum of the layers' squared relative errors.
-            "uniform": the same fraction for each layer.
+        allocation: how `keep` is shared out. "sensitivity": least harm to `loss`, by what a small
+            error of each output of each layer does to it (gradients of a few batches, with the
+            memory of training); the projections weigh outputs by it too. "error": least sum of the
+            layers' squared relative errors. "uniform": the same fraction for each layer. These two
+            take no gradients, and all outputs of a layer count alike.
+        loss: what should not change. "divergence": all outputs of the model are logits, and it is
+            the divergence of the distributions over their last axis. "outputs": the squared
+            relative change of each floating output. None: the divergence of the outputs whose name
+            ends with "logits" (transformers); without one, "outputs". Or a function of what the
+            model returns to a tensor of one number: `lambda output: output.loss`, say, for batches
+            with labels.
         refine: steps of Adam for each block of the model (what is repeated in it, or the model
             itself), once its layers are projected: its cores, biases and norms are fitted to the
             dense block's output. A block that does not get nearer stays as it was. 0: none.
@@ -76,9 +86,10 @@ def compress(
 
     Raises:
         ValueError: what `convert` raises; `keep` is no fraction, too small, or for a structure
-            without a size to choose; no batch, or inputs that are not finite; a model without
-            gradients, for `allocation="sensitivity"` or `refine`. The model is then as it was.
-        TypeError: what `convert` raises; `batches` is a single batch.
+            without a size to choose; `loss` is unknown, or given where it has no say; no batch, or
+            inputs that are not finite; a model without gradients, or with some that are not finite
+            or all zero, for `allocation="sensitivity"` or `refine`. The model is then as it was.
+        TypeError: what `convert` raises; `batches` is a single batch; `loss` returns no number.
 
     Warns:
         UserWarning: what `convert` warns of; layers that no input reached, one and the same alone,
@@ -105,6 +116,7 @@ def plan_compression(
     keep: float | None = 0.5,
     count: str = "params",
     allocation: str = "sensitivity",
+    loss: Loss = None,
     refine: int = 0,
     include: Patterns | None = None,
     exclude: Patterns = (),
@@ -131,6 +143,7 @@ def plan_compression(
     """
     share = Share(keep, count, allocation)
     _check_batches(batches, share, refine)
+    _check_loss(loss, batches, share)
     selection: dict[str, Any] = {"include": include, "exclude": exclude, "overrides": overrides}
     selection |= {"split": split, "untie": untie, "sizes_open": keep is not None}
     decisions = decide(model, structure, **selection)
@@ -138,12 +151,14 @@ def plan_compression(
     check_values(layers)
     offers = list_offers(decisions, share)
     seen = None if batches is None else observe(model, layers, batches)
-    decisions = choose_sizes(model, decisions, offers, share, seen, progress=progress)
+    outputs = weigh_outputs(model, layers, offers, share, seen, loss)
+    decisions = choose_sizes(model, decisions, offers, share, seen, outputs, progress=progress)
     targets = list_targets(decisions)
     if seen is None:
         found = Projected({target.layer.name: project_by_weight(*target) for target in targets})
     else:
-        found = project_in_order(model, targets, seen, refine_steps=refine, progress=progress)
+        options: dict[str, Any] = {"refine_steps": refine, "progress": progress}
+        found = project_in_order(model, targets, seen, outputs, **options)
     return Plan(model, decisions, found.layers, found.blocks, untie=untie)
 
 
@@ -157,4 +172,16 @@ def _check_batches(batches: Batches | None, share: Share, refine: int) -> None:
         raise ValueError(
             "allocation='sensitivity' needs batches on which the model runs; without them take "
             "allocation='error'"
+        )
+
+
+def _check_loss(loss: object, batches: Batches | None, share: Share) -> None:
+    if loss is None:
+        return
+    if not callable(loss):
+        require_choice("loss", loss, LOSSES)
+    if batches is None or share.allocation != "sensitivity":
+        raise ValueError(
+            f"loss={loss!r} goes with batches and allocation='sensitivity', which takes its "
+            "gradients"
         )

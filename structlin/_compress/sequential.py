@@ -2,9 +2,9 @@
 
 With x a layer's input in the dense model and z its input in the model compressed so far, the
 structured B that minimises E |W x - B z|^2 is the one nearest to the regression W C_xz C_zz^-1 in
-the covariance of z, for any structure:
+the covariance of z, for any structure. The same holds where the outputs' errors have weights G:
 
-    B = project(W (C_xz + lam I) (C_zz + lam I)^-1, covariance=C_zz + lam I)
+    B = project(W (C_xz + lam I) (C_zz + lam I)^-1, covariance=C_zz + lam I, output=G)
     bias: b + W E[x] - B E[z], and the covariances are centred
 
 lam, see `Moments.ridge`, draws B towards W where the tokens say little. A layer without a bias has
@@ -34,6 +34,7 @@ from .._projection import project, relative_error
 from .._projection.matrices import divide_norms
 from .._warnings import warn
 from ..duality import promote
+from .allocation import Weights
 from .calibration import Call, Observed, find_shared, measure_again, ready
 from .moments import Moments
 from .padding import select_rows
@@ -56,6 +57,7 @@ def project_in_order(
     model: nn.Module,
     targets: Sequence[Target],
     seen: Observed,
+    outputs: Weights,
     *,
     refine_steps: int = 0,
     progress: bool | None = None,
@@ -67,6 +69,7 @@ def project_in_order(
 
     Args:
         seen: what `observe` returned for these layers.
+        outputs: what `weigh_outputs` returned for them.
         refine_steps: of each block once all of its layers are projected, see `refine`.
         progress: whether to show a bar; None: on a terminal.
 
@@ -85,11 +88,12 @@ def project_in_order(
         found: dict[nn.Module, Projection] = {}
         for module, moments in apart.items():
             bar.show(by_module[module].layer.name)
-            found[module] = solve(by_module[module], moments, seen.biases.get(module))
+            own = seen.biases.get(module), outputs.get(module)
+            found[module] = solve(by_module[module], moments, *own)
             bar.advance()
         if seen.calls is not None and targets:
             found, blocks = _Lockstep(
-                model, by_module, found, seen, seen.calls, bar, refine_steps
+                model, by_module, found, seen, outputs, seen.calls, bar, refine_steps
             ).run()
         elif refine_steps and targets:
             _warn("without calls that can be made again no block is refined")
@@ -150,18 +154,21 @@ def _warn(text: str) -> None:
 
 
 @torch.no_grad()
-def solve(target: Target, moments: Moments, own_bias: Tensor | None) -> Projection:
+def solve(
+    target: Target, moments: Moments, own_bias: Tensor | None, output: Tensor | None = None
+) -> Projection:
     """The projection of one layer for its inputs; by its weight if they never vary.
 
     Its error is not known for pairs x and z that vary: `_Lockstep` measures it.
 
     Args:
         own_bias: of the layer, which carries the change of the mean; None: nothing carries it.
+        output: what squared errors of the outputs weigh; None: all alike.
     """
     layer, structure = target
     weight = layer.matrix
     regression, covariance = find_target(weight, moments)
-    found = project(regression, structure, covariance=covariance)
+    found = project(regression, structure, covariance=covariance, output=output)
     cores = [core.to(weight.dtype) for core in found]
     error, bias = nan, None
     if covariance is None:
@@ -254,6 +261,7 @@ class _Lockstep:
         targets: Mapping[nn.Module, Target],
         found: Mapping[nn.Module, Projection],
         seen: Observed,
+        outputs: Weights,
         calls: Sequence[Call],
         bar: Bar,
         refine_steps: int,
@@ -261,7 +269,7 @@ class _Lockstep:
         """`found`: projections of layers that are not to be measured here."""
         self.model, self.targets, self.calls, self.bar = model, targets, calls, bar
         self.rank = {module: n for n, module in enumerate(seen.order)}
-        self.found, self.biases = dict(found), seen.biases
+        self.found, self.biases, self.outputs = dict(found), seen.biases, outputs
         self.new: dict[nn.Module, StructuredLinear] = {}  # what the compressed streams run
         self.pairs: list[_Pair] = []
         self.gaps: dict[nn.Module, _Gap] = {}
@@ -306,7 +314,7 @@ class _Lockstep:
         self.bar.show(target.layer.name)
         moments = self._measure(target, centred=bias is not None)
         if moments.count:
-            self.found[module] = solve(target, moments, bias)
+            self.found[module] = solve(target, moments, bias, self.outputs.get(module))
         else:  # called, but with no row that is a token
             self.found[module] = project_by_weight(*target)
         if self.found[module].tokens is not None and moments.paired:

@@ -20,6 +20,7 @@ from .matrices import (
     solve_damped,
     take_root,
 )
+from .outputs import weigh
 
 SWEEPS = 1000  # of alternating least squares, at most
 TOLERANCE = 1e-3  # relative decrease of the error by which a sweep must pay
@@ -43,9 +44,10 @@ def search(
     c: Tensor | None,
     dtype: torch.dtype,
     limit: int,
+    root: Tensor | None = None,
 ) -> list[Tensor]:
     """The best of alternating least squares from the best of `starts` and, unless the structure is
-    a chain, from random ones; `limit` sweeps from each."""
+    a chain, from random ones; `limit` sweeps from each. `root` is of the outputs' metric."""
     columns = w.shape[1]
     # x^T x = C
     x = torch.eye(columns, dtype=w.dtype, device=w.device) if c is None else take_root(c).mT
@@ -53,14 +55,16 @@ def search(
     width = max(tail.in_features for _, tail in _tails(structure))
     if dtype != torch.float64 and len(x) * width > DOUBLE:
         x, y = x.float(), y.float()
+    root = None if root is None else root.to(x)
+    y = weigh(y, root)
     starts = [[core.to(x) for core in start] for start in starts]
-    starts = [min(starts, key=lambda start: _norm(_residual(structure, start, x, y)))]
+    starts = [min(starts, key=lambda start: _norm(_residual(structure, start, x, y, root)))]
     if not _is_chain(structure):
         generator = torch.Generator().manual_seed(0)
         starts += [[core.to(x) for core in _draw(structure, generator)] for _ in range(RESTARTS)]
     best, least = starts[0], float("inf")
     for start in starts:
-        for cores, error in alternate(structure, start, x, y, limit):
+        for cores, error in alternate(structure, start, x, y, limit, root):
             if error < least:
                 best, least = cores, error
         if least <= EXACT:
@@ -69,7 +73,12 @@ def search(
 
 
 def alternate(
-    structure: Structure, cores: list[Tensor], x: Tensor, y: Tensor, limit: int = SWEEPS
+    structure: Structure,
+    cores: list[Tensor],
+    x: Tensor,
+    y: Tensor,
+    limit: int = SWEEPS,
+    root: Tensor | None = None,
 ) -> Iterator[tuple[list[Tensor], float]]:
     """Alternating least squares: cores and error ||y - x B^T|| / ||y||, of the start and after each
     sweep.
@@ -78,12 +87,14 @@ def alternate(
     a linear problem; where the blocks of W are independent matrices (`_is_blockwise`), for both
     factors of each block in turn and then for the last core. Those go beyond each block's optimum
     until a sweep does not gain by it, which is then taken back. `y` may be narrower than the
-    structure: the outputs that it lacks are free.
+    structure: the outputs that it lacks are free. With a root of the outputs' metric `y` has been
+    multiplied by it, and x B^T is; no core's problem falls into blocks then.
     """
     stages = _tails(structure)
-    refit = _blockwise(structure, x, y) if _is_blockwise(structure) else None
+    blockwise = root is None and _is_blockwise(structure)
+    refit = _blockwise(structure, x, y) if blockwise else None
     tolerance, relaxation = (PAY, RELAXATION) if refit else (TOLERANCE, 1.0)
-    residual = _residual(structure, cores, x, y)
+    residual = _residual(structure, cores, x, y, root)
     norm = _norm(y) or 1.0
     error = _norm(residual) / norm
     yield cores, error
@@ -94,10 +105,11 @@ def alternate(
             with limit_threads(1, y.is_cpu and y.numel() <= SMALL):
                 found = refit(cores, residual, ahead)
         for n, (step, tail) in enumerate(stages):
-            if len(tail.cores) == 1 and tail.out_features == y.shape[1]:
+            last = len(tail.cores) == 1 and tail.out_features == y.shape[1]
+            if last and root is None:
                 found[n], rest = _regression(tail, found[n], h, y)
             elif n or not refit:
-                found[n], rest = _least_squares(tail, found[n:], h, y)
+                found[n], rest = _least_squares(tail, found[n:], h, y, root)
             h = apply(step, found[n : n + 1], h)
         previous, now = error, _norm(rest) / norm
         if now < previous:
@@ -111,8 +123,10 @@ def alternate(
             relaxation = 1.0
 
 
-def _residual(structure: Structure, cores: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
-    return y - apply(structure, cores, x)[:, : y.shape[1]]
+def _residual(
+    structure: Structure, cores: list[Tensor], x: Tensor, y: Tensor, root: Tensor | None
+) -> Tensor:
+    return y - weigh(apply(structure, cores, x)[:, : y.shape[1]], root)
 
 
 def _norm(y: Tensor) -> float:
@@ -229,17 +243,17 @@ def _regression(structure: Structure, core: Tensor, x: Tensor, y: Tensor) -> tup
 
 
 def _least_squares(
-    tail: Structure, cores: list[Tensor], h: Tensor, y: Tensor
+    tail: Structure, cores: list[Tensor], h: Tensor, y: Tensor, root: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The first core of `tail` for a smaller ||y - tail(h)||, and that residual: preconditioned
-    conjugate gradient.
+    """The first core of `tail` for a smaller ||y - tail(h) root||, and that residual, by
+    preconditioned conjugate gradient.
 
     What is minimised is ||y - tail(h)||^2 + ridge ||core - cores[0]||^2: where y has no say, the
     core stays.
     """
 
     def predict(core: Tensor) -> Tensor:
-        return apply(tail, [core, *cores[1:]], h)[:, : y.shape[1]]
+        return weigh(apply(tail, [core, *cores[1:]], h)[:, : y.shape[1]], root)
 
     core, direction = cores[0], torch.zeros_like(cores[0])
     prediction, transposed, *_ = torch.func.vjp(predict, core)

@@ -38,8 +38,8 @@ class Size(NamedTuple):
 class Curve:
     """The sizes that a layer could have, ascending, the last one dense, and what each would lose.
 
-    `errors` are squares, E |(W - B) x|^2 per token or ||W - B||^2 without covariance; `whole` is
-    that of nothing at all, E |W x|^2 or ||W||^2.
+    `errors` are squares, E |(W - B) x|^2 per token or ||W - B||^2 without covariance, the outputs
+    weighed if they were; `whole` is that of nothing at all, E |W x|^2 or ||W||^2.
     """
 
     sizes: Sequence[Size]
@@ -48,7 +48,12 @@ class Curve:
 
 
 @torch.no_grad()
-def measure_curve(weight: Tensor, sizes: Sequence[Size], covariance: Tensor | None = None) -> Curve:
+def measure_curve(
+    weight: Tensor,
+    sizes: Sequence[Size],
+    covariance: Tensor | None = None,
+    output: Tensor | None = None,
+) -> Curve:
     """The squared error that each of these sizes leaves of a weight.
 
     The errors are those of the closed form: upper bounds, which alternating least squares lowers by
@@ -59,8 +64,10 @@ def measure_curve(weight: Tensor, sizes: Sequence[Size], covariance: Tensor | No
         weight: `(out_features, in_features)`.
         sizes: for its widths, see `list_sizes`.
         covariance: of the layer's inputs.
+        output: what a squared error of each output weighs, `(out_features,)`; None: 1.
     """
     w = weight.detach().double()
+    scales = None if output is None else output.to(w).sqrt()[:, None]
     root = None if covariance is None else _take_root(covariance.to(w))
     measured = {len(sizes) - 1: 0.0}
     last = len(sizes) - 2
@@ -69,11 +76,12 @@ def measure_curve(weight: Tensor, sizes: Sequence[Size], covariance: Tensor | No
         structure = sizes[n].structure
         cores = None if largest is None else _shrink(*largest, structure)
         if cores is None:
-            cores = project(w, structure, covariance=covariance, sweeps=0)
+            cores = project(w, structure, covariance=covariance, output=output, sweeps=0)
             largest = structure, cores
-        measured[n] = _square(w - to_dense(structure, cores)[: len(w), : w.shape[1]], root)
+        error = w - to_dense(structure, cores)[: len(w), : w.shape[1]]
+        measured[n] = _square(error, root, scales)
     errors = [_interpolate(sizes, measured, n) for n in range(len(sizes))]
-    return Curve(sizes, errors, _square(w, root))
+    return Curve(sizes, errors, _square(w, root, scales))
 
 
 def _take_root(c: Tensor) -> Tensor:
@@ -82,8 +90,9 @@ def _take_root(c: Tensor) -> Tensor:
     return root.mul(c.diagonal().mean().abs().sqrt()).float()
 
 
-def _square(w: Tensor, root: Tensor | None) -> float:
-    """||W L||^2."""
+def _square(w: Tensor, root: Tensor | None, scales: Tensor | None) -> float:
+    """||diag(scales) W L||^2."""
+    w = w if scales is None else scales * w
     return (w if root is None else w.float() @ root).square().sum(dtype=torch.float64).item()
 
 

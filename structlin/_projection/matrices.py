@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+OF_INPUTS = "X X^T / N of the layer's inputs"
+
 
 def truncate(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """The nearest `left @ right` of `rank` to each matrix of a batch; the rows of `right` are
@@ -62,10 +64,12 @@ def limit_threads(most: int, only_if: bool = True) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def make_definite(c: Tensor) -> Tensor:
+def make_definite(c: Tensor, name: str = "covariance", hint: str = OF_INPUTS) -> Tensor:
     """C to a mean variance of 1, plus the least multiple of the identity that makes it numerically
     positive definite: inputs that never vary keep W's own columns, as far as the structure can hold
-    them."""
+    them. The diagonal alone of a diagonal matrix is one too."""
+    if c.ndim == 1:
+        return c / (c.mean() or 1.0) + 1e-14
     c = (c + c.mT) / 2
     c = c / (c.diagonal().mean().abs() or 1.0)
     for exponent in range(-14, -3):
@@ -73,8 +77,8 @@ def make_definite(c: Tensor) -> Tensor:
         if torch.linalg.cholesky_ex(shifted).info == 0:
             return shifted
     raise ValueError(
-        f"covariance has an eigenvalue of {torch.linalg.eigvalsh(c)[0].item():.3g} times its mean "
-        "variance; it must be positive semi-definite: X X^T / N of the layer's inputs"
+        f"{name} has an eigenvalue of {torch.linalg.eigvalsh(c)[0].item():.3g} times its mean "
+        f"variance; it must be positive semi-definite: {hint}"
     )
 
 

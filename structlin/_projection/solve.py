@@ -17,8 +17,10 @@ from .._structure import Structure
 from .alternating import SWEEPS, search
 from .axes import contract, split_axes
 from .closed import cut, is_optimal
-from .matrices import divide_norms, extend, make_definite
+from .matrices import OF_INPUTS, divide_norms, extend, make_definite
+from .outputs import take_metric
 
+OF_OUTPUTS = "g g^T / N of the gradients of a loss at the layer's outputs"
 BALANCING = 10  # passes over all pairs of cores
 
 
@@ -28,17 +30,18 @@ def project(
     structure: Family | Structure,
     *,
     covariance: Tensor | None = None,
+    output: Tensor | None = None,
     sweeps: int = SWEEPS,
 ) -> list[Tensor]:
-    """The cores whose matrix B is nearest to `weight`: least ||W - B||_F, or least error of the
-    layer's outputs.
+    """The cores whose matrix B is nearest to `weight`: least ||G^(1/2) (W - B) C^(1/2)||_F.
 
-    With the covariance C = X X^T / N of the layer's inputs, the root mean square error of the
-    outputs is
-    ||(W - B) C^(1/2)||_F, and that is what becomes small. What is optimal:
+    With the covariance C = X X^T / N of the layer's inputs this is the root mean square error of
+    the outputs, and with G = E[g g^T] of a loss's gradients g at the outputs it is to second order
+    what the error does to that loss. Without them C and G are the identity. What is optimal:
 
     - one core; two cores without covariance; two cores with covariance if the first one sums all
-      inputs (LowRank);
+      inputs (LowRank). G changes none of it where a core with all output axes absorbs it: a
+      diagonal G for all families but TT and Kronecker, any G for LowRank;
     - otherwise the closed form is the start of alternating least squares, which ends near a local
       minimum and never above its start. Where W is a grid of blocks of a rank (BTT, Monarch) it
       solves block by block, by their SVD. If the cores are no chain (BLAST, say), random starts
@@ -56,6 +59,8 @@ def project(
         structure: a family such as `BTT(rank=4)`, or a `Structure` at least as large as the weight.
         covariance: `(in_features, in_features)`, symmetric positive semi-definite, possibly
             singular.
+        output: G, `(out_features, out_features)`, symmetric positive semi-definite, possibly
+            singular; or the diagonal of a diagonal G, `(out_features,)`.
         sweeps: of alternating least squares, at most; it ends by itself. 0: the closed form alone.
 
     Returns:
@@ -64,10 +69,10 @@ def project(
 
     Raises:
         ValueError: `weight` is not a matrix, not finite or has no values (meta); the structure does
-            not fit it; `covariance` has another shape, is not finite, not symmetric or not positive
-            semi-definite; `sweeps` is negative.
-        TypeError: `weight` or `covariance` is not real floating point; `structure` is neither
-            family nor `Structure`.
+            not fit it; `covariance` or `output` has another shape, is not finite, not symmetric or
+            not positive semi-definite; `sweeps` is negative.
+        TypeError: `weight`, `covariance` or `output` is not real floating point; `structure` is
+            neither family nor `Structure`.
 
     Source: Eckart & Young 1936; Van Loan & Pitsianis 1993; Oseledets 2011; Dao et al. 2022
     (arXiv:2204.00595).
@@ -80,7 +85,8 @@ def project(
     """
     _check_weight(weight)
     structure = structure_of(structure, weight.shape[1], weight.shape[0])
-    _check_covariance(covariance, weight.shape[1])
+    _check_metric("covariance", covariance, weight.shape[1])
+    _check_metric("output", output, weight.shape[0])
     if sweeps < 0:
         raise ValueError(f"sweeps={sweeps} must be at least 0")
 
@@ -91,11 +97,19 @@ def project(
     w, scale = w / rms, scale * rms
     c = None if covariance is None else make_definite(covariance.to(w))
     columns, rows = structure.in_features - w.shape[1], structure.out_features - w.shape[0]
-    padded = F.pad(w, (0, columns, 0, rows))
+    padded, left = F.pad(w, (0, columns, 0, rows)), None
+    if output is not None:
+        definite = make_definite(output.to(w), "output", OF_OUTPUTS)
+        metric = take_metric(structure, definite, w.shape[0])
+        padded, left = metric.whiten(padded), metric.left
     cores = cut(structure, padded, c if c is None else extend(c, columns))
-    if sweeps and not is_optimal(structure, c is not None, columns + rows > 0):
+    optimal = left is None and is_optimal(structure, c is not None, columns + rows > 0)
+    if sweeps and not optimal:
         starts = [cores] if c is None else [cores, cut(structure, padded, None)]
-        cores = search(structure, starts, w, c, weight.dtype, sweeps)
+        target = padded[: w.shape[0], : w.shape[1]]
+        cores = search(structure, starts, target, c, weight.dtype, sweeps, left)
+    if output is not None:
+        cores = metric.restore(cores)
     share = scale ** (1 / len(cores))
     return [(share * core).to(weight.dtype).contiguous() for core in balance(structure, cores)]
 
@@ -107,14 +121,14 @@ def relative_error(
     cores: Sequence[Tensor],
     *,
     covariance: Tensor | None = None,
+    output: Tensor | None = None,
 ) -> float:
-    """||W - B||_F / ||W||_F, or with the covariance of the inputs that of the outputs, ||(W - B)
-    C^1/2|| / ||W C^1/2||.
+    """||G^1/2 (W - B) C^1/2||_F / ||G^1/2 W C^1/2||_F, with the metrics that are given.
 
     Computed in float64; 0 if both norms are 0.
 
     Args:
-        weight, structure, covariance: as of `project`.
+        weight, structure, covariance, output: as of `project`.
         cores: as `project` returns them.
 
     Raises:
@@ -127,12 +141,15 @@ def relative_error(
     """
     _check_weight(weight)
     structure = structure_of(structure, weight.shape[1], weight.shape[0])
-    _check_covariance(covariance, weight.shape[1])
+    _check_metric("covariance", covariance, weight.shape[1])
+    _check_metric("output", output, weight.shape[0])
     w = weight.detach().to(torch.float64)
     dense = to_dense(structure, [core.detach().to(w) for core in cores])
     error = w - dense[: w.shape[0], : w.shape[1]]
     squares = [
-        (e.square() if covariance is None else (e @ covariance.to(w)) * e).sum().item()
+        (weigh_outputs(e, output) * (e if covariance is None else e @ covariance.to(w)))
+        .sum()
+        .item()
         for e in (error, w)
     ]
     return divide_norms(*(sqrt(max(square, 0.0)) for square in squares))
@@ -178,25 +195,40 @@ def _check_weight(weight: Tensor) -> None:
         )
 
 
-def _check_covariance(covariance: Tensor | None, in_features: int) -> None:
-    if covariance is None:
+def weigh_outputs(w: Tensor, output: Tensor | None) -> Tensor:
+    """G W."""
+    if output is None:
+        return w
+    g = output.to(w)
+    return g[:, None] * w if g.ndim == 1 else g @ w
+
+
+def _check_metric(name: str, values: Tensor | None, features: int) -> None:
+    """Refuse a covariance, or a metric of the outputs, that is none."""
+    if values is None:
         return
-    if covariance.shape != (in_features, in_features):
+    output = name == "output"
+    hint, width = (OF_OUTPUTS, "out_features") if output else (OF_INPUTS, "in_features")
+    if values.shape != (features, features) and not (output and values.shape == (features,)):
+        also = f" or ({width},) = ({features},)" if output else ""
         raise ValueError(
-            f"covariance has shape {tuple(covariance.shape)}; "
-            f"it must be (in_features, in_features) = {(in_features, in_features)}: "
-            "X X^T / N of the layer's inputs"
+            f"{name} has shape {tuple(values.shape)}; "
+            f"it must be ({width}, {width}) = {(features, features)}{also}: {hint}"
         )
-    if not covariance.is_floating_point():
-        raise TypeError(f"covariance has dtype {covariance.dtype}; it must be real floating point")
-    if covariance.is_meta:
-        raise ValueError("covariance is on the meta device: it has no values")
-    if not covariance.isfinite().all():
+    if not values.is_floating_point():
+        raise TypeError(f"{name} has dtype {values.dtype}; it must be real floating point")
+    if values.is_meta:
+        raise ValueError(f"{name} is on the meta device: it has no values")
+    if not values.isfinite().all():
         raise ValueError(
-            f"covariance has {(~covariance.isfinite()).sum().item()} values that are not finite"
+            f"{name} has {(~values.isfinite()).sum().item()} values that are not finite"
         )
-    skew = (covariance - covariance.mT).abs().max().item()
-    if skew > 1e-3 * covariance.abs().max().item():
+    if values.ndim == 1:
+        if values.min() < 0:
+            raise ValueError(f"{name} has {values.min().item():.3g}; a diagonal has none below 0")
+        return
+    skew = (values - values.mT).abs().max().item()
+    if skew > 1e-3 * values.abs().max().item():
         raise ValueError(
-            f"covariance differs from its transpose by {skew:.3g}; it must be symmetric: X X^T / N"
+            f"{name} differs from its transpose by {skew:.3g}; it must be symmetric: {hint}"
         )

@@ -14,7 +14,9 @@ from structlin._model.survey import linear_layers
 
 
 def measure_harms(model, layers, batches):
-    return measure_sensitivities(model, layers, observe(model, layers, batches).calls)
+    """Of each layer, the mean over its outputs."""
+    found = measure_sensitivities(model, layers, observe(model, layers, batches).calls)
+    return [found[layer.module].mean().item() for layer in layers]
 
 
 def test_harms_of_linear_layers_are_the_sizes_of_what_follows():

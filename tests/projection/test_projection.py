@@ -64,10 +64,21 @@ def correlated(n: int, rank: int | None = None) -> Tensor:
 
 
 def squared_error(
-    w: Tensor, structure: Structure, cores: list[Tensor], c: Tensor | None = None
+    w: Tensor,
+    structure: Structure,
+    cores: list[Tensor],
+    c: Tensor | None = None,
+    g: Tensor | None = None,
 ) -> float:
     error = (w - einsum_matrix(structure, cores)[: w.shape[0], : w.shape[1]]).numpy()
+    if g is not None:
+        error = symmetric_root(torch.diag(g) if g.ndim == 1 else g) @ error
     return float(np.trace(error @ (np.eye(w.shape[1]) if c is None else c.numpy()) @ error.T))
+
+
+def symmetric_root(matrix: Tensor) -> np.ndarray:
+    eigenvalues, vectors = np.linalg.eigh(matrix.numpy())
+    return (vectors * np.sqrt(eigenvalues.clip(0))) @ vectors.T
 
 
 def tail(matrix: Tensor | np.ndarray, rank: int) -> float:
@@ -108,8 +119,7 @@ def test_low_rank_reaches_the_eckart_young_bound():
 @pytest.mark.parametrize("rank", [12, 6])
 def test_low_rank_reaches_that_bound_for_its_outputs_with_a_covariance_also_a_singular_one(rank):
     w, c, family = gaussian(15, 12), correlated(12, rank), LowRank(rank=4)
-    eigenvalues, vectors = np.linalg.eigh(c.numpy())
-    root = (vectors * np.sqrt(eigenvalues.clip(0))) @ vectors.T
+    root = symmetric_root(c)
     cores = project(w, family, covariance=c)
     assert squared_error(w, family.structure(12, 15), cores, c) == pytest.approx(
         tail(w.numpy() @ root, 4), rel=1e-6
@@ -374,7 +384,7 @@ def test_block_by_block_ends_as_low_as_core_by_core(family, rows, columns, monke
 def test_matrices_up_to_a_size_are_solved_in_float64(width, dtype, monkeypatch):
     solved, structure = [], LowRank(rank=1).structure(width, width)
 
-    def note(structure, cores, x, y, limit):
+    def note(structure, cores, x, y, limit, root):
         solved.append((x.dtype, y.dtype))
         return iter([(cores, 0.0)])
 
@@ -487,6 +497,122 @@ def test_no_sweep_gives_the_closed_form_and_a_negative_number_of_them_is_refused
         project(w, family, sweeps=-1)
 
 
+# ---- two sides: what errors of the outputs weigh -------------------------------------------------
+
+
+def output_metric(n: int, kind: str) -> Tensor:
+    """Weights of outputs: "diagonal" alone, as a "matrix", or of half the rank ("singular")."""
+    if kind == "diagonal":
+        return gaussian(n, seed=5).square()
+    return correlated(n, n // 2 if kind == "singular" else None)
+
+
+every_metric = pytest.mark.parametrize("kind", ["diagonal", "matrix", "singular"])
+
+
+@every_metric
+@pytest.mark.parametrize("shape", [(15, 12), (12, 15)])
+def test_low_rank_is_the_optimum_of_a_kronecker_factored_quadratic_loss(shape, kind):
+    """Eckart & Young: of ||G^1/2 (W - B) C^1/2||^2 remain the singular values of G^1/2 W C^1/2."""
+    rows, columns = shape
+    w, c, g, family = (
+        gaussian(*shape),
+        correlated(columns),
+        output_metric(rows, kind),
+        LowRank(rank=4),
+    )
+    cores = project(w, family, covariance=c, output=g)
+    full = torch.diag(g) if kind == "diagonal" else g
+    least = tail(symmetric_root(full) @ w.numpy() @ symmetric_root(c), 4)
+    structure = family.structure(columns, rows)
+    assert squared_error(w, structure, cores, c, g) == pytest.approx(least, rel=1e-6, abs=1e-9)
+    assert max(core.abs().max() for core in cores) < 1e4
+
+
+@pytest.mark.parametrize("kind", ["diagonal", "matrix"])
+def test_block_diagonal_is_the_least_squares_solution_of_that_loss(kind):
+    w, c, g = gaussian(15, 12), correlated(12), output_metric(15, kind)
+    full = torch.diag(g) if kind == "diagonal" else g
+    (blocks,) = project(w, BlockDiagonal(blocks=3), covariance=c, output=g)
+    # vec(E)^T (G kron C) vec(E) over the entries that the blocks have
+    mask = np.kron(np.eye(3), np.ones((5, 4))).ravel().astype(bool)
+    root = np.kron(symmetric_root(full), symmetric_root(c))
+    best, *_ = np.linalg.lstsq(root[:, mask], root @ w.numpy().ravel(), rcond=None)
+    expected = np.zeros(15 * 12)
+    expected[mask] = best
+    least = np.square(root @ (w.numpy().ravel() - expected)).sum()
+    found = squared_error(w, BlockDiagonal(blocks=3).structure(12, 15), [blocks], c, g)
+    assert found == pytest.approx(least, rel=1e-2)
+
+
+@some
+@every_metric
+def test_two_sides_are_no_worse_than_one_and_no_perturbation_of_the_cores_is_better(
+    structure, kind
+):
+    w = gaussian(structure.out_features, structure.in_features)
+    c, g = correlated(structure.in_features), output_metric(structure.out_features, kind)
+    cores = project(w, structure, covariance=c, output=g)
+    least = squared_error(w, structure, cores, c, g)
+    one_sided = project(w, structure, covariance=c)
+    assert least <= 1.01 * squared_error(w, structure, one_sided, c, g) + 1e-9
+    for seed in range(10):
+        noise = [gaussian(*core.shape, seed=10 + seed) * core.std(correction=0) for core in cores]
+        moved = [core + 0.1 * change for core, change in zip(cores, noise, strict=True)]
+        assert least <= squared_error(w, structure, moved, c, g)
+
+
+@every_small_case
+@pytest.mark.parametrize("kind", ["diagonal", "matrix"])
+def test_a_representable_target_is_recovered_with_any_metric(case, kind):
+    family, in_features, out_features = case
+    structure = family.structure(in_features, out_features)
+    w = einsum_matrix(structure, random_cores(structure))[:out_features, :in_features]
+    g = output_metric(out_features, kind)
+    assert relative_error(w, family, project(w, family, output=g)) < 1e-2
+
+
+@some
+def test_a_diagonal_is_the_matrix_that_it_stands_for_and_the_identity_changes_nothing(structure):
+    w, g = (
+        gaussian(structure.out_features, structure.in_features),
+        output_metric(structure.out_features, "diagonal"),
+    )
+    as_vector, as_matrix = (
+        squared_error(w, structure, project(w, structure, output=given), g=g)
+        for given in (g, torch.diag(g))
+    )
+    assert as_vector == pytest.approx(as_matrix, rel=1e-2, abs=1e-9)
+    ones = torch.full((structure.out_features,), 3.0)
+    plain, weighed = (
+        squared_error(w, structure, project(w, structure, output=given)) for given in (None, ones)
+    )
+    assert weighed == pytest.approx(plain, rel=2e-2, abs=1e-9)
+
+
+@pytest.mark.parametrize("family", [LowRank(rank=3), BTT(rank=2), TT(rank=2)], ids=str)
+@pytest.mark.parametrize("kind", ["diagonal", "matrix"])
+def test_padded_outputs_have_no_weight(family, kind):
+    w, g = gaussian(13, 17), output_metric(13, kind)
+    structure = family.structure(17, 13)
+    cores = project(w, family, covariance=correlated(17), output=g)
+    one_sided = project(w, family, covariance=correlated(17))
+    two, one = (
+        squared_error(w, structure, found, correlated(17), g) for found in (cores, one_sided)
+    )
+    assert two <= 1.01 * one
+    assert relative_error(w, family, cores, covariance=correlated(17), output=g) < 1
+
+
+@pytest.mark.parametrize("weights", [torch.zeros(12), torch.eye(12)[0], torch.zeros(12, 12)])
+@pytest.mark.parametrize("family", [LowRank(rank=3), BTT(rank=2), Kronecker()], ids=str)
+def test_outputs_of_no_weight_leave_finite_cores(family, weights):
+    w = gaussian(12, 20)
+    cores = project(w, family, output=weights)
+    assert all(core.isfinite().all() for core in cores)
+    assert relative_error(w, family, cores) < 10
+
+
 # ---- padding -------------------------------------------------------------------------------------
 
 
@@ -512,9 +638,9 @@ def test_padding_is_free():
 )
 def test_cores_have_the_dtype_of_the_weight_and_are_computed_in_float32_or_better(family, dtype):
     w = gaussian(24, 60).to(dtype)
-    cores = project(w, family, covariance=correlated(60).float())
+    cores = project(w, family, covariance=correlated(60).float(), output=torch.ones(24))
     assert {core.dtype for core in cores} == {dtype}
-    exact = project(w.double(), family, covariance=correlated(60).float())
+    exact = project(w.double(), family, covariance=correlated(60).float(), output=torch.ones(24))
     error, least = (
         relative_error(w.double(), family, c, covariance=correlated(60)) for c in (cores, exact)
     )
@@ -586,6 +712,11 @@ def test_relative_error_is_that_of_the_matrix_or_of_the_outputs():
     assert relative_error(w, family, cores, covariance=x @ x.T / 50) == pytest.approx(
         outputs.item()
     )
+    for g in (output_metric(12, "diagonal"), output_metric(12, "matrix")):
+        root = torch.from_numpy(symmetric_root(torch.diag(g) if g.ndim == 1 else g))
+        expected = (root @ (w - b) @ x).norm() / (root @ w @ x).norm()
+        found = relative_error(w, family, cores, covariance=x @ x.T / 50, output=g)
+        assert found == pytest.approx(expected.item())
     assert relative_error(0 * w, family, project(0 * w, family)) == 0
     assert relative_error(0 * w, family, cores) == float("inf")
     assert sqrt(squared_error(w, family.structure(20, 12), cores)) == pytest.approx(
@@ -628,7 +759,17 @@ ONES = torch.ones(6, 6)
             ValueError,
             "covariance differs from its transpose by 1; it must be symmetric",
         ),
-        ({"covariance": -torch.eye(6)}, ValueError, "positive semi-definite"),
+        ({"covariance": -torch.eye(6)}, ValueError, "covariance has .* positive semi-definite"),
+        (
+            {"output": torch.eye(5)},
+            ValueError,
+            r"output has shape \(5, 5\).*\(6, 6\) or \(out_features,\) = \(6,\)",
+        ),
+        ({"output": torch.ones(5)}, ValueError, r"output has shape \(5,\)"),
+        ({"output": torch.ones(6).int()}, TypeError, r"output has dtype torch\.int32"),
+        ({"output": torch.ones(6) / 0}, ValueError, "output has 6 values that are not finite"),
+        ({"output": -torch.ones(6)}, ValueError, "output has -1; a diagonal has none below 0"),
+        ({"output": -torch.eye(6)}, ValueError, "output has .* positive semi-definite"),
     ],
 )
 def test_every_wrong_argument_is_named_with_what_would_work(given, error, message):

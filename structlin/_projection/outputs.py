@@ -1,0 +1,131 @@
+"""What errors of the outputs weigh: the metric G of ||G^(1/2) (W - B)||, and how much of it a
+structure takes into one of its cores.
+
+A core that has every output axis can absorb a linear map of the outputs: with G = S S^T, B is
+S^-T times the matrix nearest to S^T W, and that is the problem without G. A scale of each output is
+always such a map. A mixing of outputs is one along the axes that only this core has: all of G for
+LowRank, a block of G for each block of rows of BTT. What is left of G goes to alternating least
+squares.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._structure import Structure
+from .axes import contract, group_axes, prime, split_axes
+from .matrices import identity_like, take_root
+
+COLUMNS = "*"  # of W: an axis that no structure names
+NEGLIGIBLE = 1e-12  # of a unit variance: what is left of G where the core has absorbed all of it
+
+
+@dataclass(frozen=True)
+class OutputMetric:
+    """G as S R S^T, for outputs of mean weight 1."""
+
+    structure: Structure
+    core: int | None  #: that absorbs S
+    own: list[str]  #: the output axes that S mixes
+    absorbed: Tensor  #: S, `(outputs that it does not mix, own, own)`
+    left: Tensor | None  #: a root of R, `(outputs, outputs)` or their scales; None if R is I
+
+    def whiten(self, w: Tensor) -> Tensor:
+        """S^T W, `(out_features, in_features)`."""
+        return w if self.core is None else self._map(self.absorbed.mT, w)
+
+    def restore(self, cores: list[Tensor]) -> list[Tensor]:
+        """The cores of S^-T B."""
+        if self.core is None:
+            return cores
+        axes, size = [*self.structure.cores[self.core].axes], self.structure.sizes
+        given = self._given
+        rest = [axis for axis in axes if axis not in (*given, *self.own)]
+        columns = group_axes(cores[self.core], axes, (given, self.own, rest), size)
+        solved = torch.linalg.solve_triangular(self.absorbed.mT, columns, upper=True)
+        order = [[*given, *self.own, *rest].index(axis) for axis in axes]
+        core = split_axes(solved, [*given, *self.own, *rest], size).permute(order)
+        found = [*cores]
+        found[self.core] = core.reshape(cores[self.core].shape)
+        return found
+
+    @property
+    def _given(self) -> list[str]:
+        return [axis for axis in self.structure.outputs if axis not in self.own]
+
+    def _map(self, blocks: Tensor, rows: Tensor) -> Tensor:
+        """A block-diagonal matrix times rows, `(out_features, columns)`."""
+        outputs, given, own = self.structure.outputs, self._given, self.own
+        size = {**self.structure.sizes, COLUMNS: rows.shape[1]}
+        mapped = contract(
+            [*outputs, COLUMNS],
+            (split_axes(blocks, [*given, *own, *prime(own)], size), [*given, *own, *prime(own)]),
+            (
+                split_axes(rows, [*outputs, COLUMNS], size),
+                [*prime([*outputs], own), COLUMNS],
+            ),
+        )
+        return mapped.reshape(rows.shape)
+
+
+def take_metric(structure: Structure, g: Tensor, rows: int) -> OutputMetric:
+    """The metric that G, definite, is for a structure with perhaps more outputs than `rows`.
+
+    Args:
+        g: `(rows, rows)`, or its diagonal `(rows,)`.
+    """
+    core = _find_absorbing(structure)
+    diagonal, padding = g.ndim == 1, structure.out_features - rows
+    if core is None:
+        return OutputMetric(structure, None, [], g, g.sqrt() if diagonal else take_root(g))
+    if diagonal:
+        scales = F.pad(g.sqrt(), (0, padding), value=1.0)
+        return OutputMetric(structure, core, [], scales[:, None, None], None)
+    others = {axis for n, each in enumerate(structure.cores) if n != core for axis in each.axes}
+    outputs = [*structure.outputs]
+    own = [axis for axis in outputs if axis not in others and axis not in structure.inputs]
+    given = [axis for axis in outputs if axis not in own]
+    padded = F.pad(g, (0, padding, 0, padding))
+    padded.diagonal()[rows:] = 1.0
+    blocks = _take_blocks(structure, padded, given, own)
+    metric = OutputMetric(structure, core, own, take_root(blocks), None)
+    if not given:
+        return metric
+    half = _unmap(metric, padded)
+    rest = _unmap(metric, half.mT)[:rows, :rows]
+    if (rest - identity_like(rest)).abs().max() <= NEGLIGIBLE:
+        return metric
+    rest = (rest + rest.mT) / 2
+    return OutputMetric(structure, core, own, metric.absorbed, take_root(rest))
+
+
+def weigh(rows: Tensor, root: Tensor | None) -> Tensor:
+    """Rows `(tokens, outputs)` times a root of the metric."""
+    if root is None:
+        return rows
+    return rows * root if root.ndim == 1 else rows @ root
+
+
+def _find_absorbing(structure: Structure) -> int | None:
+    """The last core that has every output axis."""
+    found = [n for n, core in enumerate(structure.cores) if {*structure.outputs} <= {*core.axes}]
+    return found[-1] if found else None
+
+
+def _take_blocks(structure: Structure, g: Tensor, given: list[str], own: list[str]) -> Tensor:
+    """The blocks of G that have one value of `given`: `(given, own, own)`."""
+    outputs, size = [*structure.outputs], structure.sizes
+    tensor = split_axes(g, [*outputs, *outputs], size)
+    blocks = contract([*given, *own, *prime(own)], (tensor, [*outputs, *prime(outputs, own)]))
+    n = prod(size[axis] for axis in own)
+    return blocks.reshape(-1, n, n)
+
+
+def _unmap(metric: OutputMetric, matrix: Tensor) -> Tensor:
+    """S^-1 times a matrix of as many rows as outputs."""
+    eye = identity_like(metric.absorbed)
+    inverse = torch.linalg.solve_triangular(metric.absorbed, eye, upper=False)
+    return metric._map(inverse, matrix)
