@@ -4,10 +4,11 @@ With x a layer's input in the dense model and z its input in the model compresse
 structured B that minimises E |W x - B z|^2 is the one nearest to the regression W C_xz C_zz^-1 in
 the covariance of z, for any structure. The same holds where the outputs' errors have weights G:
 
-    B = project(W (C_xz + lam I) (C_zz + lam I)^-1, covariance=C_zz + lam I, output=G)
+    B = project(W (C_xz + mu I) (C_zz + mu I)^-1, covariance=C_zz + lam I, output=G)
     bias: b + W E[x] - B E[z], and the covariances are centred
 
-lam, see `Moments.ridge`, draws B towards W where the tokens say little. A layer without a bias has
+lam, see `Moments.ridge`, and mu, `DRAW` times lam, draw B towards W where the tokens say little.
+A layer without a bias has
 nothing to carry the mean: its covariances are around zero.
 
 The model runs once densely and once compressed, in lockstep (`streams`): both stop at every layer
@@ -41,6 +42,9 @@ from .padding import select_rows
 from .refine import Example, find_blocks, refine, take_tensor
 from .streams import Place, Stream, Streams, find_next, take_input
 
+# mu / lam. By trial: SmolLM2-135M at 0.6, 8192 tokens: 10 has 26 % less perplexity on other text
+# than 1, and 4 % less on text of the same kind.
+DRAW = 3.0
 FEW = 0.1  # tokens per feature, below which a warning says that batches are few
 
 
@@ -183,7 +187,7 @@ def solve(
 
 
 def find_target(weight: Tensor, moments: Moments) -> tuple[Tensor, Tensor | None]:
-    """W (C_xz + lam I) (C_zz + lam I)^-1 in float32 or better, and C_zz + lam I in float64.
+    """W (C_xz + mu I) (C_zz + mu I)^-1 in float32 or better, and C_zz + lam I in float64.
 
     Where x and z are the same, W itself; where they never vary, without covariance.
     """
@@ -195,12 +199,12 @@ def find_target(weight: Tensor, moments: Moments) -> tuple[Tensor, Tensor | None
     covariance = zz + ridge * eye
     if not moments.paired:
         return precise, covariance
-    root, failed = torch.linalg.cholesky_ex(covariance)
+    root, failed = torch.linalg.cholesky_ex(zz + DRAW * ridge * eye)
     while failed:  # rounding in float32 can outweigh the smallest variances
         ridge = 10 * ridge
         covariance = zz + ridge * eye
-        root, failed = torch.linalg.cholesky_ex(covariance)
-    right = moments.cross(weight) + ridge * weight.double()  # (out, in)
+        root, failed = torch.linalg.cholesky_ex(zz + DRAW * ridge * eye)
+    right = moments.cross(weight) + DRAW * ridge * weight.double()  # (out, in)
     return torch.cholesky_solve(right.mT, root).mT.to(precise.dtype), covariance
 
 

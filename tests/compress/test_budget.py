@@ -202,7 +202,6 @@ def test_a_layer_that_stays_dense_is_the_models_own_and_the_plan_says_so():
     ("options", "message"),
     [
         ({"allocation": "loss"}, "allocation='loss' is unknown; there are sensitivity, error"),
-        ({"keep": None, "allocation": "uniform"}, "allocation='uniform' goes with a fraction"),
         ({}, "allocation='sensitivity' needs batches"),
     ],
 )

@@ -234,8 +234,9 @@ def test_a_model_without_gradients_is_calibrated_but_not_refined(off, part, batc
     if (
         part is Block or off is torch.inference_mode
     ):  # otherwise blocks have gradients by themselves
+        given = {"keep": None, "allocation": "error", "refine": 4, **options}
         with pytest.raises(ValueError, match="refine=4 takes gradients, but the model turns them"):
-            plan_compression(Model(), LowRank(rank=4), batches, keep=None, refine=4, **options)
+            plan_compression(Model(), LowRank(rank=4), batches, **given)
     with pytest.raises(ValueError, match=r"allocation='error' or .* turns gradients off"):
         plan_compression(Model(), LowRank(rank=4), batches, **options)
     found = errors_of(batches, **options)

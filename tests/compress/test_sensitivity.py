@@ -1,16 +1,17 @@
 """What an error in a layer does to the model, against formulas; one covariance at a time."""
 
 import copy
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from structlin import BTT, LowRank, Monarch, plan_compression
+from structlin import BTT, LowRank, Monarch, compress, plan_compression
 from structlin._compress.calibration import observe
 from structlin._compress.sensitivity import measure_covariances, measure_sensitivities
 from structlin._model.survey import linear_layers
+from tests.models import snapshot
 
 
 def measure_harms(model, layers, batches):
@@ -90,6 +91,157 @@ def test_a_layer_that_the_output_does_not_depend_on_does_no_harm_and_frozen_mode
     used, unused = measure_harms(model, layers, [torch.ones(3, 4)])
     assert used > 0
     assert unused == 0
+
+
+class Logits(nn.Sequential):
+    """Named outputs, as of transformers."""
+
+    def forward(self, x):
+        return {"logits": super().forward(x), "states": x}
+
+
+@pytest.fixture
+def no_prior(monkeypatch):
+    monkeypatch.setattr("structlin._compress.sensitivity.PRIOR_TOKENS", 0)
+
+
+def weigh(model, batches, loss=None):
+    layers = linear_layers(model)
+    found = measure_sensitivities(model, layers, observe(model, layers, batches).calls, loss)
+    return [found[layer.module] for layer in layers]
+
+
+@pytest.mark.parametrize("loss", [None, "divergence"])
+def test_of_logits_the_weights_are_the_fisher_information(loss, no_prior):
+    """That of softmax at its logits is diag(p) - p p^T; a layer before sees it through W."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(4, 6, bias=False), nn.Linear(6, 5, bias=False)
+    x = torch.randn(20000, 4)
+    model = (Logits if loss is None else nn.Sequential)(first, last)
+    p = last(first(x)).detach().softmax(-1)
+    fisher = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    before = torch.einsum("tij,ia,ja->a", fisher, last.weight.detach(), last.weight.detach())
+    expected = before, fisher.diagonal(dim1=1, dim2=2).sum(0)
+    for found, wanted in zip(weigh(model, [x], loss), expected, strict=True):
+        torch.testing.assert_close(found.float(), wanted, rtol=0.05, atol=0)
+
+
+def test_half_of_the_weighed_error_is_the_divergence_in_nats(no_prior):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5)), torch.randn(5000, 4)
+    weights = weigh(model, [x], "divergence")
+    logs = model(x).log_softmax(-1)
+    for layer, g in zip((model[0], model[2]), weights, strict=True):
+        for output in range(len(g)):
+            error = 1e-2 * torch.randn(len(x))
+
+            def disturb(module, args, y, error=error, output=output):
+                return y + error[:, None] * torch.eye(y.shape[1])[output]
+
+            handle = layer.register_forward_hook(disturb)
+            found = (logs.exp() * (logs - model(x).log_softmax(-1))).sum().item()
+            handle.remove()
+            expected = 0.5 * g[output].item() * error.square().mean().item()
+            assert found == pytest.approx(expected, rel=0.2)
+
+
+def test_a_loss_of_ones_own_gives_its_gradients(no_prior):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(4, 3), torch.randn(10, 4)
+    (found,) = weigh(nn.Sequential(layer), [x], lambda output: (output**3).sum())
+    expected = (3 * layer(x).detach() ** 2).square().sum(0)
+    torch.testing.assert_close(found.float(), expected)
+
+
+def test_few_tokens_draw_the_weights_to_their_mean():
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 3)
+    spread = []
+    for tokens in (10, 100, 10000):
+        (g,) = weigh(nn.Sequential(layer), [torch.randn(tokens, 4)], lambda y: (y @ SCALES).sum())
+        spread.append((g.max() / g.min()).item())
+    assert 1 < spread[0] < spread[1] < spread[2] < 9
+    assert spread[2] > 8
+
+
+SCALES = torch.tensor([1.0, 2.0, 3.0])
+
+
+class Scaled(nn.Module):
+    def __init__(self, scales: Tensor) -> None:
+        super().__init__()
+        self.layer, self.scales = nn.Linear(16, 12, bias=False), scales
+
+    def forward(self, x):
+        return self.layer(x) * self.scales
+
+
+def test_outputs_that_count_more_are_nearer_as_eckart_and_young_have_it(no_prior):
+    torch.manual_seed(0)
+    scales = torch.logspace(-1, 1, 12)
+    model, x = Scaled(scales), torch.randn(4000, 16) @ torch.diag(torch.logspace(0, -1, 16))
+    weight = model.layer.weight.detach().clone()
+    new = compress(model, LowRank(rank=4), [x], keep=None).layer.to_dense()
+    error = (scales[:, None] * ((weight - new) @ x.mT)).square().sum()
+    least = torch.linalg.svdvals(scales[:, None] * (weight @ x.mT))[4:].square().sum()
+    assert error <= 1.001 * least
+
+
+def divergence(dense: Tensor, logits: Tensor) -> float:
+    p = dense.log_softmax(-1)
+    return (p.exp() * (p - logits.log_softmax(-1))).sum(-1).mean().item()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_ranks_chosen_by_sensitivity_are_near_the_best_of_all(seed):
+    torch.manual_seed(seed)
+    layers = [nn.Linear(16, 16, bias=False) for _ in range(3)]
+    for layer, power in zip(layers, (0.2, 0.8, 1.5), strict=True):
+        values = torch.arange(1, 17) ** -power
+        layer.weight.data = torch.linalg.qr(torch.randn(16, 16)).Q * (3 * values)
+    dense, x = nn.Sequential(*layers[:2], nn.Tanh(), layers[2]), torch.randn(2000, 16)
+    options = {"loss": "divergence", "include": "*"}
+    found = {}
+    for ranks in product(range(1, 9), repeat=3):  # 8 has as many parameters as dense
+        if sum(ranks) == 12:  # half of the parameters
+            named = zip(("0", "1", "3"), ranks, strict=True)
+            chosen = {name: None if rank == 8 else LowRank(rank=rank) for name, rank in named}
+            model = copy.deepcopy(dense)
+            compress(model, LowRank(rank=1), [x], overrides=chosen, keep=None, **options)
+            found[ranks] = divergence(dense(x), model(x))
+    planned = plan_compression(copy.deepcopy(dense), LowRank(rank=1), [x], keep=0.5, **options)
+    own = divergence(dense(x), planned.apply()(x))
+    assert own <= 1.1 * min(found.values())
+    assert own <= 0.5 * sorted(found.values())[len(found) // 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"loss": "kl"}, ValueError, "loss='kl' is unknown; there are divergence, outputs"),
+        ({"loss": 3}, ValueError, "loss=3 is unknown"),
+        ({"loss": "outputs", "allocation": "error"}, ValueError, "loss='outputs' goes with"),
+        (
+            {"loss": "outputs", "batches": None, "allocation": "uniform"},
+            ValueError,
+            "loss='outputs' goes with batches",
+        ),
+        ({"loss": lambda y: y}, TypeError, r"loss must return .* shape \(20, 8\), requires_grad"),
+        ({"loss": lambda y: 1.0}, TypeError, "loss must return .* it returned float"),
+        ({"loss": lambda y: y.detach().sum()}, TypeError, "requires_grad=False"),
+        ({"loss": lambda y: 0 * y.sum()}, ValueError, "has only gradients of zero"),
+        ({"loss": lambda y: (0 * y).sqrt().sum()}, ValueError, "gradients that are not finite"),
+    ],
+)
+@pytest.mark.parametrize("keep", [None, 0.5])
+def test_a_wrong_loss_is_named_and_the_model_stays_as_it_was(options, error, message, keep):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    before = snapshot(model)
+    given = {"batches": [torch.randn(20, 8)], "keep": keep, **options}
+    with pytest.raises(error, match=message):
+        compress(model, LowRank(rank=1), **given)
+    assert snapshot(model) == before
 
 
 def test_each_layers_covariance_is_that_of_its_inputs_in_the_dense_model():

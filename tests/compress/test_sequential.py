@@ -27,6 +27,7 @@ from structlin import (
 )
 from structlin._compress import moments, sequential
 from structlin._compress.moments import choose_ridge
+from structlin._compress.sequential import DRAW
 from tests.models import snapshot
 
 
@@ -65,7 +66,7 @@ def by_the_definition(model: nn.Sequential, family, x: Tensor) -> nn.Sequential:
             a, b = before - mean_x, now - mean_z
             c = b.mT @ b / len(b)
             ridge = choose_ridge(len(b), len(c)) * c.diagonal().mean()
-            eye = (len(b) * ridge).sqrt() * torch.eye(len(c)).double()
+            eye = (len(b) * DRAW * ridge).sqrt() * torch.eye(len(c)).double()
             left, right = torch.cat([b, eye]), torch.cat([a, eye]) @ w.mT
             target = torch.linalg.lstsq(left, right).solution.mT
             cores = project(target, family, covariance=c + ridge * torch.eye(len(c)).double())
