@@ -25,8 +25,9 @@ Covariances = Generator[tuple[Layer, Tensor | None], None, None]  # layer by lay
 # "divergence", "outputs", or a number of what the model returns; None: see `compress`
 Loss = str | Callable[[Any], Tensor] | None
 LOSSES = "divergence", "outputs"
-# By trial: SmolLM2-135M, 8192 tokens, low-rank: a hundredth of the mean is better than a tenth or
-# half of it at 0.8 and 0.6 of the parameters.
+# By trial: SmolLM2-135M at 0.6, 8192 tokens: a hundredth of the mean gives a lower perplexity than
+# a tenth, and much lower than half of it. All of G in place of its diagonal gives 14 % more there,
+# and 4 % less at 0.8.
 PRIOR_TOKENS = 100
 
 _REFUSED = "allocation='error' or 'uniform' is needed: 'sensitivity' takes gradients, but the model"

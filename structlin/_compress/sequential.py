@@ -42,8 +42,9 @@ from .padding import select_rows
 from .refine import Example, find_blocks, refine, take_tensor
 from .streams import Place, Stream, Streams, find_next, take_input
 
-# mu / lam. By trial: SmolLM2-135M at 0.6, 8192 tokens: 10 has 26 % less perplexity on other text
-# than 1, and 4 % less on text of the same kind.
+# mu / lam. By trial: SmolLM2-135M at 0.6 with 8192 tokens has, with 10 in place of 1, 26 % less
+# perplexity on another kind of text and 4 % less on the same; all-MiniLM-L6-v2 at half of the
+# parameters a mean cosine of 0.917 in place of 0.919. 3 lies between.
 DRAW = 3.0
 FEW = 0.1  # tokens per feature, below which a warning says that batches are few
 
