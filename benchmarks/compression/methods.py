@@ -1,0 +1,203 @@
+"""What the benchmarks of compression share: the families, the ways, a compressed model and its
+picture."""
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+import structlin
+from benchmarks.compression import peers
+from benchmarks.harness.experiment import Job
+from benchmarks.harness.statistics import select, values
+from benchmarks.harness.timing import interleaved, ratio, spread, wall
+
+Row = dict[str, Any]
+FAMILIES = {
+    "BTT": structlin.BTT(),
+    "Monarch": structlin.Monarch(),
+    "low-rank": structlin.LowRank(rank=1),
+    "block-diagonal": structlin.BlockDiagonal(blocks=4),
+}
+METHODS = ("dense", *peers.PEERS, *FAMILIES)
+WAYS = ("dense", "peer", "calibrated", "refined", "healed")
+WHOLE = ("dense", "int8")  # they keep all parameters
+
+
+@dataclass(frozen=True)
+class Data:
+    """A trained model and what it is compressed with.
+
+    Args:
+        part: what the names of the layers begin with that are compressed.
+        batches: of calibration, the same for all methods.
+        seen: the same batches, for the peers.
+        healing: batches to distil on, one for each step.
+        judges: batches that judge the healed model.
+    """
+
+    model: nn.Module
+    part: str
+    batches: Sequence[peers.Batch]
+    seen: peers.Seen
+    healing: Sequence[peers.Batch]
+    judges: Sequence[peers.Batch]
+
+
+def combine(job: Job, healed: Sequence[str]) -> list[int]:
+    """The axis of seeds: one for a combination of method, keep and way that there is, else none.
+
+    Args:
+        healed: the families that are healed.
+    """
+    method, keep, way = job["method"], job["keep"], job["way"]
+    if (keep == 1) != (method in WHOLE):
+        return []
+    kinds = {"dense": ["dense"], **{name: ["peer"] for name in peers.PEERS}}
+    ours = ["calibrated", "refined", *(["healed"] if method in healed else [])]
+    return [0] if way in kinds.get(method, ours) else []
+
+
+def compress(
+    data: Data, method: str, keep: float, way: str, *, refine: int, heal: Mapping[str, Any]
+) -> tuple[nn.Module, Row]:
+    """A model that one of the methods made, and its size and seconds."""
+    start = time.process_time()
+    model = copy.deepcopy(data.model)
+    layers = peers.layers_of(model, data.part)
+    found: Row = {}
+    if way == "dense":
+        params = sum(layer.weight.numel() for layer in layers.values())
+        found = {"params": params, "bytes": 4 * params, "flops": 2 * params}
+    elif way == "peer":
+        found = peers.PEERS[method](model, layers, keep, data.seen)
+    else:
+        options = {"include": f"{data.part}*", "keep": keep, "progress": False}
+        options |= {"refine": 0 if way == "calibrated" else refine}
+        structlin.compress(model, FAMILIES[method], data.batches, **options)
+        rows = rows_of(model, data.part)
+        params = sum(row.params for row in rows)
+        found = {"params": params, "bytes": 4 * params, "flops": sum(row.flops for row in rows)}
+        found |= {"dense_layers": sum(row.structure == "dense" for row in rows)}
+    found["cpu_seconds"] = time.process_time() - start
+    if way == "healed":
+        start = time.process_time()
+        healed = structlin.distill(
+            model, data.model, data.healing, held_out=data.judges, progress=False, **heal
+        )
+        found["heal_seconds"] = time.process_time() - start
+        found["heal_loss"] = [healed.before, healed.after]
+    return model.eval(), found
+
+
+@torch.no_grad()
+def time_in_turns(
+    make: Callable[[nn.Module], Callable[[], Any]],
+    model: nn.Module,
+    dense: nn.Module,
+    count: int,
+    rounds: int,
+) -> Row:
+    """Of one thread, and of as many as this process has: how many of `count` a second, and how many
+    times dense's in the same round.
+
+    Args:
+        make: a model -> work on `count` tokens or images.
+    """
+    works, found = {"dense": make(dense), "model": make(model)}, {}
+    before = torch.get_num_threads()
+    for threads in sorted({1, before}):
+        torch.set_num_threads(threads)
+        times = interleaved(works, lambda work: wall(work, "cpu"), rounds=(rounds + 1,) * 2)
+        mine, theirs = (times[name][1:] for name in ("model", "dense"))  # the first one warms up
+        rate = spread([count / seconds for seconds in mine])["median"]
+        found[str(threads)] = {"per_second": rate, "x_dense": ratio(theirs, mine)}
+    torch.set_num_threads(before)
+    return found
+
+
+def rows_of(model: nn.Module, part: str) -> list[Any]:
+    """The rows of `structlin.summary` that are linear layers of that part, structured or not."""
+    return [row for row in structlin.summary(model).rows if row.name.startswith(part)]
+
+
+# ---- shown ---------------------------------------------------------------------------------------
+
+
+def name_of(row: Row) -> str:
+    """The method, and the way where a method has several."""
+    return row["method"] + ("" if row["way"] in ("dense", "peer") else f", {row['way']}")
+
+
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    """By what is kept, then peers, then ours."""
+
+    def key(row: Row) -> tuple[float, int, int]:
+        return -row["keep"], METHODS.index(row["method"]), WAYS.index(row["way"])
+
+    return sorted(rows, key=key)
+
+
+def cells_of(row: Row, figures: Mapping[str, str]) -> dict[str, str]:
+    """A line of a table: `figures` between what was done and what that took."""
+    line = {"": name_of(row), "keep": f"{row['keep']:g}", "MB": f"{row['bytes'] / 1e6:.1f}"}
+    line |= figures
+    for kind, found in row.get("speed", {}).items():
+        speeds = (f"{each['x_dense']['median']:.2f}" for each in found.values())
+        line[f"{kind}, x dense"] = " / ".join(speeds)
+    healing = f" + {row['heal_seconds']:.0f}" if "heal_seconds" in row else ""
+    return line | {"CPU s": f"{row['cpu_seconds']:.0f}{healing}"}
+
+
+STYLES: dict[str, dict[str, Any]] = {
+    "dense": {"linestyle": "", "marker": "D", "color": "black"},
+    "plain": {"linestyle": "--", "marker": "x"},
+    "calibrated": {"linestyle": "-.", "marker": "v"},
+    "refined": {"linestyle": "-", "marker": "o"},
+    "healed": {"linestyle": "", "marker": "*", "markersize": 12},
+    "peer": {"linestyle": ":", "marker": "s", "color": "0.5"},
+}
+
+
+def plot(
+    rows: Iterable[Row],
+    wanted: Mapping[str, str],
+    *,
+    by: str = "family",
+    log: Sequence[str] = (),
+) -> Figure:
+    """A panel for each figure of `wanted`, name -> title, against bytes; a line for each method.
+
+    Args:
+        by: what rows call their method.
+        log: figures whose axis is logarithmic.
+    """
+    rows = list(rows)
+    figure = Figure(figsize=(13, 4.6), layout="constrained")
+    panels = figure.subplots(1, len(wanted))
+    names = values(rows, by)
+    for axes, (figure_of, title) in zip(panels, wanted.items(), strict=True):
+        for name, way in product(names, STYLES):
+            points = sorted(
+                (row["bytes"], row[figure_of]) for row in select(rows, **{by: name, "way": way})
+            )
+            colour = {"color": f"C{names.index(name)}"}
+            label = name if way in ("dense", "peer", "plain") else f"{name}, {way}"
+            if points:
+                axes.plot(*zip(*points, strict=True), label=label, **colour | STYLES[way])
+                if way == "peer":
+                    axes.annotate(name, points[-1], fontsize="x-small", color="0.4")
+        axes.set(xlabel="bytes of the linear layers", title=title)
+        axes.title.set_size("medium")
+        axes.set_yscale("log" if figure_of in log else "linear")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g} MB")
+        axes.grid(alpha=0.3)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", fontsize="x-small")
+    return figure

