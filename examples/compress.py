@@ -2,18 +2,22 @@
 
     python examples/compress.py                        # minutes on two CPU cores
     python examples/compress.py --families btt lowrank --budgets 0.5 0.25
-    python examples/compress.py --model path/to/folder --data text.txt    # of transformers
+    python examples/compress.py --model model.gguf --data text.txt           # a causal LM
+    python examples/compress.py --model path/to/folder --data text.txt       # of transformers
     python examples/compress.py --model vit_tiny_patch16_224 --checkpoint vit.pth    # of timm
     python examples/compress.py --smoke                # seconds: does it run?
 
-Every family compresses the model at every budget, twice: nearest to the weights, and nearest to
-what the layers compute on a few batches (calibration). The plan shows each layer's size and error.
-Then the model is healed: it learns from the dense one, without labels (`structlin.distill`), and is
-saved in `--out` and loaded again. The table has figures on held-out data for all of that.
+Every family compresses the model at every budget, in every way: nearest to the weights ("plain"),
+and nearest to what the layers compute on a few batches ("calibrated"). The plan shows each layer's
+size and error. Then the model is healed: it learns from the dense one, without labels
+(`structlin.distill`), and is saved in `--out`, with a model card, and loaded again. The table has
+figures on held-out data for all of that.
 
 The model is a small GPT that learns the text here (see examples/train_gpt.py); with `--model` one
-in a local folder of transformers, a causal LM or an encoder of sentences, or one of timm, which
-learns scikit-learn's digits from random weights or a checkpoint.
+in a GGUF file or a local folder of transformers, a causal LM or an encoder of sentences, or one of
+timm, which learns scikit-learn's digits from random weights or a checkpoint. examples/pretrained.py
+says where a GGUF file and text can be had. A causal LM is by default compressed once, low-rank and
+calibrated, to 80 % of its linear layers, in about ten minutes for 135 million parameters.
 """
 
 import argparse
@@ -28,7 +32,7 @@ from typing import Any
 
 import compare
 import torch
-from compress_models import Job, choose_job, first_tensor
+from compress_models import Job, choose_kind, first_tensor
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -52,7 +56,44 @@ SIZES = {  # of the small GPT, its training and of batches; --smoke
     "calibration": (8, 2),
     "image": (32, 32),
 }
-JUDGES = 4  # batches of training data by which distillation judges, and does not train
+CHOICES = {  # more defaults that a kind of model may have otherwise, see Job.defaults
+    "families": ["btt", "monarch", "lowrank"],
+    "budgets": [0.5, 0.25],
+    "ways": ["plain", "calibrated"],
+    "heal_lr": 0.001,
+}
+CARD = """# {source}, compressed
+
+structlin replaced the linear layers by structured ones: {params} parameters
+are left in linear layers ({share:.0%}). The licence is that of the model that this one comes from.
+
+## What was done
+
+- Structure: {structure}, which keeps {budget} of the parameters of the layers that it is meant for.
+- Projection: {data}.
+- Healing: distillation from the dense model, {heal}.
+- Seconds of CPU time: {seconds:.0f} and {heal_seconds:.0f}.
+
+## What it cost
+
+Measured on held-out data, which neither calibrated nor healed.
+
+| | dense | right after | healed |
+|---|--:|--:|--:|
+{figures}
+{said}
+## How to load it
+
+```python
+{loading}
+```
+
+## The layers
+
+```
+{layers}
+```
+"""
 ABOUT = {
     "batch": "sequences, or images, of a step; sentences come twice as many",
     "steps": "of training before compression; a model of transformers is not trained",
@@ -72,36 +113,32 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="a text file, UTF-8 (default: the standard library's documentation and source)",
     )
     parser.add_argument(
-        "--model", help="a local folder of transformers, with its tokenizer; or a name of timm"
+        "--model",
+        help="a GGUF file; a local folder of transformers, with its tokenizer; or a name of timm",
     )
     parser.add_argument("--checkpoint", type=Path, help="weights for a model of timm")
-    parser.add_argument(
-        "--families", nargs="+", choices=FAMILIES, default=["btt", "monarch", "lowrank"]
-    )
-    parser.add_argument(
-        "--budgets",
-        nargs="+",
-        type=fraction,
-        default=[0.5, 0.25],
-        help="fractions of the parameters of the layers that are converted",
-    )
-    for name, (default, _) in SIZES.items():
-        parser.add_argument(
-            f"--{name}", type=compare.positive, default=default, help=ABOUT.get(name)
-        )
+    parser.add_argument("--families", nargs="+", choices=FAMILIES)
+    parser.add_argument("--ways", nargs="+", choices=CHOICES["ways"])
+    text = "fractions of the parameters of the layers that are converted"
+    parser.add_argument("--budgets", nargs="+", type=fraction, help=text)
+    for name in SIZES:
+        parser.add_argument(f"--{name}", type=compare.positive, help=ABOUT.get(name))
     parser.add_argument("--lr", type=compare.rate, default=0.002, help="of training")
-    parser.add_argument("--heal-lr", type=compare.rate, default=0.001, help="of distillation")
+    parser.add_argument("--heal-lr", type=compare.rate, help="of distillation")
     parser.add_argument("--seed", type=compare.seed, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/compress"))
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, one budget")
     options = parser.parse_args(argv)
-    if options.smoke:
-        smoke = {name: size for name, (_, size) in SIZES.items()}
-        vars(options).update(smoke, families=options.families[:2], budgets=options.budgets[:1])
     try:
         if options.checkpoint is not None and options.model is None:
             raise ValueError("--checkpoint needs --model, a name of timm")
-        options.job = choose_job(options)
+        kind = choose_kind(options.model)
+        usual = CHOICES | {name: size for name, (size, _) in SIZES.items()} | kind.defaults
+        vars(options).update({n: x for n, x in usual.items() if getattr(options, n) is None})
+        if options.smoke:
+            smoke = {name: size for name, (_, size) in SIZES.items()}
+            vars(options).update(smoke, families=options.families[:2], budgets=options.budgets[:1])
+        options.job = kind(options)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return options
@@ -140,15 +177,53 @@ def compress(
         map(job.batch, steps),
         steps=options.heal,
         lr=options.heal_lr,
-        held_out=[job.batch(steps.stop + n) for n in range(JUDGES)],
+        held_out=[job.batch(steps.stop + n) for n in range(job.judges)],
         logits=job.logits,
     )
     row |= {"loss": [healed.before, healed.after], "heal_seconds": time.process_time() - start}
-    row["healed"] = job.measure(model)
+    row |= {"healed": job.measure(model), "sample": job.sample(model)}
     folder = options.out / f"{family}-{budget}{'-calibrated' if aware else ''}"
     job.save(model, folder)
     require_equal(job, model, job.load(folder), folder)
+    (folder / "README.md").write_text(write_card(job, options, model, row), encoding="utf-8")
     return row
+
+
+def write_card(job: Job, options: argparse.Namespace, model: nn.Module, row: dict[str, Any]) -> str:
+    """What was done to a model, with which data, and what it cost."""
+    dense = options.base
+    data = (
+        f"calibrated on {options.calibration} batches of {options.batch}"
+        if row["aware"]
+        else "by the weights alone"
+    )
+    if options.model:
+        loading = "import structlin.hf  # before from_pretrained, which then knows the layers"
+    else:
+        loading = "model = structlin.load(model, folder)  # of the dense model's code"
+    figures = "\n".join(
+        f"| {name} | {before:.3f} | {row['after'][name]:.3f} | {row['healed'][name]:.3f} |"
+        for name, before in dense["after"].items()
+    )
+    said = "".join(
+        f"\n- before: {before}\n- after: {after}"
+        for before, after in zip(dense["sample"], row["sample"], strict=True)
+    )
+    return CARD.format(
+        source=job.source,
+        share=row["params"] / dense["params"],
+        params=f"{row['params']:,} of {dense['params']:,}",
+        structure=f"{type(FAMILIES[row['family']]).__name__}, of a size chosen for each layer",
+        data=data,
+        heal=f"{options.heal} batches of {options.batch}, learning rate {options.heal_lr:g}",
+        figures=figures,
+        said=f"\n## What it says\n{said}\n" if said else "",
+        layers=structlin.summary(model),
+        budget=row["budget"],
+        seconds=row["seconds"],
+        heal_seconds=row["heal_seconds"],
+        loading=loading,
+    )
 
 
 @torch.no_grad()
@@ -212,7 +287,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
                     "marker": "o" if aware else "x",
                 }
                 label = family + (", calibrated" if aware else "")
-                axes.plot(*zip(*points, strict=True), label=label, **style)
+                if points:
+                    axes.plot(*zip(*points, strict=True), label=label, **style)
         axes.axhline(dense["after"][measured], color="black", linewidth=0.8, label="dense")
         axes.set(xlabel="parameters of the linear layers", title=title)
         axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -229,15 +305,16 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     job, console = options.job, Console(width=None if sys.stdout.isatty() else 150)
     base = {"family": "dense", "budget": 1.0, "aware": False, **size(job.dense), "error": 0.0}
     base |= {"seconds": 0.0, "after": job.measure(job.dense), "healed": None, "heal_seconds": 0.0}
-    rows = [base]
+    base |= {"sample": job.sample(job.dense)}
+    rows, options.base = [base], base
     options.out.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "these layers grow")  # tiny ones, under --smoke
         for family in options.families:
             for budget in options.budgets:
-                for aware in (False, True):
+                for way in options.ways:
                     try:
-                        rows.append(compress(job, options, family, budget, aware))
+                        rows.append(compress(job, options, family, budget, way == "calibrated"))
                     except ValueError as error:
                         raise SystemExit(f"{family}, budget {budget}: {error}") from None
     with compare.replacing(options.out / "compress.png") as path:
@@ -253,6 +330,9 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         everything = {**about_run, "command": command, "title": job.title, "rows": rows}
         path.write_text(json.dumps(everything, indent=1) + "\n")
     console.print(table(job.title, rows))
+    for row in rows:
+        for said in row["sample"]:
+            console.print(f"{row['family']}, {row['budget']:g}: {said}", markup=False)
     console.print(f"models, compress.png and compress.json are in {options.out}")
     return rows
 

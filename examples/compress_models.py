@@ -7,9 +7,10 @@ import random
 import re
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import compare
+import pretrained
 import torch
 import torch.nn.functional as F
 import train_gpt
@@ -19,12 +20,18 @@ import structlin
 
 HELDOUT = 256  # sentences on which an encoder is measured
 NEEDED = 64  # sentences that a text must have for an encoder
+HELDOUT_WINDOWS = 32  # of text, on which a model of transformers is measured
+PROMPTS = ("What is the capital of France?", "Write one sentence about the sea.")
+NEW_TOKENS = 32
 
 
 class Job(ABC):
     """`ValueError` and `OSError` from its making are errors of the command line."""
 
+    defaults: ClassVar[dict[str, Any]] = {}  # options that are other than compress.SIZES
+    judges = 4  # batches of training data by which distillation judges, and does not train
     title: str  # heads the table
+    source: str  # what a model card says of the model and of the data
     dense: nn.Module
     logits: bool | None = None  # whether the models return bare logits, see structlin.distill
     heldout: list[Any]
@@ -37,6 +44,10 @@ class Job(ABC):
     def measure(self, model: nn.Module) -> dict[str, float]:
         """Figures on what is held out; the first one is plotted."""
 
+    def sample(self, model: nn.Module) -> list[str]:
+        """What the model says, for a reader: none where it says nothing."""
+        return []
+
     @abstractmethod
     def save(self, model: nn.Module, folder: Path) -> None:
         """Write the model, converted or not."""
@@ -46,22 +57,23 @@ class Job(ABC):
         """The model that was saved there, from the folder alone."""
 
 
-def choose_job(options: argparse.Namespace) -> Job:
-    """The job that `--model` names.
+def choose_kind(model: str | None) -> type[Job]:
+    """The kind of job that `--model` names.
 
     Raises:
-        ValueError, OSError: there is no such model, or it is not what its folder says.
+        ValueError, OSError: a folder without the config of a model.
     """
-    if options.model is None:
-        return SmallGPT(options)
-    folder = Path(options.model)
-    if not folder.is_dir():
-        return Digits(options)
+    if model is None:
+        return SmallGPT
+    path = Path(model)
+    if path.suffix == ".gguf":
+        return CausalLM
+    if not path.is_dir():
+        return Digits
     from transformers import AutoConfig
 
-    kinds = AutoConfig.from_pretrained(folder, local_files_only=True).architectures or [""]
-    causal = kinds[0].endswith(("ForCausalLM", "LMHeadModel"))
-    return CausalLM(options) if causal else Encoder(options)
+    kinds = AutoConfig.from_pretrained(path, local_files_only=True).architectures or [""]
+    return CausalLM if kinds[0].endswith(("ForCausalLM", "LMHeadModel")) else Encoder
 
 
 def first_tensor(output: Any) -> Tensor:
@@ -106,7 +118,7 @@ class SmallGPT(LanguageModel):
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.text = options, train_gpt.Text(options)
-        self.title = self.text.title
+        self.title = self.source = self.text.title
         self.dense = self.build()
         train(self.dense, self.loss, options)
 
@@ -125,15 +137,24 @@ class SmallGPT(LanguageModel):
 
 
 class CausalLM(LanguageModel):
-    """A causal language model in a folder of transformers, on its own tokens of the text."""
+    """A causal language model in a GGUF file or a folder of transformers, on its own tokens of the
+    text."""
+
+    defaults: ClassVar[dict[str, Any]] = {  # ten minutes for 135 million parameters on two cores
+        "families": ["lowrank"],
+        "budgets": [0.8],
+        "ways": ["calibrated"],
+        "context": 256,
+        "batch": 4,
+        "heal": 30,
+        "heal_lr": 1e-4,
+    }
+    judges = 1
 
     def __init__(self, options: argparse.Namespace) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        folder, text = Path(options.model), train_gpt.read_text(options.data)
-        self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        self.dense = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-        ids = torch.tensor(self.tokenizer(text)["input_ids"])
+        path, text = Path(options.model), train_gpt.read_text(options.data)
+        self.dense, self.tokenizer = read_language_model(path)
+        ids = pretrained.tokenize(self.tokenizer, text)
         cut = len(ids) - len(ids) // 10
         self.text = train_gpt.Text(options)
         self.text.train, heldout = ids[:cut], ids[cut:]
@@ -142,14 +163,21 @@ class CausalLM(LanguageModel):
                 f"the text has {len(ids):,} tokens; a tenth of it is held out, so that "
                 f"--context {options.context} needs at least {10 * (options.context + 1):,}"
             )
-        starts = torch.linspace(0, len(heldout) - options.context - 1, 128).long()
-        self.text.heldout = [self.text.windows(heldout, part) for part in starts.split(32)]
+        starts = torch.linspace(0, len(heldout) - options.context - 1, HELDOUT_WINDOWS).long()
+        self.text.heldout = [self.text.windows(heldout, part) for part in starts.split(8)]
         self.characters_per_token = len(text) / len(ids)
-        self.title = f"{type(self.dense).__name__} of {folder.name} on {len(ids):,} tokens"
+        data = options.data.name if options.data else "Python's standard library"
+        self.source = (
+            f"{path.stem if path.is_file() else path.name} on {len(ids):,} tokens of {data}"
+        )
+        self.title = f"{type(self.dense).__name__} of {self.source}"
 
     def batch(self, step: int) -> dict[str, Tensor]:
         ids = self.text.batch(step)[0].long()
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # nothing is padding
+
+    def sample(self, model: nn.Module) -> list[str]:
+        return [generate(model, self.tokenizer, prompt) for prompt in PROMPTS]
 
     def save(self, model: nn.Module, folder: Path) -> None:
         save_pretrained(model, self.tokenizer, folder)
@@ -160,6 +188,43 @@ class CausalLM(LanguageModel):
         import structlin.hf  # noqa: F401  # from_pretrained then knows structured layers
 
         return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+
+
+def read_language_model(path: Path) -> tuple[Any, Any]:
+    """A causal language model and its tokenizer.
+
+    Raises:
+        ValueError, OSError: they cannot be read, or are not of one another.
+    """
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ValueError(f"--model {path}: no such file")
+        return pretrained.read_gguf(path)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
+    pretrained.check_tokenizer(model, tokenizer, str(path))
+    return model, tokenizer
+
+
+def generate(model: Any, tokenizer: Any, prompt: str, *, use_cache: bool = True) -> str:
+    """The prompt and the likeliest tokens after it; a model of chats is asked."""
+    text = prompt
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    ids = model.eval().generate(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        use_cache=use_cache,
+        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
+    )
+    said = tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return f"{prompt} -> {said.strip()}"
 
 
 def save_pretrained(model: Any, tokenizer: Any, folder: Path) -> None:
@@ -193,7 +258,9 @@ class Encoder(Job):
         heldout, self.sentences, self.size = found[:n], found[n:], 2 * options.batch
         self.heldout = [self.tokenize(heldout[i : i + 32]) for i in range(0, n, 32)]
         self.before = self.embed(self.dense)
-        self.title = f"{type(self.dense).__name__} of {folder.name} on {n} held-out sentences"
+        data = options.data.name if options.data else "Python's standard library"
+        self.source = f"{folder.name} on sentences of {data}"
+        self.title = f"{type(self.dense).__name__} of {self.source}, {n} held out"
 
     def tokenize(self, texts: list[str]) -> dict[str, Tensor]:
         return dict(self.tokenizer(texts, padding=True, truncation=True, return_tensors="pt"))
@@ -265,7 +332,7 @@ class Digits(Job):
         self.heldout_classes = classes[cut:]
         train(self.dense, self.loss, options)
         start = "random weights" if options.checkpoint is None else options.checkpoint.name
-        self.title = (
+        self.title = self.source = (
             f"{options.model} from {start}, {options.steps:,} steps of {options.batch} digits, "
             f"seed {options.seed}"
         )

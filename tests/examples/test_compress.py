@@ -82,9 +82,9 @@ def test_compress_takes_a_causal_model_of_transformers_and_saves_it_as_one(tmp_p
     save_tokenizer(tmp_path / "m")
     llama().save_pretrained(tmp_path / "m")
     text = write_text(tmp_path / "text.txt")
-    options = ["--smoke", "--model", str(tmp_path / "m"), "--data", str(text)]
-    rows = compress.main([*options, "--families", "lowrank", "--out", str(tmp_path / "out")])
-    assert [row["family"] for row in rows] == ["dense", "lowrank", "lowrank"]
+    options = ["--smoke", "--model", str(tmp_path / "m"), "--data", str(text), "--budgets", "0.5"]
+    rows = compress.main([*options, "--out", str(tmp_path / "out")])
+    assert [(row["family"], row["aware"]) for row in rows] == [("dense", False), ("lowrank", True)]
     assert set(rows[1]["healed"]) == {"bits/char", "perplexity"}
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "lowrank-0.5-calibrated")
     planned = [line for line in capsys.readouterr().out.splitlines() if " -> " in line]
@@ -92,6 +92,37 @@ def test_compress_takes_a_causal_model_of_transformers_and_saves_it_as_one(tmp_p
     dense = [line for line in planned if "dense: within what is kept" in line]
     assert len(converted) + len(dense) == 14  # two blocks of seven layers
     assert len(structured(loaded)) == len(converted) > 7
+
+
+def test_compress_takes_a_gguf_file_and_leaves_a_folder_with_a_model_card(
+    tmp_path, write_gguf, capsys
+):
+    pytest.importorskip("transformers")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path, text = write_gguf(tmp_path / "m.gguf"), tmp_path / "text.txt"
+    text.write_text("".join(f"{n} {'ABC'[n % 3] * 5}" for n in range(1000)))
+    options = ["--smoke", "--model", str(path), "--data", str(text)]
+    _, row = compress.main([*options, "--out", str(tmp_path / "out")])
+    folder = tmp_path / "out" / "lowrank-0.8-calibrated"
+    card = (folder / "README.md").read_text()
+    figures = [f"{row[when]['perplexity']:.3f}" for when in ("after", "healed")]
+    assert f"| {' | '.join(figures)} |" in card
+    assert "tokens of text.txt" in card
+    assert "import structlin.hf" in card
+    assert f"- after: {row['sample'][0]}" in card
+    assert row["sample"][0] in " ".join(capsys.readouterr().out.split())
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert structured(model)
+    said = [
+        compress_models.generate(model, tokenizer, "ABC 01", use_cache=use_cache)
+        for use_cache in (True, False)
+    ]
+    assert said[0] == said[1]
+    assert (
+        compress_models.generate(model, tokenizer, compress_models.PROMPTS[0]) == row["sample"][0]
+    )
 
 
 def test_compress_takes_an_encoder_of_transformers(tmp_path):
@@ -127,6 +158,7 @@ def test_compress_takes_a_model_of_timm_and_a_checkpoint(tmp_path):
         (["--budgets", "half"], "'half' is not a fraction"),
         (["--families", "fft"], "invalid choice"),
         (["--model", "nowhere"], "--model nowhere: no such folder"),
+        (["--model", "nowhere.gguf"], "--model nowhere.gguf: no such file"),
         (["--data", "nowhere.txt"], "no such file"),
         (["--checkpoint", "vit.pth"], "--checkpoint needs --model"),
         (["--heal", "0"], "'0' is not a positive integer"),

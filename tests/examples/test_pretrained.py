@@ -17,51 +17,7 @@ HERE = pytest.mark.skipif(
 )
 
 
-def write_gguf(path, pre="smollm", width=32):
-    """A llama of one block of random weights and its tokenizer of byte pairs."""
-    gguf = pytest.importorskip("gguf")
-    tokens = ["<|endoftext|>", *map(chr, range(ord("!"), ord("["))), "Ġ", "01"]
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(1)
-    writer.add_context_length(64)
-    writer.add_embedding_length(width)
-    writer.add_feed_forward_length(2 * width)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(1)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(1e4)
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_merges(["0 1"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(0)
-    random = np.random.default_rng(0)
-    shapes = {
-        "token_embd.weight": (len(tokens), width),
-        "output_norm.weight": (width,),
-        "blk.0.attn_norm.weight": (width,),
-        "blk.0.ffn_norm.weight": (width,),
-        "blk.0.attn_q.weight": (width, width),
-        "blk.0.attn_k.weight": (width // 2, width),
-        "blk.0.attn_v.weight": (width // 2, width),
-        "blk.0.attn_output.weight": (width, width),
-        "blk.0.ffn_gate.weight": (2 * width, width),
-        "blk.0.ffn_up.weight": (2 * width, width),
-        "blk.0.ffn_down.weight": (width, 2 * width),
-    }
-    for name, shape in shapes.items():
-        array = random.normal(size=shape).astype(np.float32)
-        writer.add_tensor(name, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def test_a_gguf_file_is_read_as_a_float32_model_that_transformers_saves(tmp_path):
+def test_a_gguf_file_is_read_as_a_float32_model_that_transformers_saves(tmp_path, write_gguf):
     model, tokenizer = pretrained.read_gguf(write_gguf(tmp_path / "m.gguf"))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     model.save_pretrained(tmp_path / "saved")
@@ -71,13 +27,13 @@ def test_a_gguf_file_is_read_as_a_float32_model_that_transformers_saves(tmp_path
 
 
 @pytest.mark.parametrize(("pre", "split"), [("smollm", False), ("default", True)])
-def test_smollms_digits_are_taken_one_by_one(tmp_path, pre, split):
+def test_smollms_digits_are_taken_one_by_one(tmp_path, write_gguf, pre, split):
     _, tokenizer = pretrained.read_gguf(write_gguf(tmp_path / "m.gguf", pre=pre))
     joined = len(tokenizer("01")["input_ids"]) == 1  # there is a merge of the two
     assert joined == split
 
 
-def test_a_tokenizer_of_an_unknown_rule_is_refused(tmp_path):
+def test_a_tokenizer_of_an_unknown_rule_is_refused(tmp_path, write_gguf):
     path = write_gguf(tmp_path / "m.gguf", pre="other-bpe")
     with pytest.raises(ValueError, match=r"m\.gguf cannot be read: .* as 'other-bpe', and smollm"):
         pretrained.read_gguf(path)

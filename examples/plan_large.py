@@ -1,0 +1,162 @@
+"""What compression of a large model would come to, before its weights are loaded: sizes, bytes,
+minutes.
+
+    python examples/plan_large.py                                # Llama with 7 billion parameters
+    python examples/plan_large.py --model path/to/folder --keep 0.6       # of a config.json there
+    python examples/plan_large.py --smoke
+
+The model is made on the meta device, where it has no values. Each layer keeps the same share;
+`structlin.compress` shares it out by what errors do, once there are weights. The minutes are an
+estimate, of one core of this machine: the FLOPs of the passes and of the inputs' covariances by the
+rate of a matrix product here, and the projections by the time of a small one, which grows with the
+cube of the width. `benchmarks.compression.smollm2` has measured seconds of a small model.
+"""
+
+import argparse
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import compare
+import torch
+from rich.console import Console
+from torch import nn
+
+import structlin
+
+TRIAL = 256  # width of the small projection
+PASSES = 2 + 1 + 1 + 3  # two streams; one to observe, one for the inputs; gradients cost three
+GRAMS = 4  # covariances of a layer's inputs: dense, compressed, both, and once more for the sizes
+PROJECTIONS = 2  # of each layer: for the sizes, and for the one that was chosen
+GB, MINUTE = 1e9, 60.0
+
+
+class Estimate(NamedTuple):
+    dense: int  #: parameters of the layers that are converted
+    kept: int  #: of them
+    rest: int  #: parameters of everything else
+    passes: float  #: CPU seconds of the model's passes and of the inputs' covariances
+    projections: float  #: CPU seconds
+
+
+def build(folder: Path | None, smoke: bool) -> nn.Module:
+    """A causal language model on the meta device.
+
+    Raises:
+        ValueError, OSError: there is no config that transformers knows.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+    tiny = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    if folder is not None and not (folder / "config.json").is_file():
+        raise ValueError(f"--model {folder}: there is no config.json")
+    if folder is not None:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    else:
+        config = LlamaConfig(**tiny if smoke else {})
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def plan(model: nn.Module, keep: float) -> structlin.Plan:
+    """Low rank, of the same share of each layer."""
+    shapes = {
+        (decision.layer.in_features, decision.layer.out_features)
+        for decision in structlin.plan(model, structlin.LowRank(rank=1)).decisions
+        if decision.structure is not None
+    }
+    ranks = {widths: int(keep * widths[0] * widths[1] / sum(widths)) for widths in shapes}
+    overrides = {
+        partial(_has_widths, widths): structlin.LowRank(rank=r) for widths, r in ranks.items()
+    }
+    return structlin.plan(model, structlin.LowRank(rank=1), overrides=overrides)
+
+
+def _has_widths(widths: tuple[int, int], module: nn.Module, name: str) -> bool:
+    weight = getattr(module, "weight", None)
+    return weight is not None and tuple(weight.shape) == widths[::-1]
+
+
+def estimate(model: nn.Module, planned: structlin.Plan, tokens: int) -> Estimate:
+    """What the plan comes to, with calibration on so many tokens."""
+    chosen = [decision for decision in planned.decisions if decision.resolved is not None]
+    widths = [(each.layer.in_features, each.layer.out_features) for each in chosen]
+    dense = sum(a * b for a, b in widths)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    flops = 2 * tokens * PASSES * total
+    flops += 2 * tokens * GRAMS * sum(each[0] ** 2 for each in widths)
+    work = sum(a * b * max(a, b) for a, b in widths) / TRIAL**3
+    return Estimate(
+        dense,
+        sum(each.resolved.params for each in chosen),
+        total - dense,
+        flops / measure_rate(),
+        PROJECTIONS * work * time_projection(),
+    )
+
+
+def measure_rate() -> float:
+    """FLOPs per CPU second of a square product in float32, the best of five."""
+    a, seconds = torch.randn(1024, 1024), []
+    for _ in range(5):
+        start = time.process_time()
+        a @ a
+        seconds.append(time.process_time() - start)
+    return 2 * 1024**3 / min(seconds)
+
+
+def time_projection() -> float:
+    """CPU seconds of one projection of width `TRIAL`, the best of three."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(TRIAL, TRIAL), torch.randn(4 * TRIAL, TRIAL)
+    structure, seconds = structlin.LowRank(rank=TRIAL // 4).structure(TRIAL, TRIAL), []
+    for _ in range(3):
+        start = time.process_time()
+        structlin.project(weight, structure, covariance=x.T @ x)
+        seconds.append(time.process_time() - start)
+    return min(seconds)
+
+
+def main(argv: list[str] | None = None) -> Estimate:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, help="a folder with a config.json of transformers")
+    parser.add_argument("--keep", type=float, default=0.8, help="of the layers' parameters")
+    parser.add_argument("--tokens", type=compare.positive, default=128 * 512, help="to calibrate")
+    parser.add_argument("--layers", action="store_true", help="print every layer")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model")
+    options = parser.parse_args(argv)
+    if not 0 < options.keep <= 1:
+        parser.error(f"--keep {options.keep:g} is not a fraction above 0 and at most 1")
+    structlin.show_config()  # builds the engine, so that no time has that in it
+    try:
+        model = build(options.model, options.smoke)
+        planned = plan(model, options.keep)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    found = estimate(model, planned, options.tokens)
+    console = Console(width=None if sys.stdout.isatty() else 150, markup=False)
+    if options.layers:
+        console.print(str(planned))
+    lines = [
+        f"{type(model).__name__}: {(found.dense + found.rest) / 1e9:.2f} billion parameters, "
+        f"{found.dense / 1e9:.2f} of them in layers that are converted",
+        f"kept of these: {found.kept / found.dense:.1%}",
+        *(
+            f"{name}: {(found.dense + found.rest) * size / GB:.1f} GB -> "
+            f"{(found.kept + found.rest) * size / GB:.1f} GB"
+            for name, size in (("float32", 4), ("bfloat16", 2))
+        ),
+        f"compress on {options.tokens:,} tokens, CPU minutes of one core here: about "
+        f"{found.passes / MINUTE:,.0f} of passes and covariances, "
+        f"{found.projections / MINUTE:,.0f} of projections",
+    ]
+    console.print("\n".join(lines))
+    return found
+
+
+if __name__ == "__main__":
+    main()
