@@ -71,7 +71,8 @@ are left in linear layers ({share:.0%}). The licence is that of the model that t
 
 - Structure: {structure}, which keeps {budget} of the parameters of the layers that it is meant for.
 - Projection: {data}.
-- Healing: distillation from the dense model, {heal}.
+- Healing: distillation from the dense model, on {heal}.
+- A batch: {batch}.
 - Seconds of CPU time: {seconds:.0f} and {heal_seconds:.0f}.
 
 ## What it cost
@@ -192,15 +193,9 @@ def compress(
 def write_card(job: Job, options: argparse.Namespace, model: nn.Module, row: dict[str, Any]) -> str:
     """What was done to a model, with which data, and what it cost."""
     dense = options.base
-    data = (
-        f"calibrated on {options.calibration} batches of {options.batch}"
-        if row["aware"]
-        else "by the weights alone"
-    )
-    if options.model:
-        loading = "import structlin.hf  # before from_pretrained, which then knows the layers"
-    else:
-        loading = "model = structlin.load(model, folder)  # of the dense model's code"
+    data = "by the weights alone"
+    if row["aware"]:
+        data = f"calibrated on {options.calibration} batches"
     figures = "\n".join(
         f"| {name} | {before:.3f} | {row['after'][name]:.3f} | {row['healed'][name]:.3f} |"
         for name, before in dense["after"].items()
@@ -215,14 +210,15 @@ def write_card(job: Job, options: argparse.Namespace, model: nn.Module, row: dic
         params=f"{row['params']:,} of {dense['params']:,}",
         structure=f"{type(FAMILIES[row['family']]).__name__}, of a size chosen for each layer",
         data=data,
-        heal=f"{options.heal} batches of {options.batch}, learning rate {options.heal_lr:g}",
+        batch=f"{options.batch} {job.unit}",
+        heal=f"{options.heal} batches, learning rate {options.heal_lr:g}",
         figures=figures,
         said=f"\n## What it says\n{said}\n" if said else "",
         layers=structlin.summary(model),
         budget=row["budget"],
         seconds=row["seconds"],
         heal_seconds=row["heal_seconds"],
-        loading=loading,
+        loading=job.loading,
     )
 
 

@@ -20,9 +20,13 @@ import structlin
 
 HELDOUT = 256  # sentences on which an encoder is measured
 NEEDED = 64  # sentences that a text must have for an encoder
-HELDOUT_WINDOWS = 32  # of text, on which a model of transformers is measured
+HELDOUT_WINDOWS = 16  # of text, on which a model of transformers is measured
 PROMPTS = ("What is the capital of France?", "Write one sentence about the sea.")
 NEW_TOKENS = 32
+LOADING = """import structlin.hf  # from_pretrained then knows structured layers
+from transformers import {0}
+
+model = {0}.from_pretrained(folder)"""
 
 
 class Job(ABC):
@@ -32,6 +36,8 @@ class Job(ABC):
     judges = 4  # batches of training data by which distillation judges, and does not train
     title: str  # heads the table
     source: str  # what a model card says of the model and of the data
+    unit: str  # what a batch holds
+    loading = "model = structlin.load(model, folder)  # the dense model, made by its own code"
     dense: nn.Module
     logits: bool | None = None  # whether the models return bare logits, see structlin.distill
     heldout: list[Any]
@@ -119,6 +125,7 @@ class SmallGPT(LanguageModel):
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.text = options, train_gpt.Text(options)
         self.title = self.source = self.text.title
+        self.unit = f"windows of {options.context} characters"
         self.dense = self.build()
         train(self.dense, self.loss, options)
 
@@ -145,11 +152,13 @@ class CausalLM(LanguageModel):
         "budgets": [0.8],
         "ways": ["calibrated"],
         "context": 256,
-        "batch": 4,
-        "heal": 30,
+        "batch": 2,
+        "calibration": 16,
+        "heal": 60,
         "heal_lr": 1e-4,
     }
     judges = 1
+    loading = LOADING.format("AutoModelForCausalLM")
 
     def __init__(self, options: argparse.Namespace) -> None:
         path, text = Path(options.model), train_gpt.read_text(options.data)
@@ -170,6 +179,7 @@ class CausalLM(LanguageModel):
         self.source = (
             f"{path.stem if path.is_file() else path.name} on {len(ids):,} tokens of {data}"
         )
+        self.unit = f"windows of {options.context} tokens"
         self.title = f"{type(self.dense).__name__} of {self.source}"
 
     def batch(self, step: int) -> dict[str, Tensor]:
@@ -240,6 +250,9 @@ class Encoder(Job):
 
     A sentence's vector is the mean over its tokens, of unit length.
     """
+
+    unit = "pairs of sentences"
+    loading = LOADING.format("AutoModel")
 
     def __init__(self, options: argparse.Namespace) -> None:
         from transformers import AutoModel, AutoTokenizer
@@ -313,6 +326,7 @@ class Digits(Job):
     """A model of timm, trained here on scikit-learn's handwritten digits (8 x 8, enlarged)."""
 
     logits = True
+    unit = "images"
 
     def __init__(self, options: argparse.Namespace) -> None:
         from sklearn.datasets import load_digits
