@@ -231,7 +231,7 @@ EXPERIMENT = Experiment(
         "side": 112,
         "batch": 16,
         "calibration": 16,
-        "bank": 2500,
+        "bank": 1500,
         "test": 1000,
         "refine": 32,
         "heal_steps": 200,

@@ -112,11 +112,11 @@ class Seen:
                 loss = self.loss(self.model, batch)
                 found = torch.autograd.grad(loss, [*outputs.values()])
             for name, gradient in zip(outputs, found, strict=True):
-                g = _take_tokens(gradient, batch.get("attention_mask")).double()  # (tokens, out)
-                grams[name] = grams.get(name, 0) + g.mT @ g
+                g = _take_tokens(gradient, batch.get("attention_mask"))  # (tokens, out)
+                grams[name] = grams.get(name, 0) + g.mT @ g  # damped, so that float32 will do
         for hook in hooks:
             hook.remove()
-        return {name: gram.float() for name, gram in grams.items()}
+        return grams
 
 
 def _take_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
