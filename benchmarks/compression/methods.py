@@ -50,17 +50,17 @@ class Data:
     judges: Sequence[peers.Batch]
 
 
-def combine(job: Job, healed: Sequence[str]) -> list[int]:
+def combine(job: Job, healed: Mapping[str, Sequence[float]]) -> list[int]:
     """The axis of seeds: one for a combination of method, keep and way that there is, else none.
 
     Args:
-        healed: the families that are healed.
+        healed: the families that are healed -> what is kept of them.
     """
     method, keep, way = job["method"], job["keep"], job["way"]
     if (keep == 1) != (method in WHOLE):
         return []
     kinds = {"dense": ["dense"], **{name: ["peer"] for name in peers.PEERS}}
-    ours = ["calibrated", "refined", *(["healed"] if method in healed else [])]
+    ours = ["calibrated", "refined", *(["healed"] if keep in healed.get(method, ()) else [])]
     return [0] if way in kinds.get(method, ours) else []
 
 
