@@ -191,7 +191,7 @@ class _Product(torch.autograd.Function):
         chosen, *inputs = ctx.saved_tensors
         if torch.is_grad_enabled() or is_batch(dy) or not available(dy):
 
-            def run(x: Tensor, bias: Any, gains: Any, weights: Any, *cores: Tensor) -> Tensor:
+            def run(x: Tensor, bias: Any, gains: Any, weights: Any, *cores: Tensor) -> Any:
                 routes = None if weights is None else (weights, chosen)
                 return ctx.loop(ctx.program, cores, x, bias, gains, ctx.sigmas, routes)
 

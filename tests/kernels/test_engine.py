@@ -1099,6 +1099,7 @@ def test_one_vector_of_tokens_is_left_to_blas_where_it_is_faster(family, dtype, 
     assert op.choose(numbers, dtype, tokens, trains) == path
     assert op.choose(numbers, dtype, 64, trains) == op.Path.TILES
 
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("count", [5, 16, 17, 40])
 def test_a_core_may_read_its_features_in_another_order_than_x_has_them(dtype, count):
