@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._structure import Structure
 from .axes import contract, group_axes, prime, split_axes
-from .matrices import identity_like, take_root
+from .matrices import identity_like, make_definite, take_root
 
 COLUMNS = "*"  # of W: an axis that no structure names
 NEGLIGIBLE = 1e-12  # of a unit variance: what is left of G where the core has absorbed all of it
@@ -98,8 +98,8 @@ def take_metric(structure: Structure, g: Tensor, rows: int) -> OutputMetric:
     rest = _unmap(metric, half.mT)[:rows, :rows]
     if (rest - identity_like(rest)).abs().max() <= NEGLIGIBLE:
         return metric
-    rest = (rest + rest.mT) / 2
-    return OutputMetric(structure, core, own, metric.absorbed, take_root(rest))
+    root = take_root(make_definite(rest, "output"))  # rounding is large where G is singular
+    return OutputMetric(structure, core, own, metric.absorbed, root)
 
 
 def weigh(rows: Tensor, root: Tensor | None) -> Tensor:
