@@ -15,7 +15,7 @@ from statistics import fmean, geometric_mean
 from typing import Any
 
 from benchmarks.harness.record import read
-from benchmarks.harness.report import interval
+from benchmarks.harness.report import interval, same
 from benchmarks.harness.statistics import one, select
 from benchmarks.papers.summary import count_verdicts
 from benchmarks.speed import activation as step_activation
@@ -442,6 +442,17 @@ def compress() -> dict[str, str]:
     }
 
 
+def smollm2() -> dict[str, str]:
+    """The excess perplexity of the best of ours over that of SVD-LLM, by what is kept."""
+    result, found = read("smollm2"), []
+    for keep, excess in sorted(result.get("excess", {}).items(), reverse=True):
+        ours = {name: each for name, each in excess.items() if ", " in name}
+        if ours:
+            best = min(ours, key=lambda name: ours[name]["value"])
+            found.append(f"{interval(ours[best], 2, same)} at {keep} ({best})")
+    return {"excess": "; ".join(found) or "not run"}
+
+
 def models() -> dict[str, str]:
     from benchmarks.models import DOCUMENT
 
@@ -596,6 +607,7 @@ GROUPS: dict[str, Callable[[], Mapping[str, str]]] = {
         "search": search,
         "moe": moe,
         "compress": compress,
+        "smollm2": smollm2,
         "models": models,
         "verdicts": count_verdicts,
         "cbs": cbs,

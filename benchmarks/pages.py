@@ -25,9 +25,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon
 
+from benchmarks.compression import methods
 from benchmarks.compression import minilm as minilm_run
 from benchmarks.harness.record import RESULTS, read
 from benchmarks.harness.report import fill, table
+from benchmarks.harness.statistics import select
 from benchmarks.markers import GROUPS, fill_numbers
 from benchmarks.papers import tables as papers
 from benchmarks.papers.summary import evidence, summary
@@ -161,10 +163,10 @@ def minilm() -> str:
 
 
 def minilm_half() -> str:
-    """Everything that was done to half of the encoder's parameters, and int8."""
+    """What was done to half of the encoder's parameters with blocks refined, peers, and int8."""
     cells = []
     for row in read("minilm")["rows"]:
-        if row["budget"] not in (minilm_run.HALF, 1):
+        if row["budget"] not in (minilm_run.HALF, 1) or row["way"] in ("plain", "calibrated"):
             continue
         name = row["family"] + ("" if row["way"] in ("peer", "dense") else f", {row['way']}")
         figures = [f"{row[name]:.2f}" for name in ("cosine", "same_neighbour", "topic")]
@@ -174,46 +176,46 @@ def minilm_half() -> str:
     return table(["", "MB", "cosine", "same neighbour", "topic found", "CPU s"], cells)
 
 
-def minilm_found() -> str:
-    """What the kept rows at half the parameters say, losses included, as a list."""
-    result = read("minilm")
-    rows, steps = result["rows"], result["setting"]["heal"]["steps"]
-    half = [row for row in rows if row["budget"] in (minilm_run.HALF, 1)]
-    plain = {(r["family"], r["budget"]): r["cosine"] for r in rows if r["way"] == "plain"}
+def smollm2() -> str:
+    """Perplexity of the language model by what is kept, and what else was measured at 0.8."""
+    rows = methods.in_order(read("smollm2")["rows"])
+    keeps = sorted({row["keep"] for row in rows if row["keep"] < 1}, reverse=True)
+    found = {(methods.name_of(row), row["keep"]): row for row in rows}
+    cells = []
+    for name in dict.fromkeys(methods.name_of(row) for row in rows):
+        whole = found.get((name, 1.0))
+        line = [_perplexity(whole or found.get((name, keep))) for keep in keeps]
+        row = whole or found.get((name, 0.8))
+        if row is None:
+            cells.append([name, *line, *["-"] * 5])
+            continue
+        figures = [f"{row['kl']:.2f}", f"{100 * row['choice']:.0f} %", f"{row['bytes'] / 1e6:.0f}"]
+        speeds = row.get("speed", {}).values()
+        times = [f"{list(each.values())[-1]['x_dense']['median']:.2f}x" for each in speeds]
+        healing = f" + {row['heal_seconds']:.0f}" if "heal_seconds" in row else ""
+        line += [*figures, ", ".join(times) or "-", f"{row['cpu_seconds']:.0f}{healing}"]
+        cells.append([name, *line])
+    titles = [*(f"keep {keep:g}" for keep in keeps), "KL", "task", "MB", "speed", "CPU s"]
+    return table(["", *titles], cells)
 
-    def cosines(way: str) -> str:
-        return ", ".join(f"{r['cosine']:.2f} ({r['family']})" for r in half if r["way"] == way)
 
-    unchanged = next(row for row in half if row["way"] == "dense")
-    lines = [f"The original's own vectors give the topic of {unchanged['topic']:.0%}."]
-    if ours := [row for row in half if row["way"] in minilm_run.CALIBRATED]:
-        best = max(ours, key=lambda row: row["cosine"])
-        lines.append(
-            f"Without retraining, the best of ours is {best['family']}, {best['way']}: a mean "
-            f"cosine of {best['cosine']:.2f}, the same nearest neighbour for "
-            f"{best['same_neighbour']:.0%} of the sentences, the topic found for "
-            f"{best['topic']:.0%}, in {best['cpu_seconds']:.0f} CPU seconds."
-        )
-    sizes = [row["bytes"] for row in half if row["way"] == "int8"]
-    rounded = max(sizes, default=0) / unchanged["bytes"]
-    titles = {
-        "peer": "The peers",
-        "plain": "Nearest to the weights",
-        "calibrated": "Calibrated",
-        "refined": "Refined too",
-        "healed": f"Refined, then healed by {steps} steps",
-        "int8": f"Refined, in int8, {rounded:.0%} of the dense bytes",
+def _perplexity(row: dict[str, Any] | None) -> str:
+    return "-" if row is None else f"{row['perplexity']:.1f}"
+
+
+def dinov2() -> str:
+    """Accuracy of the vision transformer by what is kept: neighbours / linear probe."""
+    rows = methods.in_order(read("dinov2")["rows"])
+    keeps = [keep for keep in (0.8, 0.5) if select(rows, keep=keep)]
+    found = {
+        (methods.name_of(row), row["keep"]): f"{row['neighbours']:.3f} / {row['probe']:.3f}"
+        for row in rows
     }
-    lines += [f"{title}: {cosines(way)}." for way, title in titles.items() if cosines(way)]
-    compared = [row for row in rows if row["way"] == "calibrated"]
-    harmed = [
-        f"{row['family']} at {row['budget']:.0%}"
-        for row in compared
-        if row["cosine"] < plain[row["family"], row["budget"]]
-    ]
-    if compared:
-        lines.append(f"Calibration does harm: {', '.join(harmed) or 'nowhere'}.")
-    return "\n".join(f"- {line}" for line in lines)
+    cells = []
+    for name in dict.fromkeys(methods.name_of(row) for row in rows):
+        whole = found.get((name, 1.0), "-")
+        cells.append([name, *(found.get((name, keep), whole) for keep in keeps)])
+    return table(["", *(f"keep {keep:g}" for keep in keeps)], cells)
 
 
 def front_speeds() -> str:
@@ -308,7 +310,8 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "small GPT": small_gpt,
         "sentence encoder": minilm,
         "half of the encoder": minilm_half,
-        "found": minilm_found,
+        "language model": smollm2,
+        "vision": dinov2,
     },
 } | {f"docs/results/{page}.md": tables for page, tables in papers.TABLES.items()}
 
