@@ -435,7 +435,7 @@ def test_on_white_inputs_one_step_solves_the_least_squares_problem_of_a_core(fam
         [einsum_matrix(structure, [core, *rest]).flatten() for core in unit], dim=1
     ).numpy()
     _, residual = alternating._least_squares(
-        structure, [first, *rest], torch.eye(24, dtype=torch.float64), w.T
+        structure, [first, *rest], torch.eye(24, dtype=torch.float64), w.T, None
     )
     expected = (
         w.flatten().numpy() - design @ np.linalg.lstsq(design, w.flatten().numpy(), rcond=None)[0]
