@@ -155,7 +155,7 @@ def run(
             x = F.linear(x, core.squeeze(0))  # (..., fan_in) -> (..., fan_out)
         return F.linear(x, cores[-1].squeeze(0), bias)
     if not any(program.padding) and triton_op.available(x, structure):
-        return triton_op.apply(structure, x, cores, bias)
+        return triton_op.apply(multiply, structure, x, cores, bias)
     return define(program, cores, x, bias)
 
 

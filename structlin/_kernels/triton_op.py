@@ -20,8 +20,10 @@ from . import triton_check
 from .op import count_flops, differentiate, is_batch
 from .triton_stages import Product, backward, forward, nothing, plain
 
+Loop = Callable[[Program, Sequence[Tensor], Tensor], Tensor]
+
 # Of every layer that ran, by its numbers: what derivatives of derivatives are taken through
-_programs: dict[tuple[int, ...], Program] = {}
+_loops: dict[tuple[int, ...], Callable[[Sequence[Tensor], Tensor], Tensor]] = {}
 
 
 def available(x: Tensor, structure: Structure) -> bool:
@@ -36,11 +38,13 @@ def available(x: Tensor, structure: Structure) -> bool:
     return triton_check.usable(x.device, x.dtype, structure.program.numbers)
 
 
-def apply(structure: Structure, x: Tensor, cores: Sequence[Tensor], bias: Tensor | None) -> Tensor:
-    """`x W^T + bias` for x `(..., in_features)`."""
+def apply(
+    loop: Loop, structure: Structure, x: Tensor, cores: Sequence[Tensor], bias: Tensor | None
+) -> Tensor:
+    """`x W^T + bias` for x `(..., in_features)`; `loop` is the definition."""
     program = structure.program
     if not torch.compiler.is_compiling():
-        _programs[program.numbers] = program
+        _loops[program.numbers] = partial(loop, program)
     rows = x if x.ndim == 2 else x.reshape(-1, program.in_features)  # (tokens, in_features)
     leaves = [x, *cores] if bias is None else [x, *cores, bias]
     keep = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
@@ -121,9 +125,8 @@ def _backward(ctx: Any, cotangents: list[Tensor | None]) -> tuple[Any, ...]:
     if dy is None:
         return None, each, None, None, None
     if torch.is_grad_enabled() or is_batch(dy):
-        from .._product import multiply as define
-
-        run = lambda x, *cores: define(_programs[tuple(ctx.program)], cores, x)  # noqa: E731
+        loop = _loops[tuple(ctx.program)]
+        run = lambda x, *cores: loop(cores, x)  # noqa: E731
         dx, *dcores = differentiate(run, [x, *cores], [of_x, *of_cores], dy)
         return dx, dcores, dy.sum(0) if ctx.has_bias and of_bias else None, None, None
     wants = [of_x, any(of_cores), ctx.has_bias and of_bias]
