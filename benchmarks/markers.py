@@ -412,36 +412,6 @@ def moe() -> dict[str, str]:
     }
 
 
-def compress() -> dict[str, str]:
-    """The small GPT of examples/compress.py, calibrated and healed."""
-    dense, *rows = read("compress")["rows"]
-
-    def bits(row: Row, when: str) -> float:
-        return float(row[when]["bits/char"])
-
-    plain, calibrated = (
-        {(row["family"], row["budget"]): row for row in select(rows, aware=aware)}
-        for aware in (False, True)
-    )
-    base = bits(dense, "after")
-    regained = [
-        100 * (bits(row, "after") - bits(row, "healed")) / (bits(row, "after") - base)
-        for row in calibrated.values()
-    ]
-    half = calibrated["lowrank", 0.5]
-    ahead = sum(bits(calibrated[key], "after") < bits(plain[key], "healed") for key in plain)
-    return {
-        **least_and_most(regained, ".0f"),
-        "ahead": str(ahead),
-        "cases": str(len(plain)),
-        "dense": f"{dense['after']['perplexity']:.2f}",
-        "calibrated": f"{half['after']['perplexity']:.2f}",
-        "healed": f"{half['healed']['perplexity']:.2f}",
-        "seconds": f"{half['seconds']:.0f}",
-        "heal_seconds": f"{half['heal_seconds']:.0f}",
-    }
-
-
 def smollm2() -> dict[str, str]:
     """The excess perplexity of the best of ours over that of SVD-LLM, by what is kept."""
     result, found = read("smollm2"), []
@@ -606,7 +576,6 @@ GROUPS: dict[str, Callable[[], Mapping[str, str]]] = {
         "decay": decay,
         "search": search,
         "moe": moe,
-        "compress": compress,
         "smollm2": smollm2,
         "models": models,
         "verdicts": count_verdicts,

@@ -130,24 +130,6 @@ def thresholds() -> str:
     return table(["threshold", "value", "of what"], rows)
 
 
-def small_gpt() -> str:
-    """Bits a character of examples/compress.py, plain / calibrated."""
-    dense, *rows = read("compress")["rows"]
-    budgets = sorted({row["budget"] for row in rows})
-    found = {(row["family"], row["budget"], row["aware"]): row for row in rows}
-    columns = list(product(("after", "healed"), budgets))
-    cells = []
-    for family in dict.fromkeys(row["family"] for row in rows):
-        pairs = []
-        for when, budget in columns:
-            both = [found[family, budget, aware][when]["bits/char"] for aware in (False, True)]
-            pairs.append(" / ".join(f"{bits:.2f}" for bits in both))
-        cells.append([family, *pairs])
-    cells.append(["dense", f"{dense['after']['bits/char']:.2f}", *[""] * (len(columns) - 1)])
-    names = {"after": "right after", "healed": "healed"}
-    return table(["", *(f"{names[when]}, {budget:.0%}" for when, budget in columns)], cells)
-
-
 def minilm() -> str:
     """Cosine to the original's vectors, plain / calibrated / refined; of a peer its own."""
     rows = [row for row in read("minilm")["rows"] if row["budget"] < 1]
@@ -307,7 +289,6 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/scaling.md": scaling.TABLES,
     "docs/mixtures.md": {"mixtures": lambda: moe.markdown(read("moe"))},
     "docs/compress.md": {
-        "small GPT": small_gpt,
         "sentence encoder": minilm,
         "half of the encoder": minilm_half,
         "language model": smollm2,
