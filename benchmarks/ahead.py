@@ -278,7 +278,7 @@ def compile_one(launch: Launch) -> Row:
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those that it waited for."""
+    """What this process and those that it waited for have used."""
     return sum(os.times()[:4])
 
 

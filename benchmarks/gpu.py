@@ -74,7 +74,7 @@ SHARE = 0.7
 TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "tf32": 2e-3, "float32": 1e-5}
 ROUNDS = (5, 25)
 MIN_GAIN = 0.02  # of a tile's time over the rule's
-# Of a tile that is tried: outputs, by warps, whose sums the registers hold; shared memory
+# A tile that is tried: outputs, by warps, whose sums the registers hold; shared memory
 MOST_OUTPUTS, MOST_BYTES = {4: 128 * 64, 8: 128 * 256}, 160 * 1024
 JOB_SECONDS = 30  # at most, of a layer's rounds and of a product's tiles
 # tokens of every check of a goal's layer, in all types; and of the others, in two

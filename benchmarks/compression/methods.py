@@ -104,8 +104,8 @@ def time_in_turns(
     count: int,
     rounds: int,
 ) -> Row:
-    """Of one thread, and of as many as this process has: how many of `count` a second, and how many
-    times dense's in the same round.
+    """How many of `count` a model does in a second, and how many times dense's in the same round:
+    on one thread, and on as many as this process has.
 
     Args:
         make: a model -> work on `count` tokens or images.

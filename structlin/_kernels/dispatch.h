@@ -29,7 +29,8 @@ constexpr Index LARGE_BLOCK = 1 << 18;              // numbers of a block that B
 constexpr Index LARGE_BLOCK_OF_UNIT = 1 << 20;      // the same, of bfloat16 on a matrix unit
 constexpr Index MAX_GEMV_TOKENS = 16;               // tokens that the engine takes where BLAS takes more
 constexpr Index LARGE_PLAIN = 1 << 16;              // products by one core, or shared blocks: BLAS for few tokens
-constexpr Index LARGE_TRANSPOSED = 3 << 19;         // the same, training in bfloat16
+constexpr Index LARGE_PLAIN_PAIRS = 1 << 19;        // the same, of bfloat16 in pairs
+constexpr Index LARGE_TRANSPOSED = 3 << 19;         // products by any cores, in training: the same
 constexpr Index MAX_TILES_TOGETHER = 8;             // tiles for which a block beyond the second cache is read once
 constexpr Index MAX_SUM_BYTES = 1 << 30;            // bytes of all threads' sums of gradients
 constexpr Index MAX_REGISTER_ROWS = 8;              // rows of sums in registers
@@ -129,7 +130,8 @@ Path choose(const Call& call) {
   if (call.forward && call.tokens <= most) return Path::GEMV;
   if (call.tokens > L) return Path::TILES;
   const Index products = program.products();
-  const bool plain = (program.steps.size() == 1 || program.shares()) && products >= (GROUPED<S> ? 8 : 1) * LARGE_PLAIN;
+  const bool plain =
+      (program.steps.size() == 1 || program.shares()) && products >= (GROUPED<S> ? LARGE_PLAIN_PAIRS : LARGE_PLAIN);
   const bool transposes = GROUPED<S> && call.trains && products >= LARGE_TRANSPOSED;
   return plain || transposes ? Path::BLAS : Path::TILES;
 }

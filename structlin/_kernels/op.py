@@ -4,7 +4,7 @@ know.
     multiply(x, cores, bias, gains)         y = W(normalised cores) x + bias
     gradients(dy, x, cores, gains)          dx, dcores, dgains, dbias
 
-Of a mixture `routes` are the weights and the numbers of each token's experts; cores lie expert by
+In a mixture `routes` are the weights and the numbers of each token's experts; cores lie expert by
 expert. Only the inputs are saved. Derivatives of derivatives are taken through the loop that is the
 definition.
 """
@@ -222,7 +222,7 @@ def _find_gradients(
     weights: Tensor | None,
     chosen: Tensor | None,
 ) -> tuple[Tensor | None, list[Tensor | None], Tensor | None, Tensor | None, Tensor | None]:
-    """Of x, the cores, the bias, the gains and the weights, each None if nobody needs it."""
+    """The gradients of x, cores, bias, gains and weights, each None if nobody needs it."""
     of_x, of_cores, of_bias, of_gains, of_weights = needs
     wants = OF_X * of_x | OF_CORES * any(of_cores) | OF_BIAS * of_bias | OF_GAINS * of_gains
     wants |= OF_WEIGHTS * of_weights

@@ -22,7 +22,7 @@ from .triton_stages import Product, backward, forward, nothing, plain
 
 Loop = Callable[[Program, Sequence[Tensor], Tensor], Tensor]
 
-# Of every layer that ran, by its numbers: what derivatives of derivatives are taken through
+# What derivatives of derivatives are taken through: every layer that ran, by its numbers
 _loops: dict[tuple[int, ...], Callable[[Sequence[Tensor], Tensor], Tensor]] = {}
 
 

@@ -147,7 +147,7 @@ def relative_error(
     dense = to_dense(structure, [core.detach().to(w) for core in cores])
     error = w - dense[: w.shape[0], : w.shape[1]]
     squares = [
-        (weigh_outputs(e, output) * (e if covariance is None else e @ covariance.to(w)))
+        (_multiply_metric(e, output) * (e if covariance is None else e @ covariance.to(w)))
         .sum()
         .item()
         for e in (error, w)
@@ -195,7 +195,7 @@ def _check_weight(weight: Tensor) -> None:
         )
 
 
-def weigh_outputs(w: Tensor, output: Tensor | None) -> Tensor:
+def _multiply_metric(w: Tensor, output: Tensor | None) -> Tensor:
     """G W."""
     if output is None:
         return w

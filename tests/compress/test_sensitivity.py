@@ -15,7 +15,7 @@ from tests.models import snapshot
 
 
 def measure_harms(model, layers, batches):
-    """Of each layer, the mean over its outputs."""
+    """The mean over the outputs of each layer."""
     found = measure_sensitivities(model, layers, observe(model, layers, batches).calls)
     return [found[layer.module].mean().item() for layer in layers]
 

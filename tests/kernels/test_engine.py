@@ -1046,7 +1046,8 @@ def test_it_can_be_built_ahead():
 
 
 # and the engine is not built for a CPU without, as CI does
-HAS_UNIT = engine.has_matrix_unit() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+HAS_UNIT = engine.has_matrix_unit() and HAS_AVX512
 
 
 @pytest.mark.parametrize(
@@ -1102,6 +1103,14 @@ def test_one_vector_of_tokens_is_left_to_blas_where_it_is_faster(family, dtype, 
     tokens = lanes * 4 // dtype.itemsize
     assert op.choose(numbers, dtype, tokens, trains) == path
     assert op.choose(numbers, dtype, 64, trains) == op.Path.TILES
+
+
+def test_training_in_pairs_of_bfloat16_is_left_to_blas_where_it_mostly_transposes_cores():
+    pairs = HAS_AVX512 and torch.cpu._is_avx512_bf16_supported()
+    for width, takes in ((8192, pairs), (1024, False)):
+        numbers = BTT(rank=2).structure(width, width).program.numbers
+        assert (op.choose(numbers, torch.bfloat16, 16, True) == op.Path.BLAS) == takes
+        assert op.choose(numbers, torch.bfloat16, 64, True) == op.Path.TILES
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
