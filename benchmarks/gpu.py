@@ -76,6 +76,7 @@ ROUNDS = (5, 25)
 MIN_GAIN = 0.02  # of a tile's time over the rule's
 # A tile that is tried: outputs, by warps, whose sums the registers hold; shared memory
 MOST_OUTPUTS, MOST_BYTES = {4: 128 * 64, 8: 128 * 256}, 160 * 1024
+MOST_SIDES = (128, 256, 256)  # m, n, k; with 256 rows a kernel spills registers on sm_100
 JOB_SECONDS = 30  # at most, of a layer's rounds and of a product's tiles
 # tokens of every check of a goal's layer, in all types; and of the others, in two
 CHECKED = (1000,)
@@ -438,7 +439,8 @@ def candidates(tile: Any, sizes: Sequence[int]) -> list[Any]:
         for size in (getattr(tile, side) // 2, 2 * getattr(tile, side))
     ]
     changes += [{"stages": 2}, {"stages": 4}] if tile.stages > 1 else []
-    most = [max(16, min(256, 1 << (size - 1).bit_length())) for size in sizes]
+    limits = zip(sizes, MOST_SIDES, strict=True)
+    most = [max(16, min(limit, 1 << (size - 1).bit_length())) for size, limit in limits]
     return [
         each
         for each in (tile._replace(**change) for change in changes)

@@ -116,11 +116,11 @@ Tensor forward(const Tensor& given, const std::vector<Tensor>& cores, const std:
 
 enum Wants { OF_X = 1, OF_CORES = 2, OF_GAINS = 4, OF_BIAS = 8, OF_WEIGHTS = 16 };
 
-template <class F>
+template <class S>
 struct Totals {
-  std::vector<Sum> sums;  // of each core
+  std::vector<Sum<S>> sums;  // of each core
   Index bias_at;
-  Numbers<F> memory;
+  Numbers<Wide<S>> memory;
 };
 
 // The sum of the rows of dy, onto `to`; of a token's rows the first counts
@@ -144,8 +144,8 @@ void add_rows(Wide<S>* to, const Some& dy, Index rows, const uint8_t* fresh) {
 
 // The sums over tokens, and dx, unless its rows are null; `x` and `dy` are rows of the same tokens
 template <class S, class X, class DY, class DX>
-Totals<Wide<S>> add_tiles(Tiles<S>& tiles, const Layer<S>& layer, const DY& dy, const X& x, const DX& dx, bool of_cores,
-                          bool of_bias) {
+Totals<S> add_tiles(Tiles<S>& tiles, const Layer<S>& layer, const DY& dy, const X& x, const DX& dx, bool of_cores,
+                    bool of_bias) {
   using F = Wide<S>;
   using H = Held<S>;
   const Program& program = layer.program;
@@ -153,11 +153,11 @@ Totals<Wide<S>> add_tiles(Tiles<S>& tiles, const Layer<S>& layer, const DY& dy, 
   const Index tokens = layer.tokens, size = tiles.size, last = tiles.last, area = tiles.area(),
               count = (tokens + size - 1) / size;
   tiles.prepare_backward(tokens, of_x);
-  Totals<F> found;
-  std::vector<Sum>& sums = found.sums;
+  Totals<S> found;
+  std::vector<Sum<S>>& sums = found.sums;
   Index summed = 0, middle = 0;
   for (Index t = 0; t <= last; t++) {
-    sums.emplace_back(program.steps[t], summed, tiles.along_out(t), LANES<F>);
+    sums.emplace_back(program.steps[t], summed, tiles.along_out(t, tokens));
     summed += of_cores ? round_up(sums.back().size, 16) : 0;
     middle += tiles.area(t);
   }
@@ -166,6 +166,11 @@ Totals<Wide<S>> add_tiles(Tiles<S>& tiles, const Layer<S>& layer, const DY& dy, 
   const Index most = MAX_SUM_BYTES / std::max<Index>(1, summed * sizeof(F));
   const Index parts = tiles.tiling.shared ? 1 : std::max<Index>(1, std::min({layer.threads(), count, most}));
   F* total = found.memory.reserve(std::max<Index>(1, parts * summed));
+  for (Index t = 0; t <= last; t++) {
+    sums[t].at = total + sums[t].start;
+    if constexpr (std::is_same_v<S, F>)
+      if (count && layer.cores[t].gradient && sums[t].is_gradient()) sums[t].at = layer.cores[t].gradient;
+  }
 
   // The tokens from `first` on, of the tiles that go together; `own` has no value yet if they are `fresh`
   auto add = [&](F* own, Index first, bool fresh, H* h) {
@@ -192,7 +197,9 @@ Totals<Wide<S>> add_tiles(Tiles<S>& tiles, const Layer<S>& layer, const DY& dy, 
       const Step& step = program.steps[t];
       if (of_cores)
         over_blocks(step, step.batch,
-                    [&](Index begin, Index end) { tiles.add(t, own, sums[t], g, read[t], n, fresh, begin, end); });
+                    [&, to = own == total ? sums[t].at : own + sums[t].start](Index begin, Index end) {
+                      tiles.add(t, to, sums[t], g, read[t], n, fresh, begin, end);
+                    });
       if (!t && !of_x) return;
       over_blocks(step, step.pairs(), [&](Index begin, Index end) { tiles.backward(t, next, g, n, begin, end); });
     }
@@ -211,22 +218,28 @@ Totals<Wide<S>> add_tiles(Tiles<S>& tiles, const Layer<S>& layer, const DY& dy, 
     }
   });
 
-  parallel_for(0, summed, MIN_PRODUCTS_PER_THREAD, [&](Index begin, Index end) {  // the parts in their order
-    for (Index part = 1; part < parts; part++)
-      for (Index i = begin; i < end; i++) total[i] += total[part * summed + i];
-  });
+  auto add_parts = [&](F* to, Index start, Index size) {  // in their order
+    if (parts > 1)
+      parallel_for(0, size, MIN_PRODUCTS_PER_THREAD, [&](Index begin, Index end) {
+        for (Index part = 1; part < parts; part++)
+          for (Index i = begin; i < end; i++) to[i] += total[part * summed + start + i];
+      });
+  };
+  for (const Sum<S>& sum : sums)
+    if (of_cores) add_parts(sum.at, sum.start, sum.size);
+  if (of_bias) add_parts(total + found.bias_at, found.bias_at, program.out);
   return found;
 }
 
 // The same for each expert. The gradient of a weight is <dy_t, W_e x_t> = <W_e' dy_t, x_t>.
 template <class S>
-std::vector<Totals<Wide<S>>> add_experts(Layer<S>& layer, const Routes<Wide<S>>& routes, const S* dy, const S* x, S* dx,
-                                         bool of_cores, bool of_bias, Wide<S>* dweights) {
+std::vector<Totals<S>> add_experts(Layer<S>& layer, const Routes<Wide<S>>& routes, const S* dy, const S* x, S* dx,
+                                   bool of_cores, bool of_bias, Wide<S>* dweights) {
   using F = Wide<S>;
   const Program& program = layer.program;
   const std::vector<S> zeros(program.in);
   std::vector<F> products(dweights ? routes.places.size() : 0);
-  std::vector<Totals<F>> totals(layer.experts);
+  std::vector<Totals<S>> totals(layer.experts);
   Tiles<S> tiles(layer);
   layer.over_experts(routes.loads, [&](Index expert, Index first) {
     const Index* tokens = routes.tokens.data() + first;
@@ -274,7 +287,9 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
   const S* x_data = static_cast<const S*>(x.data_ptr());
   const S* dy_data = static_cast<const S*>(dy.data_ptr());
   S* dx_data = of_x ? static_cast<S*>(found[0].mutable_data_ptr()) : nullptr;
-  std::vector<Totals<F>> totals(1);
+  for (Index t = 0; (wants & OF_CORES) && t < count; t++)
+    layer.cores[t].gradient = static_cast<S*>(found[1 + t].mutable_data_ptr());
+  std::vector<Totals<S>> totals(1);
   if (routes) {
     F* dweights = wants & OF_WEIGHTS ? static_cast<F*>(found.back().mutable_data_ptr()) : nullptr;
     totals = add_experts(layer, *routes, dy_data, x_data, dx_data, of_cores, of_bias, dweights);
@@ -289,7 +304,7 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
     for (Index f = 0; f < program.out; f += LANES<F>) {
       Index width = std::min<Index>(LANES<F>, program.out - f);
       Vector<F> sum = {};
-      for (const Totals<F>& own : totals) sum += load(own.memory.held.get() + own.bias_at + f, width);
+      for (const Totals<S>& own : totals) sum += load(own.memory.held.get() + own.bias_at + f, width);
       store(to + f, sum, width);
     }
   }
@@ -309,9 +324,8 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
             for (Index group = begin; group < end; group++) {
               const Index block = group / groups, first = group % groups * L;
               const Index n = std::min(L, step.out - first);
-              const Totals<F>& own = totals[block / step.batch];
-              const Sum& sum = own.sums[t];
-              const F* from = own.memory.held.get() + sum.start + block % step.batch * sum.rows * sum.padded;
+              const Sum<S>& sum = totals[block / step.batch].sums[t];
+              const F* from = sum.at + block % step.batch * sum.rows * sum.padded;
               auto get = [&](Index i, Index o, Index count) { return load(from + i * sum.padded + first + o, count); };
               auto put = [&](Index o, Index i, const Vector<F>& v) { store(lines + o * width + i, v); };
               if (sum.along_out) transpose<F>(step.in, n, width, get, put);
@@ -328,15 +342,16 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
     const double along = std::accumulate(parts_along.begin(), parts_along.end(), 0.0);
     if (wants & OF_GAINS) static_cast<double*>(found[1 + count].mutable_data_ptr())[t] = along * core.clip;
     if (!(wants & OF_CORES)) continue;
-    S* to = static_cast<S*>(found[1 + t].mutable_data_ptr());
     const F back = core.squares ? along / core.squares : 0;
     over_rows([&](Index index, const F* row) {
+      S* to = core.gradient + index * step.in;
+      if (!back && core.factor == 1 && static_cast<const void*>(row) == to) return;
       for (Index i = 0; i < step.in; i += LANES<F>) {
         Index width = std::min<Index>(LANES<F>, step.in - i);
         Vector<F> own = load(core.data + index * step.in + i, width);
         Vector<F> gradient = load(row + i, width);
         if (back) gradient -= back * own;
-        store(to + index * step.in + i, core.factor * gradient, width);
+        store(to + i, core.factor * gradient, width);
       }
     });
   }

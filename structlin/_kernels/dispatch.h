@@ -11,6 +11,9 @@
 #include <algorithm>
 #include <fstream>
 #include <string>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 #if defined(__APPLE__)
 #include <sys/sysctl.h>
 #elif defined(__unix__)
@@ -28,12 +31,13 @@ constexpr Index MIN_PRODUCTS_TO_PACK = 1 << 24;     // multiply-adds by a block 
 constexpr Index LARGE_BLOCK = 1 << 18;              // numbers of a block that BLAS multiplies faster by many tokens
 constexpr Index LARGE_BLOCK_OF_UNIT = 1 << 20;      // the same, of bfloat16 on a matrix unit
 constexpr Index MAX_GEMV_TOKENS = 16;               // tokens that the engine takes where BLAS takes more
+constexpr Index LARGE_ALONE = 1 << 16;              // numbers of the only core's block: BLAS for tokens up to fan-in
 constexpr Index LARGE_PLAIN = 1 << 16;              // products by one core, or shared blocks: BLAS for few tokens
 constexpr Index LARGE_PLAIN_PAIRS = 1 << 19;        // the same, of bfloat16 in pairs
-constexpr Index LARGE_TRANSPOSED = 3 << 19;         // products by any cores, in training: the same
-constexpr Index MAX_TILES_TOGETHER = 8;             // tiles for which a block beyond the second cache is read once
-constexpr Index MAX_SUM_BYTES = 1 << 30;            // bytes of all threads' sums of gradients
-constexpr Index MAX_REGISTER_ROWS = 8;              // rows of sums in registers
+constexpr Index LARGE_TRANSPOSED = 3 << 19;  // products in training, of two-byte numbers the CPU multiplies: the same
+constexpr Index MAX_TILES_TOGETHER = 8;      // tiles for which a block beyond the second cache is read once
+constexpr Index MAX_SUM_BYTES = 1 << 30;     // bytes of all threads' sums of gradients
+constexpr Index MAX_REGISTER_ROWS = 8;       // rows of sums in registers
 
 // ---- the machine ------------------------------------------------------------------------------------------
 
@@ -101,6 +105,19 @@ Index find_height(Index depth) {
   return std::max<Index>(MR, caches().l2 / 4 / (depth * sizeof(H)) / MR * MR);
 }
 
+// Whether the CPU has products of float16, which torch takes and the engine does not
+inline bool has_half_products() {
+#if defined(__x86_64__)
+  static const bool found = [] {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 23 & 1);  // AVX512-FP16
+  }();
+  return found;
+#else
+  return false;
+#endif
+}
+
 // ---- the call ---------------------------------------------------------------------------------------------
 
 struct Call {
@@ -112,10 +129,10 @@ struct Call {
 
 enum class Path { BLAS, GEMV, TILES };
 
-// BLAS: torch's own products, of large blocks and chains of matrices; of one vector of tokens where there is one core,
-// where blocks are shared, or where a backward pass would mostly transpose cores. GEMV (gemv.h): forward, of so few
-// tokens that much of a tile would be empty, that widening the cores would take longer than their products, or that
-// some threads would have no block. TILES (tiles.h): everything else.
+// BLAS: torch's own products, of large blocks and chains of matrices; of few tokens where a backward pass would mostly
+// transpose cores, where there is one core, or where blocks are shared. GEMV (gemv.h): forward, of so few tokens that
+// much of a tile would be empty, that widening the cores would take longer than their products, or that some threads
+// would have no block. TILES (tiles.h): everything else.
 template <class S>
 Path choose(const Call& call) {
   constexpr Index L = LANES<Wide<S>>;
@@ -123,17 +140,18 @@ Path choose(const Call& call) {
   const bool unit = GROUPED<S> && has_matrix_unit(), large = program.largest() >= LARGE_BLOCK;
   if (program.is_chain() || program.largest() >= (unit ? LARGE_BLOCK_OF_UNIT : LARGE_BLOCK))
     if (call.trains || call.tokens > MAX_GEMV_TOKENS) return Path::BLAS;
+  const Index products = program.products();
+  const bool native = GROUPED<S> || (std::is_same_v<S, Float16> && has_half_products());
+  if (native && call.trains && call.tokens <= L && products >= LARGE_TRANSPOSED) return Path::BLAS;
   Index most = L;
   if (large && !unit) most = MAX_GEMV_TOKENS;
   else if (GROUPED<S>) most = L / 2;
   else if (std::is_same_v<S, Held<S>> && program.fewest() >= call.threads) most = L * 3 / 4;
   if (call.forward && call.tokens <= most) return Path::GEMV;
-  if (call.tokens > L) return Path::TILES;
-  const Index products = program.products();
-  const bool plain =
-      (program.steps.size() == 1 || program.shares()) && products >= (GROUPED<S> ? LARGE_PLAIN_PAIRS : LARGE_PLAIN);
-  const bool transposes = GROUPED<S> && call.trains && products >= LARGE_TRANSPOSED;
-  return plain || transposes ? Path::BLAS : Path::TILES;
+  const bool alone = program.steps.size() == 1;
+  if (alone && program.largest() >= LARGE_ALONE && call.tokens <= program.steps[0].in) return Path::BLAS;
+  const bool plain = (alone || program.shares()) && products >= (GROUPED<S> ? LARGE_PLAIN_PAIRS : LARGE_PLAIN);
+  return plain && call.tokens <= L ? Path::BLAS : Path::TILES;
 }
 
 // How tokens go through the cores on the path TILES

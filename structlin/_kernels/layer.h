@@ -68,6 +68,7 @@ struct Core {
   Wide<S> factor = 1;         // gain * clip
   double gain = 1, clip = 1;  // clip = min(1, sigma / RMS)
   double squares = 0;         // n RMS^2 where it is clipped, or 0
+  S* gradient = nullptr;      // where it goes, if it is wanted
 };
 
 // Runs of a thousand products are summed as F, the runs in float64; all in float64 where F overflows or underflows
@@ -197,6 +198,7 @@ struct Layer {
         const Index start = expert * program.steps[t].params();
         cores[t].given = all[t].given + start;
         cores[t].data = all[t].data ? all[t].data + start : nullptr;
+        cores[t].gradient = all[t].gradient ? all[t].gradient + start : nullptr;
       }
       run(expert, first);
     }

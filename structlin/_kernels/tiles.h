@@ -40,25 +40,31 @@ void pack_core(Numbers<Held<S>>& memory, const Step& step, const Core<S>& core) 
   });
 }
 
-// Where the sum of a core's gradient lies: [batch][rows][columns], columns padded to whole vectors
+// Where the sum of a core's gradient lies: [batch][rows][columns], columns padded to whole vectors. Where that is the
+// gradient's own order and type, the first part is summed in the gradient itself.
+template <class S>
 struct Sum {
+  using F = Wide<S>;
   bool along_out;  // columns are fan-out, not fan-in
   Index rows, columns, padded, start, size;
   Indices row_offsets;
+  F* at = nullptr;  // the sum of all parts
 
-  Sum(const Step& step, Index start, bool along_out, Index lanes) : along_out(along_out), start(start) {
+  Sum(const Step& step, Index start, bool along_out) : along_out(along_out), start(start) {
     rows = along_out ? step.in : step.out;
     columns = along_out ? step.out : step.in;
-    padded = round_up(columns, lanes);
+    padded = round_up(columns, LANES<F>);
     size = step.batch * rows * padded;
     for (Index m = 0; m < rows; m++) row_offsets.push_back(m * padded);
   }
 
+  bool is_gradient() const { return !along_out && padded == columns; }  // in order
+
   // `C (+)= A B` for one block of the core; `fresh`: C has no value yet
-  template <class S, class B>
-  void add(Wide<S>* total, Index batch, bool fresh, const Scalars<Held<S>>& a, const Vectors<B>& b, Index depth) const {
-    const Result<Wide<S>> c{total + start + batch * rows * padded, row_offsets.data()};
-    (fresh ? multiply_into<S, false, Wide<S>, B> : multiply_into<S, true, Wide<S>, B>)(c, a, b, rows, padded, depth, 1);
+  template <class B>
+  void add(F* total, Index batch, bool fresh, const Scalars<Held<S>>& a, const Vectors<B>& b, Index depth) const {
+    const Result<F> c{total + batch * rows * padded, row_offsets.data()};
+    (fresh ? multiply_into<S, false, F, B> : multiply_into<S, true, F, B>)(c, a, b, rows, padded, depth, 1);
   }
 };
 
@@ -294,15 +300,15 @@ struct Tiles {
   }
 
   // Whether the vectors of a core's gradient run along fan-out
-  bool along_out(Index t) const {
-    auto cost = [](Index m, Index n) { return m * round_up(n, L) + 8 * n; };  // of products, of transposing
+  bool along_out(Index t, Index tokens) const {
+    auto cost = [=](Index m, Index n) { return tokens * (m * round_up(n, L) + 8 * n); };  // of products, of transposing
     const Step& step = program.steps[t];
-    return cost(step.in, step.out) < cost(step.out, step.in);
+    return cost(step.in, step.out) + 16 * step.in * step.out < cost(step.out, step.in);  // the sum is transposed
   }
 
   // `total += g h'` over the tokens, for blocks that are read from `begin` to `end`; `fresh`: total has no value yet
-  void add(Index t, F* total, const Sum& sum, const H* g_tiles, const H* h_tiles, Index tokens, bool fresh, Index begin,
-           Index end) const {
+  void add(Index t, F* total, const Sum<S>& sum, const H* g_tiles, const H* h_tiles, Index tokens, bool fresh,
+           Index begin, Index end) const {
     using Row = std::conditional_t<GROUPED<S>, Pair, F>;  // of B: GROUP tokens
     static_assert(sizeof(Row) == sizeof(F));
     const Index repeat = program.steps[t].repeat;
@@ -315,8 +321,8 @@ struct Tiles {
       };
       auto put = [&](Index i, Index f, const Vector<F>& v) { store(columns + i * sum.padded + f, v); };
       transpose<F>(sum.columns, width / G, sum.padded, get, put);
-      sum.add<S>(total, pair / repeat, fresh && pair % repeat == 0, Scalars<H>{left, width, 1},
-                 Vectors<Row>{reinterpret_cast<const Row*>(columns), sum.padded}, round_up(n, G));
+      sum.add(total, pair / repeat, fresh && pair % repeat == 0, Scalars<H>{left, width, 1},
+              Vectors<Row>{reinterpret_cast<const Row*>(columns), sum.padded}, round_up(n, G));
     };
     for (Index pair = begin * repeat; pair < end * repeat; pair++)
       over_tiles(tokens, [&](Index tile, Index, Index n) {

@@ -1046,6 +1046,7 @@ def test_it_can_be_built_ahead():
 
 
 # and the engine is not built for a CPU without, as CI does
+CPU = Path("/proc/cpuinfo")
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 HAS_UNIT = engine.has_matrix_unit() and HAS_AVX512
 
@@ -1105,12 +1106,22 @@ def test_one_vector_of_tokens_is_left_to_blas_where_it_is_faster(family, dtype, 
     assert op.choose(numbers, dtype, 64, trains) == op.Path.TILES
 
 
-def test_training_in_pairs_of_bfloat16_is_left_to_blas_where_it_mostly_transposes_cores():
-    pairs = HAS_AVX512 and torch.cpu._is_avx512_bf16_supported()
-    for width, takes in ((8192, pairs), (1024, False)):
+@pytest.mark.parametrize(("tokens", "path"), [(256, op.Path.BLAS), (257, op.Path.TILES)])
+def test_one_core_of_large_blocks_is_left_to_blas_for_no_more_tokens_than_its_fan_in(tokens, path):
+    numbers = BlockDiagonal(blocks=16).structure(4096, 4096).program.numbers
+    assert op.choose(numbers, torch.float32, tokens, False) == path
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_training_of_two_byte_numbers_is_left_to_blas_where_it_multiplies_them(dtype):
+    if dtype == torch.bfloat16:
+        native = HAS_AVX512 and torch.cpu._is_avx512_bf16_supported()
+    else:
+        native = CPU.exists() and "avx512_fp16" in CPU.read_text()
+    for width, takes in ((8192, native), (1024, False)):
         numbers = BTT(rank=2).structure(width, width).program.numbers
-        assert (op.choose(numbers, torch.bfloat16, 16, True) == op.Path.BLAS) == takes
-        assert op.choose(numbers, torch.bfloat16, 64, True) == op.Path.TILES
+        assert (op.choose(numbers, dtype, 4, True) == op.Path.BLAS) == takes
+        assert op.choose(numbers, dtype, 64, True) == op.Path.TILES
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
