@@ -407,7 +407,7 @@ def moe() -> dict[str, str]:
     return {
         "lower": percent(1 - fmean(mixture["losses"]) / fmean(dense["losses"])),
         "params": f"{mixture['params'] / dense['params']:.1f}",
-        "time": f"{mixture['step']['median']:.1f}",
+        "time": " to ".join(sorted({f"{each['median']:.1f}" for each in mixture["step"].values()})),
         "largest": percent(mixture["largest_share"]),
     }
 

@@ -10,8 +10,8 @@ dense's, router included: a mixture of 2 experts spends what BTT of rank 2 does.
 are the same; muP and `param_groups` take a dense model's rate to each model. That rate is tuned for
 each kind, on seed 0: by factors of 2 from the example's until the best has both its neighbours.
 Mixtures add 0.01 of `load_balancing_loss` to the loss that they train on; the held-out loss is
-cross-entropy alone. Then the models take turns for the milliseconds of a step. Runs that an earlier
-result in --out has are not repeated.
+cross-entropy alone. Then the models take turns for the milliseconds of a step, on one thread and on
+two. Runs that an earlier result in --out has are not repeated.
 """
 
 import math
@@ -38,6 +38,7 @@ BALANCE = 0.01  # as in the paper's code
 LR = 2e-3  # the example's, of the dense model; where the search for each kind's begins
 SIZES = {"width": 128, "depth": 2, "context": 64, "batch": 8, "heads": 4}
 WIDEST = 1024
+THREADS = (1, 2)  # of a timed step
 
 
 @dataclass(frozen=True)
@@ -137,9 +138,10 @@ def measure_share(model: nn.Module, task: train_gpt.Text) -> float | None:
 
 
 def time_steps(
-    kinds: list[str], sizes: Mapping[str, int], seconds: float
+    kinds: list[str], sizes: Mapping[str, int], seconds: float, threads: int
 ) -> dict[str, dict[str, float]]:
     """Milliseconds of a training step of each kind, over dense's of the same round."""
+    torch.set_num_threads(threads)
     task = make_task(0, sizes)
     works: dict[str, Callable[[], None]] = {}
     for name in kinds:
@@ -157,7 +159,7 @@ def time_steps(
 
 
 def compare_kinds(
-    rows: list[Row], sizes: Mapping[str, int], times: Mapping[str, Mapping[str, float]]
+    rows: list[Row], sizes: Mapping[str, int], times: Mapping[int, Mapping[str, Row]]
 ) -> list[Row]:
     """A row for each kind, of its runs at its best rate."""
     task, found = make_task(0, sizes), []
@@ -176,7 +178,7 @@ def compare_kinds(
                 "params": training.count_params(model),
                 "flops": count_flops(task, name, width),
                 "largest_share": fmean(shares) if shares else None,
-                "step": times[name],
+                "step": {str(threads): kinds[name] for threads, kinds in times.items()},
             }
         )
     return found
@@ -184,7 +186,9 @@ def compare_kinds(
 
 def measure(chosen: Row, found: Row) -> Row:
     rows, sizes = found["rows"], chosen["sizes"]
-    times = time_steps(values(rows, "kind"), sizes, chosen["seconds"])
+    kinds, seconds, before = values(rows, "kind"), chosen["seconds"], torch.get_num_threads()
+    times = {threads: time_steps(kinds, sizes, seconds, threads) for threads in THREADS}
+    torch.set_num_threads(before)
     return {"table": compare_kinds(rows, sizes, times)}
 
 
@@ -193,10 +197,10 @@ def markdown(result: Row) -> str:
     cells = []
     for row in result["table"]:
         numbers = [str(row["width"]), f"{row['params']:,}", f"{row['flops']:,}", f"{row['lr']:g}"]
-        step = f"{row['step']['median']:.1f}"
-        cells.append([row["kind"], *numbers, report.losses(row["losses"]), step])
+        steps = " / ".join(f"{each['median']:.1f}" for each in row["step"].values())
+        cells.append([row["kind"], *numbers, report.losses(row["losses"]), steps])
     titles = ["", "width", "params", "FLOPs per token", "rate", "held-out loss, by seed"]
-    return report.table([*titles, "ms per step / dense's"], cells)
+    return report.table([*titles, "ms per step over dense's, 1 / 2 threads"], cells)
 
 
 def draw(result: Row) -> figures.Figure:

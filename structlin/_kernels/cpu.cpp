@@ -25,7 +25,7 @@ namespace {
 
 // ---- forward ----------------------------------------------------------------------------------------------
 
-template <class S, class From, class To>
+template <class S, AnyRows From, AnyRows To>
 void forward_tiles(Tiles<S>& tiles, Index tokens, const From& x, const To& y, const Wide<S>* bias) {
   using H = Held<S>;
   tiles.prepare_forward(bias);
@@ -124,7 +124,7 @@ struct Totals {
 };
 
 // The sum of the rows of dy, onto `to`; of a token's rows the first counts
-template <class S, class Some>
+template <class S, AnyRows Some>
 void add_rows(Wide<S>* to, const Some& dy, Index rows, const uint8_t* fresh) {
   constexpr Index L = LANES<Wide<S>>;
   const S* some[4];
@@ -143,7 +143,7 @@ void add_rows(Wide<S>* to, const Some& dy, Index rows, const uint8_t* fresh) {
 }
 
 // The sums over tokens, and dx, unless its rows are null; `x` and `dy` are rows of the same tokens
-template <class S, class X, class DY, class DX>
+template <class S, AnyRows X, AnyRows DY, AnyRows DX>
 Totals<S> add_tiles(Tiles<S>& tiles, const Layer<S>& layer, const DY& dy, const X& x, const DX& dx, bool of_cores,
                     bool of_bias) {
   using F = Wide<S>;
@@ -282,7 +282,8 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
     found.push_back(make_tensor(x, wants & OF_CORES ? sizes_of(core) : Indices{0}));
   found.push_back(make_tensor(gains ? *gains : x, {wants & OF_GAINS ? count : 0}));
   found.push_back(make_tensor(x, {of_bias ? program.out : 0}));
-  found.push_back(make_tensor(routes ? *weights : x, wants & OF_WEIGHTS ? sizes_of(*weights) : Indices{0}));
+  found.push_back(weights ? make_tensor(*weights, wants & OF_WEIGHTS ? sizes_of(*weights) : Indices{0})
+                          : make_tensor(x, {0}));
 
   const S* x_data = static_cast<const S*>(x.data_ptr());
   const S* dy_data = static_cast<const S*>(dy.data_ptr());

@@ -8,6 +8,8 @@
 // order of a sum is that of the experts' numbers.
 
 #pragma once
+#include <concepts>
+
 #include "layer.h"
 
 namespace {
@@ -64,10 +66,17 @@ struct RowSums {
   }
 };
 
+// What tiles are packed from and unpacked to: row i, and the rows from one on
 template <class Any>
-concept OfTokens = requires(Any rows) { rows.tokens; };
+concept AnyRows = requires(const Any rows, Index i) {
+  *rows.row(i);
+  rows.features;
+  { rows.from(i) } -> std::same_as<Any>;
+};
 template <class Any>
-concept Weighted = requires(Any rows) { rows.weights; };
+concept OfTokens = AnyRows<Any> && requires(Any rows) { rows.tokens; };
+template <class Any>
+concept Weighted = OfTokens<Any> && requires(Any rows) { rows.weights; };
 
 // Where a token's experts say that its rows are
 template <class F>

@@ -152,7 +152,7 @@ struct Tiles {
   // ---- packing --------------------------------------------------------------------------------------------
 
   // Pack n rows as columns of the tile; what they do not fill is zero. The next tile is fetched meanwhile.
-  template <class Some>
+  template <AnyRows Some>
   void pack_rows(H* tile, const Some& rows, Index n, const Indices& places) const {
     const Index features = rows.features;
     auto get = [=, this](Index i, Index f, Index count) {
@@ -176,7 +176,7 @@ struct Tiles {
   }
 
   // Unpack the columns of the tile, which lie in the order of the rows' features, as n rows
-  template <class T, class Some>
+  template <class T, AnyRows Some>
   void unpack_rows(const Some& rows, const T* tile, Index n) const {
     const Index features = rows.features;
     auto row = [&](Index f, Index t) { return load(tile + f * width + t); };
@@ -212,12 +212,12 @@ struct Tiles {
     }
   }
 
-  template <class Some>
+  template <AnyRows Some>
   void pack_x(H* to, const Some& x, Index tokens) const {
     over_tiles(tokens,
                [&](Index tile, Index first, Index n) { pack_rows(to + tile * h_area(0), x.from(first), n, x_places); });
   }
-  template <class Some>
+  template <AnyRows Some>
   void pack_dy(H* to, const Some& dy, Index tokens) const {
     over_tiles(tokens, [&](Index tile, Index first, Index n) {
       pack_rows(to + tile * g_area(last), dy.from(first), n, dy_places);
@@ -225,18 +225,18 @@ struct Tiles {
   }
 
   // The last rows of the tiles as y's, or dx's
-  template <class Some>
+  template <AnyRows Some>
   void unpack(const Some& rows, const H* tiles, const Indices& places, Index tokens) const {
     over_tiles(tokens, [&](Index tile, Index first, Index n) {
       if (wide) unpack_rows(rows.from(first), reinterpret_cast<const F*>(tiles) + tile * end_area(places), n);
       else unpack_rows(rows.from(first), tiles + tile * end_area(places), n);
     });
   }
-  template <class Some>
+  template <AnyRows Some>
   void unpack_y(const Some& y, const H* tiles, Index tokens) const {
     unpack(y, tiles, dy_places, tokens);
   }
-  template <class Some>
+  template <AnyRows Some>
   void unpack_dx(const Some& dx, const H* tiles, Index tokens) const {
     unpack(dx, tiles, x_places, tokens);
   }

@@ -44,7 +44,7 @@ def test_a_kind_is_compared_by_its_runs_at_its_best_rate(task):
         {"kind": kind, "lr": lr, "seed": seed, "loss": loss, "largest_share": None}
         for (kind, lr, seed), loss in losses.items()
     ]
-    (found,) = moe.compare_kinds(rows, SMALL, {"dense": {"median": 1.0}})
+    (found,) = moe.compare_kinds(rows, SMALL, {1: {"dense": {"median": 1.0}}})
     assert (found["lr"], found["losses"]) == (0.2, [2.0, 4.0])
     assert dict(found["tried"]) == pytest.approx({0.1: 3.0, 0.2: 2.0})
 
