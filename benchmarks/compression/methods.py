@@ -19,12 +19,13 @@ from benchmarks.harness.statistics import select, values
 from benchmarks.harness.timing import interleaved, ratio, spread, wall
 
 Row = dict[str, Any]
-FAMILIES = {
+FAMILIES: dict[str, Any] = {
     "BTT": structlin.BTT(),
     "Monarch": structlin.Monarch(),
     "low-rank": structlin.LowRank(rank=1),
     "block-diagonal": structlin.BlockDiagonal(blocks=4),
 }
+FAMILIES["the best of them"] = [*FAMILIES.values()]  # for each layer
 METHODS = ("dense", *peers.PEERS, *FAMILIES)
 WAYS = ("dense", "peer", "calibrated", "refined", "healed")
 WHOLE = ("dense", "int8")  # they keep all parameters

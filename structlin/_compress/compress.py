@@ -5,12 +5,13 @@ batches; `weigh_outputs` by the loss's gradients; `choose_sizes` for what is to 
 `project_in_order` the layers. The plan holds it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from .._arguments import require_choice, require_positive
+from .._families import Family, OneOf
 from .._model.decide import Spec, decide, list_targets
 from .._model.select import Patterns
 from .._plan import Plan, check_values, project_by_weight, warn_of
@@ -22,7 +23,7 @@ from .sequential import Projected, project_in_order
 
 def compress(
     model: nn.Module,
-    structure: Spec,
+    structure: Spec | Sequence[Family],
     batches: Batches | None,
     *,
     keep: float | None = 0.5,
@@ -47,7 +48,8 @@ def compress(
     Args:
         model: any module; it is changed.
         structure: a family such as `LowRank(rank=1)`, whose rank or number of blocks is chosen for
-            each layer; with `keep=None` a family or a `Structure`, which is taken as it is.
+            each layer; or several families, of which each layer gets the one that loses least;
+            with `keep=None` a family or a `Structure`, which is taken as it is.
         batches: what the model's function should stay right for: an iterable of batches (a mapping
             is passed as keywords, a tuple or list as positions, anything else as the one argument),
             or a function that runs the model. Each batch is held at two places, by two threads of
@@ -110,7 +112,7 @@ def compress(
 
 def plan_compression(
     model: nn.Module,
-    structure: Spec,
+    structure: Spec | Sequence[Family],
     batches: Batches | None,
     *,
     keep: float | None = 0.5,
@@ -142,6 +144,8 @@ def plan_compression(
     (['0', '2'], True)
     """
     share = Share(keep, count, allocation)
+    if isinstance(structure, Sequence) and not isinstance(structure, str):
+        structure = _take_several(structure, share)
     _check_batches(batches, share, refine)
     _check_loss(loss, batches, share)
     selection: dict[str, Any] = {"include": include, "exclude": exclude, "overrides": overrides}
@@ -160,6 +164,20 @@ def plan_compression(
         options: dict[str, Any] = {"refine_steps": refine, "progress": progress}
         found = project_in_order(model, targets, seen, outputs, **options)
     return Plan(model, decisions, found.layers, found.blocks, untie=untie)
+
+
+def _take_several(families: Sequence[Family], share: Share) -> OneOf:
+    if not families or not all(isinstance(each, Family) for each in families):
+        raise TypeError(
+            f"structure={families!r} must be families such as [LowRank(rank=1), BTT()], or one"
+        )
+    if share.keep is None or share.allocation == "uniform":
+        given = f"keep={share.keep}, allocation={share.allocation!r}"
+        raise ValueError(
+            f"structure={families!r}: {given} measures no errors by which to choose among "
+            "families; give keep= and allocation='sensitivity' or 'error', or one family"
+        )
+    return OneOf(of=tuple(families))
 
 
 def _check_batches(batches: Batches | None, share: Share, refine: int) -> None:

@@ -4,12 +4,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._families import Dense, Family, Split
+from .._families import Dense, Family, OneOf, Split
 from .._product import to_dense
 from .._structure import Structure
 from .axes import split_axes
@@ -54,11 +54,14 @@ def measure_curve(
     covariance: Tensor | None = None,
     output: Tensor | None = None,
 ) -> Curve:
-    """The squared error that each of these sizes leaves of a weight.
+    """The squared error that each of these sizes leaves of a weight. Of several families' sizes
+    those stay that lose less than all that cost less.
 
     The errors are those of the closed form: upper bounds, which alternating least squares lowers by
-    a similar factor at every size. It is computed at the largest size, and the smaller ones are cut
-    from it where their cores are parts of the larger one's (ranks), otherwise each by itself.
+    a similar factor at every size. Where there are several families, each one's factor is found at
+    a size in the middle, and counts. The closed form is computed at the largest size, and the
+    smaller ones are cut from it where their cores are parts of the larger one's (ranks), otherwise
+    each by itself.
 
     Args:
         weight: `(out_features, in_features)`.
@@ -69,19 +72,55 @@ def measure_curve(
     w = weight.detach().double()
     scales = None if output is None else output.to(w).sqrt()[:, None]
     root = None if covariance is None else _take_root(covariance.to(w))
-    measured = {len(sizes) - 1: 0.0}
-    last = len(sizes) - 2
-    largest = None
-    for n in sorted({round(last * k / (POINTS - 1)) for k in range(POINTS)}, reverse=True):
-        structure = sizes[n].structure
-        cores = None if largest is None else _shrink(*largest, structure)
-        if cores is None:
-            cores = project(w, structure, covariance=covariance, output=output, sweeps=0)
-            largest = structure, cores
-        error = w - to_dense(structure, cores)[: len(w), : w.shape[1]]
-        measured[n] = _square(error, root, scales)
-    errors = [_interpolate(sizes, measured, n) for n in range(len(sizes))]
-    return Curve(sizes, errors, _square(w, root, scales))
+
+    metric: dict[str, Any] = {"covariance": covariance, "output": output}
+
+    def lose(structure: Structure, cores: Sequence[Tensor]) -> float:
+        return _square(w - to_dense(structure, cores)[: len(w), : w.shape[1]], root, scales)
+
+    def measure(own: Sequence[Size]) -> list[float]:
+        """The errors of one family's sizes, and of dense."""
+        measured = {len(own) - 1: 0.0}
+        last = len(own) - 2
+        points = sorted({round(last * k / (POINTS - 1)) for k in range(POINTS)}, reverse=True)
+        largest = None
+        for n in points:
+            structure = own[n].structure
+            cores = None if largest is None else _shrink(*largest, structure)
+            if cores is None:
+                cores = project(w, structure, **metric, sweeps=0)
+                largest = structure, cores
+            measured[n] = lose(structure, cores)
+        errors = [_interpolate(own, measured, n) for n in range(len(own))]
+        if len(families) > 1 and measured[middle := points[len(points) // 2]]:
+            structure = own[middle].structure
+            factor = lose(structure, project(w, structure, **metric)) / measured[middle]
+            errors = [factor * error for error in errors]
+        return errors
+
+    families: dict[object, list[int]] = {}
+    for n, size in enumerate(sizes[:-1]):
+        families.setdefault(_kind_of(size.family), []).append(n)
+    errors = [0.0] * len(sizes)
+    for places in families.values():
+        own = measure([*(sizes[n] for n in places), sizes[-1]])
+        for n, error in zip(places, own, strict=False):
+            errors[n] = error
+    whole = _square(w, root, scales)
+    if len(families) < 2:
+        return Curve(sizes, errors, whole)
+    kept: list[int] = []  # what costs more loses less
+    for n in sorted(range(len(sizes)), key=lambda n: (sizes[n].cost, errors[n])):
+        if not kept or errors[n] < errors[kept[-1]]:
+            kept.append(n)
+    return Curve([sizes[n] for n in kept], [errors[n] for n in kept], whole)
+
+
+def _kind_of(family: Family) -> object:
+    """What sizes of one family have in common: all but the rank or the number of blocks."""
+    if isinstance(family, Split):
+        return family.split, _kind_of(family.of)
+    return replace(family, **{option: 1 for option in _options_of(family)})
 
 
 def _take_root(c: Tensor) -> Tensor:
@@ -132,6 +171,10 @@ def _interpolate(sizes: Sequence[Size], measured: dict[int, float], n: int) -> f
 
 @lru_cache(maxsize=1024)
 def _list_sizes(family: Family, in_features: int, out_features: int, of: str) -> tuple[Size, ...]:
+    if several := _families_of(family):
+        own = [_list_sizes(each, in_features, out_features, of) for each in several]
+        structured = [size for sizes in own for size in sizes[:-1]]
+        return *sorted(structured, key=lambda size: size.cost), own[0][-1]
     found: list[Size] = []
     dense = Dense().structure(in_features, out_features)
     limit = _cost_of(dense, of)
@@ -184,7 +227,7 @@ def _candidates(family: Family, width: int) -> list[Family]:
     """`family` at every rank, or with every number of blocks up to `width`; rising in cost."""
     if isinstance(family, Split):
         return [replace(family, of=candidate) for candidate in _candidates(family.of, width)]
-    options = {option.name for option in fields(family)}
+    options = _options_of(family)
     if "rank" in options:
         grid = [*range(1, 17), *range(24, 513, 8), *range(576, 8193, 64)]
         return [replace(family, rank=rank) for rank in grid]  # type: ignore[call-arg]
@@ -193,3 +236,15 @@ def _candidates(family: Family, width: int) -> list[Family]:
     raise ValueError(
         f"keep: {type(family).__name__} has neither rank nor blocks to choose; take keep=None"
     )
+
+
+def _options_of(family: Family) -> set[str]:
+    """Those that make the family's size."""
+    return {"rank", "blocks"} & {option.name for option in fields(family)}
+
+
+def _families_of(family: Family) -> list[Family]:
+    """Where there are several to choose from."""
+    if isinstance(family, Split):
+        return [replace(family, of=each) for each in _families_of(family.of)]
+    return [*family.of] if isinstance(family, OneOf) else []

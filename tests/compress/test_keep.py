@@ -19,6 +19,8 @@ from structlin import (
     plan_compression,
     summary,
 )
+from structlin._families import OneOf
+from structlin._projection.curve import list_sizes, measure_curve
 from tests.models import GPT, snapshot
 
 TOKENS = torch.arange(48).reshape(4, 12)
@@ -170,6 +172,15 @@ def fail(model):
             ValueError,
             "FLOPs per token; the smallest structures",
         ),
+        ({"structure": [BTT(), None]}, TypeError, "must be families such as"),
+        ({"structure": []}, TypeError, "must be families such as"),
+        ({"structure": [BTT()], "keep": None}, ValueError, "keep=None.* measures no errors"),
+        (
+            {"structure": [BTT(), Monarch()], "allocation": "uniform"},
+            ValueError,
+            "allocation='uniform' measures no errors by which to choose",
+        ),
+        ({"structure": [BTT(), Kronecker()]}, ValueError, "Kronecker has neither rank nor blocks"),
         ({"untie": True}, ValueError, "untie=True: no layer that is converted shares its weight"),
     ],
 )
@@ -274,6 +285,35 @@ def test_the_greedy_choice_is_the_best_of_all_choices_for_low_rank():
     ]
     best = min(sum(tail[rank] for tail, rank in zip(tails, ranks, strict=True)) for ranks in grid)
     assert found == pytest.approx(best, rel=1e-3)
+
+
+@pytest.mark.parametrize("allocation", ["sensitivity", "error"])
+def test_of_several_families_each_layer_gets_the_one_that_loses_least(allocation):
+    """The first layer is of low rank, the second of blocks."""
+    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False))
+    blocks = torch.randn(4, 8, 8).unbind()
+    with torch.no_grad():
+        model[0].weight.copy_(torch.randn(32, 4) @ torch.randn(4, 32) + 0.1 * torch.randn(32, 32))
+        model[1].weight.copy_(torch.block_diag(*blocks) + 0.1 * torch.randn(32, 32))
+    families = [LowRank(rank=1), BlockDiagonal(blocks=4), BTT()]
+    options = {"keep": 0.3, "allocation": allocation}
+    planned = plan_compression(model, families, [torch.randn(500, 32)], **options)
+    assert [type(each.structure) for each in planned.decisions] == [LowRank, BlockDiagonal]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_several_families_lose_no_more_than_each_alone(seed):
+    torch.manual_seed(seed)
+    weight, covariance = torch.randn(24, 48), inputs_of(48).T.cov()
+    families = [LowRank(rank=1), BlockDiagonal(blocks=4), Monarch(blocks=4)]
+    several = OneOf(of=tuple(families))
+    curve = measure_curve(weight, list_sizes(several, 48, 24, "params"), covariance)
+    for family in families:
+        own = measure_curve(weight, list_sizes(family, 48, 24, "params"), covariance)
+        for size, error in zip(own.sizes, own.errors, strict=True):
+            costs = [other.cost for other in curve.sizes]
+            least = min(e for e, cost in zip(curve.errors, costs, strict=True) if cost <= size.cost)
+            assert least <= error * (1 + 1e-9)
 
 
 def test_layers_with_an_override_keep_it_and_are_not_counted():
