@@ -16,7 +16,7 @@ compressed model has them. The change of the features is their relative error. S
 second, in batches, in turns with dense.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import fmean
@@ -27,7 +27,6 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-import structlin
 from benchmarks.compression import methods, peers
 from benchmarks.compression.smollm2 import THREADS, Sizes, pretrained, require
 from benchmarks.harness import report
@@ -256,11 +255,5 @@ EXPERIMENT = Experiment(
     workers=1,
 )
 
-
-def main(argv: Sequence[str] | None = None) -> Mapping[str, Any]:
-    structlin.show_config()  # builds the engine, so that no time has that in it
-    return EXPERIMENT.main(argv)
-
-
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

@@ -23,7 +23,7 @@ per second of one sequence, one pass over a prompt and one token at a time, in t
 import copy
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,7 +35,6 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-import structlin
 from benchmarks.compression import methods, peers
 from benchmarks.harness import report
 from benchmarks.harness.experiment import Experiment, Row
@@ -343,11 +342,5 @@ EXPERIMENT = Experiment(
     workers=1,
 )
 
-
-def main(argv: Sequence[str] | None = None) -> Mapping[str, Any]:
-    structlin.show_config()  # builds the engine, so that no time has that in it
-    return EXPERIMENT.main(argv)
-
-
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

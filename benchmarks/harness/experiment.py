@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 
+import structlin
 from benchmarks.harness import report, statistics
 from benchmarks.harness.record import RESULTS, Row, in_lists, read_rows, save_json
 from benchmarks.harness.statistics import select
@@ -280,6 +281,7 @@ class Experiment:
     def main(self, argv: Sequence[str] | None = None) -> Row:
         """Run, print and keep the result, and return it."""
         options = self._parser().parse_args(argv)
+        structlin.show_config()  # builds the engine, so that no time has that in it
         axes, sizes = dict(self.axes), dict(self.sizes)
         if options.smoke:
             for full in (axes, sizes):

@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import structlin
 from benchmarks.harness import figures
 from benchmarks.harness.experiment import Experiment, Row
 from benchmarks.harness.statistics import Estimate, student
@@ -137,5 +136,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    structlin.show_config()  # builds the engine, so that no time has that in it
     EXPERIMENT.main()

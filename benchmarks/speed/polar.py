@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import structlin
 from benchmarks.harness import figures, timing, training
 from benchmarks.harness.experiment import Axis, Experiment, Row, Runs, Tune, combinations, tune
 from benchmarks.harness.record import environment
@@ -150,5 +149,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    structlin.show_config()  # builds the engine, so that no time has that in it
     EXPERIMENT.main()

@@ -306,5 +306,4 @@ EXPERIMENT = Experiment(
 )
 
 if __name__ == "__main__":
-    structlin.show_config()  # builds the engine, so that no time has that in it
     EXPERIMENT.main()

