@@ -29,7 +29,7 @@ namespace {
 constexpr Index MIN_PRODUCTS_PER_THREAD = 1 << 16;  // multiply-adds that are worth a thread
 constexpr Index MIN_PRODUCTS_TO_PACK = 1 << 24;     // multiply-adds by a block that are worth its transposed copy
 constexpr Index LARGE_BLOCK = 1 << 18;              // numbers of a block that BLAS multiplies faster by many tokens
-constexpr Index LARGE_BLOCK_OF_UNIT = 1 << 20;      // the same, of bfloat16 on a matrix unit
+constexpr Index LARGE_BLOCK_OF_UNIT = 1 << 20;      // the same, of bfloat16 on a matrix unit by more tokens
 constexpr Index MAX_GEMV_TOKENS = 16;               // tokens that the engine takes where BLAS takes more
 constexpr Index LARGE_ALONE = 1 << 16;              // numbers of the only core's block: BLAS for tokens up to fan-in
 constexpr Index LARGE_PLAIN = 1 << 16;              // products by one core, or shared blocks: BLAS for few tokens
@@ -137,8 +137,9 @@ template <class S>
 Path choose(const Call& call) {
   constexpr Index L = LANES<Wide<S>>;
   const Program& program = call.program;
-  const bool unit = GROUPED<S> && has_matrix_unit(), large = program.largest() >= LARGE_BLOCK;
-  if (program.is_chain() || program.largest() >= (unit ? LARGE_BLOCK_OF_UNIT : LARGE_BLOCK))
+  const bool few = call.tokens <= program.steps[0].in, large = program.largest() >= LARGE_BLOCK;
+  const bool unit = GROUPED<S> && has_matrix_unit(), pays = unit && !(call.trains && few);
+  if (program.is_chain() || program.largest() >= (pays ? LARGE_BLOCK_OF_UNIT : LARGE_BLOCK))
     if (call.trains || call.tokens > MAX_GEMV_TOKENS) return Path::BLAS;
   const Index products = program.products();
   const bool native = GROUPED<S> || (std::is_same_v<S, Float16> && has_half_products());
@@ -149,7 +150,7 @@ Path choose(const Call& call) {
   else if (std::is_same_v<S, Held<S>> && program.fewest() >= call.threads) most = L * 3 / 4;
   if (call.forward && call.tokens <= most) return Path::GEMV;
   const bool alone = program.steps.size() == 1;
-  if (alone && program.largest() >= LARGE_ALONE && call.tokens <= program.steps[0].in) return Path::BLAS;
+  if (alone && few && program.largest() >= LARGE_ALONE) return Path::BLAS;
   const bool plain = (alone || program.shares()) && products >= (GROUPED<S> ? LARGE_PLAIN_PAIRS : LARGE_PLAIN);
   return plain && call.tokens <= L ? Path::BLAS : Path::TILES;
 }

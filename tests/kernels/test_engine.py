@@ -1106,6 +1106,16 @@ def test_one_vector_of_tokens_is_left_to_blas_where_it_is_faster(family, dtype, 
     assert op.choose(numbers, dtype, 64, trains) == op.Path.TILES
 
 
+@pytest.mark.skipif(not HAS_UNIT, reason="this CPU has no matrix unit")
+@pytest.mark.parametrize(
+    ("tokens", "trains", "path"),
+    [(512, True, op.Path.BLAS), (512, False, op.Path.TILES), (513, True, op.Path.TILES)],
+)
+def test_large_blocks_are_the_matrix_units_for_many_tokens_alone(tokens, trains, path):
+    numbers = Monarch(blocks=4).structure(2048, 2048).program.numbers  # blocks of 512 x 512
+    assert op.choose(numbers, torch.bfloat16, tokens, trains) == path
+
+
 @pytest.mark.parametrize(("tokens", "path"), [(256, op.Path.BLAS), (257, op.Path.TILES)])
 def test_one_core_of_large_blocks_is_left_to_blas_for_no_more_tokens_than_its_fan_in(tokens, path):
     numbers = BlockDiagonal(blocks=16).structure(4096, 4096).program.numbers
