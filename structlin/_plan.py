@@ -105,14 +105,17 @@ class Plan:
             The model; for a model that is one linear layer, the new layer.
 
         Raises:
-            ValueError: the plan was applied already; the model was wrapped, or a layer replaced,
-                hooked or given other weights after the plan was made.
+            ValueError: the plan was applied already, or made without values (meta); the model was
+                wrapped, or a layer replaced, hooked or given other weights after the plan was made.
         """
         if self._used:
             raise ValueError("a plan is applied once; make a new one")
+        targets = [d.layer for d in self.decisions if d.resolved is not None]
+        if self.init == "project":
+            _require_projections(targets, self.projections)
         require_replaceable(self.model)
         declare = find_declare(self.model)
-        require_unchanged(self.model, [d.layer for d in self.decisions if d.resolved is not None])
+        require_unchanged(self.model, targets)
         self._require_same_values()
         self._used = True
         new = [
@@ -194,6 +197,15 @@ class Plan:
         for matrix in find_loose_matrices(self.model):
             table.row(matrix, "", "", "- (a parameter, no linear layer)")
         return str(table)
+
+
+def _require_projections(layers: Sequence[Layer], found: Mapping[str, Projection]) -> None:
+    for layer in layers:
+        if layer.name not in found:
+            raise ValueError(
+                f"layer {layer.name!r} was on the meta device, so that this plan has its size "
+                "alone; load the weights, and make a new one"
+            )
 
 
 def build_layer(

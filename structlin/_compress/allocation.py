@@ -56,7 +56,8 @@ def list_offers(decisions: Sequence[Decision], share: Share) -> Offers:
     """The sizes that each layer of an open size could have.
 
     Raises:
-        ValueError: a structure has no size to choose, or none that costs less than dense.
+        ValueError: a structure has no size to choose, or none that costs less than dense; the
+            smallest sizes cost more than what is kept.
     """
     found, without = {}, dict[str, str]()
     for layer, structure in ((d.layer, d.structure) for d in decisions if d.resolved is None):
@@ -77,6 +78,10 @@ def list_offers(decisions: Sequence[Decision], share: Share) -> Offers:
             f"keep={share.keep}: no size has fewer {COUNTS[share.count]} than dense in these "
             f"layers: {', '.join(without.values())}; exclude={[*without]} leaves them dense"
         )
+    if share.keep is not None and found and share.allocation == "uniform":
+        share_evenly([*found.values()], share.keep)
+    elif share.keep is not None and found:
+        _require_room([*found.values()], share.keep, share.count)
     return found
 
 
@@ -123,8 +128,6 @@ def choose_sizes(
         seen: what `observe` returned for all layers that are converted; None: without data.
         outputs: what `weigh_outputs` returned for them.
 
-    Raises:
-        ValueError: the smallest sizes are larger than what is kept.
     """
     if share.keep is None or not offers:
         return [*decisions]
@@ -136,7 +139,7 @@ def choose_sizes(
         weights = [1.0] * len(curves)
         if share.allocation == "error":
             weights = [1 / curve.whole if curve.whole else 1.0 for curve in curves]
-        sizes = allocate(curves, share.keep, weights, share.count)
+        sizes = allocate(curves, share.keep, weights)
     chosen = {layer.module: size for layer, size in zip(layers, sizes, strict=True)}
     return [_take_size(decision, chosen.get(decision.layer.module)) for decision in decisions]
 
@@ -170,9 +173,7 @@ def _take_size(decision: Decision, size: Size | None) -> Decision:
     return replace(decision, structure=size.family, resolved=size.structure)
 
 
-def allocate(
-    curves: Sequence[Curve], keep: float, weights: Sequence[float], count: str = "params"
-) -> list[Size]:
+def allocate(curves: Sequence[Curve], keep: float, weights: Sequence[float]) -> list[Size]:
     """A size for each layer: the least sum of weight times squared error within `keep`.
 
     Greedy on the lower convex hull of each layer's curve: all layers start at the smallest size,
@@ -183,13 +184,9 @@ def allocate(
 
     Args:
         curves: of each layer, see `measure_curve`.
-        keep: fraction of what the dense layers cost together, above 0 and at most 1.
+        keep: fraction of what the dense layers cost together, at most 1; the smallest sizes fit.
         weights: what a squared error of 1 in each layer does: for the sum of squared relative
             errors, 1 / `whole`.
-        count: what the costs are, for the message.
-
-    Raises:
-        ValueError: `keep` is below what the smallest sizes need.
 
     >>> import torch
     >>> from structlin import LowRank
@@ -200,7 +197,7 @@ def allocate(
     [LowRank(rank=1), LowRank(rank=7)]
     """
     limit = keep * sum(curve.sizes[-1].cost for curve in curves)
-    spent = _require_room(curves, keep, count)
+    spent = sum(curve.sizes[0].cost for curve in curves)
     paths = [_hull(curve) for curve in curves]
     taken = [0] * len(curves)  # steps of each layer on its path
     steps: list[tuple[float, int]] = []  # a heap: minus what a step gains for its cost, the layer
@@ -248,17 +245,15 @@ def share_evenly(sizes: Sequence[Sequence[Size]], keep: float) -> list[Size]:
     return found
 
 
-def _require_room(curves: Sequence[Curve], keep: float, count: str) -> int:
-    """What the smallest sizes cost."""
-    spent = sum(curve.sizes[0].cost for curve in curves)
-    total = sum(curve.sizes[-1].cost for curve in curves)
+def _require_room(sizes: Sequence[Sequence[Size]], keep: float, count: str) -> None:
+    """Raises: ValueError: the smallest sizes cost more than that share of the largest, dense."""
+    spent, total = (sum(own[n].cost for own in sizes) for n in (0, -1))
     if spent > keep * total:
         least = math.ceil(1e4 * spent / total) / 1e4
         raise ValueError(
             f"keep={keep} is {int(keep * total):,} {COUNTS[count]}; the smallest structures of "
             f"these layers have {spent:,}: keep={least:.4f} or more"
         )
-    return spent
 
 
 def _compare(curve: Curve, here: int, there: int) -> tuple[float, int]:

@@ -12,7 +12,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .._model.survey import Layer, eval_mode
 from .moments import Moments
@@ -36,7 +38,8 @@ class Call:
     def run(self, model: nn.Module) -> Any:
         """Make it again; the model gets copies of the tensors, and may change them."""
         args, kwargs = copy_values(self.args), copy_values(self.kwargs)
-        return model(*args, **kwargs, **_leave_out_cache(model, args, kwargs))
+        with _CheckLabels():
+            return model(*args, **kwargs, **_leave_out_cache(model, args, kwargs))
 
 
 def pick_calls(calls: Sequence[Call]) -> list[Call]:
@@ -81,8 +84,8 @@ def observe(
     Raises:
         TypeError: `batches` is a single batch, or neither iterable nor callable.
         ValueError: there is no batch; no layer saw an input; an input of a measured layer is not
-            finite (the message names the layer); an id is outside of an embedding; padding without
-            a mask, see `find_masks`.
+            finite (the message names the layer); an id is outside of an embedding; a label is of
+            no class; padding without a mask, see `find_masks`.
 
     >>> model = nn.Linear(2, 3, bias=False)
     >>> layers = [Layer(("",), model, 2, 3, "other")]
@@ -147,9 +150,9 @@ def find_shared(model: nn.Module) -> set[int]:
 
 @contextmanager
 def ready(model: nn.Module) -> Iterator[None]:
-    """Within it, the model runs as its layers are measured: in eval mode, by plain calls and with
-    ids that its embeddings have."""
-    with eval_mode(model), plain_calls(model), check_ids(model):
+    """Within it, the model runs as its layers are measured: in eval mode, by plain calls, with ids
+    that its embeddings have and labels that its losses have."""
+    with eval_mode(model), plain_calls(model), check_ids(model), _CheckLabels():
         yield
 
 
@@ -277,6 +280,33 @@ def _check_ids(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
             )
 
     return check
+
+
+class _CheckLabels(TorchFunctionMode):
+    """Within it, losses refuse labels for which they have no class.
+
+    Raises:
+        ValueError: then.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.cross_entropy, F.nll_loss) and not torch.compiler.is_compiling():
+            _require_classes(args[0], args[1], (kwargs or {}).get("ignore_index", -100))
+        return func(*args, **(kwargs or {}))
+
+
+def _require_classes(logits: Tensor, labels: Tensor, ignored: int) -> None:
+    """`logits`: `(classes,)` or `(rows, classes, ...)`."""
+    classes = logits.shape[min(1, logits.ndim - 1)]
+    if labels.is_floating_point() or not labels.numel():
+        return
+    known = labels[labels != ignored]
+    wrong = known[(known < 0) | (known >= classes)]
+    if wrong.numel():
+        raise ValueError(
+            f"batches: the label {wrong[0].item()} is outside of the loss, which has {classes:,} "
+            f"classes; {ignored} says that a label does not count"
+        )
 
 
 def _merge_orders(orders: Iterable[Sequence[nn.Module]]) -> list[nn.Module]:

@@ -130,7 +130,9 @@ def plan_compression(
     """What `compress` with the same arguments would do, without doing it.
 
     All is found now: the plan has the sizes, the cores, each layer's error and each block's.
-    `apply` refuses if the weights have changed by then.
+    `apply` refuses if the weights have changed by then. Of a model on the meta device it has the
+    sizes alone, where they need no values: `batches=None` with `allocation="uniform"` or
+    `keep=None`.
 
     Raises:
         ValueError, TypeError: what `compress` raises.
@@ -152,13 +154,18 @@ def plan_compression(
     selection |= {"split": split, "untie": untie, "sizes_open": keep is not None}
     decisions = decide(model, structure, **selection)
     layers = [decision.layer for decision in decisions if decision.structure is not None]
-    check_values(layers)
+    without_values = batches is None and all(layer.matrix.is_meta for layer in layers)
+    without_values &= share.keep is None or share.allocation == "uniform"
+    if not without_values:
+        check_values(layers)
     offers = list_offers(decisions, share)
     seen = None if batches is None else observe(model, layers, batches)
     outputs = weigh_outputs(model, layers, offers, share, seen, loss)
     decisions = choose_sizes(model, decisions, offers, share, seen, outputs, progress=progress)
     targets = list_targets(decisions)
-    if seen is None:
+    if without_values:
+        found = Projected({})
+    elif seen is None:
         found = Projected({target.layer.name: project_by_weight(*target) for target in targets})
     else:
         options: dict[str, Any] = {"refine_steps": refine, "progress": progress}

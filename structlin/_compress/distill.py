@@ -101,8 +101,8 @@ def distill(
             fewer than `steps` or without `held_out`; a number out of range; teacher and student are
             one or share trained parameters; parameters without values (meta); inference mode.
         TypeError: a model is no module; `batches` or `held_out` is a single batch.
-        FloatingPointError: the loss is not finite. After this error, as after any other,
-            parameters are what they were.
+        FloatingPointError: the loss or its gradients are not finite. After this error, as after any
+            other, parameters are what they were.
     Source: Hinton et al. 2015 (arXiv:1503.02531), section 2.
 
     >>> import copy
@@ -157,6 +157,7 @@ def distill(
                     "outputs on this batch are not finite"
                 )
             loss.backward()  # type: ignore[no-untyped-call]
+            _require_finite(trained, step)
             optimizer.step()
             if step in judged:
                 found = _judge(loss_of, judges)
@@ -278,6 +279,12 @@ def _repeat(batches: Iterable[Any], steps: int, held_out: range) -> Iterator[Any
 def _judge(loss_of: Callable[[Any], Tensor], held_out: list[Any]) -> float:
     """The mean loss of the held-out batches."""
     return sum(loss_of(batch).item() for batch in held_out) / len(held_out)
+
+
+def _require_finite(parameters: list[nn.Parameter], step: int) -> None:
+    norm = nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None)
+    if not norm.isfinite():
+        raise FloatingPointError(f"the gradients of step {step} are not finite, and its loss is")
 
 
 def _copy(parameters: list[nn.Parameter]) -> list[Tensor]:

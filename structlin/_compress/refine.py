@@ -108,7 +108,7 @@ def refine(
         its outputs have no token, or it does not make the same one again.
 
     Raises:
-        ValueError: the model turns gradients off.
+        ValueError: the model turns gradients off, or they are not finite.
     """
     with _put_in(block, new, shared) as vectors:
         cores = [core for layer in new.values() for core in layer.cores]
@@ -169,13 +169,15 @@ def _descend(
     generator, order = torch.Generator().manual_seed(0), list[int]()
     for parameter in parameters:
         parameter.requires_grad_()
-    for _ in range(steps):
+    for step in range(steps):
         order = order or torch.randperm(len(examples), generator=generator).tolist()
         example = examples[order.pop()]
         with example.state(), torch.enable_grad():
             loss = _gap(example, forward(*example.args, **example.kwargs)).square().mean()
             _require_gradients(loss.requires_grad, steps)
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        if step == 0 and not all(g.isfinite().all() for g in gradients if g is not None):
+            raise ValueError(f"refine={steps}: a block has gradients that are not finite")
         for master, gradient in zip(masters, gradients, strict=True):
             master.grad = None if gradient is None else gradient.to(master.dtype)
         optimizer.step()

@@ -415,6 +415,15 @@ def test_a_model_that_changes_its_input_changes_no_batch(pack):
 
 # ---- errors --------------------------------------------------------------------------------------
 
+
+class Rooted(nn.Sequential):
+    """Its outputs are those of its layers, and their gradients are not numbers."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y + (0 * y).sqrt()
+
+
 CASES = {
     "no batch": ({"batches": []}, ValueError, "batches has no batch"),
     "an iterator that ends": (
@@ -462,6 +471,11 @@ CASES = {
         FloatingPointError,
         r"the loss of step 4 is nan: lr=0.001 is too large, or",
     ),
+    "gradients, not finite": (
+        {"student": Rooted, "steps": 1},
+        FloatingPointError,
+        "the gradients of step 1 are not finite",
+    ),
     "Ctrl-C": (
         {"batches": _interrupted(), "held_out": BATCHES},
         KeyboardInterrupt,
@@ -474,9 +488,9 @@ CASES = {
 def test_an_error_names_what_is_wrong_and_leaves_the_model_as_it_was(case):
     changed, kind, message = CASES[case]
     teacher = dense()
-    student = converted(teacher)
-    before, modes = state(student), [module.training for module in student.modules()]
     options = {"teacher": teacher, "batches": BATCHES, "steps": 5, "lr": 1e-3} | changed
+    student = options.pop("student", nn.Sequential)(*converted(teacher))
+    before, modes = state(student), [module.training for module in student.modules()]
     with pytest.raises(kind, match=message):
         distill(student, **options, progress=False)
     assert all(torch.equal(student.state_dict()[name], value) for name, value in before.items())

@@ -338,3 +338,28 @@ def test_split_goes_with_keep_and_the_plan_says_so():
     model = planned.apply()
     assert model.h[0].attn.c_attn.label.startswith("3 x BTT(rank=")
     model(TOKENS)
+
+
+@pytest.mark.parametrize("allocation", ["sensitivity", "error", "uniform"])
+def test_a_share_that_no_sizes_reach_is_named_before_the_model_runs(allocation):
+    def run(model):
+        raise AssertionError("the model need not run")
+
+    with pytest.raises(ValueError, match=r"keep=0\.001.* or more"):
+        plan_compression(GPT(), BTT(), run, keep=0.001, allocation=allocation)
+
+
+def test_a_model_without_values_has_a_plan_of_sizes_alone():
+    options = {"keep": 0.5, "allocation": "uniform"}
+    planned = plan_compression(GPT(), LowRank(rank=1), None, **options)
+    model = GPT().to("meta")
+    sizes = plan_compression(model, LowRank(rank=1), None, **options)
+    assert [d.resolved for d in sizes.decisions] == [d.resolved for d in planned.decisions]
+    assert planned.errors
+    assert not sizes.errors
+    assert "LowRank(rank=" in str(sizes)
+    with pytest.raises(ValueError, match=r"layer 'h\.0\..*' was on the meta device"):
+        sizes.apply()
+    for other in ({"allocation": "error"}, {"batches": [torch.arange(3)]}):
+        with pytest.raises(ValueError, match="is on the meta device and has no values to keep"):
+            plan_compression(model, LowRank(rank=1), **{"batches": None, **options, **other})

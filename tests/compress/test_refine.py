@@ -10,6 +10,7 @@ from structlin import BTT, BlockDiagonal, LowRank, Monarch, compress, plan_compr
 from structlin._compress import refine
 from structlin._compress.refine import find_blocks
 from structlin._model.survey import linear_layers
+from tests.models import snapshot
 
 
 class Block(nn.Module):
@@ -33,6 +34,14 @@ class Model(nn.Module):
         for block in self.blocks:
             x, _ = block(x)
         return x
+
+
+class Rooted(Block):
+    """Its output is that of a block, and its gradients are not numbers."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        y, _ = super().forward(x)
+        return y + (0 * y).sqrt(), None
 
 
 @pytest.fixture
@@ -243,3 +252,13 @@ def test_a_model_without_gradients_is_calibrated_but_not_refined(off, part, batc
     monkeypatch.undo()
     expected = errors_of(batches, **options)
     assert found == pytest.approx(expected)
+
+
+def test_gradients_that_are_no_numbers_are_named_and_nothing_is_changed(model, batches):
+    model.blocks[1] = Rooted(16)
+    before = snapshot(model)
+    options = {"keep": None, "allocation": "error"}
+    with pytest.raises(ValueError, match="refine=2: a block has gradients that are not finite"):
+        compress(model, LowRank(rank=4), batches, refine=2, **options)
+    assert snapshot(model) == before
+    compress(model, LowRank(rank=4), batches, **options)

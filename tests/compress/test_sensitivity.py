@@ -5,6 +5,7 @@ from itertools import pairwise, product
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from structlin import BTT, LowRank, Monarch, compress, plan_compression
@@ -231,6 +232,11 @@ def test_ranks_chosen_by_sensitivity_are_near_the_best_of_all(seed):
         ({"loss": lambda y: y.detach().sum()}, TypeError, "requires_grad=False"),
         ({"loss": lambda y: 0 * y.sum()}, ValueError, "has only gradients of zero"),
         ({"loss": lambda y: (0 * y).sqrt().sum()}, ValueError, "gradients that are not finite"),
+        (
+            {"loss": lambda y: F.cross_entropy(y, torch.arange(20))},
+            ValueError,
+            "the label 8 is outside of the loss, which has 8 classes",
+        ),
     ],
 )
 @pytest.mark.parametrize("keep", [None, 0.5])

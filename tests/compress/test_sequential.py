@@ -21,6 +21,7 @@ from structlin import (
     Monarch,
     StructuredLinear,
     compress,
+    distill,
     plan_compression,
     project,
     to_dense,
@@ -429,6 +430,35 @@ def test_bad_input_is_one_error_and_leaves_nothing_behind(model, batches, messag
     assert all("forward" not in vars(m) for m in model.modules())
     assert torch.backends.mha.get_fastpath_enabled()
     assert threading.enumerate() == threads
+
+
+class Classifier(nn.Sequential):
+    """It forms its loss, as models of transformers do where they get labels."""
+
+    def forward(self, x, labels):
+        logits = super().forward(x)
+        loss = nn.functional.cross_entropy(logits.mT, labels)
+        return {"loss": loss, "logits": logits}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [(5, "the label 5 is outside of the loss, which has 5 classes"), (-3, "the label -3 is")],
+)
+@pytest.mark.parametrize("place", [0, 1])  # the first pass runs the first batch, not the second
+def test_a_label_out_of_range_is_named_before_anything_is_changed(wrong, message, place):
+    torch.manual_seed(0)
+    model = Classifier(nn.Linear(6, 8), nn.Linear(8, 5))
+    batches = [{"x": torch.randn(2, 9, 6), "labels": torch.randint(5, (2, 9))} for _ in range(16)]
+    batches[0]["labels"][0] = -100  # does not count
+    before = snapshot(model)
+    compress(copy.deepcopy(model), LowRank(rank=2), batches, keep=None, include="*")
+    batches[place]["labels"][1, 3] = wrong
+    with pytest.raises(ValueError, match=f"batches: {message}"):
+        compress(model, LowRank(rank=2), batches, keep=None, include="*")
+    with pytest.raises(ValueError, match=f"batches: {message}"):
+        distill(model, copy.deepcopy(model), batches, steps=16)
+    assert snapshot(model) == before
 
 
 def test_a_model_that_fails_in_the_compressed_run_alone_leaves_nothing_behind():
