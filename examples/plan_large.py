@@ -5,17 +5,16 @@ minutes.
     python examples/plan_large.py --model path/to/folder --keep 0.6       # of a config.json there
     python examples/plan_large.py --smoke
 
-The model is made on the meta device, where it has no values. Each layer keeps the same share;
-`structlin.compress` shares it out by what errors do, once there are weights. The minutes are an
-estimate, of one core of this machine: the FLOPs of the passes and of the inputs' covariances by the
-rate of a matrix product here, and the projections by the time of a small one, which grows with the
-cube of the width. `benchmarks.compression.smollm2` has measured seconds of a small model.
+The model is made on the meta device, where it has no values. Each layer keeps the largest size of
+the same share; `structlin.compress` shares out by what errors do, once there are weights. The
+minutes are an estimate, of one core of this machine: the FLOPs of the passes and of the inputs'
+covariances by the rate of a matrix product, and all else by the time of a small layer, which grows
+with the cube of the width. Both are measured at each start and printed.
 """
 
 import argparse
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,10 +25,10 @@ from torch import nn
 
 import structlin
 
-TRIAL = 256  # width of the small projection
-PASSES = 2 + 1 + 1 + 3  # two streams; one to observe, one for the inputs; gradients cost three
-GRAMS = 4  # covariances of a layer's inputs: dense, compressed, both, and once more for the sizes
-PROJECTIONS = 2  # of each layer: for the sizes, and for the one that was chosen
+TRIAL = 1024  # width of the small layer
+BATCH, FEW = 1024, 8  # tokens of a batch; batches where a few of them are enough
+PASSES = 2, 1 + 1 + 3  # two streams; of a few batches: the order, the inputs, gradients as three
+GRAMS = 1.5, 0.5  # covariances of z (half of it) and of x with z; of a few batches: of x
 GB, MINUTE = 1e9, 60.0
 
 
@@ -39,6 +38,8 @@ class Estimate(NamedTuple):
     rest: int  #: parameters of everything else
     passes: float  #: CPU seconds of the model's passes and of the inputs' covariances
     projections: float  #: CPU seconds
+    rate: float  #: FLOPs per CPU second, measured
+    layer: float  #: CPU seconds of a layer of width `TRIAL`, measured
 
 
 def build(folder: Path | None, smoke: bool) -> nn.Module:
@@ -62,21 +63,8 @@ def build(folder: Path | None, smoke: bool) -> nn.Module:
 
 def plan(model: nn.Module, keep: float) -> structlin.Plan:
     """Low rank, of the same share of each layer."""
-    shapes = {
-        (decision.layer.in_features, decision.layer.out_features)
-        for decision in structlin.plan(model, structlin.LowRank(rank=1)).decisions
-        if decision.structure is not None
-    }
-    ranks = {widths: int(keep * widths[0] * widths[1] / sum(widths)) for widths in shapes}
-    overrides = {
-        partial(_has_widths, widths): structlin.LowRank(rank=r) for widths, r in ranks.items()
-    }
-    return structlin.plan(model, structlin.LowRank(rank=1), overrides=overrides)
-
-
-def _has_widths(widths: tuple[int, int], module: nn.Module, name: str) -> bool:
-    weight = getattr(module, "weight", None)
-    return weight is not None and tuple(weight.shape) == widths[::-1]
+    options = {"keep": keep, "allocation": "uniform"}
+    return structlin.plan_compression(model, structlin.LowRank(rank=1), None, **options)
 
 
 def estimate(model: nn.Module, planned: structlin.Plan, tokens: int) -> Estimate:
@@ -85,16 +73,13 @@ def estimate(model: nn.Module, planned: structlin.Plan, tokens: int) -> Estimate
     widths = [(each.layer.in_features, each.layer.out_features) for each in chosen]
     dense = sum(a * b for a, b in widths)
     total = sum(parameter.numel() for parameter in model.parameters())
-    flops = 2 * tokens * PASSES * total
-    flops += 2 * tokens * GRAMS * sum(each[0] ** 2 for each in widths)
+    few = min(1.0, FEW * BATCH / tokens)
+    passes, grams = (every + few * some for every, some in (PASSES, GRAMS))
+    flops = 2 * tokens * (passes * total + grams * sum(each[0] ** 2 for each in widths))
     work = sum(a * b * max(a, b) for a, b in widths) / TRIAL**3
-    return Estimate(
-        dense,
-        sum(each.resolved.params for each in chosen),
-        total - dense,
-        flops / measure_rate(),
-        PROJECTIONS * work * time_projection(),
-    )
+    rate, layer = measure_rate(), time_layer()
+    kept = sum(each.resolved.params for each in chosen)
+    return Estimate(dense, kept, total - dense, flops / rate, work * layer, rate, layer)
 
 
 def measure_rate() -> float:
@@ -107,16 +92,14 @@ def measure_rate() -> float:
     return 2 * 1024**3 / min(seconds)
 
 
-def time_projection() -> float:
-    """CPU seconds of one projection of width `TRIAL`, the best of three."""
+def time_layer() -> float:
+    """CPU seconds that `compress` takes for a layer of width `TRIAL` and few tokens."""
     torch.manual_seed(0)
-    weight, x = torch.randn(TRIAL, TRIAL), torch.randn(4 * TRIAL, TRIAL)
-    structure, seconds = structlin.LowRank(rank=TRIAL // 4).structure(TRIAL, TRIAL), []
-    for _ in range(3):
-        start = time.process_time()
-        structlin.project(weight, structure, covariance=x.T @ x)
-        seconds.append(time.process_time() - start)
-    return min(seconds)
+    model = nn.Sequential(*(nn.Linear(TRIAL, TRIAL, bias=False) for _ in range(2)))
+    start = time.process_time()
+    batches = [torch.randn(TRIAL // 4, TRIAL)]
+    structlin.plan_compression(model, structlin.LowRank(rank=1), batches, progress=False)
+    return (time.process_time() - start) / len(model)
 
 
 def main(argv: list[str] | None = None) -> Estimate:
@@ -147,12 +130,15 @@ def main(argv: list[str] | None = None) -> Estimate:
         f"kept of these: {found.kept / found.dense:.1%}",
         *(
             f"{name}: {(found.dense + found.rest) * size / GB:.1f} GB -> "
-            f"{(found.kept + found.rest) * size / GB:.1f} GB"
+            f"{(found.kept + found.rest) * size / GB:.1f} GB; while compress runs "
+            f"{(found.dense + found.kept + found.rest) * size / GB:.1f} GB and what a block needs"
             for name, size in (("float32", 4), ("bfloat16", 2))
         ),
         f"compress on {options.tokens:,} tokens, CPU minutes of one core here: about "
         f"{found.passes / MINUTE:,.0f} of passes and covariances, "
         f"{found.projections / MINUTE:,.0f} of projections",
+        f"measured now: {found.rate / 1e9:.0f} GFLOPs per CPU second of a product of float32, "
+        f"{found.layer:.1f} CPU seconds of a layer {TRIAL} -> {TRIAL}",
     ]
     console.print("\n".join(lines))
     return found

@@ -16,7 +16,7 @@ def test_seven_billion_parameters_are_planned_without_their_values(capsys):
     assert len(chosen) == 32 * 7
     dense = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
     kept = sum(each.resolved.params for each in chosen)
-    assert 0.499 * dense < kept <= 0.5 * dense
+    assert 0.49 * dense < kept <= 0.5 * dense
 
 
 def test_the_program_prints_sizes_and_minutes(capsys):
@@ -30,12 +30,13 @@ def test_the_program_prints_sizes_and_minutes(capsys):
 
 def test_twice_the_tokens_take_twice_the_passes_and_the_same_projections(monkeypatch):
     monkeypatch.setattr(plan_large, "measure_rate", lambda: 1e9)
-    monkeypatch.setattr(plan_large, "time_projection", lambda: 1e-3)
+    monkeypatch.setattr(plan_large, "time_layer", lambda: 1e-3)
     model = plan_large.build(None, smoke=True)
     planned = plan_large.plan(model, 0.5)
-    one, two = (plan_large.estimate(model, planned, tokens) for tokens in (1000, 2000))
+    one, two, many = (plan_large.estimate(model, planned, tokens) for tokens in (1000, 2000, 2**20))
     assert two.passes == pytest.approx(2 * one.passes)
     assert two.projections == one.projections
+    assert many.passes < 2**20 / 1000 * one.passes  # gradients are of a few batches
 
 
 @pytest.mark.parametrize(
