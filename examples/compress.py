@@ -154,7 +154,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             vars(options).update(smoke, families=options.families[:2], budgets=options.budgets[:1])
         options.job = kind(options)
         options.out.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:  # transformers or scikit-learn is not here
         parser.error(str(error))
     return options
 
@@ -260,7 +260,8 @@ def require_equal(job: Job, model: nn.Module, loaded: nn.Module, folder: Path) -
 
 def size(model: nn.Module) -> dict[str, int]:
     summary = structlin.summary(model)
-    return {"params": summary.params, "flops": summary.flops}
+    whole = sum(each.numel() * each.element_size() for each in model.parameters())
+    return {"params": summary.params, "flops": summary.flops, "bytes": whole}
 
 
 def table(title: str, rows: list[dict[str, Any]]) -> Table:

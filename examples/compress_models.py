@@ -35,7 +35,7 @@ model = {0}.from_pretrained(folder)"""
 
 
 class Job(ABC):
-    """`ValueError` and `OSError` from its making are errors of the command line."""
+    """`ValueError`, `OSError` and `ImportError` from its making are errors of the command line."""
 
     defaults: ClassVar[dict[str, Any]] = {}  # options that are other than compress.SIZES
     judges = 4  # batches of training data by which distillation judges, and does not train
@@ -77,7 +77,7 @@ def choose_kind(model: str | None) -> type[Job]:
     if model is None:
         return SmallGPT
     path = Path(model)
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf":
         return CausalLM
     if not path.is_dir():
         return Digits
@@ -218,7 +218,7 @@ def read_language_model(path: Path) -> tuple[Any, Any]:
     Raises:
         ValueError, OSError: they cannot be read, or are not of one another.
     """
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise ValueError(f"--model {path}: no such file")
         return pretrained.read_gguf(path)

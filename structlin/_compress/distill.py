@@ -362,7 +362,9 @@ def _divergence(s: Tensor, t: Tensor, temperature: float) -> Tensor:
     Its gradient is softmax(s) - softmax(t), and exactly zero where s is t: Adam would take what is
     left by rounding for a direction.
     """
-    s, t = (promote(logits) / temperature for logits in (s, t))  # (..., classes)
+    s, t = promote(s), promote(t)  # (..., classes)
+    if temperature != 1:
+        s, t = s / temperature, t / temperature
     sum_s, sum_t = (logits.logsumexp(-1, keepdim=True) for logits in (s, t))  # (..., 1)
     p = (t - sum_t).exp()
     kl = (p * (t - s)).sum(-1) - (sum_t - sum_s).squeeze(-1)  # (...)

@@ -1,6 +1,7 @@
 """examples/compress.py at tiny sizes: every kind of model, what is kept, bad arguments."""
 
 import json
+import sys
 
 import pytest
 import safetensors.torch
@@ -250,6 +251,13 @@ def test_a_budget_that_no_sizes_reach_is_named_and_the_others_are_done(tmp_path)
     assert [row["budget"] for row in kept["rows"]] == [1.0, 0.5]
     assert kept["command"].endswith(" ".join(options[-4:]) + f" --out {tmp_path}")
     assert kept["cpu_seconds"] > 0
+
+
+def test_a_library_that_is_not_here_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SystemExit):
+        compress.main(["--smoke", "--model", str(tmp_path)])
+    assert "error: import of transformers halted" in capsys.readouterr().err
 
 
 def test_a_text_with_too_few_sentences_for_an_encoder_is_refused(tmp_path, capsys):
