@@ -423,6 +423,20 @@ def smollm2() -> dict[str, str]:
     return {"excess": "; ".join(found) or "not run"}
 
 
+def example() -> dict[str, str]:
+    """What examples/compress.py takes and gives for SmolLM2."""
+    result = read("compress")
+    dense, small = result["rows"]
+    return {
+        "minutes": f"{result['cpu_seconds'] / 60:.0f}",
+        "gigabytes": f"{result['peak_bytes'] / 1e9:.1f}",
+        "dense": f"{dense['after']['perplexity']:.1f}",
+        "after": f"{small['after']['perplexity']:.1f}",
+        "healed": f"{small['healed']['perplexity']:.1f}",
+        "megabytes": f"{small['bytes'] / 1e6:.0f}",
+    }
+
+
 def models() -> dict[str, str]:
     from benchmarks.models import DOCUMENT
 
@@ -577,6 +591,7 @@ GROUPS: dict[str, Callable[[], Mapping[str, str]]] = {
         "search": search,
         "moe": moe,
         "smollm2": smollm2,
+        "example": example,
         "models": models,
         "verdicts": count_verdicts,
         "cbs": cbs,

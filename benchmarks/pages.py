@@ -181,6 +181,18 @@ def smollm2() -> str:
     return table(["", *titles], cells)
 
 
+def said() -> str:
+    """What the language model of examples/compress.py says before and after, word by word."""
+    lines = ["```text"]
+    for answers in zip(*(row["sample"] for row in read("compress")["rows"]), strict=True):
+        lines.append(answers[0].split(" -> ")[0])
+        for row, answer in zip(read("compress")["rows"], answers, strict=True):
+            name = "dense" if row["budget"] == 1 else f"keep {row['budget']:g}"
+            text = answer.split(" -> ", 1)[1].replace("\n", "\\n")
+            lines.append(f"  {name}: {text}")
+    return "\n".join([*lines, "```"])
+
+
 def _perplexity(row: dict[str, Any] | None) -> str:
     return "-" if row is None else f"{row['perplexity']:.1f}"
 
@@ -292,6 +304,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "sentence encoder": minilm,
         "half of the encoder": minilm_half,
         "language model": smollm2,
+        "said": said,
         "vision": dinov2,
     },
 } | {f"docs/results/{page}.md": tables for page, tables in papers.TABLES.items()}

@@ -292,7 +292,7 @@ def table(title: str, rows: list[dict[str, Any]]) -> Table:
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """The first figure against parameters: right after conversion, and healed."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
-    panels = figure.subplots(1, 2)
+    panels = figure.subplots(1, 2, sharey=True)
     dense, *others = rows
     measured = next(iter(dense["after"]))
     for axes, when, title in zip(

@@ -388,6 +388,14 @@ def test_a_language_model_loses_less_than_by_the_peers():
         assert all(ours["high"] < each["low"] for name, each in found.items() if ", " not in name)
 
 
+def test_of_the_compressed_models_answers_the_first_alone_is_the_dense_ones():
+    dense, small = pages.read("compress")["rows"]
+    same = [one == other for one, other in zip(dense["sample"], small["sample"], strict=True)]
+    assert same == [True, False, False]
+    perplexities = [dense["after"], small["healed"], small["after"]]
+    assert perplexities == sorted(perplexities, key=lambda found: found["perplexity"])
+
+
 def test_a_transformer_from_scratch_ends_within_one_percent_of_dense():
     found = starts.compare_starts(record.read("starts")["rows"])
     for model in ("GPT-2", "nanoGPT", "ViT"):
