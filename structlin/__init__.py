@@ -25,7 +25,8 @@ from ._kernels.engine import show_config
 from ._linear import StructuredLinear
 from ._plan import Plan
 from ._product import apply, to_dense
-from ._projection import project, relative_error
+from ._projection import project
+from ._quantize import quantize
 from ._report import Summary, summary
 from ._structure import Core, Structure
 from ._widen import cost, widen
@@ -73,7 +74,7 @@ __all__ = [
     "plan",
     "plan_compression",
     "project",
-    "relative_error",
+    "quantize",
     "save",
     "scaling",
     "search",

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._arguments import require_choice
 from ._files import read_file, write_file
 from ._linear import StructuredLinear, uninitialised
 from ._model.survey import Layer, is_conv1d, linear_layers, swap
+from ._quantize import QuantizedLinear
 from ._state import tell_difference
 from ._structure import Structure
 from .moe import Mixture
@@ -121,17 +123,17 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
             "zero_init": module.zero_init,
             "sigma": module.stds,
             "mode": module.mode,
-            **_describe_routing(module),
+            **_describe_kind(module),
         }
         for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, StructuredLinear)
     }
 
 
-def _describe_routing(layer: StructuredLinear) -> dict[str, int]:
-    if not isinstance(layer, Mixture):
-        return {}
-    return {"experts": layer.experts, "top_k": layer.top_k}
+def _describe_kind(layer: StructuredLinear) -> dict[str, Any]:
+    """What a subclass computes with beside what every structured layer does."""
+    plain = StructuredLinear.computes_with(layer)
+    return {name: value for name, value in layer.computes_with().items() if name not in plain}
 
 
 def restructure(model: nn.Module, modules: Mapping[str, Mapping[str, Any]]) -> list[Replacement]:
@@ -212,18 +214,21 @@ def _build_layer(layer: Layer, data: Mapping[str, Any]) -> StructuredLinear | No
         _check_same(old, new, data["label"])
         return None
     new.label, new.conv1d, new.mode = data["label"], is_conv1d(old), data["mode"]
-    new.requires_grad_(weight.requires_grad)
+    if not isinstance(new, QuantizedLinear):
+        new.requires_grad_(weight.requires_grad)
     new.bias = bias
     return new.train(old.training)
 
 
 def _make_empty(data: Mapping[str, Any], *args: Any, **options: Any) -> StructuredLinear:
     """A layer of the kind that `data` describes, without values."""
-    if "experts" not in data:
-        return uninitialised(*args, **options)
-    options |= {"experts": data["experts"], "top_k": data["top_k"]}
-    mixture: Mixture = nn.utils.skip_init(Mixture, *args, **options)  # type: ignore[no-untyped-call]
-    return mixture
+    kind = StructuredLinear
+    if "experts" in data:
+        kind, options = Mixture, {**options, "experts": data["experts"], "top_k": data["top_k"]}
+    elif "quantized" in data:
+        require_choice("quantized", data["quantized"], ("int8",))
+        kind = QuantizedLinear
+    return uninitialised(*args, kind=kind, **options)
 
 
 def _check_same(old: StructuredLinear, new: StructuredLinear, label: str) -> None:

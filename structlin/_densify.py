@@ -8,8 +8,15 @@ from torch import nn
 
 from ._arguments import require_choice
 from ._linear import StructuredLinear
-from ._model.survey import build_dense_layer, find_loss, require_replaceable, swap
+from ._model.survey import (
+    build_dense_layer,
+    find_reason_to_keep,
+    find_sharding,
+    require_replaceable,
+    swap,
+)
 from ._plan import find_declare
+from ._quantize import QuantizedLinear
 from ._report import kind_of
 from ._timing import time_in_turn
 from .moe import Mixture
@@ -62,7 +69,7 @@ def densify(model: nn.Module, *, where: str = "everywhere", tokens: int | None =
     elif tokens is not None:
         raise ValueError(f"tokens={tokens!r} goes with where='slower', which times a call")
     for layer, names in layers.items():
-        if reason := _find_reason_to_keep(layer):
+        if reason := find_reason_to_keep(layer, QuantizedLinear):
             raise ValueError(f"layer {names[0]!r} {reason}")
     model = swap(model, [(names, build_dense_layer(layer)) for layer, names in layers.items()])
     declare(model)
@@ -84,18 +91,6 @@ def _find_structured(model: nn.Module) -> Layers:
     return names
 
 
-def _find_reason_to_keep(layer: StructuredLinear) -> str:
-    """Why no dense layer can take the place of this one; empty if one can."""
-    if type(layer) is not StructuredLinear:
-        return f"is a {type(layer).__name__}: its own behaviour would be lost"
-    return _find_sharding(layer) or find_loss(layer)
-
-
-def _find_sharding(layer: StructuredLinear) -> str:
-    sharded = any(hasattr(parameter, "full_tensor") for parameter in layer.parameters())
-    return "is sharded: gather it first" if sharded else ""
-
-
 def _find_slower(layers: Layers, tokens: int | None) -> Layers:
     """The layers that take longer than the dense ones that they would become."""
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
@@ -106,7 +101,7 @@ def _find_slower(layers: Layers, tokens: int | None) -> Layers:
         if isinstance(layer, Mixture):
             continue
         meta = "has no values (meta)" if layer.cores[0].is_meta else ""
-        if reason := _find_sharding(layer) or meta:
+        if reason := find_sharding(layer) or meta:
             raise ValueError(f"layer {names[0]!r} {reason}")
         kind = kind_of(layer)
         if kind not in slower:
@@ -119,10 +114,10 @@ def _find_slower(layers: Layers, tokens: int | None) -> Layers:
 @torch.no_grad()
 def _is_slower(layer: StructuredLinear, tokens: int) -> bool:
     """Whether the layer takes longer than the dense one it would become: medians of rounds."""
-    core = layer.cores[0]
-    random = torch.Generator(core.device).manual_seed(0)  # the user's random numbers stay
+    device, dtype = layer.cores[0].device, layer.compute_dtype
+    random = torch.Generator(device).manual_seed(0)  # the user's random numbers stay
     shape = tokens, layer.in_features
-    x = torch.randn(shape, generator=random, device=core.device, dtype=core.dtype)
+    x = torch.randn(shape, generator=random, device=device, dtype=dtype)
     calls = [partial(each.forward, x) for each in (layer, build_dense_layer(layer))]
-    own, dense = time_in_turn(calls, core.device)
+    own, dense = time_in_turn(calls, device)
     return own > dense

@@ -170,6 +170,12 @@ class StructuredLinear(DescribedModule):
         self._program = structure.program.fit(self.in_features, self.out_features)
 
     @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the cores, which x must have."""
+        core: Tensor = self.cores[0]
+        return core.dtype
+
+    @property
     def padding(self) -> tuple[int, int]:
         return self._program.padding
 
@@ -274,7 +280,9 @@ class StructuredLinear(DescribedModule):
         return options if self.mode == "auto" else f"{options}, mode={self.mode!r}"
 
 
-def uninitialised(*args: Any, **options: Any) -> StructuredLinear:
+def uninitialised(
+    *args: Any, kind: type[StructuredLinear] = StructuredLinear, **options: Any
+) -> StructuredLinear:
     """A layer whose parameters have no values yet, and that drew no random number."""
-    layer: StructuredLinear = nn.utils.skip_init(StructuredLinear, *args, **options)  # type: ignore[no-untyped-call]
+    layer: StructuredLinear = nn.utils.skip_init(kind, *args, **options)  # type: ignore[no-untyped-call]
     return layer

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from io import StringIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from ._kernels import engine, op
 from ._linear import StructuredLinear
 from ._model.parameters import parameters_of
 from ._model.survey import Layer, build_dense_layer, linear_layers, widths
+from ._quantize import QuantizedLinear
 from ._timing import time_in_turn
 from .moe import Mixture
 
@@ -63,6 +65,7 @@ class Row:
     #: "structured" or "dense": how a training step of so many tokens multiplies; "" if none were
     #: given
     way: str
+    bytes: int  #: of the parameters as they are stored, scales of int8 included
     seconds: float | None = None  #: of a forward and a backward pass, if it was measured
     dense_seconds: float | None = None  #: of the same layers dense, measured in turn
 
@@ -93,6 +96,11 @@ class Summary:
         return sum(row.flops for row in self.rows)
 
     @property
+    def bytes(self) -> int:
+        """Bytes of these parameters, scales of int8 included."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
     def saved(self) -> int:
         """Numbers that the linear layers keep for the backward pass, per token."""
         return sum(row.saved for row in self.rows)
@@ -111,6 +119,7 @@ class Summary:
         ways = ["runs as"] if any(row.way for row in self.rows) else []
         pads = ["padding"] if any(sum(row.padding) for row in self.rows) else []
         times = ["ms", "dense ms"] if self.seconds is not None else []
+        sizes = ["bytes"] if any(row.bytes != 4 * row.params for row in self.rows) else []
         head = (
             "layer",
             "x",
@@ -121,6 +130,7 @@ class Summary:
             "FLOPs/token",
             "/dense",
             "saved",
+            *sizes,
             *times,
         )
         table = Table(*head, *pads, *ways)
@@ -132,6 +142,7 @@ class Summary:
             counts = f"{row.params:,}", percent(row.params, row.dense_params)
             flops = f"{row.flops:,}", percent(row.flops, row.dense_flops), f"{row.saved:,}"
             last = (
+                *([f"{row.bytes:,}"] if sizes else []),
                 *_milliseconds(row.seconds, row.dense_seconds),
                 *([waste if columns + rows else ""] if pads else []),
                 *([row.way] if ways else []),
@@ -149,6 +160,7 @@ class Summary:
             f"{self.flops:,}",
             percent(self.flops, 2 * dense),
             f"{self.saved:,}",
+            *([f"{self.bytes:,}"] if sizes else []),
             *_milliseconds(self.seconds, self.dense_seconds),
         )
         table.row("other parameters", "", "", "", f"{self.other_params:,}")
@@ -162,7 +174,7 @@ def summary(model: nn.Module, *, tokens: int | None = None, measure: int | None 
     The column "saved" has the numbers that a layer keeps for its backward pass, for each token: in
     the compiled engine its input alone, which its neighbours may keep as well. On a GPU, for
     low-rank layers, for blocks so large that BLAS has them, and without the engine, it is the input
-    of every core.
+    of every core. A column "bytes" stands where parameters are not float32.
 
     Args:
         tokens: of one training step, over all leading dimensions; the table then shows whether each
@@ -236,13 +248,24 @@ def _describe(layer: Layer, tokens: int | None) -> Row:
     shape = layer.in_features, layer.out_features
     params = layer.in_features * layer.out_features
     if not isinstance(module, StructuredLinear):
-        return Row(name, 1, *shape, "dense", params, 2 * params, shape[0], (0, 0), "")
+        stored = _count_bytes(module.weight)
+        return Row(name, 1, *shape, "dense", params, 2 * params, shape[0], (0, 0), "", stored)
     way = "" if tokens is None else module.way(tokens)
-    structure, experts, top_k = module.structure, 1, 1
+    structure, experts, top_k, kind = module.structure, 1, 1, module.label
+    stored = sum(map(_count_bytes, module.cores))
+    if isinstance(module, QuantizedLinear):
+        kind, stored = f"{kind}, int8", stored + sum(map(_count_bytes, module.scales))
     if isinstance(module, Mixture):  # whose router is a layer of its own
         experts, top_k = module.experts, module.top_k
     counts = experts * structure.params, top_k * structure.flops, top_k * _count_saved(module)
-    return Row(name, 1, *shape, module.label, *counts, module.padding, way)
+    return Row(name, 1, *shape, kind, *counts, module.padding, way, stored)
+
+
+def _count_bytes(tensor: Any) -> int:
+    """The bytes of a tensor, and of the tensors that make one up, as of torchao's."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return int(tensor.nbytes)
+    return sum(_count_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
 
 
 def _count_saved(layer: StructuredLinear) -> int:
@@ -251,7 +274,7 @@ def _count_saved(layer: StructuredLinear) -> int:
     if layer.mode == "dense" or (
         core.device.type in ("cpu", "meta")
         and engine.load()
-        and op.choose(structure.program.numbers, core.dtype) != op.Path.BLAS
+        and op.choose(structure.program.numbers, layer.compute_dtype) != op.Path.BLAS
     ):
         return layer.in_features
     return sum(core.batch * core.repeat * core.fan_in for core in structure.cores)
@@ -267,6 +290,7 @@ def _join(row: Row, other: Row) -> Row:
         params=row.params + other.params,
         flops=row.flops + other.flops,
         saved=row.saved + other.saved,
+        bytes=row.bytes + other.bytes,
         seconds=row.seconds and row.seconds / row.layers * count,
         dense_seconds=row.dense_seconds and row.dense_seconds / row.layers * count,
     )
@@ -281,12 +305,11 @@ def _time(layer: Layer, tokens: int) -> tuple[float, float]:
         sharded = weight is not None and not weight.is_meta
         reason = "is sharded: gather it first" if sharded else "has no values (meta)"
         raise ValueError(f"measure={tokens}: layer {layer.name!r} {reason}")
-    device = weight.device
+    device, dtype = weight.device, getattr(module, "compute_dtype", weight.dtype)
     random = torch.Generator(device).manual_seed(0)  # the user's random numbers stay
     shape = layer.in_features, layer.out_features
     x, dy = (
-        torch.randn(tokens, width, generator=random, device=device, dtype=weight.dtype)
-        for width in shape
+        torch.randn(tokens, width, generator=random, device=device, dtype=dtype) for width in shape
     )
     modules = [module]
     if isinstance(module, Mixture):  # which stands for no one matrix

@@ -36,6 +36,9 @@ class Layer(Protocol):
     out_features: int
     cores: nn.ParameterList
 
+    @property
+    def compute_dtype(self) -> torch.dtype: ...
+
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
     def to_dense(self) -> Tensor: ...
@@ -60,7 +63,7 @@ class WeightView(Tensor):
         view: WeightView = Tensor._make_wrapper_subclass(
             cls,
             (layer.out_features, layer.in_features),
-            dtype=core.dtype,
+            dtype=layer.compute_dtype,
             device=core.device,
             requires_grad=not detached and any(core.requires_grad for core in layer.cores),
         )

@@ -201,7 +201,7 @@ def _match_names(
 
 
 def _find_cores(parameters: Iterable[str]) -> list[str]:
-    return [name for name in parameters if re.search(r"\.cores\.\d+$", name)]
+    return [name for name in parameters if re.search(r"\.(cores|scales)\.\d+$", name)]
 
 
 def _refuse_offloaded(parameters: Iterable[str]) -> None:

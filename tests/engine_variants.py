@@ -20,6 +20,7 @@ from typing import NamedTuple
 TESTS = [
     "tests/kernels/test_kernels.py",
     "tests/kernels/test_engine.py",
+    "tests/kernels/test_int8.py",
     "tests/kernels/test_polar.py",
     "-k",
     "not compiled and not build and not library and not fork and not without_it",

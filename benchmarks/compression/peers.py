@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import structlin
-
 Batch = dict[str, Tensor]
 Counts = dict[str, int]
 Layers = dict[str, nn.Linear]
@@ -288,22 +286,3 @@ PEERS: dict[str, Peer] = {
     "Wanda": wanda,
     "int8": int8,
 }
-
-
-@torch.no_grad()
-def round_weights(model: nn.Module, layers: Layers) -> int:
-    """Round all cores of a model and the weights of `layers` to int8, a scale for each row; their
-    bytes.
-
-    It is the rule of torchao's int8 weights, which takes nn.Linear alone: symmetric, the largest
-    entry of what makes an output (`(batch, fan_out)` of a core) becomes 127. Values stay in
-    float32: what is measured is what a file of int8 weights would give.
-    """
-    structured = [m for m in model.modules() if isinstance(m, structlin.StructuredLinear)]
-    cores = [core for layer in structured for core in layer.cores]  # (batch, fan_out, fan_in)
-    size = 0
-    for matrix in (*cores, *(layer.weight for layer in layers.values())):
-        scale = (matrix.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-12)
-        matrix.copy_((matrix / scale).round() * scale)
-        size += matrix.numel() + scale.nbytes
-    return size

@@ -7,10 +7,12 @@ with 135 million parameters at 0.9, 0.8 and 0.6 of those of its blocks' linear l
     python -m benchmarks.compression.smollm2 --smoke            # seconds: a tiny random model
 
 All methods see the same windows of Wikipedia. Ours: `structlin.compress` with each family
-("calibrated"), with each block refined too ("refined"), and the refined one healed by distillation
-on more of that text ("healed"). Peers: `benchmarks.compression.peers`, all with the same share of
-each layer; pruned models have as many nonzero values as the others have parameters, at dense's
-FLOPs and without the places of the values in their bytes.
+("calibrated"), its cores rounded by `structlin.quantize` ("int8"), with each block refined in place
+of that ("refined"), and the refined one healed by distillation on more of that text ("healed").
+"dense, int8" is dense layers in our int8 engine, "int8" is torchao's. Peers:
+`benchmarks.compression.peers`, all with the same share of each layer; pruned models have as many
+nonzero values as the others have parameters, at dense's FLOPs and without the places of the values
+in their bytes.
 
 Measured on text that calibrates nothing: perplexity of windows of C4, and of an encyclopedia; the
 divergence KL(dense || compressed) of next-token distributions on every second window of C4; and a

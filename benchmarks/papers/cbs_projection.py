@@ -26,6 +26,7 @@ import structlin
 from benchmarks.harness import figures
 from benchmarks.harness.experiment import Experiment, Row
 from benchmarks.harness.statistics import select
+from structlin._projection import relative_error
 
 FAMILIES: dict[str, Callable[..., structlin.Family]] = {
     "low-rank": lambda bonds: structlin.LowRank(rank=bonds[0]),
@@ -62,7 +63,7 @@ def measure(structure: str, rank: int, seed: int, **sides: int) -> Row:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(out_features, in_features, generator=generator, dtype=torch.float64)
     family = FAMILIES[structure](bonds)
-    error = structlin.relative_error(weight, family, structlin.project(weight, family))
+    error = relative_error(weight, family, structlin.project(weight, family))
     params = family.structure(in_features, out_features).params
     return {"bonds": bonds, "params": params, "error": error}
 
@@ -96,7 +97,7 @@ def containments(seed: int, width: int = 64) -> dict[str, float]:
         return rearrange(weight, "(a b) i -> (b a) i", a=n)
 
     def error(weight: Tensor, family: structlin.Family) -> float:
-        return structlin.relative_error(weight, family, structlin.project(weight, family))
+        return relative_error(weight, family, structlin.project(weight, family))
 
     btt, monarch = drawn(structlin.BTT(rank=1)), drawn(structlin.Monarch(blocks=n))
     return {

@@ -79,12 +79,12 @@ void forward_experts(Layer<S>& layer, const Routes<Wide<S>>& routes, const S* x,
 }
 
 template <class S>
-Tensor forward(const Tensor& given, const std::vector<Tensor>& cores, const std::optional<Tensor>& bias,
-               const std::optional<Tensor>& gains, const std::vector<double>& sigmas, const Indices& numbers,
-               const std::optional<Tensor>& weights, const std::optional<Tensor>& chosen) {
+Tensor forward(const Tensor& given, const std::vector<Tensor>& cores, const std::vector<Tensor>& scales,
+               const std::optional<Tensor>& bias, const std::optional<Tensor>& gains, const std::vector<double>& sigmas,
+               const Indices& numbers, const std::optional<Tensor>& weights, const std::optional<Tensor>& chosen) {
   using F = Wide<S>;
   Tensor x = contiguous_of(given);
-  Layer<S> layer(x, cores, gains, sigmas, numbers, chosen, true);
+  Layer<S> layer(x, cores, scales, gains, sigmas, numbers, chosen, true);
   const Program& program = layer.program;
   Indices shape = sizes_of(x);
   shape.back() = program.out;
@@ -266,7 +266,7 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
                              const std::optional<Tensor>& chosen) {
   using F = Wide<S>;
   Tensor x = contiguous_of(given), dy = contiguous_of(given_dy);
-  Layer<S> layer(x, cores, gains, sigmas, numbers, chosen, false);
+  Layer<S> layer(x, cores, {}, gains, sigmas, numbers, chosen, false);
   const Program& program = layer.program;
   const Index count = program.steps.size(), tokens = x.numel() / program.in;
   STD_TORCH_CHECK(gains ? gains->scalar_type() == ScalarType::Double : !(wants & OF_GAINS),
@@ -366,7 +366,13 @@ Tensor multiply(const Tensor& x, std::vector<Tensor> cores, std::optional<Tensor
                 std::optional<Tensor> chosen) {
   const std::vector<double> sigmas = given_sigmas.value_or(std::vector<double>());
   return by_dtype(
-      x, [&](auto s) { return forward<decltype(s)>(x, cores, bias, gains, sigmas, numbers, weights, chosen); });
+      x, [&](auto s) { return forward<decltype(s)>(x, cores, {}, bias, gains, sigmas, numbers, weights, chosen); });
+}
+
+Tensor multiply_int8(const Tensor& x, std::vector<Tensor> cores, std::vector<Tensor> scales, std::optional<Tensor> bias,
+                     Indices numbers) {
+  STD_TORCH_CHECK(!scales.empty(), "structlin: scales are needed for every core");
+  return by_dtype(x, [&](auto s) { return forward<decltype(s)>(x, cores, scales, bias, {}, {}, numbers, {}, {}); });
 }
 
 std::vector<Tensor> gradients(const Tensor& dy, const Tensor& x, std::vector<Tensor> cores, std::optional<Tensor> gains,
@@ -391,6 +397,7 @@ int64_t choose_path(const Tensor& like, Indices numbers, int64_t tokens, bool tr
 STABLE_TORCH_LIBRARY_IMPL(structlin_cpu, CPU, library) {
   library.impl("multiply", TORCH_BOX(&multiply));
   library.impl("layer", TORCH_BOX(&multiply));
+  library.impl("multiply_int8", TORCH_BOX(&multiply_int8));
   library.impl("gradients", TORCH_BOX(&gradients));
   library.impl("choose", TORCH_BOX(&choose_path));
   library.impl("polar", TORCH_BOX(&polar));

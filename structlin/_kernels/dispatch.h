@@ -123,8 +123,9 @@ inline bool has_half_products() {
 struct Call {
   const Program& program;
   Index tokens, threads;
-  bool forward;        // or backward
-  bool trains = true;  // whether a backward pass may follow, or is run
+  bool forward;          // or backward
+  bool trains = true;    // whether a backward pass may follow, or is run
+  bool rounded = false;  // whether the cores are int8, which a tile needs wide
 };
 
 enum class Path { BLAS, GEMV, TILES };
@@ -147,7 +148,7 @@ Path choose(const Call& call) {
   Index most = L;
   if (large && !unit) most = MAX_GEMV_TOKENS;
   else if (GROUPED<S>) most = L / 2;
-  else if (std::is_same_v<S, Held<S>> && program.fewest() >= call.threads) most = L * 3 / 4;
+  else if (std::is_same_v<S, Held<S>> && !call.rounded && program.fewest() >= call.threads) most = L * 3 / 4;
   if (call.forward && call.tokens <= most) return Path::GEMV;
   const bool alone = program.steps.size() == 1;
   if (alone && few && program.largest() >= LARGE_ALONE) return Path::BLAS;

@@ -3,7 +3,8 @@
 //     h_0 = x        h_(t+1)[b, r, o] = sum_i core_t[b, o, i] h_t[b, r, i]        y = h_last + bias
 //
 // Here vectors run along fan-in, and a token is a row. Sums stay in registers, so that each core is read once: some of
-// its rows times some tokens, which makes a whole vector of results.
+// its rows times some tokens, which makes a whole vector of results. A core of int8 is widened in registers, and each
+// sum times the scale of its row; instructions that multiply int8 (VNNI) would need activations of int8 too.
 
 #pragma once
 #include <tuple>
@@ -13,17 +14,17 @@
 namespace {
 
 // R rows of a core times N tokens, of which `h` and `next` are rows, `stride` numbers apart; a result for each row of
-// the core, in `columns`. Missing tokens of L / R repeat the others, which costs nothing.
-template <class S, int R, int N, class T>
-inline void gemv_rows(const S* core, Index in, const Held<S>* h, T* next, Index stride, const Index* columns,
-                      Wide<S> factor) {
+// the core, in `columns`. Missing tokens of L / R repeat the others, which costs nothing. A row of int8 has a factor.
+template <class S, int R, int N, class C, class T>
+inline void gemv_rows(const C* core, Index in, const Held<S>* h, T* next, Index stride, const Index* columns,
+                      const Wide<S>* factors) {
   using F = Wide<S>;
-  constexpr Index STEP = LANES<F> * GROUP<S>, EACH = LANES<F> / R;
+  constexpr Index STEP = LANES<F> * GROUP<S>;
   Vector<F> sum[R][N] = {}, all[LANES<F>];
   auto add = [&](Index i, Index count) __attribute__((always_inline)) {
-    decltype(load_a_row(core, count)) rows[R];
+    decltype(load_core_row<S>(core, count)) rows[R];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) rows[r] = load_a_row(core + r * in + i, count);
+    for (int r = 0; r < R; r++) rows[r] = load_core_row<S>(core + r * in + i, count);
 #pragma GCC unroll 4
     for (int t = 0; t < N; t++) {
       auto token = load_a_row(h + t * stride + i, count);
@@ -35,13 +36,19 @@ inline void gemv_rows(const S* core, Index in, const Held<S>* h, T* next, Index 
   for (; i + STEP <= in; i += STEP) add(i, STEP);
   if (i < in) add(i, in - i);
 #pragma GCC unroll 16
-  for (int j = 0; j < LANES<F>; j++) all[j] = sum[j / EACH][j % EACH % N];
+  for (int j = 0; j < LANES<F>; j++) all[j] = sum[j % R][j / R % N];
+  Vector<F> factor = *factors - Vector<F>{};
+  if constexpr (!std::is_same_v<C, S> && R > 1) {
+    F own[LANES<F>];
+    for (int j = 0; j < LANES<F>; j += R) std::memcpy(own + j, factors, R * sizeof(F));
+    factor = load(own);
+  }
   T found[LANES<F>];
   store(found, factor * sum_each<F>(all));
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int t = 0; t < N; t++) next[t * stride + columns[r]] = found[r * EACH + t];
+    for (int t = 0; t < N; t++) next[t * stride + columns[r]] = found[t * R + r];
 }
 
 struct Range {
@@ -64,20 +71,24 @@ inline Share share_of(const Step& step, Index part, Index end, Index parts) {
   return share;
 }
 
-// h_(t+1) from h_t, times a factor, for a share of a core. With 1 to 3 tokens more rows make a whole vector of results.
-template <class S, class T>
-void gemv_core(const Step& step, const S* core, Wide<S> factor, const Held<S>* h, T* next, Index stride, Index tokens,
-               const Share& share) {
+// h_(t+1) from h_t, times a factor, or one for each row, for a share of a core. With 1 to 3 tokens more rows make a
+// whole vector of results.
+template <class S, class C, class T>
+void gemv_core(const Step& step, const C* core, const Wide<S>* factors, const Held<S>* h, T* next, Index stride,
+               Index tokens, const Share& share) {
   constexpr int L = LANES<Wide<S>>, R = std::min(4, L);
+  constexpr bool each = !std::is_same_v<C, S>;
   for (Index block = share.batch.begin; block < share.batch.end; block++)
     for (Index r = share.repeat.begin; r < share.repeat.end; r++) {
       const Held<S>* from = h + (block * step.repeat + r) * step.in;
       T* to = next + step.writes.batch[block] + step.writes.repeat[r];
       auto multiply = [&]<int HEIGHT>(Index o) {
-        const S* rows = core + (block * step.out + o) * step.in;
+        const Index row = block * step.out + o;
+        const C* rows = core + row * step.in;
         const Index* columns = step.writes.fan.data() + o;
+        const Wide<S>* own = factors + each * row;
         auto some = [&]<int COUNT>(Index t) {
-          gemv_rows<S, HEIGHT, COUNT>(rows, step.in, from + t * stride, to + t * stride, stride, columns, factor);
+          gemv_rows<S, HEIGHT, COUNT>(rows, step.in, from + t * stride, to + t * stride, stride, columns, own);
         };
         if (tokens == 1) return some.template operator()<1>(0);
         Index t = 0;
@@ -108,7 +119,8 @@ void forward_gemv(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias) 
   const Indices& fan = first.reads.fan;
   const bool straight = fan.back() == first.in - 1 && std::is_sorted(fan.begin(), fan.end());
   const Index work = program.products() * tokens;
-  const bool large = program.params() * Index{sizeof(S)} >= 2 * caches().l2;  // so that no two threads read the same
+  const Index bytes = program.params() * (layer.rounded ? 1 : Index{sizeof(S)});
+  const bool large = bytes >= 2 * caches().l2;  // so that no two threads read the same
   const Index groups = tokens >= 2 * threads && work > 2 * MIN_PRODUCTS_PER_THREAD && !large ? threads : 1;
   thread_local Numbers<H> wide;
   const H* numbers = numbers_of<H, S>(x, tokens * program.in, wide);
@@ -133,8 +145,12 @@ void forward_gemv(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias) 
         Settings settings;
         const H* read = reinterpret_cast<const H*>(h);
         const Share share = share_of(step, part, end, parts);
-        if (t < last) gemv_core(step, core.given, core.factor, read, reinterpret_cast<H*>(next), stride, n, share);
-        else gemv_core(step, core.given, core.factor, read, next, stride, n, share);
+        auto multiply = [&](auto* to) {
+          if (core.rounded) gemv_core<S>(step, core.rounded, core.scales, read, to, stride, n, share);
+          else gemv_core<S>(step, core.given, &core.factor, read, to, stride, n, share);
+        };
+        if (t < last) multiply(reinterpret_cast<H*>(next));
+        else multiply(next);
       });
     }
     S* to = y + begin * program.out;

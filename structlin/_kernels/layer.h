@@ -63,12 +63,14 @@ auto by_dtype(const Tensor& x, const Run& run) {
 
 template <class S>
 struct Core {
-  const S* given;             // [batch][fan_out][fan_in]
-  const Held<S>* data;        // the same as it is multiplied; nothing for few tokens
-  Wide<S> factor = 1;         // gain * clip
-  double gain = 1, clip = 1;  // clip = min(1, sigma / RMS)
-  double squares = 0;         // n RMS^2 where it is clipped, or 0
-  S* gradient = nullptr;      // where it goes, if it is wanted
+  const S* given;                   // [batch][fan_out][fan_in]
+  const Held<S>* data;              // the same as it is multiplied; nothing for few tokens
+  Wide<S> factor = 1;               // gain * clip
+  double gain = 1, clip = 1;        // clip = min(1, sigma / RMS)
+  double squares = 0;               // n RMS^2 where it is clipped, or 0
+  S* gradient = nullptr;            // where it goes, if it is wanted
+  const int8_t* rounded = nullptr;  // the core is this times the scale of each row, and `given` is nothing
+  const Wide<S>* scales = nullptr;  // [batch][fan_out]
 };
 
 // Runs of a thousand products are summed as F, the runs in float64; all in float64 where F overflows or underflows
@@ -112,6 +114,18 @@ const T* numbers_of(const Tensor& tensor, Numbers<T>& memory) {
   return numbers_of<T, S>(static_cast<const S*>(tensor.data_ptr()), tensor.numel(), memory);
 }
 
+// Rows of int8, `in` numbers each, times their scales
+template <class H, class F>
+const H* scale_rows(const int8_t* from, const F* scales, Index rows, Index in, Numbers<H>& memory) {
+  H* to = memory.reserve(rows * in);
+  parallel_for(0, rows, std::max<Index>(1, MIN_PRODUCTS_PER_THREAD / in), [&](Index begin, Index end) {
+    for (Index row = begin; row < end; row++)
+      for (Index i = 0; i < in; i += LANES<F>)
+        store(to + row * in + i, scales[row] * load_bytes<F>(from + row * in + i, in - i), in - i);
+  });
+  return to;
+}
+
 Tensor contiguous_of(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
@@ -144,17 +158,22 @@ struct Layer {
   const Program& program;
   std::vector<Tensor> tensors;
   std::vector<Numbers<Held<S>>> memory;
+  std::vector<Numbers<F>> scale_memory;
   std::vector<Core<S>> cores;  // of the expert at hand
+  const bool rounded;          // whether the cores are int8
   const Index experts;         // 1: no mixture
   Index tokens;                // of all experts, or of the one at hand
   const Index share;           // of an expert on average
   const bool forward;          // or backward
 
-  Layer(const Tensor& x, const std::vector<Tensor>& given, const std::optional<Tensor>& gains,
-        const std::vector<double>& sigmas, const Indices& numbers, const std::optional<Tensor>& chosen, bool forward)
+  Layer(const Tensor& x, const std::vector<Tensor>& given, const std::vector<Tensor>& scales,
+        const std::optional<Tensor>& gains, const std::vector<double>& sigmas, const Indices& numbers,
+        const std::optional<Tensor>& chosen, bool forward)
       : held(check_program(program_of(numbers), x, given)),
         program(*held),
         memory(given.size()),
+        scale_memory(given.size()),
+        rounded(!scales.empty()),
         experts(chosen ? given[0].numel() / program.steps[0].params() : 1),
         tokens(chosen ? chosen->numel() : x.numel() / program.in),
         share((tokens + experts - 1) / std::max<Index>(1, experts)),
@@ -162,14 +181,27 @@ struct Layer {
     STD_TORCH_CHECK(
         !gains || (sizes_of(*gains) == Indices{static_cast<Index>(given.size())} && sigmas.size() == given.size()),
         "structlin: a gain and a sigma are needed for every core");
+    STD_TORCH_CHECK(!rounded || scales.size() == given.size(), "structlin: scales are needed for every core");
     for (size_t t = 0; t < given.size(); t++) {
       const Step& step = program.steps[t];
-      STD_TORCH_CHECK(
-          experts && given[t].numel() == experts * step.params() && given[t].scalar_type() == x.scalar_type(),
-          "structlin: core ", t, " has another size or dtype than the program and x ask for");
+      const auto dtype = rounded ? ScalarType::Char : x.scalar_type();
+      STD_TORCH_CHECK(experts && given[t].numel() == experts * step.params() && given[t].scalar_type() == dtype,
+                      "structlin: core ", t, " has another size or dtype than the program and x ask for");
       tensors.push_back(contiguous_of(given[t]));
-      const S* numbers = static_cast<const S*>(tensors[t].data_ptr());
-      Core<S> core{numbers, is_gemv() ? nullptr : numbers_of<Held<S>, S>(tensors[t], memory[t])};
+      const void* numbers = tensors[t].data_ptr();
+      Core<S> core{};
+      if (rounded) {
+        const Index rows = step.batch * step.out;
+        STD_TORCH_CHECK(
+            scales[t].numel() == rows && scales[t].scalar_type() == x.scalar_type() && scales[t].is_contiguous(),
+            "structlin: the scales of core ", t, " have another size, dtype or order than the program and x ask for");
+        core.rounded = static_cast<const int8_t*>(numbers);
+        core.scales = numbers_of<F, S>(scales[t], scale_memory[t]);
+        if (!is_gemv()) core.data = scale_rows<Held<S>>(core.rounded, core.scales, rows, step.in, memory[t]);
+      } else {
+        core.given = static_cast<const S*>(numbers);
+        if (!is_gemv()) core.data = numbers_of<Held<S>, S>(tensors[t], memory[t]);
+      }
       cores.push_back(core);
     }
     if (gains) normalise(*gains, sigmas);
@@ -183,7 +215,7 @@ struct Layer {
   }
 
   Call call() const { return {program, share, threads(), forward}; }
-  bool is_gemv() const { return choose<S>({program, tokens, threads(), forward, false}) == Path::GEMV; }
+  bool is_gemv() const { return choose<S>({program, tokens, threads(), forward, false, rounded}) == Path::GEMV; }
 
   // For each expert, with its cores at hand and `loads[expert]` tokens, `run(expert, first)`, `first` being the number
   // of its first row

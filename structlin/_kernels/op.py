@@ -2,6 +2,7 @@
 know.
 
     multiply(x, cores, bias, gains)         y = W(normalised cores) x + bias
+    multiply_int8(x, cores, scales, bias)   y = W(cores * scales) x + bias
     gradients(dy, x, cores, gains)          dx, dcores, dgains, dbias
 
 In a mixture `routes` are the weights and the numbers of each token's experts; cores lie expert by
@@ -53,7 +54,12 @@ torch.library.define(
     "(Tensor dy, Tensor x, Tensor[] cores, Tensor? gains, float[]? sigmas, int[] program, "
     "int wants, Tensor? weights, Tensor? chosen) -> Tensor[]",
 )
+torch.library.define(
+    "structlin_cpu::multiply_int8",
+    "(Tensor x, Tensor[] cores, Tensor[] scales, Tensor? bias, int[] program) -> Tensor",
+)
 _multiply = torch.ops.structlin_cpu.multiply.default
+_multiply_int8 = torch.ops.structlin_cpu.multiply_int8.default
 _layer = torch.ops.structlin_cpu.layer.default
 _gradients = torch.ops.structlin_cpu.gradients.default
 torch.library.define(
@@ -70,13 +76,17 @@ class Path(IntEnum):
     TILES = 2
 
 
-def pays(program: Program, x: Tensor) -> bool:
-    """Whether the engine takes x and is the faster way."""
+def pays(program: Program, x: Tensor, trains: bool | None = None) -> bool:
+    """Whether the engine takes x and is the faster way.
+
+    Args:
+        trains: whether a backward pass may follow; None: it is not known.
+    """
     if not available(x):
         return False
     if torch.compiler.is_compiling():
-        return choose(program.numbers, x.dtype) != Path.BLAS
-    trains = torch.is_grad_enabled()  # or may: it is not known
+        return choose(program.numbers, x.dtype, trains=trains is not False) != Path.BLAS
+    trains = torch.is_grad_enabled() if trains is None else trains
     return bool(_choose(program.numbers, x.dtype, x.numel() // x.shape[-1], trains))
 
 
@@ -164,6 +174,24 @@ def multiply(
             y = _Product.apply(*options, x, bias, gains, weights, *cores)  # type: ignore[no-untyped-call]
             return y
     y = _multiply(x, cores, bias, gains, sigmas, program.numbers, weights, chosen)
+    return y
+
+
+def multiply_int8(
+    program: Program,
+    cores: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    x: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """`multiply` by int8 cores, each row times its scale; autograd does not know it.
+
+    Args:
+        scales: `(batch, fan_out, 1)` each, of the dtype of x.
+    """
+    if bias is not None and bias.dtype != x.dtype:
+        bias = bias.to(x.dtype)
+    y: Tensor = _multiply_int8(x, cores, scales, bias, program.numbers)
     return y
 
 
@@ -311,6 +339,10 @@ def _fake_gradients(
 torch.library.register_fake("structlin_cpu::multiply", _fake_multiply)
 torch.library.register_fake("structlin_cpu::layer", _fake_multiply)
 torch.library.register_fake("structlin_cpu::gradients", _fake_gradients)
+torch.library.register_fake(
+    "structlin_cpu::multiply_int8",
+    lambda x, cores, scales, bias, program: x.new_empty(*x.shape[:-1], program[1]),
+)
 torch.library.register_autograd("structlin_cpu::layer", _backward, setup_context=_save)
 
 
@@ -341,6 +373,11 @@ def _(
     **_: Any,
 ) -> int:
     return sum(count_flops(x, program, chosen))
+
+
+@register_flop_formula(torch.ops.structlin_cpu.multiply_int8)
+def _(x: Any, cores: Any, scales: Any, bias: Any, program: Sequence[int], **_: Any) -> int:
+    return sum(count_flops(x, program))
 
 
 @register_flop_formula(torch.ops.structlin_cpu.gradients)

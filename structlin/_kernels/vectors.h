@@ -169,6 +169,30 @@ inline Vector<Wide<S>> load(const S* p, Index count) {
   return load(lanes);
 }
 
+// `count` numbers of int8 as F; the other lanes are zero
+template <class F>
+inline Vector<F> load_bytes(const int8_t* p, Index count) {
+  constexpr int L = LANES<F>;
+  int8_t lanes[L] = {};
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  if constexpr (sizeof(F) == 4) {
+    const __m128i* all = reinterpret_cast<const __m128i*>(p);
+    const __m128i bytes = count < L ? _mm_maskz_loadu_epi8((1 << count) - 1, p) : _mm_loadu_si128(all);
+    return bits_of<Vector<F>>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)));
+  }
+#endif
+  for (Index i = 0; i < count && count < L; i++) lanes[i] = p[i];
+  if (count < L) p = lanes;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (sizeof(F) == 4) return bits_of<Vector<F>>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadu_si64(p))));
+#elif defined(__SSE4_1__) && !defined(__AVX__)
+  if constexpr (sizeof(F) == 4) return bits_of<Vector<F>>(_mm_cvtepi32_ps(_mm_cvtepi8_epi32(_mm_loadu_si32(p))));
+#endif
+  Vector<F> v;
+  for (int i = 0; i < L; i++) v[i] = p[i];
+  return v;
+}
+
 template <class S>
 inline void store(S* p, const Vector<Wide<S>>& v, Index count) {
   if (count >= LANES<Wide<S>>) return store(p, v);
@@ -267,6 +291,21 @@ inline void add_product(Vector<float>& sum, const __m512bh& left, const __m512bh
   sum = bits_of<Vector<float>>(_mm512_dpbf16_ps(bits_of<__m512>(sum), left, right));
 }
 #endif
+
+// A row of a core, stored as S or as int8, to be multiplied by numbers held as Held<S>
+template <class S, class C>
+inline auto load_core_row(const C* p, Index count) {
+  if constexpr (std::is_same_v<C, S>) return load_a_row(p, count);
+#if STRUCTLIN_BF16
+  else if constexpr (GROUPED<S>) {
+    const Vector<float> low = load_bytes<float>(p, count),
+                        high = load_bytes<float>(p + 16, std::max<Index>(0, count - 16));
+    return bits_of<__m512bh>(_mm512_cvtne2ps_pbh(bits_of<__m512>(high), bits_of<__m512>(low)));
+  }
+#endif
+  else
+    return load_bytes<Wide<S>>(p, count);
+}
 
 // Interleave two rows of sums as one of pairs, where S goes in pairs; store `count` numbers of such a vector
 template <class S>

@@ -268,6 +268,19 @@ def find_loss(module: nn.Module) -> str:
     return ""
 
 
+def find_reason_to_keep(layer: StructuredLinear, *kinds: type[StructuredLinear]) -> str:
+    """Why no layer of another kind can take the place of this one, which may be a subclass of
+    `kinds`; empty if one can."""
+    if type(layer) not in (StructuredLinear, *kinds):
+        return f"is a {type(layer).__name__}: its own behaviour would be lost"
+    return find_sharding(layer) or find_loss(layer)
+
+
+def find_sharding(layer: StructuredLinear) -> str:
+    sharded = any(hasattr(parameter, "full_tensor") for parameter in layer.parameters())
+    return "is sharded: gather it first" if sharded else ""
+
+
 def _remain(held: Any) -> list[Any]:
     """The hooks without those that torch's weight_norm leaves behind.
 

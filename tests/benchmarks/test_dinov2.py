@@ -31,9 +31,9 @@ def test_smoke_runs_without_the_packages_every_method_in_every_way(monkeypatch, 
     monkeypatch.setattr(dinov2.pretrained, "read_fashion", lambda part: None)
     result = dinov2.EXPERIMENT.main(["--smoke", "--out", str(tmp_path)])
     assert {(row["method"], row["way"]) for row in result["rows"]} == {
-        ("dense", "dense"),
+        *(("dense", way) for way in ("dense", "int8")),
         *((name, "peer") for name in peers.PEERS),
-        *((name, way) for name in methods.FAMILIES for way in ("calibrated", "refined")),
+        *((name, way) for name in methods.FAMILIES for way in ("calibrated", "int8", "refined")),
         ("low-rank", "healed"),
     }
     dense = next(row for row in result["rows"] if row["way"] == "dense")

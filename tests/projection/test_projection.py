@@ -22,10 +22,9 @@ from structlin import (
     Split,
     Structure,
     project,
-    relative_error,
     to_dense,
 )
-from structlin._projection import alternating
+from structlin._projection import alternating, relative_error
 from structlin._projection.alternating import alternate
 from tests.catalogue import CASES, IDS, SMALL, SMALL_IDS, einsum_matrix, random_cores, structures
 

@@ -17,8 +17,9 @@ from transformers import AutoModel
 
 import structlin.hf  # noqa: F401  # which `put_in` below does not import
 from benchmarks.zoo import MODELS, logits
-from structlin import BTT, LowRank, StructuredLinear, convert, densify, load, save
+from structlin import BTT, LowRank, StructuredLinear, convert, densify, load, quantize, save
 from structlin._model.survey import widths
+from structlin._quantize import QuantizedLinear
 from structlin.moe import Mixture
 
 
@@ -57,6 +58,29 @@ def test_bfloat16_and_shards_come_back_bit_equal(name, tmp_path):
     loaded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert torch.equal(logits(loaded, name), before)
     assert next(iter(loaded.parameters())).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
+def test_int8_cores_come_back_bit_equal_and_lead_back_to_a_dense_model(name, tmp_path):
+    model = quantize(converted(name))
+    before = logits(model, name)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    kinds = [type(module) for module in loaded.modules() if isinstance(module, StructuredLinear)]
+    assert set(kinds) == {QuantizedLinear}
+    assert torch.equal(logits(loaded, name), before)
+    torch.testing.assert_close(logits(densify(loaded), name), before, atol=1e-4, rtol=1e-4)
+
+
+def test_a_checkpoint_without_a_scale_is_refused(tmp_path):
+    model = quantize(converted("llama"))
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    del state[next(name for name in state if name.endswith("scales.1"))]
+    save_file(state, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks cores of structured layers: .*scales\.1"):
+        type(model).from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("name", MODELS)
