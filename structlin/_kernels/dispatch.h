@@ -37,6 +37,7 @@ constexpr Index LARGE_PLAIN_PAIRS = 1 << 19;        // the same, of bfloat16 in 
 constexpr Index LARGE_TRANSPOSED = 3 << 19;  // products in training, of two-byte numbers the CPU multiplies: the same
 constexpr Index MAX_TILES_TOGETHER = 8;      // tiles for which a block beyond the second cache is read once
 constexpr Index MAX_SUM_BYTES = 1 << 30;     // bytes of all threads' sums of gradients
+constexpr Index BYTES_AHEAD = 1 << 12;       // bytes from what GEMV reads to what it fetches meanwhile
 constexpr Index MAX_REGISTER_ROWS = 8;       // rows of sums in registers
 
 // ---- the machine ------------------------------------------------------------------------------------------

@@ -33,7 +33,11 @@ inline void gemv_rows(const C* core, Index in, const Held<S>* h, T* next, Index 
     }
   };
   Index i = 0;
-  for (; i + STEP <= in; i += STEP) add(i, STEP);
+  for (; i + STEP <= in; i += STEP) {  // rows read side by side hide their order from the CPU
+    const char* ahead = reinterpret_cast<const char*>(core + i * R) + BYTES_AHEAD;
+    for (Index line = 0; line < R * STEP * Index{sizeof(C)}; line += 64) __builtin_prefetch(ahead + line);
+    add(i, STEP);
+  }
   if (i < in) add(i, in - i);
 #pragma GCC unroll 16
   for (int j = 0; j < LANES<F>; j++) all[j] = sum[j % R][j / R % N];
