@@ -59,7 +59,8 @@ class QuantizedLinear(StructuredLinear):
 
     def effective_cores(self) -> list[Tensor]:
         """`core * scale` of every core."""
-        return [core * scale for core, scale in zip(self._stored_cores(), self.scales, strict=True)]
+        pairs = zip(self._stored_cores(), self.scales, strict=True)
+        return [core.to(scale.dtype).mul_(scale) for core, scale in pairs]  # * takes a copy more
 
     @property
     def compute_dtype(self) -> torch.dtype:
