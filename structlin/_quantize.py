@@ -130,6 +130,7 @@ def quantize(
             meant is a `Mixture` or of another class of its own, has hooks, has cores that are no
             ordinary parameters (sharded, parametrised, pruned), without values (meta) or not
             finite; the model is wrapped, as for `convert`. The model is then as it was.
+
     >>> from structlin import BTT, convert, summary
     >>> model = convert(nn.Sequential(nn.Linear(1024, 1024)), BTT(rank=1))
     >>> before = summary(model).rows[0].bytes
