@@ -23,6 +23,7 @@ from ._families import (
 )
 from ._kernels.engine import show_config
 from ._linear import StructuredLinear
+from ._loss import linear_cross_entropy
 from ._plan import Plan
 from ._product import apply, to_dense
 from ._projection import project
@@ -65,6 +66,7 @@ __all__ = [
     "family",
     "init_std",
     "keep_ratios",
+    "linear_cross_entropy",
     "load",
     "lr_mult",
     "modular",
