@@ -66,7 +66,7 @@ def linear_cross_entropy(
             sharded layer (FSDP2): call this in the forward of the module that `fully_shard` got; a
             layer that computes with a parameter that is not its own.
         TypeError: an argument of another type or dtype.
-        RuntimeError: a second derivative is asked for, or fullgraph=True.
+        RuntimeError: a second derivative, fullgraph=True, or a transform of torch.func.
 
     >>> import torch.nn.functional as F
     >>> from structlin import BTT, StructuredLinear
@@ -400,6 +400,8 @@ def _check(
     require_choice("reduction", reduction, REDUCTIONS)
     if chunk is not None:
         require_positive("chunk", chunk)
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(f"linear_cross_entropy cannot run under torch.func: take {INSTEAD}")
     for name, parameter in layer.named_parameters():
         if hasattr(parameter, "full_tensor"):
             raise ValueError(

@@ -361,6 +361,8 @@ def test_a_second_derivative_is_refused():
     loss = linear_cross_entropy(x, layer, target)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"cannot run under torch\.func: take"):
+        torch.func.grad(lambda x: linear_cross_entropy(x, layer, target))(x)
 
 
 PROGRAM = """

@@ -2,6 +2,7 @@
 
     python -m benchmarks.speed.parts --only shares    # which part takes how much: results/parts
     python -m benchmarks.speed.parts --only remedies  # what changes that; the other rows stay
+    python -m benchmarks.speed.parts --only heads     # head and loss alone, on one thread
     python -m benchmarks.speed.parts --smoke          # seconds
 
 A part is taken out of the model (a norm or GELU becomes the identity, attention returns its values,
@@ -12,12 +13,16 @@ tied to, need not add up to one. A remedy changes how a part is computed. All st
 one process, on the same parameters, and the fast fifth of all rounds counts (the 20th percentile),
 since other programs only ever lengthen a step. The same command again adds its rounds to those in
 --out.
+
+Heads alone, forward and backward, are compared by the processor time of one thread, and by the most
+memory that a step takes; each run replaces the last.
 """
 
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -38,34 +43,10 @@ from benchmarks.speed.model import NO_DROPOUT, TOKENS, Absent
 SIZES = {"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
 SMOKE = {"n_embd": 64, "n_layer": 1, "n_head": 1, "vocab_size": 96}
 BATCH, CONTEXT = 2, 256
-CHUNK = 128  # tokens
 HEAD = structlin.BTT(rank=8)
+TOKENS_ALONE = (1024, 4096)
+TORCH_CHUNK = 256  # tokens; 512 are as fast, 128 slower, and torch's own choice the slowest
 FULL, LAST = "all of it", "all of it, last"
-
-
-class ChunkedLoss(torch.autograd.Function):
-    """Cross-entropy of a head, chunk by chunk of tokens: no matrix of all logits, and gradients at
-    once."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        loss, dhidden, dweight = hidden.new_zeros(()), [], torch.zeros_like(weight)
-        for h, label in zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True):
-            logits = h @ weight.mT  # (chunk, vocabulary)
-            total = logits.logsumexp(-1, keepdim=True)
-            loss += (total.squeeze(1) - logits.gather(1, label[:, None]).squeeze(1)).sum()
-            error = logits.sub_(total).exp_()
-            error[torch.arange(len(h)), label] -= 1
-            error /= len(hidden)
-            dhidden.append(error @ weight)
-            dweight.addmm_(error.mT, h)
-        ctx.save_for_backward(torch.cat(dhidden), dweight)
-        return loss / len(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor, None]:
-        dhidden, dweight = ctx.saved_tensors
-        return scale * dhidden, dweight.mul_(scale), None
 
 
 class Constant(nn.Module):
@@ -102,11 +83,13 @@ class Step:
         return F.cross_entropy(self.model.lm_head(hidden), self.labels)
 
     def chunked_loss(self, hidden: Tensor) -> Tensor:
-        loss: Tensor = ChunkedLoss.apply(hidden, self.model.lm_head.weight, self.labels)
-        return loss
+        return structlin.linear_cross_entropy(hidden, self.model.lm_head, self.labels)
 
     def structured_loss(self, hidden: Tensor) -> Tensor:
         return F.cross_entropy(self.new_head(hidden), self.labels)
+
+    def structured_chunked_loss(self, hidden: Tensor) -> Tensor:
+        return structlin.linear_cross_entropy(hidden, self.new_head, self.labels)
 
     def __call__(self) -> Tensor:
         self.model.zero_grad()
@@ -192,13 +175,93 @@ def remedies(step: Step) -> dict[str, Callable[[], Any]]:
     foreach, loop = (step.make_optimizer(foreach=each) for each in (True, False))
     return {
         "GELU as one operation": gelu,
-        f"head and loss in chunks of {CHUNK} tokens": chunks,
+        "loss in chunks": chunks,
         "both": lambda: both(gelu(), chunks()),
         f"head {HEAD.label}, not tied": lambda: attribute(step, "loss", step.structured_loss),
+        f"head {HEAD.label}, loss in chunks": lambda: attribute(
+            step, "loss", step.structured_chunked_loss
+        ),
         "AdamW, foreach in place of fused": lambda: attribute(step, "optimizer", foreach),
         "AdamW, one by one in place of fused": lambda: attribute(step, "optimizer", loop),
         "attention as separate operations": lambda: attention_by(step, "eager"),
     }
+
+
+# ---- the head and the loss alone -----------------------------------------------------------------
+
+
+def losses(width: int, vocabulary: int, tokens: int) -> dict[tuple[str, str], Callable[[], Any]]:
+    """(head, way) -> forward and backward of the head and the loss."""
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, width, requires_grad=True)
+    labels = torch.randint(vocabulary, (tokens,))
+    heads: dict[str, nn.Module] = {"nn.Linear": nn.Linear(width, vocabulary, bias=False)}
+    families = {
+        "BTT r=1": structlin.BTT(rank=1),
+        "low-rank d/8": structlin.LowRank(rank=width // 8),
+    }
+    for name, family in families.items():
+        heads[name] = structlin.StructuredLinear(width, vocabulary, family, bias=False)
+    works: dict[tuple[str, str], Callable[[], Tensor]] = {}
+    for name, head in heads.items():
+        works[name, "all logits"] = partial(lambda h: F.cross_entropy(h(hidden), labels), head)
+        works[name, "in chunks"] = partial(structlin.linear_cross_entropy, hidden, head, labels)
+    if hasattr(nn, "LinearCrossEntropyOptions"):  # torch 2.13
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=TORCH_CHUNK)
+        weight = heads["nn.Linear"].weight
+        works["nn.Linear", f"torch, chunks of {TORCH_CHUNK}"] = partial(
+            F.linear_cross_entropy, hidden, weight, labels, options=options
+        )
+    leaves = {name: [hidden, *head.parameters()] for name, head in heads.items()}
+    return {
+        key: partial(lambda work, each: torch.autograd.grad(work(), each), work, leaves[key[0]])
+        for key, work in works.items()
+    }
+
+
+def measure_heads(sizes: dict[str, int], counts: Sequence[int], heat: Heat) -> list[Row]:
+    """Every loss for so many tokens: processor time in turns, and bytes."""
+    rows = []
+    for n, tokens in enumerate(counts):
+        works = losses(sizes["n_embd"], sizes["vocab_size"], tokens)
+        peaks = {key: timing.peak_bytes(work, "cpu") for key, work in works.items()}
+        own = replace(heat, share=1 / (len(counts) - n))
+        times = race(works, own, clock=processor_seconds).seconds
+        rows += [
+            {
+                "head": head,
+                "name": way,
+                "tokens": tokens,
+                "ms": [round(1e3 * sample, 1) for sample in times[head, way]],
+                "x": timing.ratio(times[head, "all logits"], times[head, way]),
+                "peak_bytes": peaks[head, way],
+            }
+            for head, way in works
+        ]
+    return rows
+
+
+def processor_seconds(work: Callable[[], Any], device: str) -> float:
+    """Of this process, which other programs do not lengthen much."""
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def show_heads(rows: Sequence[Row]) -> Table:
+    shown = [
+        {
+            "head": row["head"],
+            "loss": row["name"],
+            "tokens": str(row["tokens"]),
+            "ms": f"{median(row['ms']):.0f}",
+            "x": f"{row['x']['median']:.2f} ({row['x']['p20']:.2f}-{row['x']['p80']:.2f})",
+            "MB": f"{row['peak_bytes'] / 1e6:.0f}",
+        }
+        for row in rows
+    ]
+    rounds = len(rows[-1]["ms"])
+    return report.grid(f"head and loss alone, one thread, medians of {rounds} rounds", shown)
 
 
 # ---- measuring and showing -----------------------------------------------------------------------
@@ -240,20 +303,6 @@ def parts_of_whole(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {name: ms / fast[FULL] for name, ms in fast.items()}
 
 
-def show_shares(result: Row) -> str:
-    """The table of docs/speed.md."""
-    found = parts_of_whole(result["shares"]["rows"])
-    cells = [[name, f"{100 * (1 - part):.0f} %"] for name, part in found.items() if name != FULL]
-    return report.table(["part", "share of the step"], cells)
-
-
-def show_remedies(result: Row) -> str:
-    """The table of docs/speed.md."""
-    found = parts_of_whole(result["remedies"]["rows"])
-    cells = [[name, f"{1 / part:.2f}x"] for name, part in found.items() if name != FULL]
-    return report.table(["", "speed of the step"], cells)
-
-
 def show(title: str, rows: Sequence[Row]) -> Table:
     found = parts_of_whole(rows)
     shown = [
@@ -270,24 +319,32 @@ def show(title: str, rows: Sequence[Row]) -> Table:
 
 def main(argv: list[str] | None = None) -> Row:
     about, pieces = parser(__doc__, workers=None), {"shares": shares, "remedies": remedies}
-    about.add_argument("--only", choices=pieces, help="measure this alone (default: both)")
-    about.add_argument("--seconds", type=float, default=30, help="of rounds, for each of both")
+    about.add_argument("--only", choices=[*pieces, "heads"], help="this alone (default: all)")
+    about.add_argument("--seconds", type=float, default=30, help="of rounds, for each of them")
     options = about.parse_args(argv)
     structlin.show_config()  # builds the engine, so that no time has that in it
     sizes, batch, context = (SMOKE, 1, 16) if options.smoke else (SIZES, BATCH, CONTEXT)
-    step, path = Step(sizes, batch, context), result_path(options, "parts")
-    setting = {"sizes": sizes, "batch": batch, "context": context}
-    result: Row = {"setting": setting | {"threads": torch.get_num_threads()}}
+    path, threads = result_path(options, "parts"), torch.get_num_threads()
+    setting = {"sizes": sizes, "batch": batch, "context": context, "threads": threads}
+    result: Row = {"setting": setting}
     kept = json.loads(path.read_text()) if path and path.exists() else {}
-    if kept.get("setting") == result["setting"]:
-        result |= {name: kept[name] for name in pieces if name in kept}
-    for name in [options.only] if options.only else pieces:
+    if kept.get("setting") == setting:
+        result |= {name: kept[name] for name in (*pieces, "heads") if name in kept}
+    for name in [options.only] if options.only else [*pieces, "heads"]:
         end = time.perf_counter() + options.seconds
         heat = Heat(rounds=(2, 2) if options.smoke else (2, 15), end=end)
-        rows = measure(pieces[name](step), step, heat)
-        add_rounds(rows, result.get(name, {}).get("rows", []))
+        if name == "heads":
+            torch.set_num_threads(1)
+            rows = measure_heads(sizes, (8,) if options.smoke else TOKENS_ALONE, heat)
+            torch.set_num_threads(threads)
+            table = show_heads(rows)
+        else:
+            step = Step(sizes, batch, context)
+            rows = measure(pieces[name](step), step, heat)
+            add_rounds(rows, result.get(name, {}).get("rows", []))
+            table = show(name, rows)
         result[name] = {"rows": rows, "environment": environment()}
-        Console(width=120).print(show(name, rows))
+        Console(width=120).print(table)
     if path:
         save_json(path, **result)
     return result

@@ -6,8 +6,6 @@ import json
 from contextlib import nullcontext
 
 import pytest
-import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
@@ -33,25 +31,18 @@ def gradients(step, change):
     return loss, [p.grad.clone() for p in step.model.parameters()]
 
 
-def test_the_loss_in_chunks_and_its_gradients_are_those_of_cross_entropy():
-    torch.manual_seed(0)
-    hidden = torch.randn(300, 8, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(40, 8, dtype=torch.float64, requires_grad=True)
-    labels = torch.randint(40, (300,))
-    losses = [
-        parts.ChunkedLoss.apply(hidden, weight, labels),
-        F.cross_entropy(hidden @ weight.T, labels),
-    ]
-    assert 2 * parts.CHUNK < 300
-    assert_close(*losses)
-    ours, theirs = (torch.autograd.grad(3 * loss, [hidden, weight]) for loss in losses)
-    assert_close(ours, theirs)
+def test_every_way_of_the_head_alone_has_the_same_gradients():
+    works = parts.losses(16, 40, 24)
+    assert len(works) == 7
+    for (head, _), work in works.items():
+        assert_close(work(), works[head, "all logits"]())
 
 
 def test_a_remedy_that_claims_to_compute_the_same_does(step):
     loss, plain = gradients(step, nullcontext)
     remedies = parts.remedies(step)
-    for name in ("GELU as one operation", "both", "attention as separate operations"):
+    names = ("GELU as one operation", "loss in chunks", "both", "attention as separate operations")
+    for name in names:
         found, grads = gradients(step, remedies[name])
         assert_close(found, loss, rtol=1e-5, atol=1e-6)
         assert_close(grads, plain, rtol=1e-4, atol=1e-5)
@@ -61,7 +52,7 @@ def test_what_is_taken_out_is_out_and_in_again_afterwards(step):
     before = {name: type(module) for name, module in step.model.named_modules()}
     names = (step.loss, step.optimizer, step.model.config._attn_implementation)
     changed = {**parts.shares(step), **parts.remedies(step)}
-    assert len(changed) == 7 + 7
+    assert len(changed) == 7 + 8
     for name, change in changed.items():
         with change():
             now = {key: type(module) for key, module in step.model.named_modules()}
@@ -84,17 +75,17 @@ def test_a_step_without_an_optimizer_moves_nothing_and_one_with_moves(step):
 
 
 def test_the_same_command_adds_its_rounds_and_keeps_the_other_piece(tmp_path):
-    for only in ("shares", "remedies", "shares"):
+    for only in ("shares", "heads", "remedies", "shares"):
         parts.main(["--smoke", "--only", only, "--out", str(tmp_path)])
     result = json.loads((tmp_path / "parts.json").read_text())
     assert result["shares"]["rows"][0]["name"] == parts.FULL  # measured twice a round
     assert [len(row["ms"]) for row in result["shares"]["rows"]] == [8] + 7 * [4]
-    assert [len(row["ms"]) for row in result["remedies"]["rows"]] == [4] + 7 * [2]
+    assert [len(row["ms"]) for row in result["remedies"]["rows"]] == [4] + 8 * [2]
+    assert [len(row["ms"]) for row in result["heads"]["rows"]] == 7 * [2]
+    assert all(row["peak_bytes"] > 0 for row in result["heads"]["rows"])
 
 
-def test_the_tables_show_shares_and_speeds_of_fast_rounds():
+def test_the_time_of_a_change_is_that_of_fast_rounds():
     rows = [{"name": parts.FULL, "ms": [10, 10, 30]}, {"name": "norms", "ms": [8, 8, 30]}]
-    assert parts.show_shares({"shares": {"rows": rows}}).splitlines()[2:] == ["| norms | 20 % |"]
-    shown = parts.show_remedies({"remedies": {"rows": rows}}).splitlines()[2:]
-    assert shown == ["| norms | 1.25x |"]
+    assert parts.parts_of_whole(rows) == {parts.FULL: 1, "norms": 0.8}
     assert not doctest.testmod(parts).failed
