@@ -43,9 +43,9 @@ def linear_cross_entropy(
     The layer takes a chunk of tokens at a time. The chunk's loss and gradients are computed at once
     and the logits are freed, so that nothing is computed twice; `backward` multiplies the gradients
     by the one that comes in. Sums over chunks are in float32 at least. Without gradients (no_grad,
-    or nothing requires one) only the loss is computed. Hooks of the layer run once per chunk, hooks
-    of parameters once. A program that torch.compile makes stops here and goes on behind
-    (fullgraph=True refuses).
+    or nothing requires one) only the loss is computed. Hooks of the layer run once per chunk, and
+    see gradients of the chunk's sum of losses; hooks of parameters run once. A program that
+    torch.compile makes stops here and goes on behind (fullgraph=True refuses).
 
     Args:
         input: `(..., in_features)`, floating point.
@@ -55,7 +55,7 @@ def linear_cross_entropy(
         weight, ignore_index, label_smoothing: as of `F.cross_entropy`.
         reduction: "mean" or "sum".
         chunk: tokens per chunk. None: as many as have 16 MiB of logits in float32, or as many
-            logits as the layer has numbers to train, whichever is more.
+            logits as the layer has parameters, whichever is more.
 
     Returns:
         The loss, a scalar of the dtype that `F.cross_entropy` gives; NaN as there, where the mean
@@ -103,7 +103,7 @@ def _run(
     wide = torch.promote_types(rows.dtype, torch.float32)
     labels = _Labels.of(target, ignore_index, weight, label_smoothing, classes, wide)
     head = (_Linear if _is_plain(layer, rows) else _Head)(layer, rows, wide)
-    size = chunk or _choose_chunk(classes, head)
+    size = chunk or _choose_chunk(classes, layer)
     space = rows.new_empty((min(size, len(rows)), classes), dtype=wide, requires_grad=False)
     loss, dtype = labels.own.new_zeros(()), wide
     # the hooks of a checkpoint outside are not for what is used up here
@@ -224,9 +224,8 @@ class _Head:
         self.trains = self.learns_rows or bool(self.leaves)
         self.sums: dict[str, Tensor] = {}
         self.drows = torch.zeros_like(rows.detach()) if self.learns_rows else None
-        self.shares = any(
-            map(parametrize.is_parametrized, layer.modules())
-        )  # a graph of all chunks
+        # a graph of all chunks: what is parametrised is computed once
+        self.shares = any(map(parametrize.is_parametrized, layer.modules()))
         self.scale = 1.0
 
     def multiply(self, x: Tensor, space: Tensor) -> Any:
@@ -298,9 +297,9 @@ def _count_classes(layer: nn.Module, rows: Tensor) -> int:
     return int(logits.shape[1])
 
 
-def _choose_chunk(classes: int, head: _Head) -> int:
-    trained = sum(leaf.numel() for leaf in head.leaves.values())
-    tokens = max(CHUNK_BYTES // 4, trained) // max(classes, 1)
+def _choose_chunk(classes: int, layer: nn.Module) -> int:
+    read = sum(each.numel() for each in layer.parameters())  # once per chunk
+    tokens = max(CHUNK_BYTES // 4, read) // max(classes, 1)
     return max(1, tokens - tokens % TOKENS_STEP if tokens > TOKENS_STEP else tokens)
 
 

@@ -192,10 +192,12 @@ def test_gradients_that_float16_has_no_number_for_after_division_are_kept():
 @pytest.mark.parametrize("kind", ["dense", "BTT", "tied"])
 def test_under_autocast_it_is_what_cross_entropy_is_there(kind):
     layer, (x, target) = make_layer(kind, torch.float32), draw(dtype=torch.float32)
+    options = {"label_smoothing": 0.2}
     with torch.autocast("cpu", torch.bfloat16):
-        losses = [f(x, layer, target) for f in (partial(linear_cross_entropy, chunk=4), plain)]
+        losses = [linear_cross_entropy(x, layer, target, chunk=4, **options)]
+        losses += [plain(x, layer, target, **options)]
     assert [loss.dtype for loss in losses] == 2 * [torch.float32]
-    assert_close(*losses, rtol=2e-3, atol=0)
+    assert_close(*losses, rtol=1e-5, atol=0)  # of the same logits in bfloat16
     for ours, theirs in zip(*(gradients(loss, x, layer) for loss in losses), strict=True):
         assert ours.dtype == torch.float32
         assert (ours - theirs).norm() < 0.01 * theirs.norm()
@@ -321,6 +323,22 @@ def test_no_more_logits_exist_than_those_of_a_chunk():
         with Largest() as most:
             linear_cross_entropy(x, layer, target, chunk=16).backward()
         assert most.numbers <= max(16 * CLASSES, 64 * WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("widths", "structure", "wanted"),
+    [
+        ((16, 50257), LowRank(rank=2), [64, 64, 64, 8]),  # 16 MiB of logits
+        ((512, 16384), Dense(), [512, 88]),  # as many logits as parameters
+    ],
+)
+def test_a_chunk_follows_from_the_sizes(widths, structure, wanted):
+    layer, tokens, seen = StructuredLinear(*widths, structure, bias=False), sum(wanted), []
+    layer.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    x, target = torch.randn(tokens, widths[0]), torch.randint(widths[1], (tokens,))
+    with torch.no_grad():
+        linear_cross_entropy(x, layer, target)
+    assert seen == wanted
 
 
 # ---- beside what else torch has ------------------------------------------------------------------

@@ -225,7 +225,7 @@ def measure_heads(sizes: dict[str, int], counts: Sequence[int], heat: Heat) -> l
     for n, tokens in enumerate(counts):
         works = losses(sizes["n_embd"], sizes["vocab_size"], tokens)
         peaks = {key: timing.peak_bytes(work, "cpu") for key, work in works.items()}
-        own = replace(heat, share=1 / (len(counts) - n))
+        own = replace(heat, share=tokens / sum(counts[n:]))
         times = race(works, own, clock=processor_seconds).seconds
         rows += [
             {
