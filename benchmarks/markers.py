@@ -127,7 +127,15 @@ def model() -> dict[str, str]:
 def parts() -> dict[str, str]:
     left = step_parts.parts_of_whole(read("parts")["shares"]["rows"])
     remedies = step_parts.parts_of_whole(read("parts")["remedies"]["rows"])
-    return {
+    heads = select(read("parts")["heads"]["rows"], tokens=max(step_parts.TOKENS_ALONE))
+    found = {}
+    for name, head in (("dense", "nn.Linear"), ("btt", "BTT r=1")):
+        (plain,), (ours,) = (
+            select(heads, head=head, name=way) for way in ("all logits", "in chunks")
+        )
+        found[f"{name}_chunks"] = f"{ours['x']['median']:.1f}"
+        found[f"{name}_memory"] = percent(ours["peak_bytes"] / plain["peak_bytes"])
+    return found | {
         "both": f"{1 / remedies['both']:.2f}",
         "linear": percent(1 - left["linear layers (BTT r=1)"]),
         "head": percent(1 - left["head and loss"]),
