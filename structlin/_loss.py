@@ -399,6 +399,10 @@ def _check(
     require_choice("reduction", reduction, REDUCTIONS)
     if chunk is not None:
         require_positive("chunk", chunk)
+    _check_layer(layer)
+
+
+def _check_layer(layer: nn.Module) -> None:
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(f"linear_cross_entropy cannot run under torch.func: take {INSTEAD}")
     for name, parameter in layer.named_parameters():
