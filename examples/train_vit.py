@@ -188,9 +188,10 @@ def patch_size(shape: torch.Size) -> int:
 
 class Images(compare.Task):
     metric = "accuracy"
+    read = staticmethod(read_images)
 
     def __init__(self, options: argparse.Namespace) -> None:
-        parts = read_images(options.data)
+        parts = self.read(options.data)
         (self.images, self.labels), (images, labels) = (as_tensors(*part) for part in parts)
         mean, std = self.images.mean(), self.images.std().clamp(min=1e-6)
         self.images, images = (self.images - mean) / std, (images - mean) / std

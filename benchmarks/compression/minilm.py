@@ -48,7 +48,7 @@ PART = "encoder."  # what is compressed
 PEERS = ("SVD", "SVD-LLM", "pruning", "int8")
 CALIBRATED: dict[str, dict[str, Any]] = {  # way -> more options of structlin.compress
     "calibrated": {},
-    "refined": {"refine": 32},
+    "refined": {"refine": 100},
 }
 FURTHER = ("int8", "healed")  # what is done at half the parameters with the last of them
 WAYS = ("plain", *CALIBRATED, *FURTHER)
@@ -382,6 +382,7 @@ def main(argv: list[str] | None = None) -> list[Row]:
         "text": "pydoc_data.topics",
         "batches": "of 32, sorted by tokens",
         "topics": {"largest": TOPICS, "tested": len(data.tested)},
+        "refined": CALIBRATED["refined"],
         "heal": options.heal,
         "dense": dense,
     }

