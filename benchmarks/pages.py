@@ -145,14 +145,12 @@ def minilm() -> str:
 
 
 def minilm_half() -> str:
-    """Half of the encoder's parameters: blocks refined, peers, and what else was done to low-rank."""
+    """Half of the encoder: blocks refined, peers, and what else was done to low-rank."""
     cells = []
     for row in read("minilm")["rows"]:
-        left_out = row["way"] in ("plain", "calibrated") or row["budget"] not in (
-            minilm_run.HALF,
-            1,
-        )
-        if left_out or (row["way"] in minilm_run.FURTHER and row["family"] != "low-rank"):
+        way, further = row["way"], row["way"] in minilm_run.FURTHER
+        left_out = way in ("plain", "calibrated") or row["budget"] not in (minilm_run.HALF, 1)
+        if left_out or (further and row["family"] != "low-rank"):
             continue
         name = row["family"] + ("" if row["way"] in ("peer", "dense") else f", {row['way']}")
         figures = [f"{row[name]:.2f}" for name in ("cosine", "same_neighbour", "topic")]
