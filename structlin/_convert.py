@@ -8,7 +8,7 @@ from torch import nn
 
 from ._arguments import require_choice, require_flags
 from ._families import DEFAULT
-from ._model.decide import Decision, Spec, decide, list_targets
+from ._model.decide import Decision, Spec, decide, list_targets, require_matrices
 from ._model.select import Patterns
 from ._plan import Plan, check_values, measure_norm, project_by_weight, warn_of
 from .scaling import INITS
@@ -68,9 +68,9 @@ def convert(
 
     Raises:
         ValueError: a pattern that converts nothing, nothing to convert at all, a structure that
-            does not fit a layer, a model that is wrapped (torch.compile, DataParallel,
-            DistributedDataParallel, FullyShardedDataParallel), inference mode. The model is then
-            as it was.
+            does not fit a layer, an activation with init="project", a model that is wrapped
+            (torch.compile, DataParallel, DistributedDataParallel, FullyShardedDataParallel),
+            inference mode. The model is then as it was.
         TypeError: not a module, not a structure, or not a pattern.
 
     Warns:
@@ -145,6 +145,8 @@ def _check_start(init: str, zero_init: Patterns, decisions: list[Decision]) -> N
         raise ValueError(
             f"zero_init={zero_init!r}: with init='project' layers start as what they were"
         )
+    if init == "project":
+        require_matrices(decisions, "init='project'")
     if init != "match":
         return
     for layer, _ in list_targets(decisions):

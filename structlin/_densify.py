@@ -17,9 +17,8 @@ from ._model.survey import (
 )
 from ._plan import find_declare
 from ._quantize import QuantizedLinear
-from ._report import kind_of
+from ._report import has_matrix, kind_of
 from ._timing import time_in_turn
-from .moe import Mixture
 
 WHERE = ("everywhere", "slower")
 
@@ -36,7 +35,7 @@ def densify(model: nn.Module, *, where: str = "everywhere", tokens: int | None =
         where: "everywhere" replaces every structured layer. "slower" is for inference: it times
             each layer against its dense one on random input, and replaces the layers that lose.
             Layers that are alike are timed once. Each process measures for itself. A `Mixture`
-            stays.
+            stays, and so does a layer with an activation between its cores.
         tokens: of one call, for `where="slower"`, over all leading dimensions: batch size times
             sequence length, or the batch size alone when text is generated with a cache.
 
@@ -44,10 +43,11 @@ def densify(model: nn.Module, *, where: str = "everywhere", tokens: int | None =
         `model`; the new layer if `model` is itself a structured layer that is replaced.
 
     Raises:
-        ValueError: no structured layer; one to replace is of a class of its own, has hooks, or has
-            cores that are no ordinary parameters (sharded, parametrised, pruned); one to time has
-            no values (meta) or is sharded; the model is wrapped, as for `convert`; inference mode;
-            `where` is unknown; `tokens` is not positive. The model is then as it was.
+        ValueError: no structured layer; one to replace has an activation between its cores, is of
+            a class of its own, has hooks, or has cores that are no ordinary parameters (sharded,
+            parametrised, pruned); one to time has no values (meta) or is sharded; the model is
+            wrapped, as for `convert`; inference mode; `where` is unknown; `tokens` is not positive.
+            The model is then as it was.
 
     >>> from structlin import BTT, TT, convert
     >>> model = convert(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), BTT())
@@ -69,6 +69,7 @@ def densify(model: nn.Module, *, where: str = "everywhere", tokens: int | None =
     elif tokens is not None:
         raise ValueError(f"tokens={tokens!r} goes with where='slower', which times a call")
     for layer, names in layers.items():
+        layer.structure.require_matrix(f"layer {names[0]!r}: densify")
         if reason := find_reason_to_keep(layer, QuantizedLinear):
             raise ValueError(f"layer {names[0]!r} {reason}")
     model = swap(model, [(names, build_dense_layer(layer)) for layer, names in layers.items()])
@@ -98,7 +99,7 @@ def _find_slower(layers: Layers, tokens: int | None) -> Layers:
     found: dict[StructuredLinear, list[str]] = {}
     slower: dict[tuple[object, ...], bool] = {}
     for layer, names in layers.items():
-        if isinstance(layer, Mixture):
+        if not has_matrix(layer):
             continue
         meta = "has no values (meta)" if layer.cores[0].is_meta else ""
         if reason := find_sharding(layer) or meta:

@@ -62,7 +62,8 @@ def each_expert(
     token = order // chosen.shape[1]
     weights = weights.flatten().index_select(0, order)[:, None]
     rows = x.index_select(0, token)  # (tokens * top_k, in)
-    early = program.in_features < program.out_features  # experts are linear: weigh what is narrower
+    # linear experts commute with their weights: weigh what is narrower
+    early = program.in_features < program.out_features and not program.between
     rows = rows * weights.to(rows.dtype) if early else rows
     loads = count_loads(chosen, len(cores[0]) // program.steps[0].batch)
     if torch.compiler.is_compiling():  # a literal, or fullgraph=True does not print it

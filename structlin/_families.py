@@ -13,7 +13,8 @@ from dataclasses import MISSING, dataclass, fields
 from math import prod
 from typing import Any
 
-from ._arguments import require_bounded, require_positive
+from ._arguments import require_bounded, require_choice, require_positive
+from ._axes import ACTIVATIONS
 from ._structure import Structure
 from ._warnings import warn
 from ._widths import divide, divisors, factorise, name_nearest
@@ -57,6 +58,17 @@ class Family(ABC):
         Raises:
             ValueError: the hyperparameters do not fit these widths; the message names what would.
         """
+
+    def activate(self, between: str = ACTIVATIONS[0]) -> "Family":
+        """Return this family with an activation between the cores, see `Structure`.
+
+        There is then no matrix: `compress`, `project` and `densify` refuse it. A layer starts with
+        unit RMS before and after each activation. Source: CoLA (arXiv:2502.10940), for low-rank.
+
+        >>> LowRank(rank=4).activate().structure(64, 128)
+        Structure('i -> o', 'r i', 'o r', between='silu', i=64, o=128, r=4)
+        """
+        return Nonlinear(of=self, between=between)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data (for JSON); `family(**data)` is its inverse."""
@@ -325,11 +337,39 @@ class Split(Family):
             )
         inputs, outputs = " ".join(each.inputs), " ".join(each.outputs)
         cores = [f"part {core}" for core in each.subscripts]
-        return Structure(f"{inputs} -> part {outputs}", *cores, **each.sizes, part=self.split)
+        sizes = {**each.sizes, "part": self.split}
+        return Structure(f"{inputs} -> part {outputs}", *cores, between=each.between, **sizes)
 
     @property
     def label(self) -> str:
         return f"{self.split} x {self.of.label}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nonlinear(Family):
+    """What `Family.activate` gives.
+
+    >>> BTT(rank=1).activate().label, family(**BTT(rank=1).activate().to_dict())
+    ('BTT(rank=1), silu', BTT(rank=1, cores=2).activate('silu'))
+    """
+
+    of: Family
+    between: str = ACTIVATIONS[0]
+
+    def __post_init__(self) -> None:
+        require_choice("between", self.between, ACTIVATIONS)
+        if not isinstance(self.of, Family):
+            raise TypeError(f"of={self.of!r} must be a family such as BTT(rank=1)")
+
+    def structure(self, in_features: int, out_features: int) -> Structure:
+        return self.of.structure(in_features, out_features).activate(self.between)
+
+    def __repr__(self) -> str:
+        return f"{self.of!r}.activate({self.between!r})"
+
+    @property
+    def label(self) -> str:
+        return f"{self.of.label}, {self.between}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -460,7 +500,8 @@ def label(structure: Family | Structure) -> str:
     """Short text for tables."""
     if isinstance(structure, Family):
         return structure.label
-    return f"{structure.signature}; {'; '.join(structure.subscripts)}"
+    between = "" if structure.between is None else f", {structure.between}"
+    return f"{structure.signature}; {'; '.join(structure.subscripts)}{between}"
 
 
 # ---- ranks ---------------------------------------------------------------------------------------

@@ -53,7 +53,8 @@ class StructuredLinear(DescribedModule):
             see `WeightView`.
 
     Raises:
-        ValueError: the structure does not fit the widths; `init` is unknown; a text for a flag.
+        ValueError: the structure does not fit the widths; `init` is unknown; a text for a flag; W
+            is asked for (`to_dense`, `weight`, mode "dense") of a structure that has none.
         TypeError: `structure` is neither a family nor a `Structure`.
 
     >>> from structlin import BTT
@@ -87,8 +88,9 @@ class StructuredLinear(DescribedModule):
         self.init, self.zero_init, self.conv1d, self.mode = init, zero_init, False, "auto"
         self.init_scale = 1.0
         *inner, last = self.structure.cores
-        narrow = zero_init or init == "mup"
-        self.stds = [init_std(core, init, bottleneck_variance=narrow) for core in inner]
+        narrow, activated = zero_init or init == "mup", self.structure.between is not None
+        options: dict[str, Any] = {"bottleneck_variance": narrow, "activated": activated}
+        self.stds = [init_std(core, init, **options) for core in inner]
         self.stds.append(init_std(last, init))
         self._names = [str(n) for n in range(len(self.structure.cores))]
 
@@ -111,7 +113,8 @@ class StructuredLinear(DescribedModule):
                 parameter.zero_()
             elif self.init == "orthogonal":
                 gaussian = torch.randn_like(parameter, dtype=torch.float32)
-                parameter.copy_(sqrt(core.fan_out / core.fan_in) * dualize(gaussian, method="svd"))
+                scale = std * sqrt(max(core.fan_out, core.fan_in))  # over a block's own RMS
+                parameter.copy_(scale * dualize(gaussian, method="svd"))
             else:
                 parameter.normal_(0, std)
         self.cores[-1].mul_(self.init_scale)
@@ -125,7 +128,8 @@ class StructuredLinear(DescribedModule):
         """Draw the layer anew, now and in `reset_parameters`, at this Frobenius norm of the matrix.
 
         The norm is met in root mean square over draws, by the last core; zero zeroes it. For inputs
-        of unit RMS it is `sqrt(out_features)` times the RMS of the outputs, see docs/theory.md.
+        of unit RMS it is `sqrt(out_features)` times the RMS of the outputs, see docs/theory.md;
+        this is what it means of a structure without a matrix.
 
         Raises:
             ValueError: `norm` is negative or not finite.
@@ -139,7 +143,8 @@ class StructuredLinear(DescribedModule):
             raise ValueError(f"norm={norm!r} must be finite and at least 0")
         padded = self.structure.in_features, self.structure.out_features
         kept = self.in_features * self.out_features / prod(padded)  # the rest is padding
-        own = sqrt(kept) * expected_norm(self.structure.cores, self.stds, padded[0])
+        activated = self.structure.between is not None
+        own = sqrt(kept) * expected_norm(self.structure.cores, self.stds, padded[0], activated)
         self.zero_init, self.init_scale = norm == 0, norm / own or 1.0
         self.reset_parameters()
         return self
@@ -186,6 +191,8 @@ class StructuredLinear(DescribedModule):
     @mode.setter
     def mode(self, mode: str) -> None:
         require_choice("mode", mode, _product.MODES)
+        if mode == "dense":
+            self.structure.require_matrix("mode='dense'")
         self._mode = mode
 
     def way(self, tokens: int) -> str:

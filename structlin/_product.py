@@ -14,11 +14,12 @@ from ._kernels import op, triton_op
 from ._structure import Move, Program, Structure
 
 MODES = ("auto", "structured", "dense")
+SILU_RMS = 0.5964692111227136  # sqrt(E silu(z)^2), z ~ N(0, 1): an integral, no choice
 NEAR = 0.7  # of dense's FLOPs, from which on W is formed where there are many tokens
 
 
 def multiply(program: Program, cores: Sequence[Tensor], x: Tensor) -> Tensor:
-    """`W x` by one batched product for each core, between fixed permutations.
+    """`W x` by one batched product for each core, between fixed permutations and activations.
 
     Args:
         cores: `(batch, fan_out, fan_in)` each.
@@ -29,7 +30,9 @@ def multiply(program: Program, cores: Sequence[Tensor], x: Tensor) -> Tensor:
     """
     columns, rows = program.padding
     h = F.pad(x, (0, columns)) if columns else x
-    for step, core in zip(program.steps, cores, strict=True):
+    for n, (step, core) in enumerate(zip(program.steps, cores, strict=True)):
+        if n and program.between:
+            h = F.silu(h) * (1 / SILU_RMS)
         # (batch, tokens * repeat, fan_in)
         h = _permute(h, step.move).reshape(step.batch, -1, step.fan_in)
         if not torch.compiler.is_compiling() and 1 not in h.stride()[1:]:
@@ -171,7 +174,7 @@ def forms_matrix(structure: Structure, tokens: int) -> bool:
     >>> forms_matrix(btt, 4096), forms_matrix(tt, 4096)
     (False, True)
     """
-    if structure.density < NEAR or len(structure.cores) == 1:
+    if structure.density < NEAR or len(structure.cores) == 1 or structure.between is not None:
         return False
     widest = max(structure.in_features, structure.out_features)
     return torch.compiler.is_compiling() or tokens >= widest
@@ -185,6 +188,7 @@ def to_dense(structure: Structure, cores: Sequence[Tensor]) -> Tensor:
     >>> torch.allclose(to_dense(LowRank(rank=2).structure(6, 4), [v, u]), u[0] @ v[0])
     True
     """
+    structure.require_matrix("to_dense")
     check_cores(structure, cores)
     form = structure.matrix
     identity = partial(torch.eye, dtype=cores[0].dtype, device=cores[0].device)

@@ -241,6 +241,11 @@ def kind_of(layer: nn.Module) -> tuple[object, ...]:
     return *kind, parameter.dtype, parameter.device, parameter.requires_grad
 
 
+def has_matrix(layer: StructuredLinear) -> bool:
+    """Whether it stands for one matrix."""
+    return not isinstance(layer, Mixture) and layer.structure.between is None
+
+
 def _describe(layer: Layer, tokens: int | None) -> Row:
     """A row of one layer alone, the numbers in its name replaced by `*`."""
     module = layer.module
@@ -272,12 +277,16 @@ def _count_saved(layer: StructuredLinear) -> int:
     """Numbers that a structured layer keeps for its backward pass, per token."""
     structure, core = layer.structure, layer.cores[0]
     if layer.mode == "dense" or (
-        core.device.type in ("cpu", "meta")
+        not structure.program.between
+        and core.device.type in ("cpu", "meta")
         and engine.load()
         and op.choose(structure.program.numbers, layer.compute_dtype) != op.Path.BLAS
     ):
         return layer.in_features
-    return sum(core.batch * core.repeat * core.fan_in for core in structure.cores)
+    saved = sum(core.batch * core.repeat * core.fan_in for core in structure.cores)
+    if structure.program.between:  # what the activation reads, too
+        saved += sum(core.batch * core.repeat * core.fan_out for core in structure.cores[:-1])
+    return saved
 
 
 def _join(row: Row, other: Row) -> Row:
@@ -312,7 +321,7 @@ def _time(layer: Layer, tokens: int) -> tuple[float, float]:
         torch.randn(tokens, width, generator=random, device=device, dtype=dtype) for width in shape
     )
     modules = [module]
-    if isinstance(module, Mixture):  # which stands for no one matrix
+    if isinstance(module, StructuredLinear) and not has_matrix(module):
         dense = nn.Linear(*shape, bias=module.bias is not None, device="meta", dtype=weight.dtype)
         dense = dense.to_empty(device=device).requires_grad_(weight.requires_grad)
         for parameter in dense.parameters():

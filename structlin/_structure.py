@@ -7,19 +7,15 @@ cores are applied. The product, the engines, the matrix and the counters of FLOP
 integers, and no text.
 """
 
-import keyword
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-MOST_AXES = 52  # letters of torch.einsum; an axis of x and of y takes two
+from ._axes import ACTIVATIONS, check_between, check_number, check_sizes, read_axes, refuse_reserved
+
 TOKENS = "tokens"  # the axis that runs over all leading dimensions of an input
-# einops' own, and Python's
-_RESERVED = {TOKENS, "tensor", "pattern", "reduction", "axis", *keyword.kwlist}
-_AXIS = re.compile(r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?")
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,8 @@ class Step(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A structure as integers: a step for each core, and the last result's move into y's order.
+    """A structure as integers: a step for each core, what is applied between the cores, and the
+    last result's move into y's order.
 
     `numbers` is the program for an engine that speaks no Python: in_features, out_features, number
     of cores; batch, repeat, fan_in and fan_out of each core; then the moves of one token's features
@@ -96,12 +93,13 @@ class Program(NamedTuple):
     out_features: int
     numbers: tuple[int, ...]
     padding: tuple[int, int] = (0, 0)  #: columns, taken to be zero in x, and rows, dropped from y
+    between: int = 0  #: the number of an activation of `ACTIVATIONS`, from 1; 0: none
 
     def fit(self, columns: int, rows: int) -> "Program":
         """Return the program of a layer with so many columns and rows of W, at most these."""
         padding = self.in_features - columns, self.out_features - rows
         numbers = columns, rows, *self.numbers[2:]
-        return Program(self.steps, self.last, columns, rows, numbers, padding)
+        return Program(self.steps, self.last, columns, rows, numbers, padding, self.between)
 
 
 class Matrix(NamedTuple):
@@ -123,6 +121,8 @@ class Structure:
             (not yet in the activation); an axis of the activation that is not in the core *repeats*
             it. Inside each of the three groups of a stored core the axes keep the order in which
             they are written here.
+        between: an activation after each core but the last, or None. "silu" is h -> silu(h) /
+            sqrt(E silu(z)^2), z ~ N(0, 1), which keeps unit RMS. There is then no matrix W.
         sizes: the size of each axis.
 
     Attributes:
@@ -133,11 +133,11 @@ class Structure:
         density: FLOPs relative to those of a dense matrix.
         program: the same in integers, for whoever multiplies.
         matrix: the same in integers, for whoever wants W.
-        plain: whether every core is one matrix and nothing is permuted, as in low-rank.
+        plain: whether every core is one matrix, and nothing lies in between, as in low-rank.
 
     Raises:
         ValueError: an axis without a size, never consumed, never produced, or named twice; a size
-            below 1; more axes than `MOST_AXES`.
+            below 1; more axes than `MOST_AXES`; `between` is unknown, or there is one core.
 
     >>> btt = Structure("g d -> b a", "g s b d", "b a g s", g=32, d=32, s=2, b=32, a=32)
     >>> btt.in_features, btt.out_features, btt.params, btt.flops
@@ -148,6 +148,7 @@ class Structure:
 
     signature: str
     subscripts: tuple[str, ...]
+    between: str | None
     sizes: Mapping[str, int]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -162,7 +163,9 @@ class Structure:
     plain: bool
     _key: tuple[Any, ...]
 
-    def __init__(self, signature: str, /, *cores: str, **sizes: int) -> None:
+    def __init__(
+        self, signature: str, /, *cores: str, between: Any = None, **sizes: int
+    ) -> None:  # `between` is Any, or type checkers would refuse a mapping as **sizes
         if signature.count("->") != 1:
             raise ValueError(
                 f"signature={signature!r} must read 'axes of x -> axes of y', for example 'i -> o'"
@@ -172,19 +175,22 @@ class Structure:
                 f"a structure {signature!r} needs at least one core, for example 'o i'"
             )
         left, right = signature.split("->")
-        _check_number(left.split(), right.split(), cores)
-        inputs, outputs = _axes("signature", left), _axes("signature", right)
-        subscripts = [_axes(f"core {n}", core) for n, core in enumerate(cores, start=1)]
-        _check_sizes(sizes, [*inputs, *outputs, *(axis for core in subscripts for axis in core)])
+        check_number(left.split(), right.split(), cores)
+        inputs, outputs = read_axes("signature", left), read_axes("signature", right)
+        subscripts = [read_axes(f"core {n}", core) for n, core in enumerate(cores, start=1)]
+        check_between(between, cores)
+        check_sizes(sizes, [*inputs, *outputs, *(axis for core in subscripts for axis in core)])
         sizes = {axis: int(sizes[axis]) for axis in sorted(sizes)}
         derived = _derive_cores(inputs, outputs, subscripts, sizes)
         text = f"{' '.join(inputs)} -> {' '.join(outputs)}"
         names = tuple(" ".join(core) for core in subscripts)
-        program = _derive_program(inputs, outputs, derived, sizes)
+        activation = 0 if between is None else 1 + ACTIVATIONS.index(between)
+        program = _derive_program(inputs, outputs, derived, sizes)._replace(between=activation)
         flops = sum(core.flops for core in derived)
         self.__dict__.update(
             signature=text,
             subscripts=names,
+            between=between,
             sizes=MappingProxyType(sizes),
             inputs=tuple(inputs),
             outputs=tuple(outputs),
@@ -196,12 +202,25 @@ class Structure:
             density=flops / (2 * program.in_features * program.out_features),
             program=program,
             matrix=_derive_matrix(inputs, outputs, derived, sizes),
-            plain=all(step.batch == step.repeat == 1 for step in program.steps)
+            plain=between is None
+            and all(step.batch == step.repeat == 1 for step in program.steps)
             and not any(
                 move.order for move in (*(step.move for step in program.steps), program.last)
             ),
-            _key=(text, names, tuple(sizes.items())),
+            _key=(text, names, tuple(sizes.items()), between),
         )
+
+    def activate(self, between: str | None = ACTIVATIONS[0]) -> "Structure":
+        """Return the same structure with this activation between its cores, or with none."""
+        return Structure(self.signature, *self.subscripts, between=between, **self.sizes)
+
+    def require_matrix(self, what: str) -> None:
+        """Raises: ValueError: `what` asks for W, and there is an activation between the cores."""
+        if self.between is not None:
+            raise ValueError(
+                f"{what} needs a matrix, and a structure with between={self.between!r} is none; "
+                f"the same without between= is one: {self!r}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data (for JSON); `Structure.from_dict` is its inverse."""
@@ -209,6 +228,7 @@ class Structure:
             "signature": self.signature,
             "cores": list(self.subscripts),
             "sizes": dict(self.sizes),
+            **({} if self.between is None else {"between": self.between}),
         }
 
     @classmethod
@@ -221,8 +241,9 @@ class Structure:
             KeyError: an entry is missing.
         """
         signature, cores, sizes = data["signature"], data["cores"], data["sizes"]
-        if more := sorted(map(str, {*data} - {"signature", "cores", "sizes"})):
-            raise ValueError(f"{', '.join(more)}: a Structure has signature, cores and sizes alone")
+        known = "signature", "cores", "sizes", "between"
+        if more := sorted(map(str, {*data} - {*known})):
+            raise ValueError(f"{', '.join(more)}: a Structure has {', '.join(known)} alone")
         if not isinstance(cores, list | tuple) or not all(
             isinstance(core, str) for core in [signature, *cores]
         ):
@@ -231,7 +252,9 @@ class Structure:
             )
         if not isinstance(sizes, Mapping):
             raise ValueError(f"sizes={sizes!r} must be a mapping of axes to sizes")
-        return cls(signature, *cores, **sizes)
+        if "between" in sizes:
+            refuse_reserved("sizes", "between")
+        return cls(signature, *cores, between=data.get("between"), **sizes)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name}={value!r}: a Structure is immutable; make a new one")
@@ -245,7 +268,8 @@ class Structure:
     def __repr__(self) -> str:
         strings = ", ".join(repr(text) for text in (self.signature, *self.subscripts))
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
-        return f"Structure({strings}, {sizes})"
+        between = "" if self.between is None else f"between={self.between!r}, "
+        return f"Structure({strings}, {between}{sizes})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Structure) and self._key == other._key
@@ -341,48 +365,3 @@ def _derive_matrix(
         ),
         (*(number[axis] for axis in outputs), *(column[axis] for axis in inputs)),
     )
-
-
-# ---- arguments -----------------------------------------------------------------------------------
-
-
-def _check_number(inputs: list[str], outputs: list[str], cores: Sequence[str]) -> None:
-    axes = {*inputs, *outputs, *" ".join(cores).split()}
-    number = len(axes) + len({*inputs} & {*outputs})
-    if number > MOST_AXES:
-        text = f"at most {MOST_AXES}: torch.einsum, which forms the matrix, has no more letters"
-        raise ValueError(f"{number} axes, those that x and y share counted twice; {text}")
-
-
-def _axes(where: str, text: str) -> list[str]:
-    axes = text.split()
-    for axis in axes:
-        if not _AXIS.fullmatch(axis):
-            raise ValueError(
-                f"{where}: {axis!r} is not an axis name (ASCII letters and digits, a letter first)"
-            )
-        if axis in _RESERVED:
-            raise ValueError(
-                f"{where}: the axis name {axis!r} is reserved; take another, "
-                f"for example {axis + '1'!r}"
-            )
-        if axes.count(axis) > 1:
-            raise ValueError(f"{where}: axis {axis!r} appears more than once in {text.strip()!r}")
-    return axes
-
-
-def _check_sizes(sizes: Mapping[str, int], axes: Iterable[str]) -> None:
-    named = set(axes)
-    for axis in sorted(named):
-        if axis not in sizes:
-            raise ValueError(
-                f"axis {axis!r} has no size: pass {axis}=<size>; "
-                f"sizes were given for {sorted(sizes)}"
-            )
-    for axis, size in sizes.items():
-        if axis not in named:
-            raise ValueError(
-                f"{axis}={size!r}: no core and no side of the signature has an axis {axis!r}"
-            )
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{axis}={size!r}: the size of an axis is an integer of at least 1")

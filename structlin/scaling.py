@@ -16,7 +16,9 @@ INITS = ("mup", "spectral", "orthogonal")
 OPTIMIZERS = ("adam", "adamw", "sign", "sgd")
 
 
-def init_std(core: Core, init: str = "mup", *, bottleneck_variance: bool = False) -> float:
+def init_std(
+    core: Core, init: str = "mup", *, bottleneck_variance: bool = False, activated: bool = False
+) -> float:
     """Standard deviation of the entries of `core` at initialisation.
 
     - "mup": sqrt(min(fan_in, fan_out)) / fan_in: a Gaussian block then has a spectral norm of order
@@ -28,6 +30,8 @@ def init_std(core: Core, init: str = "mup", *, bottleneck_variance: bool = False
     Args:
         bottleneck_variance: low-rank's V, a core that reads the whole activation and narrows it,
             gets 1 / sqrt(fan_in) (CBS, E.2). Layers ask for it under "mup", and with `zero_init`.
+        activated: an activation reads what the core makes, which must have unit RMS: 1 /
+            sqrt(fan_in) under every rule.
 
     Raises:
         ValueError: `init` is unknown.
@@ -39,24 +43,30 @@ def init_std(core: Core, init: str = "mup", *, bottleneck_variance: bool = False
     """
     m, n = core.fan_out, core.fan_in
     require_choice("init", init, INITS)
-    if bottleneck_variance and core.batch == core.repeat == 1 and m < n:
+    if activated or (bottleneck_variance and core.batch == core.repeat == 1 and m < n):
         return 1 / sqrt(n)
     if init == "spectral":
         return sqrt(m / n) / (sqrt(m) + sqrt(n))
     return sqrt(min(m, n)) / n
 
 
-def expected_norm(cores: Sequence[Core], stds: Sequence[float], in_features: int) -> float:
+def expected_norm(
+    cores: Sequence[Core], stds: Sequence[float], in_features: int, activated: bool = False
+) -> float:
     """Frobenius norm of the matrix, in root mean square over draws of its cores.
 
     An entry of the matrix is a sum over paths of products of one entry per core, which are
-    uncorrelated. Each input begins prod(fan_out) paths, each of variance prod(std^2).
+    uncorrelated. Each input begins prod(fan_out) paths, each of variance prod(std^2). Where cores
+    are `activated` there is no matrix: that of the last core, whose inputs have unit RMS.
 
     >>> from structlin import BTT
     >>> cores = BTT(rank=1).structure(64, 64).cores
     >>> round(expected_norm(cores, [init_std(core) for core in cores], 64), 6)  # as of 1 / sqrt(64)
     8.0
     """
+    if activated:
+        last = cores[-1]
+        return sqrt(last.batch * last.repeat * last.fan_out * last.fan_in) * stds[-1]
     each = zip(cores, stds, strict=True)
     return sqrt(in_features * prod(core.fan_out * std**2 for core, std in each))
 

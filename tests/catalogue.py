@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -62,7 +63,21 @@ CASES: list[tuple[Family, int, int]] = [
     (BTT(), 16, 50257),
     (BTT(rank=4), 768, 1024),
 ]
+# The same with an activation between the cores: of one core and several, padded, of shared blocks
+ACTIVATED: list[tuple[Family, int, int]] = [
+    (family.activate(), i, o)
+    for family, i, o in [
+        (LowRank(rank=3), 12, 12),
+        (Monarch(blocks=2), 24, 8),
+        (BLAST(blocks=2, rank=2), 8, 12),
+        (TT(rank=2, cores=3), 24, 60),
+        (BTT(), 16, 16),
+        (BTT(rank=3), 30, 12),
+        (BTT(rank=2), 97, 101),
+    ]
+]
 IDS = [f"{family.label}-{i}-{o}" for family, i, o in CASES]
+ACTIVATED_IDS = [f"{family.label}-{i}-{o}" for family, i, o in ACTIVATED]
 SMALL = [(family, i, o) for family, i, o in CASES if i * o <= 12 * 30]
 SMALL_IDS = [f"{family.label}-{i}-{o}" for family, i, o in SMALL]
 
@@ -70,7 +85,7 @@ SMALL_IDS = [f"{family.label}-{i}-{o}" for family, i, o in SMALL]
 # Each small structure in a layer that is narrower than it: on the side of x, of y, and of both.
 NARROW = [
     (structure, max(1, structure.in_features - columns), max(1, structure.out_features - rows))
-    for structure in (family.structure(i, o) for family, i, o in SMALL)
+    for structure in (family.structure(i, o) for family, i, o in (*SMALL, *ACTIVATED[:-1]))
     for columns, rows in ((1, 0), (0, 1), (structure.in_features // 2, structure.out_features // 3))
 ]
 NARROW_IDS = [f"{structure!r}-{i}-{o}" for structure, i, o in NARROW]
@@ -122,15 +137,31 @@ def drawn(draw: st.DrawFn, max_width: int = 256) -> Drawn:
     return Drawn(structure, tuple(inputs), tuple(outputs), tuple(cores), sizes)
 
 
-def structures(max_width: int = 256) -> st.SearchStrategy[Structure]:
-    return drawn(max_width).map(lambda case: case.structure)
+def structures(max_width: int = 256, activated: bool = False) -> st.SearchStrategy[Structure]:
+    """Drawn ones; with `activated` some have an activation between their cores."""
+    linear = drawn(max_width).map(lambda case: case.structure)
+    if not activated:
+        return linear
+    between = st.sampled_from([None, "silu"])
+    return st.builds(lambda s, name: s.activate(name) if s.cores[1:] else s, linear, between)
 
 
 def every_structure(test: Callable[..., None]) -> Callable[..., None]:
     """Runs `test(structure=...)` for each row of the table and for drawn structures."""
-    for family, in_features, out_features in reversed(CASES):
+    return given(structure=structures())(_with_examples(test, CASES))
+
+
+def every_program(test: Callable[..., None]) -> Callable[..., None]:
+    """The same, also with an activation between the cores."""
+    return given(structure=structures(activated=True))(_with_examples(test, CASES + ACTIVATED))
+
+
+def _with_examples(
+    test: Callable[..., None], cases: list[tuple[Family, int, int]]
+) -> Callable[..., None]:
+    for family, in_features, out_features in reversed(cases):
         test = example(structure=family.structure(in_features, out_features))(test)
-    return given(structure=structures())(test)
+    return test
 
 
 def random_cores(
@@ -154,7 +185,9 @@ def tokens(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def one_einsum(structure: Structure, cores: list[Tensor], x: Tensor) -> Tensor:
     """The oracle: `torch.einsum` over the whole expression, with a letter for each axis. x is
-    `(tokens, in)`."""
+    `(tokens, in)`. With an activation between the cores, one einsum for each core."""
+    if structure.between is not None:
+        return _einsum_by_core(structure, cores, x)
     letter = {axis: chr(ord("a") + n) for n, axis in enumerate(structure.sizes)}
     inputs, outputs = structure.inputs, structure.outputs
     operands, terms = (
@@ -167,6 +200,28 @@ def one_einsum(structure: Structure, cores: list[Tensor], x: Tensor) -> Tensor:
         terms.append(_join(letter, axes))
     y = torch.einsum(f"{','.join(terms)}->Z{_join(letter, outputs)}", *operands)
     return y.reshape(len(x), structure.out_features)
+
+
+def silu_rms() -> float:
+    """sqrt(E silu(z)^2) for z ~ N(0, 1), by the trapezoid rule, which is exact here."""
+    z = torch.linspace(-30, 30, 60_001, dtype=torch.float64)
+    density = torch.exp(-z.square() / 2) / (2 * torch.pi) ** 0.5
+    return (F.silu(z).square() * density).sum().mul(0.001).sqrt().item()
+
+
+def _einsum_by_core(structure: Structure, cores: list[Tensor], x: Tensor) -> Tensor:
+    letter = {axis: chr(ord("a") + n) for n, axis in enumerate(structure.sizes)}
+    axes, rms = list(structure.inputs), silu_rms()
+    h = x.reshape(-1, *(structure.sizes[axis] for axis in axes))
+    for n, (core, stored) in enumerate(zip(structure.cores, cores, strict=True)):
+        h = h if n == 0 else h / (1 + torch.exp(-h)) / rms
+        own = [*core.batch_axes, *core.fan_out_axes, *core.fan_in_axes]
+        made = [axis for axis in axes if axis not in core.fan_in_axes] + list(core.fan_out_axes)
+        terms = f"Z{_join(letter, axes)},{_join(letter, own)}->Z{_join(letter, made)}"
+        h = torch.einsum(terms, h, stored.reshape([structure.sizes[axis] for axis in own]))
+        axes = made
+    order = [0, *(1 + axes.index(axis) for axis in structure.outputs)]
+    return h.permute(order).reshape(len(x), structure.out_features)
 
 
 def einsum_matrix(structure: Structure, cores: list[Tensor]) -> Tensor:

@@ -44,7 +44,7 @@ def mixed(**options) -> GPT:
         "h.0.mlp.c_fc": Kronecker(),
         "h.0.mlp.c_proj": TT(rank=2),
         "h.1.mlp.c_fc": Structure("i -> o", "r i", "o r", i=64, o=256, r=3),
-        "h.1.mlp.c_proj": LowRank(rank=5),
+        "h.1.mlp.c_proj": LowRank(rank=5).activate(),
         "h.1.attn.c_attn": None,
     }
     model = convert(GPT(**options), BTT(rank=2), overrides=overrides, weight_norm=True)
@@ -496,6 +496,7 @@ FIRST = {"weight_norm": True, "init": "mup"}
 OTHERS = {
     "sigma of init": (BTT(rank=2), {"weight_norm": True, "init": "spectral"}),
     "weight_norm": (BTT(rank=2), {}),
+    "the activation": (BTT(rank=2).activate(), FIRST),
     "the order of axes": (
         Structure("g d -> a b", "g s b d", "b a g s", g=4, d=4, s=2, b=4, a=4),
         FIRST,

@@ -271,6 +271,23 @@ def test_a_rule_by_name_does_not_ask_for_the_models_own_scale(init):
     assert model[0].init_scale == 1
 
 
+@pytest.mark.parametrize("split", [None, {"0": 3}], ids=str)
+def test_a_structure_with_an_activation_starts_at_the_scale_of_its_layer_and_is_not_projected(
+    split,
+):
+    torch.manual_seed(0)
+    dense, x = nn.Linear(256, 768, bias=False), torch.randn(1000, 256)
+    wanted = dense(x).square().mean().sqrt().item()
+    model = nn.Sequential(dense)
+    with pytest.raises(ValueError, match=r"^layer '0': init='project' needs a matrix"):
+        convert(model, BTT().activate(), init="project", split=split)
+    assert model[0] is dense
+    assert "silu" in str(plan(model, BTT().activate(), split=split))
+    convert(model, BTT().activate(), split=split)
+    assert model[0].structure.between == "silu"
+    assert model(x).square().mean().sqrt().item() == pytest.approx(wanted, rel=0.1)
+
+
 def test_weights_that_are_not_finite_have_no_scale_to_start_at():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     nn.init.constant_(model[1].weight, float("nan"))

@@ -9,15 +9,17 @@ from torch.nn.utils import parametrizations, parametrize
 
 from structlin import (
     BTT,
+    TT,
     Kronecker,
     LowRank,
     Monarch,
     StructuredLinear,
+    _product,
     convert,
     densify,
     to_dense,
 )
-from tests.models import GPT
+from tests.models import GPT, snapshot
 
 TOKENS = torch.arange(24).reshape(2, 12)
 
@@ -141,3 +143,28 @@ def test_from_dense_refuses_what_does_not_fit(layer, weight, bias, message):
         assert all(
             torch.equal(a, b) for a, b in zip(layer.parameters(), before.parameters(), strict=True)
         )
+
+
+def test_a_layer_with_an_activation_between_its_cores_is_no_matrix():
+    model = convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), BTT(), exclude="1")
+    model = convert(model, BTT().activate(), include="1")
+    layer, before = model[1], snapshot(model)
+    for refused in (
+        lambda: densify(model),
+        lambda: densify(nn.Sequential(layer), where="everywhere"),
+        layer.to_dense,
+        lambda: layer.weight + 1,
+        lambda: layer.from_dense_(torch.zeros(16, 16)),
+        lambda: setattr(layer, "mode", "dense"),
+        lambda: to_dense(layer.structure, list(layer.cores)),
+    ):
+        with pytest.raises(ValueError, match="needs a matrix, and a structure with between='silu'"):
+            refused()
+    assert snapshot(model) == before
+    assert layer.mode == "auto"
+    assert not _product.forms_matrix(TT(rank=16).activate().structure(1024, 1024), 4096)
+    x = torch.randn(3, 16)
+    plain = nn.functional.linear(x, layer.weight)
+    torch.testing.assert_close(plain, layer(x) - layer.bias)
+    densify(model, where="slower", tokens=1)
+    assert model[1] is layer

@@ -24,6 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from structlin import StructuredLinear, _product, apply, family, to_dense
 from structlin._kernels import op
 from tests.catalogue import (
+    ACTIVATED,
+    ACTIVATED_IDS,
     CASES,
     IDS,
     NARROW,
@@ -31,6 +33,7 @@ from tests.catalogue import (
     SMALL,
     SMALL_IDS,
     einsum_matrix,
+    every_program,
     every_structure,
     layer_of,
     one_einsum,
@@ -43,13 +46,17 @@ every_case = pytest.mark.parametrize("case", CASES, ids=IDS)
 MUCH = pytest.mark.filterwarnings("ignore:.* is padded to")  # by more than a user should
 every_narrow_case = pytest.mark.parametrize("case", NARROW, ids=NARROW_IDS)
 every_small_case = pytest.mark.parametrize("case", SMALL, ids=SMALL_IDS)
+every_layer = pytest.mark.parametrize("case", CASES + ACTIVATED, ids=IDS + ACTIVATED_IDS)
+every_small_layer = pytest.mark.parametrize(
+    "case", SMALL + ACTIVATED[:-2], ids=SMALL_IDS + ACTIVATED_IDS[:-2]
+)
 some_cases = pytest.mark.parametrize("case", SMALL[::4], ids=SMALL_IDS[::4])
 
 
 # ---- apply, to_dense -----------------------------------------------------------------------------
 
 
-@every_structure
+@every_program
 def test_apply_is_one_einsum(structure):
     cores, x = random_cores(structure), tokens(3, structure.in_features)
     assert_close(apply(structure, cores, x), one_einsum(structure, cores, x))
@@ -63,7 +70,7 @@ def test_to_dense_is_the_matrix_of_that_einsum(structure):
     assert_close(dense, einsum_matrix(structure, cores))
 
 
-@every_structure
+@every_program
 def test_flops_and_parameters_are_those_that_torch_counts(structure):
     cores, x = random_cores(structure), tokens(3, structure.in_features)
     with FlopCounterMode(display=False) as counter:
@@ -72,7 +79,7 @@ def test_flops_and_parameters_are_those_that_torch_counts(structure):
     assert sum(core.numel() for core in cores) == structure.params
 
 
-@every_structure
+@every_program
 def test_every_leading_shape_is_kept(structure):
     cores = random_cores(structure)
     for leading in ((), (1,), (2, 3), (2, 1, 2, 1), (0,), (2, 0, 3)):
@@ -81,7 +88,7 @@ def test_every_leading_shape_is_kept(structure):
         assert_close(apply(structure, cores, x), expected.reshape(*leading, structure.out_features))
 
 
-@every_structure
+@every_program
 def test_strides_of_the_input_do_not_matter(structure):
     cores, n = random_cores(structure), structure.in_features
     inputs = {
@@ -104,7 +111,7 @@ def test_strides_of_the_input_do_not_matter(structure):
     ("dtype", "tolerance"),
     [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.float16, 5e-3), (torch.bfloat16, 4e-2)],
 )
-@every_structure
+@every_program
 def test_every_floating_dtype_is_kept(dtype, tolerance, structure):
     cores, x = random_cores(structure), tokens(3, structure.in_features)
     y = apply(structure, [core.to(dtype) for core in cores], x.to(dtype))
@@ -129,13 +136,13 @@ def _function(structure):
     return lambda x, *cores: apply(structure, cores, x)
 
 
-@every_small_case
+@every_small_layer
 def test_first_and_second_derivatives_are_right(case):
     family, in_features, out_features = case
     _gradients_are_right(family.structure(in_features, out_features))
 
 
-@given(structures(max_width=32))
+@given(structures(max_width=32, activated=True))
 @settings(max_examples=10)
 def test_first_and_second_derivatives_of_drawn_structures_are_right(structure):
     _gradients_are_right(structure)
@@ -214,14 +221,16 @@ def test_a_layer_is_the_dense_product_with_the_rows_and_columns_of_its_padding_c
 def test_a_layer_narrower_than_its_structure_cuts_the_matrix(case, mode, engine, bias, monkeypatch):
     if not engine:
         monkeypatch.setattr(op, "available", lambda x: False)
+    structure, in_features, out_features = case
+    mode = "structured" if structure.between else mode
     layer = layer_of(case, bias=bias, weight_norm=True)
-    layer.mode, (_, in_features, out_features) = mode, case
+    layer.mode = mode
     leaves = list(layer.parameters())
     for count in (2, 40):
         x = tokens(count, in_features).requires_grad_()
         y = layer(x)
-        matrix = einsum_matrix(layer.structure, layer.effective_cores())
-        wanted = x @ matrix[:out_features, :in_features].T
+        padded = F.pad(x, (0, layer.padding[0]))
+        wanted = one_einsum(layer.structure, layer.effective_cores(), padded)[:, :out_features]
         wanted = wanted if layer.bias is None else wanted + layer.bias
         assert_close(y, wanted)
         found = [torch.autograd.grad(each.square().sum(), [x, *leaves]) for each in (y, wanted)]
@@ -238,7 +247,9 @@ def test_a_layer_narrower_than_its_structure_keeps_its_width_under_autocast(case
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(x)
     assert y.dtype == torch.bfloat16
-    assert_close(y.float(), x @ layer.to_dense().T, rtol=0.1, atol=0.1)
+    padded, cores = F.pad(x, (0, layer.padding[0])), list(layer.cores)
+    wanted = one_einsum(layer.structure, cores, padded)[:, : layer.out_features]
+    assert_close(y.float(), wanted, rtol=0.1, atol=0.1)
 
 
 @MUCH
@@ -248,7 +259,7 @@ def test_a_layer_narrower_than_its_structure_compiles(case):
     _compiles(case, "aot_eager", (5,), (2, 3))
 
 
-@every_case
+@every_layer
 def test_a_layer_is_refused_an_input_of_the_wrong_width_or_kind(case):
     _, in_features, _ = case
     layer = layer_of(case, bias=False)
@@ -267,7 +278,7 @@ def test_a_layer_is_refused_an_input_of_the_wrong_width_or_kind(case):
             layer(torch.ones(2, in_features, dtype=dtype))
 
 
-@every_case
+@every_layer
 @pytest.mark.parametrize(
     "options", [{}, {"weight_norm": True, "bias": False}], ids=["bias", "weight_norm"]
 )
@@ -290,7 +301,7 @@ def test_a_state_dict_has_the_cores_the_bias_and_the_gains_and_comes_back_strict
     assert torch.equal(layer(x), other(x))
 
 
-@every_case
+@every_layer
 def test_a_layer_survives_deepcopy_and_pickle(case):
     layer = layer_of(case, weight_norm=True)
     x = tokens(2, layer.in_features)
@@ -304,7 +315,7 @@ def test_a_layer_survives_deepcopy_and_pickle(case):
         assert (repr(other), other.structure) == (repr(layer), layer.structure)
 
 
-@every_case
+@every_layer
 def test_a_layer_made_on_meta_is_initialised_after_to_empty(case):
     layer = StructuredLinear(*_widths(case), case[0], weight_norm=True, device="meta")
     assert all(parameter.is_meta for parameter in layer.parameters())
@@ -321,7 +332,7 @@ def test_a_layer_made_on_meta_is_initialised_after_to_empty(case):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@every_case
+@every_layer
 def test_each_core_starts_with_the_standard_deviation_of_the_formula(case, dtype):
     for init, formula in {"mup": mup_stds, "spectral": spectral_stds}.items():
         layer = StructuredLinear(*_widths(case), case[0], init=init, dtype=dtype)
@@ -333,14 +344,21 @@ def mup_stds(layer):
     stds = [sqrt(min(core.fan_in, core.fan_out)) / core.fan_in for core in layer.structure.cores]
     if layer.label.startswith("LowRank"):
         stds[0] = 1 / sqrt(layer.in_features)
-    return stds
+    return before_activations(layer, stds)
+
+
+def before_activations(layer, stds):
+    if layer.structure.between is None:
+        return stds
+    return [*(1 / sqrt(core.fan_in) for core in layer.structure.cores[:-1]), stds[-1]]
 
 
 def spectral_stds(layer):
-    return [
+    stds = [
         sqrt(core.fan_out / core.fan_in) / (sqrt(core.fan_in) + sqrt(core.fan_out))
         for core in layer.structure.cores
     ]
+    return before_activations(layer, stds)
 
 
 def _is_initialised(layer, stds):
@@ -365,7 +383,7 @@ def test_orthogonal_blocks_have_singular_values_of_exactly_sqrt_fan_out_over_fan
             assert parameter.unique().numel() > 1, "the blocks are drawn"
 
 
-@every_case
+@every_layer
 @pytest.mark.parametrize("weight_norm", [False, True])
 def test_a_layer_that_starts_at_zero_has_a_gradient_in_every_core_after_one_step(case, weight_norm):
     layer = StructuredLinear(*_widths(case), case[0], zero_init=True, weight_norm=weight_norm)
@@ -431,7 +449,7 @@ def test_weight_norm_is_right_in_every_dtype_for_small_and_for_large_cores(case,
             )
 
 
-@every_case
+@every_layer
 def test_weight_norm_has_a_finite_gradient_at_a_zero_core(case):
     layer = layer_of(case, weight_norm=True)
     with torch.no_grad():
@@ -441,7 +459,7 @@ def test_weight_norm_has_a_finite_gradient_at_a_zero_core(case):
     assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
 
 
-@every_small_case
+@every_small_layer
 def test_derivatives_through_weight_norm_are_right(case):
     layer = layer_of(case, weight_norm=True)
     with torch.no_grad():
@@ -467,7 +485,7 @@ def no_dense(monkeypatch):
     monkeypatch.setattr(StructuredLinear, "to_dense", refuse)
 
 
-@every_case
+@every_layer
 def test_dtype_shape_and_device_of_the_weight_are_free(case, no_dense):
     layer = StructuredLinear(*_widths(case), case[0], dtype=torch.bfloat16)
     weight = layer.weight
@@ -481,7 +499,7 @@ def test_dtype_shape_and_device_of_the_weight_are_free(case, no_dense):
     assert not layer.weight.requires_grad
 
 
-@every_case
+@every_layer
 @pytest.mark.parametrize("weight_norm", [False, True])
 def test_f_linear_with_the_weight_runs_through_the_structure(case, weight_norm, no_dense):
     layer = layer_of(case, weight_norm=weight_norm)

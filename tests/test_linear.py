@@ -160,7 +160,9 @@ def test_a_structure_can_not_be_changed_and_is_copied_whole():
     [
         ({"cores": "oi"}, "must be a text and a list of texts"),
         ({"sizes": [("i", 2)]}, "must be a mapping"),
-        ({"rank": 3}, "rank: a Structure has signature, cores and sizes alone"),
+        ({"rank": 3}, "rank: a Structure has signature, cores, sizes, between alone"),
+        ({"between": "relu"}, "between='relu' is no activation; there are silu"),
+        ({"sizes": {"i": 2, "o": 3, "between": 3}}, "sizes: the axis name 'between' is reserved"),
     ],
 )
 def test_plain_data_that_is_no_structure_is_refused(change, message):

@@ -28,7 +28,9 @@ from structlin import (
 from structlin._kernels import engine, op
 from structlin.moe import Mixture, load_balancing_loss
 
+ACTIVE = BTT(rank=2).activate()
 FAMILIES = [Dense(), LowRank(rank=3), BTT(), BTT(rank=2), Monarch(blocks=2), TT(rank=2, cores=3)]
+FAMILIES += [ACTIVE]
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=str)
 
 
@@ -122,7 +124,7 @@ def test_experts_wider_than_the_layer_are_cut(family, engine, monkeypatch):
         assert_close(layer(x), wanted, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", [LowRank(rank=3), BTT(rank=2), TT(rank=2)], ids=str)
+@pytest.mark.parametrize("family", [LowRank(rank=3), BTT(rank=2), TT(rank=2), ACTIVE], ids=str)
 def test_gradients_are_those_of_finite_differences(family):
     layer, x = mixture(family, widths=(6, 8), weight_norm=True), tokens(5, 6)
     names = [name for name, _ in layer.named_parameters()]

@@ -6,9 +6,18 @@ from math import sqrt
 import pytest
 import torch
 
-from structlin import BTT, TT, Dense, Kronecker, LowRank, Monarch, Structure, StructuredLinear
+from structlin import (
+    BTT,
+    TT,
+    Dense,
+    Kronecker,
+    LowRank,
+    Monarch,
+    Structure,
+    StructuredLinear,
+)
 from structlin.scaling import expected_norm, init_std, lr_mult
-from tests.catalogue import CASES
+from tests.catalogue import CASES, silu_rms
 
 WIDE, TALL = (Structure("i -> o", "o i", i=i, o=o).cores[0] for i, o in ((256, 64), (64, 256)))
 
@@ -194,6 +203,28 @@ def test_a_norm_of_zero_zeroes_the_last_core_alone():
     assert layer.cores[1].count_nonzero() == 0
     layer.match_norm_(1.0)
     assert layer.cores[1].count_nonzero() == layer.cores[1].numel()
+
+
+@pytest.mark.parametrize("init", ["mup", "spectral", "orthogonal"])
+@pytest.mark.parametrize("widths", [(1024, 256), (256, 1024)], ids=str)
+@pytest.mark.parametrize(
+    "family", [BTT(rank=1), BTT(rank=2, cores=3), LowRank(rank=64), TT(rank=4)], ids=str
+)
+def test_what_an_activation_reads_and_makes_has_unit_rms_at_the_start(family, widths, init):
+    torch.manual_seed(0)
+    active = family.activate()
+    layer = StructuredLinear(*widths, active, bias=False, init=init, dtype=torch.float64)
+    linear = StructuredLinear(*widths, family, init=init)
+    assert layer.stds[-1] == linear.stds[-1]
+    h = torch.randn(400, widths[0], dtype=torch.float64)
+    for step, core in zip(layer.structure.program.steps[:-1], layer.cores, strict=False):
+        h = h.reshape(step.move.sizes).permute(step.move.order) if step.move.order else h
+        h = h.reshape(step.batch, -1, step.fan_in) @ core.mT
+        assert h.square().mean().sqrt().item() == pytest.approx(1, rel=0.15)
+        h = torch.nn.functional.silu(h) / silu_rms()
+        assert h.square().mean().sqrt().item() == pytest.approx(1, rel=0.15)
+    y = layer.match_norm_(sqrt(widths[1]))(torch.randn(400, widths[0], dtype=torch.float64))
+    assert y.square().mean().sqrt().item() == pytest.approx(1, rel=0.15)
 
 
 @pytest.mark.parametrize("norm", [-1.0, float("inf"), float("nan")])

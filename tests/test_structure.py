@@ -23,7 +23,7 @@ from structlin import (
     apply,
     to_dense,
 )
-from tests.catalogue import Drawn, drawn, structures
+from tests.catalogue import Drawn, drawn, silu_rms, structures
 
 ROLES = ("batch", "fan_out", "fan_in", "repeat")
 
@@ -120,6 +120,21 @@ def test_parameters_and_flops_of_a_square_layer_are_the_formulas_of_the_table(
         (("... -> o", "o"), {"o": 3}, "'...' is not an axis name"),
         (("ä -> o", "o ä"), {"ä": 2, "o": 3}, "'ä' is not an axis name"),
         (("tokens -> o", "o tokens"), {"tokens": 2, "o": 3}, "the axis name 'tokens' is reserved"),
+        (
+            ("between -> o", "o between"),
+            {"o": 3},
+            "signature: the axis name 'between' is reserved; take another",
+        ),
+        (
+            ("i -> o", "r i", "o r"),
+            {"i": 2, "r": 1, "o": 3, "between": 3},
+            "between=3 is no activation; there are silu, and None",
+        ),
+        (
+            ("i -> o", "o i"),
+            {"i": 2, "o": 3, "between": "silu"},
+            "between='silu' needs two cores or more.* there is one, 'o i'",
+        ),
         (("i -> o",), {"i": 2, "o": 3}, "needs at least one core"),
         (("i o", "o i"), {"i": 2, "o": 3}, "must read 'axes of x -> axes of y'"),
         (("i -> r -> o", "o i"), {"i": 2, "o": 3}, "must read 'axes of x -> axes of y'"),
@@ -151,7 +166,7 @@ def test_every_axis_name_that_is_accepted_can_be_multiplied_by(name):
     torch.testing.assert_close(to_dense(structure, [core]), core[0])
 
 
-@given(structures())
+@given(structures(activated=True))
 def test_a_structure_survives_json_pickle_deepcopy_and_its_own_repr(structure: Structure):
     copies = [
         Structure.from_dict(json.loads(json.dumps(structure.to_dict()))),
@@ -162,7 +177,8 @@ def test_a_structure_survives_json_pickle_deepcopy_and_its_own_repr(structure: S
     for other in copies:
         assert other == structure
         assert hash(other) == hash(structure)
-        assert other.cores == structure.cores
+        assert (other.cores, other.between) == (structure.cores, structure.between)
+        assert other.program == structure.program
 
 
 def test_structures_are_equal_when_what_they_are_made_of_is():
@@ -172,10 +188,13 @@ def test_structures_are_equal_when_what_they_are_made_of_is():
         Structure("i -> o", "r i", "o r", i=2, o=3, r=2),
         Structure("i -> o", "i r", "o r", i=2, o=3, r=1),
         Structure("i -> o", "o i", i=2, o=3),
+        structure.activate("silu"),
         structure.to_dict(),
     ]
     assert all(structure != other for other in different)
-    assert len({structure, *different[:3]}) == 4
+    assert len({structure, *different[:4]}) == 5
+    assert structure.activate("silu").activate(None) == structure
+    assert "between" not in structure.to_dict()  # which older versions read
 
 
 def leaves(value):
@@ -207,6 +226,7 @@ def test_plain_is_a_chain_of_matrices():
     plain = [LowRank(rank=2), Dense()]
     for family in (
         *plain,
+        LowRank(rank=2).activate(),
         BTT(rank=1),
         Kronecker(),
         Monarch(blocks=2),
@@ -218,6 +238,10 @@ def test_plain_is_a_chain_of_matrices():
     assert Structure("i -> o", "r s i", "o r s", **sizes).plain
     assert not Structure("i -> o", "r s i", "o s r", **sizes).plain
     assert not Structure("i j -> o", "r j i", "o r", i=6, j=2, o=4, r=2).plain
+
+
+def test_the_activation_is_divided_by_its_rms_on_gaussian_numbers():
+    assert pytest.approx(silu_rms(), rel=1e-14, abs=0) == _product.SILU_RMS
 
 
 def build_with_axes(number, shared):

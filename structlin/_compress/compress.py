@@ -12,7 +12,7 @@ from torch import nn
 
 from .._arguments import require_choice, require_positive
 from .._families import Family, OneOf
-from .._model.decide import Spec, decide, list_targets
+from .._model.decide import Spec, decide, list_targets, require_matrices
 from .._model.select import Patterns
 from .._plan import Plan, check_values, project_by_weight, warn_of
 from .allocation import Share, choose_sizes, list_offers, weigh_outputs
@@ -153,6 +153,7 @@ def plan_compression(
     selection: dict[str, Any] = {"include": include, "exclude": exclude, "overrides": overrides}
     selection |= {"split": split, "untie": untie, "sizes_open": keep is not None}
     decisions = decide(model, structure, **selection)
+    require_matrices(decisions, "compress")
     layers = [decision.layer for decision in decisions if decision.structure is not None]
     without_values = batches is None and all(layer.matrix.is_meta for layer in layers)
     without_values &= share.keep is None or share.allocation == "uniform"

@@ -82,7 +82,7 @@ def pays(program: Program, x: Tensor, trains: bool | None = None) -> bool:
     Args:
         trains: whether a backward pass may follow; None: it is not known.
     """
-    if not available(x):
+    if program.between or not available(x):
         return False
     if torch.compiler.is_compiling():
         return choose(program.numbers, x.dtype, trains=trains is not False) != Path.BLAS

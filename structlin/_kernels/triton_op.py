@@ -28,7 +28,9 @@ _loops: dict[tuple[int, ...], Callable[[Sequence[Tensor], Tensor], Tensor]] = {}
 
 def available(x: Tensor, structure: Structure) -> bool:
     """On a GPU whose products have passed their test; not while exporting, nor where derivatives
-    are not taken by autograd's backward pass."""
+    are not taken by autograd's backward pass, nor with an activation between the cores."""
+    if structure.between is not None:
+        return False
     if not x.is_cuda or x.dtype not in triton_check.TOLERANCE or torch.compiler.is_exporting():
         return False
     if not torch.compiler.is_compiling() and (

@@ -38,6 +38,12 @@ def list_targets(decisions: Iterable[Decision]) -> list[Target]:
     return [Target(d.layer, d.resolved) for d in decisions if d.resolved is not None]
 
 
+def require_matrices(decisions: Iterable[Decision], what: str) -> None:
+    """Raises: ValueError: a layer would get a structure that is no matrix, which `what` needs."""
+    for layer, structure in list_targets(decisions):
+        structure.require_matrix(f"layer {layer.name!r}: {what}")
+
+
 def decide(
     model: nn.Module,
     structure: Spec,

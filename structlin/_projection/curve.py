@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._families import Dense, Family, OneOf, Split
+from .._families import Dense, Family, Nonlinear, OneOf, Split
 from .._product import to_dense
 from .._structure import Structure
 from .axes import split_axes
@@ -183,6 +183,7 @@ def _list_sizes(family: Family, in_features: int, out_features: int, of: str) ->
             structure = candidate.structure(in_features, out_features)
         except ValueError:
             continue
+        structure.require_matrix("compress")
         cost = _cost_of(structure, of)
         if cost < limit and (not found or cost > found[-1].cost):
             found.append(Size(candidate, structure, cost))
@@ -225,7 +226,7 @@ def _is_aligned(structure: Structure) -> bool:
 
 def _candidates(family: Family, width: int) -> list[Family]:
     """`family` at every rank, or with every number of blocks up to `width`; rising in cost."""
-    if isinstance(family, Split):
+    if isinstance(family, Split | Nonlinear):
         return [replace(family, of=candidate) for candidate in _candidates(family.of, width)]
     options = _options_of(family)
     if "rank" in options:

@@ -69,8 +69,8 @@ def project(
 
     Raises:
         ValueError: `weight` is not a matrix, not finite or has no values (meta); the structure does
-            not fit it; `covariance` or `output` has another shape, is not finite, not symmetric or
-            not positive semi-definite; `sweeps` is negative.
+            not fit it, or has an activation between its cores; `covariance` or `output` has another
+            shape, is not finite, not symmetric or not positive semi-definite; `sweeps` is negative.
         TypeError: `weight`, `covariance` or `output` is not real floating point; `structure` is
             neither family nor `Structure`.
 
@@ -85,6 +85,7 @@ def project(
     """
     _check_weight(weight)
     structure = structure_of(structure, weight.shape[1], weight.shape[0])
+    structure.require_matrix("project")
     _check_metric("covariance", covariance, weight.shape[1])
     _check_metric("output", output, weight.shape[0])
     if sweeps < 0:

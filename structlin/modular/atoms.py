@@ -74,6 +74,7 @@ class Linear(Atom):
             raise ValueError(
                 "the algebra has no norm for gains or biases: convert with weight_norm=False"
             )
+        self.linear.structure.require_matrix("the algebra")
         count = len(self.linear.cores)
         masses = self.masses or (1.0,) * count
         if len(masses) != count:

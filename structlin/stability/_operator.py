@@ -104,6 +104,8 @@ def _input_shape(
 ) -> tuple[int, ...] | None:
     """Shape of one input of a layer; None where it is not known or there is no linear map."""
     if isinstance(module, StructuredLinear):
+        if module.structure.between is not None:
+            return None
         experts = (module.experts,) if isinstance(module, Mixture) else ()
         return (*experts, module.in_features) if weight.kind == "matrix" else None
     if isinstance(module, _ConvNd):

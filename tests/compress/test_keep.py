@@ -156,6 +156,21 @@ def fail(model):
             ValueError,
             "Kronecker has neither rank nor blocks to choose; take keep=None",
         ),
+        (
+            {"structure": BTT().activate()},
+            ValueError,
+            "^compress needs a matrix, and a structure with between='silu' is none",
+        ),
+        (
+            {"structure": [BTT(), LowRank(rank=1).activate()]},
+            ValueError,
+            "^compress needs a matrix, and a structure with between='silu' is none",
+        ),
+        (
+            {"structure": BTT().activate(), "keep": None},
+            ValueError,
+            "^layer 'h.0.attn.c_attn': compress needs a matrix",
+        ),
         ({"structure": Dense().structure(256, 256)}, ValueError, "no size to choose; keep=None"),
         (
             {"keep": 0.5, "count": "macs"},

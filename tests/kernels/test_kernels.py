@@ -31,6 +31,7 @@ FEW = [
     TT(rank=2),
     BTT(rank=2, cores=3),
 ]
+ACTIVE = [family.activate() for family in (BTT(rank=2, cores=3), LowRank(rank=3), Kronecker())]
 OWN = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch.*")
 
 
@@ -47,6 +48,8 @@ def small(family):
 
 
 def in_mode(mode, **options):
+    if mode == "silu":
+        return StructuredLinear(12, 30, BTT(rank=2).activate(), **options)
     layer = StructuredLinear(12, 30, BTT(rank=2), **options)
     layer.mode = mode
     return layer
@@ -80,7 +83,7 @@ def test_wide_layers_in_every_dtype(family, dtype):
         assert error < {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", FEW + ACTIVE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_dtype(family, dtype):
     structure = small(family)
@@ -97,7 +100,7 @@ def test_every_dtype(family, dtype):
         assert (value.double() - expected).norm() < 20 * torch.finfo(dtype).eps * expected.norm()
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", FEW + ACTIVE)
 def test_gradients_and_their_gradients_are_those_of_finite_differences(family):
     structure = (
         family.structure(6, 4) if family != Monarch(blocks=6) else Monarch(blocks=2).structure(4, 8)
@@ -148,7 +151,7 @@ def test_a_layer_applied_twice_has_the_gradients_of_its_matrix_where_they_are_di
 
 
 @OWN
-@pytest.mark.parametrize("mode", ["auto", "structured", "dense"])
+@pytest.mark.parametrize("mode", ["auto", "structured", "dense", "silu"])
 def test_a_compiled_layer_trains_as_an_eager_one_for_every_number_of_tokens(mode):
     torch._dynamo.reset()
     layer = in_mode(mode, weight_norm=True, dtype=torch.float64)
@@ -161,8 +164,9 @@ def test_a_compiled_layer_trains_as_an_eager_one_for_every_number_of_tokens(mode
 
 
 @OWN
-def test_an_exported_layer_needs_no_operator_of_ours():
-    layer = StructuredLinear(12, 30, Monarch(blocks=2))
+@pytest.mark.parametrize("family", [Monarch(blocks=2), ACTIVE[0]], ids=repr)
+def test_an_exported_layer_needs_no_operator_of_ours(family):
+    layer = StructuredLinear(12, 30, family)
     x = torch.randn(4, 12)
     exported = torch.export.export(layer, (x,))
     assert not [node for node in exported.graph.nodes if "structlin" in str(node.target)]
@@ -182,7 +186,7 @@ def test_whatever_alone_requires_a_gradient_gets_it(family, mode):
         leaf.requires_grad_(False)
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", FEW + ACTIVE)
 def test_vmap_over_tokens_layers_and_gradients(family):
     structure = small(family)
     cores, x = random_cores(structure), tokens(3, 5, 12)
@@ -237,7 +241,7 @@ def test_torch_func_sees_through_the_layer():
     torch.testing.assert_close(batched, torch.stack([y, 4 * y]))
 
 
-@pytest.mark.parametrize("mode", ["structured", "dense"])
+@pytest.mark.parametrize("mode", ["structured", "dense", "silu"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_gives_the_dtypes_of_a_dense_layer(mode, dtype):
     layer, dense = in_mode(mode), torch.nn.Linear(12, 30)

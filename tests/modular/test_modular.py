@@ -10,7 +10,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.papers.mn_tasks import paper_groups
-from structlin import BTT, Kronecker, StructuredLinear, convert, densify, load, param_groups, save
+from structlin import (
+    BTT,
+    Kronecker,
+    StructuredLinear,
+    convert,
+    densify,
+    load,
+    param_groups,
+    save,
+)
 from structlin import modular as md
 from structlin.modular import (
     GPT,
@@ -380,6 +389,13 @@ def test_weight_normalisation_has_no_norm_in_the_algebra():
         ValueError, match="no norm for gains or biases: convert with weight_norm=False"
     ):
         net.dualize({})
+
+
+def test_an_activation_between_the_cores_has_no_norm_in_the_algebra():
+    net = convert(Linear(16, 16) @ Linear(16, 16), BTT().activate())
+    for refused in (net.terms, lambda: md.Structured(16, 16, BTT().activate())):
+        with pytest.raises(ValueError, match=r"^the algebra needs a matrix.* between='silu'"):
+            refused()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own

@@ -418,7 +418,15 @@ def cross_entropy(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize("structure", [None, BTT()], ids=["dense", "BTT"])
+def test_a_layer_with_an_activation_between_its_cores_is_no_linear_map():
+    model = nn.Sequential(StructuredLinear(16, 16, BTT().activate()), nn.Linear(16, 16))
+    log = metrics(model, torch.randn(8, 16))
+    assert row(log, "0").dependency is None
+    assert row(log, "0").forward > 0
+    assert row(log, "1").dependency > 0
+
+
+@pytest.mark.parametrize("structure", [None, BTT(), BTT().activate()], ids=str)
 def test_one_rate_for_all_widths_is_found_and_the_rule_of_param_groups_is_flat(structure):
     def build(width):
         return (

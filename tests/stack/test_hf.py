@@ -17,7 +17,16 @@ from transformers import AutoModel
 
 import structlin.hf  # noqa: F401  # which `put_in` below does not import
 from benchmarks.zoo import MODELS, logits
-from structlin import BTT, LowRank, StructuredLinear, convert, densify, load, quantize, save
+from structlin import (
+    BTT,
+    LowRank,
+    StructuredLinear,
+    convert,
+    densify,
+    load,
+    quantize,
+    save,
+)
 from structlin._model.survey import widths
 from structlin._quantize import QuantizedLinear
 from structlin.moe import Mixture
@@ -136,6 +145,7 @@ PARTS = {  # name of the model, what is done to a part of it
     "mixture": ("llama", lambda model: put_in(model, Mixture, experts=3)),
     "mixture, Conv1D": ("gpt2", lambda model: put_in(model, Mixture, experts=3)),
     "blocks": ("gpt2", lambda model: convert(model.transformer.h, BTT())),
+    "activation": ("gpt2", lambda model: convert(model.transformer.h, BTT().activate())),
     "encoder": ("bert", lambda model: convert(model.bert.encoder, BTT())),
 }
 

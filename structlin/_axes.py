@@ -1,0 +1,71 @@
+"""The text of a structure read: axis names, sizes, and the name of an activation. No torch here."""
+
+import keyword
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
+
+MOST_AXES = 52  # letters of torch.einsum; an axis of x and of y takes two
+ACTIVATIONS = ("silu",)  # that may stand between cores; a program has their numbers, from 1
+# our own axis over all leading dimensions, an option of `Structure`, einops' own, and Python's
+_RESERVED = {"tokens", "between", "tensor", "pattern", "reduction", "axis", *keyword.kwlist}
+_AXIS = re.compile(r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?")
+
+
+def check_number(inputs: list[str], outputs: list[str], cores: Sequence[str]) -> None:
+    axes = {*inputs, *outputs, *" ".join(cores).split()}
+    number = len(axes) + len({*inputs} & {*outputs})
+    if number > MOST_AXES:
+        text = f"at most {MOST_AXES}: torch.einsum, which forms the matrix, has no more letters"
+        raise ValueError(f"{number} axes, those that x and y share counted twice; {text}")
+
+
+def read_axes(where: str, text: str) -> list[str]:
+    axes = text.split()
+    for axis in axes:
+        if not _AXIS.fullmatch(axis):
+            raise ValueError(
+                f"{where}: {axis!r} is not an axis name (ASCII letters and digits, a letter first)"
+            )
+        if axis in _RESERVED:
+            refuse_reserved(where, axis)
+        if axes.count(axis) > 1:
+            raise ValueError(f"{where}: axis {axis!r} appears more than once in {text.strip()!r}")
+    return axes
+
+
+def refuse_reserved(where: str, axis: str) -> NoReturn:
+    raise ValueError(
+        f"{where}: the axis name {axis!r} is reserved; take another, for example {axis + '1'!r}"
+    )
+
+
+def check_between(between: object, cores: Sequence[str]) -> None:
+    if between is None:
+        return
+    if between not in ACTIVATIONS:
+        raise ValueError(
+            f"between={between!r} is no activation; there are {', '.join(ACTIVATIONS)}, and None"
+        )
+    if len(cores) < 2:
+        raise ValueError(
+            f"between={between!r} needs two cores or more, for example 'r i' and 'o r'; there is "
+            f"one, {cores[0]!r}"
+        )
+
+
+def check_sizes(sizes: Mapping[str, int], axes: Iterable[str]) -> None:
+    named = set(axes)
+    for axis in sorted(named):
+        if axis not in sizes:
+            raise ValueError(
+                f"axis {axis!r} has no size: pass {axis}=<size>; "
+                f"sizes were given for {sorted(sizes)}"
+            )
+    for axis, size in sizes.items():
+        if axis not in named:
+            raise ValueError(
+                f"{axis}={size!r}: no core and no side of the signature has an axis {axis!r}"
+            )
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{axis}={size!r}: the size of an axis is an integer of at least 1")
