@@ -143,7 +143,8 @@ def run(
         if routes is not None:
             tokens = routes[1].numel() * structure.cores[0].batch // len(cores[0])
         dense = forms_matrix(structure, tokens)
-    if not dense and op.pays(program, x):
+    taken = routes is None or not program.between  # the engine's mixtures are linear
+    if not dense and taken and op.pays(program, x):
         return op.multiply(define, program, cores, x, bias, gains, sigmas, routes)
     cores = cores if gains is None or sigmas is None else normalise(cores, gains, sigmas)
     if routes is not None:

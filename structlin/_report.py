@@ -277,7 +277,7 @@ def _count_saved(layer: StructuredLinear) -> int:
     """Numbers that a structured layer keeps for its backward pass, per token."""
     structure, core = layer.structure, layer.cores[0]
     if layer.mode == "dense" or (
-        not structure.program.between
+        not (structure.program.between and isinstance(layer, Mixture))
         and core.device.type in ("cpu", "meta")
         and engine.load()
         and op.choose(structure.program.numbers, layer.compute_dtype) != op.Path.BLAS

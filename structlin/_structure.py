@@ -84,7 +84,8 @@ class Program(NamedTuple):
 
     `numbers` is the program for an engine that speaks no Python: in_features, out_features, number
     of cores; batch, repeat, fan_in and fan_out of each core; then the moves of one token's features
-    before each core and after the last, each as its number of axes, their sizes and their order.
+    before each core and after the last, each as its number of axes, their sizes and their order;
+    and `between`.
     """
 
     steps: tuple[Step, ...]
@@ -185,7 +186,7 @@ class Structure:
         text = f"{' '.join(inputs)} -> {' '.join(outputs)}"
         names = tuple(" ".join(core) for core in subscripts)
         activation = 0 if between is None else 1 + ACTIVATIONS.index(between)
-        program = _derive_program(inputs, outputs, derived, sizes)._replace(between=activation)
+        program = _derive_program(inputs, outputs, derived, sizes, activation)
         flops = sum(core.flops for core in derived)
         self.__dict__.update(
             signature=text,
@@ -313,7 +314,11 @@ def _derive_cores(
 
 
 def _derive_program(
-    inputs: Sequence[str], outputs: Sequence[str], cores: Sequence[Core], sizes: Mapping[str, int]
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    cores: Sequence[Core],
+    sizes: Mapping[str, int],
+    between: int,
 ) -> Program:
     """Where each core finds its axes, and where it puts them."""
     read = [[*core.batch_axes, TOKENS, *core.repeat_axes, *core.fan_in_axes] for core in cores]
@@ -329,7 +334,8 @@ def _derive_program(
         own = [[axis for axis in axes if axis != TOKENS] for axes in (lying, wanted)]
         move = _move(own[0], own[1], sizes)
         numbers += [len(move.sizes), *move.sizes, *move.order]
-    return Program(tuple(steps), _move(before[-1], after[-1], sizes), *widths, tuple(numbers))
+    last, numbers = _move(before[-1], after[-1], sizes), [*numbers, between]
+    return Program(tuple(steps), last, *widths, tuple(numbers), between=between)
 
 
 def _move(lying: Sequence[str], wanted: Sequence[str], sizes: Mapping[str, int]) -> Move:

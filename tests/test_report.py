@@ -96,6 +96,8 @@ def count_saved(layer: nn.Module, width: int) -> float:
         (Monarch(blocks=2), 1024, torch.float64),  # large blocks are left to BLAS
         (BlockDiagonal(blocks=2), 64, torch.float32),
         (LowRank(rank=3), 64, torch.float32),
+        (BTT(rank=2).activate(), 64, torch.float32),
+        (LowRank(rank=3).activate(), 64, torch.float32),
         (Dense(), 64, torch.float32),
     ],
 )

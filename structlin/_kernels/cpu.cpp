@@ -4,6 +4,9 @@
 //     g_last = dy    g_t[b, r, i] = sum_o core_t[b, o, i] g_(t+1)[b, r, o]        dx = g_0
 //     dcore_t[b, o, i] = sum over tokens and r of g_(t+1)[b, r, o] h_t[b, r, i]
 //
+// With an activation f between the cores (activation.h), h_(t+1) is f of that sum but for y, and g_t for t > 0 is the
+// sum times f' there. The backward pass computes f' beside h.
+//
 // A tile of tokens goes through all cores while it lies in cache (tiles.h); each core is products of one kind
 // (microkernel.h), of blocks of any size. What runs when is in dispatch.h. Few tokens would leave a tile mostly empty;
 // the forward pass takes them by gemv.h. Two-byte numbers are widened to float32, unless the CPU multiplies bfloat16 in
@@ -155,11 +158,12 @@ Totals<S> add_tiles(Tiles<S>& tiles, const Layer<S>& layer, const DY& dy, const 
   tiles.prepare_backward(tokens, of_x);
   Totals<S> found;
   std::vector<Sum<S>>& sums = found.sums;
-  Index summed = 0, middle = 0;
+  Index summed = 0, middle = 0, sloped = 0;
   for (Index t = 0; t <= last; t++) {
     sums.emplace_back(program.steps[t], summed, tiles.along_out(t, tokens));
     summed += of_cores ? round_up(sums.back().size, 16) : 0;
     middle += tiles.area(t);
+    sloped += tiles.slope_area(t);
   }
   found.bias_at = summed;
   summed += of_bias ? round_up(program.out, 16) : 0;
@@ -182,14 +186,17 @@ Totals<S> add_tiles(Tiles<S>& tiles, const Layer<S>& layer, const DY& dy, const 
     }
     if (!of_x && !of_cores) return;
     std::vector<const H*> read(last + 1, h);  // by each core
-    H *g = h + middle, *next = g + area;
-    if (of_cores) {
+    std::vector<const H*> slopes(last + 1);   // of what each core read, behind what made it
+    H *g = h + middle, *next = g + area, *slope = next + area;
+    if (of_cores || program.between) {
       tiles.pack_x(h, x.from(first), n);
       for (Index t = 0; t < last; t++) {
         h += tiles.area(t);
+        H* own_slopes = program.between ? slope : nullptr;
         over_blocks(program.steps[t], program.steps[t].pairs(),
-                    [&](Index begin, Index end) { tiles.forward(t, h, read[t], n, begin, end); });
-        read[t + 1] = h;
+                    [&](Index begin, Index end) { tiles.forward(t, h, read[t], n, begin, end, own_slopes); });
+        read[t + 1] = h, slopes[t + 1] = own_slopes;
+        slope += tiles.slope_area(t);
       }
     }
     tiles.pack_dy(g, dy.from(first), n);
@@ -201,14 +208,15 @@ Totals<S> add_tiles(Tiles<S>& tiles, const Layer<S>& layer, const DY& dy, const 
                       tiles.add(t, to, sums[t], g, read[t], n, fresh, begin, end);
                     });
       if (!t && !of_x) return;
-      over_blocks(step, step.pairs(), [&](Index begin, Index end) { tiles.backward(t, next, g, n, begin, end); });
+      over_blocks(step, step.pairs(),
+                  [&](Index begin, Index end) { tiles.backward(t, next, g, n, begin, end, slopes[t]); });
     }
     tiles.unpack_dx(dx.from(first), g, n);
   };
   parallel_for(0, parts, 1, [&](Index begin, Index end) {
     Settings settings;
     thread_local Numbers<H> memory;
-    H* h = memory.reserve(middle + 2 * area);
+    H* h = memory.reserve(middle + 2 * area + sloped);
     for (Index part = begin; part < end; part++) {
       F* own = total + part * summed;
       const Index start = part * count / parts;

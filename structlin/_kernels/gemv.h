@@ -156,6 +156,8 @@ void forward_gemv(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias) 
         if (t < last) multiply(reinterpret_cast<H*>(next));
         else multiply(next);
       });
+      if (t < last && program.between)
+        for (Index i = 0; i < n; i++) activate_row(reinterpret_cast<H*>(next) + i * stride, step.pairs() * step.out);
     }
     S* to = y + begin * program.out;
     for (Index t = 0; t < n; t++, to += program.out)

@@ -182,6 +182,8 @@ struct Layer {
         !gains || (sizes_of(*gains) == Indices{static_cast<Index>(given.size())} && sigmas.size() == given.size()),
         "structlin: a gain and a sigma are needed for every core");
     STD_TORCH_CHECK(!rounded || scales.size() == given.size(), "structlin: scales are needed for every core");
+    // their weights go through the cores, as a matrix lets them
+    STD_TORCH_CHECK(!chosen || !program.between, "structlin: a mixture has no activation between its experts' cores");
     for (size_t t = 0; t < given.size(); t++) {
       const Step& step = program.steps[t];
       const auto dtype = rounded ? ScalarType::Char : x.scalar_type();

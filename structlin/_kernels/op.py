@@ -82,7 +82,7 @@ def pays(program: Program, x: Tensor, trains: bool | None = None) -> bool:
     Args:
         trains: whether a backward pass may follow; None: it is not known.
     """
-    if program.between or not available(x):
+    if not available(x):
         return False
     if torch.compiler.is_compiling():
         return choose(program.numbers, x.dtype, trains=trains is not False) != Path.BLAS
@@ -395,4 +395,5 @@ def _(
 ) -> int:
     flops, of_cores = count_flops(x, program, chosen), bool(wants & (OF_CORES | OF_GAINS))
     of_x = bool(wants & (OF_X | OF_WEIGHTS))
-    return sum(flops) * (of_x + of_cores) + sum(flops[:-1]) * of_cores
+    recomputes = of_cores or (of_x and bool(program[-1]))  # slopes of an activation
+    return sum(flops) * (of_x + of_cores) + sum(flops[:-1]) * recomputes

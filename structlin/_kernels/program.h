@@ -9,6 +9,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "activation.h"
+
 namespace {
 
 using Index = int64_t;
@@ -50,8 +52,9 @@ struct Step {
 struct Program {
   Index in, out;  // features of x and y; the first core may read more, which are zero, and the last write more
   std::vector<Step> steps;
+  Index between;  // a number of `Between`: what is applied after each core but the last
 
-  // in, out, cores; batch, repeat, fan_in, fan_out of each core; then a move before each core and after the last
+  // in, out, cores; batch, repeat, fan_in, fan_out of each core; a move before each core and after the last; between
   explicit Program(const Indices& numbers) {
     size_t at = 0;
     auto next = [&] {
@@ -83,7 +86,8 @@ struct Program {
       before.writes = Offsets(read_at, before.batch, before.repeat, before.out);
       require(before.writes.add_up(read_at, t < cores ? step.in : features));
     }
-    require(at == numbers.size());
+    between = next();
+    require(at == numbers.size() && NOTHING <= between && between <= SILU);
     const Step &first = steps.front(), &last = steps.back();
     require(0 < in && in <= first.pairs() * first.in && 0 < out && out <= last.pairs() * last.out);
   }

@@ -136,6 +136,7 @@ struct Tiles {
   Index g_area(Index t) const { return program.steps[t].pairs() * g[t].block; }
   Index end_area(const Indices& places) const { return static_cast<Index>(places.size()) * width; }  // of y or dx
   Index area(Index t) const { return tiling.together * h_area(t); }
+  Index slope_area(Index t) const { return program.between && t < last ? tiling.together * g_area(t) : 0; }
   Index area() const {  // of the widest activation; y and dx may be wide
     Index widest = std::max(end_area(x_places), end_area(dy_places)) * sizeof(F) / sizeof(H);
     for (Index t = 0; t <= last; t++) widest = std::max({widest, h_area(t), g_area(t)});
@@ -268,31 +269,59 @@ struct Tiles {
                  Scalars<H>{a(m, 0), a.row, a.column}, b + tile * b_area, std::min(some, height - m), depth, factor);
   }
 
+  // Of the rows that block `pair` of core t has made, the activation and, if there is room for them, its slopes, which
+  // lie as g does
+  void activate_rows(Index t, H* to, H* slopes, Index tiles, Index pair) const {
+    const Index out = program.steps[t].out, count = width, area = h_area(t + 1), slope_area = g_area(t);
+    const Index* fan = writes[t].fan.data();
+    to += writes[t].block(pair);
+    if (slopes) slopes += pair * g[t].block;
+    for (Index tile = 0; tile < tiles; tile++)
+      for (Index o = 0; o < out; o++)
+        activate_row(to + tile * area + fan[o], count, slopes ? slopes + tile * slope_area + o * count : nullptr);
+  }
+
+  // The rows of g that block `pair` of core t has made, times the slopes
+  void multiply_by_slopes(Index t, H* to, const H* slopes, Index tiles, Index pair) const {
+    const Index in = program.steps[t].in, count = width, area = g_area(t - 1), start = reads[t].block(pair);
+    const Index* fan = reads[t].fan.data();
+    for (Index tile = 0; tile < tiles; tile++)
+      for (Index i = 0; i < in; i++)
+        for (Index n = 0, row = tile * area + start + fan[i]; n < count; n += L)
+          store(to + row + n, load(to + row + n) * load(slopes + row + n));
+  }
+
   // h_(t+1) from h_t, for some of the blocks; y may be wide
-  void forward(Index t, H* to, const H* from, Index tokens, Index begin, Index end) const {
+  void forward(Index t, H* to, const H* from, Index tokens, Index begin, Index end, H* slopes = nullptr) const {
     const Step& step = program.steps[t];
     auto run = [&]<class T>(T* to, Index area) {
-      for (Index pair = begin; pair < end; pair++)
+      for (Index pair = begin; pair < end; pair++) {
         multiply_tiles(Result<T>{to + writes[t].block(pair), writes[t].fan.data(),
                                  t == last && bias ? bias + pair * step.out : nullptr},
                        area, Scalars<H>{cores[t].data + pair / step.repeat * step.in * step.out, step.in, 1},
                        from + pair * h[t].block, h_area(t), count_tiles(tokens), step.out, step.in, cores[t].factor);
+        if constexpr (std::is_same_v<T, H>)
+          if (t < last && program.between) activate_rows(t, to, slopes, count_tiles(tokens), pair);
+      }
     };
     if (t < last) run(to, h_area(t + 1));
     else if (wide) run(reinterpret_cast<F*>(to), end_area(dy_places));
     else run(to, end_area(dy_places));
   }
 
-  // g_t from g_(t+1), for some of the blocks; dx may be wide
-  void backward(Index t, H* to, const H* from, Index tokens, Index begin, Index end) const {
+  // g_t from g_(t+1), for some of the blocks, times the slopes between core t - 1 and core t, if any; dx may be wide
+  void backward(Index t, H* to, const H* from, Index tokens, Index begin, Index end, const H* slopes = nullptr) const {
     const Step& step = program.steps[t];
     const H* copy = packed_cores[t].held.get();
     const Scalars<H> core = copy ? Scalars<H>{copy, step.out, 1} : Scalars<H>{cores[t].data, 1, step.in};
     auto run = [&]<class T>(T* to, Index area) {
-      for (Index pair = begin; pair < end; pair++)
+      for (Index pair = begin; pair < end; pair++) {
         multiply_tiles(Result<T>{to + reads[t].block(pair), reads[t].fan.data()}, area,
                        Scalars<H>{core.at + pair / step.repeat * step.in * step.out, core.row, core.column},
                        from + pair * g[t].block, g_area(t), count_tiles(tokens), step.in, step.out, cores[t].factor);
+        if constexpr (std::is_same_v<T, H>)
+          if (slopes) multiply_by_slopes(t, to, slopes, count_tiles(tokens), pair);
+      }
     };
     if (t) run(to, g_area(t - 1));
     else if (wide) run(reinterpret_cast<F*>(to), end_area(x_places));

@@ -155,7 +155,7 @@ def make_plan(program: tuple[int, ...]) -> Plan:
     >>> make_plan(Monarch().structure(64, 64).program.numbers)[1:]
     ((4, 16), (1, 0))
     """
-    steps, rest = steps_of(program), iter(program[3 + 4 * program[2] :])
+    steps, rest = steps_of(program), iter(program[3 + 4 * program[2] : -1])
     moves = [(tuple(islice(rest, axes)), tuple(islice(rest, axes))) for axes in rest]
     shared = any(repeat > 1 for _, repeat, _, _ in steps)
     turn: tuple[tuple[int, ...], tuple[int, ...]] = (), ()

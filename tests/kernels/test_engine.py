@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -31,7 +32,14 @@ from structlin import (
 )
 from structlin._experts import define_routing
 from structlin._kernels import engine, op, routing
-from tests.catalogue import every_structure, one_einsum, random_cores, structures, tokens
+from tests.catalogue import (
+    every_program,
+    one_einsum,
+    random_cores,
+    silu_rms,
+    structures,
+    tokens,
+)
 
 pytestmark = pytest.mark.skipif(not engine.load(), reason="there is no engine here")
 OWN = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch.*")
@@ -68,7 +76,7 @@ def assert_near(own, wanted, dtype):
 # ---- numbers -------------------------------------------------------------------------------------
 
 
-@every_structure
+@every_program
 def test_values_and_gradients_are_those_of_einsum_for_every_dtype_and_number_of_tokens(structure):
     many = (1, 3, 7, 16, 37, 131) if structure.out_features < 10_000 else (1, 7)
     for dtype in DTYPES:
@@ -94,6 +102,7 @@ WIDE = [
     LowRank(rank=300),
     LowRank(rank=40),
 ]
+ACTIVE = [family.activate() for family in (*WIDE[1:3], WIDE[4], WIDE[5], WIDE[8])]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -109,13 +118,13 @@ def test_tokens_are_read_and_written_where_they_lie_bias_and_all(family, dtype):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("family", WIDE, ids=repr)
+@pytest.mark.parametrize("family", WIDE + ACTIVE, ids=repr)
 def test_wide_layers_on_several_threads_and_the_same_bits_twice(family, threads):
     torch.set_num_threads(threads)
     try:
         structure = (
             family.structure(1024, 1056)
-            if not isinstance(family, Monarch)
+            if "Monarch" not in family.label
             else family.structure(1024, 1024)
         )
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -153,7 +162,9 @@ def test_blocks_of_any_size_in_bfloat16(fan_out, fan_in):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", [Monarch(blocks=4), BTT(rank=4), TT(rank=16), Kronecker()])
+@pytest.mark.parametrize(
+    "family", [Monarch(blocks=4), BTT(rank=4), TT(rank=16), Kronecker(), BTT(rank=4).activate()]
+)
 def test_threads_that_share_few_tokens_give_the_bits_of_one_thread(family, dtype):
     structure = family.structure(1024, 512)
     cores = random_cores(structure, dtype)
@@ -179,8 +190,9 @@ def test_threads_that_share_few_tokens_give_the_bits_of_one_thread(family, dtype
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shrink", [0.1, 10.0])
 @pytest.mark.parametrize("n", [1, 40])
-def test_weight_normalisation_inside_is_that_outside(dtype, shrink, n):
-    structure = BTT(rank=2).structure(64, 48)
+@pytest.mark.parametrize("family", [BTT(rank=2), BTT(rank=2).activate()], ids=repr)
+def test_weight_normalisation_inside_is_that_outside(dtype, shrink, n, family):
+    structure = family.structure(64, 48)
     stored = [core * shrink for core in random_cores(structure)]
     sigmas = [0.3, 0.2]
     gains = torch.tensor([0.7, 1.6], dtype=torch.float64)
@@ -223,7 +235,7 @@ def test_a_core_whose_squares_overflow_is_normalised():
     assert y.abs().max() > 1e-3
 
 
-@given(structure=structures(max_width=64), wants=st.integers(0, 15))
+@given(structure=structures(max_width=64, activated=True), wants=st.integers(0, 15))
 def test_only_the_gradients_that_are_asked_for_are_computed(structure, wants):
     cores, x, dy = (
         random_cores(structure),
@@ -301,7 +313,7 @@ def poisoned(values):
     return inside, lambda: memory[:128].isnan().all() and memory[-128:].isnan().all()
 
 
-@pytest.mark.parametrize("family", WIDE[2:7], ids=repr)
+@pytest.mark.parametrize("family", WIDE[2:7] + ACTIVE[1:4], ids=repr)
 @pytest.mark.parametrize("n", [1, 3, 131])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_outside_the_tensors_is_read_or_written(family, n, dtype):
@@ -318,8 +330,9 @@ def test_nothing_outside_the_tensors_is_read_or_written(family, n, dtype):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("n", [1, 19])
-def test_nan_and_inf_go_where_the_formula_takes_them(bad, n):
-    structure = BTT(rank=2).structure(20, 30)
+@pytest.mark.parametrize("family", [BTT(rank=2), BTT(rank=2).activate()], ids=repr)
+def test_nan_and_inf_go_where_the_formula_takes_them(bad, n, family):
+    structure = family.structure(20, 30)
     cores, dy = [core.float() for core in random_cores(structure)], tokens(n, 30).float()
     x = tokens(n, 20).float()
     x[n // 2, 3] = bad
@@ -332,6 +345,32 @@ def test_nan_and_inf_go_where_the_formula_takes_them(bad, n):
     for own, wanted in zip(dcores, exact[2:-1], strict=True):
         assert torch.equal(own.isfinite(), wanted.isfinite())
     assert dbias.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_activation_and_its_slope_are_those_of_the_formula_for_every_number(dtype):
+    structure, ones = LowRank(rank=1).activate().structure(1, 1), torch.ones(1, 1, 1, dtype=dtype)
+    info = torch.finfo(dtype)
+    flushed = 2000 * info.tiny  # where exp(x) is below the smallest number that is no denormal
+    sizes = torch.logspace(-36, 38 if dtype == torch.float32 else 307, 5000, dtype=torch.float64)
+    near = torch.linspace(-800, 800, 40_001, dtype=torch.float64)
+    x = torch.cat([sizes, -sizes, near, near / 100, near.new_zeros(1)]).to(dtype)
+    exact, rms = x.double(), silu_rms()
+    small = torch.exp(-exact.abs())
+    sigmoid = torch.where(exact < 0, small, torch.ones_like(small)) / (1 + small)
+    other = torch.where(exact < 0, torch.ones_like(small), small) / (1 + small)  # 1 - sigmoid
+    wanted, slopes = exact * sigmoid / rms, sigmoid * (1 + exact * other) / rms
+    for part in (slice(None), slice(5_000, 5_001), slice(22_000, 22_003)):  # tiles, and GEMV
+        y = forward(structure, [ones, ones], x[part, None])[:, 0]
+        error = (y.double() - wanted[part]).abs()
+        assert (error <= 3 * info.eps * wanted[part].abs() + flushed).all()
+    dx, *_ = backward(structure, torch.ones_like(x)[:, None], x[:, None], [ones, ones], op.OF_X)
+    error, far = (dx[:, 0].double() - slopes).abs(), exact.abs() > 3
+    assert (error <= 8 * info.eps * slopes.abs().where(far, 1.0) + flushed).all()
+    ends = x.new_tensor([[torch.inf], [-torch.inf], [torch.nan]]).repeat(20, 1)
+    for some in (ends[:3], ends):
+        y = forward(structure, [ones, ones], some)
+        torch.testing.assert_close(y, F.silu(some), equal_nan=True)
 
 
 def test_an_infinite_core_leaves_the_other_blocks_alone():
@@ -376,6 +415,8 @@ def test_denormals_are_taken_for_zero_and_only_inside():
         lambda x, cores, numbers: (x.int(), [core.int() for core in cores], numbers),
         lambda x, cores, numbers: (x, cores, (*numbers, 0)),
         lambda x, cores, numbers: (x, cores, numbers[:-1]),
+        lambda x, cores, numbers: (x, cores, (*numbers[:-1], 2)),  # no activation
+        lambda x, cores, numbers: (x, cores, (*numbers[:-1], -1)),
         lambda x, cores, numbers: (x, cores, (*numbers[:2], -1, *numbers[3:])),
         lambda x, cores, numbers: (x.repeat(1, 2), cores, (24, *numbers[1:])),  # wider than it
         lambda x, cores, numbers: (x, cores, (12, 2000, *numbers[2:])),
@@ -392,9 +433,9 @@ def test_the_operator_itself_refuses_what_does_not_fit(broken):
 @pytest.mark.parametrize(
     "numbers",
     [
-        (6, 8, 1, *(2, 1, 3, 4), 2, 2, 3, 1, 0, 0),  # in the core that reads
-        (8, 6, 1, *(2, 1, 4, 3), 0, 2, 3, 2, 1, 0),  # in the core that writes
-        (12, 12, 2, *(3, 1, 4, 4), *(2, 1, 6, 6), 0, 0, 0),  # between two cores
+        (6, 8, 1, *(2, 1, 3, 4), 2, 2, 3, 1, 0, 0, 0),  # in the core that reads
+        (8, 6, 1, *(2, 1, 4, 3), 0, 2, 3, 2, 1, 0, 0),  # in the core that writes
+        (12, 12, 2, *(3, 1, 4, 4), *(2, 1, 6, 6), 0, 0, 0, 0),  # between two cores
     ],
     ids=str,
 )
@@ -550,6 +591,13 @@ def test_routes_that_do_not_fit_are_refused(weights, chosen, message):
         backward(structure, tokens(5, 30), tokens(5, 12), cores, routes=(weights, chosen))
 
 
+def test_experts_with_an_activation_are_refused():
+    structure = BTT(rank=2).activate().structure(12, 30)
+    cores = [torch.cat([core, core]) for core in random_cores(structure)]
+    with pytest.raises(RuntimeError, match="a mixture has no activation"):
+        forward(structure, cores, tokens(5, 12), routes=(ONES, PAIRS))
+
+
 def test_cores_that_are_no_whole_experts_are_refused():
     structure = BTT(rank=2).structure(12, 30)
     cores = [torch.cat([core, core[:1]]) for core in random_cores(structure)]
@@ -663,7 +711,7 @@ def test_the_routing_keeps_the_contract_of_torch_library(balanced):
 @OWN
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("family", WIDE[1:7], ids=repr)
+@pytest.mark.parametrize("family", WIDE[1:7] + ACTIVE[:1], ids=repr)
 def test_compiled_it_takes_as_many_graphs_as_a_dense_layer(family, dynamic, train):
     from torch._dynamo.testing import CompileCounterWithBackend
     from torch._dynamo.utils import counters
@@ -702,19 +750,26 @@ def test_transforms_of_torch_func_inside_a_compiled_program_take_the_loop(transf
     torch.testing.assert_close(compiled(x), transform(lambda x: layer(x))(x))
 
 
-def test_flops_are_counted_forward_and_backward():
-    layer = StructuredLinear(12, 30, BTT(rank=2))
+@pytest.mark.parametrize("family", [BTT(rank=2), BTT(rank=2).activate()], ids=repr)
+def test_flops_are_counted_forward_and_backward(family):
+    layer = StructuredLinear(12, 30, family)
     first, last = (core.flops for core in layer.structure.cores)
     with FlopCounterMode(display=False) as counter:
         y = layer(torch.randn(2, 5, 12, requires_grad=True))
         assert counter.get_total_flops() == 10 * (first + last)
         y.sum().backward()
     assert counter.get_total_flops() == 10 * (3 * (first + last) + first)
+    layer.requires_grad_(False)
+    with FlopCounterMode(display=False) as counter:
+        layer(torch.randn(2, 5, 12, requires_grad=True)).sum().backward()
+    again = first if layer.structure.between else 0
+    assert counter.get_total_flops() == 10 * (2 * (first + last) + again)
 
 
-def test_nothing_but_the_inputs_is_saved():
+@pytest.mark.parametrize("family", [BTT(rank=2), BTT(rank=2).activate()], ids=repr)
+def test_nothing_but_the_inputs_is_saved(family):
     layer, x, held = (
-        StructuredLinear(64, 64, BTT(rank=2), weight_norm=True),
+        StructuredLinear(64, 64, family, weight_norm=True),
         torch.randn(50, 64),
         [],
     )
@@ -1073,6 +1128,8 @@ def test_blocks_that_blas_has_at_its_own_rate_are_left_to_it(dtype, blocks, take
         (BTT(), 1, False, op.Path.GEMV),
         (BTT(), 4096, False, op.Path.TILES),
         (BTT(), 4096, True, op.Path.TILES),
+        (BTT().activate(), 4096, True, op.Path.TILES),
+        (LowRank(rank=64).activate(), 4096, True, op.Path.BLAS),
         (LowRank(rank=64), 1, False, op.Path.GEMV),
         (LowRank(rank=64), 1, True, op.Path.BLAS),  # a chain of matrices
         (LowRank(rank=64), 17, False, op.Path.BLAS),

@@ -18,7 +18,7 @@ from structlin import (
 )
 from structlin._kernels import engine, op
 from structlin._quantize import QuantizedLinear
-from tests.catalogue import every_structure, one_einsum, tokens
+from tests.catalogue import every_program, one_einsum, tokens
 from tests.kernels.test_engine import DTYPES, OWN, assert_near, poisoned
 
 pytestmark = pytest.mark.skipif(not engine.load(), reason="there is no engine here")
@@ -70,7 +70,7 @@ def assert_right(structure, dtype, counts):
 # ---- numbers -------------------------------------------------------------------------------------
 
 
-@every_structure
+@every_program
 def test_values_are_those_of_einsum_for_every_dtype_and_number_of_tokens(structure):
     many = (1, 3, 7, 16, 17, 64) if structure.out_features < 10_000 else (1, 17)
     for dtype in DTYPES:
@@ -78,7 +78,7 @@ def test_values_are_those_of_einsum_for_every_dtype_and_number_of_tokens(structu
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("family", FAMILIES, ids=repr)
+@pytest.mark.parametrize("family", [*FAMILIES, BTT(rank=4).activate()], ids=repr)
 def test_wide_layers_on_several_threads(family, threads):
     torch.set_num_threads(threads)
     try:
