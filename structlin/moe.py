@@ -46,9 +46,10 @@ class Mixture(StructuredLinear):
     Tokens are sorted by expert, and each expert multiplies its own: no token is dropped, and a
     token costs the FLOPs of `top_k` experts and of the router. The compiled CPU engine takes all
     experts in one call, which reads the tokens where they lie and adds to their outputs, and
-    torch.compile takes all of the layer. Elsewhere, and for what BLAS multiplies faster (low-rank
-    chains, blocks of 512 x 512), how many tokens an expert has is needed in Python: torch.compile
-    leaves the product as it is, compiles the rest of the model, and refuses fullgraph=True.
+    torch.compile takes all of the layer. Elsewhere, with an activation between the cores, and for
+    what BLAS multiplies faster (low-rank chains, blocks of 512 x 512), how many tokens an expert
+    has is needed in Python: torch.compile leaves the product as it is, compiles the rest of the
+    model, and refuses fullgraph=True.
 
     Args:
         in_features, out_features, structure, bias, weight_norm, init, zero_init: as of
