@@ -15,11 +15,11 @@ from torch.nn.utils import parametrize
 from ._arguments import require_choice, require_module, require_positive
 from ._model.survey import find_loss
 
-# Of a chunk's logits. One step of head and loss, 768 -> 50257, on one thread of an Intel Xeon with
-# 2 MiB of second cache, against all logits at once: with 6, 12, 25 and 50 MB BTT(rank=1) was 1.5,
-# 1.7, 1.7 and 1.4 times as fast, LowRank(rank=96) 1.2, 1.5, 1.4 and 1.4 times. A dense head reads
-# and writes the gradient of its weight, 154 MB, once per chunk: .85, 1.1, 1.14 and 1.15 with 13,
-# 26, 51 and 103 MB.
+# How many a chunk's logits have. The trial: one step of head and loss, 768 -> 50257, on one thread
+# of an Intel Xeon with 2 MiB of second cache, against all logits at once. With 6, 12, 25 and 50 MB
+# BTT(rank=1) was 1.5, 1.7, 1.7 and 1.4 times as fast, LowRank(rank=96) 1.2, 1.5, 1.4 and 1.4 times.
+# A dense head reads and writes the gradient of its weight, 154 MB, once per chunk: .85, 1.1, 1.14
+# and 1.15 with 13, 26, 51 and 103 MB.
 CHUNK_BYTES = 2**24
 TOKENS_STEP = 32  # of a chunk that was not chosen by hand: rows of whole tiles
 FLOAT16_SCALE = 2.0**-4  # of a logit's gradient, so that sums over a chunk stay below 65,504

@@ -110,9 +110,8 @@ def follow(
     """
     curve: Curve = []
 
-    def cross_entropy(step: int) -> Tensor:
-        inputs, targets = task.batch(step)
-        return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+    def loss_of(step: int) -> Tensor:
+        return cross_entropy(model, *task.batch(step))
 
     def look(step: int) -> None:
         if (step + 1) % max(1, steps // points) == 0 or step + 1 == steps:
@@ -121,9 +120,14 @@ def follow(
             model.train()
 
     schedule = partial(rate, steps=steps)
-    if not descend(optimizer, loss or cross_entropy, steps, schedule=schedule, after=look):
+    if not descend(optimizer, loss or loss_of, steps, schedule=schedule, after=look):
         curve.append((steps, None))
     return curve
+
+
+def cross_entropy(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean over all tokens, or images."""
+    return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
 
 @torch.no_grad()

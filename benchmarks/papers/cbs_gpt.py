@@ -32,7 +32,6 @@ matters.
 from math import log
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import structlin
@@ -79,8 +78,7 @@ def train(structure: str, width: int, eps: float, lr: float, seed: int, steps: i
     groups = structlin.param_groups(model, lr, base=task.model(BASE_WIDTH))
 
     def loss(step: int) -> Tensor:
-        inputs, targets = task.batch(step)
-        return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+        return training.cross_entropy(model, *task.batch(step))
 
     descent = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=eps)
     training.descend(descent, loss, steps, warmup=steps // 5)

@@ -242,7 +242,7 @@ def measure_heads(sizes: dict[str, int], counts: Sequence[int], heat: Heat) -> l
 
 
 def processor_seconds(work: Callable[[], Any], device: str) -> float:
-    """Of this process, which other programs do not lengthen much."""
+    """This process's own seconds, which other programs do not lengthen much."""
     start = time.process_time()
     work()
     return time.process_time() - start

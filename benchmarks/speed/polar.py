@@ -16,7 +16,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness import figures, timing, training
@@ -60,7 +59,7 @@ def time_steps(rounds: int, sizes: Mapping[str, int]) -> Times:
             model = compare.build(task, sizes["width"], family, 0)
 
             def loss(model: torch.nn.Module = model) -> Tensor:
-                return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+                return training.cross_entropy(model, inputs, targets)
 
             works[method] = training.step_of(muon(model, lr=LRS[0], **options), loss)
         times = timing.milliseconds(works, rounds=(rounds, rounds))

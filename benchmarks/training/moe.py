@@ -22,7 +22,6 @@ from functools import cache, partial
 from statistics import fmean
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import structlin
@@ -94,7 +93,7 @@ def find_width(name: str, *sizes: tuple[str, int]) -> int:
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+    loss = training.cross_entropy(model, inputs, targets)
     mixed = any(isinstance(module, Mixture) for module in model.modules())
     return loss + BALANCE * load_balancing_loss(model) if mixed else loss
 

@@ -130,8 +130,8 @@ def plan_compression(
     """What `compress` with the same arguments would do, without doing it.
 
     All is found now: the plan has the sizes, the cores, each layer's error and each block's.
-    `apply` refuses if the weights have changed by then. Of a model on the meta device it has the
-    sizes alone, where they need no values: `batches=None` with `allocation="uniform"` or
+    `apply` refuses if the weights have changed by then. For a model on the meta device the plan has
+    the sizes alone. They must need no values: `batches=None`, with `allocation="uniform"` or
     `keep=None`.
 
     Raises:

@@ -269,8 +269,8 @@ struct Tiles {
                  Scalars<H>{a(m, 0), a.row, a.column}, b + tile * b_area, std::min(some, height - m), depth, factor);
   }
 
-  // Of the rows that block `pair` of core t has made, the activation and, if there is room for them, its slopes, which
-  // lie as g does
+  // Applies the activation to the rows that block `pair` of core t has made. Writes its slopes, if they are wanted,
+  // where g lies.
   void activate_rows(Index t, H* to, H* slopes, Index tiles, Index pair) const {
     const Index out = program.steps[t].out, count = width, area = h_area(t + 1), slope_area = g_area(t);
     const Index* fan = writes[t].fan.data();
