@@ -15,6 +15,7 @@ from .._model.survey import Layer
 from .._projection.curve import COUNTS, Curve, Size, list_sizes, measure_curve
 from .calibration import Observed
 from .sensitivity import Covariances, Loss, measure_covariances, measure_sensitivities
+from .travel import correct_curves
 
 ALLOCATIONS = ("sensitivity", "error", "uniform")
 NEGLIGIBLE_GAIN = 1e-12  # in squared relative error: rounding
@@ -119,6 +120,7 @@ def choose_sizes(
     share: Share,
     seen: Observed | None,
     outputs: Weights,
+    loss: Loss,
     *,
     progress: bool | None = None,
 ) -> list[Decision]:
@@ -126,8 +128,7 @@ def choose_sizes(
 
     Args:
         seen: what `observe` returned for all layers that are converted; None: without data.
-        outputs: what `weigh_outputs` returned for them.
-
+        outputs: what `weigh_outputs` returned for them, of `loss`.
     """
     if share.keep is None or not offers:
         return [*decisions]
@@ -136,6 +137,8 @@ def choose_sizes(
         sizes = share_evenly([offers[layer.module] for layer in layers], share.keep)
     else:
         curves = _measure_curves(model, layers, offers, seen, outputs, progress)
+        if outputs and seen is not None:
+            curves = correct_curves(model, layers, curves, seen, outputs, loss)
         weights = [1.0] * len(curves)
         if share.allocation == "error":
             weights = [1 / curve.whole if curve.whole else 1.0 for curve in curves]

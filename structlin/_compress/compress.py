@@ -67,7 +67,8 @@ def compress(
         count: what is counted: "params", or "flops" per token.
         allocation: how `keep` is shared out. "sensitivity": least harm to `loss`, by what a small
             error of each output of each layer does to it (gradients of a few batches, with the
-            memory of training); the projections weigh outputs by it too. "error": least sum of the
+            memory of training); the projections weigh outputs by it too. Of the first blocks the
+            harm is measured, unless `loss` is a function. "error": least sum of the
             layers' squared relative errors. "uniform": the same fraction for each layer. These two
             take no gradients, and all outputs of a layer count alike.
         loss: what should not change. "divergence": all outputs of the model are logits, and it is
@@ -162,7 +163,9 @@ def plan_compression(
     offers = list_offers(decisions, share)
     seen = None if batches is None else observe(model, layers, batches)
     outputs = weigh_outputs(model, layers, offers, share, seen, loss)
-    decisions = choose_sizes(model, decisions, offers, share, seen, outputs, progress=progress)
+    decisions = choose_sizes(
+        model, decisions, offers, share, seen, outputs, loss, progress=progress
+    )
     targets = list_targets(decisions)
     if without_values:
         found = Projected({})

@@ -219,11 +219,31 @@ def _take_loss(result: Any, loss: Loss, masks: list[Tensor], generator: torch.Ge
     if logits:
         parts = [_surprise(select_rows(tensor, masks), generator) for tensor in logits]
     else:
-        parts = [
-            _probe(select_rows(t, masks) if t.ndim > 1 else t[None], generator)
-            for t in tensors.values()
-        ]
+        parts = [_probe(_rows_of(t, masks), generator) for t in tensors.values()]
     return torch.stack([part.to(parts[0].device) for part in parts]).sum()
+
+
+def measure_change(before: Any, after: Any, loss: Loss, masks: list[Tensor]) -> float:
+    """What `measure_sensitivities` predicts as the sum of G e^2, of what the model returns before
+    and after a change of its layers: twice the divergence in nats, summed over rows, or the squared
+    relative change of each output."""
+    old, new = dict(find_tensors(before)), dict(find_tensors(after))
+    logits = [name for name, tensor in old.items() if _are_logits(name, tensor, loss)]
+    if logits:
+        logs = [
+            [select_rows(each[name], masks).float().log_softmax(-1) for each in (old, new)]
+            for name in logits
+        ]
+        return sum(2 * (p.exp() * (p - q)).sum().item() for p, q in logs)
+    change = 0.0
+    for name, tensor in old.items():
+        p, q = (_rows_of(each, masks).float() for each in (tensor, new[name]))
+        change += ((q - p).square().sum() / p.square().sum().clamp(min=1e-30)).item()
+    return change
+
+
+def _rows_of(tensor: Tensor, masks: list[Tensor]) -> Tensor:
+    return select_rows(tensor, masks) if tensor.ndim > 1 else tensor[None]
 
 
 def _are_logits(name: str, tensor: Tensor, loss: Loss) -> bool:
