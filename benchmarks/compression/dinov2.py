@@ -34,7 +34,7 @@ from benchmarks.harness.experiment import Experiment, Row
 from benchmarks.harness.statistics import bootstrap, select
 
 PART = "encoder.layer."
-HEALED = {"low-rank": (0.8, 0.5)}  # the family that loses least -> what is kept
+HEALED = {"low-rank": (0.8, 0.5)}  # the refined family -> what is kept where it is healed too
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as the model was trained
 NEIGHBOURS = 10
 Images = tuple[Tensor, Tensor]  # bytes (n, height, width), classes (n,)

@@ -5,6 +5,7 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -31,7 +32,7 @@ WAYS = ("dense", "peer", "calibrated", "int8", "refined", "healed")
 WHOLE = ("dense", "int8")  # methods that keep all parameters
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Data:
     """A trained model and what it is compressed with.
 
@@ -55,14 +56,14 @@ def combine(job: Job, healed: Mapping[str, Sequence[float]]) -> list[int]:
     """The axis of seeds: one for a combination of method, keep and way that there is, else none.
 
     Args:
-        healed: the families that are healed -> what is kept of them.
+        healed: the families that are refined -> what is kept where they are healed too.
     """
     method, keep, way = job["method"], job["keep"], job["way"]
     if (keep == 1) != (method in WHOLE):
         return []
     kinds = {"dense": ["dense", "int8"], **{name: ["peer"] for name in peers.PEERS}}
-    last = ["healed"] if keep in healed.get(method, ()) else []
-    ours = ["calibrated", "int8", "refined", *last]
+    last = ["refined"] * (method in healed) + ["healed"] * (keep in healed.get(method, ()))
+    ours = ["calibrated", "int8", *last]
     return [0] if way in kinds.get(method, ours) else []
 
 
@@ -70,20 +71,18 @@ def compress(
     data: Data, method: str, keep: float, way: str, *, refine: int, heal: Mapping[str, Any]
 ) -> tuple[nn.Module, Row]:
     """A model that one of the methods made, and its size and seconds."""
-    start = time.process_time()
-    model = copy.deepcopy(data.model)
     if way == "peer":
+        start = time.process_time()
+        model = copy.deepcopy(data.model)
         layers = peers.layers_of(model, data.part)
         found: Row = peers.PEERS[method](model, layers, keep, data.seen)
-    else:
-        if method != "dense":
-            options = {"include": f"{data.part}*", "keep": keep, "progress": False}
-            options |= {"refine": refine if way in ("refined", "healed") else 0}
-            structlin.compress(model, FAMILIES[method], data.batches, **options)
-        if way == "int8":
-            quantize(model, data.part)
-        found = count(model, data.part)
-    found["cpu_seconds"] = time.process_time() - start
+        return model.eval(), found | {"cpu_seconds": time.process_time() - start}
+    steps = refine if way in ("refined", "healed") else 0
+    made, seconds = compress_once(data, method, keep, steps)
+    model = copy.deepcopy(made)
+    if way == "int8":
+        quantize(model, data.part)
+    found = count(model, data.part) | {"cpu_seconds": seconds}
     if way == "healed":
         start = time.process_time()
         healed = structlin.distill(
@@ -92,6 +91,16 @@ def compress(
         found["heal_seconds"] = time.process_time() - start
         found["heal_loss"] = [healed.before, healed.after]
     return model.eval(), found
+
+
+@lru_cache(maxsize=1)  # int8 follows calibrated, and healed refined: each pair is compressed once
+def compress_once(data: Data, method: str, keep: float, refine: int) -> tuple[nn.Module, float]:
+    """The model as `structlin.compress` leaves it, and the processor's seconds of that."""
+    start, model = time.process_time(), copy.deepcopy(data.model)
+    if method != "dense":
+        options = {"include": f"{data.part}*", "keep": keep, "progress": False}
+        structlin.compress(model, FAMILIES[method], data.batches, refine=refine, **options)
+    return model, time.process_time() - start
 
 
 @torch.no_grad()

@@ -7,8 +7,8 @@ with 135 million parameters at 0.9, 0.8 and 0.6 of those of its blocks' linear l
     python -m benchmarks.compression.smollm2 --smoke            # seconds: a tiny random model
 
 All methods see the same windows of Wikipedia. Ours: `structlin.compress` with each family
-("calibrated"), its cores rounded by `structlin.quantize` ("int8"), with each block refined in place
-of that ("refined"), and the refined one healed by distillation on more of that text ("healed").
+("calibrated"), its cores rounded by `structlin.quantize` ("int8"). Low-rank also with each block refined
+in place of that ("refined"), and then healed by distillation on more of that text ("healed").
 "dense, int8" is dense layers in our int8 engine, "int8" is torchao's. Peers:
 `benchmarks.compression.peers`, all with the same share of each layer; pruned models have as many
 nonzero values as the others have parameters, at dense's FLOPs and without the places of the values
@@ -47,7 +47,7 @@ import pretrained
 import train_gpt
 
 PART = "model.layers."
-HEALED = {"low-rank": (0.8, 0.6)}  # the family that loses least -> what is kept
+HEALED = {"low-rank": (0.8, 0.6)}  # the refined family -> what is kept where it is healed too
 THREADS = torch.get_num_threads()  # of a process of one's own; the harness sets one
 CHOICES = 4
 REFERENCE = "SVD-LLM"  # whose excess perplexity ours is compared with

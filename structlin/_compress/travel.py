@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from .._model.survey import Layer
 from .._product import to_dense
+from .._projection import project, relative_error
 from .._projection.curve import Curve
-from .._projection.solve import project
 from .calibration import Call, Observed, pick_calls, ready
 from .refine import find_blocks
 from .sensitivity import Loss, measure_change, measure_covariances
@@ -79,13 +79,13 @@ def _measure_ratios(
     with closing(measure_covariances(model, layers, seen, progress=False)) as covariances:
         for layer, covariance in covariances:
             curve, weight = curves[layer.module], layer.matrix.detach()
-            output = outputs.get(layer.module)
+            metric: dict[str, Any] = {"covariance": covariance}
+            metric["output"] = outputs.get(layer.module)
             for n, share in enumerate(SHARES):
-                size = _pick(curve, share)
-                predicted[n] += curve.errors[size]
-                structure = curve.sizes[size].structure
-                options: dict[str, Any] = {"covariance": covariance, "output": output}
-                cores = project(weight.double(), structure, **options, sweeps=0)
+                structure = curve.sizes[_pick(curve, share)].structure
+                cores = project(weight.double(), structure, **metric, sweeps=0)
+                error = relative_error(weight, structure, cores, **metric)
+                predicted[n] += curve.whole * error**2
                 matrix = to_dense(structure, cores)[: len(weight), : weight.shape[1]]
                 changes[n][layer.module] = matrix.to(weight) - weight
     harms = _measure_harms(model, changes, seen, loss, calls)

@@ -13,6 +13,7 @@ from .._families import Dense, Family, Nonlinear, OneOf, Split
 from .._product import to_dense
 from .._structure import Structure
 from .axes import split_axes
+from .closed import is_optimal
 from .matrices import make_definite
 from .solve import project
 
@@ -57,11 +58,10 @@ def measure_curve(
     """The squared error that each of these sizes leaves of a weight. Of several families' sizes
     those stay that lose less than all that cost less.
 
-    The errors are those of the closed form: upper bounds, which alternating least squares lowers by
-    a similar factor at every size. Where there are several families, each one's factor is found at
-    a size in the middle, and counts. The closed form is computed at the largest size, and the
-    smaller ones are cut from it where their cores are parts of the larger one's (ranks), otherwise
-    each by itself.
+    The errors are those of the closed form. It is computed at the largest size, and the smaller
+    ones are cut from it where their cores are parts of the larger one's (ranks), otherwise each by
+    itself. What alternating least squares leaves of them is measured at the smallest size and at
+    half of dense's cost.
 
     Args:
         weight: `(out_features, in_features)`.
@@ -92,11 +92,17 @@ def measure_curve(
                 largest = structure, cores
             measured[n] = lose(structure, cores)
         errors = [_interpolate(own, measured, n) for n in range(len(own))]
-        if len(families) > 1 and measured[middle := points[len(points) // 2]]:
-            structure = own[middle].structure
-            factor = lose(structure, project(w, structure, **metric)) / measured[middle]
-            errors = [factor * error for error in errors]
-        return errors
+        half = min(points, key=lambda n: abs(own[n].cost - own[-1].cost / 2))
+        factors = {}
+        for n in {0, half}:
+            structure = own[n].structure
+            padding = w.shape != (structure.out_features, structure.in_features)
+            if measured[n] and not is_optimal(structure, covariance is not None, padding):
+                factors[n] = lose(structure, project(w, structure, **metric)) / measured[n]
+        return [
+            error * _power_law(own[n].cost, {own[m].cost: f for m, f in factors.items()})
+            for n, error in enumerate(errors)
+        ]
 
     families: dict[object, list[int]] = {}
     for n, size in enumerate(sizes[:-1]):
@@ -164,6 +170,15 @@ def _interpolate(sizes: Sequence[Size], measured: dict[int, float], n: int) -> f
     if first > 0 and last > 0:
         return math.exp((1 - part) * math.log(first) + part * math.log(last))
     return (1 - part) * first + part * last
+
+
+def _power_law(cost: int, factors: dict[int, float]) -> float:
+    """The power law through the factors of two costs; 1 without any."""
+    if len(factors) < 2:
+        return next(iter(factors.values()), 1.0)
+    (low, first), (high, last) = sorted(factors.items())
+    part = math.log(cost / low) / math.log(high / low)
+    return first ** (1 - part) * last**part
 
 
 # ---- sizes ---------------------------------------------------------------------------------------

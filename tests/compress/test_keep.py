@@ -20,6 +20,7 @@ from structlin import (
     summary,
 )
 from structlin._families import OneOf
+from structlin._projection import project, relative_error
 from structlin._projection.curve import list_sizes, measure_curve
 from tests.models import GPT, snapshot
 
@@ -329,6 +330,21 @@ def test_several_families_lose_no_more_than_each_alone(seed):
             costs = [other.cost for other in curve.sizes]
             least = min(e for e, cost in zip(curve.errors, costs, strict=True) if cost <= size.cost)
             assert least <= error * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("family", [BTT(), Monarch(blocks=4), BTT(cores=3)])
+def test_a_curve_knows_what_alternating_least_squares_leaves(family):
+    torch.manual_seed(0)
+    weight, covariance = torch.randn(64, 64), (torch.randn(300, 64) @ torch.randn(64, 64)).T.cov()
+    output = torch.linspace(0.1, 2.0, 64)
+    curve = measure_curve(weight, list_sizes(family, 64, 64, "params"), covariance, output)
+    metric = {"covariance": covariance, "output": output}
+    sizes, errors = curve.sizes[:-1], curve.errors[:-1]
+    for size, error in zip(sizes, errors, strict=True):
+        if size.cost > curve.sizes[-1].cost / 16:
+            cores = project(weight, size.structure, **metric)
+            left = relative_error(weight, size.structure, cores, **metric) ** 2
+            assert 1 / 1.6 < error / (curve.whole * left) < 1.6
 
 
 def test_layers_with_an_override_keep_it_and_are_not_counted():
