@@ -7,9 +7,9 @@ with 135 million parameters at 0.9, 0.8 and 0.6 of those of its blocks' linear l
     python -m benchmarks.compression.smollm2 --smoke            # seconds: a tiny random model
 
 All methods see the same windows of Wikipedia. Ours: `structlin.compress` with each family
-("calibrated"), its cores rounded by `structlin.quantize` ("int8"). Low-rank also with each block refined
-in place of that ("refined"), and then healed by distillation on more of that text ("healed").
-"dense, int8" is dense layers in our int8 engine, "int8" is torchao's. Peers:
+("calibrated"), its cores rounded by `structlin.quantize` ("int8"). Low-rank also with each block
+refined in place of that ("refined"), and then healed by distillation on more of that text
+("healed"). "dense, int8" is dense layers in our int8 engine, "int8" is torchao's. Peers:
 `benchmarks.compression.peers`, all with the same share of each layer; pruned models have as many
 nonzero values as the others have parameters, at dense's FLOPs and without the places of the values
 in their bytes.
