@@ -79,6 +79,7 @@ def _measure_in_turn(
     yield from ((layer, again[layer.module]) for layer in repeated if layer.module in again)
     by_module = {layer.module: layer for layer in layers if layer not in repeated}
     rank = {module: n for n, module in enumerate(seen.order)}
+    last = max((rank[module] for module in by_module if module in rank), default=None)
     with ready(model), Streams([Place(m) for m in by_module], len(calls)) as streams:
         masks = {streams.start(partial(call.run, model), call.state): call.masks for call in calls}
         while (module := find_next(masks, rank)) is not None:
@@ -89,6 +90,8 @@ def _measure_in_turn(
                 moments.add(select_rows(stop.input, masks[stream]))
             moments.require_finite(layer.name)
             yield layer, moments
+            if rank[module] == last:
+                return  # what the model does after it is not needed
             for stream in waiting:
                 stream.resume()
 

@@ -332,8 +332,10 @@ def test_several_families_lose_no_more_than_each_alone(seed):
             assert least <= error * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("family", [BTT(), Monarch(blocks=4), BTT(cores=3)])
-def test_a_curve_knows_what_alternating_least_squares_leaves(family):
+@pytest.mark.parametrize(
+    ("family", "most"), [(BTT(), 1.6), (Monarch(blocks=4), 1.6), (BTT(cores=3), 2.0)]
+)
+def test_a_curve_knows_what_alternating_least_squares_leaves(family, most):
     torch.manual_seed(0)
     weight, covariance = torch.randn(64, 64), (torch.randn(300, 64) @ torch.randn(64, 64)).T.cov()
     output = torch.linspace(0.1, 2.0, 64)
@@ -344,7 +346,7 @@ def test_a_curve_knows_what_alternating_least_squares_leaves(family):
         if size.cost > curve.sizes[-1].cost / 16:
             cores = project(weight, size.structure, **metric)
             left = relative_error(weight, size.structure, cores, **metric) ** 2
-            assert 1 / 1.6 < error / (curve.whole * left) < 1.6
+            assert 1 / most < error / (curve.whole * left) < most
 
 
 def test_layers_with_an_override_keep_it_and_are_not_counted():
