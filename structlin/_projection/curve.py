@@ -180,7 +180,7 @@ def _power_law(cost: int, factors: dict[int, float]) -> float:
         return next(iter(factors.values()), 1.0)
     (low, first), (high, last) = sorted(factors.items())
     part = math.log(cost / low) / math.log(high / low)
-    return first ** (1 - part) * last**part
+    return math.exp((1 - part) * math.log(first) + part * math.log(last))
 
 
 # ---- sizes ---------------------------------------------------------------------------------------
