@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from shutil import which
 from types import SimpleNamespace
 
 import pytest
@@ -85,13 +86,16 @@ class GPT(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(16, 36), nn.GELU(), nn.Linear(36, 16))
 
+        # report number of parameters
+
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
         params = [p for p in self.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
             {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
         ]
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas)
+        optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=betas)
+        return optimizer
 """
 TRAIN = """
 import sys
@@ -116,10 +120,17 @@ torch.save({"losses": losses, "optimizer": optimizer.state_dict()}, "out.pt")
 """
 
 
-def test_the_file_beside_nanogpts_trains_with_its_loop_unchanged(tmp_path):
+@pytest.mark.parametrize("way", ["a file beside", "a patch"])
+def test_nanogpts_loop_trains_unchanged(way, tmp_path):
     for name, text in (("model", MODEL), ("train", TRAIN), ("structured", BLOCKS["nanoGPT"])):
         (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
-    command = [sys.executable, "structured.py", "--device=cpu"]
+    started = "structured.py"
+    if way == "a patch":
+        if which("git") is None:
+            pytest.skip("needs git")
+        patch, started = ROOT / "examples/recipes/nanogpt.patch", "train.py"
+        subprocess.run(["git", "apply", str(patch)], cwd=tmp_path, check=True)
+    command = [sys.executable, started, "--device=cpu"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=300)
     found = torch.load(tmp_path / "out.pt")

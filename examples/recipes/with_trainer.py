@@ -1,0 +1,81 @@
+"""transformers' Trainer: bf16, gradient checkpointing, a checkpoint, and a resumed run that ends as
+the run without a break.
+
+    python examples/recipes/with_trainer.py                     # a small GPT-2 on characters
+    python examples/recipes/with_trainer.py --optimizer muon
+    python examples/recipes/with_trainer.py --smoke             # seconds: does it run?
+"""
+
+import argparse
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from characters import VOCABULARY, require, windows
+
+require("transformers", "accelerate")
+
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+
+from structlin import BTT, convert, keep_ratios, param_groups
+from structlin.optim import Muon
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
+parser.add_argument("--smoke", action="store_true")
+
+
+def make_trainer(folder: str, options: argparse.Namespace) -> Trainer:
+    small = options.smoke
+    arguments = TrainingArguments(
+        folder,
+        max_steps=6 if small else 200,
+        save_steps=3 if small else 100,
+        logging_steps=1 if small else 10,
+        per_device_train_batch_size=4 if small else 16,
+        learning_rate=3e-3,
+        weight_decay=0.1,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": 0.1},
+        bf16=True,
+        use_cpu=not torch.cuda.is_available(),
+        report_to=[],
+        disable_tqdm=True,
+    )
+    set_seed(0)
+    width, depth, context = (32, 1, 32) if small else (256, 4, 128)
+    sizes = {"n_embd": width, "n_layer": depth, "n_head": width // 16, "n_positions": context}
+    config = GPT2Config(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **sizes)
+    model = GPT2LMHeadModel(config)
+    model = convert(model, BTT(rank=1), init="mup", zero_init="branch-end")
+    model.gradient_checkpointing_enable()
+    if options.optimizer == "muon":
+        optimizer = Muon(model, lr=0.02, other_lr=arguments.learning_rate)
+    else:
+        groups = param_groups(model, arguments.learning_rate, weight_decay=arguments.weight_decay)
+        optimizer = torch.optim.AdamW(groups, lr=arguments.learning_rate)
+    data = [{"input_ids": row, "labels": row} for row in windows(512, context)]
+    optimizers = (keep_ratios(optimizer), None)  # the Trainer makes the scheduler
+    return Trainer(model, arguments, train_dataset=data, optimizers=optimizers)
+
+
+def losses_of(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def main() -> None:
+    options = parser.parse_args()
+    with TemporaryDirectory() as folder:
+        whole = make_trainer(folder, options)
+        whole.train()
+        middle = Path(folder) / f"checkpoint-{whole.args.save_steps}"
+        resumed = make_trainer(folder, options)
+        resumed.train(resume_from_checkpoint=str(middle))
+    expected, found = losses_of(whole), losses_of(resumed)
+    print(f"loss {expected[0]:.3f} -> {expected[-1]:.3f}, resumed {found[-1]:.3f}")
+    if not torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-3):
+        raise SystemExit(f"the resumed run differs: {found}, without a break {expected}")
+
+
+if __name__ == "__main__":
+    main()
