@@ -1,7 +1,9 @@
 """accelerate: a loop of one's own in bf16 with accumulated gradients, its state saved and loaded.
 
-python examples/recipes/with_accelerate.py
-python examples/recipes/with_accelerate.py --smoke    # seconds: does it run?
+    python examples/recipes/with_accelerate.py
+    python examples/recipes/with_accelerate.py --smoke    # seconds: does it run?
+
+OneCycleLR sets one rate for all groups. `keep_ratios` keeps the ratios between the cores' rates.
 """
 
 import argparse
@@ -24,7 +26,7 @@ parser.add_argument("--smoke", action="store_true")
 
 def main() -> None:
     small = parser.parse_args().smoke
-    width, depth, context, steps = (32, 1, 32, 4) if small else (256, 4, 128, 200)
+    width, depth, context, steps = (32, 1, 32, 4) if small else (256, 4, 128, 25)
     accelerator = Accelerator(
         mixed_precision="bf16", gradient_accumulation_steps=2, cpu=not torch.cuda.is_available()
     )
@@ -40,7 +42,6 @@ def main() -> None:
     )
     model = convert(model, BTT(rank=1), init="mup", zero_init="branch-end")
     optimizer = keep_ratios(torch.optim.AdamW(param_groups(model, 3e-3, weight_decay=0.1), lr=3e-3))
-    # which would erase the ratios between the cores' rates without keep_ratios
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=2 * steps)
     batches = DataLoader(windows(8 * steps, context), batch_size=4)
     model, optimizer, batches, schedule = accelerator.prepare(model, optimizer, batches, schedule)

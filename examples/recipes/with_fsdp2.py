@@ -1,7 +1,9 @@
 """torch's FSDP2: two processes with Muon, a checkpoint by DCP, and a model that goes on from it.
 
-python examples/recipes/with_fsdp2.py
-python examples/recipes/with_fsdp2.py --smoke         # seconds: does it run?
+    python examples/recipes/with_fsdp2.py
+    python examples/recipes/with_fsdp2.py --smoke         # seconds: does it run?
+
+The order is `convert`, `fully_shard`, optimizer.
 """
 
 import argparse
@@ -56,7 +58,7 @@ def work(rank: int, folder: str, small: bool) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=PROCESSES)
-    width, depth, context, steps = (32, 2, 32, 3) if small else (256, 4, 128, 100)
+    width, depth, context, steps = (32, 2, 32, 3) if small else (256, 4, 128, 30)
     before, after = windows(16 * PROCESSES * steps // 2, context).chunk(2)
     torch.manual_seed(0)
     model, optimizer = make(width, depth)

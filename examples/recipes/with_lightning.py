@@ -1,7 +1,9 @@
 """Lightning: bf16, a checkpoint, and a resumed run that ends as the run without a break.
 
-python examples/recipes/with_lightning.py
-python examples/recipes/with_lightning.py --smoke     # seconds: does it run?
+    python examples/recipes/with_lightning.py
+    python examples/recipes/with_lightning.py --smoke     # seconds: does it run?
+
+The module converts its model in `__init__`, so that Lightning finds the cores when it loads.
 """
 
 import argparse
@@ -35,7 +37,6 @@ class Characters(lightning.LightningModule):
         no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         tokens = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
         config = GPT2Config(**sizes, **no_dropout, **tokens)
-        # here, so that Lightning finds the cores when it loads a checkpoint
         model = convert(GPT2LMHeadModel(config), BTT(), init="mup", zero_init="branch-end")
         self.model, self.losses = model, list[float]()
 

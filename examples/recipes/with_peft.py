@@ -3,8 +3,8 @@
     python examples/recipes/with_peft.py
     python examples/recipes/with_peft.py --smoke          # seconds: does it run?
 
-The cores are frozen, the adapters learn. An adapter beside a dense layer merges into it. One on a
-structured layer does not, since the sum has neither structure: `densify` its layer first.
+The cores are frozen, the adapters learn. An adapter of a dense layer merges into it. One of a
+structured layer does not, since the sum has neither structure: `densify` the model first.
 """
 
 import argparse
