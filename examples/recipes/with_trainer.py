@@ -29,10 +29,10 @@ def make_trainer(folder: str, options: argparse.Namespace, seed: int) -> Trainer
     small = options.smoke
     arguments = TrainingArguments(
         folder,
-        max_steps=6 if small else 200,
-        save_steps=3 if small else 100,
-        logging_steps=1 if small else 10,
-        per_device_train_batch_size=4 if small else 16,
+        max_steps=6 if small else 60,
+        save_steps=3 if small else 30,
+        logging_steps=1 if small else 5,
+        per_device_train_batch_size=4 if small else 8,
         learning_rate=3e-3,
         weight_decay=0.1,
         lr_scheduler_type="cosine_with_min_lr",
