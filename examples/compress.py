@@ -22,11 +22,7 @@ minutes for 135 million parameters. It is loaded, healed and saved in float32.
 """
 
 import argparse
-import copy
-import ctypes
-import gc
 import json
-import math
 import sys
 import time
 import warnings
@@ -36,13 +32,15 @@ from typing import Any
 import compare
 import pretrained
 import torch
-from compress_models import Digits, Job, choose_kind, first_tensor
+from compress_models import Digits, choose_kind, make_job
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 import structlin
+from structlin._commands import compress as commands
+from structlin._commands.arguments import fraction
+from structlin._commands.jobs import CausalLM, Job
 
 try:
     import resource
@@ -71,40 +69,7 @@ CHOICES = {  # more defaults that a kind of model may have otherwise, see Job.de
     "ways": ["plain", "calibrated"],
     "heal_lr": 0.001,
 }
-CARD = """# {source}, compressed
-
-structlin replaced the linear layers by structured ones: {params} parameters
-are left in linear layers ({share:.0%}). The licence is that of the model that this one comes from.
-
-## What was done
-
-- Structure: {structure}, which keeps {budget} of the parameters of the layers that it is meant for.
-- Projection: {data}.
-- Healing: distillation from the dense model, on {heal}.
-- A batch: {batch}.
-- Numbers: {dtype}.
-- Seconds of CPU time: {seconds:.0f} and {heal_seconds:.0f}.
-
-## What it cost
-
-Measured on held-out data, which neither calibrated nor healed.
-
-| | dense | right after | healed |
-|---|--:|--:|--:|
-{figures}
-{said}
-## How to load it
-
-```python
-{loading}
-```
-
-## The layers
-
-```
-{layers}
-```
-"""
+LANGUAGE = {"families": ["lowrank"], "budgets": [0.8], "ways": ["calibrated"]}  # of a causal LM
 ABOUT = {
     "batch": "sequences, or images, of a step; sentences come twice as many",
     "steps": "of training before compression; a model of transformers is not trained",
@@ -150,11 +115,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                 "leave --data out"
             )
         usual = CHOICES | {name: size for name, (size, _) in SIZES.items()} | kind.defaults
+        usual |= LANGUAGE if kind is CausalLM else {}
         vars(options).update({n: x for n, x in usual.items() if getattr(options, n) is None})
         if options.smoke:
             smoke = {name: size for name, (_, size) in SIZES.items()}
             vars(options).update(smoke, families=options.families[:2], budgets=options.budgets[:1])
-        options.job = kind(options)
+        options.job = make_job(kind, options)
         options.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError, ImportError) as error:  # transformers or scikit-learn is not here
         parser.error(str(error))
@@ -168,103 +134,26 @@ def located(text: str) -> Path:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def fraction(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a fraction above 0 and at most 1")
-    return value
-
-
 def compress(
     job: Job, options: argparse.Namespace, family: str, budget: float, aware: bool
 ) -> dict[str, Any]:
     """One row: the dense model compressed to `budget`, measured, healed, measured and saved."""
-    model, start = copy.deepcopy(job.dense), time.process_time()
-    batches = [job.batch(step) for step in range(options.calibration)] if aware else None
-    shared = "sensitivity" if aware else "error"
-    planned = structlin.plan_compression(
-        model, FAMILIES[family], batches, keep=budget, allocation=shared
+    recipe = commands.Recipe(
+        structure=(FAMILIES[family],),
+        keep=budget,
+        calibration=options.calibration if aware else 0,
+        heal=options.heal,
+        heal_lr=options.heal_lr,
+        first=options.steps,
     )
-    if aware:
-        print(f"\n{family}, calibrated, budget {budget}\n{planned}")
-    errors = list(planned.errors.values())
-    model = planned.apply()
-    del planned  # which holds the dense layers
-    give_back()
-    row = {"family": family, "budget": budget, "aware": aware, **size(model)}
-    row |= {"error": sum(errors) / len(errors), "seconds": time.process_time() - start}
-    row["after"] = job.measure(model)
-    start, steps = time.process_time(), range(options.steps, options.steps + options.heal)
-    healed = structlin.distill(
-        model,
-        job.dense,
-        map(job.batch, steps),
-        steps=options.heal,
-        lr=options.heal_lr,
-        held_out=[job.batch(steps.stop + n) for n in range(job.judges)],
-        logits=job.logits,
-    )
-    row |= {"loss": [healed.before, healed.after], "heal_seconds": time.process_time() - start}
-    row |= {"healed": job.measure(model), "sample": job.sample(model)}
     folder = options.out / f"{family}-{budget}{'-calibrated' if aware else ''}"
-    job.save(model, folder)
-    require_equal(job, model, job.load(folder), folder)
-    (folder / "README.md").write_text(write_card(job, options, model, row), encoding="utf-8")
-    return row
 
+    def show(planned: structlin.Plan) -> None:
+        if aware:
+            print(f"\n{family}, calibrated, budget {budget}\n{planned}")
 
-def write_card(job: Job, options: argparse.Namespace, model: nn.Module, row: dict[str, Any]) -> str:
-    """What was done to a model, with which data, and what it cost."""
-    dense = options.base
-    data = "by the weights alone"
-    if row["aware"]:
-        data = f"calibrated on {options.calibration} batches"
-    figures = "\n".join(
-        f"| {name} | {before:.3f} | {row['after'][name]:.3f} | {row['healed'][name]:.3f} |"
-        for name, before in dense["after"].items()
-    )
-    said = "".join(
-        f"\n- before: {before}\n- after: {after}"
-        for before, after in zip(dense["sample"], row["sample"], strict=True)
-    )
-    return CARD.format(
-        source=job.source,
-        share=row["params"] / dense["params"],
-        params=f"{row['params']:,} of {dense['params']:,}",
-        structure=f"{type(FAMILIES[row['family']]).__name__}, of a size chosen for each layer",
-        data=data,
-        batch=f"{options.batch} {job.unit}",
-        heal=f"{options.heal} batches, learning rate {options.heal_lr:g}",
-        figures=figures,
-        said=f"\n## What it says\n{said}\n" if said else "",
-        layers=structlin.summary(model),
-        budget=row["budget"],
-        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
-        seconds=row["seconds"],
-        heal_seconds=row["heal_seconds"],
-        loading=job.loading,
-    )
-
-
-@torch.no_grad()
-def require_equal(job: Job, model: nn.Module, loaded: nn.Module, folder: Path) -> None:
-    """End the program if the model that was loaded does not compute the same."""
-    batch = job.heldout[0]
-    one, other = (
-        first_tensor(each(**batch) if isinstance(batch, dict) else each(batch))
-        for each in (model.eval(), loaded.eval())
-    )
-    if not torch.equal(one, other):
-        raise SystemExit(f"{folder}: the model that was loaded differs from the one that was saved")
-
-
-def size(model: nn.Module) -> dict[str, int]:
-    summary = structlin.summary(model)
-    whole = sum(each.numel() * each.element_size() for each in model.parameters())
-    return {"params": summary.params, "flops": summary.flops, "bytes": whole}
+    row, _ = commands.compress(job, recipe, options.base, folder, show)
+    return {"family": family, "budget": budget, "aware": aware, **row}
 
 
 def table(title: str, rows: list[dict[str, Any]]) -> Table:
@@ -327,9 +216,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     options = parse(argv)
     structlin.show_config()  # builds the engine, so that no time has that in it
     job = options.job
-    base = {"family": "dense", "budget": 1.0, "aware": False, **size(job.dense), "error": 0.0}
-    base |= {"seconds": 0.0, "after": job.measure(job.dense), "healed": None, "heal_seconds": 0.0}
-    base |= {"sample": job.sample(job.dense)}
+    base = {"family": "dense", "budget": 1.0, "aware": False, **commands.describe_dense(job)}
+    base |= {"error": 0.0, "seconds": 0.0, "healed": None, "heal_seconds": 0.0}
     rows, options.base = [base], base
     failed = []
     with warnings.catch_warnings():
@@ -370,13 +258,6 @@ def report(options: argparse.Namespace, rows: list[dict[str, Any]], command: str
         for said in row["sample"]:
             console.print(f"{row['family']}, {row['budget']:g}: {said}", markup=False)
     console.print(f"models, compress.png and compress.json are in {options.out}")
-
-
-def give_back() -> None:
-    """Let the system have what glibc keeps of freed tensors."""
-    gc.collect()
-    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
-        library.malloc_trim(0)
 
 
 def measure_process() -> dict[str, float]:

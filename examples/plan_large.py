@@ -24,6 +24,8 @@ from rich.console import Console
 from torch import nn
 
 import structlin
+from structlin._commands.arguments import fraction
+from structlin._commands.read import build_skeleton
 
 TRIAL = 1024  # width of the small layer
 BATCH, FEW = 1024, 8  # tokens of a batch; batches where a few of them are enough
@@ -46,19 +48,15 @@ def build(folder: Path | None, smoke: bool) -> nn.Module:
     """A causal language model on the meta device.
 
     Raises:
-        ValueError, OSError: there is no config that transformers knows.
+        ValueError: there is no config that transformers knows.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
-    tiny = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    if folder is not None and not (folder / "config.json").is_file():
-        raise ValueError(f"--model {folder}: there is no config.json")
     if folder is not None:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    else:
-        config = LlamaConfig(**tiny if smoke else {})
+        return build_skeleton(str(folder))
+    tiny = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(LlamaConfig(**tiny if smoke else {}))
 
 
 def plan(model: nn.Module, keep: float) -> structlin.Plan:
@@ -107,18 +105,16 @@ def main(argv: list[str] | None = None) -> Estimate:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, help="a folder with a config.json of transformers")
-    parser.add_argument("--keep", type=float, default=0.8, help="of the layers' parameters")
+    parser.add_argument("--keep", type=fraction, default=0.8, help="of the layers' parameters")
     parser.add_argument("--tokens", type=compare.positive, default=128 * 512, help="to calibrate")
     parser.add_argument("--layers", action="store_true", help="print every layer")
     parser.add_argument("--smoke", action="store_true", help="a tiny model")
     options = parser.parse_args(argv)
-    if not 0 < options.keep <= 1:
-        parser.error(f"--keep {options.keep:g} is not a fraction above 0 and at most 1")
     structlin.show_config()  # builds the engine, so that no time has that in it
     try:
         model = build(options.model, options.smoke)
         planned = plan(model, options.keep)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         parser.error(str(error))
     found = estimate(model, planned, options.tokens)
     console = Console(width=None if sys.stdout.isatty() else 150, markup=False)

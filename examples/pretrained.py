@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from structlin._commands.read import read_gguf as read_gguf
+from structlin._commands.read import tokenize as tokenize
+
 FASHION = Path("/usr/share/datasets/fashion-mnist")
-PLAIN_SPLITS = ("default", "gpt-2")  # of text before byte pairs are merged, as transformers splits
 
 
 class Source(NamedTuple):
@@ -65,103 +67,6 @@ def locate(path: Path) -> Path:
     if found is None:
         raise ValueError(f"{path}: no such file; {source.install}")
     return found
-
-
-# ---- language models in GGUF ---------------------------------------------------------------------
-
-
-def read_gguf(path: Path) -> tuple[nn.Module, Any]:
-    """The causal language model in a GGUF file, in float32, and its tokenizer.
-
-    transformers reads both (of llama.cpp's rows of q and k, too, it makes its own). It leaves out
-    one thing: SmolLM's tokenizer takes digits one by one before anything else.
-
-    Raises:
-        ValueError: it is no GGUF file, of an architecture or of numbers that transformers or gguf
-            do not read, without all of the model's tensors, or of a tokenizer that splits text by a
-            rule that is not known here.
-    """
-    try:
-        import gguf
-    except ImportError:
-        raise ValueError(f"{path}: to read GGUF files, pip install gguf") from None
-    from transformers import AutoTokenizer
-
-    try:
-        fields = gguf.GGUFReader(path).fields
-        split = _split_of(fields)
-        options = {"gguf_file": path.name, "local_files_only": True}
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, **options)
-        model = load_causal_lm(path.parent, dtype=torch.float32, **options)
-    except Exception as error:  # gguf, tokenizers and huggingface_hub have their own
-        raise ValueError(f"{path.name} cannot be read: {error}") from None
-    if split == "smollm":
-        _split_digits(tokenizer)
-    vars(model.config).pop("quantization_config", None)  # its weights are float32 from now on
-    for name in ("hf_quantizer", "quantization_method", "is_quantized"):  # and it can be saved
-        vars(model).pop(name, None)
-    model.config.name_or_path = path.stem
-    check_tokenizer(model, tokenizer, path.name)
-    return model.eval(), tokenizer
-
-
-def _split_of(fields: Any) -> str:
-    """The name of the rule by which a tokenizer of byte pairs splits text."""
-    model, pre = (
-        fields[key].contents() if key in fields else ""
-        for key in ("tokenizer.ggml.model", "tokenizer.ggml.pre")
-    )
-    if "general.architecture" not in fields:
-        raise ValueError("it does not say its architecture (general.architecture)")
-    architecture = fields["general.architecture"].contents()
-    if model == "gpt2" and architecture == "llama" and pre not in ("smollm", *PLAIN_SPLITS):
-        known = ", ".join(("smollm", *PLAIN_SPLITS))
-        raise ValueError(f"its tokenizer splits text as {pre!r}, and {known} are known")
-    return str(pre)
-
-
-def _split_digits(tokenizer: Any) -> None:
-    from tokenizers import pre_tokenizers
-
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, plain])
-
-
-def load_causal_lm(folder: Path, **options: Any) -> Any:
-    """`AutoModelForCausalLM.from_pretrained`, which starts at random what it does not find.
-
-    Raises:
-        ValueError: tensors of the model are not in the files, or have another shape there.
-    """
-    from transformers import AutoModelForCausalLM
-
-    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, found = AutoModelForCausalLM.from_pretrained(folder, **options)
-    wrong = [f"{name} is not there" for name in sorted(found["missing_keys"])]
-    wrong += [
-        f"{name} is {tuple(there)}, and its config says {tuple(own)}"
-        for name, there, own in sorted(found["mismatched_keys"])
-    ]
-    if wrong:
-        raise ValueError(f"{len(wrong)} tensors of the model are wrong: {'; '.join(wrong[:3])}")
-    return model
-
-
-def check_tokenizer(model: Any, tokenizer: Any, name: str) -> None:
-    """Raises: ValueError: the tokenizer has ids for which the model has no embedding."""
-    rows = model.get_input_embeddings().weight.shape[0]
-    last = max(tokenizer.get_vocab().values())
-    if last >= rows:
-        raise ValueError(
-            f"{name}: the tokenizer has ids up to {last:,} and the model embeds {rows:,} from 0 "
-            "on: they are not of one another"
-        )
-
-
-def tokenize(tokenizer: Any, text: str) -> Tensor:
-    """The ids of a text, which may be longer than what the model reads at once: `(tokens,)`."""
-    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 # ---- vision --------------------------------------------------------------------------------------

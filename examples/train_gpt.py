@@ -26,6 +26,8 @@ import compare
 import torch
 from torch import Tensor, nn
 
+from structlin._commands import read
+
 
 class GPT(nn.Module):
     def __init__(
@@ -64,7 +66,7 @@ def read_text(path: Path | None) -> str:
     top-level modules.
 
     Raises:
-        ValueError, OSError: there is no such file, or it is not text.
+        ValueError: there is no such file, or it is not text.
     """
     if path is None:
         modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -74,20 +76,7 @@ def read_text(path: Path | None) -> str:
             *(each.read_text("utf-8", "ignore") for each in modules),
         ]
         return "\n".join(texts).encode("ascii", "ignore").decode()
-    if not path.is_file():
-        raise ValueError(
-            f"--data {path}: "
-            f"{'it is a folder, not a text file' if path.is_dir() else 'no such file'}"
-        )
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"--data {path} is not text: the byte at {error.start} is not UTF-8"
-        ) from None
-    if "\0" in text:
-        raise ValueError(f"--data {path} is not text: it has a zero byte at {text.index(chr(0))}")
-    return text
+    return read.read_text(path)
 
 
 class Text(compare.Task):

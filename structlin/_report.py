@@ -45,6 +45,15 @@ class Table:
         return "\n".join(line.rstrip() for line in text.getvalue().strip("\n").splitlines())
 
 
+def hide_numbers(name: str) -> str:
+    """A layer's name with `*` for each number, which equal layers of a model share.
+
+    >>> hide_numbers("h.11.mlp.fc1")
+    'h.*.mlp.fc1'
+    """
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
 def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f}%"
 
@@ -249,7 +258,7 @@ def has_matrix(layer: StructuredLinear) -> bool:
 def _describe(layer: Layer, tokens: int | None) -> Row:
     """A row of one layer alone, the numbers in its name replaced by `*`."""
     module = layer.module
-    name = re.sub(r"(?<![^.])\d+(?![^.])", "*", layer.name)
+    name = hide_numbers(layer.name)
     shape = layer.in_features, layer.out_features
     params = layer.in_features * layer.out_features
     if not isinstance(module, StructuredLinear):
@@ -330,13 +339,14 @@ def _time(layer: Layer, tokens: int) -> tuple[float, float]:
     elif isinstance(module, StructuredLinear):
         modules.append(build_dense_layer(module))
     balance = getattr(module, "balance", None)  # a mixture writes it in training mode
-    seconds = time_in_turn([partial(_step, each, x, dy) for each in modules], device)
+    seconds = time_in_turn([partial(step, each, x, dy) for each in modules], device)
     if isinstance(module, Mixture):
         module.balance = balance
     return seconds[0], seconds[-1]
 
 
-def _step(layer: nn.Module, x: Tensor, dy: Tensor) -> None:
+def step(layer: nn.Module, x: Tensor, dy: Tensor) -> None:
+    """A forward and a backward pass, which leaves the layer's gradients as they are."""
     x = x.detach().requires_grad_()
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     with torch.enable_grad():

@@ -1,6 +1,7 @@
 """Seconds of calls, measured in turn, so that what disturbs the machine disturbs all of them."""
 
 from collections.abc import Callable, Sequence
+from math import ceil
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -13,20 +14,40 @@ ROUNDS = 9
 def time_in_turn(
     calls: Sequence[Callable[[], Any]], device: torch.device, rounds: int = ROUNDS
 ) -> list[float]:
-    """Median seconds of each call, on an accelerator with all of its work.
+    """Median seconds of each call, see `sample_in_turn`."""
+    return [median(seconds) for seconds in sample_in_turn(calls, device, rounds)]
+
+
+def sample_in_turn(
+    calls: Sequence[Callable[[], Any]],
+    device: torch.device,
+    rounds: int = ROUNDS,
+    least: float = 0.0,
+) -> list[list[float]]:
+    """Seconds of each call in each round, on an accelerator with all of its work.
 
     Every round makes each call once; one round before the first is not counted.
+
+    Args:
+        least: seconds that a sample lasts at least: a shorter call is repeated back to back, and
+            the sample is the mean.
     """
-    timed = [[_time_call(call, device) for call in calls] for _ in range(1 + rounds)]
-    return [median(seconds) for seconds in zip(*timed[1:], strict=True)]
+    first = [_time_call(call, device) for call in calls]
+    counts = [max(1, ceil(least / seconds)) for seconds in first]
+    timed = [
+        [_time_call(call, device, count) for call, count in zip(calls, counts, strict=True)]
+        for _ in range(rounds)
+    ]
+    return [list(seconds) for seconds in zip(*timed, strict=True)]
 
 
-def _time_call(call: Callable[[], Any], device: torch.device) -> float:
+def _time_call(call: Callable[[], Any], device: torch.device, count: int = 1) -> float:
     _wait_for(device)
     start = perf_counter()
-    call()
+    for _ in range(count):
+        call()
     _wait_for(device)
-    return perf_counter() - start
+    return (perf_counter() - start) / count
 
 
 def _wait_for(device: torch.device) -> None:

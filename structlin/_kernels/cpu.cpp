@@ -399,15 +399,19 @@ int64_t choose_path(const Tensor& like, Indices numbers, int64_t tokens, bool tr
   return by_dtype(like, [&](auto s) { return static_cast<int64_t>(choose<decltype(s)>(call)); });
 }
 
+// Bytes of the first and second cache by which tiles are sized, and bits of a vector; `like` is on the CPU
+std::tuple<int64_t, int64_t, int64_t> describe_machine(const Tensor&) { return {caches().l1, caches().l2, 8 * BYTES}; }
+
 }  // namespace
 
-// Their schemas are in op.py, polar.py and routing.py
+// Their schemas are in op.py, polar.py, routing.py and engine.py
 STABLE_TORCH_LIBRARY_IMPL(structlin_cpu, CPU, library) {
   library.impl("multiply", TORCH_BOX(&multiply));
   library.impl("layer", TORCH_BOX(&multiply));
   library.impl("multiply_int8", TORCH_BOX(&multiply_int8));
   library.impl("gradients", TORCH_BOX(&gradients));
   library.impl("choose", TORCH_BOX(&choose_path));
+  library.impl("machine", TORCH_BOX(&describe_machine));
   library.impl("polar", TORCH_BOX(&polar));
   library.impl("route", TORCH_BOX(&route));
 }

@@ -56,6 +56,7 @@ FLAGS = (
 OLDEST = (2, 10)  # torch's stable C++ interface
 SHIPPED = SOURCE.parent / "lib"  # the libraries that a wheel brings
 SECONDS = 1800  # a build that takes longer is given up; 30 are usual, 500 on a busy machine
+torch.library.define("structlin_cpu::machine", "(Tensor like) -> (int, int, int)")
 _log = logging.getLogger("structlin")
 _lock = threading.Lock()
 
@@ -120,6 +121,27 @@ def has_matrix_unit() -> bool:
 has_matrix_unit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def describe() -> dict[str, str]:
+    """Which engine multiplies, for what, and why not a faster one.
+
+    >>> sorted(describe()) >= ["CPU", "CUDA"]
+    True
+    """
+    way = "compiled engine" if load() else "plain products of torch"
+    says = "" if _state is None else _state.says
+    found = {"CPU": f"{way} ({says}), torch's {torch.get_num_threads()} threads"}
+    if load():
+        l1, l2, bits = torch.ops.structlin_cpu.machine(torch.empty(0))
+        found["caches"] = f"{l1 >> 10} KB and {l2 >> 10} KB of a core, vectors of {bits} bits"
+    if fitting := _find_variants():
+        found["instructions"] = fitting[0]
+    found["CUDA"] = "torch sees no GPU"
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        found["CUDA"] = f"Triton, after a test of its products at first use, on {name}"
+    return found
+
+
 def show_config() -> None:
     """Print which engine multiplies, for what, and why not a faster one.
 
@@ -127,15 +149,8 @@ def show_config() -> None:
     CPU: ...
     CUDA: ...
     """
-    way = "compiled engine" if load() else "plain products of torch"
-    says = "" if _state is None else _state.says
-    print(f"CPU: {way} ({says}), torch's {torch.get_num_threads()} threads")
-    cuda = (
-        "Triton, after a test of its products at first use"
-        if torch.cuda.is_available()
-        else "torch sees no GPU"
-    )
-    print(f"CUDA: {cuda}")
+    for name, says in describe().items():
+        print(f"{name}: {says}")
 
 
 def _load() -> State:
@@ -168,14 +183,18 @@ def find_shipped() -> Path | None:
     """
     if _torch_version() < OLDEST or "STRUCTLIN_CXXFLAGS" in os.environ:
         return None
-    found = set(_describe_cpu().split())
-    for name, variant in VARIANTS.items():
-        if found.issuperset(variant.needs.split()):
-            for path in SHIPPED.glob(f"{_name_variant(name)}-*.so"):
-                if not _is_whole(path):
-                    raise RuntimeError(f"{path} is damaged: install structlin again")
-                return path
+    for name in _find_variants():
+        for path in SHIPPED.glob(f"{_name_variant(name)}-*.so"):
+            if not _is_whole(path):
+                raise RuntimeError(f"{path} is damaged: install structlin again")
+            return path
     return None
+
+
+def _find_variants() -> list[str]:
+    """The `VARIANTS` whose instructions this CPU has, the best first."""
+    found = set(_describe_cpu().split())
+    return [name for name, variant in VARIANTS.items() if found.issuperset(variant.needs.split())]
 
 
 def build_variants(folder: Path) -> list[Path]:

@@ -42,8 +42,8 @@ def test_twice_the_tokens_take_twice_the_passes_and_the_same_projections(monkeyp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--keep", "0"], "--keep 0 is not a fraction"),
-        (["--model", "nowhere"], "--model nowhere: there is no config.json"),
+        (["--keep", "0"], "'0' is not a fraction"),
+        (["--model", "nowhere"], "nowhere: no such folder"),
         (["--tokens", "0"], "'0' is not a positive integer"),
     ],
 )

@@ -1,0 +1,1 @@
+"""The commands of `structlin` and `python -m structlin`, imported when one runs."""
