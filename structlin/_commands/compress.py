@@ -20,6 +20,7 @@ from torch import nn
 import structlin
 
 from .._families import Family
+from .._kernels import engine
 from .._report import Summary, Table
 from . import read
 from .arguments import parse_structure
@@ -95,6 +96,7 @@ def run(options: argparse.Namespace) -> tuple[str, Row]:
     given = {name: asked.get(name, usual) for name, usual in kind.defaults.items()}
     sizes = {name: given.pop(name) for name in ("context", "batch")}
     with writing(options.out) as folder:
+        engine.load()  # builds it, so that no time has that in it
         tell(f"reading {path}")
         about = {"model": path, "text": text, "data": options.data.name, "seed": options.seed}
         job = kind(Source(**about, **sizes))

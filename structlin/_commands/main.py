@@ -66,11 +66,12 @@ def info(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """Versions, and what multiplies."""
     found: dict[str, Any] = {"structlin": __version__, "torch": torch.__version__}
     found |= {name: _find_version(name) for name in PACKAGES}
-    found |= {"Python": platform.python_version(), "platform": platform.platform()}
+    found |= {"Python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
     found |= engine.describe()
     table = Table("", "")
     for name, value in found.items():
-        table.row(name, "not installed" if value is None else value)
+        shown = "not installed" if value is None else value
+        table.row(name, shown.replace(str(Path.home()), "~"))
     lines = str(table).splitlines()[2:]
     return "\n".join(lines), found
 

@@ -105,7 +105,7 @@ def show(lines: Sequence[Line], totals: dict[str, int], about: dict[str, Any]) -
     table.row("whole model", "", "", "", "", *_cells(totals))
     before, after = totals["dense_bytes"] / 1e6, totals["bytes"] / 1e6
     bytes_ = f"{before:,.1f} MB -> {after:,.1f} MB in {about['dtype']}"
-    return f"{table}\n\n{about['class']}: {bytes_}. Nothing was changed."
+    return f"{table}\n\n{about['class']}: {bytes_}"
 
 
 def _cells(sums: dict[str, int]) -> list[str]:
