@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -285,7 +286,8 @@ def test_the_module_and_the_entry_point_are_the_command():
     done = subprocess.run([*command, "plan", "nowhere"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
-    assert 'structlin = "structlin._commands.main:main"' in project
+    (value,) = re.findall(r'^structlin = "(.*)"$', project, re.MULTILINE)
+    assert EntryPoint("structlin", value, "console_scripts").load() is main.main
 
 
 # ---- the page ------------------------------------------------------------------------------------

@@ -66,7 +66,8 @@ def info(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """Versions, and what multiplies."""
     found: dict[str, Any] = {"structlin": __version__, "torch": torch.__version__}
     found |= {name: _find_version(name) for name in PACKAGES}
-    found |= {"Python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
+    found["Python"] = platform.python_version()
+    found["platform"] = f"{platform.system()} {platform.machine()}"
     found |= engine.describe()
     table = Table("", "")
     for name, value in found.items():

@@ -1093,6 +1093,16 @@ def test_show_config_says_what_runs(capsys):
     assert "CPU: compiled engine (" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(shutil.which("getconf") is None, reason="needs getconf")
+def test_it_sizes_its_tiles_by_the_caches_of_the_system():
+    names = "LEVEL1_DCACHE_SIZE", "LEVEL2_CACHE_SIZE"
+    runs = [subprocess.run(["getconf", name], capture_output=True, text=True) for name in names]
+    l1, l2 = (int(run.stdout) if run.stdout.strip().isdecimal() else 0 for run in runs)
+    if not (l1 and l2):
+        pytest.skip("the system says no caches")
+    assert engine.describe()["caches"].startswith(f"{l1 >> 10} KB and {l2 >> 10} KB of a core")
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
 def test_it_can_be_built_ahead():
     command = [sys.executable, "-W", "error", "-m", "structlin._kernels.build"]
