@@ -241,7 +241,7 @@ def test_what_stops_a_run_leaves_no_half_written_folder(
         ("plan m --include *nix", "'*nix' matches no linear layer"),
         ("plan m --structure FFT()", "'FFT' is no family"),
         ("bench 64", "IN OUT: 64 must be two widths, or none"),
-        ("bench 64 0", "'0' is not an integer of at least 1"),
+        ("bench 64 0", "'0' is not a positive integer"),
         ("bench 63 63 --structures Monarch(blocks=8)", "blocks=8 does not divide"),
         ("compress m --keep 1", "the following arguments are required: --data, --out"),
         ("compress x --keep 1 --data text.txt --out y", "x: no GGUF file or folder"),

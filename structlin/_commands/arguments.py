@@ -3,7 +3,6 @@
 import argparse
 import ast
 import math
-from collections.abc import Callable
 from dataclasses import MISSING, fields
 
 from .._families import FAMILIES, Family, family
@@ -77,12 +76,13 @@ def _to_float(text: str) -> float:
         return math.nan
 
 
-def integer(least: int) -> Callable[[str], int]:
-    """What reads an integer of at least so much, and below 2^32."""
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
 
-    def read(text: str) -> int:
-        if not text.isdecimal() or not least <= int(text) < 1 << 32:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
-        return int(text)
 
-    return read
+def natural(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 1 << 32:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 0 to 2^32 - 1")
+    return int(text)

@@ -21,7 +21,7 @@ from .. import __version__
 from .._kernels import engine
 from .._report import Table
 from . import bench, compress, plan
-from .arguments import fraction, integer, rate
+from .arguments import fraction, natural, positive, rate
 
 PACKAGES = "einops", "safetensors", "transformers", "gguf", "timm"
 MODEL = "a GGUF file or a folder of transformers"
@@ -123,7 +123,6 @@ def _add_plan(commands: Any) -> argparse.ArgumentParser:
 def _add_compress(commands: Any) -> argparse.ArgumentParser:
     about = "Compress a trained model of text, heal it, measure it and save it with a model card."
     command = _add(commands, "compress", compress.run, about)
-    number, some = integer(0), integer(1)
     command.add_argument("model", metavar="MODEL", help=MODEL)
     text = "fraction to keep of the parameters of the layers that are converted"
     command.add_argument("--keep", type=fraction, required=True, help=text)
@@ -132,15 +131,15 @@ def _add_compress(commands: Any) -> argparse.ArgumentParser:
     text = "names; of several each layer gets the one that loses least (default: LowRank)"
     command.add_argument("--structure", nargs="+", default=["LowRank"], help=text)
     _add_layers(command)
-    command.add_argument("--heal", type=number, help="steps of distillation (default: 60, 100)")
+    command.add_argument("--heal", type=natural, help="steps of distillation (default: 60, 100)")
     command.add_argument("--heal-lr", type=rate, help="their learning rate (default: 1e-4, 1e-3)")
-    command.add_argument("--refine", type=number, default=0, help="steps for each block")
+    command.add_argument("--refine", type=natural, default=0, help="steps for each block")
     text = "batches that calibrate; 0: by the weights alone (default: 16, 8)"
-    command.add_argument("--calibration", type=number, help=text)
+    command.add_argument("--calibration", type=natural, help=text)
     text = "windows, or pairs of sentences, of a batch (default: 2, 8)"
-    command.add_argument("--batch", type=some, help=text)
-    command.add_argument("--context", type=some, help="tokens of a window (default: 256)")
-    command.add_argument("--seed", type=number, default=0, help="of the batches")
+    command.add_argument("--batch", type=positive, help=text)
+    command.add_argument("--context", type=positive, help="tokens of a window (default: 256)")
+    command.add_argument("--seed", type=natural, default=0, help="of the batches")
     command.epilog = (
         "Of two defaults the first is for causal language models, the second for others."
     )
@@ -150,12 +149,11 @@ def _add_compress(commands: Any) -> argparse.ArgumentParser:
 def _add_bench(commands: Any) -> argparse.ArgumentParser:
     about = "Time a dense layer and structured ones in turn on this machine, for some seconds."
     command = _add(commands, "bench", bench.run, about)
-    some = integer(1)
     text = "in_features and out_features (default: 1024 1024)"
-    command.add_argument("widths", nargs="*", type=some, metavar="IN OUT", help=text)
+    command.add_argument("widths", nargs="*", type=positive, metavar="IN OUT", help=text)
     text = "such as 'BTT(rank=1)' (default: two of BTT, Monarch, low rank)"
     command.add_argument("--structures", nargs="+", metavar="STRUCTURE", help=text)
-    command.add_argument("--tokens", type=some, default=4096, help="(default: %(default)s)")
+    command.add_argument("--tokens", type=positive, default=4096, help="(default: %(default)s)")
     command.add_argument("--dtype", choices=bench.DTYPES, default=bench.DTYPES[0])
     command.add_argument("--device", choices=("cpu", "cuda"), help="(default: a GPU if there is)")
     command.add_argument("--forward", action="store_true", help="no backward pass")

