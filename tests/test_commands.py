@@ -226,6 +226,14 @@ def test_what_stops_a_run_leaves_no_half_written_folder(
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.parametrize("name", ["plan", "compress", "bench", "info"])
+def test_help_names_the_options(capsys, name):
+    code, out, err = run(capsys, name, "--help")
+    assert (code, err) == (0, "")
+    assert f"usage: structlin {name}" in out
+    assert "--json" in out
+
+
 # ---- errors --------------------------------------------------------------------------------------
 
 

@@ -44,22 +44,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             warnings.showwarning = _show_warning
             text, found = options.run(options)
     except KeyboardInterrupt:
-        return _fail("interrupted; nothing was written", INTERRUPTED)
+        return _say("interrupted; nothing was written", INTERRUPTED)
     except ValueError as error:
-        return _fail(f"error: {error}", 2)
+        return _say(f"error: {error}", 2)
     except (ArithmeticError, MemoryError, OSError, RuntimeError) as error:
-        return _fail(f"failed: {type(error).__name__}: {error}", 1)
+        return _say(f"failed: {type(error).__name__}: {error}", 1)
     print(json.dumps(found) if options.json else text)
     return 0
 
 
-def _fail(says: str, code: int) -> int:
+def _say(says: str, code: int = 0) -> int:
+    """Print one line on stderr, and return the exit code."""
     print("structlin:", " ".join(says.split()), file=sys.stderr)
     return code
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    _fail(f"warning: {message}", 0)
+    _say(f"warning: {message}")
 
 
 def info(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:

@@ -45,6 +45,8 @@ def read_text(path: Path) -> str:
         raise ValueError(
             f"--data {path} is not text: the byte at {error.start} is not UTF-8"
         ) from None
+    except OSError as error:
+        raise ValueError(f"--data {path}: {error.strerror}") from None
     if "\0" in text:
         raise ValueError(f"--data {path} is not text: it has a zero byte at {text.index(chr(0))}")
     return text
