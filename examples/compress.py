@@ -216,7 +216,11 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     options = parse(argv)
     structlin.show_config()  # builds the engine, so that no time has that in it
     job = options.job
-    base = {"family": "dense", "budget": 1.0, "aware": False, **commands.describe_dense(job)}
+    try:
+        dense = commands.describe_dense(job)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    base = {"family": "dense", "budget": 1.0, "aware": False, **dense}
     base |= {"error": 0.0, "seconds": 0.0, "healed": None, "heal_seconds": 0.0}
     rows, options.base = [base], base
     failed = []

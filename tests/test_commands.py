@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -224,6 +225,21 @@ def test_what_stops_a_run_leaves_no_half_written_folder(
     assert (found, out) == (code, "")
     assert err.endswith(says)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_model_that_guesses_worse_than_blindly_is_refused(capsys, llama, tmp_path):
+    """As one does whose tokenizer is another model's."""
+    import transformers
+
+    shutil.copytree(llama / "m", tmp_path / "m")
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "m")
+    model.lm_head.weight.data *= 500
+    model.save_pretrained(tmp_path / "m")
+    (tmp_path / "text.txt").write_text((llama / "text.txt").read_text())
+    code, out, err = run(capsys, *arguments(tmp_path, tmp_path / "small"))
+    assert (code, out) == (2, "")
+    assert re.search(r"a blind guess has 12: its tokenizer is another model's", err)
+    assert not (tmp_path / "small").exists()
 
 
 @pytest.mark.parametrize("name", ["plan", "compress", "bench", "info"])

@@ -24,7 +24,7 @@ from .._kernels import engine
 from .._report import Summary, Table
 from . import read
 from .arguments import parse_structure
-from .jobs import Job, Source, choose_kind, first_tensor
+from .jobs import CausalLM, Job, Source, choose_kind, first_tensor
 
 Row = dict[str, Any]
 CARD = """# {source}, compressed
@@ -130,9 +130,16 @@ def show_figures(dense: Row, row: Row) -> str:
 
 
 def describe_dense(job: Job) -> Row:
-    """What the dense model is, and does."""
+    """What the dense model is, and does.
+
+    Raises:
+        ValueError: it does not fit the data.
+    """
     row = size(job.dense, structlin.summary(job.dense))
-    return row | {"after": job.measure(job.dense), "sample": job.sample(job.dense)}
+    found = job.measure(job.dense)
+    if isinstance(job, CausalLM):
+        job.require_fit(found)
+    return row | {"after": found, "sample": job.sample(job.dense)}
 
 
 def compress(

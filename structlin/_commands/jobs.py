@@ -182,6 +182,16 @@ class CausalLM(LanguageModel):
         ids = self.text.batch(step)[0].long()
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # nothing is padding
 
+    def require_fit(self, dense: dict[str, float]) -> None:
+        """Raises: ValueError: with these figures the dense model was not trained on such tokens."""
+        config: Any = self.dense.config
+        tokens = config.vocab_size
+        if dense["perplexity"] > 2 * tokens:
+            raise ValueError(
+                f"{self.source}: the dense model's perplexity is {dense['perplexity']:,.0f}, and a "
+                f"blind guess has {tokens:,}: its tokenizer is another model's, or the text no text"
+            )
+
     def sample(self, model: nn.Module) -> list[str]:
         return [generate(model, self.tokenizer, prompt) for prompt in PROMPTS]
 

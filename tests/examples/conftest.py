@@ -62,7 +62,7 @@ def _write_gguf(
         "blk.0.ffn_down.weight": (width, 2 * width),
     }
     for name, shape in shapes.items():
-        array, kind = random.normal(size=shape).astype(np.float32), None
+        array, kind = random.normal(0, 0.2, size=shape).astype(np.float32), None
         if name in packed:
             kind = gguf.GGMLQuantizationType.Q8_1
             numbers, size = gguf.GGML_QUANT_SIZES[kind]  # bytes
