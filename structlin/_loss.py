@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from ._arguments import require_choice, require_module, require_positive
 from ._model.survey import find_loss
 
-# How many a chunk's logits have. The trial: one step of head and loss, 768 -> 50257, on one thread
+# Those of a chunk's logits. The trial: one step of head and loss, 768 -> 50257, on one thread
 # of an Intel Xeon with 2 MiB of second cache, against all logits at once. With 6, 12, 25 and 50 MB
 # BTT(rank=1) was 1.5, 1.7, 1.7 and 1.4 times as fast, LowRank(rank=96) 1.2, 1.5, 1.4 and 1.4 times.
 # A dense head reads and writes the gradient of its weight, 154 MB, once per chunk: .85, 1.1, 1.14

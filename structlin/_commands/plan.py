@@ -69,20 +69,20 @@ def _describe(decision: Decision) -> Line:
     dense = layer.in_features * layer.out_features
     size = layer.matrix.element_size()
     params, flops = (dense, 2 * dense) if new is None else (new.params, new.flops)
-
+    chosen = None if new is None else decision.structure
     return Line(
-        layer.name,
-        layer.role,
-        layer.in_features,
-        layer.out_features,
-        None if new is None or decision.structure is None else label(decision.structure),
-        decision.reason,
-        params,
-        dense,
-        flops,
-        2 * dense,
-        params * size,
-        dense * size,
+        name=layer.name,
+        role=layer.role,
+        in_features=layer.in_features,
+        out_features=layer.out_features,
+        structure=None if chosen is None else label(chosen),
+        reason=decision.reason,
+        params=params,
+        dense_params=dense,
+        flops=flops,
+        dense_flops=2 * dense,
+        bytes=params * size,
+        dense_bytes=dense * size,
     )
 
 

@@ -67,8 +67,8 @@ def compress(
         count: what is counted: "params", or "flops" per token.
         allocation: how `keep` is shared out. "sensitivity": least harm to `loss`, by what a small
             error of each output of each layer does to it (gradients of a few batches, with the
-            memory of training); the projections weigh outputs by it too. Of the first blocks the
-            harm is measured, unless `loss` is a function. "error": least sum of the
+            memory of training); the projections weigh outputs by it too. The harm of the
+            first blocks is measured, unless `loss` is a function. "error": least sum of the
             layers' squared relative errors. "uniform": the same fraction for each layer. These two
             take no gradients, and all outputs of a layer count alike.
         loss: what should not change. "divergence": all outputs of the model are logits, and it is

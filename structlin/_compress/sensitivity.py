@@ -79,7 +79,7 @@ def _measure_in_turn(
     yield from ((layer, again[layer.module]) for layer in repeated if layer.module in again)
     by_module = {layer.module: layer for layer in layers if layer not in repeated}
     rank = {module: n for n, module in enumerate(seen.order)}
-    last = max((rank[module] for module in by_module if module in rank), default=None)
+    last = max((rank.get(module, len(rank)) for module in by_module), default=None)
     with ready(model), Streams([Place(m) for m in by_module], len(calls)) as streams:
         masks = {streams.start(partial(call.run, model), call.state): call.masks for call in calls}
         while (module := find_next(masks, rank)) is not None:
@@ -90,7 +90,7 @@ def _measure_in_turn(
                 moments.add(select_rows(stop.input, masks[stream]))
             moments.require_finite(layer.name)
             yield layer, moments
-            if rank[module] == last:
+            if rank.get(module) == last:
                 return  # what the model does after it is not needed
             for stream in waiting:
                 stream.resume()
@@ -227,9 +227,12 @@ def _take_loss(result: Any, loss: Loss, masks: list[Tensor], generator: torch.Ge
 
 
 def measure_change(before: Any, after: Any, loss: Loss, masks: list[Tensor]) -> float:
-    """What `measure_sensitivities` predicts as the sum of G e^2, of what the model returns before
-    and after a change of its layers: twice the divergence in nats, summed over rows, or the squared
-    relative change of each output."""
+    """How far apart are what the model returns before and after a change of its layers, in the
+    measure that `measure_sensitivities` predicts as sum(G e^2): twice the divergence in nats,
+    summed over rows, or the squared relative change of each output.
+
+    A token that is impossible before, with a logit of -inf, counts nothing.
+    """
     old, new = dict(find_tensors(before)), dict(find_tensors(after))
     logits = [name for name, tensor in old.items() if _are_logits(name, tensor, loss)]
     if logits:
@@ -237,7 +240,7 @@ def measure_change(before: Any, after: Any, loss: Loss, masks: list[Tensor]) -> 
             [select_rows(each[name], masks).float().log_softmax(-1) for each in (old, new)]
             for name in logits
         ]
-        return sum(2 * (p.exp() * (p - q)).sum().item() for p, q in logs)
+        return sum(2 * (p.exp() * (p - q)).where(p > -math.inf, 0.0).sum().item() for p, q in logs)
     change = 0.0
     for name, tensor in old.items():
         p, q = (_rows_of(each, masks).float() for each in (tensor, new[name]))

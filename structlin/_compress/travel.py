@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from math import isfinite
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from .streams import take_input
 
 SHARES = 0.75, 0.4  # of a dense layer's cost that each layer of a block keeps while it is measured
 NEAR = 0.25  # blocks within this of what is predicted: after two in turn no more are measured
-CALLS = 4  # of those of the covariances
+CALLS = 4  # about, of those that the covariances are measured on
 
 Changes = Mapping[nn.Module, Tensor]  # layer -> B - W
 
@@ -41,15 +42,16 @@ def correct_curves(
 ) -> list[Curve]:
     """The curves, their errors times what those of their block do over what they predict.
 
-    Blocks are measured one by one from the first on, until the prediction holds. Of a loss of the
-    user's own nothing is measured: it may fall.
+    Blocks are measured one by one from the first on, until the prediction holds. A loss of the
+    user's own may fall, so nothing is measured for it.
     """
     held_by = find_blocks(model, layers)
     if callable(loss) or not seen.calls or len(held_by) < 2:
         return [*curves]
     found = dict(zip((layer.module for layer in layers), curves, strict=True))
     rank = {module: n for n, module in enumerate(seen.order)}
-    calls = pick_calls(seen.calls)[:: max(1, len(pick_calls(seen.calls)) // CALLS)]
+    calls = pick_calls(seen.calls)
+    calls = calls[:: max(1, len(calls) // CALLS)]
     blocks = [[each for each in held if each.module in rank] for _, held in held_by.values()]
     near = 0
     for held in sorted(filter(None, blocks), key=lambda held: rank[held[0].module]):
@@ -73,7 +75,7 @@ def _measure_ratios(
     calls: Sequence[Call],
 ) -> list[float]:
     """For each of `SHARES`, what errors of these layers do, over what is predicted; 1 where nothing
-    is."""
+    is, or where the outputs are not finite with these errors."""
     changes: list[dict[nn.Module, Tensor]] = [{} for _ in SHARES]
     predicted = [0.0 for _ in SHARES]
     with closing(measure_covariances(model, layers, seen, progress=False)) as covariances:
@@ -90,7 +92,7 @@ def _measure_ratios(
                 changes[n][layer.module] = matrix.to(weight) - weight
     harms = _measure_harms(model, changes, seen, loss, calls)
     return [
-        harm / (len(calls) * each) if each > 0 else 1.0
+        harm / (len(calls) * each) if each > 0 and isfinite(harm) else 1.0
         for harm, each in zip(harms, predicted, strict=True)
     ]
 

@@ -19,7 +19,8 @@ from .solve import project
 
 COUNTS = {"params": "parameters", "flops": "FLOPs per token"}  # what the cost of a size is
 POINTS = 8  # sizes of a layer that are projected to; the errors of those between are interpolated
-SWEEPS = 3  # of alternating least squares for an error: by trial 5 to 20 % above where it ends
+FEW_SWEEPS = 3  # of alternating least squares: by trial errors 5 to 20 % above where it ends
+LEAST_FACTOR = 1e-9  # what it leaves of an error, at least: 0 has no logarithm
 ALIGNMENT = 8  # numbers that the engines multiply at a time
 MIN_ALIGNED_SIZES = 8  # with so many to choose from, larger sizes that are not aligned are left out
 
@@ -99,11 +100,11 @@ def measure_curve(
             structure = own[n].structure
             padding = w.shape != (structure.out_features, structure.in_features)
             if measured[n] and not is_optimal(structure, covariance is not None, padding):
-                cores = project(w, structure, **metric, sweeps=SWEEPS)
-                factors[n] = lose(structure, cores) / measured[n]
+                cores = project(w, structure, **metric, sweeps=FEW_SWEEPS)
+                factor = lose(structure, cores) / measured[n]
+                factors[own[n].cost] = max(factor, LEAST_FACTOR)
         return [
-            error * _power_law(own[n].cost, {own[m].cost: f for m, f in factors.items()})
-            for n, error in enumerate(errors)
+            error * _power_law(factors, size.cost) for error, size in zip(errors, own, strict=True)
         ]
 
     families: dict[object, list[int]] = {}
@@ -174,13 +175,13 @@ def _interpolate(sizes: Sequence[Size], measured: dict[int, float], n: int) -> f
     return (1 - part) * first + part * last
 
 
-def _power_law(cost: int, factors: dict[int, float]) -> float:
-    """The power law through the factors of two costs; 1 without any."""
+def _power_law(factors: dict[int, float], cost: int) -> float:
+    """At a cost the power law through the factors of two costs, at most 1; 1 without any."""
     if len(factors) < 2:
         return next(iter(factors.values()), 1.0)
     (low, first), (high, last) = sorted(factors.items())
     part = math.log(cost / low) / math.log(high / low)
-    return math.exp((1 - part) * math.log(first) + part * math.log(last))
+    return min(1.0, math.exp((1 - part) * math.log(first) + part * math.log(last)))
 
 
 # ---- sizes ---------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What an error in a layer does to the model, against formulas; one covariance at a time."""
 
 import copy
+import math
 from itertools import pairwise, product
 
 import pytest
@@ -10,7 +11,11 @@ from torch import Tensor, nn
 
 from structlin import BTT, LowRank, Monarch, compress, plan_compression
 from structlin._compress.calibration import observe
-from structlin._compress.sensitivity import measure_covariances, measure_sensitivities
+from structlin._compress.sensitivity import (
+    measure_change,
+    measure_covariances,
+    measure_sensitivities,
+)
 from structlin._model.survey import linear_layers
 from tests.models import snapshot
 
@@ -297,3 +302,14 @@ def test_to_keep_more_makes_a_transformer_no_worse_on_the_calibration_data(famil
             errors.append(sum((model(x) - dense(x)).square().sum().item() for x in batches) ** 0.5)
     assert all(more <= less * (1 + 1e-6) for less, more in pairwise(errors))
     assert errors[-1] == 0
+
+
+def test_a_token_that_is_impossible_before_counts_nothing():
+    torch.manual_seed(0)
+    before, after = torch.randn(2, 5, 8, dtype=torch.double)
+    expected = 2 * F.kl_div(
+        after.log_softmax(-1), before.log_softmax(-1), reduction="sum", log_target=True
+    )
+    masked = [torch.cat([logits, torch.full((5, 2), -math.inf)], -1) for logits in (before, after)]
+    for pair in ((before, after), masked):
+        assert measure_change(*pair, "divergence", []) == pytest.approx(expected.item(), rel=1e-4)

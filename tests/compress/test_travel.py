@@ -1,6 +1,7 @@
 """Errors of a block, measured where the prediction of second order does not hold."""
 
 import copy
+import math
 from itertools import product
 
 import pytest
@@ -76,3 +77,11 @@ def test_where_tanh_bounds_what_errors_do_the_choice_is_nearer_the_best(seed, ra
     assert max(ratios[0]) < 0.5
     assert own <= 1.2 * min(found)
     assert own < plain
+
+
+def test_where_outputs_with_errors_are_not_finite_the_prediction_stands(ratios, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(travel, "_measure_harms", lambda *_: [math.nan, math.inf])
+    model, x = Chain([1.0] * 3, nn.Identity), torch.randn(400, 16)
+    compress(model, LowRank(rank=1), [x], keep=0.5, include="*")
+    assert ratios == [[1.0, 1.0]] * 2
