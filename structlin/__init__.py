@@ -30,6 +30,7 @@ from ._projection import project
 from ._quantize import quantize
 from ._report import Summary, summary
 from ._structure import Core, Structure
+from ._suggest import Suggestion, suggest
 from ._widen import cost, widen
 from ._widths import divide
 from .duality import dualize
@@ -53,6 +54,7 @@ __all__ = [
     "Split",
     "Structure",
     "StructuredLinear",
+    "Suggestion",
     "Summary",
     "apply",
     "compress",
@@ -82,6 +84,7 @@ __all__ = [
     "search",
     "show_config",
     "stability",
+    "suggest",
     "summary",
     "to_dense",
     "widen",

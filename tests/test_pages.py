@@ -25,7 +25,7 @@ ROOT = pages.ROOT
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 RUN = [page for page in PAGES if ">>>" in page.read_text(encoding="utf-8")]
 MEASURED = [page for page in PAGES if page.name != "CHANGELOG.md"]  # whose words are counted
-MOST_WORDS, README_WORDS = 21_325, 900
+MOST_WORDS, README_WORDS = 21_650, 900
 WORDS_PER_SENTENCE = 18
 WORDS_PER_CELL = 15  # of docs/results.md
 

@@ -611,3 +611,14 @@ def test_the_plot_has_a_line_for_each_structure_and_the_frontier(tmp_path):
         [row.loss for row in found.rows if (row.structure, row.seed) == ("best", 1)]
     )
     assert (tmp_path / "search.png").stat().st_size > 1000
+
+
+def test_where_the_cheapest_run_has_the_lowest_loss_the_rest_is_shown_without_a_frontier():
+    pytest.importorskip("matplotlib")
+    rows = [replace(row, loss=float(row.flops), seconds=row.loss) for row in synthetic().rows]
+    found = Search(tuple(rows))
+    with pytest.raises(ValueError, match="two different costs"):
+        found.frontier()
+    assert "no frontier: one run has the fewest FLOPs and the lowest loss" in str(found)
+    assert len(found.plot().axes[0].lines) == len(MEASURES)
+    assert len(found.plot(cost="seconds").axes[0].lines) == len(MEASURES) + 1

@@ -6,13 +6,15 @@ converted.
     python -m benchmarks.speed.model --smoke              # seconds, tiny shapes
 
 Random weights of transformers' models, dropout off; float32 on a CPU, bfloat16 on a GPU. "mlp"
-converts the MLPs, "all" every linear layer but the head; "none" takes those layers away and shows
-what is left of a step: the head, attention, norms, activations, the optimizer. Training is forward
-+ backward + AdamW; prefill and images are one forward pass; decode is one token after a context,
-with the cache. "compiled" means torch.compile of every block, checked against the model before. The
-variants take turns; speeds are ratios to the dense model within a round, of the time that a user
-waits. Jobs are in order of importance, compiled ones last; what does not fit the budget is left out
-and said.
+converts the MLPs, "all" every linear layer but the head, "all and head" GPT-2's head too, which is
+then not tied to the embedding and trains by `structlin.linear_cross_entropy`; "loss in chunks" is
+dense with that loss. Both take GELU as one operation. "none" takes the layers of "all" away and
+shows what is left of a step: the head, attention, norms, activations, the optimizer. Training is
+forward + backward + AdamW; prefill and images are one forward pass; decode is one token after a
+context, with the cache. "compiled" means torch.compile of every block, checked against the model
+before. The variants take turns; speeds are ratios to the dense model within a round, of the time
+that a user waits. Jobs are in order of importance, compiled ones last; what does not fit the budget
+is left out and said.
 """
 
 import copy
@@ -36,12 +38,14 @@ TOKENS = {"bos_token_id": 1, "eos_token_id": 2}  # inside every vocabulary
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODELS = "GPT-2 small", "ViT-S/16"
 TINY_MODELS = "GPT-2, tiny", "ViT, tiny"  # of a smoke run
+CHUNKED, WITH_HEAD = "dense, loss in chunks", "BTT r=1, all and head"
 # largest difference over largest logit
 COMPILED_ERROR = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
-def variants(width: int) -> dict[str, Callable[[nn.Module], nn.Module]]:
+def variants(shape: "Shape") -> dict[str, Callable[[nn.Module], nn.Module]]:
     """Name -> what makes it of the dense model, in place; width 384 does not regroup 16 blocks."""
+    width = shape.width
     monarch = structlin.Monarch(blocks=16 if width % 256 == 0 else 8)
     chosen = {
         "BTT r=1": structlin.BTT(rank=1),
@@ -54,7 +58,21 @@ def variants(width: int) -> dict[str, Callable[[nn.Module], nn.Module]]:
         for name, family in chosen.items()
         for short, include in where.items()
     }
-    return {"dense": lambda model: model, **converted, "none": without_linear}
+    heads = {CHUNKED: fuse_gelu, WITH_HEAD: with_head} if shape.text else {}
+    return {"dense": lambda model: model, **heads, **converted, "none": without_linear}
+
+
+def fuse_gelu(model: nn.Module) -> nn.Module:
+    """GPT-2, in place, with its GELU as one operation instead of seven."""
+    for block in blocks(model):
+        block.mlp.act = nn.GELU(approximate="tanh")
+    return model
+
+
+def with_head(model: nn.Module) -> nn.Module:
+    """GPT-2, in place, with BTT in all linear layers and in a head of its own."""
+    where = {"include": ("*", "head"), "untie": True}
+    return fuse_gelu(structlin.convert(model, structlin.BTT(rank=1), **where))
 
 
 class Absent(nn.Module):
@@ -131,7 +149,7 @@ class Shape:
 
 @cache
 def shape_of(name: str, device: str) -> Shape:
-    texts, length, images = (8, 1024, 128) if device == "cuda" else (1, 128, 2)
+    texts, length, images = (8, 1024, 128) if device == "cuda" else (4, 128, 4)
     sizes = {
         "GPT-2 small": (768, 12, texts, length, 50257),
         "ViT-S/16": (384, 12, images, 197, 1000),
@@ -144,8 +162,9 @@ def shape_of(name: str, device: str) -> Shape:
 @cache
 def models(shape: Shape) -> dict[str, nn.Module]:
     """Name -> the variant; a tiny shape has few of them."""
-    dense, chosen = shape.build(), variants(shape.width)
-    names = [*[*chosen][:2], "none"] if shape.name in TINY_MODELS else chosen
+    dense, chosen = shape.build(), variants(shape)
+    few = ["dense", CHUNKED, WITH_HEAD, "BTT r=1, mlp", "none"]
+    names = [name for name in chosen if name in few or shape.name not in TINY_MODELS]
     return {name: chosen[name](copy.deepcopy(dense)) for name in names}
 
 
@@ -177,13 +196,19 @@ def jobs(device: str, smoke: bool) -> list[Job]:
     return found[:6] if smoke else found
 
 
-def training(model: nn.Module, shape: Shape) -> Callable[[], Tensor]:
+def training(model: nn.Module, shape: Shape, in_chunks: bool = False) -> Callable[[], Tensor]:
     """A step; the optimizer's state is made by the first."""
     optimizer = torch.optim.AdamW(structlin.param_groups(model, lr=1e-4), fused=True)
 
+    def measure_loss() -> Tensor:
+        if in_chunks:
+            hidden = model.transformer(**shape.inputs).last_hidden_state.flatten(0, 1)
+            return structlin.linear_cross_entropy(hidden, model.lm_head, shape.labels)
+        return F.cross_entropy(model(**shape.inputs).logits.flatten(0, -2), shape.labels)
+
     def step() -> Tensor:
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(**shape.inputs).logits.flatten(0, -2), shape.labels)
+        loss = measure_loss()
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -211,9 +236,9 @@ def decode(model: nn.Module, shape: Shape) -> Callable[[], Tensor]:
     return step
 
 
-def work_of(model: nn.Module, shape: Shape, task: str) -> Callable[[], Tensor]:
+def work_of(name: str, model: nn.Module, shape: Shape, task: str) -> Callable[[], Tensor]:
     if task == "training":
-        return training(model.train(), shape)
+        return training(model.train(), shape, in_chunks=name in (CHUNKED, WITH_HEAD))
     model.eval()
     return decode(model, shape) if task == "decode" else partial(inference, model, shape)
 
@@ -237,12 +262,14 @@ def measure(job: Job, heat: Heat) -> list[Row]:
     shape = shape_of(job.model, heat.device)
     works: dict[str, Callable[[], Tensor]] = {}
     for name, model in models(shape).items():
+        if name == CHUNKED and job.task != "training":
+            continue
         if works and time.perf_counter() > heat.end:
             print(f"# left out: {job.title}, {name}")
             continue
         if job.compiled:
             compile_blocks(model, shape)
-        works[name] = work_of(model, shape, job.task)
+        works[name] = work_of(name, model, shape, job.task)
         # the first call: memory, optimizer state, compilation
         if not torch.isfinite(works[name]()).all():
             raise ArithmeticError(f"{job.title}, {name}: the result is not finite")

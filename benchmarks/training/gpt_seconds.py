@@ -51,7 +51,7 @@ from benchmarks.harness.statistics import (
 from benchmarks.harness.tasks import compare, train_gpt, train_vit
 from benchmarks.harness.timing import milliseconds
 from benchmarks.training.time_to_loss import needed, words
-from structlin import BTT, Monarch
+from structlin import BTT, Dense, Monarch
 
 VOCABULARY = 2048
 BASE = 128  # the dense width at which rates are tuned
@@ -116,11 +116,11 @@ class Kind:
 
 KINDS = {
     "dense": None,
-    "BTT r=1, width x 2": Kind(BTT(rank=1), 2),
-    "BTT r=1 + SiLU, width x 2": Kind(BTT(rank=1).activate(), 2),
-    "BTT r=2, width x 2": Kind(BTT(rank=2), 2),
-    "BTT r=4": Kind(BTT(rank=4)),
-    "Monarch 4": Kind(Monarch(blocks=4)),
+    "dense, weight normalisation": Kind(Dense()),
+    "BTT r=1": Kind(BTT(rank=1)),
+    "BTT r=1 + SiLU": Kind(BTT(rank=1).activate()),
+    "BTT r=1 + SiLU, width x 1.5": Kind(BTT(rank=1).activate(), 1.5),
+    "BTT r=2 + SiLU": Kind(BTT(rank=2).activate()),
     "Monarch 4 + SiLU": Kind(Monarch(blocks=4).activate()),
 }
 

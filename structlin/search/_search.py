@@ -200,6 +200,12 @@ class Search:
             kept.append((self.names[structure], self._widths[width], *numbers))
         return Frontier(cost, a, b, c, tuple(kept))
 
+    def _find_frontier(self, cost: str) -> Frontier | None:
+        """The frontier; None where one run alone is on it."""
+        points = self._all(cost)
+        on = lower_envelope(points.cost, points.log_loss)
+        return self.frontier(cost) if len(on) > 1 else None
+
     def effects(self, cost: str = "flops") -> dict[str, Estimate]:
         """Return by what a loss is multiplied if "omega", "psi" or "nu" rises by 0.5, at equal cost
         and equal others: least squares of the log loss on the three and a parabola in the log cost.
@@ -231,8 +237,8 @@ class Search:
         return table
 
     def plot(self, path: PathLike | None = None, cost: str = "flops") -> "Figure":
-        """Loss against cost, a line per structure, coloured by omega, dashed where the rank is not
-        full, with the frontier in black; as a file too, if `path` is given."""
+        """Loss against cost, a line per structure, coloured by omega, dotted where the rank is not
+        full, with the frontier in black if there is one; as a file too, if `path` is given."""
         figure = new_figure(7, 5)
         self.draw(figure.subplots(), cost)
         return save_figure(figure, path)
@@ -243,7 +249,7 @@ class Search:
         from matplotlib.cm import ScalarMappable
         from matplotlib.colors import Normalize
 
-        points, frontier = self._all(cost), self.frontier(cost)
+        points = self._all(cost)
         colours = ScalarMappable(Normalize(0, 0.75), colormaps["viridis"])
         for index in range(len(self.names)):
             mine = [n for n, (structure, _) in enumerate(points.keys) if structure == index]
@@ -252,18 +258,19 @@ class Search:
             omega, psi, _ = points.measures[mine[-1]].tolist()
             style = {"color": colours.to_rgba(omega), "ls": "-" if psi > 0.95 else ":", "lw": 1}
             axes.plot(points.cost[mine], points.log_loss[mine].exp(), marker=".", **style)
-        costs = torch.logspace(*points.cost.log10().aminmax(), 50, dtype=torch.float64)
-        label = (
-            f"frontier: {frontier.a.value:.3g} x^-{frontier.b.value:.2f} + {frontier.c.value:.2g}"
-        )
-        axes.plot(costs, [frontier.loss(float(each)) for each in costs], "k--", label=label)
+        if frontier := self._find_frontier(cost):
+            costs = torch.logspace(*points.cost.log10().aminmax(), 50, dtype=torch.float64)
+            law = f"{frontier.a.value:.3g} x^-{frontier.b.value:.2f} + {frontier.c.value:.2g}"
+            losses = [frontier.loss(float(each)) for each in costs]
+            axes.plot(costs, losses, "k--", label=f"frontier: {law}")
+            axes.legend(fontsize="small")
         axes.set(xscale="log", yscale="log", xlabel=cost, ylabel="loss")
-        axes.legend(fontsize="small")
         axes.figure.colorbar(colours, ax=axes, label="omega (dotted: rank not full)")
 
     def __str__(self) -> str:
-        frontier = self.frontier()
-        law = f"frontier: loss = a FLOPs^-b + c, a {frontier.a}, b {frontier.b}, c {frontier.c}"
+        law = "no frontier: one run has the fewest FLOPs and the lowest loss"
+        if frontier := self._find_frontier("flops"):
+            law = f"frontier: loss = a FLOPs^-b + c, a {frontier.a}, b {frontier.b}, c {frontier.c}"
         effects = [f"{name} +{STEP}: loss x {found}" for name, found in self.effects().items()]
         one = len(self._seeds) == 1
         note = ["one seed gives no intervals: take three, seeds=range(3)"] if one else []

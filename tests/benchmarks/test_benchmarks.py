@@ -2,6 +2,7 @@
 docs/scaling.md."""
 
 import argparse
+import copy
 import doctest
 import json
 import platform
@@ -25,9 +26,10 @@ from rich.console import Console
 pytest.importorskip("matplotlib")
 
 from benchmarks.harness import race, record, report, timing
+from benchmarks.harness.statistics import select
 from benchmarks.speed import layer, overhead, scaling, variants
 from benchmarks.speed.variants import loop
-from structlin import BTT, TT, Dense, Kronecker, LowRank, Monarch
+from structlin import BTT, TT, Dense, Kronecker, LowRank, Monarch, StructuredLinear
 from structlin._model.survey import linear_layers
 
 ROOT = Path(__file__).parents[2]
@@ -521,10 +523,27 @@ def test_model_measures_every_task_and_keeps_the_rows(model, tmp_path, capsys):
     kept = json.loads((tmp_path / "model.json").read_text())
     assert kept["rows"] == rows
     assert {row["task"] for row in rows} == {"training", "prefill", "decode", "images"}
-    dense, mlp, nothing = (row["params"] for row in rows[:3])
-    assert dense > mlp > nothing
-    assert f"| BTT r=1, mlp | {rows[1]['x_dense']['median']:.2f}x |" in model.markdown(kept)
+    params = {row["variant"]: row["params"] for row in select(rows, task="training", context=8)}
+    assert params["dense"] > params["BTT r=1, mlp"] > params["none"]
+    assert params["BTT r=1, all and head"] < params["BTT r=1, mlp"]
+    (mlp,) = select(rows, variant="BTT r=1, mlp", task="training", context=8)
+    assert f"| BTT r=1, mlp | {mlp['x_dense']['median']:.2f}x |" in model.markdown(kept)
     assert "none" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_a_model_s_step_has_its_loss_with_a_head_of_its_own_too(model, gpt, in_chunks):
+    dense = gpt.build()
+    for change in (model.fuse_gelu, model.with_head):
+        made = change(copy.deepcopy(dense))
+        logits = made(**gpt.inputs).logits.flatten(0, -2)
+        expected = F.cross_entropy(logits, gpt.labels)
+        torch.testing.assert_close(model.training(made, gpt, in_chunks)(), expected)
+    assert isinstance(made.lm_head, StructuredLinear)
+    assert sum(isinstance(m, torch.nn.Linear) for m in made.modules()) == 0
+    torch.testing.assert_close(
+        model.fuse_gelu(copy.deepcopy(dense))(**gpt.inputs).logits, dense(**gpt.inputs).logits
+    )
 
 
 def test_a_model_without_its_linear_layers_keeps_the_rest(model, gpt):
