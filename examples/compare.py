@@ -173,15 +173,21 @@ def generator(seed: int, step: int) -> torch.Generator:
 
 
 def build(
-    task: Task, width: int, structure: structlin.Family | None, seed: int, device: str = "cpu"
+    task: Task,
+    width: int,
+    structure: structlin.Family | None,
+    seed: int,
+    device: str = "cpu",
+    **changes: Any,
 ) -> nn.Module:
+    """The dense model, or converted; `changes` are options of `convert` beside the task's own."""
     torch.manual_seed(seed)
     with torch.device(device):
         model = task.model(width)
         if structure is not None:
             options = {"zero_init": task.zero_init, "weight_norm": task.weight_norm}
             options["init"] = "mup"  # as the dense model's, see `initialise`
-            structlin.convert(model, structure, **options)
+            structlin.convert(model, structure, **(options | changes))
     return model
 
 

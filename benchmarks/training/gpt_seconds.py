@@ -24,7 +24,7 @@ as torch takes.
 import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
@@ -51,12 +51,12 @@ from benchmarks.harness.statistics import (
 from benchmarks.harness.tasks import compare, train_gpt, train_vit
 from benchmarks.harness.timing import milliseconds
 from benchmarks.training.time_to_loss import needed, words
-from structlin import BTT, Dense, Monarch
+from structlin import BTT, Dense, LowRank, Monarch
 
 VOCABULARY = 2048
 BASE = 128  # the dense width at which rates are tuned
 LENGTHS = (1.0, 0.5, 0.25)  # of the schedule
-RATES = {"AdamW": 4e-3, "Muon": 2**-6}  # where the search for each begins
+RATES = {"AdamW": 4e-3, "Muon": 2**-6, "AdamW, normed": 2**-6}  # where the search for each begins
 OTHER_LR = 4e-3  # Muon's, of gains, biases and norms
 
 
@@ -110,18 +110,26 @@ SETUPS = {
 class Kind:
     """A model beside dense."""
 
-    structure: structlin.Family
+    structure: Callable[[int], structlin.Family]  # of the model's own width
     wider: float = 1  # than dense
+    options: Mapping[str, Any] = field(default_factory=dict)  # of `convert`
 
 
+BTT_SILU = Kind(lambda _: BTT(rank=1).activate())
+HEAD = {"overrides": {"*head": BTT(rank=4)}, "zero_init": ("*c_proj", "*head")}
 KINDS = {
     "dense": None,
-    "dense, weight normalisation": Kind(Dense()),
-    "BTT r=1": Kind(BTT(rank=1)),
-    "BTT r=1 + SiLU": Kind(BTT(rank=1).activate()),
-    "BTT r=1 + SiLU, width x 1.5": Kind(BTT(rank=1).activate(), 1.5),
-    "BTT r=2 + SiLU": Kind(BTT(rank=2).activate()),
-    "Monarch 4 + SiLU": Kind(Monarch(blocks=4).activate()),
+    "dense, weight normalisation": Kind(lambda _: Dense()),
+    "BTT r=1": Kind(lambda _: BTT(rank=1)),
+    "BTT r=1 + SiLU": BTT_SILU,
+    "BTT r=1 + SiLU, width x 1.5": replace(BTT_SILU, wider=1.5),
+    "BTT r=1 + SiLU, width x 2": replace(BTT_SILU, wider=2),
+    "BTT r=1 + SiLU, attention dense": replace(BTT_SILU, options={"include": "ffn"}),
+    "BTT r=1 + SiLU, head BTT r=4": replace(BTT_SILU, options=HEAD),
+    "BTT r=2 + SiLU": Kind(lambda _: BTT(rank=2).activate()),
+    "BTT r=4 + SiLU": Kind(lambda _: BTT(rank=4).activate()),
+    "Monarch 4 + SiLU": Kind(lambda _: Monarch(blocks=4).activate()),
+    "low-rank d/4 + SiLU": Kind(lambda width: LowRank(rank=width // 4).activate()),
 }
 
 
@@ -143,8 +151,10 @@ def build(
 ) -> nn.Module:
     """`width`: of the dense model that it is compared with."""
     task, found = make_task(setup, width, seed, sizes), KINDS[kind]
-    own = width if found is None else round(width * found.wider)
-    return compare.build(task, own, found and found.structure, seed, device)
+    if found is None:
+        return compare.build(task, width, None, seed, device)
+    own = round(width * found.wider)
+    return compare.build(task, own, found.structure(own), seed, device, **found.options)
 
 
 def make_trainer(
@@ -153,6 +163,9 @@ def make_trainer(
     model = build(setup, kind, width, seed, sizes)
     if optimizer == "Muon":
         return model, structlin.optim.Muon(model, lr, other_lr=OTHER_LR)
+    if optimizer == "AdamW, normed":
+        adam = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95))
+        return model, structlin.optim.Normed(adam, model)
     base = build(setup, "dense", BASE, 0, sizes, "meta")
     groups = structlin.param_groups(model, lr, base=base)
     return model, torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=True)
