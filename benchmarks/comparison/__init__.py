@@ -1,0 +1,1 @@
+"""Linear layers of many packages under one protocol; a file in methods/ adds one."""

@@ -1,0 +1,166 @@
+"""Linear layers of many packages in one GPT: the loss, and what a step costs.
+
+    pip install peft==0.21.2 tensorly tensorly-torch==0.5.0 torch-structured==1.3.0 triton
+    python -m benchmarks.comparison.layers             # results/layers.{json,png}
+    python -m benchmarks.comparison.layers --methods dense LoKr
+    python -m benchmarks.comparison.layers --smoke     # seconds
+
+Every method takes the place of all linear layers but the head in the GPT of examples/, and starts
+as its package starts it. All see the same batches of the standard library's characters, with AdamW
+and a cosine. The rate of each is tuned on seed 0: by factors of 2 until the best has both its
+neighbours. Steps are timed in turns with dense, on one batch, without the making of the batch.
+FLOPs are those of a forward pass, as torch counts them: what a package computes, not what a
+structure needs.
+
+To add a method, see `benchmarks.comparison.methods`. What is not installed is left out.
+"""
+
+import math
+from argparse import Namespace
+from collections.abc import Callable
+from functools import cache, partial
+from statistics import geometric_mean
+from typing import Any
+
+import torch
+from torch import nn
+
+import structlin
+from benchmarks.comparison.methods import Method, find_methods
+from benchmarks.harness import figures, report, training
+from benchmarks.harness.experiment import Experiment, Row, Tune
+from benchmarks.harness.statistics import best, curve_of_rates, select, values
+from benchmarks.harness.tasks import compare, train_gpt
+from benchmarks.harness.timing import milliseconds
+
+METHODS, LEFT_OUT = find_methods()
+RATE = 4e-3  # where the search for each begins
+OURS = "structlin"
+
+
+@cache
+def make_task(seed: int, **sizes: int) -> compare.Task:
+    sizes = {name: value for name, value in sizes.items() if name != "width"}
+    return train_gpt.Text(Namespace(data=None, seed=seed, **sizes))
+
+
+def build(method: Method, seed: int, sizes: Row) -> nn.Module:
+    torch.manual_seed(seed)
+    model = make_task(seed, **sizes).model(sizes["width"])
+    method.convert(model)
+    return model
+
+
+def make_optimizer(method: Method, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(method.groups(model, lr), lr, betas=(0.9, 0.95), weight_decay=0.0)
+
+
+def train(method: str, lr: float, seed: int, **sizes: int) -> Row:
+    """The held-out loss; parameters that train; FLOPs of a forward pass over a batch."""
+    chosen, task = METHODS[method], make_task(seed, **sizes)
+    model = build(chosen, seed, sizes)
+    curve = training.follow(
+        model, make_optimizer(chosen, model, lr), task, sizes["steps"], points=5
+    )
+    flops = structlin.cost(model, task.batch(0)[0]).flops
+    return {
+        "loss": curve[-1][1],
+        "curve": curve,
+        "params": sum(each.numel() for each in model.parameters() if each.requires_grad),
+        "flops": flops,
+    }
+
+
+def time_steps(chosen: Row, result: Row) -> Row:
+    """Milliseconds of a step of each method that has rows, in turns with dense."""
+    sizes = {name: chosen[name] for name in EXPERIMENT.sizes}
+    batch = make_task(0, **sizes).batch(0)
+
+    def work(name: str) -> Callable[[], None]:
+        model = build(METHODS[name], 0, sizes)
+        optimizer = make_optimizer(METHODS[name], model, RATE)
+        return training.step_of(optimizer, partial(training.cross_entropy, model, *batch))
+
+    names = [name for name in values(result["rows"], "method") if name in METHODS]
+    times = milliseconds({n: work(n) for n in names}, rounds=(3, 99), seconds=chosen["timed"])
+    return {"threads": torch.get_num_threads(), "times": times, "left_out": LEFT_OUT}
+
+
+def analyse(rows: list[Row]) -> Row:
+    """Each method at its best rate."""
+    table = []
+    for name in values(rows, "method"):
+        mine = select(rows, method=name)
+        lr = best(curve_of_rates(select(mine, seed=0)))
+        losses = [row["loss"] for row in select(mine, lr=lr)]
+        same = {key: mine[0][key] for key in ("params", "flops")}
+        table.append({"method": name, "package": METHODS[name].package, "lr": lr, "losses": losses})
+        table[-1] |= same
+    return {"table": table}
+
+
+def mean_loss(row: Row) -> float:
+    """The geometric mean over seeds; infinite where a run diverged."""
+    return math.inf if None in row["losses"] else geometric_mean(row["losses"])
+
+
+def show(result: Row) -> list[Any]:
+    dense = select(result["table"], method="dense")
+    lines = []
+    for row in sorted(result["table"], key=mean_loss):
+        time = result["times"][row["method"]]
+        lines.append(
+            {
+                "method": row["method"],
+                "package": row["package"],
+                "parameters": f"{row['params']:,}",
+                "FLOPs": f"{row['flops'] / dense[0]['flops']:.2f}" if dense else "",
+                "ms": report.with_spread(time, ".1f"),
+                "rate": f"{row['lr']:.2g}",
+                "loss": report.losses(row["losses"]),
+            }
+        )
+    title = "loss of each method at its best rate, best first; FLOPs over dense's"
+    return [report.grid(title, lines), *(f"left out: {text}" for text in result["left_out"])]
+
+
+def draw(result: Row) -> figures.Figure:
+    """Loss against milliseconds of a step."""
+    figure = figures.Figure(figsize=(7, 5), layout="constrained")
+    axes = figure.subplots()
+    for row in result["table"]:
+        at = result["times"][row["method"]]["median"], mean_loss(row)
+        if at[1] == math.inf:
+            continue
+        axes.plot(*at, "o" if row["package"] == OURS else "s")
+        axes.annotate(row["method"], at, xytext=(4, 4), textcoords="offset points", fontsize=8)
+    axes.set(xscale="log", xlabel="milliseconds of a step", ylabel="held-out loss")
+    return figure
+
+
+EXPERIMENT = Experiment(
+    name="layers",
+    about=__doc__,
+    run=train,
+    axes={"method": [*METHODS]},
+    rates=Tune(lambda job: RATE),
+    sizes={"width": 256, "depth": 2, "context": 64, "batch": 16, "steps": 300, "heads": 8},
+    smoke={
+        "width": 64,
+        "heads": 2,
+        "depth": 1,
+        "batch": 2,
+        "steps": 3,
+        "method": ["dense", "BTT(rank=1)", "LoKr"],
+        "seeds": 1,
+        "timed": 0.0,
+    },
+    extra={"timed": 30.0},
+    analyse=analyse,
+    beside=time_steps,
+    show=show,
+    draw=draw,
+)
+
+if __name__ == "__main__":
+    EXPERIMENT.main()
