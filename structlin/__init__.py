@@ -30,7 +30,7 @@ from ._projection import project
 from ._quantize import quantize
 from ._report import Summary, summary
 from ._structure import Core, Structure
-from ._suggest import Suggestion, suggest
+from ._suggest import suggest
 from ._widen import cost, widen
 from ._widths import divide
 from .duality import dualize
@@ -54,7 +54,6 @@ __all__ = [
     "Split",
     "Structure",
     "StructuredLinear",
-    "Suggestion",
     "Summary",
     "apply",
     "compress",

@@ -1,4 +1,4 @@
-"""What is public: at most 91 names, each with an example, each module with a page."""
+"""What is public: at most 92 names, each with an example, each module with a page."""
 
 import doctest
 import importlib
@@ -50,8 +50,8 @@ def public_objects():
 OBJECTS = public_objects()
 
 
-def test_at_most_91_names_are_public():
-    assert len(OBJECTS) <= 91
+def test_at_most_92_names_are_public():
+    assert len(OBJECTS) <= 92
 
 
 @pytest.mark.parametrize("name", MODULES)
