@@ -151,7 +151,7 @@ EXPERIMENT = Experiment(
         "depth": 1,
         "batch": 2,
         "steps": 3,
-        "method": ["dense", "BTT(rank=1)", "LoKr"],
+        "method": ["dense", "BTT(rank=1)"],
         "seeds": 1,
         "timed": 0.0,
     },
