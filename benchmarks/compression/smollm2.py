@@ -302,8 +302,8 @@ EXPERIMENT = Experiment(
     about=__doc__,
     run=run,
     axes={
-        "keep": [1.0, 0.8, 0.6, 0.9],
         "method": [*methods.METHODS],
+        "keep": [1.0, 0.8, 0.6, 0.9],
         "way": [*methods.WAYS],
         "seed": lambda job: methods.combine(job, HEALED),
     },

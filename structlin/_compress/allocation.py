@@ -113,7 +113,7 @@ def weigh_outputs(
     )
 
 
-def choose_sizes(
+def measure_curves(
     model: nn.Module,
     decisions: Sequence[Decision],
     offers: Offers,
@@ -123,40 +123,19 @@ def choose_sizes(
     loss: Loss,
     *,
     progress: bool | None = None,
-) -> list[Decision]:
-    """The same decisions, with a size for each layer that has offers.
+) -> list[Curve]:
+    """What each size of the layers that have offers would lose, in their order; nothing where no
+    errors are asked for. They are the same whatever is kept.
 
     Args:
         seen: what `observe` returned for all layers that are converted; None: without data.
         outputs: what `weigh_outputs` returned for them, of `loss`.
     """
-    if share.keep is None or not offers:
-        return [*decisions]
-    layers = [decision.layer for decision in decisions if decision.layer.module in offers]
-    if share.allocation == "uniform":
-        sizes = share_evenly([offers[layer.module] for layer in layers], share.keep)
-    else:
-        curves = _measure_curves(model, layers, offers, seen, outputs, progress)
-        if outputs and seen is not None:
-            curves = correct_curves(model, layers, curves, seen, outputs, loss)
-        weights = [1.0] * len(curves)
-        if share.allocation == "error":
-            weights = [1 / curve.whole if curve.whole else 1.0 for curve in curves]
-        sizes = allocate(curves, share.keep, weights)
-    chosen = {layer.module: size for layer, size in zip(layers, sizes, strict=True)}
-    return [_take_size(decision, chosen.get(decision.layer.module)) for decision in decisions]
-
-
-def _measure_curves(
-    model: nn.Module,
-    layers: Sequence[Layer],
-    offers: Offers,
-    seen: Observed | None,
-    outputs: Weights,
-    progress: bool | None,
-) -> list[Curve]:
+    if share.keep is None or share.allocation == "uniform":
+        return []
+    layers = _find_open(decisions, offers)
     covariances: Covariances = ((layer, None) for layer in layers)
-    if seen is not None:
+    if seen is not None and layers:
         covariances = measure_covariances(model, layers, seen, progress=progress)
     with closing(covariances):
         found = {
@@ -165,7 +144,37 @@ def _measure_curves(
             )
             for layer, covariance in covariances
         }
-    return [found[layer.module] for layer in layers]
+    curves = [found[layer.module] for layer in layers]
+    if outputs and seen is not None and curves:
+        curves = correct_curves(model, layers, curves, seen, outputs, loss)
+    return curves
+
+
+def choose_sizes(
+    decisions: Sequence[Decision], offers: Offers, share: Share, curves: Sequence[Curve]
+) -> list[Decision]:
+    """The same decisions, with a size for each layer that has offers.
+
+    Args:
+        curves: what `measure_curves` returned for them.
+    """
+    if share.keep is None or not offers:
+        return [*decisions]
+    layers = _find_open(decisions, offers)
+    if share.allocation == "uniform":
+        sizes = share_evenly([offers[layer.module] for layer in layers], share.keep)
+    else:
+        weights = [1.0] * len(curves)
+        if share.allocation == "error":
+            weights = [1 / curve.whole if curve.whole else 1.0 for curve in curves]
+        sizes = allocate(curves, share.keep, weights)
+    chosen = {layer.module: size for layer, size in zip(layers, sizes, strict=True)}
+    return [_take_size(decision, chosen.get(decision.layer.module)) for decision in decisions]
+
+
+def _find_open(decisions: Sequence[Decision], offers: Offers) -> list[Layer]:
+    """The layers whose size is open."""
+    return [decision.layer for decision in decisions if decision.layer.module in offers]
 
 
 def _take_size(decision: Decision, size: Size | None) -> Decision:

@@ -1,22 +1,33 @@
 """A trained model -> a smaller one that keeps its function, in place.
 
 The phases, each of which returns what it found: `decide` which layers; `observe` the model on the
-batches; `weigh_outputs` by the loss's gradients; `choose_sizes` for what is to be kept;
-`project_in_order` the layers. The plan holds it.
+batches; `weigh_outputs` by the loss's gradients; `measure_curves`, what each size would lose. That
+is `Measured`. Then `choose_sizes` for what is to be kept, and `project_in_order` the layers. The
+plan holds it.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from .._arguments import require_choice, require_positive
 from .._families import Family, OneOf
-from .._model.decide import Spec, decide, list_targets, require_matrices
+from .._model.decide import Decision, Spec, decide, list_targets, require_matrices
 from .._model.select import Patterns
 from .._plan import Plan, check_values, project_by_weight, warn_of
-from .allocation import Share, choose_sizes, list_offers, weigh_outputs
-from .calibration import Batches, observe
+from .._projection.curve import Curve
+from .allocation import (
+    Offers,
+    Share,
+    Weights,
+    choose_sizes,
+    list_offers,
+    measure_curves,
+    weigh_outputs,
+)
+from .calibration import Batches, Observed, observe
 from .sensitivity import LOSSES, Loss
 from .sequential import Projected, project_in_order
 
@@ -147,34 +158,74 @@ def plan_compression(
     (['0', '2'], True)
     """
     share = Share(keep, count, allocation)
+    _check_refine(refine, batches)
+    selection: dict[str, Any] = {"include": include, "exclude": exclude, "overrides": overrides}
+    measured = measure(
+        model, structure, batches, share, loss, progress, split=split, untie=untie, **selection
+    )
+    return measured.plan(share, refine, progress)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model before sizes are chosen: what is the same for every `keep` and `refine`."""
+
+    model: nn.Module
+    decisions: Sequence[Decision]
+    offers: Offers
+    seen: Observed | None  #: on the batches; None: without
+    outputs: Weights
+    curves: Sequence[Curve]
+    untie: bool
+
+    def plan(self, share: Share, refine: int = 0, progress: bool | None = None) -> Plan:
+        """Choose the sizes, and project the layers unless they have no values."""
+        decisions = choose_sizes(self.decisions, self.offers, share, self.curves)
+        targets = list_targets(decisions)
+        found = Projected({})
+        if self.seen is not None:
+            options: dict[str, Any] = {"refine_steps": refine, "progress": progress}
+            found = project_in_order(self.model, targets, self.seen, self.outputs, **options)
+        elif not _lack_values(self.decisions, share):
+            layers = {target.layer.name: project_by_weight(*target) for target in targets}
+            found = Projected(layers)
+        return Plan(self.model, decisions, found.layers, found.blocks, untie=self.untie)
+
+
+def measure(
+    model: nn.Module,
+    structure: Spec | Sequence[Family],
+    batches: Batches | None,
+    share: Share,
+    loss: Loss,
+    progress: bool | None,
+    *,
+    untie: bool,
+    **selection: Any,
+) -> Measured:
+    """What the sizes that layers could have would lose, see `plan_compression`."""
     if isinstance(structure, Sequence) and not isinstance(structure, str):
         structure = _take_several(structure, share)
-    _check_batches(batches, share, refine)
-    _check_loss(loss, batches, share)
-    selection: dict[str, Any] = {"include": include, "exclude": exclude, "overrides": overrides}
-    selection |= {"split": split, "untie": untie, "sizes_open": keep is not None}
-    decisions = decide(model, structure, **selection)
+    _check_share(share, batches, loss)
+    decisions = decide(
+        model, structure, untie=untie, sizes_open=share.keep is not None, **selection
+    )
     require_matrices(decisions, "compress")
     layers = [decision.layer for decision in decisions if decision.structure is not None]
-    without_values = batches is None and all(layer.matrix.is_meta for layer in layers)
-    without_values &= share.keep is None or share.allocation == "uniform"
-    if not without_values:
+    if batches is not None or not _lack_values(decisions, share):
         check_values(layers)
     offers = list_offers(decisions, share)
     seen = None if batches is None else observe(model, layers, batches)
     outputs = weigh_outputs(model, layers, offers, share, seen, loss)
-    decisions = choose_sizes(
-        model, decisions, offers, share, seen, outputs, loss, progress=progress
-    )
-    targets = list_targets(decisions)
-    if without_values:
-        found = Projected({})
-    elif seen is None:
-        found = Projected({target.layer.name: project_by_weight(*target) for target in targets})
-    else:
-        options: dict[str, Any] = {"refine_steps": refine, "progress": progress}
-        found = project_in_order(model, targets, seen, outputs, **options)
-    return Plan(model, decisions, found.layers, found.blocks, untie=untie)
+    curves = measure_curves(model, decisions, offers, share, seen, outputs, loss, progress=progress)
+    return Measured(model, decisions, offers, seen, outputs, curves, untie)
+
+
+def _lack_values(decisions: Sequence[Decision], share: Share) -> bool:
+    """Whether all layers are on the meta device, and their sizes need no values."""
+    layers = [decision.layer for decision in decisions if decision.structure is not None]
+    sized = share.keep is None or share.allocation == "uniform"
+    return sized and all(layer.matrix.is_meta for layer in layers)
 
 
 def _take_several(families: Sequence[Family], share: Share) -> OneOf:
@@ -191,25 +242,25 @@ def _take_several(families: Sequence[Family], share: Share) -> OneOf:
     return OneOf(of=tuple(families))
 
 
-def _check_batches(batches: Batches | None, share: Share, refine: int) -> None:
+def _check_refine(refine: int, batches: Batches | None) -> None:
     require_positive("refine", refine, least=0)
-    if batches is not None:
-        return
-    if refine:
+    if refine and batches is None:
         raise ValueError(f"refine={refine} needs batches on which the model runs")
-    if share.keep is not None and share.allocation == "sensitivity":
+
+
+def _check_share(share: Share, batches: Batches | None, loss: Loss) -> None:
+    """Refuse sizes by gradients without batches, and a loss without both."""
+    by_gradients = share.allocation == "sensitivity"
+    if batches is None and share.keep is not None and by_gradients:
         raise ValueError(
             "allocation='sensitivity' needs batches on which the model runs; without them take "
             "allocation='error'"
         )
-
-
-def _check_loss(loss: object, batches: Batches | None, share: Share) -> None:
     if loss is None:
         return
     if not callable(loss):
         require_choice("loss", loss, LOSSES)
-    if batches is None or share.allocation != "sensitivity":
+    if batches is None or not by_gradients:
         raise ValueError(
             f"loss={loss!r} goes with batches and allocation='sensitivity', which takes its "
             "gradients"

@@ -19,6 +19,8 @@ from structlin import (
     plan_compression,
     summary,
 )
+from structlin._compress.allocation import Share
+from structlin._compress.compress import measure
 from structlin._families import OneOf
 from structlin._projection import project, relative_error
 from structlin._projection.curve import list_sizes, measure_curve
@@ -223,6 +225,20 @@ def test_a_share_is_kept_and_a_larger_one_is_never_worse(keep, family):
     used, error = spend(keep)
     assert used <= keep
     assert error <= spend(max(keep - 0.05, 0.19))[1] + 1e-9
+
+
+def test_one_measurement_serves_every_share():
+    model, batches, options = GPT(), [TOKENS], {"include": "*mlp*", "progress": False}
+    measured = measure(
+        model, BTT(), batches, Share(0.4), None, False, include="*mlp*",
+        exclude=(), overrides=None, split=None, untie=False,
+    )  # fmt: skip
+    for keep, refine in ((0.8, 0), (0.4, 2), (0.6, 0)):
+        planned = measured.plan(Share(keep), refine, progress=False)
+        alone = plan_compression(model, BTT(), batches, keep=keep, refine=refine, **options)
+        assert planned.errors == alone.errors
+        assert planned.blocks == alone.blocks
+        assert str(planned) == str(alone)
 
 
 def test_a_share_of_flops_is_kept_where_parameters_are_shared_and_the_plan_shows_the_choice():
