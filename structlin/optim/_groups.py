@@ -10,6 +10,7 @@ from .._model.parameters import parameters_of
 from ..scaling import OPTIMIZERS
 from ._depth import Depth
 from ._ratios import watch_ratios
+from ._steps import Masses, share_masses
 from ._transfer import Base, Transfer
 
 
@@ -24,6 +25,7 @@ def param_groups(
     weight_decay_scaling: str = "1/width",
     eps: float | None = None,
     depth: Depth | None = None,
+    masses: Masses | None = None,
 ) -> list[dict[str, Any]]:
     """Groups for a torch optimizer, by which a structured model trains at the dense model's rate.
 
@@ -78,6 +80,9 @@ def param_groups(
             over widths.
         eps: Adam's, at the base; None: the optimizer's own, the same everywhere.
         depth: of a residual network, relative to that where `lr` was tuned; None: as deep.
+        masses: glob over layer names -> rate of the layer's matrix relative to the others', such as
+            {"lm_head": 4}; a tuple: of a layer's cores, one each, 1 / k by default. Biases, norms
+            and gains keep theirs.
 
     Returns:
         A dict for each combination of rate, decay and eps: `params`, `lr`, `weight_decay`, `eps` if
@@ -86,8 +91,9 @@ def param_groups(
     Raises:
         ValueError: no trainable parameter; lr, eps or weight decay out of range; unknown
             `optimizer` or `weight_decay_scaling`; eps of an optimizer that has none; a layer that
-            `base` lacks; a width of `base` that is not positive, or that no parameter has; what
-            `Depth` raises.
+            `base` lacks; a width of `base` that is not positive, or that no parameter has; masses
+            that match no layer, are not positive or do not fit a layer's cores; what `Depth`
+            raises.
         TypeError: lr or weight decay is text; `model` is no module; `base` neither a module nor a
             mapping of integers; `depth` no `Depth`.
     Source: Qiu et al. 2024 (arXiv:2406.06248), section 3.2; Yang et al. 2022 (arXiv:2203.03466),
@@ -124,22 +130,25 @@ def param_groups(
     )
     groups: dict[tuple[float, float, float], dict[str, Any]] = {}
     carried = {} if eps is None else {"eps": eps}
-    for info in parameters_of(model):
+    infos = list(parameters_of(model))
+    shares, equal = share_masses(infos, masses or {}), share_masses(infos, {})
+    for info in infos:
         if not info.parameter.requires_grad:
             continue
         factors = transfer.of(info)
+        lr_mult = factors.lr * shares[info.parameter] / equal[info.parameter]
         decays = factors.decay if info.decays else 0.0
         by_eps = 1.0 if eps is None else transfer.eps_mult(info)
         group = groups.setdefault(
-            (factors.lr, decays, by_eps),
+            (lr_mult, decays, by_eps),
             {
                 "params": [],
-                "lr": lr * factors.lr,
+                "lr": lr * lr_mult,
                 "weight_decay": weight_decay * decays,
                 **{option: value * by_eps for option, value in carried.items()},
-                "name": _name_group(factors.lr, decays, by_eps),
+                "name": _name_group(lr_mult, decays, by_eps),
                 "param_names": [],
-                "lr_mult": factors.lr,
+                "lr_mult": lr_mult,
             },
         )
         group["params"].append(info.parameter)

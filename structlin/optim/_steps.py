@@ -1,4 +1,4 @@
-"""What `Muon` and `Normed` share: what parameters are, how long a step is, when none is made."""
+"""What the optimizers share: what parameters are, how long a step is, when none is made."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

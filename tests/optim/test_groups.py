@@ -49,6 +49,29 @@ def test_cores_get_their_multiplier_and_everything_else_the_rate_itself():
     } == {0.01}
 
 
+def test_masses_multiply_the_rate_of_a_layers_matrix_and_share_it_over_cores():
+    model = convert(GPT(width=64), Kronecker(), include="ffn")
+    before = flat(param_groups(model, 0.01, base={64: 16}))
+    masses = {"lm_head": 4, "*c_fc": (0.25, 0.75), "*c_proj": 2.0}
+    after = flat(param_groups(model, 0.01, base={64: 16}, masses=masses))
+    factors = {name: after[name] / before[name] for name in after}
+    changed = {name: factor for name, factor in factors.items() if factor != 1}
+    assert changed.pop("lm_head.weight") == 4
+    assert changed.pop("h.0.mlp.c_fc.cores.0") == pytest.approx(0.5)
+    assert changed.pop("h.0.mlp.c_fc.cores.1") == pytest.approx(1.5)
+    assert changed.pop("h.0.attn.c_proj.weight") == 2
+    assert changed.pop("h.0.mlp.c_proj.cores.0") == 2
+    assert changed.pop("h.0.mlp.c_proj.cores.1") == 2
+    assert all(name.startswith("h.1.") for name in changed)
+
+
+def test_masses_of_no_layer_or_no_size_are_refused():
+    with pytest.raises(ValueError, match="masses: 'head' matches no layer"):
+        param_groups(GPT(), 0.01, masses={"head": 4})
+    with pytest.raises(ValueError, match="masses are positive"):
+        param_groups(GPT(), 0.01, masses={"lm_head": 0})
+
+
 def test_the_naive_rule_gives_cores_the_dense_rate():
     model = convert(GPT(), LowRank(rank=4))
     assert set(flat(param_groups(model, 0.01, structure_aware=False)).values()) == {0.01}
