@@ -22,7 +22,7 @@ site:
 	mkdocs build --strict
 
 bench:
-	for f in examples/[a-z]*.py examples/recipes/[a-z]*.py; do ! grep -q '^if __name__' $$f || python $$f --smoke || exit 1; done
+	for f in examples/[a-z]*.py examples/*/[a-z]*.py; do ! grep -q '^if __name__' $$f || python $$f --smoke || exit 1; done
 	for f in benchmarks/[a-z]*.py benchmarks/*/[a-z]*.py; do ! grep -q '^if __name__' $$f || python -m $$(echo $${f%.py} | tr / .) --smoke || exit 1; done
 
 mutate:

@@ -1,8 +1,9 @@
 """What mkdocs does beyond mkdocs.yml: pages and results from outside docs/, and colours for code.
 
 README.md is the first page; CONTRIBUTING.md, CHANGELOG.md, LICENSE and what is under
-benchmarks/results keep their places. Links are written for a reader of the repository and are
-turned here: `docs/x` on the README and `../x` on a page name the same file of the site.
+benchmarks/results keep their places. The notebooks of examples/notebooks become pages. Links are
+written for a reader of the repository and are turned here: `docs/x` on the README and `../x` on a
+page name the same file of the site.
 """
 
 import re
@@ -10,13 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from nbconvert import MarkdownExporter
 from pygments.formatters import HtmlFormatter
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {"README.md": "index.md"} | {
     name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
 }
-CODE = {"structlin/modular": "reference/modular.md"}  # links to folders of code, on the site
+NOTEBOOKS = sorted(ROOT.glob("examples/notebooks/*.ipynb"))
+CODE = {"structlin/modular": "reference/modular.md"} | {  # links to code, on the site
+    str(path.relative_to(ROOT)): f"notebooks/{path.stem}.md" for path in NOTEBOOKS
+}
 CSS = """
 img { max-width: 100%; }
 table { display: block; overflow-x: auto; }
@@ -24,6 +29,7 @@ td, th { padding: 0.2em 0.6em; }
 [role=main] { overflow-wrap: break-word; }
 .bs-sidebar .nav { flex-wrap: nowrap; overflow-wrap: anywhere; } /* no wider than its box */
 .bs-sidebar .navbar-collapse { max-height: calc(100vh - 6rem); overflow-y: auto; }
+.output { border-left: 3px solid #3fa0dd; } /* of a notebook's cell */
 [data-bs-theme=dark] {
   --doc-symbol-class-fg-color: #79c0ff; --doc-symbol-class-bg-color: #79c0ff1a;
   --doc-symbol-function-fg-color: #d2a8ff; --doc-symbol-function-bg-color: #d2a8ff1a;
@@ -42,11 +48,29 @@ def on_files(files: Files, *, config: Any) -> Files:
     }
     for source, target in outside.items():
         files.append(File.generated(config, target, abs_src_path=str(ROOT / source)))
+    for path in NOTEBOOKS:
+        for file in make_notebook(path, config):
+            files.append(file)
     light = HtmlFormatter(style="default").get_style_defs(".highlight")
     dark = HtmlFormatter(style="github-dark").get_style_defs(DARK)
     style = "\n".join([CSS, light, dark])
     files.append(File.generated(config, "site.css", content=style))
     return files
+
+
+def make_notebook(path: Path, config: Any) -> list[File]:
+    """The page of a notebook, its pictures and the notebook itself, to download."""
+    exporter = MarkdownExporter(template_file=str(ROOT / "docs/templates/notebook.md.j2"))
+    names = {"unique_key": path.stem, "output_files_dir": path.stem}
+    page, found = exporter.from_filename(str(path), names)
+    title, rest = page.split("\n\n", 1)
+    page = f"{title}\n\n[Download this notebook]({path.name})\n\n{rest}"
+    page = page.replace("](../../docs/", "](../").replace("](../../", "](../")
+    contents = {f"{path.stem}.md": page, path.name: path.read_text(encoding="utf-8")}
+    return [
+        File.generated(config, f"notebooks/{name}", content=content)
+        for name, content in (contents | found["outputs"]).items()
+    ]
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:

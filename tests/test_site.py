@@ -1,6 +1,7 @@
 """docs/ and the docstrings as a site: built strictly, complete, and without another host."""
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -127,6 +128,21 @@ def test_a_number_in_a_sentence_does_not_end_its_paragraph(site):
     for page in site.rglob("*.html"):
         text = page.read_text()
         assert not re.findall(r"</p>\s*<!-- n:", text), page
+
+
+@pytest.mark.slow
+def test_a_notebook_is_a_page_with_its_outputs_and_pictures(site):
+    for path in ROOT.glob("examples/notebooks/*.ipynb"):
+        page = (site / f"notebooks/{path.stem}.html").read_text()
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        outputs = [output for cell in cells for output in cell.get("outputs", [])]
+        drawn = sum("image/png" in output.get("data", {}) for output in outputs)
+        assert page.count('<div class="output highlight">') == len(outputs) - drawn > 5
+        pictures = re.findall(rf'<img alt="[\w ,:\'-]{{20,}}" src="({path.stem}/[^"]+)"', page)
+        assert len(pictures) == drawn > 0
+        assert all((site / "notebooks" / each).stat().st_size > 1000 for each in pictures)
+        assert f'href="{path.name}"' in page
+        assert (site / "notebooks" / path.name).read_bytes() == path.read_bytes()
 
 
 def test_the_examples_of_the_reader_of_docstrings_give_what_they_show():
