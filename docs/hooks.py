@@ -5,6 +5,7 @@ benchmarks/results keep their places. Links are written for a reader of the repo
 turned here: `docs/x` on the README and `../x` on a page name the same file of the site.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,18 @@ td, th { padding: 0.2em 0.6em; }
 [role=main] { overflow-wrap: break-word; }
 .bs-sidebar .nav { flex-wrap: nowrap; overflow-wrap: anywhere; } /* no wider than its box */
 .bs-sidebar .navbar-collapse { max-height: calc(100vh - 6rem); overflow-y: auto; }
+.highlight { position: relative; }
+.highlight pre { padding: 0.5rem; }
+.copy { position: absolute; top: 0.4rem; right: 0.4rem; padding: 0 0.4rem; font-size: 0.75rem;
+  color: var(--bs-secondary-color); background: var(--bs-body-bg); border: 1px solid currentcolor;
+  border-radius: 0.25rem; }
+.copy:hover, .copy:focus { color: var(--bs-body-color); }
+.navbar > .container { max-width: 90rem; } /* one row of entries on usual screens */
+#version { margin-right: 1rem; font-size: 0.8rem; white-space: nowrap; }
+.gallery ul { display: grid; gap: 1.5rem; list-style: none; padding: 0;
+  grid-template-columns: repeat(auto-fill, minmax(min(18rem, 100%), 1fr)); }
+.gallery img { display: block; width: 100%; height: 14rem; object-fit: contain; margin: 0 0 0.5rem;
+  background: #fff; }
 [data-bs-theme=dark] {
   --doc-symbol-class-fg-color: #79c0ff; --doc-symbol-class-bg-color: #79c0ff1a;
   --doc-symbol-function-fg-color: #d2a8ff; --doc-symbol-function-bg-color: #d2a8ff1a;
@@ -64,3 +77,11 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     markdown = re.sub(r"(?m)(?<=\d) -> (?=\d+\b.*\|)", "\u00a0\u2192\u00a0", markdown)  # unbroken
     markdown = re.sub(r"^```python\n(?=>>> )", "```pycon\n", markdown, flags=re.MULTILINE)
     return re.sub(r"\]\((?!https://)([^)\s]+)\)", turn, markdown)
+
+
+def on_post_build(*, config: Any) -> None:
+    """The index of the search as a script, for a browser that shows the site from a disk."""
+    folder = Path(config.site_dir) / "search"
+    index = json.loads((folder / "search_index.json").read_text(encoding="utf-8"))
+    script = f"var searchIndex = {json.dumps(index)};\n"
+    (folder / "search_index.js").write_text(script, encoding="utf-8")
