@@ -22,6 +22,7 @@ CSS = """
 img { max-width: 100%; }
 table { display: block; overflow-x: auto; }
 td, th { padding: 0.2em 0.6em; }
+td:first-child { min-width: 7rem; } /* of text, where a page is narrow */
 [role=main] { overflow-wrap: break-word; }
 .bs-sidebar .nav { flex-wrap: nowrap; overflow-wrap: anywhere; } /* no wider than its box */
 .bs-sidebar .navbar-collapse { max-height: calc(100vh - 6rem); overflow-y: auto; }
