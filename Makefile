@@ -1,4 +1,4 @@
-.PHONY: install fast test coverage docs pages site bench mutate ahead
+.PHONY: install fast test coverage docs pages site bench mutate ahead release
 
 install:
 	pip install -c constraints.txt -e ".[dev]"
@@ -30,3 +30,6 @@ mutate:
 
 ahead:
 	python -m benchmarks.ahead
+
+release:
+	python -m tools.release

@@ -1,6 +1,6 @@
 """What mkdocs does beyond mkdocs.yml: pages and results from outside docs/, and colours for code.
 
-README.md is the first page; CONTRIBUTING.md, CHANGELOG.md, LICENSE and what is under
+README.md is the first page; CONTRIBUTING.md, CHANGELOG.md, SECURITY.md, LICENSE and what is under
 benchmarks/results keep their places. Links are written for a reader of the repository and are
 turned here: `docs/x` on the README and `../x` on a page name the same file of the site.
 """
@@ -15,7 +15,7 @@ from pygments.formatters import HtmlFormatter
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {"README.md": "index.md"} | {
-    name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
+    name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "LICENSE")
 }
 CODE = {"structlin/modular": "reference/modular.md"}  # links to folders of code, on the site
 CSS = """
