@@ -1,4 +1,4 @@
-.PHONY: install fast test coverage docs pages site bench mutate ahead
+.PHONY: install fast test coverage docs pages site bench mutate ahead release
 
 install:
 	pip install -c constraints.txt -e ".[dev]"
@@ -19,7 +19,7 @@ pages:
 	python -m benchmarks.pages
 
 site:
-	mkdocs build --strict
+	mkdocs build --strict --site-dir out/site/$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' structlin/__init__.py)
 
 bench:
 	for f in examples/[a-z]*.py examples/*/[a-z]*.py; do ! grep -q '^if __name__' $$f || python $$f --smoke || exit 1; done
@@ -30,3 +30,6 @@ mutate:
 
 ahead:
 	python -m benchmarks.ahead
+
+release:
+	python -m tools.release

@@ -126,8 +126,8 @@ def thresholds() -> str:
     text = (ROOT / "structlin/_kernels/dispatch.h").read_text(encoding="utf-8")
     pattern = r"^constexpr Index ((?:LARGE|MAX_[GT])\w+) = (\d+)(?: << (\d+))?; *// (.*)"
     found = re.findall(pattern, text, re.M)
-    rows = [[f"`{name}`", f"{int(n) << int(shift or 0):,}", what] for name, n, shift, what in found]
-    return table(["threshold", "value", "of what"], rows)
+    rows = [[what, f"`{name}`", f"{int(n) << int(shift or 0):,}"] for name, n, shift, what in found]
+    return table(["of what", "threshold", "value"], rows)
 
 
 def minilm() -> str:

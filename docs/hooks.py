@@ -1,11 +1,12 @@
 """What mkdocs does beyond mkdocs.yml: pages and results from outside docs/, and colours for code.
 
-README.md is the first page; CONTRIBUTING.md, CHANGELOG.md, LICENSE and what is under
+README.md is the first page; CONTRIBUTING.md, CHANGELOG.md, SECURITY.md, LICENSE and what is under
 benchmarks/results keep their places. The notebooks of examples/notebooks become pages. Links are
 written for a reader of the repository and are turned here: `docs/x` on the README and `../x` on a
 page name the same file of the site.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from pygments.formatters import HtmlFormatter
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {"README.md": "index.md"} | {
-    name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")
+    name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "LICENSE")
 }
 NOTEBOOKS = sorted(ROOT.glob("examples/notebooks/*.ipynb"))
 CODE = {"structlin/modular": "reference/modular.md"} | {  # links to code, on the site
@@ -26,10 +27,23 @@ CSS = """
 img { max-width: 100%; }
 table { display: block; overflow-x: auto; }
 td, th { padding: 0.2em 0.6em; }
+td:first-child { min-width: 7rem; } /* of text, where a page is narrow */
 [role=main] { overflow-wrap: break-word; }
 .bs-sidebar .nav { flex-wrap: nowrap; overflow-wrap: anywhere; } /* no wider than its box */
 .bs-sidebar .navbar-collapse { max-height: calc(100vh - 6rem); overflow-y: auto; }
 .output { border-left: 3px solid #3fa0dd; } /* of a notebook's cell */
+.highlight { position: relative; }
+.highlight pre { padding: 0.5rem; }
+.copy { position: absolute; top: 0.4rem; right: 0.4rem; padding: 0 0.4rem; font-size: 0.75rem;
+  color: var(--bs-secondary-color); background: var(--bs-body-bg); border: 1px solid currentcolor;
+  border-radius: 0.25rem; }
+.copy:hover, .copy:focus { color: var(--bs-body-color); }
+.navbar > .container { max-width: 90rem; } /* one row of entries on usual screens */
+#version { margin-right: 1rem; font-size: 0.8rem; white-space: nowrap; }
+.gallery ul { display: grid; gap: 1.5rem; list-style: none; padding: 0;
+  grid-template-columns: repeat(auto-fill, minmax(min(18rem, 100%), 1fr)); }
+.gallery img { display: block; width: 100%; height: 14rem; object-fit: contain; margin: 0 0 0.5rem;
+  background: #fff; }
 [data-bs-theme=dark] {
   --doc-symbol-class-fg-color: #79c0ff; --doc-symbol-class-bg-color: #79c0ff1a;
   --doc-symbol-function-fg-color: #d2a8ff; --doc-symbol-function-bg-color: #d2a8ff1a;
@@ -88,3 +102,11 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     markdown = re.sub(r"(?m)(?<=\d) -> (?=\d+\b.*\|)", "\u00a0\u2192\u00a0", markdown)  # unbroken
     markdown = re.sub(r"^```python\n(?=>>> )", "```pycon\n", markdown, flags=re.MULTILINE)
     return re.sub(r"\]\((?!https://)([^)\s]+)\)", turn, markdown)
+
+
+def on_post_build(*, config: Any) -> None:
+    """The index of the search as a script, for a browser that shows the site from a disk."""
+    folder = Path(config.site_dir) / "search"
+    index = json.loads((folder / "search_index.json").read_text(encoding="utf-8"))
+    script = f"var searchIndex = {json.dumps(index)};\n"
+    (folder / "search_index.js").write_text(script, encoding="utf-8")

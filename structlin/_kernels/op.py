@@ -115,6 +115,21 @@ def choose(
 choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def _is_exporting() -> bool:
+    return torch.compiler.is_exporting()
+
+
+def _is_transforming() -> bool:
+    """Whether a transform of torch.func is under way."""
+    return torch._C._are_functorch_transforms_active()
+
+
+# torch 2.10 takes the first for true and the second for a tensor while it compiles, so that it
+# would compile without the engine
+_is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_is_transforming._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def available(x: Tensor) -> bool:
     """Whether the engine takes x: a plain tensor on a CPU, whose derivatives are taken by
     autograd's backward pass.
@@ -124,8 +139,7 @@ def available(x: Tensor) -> bool:
     if not x.is_cpu or x.dtype not in DTYPES or x.layout != torch.strided:
         return False
     if torch.compiler.is_compiling():
-        inside = torch._C._are_functorch_transforms_active()
-        return not torch.compiler.is_exporting() and not inside and engine.load()
+        return not _is_exporting() and not _is_transforming() and engine.load()
     if type(x) is not Tensor and type(x) is not Parameter:
         return False
     if torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():

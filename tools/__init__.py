@@ -1,0 +1,1 @@
+"""Programs for those who work on structlin; they are in no wheel."""
