@@ -8,10 +8,11 @@
 
 The models are those of examples/: blocks with attention heads of 32 features, as many in each model
 as fill the dense width. All linear layers of the blocks are structured; "+ SiLU" stands between
-their cores. Every model trains for the whole schedule, for a half and for a quarter of it, each
-with a decay of its own. A structure's losses, drawn against seconds or FLOPs, are interpolated in
-logarithms. The factor is how many times less than dense it needs until dense's loss, for each of
-dense's lengths; "never": its whole schedule does not meet it.
+their cores. BTT-MoE is that of `benchmarks.training.moe`. Every model trains for the whole
+schedule, for a half and for a quarter of it, each with a decay of its own. A structure's losses,
+drawn against seconds or FLOPs, are interpolated in logarithms. The factor is how many times less
+than dense it needs until dense's loss, for each of dense's lengths; "never": its whole schedule
+does not meet it.
 
 Rates are tuned for every kind and optimizer on seed 0, at the smallest width for a quarter of the
 schedule: by factors of 2 until the best has both its neighbours. muP and `param_groups` take
@@ -50,6 +51,7 @@ from benchmarks.harness.statistics import (
 )
 from benchmarks.harness.tasks import compare, train_gpt, train_vit
 from benchmarks.harness.timing import milliseconds
+from benchmarks.training import moe
 from benchmarks.training.time_to_loss import needed, words
 from structlin import BTT, Dense, LowRank, Monarch
 
@@ -113,6 +115,7 @@ class Kind:
     structure: Callable[[int], structlin.Family]  # of the model's own width
     wider: float = 1  # than dense
     options: Mapping[str, Any] = field(default_factory=dict)  # of `convert`
+    experts: int = 0  # of a mixture in place of each layer; 0: none
 
 
 BTT_SILU = Kind(lambda _: BTT(rank=1).activate())
@@ -129,6 +132,7 @@ KINDS = {
     "BTT r=2 + SiLU": Kind(lambda _: BTT(rank=2).activate()),
     "BTT r=4 + SiLU": Kind(lambda _: BTT(rank=4).activate()),
     "Monarch 4 + SiLU": Kind(lambda _: Monarch(blocks=4).activate()),
+    "BTT-MoE, 2 of 8": Kind(lambda _: BTT(rank=1), experts=8),
     "low-rank d/4 + SiLU": Kind(lambda width: LowRank(rank=width // 4).activate()),
 }
 
@@ -154,6 +158,9 @@ def build(
     if found is None:
         return compare.build(task, width, None, seed, device)
     own = round(width * found.wider)
+    if found.experts:
+        dense = compare.build(task, own, None, seed, device)
+        return moe.mix(dense, found.structure(own), found.experts, task)
     return compare.build(task, own, found.structure(own), seed, device, **found.options)
 
 
@@ -185,7 +192,11 @@ def train(
     size = sizes[setup]
     task, steps = make_task(setup, width, seed, size), max(1, round(length * size["steps"]))
     model, adam = make_trainer(setup, optimizer, kind, width, lr, seed, size)
-    curve = training.follow(model, adam, task, steps, points=10)
+
+    def loss(step: int) -> Tensor:
+        return moe.loss_of(model, *task.batch(step))
+
+    curve = training.follow(model, adam, task, steps, points=10, loss=loss)
     tokens = 3 * len(task.batch(0)[0]) * task.tokens  # backward costs twice what forward does
     forward = structlin.cost(model, compare.example_of(task)).flops // task.tokens
     return {
@@ -206,7 +217,7 @@ def time_steps(
 
     def work(kind: str) -> Callable[[], None]:
         model, own = make_trainer(setup, optimizer, kind, width, RATES[optimizer], 0, sizes)
-        return training.step_of(own, partial(training.cross_entropy, model, *batch))
+        return training.step_of(own, partial(moe.loss_of, model, *batch))
 
     times = milliseconds({kind: work(kind) for kind in kinds}, rounds=(3, 99), seconds=seconds)
     where = {"setup": setup, "optimizer": optimizer, "width": width}

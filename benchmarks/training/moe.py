@@ -64,14 +64,21 @@ def build(
     kind = KINDS[name]
     if not kind.experts:
         return compare.build(task, width, kind.structure, seed, device)
-    model = compare.build(task, width, None, seed, device)
-    for decision in structlin.plan(model, kind.structure, zero_init=task.zero_init).decisions:
+    return mix(compare.build(task, width, None, seed, device), kind.structure, kind.experts, task)
+
+
+def mix(
+    model: nn.Module, family: structlin.Family | None, experts: int, task: compare.Task
+) -> nn.Module:
+    """A dense model of the task with a mixture for each linear layer that `convert` would take."""
+    device = next(model.parameters()).device
+    for decision in structlin.plan(model, family, zero_init=task.zero_init).decisions:
         if decision.structure is not None:
             layer = decision.layer
             options = {"weight_norm": task.weight_norm, "zero_init": decision.zero_init}
-            options |= {"experts": kind.experts, "device": device}
+            options |= {"experts": experts, "device": device}
             widths = layer.in_features, layer.out_features
-            model.set_submodule(layer.name, Mixture(*widths, kind.structure, False, **options))
+            model.set_submodule(layer.name, Mixture(*widths, family, False, **options))
     return model
 
 
