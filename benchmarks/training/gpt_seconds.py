@@ -173,7 +173,8 @@ def make_trainer(
     if optimizer == "AdamW, normed":
         adam = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95))
         return model, structlin.optim.Normed(adam, model)
-    base = build(setup, "dense", BASE, 0, sizes, "meta")
+    mixed = KINDS[kind] is not None and KINDS[kind].experts
+    base = build(setup, kind if mixed else "dense", BASE, 0, sizes, "meta")  # dense has no router
     groups = structlin.param_groups(model, lr, base=base)
     return model, torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=True)
 
