@@ -93,6 +93,27 @@ def tuned_losses() -> str:
     return table(["", *titles], cells)
 
 
+def head_rates() -> str:
+    """Tuned losses with four times the head's rate, over the naive rule's without; dense's over its
+    own."""
+    rows = read("lr_transfer")["table"]
+    widths = sorted({row["width"] for row in rows})
+    found = {(row["structure"], row["width"], row["rule"]): row["best_loss"] for row in rows}
+    rules = [f"{rule}{lr_transfer.HEAD}" for rule in ("aware", "naive")]
+    cells = []
+    for structure in lr_transfer.STRUCTURES:
+        reference = "aware" if structure == "dense" else "naive"
+        ratios = [
+            f"{found[structure, width, rule] / found[structure, width, reference]:.2f}"
+            if (structure, width, rule) in found
+            else ""
+            for rule, width in product(rules, widths)
+        ]
+        cells.append([structure, *ratios])
+    titles = [f"{rule}, {width}" for rule, width in product(("ours", "naive"), widths)]
+    return table(["head x4", *titles], cells)
+
+
 def show_seeds(name: str) -> str:
     """The runs of one program with seeds 0, 1, 2: a step's milliseconds over those of the widest
     dense model, and how many times fewer seconds until a dense model's final loss."""
@@ -274,6 +295,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/optimizers.md": {
         "learning rates": lambda: lr_transfer.markdown(read("lr_transfer")),
         "tuned losses": tuned_losses,
+        "head rates": head_rates,
         "muon": muon,
         "optimizer steps": lambda: optimizer.markdown(read("optimizer")),
     },

@@ -316,9 +316,17 @@ def curves_by_seed(rows: Sequence[Row]) -> list[dict[int, dict[float, float]]]:
 
 def shifts(rows: Sequence[dict[str, Any]], base_width: int) -> dict[str, Any]:
     """By how many factors of 2 each structure's best rate lies from dense's at `base_width`, for
-    each width and rule, and what dense's rate costs in loss."""
+    each width and rule, and what dense's rate costs in loss.
+
+    Rules are "naive" and "aware", and what they have in common may follow a comma: dense's rate is
+    then that of a dense model which has it too.
+    """
     curves = losses(rows, by=("structure", "width", "rule"))
-    reference = best(curves["dense", base_width, "aware"])
+    references = {
+        rule.partition(",")[2]: best(curve)
+        for (structure, width, rule), curve in curves.items()
+        if (structure, width) == ("dense", base_width)
+    }
     table = [
         {
             "structure": structure,
@@ -330,13 +338,14 @@ def shifts(rows: Sequence[dict[str, Any]], base_width: int) -> dict[str, Any]:
             "loss_at_reference_lr": curve[reference] if math.isfinite(curve[reference]) else None,
         }
         for (structure, width, rule), curve in curves.items()
+        for reference in [references[rule.partition(",")[2]]]
     ]
     moved = {
         rule: [abs(row["shift"]) for row in select(table, rule=rule) if row["structure"] != "dense"]
-        for rule in ("naive", "aware")
+        for rule in values(table, "rule")
     }
     return {
-        "reference_lr": reference,
+        "reference_lr": references[""],
         "mean_shift": {rule: sum(found) / len(found) for rule, found in moved.items()},
         "largest_shift": {rule: max(found) for rule, found in moved.items()},
         "table": table,

@@ -9,7 +9,8 @@ An MLP of three hidden layers on scikit-learn's digits, Adam, no schedule. All i
 head's are structured; the head stays dense, starts at zero and follows muP across widths. For each
 structure, width, rule (naive: cores at the dense layer's rate; aware: `param_groups`) and base
 learning rate: the final loss on the whole training set (figure 2b), and the RMS of the change of
-the last hidden features over training (figure 2a).
+the last hidden features over training (figure 2a). Both rules also with four times the rate for the
+head, in the structured models and in the dense one.
 """
 
 from collections.abc import Sequence
@@ -35,12 +36,19 @@ STRUCTURES = {
     name: models.STRUCTURES[name]
     for name in ("dense", "low-rank", "Kronecker", "Monarch", "TT r=4", "BTT r=1", "BTT r=4")
 }
+HEAD = ", head x4"
 RULES = ("naive", "aware")
 LINES = {"naive": (".--", "naive"), "aware": (".-", "ours")}  # of the picture
 WIDTHS = [64, 256, 1024]
 BATCH = 256
 
 Flat = dict[str, list[str]]
+
+
+def rules_of(job: Row) -> list[str]:
+    """For dense both rules are the same."""
+    rules = RULES[job["structure"] == "dense" :]
+    return [rule + head for head in ("", HEAD) for rule in rules]
 
 
 def mlp(structure: str, width: int) -> nn.Sequential:
@@ -52,9 +60,9 @@ def mlp(structure: str, width: int) -> nn.Sequential:
 
 
 def make_optimizer(model: nn.Module, lr: float, width: int, rule: str) -> torch.optim.Optimizer:
-    aware = rule == "aware"
-    base = {width: BASE_WIDTH}
-    return torch.optim.Adam(structlin.param_groups(model, lr, base=base, structure_aware=aware))
+    options = {"base": {width: BASE_WIDTH}, "structure_aware": rule.startswith("aware")}
+    masses = {"6": 4} if rule.endswith(HEAD) else None
+    return torch.optim.Adam(structlin.param_groups(model, lr, masses=masses, **options))
 
 
 def train(structure: str, width: int, rule: str, lr: float, seed: int, steps: int) -> Row:
@@ -181,7 +189,7 @@ EXPERIMENT = Experiment(
     axes={
         "structure": [*STRUCTURES],
         "width": WIDTHS,
-        "rule": lambda job: RULES[job["structure"] == "dense" :],  # dense: both rules are the same
+        "rule": rules_of,
         "lr": [2.0**power for power in range(-9, -1)],
     },
     sizes={"steps": 60},
