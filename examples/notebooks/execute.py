@@ -17,6 +17,8 @@ import nbformat
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
+import structlin
+
 FOLDER = Path(__file__).parent
 SMOKE = "STRUCTLIN_SMOKE"  # the notebooks read this variable
 
@@ -71,6 +73,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if unknown := {*options.names} - {*names}:
         parser.error(f"{', '.join(sorted(unknown))}: no such notebook; there are {names}")
+    structlin.show_config()  # builds the engine, so that no time has that in it
     for name in options.names or names:
         path, start = FOLDER / f"{name}.ipynb", time.perf_counter()
         notebook = execute(path, smoke=options.smoke)
