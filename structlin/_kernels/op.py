@@ -85,7 +85,7 @@ def pays(program: Program, x: Tensor, trains: bool | None = None) -> bool:
     if not available(x):
         return False
     if torch.compiler.is_compiling():
-        return choose(program.numbers, x.dtype, trains=trains is not False) != Path.BLAS
+        return _pays_compiled(program.numbers, x.dtype, trains is not False)
     trains = torch.is_grad_enabled() if trains is None else trains
     return bool(_choose(program.numbers, x.dtype, x.numel() // x.shape[-1], trains))
 
@@ -112,7 +112,27 @@ def choose(
     return _choose(numbers, dtype, tokens, trains)
 
 
-choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def _pays_compiled(numbers: tuple[int, ...], dtype: torch.dtype, trains: bool) -> bool:
+    return choose(numbers, dtype, trains=trains) != Path.BLAS
+
+
+# torch 2.12 cannot compare members of an enumeration while it traces, and stops
+_pays_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _is_exporting() -> bool:
+    return torch.compiler.is_exporting()
+
+
+def _is_transforming() -> bool:
+    """Whether a transform of torch.func is under way."""
+    return torch._C._are_functorch_transforms_active()
+
+
+# torch 2.10 takes the first for true and the second for a tensor while it compiles, so that it
+# would compile without the engine
+_is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_is_transforming._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_exporting() -> bool:
