@@ -166,12 +166,12 @@ def minilm() -> str:
 
 
 def minilm_half() -> str:
-    """Half of the encoder: blocks refined, peers, and what else was done to low-rank."""
+    """Half of the encoder: low-rank with its blocks refined, what else was done to it, peers."""
     cells = []
     for row in read("minilm")["rows"]:
-        way, further = row["way"], row["way"] in minilm_run.FURTHER
-        left_out = way in ("plain", "calibrated") or row["budget"] not in (minilm_run.HALF, 1)
-        if left_out or (further and row["family"] != "low-rank"):
+        left_out = row["way"] in ("plain", "calibrated")
+        left_out |= row["budget"] not in (minilm_run.HALF, 1)
+        if left_out or (row["way"] not in ("peer", "dense") and row["family"] != "low-rank"):
             continue
         name = row["family"] + ("" if row["way"] in ("peer", "dense") else f", {row['way']}")
         figures = [f"{row[name]:.2f}" for name in ("cosine", "same_neighbour", "topic")]
@@ -182,8 +182,10 @@ def minilm_half() -> str:
 
 
 def smollm2() -> str:
-    """Perplexity of the language model by what is kept, and what else was measured at 0.8."""
+    """Perplexity of the language model by what is kept, and what else was measured at 0.8; of the
+    families' int8 rows, which are alike, that of low-rank."""
     rows = methods.in_order(read("smollm2")["rows"])
+    rows = [row for row in rows if row["way"] != "int8" or row["method"] in ("dense", "low-rank")]
     keeps = sorted({row["keep"] for row in rows if row["keep"] < 1}, reverse=True)
     found = {(methods.name_of(row), row["keep"]): row for row in rows}
     cells = []
