@@ -135,21 +135,6 @@ _is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _is_transforming._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _is_exporting() -> bool:
-    return torch.compiler.is_exporting()
-
-
-def _is_transforming() -> bool:
-    """Whether a transform of torch.func is under way."""
-    return torch._C._are_functorch_transforms_active()
-
-
-# torch 2.10 takes the first for true and the second for a tensor while it compiles, so that it
-# would compile without the engine
-_is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_is_transforming._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def available(x: Tensor) -> bool:
     """Whether the engine takes x: a plain tensor on a CPU, whose derivatives are taken by
     autograd's backward pass.
