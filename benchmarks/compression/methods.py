@@ -113,7 +113,7 @@ def measure_once(data: Data, method: str) -> tuple[Measured, float]:
     start, model = time.process_time(), copy.deepcopy(data.model)
     selection: Row = {"include": f"{data.part}*", "exclude": (), "overrides": None}
     selection |= {"split": None, "untie": False}
-    share, loss, progress = Share(0.5), None, False
+    share, loss, progress = Share(0.5), None, False  # any share: what is measured is the same
     measured = measure(model, FAMILIES[method], data.batches, share, loss, progress, **selection)
     return measured, time.process_time() - start
 
