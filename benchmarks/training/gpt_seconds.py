@@ -51,7 +51,7 @@ from benchmarks.harness.statistics import (
 )
 from benchmarks.harness.tasks import compare, train_gpt, train_vit
 from benchmarks.harness.timing import milliseconds
-from benchmarks.training import moe
+from benchmarks.training import factors, moe
 from benchmarks.training.time_to_loss import needed, words
 from structlin import BTT, Dense, LowRank, Monarch
 
@@ -116,14 +116,17 @@ class Kind:
     wider: float = 1  # than dense
     options: Mapping[str, Any] = field(default_factory=dict)  # of `convert`
     experts: int = 0  # of a mixture in place of each layer; 0: none
+    crossed: bool = False  # whether latents go on from block to block, see `factors.cross`
+    refactored: int = 0  # after so many steps again and again, see `factors.refactorise`; 0: never
 
 
+BTT_ONE = Kind(lambda _: BTT(rank=1))
 BTT_SILU = Kind(lambda _: BTT(rank=1).activate())
 HEAD = {"overrides": {"*head": BTT(rank=4)}, "zero_init": ("*c_proj", "*head")}
 KINDS = {
     "dense": None,
     "dense, weight normalisation": Kind(lambda _: Dense()),
-    "BTT r=1": Kind(lambda _: BTT(rank=1)),
+    "BTT r=1": BTT_ONE,
     "BTT r=1 + SiLU": BTT_SILU,
     "BTT r=1 + SiLU, width x 1.5": replace(BTT_SILU, wider=1.5),
     "BTT r=1 + SiLU, width x 2": replace(BTT_SILU, wider=2),
@@ -132,6 +135,9 @@ KINDS = {
     "BTT r=2 + SiLU": Kind(lambda _: BTT(rank=2).activate()),
     "BTT r=4 + SiLU": Kind(lambda _: BTT(rank=4).activate()),
     "Monarch 4 + SiLU": Kind(lambda _: Monarch(blocks=4).activate()),
+    "BTT r=1, crossed": replace(BTT_ONE, crossed=True),
+    "BTT r=1 + SiLU, crossed": replace(BTT_SILU, crossed=True),
+    "BTT r=1, refactorised": replace(BTT_ONE, refactored=100),
     "BTT-MoE, 2 of 8": Kind(lambda _: BTT(rank=1), experts=8),
     "low-rank d/4 + SiLU": Kind(lambda width: LowRank(rank=width // 4).activate()),
 }
@@ -161,7 +167,8 @@ def build(
     if found.experts:
         dense = compare.build(task, own, None, seed, device)
         return moe.mix(dense, found.structure(own), found.experts, task)
-    return compare.build(task, own, found.structure(own), seed, device, **found.options)
+    model = compare.build(task, own, found.structure(own), seed, device, **found.options)
+    return factors.cross(model) if found.crossed else model
 
 
 def make_trainer(
@@ -173,10 +180,13 @@ def make_trainer(
     if optimizer == "AdamW, normed":
         adam = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95))
         return model, structlin.optim.Normed(adam, model)
-    mixed = KINDS[kind] is not None and KINDS[kind].experts
-    base = build(setup, kind if mixed else "dense", BASE, 0, sizes, "meta")  # dense has no router
-    groups = structlin.param_groups(model, lr, base=base)
-    return model, torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=True)
+    found = KINDS[kind] or Kind(lambda _: Dense())
+    base = kind if found.experts else "dense"  # dense has no router
+    groups = structlin.param_groups(model, lr, base=build(setup, base, BASE, 0, sizes, "meta"))
+    adam = torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=True)
+    if found.refactored:
+        factors.refactorise(model, adam, every=found.refactored)
+    return model, adam
 
 
 def train(

@@ -1,0 +1,63 @@
+"""The candidates that change what happens between the factors of a layer."""
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.training import factors
+from structlin import BTT, LowRank, convert, param_groups
+
+
+def make(structure):
+    torch.manual_seed(0)
+    blocks = [nn.ModuleDict({"fc": nn.Linear(24, 24, bias=False)}) for _ in range(2)]
+    return convert(nn.ModuleList(blocks), structure, weight_norm=True)
+
+
+@pytest.mark.parametrize("structure", [BTT(rank=2), LowRank(rank=4), LowRank(rank=4).activate()])
+def test_two_halves_are_the_layer_and_the_second_block_adds_the_first_ones_latent(structure):
+    model = make(structure)
+    x, z = torch.randn(2, 5, 24)
+    alone = [block["fc"](h) for block, h in zip(model, (x, z), strict=True)]
+    first, second = [block["fc"] for block in factors.cross(model)]
+    torch.testing.assert_close(first(x), alone[0])
+    assert not torch.allclose(second(z), alone[1])
+    first.latent = torch.zeros_like(first.latent)
+    torch.testing.assert_close(second(z), alone[1])
+
+
+def test_of_linear_layers_the_latents_add():
+    model = make(LowRank(rank=4))
+    first, second = [block["fc"] for block in factors.cross(model)]
+    x, z = torch.randn(2, 5, 24)
+    first(x)
+    a, b = second.effective_cores()
+    wanted = (z @ a[0].T + x @ first.effective_cores()[0][0].T) @ b[0].T
+    torch.testing.assert_close(second(z), wanted)
+
+
+def test_refactorised_cores_have_the_same_matrix_and_no_moments():
+    model = make(BTT(rank=2))
+    adam = torch.optim.AdamW(param_groups(model, 1e-3), 1e-3)
+    factors.refactorise(model, adam, every=2)
+    layer = model[0]["fc"]
+    for step in range(2):
+        layer(torch.randn(5, 24)).square().sum().backward()
+        with torch.no_grad():
+            for core in layer.cores:
+                core.grad.mul_(10)
+        before = [core.clone() for core in layer.cores]
+        adam.step()
+        assert (layer.cores[0] in adam.state) == (step == 0)
+    assert not torch.allclose(before[0], layer.cores[0], atol=1e-2)
+
+
+def test_a_refactorised_layer_computes_what_it_did():
+    model = make(BTT(rank=2))
+    layer, x = model[0]["fc"], torch.randn(5, 24)
+    wanted = layer(x)
+    adam = torch.optim.SGD(model.parameters(), 0.0)
+    factors.refactorise(model, adam, every=1)
+    layer(x).sum().backward()
+    adam.step()
+    torch.testing.assert_close(layer(x), wanted, atol=1e-5, rtol=1e-4)
