@@ -15,7 +15,7 @@ from statistics import fmean, geometric_mean
 from typing import Any
 
 from benchmarks.harness.record import read
-from benchmarks.harness.report import interval, same
+from benchmarks.harness.report import interval, rate, same
 from benchmarks.harness.statistics import one, select
 from benchmarks.papers.summary import count_verdicts
 from benchmarks.speed import activation as step_activation
@@ -105,7 +105,8 @@ def roofline() -> dict[str, str]:
 
 
 def model() -> dict[str, str]:
-    """Whole models, not compiled; a share is of the speed of the model without linear layers."""
+    """Whole models, not compiled; a share is of the speed of the model without linear layers. And
+    what compiling makes of BTT's speed against dense."""
     speeds = {
         (row["variant"], row["model"], row["task"]): row["x_dense"]
         for row in select(read("model")["rows"], compiled=False)
@@ -117,8 +118,14 @@ def model() -> dict[str, str]:
     ]
     training = [found for (_, *job), found in speeds.items() if job == ["GPT-2 small", "training"]]
     widest = max(training, key=lambda found: found["p80"] / found["p20"])
+    everywhere = select(read("model")["rows"], variant="BTT r=1, all", compiled=True)
+    compiled = [
+        row["x_dense"]["median"] / speeds[row["variant"], row["model"], row["task"]]["median"]
+        for row in everywhere
+    ]
     return {
         **least_and_most(shares, ".2f", "share_"),
+        **least_and_most(compiled, ".2f", "compiled_"),
         "spread_low": f"{widest['p20']:.1f}",
         "spread_high": f"{widest['p80']:.1f}",
         "gpt_training": f"{speeds['BTT r=1, all', 'GPT-2 small', 'training']['median']:.1f}",
@@ -420,6 +427,17 @@ def decay() -> dict[str, str]:
     return found | least_and_most((row["cost"]["value"] for row in rows), ".2f", "cost_")
 
 
+def checked() -> dict[str, str]:
+    """At how many of the widest models another rate than the chosen one was better, and by what."""
+    result, gains = read("time_to_loss"), []
+    for setup, found in result["summaries"].items():
+        for check in found["checks"]:
+            chosen = rate(result["lrs"][setup][check["structure"]])
+            gains.append(check["losses"][chosen] / min(check["losses"].values()) - 1)
+    better = [gain for gain in gains if gain]
+    return {"better": str(len(better)), "all": str(len(gains)), "most": percent(max(better))}
+
+
 def search() -> dict[str, str]:
     """How many of the structures that were trained share many parameters."""
     result = read("search")
@@ -456,6 +474,18 @@ def smollm2() -> dict[str, str]:
     return {name: "; ".join(found[way]) or "not run" for name, way in names.items()}
 
 
+def accuracies(row: Row) -> str:
+    """Of neighbours / of a linear probe."""
+    return f"{row['neighbours']:.3f} / {row['probe']:.3f}"
+
+
+def dinov2() -> dict[str, str]:
+    """Accuracies of the vision transformer, low-rank, by what else is kept."""
+    rows = select(read("dinov2")["rows"], method="low-rank", way="calibrated")
+    shown = sorted((row for row in rows if row["keep"] != 0.5), key=lambda row: -row["keep"])
+    return {"shares": ", ".join(f"{accuracies(row)} at {row['keep']:g}" for row in shown)}
+
+
 def example() -> dict[str, str]:
     """What examples/compress.py takes and gives for SmolLM2."""
     result = read("compress")
@@ -468,6 +498,11 @@ def example() -> dict[str, str]:
         "healed": f"{small['healed']['perplexity']:.1f}",
         "megabytes": f"{small['bytes'] / 1e6:.0f}",
     }
+
+
+def stopwatch() -> dict[str, str]:
+    """Minutes from a bare machine."""
+    return {row["name"]: f"{sum(row['seconds']) / 60:.1f}" for row in read("stopwatch")["rows"]}
 
 
 def models() -> dict[str, str]:
@@ -621,10 +656,13 @@ GROUPS: dict[str, Callable[[], Mapping[str, str]]] = {
         "guided": guided,
         "transfer": carried,
         "decay": decay,
+        "checked": checked,
         "search": search,
         "moe": moe,
         "smollm2": smollm2,
+        "dinov2": dinov2,
         "example": example,
+        "stopwatch": stopwatch,
         "models": models,
         "verdicts": count_verdicts,
         "cbs": cbs,

@@ -11,11 +11,9 @@ tests/test_pages.py fails where a page or a picture is not what the results give
 import argparse
 import hashlib
 import json
-import re
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +23,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon
 
+from benchmarks.comparison import layers as comparison
 from benchmarks.compression import methods
 from benchmarks.compression import minilm as minilm_run
 from benchmarks.harness.record import RESULTS, read
 from benchmarks.harness.report import fill, table
-from benchmarks.harness.statistics import select
-from benchmarks.markers import GROUPS, fill_numbers
+from benchmarks.markers import GROUPS, accuracies, fill_numbers
 from benchmarks.papers import tables as papers
 from benchmarks.papers.summary import evidence, summary
 from benchmarks.papers.verdicts import untested
@@ -142,15 +140,6 @@ def times_fewer(row: dict[str, Any], other: dict[str, Any], name: str) -> str:
     return "never" if seconds is None else f"{other['clock'][-1] / seconds:.1f}"
 
 
-def thresholds() -> str:
-    """What runs when: the numbers of the engine's dispatch.h that decide it."""
-    text = (ROOT / "structlin/_kernels/dispatch.h").read_text(encoding="utf-8")
-    pattern = r"^constexpr Index ((?:LARGE|MAX_[GT])\w+) = (\d+)(?: << (\d+))?; *// (.*)"
-    found = re.findall(pattern, text, re.M)
-    rows = [[what, f"`{name}`", f"{int(n) << int(shift or 0):,}"] for name, n, shift, what in found]
-    return table(["of what", "threshold", "value"], rows)
-
-
 def minilm() -> str:
     """Cosine to the original's vectors, plain / calibrated / refined; of a peer its own."""
     rows = [row for row in read("minilm")["rows"] if row["budget"] < 1]
@@ -223,18 +212,10 @@ def _perplexity(row: dict[str, Any] | None) -> str:
 
 
 def dinov2() -> str:
-    """Accuracy of the vision transformer by what is kept: neighbours / linear probe."""
-    rows = methods.in_order(read("dinov2")["rows"])
-    keeps = [keep for keep in (0.8, 0.5) if select(rows, keep=keep)]
-    found = {
-        (methods.name_of(row), row["keep"]): f"{row['neighbours']:.3f} / {row['probe']:.3f}"
-        for row in rows
-    }
-    cells = []
-    for name in dict.fromkeys(methods.name_of(row) for row in rows):
-        whole = found.get((name, 1.0), "-")
-        cells.append([name, *(found.get((name, keep), whole) for keep in keeps)])
-    return table(["", *(f"keep {keep:g}" for keep in keeps)], cells)
+    """Accuracy of the vision transformer, half of it kept: neighbours / linear probe."""
+    rows = [row for row in methods.in_order(read("dinov2")["rows"]) if row["keep"] in (0.5, 1)]
+    cells = [[methods.name_of(row), accuracies(row)] for row in rows]
+    return table(["", "keep 0.5"], cells)
 
 
 def front_speeds() -> str:
@@ -262,21 +243,6 @@ def front_speeds() -> str:
     return table(["", *structures], lines)
 
 
-def other_rates() -> str:
-    """Where half or twice the chosen rate is better at a structure's widest model."""
-    result, lines = read("time_to_loss"), []
-    for setup, found in result["summaries"].items():
-        for check in found["checks"]:
-            if check["best_over_chosen"] == 1:
-                continue
-            chosen = f"2^{log2(result['lrs'][setup][check['structure']]):g}"
-            losses = check["losses"]
-            better = min(losses, key=losses.__getitem__)
-            ends = [f"{losses[rate]:.4f}" for rate in (chosen, better)]
-            lines.append([f"{setup}, {check['structure']}", chosen, better, *ends])
-    return table(["", "chosen rate", "better rate", "loss, chosen", "loss, better"], lines)
-
-
 def factors(setup: str, cost: str) -> str:
     """How many times fewer FLOPs or seconds until the dense model's loss."""
     return time_to_loss.markdown(read("time_to_loss"), setup, cost)
@@ -285,12 +251,10 @@ def factors(setup: str, cost: str) -> str:
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"main job": lambda: show_runs(MAIN_JOB), "speed": front_speeds},
     "docs/speed.md": {
-        "thresholds": thresholds,
         "float32": lambda: layer.markdown(read("layer"), "float32"),
         "bfloat16": lambda: layer.markdown(read("layer"), "bfloat16"),
         "float32 Xeon": lambda: layer.markdown(read("layer_xeon"), "float32"),
-        "bfloat16 Xeon": lambda: layer.markdown(read("layer_xeon"), "bfloat16"),
-        "few tokens Xeon": lambda: layer.few_tokens(read("layer_xeon")),
+        "few tokens Xeon": lambda: layer.few_tokens(read("layer_xeon"), ("float32", "bfloat16")),
         "peers": lambda: peers.markdown(read("peers")),
         "models": lambda: model.markdown(read("model")),
     },
@@ -310,8 +274,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/results/time_to_loss.md": {
         f"{setup} {cost}": partial(factors, setup, cost)
         for setup, cost in product(time_to_loss.SETUPS, ("flops", "seconds"))
-    }
-    | {"other rates": other_rates},
+    },
     "docs/search.md": {
         "effects": lambda: search.show_effects(read("search")),
         "places": lambda: search.show_places(read("search")),
@@ -325,6 +288,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "starts tuned": lambda: starts.show(read("starts"), tuned=True),
     },
     "docs/scaling.md": scaling.TABLES,
+    "docs/choose.md": {"comparison": lambda: comparison.markdown(read("comparison"))},
     "docs/mixtures.md": {"mixtures": lambda: moe.markdown(read("moe"))},
     "docs/compress.md": {
         "sentence encoder": minilm,

@@ -26,6 +26,10 @@ PLOTS = {  # a heading of the gallery: the plot below benchmarks/results, its se
             "Each point is one model's loss over dense's, by structure and way to start.",
             "convert.md#a-transformer-from-scratch",
         ),
+        "comparison": (
+            "Layers of several packages in one GPT: loss by milliseconds of a step.",
+            "choose.md#beside-other-packages",
+        ),
         "moe": (
             "A mixture of BTT experts trains beside dense and single BTT GPTs.",
             "mixtures.md#what-we-measured",

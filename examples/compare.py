@@ -528,7 +528,8 @@ def structure_of(options: argparse.Namespace) -> structlin.Family:
     ]
     if missing := [name for name in needed if name not in given]:
         raise ValueError(f"--structure {options.structure} needs --{missing[0]}")
-    return structlin.family(options.structure, **given)
+    family = structlin.family(options.structure, **given)
+    return family if options.between == "none" else family.activate(options.between)
 
 
 def arguments(about: str, data: str, defaults: dict[str, Any]) -> argparse.ArgumentParser:
@@ -541,6 +542,8 @@ def arguments(about: str, data: str, defaults: dict[str, Any]) -> argparse.Argum
         choices=list(structlin.FAMILIES),
         help="the family of structures (default: %(default)s)",
     )
+    text = "activation between the cores of a structure (default: %(default)s)"
+    parser.add_argument("--between", choices=("none", "silu"), help=text)
     parser.add_argument("--rank", type=positive, help="of btt, tt and lowrank")
     parser.add_argument("--blocks", type=positive, help="of monarch and blockdiagonal")
     for name in (
@@ -572,9 +575,8 @@ def arguments(about: str, data: str, defaults: dict[str, Any]) -> argparse.Argum
         help="tiny sizes, a few steps; in a temporary folder without --out",
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.set_defaults(
-        **{**defaults, "lr": None}, structure="btt", seed=0, device=device, optimizer="adamw"
-    )
+    same = {"structure": "btt", "between": "none", "seed": 0, "optimizer": "adamw"}
+    parser.set_defaults(**{**same, **defaults, "lr": None}, device=device)
     return parser
 
 

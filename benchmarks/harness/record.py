@@ -25,13 +25,24 @@ def environment() -> dict[str, Any]:
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = f"python -m {spec.name}" if spec else f"python {sys.argv[0]}"
     return {
-        "command": shlex.join([*program.split(), *sys.argv[1:]]),
+        "command": shlex.join([*program.split(), *without_out(sys.argv[1:])]),
         "date": date.today().isoformat(),
         "machine": f"{_cpu()}, {os.cpu_count()} cores" + (f", {gpu}" if gpu else ""),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "structlin": structlin.__version__,
     }
+
+
+def without_out(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a program but `--out`, which names a folder of this machine.
+
+    >>> without_out(["--keeps", "0.5", "--out", "here", "--smoke"]), without_out(["--out=here"])
+    (['--keeps', '0.5', '--smoke'], [])
+    """
+    before = ["", *arguments]
+    pairs = zip(before, arguments, strict=False)
+    return [each for last, each in pairs if last != "--out" and not each.startswith("--out")]
 
 
 def save_json(path: Path, **content: Any) -> None:

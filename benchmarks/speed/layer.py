@@ -15,7 +15,7 @@ waits for one call. Implementations and options: `benchmarks.speed.variants`; co
 of a sample.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from itertools import product
@@ -232,7 +232,7 @@ def _speed(row: Row) -> str:
     return f"{speed:.2f}x ({speed * row['flops'] / row['dense_flops']:.0%})"
 
 
-def few_tokens(result: Row) -> str:
+def few_tokens(result: Row, dtypes: Iterable[str] = TOLERANCE) -> str:
     """The table of docs/speed.md: a forward pass of `FEW` tokens, the lowest speed against
     nn.Linear of all widths."""
     rows = [
@@ -240,7 +240,7 @@ def few_tokens(result: Row) -> str:
         for row in select(result["rows"], implementation="auto", backward=False)
         if row["tokens"] in FEW and row["d_in"] == row["d_out"]
     ]
-    columns = {(dtype, n): f"{dtype}, {n}" for dtype, n in product(TOLERANCE, FEW)}
+    columns = {(dtype, n): f"{dtype}, {n}" for dtype, n in product(dtypes, FEW)}
     cells: dict[tuple[str, str], str] = {}
     for name, (dtype, n) in product(values(rows, "structure"), columns):
         if found := select(rows, structure=name, dtype=dtype, tokens=n):

@@ -155,7 +155,7 @@ class CausalLM(LanguageModel):
         "context": 256,
         "batch": 2,
         "calibration": 16,
-        "heal": 60,
+        "heal": 30,
         "heal_lr": 1e-4,
     }
     judges = 1

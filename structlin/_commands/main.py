@@ -132,7 +132,7 @@ def _add_compress(commands: Any) -> argparse.ArgumentParser:
     text = "names; of several each layer gets the one that loses least (default: LowRank)"
     command.add_argument("--structure", nargs="+", default=["LowRank"], help=text)
     _add_layers(command)
-    command.add_argument("--heal", type=natural, help="steps of distillation (default: 60, 100)")
+    command.add_argument("--heal", type=natural, help="steps of distillation (default: 30, 100)")
     command.add_argument("--heal-lr", type=rate, help="their learning rate (default: 1e-4, 1e-3)")
     command.add_argument("--refine", type=natural, default=0, help="steps for each block")
     text = "batches that calibrate; 0: by the weights alone (default: 16, 8)"

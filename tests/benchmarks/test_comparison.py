@@ -38,14 +38,14 @@ def test_a_file_adds_a_method_to_the_table(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(layers.EXPERIMENT.axes, "method", [*found])
     monkeypatch.setitem(layers.EXPERIMENT.smoke, "method", ["dense", "two layers"])
     layers.EXPERIMENT.main(["--smoke", "--out", str(tmp_path)])
-    kept = json.loads((tmp_path / "layers.json").read_text())
+    kept = json.loads((tmp_path / "comparison.json").read_text())
     dense, two = kept["table"]
     assert (dense["method"], two["method"]) == ("dense", "two layers")
     assert two["flops"] < dense["flops"]
     assert two["params"] < dense["params"]
     assert all(math.isfinite(loss) for row in kept["table"] for loss in row["losses"])
     assert {*kept["times"]} == {"dense", "two layers"}
-    assert (tmp_path / "layers.png").exists()
+    assert (tmp_path / "comparison.png").exists()
 
 
 def test_what_is_not_installed_is_left_out_with_its_name(folder):

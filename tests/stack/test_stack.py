@@ -163,9 +163,9 @@ def test_the_recipe_of_the_page_heals_structured_layers_by_lora(tmp_path, monkey
     small = convert(copy.deepcopy(teacher), BTT(rank=1), init="project")
     before = {name: value.clone() for name, value in small.named_parameters()}
     batch = {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS)}
-    names = {"small": small, "teacher": teacher, "batches": [batch]}
+    names = {"small": small, "trained": teacher, "batches": [batch]}
     exec("import peft" + recipe, names)
-    healed, losses = names["healed"], names["losses"]
+    healed, losses = names["adapted"], names["losses"]
     assert losses[-1] < losses[0] / 2
     layer = healed.base_model.model.model.layers[0].mlp.up_proj
     assert isinstance(layer.base_layer, StructuredLinear)
