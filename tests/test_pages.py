@@ -391,10 +391,11 @@ def test_a_language_model_loses_less_than_by_peers_that_save_flops_and_more_than
         assert all(each["high"] < ours["low"] for each in pruned)
 
 
-def test_of_the_compressed_models_answers_the_first_alone_is_the_dense_ones():
+def test_of_the_compressed_models_answers_the_first_is_right_and_the_others_are_other_ones():
     dense, small = pages.read("compress")["rows"]
-    same = [one == other for one, other in zip(dense["sample"], small["sample"], strict=True)]
-    assert same == [True, False, False]
+    assert all("Paris" in row["sample"][0].split(" -> ")[1] for row in (dense, small))
+    pairs = zip(dense["sample"][1:], small["sample"][1:], strict=True)
+    assert all(one != other for one, other in pairs)
     perplexities = [dense["after"], small["healed"], small["after"]]
     assert perplexities == sorted(perplexities, key=lambda found: found["perplexity"])
 
