@@ -391,7 +391,7 @@ def test_a_language_model_loses_less_than_by_peers_that_save_flops_and_more_than
         assert all(each["high"] < ours["low"] for each in pruned)
 
 
-def test_of_the_compressed_models_answers_the_first_is_right_and_the_others_are_other_ones():
+def test_the_first_answer_of_the_compressed_model_is_right_and_the_others_are_other_ones():
     dense, small = pages.read("compress")["rows"]
     assert all("Paris" in row["sample"][0].split(" -> ")[1] for row in (dense, small))
     pairs = zip(dense["sample"][1:], small["sample"][1:], strict=True)

@@ -104,37 +104,37 @@ def mean_loss(row: Row) -> float:
     return math.inf if None in row["losses"] else geometric_mean(row["losses"])
 
 
-def lines_of(result: Row) -> list[dict[str, str]]:
-    """A line for each method, the lowest loss first; FLOPs and milliseconds over dense's."""
-    dense = select(result["table"], method="dense")
-    times, lines = result["times"], []
-    for row in sorted(result["table"], key=mean_loss):
-        time = times[row["method"]]["median"]
-        line = {"": row["method"], "package": row["package"]}
-        line["loss, by seed"] = report.losses(row["losses"])
-        line["rate"] = f"{row['lr']:.2g}"
-        if dense:
-            line["parameters"] = f"{row['params'] / dense[0]['params']:.2f}"
-            line["FLOPs"] = f"{row['flops'] / dense[0]['flops']:.2f}"
-            line["ms"] = f"{time / times['dense']['median']:.2f}"
-        lines.append(line)
-    return lines
-
-
 def markdown(result: Row) -> str:
-    """The table of docs/choose.md: the mean loss, and what a method costs over dense."""
-    losses = {row["method"]: mean_loss(row) for row in result["table"]}
-    cells = [
-        [line[""], line["package"], f"{losses[line['']]:.3f}", line["FLOPs"], line["ms"]]
-        for line in lines_of(result)
-    ]
+    """The table of docs/choose.md, the lowest loss first: FLOPs and milliseconds over dense's."""
+    (dense,), times = select(result["table"], method="dense"), result["times"]
+    cells = []
+    for row in sorted(result["table"], key=mean_loss):
+        ms = times[row["method"]]["median"] / times["dense"]["median"]
+        figures = mean_loss(row), row["flops"] / dense["flops"], ms
+        forms = (".3f", ".2f", ".2f")
+        shown = [format(*each) for each in zip(figures, forms, strict=True)]
+        cells.append([row["method"], row["package"], *shown])
     return report.table(["", "package", "loss", "FLOPs", "ms"], cells)
 
 
 def show(result: Row) -> list[Any]:
-    title = "held-out loss of each method at its best rate; the rest is over dense's"
-    left_out = [f"left out: {text}" for text in result["left_out"]]
-    return [report.grid(title, lines_of(result)), *left_out]
+    dense = select(result["table"], method="dense")
+    lines = []
+    for row in sorted(result["table"], key=mean_loss):
+        time = result["times"][row["method"]]
+        lines.append(
+            {
+                "method": row["method"],
+                "package": row["package"],
+                "parameters": f"{row['params']:,}",
+                "FLOPs": f"{row['flops'] / dense[0]['flops']:.2f}" if dense else "",
+                "ms": report.with_spread(time, ".1f"),
+                "rate": f"{row['lr']:.2g}",
+                "loss": report.losses(row["losses"]),
+            }
+        )
+    title = "loss of each method at its best rate, best first; FLOPs over dense's"
+    return [report.grid(title, lines), *(f"left out: {text}" for text in result["left_out"])]
 
 
 def draw(result: Row) -> figures.Figure:

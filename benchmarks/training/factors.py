@@ -50,10 +50,9 @@ def cross(model: nn.Module) -> nn.Module:
 def split(structure: Structure) -> tuple[Structure, Structure]:
     """A structure of two cores as two of one core, without what is between them."""
     first, second = structure.subscripts
-    sizes, axes = structure.sizes, dict.fromkeys([*structure.inputs, *first.split()])
-    needed = {*second.split(), *structure.outputs}
+    core, sizes = structure.cores[0], structure.sizes
     x, y = " ".join(structure.inputs), " ".join(structure.outputs)
-    latent = " ".join(axis for axis in axes if axis in needed)
+    latent = " ".join((*core.batch_axes, *core.repeat_axes, *core.fan_out_axes))
 
     def one(signature: str, core: str) -> Structure:
         named = {*signature.split(), *core.split()}

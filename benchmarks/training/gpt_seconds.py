@@ -174,13 +174,14 @@ def build(
 def make_trainer(
     setup: str, optimizer: str, kind: str, width: int, lr: float, seed: int, sizes: Row
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = build(setup, kind, width, seed, sizes)
+    model, found = build(setup, kind, width, seed, sizes), KINDS[kind] or Kind(lambda _: Dense())
+    if found.refactored and optimizer != "AdamW":
+        raise ValueError(f"kind {kind!r} resets the moments of AdamW, not those of {optimizer!r}")
     if optimizer == "Muon":
         return model, structlin.optim.Muon(model, lr, other_lr=OTHER_LR)
     if optimizer == "AdamW, normed":
         adam = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95))
         return model, structlin.optim.Normed(adam, model)
-    found = KINDS[kind] or Kind(lambda _: Dense())
     base = kind if found.experts else "dense"  # dense has no router
     groups = structlin.param_groups(model, lr, base=build(setup, base, BASE, 0, sizes, "meta"))
     adam = torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=True)
@@ -243,6 +244,9 @@ WHERE = ("setup", "optimizer", "width")
 def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
     """Every kind at its rate, for all widths and lengths."""
     for group in combinations({name: axes[name] for name in ("setup", "optimizer", "kind")}):
+        kind = KINDS[group["kind"]]
+        if kind is not None and kind.refactored and group["optimizer"] != "AdamW":
+            continue  # it resets AdamW's moments
         where = {**group, "width": BASE, "length": min(LENGTHS)}
         rates = tune(runs, where, [0], Tune(lambda job: RATES[job["optimizer"]]))
         lr = best(curve_of_rates(rates))

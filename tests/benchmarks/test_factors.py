@@ -26,7 +26,7 @@ def test_two_halves_are_the_layer_and_the_second_block_adds_the_first_ones_laten
     torch.testing.assert_close(second(z), alone[1])
 
 
-def test_of_linear_layers_the_latents_add():
+def test_latents_of_linear_layers_add():
     model = make(LowRank(rank=4))
     first, second = [block["fc"] for block in factors.cross(model)]
     x, z = torch.randn(2, 5, 24)

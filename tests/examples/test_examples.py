@@ -351,6 +351,17 @@ def test_a_pickle_that_is_no_cifar_batch_is_refused(tmp_path, capsys, monkeypatc
     assert not (tmp_path / "evil").exists()
 
 
+def test_an_activation_between_the_cores_is_named_and_changes_the_loss(text, tmp_path):
+    options = [*GPT, "--data", str(text), "--width", "64"]
+    plain, silu = (
+        train_gpt.main([*options, "--between", between, "--out", str(tmp_path / between)])[2]
+        for between in ("none", "silu")
+    )
+    assert silu["label"] == plain["label"].replace(",", ", silu,", 1)
+    assert silu["params"] == plain["params"]
+    assert silu["loss"] != plain["loss"]
+
+
 # ---- options -------------------------------------------------------------------------------------
 
 
@@ -364,6 +375,7 @@ def test_a_pickle_that_is_no_cifar_batch_is_refused(tmp_path, capsys, monkeypatc
         (["--structure", "lowrank"], "--structure lowrank needs --rank"),
         (["--structure", "monarch", "--rank", "2"], "Monarch has no option 'rank'"),
         (["--structure", "monarch", "--blocks", "5"], "blocks=5 does not divide"),
+        (["--structure", "dense", "--between", "silu"], "between='silu' needs two cores"),
         (["--rank", "100"], "rank=100 is over the useful bound"),
         (["--seed", "-1"], "not an integer from 0"),
         (["--device", "nowhere"], "'nowhere' does not work here"),
