@@ -450,9 +450,10 @@ def search() -> dict[str, str]:
 
 def moe() -> dict[str, str]:
     rows = {row["kind"]: row for row in read("moe")["table"]}
-    mixture, dense = rows["BTT-MoE, 2 of 8"], rows["dense"]
+    mixture, dense, silu = rows["BTT-MoE, 2 of 8"], rows["dense"], rows["BTT r=1 + SiLU"]
     return {
-        "lower": percent(1 - fmean(mixture["losses"]) / fmean(dense["losses"])),
+        "higher": percent(fmean(mixture["losses"]) / fmean(dense["losses"]) - 1),
+        "silu": percent(1 - fmean(silu["losses"]) / fmean(dense["losses"])),
         "params": f"{mixture['params'] / dense['params']:.1f}",
         "time": " to ".join(sorted({f"{each['median']:.1f}" for each in mixture["step"].values()})),
         "largest": percent(mixture["largest_share"]),

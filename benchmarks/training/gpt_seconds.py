@@ -14,6 +14,8 @@ drawn against seconds or FLOPs, are interpolated in logarithms. The factor is ho
 than dense it needs until dense's loss, for each of dense's lengths; "never": its whole schedule
 does not meet it.
 
+The head's start and the rate's rise are those of `training.RECIPE`, not of examples/.
+
 Rates are tuned for every kind and optimizer on seed 0, at the smallest width for a quarter of the
 schedule: by factors of 2 until the best has both its neighbours. muP and `param_groups` take
 AdamW's rates to the other widths; Muon's stay as they are. Intervals are 95 %, bootstrap over the
@@ -112,7 +114,7 @@ SETUPS = {
 class Kind:
     """A model beside dense."""
 
-    structure: Callable[[int], structlin.Family]  # of the model's own width
+    structure: Callable[[int], structlin.Family | None]  # of the model's own width; None: dense
     wider: float = 1  # than dense
     options: Mapping[str, Any] = field(default_factory=dict)  # of `convert`
     experts: int = 0  # of a mixture in place of each layer; 0: none
@@ -122,9 +124,9 @@ class Kind:
 
 BTT_ONE = Kind(lambda _: BTT(rank=1))
 BTT_SILU = Kind(lambda _: BTT(rank=1).activate())
-HEAD = {"overrides": {"*head": BTT(rank=4)}, "zero_init": ("*c_proj", "*head")}
+HEAD = {"overrides": {"*head": BTT(rank=4)}}
 KINDS = {
-    "dense": None,
+    "dense": Kind(lambda _: None),
     "dense, weight normalisation": Kind(lambda _: Dense()),
     "BTT r=1": BTT_ONE,
     "BTT r=1 + SiLU": BTT_SILU,
@@ -161,20 +163,22 @@ def build(
 ) -> nn.Module:
     """`width`: of the dense model that it is compared with."""
     task, found = make_task(setup, width, seed, sizes), KINDS[kind]
-    if found is None:
-        return compare.build(task, width, None, seed, device)
     own = round(width * found.wider)
+    structure = found.structure(own)
     if found.experts:
-        dense = compare.build(task, own, None, seed, device)
-        return moe.mix(dense, found.structure(own), found.experts, task)
-    model = compare.build(task, own, found.structure(own), seed, device, **found.options)
+        model = moe.mix(
+            compare.build(task, own, None, seed, device), structure, found.experts, task
+        )
+    else:
+        model = compare.build(task, own, structure, seed, device, **found.options)
+    training.start_head(model)
     return factors.cross(model) if found.crossed else model
 
 
 def make_trainer(
     setup: str, optimizer: str, kind: str, width: int, lr: float, seed: int, sizes: Row
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model, found = build(setup, kind, width, seed, sizes), KINDS[kind] or Kind(lambda _: Dense())
+    model, found = build(setup, kind, width, seed, sizes), KINDS[kind]
     if found.refactored and optimizer != "AdamW":
         raise ValueError(f"kind {kind!r} resets the moments of AdamW, not those of {optimizer!r}")
     if optimizer == "Muon":
@@ -208,7 +212,7 @@ def train(
     def loss(step: int) -> Tensor:
         return moe.loss_of(model, *task.batch(step))
 
-    curve = training.follow(model, adam, task, steps, points=10, loss=loss)
+    curve = training.follow(model, adam, task, steps, points=10, loss=loss, rate=training.warm_up)
     tokens = 3 * len(task.batch(0)[0]) * task.tokens  # backward costs twice what forward does
     forward = structlin.cost(model, compare.example_of(task)).flops // task.tokens
     return {
@@ -245,7 +249,7 @@ def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
     """Every kind at its rate, for all widths and lengths."""
     for group in combinations({name: axes[name] for name in ("setup", "optimizer", "kind")}):
         kind = KINDS[group["kind"]]
-        if kind is not None and kind.refactored and group["optimizer"] != "AdamW":
+        if kind.refactored and group["optimizer"] != "AdamW":
             continue  # it resets AdamW's moments
         where = {**group, "width": BASE, "length": min(LENGTHS)}
         rates = tune(runs, where, [0], Tune(lambda job: RATES[job["optimizer"]]))
@@ -366,7 +370,12 @@ EXPERIMENT = Experiment(
         "lr": [],
     },
     sizes=settings(),
-    note={"vocabulary": VOCABULARY, "base": BASE, "other_lr": OTHER_LR},
+    note={
+        "vocabulary": VOCABULARY,
+        "base": BASE,
+        "other_lr": OTHER_LR,
+        **training.RECIPE,
+    },
     smoke={
         **settings(batch=2, depth=1, steps=4),
         "setup": ["Python"],

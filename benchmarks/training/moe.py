@@ -9,9 +9,10 @@ blocks. Each model has the largest width at which a forward pass of one sequence
 dense's, router included: a mixture of 2 experts spends what BTT of rank 2 does. Steps and batches
 are the same; muP and `param_groups` take a dense model's rate to each model. That rate is tuned for
 each kind, on seed 0: by factors of 2 from the example's until the best has both its neighbours.
-Mixtures add 0.01 of `load_balancing_loss` to the loss that they train on; the held-out loss is
-cross-entropy alone. Then the models take turns for the milliseconds of a step, on one thread and on
-two. Runs that an earlier result in --out has are not repeated.
+The head's start and the rate's rise are those of `training.RECIPE`, not of examples/. Mixtures add
+0.01 of `load_balancing_loss` to the loss that they train on; the held-out loss is cross-entropy
+alone. Then the models take turns for the milliseconds of a step, on one thread and on two. Runs
+that an earlier result in --out has are not repeated.
 """
 
 import math
@@ -50,6 +51,7 @@ KINDS = {
     "dense": Kind(),
     "BTT r=1": Kind(BTT(rank=1)),
     "BTT r=2": Kind(BTT(rank=2)),
+    "BTT r=1 + SiLU": Kind(BTT(rank=1).activate()),
     "BTT-MoE, 2 of 8": Kind(BTT(rank=1), 8),
 }
 
@@ -62,9 +64,11 @@ def build(
     task: train_gpt.Text, name: str, width: int, seed: int = 0, device: str = "cpu"
 ) -> nn.Module:
     kind = KINDS[name]
-    if not kind.experts:
-        return compare.build(task, width, kind.structure, seed, device)
-    return mix(compare.build(task, width, None, seed, device), kind.structure, kind.experts, task)
+    model = compare.build(task, width, None if kind.experts else kind.structure, seed, device)
+    if kind.experts:
+        model = mix(model, kind.structure, kind.experts, task)
+    training.start_head(model)
+    return model
 
 
 def mix(
@@ -121,7 +125,8 @@ def train(kind: str, lr: float, seed: int, steps: int, sizes: dict[str, int]) ->
     def loss(step: int) -> Tensor:
         return loss_of(model, *task.batch(step))
 
-    curve = training.follow(model, optimizer, task, steps, points=8, loss=loss)
+    schedule = {"points": 8, "rate": training.warm_up}
+    curve = training.follow(model, optimizer, task, steps, loss=loss, **schedule)
     return {"loss": curve[-1][1], "curve": curve, "largest_share": measure_share(model, task)}
 
 
@@ -228,7 +233,7 @@ EXPERIMENT = Experiment(
     axes={"kind": [*KINDS]},
     rates=Tune(start=lambda job: LR),
     sizes={"steps": 400, "sizes": SIZES},
-    note={"start": LR, "balance": BALANCE},
+    note={"start": LR, "balance": BALANCE, **training.RECIPE},
     smoke={
         "steps": 2,
         "sizes": {"width": 32, "depth": 1, "context": 16, "batch": 2, "heads": 1},
