@@ -303,9 +303,10 @@ def replacing(path: Path) -> Iterator[Path]:
 # ---- training ------------------------------------------------------------------------------------
 
 
-def warmup_cosine(step: int, steps: int) -> float:
-    """Learning rate relative to its peak: 5% linear warm-up, then a cosine to a tenth."""
-    warmup = max(1, steps // 20)
+def warmup_cosine(step: int, steps: int, warmup: int | None = None) -> float:
+    """Learning rate relative to its peak: linear warm-up, by default of 5 % of the steps, then a
+    cosine to a tenth."""
+    warmup = max(1, steps // 20 if warmup is None else warmup)
     if step < warmup:
         return (step + 1) / warmup
     return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))

@@ -15,7 +15,7 @@ from benchmarks.harness.tasks import Task, compare
 Curve = list[tuple[int, float | None]]  # steps, held-out loss
 HELD_OUT_SAMPLES = 8192  # of a final loss
 # With the start at zero and the rise over 5 % of the steps that examples/ have, small GPTs stay on
-# their first plateau for hundreds of steps, and chance decides which leaves it.
+# their first plateau for hundreds of steps, and chance decides which of them leaves it.
 RECIPE = {"head_std": 0.02, "warm_up": 100}  # of a dense head's start, as GPT-2's; steps
 SCHEDULES: dict[str, Callable[[float], float]] = {  # share of the steps -> share of the rate
     "cosine": lambda share: 0.5 + 0.5 * math.cos(math.pi * share),
@@ -136,16 +136,12 @@ def start_head(model: nn.Module) -> None:
 
 
 def warm_up(step: int, steps: int) -> float:
-    """The learning rate relative to its peak: a linear rise as RECIPE says, over a fifth of the
-    steps at most, then a cosine to a tenth.
+    """The examples' schedule, whose warm-up RECIPE gives; a fifth of the steps at most.
 
     >>> [round(warm_up(step, 2000), 3) for step in (0, 99, 1050, 1999)]
     [0.01, 1.0, 0.55, 0.1]
     """
-    rise = max(1, min(int(RECIPE["warm_up"]), steps // 5))
-    if step < rise:
-        return (step + 1) / rise
-    return 0.55 + 0.45 * math.cos(math.pi * (step - rise) / max(1, steps - rise))
+    return compare.warmup_cosine(step, steps, min(int(RECIPE["warm_up"]), steps // 5))
 
 
 def cross_entropy(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from torch.testing import assert_close
 
 pytest.importorskip("matplotlib")
 
+from benchmarks.harness import training
 from benchmarks.training import moe
 from structlin import StructuredLinear
 from structlin.moe import Mixture, load_balancing_loss
@@ -62,3 +63,14 @@ def test_the_largest_share_is_that_of_the_assignments(task):
     model = moe.build(task, "BTT-MoE, 2 of 8", 32)
     assert 1 / 8 <= moe.measure_share(model, task) <= 1 / 2
     assert moe.measure_share(moe.build(task, "dense", 32), task) is None
+
+
+@pytest.mark.parametrize("kind", ["dense", "BTT r=1", "BTT-MoE, 2 of 8"])
+def test_the_head_starts_as_the_recipe_says(kind, task):
+    head = moe.build(task, kind, 32).lm_head
+    assert 0.018 < head.weight.std().item() < 0.022
+
+
+def test_the_rate_rises_for_a_hundred_steps_and_for_a_fifth_of_few():
+    assert [training.warm_up(step, 2000) for step in (49, 99)] == [0.5, 1.0]
+    assert [training.warm_up(step, 100) for step in (9, 19)] == [0.5, 1.0]
