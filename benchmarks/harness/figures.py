@@ -52,6 +52,8 @@ def curves(
         labels: values of `line` -> their name.
     """
     rows = [row for row in rows if row[y] is not None and math.isfinite(row[y])]
+    if not rows:
+        return Figure()
 
     def keys(names: Sequence[str]) -> list[tuple[Any, ...]]:
         return list(dict.fromkeys(tuple(row[name] for name in names) for row in rows))

@@ -8,29 +8,29 @@
 
 The models are those of examples/: blocks with attention heads of 32 features, as many in each model
 as fill the dense width. All linear layers of the blocks are structured; "+ SiLU" stands between
-their cores. BTT-MoE is that of `benchmarks.training.moe`. Every model trains for the whole
-schedule, for a half and for a quarter of it, each with a decay of its own. A structure's losses,
-drawn against seconds or FLOPs, are interpolated in logarithms. The factor is how many times less
-than dense it needs until dense's loss, for each of dense's lengths; "never": its whole schedule
-does not meet it.
+their cores. BTT-MoE is that of `benchmarks.training.moe`. A model trains for the whole schedule,
+for a half or for a quarter of it, each with a decay of its own. A structure's losses at the ends of
+its schedules are interpolated in logarithms. The factor is how many times less than dense it needs
+until the loss of dense's longest schedule; "never": its whole schedule does not meet it.
 
 The head's start and the rate's rise are those of `training.RECIPE`, not of examples/.
 
-Rates are tuned for every kind and optimizer on seed 0, at the smallest width for a quarter of the
+Rates are tuned for every kind and optimizer on seed 0, at dense width 256 for a quarter of the
 schedule: by factors of 2 until the best has both its neighbours. muP and `param_groups` take
 AdamW's rates to the other widths; Muon's stay as they are. Intervals are 95 %, bootstrap over the
-seeds; with three they are about the range. Seconds are steps times the milliseconds of a step, the
-batch not counted: medians of rounds in which all models of a width take turns, on as many threads
-as torch takes.
+seeds; with three they are about the range. Seconds are steps times the time of a step over dense's,
+the batch not counted: medians of rounds in which all models of a width take turns, on as many
+threads as torch takes, with their 20th and 80th percentiles.
 """
 
 import math
+import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -52,13 +52,14 @@ from benchmarks.harness.statistics import (
     values,
 )
 from benchmarks.harness.tasks import compare, train_gpt, train_vit
-from benchmarks.harness.timing import milliseconds
+from benchmarks.harness.timing import interleaved, ratio, wall
 from benchmarks.training import factors, moe
 from benchmarks.training.time_to_loss import needed, words
 from structlin import BTT, Dense, LowRank, Monarch
 
 VOCABULARY = 2048
-BASE = 128  # the dense width at which rates are tuned
+BASE = 128  # the dense width at which AdamW's rates are meant
+TUNED = 256  # the dense width at which rates are tuned
 LENGTHS = (1.0, 0.5, 0.25)  # of the schedule
 RATES = {"AdamW": 4e-3, "Muon": 2**-6, "AdamW, normed": 2**-6}  # where the search for each begins
 OTHER_LR = 4e-3  # Muon's, of gains, biases and norms
@@ -83,7 +84,11 @@ class Subwords(train_gpt.Text):
 
 
 class Fashion(train_vit.Images):
-    """Fashion-MNIST, by its own division."""
+    """Fashion-MNIST, by its own division, in 16 patches of 7 x 7 pixels."""
+
+    def __init__(self, options: Namespace) -> None:
+        super().__init__(options)
+        self.patch, self.tokens = 7, 16
 
     @staticmethod
     def read(path: Path | None) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -102,11 +107,11 @@ class Setup:
     sizes: Mapping[str, int]
 
 
-TEXT = {"context": 128, "batch": 8, "depth": 4, "steps": 2000}
+TEXT = {"context": 128, "batch": 8, "depth": 4, "steps": 1500}
 SETUPS = {
     "Wikipedia": Setup(Subwords, pretrained.TEXTS["wiki"], TEXT),
     "Python": Setup(train_gpt.Text, None, TEXT),
-    "Fashion-MNIST": Setup(Fashion, None, {"batch": 32, "depth": 4, "steps": 2000}),
+    "Fashion-MNIST": Setup(Fashion, None, {"batch": 64, "depth": 4, "steps": 1000}),
 }
 
 
@@ -125,6 +130,7 @@ class Kind:
 BTT_ONE = Kind(lambda _: BTT(rank=1))
 BTT_SILU = Kind(lambda _: BTT(rank=1).activate())
 HEAD = {"overrides": {"*head": BTT(rank=4)}}
+LINEAR_ATTENTION = {"overrides": {"*attn*": BTT(rank=2)}}
 KINDS = {
     "dense": Kind(lambda _: None),
     "dense, weight normalisation": Kind(lambda _: Dense()),
@@ -132,6 +138,13 @@ KINDS = {
     "BTT r=1 + SiLU": BTT_SILU,
     "BTT r=1 + SiLU, width x 1.5": replace(BTT_SILU, wider=1.5),
     "BTT r=1 + SiLU, width x 2": replace(BTT_SILU, wider=2),
+    "BTT r=1 + SiLU, attention r=2": replace(BTT_SILU, options=LINEAR_ATTENTION),
+    "BTT r=1 + SiLU, attention r=2, width x 1.5": replace(
+        BTT_SILU, options=LINEAR_ATTENTION, wider=1.5
+    ),
+    "BTT r=1 + SiLU, attention r=2, width x 1.5, not normalised": replace(
+        BTT_SILU, options=LINEAR_ATTENTION | {"weight_norm": False}, wider=1.5
+    ),
     "BTT r=1 + SiLU, attention dense": replace(BTT_SILU, options={"include": "ffn"}),
     "BTT r=1 + SiLU, head BTT r=4": replace(BTT_SILU, options=HEAD),
     "BTT r=2 + SiLU": Kind(lambda _: BTT(rank=2).activate()),
@@ -212,7 +225,7 @@ def train(
     def loss(step: int) -> Tensor:
         return moe.loss_of(model, *task.batch(step))
 
-    curve = training.follow(model, adam, task, steps, points=10, loss=loss, rate=training.warm_up)
+    curve = training.follow(model, adam, task, steps, points=5, loss=loss, rate=training.warm_up)
     tokens = 3 * len(task.batch(0)[0]) * task.tokens  # backward costs twice what forward does
     forward = structlin.cost(model, compare.example_of(task)).flops // task.tokens
     return {
@@ -227,17 +240,25 @@ def train(
 def time_steps(
     setup: str, optimizer: str, width: int, kinds: Sequence[str], sizes: Row, seconds: float
 ) -> list[Row]:
-    """Milliseconds of a training step of each kind, in turns, all on one batch."""
-    task = make_task(setup, width, 0, sizes)
-    batch = task.batch(0)
+    """A training step of each kind in turns, all on one batch: milliseconds, and the spread of its
+    time over dense's of the same round."""
+    batch = make_task(setup, width, 0, sizes).batch(0)
 
     def work(kind: str) -> Callable[[], None]:
         model, own = make_trainer(setup, optimizer, kind, width, RATES[optimizer], 0, sizes)
         return training.step_of(own, partial(moe.loss_of, model, *batch))
 
-    times = milliseconds({kind: work(kind) for kind in kinds}, rounds=(3, 99), seconds=seconds)
+    works = {kind: work(kind) for kind in kinds}
+    for step in works.values():
+        step()  # warms up
+    until = time.perf_counter() + seconds
+    clock = partial(wall, device="cpu")
+    times = interleaved(works, clock, rounds=(3, 99), until=until)
     where = {"setup": setup, "optimizer": optimizer, "width": width}
-    return [{**where, "kind": kind, **found} for kind, found in times.items()]
+    return [
+        {**where, "kind": kind, "milliseconds": 1e3 * median(each)} | ratio(each, times["dense"])
+        for kind, each in times.items()
+    ]
 
 
 # ---- the runs ------------------------------------------------------------------------------------
@@ -251,7 +272,7 @@ def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
         kind = KINDS[group["kind"]]
         if kind.refactored and group["optimizer"] != "AdamW":
             continue  # it resets AdamW's moments
-        where = {**group, "width": BASE, "length": min(LENGTHS)}
+        where = {**group, "width": TUNED, "length": min(LENGTHS)}
         rates = tune(runs, where, [0], Tune(lambda job: RATES[job["optimizer"]]))
         lr = best(curve_of_rates(rates))
         grid = {name: axes[name] for name in ("width", "length", "seed")}
@@ -259,11 +280,21 @@ def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
     return runs.all()
 
 
+def at_best_rates(rows: Sequence[Row]) -> list[Row]:
+    """The rows at the rate that was best where rates are tuned."""
+    found = []
+    for of in combinations({name: values(rows, name) for name in ("setup", "optimizer", "kind")}):
+        if mine := select(rows, **of):
+            tuned = select(mine, width=TUNED, length=min(LENGTHS), seed=0)
+            found += select(mine, lr=best(curve_of_rates(tuned)))
+    return found
+
+
 def measure(chosen: Row, found: Row) -> Row:
     """The times of all steps, and what follows from them."""
-    rows = [row for row in found["rows"] if row["width"] != BASE]
+    rows = at_best_rates(found["rows"])
     times: list[Row] = []
-    factors: list[Row] = []
+    table: list[Row] = []
     for where in combinations({name: values(rows, name) for name in WHERE}):
         mine = select(rows, **where)
         kinds = sorted(values(mine, "kind"), key=[*KINDS].index)
@@ -272,84 +303,136 @@ def measure(chosen: Row, found: Row) -> Row:
         size, seconds = chosen[where["setup"]], chosen["timed"]
         now = time_steps(**where, kinds=kinds, sizes=size, seconds=seconds)
         times += now
-        for cost in ("seconds", "flops"):
-            factors += [where | {"cost": cost} | row for row in compare_kinds(mine, now, cost)]
-    return {"threads": torch.get_num_threads(), "times": times, "factors": factors}
+        table += [where | row for row in compare_kinds(mine, now)]
+    return {"threads": torch.get_num_threads(), "times": times, "table": table}
 
 
-def compare_kinds(rows: Sequence[Row], times: Sequence[Row], cost: str) -> list[Row]:
-    """How many times less than dense each kind needs for the loss of each of dense's lengths."""
-    per_step = {row["kind"]: row["median"] / 1e3 for row in times}
-    if cost == "flops":
-        per_step = {kind: float(select(rows, kind=kind)[0]["flops"]) for kind in per_step}
+def compare_kinds(rows: Sequence[Row], times: Sequence[Row]) -> list[Row]:
+    """A row for each kind and length, over dense of the longest.
 
-    def curve_of(kind: str, seeds: Sequence[int]) -> list[tuple[float, float]]:
-        found = []
-        for steps in sorted(values(select(rows, kind=kind), "steps")):
-            losses = [log_loss(one(rows, kind=kind, steps=steps, seed=seed)) for seed in seeds]
-            found.append((steps * per_step[kind], math.exp(fmean(losses))))
-        return found
-
-    def factor(kind: str, n: int, seeds: Sequence[int]) -> float:
-        spent, loss = curve_of("dense", seeds)[n]
-        return spent / needed(curve_of(kind, seeds), loss)
-
-    lengths = sorted(values(select(rows, kind="dense"), "length"))
-    return [
-        {
-            "kind": kind,
-            "length": length,
-            **bootstrap(partial(factor, kind, n), seeds),
-            "by_seed": [factor(kind, n, [seed]) for seed in seeds],
+    Args:
+        rows: of one width, at the best rates.
+        times: of a step of each kind.
+    """
+    longest = max(values(select(rows, kind="dense"), "length"))
+    dense = select(rows, kind="dense", length=longest)
+    table = []
+    for each in times:
+        kind, mine = each["kind"], select(rows, kind=each["kind"])
+        steps = {row["length"]: row["steps"] / dense[0]["steps"] for row in mine}
+        flops = mine[0]["flops"] / dense[0]["flops"]
+        spent = {
+            "seconds": {length: share * each["median"] for length, share in steps.items()},
+            "flops": {length: share * flops for length, share in steps.items()},
         }
-        for kind in per_step
-        if kind != "dense"
-        for seeds in [sorted({*seeds_of(select(rows, kind=kind))} & {*seeds_of(rows)})]
-        for n, length in enumerate(lengths)
-    ]
+        for length in sorted(steps, reverse=True):
+            runs = sorted(select(mine, length=length), key=lambda row: row["seed"])
+            row = {
+                "kind": kind,
+                "own_width": round(runs[0]["width"] * KINDS[kind].wider),
+                "params": runs[0]["params"],
+                "lr": runs[0]["lr"],
+                "steps": runs[0]["steps"],
+                "losses": [run["loss"] for run in runs],
+                **{cost: found[length] for cost, found in spent.items()},
+                "spread": [steps[length] * each[name] for name in ("p20", "p80")],
+            }
+            if kind != "dense" and length == max(steps):
+                pairs = partial(times_fewer, dense, mine)
+                seeds = sorted({*seeds_of(dense)} & {*seeds_of(runs)})
+                row["until"] = {
+                    cost: {"by_seed": [pairs(found, [seed]) for seed in seeds]}
+                    | bootstrap(partial(pairs, found), seeds)
+                    for cost, found in spent.items()
+                }
+            table.append(row)
+    return table
+
+
+def times_fewer(
+    dense: Sequence[Row], rows: Sequence[Row], spent: Mapping[float, float], seeds: Sequence[int]
+) -> float:
+    """How many times less than dense a kind needs until dense's loss, over `seeds`; 0: never.
+
+    Args:
+        dense: its rows of the longest schedule.
+        rows: of one kind, of all lengths.
+        spent: length -> cost over dense's.
+    """
+
+    def loss(found: Sequence[Row]) -> float:
+        return math.exp(fmean(log_loss(one(found, seed=seed)) for seed in seeds))
+
+    whole = {
+        length: mine
+        for length in sorted(spent)
+        if {*seeds} <= {*seeds_of(mine := select(rows, length=length))}
+    }
+    curve = [(spent[length], loss(mine)) for length, mine in whole.items()]
+    return 1 / needed(curve, loss(dense))
 
 
 # ---- the report ----------------------------------------------------------------------------------
 
 
+TITLES = (
+    "",
+    "width",
+    "params",
+    "steps",
+    "FLOPs",
+    "seconds",
+    "held-out loss, by seed",
+    "times fewer seconds until dense's loss",
+)
+
+
+def line_of(row: Row) -> list[str]:
+    """A line of the tables: FLOPs and seconds are over dense's."""
+    low, high = row["spread"]
+    numbers = [str(row["own_width"]), f"{row['params']:,}", str(row["steps"])]
+    costs = [f"{row['flops']:.2f}", f"{row['seconds']:.2f} ({low:.2f} to {high:.2f})"]
+    until = words(row["until"]["seconds"]) if "until" in row else ""
+    return [row["kind"], *numbers, *costs, report.losses(row["losses"]), until]
+
+
 def show(result: Row) -> list[Any]:
-    """A line for each kind and length; the factors are those until dense's loss of that length."""
-    tables = []
-    for where in combinations({name: values(result["times"], name) for name in WHERE}):
-        lines = []
-        for time in select(result["times"], **where):
-            runs = select(result["rows"], **where, kind=time["kind"])
-            for length in sorted(values(runs, "length"), reverse=True):
-                mine = select(runs, length=length)
-                seconds = mine[0]["steps"] * time["median"] / 1e3
-                line = {
-                    "": time["kind"],
-                    "steps": str(mine[0]["steps"]),
-                    "seconds": f"{seconds:.0f}",
-                }
-                line["loss"] = report.losses([run["loss"] for run in mine])
-                of = {"kind": time["kind"], "length": length}
-                for found in select(result["factors"], **where, **of):
-                    line[f"{found['cost']} until dense's"] = words(found)
-                lines.append(line)
-        if lines:
-            tables.append(report.grid(", ".join(map(str, where.values())), lines))
-    return tables
+    """A table for each setup, optimizer and width."""
+    return [
+        report.grid(
+            ", ".join(map(str, where.values())),
+            [dict(zip(TITLES, line_of(row), strict=True)) for row in mine],
+        )
+        for where in combinations({name: values(result["table"], name) for name in WHERE})
+        if (mine := select(result["table"], **where))
+    ]
+
+
+def markdown(result: Row, setup: str, width: int) -> str:
+    """A table of docs/gpts.md, of whole schedules with AdamW."""
+    mine = select(result["table"], setup=setup, width=width, optimizer="AdamW")
+    longest = {
+        kind: max(row["steps"] for row in select(mine, kind=kind)) for kind in values(mine, "kind")
+    }
+    return report.table(
+        [*TITLES], [line_of(row) for row in mine if row["steps"] == longest[row["kind"]]]
+    )
 
 
 def draw(result: Row) -> figures.Figure:
-    """Held-out loss against seconds and FLOPs, at the end of each length."""
-    points = []
-    for time in result["times"]:
-        where = {name: time[name] for name in (*WHERE, "kind")}
-        for run in select(result["rows"], **where):
-            costs = {"seconds": run["steps"] * time["median"] / 1e3}
-            costs["FLOPs"] = run["steps"] * run["flops"]
+    """Held-out loss against seconds and FLOPs, over those of dense's longest schedule."""
+    rows, points = at_best_rates(result["rows"]), []
+    for row in result["table"]:
+        where = {name: row[name] for name in (*WHERE, "kind")}
+        if "until" not in row and row["kind"] != "dense":
+            continue  # not its longest
+        for run in select(rows, **where, steps=row["steps"]):
             points += [
-                {**where, "of": of, "cost": cost, "loss": run["loss"]} for of, cost in costs.items()
+                {**where, "of": cost, "over dense's": row[cost] * step / run["steps"], "loss": loss}
+                for cost in ("seconds", "flops")
+                for step, loss in run["curve"]
             ]
-    panel = [*WHERE, "of"]
-    return figures.curves(points, "cost", panel=panel, line=["kind"], columns=2)
+    return figures.curves(points, "over dense's", panel=[*WHERE, "of"], line=["kind"], columns=2)
 
 
 def settings(**changes: int) -> dict[str, dict[str, int]]:

@@ -1,0 +1,56 @@
+"""What follows from the runs of `benchmarks.training.gpt_seconds`, on rows made by hand."""
+
+from benchmarks.training import gpt_seconds
+
+KIND = "BTT r=1 + SiLU"
+WHERE = {"setup": "Python", "optimizer": "AdamW", "width": 256}
+
+
+def make_row(kind, length, seed, loss, lr=0.004):
+    at = {"kind": kind, "length": length, "seed": seed, "lr": lr, "loss": loss}
+    size = {"flops": 4 if kind == "dense" else 1, "params": 1, "steps": round(100 * length)}
+    return {**WHERE, **at, **size}
+
+
+DENSE = [make_row("dense", 1.0, seed, 2.0) for seed in (0, 1, 2)]
+TIMES = [
+    {"kind": "dense", "median": 1.0, "p20": 1.0, "p80": 1.0},
+    {"kind": KIND, "median": 0.5, "p20": 0.4, "p80": 0.6},
+]
+
+
+def compare(losses):
+    rows = [*DENSE, *(make_row(KIND, *of, loss) for of, loss in losses.items())]
+    return gpt_seconds.compare_kinds(rows, TIMES)
+
+
+def test_a_structure_that_ends_at_the_loss_of_dense_saves_what_its_step_saves():
+    dense, mine = compare({(1.0, seed): 2.0 for seed in (0, 1, 2)})
+    assert dense["seconds"] == dense["flops"] == 1
+    assert (mine["seconds"], mine["spread"]) == (0.5, [0.4, 0.6])
+    assert mine["until"]["seconds"]["by_seed"] == [2, 2, 2]
+    assert mine["until"]["flops"]["value"] == 4
+
+
+def test_half_a_schedule_that_is_enough_counts_for_all_its_seeds_alone():
+    losses = {(1.0, seed): 1.5 for seed in (0, 1, 2)} | {(0.5, seed): 2.0 for seed in (0, 1, 2)}
+    longest, half = compare(losses)[1:]
+    assert (longest["until"]["seconds"]["value"], "until" in half) == (4, False)
+    del losses[0.5, 2]  # seed 2 has no half: the mean over the seeds is not of one length
+    (_, longest, _) = compare(losses)
+    assert longest["until"]["seconds"]["value"] == 2
+    assert longest["until"]["seconds"]["by_seed"] == [4, 4, 2]
+
+
+def test_a_structure_that_stays_above_never_gets_there():
+    assert compare({(1.0, seed): 2.1 for seed in (0, 1, 2)})[1]["until"]["seconds"]["value"] == 0
+
+
+def test_only_the_rate_that_was_best_where_rates_are_tuned_counts():
+    tuned = [{**make_row("dense", 0.25, 0, loss, lr)} for lr, loss in ((0.002, 3.0), (0.004, 2.5))]
+    other = make_row("dense", 1.0, 0, 1.0, lr=0.002)
+    assert gpt_seconds.at_best_rates([*tuned, other, *DENSE]) == [tuned[1], *DENSE]
+
+
+def test_a_picture_of_no_runs_is_empty():
+    assert not gpt_seconds.draw({"rows": [], "table": []}).axes
