@@ -460,6 +460,20 @@ def moe() -> dict[str, str]:
     }
 
 
+def gpts() -> dict[str, str]:
+    """What the longest schedule of the structured GPT costs over dense's of width 512, and how many
+    times fewer seconds it needs until dense's loss."""
+    rows = select(read("gpt_seconds")["table"], setup="Python", width=512)
+    (found,) = (row for row in rows if "until" in row)
+    seconds = found["until"]["seconds"]["by_seed"]
+    return {
+        "share": f"{found['seconds']:.2f}",
+        "flops": f"{found['flops']:.2f}",
+        "least": f"{min(seconds):.1f}",
+        "most": f"{max(seconds):.1f}",
+    }
+
+
 def smollm2() -> dict[str, str]:
     """The excess perplexity of the best of ours over that of SVD-LLM, by what is kept, right after
     compression and healed."""
@@ -660,6 +674,7 @@ GROUPS: dict[str, Callable[[], Mapping[str, str]]] = {
         "checked": checked,
         "search": search,
         "moe": moe,
+        "gpts": gpts,
         "smollm2": smollm2,
         "dinov2": dinov2,
         "example": example,

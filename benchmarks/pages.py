@@ -33,7 +33,16 @@ from benchmarks.papers import tables as papers
 from benchmarks.papers.summary import evidence, summary
 from benchmarks.papers.verdicts import untested
 from benchmarks.speed import layer, model, peers, scaling
-from benchmarks.training import lr_transfer, moe, optimizer, search, starts, time_to_loss, transfer
+from benchmarks.training import (
+    gpt_seconds,
+    lr_transfer,
+    moe,
+    optimizer,
+    search,
+    starts,
+    time_to_loss,
+    transfer,
+)
 from structlin import Core, Structure, to_dense
 
 ROOT = Path(__file__).parents[1]
@@ -253,7 +262,6 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/speed.md": {
         "float32": lambda: layer.markdown(read("layer"), "float32"),
         "bfloat16": lambda: layer.markdown(read("layer"), "bfloat16"),
-        "float32 Xeon": lambda: layer.markdown(read("layer_xeon"), "float32"),
         "few tokens Xeon": lambda: layer.few_tokens(read("layer_xeon"), ("float32", "bfloat16")),
         "peers": lambda: peers.markdown(read("peers")),
         "models": lambda: model.markdown(read("model")),
@@ -289,6 +297,9 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/scaling.md": scaling.TABLES,
     "docs/choose.md": {"comparison": lambda: comparison.markdown(read("comparison"))},
+    "docs/gpts.md": {
+        "gpt seconds": lambda: gpt_seconds.markdown(read("gpt_seconds"), "Python", 512)
+    },
     "docs/mixtures.md": {"mixtures": lambda: moe.markdown(read("moe"))},
     "docs/compress.md": {
         "sentence encoder": minilm,

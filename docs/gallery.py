@@ -18,6 +18,10 @@ PLOTS = {  # a heading of the gallery: the plot below benchmarks/results, its se
             "Four GPTs learn, by seconds and by training FLOPs.",
             "examples.md#what-the-gpt-shows",
         ),
+        "gpt_seconds": (
+            "A GPT of width 512 and a structured one learn, by seconds and by training FLOPs.",
+            "gpts.md",
+        ),
         "time_to_loss": (
             "Dense and structured models of growing width learn, by FLOPs and by seconds.",
             "results/time_to_loss.md",
