@@ -329,6 +329,17 @@ def test_every_run_of_the_mixture_ends_above_dense_and_of_single_btt_below():
     assert all(row["flops"] <= dense["flops"] for row in [mixture, *rows.values()])
 
 
+def test_the_structured_gpt_ends_below_dense_with_every_seed_in_half_of_its_seconds():
+    rows = statistics.select(
+        pages.read("gpt_seconds")["table"], setup="Python", width=512, steps=1500
+    )
+    (dense,), (ours,) = (statistics.select(rows, kind=kind) for kind in ("dense", markers.GPT))
+    assert len(ours["losses"]) == len(dense["losses"]) == 3
+    assert max(ours["losses"]) < min(dense["losses"])
+    assert ours["spread"][1] < 0.5
+    assert ours["flops"] < 0.4
+
+
 def test_sharing_and_rank_matter_everywhere_and_compute_on_two_tasks_of_three():
     claims = {task: [*found.values()] for task, found in pages.read("search")["claims"].items()}
     assert all(found[:2] == [True, True] for found in claims.values())

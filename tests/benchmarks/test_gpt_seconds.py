@@ -1,5 +1,9 @@
 """What follows from the runs of `benchmarks.training.gpt_seconds`, on rows made by hand."""
 
+import pytest
+
+pytest.importorskip("matplotlib")
+
 from benchmarks.training import gpt_seconds
 
 KIND = "BTT r=1 + SiLU"
@@ -47,7 +51,7 @@ def test_a_structure_that_stays_above_never_gets_there():
 
 
 def test_only_the_rate_that_was_best_where_rates_are_tuned_counts():
-    tuned = [{**make_row("dense", 0.25, 0, loss, lr)} for lr, loss in ((0.002, 3.0), (0.004, 2.5))]
+    tuned = [make_row("dense", 0.25, 0, loss, lr) for lr, loss in ((0.002, 3.0), (0.004, 2.5))]
     other = make_row("dense", 1.0, 0, 1.0, lr=0.002)
     assert gpt_seconds.at_best_rates([*tuned, other, *DENSE]) == [tuned[1], *DENSE]
 
