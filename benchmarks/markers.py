@@ -181,32 +181,26 @@ def peers() -> dict[str, str]:
 
 
 def main() -> dict[str, str]:
-    """The main job: dense 512, dense 1024, BTT 1024, BTT 3296; seed 0 but for `below`."""
-    kept = [read(f"train_mlp_lm{end}")["rows"] for end in SEEDS]
-    _, dense, btt, widest = kept[0]
-    return {
-        "gap": f"{math.ceil(200 * abs(btt['loss'] / dense['loss'] - 1)) / 2:g}",
-        "share": percent(btt["clock"][-1] / dense["clock"][-1]),
-        "until": percent(widest["seconds to the loss of"]["dense 1024"] / dense["clock"][-1]),
-        "below": str(sum(rows[2]["loss"] < rows[1]["loss"] for rows in kept)),
-    }
-
-
-def gpt() -> dict[str, str]:
-    """The GPTs of examples/: dense, naive rate, our rate, our rate and wider."""
-    lower, steps, seconds, higher = [], [], [], []
-    for dense, _, ours, wider in (read(f"train_gpt{end}")["rows"] for end in SEEDS):
-        until = wider["seconds to the loss of"]["dense 128"]
-        lower.append(100 * (1 - wider["loss"] / dense["loss"]))
+    """The main job: dense 256, dense 512, structured 512, structured and as wide as dense 256's
+    FLOPs allow."""
+    fewer, lower, higher, shares = [], [], [], []
+    for _, dense, ours, widest in (read(f"train_gpt{end}")["rows"] for end in SEEDS):
+        fewer.append(dense["clock"][-1] / widest["seconds to the loss of"]["dense 512"])
+        lower.append(100 * (1 - widest["loss"] / dense["loss"]))
         higher.append(100 * (ours["loss"] / dense["loss"] - 1))
-        steps.append(100 * until / wider["clock"][-1])
-        seconds.append(until / dense["clock"][-1])
+        shares.append(100 * ours["clock"][-1] / dense["clock"][-1])
     return {
-        "seconds": f"{min(seconds):.1f} to {max(seconds):.1f}",
-        "equal_width": f"{min(higher):.0f} to {max(higher):.0f}",
+        **least_and_most(fewer, ".1f", "fewer_"),
         **least_and_most(lower, ".1f", "lower_"),
-        **least_and_most(steps, ".0f", "steps_"),
+        **least_and_most(higher, ".1f", "higher_"),
+        **least_and_most(shares, ".0f", "share_"),
     }
+
+
+def mlp() -> dict[str, str]:
+    """The MLPs of examples/: dense 512, dense 1024, BTT 1024, BTT 3296."""
+    kept = [read(f"train_mlp_lm{end}")["rows"] for end in SEEDS]
+    return {"below": str(sum(rows[2]["loss"] < rows[1]["loss"] for rows in kept))}
 
 
 def rates() -> dict[str, str]:
@@ -665,7 +659,7 @@ GROUPS: dict[str, Callable[[], Mapping[str, str]]] = {
         "activation": activation,
         "peers": peers,
         "main": main,
-        "gpt": gpt,
+        "mlp": mlp,
         "rates": rates,
         "muon": muon,
         "settings": settings,

@@ -12,11 +12,11 @@ PLOTS = {  # a heading of the gallery: the plot below benchmarks/results, its se
     "Training from scratch": {
         "train_mlp_lm": (
             "Four MLP language models learn, by seconds and by training FLOPs.",
-            "index.md#does-it-train-as-well",
+            "examples.md#what-the-mlp-shows",
         ),
         "train_gpt": (
             "Four GPTs learn, by seconds and by training FLOPs.",
-            "examples.md#what-the-gpt-shows",
+            "index.md#does-it-train-as-well",
         ),
         "gpt_seconds": (
             "A GPT of width 512 and a structured one learn, by seconds and by training FLOPs.",

@@ -1,19 +1,21 @@
 """What the training examples share: the Transformer block, the options, runs side by side,
 checkpoints, table and plots.
 
-The runs see the same batches and the same `--lr`, tuned for the dense model. They take turns of a
-few steps, so that a machine that slows down slows all of them: their seconds compare. The
-Transformers have four:
+The runs see the same batches. They take turns of a few steps, so that a machine that slows down
+slows all of them: their seconds compare. There are four:
 
-    dense    nn.Linear everywhere
-    naive    structured, every core at the learning rate of a dense layer
-    ours     structured, every core at the rate that its shape asks for (`structlin.param_groups`)
-    wider    ours, at the largest width of no more FLOPs a token than dense; dense layers follow muP
+    dense              nn.Linear everywhere, at `--width`
+    dense_wide         at twice the width
+    structured         at twice the width, all linear layers but the head
+    structured_wide    at the largest width of no more FLOPs a token than the first dense model
 
-With `--optimizer muon` the rate is in units of operator norm per step, the same for every shape:
-there is no naive run.
+`--lr` is meant for the first one. muP carries it to the other widths, and `structlin.param_groups`
+to the cores. With `--optimizer muon` it is in units of operator norm per step, the same for every
+shape. With an activation between the cores (`--between`), attention has BTT of rank `--attention`
+without one. The table says after how many seconds of training each model is as good as the dense
+ones at their end.
 
-The width is found by `structlin.widen`. A training step is three times the FLOPs of a forward pass;
+`structlin.widen` finds the last width. A training step is three times the FLOPs of a forward pass;
 those are counted on one sequence, attention and head included (the causal half that a fused kernel
 may skip is counted too).
 """
@@ -30,7 +32,7 @@ import textwrap
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, dataclass, fields
 from itertools import islice, pairwise
@@ -136,6 +138,7 @@ class Task(ABC):
     heads: int | None = None  # of attention, at every width; None: as many as fill the width
     zero_init: tuple[str, ...] = ("*c_proj",)  # what starts at zero: see structlin.convert
     weight_norm: bool = False  # of structured layers
+    head_std: float = 0.0  # of the start of a dense head
     config: dict[str, Any]  # what makes a checkpoint another one
     heldout: list[Batch]
 
@@ -159,7 +162,7 @@ class Run:
     label: str
     width: int
     structure: structlin.Family | None
-    aware: bool
+    options: Mapping[str, Any]  # of `convert`
     flops: int  # a token, forward
     config: dict[str, Any]
     path: Path  # of the checkpoint
@@ -188,6 +191,9 @@ def build(
             options = {"zero_init": task.zero_init, "weight_norm": task.weight_norm}
             options["init"] = "mup"  # as the dense model's, see `initialise`
             structlin.convert(model, structure, **(options | changes))
+        for name, head in model.named_children():
+            if task.head_std and name.endswith("head") and isinstance(head, nn.Linear):
+                nn.init.normal_(head.weight, std=task.head_std)
     return model
 
 
@@ -196,18 +202,21 @@ def example_of(task: Task) -> Tensor:
     return task.heldout[0][0][:1]
 
 
-def forward_flops(task: Task, width: int, structure: structlin.Family | None) -> int:
+def forward_flops(
+    task: Task, width: int, structure: structlin.Family | None, **changes: Any
+) -> int:
     """FLOPs a token of the forward pass of one sequence. Nothing is computed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a small layer grows: the real one will say so
-        model = build(task, width, structure, seed=0, device="meta")
+        model = build(task, width, structure, seed=0, device="meta", **changes)
     return structlin.cost(model, example_of(task)).flops // task.tokens
 
 
-def widest(task: Task, structure: structlin.Family, width: int) -> Any:
+def widest(task: Task, structure: structlin.Family, width: int, **changes: Any) -> Any:
     """The largest width, a multiple of the head size, with at most the FLOPs of dense's `width`."""
+    example = example_of(task)
     return structlin.widen(
-        task.model, structure, dense=width, example=example_of(task), multiple=HEAD
+        task.model, structure, dense=width, example=example, multiple=HEAD, **changes
     )
 
 
@@ -217,41 +226,41 @@ def make_run(
     name: str,
     width: int,
     structure: structlin.Family | None,
-    *,
-    label: str | None = None,
-    aware: bool = True,
 ) -> Run:
     """The run `name`, of the model of that width and structure (None: dense)."""
     config = task.config | {
         option: getattr(options, option) for option in ("seed", "steps", "batch", "lr", "depth")
     }
     config |= {"width": width, "structure": structure.label if structure else "none"}
-    label = label or (structure.label if structure else "dense")
-    flops = forward_flops(task, width, structure)
-    return Run(name, label, width, structure, aware, flops, config, options.out / f"{name}.pt")
+    changes = attention_of(options) if structure else {}
+    config |= {"attention": options.attention} if changes else {}
+    label = structure.label if structure else "dense"
+    flops = forward_flops(task, width, structure, **changes)
+    return Run(name, label, width, structure, changes, flops, config, options.out / f"{name}.pt")
 
 
-def choose_four(task: Task, options: argparse.Namespace) -> list[Run]:
+def attention_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Options of `convert` for attention, whose cores have no activation between them."""
+    if options.between == "none" or "attention" not in options:
+        return {}
+    return {"overrides": {"*attn*": structlin.BTT(rank=options.attention)}}
+
+
+def choose(task: Task, options: argparse.Namespace) -> list[Run]:
     """The four runs above.
 
     Raises:
         ValueError: the options do not fit each other.
     """
-    structure = structure_of(options)
-    label, width = structure.label, options.width
-    if width % HEAD and not task.heads:
+    structure, width = structure_of(options), options.width
+    if "heads" in options and width % HEAD and not task.heads:
         raise ValueError(f"--width {width} is not a multiple of the head size {HEAD}")
     dense = make_run(task, options, "dense", width, None)
-    naive = make_run(
-        task, options, "naive", width, structure, label=f"{label}, naive lr", aware=False
-    )
-    ours = make_run(task, options, "ours", width, structure, label=f"{label}, our lr")
-    wide = widest(task, structure, width).width
-    wider = make_run(task, options, "wider", wide, structure, label=f"{label}, our lr, wider")
-    runs = [dense, naive, ours, wider]
-    if options.optimizer == "muon":  # it knows structures by itself: there is no naive rate
-        runs = [run for run in runs if run.aware]
-    return runs
+    dense_wide = make_run(task, options, "dense_wide", 2 * width, None)
+    structured = make_run(task, options, "structured", 2 * width, structure)
+    wide = widest(task, structure, width, **structured.options).width
+    structured_wide = make_run(task, options, "structured_wide", wide, structure)
+    return [dense, dense_wide, structured, structured_wide]
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -325,13 +334,13 @@ def evaluate(model: nn.Module, batches: list[Batch], device: str) -> tuple[float
 
 
 def optimizer_of(
-    model: nn.Module, base: nn.Module, run: Run, options: argparse.Namespace
+    model: nn.Module, base: nn.Module, options: argparse.Namespace
 ) -> torch.optim.Optimizer:
     """AdamW with the rates of `param_groups`, or Muon, whose rate needs none; `base` is the dense
     model of the first run."""
     if options.optimizer == "muon":
         return structlin.optim.Muon(model, options.lr, other_lr=options.other_lr)
-    groups = structlin.param_groups(model, options.lr, base=base, structure_aware=run.aware)
+    groups = structlin.param_groups(model, options.lr, base=base)
     return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
 
 
@@ -343,14 +352,14 @@ def train(task: Task, run: Run, base: Run, options: argparse.Namespace) -> Itera
         evaluations `(step, loss, accuracy)`, params, lr.
     """
     device = options.device
-    model = build(task, run.width, run.structure, options.seed).to(device)
-    optimizer = optimizer_of(model, build(task, base.width, None, 0, "meta"), run, options)
+    model = build(task, run.width, run.structure, options.seed, **run.options).to(device)
+    optimizer = optimizer_of(model, build(task, base.width, None, 0, "meta"), options)
     history = {
         "losses": [],
         "times": [],
         "evaluations": [],
         "params": sum(parameter.numel() for parameter in model.parameters()),
-        "lr": [choose(group["lr"] for group in optimizer.param_groups) for choose in (min, max)],
+        "lr": [end(group["lr"] for group in optimizer.param_groups) for end in (min, max)],
     }
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warmup_cosine(step, options.steps)
@@ -555,6 +564,9 @@ def arguments(about: str, data: str, defaults: dict[str, Any]) -> argparse.Argum
         *(["context"] if "context" in defaults else []),
     ):
         parser.add_argument(f"--{name}", type=positive, help="default: %(default)s")
+    if "attention" in defaults:
+        text = "rank of BTT in attention, where --between is used (default: %(default)s)"
+        parser.add_argument("--attention", type=positive, help=text)
     if "heads" in defaults:
         fixed = f"of {HEAD} features, at every width (default: {defaults['heads'] or FILL})"
         parser.add_argument("--heads", type=positive, help=fixed)
@@ -588,7 +600,6 @@ def main(
     data: str,
     defaults: dict[str, Any],
     smoke: dict[str, Any],
-    choose: Callable[[Task, argparse.Namespace], list[Run]] = choose_four,
     argv: list[str] | None = None,
 ) -> list[dict[str, Any]]:
     """The whole program. A bad option, file or checkpoint ends it with one message before anything
@@ -598,8 +609,6 @@ def main(
         make: options -> task.
         about, data: help texts, of the program and of `--data`.
         defaults, smoke: options' defaults, and those that `--smoke` changes.
-        choose: the task's runs, of which the first is dense and has the width at which `--lr` is
-            meant.
 
     Returns:
         One row per run, as in `results.json`.

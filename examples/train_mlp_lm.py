@@ -8,18 +8,10 @@
 From 16 characters it predicts the next one, as Bengio et al.'s did from words: embeddings, one
 linear layer to `--width` features, residual blocks x + relu(W norm(x)), a head. The text is that of
 train_gpt.py; the last tenth, whole modules but for its first lines, is held out. A run sees about a
-tenth of the rest once. Four models take turns:
+tenth of the rest once. For the four models see examples/compare.py.
 
-    dense              nn.Linear everywhere, at `--width`
-    dense              at twice the width
-    structured         at twice the width, all linear layers but the head
-    structured         at the largest width of no more FLOPs than the first dense model
-
-All have `--lr`, the best of 2^-9, 2^-8, 2^-7, 2^-6 for the first dense model (seed 0; held-out
-losses 1.71, 1.65, 1.64, 1.66). The wider dense model follows muP, the structured ones too, and
-their cores `structlin.param_groups`: none of them was tuned. The table says after how many seconds
-of training each model is as good as the dense ones at their end. The same command again goes on
-from the checkpoints in `--out`.
+`--lr` is the best of 2^-9, 2^-8, 2^-7, 2^-6 for the first dense model (seed 0; held-out losses
+1.71, 1.65, 1.64, 1.66). The same command again goes on from the checkpoints in `--out`.
 
 Source: Bengio et al. 2003, A Neural Probabilistic Language Model (JMLR 3); muP as in Yang et al.
 2022 (arXiv:2203.03466).
@@ -64,7 +56,7 @@ class MLP(nn.Module):
 class NextCharacter(train_gpt.Text):
     model_name = "MLP"
     heldout_windows, heldout_batch = 8192, 512
-    zero_init, weight_norm = (), False
+    zero_init, weight_norm, head_std = (), False, 0.0
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
@@ -76,21 +68,6 @@ class NextCharacter(train_gpt.Text):
 
     def model(self, width: int) -> nn.Module:
         return MLP(self.vocabulary, self.context, width, self.options.depth)
-
-
-def choose(task: compare.Task, options: argparse.Namespace) -> list[compare.Run]:
-    """The four runs.
-
-    Raises:
-        ValueError: the structure does not fit, or `options` lack what it needs.
-    """
-    structure, double = compare.structure_of(options), 2 * options.width
-    dense = compare.make_run(task, options, "dense", options.width, None)
-    dense_wide = compare.make_run(task, options, "dense_wide", double, None)
-    structured = compare.make_run(task, options, "structured", double, structure)
-    widest = compare.widest(task, structure, options.width).width
-    structured_wide = compare.make_run(task, options, "structured_wide", widest, structure)
-    return [dense, dense_wide, structured, structured_wide]
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
@@ -108,7 +85,6 @@ def main(argv: list[str] | None = None) -> list[dict]:
             "out": Path("out/train_mlp_lm"),
         },
         smoke={"width": 64, "depth": 1, "steps": 6, "batch": 8, "context": 8},
-        choose=choose,
         argv=argv,
     )
 

@@ -236,6 +236,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
         data="CIFAR-10's folder of python batches, or an .npz of images and labels "
         "(default: scikit-learn's digits)",
         defaults={
+            "between": "silu",
+            "attention": 2,
             "width": 128,
             "depth": 2,
             "steps": 1500,

@@ -255,21 +255,24 @@ def test_the_numbers_behind_the_verdicts_are_those_of_the_kept_results():
 # ---- what the pages say without a number, in the kept results ------------------------------------
 
 
-def test_the_widest_btt_of_the_main_job_ends_lowest_at_denses_flops():
+@pytest.mark.parametrize(("program", "width"), [(pages.MAIN_JOB, 512), ("train_mlp_lm", 1024)])
+def test_the_widest_model_of_an_example_ends_lowest_at_the_flops_of_the_narrow_dense_one(
+    program, width
+):
     for end in markers.SEEDS:
-        dense, wide, btt, widest = pages.read(f"{pages.MAIN_JOB}{end}")["rows"]
-        assert widest["flops"] <= dense["flops"]
-        assert widest["loss"] < min(row["loss"] for row in (dense, wide, btt))
-        assert (wide["width"], btt["width"]) == (1024, 1024)
+        narrow, dense, ours, widest = pages.read(f"{program}{end}")["rows"]
+        assert widest["flops"] <= narrow["flops"]
+        assert widest["loss"] < min(row["loss"] for row in (narrow, dense, ours))
+        assert (dense["width"], ours["width"]) == (width, width)
 
 
-def test_at_equal_width_the_gpt_ends_higher_and_by_the_naive_rate_highest():
+def test_the_structured_gpt_of_denses_width_ends_higher_and_the_widest_passes_both_dense_ones():
     for end in markers.SEEDS:
-        dense, naive, ours, wider = pages.read(f"train_gpt{end}")["rows"]
-        assert dense["loss"] < ours["loss"] < naive["loss"]
-        assert round(dense["flops"] / ours["flops"]) == 5
-        assert wider["flops"] <= dense["flops"]
-        assert wider["width"] == 4.75 * dense["width"]
+        narrow, dense, ours, widest = pages.read(f"{pages.MAIN_JOB}{end}")["rows"]
+        assert dense["loss"] < ours["loss"] < 1.01 * narrow["loss"]
+        until = widest["seconds to the loss of"]
+        assert until["dense 256"] < narrow["clock"][-1]
+        assert until["dense 512"] < dense["clock"][-1]
 
 
 def test_our_rule_brings_btt_nearer_to_dense_and_monarch_not():

@@ -30,7 +30,7 @@ from benchmarks.comparison.methods import Method, find_methods
 from benchmarks.harness import figures, report, training
 from benchmarks.harness.experiment import Experiment, Row, Tune
 from benchmarks.harness.statistics import best, curve_of_rates, select, values
-from benchmarks.harness.tasks import compare, train_gpt
+from benchmarks.harness.tasks import Plateau, compare
 from benchmarks.harness.timing import milliseconds
 
 METHODS, LEFT_OUT = find_methods()
@@ -41,7 +41,7 @@ OURS = "structlin"
 @cache
 def make_task(seed: int, **sizes: int) -> compare.Task:
     sizes = {name: value for name, value in sizes.items() if name != "width"}
-    return train_gpt.Text(Namespace(data=None, seed=seed, **sizes))
+    return Plateau(Namespace(data=None, seed=seed, **sizes))
 
 
 def build(method: Method, seed: int, sizes: Row) -> nn.Module:

@@ -78,7 +78,13 @@ def curves(
             axes.set_yscale("log")
         axes.set(xlabel=x, ylabel=y)
     if lines != [()]:
-        grid[0].legend(fontsize="small")
+        named = {
+            name: mark
+            for axes in grid
+            for mark, name in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        place = {"loc": "outside lower center", "ncols": min(len(named), columns)}
+        figure.legend([*named.values()], [*named], fontsize="small", **place)
     return figure
 
 

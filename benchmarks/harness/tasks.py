@@ -28,8 +28,17 @@ import train_vit
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
 ExampleTask = TypeVar("ExampleTask", bound=compare.Task)
+
+
+class Plateau(train_gpt.Text):
+    """The text of examples/train_gpt.py for a GPT whose head starts at zero, as muP has it: it
+    stays on its first plateau for hundreds of steps, and chance decides when it leaves it."""
+
+    head_std = 0.0
+
+
 EXAMPLES: dict[str, type[compare.Task]] = {
-    "GPT": train_gpt.Text, "ViT": train_vit.Images, "MLP": train_mlp_lm.NextCharacter,
+    "GPT": Plateau, "ViT": train_vit.Images, "MLP": train_mlp_lm.NextCharacter,
 }  # fmt: skip
 
 
@@ -299,7 +308,7 @@ class Windows:
     loss = staticmethod(Text.loss)
 
 
-class Words(train_gpt.Text):
+class Words(Plateau):
     """The same text in words, runs of spaces and single other characters, so that the head is a
     large part of a GPT.
 

@@ -14,9 +14,7 @@ from benchmarks.harness.tasks import Task, compare
 
 Curve = list[tuple[int, float | None]]  # steps, held-out loss
 HELD_OUT_SAMPLES = 8192  # of a final loss
-# With the start at zero and the rise over 5 % of the steps that examples/ have, small GPTs stay on
-# their first plateau for hundreds of steps, and chance decides which of them leaves it.
-RECIPE = {"head_std": 0.02, "warm_up": 100}  # of a dense head's start, as GPT-2's; steps
+WARM_UP = 100  # steps, of `warm_up`
 SCHEDULES: dict[str, Callable[[float], float]] = {  # share of the steps -> share of the rate
     "cosine": lambda share: 0.5 + 0.5 * math.cos(math.pi * share),
     "linear": lambda share: 1 - share,
@@ -128,20 +126,13 @@ def follow(
     return curve
 
 
-def start_head(model: nn.Module) -> None:
-    """Start a dense head as RECIPE says, in place."""
-    for name, head in model.named_children():
-        if name.endswith("head") and isinstance(head, nn.Linear):
-            nn.init.normal_(head.weight, std=RECIPE["head_std"])
-
-
 def warm_up(step: int, steps: int) -> float:
-    """The examples' schedule, whose warm-up RECIPE gives; a fifth of the steps at most.
+    """The examples' schedule with a warm-up of WARM_UP steps, a fifth of the steps at most.
 
     >>> [round(warm_up(step, 2000), 3) for step in (0, 99, 1050, 1999)]
     [0.01, 1.0, 0.55, 0.1]
     """
-    return compare.warmup_cosine(step, steps, min(int(RECIPE["warm_up"]), steps // 5))
+    return compare.warmup_cosine(step, steps, min(WARM_UP, steps // 5))
 
 
 def cross_entropy(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

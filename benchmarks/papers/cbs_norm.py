@@ -41,7 +41,7 @@ STEPS, EVERY = {"usual": 500, "large": 150}, 5
 
 def train(lr: float, model: str, seed: int, steps: dict[str, int]) -> Row:
     """The held-out loss, and the RMS of the residual stream over training."""
-    task = tasks.of_examples(tasks.train_gpt.Text, seed, **SETTING)
+    task = tasks.of_examples(tasks.Plateau, seed, **SETTING)
     torch.manual_seed(seed)
     net = task.model(SETTING["width"])
     if model != "dense":

@@ -22,7 +22,7 @@ from benchmarks.harness import figures, timing, training
 from benchmarks.harness.experiment import Axis, Experiment, Row, Runs, Tune, combinations, tune
 from benchmarks.harness.record import environment
 from benchmarks.harness.statistics import select, tuned_on_first
-from benchmarks.harness.tasks import compare, of_examples, train_gpt
+from benchmarks.harness.tasks import Plateau, compare, of_examples
 from benchmarks.papers.polar_factors import PAPERS, inverse_root
 from benchmarks.training.muon_vs_adamw import SIZES, STRUCTURES, descend, muon
 
@@ -44,13 +44,13 @@ def train(
     structure: str, method: str, steps: int, lr: float, seed: int, sizes: dict[str, int]
 ) -> Row:
     make = partial(muon, lr=lr, **METHODS[method])
-    return {"loss": descend(train_gpt.Text, structure, seed, steps, make, sizes=sizes)[-1][1]}
+    return {"loss": descend(Plateau, structure, seed, steps, make, sizes=sizes)[-1][1]}
 
 
 def time_steps(rounds: int, sizes: Mapping[str, int]) -> Times:
     """Medians of rounds in turn."""
     torch.set_num_threads(1)
-    task = of_examples(train_gpt.Text, 0, **sizes)
+    task = of_examples(Plateau, 0, **sizes)
     inputs, targets = task.batch(0)
     found = {}
     for structure, family in STRUCTURES.items():
@@ -130,7 +130,7 @@ EXPERIMENT = Experiment(
         "steps": lambda job: [],
         "lr": [],
     },
-    sizes={"steps": 800, "sizes": {**SIZES["GPT"], "weight_norm": train_gpt.Text.weight_norm}},
+    sizes={"steps": 800, "sizes": {**SIZES["GPT"], "weight_norm": Plateau.weight_norm}},
     note={"lrs": LRS},
     smoke={
         "steps": 2,

@@ -13,14 +13,15 @@ for a half or for a quarter of it, each with a decay of its own. A structure's l
 its schedules are interpolated in logarithms. The factor is how many times less than dense it needs
 until the loss of dense's longest schedule; "never": its whole schedule does not meet it.
 
-The head's start and the rate's rise are those of `training.RECIPE`, not of examples/.
+The rate rises for `training.WARM_UP` steps.
 
 Rates are tuned for every kind and optimizer on seed 0, at dense width 256 for a quarter of the
 schedule: by factors of 2 until the best has both its neighbours. muP and `param_groups` take
-AdamW's rates to the other widths; Muon's stay as they are. Intervals are 95 %, bootstrap over the
-seeds; with three they are about the range. Seconds are steps times the time of a step over dense's,
-the batch not counted: medians of rounds in which all models of a width take turns, on as many
-threads as torch takes, with their 20th and 80th percentiles.
+AdamW's rates to the other widths; Muon's stay as they are. Dense also tries half of its rate at
+each width, for the whole schedule on seed 0, and has the better one. Intervals are 95 %, bootstrap
+over the seeds; with three they are about the range. Seconds are steps times the time of a step over
+dense's, the batch not counted: medians of rounds in which all models of a width take turns, on as
+many threads as torch takes, with their 20th and 80th percentiles.
 """
 
 import math
@@ -85,6 +86,8 @@ class Subwords(train_gpt.Text):
 
 class Fashion(train_vit.Images):
     """Fashion-MNIST, by its own division, in 16 patches of 7 x 7 pixels."""
+
+    head_std = train_gpt.Text.head_std
 
     def __init__(self, options: Namespace) -> None:
         super().__init__(options)
@@ -184,7 +187,6 @@ def build(
         )
     else:
         model = compare.build(task, own, structure, seed, device, **found.options)
-    training.start_head(model)
     return factors.cross(model) if found.crossed else model
 
 
@@ -267,7 +269,8 @@ WHERE = ("setup", "optimizer", "width")
 
 
 def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
-    """Every kind at its rate, for all widths and lengths."""
+    """Every kind at its rate, for all widths and lengths. Dense tries half of it too at each width:
+    the other kinds have no such second look."""
     for group in combinations({name: axes[name] for name in ("setup", "optimizer", "kind")}):
         kind = KINDS[group["kind"]]
         if kind.refactored and group["optimizer"] != "AdamW":
@@ -275,18 +278,26 @@ def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
         where = {**group, "width": TUNED, "length": min(LENGTHS)}
         rates = tune(runs, where, [0], Tune(lambda job: RATES[job["optimizer"]]))
         lr = best(curve_of_rates(rates))
-        grid = {name: axes[name] for name in ("width", "length", "seed")}
-        runs.of({**group, **job, "lr": lr} for job in combinations(grid))
+        jobs = combinations({name: axes[name] for name in ("width", "length", "seed")})
+        jobs = [{**group, **job, "lr": lr} for job in jobs]
+        if group["kind"] == "dense":
+            looks = select(jobs, length=max(values(jobs, "length")), seed=0)
+            runs.of({**job, "lr": share * job["lr"]} for job in looks for share in (1, 0.5))
+            found = at_best_rates(select(runs.all(), **group))
+            chosen = {row["width"]: row["lr"] for row in found}
+            jobs = [job | {"lr": chosen[job["width"]]} for job in jobs]
+        runs.of(jobs)
     return runs.all()
 
 
 def at_best_rates(rows: Sequence[Row]) -> list[Row]:
-    """The rows at the rate that was best where rates are tuned."""
+    """The rows at the rate that is best on seed 0 where it ran longest, of each kind and width."""
     found = []
-    for of in combinations({name: values(rows, name) for name in ("setup", "optimizer", "kind")}):
+    for of in combinations({name: values(rows, name) for name in (*WHERE, "kind")}):
         if mine := select(rows, **of):
-            tuned = select(mine, width=TUNED, length=min(LENGTHS), seed=0)
-            found += select(mine, lr=best(curve_of_rates(tuned)))
+            first = select(mine, seed=0)
+            longest = select(first, length=max(values(first, "length")))
+            found += select(mine, lr=best(curve_of_rates(longest)))
     return found
 
 
@@ -457,7 +468,8 @@ EXPERIMENT = Experiment(
         "vocabulary": VOCABULARY,
         "base": BASE,
         "other_lr": OTHER_LR,
-        **training.RECIPE,
+        "head_std": train_gpt.Text.head_std,
+        "warm_up": training.WARM_UP,
     },
     smoke={
         **settings(batch=2, depth=1, steps=4),

@@ -9,10 +9,10 @@ blocks. Each model has the largest width at which a forward pass of one sequence
 dense's, router included: a mixture of 2 experts spends what BTT of rank 2 does. Steps and batches
 are the same; muP and `param_groups` take a dense model's rate to each model. That rate is tuned for
 each kind, on seed 0: by factors of 2 from the example's until the best has both its neighbours.
-The head's start and the rate's rise are those of `training.RECIPE`, not of examples/. Mixtures add
-0.01 of `load_balancing_loss` to the loss that they train on; the held-out loss is cross-entropy
-alone. Then the models take turns for the milliseconds of a step, on one thread and on two. Runs
-that an earlier result in --out has are not repeated.
+The rate rises for `training.WARM_UP` steps. Mixtures add 0.01 of `load_balancing_loss` to the loss
+that they train on; the held-out loss is cross-entropy alone. Then the models take turns for the
+milliseconds of a step, on one thread and on two. Runs that an earlier result in --out has are not
+repeated.
 """
 
 import math
@@ -65,10 +65,7 @@ def build(
 ) -> nn.Module:
     kind = KINDS[name]
     model = compare.build(task, width, None if kind.experts else kind.structure, seed, device)
-    if kind.experts:
-        model = mix(model, kind.structure, kind.experts, task)
-    training.start_head(model)
-    return model
+    return mix(model, kind.structure, kind.experts, task) if kind.experts else model
 
 
 def mix(
@@ -233,7 +230,12 @@ EXPERIMENT = Experiment(
     axes={"kind": [*KINDS]},
     rates=Tune(start=lambda job: LR),
     sizes={"steps": 400, "sizes": SIZES},
-    note={"start": LR, "balance": BALANCE, **training.RECIPE},
+    note={
+        "start": LR,
+        "balance": BALANCE,
+        "head_std": train_gpt.Text.head_std,
+        "warm_up": training.WARM_UP,
+    },
     smoke={
         "steps": 2,
         "sizes": {"width": 32, "depth": 1, "context": 16, "batch": 2, "heads": 1},

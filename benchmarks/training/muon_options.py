@@ -21,7 +21,7 @@ import structlin
 from benchmarks.harness import figures
 from benchmarks.harness.experiment import Axis, Experiment, Row, Runs, Tune, combinations, tune
 from benchmarks.harness.statistics import curve_of_rates, select, tuned_on_first, values
-from benchmarks.harness.tasks import train_gpt
+from benchmarks.harness.tasks import Plateau
 from benchmarks.training import muon_vs_adamw
 from benchmarks.training.muon_vs_adamw import SIZES, STRUCTURES
 from structlin.duality import spectral_bound
@@ -166,7 +166,7 @@ def train(
         options = {"other_lr": muon_vs_adamw.OTHER_LR, **OPTIONS[option]}
         return Changed(model, lr, steps=steps, **options)
 
-    curve = muon_vs_adamw.descend(train_gpt.Text, structure, seed, steps, make, sizes=sizes)
+    curve = muon_vs_adamw.descend(Plateau, structure, seed, steps, make, sizes=sizes)
     return {"loss": curve[-1][1]}
 
 
@@ -224,7 +224,7 @@ EXPERIMENT = Experiment(
     about=__doc__,
     run=train,
     axes={"option": [*OPTIONS], "structure": [*STRUCTURES], "lr": lambda job: [RATES.start(job)]},
-    sizes={"steps": 280, "sizes": {**SIZES["GPT"], "weight_norm": train_gpt.Text.weight_norm}},
+    sizes={"steps": 280, "sizes": {**SIZES["GPT"], "weight_norm": Plateau.weight_norm}},
     note={"clear": CLEAR, "memory": MEMORY, "decay": DECAY, "tail": TAIL, "every": EVERY},
     smoke={
         "steps": 2,

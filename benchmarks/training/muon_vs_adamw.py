@@ -46,7 +46,7 @@ from benchmarks.harness.experiment import (
     tune,
 )
 from benchmarks.harness.statistics import best, curve_of_rates, select, tuned_on_first
-from benchmarks.harness.tasks import EXAMPLES, compare, of_examples, train_gpt
+from benchmarks.harness.tasks import EXAMPLES, Plateau, compare, of_examples
 
 STRUCTURES = {"dense": None, "BTT r=1": structlin.BTT(rank=1)}
 RATES = {"AdamW": 2.0**-9, "Muon": 2.0**-6}  # where the search begins
@@ -77,7 +77,7 @@ ADAMW = "AdamW, all steps"
 WAYS = {"dense": ["all of it", ADAMW], "BTT r=1": [*WITHOUT, ADAMW]}
 
 
-class Pairs(train_gpt.Text):
+class Pairs(Plateau):
     """Tokens are pairs of characters."""
 
     def tokenise(self, text: str) -> tuple[int, Tensor]:
@@ -95,8 +95,8 @@ SETTINGS: dict[str, dict[str, Any]] = {  # what is not as usual
     "what was tuned for 280 steps": {name: TUNED[name] for name in TUNED if name != "lr"},
 }
 # text -> its class, share of the steps, and structure -> settings
-TEXTS: dict[str, tuple[type[train_gpt.Text], float, dict[str, list[str]]]] = {
-    "characters": (train_gpt.Text, 1.0, {each: [*SETTINGS] for each in STRUCTURES}),
+TEXTS: dict[str, tuple[type[Plateau], float, dict[str, list[str]]]] = {
+    "characters": (Plateau, 1.0, {each: [*SETTINGS] for each in STRUCTURES}),
     "pairs of characters": (Pairs, SHORT, {"dense": [*SETTINGS][:3], "BTT r=1": []}),
 }
 FIRST = (2.0**-4.5, 2.0**-4)  # rates of each setting
@@ -131,7 +131,7 @@ def train_tuned(structure: str, way: str, lr: float, seed: int, steps: int, size
     else:
         make, steps = muon_of(chosen, lr), shorten(steps)
     gpt = {"sizes": sizes["GPT"], "chosen": chosen}
-    curve = descend(train_gpt.Text, structure, seed, steps, make, **gpt)
+    curve = descend(Plateau, structure, seed, steps, make, **gpt)
     return {"steps": steps, "loss": curve[-1][1]}
 
 

@@ -4,6 +4,7 @@ errors."""
 import json
 import os
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ import structlin
 
 GPT = ["--smoke", "--device", "cpu"]
 VIT = ["--smoke", "--device", "cpu", "--steps", "2"]
+RUNS = ["dense", "dense_wide", "structured", "structured_wide"]
 
 
 @pytest.fixture
@@ -48,15 +50,14 @@ def curves(rows):
 def test_gpt_leaves_a_table_a_plot_and_results(text, tmp_path, capsys):
     rows = train_gpt.main([*GPT, "--data", str(text), "--out", str(tmp_path)])
     shown = capsys.readouterr().out
-    assert [row["run"] for row in rows] == ["dense", "naive", "ours", "wider"]
+    assert [row["run"] for row in rows] == RUNS
     for title in (
         "params",
         "FLOPs/token",
         "loss",
         "bits/char",
         "seconds",
-        "lr",
-        "BTT(rank=1), our lr",
+        "BTT(rank=1), silu",
     ):
         assert title in shown
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -73,34 +74,33 @@ def test_gpt_learns_a_text(text):
     assert all(row["bits/char"] < 1.5 for row in rows)  # log2(30 characters) is 4.9
 
 
-def test_the_wider_model_is_the_widest_within_the_flops_of_dense(text, tmp_path):
-    rows = {
-        row["run"]: row
-        for row in train_gpt.main(
-            [*GPT, "--data", str(text), "--width", "64", "--out", str(tmp_path)]
-        )
-    }
-    assert rows["wider"]["width"] > 64
-    assert rows["wider"]["flops"] <= rows["dense"]["flops"]
+def test_the_widest_model_is_the_widest_within_the_flops_of_dense(text, tmp_path):
+    options = [*GPT, "--data", str(text), "--width", "96", "--heads", "2", "--out", str(tmp_path)]
+    rows = {row["run"]: row for row in train_gpt.main(options)}
     head, depth, context, vocabulary = 32, 1, 16, len(set(text.read_text(encoding="utf-8")))
-    dense = depth * (24 * 64 * 64 + 4 * context * 64) + 2 * 64 * vocabulary
-    assert rows["dense"]["flops"] == dense
 
-    # 2 multiply-adds of a BTT of rank 1: d_in b + g d_out, for the most even factors
-    def btt(d_in, d_out):
+    def flops(d, attention, mlp):  # with two heads of 32 features
+        return depth * (attention + mlp + 4 * context * 64) + 2 * d * vocabulary
+
+    def dense(d):
+        return flops(d, 8 * d * 64, 16 * d * d)
+
+    # 2 multiply-adds of BTT: rank (d_in b + g d_out), for the most even factors
+    def btt(d_in, d_out, rank):
         def small(n):
             return max(k for k in range(1, n + 1) if n % k == 0 and k * k <= n)
 
-        return 2 * (d_in * small(d_out) + d_out * small(d_in))
+        return 2 * rank * (d_in * small(d_out) + d_out * small(d_in))
 
-    def flops(d):
-        layers = btt(d, 3 * 64) + btt(64, d) + btt(d, 4 * d) + btt(4 * d, d)
-        return depth * (layers + 4 * context * 64) + 2 * d * vocabulary  # two heads of 32
+    def structured(d):  # linear cores of rank 2 in attention
+        attention = btt(d, 3 * 64, 2) + btt(64, d, 2)
+        return flops(d, attention, btt(d, 4 * d, 1) + btt(4 * d, d, 1))
 
-    assert rows["ours"]["flops"] == flops(64)
-    assert rows["wider"]["width"] == max(
-        d for d in range(head, 64 * head, head) if flops(d) <= dense
-    )
+    assert rows["dense"]["flops"] == dense(96)
+    assert rows["dense_wide"]["flops"] == dense(192)
+    assert rows["structured"]["flops"] == structured(192)
+    widths = [d for d in range(head, 64 * head, head) if structured(d) <= dense(96)]
+    assert rows["structured_wide"]["width"] == max(widths) > 96
 
 
 def test_fixed_heads_leave_more_flops_for_the_width():
@@ -110,16 +110,32 @@ def test_fixed_heads_leave_more_flops_for_the_width():
     assert fixed["flops"] > 0.9 * scaled["flops"]
 
 
-def test_all_runs_share_lr_seed_and_size_and_only_ours_scales_the_cores(text, tmp_path):
-    rows = train_gpt.main(
-        [*GPT, "--data", str(text), "--width", "64", "--lr", "0.01", "--out", str(tmp_path)]
-    )
-    dense, naive, ours, wider = rows
-    assert dense["lr"] == naive["lr"] == [0.01, 0.01]
-    # the first core of mlp.c_proj, 256 -> 64
-    assert ours["lr"] == pytest.approx([0.01, 0.01 * 256 / 16 / 2])
-    assert wider["lr"][0] == pytest.approx(0.01 * 64 / wider["width"])  # the dense head, by muP
-    assert naive["params"] == ours["params"] < dense["params"]
+def test_one_rate_reaches_all_widths_by_mup_and_the_cores_by_their_shapes(text, tmp_path):
+    options = [*GPT, "--data", str(text), "--width", "64", "--lr", "0.01", "--out", str(tmp_path)]
+    dense, wide, structured, _ = train_gpt.main([*options, "--between", "none"])
+    assert dense["lr"] == [0.01, 0.01]
+    assert wide["lr"] == pytest.approx([0.005, 0.01])  # embeddings keep the rate
+    # a core of mlp.c_proj, 512 -> 128, whose dense layer has the rate 0.005
+    assert structured["lr"] == pytest.approx([0.005, 0.005 * 512 / 16 / 2])
+    assert structured["params"] < wide["params"]
+
+
+def test_an_activation_stays_out_of_attention(text):
+    options = train_options(["--data", str(text), "--between", "silu"], attention=2)
+    (*_, run, _), task = compare.choose(task := train_gpt.Text(options), options), task
+    model = compare.build(task, run.width, run.structure, 0, **run.options)
+    (block,) = model.blocks
+    for layer in (block.attn.c_attn, block.attn.c_proj):
+        assert layer.structure.between is None
+    for layer in (block.mlp.c_fc, block.mlp.c_proj):
+        assert layer.structure.between == "silu"
+
+
+def test_the_head_of_a_gpt_starts_small_and_that_of_a_vit_at_zero(text):
+    gpt, vit = train_options(["--data", str(text)]), train_options([])
+    head = compare.build(train_gpt.Text(gpt), 64, structlin.BTT(), seed=0).lm_head.weight
+    assert head.std().item() == pytest.approx(0.02, rel=0.1)
+    assert not compare.build(train_vit.Images(vit), 64, None, seed=0).head.weight.any()
 
 
 def test_a_learning_rate_warms_up_and_decays_to_a_tenth():
@@ -138,11 +154,9 @@ def test_a_batch_depends_on_seed_and_step_alone(text, tmp_path):
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
 
 
-def train_options(arguments):
-    parser = compare.arguments(
-        "", "", {"width": 32, "depth": 1, "steps": 4, "batch": 2, "context": 16}
-    )
-    return parser.parse_args(arguments)
+def train_options(arguments, **defaults):
+    sizes = {"width": 32, "depth": 1, "steps": 4, "batch": 2, "context": 16, "out": Path()}
+    return compare.arguments("", "", sizes | defaults).parse_args(arguments)
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -162,11 +176,11 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(text, tmp_path, monkeyp
     monkeypatch.setattr(os, "replace", interrupted)
     with pytest.raises(SystemExit, match="same command goes on"):
         train_gpt.main([*arguments, str(tmp_path / "parts")])
-    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == ["dense.pt", "naive.pt"]
+    assert {path.stem for path in (tmp_path / "parts").iterdir()} == {*RUNS[:2]}
     monkeypatch.setattr(os, "replace", replace)
     parts = train_gpt.main([*arguments, str(tmp_path / "parts")])
     assert curves(parts) == curves(whole)  # bit-equal
-    for name in ("dense", "naive", "ours", "wider"):
+    for name in RUNS:
         one, other = (
             torch.load(tmp_path / folder / f"{name}.pt", weights_only=True)["history"]["losses"]
             for folder in ("whole", "parts")
@@ -196,17 +210,17 @@ def test_a_checkpoint_of_another_configuration_is_refused(text, tmp_path, capsys
     ):
         assert part in message
     message = error_of(train_gpt.main, capsys, *arguments, "--structure", "kronecker")
-    assert "naive.pt" in message
-    assert "structure is 'BTT(rank=1)' there and 'Kronecker()' here" in message
+    assert "structured.pt" in message
+    assert "structure is 'BTT(rank=1), silu' there and 'Kronecker(), silu' here" in message
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"not a checkpoint", pickle.dumps({"config": print}, protocol=2)]
 )
 def test_a_file_that_is_no_checkpoint_is_refused(text, tmp_path, capsys, content):
-    (tmp_path / "ours.pt").write_bytes(content)
+    (tmp_path / "structured.pt").write_bytes(content)
     message = error_of(train_gpt.main, capsys, *GPT, "--data", str(text), "--out", str(tmp_path))
-    assert "ours.pt is not a checkpoint" in message
+    assert "structured.pt is not a checkpoint" in message
 
 
 # ---- text ----------------------------------------------------------------------------------------
@@ -226,6 +240,7 @@ def test_the_default_text_is_ascii_documentation_and_source():
         (None, "no such file"),
         (b"", "has 0 characters"),
         (b"a short text", "has 12 characters"),
+        (b"a" * 5000, "the text is 'a' throughout"),
         (b"\x89PNG\r\n\x1a\n\xff\xfe" * 100, "not text"),
         (b"zeros\0" * 100, "not text"),
     ],
@@ -352,12 +367,12 @@ def test_a_pickle_that_is_no_cifar_batch_is_refused(tmp_path, capsys, monkeypatc
 
 
 def test_an_activation_between_the_cores_is_named_and_changes_the_loss(text, tmp_path):
-    options = [*GPT, "--data", str(text), "--width", "64"]
+    options = [*GPT, "--data", str(text), "--width", "64", "--attention", "1"]
     plain, silu = (
         train_gpt.main([*options, "--between", between, "--out", str(tmp_path / between)])[2]
         for between in ("none", "silu")
     )
-    assert silu["label"] == plain["label"].replace(",", ", silu,", 1)
+    assert silu["label"] == plain["label"] + ", silu"
     assert silu["params"] == plain["params"]
     assert silu["loss"] != plain["loss"]
 
@@ -401,9 +416,9 @@ def test_the_structured_layers_of_a_gpt_are_weight_normalised_and_those_of_a_vit
         assert {layer.gains is not None for layer in layers} == {normalised}
 
 
-def test_muon_trains_dense_and_structured_at_one_rate_and_has_no_naive_run(text, tmp_path):
+def test_muon_trains_dense_and_structured_at_one_rate(text, tmp_path):
     options = [*GPT, "--data", str(text), "--optimizer", "muon", "--out", str(tmp_path)]
     rows = train_gpt.main([*options, "--steps", "40", "--batch", "8"])
-    assert [row["run"] for row in rows] == ["dense", "ours", "wider"]
+    assert [row["run"] for row in rows] == RUNS
     assert all(row["lr"] == [0.002, compare.MUON_LR] for row in rows)
     assert all(row["bits/char"] < 3.5 for row in rows)  # log2(30 characters) is 4.9
