@@ -213,7 +213,7 @@ def steps_of_examples(
         kinds = [[(part.shape, part.dtype) for part in batch] for batch in batches]
         for run in runs:
             if run.structure is not None:
-                model = compare.build(task, run.width, run.structure, 0, "meta")
+                model = compare.build(task, run.width, run.structure, 0, "meta", **run.options)
                 steps.append((f"{name} {run}", partial(step_of_example, model, kinds)))
     return steps
 
