@@ -57,12 +57,10 @@ TRANSFER = ("BTT r=1", "Monarch")  # of the picture: our rates are nearer, and t
 
 
 def show_runs(name: str) -> str:
-    """The runs of a program of examples/; seconds are steps times the median of a step, where its
-    results have that."""
+    """The runs of a program of examples/; seconds are steps times the median of a step."""
     cells = []
     for row in read(name)["rows"]:
-        seconds = row.get("clock", [row["seconds"]])[-1]
-        figures = [f"{row['flops']:,}", f"{row['loss']:.3f}", f"{seconds:.0f}"]
+        figures = [f"{row['flops']:,}", f"{row['loss']:.3f}", f"{row['clock'][-1]:.0f}"]
         cells.append([row["label"], str(row["width"]), *figures])
     return table(["", "width", "FLOPs per token", "held-out loss", "seconds"], cells)
 

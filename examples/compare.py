@@ -6,7 +6,7 @@ slows all of them: their seconds compare. There are four:
 
     dense              nn.Linear everywhere, at `--width`
     dense_wide         at twice the width
-    structured         at twice the width, all linear layers but the head
+    structured         at twice the width, all linear layers of the blocks
     structured_wide    at the largest width of no more FLOPs a token than the first dense model
 
 `--lr` is meant for the first one. muP carries it to the other widths, and `structlin.param_groups`
@@ -60,6 +60,7 @@ from structlin._commands.arguments import natural as seed
 from structlin._commands.arguments import positive, rate
 
 HEAD = 32  # features of an attention head, at every width
+ATTENTION = 2  # rank of BTT in attention, where MLPs have an activation between their cores
 # operator norm per step, between the best of the dense GPT and ViT (training/muon_vs_adamw.py)
 MUON_LR = 2**-6
 FILL = "as many as fill the width"
@@ -111,8 +112,8 @@ class Block(nn.Module):
 
 @torch.no_grad()
 def initialise(model: nn.Module, *, embedding: float) -> None:
-    """muP: hidden layers 1 / sqrt(fan_in); zero for the head and the last linear layer of each
-    residual branch.
+    """muP: hidden layers 1 / sqrt(fan_in); zero for the head (but see `Task.head_std`) and the last
+    linear layer of each residual branch.
 
     Args:
         embedding: standard deviation of embeddings, the same at every width.
@@ -229,21 +230,30 @@ def make_run(
 ) -> Run:
     """The run `name`, of the model of that width and structure (None: dense)."""
     config = task.config | {
-        option: getattr(options, option) for option in ("seed", "steps", "batch", "lr", "depth")
+        option: getattr(options, option)
+        for option in ("seed", "steps", "batch", "optimizer", "lr", "depth")
     }
     config |= {"width": width, "structure": structure.label if structure else "none"}
     changes = attention_of(options) if structure else {}
-    config |= {"attention": options.attention} if changes else {}
+    config |= {"attention": options.attention or ATTENTION} if changes else {}
     label = structure.label if structure else "dense"
     flops = forward_flops(task, width, structure, **changes)
     return Run(name, label, width, structure, changes, flops, config, options.out / f"{name}.pt")
 
 
 def attention_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Options of `convert` for attention, whose cores have no activation between them."""
-    if options.between == "none" or "attention" not in options:
+    """Options of `convert` for attention, whose cores have no activation between them.
+
+    Raises:
+        ValueError: a rank of attention, but no activation.
+    """
+    if "attention" not in options:
         return {}
-    return {"overrides": {"*attn*": structlin.BTT(rank=options.attention)}}
+    if options.between == "none":
+        if options.attention:
+            raise ValueError(f"--attention {options.attention} needs --between silu")
+        return {}
+    return {"overrides": {"*attn*": structlin.BTT(rank=options.attention or ATTENTION)}}
 
 
 def choose(task: Task, options: argparse.Namespace) -> list[Run]:
@@ -539,7 +549,11 @@ def structure_of(options: argparse.Namespace) -> structlin.Family:
     if missing := [name for name in needed if name not in given]:
         raise ValueError(f"--structure {options.structure} needs --{missing[0]}")
     family = structlin.family(options.structure, **given)
-    return family if options.between == "none" else family.activate(options.between)
+    if options.between == "none":
+        return family
+    if options.structure in ("dense", "blockdiagonal"):
+        raise ValueError(f"--structure {options.structure} has one core: pass --between none")
+    return family.activate(options.between)
 
 
 def arguments(about: str, data: str, defaults: dict[str, Any]) -> argparse.ArgumentParser:
@@ -565,7 +579,7 @@ def arguments(about: str, data: str, defaults: dict[str, Any]) -> argparse.Argum
     ):
         parser.add_argument(f"--{name}", type=positive, help="default: %(default)s")
     if "attention" in defaults:
-        text = "rank of BTT in attention, where --between is used (default: %(default)s)"
+        text = f"rank of BTT in attention, where --between is used (default: {ATTENTION})"
         parser.add_argument("--attention", type=positive, help=text)
     if "heads" in defaults:
         fixed = f"of {HEAD} features, at every width (default: {defaults['heads'] or FILL})"

@@ -56,8 +56,7 @@ class SmallGPT(jobs.LanguageModel):
         train(self.dense, self.loss, options)
 
     def build(self) -> nn.Module:
-        torch.manual_seed(self.options.seed)
-        return self.text.model(self.options.width)
+        return compare.build(self.text, self.options.width, None, self.options.seed)
 
     def loss(self, model: nn.Module, step: int) -> Tensor:
         return jobs.next_token_loss(model, *self.text.batch(step))

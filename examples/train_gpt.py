@@ -59,7 +59,7 @@ def waves(positions: int, width: int) -> Tensor:
     """
     frequencies = (2 * positions) ** -(torch.arange(0, width, 2) / width)
     angles = torch.arange(positions)[:, None] * frequencies
-    return math.sqrt(2) * torch.cat([angles.sin(), angles.cos()], dim=1)
+    return math.sqrt(2) * torch.cat([angles.sin(), angles.cos()], dim=1)[:, :width]
 
 
 def read_text(path: Path | None) -> str:
@@ -145,7 +145,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         data="a text file, UTF-8 (default: the Python standard library's documentation and source)",
         defaults={
             "between": "silu",
-            "attention": 2,
+            "attention": None,
             "width": 256,
             "depth": 2,
             "steps": 1000,

@@ -237,7 +237,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         "(default: scikit-learn's digits)",
         defaults={
             "between": "silu",
-            "attention": 2,
+            "attention": None,
             "width": 128,
             "depth": 2,
             "steps": 1500,

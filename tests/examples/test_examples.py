@@ -120,8 +120,15 @@ def test_one_rate_reaches_all_widths_by_mup_and_the_cores_by_their_shapes(text, 
     assert structured["params"] < wide["params"]
 
 
+@pytest.mark.parametrize("width", [1, 2, 33, 1570])
+def test_positions_start_as_waves_of_unit_size_at_every_width(width):
+    waves = train_gpt.waves(64, width)
+    assert waves.shape == (64, width)
+    assert waves.square().mean().sqrt().item() == pytest.approx(1, abs=0.1)
+
+
 def test_an_activation_stays_out_of_attention(text):
-    options = train_options(["--data", str(text), "--between", "silu"], attention=2)
+    options = train_options(["--data", str(text), "--between", "silu"], attention=None)
     (*_, run, _), task = compare.choose(task := train_gpt.Text(options), options), task
     model = compare.build(task, run.width, run.structure, 0, **run.options)
     (block,) = model.blocks
@@ -200,11 +207,13 @@ def test_a_checkpoint_of_another_configuration_is_refused(text, tmp_path, capsys
     arguments = [*GPT, "--data", str(text), "--out", str(tmp_path)]
     train_gpt.main(arguments)
     capsys.readouterr()
-    message = error_of(train_gpt.main, capsys, *arguments, "--steps", "7", "--lr", "0.5")
+    changed = ("--steps", "7", "--lr", "0.5", "--optimizer", "muon")
+    message = error_of(train_gpt.main, capsys, *arguments, *changed)
     for part in (
         "dense.pt",
         "steps is 6 there and 7 here",
         "lr is 0.",
+        "optimizer is 'adamw' there and 'muon' here",
         "0.5 here",
         "another --out",
     ):
@@ -367,10 +376,10 @@ def test_a_pickle_that_is_no_cifar_batch_is_refused(tmp_path, capsys, monkeypatc
 
 
 def test_an_activation_between_the_cores_is_named_and_changes_the_loss(text, tmp_path):
-    options = [*GPT, "--data", str(text), "--width", "64", "--attention", "1"]
+    options = [*GPT, "--data", str(text), "--width", "64"]
     plain, silu = (
-        train_gpt.main([*options, "--between", between, "--out", str(tmp_path / between)])[2]
-        for between in ("none", "silu")
+        train_gpt.main([*options, *between, "--out", str(tmp_path / between[1])])[2]
+        for between in (["--between", "none"], ["--between", "silu", "--attention", "1"])
     )
     assert silu["label"] == plain["label"] + ", silu"
     assert silu["params"] == plain["params"]
@@ -390,7 +399,8 @@ def test_an_activation_between_the_cores_is_named_and_changes_the_loss(text, tmp
         (["--structure", "lowrank"], "--structure lowrank needs --rank"),
         (["--structure", "monarch", "--rank", "2"], "Monarch has no option 'rank'"),
         (["--structure", "monarch", "--blocks", "5"], "blocks=5 does not divide"),
-        (["--structure", "dense", "--between", "silu"], "between='silu' needs two cores"),
+        (["--structure", "dense"], "--structure dense has one core: pass --between none"),
+        (["--attention", "4", "--between", "none"], "--attention 4 needs --between silu"),
         (["--rank", "100"], "rank=100 is over the useful bound"),
         (["--seed", "-1"], "not an integer from 0"),
         (["--device", "nowhere"], "'nowhere' does not work here"),
