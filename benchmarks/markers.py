@@ -200,7 +200,12 @@ def main() -> dict[str, str]:
 def mlp() -> dict[str, str]:
     """The MLPs of examples/: dense 512, dense 1024, BTT 1024, BTT 3296."""
     kept = [read(f"train_mlp_lm{end}")["rows"] for end in SEEDS]
-    return {"below": str(sum(rows[2]["loss"] < rows[1]["loss"] for rows in kept))}
+    fewer = [
+        dense["clock"][-1] / widest["seconds to the loss of"]["dense 1024"]
+        for _, dense, _, widest in kept
+    ]
+    below = sum(ours["loss"] < dense["loss"] for _, dense, ours, _ in kept)
+    return {"below": str(below), **least_and_most(fewer, ".1f", "fewer_")}
 
 
 def rates() -> dict[str, str]:
@@ -458,17 +463,17 @@ GPT = "BTT r=1 + SiLU, attention r=2, width x 1.5"  # the kind that docs/gpts.md
 
 
 def gpts() -> dict[str, str]:
-    """What the longest schedule of the structured GPT costs over dense's of width 512, and how many
-    times fewer seconds it needs until dense's loss."""
-    of = {"setup": "Python", "optimizer": "AdamW", "width": 512, "kind": GPT}
-    (found,) = (row for row in select(read("gpt_seconds")["table"], **of) if "until" in row)
-    seconds = found["until"]["seconds"]["by_seed"]
-    return {
-        "share": f"{found['seconds']:.2f}",
-        "flops": f"{found['flops']:.2f}",
-        "least": f"{min(seconds):.1f}",
-        "most": f"{max(seconds):.1f}",
-    }
+    """What the longest schedule of the structured GPT, and of the ViT, costs over dense's of width
+    512, and how many times fewer seconds it needs until dense's loss."""
+    numbers: dict[str, str] = {}
+    for name, setup in (("", "Python"), ("vit_", "Fashion-MNIST")):
+        of = {"setup": setup, "optimizer": "AdamW", "width": 512, "kind": GPT}
+        (found,) = (row for row in select(read("gpt_seconds")["table"], **of) if "until" in row)
+        numbers |= {f"{name}{cost}": f"{found[cost]:.2f}" for cost in ("flops", "seconds")}
+        numbers[f"{name}least"] = f"{min(found['until']['seconds']['by_seed']):.1f}"
+    narrow = select(read("gpt_seconds")["table"], setup="Python", optimizer="AdamW", width=256)
+    dense, ours = (one(narrow, kind=kind, steps=1500)["losses"][0] for kind in ("dense", GPT))
+    return numbers | {"narrow_ours": f"{ours:.3f}", "narrow_dense": f"{dense:.3f}"}
 
 
 def smollm2() -> dict[str, str]:

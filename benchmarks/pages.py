@@ -287,7 +287,6 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/examples.md": {
         "three seeds": lambda: show_seeds(MAIN_JOB),
-        "MLP": lambda: show_seeds("train_mlp_lm"),
     },
     "docs/convert.md": {
         "starts": lambda: starts.show(read("starts")),
@@ -296,7 +295,8 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/scaling.md": scaling.TABLES,
     "docs/choose.md": {"comparison": lambda: comparison.markdown(read("comparison"))},
     "docs/gpts.md": {
-        "gpt seconds": lambda: gpt_seconds.markdown(read("gpt_seconds"), "Python", 512)
+        "gpt seconds": lambda: gpt_seconds.markdown(read("gpt_seconds"), "Python", 512),
+        "vit seconds": lambda: gpt_seconds.markdown(read("gpt_seconds"), "Fashion-MNIST", 512),
     },
     "docs/mixtures.md": {"mixtures": lambda: moe.markdown(read("moe"))},
     "docs/compress.md": {

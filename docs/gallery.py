@@ -19,7 +19,7 @@ PLOTS = {  # a heading of the gallery: the plot below benchmarks/results, its se
             "index.md#does-it-train-as-well",
         ),
         "gpt_seconds": (
-            "A GPT of width 512 and a structured one learn, by seconds and by training FLOPs.",
+            "GPTs and ViTs, dense and structured, learn, by seconds and by training FLOPs.",
             "gpts.md",
         ),
         "time_to_loss": (

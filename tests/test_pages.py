@@ -332,9 +332,10 @@ def test_every_run_of_the_mixture_ends_above_dense_and_of_single_btt_below():
     assert all(row["flops"] <= dense["flops"] for row in [mixture, *rows.values()])
 
 
-def test_the_structured_gpt_ends_below_dense_with_every_seed_in_half_of_its_seconds():
+@pytest.mark.parametrize(("setup", "steps"), [("Python", 1500), ("Fashion-MNIST", 1000)])
+def test_the_structured_gpt_ends_below_dense_with_every_seed_in_half_of_its_seconds(setup, steps):
     rows = statistics.select(
-        pages.read("gpt_seconds")["table"], setup="Python", width=512, steps=1500
+        pages.read("gpt_seconds")["table"], setup=setup, width=512, steps=steps
     )
     (dense,), (ours,) = (statistics.select(rows, kind=kind) for kind in ("dense", markers.GPT))
     assert len(ours["losses"]) == len(dense["losses"]) == 3

@@ -15,13 +15,13 @@ until the loss of dense's longest schedule; "never": its whole schedule does not
 
 The rate rises for `training.WARM_UP` steps.
 
-Rates are tuned for every kind and optimizer on seed 0, at dense width 256 for a quarter of the
-schedule: by factors of 2 until the best has both its neighbours. muP and `param_groups` take
-AdamW's rates to the other widths; Muon's stay as they are. Dense also tries half of its rate at
-each width, for the whole schedule on seed 0, and has the better one. Intervals are 95 %, bootstrap
-over the seeds; with three they are about the range. Seconds are steps times the time of a step over
-dense's, the batch not counted: medians of rounds in which all models of a width take turns, on as
-many threads as torch takes, with their 20th and 80th percentiles.
+Rates are tuned for every kind and optimizer on seed 0, at dense width 256 for the whole schedule (a
+shorter one wants higher rates): by factors of 2 until the best has both its neighbours. muP and
+`param_groups` take AdamW's rates to the other widths; Muon's stay as they are. Where a width has
+rows of more rates, the best on seed 0 counts. Intervals are 95 %, bootstrap over the seeds; with
+three they are about the range. Seconds are steps times the time of a step over dense's, the batch
+not counted: medians of rounds in which all models of a width take turns, on as many threads as
+torch takes, with their 20th and 80th percentiles.
 """
 
 import math
@@ -269,33 +269,25 @@ WHERE = ("setup", "optimizer", "width")
 
 
 def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
-    """Every kind at its rate, for all widths and lengths. Dense tries half of it too at each width:
-    the other kinds have no such second look."""
+    """Every kind at its rate, for all widths and lengths."""
     for group in combinations({name: axes[name] for name in ("setup", "optimizer", "kind")}):
         kind = KINDS[group["kind"]]
         if kind.refactored and group["optimizer"] != "AdamW":
             continue  # it resets AdamW's moments
-        where = {**group, "width": TUNED, "length": min(LENGTHS)}
+        where = {**group, "width": TUNED, "length": max(LENGTHS)}
         rates = tune(runs, where, [0], Tune(lambda job: RATES[job["optimizer"]]))
         lr = best(curve_of_rates(rates))
-        jobs = combinations({name: axes[name] for name in ("width", "length", "seed")})
-        jobs = [{**group, **job, "lr": lr} for job in jobs]
-        if group["kind"] == "dense":
-            looks = select(jobs, length=max(values(jobs, "length")), seed=0)
-            runs.of({**job, "lr": share * job["lr"]} for job in looks for share in (1, 0.5))
-            found = at_best_rates(select(runs.all(), **group))
-            chosen = {row["width"]: row["lr"] for row in found}
-            jobs = [job | {"lr": chosen[job["width"]]} for job in jobs]
-        runs.of(jobs)
+        grid = {name: axes[name] for name in ("width", "length", "seed")}
+        runs.of({**group, **job, "lr": lr} for job in combinations(grid))
     return runs.all()
 
 
 def at_best_rates(rows: Sequence[Row]) -> list[Row]:
-    """The rows at the rate that is best on seed 0 where it ran longest, of each kind and width."""
+    """The rows of each kind and width at the best of the rates that its seed 0 ran for longest
+    there."""
     found = []
     for of in combinations({name: values(rows, name) for name in (*WHERE, "kind")}):
-        if mine := select(rows, **of):
-            first = select(mine, seed=0)
+        if first := select(mine := select(rows, **of), seed=0):
             longest = select(first, length=max(values(first, "length")))
             found += select(mine, lr=best(curve_of_rates(longest)))
     return found
@@ -423,12 +415,8 @@ def show(result: Row) -> list[Any]:
 def markdown(result: Row, setup: str, width: int) -> str:
     """A table of docs/gpts.md, of whole schedules with AdamW."""
     mine = select(result["table"], setup=setup, width=width, optimizer="AdamW")
-    longest = {
-        kind: max(row["steps"] for row in select(mine, kind=kind)) for kind in values(mine, "kind")
-    }
-    return report.table(
-        [*TITLES], [line_of(row) for row in mine if row["steps"] == longest[row["kind"]]]
-    )
+    whole = max(row["steps"] for row in select(mine, kind="dense"))
+    return report.table([*TITLES], [*map(line_of, select(mine, steps=whole))])
 
 
 def draw(result: Row) -> figures.Figure:

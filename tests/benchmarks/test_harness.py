@@ -224,3 +224,14 @@ def test_training_ends_where_a_loss_is_not_finite():
 
     assert not training.descend(torch.optim.SGD([weight], 1.0), loss, 9, schedule="constant")
     assert steps == [0, 1, 2, 3]
+
+
+def test_a_picture_names_each_line_once_though_its_first_panel_has_not_all():
+    rows = [
+        {"panel": panel, "kind": kind, "x": x, "loss": 1.0}
+        for panel, kinds in (("first", "a"), ("second", "ab"))
+        for kind in kinds
+        for x in (1, 2)
+    ]
+    (legend,) = figures.curves(rows, "x", panel=["panel"], line=["kind"]).legends
+    assert [text.get_text() for text in legend.get_texts()] == ["a", "b"]
