@@ -551,7 +551,8 @@ def structure_of(options: argparse.Namespace) -> structlin.Family:
     family = structlin.family(options.structure, **given)
     if options.between == "none":
         return family
-    if options.structure in ("dense", "blockdiagonal"):
+    narrow = 2 * options.width  # an MLP's first layer, as `choose` has it
+    if len(family.structure(narrow, 4 * narrow).cores) < 2:
         raise ValueError(f"--structure {options.structure} has one core: pass --between none")
     return family.activate(options.between)
 

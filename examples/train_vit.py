@@ -1,6 +1,6 @@
 """A vision Transformer on small images: dense and structured layers side by side.
 
-    python examples/train_vit.py             # scikit-learn's digits; three minutes on two CPU cores
+    python examples/train_vit.py             # scikit-learn's digits; two minutes on two CPU cores
     python examples/train_vit.py --structure monarch --blocks 8
     python examples/train_vit.py --data cifar-10-batches-py --width 192 --depth 6 --steps 20000 \\
         --batch 128

@@ -32,7 +32,8 @@ ExampleTask = TypeVar("ExampleTask", bound=compare.Task)
 
 class Plateau(train_gpt.Text):
     """The text of examples/train_gpt.py for a GPT whose head starts at zero, as muP has it: it
-    stays on its first plateau for hundreds of steps, and chance decides when it leaves it."""
+    stays on its first plateau for hundreds of steps, and chance decides when it leaves it. The kept
+    results of most experiments are of this GPT."""
 
     head_std = 0.0
 

@@ -17,11 +17,11 @@ The rate rises for `training.WARM_UP` steps.
 
 Rates are tuned for every kind and optimizer on seed 0, at dense width 256 for the whole schedule (a
 shorter one wants higher rates): by factors of 2 until the best has both its neighbours. muP and
-`param_groups` take AdamW's rates to the other widths; Muon's stay as they are. Where a width has
-rows of more rates, the best on seed 0 counts. Intervals are 95 %, bootstrap over the seeds; with
-three they are about the range. Seconds are steps times the time of a step over dense's, the batch
-not counted: medians of rounds in which all models of a width take turns, on as many threads as
-torch takes, with their 20th and 80th percentiles.
+`param_groups` take AdamW's rates to the other widths; Muon's stay as they are. At each width dense,
+against which all are compared, also tries half of its rate on seed 0, and keeps the better.
+Intervals are 95 %, bootstrap over the seeds; with three they are about the range. Seconds are steps
+times the time of a step over dense's, the batch not counted: medians of rounds in which all models
+of a width take turns, on as many threads as torch takes, with their 20th and 80th percentiles.
 """
 
 import math
@@ -269,7 +269,8 @@ WHERE = ("setup", "optimizer", "width")
 
 
 def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
-    """Every kind at its rate, for all widths and lengths."""
+    """Every kind at its rate, for all widths and lengths; dense at half of it where that ends lower
+    on seed 0."""
     for group in combinations({name: axes[name] for name in ("setup", "optimizer", "kind")}):
         kind = KINDS[group["kind"]]
         if kind.refactored and group["optimizer"] != "AdamW":
@@ -278,7 +279,14 @@ def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
         rates = tune(runs, where, [0], Tune(lambda job: RATES[job["optimizer"]]))
         lr = best(curve_of_rates(rates))
         grid = {name: axes[name] for name in ("width", "length", "seed")}
-        runs.of({**group, **job, "lr": lr} for job in combinations(grid))
+        jobs = [{**group, **job, "lr": lr} for job in combinations(grid)]
+        if group["kind"] == "dense":
+            looks = select(jobs, length=max(values(jobs, "length")), seed=0)
+            runs.of({**job, "lr": share * job["lr"]} for job in looks for share in (1, 0.5))
+            found = at_best_rates(select(runs.all(), **group))
+            chosen = {row["width"]: row["lr"] for row in found}
+            jobs = [job | {"lr": chosen[job["width"]]} for job in jobs]
+        runs.of(jobs)
     return runs.all()
 
 

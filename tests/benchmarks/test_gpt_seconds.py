@@ -58,5 +58,50 @@ def test_only_the_rate_that_is_best_on_the_longest_schedule_of_a_width_counts():
     assert gpt_seconds.at_best_rates(DENSE[1:]) == []  # no seed says which rate is best
 
 
+def test_dense_alone_tries_half_of_its_rate_at_every_width_and_all_seeds_have_the_better(
+    monkeypatch,
+):
+    made = []
+
+    class Runs:
+        def of(self, jobs):
+            found = [job | {"loss": loss(job)} for job in jobs]
+            made.extend(row for row in found if row not in made)
+            return found
+
+        def all(self):
+            return made
+
+    def loss(job):  # half of the rate is better at width 512 alone
+        return 1 + abs(job["lr"] - (0.002 if job["width"] == 512 else 0.004))
+
+    def tune(runs, where, *_):
+        return runs.of([where | {"lr": 0.004, "seed": 0}])
+
+    monkeypatch.setattr(gpt_seconds, "tune", tune)
+    axes = {"setup": ["Python"], "optimizer": ["AdamW"], "kind": ["dense", KIND]}
+    axes |= {"width": [256, 512], "length": [1.0, 0.5], "seed": range(2)}
+    gpt_seconds.design(Runs(), axes)
+
+    def tried(**where):
+        return {(row["lr"], row["seed"]) for row in made if where.items() <= row.items()}
+
+    assert tried(kind="dense", width=256) == {(0.004, 0), (0.002, 0), (0.004, 1)}
+    assert tried(kind="dense", width=512) == {(0.004, 0), (0.002, 0), (0.002, 1)}
+    assert tried(kind=KIND) == {(0.004, 0), (0.004, 1)}
+    assert len(gpt_seconds.at_best_rates(made)) == 2 * 2 * 2 * 2
+
+
+def test_a_width_without_dense_of_the_longest_schedule_has_no_table(monkeypatch):
+    monkeypatch.setattr(gpt_seconds, "time_steps", lambda **_: TIMES)
+    chosen = {"Python": {}, "timed": 0.0}
+
+    def rows_of(length):
+        return [make_row("dense", length, 0, 2.0), make_row(KIND, 1.0, 0, 2.0)]
+
+    assert gpt_seconds.measure(chosen, {"rows": rows_of(0.5)})["table"] == []
+    assert len(gpt_seconds.measure(chosen, {"rows": rows_of(1.0)})["table"]) == 2
+
+
 def test_a_picture_of_no_runs_is_empty():
     assert not gpt_seconds.draw({"rows": [], "table": []}).axes

@@ -400,6 +400,7 @@ def test_an_activation_between_the_cores_is_named_and_changes_the_loss(text, tmp
         (["--structure", "monarch", "--rank", "2"], "Monarch has no option 'rank'"),
         (["--structure", "monarch", "--blocks", "5"], "blocks=5 does not divide"),
         (["--structure", "dense"], "--structure dense has one core: pass --between none"),
+        (["--structure", "blockdiagonal", "--blocks", "4"], "has one core: pass --between none"),
         (["--attention", "4", "--between", "none"], "--attention 4 needs --between silu"),
         (["--rank", "100"], "rank=100 is over the useful bound"),
         (["--seed", "-1"], "not an integer from 0"),
