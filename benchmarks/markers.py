@@ -21,7 +21,7 @@ from benchmarks.papers.summary import count_verdicts
 from benchmarks.speed import activation as step_activation
 from benchmarks.speed import parts as step_parts
 from benchmarks.speed.layer import FEW
-from benchmarks.training import lr_transfer, muon_vs_adamw, self_guided, transfer
+from benchmarks.training import gpt_seconds, lr_transfer, muon_vs_adamw, self_guided, transfer
 
 Row = dict[str, Any]
 MARKER = re.compile(r"<!-- n:(\w+)\.(\w+) -->(.*?)<!-- /n -->", re.DOTALL)
@@ -459,21 +459,13 @@ def moe() -> dict[str, str]:
     }
 
 
-GPT = "BTT r=1 + SiLU, attention r=2, width x 1.5"  # the kind that docs/gpts.md is about
-
-
 def gpts() -> dict[str, str]:
-    """What the longest schedule of the structured GPT, and of the ViT, costs over dense's of width
-    512, and how many times fewer seconds it needs until dense's loss."""
-    numbers: dict[str, str] = {}
-    for name, setup in (("", "Python"), ("vit_", "Fashion-MNIST")):
-        of = {"setup": setup, "optimizer": "AdamW", "width": 512, "kind": GPT}
-        (found,) = (row for row in select(read("gpt_seconds")["table"], **of) if "until" in row)
-        numbers |= {f"{name}{cost}": f"{found[cost]:.2f}" for cost in ("flops", "seconds")}
-        numbers[f"{name}least"] = f"{min(found['until']['seconds']['by_seed']):.1f}"
-    narrow = select(read("gpt_seconds")["table"], setup="Python", optimizer="AdamW", width=256)
-    dense, ours = (one(narrow, kind=kind, steps=1500)["losses"][0] for kind in ("dense", GPT))
-    return numbers | {"narrow_ours": f"{ours:.3f}", "narrow_dense": f"{dense:.3f}"}
+    """What the structured GPT costs over dense's of width 512, and how many times fewer seconds it
+    needs until dense's loss."""
+    of = {"setup": "Python", "optimizer": "AdamW", "width": 512, "kind": gpt_seconds.BEST}
+    (found,) = (row for row in select(read("gpt_seconds")["table"], **of) if "until" in row)
+    costs = {cost: f"{found[cost]:.2f}" for cost in ("flops", "seconds")}
+    return costs | {"least": f"{min(found['until']['seconds']['by_seed']):.1f}"}
 
 
 def smollm2() -> dict[str, str]:

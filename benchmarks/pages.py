@@ -295,8 +295,8 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/scaling.md": scaling.TABLES,
     "docs/choose.md": {"comparison": lambda: comparison.markdown(read("comparison"))},
     "docs/gpts.md": {
-        "gpt seconds": lambda: gpt_seconds.markdown(read("gpt_seconds"), "Python", 512),
-        "vit seconds": lambda: gpt_seconds.markdown(read("gpt_seconds"), "Fashion-MNIST", 512),
+        "gpt seconds": lambda: gpt_seconds.markdown(read("gpt_seconds")),
+        "gpt candidates": lambda: gpt_seconds.candidates(read("gpt_seconds")),
     },
     "docs/mixtures.md": {"mixtures": lambda: moe.markdown(read("moe"))},
     "docs/compress.md": {

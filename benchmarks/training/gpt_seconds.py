@@ -8,12 +8,12 @@
 
 The models are those of examples/: blocks with attention heads of 32 features, as many in each model
 as fill the dense width. All linear layers of the blocks are structured; "+ SiLU" stands between
-their cores. BTT-MoE is that of `benchmarks.training.moe`. A model trains for the whole schedule,
-for a half or for a quarter of it, each with a decay of its own. A structure's losses at the ends of
-its schedules are interpolated in logarithms. The factor is how many times less than dense it needs
-until the loss of dense's longest schedule; "never": its whole schedule does not meet it.
-
-The rate rises for `training.WARM_UP` steps.
+their cores, with "attention" between those of the MLPs alone. BTT-MoE is that of
+`benchmarks.training.moe`. The rate rises for `training.WARM_UP` steps. A model trains for the whole
+schedule, for a half or for a quarter of it, each with a decay of its own. A structure's losses at
+the ends of its schedules are interpolated in logarithms. The factor is how many times less than
+dense it needs until the loss of dense's longest schedule; "never": its whole schedule does not meet
+it.
 
 Rates are tuned for every kind and optimizer on seed 0, at dense width 256 for the whole schedule (a
 shorter one wants higher rates): by factors of 2 until the best has both its neighbours. muP and
@@ -130,35 +130,41 @@ class Kind:
     refactored: int = 0  # after so many steps again and again, see `factors.refactorise`; 0: never
 
 
-BTT_ONE = Kind(lambda _: BTT(rank=1))
-BTT_SILU = Kind(lambda _: BTT(rank=1).activate())
-HEAD = {"overrides": {"*head": BTT(rank=4)}}
 LINEAR_ATTENTION = {"overrides": {"*attn*": BTT(rank=2)}}
+
+
+def silu(family: Callable[[int], structlin.Family], **options: Any) -> Kind:
+    """SiLU between the cores of the MLPs alone."""
+    options = LINEAR_ATTENTION | options
+    return Kind(lambda width: family(width).activate(), options=options)
+
+
+BTT_ONE = Kind(lambda _: BTT(rank=1))
+BTT_SILU = silu(lambda _: BTT(rank=1))
+HEAD = LINEAR_ATTENTION["overrides"] | {"*head": BTT(rank=4)}
 KINDS = {
     "dense": Kind(lambda _: None),
     "dense, weight normalisation": Kind(lambda _: Dense()),
     "BTT r=1": BTT_ONE,
-    "BTT r=1 + SiLU": BTT_SILU,
-    "BTT r=1 + SiLU, width x 1.5": replace(BTT_SILU, wider=1.5),
-    "BTT r=1 + SiLU, width x 2": replace(BTT_SILU, wider=2),
-    "BTT r=1 + SiLU, attention r=2": replace(BTT_SILU, options=LINEAR_ATTENTION),
-    "BTT r=1 + SiLU, attention r=2, width x 1.5": replace(
-        BTT_SILU, options=LINEAR_ATTENTION, wider=1.5
-    ),
-    "BTT r=1 + SiLU, attention r=2, width x 1.5, not normalised": replace(
-        BTT_SILU, options=LINEAR_ATTENTION | {"weight_norm": False}, wider=1.5
-    ),
-    "BTT r=1 + SiLU, attention dense": replace(BTT_SILU, options={"include": "ffn"}),
-    "BTT r=1 + SiLU, head BTT r=4": replace(BTT_SILU, options=HEAD),
-    "BTT r=2 + SiLU": Kind(lambda _: BTT(rank=2).activate()),
-    "BTT r=4 + SiLU": Kind(lambda _: BTT(rank=4).activate()),
-    "Monarch 4 + SiLU": Kind(lambda _: Monarch(blocks=4).activate()),
     "BTT r=1, crossed": replace(BTT_ONE, crossed=True),
-    "BTT r=1 + SiLU, crossed": replace(BTT_SILU, crossed=True),
     "BTT r=1, refactorised": replace(BTT_ONE, refactored=100),
-    "BTT-MoE, 2 of 8": Kind(lambda _: BTT(rank=1), experts=8),
-    "low-rank d/4 + SiLU": Kind(lambda width: LowRank(rank=width // 4).activate()),
+    "BTT-MoE, 2 of 8": replace(BTT_ONE, experts=8),
+    "BTT r=1, attention r=2": replace(BTT_ONE, options=LINEAR_ATTENTION),
+    "BTT r=1 + SiLU": replace(BTT_SILU, options={}),
+    "BTT r=1 + SiLU, attention dense": replace(BTT_SILU, options={"include": "ffn"}),
+    "BTT r=1 + SiLU, attention r=2": BTT_SILU,
+    "BTT r=1 + SiLU, attention r=2, crossed": replace(BTT_SILU, crossed=True),
+    "BTT r=1 + SiLU, attention r=2, head r=4": silu(lambda _: BTT(rank=1), overrides=HEAD),
+    "BTT r=1 + SiLU, attention r=2, width x 1.5": replace(BTT_SILU, wider=1.5),
+    "BTT r=1 + SiLU, attention r=2, width x 1.5, not normalised": replace(
+        silu(lambda _: BTT(rank=1), weight_norm=False), wider=1.5
+    ),
+    "BTT r=1 + SiLU, attention r=2, width x 2": replace(BTT_SILU, wider=2),
+    "BTT r=2 + SiLU, attention r=2": silu(lambda _: BTT(rank=2)),
+    "Monarch 4 + SiLU, attention r=2": silu(lambda _: Monarch(blocks=4)),
+    "low-rank d/4 + SiLU, attention r=2": silu(lambda width: LowRank(rank=width // 4)),
 }
+BEST = "BTT r=1 + SiLU, attention r=2, width x 1.5"  # what docs/gpts.md is about
 
 
 def make_task(setup: str, width: int, seed: int, sizes: Mapping[str, int]) -> compare.Task:
@@ -420,17 +426,39 @@ def show(result: Row) -> list[Any]:
     ]
 
 
-def markdown(result: Row, setup: str, width: int) -> str:
-    """A table of docs/gpts.md, of whole schedules with AdamW."""
-    mine = select(result["table"], setup=setup, width=width, optimizer="AdamW")
-    whole = max(row["steps"] for row in select(mine, kind="dense"))
-    return report.table([*TITLES], [*map(line_of, select(mine, steps=whole))])
+def markdown(result: Row) -> str:
+    """A table of docs/gpts.md: `BEST` beside dense, whole schedules, a line for each width."""
+    titles = ["", "dense width", "dense's loss, by seed", "ours", "FLOPs", "seconds", "times fewer"]
+    table, lines = result["table"], []
+    for row in sorted(select(table, kind=BEST), key=lambda row: row["width"]):
+        if "until" in row:
+            where = {name: row[name] for name in (*WHERE, "steps")}
+            (dense,) = select(table, kind="dense", **where)
+            data = row["setup"] + (", Muon" if row["optimizer"] == "Muon" else "")
+            losses = [report.losses(found["losses"]) for found in (dense, row)]
+            costs = [f"{row[cost]:.2f}" for cost in ("flops", "seconds")]
+            until = words(row["until"]["seconds"])
+            lines.append([data, str(row["width"]), *losses, *costs, until])
+    return report.table(titles, sorted(lines, key=lambda line: line[0]))
+
+
+def candidates(result: Row) -> str:
+    """A table of docs/gpts.md: every kind on the standard library's characters, at the width where
+    rates are tuned."""
+    rows = select(result["table"], setup="Python", optimizer="AdamW", width=TUNED)
+    whole = max(row["steps"] for row in select(rows, kind="dense"))
+    lines = [
+        [row["kind"], f"{row['flops']:.2f}", f"{row['seconds']:.2f}", report.losses(row["losses"])]
+        for row in select(rows, steps=whole)
+    ]
+    return report.table(["", "FLOPs", "seconds", "loss"], lines)
 
 
 def draw(result: Row) -> figures.Figure:
-    """Held-out loss against seconds and FLOPs, over those of dense's longest schedule."""
+    """Held-out loss of dense and `BEST` against seconds and FLOPs, over those of dense's longest
+    schedule."""
     rows, points = at_best_rates(result["rows"]), []
-    for row in result["table"]:
+    for row in (row for row in result["table"] if row["kind"] in ("dense", BEST)):
         where = {name: row[name] for name in (*WHERE, "kind")}
         if "until" not in row and row["kind"] != "dense":
             continue  # not its longest
@@ -472,7 +500,7 @@ EXPERIMENT = Experiment(
         **settings(batch=2, depth=1, steps=4),
         "setup": ["Python"],
         "optimizer": ["AdamW"],
-        "kind": ["dense", "Monarch 4 + SiLU"],
+        "kind": ["dense", "Monarch 4 + SiLU, attention r=2"],
         "width": [64],
         "seeds": 1,
         "timed": 0.0,
