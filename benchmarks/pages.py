@@ -57,12 +57,15 @@ TRANSFER = ("BTT r=1", "Monarch")  # of the picture: our rates are nearer, and t
 
 
 def show_runs(name: str) -> str:
-    """The runs of a program of examples/; seconds are steps times the median of a step."""
+    """The runs of a program of examples/ on two machines; seconds are steps times the median of a
+    step."""
     cells = []
-    for row in read(name)["rows"]:
-        figures = [f"{row['flops']:,}", f"{row['loss']:.3f}", f"{row['clock'][-1]:.0f}"]
-        cells.append([row["label"], str(row["width"]), *figures])
-    return table(["", "width", "FLOPs per token", "held-out loss", "seconds"], cells)
+    for row, other in zip(read(name)["rows"], read(f"{name}_xeon")["rows"], strict=True):
+        figures = [f"{row['flops']:,}", f"{row['loss']:.3f}"]
+        seconds = [f"{each['clock'][-1]:.0f}" for each in (row, other)]
+        cells.append([row["label"], str(row["width"]), *figures, *seconds])
+    titles = ["", "width", "FLOPs per token", "held-out loss", "seconds, EPYC", "Xeon"]
+    return table(titles, cells)
 
 
 def muon() -> str:
@@ -295,7 +298,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/scaling.md": scaling.TABLES,
     "docs/choose.md": {"comparison": lambda: comparison.markdown(read("comparison"))},
     "docs/gpts.md": {
-        "gpt seconds": lambda: gpt_seconds.markdown(read("gpt_seconds")),
+        "gpt seconds": lambda: gpt_seconds.markdown(read("gpt_seconds"), read("gpt_seconds_epyc")),
         "gpt candidates": lambda: gpt_seconds.candidates(read("gpt_seconds")),
     },
     "docs/mixtures.md": {"mixtures": lambda: moe.markdown(read("moe"))},

@@ -96,8 +96,12 @@ def run_all(
 
 
 def _one(function: Callable[[T], Any], job: T) -> Any:
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    return function(job)
+    try:
+        return function(job)
+    finally:
+        torch.set_num_threads(threads)  # what is timed beside the runs has them all
 
 
 # ---- rows that are kept --------------------------------------------------------------------------

@@ -311,18 +311,23 @@ def measure(chosen: Row, found: Row) -> Row:
     """The times of all steps, and what follows from them."""
     rows = at_best_rates(found["rows"])
     times: list[Row] = []
-    table: list[Row] = []
     for where in combinations({name: values(rows, name) for name in WHERE}):
         mine = select(rows, **where)
-        kinds = sorted(values(mine, "kind"), key=[*KINDS].index)
-        longest = max(values(mine, "length"))
-        if not select(mine, kind="dense", length=longest):
-            continue  # there is nothing to compare with
-        size, seconds = chosen[where["setup"]], chosen["timed"]
-        now = time_steps(**where, kinds=kinds, sizes=size, seconds=seconds)
-        times += now
-        table += [where | row for row in compare_kinds(mine, now)]
-    return {"threads": torch.get_num_threads(), "times": times, "table": table}
+        if select(mine, kind="dense", length=max(values(mine, "length"))):
+            kinds = sorted(values(mine, "kind"), key=[*KINDS].index)
+            size, seconds = chosen[where["setup"]], chosen["timed"]
+            times += time_steps(**where, kinds=kinds, sizes=size, seconds=seconds)
+    return {"threads": torch.get_num_threads(), "times": times, "table": tabulate(rows, times)}
+
+
+def tabulate(rows: Sequence[Row], times: Sequence[Row]) -> list[Row]:
+    """What follows from the rows, at the best rates, and from a machine's times."""
+    return [
+        where | row
+        for where in combinations({name: values(times, name) for name in WHERE})
+        if (now := select(times, **where))
+        for row in compare_kinds(select(rows, **where), now)
+    ]
 
 
 def compare_kinds(rows: Sequence[Row], times: Sequence[Row]) -> list[Row]:
@@ -393,25 +398,17 @@ def times_fewer(
 # ---- the report ----------------------------------------------------------------------------------
 
 
-TITLES = (
-    "",
-    "width",
-    "params",
-    "steps",
-    "FLOPs",
-    "seconds",
-    "held-out loss, by seed",
-    "times fewer seconds until dense's loss",
-)
+TITLES = ("", "width", "steps", "FLOPs", "seconds", "held-out loss, by seed", "times fewer")
 
 
 def line_of(row: Row) -> list[str]:
-    """A line of the tables: FLOPs and seconds are over dense's."""
+    """A line of the tables: FLOPs and seconds are over dense's; then how many times fewer seconds
+    until dense's loss."""
     low, high = row["spread"]
-    numbers = [str(row["own_width"]), f"{row['params']:,}", str(row["steps"])]
     costs = [f"{row['flops']:.2f}", f"{row['seconds']:.2f} ({low:.2f} to {high:.2f})"]
     until = words(row["until"]["seconds"]) if "until" in row else ""
-    return [row["kind"], *numbers, *costs, report.losses(row["losses"]), until]
+    numbers = [str(row["own_width"]), str(row["steps"]), *costs]
+    return [row["kind"], *numbers, report.losses(row["losses"]), until]
 
 
 def show(result: Row) -> list[Any]:
@@ -426,20 +423,27 @@ def show(result: Row) -> list[Any]:
     ]
 
 
-def markdown(result: Row) -> str:
-    """A table of docs/gpts.md: `BEST` beside dense, whole schedules, a line for each width."""
+def markdown(result: Row, elsewhere: Row) -> str:
+    """A table of docs/gpts.md: `BEST` beside dense, whole schedules, a line for each width.
+
+    Args:
+        elsewhere: what has the times of another machine.
+    """
     titles = ["", "dense width", "dense's loss, by seed", "ours", "FLOPs", "seconds", "times fewer"]
-    table, lines = result["table"], []
-    for row in sorted(select(table, kind=BEST), key=lambda row: row["width"]):
-        if "until" in row:
-            where = {name: row[name] for name in (*WHERE, "steps")}
-            (dense,) = select(table, kind="dense", **where)
-            data = row["setup"] + (", Muon" if row["optimizer"] == "Muon" else "")
-            losses = [report.losses(found["losses"]) for found in (dense, row)]
-            costs = [f"{row[cost]:.2f}" for cost in ("flops", "seconds")]
-            until = words(row["until"]["seconds"])
-            lines.append([data, str(row["width"]), *losses, *costs, until])
-    return report.table(titles, sorted(lines, key=lambda line: line[0]))
+    here = [row for row in select(result["table"], kind=BEST) if "until" in row]
+    there = tabulate(at_best_rates(result["rows"]), elsewhere["times"])
+    lines = []
+    for row in sorted(here, key=lambda row: (row["setup"], row["optimizer"], row["width"])):
+        where = {name: row[name] for name in (*WHERE, "steps")}
+        (dense,) = select(result["table"], kind="dense", **where)
+        data = row["setup"] + (", Muon" if row["optimizer"] == "Muon" else "")
+        losses = [report.losses(found["losses"]) for found in (dense, row)]
+        both = [row, *select(there, kind=BEST, **where)]
+        seconds = ", ".join(f"{found['seconds']:.2f}" for found in both)
+        until = ", ".join(words(found["until"]["seconds"]) for found in both)
+        flops = f"{row['flops']:.2f}"
+        lines.append([data, str(row["width"]), *losses, flops, seconds, until])
+    return report.table(titles, lines)
 
 
 def candidates(result: Row) -> str:

@@ -333,10 +333,15 @@ def measure(chosen: Row, found: Row) -> Row:
 
 
 def words(row: Row) -> str:
-    """A factor with its interval; "never" if dense's loss is not met."""
+    """A factor with its interval where that shows; "never" if dense's loss is not met.
+
+    >>> words({"value": 2, "low": 1.9, "high": 2.2}), words({"value": 2, "low": 2, "high": 2.01})
+    ('2.0 (1.9 to 2.2)', '2.0')
+    """
     if row["value"] == 0:
         return "never"
-    return f"{row['value']:.1f} ({row['low']:.1f} to {row['high']:.1f})"
+    value, low, high = (f"{row[name]:.1f}" for name in ("value", "low", "high"))
+    return value if low == high else f"{value} ({low} to {high})"
 
 
 def markdown(result: Row, setup: str, cost: str) -> str:

@@ -29,6 +29,7 @@ from benchmarks.harness import race, record, report, timing
 from benchmarks.harness.statistics import select
 from benchmarks.speed import layer, overhead, scaling, variants
 from benchmarks.speed.variants import loop
+from benchmarks.training import time_to_loss
 from structlin import BTT, TT, Dense, Kronecker, LowRank, Monarch, StructuredLinear
 from structlin._model.survey import linear_layers
 
@@ -42,7 +43,7 @@ def _pages_are_left_alone(monkeypatch):
     monkeypatch.setattr(timing, "keep_pages", lambda: True)
 
 
-@pytest.mark.parametrize("module", [report, scaling, timing, variants])
+@pytest.mark.parametrize("module", [report, scaling, timing, variants, time_to_loss])
 def test_the_examples_in_the_docstrings_give_what_they_show(module):
     results = doctest.testmod(module)
     assert results.attempted

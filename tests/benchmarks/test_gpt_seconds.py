@@ -18,8 +18,8 @@ def make_row(kind, length, seed, loss, lr=0.004):
 
 DENSE = [make_row("dense", 1.0, seed, 2.0) for seed in (0, 1, 2)]
 TIMES = [
-    {"kind": "dense", "median": 1.0, "p20": 1.0, "p80": 1.0},
-    {"kind": KIND, "median": 0.5, "p20": 0.4, "p80": 0.6},
+    {**WHERE, "kind": "dense", "median": 1.0, "p20": 1.0, "p80": 1.0},
+    {**WHERE, "kind": KIND, "median": 0.5, "p20": 0.4, "p80": 0.6},
 ]
 
 
@@ -101,6 +101,23 @@ def test_a_width_without_dense_of_the_longest_schedule_has_no_table(monkeypatch)
 
     assert gpt_seconds.measure(chosen, {"rows": rows_of(0.5)})["table"] == []
     assert len(gpt_seconds.measure(chosen, {"rows": rows_of(1.0)})["table"]) == 2
+
+
+def test_the_page_has_both_machines_where_both_were_timed():
+    best = gpt_seconds.BEST
+    rows = [make_row("dense", 1.0, 0, 2.0), make_row(best, 1.0, 0, 2.0)]
+    wide = [row | {"width": 512} for row in rows]
+    here = [time | {"kind": kind} for time, kind in zip(TIMES, ("dense", best), strict=True)]
+    result = {"rows": [*rows, *wide]}
+    result["table"] = gpt_seconds.tabulate(
+        result["rows"], [*here, *(time | {"width": 512} for time in here)]
+    )
+    there = [time | {"median": time["median"] ** 2} for time in here]
+    lines = gpt_seconds.markdown(result, {"times": there}).splitlines()
+    assert lines[-2:] == [
+        "| Python | 256 | 2.000 | 2.000 | 0.25 | 0.50, 0.25 | 2.0, 4.0 |",
+        "| Python | 512 | 2.000 | 2.000 | 0.25 | 0.50 | 2.0 |",
+    ]
 
 
 def test_a_picture_of_no_runs_is_empty():

@@ -190,6 +190,22 @@ def test_what_is_measured_beside_the_runs_sees_them_and_its_options(kept):
     assert kept(some, "--rounds", "5")["beside"] == (10, 5, 16)
 
 
+def test_a_run_has_one_thread_and_what_is_measured_beside_has_all(kept):
+    def count_threads(*_, **__):
+        return {"threads": torch.get_num_threads()}
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = kept(
+            losses(run=count_threads, beside=count_threads, analyse=lambda _: {}, draw=None)
+        )
+    finally:
+        torch.set_num_threads(before)
+    assert found["threads"] == 2
+    assert {row["threads"] for row in found["rows"]} == {1}
+
+
 # ---- training ------------------------------------------------------------------------------------
 
 
