@@ -313,7 +313,7 @@ def measure(chosen: Row, found: Row) -> Row:
     times: list[Row] = []
     for where in combinations({name: values(rows, name) for name in WHERE}):
         mine = select(rows, **where)
-        if select(mine, kind="dense", length=max(values(mine, "length"))):
+        if mine and select(mine, kind="dense", length=max(values(mine, "length"))):
             kinds = sorted(values(mine, "kind"), key=[*KINDS].index)
             size, seconds = chosen[where["setup"]], chosen["timed"]
             times += time_steps(**where, kinds=kinds, sizes=size, seconds=seconds)

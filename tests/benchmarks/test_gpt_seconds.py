@@ -101,6 +101,10 @@ def test_a_width_without_dense_of_the_longest_schedule_has_no_table(monkeypatch)
 
     assert gpt_seconds.measure(chosen, {"rows": rows_of(0.5)})["table"] == []
     assert len(gpt_seconds.measure(chosen, {"rows": rows_of(1.0)})["table"]) == 2
+    elsewhere = [row | {"setup": "Wikipedia", "width": 512} for row in rows_of(1.0)]
+    chosen["Wikipedia"] = {}  # no setup has both widths
+    found = gpt_seconds.measure(chosen, {"rows": [*rows_of(1.0), *elsewhere]})
+    assert len(found["times"]) == 2 * len(TIMES)
 
 
 def test_the_page_has_both_machines_where_both_were_timed():
