@@ -277,6 +277,8 @@ def muon() -> dict[str, str]:
         if setting == usual
         for ours, theirs in zip(losses[text, structure, shorter], found, strict=True)
     ]
+    tuned = select(result["tuned"], structure="BTT r=1", way="all of it")
+    adamw = one(rows, task="GPT", structure="BTT r=1")
     options = {(row["option"], row["structure"]): row for row in read("muon_options")["table"]}
     cautious = [options["cautious steps", each]["wins"] for each in ("dense", "BTT r=1")]
     cost = options["cap of 2", "dense"]["loss"] - options["plain", "dense"]["loss"]
@@ -286,6 +288,10 @@ def muon() -> dict[str, str]:
         "most": percent(max(reached)),
         "shorter_wins": str(sum(ahead)),
         "shorter_runs": str(len(ahead)),
+        "tuned": f"{fmean(row['loss'] for row in tuned):.3f}",
+        "tuned_steps": str(round(muon_vs_adamw.SHORT * adamw["steps"])),
+        "adamw": f"{adamw['AdamW']['loss']:.3f}",
+        "adamw_steps": str(adamw["steps"]),
         "recipe_momentum": f"{result['recipe']['momentum']:g}",
         "recipe_lr": f"2^{math.log2(result['recipe']['lr']):g}",
         "recipe_other_lr": f"2^{math.log2(result['recipe']['other_lr']):g}",

@@ -339,7 +339,7 @@ def test_the_structured_gpt_ends_below_dense_with_every_seed_in_half_of_its_seco
     (dense,), (ours,) = (statistics.select(rows, kind=kind) for kind in ("dense", gpt_seconds.BEST))
     assert len(ours["losses"]) == len(dense["losses"]) == 3
     assert max(ours["losses"]) < min(dense["losses"])
-    assert ours["seconds"] <= 0.5
+    assert ours["spread"][1] < 0.5
     assert ours["flops"] < 0.4
 
 

@@ -22,6 +22,7 @@ against which all are compared, also tries half of its rate on seed 0, and keeps
 Intervals are 95 %, bootstrap over the seeds; with three they are about the range. Seconds are steps
 times the time of a step over dense's, the batch not counted: medians of rounds in which all models
 of a width take turns, on as many threads as torch takes, with their 20th and 80th percentiles.
+results/gpt_seconds_epyc.json has the times of earlier runs on another machine, and no losses.
 """
 
 import math
@@ -436,7 +437,7 @@ def markdown(result: Row, elsewhere: Row) -> str:
     for row in sorted(here, key=lambda row: (row["setup"], row["optimizer"], row["width"])):
         where = {name: row[name] for name in (*WHERE, "steps")}
         (dense,) = select(result["table"], kind="dense", **where)
-        data = row["setup"] + (", Muon" if row["optimizer"] == "Muon" else "")
+        data = ", ".join([row["setup"], *({row["optimizer"]} - {"AdamW"})])
         losses = [report.losses(found["losses"]) for found in (dense, row)]
         both = [row, *select(there, kind=BEST, **where)]
         seconds = ", ".join(f"{found['seconds']:.2f}" for found in both)
