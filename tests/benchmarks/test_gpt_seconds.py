@@ -110,17 +110,18 @@ def test_a_width_without_dense_of_the_longest_schedule_has_no_table(monkeypatch)
 def test_the_page_has_both_machines_where_both_were_timed():
     best = gpt_seconds.BEST
     rows = [make_row("dense", 1.0, 0, 2.0), make_row(best, 1.0, 0, 2.0)]
-    wide = [row | {"width": 512} for row in rows]
+    other = {"width": 512, "optimizer": "Muon"}
+    wide = [row | other for row in rows]
     here = [time | {"kind": kind} for time, kind in zip(TIMES, ("dense", best), strict=True)]
     result = {"rows": [*rows, *wide]}
     result["table"] = gpt_seconds.tabulate(
-        result["rows"], [*here, *(time | {"width": 512} for time in here)]
+        result["rows"], [*here, *(time | other for time in here)]
     )
     there = [time | {"median": time["median"] ** 2} for time in here]
     lines = gpt_seconds.markdown(result, {"times": there}).splitlines()
     assert lines[-2:] == [
         "| Python | 256 | 2.000 | 2.000 | 0.25 | 0.50, 0.25 | 2.0, 4.0 |",
-        "| Python | 512 | 2.000 | 2.000 | 0.25 | 0.50 | 2.0 |",
+        "| Python, Muon | 512 | 2.000 | 2.000 | 0.25 | 0.50 | 2.0 |",
     ]
 
 
