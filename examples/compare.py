@@ -139,7 +139,7 @@ class Task(ABC):
     heads: int | None = None  # of attention, at every width; None: as many as fill the width
     zero_init: tuple[str, ...] = ("*c_proj",)  # what starts at zero: see structlin.convert
     weight_norm: bool = False  # of structured layers
-    head_std: float = 0.0  # of the start of a dense head
+    head_std: float = 0.0  # of the start of the head's matrix
     config: dict[str, Any]  # what makes a checkpoint another one
     heldout: list[Batch]
 
@@ -193,8 +193,12 @@ def build(
             options["init"] = "mup"  # as the dense model's, see `initialise`
             structlin.convert(model, structure, **(options | changes))
         for name, head in model.named_children():
-            if task.head_std and name.endswith("head") and isinstance(head, nn.Linear):
-                nn.init.normal_(head.weight, std=task.head_std)
+            if task.head_std and name.endswith("head"):
+                if isinstance(head, nn.Linear):
+                    nn.init.normal_(head.weight, std=task.head_std)
+                elif isinstance(head, structlin.StructuredLinear):
+                    entries = head.in_features * head.out_features
+                    head.match_norm_(task.head_std * math.sqrt(entries))
     return model
 
 

@@ -17,8 +17,8 @@ it.
 
 Rates are tuned for every kind and optimizer on seed 0, at dense width 256 for the whole schedule (a
 shorter one wants higher rates): by factors of 2 until the best has both its neighbours. muP and
-`param_groups` take AdamW's rates to the other widths; Muon's stay as they are. At each width dense,
-against which all are compared, also tries half of its rate on seed 0, and keeps the better.
+`param_groups` take AdamW's rates to the other widths; Muon's stay as they are. Dense, against which
+all are compared, is tuned at every width, from half of that rate.
 Intervals are 95 %, bootstrap over the seeds; with three they are about the range. Seconds are steps
 times the time of a step over dense's, the batch not counted: medians of rounds in which all models
 of a width take turns, on as many threads as torch takes, with their 20th and 80th percentiles.
@@ -206,7 +206,7 @@ def make_trainer(
     if optimizer == "Muon":
         return model, structlin.optim.Muon(model, lr, other_lr=OTHER_LR)
     if optimizer == "AdamW, normed":
-        adam = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95))
+        adam = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.0)
         return model, structlin.optim.Normed(adam, model)
     base = kind if found.experts else "dense"  # dense has no router
     groups = structlin.param_groups(model, lr, base=build(setup, base, BASE, 0, sizes, "meta"))
@@ -276,23 +276,23 @@ WHERE = ("setup", "optimizer", "width")
 
 
 def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
-    """Every kind at its rate, for all widths and lengths; dense at half of it where that ends lower
-    on seed 0."""
+    """Every kind at its rate, for all widths and lengths; dense at the best of each width."""
     for group in combinations({name: axes[name] for name in ("setup", "optimizer", "kind")}):
         kind = KINDS[group["kind"]]
         if kind.refactored and group["optimizer"] != "AdamW":
             continue  # it resets AdamW's moments
-        where = {**group, "width": TUNED, "length": max(LENGTHS)}
-        rates = tune(runs, where, [0], Tune(lambda job: RATES[job["optimizer"]]))
-        lr = best(curve_of_rates(rates))
+
+        def best_rate(width: int, start: float, group: Row = group) -> float:
+            where = {**group, "width": width, "length": max(LENGTHS)}
+            return best(curve_of_rates(tune(runs, where, [0], Tune(lambda _: start))))
+
+        rate = best_rate(TUNED, RATES[group["optimizer"]])
         grid = {name: axes[name] for name in ("width", "length", "seed")}
-        jobs = [{**group, **job, "lr": lr} for job in combinations(grid)]
+        jobs = [{**group, **job, "lr": rate} for job in combinations(grid)]
         if group["kind"] == "dense":
-            looks = select(jobs, length=max(values(jobs, "length")), seed=0)
-            runs.of({**job, "lr": share * job["lr"]} for job in looks for share in (1, 0.5))
-            found = at_best_rates(select(runs.all(), **group))
-            chosen = {row["width"]: row["lr"] for row in found}
-            jobs = [job | {"lr": chosen[job["width"]]} for job in jobs]
+            wider = {*values(jobs, "width")} - {TUNED}
+            rates = {TUNED: rate} | {width: best_rate(width, rate / 2) for width in sorted(wider)}
+            jobs = [job | {"lr": rates[job["width"]]} for job in jobs]
         runs.of(jobs)
     return runs.all()
 
@@ -343,6 +343,8 @@ def compare_kinds(rows: Sequence[Row], times: Sequence[Row]) -> list[Row]:
     table = []
     for each in times:
         kind, mine = each["kind"], select(rows, kind=each["kind"])
+        if not mine:
+            continue
         steps = {row["length"]: row["steps"] / dense[0]["steps"] for row in mine}
         flops = mine[0]["flops"] / dense[0]["flops"]
         spent = {
@@ -362,12 +364,12 @@ def compare_kinds(rows: Sequence[Row], times: Sequence[Row]) -> list[Row]:
                 "spread": [steps[length] * each[name] for name in ("p20", "p80")],
             }
             if kind != "dense" and length == max(steps):
-                pairs = partial(times_fewer, dense, mine)
                 seeds = sorted({*seeds_of(dense)} & {*seeds_of(runs)})
+                whole = [n for n in steps if {*seeds} <= {*seeds_of(select(mine, length=n))}]
                 row["until"] = {
-                    cost: {"by_seed": [pairs(found, [seed]) for seed in seeds]}
-                    | bootstrap(partial(pairs, found), seeds)
+                    cost: {"by_seed": [fewer([seed]) for seed in seeds]} | bootstrap(fewer, seeds)
                     for cost, found in spent.items()
+                    for fewer in [partial(times_fewer, dense, mine, {n: found[n] for n in whole})]
                 }
             table.append(row)
     return table
@@ -380,19 +382,14 @@ def times_fewer(
 
     Args:
         dense: its rows of the longest schedule.
-        rows: of one kind, of all lengths.
-        spent: length -> cost over dense's.
+        rows: of one kind.
+        spent: length -> cost over dense's; of the lengths that all `seeds` have.
     """
 
     def loss(found: Sequence[Row]) -> float:
         return math.exp(fmean(log_loss(one(found, seed=seed)) for seed in seeds))
 
-    whole = {
-        length: mine
-        for length in sorted(spent)
-        if {*seeds} <= {*seeds_of(mine := select(rows, length=length))}
-    }
-    curve = [(spent[length], loss(mine)) for length, mine in whole.items()]
+    curve = [(spent[length], loss(select(rows, length=length))) for length in sorted(spent)]
     return 1 / needed(curve, loss(dense))
 
 
@@ -435,11 +432,13 @@ def markdown(result: Row, elsewhere: Row) -> str:
     there = tabulate(at_best_rates(result["rows"]), elsewhere["times"])
     lines = []
     for row in sorted(here, key=lambda row: (row["setup"], row["optimizer"], row["width"])):
-        where = {name: row[name] for name in (*WHERE, "steps")}
-        (dense,) = select(result["table"], kind="dense", **where)
+        where = {name: row[name] for name in WHERE}
+        dense = max(
+            select(result["table"], kind="dense", **where), key=lambda found: found["steps"]
+        )
         data = ", ".join([row["setup"], *({row["optimizer"]} - {"AdamW"})])
         losses = [report.losses(found["losses"]) for found in (dense, row)]
-        both = [row, *select(there, kind=BEST, **where)]
+        both = [row, *(found for found in select(there, kind=BEST, **where) if "until" in found)]
         seconds = ", ".join(f"{found['seconds']:.2f}" for found in both)
         until = ", ".join(words(found["until"]["seconds"]) for found in both)
         flops = f"{row['flops']:.2f}"

@@ -22,7 +22,7 @@ def test_two_halves_are_the_layer_and_the_second_block_adds_the_first_ones_laten
     first, second = [block["fc"] for block in factors.cross(model)]
     torch.testing.assert_close(first(x), alone[0])
     assert not torch.allclose(second(z), alone[1])
-    first.latent = torch.zeros_like(first.latent)
+    second.before = ()
     torch.testing.assert_close(second(z), alone[1])
 
 
@@ -32,8 +32,14 @@ def test_latents_of_linear_layers_add():
     x, z = torch.randn(2, 5, 24)
     first(x)
     a, b = second.effective_cores()
-    wanted = (z @ a[0].T + x @ first.effective_cores()[0][0].T) @ b[0].T
+    wanted = (z @ a[0].T + x @ first.effective_cores()[0][0].T) @ b[0].T / 2**0.5
     torch.testing.assert_close(second(z), wanted)
+
+
+def test_a_layer_that_pads_is_not_crossed():
+    model = convert(nn.Sequential(nn.Linear(254, 254)), BTT(rank=1))
+    with pytest.raises(ValueError, match=r"layer '0' pads its features"):
+        factors.cross(model)
 
 
 def test_refactorised_cores_have_the_same_matrix_and_no_moments():
@@ -48,7 +54,7 @@ def test_refactorised_cores_have_the_same_matrix_and_no_moments():
                 core.grad.mul_(10)
         before = [core.clone() for core in layer.cores]
         adam.step()
-        assert (layer.cores[0] in adam.state) == (step == 0)
+        assert all((each in adam.state) == (step == 0) for each in (*layer.cores, layer.gains))
     assert not torch.allclose(before[0], layer.cores[0], atol=1e-2)
 
 

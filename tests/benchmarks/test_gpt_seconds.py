@@ -1,5 +1,7 @@
 """What follows from the runs of `benchmarks.training.gpt_seconds`, on rows made by hand."""
 
+from argparse import Namespace
+
 import pytest
 
 pytest.importorskip("matplotlib")
@@ -40,10 +42,10 @@ def test_half_a_schedule_that_is_enough_counts_for_all_its_seeds_alone():
     losses = {(1.0, seed): 1.5 for seed in (0, 1, 2)} | {(0.5, seed): 2.0 for seed in (0, 1, 2)}
     longest, half = compare(losses)[1:]
     assert (longest["until"]["seconds"]["value"], "until" in half) == (4, False)
-    del losses[0.5, 2]  # seed 2 has no half: the mean over the seeds is not of one length
+    del losses[0.5, 2]  # seed 2 has no half
     (_, longest, _) = compare(losses)
     assert longest["until"]["seconds"]["value"] == 2
-    assert longest["until"]["seconds"]["by_seed"] == [4, 4, 2]
+    assert longest["until"]["seconds"]["by_seed"] == [2, 2, 2]
 
 
 def test_a_structure_that_stays_above_never_gets_there():
@@ -58,12 +60,12 @@ def test_only_the_rate_that_is_best_on_the_longest_schedule_of_a_width_counts():
     assert gpt_seconds.at_best_rates(DENSE[1:]) == []  # no seed says which rate is best
 
 
-def test_dense_alone_tries_half_of_its_rate_at_every_width_and_all_seeds_have_the_better(
-    monkeypatch,
-):
+def test_dense_alone_is_tuned_at_every_width_and_all_seeds_have_the_best_rate():
     made = []
 
     class Runs:
+        options = Namespace(smoke=False)
+
         def of(self, jobs):
             found = [job | {"loss": loss(job)} for job in jobs]
             made.extend(row for row in found if row not in made)
@@ -72,23 +74,21 @@ def test_dense_alone_tries_half_of_its_rate_at_every_width_and_all_seeds_have_th
         def all(self):
             return made
 
-    def loss(job):  # half of the rate is better at width 512 alone
-        return 1 + abs(job["lr"] - (0.002 if job["width"] == 512 else 0.004))
+    def loss(job):  # the lower the better at width 512, down to a quarter
+        return 1 + abs(job["lr"] - (0.001 if job["width"] == 512 else 0.004))
 
-    def tune(runs, where, *_):
-        return runs.of([where | {"lr": 0.004, "seed": 0}])
-
-    monkeypatch.setattr(gpt_seconds, "tune", tune)
     axes = {"setup": ["Python"], "optimizer": ["AdamW"], "kind": ["dense", KIND]}
     axes |= {"width": [256, 512], "length": [1.0, 0.5], "seed": range(2)}
     gpt_seconds.design(Runs(), axes)
 
-    def tried(**where):
-        return {(row["lr"], row["seed"]) for row in made if where.items() <= row.items()}
+    def tried(seed, **where):
+        rows = (row for row in made if (where | {"seed": seed}).items() <= row.items())
+        return {1000 * row["lr"] for row in rows}
 
-    assert tried(kind="dense", width=256) == {(0.004, 0), (0.002, 0), (0.004, 1)}
-    assert tried(kind="dense", width=512) == {(0.004, 0), (0.002, 0), (0.002, 1)}
-    assert tried(kind=KIND) == {(0.004, 0), (0.004, 1)}
+    assert tried(0, kind="dense", width=256) == {2, 4, 8}
+    assert tried(0, kind="dense", width=512) == {0.5, 1, 2, 4}
+    assert [tried(1, kind="dense", width=width) for width in (256, 512)] == [{4}, {1}]
+    assert tried(0, kind=KIND, width=512) == tried(1, kind=KIND) == {4}
     assert len(gpt_seconds.at_best_rates(made)) == 2 * 2 * 2 * 2
 
 
