@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from benchmarks.training import gpt_seconds
+from structlin import StructuredLinear
 
 KIND = "BTT r=1 + SiLU"
 WHERE = {"setup": "Python", "optimizer": "AdamW", "width": 256}
@@ -127,3 +128,12 @@ def test_the_page_has_both_machines_where_both_were_timed():
 
 def test_a_picture_of_no_runs_is_empty():
     assert not gpt_seconds.draw({"rows": [], "table": []}).axes
+
+
+def test_a_structured_head_starts_at_the_scale_of_a_dense_one():
+    sizes = {"context": 16, "batch": 2, "depth": 1, "steps": 1}
+    kind = "BTT r=1 + SiLU, attention r=2, head r=4"
+    head = gpt_seconds.build("Python", kind, 256, 0, sizes).lm_head
+    entries = head.in_features * head.out_features
+    assert isinstance(head, StructuredLinear)
+    assert head.to_dense().norm().item() / entries**0.5 == pytest.approx(0.02, rel=0.1)
