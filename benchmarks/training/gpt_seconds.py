@@ -18,7 +18,7 @@ it.
 Rates are tuned for every kind and optimizer on seed 0, at dense width 256 for the whole schedule (a
 shorter one wants higher rates): by factors of 2 until the best has both its neighbours. muP and
 `param_groups` take AdamW's rates to the other widths; Muon's stay as they are. Dense, against which
-all are compared, is tuned at every width, from half of that rate.
+all are compared, is tuned at every width, first at that rate and half of it.
 Intervals are 95 %, bootstrap over the seeds; with three they are about the range. Seconds are steps
 times the time of a step over dense's, the batch not counted: medians of rounds in which all models
 of a width take turns, on as many threads as torch takes, with their 20th and 80th percentiles.
@@ -282,17 +282,19 @@ def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
         if kind.refactored and group["optimizer"] != "AdamW":
             continue  # it resets AdamW's moments
 
-        def best_rate(width: int, start: float, group: Row = group) -> float:
+        def best_rate(width: int, *first: float, group: Row = group) -> float:
             where = {**group, "width": width, "length": max(LENGTHS)}
+            looks = runs.of({**where, "lr": lr, "seed": 0} for lr in first)
+            start = best(curve_of_rates(looks))
             return best(curve_of_rates(tune(runs, where, [0], Tune(lambda _: start))))
 
         rate = best_rate(TUNED, RATES[group["optimizer"]])
         grid = {name: axes[name] for name in ("width", "length", "seed")}
         jobs = [{**group, **job, "lr": rate} for job in combinations(grid)]
         if group["kind"] == "dense":
-            wider = {*values(jobs, "width")} - {TUNED}
-            rates = {TUNED: rate} | {width: best_rate(width, rate / 2) for width in sorted(wider)}
-            jobs = [job | {"lr": rates[job["width"]]} for job in jobs]
+            others = sorted({*values(jobs, "width")} - {TUNED})
+            rates = {width: best_rate(width, rate, rate / 2) for width in others}
+            jobs = [job | {"lr": rates.get(job["width"], rate)} for job in jobs]
         runs.of(jobs)
     return runs.all()
 
