@@ -206,9 +206,11 @@ def smollm2() -> str:
 
 
 def said() -> str:
-    """What the language model of examples/compress.py says before and after, word by word."""
+    """What the language model of examples/compress.py says before and after, word by word, to the
+    first and the last prompt."""
     lines = ["```text"]
-    for answers in zip(*(row["sample"] for row in read("compress")["rows"]), strict=True):
+    first, *_, last = zip(*(row["sample"] for row in read("compress")["rows"]), strict=True)
+    for answers in (first, last):
         lines.append(answers[0].split(" -> ")[0])
         for row, answer in zip(read("compress")["rows"], answers, strict=True):
             name = "dense" if row["budget"] == 1 else f"keep {row['budget']:g}"

@@ -9,7 +9,7 @@ pytest.importorskip("matplotlib")
 from benchmarks.training import gpt_seconds
 from structlin import StructuredLinear
 
-KIND = "BTT r=1 + SiLU"
+KIND = "BTT r=1 + SiLU everywhere"
 WHERE = {"setup": "Python", "optimizer": "AdamW", "width": 256}
 
 
@@ -108,11 +108,16 @@ def test_a_width_without_dense_of_the_longest_schedule_has_no_table(monkeypatch)
     assert len(found["times"]) == 2 * len(TIMES)
 
 
+def test_a_kind_that_was_timed_and_not_trained_has_no_line():
+    assert [row["kind"] for row in gpt_seconds.compare_kinds(DENSE, TIMES)] == ["dense"]
+
+
 def test_the_page_has_both_machines_where_both_were_timed():
     best = gpt_seconds.BEST
     rows = [make_row("dense", 1.0, 0, 2.0), make_row(best, 1.0, 0, 2.0)]
     other = {"width": 512, "optimizer": "Muon"}
-    wide = [row | other for row in rows]
+    short = [make_row("dense", 0.5, 0, 3.0), make_row(best, 0.5, 0, 2.0)]
+    wide = [row | other for row in (rows[0], *short)]  # ours has no whole schedule
     here = [time | {"kind": kind} for time, kind in zip(TIMES, ("dense", best), strict=True)]
     result = {"rows": [*rows, *wide]}
     result["table"] = gpt_seconds.tabulate(
@@ -122,7 +127,7 @@ def test_the_page_has_both_machines_where_both_were_timed():
     lines = gpt_seconds.markdown(result, {"times": there}).splitlines()
     assert lines[-2:] == [
         "| Python | 256 | 2.000 | 2.000 | 0.25 | 0.50, 0.25 | 2.0, 4.0 |",
-        "| Python, Muon | 512 | 2.000 | 2.000 | 0.25 | 0.50 | 2.0 |",
+        "| Python, Muon | 512 | 2.000 | 2.000 | 0.12 | 0.25 | 4.0 |",
     ]
 
 
