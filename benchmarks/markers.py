@@ -453,8 +453,8 @@ def moe() -> dict[str, str]:
 
 def gpts() -> dict[str, str]:
     """What the structured GPT costs over dense's of width 512, and how many times fewer seconds it
-    needs until dense's loss, on both machines; its loss on the other text; and what one as wide as
-    dense has."""
+    needs until dense's loss, on both machines; its loss on the other text and with Muon; and what
+    one as wide as dense has."""
     of = {"setup": "Python", "optimizer": "AdamW", "width": 512, "kind": gpt_seconds.BEST}
     rows = gpt_seconds.at_best_rates(read("gpt_seconds")["rows"])
     numbers: dict[str, str] = {}
@@ -466,14 +466,16 @@ def gpts() -> dict[str, str]:
             machine: f"{min(found['until']['seconds']['by_seed']):.1f}",
         }
 
-    def beside_dense(kind: str, **where: Any) -> tuple[Row, float]:
-        rows = select(read("gpt_seconds")["table"], **where, optimizer="AdamW")
+    def beside_dense(kind: str, optimizer: str = "AdamW", **where: Any) -> tuple[Row, float]:
+        rows = select(read("gpt_seconds")["table"], **where, optimizer=optimizer)
         ours, dense = (select(rows, kind=each)[0] for each in (kind, "dense"))
         return ours, fmean(ours["losses"]) / fmean(dense["losses"]) - 1
 
     _, higher = beside_dense(gpt_seconds.BEST, setup="Wikipedia", width=512)
     equal, above = beside_dense("BTT r=1 + SiLU, attention r=2", setup="Python", width=768)
+    muon, _ = beside_dense(f"{gpt_seconds.BEST}, not normalised", "Muon", setup="Python", width=256)
     return numbers | {
+        "muon": f"{fmean(muon['losses']):.3f}",
         "wikipedia": percent(higher),
         "equal_loss": percent(above, 1),
         "equal_seconds": f"{equal['seconds']:.2f}",
