@@ -339,6 +339,7 @@ def test_the_structured_gpt_ends_below_dense_with_every_seed_in_half_of_its_seco
     (dense,), (ours,) = (statistics.select(rows, kind=kind) for kind in ("dense", gpt_seconds.BEST))
     assert len(ours["losses"]) == len(dense["losses"]) == 3
     assert max(ours["losses"]) < min(dense["losses"])
+    assert ours["seconds"] <= 0.5
     assert min(ours["until"]["seconds"]["by_seed"]) > 2
     assert ours["flops"] < 0.4
 
@@ -352,6 +353,20 @@ def test_on_subwords_and_with_muon_the_structured_gpt_ends_above_dense(setup, op
     (dense,), (ours,) = (statistics.select(rows, kind=kind) for kind in ("dense", gpt_seconds.BEST))
     assert min(ours["losses"]) > max(dense["losses"])
     assert not ours["until"]["seconds"]["value"]
+
+
+def test_muon_helps_dense_more_and_the_structured_gpt_without_weight_normalisation_alone():
+    def loss(kind, optimizer):
+        of = {"setup": "Python", "optimizer": optimizer, "width": 256, "kind": kind}
+        (row,) = statistics.select(pages.read("gpt_seconds")["table"], **of)
+        return fmean(row["losses"])
+
+    plain = f"{gpt_seconds.BEST}, not normalised"
+    gained = {
+        kind: loss(kind, "AdamW") - loss(kind, "Muon")
+        for kind in ("dense", plain, gpt_seconds.BEST)
+    }
+    assert gained["dense"] > 2 * gained[plain] > 0 > gained[gpt_seconds.BEST]
 
 
 def test_sharing_and_rank_matter_everywhere_and_compute_on_two_tasks_of_three():
