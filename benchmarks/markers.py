@@ -455,7 +455,7 @@ def gpts() -> dict[str, str]:
     """What the structured GPT costs over dense's of width 512, and how many times fewer seconds it
     needs until dense's loss, on both machines; its loss on the other text and with Muon; and what
     one as wide as dense has."""
-    of = {"setup": "Python", "optimizer": "AdamW", "width": 512, "kind": gpt_seconds.BEST}
+    of = {"setup": "Python", "optimizer": "AdamW", "width": 512, "kind": gpt_seconds.BEST["AdamW"]}
     rows = gpt_seconds.at_best_rates(read("gpt_seconds")["rows"])
     numbers: dict[str, str] = {}
     for machine, name in (("xeon", "gpt_seconds"), ("epyc", "gpt_seconds_epyc")):
@@ -471,11 +471,21 @@ def gpts() -> dict[str, str]:
         ours, dense = (select(rows, kind=each)[0] for each in (kind, "dense"))
         return ours, fmean(ours["losses"]) / fmean(dense["losses"]) - 1
 
-    _, higher = beside_dense(gpt_seconds.BEST, setup="Wikipedia", width=512)
+    _, higher = beside_dense(gpt_seconds.BEST["AdamW"], setup="Wikipedia", width=512)
     equal, above = beside_dense("BTT r=1 + SiLU, attention r=2", setup="Python", width=768)
-    muon, _ = beside_dense(f"{gpt_seconds.BEST}, not normalised", "Muon", setup="Python", width=256)
+    _, muon = beside_dense(gpt_seconds.BEST["Muon"], "Muon", setup="Python", width=512)
+    structured = gpt_seconds.BEST["AdamW"]
+    starts = {
+        "zero": f"{structured}, not normalised",
+        "free": f"{structured}, no zero start",
+        "dense_zero": "dense",
+        "dense_free": "dense, no zero start",
+    }
+    for name, kind in starts.items():
+        row, _ = beside_dense(kind, "Muon", setup="Python", width=256)
+        numbers[name] = f"{fmean(row['losses']):.3f}"
     return numbers | {
-        "muon": f"{fmean(muon['losses']):.3f}",
+        "muon": percent(muon),
         "wikipedia": percent(higher),
         "equal_loss": percent(above, 1),
         "equal_seconds": f"{equal['seconds']:.2f}",

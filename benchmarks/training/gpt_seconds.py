@@ -9,11 +9,11 @@
 The models are those of examples/: blocks with attention heads of 32 features, as many in each model
 as fill the dense width. All linear layers of the blocks are structured; SiLU stands between the
 cores of the MLPs. The time of refactorising is not counted. BTT-MoE is that of
-`benchmarks.training.moe`. The rate rises for `training.WARM_UP` steps. A model trains for the whole
-schedule, for a half or for a quarter of it, each with a decay of its own. A structure's losses at
-the ends of its schedules are interpolated in logarithms. The factor is how many times less than
-dense it needs until the loss of dense's longest schedule; "never": its whole schedule does not meet
-it.
+`benchmarks.training.moe`. The last layer of each branch starts at zero, but for "no zero start".
+The rate rises for `training.WARM_UP` steps. A model trains for the whole schedule, for a half or
+for a quarter of it, each with a decay of its own. A structure's losses at the ends of its schedules
+are interpolated in logarithms. The factor is how many times less than dense it needs until the loss
+of dense's longest schedule; "never": its whole schedule does not meet it.
 
 Rates are tuned for every kind and optimizer on seed 0, at dense width 256 for the whole schedule (a
 shorter one wants higher rates): by factors of 2 until the best has both its neighbours. muP and
@@ -63,8 +63,9 @@ VOCABULARY = 2048
 BASE = 128  # the dense width at which AdamW's rates are meant
 TUNED = 256  # the dense width at which rates are tuned
 LENGTHS = (1.0, 0.5, 0.25)  # of the schedule
-RATES = {"AdamW": 4e-3, "Muon": 2**-6, "AdamW, normed": 2**-6}  # where the search for each begins
+RATES = {"AdamW": 4e-3, "Muon": 2**-5, "AdamW, normed": 2**-6}  # where the search for each begins
 OTHER_LR = 4e-3  # Muon's, of gains, biases and norms
+MOMENTUM = 0.85  # Muon's, of runs as short as these
 
 
 # ---- what is trained on what ---------------------------------------------------------------------
@@ -142,10 +143,12 @@ def silu(family: Callable[[int], structlin.Family], **options: Any) -> Kind:
 
 BTT_ONE = Kind(lambda _: BTT(rank=1))
 BTT_SILU = silu(lambda _: BTT(rank=1))
+FREE = {"weight_norm": False, "zero_init": ()}
 HEAD = LINEAR_ATTENTION["overrides"] | {"*head": BTT(rank=4)}
 KINDS = {
     "dense": Kind(lambda _: None),
     "dense, weight normalisation": Kind(lambda _: Dense()),
+    "dense, no zero start": Kind(lambda _: Dense(), options=FREE),
     "BTT r=1": BTT_ONE,
     "BTT r=1, refactorised": replace(BTT_ONE, refactored=100),
     "BTT-MoE, 2 of 8": replace(BTT_ONE, experts=8),
@@ -159,12 +162,21 @@ KINDS = {
     "BTT r=1 + SiLU, attention r=2, width x 1.5, not normalised": replace(
         silu(lambda _: BTT(rank=1), weight_norm=False), wider=1.5
     ),
+    "BTT r=1 + SiLU, attention r=2, width x 1.5, no zero start": replace(
+        silu(lambda _: BTT(rank=1), **FREE), wider=1.5
+    ),
+    "BTT r=2 + SiLU, attention r=2, width x 1.5, no zero start": replace(
+        silu(lambda _: BTT(rank=2), **FREE), wider=1.5
+    ),
     "BTT r=1 + SiLU, attention r=2, width x 2": replace(BTT_SILU, wider=2),
     "BTT r=2 + SiLU, attention r=2": silu(lambda _: BTT(rank=2)),
     "Monarch 4 + SiLU, attention r=2": silu(lambda _: Monarch(blocks=4)),
     "low-rank d/4 + SiLU, attention r=2": silu(lambda width: LowRank(rank=width // 4)),
 }
-BEST = "BTT r=1 + SiLU, attention r=2, width x 1.5"  # what docs/gpts.md is about
+BEST = {  # what docs/gpts.md is about
+    "AdamW": "BTT r=1 + SiLU, attention r=2, width x 1.5",
+    "Muon": "BTT r=2 + SiLU, attention r=2, width x 1.5, no zero start",
+}
 
 
 def make_task(setup: str, width: int, seed: int, sizes: Mapping[str, int]) -> compare.Task:
@@ -203,7 +215,7 @@ def make_trainer(
     if found.refactored and optimizer != "AdamW":
         raise ValueError(f"kind {kind!r} resets the moments of AdamW, not those of {optimizer!r}")
     if optimizer == "Muon":
-        return model, structlin.optim.Muon(model, lr, other_lr=OTHER_LR)
+        return model, structlin.optim.Muon(model, lr, other_lr=OTHER_LR, momentum=MOMENTUM)
     if optimizer == "AdamW, normed":
         adam = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.0)
         return model, structlin.optim.Normed(adam, model)
@@ -422,6 +434,10 @@ def show(result: Row) -> list[Any]:
     ]
 
 
+def is_best(row: Row) -> bool:
+    return bool(row["kind"] == BEST.get(row["optimizer"]))
+
+
 def markdown(result: Row, elsewhere: Row) -> str:
     """A table of docs/gpts.md: `BEST` beside dense, whole schedules, a line for each width.
 
@@ -429,7 +445,7 @@ def markdown(result: Row, elsewhere: Row) -> str:
         elsewhere: what has the times of another machine.
     """
     titles = ["", "dense width", "dense's loss, by seed", "ours", "FLOPs", "seconds", "times fewer"]
-    here = [row for row in select(result["table"], kind=BEST) if "until" in row]
+    here = [row for row in result["table"] if is_best(row) and "until" in row]
     there = tabulate(at_best_rates(result["rows"]), elsewhere["times"])
     lines = []
     for row in sorted(here, key=lambda row: (row["setup"], row["optimizer"], row["width"])):
@@ -439,7 +455,8 @@ def markdown(result: Row, elsewhere: Row) -> str:
         )
         data = ", ".join([row["setup"], *({row["optimizer"]} - {"AdamW"})])
         losses = [report.losses(found["losses"]) for found in (dense, row)]
-        both = [row, *(found for found in select(there, kind=BEST, **where) if "until" in found)]
+        other = [found for found in select(there, **where) if is_best(found) and "until" in found]
+        both = [row, *other]
         seconds = ", ".join(f"{found['seconds']:.2f}" for found in both)
         until = ", ".join(words(found["until"]["seconds"]) for found in both)
         flops = f"{row['flops']:.2f}"
@@ -463,7 +480,7 @@ def draw(result: Row) -> figures.Figure:
     """Held-out loss of dense and `BEST` against seconds and FLOPs, over those of dense's longest
     schedule."""
     rows, points = at_best_rates(result["rows"]), []
-    for row in (row for row in result["table"] if row["kind"] in ("dense", BEST)):
+    for row in (row for row in result["table"] if row["kind"] == "dense" or is_best(row)):
         where = {name: row[name] for name in (*WHERE, "kind")}
         if "until" not in row and row["kind"] != "dense":
             continue  # not its longest
@@ -498,6 +515,7 @@ EXPERIMENT = Experiment(
         "vocabulary": VOCABULARY,
         "base": BASE,
         "other_lr": OTHER_LR,
+        "momentum": MOMENTUM,
         "head_std": train_gpt.Text.head_std,
         "warm_up": training.WARM_UP,
     },
