@@ -9,11 +9,12 @@
 The models are those of examples/: blocks with attention heads of 32 features, as many in each model
 as fill the dense width. All linear layers of the blocks are structured; SiLU stands between the
 cores of the MLPs. The time of refactorising is not counted. BTT-MoE is that of
-`benchmarks.training.moe`. The last layer of each branch starts at zero, but for "no zero start".
-The rate rises for `training.WARM_UP` steps. A model trains for the whole schedule, for a half or
-for a quarter of it, each with a decay of its own. A structure's losses at the ends of its schedules
-are interpolated in logarithms. The factor is how many times less than dense it needs until the loss
-of dense's longest schedule; "never": its whole schedule does not meet it.
+`benchmarks.training.moe`. The last layer of each branch starts at zero, but for "no zero start",
+which is not normalised either. The rate rises for `training.WARM_UP` steps. A model trains for the
+whole schedule, for a half or for a quarter of it, each with a decay of its own. A structure's
+losses at the ends of its schedules are interpolated in logarithms. The factor is how many times
+less than dense it needs until the loss of dense's longest schedule; "never": its whole schedule
+does not meet it.
 
 Rates are tuned for every kind and optimizer on seed 0, at dense width 256 for the whole schedule (a
 shorter one wants higher rates): by factors of 2 until the best has both its neighbours. muP and
@@ -143,12 +144,12 @@ def silu(family: Callable[[int], structlin.Family], **options: Any) -> Kind:
 
 BTT_ONE = Kind(lambda _: BTT(rank=1))
 BTT_SILU = silu(lambda _: BTT(rank=1))
-FREE = {"weight_norm": False, "zero_init": ()}
+NO_ZERO_START = {"weight_norm": False, "zero_init": ()}
 HEAD = LINEAR_ATTENTION["overrides"] | {"*head": BTT(rank=4)}
 KINDS = {
     "dense": Kind(lambda _: None),
     "dense, weight normalisation": Kind(lambda _: Dense()),
-    "dense, no zero start": Kind(lambda _: Dense(), options=FREE),
+    "dense, no zero start": Kind(lambda _: Dense(), options=NO_ZERO_START),
     "BTT r=1": BTT_ONE,
     "BTT r=1, refactorised": replace(BTT_ONE, refactored=100),
     "BTT-MoE, 2 of 8": replace(BTT_ONE, experts=8),
@@ -163,17 +164,17 @@ KINDS = {
         silu(lambda _: BTT(rank=1), weight_norm=False), wider=1.5
     ),
     "BTT r=1 + SiLU, attention r=2, width x 1.5, no zero start": replace(
-        silu(lambda _: BTT(rank=1), **FREE), wider=1.5
+        silu(lambda _: BTT(rank=1), **NO_ZERO_START), wider=1.5
     ),
     "BTT r=2 + SiLU, attention r=2, width x 1.5, no zero start": replace(
-        silu(lambda _: BTT(rank=2), **FREE), wider=1.5
+        silu(lambda _: BTT(rank=2), **NO_ZERO_START), wider=1.5
     ),
     "BTT r=1 + SiLU, attention r=2, width x 2": replace(BTT_SILU, wider=2),
     "BTT r=2 + SiLU, attention r=2": silu(lambda _: BTT(rank=2)),
     "Monarch 4 + SiLU, attention r=2": silu(lambda _: Monarch(blocks=4)),
     "low-rank d/4 + SiLU, attention r=2": silu(lambda width: LowRank(rank=width // 4)),
 }
-BEST = {  # what docs/gpts.md is about
+BEST = {  # optimizer -> what docs/gpts.md is about
     "AdamW": "BTT r=1 + SiLU, attention r=2, width x 1.5",
     "Muon": "BTT r=2 + SiLU, attention r=2, width x 1.5, no zero start",
 }
@@ -435,6 +436,7 @@ def show(result: Row) -> list[Any]:
 
 
 def is_best(row: Row) -> bool:
+    """Whether it is of the kind in `BEST` of its optimizer."""
     return bool(row["kind"] == BEST.get(row["optimizer"]))
 
 
