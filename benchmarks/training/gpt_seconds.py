@@ -7,14 +7,14 @@
     python -m benchmarks.training.gpt_seconds --smoke    # seconds
 
 The models are those of examples/: blocks with attention heads of 32 features, as many in each model
-as fill the dense width. All linear layers of the blocks are structured; SiLU stands between the
-cores of the MLPs. The time of refactorising is not counted. BTT-MoE is that of
-`benchmarks.training.moe`. The last layer of each branch starts at zero, but for "no zero start",
-which is not normalised either. The rate rises for `training.WARM_UP` steps. A model trains for the
-whole schedule, for a half or for a quarter of it, each with a decay of its own. A structure's
-losses at the ends of its schedules are interpolated in logarithms. The factor is how many times
-less than dense it needs until the loss of dense's longest schedule; "never": its whole schedule
-does not meet it.
+as fill the dense width. All linear layers of the blocks are structured, but for attention's output
+layer where a kind names attention's input alone; SiLU stands between the cores of the MLPs. The
+time of refactorising is not counted. BTT-MoE is that of `benchmarks.training.moe`. The last layer
+of each branch starts at zero, but for "no zero start", which is not normalised either. The rate
+rises for `training.WARM_UP` steps. A model trains for the whole schedule, for a half or for a
+quarter of it, each with a decay of its own. A structure's losses at the ends of its schedules are
+interpolated in logarithms. The factor is how many times less than dense it needs until the loss of
+dense's longest schedule; "never": its whole schedule does not meet it.
 
 Rates are tuned for every kind and optimizer on seed 0, at dense width 256 for the whole schedule (a
 shorter one wants higher rates): by factors of 2 until the best has both its neighbours. muP and
@@ -145,6 +145,8 @@ def silu(family: Callable[[int], structlin.Family], **options: Any) -> Kind:
 BTT_ONE = Kind(lambda _: BTT(rank=1))
 BTT_SILU = silu(lambda _: BTT(rank=1))
 NO_ZERO_START = {"weight_norm": False, "zero_init": ()}
+ATTENTION_INPUT = {"*attn.c_attn": BTT(rank=2), "*attn.c_proj": None}
+INPUT_NOT_ZERO = ATTENTION_INPUT | {"*attn.c_proj": Dense()}  # a dense layer's own start is zero
 HEAD = LINEAR_ATTENTION["overrides"] | {"*head": BTT(rank=4)}
 KINDS = {
     "dense": Kind(lambda _: None),
@@ -159,7 +161,11 @@ KINDS = {
     "BTT r=1 + SiLU, attention r=2": BTT_SILU,
     "BTT r=1 + SiLU, attention r=2, crossed": replace(BTT_SILU, crossed=True),
     "BTT r=1 + SiLU, attention r=2, head r=4": silu(lambda _: BTT(rank=1), overrides=HEAD),
+    "BTT r=1 + SiLU, attention r=2, width x 1.25": replace(BTT_SILU, wider=1.25),
     "BTT r=1 + SiLU, attention r=2, width x 1.5": replace(BTT_SILU, wider=1.5),
+    "BTT r=1 + SiLU, attention's input r=2, width x 1.5": replace(
+        silu(lambda _: BTT(rank=1), overrides=ATTENTION_INPUT), wider=1.5
+    ),
     "BTT r=1 + SiLU, attention r=2, width x 1.5, not normalised": replace(
         silu(lambda _: BTT(rank=1), weight_norm=False), wider=1.5
     ),
@@ -169,6 +175,9 @@ KINDS = {
     "BTT r=2 + SiLU, attention r=2, width x 1.5, no zero start": replace(
         silu(lambda _: BTT(rank=2), **NO_ZERO_START), wider=1.5
     ),
+    "BTT r=2 + SiLU, attention's input r=2, width x 1.5, no zero start": replace(
+        silu(lambda _: BTT(rank=2), overrides=INPUT_NOT_ZERO, **NO_ZERO_START), wider=1.5
+    ),
     "BTT r=1 + SiLU, attention r=2, width x 2": replace(BTT_SILU, wider=2),
     "BTT r=2 + SiLU, attention r=2": silu(lambda _: BTT(rank=2)),
     "Monarch 4 + SiLU, attention r=2": silu(lambda _: Monarch(blocks=4)),
@@ -176,8 +185,9 @@ KINDS = {
 }
 BEST = {  # optimizer -> what docs/gpts.md is about
     "AdamW": "BTT r=1 + SiLU, attention r=2, width x 1.5",
-    "Muon": "BTT r=2 + SiLU, attention r=2, width x 1.5, no zero start",
+    "Muon": "BTT r=2 + SiLU, attention's input r=2, width x 1.5, no zero start",
 }
+NARROWER = "BTT r=1 + SiLU, attention r=2, width x 1.25"  # what the page says of 768
 
 
 def make_task(setup: str, width: int, seed: int, sizes: Mapping[str, int]) -> compare.Task:
