@@ -147,11 +147,11 @@ def test_a_structured_head_starts_at_the_scale_of_a_dense_one():
 
 
 @pytest.mark.parametrize("kind", [kind for kind in gpt_seconds.KINDS if "no zero" in kind])
-def test_without_a_zero_start_no_core_starts_at_zero_and_muon_has_its_momentum(kind):
+def test_without_a_zero_start_nothing_starts_at_zero_and_muon_has_its_momentum(kind):
     sizes = {"context": 16, "batch": 2, "depth": 1, "steps": 1}
     model, muon = gpt_seconds.make_trainer("Python", "Muon", kind, 64, 0.01, 0, sizes)
     layers = [layer for layer in model.modules() if isinstance(layer, StructuredLinear)]
     assert layers
-    assert all(core.any() for layer in layers for core in layer.cores)
+    assert all(parameter.any() for parameter in model.parameters())
     assert all(layer.gains is None for layer in layers)
     assert muon.defaults["momentum"] == gpt_seconds.MOMENTUM == 0.85
