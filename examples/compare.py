@@ -516,7 +516,7 @@ def machine(device: str) -> str:
     name = (
         torch.cuda.get_device_name(device)
         if device.startswith("cuda")
-        else f"{torch.get_num_threads()} threads"
+        else f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
     )
     return f"{platform.system()} {platform.machine()}, {name}"
 
