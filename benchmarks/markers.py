@@ -454,7 +454,7 @@ def moe() -> dict[str, str]:
 def gpts() -> dict[str, str]:
     """What the structured GPT costs over dense's of width 512, and how many times fewer seconds it
     needs until dense's loss, on both machines; how far above dense it ends on the other text and
-    with Muon; losses with Muon by start; and what a narrower one has at dense's width of 768."""
+    with Muon; losses with Muon by start; and what narrower ones have, at 768 and with rank 2."""
     of = {"setup": "Python", "optimizer": "AdamW", "width": 512, "kind": gpt_seconds.BEST["AdamW"]}
     rows = gpt_seconds.at_best_rates(read("gpt_seconds")["rows"])
     numbers: dict[str, str] = {}
@@ -473,6 +473,7 @@ def gpts() -> dict[str, str]:
 
     _, higher = beside_dense(of["kind"], setup="Wikipedia", width=512)
     narrow, above = beside_dense(gpt_seconds.NARROWER, setup="Python", width=768)
+    ranked, below = beside_dense(gpt_seconds.RANK_TWO, setup="Python", width=512)
     _, muon = beside_dense(gpt_seconds.BEST["Muon"], "Muon", setup="Python", width=512)
     starts = {
         "zero": f"{of['kind']}, not normalised",
@@ -488,6 +489,8 @@ def gpts() -> dict[str, str]:
         "wikipedia": percent(higher),
         "narrow_loss": percent(-above, 1),
         "narrow_seconds": f"{narrow['seconds']:.2f}",
+        "rank_loss": percent(-below, 1),
+        "rank_seconds": f"{ranked['seconds']:.2f}",
     }
 
 

@@ -180,6 +180,7 @@ KINDS = {
     ),
     "BTT r=1 + SiLU, attention r=2, width x 2": replace(BTT_SILU, wider=2),
     "BTT r=2 + SiLU, attention r=2": silu(lambda _: BTT(rank=2)),
+    "BTT r=2 + SiLU, attention r=2, width x 1.25": replace(silu(lambda _: BTT(rank=2)), wider=1.25),
     "Monarch 4 + SiLU, attention r=2": silu(lambda _: Monarch(blocks=4)),
     "low-rank d/4 + SiLU, attention r=2": silu(lambda width: LowRank(rank=width // 4)),
 }
@@ -188,6 +189,7 @@ BEST = {  # optimizer -> what docs/gpts.md is about
     "Muon": "BTT r=2 + SiLU, attention's input r=2, width x 1.5, no zero start",
 }
 NARROWER = "BTT r=1 + SiLU, attention r=2, width x 1.25"  # what the page says of 768
+RANK_TWO = "BTT r=2 + SiLU, attention r=2, width x 1.25"  # and of 256 and 512
 
 
 def make_task(setup: str, width: int, seed: int, sizes: Mapping[str, int]) -> compare.Task:
@@ -502,7 +504,8 @@ def draw(result: Row) -> figures.Figure:
                 for cost in ("seconds", "flops")
                 for step, loss in run["curve"]
             ]
-    return figures.curves(points, "over dense's", panel=[*WHERE, "of"], line=["kind"], columns=2)
+    shown: Row = {"panel": [*WHERE, "of"], "line": ["kind"], "log": "", "columns": 2}
+    return figures.curves(points, "over dense's", **shown)
 
 
 def settings(**changes: int) -> dict[str, dict[str, int]]:
