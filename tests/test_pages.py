@@ -350,6 +350,7 @@ def test_the_structured_gpt_ends_below_dense_with_every_seed_in_half_of_its_seco
     (ours,) = statistics.select(rows, kind=kind, steps=dense["steps"])
     assert len(ours["losses"]) == len(dense["losses"]) == 3
     assert max(ours["losses"]) < min(dense["losses"])
+    assert ours["seconds"] <= share
     assert min(ours["until"]["seconds"]["by_seed"]) > 1 / share
     assert ours["flops"] < 0.4
 
