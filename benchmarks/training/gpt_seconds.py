@@ -189,7 +189,7 @@ BEST = {  # optimizer -> what docs/gpts.md is about
     "Muon": "BTT r=2 + SiLU, attention's input r=2, width x 1.5, no zero start",
 }
 NARROWER = "BTT r=1 + SiLU, attention r=2, width x 1.25"  # what the page says of 768
-RANK_TWO = "BTT r=2 + SiLU, attention r=2, width x 1.25"  # and of 256 and 512
+RANK_TWO = "BTT r=2 + SiLU, attention r=2, width x 1.25"  # what it says of 256 and 512
 
 
 def make_task(setup: str, width: int, seed: int, sizes: Mapping[str, int]) -> compare.Task:
