@@ -58,7 +58,6 @@ SCHEDULES: dict[str, Schedule] = {
     ),
 }
 LARGE_MATRIX = 2**14  # numbers of one that a CPU mostly multiplies faster by itself than in a batch
-SMALLEST_COARSE = 64  # short side from which a polynomial of the Gram matrix may be in bfloat16
 METHODS = (*SCHEDULES, "svd")
 
 
@@ -82,7 +81,8 @@ def dualize(
             - a schedule of your own, (a, b, c) per step: X <- a X + b (X X^T) X + c (X X^T)^2 X, in
               the order of torch.optim.Muon, whose own is 5 times (3.4445, -4.7750, 2.0315).
         ns_steps: number of steps of "ns", "fast" or a schedule, whose last step is repeated, or
-            whose end is cut off.
+            whose end is cut off. The last step of "ns" and "fast" is scaled where they end early,
+            so that no singular value is above 1.
         dtype: of the iteration; float32 by default, float64 for float64 input. bfloat16 is faster
             and fills the null space of rank-deficient matrices with noise of up to 1.
 
@@ -111,7 +111,8 @@ def dualize(
         return matrix.clone()
     if dtype is None:
         dtype = torch.promote_types(matrix.dtype, torch.float32)
-    x = matrix.to(dtype)
+    narrower = torch.finfo(dtype).max < torch.finfo(matrix.dtype).max
+    x = (_of_unit_size(matrix) if narrower else matrix).to(dtype)
     if is_small(x, method):
         stacks = [x.reshape(-1, *x.shape[-2:])]
         small = dualize_small(stacks, method=method, ns_steps=ns_steps)[0]
@@ -326,69 +327,52 @@ def _is_of_safe_size(x: Tensor) -> bool:
 
 
 def _steps(method: str | Schedule, ns_steps: int | None) -> Schedule:
+    named = isinstance(method, str)
     schedule = tuple(SCHEDULES[method] if isinstance(method, str) else method)
     if ns_steps is None:
         return schedule
-    return (*schedule[:ns_steps], *schedule[-1:] * (ns_steps - len(schedule)))
+    steps = (*schedule[:ns_steps], *schedule[-1:] * (ns_steps - len(schedule)))
+    return (*steps[:-1], _settle(steps[-1])) if named else steps
+
+
+def _settle(step: tuple[float, float, float]) -> tuple[float, float, float]:
+    """The last step of a named method, scaled so that no value ends above 1: those of the first
+    steps reach 2, which the later ones bring back."""
+    a, b, c = step
+    square = (-3 * b - sqrt(9 * b * b - 20 * a * c)) / (10 * c)  # where the polynomial has its peak
+    peak = sqrt(square) * (a + b * square + c * square**2)
+    return step if peak < 1.01 else (a / peak, b / peak, c / peak)
 
 
 def _newton_schulz(x: Tensor, method: str | Schedule, ns_steps: int | None) -> Tensor:
     shape, schedule = x.shape, _steps(method, ns_steps)
-    # small matrices of 16 bits train worse by rounded a I + b G + c G^2 (benchmarks.speed.polar),
-    # and of large ones the trace of G is beyond float16
-    small = x.dtype == torch.bfloat16 and min(shape[-2:]) < SMALLEST_COARSE
-    coarse = small or x.dtype == torch.float16
-    own = not isinstance(method, str)  # as it is written
-    iterate = _iterate_as_torch if own or coarse else _iterate
     x = x.reshape(-1, *shape[-2:])
     large = x.is_cpu and shape[-2] * shape[-1] >= LARGE_MATRIX
-    if len(x) == 1 or (large and not (iterate is _iterate and has_fast_batches(x.dtype))):
-        polar = [iterate(matrix, schedule) for matrix in x]
+    # a schedule of one's own gives torch.optim.Muon's bits, which multiplies one by one
+    batched = isinstance(method, str) and has_fast_batches(x.dtype)
+    if len(x) == 1 or (large and not batched):
+        polar = [_iterate(matrix, schedule) for matrix in x]
         x = polar[0] if len(polar) == 1 else torch.stack(polar)
     else:
-        x = iterate(x, schedule)
+        x = _iterate(x, schedule)
     return x.reshape(shape)
 
 
 def _iterate(x: Tensor, schedule: Schedule) -> Tensor:
-    """X <- P X with P = a I + b G + c G^2, G = X X^T; of long matrices two steps on one Gram
-    matrix, G <- P G P, which is less work. X / |X|_F is where it starts, |X|_F^2 the trace of G."""
-    product = torch.bmm if x.ndim == 3 else torch.mm
-    m, n = x.shape[-2:]
-    together = 2 if max(m, n) > 2 * min(m, n) else 1
-    for first in range(0, len(schedule), together):
-        gram = product(x, x.mT) if m <= n else product(x.mT, x)  # of the short side
-        if first == 0:
-            square = _trace(gram)
-            gram = gram / square
-        polynomial = _polynomial(gram, schedule[first])
-        for coefficients in schedule[first + 1 : first + together]:
-            gram = product(product(polynomial, gram), polynomial)
-            polynomial = product(_polynomial(gram, coefficients), polynomial)
-        if first == 0:
-            polynomial = polynomial * square.rsqrt()
-        x = product(polynomial, x) if m <= n else product(x, polynomial)
-    return x
+    """X <- a X + (b G + c G^2) X, G = X X^T of the short side, from X / |X|_F on.
 
-
-def _polynomial(gram: Tensor, coefficients: tuple[float, float, float]) -> Tensor:
-    a, b, c = coefficients
-    add = torch.baddbmm if gram.ndim == 3 else torch.addmm
-    polynomial = add(gram, gram, gram, beta=b, alpha=c) if c else b * gram
-    polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
-    return polynomial
-
-
-def _iterate_as_torch(x: Tensor, schedule: Schedule) -> Tensor:
-    """The same by a X + (b G + c G^2) X, in the order of torch.optim.Muon, to equal it bit for
-    bit."""
+    In the order of torch.optim.Muon, to equal it bit for bit. Other orders of the same products are
+    not safe where numbers have 8 bits: (a I + b G + c G^2) X rounds a X twice, and several steps on
+    one Gram matrix (G <- P G P) blow its rounding up, to singular values of any size.
+    """
     product, add = (torch.bmm, torch.baddbmm) if x.ndim == 3 else (torch.mm, torch.addmm)
     x = x / _one_for_zero(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True))
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT
     for a, b, c in schedule:
-        gram = product(x, x.mT)
-        x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram = product(x, x.mT)  # (..., short, short)
+        polynomial = add(gram, gram, gram, beta=b, alpha=c) if c else b * gram
+        x = add(x, polynomial, x, beta=a)
     return x if wide else x.mT
 
 

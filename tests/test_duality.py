@@ -1,5 +1,6 @@
 """The polar factor against numpy's SVD in float64, and the duality map against its definition."""
 
+from collections.abc import Iterator
 from math import sqrt
 
 import numpy as np
@@ -111,10 +112,12 @@ def test_a_schedule_maps_singular_values_step_by_step(shape, method):
     u, vh = factors(matrix)
     values = torch.linalg.svdvals(matrix)
     values /= values.square().sum(-1, keepdim=True).sqrt()
-    for steps, (a, b, c) in enumerate(SCHEDULES.get(method, method)[:5], 1):
-        values = a * values + b * values**3 + c * values**5
-        expected = (u * values[:, None]) @ vh
-        assert_close(dualize(matrix, method=method, ns_steps=steps), expected, rtol=0, atol=1e-9)
+    every = torch.logspace(-8, 0, 400_000, dtype=torch.float64)
+    for steps, (a, b, c) in enumerate(SCHEDULES.get(method, method), 1):
+        values, every = (a * x + b * x**3 + c * x**5 for x in (values, every))
+        most = every.max() if method in SCHEDULES and every.max() > 1.01 else 1.0
+        expected = (u * values[:, None] / most) @ vh
+        assert_close(dualize(matrix, method=method, ns_steps=steps), expected, rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize("shape", [(24, 8), (8, 16), (8, 24)])
@@ -384,3 +387,86 @@ def test_a_large_matrix_has_a_polar_factor_in_16_bits_too(dtype):
     signs = torch.randn(256, 260, generator=torch.Generator().manual_seed(0)).sign()
     polar = dualize(signs, method="fast", ns_steps=5, dtype=dtype)  # |signs|_F^2 is above 65504
     assert polar.square().sum() > 0.9 * 256
+
+
+# ---- no spectrum makes an iteration explode ------------------------------------------------------
+
+KINDS = ("decaying", "clustered", "low rank", "one dominant", "graded", "equal")
+ITERATIONS = {  # how a matrix in float32 is taken through the steps
+    "engine": {},
+    "float32": {"dtype": torch.float32},
+    "float32 in products of bfloat16": {"dtype": torch.float32},
+    "float64": {"dtype": torch.float64},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "float16": {"dtype": torch.float16},
+}
+
+
+def singular_values(kind: str, k: int, generator: torch.Generator) -> Tensor:
+    """`(k,)`, the largest 1: as gradients have them, and worse."""
+    i, r = torch.arange(k), torch.rand((), generator=generator)
+    if kind == "decaying":
+        return (1.0 + i) ** -(0.3 + 3 * r)
+    if kind == "clustered":
+        return 10.0 ** -torch.randint(0, 4, (k,), generator=generator).sort().values
+    if kind == "low rank":
+        return (i <= r * k / 2).float()
+    if kind == "one dominant":
+        return torch.where(i == 0, 1.0, 10 ** (-1 - 4 * r))
+    return 10 ** (-(1 + 6 * r) * i / k) if kind == "graded" else torch.ones(k)
+
+
+def stacks_of_all_spectra() -> Iterator[tuple[Tensor, int]]:
+    """Over 5,000 matrices `(batch, m, n)` of 2 to 1,024 rows and columns, and a number of steps."""
+    generator = torch.Generator().manual_seed(0)
+    for short in (2, 3, 5, 8, 16, 24, 33, 64, 96, 128, 200, 400, 1024):
+        for aspect in (1, 1.5, 2.2, 3, 4, 8, 16):
+            long = int(short * aspect)
+            batch = max(1, min(125, 2**19 // (short * long)))
+            if long > 1024:
+                continue
+            u, v = (
+                torch.linalg.qr(torch.randn(batch, size, short, generator=generator)).Q
+                for size in (short, long)
+            )
+            spectra = [singular_values(KINDS[n % 6], short, generator) for n in range(batch)]
+            stack = (u * torch.stack(spectra)[:, None]) @ v.mT
+            noise = torch.randn(batch, short, long, generator=generator) / sqrt(short * long)
+            noisy = torch.arange(batch) // 6 % 2 * 0.3  # in every second matrix of a kind
+            stack += noisy[:, None, None] * stack.norm(dim=(1, 2), keepdim=True) * noise
+            steps = int(torch.randint(1, 13, (), generator=generator))
+            yield (stack if steps % 2 else stack.mT.contiguous()), steps
+
+
+@pytest.fixture(scope="module")
+def spectra():
+    found = list(stacks_of_all_spectra())
+    assert sum(len(stack) for stack, _ in found) > 5000
+    return found
+
+
+def largest_singular_values(stack: Tensor) -> Tensor:
+    x = stack.double()
+    gram = x @ x.mT if x.shape[-2] <= x.shape[-1] else x.mT @ x
+    return torch.linalg.eigvalsh(gram)[..., -1].sqrt()
+
+
+@pytest.mark.parametrize("method", ["ns", "fast"])
+@pytest.mark.parametrize("way", ITERATIONS)
+def test_no_singular_value_ends_above_one_tenth_beyond_one(way, method, spectra, monkeypatch):
+    if way == "engine" and not engine.load():
+        pytest.skip("there is no engine here")
+    if way != "engine":
+        monkeypatch.setattr("structlin._kernels.polar.available", lambda x: False)
+    precision = "medium" if "products" in way else "highest"
+    torch.set_float32_matmul_precision(precision)
+    try:
+        for n, (stack, steps) in enumerate(spectra):
+            options = {"method": method, **ITERATIONS[way]}
+            dual = dualize(stack, ns_steps=None if n % 2 else steps, **options)
+            assert dual.isfinite().all()
+            assert largest_singular_values(dual).max() < 1.1, (stack.shape, steps)
+            alone = dualize(stack[n % len(stack)], ns_steps=steps, **options)
+            assert largest_singular_values(alone) < 1.1, (stack.shape, steps)
+    finally:
+        torch.set_float32_matmul_precision("highest")

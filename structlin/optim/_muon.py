@@ -44,6 +44,10 @@ _KINDS = (  # the groups of a Muon: what a parameter is, and whether it decays
     ("embedding", False),
     ("other", False),
 )
+_Move = tuple[
+    dict[str, Any], list[Tensor], list[Tensor]
+]  # a group, its parameters, their directions
+LARGEST_VALUE = 1.5  # root mean square of the singular values of a polar factor, which are near 1
 SMALLEST_PART = 2**17  # numbers that step together at least: fewer do not keep a device busy
 
 
@@ -261,8 +265,8 @@ class Muon(Optimizer):
         """One step. Returns the closure's loss, if there is a closure.
 
         Raises:
-            FloatingPointError: a gradient is not finite (with nonfinite="raise"); nothing has
-                changed. Or what a function as `method` returned is not (unless nonfinite="ignore").
+            FloatingPointError: a gradient is not finite (with nonfinite="raise"), or a polar factor
+                has a norm that none can have (unless nonfinite="ignore"); nothing has changed.
             ValueError: a function as `method` returned another shape.
             RuntimeError: a parameter is no longer the model's: it was converted, or sharded, after
                 this optimizer was made. Or it was moved to another device than its state. Or a
@@ -281,9 +285,16 @@ class Muon(Optimizer):
             return loss
         for group, params in zip(self.param_groups, used, strict=True):
             self._prepare(group, params)
-        for group, params in zip(self.param_groups, used, strict=True):
-            for part in self._divide(group, params):
-                self._update(group, part)
+        moves: Iterable[_Move] = (
+            (group, part, self._directions(group, part))
+            for group, params in zip(self.param_groups, used, strict=True)
+            for part in self._divide(group, params)
+        )
+        if self.nonfinite != "ignore":  # every direction is known before anything moves
+            moves = list(moves)
+            self._require_possible(moves)
+        for group, part, directions in moves:
+            self._move(group, part, directions)
         return loss
 
     def _read_lengths(self) -> None:
@@ -315,7 +326,7 @@ class Muon(Optimizer):
 
     def _prepare(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """State of parameters that step for the first time; nothing moves yet."""
-        adamw = group["kind"] == "other" and group["other"] == "adamw"
+        adamw = _is_adamw(group)
         for p in params:
             state = self.state[p]
             if not state and adamw:
@@ -349,39 +360,74 @@ class Muon(Optimizer):
         parts = chunk_alike(kinds, sizes, most)
         return [[params[n] for n in part] for part in parts]
 
-    def _update(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        """One step of a part of a group; all arithmetic is on what this process holds."""
+    def _read(
+        self, group: dict[str, Any], params: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """What this process holds of the gradients and of the momenta, in the momenta's dtype."""
+        buffers = [local_part(self.state[p]["momentum_buffer"]) for p in params]
         gradients = [_local_gradient(p) for p in params]
+        return [g.to(b.dtype) for g, b in zip(gradients, buffers, strict=True)], buffers
+
+    def _directions(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
+        """The steps of a part of a group, without their lengths; none of AdamW. Nothing moves."""
+        if _is_adamw(group):
+            return []
+        gradients, buffers = self._read(group, params)
+        updates = list(torch._foreach_lerp(buffers, gradients, 1 - group["momentum"]))
+        if group["nesterov"]:
+            updates = list(torch._foreach_lerp(gradients, updates, group["momentum"]))
+        if group["kind"] == "other":
+            return [update.sign() for update in updates]
+        weights = [self._roster.weights[p] for p in params]
+        return polar_parts(params, weights, updates, self._polar_factors(group))
+
+    def _require_possible(self, moves: list["_Move"]) -> None:
+        """Raises FloatingPointError where a polar factor has a norm that none has: one norm for
+        each parameter, and one wait for the device."""
+        found = [
+            (p, direction, self._largest_norm(group, p), group["method"])
+            for group, params, directions in moves
+            if group["kind"] == "matrix"
+            for p, direction in zip(params, directions, strict=True)
+        ]
+        if not found:
+            return
+        norms = torch._foreach_norm([direction for _, direction, _, _ in found])
+        device = norms[0].device
+        known = torch.stack([norm.to(device, torch.float32) for norm in norms]).tolist()
+        for (p, _, largest, method), norm in zip(found, known, strict=True):
+            if not norm <= largest:
+                raise FloatingPointError(
+                    f"the polar factor of {self._roster.names[p]} has norm {norm:.3g} by "
+                    f"method={method!r}, and none has more than {largest:.3g}; nothing was "
+                    "changed. Take method='svd' or dtype=torch.float32; of zeros it must be zero"
+                )
+
+    def _largest_norm(self, group: dict[str, Any], parameter: Tensor) -> float:
+        """Of its polar factors: the root of their rank, with some slack. A function as method need
+        only be finite."""
+        if callable(group["method"]):
+            return torch.finfo(torch.float32).max
+        weight = self._roster.weights[parameter]
+        return LARGEST_VALUE * sqrt(parameter.numel() / max(weight.fan_out, weight.fan_in, 1))
+
+    def _move(self, group: dict[str, Any], params: list[Tensor], directions: list[Tensor]) -> None:
+        """One step of a part of a group; all arithmetic is on what this process holds."""
         local = [local_part(p) for p in params]
-        if group["kind"] == "other" and group["other"] == "adamw":
+        if _is_adamw(group):
             kept = ("exp_avg", "exp_avg_sq", "step")
             states = [[local_part(self.state[p][name]) for p in params] for name in kept]
-            _adamw(group, local, gradients, *states)
+            _adamw(group, local, [_local_gradient(p) for p in params], *states)
             return
-        buffers = [local_part(self.state[p]["momentum_buffer"]) for p in params]
-        gradients = [
-            gradient.to(buffer.dtype) for gradient, buffer in zip(gradients, buffers, strict=True)
-        ]
+        gradients, buffers = self._read(group, params)
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
-        nesterov = group["nesterov"]
-        updates = (
-            list(torch._foreach_lerp(gradients, buffers, group["momentum"]))
-            if nesterov
-            else buffers
-        )
-        if group["kind"] == "other":
-            steps = [update.sign() for update in updates]
-        else:
-            weights = [self._roster.weights[p] for p in params]
-            polar = self._polar_factors(group)
-            steps = polar_parts(params, weights, updates, polar)
         if group["weight_decay"]:
             _scale(local, 1 - group["lr"] * group["weight_decay"])
         by_length: dict[float, list[int]] = defaultdict(list)
         for n, p in enumerate(params):
             by_length[self._roster.step_length(p, group["adjust_lr_fn"])].append(n)
         for length, members in by_length.items():
-            moving, moves = [local[n] for n in members], [steps[n] for n in members]
+            moving, moves = [local[n] for n in members], [directions[n] for n in members]
             _descend(moving, moves, group["lr"], length)
         largest = group["max_spectral_norm"]
         if group["kind"] == "matrix" and largest is not None:
@@ -404,7 +450,7 @@ class Muon(Optimizer):
         if self.process_group is None and all(is_small_for(group, matrix) for matrix in matrices):
             duals = dualize_small_by(group, matrices)
         else:
-            polar = partial(dualize_by, group, checked=self.nonfinite != "ignore")
+            polar = partial(dualize_by, group)
             alone = self.process_group is None and all(matrix.is_cpu for matrix in matrices)
             most = LARGEST_ON_CPU if alone and not is_batched(group, matrices) else LARGEST_STACK
             duals = map_stacks(lambda stacks: self._dualize_stacks(stacks, polar), matrices, most)
@@ -489,6 +535,10 @@ def _adamw(
         eps=group["eps"], weight_decay=group["weight_decay"], capturable=group["capturable"],
         amsgrad=False, maximize=False, fused=fused,
     )  # fmt: skip
+
+
+def _is_adamw(group: dict[str, Any]) -> bool:
+    return bool(group["kind"] == "other" and group["other"] == "adamw")
 
 
 def _check(group: dict[str, Any]) -> None:

@@ -55,13 +55,11 @@ def check_polar(group: dict[str, Any]) -> None:
         check_method(*method_of(group))
 
 
-def dualize_by(group: dict[str, Any], matrix: Tensor, *, checked: bool = True) -> Tensor:
+def dualize_by(group: dict[str, Any], matrix: Tensor) -> Tensor:
     """The polar factors of `(batch, m, n)`.
 
     Raises:
         ValueError: a function as method returns something else than a tensor of that shape.
-        FloatingPointError: or numbers that are not finite, if `checked`, which waits for the
-            device.
     """
     if callable(group["method"]):
         found = group["method"](matrix)
@@ -69,8 +67,6 @@ def dualize_by(group: dict[str, Any], matrix: Tensor, *, checked: bool = True) -
         if not isinstance(found, Tensor) or found.shape != matrix.shape:
             what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ValueError(f"{says} returned {what}; it must be a tensor of their shape")
-        if checked and not bool(found.isfinite().all()):
-            raise FloatingPointError(f"{says} is not finite; of zeros it should be zero")
         return found
     method, ns_steps = method_of(group)
     return dualize(matrix, method=method, ns_steps=ns_steps, dtype=_dtype_of(group, matrix))

@@ -651,7 +651,7 @@ def test_arguments_of_another_type_are_refused_by_name(options, message):
         (
             lambda matrix: matrix / 0,
             FloatingPointError,
-            "is not finite; of zeros it should be zero",
+            "nothing was changed.*of zeros it must be zero",
         ),
     ],
 )
@@ -664,6 +664,24 @@ def test_what_a_function_as_method_returns_is_checked_before_its_matrix_moves(
     with pytest.raises(error, match=f"method=<function.*{message}"):
         Muon(layer, method=method, weight_decay=0.1).step()
     assert torch.equal(layer.weight, before)
+
+
+@pytest.mark.parametrize("other", ["adamw", "sign"])
+def test_a_polar_factor_with_an_impossible_norm_is_an_error_before_anything_has_moved(other):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 512, bias=False), nn.Linear(512, 4))
+    parts = Muon(model)._divide(Muon(model).param_groups[0], [m.weight for m in model])
+    assert len(parts) > 1  # the last of which is the impossible one
+    optimizer = Muon(model, method=[(5.0, 0.0, 0.0)], weight_decay=0.1, other=other)
+    model(torch.randn(8, 64)).square().sum().backward()
+    before = copy.deepcopy(model.state_dict())
+    message = r"factor of 2\.weight has norm 5 by method=\[\(5.*none has more than 3; nothing"
+    with pytest.raises(FloatingPointError, match=message):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for values in optimizer.state_dict()["state"].values():
+        assert all(not value.any() for value in values.values())
+    optimizer = Muon(model, method=[(5.0, 0.0, 0.0)], nonfinite="ignore")
+    optimizer.step()  # nobody waits for the device to ask
 
 
 def test_the_compiled_step_is_one_graph_and_makes_the_same_steps_at_every_rate():
