@@ -107,7 +107,9 @@ class Muon(Optimizer):
         other_lr, betas, eps: of that. A loop that sets one rate for all groups erases `other_lr`,
             see `keep_ratios`.
         nonfinite: gradients with inf or NaN: "raise" (before anything has changed), "skip" the
-            whole step, or "ignore" (no check, and no wait for the device). With sharded parameters
+            whole step, or "ignore" (no check, and no wait for the device). The first two also check
+            the norm of every polar factor, and hold all of them for it: about as many numbers as
+            the matrices have. With sharded parameters
             each process checks and raises for its own part, without communication, and "skip" asks
             the others first: one all-reduce of a number.
         capturable: the step can be captured in a CUDA graph: needs nonfinite="ignore", and `lr` as
