@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+HIDDEN = -100.0  # a mask that is added to the scores hides with this or less
 # Arguments of models that tell padding, and whether a true entry is a token in them.
 MASKS = {
     "attention_mask": True,  # transformers
@@ -29,11 +30,13 @@ def name_arguments(
 def find_masks(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The masks of one call of the model that hide something: `(batch, length)`, True for a token.
 
-    Masks of other shapes (one for each pair of tokens, say) tell no padding and are left out.
+    Masks of other shapes (one for each pair of tokens, say) tell no padding and are left out. A
+    mask with negative numbers is one that is added to the scores: 0 keeps a token.
 
     Raises:
-        ValueError: a mask without any token; no `attention_mask` though `input_ids` has tokens that
-            the model's config names as padding and as nothing else.
+        ValueError: a mask without any token, or with numbers that tell nothing; no `attention_mask`
+            though `input_ids` has tokens that the model's config names as padding and as nothing
+            else.
     """
     named = name_arguments(model, args, kwargs)
     _check_ids(model, named)
@@ -42,12 +45,21 @@ def find_masks(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
         mask = named.get(name)
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             continue
-        if not true_is_token and mask.is_floating_point():
-            tokens = mask == 0  # it is added to the scores: minus infinity hides
+        if (mask < 0).any() or (mask.is_floating_point() and not true_is_token):
+            tokens = mask == 0
+            known = tokens | (mask <= HIDDEN)
         else:
             tokens = mask.bool() == true_is_token
+            known = mask == mask.long()
+        if not known.all():
+            raise ValueError(
+                f"{name} of a batch has the number {mask[~known][0].item():g}: give booleans, or 0 "
+                f"and numbers up to {HIDDEN:g} if it is added to the scores"
+            )
         if not tokens.any():
-            raise ValueError(f"{name} of a batch has no token, only padding")
+            raise ValueError(
+                f"{name} of a batch has no token, only padding; if 0 keeps a token, leave it out"
+            )
         if not true_is_token and _is_length_first(model):
             tokens = tokens.mT
         if not tokens.all():

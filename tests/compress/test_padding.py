@@ -43,6 +43,28 @@ def test_a_key_padding_mask_is_true_or_minus_infinity_at_padding(hides):
     assert torch.equal(found, TOKENS.mT)
 
 
+@pytest.mark.parametrize("hides", [-100.0, -1e4, -1e9, torch.finfo().min, -torch.inf])
+def test_a_mask_that_is_added_to_the_scores_has_0_for_a_token(hides):
+    mask = torch.zeros(2, 3).masked_fill(~TOKENS, hides)
+    (found,) = find_masks(Masked(), (0, mask), {})
+    assert torch.equal(found, TOKENS)
+
+
+def test_a_mask_that_counts_packed_texts_has_0_for_padding():
+    (found,) = find_masks(Masked(), (0, TOKENS * torch.tensor([[1, 2, 3]])), {})
+    assert torch.equal(found, TOKENS)
+
+
+@pytest.mark.parametrize("value", [0.5, -1.0, -99.0, torch.nan])
+def test_a_mask_of_numbers_that_tell_nothing_is_refused_by_its_name(value):
+    mask = TOKENS.float()
+    mask[1, 2] = value
+    with pytest.raises(ValueError, match=r"^attention_mask of a batch has the number .*booleans"):
+        find_masks(Masked(), (0, mask), {})
+    with pytest.raises(ValueError, match=r"^src_key_padding_mask of a batch has the number"):
+        find_masks(Padded(), (0, mask), {})
+
+
 @pytest.mark.parametrize(
     "mask", [None, torch.ones(2, 3), torch.ones(2, 1, 3, 3).tril(), "text"], ids=str
 )
