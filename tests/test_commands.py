@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from structlin import BTT, LowRank, StructuredLinear
+from structlin import BTT, LowRank, StructuredLinear, convert, save
 from structlin._commands import compress, main
 from structlin._commands.arguments import parse_structure
 
@@ -164,6 +165,20 @@ def test_plan_reads_an_encoder_as_the_page_shows_it(capsys, tmp_path, monkeypatc
     assert out.strip() == shown.strip()
 
 
+@pytest.mark.parametrize("saver", ["save_pretrained", "structlin.save"])
+def test_a_folder_that_structlin_saved_is_said_to_be_one(capsys, llama, tmp_path, saver):
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama / "m")
+    convert(model, LowRank(rank=4), include="ffn", init="project")
+    save(model, tmp_path) if saver == "structlin.save" else model.save_pretrained(tmp_path)
+    given = ["compress", tmp_path, "--keep", 0.5, "--data", llama / "text.txt", "--out", "y"]
+    for command in (["plan", tmp_path], given):
+        code, out, err = run(capsys, *command)
+        assert (code, out) == (2, "")
+        assert re.search(r"holds a model that structlin saved: .* give the dense model", err)
+
+
 # ---- compress ------------------------------------------------------------------------------------
 
 
@@ -300,6 +315,19 @@ def test_a_package_that_is_not_here_is_named_with_its_extra(
     code, _, err = run(capsys, "plan", name)
     assert code == 2
     assert f'pip install "structlin[{package}]"' in err
+
+
+def test_a_gguf_file_that_says_more_than_it_holds_is_refused_at_once(capsys, llama, monkeypatch):
+    pytest.importorskip("gguf")
+    monkeypatch.chdir(llama)
+    key = b"general.architecture"
+    header = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1)
+    entry = struct.pack(f"<Q{len(key)}sIIQ", len(key), key, 9, 4, 1 << 40)  # of integers
+    Path("huge.gguf").write_bytes(header + entry)
+    for command in ("plan huge.gguf", "compress huge.gguf --keep 1 --data text.txt --out y"):
+        code, out, err = run(capsys, *command.split())
+        assert (code, out) == (2, "")
+        assert "huge.gguf cannot be read: " in err.splitlines()[-1]
 
 
 @pytest.mark.slow

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._files import FILE
+
 PLAIN_SPLITS = ("default", "gpt-2")  # of text before byte pairs are merged, as transformers splits
 CAUSAL = ("ForCausalLM", "LMHeadModel")  # ends of the names of causal language models
 
@@ -68,11 +70,16 @@ def is_causal(path: Path) -> bool:
 
 
 def _read_config(path: Path) -> Any:
-    """The config of a GGUF file or a folder of transformers."""
+    """The config of a GGUF file or a folder of transformers, whose model is dense."""
     transformers = import_extra("transformers", path)
     if path.suffix.lower() != ".gguf":
+        weights = [each.name for kind in ("safetensors", "bin") for each in path.glob(f"*.{kind}")]
+        _refuse_structured(path, weights == [FILE])
         with _naming(path):
-            return transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+            config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
+        _refuse_structured(path, method == "structlin")
+        return config
     _require_file(path)
     import_extra("gguf", path)
     with _naming(path):
@@ -112,6 +119,14 @@ def import_timm(name: str) -> Any:
     if name not in timm.list_models():
         raise ValueError(f"{name}: no such folder, nor a model of timm")
     return timm
+
+
+def _refuse_structured(path: Path, saved: bool) -> None:
+    if saved:
+        raise ValueError(
+            f"{path} holds a model that structlin saved: its layers are structured already; give "
+            "the dense model that it was made from"
+        )
 
 
 @contextmanager
@@ -178,8 +193,18 @@ def read_gguf(path: Path) -> tuple[nn.Module, Any]:
             rule that is not known here.
     """
     gguf, transformers = import_extra("gguf", path), import_extra("transformers", path)
+
+    class Reader(gguf.GGUFReader):  # type: ignore[misc, name-defined]
+        """It refuses to read on where the file has ended, which gguf's own does for ever."""
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **named: Any) -> Any:
+            found = super()._get(offset, dtype, count, *order, **named)
+            if len(found) < count:
+                raise ValueError(f"it has {len(self.data):,} bytes, less than it says to hold")
+            return found
+
     try:
-        fields = gguf.GGUFReader(path).fields
+        fields = Reader(path).fields
         split = _split_of(fields)
         options = {"gguf_file": path.name, "local_files_only": True}
         tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **options)
