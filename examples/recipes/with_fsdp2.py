@@ -20,6 +20,7 @@ require("transformers")
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.multiprocessing import start_processes
+from torch.optim import Optimizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from structlin import BTT, convert, keep_ratios
@@ -30,7 +31,7 @@ parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--smoke", action="store_true")
 
 
-def make(width: int, depth: int) -> tuple[LlamaForCausalLM, Muon]:
+def make(width: int, depth: int) -> tuple[LlamaForCausalLM, Optimizer]:
     sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": depth}
     config = LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=width // 16, **sizes)
     model = convert(LlamaForCausalLM(config), BTT(rank=1), init="mup", zero_init="branch-end")
@@ -41,7 +42,7 @@ def make(width: int, depth: int) -> tuple[LlamaForCausalLM, Muon]:
     return model, keep_ratios(Muon(model, lr=0.02, other_lr=3e-3))
 
 
-def train(model: LlamaForCausalLM, optimizer: Muon, tokens: torch.Tensor) -> list[float]:
+def train(model: LlamaForCausalLM, optimizer: Optimizer, tokens: torch.Tensor) -> list[float]:
     losses = []
     for batch in tokens.split(4 * PROCESSES):
         own = batch[dist.get_rank() :: PROCESSES]

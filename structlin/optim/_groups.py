@@ -9,7 +9,6 @@ from .._arguments import require_choice, require_module
 from .._model.parameters import parameters_of
 from ..scaling import OPTIMIZERS
 from ._depth import Depth
-from ._ratios import watch_ratios
 from ._steps import Masses, share_masses
 from ._transfer import Base, Transfer
 
@@ -64,8 +63,7 @@ def param_groups(
 
     A scheduler that multiplies every group's rate keeps the ratios. A loop or a scheduler that sets
     rates erases them (OneCycleLR and CyclicLR with one number, SWALR, CosineAnnealingLR with
-    `eta_min`), unless `keep_ratios(optimizer)` has the optimizer multiply. Where all groups have
-    got one rate, the next step of the optimizer warns, once.
+    `eta_min`), unless `optimizer = keep_ratios(optimizer)` has the optimizer multiply.
 
     Args:
         model: any module, converted or not; each trainable parameter is in exactly one group.
@@ -156,7 +154,6 @@ def param_groups(
     if not groups:
         name = type(model).__name__
         raise ValueError(f"model={name} has no trainable parameter: all of them are frozen")
-    watch_ratios()
     return list(groups.values())
 
 

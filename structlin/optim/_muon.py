@@ -32,7 +32,7 @@ from ._matrices import (
     to_matrices,
 )
 from ._polar import check_polar, dualize_by, dualize_small_by, is_batched, is_small_for
-from ._ratios import watch_ratios
+from ._ratios import warn_of_one_rate
 from ._sharding import divide_stacks, is_sharded, local_part, polar_parts, require_same_gradients
 from ._steps import NONFINITE, SCALES, Masses, Roster
 from ._transfer import Base, Lengths, lengths_of
@@ -202,7 +202,6 @@ class Muon(Optimizer):
         if isinstance(params, nn.Module):
             params = [parameter for parameter in params.parameters() if parameter.requires_grad]
         super().__init__(params, defaults)
-        watch_ratios()
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("model", "masses", "nonfinite", "base", "weight_decay_scaling", "depth", "split")
@@ -279,6 +278,7 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if not torch.compiler.is_compiling():
+            warn_of_one_rate(self)
             self._roster.require_current(self.param_groups)
             if self.process_group is not None and self.nonfinite != "ignore":
                 require_same_gradients(self._roster.names, self.param_groups, self.process_group)

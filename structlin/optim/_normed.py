@@ -17,11 +17,12 @@ from ..duality import promote, spectral_bound
 from ._matrices import from_matrices, map_stacks, to_matrices
 from ._sharding import gather_whole, is_sharded, local_part
 from ._steps import NONFINITE, Masses, Roster
+from ._wrapper import Wrapper
 
 NORMS = ("bound", "power")
 
 
-class Normed(Optimizer):
+class Normed(Wrapper):
     """`base`, with each update scaled to norm lr * mass, so that its rate transfers across widths.
 
     W <- (1 - lr * weight_decay) W + lr * mass * u / |u|, with u the update that `base` makes at
@@ -72,7 +73,6 @@ class Normed(Optimizer):
     tensor(0.0500)
     """
 
-    base: Optimizer
     model: nn.Module
     masses: Masses | None
     norm: str
@@ -105,24 +105,12 @@ class Normed(Optimizer):
             self._require_usable(group)
 
     def __getstate__(self) -> dict[str, Any]:
-        options = ("base", "model", "masses", "norm", "per_vector", "nonfinite")
-        return {name: getattr(self, name) for name in options}
+        options = ("model", "masses", "norm", "per_vector", "nonfinite")
+        return super().__getstate__() | {name: getattr(self, name) for name in options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._roster = Roster(self.model, self.masses)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self.base.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.base.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self.base.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._roster.read()  # the model may have grown
@@ -130,24 +118,7 @@ class Normed(Optimizer):
         params = [params] if isinstance(params, Tensor) else list(params)
         group = {**param_group, "params": params}
         self._require_usable(group)
-        self.base.add_param_group(group)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = before(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        self.base.load_state_dict(state_dict)
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
-
-    def state_dict(self) -> dict[str, Any]:
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
-        state_dict = self.base.state_dict()
-        for after in self._optimizer_state_dict_post_hooks.values():
-            replaced = after(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        return state_dict
+        super().add_param_group(group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -1,4 +1,5 @@
-"""Ratios between the rates of groups: a warning where a loop erases them, and a way to keep them.
+"""Ratios between the rates of groups: a way to keep them, and Muon's warning where a loop erases
+them.
 
 A loop that sets `group["lr"] = lr` for every group, as nanoGPT's, makes of `param_groups` the naive
 rule. `keep_ratios` moves the ratios into the optimizer's step, out of reach of loops.
@@ -6,38 +7,36 @@ rule. `keep_ratios` moves the ratios into the optimizer's step, out of reach of 
 
 from collections import defaultdict
 from collections.abc import Callable
-from functools import cache, wraps
 from math import isclose
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakSet
 
-import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._model.parameters import parameters_of
 from .._warnings import warn
 from ._normed import Normed
 from ._transfer import Transfer
+from ._wrapper import Wrapper
 
-AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 KEPT = "keeps_ratios"  # of a group: its "lr" is the dense model's, its step's is lr * lr_mult
 
 _warned = WeakSet[Optimizer]()
 
 
-def keep_ratios(optimizer: AnyOptimizer, model: nn.Module | None = None) -> AnyOptimizer:
-    """The same optimizer, whose groups keep the ratios of their rates whatever sets them.
+def keep_ratios(optimizer: Optimizer, model: nn.Module | None = None) -> Optimizer:
+    """An optimizer around `optimizer`, which keeps the ratios between the groups' rates.
 
-    From now on every group's "lr" is the dense model's rate, and `step` multiplies it by the
-    group's `lr_mult`. A loop may set one rate for all groups, any scheduler may (OneCycleLR,
-    CosineAnnealingLR with `eta_min`, SWALR, timm's), and what is logged is the dense rate.
+    Every group's "lr" is the dense model's rate, and `step` multiplies it by the group's `lr_mult`.
+    A loop may set one rate for all groups, any scheduler may (OneCycleLR, CosineAnnealingLR with
+    `eta_min`, SWALR, timm's), and what is logged is the dense rate. Copies, files and `state_dict`
+    keep the ratios.
 
-    `optimizer` itself changes, in place: its class becomes one derived from its own, so that
-    copies, files and `state_dict` have the ratios too. Call it before a scheduler is made, and
-    before `load_state_dict`. For `Muon` "lr" is the rate of the matrices, and the other parameters
-    keep the ratio of `other_lr` to it.
+    From now on step and save what this returns: `optimizer` by itself would step every group at the
+    dense rate. Call it before a scheduler is made, and before `load_state_dict`. Register hooks on
+    what it returns. Where rates are tensors, each group has its own. For `Muon` "lr" is the rate of
+    the matrices, and the other parameters keep the ratio of `other_lr` to it.
 
     Args:
         optimizer: of the groups of `param_groups`, or a `Muon`, or any that a framework made.
@@ -47,12 +46,13 @@ def keep_ratios(optimizer: AnyOptimizer, model: nn.Module | None = None) -> AnyO
             else Adam's. Where groups have an `lr_mult` already, it is not read.
 
     Returns:
-        `optimizer`.
+        A torch optimizer; `optimizer` itself where it keeps its ratios already.
 
     Raises:
         ValueError: no group has an `lr_mult`, and there is no `model`; a parameter that is not the
-            model's; groups to divide of an optimizer that has made a step; a scheduler was made
-            before; a rate that is None. Of `load_state_dict`: a state of before `keep_ratios`.
+            model's; groups to divide of an optimizer that has made a step; a scheduler or a hook
+            of the step was made before; a rate that is None. `load_state_dict` raises it for a
+            state of before `keep_ratios`.
         TypeError: `optimizer` is no torch optimizer, or a `Normed`, whose groups have one rate.
 
     >>> from structlin import BTT, convert, param_groups
@@ -66,26 +66,76 @@ def keep_ratios(optimizer: AnyOptimizer, model: nn.Module | None = None) -> AnyO
     >>> [(group["lr"], group["lr_mult"]) for group in optimizer.param_groups]
     [(0.001, 1.0), (0.001, 16.0), (0.001, 8.0)]
     """
-    if isinstance(optimizer, _KeepsRatios):
+    if isinstance(optimizer, KeptRatios):
         return optimizer
     _require_usable(optimizer)
     if any("lr_mult" not in group for group in optimizer.param_groups):
         optimizer.param_groups[:] = _divide_groups(optimizer, model)
     _take_ratios_out(optimizer.param_groups)
-    optimizer.defaults["lr"] = optimizer.param_groups[0]["lr"]  # which some schedulers read
-    made: Any = type(optimizer)
-    optimizer.__class__ = _class_of(made)
-    return optimizer
+    # which some schedulers read
+    optimizer.defaults["lr"] = _copy(optimizer.param_groups[0]["lr"])
+    return KeptRatios(optimizer)
 
 
-@cache
-def watch_ratios() -> None:
-    """Have the step of every optimizer warn, once, where one rate has replaced several."""
-    register_optimizer_step_pre_hook(_warn_of_one_rate)
+class KeptRatios(Wrapper):
+    """What `keep_ratios` returns: `base`, with steps at lr * lr_mult."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "base":  # GradScaler asks for abilities that are private
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.base, name)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group with the rate of the dense model, or one of `param_groups`."""
+        before = len(self.param_groups)
+        super().add_param_group(param_group)
+        for group in self.param_groups[before:]:
+            group.setdefault("lr_mult", 1.0)
+            group.update({"lr": _copy(_dense_rate(group)), KEPT: True})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises ValueError where the state was saved without `keep_ratios`."""
+        if not all(group.get(KEPT) for group in state_dict["param_groups"]):
+            raise ValueError(
+                "state_dict was saved without keep_ratios, its rates have the ratios in them: "
+                "load it into an optimizer without keep_ratios"
+            )
+        super().load_state_dict(state_dict)
+
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """A step of `base`, with the dense rates put back after it."""
+        rates = self._multiply()
+
+        def call() -> Any:  # which may read the rates, and set them
+            assert closure is not None
+            self._restore(rates)
+            loss = closure()
+            rates[:] = self._multiply()
+            return loss
+
+        if closure is not None:
+            options["closure"] = call
+        try:
+            return self.base.step(**options)
+        finally:
+            self._restore(rates)
+
+    def _multiply(self) -> list[Any]:
+        """Give each group the rate of its step; returns the dense rates."""
+        rates = [group["lr"] for group in self.param_groups]
+        for group in self.param_groups:
+            if group["lr_mult"] != 1:
+                group["lr"] = group["lr"] * group["lr_mult"]
+        return rates
+
+    def _restore(self, rates: list[Any]) -> None:
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
 
 
-def _warn_of_one_rate(optimizer: Optimizer, *_: Any) -> None:
-    if torch.compiler.is_compiling() or optimizer in _warned:
+def warn_of_one_rate(optimizer: Optimizer) -> None:
+    """Warn, once, where one rate has replaced several."""
+    if optimizer in _warned:
         return
     groups = [group for group in optimizer.param_groups if "lr_mult" in group]
     mults = {group["lr_mult"] for group in groups}
@@ -122,6 +172,11 @@ def _require_usable(optimizer: Optimizer) -> None:
         raise ValueError(
             f"optimizer={name}: a scheduler has its rates already; call keep_ratios first, then "
             "make the scheduler"
+        )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise ValueError(
+            f"optimizer={name} has hooks of its step, which would see rates times lr_mult: call "
+            "keep_ratios first, then register them on what it returns"
         )
 
 
@@ -169,7 +224,7 @@ def _take_ratios_out(groups: list[dict[str, Any]]) -> None:
     one = next(plain, rates[0])
     for rate, group in zip(rates, groups, strict=True):
         same = isclose(float(rate), float(one), rel_tol=1e-12)  # but for the rounding of a product
-        group.update({"lr": one if same else rate, KEPT: True})
+        group.update({"lr": _copy(one if same else rate), KEPT: True})
 
 
 def _dense_rate(group: dict[str, Any]) -> Any:
@@ -178,69 +233,6 @@ def _dense_rate(group: dict[str, Any]) -> Any:
     return group["lr"] / group["lr_mult"]
 
 
-class _KeepsRatios(Optimizer):
-    """What `keep_ratios` adds to the class of an optimizer."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        _, base = type(self).__bases__
-        return _make_empty, (base,), self.__getstate__()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group with the rate of the dense model, or one of `param_groups`."""
-        before = len(self.param_groups)
-        super().add_param_group(param_group)
-        for group in self.param_groups[before:]:
-            group.setdefault("lr_mult", 1.0)
-            group.update({"lr": _dense_rate(group), KEPT: True})
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError where the state was saved without `keep_ratios`."""
-        if not all(group.get(KEPT) for group in state_dict["param_groups"]):
-            raise ValueError(
-                "state_dict was saved without keep_ratios, its rates have the ratios in them: "
-                "load it into an optimizer without keep_ratios"
-            )
-        super().load_state_dict(state_dict)
-
-
-def _make_empty(base: Any) -> Any:
-    kept = _class_of(base)
-    return kept.__new__(kept)
-
-
-@cache
-def _class_of(base: Any) -> Any:
-    """`base` with steps at lr * lr_mult."""
-
-    @wraps(base.step)  # its signature, which GradScaler reads, and that its hooks are called inside
-    def step(self: Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        groups = self.param_groups
-        rates = [group["lr"] for group in groups]
-
-        def multiply() -> None:
-            rates[:] = [group["lr"] for group in groups]
-            for group in groups:
-                if group["lr_mult"] != 1:
-                    group["lr"] = group["lr"] * group["lr_mult"]
-
-        def restore() -> None:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
-
-        def call() -> Any:  # which may read the rates, and set them
-            assert closure is not None
-            restore()
-            loss = closure()
-            multiply()
-            return loss
-
-        if closure is not None:
-            options["closure"] = call
-        multiply()
-        try:
-            return base.step(self, **options)
-        finally:
-            restore()
-
-    attributes = {"step": step, "__module__": base.__module__}
-    return type(base.__name__, (_KeepsRatios, base), attributes)
+def _copy(rate: Any) -> Any:
+    """Schedulers change a tensor in place, once for each group."""
+    return rate.clone() if isinstance(rate, Tensor) else rate
