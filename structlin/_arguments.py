@@ -104,14 +104,18 @@ def check_cores(structure: "Structure", cores: Sequence[Tensor], experts: int = 
             )
 
 
-def check_input(x: Tensor, in_features: int, core: Tensor) -> None:
+def check_input(
+    x: Tensor, in_features: int, core: Tensor, dtype: torch.dtype | None = None
+) -> None:
+    """Refuse what the layer cannot take; `dtype` is that of x, the core's if it is None."""
+    dtype = dtype or core.dtype
     if not isinstance(x, Tensor):
         raise TypeError(f"x is a {type(x).__name__}, no tensor; take torch.as_tensor(x)")
     if x.ndim == 0 or x.shape[-1] != in_features:
         raise ValueError(
             f"x has shape {tuple(x.shape)}: its last dimension must be in_features={in_features}"
         )
-    if x.dtype == core.dtype and x.device == core.device and x.is_floating_point():
+    if x.dtype == dtype and x.device == core.device and x.is_floating_point():
         return
     if not x.is_floating_point():
         raise TypeError(f"x has dtype {x.dtype}; a structured product needs a floating-point input")
@@ -119,7 +123,7 @@ def check_input(x: Tensor, in_features: int, core: Tensor) -> None:
         raise ValueError(f"x is on {x.device}, the cores are on {core.device}")
     if not torch.is_autocast_enabled(x.device.type):
         raise TypeError(
-            f"x has dtype {x.dtype}, the cores have {core.dtype}; cast one of them or use autocast"
+            f"x has dtype {x.dtype}, the cores have {dtype}; cast one of them or use autocast"
         )
 
 

@@ -98,6 +98,7 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     saved = read_file(Path(path))
     with torch.inference_mode(False), torch.no_grad(), _restore_on_error(model):
         root = swap(model, restructure(model, saved.modules))
+        dtypes = {name: _read_dtype(data) for name, data in saved.modules.items()}
         _check_ties(root, saved.tensors)
         _take_dtypes(root, saved.tensors)
         try:
@@ -106,6 +107,10 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
             text = str(error)[:_LONGEST]
             raise ValueError(f"path={str(path)!r}: {text}") from error
         _check_buffers(root)
+    for name, dtype in dtypes.items():
+        layer = root.get_submodule(name)
+        if isinstance(layer, QuantizedLinear):
+            layer.dtype = dtype
     return root
 
 
@@ -133,7 +138,18 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
 def _describe_kind(layer: StructuredLinear) -> dict[str, Any]:
     """What a subclass computes with beside what every structured layer does."""
     plain = StructuredLinear.computes_with(layer)
-    return {name: value for name, value in layer.computes_with().items() if name not in plain}
+    own = {name: value for name, value in layer.computes_with().items() if name not in plain}
+    if isinstance(layer, QuantizedLinear):  # other tensors say it by theirs
+        own["dtype"] = str(layer.compute_dtype).removeprefix("torch.")
+    return own
+
+
+def _read_dtype(data: Mapping[str, Any]) -> torch.dtype:
+    """That of a layer with int8 cores; older files have it in the scales."""
+    name = data.get("dtype", "float32")
+    require_choice("dtype", name, ("float16", "bfloat16", "float32", "float64"))
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def restructure(model: nn.Module, modules: Mapping[str, Mapping[str, Any]]) -> list[Replacement]:

@@ -1,6 +1,6 @@
 """int8 cores: structured layers in a quarter of their bytes, for inference."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,9 @@ class QuantizedLinear(StructuredLinear):
 
     Attributes:
         cores: one frozen int8 parameter `(batch, fan_out, fan_in)` per core.
-        scales: one frozen parameter `(batch, fan_out, 1)` per core, of the layer's dtype. The layer
-            multiplies by `core * scale`.
+        scales: one frozen parameter `(batch, fan_out, 1)` per core, in float32 at least: in float16
+            the scale of a small row would lose its digits. The layer multiplies by `core * scale`.
+        dtype: that of x where the scales are float32. It follows `layer.to(dtype)`, as they do not.
 
     Raises:
         ValueError: what `StructuredLinear` raises; asked to start afresh (`reset_parameters`).
@@ -38,6 +39,7 @@ class QuantizedLinear(StructuredLinear):
         self, *args: Any, device: torch.device | str | None = None, **options: Any
     ) -> None:
         super().__init__(*args, device=device, **options)
+        self.dtype = super().compute_dtype
         rounded = [round_rows(core.detach()) for core in super().effective_cores()]
         self.gains = None
         self.cores = nn.ParameterList(nn.Parameter(core, False) for core, _ in rounded)
@@ -48,7 +50,7 @@ class QuantizedLinear(StructuredLinear):
         gradient."""
         scales: Any = self._modules["scales"]
         scales = list(scales._parameters.values())
-        check_input(x, self.in_features, scales[0])
+        check_input(x, self.in_features, scales[0], self.compute_dtype)
         program, mode = self._program, self.way(x.numel() // self.in_features)
         trains = x.requires_grad or (bias is not None and bias.requires_grad)
         plain = mode == "dense" or (trains and torch.is_grad_enabled())
@@ -59,14 +61,28 @@ class QuantizedLinear(StructuredLinear):
 
     def effective_cores(self) -> list[Tensor]:
         """`core * scale` of every core."""
-        pairs = zip(self._stored_cores(), self.scales, strict=True)
-        return [core.to(scale.dtype).mul_(scale) for core, scale in pairs]  # * takes a copy more
+        pairs, dtype = zip(self._stored_cores(), self.scales, strict=True), self.compute_dtype
+        return [core.to(dtype).mul_(scale) for core, scale in pairs]  # * takes a copy more
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of the scales, which x must have."""
-        scale: Tensor = self.scales[0]
-        return scale.dtype
+        """The dtype that x must have. Scales of 16 bits, in files of older versions, are of it."""
+        scales: Any = self._modules["scales"]
+        stored: torch.dtype = scales._parameters["0"].dtype
+        return self.dtype if stored == torch.float32 else stored
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
+        self.dtype = fn(torch.empty(0, dtype=self.compute_dtype)).dtype
+        scales = set(map(id, self.scales))
+
+        def move(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            wide = torch.promote_types(moved.dtype, torch.float32)
+            narrow = id(tensor) in scales and moved.dtype != wide
+            return tensor.to(moved.device, wide) if narrow else moved
+
+        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     @torch.no_grad()
     def set_cores_(self, cores: Sequence[Tensor]) -> "QuantizedLinear":
@@ -97,6 +113,7 @@ def round_rows(core: Tensor) -> tuple[Tensor, Tensor]:
 
     Source: torchao (github.com/pytorch/ao), `Int8WeightOnlyConfig`, which does so with nn.Linear.
     """
+    core = core.to(torch.promote_types(core.dtype, torch.float32))
     steps = (LARGEST - LEAST) / 2  # that the largest number of a row is
     scale = core.abs().amax(-1, keepdim=True) / steps
     scale = scale + (scale == 0)  # of a row of zeros it is 1

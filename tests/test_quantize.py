@@ -60,11 +60,39 @@ def test_each_row_is_rounded_to_the_nearest_of_256_steps(family, weight_norm):
     rounded = quantize(layer)
     for core, scale, was in zip(rounded.cores, rounded.scales, before, strict=True):
         assert core.dtype == torch.int8
+        assert scale.dtype == torch.float32
         step = was.abs().amax(-1, keepdim=True) / 127.5
         torch.testing.assert_close(scale.data, step.where(step > 0, 1))
         assert ((core * scale - was).abs() <= 0.5001 * step).all()
         assert ((core.short().abs().amax(-1, keepdim=True) >= 127) == (step > 0)).all()
     assert rounded.gains is None
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("_way")
+@pytest.mark.parametrize("order", ["half, quantize", "quantize, half"])
+@pytest.mark.parametrize("size", [1e-2, 1e-4, 1e-5])
+def test_small_rows_of_float16_keep_their_digits(size, order):
+    layer = StructuredLinear(64, 96, Dense(), bias=False)
+    layer.cores[0].normal_(std=size)
+    weight, x = layer.to_dense().double(), 100 * torch.randn(64, 64).half()
+    layer = quantize(layer.half()) if order == "half, quantize" else quantize(layer).half()
+    assert layer.compute_dtype == layer.weight.dtype == torch.float16
+    for n in (1, 64):
+        wanted = x[:n].double() @ weight.T
+        assert (layer(x[:n]).double() - wanted).norm() <= 0.01 * wanted.norm()
+
+
+def test_the_scales_are_in_float32_at_least_and_the_layer_in_what_it_was_moved_to():
+    layer = quantize(StructuredLinear(64, 32, LowRank(rank=5), bias=False))
+    before = [scale.clone() for scale in layer.scales]
+    wide = {torch.float64: torch.float64}
+    for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.float16, torch.float32):
+        layer.to(dtype)
+        assert layer(torch.randn(3, 64, dtype=dtype)).dtype == dtype
+        assert {scale.dtype for scale in layer.scales} == {wide.get(dtype, torch.float32)}
+        assert copy.deepcopy(layer).compute_dtype == dtype
+    assert all(map(torch.equal, layer.scales, before))
 
 
 @OWN_WARNINGS
@@ -189,7 +217,7 @@ def test_summary_times_it_and_densify_leads_back():
 # ---- files ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("meta", [False, True])
 def test_a_saved_model_comes_back_bit_equal(dtype, meta, tmp_path):
     pytest.importorskip("safetensors")
@@ -204,6 +232,33 @@ def test_a_saved_model_comes_back_bit_equal(dtype, meta, tmp_path):
     assert torch.equal(fresh(x), model(x))
     again = load(quantize(convert(mlp(), LowRank(rank=8))), tmp_path)
     assert torch.equal(again(x), model(x))
+
+
+@pytest.mark.usefixtures("_way")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_files_of_older_versions_have_scales_of_16_bits(dtype, tmp_path):
+    pytest.importorskip("safetensors")
+    from structlin._checkpoint import describe
+    from structlin._files import write_file
+
+    model = quantize(convert(mlp(dtype=dtype, bias=False), LowRank(rank=8)))
+    state = {
+        name: tensor.to(dtype) if "scales" in name else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    modules = describe(model)
+    assert {data.pop("dtype") for data in modules.values()} == {str(dtype).split(".")[1]}
+    write_file(tmp_path, state, modules, {})
+    model.load_state_dict(state)
+    assert model[0].scales[0].dtype == torch.float32
+    x = torch.randn(40, 64, dtype=dtype)
+    with torch.no_grad():
+        for fresh in (mlp(bias=False), quantize(convert(mlp(bias=False), LowRank(rank=8)))):
+            loaded = load(fresh, tmp_path)
+            for n in (1, 40):
+                assert torch.equal(loaded(x[:n]), model(x[:n]))
+    model.load_state_dict(state, assign=True)
+    assert torch.equal(model(x), loaded(x))
 
 
 def test_a_file_or_a_state_of_int8_is_not_that_of_floats(tmp_path):

@@ -158,7 +158,6 @@ struct Layer {
   const Program& program;
   std::vector<Tensor> tensors;
   std::vector<Numbers<Held<S>>> memory;
-  std::vector<Numbers<F>> scale_memory;
   std::vector<Core<S>> cores;  // of the expert at hand
   const bool rounded;          // whether the cores are int8
   const Index experts;         // 1: no mixture
@@ -172,7 +171,6 @@ struct Layer {
       : held(check_program(program_of(numbers), x, given)),
         program(*held),
         memory(given.size()),
-        scale_memory(given.size()),
         rounded(!scales.empty()),
         experts(chosen ? given[0].numel() / program.steps[0].params() : 1),
         tokens(chosen ? chosen->numel() : x.numel() / program.in),
@@ -194,11 +192,12 @@ struct Layer {
       Core<S> core{};
       if (rounded) {
         const Index rows = step.batch * step.out;
+        const auto wide = std::is_same_v<F, double> ? ScalarType::Double : ScalarType::Float;
         STD_TORCH_CHECK(
-            scales[t].numel() == rows && scales[t].scalar_type() == x.scalar_type() && scales[t].is_contiguous(),
+            scales[t].numel() == rows && scales[t].scalar_type() == wide && scales[t].is_contiguous(),
             "structlin: the scales of core ", t, " have another size, dtype or order than the program and x ask for");
         core.rounded = static_cast<const int8_t*>(numbers);
-        core.scales = numbers_of<F, S>(scales[t], scale_memory[t]);
+        core.scales = static_cast<const F*>(scales[t].data_ptr());
         if (!is_gemv()) core.data = scale_rows<Held<S>>(core.rounded, core.scales, rows, step.in, memory[t]);
       } else {
         core.given = static_cast<const S*>(numbers);

@@ -206,8 +206,10 @@ def multiply_int8(
     """`multiply` by int8 cores, each row times its scale; autograd does not know it.
 
     Args:
-        scales: `(batch, fan_out, 1)` each, of the dtype of x.
+        scales: `(batch, fan_out, 1)` each; they are read in float32, or in float64 as x is.
     """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    scales = [scale.to(wide) for scale in scales]
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)
     y: Tensor = _multiply_int8(x, cores, scales, bias, program.numbers)

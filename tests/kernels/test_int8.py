@@ -44,7 +44,8 @@ def random_int8(structure, dtype=torch.float64):
         cores.append(torch.randint(-128, 128, shape, dtype=torch.int8))
         cores[-1][0, 0, 0] = -128
         size = 1 / (75 * core.fan_in**0.5)
-        scales.append((size * (0.5 + torch.rand(*shape[:2], 1))).to(dtype))
+        wide = torch.promote_types(dtype, torch.float32)
+        scales.append((size * (0.5 + torch.rand(*shape[:2], 1))).to(wide))
     return cores, scales
 
 
