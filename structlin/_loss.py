@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.func import functional_call
 from torch.nn.utils import parametrize
 
 from ._arguments import require_choice, require_module, require_positive
 from ._model.survey import find_loss
+from .moe import Mixture
 
 # Those of a chunk's logits. The trial: one step of head and loss, 768 -> 50257, on one thread
 # of an Intel Xeon with 2 MiB of second cache, against all logits at once. With 6, 12, 25 and 50 MB
@@ -108,7 +108,7 @@ def _run(
     loss, dtype = labels.own.new_zeros(()), wide
     # the hooks of a checkpoint outside are not for what is used up here
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-    with hooks, parametrize.cached():
+    with hooks, parametrize.cached() if head.shares else nullcontext():
         for start in range(0, max(len(rows), 1), size):
             found, dtype = _take_chunk(head, labels, slice(start, start + size), space)
             loss += found
@@ -210,8 +210,8 @@ class _Labels:
 class _Head:
     """A layer, its inputs, and the sums of their gradients over the chunks so far.
 
-    The layer multiplies by copies of its parameters, so that no hook of a parameter sees a part of
-    its gradient.
+    Other threads may run the layer meanwhile, so nothing in it changes. Where a parameter has
+    hooks, a twin of the layer multiplies by a copy of it, and no hook sees a part of its gradient.
     """
 
     def __init__(self, layer: nn.Module, rows: Tensor, wide: torch.dtype) -> None:
@@ -219,7 +219,13 @@ class _Head:
         enabled = torch.is_grad_enabled()
         named = layer.named_parameters()
         self.leaves = {name: each for name, each in named if each.requires_grad and enabled}
-        self.copies = {name: each.detach().requires_grad_() for name, each in self.leaves.items()}
+        hooked: dict[Tensor, Tensor] = {
+            each: each.detach().requires_grad_()
+            for each in self.leaves.values()
+            if each._backward_hooks
+        }
+        self.own = {name: hooked.get(each, each) for name, each in self.leaves.items()}
+        self.multiplies = _make_twin(layer, hooked) if hooked else layer
         self.learns_rows = rows.requires_grad and enabled
         self.trains = self.learns_rows or bool(self.leaves)
         self.sums: dict[str, Tensor] = {}
@@ -229,11 +235,11 @@ class _Head:
         self.scale = 1.0
 
     def multiply(self, x: Tensor, space: Tensor) -> Any:
-        return functional_call(self.layer, self.copies, (x,)) if self.copies else self.layer(x)
+        return self.multiplies(x)
 
     def learn(self, part: slice, x: Tensor, logits: Tensor, error: Tensor) -> None:
         """Add what a part of the tokens gives, by the derivative of its loss by the logits."""
-        wanted = {**self.copies, **({"": x} if self.learns_rows else {})}
+        wanted = {**self.own, **({"": x} if self.learns_rows else {})}
         if part.start == 0:
             _check_leaves(self.layer, logits, list(wanted.values()))
         if not logits.requires_grad:
@@ -254,6 +260,21 @@ class _Head:
             else:
                 dtype = torch.promote_types(each.dtype, self.wide)
                 self.sums[name] = each.to(dtype, copy=True)
+
+
+def _make_twin(module: nn.Module, copies: dict[Tensor, Tensor]) -> nn.Module:
+    """`module` with other parameters. It has hooks, buffers and all else in common with it."""
+    twin: nn.Module = object.__new__(type(module))
+    own = {
+        name: each if each is None else copies.get(each, each)
+        for name, each in module._parameters.items()
+    }
+    parts = {
+        name: part if part is None else _make_twin(part, copies)
+        for name, part in module._modules.items()
+    }
+    vars(twin).update(vars(module), _parameters=own, _modules=parts)
+    return twin
 
 
 class _Linear(_Head):
@@ -370,6 +391,9 @@ def _check(
     chunk: int | None,
 ) -> None:
     require_module("layer", layer)
+    if any(isinstance(part, Mixture) for part in layer.modules()):
+        kind = type(layer).__name__
+        raise ValueError(f"layer={kind}: a mixture's balance is that of all tokens; take {INSTEAD}")
     for name, value in (("input", input), ("target", target), ("weight", weight)):
         if not isinstance(value, Tensor) and not (name == "weight" and value is None):
             raise TypeError(f"{name}={value!r} is a {type(value).__name__}, no tensor")
@@ -450,7 +474,7 @@ def _check_weight(weight: Tensor | None, classes: int, device: torch.device) -> 
 
 def _check_leaves(layer: nn.Module, logits: Tensor, own: Sequence[Tensor]) -> None:
     """Refuse a layer whose logits have gradients that nobody would take."""
-    todo, seen = [logits.grad_fn], set()
+    todo, seen = [logits.grad_fn], {each.grad_fn for each in own}
     while todo:
         node = todo.pop()
         if node is None or node in seen:

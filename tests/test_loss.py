@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from structlin import (
     linear_cross_entropy,
     quantize,
 )
+from structlin.moe import Mixture
 
 WIDTH, CLASSES, SHAPE = 12, 40, (3, 7)
 
@@ -257,6 +259,44 @@ def test_hooks_of_parameters_run_once_and_see_the_whole_gradient(kind):
     assert len(after) == len(wanted)
 
 
+@pytest.mark.parametrize("hooked", [True, False])
+def test_the_layer_has_its_own_parameters_all_the_while(hooked):
+    layer, (x, target) = make_layer("head of two"), draw()
+    own, seen = list(map(id, layer.parameters())), []
+    if hooked:
+        layer[1].cores[0].register_hook(lambda grad: None)
+    layer[0].register_forward_hook(lambda *_: seen.append(list(map(id, layer.parameters()))))
+    linear_cross_entropy(x, layer, target, chunk=7).backward()
+    assert len(seen) >= 3
+    assert all(each == own for each in seen)
+
+
+def test_threads_that_share_a_head_have_the_gradients_of_one():
+    layer, batches = make_layer("BTT"), [draw((96,)) for _ in range(8)]
+    own = [id(parameter) for parameter in layer.parameters()]
+
+    def run(batch):
+        return gradients(linear_cross_entropy(batch[0], layer, batch[1], chunk=2), batch[0], layer)
+
+    wanted = list(map(run, batches))
+    with ThreadPoolExecutor(4) as pool:
+        assert_close(list(pool.map(run, batches)), wanted)
+    assert [id(parameter) for parameter in layer.parameters()] == own
+
+
+def test_a_head_of_tensors_that_are_no_leaves_has_their_gradients():
+    layer, (x, target) = make_layer("BTT"), draw()
+    leaves = {name: each.detach().requires_grad_() for name, each in layer.named_parameters()}
+    found = []
+    for loss in (linear_cross_entropy, plain):
+        model = nn.ModuleDict({"layer": layer})
+        model.forward = partial(loss, layer=layer, target=target)
+        held = {f"layer.{name}": each.sin() for name, each in leaves.items()}
+        value = torch.func.functional_call(model, held, (x,))
+        found.append(torch.autograd.grad(value, [x, *leaves.values()]))
+    assert_close(*found)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("kind", ["dense", "BTT", "weight norm of torch"])
 def test_a_checkpoint_around_it_changes_nothing(kind, reentrant):
@@ -471,6 +511,7 @@ def test_gradients_reach_ddp_and_fsdp_where_the_model_is_wrapped_as_a_whole(tmp_
         (ValueError, "ignore_index=None", lambda x, y: {"ignore_index": None}),
         (ValueError, "reduction='none' has no", lambda x, y: {"reduction": "none"}),
         (ValueError, "reduction='avg' is unknown", lambda x, y: {"reduction": "avg"}),
+        (ValueError, "a mixture's balance is that of all", lambda x, y: {"layer": Mixture(12, 40)}),
         (ValueError, "LSTM", lambda x, y: {"layer": nn.LSTM(WIDTH, 40, dtype=x.dtype)}),
     ],
 )
