@@ -138,15 +138,15 @@ Tensor make_tensor(int32_t dtype, const Indices& sizes) {
   for (Index i = static_cast<Index>(sizes.size()) - 2; i >= 0; i--)
     strides[i] = strides[i + 1] * std::max<Index>(1, sizes[i + 1]);
   AtenTensorHandle made;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), dtype,
-                                                         aoti_torch_device_type_cpu(), 0, &made));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), dtype,
+                                                  aoti_torch_device_type_cpu(), 0, &made));
   return Tensor(made);
 }
 
 // The same, of the dtype of `like`
 Tensor make_tensor(const Tensor& like, const Indices& sizes) {
   int32_t dtype;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
   return make_tensor(dtype, sizes);
 }
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .._structure import Program, Structure
 from . import triton_check
-from .op import count_flops, differentiate, is_batch
+from .op import _is_exporting, count_flops, differentiate, is_batch
 from .triton_stages import Product, backward, forward, nothing, plain
 
 Loop = Callable[[Program, Sequence[Tensor], Tensor], Tensor]
@@ -31,7 +31,7 @@ def available(x: Tensor, structure: Structure) -> bool:
     are not taken by autograd's backward pass, nor with an activation between the cores."""
     if structure.between is not None:
         return False
-    if not x.is_cuda or x.dtype not in triton_check.TOLERANCE or torch.compiler.is_exporting():
+    if not x.is_cuda or x.dtype not in triton_check.TOLERANCE or _is_exporting():
         return False
     if not torch.compiler.is_compiling() and (
         torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()

@@ -20,6 +20,7 @@ import pytest
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 
 from benchmarks import ahead, gpu
@@ -503,6 +504,21 @@ def test_a_compiled_program_keeps_the_operator_and_is_right_after_a_refusal(on_a
     with pytest.warns(RuntimeWarning, match="out of resource"):
         torch.testing.assert_close(results_of(layer, x, compiled), expected)
     assert kernel.refused == 1
+
+
+def test_a_program_compiled_for_a_gpu_has_the_operator_in_every_torch(monkeypatch):
+    """Traced on fake tensors of a GPU. While torch 2.10 and 2.11 compile, their `is_exporting` is
+    true."""
+    gpu_0, graphs = torch.device("cuda", 0), []
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: torch.compiler.is_compiling())
+    monkeypatch.setattr(triton_check, "_passed", {(gpu_0, torch.float32): True})
+    torch._dynamo.reset()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layer = StructuredLinear(16, 16, BTT(), device=gpu_0).requires_grad_(False)
+        backend = lambda graph, inputs: graphs.append(graph) or graph.forward  # noqa: E731
+        torch.compile(layer, fullgraph=True, backend=backend)(torch.empty(5, 16, device=gpu_0))
+    targets = [node.target for node in graphs[0].graph.nodes]
+    assert torch.ops.structlin.multiply.default in targets
 
 
 def test_the_first_use_in_a_compiled_program_is_tested_while_it_is_traced(fresh):

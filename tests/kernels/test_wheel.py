@@ -133,6 +133,14 @@ def test_one_library_serves_every_torch_with_the_stable_interface(shipped, monke
     assert found == {name_library(shipped, "amx", b"amx")}
 
 
+def test_the_engine_needs_only_the_macros_that_the_oldest_torch_has():
+    """Headers of later ones add macros whatever version is targeted."""
+    sources = [engine.SOURCE, *engine.SOURCE.parent.glob("*.h")]
+    found = {name for path in sources for name in re.findall(r"\w*TORCH_\w+", path.read_text())}
+    of_2_10 = {"STABLE_TORCH_LIBRARY_IMPL", "TORCH_BOX", "STD_TORCH_CHECK"}
+    assert found == of_2_10 | {"TORCH_ERROR_CODE_CHECK"}
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_a_wheels_libraries_are_built_by_their_options_and_loaded(shipped, monkeypatch, tmp_path):
     shutil.rmtree(shipped)
