@@ -21,6 +21,9 @@ from .moe import Mixture
 # A dense head reads and writes the gradient of its weight, 154 MB, once per chunk: .85, 1.1, 1.14
 # and 1.15 with 13, 26, 51 and 103 MB.
 CHUNK_BYTES = 2**24
+# On a GPU a chunk has to outlast the host, which launches some 40 kernels for it: a chunk of 64
+# tokens would take as long as one of thousands.
+GPU_CHUNK_BYTES = 2**30
 TOKENS_STEP = 32  # of a chunk that was not chosen by hand: rows of whole tiles
 FLOAT16_SCALE = 2.0**-4  # of a logit's gradient, so that sums over a chunk stay below 65,504
 REDUCTIONS = ("mean", "sum")
@@ -54,8 +57,8 @@ def linear_cross_entropy(
         target: labels from 0 to classes - 1, `(...)`, int64.
         weight, ignore_index, label_smoothing: as of `F.cross_entropy`.
         reduction: "mean" or "sum".
-        chunk: tokens per chunk. None: as many as have 16 MiB of logits in float32, or as many
-            logits as the layer has parameters, whichever is more.
+        chunk: tokens per chunk. None: as many as have 16 MiB of logits in float32, 1 GiB on a GPU,
+            or as many logits as the layer has parameters, whichever is more.
 
     Returns:
         The loss, a scalar of the dtype that `F.cross_entropy` gives; NaN as there, where the mean
@@ -103,7 +106,7 @@ def _run(
     wide = torch.promote_types(rows.dtype, torch.float32)
     labels = _Labels.of(target, ignore_index, weight, label_smoothing, classes, wide)
     head = (_Linear if _is_plain(layer, rows) else _Head)(layer, rows, wide)
-    size = chunk or _choose_chunk(classes, layer)
+    size = chunk or _choose_chunk(classes, layer, rows.device)
     space = rows.new_empty((min(size, len(rows)), classes), dtype=wide, requires_grad=False)
     loss, dtype = labels.own.new_zeros(()), wide
     # the hooks of a checkpoint outside are not for what is used up here
@@ -318,9 +321,10 @@ def _count_classes(layer: nn.Module, rows: Tensor) -> int:
     return int(logits.shape[1])
 
 
-def _choose_chunk(classes: int, layer: nn.Module) -> int:
+def _choose_chunk(classes: int, layer: nn.Module, device: torch.device) -> int:
     read = sum(each.numel() for each in layer.parameters())  # once per chunk
-    tokens = max(CHUNK_BYTES // 4, read) // max(classes, 1)
+    least = CHUNK_BYTES if device.type == "cpu" else GPU_CHUNK_BYTES
+    tokens = max(least // 4, read) // max(classes, 1)
     return max(1, tokens - tokens % TOKENS_STEP if tokens > TOKENS_STEP else tokens)
 
 

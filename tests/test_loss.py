@@ -381,6 +381,16 @@ def test_a_chunk_follows_from_the_sizes(widths, structure, wanted):
     assert seen == wanted
 
 
+def test_a_chunk_is_thousands_of_tokens_on_every_device_but_a_cpu():
+    """1 GiB of logits, which do not exist here."""
+    layer, seen = StructuredLinear(16, 50257, LowRank(rank=2), device="meta"), []
+    layer.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    x, target = torch.empty(8192, 16, device="meta"), torch.empty(8192, device="meta").long()
+    with torch.no_grad():
+        linear_cross_entropy(x, layer, target)
+    assert seen == [5312, 2880]
+
+
 # ---- beside what else torch has ------------------------------------------------------------------
 
 
