@@ -6,7 +6,7 @@
 
 Fake tensors go through the programs themselves: the self-test, the jobs of `benchmarks.gpu`, the
 tests' layers among them, and a training step and the held-out batches of each training example.
-Every specialisation that they launch is compiled once, in the tiles of the architecture's GPU. A
+Every specialisation that they launch is compiled once, in the tiles of the architecture's GPUs. A
 kernel that spills registers, or needs more shared memory than there is, ends the program with an
 error. tests/kernels/test_triton.py shows that the same programs launch nothing else when they
 compute, and leave nothing out.
@@ -52,8 +52,12 @@ from benchmarks.speed.variants import families
 from structlin import _product
 from structlin._kernels import triton_op, triton_stages
 
-# By architecture, a GPU whose tiles are taken, and its shared memory
-GPUS = {80: "NVIDIA A100-SXM4-80GB", 90: "NVIDIA H200", 100: "NVIDIA B200"}
+# By architecture, the GPUs whose tiles are taken, and their shared memory
+GPUS = {
+    80: ("NVIDIA A100-SXM4-80GB",),
+    90: ("NVIDIA H100 80GB HBM3", "NVIDIA H200"),
+    100: ("NVIDIA B200",),
+}
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 EXAMPLES = ("train_gpt", "train_vit", "train_mlp_lm")
 TENSOR_PRODUCTS = r"^\s*(?:@%p\d+ )?(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)"
@@ -184,9 +188,10 @@ class Quiet(gpu.Rows):
 
 
 def run_jobs(launches: Launches, todo: Iterable[gpu.Job]) -> None:
-    """The jobs of `benchmarks.gpu`, but for those that launch nothing of ours."""
+    """The jobs of `benchmarks.gpu`, but for those that launch nothing of ours, or only what the job
+    of the same layer has launched."""
     for title, job in todo:
-        if title in ("ceilings", "tuned"):
+        if title.split()[0] in ("ceilings", "tuned", "compiled"):
             continue
         launches.source = title
         job(Quiet(), inf)
@@ -235,15 +240,22 @@ def step_of_example(model: nn.Module, kinds: list[list[Any]]) -> None:
 
 
 def collect(arch: int, todo: Iterable[gpu.Job], steps: Iterable[Step] = ()) -> dict[Key, Launch]:
-    """Every specialisation that these would use on a GPU of this architecture."""
+    """Every specialisation that these would use on the GPUs of this architecture."""
     set_target(arch)
     launches = Launches(gpu.kernels().gemm._product)
-    with as_on_a_gpu(launches, GPUS[arch]), without_values():
-        run_jobs(launches, todo)
-        for source, step in steps:
-            launches.source = source
-            step()
+    for name in tables_of(arch).values():
+        with as_on_a_gpu(launches, name), without_values():
+            run_jobs(launches, todo)
+            for source, step in steps:
+                launches.source = source
+                step()
     return launches.found
+
+
+def tables_of(arch: int) -> dict[str, str]:
+    """The tables of tiles of an architecture's GPUs, each once, and a GPU that has it."""
+    tables = {json.dumps(gpu.kernels().gemm.table_of(name)): name for name in GPUS[arch]}
+    return {table: tables[table] for table in sorted(tables)}
 
 
 # ---- compiled ------------------------------------------------------------------------------------
@@ -299,7 +311,7 @@ def summarise(rows: Sequence[Row], arch: int) -> Row:
     large = [row for row in rows if row["shared_bytes"] > SHARED_BYTES[arch]]
     return {
         "arch": f"sm_{arch}",
-        "tiles": GPUS[arch] if GPUS[arch] in gpu.kernels().gemm.TILES else "fallback",
+        "tiles": [name for name in GPUS[arch] if name in gpu.kernels().gemm.TILES] or "fallback",
         "kernels": len(rows),
         "of": dict(Counter(row["launch"].split()[0] for row in rows)),
         "spilling": spilling,
@@ -317,12 +329,12 @@ def run(options: argparse.Namespace) -> None:
     started, result = time.perf_counter(), list[Row]()
     todo = gpu.jobs(options.widths, options.structures)
     steps = [] if options.smoke else steps_of_examples()
-    found = dict[str, dict[Key, Launch]]()  # by the table of tiles
+    found = dict[tuple[str, ...], dict[Key, Launch]]()  # by the tables of tiles
     for arch in options.arch:
-        table = json.dumps(gpu.kernels().gemm.table_of(GPUS[arch]))
-        if table not in found:
-            found[table] = collect(arch, todo, steps)
-        rows = compile_all(found[table].values(), arch, options.workers)
+        tables = tuple(tables_of(arch))
+        if tables not in found:
+            found[tables] = collect(arch, todo, steps)
+        rows = compile_all(found[tables].values(), arch, options.workers)
         seconds = round(time.perf_counter() - started, 1)
         result.append(summarise(rows, arch) | {"seconds": seconds})  # since the start
         print(json.dumps(result[-1]), flush=True)

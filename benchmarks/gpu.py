@@ -9,14 +9,19 @@ On a GPU, in this order: the self-test; the machine's ceilings; every product of
 against float64, with ragged tokens; other tiles than the rule's for these products, of which the
 faster ones go into structlin/_kernels/triton_tiles.json under the name of the GPU; then layers,
 forward and backward, by order of the goals below: nn.Linear first and last, `StructuredLinear`
-(whatever path it takes), and the Triton stages without autograd, from Python and as a CUDA graph;
+(whatever path it takes), what users would take in its place (one torch.bmm per core, strided
+products, torch.compile), and the Triton stages without autograd, from Python and as a CUDA graph;
 each product alone; products past 2**31 elements, and of every other structure. Outputs are poisoned
-with NaN and compared with float64 before they are timed; caches are cold; variants take turns.
+with NaN and compared with float64 before they are timed; what is wrong is not timed, the rest is.
+Caches are cold; variants take turns. Device and wall time stand side by side.
+
 Every row is a line of JSON, written at once; a failure is a row too, and the rest goes on, in a new
-process if the GPU is lost. `benchmarks.ahead` compiles without a GPU what these jobs launch.
+process if the GPU is lost. The last line says what failed, and the exit code is 1 then.
+`benchmarks.ahead` compiles without a GPU what these jobs launch.
 """
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -24,16 +29,15 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from math import nan, prod, sqrt
 from pathlib import Path
 from statistics import mean, median
 from types import SimpleNamespace
-from typing import Any
-from unittest import mock
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -43,7 +47,7 @@ from torch import Tensor, nn
 from benchmarks.harness import record, report, timing
 from benchmarks.harness.experiment import parser
 from benchmarks.harness.race import Heat, Variant, race
-from benchmarks.speed.variants import families
+from benchmarks.speed.variants import StridedProducts, families, loop
 from structlin import (
     BTT,
     TT,
@@ -57,22 +61,26 @@ from structlin import (
     StructuredLinear,
 )
 
-# Speed of forward + backward against nn.Linear, bfloat16, 16384 tokens, on an H200; and of the
-# strided bound, anywhere.
-GOALS = {
-    ("BTT r=1", 4096): 4.5,
-    ("BTT r=1", 1024): 1.3,
-    ("Monarch 16", 4096): 4.5,
-    ("Monarch 4", 4096): 1.8,
-    ("BTT r=1", 2048): 2.2,
-    ("Monarch 16", 1024): 1.3,
-    ("BTT r=1", 768): 1.1,
-    ("Monarch 16", 2048): 2.2,
-    ("Monarch 16", 768): 1.1,
-}
+Result = TypeVar("Result")
+
+# By order of importance: forward + backward, bfloat16, 16384 tokens. The goal of each is SHARE of
+# the roofline of its kernels on the card that is found.
+GOALS = [
+    ("BTT r=1", 4096),
+    ("BTT r=1", 1024),
+    ("Monarch 16", 4096),
+    ("Monarch 4", 4096),
+    ("BTT r=1", 2048),
+    ("Monarch 16", 1024),
+    ("BTT r=1", 768),
+    ("Monarch 16", 2048),
+    ("Monarch 16", 768),
+]
 SHARE = 0.7
-TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "tf32": 2e-3, "float32": 1e-5}
+# two products whose operands are cut to tf32's 10 bits are 1.4e-3 off
+TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "tf32": 4e-3, "float32": 1e-5}
 ROUNDS = (5, 25)
+WAITS = 5  # samples of what a user waits for a call
 MIN_GAIN = 0.02  # of a tile's time over the rule's
 # A tile that is tried: outputs, by warps, whose sums the registers hold; shared memory
 MOST_OUTPUTS, MOST_BYTES = {4: 128 * 64, 8: 128 * 256}, 160 * 1024
@@ -112,13 +120,28 @@ def kernels() -> SimpleNamespace:
 
 @contextmanager
 def precision(dtype: str) -> Iterator[torch.dtype]:
-    """As PyTorch's dtype: "tf32" is float32 with the tensor cores allowed."""
-    matmul = torch.backends.cuda.matmul
-    before, matmul.fp32_precision = matmul.fp32_precision, "tf32" if dtype == "tf32" else "ieee"
+    """As PyTorch's dtype: "tf32" is float32 with the tensor cores allowed.
+
+    It is said in the older of PyTorch's two ways, which torch.compile reads, as one may not mix
+    them.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     try:
         yield torch.float32 if dtype == "tf32" else getattr(torch, dtype)
     finally:
-        matmul.fp32_precision = before
+        torch.set_float32_matmul_precision(before)
+
+
+def least_seconds(
+    limit: timing.Ceilings, structure: Structure, tokens: int, itemsize: int, *, fused: bool = False
+) -> float:
+    """What forward and backward take at least by these stages: the products', and the copies of y
+    and of its gradient where a plan has them. `fused`: by one kernel each, see `Ceilings.bound`."""
+    seconds = limit.bound(structure, tokens, itemsize, backward=True, fused=fused)
+    plan = kernels().stages.make_plan(structure.program.numbers)
+    copied = 0 if fused or not plan.order else 2 * structure.out_features
+    return seconds + 2 * tokens * copied * itemsize / limit.bandwidth
 
 
 # ---- a layer and its products --------------------------------------------------------------------
@@ -149,10 +172,10 @@ class Product:
     def run(self, **options: Any) -> None:
         kernels().gemm.block_gemm(self.a, self.b, self.out, self.bias, rows=self.rows, **options)
 
-    def error(self) -> float:
+    def error(self, **options: Any) -> float:
         """The error of `run` on a poisoned output, relative to float64, in norm."""
         self.out.fill_(nan)
-        self.run()
+        self.run(**options)
         wanted = torch.einsum("yzmlkj,yzkjnp->yzmlnp", self.a.double(), self.b.double())
         return timing.relative_error(self.out, wanted)
 
@@ -188,13 +211,13 @@ class Layer:
         self.forward_backward(by)
         return found
 
-    def error(self) -> float:
+    def error(self, run: Callable[[], Any] | None = None) -> float:
         """The largest of y, dx and the cores' gradients, relative to float64 autograd of one
-        einsum."""
+        einsum; `run` in place of `forward_backward`."""
         x, *cores = (tensor.double().requires_grad_() for tensor in (self.x, *self.cores))
         y = timing.oracle(self.structure, cores, x)
         wanted = [y.detach(), *torch.autograd.grad(y, [x, *cores], self.dy.double())]
-        y, dx, gradients = self.forward_backward()
+        y, dx, gradients = (run or self.forward_backward)()
         return max(map(timing.relative_error, (y, dx, *gradients), wanted))
 
 
@@ -205,21 +228,57 @@ class Rows:
     """A file of JSON lines, one a row, written at once; `show` is a short line for the terminal."""
 
     def __init__(self, path: Path | None, *, fresh: bool = True) -> None:
-        self.path = path
+        self.path, self.terminal = path, sys.stdout
+        self.job = ""  # that is under way
+        self.skipped = set[str]()  # what failed in it before the process was lost
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
             if fresh:
                 path.unlink(missing_ok=True)
+
+    def begin(self, job: str) -> None:
+        self.job = job
+        mine = (row for row in read_rows(self.path) if row.get("job") == job)
+        self.skipped = {row["what"] for row in mine if row["what"]}
 
     def add(self, kind: str, show: str = "", **content: Any) -> None:
         line = json.dumps({"kind": kind, **content}, default=str)
         if self.path:
             with self.path.open("a") as file:
                 file.write(line + "\n")
-        print(f"{kind:10} {show}" if show else line, flush=True)
+        print(f"{kind:10} {show}" if show else line, file=self.terminal, flush=True)
 
-    def fail(self, job: str, failure: Exception, **content: Any) -> None:
-        self.add("error", f"{job}: {failure}", job=job, error=str(failure), **content)
+    def fail(self, what: str, failure: Exception, *, kind: str = "error", **content: Any) -> None:
+        """Of the job, `what` has failed; "" is all of it."""
+        first = (str(failure).splitlines() or [type(failure).__name__])[0]
+        show = f"{self.job}{', ' * bool(what)}{what}: {first[:200]}"
+        self.add(kind, show, job=self.job, what=what, error=str(failure), **content)
+
+    def attempt(
+        self, what: str, work: Callable[[], Result], *, kind: str = "error"
+    ) -> Result | None:
+        """What `work` returns; None, and a row, where it raises or did so before the GPU was lost.
+
+        Raises:
+            Exception: the GPU is lost, and nothing on it works any more.
+        """
+        if what in self.skipped:
+            return None
+        try:
+            return work()
+        except Exception as failure:
+            self.fail(what, failure, kind=kind)
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        return None
+
+    def right(self, what: str, error: Callable[[], float], dtype: str, **how: Any) -> float | None:
+        """The error of a variant; None, and a row, where it is too large or there is none."""
+        off = self.attempt(what, error, **how)
+        if off is None or off < TOLERANCE[dtype]:
+            return off
+        self.fail(what, ArithmeticError(f"relative error {off:.1e} in {dtype}"))
+        return None
 
     def check(self, errors: dict[str, float], **layer: Any) -> None:
         """Whether the errors of a layer are within the tolerance of its dtype."""
@@ -236,9 +295,18 @@ class Rows:
         self.add(kind, show, product=product.name, **found, **content)
 
     def read(self, kind: str) -> list[dict[str, Any]]:
-        assert self.path
-        rows = [json.loads(line) for line in self.path.read_text().splitlines()]
-        return [row for row in rows if row["kind"] == kind]
+        return [row for row in read_rows(self.path) if row["kind"] == kind]
+
+
+def read_rows(path: Path | None) -> list[dict[str, Any]]:
+    """None where there is no file; a line that was cut off is no row."""
+    lines = path.read_text().splitlines() if path and path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def is_fault(row: dict[str, Any]) -> bool:
+    """Whether a row says that something is wrong. A tile that the compiler refuses is no fault."""
+    return row["kind"] == "error" or bool(row.get("faults")) or row.get("passed") is False
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------
@@ -283,6 +351,8 @@ def jobs(
         *each(tiles, goals[:4], **timed),
         ("tuned", partial(tuned, path=table)),
         *each(layer, goals, **timed),
+        *each(layer, goals[:2], **timed | {"dtype": "float32"}),
+        *each(compiled, goals[:2], **timed),
         ("small", small),
         ("far", partial(far, tokens=far_tokens)),
         *each(layer, others, **timed),
@@ -321,9 +391,12 @@ def check(
     for dtype in dtypes:
         for n in tokens:
             with precision(dtype) as kind:
-                products = Layer(structure, n, kind, DEVICE).products()
-                errors = {product.name: product.error() for product in products}
-            rows.check(errors, structure=name, width=width, dtype=dtype, tokens=n)
+                make = Layer(structure, n, kind, DEVICE).products
+                products = rows.attempt(f"{dtype}, {n} tokens", make) or []
+                found = [(p.name, rows.attempt(f"{dtype}, {p.name}", p.error)) for p in products]
+            errors = {product: off for product, off in found if off is not None}
+            if errors:
+                rows.check(errors, structure=name, width=width, dtype=dtype, tokens=n)
 
 
 def small(rows: Rows, until: float, tokens: int = 19) -> None:
@@ -357,14 +430,12 @@ def far(rows: Rows, until: float, tokens: int) -> None:
     y, dx, gradients = whole.forward_backward()
     part = Layer(whole.structure, last, torch.bfloat16, DEVICE)
     part.x, part.dy, part.cores = whole.x[-last:], whole.dy[-last:], whole.cores
-    found = (y[-last:], dx[-last:], gradients)
-    with mock.patch.object(part, "forward_backward", return_value=found):
-        errors = {"past 2**31 elements": part.error()}
+    errors = {"past 2**31 elements": part.error(lambda: (y[-last:], dx[-last:], gradients))}
     rows.check(errors, structure="BTT r=1", width=width, dtype="bfloat16", tokens=tokens)
 
 
 def ceilings(rows: Rows, until: float) -> None:
-    for dtype in ("bfloat16", "tf32"):
+    for dtype in ("bfloat16", "tf32", "float32"):
         with precision(dtype) as kind:
             found = CEILINGS[dtype] = timing.ceilings(DEVICE, kind)
         show = f"{dtype}: {found.rate / 1e12:.0f} TFLOP/s, {found.bandwidth / 1e12:.2f} TB/s"
@@ -372,60 +443,120 @@ def ceilings(rows: Rows, until: float) -> None:
 
 
 def layer(rows: Rows, until: float, name: str, width: int, dtype: str, tokens: int) -> None:
-    """Forward and backward of nn.Linear, of `StructuredLinear` and of the stages; then each product
-    alone."""
-    family = families(width)[name]
+    """Forward and backward of nn.Linear, of `StructuredLinear`, of what users would take in its
+    place, and of the stages; then each product alone."""
     with precision(dtype) as kind:
-        stages = Layer(family.structure(width, width), tokens, kind, DEVICE)
-        products = {product.name: product for product in stages.products()}
-        ends = stages.x.detach().requires_grad_(), stages.dy
-        options = {"bias": False, "device": DEVICE, "dtype": kind}
-        linear = nn.Linear(width, width, **options)
-        module = StructuredLinear(width, width, family, **options)
-        dense = Dense().structure(width, width), linear, [linear.weight]
-        own = module.structure, module, list(module.cores)
-        modules = {
-            "dense": Variant("dense", "nn.Linear", *dense, *ends),
-            "layer": Variant(name, "auto", *own, *ends),
-        }
-        calls = kernels().gemm._plan.cache_info()
-        modules["layer"].work()
-        used = sum(kernels().gemm._plan.cache_info()[:2]) > sum(calls[:2])
-        works = {variant: module.work for variant, module in modules.items()}
-        works["stages"] = stages.forward_backward
-        if DEVICE == "cuda":
-            try:
-                works["graph"] = graph_of(stages)
-            except Exception as failure:  # then without
-                rows.fail(f"graph {name} {width}", failure)
-        errors = {n: each.error for n, each in (modules | products | {"stages": stages}).items()}
-        heat = Heat(DEVICE, ROUNDS, until)
-        times = race(works, heat, last="dense again", errors=errors, tolerance=TOLERANCE[dtype])
-        limit = CEILINGS.get(dtype, UNKNOWN)
-        bound = limit.bound(stages.structure, tokens, kind.itemsize, backward=True)
-        content = {"structure": name, "width": width, "dtype": dtype}
-        for variant, samples in times.seconds.items():
-            took, speed = median(samples), times.speed(variant)["median"]
-            rows.add(
-                "layer",
-                f"{name} {width} {dtype} {variant}: {1e6 * took:.0f} us, {speed:.2f}x, "
-                f"{bound / took:.0%} of bound",
-                **content, tokens=tokens, variant=variant, errors=times.errors,
-                seconds=timing.spread(samples), speed=speed, bound=bound, share=bound / took,
-                layer_uses_triton=used,
-            )  # fmt: skip
+        stages = Layer(families(width)[name].structure(width, width), tokens, kind, DEVICE)
+        found = variants_of(name, width, stages)
+        products = rows.attempt("stages", stages.products)
+        works: dict[str, Callable[[], Any]] = {n: each.work for n, each in found.items()}
+        tests = {n: each.error for n, each in found.items()}
+        if products:
+            works["stages"], tests["stages"] = stages.forward_backward, stages.error
+            if DEVICE == "cuda" and (replay := rows.attempt("graph", partial(graph_of, stages))):
+                works["graph"], tests["graph"] = replay, partial(stages.error, replay)
+        compare(rows, until, name, stages, dtype, works, tests)
         heat = Heat(DEVICE, (3, 9), min(until, time.perf_counter() + 5))
-        times = race({n: product.run for n, product in products.items()}, heat)
-        for n, product in products.items():
-            rows.product("product", product, times.seconds[n], **content)
+        right = {
+            p.name: p for p in products or () if rows.right(p.name, p.error, dtype) is not None
+        }
+        if right:
+            times = race({n: product.run for n, product in right.items()}, heat)
+            for n, product in right.items():
+                content = {"structure": name, "width": width, "dtype": dtype}
+                rows.product("product", product, times.seconds[n], **content)
 
 
-def graph_of(stages: Layer) -> Callable[[], None]:
+def compiled(rows: Rows, until: float, name: str, width: int, dtype: str, tokens: int) -> None:
+    """The same of torch.compile, of the loop and of `StructuredLinear`."""
+    with precision(dtype) as kind:
+        stages = Layer(families(width)[name].structure(width, width), tokens, kind, DEVICE)
+        found = variants_of(name, width, stages)
+        torch.compiler.reset()
+        for n in ("layer", "loop"):
+            run = torch.compile(found[n].run, fullgraph=True, dynamic=False)
+            found[f"{n}, compiled"] = replace(found.pop(n), implementation="compiled", run=run)
+        works = {n: each.work for n, each in found.items()}
+        tests = {n: each.error for n, each in found.items()}
+        compare(rows, until, name, stages, dtype, works, tests)
+
+
+def variants_of(name: str, width: int, like: Layer) -> dict[str, Variant]:
+    """nn.Linear, `StructuredLinear`, whatever path it takes, and the ways without a kernel of its
+    own, on the inputs of a layer."""
+    ends = like.x.detach().requires_grad_(), like.dy
+    options = {"bias": False, "device": DEVICE, "dtype": like.x.dtype}
+    linear = nn.Linear(width, width, **options)
+    module = StructuredLinear(width, width, families(width)[name], **options)
+    structure, cores = module.structure, list(module.cores)
+    runs: dict[str, Callable[[Tensor], Tensor]] = {"layer": module}
+    runs["loop"] = partial(loop, structure, cores)
+    if len(cores) == 2 and all(core.repeat == 1 and core.batch > 1 for core in structure.cores):
+        runs["strided"] = partial(StridedProducts.apply, structure, *cores)
+    dense = Dense().structure(width, width), linear, [linear.weight]
+    found = {"dense": Variant("dense", "nn.Linear", *dense, *ends)}
+    return found | {n: Variant(name, n, structure, run, cores, *ends) for n, run in runs.items()}
+
+
+def compare(
+    rows: Rows,
+    until: float,
+    name: str,
+    stages: Layer,
+    dtype: str,
+    works: dict[str, Callable[[], Any]],
+    tests: dict[str, Callable[[], float]],
+) -> None:
+    """A row for each of `works` that is right by its test, the first of them nn.Linear."""
+    found = {n: rows.right(n, test, dtype) for n, test in tests.items()}
+    works = {n: work for n, work in works.items() if found[n] is not None}
+    if "dense" not in works:
+        return
+    launched = {n: launches(work) for n, work in works.items()}
+    times = race(works, Heat(DEVICE, ROUNDS, until), last="dense again")
+    waits = race(works, Heat(DEVICE, (WAITS, WAITS)), clock=timing.wall, last="dense again")
+    tokens, itemsize = stages.x.shape[0], stages.x.element_size()
+    bounds = {
+        key: least_seconds(
+            CEILINGS.get(dtype, UNKNOWN), stages.structure, tokens, itemsize, fused=key == "fused"
+        )
+        for key in ("bound", "fused")
+    }
+    content = {"structure": name, "width": stages.structure.in_features, "dtype": dtype}
+    for variant, samples in times.seconds.items():
+        took, wall = median(samples), median(waits.seconds[variant])
+        speed, share = times.speed(variant)["median"], bounds["bound"] / took
+        again = variant.removesuffix(" again")
+        rows.add(
+            "layer",
+            f"{' '.join(map(str, content.values()))} {variant}: {1e6 * took:.0f} us, {speed:.2f}x, "
+            f"{share:.0%} of bound, {1e6 * wall:.0f} us of wall time",
+            **content, tokens=tokens, variant=variant, error=found[again],
+            seconds=timing.spread(samples), wall=timing.spread(waits.seconds[variant]),
+            speed=speed, share=share, launches=launched[again], **bounds,
+        )  # fmt: skip
+
+
+def launches(work: Callable[[], Any]) -> int:
+    """How many kernels of ours a call launches from Python."""
+    plan = kernels().gemm._plan
+    before = plan.cache_info()
+    work()
+    return sum(plan.cache_info()[:2]) - sum(before[:2])
+
+
+def graph_of(stages: Layer) -> Callable[[], Any]:
+    """`forward_backward` as a CUDA graph."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        stages.forward_backward()
-    return graph.replay
+        found = stages.forward_backward()
+
+    def replay() -> Any:
+        graph.replay()
+        return found
+
+    return replay
 
 
 def candidates(tile: Any, sizes: Sequence[int]) -> list[Any]:
@@ -438,7 +569,8 @@ def candidates(tile: Any, sizes: Sequence[int]) -> list[Any]:
         for side in sides
         for size in (getattr(tile, side) // 2, 2 * getattr(tile, side))
     ]
-    changes += [{"stages": 2}, {"stages": 4}] if tile.stages > 1 else []
+    # one step of k, too: loads past the registers leave room for more programs at a time
+    changes += [{"stages": 2}, {"stages": 4}] if tile.stages > 1 else [{"stages": 2}]
     limits = zip(sizes, MOST_SIDES, strict=True)
     most = [max(16, min(limit, 1 << (size - 1).bit_length())) for size, limit in limits]
     return [
@@ -462,11 +594,11 @@ def tiles(rows: Rows, until: float, name: str, width: int, dtype: str, tokens: i
             for each in candidates(tile, product.sizes):
                 if time.perf_counter() > until:
                     return
-                try:
-                    product.run(tile=each)
+                what, error = f"{product.name} {tuple(each)}", partial(product.error, tile=each)
+                if rows.right(what, error, dtype, kind="refused") is not None:
                     works[each] = partial(product.run, tile=each)
-                except gemm.LaunchError as failure:  # then it is no candidate
-                    rows.fail(f"tile of {product.name}", failure, tile=tuple(each))
+            if tile not in works:  # then nothing can be compared with it
+                continue
             content = {"structure": name, "width": width, "dtype": dtype, "rule": rule}
             times = race(works, Heat(DEVICE, (3, 7), until))
             for each, seconds in times.seconds.items():
@@ -505,31 +637,81 @@ def faster_tiles(rows: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
     return better
 
 
+# how each way of a layer is called where it is shown
+WAYS = {
+    "layer": "StructuredLinear",
+    "graph": "stages, CUDA graph",
+    "stages": "stages",
+    "layer, compiled": "compiled",
+    "loop": "bmm",
+    "loop, compiled": "bmm, compiled",
+    "strided": "strided bmm",
+}
+
+
+def cells_of(rows: Sequence[dict[str, Any]], dtype: str) -> dict[tuple[str, str], str]:
+    """(layer, way) -> what was found: nn.Linear's time, and of the others the speed against it and
+    the share of the bound. Layers in the order of the goals."""
+    names = ("structure", "width", "variant")
+    layers = [row for row in rows if row["kind"] == "layer" and row["dtype"] == dtype]
+    found = {tuple(row[name] for name in names): row for row in layers}
+    keys = dict.fromkeys([*GOALS, *((row["structure"], row["width"]) for row in layers)])
+    cells = {}
+    for name, width in keys:
+        title = f"{name}, {width}"
+        if dense := found.get((name, width, "dense")):
+            cells[title, "nn.Linear"] = f"{1e6 * dense['seconds']['median']:.0f} us"
+        for variant, way in WAYS.items():
+            if row := found.get((name, width, variant)):
+                cells[title, way] = f"{row['speed']:.2f}x ({row['share']:.0%})"
+    return cells
+
+
+def markdown(rows: Sequence[dict[str, Any]], dtype: str = "bfloat16") -> str:
+    """The table of docs/speed.md."""
+    return report.speeds(cells_of(rows, dtype))
+
+
 def goals_table(rows: Rows) -> Table:
-    """Reached or not, by `StructuredLinear`, by the stages, and by the stages in a CUDA graph."""
-    names = ("structure", "width", "variant", "dtype")
-    found = {tuple(row[name] for name in names): row for row in rows.read("layer")}
+    """Each goal as a speed, what was found, and whether one of the ways reaches it."""
+    found, lines = read_rows(rows.path), list[dict[str, str]]()
+    cells = cells_of(found, "bfloat16")
+    for name, width in GOALS:
+        mine = [
+            row
+            for row in found
+            if row["kind"] == "layer" and (row["structure"], row["width"]) == (name, width)
+            if row["dtype"] == "bfloat16" and row["variant"] in ("layer", "stages", "graph")
+        ]
+        line = {"goal": f"{name}, {width}"}
+        if mine:
+            line[f"{SHARE:.0%} is"] = f"{SHARE * mine[0]['speed'] / mine[0]['share']:.2f}x"
+        for way in ("nn.Linear", *WAYS.values()):
+            line[way] = cells.get((line["goal"], way), "not measured")
+        reached = max((row["share"] for row in mine), default=0.0) >= SHARE
+        lines.append(line | {"": "reached" if reached else "NOT reached"})
+    where = "; ".join(row["machine"] for row in rows.read("environment"))
+    what = f"{where}: forward + backward, bfloat16, {TOKENS} tokens"
+    return report.grid(f"{what}: speed against nn.Linear (share of the bound)", lines)
 
-    def cell(name: str, width: int, variant: str) -> str:
-        if (row := found.get((name, width, variant, "bfloat16"))) is None:
-            return "not measured"
-        reached = [row["speed"] >= GOALS[name, width], row["share"] >= SHARE]
-        speed, share = ("reached" if each else "NOT reached" for each in reached)
-        return f"{row['speed']:.2f}x {speed}, {row['share']:.0%} {share}"
 
-    ways = {"StructuredLinear": "layer", "stages": "stages", "in a CUDA graph": "graph"}
-    lines = [
-        {"goal": f"{name} at {width}", ">=": f"{least}x, {SHARE:.0%}"}
-        | {title: cell(name, width, variant) for title, variant in ways.items()}
-        for (name, width), least in sorted(GOALS.items())
-    ]
-    what = f"forward + backward, bfloat16, {TOKENS} tokens"
-    return report.grid(f"{what}: speed against nn.Linear; share of the strided bound", lines)
+def summarise(rows: Sequence[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    """The last line, and the faults."""
+    kinds = [row["kind"] for row in rows]
+    faults = [row for row in rows if is_fault(row)]
+    left = sum(len(row["jobs"]) for row in rows if row["kind"] == "stopped")
+    counts = [f"{kinds.count(kind)} {kind}" for kind in ("self-test", "check", "layer", "refused")]
+    words = f"{', '.join(counts)} rows; {left} jobs left by the budget; {len(faults)} FAULTS"
+    return words, faults
 
 
 def measure(options: argparse.Namespace, started: float) -> None:
     """Each job in turn; after an error that takes the GPU's context with it, the rest in a new
-    process."""
+    process, and this job again without what failed.
+
+    Raises:
+        SystemExit: something is wrong, as the last line says.
+    """
     import triton
 
     rows = Rows(options.out / "gpu.jsonl", fresh=options.start == 0)
@@ -545,18 +727,32 @@ def measure(options: argparse.Namespace, started: float) -> None:
             names = [name for name, _ in todo[number:]]
             rows.add("stopped", f"by the budget, before: {title}", jobs=names)
             break
+        rows.begin(title)
         try:
-            job(rows, time.perf_counter() + min(left, JOB_SECONDS))
+            with redirect_stdout(io.StringIO()):  # Triton prints all of what ptxas refuses
+                job(rows, time.perf_counter() + min(left, JOB_SECONDS))
         except Exception as failure:
-            rows.fail(title, failure, trace=traceback.format_exc())
+            before = rows.skipped
+            rows.fail("", failure, trace=traceback.format_exc())
             try:
                 torch.cuda.synchronize()
             except Exception:  # nothing on this device works any more
-                own = ["--out", str(options.out), "--budget", str(left), "--start", str(number + 1)]
-                own += ["--widths", *map(str, options.widths), "--structures", *options.structures]
-                os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu", *own])
+                rows.begin(title)
+                restart(options, left, number if rows.skipped > before else number + 1)
         torch.cuda.empty_cache()
     Console(width=170).print(goals_table(rows))
+    words, faults = summarise(read_rows(rows.path))
+    print(f"summary: {words}")
+    if faults:
+        raise SystemExit(1)
+
+
+def restart(options: argparse.Namespace, left: float, start: int) -> None:
+    """This program again, from another job on; it does not return."""
+    own = ["--out", str(options.out), "--budget", str(left), "--start", str(start)]
+    own += ["--widths", *map(str, options.widths), "--structures", *options.structures]
+    own += ["--smoke"] * options.smoke
+    os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu", *own])
 
 
 # ---- without a GPU -------------------------------------------------------------------------------
@@ -587,7 +783,8 @@ def main() -> None:
         smoke()
     elif torch.cuda.is_available():
         if options.smoke:
-            options.widths, options.structures, options.budget = [1024], ["BTT r=1"], 60
+            options.widths, options.structures = [1024], ["BTT r=1"]
+            options.budget = min(options.budget, 60)
             if options.out == options.kept:
                 options.out = Path(tempfile.mkdtemp())
         measure(options, time.perf_counter())

@@ -23,6 +23,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Polygon
 
+from benchmarks import gpu
 from benchmarks.comparison import layers as comparison
 from benchmarks.compression import methods
 from benchmarks.compression import minilm as minilm_run
@@ -255,6 +256,34 @@ def front_speeds() -> str:
     return table(["", *structures], lines)
 
 
+NO_GPU = """Triton kernels for NVIDIA GPUs exist (`pip install triton`). They pass in Triton's interpreter and compile for sm_80, sm_90 and sm_100,
+but are **untested on GPU**. `python -m benchmarks.gpu` checks, tunes and measures them where there is one.
+"""  # noqa: E501
+
+
+def show_gpu() -> str:
+    """What was measured on GPUs, each table with its card; until then, that nothing was."""
+    made = list[str]()
+
+    def add(machine: str, what: str, command: str, name: str, tables: str) -> None:
+        link = f"[json](../benchmarks/results/{name})"
+        made.append(f"{machine}: {what} (`python -m {command}`, {link}).\n\n{tables}\n")
+
+    if rows := gpu.read_rows(RESULTS / "gpu.jsonl"):
+        what = "speed of forward + backward against nn.Linear, and the share of the kernels' bound"
+        (about,) = (row for row in rows if row["kind"] == "environment")
+        add(about["machine"], what, "benchmarks.gpu", "gpu.jsonl", gpu.markdown(rows))
+    for name, what, show in (
+        ("layer", "layers by default, in bfloat16", partial(layer.markdown, dtype="bfloat16")),
+        ("model", "whole models", model.markdown),
+    ):
+        if (RESULTS / f"{name}_gpu.json").exists():
+            found = read(f"{name}_gpu")
+            command = f"benchmarks.speed.{name}"
+            add(found["environment"]["machine"], what, command, f"{name}_gpu.json", show(found))
+    return "\n".join(made) or NO_GPU
+
+
 def factors(setup: str, cost: str) -> str:
     """How many times fewer FLOPs or seconds until the dense model's loss."""
     return time_to_loss.markdown(read("time_to_loss"), setup, cost)
@@ -268,6 +297,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "few tokens Xeon": lambda: layer.few_tokens(read("layer_xeon"), ("float32", "bfloat16")),
         "peers": lambda: peers.markdown(read("peers")),
         "models": lambda: model.markdown(read("model")),
+        "gpu": show_gpu,
     },
     "docs/optimizers.md": {
         "learning rates": lambda: lr_transfer.markdown(read("lr_transfer")),

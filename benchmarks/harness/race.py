@@ -210,7 +210,7 @@ class Bench:
     """What is compared, and for how many seconds. `main` runs it.
 
     Args:
-        name: of the result under results/.
+        name: of the result under results/; one of a GPU ends in "_gpu".
         about: the module's docstring.
         budget: seconds, the default of --budget.
         jobs: (device, smoke) -> settings by importance; a job is a dataclass with a `title`.
@@ -257,7 +257,8 @@ class Bench:
             result["ceilings"] = {dtype: asdict(found) for dtype, found in ceilings.items()}
         result |= self.beside(options.smoke)
         other = "" if options.allocator == self.allocator else f"_{options.allocator}_allocator"
-        path = result_path(options, self.name + other)
+        place = "_gpu" if options.device == "cuda" else ""
+        path = result_path(options, self.name + place + other)
         heats: list[list[Row]] = []
         for rows in self._heats(options, end, ceilings):
             print(*(json.dumps(row, allow_nan=False) for row in rows), sep="\n", flush=True)

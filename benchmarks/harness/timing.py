@@ -26,6 +26,7 @@ Key = TypeVar("Key", bound=Hashable)
 Work = Callable[[], Any]
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+SLEEP_CYCLES = 4_000_000  # of a GPU, 2 ms: a host enqueues a layer's kernels in 0.4 to 1 ms
 
 # or the profiler, which measures memory on a CPU, logs every use
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -122,12 +123,13 @@ def wall(work: Work, device: str) -> float:
 
 def seconds(work: Work, device: str) -> float:
     """Wall-clock time on a CPU. On a GPU the time between two events on the stream, caches cold: a
-    1 GiB write goes before, which evicts the L2 cache and outlasts the host's enqueuing of a
-    layer's kernels."""
+    1 GiB write goes before, which evicts the L2 cache, and then the GPU sleeps, so that the host
+    has enqueued a layer's kernels before the first one begins."""
     if device != "cuda":
         return wall(work, device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.empty(2**30, dtype=torch.int8, device=device).zero_()
+    torch.cuda._sleep(SLEEP_CYCLES)
     begin.record()
     work()
     end.record()
@@ -234,9 +236,9 @@ def peak_bytes(work: Work, device: str) -> int:
         before = torch.cuda.memory_allocated()
         work()
         return torch.cuda.max_memory_allocated() - before
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    options = {"profile_memory": True, "acc_events": True}  # or torch 2.11 warns that it drops some
+    with torch.profiler.profile(activities=activities, **options) as profile:
         work()
     events = [
         event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"

@@ -1,7 +1,8 @@
 """How fast is a structured layer? Time, memory and their bounds, against nn.Linear of equal width
 and of equal FLOPs.
 
-    python -m benchmarks.speed.layer                      # 15 minutes at most: results/layer.*
+    python -m benchmarks.speed.layer                      # 15 minutes at most: results/layer.*,
+                                                          # on a GPU results/layer_gpu.*
     python -m benchmarks.speed.layer --budget 60 --out out
     python -m benchmarks.speed.layer --allocator default  # results/layer_default_allocator.*
     python -m benchmarks.speed.layer --smoke              # seconds

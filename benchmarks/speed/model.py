@@ -1,7 +1,8 @@
 """Tokens a second and memory of whole models: the shapes of GPT-2 small and ViT-S/16, dense and
 converted.
 
-    python -m benchmarks.speed.model                      # 5 minutes at most, results/model.json
+    python -m benchmarks.speed.model                      # 5 minutes at most, results/model.json,
+                                                          # on a GPU results/model_gpu.json
     python -m benchmarks.speed.model --budget 120 --out out
     python -m benchmarks.speed.model --smoke              # seconds, tiny shapes
 

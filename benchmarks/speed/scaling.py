@@ -4,7 +4,7 @@ Arithmetic, no timing.
     python -m benchmarks.speed.scaling    # prints the tables; `benchmarks.pages` writes them
 
 A layer's time is `Ceilings.bound`: for every product the larger of FLOPs / rate and bytes /
-bandwidth. The ceilings are those of results/layer.json if that was measured on a GPU, else an
+bandwidth. The ceilings are those of results/layer_gpu.json where a GPU was measured, else an
 H200's, assumed. The last table compares the same arithmetic with what results/layer.json measured
 on its own machine.
 """
@@ -23,7 +23,7 @@ from benchmarks.harness.timing import Ceilings
 from benchmarks.speed.variants import families
 from structlin import Dense, Family, Structure
 
-LAYER = RESULTS / "layer.json"
+LAYER, LAYER_GPU = RESULTS / "layer.json", RESULTS / "layer_gpu.json"
 
 # assumed: bfloat16 products, copy (notes of the project)
 H200 = Ceilings(rate=790e12, bandwidth=4.3e12, call=2e-6)
@@ -46,8 +46,8 @@ def kept() -> Row | None:
 
 def machine() -> tuple[Ceilings, str]:
     """The ceilings that the tables take to scale, and what they are, in words."""
-    result = kept()
-    if result and result["setting"]["device"] == "cuda":
+    if LAYER_GPU.exists():
+        result = json.loads(LAYER_GPU.read_text())
         ceilings = Ceilings(**result["ceilings"]["bfloat16"])
         return ceilings, f"measured on {result['environment']['machine']}"
     return H200, "assumed for an H200, not measured"

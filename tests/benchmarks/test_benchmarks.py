@@ -677,6 +677,10 @@ def test_expected_speeds_are_the_bound_times_the_share_at_the_smaller_width(tmp_
     assert "python -m benchmarks.speed.layer" in scaling.check()
     scaling.LAYER.write_text(json.dumps(measured(speeds, shares)))
     assert "| BTT r=1 | 4.0 | 2.0 | 6.0 | 3.0 | 3.0 | 1.00 |" in scaling.check()
+    monkeypatch.setattr(scaling, "LAYER_GPU", tmp_path / "layer_gpu.json")
     assert scaling.machine() == (scaling.H200, "assumed for an H200, not measured")
+    on_a_gpu = {"ceilings": {"bfloat16": vars(H200)}, "environment": {"machine": "a CPU, an H100"}}
+    scaling.LAYER_GPU.write_text(json.dumps(on_a_gpu))
+    assert scaling.machine() == (H200, "measured on a CPU, an H100")
     scaling.LAYER.write_text(json.dumps(measured({512: speeds[512]}, shares)))
     assert "two square widths" in scaling.check()

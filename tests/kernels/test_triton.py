@@ -507,10 +507,9 @@ def test_a_compiled_program_keeps_the_operator_and_is_right_after_a_refusal(on_a
 
 
 def test_a_program_compiled_for_a_gpu_has_the_operator_in_every_torch(monkeypatch):
-    """Traced on fake tensors of a GPU. While torch 2.10 and 2.11 compile, their `is_exporting` is
-    true."""
+    """Traced on fake tensors of a GPU. Those of torch 2.10 and 2.11 would lose it: while they
+    compile, their `is_exporting` is true."""
     gpu_0, graphs = torch.device("cuda", 0), []
-    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: torch.compiler.is_compiling())
     monkeypatch.setattr(triton_check, "_passed", {(gpu_0, torch.float32): True})
     torch._dynamo.reset()
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -583,6 +582,7 @@ def test_the_tiles_that_are_tried_are_the_rules_and_others_that_fit(sizes):
     first, *others = gpu.candidates(tile, sizes)
     assert first == tile
     assert len({tile, *others}) == 1 + len(others) > 1
+    assert {tile.stages, 2} <= {each.stages for each in (tile, *others)}
     for each in others:
         assert each.m * each.n <= (128 * 64 if each.warps == 4 else 128 * 256)
         assert all(side < 2 * max(16, size) for side, size in zip(each[:3], sizes, strict=True))
@@ -602,6 +602,14 @@ def target():
     driver._active = before
 
 
+def test_the_tiles_of_both_hopper_cards_are_compiled_ahead(monkeypatch):
+    h100, h200 = ahead.GPUS[90]
+    assert (h100, h200) == ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
+    assert len(ahead.tables_of(90)) == 1
+    monkeypatch.setitem(triton_gemm.TILES, h100, {"tuned": {"half product 1 1 1 4 1": list(FAST)}})
+    assert {*ahead.tables_of(90).values()} == {h100, h200}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["jobs", "example"])
 def test_what_computes_launches_what_is_collected_without_values_and_nothing_else(
@@ -609,8 +617,8 @@ def test_what_computes_launches_what_is_collected_without_values_and_nothing_els
 ):
     """The jobs of `benchmarks.gpu` on small layers, among them the self-test and the tests' layers;
     a step of an example. Bfloat16 is wrong in the interpreter, and float16 stands for it."""
-    monkeypatch.setattr(triton_gemm, "gpu_of", lambda device: ahead.GPUS[90])
-    monkeypatch.setattr(gpu, "GOALS", {("BTT r=1", 16): 1.0})
+    monkeypatch.setattr(triton_gemm, "gpu_of", lambda device: ahead.GPUS[90][0])
+    monkeypatch.setattr(gpu, "GOALS", [("BTT r=1", 16)])
     monkeypatch.setattr(gpu, "ROUNDS", (1, 1))
     monkeypatch.setitem(gpu.TOLERANCE, "bfloat16", 1.0)
     todo, steps = [], []
@@ -621,7 +629,7 @@ def test_what_computes_launches_what_is_collected_without_values_and_nothing_els
         steps = ahead.steps_of_examples(["train_mlp_lm"], [["--smoke"]])
     collected = ahead.collect(90, todo, steps)
     launches = ahead.Launches(triton_gemm._product, kernels._product)
-    with ahead.as_on_a_gpu(launches, ahead.GPUS[90]):
+    with ahead.as_on_a_gpu(launches, ahead.GPUS[90][0]):
         ahead.run_jobs(launches, todo)
         for _, step in steps:
             step()
