@@ -550,6 +550,8 @@ def _check(group: dict[str, Any]) -> None:
         without = option == "max_spectral_norm" and value is None
         if not without and not isinstance(value, Real | Tensor):
             raise TypeError(f"{option}={value!r} is a {type(value).__name__}; take a number")
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"{option}={value!r}: a Tensor {option} must be 1-element")
     if len(group["betas"]) != 2:
         raise ValueError(f"betas={group['betas']!r} must be two numbers, such as (0.9, 0.95)")
     for option in ("lr", "other_lr", "weight_decay", "eps"):
