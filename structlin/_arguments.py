@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 if TYPE_CHECKING:
     from ._structure import Structure
@@ -110,7 +111,10 @@ def check_input(
     """Refuse what the layer cannot take; `dtype` is that of x, the core's if it is None."""
     dtype = dtype or core.dtype
     if not isinstance(x, Tensor):
-        raise TypeError(f"x is a {type(x).__name__}, no tensor; take torch.as_tensor(x)")
+        way = "torch.as_tensor(x)"
+        if isinstance(x, Proxy):
+            way = "nn.Sequential(layer): torch.fx traces a model, which has the layer as one node"
+        raise TypeError(f"x is a {type(x).__name__}, no tensor; take {way}")
     if x.ndim == 0 or x.shape[-1] != in_features:
         raise ValueError(
             f"x has shape {tuple(x.shape)}: its last dimension must be in_features={in_features}"

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Proxy
 
 from . import _product
 from ._arguments import check_cores, check_dense, check_input, require_choice, require_flags
@@ -14,12 +13,12 @@ from ._families import DEFAULT, Family, label, structure_of, warn_of_padding
 from ._projection import project
 from ._state import DescribedModule
 from ._structure import Structure
-from ._weight import WeightView, record_node
+from ._weight import InPlaceOfLinear
 from .duality import dualize
 from .scaling import INITS, expected_norm, init_std
 
 
-class StructuredLinear(DescribedModule):
+class StructuredLinear(InPlaceOfLinear, DescribedModule):
     """`y = x W^T + b` with a structured W, which is only formed where that is faster.
 
     Args:
@@ -149,11 +148,9 @@ class StructuredLinear(DescribedModule):
         self.reset_parameters()
         return self
 
-    def forward(self, x: Tensor) -> Tensor:
-        if isinstance(x, Proxy):
-            return record_node(self, x)
+    def forward(self, input: Tensor) -> Tensor:  # named as nn.Linear's
         held = self._parameters  # an attribute would be looked up in Python
-        return self.multiply(x, held["bias"] if "bias" in held else self.bias)  # noqa: SIM401
+        return self.multiply(input, held["bias"] if "bias" in held else self.bias)  # noqa: SIM401
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x W^T + bias`, for any bias `(out_features,)`."""
@@ -173,12 +170,6 @@ class StructuredLinear(DescribedModule):
     def structure(self, structure: Structure) -> None:
         self._structure = structure
         self._program = structure.program.fit(self.in_features, self.out_features)
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype of the cores, which x must have."""
-        core: Tensor = self.cores[0]
-        return core.dtype
 
     @property
     def padding(self) -> tuple[int, int]:
@@ -264,12 +255,6 @@ class StructuredLinear(DescribedModule):
             if self.gains is not None:
                 self.gains[n] = max(1.0, core.float().square().mean().sqrt().item() / std)
         return self
-
-    @property
-    def weight(self) -> Tensor:
-        if torch.compiler.is_compiling():
-            return self.to_dense()
-        return WeightView(self)
 
     def computes_with(self) -> dict[str, Any]:
         """The widths, the structure and, with weight normalisation, sigma: what a state dict must

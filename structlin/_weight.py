@@ -1,12 +1,13 @@
 """What other code finds in place of a dense layer: `layer.weight`, which is formed only where its
-numbers are read, and a node in the graphs that torch.fx traces."""
+numbers are read, one node in the graphs that torch.fx traces, and errors that say what to do."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.utils._pytree import tree_leaves, tree_map
 
 _PROPERTIES = (
@@ -29,19 +30,49 @@ _IS_LEAF = Tensor.is_leaf.__get__  # type: ignore[attr-defined]
 _DETACHING = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 
 
-class Layer(Protocol):
-    """What a `StructuredLinear` is to its weight."""
+class InPlaceOfLinear(nn.Module):
+    """What code that knows nn.Linear finds in a layer whose matrix is made of cores."""
 
     in_features: int
     out_features: int
     cores: nn.ParameterList
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.__module__ = nn.__name__  # so torch.fx takes the layer, hooks and all, as one node
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        raise NotImplementedError
+
+    def to_dense(self) -> Tensor:
+        raise NotImplementedError
+
     @property
-    def compute_dtype(self) -> torch.dtype: ...
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the cores, which x must have."""
+        core: Tensor = self.cores[0]
+        return core.dtype
 
-    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor: ...
+    @property
+    def weight(self) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self.to_dense()
+        core: Any = self.cores[0]
+        if isinstance(core, Proxy):  # torch.fx traces: its graph reads the weight of this layer
+            read: Any = core.tracer.create_proxy("call_function", getattr, (self, "weight"), {})
+            return read  # type: ignore[no-any-return]
+        return WeightView(self)
 
-    def to_dense(self) -> Tensor: ...
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name == "weight" or isinstance(param, WeightView):  # which pruning would take as its own
+            _refuse_change(f"parameter {name!r}", WeightView(self))
+        super().register_parameter(name, param)
+
+    def __prepare_scriptable__(self) -> NoReturn:  # asked by torch.jit.script
+        raise RuntimeError(
+            f"torch.jit.script does not take {type(self).__name__}({self.extra_repr()}): use "
+            "torch.jit.trace, torch.compile or torch.export"
+        )
 
 
 class WeightView(Tensor):
@@ -53,19 +84,19 @@ class WeightView(Tensor):
     no optimizer takes it.
     """
 
-    layer: Layer
+    layer: InPlaceOfLinear
     _is_hf_initialized = True  # or transformers' initialisation would write to it
     detached: bool  #: what `.data` and `.detach()` give: without gradient, and no more writable
 
     @staticmethod
-    def __new__(cls, layer: Layer, detached: bool = False) -> "WeightView":
-        core = layer.cores[0]
+    def __new__(cls, layer: InPlaceOfLinear, detached: bool = False) -> "WeightView":
+        cores = list(layer.cores)
         view: WeightView = Tensor._make_wrapper_subclass(
             cls,
             (layer.out_features, layer.in_features),
             dtype=layer.compute_dtype,
-            device=core.device,
-            requires_grad=not detached and any(core.requires_grad for core in layer.cores),
+            device=cores[0].device,
+            requires_grad=not detached and any(core.requires_grad for core in cores),
         )
         view.layer, view.detached = layer, detached
         return view
@@ -140,19 +171,6 @@ class LockedView(Tensor):
             return _lock(func(*args, **kwargs), locked)
 
 
-def record_node(layer: nn.Module, x: Any) -> Any:
-    """The output of `layer` for `x` in a graph that torch.fx traces: one node, as nn.Linear is one.
-
-    Raises:
-        ValueError: the layer is itself what is traced.
-    """
-    name = x.tracer.path_of_module(layer)
-    if not name:
-        text = "torch.fx traces a StructuredLinear as one node of a model"
-        raise ValueError(f"{text}: trace nn.Sequential(layer)")
-    return x.tracer.create_proxy("call_module", name, (x,), {})
-
-
 def _lock(result: Any, dense: Sequence[Tensor]) -> Any:
     """`result` with every tensor and array in it that shares its numbers with one of `dense` made
     unwritable."""
@@ -160,9 +178,9 @@ def _lock(result: Any, dense: Sequence[Tensor]) -> Any:
     def lock(value: Any) -> Any:
         if isinstance(value, Tensor):
             with torch._C.DisableTorchFunctionSubclass():
-                shares = any(
+                shares = value.layout == torch.strided and any(
                     value.untyped_storage()._cdata == one.untyped_storage()._cdata for one in dense
-                )
+                )  # another layout has numbers of its own
                 return (
                     value.as_subclass(LockedView if shares else Tensor)
                     if shares or type(value) is LockedView
@@ -185,16 +203,23 @@ def _refuse_writing(
         "__setitem__",
     )
     target = (args[:1] or list(kwargs.values())[:1]) if in_place else kwargs.get("out")
+    attribute: Any = getattr(func, "__self__", None)
+    what = f"setting {attribute.__name__}" if name == "__set__" else name
     for value in tree_leaves(target):
         if isinstance(value, kind):
-            layer: Any = getattr(value, "layer", None)
-            which = f"; the layer: {type(layer).__name__}({layer.extra_repr()})" if layer else ""
-            raise RuntimeError(
-                f"{name} would write to the weight of a structured layer, which is made of its "
-                "cores: write to layer.cores, or project a dense matrix with "
-                "layer.from_dense_(weight); an adapter that is to be merged needs a dense layer "
-                f"(densify before it is added){which}"
-            )
+            _refuse_change(what, value)
+
+
+def _refuse_change(what: str, weight: object) -> NoReturn:
+    """Raise the error that `what` would change `weight`, of a layer or a view of one."""
+    layer: Any = getattr(weight, "layer", None)
+    which = f"; the layer: {type(layer).__name__}({layer.extra_repr()})" if layer else ""
+    raise RuntimeError(
+        f"{what} would change the weight of a structured layer, which is made of its cores: write "
+        "to, freeze or prune layer.cores, or project a dense matrix with layer.from_dense_(weight);"
+        " an adapter that is to be merged needs a dense layer (densify before it is added)"
+        f"{which}"
+    )
 
 
 def _linear_arguments(

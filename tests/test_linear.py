@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrize, prune
 from torch.testing import assert_close
@@ -26,6 +27,7 @@ from structlin import (
     apply,
     family,
     project,
+    quantize,
 )
 from structlin._structure import Program
 from structlin.moe import Mixture
@@ -300,8 +302,94 @@ def test_torch_fx_traces_a_layer_as_one_node_that_computes_the_same():
     assert torch.equal(traced(x), model(x))
     traced(x).sum().backward()
     assert all(core.grad is not None for core in traced.get_submodule("1").cores)
-    with pytest.raises(ValueError, match=r"trace nn\.Sequential\(layer\)"):
+    with pytest.raises(TypeError, match=r"take nn\.Sequential\(layer\): torch\.fx traces a model"):
         torch.fx.symbolic_trace(model[1])
+
+
+def double(module, args, y):
+    return 2 * y
+
+
+class Table(nn.Module):
+    """Position MLPs of Swin V2 read a buffer, and its attention the weight itself; with a hook."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.register_buffer("table", torch.randn(5, 16))
+        self.mlp, self.qkv = kind(16, 16), kind(16, 16)
+        self.mlp.register_forward_hook(double)
+
+    def forward(self, x):
+        y = F.linear(x.to(self.qkv.weight.dtype), self.qkv.weight, self.qkv.bias)
+        return y + self.mlp(self.table) + self.mlp(input=x)
+
+
+class Thrice(StructuredLinear):
+    def forward(self, input):
+        return 3 * super().forward(input)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, StructuredLinear, Thrice, Mixture])
+def test_torch_fx_keeps_the_parameters_of_a_layer_that_sees_no_input_and_runs_its_hook_once(kind):
+    model, x = Table(kind), torch.randn(5, 16)
+    if kind is Mixture:  # which has no weight
+        model.qkv = StructuredLinear(16, 16)
+    traced = torch.fx.symbolic_trace(model)
+    for copied in (traced, copy.deepcopy(traced), pickle.loads(pickle.dumps(traced))):
+        assert torch.equal(copied(x), model(x))
+        assert {*copied.state_dict()} == {*model.state_dict()}
+    traced(x).sum().backward()
+    assert all(value.grad is not None for value in model.parameters())
+
+
+def test_an_input_may_be_given_by_the_name_that_nn_linear_gives_it():
+    x = torch.randn(3, 16)
+    for layer in (StructuredLinear(16, 12), Mixture(16, 12), quantize(StructuredLinear(16, 12))):
+        assert torch.equal(layer(input=x), layer(x))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+@pytest.mark.parametrize("layout", ["sparse", "sparse_csr", "sparse_csc", "mkldnn"])
+def test_the_weight_and_a_view_of_it_read_in_every_layout(layout):
+    layer = StructuredLinear(16, 12)
+    for read in (lambda weight: weight, lambda weight: weight[:8]):
+        found = getattr(read(layer.weight), f"to_{layout}")().to_dense()
+        assert_close(found, read(layer.to_dense()))
+    assert_close(layer.weight.to_sparse_bsr((4, 4)).to_dense(), layer.to_dense())
+
+
+def replace(layer):
+    layer.weight = nn.Parameter(torch.zeros(12, 16))
+
+
+def freeze(layer):
+    layer.weight.requires_grad = False
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (replace, "parameter 'weight'"),
+        (freeze, "setting requires_grad"),
+        (lambda layer: layer.weight.requires_grad_(False), "requires_grad_"),
+        (lambda layer: prune.l1_unstructured(layer, "weight", 0.5), "parameter 'weight_orig'"),
+    ],
+)
+def test_what_would_change_the_weight_is_told_to_change_the_cores(change, what):
+    layer = StructuredLinear(16, 12)
+    before = copy.deepcopy(layer.state_dict())
+    text = f"^{what} would change the weight .*: write to, freeze or prune layer.cores"
+    with pytest.raises(RuntimeError, match=text):
+        change(layer)
+    assert_close(layer.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [StructuredLinear, Mixture])
+def test_torch_jit_script_says_at_once_that_tracing_is_the_way(kind):
+    layer = kind(16, 12)
+    for model in (layer, nn.Sequential(nn.Linear(16, 16), layer)):
+        with pytest.raises(RuntimeError, match=rf"take {kind.__name__}\(.*: use torch\.jit\.trace"):
+            torch.jit.script(model)
 
 
 @pytest.mark.parametrize(("tokens", "forms"), [(1, False), (63, False), (64, True), (200, True)])

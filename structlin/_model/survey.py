@@ -251,7 +251,9 @@ def find_loss(module: nn.Module) -> str:
         ]
         if hooks:
             return f"has hooks, which would be lost: {', '.join(hooks)}"
-        patched = [name for name in vars(part) if hasattr(type(part), name)]
+        patched = [
+            name for name in vars(part) if hasattr(type(part), name) and name != "__module__"
+        ]
         if patched:
             return (
                 f"has methods of its own, offloaded or patched, which would be lost: {patched[0]}"

@@ -189,7 +189,7 @@ def test_lora_beside_structure_is_not_merged_into_cores():
     config = peft.LoraConfig(r=2, target_modules=["up_proj"], init_lora_weights=False)
     config._register_custom_module({StructuredLinear: peft.tuners.lora.Linear})
     model = peft.get_peft_model(convert(llama(), BTT(rank=2)), config)
-    with pytest.raises(RuntimeError, match=r"^[a-z_]+ would write to the weight of a structured"):
+    with pytest.raises(RuntimeError, match=r"^[a-z_ ]+ would change the weight of a structured"):
         model.merge_and_unload()
 
 
@@ -210,7 +210,7 @@ def test_int8_of_torchao_that_is_told_to_take_structured_layers_fails_and_leaves
     model = convert(nn.Sequential(nn.Linear(16, 16)), BTT(rank=2))
     x = torch.randn(3, 16)
     expected, every = model(x), lambda module, name: isinstance(module, StructuredLinear)
-    with pytest.raises(KeyError, match="attribute 'weight' already exists"):
+    with pytest.raises(RuntimeError, match="parameter 'weight' would change the weight"):
         torchao.quantize_(model, torchao.Int8WeightOnlyConfig(), filter_fn=every)
     assert torch.equal(model(x), expected)
 
@@ -330,3 +330,25 @@ def test_models_of_timm_are_converted_by_role():
         y = model(x)
         torch.testing.assert_close(densify(model)(x), y, atol=1e-4, rtol=1e-3)
         assert set(model.state_dict()) == keys
+
+
+@OWN_WARNINGS
+def test_features_of_timm_are_extracted_from_models_that_keep_all_of_their_parameters():
+    timm = pytest.importorskip("timm")
+    layers, functions = timm.layers.get_notrace_modules(), timm.layers.get_notrace_functions()
+
+    class Tracer(torch.fx.Tracer):  # that of torchvision's feature extraction, which timm calls
+        def is_leaf_module(self, m, module_qualified_name):
+            return isinstance(m, tuple(layers)) or super().is_leaf_module(m, module_qualified_name)
+
+    sizes = {"embed_dim": 24, "depths": (1, 1), "num_heads": (2, 2), "img_size": 32}
+    for name, options in (
+        ("swinv2_cr_tiny_224", sizes | {"window_size": 4}),
+        ("eva02_tiny_patch14_224", {"depth": 1, "img_size": 28}),
+    ):
+        model = convert(timm.create_model(name, **options).eval(), BTT(rank=1))
+        graph = Tracer(autowrap_functions=tuple(functions)).trace(model)
+        traced = torch.fx.GraphModule(model, graph)
+        assert {*dict(traced.named_parameters())} == {*dict(model.named_parameters())}
+        x = torch.randn(1, 3, options["img_size"], options["img_size"])
+        torch.testing.assert_close(traced(x), model(x))
