@@ -115,6 +115,8 @@ def check_input(
         if isinstance(x, Proxy):
             way = "nn.Sequential(layer): torch.fx traces a model, which has the layer as one node"
         raise TypeError(f"x is a {type(x).__name__}, no tensor; take {way}")
+    if x.is_nested and x.layout == torch.strided:
+        raise TypeError("x is a nested tensor of layout=torch.strided; take layout=torch.jagged")
     if x.ndim == 0 or x.shape[-1] != in_features:
         raise ValueError(
             f"x has shape {tuple(x.shape)}: its last dimension must be in_features={in_features}"

@@ -1,8 +1,9 @@
 """Structure and cores -> numbers: the definition first, then what chooses, checks and forms W."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import sqrt
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -151,6 +152,9 @@ def run(
         product = partial(run, structure, mode=mode, program=program)
         y = each_expert(product, program, cores, x, *routes)
         return y if bias is None else y + bias
+    if x.is_nested:
+        product = partial(run, structure, cores, bias=bias, mode=mode, program=program)
+        return map_jagged(product, x)
     if dense:
         matrix = to_dense(structure, cores)[: program.out_features, : program.in_features]
         return F.linear(x, matrix, bias)
@@ -161,6 +165,14 @@ def run(
     if not any(program.padding) and triton_op.available(x, structure):
         return triton_op.apply(multiply, structure, x, cores, bias)
     return define(program, cores, x, bias)
+
+
+def map_jagged(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`product` of all tokens of a jagged nested tensor, nested as it is."""
+    jagged: Any = x
+    ends = jagged.offsets(), jagged.lengths(), jagged._ragged_idx
+    longest = jagged._maybe_min_seqlen, jagged._maybe_max_seqlen  # if they are known
+    return torch.nested.nested_tensor_from_jagged(product(x.values()), *ends, *longest)
 
 
 def forms_matrix(structure: Structure, tokens: int) -> bool:

@@ -4,6 +4,7 @@ Source: Potapczynski et al. 2024, "Searching for Efficient Linear Layers over a 
 Structured Matrices" (arXiv:2410.02117), its BTT-MoE, and its code (AndPotap/einsum-search).
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,6 +108,8 @@ class Mixture(StructuredLinear):
         """The experts' products, weighted, and a bias `(out_features,)`."""
         cores = self._stored_cores()
         check_input(x, self.in_features, cores[0])
+        if x.is_nested:
+            return _product.map_jagged(partial(self.multiply, bias=bias), x)
         tokens = x.reshape(-1, self.in_features)
         y = _product.run(
             self.structure,

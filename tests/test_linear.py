@@ -348,6 +348,31 @@ def test_an_input_may_be_given_by_the_name_that_nn_linear_gives_it():
         assert torch.equal(layer(input=x), layer(x))
 
 
+@every_small_case
+def test_each_sequence_of_a_jagged_nested_tensor_is_multiplied_as_it_is_alone(case):
+    layer = layer_of(case)
+    each = [tokens(length, layer.in_features) for length in (3, 0, 5)]
+    x = torch.nested.nested_tensor(each, layout=torch.jagged, requires_grad=True)
+    y = layer(x)
+    torch.autograd.backward(y.values().sum())
+    (dx,) = torch.autograd.grad(layer(each[2].requires_grad_()).sum(), each[2])
+    assert y.shape[:2] == x.shape[:2]  # the same lengths, so that y + x is known to fit
+    for alone, one in zip(each, y.unbind(), strict=True):
+        assert_close(one, layer(alone))
+    assert_close(x.grad.unbind()[2], dx)
+    assert_close(F.linear(x, layer.weight, layer.bias).values(), y.values())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_mixture_takes_jagged_nested_tensors_and_layers_refuse_strided_ones():
+    layer, each = Mixture(16, 12).eval(), [torch.randn(3, 16), torch.randn(5, 16)]
+    x = torch.nested.nested_tensor(each, layout=torch.jagged)
+    assert_close(layer(x).values(), layer(torch.cat(each)))
+    for kind in (Mixture, StructuredLinear):
+        with pytest.raises(TypeError, match=r"layout=torch\.strided; take layout=torch\.jagged"):
+            kind(16, 12)(torch.nested.nested_tensor(each))
+
+
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
 @pytest.mark.parametrize("layout", ["sparse", "sparse_csr", "sparse_csc", "mkldnn"])
 def test_the_weight_and_a_view_of_it_read_in_every_layout(layout):
