@@ -1,6 +1,6 @@
 """`StructuredLinear`: a structure with parameters, as a layer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf, prod, sqrt
 from typing import Any
 
@@ -11,7 +11,7 @@ from . import _product
 from ._arguments import check_cores, check_dense, check_input, require_choice, require_flags
 from ._families import DEFAULT, Family, label, structure_of, warn_of_padding
 from ._projection import project
-from ._state import DescribedModule
+from ._state import DescribedModule, is_guarded
 from ._structure import Structure
 from ._weight import InPlaceOfLinear
 from .duality import dualize
@@ -103,11 +103,16 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         if not self.cores[0].is_meta:  # where `convert` makes it, which warns by its name
             warn_of_padding(structure, self.structure, in_features, out_features)
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the cores anew from their distributions; gains to 1, bias to 0."""
+        self._draw(is_guarded)
+
+    @torch.no_grad()
+    def _draw(self, keeps: Callable[[Tensor], bool]) -> None:
         each = zip(self.structure.cores, self.stds, self.cores, strict=True)
         for n, (core, std, parameter) in enumerate(each):
+            if keeps(parameter):
+                continue
             if self.zero_init and n == len(self.cores) - 1:
                 parameter.zero_()
             elif self.init == "orthogonal":
@@ -116,12 +121,14 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
                 parameter.copy_(scale * dualize(gaussian, method="svd"))
             else:
                 parameter.normal_(0, std)
-        self.cores[-1].mul_(self.init_scale)
-        if self.gains is not None:
+            if n == len(self.cores) - 1:
+                parameter.mul_(self.init_scale)
+        if self.gains is not None and not keeps(self.gains):
             self.gains.fill_(1)
             self.gains[-1] = max(1.0, self.init_scale)
-        if self.bias is not None:
+        if self.bias is not None and not keeps(self.bias):
             self.bias.zero_()
+        self._undrawn = self.cores[0].is_meta
 
     def match_norm_(self, norm: float) -> "StructuredLinear":
         """Draw the layer anew, now and in `reset_parameters`, at this Frobenius norm of the matrix.
@@ -277,4 +284,5 @@ def uninitialised(
 ) -> StructuredLinear:
     """A layer whose parameters have no values yet, and that drew no random number."""
     layer: StructuredLinear = nn.utils.skip_init(kind, *args, **options)  # type: ignore[no-untyped-call]
+    layer._undrawn = False  # its values come from elsewhere
     return layer

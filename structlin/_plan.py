@@ -217,7 +217,7 @@ def build_layer(
     if weight_norm:
         options |= {"weight_norm": True, "device": cores[0].device}
         return uninitialised(*widths, structure, **options).set_cores_(cores)
-    new = StructuredLinear(*widths, structure, device="meta", **options)
+    new = uninitialised(*widths, structure, device="meta", **options)
     new.cores = nn.ParameterList(cores)
     return new
 

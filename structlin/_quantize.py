@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from . import _product
 from ._arguments import check_cores, check_input
 from ._kernels import op
-from ._linear import StructuredLinear
+from ._linear import StructuredLinear, uninitialised
 from ._model.select import Patterns, find_first, find_rules
 from ._model.survey import (
     carry_attributes,
@@ -18,6 +18,7 @@ from ._model.survey import (
     require_replaceable,
     swap,
 )
+from ._state import is_guarded
 
 LEAST, LARGEST = -128, 127
 
@@ -98,10 +99,12 @@ class QuantizedLinear(StructuredLinear):
         return self
 
     def reset_parameters(self) -> None:
-        """Only while the layer is made."""
-        if "scales" in self._modules:
+        """Only while the layer is made. transformers may ask later, before it has read the file, or
+        with what it has read guarded."""
+        if "scales" not in self._modules:
+            super().reset_parameters()
+        elif not self.cores[0].is_meta and not all(map(is_guarded, (*self.cores, *self.scales))):
             raise ValueError("int8 cores do not start afresh: quantize a layer that has started")
-        super().reset_parameters()
 
     def computes_with(self) -> dict[str, Any]:
         """Also that the cores are int8."""
@@ -193,13 +196,13 @@ def _find_obstacle(layer: StructuredLinear) -> str:
 
 
 @torch.no_grad()
-def _round_layer(layer: StructuredLinear) -> QuantizedLinear:
+def _round_layer(layer: StructuredLinear) -> StructuredLinear:
     core = layer.cores[0]
-    new: QuantizedLinear = nn.utils.skip_init(  # type: ignore[no-untyped-call]
-        QuantizedLinear,
+    new = uninitialised(
         layer.in_features,
         layer.out_features,
         layer.structure,
+        kind=QuantizedLinear,
         bias=False,
         init=layer.init,
         zero_init=layer.zero_init,

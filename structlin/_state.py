@@ -6,15 +6,38 @@ The metadata survives torch.save, deepcopy and load_state_dict. Files of tensors
 are compared.
 """
 
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 KEY = "structlin"
 
 
 class DescribedModule(nn.Module):
     """A module whose state dict says what it computes with, and which refuses another's."""
+
+    _undrawn: bool  #: made on the meta device, where nothing could be drawn
+
+    @property
+    def _is_hf_initialized(self) -> bool:
+        """transformers sets this once its `_init_weights` has seen the module.
+
+        `from_pretrained` builds on the meta device. By then what the file lacks has memory, but no
+        values: `_init_weights` knows no structured layers. It is drawn here.
+        """
+        return bool(vars(self).get("_is_hf_initialized", False))
+
+    @_is_hf_initialized.setter
+    def _is_hf_initialized(self, value: bool) -> None:
+        vars(self)["_is_hf_initialized"] = value
+        if value and getattr(self, "_undrawn", False):
+            self._draw(_has_values)
+
+    def _draw(self, keeps: Callable[[Tensor], bool]) -> None:
+        """Draw all parameters anew but those that `keeps` is true of, and set `_undrawn`."""
+        raise NotImplementedError
 
     def computes_with(self) -> dict[str, Any]:
         """Everything but tensors that decides what the module computes, as plain data."""
@@ -48,6 +71,27 @@ class DescribedModule(nn.Module):
             )
         told = (missing_keys, unexpected_keys, error_msgs)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *told)
+
+
+def is_guarded(parameter: Tensor) -> bool:
+    """Whether the functions of torch.nn.init leave `parameter` as it is.
+
+    While transformers initialises a model, they leave all that it has read from a file. It marks
+    these parameters for good, and stops the functions only for that time.
+    """
+    if not getattr(parameter, "_is_hf_initialized", False):
+        return False
+    probe: Any = torch.ones((), device="cpu")
+    probe._is_hf_initialized = True
+    nn.init.zeros_(probe)
+    return bool(probe)
+
+
+def _has_values(parameter: Tensor) -> bool:
+    """Whether transformers has read it from a file, or somebody has written to it."""
+    if getattr(parameter, "_is_hf_initialized", False):
+        return True
+    return not parameter.is_inference() and parameter._version > 0
 
 
 def tell_difference(own: dict[str, Any], said: Any) -> str:

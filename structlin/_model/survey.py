@@ -235,7 +235,7 @@ def _find_obstacle(layer: Layer, parents: list[nn.Module]) -> str:
     if bias is not None and tuple(bias.shape) != wanted[:1]:
         return f"has a bias of shape {tuple(bias.shape)}, not (out_features,) = {wanted[:1]}"
     names = dir(_build_smallest(StructuredLinear))
-    used = [name for name in _find_attributes(module) if name in names]
+    used = [x for x in _find_attributes(module) if x in names and not _is_bookkeeping(x)]
     if used:
         return f"has an attribute {used[0]!r}, a name that StructuredLinear needs for itself"
     return find_loss(module)
@@ -252,7 +252,9 @@ def find_loss(module: nn.Module) -> str:
         if hooks:
             return f"has hooks, which would be lost: {', '.join(hooks)}"
         patched = [
-            name for name in vars(part) if hasattr(type(part), name) and name != "__module__"
+            name
+            for name in vars(part)
+            if hasattr(type(part), name) and name != "__module__" and not _is_bookkeeping(name)
         ]
         if patched:
             return (
@@ -296,7 +298,7 @@ def _remain(held: Any) -> list[Any]:
 
 
 def _is_bookkeeping(attribute: str) -> bool:
-    """Whether torch.compile or transformers' loading left it on a parameter, for themselves."""
+    """Whether torch.compile or transformers' loading left it on a layer, for themselves."""
     return attribute.startswith("_dynamo") or attribute == "_is_hf_initialized"
 
 
@@ -318,7 +320,7 @@ def _find_additions(module: nn.Module) -> list[str]:
 def _find_attributes(module: nn.Module) -> list[str]:
     """The attributes that somebody has set on a linear layer."""
     own = dir(_build_smallest(type(module)))
-    return [name for name in vars(module) if name not in own]
+    return [name for name in vars(module) if name not in own or _is_bookkeeping(name)]
 
 
 def _build_smallest(kind: type[nn.Module]) -> nn.Module:

@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
@@ -333,6 +334,44 @@ def test_a_checkpoint_that_lacks_cores_is_an_error(tmp_path):
         match=r"lacks cores of structured layers: model\.layers\.0\.mlp\.up_proj\.cores\.0",
     ):
         type(model).from_pretrained(tmp_path)
+
+
+def check_new(layer) -> None:
+    """That the layer has the numbers of one that has just been made."""
+    for core, std in zip(layer.cores, layer.stds, strict=True):
+        assert 0.8 * std < core.std() < 1.25 * std
+    assert not layer.bias.any()
+    assert layer.gains is None or bool((layer.gains == 1).all())
+
+
+def test_a_class_that_converts_starts_what_a_dense_checkpoint_lacks_as_a_new_layer(tmp_path):
+    class Converting(type(MODELS["gpt2"]())):
+        def __init__(self, config):
+            super().__init__(config)
+            with warnings.catch_warnings(action="ignore"):
+                convert(self, BTT(), include="*c_fc", weight_norm=True)
+
+    MODELS["gpt2"]().save_pretrained(tmp_path)
+    check_new(Converting.from_pretrained(tmp_path).transformer.h[0].mlp.c_fc)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_an_init_weights_that_calls_reset_parameters_leaves_what_was_read(quantized, tmp_path):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"conv_dim": (32,), "conv_stride": (5,), "conv_kernel": (10,), "codevector_dim": 64}
+    sizes |= {"num_conv_pos_embeddings": 16, "proj_codevector_dim": 64}
+    model = transformers.Wav2Vec2ForPreTraining(transformers.Wav2Vec2Config(**sizes))
+    convert(model, BTT(), include="project_*", weight_norm=True)
+    if quantized:
+        quantize(model)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    saved, read = model.project_q.state_dict(), loaded.project_q.state_dict()
+    assert all(torch.equal(saved[name], read[name]) for name in saved | read)
+    if not quantized:  # afterwards it draws
+        before = read["cores.0"].clone()
+        loaded.project_q.reset_parameters()
+        assert not torch.equal(loaded.project_q.cores[0], before)
 
 
 def offload_layers(model, folder):
