@@ -83,7 +83,8 @@ def curves(
             for axes in grid
             for mark, name in zip(*axes.get_legend_handles_labels(), strict=True)
         }
-        place = {"loc": "outside lower center", "ncols": min(len(named), columns)}
+        across = min(len(named), columns, 2 * len(grid))
+        place = {"loc": "outside lower center", "ncols": across}
         figure.legend([*named.values()], [*named], fontsize="small", **place)
     return figure
 

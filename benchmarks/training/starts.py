@@ -322,7 +322,7 @@ def draw(result: Row) -> figures.Figure:
     """Each start's losses over dense's, at dense's rate, a point for each seed."""
     found = compare_starts(result["rows"])
     names = [name for name in MODELS if any(key[0] == name for key in found)]
-    figure, grid = figures.panels(names, columns=1)
+    figure, grid = figures.panels(names, columns=2, size=5)
     for axes, name in zip(grid, names, strict=True):
         groups = list(dict.fromkeys(key[1:3] for key in found if key[0] == name and key[2]))
         for n, way in enumerate(STARTS):
