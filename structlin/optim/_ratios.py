@@ -11,6 +11,7 @@ from math import isclose
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
@@ -33,10 +34,10 @@ def keep_ratios(optimizer: Optimizer, model: nn.Module | None = None) -> Optimiz
     `eta_min`, SWALR, timm's), and what is logged is the dense rate. Copies, files and `state_dict`
     keep the ratios.
 
-    From now on step and save what this returns: `optimizer` by itself would step every group at the
-    dense rate. Call it before a scheduler is made, and before `load_state_dict`. Register hooks on
-    what it returns. Where rates are tensors, each group has its own. For `Muon` "lr" is the rate of
-    the matrices, and the other parameters keep the ratio of `other_lr` to it.
+    From now on step and save what this returns: `optimizer` by itself refuses to step. Call it
+    before a scheduler is made, and before `load_state_dict`. Register hooks on what it returns.
+    Where rates are tensors, each group has its own. For `Muon` "lr" is the rate of the matrices,
+    and the other parameters keep the ratio of `other_lr` to it.
 
     Args:
         optimizer: of the groups of `param_groups`, or a `Muon`, or any that a framework made.
@@ -78,7 +79,20 @@ def keep_ratios(optimizer: Optimizer, model: nn.Module | None = None) -> Optimiz
 
 
 class KeptRatios(Wrapper):
-    """What `keep_ratios` returns: `base`, with steps at lr * lr_mult."""
+    """What `keep_ratios` returns: `base`, with steps at lr * lr_mult. `base` makes no other steps:
+    its groups have dense rates, and nothing would multiply them."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._stepping = False
+        self.base.register_step_pre_hook(self._refuse_bare_step)
+
+    def _refuse_bare_step(self, base: Optimizer, *_: Any) -> None:
+        if not self._stepping and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"{type(base).__name__}.step would step every group at the dense rate: step what "
+                "keep_ratios returned, optimizer = structlin.keep_ratios(optimizer)"
+            )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "base":  # GradScaler asks for abilities that are private
@@ -115,9 +129,11 @@ class KeptRatios(Wrapper):
 
         if closure is not None:
             options["closure"] = call
+        self._stepping = True
         try:
             return self.base.step(**options)
         finally:
+            self._stepping = False
             self._restore(rates)
 
     def _multiply(self) -> list[Any]:

@@ -505,6 +505,21 @@ def test_one_rate_where_there_is_nothing_to_lose_is_no_matter(kept):
         optimizer.step()
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_the_optimizer_that_was_given_refuses_to_step_by_itself(kind):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 2))
+    given = kind(param_groups(convert(model, BTT()), lr=0.1), lr=0.1)
+    kept = keep_ratios(given)
+    model(torch.randn(3, 16)).sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    for bare in (given, copy.deepcopy(kept).base):
+        with pytest.raises(RuntimeError, match=r"optimizer = structlin\.keep_ratios\(optimizer\)"):
+            bare.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    kept.step()
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
 def test_no_hook_is_put_on_all_optimizers():
     import torch.optim.optimizer as torchs
 
