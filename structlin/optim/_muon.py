@@ -85,10 +85,9 @@ class Muon(Optimizer):
         method, ns_steps, dtype: of `dualize`. None: 5 steps of "fast", singular values above 3e-3
             of the norm within 1 % of 1; in bfloat16 where the short side has 64 or more and the CPU
             or GPU has instructions for such products, but for float64 and what the compiled engine
-            takes (below 2^14 numbers). Losses are those of "ns" within the spread of seeds, see
-            docs/optimizers.md; "svd" is exact. `method` may also be a function of your own, from
-            matrices `(batch, m, n)` to their polar factors; a state with a function in it is loaded
-            by torch.load(weights_only=False).
+            takes (below 2^14 numbers). "svd" is exact. `method` may also be a function of your
+            own, from matrices `(batch, m, n)` to their polar factors; a state with a function in it
+            is loaded by torch.load(weights_only=False).
         adjust_lr_fn: "rms"; "original" (sqrt(max(1, fan_out / fan_in))) and "match_rms_adamw"
             (0.2 sqrt(max(fan_out, fan_in))) are those of torch.optim.Muon. With its schedule,
             method=5 * [(3.4445, -4.7750, 2.0315)], dtype=torch.bfloat16 and
