@@ -15,8 +15,9 @@ from `OLDEST` on.
 
 The library's name says what it was made from (source, flags, torch, compiler, CPU) and holds the
 digest of the library itself. A library that is not what its name says, torn by a full disk or a
-power cut, is built again. One process builds, aside, and renames; the others wait for it. A folder
-that another user can change, or that lies in such a folder, is not trusted.
+power cut, is built again. One process builds, aside, and renames; the others wait for it, at most
+`PATIENCE` seconds. A folder that is read-only, as in a container's image, is read. A folder that
+another user can change, or that lies in such a folder, is not trusted.
 
 Denormal numbers (in float32, below 1.2e-38) are taken for zero, as in all of torch after
 `torch.set_flush_denormal(True)`: a CPU may take a hundred times as long for them.
@@ -38,7 +39,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import torch
 
@@ -57,8 +58,10 @@ OLDEST = (2, 10)  # torch's stable C++ interface
 SHIPPED = SOURCE.parent / "lib"  # the libraries that a wheel brings
 SECONDS = 1800  # a build that takes longer is given up; 30 are usual, 500 on a busy machine
 torch.library.define("structlin_cpu::machine", "(Tensor like) -> (int, int, int)")
+PATIENCE = 600  # seconds for another process to build, before plain products
 _log = logging.getLogger("structlin")
 _lock = threading.Lock()
+_held: IO[str] | None = None  # the lock of the cache
 
 
 class Variant(NamedTuple):
@@ -105,6 +108,20 @@ def load() -> bool:
 
 
 load._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile calls it, and sees its answer
+
+
+def _free_locks() -> None:
+    """A child that is forked while a thread builds lacks that thread: nobody would free its locks.
+    Its parent still holds the cache's lock, until it has built."""
+    global _lock, _held
+    _lock = threading.Lock()
+    if _held is not None:
+        _held.close()
+        _held = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_free_locks)
 
 
 _unit: bool | None = None
@@ -226,10 +243,11 @@ def build() -> Path:
     flags = (*FLAGS, "-march=native", *shlex.split(os.environ.get("STRUCTLIN_CXXFLAGS", "")))
     tools = *flags, torch.__version__, _run([*compiler, "--version"]), _describe_cpu()
     stem = f"engine-{_hash_sources(*tools)}"
+    for folder in _list_folders():
+        with suppress(OSError, RuntimeError):  # find_folder says why
+            if found := _find_library(folder.resolve(), stem):
+                return found
     folder = find_folder()
-    found = _find_library(folder, stem)
-    if found:
-        return found
     with _lock_folder(folder):
         found = _find_library(folder, stem)
         if found:
@@ -261,11 +279,8 @@ def find_folder() -> Path:
     Raises:
         RuntimeError: there is none; it says why for each.
     """
-    chosen = os.environ.get("STRUCTLIN_CACHE")
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    temporary = os.path.join(tempfile.gettempdir(), f"structlin-{os.getuid()}")
     reasons = []
-    for folder in [Path(chosen)] if chosen else [Path(home, "structlin"), Path(temporary)]:
+    for folder in _list_folders():
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder = folder.resolve()
@@ -279,6 +294,14 @@ def find_folder() -> Path:
         f"no folder to keep the engine in: {'; '.join(reasons)}; "
         "set STRUCTLIN_CACHE to one of yours"
     )
+
+
+def _list_folders() -> list[Path]:
+    if chosen := os.environ.get("STRUCTLIN_CACHE"):
+        return [Path(chosen)]
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    temporary = os.path.join(tempfile.gettempdir(), f"structlin-{os.getuid()}")
+    return [Path(home, "structlin"), Path(temporary)]
 
 
 def _require_private(path: Path) -> None:
@@ -322,11 +345,39 @@ def _name_variant(name: str) -> str:
 @contextmanager
 def _lock_folder(folder: Path) -> Iterator[None]:
     """One process at a time. A file system without locks lets all of them build, which harms
-    nobody."""
+    nobody.
+
+    Raises:
+        RuntimeError: another process has held the lock for `PATIENCE` seconds.
+    """
+    global _held
     with (folder / "lock").open("w") as file:
+        _held = file
         with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+            if not _try_lock(file):
+                with _announce(f"another process builds its CPU engine into {folder}, waiting"):
+                    _wait_for_lock(file)
         yield
+    _held = None
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _wait_for_lock(file: IO[str]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not _try_lock(file):
+        if time.monotonic() > end:
+            raise RuntimeError(
+                f"another process has held {file.name} for {PATIENCE} s: end it, or set "
+                "STRUCTLIN_CACHE to another folder"
+            )
+        time.sleep(0.1)
 
 
 @contextmanager

@@ -925,6 +925,57 @@ def test_of_processes_that_start_at_once_one_builds_and_the_others_wait(tiny, tm
     assert count.read_text() == "built\n"
 
 
+def test_a_lock_that_is_never_freed_leaves_plain_products_and_a_warning(
+    tiny, monkeypatch, capfd, caplog
+):
+    fcntl = pytest.importorskip("fcntl")
+    tiny.mkdir(mode=0o700)
+    monkeypatch.setattr(engine, "PATIENCE", 0.2)
+    monkeypatch.setattr(engine, "_state", None)
+    with (tiny / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert not engine.load()
+    assert f"another process builds its CPU engine into {tiny}" in capfd.readouterr().err
+    assert f"another process has held {tiny / 'lock'} for 0.2 s" in caplog.text
+    assert engine.build().is_file()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python's, of fork beside threads
+def test_a_child_that_is_forked_while_a_thread_builds_builds_after_it(tiny, monkeypatch):
+    builds, forked, made = threading.Event(), threading.Event(), engine._compile
+
+    def compile_slowly(*arguments):
+        builds.set()
+        forked.wait(60)
+        return made(*arguments)
+
+    monkeypatch.setattr(engine, "_compile", compile_slowly)
+    monkeypatch.setattr(engine, "_state", None)
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    thread = threading.Thread(target=engine.load)
+    thread.start()
+    builds.wait(60)
+    child = multiprocessing.get_context("fork").Process(target=engine.load)
+    child.start()
+    forked.set()
+    thread.join(60)
+    child.join(60)
+    ended, code = not child.is_alive(), child.exitcode
+    child.kill()
+    assert ended
+    assert code == 0
+    assert len(libraries_in(tiny)) == 1
+
+
+def test_a_library_in_a_folder_that_cannot_be_written_to_is_used(tiny, monkeypatch):
+    path, asked = engine.build(), os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and asked(path, mode))
+    assert engine.build() == path
+    path.unlink()
+    with pytest.raises(RuntimeError, match=f"{tiny} cannot be written to"):
+        engine.build()
+
+
 def test_a_build_that_fails_leaves_nothing_and_says_why(tiny):
     engine.SOURCE.write_text("this is no program")
     with pytest.raises(RuntimeError, match=r"cannot build the engine: .*error"):
