@@ -56,6 +56,7 @@ def keep_ratios(optimizer: Optimizer, model: nn.Module | None = None) -> Optimiz
             state of before `keep_ratios`.
         TypeError: `optimizer` is no torch optimizer, or a `Normed`, whose groups have one rate.
 
+    >>> import torch
     >>> from structlin import BTT, convert, param_groups
     >>> model = convert(nn.Sequential(nn.Linear(1024, 1024)), BTT(rank=2))
     >>> optimizer = keep_ratios(torch.optim.AdamW(param_groups(model, lr=1e-3)))
