@@ -279,6 +279,10 @@ def test_help_names_the_options(capsys, name):
         ("plan m --keep 2", "'2' is not a fraction above 0 and at most 1"),
         ("plan m --include *nix", "'*nix' matches no linear layer"),
         ("plan m --structure FFT()", "'FFT' is no family"),
+        (
+            "compress m --keep 1 --data x --out y --refine 1000001",
+            "'1000001' is more than 1,000,000",
+        ),
         ("bench 64", "IN OUT: 64 must be two widths, or none"),
         ("bench 64 0", "'0' is not a positive integer"),
         ("bench 63 63 --structures Monarch(blocks=8)", "blocks=8 does not divide"),

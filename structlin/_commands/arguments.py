@@ -5,6 +5,7 @@ import ast
 import math
 from dataclasses import MISSING, fields
 
+from .._compress.refine import MAX_STEPS
 from .._families import FAMILIES, Family, family
 
 OPEN_SIZES = {"rank": 1, "blocks": 4}  # of a family whose size is chosen for each layer
@@ -79,6 +80,12 @@ def _to_float(text: str) -> float:
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def steps(text: str) -> int:
+    if natural(text) > MAX_STEPS:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {MAX_STEPS:,}")
     return int(text)
 
 

@@ -21,7 +21,7 @@ from .. import __version__
 from .._kernels import engine
 from .._report import Table
 from . import bench, compress, plan
-from .arguments import fraction, natural, positive, rate
+from .arguments import fraction, natural, positive, rate, steps
 
 PACKAGES = "einops", "safetensors", "transformers", "gguf", "timm"
 MODEL = "a GGUF file or a folder of transformers"
@@ -132,11 +132,11 @@ def _add_compress(commands: Any) -> argparse.ArgumentParser:
     text = "names; of several each layer gets the one that loses least (default: LowRank)"
     command.add_argument("--structure", nargs="+", default=["LowRank"], help=text)
     _add_layers(command)
-    command.add_argument("--heal", type=natural, help="steps of distillation (default: 30, 100)")
+    command.add_argument("--heal", type=steps, help="steps of distillation (default: 30, 100)")
     command.add_argument("--heal-lr", type=rate, help="their learning rate (default: 1e-4, 1e-3)")
-    command.add_argument("--refine", type=natural, default=0, help="steps for each block")
+    command.add_argument("--refine", type=steps, default=0, help="steps for each block")
     text = "batches that calibrate; 0: by the weights alone (default: 16, 8)"
-    command.add_argument("--calibration", type=natural, help=text)
+    command.add_argument("--calibration", type=steps, help=text)
     text = "windows, or pairs of sentences, of a batch (default: 2, 8)"
     command.add_argument("--batch", type=positive, help=text)
     command.add_argument("--context", type=positive, help="tokens of a window (default: 256)")

@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
+from threading import Lock
 from typing import Any
 
 import torch
@@ -156,19 +158,48 @@ def ready(model: nn.Module) -> Iterator[None]:
         yield
 
 
+class _Switch:
+    """A setting of the whole process: whoever comes first changes it, whoever leaves last restores
+    it, in any thread."""
+
+    def __init__(self, change: Callable[[], Callable[[], object]]) -> None:
+        self._change, self._lock, self._users = change, Lock(), 0
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._lock:
+            if not self._users:
+                self._restore = self._change()
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._restore()
+
+
+def _leave_fast_path() -> Callable[[], object]:
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    return partial(torch.backends.mha.set_fastpath_enabled, enabled)
+
+
+def _force_eager() -> Callable[[], object]:
+    return partial(torch.compiler.set_stance("force_eager").__exit__, None, None, None)
+
+
+_NO_FAST_PATH, _EAGER = _Switch(_leave_fast_path), _Switch(_force_eager)
+
+
 @contextmanager
 def plain_calls(model: nn.Module) -> Iterator[None]:
     """Within it, modules call their layers one by one, in Python: not so the fused kernel of
     nn.TransformerEncoder, nor what `module.compile()` has made."""
     compiled = any(module._compiled_call_impl is not None for module in model.modules())
-    eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    try:
-        torch.backends.mha.set_fastpath_enabled(False)
-        with eager:
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
+    with _NO_FAST_PATH(), _EAGER() if compiled else nullcontext():
+        yield
 
 
 class _Watch:

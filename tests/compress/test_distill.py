@@ -450,6 +450,7 @@ CASES = {
     "one batch": ({"batches": BATCHES[0]}, TypeError, r"batches=Tensor .* for example \[batch\]"),
     "a mapping": ({"batches": {"x": BATCHES[0]}}, TypeError, "batches=dict must be an iterable"),
     "steps": ({"steps": 0}, ValueError, "steps=0 must be at least 1"),
+    "huge steps": ({"steps": 10**9}, ValueError, "steps=1000000000 .* pass steps=1000000 or less"),
     "steps as a share": ({"steps": 0.5}, ValueError, "steps=0.5 must be an integer of at least 1"),
     "lr": ({"lr": -1.0}, ValueError, "lr=-1.0 must be positive and finite"),
     "temperature": ({"temperature": 0}, ValueError, "temperature=0 must be positive and finite"),

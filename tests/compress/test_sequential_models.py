@@ -140,6 +140,19 @@ def run(model: nn.Module, batch: object) -> Tensor:
     return output if isinstance(output, Tensor) else output[0]
 
 
+def test_of_several_threads_the_last_one_restores_what_is_of_the_whole_process():
+    compiled = nn.Linear(2, 2)
+    compiled.compile(backend="eager")
+    first, second = plain_calls(compiled), plain_calls(compiled)
+    first.__enter__()
+    with second:
+        first.__exit__(None, None, None)  # as another thread does while this one is at work
+        assert not torch.backends.mha.get_fastpath_enabled()
+        assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
 def full_rank(model: nn.Module) -> dict[object, LowRank]:
     """Of each linear layer, a low-rank structure that holds any matrix of its shape."""
     shapes = {
