@@ -41,7 +41,7 @@ class Example:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     masks: list[Tensor]  #: see `find_masks`
-    state: State  #: of the thread that made it
+    state: State  #: what it is made in: see `Stream.enter`
     output: Any  #: of the block whose layers are projected
     made: Tensor  #: what `take_tensor` finds in that output
     goal: Tensor  #: what it finds in that of the dense block

@@ -16,6 +16,7 @@ from .._model.outputs import find_tensors
 from .._model.survey import Layer
 from .._progress import Bar
 from .calibration import Call, Observed, measure_again, pick_calls, ready
+from .kept import put_back
 from .moments import Moments
 from .padding import select_rows
 from .streams import Place, Streams, find_next
@@ -80,7 +81,7 @@ def _measure_in_turn(
     by_module = {layer.module: layer for layer in layers if layer not in repeated}
     rank = {module: n for n, module in enumerate(seen.order)}
     last = max((rank.get(module, len(rank)) for module in by_module), default=None)
-    with ready(model), Streams([Place(m) for m in by_module], len(calls)) as streams:
+    with ready(model), Streams(model, [Place(m) for m in by_module], len(calls)) as streams:
         masks = {streams.start(partial(call.run, model), call.state): call.masks for call in calls}
         while (module := find_next(masks, rank)) is not None:
             layer = by_module[module]
@@ -138,7 +139,7 @@ def measure_sensitivities(
     }
     generator, tokens = torch.Generator().manual_seed(0), Counter[nn.Module]()
     picked = pick_calls(calls)
-    with ready(model):
+    with ready(model), put_back(model):
         for call in picked:
             for module, gradients in _take_gradients(model, layers, call, loss, generator):
                 squares = gradients.float().square().sum(0, dtype=torch.float64)

@@ -298,7 +298,7 @@ class _Lockstep:
             self._put_in(apart)
         places = [Place(module) for module in self.targets]
         places += [Place(block, leaving=True) for block in self.blocks]
-        with ready(self.model), Streams(places, 2 * len(self.calls)) as streams:
+        with ready(self.model), Streams(self.model, places, 2 * len(self.calls)) as streams:
             for call in self.calls:
                 again = partial(call.run, self.model)
                 dense, compressed = (streams.start(again, call.state) for _ in range(2))
@@ -402,7 +402,7 @@ class _Lockstep:
             goal, made = take_tensor(dense.output), take_tensor(compressed.output)
             if goal is not None and made is not None and goal.shape == made.shape:
                 inputs, output = (compressed.args, compressed.kwargs), compressed.output
-                state = pair.call.masks, pair.call.state
+                state = pair.call.masks, pair.compressed.enter
                 examples[n] = Example(*inputs, *state, output, made, goal)
         outputs = dict(zip(examples, self._fit(block, [*examples.values()]), strict=False))
         for n, pair in enumerate(self.pairs):

@@ -13,6 +13,8 @@ model of each kind).
 
 Each run has a thread of its own, but exactly one thread works at any time: whoever resumes a stream
 waits until it stops again or ends. So nothing races, and the order of all steps is the caller's.
+What a run leaves in attributes and buffers of the model is put in before that run goes on, and
+taken out when it stops: no stream sees another's.
 A stream stops in the `forward` of a module, which is patched as long as `Streams` is open: before
 it, where the caller may put another function in its place, or after it, where the caller may put
 another output in place of the module's.
@@ -30,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from .._projection.matrices import limit_threads
+from .kept import Changes, Kept, put_back
 
 MAX_WORKERS = 2048  # of OpenMP in all streams: each thread that computes keeps its own
 
@@ -72,9 +75,10 @@ class Cancelled(BaseException):
 class Stream:
     """One run of the model. `stop` says where it waits; None before its start and after its end."""
 
-    def __init__(self, run: Callable[[], object], state: State, workers: int) -> None:
+    def __init__(self, run: Callable[[], object], state: State, workers: int, kept: Kept) -> None:
         self.stop: Stop | None = None
         self._run, self._state, self._workers = run, state, workers
+        self._kept, self._own = kept, Changes([], [])
         self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._forward: Callable[..., Any] | None = None
         self._error: BaseException | None = None
@@ -92,15 +96,28 @@ class Stream:
         Raises: what the model raised.
         """
         self._forward, self.stop = forward, None
+        self._kept.put(self._own)
         with limit_threads(self._workers):
             if self.thread.ident is None:
                 self.thread.start()
             else:
                 self._turn.release()
             self._back.acquire()
+        self._own = self._kept.take()
         if self._error is not None:
             self.thread.join()
             raise self._error
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        """Within it this thread has torch's modes and what the model keeps as the stream has them,
+        while the stream waits."""
+        self._kept.put(self._own)
+        try:
+            with put_back(self._kept.model), self._state():
+                yield
+        finally:
+            self._kept.take()
 
     def stop_at(self, module: nn.Module) -> Stop | None:
         """Where it waits, if that is at this module."""
@@ -157,19 +174,19 @@ def find_next(streams: Iterable[Stream], rank: Mapping[nn.Module, int]) -> nn.Mo
 
 
 class Streams:
-    """While it is open, streams stop at these places. On leaving it all streams end, the modules
-    have their own `forward` again, and no thread is left.
+    """While it is open, streams of the model stop at these places. On leaving it all streams end,
+    the modules have their own `forward` again, and keep what they kept, and no thread is left.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    >>> with Streams([Place(model[0])]) as streams:
+    >>> with Streams(model, [Place(model[0])]) as streams:
     ...     stream = streams.start(lambda: print(model(torch.ones(2))))
     ...     stream.resume(lambda x: 3 * x)
     tensor([3., 3.])
     """
 
-    def __init__(self, places: Iterable[Place], count: int = 1) -> None:
+    def __init__(self, model: nn.Module, places: Iterable[Place], count: int = 1) -> None:
         """`count`: streams that there will be, for the number of threads that each computes with"""
-        self._places = frozenset(places)
+        self._model, self._places = model, frozenset(places)
         self._count, self._most = count, max(1, MAX_WORKERS // count)
         self._streams: dict[threading.Thread, Stream] = {}
         self._patched: list[tuple[nn.Module, bool, Any]] = []
@@ -179,7 +196,7 @@ class Streams:
 
         `state` is what `capture_state` returns; None: that of this thread.
         """
-        stream = Stream(run, state or capture_state(), self._most)
+        stream = Stream(run, state or capture_state(), self._most, self._kept)
         self._streams[stream.thread] = stream
         try:
             stream.resume()
@@ -195,16 +212,20 @@ class Streams:
     def __enter__(self) -> "Streams":
         for module in {place.module: None for place in self._places}:
             self._patch(module)
+        self._kept = Kept(self._model)
         return self
 
     def __exit__(self, *error: object) -> None:
-        for stream in self._streams.values():
-            stream.cancel()
-        for module, had_own, forward in reversed(self._patched):
-            if had_own:
-                vars(module)["forward"] = forward
-            else:
-                del vars(module)["forward"]
+        try:
+            for stream in self._streams.values():
+                stream.cancel()
+            self._kept.take()
+        finally:
+            for module, had_own, forward in reversed(self._patched):
+                if had_own:
+                    vars(module)["forward"] = forward
+                else:
+                    del vars(module)["forward"]
 
     def _patch(self, module: nn.Module) -> None:
         own = module.forward

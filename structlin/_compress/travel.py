@@ -20,6 +20,7 @@ from .._product import to_dense
 from .._projection import project, relative_error
 from .._projection.curve import Curve
 from .calibration import Call, Observed, pick_calls, ready
+from .kept import put_back
 from .refine import find_blocks
 from .sensitivity import Loss, measure_change, measure_covariances
 from .streams import take_input
@@ -112,7 +113,7 @@ def _measure_harms(
 ) -> list[float]:
     """What each of these changes does to the outputs, summed over the calls."""
     harms = [0.0 for _ in changes]
-    with ready(model):
+    with ready(model), put_back(model):
         for call in calls:
             with call.state():
                 before = call.run(model)

@@ -4,6 +4,7 @@ The oracle is the theorem: where the structure can hold every matrix, nothing ch
 cannot, no layer's outputs are further from the dense model's than its weights are.
 """
 
+import copy
 import warnings
 
 import pytest
@@ -259,3 +260,68 @@ def test_their_blocks_are_found_and_refined_and_sizes_go_by_sensitivity(build):
     assert all(after <= before for before, after in planned.blocks.values())
     assert any(after < before for before, after in planned.blocks.values())
     planned.apply()
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, recall):
+        skip, scale = recall()
+        y = self.first(skip / scale).relu()
+        skip, scale = recall()
+        return self.second(torch.cat([y, skip], dim=-1)) * scale
+
+
+class Keeping(nn.Module):
+    """Two blocks read what the model keeps for them while it runs, somewhere."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.parts, self.place = nn.ModuleList(Part() for _ in range(2)), place
+        self.skip, self.names, self.pair, self.context = None, {}, [], Context()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            skip, scale = x.tanh(), x.detach().abs().amax()
+            if self.place == "buffer":
+                self.scale.copy_(scale)
+            if self.place == "list":
+                self.pair.clear()
+                self.pair += [skip, scale]
+            self.names["scale"], self.context.scale, self.skip = scale, scale, skip
+            x = part(self.recall if self.place else lambda kept=(skip, scale): kept)
+        return x
+
+    def recall(self):
+        places = {
+            "buffer": self.scale.clone(),
+            "object": self.context.scale,
+            "list": self.pair[-1:],
+        }
+        scale = places.get(self.place, self.names["scale"])
+        return self.pair if self.place == "list" else (self.skip, scale)
+
+
+class Context:
+    scale = None
+
+
+@pytest.mark.parametrize("place", ["dict", "buffer", "list", "object"])
+def test_what_a_model_keeps_while_it_runs_is_that_of_each_batch_alone(place):
+    batches = [n * torch.randn(10 + n, WIDTH) for n in range(1, 5)]
+    plain, keeping = Keeping(""), Keeping(place)
+    keeping.load_state_dict(plain.state_dict())
+    expected, found = (
+        plan_compression(model, LowRank(rank=1), batches, keep=0.6, refine=8)
+        for model in (plain, keeping)
+    )
+    assert found.errors == expected.errors
+    assert found.blocks == expected.blocks
+    assert any(after < before for before, after in found.blocks.values())
+    for name, projection in expected.projections.items():
+        for core, other in zip(projection.cores, found.projections[name].cores, strict=True):
+            assert torch.equal(core, other)
+    copy.deepcopy(keeping)  # it keeps nothing that has a graph

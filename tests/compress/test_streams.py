@@ -23,7 +23,7 @@ def _nothing_stays():
 
 def test_a_stream_stops_before_each_place_and_runs_to_its_end():
     model, x, ends = build(), torch.randn(3, 2), []
-    with Streams([Place(model[0]), Place(model[2])]) as streams:
+    with Streams(model, [Place(model[0]), Place(model[2])]) as streams:
         stream = streams.start(lambda: ends.append(model(x)))
         assert stream.stop.place == Place(model[0])
         assert stream.stop.args[0] is x
@@ -38,7 +38,7 @@ def test_a_stream_stops_before_each_place_and_runs_to_its_end():
 
 def test_another_function_takes_the_place_of_a_module_and_another_output_that_of_its_own():
     model, x, ends = build(), torch.randn(3, 2), []
-    with Streams([Place(model[0]), Place(model[1], leaving=True)]) as streams:
+    with Streams(model, [Place(model[0]), Place(model[1], leaving=True)]) as streams:
         stream = streams.start(lambda: ends.append(model(x)))
         stream.resume(lambda x: 3 * x)
         assert stream.stop.place == Place(model[1], leaving=True)
@@ -51,7 +51,7 @@ def test_another_function_takes_the_place_of_a_module_and_another_output_that_of
 def test_a_block_is_left_after_its_layers_by_all_streams():
     model, ends = nn.Sequential(build(), nn.ReLU()), []
     block, layer = Place(model[0], leaving=True), Place(model[0][1])
-    with Streams([block, layer], 3) as streams:
+    with Streams(model, [block, layer], 3) as streams:
         some = [
             streams.start(lambda n=n: ends.append((n, model(torch.full((2,), n)))))
             for n in (1.0, 2.0, 3.0)
@@ -68,7 +68,7 @@ def test_a_block_is_left_after_its_layers_by_all_streams():
 def test_a_module_that_had_a_forward_of_its_own_has_it_again():
     model = nn.Linear(2, 2)
     own = model.forward = lambda x: x + 1
-    with Streams([Place(model)]) as streams:
+    with Streams(model, [Place(model)]) as streams:
         streams.start(lambda: model(torch.ones(2))).resume()
     assert model.forward is own
 
@@ -86,7 +86,7 @@ def test_what_the_model_raises_is_raised_once_and_the_other_streams_end():
         raise RuntimeError("a layer that fails")
 
     def run_all():
-        with Streams([Place(model[0]), Place(model[1])]) as streams:
+        with Streams(model, [Place(model[0]), Place(model[1])]) as streams:
             some = [streams.start(lambda n=n: run(n)) for n in range(3)]
             some[0].resume()
             some[1].resume(fail)
@@ -99,7 +99,7 @@ def test_what_the_model_raises_is_raised_once_and_the_other_streams_end():
 @pytest.mark.parametrize("place", ["before the stream goes on", "after it has stopped again"])
 def test_an_interrupt_anywhere_in_resume_leaves_no_stream_that_waits_for_ever(place):
     model = build()
-    with Streams([Place(model[0]), Place(model[1])]) as streams:
+    with Streams(model, [Place(model[0]), Place(model[1])]) as streams:
         stream = streams.start(lambda: model(torch.ones(2)))
         turn, back = stream._turn.release, stream._back.acquire
 
@@ -133,7 +133,7 @@ def test_a_model_that_swallows_every_exception_ends_all_the_same():
             except BaseException:
                 tried.append(1)
 
-    with Streams([Place(model[0])]) as streams:
+    with Streams(model, [Place(model[0])]) as streams:
         streams.start(run)
     assert len(tried) == 3
 
@@ -146,7 +146,7 @@ def test_streams_have_the_modes_of_the_thread_that_starts_them():
         dtype = model(torch.ones(1, 2, device="cpu")).dtype
         seen.append((torch.is_grad_enabled(), device, dtype))
 
-    with Streams([]) as streams:
+    with Streams(model, []) as streams:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
             streams.start(run)
             state = capture_state()
@@ -165,7 +165,7 @@ def test_a_thread_of_the_models_own_does_not_stop():
         thread.start()
         thread.join()
 
-    with Streams([Place(model[1])]) as streams:
+    with Streams(model, [Place(model[1])]) as streams:
         assert streams.start(run).stop is None
     assert len(ends) == 1
 
@@ -176,7 +176,7 @@ def test_many_streams_compute_with_few_threads_each_and_the_caller_with_its_own(
     model = nn.Linear(2, 2)
     try:
         torch.set_num_threads(3)
-        with Streams([Place(model)], 4) as streams:
+        with Streams(model, [Place(model)], 4) as streams:
             stream = streams.start(lambda: model(torch.ones(2)))
             assert torch.get_num_threads() == 3
             stream.resume(lambda x: seen.append(torch.get_num_threads()))
