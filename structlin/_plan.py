@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ._families import explain_padding, label
+from ._interrupts import hold_interrupts
 from ._linear import StructuredLinear, uninitialised
 from ._model.decide import Decision
 from ._model.survey import (
@@ -123,14 +124,14 @@ class Plan:
             for decision in self.decisions
             if decision.resolved is not None
         ]
-        with torch.no_grad():
+        with hold_interrupts(), torch.no_grad():
             for _, module, name, values in self._list_parameters():
                 if values is not None:
                     getattr(module, name).copy_(values)
-        model = swap(self.model, new)
-        if self.untie:
-            declare_untied(model)
-        declare(model)
+            model = swap(self.model, new)
+            if self.untie:
+                declare_untied(model)
+            declare(model)
         return model
 
     def _build_layer(self, decision: Decision, structure: Structure) -> StructuredLinear:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from ._interrupts import let_interrupts_in
+
 
 class Bar:
     """A bar on the terminal (stderr) that counts up to `total`.
@@ -40,6 +42,8 @@ class Bar:
             self._progress.update(self._task, description=f"{self._title}: {what}")
 
     def advance(self) -> None:
-        """One more is done."""
+        """One more is done. Ctrl-C, if it had to wait, comes now."""
+        with let_interrupts_in():
+            pass
         if self._progress is not None:
             self._progress.advance(self._task)

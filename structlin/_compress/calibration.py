@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .._interrupts import hold_interrupts, let_interrupts_in
 from .._model.survey import Layer, eval_mode
 from .moments import Moments
 from .padding import find_masks, name_arguments, select_rows
@@ -40,7 +41,7 @@ class Call:
     def run(self, model: nn.Module) -> Any:
         """Make it again; the model gets copies of the tensors, and may change them."""
         args, kwargs = copy_values(self.args), copy_values(self.kwargs)
-        with _CheckLabels():
+        with _CheckLabels(), let_interrupts_in():
             return model(*args, **kwargs, **_leave_out_cache(model, args, kwargs))
 
 
@@ -103,7 +104,8 @@ def observe(
     calls: list[Call] = []
     with ready(model), watch.hooks():
         if isinstance(batches, Iterable):
-            calls = [prepare_call(model, batch) for batch in batches]
+            with let_interrupts_in():
+                calls = [prepare_call(model, batch) for batch in batches]
             picked = pick_calls(calls)
             for call in picked:
                 call.run(model)
@@ -112,7 +114,8 @@ def observe(
                     if call not in picked:
                         call.run(model)
         else:
-            batches(model)
+            with let_interrupts_in():
+                batches(model)
             calls = watch.calls
     if not function and not calls:
         raise ValueError("batches has no batch; a generator can be read only once")
@@ -154,7 +157,7 @@ def find_shared(model: nn.Module) -> set[int]:
 def ready(model: nn.Module) -> Iterator[None]:
     """Within it, the model runs as its layers are measured: in eval mode, by plain calls, with ids
     that its embeddings have and labels that its losses have."""
-    with eval_mode(model), plain_calls(model), check_ids(model), _CheckLabels():
+    with hold_interrupts(), eval_mode(model), plain_calls(model), check_ids(model), _CheckLabels():
         yield
 
 

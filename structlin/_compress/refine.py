@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._interrupts import let_interrupts_in
 from .._linear import StructuredLinear
 from .._model.anatomy import repeats
 from .._model.outputs import find_tensors
@@ -173,7 +174,7 @@ def _descend(
     for step in range(steps):
         order = order or torch.randperm(len(examples), generator=generator).tolist()
         example = examples[order.pop()]
-        with example.state(), torch.enable_grad():
+        with example.state(), torch.enable_grad(), let_interrupts_in():
             loss = _gap(example, forward(*example.args, **example.kwargs)).square().mean()
             _require_gradients(loss.requires_grad, steps)
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -231,7 +232,7 @@ def _put_in(
 
 @torch.no_grad()
 def _run(forward: Callable[..., Any], example: Example) -> Any:
-    with example.state(), torch.no_grad():
+    with example.state(), torch.no_grad(), let_interrupts_in():
         return forward(*example.args, **example.kwargs)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._interrupts import hold_interrupts
 from .._model.outputs import find_tensors
 from .._model.survey import Layer
 from .._progress import Bar
@@ -44,7 +45,7 @@ def measure_covariances(
     of a few of them. A layer that no input reaches, or none that varies, has none.
     """
     done = set[nn.Module]()
-    with Bar("measure", len(layers), progress) as bar:
+    with hold_interrupts(), Bar("measure", len(layers), progress) as bar:
 
         def show(layer: Layer, moments: Moments | None) -> tuple[Layer, Tensor | None]:
             bar.show(layer.name)

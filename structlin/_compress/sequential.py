@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._interrupts import hold_interrupts
 from .._linear import StructuredLinear
 from .._model.decide import Target
 from .._plan import Projection, Refined, build_layer, project_by_weight
@@ -87,7 +88,7 @@ def project_in_order(
     """
     by_module = {target.layer.module: target for target in targets}
     blocks: Mapping[str, Refined] = {}
-    with Bar("project", len(targets), progress) as bar:
+    with hold_interrupts(), Bar("project", len(targets), progress) as bar:
         apart = _measure_apart(model, targets, seen)
         _warn_of_dense_inputs([by_module[module].layer.name for module in apart], seen)
         found: dict[nn.Module, Projection] = {}

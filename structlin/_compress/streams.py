@@ -26,11 +26,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .._interrupts import let_interrupts_in
 from .._projection.matrices import limit_threads
 from .kept import Changes, Kept, put_back
 
@@ -79,7 +81,7 @@ class Stream:
         self.stop: Stop | None = None
         self._run, self._state, self._workers = run, state, workers
         self._kept, self._own = kept, Changes([], [])
-        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._turn, self._back = SimpleQueue[None](), SimpleQueue[None]()
         self._forward: Callable[..., Any] | None = None
         self._error: BaseException | None = None
         self._cancelled = False
@@ -101,8 +103,9 @@ class Stream:
             if self.thread.ident is None:
                 self.thread.start()
             else:
-                self._turn.release()
-            self._back.acquire()
+                self._turn.put(None)
+            with let_interrupts_in():
+                self._back.get()
         self._own = self._kept.take()
         if self._error is not None:
             self.thread.join()
@@ -126,13 +129,13 @@ class Stream:
     def cancel(self) -> None:
         """End the run where it waits, or at its next stop.
 
-        Whether it waits cannot be known: Ctrl-C may have ended `resume` anywhere. So it is always
-        told to go on; a stream that works finds that when it stops.
+        Whether it waits cannot be known: Ctrl-C may have ended `resume`. So it is always told to go
+        on; a stream that works finds that when it stops.
         """
         self._cancelled = True
         if self.thread.ident is None:
             return
-        self._turn.release()
+        self._turn.put(None)
         self.thread.join()
         self.stop = None
 
@@ -140,8 +143,8 @@ class Stream:
         """Stop here; for the stream's own thread. Returns what it was resumed with."""
         if not self._cancelled:
             self.stop = stop
-            self._back.release()
-            self._turn.acquire()
+            self._back.put(None)
+            self._turn.get()
         if self._cancelled:
             raise Cancelled
         forward, self._forward = self._forward, None
@@ -157,7 +160,7 @@ class Stream:
             self._error = error
         finally:
             self.stop = None
-            self._back.release()
+            self._back.put(None)
 
 
 def find_next(streams: Iterable[Stream], rank: Mapping[nn.Module, int]) -> nn.Module | None:

@@ -1,6 +1,7 @@
 """Runs of a model that stop at its modules, in lockstep."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,25 +102,25 @@ def test_an_interrupt_anywhere_in_resume_leaves_no_stream_that_waits_for_ever(pl
     model = build()
     with Streams(model, [Place(model[0]), Place(model[1])]) as streams:
         stream = streams.start(lambda: model(torch.ones(2)))
-        turn, back = stream._turn.release, stream._back.acquire
+        turn, back = stream._turn, stream._back
 
-        def interrupt():
+        def interrupt(*given):
             if place == "after it has stopped again":
-                back()
+                back.get()
             raise KeyboardInterrupt
 
         if place == "after it has stopped again":
-            stream._back.acquire = interrupt
+            stream._back = SimpleNamespace(get=interrupt, put=back.put)
         else:
-            stream._turn.release = interrupt
+            stream._turn = SimpleNamespace(get=turn.get, put=interrupt)
         with pytest.raises(KeyboardInterrupt):
             stream.resume()
-        stream._turn.release, stream._back.acquire = turn, back
+        stream._turn, stream._back = turn, back
         end = threading.Thread(target=stream.cancel, daemon=True)
         end.start()
         end.join(timeout=600)
         waits_for_ever = stream.thread.is_alive()
-        turn()  # so that the test ends if it does
+        turn.put(None)  # so that the test ends if it does
     assert not waits_for_ever
 
 
