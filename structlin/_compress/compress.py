@@ -65,9 +65,11 @@ def compress(
         batches: what the model's function should stay right for: an iterable of batches (a mapping
             is passed as keywords, a tuple or list as positions, anything else as the one argument),
             or a function that runs the model. Each batch is held at two places, by two threads of
-            which one works at a time. What `attention_mask` or `decoder_attention_mask`
-            (transformers) or `src_key_padding_mask` (torch) hides does not count, in layers whose
-            input begins with the mask's shape, or is that flattened; other layers count all rows.
+            which one works at a time; what the model keeps for it in attributes and buffers is its
+            own. What `attention_mask` or `decoder_attention_mask` (transformers) or
+            `src_key_padding_mask` (torch) hides does not count, in layers whose input begins with
+            the mask's shape, or is that flattened; other layers count all rows. A mask that is
+            added to the scores has 0 for a token, and -100 or less for padding.
             Layers that one pass calls more than once are projected for the dense model's inputs,
             with a warning. So are all layers where a function calls the model with more than
             tensors and plain values, or calls parts of it alone. None: by the weights alone, each
