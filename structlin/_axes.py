@@ -20,6 +20,15 @@ def check_number(inputs: list[str], outputs: list[str], cores: Sequence[str]) ->
         raise ValueError(f"{number} axes, those that x and y share counted twice; {text}")
 
 
+def check_texts(signature: object, cores: object) -> None:
+    if not isinstance(cores, list | tuple) or not all(
+        isinstance(core, str) for core in (signature, *cores)
+    ):
+        raise ValueError(
+            f"signature={signature!r}, cores={cores!r} must be a text and a list of texts"
+        )
+
+
 def read_axes(where: str, text: str) -> list[str]:
     axes = text.split()
     for axis in axes:
@@ -43,7 +52,7 @@ def refuse_reserved(where: str, axis: str) -> NoReturn:
 def check_between(between: object, cores: Sequence[str]) -> None:
     if between is None:
         return
-    if between not in ACTIVATIONS:
+    if not isinstance(between, str) or between not in ACTIVATIONS:
         raise ValueError(
             f"between={between!r} is no activation; there are {', '.join(ACTIVATIONS)}, and None"
         )

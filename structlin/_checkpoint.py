@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._arguments import require_choice
+from ._arguments import checked, require_choice
 from ._files import read_file, write_file
 from ._linear import StructuredLinear, uninitialised
 from ._model.survey import Layer, is_conv1d, linear_layers, swap
@@ -41,6 +41,7 @@ _LONGEST = 500  # characters of a message that quotes names: a file may hold any
 Replacement = tuple[tuple[str, ...], StructuredLinear]  # a new layer, and its names in the model
 
 
+@checked
 def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a model, converted or not, to `structlin.safetensors` in the folder `path`, for `load`.
 
@@ -67,6 +68,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     write_file(folder, tensors, describe(model), aliases)
 
 
+@checked
 def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """Make `model` what was saved in `path`: the layers that the file names become structured.
 
@@ -238,7 +240,7 @@ def _build_layer(layer: Layer, data: Mapping[str, Any]) -> StructuredLinear | No
 
 def _make_empty(data: Mapping[str, Any], *args: Any, **options: Any) -> StructuredLinear:
     """A layer of the kind that `data` describes, without values."""
-    kind = StructuredLinear
+    kind: type[StructuredLinear] = StructuredLinear
     if "experts" in data:
         kind, options = Mixture, {**options, "experts": data["experts"], "top_k": data["top_k"]}
     elif "quantized" in data:

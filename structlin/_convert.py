@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ._arguments import require_choice, require_flags
+from ._arguments import checked, require_choice
 from ._families import DEFAULT
 from ._model.decide import Decision, Spec, decide, list_targets, require_matrices
 from ._model.select import Patterns
@@ -88,6 +88,7 @@ def convert(
     return planned.apply()
 
 
+@checked
 def plan(
     model: nn.Module,
     structure: Spec = DEFAULT,
@@ -117,7 +118,6 @@ def plan(
         0   other   64 -> 256   - (excluded)
         2   other   256 -> 64   LowRank(rank=8)    2,560    15.6%         5,120    15.6%
     """
-    require_flags(weight_norm=weight_norm)
     require_choice("init", init, ("match", *INITS, "project"))
     decisions = decide(
         model,

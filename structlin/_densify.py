@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ._arguments import require_choice
+from ._arguments import checked, require_choice
 from ._linear import StructuredLinear
 from ._model.survey import (
     build_dense_layer,
@@ -23,6 +23,7 @@ from ._timing import time_in_turn
 WHERE = ("everywhere", "slower")
 
 
+@checked
 def densify(model: nn.Module, *, where: str = "everywhere", tokens: int | None = None) -> nn.Module:
     """Replace structured layers of `model` by the dense ones that they stand for, in place.
 
@@ -94,7 +95,7 @@ def _find_structured(model: nn.Module) -> Layers:
 
 def _find_slower(layers: Layers, tokens: int | None) -> Layers:
     """The layers that take longer than the dense ones that they would become."""
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+    if not tokens:
         raise ValueError(f"tokens={tokens!r} must be a positive integer: the tokens of one call")
     found: dict[StructuredLinear, list[str]] = {}
     slower: dict[tuple[object, ...], bool] = {}

@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, fields
 from math import prod
 from typing import Any
 
-from ._arguments import require_bounded, require_choice, require_positive
+from ._arguments import checked, require_bounded, require_choice, require_positive
 from ._axes import ACTIVATIONS
 from ._structure import Structure
 from ._warnings import warn
@@ -48,6 +48,8 @@ class Family(ABC):
                 f"class {cls.__name__}: structlin has a family of that name; take another"
             )
         FAMILIES[cls.__name__.lower()] = cls
+        if "structure" in vars(cls):
+            cls.structure = checked(cls.structure)  # type: ignore[method-assign]
 
     @abstractmethod
     def structure(self, in_features: int, out_features: int) -> Structure:
@@ -103,6 +105,7 @@ class Dense(Family):
         return Structure("i -> o", "o i", i=in_features, o=out_features)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Family):
     """`W = U V` through a bottleneck of `rank`.
@@ -112,9 +115,6 @@ class LowRank(Family):
     """
 
     rank: int
-
-    def __post_init__(self) -> None:
-        require_positive("rank", self.rank)
 
     def structure(self, in_features: int, out_features: int) -> Structure:
         require_bounded(
@@ -128,6 +128,7 @@ class LowRank(Family):
         )  # fmt: skip
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class BlockDiagonal(Family):
     """`blocks` independent dense matrices. It mixes nothing between blocks.
@@ -137,9 +138,6 @@ class BlockDiagonal(Family):
     """
 
     blocks: int
-
-    def __post_init__(self) -> None:
-        require_positive("blocks", self.blocks)
 
     def structure(self, in_features: int, out_features: int) -> Structure:
         i, o = divide(in_features, out_features, self.blocks)
@@ -164,6 +162,7 @@ class Kronecker(Family):
         )  # fmt: skip
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class TT(Family):
     """Tensor-Train matrix: `W[i1..ic, j1..jc] = G1[i1, j1] ... Gc[ic, jc]`, a product of rank x
@@ -181,7 +180,7 @@ class TT(Family):
     cores: int = 2
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rank", _check_bonds(self.rank, self.cores, smallest=1))
+        _check_bonds(self.rank, self.cores)
 
     def structure(self, in_features: int, out_features: int) -> Structure:
         c = self.cores
@@ -193,6 +192,7 @@ class TT(Family):
         return Structure(f"{inputs} -> {outputs}", *cores, **sizes)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Monarch(Family):
     """Two block-diagonal matrices of `blocks` blocks with a fixed transposition between; full rank
@@ -208,9 +208,6 @@ class Monarch(Family):
     """
 
     blocks: int = 4
-
-    def __post_init__(self) -> None:
-        require_positive("blocks", self.blocks)
 
     def structure(self, in_features: int, out_features: int) -> Structure:
         b = self.blocks
@@ -240,6 +237,7 @@ class Monarch(Family):
         )
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class BTT(Family):
     """Block Tensor-Train. With two cores W is a b x g grid of contiguous a x d blocks, each of rank
@@ -260,7 +258,8 @@ class BTT(Family):
     cores: int = 2
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rank", _check_bonds(self.rank, self.cores, smallest=2))
+        require_positive("cores", self.cores, least=2)
+        _check_bonds(self.rank, self.cores)
 
     def structure(self, in_features: int, out_features: int) -> Structure:
         c = self.cores
@@ -276,6 +275,7 @@ class BTT(Family):
         return Structure(f"{inputs} -> {outputs}", *cores, **sizes)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class BLAST(Family):
     """A grid of `blocks` x `blocks` that share their factors: block (i, j) is `U_i diag(s_ij) V_j`.
@@ -290,10 +290,6 @@ class BLAST(Family):
     blocks: int
     rank: int
 
-    def __post_init__(self) -> None:
-        require_positive("blocks", self.blocks)
-        require_positive("rank", self.rank)
-
     def structure(self, in_features: int, out_features: int) -> Structure:
         q, p = divide(in_features, out_features, self.blocks)
         bound = min(in_features, out_features)
@@ -307,6 +303,7 @@ class BLAST(Family):
         )  # fmt: skip
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Split(Family):
     """`split` matrices of one family, stacked: a fused qkv as three, so that q, k and v share
@@ -320,11 +317,6 @@ class Split(Family):
 
     split: int
     of: Family
-
-    def __post_init__(self) -> None:
-        require_positive("split", self.split)
-        if not isinstance(self.of, Family):
-            raise TypeError(f"of={self.of!r} must be a family such as BTT(rank=1)")
 
     def structure(self, in_features: int, out_features: int) -> Structure:
         if out_features % self.split:
@@ -345,6 +337,7 @@ class Split(Family):
         return f"{self.split} x {self.of.label}"
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Nonlinear(Family):
     """What `Family.activate` gives.
@@ -358,8 +351,6 @@ class Nonlinear(Family):
 
     def __post_init__(self) -> None:
         require_choice("between", self.between, ACTIVATIONS)
-        if not isinstance(self.of, Family):
-            raise TypeError(f"of={self.of!r} must be a family such as BTT(rank=1)")
 
     def structure(self, in_features: int, out_features: int) -> Structure:
         return self.of.structure(in_features, out_features).activate(self.between)
@@ -372,6 +363,7 @@ class Nonlinear(Family):
         return f"{self.of.label}, {self.between}"
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class OneOf(Family):
     """Several families, of which `compress` takes for each layer the one that loses least."""
@@ -408,7 +400,7 @@ def family(name: str, **options: Any) -> Family:
                 f"{cls.__name__} has no option {option!r} (got {option}={value!r}); it has {known}"
             )
     nested = {
-        option: family(**value) if isinstance(value, Mapping) else value
+        option: family(**value) if isinstance(value, Mapping) and "name" in value else value
         for option, value in options.items()
     }
     return cls(**nested)
@@ -511,23 +503,11 @@ def _regroups(blocks: int, q: int) -> bool:
     return q % blocks == 0 or blocks % q == 0
 
 
-def _check_bonds(rank: int | tuple[int, ...], cores: int, smallest: int) -> int | tuple[int, ...]:
-    if isinstance(cores, bool) or not isinstance(cores, int) or cores < smallest:
-        raise ValueError(f"cores={cores!r} must be an integer of at least {smallest}")
-    if isinstance(rank, Mapping | str) or not isinstance(rank, int | tuple | list):
-        raise ValueError(
-            f"rank={rank!r} must be an integer of at least 1, or a tuple of {cores - 1}"
-        )
-    if isinstance(rank, int):
-        require_positive("rank", rank)
-        return rank
-    if len(rank) != cores - 1:
+def _check_bonds(rank: int | tuple[int, ...], cores: int) -> None:
+    if isinstance(rank, tuple) and len(rank) != cores - 1:
         raise ValueError(
             f"rank={rank!r} has {len(rank)} entries; cores={cores} have {cores - 1} bonds"
         )
-    for value in rank:
-        require_positive("rank", value)
-    return tuple(rank)
 
 
 def _tt_core(t: int, c: int) -> str:

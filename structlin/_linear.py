@@ -1,14 +1,14 @@
 """`StructuredLinear`: a structure with parameters, as a layer."""
 
 from collections.abc import Callable, Sequence
-from math import inf, prod, sqrt
+from math import prod, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import _product
-from ._arguments import check_cores, check_dense, check_input, require_choice, require_flags
+from ._arguments import check_cores, check_dense, check_input, checked, require_choice
 from ._families import DEFAULT, Family, label, structure_of, warn_of_padding
 from ._projection import project
 from ._state import DescribedModule, is_guarded
@@ -65,6 +65,7 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
     gains: nn.Parameter | None
     bias: nn.Parameter | None
 
+    @checked
     def __init__(
         self,
         in_features: int,
@@ -75,12 +76,11 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         weight_norm: bool = False,
         init: str = "mup",
         zero_init: bool = False,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         require_choice("init", init, INITS)
-        require_flags(bias=bias, weight_norm=weight_norm, zero_init=zero_init)
         self.in_features, self.out_features = in_features, out_features
         self.structure = structure_of(structure, in_features, out_features)
         self.label = label(structure)
@@ -130,6 +130,7 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
             self.bias.zero_()
         self._undrawn = self.cores[0].is_meta
 
+    @checked
     def match_norm_(self, norm: float) -> "StructuredLinear":
         """Draw the layer anew, now and in `reset_parameters`, at this Frobenius norm of the matrix.
 
@@ -145,8 +146,6 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         >>> bool(0.9 < layer.to_dense().norm() / (0.02 * 256) < 1.1)
         True
         """
-        if not 0 <= norm < inf:
-            raise ValueError(f"norm={norm!r} must be finite and at least 0")
         padded = self.structure.in_features, self.structure.out_features
         kept = self.in_features * self.out_features / prod(padded)  # the rest is padding
         activated = self.structure.between is not None
@@ -193,10 +192,10 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
             self.structure.require_matrix("mode='dense'")
         self._mode = mode
 
+    @checked
     def way(self, tokens: int) -> str:
         """ "structured" or "dense": how the layer multiplies so many tokens."""
-        auto = "dense" if _product.forms_matrix(self.structure, tokens) else "structured"
-        return auto if self.mode == "auto" else self.mode
+        return _product.choose_mode(self.mode, self.structure, tokens)
 
     def effective_cores(self) -> list[Tensor]:
         """The cores that the layer multiplies by: normalised, if it has weight normalisation."""
@@ -219,6 +218,7 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         dense = _product.to_dense(self.structure, self.effective_cores())
         return dense[: self.out_features, : self.in_features]
 
+    @checked
     def from_dense_(self, weight: Tensor, bias: Tensor | None = None) -> "StructuredLinear":
         """Take the cores whose matrix is nearest to `weight`, in place; see `project`.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.nn.utils import parametrize
 
-from ._arguments import require_choice, require_module, require_positive
+from ._arguments import checked, require_choice
 from ._model.survey import find_loss
 from .moe import Mixture
 
@@ -30,6 +30,7 @@ REDUCTIONS = ("mean", "sum")
 INSTEAD = "F.cross_entropy(layer(input).flatten(0, -2), target.flatten())"
 
 
+@checked
 def linear_cross_entropy(
     input: Tensor,
     layer: nn.Module,
@@ -394,13 +395,9 @@ def _check(
     reduction: str,
     chunk: int | None,
 ) -> None:
-    require_module("layer", layer)
     if any(isinstance(part, Mixture) for part in layer.modules()):
         kind = type(layer).__name__
         raise ValueError(f"layer={kind}: a mixture's balance is that of all tokens; take {INSTEAD}")
-    for name, value in (("input", input), ("target", target), ("weight", weight)):
-        if not isinstance(value, Tensor) and not (name == "weight" and value is None):
-            raise TypeError(f"{name}={value!r} is a {type(value).__name__}, no tensor")
     if not input.is_floating_point():
         raise TypeError(f"input has dtype {input.dtype}; it must be floating point")
     if input.ndim == 0:
@@ -415,18 +412,14 @@ def _check(
         )
     if target.device != input.device:
         raise ValueError(f"target is on {target.device}, input is on {input.device}")
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise ValueError(f"ignore_index={ignore_index!r} must be an integer")
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing={label_smoothing!r} must be from 0 to 1")
-    if reduction == "none":
+    if str(reduction) == "none":
         raise ValueError(
             "reduction='none' has no single gradient that the forward pass could compute; take "
             f"'mean' or 'sum', or {INSTEAD[:-1]}, reduction='none')"
         )
     require_choice("reduction", reduction, REDUCTIONS)
-    if chunk is not None:
-        require_positive("chunk", chunk)
     _check_layer(layer)
 
 

@@ -193,6 +193,12 @@ def forms_matrix(structure: Structure, tokens: int) -> bool:
     return torch.compiler.is_compiling() or tokens >= widest
 
 
+def choose_mode(mode: str, structure: Structure, tokens: int) -> str:
+    """What "auto" stands for; any other mode itself."""
+    auto = "dense" if forms_matrix(structure, tokens) else "structured"
+    return auto if mode == "auto" else mode
+
+
 def to_dense(structure: Structure, cores: Sequence[Tensor]) -> Tensor:
     """W, `(out_features, in_features)`, which `apply` multiplies by; differentiable in the cores.
 
@@ -201,8 +207,8 @@ def to_dense(structure: Structure, cores: Sequence[Tensor]) -> Tensor:
     >>> torch.allclose(to_dense(LowRank(rank=2).structure(6, 4), [v, u]), u[0] @ v[0])
     True
     """
-    structure.require_matrix("to_dense")
     check_cores(structure, cores)
+    structure.require_matrix("to_dense")
     form = structure.matrix
     identity = partial(torch.eye, dtype=cores[0].dtype, device=cores[0].device)
     factors = [core.reshape(shape) for core, shape in zip(cores, form.shapes, strict=True)]

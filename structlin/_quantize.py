@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _product
-from ._arguments import check_cores, check_input
+from ._arguments import check_cores, check_input, checked
 from ._kernels import op
 from ._linear import StructuredLinear, uninitialised
 from ._model.select import Patterns, find_first, find_rules
@@ -52,7 +52,8 @@ class QuantizedLinear(StructuredLinear):
         scales: Any = self._modules["scales"]
         scales = list(scales._parameters.values())
         check_input(x, self.in_features, scales[0], self.compute_dtype)
-        program, mode = self._program, self.way(x.numel() // self.in_features)
+        program, tokens = self._program, x.numel() // self.in_features
+        mode = _product.choose_mode(self._mode, self.structure, tokens)
         trains = x.requires_grad or (bias is not None and bias.requires_grad)
         plain = mode == "dense" or (trains and torch.is_grad_enabled())
         if plain or torch.is_autocast_enabled(x.device.type) or not op.pays(program, x, False):
@@ -123,6 +124,7 @@ def round_rows(core: Tensor) -> tuple[Tensor, Tensor]:
     return (core / scale).round().clamp(LEAST, LARGEST).to(torch.int8), scale
 
 
+@checked
 def quantize(
     model: nn.Module, *, include: Patterns | None = None, exclude: Patterns = ()
 ) -> nn.Module:

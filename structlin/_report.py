@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._arguments import require_positive
+from ._arguments import checked
 from ._kernels import engine, op
 from ._linear import StructuredLinear
 from ._model.parameters import parameters_of
@@ -184,6 +184,7 @@ class Summary:
         return str(table)
 
 
+@checked
 def summary(model: nn.Module, *, tokens: int | None = None, measure: int | None = None) -> Summary:
     """Layer, structure, parameters and FLOPs of every linear layer of `model`, against dense; equal
     layers in one row.
@@ -217,10 +218,6 @@ def summary(model: nn.Module, *, tokens: int | None = None, measure: int | None 
     >>> summary(nn.Sequential(StructuredLinear(64, 64, TT(rank=16))), tokens=4096).rows[0].way
     'dense'
     """  # noqa: E501
-    if tokens is not None and tokens < 0:
-        raise ValueError(f"tokens={tokens} is negative")
-    if measure is not None:
-        require_positive("measure", measure)
     layers = linear_layers(model)
     if not layers:
         raise ValueError(f"model={type(model).__name__} has no linear layer")

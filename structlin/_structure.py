@@ -13,7 +13,15 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ._axes import ACTIVATIONS, check_between, check_number, check_sizes, read_axes, refuse_reserved
+from ._axes import (
+    ACTIVATIONS,
+    check_between,
+    check_number,
+    check_sizes,
+    check_texts,
+    read_axes,
+    refuse_reserved,
+)
 
 TOKENS = "tokens"  # the axis that runs over all leading dimensions of an input
 
@@ -167,6 +175,7 @@ class Structure:
     def __init__(
         self, signature: str, /, *cores: str, between: Any = None, **sizes: int
     ) -> None:  # `between` is Any, or type checkers would refuse a mapping as **sizes
+        check_texts(signature, cores)
         if signature.count("->") != 1:
             raise ValueError(
                 f"signature={signature!r} must read 'axes of x -> axes of y', for example 'i -> o'"
@@ -238,19 +247,15 @@ class Structure:
 
         Raises:
             ValueError: `cores` is no list of texts, or `sizes` no mapping; an entry that `to_dict`
-                has not; the structure is none.
-            KeyError: an entry is missing.
+                has not, or one that is missing; the structure is none.
         """
+        if not isinstance(data, Mapping) or not {"signature", "cores", "sizes"} <= {*data}:
+            raise ValueError(f"data={data!r} must be a dict with signature, cores and sizes")
         signature, cores, sizes = data["signature"], data["cores"], data["sizes"]
         known = "signature", "cores", "sizes", "between"
         if more := sorted(map(str, {*data} - {*known})):
             raise ValueError(f"{', '.join(more)}: a Structure has {', '.join(known)} alone")
-        if not isinstance(cores, list | tuple) or not all(
-            isinstance(core, str) for core in [signature, *cores]
-        ):
-            raise ValueError(
-                f"signature={signature!r}, cores={cores!r} must be a text and a list of texts"
-            )
+        check_texts(signature, cores)
         if not isinstance(sizes, Mapping):
             raise ValueError(f"sizes={sizes!r} must be a mapping of axes to sizes")
         if "between" in sizes:

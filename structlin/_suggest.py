@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ._arguments import require_choice, require_flags, require_module
+from ._arguments import checked, require_choice
 from ._convert import plan
 from ._families import BTT, Dense, Family, LowRank, Monarch, label
 from ._model.decide import list_targets
@@ -75,6 +75,7 @@ class Suggestion:
         return "\n".join([str(table), "", *refused, f"Take {self.chosen.label}: {self.reason}"])
 
 
+@checked
 def suggest(
     model: nn.Module,
     batch: Any,
@@ -117,11 +118,7 @@ def suggest(
     >>> [(each.label, each.params) for each in found.candidates]
     [('dense', 33088), ('BTT(rank=1)', 6464)]
     """
-    require_module("model", model)
     require_choice("goal", goal, GOALS)
-    require_flags(training=training)
-    if not seconds > 0:
-        raise ValueError(f"seconds={seconds!r} must be positive")
     targets = list_targets(plan(model, Dense(), **options).decisions)
     narrow = min(min(layer.in_features, layer.out_features) for layer, _ in targets)
     tried = _list_usual(narrow) if structures is None else [*structures]

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from ._arguments import require_choice, require_positive
+from ._arguments import checked, require_choice, require_positive
 from ._convert import convert, plan
 from ._families import DEFAULT, label
 from ._model.decide import Spec
@@ -60,6 +60,7 @@ class Widened:
         return str(table)
 
 
+@checked
 def cost(model: nn.Module, example: Any = None) -> Cost:
     """Parameters of `model`, and the FLOPs of its forward pass over `example`, 2 per multiply-add.
 
@@ -97,6 +98,7 @@ def cost(model: nn.Module, example: Any = None) -> Cost:
     return Cost(params, counter.get_total_flops())
 
 
+@checked
 def widen(
     build: Callable[[int], nn.Module],
     structure: Spec = DEFAULT,
@@ -146,7 +148,7 @@ def widen(
     dense                 1,049,600   100.0%   2,097,152   100.0%
     BTT(rank=1)    8192   1,056,768   100.7%   2,097,152   100.0%
     """
-    _check_arguments(build, dense, match, multiple)
+    _check_arguments(build, dense, match)
     search = _Search(build, structure, match, example, multiple, options)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that small layers grow: the model that is made says so
@@ -273,8 +275,8 @@ class _Search:
             return cost(make(), self.example)
 
 
-def _check_arguments(build: Any, dense: Any, match: str, multiple: Any) -> None:
-    if isinstance(build, nn.Module) or not callable(build):
+def _check_arguments(build: Any, dense: Any, match: str) -> None:
+    if isinstance(build, nn.Module):
         raise TypeError(f"build={build!r} must be a function from a width to a model")
     if isinstance(dense, bool) or not isinstance(dense, int | nn.Module):
         raise TypeError(
@@ -283,7 +285,6 @@ def _check_arguments(build: Any, dense: Any, match: str, multiple: Any) -> None:
         )
     if not isinstance(dense, nn.Module):
         require_positive("dense", dense)
-    require_positive("multiple", multiple)
     require_choice("match", match, MATCHES)
 
 

@@ -6,9 +6,7 @@ A width that factors badly (a prime, 50257 = 29 x 1733) is padded to the next on
 from functools import lru_cache
 from math import gcd, isqrt
 
-from ._arguments import require_positive
-
-LARGEST = 2**40  # a width: beyond it, to look for factors takes longer than anybody would wait
+from ._arguments import LARGEST, checked, require_positive
 
 
 @lru_cache(maxsize=4096, typed=True)  # or 64.0 would be taken for a 64 that is known
@@ -22,9 +20,7 @@ def factorise(width: int, factors: int) -> tuple[int, ...]:
     >>> factorise(20, 2), factorise(30, 2), factorise(1024, 3), factorise(50257, 2), factorise(7, 2)
     ((4, 5), (5, 6), (8, 8, 16), (192, 264), (2, 4))
     """
-    require_positive("width", width)
-    if width > LARGEST:
-        raise ValueError(f"width={width} is too large to look for factors: at most {LARGEST}")
+    require_positive("width", width, most=LARGEST)  # beyond, nobody would wait for the factors
     even = _most_even(width, factors)
     if even[-1] <= 4 * even[0]:
         return even
@@ -59,6 +55,7 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // k for k in small)})
 
 
+@checked
 def divide(in_features: int, out_features: int, blocks: int) -> tuple[int, int]:
     """Both widths by the number of blocks.
 

@@ -17,7 +17,7 @@ from math import isfinite, log2, sqrt
 import torch
 from torch import Tensor
 
-from ._arguments import require_positive
+from ._arguments import require_positive, require_real
 from ._kernels import polar
 from ._kernels.engine import has_matrix_unit
 from ._kernels.op import available
@@ -101,12 +101,9 @@ def dualize(
     tensor(True)
     """
     check_method(method, ns_steps)
-    if matrix.ndim < 2:
-        raise ValueError(
-            f"matrix has shape {tuple(matrix.shape)}; it needs at least two dimensions (m, n)"
-        )
-    if not matrix.is_floating_point():
-        raise TypeError(f"matrix has dtype {matrix.dtype}; it must be real floating point")
+    require_real("matrix", matrix, 2)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype={dtype!r} must be a torch.dtype of floating point")
     if matrix.numel() == 0:
         return matrix.clone()
     if dtype is None:
@@ -146,7 +143,7 @@ def check_method(method: object, ns_steps: int | None) -> None:
     if ns_steps is not None:
         if method == "svd":
             raise ValueError(f"ns_steps={ns_steps!r}: method={method!r} takes none")
-        require_positive("ns_steps", ns_steps)
+        require_positive("ns_steps", ns_steps, most=1000)
 
 
 def _is_schedule(method: object) -> bool:
@@ -214,6 +211,7 @@ def dual_core(gradient: Tensor, *, method: str = "ns") -> Tensor:
     >>> torch.linalg.matrix_norm(dual, 2).round(decimals=2)  # sqrt(8 / 2) in each block
     tensor([2., 2., 2.])
     """
+    require_real("gradient", gradient, 2)
     polar = dualize(gradient, method=method)
     m, n = gradient.shape[-2:]
     return sqrt(m / max(n, 1)) * polar
@@ -234,6 +232,7 @@ def dual_norm(gradient: Tensor) -> Tensor:
     >>> bool((dual_norm(g) - (g * dual_core(g)).sum()).abs() < 1e-2)
     True
     """
+    require_real("gradient", gradient, 2)
     m, n = gradient.shape[-2:]
     nuclear: Tensor = torch.linalg.matrix_norm(promote(gradient), "nuc")
     return sqrt(m / max(n, 1)) * nuclear.sum()
@@ -247,6 +246,7 @@ def dual_embedding(gradient: Tensor) -> Tensor:
     tensor([[0.8485, 1.1314],
             [0.0000, 0.0000]])
     """
+    require_real("gradient", gradient, 1)
     if gradient.numel() == 0:
         return gradient.clone()
     x = promote(gradient)
@@ -266,6 +266,7 @@ def dual_conv(gradient: Tensor, *, method: str = "ns") -> Tensor:
     >>> torch.linalg.matrix_norm(slices, 2)[:2].mul(9).round(decimals=2)
     tensor([2., 2.])
     """
+    require_real("gradient", gradient, 3)
     slices = gradient.flatten(2).permute(2, 0, 1)  # (k, c_out, c_in)
     return (
         (dual_core(slices, method=method) / slices.shape[0])
@@ -287,6 +288,7 @@ def spectral_bound(matrix: Tensor) -> Tensor:
     >>> bool((ratio > 0.99999).all() and (ratio < 1.05).all())
     True
     """
+    require_real("matrix", matrix, 2)
     if matrix.numel() == 0:
         return matrix.new_zeros(matrix.shape[:-2])
     x = promote(matrix)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _product
-from ._arguments import check_input, require_positive
+from ._arguments import check_input, checked
 from ._experts import split_experts
 from ._families import DEFAULT, Family, label
 from ._kernels import routing
@@ -78,6 +78,7 @@ class Mixture(StructuredLinear):
 
     balance: Tensor | None
 
+    @checked
     def __init__(
         self,
         in_features: int,
@@ -90,7 +91,7 @@ class Mixture(StructuredLinear):
         weight_norm: bool = False,
         init: str = "mup",
         zero_init: bool = False,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         _check_numbers(experts, top_k)
@@ -163,6 +164,7 @@ class Mixture(StructuredLinear):
         return {**vars(self), "balance": None}  # part of a graph, which can not be copied
 
 
+@checked
 def load_balancing_loss(model: nn.Module) -> Tensor:
     """Mean of `balance` over the mixtures of `model`, to be added to the loss, times 0.01 say.
 
@@ -194,8 +196,6 @@ def load_balancing_loss(model: nn.Module) -> Tensor:
 
 
 def _check_numbers(experts: int, top_k: int) -> None:
-    require_positive("experts", experts)
-    require_positive("top_k", top_k)
     if top_k > experts:
         raise ValueError(f"top_k={top_k} is more than there are experts={experts}")
     if top_k == 1 < experts:

@@ -7,7 +7,7 @@ Sources: Qiu et al. 2024 (arXiv:2406.06248), section 3.2 and appendices E.2, H; 
 from collections.abc import Sequence
 from math import prod, sqrt
 
-from ._arguments import require_choice
+from ._arguments import checked, require_choice
 from ._structure import Core
 
 __all__ = ["init_std", "lr_mult"]
@@ -16,6 +16,7 @@ INITS = ("mup", "spectral", "orthogonal")
 OPTIMIZERS = ("adam", "adamw", "sign", "sgd")
 
 
+@checked
 def init_std(
     core: Core, init: str = "mup", *, bottleneck_variance: bool = False, activated: bool = False
 ) -> float:
@@ -71,6 +72,7 @@ def expected_norm(
     return sqrt(in_features * prod(core.fan_out * std**2 for core, std in each))
 
 
+@checked
 def lr_mult(
     core: Core,
     in_features: int,
@@ -101,13 +103,9 @@ def lr_mult(
     (16.0, 8.0)
     """
     require_choice("optimizer", optimizer, OPTIMIZERS)
-    if in_features < 1 or cores < 1:
-        raise ValueError(f"in_features={in_features!r} and cores={cores!r} must be at least 1")
     if optimizer != "sgd":
         return (1 / cores if share is None else share) * in_features / core.fan_in
-    if out_features is None or out_features < 1:
-        raise ValueError(
-            f"out_features={out_features!r}: the SGD rule needs the layer's out_features"
-        )
+    if out_features is None:
+        raise ValueError("out_features=None: the SGD rule needs the layer's out_features")
     mult = (core.fan_out / core.fan_in) / (out_features / in_features)
     return mult if share is None else share * mult

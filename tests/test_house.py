@@ -60,7 +60,7 @@ def test_nothing_imports_what_imports_it_not_even_lazily():
 def test_the_mathematics_of_one_matrix_knows_nothing_of_models():
     files = [path for path in FILES if "_projection" in path.parts]
     found = {module[1] for path in files for module in imports_of(path)}
-    assert found == {"_families", "_product", "_projection", "_structure"}
+    assert found == {"_arguments", "_families", "_product", "_projection", "_structure"}
 
 
 def test_one_file_splits_a_signature():

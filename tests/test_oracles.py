@@ -250,9 +250,9 @@ def test_a_rank_that_is_no_integer_is_refused(name, rank):
     [
         ("TT", {"rank": (2, 2)}, r"rank=\(2, 2\) has 2 entries; cores=2 have 1 bonds"),
         ("BTT", {"rank": (2,), "cores": 3}, r"rank=\(2,\) has 1 entries; cores=3 have 2 bonds"),
-        ("BTT", {"rank": (2, 0), "cores": 3}, "rank=0 must be at least 1"),
-        ("BTT", {"cores": 1}, "cores=1 must be an integer of at least 2"),
-        ("TT", {"rank": 1, "cores": 0}, "cores=0 must be an integer of at least 1"),
+        ("BTT", {"rank": (2, 0), "cores": 3}, r"rank\[1\]=0 must be at least 1"),
+        ("BTT", {"cores": 1}, "cores=1 must be at least 2"),
+        ("TT", {"rank": 1, "cores": 0}, "cores=0 must be at least 1"),
         ("TT", {"rank": 1, "cores": 2.0}, "cores=2.0 must be an integer"),
         ("Monarch", {"blocks": 0}, "blocks=0 must be at least 1"),
         ("BlockDiagonal", {"blocks": -4}, "blocks=-4 must be at least 1"),

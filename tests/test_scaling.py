@@ -143,7 +143,7 @@ def test_unknown_rules_are_refused_by_name():
     for widths in ({"in_features": -1, "cores": 2}, {"in_features": 64, "cores": 0}):
         with pytest.raises(ValueError, match=r"(in_features=-1|cores=0) .*must be at least 1"):
             lr_mult(core, **widths)
-    with pytest.raises(ValueError, match="out_features=0: the SGD rule needs"):
+    with pytest.raises(ValueError, match="out_features=0 must be at least 1"):
         lr_mult(core, 64, 2, optimizer="sgd", out_features=0)
     with pytest.raises(ValueError, match="out_features=None: the SGD rule needs"):
         lr_mult(WIDE, 256, 1, optimizer="sgd")
@@ -231,6 +231,6 @@ def test_what_an_activation_reads_and_makes_has_unit_rms_at_the_start(family, wi
 def test_a_norm_out_of_range_is_refused_before_anything_changes(norm):
     layer = StructuredLinear(64, 64, BTT(rank=1))
     before = [core.clone() for core in layer.cores]
-    with pytest.raises(ValueError, match=r"norm=.* must be finite and at least 0"):
+    with pytest.raises(ValueError, match=r"norm=.* must be finite and not negative"):
         layer.match_norm_(norm)
     assert all(map(torch.equal, layer.cores, before))

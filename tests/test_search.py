@@ -425,15 +425,15 @@ def test_what_train_may_not_return_is_named(returned, error, message):
     ("changes", "error", "message"),
     [
         ({"widths": []}, ValueError, "there must be at least one of each"),
-        ({"widths": [16, -1]}, ValueError, r"widths=\[16, -1\]: -1 is not positive"),
-        ({"widths": [16.5]}, TypeError, r"widths=\[16.5\]"),
+        ({"widths": [16, -1]}, ValueError, r"widths\[1\]=-1 must be at least 1"),
+        ({"widths": [16.5]}, ValueError, r"widths\[0\]=16.5 must be an integer"),
         ({"structures": {}}, ValueError, "there must be at least one of each"),
         ({"seeds": []}, ValueError, "there must be at least one of each"),
         ({"structures": [Dense(), Dense()]}, ValueError, r"Dense\(\) is there twice"),
         ({"structures": [BTT().structure(16, 16)]}, TypeError, "must be a family"),
         ({"structures": [LowRank(rank=32)]}, ValueError, "LowRank.*width 16: .*rank=32"),
         ({"include": "9"}, ValueError, "9"),
-        ({"lr": -1.0}, ValueError, "lr=-1.0 must be positive"),
+        ({"lr": -1.0}, ValueError, "lr=-1.0 must be finite and not negative"),
     ],
 )
 def test_what_does_not_fit_is_named_before_anything_is_trained(changes, error, message):

@@ -5,7 +5,7 @@ import ast
 import math
 from dataclasses import MISSING, fields
 
-from .._compress.refine import MAX_STEPS
+from .._arguments import MAX_STEPS
 from .._families import FAMILIES, Family, family
 
 OPEN_SIZES = {"rank": 1, "blocks": 4}  # of a family whose size is chosen for each layer

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from .._arguments import require_bounded, require_choice, require_positive
+from .._arguments import checked, require_choice
 from .._families import Family, OneOf
 from .._model.decide import Decision, Spec, decide, list_targets, require_matrices
 from .._model.select import Patterns
@@ -28,7 +28,6 @@ from .allocation import (
     weigh_outputs,
 )
 from .calibration import Batches, Observed, observe
-from .refine import MAX_STEPS
 from .sensitivity import LOSSES, Loss
 from .sequential import Projected, project_in_order
 
@@ -125,6 +124,7 @@ def compress(
     return planned.apply()
 
 
+@checked
 def plan_compression(
     model: nn.Module,
     structure: Spec | Sequence[Family],
@@ -232,7 +232,7 @@ def _lack_values(decisions: Sequence[Decision], share: Share) -> bool:
 
 
 def _take_several(families: Sequence[Family], share: Share) -> OneOf:
-    if not families or not all(isinstance(each, Family) for each in families):
+    if not families:
         raise TypeError(
             f"structure={families!r} must be families such as [LowRank(rank=1), BTT()], or one"
         )
@@ -246,8 +246,6 @@ def _take_several(families: Sequence[Family], share: Share) -> OneOf:
 
 
 def _check_refine(refine: int, batches: Batches | None) -> None:
-    require_positive("refine", refine, least=0)
-    require_bounded("refine", refine, MAX_STEPS, "10^6")
     if refine and batches is None:
         raise ValueError(f"refine={refine} needs batches on which the model runs")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import require_bounded, require_module, require_positive
+from .._arguments import checked
 from .._model.outputs import find_tensors
 from .._model.survey import eval_mode
 from .._progress import Bar
@@ -20,7 +20,6 @@ from ..duality import promote
 from ..optim import param_groups
 from .calibration import check_batches, prepare_call
 from .padding import select_rows
-from .refine import MAX_STEPS
 
 WARMUP = 0.1  # of the steps, in which the rate rises; a cosine leads to zero afterwards
 JUDGEMENTS = 10  # passes over the held-out batches during the steps, evenly spread
@@ -38,6 +37,7 @@ class Distilled:
     kept: int  #: steps that the model as it is left has taken; 0: it is unchanged
 
 
+@checked
 def distill(
     model: nn.Module,
     teacher: nn.Module,
@@ -118,10 +118,6 @@ def distill(
     """
     _check_models(model, teacher)
     check_batches("batches", batches)
-    require_positive("steps", steps)
-    require_bounded("steps", steps, MAX_STEPS, "10^6")
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature={temperature!r} must be positive and finite")
     groups = param_groups(model, lr, weight_decay=weight_decay)
     judges, positions = _hold_out(batches, held_out, steps)
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
@@ -185,7 +181,6 @@ def distill(
 
 def _check_models(model: nn.Module, teacher: nn.Module) -> None:
     for name, given in (("model", model), ("teacher", teacher)):
-        require_module(name, given)
         without = [key for key, parameter in given.named_parameters() if parameter.is_meta]
         if without:
             raise ValueError(f"{name}: {without[0]!r} has no values (meta); load the weights first")

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from .._arguments import require_flags
 from .._families import Family, Split, label, structure_of
 from .._structure import Structure
 from .select import Patterns, Rule, find_first, find_rules
@@ -68,9 +67,7 @@ def decide(
         TypeError: something is no module, structure, pattern or flag.
     """
     require_replaceable(model)
-    require_flags(untie=untie)
     overrides, split = overrides or {}, split or {}
-    _check_types(structure, overrides, split)
     layers = linear_layers(model)
     if not layers:
         kinds = "nn.Linear, or transformers' Conv1D"
@@ -110,22 +107,6 @@ def decide(
             "untie=True: no layer that is converted shares its weight; include one, say 'head'"
         )
     return decisions
-
-
-def _check_types(
-    structure: Spec, overrides: Mapping[Any, Spec | None], split: Mapping[Any, int]
-) -> None:
-    if not isinstance(overrides, Mapping):
-        raise TypeError(
-            f"overrides={overrides!r} must be a mapping of patterns to structures, or to None"
-        )
-    if not isinstance(split, Mapping):
-        raise TypeError(f"split={split!r} must be a mapping of patterns to numbers of parts")
-    for spec in (structure, *(spec for spec in overrides.values() if spec is not None)):
-        if not isinstance(spec, Family | Structure):
-            raise TypeError(
-                f"structure={spec!r} must be a family such as BTT(rank=1), or a Structure"
-            )
 
 
 def _find_reason(

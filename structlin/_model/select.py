@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import Tensor, nn
 
 from .anatomy import find_ends
 from .survey import PROTECTED, ROLES, Layer, find_loose_matrices
@@ -48,7 +48,7 @@ def find_rules(
             expression.
     """
     rules = []
-    for pattern in _list_patterns(argument, patterns):
+    for pattern in list_patterns(argument, patterns):
         matches = _find_matches(pattern, layers)
         if not matches:
             hint = _suggest(pattern, layers, model)
@@ -77,12 +77,13 @@ def describe_pattern(pattern: Pattern) -> str:
     return f"the function {getattr(pattern, '__name__', repr(pattern))}"
 
 
-def _list_patterns(argument: str, patterns: Patterns) -> list[Pattern]:
-    alone = isinstance(patterns, str) or callable(patterns) or not isinstance(patterns, Iterable)
+def list_patterns(argument: str, patterns: Patterns) -> list[Pattern]:
+    alone = isinstance(patterns, str | Tensor) or not isinstance(patterns, Iterable)
+    alone = alone or callable(patterns)
     found: list[Pattern] = [patterns] if alone else list(patterns)  # type: ignore
     for pattern in found:
         text = isinstance(pattern, str) and pattern
-        if not text and (isinstance(pattern, type) or not callable(pattern)):
+        if not text and (isinstance(pattern, type | nn.Module) or not callable(pattern)):
             raise TypeError(
                 f"{argument}: {pattern!r} is no pattern: give a name, glob or role as text, "
                 "or a function (module, name) -> bool"

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._arguments import checked, require_real
 from .._families import Family, structure_of
 from .._product import to_dense
 from .._structure import Structure
@@ -24,6 +25,7 @@ OF_OUTPUTS = "g g^T / N of the gradients of a loss at the layer's outputs"
 BALANCING = 10  # passes over all pairs of cores
 
 
+@checked
 @torch.no_grad()
 def project(
     weight: Tensor,
@@ -88,8 +90,6 @@ def project(
     structure.require_matrix("project")
     _check_metric("covariance", covariance, weight.shape[1])
     _check_metric("output", output, weight.shape[0])
-    if sweeps < 0:
-        raise ValueError(f"sweeps={sweeps} must be at least 0")
 
     w = weight.detach().to(torch.float64)
     scale = w.abs().amax().item() or 1.0  # first, or the squares of huge numbers overflow
@@ -216,8 +216,7 @@ def _check_metric(name: str, values: Tensor | None, features: int) -> None:
             f"{name} has shape {tuple(values.shape)}; "
             f"it must be ({width}, {width}) = {(features, features)}{also}: {hint}"
         )
-    if not values.is_floating_point():
-        raise TypeError(f"{name} has dtype {values.dtype}; it must be real floating point")
+    require_real(name, values)
     if values.is_meta:
         raise ValueError(f"{name} is on the meta device: it has no values")
     if not values.isfinite().all():

@@ -14,11 +14,12 @@ Sources: Large et al. 2024 (arXiv:2405.14813), appendix B.2; Bernstein & Newhous
 """
 
 from collections.abc import Sequence
-from math import inf, sqrt
+from math import sqrt
 
 import torch
 from torch import Tensor, nn
 
+from .._arguments import checked
 from .._families import Family
 from .._linear import StructuredLinear
 from .._structure import Structure
@@ -46,6 +47,7 @@ class Linear(Atom):
     linear: nn.Linear | StructuredLinear
     masses: tuple[float, ...] | None = None  #: of the cores, relative to each other
 
+    @checked
     def __init__(self, in_features: int, out_features: int, *, mass: float = 1.0) -> None:
         super().__init__(mass)
         self.linear = nn.Linear(in_features, out_features, bias=False)
@@ -128,6 +130,7 @@ class Structured(Linear):
     [1.0, 2.0]
     """
 
+    @checked
     def __init__(
         self,
         in_features: int,
@@ -142,11 +145,8 @@ class Structured(Linear):
             in_features, out_features, structure, bias=False, init="orthogonal"
         )
         if masses is not None:
-            if not all(0 <= each < inf for each in masses) or not sum(masses) > 0:
-                raise ValueError(
-                    f"masses={masses!r} must not be negative but finite, and their sum, "
-                    "which divides, not zero"
-                )
+            if not sum(masses) > 0:
+                raise ValueError(f"masses={masses!r}: their sum, which divides, must not be zero")
             self.masses = tuple(masses)
         self.terms()  # refuses masses that do not fit
 
@@ -158,6 +158,7 @@ class Embed(Atom):
     tensor([1., 1.], grad_fn=<RoundBackward1>)
     """
 
+    @checked
     def __init__(self, tokens: int, width: int, *, mass: float = 1.0) -> None:
         super().__init__(mass)
         self.embedding = nn.Embedding(tokens, width)
@@ -201,6 +202,7 @@ class Conv2D(Atom):
     (torch.Size([2, 8, 5, 5]), [1.0])
     """
 
+    @checked
     def __init__(
         self, in_channels: int, out_channels: int, kernel: int = 3, *, stride: int = 1,
         padding: int | None = None, mass: float = 1.0,

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from .._arguments import checked
 from .module import Bond, Composite, Width, single
 
 Dims = int | tuple[int, ...]
@@ -85,6 +86,7 @@ class MeanSubtract(Bond):
     tensor([-1.,  1.])
     """
 
+    @checked
     def __init__(self, dim: Dims = -1) -> None:
         super().__init__()
         self.dim = dim
@@ -103,6 +105,7 @@ class RMSDivide(Bond):
 
     gamma = 2 / sqrt(3)
 
+    @checked
     def __init__(self, dim: Dims = -1) -> None:
         super().__init__()
         self.dim = dim
@@ -134,6 +137,7 @@ class FunctionalAttention(Bond):
 
     gamma = 3.0
 
+    @checked
     def __init__(self, *, causal: bool) -> None:
         super().__init__()
         self.causal = causal
@@ -165,6 +169,7 @@ class SplitHeads(Bond):
     torch.Size([5, 2, 3, 4])
     """
 
+    @checked
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.heads = heads

@@ -3,6 +3,7 @@
 Source: Large et al. 2024 (arXiv:2405.14813), appendix B.5 to B.7.
 """
 
+from .._arguments import checked
 from .atoms import Conv2D, Embed, Linear
 from .bonds import (
     Abs,
@@ -20,6 +21,7 @@ from .bonds import (
 from .module import Composite, Identity, Module
 
 
+@checked
 def residual(module: Module, depth: int) -> Module:
     """(1 - 1/L) Id + (1/L) M: of sensitivity 1 if M is, and with a sharpness that L of them in a
     row keep bounded.
@@ -27,11 +29,10 @@ def residual(module: Module, depth: int) -> Module:
     >>> residual(Linear(4, 4), depth=8).sensitivity
     1.0
     """
-    if depth < 1:
-        raise ValueError(f"depth={depth} of a residual network must be at least 1")
     return module if depth == 1 else (1 - 1 / depth) * Identity() + 1 / depth * module
 
 
+@checked
 def ResMLP(  # noqa: N802
     in_features: int,
     out_features: int,
@@ -61,6 +62,7 @@ def ResMLP(  # noqa: N802
     )
 
 
+@checked
 def ResNet(  # noqa: N802
     in_channels: int,
     out_features: int,
@@ -102,6 +104,7 @@ def Attention(  # noqa: N802
     return Linear(heads * d_value, width) @ MergeHeads() @ attended
 
 
+@checked
 def GPT(  # noqa: N802
     vocabulary: int,
     *,

@@ -9,17 +9,18 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from math import inf
 from typing import Any
 
 from torch import nn
 
+from .._arguments import checked
 from .._model.parameters import parameters_of
 from .._model.select import suggest_names
 from .._model.survey import ROLES, linear_layers, role_of
 from .module import Module
 
 
+@checked
 def masses(model: nn.Module, rules: Mapping[str, float] | None = None) -> dict[str, Any]:
     """The `masses` of an optimizer: layer name -> length of its step at lr = 1; a tuple, of each of
     its cores.
@@ -83,7 +84,7 @@ def _of_algebra(model: Module) -> dict[str, Any]:
 
 def _of_rules(model: nn.Module, rules: Mapping[str, float]) -> dict[str, float]:
     for rule, mass in rules.items():
-        if not 0 < mass < inf:
+        if not mass:
             raise ValueError(
                 f"rules: {rule!r} has mass {mass!r}; masses are positive and finite "
                 "(requires_grad_(False) freezes)"

@@ -21,10 +21,12 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .._arguments import checked, require_positive, show
 from ..duality import promote
 
 Width: TypeAlias = "int | tuple[Width, ...] | None"  #: number of features, where it is known
 Weights = Mapping[str, Tensor]  #: one tensor per parameter, by its name in `named_parameters`
+MOST_COPIES = 10_000
 Self = TypeVar("Self", bound="Module")
 
 
@@ -166,13 +168,13 @@ class Module(nn.Module):
         """
         raise NotImplementedError
 
+    @checked
     def tare(self: Self, mass: float = 1.0) -> Self:
         """Scale the masses of all its atoms so that it has this one, in place. Zero freezes it.
 
         Raises:
             ValueError: a negative mass; a module without any, whose mass can not be scaled.
         """
-        check_mass(mass)
         if not self.mass:
             raise ValueError(
                 f"tare({mass}): {type(self).__name__} has mass 0, which no factor changes"
@@ -188,6 +190,7 @@ class Module(nn.Module):
         for part in self.parts.values():
             part.reset_parameters()
 
+    @checked
     def norm(self, update: Weights) -> Tensor:
         """The modular norm of an update `{name: tensor}`, a 0-D tensor: the largest |w| / length of
         its weights.
@@ -201,6 +204,7 @@ class Module(nn.Module):
         ]
         return torch.stack(norms).amax() if norms else torch.zeros(())
 
+    @checked
     @torch.no_grad()
     def dualize(
         self, gradients: Weights | None = None, *, target: float = 1.0, method: str = "ns"
@@ -227,6 +231,7 @@ class Module(nn.Module):
             for term, length, g in measured
         }
 
+    @checked
     @torch.no_grad()
     def dual_norm(self, gradients: Weights | None = None) -> Tensor:
         """The largest inner product of `gradients` with an update of modular norm 1, a 0-D tensor:
@@ -253,7 +258,7 @@ class Module(nn.Module):
         gradients = self._gradients() if gradients is None else gradients
         steps = self.dualize(gradients, method="svd")
         products = [(promote(gradients[n]) * promote(step)).sum() for n, step in steps.items()]
-        return torch.stack(products).sum()
+        return torch.stack(products).sum() if products else torch.zeros(())
 
     def _gradients(self) -> dict[str, Tensor]:
         """Gradients of the weights that the norm measures, where they have one."""
@@ -265,6 +270,7 @@ class Module(nn.Module):
             )
         return gradients
 
+    @checked
     @torch.no_grad()
     def descend_(self, lr: float | Tensor, update: Weights | None = None) -> None:
         """W <- W - lr * update, by default `dualize()`: a step of modular norm `lr`.
@@ -273,12 +279,11 @@ class Module(nn.Module):
             ValueError: `lr` is negative or not finite; a name that is no weight of the module, or a
                 tensor of another shape. Nothing has changed.
         """
-        if not 0 <= lr < inf:
-            raise ValueError(f"lr={lr!r} must be finite and not negative")
         update = self.dualize() if update is None else update
         for term, _, step in self._measured(update):
             self.get_parameter(term.name).sub_(lr * step)
 
+    @checked
     def normalize(
         self, update: Weights, *, target: float = 1.0, per_vector: bool = False
     ) -> dict[str, Tensor]:
@@ -373,9 +378,10 @@ class Atom(Module):
     Linear in its weights and in its input, and well-normed: (0, 1, 0)-sharp.
     """
 
+    @checked
     def __init__(self, mass: float) -> None:
         super().__init__()
-        self._mass = check_mass(mass)
+        self._mass = float(mass)
 
     @property
     def attributes(self) -> Attributes:
@@ -449,10 +455,7 @@ class Power(Composite):
     none: the identity."""
 
     def __init__(self, module: Module, exponent: int) -> None:
-        if isinstance(exponent, bool) or not isinstance(exponent, int) or exponent < 0:
-            raise ValueError(
-                f"M ** {exponent!r}: the exponent is a number of copies, an integer of at least 0"
-            )
+        require_positive("M ** n: n", exponent, 0, MOST_COPIES)
         copies = [copy.deepcopy(module) for _ in range(exponent)]
         for each in copies:
             each.reset_parameters()
@@ -523,7 +526,7 @@ class Scale(Bond):
     def __init__(self, factor: float) -> None:
         super().__init__()
         if isinstance(factor, bool) or not isinstance(factor, int | float):
-            raise TypeError(f"a * M: a={factor!r} must be a number")
+            raise TypeError(f"a * M: a={show(factor)} must be a number")
         if factor == 0 or not abs(factor) < inf:
             raise ValueError(
                 f"a * M: a={factor!r} must be finite and not 0: the norm divides by sensitivities"
@@ -551,7 +554,7 @@ def as_module(value: Any) -> Module:
             if isinstance(value, nn.Module)
             else ""
         )
-        raise TypeError(f"{type(value).__name__} is no module of structlin.modular{hint}")
+        raise TypeError(f"{show(value)} is no module of structlin.modular{hint}")
     return value
 
 
@@ -566,12 +569,6 @@ def single(module: Module, width: Width) -> int | None:
             f"{type(module).__name__} takes one input, but it is given a tuple of {len(width)}"
         )
     return width
-
-
-def check_mass(mass: float) -> float:
-    if not 0 <= mass < inf:
-        raise ValueError(f"mass={mass!r} must be finite and not negative; 0 freezes a module")
-    return float(mass)
 
 
 def check_weights_once(module: Module) -> None:

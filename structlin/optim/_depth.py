@@ -11,13 +11,15 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from .._arguments import checked
 from .._linear import StructuredLinear
 from .._model.anatomy import blocks_of_parameters
 from .._model.parameters import named_modules, parameters_of
-from .._model.select import Patterns, find_rules
+from .._model.select import Patterns, find_rules, list_patterns
 from .._model.survey import linear_layers
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Depth:
     """Residual blocks `x + m * branch(x)` with m = D^-alpha, for a model of D times the blocks of
@@ -68,23 +70,24 @@ class Depth:
     ends: Patterns | None = None
 
     def __post_init__(self) -> None:
-        if self.base is not None and (not isinstance(self.base, int) or self.base < 1):
-            raise ValueError(f"base={self.base!r} must be a positive number of blocks")
         if self.blocks is not None and not isinstance(self.blocks, str):
             raise TypeError(
                 f"blocks={self.blocks!r} must be a glob over the names of the blocks, such as "
                 "'h.*'; their number in the model where lr was tuned is base="
             )
+        list_patterns("ends", () if self.ends is None else self.ends)
         if not 0.5 <= self.alpha <= 1:
             raise ValueError(
                 f"alpha={self.alpha!r} must be from 0.5 (depth-muP) to 1 (CompleteP): below, the "
                 "blocks' sum grows with depth; above, the blocks stop to matter"
             )
 
+    @checked
     def multiplier(self, model: nn.Module, base: nn.Module | None = None) -> float:
         """m, of the branches of `model`; `base` is the model where the rate was tuned."""
         return float(self.ratio(model, base) ** -self.alpha)
 
+    @checked
     @torch.no_grad()
     def scale_(self, model: nn.Module, base: nn.Module | None = None) -> nn.Module:
         """Multiply the weights and biases of the layers at the `ends` by m, in place; of a

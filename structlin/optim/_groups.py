@@ -1,11 +1,10 @@
 """Parameter groups: the dense model's learning rate, unchanged, for a converted one's cores."""
 
-from math import inf
 from typing import Any
 
 from torch import nn
 
-from .._arguments import require_choice, require_module
+from .._arguments import checked, require_choice
 from .._model.parameters import parameters_of
 from ..scaling import OPTIMIZERS
 from ._depth import Depth
@@ -13,6 +12,7 @@ from ._steps import Masses, share_masses
 from ._transfer import Base, Transfer
 
 
+@checked
 def param_groups(
     model: nn.Module,
     lr: float,
@@ -105,19 +105,11 @@ def param_groups(
     lr x8 0.008 0.1 ['0.cores.1']
     lr x1, no decay 0.001 0.0 ['0.bias']
     """
-    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
-        if isinstance(value, str):
-            raise TypeError(f"{name}={value!r} is text, as YAML reads 1e-3; it must be a number")
-    if not 0 < lr < inf:
+    if not lr:
         raise ValueError(f"lr={lr!r} must be positive and finite")
-    if not 0 <= weight_decay < inf:
-        raise ValueError(f"weight_decay={weight_decay!r} must be finite and not negative")
     require_choice("optimizer", optimizer, OPTIMIZERS)
-    require_module("model", model)
     if eps is not None and optimizer not in ("adam", "adamw"):
         raise ValueError(f"eps={eps!r}: optimizer={optimizer!r} has none, leave it out")
-    if eps is not None and not 0 <= eps < inf:
-        raise ValueError(f"eps={eps!r} must be finite and not negative")
     transfer = Transfer(
         model,
         base,

@@ -9,8 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from math import inf, sqrt
-from numbers import Real
+from math import sqrt
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from .._arguments import require_choice, require_flags
+from .._arguments import checked, fit, require_choice, require_keys
 from .._model.parameters import Weight
 from ..duality import Schedule, dual_embedding, spectral_bound
 from ._depth import Depth
@@ -132,6 +131,7 @@ class Muon(Optimizer):
     [('matrix', 0.02, 4), ('other', 0.001, 2)]
     """
 
+    @checked
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
@@ -159,20 +159,11 @@ class Muon(Optimizer):
         capturable: bool = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        if nonfinite not in NONFINITE:
-            raise ValueError(f"nonfinite={nonfinite!r} must be 'raise', 'skip' or 'ignore'")
+        require_choice("nonfinite", nonfinite, NONFINITE)
         if capturable and nonfinite != "ignore":
             raise ValueError(
                 f"capturable=True: nonfinite={nonfinite!r} waits for the device, 'ignore' does not"
             )
-        for option, given, kind in (
-            ("masses", masses, Mapping),
-            ("split", split, Mapping),
-            ("process_group", process_group, dist.ProcessGroup),
-        ):
-            if given is not None and not isinstance(given, kind):
-                wanted = "a dict such as {'*.c_attn': 3}" if kind is Mapping else "a ProcessGroup"
-                raise TypeError(f"{option}={given!r} must be {wanted}, or None")
         if model is None:
             if not isinstance(params, nn.Module):
                 raise ValueError("model=None: pass the module that owns the parameters as model=")
@@ -217,6 +208,7 @@ class Muon(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add the parameters of a dict (or module) `params`, as one group per kind of parameter;
         those of a kind that do not decay are a group of their own."""
+        require_keys("param_group", param_group, "params")
         group = {**self.defaults, **param_group}
         _check(group)
         if "lr_mult" in group and "kind" not in group:
@@ -471,6 +463,7 @@ class Muon(Optimizer):
             ValueError: the state is of another model; the message names what differs. Nothing has
                 changed.
         """
+        require_keys("state_dict", state_dict, "state", "param_groups")
         saved = [
             name for group in state_dict["param_groups"] for name in group.get("param_names", [])
         ]
@@ -543,32 +536,10 @@ def _is_adamw(group: dict[str, Any]) -> bool:
 
 
 def _check(group: dict[str, Any]) -> None:
-    require_flags(nesterov=group["nesterov"], capturable=group["capturable"])
-    for option in ("lr", "other_lr", "weight_decay", "eps", "momentum", "max_spectral_norm"):
-        value = group[option]
-        without = option == "max_spectral_norm" and value is None
-        if not without and not isinstance(value, Real | Tensor):
-            raise TypeError(f"{option}={value!r} is a {type(value).__name__}; take a number")
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(f"{option}={value!r}: a Tensor {option} must be 1-element")
-    if len(group["betas"]) != 2:
-        raise ValueError(f"betas={group['betas']!r} must be two numbers, such as (0.9, 0.95)")
-    for option in ("lr", "other_lr", "weight_decay", "eps"):
-        if not 0 <= group[option] < inf:
-            raise ValueError(
-                f"{option}={group[option]!r} is out of range: it must be at least 0 and finite"
-            )
-    if group["max_spectral_norm"] is not None and not 0 < group["max_spectral_norm"] < inf:
-        raise ValueError(
-            f"max_spectral_norm={group['max_spectral_norm']!r} must be positive and finite, or None"
-        )
+    group.update(fit(Muon.__init__, group))
     for option, values in (("momentum", [group["momentum"]]), ("betas", group["betas"])):
         if not all(0 <= value < 1 for value in values):
             raise ValueError(f"{option}={group[option]!r} is out of range: at least 0 and below 1")
-    if not isinstance(group["dtype"], torch.dtype | None):
-        raise TypeError(
-            f"dtype={group['dtype']!r} must be a torch.dtype, as torch.float32, or None"
-        )
     check_polar(group)
     for option, choices in (("adjust_lr_fn", SCALES), ("other", ("adamw", "sign"))):
         require_choice(option, group[option], choices)

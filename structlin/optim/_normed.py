@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from .._arguments import require_choice, require_flags
+from .._arguments import checked, require_choice, require_keys
 from .._model.parameters import Weight
 from ..duality import promote, spectral_bound
 from ._matrices import from_matrices, map_stacks, to_matrices
@@ -79,6 +79,7 @@ class Normed(Wrapper):
     nonfinite: str
     per_vector: bool = False
 
+    @checked
     def __init__(
         self,
         base: Optimizer,
@@ -89,16 +90,14 @@ class Normed(Wrapper):
         per_vector: bool = False,
         nonfinite: str = "raise",
     ) -> None:
-        if not isinstance(base, Optimizer) or isinstance(base, LBFGS):
+        if isinstance(base, LBFGS):
             name = type(base).__name__
             raise TypeError(f"base={name} must be a torch optimizer that makes one step at a time")
         if isinstance(base, Normed) or any("kind" in group for group in base.param_groups):
             name = type(base).__name__
             raise TypeError(f"base={name} makes steps of norm lr by itself: step it without Normed")
         require_choice("norm", norm, NORMS)
-        require_flags(per_vector=per_vector)
-        if nonfinite not in NONFINITE:
-            raise ValueError(f"nonfinite={nonfinite!r} must be 'raise', 'skip' or 'ignore'")
+        require_choice("nonfinite", nonfinite, NONFINITE)
         options = {"base": base, "model": model, "masses": masses, "norm": norm}
         self.__setstate__({**options, "per_vector": per_vector, "nonfinite": nonfinite})
         for group in base.param_groups:
@@ -113,6 +112,7 @@ class Normed(Wrapper):
         self._roster = Roster(self.model, self.masses)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        require_keys("param_group", param_group, "params")
         self._roster.read()  # the model may have grown
         params = param_group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from .._arguments import checked
 from .._model.parameters import parameters_of
 from .._warnings import warn
 from ._normed import Normed
@@ -26,6 +27,7 @@ KEPT = "keeps_ratios"  # of a group: its "lr" is the dense model's, its step's i
 _warned = WeakSet[Optimizer]()
 
 
+@checked
 def keep_ratios(optimizer: Optimizer, model: nn.Module | None = None) -> Optimizer:
     """An optimizer around `optimizer`, which keeps the ratios between the groups' rates.
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._arguments import require_module
+from .._arguments import require_module, require_positive
 from .._model.parameters import Weight, parameters_of
 
 Polar = Callable[[list[Weight], list[Tensor]], list[Tensor]]
@@ -72,8 +72,7 @@ def shard_placement_fn(model: nn.Module, world_size: int = 0) -> Callable[[nn.Pa
     hint = ": pass fully_shard what this makes, "
     hint += "shard_placement_fn=structlin.optim.shard_placement_fn(model, world_size)"
     require_module("model", model, hint)
-    if world_size < 1:
-        raise ValueError(f"world_size={world_size!r} must be at least 1")
+    require_positive("world_size", world_size)
     placements = WeakIdKeyDictionary()
     for info in parameters_of(model):
         parameter = info.parameter

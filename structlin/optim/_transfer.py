@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
+from .._arguments import require_choice
 from .._linear import StructuredLinear
 from .._model.parameters import (
     ParameterInfo,
@@ -82,13 +83,7 @@ class Transfer:
         weight_decay_scaling: str = "1/width",
         depth: Depth | None = None,
     ) -> None:
-        if weight_decay_scaling not in DECAYS:
-            raise ValueError(
-                f"weight_decay_scaling={weight_decay_scaling!r} is unknown; "
-                f"there are {', '.join(DECAYS)}"
-            )
-        if depth is not None and not isinstance(depth, Depth):
-            raise TypeError(f"depth={depth!r} must be a Depth, such as Depth(base=2)")
+        require_choice("weight_decay_scaling", weight_decay_scaling, DECAYS)
         _check_base(base, list(parameters_of(model)))
         self.optimizer, self.structure_aware = optimizer, structure_aware
         self.decay_power = DECAYS[weight_decay_scaling]
@@ -260,18 +255,10 @@ def _widths(owner: nn.Module, weight: Weight) -> tuple[int, int]:
 def _check_base(base: Base, infos: list[ParameterInfo]) -> None:
     if base is None or isinstance(base, nn.Module):
         return
-    if not isinstance(base, Mapping) or not all(
-        isinstance(width, int) for pair in base.items() for width in pair
-    ):
-        raise TypeError(
-            f"base={base!r} must be a model, or a mapping of widths such as {{1024: 128}}"
-        )
     present = {width for info in infos for width in info.parameter.shape}
     for info in infos:
         if info.weight.kind == "matrix":
             present.update(_widths(info.owner, info.weight))
-    for width, small in base.items():
-        if width < 1 or small < 1:
-            raise ValueError(f"base={base!r}: {width}: {small} is not a pair of positive widths")
+    for width in base:
         if width not in present:
             raise ValueError(f"base={base!r}: no parameter of the model has the width {width}")

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import product
-from operator import index
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,7 +14,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from .._arguments import take_positive
+from .._arguments import checked
 from .._convert import convert
 from .._families import Family, label
 from .._linear import StructuredLinear
@@ -31,6 +30,7 @@ Groups = list[dict[str, Any]]
 Train = Callable[[nn.Module, Groups, int], float | Tensor]
 
 
+@checked
 def run(
     build: Callable[[int], nn.Module],
     train: Train,
@@ -99,8 +99,7 @@ def run(
     [('Dense()', 16, 640), ('Einsum(alpha=0.5, gamma=0.5, epsilon=0.5, phi=0.5)', 16, 384)]
     """
     named = _name_structures(structures)
-    widths = take_positive("widths", widths, index)
-    seeds = [index(seed) for seed in seeds]
+    widths, seeds = list(widths), list(seeds)
     if not named or not widths or not seeds:
         raise ValueError(
             f"structures={[*named]}, widths={widths}, seeds={seeds}: there must be at least one of "

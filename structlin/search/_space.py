@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import product
 
-from .._arguments import require_positive
+from .._arguments import checked
 from .._families import Family, structure_of
 from .._structure import Structure
 from .._widths import divisors
@@ -115,7 +115,6 @@ class Einsum(Family):
             ("in_features", in_features, _INPUTS),
             ("out_features", out_features, _OUTPUTS),
         ):
-            require_positive(side, width)
             grown = {axis: getattr(self, name) for name, axis in axes.items()}
             grown = {axis: exponent for axis, exponent in grown.items() if exponent}
             found = _find_sizes(width, tuple(grown.values()))
@@ -153,6 +152,7 @@ class Measures:
     nu: float  #: of multiplications for each of the wider side's features: compute
 
 
+@checked
 @lru_cache(maxsize=4096)
 def measure(structure: Structure) -> Measures:
     """Parameter sharing, rank and compute of `structure` as exponents of its smaller width d.
@@ -207,6 +207,7 @@ def _rank(structure: Structure) -> int:
 Range = tuple[float, float]
 
 
+@checked
 def sample(
     in_features: int,
     out_features: int,
@@ -236,8 +237,6 @@ def sample(
     >>> all(point.structure(256, 256).flops < 2 * 256**2 for point in points)
     True
     """
-    for name, width in (("in_features", in_features), ("out_features", out_features), ("n", n)):
-        require_positive(name, width)
     ranges = {"omega": omega, "psi": psi, "nu": nu}
     for name, (low, high) in ranges.items():
         if not low <= high:

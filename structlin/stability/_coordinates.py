@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
-from operator import index
 from statistics import linear_regression
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._arguments import take_positive
+from .._arguments import checked
 from .._report import Table
 from ..duality import promote
 from ._common import (
@@ -149,6 +148,7 @@ class CoordinateCheck:
         return f"{self.table()}\n{verdict} (slopes within {self.tolerance:g})"
 
 
+@checked
 def coordinate_check(
     build: Callable[[int], nn.Module],
     widths: Iterable[int],
@@ -202,18 +202,12 @@ def coordinate_check(
     >>> sorted({slope.layer for slope in check.not_flat})
     ['2']
     """
-    widths, batches, seeds = (
-        sorted(set(take_positive("widths", widths, index))),
-        list(batches),
-        list(seeds),
-    )
+    widths, batches, seeds = sorted(widths), list(batches), list(seeds)
     if len(widths) < 2:
         raise ValueError(f"widths={widths}: a slope needs two different widths or more")
-    if not batches or not seeds or steps < 1:
-        counts = f"batches={len(batches)}, seeds={seeds}, steps={steps}"
+    if not batches or not seeds:
+        counts = f"batches={len(batches)}, seeds={seeds}"
         raise ValueError(f"{counts}: there must be at least one of each")
-    if not tolerance > 0:
-        raise ValueError(f"tolerance={tolerance!r} must be positive")
     sizes: dict[tuple[str, int, int], list[tuple[float, float]]] = defaultdict(list)
     earlier = WeakSet[nn.Module]()
     for width, seed in product(widths, seeds):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import require_values
+from .._arguments import checked, require_values
 from .._model.survey import run
 from .._report import Table
 from ._common import PathLike, format_number, new_figure, save_figure
@@ -96,6 +96,7 @@ class Log:
         return save_figure(figure, path)
 
 
+@checked
 @torch.no_grad()
 def metrics(model: nn.Module, batch: Any, *, before: nn.Module | None = None) -> Log:
     """Forward, dependency and update stability of every layer of `model`, on one batch, now.
@@ -139,6 +140,7 @@ def metrics(model: nn.Module, batch: Any, *, before: nn.Module | None = None) ->
     return Log(reader.finish())
 
 
+@checked
 @contextmanager
 def watch(model: nn.Module, *, every: int = 10) -> Iterator[Log]:
     """Fills a `Log` while the model trains inside of the block: a reading at each `every`-th step.
@@ -176,8 +178,6 @@ def watch(model: nn.Module, *, every: int = 10) -> Iterator[Log]:
     [(0, '0', True), (0, '1', False), (2, '0', True), (2, '1', False)]
     """
     require_values(model)
-    if every < 1:
-        raise ValueError(f"every={every!r} must be at least 1 step")
     if model._compiled_call_impl is not None:
         raise ValueError(
             "model was compiled by model.compile(): pass what torch.compile(model) returns instead"

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from .._arguments import take_positive
+from .._arguments import checked
 from .._report import Table
 from .._trials import check_row, describe_setting, final_loss, name_of, read_rows, write_rows
 from ._common import (
@@ -123,6 +122,7 @@ class Sweep:
         return f"{self.table()}\nthe best lr moves by: {text}"
 
 
+@checked
 def lr_sweep(
     build: Callable[[int], nn.Module],
     widths: Iterable[int],
@@ -169,9 +169,7 @@ def lr_sweep(
     >>> sweep.shifts  # plain SGD: 1 / width
     {16: 0.0, 64: -2.0}
     """
-    widths = take_positive("widths", widths, index)
-    lrs = take_positive("lrs", lrs, float)
-    seeds = [index(seed) for seed in seeds]
+    widths, lrs, seeds = list(widths), list(lrs), list(seeds)
     if not widths or not lrs or not seeds:
         raise ValueError(
             f"widths={widths}, lrs={lrs}, seeds={seeds}: there must be at least one of each"

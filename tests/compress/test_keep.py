@@ -139,7 +139,7 @@ def fail(model):
     ("arguments", "error", "message"),
     [
         ({"batches": TOKENS}, TypeError, "batches=Tensor must be an iterable of batches"),
-        ({"batches": 3}, TypeError, "batches=int"),
+        ({"batches": 3}, TypeError, "batches=3 must be an iterable"),
         ({"batches": []}, ValueError, "batches has no batch"),
         (
             {"batches": lambda model: None},
@@ -190,7 +190,7 @@ def fail(model):
             ValueError,
             "FLOPs per token; the smallest structures",
         ),
-        ({"structure": [BTT(), None]}, TypeError, "must be families such as"),
+        ({"structure": [BTT(), None]}, TypeError, "must be a family such as"),
         ({"structure": []}, TypeError, "must be families such as"),
         ({"structure": [BTT()], "keep": None}, ValueError, "keep=None.* measures no errors"),
         (

@@ -207,7 +207,7 @@ def test_blocks_in_two_places_have_to_be_named():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Depth(base=0), "base=0 must be a positive number of blocks"),
+        (lambda: Depth(base=0), "base=0 must be at least 1"),
         (lambda: Depth(base=2, alpha=0.4), r"alpha=0\.4 must be from 0\.5"),
         (lambda: Depth(base=2, alpha=1.5), r"alpha=1\.5 must be from 0\.5"),
         (lambda: Depth(base=2, alpha=float("nan")), "alpha=nan"),

@@ -258,7 +258,7 @@ def test_a_converted_gpt_trains(optimizer):
         ({"optimizer": "lion"}, "optimizer='lion' is unknown"),
         ({"lr": float("inf")}, "lr=inf"),
         ({"base": nn.Linear(3, 3)}, "base has no linear layer 'h.0.attn.c_attn'"),
-        ({"base": {64: -3}}, "64: -3 is not a pair of positive widths"),
+        ({"base": {64: -3}}, r"base\[64\]=-3 must be at least 1"),
         ({"base": {65: 16}}, "no parameter of the model has the width 65"),
     ],
 )

@@ -256,7 +256,7 @@ def test_a_cap_of_sharded_parameters_is_refused_by_name(monkeypatch):
     [
         ({"nothing": 3}, "split: 'nothing' matches no layer with a matrix"),
         ({"0": 5}, "split: '0' makes 24 features in 1 groups, which do not divide into 5 parts"),
-        ({"0": 0}, "into 0 parts"),
+        ({"0": 0}, r"split\['0'\]=0 must be at least 1"),
         ({"1": 3}, "split: '1' is a StructuredLinear, whose blocks"),
         ({"2": 2}, "split: '2' is a Conv1d, whose blocks"),
         ({"3": 4}, "split: '3' makes 24 features in 3 groups, which do not divide into 4 parts"),
@@ -571,10 +571,10 @@ def test_a_closure_gives_the_loss():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1}, "lr=-1 is out of range"),
-        ({"lr": float("inf")}, "lr=inf is out of range: it must be at least 0 and finite"),
+        ({"lr": -1}, "lr=-1 must be finite and not negative"),
+        ({"lr": float("inf")}, "lr=inf must be finite and not negative"),
         ({"lr": torch.tensor(float("nan"))}, r"lr=tensor\(nan\)"),
-        ({"lr": torch.ones(2)}, r"lr=tensor\(\[1\., 1\.\]\): a Tensor lr must be 1-element"),
+        ({"lr": torch.ones(2)}, r"lr=tensor\(\[1\., 1\.\]\) must be one number"),
         ({"momentum": 1.0}, r"momentum=1\.0"),
         ({"eps": -1}, "eps=-1"),
         ({"ns_steps": 0}, "ns_steps=0"),
@@ -583,12 +583,12 @@ def test_a_closure_gives_the_loss():
         ({"method": [(1, 2)]}, r"method=\[\(1, 2\)\] is no schedule"),
         ({"method": "muon"}, "method='muon' is unknown"),
         ({"betas": (0.9, 1.0)}, "betas="),
-        ({"betas": (0.9, 0.95, 0.99)}, r"betas=\(0\.9, 0\.95, 0\.99\) must be two numbers"),
+        ({"betas": (0.9, 0.95, 0.99)}, r"betas=\(0\.9, 0\.95, 0\.99\) must be 2 numbers"),
         ({"adjust_lr_fn": "mup"}, "adjust_lr_fn='mup' is unknown"),
         ({"other": "lion"}, "other='lion' is unknown"),
         ({"nonfinite": "warn"}, "nonfinite='warn'"),
         ({"masses": {"0": 0}}, "masses: '0' has 0"),
-        ({"masses": {"0": float("inf")}}, "masses: '0' has inf; masses are positive and finite"),
+        ({"masses": {"0": float("inf")}}, r"masses\['0'\]=inf must be finite"),
         ({"masses": {"0": (1, 2)}}, "masses: '0' is no structured layer"),
         ({"masses": {"7": 1}}, "masses: '7' matches no layer; the model has.* '0'"),
         ({"split": {"7": 2}}, "split: '7' matches no layer .*; the model has.* '0'"),
@@ -625,13 +625,13 @@ def test_parameters_that_do_not_fit_are_refused(make, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"split": 3}, r"split=3 must be a dict such as \{'\*\.c_attn': 3\}"),
-        ({"masses": 2.0}, "masses=2.0 must be a dict"),
+        ({"split": 3}, "split=3 must be a mapping"),
+        ({"masses": 2.0}, "masses=2.0 must be a mapping"),
         ({"dtype": "bfloat16"}, "dtype='bfloat16' must be a torch.dtype"),
         ({"process_group": "x"}, "process_group='x' must be a ProcessGroup"),
-        ({"max_spectral_norm": "2"}, "max_spectral_norm='2' is a str; take a number"),
-        ({"lr": "0.1"}, "lr='0.1' is a str; take a number"),
-        ({"momentum": None}, "momentum=None is a NoneType; take a number"),
+        ({"max_spectral_norm": "2"}, "max_spectral_norm='2' is text.*must be a number"),
+        ({"lr": "0.1"}, "lr='0.1' is text.*must be a number"),
+        ({"momentum": None}, "momentum=None must be a number"),
     ],
 )
 def test_arguments_of_another_type_are_refused_by_name(options, message):

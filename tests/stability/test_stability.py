@@ -510,7 +510,7 @@ def test_an_activation_that_is_not_finite_is_not_flat():
     ("changed", "error", "message"),
     [
         ({"widths": [64]}, ValueError, r"widths=\[64\]: a slope needs two"),
-        ({"widths": [64, -1]}, ValueError, r"widths=\[64, -1\]: -1 is not positive"),
+        ({"widths": [64, -1]}, ValueError, r"widths\[1\]=-1 must be at least 1"),
         ({"batches": []}, ValueError, "batches=0"),
         ({"steps": 0}, ValueError, "steps=0"),
         ({"tolerance": 0}, ValueError, "tolerance=0 must be positive"),
@@ -540,8 +540,8 @@ def test_an_activation_that_is_not_finite_is_not_flat():
         ),
         (
             {"widths": [2.5, 4]},
-            TypeError,
-            r"widths=\[2.5, 4\]: 'float' object cannot be interpreted as an integer",
+            ValueError,
+            r"widths\[0\]=2.5 must be an integer",
         ),
         (
             {"build": lambda width: nn.Sequential(*[nn.Linear(2, 2) for _ in range(width)])},
@@ -727,8 +727,8 @@ def test_a_sweep_is_plotted_and_a_best_rate_at_an_end_is_marked(tmp_path):
     ("changed", "error", "message"),
     [
         ({"widths": []}, ValueError, r"widths=\[\]"),
-        ({"lrs": [0.0]}, ValueError, r"lrs=\[0.0\]: 0.0 is not positive"),
-        ({"lrs": [math.inf]}, ValueError, "inf is not positive and finite"),
+        ({"lrs": [0.0]}, ValueError, r"lrs\[0\]=0.0 must be positive"),
+        ({"lrs": [math.inf]}, ValueError, r"lrs\[0\]=inf must be positive and finite"),
         ({"seeds": []}, ValueError, r"seeds=\[\]"),
         (
             {"train": lambda model, lr, width: None},

@@ -1,0 +1,89 @@
+"""Bad arguments: one clear error each, by `bad_inputs`, whose full run takes a minute."""
+
+from collections import Counter
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from structlin import (
+    BTT,
+    LowRank,
+    StructuredLinear,
+    distill,
+    divide,
+    lr_mult,
+    plan_compression,
+    save,
+)
+from structlin.modular import ReLU
+from structlin.optim import Muon
+from structlin.stability import lr_sweep
+from tests.faults.bad_inputs import CALLS, Case, converted, list_cases, try_all, try_case
+from tests.faults.common import FACTOR
+
+
+def test_bad_inputs_are_refused_clearly_and_none_hangs():
+    step = max(1, 23 // FACTOR)  # prime to the number of values, so that each has its turn
+    found = list(try_all(list_cases(list(CALLS))[::step]))
+    wrong = [each for each in found if each[1].kind in ("unnamed", "obscure", "accepted", "hang")]
+    assert len(wrong) <= len(found) // 300, wrong
+    assert not [each for each in wrong if each[1].kind == "hang"]
+    assert Counter(seen.kind for _, seen in found)["clear"] > 0.9 * len(found)
+
+
+def test_every_valid_call_is_accepted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save(converted(), "kept")
+    for function, make in CALLS.values():
+        function(**make())
+
+
+def test_the_program_tells_an_obscure_error_from_a_clear_one(monkeypatch):
+    monkeypatch.setitem(CALLS, "bare", (divide.__wrapped__, CALLS["divide"][1]))
+    assert try_case(Case("divide", "blocks", "'x'")).kind == "clear"
+    assert try_case(Case("bare", "blocks", "'x'")).kind == "obscure"
+    assert try_case(Case("bare", "blocks", "1.5")).kind == "clear"
+    assert try_case(Case("bare", "in_features", "True")).kind == "clear"  # 2 does not divide it
+    assert try_case(Case("bare", "unknown", "3")).kind == "python"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: StructuredLinear(8, 8, bias="False"), "bias='False' is a text"),
+        (lambda: StructuredLinear(8, 8, zero_init=[]), r"zero_init=\[\] is a list"),
+        (lambda: StructuredLinear(8, 8, dtype=torch.int8), "dtype=torch.int8 must be"),
+        (lambda: StructuredLinear(8, 8, device="gpu"), "device='gpu' cannot be used"),
+        (lambda: Muon(nn.Linear(2, 2), nesterov=nn), "nesterov=.* take True or False"),
+        (lambda: Muon(nn.Linear(2, 2), masses={0: 1.0}), "has a key 0; take str"),
+        (lambda: lr_mult(BTT(), 8, 2), r"core=BTT\(.*\) must be a Core"),
+        (lambda: ReLU() ** 10**30, "at most 10000"),
+        (
+            lambda: plan_compression(nn.Linear(8, 8), LowRank(rank=1), [], refine=10**30),
+            "refine=1.* must be at most",
+        ),
+        (
+            lambda: distill(nn.Linear(8, 8), nn.Linear(8, 8), [torch.ones(8)], steps=10**30),
+            "steps=1.* must be at most",
+        ),
+        (
+            lambda: lr_sweep(nn.Linear, [8], [0.1], len, seeds=count()),
+            r"seeds=count\(\d+\) has more than 10000 entries",
+        ),
+    ],
+)
+def test_an_argument_of_another_type_or_size_is_refused_by_name(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+def test_integers_of_numpy_become_pythons():
+    family = BTT(rank=np.int64(2), cores=np.int32(2))
+    layer = StructuredLinear(np.int64(16), np.int64(16), family)
+    numbers = family.rank, family.cores, layer.in_features, *divide(np.int64(8), 4, 2)
+    assert numbers == (2, 2, 16, 4, 2)
+    assert all(type(number) is int for number in numbers)
+    assert BTT(rank=(np.int64(2), 3), cores=3).to_dict()["rank"] == (2, 3)
