@@ -1,7 +1,7 @@
 """transformers: `save_pretrained` and `from_pretrained` of a converted model, as a quantiser.
 
-`convert` imports this module where transformers is in use. From then on every `save_pretrained`
-writes into the config which layers are structured. To load, **import structlin.hf before
+`convert` imports this module where transformers is in use, and writes into the model's config which
+layers are structured. Every `save_pretrained` does so again. To load, **import structlin.hf before
 from_pretrained**: it registers the quantiser "structlin". Without that import from_pretrained fails
 with a size mismatch of every structured layer's `weight`, because `save_pretrained` writes a row of
 bytes of that name. from_pretrained cannot go on with random weights, unless it is told to with
@@ -10,7 +10,7 @@ bytes of that name. from_pretrained cannot go on with random weights, unless it 
 
 import copy
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -24,6 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ._checkpoint import describe, restructure
 from ._linear import StructuredLinear
 from ._model.survey import build_dense_layer, linear_layers, swap
+from ._warnings import warn
 
 __all__ = ["declare"]
 METHOD = "structlin"
@@ -39,6 +40,10 @@ class StructlinConfig(QuantizationConfigMixin):
         self.quant_method = METHOD  # type: ignore[assignment]
         self.modules = modules or {}
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """transformers reads the config that a model holds as it reads one of JSON."""
+        return getattr(self, name, default)
+
 
 @register_quantizer(METHOD)
 class StructlinQuantizer(HfQuantizer):
@@ -46,13 +51,19 @@ class StructlinQuantizer(HfQuantizer):
 
     quantization_config: StructlinConfig
     state: Mapping[str, Any] | None = None  #: to save in place of the model's own
+    found: Collection[str] = ()  #: layers of the checkpoint, by their names in the model
 
     def _process_model_before_weight_loading(
-        self, model: PreTrainedModel, **options: Any
+        self, model: PreTrainedModel, checkpoint_files: Any = None, **options: Any
     ) -> PreTrainedModel:
-        modules = _match_names(model, self.quantization_config.modules)
-        swap(model, restructure(model, modules))
-        guards = [rf"(^|\.){re.escape(name)}\.{GUARD}$" for name in modules]
+        described = self.quantization_config.modules
+        modules = _match_names(model, described)
+        if checkpoint_files:  # where a guard has transformers refuse a layer that stays dense
+            modules = _leave_other_widths(model, modules)
+        swap(model, restructure(model, describe(model) | modules))
+        self.found = set(modules)
+        names = {*described, *modules}
+        guards = [rf"(^|\.){re.escape(name)}\.{GUARD}$" for name in names]
         kind: type[Any] = list if __version__.startswith("4.") else set
         model._keys_to_ignore_on_load_unexpected = kind(
             [*(model._keys_to_ignore_on_load_unexpected or ()), *guards]
@@ -71,21 +82,27 @@ class StructlinQuantizer(HfQuantizer):
             name: hasattr(parameter, "_is_hf_initialized") for name, parameter in parameters.items()
         }
         if any(loaded.values()):
-            _refuse_lost(name for name in loaded if not loaded[name])
+            self._refuse_lost(name for name in loaded if not loaded[name])
+        declare(model)
         return model
 
     def update_missing_keys(
         self, model: PreTrainedModel, missing_keys: list[str], prefix: str
     ) -> list[str]:
         """transformers 4 calls this with what it does not find in the file."""
-        _refuse_lost(missing_keys)
+        self._refuse_lost(missing_keys)
         return missing_keys
+
+    def _refuse_lost(self, parameters: Iterable[str]) -> None:
+        inside = tuple(f"{name}." for name in self.found)
+        if lost := [name for name in parameters if name.startswith(inside)]:
+            text = "the checkpoint lacks parameters of structured layers"
+            raise ValueError(f"{text}: {', '.join(lost[:5])}")
 
     def get_state_dict_and_metadata(
         self, model: PreTrainedModel, *args: Any, **options: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """`save_pretrained` calls this before it writes the config."""
-        _write_config(model)
         given, self.state = self.state, None
         state = dict(model.state_dict() if given is None else given)
         for name, module in model.named_modules(remove_duplicate=False):
@@ -121,7 +138,9 @@ class StructlinQuantizer(HfQuantizer):
 def declare(model: nn.Module) -> None:
     """Tell each model of transformers in `model`, itself included, which layers are structured.
 
-    `convert`, `densify` and every `save_pretrained` call it.
+    `convert`, `densify` and every `save_pretrained` call it. The config of each that is in no other
+    one says so too, for `from_pretrained(None, config=model.config, state_dict=...)`. Call it first
+    where layers were put into a model by hand, or only a part of the model was converted.
 
     >>> from transformers import GPT2Config, GPT2Model
     >>> from structlin import BTT, convert
@@ -131,16 +150,16 @@ def declare(model: nn.Module) -> None:
     >>> list(model.hf_quantizer.quantization_config.modules)
     ['h.0.mlp.c_fc']
     """
-    for part in model.modules():
-        if not isinstance(part, PreTrainedModel):
-            continue
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    inner = {module for part in parts for module in part.modules() if module is not part}
+    for part in parts:
         modules = describe(part)
-        own = getattr(part, "hf_quantizer", None)
         if modules:
             part.hf_quantizer = StructlinQuantizer(StructlinConfig(modules))  # type: ignore[assignment]
-        elif isinstance(own, StructlinQuantizer):
+        elif isinstance(getattr(part, "hf_quantizer", None), StructlinQuantizer):
             del part.hf_quantizer
-            _write_config(part)
+        if part not in inner:
+            _write_config(part, StructlinConfig(modules) if modules else None)
 
 
 _save_pretrained = PreTrainedModel.save_pretrained
@@ -166,14 +185,16 @@ def _declare_and_save(
 PreTrainedModel.save_pretrained = _declare_and_save  # type: ignore[method-assign]
 
 
-def _write_config(model: PreTrainedModel) -> None:
-    """Give `model` a config of its own that says what its quantiser says: others may share its."""
+def _write_config(model: PreTrainedModel, said: StructlinConfig | None) -> None:
+    """Give `model` a config of its own that says `said`: others may share its."""
     shared: Any = model.config
+    if said is None and not isinstance(
+        getattr(shared, "quantization_config", None), StructlinConfig
+    ):
+        return
     own = copy.copy(shared)
-    quantizer = getattr(model, "hf_quantizer", None)
-    if quantizer is not None:
-        own.quantization_config = quantizer.quantization_config
-    elif hasattr(own, "quantization_config"):
+    own.quantization_config = said
+    if said is None:
         del own.quantization_config
     for module in model.modules():
         if vars(module).get("config") is shared:
@@ -185,34 +206,53 @@ def _match_names(
 ) -> dict[str, dict[str, Any]]:
     """`modules` by their names in `model`, which may be the saved model's body, or have it as such.
 
-    As transformers does with weights, layers of another head are left out.
+    As transformers does with weights, layers that `model` lacks are left out.
+
+    Raises:
+        ValueError: it lacks them all.
     """
     prefix = f"{model.base_model_prefix}."
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
     has_head = any(name.startswith(prefix) for name in modules)
-    found = {}
+    found, lost = {}, []
     for name, data in modules.items():
-        own = next(
-            (own for own in (name, name.removeprefix(prefix), prefix + name) if own in names), name
-        )
-        if own in names or name.startswith(prefix) or not has_head:
+        places = name, name.removeprefix(prefix), prefix + name
+        own = next((own for own in places if own in names), None)
+        if own is not None:
             found[own] = data
+        elif name.startswith(prefix) or not has_head:  # not of another head
+            lost.append(name)
+    if lost:
+        text = f"{type(model).__name__} lacks structured layers of the checkpoint"
+        if not found:
+            raise ValueError(f"{text}, all of them: {', '.join(lost[:5])}; load what was saved")
+        warn(f"{text}, which are left out: {', '.join(lost[:5])}")
     return found
 
 
-def _find_cores(parameters: Iterable[str]) -> list[str]:
-    return [name for name in parameters if re.search(r"\.(cores|scales)\.\d+$", name)]
+def _leave_other_widths(
+    model: PreTrainedModel, modules: Mapping[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """`modules` without those that are dense in `model` and have other widths there.
+
+    They stay dense, which transformers refuses without `ignore_mismatched_sizes`: see `GUARD`.
+    """
+    left = {}
+    for layer in linear_layers(model):
+        for name in set(layer.names) & modules.keys():
+            saved = modules[name].get("in_features"), modules[name].get("out_features")
+            same = saved == (layer.in_features, layer.out_features)
+            if not same and not isinstance(layer.module, StructuredLinear):
+                left[name] = f"{name} ({saved[0]} -> {saved[1]})"
+    if left:
+        text = f"{type(model).__name__} has other widths than structured layers of the checkpoint"
+        warn(f"{text}, and keeps dense ones: {', '.join([*left.values()][:5])}")
+    return {name: data for name, data in modules.items() if name not in left}
 
 
 def _refuse_offloaded(parameters: Iterable[str]) -> None:
-    if cores := _find_cores(parameters):
+    if cores := [name for name in parameters if re.search(r"\.(cores|scales)\.\d+$", name)]:
         raise ValueError(
             f"device_map offloads cores of structured layers: {', '.join(cores[:5])}; accelerate "
             "does not bring them back when their layer is called: give them a device"
         )
-
-
-def _refuse_lost(parameters: Iterable[str]) -> None:
-    lost = _find_cores(parameters)
-    if lost:
-        raise ValueError(f"the checkpoint lacks cores of structured layers: {', '.join(lost[:5])}")

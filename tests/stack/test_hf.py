@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
-import structlin.hf  # noqa: F401  # which `put_in` below does not import
+import structlin.hf  # which `put_in` below does not import
 from benchmarks.zoo import MODELS, logits
 from structlin import (
     BTT,
@@ -89,7 +89,7 @@ def test_a_checkpoint_without_a_scale_is_refused(tmp_path):
     state = load_file(file)
     del state[next(name for name in state if name.endswith("scales.1"))]
     save_file(state, file, {"format": "pt"})
-    with pytest.raises(ValueError, match=r"lacks cores of structured layers: .*scales\.1"):
+    with pytest.raises(ValueError, match=r"lacks parameters of structured layers: .*scales\.1"):
         type(model).from_pretrained(tmp_path)
 
 
@@ -257,15 +257,69 @@ def test_a_converted_head_does_not_keep_the_body_from_loading(tmp_path):
     assert structures(alone) == structures(model.model) != {}
 
 
-def test_a_body_with_layers_that_the_checkpoint_lacks_is_refused(tmp_path):
-    converted("llama").save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
-    with pytest.raises(
-        ValueError,
-        match=r"model\.layers\.1\.self_attn\.q_proj': the model has no such linear layer",
-    ):
+LACKING = {  # saved model, what is structured, options of loading, what the loaded one lacks
+    "pooler": ("vit", ["ffn", "*pooler*"], {}, "pooler.dense"),
+    "layers": ("llama", "*mlp*", {"num_hidden_layers": 1}, "layers.1.mlp"),
+}
+
+
+@pytest.mark.parametrize("case", LACKING)
+def test_structured_layers_that_a_model_lacks_are_left_out_as_dense_ones_are(case, tmp_path):
+    name, include, options, lacks = LACKING[case]
+    whole = MODELS[name]()
+    body = type(getattr(whole, whole.base_model_prefix))(whole.config)
+    convert(body, BTT(), include=include).save_pretrained(tmp_path)
+    assert any(lacks in layer for layer in structures(body))
+    with pytest.warns(UserWarning, match=f"lacks structured layers .* left out: {lacks}"):
+        loaded = type(whole).from_pretrained(tmp_path, **options)
+    part = getattr(loaded, loaded.base_model_prefix)
+    kept = {layer: s for layer, s in structures(body).items() if lacks not in layer}
+    assert structures(part) == kept != {}
+    assert all(torch.equal(body.get_parameter(x), p) for x, p in part.named_parameters())
+    again = type(whole).from_pretrained(None, config=loaded.config, state_dict=loaded.state_dict())
+    assert structures(again) == structures(loaded)
+
+
+def test_a_model_that_lacks_all_structured_layers_is_refused(tmp_path):
+    convert(MODELS["llama"](), BTT(), include="lm_head").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"LlamaModel lacks .* all of them: lm_head; load"):
         AutoModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.skipif(transformers.__version__ < "5", reason="structlin.hf refuses, with flag too")
+def test_layers_of_other_widths_need_ignore_mismatched_sizes_and_stay_dense(tmp_path):
+    model = converted("llama", include="*")
+    model.save_pretrained(tmp_path)
+    options = {"intermediate_size": 2 * model.config.intermediate_size}
+    text = r"other widths .* dense ones: model\.layers\.0\.mlp"
+    with pytest.warns(UserWarning, match=text), pytest.raises(RuntimeError, match="mismatch"):
+        type(model).from_pretrained(tmp_path, **options)
+    options |= {"ignore_mismatched_sizes": True}
+    with pytest.warns(UserWarning, match=text):
+        loaded = type(model).from_pretrained(tmp_path, **options)
+    kept = {name: s for name, s in structures(model).items() if "mlp" not in name}
+    assert structures(loaded) == kept != {}
+    assert logits(loaded, "llama").isfinite().all()
+    loaded.save_pretrained(tmp_path / "again")
+    again = type(model).from_pretrained(tmp_path / "again")
+    assert torch.equal(logits(again, "llama"), logits(loaded, "llama"))
+
+
+@pytest.mark.parametrize("in_part", [False, True])
+def test_a_state_and_the_config_of_a_converted_model_make_it_again(in_part):
+    model = converted_in_part("encoder")[1] if in_part else converted("bert")
+    if in_part:
+        structlin.hf.declare(model)
+    again = type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict())
+    assert torch.equal(logits(again, "bert"), logits(model, "bert"))
+
+
+def test_a_dense_model_of_the_config_of_a_converted_one_is_saved_as_dense(tmp_path):
+    model = converted("llama")
+    dense = type(model)(model.config)
+    dense.save_pretrained(tmp_path)
+    assert not structures(type(model).from_pretrained(tmp_path))
+    assert hasattr(model.config, "quantization_config")
 
 
 def test_a_dense_model_that_shares_the_config_is_saved_as_dense(tmp_path):
@@ -331,8 +385,19 @@ def test_a_checkpoint_that_lacks_cores_is_an_error(tmp_path):
     )
     with pytest.raises(
         ValueError,
-        match=r"lacks cores of structured layers: model\.layers\.0\.mlp\.up_proj\.cores\.0",
+        match=r"lacks parameters of structured layers: model\.layers\.0\.mlp\.up_proj\.cores\.0",
     ):
+        type(model).from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("lost", ["bias", "gains"])
+def test_a_checkpoint_that_lacks_a_bias_or_gains_is_an_error(lost, tmp_path):
+    model = converted("gpt2", weight_norm=True)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = {x: t for x, t in load_file(file).items() if not x.endswith(f"h.0.mlp.c_fc.{lost}")}
+    save_file(state, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"lacks parameters .*: transformer\.h\.0.*\.{lost}"):
         type(model).from_pretrained(tmp_path)
 
 
@@ -353,6 +418,29 @@ def test_a_class_that_converts_starts_what_a_dense_checkpoint_lacks_as_a_new_lay
 
     MODELS["gpt2"]().save_pretrained(tmp_path)
     check_new(Converting.from_pretrained(tmp_path).transformer.h[0].mlp.c_fc)
+
+
+def test_a_structured_head_starts_anew_or_as_init_weights_says_on_a_structured_body(tmp_path):
+    class Headed(type(MODELS["llama"]().model)):
+        def __init__(self, config):
+            super().__init__(config)
+            widths = config.hidden_size, config.hidden_size
+            self.top, self.own = StructuredLinear(*widths, BTT()), StructuredLinear(*widths, BTT())
+            self.post_init()
+
+        def _init_weights(self, module):
+            super()._init_weights(module)
+            if module is getattr(self, "own", None):
+                torch.nn.init.constant_(module.cores[0], 3)
+
+    body = converted("llama").model
+    body.save_pretrained(tmp_path)
+    headed = Headed.from_pretrained(tmp_path)
+    check_new(headed.top)
+    assert (headed.own.cores[0] == 3).all()
+    found = structures(headed)
+    assert {name: found[name] for name in found if name not in ("top", "own")} == structures(body)
+    assert all(torch.equal(headed.get_parameter(x), p) for x, p in body.named_parameters())
 
 
 @pytest.mark.parametrize("quantized", [False, True])
