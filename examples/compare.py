@@ -35,6 +35,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, dataclass, fields
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median
@@ -240,6 +241,7 @@ def make_run(
     config |= {"width": width, "structure": structure.label if structure else "none"}
     changes = attention_of(options) if structure else {}
     config |= {"attention": options.attention or ATTENTION} if changes else {}
+    config |= {"amp": True} if options.amp else {}
     label = structure.label if structure else "dense"
     flops = forward_flops(task, width, structure, **changes)
     return Run(name, label, width, structure, changes, flops, config, options.out / f"{name}.pt")
@@ -383,6 +385,7 @@ def train(task: Task, run: Run, base: Run, options: argparse.Namespace) -> Itera
         for name, part in (("model", model), ("optimizer", optimizer), ("schedule", schedule)):
             part.load_state_dict(state[name])
     forward = torch.compile(model) if options.compile else model
+    products = partial(torch.autocast, torch.device(device).type, torch.bfloat16, options.amp)
     every = max(1, options.steps // EVALUATIONS)
     done = len(history["losses"])
     if done:
@@ -390,7 +393,8 @@ def train(task: Task, run: Run, base: Run, options: argparse.Namespace) -> Itera
     for step in range(done, options.steps):
         inputs, targets = (part.to(device) for part in task.batch(step))
         start = time.perf_counter()
-        loss = F.cross_entropy(forward(inputs).flatten(0, -2), targets.flatten())
+        with products():
+            loss = F.cross_entropy(forward(inputs).flatten(0, -2), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -398,7 +402,8 @@ def train(task: Task, run: Run, base: Run, options: argparse.Namespace) -> Itera
         history["losses"].append(loss.item())
         history["times"].append(time.perf_counter() - start)
         if (step + 1) % every == 0 or step + 1 == options.steps:
-            history["evaluations"].append([step + 1, *evaluate(model, task.heldout, device)])
+            with products():
+                history["evaluations"].append([step + 1, *evaluate(model, task.heldout, device)])
             state = {"config": run.config, "history": history}
             state |= {
                 "model": model.state_dict(),
@@ -595,6 +600,7 @@ def arguments(about: str, data: str, defaults: dict[str, Any]) -> argparse.Argum
     parser.add_argument("--seed", type=seed, help="default: %(default)s")
     parser.add_argument("--device", type=working, help="default: %(default)s")
     parser.add_argument("--compile", action="store_true", help="use torch.compile")
+    parser.add_argument("--amp", action="store_true", help="products in bfloat16, by autocast")
     parser.add_argument(
         "--out", metavar="DIR", type=Path, help="for checkpoints, plot and results.json"
     )

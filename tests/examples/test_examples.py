@@ -433,3 +433,22 @@ def test_muon_trains_dense_and_structured_at_one_rate(text, tmp_path):
     assert [row["run"] for row in rows] == RUNS
     assert all(row["lr"] == [0.002, compare.MUON_LR] for row in rows)
     assert all(row["bits/char"] < 3.5 for row in rows)  # log2(30 characters) is 4.9
+
+
+def test_with_amp_the_products_are_bfloat16_and_the_parameters_are_not(
+    text, tmp_path, capsys, monkeypatch
+):
+    options = [*GPT, "--data", str(text), "--steps", "2", "--out", str(tmp_path)]
+    plain, seen = compare.F.cross_entropy, set()
+
+    def watch(logits, *rest, **how):
+        seen.add(logits.dtype)
+        return plain(logits, *rest, **how)
+
+    monkeypatch.setattr(compare.F, "cross_entropy", watch)
+    train_gpt.main([*options, "--amp"])
+    assert seen == {torch.bfloat16}
+    state = torch.load(tmp_path / "structured.pt", weights_only=True)
+    assert {value.dtype for value in state["model"].values()} == {torch.float32}
+    capsys.readouterr()
+    assert "amp is True there and None here" in error_of(train_gpt.main, capsys, *options)
