@@ -316,7 +316,8 @@ def _count_classes(layer: nn.Module, rows: Tensor) -> int:
     if isinstance(classes, int):
         return classes
     x = rows[:1]
-    with torch.no_grad():
+    cast = torch.autocast(x.device.type, cache_enabled=False) if _autocast(x) else nullcontext()
+    with torch.no_grad(), cast:  # torch 2.10 would keep the weights cast here, without gradients
         logits = layer(x)
     _check_logits(layer, x, logits)
     return int(logits.shape[1])
