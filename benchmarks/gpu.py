@@ -683,9 +683,8 @@ def goals_table(rows: Rows) -> Table:
             if row["kind"] == "layer" and (row["structure"], row["width"]) == (name, width)
             if row["dtype"] == "bfloat16" and row["variant"] in ("layer", "stages", "graph")
         ]
-        line = {"goal": f"{name}, {width}"}
-        if mine:
-            line[f"{SHARE:.0%} is"] = f"{SHARE * mine[0]['speed'] / mine[0]['share']:.2f}x"
+        wanted = f"{SHARE * mine[0]['speed'] / mine[0]['share']:.2f}x" if mine else ""
+        line = {"goal": f"{name}, {width}", f"{SHARE:.0%} is": wanted}
         for way in ("nn.Linear", *WAYS.values()):
             line[way] = cells.get((line["goal"], way), "not measured")
         reached = max((row["share"] for row in mine), default=0.0) >= SHARE

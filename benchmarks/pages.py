@@ -256,9 +256,11 @@ def front_speeds() -> str:
     return table(["", *structures], lines)
 
 
-NO_GPU = """Triton kernels for NVIDIA GPUs exist (`pip install triton`). They pass in Triton's interpreter and compile for sm_80, sm_90 and sm_100,
-but are **untested on GPU**. `python -m benchmarks.gpu` checks, tunes and measures them where there is one.
-"""  # noqa: E501
+NO_GPU = """\
+Triton kernels for NVIDIA GPUs exist (`pip install triton`). They pass in Triton's interpreter
+and compile for sm_80, sm_90 and sm_100, but are **untested on GPU**. `benchmarks/gpu_run.sh`
+checks, tunes and measures them.
+"""
 
 
 def show_gpu() -> str:

@@ -3,6 +3,8 @@ one row, and the run says so at its end."""
 
 import argparse
 import math
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import gpu, pages
+from benchmarks import gpu, gpu_steps, pages
 from benchmarks.harness import race, record, timing
 from benchmarks.speed import layer
 from structlin import BTT, Monarch
@@ -284,3 +286,40 @@ def test_the_table_of_goals_says_which_speed_a_goal_is_and_whether_it_is_reached
     assert columns["nn.Linear"] == ["1000 us", "not measured"]
     assert columns["StructuredLinear"] == ["2.00x (40%)", "not measured"]
     assert columns[""] == ["reached", "NOT reached"]
+
+
+# ---- benchmarks/gpu_run.sh -----------------------------------------------------------------------
+
+PYTHON = """#!/bin/bash
+[[ $2 == benchmarks.gpu_steps && $3 == gate ]] && exec {python} "$@"
+echo "$@" >> {log}
+[[ $2 == benchmarks.gpu && $3 == --smoke ]] || exit 0
+mkdir "$5"
+echo '{{"kind": "self-test", "dtype": "bfloat16", "faults": {faults}}}' > "$5/gpu.jsonl"
+echo '{{"kind": "layer", "variant": "layer"}}' >> "$5/gpu.jsonl"
+exit 1
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("faults", ["[]", '["a product is wrong"]'], ids=["right", "wrong"])
+def test_the_first_part_stops_at_its_gate_only_where_the_kernels_are_wrong(tmp_path, faults):
+    python, log, out = tmp_path / "python", tmp_path / "log", tmp_path / "out"
+    python.write_text(PYTHON.format(python=sys.executable, log=log, faults=faults))
+    python.chmod(0o755)
+    where = {"OUT": str(out), "PYTHON": str(python)}
+    found = subprocess.run(
+        ["bash", "benchmarks/gpu_run.sh", "a"],
+        cwd=pages.ROOT, env=os.environ | where, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    ran = log.read_text()
+    assert "benchmarks.gpu --smoke" in ran
+    assert ("benchmarks.speed.layer --device cuda" in ran) == (faults == "[]")
+    if faults == "[]":
+        assert found.stdout.endswith("== failed: smoke\n")
+        assert {"gpu.log", "layer.log", "triton_tiles.json"} <= {
+            each.name for each in out.iterdir()
+        }
+    else:
+        assert found.returncode == gpu_steps.STOP
+        assert "a product is wrong" in found.stdout

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 
-from benchmarks import ahead, gpu
+from benchmarks import ahead, gpu, gpu_steps
 from benchmarks.harness.record import RESULTS
 from structlin import BTT, Family, Kronecker, Monarch, StructuredLinear, _product
 from structlin._kernels import triton_check, triton_gemm, triton_op, triton_stages
@@ -608,6 +608,17 @@ def test_the_tiles_of_both_hopper_cards_are_compiled_ahead(monkeypatch):
     assert len(ahead.tables_of(90)) == 1
     monkeypatch.setitem(triton_gemm.TILES, h100, {"tuned": {"half product 1 1 1 4 1": list(FAST)}})
     assert {*ahead.tables_of(90).values()} == {h100, h200}
+
+
+def test_what_is_collected_for_a_gpu_comes_back_from_its_file(target, monkeypatch, tmp_path):
+    todo = [("self_test", partial(gpu.self_test, dtype=dtype)) for dtype in ("float32", "bfloat16")]
+    monkeypatch.setattr(gpu, "jobs", lambda widths, names: todo)
+    assert gpu_steps.collect(tmp_path, [16], ["BTT r=1"]) > 4
+    launches = ahead.Launches(triton_gemm._product)
+    for arguments, options in json.loads((tmp_path / gpu_steps.FILE).read_text()):
+        options = {name: gpu_steps.live(each) for name, each in options.items()}
+        launches[(1,)](*map(gpu_steps.live, arguments), **options)
+    assert launches.found.keys() == ahead.collect(90, todo).keys()
 
 
 @pytest.mark.slow
