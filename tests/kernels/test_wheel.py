@@ -156,7 +156,7 @@ def test_a_wheels_libraries_are_built_by_their_options_and_loaded(shipped, monke
 
 
 PACKAGED = """
-import sys, torch
+import sys, torch, torch._inductor.codecache  # which torch 2.10 forgets
 model = torch._inductor.aoti_load_package(sys.argv[1])
 x, y = torch.load(sys.argv[2])
 torch.testing.assert_close(model(x), y)
