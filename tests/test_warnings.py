@@ -14,10 +14,10 @@ from structlin import (
     compress,
     convert,
     distill,
-    param_groups,
     plan_compression,
 )
 from structlin.moe import Mixture
+from structlin.optim import Muon
 
 X = torch.randn(40, 16)
 
@@ -38,7 +38,7 @@ def call_with_more_than_tensors(model):
 
 
 def set_one_rate(model):
-    optimizer = torch.optim.AdamW(param_groups(convert(model, BTT()), lr=1e-3))
+    optimizer = Muon(convert(model, BTT()))
     for group in optimizer.param_groups:
         group["lr"] = 1e-3
     return optimizer
