@@ -234,8 +234,10 @@ def require_number(name: str, value: Any, positive: bool = False) -> float:
 
 def require_one_number(name: str, value: Tensor) -> Tensor:
     require_real(name, value)
-    if value.numel() != 1 or not 0 <= value < inf:
-        raise ValueError(f"{name}={value!r} must be one number, finite and not negative")
+    if value.numel() != 1:
+        raise ValueError(f"{name}={value!r}: a Tensor {name} must be 1-element")
+    if not 0 <= value < inf:
+        raise ValueError(f"{name}={value!r} must be finite and not negative")
     return value
 
 

@@ -574,7 +574,7 @@ def test_a_closure_gives_the_loss():
         ({"lr": -1}, "lr=-1 must be finite and not negative"),
         ({"lr": float("inf")}, "lr=inf must be finite and not negative"),
         ({"lr": torch.tensor(float("nan"))}, r"lr=tensor\(nan\)"),
-        ({"lr": torch.ones(2)}, r"lr=tensor\(\[1\., 1\.\]\) must be one number"),
+        ({"lr": torch.ones(2)}, r"lr=tensor\(\[1\., 1\.\]\): a Tensor lr must be 1-element"),
         ({"momentum": 1.0}, r"momentum=1\.0"),
         ({"eps": -1}, "eps=-1"),
         ({"ns_steps": 0}, "ns_steps=0"),
