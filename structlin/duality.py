@@ -108,7 +108,7 @@ def dualize(
         return matrix.clone()
     if dtype is None:
         dtype = torch.promote_types(matrix.dtype, torch.float32)
-    narrower = torch.finfo(dtype).max < torch.finfo(matrix.dtype).max
+    narrower = torch.finfo(dtype).tiny > torch.finfo(matrix.dtype).tiny  # in its exponents
     x = (_of_unit_size(matrix) if narrower else matrix).to(dtype)
     if is_small(x, method):
         stacks = [x.reshape(-1, *x.shape[-2:])]
