@@ -52,7 +52,7 @@ from benchmarks.speed.variants import families
 from structlin import _product
 from structlin._kernels import triton_op, triton_stages
 
-# By architecture, the GPUs whose tiles are taken, and their shared memory
+# The GPUs whose tiles are taken for each architecture, and their shared memory
 GPUS = {
     80: ("NVIDIA A100-SXM4-80GB",),
     90: ("NVIDIA H100 80GB HBM3", "NVIDIA H200"),

@@ -63,7 +63,7 @@ from structlin import (
 
 Result = TypeVar("Result")
 
-# By order of importance: forward + backward, bfloat16, 16384 tokens. The goal of each is SHARE of
+# The most important first: forward + backward, bfloat16, 16384 tokens. The goal of each is SHARE of
 # the roofline of its kernels on the card that is found.
 GOALS = [
     ("BTT r=1", 4096),
@@ -249,7 +249,7 @@ class Rows:
         print(f"{kind:10} {show}" if show else line, file=self.terminal, flush=True)
 
     def fail(self, what: str, failure: Exception, *, kind: str = "error", **content: Any) -> None:
-        """Of the job, `what` has failed; "" is all of it."""
+        """Note that `what` of the job has failed; "" is all of it."""
         first = (str(failure).splitlines() or [type(failure).__name__])[0]
         show = f"{self.job}{', ' * bool(what)}{what}: {first[:200]}"
         self.add(kind, show, job=self.job, what=what, error=str(failure), **content)
@@ -324,7 +324,7 @@ def jobs(
     far_tokens: int = FAR_TOKENS,
     table: Path | None = None,
 ) -> list[Job]:
-    """By order of importance.
+    """The jobs, the most important first.
 
     Args:
         dtype, tokens: what is timed.

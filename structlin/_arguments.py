@@ -13,7 +13,7 @@ from math import inf
 from numbers import Integral, Real
 from os import fspath
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ _RANGES = {  # of the integers that do not go from 1 to `LARGEST`
     "tokens": (0, LARGEST),
 }
 _POSITIVE = {"lrs", "max_spectral_norm", "seconds", "temperature", "tolerance"}
+_UNBOUNDED = {"nu", "omega", "psi", "seconds", "tolerance"}  # where infinity is a bound
 _SAY_MORE = {"dense", "keep"}  # where they are refused
 _WORDS = {  # beside the names of types
     Callable: "a function",
@@ -116,11 +117,15 @@ def _read_kinds(function: Callable[..., Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def _list_kinds(hint: Any) -> tuple[Any, ...]:
+    if isinstance(hint, NewType):
+        return _list_kinds(hint.__supertype__)
     if isinstance(hint, TypeVar):
         return _list_kinds(hint.__bound__ if isinstance(hint.__bound__, type) else Any)
     if get_origin(hint) in (Union, UnionType):
         return tuple(kind for part in get_args(hint) for kind in _list_kinds(part))
-    return (hint,)
+    kind: Any = get_origin(hint) or hint
+    asked = isinstance(kind, type) and not getattr(kind, "_is_protocol", False)
+    return (hint if asked else Any,)  # a value can not be asked whether it is of other hints
 
 
 def _fit(name: str, value: Any, kinds: tuple[Any, ...], argument: str) -> Any:
@@ -137,8 +142,10 @@ def _fit(name: str, value: Any, kinds: tuple[Any, ...], argument: str) -> Any:
         if _is_of(value, origin):
             return _fit_inside(name, value, kind, argument)
     if bool in kinds:  # "False" would be true
-        kind = "text" if isinstance(value, str) else type(value).__name__
-        raise ValueError(f"{name}={show(value)} is a {kind}; take True or False")
+        if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
+            return bool(value)
+        kind = "a text" if isinstance(value, str) else f"of type {type(value).__name__}"
+        raise ValueError(f"{name}={show(value)} is {kind}; take True or False")
     if isinstance(value, str) and float in kinds:
         raise TypeError(f"{name}={value!r} is text, as YAML reads 1e-3; it must be a number")
     shown = type(value).__name__ if {*kinds} <= {nn.Module, NoneType} else show(value)
@@ -165,15 +172,16 @@ def _fit_inside(name: str, value: Any, kind: Any, argument: str) -> Any:
     if kind is int:
         return require_positive(name, value, *_RANGES.get(argument, (1, LARGEST)))
     if kind is float:
-        return require_number(name, value, positive=argument in _POSITIVE)
+        most = inf if argument in _UNBOUNDED else sys.float_info.max
+        return require_number(name, value, argument in _POSITIVE, most)
     if argument == "path" and value is not None and not fspath(value):
         raise ValueError(f"{name}={value!r} is empty")
     if isinstance(value, Mapping) and len(inner) == 2:
-        for key, each in value.items():
+        for key in value:
             if inner[0] in (int, str) and not _is_of(key, inner[0]):
                 raise TypeError(f"{name}={show(value)} has a key {key!r}; take {inner[0].__name__}")
-            _fit(f"{name}[{key!r}]", each, _list_kinds(inner[1]), argument)
-        return value
+        kinds = _list_kinds(inner[1])
+        return {key: _fit(f"{name}[{key!r}]", value[key], kinds, argument) for key in value}
     numbers = inner[:1] in ((int,), (float,)) and isinstance(value, Iterable)
     if not inner or not (numbers or isinstance(value, tuple | list)):
         return value
@@ -181,7 +189,8 @@ def _fit_inside(name: str, value: Any, kind: Any, argument: str) -> Any:
         raise ValueError(f"{name}={show(value)} must be {len(inner)} numbers")
     kinds, given = _list_kinds(inner[0]), value
     if numbers:  # which may come from a generator without an end
-        given = list(islice(value, _MOST_NUMBERS + 1))
+        given = value.tolist() if isinstance(value, Tensor) and not value.is_meta else value
+        given = list(islice(given, _MOST_NUMBERS + 1))
         if len(given) > _MOST_NUMBERS:
             raise ValueError(f"{name}={show(value)} has more than {_MOST_NUMBERS} entries")
     entries = [_fit(f"{name}[{n}]", each, kinds, argument) for n, each in enumerate(given)]
@@ -223,12 +232,14 @@ def require_positive(name: str, value: Any, least: int = 1, most: int = LARGEST)
     return int(value)
 
 
-def require_number(name: str, value: Any, positive: bool = False) -> float:
+def require_number(
+    name: str, value: Any, positive: bool = False, most: float = sys.float_info.max
+) -> float:
     """`value` as a number of Python."""
-    if not 0 <= value <= sys.float_info.max or (positive and not value):
+    if not 0 <= value <= most or (positive and not value):
         bound = "positive and finite" if positive else "finite and not negative"
         raise ValueError(f"{name}={value!r} must be {bound}")
-    plain = isinstance(value, float) or (isinstance(value, int) and value < LARGEST)
+    plain = type(value) is float or (type(value) is int and value < LARGEST)
     return value if plain else float(value)  # torch takes no int of more than 64 bits
 
 

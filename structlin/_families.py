@@ -10,6 +10,7 @@ well: the structure is then larger than the layer, and the layer slices.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
+from inspect import isfunction
 from math import prod
 from typing import Any
 
@@ -48,7 +49,7 @@ class Family(ABC):
                 f"class {cls.__name__}: structlin has a family of that name; take another"
             )
         FAMILIES[cls.__name__.lower()] = cls
-        if "structure" in vars(cls):
+        if isfunction(vars(cls).get("structure")):
             cls.structure = checked(cls.structure)  # type: ignore[method-assign]
 
     @abstractmethod

@@ -52,8 +52,9 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
             see `WeightView`.
 
     Raises:
-        ValueError: the structure does not fit the widths; `init` is unknown; a text for a flag; W
-            is asked for (`to_dense`, `weight`, mode "dense") of a structure that has none.
+        ValueError: the structure does not fit the widths; `init` is unknown; a flag is neither True
+            nor False; W is asked for (`to_dense`, `weight`, mode "dense") of a structure that has
+            none.
         TypeError: `structure` is neither a family nor a `Structure`.
 
     >>> from structlin import BTT

@@ -68,7 +68,7 @@ def linear_cross_entropy(
     Raises:
         ValueError: a label outside the vocabulary; shapes, devices or options that do not fit; a
             sharded layer (FSDP2): call this in the forward of the module that `fully_shard` got; a
-            layer that computes with a parameter that is not its own.
+            layer that computes with a parameter that is not its own; a `Mixture` that learns.
         TypeError: an argument of another type or dtype.
         RuntimeError: a second derivative, fullgraph=True, or a transform of torch.func.
 
@@ -396,7 +396,7 @@ def _check(
     reduction: str,
     chunk: int | None,
 ) -> None:
-    if any(isinstance(part, Mixture) for part in layer.modules()):
+    if torch.is_grad_enabled() and any(isinstance(part, Mixture) for part in layer.modules()):
         kind = type(layer).__name__
         raise ValueError(f"layer={kind}: a mixture's balance is that of all tokens; take {INSTEAD}")
     if not input.is_floating_point():

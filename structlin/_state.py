@@ -35,6 +35,10 @@ class DescribedModule(nn.Module):
         if value and getattr(self, "_undrawn", False):
             self._draw(_has_values)
 
+    @_is_hf_initialized.deleter
+    def _is_hf_initialized(self) -> None:
+        vars(self).pop("_is_hf_initialized", None)
+
     def _draw(self, keeps: Callable[[Tensor], bool]) -> None:
         """Draw all parameters anew but those that `keeps` is true of, and set `_undrawn`."""
         raise NotImplementedError
@@ -71,6 +75,8 @@ class DescribedModule(nn.Module):
             )
         told = (missing_keys, unexpected_keys, error_msgs)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *told)
+        if local_metadata.get("assign_to_params_buffers"):
+            self._undrawn = False
 
 
 def is_guarded(parameter: Tensor) -> bool:

@@ -64,7 +64,8 @@ class InPlaceOfLinear(nn.Module):
         return WeightView(self)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        if name == "weight" or isinstance(param, WeightView):  # which pruning would take as its own
+        named = name == "weight" and param is not None
+        if named or isinstance(param, WeightView):  # which pruning would take as its own
             _refuse_change(f"parameter {name!r}", WeightView(self))
         super().register_parameter(name, param)
 

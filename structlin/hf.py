@@ -97,7 +97,8 @@ class StructlinQuantizer(HfQuantizer):
         inside = tuple(f"{name}." for name in self.found)
         if lost := [name for name in parameters if name.startswith(inside)]:
             text = "the checkpoint lacks parameters of structured layers"
-            raise ValueError(f"{text}: {', '.join(lost[:5])}")
+            way = "if it is a dense model's, take a config without quantization_config"
+            raise ValueError(f"{text}: {', '.join(lost[:5])}; {way}")
 
     def get_state_dict_and_metadata(
         self, model: PreTrainedModel, *args: Any, **options: Any

@@ -465,3 +465,14 @@ def test_a_compiled_layer_makes_one_choice_for_all_numbers_of_tokens():
 def test_hyperparameters_are_given_by_name(kind, values):
     with pytest.raises(TypeError, match="positional"):
         kind(*values)
+
+
+def test_a_layer_on_meta_that_was_loaded_by_assignment_keeps_what_it_got():
+    with torch.device("meta"):
+        layer = StructuredLinear(16, 16, BTT())
+    layer.load_state_dict(StructuredLinear(16, 16, BTT()).state_dict(), assign=True)
+    before = [core.detach().clone() for core in layer.cores]
+    layer._is_hf_initialized = True  # as transformers sets it
+    assert all(map(torch.equal, layer.cores, before))
+    del layer._is_hf_initialized
+    layer.register_parameter("extra", None)

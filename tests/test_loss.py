@@ -544,3 +544,9 @@ def test_a_gradient_that_would_be_lost_is_refused():
     with pytest.raises(ValueError, match=r"shape \(40,\) .* not in layer.parameters"):
         linear_cross_entropy(x, layer, target)
     assert linear_cross_entropy(x.detach(), layer.requires_grad_(False), target) > 0
+
+
+def test_a_mixture_has_a_loss_where_nothing_learns():
+    x, y, head = torch.randn(6, 12), torch.randint(40, (6,)), Mixture(12, 40)
+    with torch.no_grad():
+        torch.testing.assert_close(linear_cross_entropy(x, head, y), F.cross_entropy(head(x), y))

@@ -338,3 +338,10 @@ def test_int8_cores_cannot_be_trained_or_started_afresh():
         quantize(layer)
     with pytest.raises(TypeError, match=r"x has dtype torch\.float64, the cores have"):
         layer(torch.randn(2, 8, dtype=torch.float64))
+
+
+def test_a_pickle_from_before_layers_knew_their_dtype_is_one_of_float32():
+    model = quantize(nn.Sequential(StructuredLinear(16, 16, BTT())))
+    expected = model(torch.ones(2, 16))
+    del vars(model[0])["dtype"]
+    assert torch.equal(model(torch.ones(2, 16)), expected)

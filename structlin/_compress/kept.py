@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+SMALL = 2**12  # numbers of a tensor that are compared: torch's version tells no write to `.data`
 _OF_TORCH = frozenset(vars(nn.Module()))  # attributes of every module
 
 
@@ -72,7 +73,7 @@ class Kept:
         changed = [
             n
             for n, (x, version) in enumerate(zip(self._tensors, self._versions, strict=True))
-            if x._version != version
+            if x._version != version or (x.numel() <= SMALL and not torch.equal(x, self._values[n]))
         ]
         found = Changes(
             [(store, _copy(store)) for store, _ in stores],
@@ -88,7 +89,11 @@ class Kept:
         """Change what a run has changed."""
         for store, content in changes.stores:
             store.clear()
-            store.update(content) if isinstance(store, dict) else store.extend(content)
+            if isinstance(store, dict):
+                for key, value in content.items():  # some dicts refuse `update`
+                    store[key] = value
+            else:
+                store.extend(content)
         for n, values in changes.tensors:
             self._tensors[n].copy_(values)
 

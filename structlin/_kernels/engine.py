@@ -353,12 +353,14 @@ def _lock_folder(folder: Path) -> Iterator[None]:
     global _held
     with (folder / "lock").open("w") as file:
         _held = file
-        with suppress(OSError):
-            if not _try_lock(file):
-                with _announce(f"another process builds its CPU engine into {folder}, waiting"):
-                    _wait_for_lock(file)
-        yield
-    _held = None
+        try:
+            with suppress(OSError):
+                if not _try_lock(file):
+                    with _announce(f"another process builds its CPU engine into {folder}, waiting"):
+                        _wait_for_lock(file)
+            yield
+        finally:
+            _held = None
 
 
 def _try_lock(file: IO[str]) -> bool:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .._arguments import checked, require_choice
 from .._model.parameters import parameters_of
@@ -15,7 +15,7 @@ from ._transfer import Base, Transfer
 @checked
 def param_groups(
     model: nn.Module,
-    lr: float,
+    lr: float | Tensor,
     *,
     optimizer: str = "adam",
     weight_decay: float = 0.0,

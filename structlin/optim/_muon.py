@@ -43,9 +43,8 @@ _KINDS = (  # the groups of a Muon: what a parameter is, and whether it decays
     ("embedding", False),
     ("other", False),
 )
-_Move = tuple[
-    dict[str, Any], list[Tensor], list[Tensor]
-]  # a group, its parameters, their directions
+# a group, its parameters, their directions
+_Move = tuple[dict[str, Any], list[Tensor], list[Tensor]]
 LARGEST_VALUE = 1.5  # root mean square of the singular values of a polar factor, which are near 1
 SMALLEST_PART = 2**17  # numbers that step together at least: fewer do not keep a device busy
 
@@ -397,8 +396,8 @@ class Muon(Optimizer):
                 )
 
     def _largest_norm(self, group: dict[str, Any], parameter: Tensor) -> float:
-        """Of its polar factors: the root of their rank, with some slack. A function as method need
-        only be finite."""
+        """The largest norm that its polar factors can have: the root of their rank, with some
+        slack. What a function as method gives need only be finite."""
         if callable(group["method"]):
             return torch.finfo(torch.float32).max
         weight = self._roster.weights[parameter]
@@ -536,7 +535,8 @@ def _is_adamw(group: dict[str, Any]) -> bool:
 
 
 def _check(group: dict[str, Any]) -> None:
-    group.update(fit(Muon.__init__, group))
+    options = {name: value for name, value in group.items() if name != "params"}
+    group.update(fit(Muon.__init__, options))
     for option, values in (("momentum", [group["momentum"]]), ("betas", group["betas"])):
         if not all(0 <= value < 1 for value in values):
             raise ValueError(f"{option}={group[option]!r} is out of range: at least 0 and below 1")

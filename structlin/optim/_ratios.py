@@ -37,7 +37,8 @@ def keep_ratios(optimizer: Optimizer, model: nn.Module | None = None) -> Optimiz
     keep the ratios.
 
     From now on step and save what this returns: `optimizer` by itself refuses to step. Call it
-    before a scheduler is made, and before `load_state_dict`. Register hooks on what it returns.
+    before a scheduler is made, and before `load_state_dict`. Register hooks on what it returns;
+    torch's global hooks see its step and the step inside.
     Where rates are tensors, each group has its own. For `Muon` "lr" is the rate of the matrices,
     and the other parameters keep the ratio of `other_lr` to it.
 
@@ -96,6 +97,12 @@ class KeptRatios(Wrapper):
                 f"{type(base).__name__}.step would step every group at the dense rate: step what "
                 "keep_ratios returned, optimizer = structlin.keep_ratios(optimizer)"
             )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """An option of the optimizer, such as Muon's `nonfinite`, is its own."""
+        own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        own = own or not hasattr(self.base, name)
+        super().__setattr__(name, value) if own else setattr(self.base, name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "base":  # GradScaler asks for abilities that are private

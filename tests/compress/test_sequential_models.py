@@ -288,6 +288,8 @@ class Keeping(nn.Module):
             skip, scale = x.tanh(), x.detach().abs().amax()
             if self.place == "buffer":
                 self.scale.copy_(scale)
+            if self.place == "data of a buffer":
+                self.scale.data.copy_(scale)
             if self.place == "list":
                 self.pair.clear()
                 self.pair += [skip, scale]
@@ -298,6 +300,7 @@ class Keeping(nn.Module):
     def recall(self):
         places = {
             "buffer": self.scale.clone(),
+            "data of a buffer": self.scale.clone(),
             "object": self.context.scale,
             "list": self.pair[-1:],
         }
@@ -309,7 +312,7 @@ class Context:
     scale = None
 
 
-@pytest.mark.parametrize("place", ["dict", "buffer", "list", "object"])
+@pytest.mark.parametrize("place", ["dict", "buffer", "data of a buffer", "list", "object"])
 def test_what_a_model_keeps_while_it_runs_is_that_of_each_batch_alone(place):
     batches = [n * torch.randn(10 + n, WIDTH) for n in range(1, 5)]
     plain, keeping = Keeping(""), Keeping(place)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from itertools import count
+from typing import Literal, NewType
 
 import numpy as np
 import pytest
@@ -10,16 +11,20 @@ from torch import nn
 
 from structlin import (
     BTT,
+    Family,
     LowRank,
+    Structure,
     StructuredLinear,
     distill,
     divide,
     lr_mult,
+    param_groups,
     plan_compression,
     save,
 )
 from structlin.modular import ReLU
 from structlin.optim import Muon
+from structlin.search import sample
 from structlin.stability import lr_sweep
 from tests.faults.bad_inputs import CALLS, Case, converted, list_cases, try_all, try_case
 from tests.faults.common import FACTOR
@@ -54,7 +59,7 @@ def test_the_program_tells_an_obscure_error_from_a_clear_one(monkeypatch):
     ("call", "message"),
     [
         (lambda: StructuredLinear(8, 8, bias="False"), "bias='False' is a text"),
-        (lambda: StructuredLinear(8, 8, zero_init=[]), r"zero_init=\[\] is a list"),
+        (lambda: StructuredLinear(8, 8, zero_init=[]), r"zero_init=\[\] is of type list"),
         (lambda: StructuredLinear(8, 8, dtype=torch.int8), "dtype=torch.int8 must be"),
         (lambda: StructuredLinear(8, 8, device="gpu"), "device='gpu' cannot be used"),
         (lambda: Muon(nn.Linear(2, 2), nesterov=nn), "nesterov=.* take True or False"),
@@ -78,6 +83,43 @@ def test_the_program_tells_an_obscure_error_from_a_clear_one(monkeypatch):
 def test_an_argument_of_another_type_or_size_is_refused_by_name(call, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call()
+
+
+class Static(Family):
+    """Its method needs no family."""
+
+    @staticmethod
+    def structure(i: int, o: int) -> Structure:
+        return Structure("i -> o", "o i", i=i, o=o)
+
+
+Width = NewType("Width", int)
+
+
+class Hinted(Family):
+    """Hints that only a type checker understands."""
+
+    def structure(self, in_features: Width, out_features: Literal[16]) -> Structure:
+        return Static.structure(in_features, out_features)
+
+
+def test_families_with_other_methods_and_hints_are_families():
+    for family in (Static(), Hinted()):
+        assert StructuredLinear(16, 16, family)(torch.ones(16)).shape == (16,)
+
+
+def test_what_is_legal_is_taken():
+    assert StructuredLinear(8, 8, bias=np.False_).bias is None
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    groups = [{"params": model.scale}, {"params": model[0].weight}]
+    assert len(Muon(groups, model=model).param_groups) == 2
+    assert param_groups(model, torch.tensor(0.1))[0]["lr"] == 0.1
+    muon = Muon(model, masses={"0": np.float64(2)})
+    assert type(muon.masses["0"]) is float
+    sweep = lr_sweep(lambda n: nn.Linear(n, n), 2 ** torch.arange(2), torch.ones(2), lambda *_: 1.0)
+    assert sorted({row.width for row in sweep.rows}) == [1, 2]
+    assert len(sample(16, 16, 1, omega=(0, np.inf))) == 1
 
 
 def test_integers_of_numpy_become_pythons():
