@@ -193,9 +193,9 @@ struct Layer {
       if (rounded) {
         const Index rows = step.batch * step.out;
         const auto wide = std::is_same_v<F, double> ? ScalarType::Double : ScalarType::Float;
-        STD_TORCH_CHECK(
-            scales[t].numel() == rows && scales[t].scalar_type() == wide && scales[t].is_contiguous(),
-            "structlin: the scales of core ", t, " have another size, dtype or order than the program and x ask for");
+        STD_TORCH_CHECK(scales[t].numel() == rows && scales[t].scalar_type() == wide && scales[t].is_contiguous(),
+                        "structlin: the scales of core ", t,
+                        " have another size, dtype or order than the program and x ask for");
         core.rounded = static_cast<const int8_t*>(numbers);
         core.scales = static_cast<const F*>(scales[t].data_ptr());
         if (!is_gemv()) core.data = scale_rows<Held<S>>(core.rounded, core.scales, rows, step.in, memory[t]);

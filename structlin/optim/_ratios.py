@@ -139,12 +139,16 @@ class KeptRatios(Wrapper):
 
         if closure is not None:
             options["closure"] = call
-        self._stepping = True
+        self._allow_step(True)
         try:
             return self.base.step(**options)
         finally:
-            self._stepping = False
+            self._allow_step(False)
             self._restore(rates)
+
+    def _allow_step(self, allowed: bool) -> None:
+        if not torch.compiler.is_compiling():  # where nobody asks
+            self._stepping = allowed
 
     def _multiply(self) -> list[Any]:
         """Give each group the rate of its step; returns the dense rates."""
