@@ -9,19 +9,17 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
-from itertools import chain, product
+from itertools import product
 from math import exp
 from statistics import fmean, geometric_mean
 from typing import Any
 
 from benchmarks.harness.record import read
-from benchmarks.harness.report import interval, rate, same
+from benchmarks.harness.report import interval, same
 from benchmarks.harness.statistics import one, select
 from benchmarks.papers.summary import count_verdicts
-from benchmarks.speed import activation as step_activation
-from benchmarks.speed import parts as step_parts
 from benchmarks.speed.layer import FEW
-from benchmarks.training import gpt_seconds, lr_transfer, muon_vs_adamw, self_guided, transfer
+from benchmarks.training import gpt_seconds, lr_transfer, transfer
 
 Row = dict[str, Any]
 MARKER = re.compile(r"<!-- n:(\w+)\.(\w+) -->(.*?)<!-- /n -->", re.DOTALL)
@@ -132,28 +130,6 @@ def model() -> dict[str, str]:
     }
 
 
-def parts() -> dict[str, str]:
-    left = step_parts.parts_of_whole(read("parts")["shares"]["rows"])
-    remedies = step_parts.parts_of_whole(read("parts")["remedies"]["rows"])
-    heads = select(read("parts")["heads"]["rows"], tokens=max(step_parts.TOKENS_ALONE))
-    found = {}
-    for name, head in (("dense", "nn.Linear"), ("btt", "BTT r=1")):
-        (plain,), (ours,) = (
-            select(heads, head=head, name=way) for way in ("all logits", "in chunks")
-        )
-        found[f"{name}_chunks"] = f"{ours['x']['median']:.1f}"
-        found[f"{name}_memory"] = percent(ours["peak_bytes"] / plain["peak_bytes"])
-    return found | {
-        "both": f"{1 / remedies['both']:.2f}",
-        "linear": percent(1 - left["linear layers (BTT r=1)"]),
-        "head": percent(1 - left["head and loss"]),
-    }
-
-
-def activation() -> dict[str, str]:
-    return {"most": percent(max(step_activation.bounds(read("activation")["rows"])))}
-
-
 def peers() -> dict[str, str]:
     """Our speed over that of other packages."""
     rows = [row for row in read("peers")["rows"] if "structlin_x" in row]
@@ -262,49 +238,6 @@ def head_rates(result: Row) -> dict[str, str]:
     return found
 
 
-def muon() -> dict[str, str]:
-    """Muon beside AdamW, and what was tried around its step."""
-    result = read("muon_vs_adamw")
-    rows = result["table"]
-    reached = [
-        step / rows[0]["steps"] for row in rows for step in row["muon_steps_to_adamws_loss"] if step
-    ]
-    losses = muon_vs_adamw.setting_losses(result["settings"])
-    usual, shorter, *_ = (losses["characters", "BTT r=1", each] for each in muon_vs_adamw.SETTINGS)
-    ahead = [ours < theirs for ours, theirs in zip(shorter, usual, strict=True)]
-    tuned = select(result["tuned"], structure="BTT r=1", way="all of it")
-    adamw = one(rows, task="GPT", structure="BTT r=1")
-    options = select(read("muon_options")["table"], structure="BTT r=1")
-    wins = {row["option"]: row["wins"] for row in options}
-    cautious = wins.pop("cautious steps")
-    return {
-        "models": str(sum(row["Muon"]["loss"] < row["AdamW"]["loss"] for row in rows)),
-        "least": percent(min(reached)),
-        "most": percent(max(reached)),
-        "shorter_wins": str(sum(ahead)),
-        "shorter_runs": str(len(ahead)),
-        "tuned": f"{fmean(row['loss'] for row in tuned):.3f}",
-        "tuned_steps": str(round(muon_vs_adamw.SHORT * adamw["steps"])),
-        "adamw": f"{adamw['AdamW']['loss']:.3f}",
-        "adamw_steps": str(adamw["steps"]),
-        "recipe_momentum": f"{result['recipe']['momentum']:g}",
-        "recipe_lr": f"2^{math.log2(result['recipe']['lr']):g}",
-        "recipe_other_lr": f"2^{math.log2(result['recipe']['other_lr']):g}",
-        "cautious": str(cautious),
-        "others": str(max(wins.values())),
-    }
-
-
-def settings() -> dict[str, str]:
-    """Muon's settings on the BTT GPT of characters, 800 steps, mean of 3 seeds."""
-    losses = muon_vs_adamw.setting_losses(read("muon_vs_adamw")["settings"])
-    names = ("usual", "shorter", "tenth", "recipe")
-    return {
-        name: f"{fmean(losses['characters', 'BTT r=1', setting]):.3f}"
-        for name, setting in zip(names, muon_vs_adamw.SETTINGS, strict=True)
-    }
-
-
 def step() -> dict[str, str]:
     """What a step of Muon costs."""
     runs = {
@@ -322,38 +255,6 @@ def step() -> dict[str, str]:
         ]
         found |= least_and_most(shares, ".1f", name)
     return found
-
-
-def polar() -> dict[str, str]:
-    """Held-out losses by the exactness of the polar factor, each method at its best rate."""
-    rows = read("polar")["table"]
-    dense, btt = (select(rows, structure=structure) for structure in ("dense", "BTT r=1"))
-    seconds = [row["seconds"]["loss"] for row in btt]
-    if one(btt, method="default")["seconds"]["loss"] != min(seconds):
-        raise ValueError("docs/optimizers.md calls the default the lowest on BTT, not so")
-    return {
-        **least_and_most((row["steps"]["loss"] for row in dense), ".3f", "dense_"),
-        **least_and_most((row["steps"]["loss"] for row in btt), ".3f", "btt_"),
-        **least_and_most(seconds, ".3f", "seconds_"),
-    }
-
-
-def guided() -> dict[str, str]:
-    """In how many runs plain training of equal FLOPs ends lower than self-guided training."""
-    rows = read("self_guided")["rows"]
-
-    def losses(way: str) -> list[float]:
-        each = (self_guided.losses_of(rows, name, way) for name in self_guided.STRUCTURES)
-        return [*chain.from_iterable(each)]
-
-    def wins(against: str) -> str:
-        pairs = zip(losses("plain, equal FLOPs"), losses(against), strict=True)
-        return str(sum(ours < theirs for ours, theirs in pairs))
-
-    return {
-        "plain_random": wins("self-guided, at random"),
-        "plain_always": wins("self-guided"),
-    }
 
 
 def far(summary: list[Row], method: str) -> list[Row]:
@@ -393,40 +294,6 @@ def carried() -> dict[str, str]:
         "ruled_dense": f"{most['AdamW', 'dense']:.2f}",
         "ruled_btt": f"{most['AdamW', 'BTT r=1']:.2f}",
         "control_cost": f"{max(row['cost'] for row in grid['plain AdamW']):.0f}",
-    }
-
-
-def decay() -> dict[str, str]:
-    """Noisy labels: rate and decay searched together."""
-    rows = [
-        row for row in read("decay")["rate and decay"] if (row["width"], row["depth"]) != (64, 2)
-    ]
-    found = {}
-    for name, method in (("adamw", "AdamW"), ("normed", transfer.POWER)):
-        shifts = [abs(row["shift"]) for row in select(rows, method=method)]
-        found[f"{name}_near"] = str(sum(shift <= 0.5 for shift in shifts))
-        found[f"{name}_most"] = f"{max(shifts):.2f}"
-    return found | least_and_most((row["cost"]["value"] for row in rows), ".2f", "cost_")
-
-
-def checked() -> dict[str, str]:
-    """At how many of the widest models another rate than the chosen one was better, and by what."""
-    result, gains = read("time_to_loss"), []
-    for setup, found in result["summaries"].items():
-        for check in found["checks"]:
-            chosen = rate(result["lrs"][setup][check["structure"]])
-            gains.append(check["losses"][chosen] / min(check["losses"].values()) - 1)
-    better = [gain for gain in gains if gain]
-    return {"better": str(len(better)), "all": str(len(gains)), "most": percent(max(better))}
-
-
-def search() -> dict[str, str]:
-    """How many of the structures that were trained share many parameters."""
-    result = read("search")
-    rows = result["summaries"]["digits"]["flops"]["standings"]
-    return {
-        "structures": str(len(rows)),
-        "sharing": str(sum(row["omega"] >= 0.3 for row in rows)),
     }
 
 
@@ -513,11 +380,6 @@ def example() -> dict[str, str]:
         "healed": f"{small['healed']['perplexity']:.1f}",
         "megabytes": f"{small['bytes'] / 1e6:.0f}",
     }
-
-
-def stopwatch() -> dict[str, str]:
-    """Minutes from a bare machine."""
-    return {row["name"]: f"{sum(row['seconds']) / 60:.1f}" for row in read("stopwatch")["rows"]}
 
 
 def models() -> dict[str, str]:
@@ -658,27 +520,17 @@ GROUPS: dict[str, Callable[[], Mapping[str, str]]] = {
         "few": few,
         "roofline": roofline,
         "model": model,
-        "parts": parts,
-        "activation": activation,
         "peers": peers,
         "main": main,
         "mlp": mlp,
         "rates": rates,
-        "muon": muon,
-        "settings": settings,
         "step": step,
-        "polar": polar,
-        "guided": guided,
         "transfer": carried,
-        "decay": decay,
-        "checked": checked,
-        "search": search,
         "moe": moe,
         "gpts": gpts,
         "smollm2": smollm2,
         "dinov2": dinov2,
         "example": example,
-        "stopwatch": stopwatch,
         "models": models,
         "verdicts": count_verdicts,
         "cbs": cbs,

@@ -33,17 +33,8 @@ from benchmarks.markers import GROUPS, accuracies, fill_numbers
 from benchmarks.papers import tables as papers
 from benchmarks.papers.summary import evidence, summary
 from benchmarks.papers.verdicts import untested
-from benchmarks.speed import layer, model, peers, scaling
-from benchmarks.training import (
-    gpt_seconds,
-    lr_transfer,
-    moe,
-    optimizer,
-    search,
-    starts,
-    time_to_loss,
-    transfer,
-)
+from benchmarks.speed import layer, model, peers
+from benchmarks.training import gpt_seconds, lr_transfer, moe, optimizer, transfer
 from structlin import Core, Structure, to_dense
 
 ROOT = Path(__file__).parents[1]
@@ -67,21 +58,6 @@ def show_runs(name: str) -> str:
         cells.append([row["label"], str(row["width"]), *figures, *seconds])
     titles = ["", "width", "FLOPs per token", "held-out loss", "seconds, EPYC", "Xeon"]
     return table(titles, cells)
-
-
-def muon() -> str:
-    """Each optimizer at its best rate, and how early Muon is as good as AdamW."""
-    rows = []
-    for row in read("muon_vs_adamw")["table"]:
-        steps = row["muon_steps_to_adamws_loss"]
-        reached = ", ".join("never" if step is None else str(step) for step in steps)
-        losses = [f"{row[name]['loss']:.3f}" for name in ("AdamW", "Muon")]
-        task, short = f"{row['task']}, {row['structure']}", ""
-        if row["short"]:
-            mean = sum(row["short"]["losses"]) / len(row["short"]["losses"])
-            short = f"{mean:.3f} ({row['short']['steps']} steps)"
-        rows.append([task, *losses, f"{reached} of {row['steps']}", short])
-    return table(["", "AdamW", "Muon", "Muon's steps to AdamW's loss", "Muon, shorter run"], rows)
 
 
 def tuned_losses() -> str:
@@ -286,11 +262,6 @@ def show_gpu() -> str:
     return "\n".join(made) or NO_GPU
 
 
-def factors(setup: str, cost: str) -> str:
-    """How many times fewer FLOPs or seconds until the dense model's loss."""
-    return time_to_loss.markdown(read("time_to_loss"), setup, cost)
-
-
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"main job": lambda: show_runs(MAIN_JOB), "speed": front_speeds},
     "docs/speed.md": {
@@ -305,7 +276,6 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "learning rates": lambda: lr_transfer.markdown(read("lr_transfer")),
         "tuned losses": tuned_losses,
         "head rates": head_rates,
-        "muon": muon,
         "optimizer steps": lambda: optimizer.markdown(read("optimizer")),
     },
     "docs/transfer.md": {
@@ -314,22 +284,9 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "steps": lambda: transfer.shifts(read("transfer"), transfer.GRID, "steps"),
     },
     "docs/results.md": {"verdicts": summary, "untested": untested},
-    "docs/results/time_to_loss.md": {
-        f"{setup} {cost}": partial(factors, setup, cost)
-        for setup, cost in product(time_to_loss.SETUPS, ("flops", "seconds"))
-    },
-    "docs/search.md": {
-        "effects": lambda: search.show_effects(read("search")),
-        "places": lambda: search.show_places(read("search")),
-    },
     "docs/examples.md": {
         "three seeds": lambda: show_seeds(MAIN_JOB),
     },
-    "docs/convert.md": {
-        "starts": lambda: starts.show(read("starts")),
-        "starts tuned": lambda: starts.show(read("starts"), tuned=True),
-    },
-    "docs/scaling.md": scaling.TABLES,
     "docs/choose.md": {"comparison": lambda: comparison.markdown(read("comparison"))},
     "docs/gpts.md": {
         "gpt seconds": lambda: gpt_seconds.markdown(read("gpt_seconds"), read("gpt_seconds_epyc")),

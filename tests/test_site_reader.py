@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
 def test_every_kept_plot_stands_in_the_gallery_or_is_left_out_with_a_reason():
     results = ROOT / "benchmarks/results"
     kept = {str(path.relative_to(results).with_suffix("")) for path in results.rglob("*.png")}
-    assert len(kept) > 40
+    assert len(kept) > 5
     assert PLOTS.keys() | gallery.LEFT_OUT.keys() == kept
     assert not PLOTS.keys() & gallery.LEFT_OUT.keys()
     assert all(gallery.LEFT_OUT.values())

@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import date
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,25 @@ def save_json(path: Path, **content: Any) -> None:
     """Write `environment()` and `content` to `path`, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".part")
-    unfinished.write_text(
-        json.dumps({"environment": environment(), **content}, indent=1, allow_nan=False) + "\n"
-    )
+    unfinished.write_text(to_text({"environment": environment(), **content}) + "\n")
     unfinished.replace(path)
+
+
+def to_text(content: Any) -> str:
+    """JSON without spaces, a line for each row of a list of rows and for each entry around it.
+
+    >>> print(to_text({"seed": 0, "rows": [{"lr": 1, "loss": 2}, {"lr": 2, "loss": 1}]}))
+    {"seed":0,
+    "rows":[
+    {"lr":1,"loss":2},
+    {"lr":2,"loss":1}]}
+    """
+    if isinstance(content, Mapping):
+        return "{" + ",\n".join(f"{to_text(str(k))}:{to_text(v)}" for k, v in content.items()) + "}"
+    compact = partial(json.dumps, separators=(",", ":"), allow_nan=False)
+    if isinstance(content, Sequence) and content and isinstance(content[0], Mapping):
+        return "[\n" + ",\n".join(map(compact, content)) + "]"
+    return compact(content)
 
 
 def read(name: str) -> dict[str, Any]:

@@ -11,26 +11,32 @@ of 4 blocks "achieves equal or lower train and test error than dense for the sam
 though it does not improve the scaling exponent of training error" (section 4). Base learning rates
 are tuned for dense at a small width; TT has rank 16 in MLPs and 8 in ViTs (E.2).
 
-Here: the models, the digits and the steps of `time_to_loss`, whose kept rows have dense, BTT and,
-in MLPs, low-rank layers; the others are trained here, at the same base rate, dense's best at width
-64. In the MLPs, where that of BTT is half of dense's, each structure has its own best at width 64,
-found by factors of 2 on seed 0. TT has rank 4 in the MLPs: 16 costs more than dense at these
-widths. Losses are those of held-out images, moved and mixed. Exponents and losses at equal FLOPs
-are those of `cbs_scaling`, seed by seed, with Student's intervals.
+Here: scikit-learn's digits with the paper's augmentation; its residual MLPs (E.1) and its ViT, with
+all matrices of the blocks structured. AdamW with a cosine to zero; muP and `param_groups` take the
+base rate, meant at width 64, to the other widths. The ViTs have dense's best. In the MLPs, where
+that of BTT is half of dense's, each structure has its own, found by factors of 2 on seed 0. TT has
+rank 4 in the MLPs: 16 costs more than dense at these widths. Losses are those of held-out images,
+moved and mixed. Exponents and losses at equal FLOPs are those of `cbs_scaling`, seed by seed, with
+Student's intervals.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations as pairs_of
-from typing import Any
+from statistics import fmean
 
-from benchmarks.harness import figures
-from benchmarks.harness.experiment import Axis, Experiment, Row, Runs
-from benchmarks.harness.models import BASE_WIDTH
-from benchmarks.harness.record import read
+import torch
+from torch import Tensor, nn
+
+import structlin
+from benchmarks.harness import figures, models, training
+from benchmarks.harness.experiment import Axis, Experiment, Row, Runs, Tune, tune
+from benchmarks.harness.models import BASE_WIDTH, STRUCTURES
 from benchmarks.harness.statistics import (
+    best,
     best_points,
     curve_of,
+    curve_of_rates,
     differences,
     exponent,
     gap,
@@ -38,44 +44,44 @@ from benchmarks.harness.statistics import (
     select,
     student,
 )
+from benchmarks.harness.tasks import MixedDigits
 from benchmarks.harness.training import HELD_OUT_SAMPLES
-from benchmarks.training import time_to_loss
 
 
 @dataclass(frozen=True)
 class Study:
-    """Models of one kind: those of `time_to_loss` that are read, and those that are trained."""
+    """Models of one kind, and how they are trained."""
 
     name: str  # of the result
-    setup: str  # of `time_to_loss`
-    kept: tuple[str, ...]
-    new: dict[str, tuple[int, ...]]  # widths
+    setup: str  # of its rows
+    kind: type[nn.Module]
+    zero: Sequence[str]  # the layers that start at zero
+    start: float  # the first rate of a climb
+    steps: int
+    batch: int
+    widths: Mapping[str, tuple[int, ...]]  # of each structure; the first is "dense", the last ours
     lr: float | None  # of all structures; None: each has its own best at the base width
 
-    @property
-    def structures(self) -> tuple[str, ...]:  # "dense" first
-        return (*self.kept[:-1], *self.new, self.kept[-1])
+    def build(self, width: int, structure: str) -> nn.Module:
+        model = self.kind(MixedDigits.inputs, width, MixedDigits.outputs)
+        family = STRUCTURES[structure](width)
+        return structlin.convert(model, family, include="blocks.*", init="mup", zero_init=self.zero)
 
-    def kept_rows(self) -> list[Row]:
-        """Of `time_to_loss`, at each structure's rate."""
-        earlier = read("time_to_loss")
-        rates = earlier["lrs"][self.setup]
-        return [
-            row
-            for row in select(earlier["rows"], setup=self.setup)
-            if row["structure"] in self.kept and row["lr"] == rates[row["structure"]]
-        ]
+    def climb(self, runs: Runs, structure: str) -> float:
+        """The best base rate, found at the base width on seed 0."""
+        where = {"setup": self.setup, "structure": structure, "width": BASE_WIDTH}
+        return best(curve_of_rates(tune(runs, where, [0], Tune(lambda job: self.start))))
 
     def design(self, runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
         found = []
         for structure in axes["structure"]:
-            lr = time_to_loss.climb(runs, self.setup, structure) if self.lr is None else self.lr
+            lr = self.climb(runs, structure) if self.lr is None else self.lr
             where = {"setup": self.setup, "structure": structure, "lr": lr}
             widths = axes["width"](where)
             found += runs.of(
                 where | {"width": width, "seed": seed} for width in widths for seed in axes["seed"]
             )
-        return [*self.kept_rows(), *found]
+        return found
 
     def analyse(self, rows: list[Row]) -> Row:
         """The "exponents", and for every two structures by how much the first one's is larger and
@@ -83,7 +89,7 @@ class Study:
         seeds = seeds_of(rows)
         curves = {
             structure: [curve_of(select(rows, structure=structure), [seed]) for seed in seeds]
-            for structure in self.structures
+            for structure in self.widths
         }
         powers = {structure: [*map(exponent, found)] for structure, found in curves.items()}
         return {
@@ -95,9 +101,8 @@ class Study:
                     "steeper": differences(powers[first], powers[second]),
                     "loss": student([*map(gap, curves[first], curves[second])]),
                 }
-                for first, second in pairs_of(reversed(self.structures), 2)
+                for first, second in pairs_of(reversed([*self.widths]), 2)
             ],
-            "kept": self.kept,
         }
 
 
@@ -105,44 +110,96 @@ STUDIES = (
     Study(
         "cbs_mlp",
         "digits MLP",
-        ("dense", "low-rank", "BTT r=1"),
-        {"Kronecker": (64, 144, 256, 576), "TT r=4": (64, 144, 256), "Monarch b=4": (64, 128, 256)},
+        models.Perceptron,
+        ("*c_proj",),
+        start=2**-7,
+        steps=400,
+        batch=128,
+        widths={
+            "dense": (32, 64, 128, 256),
+            "low-rank": (64, 256),
+            "Kronecker": (64, 144, 256, 576),
+            "TT r=4": (64, 144, 256),
+            "Monarch b=4": (64, 128, 256),
+            "BTT r=1": (64, 144, 256, 576),
+        },
         lr=None,
     ),
     Study(
         "cbs_vit",
         "digits ViT",
-        ("dense", "BTT r=1"),
-        {"Kronecker": (64, 144, 256), "TT r=8": (48, 80, 144), "Monarch b=4": (64, 128)},
+        models.ViT,
+        ("*c_proj", "*query"),
+        start=2**-8,
+        steps=500,
+        batch=64,
+        widths={
+            "dense": (32, 64, 128),
+            "Kronecker": (64, 144, 256),
+            "TT r=8": (48, 80, 144),
+            "Monarch b=4": (64, 128),
+            "BTT r=1": (64, 144, 256),
+        },
         lr=2.0**-8,
     ),
 )
 
 
-def train(setup: str, structure: str, width: int, lr: float, seed: int, **sizes: Any) -> Row:
-    return time_to_loss.train(setup, structure, width, lr, seed, **{setup: sizes})
+def train(
+    setup: str,
+    structure: str,
+    width: int,
+    lr: float,
+    seed: int,
+    *,
+    steps: int,
+    batch: int,
+    samples: int,
+) -> Row:
+    """The loss on new samples (None: diverged), parameters and FLOPs of a forward pass of one
+    sample."""
+    (study,) = (study for study in STUDIES if study.setup == setup)
+    torch.manual_seed(seed)
+    model, task = study.build(width, structure), MixedDigits(seed)
+    with torch.device("meta"):
+        base = study.build(BASE_WIDTH, "dense")
+    groups = structlin.param_groups(model, lr, base=base)
+    optimizer = torch.optim.AdamW(groups, lr, fused=True)
+
+    def loss(step: int) -> Tensor:
+        x, y = task.batch(batch)
+        return task.loss(model(x), y)
+
+    training.descend(optimizer, loss, steps, warmup=steps // 20)
+    x, y = task.new(samples)
+    with torch.no_grad():
+        parts = zip(x.split(1024), y.split(1024), strict=True)
+        final = fmean(task.loss(model(part), target).item() for part, target in parts)
+    return {
+        "loss": training.finite(final),
+        "params": training.count_params(model),
+        "flops": training.forward_flops(model, x[:1]),
+    }
 
 
 def experiment(study: Study) -> Experiment:
-    setup = time_to_loss.SETUPS[study.setup]
     return Experiment(
         name=f"papers/{study.name}",
         about=__doc__,
         run=train,
         axes={
             "setup": [study.setup],
-            "structure": [*study.new],
-            "width": lambda job: study.new[job["structure"]],
+            "structure": [*study.widths],
+            "width": lambda job: study.widths[job["structure"]],
             "lr": [],
         },
-        sizes={"steps": setup.steps, "batch": setup.batch, "samples": HELD_OUT_SAMPLES},
+        sizes={"steps": study.steps, "batch": study.batch, "samples": HELD_OUT_SAMPLES},
         note={"base": BASE_WIDTH, "lr": study.lr},
         smoke={
             "steps": 2,
             "batch": 8,
             "samples": 64,
-            "seeds": 3,  # as many as are kept
-            "width": lambda job: (study.new[job["structure"]][0], study.new[job["structure"]][-1]),
+            "width": lambda job: [study.widths[job["structure"]][n] for n in (0, -1)],
         },
         design=study.design,
         analyse=study.analyse,

@@ -66,7 +66,7 @@ CLAIMS = {
         ("lower rates or more decay cost performance", f"{CBS}#weight-normalisation"),
     ],
     "CBS 8": [
-        ("BTT reaches a dense ViT's loss with fewer FLOPs", "results/time_to_loss.md#vits"),
+        ("BTT reaches a dense ViT's loss with fewer FLOPs", VISION),
     ],
     "CBS 9": [
         ("with the head's FLOPs BTT is more efficient than dense", f"{CBS}#gpts-and-the-head"),
@@ -86,7 +86,6 @@ CLAIMS = {
         ("dualized training is more accurate", f"{MD}#watermark"),
     ],
     "MD 5.3": [("quintics need fewer steps than the cubic", f"{MD}#coefficients")],
-    "MD 6": [("dualized GPTs need fewer steps", "optimizers.md#does-muon-train-better")],
     "MD 6.4": [("alignment with activations is simple for dualized updates", f"{MD}#alignment")],
     "MD 6.5": [("dualized weights move visibly at large width", f"{MD}#alignment")],
     "MN 1": [("normed rates transfer across width and depth: GPT", OVER_SIZES)],

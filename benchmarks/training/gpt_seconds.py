@@ -8,13 +8,13 @@
 
 The models are those of examples/: blocks with attention heads of 32 features, as many in each model
 as fill the dense width. All linear layers of the blocks are structured, but for attention's output
-layer where a kind names attention's input alone; SiLU stands between the cores of the MLPs. The
-time of refactorising is not counted. BTT-MoE is that of `benchmarks.training.moe`. The last layer
-of each branch starts at zero, but for "no zero start", which is not normalised either. The rate
-rises for `training.WARM_UP` steps. A model trains for the whole schedule, for a half or for a
-quarter of it, each with a decay of its own. A structure's losses at the ends of its schedules are
-interpolated in logarithms. The factor is how many times less than dense it needs until the loss of
-dense's longest schedule; "never": its whole schedule does not meet it.
+layer where a kind names attention's input alone; SiLU stands between the cores of the MLPs. BTT-MoE
+is that of `benchmarks.training.moe`. The last layer of each branch starts at zero, but for "no zero
+start", which is not normalised either. The rate rises for `training.WARM_UP` steps. A model trains
+for the whole schedule, for a half or for a quarter of it, each with a decay of its own. A
+structure's losses at the ends of its schedules are interpolated in logarithms. The factor is how
+many times less than dense it needs until the loss of dense's longest schedule; "never": its whole
+schedule does not meet it.
 
 Rates are tuned for every kind and optimizer on seed 0, at dense width 256 for the whole schedule (a
 shorter one wants higher rates): by factors of 2 until the best has both its neighbours. muP and
@@ -32,6 +32,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -56,8 +57,7 @@ from benchmarks.harness.statistics import (
 )
 from benchmarks.harness.tasks import compare, train_gpt, train_vit
 from benchmarks.harness.timing import interleaved, ratio, wall
-from benchmarks.training import factors, moe
-from benchmarks.training.time_to_loss import needed, words
+from benchmarks.training import moe
 from structlin import BTT, Dense, LowRank, Monarch
 
 VOCABULARY = 2048
@@ -129,8 +129,6 @@ class Kind:
     wider: float = 1  # than dense
     options: Mapping[str, Any] = field(default_factory=dict)  # of `convert`
     experts: int = 0  # of a mixture in place of each layer; 0: none
-    crossed: bool = False  # whether latents go on from block to block, see `factors.cross`
-    refactored: int = 0  # after so many steps again and again, see `factors.refactorise`; 0: never
 
 
 LINEAR_ATTENTION = {"overrides": {"*attn*": BTT(rank=2)}}
@@ -153,13 +151,11 @@ KINDS = {
     "dense, weight normalisation": Kind(lambda _: Dense()),
     "dense, no zero start": Kind(lambda _: Dense(), options=NO_ZERO_START),
     "BTT r=1": BTT_ONE,
-    "BTT r=1, refactorised": replace(BTT_ONE, refactored=100),
     "BTT-MoE, 2 of 8": replace(BTT_ONE, experts=8),
     "BTT r=1, attention r=2": replace(BTT_ONE, options=LINEAR_ATTENTION),
     "BTT r=1 + SiLU everywhere": replace(BTT_SILU, options={}),
     "BTT r=1 + SiLU, attention dense": replace(BTT_SILU, options={"include": "ffn"}),
     "BTT r=1 + SiLU, attention r=2": BTT_SILU,
-    "BTT r=1 + SiLU, attention r=2, crossed": replace(BTT_SILU, crossed=True),
     "BTT r=1 + SiLU, attention r=2, head r=4": silu(lambda _: BTT(rank=1), overrides=HEAD),
     "BTT r=1 + SiLU, attention r=2, width x 1.25": replace(BTT_SILU, wider=1.25),
     "BTT r=1 + SiLU, attention r=2, width x 1.5": replace(BTT_SILU, wider=1.5),
@@ -218,15 +214,13 @@ def build(
         )
     else:
         model = compare.build(task, own, structure, seed, device, **found.options)
-    return factors.cross(model) if found.crossed else model
+    return model
 
 
 def make_trainer(
     setup: str, optimizer: str, kind: str, width: int, lr: float, seed: int, sizes: Row
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     model, found = build(setup, kind, width, seed, sizes), KINDS[kind]
-    if found.refactored and optimizer != "AdamW":
-        raise ValueError(f"kind {kind!r} resets the moments of AdamW, not those of {optimizer!r}")
     if optimizer == "Muon":
         return model, structlin.optim.Muon(model, lr, other_lr=OTHER_LR, momentum=MOMENTUM)
     if optimizer == "AdamW, normed":
@@ -234,10 +228,7 @@ def make_trainer(
         return model, structlin.optim.Normed(adam, model)
     base = kind if found.experts else "dense"  # dense has no router
     groups = structlin.param_groups(model, lr, base=build(setup, base, BASE, 0, sizes, "meta"))
-    adam = torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=True)
-    if found.refactored:
-        factors.refactorise(model, adam, every=found.refactored)
-    return model, adam
+    return model, torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=True)
 
 
 def train(
@@ -302,9 +293,6 @@ WHERE = ("setup", "optimizer", "width")
 def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
     """Every kind at its rate, for all widths and lengths; dense at the best of each width."""
     for group in combinations({name: axes[name] for name in ("setup", "optimizer", "kind")}):
-        kind = KINDS[group["kind"]]
-        if kind.refactored and group["optimizer"] != "AdamW":
-            continue  # it resets AdamW's moments
 
         def best_rate(width: int, *first: float, group: Row = group) -> float:
             where = {**group, "width": width, "length": max(LENGTHS)}
@@ -327,7 +315,7 @@ def at_best_rates(rows: Sequence[Row]) -> list[Row]:
     """The rows of each kind and width at the best of the rates that its seed 0 ran for longest
     there."""
     found = []
-    for of in combinations({name: values(rows, name) for name in (*WHERE, "kind")}):
+    for of in combinations({name: values(rows, name) for name in WHERE} | {"kind": KINDS}):
         if first := select(mine := select(rows, **of), seed=0):
             longest = select(first, length=max(values(first, "length")))
             found += select(mine, lr=best(curve_of_rates(longest)))
@@ -401,6 +389,25 @@ def compare_kinds(rows: Sequence[Row], times: Sequence[Row]) -> list[Row]:
     return table
 
 
+def needed(curve: Sequence[tuple[float, float]], loss: float) -> float:
+    """What the first point of `curve` at or below `loss` costs, linear in logarithms between two;
+    infinite if none is.
+
+    >>> curve = [(10.0, 1.0), (1000.0, 0.25)]
+    >>> round(needed(curve, 0.5)), needed(curve, 2.0), needed(curve, 0.1)
+    (100, 10.0, inf)
+    """
+    if curve[0][1] <= loss:
+        return curve[0][0]
+    for (x0, y0), (x1, y1) in pairwise(curve):
+        if y1 <= loss:
+            if math.isinf(y0):  # diverged
+                return x1
+            share = math.log(y0 / loss) / math.log(y0 / y1)
+            return float(x0 * (x1 / x0) ** share)
+    return math.inf
+
+
 def times_fewer(
     dense: Sequence[Row], rows: Sequence[Row], spent: Mapping[float, float], seeds: Sequence[int]
 ) -> float:
@@ -420,6 +427,18 @@ def times_fewer(
 
 
 # ---- the report ----------------------------------------------------------------------------------
+
+
+def words(row: Row) -> str:
+    """A factor with its interval where that shows; "never" if dense's loss is not met.
+
+    >>> words({"value": 2, "low": 1.9, "high": 2.2}), words({"value": 2, "low": 2, "high": 2.01})
+    ('2.0 (1.9 to 2.2)', '2.0')
+    """
+    if row["value"] == 0:
+        return "never"
+    value, low, high = (f"{row[name]:.1f}" for name in ("value", "low", "high"))
+    return value if low == high else f"{value} ({low} to {high})"
 
 
 TITLES = ("", "width", "steps", "FLOPs", "seconds", "held-out loss, by seed", "times fewer")

@@ -27,9 +27,9 @@ pytest.importorskip("matplotlib")
 
 from benchmarks.harness import race, record, report, timing
 from benchmarks.harness.statistics import select
-from benchmarks.speed import layer, overhead, scaling, variants
+from benchmarks.speed import layer, overhead, variants
 from benchmarks.speed.variants import loop
-from benchmarks.training import time_to_loss
+from benchmarks.training import gpt_seconds
 from structlin import BTT, TT, Dense, Kronecker, LowRank, Monarch, StructuredLinear
 from structlin._model.survey import linear_layers
 
@@ -43,7 +43,7 @@ def _pages_are_left_alone(monkeypatch):
     monkeypatch.setattr(timing, "keep_pages", lambda: True)
 
 
-@pytest.mark.parametrize("module", [report, scaling, timing, variants, time_to_loss])
+@pytest.mark.parametrize("module", [record, report, timing, variants, gpt_seconds])
 def test_the_examples_in_the_docstrings_give_what_they_show(module):
     results = doctest.testmod(module)
     assert results.attempted
@@ -76,7 +76,7 @@ def test_every_program_that_times_a_layer_builds_the_engine_before():
 KEPT = sorted(
     path.relative_to(record.RESULTS).with_suffix("").as_posix()
     for path in record.RESULTS.rglob("*.json")
-    if '"command": "python -m benchmarks.' in path.read_text(encoding="utf-8")
+    if '"command":"python -m benchmarks.' in path.read_text(encoding="utf-8")
 )
 
 
@@ -171,7 +171,8 @@ def test_what_a_layer_keeps_is_its_input_and_the_middle(family):
     cores = [torch.randn(core.shape, requires_grad=True) for core in structure.cores]
     x = torch.randn(5, 64, requires_grad=True)
     kept = timing.saved_bytes(lambda: loop(structure, cores, x), cores)
-    assert kept == 4 * 5 * (64 + scaling.middle(structure))
+    middle = sum(core.batch * core.repeat * core.fan_out for core in structure.cores[:-1])
+    assert kept == 4 * 5 * (64 + middle)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
@@ -583,106 +584,3 @@ def test_a_compiled_model_with_other_logits_is_not_timed(model, gpt, monkeypatch
     )
     with pytest.raises(ArithmeticError, match="the logits differ"):
         model.compile_blocks(network, gpt)
-
-
-# ---- docs/scaling.md -----------------------------------------------------------------------------
-
-
-def split(tensor, axes, sizes, axis, part):
-    """The `part`-th half of `axis` of a tensor whose last dimensions, or all, are flattened
-    `axes`."""
-    if axis not in axes:
-        return tensor
-    leading = tensor.shape[: 1 if tensor.ndim == 2 else 0]
-    halves = tensor.reshape(*leading, *(sizes[name] for name in axes)).chunk(
-        2, len(leading) + axes.index(axis)
-    )
-    return halves[part].reshape(*leading, -1)
-
-
-@pytest.mark.parametrize(
-    "family",
-    [Dense(), BTT(rank=1), BTT(rank=2), BTT(rank=2, cores=3), Monarch(blocks=4), Monarch(blocks=8)],
-)
-def test_an_axis_of_every_core_cuts_a_layer_without_communication_between_the_cores(family):
-    structure = family.structure(64, 64)
-    cores = [torch.randn(core.shape, dtype=torch.float64) for core in structure.cores]
-    x = torch.randn(3, 64, dtype=torch.float64)
-    inputs, outputs = structure.inputs, structure.outputs
-    whole, found = timing.oracle(structure, cores, x), scaling.cuttable(structure)
-    assert {y for _, y in found.values()} == {"cut", "summed"}
-    for axis, (needs, has) in found.items():
-        half, parts = scaling.cut(structure, axis, 2), []
-        assert 2 * half.params == structure.params
-        for part in range(2):
-            own = [
-                split(
-                    core.flatten(),
-                    [*s.batch_axes, *s.fan_out_axes, *s.fan_in_axes],
-                    structure.sizes,
-                    axis,
-                    part,
-                )
-                for core, s in zip(cores, structure.cores, strict=True)
-            ]
-            own_x = split(x, inputs, structure.sizes, axis, part)
-            assert (own_x.shape[1] == 64) == (needs == "whole")
-            shaped = [core.reshape(s.shape) for core, s in zip(own, half.cores, strict=True)]
-            parts.append(timing.oracle(half, shaped, own_x))
-        wanted = [split(whole, outputs, structure.sizes, axis, part) for part in range(2)]
-        if has == "cut":
-            torch.testing.assert_close(parts, wanted)
-        else:
-            torch.testing.assert_close(parts[0] + parts[1], whole)
-
-
-def test_dense_is_hidden_from_as_many_tokens_as_bytes_and_rates_say():
-    params = Dense().structure(12288, 12288).params
-    per_token = scaling.bound([Dense().structure(12288, 12288)], H200) / scaling.TOKENS
-    tokens = scaling.fsdp_bytes(params, scaling.FP32) / scaling.NETWORK / per_token
-    # 8 bytes and 6 FLOPs a parameter
-    assert tokens == pytest.approx(8 * 790e12 / (6 * 50e9) * 1023 / 1024)
-
-
-def test_an_all_to_all_sends_2_n_times_less_than_an_all_reduce():
-    assert scaling.all_reduce_bytes(1000, 8) == pytest.approx(
-        16 * scaling.all_to_all_bytes(1000, 8)
-    )
-
-
-def measured(speeds, shares):
-    """A layer.json of two widths."""
-    rows = []
-    for (width, speed), (name, share) in product(speeds.items(), shares.items()):
-        how = "nn.Linear" if name == "dense" else "auto"
-        row = {
-            "structure": name,
-            "implementation": how,
-            "d_in": width,
-            "d_out": width,
-            "backward": True,
-        }
-        rows.append(
-            row | {"dtype": "float32", "x_dense": {"median": speed[name]}, "bound_share": share}
-        )
-    environment = {"machine": "a machine"}
-    return {"environment": environment, "setting": {"device": "cpu", "threads": 2}, "rows": rows}
-
-
-def test_expected_speeds_are_the_bound_times_the_share_at_the_smaller_width(tmp_path, monkeypatch):
-    shares = {"dense": 0.8, "BTT r=1": 0.4}
-    speeds = {
-        512: {"dense": 1.0, "BTT r=1": 2.0},
-        1024: {"dense": 1.0, "BTT r=1": 3.0},
-    }  # bounds: 4 and 6
-    monkeypatch.setattr(scaling, "LAYER", tmp_path / "layer.json")
-    assert "python -m benchmarks.speed.layer" in scaling.check()
-    scaling.LAYER.write_text(json.dumps(measured(speeds, shares)))
-    assert "| BTT r=1 | 4.0 | 2.0 | 6.0 | 3.0 | 3.0 | 1.00 |" in scaling.check()
-    monkeypatch.setattr(scaling, "LAYER_GPU", tmp_path / "layer_gpu.json")
-    assert scaling.machine() == (scaling.H200, "assumed for an H200, not measured")
-    on_a_gpu = {"ceilings": {"bfloat16": vars(H200)}, "environment": {"machine": "a CPU, an H100"}}
-    scaling.LAYER_GPU.write_text(json.dumps(on_a_gpu))
-    assert scaling.machine() == (H200, "measured on a CPU, an H100")
-    scaling.LAYER.write_text(json.dumps(measured({512: speeds[512]}, shares)))
-    assert "two square widths" in scaling.check()

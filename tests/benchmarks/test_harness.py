@@ -66,7 +66,7 @@ def test_every_combination_of_the_axes_is_run_and_kept_with_its_picture(kept, tm
 def test_the_same_command_makes_no_row_twice_and_says_where_rows_are_from(kept, tmp_path):
     first = kept(losses())
     path = tmp_path / "some.json"
-    path.write_text(path.read_text().replace('"date": "', '"date": "once '))
+    path.write_text(path.read_text().replace('"date":"', '"date":"once '))
     MADE.clear()
     assert kept(losses()) == first
     assert MADE == []
@@ -176,7 +176,7 @@ def test_what_a_design_measures_once_stays_with_the_rows(kept, tmp_path):
     first = kept(some)
     assert (first["milliseconds"], first["twice"]) == (1, 2)
     path = tmp_path / "some.json"
-    path.write_text(path.read_text().replace('"date": "', '"date": "once '))
+    path.write_text(path.read_text().replace('"date":"', '"date":"once '))
     assert kept(some) == first
     assert json.loads(path.read_text())["environment"]["date"].startswith("once ")
     assert kept(losses(design=design, sizes={"steps": 20}))["milliseconds"] == 2

@@ -21,7 +21,6 @@ from benchmarks.papers import (
     cbs_tuning,
     cbs_vision,
 )
-from benchmarks.training import time_to_loss
 from structlin import BTT, StructuredLinear
 
 
@@ -233,7 +232,7 @@ MLPS, VITS = cbs_vision.STUDIES
 def study_rows(study, exponents):
     return [
         row
-        for structure in study.structures
+        for structure in study.widths
         for row in power_law(structure, exponents.get(structure, 0.2), noise=0.1)
     ]
 
@@ -253,30 +252,18 @@ def test_models_of_figure_4_are_compared_pair_by_pair():
 @pytest.mark.filterwarnings("ignore:these layers grow")  # TT r=8 does, at its smallest width
 @pytest.mark.parametrize(
     ("study", "structure", "layers", "zero"),
-    [(MLPS, name, 2, ("c_proj",)) for name in MLPS.new]
-    + [(VITS, name, 6, ("c_proj", "query")) for name in VITS.new],
+    [(MLPS, name, 2, ("c_proj",)) for name in MLPS.widths]
+    + [(VITS, name, 6, ("c_proj", "query")) for name in VITS.widths],
 )
 def test_all_layers_of_the_blocks_are_structured_and_the_last_cores_start_at_zero(
     study, structure, layers, zero
 ):
-    model = time_to_loss.SETUPS[study.setup].build(64, structure)
+    model = study.build(64, structure)
     found = {n: m for n, m in model.named_modules() if isinstance(m, StructuredLinear)}
     assert len(found) == layers * ViT.depth
     assert all(name.startswith("blocks.") for name in found)
     starts = {name for name, layer in found.items() if not layer.cores[-1].any()}
     assert starts == {name for name in found if name.endswith(zero)}
-
-
-def test_the_base_rate_of_a_climb_is_the_best_at_the_base_width():
-    rows = [
-        {"setup": MLPS.setup, "structure": name, "width": width, "seed": seed, "lr": 2.0**power}
-        | {"loss": abs(power + (6 if width == 64 and seed == 0 else 4)) + 1}
-        for name in MLPS.new
-        for width in (64, 144)
-        for seed in (0, 1)
-        for power in (-7, -6, -5)
-    ]
-    assert time_to_loss.base_rates(rows, MLPS.setup) == dict.fromkeys(MLPS.new, 2**-6)
 
 
 def test_only_the_ffns_of_a_vit_are_structured():

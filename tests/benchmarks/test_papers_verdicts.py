@@ -208,7 +208,7 @@ def power_models(study, powers, noise, scales):
     """Of each structure 0.2 or its power, with the `noise` where it has one."""
     rows = [
         row
-        for name in study.structures
+        for name in study.widths
         for row in power_rows(
             name, powers.get(name, 0.2), noise if name in powers else NOISE, scales.get(name, 1.0)
         )
@@ -224,7 +224,7 @@ def power_models(study, powers, noise, scales):
 def test_models_of_figure_4_scale_by_their_intervals(
     monkeypatch, study, btt, sharing, monarch, scales, expected
 ):
-    shared = [name for name in study.new if name.startswith(("Kronecker", "TT"))]
+    shared = [name for name in study.widths if name.startswith(("Kronecker", "TT"))]
     powers = {"BTT r=1": btt, "Monarch b=4": monarch} | dict.fromkeys(shared, sharing)
     scales = dict(zip(("BTT r=1", "Monarch b=4"), scales, strict=True))
     result = power_models(study, powers, NOISE, scales)
