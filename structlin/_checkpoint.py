@@ -27,7 +27,6 @@ _TYPES = {  # of the fields of a described layer; `Structure` looks at its own
     "weight_norm": bool,
     "init": str,
     "zero_init": bool,
-    "mode": str,
 }
 _UNBUILDABLE = (  # what a description that nobody meant leads to, for example sizes of 10**30
     AttributeError,
@@ -129,7 +128,6 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
             "init": module.init,
             "zero_init": module.zero_init,
             "sigma": module.stds,
-            "mode": module.mode,
             **_describe_kind(module),
         }
         for name, module in model.named_modules(remove_duplicate=False)
@@ -231,7 +229,7 @@ def _build_layer(layer: Layer, data: Mapping[str, Any]) -> StructuredLinear | No
     if isinstance(old, StructuredLinear):
         _check_same(old, new, data["label"])
         return None
-    new.label, new.conv1d, new.mode = data["label"], is_conv1d(old), data["mode"]
+    new.label, new.conv1d = data["label"], is_conv1d(old)
     if not isinstance(new, QuantizedLinear):
         new.requires_grad_(weight.requires_grad)
     new.bias = bias

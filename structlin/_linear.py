@@ -44,17 +44,13 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         init_scale: factor of the last core at the start, see `match_norm_`.
         padding: columns and rows that the structure has beyond the layer's. More than 15 % of a
             width is warned of, except on the meta device.
-        mode: "structured" multiplies core by core; "dense" multiplies the cores into W at every
-            call, and by W; "auto", which it is at first, forms W where the structure has nearly
-            dense's FLOPs and there are many tokens.
         conv1d: whether the layer took the place of transformers' Conv1D, for the way back.
         weight: the dense matrix `(out_features, in_features)`, only formed if its numbers are read;
             see `WeightView`.
 
     Raises:
         ValueError: the structure does not fit the widths; `init` is unknown; a flag is neither True
-            nor False; W is asked for (`to_dense`, `weight`, mode "dense") of a structure that has
-            none.
+            nor False; W is asked for (`to_dense`, `weight`) of a structure that has none.
         TypeError: `structure` is neither a family nor a `Structure`.
 
     >>> from structlin import BTT
@@ -85,7 +81,7 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         self.in_features, self.out_features = in_features, out_features
         self.structure = structure_of(structure, in_features, out_features)
         self.label = label(structure)
-        self.init, self.zero_init, self.conv1d, self.mode = init, zero_init, False, "auto"
+        self.init, self.zero_init, self.conv1d = init, zero_init, False
         self.init_scale = 1.0
         *inner, last = self.structure.cores
         narrow, activated = zero_init or init == "mup", self.structure.between is not None
@@ -156,18 +152,17 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         return self
 
     def forward(self, input: Tensor) -> Tensor:  # named as nn.Linear's
-        held = self._parameters  # an attribute would be looked up in Python
-        return self.multiply(input, held["bias"] if "bias" in held else self.bias)  # noqa: SIM401
+        return self.multiply(input, self.bias)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x W^T + bias`, for any bias `(out_features,)`."""
         cores = self._stored_cores()
         check_input(x, self.in_features, cores[0])
-        held = self._parameters
-        gains = held["gains"] if "gains" in held else self.gains  # noqa: SIM401
-        structure, program = self._structure, self._program
+        gains, program = self.gains, self._program
         sigmas = None if gains is None else self.stds
-        return _product.run(structure, cores, x, bias, self._mode, gains, sigmas, program)
+        return _product.run(
+            self._structure, cores, x, bias, gains=gains, sigmas=sigmas, program=program
+        )
 
     @property
     def structure(self) -> Structure:
@@ -181,22 +176,6 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
     @property
     def padding(self) -> tuple[int, int]:
         return self._program.padding
-
-    @property
-    def mode(self) -> str:
-        return self._mode
-
-    @mode.setter
-    def mode(self, mode: str) -> None:
-        require_choice("mode", mode, _product.MODES)
-        if mode == "dense":
-            self.structure.require_matrix("mode='dense'")
-        self._mode = mode
-
-    @checked
-    def way(self, tokens: int) -> str:
-        """ "structured" or "dense": how the layer multiplies so many tokens."""
-        return _product.choose_mode(self.mode, self.structure, tokens)
 
     def effective_cores(self) -> list[Tensor]:
         """The cores that the layer multiplies by: normalised, if it has weight normalisation."""
@@ -276,8 +255,7 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
 
     def extra_repr(self) -> str:
         options = f"in_features={self.in_features}, out_features={self.out_features}, {self.label}"
-        options += f", bias={self.bias is not None}, weight_norm={self.gains is not None}"
-        return options if self.mode == "auto" else f"{options}, mode={self.mode!r}"
+        return f"{options}, bias={self.bias is not None}, weight_norm={self.gains is not None}"
 
 
 def uninitialised(

@@ -14,7 +14,6 @@ from ._experts import each_expert
 from ._kernels import op, triton_op
 from ._structure import Move, Program, Structure
 
-MODES = ("auto", "structured", "dense")
 SILU_RMS = 0.5964692111227136  # sqrt(E silu(z)^2), z ~ N(0, 1): an integral, no choice
 NEAR = 0.7  # of dense's FLOPs, from which on W is formed where there are many tokens
 
@@ -191,12 +190,6 @@ def forms_matrix(structure: Structure, tokens: int) -> bool:
         return False
     widest = max(structure.in_features, structure.out_features)
     return torch.compiler.is_compiling() or tokens >= widest
-
-
-def choose_mode(mode: str, structure: Structure, tokens: int) -> str:
-    """What "auto" stands for; any other mode itself."""
-    auto = "dense" if forms_matrix(structure, tokens) else "structured"
-    return auto if mode == "auto" else mode
 
 
 def to_dense(structure: Structure, cores: Sequence[Tensor]) -> Tensor:

@@ -53,12 +53,12 @@ class QuantizedLinear(StructuredLinear):
         scales = list(scales._parameters.values())
         check_input(x, self.in_features, scales[0], self.compute_dtype)
         program, tokens = self._program, x.numel() // self.in_features
-        mode = _product.choose_mode(self._mode, self.structure, tokens)
         trains = x.requires_grad or (bias is not None and bias.requires_grad)
-        plain = mode == "dense" or (trains and torch.is_grad_enabled())
+        plain = _product.forms_matrix(self.structure, tokens)
+        plain = plain or (trains and torch.is_grad_enabled())
         if plain or torch.is_autocast_enabled(x.device.type) or not op.pays(program, x, False):
             cores = self.effective_cores()
-            return _product.run(self.structure, cores, x, bias, mode, program=program)
+            return _product.run(self.structure, cores, x, bias, program=program)
         return op.multiply_int8(program, self._stored_cores(), scales, x, bias)
 
     def effective_cores(self) -> list[Tensor]:
@@ -213,7 +213,7 @@ def _round_layer(layer: StructuredLinear) -> StructuredLinear:
         dtype=core.dtype,
     )
     new.set_cores_(layer.effective_cores())
-    new.label, new.conv1d, new.mode = layer.label, layer.conv1d, layer.mode
+    new.label, new.conv1d = layer.label, layer.conv1d
     new.bias = layer.bias
     carry_attributes(layer, new)
     return new.train(layer.training)

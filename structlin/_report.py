@@ -15,6 +15,7 @@ from ._kernels import engine, op
 from ._linear import StructuredLinear
 from ._model.parameters import parameters_of
 from ._model.survey import Layer, build_dense_layer, linear_layers, widths
+from ._product import forms_matrix
 from ._quantize import QuantizedLinear
 from ._timing import time_in_turn
 from .moe import Mixture
@@ -196,8 +197,7 @@ def summary(model: nn.Module, *, tokens: int | None = None, measure: int | None 
 
     Args:
         tokens: of one training step, over all leading dimensions; the table then shows whether each
-            layer multiplies core by core ("structured") or forms its matrix ("dense"), see
-            `StructuredLinear.mode`.
+            layer multiplies core by core ("structured") or forms its matrix ("dense").
         measure: tokens of a forward and a backward pass that is timed: each distinct layer in turn
             with the dense one that it would become (a mixture with one of its widths), medians of
             nine rounds, without optimizer. The times in the table are of all layers of a row, one
@@ -246,7 +246,7 @@ def kind_of(layer: nn.Module) -> tuple[object, ...]:
     parameter, shape = next(layer.parameters(), None), widths(layer)
     kind: tuple[object, ...] = (type(layer),)
     if isinstance(layer, StructuredLinear):
-        kind = *kind, layer.structure, layer.mode, layer.gains is None
+        kind = *kind, layer.structure, layer.gains is None
     if isinstance(layer, Mixture):
         kind = *kind, layer.experts, layer.top_k
     kind = *kind, shape, layer.bias is None
@@ -269,13 +269,16 @@ def _describe(layer: Layer, tokens: int | None) -> Row:
     if not isinstance(module, StructuredLinear):
         stored = _count_bytes(module.weight)
         return Row(name, 1, *shape, "dense", params, 2 * params, shape[0], (0, 0), "", stored)
-    way = "" if tokens is None else module.way(tokens)
     structure, experts, top_k, kind = module.structure, 1, 1, module.label
     stored = sum(map(_count_bytes, module.cores))
     if isinstance(module, QuantizedLinear):
         kind, stored = f"{kind}, int8", stored + sum(map(_count_bytes, module.scales))
     if isinstance(module, Mixture):  # whose router is a layer of its own
         experts, top_k = module.experts, module.top_k
+    way = ""
+    if tokens is not None:
+        formed = forms_matrix(structure, tokens * top_k // experts)
+        way = "dense" if formed else "structured"
     counts = experts * structure.params, top_k * structure.flops, top_k * _count_saved(module)
     return Row(name, 1, *shape, kind, *counts, module.padding, way, stored)
 
@@ -290,7 +293,7 @@ def _count_bytes(tensor: Any) -> int:
 def _count_saved(layer: StructuredLinear) -> int:
     """Numbers that a structured layer keeps for its backward pass, per token."""
     structure, core = layer.structure, layer.cores[0]
-    if layer.mode == "dense" or (
+    if (
         not (structure.program.between and isinstance(layer, Mixture))
         and core.device.type in ("cpu", "meta")
         and engine.load()

@@ -1,7 +1,7 @@
 """What other code finds in place of a dense layer: `layer.weight`, which is formed only where its
 numbers are read, one node in the graphs that torch.fx traces, and errors that say what to do."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -66,7 +66,7 @@ class InPlaceOfLinear(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         named = name == "weight" and param is not None
         if named or isinstance(param, WeightView):  # which pruning would take as its own
-            _refuse_change(f"parameter {name!r}", WeightView(self))
+            _refuse_change(f"parameter {name!r}", self)
         super().register_parameter(name, param)
 
     def __prepare_scriptable__(self) -> NoReturn:  # asked by torch.jit.script
@@ -80,9 +80,10 @@ class WeightView(Tensor):
     """The matrix of a `StructuredLinear`, made only when something needs its numbers.
 
     dtype, device and shape are free; `F.linear(x, layer.weight, bias)` runs through the structure;
-    everything else sees `layer.to_dense()`, differentiable in the cores. Writing to it, or to a
-    view of it, is an error: the numbers live in the cores. For the same reason it is no leaf, and
-    no optimizer takes it.
+    everything else sees `layer.to_dense()`, differentiable in the cores. Writing to it is an error:
+    the numbers live in the cores. For the same reason it is no leaf, and no optimizer takes it.
+    A view of it (`layer.weight[0]`, `.T`, `.numpy()`) is a view of a matrix that was formed for it
+    alone: writing to such a view is no error, and does not change the layer.
     """
 
     layer: InPlaceOfLinear
@@ -126,18 +127,15 @@ class WeightView(Tensor):
                 return weight.layer.multiply(x, bias)
         if func in _DETACHING:
             return cls(args[0].layer, detached=True)
-        _refuse_writing(func, args, kwargs, WeightView)
-        dense: list[Tensor] = []
+        _refuse_writing(func, args, kwargs)
 
         def form(value: Any) -> Any:
             if not isinstance(value, WeightView):
                 return value
-            dense.append(
-                value.layer.to_dense().detach() if value.detached else value.layer.to_dense()
-            )
-            return dense[-1]
+            dense = value.layer.to_dense()
+            return dense.detach() if value.detached else dense
 
-        return _lock(func(*tree_map(form, args), **tree_map(form, kwargs)), dense)
+        return func(*tree_map(form, args), **tree_map(form, kwargs))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -153,73 +151,28 @@ class WeightView(Tensor):
         return f"WeightView({self.layer!r})"
 
 
-class LockedView(Tensor):
-    """A view of a matrix that was formed for `weight`: it reads as any tensor, and writing to it is
-    an error."""
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        _refuse_writing(func, args, kwargs, LockedView)
-        locked = [value for value in tree_leaves((args, kwargs)) if isinstance(value, LockedView)]
-        with torch._C.DisableTorchFunctionSubclass():
-            return _lock(func(*args, **kwargs), locked)
-
-
-def _lock(result: Any, dense: Sequence[Tensor]) -> Any:
-    """`result` with every tensor and array in it that shares its numbers with one of `dense` made
-    unwritable."""
-
-    def lock(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            with torch._C.DisableTorchFunctionSubclass():
-                shares = value.layout == torch.strided and any(
-                    value.untyped_storage()._cdata == one.untyped_storage()._cdata for one in dense
-                )  # another layout has numbers of its own
-                return (
-                    value.as_subclass(LockedView if shares else Tensor)
-                    if shares or type(value) is LockedView
-                    else value
-                )
-        if hasattr(value, "setflags"):  # an array of NumPy
-            value.setflags(write=False)
-        return value
-
-    return tree_map(lock, result)
-
-
 def _refuse_writing(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kind: type
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """An error if `func` would write to a tensor of `kind`."""
+    """Raises: RuntimeError: `func` would write to a `WeightView`."""
     name = getattr(func, "__name__", str(func))
-    in_place = (name.endswith("_") and not name.endswith("__")) or name in (
-        "__set__",
-        "__setitem__",
-    )
+    in_place = name.endswith("_") and not name.endswith("__")
+    in_place = in_place or name in ("__set__", "__setitem__")
     target = (args[:1] or list(kwargs.values())[:1]) if in_place else kwargs.get("out")
     attribute: Any = getattr(func, "__self__", None)
     what = f"setting {attribute.__name__}" if name == "__set__" else name
     for value in tree_leaves(target):
-        if isinstance(value, kind):
-            _refuse_change(what, value)
+        if isinstance(value, WeightView):
+            _refuse_change(what, value.layer)
 
 
-def _refuse_change(what: str, weight: object) -> NoReturn:
-    """Raise the error that `what` would change `weight`, of a layer or a view of one."""
-    layer: Any = getattr(weight, "layer", None)
-    which = f"; the layer: {type(layer).__name__}({layer.extra_repr()})" if layer else ""
+def _refuse_change(what: str, layer: InPlaceOfLinear) -> NoReturn:
+    """Raise the error that `what` would change the weight of `layer`."""
     raise RuntimeError(
         f"{what} would change the weight of a structured layer, which is made of its cores: write "
         "to, freeze or prune layer.cores, or project a dense matrix with layer.from_dense_(weight);"
-        " an adapter that is to be merged needs a dense layer (densify before it is added)"
-        f"{which}"
+        " an adapter that is to be merged needs a dense layer (densify before it is added); "
+        f"the layer: {type(layer).__name__}({layer.extra_repr()})"
     )
 
 

@@ -117,7 +117,6 @@ class Mixture(StructuredLinear):
             cores,
             tokens,
             bias,
-            mode=self.mode,
             gains=self.gains,
             sigmas=None if self.gains is None else self.stds,
             program=self._program,
@@ -141,10 +140,6 @@ class Mixture(StructuredLinear):
     def split(self, cores: list[Tensor]) -> list[tuple[Tensor, ...]]:
         """The cores of each expert."""
         return split_experts(cores, self.experts)
-
-    def way(self, tokens: int) -> str:
-        """Say which way one expert's product takes, for its share of so many tokens."""
-        return super().way(tokens * self.top_k // self.experts)
 
     def to_dense(self) -> Tensor:
         raise ValueError(

@@ -91,13 +91,6 @@ def test_folders_on_the_way_are_made_and_one_that_is_there_is_used(tmp_path):
         assert load(nn.Linear(3, 3), tmp_path / "of" / "a" / "run").bias.tolist() == 3 * [bias]
 
 
-def test_how_a_layer_multiplies_comes_back_with_it(tmp_path):
-    model = convert(nn.Sequential(nn.Linear(8, 8)), BTT())
-    model[0].mode = "structured"
-    save(model, tmp_path / "m")
-    assert load(nn.Sequential(nn.Linear(8, 8)), tmp_path / "m")[0].mode == "structured"
-
-
 def test_a_model_comes_back_into_one_that_is_converted_already(saved):
     model, path = saved
     other = mixed()

@@ -155,13 +155,11 @@ def test_a_layer_with_an_activation_between_its_cores_is_no_matrix():
         layer.to_dense,
         lambda: layer.weight + 1,
         lambda: layer.from_dense_(torch.zeros(16, 16)),
-        lambda: setattr(layer, "mode", "dense"),
         lambda: to_dense(layer.structure, list(layer.cores)),
     ):
         with pytest.raises(ValueError, match="needs a matrix, and a structure with between='silu'"):
             refused()
     assert snapshot(model) == before
-    assert layer.mode == "auto"
     assert not _product.forms_matrix(TT(rank=16).activate().structure(1024, 1024), 4096)
     x = torch.randn(3, 16)
     plain = nn.functional.linear(x, layer.weight)

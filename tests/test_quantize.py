@@ -13,6 +13,7 @@ from structlin import (
     LowRank,
     Monarch,
     StructuredLinear,
+    _product,
     convert,
     densify,
     load,
@@ -131,14 +132,12 @@ def test_every_way_multiplies_by_core_times_scale(family, dtype, n):
 
 
 @pytest.mark.usefixtures("_way")
-@pytest.mark.parametrize("mode", ["auto", "structured", "dense"])
-def test_gradients_for_what_lies_before_and_for_the_bias_are_those_of_the_matrix(mode):
-    layer = StructuredLinear(12, 30, BTT(rank=2), dtype=torch.float64)
-    layer.mode = mode
-    layer = quantize(layer)
-    assert layer.mode == mode
-    x = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
-    dy = torch.randn(5, 30, dtype=torch.float64)
+@pytest.mark.parametrize("count", [5, 40])  # core by core; by W
+def test_gradients_for_what_lies_before_and_for_the_bias_are_those_of_the_matrix(count):
+    layer = quantize(StructuredLinear(12, 30, BTT(rank=2), dtype=torch.float64))
+    assert _product.forms_matrix(layer.structure, count) == (count == 40)
+    x = torch.randn(count, 12, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn(count, 30, dtype=torch.float64)
     dx, dbias = torch.autograd.grad(layer(x), [x, layer.bias], dy)
     torch.testing.assert_close(dx, dy @ layer.to_dense())
     torch.testing.assert_close(dbias, dy.sum(0))
@@ -155,7 +154,7 @@ def test_under_autocast_the_output_has_its_dtype():
 
 def test_only_what_is_meant_is_rounded_and_all_else_of_a_layer_stays():
     layer = StructuredLinear(64, 64, BTT())
-    layer.name, layer.mode = "theirs", "structured"
+    layer.name = "theirs"
     model = nn.ModuleDict({"a": layer, "b": layer, "c": StructuredLinear(64, 64, BTT())})
     model["d"] = nn.Linear(64, 64)
     rest = model["c"], model["d"]
@@ -164,11 +163,7 @@ def test_only_what_is_meant_is_rounded_and_all_else_of_a_layer_stays():
     assert type(model["a"]) is QuantizedLinear
     assert model["a"] is model["b"]
     assert model["a"].bias is layer.bias
-    assert (model["a"].name, model["a"].mode, model["a"].training) == (
-        "theirs",
-        "structured",
-        False,
-    )
+    assert (model["a"].name, model["a"].training) == ("theirs", False)
     quantize(model, include=["c"])
     assert type(model["c"]) is QuantizedLinear
     assert type(model["d"]) is nn.Linear

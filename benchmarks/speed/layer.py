@@ -39,7 +39,7 @@ WAITS = 5  # samples of what a user waits for a call on a GPU
 FEW = 1, 4, 16  # tokens, forward, in every dtype
 FEW_AT = 512, 1024, 2048  # the square widths
 # the implementations beside nn.Linear and auto, shown by their speed alone
-OTHERS = ("loop", "strided", "structured", "merged", "compiled")
+OTHERS = ("loop", "strided", "merged", "compiled")
 
 
 def jobs(device: str, smoke: bool = False) -> list[Job]:
@@ -298,9 +298,8 @@ def job_of(row: Row) -> Job:
 
 
 def weight(job: Job, device: str) -> float:
-    """How long a round takes, relatively: dense's FLOPs; with all modes there are about three times
-    as many."""
-    return job.flops * (3 if device == "cpu" and job.modes else 1)
+    """How long a round takes, relatively: dense's FLOPs, and twice as many with merged."""
+    return job.flops * (2 if device == "cpu" and job.merges else 1)
 
 
 def least_seconds(job: Job, device: str, heats: Sequence[list[Row]]) -> float:

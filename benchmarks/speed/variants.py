@@ -1,14 +1,13 @@
 """What `benchmarks.speed.layer` times: the structures, and each layer as a function of its input.
 
-Implementations: nn.Linear; auto, what `StructuredLinear` does by itself; structured and merged, the
-two modes that it chooses from; loop, one batched product for each core; compiled, torch.compile of
-that; strided, two products that write into a strided view of the output, with one copy of the
-activations each way, as the published BTT and Monarch layers do it (written here from the formula;
-an output that interleaves its blocks, Monarch's, is one copy more). Options: auto with a bias, with
-weight normalisation, and nn.Linear with a bias.
+Implementations: nn.Linear; auto, what `StructuredLinear` does by itself; merged, the product by the
+matrix of the cores; loop, one batched product for each core; compiled, torch.compile of that;
+strided, two products that write into a strided view of the output, with one copy of the activations
+each way, as the published BTT and Monarch layers do it (written here from the formula; an output
+that interleaves its blocks, Monarch's, is one copy more). Options: auto with a bias, with weight
+normalisation, and nn.Linear with a bias.
 """
 
-import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -37,8 +36,8 @@ from structlin import (
 SMOKE = 64  # the width of a smoke run
 # of the relative Frobenius error; bfloat16 rounds to 2^-9 each time, float16 to 2^-12
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-3}
-# of d_in * d_out; beyond, a CPU needs too long for the modes that nobody would take
-MODES_TO = 1024**2
+# of d_in * d_out; beyond, a CPU needs too long to form the matrix
+MERGED_TO = 1024**2
 COMPILED_AT = (1024,)  # the square widths at which the loop is compiled, seconds a structure
 OPTIONS_AT = (SMOKE, 1024, 2048)
 OPTIONS_OF = ("BTT r=1", "Monarch 16")
@@ -83,9 +82,9 @@ class Job:
         return (3 if self.backward else 1) * 2 * self.tokens * self.d_in * self.d_out
 
     @property
-    def modes(self) -> bool:
-        """Whether structured and merged are timed on a CPU too."""
-        return self.d_in * self.d_out <= MODES_TO
+    def merges(self) -> bool:
+        """Whether merged is timed on a CPU too."""
+        return self.d_in * self.d_out <= MERGED_TO
 
     def square_at(self, widths: Sequence[int]) -> bool:
         return self.d_in == self.d_out and self.d_in in widths
@@ -146,10 +145,8 @@ def implementations(layer: StructuredLinear, job: Job, device: str) -> dict[str,
     """Name -> the layer's function."""
     structure, cores = layer.structure, list(layer.cores)
     runs: dict[str, Run] = {"auto": layer, "loop": partial(loop, structure, cores)}
-    if device == "cuda" or job.modes:
-        for how, mode in (("structured", "structured"), ("merged", "dense")):
-            runs[how] = twin = copy.copy(layer)  # of the same cores
-            twin.mode = mode
+    if device == "cuda" or job.merges:
+        runs["merged"] = lambda x: F.linear(x, layer.to_dense(), layer.bias)
     if all(core.repeat == 1 and core.batch > 1 for core in structure.cores):
         runs["strided"] = partial(StridedProducts.apply, structure, *cores)
     return runs

@@ -305,7 +305,7 @@ def test_layer_prints_a_table_and_a_json_line_per_row_and_keeps_both(tmp_path, c
     assert (tmp_path / "layer.png").read_bytes().startswith(b"\x89PNG")
     for name in variants.families(64):
         measured = {row["implementation"] for row in rows if row["structure"] == name}
-        assert measured >= {"auto", "loop", "structured", "merged"}
+        assert measured >= {"auto", "loop", "merged"}
         assert name in printed
     titles = {row["structure"] + row["implementation"].partition("auto")[2] for row in rows}
     for name, option in product(variants.OPTIONS_OF, variants.OPTIONS):
@@ -476,7 +476,6 @@ def test_what_does_not_compile_or_fit_is_left_out_and_said(monkeypatch, capsys):
     assert {v.implementation for v in found if v.name == "Kronecker"} == {
         "auto",
         "loop",
-        "structured",
         "merged",
     }
     assert "Monarch 7" not in {v.name for v in found}

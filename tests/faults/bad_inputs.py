@@ -225,10 +225,6 @@ def call_mixture(x: Any) -> Tensor:
     return moe.Mixture(8, 8)(x)
 
 
-def set_mode(mode: Any) -> None:
-    StructuredLinear(8, 8).mode = mode
-
-
 def family(rank: Any) -> structlin.Family:
     return structlin.family("btt", rank=rank)
 
@@ -297,8 +293,6 @@ CALLS: dict[str, Call] = {
     "Structure.from_dict": (structlin.Structure.from_dict, lambda: {"data": structure().to_dict()}),
     "StructuredLinear": (StructuredLinear, lambda: dict(widths)),
     "StructuredLinear.forward": (call_layer, lambda: {"x": rows()}),
-    "StructuredLinear.mode": (set_mode, lambda: {"mode": "dense"}),
-    "StructuredLinear.way": (of(layer, "way"), lambda: {"tokens": 8}),
     "StructuredLinear.match_norm_": (of(layer, "match_norm_"), lambda: {"norm": 1.0}),
     "StructuredLinear.from_dense_": (
         of(layer, "from_dense_"),

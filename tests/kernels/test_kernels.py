@@ -47,14 +47,6 @@ def small(family):
     return family.structure(12, 30)
 
 
-def in_mode(mode, **options):
-    if mode == "silu":
-        return StructuredLinear(12, 30, BTT(rank=2).activate(), **options)
-    layer = StructuredLinear(12, 30, BTT(rank=2), **options)
-    layer.mode = mode
-    return layer
-
-
 def gradients_of(structure, cores, x, bias):
     """Of the einsum, by autograd: y and its gradients for a fixed dy."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, bias, *cores)]
@@ -151,10 +143,10 @@ def test_a_layer_applied_twice_has_the_gradients_of_its_matrix_where_they_are_di
 
 
 @OWN
-@pytest.mark.parametrize("mode", ["auto", "structured", "dense", "silu"])
-def test_a_compiled_layer_trains_as_an_eager_one_for_every_number_of_tokens(mode):
+@pytest.mark.parametrize("family", [BTT(rank=1), BTT(rank=2), BTT(rank=2).activate()], ids=repr)
+def test_a_compiled_layer_trains_as_an_eager_one_for_every_number_of_tokens(family):
     torch._dynamo.reset()
-    layer = in_mode(mode, weight_norm=True, dtype=torch.float64)
+    layer = StructuredLinear(12, 30, family, weight_norm=True, dtype=torch.float64)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
     for n in (5, 9, 33):
         x, grads = tokens(2, n, 12).requires_grad_(), []
@@ -241,11 +233,12 @@ def test_torch_func_sees_through_the_layer():
     torch.testing.assert_close(batched, torch.stack([y, 4 * y]))
 
 
-@pytest.mark.parametrize("mode", ["structured", "dense", "silu"])
+@pytest.mark.parametrize("family", [BTT(rank=2), BTT(rank=2).activate()], ids=repr)
+@pytest.mark.parametrize("count", [4, 40])  # core by core; by W, where there is one
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_gives_the_dtypes_of_a_dense_layer(mode, dtype):
-    layer, dense = in_mode(mode), torch.nn.Linear(12, 30)
-    x = torch.randn(4, 12, requires_grad=True)
+def test_autocast_gives_the_dtypes_of_a_dense_layer(family, count, dtype):
+    layer, dense = StructuredLinear(12, 30, family), torch.nn.Linear(12, 30)
+    x = torch.randn(count, 12, requires_grad=True)
     with torch.autocast("cpu", dtype):
         y = layer(x)
         assert y.dtype == dense(x).dtype == dtype
@@ -320,19 +313,9 @@ def test_what_does_not_fit_is_refused_by_name(changes, error, message):
         apply(*bad(**changes))
 
 
-def test_an_unknown_mode_is_refused():
-    layer = StructuredLinear(12, 30)
-    with pytest.raises(
-        ValueError, match="mode='fast' is unknown; there are auto, structured, dense"
-    ):
-        layer.mode = "fast"
-    assert layer.mode == "auto"
-
-
 @pytest.mark.parametrize("shape", [(0, 12), (2, 0, 12), (12,)])
-@pytest.mark.parametrize("mode", ["structured", "dense"])
-def test_no_tokens_and_one_token_have_gradients(shape, mode):
-    layer, x = in_mode(mode), torch.randn(shape, requires_grad=True)
+def test_no_tokens_and_one_token_have_gradients(shape):
+    layer, x = StructuredLinear(12, 30, BTT(rank=2)), torch.randn(shape, requires_grad=True)
     y = layer(x)
     assert y.shape == (*shape[:-1], 30)
     y.sum().backward()
