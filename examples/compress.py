@@ -139,7 +139,7 @@ def compress(
 ) -> dict[str, Any]:
     """One row: the dense model compressed to `budget`, measured, healed, measured and saved."""
     recipe = commands.Recipe(
-        structure=(FAMILIES[family],),
+        structure=FAMILIES[family],
         keep=budget,
         calibration=options.calibration if aware else 0,
         heal=options.heal,

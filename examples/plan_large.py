@@ -27,6 +27,7 @@ import structlin
 from structlin._commands.arguments import fraction
 from structlin._commands.read import build_skeleton
 
+STEP = 8  # ranks that the engines multiply at a time
 TRIAL = 1024  # width of the small layer
 BATCH, FEW = 1024, 8  # tokens of a batch; batches where a few of them are enough
 PASSES = 2, 1 + 1 + 3  # two streams; of a few batches: the order, the inputs, gradients as three
@@ -60,9 +61,14 @@ def build(folder: Path | None, smoke: bool) -> nn.Module:
 
 
 def plan(model: nn.Module, keep: float) -> structlin.Plan:
-    """Low rank, of the same share of each layer."""
-    options = {"keep": keep, "allocation": "uniform"}
-    return structlin.plan_compression(model, structlin.LowRank(rank=1), None, **options)
+    """Low rank, of the same share of each layer, in ranks of whole multiples of `STEP`."""
+    ranks = {}
+    for layer, structure in ((d.layer, d.resolved) for d in structlin.plan(model).decisions):
+        if structure is not None:
+            m, n = layer.out_features, layer.in_features
+            rank = int(keep * m * n / (m + n)) // STEP * STEP
+            ranks[layer.name] = structlin.LowRank(rank=max(1, rank))
+    return structlin.plan(model, structlin.LowRank(rank=1), overrides=ranks)
 
 
 def estimate(model: nn.Module, planned: structlin.Plan, tokens: int) -> Estimate:

@@ -364,21 +364,6 @@ class Nonlinear(Family):
         return f"{self.of.label}, {self.between}"
 
 
-@checked
-@dataclass(frozen=True, kw_only=True)
-class OneOf(Family):
-    """Several families, of which `compress` takes for each layer the one that loses least."""
-
-    of: tuple[Family, ...]
-
-    def structure(self, in_features: int, out_features: int) -> Structure:
-        raise ValueError(f"{self.label}: only compress can choose, with keep=")
-
-    @property
-    def label(self) -> str:
-        return " or ".join(each.label for each in self.of)
-
-
 def family(name: str, **options: Any) -> Family:
     """A family by its name, case ignored.
 

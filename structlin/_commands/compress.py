@@ -67,7 +67,7 @@ Measured on held-out data, which neither calibrated nor healed.
 class Recipe:
     """How a model is compressed and healed."""
 
-    structure: tuple[Family, ...]  #: of several each layer gets one
+    structure: Family
     keep: float
     calibration: int  #: batches; 0: by the weights alone
     heal: int  #: steps of distillation
@@ -84,7 +84,7 @@ class Recipe:
 def run(options: argparse.Namespace) -> tuple[str, Row]:
     """The tables, and all of it as plain data."""
     path = Path(options.model)
-    families = tuple(parse_structure(text, open_size=True) for text in options.structure)
+    family = parse_structure(options.structure, open_size=True)
     text = read.read_text(options.data)
     if not (path.is_dir() or path.suffix.lower() == ".gguf"):
         raise ValueError(
@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> tuple[str, Row]:
         job = kind(Source(**about, **sizes))
         chosen = {"include": options.include, "exclude": tuple(options.exclude)}
         recipe = Recipe(
-            structure=families, keep=options.keep, refine=options.refine, **given, **chosen
+            structure=family, keep=options.keep, refine=options.refine, **given, **chosen
         )
         tell("measuring the dense model")
         dense = describe_dense(job)
@@ -186,7 +186,7 @@ def plan(model: nn.Module, job: Job, recipe: Recipe) -> structlin.Plan:
     aware = recipe.calibration > 0
     return structlin.plan_compression(
         model,
-        recipe.structure[0] if len(recipe.structure) == 1 else recipe.structure,
+        recipe.structure,
         [job.batch(step) for step in range(recipe.calibration)] if aware else None,
         keep=recipe.keep,
         allocation="sensitivity" if aware else "error",
@@ -244,7 +244,6 @@ def write_card(
         data = f"calibrated on {recipe.calibration} batches"
     if recipe.refine:
         data += f", {recipe.refine} steps of refinement for each block"
-    kinds = " or ".join(type(each).__name__ for each in recipe.structure)
     said = "".join(
         f"\n- before: {before}\n- after: {after}"
         for before, after in zip(dense["sample"], row["sample"], strict=True)
@@ -260,7 +259,7 @@ def write_card(
         source=job.source,
         share=row["params"] / dense["params"],
         params=f"{row['params']:,} of {dense['params']:,}",
-        structure=f"{kinds}, of a size chosen for each layer",
+        structure=f"{type(recipe.structure).__name__}, of a size chosen for each layer",
         keep=recipe.keep,
         data=data,
         batch=job.unit,

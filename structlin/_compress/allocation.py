@@ -17,7 +17,7 @@ from .calibration import Observed
 from .sensitivity import Covariances, Loss, measure_covariances, measure_sensitivities
 from .travel import correct_curves
 
-ALLOCATIONS = ("sensitivity", "error", "uniform")
+ALLOCATIONS = ("sensitivity", "error")
 NEGLIGIBLE_GAIN = 1e-12  # in squared relative error: rounding
 
 
@@ -79,9 +79,7 @@ def list_offers(decisions: Sequence[Decision], share: Share) -> Offers:
             f"keep={share.keep}: no size has fewer {COUNTS[share.count]} than dense in these "
             f"layers: {', '.join(without.values())}; exclude={[*without]} leaves them dense"
         )
-    if share.keep is not None and found and share.allocation == "uniform":
-        share_evenly([*found.values()], share.keep)
-    elif share.keep is not None and found:
+    if share.keep is not None and found:
         _require_room([*found.values()], share.keep, share.count)
     return found
 
@@ -131,7 +129,7 @@ def measure_curves(
         seen: what `observe` returned for all layers that are converted; None: without data.
         outputs: what `weigh_outputs` returned for them, of `loss`.
     """
-    if share.keep is None or share.allocation == "uniform":
+    if share.keep is None:
         return []
     layers = _find_open(decisions, offers)
     covariances: Covariances = ((layer, None) for layer in layers)
@@ -161,13 +159,10 @@ def choose_sizes(
     if share.keep is None or not offers:
         return [*decisions]
     layers = _find_open(decisions, offers)
-    if share.allocation == "uniform":
-        sizes = share_evenly([offers[layer.module] for layer in layers], share.keep)
-    else:
-        weights = [1.0] * len(curves)
-        if share.allocation == "error":
-            weights = [1 / curve.whole if curve.whole else 1.0 for curve in curves]
-        sizes = allocate(curves, share.keep, weights)
+    weights = [1.0] * len(curves)
+    if share.allocation == "error":
+        weights = [1 / curve.whole if curve.whole else 1.0 for curve in curves]
+    sizes = allocate(curves, share.keep, weights)
     chosen = {layer.module: size for layer, size in zip(layers, sizes, strict=True)}
     return [_take_size(decision, chosen.get(decision.layer.module)) for decision in decisions]
 
@@ -236,25 +231,6 @@ def allocate(curves: Sequence[Curve], keep: float, weights: Sequence[float]) -> 
         taken[n] += 1
         consider(n)
     return [curve.sizes[m] for curve, m in zip(curves, found, strict=True)]
-
-
-def share_evenly(sizes: Sequence[Sequence[Size]], keep: float) -> list[Size]:
-    """For each layer the largest of its sizes that costs at most that fraction of the dense one.
-
-    Raises:
-        ValueError: the smallest size of a layer costs more.
-    """
-    found = []
-    for own in sizes:
-        limit = keep * own[-1].cost
-        if own[0].cost > limit:
-            least = math.ceil(1e4 * own[0].cost / own[-1].cost) / 1e4
-            raise ValueError(
-                f"keep={keep}, the same for all layers: the smallest structure of one is "
-                f"{own[0].family.label}, which needs {least:.4f} or more"
-            )
-        found.append(max((size for size in own if size.cost <= limit), key=lambda s: s.cost))
-    return found
 
 
 def _require_room(sizes: Sequence[Sequence[Size]], keep: float, count: str) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 
 from .._arguments import checked, require_choice
-from .._families import Family, OneOf
 from .._model.decide import Decision, Spec, decide, list_targets, require_matrices
 from .._model.select import Patterns
 from .._plan import Plan, check_values, project_by_weight, warn_of
@@ -34,7 +33,7 @@ from .sequential import Projected, project_in_order
 
 def compress(
     model: nn.Module,
-    structure: Spec | Sequence[Family],
+    structure: Spec,
     batches: Batches | None,
     *,
     keep: float | None = 0.5,
@@ -59,8 +58,7 @@ def compress(
     Args:
         model: any module; it is changed.
         structure: a family such as `LowRank(rank=1)`, whose rank or number of blocks is chosen for
-            each layer; or several families, of which each layer gets the one that loses least;
-            with `keep=None` a family or a `Structure`, which is taken as it is.
+            each layer; with `keep=None` a family or a `Structure`, which is taken as it is.
         batches: what the model's function should stay right for: an iterable of batches (a mapping
             is passed as keywords, a tuple or list as positions, anything else as the one argument),
             or a function that runs the model. Each batch is held at two places, by two threads of
@@ -72,7 +70,7 @@ def compress(
             Layers that one pass calls more than once are projected for the dense model's inputs,
             with a warning. So are all layers where a function calls the model with more than
             tensors and plain values, or calls parts of it alone. None: by the weights alone, each
-            layer by itself; the plain baseline, with `allocation="error"` or "uniform".
+            layer by itself; the plain baseline, with `allocation="error"`.
         keep: fraction of what the layers cost that `structure` is meant for (those with an override
             are not counted). No layer gets a size that costs as much as dense: it may stay dense,
             which is exact, and its weight is counted. To keep more never makes worse what
@@ -82,8 +80,8 @@ def compress(
             error of each output of each layer does to it (gradients of a few batches, with the
             memory of training); the projections weigh outputs by it too. The harm of the
             first blocks is measured, unless `loss` is a function. "error": least sum of the
-            layers' squared relative errors. "uniform": the same fraction for each layer. These two
-            take no gradients, and all outputs of a layer count alike.
+            layers' squared relative errors; it takes no gradients, and all outputs of a layer count
+            alike.
         loss: what should not change. "divergence": all outputs of the model are logits, and it is
             the divergence of the distributions over their last axis. "outputs": the squared
             relative change of each floating output. None: the divergence of the outputs whose name
@@ -127,7 +125,7 @@ def compress(
 @checked
 def plan_compression(
     model: nn.Module,
-    structure: Spec | Sequence[Family],
+    structure: Spec,
     batches: Batches | None,
     *,
     keep: float | None = 0.5,
@@ -146,8 +144,7 @@ def plan_compression(
 
     All is found now: the plan has the sizes, the cores, each layer's error and each block's.
     `apply` refuses if the weights have changed by then. For a model on the meta device the plan has
-    the sizes alone. They must need no values: `batches=None`, with `allocation="uniform"` or
-    `keep=None`.
+    the sizes alone. They must need no values: `batches=None` and `keep=None`.
 
     Raises:
         ValueError, TypeError: what `compress` raises.
@@ -197,7 +194,7 @@ class Measured:
 
 def measure(
     model: nn.Module,
-    structure: Spec | Sequence[Family],
+    structure: Spec,
     batches: Batches | None,
     share: Share,
     loss: Loss,
@@ -207,8 +204,6 @@ def measure(
     **selection: Any,
 ) -> Measured:
     """What the sizes that layers could have would lose, see `plan_compression`."""
-    if isinstance(structure, Sequence) and not isinstance(structure, str):
-        structure = _take_several(structure, share)
     _check_share(share, batches, loss)
     decisions = decide(
         model, structure, untie=untie, sizes_open=share.keep is not None, **selection
@@ -227,22 +222,7 @@ def measure(
 def _lack_values(decisions: Sequence[Decision], share: Share) -> bool:
     """Whether all layers are on the meta device, and their sizes need no values."""
     layers = [decision.layer for decision in decisions if decision.structure is not None]
-    sized = share.keep is None or share.allocation == "uniform"
-    return sized and all(layer.matrix.is_meta for layer in layers)
-
-
-def _take_several(families: Sequence[Family], share: Share) -> OneOf:
-    if not families:
-        raise TypeError(
-            f"structure={families!r} must be families such as [LowRank(rank=1), BTT()], or one"
-        )
-    if share.keep is None or share.allocation == "uniform":
-        given = f"keep={share.keep}, allocation={share.allocation!r}"
-        raise ValueError(
-            f"structure={families!r}: {given} measures no errors by which to choose among "
-            "families; give keep= and allocation='sensitivity' or 'error', or one family"
-        )
-    return OneOf(of=tuple(families))
+    return share.keep is None and all(layer.matrix.is_meta for layer in layers)
 
 
 def _check_refine(refine: int, batches: Batches | None) -> None:

@@ -32,7 +32,7 @@ LOSSES = "divergence", "outputs"
 # and 4 % less at 0.8.
 PRIOR_TOKENS = 100
 
-_REFUSED = "allocation='error' or 'uniform' is needed: 'sensitivity' takes gradients, but the model"
+_REFUSED = "allocation='error' is needed: 'sensitivity' takes gradients, but the model"
 
 
 @torch.no_grad()

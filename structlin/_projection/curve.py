@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._families import Dense, Family, Nonlinear, OneOf, Split
+from .._families import Dense, Family, Nonlinear, Split
 from .._product import to_dense
 from .._structure import Structure
 from .axes import split_axes
@@ -57,8 +57,7 @@ def measure_curve(
     covariance: Tensor | None = None,
     output: Tensor | None = None,
 ) -> Curve:
-    """The squared error that each of these sizes leaves of a weight. Of several families' sizes
-    those stay that lose less than all that cost less.
+    """The squared error that each of these sizes leaves of a weight.
 
     The errors are those of the closed form. It is computed at the largest size, and the smaller
     ones are cut from it where their cores are parts of the larger one's (ranks), otherwise each by
@@ -80,56 +79,31 @@ def measure_curve(
     def lose(structure: Structure, cores: Sequence[Tensor]) -> float:
         return _square(w - to_dense(structure, cores)[: len(w), : w.shape[1]], root, scales)
 
-    def measure(own: Sequence[Size]) -> list[float]:
-        """The errors of one family's sizes, and of dense."""
-        measured = {len(own) - 1: 0.0}
-        last = len(own) - 2
-        points = sorted({round(last * k / (POINTS - 1)) for k in range(POINTS)}, reverse=True)
-        largest = None
-        for n in points:
-            structure = own[n].structure
-            cores = None if largest is None else _shrink(*largest, structure)
-            if cores is None:
-                cores = project(w, structure, **metric, sweeps=0)
-                largest = structure, cores
-            measured[n] = lose(structure, cores)
-        errors = [_interpolate(own, measured, n) for n in range(len(own))]
-        half = min(points, key=lambda n: abs(own[n].cost - own[-1].cost / 2))
-        factors = {}
-        for n in {0, half}:
-            structure = own[n].structure
-            padding = w.shape != (structure.out_features, structure.in_features)
-            if measured[n] and not is_optimal(structure, covariance is not None, padding):
-                cores = project(w, structure, **metric, sweeps=FEW_SWEEPS)
-                factor = lose(structure, cores) / measured[n]
-                factors[own[n].cost] = max(factor, LEAST_FACTOR)
-        return [
-            error * _power_law(factors, size.cost) for error, size in zip(errors, own, strict=True)
-        ]
-
-    families: dict[object, list[int]] = {}
-    for n, size in enumerate(sizes[:-1]):
-        families.setdefault(_kind_of(size.family), []).append(n)
-    errors = [0.0] * len(sizes)
-    for places in families.values():
-        own = measure([*(sizes[n] for n in places), sizes[-1]])
-        for n, error in zip(places, own, strict=False):
-            errors[n] = error
-    whole = _square(w, root, scales)
-    if len(families) < 2:
-        return Curve(sizes, errors, whole)
-    kept: list[int] = []  # what costs more loses less
-    for n in sorted(range(len(sizes)), key=lambda n: (sizes[n].cost, errors[n])):
-        if not kept or errors[n] < errors[kept[-1]]:
-            kept.append(n)
-    return Curve([sizes[n] for n in kept], [errors[n] for n in kept], whole)
-
-
-def _kind_of(family: Family) -> object:
-    """What sizes of one family have in common: all but the rank or the number of blocks."""
-    if isinstance(family, Split):
-        return family.split, _kind_of(family.of)
-    return replace(family, **{option: 1 for option in _options_of(family)})
+    measured = {len(sizes) - 1: 0.0}
+    last = len(sizes) - 2
+    points = sorted({round(last * k / (POINTS - 1)) for k in range(POINTS)}, reverse=True)
+    largest = None
+    for n in points:
+        structure = sizes[n].structure
+        cores = None if largest is None else _shrink(*largest, structure)
+        if cores is None:
+            cores = project(w, structure, **metric, sweeps=0)
+            largest = structure, cores
+        measured[n] = lose(structure, cores)
+    errors = [_interpolate(sizes, measured, n) for n in range(len(sizes))]
+    half = min(points, key=lambda n: abs(sizes[n].cost - sizes[-1].cost / 2))
+    factors = {}
+    for n in {0, half}:
+        structure = sizes[n].structure
+        padding = w.shape != (structure.out_features, structure.in_features)
+        if measured[n] and not is_optimal(structure, covariance is not None, padding):
+            cores = project(w, structure, **metric, sweeps=FEW_SWEEPS)
+            factor = lose(structure, cores) / measured[n]
+            factors[sizes[n].cost] = max(factor, LEAST_FACTOR)
+    errors = [
+        error * _power_law(factors, size.cost) for error, size in zip(errors, sizes, strict=True)
+    ]
+    return Curve(sizes, errors, _square(w, root, scales))
 
 
 def _take_root(c: Tensor) -> Tensor:
@@ -189,10 +163,6 @@ def _power_law(factors: dict[int, float], cost: int) -> float:
 
 @lru_cache(maxsize=1024)
 def _list_sizes(family: Family, in_features: int, out_features: int, of: str) -> tuple[Size, ...]:
-    if several := _families_of(family):
-        own = [_list_sizes(each, in_features, out_features, of) for each in several]
-        structured = [size for sizes in own for size in sizes[:-1]]
-        return *sorted(structured, key=lambda size: size.cost), own[0][-1]
     found: list[Size] = []
     dense = Dense().structure(in_features, out_features)
     limit = _cost_of(dense, of)
@@ -260,10 +230,3 @@ def _candidates(family: Family, width: int) -> list[Family]:
 def _options_of(family: Family) -> set[str]:
     """Those that make the family's size."""
     return {"rank", "blocks"} & {option.name for option in fields(family)}
-
-
-def _families_of(family: Family) -> list[Family]:
-    """Where there are several to choose from."""
-    if isinstance(family, Split):
-        return [replace(family, of=each) for each in _families_of(family.of)]
-    return [*family.of] if isinstance(family, OneOf) else []

@@ -17,7 +17,7 @@ from structlin import (
     compress,
     plan_compression,
 )
-from structlin._compress.allocation import allocate, share_evenly
+from structlin._compress.allocation import allocate
 from structlin._families import Family
 from structlin._projection.curve import Curve, list_sizes, measure_curve
 
@@ -146,14 +146,6 @@ def test_a_size_that_is_no_better_is_passed_over():
     assert size.family == LowRank(rank=4)
 
 
-def test_uniform_is_the_largest_size_of_each_layer_within_its_share():
-    widths = (64, 64), (64, 256), (256, 64)
-    found = share_evenly([list_sizes(LowRank(rank=1), *each, "params") for each in widths], 0.5)
-    assert [size.family.rank for size in found] == [16, 24, 24]  # 25.6 is half of 64 x 256
-    with pytest.raises(ValueError, match=r"keep=0.01, the same for all layers: .* 0.0313 or more"):
-        share_evenly([list_sizes(LowRank(rank=1), 64, 64, "params")], 0.01)
-
-
 # ---- in a model ----------------------------------------------------------------------------------
 
 
@@ -173,7 +165,7 @@ def train_small_model() -> tuple[nn.Module, Tensor]:
     return model, x
 
 
-@pytest.mark.parametrize("by", ["sensitivity", "error", "uniform"])
+@pytest.mark.parametrize("by", ["sensitivity", "error"])
 def test_a_trained_model_keeps_more_of_itself_with_larger_sizes(by):
     errors = []
     for keep in (0.3, 0.6, 0.9, 1.0):

@@ -53,10 +53,9 @@ def test_a_model_without_sensitivities_is_refused_and_can_take_another_allocatio
             return last(super().forward(x))
 
     model, batches = Model(nn.Linear(8, 8), nn.Linear(8, 8)), [torch.randn(20, 8)]
-    with pytest.raises(ValueError, match=f"allocation='error' or 'uniform'.*{message}"):
+    with pytest.raises(ValueError, match=f"allocation='error'.*{message}"):
         plan_compression(model, LowRank(rank=1), batches, keep=0.5)
-    for way in ("error", "uniform"):
-        plan_compression(model, LowRank(rank=1), batches, keep=0.5, allocation=way)
+    plan_compression(model, LowRank(rank=1), batches, keep=0.5, allocation="error")
 
 
 def test_padding_does_no_harm():
@@ -228,7 +227,7 @@ def test_ranks_chosen_by_sensitivity_are_near_the_best_of_all(seed):
         ({"loss": 3}, ValueError, "loss=3 is unknown"),
         ({"loss": "outputs", "allocation": "error"}, ValueError, "loss='outputs' goes with"),
         (
-            {"loss": "outputs", "batches": None, "allocation": "uniform"},
+            {"loss": "outputs", "batches": None, "allocation": "error"},
             ValueError,
             "loss='outputs' goes with batches",
         ),
