@@ -1,7 +1,7 @@
 """structlin: structured matrices as better linear layers. The structure is the only thing anybody
 writes."""
 
-from . import duality, modular, moe, optim, scaling, search, stability
+from . import duality, modular, moe, optim, scaling, stability
 from ._checkpoint import load, save
 from ._compress.compress import compress, plan_compression
 from ._compress.distill import distill
@@ -80,7 +80,6 @@ __all__ = [
     "quantize",
     "save",
     "scaling",
-    "search",
     "show_config",
     "stability",
     "suggest",

@@ -20,8 +20,6 @@ RETURNED_BY = {  # the function whose example shows this result
     "structlin.Summary": "structlin.summary",
     "structlin.stability.CoordinateCheck": "structlin.stability.coordinate_check",
     "structlin.stability.Log": "structlin.stability.watch",
-    "structlin.stability.Sweep": "structlin.stability.lr_sweep",
-    "structlin.search.Search": "structlin.search.run",
 }
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 import structlin
-from structlin import duality, modular, optim, scaling, search, stability
+from structlin import duality, modular, optim, scaling, stability
 
 pytest.importorskip("mkdocs")
 griffe = pytest.importorskip("griffe")
 
 ROOT = Path(__file__).parents[1]
-PUBLIC = [structlin, optim, modular, stability, search, scaling, duality]
+PUBLIC = [structlin, optim, modular, stability, scaling, duality]
 
 
 def load_docstrings():

@@ -28,6 +28,7 @@ from benchmarks.harness import figures
 from benchmarks.harness.experiment import Experiment, Row
 from benchmarks.harness.statistics import Estimate, student
 from benchmarks.harness.timing import interleaved, wall
+from benchmarks.papers import networks
 from structlin import modular
 from structlin.optim import Normed
 
@@ -40,14 +41,14 @@ PAPER = 0.23  # the overhead that it measured
 def gpt(width: int, blocks: int, tokens: int) -> tuple[modular.Module, Tensor, Tensor]:
     """The network, its inputs and targets."""
     heads = max(1, width // 64)
-    net = modular.GPT(VOCABULARY, context=CONTEXT, width=width, heads=heads, blocks=blocks)
+    net = networks.GPT(VOCABULARY, context=CONTEXT, width=width, heads=heads, blocks=blocks)
     data = torch.randint(VOCABULARY, (max(1, tokens // CONTEXT), CONTEXT + 1))
     return net, data[:, :-1], data[:, 1:]
 
 
 def resmlp() -> tuple[modular.Module, Tensor, Tensor]:
     """The paper's network, its inputs and targets."""
-    net = modular.ResMLP(PIXELS, CLASSES, width=64, blocks=8, block_depth=2)
+    net = networks.ResMLP(PIXELS, CLASSES, width=64, blocks=8, block_depth=2)
     return net, torch.randn(IMAGES, PIXELS), torch.randint(CLASSES, (IMAGES,))
 
 

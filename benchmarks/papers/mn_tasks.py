@@ -2,7 +2,7 @@
 characters, four optimizers.
 
 MN (arXiv:2405.14813) trains ResMLPs and ResNets on CIFAR-10 and GPTs on OpenWebText for 10000
-steps. Here they are the same compounds of `structlin.modular`, much smaller: scikit-learn's digits,
+steps. Here they are the same networks, much smaller: scikit-learn's digits,
 and the texts of pydoc; some dozens of steps. As in the paper: batches of random samples, no weight
 decay, the learning rate falls linearly to zero, Adam with betas (0.9, 0.99), SGD with momentum 0.9;
 "normed" means that each update is divided by its modular norm, and the plain optimizers make the
@@ -20,6 +20,7 @@ from benchmarks.harness import training
 from benchmarks.harness.experiment import Row
 from benchmarks.harness.statistics import moves, select, transfer
 from benchmarks.harness.tasks import Batch, Digits, PlainDigits, Task, Text, text
+from benchmarks.papers import networks
 from structlin import modular
 from structlin.optim import Normed
 
@@ -47,11 +48,11 @@ def build(
 ) -> modular.Module:
     """`options` are those of the compound; `context` and `corpus` are the GPT's."""
     if network == "ResMLP":
-        return modular.ResMLP(64, 10, width=width, blocks=blocks, block_depth=2, **options)
+        return networks.ResMLP(64, 10, width=width, blocks=blocks, block_depth=2, **options)
     if network == "ResNet":
-        return modular.ResNet(1, 10, width=width, blocks=blocks, **options)
+        return networks.ResNet(1, 10, width=width, blocks=blocks, **options)
     vocabulary = text(corpus)[1]
-    return modular.GPT(
+    return networks.GPT(
         vocabulary, context=context, width=width, heads=HEADS, blocks=blocks, **options
     )
 

@@ -10,7 +10,7 @@ depth)^alpha, alpha = 1 (CompleteP), all matrices of the blocks structured, the 
 start; linear decay of the rate to zero, no warmup. The base point is width 64, depth 2; from there
 a grid of widths and depths.
 
-At each point the rate is searched by factors of 2 (`stability.lr_sweep`), from the base point's
+At each point the rate is searched by factors of 2, from the base point's
 best, until the best has both its neighbours. The optimum is the vertex of the parabola through
 them, of the geometric mean over the seeds of the final loss on all images. Points that the JSON has
 are not run again.

@@ -17,7 +17,6 @@ from .bonds import (
     ScaledReLU,
     SplitHeads,
 )
-from .compounds import GPT, ResMLP, ResNet, residual
 from .masses import masses
 from .module import (
     Bond,
@@ -28,7 +27,6 @@ from .module import (
 
 __all__ = [
     "GELU",
-    "GPT",
     "Abs",
     "AvgPool",
     "Bond",
@@ -45,12 +43,9 @@ __all__ = [
     "Module",
     "RMSDivide",
     "ReLU",
-    "ResMLP",
-    "ResNet",
     "ScaledGELU",
     "ScaledReLU",
     "SplitHeads",
     "Structured",
     "masses",
-    "residual",
 ]

@@ -175,10 +175,7 @@ class Embed(Atom):
         return self.embedding.embedding_dim
 
     def weight_norm(self, weight: Tensor, *, exact: bool = True) -> Tensor:
-        return self.part_norms(weight).amax()
-
-    def part_norms(self, weight: Tensor) -> Tensor:
-        return promote(weight).square().mean(-1, keepdim=True).sqrt()  # (tokens, 1)
+        return promote(weight).square().mean(-1).sqrt().amax()
 
     def weight_dual(self, gradient: Tensor, method: str) -> Tensor:
         return dual_embedding(gradient)
@@ -228,11 +225,6 @@ class Conv2D(Atom):
     def weight_norm(self, weight: Tensor, *, exact: bool = True) -> Tensor:
         slices = weight.flatten(2).permute(2, 0, 1)
         return len(slices) * _operator_norm(slices, exact)
-
-    def part_norms(self, weight: Tensor) -> Tensor:
-        slices = weight.flatten(2).permute(2, 0, 1)  # (k * k, c_out, c_in)
-        m, n = slices.shape[1:]
-        return (len(slices) * sqrt(n / m) * spectral_bound(slices)).view(weight.shape[2:])
 
     def weight_dual(self, gradient: Tensor, method: str) -> Tensor:
         return dual_conv(gradient, method=method)

@@ -202,13 +202,6 @@ class MergeHeads(Bond):
         return rearrange(x, "... h t d -> ... t (h d)")
 
 
-class Enumerate(Bond):
-    """Tokens `(..., tokens)` -> their positions `(tokens,)`, for an embedding of positions."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return torch.arange(tokens.shape[-1], device=tokens.device)
-
-
 class Flatten(Bond):
     """All dimensions but the first to one.
 

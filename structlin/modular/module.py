@@ -284,9 +284,7 @@ class Module(nn.Module):
             self.get_parameter(term.name).sub_(lr * step)
 
     @checked
-    def normalize(
-        self, update: Weights, *, target: float = 1.0, per_vector: bool = False
-    ) -> dict[str, Tensor]:
+    def normalize(self, update: Weights, *, target: float = 1.0) -> dict[str, Tensor]:
         """`update` with each weight's part divided by its norm, so that the whole has modular norm
         `target`.
 
@@ -294,18 +292,13 @@ class Module(nn.Module):
         average, so that the norm is not above `target`. Zero maps to zero, and so does what has
         mass zero.
 
-        Args:
-            per_vector: divide every vector of an embedding, and every slice of a convolution, by
-                its own norm, as the authors' code does; not by the largest, which equation 2.4 has.
-
         Raises:
             ValueError: a name that is no weight of the module, or a tensor of another shape.
         Source: MN, algorithm 1.
         """
         normalized = {}
         for term, length, weight in self._measured(update):
-            atom = term.atom
-            norm = atom.part_norms(weight) if per_vector else atom.weight_norm(weight, exact=False)
+            norm = term.atom.weight_norm(weight, exact=False)
             factor = torch.where(norm == 0, norm, target * length / norm)
             normalized[term.name] = weight * factor.to(weight.dtype)
         return normalized
@@ -393,11 +386,6 @@ class Atom(Module):
     def weight_norm(self, weight: Tensor, *, exact: bool = True) -> Tensor:
         """0-D; with `exact=False` spectral norms are bounded by `duality.spectral_bound`."""
         raise NotImplementedError
-
-    def part_norms(self, weight: Tensor) -> Tensor:
-        """The norm of each vector or slice that the largest is taken of, in a shape that divides
-        `weight`."""
-        return self.weight_norm(weight, exact=False)
 
     def weight_dual(self, gradient: Tensor, method: str) -> Tensor:
         """The weight of norm 1 that has the largest inner product with `gradient`; zero for

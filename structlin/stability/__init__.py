@@ -9,7 +9,7 @@ training, at every width:
 
 (Over all x of unit RMS the first is the second; on one batch it shows how well inputs and weights
 are aligned.) `metrics` and `watch` measure them on a live model, `coordinate_check` what they lead
-to across widths, and `lr_sweep` whether the best learning rate stays where it is.
+to across widths.
 
 Sources: "Beyond MuP 2" (2026) for the three numbers; Yang et al. 2022 (arXiv:2203.03466), appendix
 D.1, for the coordinate check. Spectral norms by randomised block Krylov iteration: Musco & Musco
@@ -18,14 +18,11 @@ D.1, for the coordinate check. Spectral norms by randomised block Krylov iterati
 
 from ._coordinates import CoordinateCheck, coordinate_check
 from ._live import Log, metrics, watch
-from ._sweep import Sweep, lr_sweep
 
 __all__ = [
     "CoordinateCheck",
     "Log",
-    "Sweep",
     "coordinate_check",
-    "lr_sweep",
     "metrics",
     "watch",
 ]

@@ -41,7 +41,6 @@ from torch import Tensor, nn
 import structlin
 from structlin import BTT, LowRank, StructuredLinear, convert, duality, modular, moe, stability
 from structlin.optim import Depth, Muon, Normed, shard_placement_fn
-from structlin.search import Einsum, Search, Trial, measure, run, sample
 from tests.faults.common import start
 
 LIMIT = 10.0  # seconds of one call
@@ -207,12 +206,6 @@ def blocks() -> nn.Module:
     return nn.ModuleList([dense(), dense()])
 
 
-def search() -> Search:
-    numbers: dict[str, Any] = {"params": 8, "seconds": 1.0, "omega": 0.0, "psi": 1.0, "nu": 1.0}
-    numbers["family"] = {"name": "Dense"}
-    return Search(tuple(Trial("a", n, 0, 1 / n, flops=8 * n, **numbers) for n in (8, 16)))
-
-
 def make_structure(signature: Any, core: Any, between: Any, size: Any) -> structlin.Structure:
     return structlin.Structure(signature, "r i", core, between=between, i=8, o=8, r=size)
 
@@ -278,7 +271,6 @@ FAMILIES: dict[type[structlin.Family], dict[str, Any]] = {
     structlin.Monarch: {"blocks": 2},
     structlin.Split: {"split": 2, "of": BTT(rank=1)},
     structlin.TT: {"rank": 1, "cores": 2},
-    Einsum: {"alpha": 1.0, "delta": 1.0},
 }
 CALLS: dict[str, Call] = {
     "family": (structlin.family, lambda: {"name": "btt"}),
@@ -387,17 +379,7 @@ CALLS: dict[str, Call] = {
     "modular.LayerNorm": (modular.LayerNorm, dict),
     "modular.FunctionalAttention": (modular.FunctionalAttention, lambda: {"causal": True}),
     "modular.SplitHeads": (modular.SplitHeads, lambda: {"heads": 2}),
-    "modular.residual": (modular.residual, lambda: {"module": modular.ReLU(), "depth": 2}),
-    "modular.masses": (modular.masses, lambda: {"model": dense(), "rules": {"*": 1.0}}),
-    "modular.ResMLP": (modular.ResMLP, lambda: {**widths, "width": 8, "blocks": 2}),
-    "modular.ResNet": (
-        modular.ResNet,
-        lambda: {"in_channels": 1, "out_features": 2, "width": 2, "blocks": 1},
-    ),
-    "modular.GPT": (
-        modular.GPT,
-        lambda: {"vocabulary": 8, "context": 8, "width": 8, "heads": 2, "blocks": 1},
-    ),
+    "modular.masses": (modular.masses, lambda: {"model": net()}),
     "modular.Composite": (compose, lambda: {"part": modular.Linear(8, 8)}),
     "modular.Module * a": (scale, lambda: {"a": 2.0}),
     "modular.Module ** exponent": (repeat, lambda: {"exponent": 2}),
@@ -422,22 +404,6 @@ CALLS: dict[str, Call] = {
             **{"optimizer": sgd, "steps": 1, "seeds": [0]},
         },
     ),
-    "stability.lr_sweep": (
-        stability.lr_sweep,
-        lambda: {"build": build, "widths": [8], "lrs": [0.1], "train": train},
-    ),
-    "search.measure": (measure, lambda: {"structure": structure()}),
-    "search.sample": (sample, lambda: {**widths, "n": 1}),
-    "search.run": (
-        run,
-        lambda: {
-            **{"build": build, "train": train, "structures": [BTT(rank=1)], "widths": [8]},
-            **{"lr": 0.1, "progress": False},
-        },
-    ),
-    "search.Search.best": (of(search, "best"), lambda: {"cost": "flops"}),
-    "search.Search.standings": (of(search, "standings"), lambda: {"cost": "flops"}),
-    "search.Search.frontier": (of(search, "frontier"), lambda: {"cost": "flops"}),
 }
 for kind, options in FAMILIES.items():
     CALLS[kind.__name__] = (kind, partial(dict, options))

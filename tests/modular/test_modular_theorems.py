@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.func import functional_call, jacrev, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.papers.networks import residual
 from structlin import BTT, Kronecker, LowRank
 from structlin.modular import (
     GELU,
@@ -32,7 +33,6 @@ from structlin.modular import (
     ReLU,
     RMSDivide,
     Structured,
-    residual,
 )
 from structlin.modular.module import Attributes, Tuple
 

@@ -1,27 +1,39 @@
-"""Compounds: networks of the paper, written in the algebra.
+"""The networks of MN, written in the algebra of `structlin.modular`.
 
 Source: Large et al. 2024 (arXiv:2405.14813), appendix B.5 to B.7.
 """
 
-from .._arguments import checked
-from .atoms import Conv2D, Embed, Linear
-from .bonds import (
+import torch
+from torch import Tensor
+
+from structlin.modular import (
     Abs,
     AvgPool,
-    Enumerate,
+    Bond,
+    Composite,
+    Conv2D,
+    Embed,
     Flatten,
     FunctionalAttention,
+    Identity,
     LayerNorm,
+    Linear,
     MeanSubtract,
     MergeHeads,
+    Module,
     RMSDivide,
     ScaledGELU,
     SplitHeads,
 )
-from .module import Composite, Identity, Module
 
 
-@checked
+class Enumerate(Bond):
+    """Tokens `(..., tokens)` -> their positions `(tokens,)`, for an embedding of positions."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.arange(tokens.shape[-1], device=tokens.device)
+
+
 def residual(module: Module, depth: int) -> Module:
     """(1 - 1/L) Id + (1/L) M: of sensitivity 1 if M is, and with a sharpness that L of them in a
     row keep bounded.
@@ -32,7 +44,6 @@ def residual(module: Module, depth: int) -> Module:
     return module if depth == 1 else (1 - 1 / depth) * Identity() + 1 / depth * module
 
 
-@checked
 def ResMLP(  # noqa: N802
     in_features: int,
     out_features: int,
@@ -62,7 +73,6 @@ def ResMLP(  # noqa: N802
     )
 
 
-@checked
 def ResNet(  # noqa: N802
     in_channels: int,
     out_features: int,
@@ -104,7 +114,6 @@ def Attention(  # noqa: N802
     return Linear(heads * d_value, width) @ MergeHeads() @ attended
 
 
-@checked
 def GPT(  # noqa: N802
     vocabulary: int,
     *,
@@ -126,7 +135,6 @@ def GPT(  # noqa: N802
     Raises:
         ValueError: `heads` does not divide `width`, and the widths of a head are not given.
 
-    >>> import torch
     >>> net = GPT(65, context=32, width=64, heads=4, blocks=3)
     >>> round(net.mass, 6), round(net.sensitivity, 6)
     (7.0, 1.0)
