@@ -282,6 +282,13 @@ def warn_of(planned: Plan) -> None:
     if source and planned.init != "project":
         afresh = f"init={planned.init!r} starts its converted layers afresh"
         texts.append(f"the model was loaded from {source!r}: {afresh}")
+    modules = list(planned.model.modules())
+    theirs = any(type(module).__module__.startswith("transformers.models.") for module in modules)
+    if theirs and not any(hasattr(module, "save_pretrained") for module in modules):
+        texts.append(
+            f"{type(planned.model).__name__} is a part of a model of transformers: call "
+            "structlin.hf.declare(model) on the whole model before its save_pretrained"
+        )
     for text in texts:
         warn(text)
 
@@ -329,7 +336,7 @@ def declare_untied(model: nn.Module) -> None:
 
 def find_declare(model: nn.Module) -> Callable[[nn.Module], None]:
     """What lets transformers know which layers are structured, so that `save_pretrained` writes it
-    down, also where a model is a part of a model of transformers.
+    down.
 
     A transformers that structlin.hf cannot use stops nobody who converts another model.
 

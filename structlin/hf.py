@@ -1,8 +1,11 @@
 """transformers: `save_pretrained` and `from_pretrained` of a converted model, as a quantiser.
 
-`convert` imports this module where transformers is in use, and writes into the model's config which
-layers are structured. Every `save_pretrained` does so again. To load, **import structlin.hf before
-from_pretrained**: it registers the quantiser "structlin". Without that import from_pretrained fails
+Importing this module registers the quantiser "structlin" with transformers, and nothing else.
+`convert` imports it where transformers is in use, and gives the model that quantiser. Every
+`save_pretrained` of the model then asks it, and writes which layers are structured at that moment.
+Where only a part of a model was converted, call `declare(model)` before `save_pretrained`.
+
+To load, **import structlin.hf before from_pretrained**. Without that import from_pretrained fails
 with a size mismatch of every structured layer's `weight`, because `save_pretrained` writes a row of
 bytes of that name. from_pretrained cannot go on with random weights, unless it is told to with
 `ignore_mismatched_sizes`.
@@ -10,8 +13,8 @@ bytes of that name. from_pretrained cannot go on with random weights, unless it 
 
 import copy
 import re
+import sys
 from collections.abc import Collection, Iterable, Mapping
-from functools import wraps
 from typing import Any
 
 import torch
@@ -50,7 +53,6 @@ class StructlinQuantizer(HfQuantizer):
     """Turns the dense skeleton into the structured one before the weights are read."""
 
     quantization_config: StructlinConfig
-    state: Mapping[str, Any] | None = None  #: to save in place of the model's own
     found: Collection[str] = ()  #: layers of the checkpoint, by their names in the model
 
     def _process_model_before_weight_loading(
@@ -103,8 +105,12 @@ class StructlinQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(
         self, model: PreTrainedModel, *args: Any, **options: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """`save_pretrained` calls this before it writes the config."""
-        given, self.state = self.state, None
+        """What `save_pretrained` writes; it calls this before it writes the config.
+
+        It then drops the `state_dict` that it was given, for any quantiser: take it from there.
+        """
+        declare(model)
+        given = sys._getframe(1).f_locals.get("state_dict")
         state = dict(model.state_dict() if given is None else given)
         for name, module in model.named_modules(remove_duplicate=False):
             if isinstance(module, StructuredLinear):
@@ -139,14 +145,15 @@ class StructlinQuantizer(HfQuantizer):
 def declare(model: nn.Module) -> None:
     """Tell each model of transformers in `model`, itself included, which layers are structured.
 
-    `convert`, `densify` and every `save_pretrained` call it. The config of each that is in no other
-    one says so too, for `from_pretrained(None, config=model.config, state_dict=...)`. Call it first
-    where layers were put into a model by hand, or only a part of the model was converted.
+    `convert` and `densify` call it, and so does `save_pretrained` of a model that was told. Call it
+    before `save_pretrained` where layers were put into a model by hand, or only a part of the model
+    was converted. The config of each model that is in no other one says so too, for
+    `from_pretrained(None, config=model.config, state_dict=...)`.
 
     >>> from transformers import GPT2Config, GPT2Model
-    >>> from structlin import BTT, convert
+    >>> from structlin import BTT, StructuredLinear
     >>> model = GPT2Model(GPT2Config(n_embd=16, n_layer=1, n_head=2))
-    >>> _ = convert(model.h, BTT(), include="*c_fc")
+    >>> model.h[0].mlp.c_fc = StructuredLinear(16, 64, BTT())
     >>> declare(model)
     >>> list(model.hf_quantizer.quantization_config.modules)
     ['h.0.mlp.c_fc']
@@ -161,29 +168,6 @@ def declare(model: nn.Module) -> None:
             del part.hf_quantizer
         if part not in inner:
             _write_config(part, StructlinConfig(modules) if modules else None)
-
-
-_save_pretrained = PreTrainedModel.save_pretrained
-
-
-@wraps(_save_pretrained)
-def _declare_and_save(
-    self: PreTrainedModel,
-    save_directory: Any,
-    is_main_process: bool = True,
-    state_dict: Mapping[str, Any] | None = None,
-    *args: Any,
-    **options: Any,
-) -> Any:
-    declare(self)  # also layers of which only a part of the model knows so far
-    quantizer = getattr(self, "hf_quantizer", None)
-    if isinstance(quantizer, StructlinQuantizer):
-        quantizer.state = state_dict  # transformers itself would leave it
-    given: Any = save_directory, is_main_process, state_dict
-    return _save_pretrained(self, *given, *args, **options)
-
-
-PreTrainedModel.save_pretrained = _declare_and_save  # type: ignore[method-assign]
 
 
 def _write_config(model: PreTrainedModel, said: StructlinConfig | None) -> None:

@@ -16,7 +16,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
-import structlin.hf  # which `put_in` below does not import
 from benchmarks.zoo import MODELS, logits
 from structlin import (
     BTT,
@@ -30,6 +29,7 @@ from structlin import (
 )
 from structlin._model.survey import widths
 from structlin._quantize import QuantizedLinear
+from structlin.hf import declare
 from structlin.moe import Mixture
 
 
@@ -155,9 +155,16 @@ def converted_in_part(case: str):
     name, change = PARTS[case]
     model = MODELS[name]()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "these layers grow")
+        warnings.filterwarnings("ignore", "these layers grow|.*is a part of a model")
         change(model)
+    declare(model)
     return name, model
+
+
+def test_a_part_that_is_converted_asks_for_declare_once():
+    model = MODELS["llama"]()
+    with pytest.warns(UserWarning, match=r"is a part of .* call structlin\.hf\.declare\(model\)"):
+        convert(model.model.layers, LowRank(rank=4))
 
 
 @pytest.mark.parametrize("case", PARTS)
@@ -308,8 +315,6 @@ def test_layers_of_other_widths_need_ignore_mismatched_sizes_and_stay_dense(tmp_
 @pytest.mark.parametrize("in_part", [False, True])
 def test_a_state_and_the_config_of_a_converted_model_make_it_again(in_part):
     model = converted_in_part("encoder")[1] if in_part else converted("bert")
-    if in_part:
-        structlin.hf.declare(model)
     again = type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict())
     assert torch.equal(logits(again, "bert"), logits(model, "bert"))
 
@@ -317,6 +322,7 @@ def test_a_state_and_the_config_of_a_converted_model_make_it_again(in_part):
 def test_a_dense_model_of_the_config_of_a_converted_one_is_saved_as_dense(tmp_path):
     model = converted("llama")
     dense = type(model)(model.config)
+    declare(dense)
     dense.save_pretrained(tmp_path)
     assert not structures(type(model).from_pretrained(tmp_path))
     assert hasattr(model.config, "quantization_config")
