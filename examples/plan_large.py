@@ -61,14 +61,9 @@ def build(folder: Path | None, smoke: bool) -> nn.Module:
 
 
 def plan(model: nn.Module, keep: float) -> structlin.Plan:
-    """Low rank, of the same share of each layer, in ranks of whole multiples of `STEP`."""
-    ranks = {}
-    for layer, structure in ((d.layer, d.resolved) for d in structlin.plan(model).decisions):
-        if structure is not None:
-            m, n = layer.out_features, layer.in_features
-            rank = int(keep * m * n / (m + n)) // STEP * STEP
-            ranks[layer.name] = structlin.LowRank(rank=max(1, rank))
-    return structlin.plan(model, structlin.LowRank(rank=1), overrides=ranks)
+    """Low rank, of the same share of each layer."""
+    options = {"keep": keep, "allocation": "error"}
+    return structlin.plan_compression(model, structlin.LowRank(rank=1), None, **options)
 
 
 def estimate(model: nn.Module, planned: structlin.Plan, tokens: int) -> Estimate:

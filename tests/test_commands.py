@@ -207,8 +207,8 @@ def test_compress_leaves_a_model_that_transformers_loads(capsys, llama, tmp_path
 
 @pytest.mark.filterwarnings("ignore:distill")
 def test_compress_gives_one_json_object(capsys, llama, tmp_path):
-    options = ["--structure", "BTT", "--heal", 4, "--include", "ffn"]
-    found = run_json(capsys, *arguments(llama, tmp_path / "small", *options))
+    several = ["--structure", "BTT", "--heal", 4, "--include", "ffn"]
+    found = run_json(capsys, *arguments(llama, tmp_path / "small", *several))
     assert found["compressed"]["params"] < found["dense"]["params"]
     assert set(found["compressed"]["healed"]) == {"bits/char", "perplexity"}
     assert {

@@ -28,7 +28,6 @@ FAMILIES: dict[str, Any] = {
     "low-rank": structlin.LowRank(rank=1),
     "block-diagonal": structlin.BlockDiagonal(blocks=4),
 }
-FAMILIES["the best of them"] = [*FAMILIES.values()]  # for each layer
 METHODS = ("dense", *peers.PEERS, *FAMILIES)
 WAYS = ("dense", "peer", "calibrated", "int8", "refined", "healed")
 WHOLE = ("dense", "int8")  # methods that keep all parameters

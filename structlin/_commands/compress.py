@@ -84,7 +84,7 @@ class Recipe:
 def run(options: argparse.Namespace) -> tuple[str, Row]:
     """The tables, and all of it as plain data."""
     path = Path(options.model)
-    family = parse_structure(options.structure, open_size=True)
+    structure = parse_structure(options.structure, open_size=True)
     text = read.read_text(options.data)
     if not (path.is_dir() or path.suffix.lower() == ".gguf"):
         raise ValueError(
@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> tuple[str, Row]:
         job = kind(Source(**about, **sizes))
         chosen = {"include": options.include, "exclude": tuple(options.exclude)}
         recipe = Recipe(
-            structure=family, keep=options.keep, refine=options.refine, **given, **chosen
+            structure=structure, keep=options.keep, refine=options.refine, **given, **chosen
         )
         tell("measuring the dense model")
         dense = describe_dense(job)

@@ -129,8 +129,8 @@ def _add_compress(commands: Any) -> argparse.ArgumentParser:
     command.add_argument("--keep", type=fraction, required=True, help=text)
     command.add_argument("--data", type=Path, required=True, help="a text file, UTF-8")
     command.add_argument("--out", type=Path, required=True, help="a new folder")
-    text = "the name of a family, whose size is chosen for each layer"
-    command.add_argument("--structure", default="LowRank", help=f"{text} (default: LowRank)")
+    text = "a name such as LowRank (default: %(default)s)"
+    command.add_argument("--structure", default="LowRank", help=text)
     _add_layers(command)
     command.add_argument("--heal", type=steps, help="steps of distillation (default: 30, 100)")
     command.add_argument("--heal-lr", type=rate, help="their learning rate (default: 1e-4, 1e-3)")

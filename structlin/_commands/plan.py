@@ -42,9 +42,8 @@ def run(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     model = read.build_skeleton(options.model)
     chosen: dict[str, Any] = {"include": options.include, "exclude": options.exclude}
     if sizes_open:
-        chosen |= {"overrides": None, "split": None, "untie": False, "sizes_open": True}
-        decisions = decide(model, structure, **chosen)
-        decisions = [_take_share(decision, options.keep) for decision in decisions]
+        chosen |= {"keep": options.keep, "allocation": "error"}
+        planned = structlin.plan_compression(model, structure, None, **chosen)
     else:
         decisions = [*structlin.plan(model, structure, **chosen).decisions]
     lines = [_describe(decision) for decision in decisions]

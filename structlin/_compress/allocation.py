@@ -149,20 +149,24 @@ def measure_curves(
 
 
 def choose_sizes(
-    decisions: Sequence[Decision], offers: Offers, share: Share, curves: Sequence[Curve]
+    decisions: Sequence[Decision], offers: Offers, share: Share, curves: Sequence[Curve] | None
 ) -> list[Decision]:
     """The same decisions, with a size for each layer that has offers.
 
     Args:
-        curves: what `measure_curves` returned for them.
+        curves: what `measure_curves` returned for them; None: nothing is known, so that each layer
+            keeps the same share.
     """
     if share.keep is None or not offers:
         return [*decisions]
     layers = _find_open(decisions, offers)
-    weights = [1.0] * len(curves)
-    if share.allocation == "error":
-        weights = [1 / curve.whole if curve.whole else 1.0 for curve in curves]
-    sizes = allocate(curves, share.keep, weights)
+    if curves is None:
+        sizes = share_evenly([offers[layer.module] for layer in layers], share.keep)
+    else:
+        weights = [1.0] * len(curves)
+        if share.allocation == "error":
+            weights = [1 / curve.whole if curve.whole else 1.0 for curve in curves]
+        sizes = allocate(curves, share.keep, weights)
     chosen = {layer.module: size for layer, size in zip(layers, sizes, strict=True)}
     return [_take_size(decision, chosen.get(decision.layer.module)) for decision in decisions]
 

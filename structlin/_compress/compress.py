@@ -80,8 +80,7 @@ def compress(
             error of each output of each layer does to it (gradients of a few batches, with the
             memory of training); the projections weigh outputs by it too. The harm of the
             first blocks is measured, unless `loss` is a function. "error": least sum of the
-            layers' squared relative errors; it takes no gradients, and all outputs of a layer count
-            alike.
+            layers' squared relative errors, without gradients: all outputs of a layer count alike.
         loss: what should not change. "divergence": all outputs of the model are logits, and it is
             the divergence of the distributions over their last axis. "outputs": the squared
             relative change of each floating output. None: the divergence of the outputs whose name
@@ -144,7 +143,7 @@ def plan_compression(
 
     All is found now: the plan has the sizes, the cores, each layer's error and each block's.
     `apply` refuses if the weights have changed by then. For a model on the meta device the plan has
-    the sizes alone. They must need no values: `batches=None` and `keep=None`.
+    the sizes alone, with `batches=None`: of `keep` every layer then gets the same share.
 
     Raises:
         ValueError, TypeError: what `compress` raises.
@@ -175,7 +174,7 @@ class Measured:
     offers: Offers
     seen: Observed | None  #: on the batches; None: without
     outputs: Weights
-    curves: Sequence[Curve]
+    curves: Sequence[Curve] | None  #: None: the layers have no values
     untie: bool
 
     def plan(self, share: Share, refine: int = 0, progress: bool | None = None) -> Plan:
@@ -186,7 +185,7 @@ class Measured:
         if self.seen is not None:
             options: dict[str, Any] = {"refine_steps": refine, "progress": progress}
             found = project_in_order(self.model, targets, self.seen, self.outputs, **options)
-        elif not _lack_values(self.decisions, share):
+        elif self.curves is not None:
             layers = {target.layer.name: project_by_weight(*target) for target in targets}
             found = Projected(layers)
         return Plan(self.model, decisions, found.layers, found.blocks, untie=self.untie)
@@ -210,19 +209,14 @@ def measure(
     )
     require_matrices(decisions, "compress")
     layers = [decision.layer for decision in decisions if decision.structure is not None]
-    if batches is not None or not _lack_values(decisions, share):
-        check_values(layers)
+    if batches is None and all(layer.matrix.is_meta for layer in layers):
+        return Measured(model, decisions, list_offers(decisions, share), None, {}, None, untie)
+    check_values(layers)
     offers = list_offers(decisions, share)
     seen = None if batches is None else observe(model, layers, batches)
     outputs = weigh_outputs(model, layers, offers, share, seen, loss)
     curves = measure_curves(model, decisions, offers, share, seen, outputs, loss, progress=progress)
     return Measured(model, decisions, offers, seen, outputs, curves, untie)
-
-
-def _lack_values(decisions: Sequence[Decision], share: Share) -> bool:
-    """Whether all layers are on the meta device, and their sizes need no values."""
-    layers = [decision.layer for decision in decisions if decision.structure is not None]
-    return share.keep is None and all(layer.matrix.is_meta for layer in layers)
 
 
 def _check_refine(refine: int, batches: Batches | None) -> None:

@@ -150,7 +150,7 @@ def _interpolate(sizes: Sequence[Size], measured: dict[int, float], n: int) -> f
 
 
 def _power_law(factors: dict[int, float], cost: int) -> float:
-    """At a cost the power law through the factors of two costs, at most 1; 1 without any."""
+    """Interpolate a factor at `cost` by the power law through two known ones, capped at 1."""
     if len(factors) < 2:
         return next(iter(factors.values()), 1.0)
     (low, first), (high, last) = sorted(factors.items())

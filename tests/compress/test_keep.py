@@ -184,8 +184,7 @@ def fail(model):
             ValueError,
             "FLOPs per token; the smallest structures",
         ),
-        ({"structure": [BTT(), None]}, TypeError, "must be a family such as"),
-        ({"allocation": "uniform"}, ValueError, "'uniform' is unknown; there are sensitivity, e"),
+        ({"structure": [BTT(), LowRank(rank=1)]}, TypeError, "must be a family such as"),
         ({"untie": True}, ValueError, "untie=True: no layer that is converted shares its weight"),
     ],
 )
@@ -356,17 +355,26 @@ def test_a_share_that_no_sizes_reach_is_named_before_the_model_runs(allocation):
         plan_compression(GPT(), BTT(), run, keep=0.001, allocation=allocation)
 
 
-def test_a_model_without_values_has_a_plan_of_sizes_alone():
-    options = {"keep": None, "allocation": "error"}
-    planned = plan_compression(GPT(), LowRank(rank=1), None, **options)
-    model = GPT().to("meta")
-    sizes = plan_compression(model, LowRank(rank=1), None, **options)
-    assert [d.resolved for d in sizes.decisions] == [d.resolved for d in planned.decisions]
-    assert planned.errors
-    assert not sizes.errors
-    assert "LowRank(rank=" in str(sizes)
+@pytest.mark.parametrize("keep", [0.5, 0.3])
+def test_of_a_model_without_values_each_layer_keeps_the_largest_size_of_the_same_share(keep):
+    model, options = GPT().to("meta"), {"keep": keep, "allocation": "error"}
+    planned = plan_compression(model, LowRank(rank=1), None, **options)
+    for decision in planned.decisions:
+        if decision.resolved is not None:
+            widths = decision.layer.in_features, decision.layer.out_features
+            sizes = list_sizes(LowRank(rank=1), *widths, "params")
+            limit = keep * widths[0] * widths[1]
+            fit = [size.structure for size in sizes if size.cost <= limit]
+            assert decision.resolved == fit[-1]
+    assert not planned.errors
+    assert "LowRank(rank=" in str(planned)
     with pytest.raises(ValueError, match=r"layer 'h\.0\..*' was on the meta device"):
-        sizes.apply()
-    for other in ({"keep": 0.5}, {"batches": [torch.arange(3)]}):
-        with pytest.raises(ValueError, match="is on the meta device and has no values to keep"):
-            plan_compression(model, LowRank(rank=1), **{"batches": None, **options, **other})
+        planned.apply()
+    with pytest.raises(ValueError, match="is on the meta device and has no values to keep"):
+        plan_compression(model, LowRank(rank=1), [torch.arange(3)], **options)
+
+
+def test_an_even_share_that_the_smallest_size_of_a_layer_exceeds_is_refused():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(8, 8)).to("meta")
+    with pytest.raises(ValueError, match=r"the same for all layers: .* needs 0\.25\d* or more"):
+        plan_compression(model, LowRank(rank=1), None, keep=0.1, allocation="error", include="*")
