@@ -102,7 +102,7 @@ def train(structure: str, optimizer: str, width: int, steps: int) -> Row:
     descent = make_optimizer(optimizer, model, width)
     with stability.watch(model, every=max(1, steps // 5)) as log:
         loss = training.train(model, descent, task, steps, batch=BATCH, schedule="constant")
-    readings = [row for row in log.layers()["hidden"] if row.update is not None]
+    readings = [row for row in log.rows if row.layer == "hidden" and row.update is not None]
     return {
         "loss": loss,
         "steps": [row.step for row in readings],

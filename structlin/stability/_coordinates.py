@@ -8,10 +8,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product
+from itertools import permutations, product
 from statistics import linear_regression
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +19,7 @@ from torch.optim import Optimizer
 from .._arguments import checked
 from .._report import Table
 from ..duality import promote
-from ._common import (
-    PathLike,
-    build_model,
-    describe,
-    format_number,
-    new_figure,
-    save_figure,
-    use_seed,
-)
-from ._hooks import rms_of, rms_over_calls, watch_outputs
+from ._live import format_number, rms_of, rms_over_calls, watch_outputs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,12 +72,10 @@ class CoordinateCheck:
     def steepest(self) -> list[Slope]:
         """The steepest slope over the steps, of each layer's output and change."""
         found: dict[tuple[str, str], Slope] = {}
-        for slope in sorted(
-            self.slopes, key=lambda slope: (slope.layer, slope.quantity != "output")
-        ):
-            key = slope.layer, slope.quantity
-            if key not in found or not abs(slope.slope) <= abs(found[key].slope):
-                found[key] = slope
+        for slope in sorted(self.slopes, key=lambda each: (each.layer, each.quantity == "change")):
+            known = found.setdefault((slope.layer, slope.quantity), slope)
+            if not abs(slope.slope) <= abs(known.slope):
+                found[slope.layer, slope.quantity] = slope
         return list(found.values())
 
     @property
@@ -98,49 +86,36 @@ class CoordinateCheck:
     def table(self) -> Table:
         """The steepest slope over the steps, and the RMS by width after that step."""
         sizes = {(row.layer, row.width, row.step): row for row in self.rows}
-        table = Table(
-            "layer", "RMS of", *(f"width {width}" for width in self.widths), "slope", "at step", ""
-        )
+        titles = [f"width {width}" for width in self.widths]
+        table = Table("layer", "RMS of", *titles, "slope", "at step", "")
         for slope in self.steepest:
-            cells = [
-                format_number(getattr(sizes[slope.layer, width, slope.step], slope.quantity))
-                for width in self.widths
-            ]
+            rows = [sizes[slope.layer, width, slope.step] for width in self.widths]
+            cells = [format_number(getattr(row, slope.quantity)) for row in rows]
+            cells += [f"{slope.slope:+.2f}", str(slope.step)]
             verdict = "NOT FLAT" if slope in self.not_flat else ""
-            table.row(
-                slope.layer, slope.quantity, *cells, f"{slope.slope:+.2f}", str(slope.step), verdict
-            )
+            table.row(slope.layer, slope.quantity, *cells, verdict)
         return table
 
-    def plot(self, path: PathLike | None = None) -> "Figure":
-        """RMS after the last step against width, a line per layer; a file too, if `path` is given.
+    def plot(self) -> "Figure":
+        """RMS after the last step against width, a line per layer; the legend has the layers that
+        are not flat, with their steepest slope and its step."""
+        from matplotlib.figure import Figure
 
-        The legend has the layers that are not flat, with their steepest slope and its step.
-        """
-        figure, last = new_figure(9, 4), max(row.step for row in self.rows)
+        figure, last = Figure(figsize=(9, 4), layout="constrained"), max(r.step for r in self.rows)
         steep = {(slope.layer, slope.quantity): slope for slope in self.not_flat}
         for axis, quantity in zip(figure.subplots(1, 2), ("output", "change"), strict=True):
             for layer in dict.fromkeys(row.layer for row in self.rows):
-                rows = sorted(
-                    (row.width, row) for row in self.rows if row.layer == layer and row.step == last
-                )
-                slope = steep.get((layer, quantity))
-                style = (
-                    {"color": "0.7", "zorder": 0}
-                    if slope is None
-                    else {"label": f"{layer} {slope.slope:+.2f} (step {slope.step})"}
-                )
-                axis.plot(
-                    [width for width, _ in rows],
-                    [getattr(row, quantity) for _, row in rows],
-                    ".-",
-                    **style,
-                )
+                rows = [row for row in self.rows if (row.layer, row.step) == (layer, last)]
+                sizes = {row.width: getattr(row, quantity) for row in rows}
+                style: dict[str, Any] = {"color": "0.7", "zorder": 0}
+                if slope := steep.get((layer, quantity)):
+                    style = {"label": f"{layer} {slope.slope:+.2f} (step {slope.step})"}
+                axis.plot([*sizes], [*sizes.values()], ".-", **style)
             axis.set_xscale("log", base=2)
             axis.set(yscale="log", xlabel="width", title=f"RMS of {quantity}, step {last}")
             if any(found == quantity for _, found in steep):
                 axis.legend(fontsize="small")
-        return save_figure(figure, path)
+        return figure
 
     def __str__(self) -> str:
         layers = dict.fromkeys(slope.layer for slope in self.not_flat)
@@ -206,13 +181,18 @@ def coordinate_check(
     if len(widths) < 2:
         raise ValueError(f"widths={widths}: a slope needs two different widths or more")
     if not batches or not seeds:
-        counts = f"batches={len(batches)}, seeds={seeds}"
-        raise ValueError(f"{counts}: there must be at least one of each")
+        raise ValueError(f"batches={len(batches)}, seeds={seeds}: at least one of each is needed")
     sizes: dict[tuple[str, int, int], list[tuple[float, float]]] = defaultdict(list)
-    earlier = WeakSet[nn.Module]()
+    model: nn.Module | None = None
     for width, seed in product(widths, seeds):
-        with use_seed(seed):
-            model = build_model(build, width, earlier)
+        with _use_seed(seed):
+            made = build(width)
+            if not isinstance(made, nn.Module):
+                kind = type(made).__name__
+                raise TypeError(f"build({width}) returned {kind}, not a torch.nn.Module")
+            if made is model:
+                raise ValueError(f"build({width}) returned a model that it had returned before")
+            model = made
             trajectory = list(_trajectory(model, width, batches, loss, optimizer, steps))
         if not any(change for seen in trajectory for _, change in seen.values()):
             raise ValueError(
@@ -223,11 +203,10 @@ def coordinate_check(
             for layer, pair in seen.items():
                 sizes[layer, width, step].append(pair)
     layers = {width: {layer for layer, of, _ in sizes if of == width} for width in widths}
-    for width in widths:
-        for layer in sorted(layers[width] ^ layers[widths[0]]):
-            having, lacking = (width, widths[0]) if layer in layers[width] else (widths[0], width)
+    for has, lacks in (pair for width in widths for pair in permutations((widths[0], width))):
+        for layer in sorted(layers[has] - layers[lacks]):
             raise ValueError(
-                f"build: the model of width {having} has {layer!r}, that of {lacking} has none"
+                f"build: the model of width {has} has {layer!r}, that of {lacks} has none"
             )
     rows = [
         CoordinateRow(*key, *(sum(values) / len(seeds) for values in zip(*pairs, strict=True)))
@@ -252,16 +231,21 @@ def _trajectory(
         )
     first: dict[str, list[Tensor]] = {}
     for step in range(steps + 1):
-        with use_seed(0), torch.no_grad(), _record_outputs(model) as outputs:
+        outputs = defaultdict[str, list[Tensor]](list)  # copies, of each call
+
+        def see(name: str, _: Tensor | None, y: Tensor, outputs: Any = outputs) -> None:
+            outputs[name].append(y.clone())
+
+        with _use_seed(0), torch.no_grad(), watch_outputs(model, see):
             loss(model, batches[0])
         first = first or outputs
         yield {name: _measure(found, first[name]) for name, found in outputs.items()}
         if step < steps:
             value = loss(model, batches[step % len(batches)])
             if not isinstance(value, Tensor) or value.numel() != 1:
-                raise TypeError(
-                    f"loss(model, batch) returned {describe(value)}, not a tensor of one number"
-                )
+                shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+                found = type(value).__name__ + shape
+                raise TypeError(f"loss(model, batch) returned {found}, not a tensor of one number")
             optimizer.zero_grad()
             torch.autograd.backward(value)
             optimizer.step()
@@ -274,11 +258,11 @@ def _measure(now: Sequence[Tensor], before: Sequence[Tensor]) -> tuple[float, fl
 
 
 @contextmanager
-def _record_outputs(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Copies of what the modules make, at each call."""
-    outputs: dict[str, list[Tensor]] = defaultdict(list)
-    with watch_outputs(model, lambda name, x, y: outputs[name].append(y.clone())):
-        yield outputs
+def _use_seed(seed: int) -> Iterator[None]:
+    """Draw torch's random numbers from `seed` in the block; afterwards go on where they were."""
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        yield
 
 
 def _slope(points: Sequence[tuple[int, float]]) -> float:

@@ -4,23 +4,20 @@ import math
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from .._arguments import checked, require_values
-from .._model.survey import run
+from .._model.survey import eval_mode, run
 from .._report import Table
-from ._common import PathLike, format_number, new_figure, save_figure
-from ._hooks import rms_of, rms_over_calls, watch_outputs
-from ._operator import Operator, operators
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from ..duality import promote
+from ._operator import Operator, modules_by_name, operators
 
 
 @dataclass(frozen=True)
@@ -35,65 +32,46 @@ class Reading:
     update: float | None
 
 
-QUANTITIES = ("rms", "forward", "dependency", "update")
-
-
 @dataclass
 class Log:
     """Readings of a model. Print it: the table of them."""
 
     rows: list[Reading] = field(default_factory=list)
 
-    def layers(self) -> dict[str, list[Reading]]:
-        """The readings of each layer, in the order of the steps."""
-        found: dict[str, list[Reading]] = defaultdict(list)
-        for row in self.rows:
-            found[row.layer].append(row)
-        return dict(found)
-
     @property
     def growth(self) -> dict[str, float]:
         """RMS of each layer's output at the last reading, relative to the first; inf from zero."""
-        found = {}
-        for layer, rows in self.layers().items():
-            seen = [row.rms for row in rows if row.rms is not None]
-            if seen:
-                found[layer] = seen[-1] / seen[0] if seen[0] else (math.inf if seen[-1] else 1.0)
-        return found
+        seen = defaultdict[str, list[float]](list)
+        for row in self.rows:
+            if row.rms is not None:
+                seen[row.layer].append(row.rms)
+        ends = {layer: (values[0], values[-1]) for layer, values in seen.items()}
+        return {
+            layer: last / first if first else (math.inf if last else 1.0)
+            for layer, (first, last) in ends.items()
+        }
 
     def table(self) -> Table:
         """The last reading of each layer, and by how much its output has grown since the first."""
         table = Table("layer", "step", "RMS", "x first", "forward", "dependency", "update")
-        growth = self.growth
-        for layer, rows in self.layers().items():
-            known = {
-                name: [v for row in rows if (v := getattr(row, name)) is not None]
-                for name in QUANTITIES
-            }
-            cells = {
-                name: format_number(values[-1]) if values else "" for name, values in known.items()
-            }
-            grown = format_number(growth[layer]) if layer in growth else ""
-            table.row(layer, str(rows[-1].step), cells.pop("rms"), grown, *cells.values())
+        last = defaultdict[str, dict[str, Any]](dict)
+        for row in self.rows:
+            last[row.layer] |= {name: v for name, v in vars(row).items() if v is not None}
+        for layer, grown in self.growth.items():
+            last[layer]["growth"] = grown
+        for layer, found in last.items():
+            names = ("rms", "growth", "forward", "dependency", "update")
+            cells = [format_number(found[name]) if name in found else "" for name in names]
+            table.row(layer, str(found["step"]), *cells)
         return table
 
     def __str__(self) -> str:
         return str(self.table())
 
-    def plot(self, path: PathLike | None = None) -> "Figure":
-        """The four numbers over the steps, a line per layer; as a file too, if `path` is given."""
-        figure = new_figure(11, 7)
-        axes = figure.subplots(2, 2, sharex=True).flatten()
-        for axis, name in zip(axes, QUANTITIES, strict=True):
-            for n, (layer, rows) in enumerate(self.layers().items()):
-                points = [(row.step, v) for row in rows if (v := getattr(row, name))]
-                if points:
-                    axis.plot(*zip(*points, strict=True), ".-", color=f"C{n % 10}", label=layer)
-            axis.set(title=name, yscale="log", xlabel="step")
-        figure.legend(
-            *axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small"
-        )
-        return save_figure(figure, path)
+
+def format_number(value: float) -> str:
+    """A number with four decimals, or a power of ten where they would not do."""
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or not value else f"{value:.2e}"
 
 
 @checked
@@ -126,14 +104,8 @@ def metrics(model: nn.Module, batch: Any, *, before: nn.Module | None = None) ->
     if before is not None:
         require_values(before)
     reader = _Reader(model)
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        with reader.listen():
-            run(model, batch)
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    with eval_mode(model), reader.listen():
+        run(model, batch)
     reader.measure(0)
     if before is not None:
         reader.remember(before)
@@ -155,10 +127,6 @@ def watch(model: nn.Module, *, every: int = 10) -> Iterator[Log]:
     the block ends, also by an error. A compiled model is passed as what torch.compile returned, and
     the forward passes that are read run uncompiled; the others run the compiled code, which is not
     compiled anew.
-
-    A reading costs the same for any batch: two norms for each layer. A GPT of width 256 and 4
-    blocks on 2 CPU threads takes 118 ms for it, 170 ms with BTT(rank=1), and 166 and 77 ms for a
-    training step of 1024 tokens.
 
     Raises:
         ValueError: `every` is below 1; a parameter is on meta or sharded; the model was compiled by
@@ -223,6 +191,7 @@ class _Reader:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.rows: list[Reading] = []  #: of the reading that waits for its update
+        self.found: dict[str, Operator] = {}
         self.before: dict[str, list[Tensor]] = {}
         # where the reading before found its norms
         self._starts: dict[tuple[str, bool], Tensor | None] = {}
@@ -244,51 +213,91 @@ class _Reader:
             yield
 
     def measure(self, step: int) -> None:
-        found = operators(self.model, self._shapes)
-        self.rows = []
-        for name in dict.fromkeys([*self._outputs, *found]):
+        self.rows, self.found = [], operators(self.model, self._shapes)
+        for name in dict.fromkeys([*self._outputs, *self.found]):
             rms = rms_over_calls(self._outputs[name]) if name in self._outputs else None
-            forward = rms if name in found and not found[name].shape else None
+            forward = rms if name in self.found and not self.found[name].shape else None
             if rms is not None and name in self._inputs:
                 seen = rms_over_calls(self._inputs[name])
                 forward = rms / seen if seen else None
-            dependency = self._norm(name, found[name]) if name in found else None
+            dependency = self._norm(name) if name in self.found else None
             self.rows.append(Reading(step, name, rms, forward, dependency, None))
 
     def remember(self, model: nn.Module) -> None:
         """The weights of `model` are what the update is counted from."""
         theirs = operators(model, self._shapes)
-        for name, operator in operators(self.model, self._shapes).items():
+        for name, operator in self.found.items():
             wanted = [weight.shape for weight in operator.weights()]
             if name not in theirs or wanted != [weight.shape for weight in theirs[name].weights()]:
                 raise ValueError(
                     f"before={type(model).__name__} has no layer {name!r} of the same shape"
                 )
-        self.before = {name: operator.snapshot() for name, operator in theirs.items()}
+        self.before = {
+            name: [weight.detach().clone() for weight in theirs[name].weights()]
+            for name in self.found
+        }
 
     def changed(self) -> bool:
         """Whether a step has been made since `remember`."""
-        found = operators(self.model, self._shapes) if self.before else {}
         return any(
             not torch.equal(now, then)
-            for name, operator in found.items()
-            for now, then in zip(operator.weights(), self.before[name], strict=True)
+            for name, before in self.before.items()
+            for now, then in zip(self.found[name].weights(), before, strict=True)
         )
 
     def finish(self) -> list[Reading]:
         """The rows of the reading, with the update if there is one."""
         rows, self.rows = self.rows, []
         if self.changed():
-            found = operators(self.model, self._shapes)
-            updates = {
-                name: self._norm(name, operator, self.before[name])
-                for name, operator in found.items()
-            }
+            updates = {name: self._norm(name, before) for name, before in self.before.items()}
             rows = [replace(row, update=updates.get(row.layer)) for row in rows]
         self.before = {}
         return rows
 
-    def _norm(self, name: str, operator: Operator, before: Sequence[Tensor] | None = None) -> float:
+    def _norm(self, name: str, before: Sequence[Tensor] | None = None) -> float:
         key = name, before is not None
-        norm, self._starts[key] = operator.norm(before, self._starts.get(key))
+        norm, self._starts[key] = self.found[name].norm(before, self._starts.get(key))
         return norm
+
+
+# ---- what modules see and make ------------------------------------------------------------------
+
+
+@contextmanager
+def watch_outputs(
+    model: nn.Module, see: Callable[[str, Tensor | None, Tensor], None]
+) -> Iterator[None]:
+    """Calls `see(name, input, output)` for each module whose output no module inside of it made.
+
+    Input and output are the first floating-point tensors of either; an input may be missing.
+    """
+    last: list[Tensor] = []
+
+    def hook(name: str) -> Callable[..., None]:
+        def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            made = _first_tensor(output)
+            if made is None or any(made is one for one in last):
+                return
+            last[:] = [made]
+            see(name, _first_tensor((args, kwargs)), made)
+
+        return record
+
+    with ExitStack() as hooks:
+        for name, module in modules_by_name(model):
+            hooks.callback(module.register_forward_hook(hook(name), with_kwargs=True).remove)
+        yield
+
+
+def _first_tensor(values: Any) -> Tensor | None:
+    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return next((each for each in tensors if each.is_floating_point() and each.numel()), None)
+
+
+def rms_of(x: Tensor) -> Tensor:
+    return promote(x.detach()).square().mean().sqrt()
+
+
+def rms_over_calls(values: Sequence[Tensor]) -> float:
+    """The RMS over several calls of a module from each call's."""
+    return torch.stack(list(values)).square().mean().sqrt().item()

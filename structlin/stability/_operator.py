@@ -4,7 +4,7 @@ Source: Musco & Musco 2015 (arXiv:1504.05477), randomised block Krylov iteration
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from .._linear import StructuredLinear
-from .._model.parameters import Weight, weights_of
+from .._model.parameters import Weight, named_modules, weights_of
 from .._product import apply
 from ..duality import promote
 from ..moe import Mixture
-from ._hooks import modules_by_name
 
 VECTORS, POWERS, SWEEPS = 8, 2, 32  # of a block; of W^T W in a sweep; at most
 TOLERANCE = 1e-2  # a sweep that raises the estimate by less is the last
@@ -52,9 +51,6 @@ class Operator:
             return module._conv_forward(x, weights[0], None)
         return x @ weights[0] if self.weight.transposed else F.linear(x, weights[0])
 
-    def snapshot(self) -> list[Tensor]:
-        return [weight.detach().clone() for weight in self.weights()]
-
     @torch.no_grad()
     def norm(
         self, before: Sequence[Tensor] | None = None, start: Tensor | None = None
@@ -80,6 +76,12 @@ class Operator:
 def _multiply_by_cores(layer: StructuredLinear, cores: Sequence[Tensor], x: Tensor) -> Tensor:
     padded = F.pad(x, (0, layer.padding[0]))  # (vectors, structure.in_features)
     return apply(layer.structure, cores, padded)[..., : layer.out_features]
+
+
+def modules_by_name(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Named as without wrappers; the model itself under the name of its class."""
+    for name, module in named_modules(model):
+        yield name or type(module).__name__, module
 
 
 def operators(model: nn.Module, inputs: Mapping[str, torch.Size]) -> dict[str, Operator]:

@@ -1,4 +1,4 @@
-"""Coordinate check, live metrics and sweep: exact values on hand-made cases, hooks, modes, files,
+"""Coordinate check and live metrics: exact values on hand-made cases, hooks, modes, files,
 bad input."""
 
 import copy
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import structlin
-from structlin import BTT, TT, Kronecker, LowRank, Monarch, StructuredLinear, convert
+from structlin import BTT, TT, LowRank, StructuredLinear, convert
 from structlin.optim import Muon
 from structlin.stability import coordinate_check, metrics, watch
 from tests.models import GPT
@@ -49,10 +49,8 @@ def test_a_hand_made_layer_has_the_numbers_of_its_definition():
     assert (first.dependency, first.update) == (pytest.approx(4), None)
     assert last.forward == pytest.approx(1.5 / 5)  # (1.5, 0) from (3, 4)
     assert last.dependency == pytest.approx(0.5)
-    assert [each.layer for each in log.rows] == [
-        "0",
-        "2",
-    ]  # the identity and the container make nothing new
+    # the identity and the container make nothing new
+    assert [each.layer for each in log.rows] == ["0", "2"]
 
 
 @pytest.mark.parametrize("structure", [BTT(rank=2), TT(rank=2), LowRank(rank=3)], ids=str)
@@ -82,19 +80,6 @@ def test_the_dependency_of_a_structured_layer_is_the_norm_of_its_matrix(
     assert found.update == pytest.approx(
         scale * torch.linalg.matrix_norm(change, 2).item(), rel=1e-3
     )
-
-
-@pytest.mark.parametrize("structure", [BTT(rank=4), Kronecker(), Monarch(blocks=4)], ids=str)
-def test_the_dependency_of_a_structured_layer_is_what_lanczos_finds_on_its_cola_operator(structure):
-    cola = pytest.importorskip("cola")
-    from examples.cola_operator import to_cola
-
-    layer = StructuredLinear(144, 144, structure, dtype=torch.float64)
-    operator = to_cola(layer.structure, [core.detach() for core in layer.cores])
-    lanczos = cola.linalg.Lanczos(max_iters=60)
-    norm = cola.linalg.eigmax(cola.PSD(operator.T @ operator), alg=lanczos).sqrt().item()
-    found = row(metrics(layer, torch.randn(2, 144, dtype=torch.float64)), "StructuredLinear")
-    assert found.dependency == pytest.approx(norm, rel=1e-3)
 
 
 @pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel])
@@ -288,6 +273,9 @@ def test_growth_is_the_last_rms_over_the_first():
                 model.weight *= factor
     assert log.growth == {"Linear": pytest.approx(6)}
     assert "6.0000" in str(log) == str(log.table())
+    assert str(log).splitlines()[0].split() == [
+        "layer", "step", "RMS", "x", "first", "forward", "dependency", "update"
+    ]  # fmt: skip
 
 
 def test_a_compiled_model_is_read_and_not_compiled_anew():
@@ -317,26 +305,11 @@ def test_watch_says_when_it_saw_nothing():
         pass
 
 
-def test_a_log_is_printed_and_plotted(tmp_path):
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    with watch(model, every=1) as log:
-        train(model, 2)
-    assert str(log.table()).splitlines()[0].split() == [
-        "layer", "step", "RMS", "x", "first", "forward", "dependency", "update"
-    ]  # fmt: skip
-    log.plot(tmp_path / "log.png")
-    assert (tmp_path / "log.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (lambda: metrics("model", torch.ones(1)), TypeError, "model=str must be a torch.nn.Module"),
-        (
-            lambda: metrics(nn.Linear(2, 2, device="meta"), torch.ones(1)),
-            ValueError,
-            "weight is on meta",
-        ),
+        (lambda: metrics(nn.Linear(2, 2, device="meta"), 1), ValueError, "weight is on meta"),
         (
             lambda: metrics(nn.Linear(2, 2), torch.ones(1, 2), before=nn.Linear(2, 3)),
             ValueError,
@@ -345,7 +318,7 @@ def test_a_log_is_printed_and_plotted(tmp_path):
         (
             lambda: watch(nn.Linear(2, 2), every=0).__enter__(),
             ValueError,
-            "every=0 must be at least 1",
+            "every=0 must be",
         ),
     ],
 )
@@ -456,7 +429,7 @@ def test_one_rate_for_all_widths_is_found_and_the_rule_of_param_groups_is_flat(s
         assert printed == pytest.approx(own, rel=2e-3)
 
 
-def test_the_coordinate_check_takes_the_duality_based_optimizer_and_plots(tmp_path):
+def test_the_coordinate_check_takes_the_duality_based_optimizer_and_plots():
     check = coordinate_check(
         mlp,
         [32, 128],
@@ -466,8 +439,9 @@ def test_the_coordinate_check_takes_the_duality_based_optimizer_and_plots(tmp_pa
         steps=1,
     )
     assert check.widths == [32, 128]
-    check.plot(tmp_path / "check.png")
-    assert (tmp_path / "check.png").read_bytes().startswith(b"\x89PNG")
+    lines = [line for axis in check.plot().axes for line in axis.lines]
+    assert all(list(line.get_xdata()) == [32, 128] for line in lines)
+    assert len(lines) == 2 * len({row.layer for row in check.rows})
 
 
 def test_the_same_seeds_give_the_same_check_and_the_users_random_numbers_go_on():
@@ -512,34 +486,14 @@ def test_an_activation_that_is_not_finite_is_not_flat():
         ({"batches": []}, ValueError, "batches=0"),
         ({"steps": 0}, ValueError, "steps=0"),
         ({"tolerance": 0}, ValueError, "tolerance=0 must be positive"),
+        ({"widths": [2.5, 4]}, ValueError, r"widths\[0\]=2.5 must be an integer"),
+        ({"build": lambda width: width}, TypeError, r"build\(2\) returned int, not a torch.nn.Mod"),
+        ({"optimizer": lambda *_: None}, TypeError, r"optimizer\(model, 2\) returned NoneType"),
+        ({"loss": lambda model, x: model(x)}, TypeError, r"returned Tensor of shape \(3, 2\)"),
         (
-            {"build": lambda width: width},
-            TypeError,
-            r"build\(2\) returned int, not a torch.nn.Module",
-        ),
-        (
-            {"optimizer": lambda model, width: None},
-            TypeError,
-            r"optimizer\(model, 2\) returned NoneType",
-        ),
-        (
-            {"loss": lambda model, batch: model(batch)},
-            TypeError,
-            r"returned Tensor of shape \(3, 2\)",
-        ),
-        (
-            {
-                "optimizer": lambda model, width: torch.optim.SGD(
-                    nn.Linear(2, 2).parameters(), lr=0.1
-                )
-            },
+            {"optimizer": lambda *_: torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)},
             ValueError,
             r"optimizer\(model, 2\): no output of the model changed in 3 steps",
-        ),
-        (
-            {"widths": [2.5, 4]},
-            ValueError,
-            r"widths\[0\]=2.5 must be an integer",
         ),
         (
             {"build": lambda width: nn.Sequential(*[nn.Linear(2, 2) for _ in range(width)])},
