@@ -73,68 +73,6 @@ def spectral(matrix: torch.Tensor) -> np.ndarray:
     return (n / m) ** 0.5 * np.linalg.svd(matrix.detach().numpy(), compute_uv=False)[..., 0]
 
 
-# The papers' networks
-
-
-@pytest.mark.parametrize("name", ["ResMLP", "ResNet", "GPT"])
-def test_the_papers_networks_have_unit_sensitivity_and_the_mass_that_was_tared(name):
-    net = NETS[name][0]()
-    assert net.sensitivity == pytest.approx(1)
-    assert net.blocks.mass == pytest.approx({"ResMLP": 1, "ResNet": 3, "GPT": 5}[name])
-    assert net.mass == pytest.approx(2 + net.blocks.mass)
-    first = net.blocks.parts["0"].mass
-    assert all(part.mass == pytest.approx(first) for part in net.blocks.parts.values())
-
-
-def test_resmlp_is_the_papers_formula():
-    net, x = NETS["ResMLP"][0]().double(), torch.randn(4, 12, dtype=torch.float64)
-    matrices = [p.detach() for p in net.parameters()]
-    h = x @ matrices[0].T
-    for n in range(3):
-        y = h
-        for matrix in matrices[1 + 2 * n : 3 + 2 * n]:
-            y = (y / y.square().mean(-1, keepdim=True).sqrt() @ matrix.T).abs()
-            y = y - y.mean(-1, keepdim=True)
-        h = 2 / 3 * h + y / 3
-    torch.testing.assert_close(net(x), h @ matrices[-1].T)
-
-
-def test_gpt_is_the_papers_formula():
-    net, tokens = NETS["GPT"][0]().double(), torch.randint(11, (2, 6))
-    tok, pos, *rest, head = [p.detach() for p in net.parameters()]
-
-    def norm(x):
-        x = x - x.mean(-1, keepdim=True)
-        return x / x.square().mean(-1, keepdim=True).sqrt()
-
-    x = tok[tokens] / 2 + pos[:6] / 2
-    mask = torch.full((6, 6), -torch.inf, dtype=torch.float64).triu(1)
-    for n in range(2):
-        q, k, v, out, up, down = rest[6 * n : 6 * n + 6]
-        heads = []
-        for rows in (slice(0, 4), slice(4, 8)):
-            query, key, value = (norm(x) @ matrix[rows].T for matrix in (q, k, v))
-            heads.append(torch.softmax(query @ key.mT / 4 + mask, -1) @ value)
-        x = 3 / 4 * x + 1 / 4 * (torch.cat(heads, -1) / 3 @ out.T)
-        x = 3 / 4 * x + 1 / 4 * (2**0.5 * F.gelu(norm(x) @ up.T) @ down.T)
-    torch.testing.assert_close(net(tokens), norm(x) @ head.T)
-
-
-def test_resnet_is_the_papers_formula():
-    net, x = NETS["ResNet"][0]().double(), torch.randn(2, 3, 6, 6, dtype=torch.float64)
-    kernels = [p.detach() for p in net.parameters()]
-    h = F.conv2d(x, kernels[0], padding=1)
-    for n in range(2):
-        y = h
-        for kernel in kernels[1 + 2 * n : 3 + 2 * n]:
-            y = F.conv2d(
-                y / y.square().mean((1, 2, 3), keepdim=True).sqrt(), kernel, padding=1
-            ).abs()
-            y = y - y.mean((1, 2, 3), keepdim=True)
-        h = h / 2 + y / 2
-    torch.testing.assert_close(net(x), h.mean((2, 3)) @ kernels[-1].T)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_weights_start_with_all_singular_values_of_norm_1(dtype):
     torch.set_default_dtype(dtype)
@@ -300,13 +238,9 @@ def test_a_tuple_on_either_side_of_a_composition_and_a_bond_in_two_places():
 def test_training_decreases_the_loss_by_dualize_and_by_torchs_optimizers():
     torch.manual_seed(1)
     x, y = torch.randn(64, 12), torch.randint(5, (64,))
-    for make in (
-        None,
-        lambda net: torch.optim.AdamW(net.parameters(), lr=0.01),
-        lambda net: Muon(net, lr=0.02),
-    ):
+    for make in (None, torch.optim.AdamW):
         net = ResMLP(12, 5, width=16, blocks=3)
-        optimizer = make and make(net)
+        optimizer = make and make(net.parameters(), lr=0.01)
         losses = []
         for _ in range(20):
             loss = F.cross_entropy(net(x), y)
