@@ -27,7 +27,6 @@ import structlin
 from structlin._commands.arguments import fraction
 from structlin._commands.read import build_skeleton
 
-STEP = 8  # ranks that the engines multiply at a time
 TRIAL = 1024  # width of the small layer
 BATCH, FEW = 1024, 8  # tokens of a batch; batches where a few of them are enough
 PASSES = 2, 1 + 1 + 3  # two streams; of a few batches: the order, the inputs, gradients as three

@@ -1,16 +1,14 @@
 """`structlin plan`: what `convert` or `compress` would do to a model, found without its weights."""
 
 import argparse
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import structlin
 
-from .._families import Family, label
-from .._model.decide import Decision, decide
-from .._projection.curve import list_sizes
+from .._families import label
+from .._model.decide import Decision
 from .._report import Table, hide_numbers, percent
 from . import read
 from .arguments import parse_structure
@@ -45,8 +43,8 @@ def run(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
         chosen |= {"keep": options.keep, "allocation": "error"}
         planned = structlin.plan_compression(model, structure, None, **chosen)
     else:
-        decisions = [*structlin.plan(model, structure, **chosen).decisions]
-    lines = [_describe(decision) for decision in decisions]
+        planned = structlin.plan(model, structure, **chosen)
+    lines = [_describe(decision) for decision in planned.decisions]
     whole = list(model.parameters())
     dense, stored = sum(p.numel() for p in whole), sum(p.nbytes for p in whole)
     totals = {
@@ -64,24 +62,6 @@ def run(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
         **totals,
         "layers": [asdict(line) for line in lines],
     }
-
-
-def _take_share(decision: Decision, keep: float) -> Decision:
-    """Choose the layer's largest size within that share of the dense layer's parameters."""
-    layer, family = decision.layer, decision.structure
-    if not isinstance(family, Family):
-        return decision
-    sizes = list_sizes(family, layer.in_features, layer.out_features, "params")
-    fit = [size for size in sizes if size.cost <= keep * sizes[-1].cost]
-    if not fit:
-        least = math.ceil(1e4 * sizes[0].cost / sizes[-1].cost) / 1e4
-        raise ValueError(
-            f"keep={keep}: the smallest structure of {layer.name!r} is {sizes[0].family.label}, "
-            f"which needs {least:.4f} or more"
-        )
-    if fit[-1].stays_dense:
-        return replace(decision, structure=None, reason="dense: within what is kept")
-    return replace(decision, structure=fit[-1].family, resolved=fit[-1].structure)
 
 
 def _describe(decision: Decision) -> Line:

@@ -237,6 +237,25 @@ def allocate(curves: Sequence[Curve], keep: float, weights: Sequence[float]) -> 
     return [curve.sizes[m] for curve, m in zip(curves, found, strict=True)]
 
 
+def share_evenly(sizes: Sequence[Sequence[Size]], keep: float) -> list[Size]:
+    """For each layer the largest of its sizes that costs at most that fraction of the dense one.
+
+    Raises:
+        ValueError: the smallest size of a layer costs more.
+    """
+    found = []
+    for own in sizes:
+        limit = keep * own[-1].cost
+        if own[0].cost > limit:
+            least = math.ceil(1e4 * own[0].cost / own[-1].cost) / 1e4
+            raise ValueError(
+                f"keep={keep}, the same for all layers: the smallest structure of one is "
+                f"{own[0].family.label}, which needs {least:.4f} or more"
+            )
+        found.append(max((size for size in own if size.cost <= limit), key=lambda s: s.cost))
+    return found
+
+
 def _require_room(sizes: Sequence[Sequence[Size]], keep: float, count: str) -> None:
     """Raises: ValueError: the smallest sizes cost more than that share of the largest, dense."""
     spent, total = (sum(own[n].cost for own in sizes) for n in (0, -1))

@@ -17,7 +17,7 @@ from structlin import (
     compress,
     plan_compression,
 )
-from structlin._compress.allocation import allocate
+from structlin._compress.allocation import allocate, share_evenly
 from structlin._families import Family
 from structlin._projection.curve import Curve, list_sizes, measure_curve
 
@@ -144,6 +144,14 @@ def test_a_size_that_is_no_better_is_passed_over():
     errors = [0.5, 0.6, 0.5, 0.1, 0.1, 0.1, 0.1, 0.0]
     (size,) = allocate([Curve(sizes, errors, 1.0)], 0.7, [1.0])
     assert size.family == LowRank(rank=4)
+
+
+def test_uniform_is_the_largest_size_of_each_layer_within_its_share():
+    widths = (64, 64), (64, 256), (256, 64)
+    found = share_evenly([list_sizes(LowRank(rank=1), *each, "params") for each in widths], 0.5)
+    assert [size.family.rank for size in found] == [16, 24, 24]  # 25.6 is half of 64 x 256
+    with pytest.raises(ValueError, match=r"keep=0.01, the same for all layers: .* 0.0313 or more"):
+        share_evenly([list_sizes(LowRank(rank=1), 64, 64, "params")], 0.01)
 
 
 # ---- in a model ----------------------------------------------------------------------------------
