@@ -297,18 +297,6 @@ def carried() -> dict[str, str]:
     }
 
 
-def moe() -> dict[str, str]:
-    rows = {row["kind"]: row for row in read("moe")["table"]}
-    mixture, dense, silu = rows["BTT-MoE, 2 of 8"], rows["dense"], rows["BTT r=1 + SiLU"]
-    return {
-        "higher": percent(fmean(mixture["losses"]) / fmean(dense["losses"]) - 1),
-        "silu": percent(1 - fmean(silu["losses"]) / fmean(dense["losses"])),
-        "params": f"{mixture['params'] / dense['params']:.1f}",
-        "time": " to ".join(sorted({f"{each['median']:.1f}" for each in mixture["step"].values()})),
-        "largest": percent(mixture["largest_share"]),
-    }
-
-
 def gpts() -> dict[str, str]:
     """What the structured GPT costs over dense's of width 512, and how many times fewer seconds it
     needs until dense's loss, on both machines; how far above dense it ends on the other text; and
@@ -526,7 +514,6 @@ GROUPS: dict[str, Callable[[], Mapping[str, str]]] = {
         "rates": rates,
         "step": step,
         "transfer": carried,
-        "moe": moe,
         "gpts": gpts,
         "smollm2": smollm2,
         "dinov2": dinov2,

@@ -34,7 +34,7 @@ from benchmarks.papers import tables as papers
 from benchmarks.papers.summary import evidence, summary
 from benchmarks.papers.verdicts import untested
 from benchmarks.speed import layer, model, peers
-from benchmarks.training import gpt_seconds, lr_transfer, moe, optimizer, transfer
+from benchmarks.training import gpt_seconds, lr_transfer, optimizer, transfer
 from structlin import Core, Structure, to_dense
 
 ROOT = Path(__file__).parents[1]
@@ -292,7 +292,6 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "gpt seconds": lambda: gpt_seconds.markdown(read("gpt_seconds"), read("gpt_seconds_epyc")),
         "gpt candidates": lambda: gpt_seconds.candidates(read("gpt_seconds")),
     },
-    "docs/mixtures.md": {"mixtures": lambda: moe.markdown(read("moe"))},
     "docs/compress.md": {
         "sentence encoder": minilm,
         "half of the encoder": minilm_half,

@@ -26,10 +26,6 @@ PLOTS = {  # a heading of the gallery: the plot below benchmarks/results, its se
             "Layers of several packages in one GPT: loss by milliseconds of a step.",
             "choose.md#beside-other-packages",
         ),
-        "moe": (
-            "A mixture of BTT experts trains beside dense and single BTT GPTs.",
-            "mixtures.md#what-we-measured",
-        ),
     },
     "Speed": {
         "layer": (

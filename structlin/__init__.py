@@ -1,7 +1,7 @@
 """structlin: structured matrices as better linear layers. The structure is the only thing anybody
 writes."""
 
-from . import duality, modular, moe, optim, scaling, stability
+from . import duality, modular, optim, scaling, stability
 from ._checkpoint import load, save
 from ._compress.compress import compress, plan_compression
 from ._compress.distill import distill
@@ -71,7 +71,6 @@ __all__ = [
     "load",
     "lr_mult",
     "modular",
-    "moe",
     "optim",
     "param_groups",
     "plan",

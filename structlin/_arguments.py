@@ -312,7 +312,7 @@ def require_values(model: nn.Module) -> None:
 # ---- what a product is given ---------------------------------------------------------------------
 
 
-def check_cores(structure: Structure, cores: Sequence[Tensor], experts: int = 1) -> None:
+def check_cores(structure: Structure, cores: Sequence[Tensor]) -> None:
     if not isinstance(structure, Structure):
         raise TypeError(f"structure={show(structure)} must be a Structure, such as layer.structure")
     if not isinstance(cores, Sized) or (isinstance(cores, Tensor) and not cores.ndim):
@@ -322,12 +322,11 @@ def check_cores(structure: Structure, cores: Sequence[Tensor], experts: int = 1)
             f"{len(cores)} cores given; the structure has {len(structure.cores)}: {structure!r}"
         )
     for n, (core, tensor) in enumerate(zip(structure.cores, cores, strict=True)):
-        shape = experts * core.batch, core.fan_out, core.fan_in
         if not isinstance(tensor, Tensor):
             raise TypeError(f"cores[{n}]={show(tensor)} must be a tensor")
-        if tuple(tensor.shape) != shape:
+        if tuple(tensor.shape) != core.shape:
             raise ValueError(
-                f"cores[{n}] has shape {tuple(tensor.shape)}; the structure needs {shape}"
+                f"cores[{n}] has shape {tuple(tensor.shape)}; the structure needs {core.shape}"
             )
         if tensor.dtype != cores[0].dtype or tensor.device != cores[0].device:
             raise ValueError(

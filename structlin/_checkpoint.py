@@ -17,7 +17,6 @@ from ._model.survey import Layer, is_conv1d, linear_layers, swap
 from ._quantize import QuantizedLinear
 from ._state import tell_difference
 from ._structure import Structure
-from .moe import Mixture
 
 _TYPES = {  # of the fields of a described layer; `Structure` looks at its own
     "label": str,
@@ -239,9 +238,7 @@ def _build_layer(layer: Layer, data: Mapping[str, Any]) -> StructuredLinear | No
 def _make_empty(data: Mapping[str, Any], *args: Any, **options: Any) -> StructuredLinear:
     """A layer of the kind that `data` describes, without values."""
     kind: type[StructuredLinear] = StructuredLinear
-    if "experts" in data:
-        kind, options = Mixture, {**options, "experts": data["experts"], "top_k": data["top_k"]}
-    elif "quantized" in data:
+    if "quantized" in data:
         require_choice("quantized", data["quantized"], ("int8",))
         kind = QuantizedLinear
     return uninitialised(*args, kind=kind, **options)

@@ -35,8 +35,8 @@ def densify(model: nn.Module, *, where: str = "everywhere", tokens: int | None =
         model: any module with structured layers; it is changed.
         where: "everywhere" replaces every structured layer. "slower" is for inference: it times
             each layer against its dense one on random input, and replaces the layers that lose.
-            Layers that are alike are timed once. Each process measures for itself. A `Mixture`
-            stays, and so does a layer with an activation between its cores.
+            Layers that are alike are timed once. Each process measures for itself. A layer
+            with an activation between its cores stays.
         tokens: of one call, for `where="slower"`, over all leading dimensions: batch size times
             sequence length, or the batch size alone when text is generated with a cache.
 

@@ -233,8 +233,7 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
             ValueError: wrong number or shape of cores; the layer has no values yet (meta). Nothing
                 is changed then.
         """
-        experts = len(self.cores[0]) // self.structure.cores[0].batch  # of a mixture
-        check_cores(self.structure, cores, experts)
+        check_cores(self.structure, cores)
         if self.cores[0].is_meta:
             raise ValueError("the layer is on the meta device: move it with to_empty(device=...)")
         for n, (own, core, std) in enumerate(zip(self.cores, cores, self.stds, strict=True)):

@@ -13,7 +13,6 @@ from torch.nn.utils import parametrize
 
 from ._arguments import checked, require_choice
 from ._model.survey import find_loss
-from .moe import Mixture
 
 # Those of a chunk's logits. The trial: one step of head and loss, 768 -> 50257, on one thread
 # of an Intel Xeon with 2 MiB of second cache, against all logits at once. With 6, 12, 25 and 50 MB
@@ -68,7 +67,7 @@ def linear_cross_entropy(
     Raises:
         ValueError: a label outside the vocabulary; shapes, devices or options that do not fit; a
             sharded layer (FSDP2): call this in the forward of the module that `fully_shard` got; a
-            layer that computes with a parameter that is not its own; a `Mixture` that learns.
+            layer that computes with a parameter that is not its own.
         TypeError: an argument of another type or dtype.
         RuntimeError: a second derivative, fullgraph=True, or a transform of torch.func.
 
@@ -396,9 +395,6 @@ def _check(
     reduction: str,
     chunk: int | None,
 ) -> None:
-    if torch.is_grad_enabled() and any(isinstance(part, Mixture) for part in layer.modules()):
-        kind = type(layer).__name__
-        raise ValueError(f"layer={kind}: a mixture's balance is that of all tokens; take {INSTEAD}")
     if not input.is_floating_point():
         raise TypeError(f"input has dtype {input.dtype}; it must be floating point")
     if input.ndim == 0:

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._arguments import check_bias, check_cores, check_input
-from ._experts import each_expert
 from ._kernels import op, triton_op
 from ._structure import Move, Program, Structure
 
@@ -53,12 +52,10 @@ def define(
     bias: Tensor | None = None,
     gains: Tensor | None = None,
     sigmas: Sequence[float] | None = None,
-    routes: op.Routes | None = None,
 ) -> Tensor:
-    """`W x + bias` by the loop, cores normalised, experts in turn: what every engine computes."""
+    """`W x + bias` by the loop, cores normalised: what every engine computes."""
     cores = cores if gains is None or sigmas is None else normalise(cores, gains, sigmas)
-    product = partial(multiply, program)
-    y = product(cores, x) if routes is None else each_expert(product, program, cores, x, *routes)
+    y = multiply(program, cores, x)
     return y if bias is None else y + bias
 
 
@@ -121,7 +118,6 @@ def run(
     gains: Tensor | None = None,
     sigmas: Sequence[float] | None = None,
     program: Program | None = None,
-    routes: op.Routes | None = None,
 ) -> Tensor:
     """`apply`, its arguments taken to be right.
 
@@ -129,7 +125,6 @@ def run(
         mode: "structured", core by core; "dense", by W; "auto", as `forms_matrix` says.
         gains, sigmas: of every core, where it is to be normalised.
         program: the structure's, or a narrower one, whose widths x, bias and the result have.
-        routes: of a mixture, weights and numbers of each token's experts; see `each_expert`.
     """
     program = program or structure.program
     device = x.device.type if torch._C._is_any_autocast_enabled() else "meta"
@@ -139,18 +134,10 @@ def run(
         bias = None if bias is None else bias.to(dtype)
     dense = mode == "dense"
     if mode == "auto" and structure.density >= NEAR:
-        tokens = x.numel() // program.in_features
-        if routes is not None:
-            tokens = routes[1].numel() * structure.cores[0].batch // len(cores[0])
-        dense = forms_matrix(structure, tokens)
-    taken = routes is None or not program.between  # the engine's mixtures are linear
-    if not dense and taken and op.pays(program, x):
-        return op.multiply(define, program, cores, x, bias, gains, sigmas, routes)
+        dense = forms_matrix(structure, x.numel() // program.in_features)
+    if not dense and op.pays(program, x):
+        return op.multiply(define, program, cores, x, bias, gains, sigmas)
     cores = cores if gains is None or sigmas is None else normalise(cores, gains, sigmas)
-    if routes is not None:
-        product = partial(run, structure, mode=mode, program=program)
-        y = each_expert(product, program, cores, x, *routes)
-        return y if bias is None else y + bias
     if x.is_nested:
         product = partial(run, structure, cores, bias=bias, mode=mode, program=program)
         return map_jagged(product, x)

@@ -150,7 +150,7 @@ def quantize(
 
     Raises:
         ValueError: no structured layer with floating-point cores, or none is meant; one that is
-            meant is a `Mixture` or of another class of its own, has hooks, has cores that are no
+            meant is of a class of its own, has hooks, has cores that are no
             ordinary parameters (sharded, parametrised, pruned), without values (meta) or not
             finite; the model is wrapped, as for `convert`. The model is then as it was.
 

@@ -18,7 +18,6 @@ from ._model.survey import Layer, build_dense_layer, linear_layers, widths
 from ._product import forms_matrix
 from ._quantize import QuantizedLinear
 from ._timing import time_in_turn
-from .moe import Mixture
 
 
 class Table:
@@ -199,9 +198,8 @@ def summary(model: nn.Module, *, tokens: int | None = None, measure: int | None 
         tokens: of one training step, over all leading dimensions; the table then shows whether each
             layer multiplies core by core ("structured") or forms its matrix ("dense").
         measure: tokens of a forward and a backward pass that is timed: each distinct layer in turn
-            with the dense one that it would become (a mixture with one of its widths), medians of
-            nine rounds, without optimizer. The times in the table are of all layers of a row, one
-            after the other.
+            with the dense one that it would become, medians of nine rounds, without optimizer. The
+            times in the table are of all layers of a row, one after the other.
 
     Raises:
         ValueError: the model has no linear layer; `tokens` is negative, `measure` not positive; a
@@ -247,8 +245,6 @@ def kind_of(layer: nn.Module) -> tuple[object, ...]:
     kind: tuple[object, ...] = (type(layer),)
     if isinstance(layer, StructuredLinear):
         kind = *kind, layer.structure, layer.gains is None
-    if isinstance(layer, Mixture):
-        kind = *kind, layer.experts, layer.top_k
     kind = *kind, shape, layer.bias is None
     if parameter is None:
         return kind
@@ -257,7 +253,7 @@ def kind_of(layer: nn.Module) -> tuple[object, ...]:
 
 def has_matrix(layer: StructuredLinear) -> bool:
     """Whether it stands for one matrix."""
-    return not isinstance(layer, Mixture) and layer.structure.between is None
+    return layer.structure.between is None
 
 
 def _describe(layer: Layer, tokens: int | None) -> Row:
@@ -269,17 +265,14 @@ def _describe(layer: Layer, tokens: int | None) -> Row:
     if not isinstance(module, StructuredLinear):
         stored = _count_bytes(module.weight)
         return Row(name, 1, *shape, "dense", params, 2 * params, shape[0], (0, 0), "", stored)
-    structure, experts, top_k, kind = module.structure, 1, 1, module.label
+    structure, kind = module.structure, module.label
     stored = sum(map(_count_bytes, module.cores))
     if isinstance(module, QuantizedLinear):
         kind, stored = f"{kind}, int8", stored + sum(map(_count_bytes, module.scales))
-    if isinstance(module, Mixture):  # whose router is a layer of its own
-        experts, top_k = module.experts, module.top_k
     way = ""
     if tokens is not None:
-        formed = forms_matrix(structure, tokens * top_k // experts)
-        way = "dense" if formed else "structured"
-    counts = experts * structure.params, top_k * structure.flops, top_k * _count_saved(module)
+        way = "dense" if forms_matrix(structure, tokens) else "structured"
+    counts = structure.params, structure.flops, _count_saved(module)
     return Row(name, 1, *shape, kind, *counts, module.padding, way, stored)
 
 
@@ -294,8 +287,7 @@ def _count_saved(layer: StructuredLinear) -> int:
     """Numbers that a structured layer keeps for its backward pass, per token."""
     structure, core = layer.structure, layer.cores[0]
     if (
-        not (structure.program.between and isinstance(layer, Mixture))
-        and core.device.type in ("cpu", "meta")
+        core.device.type in ("cpu", "meta")
         and engine.load()
         and op.choose(structure.program.numbers, layer.compute_dtype) != op.Path.BLAS
     ):
@@ -346,10 +338,7 @@ def _time(layer: Layer, tokens: int) -> tuple[float, float]:
         modules.append(dense)
     elif isinstance(module, StructuredLinear):
         modules.append(build_dense_layer(module))
-    balance = getattr(module, "balance", None)  # a mixture writes it in training mode
     seconds = time_in_turn([partial(step, each, x, dy) for each in modules], device)
-    if isinstance(module, Mixture):
-        module.balance = balance
     return seconds[0], seconds[-1]
 
 

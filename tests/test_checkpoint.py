@@ -33,7 +33,6 @@ from structlin import (
     save,
 )
 from structlin._files import FILE
-from structlin.moe import Mixture
 from tests.models import GPT, snapshot
 
 TOKENS = torch.arange(24).reshape(2, 12)
@@ -550,12 +549,6 @@ def test_padding_is_part_of_what_is_compared():
     )
     with pytest.raises(RuntimeError, match=r"out_features=100 in the model, 101 in the state"):
         small.load_state_dict(big.state_dict())
-
-
-def test_how_experts_are_used_is_compared():
-    two, three = (Mixture(16, 16, BTT(), experts=4, top_k=top_k) for top_k in (2, 3))
-    with pytest.raises(RuntimeError, match=r"top_k=3 in the model, 2 in the state"):
-        three.load_state_dict(two.state_dict())
 
 
 # ---- the state dict and torch's own tools --------------------------------------------------------

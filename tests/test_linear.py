@@ -30,7 +30,6 @@ from structlin import (
     quantize,
 )
 from structlin._structure import Program
-from structlin.moe import Mixture
 from tests.catalogue import SMALL, SMALL_IDS, einsum_matrix, layer_of, tokens
 
 every_small_case = pytest.mark.parametrize("case", SMALL, ids=SMALL_IDS)
@@ -245,9 +244,8 @@ def test_a_layer_whose_structure_is_replaced_computes_with_the_new_one():
             assert_close(layer(x), x @ layer.to_dense().T, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [StructuredLinear, Mixture])
-def test_a_padded_layer_derives_its_program_once_when_it_is_made(kind, monkeypatch):
-    layer, x = kind(23, 29, BTT(rank=2)), torch.randn(3, 23)
+def test_a_padded_layer_derives_its_program_once_when_it_is_made(monkeypatch):
+    layer, x = StructuredLinear(23, 29, BTT(rank=2)), torch.randn(3, 23)
     assert all(layer.padding)
     y = layer(x)
     monkeypatch.setattr(Program, "fit", None)  # nobody can call it
@@ -327,11 +325,9 @@ class Thrice(StructuredLinear):
         return 3 * super().forward(input)
 
 
-@pytest.mark.parametrize("kind", [nn.Linear, StructuredLinear, Thrice, Mixture])
+@pytest.mark.parametrize("kind", [nn.Linear, StructuredLinear, Thrice])
 def test_torch_fx_keeps_the_parameters_of_a_layer_that_sees_no_input_and_runs_its_hook_once(kind):
     model, x = Table(kind), torch.randn(5, 16)
-    if kind is Mixture:  # which has no weight
-        model.qkv = StructuredLinear(16, 16)
     traced = torch.fx.symbolic_trace(model)
     for copied in (traced, copy.deepcopy(traced), pickle.loads(pickle.dumps(traced))):
         assert torch.equal(copied(x), model(x))
@@ -342,7 +338,7 @@ def test_torch_fx_keeps_the_parameters_of_a_layer_that_sees_no_input_and_runs_it
 
 def test_an_input_may_be_given_by_the_name_that_nn_linear_gives_it():
     x = torch.randn(3, 16)
-    for layer in (StructuredLinear(16, 12), Mixture(16, 12), quantize(StructuredLinear(16, 12))):
+    for layer in (StructuredLinear(16, 12), quantize(StructuredLinear(16, 12))):
         assert torch.equal(layer(input=x), layer(x))
 
 
@@ -362,13 +358,10 @@ def test_each_sequence_of_a_jagged_nested_tensor_is_multiplied_as_it_is_alone(ca
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_mixture_takes_jagged_nested_tensors_and_layers_refuse_strided_ones():
-    layer, each = Mixture(16, 12).eval(), [torch.randn(3, 16), torch.randn(5, 16)]
-    x = torch.nested.nested_tensor(each, layout=torch.jagged)
-    assert_close(layer(x).values(), layer(torch.cat(each)))
-    for kind in (Mixture, StructuredLinear):
-        with pytest.raises(TypeError, match=r"layout=torch\.strided; take layout=torch\.jagged"):
-            kind(16, 12)(torch.nested.nested_tensor(each))
+def test_strided_nested_tensors_are_refused():
+    x = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)])
+    with pytest.raises(TypeError, match=r"layout=torch\.strided; take layout=torch\.jagged"):
+        StructuredLinear(16, 12)(x)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
@@ -407,11 +400,10 @@ def test_what_would_change_the_weight_is_told_to_change_the_cores(change, what):
     assert_close(layer.state_dict(), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", [StructuredLinear, Mixture])
-def test_torch_jit_script_says_at_once_that_tracing_is_the_way(kind):
-    layer = kind(16, 12)
+def test_torch_jit_script_says_at_once_that_tracing_is_the_way():
+    layer = StructuredLinear(16, 12)
     for model in (layer, nn.Sequential(nn.Linear(16, 16), layer)):
-        with pytest.raises(RuntimeError, match=rf"take {kind.__name__}\(.*: use torch\.jit\.trace"):
+        with pytest.raises(RuntimeError, match=r"take StructuredLinear\(.*: use torch\.jit\.trace"):
             torch.jit.script(model)
 
 

@@ -28,7 +28,6 @@ from structlin import (
     linear_cross_entropy,
     quantize,
 )
-from structlin.moe import Mixture
 
 WIDTH, CLASSES, SHAPE = 12, 40, (3, 7)
 
@@ -521,7 +520,6 @@ def test_gradients_reach_ddp_and_fsdp_where_the_model_is_wrapped_as_a_whole(tmp_
         (ValueError, "ignore_index=None", lambda x, y: {"ignore_index": None}),
         (ValueError, "reduction='none' has no", lambda x, y: {"reduction": "none"}),
         (ValueError, "reduction='avg' is unknown", lambda x, y: {"reduction": "avg"}),
-        (ValueError, "a mixture's balance is that of all", lambda x, y: {"layer": Mixture(12, 40)}),
         (ValueError, "LSTM", lambda x, y: {"layer": nn.LSTM(WIDTH, 40, dtype=x.dtype)}),
     ],
 )
@@ -544,9 +542,3 @@ def test_a_gradient_that_would_be_lost_is_refused():
     with pytest.raises(ValueError, match=r"shape \(40,\) .* not in layer.parameters"):
         linear_cross_entropy(x, layer, target)
     assert linear_cross_entropy(x.detach(), layer.requires_grad_(False), target) > 0
-
-
-def test_a_mixture_has_a_loss_where_nothing_learns():
-    x, y, head = torch.randn(6, 12), torch.randint(40, (6,)), Mixture(12, 40)
-    with torch.no_grad():
-        torch.testing.assert_close(linear_cross_entropy(x, head, y), F.cross_entropy(head(x), y))

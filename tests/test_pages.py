@@ -287,14 +287,6 @@ def test_our_rule_brings_btt_nearer_to_dense_and_monarch_not():
     assert moved[farther, "aware"] > moved[farther, "naive"]
 
 
-def test_every_run_of_the_mixture_ends_above_dense_and_of_single_btt_below():
-    rows = {row["kind"]: row for row in pages.read("moe")["table"]}
-    mixture, dense = rows.pop("BTT-MoE, 2 of 8"), rows.pop("dense")
-    assert min(mixture["losses"]) > max(dense["losses"])
-    assert all(max(row["losses"]) < min(dense["losses"]) for row in rows.values())
-    assert all(row["flops"] <= dense["flops"] for row in [mixture, *rows.values()])
-
-
 @pytest.mark.parametrize(
     ("setup", "width", "kind", "share"),
     [

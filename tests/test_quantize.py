@@ -24,7 +24,6 @@ from structlin import (
 )
 from structlin._kernels import engine
 from structlin._quantize import QuantizedLinear
-from structlin.moe import Mixture
 
 FAMILIES = [BTT(rank=2), Monarch(blocks=4), LowRank(rank=7), Kronecker(), Dense()]
 
@@ -286,6 +285,10 @@ def test_a_kind_of_rounding_that_this_version_does_not_know_is_refused(tmp_path)
 # ---- what is refused -----------------------------------------------------------------------------
 
 
+class Own(StructuredLinear):
+    """A layer of a class of its own."""
+
+
 def broken_model(change) -> nn.Module:
     model = convert(mlp(), BTT())
     change(model)
@@ -298,7 +301,7 @@ def broken_model(change) -> nn.Module:
         (lambda m: m[0].register_forward_hook(print), "layer '0' has hooks, which would be lost"),
         (lambda m: m[2].to("meta"), r"layer '2' has no values \(meta\)"),
         (lambda m: m[2].cores[1].data.fill_(torch.inf), "layer '2' has cores that are not finite"),
-        (lambda m: m.append(Mixture(64, 64)), "layer '3' is a Mixture"),
+        (lambda m: m.append(Own(64, 64)), "layer '3' is a Own"),
     ],
 )
 def test_a_layer_that_cannot_be_rounded_is_named_and_nothing_changes(change, says):

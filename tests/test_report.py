@@ -16,7 +16,6 @@ from structlin import (
     summary,
 )
 from structlin._kernels import engine
-from structlin.moe import Mixture
 from tests.models import GPT
 
 
@@ -165,19 +164,6 @@ def test_layers_of_one_kind_are_timed_once_under_whatever_names(clock, monkeypat
     result = summary(convert(model, BTT()), measure=101)
     assert timed == ["q", "k"]
     assert [row.seconds for row in result.rows] == [1, 1, 1, 1]
-
-
-def test_a_mixture_is_timed_beside_a_dense_layer_of_its_widths():
-    layers = [Mixture(16, 24, BTT(), experts=n, bias=n > 2) for n in (2, 4)]
-    single = StructuredLinear(16, 24)
-    torch.manual_seed(0)
-    expected = torch.rand(1)
-    torch.manual_seed(0)
-    rows = summary(nn.ModuleList([*layers, single]), measure=3).rows
-    assert torch.equal(torch.rand(1), expected)
-    assert all(layer.balance is None for layer in layers)
-    assert all(row.seconds > 0 and row.dense_seconds > 0 for row in rows)
-    assert len({_report.kind_of(layer) for layer in (*layers, single)}) == 3
 
 
 def test_nothing_is_timed_unless_asked_for():

@@ -16,7 +16,6 @@ from structlin import (
     distill,
     plan_compression,
 )
-from structlin.moe import Mixture
 from structlin.optim import Muon
 
 X = torch.randn(40, 16)
@@ -54,7 +53,6 @@ CASES = {  # what warns, and of what
     ),
     "convert pads": (lambda m: convert(nn.Linear(16, 13), BTT()), "is padded to"),
     "a layer pads": (lambda m: StructuredLinear(16, 13, BTT()), "is padded to"),
-    "a mixture pads": (lambda m: Mixture(16, 13, BTT()), "is padded to"),
     "no input": (lambda m: compress(m, BTT(), [X], exclude="again", keep=None), "no input"),
     "one token": (lambda m: compress(m, BTT(), [X[:1]], **ERROR), "no input"),
     "its plan": (lambda m: plan_compression(m, BTT(), [X[:1]], **ERROR), "no input"),

@@ -8,13 +8,12 @@
 
 The models are those of examples/: blocks with attention heads of 32 features, as many in each model
 as fill the dense width. All linear layers of the blocks are structured, but for attention's output
-layer where a kind names attention's input alone; SiLU stands between the cores of the MLPs. BTT-MoE
-is that of `benchmarks.training.moe`. The last layer of each branch starts at zero, but for "no zero
-start", which is not normalised either. The rate rises for `training.WARM_UP` steps. A model trains
-for the whole schedule, for a half or for a quarter of it, each with a decay of its own. A
-structure's losses at the ends of its schedules are interpolated in logarithms. The factor is how
-many times less than dense it needs until the loss of dense's longest schedule; "never": its whole
-schedule does not meet it.
+layer where a kind names attention's input alone; SiLU stands between the cores of the MLPs. The
+last layer of each branch starts at zero, but for "no zero start", which is not normalised either.
+The rate rises for `training.WARM_UP` steps. A model trains for the whole schedule, for a half or
+for a quarter of it, each with a decay of its own. A structure's losses at the ends of its schedules
+are interpolated in logarithms. The factor is how many times less than dense it needs until the loss
+of dense's longest schedule; "never": its whole schedule does not meet it.
 
 Rates are tuned for every kind and optimizer on seed 0, at dense width 256 for the whole schedule (a
 shorter one wants higher rates): by factors of 2 until the best has both its neighbours. muP and
@@ -57,7 +56,6 @@ from benchmarks.harness.statistics import (
 )
 from benchmarks.harness.tasks import compare, train_gpt, train_vit
 from benchmarks.harness.timing import interleaved, ratio, wall
-from benchmarks.training import moe
 from structlin import BTT, Dense, LowRank, Monarch
 
 VOCABULARY = 2048
@@ -128,7 +126,6 @@ class Kind:
     structure: Callable[[int], structlin.Family | None]  # of the model's own width; None: dense
     wider: float = 1  # than dense
     options: Mapping[str, Any] = field(default_factory=dict)  # of `convert`
-    experts: int = 0  # of a mixture in place of each layer; 0: none
 
 
 LINEAR_ATTENTION = {"overrides": {"*attn*": BTT(rank=2)}}
@@ -151,7 +148,6 @@ KINDS = {
     "dense, weight normalisation": Kind(lambda _: Dense()),
     "dense, no zero start": Kind(lambda _: Dense(), options=NO_ZERO_START),
     "BTT r=1": BTT_ONE,
-    "BTT-MoE, 2 of 8": replace(BTT_ONE, experts=8),
     "BTT r=1, attention r=2": replace(BTT_ONE, options=LINEAR_ATTENTION),
     "BTT r=1 + SiLU everywhere": replace(BTT_SILU, options={}),
     "BTT r=1 + SiLU, attention dense": replace(BTT_SILU, options={"include": "ffn"}),
@@ -207,27 +203,19 @@ def build(
     """`width`: of the dense model that it is compared with."""
     task, found = make_task(setup, width, seed, sizes), KINDS[kind]
     own = round(width * found.wider)
-    structure = found.structure(own)
-    if found.experts:
-        model = moe.mix(
-            compare.build(task, own, None, seed, device), structure, found.experts, task
-        )
-    else:
-        model = compare.build(task, own, structure, seed, device, **found.options)
-    return model
+    return compare.build(task, own, found.structure(own), seed, device, **found.options)
 
 
 def make_trainer(
     setup: str, optimizer: str, kind: str, width: int, lr: float, seed: int, sizes: Row
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model, found = build(setup, kind, width, seed, sizes), KINDS[kind]
+    model = build(setup, kind, width, seed, sizes)
     if optimizer == "Muon":
         return model, structlin.optim.Muon(model, lr, other_lr=OTHER_LR, momentum=MOMENTUM)
     if optimizer == "AdamW, normed":
         adam = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.0)
         return model, structlin.optim.Normed(adam, model)
-    base = kind if found.experts else "dense"  # dense has no router
-    groups = structlin.param_groups(model, lr, base=build(setup, base, BASE, 0, sizes, "meta"))
+    groups = structlin.param_groups(model, lr, base=build(setup, "dense", BASE, 0, sizes, "meta"))
     return model, torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=True)
 
 
@@ -247,7 +235,7 @@ def train(
     model, adam = make_trainer(setup, optimizer, kind, width, lr, seed, size)
 
     def loss(step: int) -> Tensor:
-        return moe.loss_of(model, *task.batch(step))
+        return training.cross_entropy(model, *task.batch(step))
 
     curve = training.follow(model, adam, task, steps, points=5, loss=loss, rate=training.warm_up)
     tokens = 3 * len(task.batch(0)[0]) * task.tokens  # backward costs twice what forward does
@@ -270,7 +258,7 @@ def time_steps(
 
     def work(kind: str) -> Callable[[], None]:
         model, own = make_trainer(setup, optimizer, kind, width, RATES[optimizer], 0, sizes)
-        return training.step_of(own, partial(moe.loss_of, model, *batch))
+        return training.step_of(own, partial(training.cross_entropy, model, *batch))
 
     works = {kind: work(kind) for kind in kinds}
     for step in works.values():

@@ -13,81 +13,47 @@
 // pairs, or has a matrix unit (amx.h). A core is stored (batch, fan_out, fan_in). Sums are in float32, for float64 in
 // float64. Every part of the tokens is summed by itself and the parts are summed in their order: the same call on as
 // many threads gives the same bits. Only x is saved. A core under weight normalisation is multiplied by factor = gain *
-// min(1, sigma / RMS(core)), which is never stored. An optimizer's polar factors of cores are in polar.h, a
-// mixture's routing is in router.h.
+// min(1, sigma / RMS(core)), which is never stored. An optimizer's polar factors of cores are in polar.h.
 
 #include <numeric>
 
-#include "experts.h"
 #include "gemv.h"
 #include "polar.h"
-#include "router.h"
 #include "tiles.h"
 
 namespace {
 
 // ---- forward ----------------------------------------------------------------------------------------------
 
-template <class S, AnyRows From, AnyRows To>
-void forward_tiles(Tiles<S>& tiles, Index tokens, const From& x, const To& y, const Wide<S>* bias) {
+template <class S>
+void forward_tiles(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias) {
   using H = Held<S>;
+  Tiles<S> tiles(layer);
   tiles.prepare_forward(bias);
   const Program& program = tiles.program;
-  const Index size = tiles.size, area = tiles.area();
+  const Index tokens = layer.tokens, size = tiles.size, area = tiles.area();
   parallel_for(0, (tokens + size - 1) / size, 1, [&](Index begin, Index end) {
     thread_local Numbers<H> memory;
     H *h = memory.reserve(2 * area), *next = h + area;
     for (Index first = begin * size; first < std::min(end * size, tokens); first += size) {
       const Index n = std::min(size, tokens - first);
-      tiles.pack_x(h, x.from(first), n);
+      tiles.pack_x(h, x + first * program.in, n);
       for (Index t = 0; t <= tiles.last; t++, std::swap(h, next)) {
         const Step& step = program.steps[t];
         over_blocks(step, step.pairs(), [&](Index begin, Index end) { tiles.forward(t, next, h, n, begin, end); });
       }
-      tiles.unpack_y(y.from(first), h, n);
+      tiles.unpack_y(y + first * program.out, h, n);
     }
-  });
-}
-
-// An expert's few tokens
-template <class S>
-void forward_gemv(const Layer<S>& layer, const TokenRows<const S>& x, const RowSums<S>& y) {
-  const Index n = layer.tokens, in = x.features, out = y.features;
-  thread_local Numbers<S> memory;
-  S *rows = memory.reserve(n * (in + out)), *made = rows + n * in;
-  for (Index t = 0; t < n; t++) std::copy_n(x.row(t), in, rows + t * in);
-  forward_gemv<S>(layer, rows, made, nullptr);
-  for (Index t = 0; t < n; t++)
-    for (Index f = 0; f < out; f += LANES<Wide<S>>) {
-      const Index count = std::min<Index>(LANES<Wide<S>>, out - f);
-      store(y.row(t) + f, load(y.before(t) + f, count) + y.weights[t] * load(made + t * out + f, count), count);
-    }
-}
-
-template <class S>
-void forward_experts(Layer<S>& layer, const Routes<Wide<S>>& routes, const S* x, S* y, const S* bias) {
-  const Program& program = layer.program;
-  const std::vector<S> zeros(bias ? 0 : program.out);
-  std::optional<Tiles<S>> tiles;
-  layer.over_experts(routes.loads, [&](Index, Index first) {
-    if (!layer.tokens) return;
-    const Index* tokens = routes.tokens.data() + first;
-    const TokenRows<const S> rows{x, program.in, tokens};
-    const RowSums<S> sums{
-        y, program.out, tokens, routes.weights.data() + first, routes.fresh.data() + first, bias ? bias : zeros.data()};
-    if (layer.is_gemv()) return forward_gemv(layer, rows, sums);
-    if (!tiles) tiles.emplace(layer);
-    forward_tiles(*tiles, layer.tokens, rows, sums, nullptr);
   });
 }
 
 template <class S>
 Tensor forward(const Tensor& given, const std::vector<Tensor>& cores, const std::vector<Tensor>& scales,
                const std::optional<Tensor>& bias, const std::optional<Tensor>& gains, const std::vector<double>& sigmas,
-               const Indices& numbers, const std::optional<Tensor>& weights, const std::optional<Tensor>& chosen) {
+               const Indices& numbers) {
   using F = Wide<S>;
   Tensor x = contiguous_of(given);
-  Layer<S> layer(x, cores, scales, gains, sigmas, numbers, chosen, true);
+  Layer<S> layer(x, cores, scales, gains, sigmas, numbers, true);
   const Program& program = layer.program;
   Indices shape = sizes_of(x);
   shape.back() = program.out;
@@ -98,26 +64,19 @@ Tensor forward(const Tensor& given, const std::vector<Tensor>& cores, const std:
                     "structlin: the bias does not fit x and the program");
     held = contiguous_of(*bias);
   }
+  if (!layer.tokens) return y;
+  Numbers<F> memory;
+  const F* added = held ? numbers_of<F, S>(*held, memory) : nullptr;
   const S* from = static_cast<const S*>(x.data_ptr());
   S* to = static_cast<S*>(y.mutable_data_ptr());
-  const std::optional<Routes<F>> routes = read_routes<F>(weights, chosen, x.numel() / program.in, layer.experts);
-  if (routes) {
-    forward_experts(layer, *routes, from, to, held ? static_cast<const S*>(held->data_ptr()) : nullptr);
-  } else if (layer.tokens) {
-    Numbers<F> memory;
-    const F* added = held ? numbers_of<F, S>(*held, memory) : nullptr;
-    if (layer.is_gemv()) forward_gemv<S>(layer, from, to, added);
-    else {
-      Tiles<S> tiles(layer);
-      forward_tiles(tiles, layer.tokens, Rows<const S>{from, program.in}, Rows<S>{to, program.out}, added);
-    }
-  }
+  if (layer.is_gemv()) forward_gemv(layer, from, to, added);
+  else forward_tiles(layer, from, to, added);
   return y;
 }
 
 // ---- backward ---------------------------------------------------------------------------------------------
 
-enum Wants { OF_X = 1, OF_CORES = 2, OF_GAINS = 4, OF_BIAS = 8, OF_WEIGHTS = 16 };
+enum Wants { OF_X = 1, OF_CORES = 2, OF_GAINS = 4, OF_BIAS = 8 };
 
 template <class S>
 struct Totals {
@@ -126,33 +85,27 @@ struct Totals {
   Numbers<Wide<S>> memory;
 };
 
-// The sum of the rows of dy, onto `to`; of a token's rows the first counts
-template <class S, AnyRows Some>
-void add_rows(Wide<S>* to, const Some& dy, Index rows, const uint8_t* fresh) {
+// The sum of the rows of dy, onto `to`
+template <class S>
+void add_rows(Wide<S>* to, const S* dy, Index features, Index rows) {
   constexpr Index L = LANES<Wide<S>>;
-  const S* some[4];
-  Index count = 0;
-  for (Index i = 0; i < rows; i++) {
-    if (!fresh || fresh[i]) some[count++] = dy.row(i);
-    if (count < 4 && i < rows - 1) continue;
-    for (Index f = 0; f < dy.features; f += L) {
-      const Index width = std::min(L, dy.features - f);
+  for (Index first = 0; first < rows; first += 4)  // four at a time: `to` is read and written less often
+    for (Index f = 0; f < features; f += L) {
+      const Index width = std::min(L, features - f);
       Vector<Wide<S>> sum = load(to + f, width);
-      for (Index j = 0; j < count; j++) sum += load(some[j] + f, width);
+      for (Index i = first; i < std::min(first + 4, rows); i++) sum += load(dy + i * features + f, width);
       store(to + f, sum, width);
     }
-    count = 0;
-  }
 }
 
-// The sums over tokens, and dx, unless its rows are null; `x` and `dy` are rows of the same tokens
-template <class S, AnyRows X, AnyRows DY, AnyRows DX>
-Totals<S> add_tiles(Tiles<S>& tiles, const Layer<S>& layer, const DY& dy, const X& x, const DX& dx, bool of_cores,
-                    bool of_bias) {
+// The sums over tokens, and dx, unless it is null
+template <class S>
+Totals<S> add_tiles(const Layer<S>& layer, const S* dy, const S* x, S* dx, bool of_cores, bool of_bias) {
   using F = Wide<S>;
   using H = Held<S>;
+  Tiles<S> tiles(layer);
   const Program& program = layer.program;
-  const bool of_x = dx.at;
+  const bool of_x = dx;
   const Index tokens = layer.tokens, size = tiles.size, last = tiles.last, area = tiles.area(),
               count = (tokens + size - 1) / size;
   tiles.prepare_backward(tokens, of_x);
@@ -179,17 +132,13 @@ Totals<S> add_tiles(Tiles<S>& tiles, const Layer<S>& layer, const DY& dy, const 
   // The tokens from `first` on, of the tiles that go together; `own` has no value yet if they are `fresh`
   auto add = [&](F* own, Index first, bool fresh, H* h) {
     const Index n = std::min(size, tokens - first);
-    if (of_bias) {
-      const uint8_t* fresh = nullptr;
-      if constexpr (OfTokens<DX>) fresh = dx.fresh + first;
-      add_rows<S>(own + found.bias_at, dy.from(first), n, fresh);
-    }
+    if (of_bias) add_rows<S>(own + found.bias_at, dy + first * program.out, program.out, n);
     if (!of_x && !of_cores) return;
     std::vector<const H*> read(last + 1, h);  // by each core
     std::vector<const H*> slopes(last + 1);   // of what each core read, behind what made it
     H *g = h + middle, *next = g + area, *slope = next + area;
     if (of_cores || program.between) {
-      tiles.pack_x(h, x.from(first), n);
+      tiles.pack_x(h, x + first * program.in, n);
       for (Index t = 0; t < last; t++) {
         h += tiles.area(t);
         H* own_slopes = program.between ? slope : nullptr;
@@ -199,7 +148,7 @@ Totals<S> add_tiles(Tiles<S>& tiles, const Layer<S>& layer, const DY& dy, const 
         slope += tiles.slope_area(t);
       }
     }
-    tiles.pack_dy(g, dy.from(first), n);
+    tiles.pack_dy(g, dy + first * program.out, n);
     for (Index t = last; t >= 0; t--, std::swap(g, next)) {
       const Step& step = program.steps[t];
       if (of_cores)
@@ -211,7 +160,7 @@ Totals<S> add_tiles(Tiles<S>& tiles, const Layer<S>& layer, const DY& dy, const 
       over_blocks(step, step.pairs(),
                   [&](Index begin, Index end) { tiles.backward(t, next, g, n, begin, end, slopes[t]); });
     }
-    tiles.unpack_dx(dx.from(first), g, n);
+    tiles.unpack_dx(dx + first * program.in, g, n);
   };
   parallel_for(0, parts, 1, [&](Index begin, Index end) {
     Settings settings;
@@ -239,102 +188,57 @@ Totals<S> add_tiles(Tiles<S>& tiles, const Layer<S>& layer, const DY& dy, const 
   return found;
 }
 
-// The same for each expert. The gradient of a weight is <dy_t, W_e x_t> = <W_e' dy_t, x_t>.
-template <class S>
-std::vector<Totals<S>> add_experts(Layer<S>& layer, const Routes<Wide<S>>& routes, const S* dy, const S* x, S* dx,
-                                   bool of_cores, bool of_bias, Wide<S>* dweights) {
-  using F = Wide<S>;
-  const Program& program = layer.program;
-  const std::vector<S> zeros(program.in);
-  std::vector<F> products(dweights ? routes.places.size() : 0);
-  std::vector<Totals<S>> totals(layer.experts);
-  Tiles<S> tiles(layer);
-  layer.over_experts(routes.loads, [&](Index expert, Index first) {
-    const Index* tokens = routes.tokens.data() + first;
-    const F* weights = routes.weights.data() + first;
-    const RowSums<S> sums{dx,
-                          program.in,
-                          tokens,
-                          weights,
-                          routes.fresh.data() + first,
-                          zeros.data(),
-                          dweights ? x : nullptr,
-                          products.data() + first};
-    totals[expert] = add_tiles(tiles, layer, TokenRows<const S>{dy, program.out, tokens},
-                               WeightedRows<const S>{x, program.in, tokens, weights}, sums, of_cores, of_bias);
-  });
-  for (size_t row = 0; row < products.size(); row++) dweights[routes.places[row]] = products[row];
-  return totals;
-}
-
 template <class S>
 std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const std::vector<Tensor>& cores,
                              const std::optional<Tensor>& gains, const std::vector<double>& sigmas,
-                             const Indices& numbers, Index wants, const std::optional<Tensor>& weights,
-                             const std::optional<Tensor>& chosen) {
+                             const Indices& numbers, Index wants) {
   using F = Wide<S>;
   Tensor x = contiguous_of(given), dy = contiguous_of(given_dy);
-  Layer<S> layer(x, cores, {}, gains, sigmas, numbers, chosen, false);
+  Layer<S> layer(x, cores, {}, gains, sigmas, numbers, false);
   const Program& program = layer.program;
-  const Index count = program.steps.size(), tokens = x.numel() / program.in;
+  const Index count = program.steps.size();
   STD_TORCH_CHECK(gains ? gains->scalar_type() == ScalarType::Double : !(wants & OF_GAINS),
                   "structlin: the gains must be float64, and there must be some for their gradient");
-  STD_TORCH_CHECK(dy.numel() == tokens * program.out && dy.scalar_type() == x.scalar_type(),
+  STD_TORCH_CHECK(dy.numel() == layer.tokens * program.out && dy.scalar_type() == x.scalar_type(),
                   "structlin: dy does not fit x and the program");
-  const std::optional<Routes<F>> routes = read_routes<F>(weights, chosen, tokens, layer.experts);
-  STD_TORCH_CHECK(routes || !(wants & OF_WEIGHTS), "structlin: there are no weights for their gradient");
-  const bool of_x = wants & (OF_X | OF_WEIGHTS), of_cores = wants & (OF_CORES | OF_GAINS), of_bias = wants & OF_BIAS;
+  const bool of_x = wants & OF_X, of_cores = wants & (OF_CORES | OF_GAINS), of_bias = wants & OF_BIAS;
 
   std::vector<Tensor> found{make_tensor(x, of_x ? sizes_of(x) : Indices{0})};
   for (const Tensor& core : layer.tensors)
     found.push_back(make_tensor(x, wants & OF_CORES ? sizes_of(core) : Indices{0}));
   found.push_back(make_tensor(gains ? *gains : x, {wants & OF_GAINS ? count : 0}));
   found.push_back(make_tensor(x, {of_bias ? program.out : 0}));
-  found.push_back(weights ? make_tensor(*weights, wants & OF_WEIGHTS ? sizes_of(*weights) : Indices{0})
-                          : make_tensor(x, {0}));
 
   const S* x_data = static_cast<const S*>(x.data_ptr());
   const S* dy_data = static_cast<const S*>(dy.data_ptr());
   S* dx_data = of_x ? static_cast<S*>(found[0].mutable_data_ptr()) : nullptr;
   for (Index t = 0; (wants & OF_CORES) && t < count; t++)
     layer.cores[t].gradient = static_cast<S*>(found[1 + t].mutable_data_ptr());
-  std::vector<Totals<S>> totals(1);
-  if (routes) {
-    F* dweights = wants & OF_WEIGHTS ? static_cast<F*>(found.back().mutable_data_ptr()) : nullptr;
-    totals = add_experts(layer, *routes, dy_data, x_data, dx_data, of_cores, of_bias, dweights);
-  } else {
-    Tiles<S> tiles(layer);
-    totals[0] = add_tiles(tiles, layer, Rows<const S>{dy_data, program.out}, Rows<const S>{x_data, program.in},
-                          Rows<S>{dx_data, program.in}, of_cores, of_bias);
-  }
+  const Totals<S> totals = add_tiles(layer, dy_data, x_data, dx_data, of_cores, of_bias);
 
   if (of_bias) {
+    const F* from = totals.memory.held.get() + totals.bias_at;
     S* to = static_cast<S*>(found[2 + count].mutable_data_ptr());
-    for (Index f = 0; f < program.out; f += LANES<F>) {
-      Index width = std::min<Index>(LANES<F>, program.out - f);
-      Vector<F> sum = {};
-      for (const Totals<S>& own : totals) sum += load(own.memory.held.get() + own.bias_at + f, width);
-      store(to + f, sum, width);
-    }
+    for (Index f = 0; f < program.out; f += LANES<F>) store(to + f, load(from + f, program.out - f), program.out - f);
   }
   for (Index t = 0; of_cores && t < count; t++) {
     // M~ = factor M: dM = factor (dM~ - <dM~, M> / (n RMS^2) M), the second term where it is clipped; dgain = clip
     // <dM~, M>
     const Step& step = program.steps[t];
     const Core<S>& core = layer.cores[t];
-    const Index blocks = layer.experts * step.batch, height = blocks * step.out;
+    const Sum<S>& sum = totals.sums[t];
     auto over_rows = [&](const auto& run) {  // `run(index, row)` for each row of the gradient, in the core's own order
       constexpr Index L = LANES<F>;
       const Index groups = (step.out + L - 1) / L, width = round_up(step.in, L);
       parallel_for(
-          0, blocks * groups, std::max<Index>(1, MIN_PRODUCTS_PER_THREAD / (width * L)), [&](Index begin, Index end) {
+          0, step.batch * groups, std::max<Index>(1, MIN_PRODUCTS_PER_THREAD / (width * L)),
+          [&](Index begin, Index end) {
             thread_local Numbers<F> memory;
             F* lines = memory.reserve(L * width);
             for (Index group = begin; group < end; group++) {
               const Index block = group / groups, first = group % groups * L;
               const Index n = std::min(L, step.out - first);
-              const Sum<S>& sum = totals[block / step.batch].sums[t];
-              const F* from = sum.at + block % step.batch * sum.rows * sum.padded;
+              const F* from = sum.at + block * sum.rows * sum.padded;
               auto get = [&](Index i, Index o, Index count) { return load(from + i * sum.padded + first + o, count); };
               auto put = [&](Index o, Index i, const Vector<F>& v) { store(lines + o * width + i, v); };
               if (sum.along_out) transpose<F>(step.in, n, width, get, put);
@@ -343,7 +247,7 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
             }
           });
     };
-    std::vector<double> parts_along(gains ? height : 0);
+    std::vector<double> parts_along(gains ? step.batch * step.out : 0);
     if (gains)
       over_rows([&](Index index, const F* row) {
         parts_along[index] = inner_product(row, core.data + index * step.in, step.in);
@@ -370,25 +274,21 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
 // ---- the operators ----------------------------------------------------------------------------------------
 
 Tensor multiply(const Tensor& x, std::vector<Tensor> cores, std::optional<Tensor> bias, std::optional<Tensor> gains,
-                std::optional<std::vector<double>> given_sigmas, Indices numbers, std::optional<Tensor> weights,
-                std::optional<Tensor> chosen) {
+                std::optional<std::vector<double>> given_sigmas, Indices numbers) {
   const std::vector<double> sigmas = given_sigmas.value_or(std::vector<double>());
-  return by_dtype(
-      x, [&](auto s) { return forward<decltype(s)>(x, cores, {}, bias, gains, sigmas, numbers, weights, chosen); });
+  return by_dtype(x, [&](auto s) { return forward<decltype(s)>(x, cores, {}, bias, gains, sigmas, numbers); });
 }
 
 Tensor multiply_int8(const Tensor& x, std::vector<Tensor> cores, std::vector<Tensor> scales, std::optional<Tensor> bias,
                      Indices numbers) {
   STD_TORCH_CHECK(!scales.empty(), "structlin: scales are needed for every core");
-  return by_dtype(x, [&](auto s) { return forward<decltype(s)>(x, cores, scales, bias, {}, {}, numbers, {}, {}); });
+  return by_dtype(x, [&](auto s) { return forward<decltype(s)>(x, cores, scales, bias, {}, {}, numbers); });
 }
 
 std::vector<Tensor> gradients(const Tensor& dy, const Tensor& x, std::vector<Tensor> cores, std::optional<Tensor> gains,
-                              std::optional<std::vector<double>> given_sigmas, Indices numbers, int64_t wants,
-                              std::optional<Tensor> weights, std::optional<Tensor> chosen) {
+                              std::optional<std::vector<double>> given_sigmas, Indices numbers, int64_t wants) {
   const std::vector<double> sigmas = given_sigmas.value_or(std::vector<double>());
-  return by_dtype(
-      x, [&](auto s) { return backward<decltype(s)>(dy, x, cores, gains, sigmas, numbers, wants, weights, chosen); });
+  return by_dtype(x, [&](auto s) { return backward<decltype(s)>(dy, x, cores, gains, sigmas, numbers, wants); });
 }
 
 // Which way a call takes, as a number of `Path`; `like` has its dtype
@@ -404,7 +304,7 @@ std::tuple<int64_t, int64_t, int64_t> describe_machine(const Tensor&) { return {
 
 }  // namespace
 
-// Their schemas are in op.py, polar.py, routing.py and engine.py
+// Their schemas are in op.py, polar.py and engine.py
 STABLE_TORCH_LIBRARY_IMPL(structlin_cpu, CPU, library) {
   library.impl("multiply", TORCH_BOX(&multiply));
   library.impl("layer", TORCH_BOX(&multiply));
@@ -413,5 +313,4 @@ STABLE_TORCH_LIBRARY_IMPL(structlin_cpu, CPU, library) {
   library.impl("choose", TORCH_BOX(&choose_path));
   library.impl("machine", TORCH_BOX(&describe_machine));
   library.impl("polar", TORCH_BOX(&polar));
-  library.impl("route", TORCH_BOX(&route));
 }

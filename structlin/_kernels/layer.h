@@ -2,8 +2,6 @@
 // normalisation.
 //
 //     factor = gain * min(1, sigma / RMS(core))
-//
-// A mixture's core has the blocks of all experts, one expert's after the other's; experts.h says which tokens each has.
 
 #pragma once
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -132,8 +130,10 @@ Tensor contiguous_of(const Tensor& tensor) {
 
 Indices sizes_of(const Tensor& tensor) { return Indices(tensor.sizes().begin(), tensor.sizes().end()); }
 
-// Without values
-Tensor make_tensor(int32_t dtype, const Indices& sizes) {
+// Without values, of the dtype of `like`
+Tensor make_tensor(const Tensor& like, const Indices& sizes) {
+  int32_t dtype;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
   Indices strides(sizes.size(), 1);
   for (Index i = static_cast<Index>(sizes.size()) - 2; i >= 0; i--)
     strides[i] = strides[i + 1] * std::max<Index>(1, sizes[i + 1]);
@@ -141,13 +141,6 @@ Tensor make_tensor(int32_t dtype, const Indices& sizes) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), dtype,
                                                   aoti_torch_device_type_cpu(), 0, &made));
   return Tensor(made);
-}
-
-// The same, of the dtype of `like`
-Tensor make_tensor(const Tensor& like, const Indices& sizes) {
-  int32_t dtype;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
-  return make_tensor(dtype, sizes);
 }
 
 // Everything that a call works on
@@ -158,35 +151,28 @@ struct Layer {
   const Program& program;
   std::vector<Tensor> tensors;
   std::vector<Numbers<Held<S>>> memory;
-  std::vector<Core<S>> cores;  // of the expert at hand
-  const bool rounded;          // whether the cores are int8
-  const Index experts;         // 1: no mixture
-  Index tokens;                // of all experts, or of the one at hand
-  const Index share;           // of an expert on average
-  const bool forward;          // or backward
+  std::vector<Core<S>> cores;
+  const bool rounded;  // whether the cores are int8
+  const Index tokens;
+  const bool forward;  // or backward
 
   Layer(const Tensor& x, const std::vector<Tensor>& given, const std::vector<Tensor>& scales,
-        const std::optional<Tensor>& gains, const std::vector<double>& sigmas, const Indices& numbers,
-        const std::optional<Tensor>& chosen, bool forward)
+        const std::optional<Tensor>& gains, const std::vector<double>& sigmas, const Indices& numbers, bool forward)
       : held(check_program(program_of(numbers), x, given)),
         program(*held),
         memory(given.size()),
         rounded(!scales.empty()),
-        experts(chosen ? given[0].numel() / program.steps[0].params() : 1),
-        tokens(chosen ? chosen->numel() : x.numel() / program.in),
-        share((tokens + experts - 1) / std::max<Index>(1, experts)),
+        tokens(x.numel() / program.in),
         forward(forward) {
     STD_TORCH_CHECK(
         !gains || (sizes_of(*gains) == Indices{static_cast<Index>(given.size())} && sigmas.size() == given.size()),
         "structlin: a gain and a sigma are needed for every core");
     STD_TORCH_CHECK(!rounded || scales.size() == given.size(), "structlin: scales are needed for every core");
-    // their weights go through the cores, as a matrix lets them
-    STD_TORCH_CHECK(!chosen || !program.between, "structlin: a mixture has no activation between its experts' cores");
     for (size_t t = 0; t < given.size(); t++) {
       const Step& step = program.steps[t];
       const auto dtype = rounded ? ScalarType::Char : x.scalar_type();
-      STD_TORCH_CHECK(experts && given[t].numel() == experts * step.params() && given[t].scalar_type() == dtype,
-                      "structlin: core ", t, " has another size or dtype than the program and x ask for");
+      STD_TORCH_CHECK(given[t].numel() == step.params() && given[t].scalar_type() == dtype, "structlin: core ", t,
+                      " has another size or dtype than the program and x ask for");
       tensors.push_back(contiguous_of(given[t]));
       const void* numbers = tensors[t].data_ptr();
       Core<S> core{};
@@ -215,28 +201,8 @@ struct Layer {
     return program;
   }
 
-  Call call() const { return {program, share, threads(), forward}; }
+  Call call() const { return {program, tokens, threads(), forward}; }
   bool is_gemv() const { return choose<S>({program, tokens, threads(), forward, false, rounded}) == Path::GEMV; }
-
-  // For each expert, with its cores at hand and `loads[expert]` tokens, `run(expert, first)`, `first` being the number
-  // of its first row
-  template <class Run>
-  void over_experts(const Indices& loads, const Run& run) {
-    const std::vector<Core<S>> all = cores;
-    const Index sum = tokens;
-    Index first = 0;
-    for (Index expert = 0; expert < experts; first += loads[expert++]) {
-      tokens = loads[expert];
-      for (size_t t = 0; t < all.size(); t++) {
-        const Index start = expert * program.steps[t].params();
-        cores[t].given = all[t].given + start;
-        cores[t].data = all[t].data ? all[t].data + start : nullptr;
-        cores[t].gradient = all[t].gradient ? all[t].gradient + start : nullptr;
-      }
-      run(expert, first);
-    }
-    cores = all, tokens = sum;
-  }
 
   void normalise(const Tensor& gains, const std::vector<double>& sigmas) {
     const Index count = cores.size(), parts = threads();
@@ -244,14 +210,14 @@ struct Layer {
     parallel_for(0, parts, 1, [&](Index begin, Index end) {
       for (Index part = begin; part < end; part++)
         for (Index t = 0; t < count; t++) {
-          const Index n = experts * program.steps[t].params(), start = part * n / parts;
+          const Index n = program.steps[t].params(), start = part * n / parts;
           const S* from = cores[t].given + start;
           squares[part * count + t] = inner_product(from, from, (part + 1) * n / parts - start);
         }
     });
     for (Index t = 0; t < count; t++) {
       Core<S>& core = cores[t];
-      double sum = 0, n = experts * program.steps[t].params();
+      double sum = 0, n = program.steps[t].params();
       for (Index part = 0; part < parts; part++) sum += squares[part * count + t];
       by_dtype(gains, [&](auto s) {
         core.gain = load(static_cast<const decltype(s)*>(gains.data_ptr()) + t * gains.stride(0), 1)[0];

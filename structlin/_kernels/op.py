@@ -5,8 +5,7 @@ know.
     multiply_int8(x, cores, scales, bias)   y = W(cores * scales) x + bias
     gradients(dy, x, cores, gains)          dx, dcores, dgains, dbias
 
-In a mixture `routes` are the weights and the numbers of each token's experts; cores lie expert by
-expert. Only the inputs are saved. Derivatives of derivatives are taken through the loop that is the
+Only the inputs are saved. Derivatives of derivatives are taken through the loop that is the
 definition.
 """
 
@@ -26,9 +25,8 @@ from . import engine
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _BATCHED = torch._C._dispatch_key_parse("Batched")
-OF_X, OF_CORES, OF_GAINS, OF_BIAS, OF_WEIGHTS = 1, 2, 4, 8, 16  # `Wants` in cpu.cpp
+OF_X, OF_CORES, OF_GAINS, OF_BIAS = 1, 2, 4, 8  # `Wants` in cpu.cpp
 
-Routes = tuple[Tensor, Tensor]  # weights and numbers of each token's experts, (tokens, top_k)
 Loop = Callable[
     [
         Program,
@@ -37,22 +35,18 @@ Loop = Callable[
         Tensor | None,
         Tensor | None,
         Sequence[float] | None,
-        Routes | None,
     ],
     Tensor,
 ]
 
-_ARGUMENTS = (
-    "Tensor x, Tensor[] cores, Tensor? bias, Tensor? gains, float[]? sigmas, int[] program, "
-    "Tensor? weights, Tensor? chosen"
-)
+_ARGUMENTS = "Tensor x, Tensor[] cores, Tensor? bias, Tensor? gains, float[]? sigmas, int[] program"
 torch.library.define("structlin_cpu::multiply", f"({_ARGUMENTS}) -> Tensor")
 # the same, and autograd knows it
 torch.library.define("structlin_cpu::layer", f"({_ARGUMENTS}) -> Tensor")
 torch.library.define(
     "structlin_cpu::gradients",
     "(Tensor dy, Tensor x, Tensor[] cores, Tensor? gains, float[]? sigmas, int[] program, "
-    "int wants, Tensor? weights, Tensor? chosen) -> Tensor[]",
+    "int wants) -> Tensor[]",
 )
 torch.library.define(
     "structlin_cpu::multiply_int8",
@@ -160,7 +154,6 @@ def multiply(
     bias: Tensor | None = None,
     gains: Tensor | None = None,
     sigmas: Sequence[float] | None = None,
-    routes: Routes | None = None,
 ) -> Tensor:
     """`W x + bias`.
 
@@ -170,7 +163,6 @@ def multiply(
         x: `(..., in_features)`.
         bias: `(out_features,)`.
         gains, sigmas: of every core, where it is normalised.
-        routes: of a mixture, whose cores are `(experts * batch, fan_out, fan_in)`.
 
     Returns:
         `(..., out_features)`.
@@ -178,21 +170,18 @@ def multiply(
     y: Tensor
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)
-    weights, chosen = routes or (None, None)
-    if weights is not None:
-        weights = weights.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     if torch.compiler.is_compiling():
         gains = None if gains is None else gains.double()
-        y = _layer(x, cores, bias, gains, sigmas, program.numbers, weights, chosen)
+        y = _layer(x, cores, bias, gains, sigmas, program.numbers)
         return y
     if torch.is_grad_enabled():
-        leaves = [x, *cores, bias, gains, weights]
+        leaves = [x, *cores, bias, gains]
         if any(leaf is not None and leaf.requires_grad for leaf in leaves):
             gains = None if gains is None else gains.double()
-            options = loop, program, sigmas, chosen
-            y = _Product.apply(*options, x, bias, gains, weights, *cores)  # type: ignore[no-untyped-call]
+            options = loop, program, sigmas
+            y = _Product.apply(*options, x, bias, gains, *cores)  # type: ignore[no-untyped-call]
             return y
-    y = _multiply(x, cores, bias, gains, sigmas, program.numbers, weights, chosen)
+    y = _multiply(x, cores, bias, gains, sigmas, program.numbers)
     return y
 
 
@@ -223,36 +212,33 @@ class _Product(torch.autograd.Function):
         loop: Loop,
         program: Program,
         sigmas: Sequence[float] | None,
-        chosen: Tensor | None,
         x: Tensor,
         bias: Tensor | None,
         gains: Tensor | None,
-        weights: Tensor | None,
         *cores: Tensor,
     ) -> Tensor:
         ctx.loop, ctx.program, ctx.sigmas = loop, program, sigmas
-        ctx.save_for_backward(chosen, x, bias, gains, weights, *cores)
-        y: Tensor = _multiply(x, cores, bias, gains, sigmas, program.numbers, weights, chosen)
+        ctx.save_for_backward(x, bias, gains, *cores)
+        y: Tensor = _multiply(x, cores, bias, gains, sigmas, program.numbers)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        chosen, *inputs = ctx.saved_tensors
+        inputs = ctx.saved_tensors
         if torch.is_grad_enabled() or is_batch(dy) or not available(dy):
 
-            def run(x: Tensor, bias: Any, gains: Any, weights: Any, *cores: Tensor) -> Any:
-                routes = None if weights is None else (weights, chosen)
-                return ctx.loop(ctx.program, cores, x, bias, gains, ctx.sigmas, routes)
+            def run(x: Tensor, bias: Any, gains: Any, *cores: Tensor) -> Any:
+                return ctx.loop(ctx.program, cores, x, bias, gains, ctx.sigmas)
 
-            found = differentiate(run, inputs, ctx.needs_input_grad[4:], dy)
-            return None, None, None, None, *found
-        x, _, gains, weights, *cores = inputs
-        of_x, of_bias, of_gains, of_weights, *of_cores = ctx.needs_input_grad[4:]
-        needs = of_x, of_cores, of_bias, of_gains, of_weights
-        dx, dcores, dbias, dgains, dweights = _find_gradients(
-            dy, x, cores, gains, ctx.sigmas, ctx.program.numbers, needs, weights, chosen
+            found = differentiate(run, inputs, ctx.needs_input_grad[3:], dy)
+            return None, None, None, *found
+        x, _, gains, *cores = inputs
+        of_x, of_bias, of_gains, *of_cores = ctx.needs_input_grad[3:]
+        needs = of_x, of_cores, of_bias, of_gains
+        dx, dcores, dbias, dgains = _find_gradients(
+            dy, x, cores, gains, ctx.sigmas, ctx.program.numbers, needs
         )
-        return None, None, None, None, dx, dbias, dgains, dweights, *dcores
+        return None, None, None, dx, dbias, dgains, *dcores
 
 
 def is_batch(dy: Tensor) -> bool:
@@ -267,24 +253,18 @@ def _find_gradients(
     gains: Tensor | None,
     sigmas: Sequence[float] | None,
     numbers: Sequence[int],
-    needs: tuple[bool, Sequence[bool], bool, bool, bool],
-    weights: Tensor | None,
-    chosen: Tensor | None,
-) -> tuple[Tensor | None, list[Tensor | None], Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x, cores, bias, gains and weights, each None if nobody needs it."""
-    of_x, of_cores, of_bias, of_gains, of_weights = needs
+    needs: tuple[bool, Sequence[bool], bool, bool],
+) -> tuple[Tensor | None, list[Tensor | None], Tensor | None, Tensor | None]:
+    """The gradients of x, cores, bias and gains, each None if nobody needs it."""
+    of_x, of_cores, of_bias, of_gains = needs
     wants = OF_X * of_x | OF_CORES * any(of_cores) | OF_BIAS * of_bias | OF_GAINS * of_gains
-    wants |= OF_WEIGHTS * of_weights
-    dx, *dcores, dgains, dbias, dweights = _gradients(
-        dy, x, cores, gains, sigmas, numbers, wants, weights, chosen
-    )
+    dx, *dcores, dgains, dbias = _gradients(dy, x, cores, gains, sigmas, numbers, wants)
     each = [dcore if needed else None for dcore, needed in zip(dcores, of_cores, strict=True)]
     return (
         dx if of_x else None,
         each,
         dbias if of_bias else None,
         dgains if of_gains else None,
-        dweights if of_weights else None,
     )
 
 
@@ -310,18 +290,14 @@ def differentiate(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, cores, _, gains, ctx.sigmas, ctx.numbers, weights, chosen = inputs
-    ctx.save_for_backward(gains, weights, chosen, x, *cores)
+    x, cores, _, gains, ctx.sigmas, ctx.numbers = inputs
+    ctx.save_for_backward(gains, x, *cores)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    gains, weights, chosen, x, *cores = ctx.saved_tensors
-    of_x, of_cores, of_bias, of_gains, _, _, of_weights, _ = ctx.needs_input_grad
-    needs = of_x, of_cores, of_bias, of_gains, of_weights
-    *found, dweights = _find_gradients(
-        dy, x, cores, gains, ctx.sigmas, ctx.numbers, needs, weights, chosen
-    )
-    return *found, None, None, dweights, None
+    gains, x, *cores = ctx.saved_tensors
+    *needs, _, _ = ctx.needs_input_grad
+    return *_find_gradients(dy, x, cores, gains, ctx.sigmas, ctx.numbers, needs), None, None
 
 
 def _fake_multiply(
@@ -331,8 +307,6 @@ def _fake_multiply(
     gains: Any,
     sigmas: Any,
     program: Sequence[int],
-    weights: Any,
-    chosen: Any,
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], program[1])
 
@@ -345,16 +319,12 @@ def _fake_gradients(
     sigmas: Any,
     program: Sequence[int],
     wants: int,
-    weights: Any,
-    chosen: Any,
 ) -> list[Tensor]:
-    dx = x.new_empty(x.shape if wants & (OF_X | OF_WEIGHTS) else 0)
+    dx = x.new_empty(x.shape if wants & OF_X else 0)
     dcores = [core.new_empty(core.shape if wants & OF_CORES else 0) for core in cores]
     dgains = (x if gains is None else gains).new_empty(len(cores) if wants & OF_GAINS else 0)
     dbias = x.new_empty(program[1] if wants & OF_BIAS else 0)
-    of_weights = weights is not None and bool(wants & OF_WEIGHTS)
-    like = x if weights is None else weights
-    return [dx, *dcores, dgains, dbias, like.new_empty(like.shape if of_weights else 0)]
+    return [dx, *dcores, dgains, dbias]
 
 
 torch.library.register_fake("structlin_cpu::multiply", _fake_multiply)
@@ -373,27 +343,16 @@ def steps_of(program: Sequence[int]) -> list[Sequence[int]]:
     return [each[at : at + 4] for at in range(0, len(each), 4)]
 
 
-def count_flops(
-    x: Sequence[int], program: Sequence[int], chosen: Sequence[int] | None = None
-) -> list[int]:
-    """The FLOPs of each core; `x` and `chosen` are shapes."""
-    products = prod(x[:-1] if chosen is None else chosen)
-    return [2 * products * prod(step) for step in steps_of(program)]
+def count_flops(x: Sequence[int], program: Sequence[int]) -> list[int]:
+    """The FLOPs of each core; `x` is a shape."""
+    return [2 * prod(x[:-1]) * prod(step) for step in steps_of(program)]
 
 
 @register_flop_formula([torch.ops.structlin_cpu.multiply, torch.ops.structlin_cpu.layer])
 def _(
-    x: Any,
-    cores: Any,
-    bias: Any,
-    gains: Any,
-    sigmas: Any,
-    program: Sequence[int],
-    weights: Any,
-    chosen: Any,
-    **_: Any,
+    x: Any, cores: Any, bias: Any, gains: Any, sigmas: Any, program: Sequence[int], **_: Any
 ) -> int:
-    return sum(count_flops(x, program, chosen))
+    return sum(count_flops(x, program))
 
 
 @register_flop_formula(torch.ops.structlin_cpu.multiply_int8)
@@ -410,11 +369,9 @@ def _(
     sigmas: Any,
     program: Sequence[int],
     wants: int,
-    weights: Any,
-    chosen: Any,
     **_: Any,
 ) -> int:
-    flops, of_cores = count_flops(x, program, chosen), bool(wants & (OF_CORES | OF_GAINS))
-    of_x = bool(wants & (OF_X | OF_WEIGHTS))
+    flops, of_cores = count_flops(x, program), bool(wants & (OF_CORES | OF_GAINS))
+    of_x = bool(wants & OF_X)
     recomputes = of_cores or (of_x and bool(program[-1]))  # slopes of an activation
     return sum(flops) * (of_x + of_cores) + sum(flops[:-1]) * recomputes

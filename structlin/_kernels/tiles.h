@@ -9,7 +9,6 @@
 // second cache, some tiles go through a core together, block by block, and a block is read once for all of them.
 
 #pragma once
-#include "experts.h"
 #include "microkernel.h"
 
 namespace {
@@ -93,7 +92,6 @@ struct Tiles {
         width(tiling.width),
         size(width * tiling.together),
         packed_cores(last + 1) {
-    STD_TORCH_CHECK(width <= MAX_TILE_WIDTH, "structlin: a tile of ", width, " tokens");
     // A line of the cache lies between two blocks: each begins a line, and few lie in one set
     for (const Step& step : program.steps) {
       h.push_back({step.in, width, step.in * width + LINE});
@@ -153,21 +151,11 @@ struct Tiles {
   // ---- packing --------------------------------------------------------------------------------------------
 
   // Pack n rows as columns of the tile; what they do not fill is zero. The next tile is fetched meanwhile.
-  template <AnyRows Some>
-  void pack_rows(H* tile, const Some& rows, Index n, const Indices& places) const {
-    const Index features = rows.features;
+  void pack_rows(H* tile, const S* rows, Index features, Index n, const Indices& places) const {
     auto get = [=, this](Index i, Index f, Index count) {
       const Index t = i * G;
-      const bool whole = t + G <= n;
-      const S* row = rows.row(t) + f;
-      if constexpr (OfTokens<Some>)
-        for (Index j = 0; j < G; j++) __builtin_prefetch(rows.row(t + width + j) + f, 0, 2);
-      else __builtin_prefetch(rows.at + width * features + f * width + t * L, 0, 2);
-      if constexpr (Weighted<Some>)
-        return interleave_rows<S>(
-            rows.weights[t] * load(row, count),
-            G > 1 && whole ? rows.weights[t + 1] * load(rows.row(t + 1) + f, count) : Vector<F>{});
-      else return bits_of<Vector<F>>(load_b(row, whole ? rows.row(t + G - 1) + f - row : 0, whole, count));
+      __builtin_prefetch(rows + width * features + f * width + t * L, 0, 2);
+      return bits_of<Vector<F>>(load_b(rows + t * features + f, features, t + G <= n, count));
     };
     auto put = [&](Index f, Index i, const Vector<F>& v) {
       store(reinterpret_cast<F*>(tile + places[f]) + i, v, width / G - i);
@@ -177,9 +165,8 @@ struct Tiles {
   }
 
   // Unpack the columns of the tile, which lie in the order of the rows' features, as n rows
-  template <class T, AnyRows Some>
-  void unpack_rows(const Some& rows, const T* tile, Index n) const {
-    const Index features = rows.features;
+  template <class T>
+  void unpack_rows(S* rows, Index features, const T* tile, Index n) const {
     auto row = [&](Index f, Index t) { return load(tile + f * width + t); };
     auto get = [&](Index i, Index t, Index) {
       Index f = i * G;
@@ -187,60 +174,37 @@ struct Tiles {
       if constexpr (GROUPED<T>) return bits_of<Vector<F>>(load_b(tile + f * width + t, width, whole));
       else return interleave_rows<S>(row(f, t), G > 1 && whole ? row(f + 1, t) : Vector<F>{});
     };
-    auto store_rows = [&](const auto& finish) {
-      auto put = [&](Index t, Index i, const Vector<F>& v) {
-        const Index f = i * G;
-        S* to = rows.row(t) + f;
-        if constexpr (OfTokens<Some>) __builtin_prefetch(rows.row(t + width) + f, 1, 2);
-        else if (G > 1) __builtin_prefetch(to + width * features, 1, 2);  // the next tile
-        store_interleaved(to, finish(t, f, v), features - f);
-      };
-      transpose<F>((features + G - 1) / G, n, (features + G - 1) / G, get, put);
+    auto put = [&](Index t, Index i, const Vector<F>& v) {
+      const Index f = i * G;
+      S* to = rows + t * features + f;
+      if (G > 1) __builtin_prefetch(to + width * features, 1, 2);  // the next tile
+      store_interleaved(to, v, features - f);
     };
-    if constexpr (!Weighted<Some>) store_rows([](Index, Index, const Vector<F>& v) { return v; });
-    else {
-      auto add = [&](Index t, Index f, const Vector<F>& v) {
-        return add_interleaved(rows.before(t) + f, rows.weights[t], v, features - f);
-      };
-      if (!rows.x) return store_rows(add);
-      Vector<F> products[MAX_TILE_WIDTH] = {};
-      store_rows([&](Index t, Index f, const Vector<F>& v) {
-        const auto x = load_a_row(rows.x + rows.tokens[t] * features + f, features - f);
-        add_product(products[t], bits_of<std::remove_const_t<decltype(x)>>(v), x);
-        return add(t, f, v);
-      });
-      for (Index t = 0; t < n; t++) rows.products[t] = sum_lanes<F>(products[t]);
-    }
+    transpose<F>((features + G - 1) / G, n, (features + G - 1) / G, get, put);
   }
 
-  template <AnyRows Some>
-  void pack_x(H* to, const Some& x, Index tokens) const {
-    over_tiles(tokens,
-               [&](Index tile, Index first, Index n) { pack_rows(to + tile * h_area(0), x.from(first), n, x_places); });
-  }
-  template <AnyRows Some>
-  void pack_dy(H* to, const Some& dy, Index tokens) const {
+  // x: (tokens, program.in); dy: (tokens, program.out)
+  void pack_x(H* to, const S* x, Index tokens) const {
     over_tiles(tokens, [&](Index tile, Index first, Index n) {
-      pack_rows(to + tile * g_area(last), dy.from(first), n, dy_places);
+      pack_rows(to + tile * h_area(0), x + first * program.in, program.in, n, x_places);
+    });
+  }
+  void pack_dy(H* to, const S* dy, Index tokens) const {
+    over_tiles(tokens, [&](Index tile, Index first, Index n) {
+      pack_rows(to + tile * g_area(last), dy + first * program.out, program.out, n, dy_places);
     });
   }
 
   // The last rows of the tiles as y's, or dx's
-  template <AnyRows Some>
-  void unpack(const Some& rows, const H* tiles, const Indices& places, Index tokens) const {
+  void unpack(S* rows, Index features, const H* tiles, const Indices& places, Index tokens) const {
     over_tiles(tokens, [&](Index tile, Index first, Index n) {
-      if (wide) unpack_rows(rows.from(first), reinterpret_cast<const F*>(tiles) + tile * end_area(places), n);
-      else unpack_rows(rows.from(first), tiles + tile * end_area(places), n);
+      S* to = rows + first * features;
+      if (wide) unpack_rows(to, features, reinterpret_cast<const F*>(tiles) + tile * end_area(places), n);
+      else unpack_rows(to, features, tiles + tile * end_area(places), n);
     });
   }
-  template <AnyRows Some>
-  void unpack_y(const Some& y, const H* tiles, Index tokens) const {
-    unpack(y, tiles, dy_places, tokens);
-  }
-  template <AnyRows Some>
-  void unpack_dx(const Some& dx, const H* tiles, Index tokens) const {
-    unpack(dx, tiles, x_places, tokens);
-  }
+  void unpack_y(S* y, const H* tiles, Index tokens) const { unpack(y, program.out, tiles, dy_places, tokens); }
+  void unpack_dx(S* dx, const H* tiles, Index tokens) const { unpack(dx, program.in, tiles, x_places, tokens); }
 
   // ---- the products ---------------------------------------------------------------------------------------
 

@@ -328,21 +328,6 @@ inline void store_interleaved(S* p, const Vector<Wide<S>>& v, Index count) {
   store(p, v, count);
 }
 
-// before + weight * v, v being such a vector, and `before` a row of such numbers
-template <class S>
-inline Vector<Wide<S>> add_interleaved(const S* before, Wide<S> weight, const Vector<Wide<S>>& v, Index count) {
-#if STRUCTLIN_BF16
-  if constexpr (GROUPED<S>) {
-    auto part = [](const Words& pairs, bool high) {
-      return bits_of<Vector<float>>(high ? pairs & 0xffff0000 : pairs << 16);
-    };
-    const Words own = bits_of<Words>(v), old = bits_of<Words>(load_a_row(before, count));
-    return interleave_rows<S>(part(old, false) + weight * part(own, false), part(old, true) + weight * part(own, true));
-  }
-#endif
-  return load(before, count) + weight * v;
-}
-
 // ---- transposing ------------------------------------------------------------------------------------------
 
 // The first halves of two vectors, one lane of each in turn; with START = LANES / 2, the second halves

@@ -16,7 +16,6 @@ from .._linear import StructuredLinear
 from .._model.parameters import Weight, named_modules, weights_of
 from .._product import apply
 from ..duality import promote
-from ..moe import Mixture
 
 VECTORS, POWERS, SWEEPS = 8, 2, 32  # of a block; of W^T W in a sweep; at most
 TOLERANCE = 1e-2  # a sweep that raises the estimate by less is the last
@@ -42,9 +41,6 @@ class Operator:
     def multiply(self, weights: Sequence[Tensor], x: Tensor) -> Tensor:
         """`(vectors, *shape)` -> `(vectors, *shape of the output)`. Nothing dense is formed."""
         module = self.module
-        if isinstance(module, Mixture):  # (vectors, experts, in): the norm is the largest of them
-            parts = zip(module.split(list(weights)), x.unbind(1), strict=True)
-            return torch.stack([_multiply_by_cores(module, *part) for part in parts], 1)
         if isinstance(module, StructuredLinear):
             return _multiply_by_cores(module, weights, x)
         if isinstance(module, _ConvNd):
@@ -108,8 +104,7 @@ def _input_shape(
     if isinstance(module, StructuredLinear):
         if module.structure.between is not None:
             return None
-        experts = (module.experts,) if isinstance(module, Mixture) else ()
-        return (*experts, module.in_features) if weight.kind == "matrix" else None
+        return (module.in_features,) if weight.kind == "matrix" else None
     if isinstance(module, _ConvNd):
         if seen is None or weight.transposed:
             return None

@@ -18,7 +18,6 @@ from torch.testing._internal.common_modules import FunctionInput, ModuleInfo, Mo
 from torch.testing._internal.common_nn import NewModuleTest, NNTestCase
 
 import structlin as s
-from structlin.moe import Mixture
 
 INPUTS = common.module_inputs_torch_nn_Linear
 
@@ -48,7 +47,6 @@ KINDS = [
     kind("Normed", s.BTT(), weight_norm=True),
     kind("Activated", s.BTT().activate()),
     kind("ActivatedLowRank", s.LowRank(rank=2).activate()),
-    kind("Experts", s.BTT(), Mixture, experts=3, top_k=2),
 ]
 
 

@@ -9,7 +9,6 @@ from torch.utils._pytree import tree_map
 
 import structlin as s
 from structlin._kernels import engine
-from structlin.moe import Mixture
 from structlin.optim import Muon
 
 if not engine.load():
@@ -39,7 +38,6 @@ def record():
         s.StructuredLinear(97, 101, s.BTT(rank=2)),
         s.StructuredLinear(24, 30, s.TT(rank=2, cores=3), bias=False, weight_norm=True),
         s.StructuredLinear(64, 64, s.BTT().activate(), dtype=torch.float64),
-        Mixture(64, 48, s.BTT(), experts=4, top_k=2),
         s.quantize(s.StructuredLinear(64, 64, s.BTT())),
     ]
     with Recorder() as recorder:

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 
 import structlin
-from structlin import BTT, LowRank, StructuredLinear, convert, duality, modular, moe, stability
+from structlin import BTT, LowRank, StructuredLinear, convert, duality, modular, stability
 from structlin.optim import Depth, Muon, Normed, shard_placement_fn
 from tests.faults.common import start
 
@@ -101,9 +101,9 @@ def _say(values: str, arguments: str) -> dict[str, set[str]]:
 
 
 _COUNTS = """
-    base block_depth blocks chunk context cores d_query d_value depth every exponent experts heads
+    base block_depth blocks chunk context cores d_query d_value depth every exponent heads
     in_channels in_features kernel measure multiple n ns_steps out_channels out_features padding
-    rank seed size split steps stride sweeps tokens top_k vocabulary width world_size refine dim
+    rank seed size split steps stride sweeps tokens vocabulary width world_size refine dim
     ignore_index
 """
 _RATES = """
@@ -152,12 +152,6 @@ def dense() -> nn.Module:
 
 def converted() -> nn.Module:
     return convert(dense(), BTT(rank=1))
-
-
-def mixture() -> nn.Module:
-    model = moe.Mixture(8, 8)
-    model(rows())
-    return model
 
 
 def build(width: int) -> nn.Module:
@@ -212,10 +206,6 @@ def make_structure(signature: Any, core: Any, between: Any, size: Any) -> struct
 
 def call_layer(x: Any) -> Tensor:
     return StructuredLinear(8, 8)(x)
-
-
-def call_mixture(x: Any) -> Tensor:
-    return moe.Mixture(8, 8)(x)
 
 
 def family(rank: Any) -> structlin.Family:
@@ -291,9 +281,6 @@ CALLS: dict[str, Call] = {
         lambda: {"weight": matrix(), "bias": torch.ones(8)},
     ),
     "StructuredLinear.set_cores_": (of(layer, "set_cores_"), lambda: {"cores": cores()}),
-    "moe.Mixture": (moe.Mixture, lambda: {**widths, "experts": 4, "top_k": 2}),
-    "moe.Mixture.forward": (call_mixture, lambda: {"x": rows()}),
-    "moe.load_balancing_loss": (moe.load_balancing_loss, lambda: {"model": mixture()}),
     "apply": (
         structlin.apply,
         lambda: {"structure": structure(), "cores": cores(), "x": rows(), "bias": torch.ones(8)},

@@ -30,8 +30,7 @@ from structlin import (
     _product,
     show_config,
 )
-from structlin._experts import define_routing
-from structlin._kernels import engine, op, routing
+from structlin._kernels import engine, op
 from tests.catalogue import (
     every_program,
     one_einsum,
@@ -47,15 +46,13 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ALL = op.OF_X | op.OF_CORES | op.OF_BIAS
 
 
-def forward(structure, cores, x, bias=None, gains=None, sigmas=(), routes=(None, None)):
-    return op._multiply(x, cores, bias, gains, sigmas, structure.program.numbers, *routes)
+def forward(structure, cores, x, bias=None, gains=None, sigmas=()):
+    return op._multiply(x, cores, bias, gains, sigmas, structure.program.numbers)
 
 
-def backward(structure, dy, x, cores, wants=ALL, gains=None, sigmas=(), routes=(None, None)):
-    """dx, dcores, dgains, dbias, and dweights of a mixture."""
-    numbers = structure.program.numbers
-    found = op._gradients(dy, x, cores, gains, sigmas, numbers, wants, *routes)
-    return found if routes[0] is not None else found[:-1]
+def backward(structure, dy, x, cores, wants=ALL, gains=None, sigmas=()):
+    """dx, dcores, dgains and dbias."""
+    return op._gradients(dy, x, cores, gains, sigmas, structure.program.numbers, wants)
 
 
 def by_einsum(structure, cores, x, bias, dy):
@@ -427,7 +424,7 @@ def test_the_operator_itself_refuses_what_does_not_fit(broken):
     structure = BTT(rank=2).structure(12, 30)
     x, cores, numbers = broken(tokens(5, 12), random_cores(structure), structure.program.numbers)
     with pytest.raises(RuntimeError, match="structlin:"):
-        op._multiply(x, cores, None, None, None, numbers, None, None)
+        op._multiply(x, cores, None, None, None, numbers)
 
 
 @pytest.mark.parametrize(
@@ -453,196 +450,6 @@ def test_the_operators_name_the_argument_that_does_not_fit():
         forward(structure, cores, tokens(5, 12), None, gains, [1.0, 1.0])
 
 
-# ---- mixtures ------------------------------------------------------------------------------------
-
-
-def random_routes(count, experts, top_k, dtype=torch.float64, skewed=False):
-    """Weights, some of them 0, and numbers of experts; skewed: most tokens have the same ones."""
-    generator = torch.Generator().manual_seed(count)
-    scores = torch.rand(count, experts, generator=generator)
-    scores = scores.lerp(torch.arange(experts) / experts, 0.9) if skewed else scores
-    weights = torch.randn(count, top_k, dtype=torch.float64, generator=generator)
-    weights = weights * (torch.rand(count, top_k, generator=generator) > 0.1)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return weights.to(wide), scores.topk(top_k).indices
-
-
-def by_sums(structure, cores, x, bias, routes, dy):
-    """y, dx, dcores, dbias and dweights in float64: all experts of all tokens, most times 0."""
-    weights, chosen = routes
-    leaves = [tensor.detach().double().requires_grad_() for tensor in (x, *cores, bias, weights)]
-    x, *cores, bias, weights = leaves
-    experts = len(cores[0]) // structure.cores[0].batch
-    shares = x.new_zeros(len(x), experts).scatter(1, chosen, weights)
-    own = list(zip(*(core.chunk(experts) for core in cores), strict=True))
-    parts = [one_einsum(structure, own[e], x) * shares[:, e : e + 1] for e in range(experts)]
-    y = torch.stack(parts).sum(0) + bias
-    return [y.detach(), *torch.autograd.grad(y, leaves, dy.double())]
-
-
-def check_mixture(structure, dtype, count, experts, top_k, skewed=False):
-    each = [random_cores(structure, dtype, seed=n) for n in range(experts)]
-    cores = [torch.cat(of_all) for of_all in zip(*each, strict=True)]
-    x, dy = (tokens(count, n, dtype=dtype) for n in (structure.in_features, structure.out_features))
-    bias, dy = tokens(structure.out_features, dtype=dtype), dy.cos()
-    routes = random_routes(count, experts, top_k, dtype, skewed)
-    y = forward(structure, cores, x, bias, routes=routes)
-    dx, *dcores, _, dbias, dweights = backward(
-        structure, dy, x, cores, ALL | op.OF_WEIGHTS, routes=routes
-    )
-    own = [y, dx, *dcores, dbias, dweights.to(dtype)]
-    assert dweights.dtype == routes[0].dtype
-    assert_near(own, by_sums(structure, cores, x, bias, routes, dy), dtype)
-    return [y, dx, *dcores, dbias, dweights]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "routes",
-    [(53, 4, 2), (7, 3, 3), (131, 8, 2), (301, 4, 2, True), (5, 2, 1), (1, 8, 2), (0, 3, 2)],
-    ids=str,
-)
-@pytest.mark.parametrize("family", [BTT(), BTT(rank=8), TT(rank=2), Monarch()], ids=repr)
-def test_a_mixture_is_the_weighted_sum_of_its_experts(family, routes, dtype):
-    check_mixture(family.structure(64, 96), dtype, *routes)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("widths", [(11, 37), (130, 61), (33, 515)], ids=str)
-def test_a_mixture_of_odd_widths(widths, dtype):
-    family = BTT(rank=2)
-    for count in (9, 70, 203):
-        check_mixture(family.structure(*widths), dtype, count, 5, 3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", [BTT(rank=2), Monarch(blocks=4)], ids=repr)
-def test_a_mixture_of_wide_experts_on_several_threads_has_the_same_bits_twice(family, dtype):
-    structure, before = family.structure(1024, 1024), torch.get_num_threads()
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
-        try:
-            for count in (40, 203):
-                first, again = (check_mixture(structure, dtype, count, 3, 2) for _ in range(2))
-                assert all(a.equal(b) for a, b in zip(first, again, strict=True))
-        finally:
-            torch.set_num_threads(before)
-
-
-def test_of_a_mixture_each_gradient_may_be_asked_for_alone():
-    structure, routes = BTT(rank=2).structure(12, 30), random_routes(40, 3, 2)
-    cores = [torch.cat([core, 2 * core, -core]) for core in random_cores(structure)]
-    x, dy = tokens(40, 12), tokens(40, 30)
-    everything = op.OF_X | op.OF_CORES | op.OF_BIAS | op.OF_WEIGHTS
-    *wanted, dweights = backward(structure, dy, x, cores, everything, routes=routes)
-    for bits, places in ((op.OF_X, [0]), (op.OF_CORES, [1, 2]), (op.OF_BIAS, [4])):
-        found = backward(structure, dy, x, cores, bits, routes=routes)
-        for place in places:
-            torch.testing.assert_close(found[place], wanted[place])
-        assert all(found[n].numel() == 0 for n in range(1, 6) if n not in places)
-    alone = backward(structure, dy, x, cores, op.OF_WEIGHTS, routes=routes)[-1]
-    torch.testing.assert_close(alone, dweights)
-
-
-def test_of_a_mixture_weight_normalisation_takes_the_norm_over_all_experts():
-    structure, sigmas = BTT(rank=2).structure(12, 30), (0.5, 0.2)
-    cores = [torch.cat([core, 2 * core]) for core in random_cores(structure)]
-    gains = torch.tensor([1.5, 0.5], dtype=torch.float64)
-    routes, x, dy = random_routes(25, 2, 1), tokens(25, 12), tokens(25, 30)
-    leaves = [each.requires_grad_() for each in (x, *cores, gains, routes[0])]
-    y = _product.define(structure.program, cores, x, None, gains, sigmas, routes)
-    wanted = torch.autograd.grad(y, leaves, dy)
-    own = forward(structure, cores, x, None, gains, sigmas, routes)
-    torch.testing.assert_close(own, y.detach())
-    wants = op.OF_X | op.OF_CORES | op.OF_GAINS | op.OF_WEIGHTS
-    *own, _, dweights = backward(structure, dy, x, cores, wants, gains, sigmas, routes)
-    torch.testing.assert_close([*own, dweights], list(wanted))
-
-
-ONES = torch.ones(5, 2, dtype=torch.float64)
-PAIRS = torch.tensor([[0, 1]] * 5)
-
-
-@pytest.mark.parametrize(
-    ("weights", "chosen", "message"),
-    [
-        (ONES, PAIRS + 1, "there is no expert 2; there are 2"),
-        (ONES, PAIRS - 1, "there is no expert -1"),
-        (ONES, PAIRS + 2**62, "there is no expert"),
-        (ONES, PAIRS * 0, "a token has expert 0 twice"),
-        (ONES, PAIRS.int(), "chosen must be int64"),
-        (ONES[:4], PAIRS[:4], r"must be \(tokens, top_k\), of as many tokens as x"),
-        (ONES[:, :1], PAIRS, r"must be \(tokens, top_k\)"),
-        (ONES[0], PAIRS[0], r"must be \(tokens, top_k\)"),
-        (ONES[:, :0], PAIRS[:, :0], "a token needs an expert"),
-        (ONES.float(), PAIRS, "the weights must be float32, or float64 where x is"),
-        (ONES, None, "weights and chosen belong together"),
-        (None, PAIRS, "weights and chosen belong together"),
-    ],
-    ids=str,
-)
-def test_routes_that_do_not_fit_are_refused(weights, chosen, message):
-    structure = BTT(rank=2).structure(12, 30)
-    one = random_cores(structure)
-    cores = one if chosen is None else [torch.cat([core, core]) for core in one]
-    with pytest.raises(RuntimeError, match=message):
-        forward(structure, cores, tokens(5, 12), routes=(weights, chosen))
-    with pytest.raises(RuntimeError, match=message):
-        backward(structure, tokens(5, 30), tokens(5, 12), cores, routes=(weights, chosen))
-
-
-def test_experts_with_an_activation_are_refused():
-    structure = BTT(rank=2).activate().structure(12, 30)
-    cores = [torch.cat([core, core]) for core in random_cores(structure)]
-    with pytest.raises(RuntimeError, match="a mixture has no activation"):
-        forward(structure, cores, tokens(5, 12), routes=(ONES, PAIRS))
-
-
-def test_cores_that_are_no_whole_experts_are_refused():
-    structure = BTT(rank=2).structure(12, 30)
-    cores = [torch.cat([core, core[:1]]) for core in random_cores(structure)]
-    for some in (cores, [core[:0] for core in cores]):
-        with pytest.raises(RuntimeError, match="core 0 has another size"):
-            forward(structure, some, tokens(5, 12), routes=(ONES, PAIRS))
-
-
-def test_the_gradient_of_weights_that_are_not_there_is_refused():
-    structure = BTT(rank=2).structure(12, 30)
-    with pytest.raises(RuntimeError, match="there are no weights for their gradient"):
-        backward(structure, tokens(5, 30), tokens(5, 12), random_cores(structure), op.OF_WEIGHTS)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(("count", "experts", "top_k"), [(700, 8, 2), (5, 3, 3), (1, 1, 1)])
-def test_routing_is_its_definition(count, experts, top_k, dtype):
-    logits = (5 * tokens(count, experts, dtype=dtype)).requires_grad_()
-    for balanced in (True, False):
-        weights, chosen, balance = routing.route(logits, top_k, 0.1, balanced)
-        wanted, numbers, its_balance = define_routing(logits, top_k, 0.1, balanced)
-        assert chosen.equal(numbers)
-        torch.testing.assert_close([weights, balance], [wanted, its_balance])
-        given = [weights.detach().cos(), torch.tensor(0.7, dtype=dtype)][: 1 + balanced]
-        found = torch.autograd.grad([weights, balance][: 1 + balanced], logits, given)
-        theirs = torch.autograd.grad([wanted, its_balance][: 1 + balanced], logits, given)
-        torch.testing.assert_close(found, theirs)
-
-
-def test_routing_of_logits_that_are_equal_or_no_numbers_takes_each_expert_once():
-    bad = torch.tensor([[0.0, 0, 0, 0], [float("nan")] * 4, [1, float("nan"), 2, float("inf")]])
-    weights, chosen, _ = routing.route(bad, 2, 0.1, True)
-    assert chosen.tolist() == [[0, 1], [0, 1], [1, 3]]
-    assert weights[0].tolist() == [0.5, 0.5]
-    assert weights[1:].isnan().all()
-
-
-def test_routing_refuses_what_is_no_logits():
-    for logits, top_k in ((tokens(5), 1), (tokens(5, 2), 3), (tokens(5, 2), 0)):
-        with pytest.raises(RuntimeError, match=r"logits must be \(tokens, experts\)"):
-            routing._route(logits, top_k, 0.1, True)
-    with pytest.raises(RuntimeError, match="logits must be float32 or float64"):
-        routing._route(tokens(5, 2).bfloat16(), 1, 0.1, True)
-
-
 @pytest.mark.parametrize("shape", [(3,), (1, 2), (2, 1), ()], ids=str)
 def test_gains_that_do_not_fit_are_refused(shape):
     structure = BTT(rank=2).structure(12, 30)
@@ -662,8 +469,7 @@ def test_the_gradient_of_gains_that_are_not_there_is_refused():
 @OWN
 @pytest.mark.parametrize("operator", [op._multiply, op._layer])
 @pytest.mark.parametrize("gains", [None, torch.tensor([1.5, 0.5], dtype=torch.float64)])
-@pytest.mark.parametrize("routed", [False, True])
-def test_the_operators_keep_the_contract_of_torch_library(operator, gains, routed):
+def test_the_operators_keep_the_contract_of_torch_library(operator, gains):
     structure = Monarch(blocks=2).structure(12, 30)
     cores, numbers = (
         [core.float().requires_grad_() for core in random_cores(structure)],
@@ -675,16 +481,10 @@ def test_the_operators_keep_the_contract_of_torch_library(operator, gains, route
     tests += (
         ["test_autograd_registration", "test_aot_dispatch_dynamic"] if operator is op._layer else []
     )
-    routes = None, None
-    if routed:
-        routes, one = random_routes(5, 2, 2, torch.float32), cores
-        routes[0].requires_grad_()
-        cores = [torch.cat([core, core]).detach().requires_grad_() for core in one]
-    for rows in [x] if routed else (x, x[:0], x[None]):
-        arguments = (rows, cores, bias, gains, sigmas, numbers, *routes)
+    for rows in (x, x[:0], x[None]):
+        arguments = (rows, cores, bias, gains, sigmas, numbers)
         torch.library.opcheck(operator, arguments, test_utils=tests)
-    routes = tuple(None if route is None else route.detach() for route in routes)
-    for wants in (15, 1, 2, 31, 16) if routed else (15, 1, 2):
+    for wants in (15, 1, 2):
         arguments = (
             dy,
             x.detach(),
@@ -692,20 +492,11 @@ def test_the_operators_keep_the_contract_of_torch_library(operator, gains, route
             gains,
             sigmas,
             numbers,
-            wants & (27 if gains is None else 31),
-            *routes,
+            wants & (11 if gains is None else 15),
         )
         torch.library.opcheck(
             op._gradients, arguments, test_utils=["test_schema", "test_faketensor"]
         )
-
-
-@OWN
-@pytest.mark.parametrize("balanced", [False, True])
-def test_the_routing_keeps_the_contract_of_torch_library(balanced):
-    logits = tokens(5, 3).float().requires_grad_()
-    for some in (logits, logits[:0]):
-        torch.library.opcheck(routing._route, (some, 2, 0.1, balanced))
 
 
 @OWN
@@ -784,16 +575,15 @@ import os
 from pathlib import Path
 import torch
 from structlin import BTT
-from structlin._experts import define_routing
-from structlin._kernels import engine, op, routing
+from structlin._kernels import engine, op
 assert engine.load()
 structure, x = BTT(cores=4).structure(256, 256), torch.randn(1, 256)
 cores, numbers = [torch.randn(core.shape) for core in structure.cores], structure.program.numbers
 used = []
 for _ in range(2):
     for _ in range(10_000):
-        op._multiply(x, cores, None, None, None, numbers, None, None)
-        op._gradients(x, x, cores, None, None, numbers, op.OF_X, None, None)
+        op._multiply(x, cores, None, None, None, numbers)
+        op._gradients(x, x, cores, None, None, numbers, op.OF_X)
     used.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
 assert used[1] - used[0] < 10_000 * 8 * len(numbers), used
 """

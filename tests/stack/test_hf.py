@@ -30,7 +30,6 @@ from structlin import (
 from structlin._model.survey import widths
 from structlin._quantize import QuantizedLinear
 from structlin.hf import declare
-from structlin.moe import Mixture
 
 
 def converted(name: str, **options):
@@ -127,13 +126,13 @@ def test_what_is_saved_is_what_the_layers_are_and_not_what_they_were(tmp_path):
 # ---- a part that was converted -------------------------------------------------------------------
 
 
-def put_in(model, kind, **options) -> None:
-    """Put a layer of that kind by hand in the place of the first wide one of the MLP."""
+def put_in(model) -> None:
+    """Put a layer by hand in the place of the first wide one of the MLP."""
     name = next(name for name, _ in model.named_modules() if re.search(r"up_proj|c_fc", name))
     parent = model.get_submodule(name.rpartition(".")[0])
     in_features, out_features = widths(model.get_submodule(name))
     bias = "c_fc" in name
-    new = kind(in_features, out_features, BTT(), bias=bias, **options)
+    new = StructuredLinear(in_features, out_features, BTT(), bias=bias)
     setattr(parent, name.rpartition(".")[2], new)
 
 
@@ -141,10 +140,8 @@ PARTS = {  # name of the model, what is done to a part of it
     "layers": ("llama", lambda model: convert(model.model.layers, BTT())),
     "one mlp": ("llama", lambda model: convert(model.model.layers[0].mlp, BTT())),
     "body": ("llama", lambda model: convert(model.model, BTT())),
-    "assigned": ("llama", lambda model: put_in(model, StructuredLinear)),
-    "assigned Conv1D": ("gpt2", lambda model: put_in(model, StructuredLinear)),
-    "mixture": ("llama", lambda model: put_in(model, Mixture, experts=3)),
-    "mixture, Conv1D": ("gpt2", lambda model: put_in(model, Mixture, experts=3)),
+    "assigned": ("llama", put_in),
+    "assigned Conv1D": ("gpt2", put_in),
     "blocks": ("gpt2", lambda model: convert(model.transformer.h, BTT())),
     "activation": ("gpt2", lambda model: convert(model.transformer.h, BTT().activate())),
     "encoder": ("bert", lambda model: convert(model.bert.encoder, BTT())),
@@ -181,7 +178,7 @@ def test_a_model_of_which_a_part_was_converted_is_loaded_as_it_was_saved(case, t
 
 def test_a_layer_put_into_gpt2_by_hand_is_dense_as_a_conv1d_once_it_is_loaded(tmp_path):
     model = MODELS["gpt2"]()
-    put_in(model, StructuredLinear)
+    put_in(model)
     save(model, tmp_path)
     back = densify(load(MODELS["gpt2"](), tmp_path))
     assert {key: value.shape for key, value in back.state_dict().items()} == {
@@ -216,7 +213,7 @@ for folder in sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize(("imported", "parts"), [("", PARTS), ("import structlin", ["mixture"])])
+@pytest.mark.parametrize(("imported", "parts"), [("", PARTS), ("import structlin", ["assigned"])])
 def test_loading_without_structlin_hf_is_an_error_and_not_random_weights(imported, parts, tmp_path):
     folders = []
     for name in ("gpt2", "vit"):
