@@ -232,10 +232,8 @@ class _Reader:
                 raise ValueError(
                     f"before={type(model).__name__} has no layer {name!r} of the same shape"
                 )
-        self.before = {
-            name: [weight.detach().clone() for weight in theirs[name].weights()]
-            for name in self.found
-        }
+        for name in self.found:
+            self.before[name] = [weight.detach().clone() for weight in theirs[name].weights()]
 
     def changed(self) -> bool:
         """Whether a step has been made since `remember`."""

@@ -42,7 +42,8 @@ class Operator:
         """`(vectors, *shape)` -> `(vectors, *shape of the output)`. Nothing dense is formed."""
         module = self.module
         if isinstance(module, StructuredLinear):
-            return _multiply_by_cores(module, weights, x)
+            padded = F.pad(x, (0, module.padding[0]))  # (vectors, structure.in_features)
+            return apply(module.structure, weights, padded)[..., : module.out_features]
         if isinstance(module, _ConvNd):
             return module._conv_forward(x, weights[0], None)
         return x @ weights[0] if self.weight.transposed else F.linear(x, weights[0])
@@ -67,11 +68,6 @@ class Operator:
 
         with torch.autocast(now[0].device.type, enabled=False):
             return rms_norm(linear, self.shape, start, like=now[0])
-
-
-def _multiply_by_cores(layer: StructuredLinear, cores: Sequence[Tensor], x: Tensor) -> Tensor:
-    padded = F.pad(x, (0, layer.padding[0]))  # (vectors, structure.in_features)
-    return apply(layer.structure, cores, padded)[..., : layer.out_features]
 
 
 def modules_by_name(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
