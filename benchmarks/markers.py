@@ -288,7 +288,7 @@ def carried() -> dict[str, str]:
         "adamw_far": str(len(far(summary, "AdamW"))),
         "muon_far": str(len(far(summary, "Muon"))),
         "muon_most": f"{max(row['shift'] for row in far(summary, 'Muon')):.2f}",
-        "no_decay": str(sum(row["decay"] == 0 for row in transfer.with_decay(result))),
+        "no_decay": str(transfer.best_decays(summary).count(0.0)),
         "control_dense": f"{most['plain AdamW', 'dense']:.1f}",
         "control_btt": f"{most['plain AdamW', 'BTT r=1']:.1f}",
         "ruled_dense": f"{most['AdamW', 'dense']:.2f}",
@@ -371,9 +371,7 @@ def example() -> dict[str, str]:
 
 
 def models() -> dict[str, str]:
-    from benchmarks.models import DOCUMENT
-
-    return {"count": str(DOCUMENT.read_text(encoding="utf-8").count("one graph"))}
+    return {"count": str(len(read("models")["rows"]))}
 
 
 # ---- the papers ----------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Polygon
 
 from benchmarks import gpu
+from benchmarks import models as tested
 from benchmarks.comparison import layers as comparison
 from benchmarks.compression import methods
 from benchmarks.compression import minilm as minilm_run
@@ -292,6 +293,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "gpt seconds": lambda: gpt_seconds.markdown(read("gpt_seconds"), read("gpt_seconds_epyc")),
         "gpt candidates": lambda: gpt_seconds.candidates(read("gpt_seconds")),
     },
+    "docs/models.md": {"models": lambda: tested.markdown(read("models"))},
     "docs/compress.md": {
         "sentence encoder": minilm,
         "half of the encoder": minilm_half,

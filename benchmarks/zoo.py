@@ -12,194 +12,88 @@ from typing import Any
 import torch
 from torch import nn
 
-TEXT = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-IMAGE = {
-    "image_size": 16,
-    "patch_size": 8,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-NO_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+Build = Callable[[], nn.Module]
 TOKENS = torch.arange(3, 15).reshape(2, 6)
 
 
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
+def of(kind: str, *shared: dict[str, Any], **own: Any) -> Build:
+    """What builds a model of that class of transformers, by its config's options."""
+    options = {name: value for each in (*shared, own) for name, value in each.items()}
 
-    return GPT2LMHeadModel(
-        GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=96, n_positions=32, **NO_TOKENS)
-    )
+    def build() -> nn.Module:
+        import transformers
 
+        model = getattr(transformers, kind)
+        return model(model.config_class(**options))
 
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(**TEXT, num_key_value_heads=2, max_position_embeddings=32, **NO_TOKENS)
-    )
+    return build
 
 
-def qwen2() -> nn.Module:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    options = {"num_key_value_heads": 2, "max_position_embeddings": 32, "tie_word_embeddings": True}
-    return Qwen2ForCausalLM(Qwen2Config(**TEXT, **options, **NO_TOKENS))
-
-
-def mixtral() -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    options = {"num_key_value_heads": 2, "num_local_experts": 4, "max_position_embeddings": 32}
-    return MixtralForCausalLM(MixtralConfig(**TEXT, **options, **NO_TOKENS))
-
-
-def bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(BertConfig(**TEXT, max_position_embeddings=32, pad_token_id=0))
-
-
-def t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    sizes = {
-        "vocab_size": 96,
-        "d_model": 32,
-        "d_ff": 64,
-        "d_kv": 8,
-        "num_layers": 2,
-        "num_heads": 4,
-    }
-    return T5ForConditionalGeneration(
-        T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
-    )
-
-
-def whisper() -> nn.Module:
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    layers = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in _SIDES}
-    options = {
-        "num_mel_bins": 8,
-        "max_source_positions": 16,
-        "max_target_positions": 32,
-        "decoder_start_token_id": 3,
-    }
-    config = WhisperConfig(
-        vocab_size=96, d_model=32, **layers, **options, **NO_TOKENS, suppress_tokens=None
-    )
-    return WhisperForConditionalGeneration(config)
-
-
-_SIDES = (("layers", 1), ("attention_heads", 4), ("ffn_dim", 64))
-
-
-def vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(ViTConfig(**IMAGE, intermediate_size=64, num_labels=5))
-
-
-def dinov2() -> nn.Module:
-    from transformers import Dinov2Config, Dinov2ForImageClassification
-
-    return Dinov2ForImageClassification(Dinov2Config(**IMAGE, mlp_ratio=2, num_labels=5))
-
-
-def phi3() -> nn.Module:
-    from transformers import Phi3Config, Phi3ForCausalLM
-
-    return Phi3ForCausalLM(
-        Phi3Config(**TEXT, num_key_value_heads=2, max_position_embeddings=32, **NO_TOKENS)
-    )
-
-
-def falcon() -> nn.Module:
-    from transformers import FalconConfig, FalconForCausalLM
-
-    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return FalconForCausalLM(FalconConfig(**sizes, **NO_TOKENS))
-
-
-def opt() -> nn.Module:
-    from transformers import OPTConfig, OPTForCausalLM
-
-    sizes = {
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "ffn_dim": 64,
-    }
-    return OPTForCausalLM(
-        OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=32, **NO_TOKENS)
-    )
-
-
-def mamba() -> nn.Module:
-    from transformers import MambaConfig, MambaForCausalLM
-
-    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
-    return MambaForCausalLM(MambaConfig(**sizes, **NO_TOKENS))
-
-
-def modernbert() -> nn.Module:
-    from transformers import ModernBertConfig, ModernBertForMaskedLM
-
-    options = {"max_position_embeddings": 32, "cls_token_id": 1, "sep_token_id": 2}
-    return ModernBertForMaskedLM(ModernBertConfig(**TEXT, **options, **NO_TOKENS))
-
-
-def swin() -> nn.Module:
-    from transformers import SwinConfig, SwinForImageClassification
-
-    sizes = {
-        "image_size": 16,
-        "patch_size": 2,
-        "embed_dim": 16,
-        "depths": [1, 1],
-        "num_heads": [2, 2],
-    }
-    return SwinForImageClassification(SwinConfig(**sizes, window_size=4, num_labels=5))
-
-
-def siglip() -> nn.Module:
-    from transformers import SiglipConfig, SiglipForImageClassification
-
-    vision = {**IMAGE, "intermediate_size": 64}
-    return SiglipForImageClassification(SiglipConfig(vision_config=vision, num_labels=5))
-
-
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+WORDS = {"vocab_size": 96, **SMALL}
+TEXT = {**WORDS, "intermediate_size": 64}
+IMAGE = {**SMALL, "image_size": 16, "patch_size": 8}
+NO_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+PLACES = {"max_position_embeddings": 32}
+FEW_KEYS = {**PLACES, "num_key_value_heads": 2}
+STATES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+ENCODER = {"encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 64}
+DECODER = {"decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
+MODELS: dict[str, Build] = {
+    "gpt2": of(
+        "GPT2LMHeadModel", NO_TOKENS, n_layer=2, n_embd=32, n_head=4, vocab_size=96, n_positions=32
+    ),
+    "llama": of("LlamaForCausalLM", TEXT, FEW_KEYS, NO_TOKENS),
+    "qwen2": of("Qwen2ForCausalLM", TEXT, FEW_KEYS, NO_TOKENS, tie_word_embeddings=True),
+    "phi3": of("Phi3ForCausalLM", TEXT, FEW_KEYS, NO_TOKENS),
+    "falcon": of("FalconForCausalLM", WORDS, NO_TOKENS),
+    "opt": of("OPTForCausalLM", WORDS, PLACES, NO_TOKENS, ffn_dim=64, word_embed_proj_dim=32),
+    "mixtral": of("MixtralForCausalLM", TEXT, FEW_KEYS, NO_TOKENS, num_local_experts=4),
+    "mamba": of("MambaForCausalLM", NO_TOKENS, STATES),
+    "bert": of("BertForMaskedLM", TEXT, PLACES, pad_token_id=0),
+    "modernbert": of(
+        "ModernBertForMaskedLM", TEXT, PLACES, NO_TOKENS, cls_token_id=1, sep_token_id=2
+    ),
+    "t5": of(
+        "T5ForConditionalGeneration",
+        {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1},
+        {"vocab_size": 96, "d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2, "num_heads": 4},
+    ),
+    "whisper": of(
+        "WhisperForConditionalGeneration",
+        {"vocab_size": 96, "d_model": 32, "num_mel_bins": 8, "decoder_start_token_id": 3},
+        {"max_source_positions": 16, "max_target_positions": 32, "suppress_tokens": None},
+        ENCODER | DECODER | NO_TOKENS,
+    ),
+    "vit": of("ViTForImageClassification", IMAGE, intermediate_size=64, num_labels=5),
+    "dinov2": of("Dinov2ForImageClassification", IMAGE, mlp_ratio=2, num_labels=5),
+    "swin": of(
+        "SwinForImageClassification",
+        {"image_size": 16, "patch_size": 2, "embed_dim": 16, "depths": [1, 1]},
+        {"num_heads": [2, 2], "window_size": 4, "num_labels": 5},
+    ),
+    "siglip": of(
+        "SiglipForImageClassification",
+        {"vision_config": {**IMAGE, "intermediate_size": 64}, "num_labels": 5},
+    ),
+}
+llama, mamba = MODELS["llama"], MODELS["mamba"]
 IMAGES = ("vit", "dinov2", "swin", "siglip")
 
 
 def inputs(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     if name in IMAGES:
-        return {
-            "pixel_values": torch.linspace(-1, 1, 2 * 3 * 16 * 16).reshape(2, 3, 16, 16).to(dtype)
-        }
+        return {"pixel_values": ramp(2, 3, 16, 16).to(dtype)}
     if name == "t5":
         return {"input_ids": TOKENS, "decoder_input_ids": TOKENS}
     if name == "whisper":
-        features = torch.linspace(-1, 1, 2 * 8 * 32).reshape(2, 8, 32)
-        return {"input_features": features.to(dtype), "decoder_input_ids": TOKENS}
+        return {"input_features": ramp(2, 8, 32).to(dtype), "decoder_input_ids": TOKENS}
     return {"input_ids": TOKENS}
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    model.__name__: model
-    for model in (
-        gpt2, llama, qwen2, phi3, falcon, opt, mixtral, mamba, bert, modernbert, t5, whisper, vit,
-        dinov2, swin, siglip,
-    )
-}  # fmt: skip
+def ramp(*shape: int) -> torch.Tensor:
+    """Numbers from -1 to 1."""
+    return torch.linspace(-1, 1, torch.Size(shape).numel()).reshape(shape)
 
 
 def logits(model: nn.Module, name: str) -> torch.Tensor:
@@ -223,11 +117,8 @@ class _Torchvision(MetaPathFinder, Loader):
             return type("Anything", (type,), {"__getattr__": lambda cls, name: name})(name, (), {})
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        return (
-            ModuleSpec(name, self, is_package=True)
-            if name.partition(".")[0] == "torchvision"
-            else None
-        )
+        ours = name.partition(".")[0] == "torchvision"
+        return ModuleSpec(name, self, is_package=True) if ours else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return self.Module(spec.name)
@@ -238,11 +129,7 @@ class _Torchvision(MetaPathFinder, Loader):
 
 def import_timm() -> None:
     """Import timm, if it is installed, also without torchvision: timm names transforms and datasets
-    of it when it is imported, and its models use none. The empty torchvision is gone again when
-    timm is there.
-
-    torchvision's wheels need the very build of torch that they were made with; without one
-    installed, `pip install --no-deps timm` is enough.
+    of it when it is imported, and its models use none. The empty torchvision is gone afterwards.
     """
     if find_spec("timm") is None or find_spec("torchvision") is not None:
         return
@@ -256,6 +143,14 @@ def import_timm() -> None:
             del sys.modules[name]
 
 
+TIMM = {  # name -> the side of its images
+    "vit_tiny_patch16_224": 32,
+    "beit_base_patch16_224": 32,
+    "eva02_tiny_patch14_224": 28,
+    "swinv2_tiny_window8_256": 64,
+}
+
+
 def timm_model(name: str) -> nn.Module:
     import_timm()
     import timm
@@ -263,16 +158,4 @@ def timm_model(name: str) -> nn.Module:
     small: dict[str, Any] = {"embed_dim": 48, "depth": 1, "num_heads": 2}
     if "swin" in name:
         small = {"embed_dim": 24, "depths": (1, 1), "num_heads": (2, 2)}
-    return timm.create_model(name, img_size=timm_size(name), num_classes=5, **small)
-
-
-def timm_size(name: str) -> int:
-    return 64 if "swin" in name else 32 if "16" in name else 28
-
-
-TIMM = (
-    "vit_tiny_patch16_224",
-    "beit_base_patch16_224",
-    "eva02_tiny_patch14_224",
-    "swinv2_tiny_window8_256",
-)
+    return timm.create_model(name, img_size=TIMM[name], num_classes=5, **small)

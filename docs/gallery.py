@@ -27,17 +27,7 @@ PLOTS = {  # a heading of the gallery: the plot below benchmarks/results, its se
             "choose.md#beside-other-packages",
         ),
     },
-    "Speed": {
-        "layer": (
-            "Structured and dense layers run on an AMD EPYC, beside the machine's roofline.",
-            "speed.md#one-layer-many-tokens",
-        ),
-    },
     "Learning rates and optimizers": {
-        "lr_transfer": (
-            "Each curve is a width and a rule of the rate; gray marks dense's best rate.",
-            "optimizers.md#does-the-dense-rate-carry-over",
-        ),
         "transfer": (
             "Each panel is an optimizer and a structure over widths and depths.",
             "transfer.md#width-and-depth",

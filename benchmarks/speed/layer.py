@@ -1,10 +1,10 @@
 """How fast is a structured layer? Time, memory and their bounds, against nn.Linear of equal width
 and of equal FLOPs.
 
-    python -m benchmarks.speed.layer                      # 15 minutes at most: results/layer.*,
-                                                          # on a GPU results/layer_gpu.*
+    python -m benchmarks.speed.layer                      # 15 minutes at most: results/layer.json,
+                                                          # on a GPU results/layer_gpu.json
     python -m benchmarks.speed.layer --budget 60 --out out
-    python -m benchmarks.speed.layer --allocator default  # results/layer_default_allocator.*
+    python -m benchmarks.speed.layer --allocator default  # results/layer_default_allocator.json
     python -m benchmarks.speed.layer --smoke              # seconds
 
 The protocol is that of `benchmarks.harness.race`; data are random. On a CPU the process keeps the
@@ -23,11 +23,9 @@ from itertools import product
 from math import prod
 from statistics import median
 
-from matplotlib.figure import Figure
 from rich.table import Table
 
 from benchmarks.harness import report, timing
-from benchmarks.harness.figures import panels
 from benchmarks.harness.race import ORACLE_TOKENS, Bench, Heat, Row, Times, Variant, race
 from benchmarks.harness.statistics import select, values
 from benchmarks.harness.timing import Key, Work, ratio
@@ -255,40 +253,6 @@ def below(result: Row) -> str:
     return LEGEND + few
 
 
-def plot(result: Row) -> Figure:
-    """Time against FLOPs of forward + backward: nn.Linear's line, `auto` of every structure, and
-    their rooflines."""
-    tokens = result["rows"][0]["tokens"]
-    chosen = [
-        row
-        for row in select(result["rows"], backward=True, tokens=tokens)
-        if row["implementation"] in ("nn.Linear", "auto") and row["structure"] != "dense, last"
-    ]
-    dtypes = values(chosen, "dtype")
-    figure, grid = panels(dtypes, size=4.5)
-    for axes, dtype in zip(grid, dtypes, strict=True):
-        mine = select(chosen, dtype=dtype)
-        for n, name in enumerate(values(mine, "structure")):
-            rows = select(mine, structure=name)
-            same = {n: select(rows, flops=n) for n in sorted(values(rows, "flops"))}
-            flops = [3 * tokens * n for n in same]
-            ms = [median(row["ms"]["median"] for row in found) for found in same.values()]
-            shares = [median(row["bound_share"] for row in found) for found in same.values()]
-            dense = name == "dense"
-            line, colour = ("-", "black") if dense else ("none", f"C{n}")
-            axes.plot(flops, ms, label=name, ls=line, color=colour, marker="." if dense else "o")
-            roofline = [a * b for a, b in zip(ms, shares, strict=True)]
-            axes.plot(flops, roofline, ls="--" if dense else "none", color=colour, marker="_")
-        axes.plot([], [], "k--", marker="_", label="roofline of strided products")
-        axes.set(xscale="log", yscale="log", xlabel="FLOPs, forward + backward", ylabel="ms")
-        rate = result["ceilings"][dtype]["rate"] / 1e12
-        axes.set_title(f"{dtype}, {tokens} tokens; {rate:.2g} TFLOP/s", fontsize="medium")
-        axes.grid(alpha=0.3)
-    handles = grid[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside right upper", fontsize="small")
-    return figure
-
-
 def job_of(row: Row) -> Job:
     """Results that were kept before there were brief jobs say nothing of it."""
     return Job(**{field.name: row[field.name] for field in fields(Job) if field.name in row})
@@ -325,7 +289,6 @@ BENCH = Bench(
     least=least_seconds,
     setting=lambda device, smoke: {"tokens": jobs(device, smoke)[0].tokens},
     below=below,
-    draw=plot,
 )
 
 if __name__ == "__main__":

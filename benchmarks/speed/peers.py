@@ -304,20 +304,6 @@ def markdown(result: Row) -> str:
     return report.pivot(cells)
 
 
-def losses(result: Row) -> list[str]:
-    """A line for every peer that structlin is slower than, in the median."""
-    return [
-        f"{row['structure']}, {job_of(row).title}: "
-        f"{report.with_spread(row['structlin_x'], '.2f')} of the speed of {row['implementation']}"
-        for row in result["rows"]
-        if "structlin_x" in row and row["structlin_x"]["median"] < 1
-    ]
-
-
-def below(result: Row) -> str:
-    return "\n".join([LEGEND, *(f"# structlin is slower: {line}" for line in losses(result))])
-
-
 BENCH = Bench(
     name="peers",
     about=__doc__,
@@ -327,7 +313,7 @@ BENCH = Bench(
     table=show,
     devices=("cpu",),
     beside=missing,
-    below=below,
+    below=lambda result: LEGEND,
 )
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Does the dense model's learning rate carry over to structures and widths? Figure 2 of "Compute
 Better Spent".
 
-    python -m benchmarks.training.lr_transfer          # in full: results/lr_transfer.*
+    python -m benchmarks.training.lr_transfer          # in full: results/lr_transfer.json
     python -m benchmarks.training.lr_transfer --smoke  # seconds
     python -m benchmarks.training.lr_transfer --structures low-rank  # the others' rows are kept
 
@@ -14,11 +14,9 @@ head, in the structured models and in the dense one.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import product
 
 import torch
-import torch.nn.functional as F
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 from torch import nn
@@ -29,8 +27,7 @@ from benchmarks.harness.experiment import Experiment, Row
 from benchmarks.harness.models import BASE_WIDTH
 from benchmarks.harness.report import table
 from benchmarks.harness.statistics import best, losses, shifts, values
-from benchmarks.harness.tasks import PlainDigits, digits
-from structlin import stability
+from benchmarks.harness.tasks import PlainDigits
 
 STRUCTURES = {
     name: models.STRUCTURES[name]
@@ -38,11 +35,8 @@ STRUCTURES = {
 }
 HEAD = ", head x4"
 RULES = ("naive", "aware")
-LINES = {"naive": (".--", "naive"), "aware": (".-", "ours")}  # of the picture
 WIDTHS = [64, 256, 1024]
 BATCH = 256
-
-Flat = dict[str, list[str]]
 
 
 def rules_of(job: Row) -> list[str]:
@@ -76,25 +70,6 @@ def train(structure: str, width: int, rule: str, lr: float, seed: int, steps: in
     return {"loss": final, "feature_change": training.finite(change)}
 
 
-def check_coordinates(structure: str, widths: Sequence[int], lr: float, steps: int) -> Flat:
-    """rule -> the layers whose features, or their changes, do not keep their size across widths."""
-    x, y = digits()
-    draw = torch.Generator().manual_seed(0)
-    chosen = [torch.randint(len(x), (256,), generator=draw) for _ in range(steps)]
-    found = {}
-    for rule in RULES:
-        check = stability.coordinate_check(
-            partial(mlp, structure),
-            widths,
-            [(x[which], y[which]) for which in chosen],
-            loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
-            optimizer=lambda model, width, rule=rule: make_optimizer(model, lr, width, rule),
-            steps=steps,
-        )
-        found[rule] = sorted({slope.layer for slope in check.not_flat})
-    return found
-
-
 def markdown(result: Row) -> str:
     """The table of docs/optimizers.md: log2 of the best learning rate over dense's at width 64."""
     widths = sorted(values(result["table"], "width"))
@@ -113,39 +88,6 @@ def markdown(result: Row) -> str:
         lines.append([f"{statistic} distance, all structures and widths", *numbers])
     names = {"naive": "naive", "aware": "ours"}
     return table(["", *(f"{names[rule]} {width}" for rule, width in columns)], lines)
-
-
-def draw(result: Row) -> Figure:
-    """Loss against the base learning rate at the least and the largest width: a panel for each
-    structure, its curves by rule."""
-    curves = losses(result["rows"], by=("structure", "width", "rule"))
-    widths = sorted(values(result["rows"], "width"))
-    names = [
-        name for name in STRUCTURES if name != "dense" and (name, widths[0], "aware") in curves
-    ]
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    axes = figure.subplots(-(-len(names) // 3), min(3, len(names)), sharex=True, squeeze=False)
-    colours = {widths[0]: "tab:purple", widths[-1]: "tab:green"}
-    for axis, structure in zip(axes.flat, names, strict=False):
-        for (width, colour), rule in product(colours.items(), RULES):
-            means = curves[structure, width, rule]
-            lr = best(means)
-            style, label = LINES[rule]
-            axis.plot(
-                *zip(*means.items(), strict=True), style, color=colour, label=f"{width}, {label}"
-            )
-            axis.plot([lr], [means[lr]], "o", color=colour, markersize=8)
-        axis.axvline(result["reference_lr"], color="0.7", zorder=0)
-        axis.set_xscale("log", base=2)
-        axis.set(yscale="log", title=structure)
-    for axis in axes[-1]:
-        axis.set_xlabel("base learning rate")
-    for axis in axes[:, 0]:
-        axis.set_ylabel("final training loss")
-    lines = axes[0, 0].get_legend_handles_labels()
-    title = "width, rule of the rate; gray: dense's best rate"
-    figure.legend(*lines, loc="outside lower center", ncols=4, title=title)
-    return figure
 
 
 def plot_some(result: Row, structures: Sequence[str]) -> Figure:
@@ -175,13 +117,6 @@ def plot_some(result: Row, structures: Sequence[str]) -> Figure:
     return figure
 
 
-def measure(chosen: Row, found: Row) -> Row:
-    """The coordinate check of BTT at dense's best rate."""
-    widths = chosen["width"] if len(chosen["width"]) > 1 else [*chosen["width"], 128]
-    steps = min(chosen["steps"], 10)
-    return {"not_flat": check_coordinates("BTT r=1", widths, found["reference_lr"], steps)}
-
-
 EXPERIMENT = Experiment(
     name="lr_transfer",
     about=__doc__,
@@ -196,8 +131,6 @@ EXPERIMENT = Experiment(
     note={"batch": BATCH, "optimizer": "Adam", "data": "digits"},
     smoke={"steps": 3, "width": [64], "lr": [2.0**-8, 2.0**-7], "seeds": 1},
     analyse=lambda rows: shifts(rows, BASE_WIDTH),
-    beside=measure,
-    draw=draw,
 )
 
 if __name__ == "__main__":

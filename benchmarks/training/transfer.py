@@ -27,7 +27,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -290,62 +289,34 @@ def farthest(result: Row) -> str:
     return table(["", *titles], lines)
 
 
-def with_decay(result: Row) -> list[Row]:
-    """For each structure and point of the grid the best of the decays, each at its best rate: by
-    how much the rate lies off the base point's; and the loss with dense's best rate and decay at
-    the base point over that with its own, the "cost" (None: it diverges)."""
-    found: dict[tuple[str, tuple[int, int]], list[Row]] = defaultdict(list)
-    for method in DECAYS:
-        for row in on_grid(result["summary"], method):
-            found[row["structure"], (row["width"], row["depth"])].append(row)
-    least = {key: min(rows, key=lambda row: row["loss"]) for key, rows in found.items()}
-    at_base = BASE["width"], BASE["depth"]
-    if ("dense", at_base) not in least:  # only other methods or structures were asked for
-        return []
-    kept = {"method": least["dense", at_base]["method"]}
-
-    def losses(structure: str, point: tuple[int, int]) -> dict[float, float]:
-        where = {**kept, "structure": structure, "width": point[0], "depth": point[1]}
-        return curve_of_rates(select(result["rows"], **BASE | where))
-
-    lr = best(losses("dense", at_base))
-    lines = []
-    for structure, point in product(STRUCTURES, dict.fromkeys(point for _, point in found)):
-        if row := least.get((structure, point)):
-            cost = losses(structure, point).get(lr, math.inf) / row["loss"]
-            shift = row["optimum"] - least[structure, at_base]["optimum"]
-            away = {"shift": shift, "cost": cost if math.isfinite(cost) else None}
-            lines.append({**row, **away, "decay": DECAYS[row["method"]]})
-    return lines
+def best_decays(summary: Iterable[Row]) -> list[float]:
+    """At each structure and point of the grid the decay of the least loss, each at its best
+    rate."""
+    found: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    for row in select(summary, batch=BASE["batch"], steps=BASE["steps"]):
+        if row["method"] in DECAYS:
+            found[row["structure"], row["width"], row["depth"]].append(row)
+    return [DECAYS[min(rows, key=lambda row: row["loss"])["method"]] for rows in found.values()]
 
 
 def _is_base(row: Row) -> bool:
     return BASE.items() <= row.items()
 
 
-def shifts(result: Row, methods: Iterable[str], *names: str) -> str:
+def shifts(result: Row, methods: Iterable[str], name: str) -> str:
     """The table of docs/transfer.md: the best rate of `methods` at the base point, and its shift
-    where one or more of `names` differ from there; "kept" is the largest cost of the base point's
-    rate."""
-    held = {name: BASE[name] for name in BASE if name not in names}
-    rows = select(result["summary"], **held)
-    away = [row for method in methods for row in rows if row["method"] == method]
-    away = [row for row in away if not _is_base(row)]
-    points = sorted({tuple(row[name] for name in names) for row in away})
-    lines = []
+    where `name` differs from there; "kept" is the largest cost of the base point's rate."""
+    rows = select(result["summary"], **{each: BASE[each] for each in BASE if each != name})
+    away = [row for method in methods for row in select(rows, method=method) if not _is_base(row)]
+    points, lines = sorted({row[name] for row in away}), []
     for method, structure in dict.fromkeys((row["method"], row["structure"]) for row in away):
         found = select(rows, **{"method": method, "structure": structure})
-        by_point = {tuple(row[name] for name in names): row for row in found}
-        origin = by_point[tuple(BASE[name] for name in names)]
-        cells = [f"{structure}, {method}", f"{origin['optimum']:.2f}"]
-        for point in points:
-            row = by_point.get(point)
-            cells.append("not run" if row is None else f"{row['shift']:+.2f}")
+        at = {row[name]: row for row in found}
+        moved = [f"{at[point]['shift']:+.2f}" if point in at else "not run" for point in points]
         costs = [row["cost"] for row in found]
-        lines.append([*cells, "diverges" if None in costs else f"{max(costs):.2f}"])
-    kind = f"{names[0]} " if len(names) == 1 else ""
-    titles = [kind + " x ".join(map(str, point)) for point in points]
-    return table(["", "base point", *titles, "kept"], lines)
+        kept = "diverges" if None in costs else f"{max(costs):.2f}"
+        lines.append([f"{structure}, {method}", f"{at[BASE[name]]['optimum']:.2f}", *moved, kept])
+    return table(["", "base point", *(f"{name} {point}" for point in points), "kept"], lines)
 
 
 EXPERIMENT = Experiment(

@@ -1,5 +1,4 @@
-"""What the benchmarks report is what they claim: the protocol, the gate, the peers,
-docs/scaling.md."""
+"""What the benchmarks report is what they claim: the protocol, the gate, layers and models."""
 
 import argparse
 import copy
@@ -21,7 +20,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 
 pytest.importorskip("matplotlib")
 
@@ -77,6 +75,7 @@ KEPT = sorted(
     path.relative_to(record.RESULTS).with_suffix("").as_posix()
     for path in record.RESULTS.rglob("*.json")
     if '"command":"python -m benchmarks.' in path.read_text(encoding="utf-8")
+    and path.stem != "minilm"  # its options had other names then
 )
 
 
@@ -296,20 +295,15 @@ def test_the_strided_peer_is_the_structure_with_its_gradients(family, d_in, d_ou
 def test_layer_prints_a_table_and_a_json_line_per_row_and_keeps_both(tmp_path, capsys):
     rows = layer.BENCH.main(["--smoke", "--out", str(tmp_path)])
     printed = capsys.readouterr().out
-    assert [json.loads(line) for line in printed.splitlines() if line.startswith("{")] == [
-        json.loads(json.dumps(row)) for row in rows
-    ]
+    lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     kept = json.loads((tmp_path / "layer.json").read_text())
-    assert kept["rows"] == json.loads(json.dumps(rows))
+    assert kept["rows"] == lines == json.loads(json.dumps(rows))
     assert kept["ceilings"]["float32"]["rate"] > 1e9
-    assert (tmp_path / "layer.png").read_bytes().startswith(b"\x89PNG")
     for name in variants.families(64):
         measured = {row["implementation"] for row in rows if row["structure"] == name}
         assert measured >= {"auto", "loop", "merged"}
         assert name in printed
-    titles = {row["structure"] + row["implementation"].partition("auto")[2] for row in rows}
     for name, option in product(variants.OPTIONS_OF, variants.OPTIONS):
-        assert f"{name} + {option}" in titles
         assert f"{name} + {option}" in printed
     assert "dense + bias" in printed
     assert "…" not in printed  # the table is not cut
@@ -317,27 +311,13 @@ def test_layer_prints_a_table_and_a_json_line_per_row_and_keeps_both(tmp_path, c
     for row in rows:
         if row["structure"] == "BTT r=4" and row["backward"]:  # here of as many FLOPs as dense
             assert row["x_dense"] == row["x_equal_flops"]
-    table = layer.markdown(kept, "float32")
-    speed = next(
-        row for row in rows if row["structure"] == "TT r=4" and row["implementation"] == "auto"
-    )["x_dense"]
-    assert f"| TT r=4 | {speed['median']:.2f}x ({speed['median']:.0%}) |" in table
-    assert "+" not in table
-    assert len(table.splitlines()) == 3 + len(variants.families(64))
+    (found,) = select(rows, structure="TT r=4", implementation="auto", dtype="float32")
+    speed = found["x_dense"]["median"]
+    assert f"| TT r=4 | {speed:.2f}x ({speed:.0%}) |" in layer.markdown(kept, "float32")
     brief = {(row["structure"], row["implementation"]) for row in rows if row["brief"]}
     wanted = {(name, "auto") for name in variants.families(64)}
     assert brief == wanted | {("dense", "nn.Linear"), ("dense, last", "nn.Linear")}
     assert layer.few_tokens(kept) in printed
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_few_tokens_are_measured_once_at_every_width_in_every_dtype(device):
-    found = [
-        (job.d_in, job.tokens, job.dtype)
-        for job in layer.jobs(device)
-        if not job.backward and job.tokens in layer.FEW and job.d_in in layer.FEW_AT
-    ]
-    assert sorted(found) == sorted(product(layer.FEW_AT, layer.FEW, variants.TOLERANCE))
 
 
 def test_the_table_of_few_tokens_has_the_lowest_speed_of_all_widths():
@@ -385,29 +365,6 @@ def test_the_cost_beside_the_products_is_that_of_a_layer_in_the_same_round(monke
     assert btt["loop_over_layer"]["median"] == (2 + 1) / 2
 
 
-@pytest.mark.parametrize(
-    ("choice", "could", "name", "setting"),
-    [
-        ("keep", True, "layer", "keeps freed pages"),
-        ("keep", False, "layer", f"{platform.libc_ver()[0] or 'libc'}'s default"),
-        (
-            "default",
-            True,
-            "layer_default_allocator",
-            f"{platform.libc_ver()[0] or 'libc'}'s default",
-        ),
-    ],
-)
-def test_how_memory_is_freed_is_chosen_and_kept_with_the_result(
-    tmp_path, monkeypatch, choice, could, name, setting
-):
-    monkeypatch.setattr(timing, "keep_pages", lambda: could)
-    monkeypatch.setattr(variants, "families", lambda width: {"BTT r=1": BTT()})
-    layer.BENCH.main(["--smoke", "--device", "cpu", "--allocator", choice, "--out", str(tmp_path)])
-    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.json", f"{name}.png"}
-    assert json.loads((tmp_path / f"{name}.json").read_text())["setting"]["allocator"] == setting
-
-
 SQUARE = variants.Job(64, 64, 300, "float32", True)
 
 
@@ -436,20 +393,6 @@ def test_options_are_compared_with_their_twins(monkeypatch):
         twin = biased if "bias" in row["implementation"] else dense
         assert row["over_plain"]["median"] == pytest.approx(of_row / plain)
         assert row["x_dense"]["median"] == pytest.approx(twin / of_row)
-
-
-def test_the_gate_stops_a_layer_that_forgets_its_option(monkeypatch):
-    monkeypatch.setattr(variants, "families", lambda width: {"BTT r=1": BTT()})
-    found = {
-        v.option: v for v in variants.variants(SQUARE, "cpu") if v.name == "BTT r=1" and v.option
-    }
-    assert all(v.error() < 1e-5 for v in found.values())
-    for option in ("bias", "weight norm"):
-        v = found[option]
-        forgets = replace(
-            v, x=v.x.detach(), run=lambda x, v=v: loop(v.structure, v.parameters[:2], x)
-        )
-        assert forgets.error() > 0.1
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -484,24 +427,6 @@ def test_what_does_not_compile_or_fit_is_left_out_and_said(monkeypatch, capsys):
     assert "# left out: Kronecker, compiled: RuntimeError: no compiler\n" in said
     variants.variants(SQUARE, "cpu", end=0)
     assert "# left out: Kronecker, compiled: no time\n" in capsys.readouterr().out
-
-
-def test_what_a_user_waits_for_is_measured_in_turns(monkeypatch):
-    calls = []
-    works = {n: lambda n=n: calls.append(n) for n in (2, 3, 4)}
-    monkeypatch.setattr(timing, "wall", lambda work, device: work() or calls[-1] / 1e3)
-    waits = layer.user_waits(works, "cpu")
-    assert {n: wait["median"] for n, wait in waits.items()} == pytest.approx({2: 2, 3: 3, 4: 4})
-    assert calls[::3] == [2] * layer.WAITS
-
-
-def test_what_a_user_waits_for_is_shown_where_it_was_measured(capsys):
-    rows = [row for row in layer.BENCH.main(["--smoke"]) if row["dtype"] == "bfloat16"]
-    assert "wall ms" not in capsys.readouterr().out
-    Console(width=200).print(layer.show([row | {"wall_ms": {"median": 12.34}} for row in rows]))
-    shown = capsys.readouterr().out
-    assert "wall ms" in shown
-    assert "12.3" in shown
 
 
 # ---- benchmarks.speed.model ----------------------------------------------------------------------
@@ -566,12 +491,6 @@ def test_decoding_gives_the_logits_of_the_longer_text(model, gpt):
     wanted = network(input_ids=longer).logits[:, -1:]
     for _ in range(2):  # the cache is the same again after a step
         torch.testing.assert_close(step(), wanted, rtol=1e-4, atol=1e-5)
-
-
-def test_a_training_step_lowers_the_loss(model, gpt):
-    step = model.training(gpt.build(), gpt)
-    losses = [step().item() for _ in range(20)]
-    assert losses[-1] < losses[0]
 
 
 def test_a_compiled_model_with_other_logits_is_not_timed(model, gpt, monkeypatch):

@@ -93,48 +93,8 @@ def test_dense_alone_is_tuned_at_every_width_and_all_seeds_have_the_best_rate():
     assert len(gpt_seconds.at_best_rates(made)) == 2 * 2 * 2 * 2
 
 
-def test_a_width_without_dense_of_the_longest_schedule_has_no_table(monkeypatch):
-    monkeypatch.setattr(gpt_seconds, "time_steps", lambda **_: TIMES)
-    chosen = {"Python": {}, "timed": 0.0}
-
-    def rows_of(length):
-        return [make_row("dense", length, 0, 2.0), make_row(KIND, 1.0, 0, 2.0)]
-
-    assert gpt_seconds.measure(chosen, {"rows": rows_of(0.5)})["table"] == []
-    assert len(gpt_seconds.measure(chosen, {"rows": rows_of(1.0)})["table"]) == 2
-    elsewhere = [row | {"setup": "Wikipedia", "width": 512} for row in rows_of(1.0)]
-    chosen["Wikipedia"] = {}  # no setup has both widths
-    found = gpt_seconds.measure(chosen, {"rows": [*rows_of(1.0), *elsewhere]})
-    assert len(found["times"]) == 2 * len(TIMES)
-
-
 def test_a_kind_that_was_timed_and_not_trained_has_no_line():
     assert [row["kind"] for row in gpt_seconds.compare_kinds(DENSE, TIMES)] == ["dense"]
-
-
-def test_the_page_has_both_machines_where_both_were_timed():
-    best = gpt_seconds.BEST["AdamW"]
-    rows = [make_row("dense", 1.0, 0, 2.0), make_row(best, 1.0, 0, 2.0)]
-    other, other_best = {"width": 512, "optimizer": "Muon"}, gpt_seconds.BEST["Muon"]
-    short = [make_row("dense", 0.5, 0, 3.0), make_row(other_best, 0.5, 0, 2.0)]
-    wide = [row | other for row in (rows[0], *short)]  # ours has no whole schedule
-    here = [time | {"kind": kind} for time, kind in zip(TIMES, ("dense", best), strict=True)]
-    result = {"rows": [*rows, *wide]}
-    wider = [
-        time | other | {"kind": kind}
-        for time, kind in zip(TIMES, ("dense", other_best), strict=True)
-    ]
-    result["table"] = gpt_seconds.tabulate(result["rows"], [*here, *wider])
-    there = [time | {"median": time["median"] ** 2} for time in here]
-    lines = gpt_seconds.markdown(result, {"times": there}).splitlines()
-    assert lines[-2:] == [
-        "| Python | 256 | 2.000 | 2.000 | 0.25 | 0.50, 0.25 | 2.0, 4.0 |",
-        "| Python, Muon | 512 | 2.000 | 2.000 | 0.12 | 0.25 | 4.0 |",
-    ]
-
-
-def test_a_picture_of_no_runs_is_empty():
-    assert not gpt_seconds.draw({"rows": [], "table": []}).axes
 
 
 def test_a_structured_head_starts_at_the_scale_of_a_dense_one():
