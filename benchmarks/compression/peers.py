@@ -201,13 +201,8 @@ def svd(model: nn.Module, layers: Layers, keep: float, seen: Seen) -> Counts:
 
 def asvd(model: nn.Module, layers: Layers, keep: float, seen: Seen) -> Counts:
     """ASVD: each input feature weighs as much as the root of its mean |x|."""
-    sizes = seen.sizes
-    return truncate(
-        model,
-        layers,
-        keep,
-        lambda name: (sizes[name] / sizes[name].mean()).clamp_min(RIDGE).sqrt().diag(),
-    )
+    weights = {name: (x / x.mean()).clamp_min(RIDGE).sqrt() for name, x in seen.sizes.items()}
+    return truncate(model, layers, keep, lambda name: weights[name].diag())
 
 
 def svd_llm(model: nn.Module, layers: Layers, keep: float, seen: Seen) -> Counts:

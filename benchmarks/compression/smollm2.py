@@ -34,11 +34,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from benchmarks.compression import methods, peers
-from benchmarks.harness import report
 from benchmarks.harness.experiment import Experiment, Row
 from benchmarks.harness.statistics import bootstrap, select, values
 
@@ -48,7 +46,6 @@ import train_gpt
 
 PART = "model.layers."
 HEALED = {"low-rank": (0.8, 0.6)}  # the refined family -> what is kept where it is healed too
-THREADS = torch.get_num_threads()  # of a process of one's own; the harness sets one
 CHOICES = 4
 REFERENCE = "SVD-LLM"  # whose excess perplexity ours is compared with
 
@@ -113,11 +110,8 @@ class Held:
     dense: list[Tensor]  #: logits of the dense model on every second batch of c4, in float16
 
 
-Sizes = tuple[tuple[str, Any], ...]
-
-
 @cache
-def prepare(sizes: Sizes) -> tuple[methods.Data, Held]:
+def prepare(sizes: methods.Sizes) -> tuple[methods.Data, Held]:
     """What all runs of a process share. Nine tenths of the encyclopedia calibrate and heal."""
     at: Row = dict(sizes)
     context, batch = at["context"], at["batch"]
@@ -139,12 +133,8 @@ def prepare(sizes: Sizes) -> tuple[methods.Data, Held]:
     prompt, piece = at["prompt"], at["piece"]
     text = cut(texts["c4"], at["items"], prompt + piece * (2 * CHOICES - 1))
     later = [text[:, prompt + 2 * n * piece :][:, :piece] for n in range(CHOICES)]
-    held = Held(
-        windows,
-        [*text[:, :prompt].split(batch)],
-        [*torch.stack(later, 1).split(batch)],
-        [],
-    )
+    prompts, pieces = text[:, :prompt].split(batch), torch.stack(later, 1).split(batch)
+    held = Held(windows, [*prompts], [*pieces], [])
     with torch.no_grad():
         held.dense.extend(model(input_ids=rows).logits.half() for rows in windows["c4"][::2])
     return data, held
@@ -163,7 +153,7 @@ def loss_of_samples(model: nn.Module, batch: peers.Batch) -> Tensor:
 
 
 @torch.no_grad()
-def measure(model: nn.Module, held: Held) -> Row:
+def measure(model: nn.Module, held: Held, sizes: Row) -> Row:
     nats: dict[str, list[float]] = {}
     divergences: list[float] = []
     for name, batches in held.windows.items():
@@ -206,9 +196,9 @@ def choose(model: nn.Module, prompt: Tensor, pieces: Tensor) -> list[bool]:
     return [found == 0 for found in losses.mean(1).view(batch, choices).argmin(1).tolist()]
 
 
-def time_speeds(model: nn.Module, dense: nn.Module, prompt: Tensor, sizes: Row) -> Row:
-    """Tokens per second of one sequence `(1, tokens)`, over a prompt and one at a time after it."""
-    tokens = sizes["decode"]
+def time_speeds(model: nn.Module, data: methods.Data, held: Held, sizes: Row) -> Row:
+    """Tokens per second of one sequence, over a prompt and one at a time after it."""
+    tokens, prompt = sizes["decode"], held.windows["c4"][0][:1]  # (1, tokens)
 
     def prefill(each: nn.Module) -> Callable[[], Any]:
         return lambda: each(input_ids=prompt)
@@ -225,22 +215,9 @@ def time_speeds(model: nn.Module, dense: nn.Module, prompt: Tensor, sizes: Row) 
 
     kinds = {"prefill": (prefill, prompt.shape[1]), "decode": (decode, tokens)}
     return {
-        name: methods.time_in_turns(make, model, dense, count, sizes["rounds"])
+        name: methods.time_in_turns(make, model, data.model, count, sizes["rounds"])
         for name, (make, count) in kinds.items()
     }
-
-
-def run(method: str, keep: float, way: str, seed: int, **sizes: Any) -> Row:
-    """One model: compressed, measured, and timed where its structure is not that of another row."""
-    torch.set_num_threads(THREADS)
-    torch.manual_seed(seed)
-    data, held = prepare(tuple(sizes.items()))
-    heal = {"steps": sizes["heal_steps"], "lr": sizes["heal_lr"]}
-    model, row = methods.compress(data, method, keep, way, refine=sizes["refine"], heal=heal)
-    row |= measure(model, held)
-    if way not in ("refined", "healed") and method not in ("pruning", "Wanda"):
-        row["speed"] = time_speeds(model, data.model, held.windows["c4"][0][:1], sizes)
-    return row
 
 
 # ---- what the rows come to -----------------------------------------------------------------------
@@ -280,12 +257,6 @@ def line_of(row: Row) -> dict[str, str]:
     return methods.cells_of(row, figures)
 
 
-def show(result: Row) -> list[Any]:
-    lines = [line_of(row) for row in methods.in_order(result["rows"])]
-    excess = {"excess perplexity over SVD-LLM's": result.get("excess", {})}
-    return [report.grid(result["setting"]["model"], lines), *report.tables(excess)]
-
-
 FIGURES = {
     "perplexity": "perplexity of held-out C4",
     "kl": "divergence from dense, nats per token",
@@ -293,20 +264,11 @@ FIGURES = {
 }
 
 
-def draw(result: Row) -> Figure:
-    return methods.plot(result["rows"], FIGURES, by="method", log=("perplexity", "kl"))
-
-
 EXPERIMENT = Experiment(
     name="smollm2",
     about=__doc__,
-    run=run,
-    axes={
-        "method": [*methods.METHODS],
-        "keep": [1.0, 0.8, 0.6, 0.9],
-        "way": [*methods.WAYS],
-        "seed": lambda job: methods.combine(job, HEALED),
-    },
+    run=methods.runner(prepare, measure, time_speeds),
+    axes=methods.axes_of([1.0, 0.8, 0.6, 0.9], HEALED),
     seeds=0,
     sizes={
         "model": "SmolLM2-135M-Instruct, Q4_1",
@@ -339,8 +301,10 @@ EXPERIMENT = Experiment(
         "keep": [1.0, 0.8],
     },
     analyse=analyse,
-    show=show,
-    draw=draw,
+    show=lambda result: methods.show(result, line_of, excess=result.get("excess", {})),
+    draw=lambda result: methods.plot(
+        result["rows"], FIGURES, by="method", log=("perplexity", "kl")
+    ),
     workers=1,
 )
 

@@ -66,39 +66,24 @@ def test_a_peer_keeps_that_share_of_the_encoders_parameters_and_nothing_else_cha
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_svd_llm_is_the_best_of_its_rank_for_the_outputs_without_padding():
+NORMS = {  # what multiplies W from the right in the norm in which the peer is the best of its rank
+    "SVD": lambda x: torch.eye(12, dtype=torch.float64),
+    "ASVD": lambda x: x.abs().mean(0).sqrt().diag(),  # columns scaled by the root of their inputs
+    "SVD-LLM": lambda x: x.T,  # of the outputs, without padding
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_pair_is_the_best_of_its_rank_in_the_norm_of_its_peer(name):
     torch.manual_seed(0)
-    model, x = Encoder(), real_tokens()
+    model, right = Encoder(), NORMS[name](real_tokens())
     weight = model.encoder[0].weight.detach().double()
-    apply("SVD-LLM", model, 0.5)
-    pair = model.encoder[0]
-    rank = pair.v.shape[0]
-    found = (x @ (weight - pair.u.double() @ pair.v.double()).T).norm()
-    values = torch.linalg.svdvals(x @ weight.T)  # Eckart and Young: of the outputs themselves
-    torch.testing.assert_close(found, values[rank:].norm(), rtol=1e-3, atol=0)
-
-
-def test_svd_is_the_best_of_its_rank_for_the_weight():
-    torch.manual_seed(0)
-    model = Encoder()
-    weight = model.encoder[0].weight.detach().clone()
-    x = torch.randn(4, 12)
-    apply("SVD", model, 0.5, [])
-    pair = model.encoder[0]
-    found = (weight - pair.u @ pair.v).norm()
-    torch.testing.assert_close(found, torch.linalg.svdvals(weight)[pair.v.shape[0] :].norm())
+    apply(name, model, 0.5)
+    pair, x = model.encoder[0], torch.randn(4, 12)
+    found = ((weight - pair.u.double() @ pair.v.double()) @ right).norm()
+    values = torch.linalg.svdvals(weight @ right)  # Eckart and Young
+    torch.testing.assert_close(found, values[pair.v.shape[0] :].norm(), rtol=1e-3, atol=0)
     torch.testing.assert_close(pair(x), x @ (pair.u @ pair.v).T + pair.bias)
-
-
-def test_asvd_is_the_best_of_its_rank_for_columns_scaled_by_the_root_of_their_inputs():
-    torch.manual_seed(0)
-    model, x = Encoder(), real_tokens()
-    weight = model.encoder[0].weight.detach().double()
-    apply("ASVD", model, 0.5)
-    pair, scale = model.encoder[0], x.abs().mean(0).sqrt()
-    found = ((weight - pair.u.double() @ pair.v.double()) * scale).norm()
-    values = torch.linalg.svdvals(weight * scale)
-    torch.testing.assert_close(found, values[pair.v.shape[0] :].norm(), rtol=1e-4, atol=0)
 
 
 def test_kfac_svd_is_the_best_of_its_rank_in_the_metric_of_inputs_and_gradients(monkeypatch):
