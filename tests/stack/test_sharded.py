@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
-from structlin import BTT, Structure, convert, plan
+from torch.nn.parallel import DistributedDataParallel
+from structlin import BTT, Structure, StructuredLinear, _loss, convert, linear_cross_entropy, plan
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/init", rank=0, world_size=1)
@@ -62,6 +63,33 @@ dcp.load(found, checkpoint_id=f"{sys.argv[1]}/dcp")
 set_model_state_dict(again, found["model"])
 assert torch.equal(again(x), first(x))
 print("checkpoint: the same")
+
+# a loss in chunks
+_loss._choose_sizes = lambda layer, rows: (64, 6)
+hidden, labels = torch.randn(20, 16), torch.randint(64, (20,))
+
+class Model(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(1)
+        self.head = kind(16, 64)
+
+    def forward(self, x):
+        return linear_cross_entropy(x, self.head, labels)
+
+for kind in (nn.Linear, StructuredLinear):
+    model = Model(kind)
+    nn.functional.cross_entropy(model.head(hidden), labels).backward()
+    for wrap in (DistributedDataParallel, fully_shard):
+        wrapped = wrap(Model(kind))
+        wrapped(hidden).backward()
+        grads = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in wrapped.parameters()]
+        torch.testing.assert_close(grads, [p.grad for p in model.parameters()])
+fully_shard(model.head)
+try:
+    model(hidden)
+except ValueError as error:
+    print("loss:", error)
 dist.destroy_process_group()
 """
 
@@ -91,3 +119,7 @@ def test_sharded_weights_are_refused_and_the_error_says_to_convert_first(said):
         assert "has a sharded weight (DTensor): convert before fully_shard" in error
     assert "convert before fully_shard" in said["plan"][0]
     assert "BTT(rank=1)" in said["plan"][0]
+
+
+def test_a_loss_in_chunks_has_its_gradients_where_the_model_is_wrapped_as_a_whole(said):
+    assert "call this in the forward of the module that fully_shard got" in said["loss"][0]
