@@ -2,7 +2,6 @@
 writes."""
 
 from . import duality, modular, optim, scaling, stability
-from ._checkpoint import load, save
 from ._compress.compress import compress, plan_compression
 from ._compress.distill import distill
 from ._convert import convert, plan
@@ -21,6 +20,7 @@ from ._families import (
     Split,
     family,
 )
+from ._files import load, save
 from ._kernels.engine import show_config
 from ._linear import StructuredLinear
 from ._loss import linear_cross_entropy

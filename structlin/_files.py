@@ -1,60 +1,73 @@
-"""The file of a saved model: one safetensors file that describes itself, replaced by one rename.
+"""`save` and `load`: one safetensors file that describes itself, replaced by one rename.
 
     folder/structlin.safetensors, in its metadata as JSON under "structlin":
         version, modules: {name: layer}, aliases: {name: another name of the same tensor}
 
 A saver writes a temporary file beside it, flushes that file to the disk and renames it: whoever
-opens the file at any moment finds the old model or the new one, whole. Needs safetensors.
+opens the file at any moment finds the old model or the new one, whole. transformers' config holds
+the same descriptions of layers, see `hf`.
 """
 
 import json
 import os
-import stat
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from time import time
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from ._arguments import checked, require_choice
+from ._interrupts import hold_interrupts
+from ._linear import StructuredLinear, uninitialised
+from ._model.survey import Layer, is_conv1d, linear_layers, swap
+from ._quantize import QuantizedLinear
+from ._state import tell_difference
+from ._structure import Structure
 
 VERSION = 1
 FILE = "structlin.safetensors"
-STALE = 24 * 3600  # seconds after which nobody writes a temporary file any more
-_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+_MALFORMED = (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError)
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+_LONGEST = 500  # characters of a message that quotes names: a file may hold any text
 
 
-class Saved(NamedTuple):
-    """What a file holds."""
+@checked
+def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write a model, converted or not, to `structlin.safetensors` in the folder `path`, for `load`.
 
-    modules: dict[str, dict[str, Any]]  #: module name -> a description of its structured layer
-    tensors: dict[str, Tensor]  #: under every name that the state had; tied names hold one tensor
-
-
-def write_file(
-    folder: Path,
-    tensors: Mapping[str, Tensor],
-    modules: Mapping[str, Mapping[str, Any]],
-    aliases: Mapping[str, str],
-) -> None:
-    """Make `folder` hold this model in place of the one that is there.
+    The file is replaced by one rename once the new one is on the disk: at any moment, also after a
+    crash, the folder holds the old model or the new one, whole. Several processes may save and load
+    at once. Tied tensors are stored once.
 
     Raises:
-        OSError: it cannot be written, for example because the disk is full; the old one then stays.
+        ValueError: a tensor without values (meta), sharded, quantised, or state that is no tensor;
+            `path` is a file.
+        OSError: the file cannot be written, for example because the disk is full.
+
+    >>> import tempfile
+    >>> from structlin import BTT, convert
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(convert(nn.Sequential(nn.Linear(64, 64)), BTT()), folder)
+    ...     load(nn.Sequential(nn.Linear(64, 64)), folder)[0].structure.params
+    1024
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    description = {"version": VERSION, "modules": modules, "aliases": aliases}
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"path={str(folder)!r} is a file; save writes a folder")
+    tensors, aliases = _collect_tensors(model)
+    description = {"version": VERSION, "modules": describe(model), "aliases": aliases}
     metadata = {"structlin": json.dumps(description, separators=(",", ":"))}
     folder.mkdir(parents=True, exist_ok=True)
-    _remove_stale(folder)
     temporary = folder / f".{FILE}-{uuid4().hex}"
     try:
         temporary.touch()
-        mode = stat.S_IMODE(temporary.stat().st_mode)
-        save_file(dict(tensors), temporary, metadata=metadata)
+        mode = temporary.stat().st_mode
+        save_file(tensors, temporary, metadata=metadata)
         temporary.chmod(mode)  # safetensors lets nobody else read it
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
@@ -65,27 +78,69 @@ def write_file(
         temporary.unlink(missing_ok=True)
 
 
-def _remove_stale(folder: Path) -> None:
-    """Remove the temporary files of savers that were killed; younger ones may be in use."""
-    for file in folder.glob(f".{FILE}-*"):
-        with suppress(OSError):  # its saver has just renamed it, or it is another user's
-            if time() - file.stat().st_mtime > STALE:
-                file.unlink()
+@checked
+def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
+    """Make `model` what was saved in `path`: the layers that the file names become structured.
 
+    Parameters are filled in place, so that an optimizer, DDP or hooks made before keep hold of
+    them. Only those of another dtype than the file's, on the meta device or of a layer that becomes
+    structured are new ones. The file is read once and not needed afterwards.
 
-def read_file(folder: Path) -> Saved:
-    """What `write_file` wrote into `folder`.
+    Args:
+        model: freshly built and dense, also on the meta device; or converted already in the same
+            way. Its parameters keep their device (meta: the CPU) and `requires_grad`, and take the
+            file's dtype.
+
+    Returns:
+        `model`; the new layer if the model is itself a linear layer.
 
     Raises:
-        ValueError: there is no such file, it is no regular file, or it is truncated or malformed.
+        ValueError: the file is missing, truncated or malformed; the model differs from what was
+            saved, where the message names the layers and tensors. After this error, as after any
+            other, the model is as it was: numbers are only written once everything fits.
+
+    >>> import tempfile
+    >>> from structlin import BTT, convert
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(convert(nn.Sequential(nn.Linear(16, 16)), BTT()), folder)
+    ...     load(nn.Sequential(nn.Linear(16, 16)), folder)[0].label
+    'BTT(rank=1)'
     """
+    with torch.inference_mode(False), torch.no_grad():
+        described, tensors = _read_file(Path(path))
+        kinds, places = ("_modules", "_parameters", "_buffers"), [*map(vars, model.modules())]
+        places += [place[kind] for place in places for kind in kinds]
+        contents = [dict(place) for place in places]
+        with hold_interrupts():
+            try:
+                root = swap(model, restructure(model, described))
+                written = _assign(root, tensors)
+            except BaseException as error:
+                for place, content in zip(places, contents, strict=True):
+                    place.clear()
+                    place.update(content)
+                if type(error) is RuntimeError:  # torch's words of names and shapes
+                    raise ValueError(f"path={str(path)!r}: {str(error)[:_LONGEST]}") from error
+                raise
+            for own, value in written:
+                own.copy_(value)
+    for name, data in described.items():
+        layer = root.get_submodule(name)
+        if isinstance(layer, QuantizedLinear):  # older files have it in the scales
+            layer.dtype = getattr(torch, data.get("dtype", "float32"))
+    return root
+
+
+# ---- the file ------------------------------------------------------------------------------------
+
+
+def _read_file(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+    """What `save` wrote into `folder`: the modules, and the tensors under all their names."""
     from safetensors import SafetensorError, safe_open
 
     file = folder / FILE
-    if not file.exists():
-        raise ValueError(f"path={str(folder)!r} has no {FILE}; was it written by structlin.save?")
     if not file.is_file():  # a pipe or a device would never end
-        raise ValueError(f"{file} is a folder, pipe or device, no regular file")
+        raise ValueError(f"path={str(folder)!r} has no {FILE}; was it written by structlin.save?")
     try:
         with safe_open(file, "pt") as opened:
             description = json.loads(opened.metadata()["structlin"])
@@ -98,4 +153,162 @@ def read_file(folder: Path) -> Saved:
     if version != VERSION:
         text = f"this structlin reads version {VERSION}; take the one that wrote the file"
         raise ValueError(f"{file} has version {version!r}; {text}")
-    return Saved(modules, tensors | aliases)
+    return modules, tensors | aliases
+
+
+def _collect_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Each tensor of the state once, contiguous, alone in its storage; other names -> the first."""
+    tensors, aliases, first = dict[str, Tensor](), dict[str, str](), dict[tuple[Any, ...], str]()
+    storages = set[int]()
+    for name, tensor in model.state_dict().items():
+        if type(tensor) is not Tensor or tensor.layout != torch.strided:
+            text = f"is a {type(tensor).__name__}, no plain tensor"
+            raise ValueError(f"{name!r} {text}; gather or dequantise it before saving")
+        if tensor.is_meta:
+            raise ValueError(f"{name!r} is on the meta device: it has no values to save")
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        if tensor.numel() and first.setdefault(key, name) != name:
+            aliases[name] = first[key]
+            continue
+        storage = tensor.untyped_storage()
+        alone = storage.nbytes() == tensor.nbytes and storage.data_ptr() not in storages
+        storages.add(storage.data_ptr())
+        whole = alone and tensor.is_contiguous()
+        tensors[name] = tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+    return tensors, aliases
+
+
+# ---- layers as plain data ------------------------------------------------------------------------
+
+
+def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Each structured layer of `model` as plain data, under all its names, for `restructure`."""
+    said = {}
+    for name, layer in model.named_modules(remove_duplicate=False):
+        if isinstance(layer, StructuredLinear):
+            said[name] = {
+                **layer.computes_with(),
+                "label": layer.label,
+                "bias": layer.bias is not None,
+                "weight_norm": layer.gains is not None,
+                "init": layer.init,
+                "zero_init": layer.zero_init,
+                "sigma": layer.stds,
+            }
+        if isinstance(layer, QuantizedLinear):  # other tensors say it by theirs
+            said[name]["dtype"] = str(layer.compute_dtype).removeprefix("torch.")
+    return said
+
+
+def restructure(
+    model: nn.Module, modules: Mapping[str, Mapping[str, Any]]
+) -> list[tuple[tuple[str, ...], StructuredLinear]]:
+    """The layers that `model` must get to be as `modules` describes, and their names; for `swap`.
+
+    They have the biases of the layers that they replace, and no other values yet. Layers that are
+    as described already are left out. Nothing is changed.
+
+    Raises:
+        ValueError: layers that the model lacks, that are no plain linear layers, or that differ in
+            widths, bias or what they compute with.
+    """
+    layers = {name: layer for layer in linear_layers(model) for name in layer.names}
+    problems, found = [], dict[nn.Module, tuple[tuple[str, ...], StructuredLinear]]()
+    for name, data in modules.items():
+        layer = layers.get(name)
+        try:
+            if layer is None:
+                inside, lacks = name.partition(".")[2], "the model has no such linear layer"
+                whole = f" but {inside!r}: the file is of what holds this model, such as a wrapper"
+                raise ValueError(lacks + whole if inside in layers else lacks)
+            if (new := _build_layer(layer, data)) is not None:
+                found[layer.module] = layer.names, new
+        except _MALFORMED as error:
+            problems.append(f"{name!r}: {str(error)[:_LONGEST]}")
+    only = [name for name in describe(model) if name not in modules]
+    problems += [f"{name!r} is structured in the model, dense in the file" for name in only]
+    if problems:
+        raise ValueError(f"the model differs from what was saved: {'; '.join(problems[:10])}")
+    return list(found.values())
+
+
+def _build_layer(layer: Layer, data: Mapping[str, Any]) -> StructuredLinear | None:
+    """A layer as described, in place of `layer`; None if that computes with the same already."""
+    old, bias = layer.module, layer.module._parameters.get("bias")
+    widths = layer.in_features, layer.out_features
+    saved = data["in_features"], data["out_features"]
+    if widths != saved:
+        raise ValueError(
+            f"{widths[0]} -> {widths[1]} in the model, {saved[0]} -> {saved[1]} in the file"
+        )
+    structured = isinstance(old, StructuredLinear)
+    if not structured and layer.obstacle:
+        raise ValueError(layer.obstacle)
+    weight: Any = old.weight
+    options = {name: data[name] for name in ("weight_norm", "init", "zero_init")}
+    options |= {"device": "meta" if structured else weight.device, "dtype": weight.dtype}
+    if "quantized" in data:
+        require_choice("quantized", data["quantized"], ("int8",))
+        require_choice("dtype", data.get("dtype", "float32"), _DTYPES)
+        options["kind"] = QuantizedLinear
+    structure = Structure.from_dict(data["structure"])
+    new = uninitialised(*widths, structure, bias=False, **options)
+    if not isinstance(new, QuantizedLinear):
+        new.requires_grad_(weight.requires_grad)
+    new.label, new.conv1d, new.bias = str(data["label"]), is_conv1d(old), bias
+    if isinstance(old, StructuredLinear) and old.structure != structure:
+        raise ValueError(f"is {old.label} in the model, {new.label} in the file")
+    built = describe(new)[""]
+    read = {**data, "dtype": built.get("dtype")}  # of int8 cores it is the model's, until it is set
+    difference = tell_difference(built, {name: read[name] for name in built})
+    if isinstance(old, StructuredLinear):
+        difference = difference or tell_difference(old.computes_with(), new.computes_with())
+    if difference:
+        raise ValueError(f"{difference} in the file")
+    return None if structured else new.train(old.training)
+
+
+# ---- filling a model -----------------------------------------------------------------------------
+
+
+def _assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The model's own tensors, and what is to be written into each: torch has seen that all fits.
+
+    For that, `tensors` take their places. Then they come back, ties included; copies of `tensors`
+    stay in place of those that have another dtype or no values.
+    """
+    _check_ties(model, tensors)
+    modules = list(model.modules())
+    before = [(x, dict(x)) for module in modules for x in (module._parameters, module._buffers)]
+    model.load_state_dict(tensors, assign=True)
+    made, written = dict[int, Any](), list[tuple[Tensor, Tensor]]()
+    for place, contents in before:
+        for name, own in contents.items():
+            value: Any = place[name]
+            if own is None or value is own:
+                continue
+            if id(own) not in made:
+                if type(own.detach()) is not Tensor:
+                    raise ValueError(f"{name!r} is no plain tensor: load before sharding the model")
+                fits = own.dtype == value.dtype and not own.is_meta and not own.is_inference()
+                made[id(own)] = own if fits else _copy_like(own, value)
+                written += [(own, value)] if fits else []
+            place[name] = made[id(own)]
+    if lost := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+        text = "on the meta device and in no file (persistent=False); build the model on a device"
+        raise ValueError(f"{', '.join(lost[:5])}: {text}")
+    return written
+
+
+def _check_ties(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    first, state = dict[int, str](), model.state_dict(keep_vars=True)
+    for name in (name for name in state if name in saved):
+        other = first.setdefault(id(state[name]), name)
+        if saved[name] is not saved[other] and not torch.equal(saved[name], saved[other]):
+            text = "are tied in the model and differ in the file: untie them"
+            raise ValueError(f"{other!r} and {name!r} {text}")
+
+
+def _copy_like(own: Tensor, value: Tensor) -> Tensor:
+    new = value.detach().to("cpu" if own.is_meta else own.device, copy=True)
+    return nn.Parameter(new, own.requires_grad) if isinstance(own, nn.Parameter) else new

@@ -22,18 +22,15 @@ class DescribedModule(nn.Module):
 
     @property
     def _is_hf_initialized(self) -> bool:
-        """transformers sets this once its `_init_weights` has seen the module.
-
-        `from_pretrained` builds on the meta device. By then what the file lacks has memory, but no
-        values: `_init_weights` knows no structured layers. It is drawn here.
-        """
+        """transformers sets this once its `_init_weights`, which knows no structured layers, has
+        seen the module. By then what the file lacks has memory, but no values: it is drawn here."""
         return bool(vars(self).get("_is_hf_initialized", False))
 
     @_is_hf_initialized.setter
     def _is_hf_initialized(self, value: bool) -> None:
         vars(self)["_is_hf_initialized"] = value
         if value and getattr(self, "_undrawn", False):
-            self._draw(_has_values)
+            self._draw(lambda own: getattr(own, "_is_hf_initialized", False) or _is_written(own))
 
     @_is_hf_initialized.deleter
     def _is_hf_initialized(self) -> None:
@@ -54,16 +51,9 @@ class DescribedModule(nn.Module):
             metadata[prefix[:-1]][KEY] = self.computes_with()
 
     def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: Any, prefix: str, local_metadata: Any, *told: Any
     ) -> None:
-        said = local_metadata.get(KEY)
+        said, error_msgs = local_metadata.get(KEY), told[-1]
         if said is not None and (difference := tell_difference(self.computes_with(), said)):
             error_msgs.append(f"{prefix[:-1]!r}: {difference} in the state")
         dense = state_dict.get(f"{prefix}weight")
@@ -73,8 +63,7 @@ class DescribedModule(nn.Module):
                 "layer: load it into the dense model and convert that, or use "
                 "layer.from_dense_(weight)"
             )
-        told = (missing_keys, unexpected_keys, error_msgs)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *told)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *told)
         if local_metadata.get("assign_to_params_buffers"):
             self._undrawn = False
 
@@ -93,10 +82,7 @@ def is_guarded(parameter: Tensor) -> bool:
     return bool(probe)
 
 
-def _has_values(parameter: Tensor) -> bool:
-    """Whether transformers has read it from a file, or somebody has written to it."""
-    if getattr(parameter, "_is_hf_initialized", False):
-        return True
+def _is_written(parameter: Tensor) -> bool:
     return not parameter.is_inference() and parameter._version > 0
 
 
@@ -106,8 +92,6 @@ def tell_difference(own: dict[str, Any], said: Any) -> str:
     >>> tell_difference({"in_features": 4, "sigma": None}, {"in_features": 4, "sigma": [0.5]})
     'sigma=None in the model, [0.5]'
     """
-    if not isinstance(said, dict):
-        return f"{own} in the model, {said!r}"
     for name in dict.fromkeys([*own, *said]):
         if own.get(name) != said.get(name):
             return f"{name}={own.get(name)} in the model, {said.get(name)}"

@@ -1,14 +1,12 @@
 """transformers: `save_pretrained` and `from_pretrained` of a converted model, as a quantiser.
 
 Importing this module registers the quantiser "structlin" with transformers, and nothing else.
-`convert` imports it where transformers is in use, and gives the model that quantiser. Every
-`save_pretrained` of the model then asks it, and writes which layers are structured at that moment.
-Where only a part of a model was converted, call `declare(model)` before `save_pretrained`.
+`convert` imports it where transformers is in use, and gives the model that quantiser, which every
+`save_pretrained` of the model asks. Where only a part was converted, call `declare(model)` before.
 
-To load, **import structlin.hf before from_pretrained**. Without that import from_pretrained fails
-with a size mismatch of every structured layer's `weight`, because `save_pretrained` writes a row of
-bytes of that name. from_pretrained cannot go on with random weights, unless it is told to with
-`ignore_mismatched_sizes`.
+To load, **import structlin.hf before from_pretrained**. Without it from_pretrained fails with a
+size mismatch of every structured layer's `weight`, a row of bytes that `save_pretrained` writes.
+With `ignore_mismatched_sizes` alone it goes on, with random weights.
 """
 
 import copy
@@ -24,10 +22,9 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ._checkpoint import describe, restructure
+from ._files import describe, restructure
 from ._linear import StructuredLinear
-from ._model.survey import build_dense_layer, linear_layers, swap
-from ._warnings import warn
+from ._model.survey import swap
 
 __all__ = ["declare"]
 METHOD = "structlin"
@@ -37,7 +34,7 @@ GUARD_TEXT = b"import structlin.hf before from_pretrained"
 
 @register_quantization_config(METHOD)
 class StructlinConfig(QuantizationConfigMixin):
-    """What config.json says: module names -> structure and widths, see `_checkpoint.describe`."""
+    """What config.json says: module names -> structure and widths, see `_files.describe`."""
 
     def __init__(self, modules: dict[str, dict[str, Any]] | None = None, **options: Any) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]
@@ -53,15 +50,14 @@ class StructlinQuantizer(HfQuantizer):
     """Turns the dense skeleton into the structured one before the weights are read."""
 
     quantization_config: StructlinConfig
+    is_trainable = is_qat_trainable = is_compileable = True
     found: Collection[str] = ()  #: layers of the checkpoint, by their names in the model
 
     def _process_model_before_weight_loading(
-        self, model: PreTrainedModel, checkpoint_files: Any = None, **options: Any
+        self, model: PreTrainedModel, **options: Any
     ) -> PreTrainedModel:
         described = self.quantization_config.modules
         modules = _match_names(model, described)
-        if checkpoint_files:  # where a guard has transformers refuse a layer that stays dense
-            modules = _leave_other_widths(model, modules)
         swap(model, restructure(model, describe(model) | modules))
         self.found = set(modules)
         names = {*described, *modules}
@@ -76,15 +72,16 @@ class StructlinQuantizer(HfQuantizer):
         self, model: PreTrainedModel, **options: Any
     ) -> PreTrainedModel:
         """transformers 5 only logs what it does not find in the file, and leaves it as it is."""
-        parameters = dict(model.named_parameters())
-        offloaded = [name for name, parameter in parameters.items() if parameter.is_meta]
-        if len(offloaded) < len(parameters):
-            _refuse_offloaded(offloaded)
-        loaded = {
-            name: hasattr(parameter, "_is_hf_initialized") for name, parameter in parameters.items()
-        }
-        if any(loaded.values()):
-            self._refuse_lost(name for name in loaded if not loaded[name])
+        own = dict(model.named_parameters())
+        offloaded = [name for name, parameter in own.items() if parameter.is_meta]
+        cores = [name for name in offloaded if re.search(r"\.(cores|scales)\.\d+$", name)]
+        if cores and len(offloaded) < len(own):
+            text = f"device_map offloads cores of structured layers: {', '.join(cores[:5])}"
+            why = "accelerate does not bring them back when their layer is called"
+            raise ValueError(f"{text}; {why}: give them a device")
+        lost = [name for name, each in own.items() if not hasattr(each, "_is_hf_initialized")]
+        if len(lost) < len(own):
+            self._refuse_lost(lost)
         declare(model)
         return model
 
@@ -113,32 +110,11 @@ class StructlinQuantizer(HfQuantizer):
         given = sys._getframe(1).f_locals.get("state_dict")
         state = dict(model.state_dict() if given is None else given)
         for name, module in model.named_modules(remove_duplicate=False):
-            if isinstance(module, StructuredLinear):
-                # also where its cores are offloaded
-                state[f"{name}.{GUARD}"] = torch.frombuffer(
-                    bytearray(GUARD_TEXT), dtype=torch.uint8
-                )
+            if isinstance(module, StructuredLinear):  # also where its cores are offloaded
+                state[f"{name}.{GUARD}"] = torch.tensor(list(GUARD_TEXT), dtype=torch.uint8)
         return state, {}
 
-    def _dequantize(self, model: PreTrainedModel, dtype: Any = None) -> nn.Module:
-        layers = [
-            layer for layer in linear_layers(model) if isinstance(layer.module, StructuredLinear)
-        ]
-        return swap(model, [(layer.names, build_dense_layer(layer.module)) for layer in layers])  # type: ignore[arg-type]
-
     def is_serializable(self, *args: Any, **options: Any) -> bool:
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        return True
-
-    @property
-    def is_qat_trainable(self) -> bool:
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
         return True
 
 
@@ -173,9 +149,7 @@ def declare(model: nn.Module) -> None:
 def _write_config(model: PreTrainedModel, said: StructlinConfig | None) -> None:
     """Give `model` a config of its own that says `said`: others may share its."""
     shared: Any = model.config
-    if said is None and not isinstance(
-        getattr(shared, "quantization_config", None), StructlinConfig
-    ):
+    if said is None and not isinstance(vars(shared).get("quantization_config"), StructlinConfig):
         return
     own = copy.copy(shared)
     own.quantization_config = said
@@ -191,53 +165,18 @@ def _match_names(
 ) -> dict[str, dict[str, Any]]:
     """`modules` by their names in `model`, which may be the saved model's body, or have it as such.
 
-    As transformers does with weights, layers that `model` lacks are left out.
-
-    Raises:
-        ValueError: it lacks them all.
+    Layers that `model` lacks are left out, as weights are by transformers, which reports them. If
+    it lacks them all, it is another model: ValueError.
     """
     prefix = f"{model.base_model_prefix}."
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    has_head = any(name.startswith(prefix) for name in modules)
-    found, lost = {}, []
+    found = {}
     for name, data in modules.items():
-        places = name, name.removeprefix(prefix), prefix + name
-        own = next((own for own in places if own in names), None)
-        if own is not None:
-            found[own] = data
-        elif name.startswith(prefix) or not has_head:  # not of another head
-            lost.append(name)
-    if lost:
-        text = f"{type(model).__name__} lacks structured layers of the checkpoint"
-        if not found:
-            raise ValueError(f"{text}, all of them: {', '.join(lost[:5])}; load what was saved")
-        warn(f"{text}, which are left out: {', '.join(lost[:5])}")
+        for own in (name, name.removeprefix(prefix), prefix + name):
+            if own in names:
+                found[own] = data
+                break
+    if modules and not found:
+        text = f"{type(model).__name__} lacks structured layers of the checkpoint, all of them"
+        raise ValueError(f"{text}: {', '.join([*modules][:5])}; load what was saved")
     return found
-
-
-def _leave_other_widths(
-    model: PreTrainedModel, modules: Mapping[str, dict[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    """`modules` without those that are dense in `model` and have other widths there.
-
-    They stay dense, which transformers refuses without `ignore_mismatched_sizes`: see `GUARD`.
-    """
-    left = {}
-    for layer in linear_layers(model):
-        for name in set(layer.names) & modules.keys():
-            saved = modules[name].get("in_features"), modules[name].get("out_features")
-            same = saved == (layer.in_features, layer.out_features)
-            if not same and not isinstance(layer.module, StructuredLinear):
-                left[name] = f"{name} ({saved[0]} -> {saved[1]})"
-    if left:
-        text = f"{type(model).__name__} has other widths than structured layers of the checkpoint"
-        warn(f"{text}, and keeps dense ones: {', '.join([*left.values()][:5])}")
-    return {name: data for name, data in modules.items() if name not in left}
-
-
-def _refuse_offloaded(parameters: Iterable[str]) -> None:
-    if cores := [name for name in parameters if re.search(r"\.(cores|scales)\.\d+$", name)]:
-        raise ValueError(
-            f"device_map offloads cores of structured layers: {', '.join(cores[:5])}; accelerate "
-            "does not bring them back when their layer is called: give them a device"
-        )

@@ -1,6 +1,7 @@
 """`quantize`: the rule of rounding, what a rounded layer still does, files, and what is refused."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -232,8 +233,9 @@ def test_a_saved_model_comes_back_bit_equal(dtype, meta, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_files_of_older_versions_have_scales_of_16_bits(dtype, tmp_path):
     pytest.importorskip("safetensors")
-    from structlin._checkpoint import describe
-    from structlin._files import write_file
+    from safetensors.torch import save_file
+
+    from structlin._files import FILE, describe
 
     model = quantize(convert(mlp(dtype=dtype, bias=False), LowRank(rank=8)))
     state = {
@@ -242,7 +244,8 @@ def test_files_of_older_versions_have_scales_of_16_bits(dtype, tmp_path):
     }
     modules = describe(model)
     assert {data.pop("dtype") for data in modules.values()} == {str(dtype).split(".")[1]}
-    write_file(tmp_path, state, modules, {})
+    description = {"version": 1, "modules": modules, "aliases": {}}
+    save_file(state, tmp_path / FILE, {"structlin": json.dumps(description)})
     model.load_state_dict(state)
     assert model[0].scales[0].dtype == torch.float32
     x = torch.randn(40, 64, dtype=dtype)

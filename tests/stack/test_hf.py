@@ -17,16 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 from benchmarks.zoo import MODELS, logits
-from structlin import (
-    BTT,
-    LowRank,
-    StructuredLinear,
-    convert,
-    densify,
-    load,
-    quantize,
-    save,
-)
+from structlin import BTT, LowRank, StructuredLinear, convert, densify, load, quantize, save
 from structlin._model.survey import widths
 from structlin._quantize import QuantizedLinear
 from structlin.hf import declare
@@ -45,9 +36,11 @@ def structures(model) -> dict[str, object]:
     }
 
 
+@pytest.mark.parametrize("change", [None, quantize])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_bit_equal_after_saving_and_loading_twice(name, tmp_path):
+def test_logits_are_bit_equal_after_saving_and_loading_twice(name, change, tmp_path):
     model = converted(name)
+    model = change(model) if change else model
     before, kept = logits(model, name), structures(model)
     assert kept
     for generation in ("first", "second"):
@@ -55,6 +48,10 @@ def test_logits_are_bit_equal_after_saving_and_loading_twice(name, tmp_path):
         model = type(model).from_pretrained(tmp_path / generation)
         assert structures(model) == kept
         assert torch.equal(logits(model, name), before)
+    if change:
+        int8 = {type(x) for x in model.modules() if isinstance(x, StructuredLinear)}
+        assert int8 == {QuantizedLinear}
+        torch.testing.assert_close(logits(densify(model), name), before, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
@@ -69,31 +66,8 @@ def test_bfloat16_and_shards_come_back_bit_equal(name, tmp_path):
     assert next(iter(loaded.parameters())).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "vit"])
-def test_int8_cores_come_back_bit_equal_and_lead_back_to_a_dense_model(name, tmp_path):
-    model = quantize(converted(name))
-    before = logits(model, name)
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path)
-    kinds = [type(module) for module in loaded.modules() if isinstance(module, StructuredLinear)]
-    assert set(kinds) == {QuantizedLinear}
-    assert torch.equal(logits(loaded, name), before)
-    torch.testing.assert_close(logits(densify(loaded), name), before, atol=1e-4, rtol=1e-4)
-
-
-def test_a_checkpoint_without_a_scale_is_refused(tmp_path):
-    model = quantize(converted("llama"))
-    model.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    state = load_file(file)
-    del state[next(name for name in state if name.endswith("scales.1"))]
-    save_file(state, file, {"format": "pt"})
-    with pytest.raises(ValueError, match=r"lacks parameters of structured layers: .*scales\.1"):
-        type(model).from_pretrained(tmp_path)
-
-
 @pytest.mark.parametrize("name", MODELS)
-def test_to_dense_gives_back_the_keys_and_the_function_of_the_dense_model(name):
+def test_to_dense_gives_back_the_keys_and_the_function_of_the_dense_model(name, tmp_path):
     dense_keys = {key: value.shape for key, value in MODELS[name]().state_dict().items()}
     model = converted(name)
     before = logits(model, name)
@@ -101,21 +75,14 @@ def test_to_dense_gives_back_the_keys_and_the_function_of_the_dense_model(name):
     assert {key: value.shape for key, value in model.state_dict().items()} == dense_keys
     torch.testing.assert_close(logits(model, name), before, atol=1e-4, rtol=1e-4)
     assert not hasattr(model.config, "quantization_config")
-
-
-def test_a_dense_model_saved_after_to_dense_loads_as_any_other(tmp_path):
-    model = densify(converted("llama"))
     model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path)
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
-    assert torch.equal(logits(loaded, "llama"), logits(model, "llama"))
+    assert torch.equal(logits(type(model).from_pretrained(tmp_path), name), logits(model, name))
 
 
 def test_what_is_saved_is_what_the_layers_are_and_not_what_they_were(tmp_path):
     model = converted("llama", include="ffn")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        # a part, on its own
+    with pytest.warns(UserWarning, match=r"is a part of .* call structlin\.hf\.declare\(model\)"):
         convert(model.model.layers, LowRank(rank=4), include="attention", weight_norm=True)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
@@ -138,11 +105,9 @@ def put_in(model) -> None:
 
 PARTS = {  # name of the model, what is done to a part of it
     "layers": ("llama", lambda model: convert(model.model.layers, BTT())),
-    "one mlp": ("llama", lambda model: convert(model.model.layers[0].mlp, BTT())),
     "body": ("llama", lambda model: convert(model.model, BTT())),
     "assigned": ("llama", put_in),
     "assigned Conv1D": ("gpt2", put_in),
-    "blocks": ("gpt2", lambda model: convert(model.transformer.h, BTT())),
     "activation": ("gpt2", lambda model: convert(model.transformer.h, BTT().activate())),
     "encoder": ("bert", lambda model: convert(model.bert.encoder, BTT())),
 }
@@ -158,12 +123,6 @@ def converted_in_part(case: str):
     return name, model
 
 
-def test_a_part_that_is_converted_asks_for_declare_once():
-    model = MODELS["llama"]()
-    with pytest.warns(UserWarning, match=r"is a part of .* call structlin\.hf\.declare\(model\)"):
-        convert(model.model.layers, LowRank(rank=4))
-
-
 @pytest.mark.parametrize("case", PARTS)
 def test_a_model_of_which_a_part_was_converted_is_loaded_as_it_was_saved(case, tmp_path):
     name, model = converted_in_part(case)
@@ -177,13 +136,12 @@ def test_a_model_of_which_a_part_was_converted_is_loaded_as_it_was_saved(case, t
 
 
 def test_a_layer_put_into_gpt2_by_hand_is_dense_as_a_conv1d_once_it_is_loaded(tmp_path):
-    model = MODELS["gpt2"]()
+    model, fresh = MODELS["gpt2"](), MODELS["gpt2"]()
+    shapes = {name: value.shape for name, value in fresh.state_dict().items()}
     put_in(model)
     save(model, tmp_path)
-    back = densify(load(MODELS["gpt2"](), tmp_path))
-    assert {key: value.shape for key, value in back.state_dict().items()} == {
-        key: value.shape for key, value in MODELS["gpt2"]().state_dict().items()
-    }
+    back = densify(load(fresh, tmp_path))
+    assert {name: value.shape for name, value in back.state_dict().items()} == shapes
 
 
 # peft of transformers 5
@@ -227,9 +185,8 @@ def test_loading_without_structlin_hf_is_an_error_and_not_random_weights(importe
     refused = [line for line in done.stdout.splitlines() if line.startswith("refused:")]
     assert len(refused) == 2 * len(folders)
     assert all("mismatch" in line for line in refused)
-    warning = "Unknown quantization type, got structlin"
-    assert warning in done.stderr
-    assert warning in (Path(__file__).parents[2] / "docs/convert.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/convert.md").read_text(encoding="utf-8")
+    assert all("Unknown quantization type, got structlin" in text for text in (done.stderr, page))
 
 
 # ---- other models than the one that was saved ----------------------------------------------------
@@ -239,26 +196,17 @@ def test_loading_without_structlin_hf_is_an_error_and_not_random_weights(importe
 def test_the_body_of_a_converted_model_loads_on_its_own_and_into_a_model_with_a_head(
     name, tmp_path
 ):
-    model = converted(name)
+    model = converted(name, **({"include": "*"} if name == "llama" else {}))
     body = getattr(model, model.base_model_prefix)
     model.save_pretrained(tmp_path / "whole")
     alone = AutoModel.from_pretrained(tmp_path / "whole")
     assert structures(alone) == structures(body) != {}
-    assert all(
-        torch.equal(alone.get_parameter(key), value) for key, value in body.named_parameters()
-    )
+    assert all(torch.equal(alone.get_parameter(x), value) for x, value in body.named_parameters())
     body.save_pretrained(tmp_path / "body")
     again = type(model).from_pretrained(tmp_path / "body")
     assert structures(again) == structures(model)
     own = getattr(again, again.base_model_prefix)
-    assert all(torch.equal(own.get_parameter(key), value) for key, value in body.named_parameters())
-
-
-def test_a_converted_head_does_not_keep_the_body_from_loading(tmp_path):
-    model = converted("llama", include=["*mlp*", "lm_head"])
-    model.save_pretrained(tmp_path)
-    alone = AutoModel.from_pretrained(tmp_path)
-    assert structures(alone) == structures(model.model) != {}
+    assert all(torch.equal(own.get_parameter(x), value) for x, value in body.named_parameters())
 
 
 LACKING = {  # saved model, what is structured, options of loading, what the loaded one lacks
@@ -274,8 +222,7 @@ def test_structured_layers_that_a_model_lacks_are_left_out_as_dense_ones_are(cas
     body = type(getattr(whole, whole.base_model_prefix))(whole.config)
     convert(body, BTT(), include=include).save_pretrained(tmp_path)
     assert any(lacks in layer for layer in structures(body))
-    with pytest.warns(UserWarning, match=f"lacks structured layers .* left out: {lacks}"):
-        loaded = type(whole).from_pretrained(tmp_path, **options)
+    loaded = type(whole).from_pretrained(tmp_path, **options)
     part = getattr(loaded, loaded.base_model_prefix)
     kept = {layer: s for layer, s in structures(body).items() if lacks not in layer}
     assert structures(part) == kept != {}
@@ -284,29 +231,13 @@ def test_structured_layers_that_a_model_lacks_are_left_out_as_dense_ones_are(cas
     assert structures(again) == structures(loaded)
 
 
-def test_a_model_that_lacks_all_structured_layers_is_refused(tmp_path):
-    convert(MODELS["llama"](), BTT(), include="lm_head").save_pretrained(tmp_path)
+def test_a_model_that_lacks_all_structured_layers_or_has_other_widths_is_refused(tmp_path):
+    model = convert(MODELS["llama"](), BTT(), include="lm_head")
+    model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"LlamaModel lacks .* all of them: lm_head; load"):
         AutoModel.from_pretrained(tmp_path)
-
-
-@pytest.mark.skipif(transformers.__version__ < "5", reason="structlin.hf refuses, with flag too")
-def test_layers_of_other_widths_need_ignore_mismatched_sizes_and_stay_dense(tmp_path):
-    model = converted("llama", include="*")
-    model.save_pretrained(tmp_path)
-    options = {"intermediate_size": 2 * model.config.intermediate_size}
-    text = r"other widths .* dense ones: model\.layers\.0\.mlp"
-    with pytest.warns(UserWarning, match=text), pytest.raises(RuntimeError, match="mismatch"):
-        type(model).from_pretrained(tmp_path, **options)
-    options |= {"ignore_mismatched_sizes": True}
-    with pytest.warns(UserWarning, match=text):
-        loaded = type(model).from_pretrained(tmp_path, **options)
-    kept = {name: s for name, s in structures(model).items() if "mlp" not in name}
-    assert structures(loaded) == kept != {}
-    assert logits(loaded, "llama").isfinite().all()
-    loaded.save_pretrained(tmp_path / "again")
-    again = type(model).from_pretrained(tmp_path / "again")
-    assert torch.equal(logits(again, "llama"), logits(loaded, "llama"))
+    with pytest.raises(ValueError, match=r"'lm_head': 32 -> 9 in the model, 32 -> \d+ in the file"):
+        type(model).from_pretrained(tmp_path, vocab_size=9)
 
 
 @pytest.mark.parametrize("in_part", [False, True])
@@ -316,19 +247,14 @@ def test_a_state_and_the_config_of_a_converted_model_make_it_again(in_part):
     assert torch.equal(logits(again, "bert"), logits(model, "bert"))
 
 
-def test_a_dense_model_of_the_config_of_a_converted_one_is_saved_as_dense(tmp_path):
-    model = converted("llama")
-    dense = type(model)(model.config)
-    declare(dense)
-    dense.save_pretrained(tmp_path)
-    assert not structures(type(model).from_pretrained(tmp_path))
-    assert hasattr(model.config, "quantization_config")
-
-
-def test_a_dense_model_that_shares_the_config_is_saved_as_dense(tmp_path):
+@pytest.mark.parametrize("first", [True, False])
+def test_a_dense_model_of_the_same_config_is_saved_as_dense(first, tmp_path):
     model = MODELS["llama"]()
     dense = type(model)(model.config)
     convert(model, BTT())
+    if not first:
+        dense = type(model)(model.config)  # which says what is structured
+        declare(dense)
     model.save_pretrained(tmp_path / "structured")
     dense.save_pretrained(tmp_path / "dense")
     assert "quantization_config" not in json.loads((tmp_path / "dense" / "config.json").read_text())
@@ -336,16 +262,6 @@ def test_a_dense_model_that_shares_the_config_is_saved_as_dense(tmp_path):
     assert torch.equal(logits(loaded, "llama"), logits(dense, "llama"))
     assert structures(type(model).from_pretrained(tmp_path / "structured")) == structures(model)
     assert model.config is model.model.config  # which stays one config
-
-
-def test_structlin_save_and_save_pretrained_share_a_folder(tmp_path):
-    model = converted("llama")
-    model.save_pretrained(tmp_path)
-    save(model, tmp_path)
-    assert torch.equal(
-        logits(type(model).from_pretrained(tmp_path), "llama"), logits(model, "llama")
-    )
-    assert torch.equal(logits(load(MODELS["llama"](), tmp_path), "llama"), logits(model, "llama"))
 
 
 @pytest.mark.parametrize("by_position", [True, False])
@@ -356,51 +272,33 @@ def test_a_state_that_is_given_is_what_is_saved(by_position, tmp_path):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    if by_position:
-        model.save_pretrained(tmp_path, True, state)
-    else:
-        model.save_pretrained(tmp_path, state_dict=state)
+    given = ((True, state), {}) if by_position else ((), {"state_dict": state})
+    model.save_pretrained(tmp_path, *given[0], **given[1])
     assert torch.equal(logits(type(model).from_pretrained(tmp_path), "llama"), before)
     model.save_pretrained(tmp_path)  # its own
     assert not logits(type(model).from_pretrained(tmp_path), "llama").any()
 
 
-def test_dequantize_of_transformers_is_to_dense():
-    model = converted("gpt2")
-    before = logits(model, "gpt2")
-    model.dequantize()
-    assert not structures(model)
-    torch.testing.assert_close(logits(model, "gpt2"), before, atol=1e-4, rtol=1e-4)
-
-
 # ---- what the file lacks -------------------------------------------------------------------------
 
 
-def test_a_checkpoint_that_lacks_cores_is_an_error(tmp_path):
-    model = converted("llama")
-    model.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    save_file(
-        {key: value for key, value in tensors.items() if "0.mlp.up_proj.cores" not in key},
-        file,
-        {"format": "pt"},
-    )
-    with pytest.raises(
-        ValueError,
-        match=r"lacks parameters of structured layers: model\.layers\.0\.mlp\.up_proj\.cores\.0",
-    ):
-        type(model).from_pretrained(tmp_path)
+LOST = {  # what the file lacks of a layer, and how the model was made
+    "0.mlp.c_fc.bias": lambda: converted("gpt2", weight_norm=True),
+    "0.mlp.c_fc.gains": lambda: converted("gpt2", weight_norm=True),
+    "0.mlp.up_proj.cores.0": lambda: converted("llama"),
+    "0.mlp.up_proj.scales.1": lambda: quantize(converted("llama")),
+}
 
 
-@pytest.mark.parametrize("lost", ["bias", "gains"])
-def test_a_checkpoint_that_lacks_a_bias_or_gains_is_an_error(lost, tmp_path):
-    model = converted("gpt2", weight_norm=True)
+@pytest.mark.parametrize("lost", LOST)
+def test_a_checkpoint_that_lacks_a_part_of_a_layer_is_an_error(lost, tmp_path):
+    model = LOST[lost]()
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
-    state = {x: t for x, t in load_file(file).items() if not x.endswith(f"h.0.mlp.c_fc.{lost}")}
+    state = {name: tensor for name, tensor in load_file(file).items() if not name.endswith(lost)}
     save_file(state, file, {"format": "pt"})
-    with pytest.raises(ValueError, match=rf"lacks parameters .*: transformer\.h\.0.*\.{lost}"):
+    text = rf"lacks parameters of structured layers: \S*{re.escape(lost)}"
+    with pytest.raises(ValueError, match=text):
         type(model).from_pretrained(tmp_path)
 
 
