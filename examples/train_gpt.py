@@ -27,8 +27,6 @@ import compare
 import torch
 from torch import Tensor, nn
 
-from structlin._commands import read
-
 
 class GPT(nn.Module):
     def __init__(
@@ -77,7 +75,16 @@ def read_text(path: Path | None) -> str:
             *(each.read_text("utf-8", "ignore") for each in modules),
         ]
         return "\n".join(texts).encode("ascii", "ignore").decode()
-    return read.read_text(path)
+    if not path.is_file():
+        what = "it is a folder, not a text file" if path.is_dir() else "no such file"
+        raise ValueError(f"--data {path}: {what}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--data {path} is not text: {error}") from None
+    if "\0" in text:
+        raise ValueError(f"--data {path} is not text: it has a zero byte")
+    return text
 
 
 class Text(compare.Task):

@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.compression import methods, peers
-from benchmarks.compression.smollm2 import pretrained, require
+from benchmarks.compression import methods, peers, vision
+from benchmarks.compression.smollm2 import require
 from benchmarks.harness.experiment import Experiment, Row
 from benchmarks.harness.statistics import bootstrap, select
 
@@ -40,8 +40,8 @@ Images = tuple[Tensor, Tensor]  # bytes (n, height, width), classes (n,)
 
 def read_model() -> tuple[nn.Module, Images, Images]:
     """The model, images to learn from, images to test."""
-    model = pretrained.read_dinov2(require(pretrained.DINOV2))
-    parts = [pretrained.read_fashion(name) for name in ("train", "t10k")]
+    model = vision.read_dinov2(require(vision.DINOV2))
+    parts = [vision.read_fashion(name) for name in ("train", "t10k")]
     if parts[0] is None or parts[1] is None:
         raise SystemExit("Fashion-MNIST is not here: apt-get install dataset-fashion-mnist")
     return model, parts[0], parts[1]

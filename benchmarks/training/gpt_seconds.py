@@ -41,6 +41,7 @@ import torch
 from torch import Tensor, nn
 
 import structlin
+from benchmarks.compression import vision
 from benchmarks.compression.smollm2 import pretrained, require
 from benchmarks.harness import figures, report, training
 from benchmarks.harness.experiment import Axis, Experiment, Row, Runs, Tune, combinations, tune
@@ -96,7 +97,7 @@ class Fashion(train_vit.Images):
 
     @staticmethod
     def read(path: Path | None) -> list[tuple[np.ndarray, np.ndarray]]:
-        parts = [pretrained.read_fashion(name) for name in ("train", "t10k")]
+        parts = [vision.read_fashion(name) for name in ("train", "t10k")]
         if parts[0] is None or parts[1] is None:
             raise SystemExit("Fashion-MNIST is not here: apt-get install dataset-fashion-mnist")
         return [(part[0].numpy(), part[1].numpy()) for part in parts if part]

@@ -23,10 +23,6 @@ FOLDER = Path(__file__).parent
 SMOKE = "STRUCTLIN_SMOKE"  # the notebooks read this variable
 
 
-def find_notebooks() -> list[Path]:
-    return sorted(FOLDER.glob("*.ipynb"))
-
-
 def execute(path: Path, *, smoke: bool) -> NotebookNode:
     """The notebook with the outputs of a fresh kernel; the file stays as it is.
 
@@ -34,15 +30,10 @@ def execute(path: Path, *, smoke: bool) -> NotebookNode:
         CellExecutionError: a cell raises.
     """
     notebook = nbformat.read(path, as_version=4)
-    where = {"metadata": {"path": str(path.parent)}}
-    client = NotebookClient(
-        notebook,
-        timeout=None,
-        resources=where,
-        record_timing=False,
-        coalesce_streams=True,
-        extra_arguments=["--IPKernelApp.log_level=40"],  # not that it talks over TCP
-    )
+    options = {"timeout": None, "record_timing": False, "coalesce_streams": True}
+    options["resources"] = {"metadata": {"path": str(path.parent)}}
+    options["extra_arguments"] = ["--IPKernelApp.log_level=40"]  # not that it talks over TCP
+    client = NotebookClient(notebook, **options)
     environment = {name: value for name, value in os.environ.items() if name != SMOKE}
     environment |= {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
     client.execute(env=environment | ({SMOKE: "1"} if smoke else {}))
@@ -67,12 +58,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [path.stem for path in find_notebooks()]
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(names)}; default: all")
+    names = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(names)} (default: all)")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes; nothing is stored")
     options = parser.parse_args(argv)
-    if unknown := {*options.names} - {*names}:
-        parser.error(f"{', '.join(sorted(unknown))}: no such notebook; there are {names}")
     structlin.show_config()  # builds the engine, so that no time has that in it
     for name in options.names or names:
         path, start = FOLDER / f"{name}.ipynb", time.perf_counter()

@@ -31,16 +31,9 @@ def main() -> None:
         mixed_precision="bf16", gradient_accumulation_steps=2, cpu=not torch.cuda.is_available()
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=width,
-            intermediate_size=4 * width,
-            num_hidden_layers=depth,
-            num_attention_heads=width // 16,
-        )
-    )
-    model = convert(model, BTT(rank=1), init="mup", zero_init="branch-end")
+    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": depth}
+    config = LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=width // 16, **sizes)
+    model = convert(LlamaForCausalLM(config), BTT(rank=1), init="mup", zero_init="branch-end")
     optimizer = keep_ratios(torch.optim.AdamW(param_groups(model, 3e-3, weight_decay=0.1), lr=3e-3))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=2 * steps)
     batches = DataLoader(windows(8 * steps, context), batch_size=4)

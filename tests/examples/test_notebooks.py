@@ -1,16 +1,18 @@
 """examples/notebooks: each runs, and what is stored in it is whole, of a full run and of no
 machine."""
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
-nbformat = pytest.importorskip("nbformat")
+pytest.importorskip("nbformat")
 pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
 pytest.importorskip("transformers")
+
+import execute
+import nbformat
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples/notebooks"
@@ -21,17 +23,6 @@ PLACES = re.compile(
     r"|[A-Z]:\\\\|site-packages|0x[0-9a-f]{6,}"
 )
 
-
-def load_execute():
-    spec = importlib.util.spec_from_file_location("execute", FOLDER / "execute.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-execute = load_execute()
 named = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -43,10 +34,6 @@ def cells_of(path):
 
 def text_of(output):
     return output.text if output.output_type == "stream" else output.data.get("text/plain", "")
-
-
-def test_there_are_three():
-    assert [path.stem for path in NOTEBOOKS] == ["compress_lm", "own_structure", "train_vit"]
 
 
 @named
@@ -82,12 +69,9 @@ def test_a_notebook_is_small_names_no_place_and_describes_its_pictures(path):
         assert drawn == ("alt" in cell.metadata)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["File /home/me/x.py", '"/work/x"', r"C:\\Users", "lib/site-packages/torch", "at 0x7f00aabbcc"],
-)
-def test_a_place_is_found(text):
-    assert PLACES.search(text)
+def test_a_place_is_found():
+    for text in ("File /home/me/x.py", r"C:\\Users", "lib/site-packages/torch", "at 0x7f00aabbcc"):
+        assert PLACES.search(text)
 
 
 def write(path, source):
