@@ -1,1 +1,0 @@
-"""The commands of `structlin` and `python -m structlin`, imported when one runs."""
