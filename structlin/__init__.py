@@ -30,7 +30,6 @@ from ._projection import project
 from ._quantize import quantize
 from ._report import Summary, summary
 from ._structure import Core, Structure
-from ._suggest import suggest
 from ._widen import cost, widen
 from ._widths import divide
 from .duality import dualize
@@ -81,7 +80,6 @@ __all__ = [
     "scaling",
     "show_config",
     "stability",
-    "suggest",
     "summary",
     "to_dense",
     "widen",

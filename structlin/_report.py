@@ -1,23 +1,24 @@
 """Tables for people: `summary` of a model, and the small table that `convert.Plan` prints with."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from io import StringIO
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ._arguments import checked
-from ._kernels import engine, op
 from ._linear import StructuredLinear
 from ._model.parameters import parameters_of
 from ._model.survey import Layer, build_dense_layer, linear_layers, widths
-from ._product import forms_matrix
 from ._quantize import QuantizedLinear
-from ._timing import time_in_turn
+
+ROUNDS = 9  # in which each layer is timed
 
 
 class Table:
@@ -77,11 +78,7 @@ class Row:
     structure: str
     params: int  #: biases and gains left out
     flops: int  #: per token, 2 per multiply-add
-    saved: int  #: numbers kept for the backward pass, per token; see `summary`
     padding: tuple[int, int]  #: columns and rows that the structure has beyond each layer's
-    #: "structured" or "dense": how a training step of so many tokens multiplies; "" if none were
-    #: given
-    way: str
     bytes: int  #: of the parameters as they are stored, scales of int8 included
     seconds: float | None = None  #: of a forward and a backward pass, if it was measured
     dense_seconds: float | None = None  #: of the same layers dense, measured in turn
@@ -118,11 +115,6 @@ class Summary:
         return sum(row.bytes for row in self.rows)
 
     @property
-    def saved(self) -> int:
-        """Numbers that the linear layers keep for the backward pass, per token."""
-        return sum(row.saved for row in self.rows)
-
-    @property
     def seconds(self) -> float | None:
         """Seconds of a forward and a backward pass of the linear layers, if they were measured."""
         return _add(row.seconds for row in self.rows)
@@ -133,89 +125,58 @@ class Summary:
         return _add(row.dense_seconds for row in self.rows)
 
     def __str__(self) -> str:
-        ways = ["runs as"] if any(row.way for row in self.rows) else []
-        pads = ["padding"] if any(sum(row.padding) for row in self.rows) else []
         times = ["ms", "dense ms"] if self.seconds is not None else []
         sizes = ["bytes"] if any(row.bytes != 4 * row.params for row in self.rows) else []
-        head = (
-            "layer",
-            "x",
-            "in -> out",
-            "structure",
-            "params",
-            "/dense",
-            "FLOPs/token",
-            "/dense",
-            "saved",
-            *sizes,
-            *times,
-        )
-        table = Table(*head, *pads, *ways)
+        pads = ["padding"] if any(sum(row.padding) for row in self.rows) else []
+        counts = "params", "/dense", "FLOPs/token", "/dense"
+        table = Table("layer", "x", "in -> out", "structure", *counts, *sizes, *times, *pads)
         for row in self.rows:
-            shape, (columns, rows) = f"{row.in_features} -> {row.out_features}", row.padding
-            waste = (
-                f"+{percent(columns, row.in_features)} in, +{percent(rows, row.out_features)} out"
-            )
-            counts = f"{row.params:,}", percent(row.params, row.dense_params)
-            flops = f"{row.flops:,}", percent(row.flops, row.dense_flops), f"{row.saved:,}"
-            last = (
-                *([f"{row.bytes:,}"] if sizes else []),
-                *_milliseconds(row.seconds, row.dense_seconds),
-                *([waste if columns + rows else ""] if pads else []),
-                *([row.way] if ways else []),
-            )
-            table.row(row.name, f"{row.layers}", shape, row.structure, *counts, *flops, *last)
+            columns, rows = row.padding
+            wide, high = percent(columns, row.in_features), percent(rows, row.out_features)
+            last = [f"+{wide} in, +{high} out"] if columns + rows else []
+            first = row.name, f"{row.layers}", f"{row.in_features} -> {row.out_features}"
+            cells = _cells(row, row.dense_params, show_bytes=bool(sizes))
+            table.row(*first, row.structure, *cells, *last)
         layers = sum(row.layers for row in self.rows)
         dense = sum(row.dense_params for row in self.rows)
-        counts = f"{self.params:,}", percent(self.params, dense)
-        table.row(
-            "linear layers",
-            f"{layers}",
-            "",
-            "",
-            *counts,
-            f"{self.flops:,}",
-            percent(self.flops, 2 * dense),
-            f"{self.saved:,}",
-            *([f"{self.bytes:,}"] if sizes else []),
-            *_milliseconds(self.seconds, self.dense_seconds),
-        )
+        cells = _cells(self, dense, show_bytes=bool(sizes))
+        table.row("linear layers", f"{layers}", "", "", *cells)
         table.row("other parameters", "", "", "", f"{self.other_params:,}")
         return str(table)
 
 
-@checked
-def summary(model: nn.Module, *, tokens: int | None = None, measure: int | None = None) -> Summary:
-    """Layer, structure, parameters and FLOPs of every linear layer of `model`, against dense; equal
-    layers in one row.
+def _cells(part: Row | Summary, dense: int, *, show_bytes: bool) -> list[str]:
+    """The cells from "params" to "dense ms"; `dense`: parameters of the same layers dense."""
+    params = f"{part.params:,}", percent(part.params, dense)
+    flops = f"{part.flops:,}", percent(part.flops, 2 * dense)
+    sizes = [f"{part.bytes:,}"] if show_bytes else []
+    times = [each for each in (part.seconds, part.dense_seconds) if each is not None]
+    return [*params, *flops, *sizes, *(f"{1e3 * each:.2f}" for each in times)]
 
-    The column "saved" has the numbers that a layer keeps for its backward pass, for each token: in
-    the compiled engine its input alone, which its neighbours may keep as well. On a GPU, for
-    low-rank layers, for blocks so large that BLAS has them, and without the engine, it is the input
-    of every core. A column "bytes" stands where parameters are not float32.
+
+@checked
+def summary(model: nn.Module, *, measure: int | None = None) -> Summary:
+    """Layer, structure, parameters and FLOPs of every linear layer of `model`, against dense; equal
+    layers in one row. A column "bytes" stands where parameters are not float32.
 
     Args:
-        tokens: of one training step, over all leading dimensions; the table then shows whether each
-            layer multiplies core by core ("structured") or forms its matrix ("dense").
         measure: tokens of a forward and a backward pass that is timed: each distinct layer in turn
             with the dense one that it would become, medians of nine rounds, without optimizer. The
-            times in the table are of all layers of a row, one after the other.
+            times in the table are of all layers of a row, one after the other. None: nothing runs.
 
     Raises:
-        ValueError: the model has no linear layer; `tokens` is negative, `measure` not positive; a
-            layer to be timed has no values (meta) or is sharded.
+        ValueError: the model has no linear layer; `measure` is not positive; a layer to be timed
+            has no values (meta) or is sharded.
 
-    >>> from structlin import TT, LowRank, convert
+    >>> from structlin import LowRank, convert
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     >>> print(summary(convert(model, LowRank(rank=8))))
-    layer              x   in -> out   structure         params   /dense   FLOPs/token   /dense   saved
-    ───────────────────────────────────────────────────────────────────────────────────────────────────
-    *                  2   64 -> 64    LowRank(rank=8)    2,048    25.0%         4,096    25.0%     144
-    linear layers      2                                  2,048    25.0%         4,096    25.0%     144
+    layer              x   in -> out   structure         params   /dense   FLOPs/token   /dense
+    ───────────────────────────────────────────────────────────────────────────────────────────
+    *                  2   64 -> 64    LowRank(rank=8)    2,048    25.0%         4,096    25.0%
+    linear layers      2                                  2,048    25.0%         4,096    25.0%
     other parameters                                        128
-    >>> summary(nn.Sequential(StructuredLinear(64, 64, TT(rank=16))), tokens=4096).rows[0].way
-    'dense'
-    """  # noqa: E501
+    """
     layers = linear_layers(model)
     if not layers:
         raise ValueError(f"model={type(model).__name__} has no linear layer")
@@ -225,13 +186,13 @@ def summary(model: nn.Module, *, tokens: int | None = None, measure: int | None 
     for layer in layers:
         own = (info for info in parameters_of(layer.module) if info.weight.kind == "matrix")
         matrices.update(info.parameter for info in own)
-        row = _describe(layer, tokens)
-        key = (row.name, row.in_features, row.out_features, row.structure, row.way)
+        row = _describe(layer)
+        key = (row.name, row.in_features, row.out_features, row.structure)
         before = merged.get(key)
         if before is None:
-            if measure is not None and kind_of(layer.module) not in timed:
-                timed[kind_of(layer.module)] = _time(layer, measure)
-            seconds, dense = timed.get(kind_of(layer.module), (None, None))
+            if measure is not None and _kind_of(layer.module) not in timed:
+                timed[_kind_of(layer.module)] = _time(layer, measure)
+            seconds, dense = timed.get(_kind_of(layer.module), (None, None))
             merged[key] = replace(row, name=layer.name, seconds=seconds, dense_seconds=dense)
         else:
             merged[key] = _join(before, row)
@@ -239,7 +200,7 @@ def summary(model: nn.Module, *, tokens: int | None = None, measure: int | None 
     return Summary(tuple(merged.values()), sum(parameter.numel() for parameter in others))
 
 
-def kind_of(layer: nn.Module) -> tuple[object, ...]:
+def _kind_of(layer: nn.Module) -> tuple[object, ...]:
     """What decides how long a linear layer takes: layers of one kind take the same time."""
     parameter, shape = next(layer.parameters(), None), widths(layer)
     kind: tuple[object, ...] = (type(layer),)
@@ -251,12 +212,7 @@ def kind_of(layer: nn.Module) -> tuple[object, ...]:
     return *kind, parameter.dtype, parameter.device, parameter.requires_grad
 
 
-def has_matrix(layer: StructuredLinear) -> bool:
-    """Whether it stands for one matrix."""
-    return layer.structure.between is None
-
-
-def _describe(layer: Layer, tokens: int | None) -> Row:
+def _describe(layer: Layer) -> Row:
     """A row of one layer alone, the numbers in its name replaced by `*`."""
     module = layer.module
     name = hide_numbers(layer.name)
@@ -264,16 +220,12 @@ def _describe(layer: Layer, tokens: int | None) -> Row:
     params = layer.in_features * layer.out_features
     if not isinstance(module, StructuredLinear):
         stored = _count_bytes(module.weight)
-        return Row(name, 1, *shape, "dense", params, 2 * params, shape[0], (0, 0), "", stored)
+        return Row(name, 1, *shape, "dense", params, 2 * params, (0, 0), stored)
     structure, kind = module.structure, module.label
     stored = sum(map(_count_bytes, module.cores))
     if isinstance(module, QuantizedLinear):
         kind, stored = f"{kind}, int8", stored + sum(map(_count_bytes, module.scales))
-    way = ""
-    if tokens is not None:
-        way = "dense" if forms_matrix(structure, tokens) else "structured"
-    counts = structure.params, structure.flops, _count_saved(module)
-    return Row(name, 1, *shape, kind, *counts, module.padding, way, stored)
+    return Row(name, 1, *shape, kind, structure.params, structure.flops, module.padding, stored)
 
 
 def _count_bytes(tensor: Any) -> int:
@@ -281,21 +233,6 @@ def _count_bytes(tensor: Any) -> int:
     if not hasattr(tensor, "__tensor_flatten__"):
         return int(tensor.nbytes)
     return sum(_count_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
-
-
-def _count_saved(layer: StructuredLinear) -> int:
-    """Numbers that a structured layer keeps for its backward pass, per token."""
-    structure, core = layer.structure, layer.cores[0]
-    if (
-        core.device.type in ("cpu", "meta")
-        and engine.load()
-        and op.choose(structure.program.numbers, layer.compute_dtype) != op.Path.BLAS
-    ):
-        return layer.in_features
-    saved = sum(core.batch * core.repeat * core.fan_in for core in structure.cores)
-    if structure.program.between:  # what the activation reads, too
-        saved += sum(core.batch * core.repeat * core.fan_out for core in structure.cores[:-1])
-    return saved
 
 
 def _join(row: Row, other: Row) -> Row:
@@ -307,7 +244,6 @@ def _join(row: Row, other: Row) -> Row:
         layers=count,
         params=row.params + other.params,
         flops=row.flops + other.flops,
-        saved=row.saved + other.saved,
         bytes=row.bytes + other.bytes,
         seconds=row.seconds and row.seconds / row.layers * count,
         dense_seconds=row.dense_seconds and row.dense_seconds / row.layers * count,
@@ -330,7 +266,7 @@ def _time(layer: Layer, tokens: int) -> tuple[float, float]:
         torch.randn(tokens, width, generator=random, device=device, dtype=dtype) for width in shape
     )
     modules = [module]
-    if isinstance(module, StructuredLinear) and not has_matrix(module):
+    if isinstance(module, StructuredLinear) and module.structure.between:
         dense = nn.Linear(*shape, bias=module.bias is not None, device="meta", dtype=weight.dtype)
         dense = dense.to_empty(device=device).requires_grad_(weight.requires_grad)
         for parameter in dense.parameters():
@@ -338,11 +274,11 @@ def _time(layer: Layer, tokens: int) -> tuple[float, float]:
         modules.append(dense)
     elif isinstance(module, StructuredLinear):
         modules.append(build_dense_layer(module))
-    seconds = time_in_turn([partial(step, each, x, dy) for each in modules], device)
+    seconds = _time_in_turn([partial(_step, each, x, dy) for each in modules], device)
     return seconds[0], seconds[-1]
 
 
-def step(layer: nn.Module, x: Tensor, dy: Tensor) -> None:
+def _step(layer: nn.Module, x: Tensor, dy: Tensor) -> None:
     """A forward and a backward pass, which leaves the layer's gradients as they are."""
     x = x.detach().requires_grad_()
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
@@ -350,10 +286,29 @@ def step(layer: nn.Module, x: Tensor, dy: Tensor) -> None:
         torch.autograd.grad(layer.forward(x), [x, *trained], dy)
 
 
+def _time_in_turn(calls: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
+    """Median seconds of each call, on an accelerator with all of its work.
+
+    Every round makes each call once, so that what disturbs the machine disturbs all of them. One
+    round before the first is not counted.
+    """
+    rounds = [[_time_call(call, device) for call in calls] for _ in range(1 + ROUNDS)]
+    return [median(seconds) for seconds in zip(*rounds[1:], strict=True)]
+
+
+def _time_call(call: Callable[[], object], device: torch.device) -> float:
+    _wait_for(device)
+    start = perf_counter()
+    call()
+    _wait_for(device)
+    return perf_counter() - start
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def _add(seconds: Iterable[float | None]) -> float | None:
     known = [each for each in seconds if each is not None]
     return sum(known) if known else None
-
-
-def _milliseconds(*seconds: float | None) -> list[str]:
-    return [f"{1e3 * each:.2f}" for each in seconds if each is not None]

@@ -288,7 +288,6 @@ CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "plan": lambda model: plan(model, LowRank(rank=2)),
     "compress": lambda model: compress(model, LowRank(rank=2), None, keep=None),
     "densify": densify,
-    "densify where slower": lambda model: densify(model, where="slower", tokens=1),
 }
 
 

@@ -212,10 +212,6 @@ def family(rank: Any) -> structlin.Family:
     return structlin.family("btt", rank=rank)
 
 
-def densify_slower(tokens: Any) -> nn.Module:
-    return structlin.densify(converted(), where="slower", tokens=tokens)
-
-
 def lr_mult_sgd(core: Any, in_features: Any, cores: Any, out_features: Any, share: Any) -> float:
     widths = {"out_features": out_features, "share": share}
     return structlin.lr_mult(core, in_features, cores, optimizer="sgd", **widths)
@@ -290,7 +286,6 @@ CALLS: dict[str, Call] = {
     "convert": (structlin.convert, lambda: {"model": dense()}),
     "plan": (structlin.plan, lambda: {"model": dense()}),
     "densify": (structlin.densify, lambda: {"model": converted()}),
-    "densify(slower)": (densify_slower, lambda: {"tokens": 8}),
     "quantize": (structlin.quantize, lambda: {"model": converted()}),
     "compress": (
         structlin.compress,
@@ -306,10 +301,6 @@ CALLS: dict[str, Call] = {
     ),
     "cost": (structlin.cost, lambda: {"model": dense()}),
     "summary": (structlin.summary, lambda: {"model": converted()}),
-    "suggest": (
-        structlin.suggest,
-        lambda: {"model": dense(), "batch": rows(), "structures": [BTT()], "seconds": 0.01},
-    ),
     "widen": (structlin.widen, lambda: {"build": build, "dense": 16, "multiple": 8}),
     "save": (structlin.save, lambda: {"model": converted(), "path": "saved"}),
     "load": (structlin.load, lambda: {"model": dense(), "path": "kept"}),

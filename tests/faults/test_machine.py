@@ -171,14 +171,6 @@ class Life(RuleBasedStateMachine):
         self.optimizer = None
 
     @precondition(structured)
-    @rule(tokens=st.sampled_from([1, 4096]))
-    def densify_slower(self, tokens):
-        held = ids(self.model)
-        structlin.densify(self.model, where="slower", tokens=tokens)
-        if ids(self.model) != held:
-            self.optimizer = None
-
-    @precondition(structured)
     @rule(name=st.sampled_from(NAMES), first=st.booleans())
     def parametrise_and_remove(self, name, first):
         layer = self.model.get_submodule(name)
