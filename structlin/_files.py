@@ -152,7 +152,7 @@ def _read_file(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Tenso
         raise ValueError(f"{file} is truncated, or no file of structlin.save: {says}") from None
     if version != VERSION:
         text = f"this structlin reads version {VERSION}; take the one that wrote the file"
-        raise ValueError(f"{file} has version {version!r}; {text}")
+        raise ValueError(f"{file} has version {repr(version)[:20]}; {text}")
     return modules, tensors | aliases
 
 

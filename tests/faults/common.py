@@ -1,11 +1,7 @@
-"""What the fault tests share: how long they run, models that tell of a torn file, and processes.
-
-STRUCTLIN_FAULTS=20 runs twenty times as many rounds, kills, mutations and steps as usual.
-"""
+"""What the fault tests share: models that tell of a torn file, forged files, and processes."""
 
 import json
 import multiprocessing
-import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +12,6 @@ from torch import nn
 
 from structlin import BTT, LowRank, convert, load
 
-FACTOR = int(os.environ.get("STRUCTLIN_FAULTS", "1"))
 FILE = "structlin.safetensors"
 
 

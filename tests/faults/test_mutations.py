@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+from functools import reduce
 
 import pytest
 import torch
@@ -10,13 +11,15 @@ import torch
 pytest.importorskip("safetensors")
 
 from structlin import load, save
-from tests.faults.common import FACTOR, FILE, build_dense, build_filled, forge_file, split_file
+from tests.faults.common import FILE, build_dense, build_filled, forge_file, split_file
 from tests.models import snapshot
 
-CUTS = 100 * FACTOR
-FIELDS = 300 * FACTOR
+CUTS, FIELDS = 100, 400
 DELETED = object()
-VALUES = [None, True, 0, -1, 10**30, 2.5, "", "x", [], ["x"], {}, {"x": 1}, float("nan"), "\ud800"]
+AXES = " ".join(f"a{n}" for n in range(20_000))
+LIGHT = [None, True, 0, -1, 10**30, 2.5, "", "x", [], ["x"], {}, {"x": 1}, float("nan"), "\ud800"]
+HEAVY = [10**4000, AXES, f"{AXES} -> {AXES}", ["i"] * 20_000, dict.fromkeys(AXES.split(), 1)]
+HEAVY += [reduce(lambda inner, _: [inner], range(900), 1)]  # what json still reads
 
 
 @pytest.fixture
@@ -27,13 +30,14 @@ def file(tmp_path):
 
 def refuse(model, file) -> bool:
     """Whether `load` refuses the file with the error that it promises, the model as it was."""
-    before = snapshot(model)
+    before, says = snapshot(model), ""
     try:
         load(model, file.parent)
-    except ValueError:
-        assert snapshot(model) == before
-        return True
-    return False
+    except ValueError as error:
+        says = str(error)
+    assert not says or snapshot(model) == before
+    assert len(says) < 1000
+    return bool(says)
 
 
 def test_a_file_that_was_cut_anywhere_is_refused(file):
@@ -49,14 +53,9 @@ def test_a_file_that_was_cut_anywhere_is_refused(file):
 
 def list_places(value, path=()):
     """The way to every field of plain data."""
-    items = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
-    for key, part in items:
+    if not isinstance(value, dict | list):
+        return
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value):
         yield (*path, key)
         yield from list_places(part, (*path, key))
 
@@ -81,18 +80,14 @@ def test_a_field_that_changed_is_refused_or_changes_no_number(file):
         (part, path, new)
         for part, data in (("header", header), ("own", own))
         for path in list_places(data)
-        for new in [DELETED, *VALUES]
+        for new in [DELETED, *LIGHT, *HEAVY]
     ]
-    refused = 0
     for part, path, new in random.Random(0).sample(changes, min(FIELDS, len(changes))):
         pair = (put(header, path, new), own) if part == "header" else (header, put(own, path, new))
         file.write_bytes(forge_file(*pair, numbers))
         model = build_dense()
-        if refuse(model, file):
-            refused += 1
-        else:
-            assert torch.equal(model.eval()(x), expected), (path, new)
-    print(f"{min(FIELDS, len(changes))} fields changed, {refused} of them refused")
+        same = refuse(model, file) or torch.equal(model.eval()(x), expected)
+        assert same, (path, repr(new)[:50])
 
 
 @pytest.mark.parametrize("convert", [build_dense, lambda: build_filled(1.0)])
@@ -102,11 +97,6 @@ def test_a_sigma_that_this_version_does_not_give_is_refused(file, convert):
     file.write_bytes(forge_file(header, own, numbers))
     with pytest.raises(ValueError, match=r"'0': sigma=.* in the model, .* in the file"):
         load(convert(), file.parent)
-
-
-def test_a_forged_file_is_what_the_library_writes(file):
-    forged = forge_file(*split_file(file.read_bytes()))
-    assert split_file(forged) == split_file(file.read_bytes())
 
 
 @pytest.mark.parametrize(
@@ -122,40 +112,3 @@ def test_json_that_nobody_meant_is_refused(text, file):
     assert refuse(build_dense(), file)
     file.write_bytes(len(text).to_bytes(8, "little") + text.encode() + numbers)
     assert refuse(build_dense(), file)
-
-
-def nest(depth):
-    value = 1
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
-AXES = [f"a{n}" for n in range(20_000)]
-HEAVY = {
-    "nested": nest(900),  # what json still reads, and what repr and comparisons fall over
-    "long": "x" * 1_000_000,
-    "axes": " ".join(AXES),
-    "equal axes": "i " * 20_000,
-    "sides": f"{' '.join(AXES)} -> {' '.join(AXES)}",
-    "cores": ["i"] * 20_000,
-    "sizes": dict.fromkeys(AXES, 1),
-    "number": 10**4000,
-}
-
-
-@pytest.mark.parametrize("value", HEAVY.values(), ids=HEAVY)
-def test_a_heavy_field_is_refused_with_one_short_error_or_changes_no_number(value, file):
-    header, own, numbers = split_file(file.read_bytes())
-    x = torch.randn(5, 16)
-    expected = load(build_dense(), file.parent).eval()(x)
-    for path in list_places(own["modules"]["0"]):
-        changed = put(own, ("modules", "0", *path), value)
-        file.write_bytes(forge_file(header, changed, numbers))
-        model = build_dense()
-        if isinstance(value, str) and path == ("label",):  # any text
-            assert torch.equal(load(model, file.parent).eval()(x), expected)
-            continue
-        with pytest.raises(ValueError, match="model differs from what was saved") as error:
-            load(model, file.parent)
-        assert len(str(error.value)) < 1000, path
