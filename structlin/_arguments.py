@@ -43,7 +43,7 @@ _RANGES = {  # of the integers that do not go from 1 to `LARGEST`
 }
 _POSITIVE = {"lrs", "max_spectral_norm", "seconds", "temperature", "tolerance"}
 _UNBOUNDED = {"nu", "omega", "psi", "seconds", "tolerance"}  # where infinity is a bound
-_SAY_MORE = {"dense", "keep"}  # where they are refused
+_SAY_MORE = {"keep"}  # where it is refused
 _WORDS = {  # beside the names of types
     Callable: "a function",
     Iterable: "an iterable",

@@ -1,8 +1,10 @@
 """`widen`: the width at which a structured model costs what the dense one does. `cost` counts."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from ._arguments import checked, require_choice, require_positive
+from ._arguments import checked, require_choice
 from ._convert import convert, plan
 from ._families import DEFAULT, label
 from ._model.decide import Spec
@@ -20,8 +22,8 @@ from ._report import Table, percent, summary
 
 MATCHES = ("flops", "params")
 MAX_WIDTH = 1 << 20
-MAX_NEIGHBOURS = 128  # wider widths that are tried once the search has halved
-MAX_MISFITS = 32  # widths in a row that do not fit, after which the search looks elsewhere
+FINE = 128  # up to so many times `multiple` every width is tried, beyond every second and so on
+REACH = 8 / 5  # times the widest width that fits: so far the search goes on
 REFUSALS = (ValueError, AssertionError)  # how a model says that a width does not fit it
 
 
@@ -47,7 +49,7 @@ class Widened:
 
     def build(self) -> nn.Module:
         """A new model of that width, converted; on the devices on which your function makes it."""
-        return convert(_build_dense(self._build, self.width), self.structure, **self._options)
+        return convert(_build(self._build, self.width), self.structure, **self._options)
 
     def __str__(self) -> str:
         table = Table("model", "width", "params", "/dense", "FLOPs", "/dense")
@@ -111,17 +113,16 @@ def widen(
 ) -> Widened:
     """The largest width at which `build(width)`, converted, costs no more than the dense model.
 
-    That is what structure is for: fewer FLOPs a feature, spent on more features. What else grows
-    with the width is `build`'s to say. Attention costs the same in both models if each head keeps
-    its features and their number is fixed, as in CBS G.2; if it grows with the width, attention
-    takes a part of what the linear layers save:
+    A structured layer needs fewer FLOPs per feature, so the same budget buys more features.
+    `build` says what else grows with the width. Attention costs the same in both models if the
+    number of heads and the features of each are fixed, as in CBS G.2. If the number of heads grows
+    with the width, attention takes a part of what the linear layers save:
 
         lambda width: GPT(width, heads=6, head_size=64)           # fixed
         lambda width: GPT(width, heads=width // 64, head_size=64) # scaled
 
     Models are built on the meta device, where they cost nothing, if they can be built and run
-    there. The search doubles and halves, and then looks at up to 128 widths up to 8/5 as wide, for
-    BTT costs least where a width's factors differ most: half as much as where they are equal.
+    there. Beyond 128 times `multiple` not every width is tried.
 
     Args:
         build: your function, from one number, the width, to a dense model. A width that does not
@@ -131,12 +132,11 @@ def widen(
         match: "flops" of a forward pass, or "params".
         example: a batch, see `cost`; without one FLOPs are those of the linear layers for one
             token.
-        multiple: of which the width is one: the size of a head, or 64 for a GPU.
+        multiple: widths that are tried are multiples of it: the size of a head, or 64 for a GPU.
         options: of `convert`, such as include, zero_init, weight_norm.
 
     Raises:
-        ValueError: no width meets the budget; `build` makes models that cost the same for different
-            widths; an unknown `match`.
+        ValueError: no width meets the budget, or all do; an unknown `match`.
         TypeError: `build` is no function, or returns no module; `dense` is neither one integer nor
             a module; an option that `convert` does not have.
     Source: Qiu et al. 2024 (arXiv:2406.06248), sections 4, 5 and appendix G.2.
@@ -148,155 +148,87 @@ def widen(
     dense                 1,049,600   100.0%   2,097,152   100.0%
     BTT(rank=1)    8192   1,056,768   100.7%   2,097,152   100.0%
     """
-    _check_arguments(build, dense, match)
-    search = _Search(build, structure, match, example, multiple, options)
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that small layers grow: the model that is made says so
-        budget = search.weigh_dense(dense)
-        best = search.find_widest(budget)
-    return Widened(best, search.costs[best], search.dense, match, structure, build, options)
-
-
-class _Search:
-    """The search for the widest model within the dense one's cost; it keeps every width's cost."""
-
-    def __init__(
-        self,
-        build: Callable[[int], nn.Module],
-        structure: Spec,
-        match: str,
-        example: Any,
-        multiple: int,
-        options: dict[str, Any],
-    ) -> None:
-        self.build, self.structure, self.options = build, structure, options
-        self.match, self.example, self.multiple = match, example, multiple
-        self.costs: dict[int, Cost] = {}  # of the widths that fit
-        self.refusal: Exception | None = None  # the last reason of one that does not
-        self.dense = Cost(0, 0)
-
-    def weigh_dense(self, dense: int | nn.Module) -> int:
-        if isinstance(dense, nn.Module):
-            self.dense = cost(dense, self.example)
-        else:
-            self.dense = self._count(lambda: _build_dense(self.build, dense))
-        return self._weight(self.dense)
-
-    def find_widest(self, budget: int) -> int:
-        low, high = self._bracket(budget)  # in multiples: within the budget, and over it
-        while high - low > 1:
-            middle = (low + high) // 2
-            n = self._find_possible(middle, high)
-            if n is not None and self._weigh(n) <= budget:
-                low = n
-            else:
-                high = middle
-        step = 1 + 3 * low // 5 // MAX_NEIGHBOURS
-        for n in range(low + step * (3 * low // 5 // step + 1), low, -step):
-            if self._is_possible(n) and self._weigh(n) <= budget:
-                return n * self.multiple
-        return low * self.multiple
-
-    def _bracket(self, budget: int) -> tuple[int, int]:
-        """The largest of the numbers tried that is within the budget, and one that is over it."""
-        low, start = 0, 1
-        while start * self.multiple <= MAX_WIDTH:
-            n = self._find_possible(start, 2 * start)
-            start *= 2
-            if n is None:
-                continue
-            if self._weigh(n) > budget:
-                if low == 0:
-                    break
-                return low, n
-            self._require_growth(low, n)
-            low = n
-        raise ValueError(self._explain(budget, low))
-
-    def _require_growth(self, low: int, high: int) -> None:
-        before, after = (self.costs.get(n * self.multiple) for n in (low, high))
-        if before is not None and after is not None and before.params == after.params:
-            one, other = low * self.multiple, high * self.multiple
-            raise ValueError(
-                f"build({one}) and build({other}) have {after.params:,} parameters each, "
-                "converted: build must make a wider model of a larger number"
-            )
-
-    def _explain(self, budget: int, low: int) -> str:
-        what = f"match={self.match!r}, dense's {_describe(self.match, budget)}"
-        if not self.costs:
-            return (
-                f"{what}: {label(self.structure)} fits no width that is a multiple of "
-                f"{self.multiple}; the last refusal was: {self.refusal}"
-            )
-        if low:
-            return f"{what}: a model of width {low * self.multiple} still costs less"
-        smallest = min(self.costs)
-        least = _describe(self.match, self._weight(self.costs[smallest]))
-        return (
-            f"{what}: no width, a multiple of {self.multiple}, costs so little: "
-            f"{label(self.structure)} at {smallest} has {least}"
-        )
-
-    def _find_possible(self, start: int, stop: int) -> int | None:
-        """The first number from `start` whose width fits, if it is found soon."""
-        tries = range(start, min(stop, start + MAX_MISFITS))
-        return next((n for n in tries if self._is_possible(n)), None)
-
-    def _is_possible(self, n: int) -> bool:
-        width = n * self.multiple
-        if width not in self.costs:
-            try:
-                self.costs[width] = self._cost(width)
-            except REFUSALS as error:
-                self.refusal = error
-        return width in self.costs
-
-    def _weigh(self, n: int) -> int:
-        return self._weight(self.costs[n * self.multiple])
-
-    def _weight(self, cost: Cost) -> int:
-        found: int = getattr(cost, self.match)
-        return found
-
-    def _cost(self, width: int) -> Cost:
-        def make() -> nn.Module:
-            return plan(_build_dense(self.build, width), self.structure, **self.options).apply()
-
-        return self._count(make)
-
-    def _count(self, make: Callable[[], nn.Module]) -> Cost:
-        try:
-            with torch.device("meta"):
-                return cost(make(), self.example)
-        except REFUSALS:
-            raise
-        except Exception:  # whatever it is that the meta device cannot do
-            return cost(make(), self.example)
-
-
-def _check_arguments(build: Any, dense: Any, match: str) -> None:
+    require_choice("match", match, MATCHES)
     if isinstance(build, nn.Module):
         raise TypeError(f"build={build!r} must be a function from a width to a model")
-    if isinstance(dense, bool) or not isinstance(dense, int | nn.Module):
-        raise TypeError(
-            f"dense={dense!r} must be one number, the width, or a model; where a model has several "
-            "widths, let build make all of them from one"
-        )
-    if not isinstance(dense, nn.Module):
-        require_positive("dense", dense)
-    require_choice("match", match, MATCHES)
+    costs: dict[int, Cost] = {}  # of the widths that fit
+    refusals: dict[int, Exception] = {}  # of those that do not
+
+    def weigh(n: int) -> float:
+        """What the n-th width costs; infinity if it does not fit."""
+        width = n * multiple
+        if width not in (*costs, *refusals):
+            try:
+                make = partial(_build, build, width)
+                costs[width] = _count(lambda: plan(make(), structure, **options).apply(), example)
+            except REFUSALS as error:
+                refusals[width] = error
+        return getattr(costs[width], match) if width in costs else inf
+
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that small layers grow: the model that is made says so
+        if isinstance(dense, nn.Module):
+            goal = cost(dense, example)
+        else:
+            goal = _count(partial(_build, build, dense), example)
+        width = multiple * _find_widest(weigh, getattr(goal, match), MAX_WIDTH // multiple)
+    found = Widened(width, costs.get(width, goal), goal, match, structure, build, options)
+    if not width or max(getattr(each, match) for each in costs.values()) <= getattr(goal, match):
+        raise ValueError(_explain(found, multiple, costs, [*refusals.values()]))
+    return found
 
 
-def _build_dense(build: Callable[[int], nn.Module], width: int) -> nn.Module:
+def _find_widest(weigh: Callable[[int], float], budget: int, most: int) -> int:
+    """The largest number found that weighs at most the budget; 0: none.
+
+    A larger number may weigh less: BTT costs least where a width's factors differ most, half as
+    much as where they are equal. So numbers are doubled first, and then scanned beyond `REACH`
+    times the largest within the budget.
+    """
+    best = 0
+    for n in (2**k for k in range(most.bit_length())):
+        if budget < weigh(n) < inf:
+            break
+        best = n if weigh(n) <= budget else best
+    n = best
+    while (n := n + 1 + n // FINE) <= most:
+        if weigh(n) <= budget:
+            best = n
+        elif weigh(n) < inf and n > REACH * best:
+            break
+    return best
+
+
+def _explain(
+    found: Widened, multiple: int, costs: Mapping[int, Cost], refusals: Sequence[Exception]
+) -> str:
+    """Why no width meets the budget."""
+    unit = "FLOPs" if found.match == "flops" else "parameters"
+    budget, name = getattr(found.dense, found.match), label(found.structure)
+    what = f"match={found.match!r}, dense's {budget:,} {unit}: no multiple of {multiple} will do: "
+    if not costs:
+        return f"{what}{name} fits none; the last refusal was: {refusals[-1]}"
+    width = max(costs) if found.width else min(costs)
+    says = "still; build must make a wider model of a larger number" if found.width else "already"
+    return f"{what}{name} at {width} has {getattr(costs[width], found.match):,} {says}"
+
+
+def _build(build: Callable[[int], nn.Module], width: int) -> nn.Module:
     model: Any = build(width)
     if not isinstance(model, nn.Module):
         raise TypeError(f"build({width}) returned {model!r}: it must return a torch.nn.Module")
     return model
 
 
-def _describe(match: str, amount: int) -> str:
-    return f"{amount:,} {'FLOPs' if match == 'flops' else 'parameters'}"
+def _count(make: Callable[[], nn.Module], example: Any) -> Cost:
+    """The cost of a model that is made on the meta device, if it can be made and run there."""
+    try:
+        with torch.device("meta"):
+            return cost(make(), example)
+    except REFUSALS:
+        raise
+    except Exception:  # whatever it is that the meta device cannot do
+        return cost(make(), example)
 
 
 def _move(batch: Any, device: torch.device) -> Any:

@@ -169,15 +169,27 @@ def test_a_structured_model_costs_the_same_on_a_device_and_on_none():
         ({"build": nn.Linear(4, 4)}, TypeError, "must be a function from a width to a model"),
         ({"build": lambda width: width}, TypeError, "build(64) returned 64: it must return a"),
         ({"build": lambda width: build_mlp(32)}, ValueError, "build must make a wider model"),
-        ({"dense": (96, 192)}, TypeError, "dense=(96, 192) must be one number"),
-        ({"dense": True}, TypeError, "dense=True must be one number"),
+        (
+            {"dense": (96, 192)},
+            TypeError,
+            "dense=(96, 192) must be an integer",
+        ),
+        (
+            {"dense": True},
+            TypeError,
+            "dense=True must be an integer",
+        ),
         ({"dense": 0}, ValueError, "dense=0 must be at least 1"),
         ({"multiple": 2.5}, ValueError, "multiple=2.5 must be an integer"),
         ({"match": "time"}, ValueError, "match='time' is unknown; there are flops, params"),
-        ({"dense": 2}, ValueError, "dense's 52 FLOPs: no width, a multiple of 16, costs so little"),
+        (
+            {"dense": 2},
+            ValueError,
+            "dense's 52 FLOPs: no multiple of 16 will do: BTT(",
+        ),
         ({"dense": nn.ReLU()}, ValueError, "model=ReLU has no parameter"),
         ({"includes": "2"}, TypeError, "includes"),
-        ({"include": "3"}, ValueError, "fits no width that is a multiple of 16; the last refusal"),
+        ({"include": "3"}, ValueError, "BTT(rank=1) fits none; the last refusal"),
     ],
 )
 def test_bad_input_is_named(change, error, part):
