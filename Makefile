@@ -26,7 +26,11 @@ bench:
 	for f in benchmarks/[a-z]*.py benchmarks/*/[a-z]*.py; do ! grep -q '^if __name__' $$f || python -m $$(echo $${f%.py} | tr / .) --smoke || exit 1; done
 
 mutate:
-	python -m tests.mutate
+	mkdir -p out && rm -f out/mutants.sqlite
+	cosmic-ray init tests/cosmic-ray.toml out/mutants.sqlite
+	cr-filter-git --config tests/cosmic-ray.toml out/mutants.sqlite
+	cosmic-ray exec tests/cosmic-ray.toml out/mutants.sqlite
+	cr-report out/mutants.sqlite
 
 ahead:
 	python -m benchmarks.ahead
