@@ -1,7 +1,7 @@
 """The parts of a model that its layers' names and places tell: ends of branches, blocks."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from torch import nn
@@ -42,27 +42,57 @@ def repeats(parent: nn.Module, child: nn.Module) -> bool:
     return isinstance(parent, nn.ModuleList) or (isinstance(parent, nn.Sequential) and alike > 1)
 
 
+def find_block(modules: Mapping[str, nn.Module], name: str) -> str | None:
+    """The block that holds what has this dotted name: the outermost module on its way that
+    `repeats`, has modules of its own and is no layer; None outside of all blocks.
+
+    Args:
+        modules: those of the model, by their names.
+    """
+    parts = name.split(".")
+    paths = [".".join(parts[:n]) for n in range(len(parts))]
+    for parent, child in pairwise(paths):
+        if child not in modules:
+            return None
+        module = modules[child]
+        if repeats(modules[parent], module) and any(module.children()) and not weights_of(module):
+            return child
+    return None
+
+
 def blocks_of_parameters(model: nn.Module) -> dict[str, str]:
-    """Parameter name -> the outermost module that repeats, has modules of its own and is no layer.
+    """Parameter name -> name of its block, see `find_block`, for those that are in one.
 
     >>> mlp = lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     >>> blocks = blocks_of_parameters(nn.Sequential(nn.Linear(4, 4), mlp(), mlp()))
     >>> blocks["1.0.weight"], blocks["2.2.bias"], "0.weight" in blocks
     ('1', '2', False)
     """
-    modules, found = dict(named_modules(model)), {}
-    for info in parameters_of(model):
-        parts = info.name.split(".")
-        paths = [".".join(parts[:n]) for n in range(len(parts))]
-        for parent, child in pairwise(paths):
-            if child not in modules:
-                break
-            module = modules[child]
-            if not repeats(modules[parent], module) or weights_of(module):
-                continue
-            if any(module.children()):
-                found[info.name] = child
-                break
+    modules = dict(named_modules(model))
+    found = {info.name: find_block(modules, info.name) for info in parameters_of(model)}
+    return {name: block for name, block in found.items() if block is not None}
+
+
+def blocks_of_layers(
+    model: nn.Module, layers: Iterable[Layer]
+) -> dict[nn.Module, tuple[str, list[Layer]]]:
+    """The blocks that hold these layers, see `find_block`, each with its name and its layers; if
+    there is none, the model is the block.
+
+    >>> from structlin._model.survey import linear_layers
+    >>> mlp = lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    >>> model = nn.Sequential(nn.Linear(4, 4), mlp(), mlp())
+    >>> [(name, len(held)) for name, held in blocks_of_layers(model, linear_layers(model)).values()]
+    [('1', 2), ('2', 2)]
+    """
+    modules, layers = dict(model.named_modules(remove_duplicate=False)), list(layers)
+    found: dict[nn.Module, tuple[str, list[Layer]]] = {}
+    for layer in layers:
+        name = find_block(modules, layer.name)
+        if name is not None:
+            found.setdefault(modules[name], (name, []))[1].append(layer)
+    if not found and all(layer.module is not model for layer in layers):
+        return {model: ("", layers)}
     return found
 
 

@@ -24,3 +24,9 @@ def find_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         parts = enumerate(output)
     for key, part in parts:
         yield from find_tensors(part, f"{name}.{key}" if name else str(key))
+
+
+def first_tensor(output: Any) -> Tensor | None:
+    """The first floating tensor of `find_tensors`: the hidden states, or the logits; None without
+    one."""
+    return next((tensor for _, tensor in find_tensors(output)), None)

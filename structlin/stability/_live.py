@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from .._arguments import checked, require_values
+from .._model.outputs import first_tensor
 from .._model.survey import eval_mode, run
 from .._report import Table
 from ..duality import promote
@@ -273,11 +273,11 @@ def watch_outputs(
 
     def hook(name: str) -> Callable[..., None]:
         def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            made = _first_tensor(output)
-            if made is None or any(made is one for one in last):
+            made = first_tensor(output)
+            if made is None or not made.numel() or any(made is one for one in last):
                 return
             last[:] = [made]
-            see(name, _first_tensor((args, kwargs)), made)
+            see(name, first_tensor((args, kwargs)), made)
 
         return record
 
@@ -285,11 +285,6 @@ def watch_outputs(
         for name, module in modules_by_name(model):
             hooks.callback(module.register_forward_hook(hook(name), with_kwargs=True).remove)
         yield
-
-
-def _first_tensor(values: Any) -> Tensor | None:
-    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-    return next((each for each in tensors if each.is_floating_point() and each.numel()), None)
 
 
 def rms_of(x: Tensor) -> Tensor:
