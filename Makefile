@@ -19,7 +19,7 @@ pages:
 	python -m benchmarks.pages
 
 site:
-	mkdocs build --strict --site-dir out/site/$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' structlin/__init__.py)
+	mkdocs build --strict
 
 bench:
 	for f in examples/[a-z]*.py examples/*/[a-z]*.py; do ! grep -q '^if __name__' $$f || python $$f --smoke || exit 1; done
