@@ -41,8 +41,8 @@ _RANGES = {  # of the integers that do not go from 1 to `LARGEST`
     "sweeps": (0, MAX_STEPS),
     "tokens": (0, LARGEST),
 }
-_POSITIVE = {"lrs", "max_spectral_norm", "seconds", "temperature", "tolerance"}
-_UNBOUNDED = {"nu", "omega", "psi", "seconds", "tolerance"}  # where infinity is a bound
+_POSITIVE = {"max_spectral_norm", "temperature", "tolerance"}
+_UNBOUNDED = {"tolerance"}  # where infinity is a bound
 _SAY_MORE = {"keep"}  # where it is refused
 _WORDS = {  # beside the names of types
     Callable: "a function",
@@ -92,18 +92,9 @@ def checked(function: Checked) -> Checked:
 
 
 def fit(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `values` that are arguments of `function`, checked.
-
-    Raises:
-        ValueError: no integer or no flag where there must be one; a number out of its range.
-        TypeError: something else of another type.
-    """
-    kinds = _read_kinds(function)
-    return {
-        name: _fit(name, value, kinds[name], name)
-        for name, value in values.items()
-        if name in kinds
-    }
+    """Those of `values` that are arguments of `function`, checked."""
+    kinds, given = _read_kinds(function), values.items()
+    return {name: _fit(name, value, kinds[name], name) for name, value in given if name in kinds}
 
 
 @cache

@@ -97,7 +97,7 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         self.register_parameter("gains", empty(len(self.cores)) if weight_norm else None)
         self.register_parameter("bias", empty(out_features) if bias else None)
         self.reset_parameters()
-        if not self.cores[0].is_meta:  # where `convert` makes it, which warns by its name
+        if not self.cores[0].is_meta:  # `convert` builds on meta, and warns by the layer's name
             warn_of_padding(structure, self.structure, in_features, out_features)
 
     def reset_parameters(self) -> None:

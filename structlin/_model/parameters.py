@@ -86,7 +86,7 @@ def parameters_of(model: nn.Module) -> Iterator[ParameterInfo]:
 
 
 def weights_of(module: nn.Module) -> dict[str, Weight]:
-    """What a layer multiplies by, wherever its numbers come from: attribute -> what it is."""
+    """The weights that a layer multiplies by, parametrised or not: attribute name -> `Weight`."""
     if isinstance(module, StructuredLinear):
         found = {"gains": Weight("gain")}
         for n, core in enumerate(module.structure.cores):

@@ -2,6 +2,7 @@
 others fixed."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import prod, sqrt
 
 import torch
@@ -27,14 +28,14 @@ TOLERANCE = 1e-3  # relative decrease of the error by which a sweep must pay
 # Of sweeps over the blocks of W: how far each block goes beyond its optimum, after the first two
 # sweeps, and by what they must pay. By trial, on the layers of all-MiniLM-L6-v2 at half the
 # parameters (BTT, Monarch): the errors of 1 and 0.001 within 0.2 %, in half the time.
-RELAXATION, PAY = 1.7, 2e-3
-SMALL = 2**20  # numbers in y up to which one thread is as quick over the blocks as two, and calmer
-STEPS = 20  # of conjugate gradient for a core, at most
-CLOSE = 1e-2  # relative decrease of its squared gradient at which a core is solved well enough
+RELAXATION, RELAXED_TOLERANCE = 1.7, 2e-3
+MAX_SERIAL_SIZE = 2**20  # numbers in y up to which one thread is as quick over blocks as two
+MAX_STEPS = 20  # of conjugate gradient for a core, at most
+STEP_TOLERANCE = 1e-2  # relative decrease of a core's squared gradient that is enough
 RESTARTS = 3  # random starts of a structure whose first start may be a bad one
-EXACT = 1e-6  # relative error that needs no other start
+MAX_ROUNDING = 1e-6  # relative error that needs no other start
 # numbers in an activation up to which alternating least squares runs in float64 for any weight
-DOUBLE = 2**17
+MAX_FLOAT64_SIZE = 2**17
 
 
 def search(
@@ -53,7 +54,7 @@ def search(
     x = torch.eye(columns, dtype=w.dtype, device=w.device) if c is None else take_root(c).mT
     y, x = x @ w.mT, F.pad(x, (0, structure.in_features - columns))
     width = max(tail.in_features for _, tail in _tails(structure))
-    if dtype != torch.float64 and len(x) * width > DOUBLE:
+    if dtype != torch.float64 and len(x) * width > MAX_FLOAT64_SIZE:
         x, y = x.float(), y.float()
     root = None if root is None else root.to(x)
     y = weigh(y, root)
@@ -67,7 +68,7 @@ def search(
         for cores, error in alternate(structure, start, x, y, limit, root):
             if error < least:
                 best, least = cores, error
-        if least <= EXACT:
+        if least <= MAX_ROUNDING:
             break
     return [core.to(w) for core in best]
 
@@ -93,7 +94,7 @@ def alternate(
     stages = _tails(structure)
     blockwise = root is None and _is_blockwise(structure)
     refit = _blockwise(structure, x, y) if blockwise else None
-    tolerance, relaxation = (PAY, RELAXATION) if refit else (TOLERANCE, 1.0)
+    tolerance, relaxation = (RELAXED_TOLERANCE, RELAXATION) if refit else (TOLERANCE, 1.0)
     residual = _residual(structure, cores, x, y, root)
     norm = _norm(y) or 1.0
     error = _norm(residual) / norm
@@ -102,7 +103,7 @@ def alternate(
         ahead = relaxation if sweep > 1 else 1.0
         found, rest, h = [*cores], residual, x
         if refit:
-            with limit_threads(1, y.is_cpu and y.numel() <= SMALL):
+            with limit_threads(1, y.is_cpu and y.numel() <= MAX_SERIAL_SIZE):
                 found = refit(cores, residual, ahead)
         for n, (step, tail) in enumerate(stages):
             last = len(tail.cores) == 1 and tail.out_features == y.shape[1]
@@ -137,14 +138,11 @@ def _is_blockwise(structure: Structure) -> bool:
     """Whether the structure is two cores, from all inputs and to all outputs: W is then a grid of
     matrices of a rank, one for each value of the axes that W and both cores have, as of BTT and
     Monarch."""
-    subscripts, inputs, outputs = (
-        [core.axes for core in structure.cores],
-        structure.inputs,
-        structure.outputs,
-    )
-    if len(subscripts) != 2 or {*inputs} & {*outputs}:
+    inputs, outputs = {*structure.inputs}, {*structure.outputs}
+    if len(structure.cores) != 2 or inputs & outputs:
         return False
-    return {*inputs} <= {*subscripts[0]} and {*outputs} <= {*subscripts[1]}
+    first, last = (core.axes for core in structure.cores)
+    return inputs <= {*first} and outputs <= {*last}
 
 
 def _blockwise(
@@ -161,51 +159,39 @@ def _blockwise(
         A function of the cores, their residual y - x B^T, and how far to go: 1 to the regression,
         more beyond it. Outputs that y lacks are zero in the new cores.
     """
-    (inputs, outputs), (first, last) = (
-        (structure.inputs, structure.outputs),
-        [core.axes for core in structure.cores],
-    )
-    given, own = (
-        [axis for axis in inputs if axis in last],
-        [axis for axis in inputs if axis not in last],
-    )
-    shared, rest = (
-        [axis for axis in outputs if axis in first],
-        [axis for axis in outputs if axis not in first],
-    )
-    bond = [axis for axis in first if axis not in (*inputs, *outputs)]
+    inputs, outputs = structure.inputs, structure.outputs
+    first, last = (core.axes for core in structure.cores)
+    given = [axis for axis in inputs if axis in last]  # they number the columns of blocks
+    own = [axis for axis in inputs if axis not in last]  # the columns of a block
+    shared = [axis for axis in outputs if axis in first]  # they number the rows of blocks
+    rest = [axis for axis in outputs if axis not in first]  # the rows of a block
+    bond = [axis for axis in first if axis not in (*inputs, *outputs)]  # its rank
     factors = [given, shared, bond, own], [given, shared, rest, bond]
     size, padding = {**structure.sizes, "tokens": len(x)}, structure.out_features - y.shape[1]
-    present = group_axes(F.pad(torch.ones_like(y[0]), (0, padding)), outputs, (shared, rest), size)[
-        ..., None
-    ]
+    ones = F.pad(torch.ones_like(y[0]), (0, padding))  # 0 where y lacks the output
+    present = group_axes(ones, outputs, (shared, rest), size)[..., None]  # (shared, rest, 1)
 
     columns = group_axes(x, ["tokens", *inputs], (given, ["tokens"], own), size)
     # x that comes from a covariance is triangular: half of its products are with zeros
     used = (columns != 0).any(-1)
     ends = (used * torch.arange(1, len(x) + 1, device=x.device)).amax(-1).tolist()
-    grams = columns.double().mT @ columns.double()
+    grams = columns.double().mT @ columns.double()  # (given, own, own)
     ridge = 10 * torch.finfo(x.dtype).eps * (mean_diagonal(grams).mean().item() or 1.0)
     grams = grams + ridge * identity_like(grams)
     roots, grams = take_root(grams).to(x), grams.to(x)
 
     def refit(cores: list[Tensor], residual: Tensor, ahead: float) -> list[Tensor]:
-        missing = group_axes(
-            F.pad(residual, (0, padding)),
-            ["tokens", *outputs],
-            (["tokens"], [*shared, *rest]),
-            size,
-        )
-        missing = missing.clone()
+        padded = F.pad(residual, (0, padding))
+        groups = ["tokens"], [*shared, *rest]
+        missing = group_axes(padded, ["tokens", *outputs], groups, size).clone()
         axes = [[*core.axes] for core in structure.cores]
+        # (given, shared, bond, own), (given, shared, rest, bond)
         right, left = (group_axes(*core, size) for core in zip(cores, axes, factors, strict=True))
         steps, found = zip(ends, columns, grams, roots, left * present, right, strict=True), []
         for end, column, gram, root, old_left, old_right in steps:
-            part, column, old = (
-                missing[:end],
-                column[:end],
-                old_left @ old_right,
-            )  # old: (shared, rest, own)
+            part, column, old = missing[:end], column[:end], old_left @ old_right
+            # the regression of what is missing on these inputs, times their gram: (shared, rest,
+            # own); times the inverse of its root it is what the SVD truncates
             goal = ahead * (part.mT @ column).reshape(old.shape) + old @ gram
             white = torch.linalg.solve_triangular(root, goal.mT, upper=False).mT
             new_left, basis = approach(white, old_right @ root)
@@ -225,21 +211,15 @@ def _regression(structure: Structure, core: Tensor, x: Tensor, y: Tensor) -> tup
     """The core of a structure that has only one for the least ||y - x B^T||^2 + ridge ||core -
     new||^2, and the residual: normal equations, one for each block, that all uses of the block
     share."""
-    (only,), (inputs, outputs) = structure.cores, (structure.inputs, structure.outputs)
+    (only,), inputs, outputs = structure.cores, structure.inputs, structure.outputs
     size, uses = {**structure.sizes, "tokens": len(x)}, ["tokens", *only.repeat_axes]
     rows = group_axes(x, ["tokens", *inputs], (only.batch_axes, uses, only.fan_in_axes), size)
-    residual = (
-        group_axes(y, ["tokens", *outputs], (only.batch_axes, uses, only.fan_out_axes), size)
-        - rows @ core.mT
-    )
-    change = solve_damped(rows.mT @ rows, rows.mT @ residual)
-    residual = split_axes(
-        residual - rows @ change, [*only.batch_axes, *uses, *only.fan_out_axes], size
-    )
-    order = [
-        [*only.batch_axes, *uses, *only.fan_out_axes].index(axis) for axis in ["tokens", *outputs]
-    ]
-    return core + change.mT, residual.permute(order).reshape(y.shape)
+    goal = group_axes(y, ["tokens", *outputs], (only.batch_axes, uses, only.fan_out_axes), size)
+    residual = goal - rows @ core.mT  # (batch, uses, fan_out)
+    change = solve_damped(rows.mT @ rows, rows.mT @ residual)  # (batch, fan_in, fan_out)
+    lying = [*only.batch_axes, *uses, *only.fan_out_axes]
+    residual = group_axes(residual - rows @ change, lying, (["tokens"], outputs), size)
+    return core + change.mT, residual
 
 
 def _least_squares(
@@ -259,12 +239,12 @@ def _least_squares(
     prediction, transposed, *_ = torch.func.vjp(predict, core)
     precondition, ridge = _preconditioner(tail, cores, h)
     residual, first, last = y - prediction, 0.0, 1.0
-    for _ in range(STEPS):
+    for _ in range(MAX_STEPS):
         gradient = transposed(residual)[0] - ridge * (core - cores[0])
         conjugate = precondition(gradient)
         descent = (gradient * conjugate).sum().item()
         first = first or descent
-        if not descent > CLOSE * first:
+        if not descent > STEP_TOLERANCE * first:
             break
         direction, last = conjugate + descent / last * direction, descent
         change = predict(direction)
@@ -285,15 +265,12 @@ def _preconditioner(
     families.
     """
     core, *later = tail.cores
-    inputs, outputs = (tail.inputs, tail.outputs)
+    inputs, outputs = tail.inputs, tail.outputs
     axes, fan_in = [*core.axes], [*core.fan_in_axes]
     fan_out = [axis for axis in core.fan_out_axes if axis not in outputs]
-    hidden = [axis for core in later for axis in [*core.axes] if axis not in (*inputs, *outputs)]
-    blocks = [
-        axis
-        for axis in axes
-        if axis not in (*fan_in, *fan_out) and any(axis in [*c.axes] for c in later)
-    ]
+    read_later = {axis for each in later for axis in each.axes}
+    hidden = [axis for axis in read_later if axis not in (*inputs, *outputs)]
+    blocks = [axis for axis in axes if axis not in (*fan_in, *fan_out) and axis in read_later]
 
     tokens, size = ["tokens", *inputs], {**tail.sizes, "tokens": len(h)}
     features = split_axes(h, tokens, size)
@@ -304,6 +281,7 @@ def _preconditioner(
         for core, tensor in reversed([*zip(later, cores[1:], strict=True)])
         for names in ([*core.axes], prime([*core.axes], hidden))
     ]
+    # maps^T maps, (blocks, fan_out, fan_out'), and h^T h, (batch, fan_in, fan_in')
     after = contract(left, *maps) if maps else torch.ones((), dtype=h.dtype, device=h.device)
     before = contract(right, (features, tokens), (features, prime(tokens, fan_in)))
     grams = [(as_squares(after, fan_out, size), left), (as_squares(before, fan_in, size), right)]
@@ -316,9 +294,8 @@ def _preconditioner(
 
     def precondition(gradient: Tensor) -> Tensor:
         primed = prime(axes, [*fan_in, *fan_out])
-        return contract(axes, (split_axes(gradient, axes, size), primed), *factors).reshape(
-            gradient.shape
-        )
+        scaled = contract(axes, (split_axes(gradient, axes, size), primed), *factors)
+        return scaled.reshape(gradient.shape)
 
     return precondition, ridge
 
@@ -348,22 +325,16 @@ def _make_structure(
 def _is_chain(structure: Structure) -> bool:
     """Whether every core can absorb any change of basis in what the core before it hands over: then
     cutting the cores off one by one loses nothing."""
-    cores, (inputs, outputs) = (
-        [core.axes for core in structure.cores],
-        (structure.inputs, structure.outputs),
-    )
+    cores, ends = [core.axes for core in structure.cores], {*structure.inputs, *structure.outputs}
     for n, core in enumerate(cores[:-1]):
         later = {axis for rest in cores[n + 2 :] for axis in rest}
         seen = {axis for before in cores[:n] for axis in before}
-        bond = {*core} - {*inputs, *outputs} - seen
+        bond = {*core} - ends - seen
         if not {*core} & later <= {*cores[n + 1]} or bond & later:
             return False
     return True
 
 
 def _draw(structure: Structure, generator: torch.Generator) -> list[Tensor]:
-    cores = (
-        torch.randn(core.shape, generator=generator, dtype=torch.float64)
-        for core in structure.cores
-    )
-    return [tensor / sqrt(core.fan_in) for core, tensor in zip(structure.cores, cores, strict=True)]
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    return [draw(core.shape) / sqrt(core.fan_in) for core in structure.cores]

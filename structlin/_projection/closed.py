@@ -20,40 +20,38 @@ from .matrices import take_root, truncate
 
 
 def cut(structure: Structure, w: Tensor, c: Tensor | None) -> list[Tensor]:
-    """Truncated SVDs, one core after the other; with `c` of W L in place of W, L L^T the covariance
-    of the inputs that the core sums."""
-    size, subscripts, (inputs, outputs) = (
-        structure.sizes,
-        [core.axes for core in structure.cores],
-        (structure.inputs, structure.outputs),
-    )
-    target, axes = _blocks(structure, w, c)
+    """Truncated SVDs, one core after the other; with the covariance `c` of the inputs each SVD is
+    of the matrix times a root of the covariance of the inputs that the core sums."""
+    size = structure.sizes
+    target, axes = _blocks(structure, w, c)  # W, and later what is left of it, over named axes
     cores = []
-    for n, core in enumerate(subscripts[:-1]):
-        later = {axis for rest in subscripts[n + 1 :] for axis in rest}
-        batch = [axis for axis in axes if axis in core and axis in later]
-        own = [axis for axis in axes if axis in core and axis not in later]
-        rest = [axis for axis in axes if axis not in core]
-        bond = [axis for axis in core if axis not in axes]
-        rank, kept = prod(size[axis] for axis in bond), [*batch, *bond, *own]
+    for n, core in enumerate(structure.cores[:-1]):
+        later = {axis for rest in structure.cores[n + 1 :] for axis in rest.axes}
+        batch = [axis for axis in axes if axis in core.axes and axis in later]  # of the problems
+        own = [axis for axis in axes if axis in core.axes and axis not in later]  # columns
+        rest = [axis for axis in axes if axis not in core.axes]  # rows: of the cores to come
+        bond = [axis for axis in core.axes if axis not in axes]  # summed between: the rank
+        rank, groups = prod(size[axis] for axis in bond), (batch, rest, own)
         if c is None:
-            left, right = truncate(group_axes(target, axes, (batch, rest, own), size), rank)
-            first = right
+            # (batch, rest, rank), (batch, rank, own)
+            left, first = truncate(group_axes(target, axes, groups, size), rank)
+            order = [*batch, *bond, *own]
         else:
-            weighed = [axis for axis in own if axis in inputs and axis not in outputs]
-            given = [
-                axis for axis in axes if axis in inputs and axis in core and axis not in weighed
-            ]
-            root = take_root(_covariance(structure, c, given, weighed))
-            factor, white = [*given, *weighed, *prime(weighed)], prime(axes, weighed)
-            whitened = contract(white, (target, axes), (split_axes(root, factor, size), factor))
-            left, right = truncate(group_axes(whitened, axes, (batch, rest, own), size), rank)
-            others = [axis for axis in kept if axis not in (*given, *weighed)]
-            groups = given, others, prime(weighed)
-            rows = group_axes(right, prime(kept, weighed), groups, size)
-            first = torch.linalg.solve_triangular(root, rows, upper=False, left=False)
-            kept = [*given, *others, *weighed]
-        cores.append(store(structure, n, first, kept))
+            # inputs that only this core reads are whitened; their covariance may differ with the
+            # values of inputs that later cores read too
+            summed = [x for x in own if x in structure.inputs and x not in structure.outputs]
+            given = [x for x in axes if x in structure.inputs and x in core.axes]
+            given = [x for x in given if x not in summed]
+            root = take_root(_covariance(structure, c, given, summed))  # (given, summed, summed)
+            factor, primed = [*given, *summed, *prime(summed)], prime(axes, summed)
+            whitened = contract(primed, (target, axes), (split_axes(root, factor, size), factor))
+            left, right = truncate(group_axes(whitened, axes, groups, size), rank)
+            others = [x for x in (*batch, *bond, *own) if x not in (*given, *summed)]
+            kept = prime([*batch, *bond, *own], summed)
+            rows = group_axes(right, kept, (given, others, prime(summed)), size)
+            first = torch.linalg.solve_triangular(root, rows, upper=False, left=False)  # not white
+            order = [*given, *others, *summed]
+        cores.append(store(structure, n, first, order))
         axes = [*batch, *rest, *bond]
         target = split_axes(left, axes, size)
     return [*cores, store(structure, -1, target, axes)]
@@ -66,22 +64,20 @@ def _blocks(structure: Structure, w: Tensor, c: Tensor | None) -> tuple[Tensor, 
     the inputs of each block. If no core has that axis, the same block is used again: the regression
     is one over all of its uses.
     """
-    size, (inputs, outputs) = structure.sizes, (structure.inputs, structure.outputs)
-    kept = [axis for axis in inputs if axis in outputs]
+    size, inputs, outputs = structure.sizes, structure.inputs, structure.outputs
+    kept, whole = [axis for axis in inputs if axis in outputs], [*outputs, *inputs]
     if not kept:
-        return split_axes(w, [*outputs, *inputs], size), [*outputs, *inputs]
-    used = {axis for core in [core.axes for core in structure.cores] for axis in core}
+        return split_axes(w, whole, size), whole
+    used = {axis for core in structure.cores for axis in core.axes}
     blocks = [axis for axis in kept if axis in used]
     rows = [axis for axis in outputs if axis not in kept]
     columns = [axis for axis in inputs if axis not in kept]
     axes = [*blocks, *rows, *columns]
-    sums = contract(
-        axes,
-        (split_axes(w if c is None else w @ c, [*outputs, *inputs], size), [*outputs, *inputs]),
-    )
+    # a diagonal of W, or of W C, along the axes of both sides
+    sums = contract(axes, (split_axes(w if c is None else w @ c, whole, size), whole))
     if c is None:
         return sums / prod(size[axis] for axis in kept if axis not in used), axes
-    root = take_root(_covariance(structure, c, blocks, columns))
+    root = take_root(_covariance(structure, c, blocks, columns))  # (blocks, columns, columns)
     solved = torch.cholesky_solve(group_axes(sums, axes, (blocks, rows, columns), size).mT, root).mT
     return split_axes(solved, axes, size), axes
 
@@ -89,7 +85,7 @@ def _blocks(structure: Structure, w: Tensor, c: Tensor | None) -> tuple[Tensor, 
 def _covariance(structure: Structure, c: Tensor, given: list[str], axes: list[str]) -> Tensor:
     """The covariance over `axes` for each value of `given`, summed over the other inputs: `(given,
     axes, axes)`."""
-    inputs, _ = (structure.inputs, structure.outputs)
+    inputs = structure.inputs
     rows = split_axes(c, [*inputs, *inputs], structure.sizes)
     marginal = contract([*given, *axes, *prime(axes)], (rows, [*inputs, *prime(inputs, axes)]))
     n = prod(structure.sizes[axis] for axis in axes)
@@ -98,18 +94,14 @@ def _covariance(structure: Structure, c: Tensor, given: list[str], axes: list[st
 
 def is_optimal(structure: Structure, weighed: bool, padded: bool) -> bool:
     """Whether `cut` gives the global optimum."""
-    subscripts, inputs, outputs = (
-        [core.axes for core in structure.cores],
-        structure.inputs,
-        structure.outputs,
-    )
+    inputs, outputs = structure.inputs, structure.outputs
     kept = {*inputs} & {*outputs}
-    unused = kept - {axis for core in subscripts for axis in core}
-    if len(subscripts) == 1:
+    unused = kept - {axis for core in structure.cores for axis in core.axes}
+    if len(structure.cores) == 1:
         return not (padded and unused)
-    if len(subscripts) > 2:
+    if len(structure.cores) > 2:
         return False
-    first, last = ({*core} for core in subscripts)
+    first, last = ({*core.axes} for core in structure.cores)
     one_sided = all({*side} <= first or {*side} <= last for side in (inputs, outputs))
     # the numbers that are free are not whole rows and columns of the matrices
     if padded and not one_sided:

@@ -289,7 +289,7 @@ def test_structures_that_are_no_chain_are_recovered_from_random_starts(monkeypat
 def test_what_is_too_large_for_float64_is_exact_in_float32_and_float64_weights_are_never_rounded(
     dtype, tolerance, monkeypatch
 ):
-    monkeypatch.setattr(alternating, "DOUBLE", 0)
+    monkeypatch.setattr(alternating, "MAX_FLOAT64_SIZE", 0)
     for family in (BTT(rank=2), TT(rank=2, cores=3), Kronecker()):
         structure, c = family.structure(24, 60), correlated(24).to(dtype)
         w = to_dense(structure, random_cores(structure)).to(dtype)
@@ -426,7 +426,7 @@ def test_products_with_the_zeros_of_triangular_inputs_are_left_out():
     "family", [LowRank(rank=3), Kronecker(), TT(rank=2, cores=3), BTT(rank=2, cores=3)], ids=str
 )
 def test_on_white_inputs_one_step_solves_the_least_squares_problem_of_a_core(family, monkeypatch):
-    monkeypatch.setattr(alternating, "STEPS", 1)
+    monkeypatch.setattr(alternating, "MAX_STEPS", 1)
     structure = family.structure(24, 18)
     w, first, *rest = gaussian(18, 24), *random_cores(structure)
     unit = torch.eye(first.numel(), dtype=torch.float64).reshape(-1, *first.shape)
@@ -648,7 +648,7 @@ def test_cores_have_the_dtype_of_the_weight_and_are_computed_in_float32_or_bette
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_the_scale_of_weight_and_covariance_changes_nothing_else(scale, monkeypatch):
-    monkeypatch.setattr(alternating, "DOUBLE", 0)
+    monkeypatch.setattr(alternating, "MAX_FLOAT64_SIZE", 0)
     w, c, family = gaussian(12, 20).float(), correlated(20).float(), BTT(rank=2)
     plain, scaled = (
         project(w, family, covariance=c),
