@@ -10,8 +10,6 @@ A valid call of each function stands in `CALLS`. One argument at a time is repla
     obscure   an error from inside of torch, einops or Python
     meant     no error: the argument may have this value, see `MEANT`
     accepted  no error, and the argument should not have this value
-
-What the library makes and nobody else, such as a `Core` or a `Plan`, is left out.
 """
 
 import dis
@@ -23,8 +21,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch
@@ -144,10 +142,6 @@ def build(width: int) -> nn.Module:
 
 def loss(model: nn.Module, batch: Any) -> Tensor:
     return model(batch).square().mean()
-
-
-def train(model: nn.Module, rate: Any, width: int) -> float:
-    return 1.0
 
 
 def sgd(model: nn.Module, width: int = 0) -> torch.optim.Optimizer:
@@ -351,67 +345,51 @@ for kind, options in FAMILIES.items():
 # ---- what happens --------------------------------------------------------------------------------
 
 
-class Case(NamedTuple):
-    function: str
-    argument: str
-    value: str
-
-
-class Seen(NamedTuple):
-    """What a case has led to."""
-
-    kind: str
-    text: str = ""
-
-
-def list_cases(functions: Sequence[str]) -> list[Case]:
+def list_cases(functions: Sequence[str]) -> list[tuple[str, str, str]]:
     """Each argument with each value, and an unknown keyword for each function."""
     cases = []
     for name in functions:
         known = inspect.signature(CALLS[name][0]).parameters.values()
-        named = [each.name for each in known if each.kind not in (each.VAR_KEYWORD,)]
-        cases += [Case(name, argument, value) for argument in named for value in VALUES]
-        cases.append(Case(name, "unknown", "3"))
+        named = [each.name for each in known if each.kind != each.VAR_KEYWORD]
+        cases += [(name, argument, value) for argument in named for value in VALUES]
+        cases.append((name, "unknown", "3"))
     return cases
 
 
-def try_case(case: Case) -> Seen:
-    """Make the call, and say what came of it."""
-    function, make = CALLS[case.function]
-    valid, value = make(), VALUES[case.value]()
+def try_case(name: str, argument: str, label: str) -> tuple[str, str]:
+    """Make the call, and say what came of it: the kind, and the error."""
+    function, make = CALLS[name]
+    valid, value = make(), VALUES[label]()
     known = inspect.signature(function).parameters
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            function(**{**valid, case.argument: value})
+            function(**{**valid, argument: value})
     except Exception as error:
-        return judge(error, case.argument, value, [*known])
-    defaults = known[case.argument].default, valid.get(case.argument, 0)
+        return judge(error, argument, value, [*known])
+    defaults = known[argument].default, valid.get(argument, 0)
     optional = value is None and None in defaults
-    return Seen("meant" if optional or case.argument in MEANT.get(case.value, ()) else "accepted")
+    return "meant" if optional or argument in MEANT.get(label, ()) else "accepted", ""
 
 
-def judge(error: Exception, argument: str, value: Any, arguments: Sequence[str]) -> Seen:
+def judge(error: Exception, argument: str, value: Any, arguments: Sequence[str]) -> tuple[str, str]:
     says, text = str(error), f"{type(error).__name__}: {str(error)[:300]}"
     if "unexpected keyword argument" in says or isinstance(error, OSError):
-        return Seen("python", text)
+        return "python", text
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     named = re.search(rf"\b{re.escape(argument)}\b", says)
     named = named or any(re.search(rf"\b{re.escape(each)}=", says) for each in arguments)
     shown = type(value).__name__, repr(value)[:20], "a tensor" if torch.is_tensor(value) else "\0"
     raised = frames[-1].f_code.co_filename.startswith(PACKAGE) and is_at_raise(error.__traceback__)
     if raised and (named or any(part in says for part in shown)):
-        return Seen("clear", text)
+        return "clear", text
     ours = [n for n, each in enumerate(frames) if each.f_code.co_filename.startswith(PACKAGE)]
     inside = frames[ours[0] :] if ours else []
-    given = [each for each in inside if each.f_code.co_name == "_call_impl" or is_here(each)]
+    codes = [frame.f_code for frame in inside]
+    given = any(code.co_name == "_call_impl" or code.co_filename == __file__ for code in codes)
     if given or not ours or (callable(value) and re.search(r"\w\(\) .*argument", says)):
-        return Seen("theirs", text)
-    return Seen("unnamed" if raised else "obscure", text)
-
-
-def is_here(frame: FrameType) -> bool:
-    return frame.f_code.co_filename == __file__
+        return "theirs", text
+    return "unnamed" if raised else "obscure", text
 
 
 def is_at_raise(found: TracebackType | None) -> bool:

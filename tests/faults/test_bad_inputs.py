@@ -36,10 +36,10 @@ def _folder(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("_folder")
 def test_bad_inputs_are_refused_clearly():
     cases = list_cases(list(CALLS))[::23]  # prime to the number of values: each has its turn
-    found = [(case, try_case(case)) for case in cases]
-    wrong = [each for each in found if each[1].kind in ("unnamed", "obscure", "accepted")]
+    found = [(case, *try_case(*case)) for case in cases]
+    wrong = [each for each in found if each[1] in ("unnamed", "obscure", "accepted")]
     assert len(wrong) <= len(found) // 300, wrong
-    assert sum(seen.kind == "clear" for _, seen in found) > 0.9 * len(found)
+    assert sum(kind == "clear" for _, kind, _ in found) > 0.9 * len(found)
 
 
 @pytest.mark.usefixtures("_folder")
