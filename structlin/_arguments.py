@@ -41,9 +41,9 @@ _RANGES = {  # of the integers that do not go from 1 to `LARGEST`
     "sweeps": (0, MAX_STEPS),
     "tokens": (0, LARGEST),
 }
-_POSITIVE = {"max_spectral_norm", "temperature", "tolerance"}
+_POSITIVE = {"temperature", "tolerance"}
 _UNBOUNDED = {"tolerance"}  # where infinity is a bound
-_SAY_MORE = {"keep"}  # where it is refused
+_SAY_MORE = {"keep", "method"}  # where they are refused
 _WORDS = {  # beside the names of types
     Callable: "a function",
     Iterable: "an iterable",

@@ -11,14 +11,16 @@ Iterations: Newton-Schulz (Higham 2008, "Functions of Matrices", ch. 8); quintic
 behind "ns" and "fast".
 """
 
+import platform
 from collections.abc import Sequence
-from math import isfinite, log2, sqrt
+from dataclasses import dataclass
+from math import inf, isfinite, log2, sqrt
 
 import torch
 from torch import Tensor
 
 from ._arguments import require_positive, require_real
-from ._kernels import polar
+from ._kernels import engine, polar
 from ._kernels.engine import has_matrix_unit
 from ._kernels.op import available
 
@@ -57,8 +59,15 @@ SCHEDULES: dict[str, Schedule] = {
         (1.865747, -1.231468, 0.365722),
     ),
 }
-LARGE_MATRIX = 2**14  # numbers of one that a CPU mostly multiplies faster by itself than in a batch
 METHODS = (*SCHEDULES, "svd")
+DEFAULT, DEFAULT_STEPS = "fast", 5  # what `choose_polar` takes where no method is given
+
+# The thresholds of `choose_polar`, in numbers of a matrix or a stack.
+LARGE_MATRIX = 2**14  # from which on BLAS is faster than the engine, and than itself in a batch
+SMALLEST_BFLOAT16 = 64  # short side, from which on 16 bits are faster, but for the engine
+LARGEST_ON_CPU = 2**16  # where a stack stays in the cache, and copying a large matrix is a waste
+LARGEST_STACK = 2**24  # bounds the memory of a step
+SMALLEST_STACK = 2**17  # of which fewer do not keep a device busy, where there are more
 
 
 def dualize(
@@ -87,9 +96,8 @@ def dualize(
             and fills the null space of rank-deficient matrices with noise of up to 1.
 
     Returns:
-        A new tensor, of the dtype of `matrix`. Independent of the scale of each matrix, and odd. A
-        zero matrix maps to zero; singular values that are exactly zero stay (nearly, for the
-        iterations) zero.
+        A new tensor, of the dtype of `matrix`. Independent of the scale of each matrix, and odd.
+        Singular values that are exactly zero stay (nearly, for the iterations) zero.
 
     Raises:
         ValueError: `method` is unknown, or no schedule; `ns_steps` is no integer of 1 or more, or
@@ -104,38 +112,106 @@ def dualize(
     require_real("matrix", matrix, 2)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype={dtype!r} must be a torch.dtype of floating point")
-    if matrix.numel() == 0:
-        return matrix.clone()
-    if dtype is None:
-        dtype = torch.promote_types(matrix.dtype, torch.float32)
-    narrower = torch.finfo(dtype).tiny > torch.finfo(matrix.dtype).tiny  # in its exponents
-    x = (_of_unit_size(matrix) if narrower else matrix).to(dtype)
-    if is_small(x, method):
-        stacks = [x.reshape(-1, *x.shape[-2:])]
-        small = dualize_small(stacks, method=method, ns_steps=ns_steps)[0]
-        return small.view(x.shape).to(matrix.dtype)
-    if method == "svd" or not _is_of_safe_size(x):
-        x = _of_unit_size(x)
-    if method != "svd":
-        return _newton_schulz(x, method, ns_steps).to(matrix.dtype)
-    wide = x.shape[-2] <= x.shape[-1]
-    x = _svd(x if wide else x.mT)
-    return (x if wide else x.mT).to(matrix.dtype)
+    shape = (matrix.shape[-2], matrix.shape[-1])
+    return choose_polar(shape, matrix.dtype, matrix.device, method, ns_steps, dtype)(matrix)
+
+
+@dataclass(frozen=True)
+class Polar:
+    """A way to compute the polar factors of matrices `(..., m, n)`, as `choose_polar` makes it."""
+
+    schedule: Schedule | None  #: None: by singular values
+    dtype: torch.dtype  #: of the iteration
+    compiled: bool  #: by the engine, where no derivative is taken
+    one_by_one: bool  #: no batched products
+    largest_stack: int  #: numbers that are worth one call
+
+    def __call__(self, matrix: Tensor) -> Tensor:
+        if matrix.numel() == 0:
+            return matrix.clone()
+        narrower = torch.finfo(self.dtype).tiny > torch.finfo(matrix.dtype).tiny  # in its exponents
+        x = (_of_unit_size(matrix) if narrower else matrix).to(self.dtype)
+        factors = self._factors(x.reshape(-1, *x.shape[-2:]))  # (batch, m, n)
+        return factors.reshape(x.shape).to(matrix.dtype)
+
+    def _factors(self, x: Tensor) -> Tensor:
+        if self.schedule is None:
+            return _svd(_of_unit_size(x))
+        if self.compiled and polar.takes(x):
+            return polar.polar([x], self.schedule)[0]
+        x = x if _is_of_safe_size(x) else _of_unit_size(x)
+        if len(x) > 1 and not self.one_by_one:
+            return _iterate(x, self.schedule)
+        return torch.stack([_iterate(matrix, self.schedule) for matrix in x])
+
+
+def choose_polar(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    method: str | Schedule | None = None,
+    ns_steps: int | None = None,
+    iterate_in: torch.dtype | None = None,
+) -> Polar:
+    """Decide how the polar factors of matrices `(m, n)`, of this dtype and device, are computed: by
+    `method`, `ns_steps` and `dtype` of `dualize`. This is the only place that decides it.
+
+    Without a method that is 5 steps of "fast", in bfloat16 where the short side has 64 or more and
+    the device has products of bfloat16, but for float64 and what the compiled engine takes: fewer
+    than 2^14 numbers in float32 on a CPU.
+
+    >>> choose_polar((8, 16), torch.float64, torch.device("cpu")).dtype
+    torch.float64
+    """
+    small = shape[0] * shape[1] < LARGE_MATRIX
+    on_cpu = device.type == "cpu"
+    if method is None:
+        method, ns_steps = DEFAULT, DEFAULT_STEPS
+        exact = dtype == torch.float64 or min(shape) < SMALLEST_BFLOAT16
+        if iterate_in is None and not exact and has_bfloat16_products(device):
+            for_engine = small and on_cpu and dtype == torch.float32 and engine.load()
+            iterate_in = None if for_engine else torch.bfloat16
+    if iterate_in is None:
+        iterate_in = torch.promote_types(dtype, torch.float32)
+    compiled = small and on_cpu and iterate_in == torch.float32 and method != "svd"
+    # a schedule of one's own gives torch.optim.Muon's bits, which multiplies one by one
+    batched = isinstance(method, str) and iterate_in == torch.bfloat16 and has_matrix_unit()
+    return Polar(
+        schedule=None if method == "svd" else _steps(method, ns_steps),
+        dtype=iterate_in,
+        compiled=compiled,
+        one_by_one=on_cpu and not small and not batched,
+        largest_stack=LARGEST_STACK if compiled or batched or not on_cpu else LARGEST_ON_CPU,
+    )
+
+
+def has_bfloat16_products(device: torch.device) -> bool:
+    """Whether `device` has instructions for products of bfloat16; others widen every number first,
+    which takes more than ten times as long as float32."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cpu":
+        return True
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        asked = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        return bool(asked and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    questions = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, question, bool)() for question in questions)
+
+
+has_bfloat16_products._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def check_method(method: object, ns_steps: int | None) -> None:
-    """Refuse what is neither a method of `dualize` nor a schedule of coefficients.
-
-    Raises:
-        ValueError: then, or where `ns_steps` does not go with the method.
-    """
+    """Raises ValueError for what is neither a method of `dualize` nor a schedule of coefficients,
+    and where `ns_steps` does not go with the method."""
     if isinstance(method, str):
         if method not in METHODS:
             raise ValueError(
                 f"method={method!r} is unknown; there are {', '.join(METHODS)}, or a schedule such "
                 "as 5 * [(3.4445, -4.7750, 2.0315)]"
             )
-    elif not _is_schedule(method):
+    elif not isinstance(method, Sequence) or not method or not all(map(_is_step, method)):
         raise ValueError(
             f"method={method!r} is no schedule: it needs three finite numbers (a, b, c) per step, "
             "such as 5 * [(3.4445, -4.7750, 2.0315)]"
@@ -146,61 +222,14 @@ def check_method(method: object, ns_steps: int | None) -> None:
         require_positive("ns_steps", ns_steps, most=1000)
 
 
-def _is_schedule(method: object) -> bool:
-    return (
-        isinstance(method, Sequence)
-        and len(method) > 0
-        and all(
-            isinstance(step, Sequence)
-            and len(step) == 3
-            and all(isinstance(number, int | float) and isfinite(number) for number in step)
-            for step in method
-        )
-    )
-
-
-def is_small(matrix: Tensor, method: str | Schedule = "ns") -> bool:
-    """Whether `dualize_small` takes `matrix`: float32, fewer than 2^14 numbers, on a CPU with the
-    compiled engine, for a schedule, where no derivative is taken.
-
-    >>> is_small(torch.randn(128, 128)), is_small(torch.randn(8, 8, dtype=torch.float64))
-    (False, False)
-    """
-    return method != "svd" and polar.pays(matrix)
-
-
-def dualize_small(
-    stacks: Sequence[Tensor], *, method: str | Schedule = "ns", ns_steps: int | None = None
-) -> list[Tensor]:
-    """`dualize` of every stack `(batch, m, n)` of matrices that `is_small` is true of, in one call
-    of the compiled engine.
-
-    >>> small = [x for x in (torch.randn(4, 8, 16), torch.randn(2, 3, 3)) if is_small(x)]
-    >>> duals = dualize_small(small)
-    >>> all(torch.equal(dual, dualize(x)) for dual, x in zip(duals, small, strict=True))
-    True
-    """
-    return polar.polar(stacks, _steps(method, ns_steps)) if stacks else []
-
-
-def has_fast_batches(dtype: torch.dtype) -> bool:
-    """Whether a CPU multiplies large matrices faster in a batch than one by one: in bfloat16, where
-    it has a matrix unit.
-
-    >>> has_fast_batches(torch.float32)
-    False
-    """
-    return dtype == torch.bfloat16 and has_matrix_unit()
+def _is_step(step: object) -> bool:
+    numbers = step if isinstance(step, Sequence) and len(step) == 3 else (inf,)
+    return all(isinstance(number, int | float) and isfinite(number) for number in numbers)
 
 
 def promote(x: Tensor) -> Tensor:
     """Return `x` in the dtype of norms: float32, or float64 if it is that already."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _trace(gram: Tensor) -> Tensor:
-    """`(..., 1, 1)`: the squared Frobenius norm of X, 1 for a zero X."""
-    return _one_for_zero(gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None])
 
 
 def dual_core(gradient: Tensor, *, method: str = "ns") -> Tensor:
@@ -223,10 +252,8 @@ def dual_norm(gradient: Tensor) -> Tensor:
 
     sqrt(fan_out / fan_in) times the nuclear norm, the sum of the singular values, added over all
     blocks of `(..., fan_out, fan_in)`. Where the loss is below `<G, T> + sharpness |T|^2 / 2`, the
-    step that decreases this most is -(dual_norm(G) / sharpness) dual_core(G), and it decreases it
-    by dual_norm(G)^2 / (2 sharpness). `modular.Module.dual_norm` is that of a whole network.
-
-    Source: MD, definition 1 and proposition 1.
+    step that decreases this most is -(dual_norm(G) / sharpness) dual_core(G). Source: MD,
+    definition 1 and proposition 1.
 
     >>> g = torch.randn(3, 8, 2)
     >>> bool((dual_norm(g) - (g * dual_core(g)).sum()).abs() < 1e-2)
@@ -250,17 +277,14 @@ def dual_embedding(gradient: Tensor) -> Tensor:
     if gradient.numel() == 0:
         return gradient.clone()
     x = promote(gradient)
-    largest = x.abs().amax(dim=-1, keepdim=True)
-    x = x / _one_for_zero(largest)
+    x = x / _one_for_zero(x.abs().amax(dim=-1, keepdim=True))
     mean_square = x.square().mean(dim=-1, keepdim=True)
     return (x * _one_for_zero(mean_square).rsqrt()).to(gradient.dtype)
 
 
 def dual_conv(gradient: Tensor, *, method: str = "ns") -> Tensor:
     """Duality map of a convolution `(c_out, c_in, *kernel)`: (1 / k) sqrt(c_out / c_in) U V^T for
-    each of the k slices.
-
-    `k` is the number of kernel positions, k^2 in the paper's Conv2D; any number of dimensions.
+    each of the k slices, one for each kernel position (k^2 in the paper's Conv2D).
 
     >>> slices = dual_conv(torch.randn(8, 2, 3, 3)).flatten(2).permute(2, 0, 1)
     >>> torch.linalg.matrix_norm(slices, 2)[:2].mul(9).round(decimals=2)
@@ -268,11 +292,8 @@ def dual_conv(gradient: Tensor, *, method: str = "ns") -> Tensor:
     """
     require_real("gradient", gradient, 3)
     slices = gradient.flatten(2).permute(2, 0, 1)  # (k, c_out, c_in)
-    return (
-        (dual_core(slices, method=method) / slices.shape[0])
-        .permute(1, 2, 0)
-        .reshape(gradient.shape)
-    )
+    duals = dual_core(slices, method=method) / slices.shape[0]
+    return duals.permute(1, 2, 0).reshape(gradient.shape)
 
 
 def spectral_bound(matrix: Tensor) -> Tensor:
@@ -280,8 +301,7 @@ def spectral_bound(matrix: Tensor) -> Tensor:
     norm, from above.
 
     Never below it (but for rounding), at most min(m, n)^(1/32) times it, where all singular values
-    are equal; 0.3 % above on average for the updates of Adam. Four products of the short side's
-    size; no state, no singular vectors.
+    are equal; 0.3 % above on average for the updates of Adam. Four products of the short side.
 
     >>> g = torch.randn(3, 64, 256)
     >>> ratio = spectral_bound(g) / torch.linalg.matrix_norm(g, 2)
@@ -295,12 +315,9 @@ def spectral_bound(matrix: Tensor) -> Tensor:
     largest = _one_for_zero(x.abs().amax(dim=(-2, -1), keepdim=True))
     x = x / largest
     power, norm = (x @ x.mT if x.shape[-2] <= x.shape[-1] else x.mT @ x), largest
-    for n in (
-        2,
-        4,
-        8,
-    ):  # the norm is a trace^(1/2), times a trace^(1/4), ...: no power is far from 1
-        trace = _trace(power)
+    # the norm is a trace^(1/2), times a trace^(1/4), ...: no power is far from 1
+    for n in (2, 4, 8):
+        trace = _one_for_zero(power.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None])
         power, norm = power / trace, norm * trace ** (1 / n)
         power = power @ power
     bound: Tensor = norm[..., 0, 0] * torch.linalg.matrix_norm(power) ** (1 / 16)
@@ -312,8 +329,7 @@ def _one_for_zero(x: Tensor) -> Tensor:
 
 
 def _of_unit_size(x: Tensor) -> Tensor:
-    """Each matrix times a power of two, exactly, so that its largest entry is near 1: norms can not
-    underflow."""
+    """Each matrix times a power of two, exactly, so that its largest entry is near 1."""
     _, exponent = torch.frexp(x.abs().amax(dim=(-2, -1), keepdim=True).double())
     limit = -round(log2(torch.finfo(x.dtype).tiny))  # both 2^limit and 2^-limit are normal numbers
     return x * torch.pow(2.0, -exponent.clamp(-limit, limit).double()).to(x.dtype)
@@ -346,20 +362,6 @@ def _settle(step: tuple[float, float, float]) -> tuple[float, float, float]:
     return step if peak < 1.01 else (a / peak, b / peak, c / peak)
 
 
-def _newton_schulz(x: Tensor, method: str | Schedule, ns_steps: int | None) -> Tensor:
-    shape, schedule = x.shape, _steps(method, ns_steps)
-    x = x.reshape(-1, *shape[-2:])
-    large = x.is_cpu and shape[-2] * shape[-1] >= LARGE_MATRIX
-    # a schedule of one's own gives torch.optim.Muon's bits, which multiplies one by one
-    batched = isinstance(method, str) and has_fast_batches(x.dtype)
-    if len(x) == 1 or (large and not batched):
-        polar = [_iterate(matrix, schedule) for matrix in x]
-        x = polar[0] if len(polar) == 1 else torch.stack(polar)
-    else:
-        x = _iterate(x, schedule)
-    return x.reshape(shape)
-
-
 def _iterate(x: Tensor, schedule: Schedule) -> Tensor:
     """X <- a X + (b G + c G^2) X, G = X X^T of the short side, from X / |X|_F on.
 
@@ -379,6 +381,8 @@ def _iterate(x: Tensor, schedule: Schedule) -> Tensor:
 
 
 def _svd(x: Tensor) -> Tensor:
-    u, s, vh = torch.linalg.svd(x, full_matrices=False)
+    wide = x.shape[-2] <= x.shape[-1]
+    u, s, vh = torch.linalg.svd(x if wide else x.mT, full_matrices=False)
     tolerance = s[..., :1] * max(x.shape[-2:]) * torch.finfo(x.dtype).eps
-    return torch.matmul(u * (s > tolerance).to(x.dtype).unsqueeze(-2), vh)
+    factors = torch.matmul(u * (s > tolerance).to(x.dtype).unsqueeze(-2), vh)
+    return factors if wide else factors.mT

@@ -55,7 +55,7 @@ def alignment(update: Tensor, x: Tensor) -> float:
 
 def make_optimizer(method: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
     if method == "dualized":
-        return structlin.optim.Muon(model, lr, momentum=0, nesterov=False, method="ns")
+        return structlin.optim.Muon(model, lr, momentum=0, method="ns")
     return md_width.optimizer(method, model, lr)
 
 

@@ -18,6 +18,8 @@ convergent iterations need to take all above 1e-2 to within 1 % of 1.
 """
 
 import math
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,10 +78,22 @@ def steps_to_converge(method: str, above: float = 1e-2, within: float = 1e-2) ->
     return next(n for n in range(1, 100) if (mapped(method, values, n) - 1).abs().max() < within)
 
 
+class OwnPolar(structlin.optim.Muon):
+    """Muon whose polar factors are those of `find_polar`."""
+
+    def __init__(self, model: torch.nn.Module, lr: float, method: str) -> None:
+        super().__init__(model, lr)
+        self.polar = partial(find_polar, method=method)
+
+    def _decide(self, group: dict[str, Any]) -> list[Any]:
+        stacks = super()._decide(group)
+        return [replace(stack, polar=self.polar) if stack.polar else stack for stack in stacks]
+
+
 def train(method: str, lr: float, seed: int, steps: int) -> Row:
     torch.manual_seed(seed)
     model = models.mlp(PlainDigits.inputs, WIDTH, WIDTH, PlainDigits.outputs)
-    descent = structlin.optim.Muon(model, lr, method=METHODS[method])
+    descent = OwnPolar(model, lr, method)
     found = []
 
     def measure(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -93,7 +93,6 @@ def make_optimizer(method: str, model: nn.Module, lr: float) -> torch.optim.Opti
         model,
         lr,
         momentum=0,
-        nesterov=False,
         method=PAPERS["quintic-steep"],
         masses={"*": 1 / LAYERS},
     )

@@ -55,9 +55,7 @@ def mlp(method: str, width: int) -> nn.Sequential:
 
 def optimizer(method: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
     if method == "dualized":
-        return structlin.optim.Muon(
-            model, lr, momentum=0, nesterov=False, method=PAPERS["quintic"], ns_steps=5
-        )
+        return structlin.optim.Muon(model, lr, momentum=0, method=PAPERS["quintic"][:5])
     weights = list(model.parameters())
     if method == "Adam, SP":
         return torch.optim.Adam(weights, lr)

@@ -12,9 +12,9 @@ forward and backward goes as the tokens, that of normalising does not. The paper
 have 128 windows of 128 tokens, 16384.
 
 Three ways to normalise: `Normed` by `spectral_bound`, the default, which is never too small;
-`Normed` with two warm-started power iterations, the paper's way; and `net.normalize`, the algebra's
-own, on the update that Adam makes. Medians of interleaved rounds, for the ResMLP with the interval
-of the mean over the rounds; to be run on an idle machine.
+`PowerNormed`, two warm-started power iterations, the paper's way; and `net.normalize`, the
+algebra's own, on the update that Adam makes. Medians of interleaved rounds, for the ResMLP with the
+interval of the mean over the rounds; to be run on an idle machine.
 """
 
 import statistics
@@ -29,6 +29,7 @@ from benchmarks.harness.experiment import Experiment, Row
 from benchmarks.harness.statistics import Estimate, student
 from benchmarks.harness.timing import interleaved, wall
 from benchmarks.papers import networks
+from benchmarks.training.transfer import PowerNormed
 from structlin import modular
 from structlin.optim import Normed
 
@@ -60,7 +61,8 @@ def stepper(way: str, net: modular.Module) -> Callable[[], None]:
     if way == "Adam":
         return adam.step
     if way in ("bound", "power"):
-        return Normed(adam, net, masses=modular.masses(net), norm=way).step
+        kind = Normed if way == "bound" else PowerNormed
+        return kind(adam, net, masses=modular.masses(net)).step
     weights = dict(net.named_parameters())
 
     @torch.no_grad()

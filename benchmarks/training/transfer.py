@@ -108,11 +108,41 @@ def _rules(width: int, alpha: float) -> dict[str, Any]:
     return {"base": {width: BASE["width"]}, "depth": Depth(base=BASE["depth"], alpha=alpha)}
 
 
+class PowerNormed(Normed):
+    """Normed by two power iterations, as the paper's code does it: each starts from the vectors
+    where the last step's ended, one per block."""
+
+    def _norms(self, params: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
+        return [self._norm(p, update) for p, update in zip(params, updates, strict=True)]
+
+    def _norm(self, parameter: Tensor, update: Tensor) -> Tensor:
+        weight = self._roster.weights[parameter]
+        if weight.kind != "matrix":
+            return super()._norms([parameter], [update])[0]
+        x, state = update if update.ndim == 3 else update[None], self.state[parameter]
+        if "singular_vector" not in state:
+            seeded = torch.Generator().manual_seed(0)
+            start = torch.randn(x.shape[0], x.shape[2], 1, generator=seeded, dtype=torch.float64)
+            state["singular_vector"] = start.to(x.dtype)
+        right, norm = state["singular_vector"], x.new_zeros(len(x))
+        for _ in range(2):
+            right = x.mT @ nn.functional.normalize(x @ right, dim=1)  # (batch, n, 1)
+            norm = right.norm(dim=1)[:, 0]  # (batch,)
+            right = right / torch.where(norm == 0, torch.ones_like(norm), norm)[:, None, None]
+        state["singular_vector"][norm > 0] = right[norm > 0]
+        return norm.amax()
+
+
 def normed(
-    model: nn.Module, lr: float, width: int, alpha: float, norm: str, weight_decay: float = 0.0
+    model: nn.Module,
+    lr: float,
+    width: int,
+    alpha: float,
+    kind: type[Normed],
+    weight_decay: float = 0.0,
 ) -> torch.optim.Optimizer:
     groups = param_groups(model, lr, weight_decay=weight_decay, structure_aware=False)
-    return Normed(torch.optim.AdamW(groups, lr), model, norm=norm)
+    return kind(torch.optim.AdamW(groups, lr), model)
 
 
 def plain(model: nn.Module, lr: float, width: int, alpha: float) -> torch.optim.Optimizer:
@@ -131,9 +161,9 @@ DECAYS = {POWER: 0.0, f"{POWER}, decay 1/16": 2.0**-4, f"{POWER}, decay 1/4": 2.
 METHODS = {
     "AdamW": Method(adamw, 2.0**-7),
     "Muon": Method(muon, 2.0**-4),
-    "Normed": Method(partial(normed, norm="bound"), 2.0**-4),
+    "Normed": Method(partial(normed, kind=Normed), 2.0**-4),
     **{
-        name: Method(partial(normed, norm="power", weight_decay=decay), 2.0**-4)
+        name: Method(partial(normed, kind=PowerNormed, weight_decay=decay), 2.0**-4)
         for name, decay in DECAYS.items()
     },
     "plain AdamW": Method(plain, 2.0**-7, alpha=0.0),

@@ -10,24 +10,18 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .op import available
 
-LARGEST = 2**14  # numbers of a matrix, from which on BLAS is faster
-
 torch.library.define("structlin_cpu::polar", "(Tensor[] stacks, float[] coefficients) -> Tensor[]")
 _polar = torch.ops.structlin_cpu.polar.default
 
 
-def pays(x: Tensor) -> bool:
-    """Whether the operator takes x `(..., m, n)` and is the faster way: small matrices in float32,
-    of which no derivative is taken."""
-    small = x.dtype == torch.float32 and x.shape[-2] * x.shape[-1] < LARGEST
-    return small and not (torch.is_grad_enabled() and x.requires_grad) and available(x)
+def takes(x: Tensor) -> bool:
+    """Whether the operator takes x `(batch, m, n)`, of which no derivative is taken."""
+    return not (torch.is_grad_enabled() and x.requires_grad) and available(x)
 
 
 def polar(stacks: Sequence[Tensor], schedule: Sequence[tuple[float, float, float]]) -> list[Tensor]:
     """Every matrix of every stack `(batch, m, n)`, over its Frobenius norm, through all steps
     (a, b, c): X <- a X + b (X X^T) X + c (X X^T)^2 X."""
-    if not stacks:  # of which torch could not tell the device
-        return []
     factors: list[Tensor] = _polar(stacks, [number for step in schedule for number in step])
     return factors
 

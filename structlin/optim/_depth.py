@@ -6,7 +6,6 @@ Sources: Dey et al. 2025, "CompleteP" (arXiv:2505.01618), table 1; Yang et al. 2
 """
 
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from torch import nn
 from .._arguments import checked
 from .._linear import StructuredLinear
 from .._model.anatomy import blocks_of_parameters
-from .._model.parameters import named_modules, parameters_of
+from .._model.parameters import parameters_of
 from .._model.select import Patterns, find_rules, list_patterns
 from .._model.survey import linear_layers
 
@@ -34,29 +33,23 @@ class Depth:
         Adam's eps               D^-alpha         a branch's gradient has the factor m
         lr * weight decay        as the rate: the decay itself is left alone
 
-    alpha = 1 is CompleteP: no rate changes. So it is in the modular norm, whose block is
-    (1 - 1/L) x + (1/L) branch(x). alpha = 1/2 is depth-muP.
+    alpha = 1 is CompleteP, and the modular norm's: no rate changes. alpha = 1/2 is depth-muP.
 
-    An optimizer cannot multiply in a forward pass. Either the model does, with
-    `m = Depth(base=2).multiplier(model)` or plainly `(blocks / 2) ** -alpha`; or, for a model whose
+    Either the model multiplies, with `m = Depth(base=2).multiplier(model)`; or, for a model whose
     code is not yours, `ends` names the last linear layers of the branches, and `scale_(model)`
-    multiplies their weights, once, before training. Under Adam these then have m times the rate, 1
-    / m of eps and of the decay, and under Muon steps of m times the length, which makes the same
-    network at every step.
+    multiplies their weights once, before training. Under Adam these then have m times the rate, 1 /
+    m of eps and decay, and under Muon steps of m times the length: the same network at every step.
 
     Args:
-        base: number of blocks where the rate was tuned; None: read from `param_groups`' `base`.
+        base: number of blocks where the rate was tuned. The blocks of a model are the modules of
+            its one nn.ModuleList (or alike ones of an nn.Sequential) that are no layers.
         alpha: from 1/2 to 1.
-        blocks: glob over the dotted names of the blocks, part by part ("h.*"); None: the modules of
-            the model's one nn.ModuleList (or alike ones of an nn.Sequential) that are no layers.
         ends: patterns of linear layers as of `convert` ("*c_proj"), whose weights hold m; None: the
             model multiplies.
 
     Raises:
-        TypeError: `blocks` is no text.
         ValueError: `base` or `alpha` is out of range. Where a model is read: no block is found, or
-            blocks in several places; `base` is not given, and there is no model to read it from; a
-            layer of `ends` is in no block, or is weight-normalised.
+            blocks in several places; a layer of `ends` is in no block, or is weight-normalised.
 
     >>> block = lambda: nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
     >>> model = nn.ModuleList(block() for _ in range(8))
@@ -64,35 +57,26 @@ class Depth:
     (0.25, 0.5)
     """
 
-    base: int | None = None
+    base: int
     alpha: float = 1.0
-    blocks: str | None = None
     ends: Patterns | None = None
 
     def __post_init__(self) -> None:
-        if self.blocks is not None and not isinstance(self.blocks, str):
-            raise TypeError(
-                f"blocks={self.blocks!r} must be a glob over the names of the blocks, such as "
-                "'h.*'; their number in the model where lr was tuned is base="
-            )
         list_patterns("ends", () if self.ends is None else self.ends)
         if not 0.5 <= self.alpha <= 1:
-            raise ValueError(
-                f"alpha={self.alpha!r} must be from 0.5 (depth-muP) to 1 (CompleteP): below, the "
-                "blocks' sum grows with depth; above, the blocks stop to matter"
-            )
+            raise ValueError(f"alpha={self.alpha!r} must be from 0.5 (depth-muP) to 1 (CompleteP)")
 
     @checked
-    def multiplier(self, model: nn.Module, base: nn.Module | None = None) -> float:
-        """m, of the branches of `model`; `base` is the model where the rate was tuned."""
-        return float(self.ratio(model, base) ** -self.alpha)
+    def multiplier(self, model: nn.Module) -> float:
+        """m, of the branches of `model`."""
+        return float(self.ratio(model) ** -self.alpha)
 
     @checked
     @torch.no_grad()
-    def scale_(self, model: nn.Module, base: nn.Module | None = None) -> nn.Module:
+    def scale_(self, model: nn.Module) -> nn.Module:
         """Multiply the weights and biases of the layers at the `ends` by m, in place; of a
         structured layer the last core. Call it once. Returns the model."""
-        m, ends = self.multiplier(model, base), self.find_ends(model)
+        m, ends = self.multiplier(model), self.find_ends(model)
         if not ends:
             raise ValueError("ends=None: name the last layers of the branches, such as '*c_proj'")
         for info in parameters_of(model):
@@ -100,42 +84,20 @@ class Depth:
                 info.parameter.mul_(m)
         return model
 
-    def ratio(self, model: nn.Module, base: nn.Module | None) -> float:
+    def ratio(self, model: nn.Module) -> float:
         """D."""
-        count = len(set(self.find_blocks(model).values()))
-        if self.base is not None:
-            return count / self.base
-        if base is None:
-            raise ValueError(
-                f"depth={self}: the model has {count} blocks; how many had the one where lr was "
-                "tuned? Give Depth(base=...), or that model as base="
-            )
-        return count / len(set(self.find_blocks(base).values()))
+        return len(set(self.find_blocks(model).values())) / self.base
 
     def find_blocks(self, model: nn.Module) -> dict[str, str]:
         """Parameter name -> name of its block, for those that are in one."""
-        kind = type(model).__name__
-        if self.blocks is None:
-            found = blocks_of_parameters(model)
-            places = sorted({block.rpartition(".")[0] for block in found.values()})
-            if len(places) == 1:
-                return found
+        found = blocks_of_parameters(model)
+        places = sorted({block.rpartition(".")[0] for block in found.values()})
+        if len(places) != 1:
             seen = f"blocks in {', '.join(map(repr, places))}" if places else "no nn.ModuleList"
             raise ValueError(
-                f"depth={self}: the depth of {kind} cannot be read, it has {seen}: name the "
-                "residual blocks, such as Depth(blocks='h.*')"
+                f"depth={self}: the depth of {type(model).__name__} cannot be read, it has {seen}; "
+                "its residual blocks must be the modules of one nn.ModuleList"
             )
-        wanted = self.blocks.split(".")
-        names = {info.name: info.name.split(".")[: len(wanted)] for info in parameters_of(model)}
-        found = {
-            name: ".".join(parts)
-            for name, parts in names.items()
-            if len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
-        }
-        modules = {name for name, _ in named_modules(model)}
-        found = {name: block for name, block in found.items() if block in modules}
-        if not found:
-            raise ValueError(f"depth={self}: no module of {kind} is named {self.blocks!r}")
         return found
 
     def find_ends(self, model: nn.Module) -> set[str]:
@@ -144,10 +106,8 @@ class Depth:
             return set()
         layers = linear_layers(model)
         chosen = {n for rule in find_rules("ends", self.ends, layers, model) for n in rule.means}
-        modules, blocks = (
-            {layers[n].module: layers[n].name for n in chosen},
-            self.find_blocks(model),
-        )
+        modules = {layers[n].module: layers[n].name for n in chosen}
+        blocks = self.find_blocks(model)
         found = set()
         for info in parameters_of(model):
             if info.owner not in modules:
@@ -161,8 +121,7 @@ class Depth:
                         f"ends={self.ends!r}: {name!r} is weight-normalised, its cores' size says "
                         "nothing: multiply the branch in the model's forward"
                     )
-                last = len(info.owner.structure.cores) - 1
-                if info.weight.core not in (None, last):
+                if info.weight.core not in (None, len(info.owner.structure.cores) - 1):
                     continue
             found.add(info.name)
         return found

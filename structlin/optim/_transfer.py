@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from .._arguments import require_choice
 from .._linear import StructuredLinear
@@ -26,7 +26,7 @@ from ._depth import Depth
 
 Base = nn.Module | Mapping[int, int] | None
 Size = TypeVar("Size")
-DECAYS = {"1/width": 1.0, "sqrt": 0.5, "constant": 0.0}  # power of the rate that lr * decay has
+DECAYS = ("1/width", "constant")  # what rate times decay does over widths
 
 
 @dataclass(frozen=True)
@@ -42,35 +42,11 @@ class Factors:
         return self.width * self.depth
 
 
-def eps_mult(core: Core, out_features: int) -> float:
-    """Adam's eps for `core`, relative to that of a dense layer in its place (dimensionless).
-
-    Where features are of order 1, a change of the loss of order 1 is spread over the numbers that
-    a core makes, batch * repeat * fan_out for each token, and an entry of the core meets `repeat`
-    of them: its gradient is of order 1 / (batch * fan_out), that of a dense weight 1 /
-    out_features.
-
-    Args:
-        out_features: of the layer.
-
-    Source: Dey et al. 2025 (arXiv:2505.01618), equation 40, for dense layers.
-
-    >>> from structlin import BTT, Kronecker
-    >>> [eps_mult(core, 1024) for core in BTT(rank=2).structure(1024, 1024).cores]
-    [0.5, 1.0]
-    >>> [eps_mult(core, 1024) for core in Kronecker().structure(1024, 1024).cores]
-    [32.0, 32.0]
-    """
-    return out_features / (core.batch * core.fan_out)
-
-
 class Transfer:
     """The factors of every parameter of a model, whose rate was tuned in another.
 
-    Raises:
-        ValueError: unknown `weight_decay_scaling`; widths of `base` that are not positive, or that
-            no parameter has; what `Depth` raises. Of `of`: a parameter that `base` lacks.
-        TypeError: `base` is neither a module nor a mapping of integers; `depth` is no `Depth`.
+    Raises ValueError for widths of `base` that no parameter has, and what `Depth` raises; `of` for
+    a parameter that `base` lacks.
     """
 
     def __init__(
@@ -86,29 +62,34 @@ class Transfer:
         require_choice("weight_decay_scaling", weight_decay_scaling, DECAYS)
         _check_base(base, list(parameters_of(model)))
         self.optimizer, self.structure_aware = optimizer, structure_aware
-        self.decay_power = DECAYS[weight_decay_scaling]
+        self.decay_falls = weight_decay_scaling == "1/width"
         self.base_widths = base if isinstance(base, Mapping) else {}
-        base_model = base if isinstance(base, nn.Module) else None
-        self._read_depth(model, base_model, depth)
+        self._read_depth(model, depth)
         self.base_layers: dict[str, tuple[int, int]] | None = None  # (in_features, out_features)
         self.base_sizes: dict[str, int] = {}  # of the last dimension of vectors and embeddings
-        if base_model is not None:
-            self._read_base(base_model, depth)
+        if isinstance(base, nn.Module):
+            self._read_base(base, depth)
 
     def of(self, info: ParameterInfo) -> Factors:
         width = self._width(info)
         depth = self.rate_inside if info.name in self.inside else 1.0
         held = self._held(info)
-        return Factors(width, depth * held, width ** (self.decay_power - 1) / held)
+        return Factors(width, depth * held, (1.0 if self.decay_falls else width**-1.0) / held)
 
     def eps_mult(self, info: ParameterInfo) -> float:
-        """Factor of Adam's eps, which follows the gradient's size."""
+        """Factor of Adam's eps, which follows the gradient's size.
+
+        A change of the loss of order 1 is spread over the numbers that a core makes, batch * repeat
+        * fan_out for each token, and an entry of the core meets `repeat` of them: its gradient is
+        of order 1 / (batch * fan_out), that of a dense weight 1 / out_features (equation 40).
+        """
         factor = 1 / self._growth(info)
         if info.weight.kind == "matrix":
             (_, out_features), (_, base_out) = self._sizes(info)
             factor = _ratio(base_out, out_features)
             if info.weight.core is not None and self.structure_aware:
-                factor *= eps_mult(_core(info), out_features)
+                core, _ = _core(info)
+                factor *= out_features / (core.batch * core.fan_out)
         inside = self.multiplier if info.name in self.inside else 1.0
         return factor * inside / self._held(info)
 
@@ -118,13 +99,13 @@ class Transfer:
             return 1.0
         return self.multiplier ** (2 if self.optimizer == "sgd" else 1)
 
-    def _read_depth(self, model: nn.Module, base: nn.Module | None, depth: Depth | None) -> None:
+    def _read_depth(self, model: nn.Module, depth: Depth | None) -> None:
         self.inside: Mapping[str, str] = {}  # parameter name -> its block
         self.ends: Collection[str] = ()
         if depth is None:
             return
         self.inside, self.ends = depth.find_blocks(model), depth.find_ends(model)
-        ratio, self.multiplier = depth.ratio(model, base), depth.multiplier(model, base)
+        ratio, self.multiplier = depth.ratio(model), depth.multiplier(model)
         sgd = self.optimizer == "sgd"
         self.rate_inside = ratio ** (2 * depth.alpha - 1 if sgd else depth.alpha - 1)
 
@@ -160,7 +141,7 @@ class Transfer:
             factor *= _ratio(out_features, base_out)
         if info.weight.core is None or not self.structure_aware:
             return factor
-        core, cores = _core(info), len(_structured(info).structure.cores)
+        core, cores = _core(info)
         return factor * lr_mult(
             core, in_features, cores, optimizer=self.optimizer, out_features=out_features
         )
@@ -179,41 +160,8 @@ class Transfer:
         here = _widths(info.owner, info.weight)
         if self.base_layers is not None:
             return here, self._find(self.base_layers, info, "linear layer", info.layer)
-        return here, (
-            self.base_widths.get(here[0], here[0]),
-            self.base_widths.get(here[1], here[1]),
-        )
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """What `Muon` multiplies for one parameter."""
-
-    length: float = 1.0  #: of the step of a matrix or an embedding
-    lr: float = 1.0  #: the rate of what is neither
-    decay: float = 1.0
-    eps: float = 1.0
-
-
-def lengths_of(
-    model: nn.Module, base: Base, weight_decay_scaling: str, depth: Depth | None
-) -> dict[Tensor, Lengths]:
-    """Return the lengths of all parameters' steps. A step of Muon has its norm whatever the width:
-    decay takes the factor that lr * decay has under Adam, and the length that of depth.
-
-    Raises:
-        ValueError, TypeError: what `Transfer` raises.
-    """
-    transfer = Transfer(model, base, weight_decay_scaling=weight_decay_scaling, depth=depth)
-    found: dict[Tensor, Lengths] = {}
-    for info in parameters_of(model):
-        factors = transfer.of(info)
-        if info.weight.kind in ("matrix", "embedding"):
-            lengths = Lengths(factors.depth, decay=factors.lr * factors.decay)
-        else:
-            lengths = Lengths(lr=factors.lr, eps=transfer.eps_mult(info))
-        found[info.parameter] = lengths
-    return found
+        in_features, out_features = (self.base_widths.get(width, width) for width in here)
+        return here, (in_features, out_features)
 
 
 def _ratio(size: int, other: int) -> float:
@@ -221,20 +169,18 @@ def _ratio(size: int, other: int) -> float:
         return 1.0
     if min(size, other) < 1:
         raise ValueError(
-            f"base: a layer has the widths {size} and {other} in the two models, which give no "
-            "rate; both must be at least 1"
+            f"base: a layer has the widths {size} and {other} in the two models; both must be at "
+            "least 1"
         )
     return size / other
 
 
-def _structured(info: ParameterInfo) -> StructuredLinear:
+def _core(info: ParameterInfo) -> tuple[Core, int]:
+    """A core, and how many its layer has."""
     assert isinstance(info.owner, StructuredLinear)
-    return info.owner
-
-
-def _core(info: ParameterInfo) -> Core:
     assert info.weight.core is not None
-    return _structured(info).structure.cores[info.weight.core]
+    cores = info.owner.structure.cores
+    return cores[info.weight.core], len(cores)
 
 
 def _in_any(blocks: Iterable[str], name: str) -> str:
@@ -253,12 +199,9 @@ def _widths(owner: nn.Module, weight: Weight) -> tuple[int, int]:
 
 
 def _check_base(base: Base, infos: list[ParameterInfo]) -> None:
-    if base is None or isinstance(base, nn.Module):
-        return
-    present = {width for info in infos for width in info.parameter.shape}
-    for info in infos:
-        if info.weight.kind == "matrix":
-            present.update(_widths(info.owner, info.weight))
-    for width in base:
-        if width not in present:
+    widths = {width for info in infos for width in info.parameter.shape}
+    matrices = [info for info in infos if info.weight.kind == "matrix"]
+    widths.update(width for info in matrices for width in _widths(info.owner, info.weight))
+    for width in base if isinstance(base, Mapping) else ():
+        if width not in widths:
             raise ValueError(f"base={base!r}: no parameter of the model has the width {width}")

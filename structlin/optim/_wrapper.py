@@ -24,24 +24,14 @@ class Wrapper(Optimizer):
         self.__setstate__({"base": base})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"base": self.base}
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.base.add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for before in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = before(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
+            state_dict = before(self, state_dict) or state_dict
         self.base.load_state_dict(state_dict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
-
-    def state_dict(self) -> dict[str, Any]:
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
-        state_dict = self.base.state_dict()
-        for after in self._optimizer_state_dict_post_hooks.values():
-            replaced = after(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        return state_dict

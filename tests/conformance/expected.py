@@ -9,7 +9,7 @@ STRIDES = "autograd.grad gives a core's gradient transposed where torch's produc
 EXPECTED = {
     "modules": {},
     "optimizers": {
-        "structlin_Muon-train-*ns_coefficients": "the coefficients of a schedule are its method",
+        "structlin_Muon-train-*ns_*": "the coefficients and steps of a schedule are its method",
         "structlin_Muon-error-all optimizer params *": NAMES,
         "structlin_Muon-error-all optimizer param groups *": NAMES,
         "structlin_Muon-error-only support 2D parameters": "cores have three dimensions",

@@ -93,7 +93,7 @@ _COUNTS = """
 _RATES = """
     a blocks_mass eps lr mass norm other_lr share target weight_decay
 """
-_POSITIVE = "temperature tolerance max_spectral_norm seconds"
+_POSITIVE = "temperature tolerance seconds"
 _TENSORS = "gradient matrix"
 _BATCHES = "example batch batches x"
 MEANT: dict[str, set[str]] = {}  # value -> arguments that may have it
@@ -107,7 +107,7 @@ for meant in (
     _say("numpy 0.5", "alpha momentum label_smoothing keep"),
     _say("10**30", "size"),  # arithmetic of integers alone
     _say("tensor 1.0", "lr other_lr"),
-    _say("True", "activated bias bottleneck_variance causal logits nesterov per_vector progress"),
+    _say("True", "activated bias bottleneck_variance causal logits per_vector progress"),
     _say("True", "structure_aware training weight_norm zero_init"),
     _say("[]; {}; tensor (0,)", "exclude zero_init dim ends"),
     _say("{}", "base masses overrides setting split update gradients"),
@@ -286,11 +286,11 @@ CALLS: dict[str, Call] = {
     "optim.Depth": (Depth, lambda: {"base": 1, "alpha": 1.0}),
     "optim.Depth.multiplier": (
         of(lambda: Depth(base=1), "multiplier"),
-        lambda: {"model": blocks(), "base": None},
+        lambda: {"model": blocks()},
     ),
     "optim.Depth.scale_": (
         of(lambda: Depth(base=1, ends="*2"), "scale_"),
-        lambda: {"model": blocks(), "base": None},
+        lambda: {"model": blocks()},
     ),
     "optim.shard_placement_fn": (
         shard_placement_fn,

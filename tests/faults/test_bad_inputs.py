@@ -55,7 +55,6 @@ def test_every_valid_call_is_accepted():
         (lambda: StructuredLinear(8, 8, zero_init=[]), r"zero_init=\[\] is of type list"),
         (lambda: StructuredLinear(8, 8, dtype=torch.int8), "dtype=torch.int8 must be"),
         (lambda: StructuredLinear(8, 8, device="gpu"), "device='gpu' cannot be used"),
-        (lambda: Muon(nn.Linear(2, 2), nesterov=nn), "nesterov=.* take True or False"),
         (lambda: Muon(nn.Linear(2, 2), masses={0: 1.0}), "has a key 0; take str"),
         (lambda: lr_mult(BTT(), 8, 2), r"core=BTT\(.*\) must be a Core"),
         (lambda: ReLU() ** 10**30, "at most 10000"),

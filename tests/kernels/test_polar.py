@@ -101,33 +101,23 @@ def test_nan_and_inf_fill_their_matrix_and_no_other(bad, schedule):
     assert torch.equal(found[others], expected[others])
 
 
-@pytest.mark.parametrize("shape", [(0, 3, 4), (3, 0, 4), (3, 4, 0)])
-def test_nothing_maps_to_nothing(shape):
-    assert carry(torch.empty(shape)).shape == shape
-
-
-def test_zero_stays_zero_and_the_input_stays_as_it_was():
-    stack = torch.randn(3, 9, 20)
-    stack[1] = 0
-    before = stack.clone()
-    assert carry(stack)[1].eq(0).all()
-    assert torch.equal(stack, before)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_views_of_any_strides_give_the_factors_of_their_copies(shape):
     stack = torch.randn(shape[0], 2 * shape[2], shape[1]).mT[:, :, ::2]
+    before = stack.clone()
     assert not stack.is_contiguous() or shape[1] == 1
     assert torch.equal(carry(stack), carry(stack.contiguous()))
+    assert torch.equal(stack, before)
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 17), (2, 17, 5), (3, 16, 16)])
 def test_nothing_outside_the_factors_is_written(shape):
     stack = torch.randn(shape)
+    stack[0] = 0
     memory = torch.full((3 * stack.numel(),), 7.0)
     middle = memory[stack.numel() : 2 * stack.numel()].view(shape)
     middle.copy_(stack)
-    carry(middle)
+    assert carry(middle)[0].eq(0).all()
     assert memory.eq(7.0).sum() == 2 * stack.numel()
 
 
@@ -193,13 +183,6 @@ def test_what_is_differentiated_or_transformed_takes_the_loop(monkeypatch):
     with torch.no_grad():
         assert torch.equal(dualize(leaf), expected)
     assert len(calls) == 1
-
-
-@OWN
-def test_it_keeps_the_contract_of_torch_library():
-    stacks = [torch.randn(2, 3, 4), torch.randn(1, 5, 2)[:, ::2], torch.randn(0, 2, 2)]
-    tests = ["test_schema", "test_faketensor", "test_aot_dispatch_dynamic"]
-    torch.library.opcheck(polar._polar, (stacks, [1.5, -0.5, 0.0]), test_utils=tests)
 
 
 @OWN

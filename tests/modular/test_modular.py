@@ -132,7 +132,7 @@ def test_muon_without_momentum_makes_the_steps_of_dualize_and_normed_those_of_no
     for module in (net, twin):
         backward(module, x)
     if optimizer == "Muon":
-        options = {"momentum": 0.0, "nesterov": False, "method": "ns"}
+        options = {"momentum": 0.0, "method": "ns"}
         Muon(net, lr=0.1, masses=masses(net), **options).step()
         twin.descend_(0.1)
     else:

@@ -1,4 +1,4 @@
-"""What the optimizers share: what parameters are, how long a step is, when none is made."""
+"""The roster of a model: what its parameters are, their masses, whether they may step."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .._linear import StructuredLinear
 from .._model.parameters import ParameterInfo, Weight, parameters_of
 from .._model.select import suggest_names
-from ._sharding import agree, local_part
+from ._sharding import agree, local_gradient
 
 Masses = Mapping[str, float | tuple[float, ...]]
 SCALES = ("rms", "original", "match_rms_adamw")
@@ -29,15 +29,11 @@ class Roster:
         self.read()
 
     def read(self) -> None:
-        """Read the model, which may have grown since.
-
-        Raises:
-            ValueError: `masses` or `split` that do not fit, see `share_masses` and `divide_layers`.
-        """
+        """Read the model, which may have grown since. Raises what `share_masses` and
+        `divide_layers` raise."""
         infos = list(parameters_of(self.model))
         self.shares = share_masses(infos, self.masses or {})
         self.weights = divide_layers(infos, self.split or {})
-        self.undecayed = {info.parameter for info in infos if not info.decays}
         self.names.update((info.parameter, info.name) for info in infos)
 
     def require_owned(self, params: Iterable[Tensor]) -> None:
@@ -60,14 +56,11 @@ class Roster:
             )
 
     def may_step(self, params: list[Tensor], nonfinite: str) -> bool:
-        """Whether to make the step: all gradients of `params` are finite, or nobody asked.
-
-        Raises:
-            FloatingPointError: they are not, and `nonfinite` is "raise".
-        """
+        """Whether to make the step: all gradients of `params` are finite, or nobody asked. Raises
+        FloatingPointError where they are not and `nonfinite` is "raise"."""
         if nonfinite == "ignore" or not params:
             return True
-        gradients = [_gradient_values(p) for p in params]
+        gradients = [local_gradient(p) for p in params]
         norms = torch._foreach_norm(gradients)
         # One number for all, and one wait for the device. A norm may overflow where no entry does.
         total = torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms]).sum()
@@ -91,21 +84,18 @@ def share_masses(infos: Iterable[ParameterInfo], masses: Masses) -> dict[Tensor,
 
     A matrix or embedding has the mass of its layer, or 1; the cores of a structured layer share it
     equally, or as a tuple says; so do the positions of a convolution's kernel. All the rest has 1.
-
-    Raises:
-        ValueError: a pattern that matches no layer, a mass that is not positive and finite, a tuple
-            that does not fit the layer.
-    """
+    Raises ValueError for a pattern that matches no layer, and a mass that does not fit it."""
     found: dict[Tensor, float] = {}
-    by_layer: dict[str, float | tuple[float, ...]] = {}
+    by_layer: dict[str, tuple[float, ...]] = {}
     unused = set(masses)
     for info in infos:
         if info.layer not in by_layer:
             matching = [pattern for pattern in masses if fnmatchcase(info.layer, pattern)]
             unused.difference_update(matching)
-            by_layer[info.layer] = masses[matching[0]] if matching else 1.0
-            _require_mass(info, by_layer[info.layer])
-        found[info.parameter] = _share(info, by_layer[info.layer])
+            by_layer[info.layer] = _share(info, masses[matching[0]] if matching else 1.0)
+        weight, shares = info.weight, by_layer[info.layer]
+        dualized = weight.kind in ("matrix", "embedding")
+        found[info.parameter] = shares[weight.core or 0] / weight.kernel if dualized else 1.0
     if unused:
         pattern = sorted(unused)[0]
         hint = suggest_names(pattern, [*by_layer])
@@ -115,28 +105,21 @@ def share_masses(infos: Iterable[ParameterInfo], masses: Masses) -> dict[Tensor,
 
 def divide_layers(infos: list[ParameterInfo], split: Mapping[str, int]) -> dict[Tensor, Weight]:
     """What each parameter is, where `split` (glob over layer names -> number) has been applied.
-
-    Raises:
-        ValueError: a pattern that matches no matrix, one of a structured layer or a convolution, or
-            a number that does not divide what the layer makes.
-    """
+    Raises ValueError for a pattern that matches no matrix or one that has parts already, and for a
+    number that does not divide what the layer makes."""
     weights: dict[Tensor, Weight] = {info.parameter: info.weight for info in infos}
     for pattern, number in split.items():
-        found = [
-            info
-            for info in infos
-            if info.weight.kind == "matrix" and fnmatchcase(info.layer, pattern)
-        ]
+        matrices = [info for info in infos if info.weight.kind == "matrix"]
+        found = [info for info in matrices if fnmatchcase(info.layer, pattern)]
         if not found:
-            hint = suggest_names(pattern, [i.layer for i in infos if i.weight.kind == "matrix"])
+            hint = suggest_names(pattern, [info.layer for info in matrices])
             raise ValueError(f"split: {pattern!r} matches no layer with a matrix{hint}")
         for info in found:
             weight, layer = info.weight, info.layer
             if weight.core is not None or weight.kernel > 1:
                 raise ValueError(
                     f"split: {layer!r} is a {type(info.owner).__name__}, whose blocks or kernel "
-                    "positions are apart already; parts are of nn.Linear, Conv1D, "
-                    "MultiheadAttention"
+                    "positions are apart already; take nn.Linear, Conv1D or MultiheadAttention"
                 )
             rows = weight.groups * weight.fan_out
             if number < 1 or rows % number or number % weight.groups:
@@ -144,51 +127,28 @@ def divide_layers(infos: list[ParameterInfo], split: Mapping[str, int]) -> dict[
                     f"split: {layer!r} makes {rows} features in {weight.groups} groups, which do "
                     f"not divide into {number!r} parts"
                 )
-            weights[info.parameter] = replace(
-                weight, fan_out=rows // number, parts=number // weight.groups
-            )
+            parts = number // weight.groups
+            weights[info.parameter] = replace(weight, fan_out=rows // number, parts=parts)
     return weights
 
 
-def _share(info: ParameterInfo, mass: float | tuple[float, ...]) -> float:
-    if info.weight.kind not in ("matrix", "embedding"):
-        return 1.0
-    if isinstance(mass, tuple):
-        return mass[info.weight.core or 0]
+def _share(info: ParameterInfo, mass: float | tuple[float, ...]) -> tuple[float, ...]:
+    """The mass of each core of a layer, or of its one matrix."""
+    structured = isinstance(info.owner, StructuredLinear)
     cores = len(info.owner.structure.cores) if isinstance(info.owner, StructuredLinear) else 1
-    return mass / cores / info.weight.kernel
-
-
-def _require_mass(info: ParameterInfo, mass: float | tuple[float, ...]) -> None:
-    layer, owner = info.layer, info.owner
-    values = mass if isinstance(mass, tuple) else (mass,)
-    if isinstance(mass, tuple) and not isinstance(owner, StructuredLinear):
-        raise ValueError(f"masses: {layer!r} is no structured layer, it has one mass, not {mass!r}")
-    if isinstance(mass, tuple) and isinstance(owner, StructuredLinear):
-        cores = len(owner.structure.cores)
-        if len(mass) != cores:
-            raise ValueError(
-                f"masses: {layer!r} has {cores} cores, {mass!r} has {len(mass)} masses"
-            )
-    if not all(0 < value < inf for value in values):
-        raise ValueError(
-            f"masses: {layer!r} has {mass!r}; masses are positive and finite (freeze a layer with "
-            "requires_grad_(False))"
-        )
+    if isinstance(mass, tuple) and not (structured and len(mass) == cores):
+        what = f"has {cores} cores" if structured else "is no structured layer, it has one mass"
+        raise ValueError(f"masses: {info.layer!r} {what}, not {mass!r}")
+    shares = mass if isinstance(mass, tuple) else (mass / cores,) * cores
+    if not all(0 < share < inf for share in shares):
+        what = "masses are positive and finite (requires_grad_(False) freezes a layer)"
+        raise ValueError(f"masses: {info.layer!r} has {mass!r}; {what}")
+    return shares
 
 
 def _scale(weight: Weight, adjust_lr_fn: str) -> float:
-    m, n = weight.fan_out, max(weight.fan_in, 1)
     if weight.kind != "matrix":
         return 1.0
-    if adjust_lr_fn == "original":
-        return sqrt(max(1, m / n))
-    if adjust_lr_fn == "match_rms_adamw":
-        return 0.2 * sqrt(max(m, n))
-    return sqrt(m / n)
-
-
-def _gradient_values(parameter: Tensor) -> Tensor:
-    gradient = parameter.grad
-    assert gradient is not None
-    return gradient._values() if gradient.is_sparse else local_part(gradient)
+    m, n = weight.fan_out, max(weight.fan_in, 1)
+    scales = (sqrt(m / n), sqrt(max(1, m / n)), 0.2 * sqrt(max(m, n)))
+    return scales[SCALES.index(adjust_lr_fn)]
