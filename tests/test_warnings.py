@@ -28,12 +28,8 @@ class Model(nn.Module):
         super().__init__()
         self.first, self.again, self.idle = (nn.Linear(16, 16) for _ in range(3))
 
-    def forward(self, x, function=None):
+    def forward(self, x):
         return self.again(self.again(self.first(x)).tanh())
-
-
-def call_with_more_than_tensors(model):
-    model(X, print)
 
 
 def set_one_rate(model):
@@ -57,10 +53,6 @@ CASES = {  # what warns, and of what
     "one token": (lambda m: compress(m, BTT(), [X[:1]], **ERROR), "no input"),
     "its plan": (lambda m: plan_compression(m, BTT(), [X[:1]], **ERROR), "no input"),
     "twice": (lambda m: compress(m, BTT(), [X], **LEFT), "one pass calls these layers"),
-    "a function": (
-        lambda m: compress(m, BTT(), call_with_more_than_tensors, refine=1, **ERROR),
-        "the function's calls",
-    ),
     "distill": (
         lambda m: distill(m, Model(), [X], steps=1, lr=1e3, progress=False),
         "distill",

@@ -19,8 +19,8 @@ from benchmarks.harness import report
 from benchmarks.harness.experiment import Axis, Job
 from benchmarks.harness.statistics import select, values
 from benchmarks.harness.timing import interleaved, ratio, spread, wall
-from structlin._compress.allocation import Share
 from structlin._compress.compress import Measured, measure
+from structlin._compress.sizes import Share
 
 Row = dict[str, Any]
 Sizes = tuple[tuple[str, Any], ...]

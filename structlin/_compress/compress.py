@@ -1,13 +1,13 @@
 """A trained model -> a smaller one that keeps its function, in place.
 
 The phases, each of which returns what it found: `decide` which layers; `observe` the model on the
-batches; `weigh_outputs` by the loss's gradients; `measure_curves`, what each size would lose. That
-is `Measured`. Then `choose_sizes` for what is to be kept, and `project_in_order` the layers. The
-plan holds it.
+batches; `measure_sensitivities` by the loss's gradients; `measure_curves`, what each size would
+lose. That is `Measured`. Then `choose_sizes` for what is to be kept, and `project_in_order` the
+layers. The plan holds it.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -15,26 +15,27 @@ from torch import nn
 from .._arguments import checked, require_choice
 from .._model.decide import Decision, Spec, decide, list_targets, require_matrices
 from .._model.select import Patterns
-from .._plan import Plan, check_values, project_by_weight, warn_of
+from .._plan import Plan, Projection, Refined, check_values, project_by_weight, warn_of
 from .._projection.curve import Curve
-from .allocation import (
+from .project import project_in_order
+from .replay import Replay, observe
+from .sensitivity import LOSSES, Loss, measure_sensitivities
+from .sizes import (
     Offers,
     Share,
     Weights,
     choose_sizes,
+    correct_curves,
+    guess_curve,
     list_offers,
     measure_curves,
-    weigh_outputs,
 )
-from .calibration import Batches, Observed, observe
-from .sensitivity import LOSSES, Loss
-from .sequential import Projected, project_in_order
 
 
 def compress(
     model: nn.Module,
     structure: Spec,
-    batches: Batches | None,
+    batches: Iterable[Any] | None,
     *,
     keep: float | None = 0.5,
     count: str = "params",
@@ -59,18 +60,16 @@ def compress(
         model: any module; it is changed.
         structure: a family such as `LowRank(rank=1)`, whose rank or number of blocks is chosen for
             each layer; with `keep=None` a family or a `Structure`, which is taken as it is.
-        batches: what the model's function should stay right for: an iterable of batches (a mapping
-            is passed as keywords, a tuple or list as positions, anything else as the one argument),
-            or a function that runs the model. Each batch is held at two places, by two threads of
-            which one works at a time; what the model keeps for it in attributes and buffers is its
-            own. What `attention_mask` or `decoder_attention_mask` (transformers) or
-            `src_key_padding_mask` (torch) hides does not count, in layers whose input begins with
-            the mask's shape, or is that flattened; other layers count all rows. A mask that is
-            added to the scores has 0 for a token, and -100 or less for padding.
+        batches: what the model's function should stay right for: a mapping is passed as keywords, a
+            tuple or list as positions, anything else as the one argument. Each batch is held at two
+            places, by two threads of which one works at a time; what the model keeps for it in
+            attributes and buffers is its own. What `attention_mask` or `decoder_attention_mask`
+            (transformers) or `src_key_padding_mask` (torch) hides does not count, in layers whose
+            input begins with the mask's shape, or is that flattened; other layers count all rows. A
+            mask that is added to the scores has 0 for a token, and -100 or less for padding.
             Layers that one pass calls more than once are projected for the dense model's inputs,
-            with a warning. So are all layers where a function calls the model with more than
-            tensors and plain values, or calls parts of it alone. None: by the weights alone, each
-            layer by itself; the plain baseline, with `allocation="error"`.
+            with a warning. None: by the weights alone, each layer by itself; the plain baseline,
+            with `allocation="error"`.
         keep: fraction of what the layers cost that `structure` is meant for (those with an override
             are not counted). No layer gets a size that costs as much as dense: it may stay dense,
             which is exact, and its weight is counted. To keep more never makes worse what
@@ -125,7 +124,7 @@ def compress(
 def plan_compression(
     model: nn.Module,
     structure: Spec,
-    batches: Batches | None,
+    batches: Iterable[Any] | None,
     *,
     keep: float | None = 0.5,
     count: str = "params",
@@ -157,7 +156,8 @@ def plan_compression(
     (['0', '2'], True)
     """
     share = Share(keep, count, allocation)
-    _check_refine(refine, batches)
+    if refine and batches is None:
+        raise ValueError(f"refine={refine} needs batches on which the model runs")
     selection: dict[str, Any] = {"include": include, "exclude": exclude, "overrides": overrides}
     measured = measure(
         model, structure, batches, share, loss, progress, split=split, untie=untie, **selection
@@ -172,59 +172,57 @@ class Measured:
     model: nn.Module
     decisions: Sequence[Decision]
     offers: Offers
-    seen: Observed | None  #: on the batches; None: without
-    outputs: Weights
-    curves: Sequence[Curve] | None  #: None: the layers have no values
+    curves: Sequence[Curve]  #: of the offers
     untie: bool
+    replay: Replay | None = None  #: on the batches; None: without
+    outputs: Weights = field(default_factory=dict)  #: see `measure_sensitivities`; by gradients
 
     def plan(self, share: Share, refine: int = 0, progress: bool | None = None) -> Plan:
         """Choose the sizes, and project the layers unless they have no values."""
         decisions = choose_sizes(self.decisions, self.offers, share, self.curves)
         targets = list_targets(decisions)
-        found = Projected({})
-        if self.seen is not None:
+        layers, blocks = dict[str, Projection](), dict[str, Refined]()
+        if self.replay is not None:
             options: dict[str, Any] = {"refine_steps": refine, "progress": progress}
-            found = project_in_order(self.model, targets, self.seen, self.outputs, **options)
-        elif self.curves is not None:
+            layers, blocks = project_in_order(self.replay, targets, self.outputs, **options)
+        elif not all(target.layer.matrix.is_meta for target in targets):
             layers = {target.layer.name: project_by_weight(*target) for target in targets}
-            found = Projected(layers)
-        return Plan(self.model, decisions, found.layers, found.blocks, untie=self.untie)
+        return Plan(self.model, decisions, layers, blocks, untie=self.untie)
 
 
 def measure(
     model: nn.Module,
     structure: Spec,
-    batches: Batches | None,
+    batches: Iterable[Any] | None,
     share: Share,
     loss: Loss,
     progress: bool | None,
-    *,
-    untie: bool,
     **selection: Any,
 ) -> Measured:
     """What the sizes that layers could have would lose, see `plan_compression`."""
     _check_share(share, batches, loss)
-    decisions = decide(
-        model, structure, untie=untie, sizes_open=share.keep is not None, **selection
-    )
+    sizes_open, untie = share.keep is not None, selection["untie"]
+    decisions = decide(model, structure, sizes_open=sizes_open, **selection)
     require_matrices(decisions, "compress")
     layers = [decision.layer for decision in decisions if decision.structure is not None]
     if batches is None and all(layer.matrix.is_meta for layer in layers):
-        return Measured(model, decisions, list_offers(decisions, share), None, {}, None, untie)
+        offers = list_offers(decisions, share)
+        curves = [guess_curve(sizes) for _, sizes in offers]
+        return Measured(model, decisions, offers, curves, untie)
     check_values(layers)
     offers = list_offers(decisions, share)
-    seen = None if batches is None else observe(model, layers, batches)
-    outputs = weigh_outputs(model, layers, offers, share, seen, loss)
-    curves = measure_curves(model, decisions, offers, share, seen, outputs, loss, progress=progress)
-    return Measured(model, decisions, offers, seen, outputs, curves, untie)
+    if batches is None:
+        return Measured(model, decisions, offers, measure_curves(None, offers, {}), untie)
+    replay = observe(model, [layer.module for layer in layers], batches)
+    by_gradients = share.allocation == "sensitivity"
+    outputs = measure_sensitivities(replay, layers, loss) if by_gradients else {}
+    curves = measure_curves(replay, offers, outputs, progress=progress)
+    if outputs:
+        curves = correct_curves(replay, offers, curves, outputs, loss)
+    return Measured(model, decisions, offers, curves, untie, replay, outputs)
 
 
-def _check_refine(refine: int, batches: Batches | None) -> None:
-    if refine and batches is None:
-        raise ValueError(f"refine={refine} needs batches on which the model runs")
-
-
-def _check_share(share: Share, batches: Batches | None, loss: Loss) -> None:
+def _check_share(share: Share, batches: Iterable[Any] | None, loss: Loss) -> None:
     """Refuse sizes by gradients without batches, and a loss without both."""
     by_gradients = share.allocation == "sensitivity"
     if batches is None and share.keep is not None and by_gradients:
@@ -232,11 +230,9 @@ def _check_share(share: Share, batches: Batches | None, loss: Loss) -> None:
             "allocation='sensitivity' needs batches on which the model runs; without them take "
             "allocation='error'"
         )
-    if loss is None:
-        return
-    if not callable(loss):
+    if loss is not None and not callable(loss):
         require_choice("loss", loss, LOSSES)
-    if batches is None or not by_gradients:
+    if loss is not None and (batches is None or not by_gradients):
         raise ValueError(
             f"loss={loss!r} goes with batches and allocation='sensitivity', which takes its "
             "gradients"

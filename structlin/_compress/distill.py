@@ -18,7 +18,7 @@ from .._progress import Bar
 from .._warnings import warn
 from ..duality import promote
 from ..optim import param_groups
-from .calibration import check_batches, prepare_call
+from .replay import check_batches, prepare_call
 from .padding import select_rows
 
 WARMUP = 0.1  # of the steps, in which the rate rises; a cosine leads to zero afterwards

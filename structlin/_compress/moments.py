@@ -1,9 +1,14 @@
 """Means and covariances of a layer's inputs: x in the dense model, z in the compressed one."""
 
-import torch
-from torch import Tensor
+from collections.abc import Iterable, Sequence
 
+import torch
+from torch import Tensor, nn
+
+from .._model.survey import Layer
 from ..duality import promote
+from .padding import select_rows
+from .replay import Call, Replay
 
 ROWS = 8192  # rows whose products are added up in float32
 RIDGE = 0.3  # lam at as many rows as features, in mean variances
@@ -101,6 +106,26 @@ class Moments:
         if not self.centred:
             return product
         return product - torch.outer(left.total / self.count, self._z.total / self.count)
+
+
+def measure_inputs(
+    replay: Replay, layers: Sequence[Layer], calls: Iterable[Call]
+) -> dict[nn.Module, Moments]:
+    """The moments of all inputs that these layers have in these calls; not if they have no row.
+
+    Raises:
+        ValueError: an input is not finite; the message names the layer.
+    """
+    found = {layer.module: Moments(centred=layer.module in replay.biases) for layer in layers}
+    for call in calls if layers else ():
+
+        def add(module: nn.Module, x: Tensor, _: Tensor, call: Call = call) -> None:
+            found[module].add(select_rows(x, call.masks))
+
+        replay.run(call, found, add)
+    for layer in layers:
+        found[layer.module].require_finite(layer.name)
+    return {module: moments for module, moments in found.items() if moments.count}
 
 
 class _Mean:

@@ -8,8 +8,7 @@ scales). Source: AA-SVD (arXiv:2604.02119), where it is the part that gains most
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,25 +25,36 @@ from .._projection.matrices import divide_norms
 from ..duality import promote
 from ..scaling import lr_mult
 from .padding import select_rows
-from .streams import State
+from .replay import Call, CheckNumbers, Stop
+from .replica import Replica
 
 # Of a dense weight; each core gets its own, see `lr_mult`. By trial: 32 steps on the first low-rank
 # block of all-MiniLM-L6-v2 lower its error from 0.161 to 0.155 at 5e-4, and raise it at 2e-3.
 LR = 5e-4
 BETAS = 0.9, 0.99
 
+Vectors = Sequence[tuple[nn.Module, str, nn.Parameter]]  # of modules in the block: name, copy
+
 
 @dataclass(frozen=True)
 class Example:
-    """One call of a block in the compressed model, and what the dense block made of its own."""
+    """A call that is about to leave a block, and what the dense block made of its own inputs."""
 
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    masks: list[Tensor]  #: see `find_masks`
-    state: State  #: what it is made in: see `Stream.enter`
-    output: Any  #: of the block whose layers are projected
+    call: Call
+    stop: Stop  #: of the compressed run, with the output of the block whose layers are projected
     made: Tensor  #: what `take_tensor` finds in that output
     goal: Tensor  #: what it finds in that of the dense block
+
+    def run(self, new: Mapping[nn.Module, StructuredLinear], vectors: Vectors = ()) -> Any:
+        """The block's output again, with these layers and vectors."""
+        before = self.stop.run.replica
+        replica = Replica(before[self.stop.module])  # as the run keeps it
+        for layer, structured in new.items():
+            vars(replica[before[layer]])["forward"] = structured.forward
+        for module, name, vector in vectors:
+            replica[before[module]]._parameters[name] = vector
+        with CheckNumbers(replica.model), let_interrupts_in():
+            return replica.copy(self.stop.forward)(*self.stop.args, **self.stop.kwargs)
 
 
 def find_blocks(
@@ -84,22 +94,20 @@ def take_tensor(output: Any) -> Tensor | None:
 
 def refine(
     block: nn.Module,
-    forward: Callable[..., Any],
     new: Mapping[nn.Module, StructuredLinear],
     examples: Sequence[Example],
     *,
     steps: int,
     shared: Collection[int] = (),
 ) -> tuple[Refined, Sequence[Any]] | None:
-    """Fit the new layers of a block, in place, and vectors of its other modules.
+    """Fit the new layers of a block, in place, and copies of vectors of its other modules.
 
     One step for each example in turn, in random order, with a rate that falls to zero as a cosine.
     If the error is not less at the end, once more with a quarter of the rate; if it is not then,
     everything is as it was.
 
     Args:
-        block: of the dense model; it is put back as it is.
-        forward: of the block: its own, without the stops of a stream.
+        block: of the dense model.
         new: dense layer in the block -> the structured one that takes its place.
         steps: of Adam, at least 1.
         shared: `id` of the parameters that several modules of the model have: they stay.
@@ -111,33 +119,45 @@ def refine(
     Raises:
         ValueError: the model turns gradients off, or they are not finite.
     """
-    with _put_in(block, new, shared) as vectors:
-        cores = [core for layer in new.values() for core in layer.cores]
-        biases = [
-            layer.bias
-            for dense, layer in new.items()
-            if layer.bias is not None and id(dense._parameters.get("bias")) not in shared
-        ]
-        _require_gradients(not examples[0].made.is_inference(), steps)
-        filled = [example for example in examples if example.goal.numel()]
-        if not filled or not _repeats_itself(forward, filled[0]):
-            return None
-        parameters = [*cores, *biases, *(vector for *_, vector in vectors)]
-        old = [parameter.detach().clone() for parameter in parameters]
-        outputs = [example.output for example in examples]
-        before = _measure(examples, outputs)
-        for rate in (LR, LR / 4):
-            _descend(forward, new, parameters, filled, steps, rate)
-            outputs = [_run(forward, example) for example in examples]
-            after = _measure(examples, outputs)
-            if after < before:
-                break
-            for parameter, values in zip(parameters, old, strict=True):
-                parameter.data.copy_(values)
-        else:
-            return Refined(before, before), [example.output for example in examples]
-        changed = [Vector(module, name, vector.detach()) for module, name, vector in vectors]
-        return Refined(before, after, changed), outputs
+    _require_gradients(not examples[0].made.is_inference(), steps)
+    filled = [example for example in examples if example.goal.numel()]
+    if not filled or not _repeats_itself(filled[0], new):
+        return None
+    vectors = _copy_vectors(block, new, shared)
+    cores = [core for layer in new.values() for core in layer.cores]
+    biases = [
+        layer.bias
+        for dense, layer in new.items()
+        if layer.bias is not None and id(dense._parameters.get("bias")) not in shared
+    ]
+    parameters = [*cores, *biases, *(vector for *_, vector in vectors)]
+    old = [parameter.detach().clone() for parameter in parameters]
+    before = _measure(examples, [example.stop.output for example in examples])
+    for rate in (LR, LR / 4):
+        _descend(new, vectors, parameters, filled, steps, rate)
+        outputs = [example.run(new, vectors) for example in examples]
+        after = _measure(examples, outputs)
+        if after < before:
+            changed = [Vector(module, name, vector.detach()) for module, name, vector in vectors]
+            return Refined(before, after, changed), outputs
+        for parameter, values in zip(parameters, old, strict=True):
+            parameter.data.copy_(values)
+    return Refined(before, before), [example.stop.output for example in examples]
+
+
+def _copy_vectors(
+    block: nn.Module, new: Mapping[nn.Module, StructuredLinear], shared: Collection[int]
+) -> Vectors:
+    """Copies of the vectors of the block's other modules, of those that have nothing else."""
+    found = []
+    for module in block.modules():
+        own = {name: p for name, p in module._parameters.items() if p is not None}
+        if module in new or any(parameter.ndim != 1 for parameter in own.values()):
+            continue
+        for name, parameter in own.items():
+            if id(parameter) not in shared:
+                found.append((module, name, nn.Parameter(parameter.detach().clone())))
+    return found
 
 
 def _require_gradients(has: bool, steps: int) -> None:
@@ -149,15 +169,19 @@ def _require_gradients(has: bool, steps: int) -> None:
 
 
 def _descend(
-    forward: Callable[..., Any],
     new: Mapping[nn.Module, StructuredLinear],
+    vectors: Vectors,
     parameters: Sequence[nn.Parameter],
     examples: Sequence[Example],
     steps: int,
     rate: float,
 ) -> None:
     """Adam, on copies in float32 or better; `rate` is a dense weight's."""
-    rates = _find_rates(new)
+    rates = {
+        parameter: lr_mult(core, layer.in_features, len(layer.cores))
+        for layer in new.values()
+        for parameter, core in zip(layer.cores, layer.structure.cores, strict=True)
+    }
     masters = [promote(parameter.detach()).clone() for parameter in parameters]
     groups = [
         {"params": [master], "lr": rate * rates.get(parameter, 1.0)}
@@ -173,8 +197,8 @@ def _descend(
     for step in range(steps):
         order = order or torch.randperm(len(examples), generator=generator).tolist()
         example = examples[order.pop()]
-        with example.state(), torch.enable_grad(), let_interrupts_in():
-            loss = _gap(example, forward(*example.args, **example.kwargs)).square().mean()
+        with torch.enable_grad():
+            loss = _gap(example, example.run(new, vectors)).square().mean()
             _require_gradients(loss.requires_grad, steps)
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         if step == 0 and not all(g.isfinite().all() for g in gradients if g is not None):
@@ -185,59 +209,13 @@ def _descend(
         schedule.step()
         for parameter, master in zip(parameters, masters, strict=True):
             parameter.data.copy_(master)
+    for parameter in parameters:
+        parameter.requires_grad_(False)
 
 
-def _find_rates(new: Mapping[nn.Module, StructuredLinear]) -> dict[nn.Parameter, float]:
-    """The learning rate of each core, relative to that of the dense weight."""
-    return {
-        parameter: lr_mult(core, layer.in_features, len(layer.cores))
-        for layer in new.values()
-        for parameter, core in zip(layer.cores, layer.structure.cores, strict=True)
-    }
-
-
-@contextmanager
-def _put_in(
-    block: nn.Module, new: Mapping[nn.Module, StructuredLinear], shared: Collection[int]
-) -> Iterator[list[tuple[nn.Module, str, nn.Parameter]]]:
-    """While it is open the block has its new layers, and copies of the vectors of its other
-    modules, which are handed out."""
-    undo: list[tuple[dict[str, Any], str, Any]] = []
-    vectors = []
-    modules = [module for module in block.modules() if module not in new]
-    try:
-        for module in modules:
-            for name, child in [*module._modules.items()]:
-                if child is not None and child in new:
-                    undo.append((module._modules, name, child))
-                    module._modules[name] = new[child]
-            own = {name: p for name, p in module._parameters.items() if p is not None}
-            if any(parameter.ndim != 1 for parameter in own.values()):
-                continue
-            for name, parameter in own.items():
-                if id(parameter) in shared:
-                    continue
-                undo.append((module._parameters, name, parameter))
-                copy = nn.Parameter(parameter.detach().clone())
-                module._parameters[name] = copy
-                vectors.append((module, name, copy))
-        yield vectors
-    finally:
-        for store, name, value in reversed(undo):
-            store[name] = value
-        for layer in new.values():
-            layer.requires_grad_(False)
-
-
-@torch.no_grad()
-def _run(forward: Callable[..., Any], example: Example) -> Any:
-    with example.state(), torch.no_grad(), let_interrupts_in():
-        return forward(*example.args, **example.kwargs)
-
-
-def _repeats_itself(forward: Callable[..., Any], example: Example) -> bool:
-    """Whether the block makes of its inputs what it made of them in the stream."""
-    first, again = example.made, take_tensor(_run(forward, example))
+def _repeats_itself(example: Example, new: Mapping[nn.Module, StructuredLinear]) -> bool:
+    """Whether the block makes of its inputs what it made of them in the run."""
+    first, again = example.made, take_tensor(example.run(new))
     if again is None or first.shape != again.shape:
         return False
     return torch.allclose(first, again, rtol=1e-2, atol=1e-3 * first.abs().max().item())
@@ -247,7 +225,7 @@ def _gap(example: Example, output: Any) -> Tensor:
     """What an output of the block is off the goal at each token: `(tokens, features)`, in float32
     or better."""
     made = next(tensor for _, tensor in find_tensors(output))
-    rows, goal = select_rows(made, example.masks), select_rows(example.goal, example.masks)
+    rows, goal = (select_rows(each, example.call.masks) for each in (made, example.goal))
     rows = promote(rows)
     return rows - goal.to(rows.dtype)
 
@@ -257,6 +235,6 @@ def _measure(examples: Sequence[Example], outputs: Sequence[Any]) -> float:
     above = below = 0.0
     for example, output in zip(examples, outputs, strict=True):
         above += _gap(example, output).square().sum(dtype=torch.float64).item()
-        goal = select_rows(example.goal, example.masks)
+        goal = select_rows(example.goal, example.call.masks)
         below += goal.double().square().sum().item()
     return math.sqrt(divide_norms(above, below))

@@ -6,7 +6,7 @@ Both are measured on the dense model. They say where `compress` keeps most.
 import math
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from functools import partial
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -16,11 +16,9 @@ from .._interrupts import hold_interrupts
 from .._model.outputs import find_tensors
 from .._model.survey import Layer
 from .._progress import Bar
-from .calibration import Call, Observed, measure_again, pick_calls, ready
-from .kept import put_back
-from .moments import Moments
+from .moments import Moments, measure_inputs
 from .padding import select_rows
-from .streams import Place, Streams, find_next
+from .replay import Call, CheckNumbers, Replay
 
 Covariances = Generator[tuple[Layer, Tensor | None], None, None]  # layer by layer
 
@@ -37,28 +35,39 @@ _REFUSED = "allocation='error' is needed: 'sensitivity' takes gradients, but the
 
 @torch.no_grad()
 def measure_covariances(
-    model: nn.Module, layers: Sequence[Layer], seen: Observed, *, progress: bool | None = None
+    replay: Replay, layers: Sequence[Layer], *, progress: bool | None = None
 ) -> Covariances:
-    """Each layer with the covariance of its inputs, in the dense model's order.
+    """Each layer with the covariance of its inputs in a few of the calls of the dense model, in the
+    model's order. One covariance is held at a time, but of the layers that a call calls twice.
 
-    One covariance is held at a time, as far as the calls of the model can be made again; it is that
-    of a few of them. A layer that no input reaches, or none that varies, has none.
+    A layer that no input reaches, or none that varies, has none.
     """
+    held = {layer.module: layer for layer in layers}
+    twice = measure_inputs(replay, [held[m] for m in held if m in replay.repeated], replay.few)
+    once = [module for module in replay.order if module in held and module not in twice]
     done = set[nn.Module]()
     with hold_interrupts(), Bar("measure", len(layers), progress) as bar:
 
-        def show(layer: Layer, moments: Moments | None) -> tuple[Layer, Tensor | None]:
-            bar.show(layer.name)
+        def show(module: nn.Module, moments: Moments | None) -> tuple[Layer, Tensor | None]:
+            bar.show(held[module].name)
             bar.advance()
-            done.add(layer.module)
-            return layer, _take_covariance(moments)
+            done.add(module)
+            return held[module], _take_covariance(moments)
 
-        if seen.calls is not None:
-            for layer, moments in _measure_in_turn(model, layers, seen, pick_calls(seen.calls)):
-                yield show(layer, moments)
-        for layer in layers:
-            if layer.module not in done:
-                yield show(layer, seen.moments.get(layer.module))
+        for module, found in twice.items():
+            yield show(module, found)
+        with closing(replay.walk(once, replay.few)) as visits:
+            for visit in visits:
+                moments = Moments(centred=visit.module in replay.biases)
+                for rows in visit.rows():
+                    moments.add(rows)
+                moments.require_finite(held[visit.module].name)
+                yield show(visit.module, moments)
+                if visit.module is once[-1]:
+                    break  # what the model does after it is not needed
+        for module in held:
+            if module not in done:
+                yield show(module, None)
 
 
 def _take_covariance(moments: Moments | None) -> Tensor | None:
@@ -72,34 +81,8 @@ def _take_covariance(moments: Moments | None) -> Tensor | None:
     return covariance
 
 
-def _measure_in_turn(
-    model: nn.Module, layers: Sequence[Layer], seen: Observed, calls: Sequence[Call]
-) -> Iterator[tuple[Layer, Moments]]:
-    """Each layer that these calls reach, with the moments of its inputs."""
-    repeated = [layer for layer in layers if layer.module in seen.repeated]
-    again = measure_again(model, repeated, calls)
-    yield from ((layer, again[layer.module]) for layer in repeated if layer.module in again)
-    by_module = {layer.module: layer for layer in layers if layer not in repeated}
-    rank = {module: n for n, module in enumerate(seen.order)}
-    last = max((rank.get(module, len(rank)) for module in by_module), default=None)
-    with ready(model), Streams(model, [Place(m) for m in by_module], len(calls)) as streams:
-        masks = {streams.start(partial(call.run, model), call.state): call.masks for call in calls}
-        while (module := find_next(masks, rank)) is not None:
-            layer = by_module[module]
-            moments = Moments(centred=module in seen.biases)
-            waiting = {stream: stop for stream in masks if (stop := stream.stop_at(module))}
-            for stream, stop in waiting.items():
-                moments.add(select_rows(stop.input, masks[stream]))
-            moments.require_finite(layer.name)
-            yield layer, moments
-            if rank.get(module) == last:
-                return  # what the model does after it is not needed
-            for stream in waiting:
-                stream.resume()
-
-
 def measure_sensitivities(
-    model: nn.Module, layers: Sequence[Layer], calls: Sequence[Call], loss: Loss = None
+    replay: Replay, layers: Sequence[Layer], loss: Loss = None
 ) -> dict[nn.Module, Tensor]:
     """What a small error e in a layer's output, alike for all tokens, does to the loss: to second
     order sum(G e^2), with a G for each output, `(out_features,)` in float64.
@@ -124,11 +107,10 @@ def measure_sensitivities(
     >>> model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     >>> for layer, scale in zip(model, (1.0, 3.0)):
     ...     _ = layer.weight.data.copy_(scale * torch.eye(4))
-    >>> from structlin._compress.calibration import observe
+    >>> from structlin._compress.replay import observe
     >>> from structlin._model.survey import linear_layers
-    >>> layers = linear_layers(model)
-    >>> calls = observe(model, layers, [torch.eye(4)]).calls
-    >>> first, second = measure_sensitivities(model, layers, calls).values()
+    >>> replay = observe(model, [*model], [torch.eye(4)])
+    >>> first, second = measure_sensitivities(replay, linear_layers(model)).values()
     >>> (first / second).round(decimals=4)  # an error of the first is multiplied by 3
     tensor([9., 9., 9., 9.], dtype=torch.float64)
     """
@@ -139,57 +121,31 @@ def measure_sensitivities(
         for layer in layers
     }
     generator, tokens = torch.Generator().manual_seed(0), Counter[nn.Module]()
-    picked = pick_calls(calls)
-    with ready(model), put_back(model):
-        for call in picked:
-            for module, gradients in _take_gradients(model, layers, call, loss, generator):
-                squares = gradients.float().square().sum(0, dtype=torch.float64)
-                totals[module] += squares.to(totals[module]) / len(picked)
-                tokens[module] += len(gradients)
-    _check_sums([total.sum().item() for total in totals.values()])
-    return {
-        module: total.lerp(total.mean(), PRIOR_TOKENS / (PRIOR_TOKENS + tokens[module]))
-        for module, total in totals.items()
-    }
-
-
-def _check_sums(sums: Sequence[float]) -> None:
+    for call in replay.few:
+        for module, gradients in _take_gradients(replay, layers, call, loss, generator):
+            squares = gradients.float().square().sum(0, dtype=torch.float64)
+            totals[module] += squares.to(totals[module]) / len(replay.few)
+            tokens[module] += len(gradients)
+    sums = [total.sum().item() for total in totals.values()]
     if not all(map(math.isfinite, sums)):
         raise ValueError(f"{_REFUSED} has gradients that are not finite")
     if not any(sums):
         raise ValueError(
             f"{_REFUSED} has only gradients of zero; another loss may have some (loss='outputs')"
         )
+    return {
+        module: total.lerp(total.mean(), PRIOR_TOKENS / (PRIOR_TOKENS + tokens[module]))
+        for module, total in totals.items()
+    }
 
 
 def _take_gradients(
-    model: nn.Module,
-    layers: Sequence[Layer],
-    call: Call,
-    loss: Loss,
-    generator: torch.Generator,
+    replay: Replay, layers: Sequence[Layer], call: Call, loss: Loss, generator: torch.Generator
 ) -> Iterator[tuple[nn.Module, Tensor]]:
     """The gradients at each of the layers' outputs in this call, `(tokens, out_features)`."""
-    with call.state(), torch.enable_grad():
-        result, outputs = _run_and_keep(model, call, [layer.module for layer in layers])
-        value = _take_loss(result, loss, call.masks, generator)
-        tensors = [output for _, output in outputs]
-        gradients = torch.autograd.grad(value, tensors, allow_unused=True)
-    if not math.isfinite(value.item()):
-        measure_again(model, layers, [call])  # which names the layer, if it is its input
-        raise ValueError(f"{_REFUSED} returns values that are not finite")
-    for (module, _), gradient in zip(outputs, gradients, strict=True):
-        if gradient is not None:
-            yield module, select_rows(gradient, call.masks)
-
-
-def _run_and_keep(
-    model: nn.Module, call: Call, modules: Sequence[nn.Module]
-) -> tuple[Any, list[tuple[nn.Module, Tensor]]]:
-    """What the model returns, and the outputs of the modules on the way, with their gradients."""
     outputs: list[tuple[nn.Module, Tensor]] = []
 
-    def keep(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def keep(module: nn.Module, x: Tensor, output: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             raise ValueError(f"{_REFUSED} turns gradients off (no_grad or inference_mode)")
         if not output.requires_grad:
@@ -197,12 +153,17 @@ def _run_and_keep(
         outputs.append((module, output))
         return output
 
-    handles = [module.register_forward_hook(keep) for module in modules]
-    try:
-        return call.run(model), outputs
-    finally:
-        for handle in handles:
-            handle.remove()
+    result = replay.run(call, [layer.module for layer in layers], keep, grad=True)
+    with torch.enable_grad(), CheckNumbers(replay.model):
+        value = _take_loss(result, loss, call.masks, generator)
+    tensors = [output for _, output in outputs]
+    gradients = torch.autograd.grad(value, tensors, allow_unused=True)
+    if not math.isfinite(value.item()):
+        measure_inputs(replay, layers, [call])  # which names the layer, if it is its input
+        raise ValueError(f"{_REFUSED} returns values that are not finite")
+    for (module, _), gradient in zip(outputs, gradients, strict=True):
+        if gradient is not None:
+            yield module, select_rows(gradient, call.masks)
 
 
 def _take_loss(result: Any, loss: Loss, masks: list[Tensor], generator: torch.Generator) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from structlin import LowRank, plan_compression
 from structlin._compress.padding import find_masks, select_rows
-from tests.compress.test_sequential_models import IDS, MASK, bert, encoder, t5
+from tests.compress.test_models import IDS, MASK, build
 
 TOKENS = torch.tensor([[True, True, False], [True, False, False]])
 
@@ -27,9 +27,18 @@ class Padded(nn.Module):
         return src
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
-def test_an_attention_mask_is_found_by_keyword_and_by_position(dtype):
-    mask = TOKENS.to(dtype)
+HIDES = [-100.0, -1e4, -1e9, torch.finfo().min, -torch.inf]  # added to the scores
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        *(TOKENS.to(dtype) for dtype in (torch.bool, torch.int64, torch.float32)),
+        *(torch.zeros(2, 3).masked_fill(~TOKENS, hides) for hides in HIDES),
+        TOKENS * torch.tensor([[1, 2, 3]]),  # it counts packed texts
+    ],
+)
+def test_an_attention_mask_is_found_by_keyword_and_by_position(mask):
     for args, kwargs in [((0, mask), {}), ((0,), {"attention_mask": mask})]:
         (found,) = find_masks(Masked(), args, kwargs)
         assert torch.equal(found, TOKENS)
@@ -43,18 +52,6 @@ def test_a_key_padding_mask_is_true_or_minus_infinity_at_padding(hides):
     assert torch.equal(found, TOKENS.mT)
 
 
-@pytest.mark.parametrize("hides", [-100.0, -1e4, -1e9, torch.finfo().min, -torch.inf])
-def test_a_mask_that_is_added_to_the_scores_has_0_for_a_token(hides):
-    mask = torch.zeros(2, 3).masked_fill(~TOKENS, hides)
-    (found,) = find_masks(Masked(), (0, mask), {})
-    assert torch.equal(found, TOKENS)
-
-
-def test_a_mask_that_counts_packed_texts_has_0_for_padding():
-    (found,) = find_masks(Masked(), (0, TOKENS * torch.tensor([[1, 2, 3]])), {})
-    assert torch.equal(found, TOKENS)
-
-
 @pytest.mark.parametrize("value", [0.5, -1.0, -99.0, torch.nan])
 def test_a_mask_of_numbers_that_tell_nothing_is_refused_by_its_name(value):
     mask = TOKENS.float()
@@ -63,6 +60,8 @@ def test_a_mask_of_numbers_that_tell_nothing_is_refused_by_its_name(value):
         find_masks(Masked(), (0, mask), {})
     with pytest.raises(ValueError, match=r"^src_key_padding_mask of a batch has the number"):
         find_masks(Padded(), (0, mask), {})
+    with pytest.raises(ValueError, match="attention_mask of a batch has no token, only padding"):
+        find_masks(Masked(), (0, torch.zeros(2, 3)), {})
 
 
 @pytest.mark.parametrize(
@@ -70,11 +69,6 @@ def test_a_mask_of_numbers_that_tell_nothing_is_refused_by_its_name(value):
 )
 def test_what_hides_no_token_is_no_mask(mask):
     assert find_masks(Masked(), (0,), {"attention_mask": mask}) == []
-
-
-def test_a_mask_without_any_token_is_refused():
-    with pytest.raises(ValueError, match="attention_mask of a batch has no token, only padding"):
-        find_masks(Masked(), (0, torch.zeros(2, 3)), {})
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (6,), (2, 3, 2)])
@@ -106,7 +100,7 @@ def find_cores(model: nn.Module, batches: list[object]) -> dict[str, Tensor]:
 
 
 def test_a_padded_batch_counts_as_its_sentences_alone_do():
-    model, batches = bert()
+    model, batches = build("bert")
     model = model.double()
     alone = [
         {"input_ids": ids[mask.bool()][None], "attention_mask": torch.ones(1, int(mask.sum()))}
@@ -118,19 +112,8 @@ def test_a_padded_batch_counts_as_its_sentences_alone_do():
         torch.testing.assert_close(found[name], matrix, rtol=1e-6, atol=1e-8)
 
 
-def test_the_padding_of_torchs_encoder_does_not_count():
-    model, batches = encoder()
-    other = [
-        {**batch, "src": batch["src"] + 9 * batch["src_key_padding_mask"][..., None]}
-        for batch in batches
-    ]
-    expected, found = find_cores(model, batches), find_cores(model, other)
-    for name, matrix in expected.items():
-        torch.testing.assert_close(found[name], matrix)
-
-
 def test_padding_of_the_encoder_does_not_count_in_the_decoders_attention():
-    model, batches = t5()
+    model, batches = build("t5")
     model = model.double()
     alone = [
         {
@@ -148,7 +131,7 @@ def test_padding_of_the_encoder_does_not_count_in_the_decoders_attention():
 
 
 def test_padding_without_a_mask_is_refused_and_a_mask_of_ones_says_that_it_is_meant():
-    model, batches = bert()
+    model, batches = build("bert")
     bare = [{"input_ids": batch["input_ids"]} for batch in batches]
     with pytest.raises(ValueError, match=r"input_ids has padding \(pad_token_id=0\).*give batches"):
         plan_compression(model, LowRank(rank=4), bare, keep=None)

@@ -128,20 +128,16 @@ def test_a_model_of_half_precision_is_refined(model, batches):
     assert measure(half.float(), dense, batches) < 1
 
 
-def test_biases_that_two_layers_share_stay(model, batches):
-    model.blocks[0].down.bias = model.blocks[1].down.bias
-    bias = model.blocks[0].down.bias.detach().clone()
-    compress(model, LowRank(rank=4), batches, refine=10, keep=None)
-    assert torch.equal(model.blocks[0].down.bias, bias)
-    assert model.blocks[0].down.bias is model.blocks[1].down.bias
-
-
-def test_a_norm_that_two_blocks_share_stays(model, batches):
-    model.blocks[1].norm.weight = model.blocks[0].norm.weight
+def test_biases_and_norms_that_two_blocks_share_stay(model, batches):
+    first, second = model.blocks
+    first.down.bias, second.norm.weight = second.down.bias, first.norm.weight
+    bias = first.down.bias.detach().clone()
     planned = plan_compression(model, LowRank(rank=4), batches, refine=10, keep=None)
     planned.apply()
-    assert torch.equal(model.blocks[0].norm.weight, torch.ones(16))
-    assert not torch.equal(model.blocks[0].norm.bias, torch.zeros(16))
+    assert torch.equal(first.down.bias, bias)
+    assert first.down.bias is second.down.bias
+    assert torch.equal(first.norm.weight, torch.ones(16))
+    assert not torch.equal(first.norm.bias, torch.zeros(16))
     assert all(after < before for before, after in planned.blocks.values())
 
 
@@ -215,9 +211,9 @@ def test_where_the_rate_is_too_high_it_is_lowered_once(model, batches, monkeypat
     dense, options = copy.deepcopy(model), {"keep": None, "refine": 20}
     rates, real = [], refine._descend
 
-    def descend(forward, new, parameters, examples, steps, rate):
-        rates.append(rate)
-        real(forward, new, parameters, examples, steps, 10.0 if len(rates) == 1 else rate)
+    def descend(*given):
+        rates.append(given[-1])
+        real(*given[:-1], 10.0 if len(rates) == 1 else rates[-1])
 
     monkeypatch.setattr(refine, "_descend", descend)
     planned = plan_compression(model, LowRank(rank=4), batches, include="blocks*", **options)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks import zoo
 from structlin import LowRank, StructuredLinear, plan, plan_compression
-from structlin._compress.calibration import plain_calls
+from structlin._compress.replay import CheckNumbers
 
 WIDTH = 16
 IDS = torch.randint(3, 50, (6, 10), generator=torch.Generator().manual_seed(0))
@@ -21,67 +21,6 @@ MASK = torch.ones_like(IDS)
 MASK[::2, 7:] = 0
 PADDED = IDS * MASK
 IMAGES = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-
-
-def of_the_zoo(name: str) -> nn.Module:
-    pytest.importorskip("transformers")
-    return zoo.MODELS[name]()
-
-
-def masked() -> list[dict[str, Tensor]]:
-    pairs = zip(PADDED.split(3), MASK.split(3), strict=True)
-    return [{"input_ids": ids, "attention_mask": mask} for ids, mask in pairs]
-
-
-def bert() -> tuple[nn.Module, list[object]]:
-    return of_the_zoo("bert"), masked()
-
-
-def gpt2() -> tuple[nn.Module, list[object]]:
-    return of_the_zoo("gpt2"), [{"input_ids": ids} for ids in IDS.split(2)]
-
-
-def llama() -> tuple[nn.Module, list[object]]:
-    return of_the_zoo("llama"), list(IDS.split(3))
-
-
-def vit() -> tuple[nn.Module, list[object]]:
-    return of_the_zoo("vit"), list(IMAGES.split(3))
-
-
-def swin() -> tuple[nn.Module, list[object]]:
-    return of_the_zoo("swin"), list(IMAGES.split(3))
-
-
-def t5() -> tuple[nn.Module, list[object]]:
-    batches = [batch | {"decoder_input_ids": batch["input_ids"][:, :5]} for batch in masked()]
-    return of_the_zoo("t5"), batches
-
-
-def timm_vit() -> tuple[nn.Module, list[object]]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        zoo.import_timm()
-    timm = pytest.importorskip("timm")
-    kind = timm.models.VisionTransformer
-    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": WIDTH, "depth": 2, "num_heads": 2}
-    return kind(**sizes, num_classes=3), list(IMAGES.split(3))
-
-
-def encoder() -> tuple[nn.Module, list[object]]:
-    layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True)
-    x = torch.randn(6, 10, WIDTH)
-    hidden = MASK == 0
-    batches = [
-        {"src": part, "src_key_padding_mask": mask}
-        for part, mask in zip(x.split(3), hidden.split(3), strict=True)
-    ]
-    return nn.TransformerEncoder(layer, 2), batches
-
-
-def sequential() -> tuple[nn.Module, list[object]]:
-    model = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
-    return model, list(torch.randn(30, WIDTH).split(10))
 
 
 class Experts(nn.Module):
@@ -101,10 +40,6 @@ class Experts(nn.Module):
         return self.last(x + y)
 
 
-def experts() -> tuple[nn.Module, list[object]]:
-    return Experts(), list(torch.randn(24, WIDTH).split(3))
-
-
 class UNet(nn.Module):
     """Each block on the way up reads what one on the way down made."""
 
@@ -122,59 +57,85 @@ class UNet(nn.Module):
         return x
 
 
-def u_net() -> tuple[nn.Module, list[object]]:
-    return UNet(), list(torch.randn(60, WIDTH).split(20))
+def masked() -> list[dict[str, Tensor]]:
+    pairs = zip(PADDED.split(3), MASK.split(3), strict=True)
+    return [{"input_ids": ids, "attention_mask": mask} for ids, mask in pairs]
 
 
-def encoder_decoder() -> tuple[nn.Module, list[object]]:
-    """Without padding."""
-    model, batches = t5()
-    return model, [{**batch, "attention_mask": torch.ones_like(MASK[:3])} for batch in batches]
+def timm_vit() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        zoo.import_timm()
+    timm = pytest.importorskip("timm")
+    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": WIDTH, "depth": 2, "num_heads": 2}
+    return timm.models.VisionTransformer(**sizes, num_classes=3)
 
 
-MODELS = [bert, gpt2, llama, vit, t5, timm_vit, encoder, sequential, experts]
+def encoder() -> tuple[nn.Module, list[object]]:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True)
+    parts = zip(torch.randn(6, 10, WIDTH).split(3), (MASK == 0).split(3), strict=True)
+    batches = [{"src": part, "src_key_padding_mask": mask} for part, mask in parts]
+    return nn.TransformerEncoder(layer, 2), batches
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+
+
+def decoded(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    return [batch | {"decoder_input_ids": batch["input_ids"][:, :5]} for batch in batches]
+
+
+BUILD = {
+    "bert": lambda: (zoo.MODELS["bert"](), masked()),
+    "gpt2": lambda: (zoo.MODELS["gpt2"](), [{"input_ids": ids} for ids in IDS.split(2)]),
+    "llama": lambda: (zoo.MODELS["llama"](), list(IDS.split(3))),
+    "vit": lambda: (zoo.MODELS["vit"](), list(IMAGES.split(3))),
+    "t5": lambda: (zoo.MODELS["t5"](), decoded(masked())),
+    "timm": lambda: (timm_vit(), list(IMAGES.split(3))),
+    "encoder": encoder,
+    "mlp": lambda: (mlp(), list(torch.randn(30, WIDTH).split(10))),
+    "experts": lambda: (Experts(), list(torch.randn(24, WIDTH).split(3))),
+}
+MORE = {  # without padding
+    "t5": lambda: (
+        zoo.MODELS["t5"](),
+        decoded([{**each, "attention_mask": torch.ones_like(MASK[:3])} for each in masked()]),
+    ),
+    "u-net": lambda: (UNet(), list(torch.randn(60, WIDTH).split(20))),
+    "swin": lambda: (zoo.MODELS["swin"](), list(IMAGES.split(3))),
+    "mlp": BUILD["mlp"],
+    "vit": BUILD["vit"],
+}
+
+
+def build(name: str, kinds=BUILD) -> tuple[nn.Module, list[object]]:
+    if name in zoo.MODELS:
+        pytest.importorskip("transformers")
+    return kinds[name]()
 
 
 def run(model: nn.Module, batch: object) -> Tensor:
-    with torch.no_grad(), plain_calls(model):  # torch's fused encoder puts zeros at padding
+    with torch.no_grad(), CheckNumbers(model):  # torch's fused encoder puts zeros at padding
         output = model(**batch) if isinstance(batch, dict) else model(batch)
     return output if isinstance(output, Tensor) else output[0]
 
 
-def test_of_several_threads_the_last_one_restores_what_is_of_the_whole_process():
-    compiled = nn.Linear(2, 2)
-    compiled.compile(backend="eager")
-    first, second = plain_calls(compiled), plain_calls(compiled)
-    first.__enter__()
-    with second:
-        first.__exit__(None, None, None)  # as another thread does while this one is at work
-        assert not torch.backends.mha.get_fastpath_enabled()
-        assert torch._dynamo.eval_frame._stance.stance == "force_eager"
-    assert torch.backends.mha.get_fastpath_enabled()
-    assert torch._dynamo.eval_frame._stance.stance == "default"
+def full_rank(model: nn.Module) -> dict[str, LowRank]:
+    """Of each linear layer that is converted, a low-rank structure that holds any matrix."""
+    layers = [d.layer for d in plan(model, LowRank(rank=1)).decisions if d.structure]
+    return {each.name: LowRank(rank=min(each.in_features, each.out_features)) for each in layers}
 
 
-def full_rank(model: nn.Module) -> dict[object, LowRank]:
-    """Of each linear layer, a low-rank structure that holds any matrix of its shape."""
-    shapes = {
-        name: module.weight.shape
-        for name, module in model.named_modules()
-        if getattr(module, "weight", None) is not None and module.weight.ndim == 2
-    }
-    return {name: LowRank(rank=min(shape)) for name, shape in shapes.items()}
-
-
-@pytest.mark.parametrize("build", MODELS)
-def test_a_structure_that_holds_every_matrix_changes_nothing(build):
-    model, batches = build()
+@pytest.mark.parametrize("name", BUILD)
+def test_a_structure_that_holds_every_matrix_changes_nothing(name):
+    model, batches = build(name)
     model = model.eval().double()
     batches = [to_double(batch) for batch in batches]
     before = [run(model, batch) for batch in batches]
     biases = {name: p.detach().clone() for name, p in model.named_parameters()}
-    names = full_rank(model)
-    planned = plan_compression(
-        model, LowRank(rank=1), batches, overrides=by_name(names, model), keep=None
-    )
+    overrides = full_rank(model)
+    planned = plan_compression(model, LowRank(rank=1), batches, overrides=overrides, keep=None)
     converted = [decision for decision in planned.decisions if decision.structure is not None]
     assert [*planned.projections] == [decision.layer.name for decision in converted]
     planned.apply()
@@ -186,16 +147,10 @@ def test_a_structure_that_holds_every_matrix_changes_nothing(build):
             torch.testing.assert_close(module.bias, biases[f"{name}.bias"], rtol=1e-6, atol=1e-6)
 
 
-def by_name(names: dict[object, LowRank], model: nn.Module) -> dict[object, LowRank]:
-    """The overrides of the layers that `plan` would convert by itself."""
-    chosen = {d.layer.name for d in plan(model, LowRank(rank=1)).decisions if d.structure}
-    return {name: family for name, family in names.items() if name in chosen}
-
-
-@pytest.mark.parametrize("build", [encoder_decoder, u_net, swin, sequential, vit])
-def test_each_layer_is_fitted_to_what_reaches_it_in_the_compressed_model(build):
+@pytest.mark.parametrize("name", MORE)
+def test_each_layer_is_fitted_to_what_reaches_it_in_the_compressed_model(name):
     torch.manual_seed(0)
-    model, batches = build()
+    model, batches = build(name, MORE)
     model, batches = model.eval().double(), [to_double(batch) for batch in batches]
     planned = plan_compression(model, LowRank(rank=3), batches, keep=None)
     dense = record_outputs(model, batches, planned.errors)
@@ -231,10 +186,10 @@ def to_double(batch: object) -> object:
     return batch.double() if floating else batch
 
 
-@pytest.mark.parametrize("build", [gpt2, llama, t5])
-def test_no_run_keeps_the_keys_and_values_of_all_layers(build, monkeypatch):
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_no_run_keeps_the_keys_and_values_of_all_layers(name, monkeypatch):
     transformers = pytest.importorskip("transformers")
-    model, batches = build()
+    model, batches = build(name)
     made, real = [], transformers.cache_utils.Cache.__init__
 
     def count(self, *args, **options):
@@ -250,13 +205,13 @@ def test_no_run_keeps_the_keys_and_values_of_all_layers(build, monkeypatch):
     assert not made
 
 
-@pytest.mark.parametrize("build", MODELS)
-def test_their_blocks_are_found_and_refined_and_sizes_go_by_sensitivity(build):
+@pytest.mark.parametrize("name", BUILD)
+def test_their_blocks_are_found_and_refined_and_sizes_go_by_sensitivity(name):
     torch.manual_seed(0)
-    model, batches = build()
+    model, batches = build(name)
     model.eval()
     planned = plan_compression(model, LowRank(rank=1), batches, keep=0.6, refine=60)
-    assert len(planned.blocks) == {t5: 4, sequential: 1, experts: 1}.get(build, 2)
+    assert len(planned.blocks) == {"t5": 4, "mlp": 1, "experts": 1}.get(name, 2)
     assert all(after <= before for before, after in planned.blocks.values())
     assert any(after < before for before, after in planned.blocks.values())
     planned.apply()

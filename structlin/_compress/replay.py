@@ -1,0 +1,508 @@
+"""The model's runs on the calibration data: everything for which `compress` runs a model.
+
+`observe` finds the order in which the model calls its layers. The `Replay` that it returns makes
+the calls again: whole (`run`), or layer by layer (`walk`), where all calls wait at one layer before
+they go on to the next, each once as the model is and perhaps once as it is compressed so far.
+
+To capture a block's input and run block after block needs no threads, but has to know what that
+input is made of. Users have models where it is more than the output of the block before:
+
+- encoder-decoders (T5, BART, Whisper): each decoder block reads the encoder's last output;
+- skip connections past blocks (U-Net, U-ViT): a late block reads the outputs of early ones;
+- layers between blocks, or none in blocks (Swin's patch merging, an nn.Sequential);
+- experts and skipped layers: what a layer gets depends on a router that runs on the data.
+
+So the model itself brings each layer its input (tests/compress/test_models.py has a model of each
+kind). A run has a thread of its own, but exactly one thread works at any time: whoever resumes a
+run waits until it stops again or ends. So nothing races, and the caller orders all steps. A run
+also has a `Replica` of the model, so that the model itself stays as it is.
+"""
+
+import contextvars
+import inspect
+import sys
+import threading
+from collections import Counter
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .._interrupts import hold_interrupts, let_interrupts_in
+from .._projection.matrices import limit_threads
+from .padding import find_masks, name_arguments, select_rows
+from .replica import Replica
+
+MAX_PICKED_CALLS = 8  # of the model, where not all of them need be run
+MAX_WORKERS = 2048  # of OpenMP in all runs: each thread that computes keeps its own
+
+Hook = Callable[
+    [nn.Module, Tensor, Tensor], Tensor | None
+]  # layer, input, output -> another output
+
+
+# ---- the calls of the model ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of the whole model, that can be made again."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    masks: list[Tensor]  #: see `find_masks`
+
+    def run(self, model: nn.Module) -> Any:
+        """Make it again; the model gets copies of the tensors, and may change them."""
+        args, kwargs = copy_values(self.args), copy_values(self.kwargs)
+        cache = _leave_out_cache(model, args, kwargs)
+        with CheckNumbers(model), let_interrupts_in():
+            return model(*args, **kwargs, **cache)
+
+
+def check_batches(name: str, batches: object) -> None:
+    """Raises: TypeError: it is a single batch, or no iterable of batches."""
+    if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
+        raise TypeError(
+            f"{name}={type(batches).__name__} must be an iterable of batches, for example [batch]"
+        )
+
+
+def prepare_call(model: nn.Module, batch: Any) -> Call:
+    """The call of the model with this batch: a mapping is keywords, a tuple or list positions."""
+    args: tuple[Any, ...] = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+    kwargs: dict[str, Any] = {}
+    if isinstance(batch, Mapping):
+        args, kwargs = (), {**batch}
+    return Call(copy_values(args), copy_values(kwargs), find_masks(model, args, kwargs))
+
+
+def copy_values(value: Any) -> Any:
+    """The same with tensors of its own; what is neither tensor nor plain container stays."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) is dict:
+        return {name: copy_values(each) for name, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(copy_values(each) for each in value)
+    return value
+
+
+def _leave_out_cache(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The keyword by which a model of transformers keeps no keys and values of all its layers."""
+    owner = sys.modules.get("transformers.modeling_utils")
+    if owner is None or not isinstance(model, owner.PreTrainedModel):
+        return {}
+    taken = "use_cache" in inspect.signature(model.forward).parameters
+    given = "use_cache" in name_arguments(model, args, kwargs)
+    return {"use_cache": False} if taken and not given else {}
+
+
+# ---- the calls made again ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """The calls of a model on the batches, and the order in which they arrive at its layers."""
+
+    model: nn.Module
+    calls: Sequence[Call]
+    order: Sequence[nn.Module] = ()  #: the layers that a call reaches, as the model arrives at them
+    repeated: Collection[nn.Module] = ()  #: layers that one call calls more than once
+    biases: Mapping[nn.Module, nn.Parameter] = field(default_factory=dict)  #: of one layer alone
+    written: Collection[int] | None = None  #: see `Replica`
+
+    @property
+    def few(self) -> list[Call]:
+        """At most `MAX_PICKED_CALLS` of the calls, evenly spread."""
+        count = min(len(self.calls), MAX_PICKED_CALLS)
+        return [self.calls[n * len(self.calls) // count] for n in range(count)]
+
+    def run(
+        self,
+        call: Call,
+        layers: Iterable[nn.Module] = (),
+        hook: Hook = lambda *_: None,
+        *,
+        grad: bool = False,
+    ) -> Any:
+        """What the model returns in this call; `hook` sees each of the layers on the way."""
+        replica = Replica(self.model, self.written)
+        for layer in layers:
+
+            def see(_: Any, args: Any, kwargs: Any, y: Tensor, layer: Any = layer) -> Tensor | None:
+                return hook(layer, take_input(args, kwargs), y)
+
+            replica[layer].register_forward_hook(see, with_kwargs=True)
+        with torch.set_grad_enabled(grad):
+            return call.run(replica.model)
+
+    def walk(
+        self,
+        layers: Collection[nn.Module],
+        calls: Sequence[Call],
+        *,
+        both: bool = False,
+        blocks: Mapping[nn.Module, Collection[nn.Module]] | None = None,
+    ) -> Generator["Visit", None, None]:
+        """Take calls through the model side by side, from layer to layer in the model's order.
+
+        Of all places where runs wait the earliest is visited, when no other run can still come to
+        it. When the caller takes the next visit, the runs that wait at this one go on, with the
+        answers that the caller has given.
+
+        Args:
+            layers: where the runs stop. A layer that a call calls twice is visited twice.
+            both: each call is made twice, side by side: densely, and with the caller's answers.
+            blocks: modules at whose end the runs stop, after the last of these layers.
+        """
+        blocks = blocks or {}
+        rank: dict[nn.Module, float] = {module: n for n, module in enumerate(self.order)}
+        last = len(rank)  # of what the order does not tell
+        for block, held in blocks.items():
+            rank[block] = max(rank.get(layer, last) for layer in held) + 0.5
+        with hold_interrupts(), ExitStack() as stack:
+            lanes: list[tuple[Call, list[Run]]] = [(call, []) for call in calls]
+            count = len(calls) * (1 + both)
+            for call, lane in lanes:
+                for _ in range(1 + both):
+                    replica = Replica(self.model, self.written)
+                    lane.append(Run(call, replica, layers, blocks, max(1, MAX_WORKERS // count)))
+                    stack.callback(lane[-1].cancel)
+                    lane[-1].resume()
+            while stops := [run.stop for _, lane in lanes for run in lane if run.stop is not None]:
+                module = min(stops, key=lambda stop: rank.get(stop.module, last)).module
+                del stops
+                waits = [Wait(call, *(run.stop_at(module) for run in lane)) for call, lane in lanes]
+                visit = Visit(module, [wait for wait in waits if wait.dense or wait.compressed])
+                del waits
+                yield visit
+                visit.waits.clear()  # so that runs which go on free their tensors
+                for run in [run for _, lane in lanes for run in lane if run.stop_at(module)]:
+                    run.resume()
+
+
+@dataclass(eq=False)
+class Stop:
+    """Where a run waits: before a layer, or at the end of a block."""
+
+    run: "Run"
+    module: nn.Module  #: of the model
+    args: tuple[Any, ...]  #: that it is called with
+    kwargs: Mapping[str, Any]
+    forward: Callable[..., Any]  #: the replica's own
+    output: Any = None  #: with which it leaves a block
+    answer: Callable[..., Any] | None = None  #: what is called in place of a layer's `forward`
+
+    @property
+    def input(self) -> Tensor:
+        """The one input, of a linear layer."""
+        return take_input(self.args, self.kwargs)
+
+
+@dataclass
+class Wait:
+    """A call whose dense or compressed run, or both, wait at one module."""
+
+    call: Call
+    dense: Stop | None
+    compressed: Stop | None = None
+
+    @property
+    def inputs(self) -> tuple[Any, Any]:
+        """x and z, of a linear layer; None for a run that waits elsewhere."""
+        x, z = (None if stop is None else stop.input for stop in (self.dense, self.compressed))
+        return x, z
+
+
+@dataclass
+class Visit:
+    """All runs that wait at one module."""
+
+    module: nn.Module
+    waits: list[Wait]
+
+    def rows(self) -> Iterator[Tensor]:
+        """The dense runs' inputs, `(rows, features)`, without padding."""
+        for wait in self.waits:
+            if wait.dense is not None:
+                yield select_rows(wait.dense.input, wait.call.masks)
+
+
+def take_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """The one input with which a linear layer is called."""
+    x: Tensor = args[0] if args else next(iter(kwargs.values()))
+    return x
+
+
+@torch.no_grad()
+def observe(model: nn.Module, layers: Collection[nn.Module], batches: Iterable[Any]) -> Replay:
+    """Run the model over batches, in eval mode and without gradients, to find its order.
+
+    A few batches are enough where the model comes through its layers in one order for all of
+    those; otherwise all are run.
+
+    Args:
+        batches: a mapping is passed as keywords, a tuple or list as positions, anything else as the
+            one argument.
+
+    Raises:
+        TypeError: `batches` is a single batch, or not iterable.
+        ValueError: there is no batch; no layer saw an input; an id is outside of an embedding; a
+            label is of no class; padding without a mask, see `find_masks`.
+
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    >>> replay = observe(model, [model[2], model[0]], [torch.ones(1, 2)])
+    >>> replay.order == [model[0], model[2]]
+    True
+    """
+    check_batches("batches", batches)
+    calls = [prepare_call(model, batch) for batch in batches]
+    if not calls:
+        raise ValueError("batches has no batch; a generator can be read only once")
+    written = set[int]()
+
+    def find_order(call: Call) -> list[nn.Module]:
+        """The layers, as this call arrives at them."""
+        order: list[nn.Module] = []
+        replica = Replica(model)
+        for layer in layers:
+            replica[layer].register_forward_pre_hook(lambda *_, layer=layer: order.append(layer))
+        call.run(replica.model)
+        written.update(replica.find_written())
+        return order
+
+    picked = Replay(model, calls).few
+    orders = [find_order(call) for call in picked]
+    if orders != orders[:1] * len(orders):
+        orders += [find_order(call) for call in calls if call not in picked]
+    if not any(orders):
+        raise ValueError(
+            "batches: none of the layers to convert saw an input; the model does not call them"
+        )
+    repeated = {layer for order in orders for layer in order if order.count(layer) > 1}
+    biases = {layer: layer._parameters.get("bias") for layer in layers}
+    shared = find_shared(model)
+    own = {layer: b for layer, b in biases.items() if b is not None and id(b) not in shared}
+    return Replay(model, calls, _merge_orders(orders), repeated, own, written)
+
+
+def find_shared(model: nn.Module) -> set[int]:
+    """The `id` of each parameter that several modules of the model have."""
+    owned = [id(p) for module in model.modules() for p in module._parameters.values()]
+    return {each for each, times in Counter(owned).items() if times > 1}
+
+
+def _merge_orders(orders: Iterable[Sequence[nn.Module]]) -> list[nn.Module]:
+    """One order that agrees with those of all calls; if there is none, that of first arrival."""
+    first = list(dict.fromkeys(module for order in orders for module in order))
+    before: TopologicalSorter[nn.Module] = TopologicalSorter({module: () for module in first})
+    for order in orders:
+        once = list(dict.fromkeys(order))
+        for earlier, later in pairwise(once):
+            before.add(later, earlier)
+    try:
+        return list(before.static_order())
+    except CycleError:
+        return first
+
+
+# ---- one run -------------------------------------------------------------------------------------
+
+
+class Cancelled(BaseException):
+    """Ends the thread of a run that nobody resumes any more."""
+
+
+class Run:
+    """A call made again. `stop` says where it waits; None before its start and after its end."""
+
+    def __init__(
+        self,
+        call: Call,
+        replica: Replica,
+        layers: Iterable[nn.Module],
+        blocks: Iterable[nn.Module],
+        workers: int,
+    ) -> None:
+        self.call, self.replica = call, replica
+        self.stop: Stop | None = None
+        self._state, self._workers, self._cancelled = _capture_state(), workers, False
+        self._turn, self._back = SimpleQueue[None](), SimpleQueue[None]()
+        self._error: BaseException | None = None
+        for layer in layers:
+            self._stop_before(layer)
+        for block in blocks:
+            self._stop_after(block)
+        context = contextvars.copy_context()
+        self.thread = threading.Thread(target=lambda: context.run(self._work), daemon=True)
+
+    def stop_at(self, module: nn.Module) -> Stop | None:
+        """Where it waits, if that is at this module."""
+        return self.stop if self.stop is not None and self.stop.module is module else None
+
+    def resume(self) -> None:
+        """Go on to the next stop, or to the end.
+
+        Raises: what the model raised; a RuntimeError: no thread could be started.
+        """
+        self.stop = None
+        with limit_threads(self._workers):
+            if self.thread.ident is None:
+                self._start()
+            else:
+                self._turn.put(None)
+            with let_interrupts_in():
+                self._back.get()
+        if self._error is not None:
+            self.thread.join()
+            raise self._error
+
+    def _start(self) -> None:
+        try:
+            self.thread.start()
+        except RuntimeError as error:
+            raise RuntimeError(
+                "no thread could be started for a run of the model, of which each batch has two: "
+                "give fewer batches, and larger ones"
+            ) from error
+
+    def cancel(self) -> None:
+        """End the run where it waits, or at its next stop.
+
+        Whether it waits cannot be known: Ctrl-C may have ended `resume`. So it is always told to go
+        on; a run that works finds that when it stops.
+        """
+        self._cancelled = True
+        if self.thread.ident is not None:
+            self._turn.put(None)
+            self.thread.join()
+
+    def _stop_before(self, layer: nn.Module) -> None:
+        own = self.replica[layer].forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            stop = self._wait(Stop(self, layer, args, kwargs, own))
+            return (stop.answer or own)(*args, **kwargs)
+
+        vars(self.replica[layer])["forward"] = forward
+
+    def _stop_after(self, block: nn.Module) -> None:
+        own = self.replica[block].forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._wait(Stop(self, block, args, kwargs, own, own(*args, **kwargs))).output
+
+        vars(self.replica[block])["forward"] = forward
+
+    def _wait(self, stop: Stop) -> Stop:
+        """Stop here until the caller has answered; not in a thread that the model has started."""
+        if threading.current_thread() is not self.thread:
+            return stop
+        if not self._cancelled:
+            self.stop = stop
+            self._back.put(None)
+            self._turn.get()
+        if self._cancelled:
+            raise Cancelled
+        return stop
+
+    def _work(self) -> None:
+        try:
+            with self._state:
+                self.call.run(self.replica.model)
+        except Cancelled:
+            pass
+        except BaseException as error:  # the caller's thread raises it
+            self._error = error
+        finally:
+            self.stop = None
+            self._back.put(None)
+
+
+def _capture_state() -> AbstractContextManager[None]:
+    """The context in which another thread has what torch keeps for this one: autocast, the default
+    device, and the current device and stream of CUDA. Of gradients runs have none."""
+    cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    device = torch.get_default_device()
+    autocast = {
+        kind: torch.get_autocast_dtype(kind)
+        for kind in (["cpu", "cuda"] if cuda else ["cpu"])
+        if torch.is_autocast_enabled(kind)
+    }
+    queue = torch.cuda.current_stream() if cuda else None
+
+    @contextmanager
+    def enter() -> Iterator[None]:
+        with ExitStack() as stack, torch.no_grad():
+            if device != torch.get_default_device():
+                stack.enter_context(device)
+            for kind, dtype in autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            if queue is not None:
+                stack.enter_context(torch.cuda.stream(queue))  # its device too
+            yield
+
+    return enter()
+
+
+class CheckNumbers(TorchFunctionMode):
+    """Within it embeddings refuse ids which they have no row for, and losses labels of no class.
+
+    As long as such a mode is on, torch's encoder calls its layers one by one, not a fused kernel.
+
+    Raises:
+        ValueError: there is such a number.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        found = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.Embedding))
+        self._names = {id(module.weight): name for name, module in found}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.embedding:
+            self._check_ids(args[0], args[1])
+        elif func in (F.cross_entropy, F.nll_loss) and not torch.compiler.is_compiling():
+            _check_labels(args[0], args[1], kwargs.get("ignore_index", -100))
+        return func(*args, **kwargs)
+
+    def _check_ids(self, ids: Tensor, weight: Tensor) -> None:
+        name = self._names.get(id(weight), "")
+        of = f"embedding {name!r}, which has {len(weight):,} rows"
+        why = "the batches come from another tokenizer, or are too long"
+        _require_below(len(weight), ids.flatten(), f"id {{}} is outside of the {of}: {why}")
+
+
+def _check_labels(logits: Tensor, labels: Tensor, ignored: int) -> None:
+    """`logits`: `(classes,)` or `(rows, classes, ...)`."""
+    classes = logits.shape[min(1, logits.ndim - 1)]
+    why = f"which has {classes:,} classes; {ignored} says that a label does not count"
+    if not labels.is_floating_point():
+        known = labels[labels != ignored]
+        _require_below(classes, known, f"label {{}} is outside of the loss, {why}")
+
+
+def _require_below(end: int, numbers: Tensor, message: str) -> None:
+    wrong = numbers[(numbers < 0) | (numbers >= end)]
+    if wrong.numel():
+        raise ValueError(f"batches: the {message.format(wrong[0].item())}")
