@@ -41,7 +41,7 @@ _RANGES = {  # of the integers that do not go from 1 to `LARGEST`
     "sweeps": (0, MAX_STEPS),
     "tokens": (0, LARGEST),
 }
-_POSITIVE = {"temperature", "tolerance"}
+_POSITIVE = {"tolerance"}
 _UNBOUNDED = {"tolerance"}  # where infinity is a bound
 _SAY_MORE = {"keep", "method"}  # where they are refused
 _WORDS = {  # beside the names of types

@@ -1,11 +1,10 @@
 """Healing: a converted model learns, for a few hundred steps, to answer as the dense one does."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
-from operator import length_hint
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from .._progress import Bar
 from .._warnings import warn
 from ..duality import promote
 from ..optim import param_groups
-from .replay import check_batches, prepare_call
 from .padding import select_rows
+from .replay import check_batches, prepare_call
 
 WARMUP = 0.1  # of the steps, in which the rate rises; a cosine leads to zero afterwards
 JUDGEMENTS = 10  # passes over the held-out batches during the steps, evenly spread
@@ -46,61 +45,41 @@ def distill(
     steps: int,
     lr: float = 1e-4,
     held_out: Iterable[Any] | None = None,
-    temperature: float = 1.0,
     logits: bool | None = None,
-    weight_decay: float = 0.0,
     progress: bool | None = None,
 ) -> Distilled:
     """Train `model`, in place, to give what `teacher` gives: a converted model after its dense one.
 
-    No labels are needed. The loss is a sum over all floating tensors that both models return,
-    whether alone, in a tuple or under a name, as transformers does. For logits it is the divergence
-    of the two distributions over the last axis, at temperature T, in nats, the mean over tokens:
-
-        T^2 KL(softmax(t / T) || softmax(s / T))
-
-    and for everything else `||s - t||^2 / ||t||^2`, over the whole batch (dimensionless). Padding
-    does not count: tokens that the model's `attention_mask` or `decoder_attention_mask`
-    (transformers) or `src_key_padding_mask` (torch) leaves out, in outputs that begin with the
-    shape of the mask, `(batch, tokens)`.
+    No labels are needed. The loss is a sum over all floating tensors that both models return. For
+    logits it is `KL(softmax(t) || softmax(s))` over the last axis, in nats, the mean over tokens,
+    and for everything else `||s - t||^2 / ||t||^2` over the whole batch (dimensionless). Padding
+    does not count, see `compress`.
 
     Held-out batches judge the model before the first step and ten times on the way. Where their
-    loss has not fallen, the model goes back to its best state and the rates become a quarter: a
-    rate is too large once the loss is small, since Adam's steps are as large as ever. So the model
-    never ends worse on them than it came. If no state beats the first, a warning says so and the
-    model stays bit for bit what it was.
+    loss has not fallen, the model goes back to its best state and the rates become a quarter. If no
+    state beats the first, a warning says so and the model stays bit for bit what it was.
 
     AdamW takes the steps, with `param_groups(model, lr)`: rates rise over the first tenth of the
-    steps and fall as a cosine to zero. Both models run in eval mode, so without dropout and with
-    the batch norms' statistics as they are; every module's mode is restored. Parameters that do not
-    require gradients stay as they are; gradients are None afterwards. The models get copies of the
-    batches' tensors.
+    steps and fall as a cosine to zero. Both models run in eval mode; every module's mode is
+    restored. What does not require gradients stays as it is; gradients are None afterwards.
 
     Args:
         model: the student, in float32 or float64 (small steps are lost in lower precision).
         teacher: the dense original; it shares no trained parameter with `model`, so convert a copy.
-        batches: inputs of both models: a mapping is passed as keywords, a tuple or list as
-            positions, anything else as the one argument. What can be read again, as a list or a
+        batches: inputs of both models, see `compress`. What can be read again, as a list or a
             DataLoader can, is read as often as needed; an iterator must hold `steps` batches.
         steps: of the optimizer, a batch each.
-        lr: the highest, as for fine-tuning the dense model; cores have rates of their own, see
-            `param_groups`.
+        lr: the highest, as for fine-tuning the dense model.
         held_out: batches that judge and do not train; all are run eleven times. None: a tenth of
-            `batches`, at least one and at most a batch for 40 steps: evenly spread over a list, the
-            first ones of anything else (a loader that shuffles trains on them later). A single
-            batch trains and judges. For an iterator `held_out` must be given.
-        temperature: T; above 1, small probabilities count more.
+            a list of batches, at least one and at most a batch for 40 steps, evenly spread. One
+            batch alone trains and judges.
         logits: whether all outputs are logits; None: those whose name ends with "logits".
-        weight_decay: of matrices, see `param_groups`.
         progress: whether to show a bar with the loss; None: on a terminal.
-
-    Returns:
-        The loss of every step, the held-out loss before and after, and which state is kept.
 
     Raises:
         ValueError: outputs of different shapes, or none in common; no batch, or an iterator with
-            fewer than `steps` or without `held_out`; a number out of range; teacher and student are
-            one or share trained parameters; parameters without values (meta); inference mode.
+            fewer than `steps`; no list and no `held_out`; a number out of range; teacher and
+            student share trained parameters; parameters without values (meta); inference mode.
         TypeError: a model is no module; `batches` or `held_out` is a single batch.
         FloatingPointError: the loss or its gradients are not finite. After this error, as after any
             other, parameters are what they were.
@@ -118,90 +97,101 @@ def distill(
     """
     _check_models(model, teacher)
     check_batches("batches", batches)
-    groups = param_groups(model, lr, weight_decay=weight_decay)
-    judges, positions = _hold_out(batches, held_out, steps)
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
-    scale = 1.0  # of the rates; smaller after a step back
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: scale * _scale_rate(step, steps)
-    )
+    groups = param_groups(model, lr)
     trained = [parameter for group in groups for parameter in group["params"]]
-    judged = {steps * n // JUDGEMENTS for n in range(1, JUDGEMENTS + 1)}
-    losses: list[float] = []
-    with (
-        eval_mode(model),
-        eval_mode(teacher),
-        torch.enable_grad(),
-        _restore_on_error(trained) as best,
-        Bar("distill", steps, progress) as bar,
-    ):
-
-        def loss_of(batch: Any) -> Tensor:
-            return _loss_of(model, teacher, batch, temperature, logits)
-
-        kept, before = 0, _judge(loss_of, judges)
-        if not math.isfinite(before):
-            raise FloatingPointError(
-                f"the loss of the held-out batches is {before}: the outputs are not finite"
-            )
-        after = before
-        for step, batch in enumerate(_repeat(batches, steps, positions), 1):
-            optimizer.zero_grad()
-            loss = loss_of(batch)
-            losses.append(loss.item())
-            if not math.isfinite(losses[-1]):
-                raise FloatingPointError(
-                    f"the loss of step {step} is {losses[-1]}: lr={lr} is too large, or the "
-                    "outputs on this batch are not finite"
-                )
-            loss.backward()  # type: ignore[no-untyped-call]
-            _require_finite(trained, step)
-            optimizer.step()
-            if step in judged:
-                found = _judge(loss_of, judges)
-                if found < after:
-                    kept, after, best = step, found, _copy(trained)
-                else:
-                    scale /= BACKTRACK
-                    optimizer.state.clear()
-                    _put_back(trained, best)
-            schedule.step()
-            bar.show(f"loss {losses[-1]:.4g}")
-            bar.advance()
-    if kept == 0 and before > 0:
+    judges, places = _hold_out(batches, held_out, steps)
+    loss_of = partial(_find_loss, model, teacher, logits)
+    before = _copy(trained)
+    with eval_mode(model), eval_mode(teacher), torch.enable_grad():
+        try:
+            with Bar("distill", steps, progress) as bar:
+                trains = islice(_repeat(batches, places), steps)
+                done = _train(groups, loss_of, trains, judges, steps, lr, bar)
+        except BaseException:  # Ctrl-C too
+            _put_back(trained, before)
+            raise
+        finally:
+            for parameter in trained:
+                parameter.grad = None
+    if done.kept == 0 and done.before > 0:
         warn(
-            f"distill: no state on the way had a lower held-out loss than the {before:.4g} at the "
-            f"start, so the model is as it was: try a lower lr than {lr:g}, or more batches"
+            "distill: no state on the way had a lower held-out loss than the "
+            f"{done.before:.4g} at the start, so the model is as it was: try a lower lr than "
+            f"{lr:g}, or more batches"
         )
-    return Distilled(losses, before, after, kept)
-
-
-# ---- arguments -----------------------------------------------------------------------------------
+    return done
 
 
 def _check_models(model: nn.Module, teacher: nn.Module) -> None:
     for name, given in (("model", model), ("teacher", teacher)):
-        without = [key for key, parameter in given.named_parameters() if parameter.is_meta]
-        if without:
-            raise ValueError(f"{name}: {without[0]!r} has no values (meta); load the weights first")
+        for key, parameter in given.named_parameters():
+            if parameter.is_meta:
+                raise ValueError(f"{name}: {key!r} has no values (meta); load the weights first")
     if torch.is_inference_mode_enabled():
         raise ValueError("nothing can be trained under torch.inference_mode: leave that mode first")
-    if teacher is model:
-        raise ValueError("teacher is the model itself: convert a copy, copy.deepcopy(teacher)")
-    of_teacher = set(teacher.parameters())
-    shared = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter in of_teacher
-    ]
-    if shared:
-        raise ValueError(
-            f"teacher shares {shared[0]!r} with the model, so that it would change: convert a "
-            "copy, copy.deepcopy(teacher)"
-        )
+    of_teacher = set(map(id, teacher.parameters()))
+    for name, parameter in model.named_parameters():
+        if teacher is model or (parameter.requires_grad and id(parameter) in of_teacher):
+            raise ValueError(
+                f"teacher shares {name!r} with the model, so that it would change: convert a copy, "
+                "copy.deepcopy(teacher)"
+            )
 
 
 # ---- the course of training ----------------------------------------------------------------------
+
+
+def _train(
+    groups: list[dict[str, Any]],
+    loss_of: Callable[[Any], Tensor],
+    batches: Iterable[Any],
+    judges: Sequence[Any],
+    steps: int,
+    lr: float,
+    bar: Bar,
+) -> Distilled:
+    """Take the steps; the parameters are left as they were judged best."""
+    trained = [parameter for group in groups for parameter in group["params"]]
+    scale = 1.0  # of the rates; smaller after a step back
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: scale * _scale_rate(step, steps)
+    )
+    judged = {steps * n // JUDGEMENTS for n in range(1, JUDGEMENTS + 1)}
+    losses, kept, best, before = list[float](), 0, _copy(trained), _judge(loss_of, judges)
+    after = _require_finite(before, "the loss of the held-out batches", "outputs are not finite")
+    hint = f"lr={lr} is too large, or the outputs on this batch are not finite"
+    for step, batch in enumerate(batches, 1):
+        optimizer.zero_grad()
+        loss = loss_of(batch)
+        losses.append(_require_finite(loss.item(), f"the loss of step {step}", hint))
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = nn.utils.get_total_norm(p.grad for p in trained if p.grad is not None)
+        _require_finite(norm.item(), f"the norm of the gradients of step {step}", hint)
+        optimizer.step()
+        if step in judged:
+            found = _judge(loss_of, judges)
+            if found < after:
+                kept, after, best = step, found, _copy(trained)
+            else:
+                scale /= BACKTRACK
+                optimizer.state.clear()
+                _put_back(trained, best)
+        schedule.step()
+        bar.show(f"loss {losses[-1]:.4g}")
+        bar.advance()
+    if len(losses) < steps:
+        raise ValueError(
+            f"batches ended after {len(losses)} of steps={steps} and cannot be read again: give a "
+            "list, or as many batches as steps"
+        )
+    return Distilled(losses, before, after, kept)
+
+
+def _require_finite(number: float, what: str, hint: str) -> float:
+    if not math.isfinite(number):
+        raise FloatingPointError(f"{what} is {number}: {hint}")
+    return number
 
 
 def _scale_rate(step: int, steps: int) -> float:
@@ -226,122 +216,81 @@ def _hold_out(
     """
     if held_out is not None:
         check_batches("held_out", held_out)
-        judges, positions = list(held_out), range(0)
-    elif iter(batches) is batches:
-        raise ValueError(
-            f"batches={type(batches).__name__} can be read only once, so that nothing can be held "
-            "out: give a list, or held_out=[batch, ...]"
-        )
+        judges, places = list(held_out), range(0)
+    elif isinstance(batches, Sequence):
+        count = max(1, min(len(batches) // BATCHES_PER_JUDGE, steps // STEPS_PER_JUDGE))
+        stride = max(1, len(batches) // count)
+        places = range(stride // 2, stride * count, stride)
+        judges = [batches[n] for n in places if n < len(batches)]
+        places = places if len(batches) > 1 else range(0)  # one alone trains and judges
     else:
-        size = length_hint(batches, 1)  # a loader may have no length
-        count = max(1, min(size // BATCHES_PER_JUDGE, steps // STEPS_PER_JUDGE))
-        stride = max(1, size // count) if isinstance(batches, Sequence) else 1
-        positions = range(stride // 2, stride * count, stride)
-        first = islice(batches, positions.stop)
-        judges = [batch for n, batch in enumerate(first) if n in positions]
+        raise ValueError(
+            f"batches={type(batches).__name__} is no list, of which some could be held out: give "
+            "a list, or held_out=[batch, ...]"
+        )
     if not judges:
         raise ValueError(f"{'batches' if held_out is None else 'held_out'} has no batch")
-    return judges, positions
+    return judges, places
 
 
-def _repeat(batches: Iterable[Any], steps: int, held_out: range) -> Iterator[Any]:
-    """A batch for each step, but none that is held out, unless there is no other; after the last
-    one from the beginning again.
+def _repeat(batches: Iterable[Any], held_out: range) -> Iterator[Any]:
+    """The batches but those held out, again and again, until there is none any more.
 
-    >>> [*_repeat("abc", 5, range(1, 2))], [*_repeat("a", 2, range(1))]
-    (['a', 'c', 'a', 'c', 'a'], ['a', 'a'])
+    >>> [*islice(_repeat("abc", range(1, 2)), 5)], [*_repeat(iter("ab"), range(0))]
+    (['a', 'c', 'a', 'c', 'a'], ['a', 'b'])
     """
-    done = 0
-    while done < steps:
-        before = done
+    found = True
+    while found:
+        found = False
         for position, batch in enumerate(batches):
-            if position in held_out:
-                continue
-            yield batch
-            done += 1
-            if done == steps:
-                return
-        if done == before and held_out:
-            held_out = range(0)
-        elif done == 0:
-            raise ValueError("batches has no batch; a generator can be read only once")
-        elif done == before:
-            raise ValueError(
-                f"batches ended after {done} of steps={steps} and cannot be read again: "
-                "give a list, or as many batches as steps"
-            )
+            if position not in held_out:
+                found = True
+                yield batch
 
 
-@torch.no_grad()
-def _judge(loss_of: Callable[[Any], Tensor], held_out: list[Any]) -> float:
+def _judge(loss_of: Callable[[Any], Tensor], held_out: Sequence[Any]) -> float:
     """The mean loss of the held-out batches."""
-    return sum(loss_of(batch).item() for batch in held_out) / len(held_out)
-
-
-def _require_finite(parameters: list[nn.Parameter], step: int) -> None:
-    norm = nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None)
-    if not norm.isfinite():
-        raise FloatingPointError(f"the gradients of step {step} are not finite, and its loss is")
+    with torch.no_grad():
+        return sum(loss_of(batch).item() for batch in held_out) / len(held_out)
 
 
 def _copy(parameters: list[nn.Parameter]) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in parameters]
 
 
-@torch.no_grad()
 def _put_back(parameters: list[nn.Parameter], values: list[Tensor]) -> None:
     for parameter, value in zip(parameters, values, strict=True):
-        parameter.copy_(value)
-
-
-@contextmanager
-def _restore_on_error(parameters: list[nn.Parameter]) -> Iterator[list[Tensor]]:
-    """Give the parameters their values, which it yields, back on an error or Ctrl-C; in any case
-    leave no gradients."""
-    before = _copy(parameters)
-    try:
-        yield before
-    except BaseException:
-        _put_back(parameters, before)
-        raise
-    finally:
-        for parameter in parameters:
-            parameter.grad = None
+        parameter.data.copy_(value)
 
 
 # ---- the loss ------------------------------------------------------------------------------------
 
 
-def _loss_of(
-    model: nn.Module, teacher: nn.Module, batch: Any, temperature: float, logits: bool | None
-) -> Tensor:
+def _find_loss(model: nn.Module, teacher: nn.Module, logits: bool | None, batch: Any) -> Tensor:
     """The sum over the outputs that both models have."""
     call = prepare_call(model, batch)  # which gives each model copies of the tensors
     with torch.no_grad():
         wanted = _find_compared(call.run(teacher))
     found = _find_compared(call.run(model))
-    pairs = {name: (found[name], wanted[name]) for name in found if name in wanted}
-    if not pairs:
-        raise ValueError(
-            f"model returns {_list_names(found)} and teacher {_list_names(wanted)}: there is "
-            "nothing to compare"
-        )
-    total = torch.zeros((), device=next(iter(found.values())).device)
-    for name, (s, t) in pairs.items():
+    losses = []
+    for name, s in found.items():
+        if name not in wanted:
+            continue
+        t = wanted[name]
         if s.shape != t.shape:
             raise ValueError(
                 f"{name or 'output'} is {tuple(s.shape)} from the model and {tuple(t.shape)} from "
                 "the teacher: they must be alike"
             )
-        s, t = (
-            select_rows(s, call.masks),
-            select_rows(t, call.masks),
-        )  # (..., features) -> (rows, features)
-        if name.endswith("logits") if logits is None else logits:
-            total = total + _divergence(s, t, temperature)
-        else:
-            total = total + _relative_square(s, t)
-    return total
+        s, t = (promote(select_rows(each, call.masks)) for each in (s, t))  # (rows, features)
+        divergent = name.endswith("logits") if logits is None else logits
+        losses.append(_divergence(s, t) if divergent else _relative_square(s, t))
+    if not losses:
+        raise ValueError(
+            f"the model returns {[*found] or 'no floating tensor'} and the teacher "
+            f"{[*wanted] or 'no floating tensor'}: there is nothing to compare"
+        )
+    return sum(losses, torch.zeros((), device=losses[0].device))
 
 
 def _find_compared(output: Any) -> dict[str, Tensor]:
@@ -349,27 +298,19 @@ def _find_compared(output: Any) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in find_tensors(output) if tensor.ndim}
 
 
-def _list_names(tensors: Mapping[str, Tensor]) -> str:
-    return ", ".join(name or "output" for name in tensors) or "no floating tensor"
-
-
-def _divergence(s: Tensor, t: Tensor, temperature: float) -> Tensor:
-    """`T^2 KL(softmax(t / T) || softmax(s / T))`, the mean over all axes but the last.
+def _divergence(s: Tensor, t: Tensor) -> Tensor:
+    """`KL(softmax(t) || softmax(s))`, the mean over rows; `(rows, classes)`.
 
     Its gradient is softmax(s) - softmax(t), and exactly zero where s is t: Adam would take what is
     left by rounding for a direction.
     """
-    s, t = promote(s), promote(t)  # (..., classes)
-    if temperature != 1:
-        s, t = s / temperature, t / temperature
-    sum_s, sum_t = (logits.logsumexp(-1, keepdim=True) for logits in (s, t))  # (..., 1)
+    sum_s, sum_t = (logits.logsumexp(-1, keepdim=True) for logits in (s, t))  # (rows, 1)
     p = (t - sum_t).exp()
-    kl = (p * (t - s)).sum(-1) - (sum_t - sum_s).squeeze(-1)  # (...)
-    return temperature**2 * kl.mean()
+    kl = (p * (t - s)).sum(-1) - (sum_t - sum_s).squeeze(-1)  # (rows,)
+    return kl.mean()
 
 
 def _relative_square(s: Tensor, t: Tensor) -> Tensor:
     """`||s - t||^2 / ||t||^2`."""
-    s, t = promote(s), promote(t)
     size = t.square().sum()
     return (s - t).square().sum() / size.clamp_min(torch.finfo(size.dtype).tiny)

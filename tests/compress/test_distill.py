@@ -54,30 +54,26 @@ def loss_of(student, teacher, batch, **options):
         return distill(student, teacher, [batch], **options).before
 
 
-# ---- the loss ------------------------------------------------------------------------------------
-
-
-def test_the_loss_of_logits_is_the_divergence_at_a_temperature():
-    torch.manual_seed(0)
-    s, t = torch.randn(2, 5, 7, dtype=torch.float64), torch.randn(2, 5, 7, dtype=torch.float64)
-    temperature, expected = 2.5, 0.0
-    for row, other in zip(s.flatten(0, 1).tolist(), t.flatten(0, 1).tolist(), strict=True):
-        p, q = ([math.exp(x / temperature) for x in logits] for logits in (other, row))
-        p, q = [x / sum(p) for x in p], [x / sum(q) for x in q]
-        expected += sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)) / 10
-    found = loss_of(Named(), Constant({"y": t}), {"y": s}, temperature=temperature, logits=True)
-    assert found == pytest.approx(temperature**2 * expected, rel=1e-12)
-
-
 def _interrupted():
     """Ctrl-C while the third batch is made."""
     yield from BATCHES[:2]
     raise KeyboardInterrupt("stop")
 
 
-def test_the_loss_of_anything_else_is_the_square_of_the_relative_error():
-    hidden = {"last_hidden_state": torch.randn(3, 4)}
-    assert loss_of(Named(0.7), Named(1.0), hidden) == pytest.approx(0.09, rel=1e-5)
+# ---- the loss ------------------------------------------------------------------------------------
+
+
+def test_the_loss_of_logits_is_the_divergence_and_of_anything_else_the_relative_square():
+    torch.manual_seed(0)
+    s, t = torch.randn(2, 2, 5, 7, dtype=torch.float64)
+    expected = 0.0
+    for row, other in zip(s.flatten(0, 1).tolist(), t.flatten(0, 1).tolist(), strict=True):
+        p, q = ([math.exp(x) for x in logits] for logits in (other, row))
+        p, q = [x / sum(p) for x in p], [x / sum(q) for x in q]
+        expected += sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)) / 10
+    found = loss_of(Named(), Constant({"y": t}), {"y": s}, logits=True)
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert loss_of(Named(0.7), Named(1.0), {"y": s}) == pytest.approx(0.09, rel=1e-5)
 
 
 def test_outputs_whose_name_ends_with_logits_are_logits_and_a_single_number_is_no_output():
@@ -110,30 +106,6 @@ def test_masked_tokens_do_not_count(name):
     assert found == pytest.approx(expected)
 
 
-def test_what_has_no_tokens_is_not_masked():
-    x, mask = torch.randn(2, 5), torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
-    batch = {"pooler_output": x}
-    expected = loss_of(Named(0.5), Named(), batch)
-    assert loss_of(Named(0.5), Named(), batch | {"attention_mask": mask}) == expected
-
-
-def test_padding_changes_nothing_for_a_model_of_transformers():
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    config = transformers.BertConfig(vocab_size=50, num_attention_heads=2, **sizes)
-    torch.manual_seed(0)
-    teacher = transformers.BertModel(config, add_pooling_layer=False)
-    student = converted(teacher)
-    ids = torch.randint(1, 50, (2, 9))
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    padded = {name: nn.functional.pad(value, (0, 6)) for name, value in batch.items()}
-    short, long = (
-        distill(copy.deepcopy(student), teacher, [each], steps=3, lr=1e-5, progress=False).losses
-        for each in (batch, padded)
-    )
-    assert long == pytest.approx(short, rel=1e-4)
-
-
 def test_the_masks_of_an_encoder_and_its_decoder_are_not_confused():
     torch.manual_seed(0)
     states, encoded = torch.randn(1, 3, 4), torch.randn(1, 5, 4)
@@ -146,19 +118,6 @@ def test_the_masks_of_an_encoder_and_its_decoder_are_not_confused():
     expected = loss_of(Named(0.5), Named(), only, logits=True)
     found = loss_of(Named(0.5), Named(), both | masks, logits=True)
     assert found == pytest.approx(expected)
-
-
-def test_padding_of_torchs_own_encoder_does_not_count():
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    teacher = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-    student = copy.deepcopy(teacher)
-    student.layers[0].linear1.weight.data *= 0.5
-    x, hidden = torch.randn(2, 6, 8), torch.arange(6).expand(2, 6) >= 4
-    expected = loss_of(student.eval(), teacher.eval(), x[:, :4])
-    batch = {"src": x, "src_key_padding_mask": hidden}
-    assert loss_of(student, teacher, batch) == pytest.approx(expected)
-    assert loss_of(student, teacher, x) != expected
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -178,7 +137,7 @@ def test_the_steps_are_adamws_on_param_groups_with_warmup_and_cosine():
     teacher, steps, lr = dense(), 20, 0.01
     student = converted(teacher, BTT(rank=2))
     expected = copy.deepcopy(student)
-    optimizer = torch.optim.AdamW(param_groups(expected, lr, weight_decay=0.1), betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(param_groups(expected, lr), betas=(0.9, 0.95))
     rates = [group["lr"] for group in optimizer.param_groups]
     for step in range(steps):
         rise = min(1, (step + 1) / 2)
@@ -191,40 +150,10 @@ def test_the_steps_are_adamws_on_param_groups_with_warmup_and_cosine():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    options = {"held_out": BATCHES, "weight_decay": 0.1, "progress": False}
+    options = {"held_out": BATCHES, "progress": False}
     assert distill(student, teacher, BATCHES, steps=steps, lr=lr, **options).kept == steps
     for one, other in zip(student.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
-
-
-def test_digits_are_told_apart_again_after_distillation():
-    datasets = pytest.importorskip("sklearn.datasets")
-    x, y = datasets.load_digits(return_X_y=True)
-    x, y = torch.tensor(x / 16).float(), torch.tensor(y)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    (x, rest_x), (y, rest_y) = ((part[order[:1300]], part[order[1300:]]) for part in (x, y))
-    torch.manual_seed(0)
-    teacher = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    optimizer = torch.optim.AdamW(teacher.parameters(), lr=0.01)
-    for _ in range(100):
-        loss = nn.functional.cross_entropy(teacher(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    def accuracy(model):
-        return (model(rest_x).argmax(1) == rest_y).float().mean().item()
-
-    student = convert(copy.deepcopy(teacher), BTT(rank=1), include="0", init="project")
-    before = accuracy(student)
-    batches = list(x.split(100))
-    healed = distill(student, teacher, batches, steps=60, lr=0.01, logits=True, progress=False)
-    assert healed.after < healed.before / 10
-    assert len(healed.losses) == 60
-    assert len(repr(healed)) < 100
-    assert before < 0.6
-    assert accuracy(student) > 0.93
-    assert accuracy(teacher) > 0.96
 
 
 def test_modes_and_what_is_frozen_stay_and_no_gradient_is_left():
@@ -274,16 +203,6 @@ class Recording(nn.Module):
         return self.model(x)
 
 
-class Loader:
-    """What can be read again but has no order of its own, nor a length."""
-
-    def __init__(self, batches):
-        self.batches = batches
-
-    def __iter__(self):
-        return iter(self.batches)
-
-
 def numbered(count):
     return [torch.full((2, 16), float(n)) for n in range(count)]
 
@@ -295,9 +214,7 @@ def numbered(count):
         (numbered(3), 4, [0, 2, 0, 2], [1]),  # the middle one of a few
         (numbered(30), 80, None, [7, 22]),  # a batch for 40 steps, evenly spread
         (numbered(30), 200, None, [5, 15, 25]),  # a batch in 10
-        (Loader(numbered(3)), 4, [1, 2, 1, 2], [0]),
         (numbered(1), 2, [0, 0], [0]),  # the only one trains and judges
-        (Loader(numbered(1)), 2, [0, 0], [0]),
     ],
 )
 def test_batches_that_judge_do_not_train(batches, steps, trained, judged):
@@ -355,18 +272,6 @@ def distill_one_number(s, seen=None, **options):
     trains, judges = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 1.0]])
     options = {"steps": 40, "held_out": [judges], "progress": False} | options
     return distill(student, teacher, [trains], **options), student.s.item()
-
-
-def test_held_out_batches_judge_and_not_those_that_train():
-    with pytest.warns(
-        UserWarning, match="lower held-out loss than the 0.0025 at the start"
-    ) as caught:
-        found, s = distill_one_number(2.1, lr=0.01)
-    assert len(caught) == 1
-    assert found.losses[3] < found.losses[0]
-    assert s == torch.tensor(2.1).item()
-    assert found.kept == 0
-    assert found.before == found.after == pytest.approx((2.1 / 2 - 1) ** 2, rel=1e-5)
 
 
 def test_the_best_state_on_the_way_is_the_one_that_stays():
@@ -434,7 +339,7 @@ CASES = {
     "an iterator alone": (
         {"batches": iter(BATCHES)},
         ValueError,
-        r"batches=list_iterator can be read only once, .* held_out=\[batch, \.\.\.\]",
+        r"batches=list_iterator is no list, .* held_out=\[batch, \.\.\.\]",
     ),
     "nothing held out": ({"held_out": []}, ValueError, "held_out has no batch"),
     "one batch held out": (
@@ -453,8 +358,6 @@ CASES = {
     "huge steps": ({"steps": 10**9}, ValueError, "steps=1000000000 must be at most 1000000"),
     "steps as a share": ({"steps": 0.5}, ValueError, "steps=0.5 must be an integer of at least 1"),
     "lr": ({"lr": -1.0}, ValueError, "lr=-1.0 must be finite and not negative"),
-    "temperature": ({"temperature": 0}, ValueError, "temperature=0 must be positive and finite"),
-    "decay": ({"weight_decay": -1}, ValueError, "weight_decay=-1 must be finite"),
     "no teacher": ({"teacher": "bert"}, TypeError, r"teacher=str must be a torch\.nn\.Module"),
     "shapes": (
         {"teacher": dense(out=4)},
@@ -464,7 +367,7 @@ CASES = {
     "nothing in common": (
         {"teacher": Constant({"ids": torch.ones(2).long()})},
         ValueError,
-        "model returns output and teacher no floating tensor: there is nothing to compare",
+        r"the model returns \[''\] and the teacher no floating tensor: there is nothing to compare",
     ),
     "meta": ({"teacher": dense().to("meta")}, ValueError, r"teacher: '0.weight' has no values"),
     "not finite": (
@@ -473,9 +376,9 @@ CASES = {
         r"the loss of step 4 is nan: lr=0.001 is too large, or",
     ),
     "gradients, not finite": (
-        {"student": Rooted, "steps": 1},
+        {"student": Rooted},
         FloatingPointError,
-        "the gradients of step 1 are not finite",
+        "the norm of the gradients of step 1 is nan",
     ),
     "Ctrl-C": (
         {"batches": _interrupted(), "held_out": BATCHES},
@@ -501,7 +404,7 @@ def test_an_error_names_what_is_wrong_and_leaves_the_model_as_it_was(case):
 
 def test_a_teacher_that_would_change_is_refused():
     teacher = dense()
-    with pytest.raises(ValueError, match="teacher is the model itself: convert a copy"):
+    with pytest.raises(ValueError, match=r"teacher shares '0\.weight' with the model"):
         distill(teacher, teacher, BATCHES, steps=1, lr=1e-3)
     shallow = nn.Sequential(*teacher)
     with pytest.raises(ValueError, match=r"teacher shares '0\.weight' with the model"):

@@ -93,7 +93,7 @@ _COUNTS = """
 _RATES = """
     a blocks_mass eps lr mass norm other_lr share target weight_decay
 """
-_POSITIVE = "temperature tolerance seconds"
+_POSITIVE = "tolerance seconds"
 _TENSORS = "gradient matrix"
 _BATCHES = "example batch batches x"
 MEANT: dict[str, set[str]] = {}  # value -> arguments that may have it
