@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from . import _product
 from ._arguments import check_cores, check_dense, check_input, checked, require_choice
 from ._families import DEFAULT, Family, label, structure_of, warn_of_padding
+from ._kernels.op import Affine
 from ._projection import project
 from ._state import DescribedModule, is_guarded
 from ._structure import Structure
@@ -158,11 +159,10 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         """`x W^T + bias`, for any bias `(out_features,)`."""
         cores = self._stored_cores()
         check_input(x, self.in_features, cores[0])
-        gains, program = self.gains, self._program
+        gains = self.gains
         sigmas = None if gains is None else self.stds
-        return _product.run(
-            self._structure, cores, x, bias, gains=gains, sigmas=sigmas, program=program
-        )
+        affine = Affine(self._program, cores, bias, gains, sigmas)
+        return _product.run(self._structure, affine, x)
 
     @property
     def structure(self) -> Structure:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ._arguments import check_bias, check_cores, check_input
 from ._kernels import op, triton_op
+from ._kernels.op import Affine
 from ._structure import Move, Program, Structure
 
 SILU_RMS = 0.5964692111227136  # sqrt(E silu(z)^2), z ~ N(0, 1): an integral, no choice
@@ -45,18 +46,16 @@ def _permute(h: Tensor, move: Move) -> Tensor:
     return h.reshape(move.sizes).permute(move.order) if move.order else h
 
 
-def define(
-    program: Program,
-    cores: Sequence[Tensor],
-    x: Tensor,
-    bias: Tensor | None = None,
-    gains: Tensor | None = None,
-    sigmas: Sequence[float] | None = None,
-) -> Tensor:
-    """`W x + bias` by the loop, cores normalised: what every engine computes."""
-    cores = cores if gains is None or sigmas is None else normalise(cores, gains, sigmas)
-    y = multiply(program, cores, x)
-    return y if bias is None else y + bias
+def define(affine: Affine, x: Tensor) -> Tensor:
+    """`W x + bias` by the loop: what every engine computes."""
+    y = multiply(affine.program, effective_cores(affine), x)
+    return y if affine.bias is None else y + affine.bias
+
+
+def effective_cores(affine: Affine) -> Sequence[Tensor]:
+    """The cores that x is multiplied by: normalised, where there are gains."""
+    _, cores, _, gains, sigmas = affine
+    return cores if gains is None or sigmas is None else normalise(cores, gains, sigmas)
 
 
 def normalise(cores: Sequence[Tensor], gains: Tensor, sigmas: Sequence[float]) -> list[Tensor]:
@@ -106,51 +105,50 @@ def apply(
     check_cores(structure, cores)
     check_input(x, structure.in_features, cores[0])
     check_bias(bias, structure.out_features, x.device)
-    return run(structure, cores, x, bias)
+    return run(structure, Affine(structure.program, cores, bias), x)
 
 
-def run(
-    structure: Structure,
-    cores: Sequence[Tensor],
-    x: Tensor,
-    bias: Tensor | None = None,
-    mode: str = "auto",
-    gains: Tensor | None = None,
-    sigmas: Sequence[float] | None = None,
-    program: Program | None = None,
-) -> Tensor:
+def run(structure: Structure, affine: Affine, x: Tensor) -> Tensor:
     """`apply`, its arguments taken to be right.
 
     Args:
-        mode: "structured", core by core; "dense", by W; "auto", as `forms_matrix` says.
-        gains, sigmas: of every core, where it is to be normalised.
-        program: the structure's, or a narrower one, whose widths x, bias and the result have.
+        affine: its program is the structure's, or a narrower one, whose widths x, bias and the
+            result have.
     """
-    program = program or structure.program
-    device = x.device.type if torch._C._is_any_autocast_enabled() else "meta"
-    if device != "meta" and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        x, cores = x.to(dtype), [core.to(dtype) for core in cores]
-        bias = None if bias is None else bias.to(dtype)
-    dense = mode == "dense"
-    if mode == "auto" and structure.density >= NEAR:
-        dense = forms_matrix(structure, x.numel() // program.in_features)
-    if not dense and op.pays(program, x):
-        return op.multiply(define, program, cores, x, bias, gains, sigmas)
-    cores = cores if gains is None or sigmas is None else normalise(cores, gains, sigmas)
+    if torch._C._is_any_autocast_enabled():
+        affine, x = _cast(affine, x)
+    program = affine.program
+    forms = structure.density >= NEAR and forms_matrix(structure, x.numel() // program.in_features)
+    if not forms and op.pays(program, x):
+        return op.multiply(define, affine, x)
     if x.is_nested:
-        product = partial(run, structure, cores, bias=bias, mode=mode, program=program)
-        return map_jagged(product, x)
-    if dense:
+        return map_jagged(partial(run, structure, affine), x)
+    cores, bias = effective_cores(affine), affine.bias
+    if forms:
         matrix = to_dense(structure, cores)[: program.out_features, : program.in_features]
         return F.linear(x, matrix, bias)
-    if structure.plain and not any(program.padding):
+    padded = any(program.padding)
+    if structure.plain and not padded:
         for core in cores[:-1]:
             x = F.linear(x, core.squeeze(0))  # (..., fan_in) -> (..., fan_out)
         return F.linear(x, cores[-1].squeeze(0), bias)
-    if not any(program.padding) and triton_op.available(x, structure):
+    if not padded and triton_op.available(x, structure):
         return triton_op.apply(multiply, structure, x, cores, bias)
-    return define(program, cores, x, bias)
+    return define(Affine(program, cores, bias), x)
+
+
+def _cast(affine: Affine, x: Tensor) -> tuple[Affine, Tensor]:
+    """Both in the dtype of autocast, as nn.Linear has them, where it is on for the device of x.
+
+    Autocast leaves float64 alone, and knows no meta device.
+    """
+    device = x.device.type
+    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return affine, x
+    dtype = torch.get_autocast_dtype(device)
+    cores = [core.to(dtype) for core in affine.cores]
+    bias = None if affine.bias is None else affine.bias.to(dtype)
+    return affine._replace(cores=cores, bias=bias), x.to(dtype)
 
 
 def map_jagged(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -57,8 +57,8 @@ class QuantizedLinear(StructuredLinear):
         plain = _product.forms_matrix(self.structure, tokens)
         plain = plain or (trains and torch.is_grad_enabled())
         if plain or torch.is_autocast_enabled(x.device.type) or not op.pays(program, x, False):
-            cores = self.effective_cores()
-            return _product.run(self.structure, cores, x, bias, program=program)
+            affine = op.Affine(program, self.effective_cores(), bias)
+            return _product.run(self.structure, affine, x)
         return op.multiply_int8(program, self._stored_cores(), scales, x, bias)
 
     def effective_cores(self) -> list[Tensor]:

@@ -23,6 +23,7 @@ from structlin import (
     apply,
     to_dense,
 )
+from structlin._kernels.op import Affine
 from tests.catalogue import Drawn, drawn, silu_rms, structures
 
 ROLES = ("batch", "fan_out", "fan_in", "repeat")
@@ -216,7 +217,7 @@ def test_nothing_that_a_structure_is_multiplied_by_is_text(structure: Structure)
         for step in structure.program.steps
     ]
     with FlopCounterMode(display=False) as counter:
-        y = _product.run(structure, cores, x, mode="structured")
+        y = _product.define(Affine(structure.program, cores), x)
     matrix = to_dense(structure, cores)
     torch.testing.assert_close(y, x @ matrix.mT)
     assert counter.get_total_flops() == 2 * structure.flops

@@ -1,5 +1,5 @@
-"""The compiled CPU engine (`cpu.cpp`) as an operator that autograd, torch.compile and FLOP counters
-know.
+"""The compiled CPU engine (`cpu.cpp`) as operators that torch.compile and FLOP counters know, and
+their product as one node of autograd.
 
     multiply(x, cores, bias, gains)         y = W(normalised cores) x + bias
     multiply_int8(x, cores, scales, bias)   y = W(cores * scales) x + bias
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,26 +27,31 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _BATCHED = torch._C._dispatch_key_parse("Batched")
 OF_X, OF_CORES, OF_GAINS, OF_BIAS = 1, 2, 4, 8  # `Wants` in cpu.cpp
 
-Loop = Callable[
-    [
-        Program,
-        Sequence[Tensor],
-        Tensor,
-        Tensor | None,
-        Tensor | None,
-        Sequence[float] | None,
-    ],
-    Tensor,
-]
 
-_ARGUMENTS = "Tensor x, Tensor[] cores, Tensor? bias, Tensor? gains, float[]? sigmas, int[] program"
-torch.library.define("structlin_cpu::multiply", f"({_ARGUMENTS}) -> Tensor")
-# the same, and autograd knows it
-torch.library.define("structlin_cpu::layer", f"({_ARGUMENTS}) -> Tensor")
+class Affine(NamedTuple):
+    """x -> W x + bias: a program, and the numbers that it multiplies by.
+
+    cores: `(batch, fan_out, fan_in)` each.
+    bias: `(out_features,)`.
+    gains, sigmas: one of each for every core, where the cores are normalised.
+    """
+
+    program: Program
+    cores: Sequence[Tensor]
+    bias: Tensor | None = None
+    gains: Tensor | None = None
+    sigmas: Sequence[float] | None = None
+
+
+Loop = Callable[[Affine, Tensor], Tensor]
+
+_NUMBERS = "Tensor? gains, float[]? sigmas, int[] program"
+torch.library.define(
+    "structlin_cpu::multiply", f"(Tensor x, Tensor[] cores, Tensor? bias, {_NUMBERS}) -> Tensor"
+)
 torch.library.define(
     "structlin_cpu::gradients",
-    "(Tensor dy, Tensor x, Tensor[] cores, Tensor? gains, float[]? sigmas, int[] program, "
-    "int wants) -> Tensor[]",
+    f"(Tensor dy, Tensor x, Tensor[] cores, {_NUMBERS}, int wants) -> Tensor[]",
 )
 torch.library.define(
     "structlin_cpu::multiply_int8",
@@ -54,7 +59,6 @@ torch.library.define(
 )
 _multiply = torch.ops.structlin_cpu.multiply.default
 _multiply_int8 = torch.ops.structlin_cpu.multiply_int8.default
-_layer = torch.ops.structlin_cpu.layer.default
 _gradients = torch.ops.structlin_cpu.gradients.default
 torch.library.define(
     "structlin_cpu::choose", "(Tensor like, int[] program, int tokens, bool trains) -> int"
@@ -146,42 +150,19 @@ def available(x: Tensor) -> bool:
     return not torch._C._get_tracing_state() and engine.load()
 
 
-def multiply(
-    loop: Loop,
-    program: Program,
-    cores: Sequence[Tensor],
-    x: Tensor,
-    bias: Tensor | None = None,
-    gains: Tensor | None = None,
-    sigmas: Sequence[float] | None = None,
-) -> Tensor:
-    """`W x + bias`.
-
-    Args:
-        loop: the definition, which takes what follows.
-        cores: `(batch, fan_out, fan_in)` each.
-        x: `(..., in_features)`.
-        bias: `(out_features,)`.
-        gains, sigmas: of every core, where it is normalised.
-
-    Returns:
-        `(..., out_features)`.
-    """
+def multiply(loop: Loop, affine: Affine, x: Tensor) -> Tensor:
+    """`W x + bias` of x `(..., in_features)`; `loop` is the definition of the same."""
+    program, cores, bias, gains, sigmas = affine
     y: Tensor
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)
-    if torch.compiler.is_compiling():
+    if torch.is_grad_enabled() and any(
+        leaf is not None and leaf.requires_grad for leaf in (x, *cores, bias, gains)
+    ):
         gains = None if gains is None else gains.double()
-        y = _layer(x, cores, bias, gains, sigmas, program.numbers)
-        return y
-    if torch.is_grad_enabled():
-        leaves = [x, *cores, bias, gains]
-        if any(leaf is not None and leaf.requires_grad for leaf in leaves):
-            gains = None if gains is None else gains.double()
-            options = loop, program, sigmas
-            y = _Product.apply(*options, x, bias, gains, *cores)  # type: ignore[no-untyped-call]
-            return y
-    y = _multiply(x, cores, bias, gains, sigmas, program.numbers)
+        y = _Product.apply(loop, program, sigmas, x, bias, gains, *cores)  # type: ignore[no-untyped-call]
+    else:
+        y = _multiply(x, cores, bias, gains, sigmas, program.numbers)
     return y
 
 
@@ -224,48 +205,28 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        inputs = ctx.saved_tensors
-        if torch.is_grad_enabled() or is_batch(dy) or not available(dy):
+        needs = ctx.needs_input_grad[3:]
+        x, _, gains, *cores = ctx.saved_tensors
+        if not torch.compiler.is_compiling() and (
+            torch.is_grad_enabled() or is_batch(dy) or not available(dy)
+        ):
 
-            def run(x: Tensor, bias: Any, gains: Any, *cores: Tensor) -> Any:
-                return ctx.loop(ctx.program, cores, x, bias, gains, ctx.sigmas)
+            def run(x: Tensor, bias: Any, gains: Any, *cores: Tensor) -> Tensor:
+                y: Tensor = ctx.loop(Affine(ctx.program, cores, bias, gains, ctx.sigmas), x)
+                return y
 
-            found = differentiate(run, inputs, ctx.needs_input_grad[3:], dy)
-            return None, None, None, *found
-        x, _, gains, *cores = inputs
-        of_x, of_bias, of_gains, *of_cores = ctx.needs_input_grad[3:]
-        needs = of_x, of_cores, of_bias, of_gains
-        dx, dcores, dbias, dgains = _find_gradients(
-            dy, x, cores, gains, ctx.sigmas, ctx.program.numbers, needs
-        )
-        return None, None, None, dx, dbias, dgains, *dcores
+            return None, None, None, *differentiate(run, ctx.saved_tensors, needs, dy)
+        of_x, of_bias, of_gains, *of_cores = needs
+        wants = OF_X * of_x | OF_BIAS * of_bias | OF_GAINS * of_gains | OF_CORES * any(of_cores)
+        numbers = ctx.program.numbers
+        dx, *dcores, dgains, dbias = _gradients(dy, x, cores, gains, ctx.sigmas, numbers, wants)
+        found = zip((dx, dbias, dgains, *dcores), needs, strict=True)
+        return None, None, None, *(each if needed else None for each, needed in found)
 
 
 def is_batch(dy: Tensor) -> bool:
     """Whether it stands for many, in `autograd.grad(is_grads_batched=True)`, an older vmap."""
     return bool(torch._C._dispatch_keys(dy).has(_BATCHED))
-
-
-def _find_gradients(
-    dy: Tensor,
-    x: Tensor,
-    cores: Sequence[Tensor],
-    gains: Tensor | None,
-    sigmas: Sequence[float] | None,
-    numbers: Sequence[int],
-    needs: tuple[bool, Sequence[bool], bool, bool],
-) -> tuple[Tensor | None, list[Tensor | None], Tensor | None, Tensor | None]:
-    """The gradients of x, cores, bias and gains, each None if nobody needs it."""
-    of_x, of_cores, of_bias, of_gains = needs
-    wants = OF_X * of_x | OF_CORES * any(of_cores) | OF_BIAS * of_bias | OF_GAINS * of_gains
-    dx, *dcores, dgains, dbias = _gradients(dy, x, cores, gains, sigmas, numbers, wants)
-    each = [dcore if needed else None for dcore, needed in zip(dcores, of_cores, strict=True)]
-    return (
-        dx if of_x else None,
-        each,
-        dbias if of_bias else None,
-        dgains if of_gains else None,
-    )
 
 
 def differentiate(
@@ -287,17 +248,6 @@ def differentiate(
 
 
 # ---- for programs that are compiled, and counters ------------------------------------------------
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, cores, _, gains, ctx.sigmas, ctx.numbers = inputs
-    ctx.save_for_backward(gains, x, *cores)
-
-
-def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    gains, x, *cores = ctx.saved_tensors
-    *needs, _, _ = ctx.needs_input_grad
-    return *_find_gradients(dy, x, cores, gains, ctx.sigmas, ctx.numbers, needs), None, None
 
 
 def _fake_multiply(
@@ -328,13 +278,11 @@ def _fake_gradients(
 
 
 torch.library.register_fake("structlin_cpu::multiply", _fake_multiply)
-torch.library.register_fake("structlin_cpu::layer", _fake_multiply)
 torch.library.register_fake("structlin_cpu::gradients", _fake_gradients)
 torch.library.register_fake(
     "structlin_cpu::multiply_int8",
     lambda x, cores, scales, bias, program: x.new_empty(*x.shape[:-1], program[1]),
 )
-torch.library.register_autograd("structlin_cpu::layer", _backward, setup_context=_save)
 
 
 def steps_of(program: Sequence[int]) -> list[Sequence[int]]:
@@ -348,7 +296,7 @@ def count_flops(x: Sequence[int], program: Sequence[int]) -> list[int]:
     return [2 * prod(x[:-1]) * prod(step) for step in steps_of(program)]
 
 
-@register_flop_formula([torch.ops.structlin_cpu.multiply, torch.ops.structlin_cpu.layer])
+@register_flop_formula(torch.ops.structlin_cpu.multiply)
 def _(
     x: Any, cores: Any, bias: Any, gains: Any, sigmas: Any, program: Sequence[int], **_: Any
 ) -> int:
