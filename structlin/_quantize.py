@@ -68,11 +68,8 @@ class QuantizedLinear(StructuredLinear):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype that x must have. Scales of 16 bits, in files of older versions, are of it."""
-        scales: Any = self._modules["scales"]
-        stored: torch.dtype = scales._parameters["0"].dtype
-        wanted: torch.dtype = vars(self).get("dtype", torch.float32)  # older pickles have none
-        return wanted if stored == torch.float32 else stored
+        """The dtype that x must have."""
+        return self.dtype
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLinear":
         self.dtype = fn(torch.empty(0, dtype=self.compute_dtype)).dtype

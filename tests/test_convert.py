@@ -356,12 +356,6 @@ def test_a_layer_with_hooks_stays_dense_with_a_warning():
     assert structured(model) == {"2"}
 
 
-@pytest.mark.parametrize("options", [{"weight_norm": "False"}, {"untie": "no"}])
-def test_a_text_is_no_flag(options):
-    with pytest.raises(ValueError, match="is a text; take True or False"):
-        convert(nn.Sequential(nn.Linear(16, 16)), BTT(), **options)
-
-
 def test_a_model_that_was_loaded_from_a_checkpoint_warns_that_it_starts_afresh():
     model = GPT()
     model.config = type("Config", (), {"_name_or_path": "openai-community/gpt2"})()

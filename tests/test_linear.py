@@ -4,7 +4,6 @@ hold."""
 import copy
 import pickle
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,15 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from structlin import (
     BTT,
     TT,
-    BlockDiagonal,
     Family,
     Kronecker,
     LowRank,
-    Monarch,
-    Split,
     Structure,
     StructuredLinear,
-    apply,
     family,
     project,
     quantize,
@@ -181,26 +176,6 @@ def test_a_width_is_an_integer_also_where_its_factors_are_known(widths):
         BTT().structure(*widths)
 
 
-@pytest.mark.parametrize("name", [None, 3, ["btt"]])
-def test_what_names_no_family_is_refused(name):
-    with pytest.raises(ValueError, match="is no family; there are dense, lowrank"):
-        family(name)
-
-
-@pytest.mark.parametrize("flag", ["bias", "weight_norm", "zero_init"])
-def test_a_text_is_no_flag(flag):
-    with pytest.raises(ValueError, match=f"{flag}='False' is a text; take True or False"):
-        StructuredLinear(16, 16, **{flag: "False"})
-
-
-@pytest.mark.parametrize("x", [[1.0] * 16, np.ones(16, np.float32), None])
-def test_what_is_no_tensor_is_no_input(x):
-    layer = StructuredLinear(16, 16)
-    for call in (layer, lambda x: apply(layer.structure, list(layer.cores), x)):
-        with pytest.raises(TypeError, match=f"x is a {type(x).__name__}, no tensor"):
-            call(x)
-
-
 def test_a_layer_that_is_padded_much_warns_where_it_is_made():
     with pytest.warns(UserWarning, match="out_features=17 is padded to 32, by 88.2%") as caught:
         StructuredLinear(32, 17, LowRank(rank=2).structure(32, 32))
@@ -221,12 +196,6 @@ def test_an_axis_may_have_any_name_that_ours_could_have_had():
     layers = [StructuredLinear(6, 12, each, dtype=torch.float64) for each in (structure, clash)]
     layers[1].set_cores_(list(layers[0].cores))
     assert_close(layers[0].to_dense(), layers[1].to_dense())
-
-
-def test_a_layer_is_pickled_and_copied():
-    layer = StructuredLinear(16, 16, BTT(rank=2))
-    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert_close(again.to_dense(), layer.to_dense())
 
 
 def test_a_layer_whose_structure_is_replaced_computes_with_the_new_one():
@@ -439,22 +408,6 @@ def test_a_compiled_layer_makes_one_choice_for_all_numbers_of_tokens():
         x = torch.randn(number, 64)
         assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-5)
     assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "values"),
-    [
-        (LowRank, [2]),
-        (BlockDiagonal, [2]),
-        (TT, [2]),
-        (Monarch, [2]),
-        (BTT, [2, 2]),
-        (Split, [2, Kronecker()]),
-    ],
-)
-def test_hyperparameters_are_given_by_name(kind, values):
-    with pytest.raises(TypeError, match="positional"):
-        kind(*values)
 
 
 def test_a_layer_on_meta_that_was_loaded_by_assignment_keeps_what_it_got():

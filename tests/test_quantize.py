@@ -1,7 +1,6 @@
 """`quantize`: the rule of rounding, what a rounded layer still does, files, and what is refused."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -228,35 +227,6 @@ def test_a_saved_model_comes_back_bit_equal(dtype, meta, tmp_path):
     assert torch.equal(again(x), model(x))
 
 
-@pytest.mark.usefixtures("_way")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_files_of_older_versions_have_scales_of_16_bits(dtype, tmp_path):
-    pytest.importorskip("safetensors")
-    from safetensors.torch import save_file
-
-    from structlin._files import FILE, describe
-
-    model = quantize(convert(mlp(dtype=dtype, bias=False), LowRank(rank=8)))
-    state = {
-        name: tensor.to(dtype) if "scales" in name else tensor
-        for name, tensor in model.state_dict().items()
-    }
-    modules = describe(model)
-    assert {data.pop("dtype") for data in modules.values()} == {str(dtype).split(".")[1]}
-    description = {"version": 1, "modules": modules, "aliases": {}}
-    save_file(state, tmp_path / FILE, {"structlin": json.dumps(description)})
-    model.load_state_dict(state)
-    assert model[0].scales[0].dtype == torch.float32
-    x = torch.randn(40, 64, dtype=dtype)
-    with torch.no_grad():
-        for fresh in (mlp(bias=False), quantize(convert(mlp(bias=False), LowRank(rank=8)))):
-            loaded = load(fresh, tmp_path)
-            for n in (1, 40):
-                assert torch.equal(loaded(x[:n]), model(x[:n]))
-    model.load_state_dict(state, assign=True)
-    assert torch.equal(model(x), loaded(x))
-
-
 def test_a_file_or_a_state_of_int8_is_not_that_of_floats(tmp_path):
     pytest.importorskip("safetensors")
     model = convert(mlp(), LowRank(rank=8))
@@ -338,10 +308,3 @@ def test_int8_cores_cannot_be_trained_or_started_afresh():
         quantize(layer)
     with pytest.raises(TypeError, match=r"x has dtype torch\.float64, the cores have"):
         layer(torch.randn(2, 8, dtype=torch.float64))
-
-
-def test_a_pickle_from_before_layers_knew_their_dtype_is_one_of_float32():
-    model = quantize(nn.Sequential(StructuredLinear(16, 16, BTT())))
-    expected = model(torch.ones(2, 16))
-    del vars(model[0])["dtype"]
-    assert torch.equal(model(torch.ones(2, 16)), expected)

@@ -3,7 +3,6 @@
 import copy
 import re
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -418,14 +417,6 @@ def test_frozen_and_bfloat16_models_stay_what_they_were(init):
     convert(model, BTT(rank=2), init=init)
     assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {(torch.bfloat16, False)}
     assert model(torch.arange(6).reshape(1, 6)).isfinite().all()
-
-
-def test_a_refused_model_is_as_it_was_even_when_another_layer_could_be_converted():
-    model = GPT(tied=True)
-    before = snapshot(model)
-    with pytest.raises(ValueError, match="lm_head"), warnings.catch_warnings():
-        convert(model, BTT(), include=["ffn", "lm_head"])
-    assert snapshot(model) == before
 
 
 def test_a_transformers_that_cannot_be_used_stops_nobody_who_converts_another_model(monkeypatch):

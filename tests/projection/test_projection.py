@@ -108,50 +108,27 @@ def test_with_a_covariance_block_diagonal_is_the_regression_on_the_inputs_of_eac
         assert_close(blocks[b], torch.from_numpy(expected))
 
 
-def test_low_rank_reaches_the_eckart_young_bound():
-    w, family = gaussian(15, 12), LowRank(rank=4)
-    assert squared_error(w, family.structure(12, 15), project(w, family)) == pytest.approx(
-        tail(w, 4), rel=1e-9
-    )
-
-
-@pytest.mark.parametrize("rank", [12, 6])
-def test_low_rank_reaches_that_bound_for_its_outputs_with_a_covariance_also_a_singular_one(rank):
-    w, c, family = gaussian(15, 12), correlated(12, rank), LowRank(rank=4)
-    root = symmetric_root(c)
+@pytest.mark.parametrize("rank", [None, 12, 6])  # of the covariance; 6: a singular one
+def test_low_rank_reaches_the_eckart_young_bound_for_its_outputs(rank):
+    w, c, family = gaussian(15, 12), rank and correlated(12, rank), LowRank(rank=4)
     cores = project(w, family, covariance=c)
-    assert squared_error(w, family.structure(12, 15), cores, c) == pytest.approx(
-        tail(w.numpy() @ root, 4), rel=1e-6
-    )
+    least = tail(w.numpy() @ (symmetric_root(c) if rank else np.eye(12)), 4)
+    assert squared_error(w, family.structure(12, 15), cores, c) == pytest.approx(least, rel=1e-6)
     assert max(core.abs().max() for core in cores) < 100
 
 
-def test_kronecker_is_the_best_rank_one_matrix_of_van_loans_rearrangement():
+@pytest.mark.parametrize(("family", "rank"), [(Kronecker(), 1), (TT(rank=3), 3)], ids=str)
+def test_kronecker_and_tt_are_the_best_matrices_of_their_rank_of_van_loans_rearrangement(
+    family, rank
+):
     w = gaussian(12, 20)  # factors 3 x 4 of the outputs and 4 x 5 of the inputs
-    rearranged = np.array(
-        [
-            w[4 * a : 4 * a + 4, 5 * g : 5 * g + 5].numpy().ravel()
-            for a in range(3)
-            for g in range(4)
-        ]
-    )
-    right, left = project(w, Kronecker())
-    assert (w - torch.kron(left[0], right[0])).square().sum() == pytest.approx(
-        tail(rearranged, 1), rel=1e-9
-    )
-
-
-def test_two_core_tt_is_the_best_matrix_of_its_rank_of_that_rearrangement():
-    w, family = gaussian(12, 20), TT(rank=3)
-    rearranged = np.array(
-        [
-            w[4 * a : 4 * a + 4, 5 * g : 5 * g + 5].numpy().ravel()
-            for a in range(3)
-            for g in range(4)
-        ]
-    )
-    assert squared_error(w, family.structure(20, 12), project(w, family)) == pytest.approx(
-        tail(rearranged, 3), rel=1e-9
+    blocks = [w[4 * a : 4 * a + 4, 5 * g : 5 * g + 5] for a in range(3) for g in range(4)]
+    rearranged = np.array([block.numpy().ravel() for block in blocks])
+    cores = project(w, family)
+    if rank == 1:
+        assert_close(einsum_matrix(family.structure(20, 12), cores), torch.kron(*cores[::-1])[0])
+    assert squared_error(w, family.structure(20, 12), cores) == pytest.approx(
+        tail(rearranged, rank), rel=1e-9
     )
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from structlin import BTT, StructuredLinear, convert, densify
 from tests.models import GPT
@@ -93,20 +92,6 @@ def test_the_older_onnx_exporter_takes_a_layer_too(tmp_path, weight_norm):
         x = torch.randn(size, 36)
         (y,) = session.run(None, {"x": x.numpy()})
         torch.testing.assert_close(torch.from_numpy(y), layer(x).detach(), atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradients_are_the_same_with_checkpointing(reentrant):
-    layers, x = (
-        convert(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), BTT(rank=2)),
-        torch.randn(4, 16),
-    )
-    layers(x.requires_grad_()).square().sum().backward()
-    expected = [p.grad.clone() for p in layers.parameters()]
-    layers.zero_grad()
-    checkpoint(layers, x, use_reentrant=reentrant).square().sum().backward()
-    for parameter, grad in zip(layers.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, grad)
 
 
 def test_per_sample_gradients_of_torch_func_sum_to_the_gradient():
