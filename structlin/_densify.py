@@ -4,12 +4,8 @@ from torch import nn
 
 from ._arguments import checked
 from ._linear import StructuredLinear
-from ._model.survey import (
-    build_dense_layer,
-    find_reason_to_keep,
-    require_replaceable,
-    swap,
-)
+from ._model.linears import build_dense_layer, swap
+from ._model.obstacles import find_reason_to_keep, require_replaceable
 from ._plan import find_declare
 from ._quantize import QuantizedLinear
 

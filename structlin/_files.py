@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from ._arguments import checked, require_choice
 from ._interrupts import hold_interrupts
 from ._linear import StructuredLinear, uninitialised
-from ._model.survey import Layer, is_conv1d, linear_layers, swap
+from ._model.kinds import is_conv1d
+from ._model.linears import Layer, linear_layers, swap
 from ._quantize import QuantizedLinear
 from ._state import tell_difference
 from ._structure import Structure

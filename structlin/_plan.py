@@ -17,15 +17,9 @@ from ._families import explain_padding, label
 from ._interrupts import hold_interrupts
 from ._linear import StructuredLinear, uninitialised
 from ._model.decide import Decision
-from ._model.survey import (
-    Layer,
-    carry_attributes,
-    find_loose_matrices,
-    is_conv1d,
-    require_replaceable,
-    require_unchanged,
-    swap,
-)
+from ._model.kinds import carry_attributes, is_conv1d
+from ._model.linears import Layer, find_loose_matrices, require_unchanged, swap
+from ._model.obstacles import require_replaceable
 from ._projection import project, relative_error
 from ._report import Table, percent
 from ._structure import Structure

@@ -10,14 +10,10 @@ from . import _product
 from ._arguments import check_cores, check_input, checked
 from ._kernels import op
 from ._linear import StructuredLinear, uninitialised
+from ._model.kinds import carry_attributes
+from ._model.linears import linear_layers, swap
+from ._model.obstacles import find_reason_to_keep, require_replaceable
 from ._model.select import Patterns, find_first, find_rules
-from ._model.survey import (
-    carry_attributes,
-    find_reason_to_keep,
-    linear_layers,
-    require_replaceable,
-    swap,
-)
 from ._state import is_guarded
 
 LEAST, LARGEST = -128, 127

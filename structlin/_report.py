@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from ._arguments import checked
 from ._linear import StructuredLinear
+from ._model.kinds import widths
+from ._model.linears import Layer, build_dense_layer, linear_layers
 from ._model.parameters import parameters_of
-from ._model.survey import Layer, build_dense_layer, linear_layers, widths
 from ._quantize import QuantizedLinear
 
 ROUNDS = 9  # in which each layer is timed

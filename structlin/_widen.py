@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from ._arguments import checked, require_choice
 from ._convert import convert, plan
 from ._families import DEFAULT, label
+from ._model.calls import eval_mode, run
 from ._model.decide import Spec
-from ._model.survey import eval_mode, run
 from ._report import Table, percent, summary
 
 MATCHES = ("flops", "params")

@@ -24,7 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ._files import describe, restructure
 from ._linear import StructuredLinear
-from ._model.survey import swap
+from ._model.linears import swap
 
 __all__ = ["declare"]
 METHOD = "structlin"

@@ -20,7 +20,7 @@ from structlin import (
     plan,
     plan_compression,
 )
-from structlin._model.survey import role_of
+from structlin._model.kinds import role_of
 from tests.models import GPT, linear_names, snapshot
 
 MLP_LAYERS = {"h.0.mlp.c_fc", "h.0.mlp.c_proj", "h.1.mlp.c_fc", "h.1.mlp.c_proj"}

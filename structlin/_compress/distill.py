@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import checked
-from .._model.outputs import find_tensors
-from .._model.survey import eval_mode
+from .._model.calls import eval_mode, find_tensors
 from .._progress import Bar
 from .._warnings import warn
 from ..duality import promote

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from .._model.survey import Layer
+from .._model.linears import Layer
 from ..duality import promote
 from .padding import select_rows
 from .replay import Call, Replay

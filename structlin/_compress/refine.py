@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from .._interrupts import let_interrupts_in
 from .._linear import StructuredLinear
-from .._model.anatomy import repeats
-from .._model.outputs import find_tensors
-from .._model.survey import Layer
+from .._model.blocks import repeats
+from .._model.calls import find_tensors
+from .._model.linears import Layer
 from .._plan import Refined, Vector
 from .._projection.matrices import divide_norms
 from ..duality import promote
@@ -66,7 +66,7 @@ def find_blocks(
     in an nn.Sequential, and holds one of the layers without being it. If there is none, the model
     is the block. A layer outside of all blocks is in none.
 
-    >>> from structlin._model.survey import linear_layers
+    >>> from structlin._model.linears import linear_layers
     >>> mlp = lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     >>> model = nn.Sequential(nn.Linear(4, 4), mlp(), mlp())
     >>> blocks = find_blocks(model, linear_layers(model))

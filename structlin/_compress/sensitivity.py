@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from .._interrupts import hold_interrupts
-from .._model.outputs import find_tensors
-from .._model.survey import Layer
+from .._model.calls import find_tensors
+from .._model.linears import Layer
 from .._progress import Bar
 from .moments import Moments, measure_inputs
 from .padding import select_rows
@@ -108,7 +108,7 @@ def measure_sensitivities(
     >>> for layer, scale in zip(model, (1.0, 3.0)):
     ...     _ = layer.weight.data.copy_(scale * torch.eye(4))
     >>> from structlin._compress.replay import observe
-    >>> from structlin._model.survey import linear_layers
+    >>> from structlin._model.linears import linear_layers
     >>> replay = observe(model, [*model], [torch.eye(4)])
     >>> first, second = measure_sensitivities(replay, linear_layers(model)).values()
     >>> (first / second).round(decimals=4)  # an error of the first is multiplied by 3

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .._arguments import require_choice
 from .._families import Family, Split
 from .._model.decide import Decision
-from .._model.survey import Layer
+from .._model.linears import Layer
 from .._product import to_dense
 from .._projection import project, relative_error
 from .._projection.curve import COUNTS, Curve, Size, list_sizes, measure_curve

@@ -8,8 +8,10 @@ from torch import nn
 
 from .._families import Family, Split, label, structure_of
 from .._structure import Structure
+from .kinds import PROTECTED
+from .linears import Layer, linear_layers
+from .obstacles import require_replaceable
 from .select import Patterns, Rule, find_first, find_rules
-from .survey import PROTECTED, Layer, linear_layers, require_replaceable
 
 Spec = Family | Structure
 

@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .._linear import StructuredLinear
-from .survey import is_conv1d
+from .kinds import is_conv1d
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _BatchNorm)
 _VECTORS = ("bias", "bias_k", "bias_v")  # whatever their shape: MultiheadAttention's are 3-D

@@ -12,8 +12,9 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from .anatomy import find_ends
-from .survey import PROTECTED, ROLES, Layer, find_loose_matrices
+from .blocks import find_ends
+from .kinds import PROTECTED, ROLES
+from .linears import Layer, find_loose_matrices
 
 BRANCH_END = "branch-end"  # the last layer of a residual branch, as its name tells
 Pattern = str | Callable[[nn.Module, str], bool]

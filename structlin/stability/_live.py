@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .._arguments import checked, require_values
-from .._model.outputs import first_tensor
-from .._model.survey import eval_mode, run
+from .._model.calls import eval_mode, first_tensor, run
 from .._report import Table
 from ..duality import promote
 from ._operator import Operator, modules_by_name, operators

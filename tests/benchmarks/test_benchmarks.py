@@ -29,7 +29,7 @@ from benchmarks.speed import layer, overhead, variants
 from benchmarks.speed.variants import loop
 from benchmarks.training import gpt_seconds
 from structlin import BTT, TT, Dense, Kronecker, LowRank, Monarch, StructuredLinear
-from structlin._model.survey import linear_layers
+from structlin._model.linears import linear_layers
 
 ROOT = Path(__file__).parents[2]
 H200 = timing.Ceilings(rate=790e12, bandwidth=4.3e12, call=2e-6)

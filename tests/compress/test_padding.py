@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from structlin import LowRank, plan_compression
 from structlin._compress.padding import find_masks, select_rows
-from tests.compress.test_models import IDS, MASK, build
+from tests.compress.test_compressed_models import IDS, MASK, build
 
 TOKENS = torch.tensor([[True, True, False], [True, False, False]])
 

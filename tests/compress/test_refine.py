@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from structlin import BTT, BlockDiagonal, LowRank, Monarch, compress, plan_compression
 from structlin._compress import refine
 from structlin._compress.refine import find_blocks
-from structlin._model.survey import linear_layers
+from structlin._model.linears import linear_layers
 from tests.models import snapshot
 
 

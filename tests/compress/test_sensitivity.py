@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from structlin import BTT, LowRank, Monarch, compress, plan_compression
 from structlin._compress.replay import observe
 from structlin._compress.sensitivity import measure_covariances, measure_sensitivities
-from structlin._model.survey import linear_layers
+from structlin._model.linears import linear_layers
 from tests.models import snapshot
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModel
 
 from benchmarks.zoo import MODELS, logits
 from structlin import BTT, LowRank, StructuredLinear, convert, densify, load, quantize, save
-from structlin._model.survey import widths
+from structlin._model.kinds import widths
 from structlin._quantize import QuantizedLinear
 from structlin.hf import declare
 

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 from torch import nn
 
+from .linears import Layer
 from .parameters import named_modules, parameters_of, weights_of
-from .survey import Layer
 
 # Searched, case ignored, in the dotted name of a layer whose role is the one given.
 _ENDS = {
@@ -79,7 +79,7 @@ def blocks_of_layers(
     """The blocks that hold these layers, see `find_block`, each with its name and its layers; if
     there is none, the model is the block.
 
-    >>> from structlin._model.survey import linear_layers
+    >>> from structlin._model.linears import linear_layers
     >>> mlp = lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     >>> model = nn.Sequential(nn.Linear(4, 4), mlp(), mlp())
     >>> [(name, len(held)) for name, held in blocks_of_layers(model, linear_layers(model)).values()]

@@ -1,9 +1,10 @@
-"""The tensors in what a module returns: alone, in a tuple or list, or under names."""
+"""A call of a model: how it is run, and the tensors in what it returns."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def find_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -30,3 +31,24 @@ def first_tensor(output: Any) -> Tensor | None:
     """The first floating tensor of `find_tensors`: the hidden states, or the logits; None without
     one."""
     return next((tensor for _, tensor in find_tensors(output)), None)
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Every module of `model` in eval mode; afterwards, also on an error, each in its own mode."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def run(model: nn.Module, batch: Any) -> Any:
+    """`model` on a batch: a mapping is keywords, a tuple or list positions, else one argument."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, tuple | list):
+        return model(*batch)
+    return model(batch)

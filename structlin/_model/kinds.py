@@ -1,0 +1,88 @@
+"""What a linear layer is: its widths, the role that its name tells, what somebody has set on it."""
+
+import re
+import sys
+
+import torch
+from torch import nn
+
+from .._linear import StructuredLinear
+
+PROTECTED = ("head", "embedding", "router")  # roles that are only touched when they are named
+ROLES = ("ffn", "attention", "other", *PROTECTED)
+
+# Searched in this order, case ignored, in a layer's dotted name: what contains a layer tells more
+# than its own name.
+_ROLE_PATTERNS = (
+    ("head", r"(^|\.)(lm_head|embed_out|head_dist|classifier|score|qa_outputs|proj_out|cls)(\.|$)"),
+    ("head", r"^([^.]+\.)?heads?(\.|$)|^(fc|out|output|output_projection|logits|readout|unembed)$"),
+    ("embedding", r"(^|\.)[^.]*embed[^.]*(\.|$)"),
+    ("router", r"(^|\.)(router|gate|gating|switch|shared_expert_gate)(\.|$)"),
+    ("attention", r"attn|attention"),
+    ("ffn", r"mlp|ffn|feed_?forward|densereludense|(^|\.)experts?(\.|$)"),
+    (
+        "attention",
+        r"(^|\.)([qkvo]|qkv|query|key|value|query_key_value|w[qkvo]"
+        r"|([qkvo]|out|in|qkv)_proj)(\.|$)",
+    ),
+    (
+        "ffn",
+        r"(^|\.)(fc\d*|c_fc|linear[12]|lin[12]|w[123i]|wi_\d|intermediate|output"
+        r"|(up|down|gate|gate_up)_proj)(\.|$)",
+    ),
+)
+STORES = ("_parameters", "_buffers", "_modules")
+_SMALLEST: dict[type[nn.Module], nn.Module] = {}
+
+
+def widths(module: nn.Module) -> tuple[int, int] | None:
+    """`(in_features, out_features)` of a linear layer of any kind; None for another module."""
+    if isinstance(module, nn.Linear | StructuredLinear):
+        return module.in_features, module.out_features
+    if is_conv1d(module):
+        weight = module._parameters["weight"]
+        assert weight is not None
+        return weight.shape[0], weight.shape[1]
+    return None
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D (GPT-2), whose weight is `(in_features, out_features)`."""
+    owner = sys.modules.get("transformers.pytorch_utils")  # a model that has one has imported it
+    return owner is not None and type(module) is owner.Conv1D
+
+
+def role_of(name: str) -> str:
+    """The role that a layer's dotted name tells.
+
+    >>> [role_of(name) for name in ("h.0.attn.c_proj", "h.0.mlp.c_proj", "lm_head", "h.3.mlp.gate")]
+    ['attention', 'ffn', 'head', 'router']
+    """
+    for role, pattern in _ROLE_PATTERNS:
+        if re.search(pattern, name, re.IGNORECASE):
+            return role
+    return "other"
+
+
+def is_bookkeeping(attribute: str) -> bool:
+    """Whether torch.compile or transformers' loading left it on a layer, for themselves."""
+    return attribute.startswith("_dynamo") or attribute == "_is_hf_initialized"
+
+
+def find_attributes(module: nn.Module) -> list[str]:
+    """The attributes that somebody has set on a linear layer."""
+    own = dir(build_smallest(type(module)))
+    return [name for name in vars(module) if name not in own or is_bookkeeping(name)]
+
+
+def build_smallest(kind: type[nn.Module]) -> nn.Module:
+    """A new linear layer of that kind, 1 -> 1 and without values, to compare others with."""
+    if kind not in _SMALLEST:
+        with torch.device("meta"):
+            _SMALLEST[kind] = kind(1, 1)
+    return _SMALLEST[kind]
+
+
+def carry_attributes(old: nn.Module, new: nn.Module) -> None:
+    """Set on the linear layer `new` what somebody has set on `old`, whose place it takes."""
+    vars(new).update({name: vars(old)[name] for name in find_attributes(old)})

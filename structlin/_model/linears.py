@@ -1,0 +1,138 @@
+"""The linear layers of a user's model: found, swapped, and made dense again."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._linear import StructuredLinear
+from .kinds import carry_attributes, is_conv1d, role_of, widths
+from .obstacles import find_loss, find_obstacle
+
+
+@dataclass
+class Layer:
+    """One linear layer of a model, under all the names that it has there."""
+
+    names: tuple[str, ...]
+    module: nn.Module
+    in_features: int
+    out_features: int
+    role: str
+    obstacle: str = ""  #: why it cannot be converted; empty if it can
+    tied: tuple[str, ...] = ()  #: other modules that hold the same weight
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def matrix(self) -> Tensor:
+        """The dense weight, without its gradient: `(out_features, in_features)`."""
+        weight = self.module._parameters["weight"]
+        assert weight is not None
+        return weight.detach().mT if is_conv1d(self.module) else weight.detach()
+
+
+def require_unchanged(model: nn.Module, layers: Iterable[Layer]) -> None:
+    """Refuse layers that are no longer in `model`, or would by now lose something."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for layer in layers:
+        replaced = any(modules.get(name) is not layer.module for name in layer.names)
+        reason = "was replaced" if replaced else find_loss(layer.module)
+        if reason:
+            raise ValueError(f"layer {layer.name!r} {reason} after this plan; make a new one")
+
+
+def linear_layers(model: nn.Module) -> list[Layer]:
+    """Every linear layer of `model`, each once, in the order of `named_modules`."""
+    names: dict[nn.Module, list[str]] = defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        if widths(module) is not None:
+            names[module].append(name)
+    owners: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners[id(parameter)].append(name)
+    heads = _declared_heads(model)
+    layers = []
+    for module, found in names.items():
+        in_features, out_features = widths(module) or (0, 0)
+        role = "head" if module in heads else role_of(found[0])
+        sharing = owners[id(module._parameters.get("weight"))]
+        tied = {name.rpartition(".")[0] for name in sharing} - set(found)
+        parents = [model.get_submodule(name.rpartition(".")[0]) for name in found if name]
+        obstacle = find_obstacle(module, found, (out_features, in_features), parents)
+        record = module, in_features, out_features, role, obstacle, tuple(sorted(tied))
+        layers.append(Layer(tuple(found), *record))
+    return layers
+
+
+def find_loose_matrices(model: nn.Module) -> list[str]:
+    """Name and shape of the large matrices that no linear layer holds: nothing converts them.
+
+    They are the experts of a mixture as one 3-D parameter, and the input projection of
+    nn.MultiheadAttention.
+    """
+    found = []
+    for name, parameter in model.named_parameters():
+        owner, _, own = name.rpartition(".")
+        module = model.get_submodule(owner)
+        attention = own == "in_proj_weight" and isinstance(module, nn.MultiheadAttention)
+        named = re.search(r"experts?(\.|_|$)", name) and ".cores." not in name
+        experts = named and parameter.ndim == 3
+        if attention or experts:
+            found.append(f"{name} {tuple(parameter.shape)}")
+    return found
+
+
+def _declared_heads(model: nn.Module) -> set[nn.Module]:
+    """Modules below what the model itself calls its head (transformers, timm)."""
+    heads = set[nn.Module]()
+    for method in ("get_output_embeddings", "get_classifier"):
+        declared = getattr(model, method, None)
+        try:
+            found = declared() if callable(declared) else None
+        except (AttributeError, NotImplementedError):
+            continue
+        heads_found = list(found) if isinstance(found, tuple | list | nn.ModuleList) else [found]
+        for head in heads_found:
+            if isinstance(head, nn.Module):
+                heads.update(head.modules())
+    return heads
+
+
+def swap(model: nn.Module, replacements: Iterable[tuple[Iterable[str], nn.Module]]) -> nn.Module:
+    """Put each module under its names into `model`; return the model, or what took its place."""
+    root = model
+    for names, new in replacements:
+        for name in names:
+            if not name:
+                root = new
+                continue
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, new)
+    return root
+
+
+@torch.no_grad()
+def build_dense_layer(layer: StructuredLinear) -> nn.Module:
+    """The layer of the user's kind (nn.Linear or Conv1D) that `layer` stands for, with its bias."""
+    weight = layer.to_dense()  # (out_features, in_features)
+    with torch.device("meta"):
+        if layer.conv1d:
+            from transformers.pytorch_utils import Conv1D
+
+            new: Any = Conv1D(layer.out_features, layer.in_features)  # type: ignore[no-untyped-call]
+        else:
+            new = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+    trains = any(core.requires_grad for core in layer.cores)
+    values = (weight.mT if layer.conv1d else weight).contiguous()
+    new.weight = nn.Parameter(values, requires_grad=trains)
+    new.bias = layer.bias
+    carry_attributes(layer, new)
+    dense: nn.Module = new.train(layer.training)
+    return dense

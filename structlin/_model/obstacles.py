@@ -1,0 +1,170 @@
+"""What forbids to replace a linear layer, or any layer of a model: what would be lost, and why."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._linear import StructuredLinear
+from .kinds import STORES, build_smallest, find_attributes, is_bookkeeping, is_conv1d
+
+# Subclasses of nn.Linear that multiply by their weight and do nothing else.
+_PLAIN = ("transformers.models.falcon.modeling_falcon.FalconLinear", "timm.layers.linear.Linear")
+# Modules of torch that hold on to the parameters of the model inside, and do not see them replaced.
+_WRAPPERS = {
+    "OptimizedModule": "torch.compile",
+    "DataParallel": "DataParallel",
+    "DistributedDataParallel": "DistributedDataParallel",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+}
+_ADAPTER = re.compile(r"(^|\.)(base_layer|lora_[A-Za-z_]+|original_module|modules_to_save)(\.|$)")
+
+
+def require_replaceable(model: nn.Module) -> None:
+    """Refuse a model none of whose layers can be replaced now.
+
+    Raises:
+        TypeError: `model` is not a module.
+        ValueError: inference mode is on; the model, or a part of it, is wrapped by torch.compile,
+            DataParallel, DistributedDataParallel or FullyShardedDataParallel.
+    """
+    kind = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={kind} must be a torch.nn.Module")
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"model={kind}: parameters made under torch.inference_mode can never be trained; "
+            "leave that mode first (torch.no_grad is fine)"
+        )
+    for name, module in model.named_modules():
+        wrapper = _find_wrapper(module)
+        if wrapper:
+            raise ValueError(
+                f"model={kind}: {name or 'the model itself'} is wrapped by {wrapper}, which would "
+                "go on with the old parameters: unwrap the model, change its layers, wrap it anew"
+            )
+
+
+def _find_wrapper(module: nn.Module) -> str:
+    """The name of torch's wrapper that the module is; empty if it is none."""
+    for base in type(module).__mro__:
+        if base.__name__ in _WRAPPERS and base.__module__.startswith("torch."):
+            return _WRAPPERS[base.__name__]
+    return ""
+
+
+def find_obstacle(
+    module: nn.Module, names: Sequence[str], shape: tuple[int, int], parents: list[nn.Module]
+) -> str:
+    """Why a linear layer cannot be converted; empty if it can.
+
+    Args:
+        names: of the layer in its model.
+        shape: `(out_features, in_features)`.
+        parents: the modules that hold it.
+    """
+    kind = type(module)
+    if isinstance(module, StructuredLinear):
+        return "is structured already"
+    if any(isinstance(parent, nn.MultiheadAttention) for parent in parents):
+        return "belongs to nn.MultiheadAttention, which reads its weight without calling it"
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    if hasattr(weight, "full_tensor"):
+        return "has a sharded weight (DTensor): convert before fully_shard"
+    qualified = f"{kind.__module__}.{kind.__name__}"
+    if kind is not nn.Linear and not is_conv1d(module) and qualified not in _PLAIN:
+        return f"is a {kind.__name__}, not a plain nn.Linear: its own behaviour would be lost"
+    if any(_ADAPTER.search(name) for name in names):
+        return "belongs to an adapter: merge it first, or convert before it is added"
+    if weight is None:
+        return (
+            "has no weight parameter of its own (pruned, weight-normalised or quantised by a hook)"
+        )
+    if type(weight) is not nn.Parameter or not weight.is_floating_point():
+        return f"has a weight of type {type(weight).__name__} and dtype {weight.dtype}"
+    if hasattr(weight, "infshape"):
+        return "carries a width of the mup package (infshape): train it with param_groups(base=)"
+    if 0 in weight.shape:
+        return f"has a weight of shape {tuple(weight.shape)}"
+    if tuple(weight.shape) != (shape[::-1] if is_conv1d(module) else shape):
+        return f"has a weight of shape {tuple(weight.shape)}, no longer that of the layer: {shape}"
+    if bias is not None and tuple(bias.shape) != shape[:1]:
+        return f"has a bias of shape {tuple(bias.shape)}, not (out_features,) = {shape[:1]}"
+    names = dir(build_smallest(StructuredLinear))
+    used = [x for x in find_attributes(module) if x in names and not is_bookkeeping(x)]
+    if used:
+        return f"has an attribute {used[0]!r}, a name that StructuredLinear needs for itself"
+    return find_loss(module)
+
+
+def find_loss(module: nn.Module) -> str:
+    """What would be lost if another layer took the place of this linear one; empty if nothing."""
+    if more := _find_additions(module):
+        return f"has more than a layer of its kind has, which would be lost: {', '.join(more)}"
+    for part in module.modules():
+        hooks = [
+            name for name, held in vars(part).items() if name.endswith("_hooks") and _remain(held)
+        ]
+        if hooks:
+            return f"has hooks, which would be lost: {', '.join(hooks)}"
+        patched = [
+            name
+            for name in vars(part)
+            if hasattr(type(part), name) and name != "__module__" and not is_bookkeeping(name)
+        ]
+        if patched:
+            return (
+                f"has methods of its own, offloaded or patched, which would be lost: {patched[0]}"
+            )
+    bias = module._parameters.get("bias")  # which stays the same parameter
+    for name, parameter in module.named_parameters():
+        if parameter is bias:
+            continue
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return f"has hooks on its {name}, which would be lost"
+        attributes = [key for key in vars(parameter) if not is_bookkeeping(key)]
+        if attributes:
+            return f"has attributes on its {name}, which would be lost: {', '.join(attributes)}"
+    return ""
+
+
+def find_reason_to_keep(layer: StructuredLinear, *kinds: type[StructuredLinear]) -> str:
+    """Why no layer of another kind can take the place of this one, which may be a subclass of
+    `kinds`; empty if one can."""
+    if type(layer) not in (StructuredLinear, *kinds):
+        return f"is a {type(layer).__name__}: its own behaviour would be lost"
+    return find_sharding(layer) or find_loss(layer)
+
+
+def find_sharding(layer: StructuredLinear) -> str:
+    sharded = any(hasattr(parameter, "full_tensor") for parameter in layer.parameters())
+    return "is sharded: gather it first" if sharded else ""
+
+
+def _remain(held: Any) -> list[Any]:
+    """The hooks without those that torch's weight_norm leaves behind.
+
+    `remove_parametrizations` does not remove them. They read states from before torch 2.0. A
+    parametrisation that is still there is found as a module.
+    """
+    hooks = list(held.values()) if isinstance(held, Mapping) else [held] * bool(held)
+    functions = [getattr(hook, "hook", hook) for hook in hooks]  # torch wraps some
+    left = "torch.nn.utils.parametrizations"
+    return [function for function in functions if getattr(function, "__module__", "") != left]
+
+
+def _find_additions(module: nn.Module) -> list[str]:
+    """Parameters, buffers and submodules that somebody has added to a linear layer."""
+    new = build_smallest(type(module))
+    found = [
+        name
+        for store in STORES
+        for name in getattr(module, store)
+        if name not in getattr(new, store)
+    ]
+    if isinstance(module, StructuredLinear):  # whose cores are numbered
+        names = [name for store in STORES for name in getattr(module.cores, store)]
+        found += [f"cores.{name}" for name in names if not name.isdigit()]
+    return found
