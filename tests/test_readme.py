@@ -6,13 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from structlin._kernels import engine
-
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.skipif(not engine.load(), reason="the numbers saved are those of the engine")
 def test_the_readmes_code_gives_the_output_that_it_shows():
     results = doctest.testfile(str(ROOT / "README.md"), module_relative=False, encoding="utf-8")
     assert results.attempted > 10
