@@ -269,8 +269,8 @@ def _find_loss(model: nn.Module, teacher: nn.Module, logits: bool | None, batch:
     """The sum over the outputs that both models have."""
     call = prepare_call(model, batch)  # which gives each model copies of the tensors
     with torch.no_grad():
-        wanted = _find_compared(call.run(teacher))
-    found = _find_compared(call.run(model))
+        wanted = dict(find_tensors(call.run(teacher)))
+    found = {name: s for name, s in find_tensors(call.run(model)) if s.ndim}  # no losses
     losses = []
     for name, s in found.items():
         if name not in wanted:
@@ -290,11 +290,6 @@ def _find_loss(model: nn.Module, teacher: nn.Module, logits: bool | None, batch:
             f"{[*wanted] or 'no floating tensor'}: there is nothing to compare"
         )
     return sum(losses, torch.zeros((), device=losses[0].device))
-
-
-def _find_compared(output: Any) -> dict[str, Tensor]:
-    """What the loss compares, by name: all floating tensors but single numbers (losses)."""
-    return {name: tensor for name, tensor in find_tensors(output) if tensor.ndim}
 
 
 def _divergence(s: Tensor, t: Tensor) -> Tensor:

@@ -178,15 +178,6 @@ def test_an_iterator_with_enough_batches_is_read_and_no_further_than_needed():
     assert next(stream) is BATCHES[3]
 
 
-def test_progress_is_shown_on_stderr_alone(capfd):
-    teacher = dense()
-    for shown in (False, True):
-        distill(converted(teacher), teacher, BATCHES, steps=2, lr=1e-3, progress=shown)
-        found = capfd.readouterr()
-        assert not found.out
-        assert ("distill: loss" in found.err and "2/2" in found.err) is shown
-
-
 # ---- what judges, and what is kept ---------------------------------------------------------------
 
 
