@@ -13,7 +13,6 @@ compute, and leave nothing out.
 """
 
 import argparse
-import io
 import json
 import multiprocessing
 import os
@@ -25,7 +24,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -203,23 +202,22 @@ def steps_of_examples(
     """For each structured model of a training example, what launches the kernels of a training step
     and of the held-out batches; `ways` are options of its command."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-    compare, steps = import_module("compare"), list[Step]()
+    loop, steps = import_module("train_gpt"), list[Step]()
     for name, argv in product(names, ways):
         with (
             warnings.catch_warnings(),
-            redirect_stdout(io.StringIO()),
-            mock.patch.object(compare, "train_all", side_effect=InterruptedError) as made,
+            mock.patch.object(loop, "train") as made,
+            mock.patch.object(loop.structlin, "show_config", side_effect=InterruptedError),
             suppress(InterruptedError),
         ):
             warnings.simplefilter("ignore")  # a small layer grows
             import_module(name).main(argv)
-        task, runs = made.call_args.args[:2]
-        batches = [task.batch(0), *({len(batch[0]): batch for batch in task.heldout}.values())]
-        kinds = [[(part.shape, part.dtype) for part in batch] for batch in batches]
-        for run in runs:
-            if run.structure is not None:
-                model = compare.build(task, run.width, run.structure, 0, "meta", **run.options)
-                steps.append((f"{name} {run}", partial(step_of_example, model, kinds)))
+        for call in made.call_args_list[2:]:
+            model, _, batch, heldout, _, row = call.args
+            batches = [batch(0), *({len(part[0]): part for part in heldout}.values())]
+            kinds = [[(part.shape, part.dtype) for part in each] for each in batches]
+            title = f"{name} {row['label']}, width {row['width']}"
+            steps.append((title, partial(step_of_example, model, kinds)))
     return steps
 
 

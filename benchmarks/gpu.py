@@ -669,7 +669,7 @@ def cells_of(rows: Sequence[dict[str, Any]], dtype: str) -> dict[tuple[str, str]
 
 def markdown(rows: Sequence[dict[str, Any]], dtype: str = "bfloat16") -> str:
     """The table of docs/speed.md."""
-    return report.speeds(cells_of(rows, dtype))
+    return report.pivot(cells_of(rows, dtype))
 
 
 def goals_table(rows: Rows) -> Table:
@@ -766,6 +766,26 @@ def smoke() -> None:
         check(rows, nan, name, 16, FEW_TYPES, FEW)
     tiles(rows, time.perf_counter() + 5, "BTT r=1", 16, "float16", 17)
     tuned(rows, nan, None)
+
+
+NO_GPU = """\
+Triton kernels for NVIDIA GPUs exist (`pip install triton`). They pass in Triton's interpreter
+and compile for sm_80, sm_90 and sm_100, but are **untested on GPU**. `benchmarks/gpu_run.sh`
+checks, tunes and measures them.
+"""
+
+
+def show_results() -> str:
+    """What was measured on a GPU; until then, that nothing was."""
+    rows = read_rows(record.RESULTS / "gpu.jsonl")
+    if not rows:
+        return NO_GPU
+    (about,) = (row for row in rows if row["kind"] == "environment")
+    return (
+        f"{about['machine']}: speed of forward + backward against nn.Linear, and the share of the "
+        "kernels' bound (`python -m benchmarks.gpu`, [json](../benchmarks/results/gpu.jsonl)).\n\n"
+        f"{markdown(rows)}\n"
+    )
 
 
 def main() -> None:

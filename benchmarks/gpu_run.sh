@@ -3,12 +3,12 @@
 #
 #     bash benchmarks/gpu_run.sh prepare     # without a GPU, before: out/gpu_run/launches.json, with Triton installed
 #     OUT=results bash benchmarks/gpu_run.sh a    # self-test, gate, benchmarks.gpu, benchmarks.speed.layer
-#     OUT=results bash benchmarks/gpu_run.sh b    # whole models, training, ncu
+#     OUT=results bash benchmarks/gpu_run.sh b    # whole models, ncu
 #
 # Run it in the repository's root; take out/gpu_run with the tree. Everything is kept under $OUT as it is made, and
 # every step has a limit. Part a stops after about 2 minutes with exit code 7 if the kernels are wrong or time nothing.
-# Afterwards gpu.jsonl, layer/layer_gpu.json and model/model_gpu.json go to benchmarks/results, triton_tiles.json to
-# structlin/_kernels, and `make pages` shows them.
+# Afterwards gpu.jsonl goes to benchmarks/results, triton_tiles.json to
+# structlin/_kernels, and `make pages` shows the former.
 set -uo pipefail
 python=${PYTHON:-python3}
 if [[ ${1:-} == prepare ]]; then
@@ -55,9 +55,6 @@ part_a() {
 
 part_b() {
     step 85 model "$python" -m benchmarks.speed.model --device cuda --budget 50 --out "$OUT/model"
-    step 80 train "$python" examples/train_gpt.py --width 512 --depth 4 --batch 32 --context 256 --steps 100 --amp \
-        --out /tmp/structlin-train --json "$OUT/train_gpt_gpu.json"
-    cp /tmp/structlin-train/loss.png "$OUT/"
     step 45 ncu ncu --clock-control none -k regex:_product -c 6 --metrics \
         dram__throughput.avg.pct_of_peak_sustained_elapsed,sm__warps_active.avg.pct_of_peak_sustained_active,launch__registers_per_thread,gpu__time_duration.sum \
         "$python" -c "

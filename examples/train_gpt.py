@@ -1,170 +1,199 @@
 """A GPT on characters, in nanoGPT's manner: dense and structured layers side by side.
 
-    python examples/train_gpt.py                              # four minutes on two CPU cores
-    python examples/train_gpt.py --structure monarch --blocks 8
-    python examples/train_gpt.py --data shakespeare.txt --out out/shakespeare
-    python examples/train_gpt.py --smoke                      # seconds: does it run?
+    python examples/train_gpt.py            # four minutes on two CPU cores; seconds with --smoke
 
-Four models learn the documentation and the source text of the Python standard library (or any text,
-`--data`) from one seed, at one learning rate: see examples/compare.py. Structured MLPs have SiLU
-between their cores, attention has BTT of rank 2 without one, and structured layers are
-weight-normalised. `--lr` is the best of 0.001, 0.002, 0.004 for the first dense model (seed 0;
-held-out losses 1.76, 1.72, 1.79). The same command again goes on from the checkpoints in `--out`.
-
-Source: nanoGPT (github.com/karpathy/nanoGPT); muP as in Yang et al. 2022 (arXiv:2203.03466); weight
-normalisation as in Qiu et al. 2024 (arXiv:2406.06248), section 5.1; an activation between factors
-as in Liu et al. 2025 (arXiv:2502.10940).
+Four models learn the text of the Python standard library: two dense ones, of `--width` and of twice
+that, a structured one of twice that, and one as wide as the first one's FLOPs allow. muP carries
+the first one's learning rate to the other widths, and `param_groups` to the cores. Sources: nanoGPT
+(github.com/karpathy/nanoGPT); muP as in Yang et al. 2022 (arXiv:2203.03466).
 """
 
 import argparse
-import hashlib
+import json
 import math
 import pydoc_data.topics
+import sys
 import sysconfig
+import time
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
-import compare
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import nn
+
+import structlin
+
+STRUCTURE = structlin.BTT(rank=1).activate()  # with SiLU between its cores
+ATTENTION = {"*attn*": structlin.BTT(rank=2)}  # without one
+SIZES = {"width": 256, "depth": 2, "context": 64, "batch": 8, "steps": 1000, "lr": 0.002, "seed": 0}
+SMOKE = {"width": 64, "depth": 1, "context": 16, "batch": 2, "steps": 6}
+HEAD = 32  # features of an attention head, at every width
+TURN = 20  # steps before the next model has its turn, so that their seconds compare
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.attn_norm, self.mlp_norm = (nn.LayerNorm(width, bias=False) for _ in range(2))
+        self.attn_in = nn.Linear(width, 3 * width, bias=False)
+        self.attn_out = nn.Linear(width, width, bias=False)
+        self.mlp_in = nn.Linear(width, 4 * width, bias=False)
+        self.mlp_out = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x):  # (batch, tokens, width)
+        heads = self.attn_in(self.attn_norm(x)).unflatten(-1, (3, -1, HEAD))
+        q, k, v = heads.permute(2, 0, 3, 1, 4)  # (batch, heads, tokens, HEAD)
+        # muP divides by HEAD, not by its root
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1 / HEAD)
+        x = x + self.attn_out(y.transpose(1, 2).flatten(2))
+        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
 
 
 class GPT(nn.Module):
-    def __init__(
-        self, vocabulary: int, context: int, width: int, depth: int, heads: int | None = None
-    ) -> None:
+    def __init__(self, vocabulary, context, depth, width):
         super().__init__()
-        self.wte = nn.Embedding(vocabulary, width)
-        self.wpe = nn.Embedding(context, width)
-        blocks = (compare.Block(width, causal=True, heads=heads) for _ in range(depth))
-        self.blocks = nn.Sequential(*blocks)
-        self.ln_f = nn.LayerNorm(width, bias=False)
-        self.lm_head = nn.Linear(width, vocabulary, bias=False)
-        compare.initialise(self, embedding=0.2)
-        # positions are learned, but start as waves: a head then soon finds the tokens before
-        with torch.no_grad():
-            self.wpe.weight.copy_(0.2 * waves(context, width))
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        initialise(self, embedding=0.2)
+        # positions are learned, but start as waves: attention then soon finds the tokens before
+        frequencies = (2 * context) ** -(torch.arange(0, width, 2) / width)
+        angles = torch.arange(context)[:, None] * frequencies
+        waves = math.sqrt(2) * torch.cat([angles.sin(), angles.cos()], dim=1)[:, :width]
+        self.positions.weight.data.copy_(0.2 * waves)
 
-    def forward(self, tokens: Tensor) -> Tensor:  # (batch, tokens) -> (batch, tokens, vocabulary)
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.lm_head(self.ln_f(self.blocks(self.wte(tokens) + self.wpe(positions))))
-
-
-def waves(positions: int, width: int) -> Tensor:
-    """Sines and cosines of wavelengths from 2 pi to 4 pi `positions`, of unit RMS: `(positions,
-    width)`.
-
-    Source: Vaswani et al. 2017 (arXiv:1706.03762), section 3.5.
-    """
-    frequencies = (2 * positions) ** -(torch.arange(0, width, 2) / width)
-    angles = torch.arange(positions)[:, None] * frequencies
-    return math.sqrt(2) * torch.cat([angles.sin(), angles.cos()], dim=1)[:, :width]
+    def forward(self, ids):  # (batch, tokens) -> (batch, tokens, vocabulary)
+        x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
+        return self.head(self.norm(self.blocks(x)))
 
 
-def read_text(path: Path | None) -> str:
-    """The text at `path`; if None the standard library's topics of documentation, then its
-    top-level modules.
-
-    Raises:
-        ValueError: there is no such file, or it is not text.
-    """
-    if path is None:
-        modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-        topics = pydoc_data.topics.topics
-        texts = [
-            *(topics[name] for name in sorted(topics)),
-            *(each.read_text("utf-8", "ignore") for each in modules),
-        ]
-        return "\n".join(texts).encode("ascii", "ignore").decode()
-    if not path.is_file():
-        what = "it is a folder, not a text file" if path.is_dir() else "no such file"
-        raise ValueError(f"--data {path}: {what}")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--data {path} is not text: {error}") from None
-    if "\0" in text:
-        raise ValueError(f"--data {path} is not text: it has a zero byte")
-    return text
+def initialise(model, embedding):
+    """muP: 1 / sqrt(fan_in), but zero for the head and the last layer of each residual branch."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            zero, std = name.endswith(("head", "_out")), module.in_features**-0.5
+            nn.init.zeros_(module.weight) if zero else nn.init.normal_(module.weight, std=std)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=embedding)
 
 
-class Text(compare.Task):
-    metric = "bits/char"
-    model_name = "GPT"
-    weight_norm, head_std = True, 0.02  # of the head as GPT-2's
-    heldout_windows, heldout_batch = 128, 32
+def read_text(path):
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    texts = [text for _, text in sorted(pydoc_data.topics.topics.items())]
+    texts += [module.read_text("utf-8", "ignore") for module in modules]
+    text = path.read_text("utf-8") if path else "\n".join(texts).encode("ascii", "ignore").decode()
+    points = torch.frombuffer(bytearray(text.encode("utf-32-le")), dtype=torch.int32)
+    return points.unique(return_inverse=True)
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        text = read_text(options.data)
-        self.options, self.context = options, options.context
-        self.tokens = self.context
-        if len(text) < 10 * (self.context + 1):
-            raise ValueError(
-                f"the text has {len(text):,} characters; a tenth of it is held out, "
-                f"so that --context {self.context} needs at least {10 * (self.context + 1):,}"
-            )
-        self.vocabulary, ids = self.tokenise(text)
-        if self.vocabulary < 2:
-            raise ValueError(f"the text is {text[0]!r} throughout: nothing in it can be predicted")
-        cut = len(ids) - len(ids) // 10
-        self.train, heldout = ids[:cut], ids[cut:]
-        starts = torch.linspace(0, len(heldout) - self.context - 1, self.heldout_windows).long()
-        self.heldout = [self.windows(heldout, part) for part in starts.split(self.heldout_batch)]
-        self.config = {
-            "data": hashlib.sha256(text.encode()).hexdigest()[:12],
-            "context": self.context,
-        }
-        self.heads = vars(options).get("heads")  # an option that not every user of the task has
-        self.config |= {"heads": self.heads} if self.heads else {}
-        name = options.data.name if options.data else "Python's standard library"
-        steps = f"{options.steps:,} steps of {options.batch} x {self.context} characters"
-        data = f"{len(ids):,} characters of {name}"
-        model = f"{self.model_name} of {options.depth} blocks"
-        self.title = f"{model} on {data}, {steps}, seed {options.seed}"
 
-    def tokenise(self, text: str) -> tuple[int, Tensor]:
-        """How many tokens there are, here characters, and those of `text`."""
-        points = torch.frombuffer(bytearray(text.encode("utf-32-le")), dtype=torch.int32)
-        characters, ids = points.unique(return_inverse=True)
-        return len(characters), ids
+def loss_of(model, batch, **options):
+    inputs, targets = batch
+    return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten(), **options)
 
-    def windows(self, ids: Tensor, starts: Tensor) -> compare.Batch:
-        window = ids[starts[:, None] + torch.arange(self.context + 1)]
+
+def train(model, base, batch, heldout, options, row):
+    """Train on `batch(step)`, and keep in `row` how that goes; pause after each step."""
+    groups = structlin.param_groups(model, options.lr, base=base)
+    optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
+    rise = max(1, options.steps // 20)
+
+    def rate(step):  # relative to its peak: up on a line, down on a cosine to a tenth
+        share = (step - rise) / max(1, options.steps - rise)
+        return (step + 1) / rise if step < rise else 0.55 + 0.45 * math.cos(math.pi * share)
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    for step in range(1, options.steps + 1):
+        drawn = batch(step - 1)
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss_of(model, drawn).backward()
+        optimizer.step()
+        schedule.step()
+        row["times"].append(time.perf_counter() - start)
+        if step % max(1, options.steps // 20) == 0 or step == options.steps:
+            with torch.no_grad():
+                sums = [loss_of(model, part, reduction="sum").item() for part in heldout]
+            row["losses"].append((step, sum(sums) / sum(y.numel() for _, y in heldout)))
+        yield
+
+
+def compare(dense, batch, heldout, options, structure, head_std=0.0, **convert):
+    """Train four models in turns, `dense(width)` and converted; show and keep a row for each."""
+    rows, courses, narrow, x = [], [], options.width, heldout[0][0][:1]
+    wide = structlin.widen(dense, structure, dense=narrow, example=x, multiple=HEAD, **convert)
+    targets = heldout[0][1][:1].numel()  # of x, one sequence
+    for n, width in enumerate((narrow, 2 * narrow, 2 * narrow, wide.width)):
+        torch.manual_seed(options.seed)
+        model = dense(width)
+        if n >= 2:
+            structlin.convert(model, structure, init="mup", **convert)
+        nn.init.normal_(model.head.weight, std=head_std)
+        cost = structlin.cost(model, x)
+        row = {"label": structure.label if n >= 2 else "dense", "width": width}
+        row |= {"params": cost.params, "flops": cost.flops // targets, "times": [], "losses": []}
+        rows.append(row)
+        courses.append(train(model, dense(narrow), batch, heldout, options, row))
+    structlin.show_config()  # builds the engine before a step is timed
+    for _ in range(0, options.steps, TURN):
+        for course in courses:
+            [*islice(course, TURN)]
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for row in rows:
+        steps, losses = zip(*row.pop("losses"), strict=True)
+        seconds = sorted(row.pop("times"))[options.steps // 2]  # of a step
+        flops = [3 * step * options.batch * targets * row["flops"] for step in steps]
+        row |= {"ms": round(1e3 * seconds, 2), "loss": losses[-1]}
+        print("{label:18}{width:5}{params:12,}{flops:12,}{ms:9.1f} ms{loss:9.4f}".format(**row))
+        row["clock"] = [round(step * seconds, 2) for step in steps]
+        row["curve"] = [*zip(flops, losses, strict=True)]
+        axes[0].plot(row["clock"], losses, label=f"{row['label']}, width {row['width']}")
+        axes[1].plot(flops, losses)
+    axes[0].set(xlabel="seconds of training", ylabel="held-out loss (nats)", yscale="log")
+    axes[1].set(xlabel="training FLOPs", xscale="log")
+    axes[0].legend()
+    options.out.mkdir(parents=True, exist_ok=True)
+    figure.savefig(options.out / "loss.png", dpi=150)
+    result = {"command": " ".join(sys.argv), "seed": options.seed, "rows": rows}
+    (options.out / "results.json").write_text(json.dumps(result))
+    return rows
+
+
+def parse(about, out, sizes, smoke, argv):
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser.add_argument("--data", type=Path, help="a text file, UTF-8")
+    parser.add_argument("--out", type=Path, default=Path(out))
+    for name, value in sizes.items():
+        parser.add_argument(f"--{name}", type=type(value), default=value)
+    parser.add_argument("--smoke", action="store_true", help="seconds: does it run?")
+    if parser.parse_args(argv).smoke:
+        parser.set_defaults(**smoke, out=Path("out/smoke"))
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    options = parse(__doc__, "out/train_gpt", SIZES, SMOKE, argv)
+    characters, ids = read_text(options.data)
+    train_ids, heldout_ids = ids.tensor_split([len(ids) - len(ids) // 10])
+
+    def windows(ids, starts):
+        window = ids[starts[:, None] + torch.arange(options.context + 1)]
         return window[:, :-1], window[:, 1:]
 
-    def model(self, width: int) -> nn.Module:
-        return GPT(self.vocabulary, self.tokens, width, self.options.depth, self.heads)
+    def batch(step):  # follows from the seed and the step alone
+        random = torch.Generator().manual_seed(1_000_003 * options.seed + step)
+        last, size = len(train_ids) - options.context, (options.batch,)
+        return windows(train_ids, torch.randint(last, size, generator=random))
 
-    def batch(self, step: int) -> compare.Batch:
-        random = compare.generator(self.options.seed, step)
-        return self.windows(
-            self.train,
-            torch.randint(len(self.train) - self.context, (self.options.batch,), generator=random),
-        )
-
-    def score(self, loss: float, accuracy: float) -> float:
-        return loss / math.log(2)
-
-
-def main(argv: list[str] | None = None) -> list[dict]:
-    return compare.main(
-        Text,
-        __doc__,
-        data="a text file, UTF-8 (default: the Python standard library's documentation and source)",
-        defaults={
-            "between": "silu",
-            "attention": None,
-            "width": 256,
-            "depth": 2,
-            "steps": 1000,
-            "batch": 8,
-            "context": 64,
-            "lr": 0.002,
-            "heads": None,
-            "out": Path("out/train_gpt"),
-        },
-        smoke={"width": 64, "depth": 1, "steps": 6, "batch": 2, "context": 16},
-        argv=argv,
-    )
+    starts = torch.linspace(0, len(heldout_ids) - options.context - 1, 128).long()
+    heldout = [windows(heldout_ids, part) for part in starts.split(32)]
+    convert = {"overrides": ATTENTION, "zero_init": ["*_out"], "weight_norm": True}
+    dense = partial(GPT, len(characters), options.context, options.depth)
+    return compare(dense, batch, heldout, options, STRUCTURE, head_std=0.02, **convert)
 
 
 if __name__ == "__main__":

@@ -16,11 +16,9 @@ To add a method, see `benchmarks.comparison.methods`. What is not installed is l
 """
 
 import math
-from argparse import Namespace
 from collections.abc import Callable
 from functools import cache, partial
 from statistics import geometric_mean
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +28,7 @@ from benchmarks.comparison.methods import Method, find_methods
 from benchmarks.harness import figures, report, training
 from benchmarks.harness.experiment import Experiment, Row, Tune
 from benchmarks.harness.statistics import best, curve_of_rates, select, values
-from benchmarks.harness.tasks import Plateau, compare
+from benchmarks.harness.tasks import Characters
 from benchmarks.harness.timing import milliseconds
 
 METHODS, LEFT_OUT = find_methods()
@@ -39,9 +37,8 @@ OURS = "structlin"
 
 
 @cache
-def make_task(seed: int, **sizes: int) -> compare.Task:
-    sizes = {name: value for name, value in sizes.items() if name != "width"}
-    return Plateau(Namespace(data=None, seed=seed, **sizes))
+def make_task(seed: int, **sizes: int) -> Characters:
+    return Characters(seed, **sizes)
 
 
 def build(method: Method, seed: int, sizes: Row) -> nn.Module:
@@ -59,9 +56,9 @@ def train(method: str, lr: float, seed: int, **sizes: int) -> Row:
     """The held-out loss; parameters that train; FLOPs of a forward pass over a batch."""
     chosen, task = METHODS[method], make_task(seed, **sizes)
     model = build(chosen, seed, sizes)
-    curve = training.follow(
-        model, make_optimizer(chosen, model, lr), task, sizes["steps"], points=5
-    )
+    optimizer = make_optimizer(chosen, model, lr)
+    warmup = max(1, sizes["steps"] // 20)
+    curve = training.follow(model, optimizer, task, sizes["steps"], warmup)
     flops = structlin.cost(model, task.batch(0)[0]).flops
     return {
         "loss": curve[-1][1],
@@ -117,26 +114,6 @@ def markdown(result: Row) -> str:
     return report.table(["", "package", "loss", "FLOPs", "ms"], cells)
 
 
-def show(result: Row) -> list[Any]:
-    dense = select(result["table"], method="dense")
-    lines = []
-    for row in sorted(result["table"], key=mean_loss):
-        time = result["times"][row["method"]]
-        lines.append(
-            {
-                "method": row["method"],
-                "package": row["package"],
-                "parameters": f"{row['params']:,}",
-                "FLOPs": f"{row['flops'] / dense[0]['flops']:.2f}" if dense else "",
-                "ms": report.with_spread(time, ".1f"),
-                "rate": f"{row['lr']:.2g}",
-                "loss": report.losses(row["losses"]),
-            }
-        )
-    title = "loss of each method at its best rate, best first; FLOPs over dense's"
-    return [report.grid(title, lines), *(f"left out: {text}" for text in result["left_out"])]
-
-
 def draw(result: Row) -> figures.Figure:
     """Loss against milliseconds of a step."""
     figure = figures.Figure(figsize=(7, 5), layout="constrained")
@@ -154,6 +131,7 @@ def draw(result: Row) -> figures.Figure:
 EXPERIMENT = Experiment(
     name="comparison",
     about=__doc__,
+    tables={"comparison": markdown},
     run=train,
     axes={"method": [*METHODS]},
     rates=Tune(lambda job: RATE),
@@ -171,7 +149,7 @@ EXPERIMENT = Experiment(
     extra={"timed": 30.0},
     analyse=analyse,
     beside=time_steps,
-    show=show,
+    show=lambda result: [markdown(result), *result["left_out"]],
     draw=draw,
 )
 

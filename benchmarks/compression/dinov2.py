@@ -28,11 +28,13 @@ from torch import Tensor, nn
 
 from benchmarks.compression import methods, peers, vision
 from benchmarks.compression.smollm2 import require
+from benchmarks.harness import report
 from benchmarks.harness.experiment import Experiment, Row
 from benchmarks.harness.statistics import bootstrap, select
 
 PART = "encoder.layer."
-HEALED = {"low-rank": (0.8, 0.5)}  # the refined family -> what is kept where it is healed too
+HALF = 0.5
+HEALED = {"low-rank": (0.8, HALF)}  # the refined family -> what is kept where it is healed too
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as the model was trained
 NEIGHBOURS = 10
 Images = tuple[Tensor, Tensor]  # bytes (n, height, width), classes (n,)
@@ -188,9 +190,29 @@ FIGURES = {
 }
 
 
+def accuracies(row: Row) -> str:
+    """Of neighbours / of a linear probe."""
+    return f"{row['neighbours']:.3f} / {row['probe']:.3f}"
+
+
+def numbers(result: Row) -> dict[str, str]:
+    """Accuracies of low-rank, by what else is kept."""
+    rows = select(result["rows"], method="low-rank", way="calibrated")
+    rows = sorted((row for row in rows if row["keep"] != HALF), key=lambda row: -row["keep"])
+    return {"dinov2.shares": ", ".join(f"{accuracies(row)} at {row['keep']:g}" for row in rows)}
+
+
+def markdown(result: Row) -> str:
+    rows = [row for row in methods.in_order(result["rows"]) if row["keep"] in (HALF, 1)]
+    lines = [[methods.name_of(row), accuracies(row)] for row in rows]
+    return report.table(["", f"keep {HALF:g}"], lines)
+
+
 EXPERIMENT = Experiment(
     name="dinov2",
     about=__doc__,
+    numbers=numbers,
+    tables={"vision": markdown},
     run=methods.runner(prepare, measure, time_speeds),
     axes=methods.axes_of([1.0, 0.5, 0.8, 0.6, 0.9], HEALED),
     seeds=0,

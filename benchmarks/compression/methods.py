@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from rich.pretty import Pretty
 from torch import nn
 
 import structlin
@@ -228,7 +229,7 @@ def in_order(rows: Iterable[Row]) -> list[Row]:
 def show(result: Row, line_of: Callable[[Row], dict[str, str]], **tables: Any) -> list[Any]:
     """A line of each row, and what else was computed of them."""
     lines = [line_of(row) for row in in_order(result["rows"])]
-    return [report.grid(result["setting"]["model"], lines), *report.tables(tables)]
+    return [report.grid(result["setting"]["model"], lines), Pretty(tables)]
 
 
 def cells_of(row: Row, figures: Mapping[str, str]) -> dict[str, str]:

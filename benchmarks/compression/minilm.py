@@ -242,9 +242,42 @@ FIGURES = {
     "same_neighbour": "same nearest sentence",
     "topic": "topic found by the original's classifier",
 }
+
+
+def show_all(result: Row) -> str:
+    """Cosine to the original's vectors, plain / calibrated / refined; of a peer its own."""
+    rows = [row for row in result["rows"] if row["budget"] < 1]
+    budgets = sorted({row["budget"] for row in rows})
+    found = {(row["family"], row["budget"], row["way"]): f"{row['cosine']:.2f}" for row in rows}
+    lines = []
+    for family in dict.fromkeys(row["family"] for row in rows):
+        ways = ("peer",) if (family, budgets[0], "peer") in found else ("plain", *CALIBRATED)
+        cells = [[found.get((family, budget, way), "-") for way in ways] for budget in budgets]
+        lines.append([family, *(" / ".join(each) for each in cells)])
+    return report.table(["", *(f"{budget:.0%}" for budget in budgets)], lines)
+
+
+def show_half(result: Row) -> str:
+    """Low-rank with its blocks refined, what else was done to it, peers."""
+    lines = []
+    for row in result["rows"]:
+        ours = row["way"] not in ("peer", "dense")
+        left_out = row["way"] in ("plain", "calibrated") or row["budget"] not in (HALF, 1)
+        if left_out or (ours and row["family"] != "low-rank"):
+            continue
+        figures = [f"{row[name]:.2f}" for name in FIGURES]
+        healing = f" + {row['heal_seconds']:.0f}" if "heal_seconds" in row else ""
+        size, seconds = f"{row['bytes'] / 1e6:.1f}", f"{row['cpu_seconds']:.0f}{healing}"
+        name = f"{row['family']}, {row['way']}" if ours else row["family"]
+        lines.append([name, size, *figures, seconds])
+    return report.table(["", "MB", "cosine", "same neighbour", "topic found", "CPU s"], lines)
+
+
+TABLES = {"sentence encoder": show_all, "half of the encoder": show_half}
 EXPERIMENT = Experiment(
     name="minilm",
     about=__doc__,
+    tables=TABLES,
     run=run,
     axes={
         "family": ["dense", *FAMILIES, *PEERS],

@@ -37,12 +37,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.compression import methods, peers
+from benchmarks.harness import report
 from benchmarks.harness.experiment import Experiment, Row
 from benchmarks.harness.statistics import bootstrap, select, values
+from benchmarks.harness.tasks import library
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import pretrained
-import train_gpt
 
 PART = "model.layers."
 HEALED = {"low-rank": (0.8, 0.6)}  # the refined family -> what is kept where it is healed too
@@ -78,7 +79,7 @@ def make_tiny() -> tuple[nn.Module, dict[str, Tensor]]:
     sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "vocab_size": 128}
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True)).eval()
-    ids = torch.tensor([*train_gpt.read_text(None)[:20_000].encode("ascii")])
+    ids = torch.tensor([*library()[:20_000].encode("ascii")])
     return model, {"wiki": ids, "c4": ids.flip(0)}
 
 
@@ -264,9 +265,52 @@ FIGURES = {
 }
 
 
+def numbers(result: Row) -> dict[str, str]:
+    """The excess perplexity of the best of ours over that of SVD-LLM, by what is kept, right after
+    compression and healed."""
+    found: dict[str, list[str]] = {"calibrated": [], "healed": []}
+    for keep, excess in sorted(result["excess"].items(), reverse=True):
+        for way, texts in found.items():
+            ours = {name: each for name, each in excess.items() if name.endswith(f", {way}")}
+            if ours:
+                best = min(ours, key=lambda name: ours[name]["value"])
+                method = best.removesuffix(f", {way}")
+                texts.append(f"{report.number(ours[best])} at {keep} ({method})")
+    names = {"smollm2.excess": "calibrated", "smollm2.healed": "healed"}
+    return {name: "; ".join(found[way]) or "not run" for name, way in names.items()}
+
+
+def markdown(result: Row) -> str:
+    """Perplexity by what is kept, and what else was measured at 0.8; of the families' int8 rows,
+    which are alike, that of low-rank."""
+    rows = methods.in_order(result["rows"])
+    rows = [row for row in rows if row["way"] != "int8" or row["method"] in ("dense", "low-rank")]
+    keeps = sorted({row["keep"] for row in rows if row["keep"] < 1}, reverse=True)
+    found = {(methods.name_of(row), row["keep"]): row for row in rows}
+    lines = []
+    for name in dict.fromkeys(methods.name_of(row) for row in rows):
+        whole = found.get((name, 1.0))
+        of = [whole or found.get((name, keep)) for keep in keeps]
+        cells = ["-" if row is None else f"{row['perplexity']:.1f}" for row in of]
+        row = whole or found.get((name, 0.8))
+        lines.append([name, *cells, *(["-"] * 5 if row is None else cells_of(row))])
+    titles = [*(f"keep {keep:g}" for keep in keeps), "KL", "task", "MB", "speed", "CPU s"]
+    return report.table(["", *titles], lines)
+
+
+def cells_of(row: Row) -> list[str]:
+    figures = [f"{row['kl']:.2f}", f"{100 * row['choice']:.0f} %", f"{row['bytes'] / 1e6:.0f}"]
+    speeds = [[*each.values()][-1]["x_dense"]["median"] for each in row.get("speed", {}).values()]
+    times = ", ".join(f"{speed:.2f}x" for speed in speeds)
+    healing = f" + {row['heal_seconds']:.0f}" if "heal_seconds" in row else ""
+    return [*figures, times or "-", f"{row['cpu_seconds']:.0f}{healing}"]
+
+
 EXPERIMENT = Experiment(
     name="smollm2",
     about=__doc__,
+    numbers=numbers,
+    tables={"language model": markdown},
     run=methods.runner(prepare, measure, time_speeds),
     axes=methods.axes_of([1.0, 0.8, 0.6, 0.9], HEALED),
     seeds=0,

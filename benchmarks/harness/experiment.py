@@ -24,7 +24,8 @@ from rich.progress import track
 
 import structlin
 from benchmarks.harness import report, statistics
-from benchmarks.harness.record import RESULTS, Row, in_lists, read_rows, save_json
+from benchmarks.harness.record import RESULTS, Row, save_json
+from benchmarks.harness.shown import Shown
 from benchmarks.harness.statistics import select
 
 T = TypeVar("T")
@@ -117,7 +118,6 @@ class Runs:
         names: of a job's values; a row has them too.
         path: of the JSON; None: nothing is read or written.
         setting: what all rows share, plain data; rows of another setting are not taken.
-        lists: of the file, see `Experiment`.
         again: a job that must be run again, whatever the file has.
     """
 
@@ -130,13 +130,11 @@ class Runs:
         path: Path | None,
         setting: Mapping[str, Any],
         sizes: Mapping[str, Any],
-        lists: Mapping[str, Row],
         again: Callable[[Row], bool],
     ) -> None:
         self.names, self.options, self.sizes = names, options, dict(sizes)
         self.work = partial(_measure, function, self.sizes)
-        self.path, self.setting, self.lists = path, _plain(setting), lists
-        self.content: Row = {}  # what else the file is to have
+        self.path, self.setting = path, _plain(setting)
         self.rows: dict[str, list[Row]] = {}
         self.made, self.saved = 0, time.monotonic()
         self.earlier: Row = {}
@@ -144,7 +142,7 @@ class Runs:
             found = json.loads(path.read_text(encoding="utf-8"))
             if (found.get("setting") or {}) == self.setting:
                 self.earlier = found
-                for row in read_rows(found, lists):
+                for row in found["rows"]:
                     if not again(row):
                         self.rows.setdefault(self.key(row), []).append(row)
         self.kept = sum(map(len, self.rows.values()))
@@ -168,14 +166,6 @@ class Runs:
     def all(self) -> list[Row]:
         return [row for rows in self.rows.values() for row in rows]
 
-    def once(self, name: str, measure: Callable[[], T]) -> T:
-        """What the file has under `name`; where it has nothing, what `measure` returns, kept."""
-        if name not in self.content:
-            kept = name in self.earlier and not self.options.again
-            self.content[name] = self.earlier[name] if kept else measure()
-            self.save()
-        return self.content[name]
-
     def save(self, rows: Sequence[Row] | None = None, **content: Any) -> None:
         """Write the rows and `content`; where every row was there before, so is their origin."""
         self.saved = time.monotonic()
@@ -188,8 +178,8 @@ class Runs:
         elif self.kept:
             source = {"rows": self.kept, "environment": self.earlier["environment"]}
             origin = {"earlier": [*self.earlier.get("earlier", []), source]}
-        content = {"setting": self.setting, **self.content, **content}
-        content |= in_lists(self.all() if rows is None else rows, self.lists)
+        content = {"setting": self.setting} | content
+        content["rows"] = self.all() if rows is None else rows
         save_json(self.path, **origin, **content)
 
     def _add(self, rows: list[Row]) -> None:
@@ -214,13 +204,12 @@ def _plain(found: Any) -> Any:
 
 @dataclass(frozen=True)
 class Search:
-    """Learning rates by factors of 2 along the axis `over`, ascending: at each size from the best
+    """Learning rates by factors of 2 along the axis "size", ascending: at each size from the best
     rate of the size before until the best has both its neighbours.
 
     The first size starts at `start` of the job's other values. A smoke run takes one round a size.
     """
 
-    over: str
     start: Callable[[Job], float]
 
 
@@ -229,19 +218,17 @@ class Tune:
     """Learning rates by factors of 2 on seed 0, from `start` of the job's other values until the
     best has both its neighbours; then the other seeds at the best.
 
-    No rate below `lowest` is tried. A smoke run has the rate at the start alone.
+    A smoke run has the rate at the start alone.
     """
 
     start: Callable[[Job], float]
-    lowest: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experiment:
-    """What is compared. `main` runs it.
+class Experiment(Shown):
+    """What is compared, and what pages show of it (see `Shown`). `main` runs it.
 
     Args:
-        name: of the result under results/, as "papers/md_width".
         about: the module's docstring.
         run: a value of each axis, "lr" and "seed" among them, and `sizes` -> what was measured.
         axes: every combination of their values is run. An axis may be a function of the values
@@ -256,20 +243,17 @@ class Experiment:
         beside: what needs more than the rows, as what is measured once: (axes, sizes and `extra`,
             what was found so far with its "rows") -> plain data.
         extra: options of the command that change no row, and their defaults.
-        lists: where the result has its rows, as "rows/teacher", and what all rows of that list
-            share, which they do not have there.
         workers: processes; 1 where rows are times.
-        show: the result -> what is printed.
+        show: the result -> what is printed; by default all but the rows.
         draw: the result -> its picture.
         design: (runs, axes) -> rows, where the runs follow from one another in another way.
     """
 
-    name: str
     about: str | None
     run: Callable[..., Row | list[Row]]
     axes: Mapping[str, Axis]
     analyse: Callable[[list[Row]], Row]
-    show: Callable[[Row], Iterable[Any]] = report.tables
+    show: Callable[[Row], Iterable[Any]] = report.without_rows
     draw: Callable[[Row], Figure] | None = None
     rates: Search | Tune | None = None
     seeds: int = 3
@@ -278,7 +262,6 @@ class Experiment:
     note: Mapping[str, Any] = field(default_factory=dict)
     beside: Callable[[Row, Row], Row] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
-    lists: Mapping[str, Row] = field(default_factory=lambda: {"rows": {}})
     workers: int = 2
     design: Callable[[Runs, Mapping[str, Axis]], list[Row]] | None = None
 
@@ -297,14 +280,14 @@ class Experiment:
             axes.setdefault("seed", range(getattr(options, "seeds", None) or count))
         runs = self._runs(options, [*axes], sizes, chosen)
         rows = [*self._rows(runs, axes, chosen, options.smoke)]
-        result: Row = {"setting": runs.setting, **runs.content, **self.analyse(rows)}
+        result: Row = {"setting": runs.setting, **self.analyse(rows)}
         if self.beside:
             extra = {name: getattr(options, name) for name in self.extra}
             found = self.beside(axes | chosen | sizes | extra, result | {"rows": rows})
             runs.made += any(runs.earlier.get(name) != each for name, each in _plain(found).items())
             result |= found
         runs.save(rows, **result)
-        result |= in_lists(rows, self.lists)
+        result["rows"] = rows
         Console(width=140, markup=False).print(*self.show(result), sep="\n")
         if self.draw and runs.path:
             self.draw(result).savefig(runs.path.with_suffix(".png"), dpi=90)
@@ -330,12 +313,11 @@ class Experiment:
             names = [*names[:-1], "lr", "seed"]
         return Runs(
             self.run,
-            list(dict.fromkeys(name for each in (*self.lists.values(), names) for name in each)),
+            names,
             options,
             path=result_path(options, Path(self.name).name),
             setting={**sizes, **self.note},
             sizes=sizes,
-            lists=self.lists,
             again=lambda row: options.again and _is_chosen(row, chosen),
         )
 
@@ -354,22 +336,38 @@ class Experiment:
                 else:
                     yield from select(runs.all(), **group)
         else:
-            over = self.rates.over
-            outer = {name: axis for name, axis in axes.items() if name not in (over, "seed")}
+            outer = {name: axis for name, axis in axes.items() if name not in ("size", "seed")}
             for group in combinations(outer):
-                if not _is_chosen(group, chosen):
+                if _is_chosen(group, chosen):
+                    sizes = [job["size"] for job in combinations({"size": axes["size"]}, group)]
+                    start = self.rates.start(group)
+                    yield from follow(runs, group, sizes, axes["seed"], start, 1 if smoke else 100)
+                else:
                     yield from select(runs.all(), **group)
-                    continue
-                axis = axes[over]
-                sizes = axis(group) if callable(axis) else axis
 
-                def run(size: Any, lrs: list[float], group: Job = group) -> list[Row]:
-                    grid = {"lr": lrs, "seed": axes["seed"]}
-                    return runs.of({**group, over: size, **job} for job in combinations(grid))
 
-                yield from statistics.search(
-                    run, sizes, self.rates.start(group), over=over, rounds=1 if smoke else 100
-                )
+def follow(
+    runs: Runs, group: Job, sizes: Sequence[Any], seeds: Axis, start: float, rounds: int
+) -> list[Row]:
+    """The rows of one group of values: at each size from the best rate of the one before by factors
+    of 2 until the best has both its neighbours; and at the last with the first one's best rate."""
+    rows: list[Row] = []
+
+    def run(size: Any, lrs: list[float]) -> list[Row]:
+        grid = combinations({"lr": lrs, "seed": seeds})
+        return runs.of({**group, "size": size, **job} for job in grid)
+
+    def curve(size: Any) -> dict[float, float]:
+        return statistics.curve_of_rates(select(rows, size=size))
+
+    for size in sizes:
+        for _ in range(rounds):
+            if not (lrs := statistics.untried(curve(size), start)):
+                break
+            rows += run(size, lrs)
+        start = statistics.best(curve(size))
+    kept = statistics.best(curve(sizes[0]))
+    return rows if kept in curve(sizes[-1]) else rows + run(sizes[-1], [kept])
 
 
 def tune(runs: Runs, group: Job, seeds: Sequence[int], rates: Tune) -> list[Row]:
@@ -377,7 +375,7 @@ def tune(runs: Runs, group: Job, seeds: Sequence[int], rates: Tune) -> list[Row]
     rows: list[Row] = []
     while True:
         curve = statistics.curve_of_rates(rows)
-        tried = [lr for lr in statistics.untried(curve, rates.start(group)) if lr >= rates.lowest]
+        tried = statistics.untried(curve, rates.start(group))
         if runs.options.smoke:
             tried = [rates.start(group)] * (not rows)
         if not tried:
@@ -409,14 +407,14 @@ def climb(
         runs.of(jobs)
 
 
-def combinations(axes: Mapping[str, Axis]) -> Iterator[Job]:
-    """Every job of the axes.
+def combinations(axes: Mapping[str, Axis], given: Job | None = None) -> Iterator[Job]:
+    """Every job of the axes, after the values that are `given`.
 
     >>> axes = {"rule": ["naive", "aware"], "lr": lambda job: [1] if job["rule"] == "naive" else []}
     >>> list(combinations(axes))
     [{'rule': 'naive', 'lr': 1}]
     """
-    jobs: list[Job] = [{}]
+    jobs: list[Job] = [given or {}]
     for name, axis in axes.items():
         jobs = [
             {**job, name: value}

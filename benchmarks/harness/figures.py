@@ -1,7 +1,7 @@
 """The pictures of results: small multiples of curves."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import cycle
 from statistics import fmean
 from typing import Any
@@ -40,7 +40,6 @@ def curves(
     line: Sequence[str] = (),
     log: str = "xy",
     base: float = 10,
-    labels: Callable[..., str] = lambda *names: ", ".join(map(str, names)),
     columns: int = COLUMNS,
 ) -> Figure:
     """`y` against `x`, geometric means over all else of the rows: a panel for each value of
@@ -49,7 +48,6 @@ def curves(
     Args:
         log: the axes that are logarithmic; means are arithmetic where "y" is not.
         base: of the logarithmic x.
-        labels: values of `line` -> their name.
     """
     rows = [row for row in rows if row[y] is not None and math.isfinite(row[y])]
     if not rows:
@@ -71,7 +69,9 @@ def curves(
             places = sorted(values(found, x))
             means = [_mean([row[y] for row in found if row[x] == at], "y" in log) for at in places]
             colour = shades(0.9 * n / max(1, len(lines) - 1)) if numbers else f"C{n % 10}"
-            axes.plot(places, means, marker=marker, ms=4, color=colour, label=labels(*key))
+            axes.plot(
+                places, means, marker=marker, ms=4, color=colour, label=", ".join(map(str, key))
+            )
         if "x" in log:
             axes.set_xscale("log", base=base)
         if "y" in log:

@@ -3,15 +3,16 @@
 import math
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 import structlin
-from benchmarks.harness.tasks import MixedDigits, compare
 
+HEAD = 32  # features of an attention head, at every width
+HEAD_STD = 0.02  # of the start of the output layer, as GPT-2's; other heads start at zero
 BASE_WIDTH = 64  # where the learning rates are meant; muP takes them to other widths
 
 STRUCTURES: dict[str, Callable[[int], structlin.Family]] = {
@@ -19,12 +20,9 @@ STRUCTURES: dict[str, Callable[[int], structlin.Family]] = {
     "low-rank": lambda width: structlin.LowRank(rank=math.isqrt(width)),
     "Kronecker": lambda width: structlin.Kronecker(),
     "TT r=4": lambda width: structlin.TT(rank=4),
-    "TT r=8": lambda width: structlin.TT(rank=8),
-    "BlockDiagonal b=4": lambda width: structlin.BlockDiagonal(blocks=4),
     "Monarch": lambda width: structlin.Monarch(blocks=4),
     "Monarch b=4": lambda width: structlin.Monarch(blocks=4),
     "Monarch b=16": lambda width: structlin.Monarch(blocks=16),
-    "Monarch 16": lambda width: structlin.Monarch(blocks=16),
     "BTT r=1": lambda width: structlin.BTT(rank=1),
     "BTT r=2": lambda width: structlin.BTT(rank=2),
     "BTT r=4": lambda width: structlin.BTT(rank=4),
@@ -43,148 +41,145 @@ def mlp(*widths: int, bias: bool = True) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-def dense_mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:
-    """Three hidden layers of ReLUs. The head starts at zero, and so do the biases."""
+def structured_mlp(
+    inputs: int, width: int, outputs: int, family: structlin.Family
+) -> nn.Sequential:
+    """Three hidden layers of ReLUs, the two square matrices structured. The head starts at zero,
+    and so do the biases."""
     model = mlp(inputs, width, width, width, outputs)
     nn.init.normal_(model[0].weight, std=inputs**-0.5)
     nn.init.zeros_(model[6].weight)
     for layer in (model[0], model[2], model[4], model[6]):
         nn.init.zeros_(layer.bias)
-    return model
+    return structlin.convert(model, family, include=["2", "4"], init="mup")
 
 
-def structured_mlp(
-    inputs: int, width: int, outputs: int, family: structlin.Family
-) -> nn.Sequential:
-    """`dense_mlp` with its two square matrices structured."""
-    return structlin.convert(
-        dense_mlp(inputs, width, outputs), family, include=["2", "4"], init="mup"
-    )
+# ---- Transformers --------------------------------------------------------------------------------
 
 
-# ---- "Compute Better Spent", appendix E ----------------------------------------------------------
+class Attention(nn.Module):
+    """`heads` heads of HEAD features; None: as many as fill the width."""
 
-
-class Perceptron(nn.Module):
-    """Residual blocks h + W2 gelu(W1 norm(h)) with four times the width inside (E.1).
-
-    The paper scales the first layer's rate by 0.1 because images are much wider than the base
-    width; digits are not.
-    """
-
-    depth = 3  # blocks
-
-    def __init__(self, inputs: int, width: int, outputs: int) -> None:
+    def __init__(self, width: int, causal: bool, heads: int | None) -> None:
         super().__init__()
-        self.embed = nn.Linear(inputs, width)
-        self.blocks = nn.Sequential(
-            *(_Residual(width, compare.MLP(width)) for _ in range(self.depth))
-        )
-        self.norm = nn.LayerNorm(width, bias=False)
-        self.head = nn.Linear(width, outputs)
-        compare.initialise(self, embedding=1)
+        self.causal, inner = causal, HEAD * heads if heads else width
+        self.c_attn = nn.Linear(width, 3 * inner, bias=False)
+        self.c_proj = nn.Linear(inner, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:  # (batch, inputs) -> (batch, outputs)
-        return self.head(self.norm(self.blocks(self.embed(x))))
+    def forward(self, x: Tensor) -> Tensor:  # (batch, tokens, width)
+        # (batch, heads, tokens, HEAD)
+        q, k, v = self.c_attn(x).unflatten(-1, (3, -1, HEAD)).permute(2, 0, 3, 1, 4)
+        # muP: not 1 / sqrt
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, scale=1 / HEAD)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(width, 4 * width, bias=False)
+        self.c_proj = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, causal: bool, heads: int | None) -> None:
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(width, bias=False), Attention(width, causal, heads)
+        self.ln_2, self.mlp = nn.LayerNorm(width, bias=False), MLP(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """That of examples/train_gpt.py, with a number of heads of its own."""
+
+    def __init__(
+        self, vocabulary: int, context: int, width: int, depth: int, heads: int | None = None
+    ) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width, True, heads) for _ in range(depth)))
+        self.ln_f = nn.LayerNorm(width, bias=False)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+        initialise(self, embedding=0.2)
+        frequencies = (2 * context) ** -(torch.arange(0, width, 2) / width)
+        angles = torch.arange(context)[:, None] * frequencies
+        waves = math.sqrt(2) * torch.cat([angles.sin(), angles.cos()], dim=1)[:, :width]
+        with torch.no_grad():
+            self.wpe.weight.copy_(0.2 * waves)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (batch, tokens) -> (batch, tokens, vocabulary)
+        x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
+        return self.lm_head(self.ln_f(self.blocks(x)))
 
 
 class ViT(nn.Module):
-    """Attention scaled by 1 / `features`, queries and keys normalised, queries zero at the start
-    (E.1, E.2); mean pooling."""
-
-    depth, patch, features = 3, 2, 16  # blocks; pixels; features of an attention head
-
-    def __init__(self, inputs: int, width: int, outputs: int) -> None:
+    def __init__(
+        self, shape: torch.Size, patch: int, classes: int, width: int, depth: int, heads: int
+    ) -> None:
         super().__init__()
-        self.embed = nn.Linear(self.patch**2, width)
-        self.position = nn.Embedding(inputs // self.patch**2, width)
-        self.blocks = nn.Sequential(
-            *(
-                _Residual(width, part(width))
-                for _ in range(self.depth)
-                for part in (_Attention, compare.MLP)
-            )
-        )
-        self.norm = nn.LayerNorm(width, bias=False)
-        self.head = nn.Linear(width, outputs)
-        compare.initialise(self, embedding=1)
-        for block in self.blocks[::2]:
-            nn.init.zeros_(block.part.query.weight)
-
-    def forward(self, x: Tensor) -> Tensor:  # (batch, inputs) -> (batch, outputs)
-        side = MixedDigits.side // self.patch
-        patches = rearrange(
-            x, "n (h p w q) -> n (h w) (p q)", p=self.patch, q=self.patch, w=side, h=side
-        )
-        x = self.embed(patches) + self.position.weight  # (batch, tokens, width)
-        return self.head(self.norm(self.blocks(x)).mean(1))
-
-
-class _Residual(nn.Module):
-    def __init__(self, width: int, part: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.part = nn.LayerNorm(width, bias=False), part
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.part(self.norm(x))
-
-
-class _Attention(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.query, self.key, self.value, self.c_proj = (
-            nn.Linear(width, width, bias=False) for _ in range(4)
-        )
-        self.query_norm, self.key_norm = (nn.LayerNorm(ViT.features, bias=False) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:  # (batch, tokens, width)
-        q, k, v = (
-            rearrange(layer(x), "n t (h d) -> n h t d", d=ViT.features)
-            for layer in (self.query, self.key, self.value)
-        )
-        q, k = self.query_norm(q), self.key_norm(k)
-        y = F.scaled_dot_product_attention(q, k, v, scale=1 / ViT.features)
-        return self.c_proj(rearrange(y, "n h t d -> n t (h d)"))
-
-
-# ---- nanoGPT -------------------------------------------------------------------------------------
-
-
-class NanoGPT(nn.Module):
-    """nanoGPT's architecture with its initialisation (github.com/karpathy/nanoGPT, model.py),
-    without dropout and biases: Gaussian weights of std 0.02, those that end a branch smaller by
-    sqrt(2 blocks); x + f(x); attention scaled by 1 / sqrt(d); the head is the embedding."""
-
-    heads = 4
-
-    def __init__(self, vocabulary: int, *, context: int, width: int, blocks: int) -> None:
-        super().__init__()
-        self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        self.blocks = nn.Sequential(*(_NanoBlock(width, self.heads) for _ in range(blocks)))
+        channels, height, columns = shape
+        self.patch = patch
+        self.patch_embedding = nn.Linear(channels * patch * patch, width)
+        self.position = nn.Embedding(height * columns // patch**2, width)
+        self.blocks = nn.Sequential(*(Block(width, False, heads) for _ in range(depth)))
         self.ln_f = nn.LayerNorm(width, bias=False)
-        for name, weight in self.named_parameters():
-            if weight.ndim == 2:
-                branches = 2 * blocks if name.endswith("_proj.weight") else 1
-                nn.init.normal_(weight, std=0.02 / math.sqrt(branches))
+        self.head = nn.Linear(width, classes)
+        initialise(self, embedding=1)
 
-    def forward(self, tokens: Tensor) -> Tensor:  # (batch, tokens) -> (batch, tokens, vocabulary)
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
-        return F.linear(self.ln_f(self.blocks(x)), self.wte.weight)
+    # (batch, channels, height, columns) -> (batch, classes)
+    def forward(self, images: Tensor) -> Tensor:
+        # (batch, patches, channels * patch * patch)
+        patches = F.unfold(images, self.patch, stride=self.patch).mT
+        x = self.patch_embedding(patches) + self.position.weight
+        return self.head(self.ln_f(self.blocks(x)).mean(1))
 
 
-class _NanoBlock(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.ln_1, self.ln_2 = (nn.LayerNorm(width, bias=False) for _ in range(2))
-        self.c_attn = nn.Linear(width, 3 * width, bias=False)
-        self.attn_proj = nn.Linear(width, width, bias=False)
-        self.c_fc = nn.Linear(width, 4 * width, bias=False)
-        self.mlp_proj = nn.Linear(4 * width, width, bias=False)
+@torch.no_grad()
+def initialise(model: nn.Module, *, embedding: float) -> None:
+    """muP: hidden layers 1 / sqrt(fan_in); zero for the head and the last linear layer of each
+    residual branch.
 
-    def forward(self, x: Tensor) -> Tensor:  # (batch, tokens, width)
-        heads = self.c_attn(self.ln_1(x)).unflatten(-1, (3, self.heads, -1))
-        q, k, v = heads.permute(2, 0, 3, 1, 4)  # (batch, heads, tokens, features)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attn_proj(mixed.transpose(1, 2).flatten(2))
-        return x + self.mlp_proj(F.gelu(self.c_fc(self.ln_2(x))))
+    Args:
+        embedding: standard deviation of embeddings, the same at every width.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            zero = name.endswith(("head", "c_proj"))
+            module.weight.zero_() if zero else module.weight.normal_(0, module.in_features**-0.5)
+        elif isinstance(module, nn.Embedding):
+            module.weight.normal_(0, embedding)
+
+
+def build(
+    task: Any,
+    width: int,
+    structure: structlin.Family | None,
+    seed: int,
+    device: str,
+    **changes: Any,
+) -> nn.Module:
+    """The dense model of a task whose head starts small, or converted.
+
+    Args:
+        changes: options of `convert` beside those of the task.
+    """
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = task.model(width)
+        if structure is not None:
+            options = {"init": "mup", "zero_init": ["*c_proj"], "weight_norm": task.weight_norm}
+            structlin.convert(model, structure, **options | changes)
+        for name, head in model.named_children():
+            if not name.endswith("head"):
+                continue
+            if isinstance(head, structlin.StructuredLinear):
+                head.match_norm_(HEAD_STD * math.sqrt(head.in_features * head.out_features))
+            else:
+                nn.init.normal_(head.weight, std=HEAD_STD)
+    return model

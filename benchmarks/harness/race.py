@@ -18,7 +18,6 @@ from platform import libc_ver
 from typing import Any, Generic
 
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -27,6 +26,7 @@ import structlin
 from benchmarks.harness import timing
 from benchmarks.harness.experiment import parser, result_path
 from benchmarks.harness.record import save_json
+from benchmarks.harness.shown import Shown
 from benchmarks.harness.timing import Ceilings, Key, Work, ratio, spread
 from structlin import Structure
 
@@ -206,11 +206,11 @@ class Variant:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
-    """What is compared, and for how many seconds. `main` runs it.
+class Bench(Shown):
+    """What is compared, for how many seconds, and what pages show of it (see `Shown`). `main` runs
+    it; a result of a GPU has a name that ends in "_gpu".
 
     Args:
-        name: of the result under results/; one of a GPU ends in "_gpu".
         about: the module's docstring.
         budget: seconds, the default of --budget.
         jobs: (device, smoke) -> settings by importance; a job is a dataclass with a `title`.
@@ -218,17 +218,15 @@ class Bench:
         table: a job's rows -> how they are shown; None: they are not.
         devices: those it runs on.
         rounds: the least and the most; two in a smoke run.
-        allocator: what a CPU's freed memory becomes, the default of --allocator.
+        keeps_pages: whether a CPU's freed memory stays the process's own.
         ceilings: job -> the dtype whose ceilings it needs, if any.
         weight: (job, device) -> how long its rounds take, relatively.
         least: (job, device, the rows of each job so far) -> seconds that it takes in any case.
         setting: (device, smoke) -> what else describes all rows, kept as "setting".
         beside: smoke -> what else is measured, kept beside the rows.
         below: the result -> what is printed below the tables.
-        draw: the result -> its picture.
     """
 
-    name: str
     about: str | None
     budget: float
     jobs: Callable[[str, bool], Sequence[Any]]
@@ -236,14 +234,13 @@ class Bench:
     table: Callable[[Sequence[Row]], Table | None]
     devices: Sequence[str] = ("cpu", "cuda")
     rounds: tuple[int, int] = (3, 25)
-    allocator: str = "keep"
+    keeps_pages: bool = True
     ceilings: Callable[[Any], str | None] = lambda job: None
     weight: Callable[[Any, str], float] = lambda job, device: 1.0
     least: Callable[[Any, str, Sequence[list[Row]]], float] = lambda job, device, heats: 0.0
     setting: Callable[[str, bool], Row] = lambda device, smoke: {}
     beside: Callable[[bool], Row] = lambda smoke: {}
     below: Callable[[Row], str] = lambda result: ""
-    draw: Callable[[Row], Figure] | None = None
 
     def main(self, argv: Sequence[str] | None = None) -> list[Row]:
         """Run, print and keep the result, and return its rows."""
@@ -256,9 +253,8 @@ class Bench:
         if ceilings:
             result["ceilings"] = {dtype: asdict(found) for dtype, found in ceilings.items()}
         result |= self.beside(options.smoke)
-        other = "" if options.allocator == self.allocator else f"_{options.allocator}_allocator"
         place = "_gpu" if options.device == "cuda" else ""
-        path = result_path(options, self.name + place + other)
+        path = result_path(options, self.name + place)
         heats: list[list[Row]] = []
         for rows in self._heats(options, end, ceilings):
             print(*(json.dumps(row, allow_nan=False) for row in rows), sep="\n", flush=True)
@@ -270,8 +266,6 @@ class Bench:
             Console(width=210).print(table)
         if heats:
             print(self.below(result))
-        if path and heats and self.draw:
-            self.draw(result).savefig(path.with_suffix(".png"), dpi=90)
         return result.get("rows", [])
 
     def _heats(
@@ -297,16 +291,13 @@ class Bench:
         cuda = "cuda" in self.devices and torch.cuda.is_available()
         default = "cuda" if cuda else self.devices[0]
         found.add_argument("--device", choices=self.devices, default=default)
-        text = "what a CPU's freed memory becomes"
-        choices = ("keep", "default")
-        found.add_argument("--allocator", choices=choices, default=self.allocator, help=text)
         return found
 
     def _setting(self, options: argparse.Namespace) -> Row:
         device = options.device
         found = {"device": device, "threads": torch.get_num_threads(), "budget": options.budget}
         if device == "cpu":
-            kept = options.allocator == "keep" and timing.keep_pages()
+            kept = self.keeps_pages and timing.keep_pages()
             default = f"{libc_ver()[0] or 'libc'}'s default"
             found["allocator"] = "keeps freed pages" if kept else default
         return found | self.setting(device, options.smoke)

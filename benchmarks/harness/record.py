@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import date
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,31 +74,6 @@ def read(name: str) -> dict[str, Any]:
     """The kept result `name`, as "layer" or "papers/md_width"."""
     result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return result
-
-
-def read_rows(result: Mapping[str, Any], lists: Mapping[str, Row]) -> list[Row]:
-    """The rows of a result, each with what its list shares.
-
-    >>> result = {"rows": {"teacher": [{"loss": 1}], "digits": [{"loss": 2}]}}
-    >>> read_rows(result, {f"rows/{task}": {"task": task} for task in ("teacher", "digits")})
-    [{'task': 'teacher', 'loss': 1}, {'task': 'digits', 'loss': 2}]
-    """
-    return [
-        {**shared, **row}
-        for place, shared in lists.items()
-        for row in reduce(lambda found, key: found.get(key, {}), place.split("/"), result)
-    ]
-
-
-def in_lists(rows: Sequence[Row], lists: Mapping[str, Row]) -> Row:
-    """The rows as a result has them; what `read_rows` reads."""
-    content: Row = {}
-    for place, shared in lists.items():
-        *outer, last = place.split("/")
-        inner = reduce(lambda found, key: found.setdefault(key, {}), outer, content)
-        mine = (row for row in rows if shared.items() <= row.items())
-        inner[last] = [{k: v for k, v in row.items() if k not in shared} for row in mine]
-    return content
 
 
 def _cpu() -> str:

@@ -1,17 +1,17 @@
 """How results are shown: estimates as text, tables in a terminal and in a page."""
 
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.pretty import Pretty
 from rich.table import Table
 
-ENDS = {"value", "low", "high"}
+Estimate = Mapping[str, float]  # "value", and the ends of its 95 % interval
 
 
-def interval(found: Mapping[str, float], digits: int, of: Callable[[float], float]) -> str:
+def interval(found: Estimate, digits: int, of: Callable[[float], float]) -> str:
     """An estimate with the ends of its interval, `of` each.
 
     >>> interval({"value": 0.25, "low": 0.2, "high": 0.3}, 1, lambda share: 100 * share)
@@ -21,12 +21,41 @@ def interval(found: Mapping[str, float], digits: int, of: Callable[[float], floa
     return f"{value} ({low} to {high})"
 
 
-def same(x: float) -> float:
-    return x
+def number(found: Estimate, digits: int = 2) -> str:
+    """An estimate as it is.
+
+    >>> number({"value": 0.25, "low": 0.2, "high": 0.3})
+    '0.25 (0.20 to 0.30)'
+    """
+    return interval(found, digits, lambda value: value)
 
 
-def percent(share: float) -> float:
-    return 100 * share
+def factor(found: Estimate, digits: int = 2) -> str:
+    """The estimate of a logarithm, as a factor."""
+    return interval(found, digits, math.exp)
+
+
+def listed(found: Mapping[str, Estimate], show: Callable[[Estimate], str] = factor) -> str:
+    """Estimates with their names.
+
+    >>> listed({"BTT": {"value": 0, "low": 0, "high": 0}}, number)
+    '0.00 (0.00 to 0.00) (BTT)'
+    """
+    return ", ".join(f"{show(each)} ({name})" for name, each in found.items())
+
+
+def percent(share: float, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f}"
+
+
+def least_and_most(prefix: str, values: Iterable[float], form: str) -> dict[str, str]:
+    """The ends of `values`.
+
+    >>> least_and_most("main.share_", [2, 1, 3], ".1f")
+    {'main.share_least': '1.0', 'main.share_most': '3.0'}
+    """
+    found = list(values)
+    return {f"{prefix}least": format(min(found), form), f"{prefix}most": format(max(found), form)}
 
 
 def losses(values: Sequence[float | None]) -> str:
@@ -46,15 +75,9 @@ def rate(lr: float) -> str:
 # ---- in a terminal -------------------------------------------------------------------------------
 
 
-def tables(result: Mapping[str, Any]) -> list[Table]:
-    """Everything in a result but its rows and setting, a table for each entry.
-
-    >>> [table] = tables({"drift": {"Adam": {"value": 1, "low": 0, "high": 2}}, "rows": []})
-    >>> table.title, [list(column.cells) for column in table.columns]
-    ('drift', [['Adam'], ['1 (0 to 2)']])
-    """
-    skipped = {"setting", "rows", "environment"}
-    return [_table(name, found) for name, found in result.items() if name not in skipped]
+def without_rows(result: Mapping[str, Any]) -> list[Pretty]:
+    """Everything in a result but its rows."""
+    return [Pretty({name: found for name, found in result.items() if name != "rows"})]
 
 
 def grid(title: str, rows: Sequence[Mapping[str, str]], names: int = 1) -> Table:
@@ -83,45 +106,6 @@ def with_spread(found: Mapping[str, float], digits: str) -> str:
     return f"{median} ({low}-{high})"
 
 
-def _table(title: str, found: Any) -> Table:
-    shown = Table(title=title)
-    if isinstance(found, list) and found and isinstance(found[0], Mapping):
-        columns = list(dict.fromkeys(key for row in found for key in row))
-        for column in columns:
-            shown.add_column(str(column))
-        for row in found:
-            shown.add_row(*(_cell(row[key]) if key in row else "" for key in columns))
-        return shown
-    shown.add_column("what")
-    shown.add_column("found")
-    for path, value in _leaves(found):
-        shown.add_row(", ".join(path), _cell(value))
-    return shown
-
-
-def _leaves(found: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if isinstance(found, Mapping) and set(found) != ENDS:
-        for key, value in found.items():
-            yield from _leaves(value, (*path, str(key)))
-    elif isinstance(found, list) and found and isinstance(found[0], Mapping):
-        for n, value in enumerate(found):
-            yield from _leaves(value, (*path, str(n)))
-    else:
-        yield path, found
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, Mapping):
-        if set(value) == ENDS:
-            return "{value:.3g} ({low:.3g} to {high:.3g})".format(**value)
-        return ", ".join(f"{key} {_cell(each)}" for key, each in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_cell, value))
-    return str(value)
-
-
 # ---- in a page -----------------------------------------------------------------------------------
 
 
@@ -144,23 +128,3 @@ def pivot(cells: Mapping[tuple[str, str], str], columns: Sequence[str] = ()) -> 
     titles = list(columns or found)
     rows = [[line, *(cells.get((line, title), "-") for title in titles)] for line in lines]
     return table(["", *titles], rows)
-
-
-def speeds(cells: Mapping[tuple[str, str], str]) -> str:
-    """`pivot` with the narrow corner that docs/speed.md has."""
-    return pivot(cells).replace("|  |", "| |", 1)
-
-
-def fill(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
-    """`text` with what stands between `<!-- name -->` and `<!-- end -->` made anew.
-
-    >>> fill("<!-- sum -->\\nold\\n<!-- end -->", {"sum": lambda: "new"})
-    '<!-- sum -->\\nnew\\n<!-- end -->'
-    """
-
-    def made(match: re.Match[str]) -> str:
-        return f"<!-- {match[1]} -->\n{tables[match[1]]()}\n<!-- end -->"
-
-    return re.sub(
-        r"<!-- (?!end)([\w ]+) -->\n(?:(?!<!--).)*?<!-- end -->", made, text, flags=re.DOTALL
-    )

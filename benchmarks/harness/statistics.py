@@ -9,7 +9,6 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import product
 from statistics import fmean, linear_regression, stdev
 from typing import Any
 
@@ -164,14 +163,6 @@ def best(curve: Mapping[float, float]) -> float:
     return min(curve, key=curve.__getitem__)
 
 
-def tuned_on_first(rows: Iterable[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
-    """The rows that have what is `wanted`, at the rate that is best on seed 0, in the order of the
-    seeds."""
-    mine = select(rows, **wanted)
-    lr = best(curve_of_rates(select(mine, seed=0)))
-    return sorted(select(mine, lr=lr), key=lambda row: row["seed"])
-
-
 def untried(curve: Mapping[float, float], start: float) -> list[float]:
     """The rates to try next, by factors of 2 from the best; none if it has both its neighbours.
 
@@ -184,42 +175,8 @@ def untried(curve: Mapping[float, float], start: float) -> list[float]:
     return [rate for rate in (centre / 2, centre, 2 * centre) if rate not in curve]
 
 
-def search(
-    run: Callable[[Any, list[float]], list[dict[str, Any]]],
-    sizes: Sequence[Any],
-    start: float,
-    *,
-    over: str = "size",
-    rounds: int = 100,
-) -> list[dict[str, Any]]:
-    """The rows of one method's runs: at each of `sizes`, ascending, from the best rate of the size
-    before by factors of 2 until the best has both its neighbours; and at the last size with the
-    first one's best rate.
-
-    Args:
-        run: size, rates -> a row for each rate and seed.
-        start: where the search begins at the first size.
-        over: the size's name in a row.
-        rounds: the most at each size.
-    """
-    rows: list[dict[str, Any]] = []
-
-    def curve(size: Any) -> dict[float, float]:
-        return curve_of_rates(row for row in rows if row[over] == size)
-
-    for size in sizes:
-        for _ in range(rounds):
-            if not (lrs := untried(curve(size), start)):
-                break
-            rows += run(size, lrs)
-        start = best(curve(size))
-    kept = best(curve(sizes[0]))
-    return rows if kept in curve(sizes[-1]) else rows + run(sizes[-1], [kept])
-
-
 def tuned(rows: Iterable[Row], of: str = "loss") -> dict[str, Any]:
-    """The rate of the least mean log loss over the seeds, whether it is at an end of those tried,
-    and the log losses at it, by seed.
+    """The rate of the least mean log loss over the seeds, and the log losses at it, by seed.
 
     Args:
         rows: of one method and size.
@@ -229,7 +186,7 @@ def tuned(rows: Iterable[Row], of: str = "loss") -> dict[str, Any]:
     for row in rows:
         by_rate[row["lr"]][row["seed"]] = log_loss(row, of)
     lr = min(by_rate, key=lambda rate: sum(by_rate[rate].values()))
-    return {"lr": lr, "at end": lr in (min(by_rate), max(by_rate)), "logs": by_rate[lr]}
+    return {"lr": lr, "logs": by_rate[lr]}
 
 
 def log_ratios(first: Row, second: Row) -> list[float]:
@@ -262,41 +219,25 @@ def transfer(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
     """method -> how its best learning rate moves from the least size to the largest.
 
     - "drift": slope of log2 (best lr) on log2 size: factors of 2 per doubling, by least squares;
-    - "range": largest less smallest log2 (best lr);
     - "cost": loss of the largest size at the least size's best rate, over its loss at its own (inf
       as None);
-    - "bracketed": no size has its best rate at the end of its sweep;
     - "optima", "losses": log2 (best lr) and least loss of each size.
     """
     curves: dict[str, dict[int, dict[float, float]]] = defaultdict(dict)
     for (method, size), curve in losses(rows).items():
         curves[method][size] = curve
-    return {method: _transfer(by_size) for method, by_size in curves.items()}
-
-
-def _transfer(curves: Mapping[int, Mapping[float, float]]) -> dict[str, Any]:
-    optima = {size: optimum(curve) for size, curve in curves.items()}
-    smallest, largest = curves[min(curves)], curves[max(curves)]
-    moved = largest.get(best(smallest), math.inf) / largest[best(largest)]
-    return {
-        "drift": slope([math.log2(size) for size in optima], list(optima.values())),
-        "range": max(optima.values()) - min(optima.values()),
-        "cost": moved if math.isfinite(moved) else None,
-        "bracketed": all(min(curve) < best(curve) < max(curve) for curve in curves.values()),
-        "optima": optima,
-        "losses": {size: curve[best(curve)] for size, curve in curves.items()},
-    }
-
-
-def moves(rows: Sequence[Row]) -> dict[str, Estimate]:
-    """Of one method's rows, over the seeds: by how many factors of 2 the optimum moves from the
-    smallest size to the largest, "moved", and what keeping the smallest one's best rate (of all
-    seeds) costs there, as the log of a ratio, "cost"."""
-    by_size = {size: curve for (_, size), curve in losses(rows).items()}
-    kept = best(by_size[min(by_size)])
-    last = [curves[max(curves)] for curves in curves_by_seed(rows)]
-    costs = [math.log(curve[kept] / min(curve.values())) for curve in last]
-    return {"moved": student(moved_by_seed(rows)), "cost": student(costs)}
+    found = {}
+    for method, by_size in curves.items():
+        optima = {size: optimum(curve) for size, curve in by_size.items()}
+        smallest, largest = by_size[min(by_size)], by_size[max(by_size)]
+        moved = largest.get(best(smallest), math.inf) / largest[best(largest)]
+        found[method] = {
+            "drift": slope([math.log2(size) for size in optima], list(optima.values())),
+            "cost": moved if math.isfinite(moved) else None,
+            "optima": optima,
+            "losses": {size: curve[best(curve)] for size, curve in by_size.items()},
+        }
+    return found
 
 
 def moved_by_seed(rows: Sequence[Row]) -> list[float]:
@@ -370,15 +311,6 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
     )
 
 
-def power(rows: Sequence[Row], of: str, log: Callable[[float], float] = math.log2) -> list[float]:
-    """With which power of the width a number goes, for each seed of `rows`."""
-    by_seed = [[row for row in rows if row["seed"] == seed] for seed in seeds_of(rows)]
-    return [
-        slope([log(row["width"]) for row in found], [log(row[of]) for row in found])
-        for found in by_seed
-    ]
-
-
 def curve_of(rows: Iterable[Row], seeds: Sequence[int], flops: str = "flops") -> Curve:
     """Mean log loss over `seeds` (a seed may come more than once) at each width, at the width's
     best learning rate.
@@ -422,15 +354,3 @@ def gap(first: Curve, second: Curve, points: int = 33) -> float:
     at = np.linspace(low, high, points)
     ours, theirs = (np.interp(at, *zip(*curve, strict=True)) for curve in (first, second))
     return float((ours - theirs).mean())
-
-
-def best_points(rows: Sequence[dict[str, Any]], *by: str) -> list[dict[str, Any]]:
-    """What a picture of losses against FLOPs shows: for each value of `by` and each width the
-    FLOPs and the geometric mean of the loss at the best rate."""
-    found = []
-    for key in product(*(values(rows, name) for name in by)):
-        named = dict(zip(by, key, strict=True))
-        if mine := select(rows, **named):
-            for flops, loss in curve_of(mine, seeds_of(mine)):
-                found.append({**named, "flops": math.exp(flops), "loss": math.exp(loss)})
-    return found

@@ -1,46 +1,25 @@
 """What the experiments train on: a teacher with unlimited data, digits, text.
 
-A task is made from a seed; `batch(size)` draws inputs and targets, `new(size)` the same that no
-training of its seed sees, and `loss` compares a model's outputs with targets.
+A `Task` is made from a seed; `batch(size)` draws inputs and targets, `new(size)` the same that no
+training of its seed sees, and `loss` compares a model's outputs with targets. What a Transformer
+learns (`Characters`, `Images`) is a function of a step, so that all models see the same batches.
 """
 
-import argparse
 import pydoc_data.topics
-import re
-import sys
 import sysconfig
-from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-import compare
-import train_gpt
-import train_mlp_lm
-import train_vit
+from benchmarks.harness import models
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
-ExampleTask = TypeVar("ExampleTask", bound=compare.Task)
-
-
-class Plateau(train_gpt.Text):
-    """The text of examples/train_gpt.py for a GPT whose head starts at zero, as muP has it: it
-    stays on its first plateau for hundreds of steps, and chance decides when it leaves it. The kept
-    results of most experiments are of this GPT."""
-
-    head_std = 0.0
-
-
-EXAMPLES: dict[str, type[compare.Task]] = {
-    "GPT": Plateau, "ViT": train_vit.Images, "MLP": train_mlp_lm.NextCharacter,
-}  # fmt: skip
 
 
 class Task(Protocol):
@@ -91,12 +70,6 @@ class Teacher:
         return torch.randn(shape, generator=self.random)
 
 
-class WiderTeacher(Teacher):
-    """Students gain from width for longer."""
-
-    inputs, outputs, width = 32, 8, 512
-
-
 # ---- digits --------------------------------------------------------------------------------------
 
 
@@ -141,14 +114,15 @@ class Digits:
         return self.batch(size)
 
 
-class Samples:
-    """Classification of samples, drawn from torch's own generator, or from one of `seed`; new ones
-    are all that are held out."""
+class PlainDigits:
+    """The images as they are, drawn from torch's own generator, or from one of `seed`; none is held
+    out."""
 
+    inputs, outputs = 64, 10
     loss = staticmethod(F.cross_entropy)
 
-    def __init__(self, data: Batch, held: Batch, seed: int | None = None) -> None:
-        (self.x, self.y), self.held = data, held
+    def __init__(self, seed: int | None = None) -> None:
+        self.x, self.y = digits()
         self.random = None if seed is None else torch.Generator().manual_seed(seed)
 
     def batch(self, size: int) -> Batch:
@@ -156,120 +130,37 @@ class Samples:
         return self.x[chosen], self.y[chosen]
 
     def new(self, size: int) -> Batch:
-        return self.held
-
-
-class PlainDigits(Samples):
-    """The images as they are; none is held out."""
-
-    inputs, outputs = 64, 10
-
-    def __init__(self, seed: int | None = None) -> None:
-        super().__init__(digits(), digits(), seed)
-
-
-class MixedDigits:
-    """Digits with the augmentation of "Compute Better Spent" (appendix E), at the size of
-    scikit-learn's: moved by up to a pixel either way and mixed in pairs; a fifth of them is held
-    out.
-
-    The paper trains on CIFAR with random crops, flips, mixup (alpha 0.8) and labels smoothed by
-    0.3. The same here but for flips, which would make another digit of some. A target is a
-    distribution over the classes; the loss is the divergence from it (nats), so that what mixup and
-    smoothing add to any model's cross-entropy is not in it.
-    """
-
-    side, outputs, mixup, smoothing = 8, 10, 0.8, 0.3
-    inputs = side * side
-
-    def __init__(self, seed: int, *, heldout: bool = False) -> None:
-        self.seed, self.random = seed, torch.Generator().manual_seed(1_000_003 * seed + 3)
-        self.images, self.labels = _fold(heldout)
-
-    def batch(self, size: int) -> Batch:  # (size, inputs), (size, classes)
-        first, second = (self.draw(size) for _ in range(2))
-        share = self._beta(size)[:, None]
-        return tuple(share * a + (1 - share) * b for a, b in zip(first, second, strict=True))
-
-    def new(self, size: int) -> Batch:
-        other = MixedDigits(self.seed, heldout=True)
-        other.random.manual_seed(-1 - self.seed)
-        return other.batch(size)
-
-    @staticmethod
-    def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        return F.kl_div(logits.log_softmax(-1), targets, reduction="batchmean")
-
-    def draw(self, size: int) -> Batch:  # moved, not mixed
-        chosen = torch.randint(len(self.images), (size,), generator=self.random)
-        down, right = torch.randint(3, (2, size, 1), generator=self.random)
-        y, x = (move + torch.arange(self.side) for move in (down, right))
-        padded = F.pad(self.images, (1, 1, 1, 1), value=self.images.min().item())
-        moved = padded[chosen[:, None, None], y[:, :, None], x[:, None]]  # (size, side, side)
-        labels = F.one_hot(self.labels[chosen], self.outputs)
-        return moved.flatten(1), (1 - self.smoothing) * labels + self.smoothing / self.outputs
-
-    def _beta(self, size: int) -> Tensor:
-        """Beta(mixup, mixup) from this task's own generator: a ratio of gammas, each by Joehnk's
-        rejection."""
-        found = torch.empty(0)
-        while len(found) < size:
-            u, v = torch.rand(2, 4 * size, generator=self.random) ** (1 / self.mixup)
-            found = torch.cat([found, (u / (u + v))[u + v <= 1]])
-        return found[:size]
-
-
-@cache
-def _fold(heldout: bool) -> Batch:
-    images, labels = digits()
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    cut = len(order) // 5
-    chosen = order[:cut] if heldout else order[cut:]
-    side = MixedDigits.side
-    return images[chosen].unflatten(1, (side, side)), labels[chosen]
+        return self.x, self.y
 
 
 # ---- text ----------------------------------------------------------------------------------------
 
-CORPORA = ("documentation", "Python", "C++")
+
+def library() -> str:
+    """The text of examples/train_gpt.py: pydoc's topics, then the standard library's modules."""
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    texts = [text for _, text in sorted(pydoc_data.topics.topics.items())]
+    texts += [path.read_text("utf-8", "ignore") for path in modules]
+    return "\n".join(texts).encode("ascii", "ignore").decode()
 
 
 @cache
-def text(corpus: str = "documentation") -> tuple[Tensor, int]:
-    """A text as ids, and how many characters there are; what is no ASCII is left out. The texts of
-    pydoc's topics, or the first million characters of the standard library's modules or of
-    PyTorch's headers."""
-    if corpus == "documentation":
-        topics = pydoc_data.topics.topics
-        found = "".join(topics[name] for name in sorted(topics))
-    else:
-        headers = Path(torch.__file__).parent / "include" / "ATen"
-        files = {
-            "Python": Path(sysconfig.get_path("stdlib")).glob("*.py"),
-            "C++": headers.glob("*.h"),
-        }
-        found = "".join(path.read_text("utf-8", "ignore") for path in sorted(files[corpus]))
-        found = found[:1_000_000]
+def text() -> tuple[Tensor, int]:
+    """pydoc's topics as ids, and how many characters there are; what is no ASCII is left out."""
+    found = "".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
     ascii_ = bytearray(found.encode("ascii", "ignore"))
     characters, ids = torch.frombuffer(ascii_, dtype=torch.uint8).unique(return_inverse=True)
     return ids, len(characters)
 
 
 class Text:
-    """The character after each of a window of `context`; of the whole text, of its first nine
-    tenths ("train") or of the last ("test")."""
+    """The character after each of a window of `context`; of the first nine tenths of the text
+    ("train") or of the last ("test")."""
 
-    def __init__(
-        self,
-        seed: int,
-        part: str | None = None,
-        *,
-        context: int = 32,
-        corpus: str = "documentation",
-    ) -> None:
-        ids, _ = text(corpus)
+    def __init__(self, seed: int, part: str, *, context: int) -> None:
+        ids, _ = text()
         cut = len(ids) - len(ids) // 10
-        self.ids = ids if part is None else ids[:cut] if part == "train" else ids[cut:]
+        self.ids = ids[:cut] if part == "train" else ids[cut:]
         self.context, self.random = context, torch.Generator().manual_seed(seed)
 
     def batch(self, size: int) -> Batch:
@@ -282,54 +173,78 @@ class Text:
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def of_examples(kind: type[ExampleTask], seed: int, **sizes: int) -> ExampleTask:
-    """A task of examples/, such as `train_gpt.Text`, the Python standard library by characters.
+# ---- what Transformers learn ---------------------------------------------------------------------
+
+
+def generator(seed: int, step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1_000_003 * seed + step)
+
+
+class Characters:
+    """A text for GPTs, of which the last tenth is held out.
 
     Args:
-        sizes: "batch", "depth" and, of text, "context"; others are no matter.
-    """
-    return kind(argparse.Namespace(data=None, seed=seed, steps=0, **sizes))
-
-
-class Windows:
-    """Windows of a text of examples/, drawn from one generator; new ones are those held out."""
-
-    def __init__(self, text: train_gpt.Text, seed: int) -> None:
-        self.text, self.random = text, torch.Generator().manual_seed(seed)
-
-    def batch(self, size: int) -> Batch:
-        last = len(self.text.train) - self.text.context
-        starts = torch.randint(last, (size,), generator=self.random)
-        return self.text.windows(self.text.train, starts)
-
-    def new(self, size: int) -> Batch:
-        inputs, targets = zip(*self.text.heldout, strict=True)
-        return torch.cat(inputs)[:size], torch.cat(targets)[:size]
-
-    loss = staticmethod(Text.loss)
-
-
-class Words(Plateau):
-    """The same text in words, runs of spaces and single other characters, so that the head is a
-    large part of a GPT.
-
-    The `vocabulary - 1` most frequent pieces, and one token for all others.
+        path: of the text, UTF-8; None: `library`.
+        sizes: "batch", "depth", "context", and "heads"; others are no matter.
     """
 
-    def __init__(self, seed: int, batch: int, context: int, depth: int, vocabulary: int) -> None:
-        self.options = argparse.Namespace(seed=seed, batch=batch, depth=depth)
-        self.tokens, self.context, self.vocabulary = context, context, vocabulary
-        ids = word_ids(vocabulary)
+    weight_norm = True  # of structured layers
+
+    def __init__(self, seed: int, path: Path | None = None, **sizes: int) -> None:
+        self.seed, self.sizes, self.tokens = seed, sizes, sizes["context"]
+        self.vocabulary, ids = self.tokenise(path.read_text("utf-8") if path else library())
         cut = len(ids) - len(ids) // 10
-        self.train, heldout = ids[:cut], ids[cut:]
-        starts = torch.linspace(0, len(heldout) - context - 1, 128).long()
-        self.heldout = [self.windows(heldout, part) for part in starts.split(32)]
+        self.train, held = ids[:cut], ids[cut:]
+        starts = torch.linspace(0, len(held) - self.tokens - 1, 128).long()
+        self.heldout = [self.windows(held, part) for part in starts.split(32)]
+
+    def tokenise(self, text: str) -> tuple[int, Tensor]:
+        """How many tokens there are, here characters, and those of `text`."""
+        points = torch.frombuffer(bytearray(text.encode("utf-32-le")), dtype=torch.int32)
+        characters, ids = points.unique(return_inverse=True)
+        return len(characters), ids
+
+    def windows(self, ids: Tensor, starts: Tensor) -> Batch:
+        window = ids[starts[:, None] + torch.arange(self.tokens + 1)]
+        return window[:, :-1], window[:, 1:]
+
+    def model(self, width: int) -> nn.Module:
+        depth, heads = self.sizes["depth"], self.sizes.get("heads")
+        return models.GPT(self.vocabulary, self.tokens, width, depth, heads)
+
+    def batch(self, step: int) -> Batch:
+        random, size = generator(self.seed, step), (self.sizes["batch"],)
+        last = len(self.train) - self.tokens
+        return self.windows(self.train, torch.randint(last, size, generator=random))
 
 
-@cache
-def word_ids(vocabulary: int) -> Tensor:
-    pieces = re.findall(r"\w+| +|\n *|.", train_gpt.read_text(None))
-    frequent = {
-        piece: n for n, (piece, _) in enumerate(Counter(pieces).most_common(vocabulary - 1))
-    }
-    return torch.tensor([frequent.get(piece, vocabulary - 1) for piece in pieces])
+class Images:
+    """Images `(N, channels, height, columns)` and labels for ViTs, each moved by up to an eighth of
+    its height; `held` are those that are held out."""
+
+    weight_norm = False
+
+    def __init__(self, seed: int, train: Batch, held: Batch, patch: int, **sizes: int) -> None:
+        (self.images, self.labels), (images, labels) = train, held
+        mean, std = self.images.mean(), self.images.std()
+        self.images, images = (self.images - mean) / std, (images - mean) / std
+        self.seed, self.sizes, self.patch = seed, sizes, patch
+        self.tokens = self.images[0, 0].numel() // patch**2
+        self.heldout = list(zip(images.split(256), labels.split(256), strict=True))
+
+    def model(self, width: int) -> nn.Module:
+        shape, classes = self.images.shape[1:], int(self.labels.max()) + 1
+        sizes = self.sizes["depth"], self.sizes["heads"]
+        return models.ViT(shape, self.patch, classes, width, *sizes)
+
+    def batch(self, step: int) -> Batch:
+        random, count = generator(self.seed, step), self.sizes["batch"]
+        chosen = torch.randint(len(self.images), (count,), generator=random)
+        height, columns = self.images.shape[2:]
+        margin = height // 8
+        padded = F.pad(self.images[chosen], (margin,) * 4, value=float(self.images.min()))
+        down, right = torch.randint(2 * margin + 1, (2, count, 1), generator=random)
+        y, x = (down + torch.arange(height))[:, :, None], (right + torch.arange(columns))[:, None]
+        # (count, height, columns, channels)
+        moved = padded[torch.arange(count)[:, None, None], :, y, x]
+        return moved.permute(0, 3, 1, 2), self.labels[chosen]

@@ -1,6 +1,6 @@
 """Are layers stable, at initialisation and over training, at every width? "Beyond MuP 2".
 
-    python -m benchmarks.papers.bm_metrics            # results/papers/bm_metrics.{json,png}
+    python -m benchmarks.papers.bm_metrics            # results/papers/bm_metrics.json
     python -m benchmarks.papers.bm_metrics --smoke    # seconds
 
 For a linear layer on inputs of unit RMS three numbers are to stay of order 1 (see
@@ -28,10 +28,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import structlin
-from benchmarks.harness import figures, training
+from benchmarks.harness import training
 from benchmarks.harness.experiment import Experiment, Row
 from benchmarks.harness.models import BASE_WIDTH, STRUCTURES
-from benchmarks.harness.statistics import select, slope
+from benchmarks.harness.report import least_and_most, table
+from benchmarks.harness.shown import Claim
+from benchmarks.harness.statistics import one, select, slope, values
 from benchmarks.harness.tasks import PlainDigits
 from structlin import stability
 
@@ -127,23 +129,103 @@ def all_fresh(widths: Sequence[int]) -> Row:
     return {"fresh": [fresh(*each) for each in product(FAMILIES, INITS, widths)]}
 
 
-def draw(result: Row) -> figures.Figure:
-    points = [
-        {key: row[key] for key in ("structure", "optimizer", "width")}
-        | {"number": number, "step": step, "value": value}
-        for row in result["rows"]
-        for number in NUMBERS
-        for step, value in zip(row["steps"], row[number], strict=True)
-    ]
-    return figures.curves(
-        points, "step", "value", panel=["structure", "number"], line=["optimizer", "width"],
-        log="y", columns=3,
-    )  # fmt: skip
+# ---- what the pages show -------------------------------------------------------------------------
+
+
+def dependencies(result: Row) -> tuple[list[float], list[float]]:
+    """Those of fresh layers, `init="spectral"`: dense, and products of cores."""
+    rows = select(result["fresh"], init="spectral")
+    dense, products = (
+        [row["dependency"] for row in rows if (row["structure"] == "dense") == is_dense]
+        for is_dense in (True, False)
+    )
+    return dense, products
+
+
+def largest_power(result: Row, *optimizers: str) -> float:
+    """Without its sign."""
+    found = [by[name] for by in result["exponents"].values() for name in optimizers]
+    return max(abs(power) for powers in found for power in powers.values())
+
+
+CLAIMS = [
+    Claim(
+        "BM",
+        "the initial variance gives a dependency of order 1",
+        "the initial variance gives a dependency of order 1",
+        lambda found: (
+            [min(each) > 0.9 for each in dependencies(found)],
+            "{:.2f} to {:.2f} for dense layers, {:.2f} to {:.2f} for products of cores, at every "
+            "width".format(*(end(each) for each in dependencies(found) for end in (min, max))),
+        ),
+    ),
+    Claim(
+        "BM",
+        "forward, dependency and update stay of order 1",
+        "with its steps forward, dependency and update stay of order 1 at every width",
+        lambda found: (
+            [largest_power(found, *OPTIMIZERS[:2]) < 0.15],
+            f"powers of the width of at most {largest_power(found, *OPTIMIZERS[:2]):.2f} by Muon "
+            f"and by `param_groups`, up to {largest_power(found, OPTIMIZERS[2]):.2f} with one rate "
+            "for all widths",
+        ),
+    ),
+]
+
+
+def numbers(result: Row) -> dict[str, str]:
+    dense, products = dependencies(result)
+    cores = [abs(row["largest core"] - 1) for row in select(result["fresh"], init="spectral")]
+    return {
+        "bm.core": f"{math.ceil(1000 * max(cores)) / 10}",
+        "bm.dense": f"{math.ceil(1000 * max(abs(each - 1) for each in dense)) / 10}",
+        **least_and_most("bm.product_", products, ".2f"),
+        "bm.power": f"{math.ceil(100 * largest_power(result, *OPTIMIZERS[:2])) / 100:.2f}",
+    }
+
+
+def show_fresh(result: Row) -> str:
+    """The dependency of fresh layers, in brackets the largest norm of a core."""
+    rows = result["fresh"]
+    widths = sorted(values(rows, "width"))
+    chosen = [("dense", "spectral"), ("dense", "mup")]
+    chosen += [(name, "spectral") for name in FAMILIES if name != "dense"]
+    lines = []
+    for structure, init in chosen:
+        found = [one(rows, structure=structure, init=init, width=n) for n in widths]
+        cores = ["" if structure == "dense" else f" ({row['largest core']:.2f})" for row in found]
+        cells = [f"{row['dependency']:.2f}{core}" for row, core in zip(found, cores, strict=True)]
+        lines.append([f"{structure}, {init}", *cells])
+    cells = ["every family, orthogonal"]
+    for n in widths:
+        found = [row["dependency"] for row in select(rows, init="orthogonal", width=n)]
+        cells.append(f"{min(found):.2f} to {max(found):.2f}")
+    return table(["", *(f"width {n}" for n in widths)], [*lines, cells])
+
+
+def show_training(result: Row) -> str:
+    """The three numbers of the hidden layer at the last step that was read, and their powers."""
+    widths = sorted(values(result["rows"], "width"))
+    lines = []
+    for structure, optimizer in product(TRAINED, OPTIMIZERS):
+        rows = select(result["rows"], structure=structure, optimizer=optimizer)
+        cells = [
+            "{:.2f} / {:.2f} / {:.3f}".format(*(one(rows, width=n)[key][-1] for key in NUMBERS))
+            for n in widths
+        ]
+        powers = result["exponents"][structure][optimizer]
+        cells.append(" / ".join(f"{powers[key]:+.2f}" for key in NUMBERS))
+        lines.append([f"{structure}, {optimizer}", *cells])
+    return table(["", *(f"width {n}" for n in widths), "powers"], lines)
 
 
 EXPERIMENT = Experiment(
     name="papers/bm_metrics",
     about=__doc__,
+    numbers=numbers,
+    tables={"fresh": show_fresh, "training": show_training},
+    claims=CLAIMS,
+    place="results/beyond_mup.md#fresh-layers",
     run=train,
     axes={"structure": TRAINED, "optimizer": OPTIMIZERS, "width": WIDTHS},
     seeds=0,
@@ -152,7 +234,6 @@ EXPERIMENT = Experiment(
     smoke={"steps": 2, "width": [16, 64]},
     beside=lambda chosen, found: all_fresh(chosen["width"]),
     analyse=lambda rows: {"exponents": exponents(rows)},
-    draw=draw,
 )
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """By how much does a training step change the features? Figure 2a of "Compute Better Spent".
 
-    python -m benchmarks.papers.cbs_features            # results/papers/cbs_features.{json,png}
+    python -m benchmarks.papers.cbs_features            # results/papers/cbs_features.json
     python -m benchmarks.papers.cbs_features --smoke    # seconds
 
 The paper (section 3.3): "We train an MLP with 2 hidden layers without bias on CIFAR-10 with width
@@ -23,22 +23,32 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import structlin
-from benchmarks.harness import figures, models, training
+from benchmarks.harness import models, training
 from benchmarks.harness.experiment import Experiment, Row
-from benchmarks.harness.statistics import Estimate, seeds_of, student
+from benchmarks.harness.report import factor, least_and_most, listed, table
+from benchmarks.harness.shown import Claim
+from benchmarks.harness.statistics import (
+    Estimate,
+    below,
+    seeds_of,
+    select,
+    student,
+    values,
+    within,
+)
 from benchmarks.harness.tasks import Digits
-from benchmarks.papers.cbs import RULES, rules
 
 STRUCTURES = ("dense", "low-rank", "Kronecker", "Monarch b=16", "BTT r=1")
 WIDTHS = (64, 256, 1024)
 LR, BATCH = 3e-3, 64
+RULES = ("naive", "aware")  # cores at the rate of a dense layer, or at that of their shape
 
 
 def build_mlp(structure: str, width: int) -> nn.Sequential:
@@ -114,18 +124,83 @@ def compare(rows: list[Row]) -> dict[str, Any]:
     }
 
 
+CLAIMS = [
+    Claim(
+        "CBS 2a",
+        "our rule gives consistent feature learning for all structures",
+        '"structure-aware learning rate scaling produces consistent feature learning for all '
+        'structures used"',
+        lambda found: (
+            [within(each, math.log(2)) for each in found["growth"]["aware"].values()],
+            "the mean change of a step grows from width 64 to 1024 by a factor of "
+            f"{listed(found['growth']['aware'])}, dense's by {factor(found['dense'])}",
+        ),
+    ),
+    Claim(
+        "CBS 2a",
+        "the naive rule gives much smaller updates to the features",
+        '"the naive approach causes much smaller or vanishing updates to the features"',
+        lambda found: (
+            [below(each, math.log(1 / 2)) for each in found["shortfall"].values()],
+            f"at width 1024 it has {listed(found['shortfall'])} of the aware rule's",
+        ),
+    ),
+    Claim(
+        "CBS 2a",
+        "the effect is largest for BTT and Kronecker",
+        '"the effect is most pronounced for BTT and Kronecker"',
+        lambda found: (
+            [below(each) for each in found["pronounced"]],
+            "; ".join(
+                f"{first}'s naive share is {factor(each)} of that of {second}"
+                for each in found["pronounced"]
+                for first, second in [each["pair"]]
+            ),
+        ),
+    ),
+]
+
+
+def numbers(result: Row) -> dict[str, str]:
+    grown = [math.exp(found["value"]) for found in result["growth"]["aware"].values()]
+    short = {name: math.exp(found["value"]) for name, found in result["shortfall"].items()}
+    lowrank = short.pop("low-rank")
+    return {
+        "cbs.short_lowrank": f"{lowrank:.2f}",
+        **least_and_most("cbs.grown_", grown, ".2f"),
+        **least_and_most("cbs.short_", short.values(), ".2f"),
+    }
+
+
+def tabulate(result: Row) -> str:
+    """Mean RMS change of the last features by a step, geometric mean over the seeds."""
+    rows = result["rows"]
+    widths, lines = sorted(values(rows, "width")), []
+    for structure, rule in dict.fromkeys((row["structure"], row["rule"]) for row in rows):
+        found = select(rows, structure=structure, rule=rule)
+        changes = [[row["change"] for row in select(found, width=width)] for width in widths]
+        label = structure if structure == "dense" else f"{structure}, {rule}"
+        lines.append([label, *(f"{geometric_mean(each):.3f}" for each in changes)])
+    return table(["", *(f"width {width}" for width in widths)], lines)
+
+
 EXPERIMENT = Experiment(
     name="papers/cbs_features",
     about=__doc__,
+    numbers=numbers,
+    tables={"features": tabulate},
+    claims=CLAIMS,
+    place="results/compute_better_spent.md#feature-changes",
     run=train,
-    axes={"structure": STRUCTURES, "width": WIDTHS, "rule": rules},
+    axes={
+        "structure": STRUCTURES,
+        "width": WIDTHS,
+        "rule": lambda job: RULES[job["structure"] == "dense" :],
+    },
     sizes={"steps": 500},
     note={"lr": LR, "batch": BATCH, "optimizer": "Adam", "data": "digits"},
     smoke={"steps": 3, "width": WIDTHS[:2]},
     analyse=compare,
-    draw=lambda result: figures.curves(
-        result["rows"], "width", "change", panel=["rule"], line=["structure"]
-    ),
 )
 
 if __name__ == "__main__":

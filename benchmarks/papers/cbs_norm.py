@@ -19,6 +19,7 @@ seed by seed, at the end of training: the growth is the RMS over that at the sta
 """
 
 import math
+from collections.abc import Iterable
 from itertools import product
 from statistics import fmean
 
@@ -27,21 +28,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import structlin
-from benchmarks.harness import figures, tasks, training
+from benchmarks.harness import tasks, training
 from benchmarks.harness.experiment import Experiment, Row
-from benchmarks.harness.statistics import Estimate, differences, select, student, values
+from benchmarks.harness.report import factor, percent, rate, table
+from benchmarks.harness.shown import Claim
+from benchmarks.harness.statistics import (
+    Estimate,
+    above,
+    below,
+    differences,
+    select,
+    student,
+    values,
+)
 
 MODELS = ("dense", "BTT", "BTT, normalised")
 ALTERNATIVES = {"BTT, a quarter of the rate": (0.25, 0.0), "BTT, weight decay 1": (1.0, 1.0)}
 LRS = {"usual": 2.0**-9, "large": 2.0**-5}
 LABELS = {lr: label for label, lr in LRS.items()}
 SETTING = {"width": 128, "batch": 8, "context": 64, "depth": 2, "rank": 2}
+GROWTH, LOSS = "growth / BTT's", "loss / BTT's"  # of the estimates
 STEPS, EVERY = {"usual": 500, "large": 150}, 5
 
 
 def train(lr: float, model: str, seed: int, steps: dict[str, int]) -> Row:
     """The held-out loss, and the RMS of the residual stream over training."""
-    task = tasks.of_examples(tasks.Plateau, seed, **SETTING)
+    task = tasks.Characters(seed, **SETTING)
     torch.manual_seed(seed)
     net = task.model(SETTING["width"])
     if model != "dense":
@@ -67,7 +79,7 @@ def train(lr: float, model: str, seed: int, steps: dict[str, int]) -> Row:
     descent, count = torch.optim.AdamW(groups, betas=(0.9, 0.95)), steps[LABELS[lr]]
     finite = training.descend(descent, loss, count, schedule="constant")
     hook.remove()
-    final, _ = tasks.compare.evaluate(net, task.heldout, "cpu")
+    final = training.held_out(net, task.heldout)
     finite = finite and math.isfinite(final) and all(map(math.isfinite, sizes))
     curve = [[n, size] for n, size in enumerate(sizes) if n % EVERY == 0 or n + 1 == count]
     return {"loss": final if finite else None, "rms": curve if finite else None}
@@ -104,8 +116,8 @@ def estimates(rows: list[Row]) -> dict[str, dict[str, dict[str, Estimate]]]:
                 continue
             found[label][model] = {
                 "growth": student([*map(growth, mine)]),
-                "growth / BTT's": differences([*map(growth, mine)], [*map(growth, plain)]),
-                "loss / BTT's": student(
+                GROWTH: differences([*map(growth, mine)], [*map(growth, plain)]),
+                LOSS: student(
                     [
                         math.log(row["loss"] / other["loss"])
                         for row, other in zip(mine, plain, strict=True)
@@ -120,18 +132,91 @@ def growth(row: Row) -> float:
     return math.log(row["rms"][-1][1] / row["rms"][0][1])
 
 
-def draw(result: Row) -> figures.Figure:
-    points = [
-        {"rate": LABELS[row["lr"]], "model": row["model"], "step": step, "RMS": size}
-        for row in result["rows"]
-        for step, size in row["rms"] or []
-    ]
-    return figures.curves(points, "step", "RMS", panel=["rate"], line=["model"], log="y")
+def normed(found: Row, key: str) -> list[Estimate]:
+    """What normalisation does, at the usual and at the large rate."""
+    return [by_model["BTT, normalised"][key] for by_model in found["estimates"].values()]
+
+
+def others(found: Row) -> dict[str, dict[str, Estimate]]:
+    return {name: found["estimates"]["usual"][name] for name in ALTERNATIVES}
+
+
+def both(estimates: Iterable[Estimate]) -> str:
+    return " and ".join(map(factor, estimates))
+
+
+CLAIMS = [
+    Claim(
+        "CBS 7",
+        "normalisation stops the growth of activations",
+        '"normalization eliminates the unbounded growth of the activations" of a BTT GPT',
+        lambda found: (
+            [below(each, math.log(1 / 2)) for each in normed(found, GROWTH)],
+            f"they grow by {both(normed(found, 'growth'))}, {both(normed(found, GROWTH))} of the "
+            "factor without (usual rate, large rate); eliminated: below half",
+        ),
+    ),
+    Claim(
+        "CBS 7",
+        "normalisation improves validation loss",
+        '"weight normalization also improves validation loss"',
+        lambda found: (
+            [*map(below, normed(found, LOSS))],
+            f"{both(normed(found, LOSS))} of the loss without (usual rate, large rate)",
+        ),
+    ),
+    Claim(
+        "CBS 7",
+        "lower rates or more decay cost performance",
+        '"alternatives such as lowering the learning rate and increasing weight decay [...] '
+        'only reduce the rate of growth at the cost of worse performance"',
+        lambda found: (
+            [
+                *(below(each[GROWTH]) for each in others(found).values()),
+                *(above(each[LOSS]) for each in others(found).values()),
+            ],
+            "; ".join(
+                f"{name.removeprefix('BTT, ')}: {factor(each[GROWTH])} of the growth, "
+                f"{factor(each[LOSS])} of the loss"
+                for name, each in others(found).items()
+            ),
+        ),
+    ),
+]
+
+
+def numbers(result: Row) -> dict[str, str]:
+    losses = {(row["lr"], row["model"]): row["loss"] for row in result["table"]}
+    found = {
+        "cbs.norm_usual": ("usual", "normalised"),
+        "cbs.norm_large": ("large", "normalised"),
+        "cbs.norm_quarter": ("usual", "a quarter of the rate"),
+        "cbs.norm_decay": ("usual", "weight decay 1"),
+    }
+    return {
+        name: percent(abs(losses[rate, f"BTT, {model}"] / losses[rate, "BTT"] - 1))
+        for name, (rate, model) in found.items()
+    }
+
+
+def show_table(result: Row) -> str:
+    """Figure 7: RMS of the residual stream, and the loss."""
+    lines = []
+    for row in result["table"]:
+        form = ",.0f" if row["lr"] == "large" else ".1f"
+        sizes = [f"{row['start']:.2f}", format(row["half"], form), format(row["end"], form)]
+        label = f"{rate(LRS[row['lr']])}, {row['model']}"
+        lines.append([label, *sizes, f"{row['loss']:.3f}"])
+    return table(["rate, model", "start", "half-way", "end", "held-out loss"], lines)
 
 
 EXPERIMENT = Experiment(
     name="papers/cbs_norm",
     about=__doc__,
+    numbers=numbers,
+    tables={"normalisation": show_table},
+    claims=CLAIMS,
+    place="results/compute_better_spent.md#weight-normalisation",
     run=train,
     axes={
         "lr": [*LRS.values()],
@@ -141,7 +226,6 @@ EXPERIMENT = Experiment(
     note=SETTING | {"lrs": LRS},
     smoke={"steps": dict.fromkeys(STEPS, 4)},
     analyse=lambda rows: {"table": tabulate(rows), "estimates": estimates(rows)},
-    draw=draw,
 )
 
 if __name__ == "__main__":

@@ -28,24 +28,37 @@ Errors: bootstrap over the seeds, each drawn with all its widths and structures.
 """
 
 from collections.abc import Iterable
+from itertools import chain, product
+from math import log
 from typing import Any
 
-from benchmarks.harness import figures
+import torch
+
+import structlin
+from benchmarks.harness import training
 from benchmarks.harness.experiment import Experiment, Row
+from benchmarks.harness.models import BASE_WIDTH, STRUCTURES, structured_mlp
+from benchmarks.harness.report import factor, listed, number, table
+from benchmarks.harness.shown import Claim, Holds
 from benchmarks.harness.statistics import (
     Curve,
     Estimate,
-    best_points,
+    above,
+    below,
     bootstrap,
     curve_of,
+    differences,
     exponent,
     gap,
+    one,
     seeds_of,
     select,
+    student,
     values,
 )
-from benchmarks.papers.cbs import train_mlp
+from benchmarks.harness.tasks import Digits, Teacher
 
+TASKS: dict[str, type[Teacher] | type[Digits]] = {"teacher": Teacher, "digits": Digits}
 WIDTHS = {
     "dense": [32, 64, 128, 256],
     "low-rank": [64, 144, 256, 576],
@@ -82,9 +95,29 @@ STEEPER = (("BTT r=1", "dense"),)  # the paper: the first has the larger exponen
 
 
 def train(
-    task: str, structure: str, width: int, lr: float, seed: int, steps: dict[str, int]
+    task: str,
+    structure: str,
+    width: int,
+    lr: float,
+    seed: int,
+    steps: dict[str, int],
+    *,
+    rule: str = "aware",
 ) -> Row:
-    return train_mlp(task, structure, width, lr, seed, steps[task])
+    """Train an MLP of three hidden layers, the two square ones structured, by Adam; its loss on new
+    samples (None: diverged), parameters and FLOPs per sample.
+
+    Args:
+        lr: of the dense model at `BASE_WIDTH`; muP takes it to `width`.
+    """
+    torch.manual_seed(seed)
+    data = TASKS[task](seed)
+    model = structured_mlp(data.inputs, width, data.outputs, STRUCTURES[structure](width))
+    base = {width: BASE_WIDTH}
+    groups = structlin.param_groups(model, lr, base=base, structure_aware=rule == "aware")
+    loss = training.train(model, torch.optim.Adam(groups, lr), data, steps[task], batch=256)
+    cost = structlin.cost(model, torch.zeros(1, data.inputs))
+    return {"loss": loss, "params": cost.params, "flops": cost.flops}
 
 
 def compare(rows: list[Row]) -> dict[str, Any]:
@@ -111,9 +144,190 @@ def compare(rows: list[Row]) -> dict[str, Any]:
     }
 
 
+# ---- what the pages show -------------------------------------------------------------------------
+
+SHARED = ("Kronecker", "TT r=4")  # structures that share parameters
+FIGURE_4 = ("dense", "low-rank", *SHARED, "Monarch b=4", "BTT r=1")
+NEGLIGIBLE = 1.02  # a loss over another that is not above it
+CHEAPER = [("BTT r=1", "BTT r=2"), ("BTT r=2", "BTT r=4"), ("Monarch b=16", "Monarch b=4")]
+CHEAPER_3 = [(f"BTT r={r}, 3 cores", f"BTT r={2 * r}, 3 cores") for r in (1, 2)]
+MORE_CORES = [("BTT r=1", f"BTT r=1, {n} cores") for n in (3, 4)]
+
+
+def ratios(result: Row, first: str, second: str = "dense") -> list[Estimate]:
+    """The logs of the first's loss over the second's at equal FLOPs, on both tasks."""
+    compared = result["comparisons"].values()
+    if second == "dense":
+        return [found["against_dense"][first] for found in compared]
+    return [one(found["log_ratios"], pair=[first, second]) for found in compared]
+
+
+def losses(result: Row, *pair: str) -> str:
+    return " and ".join(map(factor, ratios(result, *pair)))
+
+
+def lower(result: Row, pairs: Iterable[tuple[str, str]], than: float = 1.0) -> list[bool | None]:
+    return [below(found, log(than)) for pair in pairs for found in ratios(result, *pair)]
+
+
+def powers(result: Row, structure: str) -> str:
+    found = [each["exponents"][structure]["value"] for each in result["comparisons"].values()]
+    return " and ".join(f"{value:.3f}" for value in found)
+
+
+def steepest(result: Row) -> list[str]:
+    """The structure of the largest exponent, of those in figure 4, on each task."""
+    found = [each["exponents"] for each in result["comparisons"].values()]
+    return [max(FIGURE_4, key=lambda name: each[name]["value"]) for each in found]
+
+
+def flatter(result: Row) -> list[Estimate]:
+    """By how much the exponents of `SHARED` exceed dense's, each on both tasks, over the seeds."""
+    found = []
+    for structure, task in product(SHARED, STEPS):
+        rows = select(result["rows"], task=task)
+        ours, dense = (
+            [exponent(curve_of(select(rows, structure=each), [seed])) for seed in seeds_of(rows)]
+            for each in (structure, "dense")
+        )
+        found.append(differences(ours, dense))
+    return found
+
+
+def per_width(result: Row, first: str, second: str) -> dict[str, Estimate]:
+    """Task and width -> log of the ratio of the losses, over the seeds."""
+    rows, found = select(result["rows"], lr=LR), {}
+    for task in values(rows, "task"):
+        ours, theirs = (select(rows, task=task, structure=name) for name in (first, second))
+        for width in sorted({*values(ours, "width")} & {*values(theirs, "width")}):
+            logs = [
+                log(row["loss"] / one(theirs, width=width, seed=row["seed"])["loss"])
+                for row in select(ours, width=width)
+            ]
+            found[f"{task} {width}"] = student(logs)
+    return found
+
+
+def costlier(short: str, words: str, costly: str, cheap: str) -> Claim:
+    """Figure 6: the costlier structure against the cheaper at each width they share."""
+
+    def test(result: Row) -> tuple[Holds, str]:
+        found = per_width(result, costly, cheap)
+        return [*map(below, found.values())], f"{costly} has {listed(found)} of the loss of {cheap}"
+
+    return Claim("CBS 6", short, words, test)
+
+
+CLAIMS = [
+    Claim(
+        "CBS 4",
+        "BTT is below dense at equal FLOPs, with the larger exponent",
+        "BTT is below dense at equal FLOPs, with the larger exponent",
+        lambda found: (
+            [
+                *lower(found, [("BTT r=1", "dense")]),
+                *(above(one(t["exponent_differences"])) for t in found["comparisons"].values()),
+            ],
+            f"{losses(found, 'BTT r=1')} of dense's loss (teacher, digits); exponents "
+            f"{powers(found, 'BTT r=1')}, dense {powers(found, 'dense')}",
+        ),
+    ),
+    Claim(
+        "CBS 4",
+        "BTT has the best scaling of the figure's structures",
+        '"BTT achieves the best scaling" of the structures in the figure',
+        lambda found: (
+            [name == "BTT r=1" for name in steepest(found)],
+            "the largest exponent is that of {} (teacher), {} (digits)".format(*steepest(found)),
+        ),
+    ),
+    Claim(
+        "CBS 4",
+        "Kronecker and TT are above dense at equal FLOPs",
+        "structures that share parameters, Kronecker and TT, are above dense at equal FLOPs",
+        lambda found: (
+            [above(each) for name in SHARED for each in ratios(found, name)],
+            f"Kronecker has {losses(found, 'Kronecker')} of dense's loss, TT r=4 "
+            f"{losses(found, 'TT r=4')}",
+        ),
+    ),
+    Claim(
+        "CBS 4",
+        "dense scales better than Kronecker and TT",
+        '"structures with FLOPs equal to parameters scale better than those with parameter '
+        'sharing (Kronecker and TT)": dense than these',
+        lambda found: (
+            [*map(below, flatter(found))],
+            "their exponents exceed dense's by "
+            + ", ".join(number(each, 3) for each in flatter(found))
+            + " (Kronecker and TT r=4, each on teacher and digits)",
+        ),
+    ),
+    Claim(
+        "CBS 5",
+        "lower BTT rank, more Monarch blocks: better at equal FLOPs",
+        "a lower rank of BTT, more blocks of Monarch, are better at equal FLOPs",
+        lambda found: (
+            lower(found, CHEAPER),
+            f"BTT r=1 has {losses(found, *CHEAPER[0])} of the loss of r=2, Monarch of 16 blocks "
+            f"{losses(found, *CHEAPER[2])} of that of 4",
+        ),
+    ),
+    costlier(
+        "BTT of higher rank is better per unit width",
+        '"BTT with a higher rank achieves lower train error per unit width"',
+        "BTT r=4",
+        "BTT r=1",
+    ),
+    costlier(
+        "Monarch with fewer blocks is better per unit width",
+        '"Monarch with fewer blocks achieves lower train error per unit width"',
+        "Monarch b=4",
+        "Monarch b=16",
+    ),
+    Claim(
+        "CBS 11",
+        "with three cores too, lower ranks are better",
+        '"Lower BTT-ranks have better compute-efficiency for BTT with c=3"',
+        lambda found: (
+            lower(found, CHEAPER_3),
+            f"r=1 has {losses(found, *CHEAPER_3[0])} of the loss of r=2 (teacher, digits), r=2 "
+            f"{losses(found, *CHEAPER_3[1])} of that of r=4",
+        ),
+    ),
+    Claim(
+        "CBS 12",
+        "more than two cores bring little or nothing",
+        '"increasing c beyond 2 leads to no or negligible improvement"',
+        lambda found: (
+            lower(found, MORE_CORES, NEGLIGIBLE),
+            f"two cores have {losses(found, *MORE_CORES[0])} of the loss of three, "
+            f"{losses(found, *MORE_CORES[1])} of that of four; negligible: below {NEGLIGIBLE}",
+        ),
+    ),
+]
+
+
+def tabulate(result: Row) -> str:
+    """Figures 4 and 5: exponents, and losses over dense's at equal FLOPs."""
+    compared, lines = result["comparisons"], []
+    for structure in WIDTHS:
+        cells = [structure]
+        for found in compared.values():
+            ratio = found["against_dense"][structure]
+            cells.append(number(found["exponents"][structure], 3))
+            cells.append("1" if structure == "dense" else factor(ratio))
+        lines.append(cells)
+    titles = [[f"exponent, {task}", "loss / dense's at equal FLOPs"] for task in compared]
+    return table(["", *chain.from_iterable(titles)], lines)
+
+
 EXPERIMENT = Experiment(
     name="papers/cbs_scaling",
     about=__doc__,
+    tables={"scaling": tabulate},
+    claims=CLAIMS,
+    place="results/compute_better_spent.md#loss-against-flops",
     run=train,
     axes={
         "task": [*STEPS],
@@ -131,12 +345,6 @@ EXPERIMENT = Experiment(
     analyse=lambda rows: {
         "comparisons": {task: compare(select(rows, task=task)) for task in values(rows, "task")}
     },
-    draw=lambda result: figures.curves(
-        best_points(result["rows"], "task", "structure"),
-        "flops",
-        panel=["task"],
-        line=["structure"],
-    ),
 )
 
 if __name__ == "__main__":

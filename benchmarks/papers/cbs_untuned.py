@@ -1,7 +1,7 @@
 """Do structured models saturate where each core has the dense layer's rate? Figure 1c of "Compute
 Better Spent".
 
-    python -m benchmarks.papers.cbs_untuned            # results/papers/cbs_untuned.{json,png}
+    python -m benchmarks.papers.cbs_untuned            # results/papers/cbs_untuned.json
     python -m benchmarks.papers.cbs_untuned --smoke    # seconds
 
 The paper (figure 1c): "Scaling the learning rate in a structure-aware fashion is crucial for
@@ -19,14 +19,18 @@ rule has: with less than half of it a structure saturates. "The benefit" is a lo
 equal FLOPs, where dense has the best of three rates at each width. Both were fixed before the runs.
 """
 
+import math
+from functools import partial, reduce
 from typing import Any
 
-from benchmarks.harness import figures
 from benchmarks.harness.experiment import Experiment, Row
 from benchmarks.harness.record import read
+from benchmarks.harness.report import factor, least_and_most, number
+from benchmarks.harness.shown import Claim
 from benchmarks.harness.statistics import (
     Curve,
-    best_points,
+    above,
+    below,
     curve_of,
     exponent,
     gap,
@@ -35,16 +39,11 @@ from benchmarks.harness.statistics import (
     student,
     values,
 )
-from benchmarks.papers.cbs import RULES, train_mlp
-from benchmarks.papers.cbs_scaling import LR, STEPS, WIDTHS
+from benchmarks.papers.cbs_scaling import LR, STEPS, WIDTHS, train
+
+RULES = ("naive", "aware")
 
 NAMES = ("BTT r=1", "Kronecker", "Monarch b=4")
-
-
-def train(
-    task: str, structure: str, width: int, lr: float, seed: int, steps: dict[str, int]
-) -> Row:
-    return train_mlp(task, structure, width, lr, seed, steps[task], rule="naive")
 
 
 def kept() -> list[Row]:
@@ -88,18 +87,72 @@ def analyse(rows: list[Row]) -> Row:
     return {"comparisons": found}
 
 
-def draw(result: Row) -> figures.Figure:
-    aware = [row for row in kept() if row["structure"] in ("dense", *NAMES)]
-    found = [row | {"rule": "naive"} for row in result["rows"]]
-    found += [row | {"rule": "aware"} for row in aware]
-    points = best_points(found, "task", "structure", "rule")
-    return figures.curves(points, "flops", panel=["task"], line=["structure", "rule"])
+def both(result: Row, structure: str, *keys: str) -> list[Any]:
+    """What `keys` name of a structure, on both tasks."""
+    found = [by_structure[structure] for by_structure in result["comparisons"].values()]
+    return [reduce(dict.__getitem__, keys, each) for each in found]
+
+
+def words(result: Row, structure: str, *keys: str) -> str:
+    show = number if keys == ("share",) else factor
+    return " and ".join(show(each) for each in both(result, structure, *keys))
+
+
+CLAIMS = [
+    Claim(
+        "CBS 1c",
+        "structured models quickly saturate without the rule",
+        '"structured models quickly saturate as they are scaled up without structure-aware '
+        'learning rates" (nothing tuned but dense)',
+        lambda found: (
+            [below(each, 1 / 2) for name in NAMES[:2] for each in both(found, name, "share")],
+            "the naive rule's exponent is "
+            + ", ".join(f"{words(found, n, 'share')} of the aware rule's ({n})" for n in NAMES[:2])
+            + f"; {' and '.join(found['comparisons'])}, widths to 576; saturated: below half",
+        ),
+    ),
+    Claim(
+        "CBS 1c",
+        "Monarch is an exception",
+        '"Monarch is an exception" (4 blocks)',
+        lambda found: (
+            [above(each, 1 / 2) for each in both(found, "Monarch b=4", "share")],
+            f"there the share is {words(found, 'Monarch b=4', 'share')}",
+        ),
+    ),
+    Claim(
+        "CBS 1c",
+        "without the rule the benefit does not emerge",
+        'without the rule "the benefit of structured layers does not emerge"',
+        lambda found: (
+            [
+                *map(below, both(found, "BTT r=1", "against_dense", "aware")),
+                *map(above, both(found, "BTT r=1", "against_dense", "naive")),
+            ],
+            f"at equal FLOPs BTT r=1 has {words(found, 'BTT r=1', 'against_dense', 'naive')} of "
+            f"dense's loss without, {words(found, 'BTT r=1', 'against_dense', 'aware')} with it",
+        ),
+    ),
+]
+
+
+def numbers(result: Row) -> dict[str, str]:
+    shares = [each["value"] for name in NAMES for each in both(result, name, "share")]
+    found = {rule: both(result, "BTT r=1", "against_dense", rule) for rule in RULES}
+    losses = {
+        f"cbs.untuned_{rule}": " and ".join(f"{math.exp(each['value']):.2f}" for each in of)
+        for rule, of in found.items()
+    }
+    return losses | least_and_most("cbs.untuned_", shares, ".2f")
 
 
 EXPERIMENT = Experiment(
     name="papers/cbs_untuned",
     about=__doc__,
-    run=train,
+    numbers=numbers,
+    claims=CLAIMS,
+    place="results/compute_better_spent.md#nothing-tuned",
+    run=partial(train, rule="naive"),
     axes={
         "task": [*STEPS],
         "structure": NAMES,
@@ -110,7 +163,6 @@ EXPERIMENT = Experiment(
     note={"batch": 256, "optimizer": "Adam, cosine", "lr": LR},
     smoke={"steps": {"digits": 2}, "task": ["digits"], "width": [64, 256]},
     analyse=analyse,
-    draw=draw,
 )
 
 if __name__ == "__main__":

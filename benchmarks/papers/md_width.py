@@ -1,6 +1,6 @@
 """Does the best learning rate stay where it is when the network gets wider? MD figure 1.
 
-    python -m benchmarks.papers.md_width            # results/papers/md_width.{json,png}
+    python -m benchmarks.papers.md_width            # results/papers/md_width.json
     python -m benchmarks.papers.md_width --smoke    # seconds
 
 The paper trains MLPs of growing width on CIFAR-10 for 20 epochs at a constant rate: "In standard
@@ -30,14 +30,17 @@ import torch
 from torch import nn
 
 import structlin
-from benchmarks.harness import figures, models, training
+from benchmarks.harness import models, training
 from benchmarks.harness.experiment import Experiment, Row, Search
-from benchmarks.harness.statistics import differences, seeds_of, select, student, transfer
+from benchmarks.harness.report import least_and_most, listed, number, table
+from benchmarks.harness.shown import Claim
+from benchmarks.harness.statistics import below, differences, seeds_of, select, student, transfer
 from benchmarks.harness.tasks import Digits
-from benchmarks.papers.polar_factors import PAPERS
 
 STARTS = {"Adam, SP": 2.0**-7, "Adam, muP": 2.0**-1, "dualized": 2.0**-3}  # of the search for rates
 MUCH = 0.8
+QUINTIC = ((2.0, -1.5, 0.5),) * 5  # of the polar factor
+SHARE = "dualized / Adam"  # of the estimates
 BATCH = 128
 
 
@@ -55,7 +58,7 @@ def mlp(method: str, width: int) -> nn.Sequential:
 
 def optimizer(method: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
     if method == "dualized":
-        return structlin.optim.Muon(model, lr, momentum=0, method=PAPERS["quintic"][:5])
+        return structlin.optim.Muon(model, lr, momentum=0, method=QUINTIC)
     weights = list(model.parameters())
     if method == "Adam, SP":
         return torch.optim.Adam(weights, lr)
@@ -101,24 +104,89 @@ def estimates(rows: list[Row]) -> dict[str, Any]:
             method: differences([*map(abs, drifts[method])], half)
             for method in ("Adam, muP", "dualized")
         },
-        "dualized / Adam": {
+        SHARE: {
             str(width): differences(losses, least[width])
             for width, losses in found["dualized"]["losses"].items()
         },
     }
 
 
+def drift(found: Row, method: str) -> str:
+    return number(found["estimates"]["drift"][method])
+
+
+CLAIMS = [
+    Claim(
+        "MD 1",
+        "Adam's best rate drifts to the left with width",
+        '"in standard parameterization (SP), Adam\'s optimal learning rate drifts to the left"',
+        lambda found: (
+            [below(found["estimates"]["drift"]["Adam, SP"])],
+            f"by {drift(found, 'Adam, SP')} factors of 2 for a doubling of the width, 32 to 256; "
+            f"{found['setting']['steps']} steps of the digits at a constant rate",
+        ),
+    ),
+    Claim(
+        "MD 1",
+        "muP mostly corrects this drift",
+        '"maximal update parameterization [...] mostly corrects this drift"',
+        lambda found: (
+            [below(found["estimates"]["excess"]["Adam, muP"])],
+            f"{drift(found, 'Adam, muP')}; mostly: to less than half",
+        ),
+    ),
+    Claim(
+        "MD 1",
+        "duality has a fairly stable best rate",
+        '"our duality-based method has a fairly stable optimal learning rate"',
+        lambda found: (
+            [below(found["estimates"]["excess"]["dualized"])],
+            f"{drift(found, 'dualized')}; fairly stable: less than half of SP's drift",
+        ),
+    ),
+    Claim(
+        "MD 1",
+        "duality reaches much lower loss",
+        'it "also reaches much lower loss"',
+        lambda found: (
+            [below(each, math.log(MUCH)) for each in found["estimates"][SHARE].values()],
+            f"{listed(found['estimates'][SHARE])} of the better Adam's loss, by width; much: below "
+            f"{MUCH}",
+        ),
+    ),
+]
+
+
+def numbers(result: Row) -> dict[str, str]:
+    shares = result["estimates"][SHARE].values()
+    return least_and_most("md.", [math.exp(found["value"]) for found in shares], ".2f")
+
+
+def tabulate(result: Row) -> str:
+    """The best rate by width, and the loss at it."""
+    found, lines = result["transfer"], []
+    for method in STARTS:
+        row = found[method]
+        cells = [f"{best:+.1f}; {row['losses'][n]:.3f}" for n, best in row["optima"].items()]
+        lines.append([method.replace("SP", "standard"), *cells, f"{row['drift']:+.2f}"])
+    titles = ["log2 of the best rate; least loss", *found["dualized"]["optima"], "per doubling"]
+    return table(titles, lines)
+
+
 EXPERIMENT = Experiment(
     name="papers/md_width",
     about=__doc__,
+    numbers=numbers,
+    tables={"width": tabulate},
+    claims=CLAIMS,
+    place="results/modular_duality.md#best-rate-against-width",
     run=train,
     axes={"method": [*STARTS], "size": [32, 64, 128, 256]},
-    rates=Search("size", start=lambda job: STARTS[job["method"]]),
+    rates=Search(lambda job: STARTS[job["method"]]),
     sizes={"steps": 500},
     note={"batch": BATCH, "data": "tasks.Digits"},
     smoke={"steps": 2, "size": [8, 16]},
     analyse=lambda rows: {"transfer": transfer(rows), "estimates": estimates(rows)},
-    draw=lambda result: figures.rates(result["rows"], panel=["method"], line=["size"]),
 )
 
 if __name__ == "__main__":

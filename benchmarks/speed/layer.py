@@ -4,7 +4,6 @@ and of equal FLOPs.
     python -m benchmarks.speed.layer                      # 15 minutes at most: results/layer.json,
                                                           # on a GPU results/layer_gpu.json
     python -m benchmarks.speed.layer --budget 60 --out out
-    python -m benchmarks.speed.layer --allocator default  # results/layer_default_allocator.json
     python -m benchmarks.speed.layer --smoke              # seconds
 
 The protocol is that of `benchmarks.harness.race`; data are random. On a CPU the process keeps the
@@ -22,12 +21,14 @@ from functools import partial
 from itertools import product
 from math import prod
 from statistics import median
+from typing import Any
 
 from rich.table import Table
 
 from benchmarks.harness import report, timing
 from benchmarks.harness.race import ORACLE_TOKENS, Bench, Heat, Row, Times, Variant, race
-from benchmarks.harness.statistics import select, values
+from benchmarks.harness.record import read
+from benchmarks.harness.statistics import one, select, values
 from benchmarks.harness.timing import Key, Work, ratio
 from benchmarks.speed.variants import SMOKE, TOLERANCE, Job, equal_flops_widths, variants
 
@@ -36,6 +37,8 @@ SAMPLE_SECONDS = 2e-3  # at least, with few tokens on a CPU
 WAITS = 5  # samples of what a user waits for a call on a GPU
 FEW = 1, 4, 16  # tokens, forward, in every dtype
 FEW_AT = 512, 1024, 2048  # the square widths
+XEON = "layer_xeon"  # the kept result of another machine
+DTYPES = "float32", "bfloat16"  # that pages show
 # the implementations beside nn.Linear and auto, shown by their speed alone
 OTHERS = ("loop", "strided", "merged", "compiled")
 
@@ -223,7 +226,7 @@ def markdown(result: Row, dtype: str) -> str:
             cells[row["structure"], title] = _speed(row)
         elif row["structure"] == "dense" and row["implementation"] == "nn.Linear":
             cells["nn.Linear", title] = f"{row['ms']['median']:.3g} ms"
-    return report.speeds(cells)
+    return report.pivot(cells)
 
 
 def _speed(row: Row) -> str:
@@ -276,9 +279,65 @@ def least_seconds(job: Job, device: str, heats: Sequence[list[Row]]) -> float:
     return (ROUNDS[0] + 3) * weight(job, device) * max(taken, default=0.0)
 
 
+def square(result: Row, **wanted: Any) -> list[Row]:
+    """The rows of square layers as they run by default, that have what is `wanted`."""
+    rows = select(result["rows"], implementation="auto", **wanted)
+    return [row for row in rows if row["d_in"] == row["d_out"]]
+
+
+def numbers(epyc: Row) -> dict[str, str]:
+    """BTT of rank 1 at width 1024 with 4096 tokens, and forward passes of few tokens."""
+    btt = {"structure": "BTT r=1", "d_in": 1024, "tokens": 4096, "backward": True}
+    speeds, found = [], {}
+    for machine, result in (("epyc", epyc), ("xeon", read(XEON))):
+        for dtype in DTYPES:
+            (row,) = square(result, dtype=dtype, **btt)
+            speeds.append(row["x_dense"]["median"])
+            found[f"roofline.{machine}_{dtype}"] = f"{row['fused_share']:.2f}"
+        rows = [row for row in square(result, backward=False) if row["tokens"] in FEW]
+        few = [row["x_dense"]["median"] for row in rows]
+        found |= {"few.layers": str(len(few)), f"few.{machine}_least": f"{min(few):.2f}"}
+        found[f"few.{machine}_slower"] = str(sum(speed < 1 for speed in few))
+    ends = {"front.slowest": f"{min(speeds):.1f}", "front.fastest": f"{max(speeds):.1f}"}
+    return found | ends
+
+
+def front(epyc: Row) -> str:
+    """The README's table: the speeds of both CPUs, EPYC / Xeon, against nn.Linear; forward and
+    backward of 4096 tokens."""
+    structures = ("BTT r=1", "BTT r=4", "Monarch 16", "low-rank d/8")
+    wanted = {"implementation": "auto", "tokens": 4096, "backward": True}
+    machines, lines = (epyc["rows"], read(XEON)["rows"]), []
+    for d_in, d_out, dtype in (
+        (512, 512, "float32"),
+        (1024, 1024, "float32"),
+        (1024, 4096, "float32"),
+        (512, 512, "bfloat16"),
+        (1024, 1024, "bfloat16"),
+    ):
+        layer = wanted | {"d_in": d_in, "d_out": d_out, "dtype": dtype}
+        cells = [
+            [one(rows, structure=name, **layer)["x_dense"]["median"] for rows in machines]
+            for name in structures
+        ]
+        shown = [" / ".join(f"{speed:.2f}x" for speed in each) for each in cells]
+        lines.append([f"{d_in} -> {d_out}, {dtype}", *shown])
+    return report.table(["", *structures], lines)
+
+
+TABLES = {
+    "speed": front,
+    "float32": partial(markdown, dtype="float32"),
+    "bfloat16": partial(markdown, dtype="bfloat16"),
+    "few tokens Xeon": lambda result: few_tokens(read(XEON), DTYPES),
+}
+
+
 BENCH = Bench(
     name="layer",
     about=__doc__,
+    numbers=numbers,
+    tables=TABLES,
     budget=900,
     jobs=jobs,
     measure=measure,

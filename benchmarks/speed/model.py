@@ -338,18 +338,46 @@ def markdown(result: Row) -> str:
     for row in rows:
         if not row["variant"].startswith("dense"):
             cells[row["variant"], job_of(row).title] = f"{row['x_dense']['median']:.2f}x"
-    return report.speeds(cells)
+    return report.pivot(cells)
+
+
+def numbers(result: Row) -> dict[str, str]:
+    """Whole models, not compiled; a share is of the speed of the model without linear layers. And
+    what compiling makes of BTT's speed against dense."""
+    plain = select(result["rows"], compiled=False)
+    speeds = {(row["variant"], row["model"], row["task"]): row["x_dense"] for row in plain}
+    shares = [
+        speed["median"] / speeds["none", name, task]["median"]
+        for (variant, name, task), speed in speeds.items()
+        if variant == "BTT r=1, all"
+    ]
+    compiled = [
+        row["x_dense"]["median"] / speeds[row["variant"], row["model"], row["task"]]["median"]
+        for row in select(result["rows"], variant="BTT r=1, all", compiled=True)
+    ]
+    training = [found for (_, *job), found in speeds.items() if job == ["GPT-2 small", "training"]]
+    widest = max(training, key=lambda found: found["p80"] / found["p20"])
+    everywhere = speeds["BTT r=1, all", "GPT-2 small", "training"]
+    return {
+        **report.least_and_most("model.share_", shares, ".2f"),
+        **report.least_and_most("model.compiled_", compiled, ".2f"),
+        "model.spread_low": f"{widest['p20']:.1f}",
+        "model.spread_high": f"{widest['p80']:.1f}",
+        "model.gpt_training": f"{everywhere['median']:.1f}",
+    }
 
 
 BENCH = Bench(
     name="model",
     about=__doc__,
+    numbers=numbers,
+    tables={"models": markdown},
     budget=300,
     jobs=jobs,
     measure=measure,
     table=show,
     rounds=(3, 15),
-    allocator="default",
+    keeps_pages=False,
     setting=lambda device, smoke: {
         "shapes": [asdict(shape_of(name, device)) for name in (TINY_MODELS if smoke else MODELS)]
     },

@@ -22,7 +22,7 @@ from functools import partial
 from importlib.metadata import version
 from itertools import product
 from math import sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ from torch import Tensor
 
 from benchmarks.harness import report, timing
 from benchmarks.harness.race import Bench, Heat, Oracle, Row, Run, Variant
+from benchmarks.harness.statistics import select
 from benchmarks.harness.timing import ratio
 from benchmarks.speed.layer import job_of, race_layers
 from benchmarks.speed.variants import SMOKE, Job, StridedProducts
@@ -304,9 +305,35 @@ def markdown(result: Row) -> str:
     return report.pivot(cells)
 
 
+def numbers(result: Row) -> dict[str, str]:
+    """Our speed over that of other packages."""
+
+    def speeds(structure: str, name: str = "", **wanted: Any) -> list[float]:
+        return [
+            row["structlin_x"]["median"]
+            for row in select(result["rows"], **wanted)
+            if "structlin_x" in row
+            and row["structure"].startswith(structure)
+            and name in row["implementation"]
+        ]
+
+    training = {"dtype": "float32", "backward": True}
+    few = [*speeds("Monarch 4", tokens=16, **training), *speeds("BLAST", tokens=16, **training)]
+    forming = {"tokens": 4096, "dtype": "bfloat16", "backward": False}
+    return {
+        "peers.fastkron": str(sum(speed > 1 for speed in speeds("Kronecker", "fastkron"))),
+        **report.least_and_most("peers.btt_", speeds("BTT", "strided", tokens=4096), ".1f"),
+        "peers.monarch": f"{min(speeds('Monarch 4', tokens=4096, **training)):.2f}",
+        **report.least_and_most("peers.few_", few, ".2f"),
+        "peers.tt": f"{min(speeds('TT r=8', 'reconstructed', **forming)):.2f}",
+    }
+
+
 BENCH = Bench(
     name="peers",
     about=__doc__,
+    numbers=numbers,
+    tables={"peers": markdown},
     budget=240,
     jobs=jobs,
     measure=measure,

@@ -10,7 +10,7 @@ The models are those of examples/: blocks with attention heads of 32 features, a
 as fill the dense width. All linear layers of the blocks are structured, but for attention's output
 layer where a kind names attention's input alone; SiLU stands between the cores of the MLPs. The
 last layer of each branch starts at zero, but for "no zero start", which is not normalised either.
-The rate rises for `training.WARM_UP` steps. A model trains for the whole schedule, for a half or
+The rate rises for WARM_UP steps. A model trains for the whole schedule, for a half or
 for a quarter of it, each with a decay of its own. A structure's losses at the ends of its schedules
 are interpolated in logarithms. The factor is how many times less than dense it needs until the loss
 of dense's longest schedule; "never": its whole schedule does not meet it.
@@ -27,7 +27,6 @@ results/gpt_seconds_epyc.json has the times of earlier runs on another machine, 
 
 import math
 import time
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -36,15 +35,15 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 import structlin
 from benchmarks.compression import vision
 from benchmarks.compression.smollm2 import pretrained, require
-from benchmarks.harness import figures, report, training
+from benchmarks.harness import figures, models, report, training
 from benchmarks.harness.experiment import Axis, Experiment, Row, Runs, Tune, combinations, tune
+from benchmarks.harness.record import read
 from benchmarks.harness.statistics import (
     best,
     bootstrap,
@@ -55,7 +54,7 @@ from benchmarks.harness.statistics import (
     select,
     values,
 )
-from benchmarks.harness.tasks import compare, train_gpt, train_vit
+from benchmarks.harness.tasks import Characters, Images
 from benchmarks.harness.timing import interleaved, ratio, wall
 from structlin import BTT, Dense, LowRank, Monarch
 
@@ -65,13 +64,14 @@ TUNED = 256  # the dense width at which rates are tuned
 LENGTHS = (1.0, 0.5, 0.25)  # of the schedule
 RATES = {"AdamW": 4e-3, "Muon": 2**-5, "AdamW, normed": 2**-6}  # where the search for each begins
 OTHER_LR = 4e-3  # Muon's, of gains, biases and norms
+WARM_UP = 100  # steps, a fifth of a run at most
 MOMENTUM = 0.85  # Muon's, of runs as short as these
 
 
 # ---- what is trained on what ---------------------------------------------------------------------
 
 
-class Subwords(train_gpt.Text):
+class Subwords(Characters):
     """Tokens are pairs of bytes, merged as often as they occur in what is not held out."""
 
     def tokenise(self, text: str) -> tuple[int, Tensor]:
@@ -86,28 +86,25 @@ class Subwords(train_gpt.Text):
         return tokenizer.get_vocab_size(), torch.tensor(tokenizer.encode(text).ids)
 
 
-class Fashion(train_vit.Images):
+class Fashion(Images):
     """Fashion-MNIST, by its own division, in 16 patches of 7 x 7 pixels."""
 
-    head_std = train_gpt.Text.head_std
-
-    def __init__(self, options: Namespace) -> None:
-        super().__init__(options)
-        self.patch, self.tokens = 7, 16
-
-    @staticmethod
-    def read(path: Path | None) -> list[tuple[np.ndarray, np.ndarray]]:
+    def __init__(self, seed: int, path: None, **sizes: int) -> None:
         parts = [vision.read_fashion(name) for name in ("train", "t10k")]
         if parts[0] is None or parts[1] is None:
             raise SystemExit("Fashion-MNIST is not here: apt-get install dataset-fashion-mnist")
-        return [(part[0].numpy(), part[1].numpy()) for part in parts if part]
+        train, held = ((part[0].float().unsqueeze(1), part[1]) for part in parts if part)
+        super().__init__(seed, train, held, patch=7, **sizes)
+
+
+Task = Characters | Fashion
 
 
 @dataclass(frozen=True)
 class Setup:
     """Data, and what the models of all widths share."""
 
-    task: type[compare.Task]
+    task: type[Task]
     source: pretrained.Source | None  # of the text; None: the task's own data
     sizes: Mapping[str, int]
 
@@ -115,7 +112,7 @@ class Setup:
 TEXT = {"context": 128, "batch": 8, "depth": 4, "steps": 1500}
 SETUPS = {
     "Wikipedia": Setup(Subwords, pretrained.TEXTS["wiki"], TEXT),
-    "Python": Setup(train_gpt.Text, None, TEXT),
+    "Python": Setup(Characters, None, TEXT),
     "Fashion-MNIST": Setup(Fashion, None, {"batch": 64, "depth": 4, "steps": 1000}),
 }
 
@@ -181,21 +178,22 @@ BEST = {  # optimizer -> what docs/gpts.md is about
     "AdamW": "BTT r=1 + SiLU, attention r=2, width x 1.5",
     "Muon": "BTT r=2 + SiLU, attention's input r=2, width x 1.5, no zero start",
 }
+ELSEWHERE = "gpt_seconds_epyc"  # the times of another machine
 NARROWER = "BTT r=1 + SiLU, attention r=2, width x 1.25"  # what the page says of 768
 RANK_TWO = "BTT r=2 + SiLU, attention r=2, width x 1.25"  # what it says of 256 and 512
 
 
-def make_task(setup: str, width: int, seed: int, sizes: Mapping[str, int]) -> compare.Task:
+def make_task(setup: str, width: int, seed: int, sizes: Mapping[str, int]) -> Task:
     """The task of a model that is compared with dense of that width."""
     source, task = SETUPS[setup].source, SETUPS[setup].task
     path = None if source is None else require(source)
-    heads = max(1, width // compare.HEAD)
+    heads = max(1, width // models.HEAD)
     return read_task(task, path=path, seed=seed, heads=heads, **sizes)
 
 
 @cache
-def read_task(task: type[compare.Task], path: Path | None, **sizes: int) -> compare.Task:
-    return task(Namespace(data=path, **sizes))
+def read_task(task: type[Task], path: Path | None, seed: int, **sizes: int) -> Task:
+    return task(seed, path, **sizes)
 
 
 def build(
@@ -204,7 +202,7 @@ def build(
     """`width`: of the dense model that it is compared with."""
     task, found = make_task(setup, width, seed, sizes), KINDS[kind]
     own = round(width * found.wider)
-    return compare.build(task, own, found.structure(own), seed, device, **found.options)
+    return models.build(task, own, found.structure(own), seed, device, **found.options)
 
 
 def make_trainer(
@@ -235,18 +233,16 @@ def train(
     task, steps = make_task(setup, width, seed, size), max(1, round(length * size["steps"]))
     model, adam = make_trainer(setup, optimizer, kind, width, lr, seed, size)
 
-    def loss(step: int) -> Tensor:
-        return training.cross_entropy(model, *task.batch(step))
-
-    curve = training.follow(model, adam, task, steps, points=5, loss=loss, rate=training.warm_up)
+    warmup = max(1, min(WARM_UP, steps // 5))
+    curve = training.follow(model, adam, task, steps, warmup)
     tokens = 3 * len(task.batch(0)[0]) * task.tokens  # backward costs twice what forward does
-    forward = structlin.cost(model, compare.example_of(task)).flops // task.tokens
+    cost = structlin.cost(model, task.heldout[0][0][:1])
     return {
         "loss": curve[-1][1],
         "curve": curve,
         "steps": steps,
-        "flops": tokens * forward,
-        "params": training.count_params(model),
+        "flops": tokens * (cost.flops // task.tokens),
+        "params": cost.params,
     }
 
 
@@ -430,31 +426,6 @@ def words(row: Row) -> str:
     return value if low == high else f"{value} ({low} to {high})"
 
 
-TITLES = ("", "width", "steps", "FLOPs", "seconds", "held-out loss, by seed", "times fewer")
-
-
-def line_of(row: Row) -> list[str]:
-    """A line of the tables: FLOPs and seconds are over dense's; then how many times fewer seconds
-    until dense's loss."""
-    low, high = row["spread"]
-    costs = [f"{row['flops']:.2f}", f"{row['seconds']:.2f} ({low:.2f} to {high:.2f})"]
-    until = words(row["until"]["seconds"]) if "until" in row else ""
-    numbers = [str(row["own_width"]), str(row["steps"]), *costs]
-    return [row["kind"], *numbers, report.losses(row["losses"]), until]
-
-
-def show(result: Row) -> list[Any]:
-    """A table for each setup, optimizer and width."""
-    return [
-        report.grid(
-            ", ".join(map(str, where.values())),
-            [dict(zip(TITLES, line_of(row), strict=True)) for row in mine],
-        )
-        for where in combinations({name: values(result["table"], name) for name in WHERE})
-        if (mine := select(result["table"], **where))
-    ]
-
-
 def is_best(row: Row) -> bool:
     """Whether it is of the kind in `BEST` of its optimizer."""
     return bool(row["kind"] == BEST.get(row["optimizer"]))
@@ -521,9 +492,46 @@ def settings(**changes: int) -> dict[str, dict[str, int]]:
     return {name: {**setup.sizes, **changes} for name, setup in SETUPS.items()}
 
 
+def numbers(result: Row) -> dict[str, str]:
+    """What the structured GPT costs over dense's of width 512, and how many times fewer seconds it
+    needs until dense's loss, on both machines; how far above dense it ends on the other text; and
+    what narrower ones have, at 768 and with rank 2."""
+    of = {"setup": "Python", "optimizer": "AdamW", "width": 512, "kind": BEST["AdamW"]}
+    rows, found = at_best_rates(result["rows"]), dict[str, str]()
+    for machine, times in (("xeon", result["times"]), ("epyc", read(ELSEWHERE)["times"])):
+        (row,) = (row for row in select(tabulate(rows, times), **of) if "until" in row)
+        found["gpts.flops"] = f"{row['flops']:.2f}"
+        found[f"gpts.{machine}"] = f"{min(row['until']['seconds']['by_seed']):.1f}"
+    wikipedia = beside_dense(result, BEST["AdamW"], setup="Wikipedia", width=512)
+    narrow = beside_dense(result, NARROWER, setup="Python", width=768)
+    ranked = beside_dense(result, RANK_TWO, setup="Python", width=512)
+    return found | {
+        "gpts.wikipedia": report.percent(wikipedia["loss"] - 1),
+        "gpts.narrow_loss": report.percent(1 - narrow["loss"], 1),
+        "gpts.narrow_seconds": f"{narrow['seconds']:.2f}",
+        "gpts.rank_loss": report.percent(1 - ranked["loss"], 1),
+        "gpts.rank_seconds": f"{ranked['seconds']:.2f}",
+    }
+
+
+def beside_dense(result: Row, kind: str, **where: Any) -> dict[str, float]:
+    """The loss and the seconds of a kind over dense's, by AdamW."""
+    rows = select(result["table"], **where, optimizer="AdamW")
+    ours, dense = (select(rows, kind=each)[0] for each in (kind, "dense"))
+    return {"loss": fmean(ours["losses"]) / fmean(dense["losses"]), "seconds": ours["seconds"]}
+
+
+TABLES = {
+    "gpt seconds": lambda result: markdown(result, read(ELSEWHERE)),
+    "gpt candidates": candidates,
+}
+
+
 EXPERIMENT = Experiment(
     name="gpt_seconds",
     about=__doc__,
+    numbers=numbers,
+    tables=TABLES,
     run=train,
     axes={
         "setup": [*SETUPS],
@@ -539,8 +547,8 @@ EXPERIMENT = Experiment(
         "base": BASE,
         "other_lr": OTHER_LR,
         "momentum": MOMENTUM,
-        "head_std": train_gpt.Text.head_std,
-        "warm_up": training.WARM_UP,
+        "head_std": models.HEAD_STD,
+        "warm_up": WARM_UP,
     },
     smoke={
         **settings(batch=2, depth=1, steps=4),
@@ -555,7 +563,7 @@ EXPERIMENT = Experiment(
     design=design,
     analyse=lambda rows: {},
     beside=measure,
-    show=show,
+    show=lambda result: [markdown(result, {"times": []})],
     draw=draw,
 )
 

@@ -23,8 +23,6 @@ from torch import Tensor, nn
 import structlin
 from benchmarks.harness import report, timing
 from benchmarks.harness.experiment import Experiment, Row
-from benchmarks.harness.training import count_params
-from benchmarks.papers.polar_factors import PAPERS
 
 CONTEXT = 128
 VOCABULARY = 256
@@ -78,7 +76,8 @@ def muon(**options: Any) -> Make:
 
 
 TORCH = "torch.optim.Muon"
-TORCHS_STEPS = {"method": PAPERS["jordan"], "dtype": torch.bfloat16, "adjust_lr_fn": "original"}
+JORDAN = ((3.4445, -4.7750, 2.0315),) * 5  # torch's coefficients of the polar factor
+TORCHS_STEPS = {"method": JORDAN, "dtype": torch.bfloat16, "adjust_lr_fn": "original"}
 OPTIMIZERS: dict[str, tuple[str, Make]] = {  # name -> model, how it is made
     "AdamW": ("dense", adamw()),
     "AdamW, fused": ("dense", adamw(fused=True)),
@@ -121,7 +120,7 @@ def measure(width: int, threads: int, depth: int, tokens: int, rounds: int, devi
             {
                 "optimizer": name,
                 "model": kind,
-                "parameters": count_params(models[kind]),
+                "parameters": structlin.cost(models[kind]).params,
                 "step_ms": milliseconds(name),
                 "forward_backward_ms": milliseconds(kind),
                 "share": timing.ratio(times[name], times[kind], low=10),
@@ -172,9 +171,28 @@ def markdown(result: dict[str, Any]) -> str:
     return report.table(["", *titles, "memory: state + step"], lines)
 
 
+def numbers(result: Row) -> dict[str, str]:
+    """What a step of Muon costs: over torch's, and as a share of forward and backward."""
+    runs = [
+        (row["threads"], {each["optimizer"]: each for each in row["optimizers"]})
+        for row in result["rows"]
+    ]
+    beside = [each["structlin Muon"]["beside_torch"]["median"] for _, each in runs]
+    found = report.least_and_most("step.", beside, ".2f")
+    for threads, name in ((1, "step.one"), (2, "step.two")):
+        shares = [
+            each["structlin Muon on BTT"]["share"] for count, each in runs if count == threads
+        ]
+        shares = [100 * each["median"] for each in shares]
+        found |= report.least_and_most(f"{name}_", shares, ".1f")
+    return found
+
+
 EXPERIMENT = Experiment(
     name="optimizer",
     about=__doc__,
+    numbers=numbers,
+    tables={"optimizer steps": markdown},
     run=measure,
     axes={"width": [256, 512], "threads": [1, 2]},
     seeds=0,

@@ -349,9 +349,45 @@ def shifts(result: Row, methods: Iterable[str], name: str) -> str:
     return table(["", "base point", *(f"{name} {point}" for point in points), "kept"], lines)
 
 
+def numbers(result: Row) -> dict[str, str]:
+    summary = result["summary"]
+    grid = {method: on_grid(summary, method) for method in METHODS}
+    costs = {"normed": "Normed", "power": POWER, "adamw": "AdamW", "muon": "Muon"}
+    found = {
+        f"transfer.cost_{name}": f"{max(row['cost'] for row in grid[method]):.2f}"
+        for name, method in costs.items()
+    }
+    for name, structure in (("dense", "dense"), ("btt", "BTT r=1")):
+        for rule, method, digits in (("ruled", "AdamW", 2), ("control", "plain AdamW", 1)):
+            shifts = [abs(row["shift"]) for row in select(grid[method], structure=structure)]
+            found[f"transfer.{rule}_{name}"] = f"{max(shifts):.{digits}f}"
+    return found | {
+        "transfer.points": str(len(grid["Normed"])),
+        "transfer.adamw_far": str(len(far(summary, "AdamW"))),
+        "transfer.muon_far": str(len(far(summary, "Muon"))),
+        "transfer.muon_most": f"{max(row['shift'] for row in far(summary, 'Muon')):.2f}",
+        "transfer.no_decay": str(best_decays(summary).count(0.0)),
+        "transfer.control_cost": f"{max(row['cost'] for row in grid['plain AdamW']):.0f}",
+    }
+
+
+def far(summary: list[Row], method: str) -> list[Row]:
+    """The points of the grid whose best rate is beyond sqrt 2 of the base point's."""
+    return [row for row in on_grid(summary, method) if abs(row["shift"]) > 0.5]
+
+
+TABLES = {
+    "farthest": farthest,
+    "batch": lambda result: shifts(result, GRID, "batch"),
+    "steps": lambda result: shifts(result, GRID, "steps"),
+}
+
+
 EXPERIMENT = Experiment(
     name="transfer",
     about=__doc__,
+    numbers=numbers,
+    tables=TABLES,
     run=train,
     axes={
         "structure": STRUCTURES,

@@ -25,7 +25,7 @@ pytest.importorskip("matplotlib")
 
 from benchmarks.harness import race, record, report, timing
 from benchmarks.harness.statistics import select
-from benchmarks.speed import layer, overhead, variants
+from benchmarks.speed import layer, variants
 from benchmarks.speed.variants import loop
 from benchmarks.training import gpt_seconds
 from structlin import BTT, TT, Dense, Kronecker, LowRank, Monarch, StructuredLinear
@@ -346,23 +346,9 @@ def test_layer_stops_at_its_budget_and_says_what_it_left_out(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("program", [layer, overhead])
-def test_a_smoke_run_keeps_nothing_by_itself(monkeypatch, program):
+def test_a_smoke_run_keeps_nothing_by_itself(monkeypatch):
     monkeypatch.setattr(race, "save_json", None)
-    assert program.BENCH.main(["--smoke"])
-
-
-def test_the_cost_beside_the_products_is_that_of_a_layer_in_the_same_round(monkeypatch):
-    monkeypatch.setattr(overhead, "families", lambda width: {"BTT r=1": BTT()})
-    rounds = {"nn.Linear": [3.0, 9.0], "loop": [2.0, 2.0], "layer": [1.0, 2.0]}
-    monkeypatch.setattr(
-        timing, "interleaved", lambda works, *_, **__: {v: rounds[v.implementation] for v in works}
-    )
-    btt, blocks = overhead.measure(variants.Job(64, 64, 300, "float32", False), race.Heat())
-    assert (btt["structure"], blocks["structure"]) == ("BTT r=1", "block-diagonal 16")
-    assert btt["us"] == {"dense": 6e6, "loop": 2e6, "layer": 1.5e6}
-    assert btt["dense_over_layer"]["median"] == (3 + 4.5) / 2
-    assert btt["loop_over_layer"]["median"] == (2 + 1) / 2
+    assert layer.BENCH.main(["--smoke"])
 
 
 SQUARE = variants.Job(64, 64, 300, "float32", True)

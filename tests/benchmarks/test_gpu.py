@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import gpu, gpu_steps, pages
+from benchmarks import gpu, gpu_steps
 from benchmarks.harness import race, record, timing
 from benchmarks.speed import layer
 from structlin import BTT, Monarch
@@ -255,21 +255,16 @@ def test_a_result_of_a_gpu_has_a_name_of_its_own(monkeypatch):
 def test_the_page_shows_what_ran_on_a_gpu_with_its_card_and_nothing_before(
     by, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(pages, "RESULTS", tmp_path)
-    monkeypatch.setattr(pages, "read", lambda name: kept)
-    assert pages.show_gpu() == pages.NO_GPU
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    assert gpu.show_results() == gpu.NO_GPU
     monkeypatch.setattr(gpu, "CEILINGS", {"float32": H100})
     rows = rows_of_a_layer(tmp_path)
     rows.add("environment", machine="a CPU, an H100")
     lines = (tmp_path / "gpu.jsonl").read_text().replace('"float32"', '"bfloat16"')
     (tmp_path / "gpu.jsonl").write_text(lines)
-    kept = record.read("model") | {"environment": {"machine": "a CPU, an H200"}}
-    (tmp_path / "model_gpu.json").write_text("")
-    page = pages.show_gpu()
+    page = gpu.show_results()
     assert page.startswith("a CPU, an H100: ")
     assert "| BTT r=1, 16 |" in page
-    assert "a CPU, an H200: whole models (`python -m benchmarks.speed.model`, " in page
-    assert pages.model.markdown(kept) in page
     assert "untested" not in page
 
 
@@ -310,8 +305,12 @@ def test_the_first_part_stops_at_its_gate_only_where_the_kernels_are_wrong(tmp_p
     where = {"OUT": str(out), "PYTHON": str(python)}
     found = subprocess.run(
         ["bash", "benchmarks/gpu_run.sh", "a"],
-        cwd=pages.ROOT, env=os.environ | where, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=record.RESULTS.parents[1],
+        env=os.environ | where,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     ran = log.read_text()
     assert "benchmarks.gpu --smoke" in ran
     assert ("benchmarks.speed.layer --device cuda" in ran) == (faults == "[]")

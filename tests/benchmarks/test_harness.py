@@ -119,7 +119,7 @@ def test_an_axis_may_follow_from_those_before_it(kept):
 
 def test_a_search_goes_from_the_best_rate_of_the_size_before(kept):
     axes = {"method": ["Adam"], "size": [2, 8]}
-    some = losses(axes=axes, rates=Search("size", start=lambda job: 1.0), seeds=1)
+    some = losses(axes=axes, rates=Search(start=lambda job: 1.0), seeds=1)
     rows = kept(some)["rows"]
     tried = {size: [row["lr"] for row in rows if row["size"] == size] for size in (2, 8)}
     assert tried == {2: [0.5, 1.0, 2.0, 4.0], 8: [1.0, 2.0, 4.0, 8.0, 16.0]}
@@ -138,12 +138,6 @@ def test_a_rate_is_tuned_on_the_first_seed_until_the_best_has_both_its_neighbour
     assert [row["lr"] for row in rows if row["seed"] == 1] == [best]
 
 
-def test_no_rate_below_the_lowest_is_tried(kept):
-    rates = Tune(lambda job: 1.0, lowest=0.5)
-    rows = kept(losses(axes={"method": ["Adam"], "size": [0.125]}, rates=rates, seeds=1))["rows"]
-    assert [row["lr"] for row in rows] == [0.5, 1.0, 2.0]
-
-
 def test_a_smoke_run_is_small_and_keeps_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "RESULTS", tmp_path)
     some = losses()
@@ -152,34 +146,6 @@ def test_a_smoke_run_is_small_and_keeps_nothing(tmp_path, monkeypatch):
     assert result["setting"] == {"steps": 1}
     assert not any(tmp_path.iterdir())
     assert dict(some.sizes) == {"steps": 10}
-
-
-def test_a_result_may_have_its_rows_in_lists_and_what_they_share_is_not_repeated(kept, tmp_path):
-    lists = {"rows/Adam": {"method": "Adam"}, "others": {"method": "SGD"}}
-    result = kept(losses(lists=lists, draw=None))
-    assert (result["rows"].keys(), len(result["others"])) == ({"Adam"}, 8)
-    assert result["others"][0].keys() == {"size", "lr", "seed", "loss"}
-    assert json.loads((tmp_path / "some.json").read_text())["rows"] == result["rows"]
-    MADE.clear()
-    assert kept(losses(lists=lists, draw=None)) == result
-    assert MADE == []
-
-
-def test_what_a_design_measures_once_stays_with_the_rows(kept, tmp_path):
-    found = iter([1, 2])
-
-    def design(runs, axes):
-        runs.once("milliseconds", lambda: next(found))
-        return runs.of([{"method": "Adam", "size": 2, "lr": 1.0, "seed": 0}])
-
-    some = losses(design=design, beside=lambda chosen, found: {"twice": 2 * found["milliseconds"]})
-    first = kept(some)
-    assert (first["milliseconds"], first["twice"]) == (1, 2)
-    path = tmp_path / "some.json"
-    path.write_text(path.read_text().replace('"date":"', '"date":"once '))
-    assert kept(some) == first
-    assert json.loads(path.read_text())["environment"]["date"].startswith("once ")
-    assert kept(losses(design=design, sizes={"steps": 20}))["milliseconds"] == 2
 
 
 def test_what_is_measured_beside_the_runs_sees_them_and_its_options(kept):
@@ -215,7 +181,6 @@ def test_a_run_has_one_thread_and_what_is_measured_beside_has_all(kept):
         ({"schedule": "constant"}, [1, 1, 1, 1]),
         ({"schedule": "linear"}, [1, 0.75, 0.5, 0.25]),
         ({"schedule": "cosine"}, [1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5]),
-        ({"schedule": "linear", "warmup": 2}, [1 / 3, 2 / 3, 1, 0.5]),
     ],
 )
 def test_rates_rise_and_fall_as_the_schedule_says(options, rates):

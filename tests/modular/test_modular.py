@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.papers.mn_tasks import paper_groups
+from benchmarks.papers.mn_transfer import paper_groups
 from benchmarks.papers.networks import GPT, ResMLP, ResNet
 from structlin import (
     BTT,

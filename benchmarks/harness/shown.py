@@ -1,0 +1,50 @@
+"""What the pages show of a kept result: numbers in sentences, tables, and claims of papers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.harness.record import Row
+from benchmarks.harness.statistics import judge
+
+Holds = Sequence[bool | None]  # of the parts of a claim; None: its interval does not decide
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a paper says.
+
+    Args:
+        where: its figure or section, as "CBS 2a".
+        short: the claim in few words, for docs/results.md.
+        words: the paper's.
+        test: the result -> whether each part holds, and the numbers that decide.
+    """
+
+    where: str
+    short: str
+    words: str
+    test: Callable[[Row], tuple[Holds, str]]
+
+    def verdict(self, result: Row) -> dict[str, str]:
+        """As verdicts.json has it."""
+        holds, found = self.test(result)
+        said = {"where": self.where, "claim": self.words}
+        return said | {"verdict": judge(*holds), "found": found}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A kept result, and what is shown of it.
+
+    Args:
+        name: of the result under results/, as "papers/md_width".
+        numbers: the result -> the numbers that templates name, as text.
+        tables: their names in templates, each made from the result.
+        claims: those that it decides, and below which heading of docs/ its table stands.
+    """
+
+    name: str
+    numbers: Callable[[Row], Mapping[str, str]] = lambda result: {}
+    tables: Mapping[str, Callable[[Row], str]] = field(default_factory=dict)
+    claims: Sequence[Claim] = ()
+    place: str = ""

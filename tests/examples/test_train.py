@@ -1,0 +1,137 @@
+"""The three training examples at tiny sizes: what they train, keep and say."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+
+import train_gpt
+import train_mlp_lm
+import train_vit
+
+import structlin
+
+PROGRAMS = pytest.mark.parametrize(
+    "program", [train_gpt, train_mlp_lm, train_vit], ids=lambda program: program.__name__
+)
+
+
+@PROGRAMS
+def test_a_program_leaves_a_table_a_plot_and_results(program, tmp_path, capsys):
+    rows = program.main(["--smoke", "--out", str(tmp_path)])
+    labels = ["dense", "dense", *[program.STRUCTURE.label] * 2]
+    assert [row["label"] for row in rows] == labels
+    assert rows[1]["width"] == rows[2]["width"] == 2 * rows[0]["width"]
+    assert rows[2]["flops"] < rows[1]["flops"]
+    assert rows[3]["flops"] <= rows[0]["flops"]
+    shown = capsys.readouterr().out
+    assert all(f"{row['params']:,}" in shown for row in rows)
+    assert all(f"{row['loss']:.4f}" in shown for row in rows)
+    kept = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [row["loss"] for row in kept] == [row["loss"] for row in rows]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("program", [train_gpt, train_mlp_lm])
+def test_the_models_learn_a_text(program, text, tmp_path):
+    options = ["--smoke", "--data", str(text), "--out", str(tmp_path)]
+    rows = program.main([*options, "--steps", "60", "--batch", "32", "--lr", "0.01"])
+    assert all(row["loss"] < 1.0 for row in rows)  # log(30 characters) is 3.4
+
+
+def test_the_widest_gpt_is_the_widest_within_the_flops_of_dense(text, tmp_path):
+    options = ["--smoke", "--data", str(text), "--width", "96", "--out", str(tmp_path)]
+    rows = train_gpt.main(options)
+    context, vocabulary = 16, len(set(text.read_text(encoding="utf-8")))
+
+    def flops(d, attention, mlp):
+        return attention + mlp + 4 * context * d + 2 * d * vocabulary
+
+    # 2 multiply-adds of BTT: rank (d_in b + g d_out), for the most even factors
+    def btt(d_in, d_out, rank):
+        def small(n):
+            return max(k for k in range(1, n + 1) if n % k == 0 and k * k <= n)
+
+        return 2 * rank * (d_in * small(d_out) + d_out * small(d_in))
+
+    def structured(d):  # linear cores of rank 2 in attention
+        return flops(d, btt(d, 3 * d, 2) + btt(d, d, 2), btt(d, 4 * d, 1) + btt(4 * d, d, 1))
+
+    budget = flops(96, 8 * 96 * 96, 16 * 96 * 96)
+    assert rows[0]["flops"] == budget
+    assert rows[2]["flops"] == structured(192)
+    widths = [d for d in range(32, 2048, 32) if structured(d) <= budget]
+    assert rows[3]["width"] == max(widths) > 96
+
+
+def test_a_run_follows_from_its_seed(text, tmp_path):
+    options = ["--smoke", "--data", str(text), "--out", str(tmp_path)]
+    first, again, other = (
+        [row["curve"] for row in train_gpt.main([*options, "--seed", seed])] for seed in "112"
+    )
+    assert first == again != other
+
+
+def test_models_take_turns_after_the_engine_is_built(text, tmp_path, monkeypatch):
+    order, train = [], train_gpt.train
+
+    def recorded(*arguments):
+        for _ in train(*arguments):
+            order.append(arguments[-1]["label"])
+            yield
+
+    monkeypatch.setattr(train_gpt, "train", recorded)
+    monkeypatch.setattr(train_gpt, "TURN", 2)
+    monkeypatch.setattr(structlin, "show_config", lambda: order.append("build"))
+    options = ["--smoke", "--data", str(text), "--steps", "5", "--out", str(tmp_path)]
+    rows = train_gpt.main(options)
+    labels = [row["label"] for row in rows]
+    assert order == ["build", *(each for n in (2, 2, 1) for each in labels for _ in range(n))]
+    for row in rows:
+        assert row["clock"][-1] == pytest.approx(5 * row["ms"] / 1e3, abs=0.01)
+
+
+@pytest.mark.parametrize("width", [32, 1568])
+def test_positions_start_as_waves_of_the_size_of_embeddings_and_the_head_at_zero(width):
+    gpt = train_gpt.GPT(10, 64, 1, width)
+    assert gpt.positions.weight.square().mean().sqrt().item() == pytest.approx(0.2, abs=0.02)
+    assert not gpt.head.weight.any()
+
+
+def test_attention_sees_no_later_token():
+    gpt, ids = train_gpt.GPT(10, 8, 2, 32), torch.randint(10, (2, 8))
+    torch.nn.init.normal_(gpt.head.weight)
+    changed = ids.clone()
+    changed[:, 5:] = (ids[:, 5:] + 1) % 10
+    torch.testing.assert_close(gpt(changed)[:, :5], gpt(ids)[:, :5])
+    assert not torch.equal(gpt(changed)[:, 5:], gpt(ids)[:, 5:])
+
+
+def test_the_vit_reads_images_of_a_reader(tmp_path):
+    draw = np.random.default_rng(1)
+    images = draw.integers(0, 256, (20, 8, 8, 3), dtype=np.uint8)
+    np.savez(tmp_path / "small.npz", images=images, labels=draw.integers(0, 3, 20))
+    pixels, labels = train_vit.read_images(tmp_path / "small.npz")
+    assert (pixels.shape, labels.shape) == ((20, 3, 8, 8), (20,))
+    options = ["--smoke", "--data", str(tmp_path / "small.npz"), "--out", str(tmp_path)]
+    assert all(math.isfinite(row["loss"]) for row in train_vit.main(options))
+
+
+def test_the_vit_learns_the_digits(tmp_path):
+    size = ["--width", "64", "--steps", "100", "--batch", "32", "--lr", "0.01"]
+    rows = train_vit.main(["--smoke", *size, "--out", str(tmp_path)])
+    assert all(row["loss"] < 2.0 for row in rows)  # log(10 classes) is 2.3
+
+
+@pytest.mark.parametrize(("side", "patch"), [(8, 2), (28, 4), (32, 4), (31, 31)])
+def test_a_patch_is_the_smallest_of_at_most_64(side, patch):
+    assert train_vit.patch_size(side, side) == patch
+
+
+def test_images_that_cannot_be_cut_are_refused():
+    with pytest.raises(ValueError, match="31 x 37"):
+        train_vit.patch_size(31, 37)
