@@ -28,6 +28,8 @@ from torch import Tensor, nn
 
 from .._interrupts import hold_interrupts
 from .._linear import StructuredLinear
+from .._model.blocks import blocks_of_layers
+from .._model.calls import first_tensor
 from .._model.decide import Target
 from .._plan import Projection, Refined, build_layer, project_by_weight
 from .._progress import Bar
@@ -37,7 +39,7 @@ from .._warnings import warn
 from ..duality import promote
 from .moments import Moments, measure_inputs
 from .padding import select_rows
-from .refine import Example, find_blocks, refine, take_tensor
+from .refine import Example, refine
 from .replay import Replay, Visit, Wait, find_shared, take_input
 from .sizes import Weights
 
@@ -226,7 +228,7 @@ class _Compressed:
         # a block that a layer is called twice in may itself be called twice
         self.blocks = {
             block: (name, [layer.module for layer in held])
-            for block, (name, held) in find_blocks(replay.model, layers).items()
+            for block, (name, held) in blocks_of_layers(replay.model, layers).items()
             if refine_steps and not any(layer.module in replay.repeated for layer in held)
         }
 
@@ -337,7 +339,7 @@ def _make_example(wait: Wait) -> Example | None:
     """A call that leaves the block with alike tensors in both runs."""
     if wait.dense is None or wait.compressed is None:
         return None
-    goal, made = take_tensor(wait.dense.output), take_tensor(wait.compressed.output)
+    goal, made = first_tensor(wait.dense.output), first_tensor(wait.compressed.output)
     if goal is None or made is None or goal.shape != made.shape:
         return None
     return Example(wait.call, wait.compressed, made, goal)

@@ -8,7 +8,7 @@ scales). Source: AA-SVD (arXiv:2604.02119), where it is the part that gains most
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,7 @@ from torch import Tensor, nn
 
 from .._interrupts import let_interrupts_in
 from .._linear import StructuredLinear
-from .._model.blocks import repeats
-from .._model.calls import find_tensors
-from .._model.linears import Layer
+from .._model.calls import first_tensor
 from .._plan import Refined, Vector
 from .._projection.matrices import divide_norms
 from ..duality import promote
@@ -42,8 +40,8 @@ class Example:
 
     call: Call
     stop: Stop  #: of the compressed run, with the output of the block whose layers are projected
-    made: Tensor  #: what `take_tensor` finds in that output
-    goal: Tensor  #: what it finds in that of the dense block
+    made: Tensor  #: the first tensor of that output
+    goal: Tensor  #: that of the dense block's
 
     def run(self, new: Mapping[nn.Module, StructuredLinear], vectors: Vectors = ()) -> Any:
         """The block's output again, with these layers and vectors."""
@@ -55,41 +53,6 @@ class Example:
             replica[before[module]]._parameters[name] = vector
         with CheckNumbers(replica.model), let_interrupts_in():
             return replica.copy(self.stop.forward)(*self.stop.args, **self.stop.kwargs)
-
-
-def find_blocks(
-    model: nn.Module, layers: Iterable[Layer]
-) -> dict[nn.Module, tuple[str, list[Layer]]]:
-    """The blocks of a model that hold these layers, each with its name and its layers.
-
-    A block is the outermost module that stands in an nn.ModuleList, or beside others of its class
-    in an nn.Sequential, and holds one of the layers without being it. If there is none, the model
-    is the block. A layer outside of all blocks is in none.
-
-    >>> from structlin._model.linears import linear_layers
-    >>> mlp = lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    >>> model = nn.Sequential(nn.Linear(4, 4), mlp(), mlp())
-    >>> blocks = find_blocks(model, linear_layers(model))
-    >>> [(name, len(held)) for name, held in blocks.values()]
-    [('1', 2), ('2', 2)]
-    """
-    found: dict[nn.Module, tuple[str, list[Layer]]] = {}
-    layers = list(layers)
-    for layer in layers:
-        path, module = list[str](), model
-        for part in layer.name.split(".")[:-1]:
-            path, parent, module = [*path, part], module, module.get_submodule(part)
-            if repeats(parent, module):
-                found.setdefault(module, (".".join(path), []))[1].append(layer)
-                break
-    if not found and all(layer.module is not model for layer in layers):
-        return {model: ("", layers)}
-    return found
-
-
-def take_tensor(output: Any) -> Tensor | None:
-    """The first floating tensor in what a module returns: the hidden states; None without one."""
-    return next((tensor for _, tensor in find_tensors(output)), None)
 
 
 def refine(
@@ -215,7 +178,7 @@ def _descend(
 
 def _repeats_itself(example: Example, new: Mapping[nn.Module, StructuredLinear]) -> bool:
     """Whether the block makes of its inputs what it made of them in the run."""
-    first, again = example.made, take_tensor(example.run(new))
+    first, again = example.made, first_tensor(example.run(new))
     if again is None or first.shape != again.shape:
         return False
     return torch.allclose(first, again, rtol=1e-2, atol=1e-3 * first.abs().max().item())
@@ -224,7 +187,8 @@ def _repeats_itself(example: Example, new: Mapping[nn.Module, StructuredLinear])
 def _gap(example: Example, output: Any) -> Tensor:
     """What an output of the block is off the goal at each token: `(tokens, features)`, in float32
     or better."""
-    made = next(tensor for _, tensor in find_tensors(output))
+    made = first_tensor(output)
+    assert made is not None  # as in the run
     rows, goal = (select_rows(each, example.call.masks) for each in (made, example.goal))
     rows = promote(rows)
     return rows - goal.to(rows.dtype)

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from .._arguments import require_choice
 from .._families import Family, Split
+from .._model.blocks import blocks_of_layers
 from .._model.decide import Decision
 from .._model.linears import Layer
 from .._product import to_dense
 from .._projection import project, relative_error
 from .._projection.curve import COUNTS, Curve, Size, list_sizes, measure_curve
-from .refine import find_blocks
 from .replay import Replay
 from .sensitivity import Covariances, Loss, measure_change, measure_covariances
 
@@ -126,7 +126,7 @@ def correct_curves(
     predicted. A loss of the user's own may fall, so nothing is measured for it.
     """
     found = {layer.module: curve for (layer, _), curve in zip(offers, curves, strict=True)}
-    held_by = find_blocks(replay.model, [layer for layer, _ in offers])
+    held_by = blocks_of_layers(replay.model, [layer for layer, _ in offers])
     rank = {module: n for n, module in enumerate(replay.order)}
     blocks = [[each for each in held if each.module in rank] for _, held in held_by.values()]
     predicted = 0  # blocks in turn

@@ -33,7 +33,7 @@ def find_ends(layers: Sequence[Layer]) -> list[Layer]:
     ]
 
 
-def repeats(parent: nn.Module, child: nn.Module) -> bool:
+def _repeats(parent: nn.Module, child: nn.Module) -> bool:
     """Whether `child` stands in an nn.ModuleList, or beside others of its class in an
     nn.Sequential."""
     if isinstance(child, nn.ModuleList):
@@ -44,7 +44,7 @@ def repeats(parent: nn.Module, child: nn.Module) -> bool:
 
 def find_block(modules: Mapping[str, nn.Module], name: str) -> str | None:
     """The block that holds what has this dotted name: the outermost module on its way that
-    `repeats`, has modules of its own and is no layer; None outside of all blocks.
+    is repeated, has modules of its own and is no layer; None outside of all blocks.
 
     Args:
         modules: those of the model, by their names.
@@ -55,7 +55,7 @@ def find_block(modules: Mapping[str, nn.Module], name: str) -> str | None:
         if child not in modules:
             return None
         module = modules[child]
-        if repeats(modules[parent], module) and any(module.children()) and not weights_of(module):
+        if _repeats(modules[parent], module) and any(module.children()) and not weights_of(module):
             return child
     return None
 

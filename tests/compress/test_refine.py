@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from structlin import BTT, BlockDiagonal, LowRank, Monarch, compress, plan_compression
 from structlin._compress import refine
-from structlin._compress.refine import find_blocks
+from structlin._model.blocks import blocks_of_layers
 from structlin._model.linears import linear_layers
 from tests.models import snapshot
 
@@ -143,7 +143,7 @@ def test_biases_and_norms_that_two_blocks_share_stay(model, batches):
 
 def test_blocks_are_what_is_repeated():
     def name_blocks(model: nn.Module) -> list[str]:
-        return [name for name, _ in find_blocks(model, linear_layers(model)).values()]
+        return [name for name, _ in blocks_of_layers(model, linear_layers(model)).values()]
 
     assert name_blocks(Model()) == ["blocks.0", "blocks.1"]
     assert name_blocks(nn.ModuleDict({"a": Model(), "b": Model(1)})) == [
