@@ -1,11 +1,11 @@
-"""README.md and the pages of docs/, with their tables and numbers made from the kept results.
+"""README.md and the pages of docs/, from their templates and the kept results.
 
     python -m benchmarks.pages            # writes the pages and results/verdicts.json
     python -m benchmarks.pages --smoke    # makes all of it, writes nothing
 
-A page has `<!-- name -->` where a table begins and `<!-- end -->` where it ends; a number is that
-between `<!-- n:name -->` and `<!-- /n -->`. Each experiment says what it shows (see
-`benchmarks.harness.shown`). Run this after each new measurement.
+A page with numbers has a template beside it, `<page>.in`: `{{ gpts.xeon }}` is a number there
+and `{{ gpt seconds }}` a table. Each experiment says which it shows (`benchmarks.harness.shown`).
+Run this after each new measurement, and after a change of a template.
 """
 
 import argparse
@@ -58,8 +58,7 @@ SHOWN: list[Shown] = [  # in the order of their claims in docs/results.md
     peers.BENCH,
     *EXAMPLES,
 ]
-MARKER = re.compile(r"<!-- n:([\w.]+) -->(.*?)<!-- /n -->", re.DOTALL)
-TABLE = re.compile(r"<!-- (?!end)([\w ]+) -->\n(?:(?!<!--).)*?<!-- end -->", re.DOTALL)
+FIELD = re.compile(r"{{ ([\w. ]+) }}")
 
 kept = cache(read)
 
@@ -122,27 +121,22 @@ def tables() -> dict[str, Callable[[], str]]:
     return found
 
 
-def make_page(page: str) -> str:
-    """README.md or a page of docs/ with its tables and numbers made anew.
+def find_templates() -> list[Path]:
+    return [*ROOT.glob("*.md.in"), *sorted((ROOT / "docs").rglob("*.md.in"))]
+
+
+def make_page(template: Path) -> str:
+    """A page from its template.
 
     Raises:
         KeyError: no experiment shows a number or a table of that name.
     """
 
-    def number(match: re.Match[str]) -> str:
-        return f"<!-- n:{match[1]} -->{numbers()[match[1]]}<!-- /n -->"
+    def fill(match: re.Match[str]) -> str:
+        name = match[1]
+        return numbers()[name] if "." in name else tables()[name]()
 
-    def whole(match: re.Match[str]) -> str:
-        return f"<!-- {match[1]} -->\n{tables()[match[1]]()}\n<!-- end -->"
-
-    text = (ROOT / page).read_text(encoding="utf-8")
-    return MARKER.sub(number, TABLE.sub(whole, text))
-
-
-def find_pages() -> list[str]:
-    """The pages that may hold tables and numbers."""
-    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [str(path.relative_to(ROOT)) for path in found]
+    return FIELD.sub(fill, template.read_text(encoding="utf-8"))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -151,7 +145,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--smoke", action="store_true", help="write nothing")
     options = parser.parse_args(argv)
-    made = {ROOT / page: make_page(page) for page in find_pages()}
+    made = {template.with_suffix(""): make_page(template) for template in find_templates()}
     made[RESULTS / "verdicts.json"] = make_verdicts()
     for path, text in made.items():
         print(f"# {path.relative_to(ROOT)}: {len(text)} characters")

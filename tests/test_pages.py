@@ -115,8 +115,7 @@ def test_the_examples_in_the_docstrings_give_what_they_show():
 
 
 def count_words(text: str) -> int:
-    """The words of a page, code and tables included, comments not."""
-    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    """The words of a page, code and tables included."""
     return sum(bool(re.search(r"\w", word)) for word in text.split())
 
 
@@ -127,7 +126,7 @@ def sentences_of(text: str) -> list[str]:
     >>> sentences_of("# Title\\n\\nOne two. Three\\nfour?\\n\\n- Five.\\n- Six seven\\n\\n| cell |")
     ['One two.', 'Three four?', 'Five.', 'Six seven']
     """
-    text = re.sub(r"<!--.*?-->|```.*?```", "", text, flags=re.DOTALL)
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     text = re.sub(r"\]\([^)]*\)", "]", text)
     lines = [line for line in text.splitlines() if not re.match(r"\s*[|#!]", line)]
     blocks = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", "\n".join(lines))
@@ -156,7 +155,7 @@ def test_the_sentences_of_a_page_are_short(page):
 def test_a_page_of_long_sentences_is_found_out():
     long = "One two three four five six seven eight nine ten eleven. " * 2
     assert fmean(map(count_words, sentences_of(long))) == 11
-    assert count_words("one `two` | 3 | -- <!-- n:a.b -->4<!-- /n -->") == 4
+    assert count_words("one `two` | 3 | -- 4") == 4
 
 
 def test_the_cells_of_the_results_are_short():
@@ -170,15 +169,22 @@ def test_the_cells_of_the_results_are_short():
 
 
 def test_the_pages_are_what_make_pages_writes():
-    for page in pages.find_pages():
-        assert pages.make_page(page) == (ROOT / page).read_text(encoding="utf-8"), page
+    for template in pages.find_templates():
+        page = template.with_suffix("").read_text(encoding="utf-8")
+        assert page == pages.make_page(template), template
+        assert "<!--" not in page
 
 
 def test_every_number_and_every_table_stands_on_a_page():
-    text = "".join((ROOT / page).read_text(encoding="utf-8") for page in pages.find_pages())
-    assert {*pages.numbers()} == {name for name, _ in pages.MARKER.findall(text)}
-    assert {*pages.tables()} == {*pages.TABLE.findall(text)}
+    texts = [template.read_text(encoding="utf-8") for template in pages.find_templates()]
+    assert {*pages.numbers(), *pages.tables()} == {*pages.FIELD.findall("".join(texts))}
     assert all(pages.numbers().values())
+
+
+def test_a_number_that_nobody_shows_is_refused_by_name(tmp_path):
+    (tmp_path / "some.md.in").write_text("2 + 2 = {{ sum.two }}")
+    with pytest.raises(KeyError, match=r"sum\.two"):
+        pages.make_page(tmp_path / "some.md.in")
 
 
 def test_a_number_of_two_experiments_is_refused(monkeypatch):
