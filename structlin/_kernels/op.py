@@ -187,6 +187,9 @@ def multiply_int8(
 
 
 class _Product(torch.autograd.Function):
+    def __init__(self) -> None:  # torch.compile makes one while it traces, of which torch warns
+        pass
+
     @staticmethod
     def forward(
         ctx: Any,
