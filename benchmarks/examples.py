@@ -38,18 +38,16 @@ def times_fewer(row: Row, dense: Row) -> float | None:
 
 def numbers_of_gpts(_: Row) -> dict[str, str]:
     """Three seeds on an EPYC, and the first on a Xeon."""
-    fewer, lower, higher, shares = [], [], [], []
+    fewer, lower, higher = [], [], []
     names = *(f"train_gpt{end}" for end in SEEDS), XEON
     for _, dense, structured, widest in (read(name)["rows"] for name in names):
         fewer.append(times_fewer(widest, dense))
         lower.append(100 * (1 - widest["loss"] / dense["loss"]))
         higher.append(100 * (structured["loss"] / dense["loss"] - 1))
-        shares.append(100 * structured["clock"][-1] / dense["clock"][-1])
     return {
         **least_and_most("main.fewer_", fewer, ".1f"),
         **least_and_most("main.lower_", lower, ".1f"),
         **least_and_most("main.higher_", higher, ".1f"),
-        **least_and_most("main.share_", shares, ".0f"),
     }
 
 

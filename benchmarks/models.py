@@ -176,7 +176,6 @@ def markdown(result: Row) -> str:
 EXPERIMENT = Experiment(
     name="models",
     about=__doc__,
-    numbers=lambda result: {"models.count": str(len(result["rows"]))},
     tables={"tested models": markdown},
     run=run,
     axes={"model": [*CASES]},

@@ -22,7 +22,7 @@ ROOT = pages.ROOT
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 RUN = [page for page in PAGES if ">>>" in page.read_text(encoding="utf-8")]
 MEASURED = [page for page in PAGES if page.name != "CHANGELOG.md"]  # whose words are counted
-MOST_WORDS, README_WORDS = 21_650, 900
+MOST_WORDS, README_WORDS = 20_000, 750
 WORDS_PER_SENTENCE = 18
 WORDS_PER_CELL = 15  # of docs/results.md
 
@@ -75,7 +75,7 @@ def test_the_code_of_a_page_gives_the_output_that_it_shows(page):
     assert results.failed == 0
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/convert.md"])
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/convert.md"])
 @pytest.mark.filterwarnings("ignore")
 def test_the_code_without_prompts_runs_after_what_stands_above_it(page, tmp_path, monkeypatch):
     pytest.importorskip("transformers")
