@@ -60,10 +60,10 @@ def test_a_model_without_linear_layers_is_refused():
 
 ALONE = """
 import subprocess, sys
+import torch  # whose build for CUDA starts processes
 def refuse(*arguments, **options):
     raise AssertionError(f"a process is started: {arguments}")
 subprocess.Popen.__init__ = refuse
-import torch
 from structlin import BTT, StructuredLinear, summary
 before = set(torch.ops.loaded_libraries)
 layers = [StructuredLinear(64, 64, BTT()), StructuredLinear(64, 64, device="meta")]
