@@ -123,7 +123,7 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
                 if type(error) is RuntimeError:  # torch's words of names and shapes
                     raise ValueError(f"path={str(path)!r}: {str(error)[:_LONGEST]}") from error
                 raise
-            for own, value in written:
+            for own, value in written:  # whole: Ctrl-C waits until the last one
                 own.copy_(value)
     for name, data in described.items():
         layer = root.get_submodule(name)

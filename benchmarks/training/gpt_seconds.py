@@ -437,7 +437,15 @@ def markdown(result: Row, elsewhere: Row) -> str:
     Args:
         elsewhere: what has the times of another machine.
     """
-    titles = ["", "dense width", "dense's loss, by seed", "ours", "FLOPs", "seconds", "times fewer"]
+    titles = [
+        "",
+        "dense width",
+        "dense's loss, by seed",
+        "structured",
+        "FLOPs",
+        "seconds",
+        "times sooner",
+    ]
     here = [row for row in result["table"] if is_best(row) and "until" in row]
     there = tabulate(at_best_rates(result["rows"]), elsewhere["times"])
     lines = []

@@ -1,5 +1,5 @@
-"""The compiled CPU engine (`cpu.cpp`) as operators that torch.compile and FLOP counters know, and
-their product as one node of autograd.
+"""The compiled CPU engine (`cpu.cpp`) as operators that autograd, torch.compile and FLOP counters
+know.
 
     multiply(x, cores, bias, gains)         y = W(normalised cores) x + bias
     multiply_int8(x, cores, scales, bias)   y = W(cores * scales) x + bias
@@ -46,9 +46,10 @@ class Affine(NamedTuple):
 Loop = Callable[[Affine, Tensor], Tensor]
 
 _NUMBERS = "Tensor? gains, float[]? sigmas, int[] program"
-torch.library.define(
-    "structlin_cpu::multiply", f"(Tensor x, Tensor[] cores, Tensor? bias, {_NUMBERS}) -> Tensor"
-)
+_ARGUMENTS = f"Tensor x, Tensor[] cores, Tensor? bias, {_NUMBERS}"
+torch.library.define("structlin_cpu::multiply", f"({_ARGUMENTS}) -> Tensor")
+# the same with a derivative, for torch.compile: tracing an autograd.Function makes torch warn
+torch.library.define("structlin_cpu::layer", f"({_ARGUMENTS}) -> Tensor")
 torch.library.define(
     "structlin_cpu::gradients",
     f"(Tensor dy, Tensor x, Tensor[] cores, {_NUMBERS}, int wants) -> Tensor[]",
@@ -58,6 +59,7 @@ torch.library.define(
     "(Tensor x, Tensor[] cores, Tensor[] scales, Tensor? bias, int[] program) -> Tensor",
 )
 _multiply = torch.ops.structlin_cpu.multiply.default
+_layer = torch.ops.structlin_cpu.layer.default
 _multiply_int8 = torch.ops.structlin_cpu.multiply_int8.default
 _gradients = torch.ops.structlin_cpu.gradients.default
 torch.library.define(
@@ -156,7 +158,10 @@ def multiply(loop: Loop, affine: Affine, x: Tensor) -> Tensor:
     y: Tensor
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)
-    if torch.is_grad_enabled() and any(
+    if torch.compiler.is_compiling():
+        gains = None if gains is None else gains.double()
+        y = _layer(x, cores, bias, gains, sigmas, program.numbers)
+    elif torch.is_grad_enabled() and any(
         leaf is not None and leaf.requires_grad for leaf in (x, *cores, bias, gains)
     ):
         gains = None if gains is None else gains.double()
@@ -187,9 +192,6 @@ def multiply_int8(
 
 
 class _Product(torch.autograd.Function):
-    def __init__(self) -> None:  # torch.compile makes one while it traces, of which torch warns
-        pass
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -210,9 +212,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         needs = ctx.needs_input_grad[3:]
         x, _, gains, *cores = ctx.saved_tensors
-        if not torch.compiler.is_compiling() and (
-            torch.is_grad_enabled() or is_batch(dy) or not available(dy)
-        ):
+        if torch.is_grad_enabled() or is_batch(dy) or not available(dy):
 
             def run(x: Tensor, bias: Any, gains: Any, *cores: Tensor) -> Tensor:
                 y: Tensor = ctx.loop(Affine(ctx.program, cores, bias, gains, ctx.sigmas), x)
@@ -220,11 +220,31 @@ class _Product(torch.autograd.Function):
 
             return None, None, None, *differentiate(run, ctx.saved_tensors, needs, dy)
         of_x, of_bias, of_gains, *of_cores = needs
-        wants = OF_X * of_x | OF_BIAS * of_bias | OF_GAINS * of_gains | OF_CORES * any(of_cores)
-        numbers = ctx.program.numbers
-        dx, *dcores, dgains, dbias = _gradients(dy, x, cores, gains, ctx.sigmas, numbers, wants)
-        found = zip((dx, dbias, dgains, *dcores), needs, strict=True)
-        return None, None, None, *(each if needed else None for each, needed in found)
+        numbers, needs = ctx.program.numbers, (of_x, of_cores, of_bias, of_gains)
+        dx, dcores, dbias, dgains = _find_gradients(dy, x, cores, gains, ctx.sigmas, numbers, needs)
+        return None, None, None, dx, dbias, dgains, *dcores
+
+
+def _find_gradients(
+    dy: Tensor,
+    x: Tensor,
+    cores: Sequence[Tensor],
+    gains: Tensor | None,
+    sigmas: Sequence[float] | None,
+    numbers: Sequence[int],
+    needs: tuple[bool, Sequence[bool], bool, bool],
+) -> tuple[Tensor | None, list[Tensor | None], Tensor | None, Tensor | None]:
+    """The gradients of x, cores, bias and gains, each None if nobody needs it."""
+    of_x, of_cores, of_bias, of_gains = needs
+    wants = OF_X * of_x | OF_CORES * any(of_cores) | OF_BIAS * of_bias | OF_GAINS * of_gains
+    dx, *dcores, dgains, dbias = _gradients(dy, x, cores, gains, sigmas, numbers, wants)
+    each = [dcore if needed else None for dcore, needed in zip(dcores, of_cores, strict=True)]
+    return (
+        dx if of_x else None,
+        each,
+        dbias if of_bias else None,
+        dgains if of_gains else None,
+    )
 
 
 def is_batch(dy: Tensor) -> bool:
@@ -251,6 +271,17 @@ def differentiate(
 
 
 # ---- for programs that are compiled, and counters ------------------------------------------------
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, cores, _, gains, ctx.sigmas, ctx.numbers = inputs
+    ctx.save_for_backward(gains, x, *cores)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    gains, x, *cores = ctx.saved_tensors
+    *needs, _, _ = ctx.needs_input_grad
+    return *_find_gradients(dy, x, cores, gains, ctx.sigmas, ctx.numbers, needs), None, None
 
 
 def _fake_multiply(
@@ -281,11 +312,13 @@ def _fake_gradients(
 
 
 torch.library.register_fake("structlin_cpu::multiply", _fake_multiply)
+torch.library.register_fake("structlin_cpu::layer", _fake_multiply)
 torch.library.register_fake("structlin_cpu::gradients", _fake_gradients)
 torch.library.register_fake(
     "structlin_cpu::multiply_int8",
     lambda x, cores, scales, bias, program: x.new_empty(*x.shape[:-1], program[1]),
 )
+torch.library.register_autograd("structlin_cpu::layer", _backward, setup_context=_save)
 
 
 def steps_of(program: Sequence[int]) -> list[Sequence[int]]:
@@ -299,7 +332,7 @@ def count_flops(x: Sequence[int], program: Sequence[int]) -> list[int]:
     return [2 * prod(x[:-1]) * prod(step) for step in steps_of(program)]
 
 
-@register_flop_formula(torch.ops.structlin_cpu.multiply)
+@register_flop_formula([torch.ops.structlin_cpu.multiply, torch.ops.structlin_cpu.layer])
 def _(
     x: Any, cores: Any, bias: Any, gains: Any, sigmas: Any, program: Sequence[int], **_: Any
 ) -> int:

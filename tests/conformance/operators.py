@@ -59,3 +59,13 @@ def cases():
             tests = TESTS[:2]
         seen.add(func)
         yield f"{func}-{n}", partial(torch.library.opcheck, func, args, test_utils=tests)
+        if func is torch.ops.structlin_cpu.multiply.default:  # `layer` is what autograd knows
+            gains = None if args[3] is None else args[3].double()
+            given = tree_map(require_gradient, (*args[:3], gains, *args[4:]))
+            layer = torch.ops.structlin_cpu.layer.default
+            yield f"{layer}-{n}", partial(torch.library.opcheck, layer, given, test_utils=tests)
+
+
+def require_gradient(value):
+    floats = isinstance(value, Tensor) and value.is_floating_point()
+    return value.clone().requires_grad_() if floats else value
