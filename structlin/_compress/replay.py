@@ -13,9 +13,10 @@ input is made of. Users have models where it is more than the output of the bloc
 - experts and skipped layers: what a layer gets depends on a router that runs on the data.
 
 So the model itself brings each layer its input (a model of each kind stands in
-tests/compress/test_compressed_models.py). A run has a thread of its own, but exactly one thread works at any time: whoever resumes a
-run waits until it stops again or ends. So nothing races, and the caller orders all steps. A run
-also has a `Replica` of the model, so that the model itself stays as it is.
+tests/compress/test_compressed_models.py). A run has a thread of its own, but exactly one thread
+works at any time: whoever resumes a run waits until it stops again or ends. So nothing races, and
+the caller orders all steps. A run also has a `Replica` of the model, so that the model itself stays
+as it is.
 """
 
 import contextvars
