@@ -134,7 +134,8 @@ def run(structure: Structure, affine: Affine, x: Tensor) -> Tensor:
         return F.linear(x, cores[-1].squeeze(0), bias)
     if not padded and triton_op.available(x, structure):
         return triton_op.apply(multiply, structure, x, cores, bias)
-    return define(Affine(program, cores, bias), x)
+    y = multiply(program, cores, x)
+    return y if bias is None else y + bias
 
 
 def _cast(affine: Affine, x: Tensor) -> tuple[Affine, Tensor]:
