@@ -26,7 +26,7 @@ from ._linear import StructuredLinear
 from ._loss import linear_cross_entropy
 from ._plan import Plan
 from ._product import apply, to_dense
-from ._projection import project
+from ._projection.solve import project
 from ._quantize import quantize
 from ._report import Summary, summary
 from ._structure import Core, Structure

@@ -7,7 +7,7 @@ from ._linear import StructuredLinear
 from ._model.linears import build_dense_layer, swap
 from ._model.obstacles import find_reason_to_keep, require_replaceable
 from ._plan import find_declare
-from ._quantize import QuantizedLinear
+from ._quantized import QuantizedLinear
 
 
 @checked

@@ -23,7 +23,7 @@ from ._interrupts import hold_interrupts
 from ._linear import StructuredLinear, uninitialised
 from ._model.kinds import is_conv1d
 from ._model.linears import Layer, linear_layers, swap
-from ._quantize import QuantizedLinear
+from ._quantized import QuantizedLinear
 from ._state import tell_difference
 from ._structure import Structure
 

@@ -11,7 +11,7 @@ from . import _product
 from ._arguments import check_cores, check_dense, check_input, checked, require_choice
 from ._families import DEFAULT, Family, label, structure_of, warn_of_padding
 from ._kernels.op import Affine
-from ._projection import project
+from ._projection.solve import project
 from ._state import DescribedModule, is_guarded
 from ._structure import Structure
 from ._weight import InPlaceOfLinear

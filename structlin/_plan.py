@@ -20,7 +20,7 @@ from ._model.decide import Decision
 from ._model.kinds import carry_attributes, is_conv1d
 from ._model.linears import Layer, find_loose_matrices, require_unchanged, swap
 from ._model.obstacles import require_replaceable
-from ._projection import project, relative_error
+from ._projection.solve import project, relative_error
 from ._report import Table, percent
 from ._structure import Structure
 from ._warnings import warn

@@ -17,7 +17,7 @@ from ._linear import StructuredLinear
 from ._model.kinds import widths
 from ._model.linears import Layer, build_dense_layer, linear_layers
 from ._model.parameters import parameters_of
-from ._quantize import QuantizedLinear
+from ._quantized import QuantizedLinear
 
 ROUNDS = 9  # in which each layer is timed
 

@@ -111,6 +111,12 @@ class Program(NamedTuple):
         return Program(self.steps, self.last, columns, rows, numbers, padding, self.between)
 
 
+def steps_of(program: Sequence[int]) -> list[Sequence[int]]:
+    """batch, repeat, fan_in and fan_out of each core."""
+    each = program[3 : 3 + 4 * program[2]]
+    return [each[at : at + 4] for at in range(0, len(each), 4)]
+
+
 class Matrix(NamedTuple):
     """W as one einsum of the cores and of an identity for each axis that x and y share."""
 

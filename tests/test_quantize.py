@@ -23,7 +23,7 @@ from structlin import (
     summary,
 )
 from structlin._kernels import engine
-from structlin._quantize import QuantizedLinear
+from structlin._quantized import QuantizedLinear
 
 FAMILIES = [BTT(rank=2), Monarch(blocks=4), LowRank(rank=7), Kronecker(), Dense()]
 

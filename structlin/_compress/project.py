@@ -33,7 +33,7 @@ from .._model.calls import first_tensor
 from .._model.decide import Target
 from .._plan import Projection, Refined, build_layer, project_by_weight
 from .._progress import Bar
-from .._projection import project, relative_error
+from .._projection.solve import project, relative_error
 from .._projection.matrices import divide_norms
 from .._warnings import warn
 from ..duality import promote

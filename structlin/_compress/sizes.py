@@ -17,7 +17,7 @@ from .._model.blocks import blocks_of_layers
 from .._model.decide import Decision
 from .._model.linears import Layer
 from .._product import to_dense
-from .._projection import project, relative_error
+from .._projection.solve import project, relative_error
 from .._projection.curve import COUNTS, Curve, Size, list_sizes, measure_curve
 from .replay import Replay
 from .sensitivity import Covariances, Loss, measure_change, measure_covariances

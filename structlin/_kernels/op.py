@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.flop_counter import register_flop_formula
 
-from .._structure import Program
+from .._structure import Program, steps_of
 from . import engine
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -319,12 +319,6 @@ torch.library.register_fake(
     lambda x, cores, scales, bias, program: x.new_empty(*x.shape[:-1], program[1]),
 )
 torch.library.register_autograd("structlin_cpu::layer", _backward, setup_context=_save)
-
-
-def steps_of(program: Sequence[int]) -> list[Sequence[int]]:
-    """batch, repeat, fan_in and fan_out of each core."""
-    each = program[3 : 3 + 4 * program[2]]
-    return [each[at : at + 4] for at in range(0, len(each), 4)]
 
 
 def count_flops(x: Sequence[int], program: Sequence[int]) -> list[int]:

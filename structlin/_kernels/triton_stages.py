@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .op import steps_of
+from .._structure import steps_of
 
 Axes = tuple[tuple[int, int], ...]  # (size, stride) of each axis of an index, the last one fastest
 

@@ -1,6 +1,2 @@
 """The mathematics of one matrix: a dense matrix -> the cores of a structure, and what each size of
 a structure would lose of it. Nothing here knows of models."""
-
-from .solve import project, relative_error
-
-__all__ = ["project", "relative_error"]

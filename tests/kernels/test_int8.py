@@ -17,7 +17,7 @@ from structlin import (
     quantize,
 )
 from structlin._kernels import engine, op
-from structlin._quantize import QuantizedLinear
+from structlin._quantized import QuantizedLinear
 from tests.catalogue import every_program, one_einsum, tokens
 from tests.kernels.test_engine import DTYPES, OWN, assert_near, poisoned
 

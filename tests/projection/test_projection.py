@@ -24,8 +24,9 @@ from structlin import (
     project,
     to_dense,
 )
-from structlin._projection import alternating, relative_error
+from structlin._projection import alternating
 from structlin._projection.alternating import alternate
+from structlin._projection.solve import relative_error
 from tests.catalogue import CASES, IDS, SMALL, SMALL_IDS, einsum_matrix, random_cores, structures
 
 every_small_case = pytest.mark.parametrize("case", SMALL, ids=SMALL_IDS)

@@ -19,7 +19,7 @@ from transformers import AutoModel
 from benchmarks.zoo import MODELS, logits
 from structlin import BTT, LowRank, StructuredLinear, convert, densify, load, quantize, save
 from structlin._model.kinds import widths
-from structlin._quantize import QuantizedLinear
+from structlin._quantized import QuantizedLinear
 from structlin.hf import declare
 
 
