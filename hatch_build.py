@@ -30,14 +30,14 @@ class EngineHook(BuildHookInterface):
             self.app.display_warning(f"the CPU engine will be built at its first use: {error}")
             return
         for path in libraries:
-            build_data["force_include"][str(path)] = f"structlin/_kernels/lib/{path.name}"
+            build_data["force_include"][str(path)] = f"structlin/_engine/cpu/lib/{path.name}"
         build_data["pure_python"] = False
         build_data["tag"] = "py3-none-linux_x86_64"
 
 
 def load_engine(root: Path) -> Any:
     """engine.py alone, for the build needs no other module of the package nor what those need."""
-    path = root / "structlin" / "_kernels" / "engine.py"
+    path = root / "structlin" / "_engine" / "cpu" / "library.py"
     spec = importlib.util.spec_from_file_location("engine", path)
     assert spec is not None
     assert spec.loader is not None

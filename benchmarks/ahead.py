@@ -48,8 +48,9 @@ from benchmarks.harness.experiment import parser, result_path
 from benchmarks.harness.race import Times
 from benchmarks.harness.record import Row, save_json
 from benchmarks.speed.variants import families
-from structlin import _product
-from structlin._kernels import triton_op, triton_stages
+from structlin._engine import product as product_module
+from structlin._engine.triton import launch as triton_op
+from structlin._engine.triton import stages
 
 # The GPUs whose tiles are taken for each architecture, and their shared memory
 GPUS = {
@@ -132,13 +133,13 @@ def as_on_a_gpu(launches: Launches, name: str) -> Iterator[None]:
     """
 
     def available(x: Tensor, structure: Any) -> bool:
-        return triton_stages.supported(structure.program.numbers)
+        return stages.supported(structure.program.numbers)
 
     with ExitStack() as stack:
         patch = lambda *args, **options: stack.enter_context(mock.patch.object(*args, **options))  # noqa: E731
         patch(gpu.kernels().gemm, "_product", launches)
         patch(gpu.kernels().gemm, "gpu_of", lambda device: name)
-        patch(_product.op, "pays", lambda program, x: False)
+        patch(product_module.op, "pays", lambda program, x: False)
         patch(triton_op, "available", available)
         for operator in (triton_op.multiply, triton_op.gradients):
             # of fake tensors, too, products are called

@@ -7,7 +7,7 @@ tunes and measures everything; untested on GPU so far.
 
 On a GPU, in this order: the self-test; the machine's ceilings; every product of the goals' layers
 against float64, with ragged tokens; other tiles than the rule's for these products, of which the
-faster ones go into structlin/_kernels/triton_tiles.json under the name of the GPU; then layers,
+faster ones go into structlin/_engine/triton/tiles.json under the name of the GPU; then layers,
 forward and backward, by order of the goals below: nn.Linear first and last, `StructuredLinear`
 (whatever path it takes), what users would take in its place (one torch.bmm per core, strided
 products, torch.compile), and the Triton stages without autograd, from Python and as a CUDA graph;
@@ -113,7 +113,9 @@ UNKNOWN = timing.Ceilings(rate=nan, bandwidth=nan, call=nan)
 def kernels() -> SimpleNamespace:
     """structlin's Triton modules, which have no public name: their stages and products are what is
     checked here. Imported at the first call, when Triton reads TRITON_INTERPRET."""
-    from structlin._kernels import triton_check, triton_gemm, triton_stages
+    from structlin._engine.triton import check as triton_check
+    from structlin._engine.triton import gemm as triton_gemm
+    from structlin._engine.triton import stages as triton_stages
 
     return SimpleNamespace(check=triton_check, gemm=triton_gemm, stages=triton_stages)
 
@@ -139,7 +141,7 @@ def least_seconds(
     """What forward and backward take at least by these stages: the products', and the copies of y
     and of its gradient where a plan has them. `fused`: by one kernel each, see `Ceilings.bound`."""
     seconds = limit.bound(structure, tokens, itemsize, backward=True, fused=fused)
-    plan = kernels().stages.make_plan(structure.program.numbers)
+    plan = kernels().stages.lay_out(structure.program.numbers)
     copied = 0 if fused or not plan.order else 2 * structure.out_features
     return seconds + 2 * tokens * copied * itemsize / limit.bandwidth
 

@@ -8,7 +8,7 @@
 # Run it in the repository's root; take out/gpu_run with the tree. Everything is kept under $OUT as it is made, and
 # every step has a limit. Part a stops after about 2 minutes with exit code 7 if the kernels are wrong or time nothing.
 # Afterwards gpu.jsonl goes to benchmarks/results, triton_tiles.json to
-# structlin/_kernels, and `make pages` shows the former.
+# structlin/_engine, and `make pages` shows the former.
 set -uo pipefail
 python=${PYTHON:-python3}
 if [[ ${1:-} == prepare ]]; then
@@ -49,7 +49,7 @@ part_a() {
     step 100 smoke "$python" -m benchmarks.gpu --smoke --out "$OUT/smoke"
     "$python" -m benchmarks.gpu_steps gate "$OUT/smoke/gpu.jsonl" || exit
     step 280 gpu "$python" -m benchmarks.gpu --budget 240 --out "$OUT" # 30 s and more between budget and kill
-    cp structlin/_kernels/triton_tiles.json "$OUT/"
+    cp structlin/_engine/triton/tiles.json "$OUT/"
     step 120 layer "$python" -m benchmarks.speed.layer --device cuda --budget 80 --out "$OUT/layer"
 }
 

@@ -4,9 +4,19 @@ writes."""
 from . import duality, modular, optim, scaling, stability
 from ._compress.compress import compress, plan_compression
 from ._compress.distill import distill
-from ._convert import convert, plan
-from ._densify import densify
-from ._families import (
+from ._convert.convert import convert, plan
+from ._convert.densify import densify
+from ._convert.plan import Plan
+from ._convert.quantize import quantize
+from ._convert.summary import Summary, summary
+from ._convert.widen import cost, widen
+from ._engine.cpu.library import show_config
+from ._engine.product import apply, to_dense
+from ._layer.linear import StructuredLinear
+from ._model.files import load, save
+from ._model.loss import linear_cross_entropy
+from ._projection.solve import project
+from ._structure.families import (
     BLAST,
     BTT,
     FAMILIES,
@@ -20,18 +30,8 @@ from ._families import (
     Split,
     family,
 )
-from ._files import load, save
-from ._kernels.engine import show_config
-from ._linear import StructuredLinear
-from ._loss import linear_cross_entropy
-from ._plan import Plan
-from ._product import apply, to_dense
-from ._projection.solve import project
-from ._quantize import quantize
-from ._report import Summary, summary
-from ._structure import Core, Structure
-from ._widen import cost, widen
-from ._widths import divide
+from ._structure.structure import Core, Structure
+from ._structure.widths import divide
 from .duality import dualize
 from .optim import keep_ratios, param_groups
 from .scaling import init_std, lr_mult

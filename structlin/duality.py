@@ -19,10 +19,10 @@ from math import inf, isfinite, log2, sqrt
 import torch
 from torch import Tensor
 
-from ._arguments import require_positive, require_real
-from ._kernels import engine, polar
-from ._kernels.engine import has_matrix_unit
-from ._kernels.op import available
+from ._engine.cpu import library, polar
+from ._engine.cpu.library import has_matrix_unit
+from ._engine.cpu.operators import available
+from ._structure.arguments import require_positive, require_real
 
 __all__ = [
     "dual_conv",
@@ -169,7 +169,7 @@ def choose_polar(
         method, ns_steps = DEFAULT, DEFAULT_STEPS
         exact = dtype == torch.float64 or min(shape) < SMALLEST_BFLOAT16
         if iterate_in is None and not exact and has_bfloat16_products(device):
-            for_engine = small and on_cpu and dtype == torch.float32 and engine.load()
+            for_engine = small and on_cpu and dtype == torch.float32 and library.load()
             iterate_in = None if for_engine else torch.bfloat16
     if iterate_in is None:
         iterate_in = torch.promote_types(dtype, torch.float32)

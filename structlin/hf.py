@@ -22,8 +22,8 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ._files import describe, restructure
-from ._linear import StructuredLinear
+from ._layer.linear import StructuredLinear
+from ._model.files import describe, restructure
 from ._model.linears import swap
 
 __all__ = ["declare"]
@@ -34,7 +34,7 @@ GUARD_TEXT = b"import structlin.hf before from_pretrained"
 
 @register_quantization_config(METHOD)
 class StructlinConfig(QuantizationConfigMixin):
-    """What config.json says: module names -> structure and widths, see `_files.describe`."""
+    """What config.json says: module names -> structure and widths, see `_model.files.describe`."""
 
     def __init__(self, modules: dict[str, dict[str, Any]] | None = None, **options: Any) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]

@@ -7,8 +7,8 @@ Sources: Qiu et al. 2024 (arXiv:2406.06248), section 3.2 and appendices E.2, H; 
 from collections.abc import Sequence
 from math import prod, sqrt
 
-from ._arguments import checked, require_choice
-from ._structure import Core
+from ._structure.arguments import checked, require_choice
+from ._structure.structure import Core
 
 __all__ = ["init_std", "lr_mult"]
 

@@ -64,7 +64,7 @@ def run(variant: Variant) -> int:
             "ASAN_OPTIONS": "detect_leaks=0:quarantine_size_mb=16",
             "STRUCTLIN_CACHE": cache,
         }
-        build = [sys.executable, "-m", "structlin._kernels.build"]
+        build = [sys.executable, "-m", "structlin._engine.cpu.build"]
         tests = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TESTS]
         return (
             subprocess.run(build, env=environment, check=False).returncode

@@ -29,7 +29,7 @@ from structlin import (
     plan,
     save,
 )
-from structlin._files import FILE
+from structlin._model.files import FILE
 from tests.models import GPT, snapshot
 
 TOKENS = torch.arange(24).reshape(2, 12)

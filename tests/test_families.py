@@ -21,8 +21,9 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from structlin import StructuredLinear, _product, apply, family, to_dense
-from structlin._kernels import op
+from structlin import StructuredLinear, apply, family, to_dense
+from structlin._engine import product
+from structlin._engine.cpu import operators
 from tests.catalogue import (
     ACTIVATED,
     ACTIVATED_IDS,
@@ -74,7 +75,7 @@ def test_to_dense_is_the_matrix_of_that_einsum(structure):
 def test_flops_and_parameters_are_those_that_torch_counts(structure):
     cores, x = random_cores(structure), tokens(3, structure.in_features)
     with FlopCounterMode(display=False) as counter, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_product, "forms_matrix", lambda *of: False)
+        patch.setattr(product, "forms_matrix", lambda *of: False)
         apply(structure, cores, x)
     assert counter.get_total_flops() == 3 * structure.flops
     assert sum(core.numel() for core in cores) == structure.params
@@ -218,11 +219,11 @@ def test_a_layer_is_the_dense_product_with_the_rows_and_columns_of_its_padding_c
 @pytest.mark.parametrize(("formed", "engine"), [(False, True), (False, False), (True, True)])
 def test_a_layer_narrower_than_its_structure_cuts_the_matrix(case, formed, engine, monkeypatch):
     if not engine:
-        monkeypatch.setattr(op, "available", lambda x: False)
+        monkeypatch.setattr(operators, "available", lambda x: False)
     structure, in_features, out_features = case
     if formed and not structure.between:
-        monkeypatch.setattr(_product, "NEAR", 0.0)
-        monkeypatch.setattr(_product, "forms_matrix", lambda *of: True)
+        monkeypatch.setattr(product, "NEAR", 0.0)
+        monkeypatch.setattr(product, "forms_matrix", lambda *of: True)
     layer = layer_of(case, bias=formed or not engine, weight_norm=True)
     leaves = list(layer.parameters())
     for count in (2, 40):

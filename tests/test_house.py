@@ -12,7 +12,13 @@ from tests.calls import calls_to_the_first_product, count_calls
 
 PACKAGE = Path(structlin.__file__).parent
 FILES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
-FIRST_PAGES = ("_structure.py", "_product.py", "_linear.py", "scaling.py")  # the reader's way
+# the reader's way
+FIRST_PAGES = (
+    "_structure/structure.py",
+    "_engine/product.py",
+    "_layer/linear.py",
+    "scaling.py",
+)
 
 
 def module_of(path: Path) -> tuple[str, ...]:
@@ -60,7 +66,7 @@ def test_nothing_imports_what_imports_it_not_even_lazily():
 def test_the_mathematics_of_one_matrix_knows_nothing_of_models():
     files = [path for path in FILES if "_projection" in path.parts]
     found = {module[1] for path in files for module in imports_of(path)}
-    assert found == {"_arguments", "_families", "_product", "_projection", "_structure"}
+    assert found == {"_engine", "_projection", "_structure"}
 
 
 def test_one_file_splits_a_signature():
@@ -76,9 +82,9 @@ def test_one_file_splits_a_signature():
             for argument in node.args
         )
     ]
-    assert splitting == ["_structure.py"]
+    assert splitting == ["structure.py"]
     assert {path.name for path in FILES if re.search(r"\bTOKENS\b", path.read_text())} == {
-        "_structure.py"
+        "structure.py"
     }
 
 
@@ -96,7 +102,7 @@ def test_a_call_enters_few_functions_before_its_first_product(tokens, training):
 def test_a_function_of_another_package_is_not_ours_wherever_it_is_installed():
     names: dict = {}
     torch_there = f"{PACKAGE.parent}/.venv/structlin/lib/torch/functional.py"
-    for file in (torch_there, f"{PACKAGE}/_linear.py"):
+    for file in (torch_there, f"{PACKAGE}/_layer/linear.py"):
         exec(compile(f"def work_{len(names)}(): pass", file, "exec"), names)
     works = [work for name, work in names.items() if name.startswith("work")]
     other, own = (count_calls(work) for work in works)

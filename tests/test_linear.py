@@ -24,7 +24,7 @@ from structlin import (
     project,
     quantize,
 )
-from structlin._structure import Program
+from structlin._structure.structure import Program
 from tests.catalogue import SMALL, SMALL_IDS, einsum_matrix, layer_of, tokens
 
 every_small_case = pytest.mark.parametrize("case", SMALL, ids=SMALL_IDS)

@@ -13,7 +13,8 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from structlin import BTT, Dense, LowRank, StructuredLinear, _loss, linear_cross_entropy, quantize
+from structlin import BTT, Dense, LowRank, StructuredLinear, linear_cross_entropy, quantize
+from structlin._model import loss as loss_module
 
 WIDTH, CLASSES, SHAPE = 12, 40, (3, 7)
 STRUCTURED = partial(StructuredLinear, WIDTH, CLASSES, dtype=torch.float64)
@@ -66,10 +67,10 @@ def plain(x, layer, target, **options):
 
 def chunked(x, layer, target, chunk=5, **options):
     """The loss in chunks of so many tokens; None: as many as it takes by itself."""
-    choose = _loss._choose_sizes
+    choose = loss_module._choose_sizes
     with pytest.MonkeyPatch.context() as patch:
         if chunk is not None:
-            patch.setattr(_loss, "_choose_sizes", lambda *of: (choose(*of)[0], chunk))
+            patch.setattr(loss_module, "_choose_sizes", lambda *of: (choose(*of)[0], chunk))
         return linear_cross_entropy(x, layer, target, **options)
 
 

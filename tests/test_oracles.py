@@ -28,7 +28,7 @@ from structlin import (
     family,
 )
 from structlin import to_dense as dense_of
-from structlin._families import factorise
+from structlin._structure.families import factorise
 
 
 def matrix_and_cores(

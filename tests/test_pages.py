@@ -16,7 +16,7 @@ from benchmarks import examples, pages
 from benchmarks.harness import record, report, statistics
 from benchmarks.speed import layer
 from benchmarks.training import gpt_seconds, lr_transfer, transfer
-from structlin import _families
+from structlin._structure import families
 
 ROOT = pages.ROOT
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -80,7 +80,7 @@ def test_the_code_of_a_page_gives_the_output_that_it_shows(page):
 def test_the_code_without_prompts_runs_after_what_stands_above_it(page, tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)  # for what it writes
-    monkeypatch.setattr(_families, "FAMILIES", {**_families.FAMILIES})
+    monkeypatch.setattr(families, "FAMILIES", {**families.FAMILIES})
     namespace: dict[str, object] = {}
     text = (ROOT / page).read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

@@ -13,7 +13,6 @@ from structlin import (
     LowRank,
     Monarch,
     StructuredLinear,
-    _product,
     convert,
     densify,
     load,
@@ -22,8 +21,9 @@ from structlin import (
     save,
     summary,
 )
-from structlin._kernels import engine
-from structlin._quantized import QuantizedLinear
+from structlin._engine import product
+from structlin._engine.cpu import library
+from structlin._layer.quantized import QuantizedLinear
 
 FAMILIES = [BTT(rank=2), Monarch(blocks=4), LowRank(rank=7), Kronecker(), Dense()]
 
@@ -40,9 +40,9 @@ def mlp(**options) -> nn.Module:
 @pytest.fixture(params=["engine", "loop"])
 def _way(request, monkeypatch):
     if request.param == "loop":
-        monkeypatch.setattr(engine, "_state", engine.State(False, "switched off by a test"))
-    elif not engine.load():
-        pytest.skip(engine._state.says)
+        monkeypatch.setattr(library, "_state", library.State(False, "switched off by a test"))
+    elif not library.load():
+        pytest.skip(library._state.says)
 
 
 # ---- the rule ------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_every_way_multiplies_by_core_times_scale(family, dtype, n):
 @pytest.mark.parametrize("count", [5, 40])  # core by core; by W
 def test_gradients_for_what_lies_before_and_for_the_bias_are_those_of_the_matrix(count):
     layer = quantize(StructuredLinear(12, 30, BTT(rank=2), dtype=torch.float64))
-    assert _product.forms_matrix(layer.structure, count) == (count == 40)
+    assert product.forms_matrix(layer.structure, count) == (count == 40)
     x = torch.randn(count, 12, dtype=torch.float64, requires_grad=True)
     dy = torch.randn(count, 30, dtype=torch.float64)
     dx, dbias = torch.autograd.grad(layer(x), [x, layer.bias], dy)
@@ -243,7 +243,7 @@ def test_a_file_or_a_state_of_int8_is_not_that_of_floats(tmp_path):
 
 def test_a_kind_of_rounding_that_this_version_does_not_know_is_refused(tmp_path):
     pytest.importorskip("safetensors")
-    from structlin._files import FILE
+    from structlin._model.files import FILE
 
     save(quantize(convert(mlp(), LowRank(rank=8))), tmp_path)
     file, name = tmp_path / FILE, rb"quantized\":\"int"

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from structlin import BTT, StructuredLinear, _report, convert, summary
+from structlin import BTT, StructuredLinear, convert, summary
+from structlin._convert import summary as report
 from tests.models import GPT
 
 
@@ -89,7 +90,7 @@ def test_a_summary_starts_no_process_and_loads_no_engine(tmp_path):
 def clock(monkeypatch):
     """A structured layer takes 1 second, a dense one a second for each of its 101 tokens."""
     now = [0.0]
-    monkeypatch.setattr(_report, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(report, "perf_counter", lambda: now[0])
     for kind, seconds in ((StructuredLinear, lambda x: 1), (nn.Linear, len)):
 
         def forward(self, x, real=kind.forward, seconds=seconds):
@@ -109,9 +110,9 @@ def test_each_distinct_layer_is_timed_beside_the_dense_one(clock):
 
 
 def test_layers_of_one_kind_are_timed_once_under_whatever_names(clock, monkeypatch):
-    timed, time = [], _report._time
+    timed, time = [], report._time
     monkeypatch.setattr(
-        _report, "_time", lambda layer, n: timed.append(layer.name) or time(layer, n)
+        report, "_time", lambda layer, n: timed.append(layer.name) or time(layer, n)
     )
     model = nn.ModuleDict({name: nn.Linear(16, 16, bias=name == "k") for name in "qkvo"})
     result = summary(convert(model, BTT()), measure=101)
@@ -126,8 +127,8 @@ def test_calls_take_turns_and_neither_the_first_round_nor_slow_ones_decide(monke
         calls.append(name)
         now[0] += 1000.0 if calls.count("a") <= 5 else 1.0  # the first round, and four of nine
 
-    monkeypatch.setattr(_report, "perf_counter", lambda: now[0])
-    found = _report._time_in_turn([lambda: call("a"), lambda: call("b")], torch.device("cpu"))
+    monkeypatch.setattr(report, "perf_counter", lambda: now[0])
+    found = report._time_in_turn([lambda: call("a"), lambda: call("b")], torch.device("cpu"))
     assert found == [1.0, 1.0]
     assert calls == ["a", "b"] * 10
 

@@ -23,7 +23,7 @@ from structlin import (
     apply,
     to_dense,
 )
-from structlin._kernels.op import Affine
+from structlin._engine.cpu.operators import Affine
 from tests.catalogue import Drawn, drawn, silu_rms, structures
 
 ROLES = ("batch", "fan_out", "fan_in", "repeat")

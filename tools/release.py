@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import structlin
-from structlin._kernels.engine import VARIANTS
+from structlin._engine.cpu.library import VARIANTS
 
 ROOT = Path(__file__).parents[1]
 TESTS = ("tests/kernels/test_engine.py", "tests/kernels/test_wheel.py")

@@ -277,7 +277,7 @@ def saved_bytes(work: Work, parameters: Sequence[Tensor]) -> int:
 
 def oracle(structure: Structure, cores: Sequence[Tensor], x: Tensor) -> Tensor:
     """`y = W x` by one einsum over the whole expression, in float64; nothing of
-    `structlin._product` is used.
+    `structlin._engine.product` is used.
 
     >>> from structlin import LowRank
     >>> v, u, x = torch.randn(1, 2, 6), torch.randn(1, 4, 2), torch.randn(5, 6)

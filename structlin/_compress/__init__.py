@@ -1,1 +1,1 @@
-"""A trained model, smaller: what runs a user's model on data. One matrix is `_projection`'s."""
+"""A trained model, smaller: what runs a user's model on data."""

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
-from .._arguments import checked, require_choice
+from .._convert.plan import Plan, Projection, Refined, check_values, project_by_weight, warn_of
 from .._model.decide import Decision, Spec, decide, list_targets, require_matrices
 from .._model.select import Patterns
-from .._plan import Plan, Projection, Refined, check_values, project_by_weight, warn_of
 from .._projection.curve import Curve
+from .._structure.arguments import checked, require_choice
 from .project import project_in_order
 from .replay import Replay, observe
 from .sensitivity import LOSSES, Loss, measure_sensitivities

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import checked
 from .._model.calls import eval_mode, find_tensors
-from .._progress import Bar
-from .._warnings import warn
+from .._structure.arguments import checked
+from .._structure.warnings import warn
 from ..duality import promote
-from ..optim import param_groups
+from ..optim._groups import param_groups
 from .padding import select_rows
+from .progress import Bar
 from .replay import check_batches, prepare_call
 
 WARMUP = 0.1  # of the steps, in which the rate rises; a cosine leads to zero afterwards
@@ -269,8 +269,8 @@ def _find_loss(model: nn.Module, teacher: nn.Module, logits: bool | None, batch:
     """The sum over the outputs that both models have."""
     call = prepare_call(model, batch)  # which gives each model copies of the tensors
     with torch.no_grad():
-        wanted = dict(find_tensors(call.run(teacher)))
-    found = {name: s for name, s in find_tensors(call.run(model)) if s.ndim}  # no losses
+        wanted = dict(find_tensors(call.make(teacher)))
+    found = {name: s for name, s in find_tensors(call.make(model)) if s.ndim}  # no losses
     losses = []
     for name, s in found.items():
         if name not in wanted:

@@ -26,19 +26,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._interrupts import hold_interrupts
-from .._linear import StructuredLinear
+from .._convert.plan import Projection, Refined, build_layer, project_by_weight
+from .._layer.linear import StructuredLinear
 from .._model.blocks import blocks_of_layers
 from .._model.calls import first_tensor
 from .._model.decide import Target
-from .._plan import Projection, Refined, build_layer, project_by_weight
-from .._progress import Bar
-from .._projection.solve import project, relative_error
+from .._model.interrupts import hold_interrupts
 from .._projection.matrices import divide_norms
-from .._warnings import warn
+from .._projection.solve import project, relative_error
+from .._structure.warnings import warn
 from ..duality import promote
 from .moments import Moments, measure_inputs
 from .padding import select_rows
+from .progress import Bar
 from .refine import Example, refine
 from .replay import Replay, Visit, Wait, find_shared, take_input
 from .sizes import Weights

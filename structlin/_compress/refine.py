@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._interrupts import let_interrupts_in
-from .._linear import StructuredLinear
+from .._convert.plan import Refined, Vector
+from .._layer.linear import StructuredLinear
 from .._model.calls import first_tensor
-from .._plan import Refined, Vector
+from .._model.interrupts import let_interrupts_in
 from .._projection.matrices import divide_norms
 from ..duality import promote
 from ..scaling import lr_mult
@@ -43,7 +43,7 @@ class Example:
     made: Tensor  #: the first tensor of that output
     goal: Tensor  #: that of the dense block's
 
-    def run(self, new: Mapping[nn.Module, StructuredLinear], vectors: Vectors = ()) -> Any:
+    def output(self, new: Mapping[nn.Module, StructuredLinear], vectors: Vectors = ()) -> Any:
         """The block's output again, with these layers and vectors."""
         before = self.stop.run.replica
         replica = Replica(before[self.stop.module])  # as the run keeps it
@@ -98,7 +98,7 @@ def refine(
     before = _measure(examples, [example.stop.output for example in examples])
     for rate in (LR, LR / 4):
         _descend(new, vectors, parameters, filled, steps, rate)
-        outputs = [example.run(new, vectors) for example in examples]
+        outputs = [example.output(new, vectors) for example in examples]
         after = _measure(examples, outputs)
         if after < before:
             changed = [Vector(module, name, vector.detach()) for module, name, vector in vectors]
@@ -161,7 +161,7 @@ def _descend(
         order = order or torch.randperm(len(examples), generator=generator).tolist()
         example = examples[order.pop()]
         with torch.enable_grad():
-            loss = _gap(example, example.run(new, vectors)).square().mean()
+            loss = _gap(example, example.output(new, vectors)).square().mean()
             _require_gradients(loss.requires_grad, steps)
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         if step == 0 and not all(g.isfinite().all() for g in gradients if g is not None):
@@ -178,7 +178,7 @@ def _descend(
 
 def _repeats_itself(example: Example, new: Mapping[nn.Module, StructuredLinear]) -> bool:
     """Whether the block makes of its inputs what it made of them in the run."""
-    first, again = example.made, first_tensor(example.run(new))
+    first, again = example.made, first_tensor(example.output(new))
     if again is None or first.shape != again.shape:
         return False
     return torch.allclose(first, again, rtol=1e-2, atol=1e-3 * first.abs().max().item())

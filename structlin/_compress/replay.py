@@ -45,7 +45,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._interrupts import hold_interrupts, let_interrupts_in
+from .._model.interrupts import hold_interrupts, let_interrupts_in
 from .._projection.matrices import limit_threads
 from .padding import find_masks, name_arguments, select_rows
 from .replica import Replica
@@ -69,7 +69,7 @@ class Call:
     kwargs: dict[str, Any]
     masks: list[Tensor]  #: see `find_masks`
 
-    def run(self, model: nn.Module) -> Any:
+    def make(self, model: nn.Module) -> Any:
         """Make it again; the model gets copies of the tensors, and may change them."""
         args, kwargs = copy_values(self.args), copy_values(self.kwargs)
         cache = _leave_out_cache(model, args, kwargs)
@@ -154,7 +154,7 @@ class Replay:
 
             replica[layer].register_forward_hook(see, with_kwargs=True)
         with torch.set_grad_enabled(grad):
-            return call.run(replica.model)
+            return call.make(replica.model)
 
     def walk(
         self,
@@ -287,7 +287,7 @@ def observe(model: nn.Module, layers: Collection[nn.Module], batches: Iterable[A
         replica = Replica(model)
         for layer in layers:
             replica[layer].register_forward_pre_hook(lambda *_, layer=layer: order.append(layer))
-        call.run(replica.model)
+        call.make(replica.model)
         written.update(replica.find_written())
         return order
 
@@ -429,7 +429,7 @@ class Run:
     def _work(self) -> None:
         try:
             with self._state:
-                self.call.run(self.replica.model)
+                self.call.make(self.replica.model)
         except Cancelled:
             pass
         except BaseException as error:  # the caller's thread raises it

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._interrupts import hold_interrupts
 from .._model.calls import find_tensors
+from .._model.interrupts import hold_interrupts
 from .._model.linears import Layer
-from .._progress import Bar
 from .moments import Moments, measure_inputs
 from .padding import select_rows
+from .progress import Bar
 from .replay import Call, CheckNumbers, Replay
 
 Covariances = Generator[tuple[Layer, Tensor | None], None, None]  # layer by layer

@@ -11,14 +11,14 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._arguments import require_choice
-from .._families import Family, Split
+from .._engine.product import to_dense
 from .._model.blocks import blocks_of_layers
 from .._model.decide import Decision
 from .._model.linears import Layer
-from .._product import to_dense
-from .._projection.solve import project, relative_error
 from .._projection.curve import COUNTS, Curve, Size, list_sizes, measure_curve
+from .._projection.solve import project, relative_error
+from .._structure.arguments import require_choice
+from .._structure.families import Family, Split
 from .replay import Replay
 from .sensitivity import Covariances, Loss, measure_change, measure_covariances
 

@@ -45,7 +45,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def run(model: nn.Module, batch: Any) -> Any:
+def call_model(model: nn.Module, batch: Any) -> Any:
     """`model` on a batch: a mapping is keywords, a tuple or list positions, else one argument."""
     if isinstance(batch, Mapping):
         return model(**batch)

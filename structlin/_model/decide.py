@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from .._families import Family, Split, label, structure_of
-from .._structure import Structure
+from .._structure.families import Family, Split, label, structure_of
+from .._structure.structure import Structure
 from .kinds import PROTECTED
 from .linears import Layer, linear_layers
 from .obstacles import require_replaceable

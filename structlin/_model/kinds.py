@@ -6,7 +6,7 @@ import sys
 import torch
 from torch import nn
 
-from .._linear import StructuredLinear
+from .._layer.linear import StructuredLinear
 
 PROTECTED = ("head", "embedding", "router")  # roles that are only touched when they are named
 ROLES = ("ffn", "attention", "other", *PROTECTED)

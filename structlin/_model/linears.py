@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._linear import StructuredLinear
+from .._layer.linear import StructuredLinear
 from .kinds import carry_attributes, is_conv1d, role_of, widths
 from .obstacles import find_loss, find_obstacle
 

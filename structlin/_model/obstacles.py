@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._linear import StructuredLinear
+from .._layer.linear import StructuredLinear
 from .kinds import STORES, build_smallest, find_attributes, is_bookkeeping, is_conv1d
 
 # Subclasses of nn.Linear that multiply by their weight and do nothing else.

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._product import apply
-from .._structure import Structure
+from .._engine.product import apply
+from .._structure.structure import Structure
 from .axes import as_squares, contract, group_axes, prime, split_axes, store
 from .matrices import (
     approach,

@@ -8,7 +8,7 @@ from string import ascii_letters
 import torch
 from torch import Tensor
 
-from .._structure import Structure
+from .._structure.structure import Structure
 
 
 def prime(axes: Sequence[str], those: Sequence[str] | None = None) -> list[str]:

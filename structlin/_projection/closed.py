@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from .._structure import Structure
+from .._structure.structure import Structure
 from .axes import contract, group_axes, prime, split_axes, store
 from .matrices import take_root, truncate
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._families import Dense, Family, Nonlinear, Split
-from .._product import to_dense
-from .._structure import Structure
+from .._engine.product import to_dense
+from .._structure.families import Dense, Family, Nonlinear, Split
+from .._structure.structure import Structure
 from .axes import split_axes
 from .closed import is_optimal
 from .matrices import make_definite

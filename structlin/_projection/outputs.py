@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._structure import Structure
+from .._structure.structure import Structure
 from .axes import contract, group_axes, prime, split_axes
 from .matrices import identity_like, make_definite, take_root
 

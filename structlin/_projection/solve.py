@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._arguments import checked, require_real
-from .._families import Family, structure_of
-from .._product import to_dense
-from .._structure import Structure
+from .._engine.product import to_dense
+from .._structure.arguments import checked, require_real
+from .._structure.families import Family, structure_of
+from .._structure.structure import Structure
 from .alternating import SWEEPS, search
 from .axes import contract, split_axes
 from .closed import cut, is_optimal

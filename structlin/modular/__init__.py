@@ -18,12 +18,7 @@ from .bonds import (
     SplitHeads,
 )
 from .masses import masses
-from .module import (
-    Bond,
-    Composite,
-    Identity,
-    Module,
-)
+from .module import Bond, Composite, Identity, Module
 
 __all__ = [
     "GELU",

@@ -19,10 +19,10 @@ from math import sqrt
 import torch
 from torch import Tensor, nn
 
-from .._arguments import checked
-from .._families import Family
-from .._linear import StructuredLinear
-from .._structure import Structure
+from .._layer.linear import StructuredLinear
+from .._structure.arguments import checked
+from .._structure.families import Family
+from .._structure.structure import Structure
 from ..duality import dual_conv, dual_core, dual_embedding, promote, spectral_bound
 from .module import Atom, Attributes, Term, Width, chain, single
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from .._arguments import checked
+from .._structure.arguments import checked
 from .module import Bond, Composite, Width, single
 
 Dims = int | tuple[int, ...]

@@ -6,8 +6,8 @@ Source: Large et al. 2024 (arXiv:2405.14813), section 3.
 from collections import defaultdict
 from typing import Any
 
-from .._arguments import checked
 from .._model.parameters import parameters_of
+from .._structure.arguments import checked
 from .module import Module
 
 

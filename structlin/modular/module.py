@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .._arguments import checked, require_positive, show
+from .._structure.arguments import checked, require_positive, show
 from ..duality import promote
 
 Width: TypeAlias = "int | tuple[Width, ...] | None"  #: number of features, where it is known

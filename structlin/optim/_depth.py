@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .._arguments import checked
-from .._linear import StructuredLinear
+from .._layer.linear import StructuredLinear
 from .._model.blocks import blocks_of_parameters
 from .._model.linears import linear_layers
 from .._model.parameters import parameters_of
 from .._model.select import Patterns, find_rules, list_patterns
+from .._structure.arguments import checked
 
 
 @checked

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._arguments import checked, require_choice
 from .._model.parameters import parameters_of
+from .._structure.arguments import checked, require_choice
 from ..scaling import OPTIMIZERS
 from ._depth import Depth
 from ._roster import Masses, share_masses

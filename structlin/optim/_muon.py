@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from .._arguments import checked, fit, require_choice, require_keys
 from .._model.parameters import parameters_of
-from .._warnings import warn
+from .._structure.arguments import checked, fit, require_choice, require_keys
+from .._structure.warnings import warn
 from ..duality import Schedule, check_method, choose_polar
 from ._depth import Depth
 from ._roster import NONFINITE, SCALES, Masses, Roster

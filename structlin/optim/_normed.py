@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from .._arguments import checked, require_keys
 from .._model.parameters import Weight
+from .._structure.arguments import checked, require_keys
 from ..duality import promote, spectral_bound
 from ._roster import Masses, Roster
 from ._sharding import gather_whole, local_part

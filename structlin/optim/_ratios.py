@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from .._arguments import checked
+from .._structure.arguments import checked
 from ._groups import KEPT, divide_groups
 from ._normed import Normed
 from ._wrapper import Wrapper

@@ -8,7 +8,7 @@ from math import inf, sqrt
 import torch
 from torch import Tensor, nn
 
-from .._linear import StructuredLinear
+from .._layer.linear import StructuredLinear
 from .._model.parameters import ParameterInfo, Weight, parameters_of
 from .._model.select import suggest_names
 from ._sharding import agree, local_gradient

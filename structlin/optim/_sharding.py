@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._arguments import require_module, require_positive
 from .._model.parameters import Weight, parameters_of
+from .._structure.arguments import require_module, require_positive
 
 
 def local_part(tensor: Tensor) -> Tensor:

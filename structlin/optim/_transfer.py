@@ -10,8 +10,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from .._arguments import require_choice
-from .._linear import StructuredLinear
+from .._layer.linear import StructuredLinear
 from .._model.parameters import (
     ParameterInfo,
     Weight,
@@ -20,7 +19,8 @@ from .._model.parameters import (
     parameters_of,
     weights_of,
 )
-from .._structure import Core
+from .._structure.arguments import require_choice
+from .._structure.structure import Core
 from ..scaling import lr_mult
 from ._depth import Depth
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._arguments import checked, require_values
-from .._model.calls import eval_mode, first_tensor, run
-from .._report import Table
+from .._convert.summary import Table
+from .._model.calls import call_model, eval_mode, first_tensor
+from .._structure.arguments import checked, require_values
 from ..duality import promote
 from ._operator import Operator, modules_by_name, operators
 
@@ -104,7 +104,7 @@ def metrics(model: nn.Module, batch: Any, *, before: nn.Module | None = None) ->
         require_values(before)
     reader = _Reader(model)
     with eval_mode(model), reader.listen():
-        run(model, batch)
+        call_model(model, batch)
     reader.measure(0)
     if before is not None:
         reader.remember(before)

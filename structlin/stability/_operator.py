@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from .._linear import StructuredLinear
+from .._engine.product import apply
+from .._layer.linear import StructuredLinear
 from .._model.parameters import Weight, named_modules, weights_of
-from .._product import apply
 from ..duality import promote
 
 VECTORS, POWERS, SWEEPS = 8, 2, 32  # of a block; of W^T W in a sweep; at most

@@ -18,7 +18,7 @@ from benchmarks import gpu, gpu_steps
 from benchmarks.harness import race, record, timing
 from benchmarks.speed import layer
 from structlin import BTT, Monarch
-from structlin._kernels import triton_gemm, triton_stages
+from structlin._engine.triton import gemm, stages
 
 H100 = timing.Ceilings(rate=798e12, bandwidth=3.0e12, call=2e-6)
 
@@ -32,10 +32,10 @@ def by(monkeypatch):
 
     def use(fault):
         def product(a, b, out, bias=None, *, rows="m", tile=None, splits=None):
-            triton_stages.plain(a, b, out, bias)
+            stages.plain(a, b, out, bias)
             fault(rows, out, tile)
 
-        monkeypatch.setattr(triton_gemm, "block_gemm", product)
+        monkeypatch.setattr(gemm, "block_gemm", product)
 
     use(lambda rows, out, tile: None)
     return use
@@ -43,7 +43,7 @@ def by(monkeypatch):
 
 def refuse(rows, out, tile):
     if rows == "k":
-        raise triton_gemm.LaunchError("out of resource: shared memory\nand all of the program")
+        raise gemm.LaunchError("out of resource: shared memory\nand all of the program")
 
 
 def spoil(rows, out, tile):
@@ -93,7 +93,7 @@ def test_a_wrong_product_is_not_timed_and_the_others_are(by, tmp_path):
 def test_a_type_whose_products_cannot_be_launched_leaves_the_others_checked(by, tmp_path):
     def refuse_half(rows, out, tile):
         if out.dtype == torch.float16:
-            raise triton_gemm.LaunchError("no")
+            raise gemm.LaunchError("no")
 
     by(refuse_half)
     rows = gpu.Rows(tmp_path / "gpu.jsonl")
@@ -107,7 +107,7 @@ def test_a_tile_that_is_wrong_is_not_timed_and_one_that_is_refused_is_no_fault(b
         if tile and tile.warps == 8:
             out.mul_(1.5)
         if tile and tile.stages == 2:
-            raise triton_gemm.LaunchError("ptxas")
+            raise gemm.LaunchError("ptxas")
 
     by(fault)
     rows = gpu.Rows(tmp_path / "gpu.jsonl")

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from structlin import LowRank, _plan, plan_compression
-from structlin._interrupts import hold_interrupts, let_interrupts_in
+from structlin import LowRank, plan_compression
+from structlin._convert import plan
+from structlin._model.interrupts import hold_interrupts, let_interrupts_in
 
 # Real signals from a thread, two or three in quick succession, at many moments of one compression.
 CHILD = """
@@ -179,14 +180,14 @@ def test_a_plan_is_applied_whole_or_not_at_all(monkeypatch):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     planned, swap = (
         plan_compression(model, LowRank(rank=2), [torch.randn(9, 8)], keep=None),
-        _plan.swap,
+        plan.swap,
     )
 
     def swap_slowly(model, new):
         interrupt()
         return swap(model, new)
 
-    monkeypatch.setattr(_plan, "swap", swap_slowly)
+    monkeypatch.setattr(plan, "swap", swap_slowly)
     with pytest.raises(KeyboardInterrupt):
         planned.apply()
     assert not any(isinstance(layer, nn.Linear) for layer in model)

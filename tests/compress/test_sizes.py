@@ -27,9 +27,9 @@ from structlin._compress import compress as compressing
 from structlin._compress import sensitivity, sizes
 from structlin._compress.compress import measure
 from structlin._compress.sizes import Share, allocate
-from structlin._families import Family
-from structlin._projection.solve import project, relative_error
 from structlin._projection.curve import Curve, list_sizes, measure_curve
+from structlin._projection.solve import project, relative_error
+from structlin._structure.families import Family
 from tests.models import GPT, snapshot
 
 FAMILIES = (

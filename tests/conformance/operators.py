@@ -8,10 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import structlin as s
-from structlin._kernels import engine
+from structlin._engine.cpu import library
 from structlin.optim import Muon
 
-if not engine.load():
+if not library.load():
     raise ImportError("structlin's compiled engine is off")
 
 TESTS = ("test_schema", "test_autograd_registration", "test_faketensor")

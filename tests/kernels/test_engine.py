@@ -28,10 +28,12 @@ from structlin import (
     Monarch,
     Structure,
     StructuredLinear,
-    _product,
     show_config,
 )
-from structlin._kernels import engine, op
+from structlin._engine import product
+from structlin._engine.cpu import library, operators
+from structlin._engine.cpu.operators import OF_BIAS, OF_CORES, OF_GAINS, OF_X
+from structlin._engine.cpu.operators import Path as Way
 from tests.catalogue import (
     every_program,
     one_einsum,
@@ -41,19 +43,19 @@ from tests.catalogue import (
     tokens,
 )
 
-pytestmark = pytest.mark.skipif(not engine.load(), reason="there is no engine here")
+pytestmark = pytest.mark.skipif(not library.load(), reason="there is no engine here")
 OWN = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch.*")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-ALL = op.OF_X | op.OF_CORES | op.OF_BIAS
+ALL = OF_X | OF_CORES | OF_BIAS
 
 
 def forward(structure, cores, x, bias=None, gains=None, sigmas=()):
-    return op._multiply(x, cores, bias, gains, sigmas, structure.program.numbers)
+    return operators._multiply(x, cores, bias, gains, sigmas, structure.program.numbers)
 
 
 def backward(structure, dy, x, cores, wants=ALL, gains=None, sigmas=()):
     """dx, dcores, dgains and dbias."""
-    return op._gradients(dy, x, cores, gains, sigmas, structure.program.numbers, wants)
+    return operators._gradients(dy, x, cores, gains, sigmas, structure.program.numbers, wants)
 
 
 def by_einsum(structure, cores, x, bias, dy):
@@ -168,7 +170,7 @@ def test_threads_that_share_few_tokens_give_the_bits_of_one_thread(family, dtype
     cores = random_cores(structure, dtype)
     gains = torch.full((len(cores),), 0.5, dtype=torch.float64)  # which clip nothing
     x, dy = tokens(4, 1024, dtype=dtype), tokens(4, 512, dtype=dtype).cos()
-    wants, sigmas = ALL | op.OF_GAINS, [1e3] * len(cores)
+    wants, sigmas = ALL | OF_GAINS, [1e3] * len(cores)
     found = []
     try:
         for threads in (1, 2, 3):
@@ -197,8 +199,8 @@ def test_weight_normalisation_inside_is_that_outside(dtype, shrink, n, family):
     given = [
         tensor.to(dtype).requires_grad_() for tensor in (tokens(n, 64), tokens(48), gains, *stored)
     ]
-    affine = op.Affine(structure.program, given[3:], *given[1:3], sigmas)
-    own = op.multiply(_product.define, affine, given[0])
+    affine = operators.Affine(structure.program, given[3:], *given[1:3], sigmas)
+    own = operators.multiply(product.define, affine, given[0])
     assert "Product" in own.grad_fn.name()
     found = [own, *torch.autograd.grad(own, given, own.detach().sin())]
 
@@ -243,10 +245,10 @@ def test_only_the_gradients_that_are_asked_for_are_computed(structure, wants):
     everything = backward(structure, dy, x, cores, 15, gains, sigmas)
     got = backward(structure, dy, x, cores, wants, gains, sigmas)
     asked = [
-        wants & op.OF_X,
-        *[wants & op.OF_CORES] * len(cores),
-        wants & op.OF_GAINS,
-        wants & op.OF_BIAS,
+        wants & OF_X,
+        *[wants & OF_CORES] * len(cores),
+        wants & OF_GAINS,
+        wants & OF_BIAS,
     ]
     for own, full, wanted in zip(got, everything, asked, strict=True):
         torch.testing.assert_close(own, full if wanted else own.new_empty(0))
@@ -335,7 +337,7 @@ def test_nan_and_inf_go_where_the_formula_takes_them(bad, n, family):
     x[n // 2, 3] = bad
     y = forward(structure, cores, x)
     rows = torch.arange(n) != n // 2
-    assert torch.equal(y.isfinite(), _product.multiply(structure.program, cores, x).isfinite())
+    assert torch.equal(y.isfinite(), product.multiply(structure.program, cores, x).isfinite())
     assert y[rows].isfinite().all()
     _, *dcores, _, dbias = backward(structure, dy, x, cores)
     exact = by_einsum(structure, cores, x, tokens(30), dy)
@@ -361,7 +363,7 @@ def test_the_activation_and_its_slope_are_those_of_the_formula_for_every_number(
         y = forward(structure, [ones, ones], x[part, None])[:, 0]
         error = (y.double() - wanted[part]).abs()
         assert (error <= 3 * info.eps * wanted[part].abs() + flushed).all()
-    dx, *_ = backward(structure, torch.ones_like(x)[:, None], x[:, None], [ones, ones], op.OF_X)
+    dx, *_ = backward(structure, torch.ones_like(x)[:, None], x[:, None], [ones, ones], OF_X)
     error, far = (dx[:, 0].double() - slopes).abs(), exact.abs() > 3
     assert (error <= 8 * info.eps * slopes.abs().where(far, 1.0) + flushed).all()
     ends = x.new_tensor([[torch.inf], [-torch.inf], [torch.nan]]).repeat(20, 1)
@@ -424,7 +426,7 @@ def test_the_operator_itself_refuses_what_does_not_fit(broken):
     structure = BTT(rank=2).structure(12, 30)
     x, cores, numbers = broken(tokens(5, 12), random_cores(structure), structure.program.numbers)
     with pytest.raises(RuntimeError, match="structlin:"):
-        op._multiply(x, cores, None, None, None, numbers)
+        operators._multiply(x, cores, None, None, None, numbers)
 
 
 @pytest.mark.parametrize(
@@ -438,13 +440,13 @@ def test_the_operator_itself_refuses_what_does_not_fit(broken):
 )
 def test_a_program_that_moves_features_across_blocks_is_refused(numbers):
     with pytest.raises(RuntimeError, match="these numbers are no program"):
-        op.choose(numbers, torch.float32)
+        operators.choose(numbers, torch.float32)
 
 
 def test_the_operators_name_the_argument_that_does_not_fit():
     structure = BTT(rank=2).structure(12, 30)
     with pytest.raises(RuntimeError, match="there are -1 tokens"):
-        op.choose(structure.program.numbers, torch.float32, tokens=-1)
+        operators.choose(structure.program.numbers, torch.float32, tokens=-1)
     cores, gains = random_cores(structure), torch.ones(2, dtype=torch.int64)
     with pytest.raises(RuntimeError, match="the gains must be float32"):
         forward(structure, cores, tokens(5, 12), None, gains, [1.0, 1.0])
@@ -460,7 +462,7 @@ def test_gains_that_do_not_fit_are_refused(shape):
 def test_the_gradient_of_gains_that_are_not_there_is_refused():
     structure = BTT(rank=2).structure(12, 30)
     with pytest.raises(RuntimeError, match="there must be some for their gradient"):
-        backward(structure, tokens(5, 30), tokens(5, 12), random_cores(structure), op.OF_GAINS)
+        backward(structure, tokens(5, 30), tokens(5, 12), random_cores(structure), OF_GAINS)
 
 
 # ---- the stack -----------------------------------------------------------------------------------
@@ -476,10 +478,12 @@ def test_the_operators_keep_the_contract_of_torch_library(gains):
     numbers = gains, None if gains is None else [0.1, 0.2], structure.program.numbers
     check = partial(torch.library.opcheck, test_utils=["test_schema", "test_faketensor"])
     for rows in (x, x[:0], x[None]):
-        check(op._multiply, (rows, cores, bias, *numbers))
-        torch.library.opcheck(op._layer, (rows.clone().requires_grad_(), leaves, bias, *numbers))
+        check(operators._multiply, (rows, cores, bias, *numbers))
+        torch.library.opcheck(
+            operators._layer, (rows.clone().requires_grad_(), leaves, bias, *numbers)
+        )
     for wants in (15, 1, 2):
-        check(op._gradients, (dy, x, cores, *numbers, wants & (11 if gains is None else 15)))
+        check(operators._gradients, (dy, x, cores, *numbers, wants & (11 if gains is None else 15)))
 
 
 @OWN
@@ -558,15 +562,15 @@ import os
 from pathlib import Path
 import torch
 from structlin import BTT
-from structlin._kernels import engine, op
-assert engine.load()
+from structlin._engine.cpu import library, operators
+assert library.load()
 structure, x = BTT(cores=4).structure(256, 256), torch.randn(1, 256)
 cores, numbers = [torch.randn(core.shape) for core in structure.cores], structure.program.numbers
 used = []
 for _ in range(2):
     for _ in range(10_000):
-        op._multiply(x, cores, None, None, None, numbers)
-        op._gradients(x, x, cores, None, None, numbers, op.OF_X)
+        operators._multiply(x, cores, None, None, None, numbers)
+        operators._gradients(x, x, cores, None, None, numbers, operators.OF_X)
     used.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
 assert used[1] - used[0] < 10_000 * 8 * len(numbers), used
 """
@@ -645,7 +649,7 @@ def tiny(tmp_path, monkeypatch):
         pytest.skip("needs a compiler")
     source = tmp_path / "tiny.cpp"
     source.write_text(TINY)
-    monkeypatch.setattr(engine, "SOURCE", source)
+    monkeypatch.setattr(library, "SOURCE", source)
     monkeypatch.setenv("STRUCTLIN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -655,21 +659,21 @@ def libraries_in(folder):
 
 
 def test_it_is_built_once_and_kept_by_what_it_was_made_from(tiny, monkeypatch, capfd):
-    path = engine.build()
+    path = library.build()
     assert path.parent == tiny
     assert [path] == libraries_in(tiny)
     assert "building its CPU engine" in capfd.readouterr().err
     before = path.stat().st_mtime_ns
-    assert engine.build() == path
+    assert library.build() == path
     assert path.stat().st_mtime_ns == before
     assert not capfd.readouterr().err
-    for change in ("FLAGS", (*engine.FLAGS, "-DOTHER")), ("_describe_cpu", lambda: "other"):
-        monkeypatch.setattr(engine, *change)
-        assert engine.build() != path
+    for change in ("FLAGS", (*library.FLAGS, "-DOTHER")), ("_describe_cpu", lambda: "other"):
+        monkeypatch.setattr(library, *change)
+        assert library.build() != path
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    assert engine.build() != path
+    assert library.build() != path
     monkeypatch.setenv("STRUCTLIN_CXXFLAGS", "-DANOTHER '-DWITH=a space'")
-    assert engine.build() != path
+    assert library.build() != path
     assert len(libraries_in(tiny)) == 5
 
 
@@ -683,9 +687,9 @@ def test_of_processes_that_start_at_once_one_builds_and_the_others_wait(tiny, tm
     compiler, count = tmp_path / "slow compiler", tmp_path / "count"
     compiler.write_text(SLOW_COMPILER.format(count=count))
     compiler.chmod(0o700)
-    program = "from structlin._kernels import engine; from pathlib import Path; import sys"
-    program += "; engine.SOURCE = Path(sys.argv[1]); print(engine.build())"
-    command = [sys.executable, "-c", program, str(engine.SOURCE)]
+    program = "from structlin._engine.cpu import library; from pathlib import Path; import sys"
+    program += "; library.SOURCE = Path(sys.argv[1]); print(library.build())"
+    command = [sys.executable, "-c", program, str(library.SOURCE)]
     environment = {**os.environ, "CXX": f"'{compiler}'"}
     running = [
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
@@ -703,32 +707,32 @@ def test_a_lock_that_is_never_freed_leaves_plain_products_and_a_warning(
 ):
     fcntl = pytest.importorskip("fcntl")
     tiny.mkdir(mode=0o700)
-    monkeypatch.setattr(engine, "PATIENCE", 0.2)
-    monkeypatch.setattr(engine, "_state", None)
+    monkeypatch.setattr(library, "PATIENCE", 0.2)
+    monkeypatch.setattr(library, "_state", None)
     with (tiny / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert not engine.load()
+        assert not library.load()
     assert f"another process builds its CPU engine into {tiny}" in capfd.readouterr().err
     assert f"another process has held {tiny / 'lock'} for 0.2 s" in caplog.text
-    assert engine.build().is_file()
+    assert library.build().is_file()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python's, of fork beside threads
 def test_a_child_that_is_forked_while_a_thread_builds_builds_after_it(tiny, monkeypatch):
-    builds, forked, made = threading.Event(), threading.Event(), engine._compile
+    builds, forked, made = threading.Event(), threading.Event(), library._compile
 
     def compile_slowly(*arguments):
         builds.set()
         forked.wait(60)
         return made(*arguments)
 
-    monkeypatch.setattr(engine, "_compile", compile_slowly)
-    monkeypatch.setattr(engine, "_state", None)
+    monkeypatch.setattr(library, "_compile", compile_slowly)
+    monkeypatch.setattr(library, "_state", None)
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-    thread = threading.Thread(target=engine.load)
+    thread = threading.Thread(target=library.load)
     thread.start()
     builds.wait(60)
-    child = multiprocessing.get_context("fork").Process(target=engine.load)
+    child = multiprocessing.get_context("fork").Process(target=library.load)
     child.start()
     forked.set()
     thread.join(60)
@@ -741,18 +745,18 @@ def test_a_child_that_is_forked_while_a_thread_builds_builds_after_it(tiny, monk
 
 
 def test_a_library_in_a_folder_that_cannot_be_written_to_is_used(tiny, monkeypatch):
-    path, asked = engine.build(), os.access
+    path, asked = library.build(), os.access
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and asked(path, mode))
-    assert engine.build() == path
+    assert library.build() == path
     path.unlink()
     with pytest.raises(RuntimeError, match=f"{tiny} cannot be written to"):
-        engine.build()
+        library.build()
 
 
 def test_a_build_that_fails_leaves_nothing_and_says_why(tiny):
-    engine.SOURCE.write_text("this is no program")
+    library.SOURCE.write_text("this is no program")
     with pytest.raises(RuntimeError, match=r"cannot build the engine: .*error"):
-        engine.build()
+        library.build()
     assert not libraries_in(tiny)
 
 
@@ -762,7 +766,7 @@ def test_a_compiler_may_print_bytes_that_are_no_text(tiny, tmp_path, monkeypatch
     compiler.chmod(0o700)
     monkeypatch.setenv("CXX", str(compiler))
     with pytest.raises(RuntimeError, match="compiler cannot build the engine: g\ufffdltig: error"):
-        engine.build()
+        library.build()
 
 
 @pytest.mark.parametrize("command", ["", "env g++", "g++ -m64"])
@@ -770,7 +774,7 @@ def test_the_compiler_may_be_a_command_of_several_words(tiny, monkeypatch, comma
     monkeypatch.setenv("CXX", command)
     if "-m64" in command and platform.machine() != "x86_64":
         pytest.skip("-m64 is a flag of x86")
-    assert engine.build().is_file()
+    assert library.build().is_file()
 
 
 @pytest.mark.parametrize(
@@ -781,24 +785,24 @@ def test_a_compiler_that_is_not_there_is_named_and_layers_run_without(
     tiny, monkeypatch, caplog, command, says
 ):
     monkeypatch.setenv("CXX", command)
-    monkeypatch.setattr(engine, "_state", None)
-    assert not engine.load()
+    monkeypatch.setattr(library, "_state", None)
+    assert not library.load()
     assert says in caplog.text
 
 
 def test_a_library_that_was_torn_is_built_again(tiny, monkeypatch):
-    path = engine.build()
+    path = library.build()
     whole = path.read_bytes()
     for torn in (b"", whole[: len(whole) // 2], whole[:-1] + bytes([whole[-1] ^ 1])):
         path.write_bytes(torn)
-        assert engine.build().read_bytes() == whole
+        assert library.build().read_bytes() == whole
         assert len(libraries_in(tiny)) == 1
 
 
 def test_the_cache_may_be_a_relative_path(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STRUCTLIN_CACHE", "relative")
-    path = engine.build()
+    path = library.build()
     assert path.parent == tmp_path / "relative"
     assert libraries_in(path.parent) == [path]
 
@@ -809,7 +813,7 @@ def test_what_a_killed_build_left_is_removed_by_a_later_one(tiny):
     (tiny / ".build-killed" / "engine.so").write_text("half")
     (tiny / ".build-running").mkdir()
     os.utime(tiny / ".build-killed", (0, 0))
-    path = engine.build()
+    path = library.build()
     assert {path.name, ".build-running"} == {left.name for left in libraries_in(tiny)}
 
 
@@ -817,16 +821,16 @@ def test_a_folder_that_others_may_write_to_is_not_trusted(tiny):
     tiny.mkdir()
     tiny.chmod(0o777)
     with pytest.raises(RuntimeError, match=r"can be written to by other users .mode 777."):
-        engine.build()
+        library.build()
     assert not list(tiny.iterdir())
 
 
 def test_a_folder_in_one_that_others_may_write_to_is_not_trusted(tiny):
     tiny.parent.chmod(0o777)
     with pytest.raises(RuntimeError, match=f"{tiny.parent} can be written to by other users"):
-        engine.build()
+        library.build()
     tiny.parent.chmod(0o1777)  # sticky, as /tmp
-    assert engine.build().parent == tiny
+    assert library.build().parent == tiny
 
 
 def test_a_link_is_trusted_as_what_it_leads_to(tiny, tmp_path, monkeypatch):
@@ -835,31 +839,31 @@ def test_a_link_is_trusted_as_what_it_leads_to(tiny, tmp_path, monkeypatch):
     tiny.symlink_to(tmp_path / "open" / "cache")
     (tmp_path / "open" / "cache").mkdir(mode=0o700)
     with pytest.raises(RuntimeError, match="open can be written to by other users"):
-        engine.build()
+        library.build()
     (tmp_path / "open").chmod(0o755)
-    path = engine.build()
+    path = library.build()
     assert path.parent == tmp_path / "open" / "cache"
     path.rename(tmp_path / "own.so")
     path.symlink_to(tmp_path / "own.so")
     with pytest.raises(RuntimeError, match=f"{path} can be written to by other users"):
-        engine.build()
+        library.build()
 
 
 def test_a_folder_and_a_library_of_another_user_are_not_trusted(tiny, monkeypatch):
-    path = engine.build()
+    path = library.build()
     monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
     if path.stat().st_uid:
         with pytest.raises(RuntimeError, match="belongs to another user"):
-            engine.build()
+            library.build()
     else:  # what root owns is trusted: here somebody else owns it
         monkeypatch.undo()
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("STRUCTLIN_CACHE", str(tiny))
-            patch.setattr(engine, "SOURCE", tiny.parent / "tiny.cpp")
+            patch.setattr(library, "SOURCE", tiny.parent / "tiny.cpp")
             for owned in (path, tiny):
                 os.chown(owned, 12345, -1)
                 with pytest.raises(RuntimeError, match=r"belongs to another user .uid 12345"):
-                    engine.build()
+                    library.build()
                 os.chown(owned, 0, -1)
 
 
@@ -869,12 +873,12 @@ def test_where_the_home_is_read_only_it_is_kept_under_the_temporary_folder(tmp_p
     monkeypatch.delenv("STRUCTLIN_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert engine.find_folder() == tmp_path / f"structlin-{os.getuid()}"
+    assert library.find_folder() == tmp_path / f"structlin-{os.getuid()}"
     monkeypatch.setenv("STRUCTLIN_CACHE", str(home / "cache"))
     with pytest.raises(
         RuntimeError, match=r"no folder to keep the engine in: .*set STRUCTLIN_CACHE"
     ):
-        engine.find_folder()
+        library.find_folder()
 
 
 PROGRAM = """
@@ -909,7 +913,7 @@ def test_a_torch_that_is_too_old_is_told_so(monkeypatch):
     with pytest.raises(
         RuntimeError, match=r"torch 2.9.1.cpu has no stable C.. interface; 2.10 and later have"
     ):
-        engine.build()
+        library.build()
 
 
 def test_show_config_says_what_runs(capsys):
@@ -924,12 +928,12 @@ def test_it_sizes_its_tiles_by_the_caches_of_the_system():
     l1, l2 = (int(run.stdout) if run.stdout.strip().isdecimal() else 0 for run in runs)
     if not (l1 and l2):
         pytest.skip("the system says no caches")
-    assert engine.describe()["caches"].startswith(f"{l1 >> 10} KB and {l2 >> 10} KB of a core")
+    assert library.describe()["caches"].startswith(f"{l1 >> 10} KB and {l2 >> 10} KB of a core")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler")
 def test_it_can_be_built_ahead():
-    command = [sys.executable, "-W", "error", "-m", "structlin._kernels.build"]
+    command = [sys.executable, "-W", "error", "-m", "structlin._engine.cpu.build"]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert Path(run.stdout.strip()).is_file()
 
@@ -937,7 +941,7 @@ def test_it_can_be_built_ahead():
 # and the engine is not built for a CPU without, as CI does
 CPU = Path("/proc/cpuinfo")
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-HAS_UNIT = engine.has_matrix_unit() and HAS_AVX512
+HAS_UNIT = library.has_matrix_unit() and HAS_AVX512
 
 
 @pytest.mark.parametrize(
@@ -959,58 +963,67 @@ def test_blocks_that_blas_has_at_its_own_rate_are_left_to_it(dtype, blocks, take
 @pytest.mark.parametrize(
     ("family", "tokens", "trains", "path"),
     [
-        (BTT(), 1, False, op.Path.GEMV),
-        (BTT(), 4096, False, op.Path.TILES),
-        (BTT(), 4096, True, op.Path.TILES),
-        (BTT().activate(), 4096, True, op.Path.TILES),
-        (LowRank(rank=64).activate(), 4096, True, op.Path.BLAS),
-        (LowRank(rank=64), 1, False, op.Path.GEMV),
-        (LowRank(rank=64), 1, True, op.Path.BLAS),  # a chain of matrices
-        (LowRank(rank=64), 17, False, op.Path.BLAS),
-        (Monarch(blocks=2), 16, False, op.Path.GEMV),  # blocks of 512 x 512
-        (Monarch(blocks=2), 17, False, op.Path.BLAS),
-        (Monarch(blocks=2), 1, True, op.Path.BLAS),
-        (Kronecker(), 1, False, op.Path.GEMV),
-        (Kronecker(), 17, False, op.Path.TILES),
+        (BTT(), 1, False, Way.GEMV),
+        (BTT(), 4096, False, Way.TILES),
+        (BTT(), 4096, True, Way.TILES),
+        (BTT().activate(), 4096, True, Way.TILES),
+        (LowRank(rank=64).activate(), 4096, True, Way.BLAS),
+        (LowRank(rank=64), 1, False, Way.GEMV),
+        (LowRank(rank=64), 1, True, Way.BLAS),  # a chain of matrices
+        (LowRank(rank=64), 17, False, Way.BLAS),
+        (Monarch(blocks=2), 16, False, Way.GEMV),  # blocks of 512 x 512
+        (Monarch(blocks=2), 17, False, Way.BLAS),
+        (Monarch(blocks=2), 1, True, Way.BLAS),
+        (Kronecker(), 1, False, Way.GEMV),
+        (Kronecker(), 17, False, Way.TILES),
     ],
 )
 def test_it_is_asked_which_way_a_call_takes(family, tokens, trains, path):
     numbers = family.structure(1024, 1024).program.numbers
-    assert op.choose(numbers, torch.float32, tokens, trains) == path
+    assert operators.choose(numbers, torch.float32, tokens, trains) == path
 
 
 @pytest.mark.parametrize(
     ("family", "dtype", "trains", "path"),
     [
-        (BTT(), torch.float64, True, op.Path.TILES),
-        (Kronecker(), torch.float64, False, op.Path.BLAS),  # blocks that a token uses 128 times
-        (Kronecker(), torch.float32, True, op.Path.BLAS),
-        (BlockDiagonal(blocks=128), torch.float32, True, op.Path.BLAS),  # one core
-        (Monarch(blocks=128), torch.float32, True, op.Path.TILES),
+        (BTT(), torch.float64, True, Way.TILES),
+        (
+            Kronecker(),
+            torch.float64,
+            False,
+            Way.BLAS,
+        ),  # blocks that a token uses 128 times
+        (Kronecker(), torch.float32, True, Way.BLAS),
+        (BlockDiagonal(blocks=128), torch.float32, True, Way.BLAS),  # one core
+        (Monarch(blocks=128), torch.float32, True, Way.TILES),
     ],
 )
 def test_one_vector_of_tokens_is_left_to_blas_where_it_is_faster(family, dtype, trains, path):
     numbers = family.structure(8192, 8192).program.numbers
     lanes = {"AVX512": 16, "AVX2": 8}.get(torch.backends.cpu.get_cpu_capability(), 4)
     tokens = lanes * 4 // dtype.itemsize
-    assert op.choose(numbers, dtype, tokens, trains) == path
-    assert op.choose(numbers, dtype, 64, trains) == op.Path.TILES
+    assert operators.choose(numbers, dtype, tokens, trains) == path
+    assert operators.choose(numbers, dtype, 64, trains) == Way.TILES
 
 
 @pytest.mark.skipif(not HAS_UNIT, reason="this CPU has no matrix unit")
 @pytest.mark.parametrize(
     ("tokens", "trains", "path"),
-    [(512, True, op.Path.BLAS), (512, False, op.Path.TILES), (513, True, op.Path.TILES)],
+    [
+        (512, True, Way.BLAS),
+        (512, False, Way.TILES),
+        (513, True, Way.TILES),
+    ],
 )
 def test_large_blocks_are_the_matrix_units_for_many_tokens_alone(tokens, trains, path):
     numbers = Monarch(blocks=4).structure(2048, 2048).program.numbers  # blocks of 512 x 512
-    assert op.choose(numbers, torch.bfloat16, tokens, trains) == path
+    assert operators.choose(numbers, torch.bfloat16, tokens, trains) == path
 
 
-@pytest.mark.parametrize(("tokens", "path"), [(256, op.Path.BLAS), (257, op.Path.TILES)])
+@pytest.mark.parametrize(("tokens", "path"), [(256, Way.BLAS), (257, Way.TILES)])
 def test_one_core_of_large_blocks_is_left_to_blas_for_no_more_tokens_than_its_fan_in(tokens, path):
     numbers = BlockDiagonal(blocks=16).structure(4096, 4096).program.numbers
-    assert op.choose(numbers, torch.float32, tokens, False) == path
+    assert operators.choose(numbers, torch.float32, tokens, False) == path
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -1021,8 +1034,8 @@ def test_training_of_two_byte_numbers_is_left_to_blas_where_it_multiplies_them(d
         native = CPU.exists() and "avx512_fp16" in CPU.read_text()
     for width, takes in ((8192, native), (1024, False)):
         numbers = BTT(rank=2).structure(width, width).program.numbers
-        assert (op.choose(numbers, dtype, 4, True) == op.Path.BLAS) == takes
-        assert op.choose(numbers, dtype, 64, True) == op.Path.TILES
+        assert (operators.choose(numbers, dtype, 4, True) == Way.BLAS) == takes
+        assert operators.choose(numbers, dtype, 64, True) == Way.TILES
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -1031,7 +1044,7 @@ def test_a_core_may_read_its_features_in_another_order_than_x_has_them(dtype, co
     structure = Structure("i k -> o", "o k i", i=8, k=4, o=16)  # fan-in runs as k, i
     core, x = torch.randn(1, 16, 32).to(dtype), torch.randn(count, 32).to(dtype)
     program = structure.program
-    own = op.multiply(_product.define, op.Affine(program, [core]), x)
+    own = operators.multiply(product.define, operators.Affine(program, [core]), x)
     wide = x.double().view(count, 8, 4), core.double().view(16, 4, 8)
     exact = torch.einsum("tik,oki->to", *wide)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]

@@ -16,12 +16,12 @@ from structlin import (
     StructuredLinear,
     quantize,
 )
-from structlin._kernels import engine, op
-from structlin._quantized import QuantizedLinear
+from structlin._engine.cpu import library, operators
+from structlin._layer.quantized import QuantizedLinear
 from tests.catalogue import every_program, one_einsum, tokens
 from tests.kernels.test_engine import DTYPES, OWN, assert_near, poisoned
 
-pytestmark = pytest.mark.skipif(not engine.load(), reason="there is no engine here")
+pytestmark = pytest.mark.skipif(not library.load(), reason="there is no engine here")
 FAMILIES = [
     BTT(),
     BTT(rank=4),
@@ -50,7 +50,7 @@ def random_int8(structure, dtype=torch.float64):
 
 
 def multiply(structure, cores, scales, x, bias=None):
-    return op._multiply_int8(x, cores, scales, bias, structure.program.numbers)
+    return operators._multiply_int8(x, cores, scales, bias, structure.program.numbers)
 
 
 def exact(structure, cores, scales, x, bias):
@@ -155,7 +155,7 @@ def test_few_tokens_read_the_integers(family, dtype, n, monkeypatch):
     layer = quantize(StructuredLinear(512, 512, family, dtype=dtype))
     x = tokens(n, 512, dtype=dtype)
     expected = x.double() @ layer.to_dense().double().T + layer.bias.double()
-    if op.choose(layer.structure.program.numbers, dtype, n, False) != op.Path.BLAS:
+    if operators.choose(layer.structure.program.numbers, dtype, n, False) != operators.Path.BLAS:
         forbid(monkeypatch)
     assert_near([layer(x)], [expected], dtype)
 

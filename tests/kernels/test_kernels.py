@@ -16,11 +16,11 @@ from structlin import (
     Monarch,
     Structure,
     StructuredLinear,
-    _product,
     apply,
     to_dense,
 )
-from structlin._kernels import engine
+from structlin._engine import product as product_module
+from structlin._engine.cpu import library
 from tests.catalogue import one_einsum, random_cores, tokens
 
 FEW = [
@@ -39,9 +39,9 @@ OWN = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarn
 @pytest.fixture(autouse=True, params=["engine", "loop"])
 def _way(request, monkeypatch):
     if request.param == "loop":
-        monkeypatch.setattr(engine, "_state", engine.State(False, "switched off by a test"))
-    elif not engine.load():
-        pytest.skip(engine._state.says)
+        monkeypatch.setattr(library, "_state", library.State(False, "switched off by a test"))
+    elif not library.load():
+        pytest.skip(library._state.says)
 
 
 def small(family):
@@ -170,7 +170,7 @@ def test_an_exported_layer_needs_no_operator_of_ours(family):
 @pytest.mark.parametrize("family", FEW)
 @pytest.mark.parametrize("forms", [False, True], ids=["core by core", "by W"])
 def test_whatever_alone_requires_a_gradient_gets_it(family, forms, monkeypatch):
-    monkeypatch.setattr(_product, "forms_matrix", lambda *of: forms)
+    monkeypatch.setattr(product_module, "forms_matrix", lambda *of: forms)
     structure = small(family)
     cores, x, bias = random_cores(structure), tokens(5, 12), tokens(30)
     _, dy, wanted = gradients_of(structure, cores, x, bias)

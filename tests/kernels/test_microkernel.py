@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from structlin._kernels import engine
+from structlin._engine.cpu import library as engine
 
 SOURCE = Path(__file__).with_name("microkernel.cpp")
 CPU = Path("/proc/cpuinfo")

@@ -11,10 +11,10 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from structlin import duality, dualize
-from structlin._kernels import engine, polar
+from structlin._engine.cpu import library, polar
 from structlin.duality import SCHEDULES
 
-pytestmark = pytest.mark.skipif(not engine.load(), reason="there is no engine here")
+pytestmark = pytest.mark.skipif(not library.load(), reason="there is no engine here")
 OWN = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch.*")
 FAST, CUBIC = SCHEDULES["fast"], 30 * ((1.5, -0.5, 0.0),)
 SHAPES = [(64, 16, 16), (40, 24, 32), (40, 32, 24), (3, 7, 50), (2, 70, 33), (1, 1, 300)]

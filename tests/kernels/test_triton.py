@@ -25,8 +25,11 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from benchmarks import ahead, gpu, gpu_steps
 from benchmarks.harness.record import RESULTS
-from structlin import BTT, Family, Kronecker, Monarch, StructuredLinear, _product
-from structlin._kernels import triton_check, triton_gemm, triton_op, triton_stages
+from structlin import BTT, Family, Kronecker, Monarch, StructuredLinear
+from structlin._engine import product as product_module
+from structlin._engine.triton import check, gemm
+from structlin._engine.triton import launch as triton_op
+from structlin._engine.triton import stages as triton_stages
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
@@ -43,7 +46,7 @@ def kernels():
     one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        spec = importlib.util.find_spec("structlin._kernels.triton_gemm")
+        spec = importlib.util.find_spec("structlin._engine.triton.gemm")
         module = sys.modules[spec.name + "_interpreted"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     yield module
@@ -333,7 +336,7 @@ def test_float32_products_follow_the_precision_of_pytorch(kernels):
 @pytest.mark.parametrize("family", [BTT(rank=2), Kronecker(), Monarch(blocks=2)], ids=str)
 def test_the_operator_has_derivatives_of_any_order(monkeypatch, family: Family):
     """The products are PyTorch's in float64 here, those of a layer whose kernels are refused."""
-    monkeypatch.setattr(triton_gemm, "block_gemm", triton_stages.plain)
+    monkeypatch.setattr(gemm, "block_gemm", triton_stages.plain)
     structure = family.structure(6, 4) if family != Monarch(blocks=2) else family.structure(4, 8)
     x = torch.randn(2, 3, structure.in_features, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(structure.out_features, dtype=torch.float64, requires_grad=True)
@@ -342,9 +345,9 @@ def test_the_operator_has_derivatives_of_any_order(monkeypatch, family: Family):
     ]
 
     def run(x: Tensor, bias: Tensor, *cores: Tensor) -> Tensor:
-        return triton_op.apply(_product.multiply, structure, x, cores, bias)
+        return triton_op.apply(product_module.multiply, structure, x, cores, bias)
 
-    expected = _product.multiply(structure.program, cores, x) + bias
+    expected = product_module.multiply(structure.program, cores, x) + bias
     torch.testing.assert_close(run(x, bias, *cores), expected)
     assert gradcheck(run, (x, bias, *cores))
     assert gradgradcheck(run, (x, bias, *cores))
@@ -357,7 +360,7 @@ def test_the_operator_has_derivatives_of_any_order(monkeypatch, family: Family):
             y = torch.autograd.grad(y, cores[0], create_graph=True)[0].pow(2).sum()
         return torch.autograd.grad(y, cores)
 
-    plain = lambda x, bias, *cores: _product.multiply(structure.program, cores, x) + bias  # noqa: E731
+    plain = lambda x, bias, *cores: product_module.multiply(structure.program, cores, x) + bias  # noqa: E731
     torch.testing.assert_close(third(run), third(plain))
 
 
@@ -367,10 +370,10 @@ def test_the_operator_has_derivatives_of_any_order(monkeypatch, family: Family):
 @pytest.fixture
 def fresh(monkeypatch, kernels):
     """`triton_check` on the interpreted products, before its first use."""
-    monkeypatch.setattr(triton_check, "_passed", {})
-    monkeypatch.setattr(triton_check, "refused", set())
-    monkeypatch.setitem(sys.modules, "structlin._kernels.triton_gemm", kernels)
-    return partial(triton_check.usable, program=BTT().structure(16, 16).program.numbers)
+    monkeypatch.setattr(check, "_passed", {})
+    monkeypatch.setattr(check, "refused", set())
+    monkeypatch.setitem(sys.modules, "structlin._engine.triton.gemm", kernels)
+    return partial(check.usable, program=BTT().structure(16, 16).program.numbers)
 
 
 def test_the_self_test_passes(fresh):
@@ -441,15 +444,15 @@ class Interpreted:
 @pytest.fixture
 def on_a_gpu(monkeypatch, kernels):
     """Layers on CPU tensors take the way of a GPU whose products have passed, after `faulty`."""
-    monkeypatch.setattr(triton_check, "_passed", {(torch.device("cpu"), torch.float32): True})
-    monkeypatch.setattr(triton_check, "refused", set())
-    monkeypatch.setattr(_product.op, "pays", lambda program, x: False)
-    usable = lambda x, s: triton_check.usable(x.device, x.dtype, s.program.numbers)  # noqa: E731
+    monkeypatch.setattr(check, "_passed", {(torch.device("cpu"), torch.float32): True})
+    monkeypatch.setattr(check, "refused", set())
+    monkeypatch.setattr(product_module.op, "pays", lambda program, x: False)
+    usable = lambda x, s: check.usable(x.device, x.dtype, s.program.numbers)  # noqa: E731
     monkeypatch.setattr(triton_op, "available", usable)
 
     def faulty(fault):
         kernel = Interpreted(kernels._product, fault)
-        monkeypatch.setattr(triton_gemm, "_product", kernel)
+        monkeypatch.setattr(gemm, "_product", kernel)
         return kernel
 
     return faulty
@@ -474,10 +477,10 @@ def results_of(layer: StructuredLinear, x: Tensor, way) -> list[Tensor]:
 def test_a_layer_whose_kernel_cannot_be_launched_has_the_plain_products_after_one_warning(
     on_a_gpu, monkeypatch, fault
 ):
-    monkeypatch.setitem(triton_gemm.TILES["fallback"], "rows_per_program", 16)
+    monkeypatch.setitem(gemm.TILES["fallback"], "rows_per_program", 16)
     layer, other = (StructuredLinear(16, 16, BTT(rank=rank)) for rank in (1, 2))
     x = torch.randn(40, 16, requires_grad=True)
-    plain = lambda x: _product.multiply(layer.structure.program, layer.cores, x) + layer.bias  # noqa: E731
+    plain = lambda x: product_module.multiply(layer.structure.program, layer.cores, x) + layer.bias  # noqa: E731
     expected = results_of(layer, x, plain)
     kernel = on_a_gpu(fault)
     with pytest.warns(RuntimeWarning, match="16 -> 16 of 2 cores.*out of resource") as seen:
@@ -510,7 +513,7 @@ def test_a_program_compiled_for_a_gpu_has_the_operator_in_every_torch(monkeypatc
     """Traced on fake tensors of a GPU. Those of torch 2.10 and 2.11 would lose it: while they
     compile, their `is_exporting` is true."""
     gpu_0, graphs = torch.device("cuda", 0), []
-    monkeypatch.setattr(triton_check, "_passed", {(gpu_0, torch.float32): True})
+    monkeypatch.setattr(check, "_passed", {(gpu_0, torch.float32): True})
     torch._dynamo.reset()
     with FakeTensorMode(allow_non_fake_inputs=True):
         layer = StructuredLinear(16, 16, BTT(), device=gpu_0).requires_grad_(False)
@@ -525,7 +528,7 @@ def test_the_first_use_in_a_compiled_program_is_tested_while_it_is_traced(fresh)
     device, program = torch.device("cpu"), BTT().structure(16, 16).program.numbers
 
     def run(x):
-        return x + 1 if triton_check.usable(device, torch.float32, program) else x
+        return x + 1 if check.usable(device, torch.float32, program) else x
 
     assert torch.compile(run, fullgraph=True, backend="aot_eager")(torch.zeros(1)) == 1
 
@@ -578,7 +581,7 @@ def test_a_tile_that_gains_nearly_nothing_is_not_written(seconds):
 
 @pytest.mark.parametrize("sizes", [(10**5, 64, 64), (40, 8, 3), (64, 4096, 100), (10**5, 512, 512)])
 def test_the_tiles_that_are_tried_are_the_rules_and_others_that_fit(sizes):
-    _, tile = triton_gemm.rule(*sizes, "fallback", "half product")
+    _, tile = gemm.rule(*sizes, "fallback", "half product")
     first, *others = gpu.candidates(tile, sizes)
     assert first == tile
     assert len({tile, *others}) == 1 + len(others) > 1
@@ -606,7 +609,7 @@ def test_the_tiles_of_both_hopper_cards_are_compiled_ahead(monkeypatch):
     h100, h200 = ahead.GPUS[90]
     assert (h100, h200) == ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
     assert len(ahead.tables_of(90)) == 1
-    monkeypatch.setitem(triton_gemm.TILES, h100, {"tuned": {"half product 1 1 1 4 1": list(FAST)}})
+    monkeypatch.setitem(gemm.TILES, h100, {"tuned": {"half product 1 1 1 4 1": list(FAST)}})
     assert {*ahead.tables_of(90).values()} == {h100, h200}
 
 
@@ -614,7 +617,7 @@ def test_what_is_collected_for_a_gpu_comes_back_from_its_file(target, monkeypatc
     todo = [("self_test", partial(gpu.self_test, dtype=dtype)) for dtype in ("float32", "bfloat16")]
     monkeypatch.setattr(gpu, "jobs", lambda widths, names: todo)
     assert gpu_steps.collect(tmp_path, [16], ["BTT r=1"]) > 4
-    launches = ahead.Launches(triton_gemm._product)
+    launches = ahead.Launches(gemm._product)
     for arguments, options in json.loads((tmp_path / gpu_steps.FILE).read_text()):
         options = {name: gpu_steps.live(each) for name, each in options.items()}
         launches[(1,)](*map(gpu_steps.live, arguments), **options)
@@ -628,7 +631,7 @@ def test_what_computes_launches_what_is_collected_without_values_and_nothing_els
 ):
     """The jobs of `benchmarks.gpu` on small layers, among them the self-test and the tests' layers;
     a step of an example. Bfloat16 is wrong in the interpreter, and float16 stands for it."""
-    monkeypatch.setattr(triton_gemm, "gpu_of", lambda device: ahead.GPUS[90][0])
+    monkeypatch.setattr(gemm, "gpu_of", lambda device: ahead.GPUS[90][0])
     monkeypatch.setattr(gpu, "GOALS", [("BTT r=1", 16)])
     monkeypatch.setattr(gpu, "ROUNDS", (1, 1))
     monkeypatch.setitem(gpu.TOLERANCE, "bfloat16", 1.0)
@@ -639,7 +642,7 @@ def test_what_computes_launches_what_is_collected_without_values_and_nothing_els
     else:
         steps = ahead.steps_of_examples(["train_mlp_lm"], [["--smoke"]])
     collected = ahead.collect(90, todo, steps)
-    launches = ahead.Launches(triton_gemm._product, kernels._product)
+    launches = ahead.Launches(gemm._product, kernels._product)
     with ahead.as_on_a_gpu(launches, ahead.GPUS[90][0]):
         ahead.run_jobs(launches, todo)
         for _, step in steps:

@@ -18,8 +18,8 @@ from transformers import AutoModel
 
 from benchmarks.zoo import MODELS, logits
 from structlin import BTT, LowRank, StructuredLinear, convert, densify, load, quantize, save
+from structlin._layer.quantized import QuantizedLinear
 from structlin._model.kinds import widths
-from structlin._quantized import QuantizedLinear
 from structlin.hf import declare
 
 

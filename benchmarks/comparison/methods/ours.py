@@ -5,11 +5,12 @@ from functools import partial
 import structlin
 from benchmarks.comparison.methods import Method
 from structlin import BLAST, BTT, TT, BlockDiagonal, Family, Kronecker, LowRank, Monarch
+from structlin._structure.families import label
 
 
 def ours(family: Family) -> Method:
     convert = partial(structlin.convert, structure=family, weight_norm=True)
-    return Method(structlin._families.label(family), convert, "structlin", structlin.param_groups)
+    return Method(label(family), convert, "structlin", structlin.param_groups)
 
 
 METHODS = [

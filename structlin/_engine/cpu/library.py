@@ -7,7 +7,7 @@ this machine and kept in a cache.
     STRUCTLIN_CXXFLAGS=...  compiler flags after ours, for example -march=x86-64-v3; if it is set,
                             the wheel's libraries are not used
     CXX="ccache g++"        the compiler; otherwise g++ or clang++
-    python -m structlin._kernels.build    builds it now, for example in an image of a container
+    python -m structlin._engine.cpu.build    builds it now, for example in an image of a container
 
 A wheel may bring one library per `VARIANTS`. The first whose instructions this CPU has is loaded,
 if it was made from the sources beside it. torch's stable C++ interface lets it serve every torch

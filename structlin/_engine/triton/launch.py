@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .._structure import Program, Structure
-from . import triton_check
-from .op import _is_exporting, count_flops, differentiate, is_batch
-from .triton_stages import Product, backward, forward, nothing, plain
+from ..._structure.structure import Program, Structure
+from ..cpu.operators import _is_exporting, count_flops, differentiate, is_batch
+from . import check
+from .stages import Product, backward, forward, nothing, plain
 
 Loop = Callable[[Program, Sequence[Tensor], Tensor], Tensor]
 
@@ -31,13 +31,13 @@ def available(x: Tensor, structure: Structure) -> bool:
     are not taken by autograd's backward pass, nor with an activation between the cores."""
     if structure.between is not None:
         return False
-    if not x.is_cuda or x.dtype not in triton_check.TOLERANCE or _is_exporting():
+    if not x.is_cuda or x.dtype not in check.TOLERANCE or _is_exporting():
         return False
     if not torch.compiler.is_compiling() and (
         torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
     ):
         return False
-    return triton_check.usable(x.device, x.dtype, structure.program.numbers)
+    return check.usable(x.device, x.dtype, structure.program.numbers)
 
 
 def apply(
@@ -99,14 +99,14 @@ def _gradients(
 
 def _serve(x: Tensor, program: Sequence[int], work: Callable[..., list[Tensor]]) -> list[Tensor]:
     """`work` on the kernels, or on PyTorch's products where one of this layer was refused."""
-    from .triton_gemm import LaunchError, block_gemm
+    from .gemm import LaunchError, block_gemm
 
     layer = x.device, x.dtype, tuple(program)
-    if layer not in triton_check.refused:
+    if layer not in check.refused:
         try:
             return work(by=block_gemm)
         except LaunchError as error:
-            triton_check.refuse(layer, error)
+            check.refuse(layer, error)
     return work(by=plain)
 
 

@@ -14,11 +14,11 @@ from inspect import isfunction
 from math import prod
 from typing import Any
 
-from ._arguments import checked, require_bounded, require_choice, require_positive
-from ._axes import ACTIVATIONS
-from ._structure import Structure
-from ._warnings import warn
-from ._widths import divide, divisors, factorise, name_nearest
+from .arguments import checked, require_bounded, require_choice, require_positive
+from .axes import ACTIVATIONS
+from .structure import Structure
+from .warnings import warn
+from .widths import divide, divisors, factorise, name_nearest
 
 MAX_PADDING = 0.15  # share of a width that is padded without a warning
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .op import available
+from .operators import available
 
 torch.library.define("structlin_cpu::polar", "(Tensor[] stacks, float[] coefficients) -> Tensor[]")
 _polar = torch.ops.structlin_cpu.polar.default

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._structure import steps_of
+from ..._structure.structure import steps_of
 
 Axes = tuple[tuple[int, int], ...]  # (size, stride) of each axis of an index, the last one fastest
 
@@ -72,7 +72,7 @@ class Stage(NamedTuple):
         return core.contiguous().view([size for size, _ in axes])
 
 
-class Plan(NamedTuple):
+class Layout(NamedTuple):
     """A layer: its stages, and the sizes and the order of the output's copy, if any."""
 
     stages: list[Stage]
@@ -87,7 +87,7 @@ def supported(program: Sequence[int]) -> bool:
     >>> supported(TT(rank=2, cores=4).structure(256, 256).program.numbers)
     False
     """
-    stages = make_plan(tuple(program)).stages
+    stages = lay_out(tuple(program)).stages
     return all(len(side.axes) == 5 for stage in stages for side in stage)
 
 
@@ -96,18 +96,18 @@ def forward(
 ) -> list[Tensor]:
     """`y = x W^T + bias` for x `(tokens, in_features)`, and for `backward` what each core but the
     first reads, flat."""
-    plan, tokens = make_plan(tuple(program)), x.shape[0]
-    found = [x.new_empty(tokens * stage.written.width) for stage in plan.stages]
+    layout, tokens = lay_out(tuple(program)), x.shape[0]
+    found = [x.new_empty(tokens * stage.written.width) for stage in layout.stages]
     reads = [x.contiguous(), *found[:-1]]
-    for stage, core, h, out in zip(plan.stages, cores, reads, found, strict=True):
+    for stage, core, h, out in zip(layout.stages, cores, reads, found, strict=True):
         weight = stage.view(core).permute(0, 1, 4, 5, 2, 3)  # (batch, fan_in, fan_out)
         added = None
-        if out is found[-1] and bias is not None and not plan.order:
+        if out is found[-1] and bias is not None and not layout.order:
             added = stage.written.view(bias.expand(tokens, -1), tokens)
         by(stage.read.view(h, tokens), weight, stage.written.view(out, tokens), added)
     *middle, y = found
-    if plan.order:
-        y = y.view(tokens, *plan.sizes).permute(0, *(1 + axis for axis in plan.order))
+    if layout.order:
+        y = y.view(tokens, *layout.sizes).permute(0, *(1 + axis for axis in layout.order))
         y = y if bias is None else y + bias.view(y.shape[1:])
     return [y.reshape(tokens, program[1]), *middle]
 
@@ -123,14 +123,14 @@ def backward(
 ) -> list[Tensor]:
     """dx `(tokens, in_features)` and the gradients of the cores, each empty if it is not among
     `wants`, (x, cores)."""
-    plan, read = make_plan(tuple(program)), [x.contiguous(), *middle]
+    layout, read = lay_out(tuple(program)), [x.contiguous(), *middle]
     dh, tokens = dy.contiguous(), x.shape[0]
     gradients = [core.new_empty(core.shape if wants[1] else 0) for core in cores]
-    if plan.order:
-        dh = dh.view(tokens, *(plan.sizes[axis] for axis in plan.order))
-        back = (1 + plan.order.index(axis) for axis in range(len(plan.order)))
+    if layout.order:
+        dh = dh.view(tokens, *(layout.sizes[axis] for axis in layout.order))
+        back = (1 + layout.order.index(axis) for axis in range(len(layout.order)))
         dh = dh.permute(0, *back).contiguous()
-    for i, stage in reversed(list(enumerate(plan.stages))):
+    for i, stage in reversed(list(enumerate(layout.stages))):
         dh_view = stage.written.view(dh, tokens)
         if wants[1]:
             transposed = dh_view.permute(0, 1, 4, 5, 2, 3)
@@ -146,13 +146,13 @@ def backward(
 
 
 @lru_cache(maxsize=1024)
-def make_plan(program: tuple[int, ...]) -> Plan:
-    """The plan of `Program.numbers`.
+def lay_out(program: tuple[int, ...]) -> Layout:
+    """The layout of `Program.numbers`.
 
     >>> from structlin import BTT, Monarch
-    >>> make_plan(BTT().structure(64, 64).program.numbers).stages[0].written.turned
+    >>> lay_out(BTT().structure(64, 64).program.numbers).stages[0].written.turned
     True
-    >>> make_plan(Monarch().structure(64, 64).program.numbers)[1:]
+    >>> lay_out(Monarch().structure(64, 64).program.numbers)[1:]
     ((4, 16), (1, 0))
     """
     steps, rest = steps_of(program), iter(program[3 + 4 * program[2] : -1])
@@ -177,7 +177,7 @@ def make_plan(program: tuple[int, ...]) -> Plan:
             axes = tuple((size, stride[axis]) for axis, size in enumerate(sizes))
             batch, repeat, _, fan_out = steps[n - 1]
             writes.append((_cut(axes, (batch, repeat, fan_out)), width, turned))
-    return Plan([_stage(*sides) for sides in zip(reads, writes, strict=True)], *turn)
+    return Layout([_stage(*sides) for sides in zip(reads, writes, strict=True)], *turn)
 
 
 def _stage(read: tuple[list[Axes], int, bool], written: tuple[list[Axes], int, bool]) -> Stage:

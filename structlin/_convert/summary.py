@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._arguments import checked
-from ._linear import StructuredLinear
-from ._model.kinds import widths
-from ._model.linears import Layer, build_dense_layer, linear_layers
-from ._model.parameters import parameters_of
-from ._quantized import QuantizedLinear
+from .._layer.linear import StructuredLinear
+from .._layer.quantized import QuantizedLinear
+from .._model.kinds import widths
+from .._model.linears import Layer, build_dense_layer, linear_layers
+from .._model.parameters import parameters_of
+from .._structure.arguments import checked
 
 ROUNDS = 9  # in which each layer is timed
 

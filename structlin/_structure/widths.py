@@ -6,7 +6,7 @@ A width that factors badly (a prime, 50257 = 29 x 1733) is padded to the next on
 from functools import lru_cache
 from math import gcd, isqrt
 
-from ._arguments import LARGEST, checked, require_positive
+from .arguments import LARGEST, checked, require_positive
 
 
 @lru_cache(maxsize=4096, typed=True)  # or 64.0 would be taken for a 64 that is known

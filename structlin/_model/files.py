@@ -18,14 +18,14 @@ from uuid import uuid4
 import torch
 from torch import Tensor, nn
 
-from ._arguments import checked, require_choice
-from ._interrupts import hold_interrupts
-from ._linear import StructuredLinear, uninitialised
-from ._model.kinds import is_conv1d
-from ._model.linears import Layer, linear_layers, swap
-from ._quantized import QuantizedLinear
-from ._state import tell_difference
-from ._structure import Structure
+from .._layer.linear import StructuredLinear, uninitialised
+from .._layer.quantized import QuantizedLinear
+from .._layer.state import tell_difference
+from .._structure.arguments import checked, require_choice
+from .._structure.structure import Structure
+from .interrupts import hold_interrupts
+from .kinds import is_conv1d
+from .linears import Layer, linear_layers, swap
 
 VERSION = 1
 FILE = "structlin.safetensors"

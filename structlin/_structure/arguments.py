@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from ._structure import Structure
+from .structure import Structure
 
 Checked = TypeVar("Checked", bound=Callable[..., Any])
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.flop_counter import register_flop_formula
 
-from .._structure import Program, steps_of
-from . import engine
+from ..._structure.structure import Program, steps_of
+from . import library
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _BATCHED = torch._C._dispatch_key_parse("Batched")
@@ -144,12 +144,12 @@ def available(x: Tensor) -> bool:
     if not x.is_cpu or x.dtype not in DTYPES or x.layout != torch.strided:
         return False
     if torch.compiler.is_compiling():
-        return not _is_exporting() and not _is_transforming() and engine.load()
+        return not _is_exporting() and not _is_transforming() and library.load()
     if type(x) is not Tensor and type(x) is not Parameter:
         return False
     if torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return False
-    return not torch._C._get_tracing_state() and engine.load()
+    return not torch._C._get_tracing_state() and library.load()
 
 
 def multiply(loop: Loop, affine: Affine, x: Tensor) -> Tensor:

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _product
-from ._arguments import check_cores, check_input
-from ._kernels import op
-from ._linear import StructuredLinear
-from ._state import is_guarded
+from .._engine import product
+from .._engine.cpu import operators
+from .._structure.arguments import check_cores, check_input
+from .linear import StructuredLinear
+from .state import is_guarded
 
 LEAST, LARGEST = -128, 127
 
@@ -46,12 +46,13 @@ class QuantizedLinear(StructuredLinear):
         check_input(x, self.in_features, scales[0], self.compute_dtype)
         program, tokens = self._program, x.numel() // self.in_features
         trains = x.requires_grad or (bias is not None and bias.requires_grad)
-        plain = _product.forms_matrix(self.structure, tokens)
+        plain = product.forms_matrix(self.structure, tokens)
         plain = plain or (trains and torch.is_grad_enabled())
-        if plain or torch.is_autocast_enabled(x.device.type) or not op.pays(program, x, False):
-            affine = op.Affine(program, self.effective_cores(), bias)
-            return _product.run(self.structure, affine, x)
-        return op.multiply_int8(program, self._stored_cores(), scales, x, bias)
+        plain = plain or torch.is_autocast_enabled(x.device.type)
+        if plain or not operators.pays(program, x, False):
+            affine = operators.Affine(program, self.effective_cores(), bias)
+            return product.compute(self.structure, affine, x)
+        return operators.multiply_int8(program, self._stored_cores(), scales, x, bias)
 
     def effective_cores(self) -> list[Tensor]:
         """`core * scale` of every core."""

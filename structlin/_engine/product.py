@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._arguments import check_bias, check_cores, check_input
-from ._kernels import op, triton_op
-from ._kernels.op import Affine
-from ._structure import Move, Program, Structure
+from .._structure.arguments import check_bias, check_cores, check_input
+from .._structure.structure import Move, Program, Structure
+from .cpu import operators
+from .cpu.operators import Affine
+from .triton import launch
 
 SILU_RMS = 0.5964692111227136  # sqrt(E silu(z)^2), z ~ N(0, 1): an integral, no choice
 NEAR = 0.7  # of dense's FLOPs, from which on W is formed where there are many tokens
@@ -105,10 +106,10 @@ def apply(
     check_cores(structure, cores)
     check_input(x, structure.in_features, cores[0])
     check_bias(bias, structure.out_features, x.device)
-    return run(structure, Affine(structure.program, cores, bias), x)
+    return compute(structure, Affine(structure.program, cores, bias), x)
 
 
-def run(structure: Structure, affine: Affine, x: Tensor) -> Tensor:
+def compute(structure: Structure, affine: Affine, x: Tensor) -> Tensor:
     """`apply`, its arguments taken to be right.
 
     Args:
@@ -119,10 +120,10 @@ def run(structure: Structure, affine: Affine, x: Tensor) -> Tensor:
         affine, x = _cast(affine, x)
     program = affine.program
     forms = structure.density >= NEAR and forms_matrix(structure, x.numel() // program.in_features)
-    if not forms and op.pays(program, x):
-        return op.multiply(define, affine, x)
+    if not forms and operators.pays(program, x):
+        return operators.multiply(define, affine, x)
     if x.is_nested:
-        return map_jagged(partial(run, structure, affine), x)
+        return map_jagged(partial(compute, structure, affine), x)
     cores, bias = effective_cores(affine), affine.bias
     if forms:
         matrix = to_dense(structure, cores)[: program.out_features, : program.in_features]
@@ -132,8 +133,8 @@ def run(structure: Structure, affine: Affine, x: Tensor) -> Tensor:
         for core in cores[:-1]:
             x = F.linear(x, core.squeeze(0))  # (..., fan_in) -> (..., fan_out)
         return F.linear(x, cores[-1].squeeze(0), bias)
-    if not padded and triton_op.available(x, structure):
-        return triton_op.apply(multiply, structure, x, cores, bias)
+    if not padded and launch.available(x, structure):
+        return launch.apply(multiply, structure, x, cores, bias)
     y = multiply(program, cores, x)
     return y if bias is None else y + bias
 

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _product
-from ._arguments import check_cores, check_dense, check_input, checked, require_choice
-from ._families import DEFAULT, Family, label, structure_of, warn_of_padding
-from ._kernels.op import Affine
-from ._projection.solve import project
-from ._state import DescribedModule, is_guarded
-from ._structure import Structure
-from ._weight import InPlaceOfLinear
-from .duality import dualize
-from .scaling import INITS, expected_norm, init_std
+from .._engine import product
+from .._engine.cpu.operators import Affine
+from .._projection.solve import project
+from .._structure.arguments import check_cores, check_dense, check_input, checked, require_choice
+from .._structure.families import DEFAULT, Family, label, structure_of, warn_of_padding
+from .._structure.structure import Structure
+from ..duality import dualize
+from ..scaling import INITS, expected_norm, init_std
+from .state import DescribedModule, is_guarded
+from .weight import InPlaceOfLinear
 
 
 class StructuredLinear(InPlaceOfLinear, DescribedModule):
@@ -162,7 +162,7 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         gains = self.gains
         sigmas = None if gains is None else self.stds
         affine = Affine(self._program, cores, bias, gains, sigmas)
-        return _product.run(self._structure, affine, x)
+        return product.compute(self._structure, affine, x)
 
     @property
     def structure(self) -> Structure:
@@ -180,7 +180,7 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
     def effective_cores(self) -> list[Tensor]:
         """The cores that the layer multiplies by: normalised, if it has weight normalisation."""
         cores = self._stored_cores()
-        return cores if self.gains is None else _product.normalise(cores, self.gains, self.stds)
+        return cores if self.gains is None else product.normalise(cores, self.gains, self.stds)
 
     def _stored_cores(self) -> list[Tensor]:
         """The cores before they are normalised.
@@ -195,7 +195,7 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
 
     def to_dense(self) -> Tensor:
         """The matrix W: `(out_features, in_features)`, differentiable in the cores."""
-        dense = _product.to_dense(self.structure, self.effective_cores())
+        dense = product.to_dense(self.structure, self.effective_cores())
         return dense[: self.out_features, : self.in_features]
 
     @checked

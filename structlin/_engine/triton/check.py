@@ -14,7 +14,7 @@ from math import nan, prod
 import torch
 from torch import Tensor
 
-from .triton_stages import supported
+from .stages import supported
 
 # relative, in norm; float32 may be tf32
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -80,7 +80,7 @@ def self_test(device: torch.device, dtype: torch.dtype) -> list[str]:
     """
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]  # noqa: F401
 
-    from .triton_gemm import block_gemm
+    from .gemm import block_gemm
 
     random, faults = torch.Generator("cpu").manual_seed(0), list[str]()
     for (z, m, k, n), orders in CASES:

@@ -3,13 +3,13 @@
 import torch
 from torch import nn
 
-from ._arguments import checked
-from ._linear import StructuredLinear, uninitialised
-from ._model.kinds import carry_attributes
-from ._model.linears import linear_layers, swap
-from ._model.obstacles import find_reason_to_keep, require_replaceable
-from ._model.select import Patterns, find_first, find_rules
-from ._quantized import QuantizedLinear
+from .._layer.linear import StructuredLinear, uninitialised
+from .._layer.quantized import QuantizedLinear
+from .._model.kinds import carry_attributes
+from .._model.linears import linear_layers, swap
+from .._model.obstacles import find_reason_to_keep, require_replaceable
+from .._model.select import Patterns, find_first, find_rules
+from .._structure.arguments import checked
 
 
 @checked

@@ -13,8 +13,8 @@ from torch._compile import _disable_dynamo
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
-from ._arguments import checked, require_choice, show
-from ._model.obstacles import find_loss
+from .._structure.arguments import checked, require_choice, show
+from .obstacles import find_loss
 
 # Those of a chunk's logits. One step of head and loss, 768 -> 50257, on one thread of a Xeon: with
 # 6, 12, 25 and 50 MB BTT(rank=1) was 1.5, 1.7, 1.7 and 1.4 times as fast as all logits at once.

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._families import explain_padding, label
-from ._interrupts import hold_interrupts
-from ._linear import StructuredLinear, uninitialised
-from ._model.decide import Decision
-from ._model.kinds import carry_attributes, is_conv1d
-from ._model.linears import Layer, find_loose_matrices, require_unchanged, swap
-from ._model.obstacles import require_replaceable
-from ._projection.solve import project, relative_error
-from ._report import Table, percent
-from ._structure import Structure
-from ._warnings import warn
+from .._layer.linear import StructuredLinear, uninitialised
+from .._model.decide import Decision
+from .._model.interrupts import hold_interrupts
+from .._model.kinds import carry_attributes, is_conv1d
+from .._model.linears import Layer, find_loose_matrices, require_unchanged, swap
+from .._model.obstacles import require_replaceable
+from .._projection.solve import project, relative_error
+from .._structure.families import explain_padding, label
+from .._structure.structure import Structure
+from .._structure.warnings import warn
+from .summary import Table, percent
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ def find_declare(model: nn.Module) -> Callable[[nn.Module], None]:
     owner = sys.modules.get("transformers.modeling_utils")
     if owner is not None:
         try:
-            from .hf import declare
+            from ..hf import declare
 
             return declare
         except ImportError:

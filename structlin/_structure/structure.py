@@ -13,7 +13,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ._axes import (
+from .axes import (
     ACTIVATIONS,
     check_between,
     check_number,

@@ -2,12 +2,12 @@
 
 from torch import nn
 
-from ._arguments import checked
-from ._linear import StructuredLinear
-from ._model.linears import build_dense_layer, swap
-from ._model.obstacles import find_reason_to_keep, require_replaceable
-from ._plan import find_declare
-from ._quantized import QuantizedLinear
+from .._layer.linear import StructuredLinear
+from .._layer.quantized import QuantizedLinear
+from .._model.linears import build_dense_layer, swap
+from .._model.obstacles import find_reason_to_keep, require_replaceable
+from .._structure.arguments import checked
+from .plan import find_declare
 
 
 @checked

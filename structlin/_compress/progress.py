@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ._interrupts import let_interrupts_in
+from .._model.interrupts import let_interrupts_in
 
 
 class Bar:

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from ._arguments import checked, require_choice
-from ._families import DEFAULT
-from ._model.decide import Decision, Spec, decide, list_targets, require_matrices
-from ._model.select import Patterns
-from ._plan import Plan, check_values, measure_norm, project_by_weight, warn_of
-from .scaling import INITS
+from .._model.decide import Decision, Spec, decide, list_targets, require_matrices
+from .._model.select import Patterns
+from .._structure.arguments import checked, require_choice
+from .._structure.families import DEFAULT
+from ..scaling import INITS
+from .plan import Plan, check_values, measure_norm, project_by_weight, warn_of
 
 
 def convert(

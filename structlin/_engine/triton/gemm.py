@@ -40,7 +40,7 @@ FAR = 2**31  # elements, from which on an offset needs 64 bits
 # Sizes that are multiples of this are arguments: Triton knows that they are, and one kernel serves
 # many widths. Others are compiled in.
 EVEN = 16
-TILES_PATH = Path(__file__).with_name("triton_tiles.json")
+TILES_PATH = Path(__file__).with_name("tiles.json")
 TILES: dict[str, Any] = json.loads(TILES_PATH.read_text())
 
 

@@ -13,12 +13,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from ._arguments import checked, require_choice
-from ._convert import convert, plan
-from ._families import DEFAULT, label
-from ._model.calls import eval_mode, run
-from ._model.decide import Spec
-from ._report import Table, percent, summary
+from .._model.calls import call_model, eval_mode
+from .._model.decide import Spec
+from .._structure.arguments import checked, require_choice
+from .._structure.families import DEFAULT, label
+from .convert import convert, plan
+from .summary import Table, percent, summary
 
 MATCHES = ("flops", "params")
 MAX_WIDTH = 1 << 20
@@ -96,7 +96,7 @@ def cost(model: nn.Module, example: Any = None) -> Cost:
         eval_mode(model),
         device,
     ):
-        run(model, _move(example, device))
+        call_model(model, _move(example, device))
     return Cost(params, counter.get_total_flops())
 
 

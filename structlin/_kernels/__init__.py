@@ -1,2 +1,0 @@
-"""Engines behind `_product.run`: on a CPU (`cpu.cpp`, `engine` builds it, `op`) and on a GPU
-(`triton_*`)."""
