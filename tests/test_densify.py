@@ -14,11 +14,11 @@ from structlin import (
     LowRank,
     Monarch,
     StructuredLinear,
-    _product,
     convert,
     densify,
     to_dense,
 )
+from structlin._engine import product
 from tests.models import GPT, snapshot
 
 TOKENS = torch.arange(24).reshape(2, 12)
@@ -160,7 +160,7 @@ def test_a_layer_with_an_activation_between_its_cores_is_no_matrix():
         with pytest.raises(ValueError, match="needs a matrix, and a structure with between='silu'"):
             refused()
     assert snapshot(model) == before
-    assert not _product.forms_matrix(TT(rank=16).activate().structure(1024, 1024), 4096)
+    assert not product.forms_matrix(TT(rank=16).activate().structure(1024, 1024), 4096)
     x = torch.randn(3, 16)
     plain = nn.functional.linear(x, layer.weight)
     torch.testing.assert_close(plain, layer(x) - layer.bias)

@@ -19,10 +19,10 @@ from structlin import (
     LowRank,
     Monarch,
     Structure,
-    _product,
     apply,
     to_dense,
 )
+from structlin._engine import product
 from structlin._engine.cpu.operators import Affine
 from tests.catalogue import Drawn, drawn, silu_rms, structures
 
@@ -217,7 +217,7 @@ def test_nothing_that_a_structure_is_multiplied_by_is_text(structure: Structure)
         for step in structure.program.steps
     ]
     with FlopCounterMode(display=False) as counter:
-        y = _product.define(Affine(structure.program, cores), x)
+        y = product.define(Affine(structure.program, cores), x)
     matrix = to_dense(structure, cores)
     torch.testing.assert_close(y, x @ matrix.mT)
     assert counter.get_total_flops() == 2 * structure.flops
@@ -242,7 +242,7 @@ def test_plain_is_a_chain_of_matrices():
 
 
 def test_the_activation_is_divided_by_its_rms_on_gaussian_numbers():
-    assert pytest.approx(silu_rms(), rel=1e-14, abs=0) == _product.SILU_RMS
+    assert pytest.approx(silu_rms(), rel=1e-14, abs=0) == product.SILU_RMS
 
 
 def build_with_axes(number, shared):

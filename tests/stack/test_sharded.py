@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from structlin import BTT, Structure, StructuredLinear, _loss, convert, linear_cross_entropy, plan
+from structlin import BTT, Structure, StructuredLinear, convert, linear_cross_entropy, plan
+from structlin._model import loss as loss_module
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/init", rank=0, world_size=1)
@@ -65,7 +66,7 @@ assert torch.equal(again(x), first(x))
 print("checkpoint: the same")
 
 # a loss in chunks
-_loss._choose_sizes = lambda layer, rows: (64, 6)
+loss_module._choose_sizes = lambda layer, rows: (64, 6)
 hidden, labels = torch.randn(20, 16), torch.randint(64, (20,))
 
 class Model(nn.Module):
