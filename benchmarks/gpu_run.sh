@@ -7,8 +7,8 @@
 #
 # Run it in the repository's root; take out/gpu_run with the tree. Everything is kept under $OUT as it is made, and
 # every step has a limit. Part a stops after about 2 minutes with exit code 7 if the kernels are wrong or time nothing.
-# Afterwards gpu.jsonl goes to benchmarks/results, triton_tiles.json to
-# structlin/_engine, and `make pages` shows the former.
+# Afterwards gpu.jsonl goes to benchmarks/results, tiles.json to
+# structlin/_engine/triton, and `make pages` shows the former.
 set -uo pipefail
 python=${PYTHON:-python3}
 if [[ ${1:-} == prepare ]]; then

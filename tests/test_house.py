@@ -41,11 +41,17 @@ def imports_of(path: Path) -> set[tuple[str, ...]]:
     return found
 
 
+def graph_of_imports() -> dict[tuple[str, ...], set[tuple[str, ...]]]:
+    """Each module of ours -> the modules that it imports; a package is a module too."""
+    names = {path: module_of(path) for path in FILES}
+    return {
+        name[:-1] if name[-1] == "__init__" else name: imports_of(path)
+        for path, name in names.items()
+    }
+
+
 def test_nothing_imports_what_imports_it_not_even_lazily():
-    graph = {}
-    for path in FILES:
-        name = module_of(path)
-        graph[name[:-1] if name[-1] == "__init__" else name] = imports_of(path)
+    graph = graph_of_imports()
     done: set[tuple[str, ...]] = set()
 
     def visit(module: tuple[str, ...], way: list[tuple[str, ...]]) -> None:
