@@ -85,7 +85,7 @@ def rule(m: int, n: int, k: int, gpu: str, kind: str) -> tuple[str, Tile]:
 
 
 def table_of(gpu: str) -> dict[str, Any]:
-    """What `triton_tiles.json` says of a GPU; what it lacks, "fallback" has."""
+    """What `tiles.json` says of a GPU; what it lacks, "fallback" has."""
     table: dict[str, Any] = TILES["fallback"] | TILES.get(gpu, {})
     return table
 
