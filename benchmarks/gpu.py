@@ -540,7 +540,7 @@ def compare(
 
 
 def launches(work: Callable[[], Any]) -> int:
-    """How many kernels of ours a call launches from Python."""
+    """How many of structlin's kernels a call launches from Python."""
     plan = kernels().gemm._plan
     before = plan.cache_info()
     work()

@@ -89,12 +89,12 @@ def markdown(result: Row) -> str:
         found = result[f"{statistic}_shift"]
         numbers = [f"{found[rule]:.2f}" if width == widths[0] else "" for rule, width in columns]
         lines.append([f"{statistic} distance, all structures and widths", *numbers])
-    names = {"naive": "naive", "aware": "ours"}
+    names = {"naive": "naive", "aware": "our rule"}
     return table(["", *(f"{names[rule]} {width}" for rule, width in columns)], lines)
 
 
 def tuned_losses(result: Row) -> str:
-    """The naive rule's loss over ours, each at its best rate, and both at dense's."""
+    """The naive rule's loss over our rule's, each at its best rate, and both at dense's."""
     rows = result["table"]
     widths = sorted(values(rows, "width"))
     lines = []
@@ -123,7 +123,7 @@ def head_rates(result: Row) -> str:
             for rule, width in product(RULES[::-1], widths)
         ]
         lines.append([structure, *ratios])
-    titles = [f"{rule}, {width}" for rule, width in product(("ours", "naive"), widths)]
+    titles = [f"{rule}, {width}" for rule, width in product(("our rule", "naive"), widths)]
     return table(["head x4", *titles], lines)
 
 
