@@ -30,7 +30,7 @@ STRUCTURE = structlin.BTT(rank=1).activate()  # with SiLU between its cores
 ATTENTION = {"*attn*": structlin.BTT(rank=2)}  # without one
 SIZES = {"width": 256, "depth": 2, "context": 64, "batch": 8, "steps": 1000, "lr": 0.002, "seed": 0}
 SMOKE = {"width": 64, "depth": 1, "context": 16, "batch": 2, "steps": 6}
-HEAD = 32  # features of an attention head, at every width
+HEAD = 32  # features of an attention head, at every width; muP divides by HEAD, not by its root
 TURN = 20  # steps before the next model has its turn, so that their seconds compare
 
 
@@ -46,7 +46,6 @@ class Block(nn.Module):
     def forward(self, x):  # (batch, tokens, width)
         heads = self.attn_in(self.attn_norm(x)).unflatten(-1, (3, -1, HEAD))
         q, k, v = heads.permute(2, 0, 3, 1, 4)  # (batch, heads, tokens, HEAD)
-        # muP divides by HEAD, not by its root
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1 / HEAD)
         x = x + self.attn_out(y.transpose(1, 2).flatten(2))
         return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
@@ -96,7 +95,7 @@ def loss_of(model, batch, **options):
 
 
 def train(model, base, batch, heldout, options, row):
-    """Train on `batch(step)`, and keep in `row` how that goes; pause after each step."""
+    """Train on `batch(step)`, print and keep in `row` how that goes; pause after each step."""
     groups = structlin.param_groups(model, options.lr, base=base)
     optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
     rise = max(1, options.steps // 20)
@@ -118,6 +117,8 @@ def train(model, base, batch, heldout, options, row):
             with torch.no_grad():
                 sums = [loss_of(model, part, reduction="sum").item() for part in heldout]
             row["losses"].append((step, sum(sums) / sum(y.numel() for _, y in heldout)))
+            line = "{label:18}{width:5}   step {0:4}{1:9.4f}{2:8.1f} s"
+            print(line.format(*row["losses"][-1], sum(row["times"]), **row), flush=True)
         yield
 
 
@@ -138,9 +139,8 @@ def compare(dense, batch, heldout, options, structure, head_std=0.0, **convert):
         rows.append(row)
         courses.append(train(model, dense(narrow), batch, heldout, options, row))
     structlin.show_config()  # builds the engine before a step is timed
-    for _ in range(0, options.steps, TURN):
-        for course in courses:
-            [*islice(course, TURN)]
+    for course in courses * math.ceil(options.steps / TURN):
+        [*islice(course, TURN)]
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for row in rows:

@@ -31,6 +31,7 @@ def test_a_program_leaves_a_table_a_plot_and_results(program, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert all(f"{row['params']:,}" in shown for row in rows)
     assert all(f"{row['loss']:.4f}" in shown for row in rows)
+    assert shown.count(" step ") == sum(len(row["curve"]) for row in rows)
     kept = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert [row["loss"] for row in kept] == [row["loss"] for row in rows]
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
