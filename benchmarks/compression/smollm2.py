@@ -6,13 +6,13 @@ with 135 million parameters at 0.9, 0.8 and 0.6 of those of its blocks' linear l
     python -m benchmarks.compression.smollm2 --keeps 0.8 --methods SVD-LLM low-rank
     python -m benchmarks.compression.smollm2 --smoke            # seconds: a tiny random model
 
-All methods see the same windows of Wikipedia. Ours: `structlin.compress` with each family
+All methods see the same windows of Wikipedia. structlin's: `structlin.compress` with each family
 ("calibrated"), its cores rounded by `structlin.quantize` ("int8"). Low-rank also with each block
-refined in place of that ("refined"), and then healed by distillation on more of that text
-("healed"). "dense, int8" is dense layers in our int8 engine, "int8" is torchao's. Peers:
-`benchmarks.compression.peers`, all with the same share of each layer; pruned models have as many
-nonzero values as the others have parameters, at dense's FLOPs and without the places of the values
-in their bytes.
+refined in place of that ("refined"), then healed by distillation on more of that text ("healed"),
+and with ranks by the predicted harm alone ("uncorrected"). "dense, int8" is dense layers in our
+int8 engine, "int8" is torchao's. Peers: `benchmarks.compression.peers`, all with the same share of
+each layer; pruned models have as many nonzero values as the others have parameters, at dense's
+FLOPs and without the places of the values in their bytes.
 
 Measured on text that calibrates nothing: perplexity of windows of C4, and of an encyclopedia; the
 divergence KL(dense || compressed) of next-token distributions on every second window of C4; and a
@@ -48,7 +48,7 @@ import pretrained
 PART = "model.layers."
 HEALED = {"low-rank": (0.8, 0.6)}  # the refined family -> what is kept where it is healed too
 CHOICES = 4
-REFERENCE = "SVD-LLM"  # whose excess perplexity ours is compared with
+REFERENCE = "SVD-LLM"  # whose excess perplexity the others' is compared with
 
 
 # ---- the model and its text ----------------------------------------------------------------------
@@ -266,7 +266,7 @@ FIGURES = {
 
 
 def numbers(result: Row) -> dict[str, str]:
-    """The excess perplexity of the best of ours over that of SVD-LLM, by what is kept, right after
+    """The excess perplexity of the best structure over SVD-LLM's, by what is kept, right after
     compression and healed."""
     found: dict[str, list[str]] = {"calibrated": [], "healed": []}
     for keep, excess in sorted(result["excess"].items(), reverse=True):

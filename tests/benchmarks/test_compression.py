@@ -54,7 +54,7 @@ def test_smoke_runs_without_the_packages_every_method_in_every_way(program, no_p
             *(("dense", way) for way in ("dense", "int8")),
             *((name, "peer") for name in peers.PEERS),
             *((name, way) for name in methods.FAMILIES for way in ("calibrated", "int8")),
-            *(("low-rank", way) for way in ("refined", "healed")),
+            *(("low-rank", way) for way in ("uncorrected", "refined", "healed")),
         }
     dense = next(row for row in rows if row["way"] == "dense")
     for row in rows:
