@@ -27,3 +27,11 @@ def _seed():
     torch.default_generator.manual_seed(0)  # torch.manual_seed formats tracebacks, for a GPU
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(0)
+
+
+@pytest.fixture
+def set_threads():
+    """torch.set_num_threads, undone after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

@@ -1,5 +1,4 @@
 import inspect
-import warnings
 
 import pytest
 import torch
@@ -307,14 +306,6 @@ def test_a_model_that_is_one_linear_layer_is_replaced():
     assert layer(torch.randn(2, 64)).shape == (2, 32)
 
 
-def test_a_shared_layer_is_converted_once_and_stays_shared():
-    shared = nn.Linear(16, 16)
-    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, nn.ReLU())})
-    convert(model, BTT(), include="b.*")
-    assert isinstance(model["a"], StructuredLinear)
-    assert model["a"] is model["b"][0]
-
-
 def test_layers_that_grow_are_converted_with_one_warning_that_lists_them():
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(64, 64))
     with pytest.warns(
@@ -381,24 +372,6 @@ def test_zero_init_zeroes_the_last_core_of_the_layers_named_alone(ends, init):
         assert model.get_submodule(name).zero_init == name.endswith("c_proj")
         assert first.abs().min() > 0 or first.std() > 0
         assert (last == 0).all() == name.endswith("c_proj")
-
-
-@pytest.mark.slow
-def test_conv1d_of_transformers_is_a_linear_layer():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=50, n_positions=16)
-    model = transformers.GPT2LMHeadModel(config)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        convert(model, BTT())
-    names = {
-        f"transformer.h.0.{name}"
-        for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    }
-    assert structured(model) == names
-    assert model.transformer.h[0].mlp.c_fc.out_features == 128
-    tokens = torch.arange(12).reshape(2, 6)
-    model(tokens, labels=tokens).loss.backward()
 
 
 def test_a_declared_structure_is_converted_to_like_a_family():

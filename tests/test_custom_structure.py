@@ -45,12 +45,3 @@ def test_a_declared_family_is_converted_to_trained_and_counted():
         model.h[0].mlp.c_fc(torch.randn(1, 64))
     assert row.structure == "Grid(blocks=4, rank=8)"
     assert row.flops == 2 * counter.get_total_flops() == 2 * 2 * (4 * 8 * 16 + 32 * 32 + 4 * 64 * 8)
-
-
-def test_the_weight_of_a_layer_can_be_copied_from():
-    layer, target = StructuredLinear(8, 8), torch.zeros(8, 8)
-    with torch.no_grad():
-        target.copy_(layer.weight)
-        target[:4] = layer.weight[:4]
-        target.lerp_(layer.weight, 0.5)
-    torch.testing.assert_close(target, layer.to_dense())

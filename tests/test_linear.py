@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parametrize, prune
+from torch.nn.utils import prune
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -25,47 +25,9 @@ from structlin import (
     quantize,
 )
 from structlin._structure.structure import Program
-from tests.catalogue import SMALL, SMALL_IDS, einsum_matrix, layer_of, tokens
+from tests.catalogue import SMALL, SMALL_IDS, layer_of, tokens
 
 every_small_case = pytest.mark.parametrize("case", SMALL, ids=SMALL_IDS)
-
-
-def parametrise_and_remove(layer):
-    parametrize.register_parametrization(layer.cores, "0", nn.Identity())
-    parametrize.remove_parametrizations(layer.cores, "0")
-
-
-def prune_nothing_and_remove(layer):
-    prune.identity(layer.cores, "0")
-    prune.remove(layer.cores, "0")
-
-
-@every_small_case
-@pytest.mark.parametrize("do", [parametrise_and_remove, prune_nothing_and_remove])
-def test_cores_are_multiplied_by_name_not_by_the_order_in_which_they_came(case, do):
-    layer = layer_of(case)
-    x = tokens(3, layer.in_features)
-    before = layer(x)
-    do(layer)
-    assert_close(layer(x), before)
-    matrix = einsum_matrix(
-        layer.structure, [layer.state_dict()[f"cores.{n}"] for n in range(len(layer.cores))]
-    )
-    assert_close(layer.to_dense(), matrix[: layer.out_features, : layer.in_features])
-
-
-@pytest.mark.parametrize(
-    "spoil", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm]
-)
-def test_a_parametrised_core_is_the_one_multiplied_by(spoil):
-    layer = StructuredLinear(16, 16, dtype=torch.float64)
-    spoil(layer.cores, "0")
-    with torch.no_grad():
-        layer.cores.parametrizations["0"].original0.mul_(
-            3
-        ) if spoil.__name__ == "weight_norm" else None
-    layer.eval()
-    assert_close(layer.to_dense(), einsum_matrix(layer.structure, [layer.cores[0], layer.cores[1]]))
 
 
 def test_a_float64_layer_stays_float64_under_autocast_as_nn_linear_does():
@@ -75,17 +37,6 @@ def test_a_float64_layer_stays_float64_under_autocast_as_nn_linear_does():
             StructuredLinear(16, 16, dtype=torch.float64)(x).dtype
             == nn.Linear(16, 16, dtype=torch.float64)(x).dtype
         )
-
-
-@pytest.mark.parametrize("size", [1e19, 1e-30])
-def test_weight_normalisation_of_huge_and_tiny_cores_is_the_formula(size):
-    layer = StructuredLinear(16, 16, weight_norm=True)
-    with torch.no_grad():
-        layer.cores[0].mul_(size)
-        layer.gains.fill_(1.5)
-    core = layer.cores[0].detach().double()
-    expected = 1.5 * min(1.0, layer.stds[0] / core.square().mean().sqrt().item()) * core
-    assert_close(layer.effective_cores()[0].double(), expected, rtol=1e-6, atol=0)
 
 
 class Halved(Family):
@@ -98,9 +49,7 @@ class Nothing(Family):
         return None
 
 
-def test_a_family_that_is_smaller_than_its_layer_is_refused():
-    with pytest.raises(ValueError, match="in_features=8 is larger than the structure's 4"):
-        StructuredLinear(8, 8, Halved())
+def test_a_family_that_gives_no_structure_is_refused():
     with pytest.raises(TypeError, match="gives a NoneType, not a Structure"):
         StructuredLinear(8, 8, Nothing())
 
@@ -128,27 +77,12 @@ def test_cores_that_do_not_fit_are_refused_before_anything_is_written(cores, mes
     assert_close(layer.state_dict(), before, rtol=0, atol=0)
 
 
-def test_a_bias_that_is_not_finite_is_refused_before_anything_is_written():
-    layer = StructuredLinear(8, 8, LowRank(rank=2))
-    before = copy.deepcopy(layer.state_dict())
-    with pytest.raises(ValueError, match=r"bias has no values .* or some that are not finite"):
-        layer.from_dense_(torch.eye(8), torch.full((8,), torch.nan))
-    assert_close(layer.state_dict(), before, rtol=0, atol=0)
-
-
-def test_a_structure_can_not_be_changed_and_is_copied_whole():
+def test_a_structure_can_not_be_changed():
     structure = TT(rank=2).structure(12, 20)
     with pytest.raises(TypeError):
         structure.sizes["i1"] = 7
     with pytest.raises(AttributeError, match="immutable"):
         structure.flops = 0
-    for again in (
-        copy.copy(structure),
-        copy.deepcopy(structure),
-        pickle.loads(pickle.dumps(structure)),
-    ):
-        assert again == structure
-        assert again.program == structure.program
 
 
 @pytest.mark.parametrize(
@@ -188,14 +122,6 @@ def test_a_layer_that_is_padded_much_warns_where_it_is_made():
 def test_a_width_that_nobody_could_factor_is_refused_at_once():
     with pytest.raises(ValueError, match="in_features=1000000000000000000 must be at most"):
         Kronecker().structure(10**18, 4)
-
-
-def test_an_axis_may_have_any_name_that_ours_could_have_had():
-    structure = Structure("i k -> i o", "i o k", i=3, k=2, o=4)
-    clash = Structure("i ix -> i ixx", "i ixx ix", i=3, ix=2, ixx=4)
-    layers = [StructuredLinear(6, 12, each, dtype=torch.float64) for each in (structure, clash)]
-    layers[1].set_cores_(list(layers[0].cores))
-    assert_close(layers[0].to_dense(), layers[1].to_dense())
 
 
 def test_a_layer_whose_structure_is_replaced_computes_with_the_new_one():

@@ -52,17 +52,6 @@ def test_projection_draws_no_random_number():
     assert torch.equal(torch.randn(2), expected)
 
 
-def test_a_conv1d_is_projected_as_the_matrix_it_multiplies_by():
-    transformers = pytest.importorskip("transformers")
-    layer = transformers.pytorch_utils.Conv1D(8, 8)
-    with torch.no_grad():
-        layer.weight.copy_(torch.outer(torch.randn(8), torch.randn(8)))
-    x = torch.randn(3, 8)
-    torch.testing.assert_close(
-        convert(layer, LowRank(rank=1), init="project")(x), layer(x), atol=1e-5, rtol=1e-4
-    )
-
-
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 def test_weights_without_values_are_refused(device):
     model = nn.Linear(16, 16, device=device)

@@ -261,12 +261,6 @@ class Own(StructuredLinear):
     """A layer of a class of its own."""
 
 
-def broken_model(change) -> nn.Module:
-    model = convert(mlp(), BTT())
-    change(model)
-    return model
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -277,7 +271,8 @@ def broken_model(change) -> nn.Module:
     ],
 )
 def test_a_layer_that_cannot_be_rounded_is_named_and_nothing_changes(change, says):
-    model = broken_model(change)
+    model = convert(mlp(), BTT())
+    change(model)
     before = list(model)
     with pytest.raises(ValueError, match=says):
         quantize(model)

@@ -172,6 +172,7 @@ def test_a_structure_survives_json_pickle_deepcopy_and_its_own_repr(structure: S
     copies = [
         Structure.from_dict(json.loads(json.dumps(structure.to_dict()))),
         pickle.loads(pickle.dumps(structure)),
+        copy.copy(structure),
         copy.deepcopy(structure),
         *([eval(repr(structure))] if structure.sizes else []),
     ]

@@ -16,7 +16,6 @@ from structlin import (
     distill,
     plan_compression,
 )
-from structlin.optim import Muon
 
 X = torch.randn(40, 16)
 
@@ -30,13 +29,6 @@ class Model(nn.Module):
 
     def forward(self, x):
         return self.again(self.again(self.first(x)).tanh())
-
-
-def set_one_rate(model):
-    optimizer = Muon(convert(model, BTT()))
-    for group in optimizer.param_groups:
-        group["lr"] = 1e-3
-    return optimizer
 
 
 LEFT = {"keep": None, "exclude": "idle", "progress": False}
@@ -57,7 +49,6 @@ CASES = {  # what warns, and of what
         lambda m: distill(m, Model(), [X], steps=1, lr=1e3, progress=False),
         "distill",
     ),
-    "one rate": (lambda m: set_one_rate(m).step(), "lr_mult"),
 }
 
 

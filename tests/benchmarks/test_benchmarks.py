@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("matplotlib")
 
-from benchmarks.harness import race, record, report, timing
+from benchmarks.harness import experiment, race, record, report, statistics, timing
 from benchmarks.harness.statistics import select
 from benchmarks.speed import layer, variants
 from benchmarks.speed.variants import loop
@@ -41,7 +41,9 @@ def _pages_are_left_alone(monkeypatch):
     monkeypatch.setattr(timing, "keep_pages", lambda: True)
 
 
-@pytest.mark.parametrize("module", [record, report, timing, variants, gpt_seconds])
+@pytest.mark.parametrize(
+    "module", [experiment, gpt_seconds, record, report, statistics, timing, variants]
+)
 def test_the_examples_in_the_docstrings_give_what_they_show(module):
     results = doctest.testmod(module)
     assert results.attempted

@@ -316,9 +316,7 @@ def test_the_first_part_stops_at_its_gate_only_where_the_kernels_are_wrong(tmp_p
     assert ("benchmarks.speed.layer --device cuda" in ran) == (faults == "[]")
     if faults == "[]":
         assert found.stdout.endswith("== failed: smoke\n")
-        assert {"gpu.log", "layer.log", "tiles.json"} <= {
-            each.name for each in out.iterdir()
-        }
+        assert {"gpu.log", "layer.log", "tiles.json"} <= {each.name for each in out.iterdir()}
     else:
         assert found.returncode == gpu_steps.STOP
         assert "a product is wrong" in found.stdout

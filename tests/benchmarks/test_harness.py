@@ -1,6 +1,5 @@
 """benchmarks/harness: what an experiment runs, keeps and runs again; the training loop."""
 
-import doctest
 import json
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from benchmarks.harness import experiment, figures, record, report, statistics, training
+from benchmarks.harness import experiment, figures, training
 from benchmarks.harness.experiment import Experiment, Search, Tune
 
 MADE: list[tuple] = []
@@ -43,13 +42,6 @@ def losses(**changes):
 @pytest.fixture
 def kept(tmp_path):
     return lambda some, *options: some.main(["--workers", "1", "--out", str(tmp_path), *options])
-
-
-@pytest.mark.parametrize("module", [experiment, record, report, statistics])
-def test_the_examples_in_the_docstrings_give_what_they_show(module):
-    results = doctest.testmod(module)
-    assert results.attempted
-    assert not results.failed
 
 
 def test_every_combination_of_the_axes_is_run_and_kept_with_its_picture(kept, tmp_path):
@@ -156,18 +148,13 @@ def test_what_is_measured_beside_the_runs_sees_them_and_its_options(kept):
     assert kept(some, "--rounds", "5")["beside"] == (10, 5, 16)
 
 
-def test_a_run_has_one_thread_and_what_is_measured_beside_has_all(kept):
+def test_a_run_has_one_thread_and_what_is_measured_beside_has_all(kept, set_threads):
     def count_threads(*_, **__):
         return {"threads": torch.get_num_threads()}
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        found = kept(
-            losses(run=count_threads, beside=count_threads, analyse=lambda _: {}, draw=None)
-        )
-    finally:
-        torch.set_num_threads(before)
+    set_threads(2)
+    options = {"analyse": lambda _: {}, "draw": None}
+    found = kept(losses(run=count_threads, beside=count_threads, **options))
     assert found["threads"] == 2
     assert {row["threads"] for row in found["rows"]} == {1}
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from benchmarks import zoo
 from structlin import LowRank, StructuredLinear, plan, plan_compression
 from structlin._compress.replay import CheckNumbers
+from tests.compress.test_project import Routed
 
 WIDTH = 16
 IDS = torch.randint(3, 50, (6, 10), generator=torch.Generator().manual_seed(0))
@@ -21,23 +22,6 @@ MASK = torch.ones_like(IDS)
 MASK[::2, 7:] = 0
 PADDED = IDS * MASK
 IMAGES = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-
-
-class Experts(nn.Module):
-    """A router sends each token to one of four experts; a batch may call only some of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 4)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        chosen, y = self.router(x).argmax(-1), torch.zeros_like(x)
-        for n, expert in enumerate(self.experts):
-            if (rows := chosen == n).any():
-                y[rows] = expert(x[rows])
-        return self.last(x + y)
 
 
 class UNet(nn.Module):
@@ -95,7 +79,7 @@ BUILD = {
     "timm": lambda: (timm_vit(), list(IMAGES.split(3))),
     "encoder": encoder,
     "mlp": lambda: (mlp(), list(torch.randn(30, WIDTH).split(10))),
-    "experts": lambda: (Experts(), list(torch.randn(24, WIDTH).split(3))),
+    "experts": lambda: (Routed(), list(torch.randn(24, WIDTH).split(3))),
 }
 MORE = {  # without padding
     "t5": lambda: (

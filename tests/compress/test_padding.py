@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from structlin import LowRank, plan_compression
 from structlin._compress.padding import find_masks, select_rows
-from tests.compress.test_compressed_models import IDS, MASK, build
+from tests.compress.test_compressed_models import MASK, build
 
 TOKENS = torch.tensor([[True, True, False], [True, False, False]])
 
@@ -99,35 +99,21 @@ def find_cores(model: nn.Module, batches: list[object]) -> dict[str, Tensor]:
     }
 
 
-def test_a_padded_batch_counts_as_its_sentences_alone_do():
-    model, batches = build("bert")
+@pytest.mark.parametrize("name", ["bert", "t5"])  # t5: in the decoder's attention too
+def test_a_padded_batch_counts_as_its_sentences_alone_do(name):
+    model, batches = build(name)
     model = model.double()
     alone = [
         {"input_ids": ids[mask.bool()][None], "attention_mask": torch.ones(1, int(mask.sum()))}
-        for ids, mask in zip(IDS, MASK, strict=True)
-    ]
-    expected, found = find_cores(model, alone), find_cores(model, batches)
-    assert len(found) == 12
-    for name, matrix in expected.items():
-        torch.testing.assert_close(found[name], matrix, rtol=1e-6, atol=1e-8)
-
-
-def test_padding_of_the_encoder_does_not_count_in_the_decoders_attention():
-    model, batches = build("t5")
-    model = model.double()
-    alone = [
-        {
-            "input_ids": ids[mask.bool()][None],
-            "attention_mask": torch.ones(1, int(mask.sum())),
-            "decoder_input_ids": ids[None, :5],
-        }
+        | ({"decoder_input_ids": ids[None, :5]} if name == "t5" else {})
         for batch in batches
         for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
     ]
     expected, found = find_cores(model, alone), find_cores(model, batches)
-    assert any("EncDecAttention.k" in name for name in found)
-    for name, matrix in expected.items():
-        torch.testing.assert_close(found[name], matrix, rtol=1e-6, atol=1e-8)
+    assert len(found) == {"bert": 12, "t5": 32}[name]
+    assert any("EncDecAttention.k" in layer for layer in found) == (name == "t5")
+    for layer, matrix in expected.items():
+        torch.testing.assert_close(found[layer], matrix, rtol=1e-6, atol=1e-8)
 
 
 def test_padding_without_a_mask_is_refused_and_a_mask_of_ones_says_that_it_is_meant():

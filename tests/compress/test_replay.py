@@ -168,17 +168,16 @@ def test_a_thread_of_the_models_own_does_not_stop():
     assert [*replay_of(model, model, x).walk(model, [prepare_call(model, x)])] == []
 
 
-def test_many_runs_compute_with_few_threads_each_and_the_caller_with_its_own(monkeypatch):
+def test_many_runs_compute_with_few_threads_each_and_the_caller_with_its_own(
+    monkeypatch, set_threads
+):
     monkeypatch.setattr(replays, "MAX_WORKERS", 4)
-    threads, seen, model = torch.get_num_threads(), [], nn.Linear(2, 2)
+    seen, model = [], nn.Linear(2, 2)
     replay = replay_of(model, [model], *torch.ones(4, 1, 2))
-    try:
-        torch.set_num_threads(3)
-        for visit in replay.walk([model], replay.calls):
-            assert torch.get_num_threads() == 3
-            visit.waits[0].dense.answer = lambda x: seen.append(torch.get_num_threads())
-    finally:
-        torch.set_num_threads(threads)
+    set_threads(3)
+    for visit in replay.walk([model], replay.calls):
+        assert torch.get_num_threads() == 3
+        visit.waits[0].dense.answer = lambda x: seen.append(torch.get_num_threads())
     assert seen == [1]
 
 

@@ -225,7 +225,6 @@ def by_weight(model, family, **options):
         ({"batches": TOKENS}, TypeError, "batches=Tensor must be an iterable of batches"),
         ({"batches": 3}, TypeError, "batches=3 must be an iterable"),
         ({"batches": lambda model: None}, TypeError, "batches=.* must be an iterable"),
-        ({"batches": []}, ValueError, "batches has no batch"),
         ({"allocation": "loss"}, ValueError, "allocation='loss' is unknown; there are sensitivity"),
         ({"batches": None}, ValueError, "allocation='sensitivity' needs batches"),
         ({"init": "mup"}, TypeError, "init"),

@@ -14,6 +14,7 @@ import train_mlp_lm
 import train_vit
 
 import structlin
+from tests.test_widen import count_btt
 
 PROGRAMS = pytest.mark.parametrize(
     "program", [train_gpt, train_mlp_lm, train_vit], ids=lambda program: program.__name__
@@ -52,12 +53,8 @@ def test_the_widest_gpt_is_the_widest_within_the_flops_of_dense(text, tmp_path):
     def flops(d, attention, mlp):
         return attention + mlp + 4 * context * d + 2 * d * vocabulary
 
-    # 2 multiply-adds of BTT: rank (d_in b + g d_out), for the most even factors
     def btt(d_in, d_out, rank):
-        def small(n):
-            return max(k for k in range(1, n + 1) if n % k == 0 and k * k <= n)
-
-        return 2 * rank * (d_in * small(d_out) + d_out * small(d_in))
+        return 2 * rank * count_btt(d_in, d_out)
 
     def structured(d):  # linear cores of rank 2 in attention
         return flops(d, btt(d, 3 * d, 2) + btt(d, d, 2), btt(d, 4 * d, 1) + btt(4 * d, d, 1))

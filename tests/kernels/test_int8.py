@@ -80,13 +80,10 @@ def test_values_are_those_of_einsum_for_every_dtype_and_number_of_tokens(structu
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("family", [*FAMILIES, BTT(rank=4).activate()], ids=repr)
-def test_wide_layers_on_several_threads(family, threads):
-    torch.set_num_threads(threads)
-    try:
-        for dtype in DTYPES:
-            assert_right(family.structure(512, 768), dtype, (1, 2, 3, 5, 16, 17, 64))
-    finally:
-        torch.set_num_threads(1)
+def test_wide_layers_on_several_threads(family, threads, set_threads):
+    set_threads(threads)
+    for dtype in DTYPES:
+        assert_right(family.structure(512, 768), dtype, (1, 2, 3, 5, 16, 17, 64))
 
 
 @pytest.mark.parametrize("fan_out", [1, 7, 8, 17])  # around the rows that are taken together

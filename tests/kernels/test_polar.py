@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from structlin import duality, dualize
 from structlin._engine.cpu import library, polar
 from structlin.duality import SCHEDULES
+from tests.kernels.test_engine import OWN
 
 pytestmark = pytest.mark.skipif(not library.load(), reason="there is no engine here")
-OWN = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch.*")
 FAST, CUBIC = SCHEDULES["fast"], 30 * ((1.5, -0.5, 0.0),)
 SHAPES = [(64, 16, 16), (40, 24, 32), (40, 32, 24), (3, 7, 50), (2, 70, 33), (1, 1, 300)]
 
@@ -74,18 +74,15 @@ def test_of_matrices_of_full_rank_it_is_as_exact_as_float32(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_matrix_has_the_same_bits_on_any_number_of_threads_and_in_any_company(shape):
+def test_a_matrix_has_the_same_bits_on_any_number_of_threads_and_in_any_company(shape, set_threads):
     stack = torch.randn(shape)
     expected = carry(stack)
     assert torch.equal(carry(stack), expected)
     assert torch.equal(torch.cat([carry(matrix[None]) for matrix in stack]), expected)
     others = [torch.randn(5, 40, 40), stack, torch.randn(0, 3, 3), torch.randn(1, 2, 9)]
     assert torch.equal(polar.polar(others, FAST)[1], expected)
-    try:
-        torch.set_num_threads(3)
-        assert torch.equal(carry(stack), expected)
-    finally:
-        torch.set_num_threads(1)
+    set_threads(3)
+    assert torch.equal(carry(stack), expected)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -30,6 +30,7 @@ from structlin._engine import product as product_module
 from structlin._engine.triton import check, gemm
 from structlin._engine.triton import launch as triton_op
 from structlin._engine.triton import stages as triton_stages
+from tests.kernels.test_engine import by_einsum
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
@@ -152,9 +153,13 @@ def test_block_gemm_weight_sums_over_tokens_however_the_sum_is_split(
     kernels, dtype, a, b, out, splits
 ):
     x, dw, dy = (Guarded(order, dtype=dtype) for order in (a, b, out))
-    block_gemm_weight(kernels, dy(Z, M, N), x(Z, M, K), dw.forget()(Z, N, K), splits=splits)
+    found = []
+    for _ in range(2):  # and the same bits twice
+        block_gemm_weight(kernels, dy(Z, M, N), x(Z, M, K), dw.forget()(Z, N, K), splits=splits)
+        found.append(dw.inside.clone())
     assert_close(dw(Z, N, K), weight_product(dy(Z, M, N), x(Z, M, K)))
     assert dw.only_inside_is_written()
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 17, 64])
@@ -175,14 +180,6 @@ def test_no_tokens_give_no_rows_and_a_zero_gradient(kernels):
         dw = torch.full((1, 3, 5, 1, 4, 1), math.nan)
         block_gemm_weight(kernels, torch.empty(1, 3, 0, 1, 5, 1), empty, dw, splits=splits)
         assert torch.equal(dw, torch.zeros_like(dw))
-
-
-def test_the_same_inputs_give_the_same_bits(kernels):
-    dy, x = torch.randn(1, 2, 64, 1, 6, 1), torch.randn(1, 2, 64, 1, 5, 1)
-    first, second = torch.empty(1, 2, 6, 1, 5, 1), torch.empty(1, 2, 6, 1, 5, 1)
-    block_gemm_weight(kernels, dy, x, first, splits=4)
-    block_gemm_weight(kernels, dy, x, second, splits=4)
-    assert torch.equal(first, second)
 
 
 def test_an_expanded_operand_is_read_through_its_zero_strides(kernels):
@@ -217,16 +214,8 @@ def test_the_parts_of_a_split_sum_are_float32(kernels):
 def test_offsets_past_int32_are_computed_in_64_bits(kernels, monkeypatch):
     """`FAR` is lowered: a tensor of 2**31 elements does not fit here."""
     indices = []
-
-    class Spy:
-        def __getitem__(self, grid):
-            return lambda *args, int_type, **options: (
-                indices.append(str(int_type)),
-                kernel[grid](*args, int_type=int_type, **options),
-            )
-
-    kernel = kernels._product
-    monkeypatch.setattr(kernels, "_product", Spy())
+    note = lambda bias, options: indices.append(str(options["int_type"]))  # noqa: E731
+    monkeypatch.setattr(kernels, "_product", Interpreted(kernels._product, note))
     dy, x, dw = Guarded(f"{M} {Z} {N}"), Guarded(f"{M} {Z} {K}"), Guarded(f"{Z} {N} {K}")
     for far in (2**31, 64):
         monkeypatch.setattr(kernels, "FAR", far)
@@ -242,18 +231,12 @@ def test_the_extent_is_the_largest_offset(kernels):
     assert kernels._extent(((2**40, 1), (0, 2**40))) == 0
 
 
-def test_every_gpu_has_a_tile_for_every_kind_and_an_unknown_one_has_the_fallback(
-    kernels, monkeypatch
-):
+def test_every_gpu_has_a_tile_for_every_kind_and_an_unknown_one_has_the_fallback(kernels):
     for name in kernels.TILES:
         for kind in map(" ".join, product_of(("half", "tf32", "ieee"), ("product", "weight"))):
             tile = kernels.tile_for(10**6, 10**6, 10**6, name, kind)
             assert tile.stages * (tile.m + tile.n) * tile.k * 4 <= 320 * 1024
     assert kernels.table_of("a GPU of next year") == kernels.TILES["fallback"]
-    tuned = {"half product 128 32 32 4 1": [64, 32, 32, 4, 2]}
-    monkeypatch.setitem(kernels.TILES, "mine", {"tuned": tuned})
-    assert kernels.tile_for(999, 32, 32, "mine", "half product") == (64, 32, 32, 4, 2)
-    assert kernels.tile_for(999, 32, 32, "mine", "half weight") == (128, 32, 32, 4, 1)
 
 
 @pytest.fixture(scope="module")
@@ -283,26 +266,11 @@ def test_the_stages_are_the_layer_and_its_gradients(
     both = (True, True)
     dx, *gradients = stages.backward(structure.program.numbers, cores, x, middle, dy, both)
 
-    inputs, outputs = structure.inputs, structure.outputs
-    axes = [(*core.batch_axes, *core.fan_out_axes, *core.fan_in_axes) for core in structure.cores]
-    letter = dict(zip(structure.sizes, "abcdefghijklmn", strict=False))
-    terms = ["".join(letter[axis] for axis in group) for group in (inputs, *axes, outputs)]
-    leaves = [tensor.detach().double().requires_grad_() for tensor in (x, *cores)]
-    split = [
-        leaf.reshape(*leading, *(structure.sizes[axis] for axis in group))
-        for leaf, leading, group in zip(
-            leaves, [(tokens,), *[()] * len(cores)], (inputs, *axes), strict=True
-        )
-    ]
-    expected = torch.einsum(f"t{','.join(terms[:-1])}->t{terms[-1]}", *split).reshape(tokens, d_out)
-    expected.backward(dy.double())
-    expected = expected + bias.double()
-    for found, wanted in zip(
-        (y, dx, *gradients), (expected.detach(), *(leaf.grad for leaf in leaves)), strict=True
-    ):
-        assert found.shape == wanted.shape
+    wanted = by_einsum(structure, cores, x, bias, dy)[:-1]
+    for found, expected in zip((y, dx, *gradients), wanted, strict=True):
+        assert found.shape == expected.shape
         assert found.is_contiguous()
-        assert tokens == 0 or assert_close(found, wanted) is None
+        assert tokens == 0 or assert_close(found, expected) is None
         assert tokens or not found.any()
 
 

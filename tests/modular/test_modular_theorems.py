@@ -408,35 +408,27 @@ def test_attention_of_one_head_has_sensitivity_1_and_gamma_3(causal):
 # Proposition 3: mass apportions feature learning
 
 
+def alone(net: Module, part: Module, steps: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The steps of the part's own weights; the others stay."""
+    owned = {id(p) for p in part.parameters()}
+    return {name: steps[name] * (id(p) in owned) for name, p in net.named_parameters()}
+
+
 @given(nets(4, 2, 2), nets(2, 6, 2), nets(6, 4, 2), st.integers(0, 99))
 def test_a_part_changes_the_output_by_its_share_of_the_mass_at_most(a, b, c, seed):
     net = c @ Abs() @ b @ a
     w, x, dw = weights(net), ball(5, 4, seed), direction(net, seed)
     for part in (a, b, c):
-        owned = {id(p) for p in part.parameters()}
-        names = {name for name, p in net.named_parameters() if id(p) in owned}
-        alone = {
-            name: tensor if name in names else torch.zeros_like(tensor)
-            for name, tensor in dw.items()
-        }
-        assert size(first(net, w, x, alone, torch.zeros_like(x))) <= part.mass / net.mass + 1e-6
+        change = first(net, w, x, alone(net, part, dw), torch.zeros_like(x))
+        assert size(change) <= part.mass / net.mass + 1e-6
 
 
 @given(scalar_nets(2), scalar_nets(2), PART)
 def test_a_part_can_change_the_output_by_all_of_its_share_of_the_mass(a, b, part):
     net = b @ Parabola(2.0, 0.0) @ a
-    w, x, steps = (
-        {n: p.detach() for n, p in net.named_parameters()},
-        torch.ones(1, 1),
-        direction_of_all_terms(net),
-    )
-    owned = {id(p) for p in a.parameters()}
-    names = {name for name, p in net.named_parameters() if id(p) in owned}
-    alone = {
-        name: tensor if name in names else torch.zeros_like(tensor)
-        for name, tensor in steps.items()
-    }
-    assert first(net, w, x, alone, torch.zeros_like(x)).item() == pytest.approx(a.mass / net.mass)
+    w, x = {n: p.detach() for n, p in net.named_parameters()}, torch.ones(1, 1)
+    steps = alone(net, a, direction_of_all_terms(net))
+    assert first(net, w, x, steps, torch.zeros_like(x)).item() == pytest.approx(a.mass / net.mass)
 
 
 # Proposition 5: the loss is smooth in the modular norm

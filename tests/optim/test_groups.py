@@ -91,18 +91,6 @@ def test_biases_norms_gains_and_vectors_are_not_decayed():
         assert value == (0.1 if is_matrix else 0.0), name
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel, lambda m: m]
-)
-def test_what_a_wrapped_or_inner_model_declares_of_its_dense_layers_holds_for_their_cores(wrap):
-    inner = GPT(depth=1)
-    inner.no_weight_decay = lambda: {"h.0.mlp.c_fc.weight"}
-    model = nn.Sequential(wrap(convert(inner, BTT(), include="ffn")))
-    decay = flat(param_groups(model, 1e-3, weight_decay=0.1), "weight_decay")
-    assert decay["0.h.0.mlp.c_fc.cores.0"] == decay["0.h.0.mlp.c_fc.cores.1"] == 0
-    assert decay["0.h.0.mlp.c_proj.cores.0"] == 0.1
-
-
 def test_what_a_subclass_adds_to_a_structured_layer_trains_too():
     class Scaled(StructuredLinear):
         def __init__(self, *widths):

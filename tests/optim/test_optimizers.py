@@ -113,3 +113,26 @@ def test_a_copied_or_pickled_optimizer_continues_bit_for_bit(make, copied):
     twin, again = copied((model, optimizer))
     assert perplexed(twin, 3, again) == perplexed(model, 3, optimizer)
     assert again.masses == {"lm_head": 2.0}
+
+
+@both
+def test_a_closure_gives_the_loss_and_hooks_run_around_the_step(make):
+    model, seen = nn.Linear(3, 1), []
+    optimizer = make(model)
+
+    def note(*_):
+        seen.append(model.weight.detach().clone())
+
+    optimizer.register_step_pre_hook(note)
+    optimizer.register_step_post_hook(note)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 3)).square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) > optimizer.step(closure) >= 0
+    assert len(seen) == 4
+    assert not torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[3], model.weight)

@@ -44,6 +44,18 @@ def fill_gradients(model, seed):
         p.grad = torch.randn(p.shape, generator=generator)
 
 
+def set_rates(optimizer, rate):
+    """Those of a loop that knows the ratios."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_mult"]
+
+
+def step_all(seed, *pairs):
+    for model, optimizer in pairs:
+        fill_gradients(model, seed)
+        optimizer.step()
+
+
 def rate_at(step):
     return LR * (step + 1) / 3 if step < 3 else LR / (step + 1)
 
@@ -51,10 +63,8 @@ def rate_at(step):
 def train_by_hand(kind, model, steps=6):
     optimizer = make(kind, model)
     for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = rate_at(step) * group["lr_mult"]
-        fill_gradients(model, step)
-        optimizer.step()
+        set_rates(optimizer, rate_at(step))
+        step_all(step, (model, optimizer))
     return optimizer
 
 
@@ -62,8 +72,7 @@ def train_kept(optimizer, model, steps=range(6)):
     for step in steps:
         for group in optimizer.param_groups:
             group["lr"] = rate_at(step)
-        fill_gradients(model, step)
-        optimizer.step()
+        step_all(step, (model, optimizer))
         assert {group["lr"] for group in optimizer.param_groups} == {rate_at(step)}
 
 
@@ -115,14 +124,12 @@ def test_every_scheduler_gives_all_groups_the_dense_models_rate(name, kind):
     for step in range(8):
         rate = dense.param_groups[0]["lr"]
         assert {group["lr"] for group in kept.param_groups} == {rate}
+        set_rates(by_hand, rate)
         for group in by_hand.param_groups:
-            group["lr"] = rate * group["lr_mult"]
             for option in {"betas", "momentum"} & set(group):  # which OneCycleLR sets as well
                 group[option] = kept.param_groups[0][option]
-        fill_gradients(model, step)
-        fill_gradients(twin, step)
-        for optimizer in (dense, kept, by_hand):
-            optimizer.step()
+        dense.step()
+        step_all(step, (model, kept), (twin, by_hand))
         for schedule in schedules:
             schedule.step(*[step] * (name == "timm"))
     if not (kind is Muon and name == "OneCycleLR"):
@@ -138,11 +145,8 @@ def test_a_rate_that_is_a_tensor_stays_one_and_each_group_has_its_own():
     for step in range(4):
         for lr in lrs:
             lr.fill_(rate_at(step))
-        for group in by_hand.param_groups:
-            group["lr"] = rate_at(step) * group["lr_mult"]
-        for each, stepped in ((model, optimizer), (twin, by_hand)):
-            fill_gradients(each, step)
-            stepped.step()
+        set_rates(by_hand, rate_at(step))
+        step_all(step, (model, optimizer), (twin, by_hand))
         pairs = zip(optimizer.param_groups, lrs, strict=True)
         assert all(group["lr"] is lr for group, lr in pairs)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
@@ -195,12 +199,8 @@ def test_a_hook_of_the_step_sets_the_rates_of_all_groups(when):
 
     getattr(optimizer, f"register_step_{when}_hook")(hook)
     for step in range(3):
-        rate = LR * 0.5 ** (step + (when == "pre"))
-        for group in by_hand.param_groups:
-            group["lr"] = rate * group["lr_mult"]
-        for each, stepped in ((model, optimizer), (twin, by_hand)):
-            fill_gradients(each, step)
-            stepped.step()
+        set_rates(by_hand, LR * 0.5 ** (step + (when == "pre")))
+        step_all(step, (model, optimizer), (twin, by_hand))
     assert seen == [{LR}, {LR / 2}, {LR / 4}]
     assert_same(model, twin)
 
@@ -255,14 +255,12 @@ def test_the_compiled_step_keeps_the_ratios(kind):
     whole = kind is Muon  # torch's own breaks its graph at `_use_grad`
     step = torch.compile(optimizer.step, fullgraph=whole, backend="eager")
     for n in range(4):
-        fill_gradients(model, n)
-        fill_gradients(twin, n)
         for rate in rates:
             rate.fill_(rate_at(n))
-        for group in by_hand.param_groups:
-            group["lr"] = rate_at(n) * group["lr_mult"]
+        set_rates(by_hand, rate_at(n))
+        fill_gradients(model, n)
         step()
-        by_hand.step()
+        step_all(n, (twin, by_hand))
         assert [group["lr"] for group in optimizer.param_groups] == rates
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
@@ -337,10 +335,7 @@ def test_groups_of_a_framework_are_divided_by_what_param_groups_has(kind, rule):
         for name, p in zip(group["param_names"], group["params"], strict=True):
             assert named[name] is p
     for step in range(3):
-        fill_gradients(model, step)
-        fill_gradients(twin, step)
-        optimizer.step()
-        by_hand.step()
+        step_all(step, (model, optimizer), (twin, by_hand))
     assert_same(model, twin)
 
 
@@ -398,8 +393,7 @@ def test_what_can_not_keep_ratios_is_refused_by_name(use, message):
 def test_muons_first_step_after_a_loop_has_set_one_rate_warns_once():
     model = model_of()
     optimizer = make(Muon, model)
-    fill_gradients(model, 0)
-    optimizer.step()
+    step_all(0, (model, optimizer))
     for group in optimizer.param_groups:
         group["lr"] = 0.0  # a warm-up from nothing
     optimizer.step()

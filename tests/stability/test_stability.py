@@ -29,6 +29,12 @@ def diagonal(*values):
     return layer
 
 
+def operator_norm(matrix):
+    """RMS->RMS, in float64."""
+    rows, columns = matrix.shape
+    return math.sqrt(columns / rows) * torch.linalg.matrix_norm(matrix.double(), 2).item()
+
+
 def hooks(model):
     return [
         hook
@@ -72,14 +78,9 @@ def test_the_dependency_of_a_structured_layer_is_the_norm_of_its_matrix(
         metrics(layer, torch.randn(5, widths[0], dtype=torch.float64), before=before),
         "StructuredLinear",
     )
-    scale = math.sqrt(widths[0] / widths[1])
-    assert found.dependency == pytest.approx(
-        scale * torch.linalg.matrix_norm(layer.to_dense(), 2).item(), rel=1e-3
-    )
+    assert found.dependency == pytest.approx(operator_norm(layer.to_dense()), rel=1e-3)
     change = layer.to_dense() - before.to_dense()
-    assert found.update == pytest.approx(
-        scale * torch.linalg.matrix_norm(change, 2).item(), rel=1e-3
-    )
+    assert found.update == pytest.approx(operator_norm(change), rel=1e-3)
 
 
 @pytest.mark.parametrize("wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel])
@@ -103,7 +104,7 @@ def test_a_weight_that_is_no_parameter_is_measured_as_what_the_layer_multiplies_
 
 def test_the_norm_of_a_wide_gaussian_matrix_is_right_though_its_singular_values_are_close():
     layer = nn.Linear(512, 384, bias=False)
-    exact = math.sqrt(512 / 384) * torch.linalg.matrix_norm(layer.weight.double(), 2).item()
+    exact = operator_norm(layer.weight)
     found = row(metrics(layer, torch.randn(2, 512)), "Linear").dependency
     assert 0.997 * exact <= found <= (1 + 1e-5) * exact
 
@@ -135,10 +136,7 @@ def test_all_matrices_of_a_torch_encoder_are_measured():
     assert {found.layer for found in log.rows if found.dependency} == {
         "self_attn.in_proj", "self_attn.out_proj", "linear1", "linear2"
     }  # fmt: skip
-    exact = (
-        math.sqrt(16 / 48)
-        * torch.linalg.matrix_norm(model.self_attn.in_proj_weight.double(), 2).item()
-    )
+    exact = operator_norm(model.self_attn.in_proj_weight)
     assert row(log, "self_attn.in_proj").dependency == pytest.approx(exact, rel=1e-3)
 
 
@@ -168,9 +166,7 @@ def test_bfloat16_weights_under_autocast_are_measured_in_float32():
     layer = nn.Linear(8, 8).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = row(metrics(layer, torch.randn(2, 8, dtype=torch.bfloat16)), "Linear")
-    assert found.dependency == pytest.approx(
-        torch.linalg.matrix_norm(layer.weight.double(), 2).item(), rel=1e-4
-    )
+    assert found.dependency == pytest.approx(operator_norm(layer.weight), rel=1e-4)
 
 
 # ---- watch ---------------------------------------------------------------------------------------
@@ -194,9 +190,7 @@ def test_the_update_is_that_of_the_one_step_after_the_reading():
             with torch.no_grad():
                 model(torch.randn(8, 3, dtype=torch.float64))  # evaluation is no step
                 model.weight += torch.randn(2, 3, dtype=torch.float64)
-            changes.append(
-                math.sqrt(3 / 2) * torch.linalg.matrix_norm(model.weight - before, 2).item()
-            )
+            changes.append(operator_norm(model.weight - before))
     assert [row.step for row in log.rows] == [0, 3, 6]
     assert [row.update for row in log.rows] == pytest.approx([changes[0], changes[3], changes[6]])
 
@@ -345,16 +339,20 @@ def moved(model, batch):
     return model.moved * model.layer(batch).sum()
 
 
-def test_slopes_are_exact_on_a_network_of_known_powers():
-    check = coordinate_check(
-        lambda width: Powers(width, 0.25, -0.5),
-        [4, 16, 64],
+def check_powers(p, q, widths, steps):
+    return coordinate_check(
+        lambda width: Powers(width, p, q),
+        widths,
         [torch.ones(1, 1)],
         loss=moved,
         optimizer=lambda model, width: torch.optim.SGD(model.parameters(), lr=1.0),
-        steps=2,
+        steps=steps,
         seeds=[0],
     )
+
+
+def test_slopes_are_exact_on_a_network_of_known_powers():
+    check = check_powers(0.25, -0.5, [4, 16, 64], steps=2)
     sizes = {(row.width, row.step): row for row in check.rows}
     assert sizes[16, 0].output == pytest.approx(2)
     assert sizes[16, 0].change == 0
@@ -465,15 +463,7 @@ def test_the_same_seeds_give_the_same_check_and_the_users_random_numbers_go_on()
 
 
 def test_an_activation_that_is_not_finite_is_not_flat():
-    check = coordinate_check(
-        lambda width: Powers(width, 0.0, 50.0),
-        [4, 1024],
-        [torch.ones(1, 1)],
-        loss=moved,
-        optimizer=lambda model, width: torch.optim.SGD(model.parameters(), lr=1.0),
-        steps=1,
-        seeds=[0],
-    )
+    check = check_powers(0.0, 50.0, [4, 1024], steps=1)
     assert [slope.layer for slope in check.not_flat] == ["layer", "layer"]
     assert all(math.isnan(slope.slope) for slope in check.not_flat)
 

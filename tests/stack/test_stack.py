@@ -33,19 +33,6 @@ def loss_of(model: nn.Module, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
 
 
 @OWN_WARNINGS
-def test_compile_sees_one_graph_and_recompiles_at_most_once_over_four_batch_sizes():
-    from torch._dynamo.testing import CompileCounter
-
-    torch._dynamo.reset()
-    model, counter = small(), CompileCounter()
-    compiled = torch.compile(model, fullgraph=True, backend=counter)
-    for batch in (2, 3, 5, 8):
-        tokens = TOKENS[:1].expand(batch, -1)
-        torch.testing.assert_close(compiled(tokens), model(tokens))
-    assert counter.frame_count <= 2
-
-
-@OWN_WARNINGS
 def test_export_keeps_the_function_for_every_batch_size():
     model = small().eval()
     batch = torch.export.Dim("batch", min=2, max=64)
@@ -56,42 +43,26 @@ def test_export_keeps_the_function_for_every_batch_size():
 
 
 @OWN_WARNINGS
-def test_onnx_runs_in_onnxruntime_for_every_batch_size(tmp_path):
-    for package in ("onnx", "onnxscript", "onnxruntime"):
+@pytest.mark.parametrize("weight_norm", [False, True])
+@pytest.mark.parametrize("dynamo", [True, False])
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # a check of x is not in the file
+def test_onnx_runs_in_onnxruntime_for_every_batch_size(tmp_path, dynamo, weight_norm):
+    for package in ("onnx", "onnxscript", "onnxruntime")[:: 1 if dynamo else 2]:
         pytest.importorskip(package)
     import onnxruntime
 
-    model = convert(
-        nn.Sequential(nn.Linear(36, 64), nn.GELU(), nn.Linear(64, 36)), BTT(rank=2)
-    ).eval()
-    x = torch.randn(3, 36)
-    batch = torch.export.Dim("batch")
-    torch.onnx.export(
-        model, (x,), tmp_path / "m.onnx", dynamo=True, dynamic_shapes=({0: batch},), verbose=False
-    )
-    session = onnxruntime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
+    layers = (nn.Linear(36, 64), nn.GELU(), nn.Linear(64, 36))
+    model = convert(nn.Sequential(*layers), BTT(rank=2), weight_norm=weight_norm).eval()
+    options = {"dynamic_shapes": ({0: torch.export.Dim("batch")},), "verbose": False}
+    if not dynamo:
+        options = {"input_names": ["x"], "dynamic_axes": {"x": {0: "batch"}}}
+    path = tmp_path / "m.onnx"
+    torch.onnx.export(model, (torch.randn(3, 36),), path, dynamo=dynamo, **options)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     for size in (3, 8):
         x = torch.randn(size, 36)
         (y,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
         torch.testing.assert_close(torch.from_numpy(y), model(x).detach(), atol=1e-5, rtol=1e-4)
-
-
-@OWN_WARNINGS
-@pytest.mark.parametrize("weight_norm", [False, True])
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # a check of x is not in the file
-def test_the_older_onnx_exporter_takes_a_layer_too(tmp_path, weight_norm):
-    for package in ("onnx", "onnxruntime"):
-        pytest.importorskip(package)
-    import onnxruntime
-
-    layer = StructuredLinear(36, 64, BTT(rank=2), weight_norm=weight_norm).eval()
-    names = {"input_names": ["x"], "dynamic_axes": {"x": {0: "batch"}}}
-    torch.onnx.export(layer, (torch.randn(3, 36),), tmp_path / "m.onnx", dynamo=False, **names)
-    session = onnxruntime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
-    for size in (3, 8):
-        x = torch.randn(size, 36)
-        (y,) = session.run(None, {"x": x.numpy()})
-        torch.testing.assert_close(torch.from_numpy(y), layer(x).detach(), atol=1e-5, rtol=1e-4)
 
 
 def test_per_sample_gradients_of_torch_func_sum_to_the_gradient():

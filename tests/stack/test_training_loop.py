@@ -51,15 +51,19 @@ def require_ratios(optimizer):
     assert all(group["keeps_ratios"] for group in optimizer.param_groups)
 
 
-def train(model, optimizer, scheduler, steps, backward=lambda loss: loss.backward()):
+def take_step(model, optimizer, x):
+    optimizer.zero_grad()
+    loss = loss_of(model, x)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def train(model, optimizer, scheduler, steps):
     x, losses = torch.randn(64, 16), []
     for _ in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(model, x)
-        backward(loss)
-        optimizer.step()
+        losses.append(take_step(model, optimizer, x))
         scheduler()
-        losses.append(loss.item())
         require_ratios(optimizer)
     assert losses[-1] < losses[0]
 
@@ -150,11 +154,7 @@ def losses_by_hand(state):
     for step in range(9):
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 * (step + 1) / 9 * group["lr_mult"]
-        loss = loss_of(model.layers, x)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(take_step(model.layers, optimizer, x))
     return losses
 
 
@@ -250,9 +250,7 @@ def test_fsdp2_trains_as_one_process(tmp_path):
     torch.manual_seed(1)
     x = torch.randn(64, 16)
     for _ in range(3):
-        optimizer.zero_grad()
-        loss_of(model, x).backward()
-        optimizer.step()
+        take_step(model, optimizer, x)
     for rank in range(2):
         final = torch.load(tmp_path / f"{rank}.pt")
         for p, q in zip(model.parameters(), final, strict=True):
