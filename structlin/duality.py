@@ -277,8 +277,8 @@ def dual_embedding(gradient: Tensor) -> Tensor:
     if gradient.numel() == 0:
         return gradient.clone()
     x = promote(gradient)
-    x = x / _one_for_zero(x.abs().amax(dim=-1, keepdim=True))
-    mean_square = x.square().mean(dim=-1, keepdim=True)
+    x = x / _one_for_zero(x.abs().amax(dim=-1, keepdim=True))  # or its squares overflow
+    mean_square = x.square().mean(dim=-1, keepdim=True)  # (tokens, 1)
     return (x * _one_for_zero(mean_square).rsqrt()).to(gradient.dtype)
 
 
@@ -292,7 +292,7 @@ def dual_conv(gradient: Tensor, *, method: str = "ns") -> Tensor:
     """
     require_real("gradient", gradient, 3)
     slices = gradient.flatten(2).permute(2, 0, 1)  # (k, c_out, c_in)
-    duals = dual_core(slices, method=method) / slices.shape[0]
+    duals = dual_core(slices, method=method) / slices.shape[0]  # the norms of k slices add up
     return duals.permute(1, 2, 0).reshape(gradient.shape)
 
 
@@ -312,8 +312,9 @@ def spectral_bound(matrix: Tensor) -> Tensor:
     if matrix.numel() == 0:
         return matrix.new_zeros(matrix.shape[:-2])
     x = promote(matrix)
-    largest = _one_for_zero(x.abs().amax(dim=(-2, -1), keepdim=True))
+    largest = _one_for_zero(x.abs().amax(dim=(-2, -1), keepdim=True))  # (..., 1, 1)
     x = x / largest
+    # G G^T or G^T G, (..., short, short), and below its powers 2, 4 and 8
     power, norm = (x @ x.mT if x.shape[-2] <= x.shape[-1] else x.mT @ x), largest
     # the norm is a trace^(1/2), times a trace^(1/4), ...: no power is far from 1
     for n in (2, 4, 8):
@@ -330,7 +331,7 @@ def _one_for_zero(x: Tensor) -> Tensor:
 
 def _of_unit_size(x: Tensor) -> Tensor:
     """Each matrix times a power of two, exactly, so that its largest entry is near 1."""
-    _, exponent = torch.frexp(x.abs().amax(dim=(-2, -1), keepdim=True).double())
+    _, exponent = torch.frexp(x.abs().amax(dim=(-2, -1), keepdim=True).double())  # (..., 1, 1)
     limit = -round(log2(torch.finfo(x.dtype).tiny))  # both 2^limit and 2^-limit are normal numbers
     return x * torch.pow(2.0, -exponent.clamp(-limit, limit).double()).to(x.dtype)
 
@@ -357,7 +358,8 @@ def _settle(step: tuple[float, float, float]) -> tuple[float, float, float]:
     """The last step of a named method, scaled so that no value ends above 1: those of the first
     steps reach 2, which the later ones bring back."""
     a, b, c = step
-    square = (-3 * b - sqrt(9 * b * b - 20 * a * c)) / (10 * c)  # where the polynomial has its peak
+    # the peak of a s + b s^3 + c s^5, where a + 3 b s^2 + 5 c s^4 = 0
+    square = (-3 * b - sqrt(9 * b * b - 20 * a * c)) / (10 * c)
     peak = sqrt(square) * (a + b * square + c * square**2)
     return step if peak < 1.01 else (a / peak, b / peak, c / peak)
 
@@ -375,14 +377,15 @@ def _iterate(x: Tensor, schedule: Schedule) -> Tensor:
     x = x if wide else x.mT
     for a, b, c in schedule:
         gram = product(x, x.mT)  # (..., short, short)
-        polynomial = add(gram, gram, gram, beta=b, alpha=c) if c else b * gram
-        x = add(x, polynomial, x, beta=a)
+        polynomial = add(gram, gram, gram, beta=b, alpha=c) if c else b * gram  # b G + c G^2
+        x = add(x, polynomial, x, beta=a)  # (..., short, long)
     return x if wide else x.mT
 
 
 def _svd(x: Tensor) -> Tensor:
     wide = x.shape[-2] <= x.shape[-1]
+    # (..., short, short), (..., short), (..., short, long)
     u, s, vh = torch.linalg.svd(x if wide else x.mT, full_matrices=False)
-    tolerance = s[..., :1] * max(x.shape[-2:]) * torch.finfo(x.dtype).eps
+    tolerance = s[..., :1] * max(x.shape[-2:]) * torch.finfo(x.dtype).eps  # the numerical rank's
     factors = torch.matmul(u * (s > tolerance).to(x.dtype).unsqueeze(-2), vh)
     return factors if wide else factors.mT

@@ -50,9 +50,9 @@ def search(
     """The best of alternating least squares from the best of `starts` and, unless the structure is
     a chain, from random ones; `limit` sweeps from each. `root` is of the outputs' metric."""
     columns = w.shape[1]
-    # x^T x = C
+    # x^T x = C: these rows, (columns, columns), have the errors that all inputs have
     x = torch.eye(columns, dtype=w.dtype, device=w.device) if c is None else take_root(c).mT
-    y, x = x @ w.mT, F.pad(x, (0, structure.in_features - columns))
+    y, x = x @ w.mT, F.pad(x, (0, structure.in_features - columns))  # y: (columns, rows of W)
     width = max(tail.in_features for _, tail in _tails(structure))
     if dtype != torch.float64 and len(x) * width > MAX_FLOAT64_SIZE:
         x, y = x.float(), y.float()
@@ -101,7 +101,7 @@ def alternate(
     yield cores, error
     for sweep in range(limit):
         ahead = relaxation if sweep > 1 else 1.0
-        found, rest, h = [*cores], residual, x
+        found, rest, h = [*cores], residual, x  # h: what the core reads, (tokens, features)
         if refit:
             with limit_threads(1, y.is_cpu and y.numel() <= MAX_SERIAL_SIZE):
                 found = refit(cores, residual, ahead)
@@ -168,17 +168,17 @@ def _blockwise(
     bond = [axis for axis in first if axis not in (*inputs, *outputs)]  # its rank
     factors = [given, shared, bond, own], [given, shared, rest, bond]
     size, padding = {**structure.sizes, "tokens": len(x)}, structure.out_features - y.shape[1]
-    ones = F.pad(torch.ones_like(y[0]), (0, padding))  # 0 where y lacks the output
+    ones = F.pad(torch.ones_like(y[0]), (0, padding))  # (outputs,), 0 where y lacks one
     present = group_axes(ones, outputs, (shared, rest), size)[..., None]  # (shared, rest, 1)
 
     columns = group_axes(x, ["tokens", *inputs], (given, ["tokens"], own), size)
     # x that comes from a covariance is triangular: half of its products are with zeros
     used = (columns != 0).any(-1)
-    ends = (used * torch.arange(1, len(x) + 1, device=x.device)).amax(-1).tolist()
+    ends = (used * torch.arange(1, len(x) + 1, device=x.device)).amax(-1).tolist()  # (given,)
     grams = columns.double().mT @ columns.double()  # (given, own, own)
     ridge = 10 * torch.finfo(x.dtype).eps * (mean_diagonal(grams).mean().item() or 1.0)
     grams = grams + ridge * identity_like(grams)
-    roots, grams = take_root(grams).to(x), grams.to(x)
+    roots, grams = take_root(grams).to(x), grams.to(x)  # L L^T = gram, for each column of blocks
 
     def refit(cores: list[Tensor], residual: Tensor, ahead: float) -> list[Tensor]:
         padded = F.pad(residual, (0, padding))
@@ -189,15 +189,16 @@ def _blockwise(
         right, left = (group_axes(*core, size) for core in zip(cores, axes, factors, strict=True))
         steps, found = zip(ends, columns, grams, roots, left * present, right, strict=True), []
         for end, column, gram, root, old_left, old_right in steps:
+            # (tokens, shared rest), (tokens, own), (shared, rest, own)
             part, column, old = missing[:end], column[:end], old_left @ old_right
             # the regression of what is missing on these inputs, times their gram: (shared, rest,
             # own); times the inverse of its root it is what the SVD truncates
             goal = ahead * (part.mT @ column).reshape(old.shape) + old @ gram
             white = torch.linalg.solve_triangular(root, goal.mT, upper=False).mT
-            new_left, basis = approach(white, old_right @ root)
+            new_left, basis = approach(white, old_right @ root)  # basis: (shared, bond, own)
             new_right = torch.linalg.solve_triangular(root.mT, basis.mT, upper=True).mT
             change = new_left @ new_right - old
-            part.addmm_(column, change.flatten(0, 1).mT, alpha=-1)
+            part.addmm_(column, change.flatten(0, 1).mT, alpha=-1)  # for the blocks after it
             found.append((new_right, new_left))
         return [
             store(structure, n, torch.stack(parts), [axis for group in groups for axis in group])
@@ -213,12 +214,13 @@ def _regression(structure: Structure, core: Tensor, x: Tensor, y: Tensor) -> tup
     share."""
     (only,), inputs, outputs = structure.cores, structure.inputs, structure.outputs
     size, uses = {**structure.sizes, "tokens": len(x)}, ["tokens", *only.repeat_axes]
+    # (batch, uses, fan_in), (batch, uses, fan_out)
     rows = group_axes(x, ["tokens", *inputs], (only.batch_axes, uses, only.fan_in_axes), size)
     goal = group_axes(y, ["tokens", *outputs], (only.batch_axes, uses, only.fan_out_axes), size)
     residual = goal - rows @ core.mT  # (batch, uses, fan_out)
     change = solve_damped(rows.mT @ rows, rows.mT @ residual)  # (batch, fan_in, fan_out)
     lying = [*only.batch_axes, *uses, *only.fan_out_axes]
-    residual = group_axes(residual - rows @ change, lying, (["tokens"], outputs), size)
+    residual = group_axes(residual - rows @ change, lying, (["tokens"], outputs), size)  # as y
     return core + change.mT, residual
 
 
@@ -226,7 +228,7 @@ def _least_squares(
     tail: Structure, cores: list[Tensor], h: Tensor, y: Tensor, root: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The first core of `tail` for a smaller ||y - tail(h) root||, and that residual, by
-    preconditioned conjugate gradient.
+    preconditioned conjugate gradient (CGLS: residual is y's, gradient that of the core).
 
     What is minimised is ||y - tail(h)||^2 + ridge ||core - cores[0]||^2: where y has no say, the
     core stays.
@@ -242,12 +244,12 @@ def _least_squares(
     for _ in range(MAX_STEPS):
         gradient = transposed(residual)[0] - ridge * (core - cores[0])
         conjugate = precondition(gradient)
-        descent = (gradient * conjugate).sum().item()
+        descent = (gradient * conjugate).sum().item()  # g^T P g
         first = first or descent
         if not descent > STEP_TOLERANCE * first:
             break
-        direction, last = conjugate + descent / last * direction, descent
-        change = predict(direction)
+        direction, last = conjugate + descent / last * direction, descent  # Fletcher & Reeves
+        change = predict(direction)  # as y: the prediction is linear in the core
         curvature = change.square().sum().item() + ridge * direction.square().sum().item()
         step = descent / curvature
         core, residual = core + step * direction, residual - step * change
@@ -273,7 +275,7 @@ def _preconditioner(
     blocks = [axis for axis in axes if axis not in (*fan_in, *fan_out) and axis in read_later]
 
     tokens, size = ["tokens", *inputs], {**tail.sizes, "tokens": len(h)}
-    features = split_axes(h, tokens, size)
+    features = split_axes(h, tokens, size)  # (tokens, *inputs)
     right = [*core.batch_axes, *fan_in, *prime(fan_in)]
     left = [*blocks, *fan_out, *prime(fan_out)]
     maps = [
@@ -285,6 +287,7 @@ def _preconditioner(
     after = contract(left, *maps) if maps else torch.ones((), dtype=h.dtype, device=h.device)
     before = contract(right, (features, tokens), (features, prime(tokens, fan_in)))
     grams = [(as_squares(after, fan_out, size), left), (as_squares(before, fan_in, size), right)]
+    # (A (x) B)^-1 = A^-1 (x) B^-1, so that each is inverted by itself
     factors = [(split_axes(invert(gram), names, size), names) for gram, names in grams]
     ridge = (
         sqrt(torch.finfo(h.dtype).eps)
@@ -293,7 +296,7 @@ def _preconditioner(
     )
 
     def precondition(gradient: Tensor) -> Tensor:
-        primed = prime(axes, [*fan_in, *fan_out])
+        primed = prime(axes, [*fan_in, *fan_out])  # A^-1 G B^-1, block by block
         scaled = contract(axes, (split_axes(gradient, axes, size), primed), *factors)
         return scaled.reshape(gradient.shape)
 
@@ -329,7 +332,7 @@ def _is_chain(structure: Structure) -> bool:
     for n, core in enumerate(cores[:-1]):
         later = {axis for rest in cores[n + 2 :] for axis in rest}
         seen = {axis for before in cores[:n] for axis in before}
-        bond = {*core} - ends - seen
+        bond = {*core} - ends - seen  # made by this core, and summed by another
         if not {*core} & later <= {*cores[n + 1]} or bond & later:
             return False
     return True

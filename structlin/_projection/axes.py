@@ -53,6 +53,16 @@ def as_squares(tensor: Tensor, group: Sequence[str], size: Mapping[str, int]) ->
     return tensor.reshape(-1, n, n)
 
 
+def take_blocks(
+    square: Tensor, axes: Sequence[str], given: list[str], own: list[str], size: Mapping[str, int]
+) -> Tensor:
+    """The blocks of a matrix over `axes` on both sides that have one value of `given` on both,
+    summed over what is neither `given` nor `own`: `(given, own, own)`."""
+    rows = split_axes(square, [*axes, *axes], size)
+    blocks = contract([*given, *own, *prime(own)], (rows, [*axes, *prime(axes, own)]))
+    return as_squares(blocks, own, size)
+
+
 def store(structure: Structure, n: int, tensor: Tensor, axes: Sequence[str]) -> Tensor:
     """A tensor over the axes of core n, as that core is stored: `(batch, fan_out, fan_in)`."""
     core = structure.cores[n]

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from .._structure.structure import Structure
-from .axes import contract, group_axes, prime, split_axes, store
+from .axes import contract, group_axes, prime, split_axes, store, take_blocks
 from .matrices import take_root, truncate
 
 
 def cut(structure: Structure, w: Tensor, c: Tensor | None) -> list[Tensor]:
     """Truncated SVDs, one core after the other; with the covariance `c` of the inputs each SVD is
     of the matrix times a root of the covariance of the inputs that the core sums."""
-    size = structure.sizes
+    size, inputs, outputs = structure.sizes, structure.inputs, structure.outputs
     target, axes = _blocks(structure, w, c)  # W, and later what is left of it, over named axes
     cores = []
     for n, core in enumerate(structure.cores[:-1]):
@@ -33,27 +33,28 @@ def cut(structure: Structure, w: Tensor, c: Tensor | None) -> list[Tensor]:
         bond = [axis for axis in core.axes if axis not in axes]  # summed between: the rank
         rank, groups = prod(size[axis] for axis in bond), (batch, rest, own)
         if c is None:
-            # (batch, rest, rank), (batch, rank, own)
-            left, first = truncate(group_axes(target, axes, groups, size), rank)
+            problems = group_axes(target, axes, groups, size)  # (batch, rest, own)
+            left, first = truncate(problems, rank)  # (batch, rest, rank), (batch, rank, own)
             order = [*batch, *bond, *own]
         else:
-            # inputs that only this core reads are whitened; their covariance may differ with the
-            # values of inputs that later cores read too
-            summed = [x for x in own if x in structure.inputs and x not in structure.outputs]
-            given = [x for x in axes if x in structure.inputs and x in core.axes]
-            given = [x for x in given if x not in summed]
-            root = take_root(_covariance(structure, c, given, summed))  # (given, summed, summed)
+            # The least |(T - left first) L| for each problem T, with L L^T = C of its inputs: the
+            # SVD is of T L, and its right factor is divided by L. Inputs that only this core
+            # reads are whitened; C may differ with the values of inputs that later cores read.
+            summed = [x for x in own if x in inputs and x not in outputs]
+            given = [x for x in axes if x in inputs and x in core.axes and x not in summed]
+            root = take_root(take_blocks(c, inputs, given, summed, size))  # (given, summed, summed)
             factor, primed = [*given, *summed, *prime(summed)], prime(axes, summed)
             whitened = contract(primed, (target, axes), (split_axes(root, factor, size), factor))
-            left, right = truncate(group_axes(whitened, axes, groups, size), rank)
+            problems = group_axes(whitened, axes, groups, size)  # (batch, rest, own)
+            left, right = truncate(problems, rank)  # (batch, rest, rank), (batch, rank, own)
             others = [x for x in (*batch, *bond, *own) if x not in (*given, *summed)]
             kept = prime([*batch, *bond, *own], summed)
             rows = group_axes(right, kept, (given, others, prime(summed)), size)
-            first = torch.linalg.solve_triangular(root, rows, upper=False, left=False)  # not white
-            order = [*given, *others, *summed]
+            first = torch.linalg.solve_triangular(root, rows, upper=False, left=False)
+            order = [*given, *others, *summed]  # of `first`, (given, others, summed)
         cores.append(store(structure, n, first, order))
         axes = [*batch, *rest, *bond]
-        target = split_axes(left, axes, size)
+        target = split_axes(left, axes, size)  # what the cores to come must give
     return [*cores, store(structure, -1, target, axes)]
 
 
@@ -69,27 +70,18 @@ def _blocks(structure: Structure, w: Tensor, c: Tensor | None) -> tuple[Tensor, 
     if not kept:
         return split_axes(w, whole, size), whole
     used = {axis for core in structure.cores for axis in core.axes}
+    # W, or W C, summed over the diagonals of the axes on both sides: (blocks, rows, columns)
     blocks = [axis for axis in kept if axis in used]
     rows = [axis for axis in outputs if axis not in kept]
     columns = [axis for axis in inputs if axis not in kept]
     axes = [*blocks, *rows, *columns]
-    # a diagonal of W, or of W C, along the axes of both sides
     sums = contract(axes, (split_axes(w if c is None else w @ c, whole, size), whole))
     if c is None:
         return sums / prod(size[axis] for axis in kept if axis not in used), axes
-    root = take_root(_covariance(structure, c, blocks, columns))  # (blocks, columns, columns)
-    solved = torch.cholesky_solve(group_axes(sums, axes, (blocks, rows, columns), size).mT, root).mT
+    root = take_root(take_blocks(c, inputs, blocks, columns, size))  # (blocks, columns, columns)
+    grouped = group_axes(sums, axes, (blocks, rows, columns), size)
+    solved = torch.cholesky_solve(grouped.mT, root).mT  # the normal equations: sums / covariance
     return split_axes(solved, axes, size), axes
-
-
-def _covariance(structure: Structure, c: Tensor, given: list[str], axes: list[str]) -> Tensor:
-    """The covariance over `axes` for each value of `given`, summed over the other inputs: `(given,
-    axes, axes)`."""
-    inputs = structure.inputs
-    rows = split_axes(c, [*inputs, *inputs], structure.sizes)
-    marginal = contract([*given, *axes, *prime(axes)], (rows, [*inputs, *prime(inputs, axes)]))
-    n = prod(structure.sizes[axis] for axis in axes)
-    return marginal.reshape(-1, n, n)
 
 
 def is_optimal(structure: Structure, weighed: bool, padded: bool) -> bool:

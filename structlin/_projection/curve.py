@@ -71,9 +71,8 @@ def measure_curve(
         output: what a squared error of each output weighs, `(out_features,)`; None: 1.
     """
     w = weight.detach().double()
-    scales = None if output is None else output.to(w).sqrt()[:, None]
+    scales = None if output is None else output.to(w).sqrt()[:, None]  # (out_features, 1)
     root = None if covariance is None else _take_root(covariance.to(w))
-
     metric: dict[str, Any] = {"covariance": covariance, "output": output}
 
     def lose(structure: Structure, cores: Sequence[Tensor]) -> float:
@@ -83,7 +82,7 @@ def measure_curve(
     last = len(sizes) - 2
     points = sorted({round(last * k / (POINTS - 1)) for k in range(POINTS)}, reverse=True)
     largest = None
-    for n in points:
+    for n in points:  # from the largest size down
         structure = sizes[n].structure
         cores = None if largest is None else _shrink(*largest, structure)
         if cores is None:
@@ -98,7 +97,7 @@ def measure_curve(
         padding = w.shape != (structure.out_features, structure.in_features)
         if measured[n] and not is_optimal(structure, covariance is not None, padding):
             cores = project(w, structure, **metric, sweeps=FEW_SWEEPS)
-            factor = lose(structure, cores) / measured[n]
+            factor = lose(structure, cores) / measured[n]  # of what the closed form leaves
             factors[sizes[n].cost] = max(factor, LEAST_FACTOR)
     errors = [
         error * _power_law(factors, size.cost) for error, size in zip(errors, sizes, strict=True)
@@ -127,9 +126,8 @@ def _shrink(large: Structure, cores: Sequence[Tensor], small: Structure) -> list
         return None
     found = []
     for core, old, tensor in zip(small.cores, large.cores, cores, strict=True):
-        axes = [*old.batch_axes, *old.fan_out_axes, *old.fan_in_axes]
-        part = split_axes(tensor, axes, large.sizes)
-        for dim, axis in enumerate(axes):
+        part = split_axes(tensor, old.axes, large.sizes)
+        for dim, axis in enumerate(old.axes):
             part = part.narrow(dim, 0, small.sizes[axis])
         found.append(part.reshape(core.shape))
     return found
@@ -144,7 +142,7 @@ def _interpolate(sizes: Sequence[Size], measured: dict[int, float], n: int) -> f
     above = min(m for m in measured if m > n)
     part = (sizes[n].cost - sizes[below].cost) / (sizes[above].cost - sizes[below].cost)
     first, last = measured[below], measured[above]
-    if first > 0 and last > 0:
+    if first > 0 and last > 0:  # the geometric mean of both, weighed by their distances
         return math.exp((1 - part) * math.log(first) + part * math.log(last))
     return (1 - part) * first + part * last
 
@@ -153,7 +151,7 @@ def _power_law(factors: dict[int, float], cost: int) -> float:
     """Interpolate a factor at `cost` by the power law through two known ones, capped at 1."""
     if len(factors) < 2:
         return next(iter(factors.values()), 1.0)
-    (low, first), (high, last) = sorted(factors.items())
+    (low, first), (high, last) = sorted(factors.items())  # costs and their factors
     part = math.log(cost / low) / math.log(high / low)
     return min(1.0, math.exp((1 - part) * math.log(first) + part * math.log(last)))
 
@@ -162,7 +160,24 @@ def _power_law(factors: dict[int, float], cost: int) -> float:
 
 
 @lru_cache(maxsize=1024)
-def _list_sizes(family: Family, in_features: int, out_features: int, of: str) -> tuple[Size, ...]:
+def list_sizes(family: Family, in_features: int, out_features: int, of: str) -> tuple[Size, ...]:
+    """The sizes of `family` that cost less than dense, ascending, and dense; perhaps dense alone.
+
+    Where there are eight or more whose cores have fan-ins and fan-outs in multiples of 8, only
+    smaller ones are offered beside them.
+
+    Args:
+        of: what the cost is: "params", or "flops" per token. They differ where a structure shares
+            its blocks (TT).
+
+    Raises:
+        ValueError: the family has nothing to choose.
+
+    >>> from structlin import LowRank
+    >>> sizes = list_sizes(LowRank(rank=1), 256, 256, "params")
+    >>> [size.family.rank for size in sizes[5:12]]
+    [6, 7, 8, 16, 24, 32, 40]
+    """
     found: list[Size] = []
     dense = Dense().structure(in_features, out_features)
     limit = _cost_of(dense, of)
@@ -181,27 +196,6 @@ def _list_sizes(family: Family, in_features: int, out_features: int, of: str) ->
     return *found, Size(Dense(), dense, limit)
 
 
-def list_sizes(family: Family, in_features: int, out_features: int, of: str) -> list[Size]:
-    """The sizes of `family` that cost less than dense, ascending, and dense; perhaps dense alone.
-
-    Where there are eight or more whose cores have fan-ins and fan-outs in multiples of 8, only
-    smaller ones are offered beside them.
-
-    Args:
-        of: what the cost is: "params", or "flops" per token. They differ where a structure shares
-            its blocks (TT).
-
-    Raises:
-        ValueError: the family has nothing to choose.
-
-    >>> from structlin import LowRank
-    >>> sizes = list_sizes(LowRank(rank=1), 256, 256, "params")
-    >>> [size.family.rank for size in sizes[5:12]]
-    [6, 7, 8, 16, 24, 32, 40]
-    """
-    return list(_list_sizes(family, in_features, out_features, of))
-
-
 def _cost_of(structure: Structure, of: str) -> int:
     return structure.params if of == "params" else structure.flops
 
@@ -216,7 +210,7 @@ def _candidates(family: Family, width: int) -> list[Family]:
     """`family` at every rank, or with every number of blocks up to `width`; rising in cost."""
     if isinstance(family, Split | Nonlinear):
         return [replace(family, of=candidate) for candidate in _candidates(family.of, width)]
-    options = _options_of(family)
+    options = {option.name for option in fields(family)}
     if "rank" in options:
         grid = [*range(1, 17), *range(24, 513, 8), *range(576, 8193, 64)]
         return [replace(family, rank=rank) for rank in grid]  # type: ignore[call-arg]
@@ -225,8 +219,3 @@ def _candidates(family: Family, width: int) -> list[Family]:
     raise ValueError(
         f"keep: {type(family).__name__} has neither rank nor blocks to choose; take keep=None"
     )
-
-
-def _options_of(family: Family) -> set[str]:
-    """Those that make the family's size."""
-    return {"rank", "blocks"} & {option.name for option in fields(family)}

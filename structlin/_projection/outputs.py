@@ -9,14 +9,13 @@ squares.
 """
 
 from dataclasses import dataclass
-from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .._structure.structure import Structure
-from .axes import contract, group_axes, prime, split_axes
+from .axes import contract, group_axes, prime, split_axes, store, take_blocks
 from .matrices import identity_like, make_definite, take_root
 
 COLUMNS = "*"  # of W: an axis that no structure names
@@ -41,16 +40,13 @@ class OutputMetric:
         """The cores of S^-T B."""
         if self.core is None:
             return cores
-        axes, size = [*self.structure.cores[self.core].axes], self.structure.sizes
-        given = self._given
+        axes, given = self.structure.cores[self.core].axes, self._given
         rest = [axis for axis in axes if axis not in (*given, *self.own)]
-        columns = group_axes(cores[self.core], axes, (given, self.own, rest), size)
-        solved = torch.linalg.solve_triangular(self.absorbed.mT, columns, upper=True)
-        order = [[*given, *self.own, *rest].index(axis) for axis in axes]
-        core = split_axes(solved, [*given, *self.own, *rest], size).permute(order)
-        found = [*cores]
-        found[self.core] = core.reshape(cores[self.core].shape)
-        return found
+        groups = given, self.own, rest
+        columns = group_axes(cores[self.core], axes, groups, self.structure.sizes)
+        solved = torch.linalg.solve_triangular(self.absorbed.mT, columns, upper=True)  # S^-T B
+        core = store(self.structure, self.core, solved, [*given, *self.own, *rest])
+        return [*cores[: self.core], core, *cores[self.core + 1 :]]
 
     @property
     def _given(self) -> list[str]:
@@ -60,14 +56,9 @@ class OutputMetric:
         """A block-diagonal matrix times rows, `(out_features, columns)`."""
         outputs, given, own = self.structure.outputs, self._given, self.own
         size = {**self.structure.sizes, COLUMNS: rows.shape[1]}
-        mapped = contract(
-            [*outputs, COLUMNS],
-            (split_axes(blocks, [*given, *own, *prime(own)], size), [*given, *own, *prime(own)]),
-            (
-                split_axes(rows, [*outputs, COLUMNS], size),
-                [*prime([*outputs], own), COLUMNS],
-            ),
-        )
+        square, lying = [*given, *own, *prime(own)], [*outputs, COLUMNS]
+        factors = split_axes(blocks, square, size), split_axes(rows, lying, size)
+        mapped = contract(lying, (factors[0], square), (factors[1], prime(lying, own)))
         return mapped.reshape(rows.shape)
 
 
@@ -90,12 +81,12 @@ def take_metric(structure: Structure, g: Tensor, rows: int) -> OutputMetric:
     given = [axis for axis in outputs if axis not in own]
     padded = F.pad(g, (0, padding, 0, padding))
     padded.diagonal()[rows:] = 1.0
-    blocks = _take_blocks(structure, padded, given, own)
+    blocks = take_blocks(padded, outputs, given, own, structure.sizes)  # (given, own, own)
     metric = OutputMetric(structure, core, own, take_root(blocks), None)
     if not given:
         return metric
-    half = _unmap(metric, padded)
-    rest = _unmap(metric, half.mT)[:rows, :rows]
+    half = _unmap(metric, padded)  # S^-1 G, (outputs, outputs)
+    rest = _unmap(metric, half.mT)[:rows, :rows]  # R = S^-1 G S^-T
     if (rest - identity_like(rest)).abs().max() <= NEGLIGIBLE:
         return metric
     root = take_root(make_definite(rest, "output"))  # rounding is large where G is singular
@@ -113,15 +104,6 @@ def _find_absorbing(structure: Structure) -> int | None:
     """The last core that has every output axis."""
     found = [n for n, core in enumerate(structure.cores) if {*structure.outputs} <= {*core.axes}]
     return found[-1] if found else None
-
-
-def _take_blocks(structure: Structure, g: Tensor, given: list[str], own: list[str]) -> Tensor:
-    """The blocks of G that have one value of `given`: `(given, own, own)`."""
-    outputs, size = [*structure.outputs], structure.sizes
-    tensor = split_axes(g, [*outputs, *outputs], size)
-    blocks = contract([*given, *own, *prime(own)], (tensor, [*outputs, *prime(outputs, own)]))
-    n = prod(size[axis] for axis in own)
-    return blocks.reshape(-1, n, n)
 
 
 def _unmap(metric: OutputMetric, matrix: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._engine.product import to_dense
-from .._structure.arguments import checked, require_real
+from .._structure.arguments import checked, require_finite
 from .._structure.families import Family, structure_of
 from .._structure.structure import Structure
 from .alternating import SWEEPS, search
@@ -129,31 +129,30 @@ def relative_error(
     Computed in float64; 0 if both norms are 0.
 
     Args:
-        weight, structure, covariance, output: as of `project`.
+        weight, structure, covariance, output: as of `project`, which refuses what is none.
         cores: as `project` returns them.
 
     Raises:
-        ValueError, TypeError: as `project`; the cores do not fit the structure.
+        ValueError, TypeError: the cores do not fit the structure.
 
     >>> from structlin import Kronecker
     >>> weight = torch.kron(torch.ones(2, 2), torch.randn(3, 3))
     >>> relative_error(weight, Kronecker(), project(weight, Kronecker())) < 1e-5
     True
     """
-    _check_weight(weight)
     structure = structure_of(structure, weight.shape[1], weight.shape[0])
-    _check_metric("covariance", covariance, weight.shape[1])
-    _check_metric("output", output, weight.shape[0])
     w = weight.detach().to(torch.float64)
     dense = to_dense(structure, [core.detach().to(w) for core in cores])
     error = w - dense[: w.shape[0], : w.shape[1]]
-    squares = [
-        (_multiply_metric(e, output) * (e if covariance is None else e @ covariance.to(w)))
-        .sum()
-        .item()
-        for e in (error, w)
-    ]
-    return divide_norms(*(sqrt(max(square, 0.0)) for square in squares))
+    norms = (_measure(e, covariance, output) for e in (error, w))
+    return divide_norms(*norms)
+
+
+def _measure(e: Tensor, c: Tensor | None, g: Tensor | None) -> float:
+    """||G^1/2 E C^1/2||_F, the root of the trace of (G E) (E C)^T."""
+    left = e if g is None else g.to(e)[:, None] * e if g.ndim == 1 else g.to(e) @ e
+    right = e if c is None else e @ c.to(e)
+    return sqrt(max((left * right).sum().item(), 0.0))
 
 
 def balance(structure: Structure, cores: list[Tensor]) -> list[Tensor]:
@@ -184,24 +183,7 @@ def _check_weight(weight: Tensor) -> None:
             f"weight has shape {tuple(weight.shape)}; "
             "it must be a matrix (out_features, in_features)"
         )
-    if not weight.is_floating_point():
-        raise TypeError(f"weight has dtype {weight.dtype}; it must be real floating point")
-    if weight.is_meta:
-        raise ValueError(
-            "weight is on the meta device: no values to project; load the weights first"
-        )
-    if not weight.isfinite().all():
-        raise ValueError(
-            f"weight has {(~weight.isfinite()).sum().item()} values that are not finite"
-        )
-
-
-def _multiply_metric(w: Tensor, output: Tensor | None) -> Tensor:
-    """G W."""
-    if output is None:
-        return w
-    g = output.to(w)
-    return g[:, None] * w if g.ndim == 1 else g @ w
+    require_finite("weight", weight)
 
 
 def _check_metric(name: str, values: Tensor | None, features: int) -> None:
@@ -216,13 +198,7 @@ def _check_metric(name: str, values: Tensor | None, features: int) -> None:
             f"{name} has shape {tuple(values.shape)}; "
             f"it must be ({width}, {width}) = {(features, features)}{also}: {hint}"
         )
-    require_real(name, values)
-    if values.is_meta:
-        raise ValueError(f"{name} is on the meta device: it has no values")
-    if not values.isfinite().all():
-        raise ValueError(
-            f"{name} has {(~values.isfinite()).sum().item()} values that are not finite"
-        )
+    require_finite(name, values)
     if values.ndim == 1:
         if values.min() < 0:
             raise ValueError(f"{name} has {values.min().item():.3g}; a diagonal has none below 0")

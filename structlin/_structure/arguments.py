@@ -265,6 +265,15 @@ def require_real(name: str, value: Any, dimensions: int = 0) -> None:
         raise ValueError(f"{name} has shape {shape}; it needs at least {dimensions} dimensions")
 
 
+def require_finite(name: str, value: Tensor) -> None:
+    """Raises TypeError for other than real floating point, ValueError for what is not finite."""
+    require_real(name, value)
+    if value.is_meta:
+        raise ValueError(f"{name} is on the meta device: it has no values, load them first")
+    if unfit := int((~value.isfinite()).sum()):
+        raise ValueError(f"{name} has {unfit} values that are not finite")
+
+
 def require_keys(name: str, value: Any, *keys: str) -> None:
     if not isinstance(value, Mapping) or not all(key in value for key in keys):
         raise TypeError(f"{name}={show(value)} must be a dict with {' and '.join(keys)}")
@@ -379,5 +388,4 @@ def check_dense(
     if not has_bias:
         raise ValueError("bias is given, but the layer has none: make it with bias=True")
     check_bias(bias, shape[0], bias.device)
-    if bias.is_meta or not bias.isfinite().all():
-        raise ValueError("bias has no values (meta), or some that are not finite")
+    require_finite("bias", bias)

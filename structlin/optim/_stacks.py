@@ -43,8 +43,9 @@ class Stack:
         assert self.polar is not None
         pairs = zip(self.members, updates, strict=True)
         wholes = [join_parts(p, weight, update) for (p, weight, _), update in pairs]
+        # of each parameter (batch, fan_out, fan_in), and the polar factors of these
         matrices = [to_matrices(m.weight, x) for m, x in zip(self.members, wholes, strict=True)]
-        factors = map_stacked(self.polar, matrices)  # (batch, m, n) of each parameter
+        factors = map_stacked(self.polar, matrices)
         return [
             take_part(p, weight, from_matrices(weight, factor, whole))
             for (p, weight, _), factor, whole in zip(self.members, factors, wholes, strict=True)
@@ -83,7 +84,7 @@ def to_matrices(weight: Weight, tensor: Tensor) -> Tensor:
         return tensor  # (batch, fan_out, fan_in), or (vectors, fan_out)
     if tensor.shape == (weight.fan_out, weight.fan_in) and not weight.transposed:
         return tensor[None]  # an nn.Linear's
-    slices = tensor.reshape(*tensor.shape[:2], weight.kernel)
+    slices = tensor.reshape(*tensor.shape[:2], weight.kernel)  # (g p m, n, k)
     return rearrange(slices, f"{_stored(weight)} -> (g p k) m n", g=weight.groups, p=weight.parts)
 
 
@@ -114,6 +115,7 @@ def map_stacked(function: Callable[[Tensor], Tensor], matrices: list[Tensor]) ->
     for members in alike.values():
         for chunk in divide([matrices[n].numel() for n in members], LARGEST_STACK):
             own = [members[n] for n in chunk]
+            # (sum of the batches, m, n), and back in parts of (batch, m, n)
             stack = torch.cat([matrices[n] for n in own]) if len(own) > 1 else matrices[own[0]]
             parts = torch.split(function(stack), [len(matrices[n]) for n in own])
             for n, part in zip(own, parts, strict=True):
