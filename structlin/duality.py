@@ -22,7 +22,7 @@ from torch import Tensor
 from ._engine.cpu import library, polar
 from ._engine.cpu.library import has_matrix_unit
 from ._engine.cpu.operators import available
-from ._structure.arguments import require_positive, require_real
+from ._structure.arguments import require_real
 
 __all__ = [
     "dual_conv",
@@ -60,7 +60,7 @@ SCHEDULES: dict[str, Schedule] = {
     ),
 }
 METHODS = (*SCHEDULES, "svd")
-DEFAULT, DEFAULT_STEPS = "fast", 5  # what `choose_polar` takes where no method is given
+DEFAULT = SCHEDULES["fast"][:5]  # where no method is given
 
 # The thresholds of `choose_polar`, in numbers of a matrix or a stack.
 LARGE_MATRIX = 2**14  # from which on BLAS is faster than the engine, and than itself in a batch
@@ -74,7 +74,6 @@ def dualize(
     matrix: Tensor,
     *,
     method: str | Schedule = "ns",
-    ns_steps: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return the polar factor U V^T of the last two dimensions, G = U S V^T: every singular value
@@ -89,9 +88,6 @@ def dualize(
             - "svd": exact; singular values below the numerical rank become 0.
             - a schedule of your own, (a, b, c) per step: X <- a X + b (X X^T) X + c (X X^T)^2 X, in
               the order of torch.optim.Muon, whose own is 5 times (3.4445, -4.7750, 2.0315).
-        ns_steps: number of steps of "ns", "fast" or a schedule, whose last step is repeated, or
-            whose end is cut off. The last step of "ns" and "fast" is scaled where they end early,
-            so that no singular value is above 1.
         dtype: of the iteration; float32 by default, float64 for float64 input. bfloat16 is faster
             and fills the null space of rank-deficient matrices with noise of up to 1.
 
@@ -100,20 +96,19 @@ def dualize(
         Singular values that are exactly zero stay (nearly, for the iterations) zero.
 
     Raises:
-        ValueError: `method` is unknown, or no schedule; `ns_steps` is no integer of 1 or more, or
-            the method takes none; `matrix` has fewer than two dimensions.
+        ValueError: `method` is unknown, or no schedule; `matrix` has fewer than two dimensions.
         TypeError: `matrix` is not real floating point.
 
     >>> g = torch.randn(4, 8, 16)
     >>> torch.linalg.svdvals(dualize(g)).sub(1).abs().max() < 1e-3
     tensor(True)
     """
-    check_method(method, ns_steps)
+    check_method(method)
     require_real("matrix", matrix, 2)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype={dtype!r} must be a torch.dtype of floating point")
     shape = (matrix.shape[-2], matrix.shape[-1])
-    return choose_polar(shape, matrix.dtype, matrix.device, method, ns_steps, dtype)(matrix)
+    return choose_polar(shape, matrix.dtype, matrix.device, method, dtype)(matrix)
 
 
 @dataclass(frozen=True)
@@ -150,11 +145,10 @@ def choose_polar(
     dtype: torch.dtype,
     device: torch.device,
     method: str | Schedule | None = None,
-    ns_steps: int | None = None,
     iterate_in: torch.dtype | None = None,
 ) -> Polar:
     """Decide how the polar factors of matrices `(m, n)`, of this dtype and device, are computed: by
-    `method`, `ns_steps` and `dtype` of `dualize`. This is the only place that decides it.
+    `method` and `dtype` of `dualize`. This is the only place that decides it.
 
     Without a method that is 5 steps of "fast", in bfloat16 where the short side has 64 or more and
     the device has products of bfloat16, but for float64 and what the compiled engine takes: fewer
@@ -165,8 +159,8 @@ def choose_polar(
     """
     small = shape[0] * shape[1] < LARGE_MATRIX
     on_cpu = device.type == "cpu"
+    named = method is None or isinstance(method, str)
     if method is None:
-        method, ns_steps = DEFAULT, DEFAULT_STEPS
         exact = dtype == torch.float64 or min(shape) < SMALLEST_BFLOAT16
         if iterate_in is None and not exact and has_bfloat16_products(device):
             for_engine = small and on_cpu and dtype == torch.float32 and library.load()
@@ -175,9 +169,10 @@ def choose_polar(
         iterate_in = torch.promote_types(dtype, torch.float32)
     compiled = small and on_cpu and iterate_in == torch.float32 and method != "svd"
     # a schedule of one's own gives torch.optim.Muon's bits, which multiplies one by one
-    batched = isinstance(method, str) and iterate_in == torch.bfloat16 and has_matrix_unit()
+    batched = named and iterate_in == torch.bfloat16 and has_matrix_unit()
+    schedule = DEFAULT if method is None else method
     return Polar(
-        schedule=None if method == "svd" else _steps(method, ns_steps),
+        schedule=SCHEDULES.get(schedule) if isinstance(schedule, str) else tuple(schedule),
         dtype=iterate_in,
         compiled=compiled,
         one_by_one=on_cpu and not small and not batched,
@@ -202,9 +197,8 @@ def has_bfloat16_products(device: torch.device) -> bool:
 has_bfloat16_products._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def check_method(method: object, ns_steps: int | None) -> None:
-    """Raises ValueError for what is neither a method of `dualize` nor a schedule of coefficients,
-    and where `ns_steps` does not go with the method."""
+def check_method(method: object) -> None:
+    """Raises ValueError for what is neither a method of `dualize` nor a schedule."""
     if isinstance(method, str):
         if method not in METHODS:
             raise ValueError(
@@ -216,10 +210,6 @@ def check_method(method: object, ns_steps: int | None) -> None:
             f"method={method!r} is no schedule: it needs three finite numbers (a, b, c) per step, "
             "such as 5 * [(3.4445, -4.7750, 2.0315)]"
         )
-    if ns_steps is not None:
-        if method == "svd":
-            raise ValueError(f"ns_steps={ns_steps!r}: method={method!r} takes none")
-        require_positive("ns_steps", ns_steps, most=1000)
 
 
 def _is_step(step: object) -> bool:
@@ -343,25 +333,6 @@ def _is_of_safe_size(x: Tensor) -> bool:
         return False
     norms = torch.linalg.vector_norm(x, dim=(-2, -1))
     return bool(((norms > 1e-10) & (norms < 1e10)).all())
-
-
-def _steps(method: str | Schedule, ns_steps: int | None) -> Schedule:
-    named = isinstance(method, str)
-    schedule = tuple(SCHEDULES[method] if isinstance(method, str) else method)
-    if ns_steps is None:
-        return schedule
-    steps = (*schedule[:ns_steps], *schedule[-1:] * (ns_steps - len(schedule)))
-    return (*steps[:-1], _settle(steps[-1])) if named else steps
-
-
-def _settle(step: tuple[float, float, float]) -> tuple[float, float, float]:
-    """The last step of a named method, scaled so that no value ends above 1: those of the first
-    steps reach 2, which the later ones bring back."""
-    a, b, c = step
-    # the peak of a s + b s^3 + c s^5, where a + 3 b s^2 + 5 c s^4 = 0
-    square = (-3 * b - sqrt(9 * b * b - 20 * a * c)) / (10 * c)
-    peak = sqrt(square) * (a + b * square + c * square**2)
-    return step if peak < 1.01 else (a / peak, b / peak, c / peak)
 
 
 def _iterate(x: Tensor, schedule: Schedule) -> Tensor:

@@ -80,7 +80,6 @@ def lr_mult(
     *,
     optimizer: str = "adam",
     out_features: int | None = None,
-    share: float | None = None,
 ) -> float:
     """Learning rate of `core`, relative to that of a dense layer of the same width (dimensionless).
 
@@ -91,7 +90,6 @@ def lr_mult(
     Args:
         in_features, out_features: of the layer; `out_features` is needed for SGD alone.
         cores: number of cores of the layer.
-        share: this core's share of the layer's step; None: 1 / cores, and 1 for SGD.
 
     Raises:
         ValueError: `optimizer` is unknown; SGD without `out_features`; a number below 1.
@@ -104,8 +102,7 @@ def lr_mult(
     """
     require_choice("optimizer", optimizer, OPTIMIZERS)
     if optimizer != "sgd":
-        return (1 / cores if share is None else share) * in_features / core.fan_in
+        return 1 / cores * in_features / core.fan_in
     if out_features is None:
         raise ValueError("out_features=None: the SGD rule needs the layer's out_features")
-    mult = (core.fan_out / core.fan_in) / (out_features / in_features)
-    return mult if share is None else share * mult
+    return (core.fan_out / core.fan_in) / (out_features / in_features)

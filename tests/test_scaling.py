@@ -123,13 +123,6 @@ def test_learning_rates_of_a_layer_that_is_not_square_are_relative_to_a_dense_on
     assert lr_mult(dense, 256, 1, optimizer="sgd", out_features=1024) == 1
 
 
-def test_a_given_share_of_the_mass_takes_the_place_of_an_equal_one():
-    _, u = LowRank(rank=8).structure(256, 1024).cores
-    assert lr_mult(u, 256, 2, share=0.25) == 8
-    assert lr_mult(u, 256, 2, optimizer="sgd", out_features=1024, share=0.25) == 8
-    assert lr_mult(u, 256, 2, share=0.0) == 0
-
-
 def test_unknown_rules_are_refused_by_name():
     with pytest.raises(
         ValueError, match="init='xavier' is unknown; there are mup, spectral, orthogonal"

@@ -32,7 +32,6 @@ _RANGES = {  # of the integers that do not go from 1 to `LARGEST`
     "dim": (-64, 63),  # torch's
     "ignore_index": _ALL,
     "n": (1, 10_000),
-    "ns_steps": (1, 1000),
     "padding": (0, LARGEST),
     "refine": (0, MAX_STEPS),
     "seed": _ALL,

@@ -17,8 +17,7 @@ from .bonds import (
     ScaledReLU,
     SplitHeads,
 )
-from .masses import masses
-from .module import Bond, Composite, Identity, Module
+from .module import Bond, Composite, Identity, Module, masses
 
 __all__ = [
     "GELU",

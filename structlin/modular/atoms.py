@@ -23,7 +23,7 @@ from .._layer.linear import StructuredLinear
 from .._structure.arguments import checked
 from .._structure.families import Family
 from .._structure.structure import Structure
-from ..duality import dual_conv, dual_core, dual_embedding, promote, spectral_bound
+from ..duality import dual_conv, dual_core, dual_embedding, promote
 from .module import Atom, Attributes, Term, Width, chain, single
 
 
@@ -53,13 +53,11 @@ class Linear(Atom):
         self.linear = nn.Linear(in_features, out_features, bias=False)
         self.reset_parameters()
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         if isinstance(self.linear, StructuredLinear):
             self.linear.reset_parameters()
         else:
-            weight = self.linear.weight
-            weight.copy_(dual_core(_gaussian(weight), method="svd"))
+            super().reset_parameters()
 
     @property
     def attributes(self) -> Attributes:
@@ -96,16 +94,10 @@ class Linear(Atom):
         return padded, sqrt(structure.out_features / self.linear.out_features)
 
     def width(self, width: Width) -> Width:
-        if single(self, width) not in (None, self.linear.in_features):
-            shape = f"{self.linear.in_features} -> {self.linear.out_features}"
-            raise ValueError(
-                f"{type(self).__name__}({shape}) takes {self.linear.in_features} features, "
-                f"not {width}"
-            )
-        return self.linear.out_features
+        return _width(self, width, self.linear.in_features, self.linear.out_features)
 
-    def weight_norm(self, weight: Tensor, *, exact: bool = True) -> Tensor:
-        return _operator_norm(weight, exact)
+    def weight_norm(self, weight: Tensor) -> Tensor:
+        return _operator_norm(weight)
 
     def weight_dual(self, gradient: Tensor, method: str) -> Tensor:
         return dual_core(gradient, method=method)
@@ -164,17 +156,12 @@ class Embed(Atom):
         self.embedding = nn.Embedding(tokens, width)
         self.reset_parameters()
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        weight = self.embedding.weight
-        weight.copy_(dual_embedding(_gaussian(weight)))
-
     def width(self, width: Width) -> Width:
         if width is not None:
             raise ValueError(f"Embed takes tokens (integers), but it is given {width} features")
         return self.embedding.embedding_dim
 
-    def weight_norm(self, weight: Tensor, *, exact: bool = True) -> Tensor:
+    def weight_norm(self, weight: Tensor) -> Tensor:
         return promote(weight).square().mean(-1).sqrt().amax()
 
     def weight_dual(self, gradient: Tensor, method: str) -> Tensor:
@@ -211,20 +198,12 @@ class Conv2D(Atom):
         )
         self.reset_parameters()
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        weight = self.conv.weight
-        weight.copy_(dual_conv(_gaussian(weight), method="svd"))
-
     def width(self, width: Width) -> Width:
-        if single(self, width) not in (None, self.conv.in_channels):
-            shape = f"{self.conv.in_channels} -> {self.conv.out_channels}"
-            raise ValueError(f"Conv2D({shape}) takes {self.conv.in_channels} channels, not {width}")
-        return self.conv.out_channels
+        return _width(self, width, self.conv.in_channels, self.conv.out_channels, "channels")
 
-    def weight_norm(self, weight: Tensor, *, exact: bool = True) -> Tensor:
-        slices = weight.flatten(2).permute(2, 0, 1)
-        return len(slices) * _operator_norm(slices, exact)
+    def weight_norm(self, weight: Tensor) -> Tensor:
+        slices = weight.flatten(2).permute(2, 0, 1)  # (k^2, c_out, c_in)
+        return len(slices) * _operator_norm(slices)
 
     def weight_dual(self, gradient: Tensor, method: str) -> Tensor:
         return dual_conv(gradient, method=method)
@@ -234,14 +213,16 @@ class Conv2D(Atom):
         return y
 
 
-def _operator_norm(matrices: Tensor, exact: bool) -> Tensor:
+def _operator_norm(matrices: Tensor) -> Tensor:
     """sqrt(n / m) |W|_2, the largest of all the matrices `(..., m, n)`."""
     m, n = matrices.shape[-2:]
-    spectral: Tensor = (
-        torch.linalg.matrix_norm(promote(matrices), 2) if exact else spectral_bound(matrices)
-    )
+    spectral: Tensor = torch.linalg.matrix_norm(promote(matrices), 2)
     return sqrt(n / m) * spectral.amax()
 
 
-def _gaussian(like: Tensor) -> Tensor:
-    return torch.randn_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+def _width(atom: Atom, width: Width, taken: int, made: int, of: str = "features") -> int:
+    """`made`, the width of the output, if `width` is that of the input or not known."""
+    if single(atom, width) not in (None, taken):
+        name = f"{type(atom).__name__}({taken} -> {made})"
+        raise ValueError(f"{name} takes {taken} {of}, not {width}")
+    return made

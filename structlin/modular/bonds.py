@@ -79,23 +79,27 @@ def ScaledGELU() -> Composite:  # noqa: N802
     return sqrt(2) * GELU()
 
 
-class MeanSubtract(Bond):
-    """x -> x - mean(x) over `dim`.
-
-    >>> MeanSubtract()(torch.tensor([1.0, 3.0]))
-    tensor([-1.,  1.])
-    """
+class _OverDims(Bond):
+    """A bond that takes a mean over `dim`."""
 
     @checked
     def __init__(self, dim: Dims = -1) -> None:
         super().__init__()
         self.dim = dim
 
+
+class MeanSubtract(_OverDims):
+    """x -> x - mean(x) over `dim`.
+
+    >>> MeanSubtract()(torch.tensor([1.0, 3.0]))
+    tensor([-1.,  1.])
+    """
+
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(dim=self.dim, keepdim=True)
 
 
-class RMSDivide(Bond):
+class RMSDivide(_OverDims):
     """x -> x / RMS(x) over `dim`, zero to zero. 2 / sqrt 3 is the norm of its second derivative at
     RMS 1.
 
@@ -104,11 +108,6 @@ class RMSDivide(Bond):
     """
 
     gamma = 2 / sqrt(3)
-
-    @checked
-    def __init__(self, dim: Dims = -1) -> None:
-        super().__init__()
-        self.dim = dim
 
     def forward(self, x: Tensor) -> Tensor:
         mean_square = x.square().mean(dim=self.dim, keepdim=True)
@@ -194,9 +193,7 @@ class MergeHeads(Bond):
     torch.Size([5, 3, 8])
     """
 
-    def width(self, width: Width) -> Width:
-        single(self, width)
-        return None
+    keeps_width = False
 
     def forward(self, x: Tensor) -> Tensor:
         return rearrange(x, "... h t d -> ... t (h d)")
@@ -209,9 +206,7 @@ class Flatten(Bond):
     torch.Size([5, 6])
     """
 
-    def width(self, width: Width) -> Width:
-        single(self, width)
-        return None
+    keeps_width = False
 
     def forward(self, x: Tensor) -> Tensor:
         return x.flatten(start_dim=1)

@@ -12,6 +12,7 @@ MD.
 """
 
 import copy
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .._model.parameters import parameters_of
 from .._structure.arguments import checked, require_positive, show
 from ..duality import promote
 
@@ -240,12 +242,8 @@ class Module(nn.Module):
         Where the loss is below `<g, w> + sharpness |w|^2 / 2`, as proposition 5 of MN has it, the
         update w that decreases this most is -(dual_norm / sharpness) times `dualize()`.
 
-        Args:
-            gradients: `{name: tensor}`; None: those of the parameters, where they have one.
+        The gradients are those of `dualize`.
 
-        Raises:
-            ValueError: no gradient at all; a name that is no weight of the module, or a tensor of
-                another shape.
         Source: MD, definition 1 and proposition 1.
 
         >>> from structlin.modular import Linear
@@ -282,26 +280,6 @@ class Module(nn.Module):
         update = self.dualize() if update is None else update
         for term, _, step in self._measured(update):
             self.get_parameter(term.name).sub_(lr * step)
-
-    @checked
-    def normalize(self, update: Weights, *, target: float = 1.0) -> dict[str, Tensor]:
-        """`update` with each weight's part divided by its norm, so that the whole has modular norm
-        `target`.
-
-        Spectral norms are those of `duality.spectral_bound`: never too small, 0.3 % too large on
-        average, so that the norm is not above `target`. Zero maps to zero, and so does what has
-        mass zero.
-
-        Raises:
-            ValueError: a name that is no weight of the module, or a tensor of another shape.
-        Source: MN, algorithm 1.
-        """
-        normalized = {}
-        for term, length, weight in self._measured(update):
-            norm = term.atom.weight_norm(weight, exact=False)
-            factor = torch.where(norm == 0, norm, target * length / norm)
-            normalized[term.name] = weight * factor.to(weight.dtype)
-        return normalized
 
     def _measured(self, update: Weights) -> list[tuple[Term, float, Tensor]]:
         """The weights in `update` with their lengths."""
@@ -355,13 +333,15 @@ class Bond(Module):
 
     own_sensitivity: float = 1.0
     gamma: float = 0.0
+    keeps_width: bool = True  #: whether the output has as many features; else nobody knows
 
     @property
     def attributes(self) -> Attributes:
         return Attributes(sensitivity=self.own_sensitivity, gamma=self.gamma)
 
     def width(self, width: Width) -> Width:
-        return single(self, width)
+        features = single(self, width)
+        return features if self.keeps_width else None
 
 
 class Atom(Module):
@@ -383,8 +363,16 @@ class Atom(Module):
     def terms(self) -> list[Term]:
         return [Term(name, self._mass, 1.0, self) for name, _ in self.named_parameters()]
 
-    def weight_norm(self, weight: Tensor, *, exact: bool = True) -> Tensor:
-        """0-D; with `exact=False` spectral norms are bounded by `duality.spectral_bound`."""
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        for weight in self.parameters():
+            gaussian = torch.randn_like(
+                weight, dtype=torch.promote_types(weight.dtype, torch.float32)
+            )
+            weight.copy_(self.weight_dual(gaussian, "svd"))
+
+    def weight_norm(self, weight: Tensor) -> Tensor:
+        """The norm of a weight, 0-D."""
         raise NotImplementedError
 
     def weight_dual(self, gradient: Tensor, method: str) -> Tensor:
@@ -394,6 +382,38 @@ class Atom(Module):
 
     def extra_repr(self) -> str:
         return f"mass={self._mass:.6g}"
+
+
+@checked
+def masses(model: Module) -> dict[str, Any]:
+    """The `masses` of `optim.Muon` or `optim.Normed`: layer name -> length of its step at lr = 1; a
+    tuple, of each of its cores. That is mass / (M * later sensitivities).
+
+    Without momentum `Muon(net, masses=masses(net))` then makes the steps of `net.dualize()`, and
+    `Normed` those of MN's algorithm 1.
+
+    Raises:
+        ValueError: a trainable weight with mass zero.
+    Source: MN, section 3.
+
+    >>> from structlin.modular import Linear, ReLU
+    >>> net = Linear(64, 8) @ ReLU() @ Linear(64, 64, mass=2)
+    >>> {name: round(length, 3) for name, length in masses(net).items()}
+    {'0.linear': 0.943, '2.linear': 0.333}
+    """
+    layers = {info.name: info.layer for info in parameters_of(model)}
+    lengths = defaultdict[str, list[float]](list)
+    for name, length in model.lengths().items():
+        if length:
+            lengths[layers[name]].append(length)
+        elif model.get_parameter(name).requires_grad:
+            raise ValueError(
+                f"{name!r} has mass 0: optimizers take no such; "
+                "freeze it with requires_grad_(False)"
+            )
+    return {
+        layer: cores[0] if len(cores) == 1 else tuple(cores) for layer, cores in lengths.items()
+    }
 
 
 class Composite(Module):

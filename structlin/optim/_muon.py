@@ -381,7 +381,7 @@ def _check(group: dict[str, Any]) -> None:
     if not 0 <= group["momentum"] < 1:
         raise ValueError(f"momentum={group['momentum']!r} must be at least 0 and below 1")
     if group["method"] is not None:
-        check_method(group["method"], None)
+        check_method(group["method"])
     require_choice("adjust_lr_fn", group["adjust_lr_fn"], SCALES)
 
 

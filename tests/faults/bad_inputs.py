@@ -86,12 +86,12 @@ def _say(values: str, arguments: str) -> dict[str, set[str]]:
 
 _COUNTS = """
     base block_depth blocks chunk context cores d_query d_value depth every exponent heads
-    in_channels in_features kernel measure multiple n ns_steps out_channels out_features padding
+    in_channels in_features kernel measure multiple n out_channels out_features padding
     rank seed size split steps stride sweeps tokens vocabulary width world_size refine dim
     ignore_index
 """
 _RATES = """
-    a blocks_mass eps lr mass norm other_lr share target weight_decay
+    a blocks_mass eps lr mass norm other_lr target weight_decay
 """
 _POSITIVE = "tolerance seconds"
 _TENSORS = "gradient matrix"
@@ -103,7 +103,7 @@ for meant in (
     _say("0", f"{_RATES} exponent refine sweeps padding seed tokens dim ignore_index momentum"),
     _say("0", "beta epsilon gamma phi rho label_smoothing"),
     _say("-1", "seed dim ignore_index a"),
-    _say("None", "between keep share"),
+    _say("None", "between keep"),
     _say("numpy 0.5", "alpha momentum label_smoothing keep"),
     _say("10**30", "size"),  # arithmetic of integers alone
     _say("tensor 1.0", "lr other_lr"),
@@ -260,7 +260,7 @@ CALLS: dict[str, Call] = {
     ),
     "lr_mult(sgd)": (
         partial(structlin.lr_mult, optimizer="sgd"),
-        lambda: {"core": structure().cores[0], **widths, "cores": 2, "share": 0.5},
+        lambda: {"core": structure().cores[0], **widths, "cores": 2},
     ),
     "dualize": (structlin.dualize, lambda: {"matrix": matrix()}),
     "duality.dual_core": (duality.dual_core, lambda: {"gradient": matrix()}),
@@ -320,10 +320,6 @@ CALLS: dict[str, Call] = {
     "modular.Module.dualize": (of(net, "dualize"), dict),
     "modular.Module.dual_norm": (of(net, "dual_norm"), dict),
     "modular.Module.descend_": (of(net, "descend_"), lambda: {"lr": 0.1}),
-    "modular.Module.normalize": (
-        of(net, "normalize"),
-        lambda: {"update": {"0.linear.weight": matrix()}},
-    ),
     "stability.metrics": (
         stability.metrics,
         lambda: {"model": dense(), "batch": rows(), "before": dense()},

@@ -118,33 +118,26 @@ def test_a_structured_layer_splits_its_mass_over_its_cores(given, shares):
 # Steps
 
 
-@pytest.mark.parametrize("optimizer", ["Muon", "Normed"])
-def test_muon_without_momentum_makes_the_steps_of_dualize_and_normed_those_of_normalize(
-    case, optimizer
-):
+def test_muon_without_momentum_makes_the_steps_of_dualize(case):
     net, x = case
     twin = copy.deepcopy(net)
     for module in (net, twin):
         backward(module, x)
-    if optimizer == "Muon":
-        options = {"momentum": 0.0, "method": "ns"}
-        Muon(net, lr=0.1, masses=masses(net), **options).step()
-        twin.descend_(0.1)
-    else:
-        Normed(torch.optim.SGD(net.parameters(), lr=0.1), net, masses=masses(net)).step()
-        twin.descend_(0.1, twin.normalize({name: p.grad for name, p in twin.named_parameters()}))
+    Muon(net, lr=0.1, masses=masses(net), momentum=0.0, method="ns").step()
+    twin.descend_(0.1)
     torch.testing.assert_close(values(net), values(twin), rtol=1e-9, atol=1e-9)
 
 
-def test_a_normalized_update_has_the_target_as_its_norm_and_keeps_its_directions(case):
-    net, _ = case
-    update = {name: torch.randn_like(p) for name, p in net.named_parameters()}
-    normalized = net.normalize(update, target=0.3)
-    assert 0.3 * 0.87 <= net.norm(normalized).item() <= 0.3 * (1 + 1e-9)
-    for name, tensor in normalized.items():
-        assert torch.cosine_similarity(
-            tensor.flatten(), update[name].flatten(), dim=0
-        ).item() == pytest.approx(1)
+def test_a_step_of_normed_has_the_rate_as_its_norm_and_keeps_the_directions(case):
+    net, x = case
+    backward(net, x)
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    Normed(torch.optim.SGD(net.parameters(), lr=0.3), net, masses=masses(net)).step()
+    for name, p in net.named_parameters():  # every weight's part has that norm by itself
+        step = before[name] - p.detach()
+        assert 0.3 * 0.87 <= net.norm({name: step}).item() <= 0.3 * (1 + 1e-9)
+        cosine = torch.cosine_similarity(step.flatten(), p.grad.flatten(), dim=0)
+        assert cosine.item() == pytest.approx(1)
 
 
 def test_a_dual_step_has_the_target_as_its_norm_and_decreases_the_loss(case):
@@ -166,8 +159,8 @@ def test_a_negative_factor_does_not_turn_the_step_around():
 def test_zero_maps_to_zero_and_never_to_nan():
     net = GPT(11, context=6, width=8, heads=2, blocks=1)
     zeros = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
-    for steps in (net.dualize(zeros), net.normalize(zeros)):
-        assert all(not step.any() and step.isfinite().all() for step in steps.values())
+    steps = net.dualize(zeros)
+    assert all(not step.any() and step.isfinite().all() for step in steps.values())
     assert not net.dual_norm(zeros)
     for parameter in net.parameters():
         nn.init.zeros_(parameter)
@@ -190,7 +183,6 @@ def test_what_has_mass_zero_is_frozen_and_its_term_is_zero():
     steps = net.dualize(update)
     assert not steps["0.linear.weight"].any()
     assert norms(steps["1.linear.weight"]) == pytest.approx(1, abs=1e-3)
-    assert not net.normalize(update)["0.linear.weight"].any()
     assert net.norm(update).item() == pytest.approx(norms(update["1.linear.weight"]))
     assert net.mass == 2
     assert net.sharpness == (0, 1, 0)
