@@ -137,15 +137,7 @@ class WeightView(Tensor):
 
         return func(*tree_map(form, args), **tree_map(form, kwargs))
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        return cls.__torch_function__(func, types, args, kwargs)
+    __torch_dispatch__ = __torch_function__  # type: ignore[assignment]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"WeightView({self.layer!r})"

@@ -29,7 +29,8 @@ def find_ends(layers: Sequence[Layer]) -> list[Layer]:
     return [
         layer
         for layer in layers
-        if _named(_ENDS.get(layer.role, r"$^"), layer) or layer in last.values()
+        if re.search(_ENDS.get(layer.role, r"$^"), layer.name, re.IGNORECASE)
+        or layer in last.values()
     ]
 
 
@@ -94,7 +95,3 @@ def blocks_of_layers(
     if not found and all(layer.module is not model for layer in layers):
         return {model: ("", layers)}
     return found
-
-
-def _named(pattern: str, layer: Layer) -> bool:
-    return re.search(pattern, layer.name, re.IGNORECASE) is not None

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .._layer.linear import StructuredLinear
+from .._structure.arguments import require_module
 from .kinds import STORES, build_smallest, find_attributes, is_bookkeeping, is_conv1d
 
 # Subclasses of nn.Linear that multiply by their weight and do nothing else.
@@ -30,9 +31,8 @@ def require_replaceable(model: nn.Module) -> None:
         ValueError: inference mode is on; the model, or a part of it, is wrapped by torch.compile,
             DataParallel, DistributedDataParallel or FullyShardedDataParallel.
     """
+    require_module("model", model)
     kind = type(model).__name__
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model={kind} must be a torch.nn.Module")
     if torch.is_inference_mode_enabled():
         raise ValueError(
             f"model={kind}: parameters made under torch.inference_mode can never be trained; "
@@ -135,12 +135,9 @@ def find_reason_to_keep(layer: StructuredLinear, *kinds: type[StructuredLinear])
     `kinds`; empty if one can."""
     if type(layer) not in (StructuredLinear, *kinds):
         return f"is a {type(layer).__name__}: its own behaviour would be lost"
-    return find_sharding(layer) or find_loss(layer)
-
-
-def find_sharding(layer: StructuredLinear) -> str:
-    sharded = any(hasattr(parameter, "full_tensor") for parameter in layer.parameters())
-    return "is sharded: gather it first" if sharded else ""
+    if any(hasattr(parameter, "full_tensor") for parameter in layer.parameters()):
+        return "is sharded: gather it first"
+    return find_loss(layer)
 
 
 def _remain(held: Any) -> list[Any]:

@@ -40,8 +40,6 @@ _RANGES = {  # of the integers that do not go from 1 to `LARGEST`
     "sweeps": (0, MAX_STEPS),
     "tokens": (0, LARGEST),
 }
-_POSITIVE = {"tolerance"}
-_UNBOUNDED = {"tolerance"}  # where infinity is a bound
 _SAY_MORE = {"keep", "method"}  # where they are refused
 _WORDS = {  # beside the names of types
     Callable: "a function",
@@ -162,8 +160,7 @@ def _fit_inside(name: str, value: Any, kind: Any, argument: str) -> Any:
     if kind is int:
         return require_positive(name, value, *_RANGES.get(argument, (1, LARGEST)))
     if kind is float:
-        most = inf if argument in _UNBOUNDED else sys.float_info.max
-        return require_number(name, value, argument in _POSITIVE, most)
+        return require_number(name, value, argument == "tolerance")
     if argument == "path" and value is not None and not fspath(value):
         raise ValueError(f"{name}={value!r} is empty")
     if isinstance(value, Mapping) and len(inner) == 2:
@@ -222,12 +219,10 @@ def require_positive(name: str, value: Any, least: int = 1, most: int = LARGEST)
     return int(value)
 
 
-def require_number(
-    name: str, value: Any, positive: bool = False, most: float = sys.float_info.max
-) -> float:
-    """`value` as a number of Python."""
-    if not 0 <= value <= most or (positive and not value):
-        bound = "positive and finite" if positive else "finite and not negative"
+def require_number(name: str, value: Any, positive: bool) -> float:
+    """`value` as a number of Python. A positive one may be infinite."""
+    if not (value > 0 if positive else 0 <= value <= sys.float_info.max):
+        bound = "positive" if positive else "finite and not negative"
         raise ValueError(f"{name}={value!r} must be {bound}")
     plain = type(value) is float or (type(value) is int and value < LARGEST)
     return value if plain else float(value)  # torch takes no int of more than 64 bits
@@ -350,13 +345,11 @@ def check_input(
         raise ValueError(
             f"x has shape {tuple(x.shape)}: its last dimension must be in_features={in_features}"
         )
-    if x.dtype == dtype and x.device == core.device and x.is_floating_point():
-        return
     if not x.is_floating_point():
         raise TypeError(f"x has dtype {x.dtype}; a structured product needs a floating-point input")
     if x.device != core.device:
         raise ValueError(f"x is on {x.device}, the cores are on {core.device}")
-    if not torch.is_autocast_enabled(x.device.type):
+    if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
         raise TypeError(
             f"x has dtype {x.dtype}, the cores have {dtype}; cast one of them or use autocast"
         )
@@ -382,9 +375,8 @@ def check_dense(
             f"weight has shape {tuple(weight.shape)}; "
             f"it must be (out_features, in_features) = {shape}"
         )
-    if bias is None:
-        return
-    if not has_bias:
-        raise ValueError("bias is given, but the layer has none: make it with bias=True")
-    check_bias(bias, shape[0], bias.device)
-    require_finite("bias", bias)
+    if bias is not None:
+        if not has_bias:
+            raise ValueError("bias is given, but the layer has none: make it with bias=True")
+        check_bias(bias, shape[0], bias.device)
+        require_finite("bias", bias)

@@ -3,8 +3,7 @@ their formulas.
 
 `W` is `(out_features, in_features)`, `y = W x`. Source, where none is named: Qiu et al. 2024,
 "Compute Better Spent" (arXiv:2406.06248). Widths are factorised as evenly as possible (its appendix
-E.2); a width that factors badly (a prime, 50257 = 29 x 1733) is padded to the next one that factors
-well: the structure is then larger than the layer, and the layer slices.
+E.2). Where `factorise` pads one, the structure is larger than the layer, and the layer slices.
 """
 
 from abc import ABC, abstractmethod
@@ -397,21 +396,12 @@ def structure_of(structure: Family | Structure, in_features: int, out_features: 
     is large enough.
 
     Raises:
-        ValueError: a width below 1; the family does not fit; the `Structure` is smaller than the
-            layer.
-        TypeError: neither a family nor a `Structure`.
+        ValueError: the family does not fit; the `Structure` is smaller than the layer.
+        TypeError: a family gives no `Structure`.
     """
-    require_positive("in_features", in_features)
-    require_positive("out_features", out_features)
-    if not isinstance(structure, Family | Structure):
-        raise TypeError(
-            f"structure={structure!r} must be a family such as BTT(rank=1), or a Structure"
-        )
-    found = (
-        structure.structure(in_features, out_features)
-        if isinstance(structure, Family)
-        else structure
-    )
+    found = structure
+    if isinstance(structure, Family):
+        found = structure.structure(in_features, out_features)
     if not isinstance(found, Structure):
         raise TypeError(f"{label(structure)} gives a {type(found).__name__}, not a Structure")
     for side, width, size in (
@@ -426,7 +416,6 @@ def structure_of(structure: Family | Structure, in_features: int, out_features: 
 def warn_of_padding(
     structure: Family | Structure, found: Structure, in_features: int, out_features: int
 ) -> None:
-    """Warn of padding."""
     if text := explain_padding(structure, found, in_features, out_features):
         warn(f"{label(structure)}: {text}")
 

@@ -6,10 +6,10 @@ A width that factors badly (a prime, 50257 = 29 x 1733) is padded to the next on
 from functools import lru_cache
 from math import gcd, isqrt
 
-from .arguments import LARGEST, checked, require_positive
+from .arguments import checked
 
 
-@lru_cache(maxsize=4096, typed=True)  # or 64.0 would be taken for a 64 that is known
+@lru_cache(maxsize=4096)
 def factorise(width: int, factors: int) -> tuple[int, ...]:
     """`factors` integers, ascending and as even as possible, whose product is `width`, or the next
     width that factors well if the largest is over 4 times the smallest.
@@ -20,7 +20,6 @@ def factorise(width: int, factors: int) -> tuple[int, ...]:
     >>> factorise(20, 2), factorise(30, 2), factorise(1024, 3), factorise(50257, 2), factorise(7, 2)
     ((4, 5), (5, 6), (8, 8, 16), (192, 264), (2, 4))
     """
-    require_positive("width", width, most=LARGEST)  # beyond, nobody would wait for the factors
     even = _most_even(width, factors)
     if even[-1] <= 4 * even[0]:
         return even

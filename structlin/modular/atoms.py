@@ -173,13 +173,11 @@ class Embed(Atom):
 
 
 class Conv2D(Atom):
-    """Convolution of images `(batch, channels, height, width)`; features are the channels.
+    """Convolution of images `(batch, channels, height, width)`; features are the channels. Zeros
+    around an image keep its size where `kernel` is odd.
 
     The norm is k^2 sqrt(c_in / c_out) times the largest |W_ij|_2 of the k^2 slices of the kernel.
     Each slice is initialised semi-orthogonal, so that this norm is 1.
-
-    Args:
-        padding: zeros around the image; None keeps its size where stride is 1 and `kernel` odd.
 
     >>> net = Conv2D(3, 8)
     >>> net(torch.ones(2, 3, 5, 5)).shape, [term.mass for term in net.terms()]
@@ -188,14 +186,11 @@ class Conv2D(Atom):
 
     @checked
     def __init__(
-        self, in_channels: int, out_channels: int, kernel: int = 3, *, stride: int = 1,
-        padding: int | None = None, mass: float = 1.0,
-    ) -> None:  # fmt: skip
+        self, in_channels: int, out_channels: int, kernel: int = 3, *, mass: float = 1.0
+    ) -> None:
         super().__init__(mass)
-        padding = (kernel - 1) // 2 if padding is None else padding
-        self.conv = nn.Conv2d(
-            in_channels, out_channels, kernel, stride=stride, padding=padding, bias=False
-        )
+        padding = (kernel - 1) // 2
+        self.conv = nn.Conv2d(in_channels, out_channels, kernel, padding=padding, bias=False)
         self.reset_parameters()
 
     def width(self, width: Width) -> Width:

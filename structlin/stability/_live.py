@@ -75,8 +75,8 @@ def format_number(value: float) -> str:
 
 @checked
 @torch.no_grad()
-def metrics(model: nn.Module, batch: Any, *, before: nn.Module | None = None) -> Log:
-    """Forward, dependency and update stability of every layer of `model`, on one batch, now.
+def metrics(model: nn.Module, batch: Any) -> Log:
+    """Forward and dependency stability of every layer of `model`, on one batch, now.
 
     The model runs in eval mode without gradients; modes are restored and no hook stays, also on an
     error. Norms are found without forming a structured layer's matrix, from below, within 0.3 %
@@ -85,13 +85,10 @@ def metrics(model: nn.Module, batch: Any, *, before: nn.Module | None = None) ->
     Args:
         batch: a mapping is passed as keywords, a tuple or list as positions, anything else as the
             one argument.
-        before: the same model earlier, for example `copy.deepcopy(model)` before a step; without,
-            no update is known.
 
     Raises:
-        TypeError: `model` or `before` is not a module.
-        ValueError: a parameter has no values (meta) or is sharded; `before` lacks a layer or has
-            another shape.
+        TypeError: `model` is not a module.
+        ValueError: a parameter has no values (meta) or is sharded.
 
     >>> from structlin import BTT, StructuredLinear
     >>> model = nn.Sequential(StructuredLinear(64, 64, BTT(), init="orthogonal"), nn.ReLU())
@@ -100,15 +97,11 @@ def metrics(model: nn.Module, batch: Any, *, before: nn.Module | None = None) ->
     [('0', 1.0)]
     """
     require_values(model)
-    if before is not None:
-        require_values(before)
     reader = _Reader(model)
     with eval_mode(model), reader.listen():
         call_model(model, batch)
     reader.measure(0)
-    if before is not None:
-        reader.remember(before)
-    return Log(reader.finish())
+    return Log(reader.rows)
 
 
 @checked
@@ -169,7 +162,7 @@ def watch(model: nn.Module, *, every: int = 10) -> Iterator[Log]:
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         reading.close()
         reader.measure(steps - 1)
-        reader.remember(model)
+        reader.remember()
 
     entering = model.register_forward_pre_hook(enter)
     try:
@@ -222,17 +215,10 @@ class _Reader:
             dependency = self._norm(name) if name in self.found else None
             self.rows.append(Reading(step, name, rms, forward, dependency, None))
 
-    def remember(self, model: nn.Module) -> None:
-        """The weights of `model` are what the update is counted from."""
-        theirs = operators(model, self._shapes)
+    def remember(self) -> None:
+        """The weights as they are now are what the update is counted from."""
         for name, operator in self.found.items():
-            wanted = [weight.shape for weight in operator.weights()]
-            if name not in theirs or wanted != [weight.shape for weight in theirs[name].weights()]:
-                raise ValueError(
-                    f"before={type(model).__name__} has no layer {name!r} of the same shape"
-                )
-        for name in self.found:
-            self.before[name] = [weight.detach().clone() for weight in theirs[name].weights()]
+            self.before[name] = [weight.detach().clone() for weight in operator.weights()]
 
     def changed(self) -> bool:
         """Whether a step has been made since `remember`."""

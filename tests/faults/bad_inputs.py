@@ -322,7 +322,7 @@ CALLS: dict[str, Call] = {
     "modular.Module.descend_": (of(net, "descend_"), lambda: {"lr": 0.1}),
     "stability.metrics": (
         stability.metrics,
-        lambda: {"model": dense(), "batch": rows(), "before": dense()},
+        lambda: {"model": dense(), "batch": rows()},
     ),
     "stability.watch": (watch, lambda: {"model": dense(), "every": 1}),
     "stability.coordinate_check": (
