@@ -30,11 +30,7 @@ class DescribedModule(nn.Module):
     def _is_hf_initialized(self, value: bool) -> None:
         vars(self)["_is_hf_initialized"] = value
         if value and getattr(self, "_undrawn", False):
-            self._draw(lambda own: getattr(own, "_is_hf_initialized", False) or _is_written(own))
-
-    @_is_hf_initialized.deleter
-    def _is_hf_initialized(self) -> None:
-        vars(self).pop("_is_hf_initialized", None)
+            self._draw(_has_values)
 
     def _draw(self, keeps: Callable[[Tensor], bool]) -> None:
         """Draw all parameters anew but those that `keeps` is true of, and set `_undrawn`."""
@@ -82,8 +78,9 @@ def is_guarded(parameter: Tensor) -> bool:
     return bool(probe)
 
 
-def _is_written(parameter: Tensor) -> bool:
-    return not parameter.is_inference() and parameter._version > 0
+def _has_values(parameter: Tensor) -> bool:
+    read = getattr(parameter, "_is_hf_initialized", False)
+    return read or (not parameter.is_inference() and parameter._version > 0)
 
 
 def tell_difference(own: dict[str, Any], said: Any) -> str:

@@ -94,7 +94,11 @@ def decide(
             continue
         part = find_first(splitting, n)
         if part is not None:
-            chosen = _split(chosen, split[part.pattern], layer)
+            parts = split[part.pattern]
+            if not isinstance(chosen, Family):
+                where = f"structure={chosen!r} of layer {layer.name!r}"
+                raise ValueError(f"split={parts}: {where} must be a family")
+            chosen = Split(split=parts, of=chosen)
         resolved = None if sizes_open and override is None else _resolve(layer, chosen)
         zero = find_first(zeroed, n) is not None
         decisions.append(Decision(layer, chosen, resolved, zero_init=zero))
@@ -136,14 +140,6 @@ def _find_reason(
         sharing = ", ".join(layer.tied)
         return f"shares its weight with {sharing}; untie=True converts it all the same"
     return ""
-
-
-def _split(structure: Spec, parts: int, layer: Layer) -> Split:
-    if not isinstance(structure, Family):
-        raise ValueError(
-            f"split={parts}: structure={structure!r} of layer {layer.name!r} must be a family"
-        )
-    return Split(split=parts, of=structure)
 
 
 def _resolve(layer: Layer, structure: Spec) -> Structure:

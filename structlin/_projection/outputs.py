@@ -8,7 +8,7 @@ LowRank, a block of G for each block of rows of BTT. What is left of G goes to a
 squares.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +28,9 @@ class OutputMetric:
 
     structure: Structure
     core: int | None  #: that absorbs S
-    own: list[str]  #: the output axes that S mixes
-    absorbed: Tensor  #: S, `(outputs that it does not mix, own, own)`
+    given: list[str]  #: the output axes that S does not mix
+    own: list[str]  #: those that it mixes
+    absorbed: Tensor  #: S, `(given, own, own)`
     left: Tensor | None  #: a root of R, `(outputs, outputs)` or their scales; None if R is I
 
     def whiten(self, w: Tensor) -> Tensor:
@@ -40,7 +41,7 @@ class OutputMetric:
         """The cores of S^-T B."""
         if self.core is None:
             return cores
-        axes, given = self.structure.cores[self.core].axes, self._given
+        axes, given = self.structure.cores[self.core].axes, self.given
         rest = [axis for axis in axes if axis not in (*given, *self.own)]
         groups = given, self.own, rest
         columns = group_axes(cores[self.core], axes, groups, self.structure.sizes)
@@ -48,13 +49,9 @@ class OutputMetric:
         core = store(self.structure, self.core, solved, [*given, *self.own, *rest])
         return [*cores[: self.core], core, *cores[self.core + 1 :]]
 
-    @property
-    def _given(self) -> list[str]:
-        return [axis for axis in self.structure.outputs if axis not in self.own]
-
     def _map(self, blocks: Tensor, rows: Tensor) -> Tensor:
         """A block-diagonal matrix times rows, `(out_features, columns)`."""
-        outputs, given, own = self.structure.outputs, self._given, self.own
+        outputs, given, own = self.structure.outputs, self.given, self.own
         size = {**self.structure.sizes, COLUMNS: rows.shape[1]}
         square, lying = [*given, *own, *prime(own)], [*outputs, COLUMNS]
         factors = split_axes(blocks, square, size), split_axes(rows, lying, size)
@@ -68,21 +65,20 @@ def take_metric(structure: Structure, g: Tensor, rows: int) -> OutputMetric:
     Args:
         g: `(rows, rows)`, or its diagonal `(rows,)`.
     """
-    core = _find_absorbing(structure)
+    core, outputs = _find_absorbing(structure), [*structure.outputs]
     diagonal, padding = g.ndim == 1, structure.out_features - rows
     if core is None:
-        return OutputMetric(structure, None, [], g, g.sqrt() if diagonal else take_root(g))
+        return OutputMetric(structure, None, outputs, [], g, g.sqrt() if diagonal else take_root(g))
     if diagonal:
         scales = F.pad(g.sqrt(), (0, padding), value=1.0)
-        return OutputMetric(structure, core, [], scales[:, None, None], None)
+        return OutputMetric(structure, core, outputs, [], scales[:, None, None], None)
     others = {axis for n, each in enumerate(structure.cores) if n != core for axis in each.axes}
-    outputs = [*structure.outputs]
     own = [axis for axis in outputs if axis not in others and axis not in structure.inputs]
     given = [axis for axis in outputs if axis not in own]
     padded = F.pad(g, (0, padding, 0, padding))
     padded.diagonal()[rows:] = 1.0
     blocks = take_blocks(padded, outputs, given, own, structure.sizes)  # (given, own, own)
-    metric = OutputMetric(structure, core, own, take_root(blocks), None)
+    metric = OutputMetric(structure, core, given, own, take_root(blocks), None)
     if not given:
         return metric
     half = _unmap(metric, padded)  # S^-1 G, (outputs, outputs)
@@ -90,7 +86,7 @@ def take_metric(structure: Structure, g: Tensor, rows: int) -> OutputMetric:
     if (rest - identity_like(rest)).abs().max() <= NEGLIGIBLE:
         return metric
     root = take_root(make_definite(rest, "output"))  # rounding is large where G is singular
-    return OutputMetric(structure, core, own, metric.absorbed, root)
+    return replace(metric, left=root)
 
 
 def weigh(rows: Tensor, root: Tensor | None) -> Tensor:

@@ -293,14 +293,11 @@ def require_values(model: nn.Module) -> None:
     """Raises TypeError if `model` is no module, ValueError if a parameter's values are not here."""
     require_module("model", model)
     for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(
-                f"model={type(model).__name__}: {name} is on meta; materialise it first (to_empty)"
-            )
+        why = "is on meta; materialise it first (to_empty)" if parameter.is_meta else ""
         if hasattr(parameter, "full_tensor"):
-            raise ValueError(
-                f"model={type(model).__name__}: {name} is sharded (DTensor), which is not supported"
-            )
+            why = "is sharded (DTensor), which is not supported"
+        if why:
+            raise ValueError(f"model={type(model).__name__}: {name} {why}")
 
 
 # ---- what a product is given ---------------------------------------------------------------------

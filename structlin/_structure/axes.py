@@ -3,7 +3,6 @@
 import keyword
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NoReturn
 
 MOST_AXES = 52  # letters of torch.einsum; an axis of x and of y takes two
 ACTIVATIONS = ("silu",)  # that may stand between cores; a program has their numbers, from 1
@@ -37,16 +36,11 @@ def read_axes(where: str, text: str) -> list[str]:
                 f"{where}: {axis!r} is not an axis name (ASCII letters and digits, a letter first)"
             )
         if axis in _RESERVED:
-            refuse_reserved(where, axis)
+            other = f"take another, for example {axis + '1'!r}"
+            raise ValueError(f"{where}: the axis name {axis!r} is reserved; {other}")
         if axes.count(axis) > 1:
             raise ValueError(f"{where}: axis {axis!r} appears more than once in {text.strip()!r}")
     return axes
-
-
-def refuse_reserved(where: str, axis: str) -> NoReturn:
-    raise ValueError(
-        f"{where}: the axis name {axis!r} is reserved; take another, for example {axis + '1'!r}"
-    )
 
 
 def check_between(between: object, cores: Sequence[str]) -> None:

@@ -13,15 +13,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from .axes import (
-    ACTIVATIONS,
-    check_between,
-    check_number,
-    check_sizes,
-    check_texts,
-    read_axes,
-    refuse_reserved,
-)
+from .axes import ACTIVATIONS, check_between, check_number, check_sizes, check_texts, read_axes
 
 TOKENS = "tokens"  # the axis that runs over all leading dimensions of an input
 
@@ -264,8 +256,7 @@ class Structure:
         check_texts(signature, cores)
         if not isinstance(sizes, Mapping):
             raise ValueError(f"sizes={sizes!r} must be a mapping of axes to sizes")
-        if "between" in sizes:
-            refuse_reserved("sizes", "between")
+        read_axes("sizes", " ".join(map(str, sizes)))  # of which none is an option's name
         return cls(signature, *cores, between=data.get("between"), **sizes)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -273,9 +264,6 @@ class Structure:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Structure.from_dict, (self.to_dict(),)
-
-    def __deepcopy__(self, memo: Any) -> "Structure":
-        return self
 
     def __repr__(self) -> str:
         strings = ", ".join(repr(text) for text in (self.signature, *self.subscripts))

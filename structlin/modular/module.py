@@ -175,7 +175,7 @@ class Module(nn.Module):
         """Scale the masses of all its atoms so that it has this one, in place. Zero freezes it.
 
         Raises:
-            ValueError: a negative mass; a module without any, whose mass can not be scaled.
+            ValueError: a module without any, whose mass can not be scaled.
         """
         if not self.mass:
             raise ValueError(
@@ -274,8 +274,8 @@ class Module(nn.Module):
         """W <- W - lr * update, by default `dualize()`: a step of modular norm `lr`.
 
         Raises:
-            ValueError: `lr` is negative or not finite; a name that is no weight of the module, or a
-                tensor of another shape. Nothing has changed.
+            ValueError: a name that is no weight of the module, or a tensor of another shape.
+                Nothing has changed.
         """
         update = self.dualize() if update is None else update
         for term, _, step in self._measured(update):
@@ -557,11 +557,8 @@ def as_module(value: Any) -> Module:
     if isinstance(value, tuple):
         return Tuple(*value)
     if not isinstance(value, Module):
-        hint = (
-            f": there may be a modular.{type(value).__name__}"
-            if isinstance(value, nn.Module)
-            else ""
-        )
+        kind = type(value).__name__
+        hint = f": there may be a modular.{kind}" if isinstance(value, nn.Module) else ""
         raise TypeError(f"{show(value)} is no module of structlin.modular{hint}")
     return value
 
@@ -595,8 +592,5 @@ def check_weights_once(module: Module) -> None:
 def _opened(value: "Module | tuple[Any, ...]") -> list[Module]:
     """The parts of what `@` has made: A @ B @ C has three, however it is bracketed."""
     module = as_module(value)
-    return (
-        list(module.parts.values())
-        if type(module) is Composite and "0" in module.parts
-        else [module]
-    )
+    opens = type(module) is Composite and "0" in module.parts
+    return list(module.parts.values()) if opens else [module]

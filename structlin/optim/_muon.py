@@ -73,13 +73,11 @@ class Muon(Optimizer):
             falls as 1 / width. No rate depends on it.
         depth: of a residual network, relative to that where `lr` was tuned, see `Depth`.
         other_lr: of everything else, see `keep_ratios`. Its betas are (0.9, 0.95), its eps is 1e-8.
-        nonfinite: gradients with inf or NaN: "raise" (before anything has changed), "skip" the
-            whole step, or "ignore" (no check, and no wait for the device). The first two also check
-            the norm of every polar factor, and hold all of them for it. Each process checks its own
-            part of sharded parameters, and "skip" asks the others.
+        nonfinite: gradients with inf or NaN: "raise" (before anything has changed) or "ignore" (no
+            check, and no wait for the device). "raise" also checks the norm of every polar factor,
+            and holds all of them for it. Each process checks its own part of sharded parameters.
 
     Raises:
-        TypeError: `masses` or `split` is no mapping, a number none, `dtype` no torch.dtype.
         ValueError: an option out of range; a parameter that no module of the model owns, is in two
             groups or on meta; what `param_groups` raises of `base` and `depth`.
 
@@ -207,8 +205,8 @@ class Muon(Optimizer):
             if stack.members
         ]
         params = [p for _, stack in stepping for p in stack.params]
-        if not self._roster.may_step(params, self.nonfinite):
-            return loss
+        if self.nonfinite != "ignore":
+            self._roster.require_finite(params)
         for _, stack in stepping:
             self._prepare(stack)
         moves: Iterable[_Move] = (

@@ -101,8 +101,9 @@ class Normed(Wrapper):
         self._roster.require_current(self.param_groups)
         used = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
         params = [p for members in used for p in members]
-        if not params or not self._roster.may_step(params, "raise"):
+        if not params:
             return loss
+        self._roster.require_finite(params)
         updates = dict(zip(params, self._updates(params), strict=True))
         norms = dict(zip(params, self._norms(params, list(updates.values())), strict=True))
         for group, members in zip(self.param_groups, used, strict=True):

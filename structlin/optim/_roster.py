@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from .._layer.linear import StructuredLinear
 from .._model.parameters import ParameterInfo, Weight, parameters_of
 from .._model.select import suggest_names
-from ._sharding import agree, local_gradient
+from ._sharding import local_gradient
 
 Masses = Mapping[str, float | tuple[float, ...]]
 SCALES = ("rms", "original", "match_rms_adamw")
-NONFINITE = ("raise", "skip", "ignore")
+NONFINITE = ("raise", "ignore")
 
 
 class Roster:
@@ -55,24 +55,21 @@ class Roster:
                 "(or sharded) after this optimizer was made: convert first, then make the optimizer"
             )
 
-    def may_step(self, params: list[Tensor], nonfinite: str) -> bool:
-        """Whether to make the step: all gradients of `params` are finite, or nobody asked. Raises
-        FloatingPointError where they are not and `nonfinite` is "raise"."""
-        if nonfinite == "ignore" or not params:
-            return True
+    def require_finite(self, params: list[Tensor]) -> None:
+        """Raises FloatingPointError if a gradient of `params` is not finite."""
+        if not params:
+            return
         gradients = [local_gradient(p) for p in params]
         norms = torch._foreach_norm(gradients)
         # One number for all, and one wait for the device. A norm may overflow where no entry does.
         total = torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms]).sum()
-        bad = list[int]()
-        if not bool(total.isfinite()):
-            bad = [n for n, values in enumerate(gradients) if not bool(values.isfinite().all())]
-        if nonfinite == "skip":
-            return agree(not bad, params)
+        if bool(total.isfinite()):
+            return
+        pairs = zip(params, gradients, strict=True)
+        bad = [self.names[p] for p, values in pairs if not bool(values.isfinite().all())]
         if bad:
-            names = ", ".join(self.names[params[n]] for n in bad[:5])
+            names = ", ".join(bad[:5])
             raise FloatingPointError(f"gradients of {names} are not finite; nothing was changed")
-        return True
 
     def step_length(self, parameter: Tensor, adjust_lr_fn: str = "rms") -> float:
         """Factor of the polar factor in a step at lr = 1."""

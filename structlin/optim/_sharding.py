@@ -8,8 +8,6 @@ its factor. Nothing here depends on the backend.
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -45,9 +43,6 @@ def shard_placement_fn(model: nn.Module, world_size: int = 0) -> Callable[[nn.Pa
     it (FSDP2 asks for that), else along the short side: every process has a part, and `Muon`
     gathers them. Everything else stays as it is.
 
-    Raises:
-        ValueError, TypeError: `world_size` is below 1; `model` is no module.
-
     >>> from structlin import BTT, LowRank, convert
     >>> model = convert(nn.Sequential(nn.Linear(64, 64)), LowRank(rank=4))
     >>> place = shard_placement_fn(model, 4)
@@ -71,17 +66,6 @@ def shard_placement_fn(model: nn.Module, world_size: int = 0) -> Callable[[nn.Pa
             cuts = (Shard(dim) for dim in sides if parameter.shape[dim] % world_size == 0)
             placements[parameter] = next(cuts, None)
     return placements.get
-
-
-def agree(finite: bool, params: list[Tensor]) -> bool:
-    """Whether `finite` holds on all processes of `params`: an all-reduce for each mesh dim."""
-    meshes = {layout[0]: p.device for p in params if (layout := _layout(p)) is not None}
-    for mesh, device in meshes.items():
-        flag = torch.tensor(float(finite), device=device)
-        for dim in range(mesh.ndim):
-            dist.all_reduce(flag, dist.ReduceOp.MIN, group=mesh.get_group(dim))
-        finite = bool(flag)
-    return finite
 
 
 def join_parts(parameter: Tensor, weight: Weight, local: Tensor) -> Tensor:

@@ -19,10 +19,4 @@ D.1, for the coordinate check. Spectral norms by randomised block Krylov iterati
 from ._coordinates import CoordinateCheck, coordinate_check
 from ._live import Log, metrics, watch
 
-__all__ = [
-    "CoordinateCheck",
-    "Log",
-    "coordinate_check",
-    "metrics",
-    "watch",
-]
+__all__ = ["CoordinateCheck", "Log", "coordinate_check", "metrics", "watch"]

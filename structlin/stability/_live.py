@@ -87,7 +87,6 @@ def metrics(model: nn.Module, batch: Any) -> Log:
             one argument.
 
     Raises:
-        TypeError: `model` is not a module.
         ValueError: a parameter has no values (meta) or is sharded.
 
     >>> from structlin import BTT, StructuredLinear
@@ -121,9 +120,7 @@ def watch(model: nn.Module, *, every: int = 10) -> Iterator[Log]:
     compiled anew.
 
     Raises:
-        ValueError: `every` is below 1; a parameter is on meta or sharded; the model was compiled by
-            `model.compile()`.
-        TypeError: `model` is not a module.
+        ValueError: a parameter is on meta or sharded; the model was compiled by `model.compile()`.
 
     Warns:
         UserWarning: the block ended without an error and without one forward pass with gradients.

@@ -103,9 +103,9 @@ def under_fsdp(name, placed):
     return found | {"sizes": [p.to_local().numel() for p in model.parameters()]}
 
 
-def one_process_has_a_nan(nonfinite):
+def one_process_has_a_nan():
     model = sharded("btt", placed=False)
-    optimizer = Muon(model, lr=0.05, nonfinite=nonfinite)
+    optimizer = Muon(model, lr=0.05)
     train("btt", model, optimizer, 1)
     before = gathered(model)
     if dist.get_rank() == 1:
@@ -175,8 +175,7 @@ def everything(path):
     found["dcp"] = through_dcp(path, resumes=world == 3)
     if world == 2:
         found["normed"], found["cut"] = normed_under_fsdp(), cut_in_any_way()
-        for nonfinite in ("skip", "raise"):
-            found[nonfinite] = one_process_has_a_nan(nonfinite)
+        found["raise"] = one_process_has_a_nan()
     return found
 
 
@@ -237,10 +236,8 @@ def test_placement_leaves_no_process_without_a_part_of_a_core_of_one_block(world
     assert 0 in worlds[3][2]["few", 3, False]["sizes"]
 
 
-def test_a_step_is_skipped_by_all_processes_when_one_has_a_nan_and_raised_by_that_one_alone(worlds):
-    skips, raises = ([process[choice] for process in worlds[2]] for choice in ("skip", "raise"))
-    assert [found["collectives"] for found in skips] == [["allreduce_"]] * 2
-    assert not any(found["moved"] or found["raised"] for found in skips)
+def test_the_process_that_has_a_nan_raises(worlds):
+    raises = [process["raise"] for process in worlds[2]]
     assert [found["collectives"] for found in raises] == [[], []]
     assert raises[0]["raised"] is None
     assert raises[1]["raised"] == "gradients of 0.cores.0 are not finite; nothing was changed"
