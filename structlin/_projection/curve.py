@@ -81,7 +81,7 @@ def measure_curve(
     measured = {len(sizes) - 1: 0.0}
     last = len(sizes) - 2
     points = sorted({round(last * k / (POINTS - 1)) for k in range(POINTS)}, reverse=True)
-    largest = None
+    largest = None  # the closed form at the largest size, whose leading parts smaller ones are
     for n in points:  # from the largest size down
         structure = sizes[n].structure
         cores = None if largest is None else _shrink(*largest, structure)

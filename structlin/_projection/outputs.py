@@ -44,7 +44,7 @@ class OutputMetric:
         axes, given = self.structure.cores[self.core].axes, self.given
         rest = [axis for axis in axes if axis not in (*given, *self.own)]
         groups = given, self.own, rest
-        columns = group_axes(cores[self.core], axes, groups, self.structure.sizes)
+        columns = group_axes(cores[self.core], axes, groups, self.structure.sizes)  # as groups
         solved = torch.linalg.solve_triangular(self.absorbed.mT, columns, upper=True)  # S^-T B
         core = store(self.structure, self.core, solved, [*given, *self.own, *rest])
         return [*cores[: self.core], core, *cores[self.core + 1 :]]
@@ -53,6 +53,7 @@ class OutputMetric:
         """A block-diagonal matrix times rows, `(out_features, columns)`."""
         outputs, given, own = self.structure.outputs, self.given, self.own
         size = {**self.structure.sizes, COLUMNS: rows.shape[1]}
+        # (given, own, own') times (given, own', columns), in the outputs' own order
         square, lying = [*given, *own, *prime(own)], [*outputs, COLUMNS]
         factors = split_axes(blocks, square, size), split_axes(rows, lying, size)
         mapped = contract(lying, (factors[0], square), (factors[1], prime(lying, own)))
@@ -77,6 +78,7 @@ def take_metric(structure: Structure, g: Tensor, rows: int) -> OutputMetric:
     given = [axis for axis in outputs if axis not in own]
     padded = F.pad(g, (0, padding, 0, padding))
     padded.diagonal()[rows:] = 1.0
+    # S S^T = the blocks of G: what one value of `given` has to do with itself
     blocks = take_blocks(padded, outputs, given, own, structure.sizes)  # (given, own, own)
     metric = OutputMetric(structure, core, given, own, take_root(blocks), None)
     if not given:

@@ -83,7 +83,7 @@ def to_matrices(weight: Weight, tensor: Tensor) -> Tensor:
     if weight.core is not None or weight.kind == "embedding":
         return tensor  # (batch, fan_out, fan_in), or (vectors, fan_out)
     if tensor.shape == (weight.fan_out, weight.fan_in) and not weight.transposed:
-        return tensor[None]  # an nn.Linear's
+        return tensor[None]  # an nn.Linear's, (1, fan_out, fan_in)
     slices = tensor.reshape(*tensor.shape[:2], weight.kernel)  # (g p m, n, k)
     return rearrange(slices, f"{_stored(weight)} -> (g p k) m n", g=weight.groups, p=weight.parts)
 
