@@ -256,7 +256,8 @@ class Structure:
         check_texts(signature, cores)
         if not isinstance(sizes, Mapping):
             raise ValueError(f"sizes={sizes!r} must be a mapping of axes to sizes")
-        read_axes("sizes", " ".join(map(str, sizes)))  # of which none is an option's name
+        if "between" in sizes:
+            read_axes("sizes", "between")  # which refuses it
         return cls(signature, *cores, between=data.get("between"), **sizes)
 
     def __setattr__(self, name: str, value: object) -> None:
