@@ -18,7 +18,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class EngineHook(BuildHookInterface):
-    """The libraries of `engine.VARIANTS`, for Linux on x86-64."""
+    """The libraries of `build.VARIANTS`, for Linux on x86-64."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "editable" or (sys.platform, platform.machine()) != ("linux", "x86_64"):
@@ -36,8 +36,8 @@ class EngineHook(BuildHookInterface):
 
 
 def load_engine(root: Path) -> Any:
-    """engine.py alone, for the build needs no other module of the package nor what those need."""
-    path = root / "structlin" / "_engine" / "cpu" / "library.py"
+    """build.py alone, for the build needs no other module of the package nor what those need."""
+    path = root / "structlin" / "_engine" / "cpu" / "build.py"
     spec = importlib.util.spec_from_file_location("engine", path)
     assert spec is not None
     assert spec.loader is not None

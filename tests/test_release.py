@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import structlin
-from structlin._engine.cpu.library import OLDEST
+from structlin._engine.cpu.build import OLDEST
 from tools import release
 
 if sys.version_info >= (3, 11):

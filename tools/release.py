@@ -19,10 +19,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import structlin
-from structlin._engine.cpu.library import VARIANTS
+from structlin._engine.cpu.build import VARIANTS
 
 ROOT = Path(__file__).parents[1]
-TESTS = ("tests/kernels/test_engine.py", "tests/kernels/test_wheel.py")
+TESTS = (
+    "tests/kernels/test_engine.py",
+    "tests/kernels/test_build.py",
+    "tests/kernels/test_wheel.py",
+)
 OF_TORCH = ("--exclude", "libtorch_cpu.so", "--exclude", "libc10.so")  # the user's torch has them
 TRAIN = """
 import tempfile, torch, structlin

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from structlin._engine.cpu import library as engine
+from structlin._engine.cpu import build
 
 SOURCE = Path(__file__).with_name("microkernel.cpp")
 CPU = Path("/proc/cpuinfo")
@@ -27,9 +27,9 @@ def test_products_are_those_of_scalar_loops_at_every_size_stride_and_alignment(m
     if not NEEDS[march] <= FLAGS and march != "native":
         pytest.skip(f"this CPU has no {march}")
     torch_folder, program = Path(torch.__file__).parent, tmp_path / "microkernel"
-    flags = [flag for flag in engine.FLAGS if flag not in ("-march=native", "-fPIC", "-shared")]
+    flags = [flag for flag in build.FLAGS if flag not in ("-march=native", "-fPIC", "-shared")]
     command = ["g++", *flags, "-O2", f"-march={march}", f"-I{torch_folder / 'include'}"]
-    command += [f"-I{engine.SOURCE.parent}", str(SOURCE), "-o", str(program)]
+    command += [f"-I{build.SOURCE.parent}", str(SOURCE), "-o", str(program)]
     library = torch_folder / "lib"
     command += [f"-L{library}", f"-Wl,-rpath,{library}", "-ltorch_cpu", "-lc10"]
     subprocess.run(command, check=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from structlin import BTT, StructuredLinear
-from structlin._engine.cpu import library
+from structlin._engine.cpu import build, library
 
 V2 = "fpu sse sse2 pni ssse3 cx16 sse4_1 sse4_2 popcnt lahf_lm"
 V3 = f"{V2} movbe xsave avx f16c abm bmi1 avx2 bmi2 fma"
@@ -33,7 +33,7 @@ CPUS = {
 
 
 def name_library(folder, name, text):
-    return folder / f"{library._name_variant(name)}-{library._hash(text)}.so"
+    return folder / f"{build._name_variant(name)}-{build._hash(text)}.so"
 
 
 @pytest.fixture
@@ -41,11 +41,11 @@ def shipped(tmp_path, monkeypatch):
     """The folder of a wheel with a text as each library, an empty cache, and a CPU that has all."""
     folder = tmp_path / "lib"
     folder.mkdir()
-    for name in library.VARIANTS:
+    for name in build.VARIANTS:
         name_library(folder, name, name.encode()).write_text(name)
-    monkeypatch.setattr(library, "SHIPPED", folder)
+    monkeypatch.setattr(build, "SHIPPED", folder)
     monkeypatch.setattr(library, "_state", None)
-    monkeypatch.setattr(library, "_describe_cpu", lambda: f"flags\t\t: {max(CPUS, key=len)}")
+    monkeypatch.setattr(build, "describe_cpu", lambda: f"flags\t\t: {max(CPUS, key=len)}")
     monkeypatch.setenv("STRUCTLIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("STRUCTLIN_CXXFLAGS", raising=False)
     return folder
@@ -53,8 +53,8 @@ def shipped(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("flags", "name"), CPUS.items(), ids=str)
 def test_a_cpu_gets_the_best_library_whose_instructions_it_has(shipped, monkeypatch, flags, name):
-    monkeypatch.setattr(library, "_describe_cpu", lambda: f"model name : A CPU\nflags : {flags}")
-    found = library.find_shipped()
+    monkeypatch.setattr(build, "describe_cpu", lambda: f"model name\t: A CPU\nflags\t\t: {flags}")
+    found = build.find_shipped()
     assert (found and found.read_text()) == name
 
 
@@ -72,9 +72,9 @@ OTHERS = {"AVX512", "EVEX256", "EVEX512", "SSE", "SSE2", "SSE_MATH", "SSE2_MATH"
 @pytest.mark.skipif(
     shutil.which("g++") is None or "x86_64" not in os.uname().machine, reason="needs g++ for x86-64"
 )
-@pytest.mark.parametrize("name", library.VARIANTS)
+@pytest.mark.parametrize("name", build.VARIANTS)
 def test_every_instruction_set_that_the_compiler_may_use_is_asked_of_the_cpu(name):
-    command = ["g++", *library.VARIANTS[name].options.split(), "-dM", "-E", "-x", "c++", os.devnull]
+    command = ["g++", *build.VARIANTS[name].options.split(), "-dM", "-E", "-x", "c++", os.devnull]
     macros = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     sets = (
         r"SSE\w*|SSSE\w+|AVX\w*|AMX\w+|FMA\w*|F16C|BMI\w*|LZCNT|ABM|MOVBE|POPCNT|LAHF_SAHF|XSAVE\w*"
@@ -84,14 +84,14 @@ def test_every_instruction_set_that_the_compiler_may_use_is_asked_of_the_cpu(nam
     used = {LINUX.get(macro, macro.lower()) for macro in found}
     if "HAVE_SYNC_COMPARE_AND_SWAP_16" in macros:
         used.add("cx16")
-    assert used == set(library.VARIANTS[name].needs.split())
+    assert used == set(build.VARIANTS[name].needs.split())
 
 
 @pytest.mark.parametrize("damage", [b"", b"am", b"amy"], ids=repr)
 def test_a_damaged_library_is_refused_by_name_and_the_engine_is_sought_elsewhere(
     shipped, monkeypatch, caplog, damage
 ):
-    path = library.find_shipped()
+    path = build.find_shipped()
     path.write_bytes(damage)
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert not library.load()
@@ -112,30 +112,30 @@ def test_a_library_that_the_system_cannot_load_is_refused_by_name(shipped, monke
 def test_a_library_of_other_sources_flags_or_torch_is_not_used(
     shipped, monkeypatch, tmp_path, change
 ):
-    assert library.find_shipped()
+    assert build.find_shipped()
     if change == "sources":
         (tmp_path / "other.cpp").write_text("int other;")
-        monkeypatch.setattr(library, "SOURCE", tmp_path / "other.cpp")
+        monkeypatch.setattr(build, "SOURCE", tmp_path / "other.cpp")
     elif change == "flags":
-        monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, "-DOTHER"))
+        monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DOTHER"))
     elif change == "options of the user":
         monkeypatch.setenv("STRUCTLIN_CXXFLAGS", "-O1")
     else:
         monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
-    assert library.find_shipped() is None
+    assert build.find_shipped() is None
 
 
 def test_one_library_serves_every_torch_with_the_stable_interface(shipped, monkeypatch):
     found = set()
     for version in ("2.10.0", "2.13.0+cpu", "3.0.0"):
         monkeypatch.setattr(torch, "__version__", version)
-        found.add(library.find_shipped())
+        found.add(build.find_shipped())
     assert found == {name_library(shipped, "amx", b"amx")}
 
 
 def test_the_engine_needs_only_the_macros_that_the_oldest_torch_has():
     """Headers of later ones add macros whatever version is targeted."""
-    sources = [library.SOURCE, *library.SOURCE.parent.glob("*.h")]
+    sources = [build.SOURCE, *build.SOURCE.parent.glob("*.h")]
     found = {name for path in sources for name in re.findall(r"\w*TORCH_\w+", path.read_text())}
     of_2_10 = {"STABLE_TORCH_LIBRARY_IMPL", "TORCH_BOX", "STD_TORCH_CHECK"}
     assert found == of_2_10 | {"TORCH_ERROR_CODE_CHECK"}
@@ -145,11 +145,11 @@ def test_the_engine_needs_only_the_macros_that_the_oldest_torch_has():
 def test_a_wheels_libraries_are_built_by_their_options_and_loaded(shipped, monkeypatch, tmp_path):
     shutil.rmtree(shipped)
     shipped.mkdir()
-    monkeypatch.setattr(library, "SOURCE", tmp_path / "tiny.cpp")
-    library.SOURCE.write_text('extern "C" int answer() { return 42; }')
-    sse, avx = (library.Variant(option, "fpu") for option in ("-msse2", "-msse3"))
-    monkeypatch.setattr(library, "VARIANTS", {"sse": sse, "avx": avx})
-    made = library.build_variants(shipped)
+    monkeypatch.setattr(build, "SOURCE", tmp_path / "tiny.cpp")
+    build.SOURCE.write_text('extern "C" int answer() { return 42; }')
+    sse, avx = (build.Variant(option, "fpu") for option in ("-msse2", "-msse3"))
+    monkeypatch.setattr(build, "VARIANTS", {"sse": sse, "avx": avx})
+    made = build.build_variants(shipped)
     assert sorted(made) == sorted(shipped.iterdir())
     assert library.load()
     assert library._state.says == str(made[0])

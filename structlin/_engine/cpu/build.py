@@ -1,7 +1,292 @@
-"""`python -m structlin._engine.cpu.build` builds the CPU engine ahead of its first use, and says
-where it lies."""
+"""`python -m structlin._engine.cpu.build` builds the CPU engine ahead of its first use, for example
+in an image of a container, and says where it lies.
 
-from .library import build
+    STRUCTLIN_CACHE=folder  where the library is kept; otherwise the user's cache folder, or one
+                            under the temporary folder where that cannot be written
+    STRUCTLIN_CXXFLAGS=...  compiler flags after ours, for example -march=x86-64-v3; if it is set,
+                            the wheel's libraries are not used
+    CXX="ccache g++"        the compiler; otherwise g++ or clang++
+
+A wheel may bring one library per `VARIANTS`, for every torch from `OLDEST` on, whose C++ interface
+is stable. The first whose instructions this CPU has is loaded.
+
+The library's name says what it was made from (source, flags, torch, compiler, CPU) and holds the
+digest of the library itself; one torn by a full disk or a power cut is built again. One process
+builds, aside, and renames; the others wait for it. A folder that is read-only, as in a container's
+image, is read. A folder that another user can change, or that lies in such a folder, is not
+trusted. This file imports nothing of the package: the wheel's build runs it alone.
+"""
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import torch
+
+if sys.platform != "win32":
+    import fcntl
+
+SOURCE = Path(__file__).with_name("cpu.cpp")
+FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-DTORCH_TARGET_VERSION=0x020a000000000000")
+OLDEST = (2, 10)  # torch's stable C++ interface
+SHIPPED = SOURCE.parent / "lib"  # the libraries that a wheel brings
+SECONDS = 1800  # for a build, by this process or another; 30 are usual, 500 on a busy machine
+
+
+class Variant(NamedTuple):
+    """A library of a wheel: the compiler's options, and the flags of /proc/cpuinfo they imply."""
+
+    options: str
+    needs: str
+
+
+_V2 = "cx16 lahf_lm pni popcnt sse4_1 sse4_2 ssse3"
+_V3 = f"{_V2} abm avx avx2 bmi1 bmi2 f16c fma movbe xsave"
+_V4 = f"{_V3} avx512bw avx512cd avx512dq avx512f avx512vl"
+_BF16 = f"{_V4} avx512_bf16"
+VARIANTS = {  # the best first
+    "amx": Variant(
+        "-march=x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16", f"{_BF16} amx_tile amx_bf16"
+    ),
+    "x86-64-v4-bf16": Variant("-march=x86-64-v4 -mavx512bf16", _BF16),
+    "x86-64-v4": Variant("-march=x86-64-v4", _V4),
+    "x86-64-v3": Variant("-march=x86-64-v3", _V3),
+    "x86-64-v2": Variant("-march=x86-64-v2", _V2),
+}
+
+
+# ---- the wheel's libraries -----------------------------------------------------------------------
+
+
+def find_shipped() -> Path | None:
+    """The wheel's library for this CPU, if there is one from these sources and the user asks for
+    none of their own.
+
+    Raises:
+        RuntimeError: the library is damaged.
+    """
+    if _torch_version() < OLDEST or "STRUCTLIN_CXXFLAGS" in os.environ:
+        return None
+    for name in find_variants():
+        for path in SHIPPED.glob(f"{_name_variant(name)}-*.so"):
+            if not _is_whole(path):
+                raise RuntimeError(f"{path} is damaged: install structlin again")
+            return path
+    return None
+
+
+def find_variants() -> list[str]:
+    """The `VARIANTS` whose instructions this CPU has, the best first."""
+    found = set(describe_cpu().split())
+    return [name for name, variant in VARIANTS.items() if found.issuperset(variant.needs.split())]
+
+
+def build_variants(folder: Path) -> list[Path]:
+    """The libraries of a wheel, built into `folder`, on every processor."""
+    compiler = find_compiler()
+
+    def build_one(name: str) -> Path:
+        options = VARIANTS[name].options.split()
+        return _compile([*compiler, *FLAGS, *options, "-s"], folder, _name_variant(name))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(build_one, VARIANTS))
+
+
+def _name_variant(name: str) -> str:
+    return f"engine-{name}-{_hash_sources(*FLAGS, VARIANTS[name].options)}"
+
+
+# ---- this machine's library ----------------------------------------------------------------------
+
+
+def build() -> Path:
+    """The library of this machine, built if there is none.
+
+    Raises:
+        RuntimeError: no compiler, torch is too old, no folder for the library, or the build fails.
+    """
+    if _torch_version() < OLDEST:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no stable C++ interface; 2.10 and later have"
+        )
+    if not hasattr(os, "getuid"):
+        raise RuntimeError(f"{platform.system()} is not supported, only Linux and macOS")
+    compiler = find_compiler()
+    flags = (*FLAGS, "-march=native", *shlex.split(os.environ.get("STRUCTLIN_CXXFLAGS", "")))
+    tools = *flags, torch.__version__, _run([*compiler, "--version"]), describe_cpu()
+    stem = f"engine-{_hash_sources(*tools)}"
+    reasons = []
+    for folder in _list_folders():
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder = folder.resolve()
+            _require_private(folder)
+            if found := _find_library(folder, stem):
+                return found
+            with _lock(folder):
+                if found := _find_library(folder, stem):
+                    return found
+                print(f"structlin: building its CPU engine, once, into {folder}", file=sys.stderr)
+                return _compile([*compiler, *flags], folder, stem)
+        except OSError as error:
+            reasons.append(str(error))
+    why = "; ".join(reasons)
+    raise RuntimeError(f"no folder to keep the engine in: {why}; set STRUCTLIN_CACHE to another")
+
+
+def find_compiler() -> list[str]:
+    """The command of CXX, or g++ or clang++.
+
+    Raises:
+        RuntimeError: there is no such program.
+    """
+    chosen = os.environ.get("CXX", "").strip()
+    for command in [chosen] if chosen else ["g++", "clang++"]:
+        name, *options = shlex.split(command)
+        if program := shutil.which(name):
+            return [program, *options]
+    raise RuntimeError(
+        f"no C++ compiler is found: install g++ or clang++, or set CXX, which is {chosen!r}"
+    )
+
+
+def _compile(command: Sequence[str], folder: Path, stem: str) -> Path:
+    made = folder / f".{stem}-{os.getpid()}.so"  # aside, for others read what has its last name
+    torch_folder = Path(torch.__file__).parent
+    options = [f"-I{torch_folder / 'include'}", str(SOURCE), "-o", str(made)]
+    try:
+        _run([*command, *options, f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"])
+        made.chmod(0o700)
+        return made.replace(folder / f"{stem}-{_hash(made.read_bytes())}.so")
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.splitlines()
+        reason = next((line for line in lines if "error" in line.lower()), error.stderr)
+        program = Path(command[0]).name
+        raise RuntimeError(f"{program} cannot build the engine: {reason}") from error
+    finally:
+        made.unlink(missing_ok=True)
+
+
+def _run(command: Sequence[str]) -> str:
+    """What a compiler prints, whatever its encoding."""
+    done = subprocess.run(
+        command, check=True, capture_output=True, errors="replace", timeout=SECONDS
+    )
+    return done.stdout
+
+
+# ---- the folder where it is kept -----------------------------------------------------------------
+
+
+def _list_folders() -> list[Path]:
+    if chosen := os.environ.get("STRUCTLIN_CACHE"):
+        return [Path(chosen)]
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    temporary = os.path.join(tempfile.gettempdir(), f"structlin-{os.getuid()}")
+    return [Path(home, "structlin"), Path(temporary)]
+
+
+def _require_private(path: Path) -> None:
+    """Only this user and the machine's own can put code there: `path`, which has no links in it,
+    and the folders above. In a sticky folder, such as /tmp, nobody can replace what is another's.
+    """
+    trusted = os.getuid(), 0, os.stat("/").st_uid  # in a container / may be nobody's
+    for part in (path, *path.parents):
+        found = part.lstat()
+        others = 0o002 if found.st_gid == found.st_uid else 0o022  # or the group is the user's own
+        sticky = part != path and found.st_mode & stat.S_ISVTX
+        if found.st_uid not in trusted or (found.st_mode & others and not sticky):
+            raise PermissionError(
+                f"{part} is not trusted, for another user can change it (owner "
+                f"{found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}): chmod go-w it"
+            )
+
+
+def _find_library(folder: Path, stem: str) -> Path | None:
+    """The library that was made as `stem` says and is still what its name says."""
+    for path in folder.glob(f"{stem}-*.so"):
+        _require_private(path)
+        if _is_whole(path):
+            return path
+    return None
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the library is what the digest in its name says."""
+    return path.stem.endswith(f"-{_hash(path.read_bytes())}")
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """One process at a time.
+
+    Raises:
+        RuntimeError: another process has held the lock for `SECONDS` seconds.
+    """
+    end = time.monotonic() + SECONDS
+    with (folder / "lock").open("w") as file:
+        while not _try_lock(file):
+            if time.monotonic() > end:
+                raise RuntimeError(
+                    f"another process has held {file.name} for {SECONDS} s: end it, or set "
+                    "STRUCTLIN_CACHE to another folder"
+                )
+            time.sleep(0.1)
+        yield
+
+
+def _try_lock(file: IO[str]) -> bool:
+    """False while another process holds it; a forked child does not. A file system without locks
+    lets all of them build, which harms nobody."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+# ---- what it is made from ------------------------------------------------------------------------
+
+
+def _torch_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+@cache
+def describe_cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    says = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(line for line in lines if line.startswith(says))
+
+
+def _hash_sources(*tools: str) -> str:
+    """What a library is made from: the sources, and what `tools` says of how."""
+    sources = [path.read_bytes() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
+    return _hash(*sources, *(text.encode() for text in tools))
+
+
+def _hash(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
 
 if __name__ == "__main__":
     print(build())
