@@ -56,7 +56,7 @@ def define(affine: Affine, x: Tensor) -> Tensor:
 def effective_cores(affine: Affine) -> Sequence[Tensor]:
     """The cores that x is multiplied by: normalised, where there are gains."""
     _, cores, _, gains, sigmas = affine
-    return cores if gains is None or sigmas is None else normalise(cores, gains, sigmas)
+    return cores if gains is None else normalise(cores, gains, sigmas)
 
 
 def normalise(cores: Sequence[Tensor], gains: Tensor, sigmas: Sequence[float]) -> list[Tensor]:
@@ -192,7 +192,7 @@ def to_dense(structure: Structure, cores: Sequence[Tensor]) -> Tensor:
     form = structure.matrix
     identity = partial(torch.eye, dtype=cores[0].dtype, device=cores[0].device)
     factors = [core.reshape(shape) for core, shape in zip(cores, form.shapes, strict=True)]
-    factors += [identity(size) for size in form.identities]
+    factors += [identity(size) for size in form.identities]  # of each axis that x and y share
     operands = [each for pair in zip(factors, map(list, form.axes), strict=True) for each in pair]
     w = torch.einsum(*operands, list(form.result))  # (*axes of y, *axes of x)
     return w.reshape(structure.out_features, structure.in_features)

@@ -156,7 +156,7 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         cores = self._stored_cores()
         check_input(x, self.in_features, cores[0])
         gains = self.gains
-        sigmas = None if gains is None else self.stds
+        sigmas = () if gains is None else self.stds
         affine = Affine(self._program, cores, bias, gains, sigmas)
         return product.compute(self._structure, affine, x)
 

@@ -371,7 +371,7 @@ def test_the_operator_itself_refuses_what_does_not_fit(broken):
     structure = BTT(rank=2).structure(12, 30)
     x, cores, numbers = broken(tokens(5, 12), random_cores(structure), structure.program.numbers)
     with pytest.raises(RuntimeError, match="structlin:"):
-        operators._multiply(x, cores, None, None, None, numbers)
+        operators._multiply(x, cores, None, None, (), numbers)
 
 
 @pytest.mark.parametrize(
@@ -430,7 +430,7 @@ def test_the_operators_keep_the_contract_of_torch_library(gains):
     cores = [core.float() for core in random_cores(structure)]
     leaves = [core.clone().requires_grad_() for core in cores]
     x, bias, dy = tokens(5, 12).float(), tokens(30).float(), tokens(5, 30).float()
-    numbers = gains, None if gains is None else [0.1, 0.2], structure.program.numbers
+    numbers = gains, [] if gains is None else [0.1, 0.2], structure.program.numbers
     check = partial(torch.library.opcheck, test_utils=["test_schema", "test_faketensor"])
     for rows in (x, x[:0], x[None]):
         check(operators._multiply, (rows, cores, bias, *numbers))
@@ -524,8 +524,8 @@ cores, numbers = [torch.randn(core.shape) for core in structure.cores], structur
 used = []
 for _ in range(2):
     for _ in range(10_000):
-        operators._multiply(x, cores, None, None, None, numbers)
-        operators._gradients(x, x, cores, None, None, numbers, operators.OF_X)
+        operators._multiply(x, cores, None, None, (), numbers)
+        operators._gradients(x, x, cores, None, (), numbers, operators.OF_X)
     used.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
 assert used[1] - used[0] < 10_000 * 8 * len(numbers), used
 """

@@ -66,12 +66,8 @@ inline void activate_row(S* h, Index count, S* slopes = nullptr) {
   Index i = 0;
   for (; i + 2 * L <= count; i += 2 * L) {
     Vector<F> v[2] = {load(h + i), load(h + i + L)}, slope[2];
-    if (slopes) {
-      for (int n = 0; n < 2; n++) activate<S, true>(v[n], slope[n]);
-      store_row<2>(slopes + i, slope);
-    } else {
-      for (int n = 0; n < 2; n++) activate<S, false>(v[n], slope[n]);
-    }
+    for (int n = 0; n < 2; n++) (slopes ? activate<S, true> : activate<S, false>)(v[n], slope[n]);
+    if (slopes) store_row<2>(slopes + i, slope);
     store_row<2>(h + i, v);
   }
   for (; i < count; i += L) {

@@ -88,12 +88,11 @@ inline void multiply_tiles(T* c, const Index* rows, const float* row_bias, const
   }
 }
 
-// How many rows of C it has found: a multiple of 16, or none
+// How many rows of C it has found: a multiple of 16. There are tiles for `depth`.
 template <bool ADD, class T>
 Index multiply_by_tiles(T* c, const Index* rows, const float* row_bias, const BFloat16* a, Index a_row, const Pair* b,
                         Index b_row, Index height, Index width, Index depth, float factor) {
   const Index deep = depth_of_tiles(depth);
-  if (!deep) return 0;
   configure_tiles(deep);
   asm volatile("" ::: "memory");
   Index m = 0;

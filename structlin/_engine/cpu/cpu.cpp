@@ -58,15 +58,12 @@ Tensor forward(const Tensor& given, const std::vector<Tensor>& cores, const std:
   Indices shape = sizes_of(x);
   shape.back() = program.out;
   Tensor y = make_tensor(x, shape);
-  std::optional<Tensor> held;
-  if (bias) {
-    STD_TORCH_CHECK(bias->numel() == program.out && bias->scalar_type() == x.scalar_type(),
-                    "structlin: the bias does not fit x and the program");
-    held = contiguous_of(*bias);
-  }
+  STD_TORCH_CHECK(!bias || (bias->numel() == program.out && bias->scalar_type() == x.scalar_type()),
+                  "structlin: the bias does not fit x and the program");
   if (!layer.tokens) return y;
   Numbers<F> memory;
-  const F* added = held ? numbers_of<F, S>(*held, memory) : nullptr;
+  const Tensor held = contiguous_of(bias.value_or(x));
+  const F* added = bias ? numbers_of<F>(static_cast<const S*>(held.data_ptr()), program.out, memory) : nullptr;
   const S* from = static_cast<const S*>(x.data_ptr());
   S* to = static_cast<S*>(y.mutable_data_ptr());
   if (layer.is_gemv()) forward_gemv(layer, from, to, added);
@@ -113,7 +110,7 @@ Totals<S> add_tiles(const Layer<S>& layer, const S* dy, const S* x, S* dx, bool 
   std::vector<Sum<S>>& sums = found.sums;
   Index summed = 0, middle = 0, sloped = 0;
   for (Index t = 0; t <= last; t++) {
-    sums.emplace_back(program.steps[t], summed, tiles.along_out(t, tokens));
+    sums.push_back({program.steps[t], summed, tiles.along_out(t, tokens)});
     summed += of_cores ? round_up(sums.back().size, 16) : 0;
     middle += tiles.area(t);
     sloped += tiles.slope_area(t);
@@ -274,8 +271,7 @@ std::vector<Tensor> backward(const Tensor& given_dy, const Tensor& given, const 
 // ---- the operators ----------------------------------------------------------------------------------------
 
 Tensor multiply(const Tensor& x, std::vector<Tensor> cores, std::optional<Tensor> bias, std::optional<Tensor> gains,
-                std::optional<std::vector<double>> given_sigmas, Indices numbers) {
-  const std::vector<double> sigmas = given_sigmas.value_or(std::vector<double>());
+                std::vector<double> sigmas, Indices numbers) {
   return by_dtype(x, [&](auto s) { return forward<decltype(s)>(x, cores, {}, bias, gains, sigmas, numbers); });
 }
 
@@ -286,8 +282,7 @@ Tensor multiply_int8(const Tensor& x, std::vector<Tensor> cores, std::vector<Ten
 }
 
 std::vector<Tensor> gradients(const Tensor& dy, const Tensor& x, std::vector<Tensor> cores, std::optional<Tensor> gains,
-                              std::optional<std::vector<double>> given_sigmas, Indices numbers, int64_t wants) {
-  const std::vector<double> sigmas = given_sigmas.value_or(std::vector<double>());
+                              std::vector<double> sigmas, Indices numbers, int64_t wants) {
   return by_dtype(x, [&](auto s) { return backward<decltype(s)>(dy, x, cores, gains, sigmas, numbers, wants); });
 }
 

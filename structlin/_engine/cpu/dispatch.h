@@ -139,9 +139,9 @@ template <class S>
 Path choose(const Call& call) {
   constexpr Index L = LANES<Wide<S>>;
   const Program& program = call.program;
-  const bool few = call.tokens <= program.steps[0].in, large = program.largest() >= LARGE_BLOCK;
+  const bool few = call.tokens <= program.steps[0].in, large = program.largest_block() >= LARGE_BLOCK;
   const bool unit = GROUPED<S> && has_matrix_unit(), pays = unit && !(call.trains && few);
-  if (program.is_chain() || program.largest() >= (pays ? LARGE_BLOCK_OF_UNIT : LARGE_BLOCK))
+  if (program.is_chain() || program.largest_block() >= (pays ? LARGE_BLOCK_OF_UNIT : LARGE_BLOCK))
     if (call.trains || call.tokens > MAX_GEMV_TOKENS) return Path::BLAS;
   const Index products = program.products();
   const bool native = GROUPED<S> || (std::is_same_v<S, Float16> && has_half_products());
@@ -149,10 +149,10 @@ Path choose(const Call& call) {
   Index most = L;
   if (large && !unit) most = MAX_GEMV_TOKENS;
   else if (GROUPED<S>) most = L / 2;
-  else if (std::is_same_v<S, Held<S>> && !call.rounded && program.fewest() >= call.threads) most = L * 3 / 4;
+  else if (std::is_same_v<S, Held<S>> && !call.rounded && program.fewest_pairs() >= call.threads) most = L * 3 / 4;
   if (call.forward && call.tokens <= most) return Path::GEMV;
   const bool alone = program.steps.size() == 1;
-  if (alone && few && program.largest() >= LARGE_ALONE) return Path::BLAS;
+  if (alone && few && program.largest_block() >= LARGE_ALONE) return Path::BLAS;
   const bool plain = (alone || program.shares()) && products >= (GROUPED<S> ? LARGE_PLAIN_PAIRS : LARGE_PLAIN);
   return plain && call.tokens <= L ? Path::BLAS : Path::TILES;
 }
@@ -170,10 +170,11 @@ Tiling find_tiling(const Call& call) {
   constexpr Index L = LANES<F>;
   const Program& program = call.program;
   const Index l2 = caches().l2, tokens = call.tokens;
-  const bool beyond = program.params() * Index{sizeof(F)} >= l2, large = program.widest_core() * Index{sizeof(F)} >= l2;
+  const bool beyond = program.params() * Index{sizeof(F)} >= l2,
+             large = program.largest_core() * Index{sizeof(F)} >= l2;
   // Threads share a tile where few tokens meet many cores. Then there is one sum of gradients, no core is read by all,
   // and no thread has two of three tiles.
-  const bool shared = beyond && tokens <= (call.forward ? 4 : 6) * L && program.fewest() >= call.threads;
+  const bool shared = beyond && tokens <= (call.forward ? 4 : 6) * L && program.fewest_pairs() >= call.threads;
   if (shared) return {tokens > L ? 2 * L : L, 1, true};
   // A tile has one vector of tokens. It has two where a core is large, where numbers go in groups, and where tokens are
   // so many that threads' shares stay alike; four for the matrix unit, where a core is large.

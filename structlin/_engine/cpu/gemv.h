@@ -127,7 +127,7 @@ void forward_gemv(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias) 
   const bool large = bytes >= 2 * caches().l2;  // so that no two threads read the same
   const Index groups = tokens >= 2 * threads && work > 2 * MIN_PRODUCTS_PER_THREAD && !large ? threads : 1;
   thread_local Numbers<H> wide;
-  const H* numbers = numbers_of<H, S>(x, tokens * program.in, wide);
+  const H* numbers = numbers_of<H>(x, tokens * program.in, wide);
   auto run = [&](Index begin, Index n) {
     thread_local Numbers<F> memory;
     F *h = memory.reserve(2 * n * stride), *next = h + n * stride;

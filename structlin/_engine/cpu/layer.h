@@ -24,16 +24,10 @@ using torch::headeronly::ScalarType;
 using torch::stable::parallel_for;
 using torch::stable::Tensor;
 
-// ---- memory -----------------------------------------------------------------------------------------------
-
-struct Free {
-  void operator()(void* p) const { std::free(p); }
-};
-
 // Numbers at a multiple of a vector, with no value yet
 template <class F>
 struct Numbers {
-  std::unique_ptr<F, Free> held;
+  std::unique_ptr<F, decltype(&std::free)> held{nullptr, &std::free};
   Index size = 0;
   F* reserve(Index n) {
     if (n > size) {
@@ -45,8 +39,6 @@ struct Numbers {
     return held.get();
   }
 };
-
-// ---- one core's parameters --------------------------------------------------------------------------------
 
 template <class Run>
 auto by_dtype(const Tensor& x, const Run& run) {
@@ -107,11 +99,6 @@ const T* numbers_of(const S* from, Index n, Numbers<T>& memory) {
   return to;
 }
 
-template <class T, class S>
-const T* numbers_of(const Tensor& tensor, Numbers<T>& memory) {
-  return numbers_of<T, S>(static_cast<const S*>(tensor.data_ptr()), tensor.numel(), memory);
-}
-
 // Rows of int8, `in` numbers each, times their scales
 template <class H, class F>
 const H* scale_rows(const int8_t* from, const F* scales, Index rows, Index in, Numbers<H>& memory) {
@@ -158,12 +145,14 @@ struct Layer {
 
   Layer(const Tensor& x, const std::vector<Tensor>& given, const std::vector<Tensor>& scales,
         const std::optional<Tensor>& gains, const std::vector<double>& sigmas, const Indices& numbers, bool forward)
-      : held(check_program(program_of(numbers), x, given)),
+      : held(program_of(numbers)),
         program(*held),
         memory(given.size()),
         rounded(!scales.empty()),
         tokens(x.numel() / program.in),
         forward(forward) {
+    STD_TORCH_CHECK(given.size() == program.steps.size() && x.dim() > 0 && x.size(x.dim() - 1) == program.in,
+                    "structlin: x or the cores do not fit the program");
     STD_TORCH_CHECK(
         !gains || (sizes_of(*gains) == Indices{static_cast<Index>(given.size())} && sigmas.size() == given.size()),
         "structlin: a gain and a sigma are needed for every core");
@@ -187,18 +176,11 @@ struct Layer {
         if (!is_gemv()) core.data = scale_rows<Held<S>>(core.rounded, core.scales, rows, step.in, memory[t]);
       } else {
         core.given = static_cast<const S*>(numbers);
-        if (!is_gemv()) core.data = numbers_of<Held<S>, S>(tensors[t], memory[t]);
+        if (!is_gemv()) core.data = numbers_of<Held<S>>(core.given, step.params(), memory[t]);
       }
       cores.push_back(core);
     }
     if (gains) normalise(*gains, sigmas);
-  }
-
-  static std::shared_ptr<const Program> check_program(std::shared_ptr<const Program> program, const Tensor& x,
-                                                      const std::vector<Tensor>& given) {
-    STD_TORCH_CHECK(given.size() == program->steps.size() && x.dim() > 0 && x.size(x.dim() - 1) == program->in,
-                    "structlin: x or the cores do not fit the program");
-    return program;
   }
 
   Call call() const { return {program, tokens, threads(), forward}; }

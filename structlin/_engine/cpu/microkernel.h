@@ -29,6 +29,13 @@ struct Result {  // C[m, 0:n], to which a number of each row is added
   const Wide<T>* row_bias = nullptr;
 };
 
+// Where the rows of a matrix begin that lie `row` numbers apart
+inline Indices row_starts(Index rows, Index row) {
+  Indices starts(rows);
+  for (Index m = 0; m < rows; m++) starts[m] = m * row;
+  return starts;
+}
+
 // The microkernel: R rows from m on and N vectors from n on; B is rows of Held<S>, or of pairs of them
 template <class S, int R, int N, bool ADD, class T, class B>
 inline void microkernel(const Result<T>& c, const Scalars<Held<S>>& a, const Vectors<B>& b, Index m, Index n,

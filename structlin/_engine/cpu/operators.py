@@ -33,19 +33,20 @@ class Affine(NamedTuple):
 
     cores: `(batch, fan_out, fan_in)` each.
     bias: `(out_features,)`.
-    gains, sigmas: one of each for every core, where the cores are normalised.
+    gains: `(number of cores,)`, where the cores are normalised.
+    sigmas: of each core then.
     """
 
     program: Program
     cores: Sequence[Tensor]
     bias: Tensor | None = None
     gains: Tensor | None = None
-    sigmas: Sequence[float] | None = None
+    sigmas: Sequence[float] = ()
 
 
 Loop = Callable[[Affine, Tensor], Tensor]
 
-_NUMBERS = "Tensor? gains, float[]? sigmas, int[] program"
+_NUMBERS = "Tensor? gains, float[] sigmas, int[] program"
 _ARGUMENTS = f"Tensor x, Tensor[] cores, Tensor? bias, {_NUMBERS}"
 torch.library.define("structlin_cpu::multiply", f"({_ARGUMENTS}) -> Tensor")
 # the same with a derivative, for torch.compile: tracing an autograd.Function makes torch warn
@@ -87,15 +88,10 @@ def pays(program: Program, x: Tensor, trains: bool | None = None) -> bool:
     if torch.compiler.is_compiling():
         return _pays_compiled(program.numbers, x.dtype, trains is not False)
     trains = torch.is_grad_enabled() if trains is None else trains
-    return bool(_choose(program.numbers, x.dtype, x.numel() // x.shape[-1], trains))
+    return bool(choose(program.numbers, x.dtype, x.numel() // x.shape[-1], trains))
 
 
 @lru_cache(maxsize=4096)
-def _choose(numbers: tuple[int, ...], dtype: torch.dtype, tokens: int, trains: bool) -> Path:
-    like = torch.empty(0, dtype=dtype, device="cpu")
-    return Path(_choose_path(like, numbers, tokens, trains))
-
-
 def choose(
     numbers: tuple[int, ...], dtype: torch.dtype, tokens: int = 0, trains: bool = True
 ) -> Path:
@@ -109,7 +105,8 @@ def choose(
         tokens: 0 where they are not known, as while torch.compile traces.
         trains: whether a backward pass may follow.
     """
-    return _choose(numbers, dtype, tokens, trains)
+    like = torch.empty(0, dtype=dtype, device="cpu")
+    return Path(_choose_path(like, numbers, tokens, trains))
 
 
 def _pays_compiled(numbers: tuple[int, ...], dtype: torch.dtype, trains: bool) -> bool:
@@ -197,7 +194,7 @@ class _Product(torch.autograd.Function):
         ctx: Any,
         loop: Loop,
         program: Program,
-        sigmas: Sequence[float] | None,
+        sigmas: Sequence[float],
         x: Tensor,
         bias: Tensor | None,
         gains: Tensor | None,
@@ -281,29 +278,18 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     gains, x, *cores = ctx.saved_tensors
     *needs, _, _ = ctx.needs_input_grad
-    return *_find_gradients(dy, x, cores, gains, ctx.sigmas, ctx.numbers, needs), None, None
+    of_sigmas = None if ctx.sigmas else []  # torch takes an empty list for one of tensors
+    found = _find_gradients(dy, x, cores, gains, ctx.sigmas, ctx.numbers, needs)
+    return *found, of_sigmas, None
 
 
-def _fake_multiply(
-    x: Tensor,
-    cores: Any,
-    bias: Any,
-    gains: Any,
-    sigmas: Any,
-    program: Sequence[int],
-) -> Tensor:
-    return x.new_empty(*x.shape[:-1], program[1])
+def _fake_multiply(x: Tensor, *rest: Any) -> Tensor:
+    out_features = rest[-1][1]  # the last is the program
+    return x.new_empty(*x.shape[:-1], out_features)
 
 
-def _fake_gradients(
-    dy: Tensor,
-    x: Tensor,
-    cores: Any,
-    gains: Any,
-    sigmas: Any,
-    program: Sequence[int],
-    wants: int,
-) -> list[Tensor]:
+def _fake_gradients(dy: Tensor, x: Tensor, cores: Any, gains: Any, *rest: Any) -> list[Tensor]:
+    _, program, wants = rest
     dx = x.new_empty(x.shape if wants & OF_X else 0)
     dcores = [core.new_empty(core.shape if wants & OF_CORES else 0) for core in cores]
     dgains = (x if gains is None else gains).new_empty(len(cores) if wants & OF_GAINS else 0)
@@ -314,10 +300,7 @@ def _fake_gradients(
 torch.library.register_fake("structlin_cpu::multiply", _fake_multiply)
 torch.library.register_fake("structlin_cpu::layer", _fake_multiply)
 torch.library.register_fake("structlin_cpu::gradients", _fake_gradients)
-torch.library.register_fake(
-    "structlin_cpu::multiply_int8",
-    lambda x, cores, scales, bias, program: x.new_empty(*x.shape[:-1], program[1]),
-)
+torch.library.register_fake("structlin_cpu::multiply_int8", _fake_multiply)
 torch.library.register_autograd("structlin_cpu::layer", _backward, setup_context=_save)
 
 
@@ -326,29 +309,17 @@ def count_flops(x: Sequence[int], program: Sequence[int]) -> list[int]:
     return [2 * prod(x[:-1]) * prod(step) for step in steps_of(program)]
 
 
-@register_flop_formula([torch.ops.structlin_cpu.multiply, torch.ops.structlin_cpu.layer])
-def _(
-    x: Any, cores: Any, bias: Any, gains: Any, sigmas: Any, program: Sequence[int], **_: Any
-) -> int:
-    return sum(count_flops(x, program))
+_cpu = torch.ops.structlin_cpu
 
 
-@register_flop_formula(torch.ops.structlin_cpu.multiply_int8)
-def _(x: Any, cores: Any, scales: Any, bias: Any, program: Sequence[int], **_: Any) -> int:
-    return sum(count_flops(x, program))
+@register_flop_formula([_cpu.multiply, _cpu.layer, _cpu.multiply_int8])
+def _(x: Sequence[int], *rest: Any, **_: Any) -> int:
+    return sum(count_flops(x, rest[-1]))  # the last is the program
 
 
 @register_flop_formula(torch.ops.structlin_cpu.gradients)
-def _(
-    dy: Any,
-    x: Any,
-    cores: Any,
-    gains: Any,
-    sigmas: Any,
-    program: Sequence[int],
-    wants: int,
-    **_: Any,
-) -> int:
+def _(dy: Sequence[int], x: Sequence[int], *rest: Any, **_: Any) -> int:
+    program, wants = rest[-2:]
     flops, of_cores = count_flops(x, program), bool(wants & (OF_CORES | OF_GAINS))
     of_x = bool(wants & OF_X)
     recomputes = of_cores or (of_x and bool(program[-1]))  # slopes of an activation

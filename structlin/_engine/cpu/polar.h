@@ -14,18 +14,10 @@ namespace {
 
 struct Iteration {
   const std::vector<double>& coefficients;  // (a, b, c) of every step
-  Index m, n, side, length, width;          // of X; its short and its long side; the short one in whole vectors
-  Indices rows;                             // where those of Y, G and the polynomial begin
-
-  Iteration(Index m, Index n, const std::vector<double>& coefficients)
-      : coefficients(coefficients),
-        m(m),
-        n(n),
-        side(std::min(m, n)),
-        length(std::max(m, n)),
-        width(round_up(side, LANES<float>)) {
-    for (Index i = 0; i < length; i++) rows.push_back(i * width);
-  }
+  Index m, n;                               // of X
+  Index side = std::min(m, n), length = std::max(m, n);
+  Index width = round_up(side, LANES<float>);  // the short side in whole vectors
+  Indices rows = row_starts(length, width);    // where those of Y, G and the polynomial begin
 
   Index work() const { return coefficients.size() / 3 * side * side * (2 * length + side); }  // multiply-adds
 
@@ -46,7 +38,6 @@ struct Iteration {
     unpack(y, factor);
   }
 
- private:
   // to (+)= factor * a b, of whole rows
   template <bool ADD>
   void multiply(float* to, const Scalars<float>& a, const float* b, Index height, Index depth, float factor) const {
@@ -85,7 +76,7 @@ std::vector<Tensor> polar(std::vector<Tensor> stacks, std::vector<double> coeffi
     const Tensor x = contiguous_of(given);
     factors.push_back(make_tensor(x, sizes_of(x)));
     const Index size = x.size(1) * x.size(2);
-    const Iteration iteration(x.size(1), x.size(2), coefficients);
+    const Iteration iteration{coefficients, x.size(1), x.size(2)};
     const float* from = static_cast<const float*>(x.data_ptr());
     float* to = static_cast<float*>(factors.back().mutable_data_ptr());
     parallel_for(0, x.size(0), std::max<Index>(1, MIN_PRODUCTS_PER_THREAD / std::max<Index>(1, iteration.work())),

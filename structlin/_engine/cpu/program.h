@@ -121,50 +121,45 @@ struct Program {
     return places;
   }
 
-  Index width() const {  // of the widest activation
-    Index widest = 0;
-    for (const Step& step : steps) widest = std::max(widest, step.pairs() * std::max(step.in, step.out));
-    return widest;
+  template <class Of>
+  Index sum(const Of& of) const {
+    Index total = 0;
+    for (const Step& step : steps) total += of(step);
+    return total;
+  }
+  template <class Of>
+  Index largest(const Of& of) const {
+    Index most = of(steps.front());
+    for (const Step& step : steps) most = std::max<Index>(most, of(step));
+    return most;
   }
 
   Index params() const {
-    Index sum = 0;
-    for (const Step& step : steps) sum += step.params();
-    return sum;
+    return sum([](const Step& s) { return s.params(); });
   }
-
-  Index products() const {  // multiply-adds of a token
-    Index sum = 0;
-    for (const Step& step : steps) sum += step.params() * step.repeat;
-    return sum;
+  Index products() const {  // of a token
+    return sum([](const Step& s) { return s.params() * s.repeat; });
   }
-
-  bool shares() const {  // whether a token uses some block more than once
-    return std::any_of(steps.begin(), steps.end(), [](const Step& step) { return step.repeat > 1; });
+  Index width() const {
+    return largest([](const Step& s) { return s.pairs() * std::max(s.in, s.out); });
   }
-
-  Index largest() const {  // numbers of a block
-    Index most = 0;
-    for (const Step& step : steps) most = std::max(most, step.in * step.out);
-    return most;
+  Index largest_core() const {
+    return largest([](const Step& s) { return s.params(); });
   }
-
-  Index widest_core() const {  // numbers of the largest core
-    Index most = 0;
-    for (const Step& step : steps) most = std::max(most, step.params());
-    return most;
+  Index largest_block() const {
+    return largest([](const Step& s) { return s.in * s.out; });
+  }
+  Index fewest_pairs() const {  // of a core
+    return -largest([](const Step& s) { return -s.pairs(); });
+  }
+  bool shares() const {  // blocks, within a token
+    return largest([](const Step& s) { return s.repeat; }) > 1;
   }
 
   bool is_chain() const {  // of matrices, with no permutation in between
     for (const Step& step : steps)
       if (step.pairs() != 1 || !std::is_sorted(step.reads.fan.begin(), step.reads.fan.end())) return false;
     return std::is_sorted(steps.back().writes.fan.begin(), steps.back().writes.fan.end());
-  }
-
-  Index fewest() const {  // products of a core
-    Index least = steps.front().pairs();
-    for (const Step& step : steps) least = std::min(least, step.pairs());
-    return least;
   }
 };
 

@@ -13,8 +13,9 @@
 
 namespace {
 
-// `run(begin, end)` for some of the `count` blocks of a core. Within a tile that is one of many this is one call; all
-// threads share what is the only one.
+// `run(begin, end)` until all `count` blocks of a core have been run: batch * repeat where it multiplies by them, batch
+// where it sums into them, for those that share a sum are one thread's. Where threads share tiles this is one call;
+// where they share the blocks of the only tile, each has as many as are worth a thread by two tokens.
 template <class Run>
 void over_blocks(const Step& step, Index count, const Run& run) {
   parallel_for(0, count, std::max<Index>(1, MIN_PRODUCTS_PER_THREAD / (step.in * step.out * 2)),
@@ -44,18 +45,13 @@ void pack_core(Numbers<Held<S>>& memory, const Step& step, const Core<S>& core) 
 template <class S>
 struct Sum {
   using F = Wide<S>;
+  const Step& step;
+  Index start;     // behind the sums of the cores before
   bool along_out;  // columns are fan-out, not fan-in
-  Index rows, columns, padded, start, size;
-  Indices row_offsets;
+  Index rows = along_out ? step.in : step.out, columns = along_out ? step.out : step.in;
+  Index padded = round_up(columns, LANES<F>), size = step.batch * rows * padded;
+  Indices row_offsets = row_starts(rows, padded);
   F* at = nullptr;  // the sum of all parts
-
-  Sum(const Step& step, Index start, bool along_out) : along_out(along_out), start(start) {
-    rows = along_out ? step.in : step.out;
-    columns = along_out ? step.out : step.in;
-    padded = round_up(columns, LANES<F>);
-    size = step.batch * rows * padded;
-    for (Index m = 0; m < rows; m++) row_offsets.push_back(m * padded);
-  }
 
   bool is_gradient() const { return !along_out && padded == columns; }  // in order
 
@@ -259,7 +255,7 @@ struct Tiles {
   void forward(Index t, H* to, const H* from, Index tokens, Index begin, Index end, H* slopes = nullptr) const {
     const Step& step = program.steps[t];
     auto run = [&]<class T>(T* to, Index area) {
-      for (Index pair = begin; pair < end; pair++) {
+      for (Index pair = begin; pair < end; pair++) {  // (fan_out, tokens) = (fan_out, fan_in) (fan_in, tokens)
         multiply_tiles(Result<T>{to + writes[t].block(pair), writes[t].fan.data(),
                                  t == last && bias ? bias + pair * step.out : nullptr},
                        area, Scalars<H>{cores[t].data + pair / step.repeat * step.in * step.out, step.in, 1},
@@ -279,7 +275,7 @@ struct Tiles {
     const H* copy = packed_cores[t].held.get();
     const Scalars<H> core = copy ? Scalars<H>{copy, step.out, 1} : Scalars<H>{cores[t].data, 1, step.in};
     auto run = [&]<class T>(T* to, Index area) {
-      for (Index pair = begin; pair < end; pair++) {
+      for (Index pair = begin; pair < end; pair++) {  // (fan_in, tokens) = (fan_in, fan_out) (fan_out, tokens)
         multiply_tiles(Result<T>{to + reads[t].block(pair), reads[t].fan.data()}, area,
                        Scalars<H>{core.at + pair / step.repeat * step.in * step.out, core.row, core.column},
                        from + pair * g[t].block, g_area(t), count_tiles(tokens), step.in, step.out, cores[t].factor);
@@ -306,9 +302,9 @@ struct Tiles {
     static_assert(sizeof(Row) == sizeof(F));
     const Index repeat = program.steps[t].repeat;
     thread_local Numbers<F> memory;
-    F* columns = memory.reserve(width / G * sum.padded);
+    F* columns = memory.reserve(width / G * sum.padded);  // [tokens][columns], of the tile at hand
     auto add_tile = [&](Index pair, const H* left, const H* right, Index n, bool fresh) {
-      if (sum.along_out) std::swap(left, right);
+      if (sum.along_out) std::swap(left, right);  // left: [rows][tokens], right: [columns][tokens]
       auto get = [&](Index f, Index i, Index count) {
         return load(reinterpret_cast<const F*>(right + f * width) + i, count);
       };

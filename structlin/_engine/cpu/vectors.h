@@ -53,15 +53,7 @@ struct Float16 {
   uint16_t bits;
 };
 template <class S>
-struct WideOf {
-  using type = float;
-};
-template <>
-struct WideOf<double> {
-  using type = double;
-};
-template <class S>
-using Wide = typename WideOf<S>::type;  // what numbers stored as S are computed in
+using Wide = std::conditional_t<std::is_same_v<S, double>, double, float>;  // what S is computed in
 
 // Products of numbers stored as S are summed GROUP<S> at a time, of numbers held in a tile as Held<S>
 template <class S>

@@ -271,10 +271,11 @@ def _index(*operands: tuple[Layout, int]) -> _Index:
     """
     (shape, _), d = operands[0]
     outer, inner = shape[d : d + 2]
-    strides = tuple((steps[d], steps[d + 1]) for (_, steps), d in operands)
+    strides = tuple((steps[d], steps[d + 1]) for (_, steps), d in operands)  # outer, inner
     contiguous = any(far == 1 for far, _ in strides) and all(near > 1 for _, near in strides)
     if inner == 1 or (outer > 1 and contiguous):
         outer, inner, strides = inner, outer, tuple((near, far) for far, near in strides)
+    # one level: the outer one goes on where the inner one ends, in every operand
     if outer == 1 or all(far == inner * near for far, near in strides):
         return _Index(outer * inner, 1, tuple((near, 0) for _, near in strides))
     return _Index(outer * inner, inner, strides)

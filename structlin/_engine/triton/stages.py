@@ -53,7 +53,7 @@ class Side(NamedTuple):
 
     def view(self, h: Tensor, tokens: int) -> Tensor:
         """`(batch, batch', tokens, repeat, fan, fan')` of h, flat or `(tokens, features)`."""
-        feature = tokens if self.turned else 1
+        feature = tokens if self.turned else 1  # elements from one feature to the next
         token = h.stride(0) if h.ndim == 2 else 1 if self.turned else self.width
         axes = [(size, feature * stride) for size, stride in self.axes]
         axes.insert(2, (tokens, token))
@@ -104,6 +104,7 @@ def forward(
         added = None
         if out is found[-1] and bias is not None and not layout.order:
             added = stage.written.view(bias.expand(tokens, -1), tokens)
+        # (batch, tokens * repeat, fan_in) (batch, fan_in, fan_out), each index in two levels
         by(stage.read.view(h, tokens), weight, stage.written.view(out, tokens), added)
     *middle, y = found
     if layout.order:
@@ -132,11 +133,11 @@ def backward(
         dh = dh.permute(0, *back).contiguous()
     for i, stage in reversed(list(enumerate(layout.stages))):
         dh_view = stage.written.view(dh, tokens)
-        if wants[1]:
+        if wants[1]:  # (batch, fan_out, tokens * repeat) (batch, tokens * repeat, fan_in)
             transposed = dh_view.permute(0, 1, 4, 5, 2, 3)
             h_view = stage.read.view(read[i], tokens)
             by(transposed, h_view, stage.view(gradients[i]), rows="k")
-        if i or wants[0]:
+        if i or wants[0]:  # (batch, tokens * repeat, fan_out) (batch, fan_out, fan_in)
             dh = x.new_empty(tokens * stage.read.width)
             by(dh_view, stage.view(cores[i]), stage.read.view(dh, tokens))
     return [dh.view(x.shape) if wants[0] else x.new_empty(0), *gradients]
@@ -155,6 +156,7 @@ def lay_out(program: tuple[int, ...]) -> Layout:
     >>> lay_out(Monarch().structure(64, 64).program.numbers)[1:]
     ((4, 16), (1, 0))
     """
+    # the moves: a count of axes, their sizes as they are made, their order as they are read
     steps, rest = steps_of(program), iter(program[3 + 4 * program[2] : -1])
     moves = [(tuple(islice(rest, axes)), tuple(islice(rest, axes))) for axes in rest]
     shared = any(repeat > 1 for _, repeat, _, _ in steps)
@@ -166,14 +168,15 @@ def lay_out(program: tuple[int, ...]) -> Layout:
         turned = 0 < n < last and not shared
         sizes, order = sizes or (width,), order or (0,)
         if n == last and len(order) > 1 and prod(sizes[: order[-1] + 1]) <= batch:
-            turn = sizes, order
+            turn = sizes, order  # y's fastest axis is a batch axis: it is permuted once it is made
         # kept as it is read, or as it is produced
         kept = order if turned or (n == last and not turn[1]) else range(len(order))
+        # elements between two values of an axis, where all axes lie in the order `kept`
         stride = {axis: prod(sizes[b] for b in kept[i + 1 :]) for i, axis in enumerate(kept)}
-        if n < last:
+        if n < last:  # core n reads the axes in their new order
             axes = tuple((sizes[axis], stride[axis]) for axis in order)
             reads.append((_cut(axes, (batch, repeat, fan_in)), width, turned))
-        if n:
+        if n:  # core n - 1 writes them in the order in which it makes them
             axes = tuple((size, stride[axis]) for axis, size in enumerate(sizes))
             batch, repeat, _, fan_out = steps[n - 1]
             writes.append((_cut(axes, (batch, repeat, fan_out)), width, turned))
@@ -203,7 +206,7 @@ def _cut(axes: Axes, sizes: Sequence[int]) -> list[Axes]:
     rest, groups = list(axes), list[Axes]()
     for size in reversed(sizes):
         group = list[tuple[int, int]]()
-        while size > 1:
+        while size > 1:  # the fastest axis that is left, or as much of it as the group needs
             most, stride = rest.pop()
             part = min(most, size)
             if group and stride == prod(group[0]):  # one axis with the next
@@ -224,6 +227,7 @@ def _align(first: Axes, second: Axes) -> tuple[Axes, Axes]:
     >>> _align(((6, 1),), ((2, 1), (3, 2)))
     (((2, 3), (3, 1)), ((2, 1), (3, 2)))
     """
+    # both are cut where either has an axis end: 6 and 2 x 3, the last fastest, after 3 and 6
     ends = (accumulate((size for size, _ in reversed(axes)), mul) for axes in (first, second))
     sizes = [large // small for small, large in pairwise(sorted({1}.union(*ends)))][::-1]
     one, other = (tuple(chain.from_iterable(_cut(axes, sizes))) for axes in (first, second))
