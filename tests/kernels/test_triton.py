@@ -414,7 +414,7 @@ def on_a_gpu(monkeypatch, kernels):
     """Layers on CPU tensors take the way of a GPU whose products have passed, after `faulty`."""
     monkeypatch.setattr(check, "_passed", {(torch.device("cpu"), torch.float32): True})
     monkeypatch.setattr(check, "refused", set())
-    monkeypatch.setattr(product_module.op, "pays", lambda program, x: False)
+    monkeypatch.setattr(product_module.operators, "pays", lambda program, x: False)
     usable = lambda x, s: check.usable(x.device, x.dtype, s.program.numbers)  # noqa: E731
     monkeypatch.setattr(triton_op, "available", usable)
 

@@ -117,36 +117,27 @@ def _pays_compiled(numbers: tuple[int, ...], dtype: torch.dtype, trains: bool) -
 _pays_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _is_exporting() -> bool:
-    return torch.compiler.is_exporting()
+def is_transformed() -> bool:
+    """Whether the call is exported or traced, so that the result needs no structlin, or derivatives
+    are taken by anything else than autograd's backward pass."""
+    return bool(
+        torch.compiler.is_exporting()
+        or torch._C._get_tracing_state()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+    )
 
 
-def _is_transforming() -> bool:
-    """Whether a transform of torch.func is under way."""
-    return torch._C._are_functorch_transforms_active()
-
-
-# torch 2.10 takes the first for true and the second for a tensor while it compiles, so that it
-# would compile without the engine
-_is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_is_transforming._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# while torch 2.10 compiles, it takes the first for true and the third for a tensor
+is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def available(x: Tensor) -> bool:
-    """Whether the engine takes x: a plain tensor on a CPU, whose derivatives are taken by
-    autograd's backward pass.
-
-    Not while exporting, so that what is exported needs no structlin.
-    """
+    """Whether the engine takes x: a plain tensor on a CPU."""
     if not x.is_cpu or x.dtype not in DTYPES or x.layout != torch.strided:
         return False
-    if torch.compiler.is_compiling():
-        return not _is_exporting() and not _is_transforming() and library.load()
-    if type(x) is not Tensor and type(x) is not Parameter:
-        return False
-    if torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
-        return False
-    return not torch._C._get_tracing_state() and library.load()
+    plain = torch.compiler.is_compiling() or type(x) is Tensor or type(x) is Parameter
+    return plain and library.load() and not is_transformed()
 
 
 def multiply(loop: Loop, affine: Affine, x: Tensor) -> Tensor:
@@ -155,13 +146,12 @@ def multiply(loop: Loop, affine: Affine, x: Tensor) -> Tensor:
     y: Tensor
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)
+    gains = None if gains is None else gains.double()
     if torch.compiler.is_compiling():
-        gains = None if gains is None else gains.double()
         y = _layer(x, cores, bias, gains, sigmas, program.numbers)
     elif torch.is_grad_enabled() and any(
         leaf is not None and leaf.requires_grad for leaf in (x, *cores, bias, gains)
     ):
-        gains = None if gains is None else gains.double()
         y = _Product.apply(loop, program, sigmas, x, bias, gains, *cores)  # type: ignore[no-untyped-call]
     else:
         y = _multiply(x, cores, bias, gains, sigmas, program.numbers)
@@ -227,21 +217,15 @@ def _find_gradients(
     x: Tensor,
     cores: Sequence[Tensor],
     gains: Tensor | None,
-    sigmas: Sequence[float] | None,
+    sigmas: Sequence[float],
     numbers: Sequence[int],
     needs: tuple[bool, Sequence[bool], bool, bool],
-) -> tuple[Tensor | None, list[Tensor | None], Tensor | None, Tensor | None]:
-    """The gradients of x, cores, bias and gains, each None if nobody needs it."""
+) -> tuple[Tensor, list[Tensor], Tensor | None, Tensor | None]:
+    """The gradients of x, cores, bias and gains; autograd leaves those that nobody needs."""
     of_x, of_cores, of_bias, of_gains = needs
     wants = OF_X * of_x | OF_CORES * any(of_cores) | OF_BIAS * of_bias | OF_GAINS * of_gains
     dx, *dcores, dgains, dbias = _gradients(dy, x, cores, gains, sigmas, numbers, wants)
-    each = [dcore if needed else None for dcore, needed in zip(dcores, of_cores, strict=True)]
-    return (
-        dx if of_x else None,
-        each,
-        dbias if of_bias else None,
-        dgains if of_gains else None,
-    )
+    return dx, dcores, dbias if of_bias else None, dgains if of_gains else None
 
 
 def is_batch(dy: Tensor) -> bool:
@@ -278,9 +262,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     gains, x, *cores = ctx.saved_tensors
     *needs, _, _ = ctx.needs_input_grad
-    of_sigmas = None if ctx.sigmas else []  # torch takes an empty list for one of tensors
     found = _find_gradients(dy, x, cores, gains, ctx.sigmas, ctx.numbers, needs)
-    return *found, of_sigmas, None
+    return *found, None if ctx.sigmas else [], None  # torch takes an empty list for one of tensors
 
 
 def _fake_multiply(x: Tensor, *rest: Any) -> Tensor:
@@ -288,7 +271,8 @@ def _fake_multiply(x: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
 
 
-def _fake_gradients(dy: Tensor, x: Tensor, cores: Any, gains: Any, *rest: Any) -> list[Tensor]:
+@torch.library.register_fake("structlin_cpu::gradients")  # type: ignore[untyped-decorator]
+def _(dy: Tensor, x: Tensor, cores: Any, gains: Any, *rest: Any) -> list[Tensor]:
     _, program, wants = rest
     dx = x.new_empty(x.shape if wants & OF_X else 0)
     dcores = [core.new_empty(core.shape if wants & OF_CORES else 0) for core in cores]
@@ -299,7 +283,6 @@ def _fake_gradients(dy: Tensor, x: Tensor, cores: Any, gains: Any, *rest: Any) -
 
 torch.library.register_fake("structlin_cpu::multiply", _fake_multiply)
 torch.library.register_fake("structlin_cpu::layer", _fake_multiply)
-torch.library.register_fake("structlin_cpu::gradients", _fake_gradients)
 torch.library.register_fake("structlin_cpu::multiply_int8", _fake_multiply)
 torch.library.register_autograd("structlin_cpu::layer", _backward, setup_context=_save)
 

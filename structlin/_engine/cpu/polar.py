@@ -26,16 +26,12 @@ def polar(stacks: Sequence[Tensor], schedule: Sequence[tuple[float, float, float
     return factors
 
 
-def _fake_polar(stacks: Sequence[Tensor], coefficients: Sequence[float]) -> list[Tensor]:
+@torch.library.register_fake("structlin_cpu::polar")  # type: ignore[untyped-decorator]
+def _(stacks: Sequence[Tensor], coefficients: Sequence[float]) -> list[Tensor]:
     return [stack.new_empty(stack.shape) for stack in stacks]
-
-
-torch.library.register_fake("structlin_cpu::polar", _fake_polar)
 
 
 @register_flop_formula(torch.ops.structlin_cpu.polar)
 def _(stacks: Sequence[Sequence[int]], coefficients: Sequence[float], **_: Any) -> int:
-    products = 0
-    for batch, m, n in stacks:
-        products += batch * min(m, n) ** 2 * (2 * max(m, n) + min(m, n))
-    return 2 * products * len(coefficients) // 3
+    products = [each * min(m, n) ** 2 * (2 * max(m, n) + min(m, n)) for each, m, n in stacks]
+    return 2 * sum(products) * len(coefficients) // 3

@@ -10,7 +10,7 @@ in a second pass. Sums are float32, in a fixed order, without atomics: the same 
 bits.
 
 The kernel ran in Triton's interpreter and was compiled for sm_80, sm_90 and sm_100, but no GPU has
-run it; `triton_check` tests it on the device before its first use. Nothing here is imported unless
+run it; check.py tests it on the device before its first use. Nothing here is imported unless
 a CUDA tensor asks for it.
 """
 
@@ -29,7 +29,7 @@ from torch import Tensor
 try:
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
-except ImportError:  # optional: `triton_check.usable` is then False, and no product below is called
+except ImportError:  # optional: `check.usable` is then False, and no product below is called
     triton = None
 
 jit: Callable[[Any], Any] = triton.jit if triton else lambda kernel: kernel
@@ -129,12 +129,11 @@ def block_gemm(
     if splits is None and rows == "k":
         programs = prod(a.shape[:2]) * -(-m // tile.m) * -(-n // tile.n)
         splits = min(table["programs"] // programs, k // table["rows_per_program"])
-    splits = max(1, splits or 1)
-    parts = out[None]
-    if splits > 1:
+    if splits is None or splits <= 1:
+        _launch(a, b, out[None], tile, rows, bias)
+    else:
         parts = torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device)
-    _launch(a, b, parts, tile, rows, bias)
-    if splits > 1:
+        _launch(a, b, parts, tile, rows)
         out.copy_(parts.sum(0))
 
 

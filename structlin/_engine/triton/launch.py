@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..._structure.structure import Program, Structure
-from ..cpu.operators import _is_exporting, count_flops, differentiate, is_batch
+from ..cpu.operators import count_flops, differentiate, is_batch, is_transformed
 from . import check
-from .stages import Product, backward, forward, nothing, plain
+from .stages import backward, forward, nothing, plain
 
 Loop = Callable[[Program, Sequence[Tensor], Tensor], Tensor]
 
@@ -27,17 +28,10 @@ _loops: dict[tuple[int, ...], Callable[[Sequence[Tensor], Tensor], Tensor]] = {}
 
 
 def available(x: Tensor, structure: Structure) -> bool:
-    """On a GPU whose products have passed their test; not while exporting, nor where derivatives
-    are not taken by autograd's backward pass, nor with an activation between the cores."""
-    if structure.between is not None:
-        return False
-    if not x.is_cuda or x.dtype not in check.TOLERANCE or _is_exporting():
-        return False
-    if not torch.compiler.is_compiling() and (
-        torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-    ):
-        return False
-    return check.usable(x.device, x.dtype, structure.program.numbers)
+    """On a GPU whose products have passed their test; not with an activation between the cores."""
+    taken = x.is_cuda and x.dtype in check.TOLERANCE and structure.between is None
+    numbers = structure.program.numbers
+    return taken and not is_transformed() and check.usable(x.device, x.dtype, numbers)
 
 
 def apply(
@@ -54,17 +48,16 @@ def apply(
     return y if x.ndim == 2 else y.view(*x.shape[:-1], program.out_features)
 
 
-@torch.library.custom_op("structlin::multiply", mutates_args=())
-def multiply(
+def _multiply(
     x: Tensor, cores: Sequence[Tensor], bias: Tensor | None, program: Sequence[int], keep: bool
 ) -> list[Tensor]:
     """`x W^T + bias` of x `(tokens, in_features)` and, if `keep`, what each core but the first
     reads, for the gradient; `program` is `Program.numbers`."""
-    return _serve(x, program, partial(_multiply, x, cores, bias, program, keep))
+    found = _serve(x, program, partial(forward, program, cores, x, bias))
+    return found if keep else found[:1]
 
 
-@torch.library.custom_op("structlin::gradients", mutates_args=())
-def gradients(
+def _gradients(
     dy: Tensor,
     x: Tensor,
     cores: Sequence[Tensor],
@@ -74,31 +67,15 @@ def gradients(
 ) -> list[Tensor]:
     """dx, one dcore for each core, dbias; each empty if `wants`, (x, cores, bias), says that nobody
     asks for it."""
-    return _serve(x, program, partial(_gradients, dy, x, cores, middle, program, wants))
-
-
-def _multiply(
-    x: Tensor, cores: Any, bias: Any, program: Any, keep: bool, by: Product = nothing
-) -> list[Tensor]:
-    found = forward(program, cores, x, bias, by)
-    return found if keep else found[:1]
-
-
-def _gradients(
-    dy: Tensor,
-    x: Tensor,
-    cores: Any,
-    middle: Any,
-    program: Any,
-    wants: Any,
-    by: Product = nothing,
-) -> list[Tensor]:
-    found = backward(program, cores, x, middle, dy, wants, by)
+    found = _serve(x, program, partial(backward, program, cores, x, middle, dy, wants))
     return [*found, dy.sum(0) if wants[2] else dy.new_empty(0)]
 
 
 def _serve(x: Tensor, program: Sequence[int], work: Callable[..., list[Tensor]]) -> list[Tensor]:
-    """`work` on the kernels, or on PyTorch's products where one of this layer was refused."""
+    """`work` on the kernels, or on PyTorch's products where one of this layer was refused, or on
+    none where only shapes are asked for."""
+    if isinstance(x, FakeTensor) or x.is_meta:
+        return work(by=nothing)
     from .gemm import LaunchError, block_gemm
 
     layer = x.device, x.dtype, tuple(program)
@@ -110,36 +87,39 @@ def _serve(x: Tensor, program: Sequence[int], work: Callable[..., list[Tensor]])
     return work(by=plain)
 
 
+multiply = torch.library.custom_op("structlin::multiply", _multiply, mutates_args=())
+gradients = torch.library.custom_op("structlin::gradients", _gradients, mutates_args=())
+
+
 # ---- what autograd, torch.compile and counters know of them --------------------------------------
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, cores, bias, ctx.program, _ = inputs
+    x, cores, _, ctx.program, _ = inputs
     ctx.set_materialize_grads(False)  # nobody differentiates the middle
-    ctx.has_bias, ctx.cores = bias is not None, len(cores)
+    ctx.cores = len(cores)
     ctx.save_for_backward(x, *cores, *output[1:])
 
 
 def _backward(ctx: Any, cotangents: list[Tensor | None]) -> tuple[Any, ...]:
     x, *rest = ctx.saved_tensors
     (of_x, of_cores, of_bias, *_), dy = ctx.needs_input_grad, cotangents[0]
-    cores, middle, each = rest[: ctx.cores], rest[ctx.cores :], [None] * ctx.cores
+    cores, middle = rest[: ctx.cores], rest[ctx.cores :]
     if dy is None:
-        return None, each, None, None, None
+        return None, [None] * ctx.cores, None, None, None
     if torch.is_grad_enabled() or is_batch(dy):
         loop = _loops[tuple(ctx.program)]
         run = lambda x, *cores: loop(cores, x)  # noqa: E731
         dx, *dcores = differentiate(run, [x, *cores], [of_x, *of_cores], dy)
-        return dx, dcores, dy.sum(0) if ctx.has_bias and of_bias else None, None, None
-    wants = [of_x, any(of_cores), ctx.has_bias and of_bias]
+        return dx, dcores, dy.sum(0) if of_bias else None, None, None
+    wants = [of_x, any(of_cores), of_bias]
     dx, *dcores, dbias = gradients(dy, x, cores, middle, ctx.program, wants)
-    ends = (found if want else None for found, want in zip((dx, dbias), wants[::2], strict=True))
-    return next(ends), dcores if wants[1] else each, next(ends), None, None
+    return dx, dcores, dbias if of_bias else None, None, None
 
 
 @register_flop_formula(torch.ops.structlin.multiply)
-def _(x: Any, cores: Any, bias: Any, program: Sequence[int], keep: bool, **_: Any) -> int:
-    return sum(count_flops(x, program))
+def _(x: Sequence[int], *rest: Any, **_: Any) -> int:
+    return sum(count_flops(x, rest[-2]))  # the program
 
 
 @register_flop_formula(torch.ops.structlin.gradients)
@@ -149,6 +129,6 @@ def _(
     return sum(count_flops(x, program)) * (wants[0] + wants[1])
 
 
-multiply.register_fake(_multiply)  # by nothing
+multiply.register_fake(_multiply)
 gradients.register_fake(_gradients)
 multiply.register_autograd(_backward, setup_context=_save)

@@ -27,9 +27,7 @@ from torch import Tensor
 from ..._structure.structure import steps_of
 
 Axes = tuple[tuple[int, int], ...]  # (size, stride) of each axis of an index, the last one fastest
-
-
-Product = Callable[..., None]  # `block_gemm` of `triton_gemm`, by whatever means
+Product = Callable[..., None]  # `block_gemm` of gemm.py, by whatever means
 
 
 def plain(
