@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .._convert.plan import Plan, Projection, Refined, check_values, project_by_weight, warn_of
 from .._model.decide import Decision, Spec, decide, list_targets, require_matrices
@@ -26,7 +26,6 @@ from .sizes import (
     Weights,
     choose_sizes,
     correct_curves,
-    guess_curve,
     list_offers,
     measure_curves,
 )
@@ -159,9 +158,8 @@ def plan_compression(
     if refine and batches is None:
         raise ValueError(f"refine={refine} needs batches on which the model runs")
     selection: dict[str, Any] = {"include": include, "exclude": exclude, "overrides": overrides}
-    measured = measure(
-        model, structure, batches, share, loss, progress, split=split, untie=untie, **selection
-    )
+    selection |= {"split": split, "untie": untie}
+    measured = measure(model, structure, batches, share, loss, progress, **selection)
     return measured.plan(share, refine, progress)
 
 
@@ -201,25 +199,20 @@ def measure(
 ) -> Measured:
     """What the sizes that layers could have would lose, see `plan_compression`."""
     _check_share(share, batches, loss)
-    sizes_open, untie = share.keep is not None, selection["untie"]
-    decisions = decide(model, structure, sizes_open=sizes_open, **selection)
+    decisions = decide(model, structure, sizes_open=share.keep is not None, **selection)
     require_matrices(decisions, "compress")
     layers = [decision.layer for decision in decisions if decision.structure is not None]
-    if batches is None and all(layer.matrix.is_meta for layer in layers):
-        offers = list_offers(decisions, share)
-        curves = [guess_curve(sizes) for _, sizes in offers]
-        return Measured(model, decisions, offers, curves, untie)
-    check_values(layers)
-    offers = list_offers(decisions, share)
-    if batches is None:
-        return Measured(model, decisions, offers, measure_curves(None, offers, {}), untie)
-    replay = observe(model, [layer.module for layer in layers], batches)
-    by_gradients = share.allocation == "sensitivity"
-    outputs = measure_sensitivities(replay, layers, loss) if by_gradients else {}
+    if batches is not None or not all(layer.matrix.is_meta for layer in layers):
+        check_values(layers)
+    replay, outputs, offers = None, dict[nn.Module, Tensor](), list_offers(decisions, share)
+    if batches is not None:
+        replay = observe(model, [layer.module for layer in layers], batches)
+        if share.allocation == "sensitivity":
+            outputs = measure_sensitivities(replay, layers, loss)
     curves = measure_curves(replay, offers, outputs, progress=progress)
-    if outputs:
+    if replay is not None and outputs:
         curves = correct_curves(replay, offers, curves, outputs, loss)
-    return Measured(model, decisions, offers, curves, untie, replay, outputs)
+    return Measured(model, decisions, offers, curves, selection["untie"], replay, outputs)
 
 
 def _check_share(share: Share, batches: Iterable[Any] | None, loss: Loss) -> None:

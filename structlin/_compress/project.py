@@ -85,9 +85,9 @@ def project_in_order(
         apart = measure_inputs(replay, repeated, replay.calls)
         if apart:
             names = ", ".join(layer.name for layer in repeated if layer.module in apart)
-            _warn(
-                "one pass calls these layers more than once, so they are projected for the dense "
-                f"model's inputs, not for the compressed one's: {names}"
+            warn(
+                "compress: one pass calls these layers more than once, so they are projected for "
+                f"the dense model's inputs, not for the compressed one's: {names}"
             )
         for module, moments in apart.items():
             compressed.project(module, moments)
@@ -105,21 +105,18 @@ def project_in_order(
 
 def _warn_of_few_tokens(targets: Sequence[Target], found: Mapping[str, Projection]) -> None:
     if unseen := [name for name, projection in found.items() if projection.tokens is None]:
-        _warn(f"no input that varies reached {', '.join(unseen)}: projected by weight alone")
+        names = ", ".join(unseen)
+        warn(f"compress: no input that varies reached {names}: projected by weight alone")
     counts = [(layer, found[layer.name].tokens or layer.in_features) for layer, _ in targets]
     if few := [
         f"{layer.name} ({tokens} of {layer.in_features})"
         for layer, tokens in counts
         if tokens < FEW * layer.in_features
     ]:
-        _warn(
-            "these layers got far fewer tokens than they have input features, and are mostly "
-            f"projected by weight: {', '.join(few)}; give more batches"
+        warn(
+            "compress: these layers got far fewer tokens than they have input features, and are "
+            f"mostly projected by weight: {', '.join(few)}; give more batches"
         )
-
-
-def _warn(text: str) -> None:
-    warn(f"compress: {text}")
 
 
 # ---- one layer ---------------------------------------------------------------------------------
@@ -328,7 +325,8 @@ class _Compressed:
         shared = find_shared(self.replay.model)
         done = refine(visit.module, own, examples, steps=self.steps, shared=shared)
         if done is None:
-            _warn(f"block {name!r} does not give the same output again: it is not refined")
+            what = "does not give the same output again: it is not refined"
+            warn(f"compress: block {name!r} {what}")
             return
         self.refined[name], outputs = done
         for example, output in zip(examples, outputs, strict=True):
@@ -362,7 +360,10 @@ def _are_same(inputs: Sequence[_Reference], others: Sequence[_Reference]) -> boo
 
 def _add_pairs(moments: Moments, waits: Sequence[Wait]) -> None:
     """Add each call's inputs x and z, without padding; see `_Compressed._measure`."""
-    pairs = [(*wait.inputs, wait.call.masks) for wait in waits]
+    pairs: list[tuple[Any, Any, list[Tensor]]] = []
+    for wait in waits:
+        x, z = (None if stop is None else stop.input for stop in (wait.dense, wait.compressed))
+        pairs.append((x, z, wait.call.masks))
     paired = all(x is not None and z is not None and x.shape == z.shape for x, z, _ in pairs)
     if not paired:
         compressed = [(z, z, masks) for _, z, masks in pairs if z is not None]

@@ -29,11 +29,10 @@ from collections.abc import (
     Collection,
     Generator,
     Iterable,
-    Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
@@ -44,18 +43,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from .._model.interrupts import hold_interrupts, let_interrupts_in
 from .._projection.matrices import limit_threads
-from .padding import find_masks, name_arguments, select_rows
+from .padding import find_masks, name_arguments
 from .replica import Replica
 
 MAX_PICKED_CALLS = 8  # of the model, where not all of them need be run
 MAX_WORKERS = 2048  # of OpenMP in all runs: each thread that computes keeps its own
-
-Hook = Callable[
-    [nn.Module, Tensor, Tensor], Tensor | None
-]  # layer, input, output -> another output
 
 
 # ---- the calls of the model ----------------------------------------------------------------------
@@ -96,13 +92,7 @@ def prepare_call(model: nn.Module, batch: Any) -> Call:
 
 def copy_values(value: Any) -> Any:
     """The same with tensors of its own; what is neither tensor nor plain container stays."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if type(value) is dict:
-        return {name: copy_values(each) for name, each in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(copy_values(each) for each in value)
-    return value
+    return tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, value)
 
 
 def _leave_out_cache(
@@ -141,11 +131,12 @@ class Replay:
         self,
         call: Call,
         layers: Iterable[nn.Module] = (),
-        hook: Hook = lambda *_: None,
+        hook: Callable[[nn.Module, Tensor, Tensor], Tensor | None] = lambda *_: None,
         *,
         grad: bool = False,
     ) -> Any:
-        """What the model returns in this call; `hook` sees each of the layers on the way."""
+        """What the model returns in this call. On the way `hook` sees each of the layers, its input
+        and its output, and may return another output."""
         replica = Replica(self.model, self.written)
         for layer in layers:
 
@@ -227,12 +218,6 @@ class Wait:
     dense: Stop | None
     compressed: Stop | None = None
 
-    @property
-    def inputs(self) -> tuple[Any, Any]:
-        """x and z, of a linear layer; None for a run that waits elsewhere."""
-        x, z = (None if stop is None else stop.input for stop in (self.dense, self.compressed))
-        return x, z
-
 
 @dataclass
 class Visit:
@@ -240,12 +225,6 @@ class Visit:
 
     module: nn.Module
     waits: list[Wait]
-
-    def rows(self) -> Iterator[Tensor]:
-        """The dense runs' inputs, `(rows, features)`, without padding."""
-        for wait in self.waits:
-            if wait.dense is not None:
-                yield select_rows(wait.dense.input, wait.call.masks)
 
 
 def take_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -346,13 +325,13 @@ class Run:
     ) -> None:
         self.call, self.replica = call, replica
         self.stop: Stop | None = None
-        self._state, self._workers, self._cancelled = _capture_state(), workers, False
+        self._contexts, self._workers, self._cancelled = _capture_state(), workers, False
         self._turn, self._back = SimpleQueue[None](), SimpleQueue[None]()
         self._error: BaseException | None = None
         for layer in layers:
-            self._stop_before(layer)
+            self._hold_at(layer)
         for block in blocks:
-            self._stop_after(block)
+            self._hold_at(block, after=True)
         context = contextvars.copy_context()
         self.thread = threading.Thread(target=lambda: context.run(self._work), daemon=True)
 
@@ -397,22 +376,18 @@ class Run:
             self._turn.put(None)
             self.thread.join()
 
-    def _stop_before(self, layer: nn.Module) -> None:
-        own = self.replica[layer].forward
+    def _hold_at(self, module: nn.Module, after: bool = False) -> None:
+        """Wait before the module is called, or `after` that with its output."""
+        own = self.replica[module].forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            stop = self._wait(Stop(self, layer, args, kwargs, own))
-            return (stop.answer or own)(*args, **kwargs)
+            stop = Stop(self, module, args, kwargs, own)
+            if after:
+                stop.output = own(*args, **kwargs)
+                return self._wait(stop).output
+            return (self._wait(stop).answer or own)(*args, **kwargs)
 
-        vars(self.replica[layer])["forward"] = forward
-
-    def _stop_after(self, block: nn.Module) -> None:
-        own = self.replica[block].forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._wait(Stop(self, block, args, kwargs, own, own(*args, **kwargs))).output
-
-        vars(self.replica[block])["forward"] = forward
+        vars(self.replica[module])["forward"] = forward
 
     def _wait(self, stop: Stop) -> Stop:
         """Stop here until the caller has answered; not in a thread that the model has started."""
@@ -428,7 +403,9 @@ class Run:
 
     def _work(self) -> None:
         try:
-            with self._state:
+            with ExitStack() as stack:
+                for context in self._contexts:
+                    stack.enter_context(context)
                 self.call.make(self.replica.model)
         except Cancelled:
             pass
@@ -439,30 +416,19 @@ class Run:
             self._back.put(None)
 
 
-def _capture_state() -> AbstractContextManager[None]:
-    """The context in which another thread has what torch keeps for this one: autocast, the default
-    device, and the current device and stream of CUDA. Of gradients runs have none."""
+def _capture_state() -> list[AbstractContextManager[Any]]:
+    """The contexts in which another thread has what torch keeps for this one: autocast, the default
+    device, and the current device and stream of CUDA. Runs have no gradients."""
+    found: list[AbstractContextManager[Any]] = [torch.no_grad()]
     cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    device = torch.get_default_device()
-    autocast = {
-        kind: torch.get_autocast_dtype(kind)
-        for kind in (["cpu", "cuda"] if cuda else ["cpu"])
-        if torch.is_autocast_enabled(kind)
-    }
-    queue = torch.cuda.current_stream() if cuda else None
-
-    @contextmanager
-    def enter() -> Iterator[None]:
-        with ExitStack() as stack, torch.no_grad():
-            if device != torch.get_default_device():
-                stack.enter_context(device)
-            for kind, dtype in autocast.items():
-                stack.enter_context(torch.autocast(kind, dtype=dtype))
-            if queue is not None:
-                stack.enter_context(torch.cuda.stream(queue))  # its device too
-            yield
-
-    return enter()
+    if torch.get_default_device().type != "cpu":  # a new thread has that one
+        found.append(torch.get_default_device())
+    for kind in ["cpu", "cuda"] if cuda else ["cpu"]:
+        if torch.is_autocast_enabled(kind):
+            found.append(torch.autocast(kind, dtype=torch.get_autocast_dtype(kind)))
+    if cuda:
+        found.append(torch.cuda.stream(torch.cuda.current_stream()))  # its device too
+    return found
 
 
 class CheckNumbers(TorchFunctionMode):
@@ -488,10 +454,10 @@ class CheckNumbers(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _check_ids(self, ids: Tensor, weight: Tensor) -> None:
-        name = self._names.get(id(weight), "")
-        of = f"embedding {name!r}, which has {len(weight):,} rows"
+        name, rows = self._names.get(id(weight), ""), len(weight)
+        of = f"embedding {name!r}, which has {rows:,} rows"
         why = "the batches come from another tokenizer, or are too long"
-        _require_below(len(weight), ids.flatten(), f"id {{}} is outside of the {of}: {why}")
+        _require_below(rows, ids.flatten(), f"id {{}} is outside of the {of}: {why}")
 
 
 def _check_labels(logits: Tensor, labels: Tensor, ignored: int) -> None:

@@ -59,8 +59,9 @@ def measure_covariances(
         with closing(replay.walk(once, replay.few)) as visits:
             for visit in visits:
                 moments = Moments(centred=visit.module in replay.biases)
-                for rows in visit.rows():
-                    moments.add(rows)
+                for call, stop in ((wait.call, wait.dense) for wait in visit.waits):
+                    assert stop is not None  # there are no other runs
+                    moments.add(select_rows(stop.input, call.masks))
                 moments.require_finite(held[visit.module].name)
                 yield show(visit.module, moments)
                 if visit.module is once[-1]:

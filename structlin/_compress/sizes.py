@@ -1,6 +1,5 @@
 """How much each layer keeps: the rank, or number of blocks, that does the model least harm."""
 
-import heapq
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -51,10 +50,8 @@ class Share:
                 f"keep={keep!r} must be a fraction above 0 and at most 1, or None, which keeps "
                 "the structure's own size"
             )
-        known = {"count": tuple(COUNTS), "allocation": ALLOCATIONS}
-        for name, values in known.items():
-            value = getattr(self, name)
-            require_choice(name, value, values)
+        require_choice("count", self.count, COUNTS)
+        require_choice("allocation", self.allocation, ALLOCATIONS)
         if keep is None and self.count != "params":
             raise ValueError(f"count={self.count!r} goes with a fraction to keep, say keep=0.5")
 
@@ -111,7 +108,10 @@ def measure_curves(
     with closing(covariances):
         for layer, covariance in covariances:
             own, output = sizes[layer.module], outputs.get(layer.module)
-            found[layer.module] = measure_curve(layer.matrix, own, covariance, output)
+            if layer.matrix.is_meta:
+                found[layer.module] = _guess_curve(own)
+            else:
+                found[layer.module] = measure_curve(layer.matrix, own, covariance, output)
     return [found[layer.module] for layer in layers]
 
 
@@ -156,8 +156,7 @@ def _measure_ratios(
     with closing(measure_covariances(replay, layers, progress=False)) as covariances:
         for layer, covariance in covariances:
             curve, weight = curves[layer.module], layer.matrix
-            metric: dict[str, Any] = {"covariance": covariance}
-            metric["output"] = outputs.get(layer.module)
+            metric: dict[str, Any] = {"covariance": covariance, "output": outputs.get(layer.module)}
             for n, share in enumerate(SHARES):
                 fit = [size for size in curve.sizes if size.cost <= share * curve.sizes[-1].cost]
                 structure = (fit[-1] if fit else curve.sizes[0]).structure
@@ -205,7 +204,7 @@ def _interpolate(points: Sequence[tuple[float, float]], share: float) -> float:
     return points[-1][1]
 
 
-def guess_curve(sizes: Sequence[Size]) -> Curve:
+def _guess_curve(sizes: Sequence[Size]) -> Curve:
     """The curve of a matrix without values, by which all layers keep the same share: what is lost
     is the square of the share that is left out, for each number of the matrix."""
     dense = sizes[-1].cost
@@ -264,30 +263,21 @@ def allocate(curves: Sequence[Curve], keep: float, weights: Sequence[float]) -> 
     limit = keep * sum(curve.sizes[-1].cost for curve in curves)
     spent = sum(curve.sizes[0].cost for curve in curves)
     paths = [_hull(curve) for curve in curves]
-    taken = [0] * len(curves)  # steps of each layer on its path
-    steps: list[tuple[float, int]] = []  # a heap: minus what a step gains for its cost, the layer
+    steps: list[tuple[float, int]] = []  # minus what a step gains for its cost, the layer
+    for n, curve in enumerate(curves):
+        for here, there in pairwise(paths[n] if weights[n] > 0 else []):
+            gain, cost = _compare(curve, here, there)
+            steps.append((-weights[n] * gain / cost, n))
     found = [0] * len(curves)
-
-    def consider(n: int) -> None:
-        """Put the layer's next step on the heap, if it gains anything."""
-        if taken[n] + 1 < len(paths[n]) and weights[n] > 0:
-            gain, cost = _compare(curves[n], *paths[n][taken[n] : taken[n] + 2])
-            heapq.heappush(steps, (-weights[n] * gain / cost, n))
-
-    for n in range(len(curves)):
-        consider(n)
-    while steps:
-        _, n = heapq.heappop(steps)
-        here, there = paths[n][taken[n] : taken[n] + 2]
-        fit = [
-            m for m in range(here, there + 1) if spent + _compare(curves[n], here, m)[1] <= limit
-        ]
-        found[n] = min(fit, key=lambda m: curves[n].errors[m])
+    for _, n in sorted(steps):
+        curve, (here, there) = curves[n], paths[n][:2]
+        # of all sizes up to the step's end: one of them may be the best that fits
+        fit = [m for m in range(here, there + 1) if spent + _compare(curve, here, m)[1] <= limit]
+        found[n] = min(fit, key=lambda m: curve.errors[m])
         if there not in fit:
             break
-        spent += _compare(curves[n], here, there)[1]
-        taken[n] += 1
-        consider(n)
+        spent += _compare(curve, here, there)[1]
+        del paths[n][0]
     return [curve.sizes[m] for curve, m in zip(curves, found, strict=True)]
 
 
