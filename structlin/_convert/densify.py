@@ -4,7 +4,7 @@ from torch import nn
 
 from .._layer.linear import StructuredLinear
 from .._layer.quantized import QuantizedLinear
-from .._model.linears import build_dense_layer, swap
+from .._model.linears import build_dense_layer, linear_layers, swap
 from .._model.obstacles import find_reason_to_keep, require_replaceable
 from .._structure.arguments import checked
 from .plan import find_declare
@@ -38,7 +38,15 @@ def densify(model: nn.Module) -> nn.Module:
       (1): ReLU()
     )
     """
-    layers, declare = _find_structured(model), find_declare(model)
+    require_replaceable(model)
+    layers = {
+        layer.module: layer.names
+        for layer in linear_layers(model)
+        if isinstance(layer.module, StructuredLinear)
+    }
+    if not layers:
+        raise ValueError(f"model={type(model).__name__} has no structured layer")
+    declare = find_declare(model)
     for layer, names in layers.items():
         layer.structure.require_matrix(f"layer {names[0]!r}: densify")
         if reason := find_reason_to_keep(layer, QuantizedLinear):
@@ -46,15 +54,3 @@ def densify(model: nn.Module) -> nn.Module:
     model = swap(model, [(names, build_dense_layer(layer)) for layer, names in layers.items()])
     declare(model)
     return model
-
-
-def _find_structured(model: nn.Module) -> dict[StructuredLinear, list[str]]:
-    """The structured layers of a model whose layers can be replaced, with all their names."""
-    require_replaceable(model)
-    names: dict[StructuredLinear, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, StructuredLinear):
-            names.setdefault(module, []).append(name)
-    if not names:
-        raise ValueError(f"model={type(model).__name__} has no structured layer")
-    return names

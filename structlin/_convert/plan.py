@@ -106,8 +106,12 @@ class Plan:
         if self._used:
             raise ValueError("a plan is applied once; make a new one")
         targets = [d.layer for d in self.decisions if d.resolved is not None]
-        if self.init == "project":
-            _require_projections(targets, self.projections)
+        for layer in targets if self.init == "project" else ():
+            if layer.name not in self.projections:
+                raise ValueError(
+                    f"layer {layer.name!r} was on the meta device, so that this plan has its size "
+                    "alone; load the weights, and make a new one"
+                )
         require_replaceable(self.model)
         declare = find_declare(self.model)
         require_unchanged(self.model, targets)
@@ -192,15 +196,6 @@ class Plan:
         for matrix in find_loose_matrices(self.model):
             table.row(matrix, "", "", "- (a parameter, no linear layer)")
         return str(table)
-
-
-def _require_projections(layers: Sequence[Layer], found: Mapping[str, Projection]) -> None:
-    for layer in layers:
-        if layer.name not in found:
-            raise ValueError(
-                f"layer {layer.name!r} was on the meta device, so that this plan has its size "
-                "alone; load the weights, and make a new one"
-            )
 
 
 def build_layer(

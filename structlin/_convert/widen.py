@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
@@ -96,7 +96,7 @@ def cost(model: nn.Module, example: Any = None) -> Cost:
         eval_mode(model),
         device,
     ):
-        call_model(model, _move(example, device))
+        call_model(model, tree_map(lambda x: x.to(device) if torch.is_tensor(x) else x, example))
     return Cost(params, counter.get_total_flops())
 
 
@@ -229,7 +229,3 @@ def _count(make: Callable[[], nn.Module], example: Any) -> Cost:
         raise
     except Exception:  # whatever it is that the meta device cannot do
         return cost(make(), example)
-
-
-def _move(batch: Any, device: torch.device) -> Any:
-    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
