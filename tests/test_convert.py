@@ -12,6 +12,7 @@ from structlin import (
     LowRank,
     Monarch,
     Plan,
+    Split,
     Structure,
     StructuredLinear,
     compress,
@@ -107,7 +108,6 @@ def test_the_first_override_that_matches_holds():
             "include: the function <lambda> matches no linear layer",
         ),
         ({"exclude": nn.Linear}, TypeError, "exclude: <class .*Linear'> is no pattern"),
-        ({"split": ["*c_attn"]}, TypeError, "split=.* must be a mapping"),
         ({"filter_fn": lambda module, name: False}, TypeError, "filter_fn"),
         ({"mode": "dense"}, TypeError, "mode"),
         (
@@ -171,7 +171,7 @@ def test_what_is_done_and_its_plan_take_the_same_arguments(do, show):
     assert (own.return_annotation, other.return_annotation) == (nn.Module, Plan)
 
 
-@pytest.mark.parametrize("options", [{}, {"init": "project"}, {"split": {"*": 2}}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"init": "project"}], ids=str)
 def test_a_structure_is_made_once_for_each_layer(options, monkeypatch):
     made, real = [], BTT.structure
 
@@ -182,8 +182,7 @@ def test_a_structure_is_made_once_for_each_layer(options, monkeypatch):
     monkeypatch.setattr(BTT, "structure", count)
     model = convert(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)), BTT(), **options)
     assert len(made) == 2
-    named = "2 x BTT(rank=1)" if "split" in options else "BTT(rank=1)"
-    assert [layer.label for layer in model] == [named, named]
+    assert [layer.label for layer in model] == ["BTT(rank=1)", "BTT(rank=1)"]
 
 
 def test_patterns_may_come_from_a_generator():
@@ -270,19 +269,19 @@ def test_a_rule_by_name_does_not_ask_for_the_models_own_scale(init):
     assert model[0].init_scale == 1
 
 
-@pytest.mark.parametrize("split", [None, {"0": 3}], ids=str)
+@pytest.mark.parametrize("family", [BTT().activate(), Split(split=3, of=BTT().activate())], ids=str)
 def test_a_structure_with_an_activation_starts_at_the_scale_of_its_layer_and_is_not_projected(
-    split,
+    family,
 ):
     torch.manual_seed(0)
     dense, x = nn.Linear(256, 768, bias=False), torch.randn(1000, 256)
     wanted = dense(x).square().mean().sqrt().item()
     model = nn.Sequential(dense)
     with pytest.raises(ValueError, match=r"^layer '0': init='project' needs a matrix"):
-        convert(model, BTT().activate(), init="project", split=split)
+        convert(model, family, init="project")
     assert model[0] is dense
-    assert "silu" in str(plan(model, BTT().activate(), split=split))
-    convert(model, BTT().activate(), split=split)
+    assert "silu" in str(plan(model, family))
+    convert(model, family)
     assert model[0].structure.between == "silu"
     assert model(x).square().mean().sqrt().item() == pytest.approx(wanted, rel=0.1)
 

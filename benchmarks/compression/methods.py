@@ -168,7 +168,7 @@ def measure_once(data: Data, method: str, corrected: bool) -> tuple[compressing.
     alone, and the processor's seconds of that."""
     start, model = time.process_time(), copy.deepcopy(data.model)
     selection: Row = {"include": f"{data.part}*", "exclude": (), "overrides": None}
-    selection |= {"split": None, "untie": False}
+    selection["untie"] = False
     share = Share(0.5)  # any: what is measured is the same
     correct = compressing.correct_curves if corrected else lambda replay, offers, curves, *_: curves
     with patch.object(compressing, "correct_curves", correct):

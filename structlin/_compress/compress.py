@@ -44,7 +44,6 @@ def compress(
     include: Patterns | None = None,
     exclude: Patterns = (),
     overrides: Mapping[Any, Spec | None] | None = None,
-    split: Mapping[Any, int] | None = None,
     untie: bool = False,
     progress: bool | None = None,
 ) -> nn.Module:
@@ -88,7 +87,7 @@ def compress(
         refine: steps of Adam for each block of the model (what is repeated in it, or the model
             itself), once its layers are projected: its cores, biases and norms are fitted to the
             dense block's output. A block that does not get nearer stays as it was. 0: none.
-        include, exclude, overrides, split, untie: as of `convert`.
+        include, exclude, overrides, untie: as of `convert`.
         progress: whether to show a bar while layers are measured and projected; None: on a
             terminal.
 
@@ -133,7 +132,6 @@ def plan_compression(
     include: Patterns | None = None,
     exclude: Patterns = (),
     overrides: Mapping[Any, Spec | None] | None = None,
-    split: Mapping[Any, int] | None = None,
     untie: bool = False,
     progress: bool | None = None,
 ) -> Plan:
@@ -158,8 +156,7 @@ def plan_compression(
     if refine and batches is None:
         raise ValueError(f"refine={refine} needs batches on which the model runs")
     selection: dict[str, Any] = {"include": include, "exclude": exclude, "overrides": overrides}
-    selection |= {"split": split, "untie": untie}
-    measured = measure(model, structure, batches, share, loss, progress, **selection)
+    measured = measure(model, structure, batches, share, loss, progress, untie=untie, **selection)
     return measured.plan(share, refine, progress)
 
 

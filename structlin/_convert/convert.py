@@ -24,7 +24,6 @@ def convert(
     init: str = "match",
     weight_norm: bool = False,
     zero_init: Patterns = (),
-    split: Mapping[Any, int] | None = None,
     untie: bool = False,
 ) -> nn.Module:
     """Replace linear layers of `model` by structured ones, in place.
@@ -41,7 +40,7 @@ def convert(
 
     Args:
         model: any module; it is changed.
-        structure: a family or a `Structure`.
+        structure: a family or a `Structure`. For a fused qkv `Split(split=3, of=...)` makes three.
         include: patterns of the layers to convert; None: every linear layer that is not a head, an
             embedding or a router, as names tell: the numbered layers of an nn.Sequential are none
             of these. A pattern that matches both such layers and others converts only
@@ -58,8 +57,6 @@ def convert(
         weight_norm: see `StructuredLinear`.
         zero_init: patterns of layers that start as zero, by their last core alone. "branch-end" is
             for Transformers from scratch, see docs/convert.md.
-        split: pattern -> number of equal parts of the outputs that get a matrix each, see `Split`:
-            3 for a fused qkv.
         untie: convert also layers whose weight is tied to another module's, which keeps it; the
             model's config says so.
 
@@ -99,7 +96,6 @@ def plan(
     init: str = "match",
     weight_norm: bool = False,
     zero_init: Patterns = (),
-    split: Mapping[Any, int] | None = None,
     untie: bool = False,
 ) -> Plan:
     """What `convert` with the same arguments would do, without doing it.
@@ -126,7 +122,6 @@ def plan(
         exclude=exclude,
         overrides=overrides,
         zero_init=zero_init,
-        split=split,
         untie=untie,
     )
     _check_start(init, zero_init, decisions)
@@ -141,15 +136,13 @@ def plan(
 
 def _check_start(init: str, zero_init: Patterns, decisions: list[Decision]) -> None:
     """Refuse a start that these layers cannot have."""
-    if init == "project" and any(decision.zero_init for decision in decisions):
-        raise ValueError(
-            f"zero_init={zero_init!r}: with init='project' layers start as what they were"
-        )
     if init == "project":
+        if any(decision.zero_init for decision in decisions):
+            raise ValueError(
+                f"zero_init={zero_init!r}: with init='project' layers start as what they were"
+            )
         require_matrices(decisions, "init='project'")
-    if init != "match":
-        return
-    for layer, _ in list_targets(decisions):
+    for layer, _ in list_targets(decisions) if init == "match" else ():
         if not layer.matrix.is_meta and not isfinite(measure_norm(layer)):
             raise ValueError(
                 f"init='match': the weight of layer {layer.name!r} is not finite; take init='mup'"

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from .._structure.families import Family, Split, label, structure_of
+from .._structure.families import Family, label, structure_of
 from .._structure.structure import Structure
 from .kinds import PROTECTED
 from .linears import Layer, linear_layers
@@ -52,7 +52,6 @@ def decide(
     include: Patterns | None,
     exclude: Patterns,
     overrides: Mapping[Any, Spec | None] | None,
-    split: Mapping[Any, int] | None,
     untie: bool,
     zero_init: Patterns = (),
     sizes_open: bool = False,
@@ -69,7 +68,7 @@ def decide(
         TypeError: something is no module, structure, pattern or flag.
     """
     require_replaceable(model)
-    overrides, split = overrides or {}, split or {}
+    overrides = overrides or {}
     layers = linear_layers(model)
     if not layers:
         kinds = "nn.Linear, or transformers' Conv1D"
@@ -78,7 +77,6 @@ def decide(
     excluded = find_rules("exclude", exclude, layers, model)
     overriding = find_rules("overrides", overrides, layers, model)
     zeroed = find_rules("zero_init", zero_init, layers, model)
-    splitting = find_rules("split", split, layers, model)
     if included == []:
         raise ValueError(
             f"include={include!r} has no pattern; leave it out to convert every layer but heads"
@@ -92,19 +90,12 @@ def decide(
         if reason or chosen is None:
             decisions.append(Decision(layer, reason=reason))
             continue
-        part = find_first(splitting, n)
-        if part is not None:
-            parts = split[part.pattern]
-            if not isinstance(chosen, Family):
-                where = f"structure={chosen!r} of layer {layer.name!r}"
-                raise ValueError(f"split={parts}: {where} must be a family")
-            chosen = Split(split=parts, of=chosen)
         resolved = None if sizes_open and override is None else _resolve(layer, chosen)
         zero = find_first(zeroed, n) is not None
         decisions.append(Decision(layer, chosen, resolved, zero_init=zero))
 
     meant = [rule for rule in overriding if overrides[rule.pattern] is not None]
-    _check_rules([*(included or []), *splitting, *zeroed, *meant], decisions)
+    _check_rules([*(included or []), *zeroed, *meant], decisions)
     if all(decision.structure is None for decision in decisions):
         reasons = "; ".join(f"{d.layer.name or 'the model itself'}: {d.reason}" for d in decisions)
         raise ValueError(f"nothing to convert in {type(model).__name__}: {reasons}")

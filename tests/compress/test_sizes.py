@@ -283,7 +283,7 @@ def test_one_measurement_serves_every_share():
     model, batches, options = GPT(), [TOKENS], {"include": "*mlp*", "progress": False}
     measured = measure(
         model, BTT(), batches, Share(0.4), None, False, include="*mlp*",
-        exclude=(), overrides=None, split=None, untie=False,
+        exclude=(), overrides=None, untie=False,
     )  # fmt: skip
     for keep, refine in ((0.8, 0), (0.4, 2), (0.6, 0)):
         planned = measured.plan(Share(keep), refine, progress=False)
@@ -356,7 +356,7 @@ def test_layers_with_an_override_keep_it_and_are_not_counted():
 
 
 def test_split_goes_with_keep_and_the_plan_says_so():
-    planned = by_weight(GPT(), BTT(), include="attention", keep=0.5, split={"*c_attn": 3})
+    planned = by_weight(GPT(), Split(split=3, of=BTT()), include="*c_attn", keep=0.5)
     assert "3 x BTT(rank=" in str(planned)
     model = planned.apply()
     assert model.h[0].attn.c_attn.label.startswith("3 x BTT(rank=")
