@@ -109,17 +109,6 @@ def test_each_distinct_layer_is_timed_beside_the_dense_one(clock):
     assert "dense ms" in str(result)
 
 
-def test_layers_of_one_kind_are_timed_once_under_whatever_names(clock, monkeypatch):
-    timed, time = [], report._time
-    monkeypatch.setattr(
-        report, "_time", lambda layer, n: timed.append(layer.name) or time(layer, n)
-    )
-    model = nn.ModuleDict({name: nn.Linear(16, 16, bias=name == "k") for name in "qkvo"})
-    result = summary(convert(model, BTT()), measure=101)
-    assert timed == ["q", "k"]
-    assert [row.seconds for row in result.rows] == [1, 1, 1, 1]
-
-
 def test_calls_take_turns_and_neither_the_first_round_nor_slow_ones_decide(monkeypatch):
     now, calls = [0.0], []
 

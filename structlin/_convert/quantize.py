@@ -1,5 +1,7 @@
 """`quantize`: structured layers in a quarter of their bytes, for inference."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -87,18 +89,10 @@ def _find_obstacle(layer: StructuredLinear) -> str:
 
 @torch.no_grad()
 def _round_layer(layer: StructuredLinear) -> StructuredLinear:
-    core = layer.cores[0]
-    new = uninitialised(
-        layer.in_features,
-        layer.out_features,
-        layer.structure,
-        kind=QuantizedLinear,
-        bias=False,
-        init=layer.init,
-        zero_init=layer.zero_init,
-        device=core.device,
-        dtype=core.dtype,
-    )
+    core, widths = layer.cores[0], (layer.in_features, layer.out_features)
+    options: dict[str, Any] = {"kind": QuantizedLinear, "bias": False, "init": layer.init}
+    options |= {"zero_init": layer.zero_init, "device": core.device, "dtype": core.dtype}
+    new = uninitialised(*widths, layer.structure, **options)
     new.set_cores_(layer.effective_cores())
     new.label, new.conv1d = layer.label, layer.conv1d
     new.bias = layer.bias

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from .._layer.linear import StructuredLinear
 from .._layer.quantized import QuantizedLinear
-from .._model.kinds import widths
-from .._model.linears import Layer, build_dense_layer, linear_layers
+from .._model.linears import Layer, linear_layers
 from .._model.parameters import parameters_of
 from .._structure.arguments import checked
 
@@ -72,10 +71,6 @@ class Row:
     @property
     def dense_params(self) -> int:
         return self.layers * self.in_features * self.out_features
-
-    @property
-    def dense_flops(self) -> int:
-        return 2 * self.dense_params
 
 
 @dataclass(frozen=True)
@@ -146,9 +141,9 @@ def summary(model: nn.Module, *, measure: int | None = None) -> Summary:
     layers in one row. A column "bytes" stands where parameters are not float32.
 
     Args:
-        measure: tokens of a forward and a backward pass that is timed: each distinct layer in turn
-            with the dense one that it would become, medians of nine rounds, without optimizer. The
-            times in the table are of all layers of a row, one after the other. None: nothing runs.
+        measure: tokens of a forward and a backward pass that is timed: the first layer of each row
+            in turn with a dense one, medians of nine rounds, without optimizer. The times in the
+            table are of all layers of a row, one after the other. None: nothing runs.
 
     Raises:
         ValueError: the model has no linear layer; `measure` is not positive; a layer to be timed
@@ -167,35 +162,19 @@ def summary(model: nn.Module, *, measure: int | None = None) -> Summary:
     if not layers:
         raise ValueError(f"model={type(model).__name__} has no linear layer")
     merged: dict[tuple[object, ...], Row] = {}
-    timed: dict[tuple[object, ...], tuple[float, float]] = {}  # of each kind of layer
     matrices = set[nn.Parameter]()
     for layer in layers:
         own = (info for info in parameters_of(layer.module) if info.weight.kind == "matrix")
         matrices.update(info.parameter for info in own)
         row = _describe(layer)
         key = (row.name, row.in_features, row.out_features, row.structure)
-        before = merged.get(key)
-        if before is None:
-            if measure is not None and _kind_of(layer.module) not in timed:
-                timed[_kind_of(layer.module)] = _time(layer, measure)
-            seconds, dense = timed.get(_kind_of(layer.module), (None, None))
-            merged[key] = replace(row, name=layer.name, seconds=seconds, dense_seconds=dense)
-        else:
-            merged[key] = _join(before, row)
+        if key in merged:
+            merged[key] = _join(merged[key], row)
+            continue
+        seconds, dense = (None, None) if measure is None else _time(layer, measure)
+        merged[key] = replace(row, name=layer.name, seconds=seconds, dense_seconds=dense)
     others = (parameter for parameter in model.parameters() if parameter not in matrices)
     return Summary(tuple(merged.values()), sum(parameter.numel() for parameter in others))
-
-
-def _kind_of(layer: nn.Module) -> tuple[object, ...]:
-    """What decides how long a linear layer takes: layers of one kind take the same time."""
-    parameter, shape = next(layer.parameters(), None), widths(layer)
-    kind: tuple[object, ...] = (type(layer),)
-    if isinstance(layer, StructuredLinear):
-        kind = *kind, layer.structure, layer.gains is None
-    kind = *kind, shape, layer.bias is None
-    if parameter is None:
-        return kind
-    return *kind, parameter.dtype, parameter.device, parameter.requires_grad
 
 
 def _describe(layer: Layer) -> Row:
@@ -252,14 +231,12 @@ def _time(layer: Layer, tokens: int) -> tuple[float, float]:
         torch.randn(tokens, width, generator=random, device=device, dtype=dtype) for width in shape
     )
     modules = [module]
-    if isinstance(module, StructuredLinear) and module.structure.between:
-        dense = nn.Linear(*shape, bias=module.bias is not None, device="meta", dtype=weight.dtype)
+    if isinstance(module, StructuredLinear):
+        dense = nn.Linear(*shape, bias=module.bias is not None, device="meta", dtype=dtype)
         dense = dense.to_empty(device=device).requires_grad_(weight.requires_grad)
         for parameter in dense.parameters():
-            nn.init.zeros_(parameter)
+            nn.init.zeros_(parameter)  # numbers that nobody has written may be slow
         modules.append(dense)
-    elif isinstance(module, StructuredLinear):
-        modules.append(build_dense_layer(module))
     seconds = _time_in_turn([partial(_step, each, x, dy) for each in modules], device)
     return seconds[0], seconds[-1]
 

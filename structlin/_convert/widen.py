@@ -20,7 +20,6 @@ from .._structure.families import DEFAULT, label
 from .convert import convert, plan
 from .summary import Table, percent, summary
 
-MATCHES = ("flops", "params")
 MAX_WIDTH = 1 << 20
 FINE = 128  # up to so many times `multiple` every width is tried, beyond every second and so on
 REACH = 8 / 5  # times the widest width that fits: so far the search goes on
@@ -148,7 +147,7 @@ def widen(
     dense                 1,049,600   100.0%   2,097,152   100.0%
     BTT(rank=1)    8192   1,056,768   100.7%   2,097,152   100.0%
     """
-    require_choice("match", match, MATCHES)
+    require_choice("match", match, ("flops", "params"))
     if isinstance(build, nn.Module):
         raise TypeError(f"build={build!r} must be a function from a width to a model")
     costs: dict[int, Cost] = {}  # of the widths that fit
