@@ -1,17 +1,16 @@
 """Any model of linear layers -> structured, in place. Nothing here has to do with data."""
 
 from collections.abc import Mapping
-from math import isfinite
 from typing import Any
 
 from torch import nn
 
-from .._model.decide import Decision, Spec, decide, list_targets, require_matrices
+from .._model.decide import Spec, decide, list_targets, require_matrices
 from .._model.select import Patterns
 from .._structure.arguments import checked, require_choice
 from .._structure.families import DEFAULT
 from ..scaling import INITS
-from .plan import Plan, check_values, measure_norm, project_by_weight, warn_of
+from .plan import Plan, check_values, project_by_weight, warn_of
 
 
 def convert(
@@ -115,35 +114,21 @@ def plan(
         2   other   256 -> 64   LowRank(rank=8)    2,560    15.6%         5,120    15.6%
     """
     require_choice("init", init, ("match", *INITS, "project"))
-    decisions = decide(
-        model,
-        structure,
-        include=include,
-        exclude=exclude,
-        overrides=overrides,
-        zero_init=zero_init,
-        untie=untie,
-    )
-    _check_start(init, zero_init, decisions)
-    found = {}
-    if init == "project":
-        targets = list_targets(decisions)
-        check_values([layer for layer, _ in targets])
-        found = {layer.name: project_by_weight(layer, new) for layer, new in targets}
-    options: dict[str, Any] = {"init": init, "weight_norm": weight_norm, "untie": untie}
-    return Plan(model, decisions, found, **options)
-
-
-def _check_start(init: str, zero_init: Patterns, decisions: list[Decision]) -> None:
-    """Refuse a start that these layers cannot have."""
+    selection: dict[str, Any] = {"include": include, "exclude": exclude, "overrides": overrides}
+    decisions = decide(model, structure, zero_init=zero_init, untie=untie, **selection)
+    targets, found = list_targets(decisions), {}
+    for layer, _ in targets if init == "match" else ():
+        if not layer.matrix.is_meta and not layer.matrix.float().norm().isfinite():
+            raise ValueError(
+                f"init='match': the weight of layer {layer.name!r} is not finite; take init='mup'"
+            )
     if init == "project":
         if any(decision.zero_init for decision in decisions):
             raise ValueError(
                 f"zero_init={zero_init!r}: with init='project' layers start as what they were"
             )
         require_matrices(decisions, "init='project'")
-    for layer, _ in list_targets(decisions) if init == "match" else ():
-        if not layer.matrix.is_meta and not isfinite(measure_norm(layer)):
-            raise ValueError(
-                f"init='match': the weight of layer {layer.name!r} is not finite; take init='mup'"
-            )
+        check_values([layer for layer, _ in targets])
+        found = {layer.name: project_by_weight(layer, new) for layer, new in targets}
+    options: dict[str, Any] = {"init": init, "weight_norm": weight_norm, "untie": untie}
+    return Plan(model, decisions, found, **options)

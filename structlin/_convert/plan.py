@@ -75,7 +75,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         self._used = False
-        self._sums = [_sum_up(module, name) for _, module, name, _ in self._list_parameters()]
+        self._made_of = [(each, _sum_up(*each[1:3])) for each in self._list_parameters()]
 
     @property
     def errors(self) -> dict[str, float]:
@@ -123,7 +123,7 @@ class Plan:
             if decision.resolved is not None
         ]
         with hold_interrupts(), torch.no_grad():
-            for _, module, name, values in self._list_parameters():
+            for (_, module, name, values), _ in self._made_of:
                 if values is not None:
                     getattr(module, name).copy_(values)
             model = swap(self.model, new)
@@ -143,7 +143,7 @@ class Plan:
             options |= {"device": layer.matrix.device, "dtype": layer.matrix.dtype, "bias": False}
             new = uninitialised(layer.in_features, layer.out_features, structure, **options)
             if self.init == "match" and not layer.matrix.is_meta:
-                new.match_norm_(0.0 if decision.zero_init else measure_norm(layer))
+                new.match_norm_(0.0 if decision.zero_init else float(layer.matrix.float().norm()))
             else:
                 new.reset_parameters()
         new.label, new.conv1d = label(decision.structure or structure), is_conv1d(old)
@@ -169,8 +169,7 @@ class Plan:
     def _require_same_values(self) -> None:
         """Refuse a model with other values than those that the projections are of."""
         present = set(self.model.modules())
-        pairs = zip(self._list_parameters(), self._sums, strict=True)
-        for (what, module, name, _), before in pairs:
+        for (what, module, name, _), before in self._made_of:
             now = _sum_up(module, name) if module in present else nan
             if not isclose(now, before, rel_tol=1e-9):
                 raise ValueError(f"{what} got other weights after this plan; make a new one")
@@ -228,11 +227,6 @@ def check_values(layers: Sequence[Layer]) -> None:
             )
         if not layer.matrix.isfinite().all():
             raise ValueError(f"the weight of layer {layer.name!r} is not finite")
-
-
-def measure_norm(layer: Layer) -> float:
-    """Frobenius norm of the dense weight."""
-    return float(layer.matrix.float().norm())
 
 
 @torch.no_grad()
@@ -311,10 +305,8 @@ def _list_padding(planned: Plan) -> list[str]:
 
 
 def declare_untied(model: nn.Module) -> None:
-    """Say in the config of a transformers model that its embeddings are not tied.
-
-    The next load would tie them otherwise.
-    """
+    """Say in the config of a transformers model that its embeddings are not tied: the next load
+    would tie them otherwise."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         parts = (getattr(config, name, None) for name in ("text_config", "decoder"))
