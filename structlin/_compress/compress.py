@@ -15,20 +15,11 @@ from torch import Tensor, nn
 from .._convert.plan import Plan, Projection, Refined, check_values, project_by_weight, warn_of
 from .._model.decide import Decision, Spec, decide, list_targets, require_matrices
 from .._model.select import Patterns
-from .._projection.curve import Curve
 from .._structure.arguments import checked, require_choice
 from .project import project_in_order
 from .replay import Replay, observe
 from .sensitivity import LOSSES, Loss, measure_sensitivities
-from .sizes import (
-    Offers,
-    Share,
-    Weights,
-    choose_sizes,
-    correct_curves,
-    list_offers,
-    measure_curves,
-)
+from .sizes import Curves, Share, Weights, choose_sizes, list_offers, measure_curves
 
 
 def compress(
@@ -166,20 +157,18 @@ class Measured:
 
     model: nn.Module
     decisions: Sequence[Decision]
-    offers: Offers
-    curves: Sequence[Curve]  #: of the offers
+    curves: Curves
     untie: bool
     replay: Replay | None = None  #: on the batches; None: without
     outputs: Weights = field(default_factory=dict)  #: see `measure_sensitivities`; by gradients
 
     def plan(self, share: Share, refine: int = 0, progress: bool | None = None) -> Plan:
         """Choose the sizes, and project the layers unless they have no values."""
-        decisions = choose_sizes(self.decisions, self.offers, share, self.curves)
+        decisions = choose_sizes(self.decisions, share, self.curves)
         targets = list_targets(decisions)
         layers, blocks = dict[str, Projection](), dict[str, Refined]()
         if self.replay is not None:
-            options: dict[str, Any] = {"refine_steps": refine, "progress": progress}
-            layers, blocks = project_in_order(self.replay, targets, self.outputs, **options)
+            layers, blocks = project_in_order(self.replay, targets, self.outputs, refine, progress)
         elif not all(target.layer.matrix.is_meta for target in targets):
             layers = {target.layer.name: project_by_weight(*target) for target in targets}
         return Plan(self.model, decisions, layers, blocks, untie=self.untie)
@@ -206,10 +195,8 @@ def measure(
         replay = observe(model, [layer.module for layer in layers], batches)
         if share.allocation == "sensitivity":
             outputs = measure_sensitivities(replay, layers, loss)
-    curves = measure_curves(replay, offers, outputs, progress=progress)
-    if replay is not None and outputs:
-        curves = correct_curves(replay, offers, curves, outputs, loss)
-    return Measured(model, decisions, offers, curves, selection["untie"], replay, outputs)
+    curves = measure_curves(replay, offers, outputs, loss, progress)
+    return Measured(model, decisions, curves, selection["untie"], replay, outputs)
 
 
 def _check_share(share: Share, batches: Iterable[Any] | None, loss: Loss) -> None:

@@ -11,18 +11,12 @@ from .padding import select_rows
 from .replay import Call, Replay
 
 ROWS = 8192  # rows whose products are added up in float32
-RIDGE = 0.3  # lam at as many rows as features, in mean variances
+# lam at as many rows as features, in mean variances; it grows as rows get few. By trial:
+# all-MiniLM-L6-v2, low-rank of half the parameters, from 0.0001 to 1. The mean cosine of held-out
+# sentence vectors is best at 0.1 to 0.3, with 8, 32 and 256 sentences.
+RIDGE = 0.3
 ROUNDING = 1e-12  # of a variance, relative to the squared mean
 WIDTH = 384  # columns of a symmetric product that are formed at a time: nothing above them is
-
-
-def choose_ridge(tokens: int, features: int) -> float:
-    """lam in units of the mean diagonal of C_zz: it grows as tokens get few.
-
-    By trial: all-MiniLM-L6-v2, low-rank of half the parameters, `RIDGE` from 0.0001 to 1. The mean
-    cosine of held-out sentence vectors is best at 0.1 to 0.3, with 8, 32 and 256 sentences.
-    """
-    return RIDGE * features / tokens
 
 
 class Moments:
@@ -86,7 +80,7 @@ class Moments:
         variance = (squares - centre.square() if self.centred else squares).mean().item()
         if variance <= ROUNDING * self.mean_z.square().mean().item():
             return 0.0
-        return variance * choose_ridge(self.count, len(squares))
+        return variance * (RIDGE * len(squares) / self.count)
 
     def mean_output(self, weight: Tensor) -> Tensor:
         """W E[x], in float64."""

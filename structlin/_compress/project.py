@@ -47,6 +47,7 @@ from .sizes import Weights
 # perplexity on another kind of text and 4 % less on the same; all-MiniLM-L6-v2 at half of the
 # parameters a mean cosine of 0.917 in place of 0.919. 3 lies between.
 DRAW = 3.0
+_Reference = tuple["weakref.ref[Tensor]", int]  # with the version; -1 where torch keeps none
 FEW = 0.1  # tokens per feature, below which a warning says that batches are few
 
 
@@ -55,29 +56,16 @@ def project_in_order(
     replay: Replay,
     targets: Sequence[Target],
     outputs: Weights,
-    *,
-    refine_steps: int = 0,
-    progress: bool | None = None,
+    refine_steps: int,
+    progress: bool | None,
 ) -> tuple[dict[str, Projection], dict[str, Refined]]:
-    """Project these layers in the order in which the model runs.
+    """Project these layers in the order in which the model runs, and refine its blocks.
 
     Layers that a call of the model calls more than once are projected for the inputs that they have
     in the dense model.
 
-    Args:
-        replay: what `observe` returned for these layers.
-        outputs: what `measure_sensitivities` returned for them.
-        refine_steps: of each block once all of its layers are projected, see `refine`.
-
     Returns:
         By their names, the projections of the layers, and what became of the refined blocks.
-
-    Raises:
-        ValueError: an input of a layer is not finite.
-
-    Warns:
-        UserWarning: layers that are projected for the dense model's inputs, by weight alone, or for
-            few tokens.
     """
     repeated = [target.layer for target in targets if target.layer.module in replay.repeated]
     with hold_interrupts(), Bar("project", len(targets), progress) as bar:
@@ -107,11 +95,10 @@ def _warn_of_few_tokens(targets: Sequence[Target], found: Mapping[str, Projectio
     if unseen := [name for name, projection in found.items() if projection.tokens is None]:
         names = ", ".join(unseen)
         warn(f"compress: no input that varies reached {names}: projected by weight alone")
-    counts = [(layer, found[layer.name].tokens or layer.in_features) for layer, _ in targets]
     if few := [
         f"{layer.name} ({tokens} of {layer.in_features})"
-        for layer, tokens in counts
-        if tokens < FEW * layer.in_features
+        for layer, _ in targets
+        if (tokens := found[layer.name].tokens) and tokens < FEW * layer.in_features
     ]:
         warn(
             "compress: these layers got far fewer tokens than they have input features, and are "
@@ -136,17 +123,17 @@ def solve(
     """
     layer, structure = target
     weight = layer.matrix
-    regression, covariance = find_target(weight, moments)
+    regression, covariance = find_target(weight, moments)  # (out, in), (in, in)
     found = project(regression, structure, covariance=covariance, output=output)
     cores = [core.to(weight.dtype) for core in found]
     error, bias = nan, None
-    if covariance is None:
+    if covariance is None:  # z never varies: the weight's own error
         error = relative_error(weight, structure, cores)
     elif not moments.paired:
         error = relative_error(weight, structure, cores, covariance=moments.zz)
     if own_bias is not None and moments.centred:
         new = build_layer(layer, structure, cores).to_dense().double()
-        change = moments.mean_output(weight) - new @ moments.mean_z
+        change = moments.mean_output(weight) - new @ moments.mean_z  # (out,)
         bias = (own_bias.double() + change).to(own_bias.dtype)
     return Projection(cores, error, bias, None if covariance is None else moments.count)
 
@@ -157,7 +144,7 @@ def find_target(weight: Tensor, moments: Moments) -> tuple[Tensor, Tensor | None
     Where x and z are the same, W itself; where they never vary, without covariance.
     """
     precise = promote(weight)
-    zz, ridge = moments.zz, moments.ridge
+    zz, ridge = moments.zz, moments.ridge  # C_zz: (in, in); lam
     if not ridge:
         return precise, None
     eye = torch.eye(len(zz), dtype=zz.dtype, device=zz.device)
@@ -170,6 +157,7 @@ def find_target(weight: Tensor, moments: Moments) -> tuple[Tensor, Tensor | None
         covariance = zz + ridge * eye
         root, failed = torch.linalg.cholesky_ex(zz + DRAW * ridge * eye)
     right = moments.cross(weight) + DRAW * ridge * weight.double()  # (out, in)
+    # C is symmetric, so R = right C^-1 is solved as C R^T = right^T
     return torch.cholesky_solve(right.mT, root).mT.to(precise.dtype), covariance
 
 
@@ -252,6 +240,7 @@ class _Compressed:
             found = project_by_weight(*target)
         if found.tokens is not None and moments.paired:
             own = 0.0 if bias is None else bias.double()
+            # of the dense outputs, which the new bias carries: W E[x] + b
             mean = moments.mean_output(target.layer.matrix) + own if moments.centred else None
             self.gaps[module] = _Gap(mean)
         new = build_layer(*target, found.cores).eval().requires_grad_(False)
@@ -278,9 +267,18 @@ class _Compressed:
         otherwise), x and z are no pairs: both are then the compressed model's input.
         """
         layer, last = self.targets[visit.module].layer, self._moments
+        pairs: list[tuple[Any, Any, list[Tensor]]] = []  # x and z: (..., in_features)
+        for wait in visit.waits:
+            x, z = (None if stop is None else stop.input for stop in (wait.dense, wait.compressed))
+            pairs.append((x, z, wait.call.masks))
+        # query, key and value get the same tensors: their moments are measured once
+        inputs: list[_Reference] = [
+            (weakref.ref(each), -1 if each.is_inference() else each._version)
+            for x, z, _ in pairs
+            for each in (x, z)
+            if each is not None
+        ]
         centred = visit.module in self.replay.biases
-        stops = [stop for wait in visit.waits for stop in (wait.dense, wait.compressed) if stop]
-        inputs = [_refer_to(stop.input) for stop in stops]
         shared = last is not None and last.centred == centred and last.weight is None
         if last is not None and shared and _are_same(inputs, self._inputs):
             return last
@@ -288,7 +286,13 @@ class _Compressed:
         narrows = layer.out_features < layer.in_features
         moments = Moments(centred=centred, weight=layer.matrix if narrows else None)
         self._inputs, self._moments = inputs, moments
-        _add_pairs(moments, visit.waits)
+        if not all(x is not None and z is not None and x.shape == z.shape for x, z, _ in pairs):
+            compressed = [(z, z, masks) for _, z, masks in pairs if z is not None]
+            pairs = compressed or [(x, x, masks) for x, _, masks in pairs]
+        # up to the first projected layer both runs agree, and one covariance is enough
+        same = all(x is z or torch.equal(x, z) for x, z, _ in pairs)
+        for x, z, masks in pairs:
+            moments.add(select_rows(x, masks), None if same else select_rows(z, masks))
         moments.require_finite(layer.name)
         return moments
 
@@ -305,6 +309,7 @@ class _Compressed:
             return
         forward = dense.forward  # not the stop, which would hold itself
 
+        # new(z) is computed in the dense run, so that y need not be kept until the other goes on
         def compare(*args: Any, **kwargs: Any) -> Any:
             y = forward(*args, **kwargs)
             outputs.append(new(z))
@@ -317,7 +322,13 @@ class _Compressed:
     def _refine(self, visit: Visit) -> None:
         """Refine a block that the runs are about to leave; they leave it with its new outputs."""
         name, held = self.blocks[visit.module]
-        examples = [each for wait in visit.waits if (each := _make_example(wait)) is not None]
+        examples = []
+        for wait in visit.waits:
+            if wait.dense is None or wait.compressed is None:
+                continue
+            goal, made = first_tensor(wait.dense.output), first_tensor(wait.compressed.output)
+            if goal is not None and made is not None and goal.shape == made.shape:
+                examples.append(Example(wait.call, wait.compressed, made, goal))
         if not examples or any(layer not in self.new for layer in held):
             return
         self.bar.show(f"refine {name}")
@@ -333,41 +344,9 @@ class _Compressed:
             example.stop.output = output
 
 
-def _make_example(wait: Wait) -> Example | None:
-    """A call that leaves the block with alike tensors in both runs."""
-    if wait.dense is None or wait.compressed is None:
-        return None
-    goal, made = first_tensor(wait.dense.output), first_tensor(wait.compressed.output)
-    if goal is None or made is None or goal.shape != made.shape:
-        return None
-    return Example(wait.call, wait.compressed, made, goal)
-
-
-_Reference = tuple["weakref.ref[Tensor]", int]  # with the version; -1 where torch keeps none
-
-
-def _refer_to(x: Tensor) -> _Reference:
-    return weakref.ref(x), -1 if x.is_inference() else x._version
-
-
 def _are_same(inputs: Sequence[_Reference], others: Sequence[_Reference]) -> bool:
     """Whether they are the same tensors, and surely nobody has written into them."""
     return len(inputs) == len(others) and all(
         x() is not None and x() is other() and version == other_version >= 0
         for (x, version), (other, other_version) in zip(inputs, others, strict=True)
     )
-
-
-def _add_pairs(moments: Moments, waits: Sequence[Wait]) -> None:
-    """Add each call's inputs x and z, without padding; see `_Compressed._measure`."""
-    pairs: list[tuple[Any, Any, list[Tensor]]] = []
-    for wait in waits:
-        x, z = (None if stop is None else stop.input for stop in (wait.dense, wait.compressed))
-        pairs.append((x, z, wait.call.masks))
-    paired = all(x is not None and z is not None and x.shape == z.shape for x, z, _ in pairs)
-    if not paired:
-        compressed = [(z, z, masks) for _, z, masks in pairs if z is not None]
-        pairs = compressed or [(x, x, masks) for x, _, masks in pairs]
-    same = all(x is z or torch.equal(x, z) for x, z, _ in pairs)
-    for x, z, masks in pairs:
-        moments.add(select_rows(x, masks), None if same else select_rows(z, masks))

@@ -70,17 +70,12 @@ def refine(
     everything is as it was.
 
     Args:
-        block: of the dense model.
         new: dense layer in the block -> the structured one that takes its place.
-        steps: of Adam, at least 1.
         shared: `id` of the parameters that several modules of the model have: they stay.
 
     Returns:
         What was made of the block, and its outputs for the examples. None if it cannot be refined:
         its outputs have no token, or it does not make the same one again.
-
-    Raises:
-        ValueError: the model turns gradients off, or they are not finite.
     """
     _require_gradients(not examples[0].made.is_inference(), steps)
     filled = [example for example in examples if example.goal.numel()]

@@ -24,14 +24,7 @@ import inspect
 import sys
 import threading
 from collections import Counter
-from collections.abc import (
-    Callable,
-    Collection,
-    Generator,
-    Iterable,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
@@ -170,8 +163,10 @@ class Replay:
         rank: dict[nn.Module, float] = {module: n for n, module in enumerate(self.order)}
         last = len(rank)  # of what the order does not tell
         for block, held in blocks.items():
+            # after its last layer, and before the layer that follows
             rank[block] = max(rank.get(layer, last) for layer in held) + 0.5
         with hold_interrupts(), ExitStack() as stack:
+            # each call has a lane: its dense run, and beside it the compressed one
             lanes: list[tuple[Call, list[Run]]] = [(call, []) for call in calls]
             count = len(calls) * (1 + both)
             for call, lane in lanes:
@@ -181,15 +176,16 @@ class Replay:
                     stack.callback(lane[-1].cancel)
                     lane[-1].resume()
             while stops := [run.stop for _, lane in lanes for run in lane if run.stop is not None]:
+                # all other runs wait later in the order, so none of them comes here any more
                 module = min(stops, key=lambda stop: rank.get(stop.module, last)).module
-                del stops
+                del stops  # which hold tensors
                 waits = [Wait(call, *(run.stop_at(module) for run in lane)) for call, lane in lanes]
                 visit = Visit(module, [wait for wait in waits if wait.dense or wait.compressed])
                 del waits
                 yield visit
                 visit.waits.clear()  # so that runs which go on free their tensors
                 for run in [run for _, lane in lanes for run in lane if run.stop_at(module)]:
-                    run.resume()
+                    run.resume()  # one by one: the others wait
 
 
 @dataclass(eq=False)
@@ -240,10 +236,6 @@ def observe(model: nn.Module, layers: Collection[nn.Module], batches: Iterable[A
     A few batches are enough where the model comes through its layers in one order for all of
     those; otherwise all are run.
 
-    Args:
-        batches: a mapping is passed as keywords, a tuple or list as positions, anything else as the
-            one argument.
-
     Raises:
         TypeError: `batches` is a single batch, or not iterable.
         ValueError: there is no batch; no layer saw an input; an id is outside of an embedding; a
@@ -272,6 +264,7 @@ def observe(model: nn.Module, layers: Collection[nn.Module], batches: Iterable[A
 
     picked = Replay(model, calls).few
     orders = [find_order(call) for call in picked]
+    # a router that chose otherwise in one of them may do so in any
     if orders != orders[:1] * len(orders):
         orders += [find_order(call) for call in calls if call not in picked]
     if not any(orders):
@@ -279,6 +272,7 @@ def observe(model: nn.Module, layers: Collection[nn.Module], batches: Iterable[A
             "batches: none of the layers to convert saw an input; the model does not call them"
         )
     repeated = {layer for order in orders for layer in order if order.count(layer) > 1}
+    # a bias that several layers have cannot carry the change of one layer's mean
     biases = {layer: layer._parameters.get("bias") for layer in layers}
     shared = find_shared(model)
     own = {layer: b for layer, b in biases.items() if b is not None and id(b) not in shared}
@@ -297,7 +291,7 @@ def _merge_orders(orders: Iterable[Sequence[nn.Module]]) -> list[nn.Module]:
     before: TopologicalSorter[nn.Module] = TopologicalSorter({module: () for module in first})
     for order in orders:
         once = list(dict.fromkeys(order))
-        for earlier, later in pairwise(once):
+        for earlier, later in pairwise(once):  # an edge for each step of the call
             before.add(later, earlier)
     try:
         return list(before.static_order())
@@ -326,6 +320,7 @@ class Run:
         self.call, self.replica = call, replica
         self.stop: Stop | None = None
         self._contexts, self._workers, self._cancelled = _capture_state(), workers, False
+        # the caller says "go on" by one, the run "I wait" or "I have ended" by the other
         self._turn, self._back = SimpleQueue[None](), SimpleQueue[None]()
         self._error: BaseException | None = None
         for layer in layers:
@@ -346,24 +341,21 @@ class Run:
         """
         self.stop = None
         with limit_threads(self._workers):
-            if self.thread.ident is None:
-                self._start()
-            else:
+            if self.thread.ident is not None:
                 self._turn.put(None)
+            else:
+                try:
+                    self.thread.start()
+                except RuntimeError as error:
+                    raise RuntimeError(
+                        "no thread could be started for a run of the model, of which each batch "
+                        "has two: give fewer batches, and larger ones"
+                    ) from error
             with let_interrupts_in():
                 self._back.get()
         if self._error is not None:
             self.thread.join()
             raise self._error
-
-    def _start(self) -> None:
-        try:
-            self.thread.start()
-        except RuntimeError as error:
-            raise RuntimeError(
-                "no thread could be started for a run of the model, of which each batch has two: "
-                "give fewer batches, and larger ones"
-            ) from error
 
     def cancel(self) -> None:
         """End the run where it waits, or at its next stop.
@@ -393,6 +385,7 @@ class Run:
         """Stop here until the caller has answered; not in a thread that the model has started."""
         if threading.current_thread() is not self.thread:
             return stop
+        # the caller works from `_back.put` to the end of `_turn.get`, this thread before and after
         if not self._cancelled:
             self.stop = stop
             self._back.put(None)
@@ -448,25 +441,19 @@ class CheckNumbers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.embedding:
-            self._check_ids(args[0], args[1])
+            ids, weight = args[:2]  # (...), (rows, features)
+            of = f"embedding {self._names.get(id(weight), '')!r}, which has {len(weight):,} rows"
+            why = "the batches come from another tokenizer, or are too long"
+            _require_below(len(weight), ids, f"id {{}} is outside of the {of}: {why}")
         elif func in (F.cross_entropy, F.nll_loss) and not torch.compiler.is_compiling():
-            _check_labels(args[0], args[1], kwargs.get("ignore_index", -100))
+            logits, labels = args[:2]  # (classes,) or (rows, classes, ...)
+            classes = logits.shape[min(1, logits.ndim - 1)]
+            ignored = kwargs.get("ignore_index", -100)
+            why = f"which has {classes:,} classes; {ignored} says that a label does not count"
+            if not labels.is_floating_point():
+                known = labels[labels != ignored]
+                _require_below(classes, known, f"label {{}} is outside of the loss, {why}")
         return func(*args, **kwargs)
-
-    def _check_ids(self, ids: Tensor, weight: Tensor) -> None:
-        name, rows = self._names.get(id(weight), ""), len(weight)
-        of = f"embedding {name!r}, which has {rows:,} rows"
-        why = "the batches come from another tokenizer, or are too long"
-        _require_below(rows, ids.flatten(), f"id {{}} is outside of the {of}: {why}")
-
-
-def _check_labels(logits: Tensor, labels: Tensor, ignored: int) -> None:
-    """`logits`: `(classes,)` or `(rows, classes, ...)`."""
-    classes = logits.shape[min(1, logits.ndim - 1)]
-    why = f"which has {classes:,} classes; {ignored} says that a label does not count"
-    if not labels.is_floating_point():
-        known = labels[labels != ignored]
-        _require_below(classes, known, f"label {{}} is outside of the loss, {why}")
 
 
 def _require_below(end: int, numbers: Tensor, message: str) -> None:

@@ -172,9 +172,11 @@ def _take_loss(result: Any, loss: Loss, masks: list[Tensor], generator: torch.Ge
     if callable(loss):
         value = loss(result)
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+            shape, trains = getattr(value, "shape", ()), getattr(value, "requires_grad", False)
+            says = f"{type(value).__name__} of shape {tuple(shape)}"
             raise TypeError(
                 "loss must return a tensor of one number that has a gradient, of what the model "
-                f"returns; it returned {_describe(value)}"
+                f"returns; it returned {says}, requires_grad={trains}"
             )
         return value.float().sum()
     tensors = {name: t for name, t in find_tensors(result) if t.requires_grad}
@@ -219,12 +221,6 @@ def _rows_of(tensor: Tensor, masks: list[Tensor]) -> Tensor:
 def _are_logits(name: str, tensor: Tensor, loss: Loss) -> bool:
     named = name.endswith("logits") if loss is None else loss == "divergence"
     return named and tensor.ndim > 0
-
-
-def _describe(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"one of shape {tuple(value.shape)}, requires_grad={value.requires_grad}"
 
 
 def _surprise(logits: Tensor, generator: torch.Generator) -> Tensor:

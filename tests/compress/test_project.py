@@ -29,7 +29,6 @@ from structlin import (
 )
 from structlin._compress import moments
 from structlin._compress import project as projecting
-from structlin._compress.moments import choose_ridge
 from structlin._compress.project import DRAW
 from tests.compress.test_replay import Skips
 from tests.models import snapshot
@@ -74,7 +73,7 @@ def by_the_definition(model: nn.Sequential, family, x: Tensor) -> nn.Sequential:
             mean_x, mean_z = (rows.mean(0) if carried else 0 * rows[0] for rows in (before, now))
             a, b = before - mean_x, now - mean_z
             c = b.mT @ b / len(b)
-            ridge = choose_ridge(len(b), len(c)) * c.diagonal().mean()
+            ridge = moments.RIDGE * len(c) / len(b) * c.diagonal().mean()
             eye = (len(b) * DRAW * ridge).sqrt() * torch.eye(len(c)).double()
             left, right = torch.cat([b, eye]), torch.cat([a, eye]) @ w.mT
             target = torch.linalg.lstsq(left, right).solution.mT

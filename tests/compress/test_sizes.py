@@ -23,7 +23,6 @@ from structlin import (
     plan_compression,
     summary,
 )
-from structlin._compress import compress as compressing
 from structlin._compress import sensitivity, sizes
 from structlin._compress.compress import measure
 from structlin._compress.sizes import Share, allocate
@@ -461,7 +460,7 @@ def test_where_tanh_bounds_what_errors_do_the_choice_is_nearer_the_best(seed, ra
             found.append(change(dense, model, x))
     options = {"keep": 0.5, "include": "*"}
     own = change(dense, compress(copy.deepcopy(dense), LowRank(rank=1), batches, **options), x)
-    monkeypatch.setattr(compressing, "correct_curves", lambda replay, offers, curves, *_: curves)
+    monkeypatch.setattr(sizes, "_correct_curves", lambda replay, offers, curves, *_: curves)
     plain = change(dense, compress(copy.deepcopy(dense), LowRank(rank=1), batches, **options), x)
     assert max(ratios[0]) < 0.5
     assert own <= 1.2 * min(found)
