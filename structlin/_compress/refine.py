@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._convert.plan import Refined, Vector
+from .._convert.plan import Refined
 from .._layer.linear import StructuredLinear
 from .._model.calls import first_tensor
 from .._model.interrupts import let_interrupts_in
@@ -96,7 +96,7 @@ def refine(
         outputs = [example.output(new, vectors) for example in examples]
         after = _measure(examples, outputs)
         if after < before:
-            changed = [Vector(module, name, vector.detach()) for module, name, vector in vectors]
+            changed = [(module, name, vector.detach()) for module, name, vector in vectors]
             return Refined(before, after, changed), outputs
         for parameter, values in zip(parameters, old, strict=True):
             parameter.data.copy_(values)

@@ -37,21 +37,13 @@ class Projection:
 
 
 @dataclass(frozen=True)
-class Vector:
-    """A parameter of one dimension that refinement changes, of a module that stays."""
-
-    module: nn.Module
-    name: str
-    values: Tensor = field(repr=False)
-
-
-@dataclass(frozen=True)
 class Refined:
     """What refinement makes of a block, beside the projections of its layers."""
 
     before: float  #: error of the block's output, relative to that of the dense block
     after: float
-    vectors: Sequence[Vector] = ()
+    #: parameters of one dimension of modules that stay: module, name and new values
+    vectors: Sequence[tuple[nn.Module, str, Tensor]] = field(default=(), repr=False)
 
 
 @dataclass
@@ -163,8 +155,8 @@ class Plan:
             if found is not None and found.bias is not None:
                 yield f"layer {layer.name!r}", layer.module, "bias", found.bias
         for name, block in self.refined.items():
-            for vector in block.vectors:
-                yield f"block {name!r}", vector.module, vector.name, vector.values
+            for module, own, values in block.vectors:
+                yield f"block {name!r}", module, own, values
 
     def _require_same_values(self) -> None:
         """Refuse a model with other values than those that the projections are of."""
