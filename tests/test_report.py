@@ -36,6 +36,13 @@ def test_the_table_shows_padding_waste():
     assert "+0.0% in, +3.0% out" in text  # 101 -> 104 = 8 x 13
 
 
+def test_the_table_is_a_text_in_a_notebook_too(monkeypatch):
+    found = summary(nn.Linear(4, 4))
+    before = str(found)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert str(found) == before
+
+
 def test_a_matrix_that_two_layers_share_counts_once():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight = model[0].weight

@@ -22,7 +22,7 @@ from benchmarks.harness.experiment import Axis, Job
 from benchmarks.harness.statistics import select, values
 from benchmarks.harness.timing import interleaved, ratio, spread, wall
 from structlin._compress import compress as compressing
-from structlin._compress.sizes import Share
+from structlin._compress import sizes as sizing
 
 Row = dict[str, Any]
 Sizes = tuple[tuple[str, Any], ...]
@@ -157,7 +157,7 @@ def compress_once(
         return data.model, 0.0
     measured, seconds = measure_once(data, method, corrected)
     start = time.process_time()
-    plan = measured.plan(Share(keep), refine, progress=False)
+    plan = measured.plan(sizing.Share(keep), refine, progress=False)
     model = copy.deepcopy(plan).apply()  # the measured model serves again
     return model, seconds + time.process_time() - start
 
@@ -167,13 +167,12 @@ def measure_once(data: Data, method: str, corrected: bool) -> tuple[compressing.
     """What `structlin.compress` measures whatever is kept, `corrected` or by the predicted harm
     alone, and the processor's seconds of that."""
     start, model = time.process_time(), copy.deepcopy(data.model)
-    selection: Row = {"include": f"{data.part}*", "exclude": (), "overrides": None}
-    selection["untie"] = False
-    share = Share(0.5)  # any: what is measured is the same
-    correct = compressing.correct_curves if corrected else lambda replay, offers, curves, *_: curves
-    with patch.object(compressing, "correct_curves", correct):
-        structure = FAMILIES[method]
-        found = compressing.measure(model, structure, data.batches, share, None, False, **selection)
+    selection: Row = {"include": f"{data.part}*", "exclude": (), "overrides": None, "untie": False}
+    correct = sizing._correct_curves if corrected else lambda replay, offers, curves, *_: curves
+    with patch.object(sizing, "_correct_curves", correct):
+        share = sizing.Share(0.5)  # any: what is measured is the same
+        given = (model, FAMILIES[method], data.batches, share, None, False)
+        found = compressing.measure(*given, **selection)
     return found, time.process_time() - start
 
 

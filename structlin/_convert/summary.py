@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from io import StringIO
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -21,7 +22,7 @@ ROUNDS = 9  # in which each layer is timed
 
 
 class Table:
-    """A table as plain text: text left, numbers right."""
+    """A table whose text does not depend on the terminal: text left, numbers right. Needs rich."""
 
     def __init__(self, *columns: str) -> None:
         self.columns, self.rows = columns, list[tuple[str, ...]]()
@@ -30,13 +31,27 @@ class Table:
         self.rows.append((*cells, *[""] * (len(self.columns) - len(cells))))
 
     def __str__(self) -> str:
-        columns = list[list[str]]()
-        for head, *cells in zip(self.columns, *self.rows, strict=True):
-            numbers = all(re.match(r"[\d.,]*%?$", cell) for cell in cells)
-            width = max(len(cell) for cell in (head, *cells))
-            columns.append([f"{cell:{'>' if numbers else '<'}{width}}" for cell in (head, *cells)])
-        head, *rows = ("   ".join(cells) for cells in zip(*columns, strict=True))
-        return "\n".join(line.rstrip() for line in (head, "─" * len(head), *rows))
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table as RichTable
+
+        table = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+        for n, column in enumerate(self.columns):
+            numbers = all(re.match(r"[\d.,]*%?$", row[n]) for row in self.rows)
+            table.add_column(column, justify="right" if numbers else "left", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*row)
+        text = StringIO()
+        console = Console(
+            file=text,
+            width=1000,
+            color_system=None,
+            markup=False,
+            emoji=False,
+            force_jupyter=False,  # in a notebook rich would show HTML and leave the text empty
+        )
+        console.print(table)
+        return "\n".join(line.rstrip() for line in text.getvalue().strip("\n").splitlines())
 
 
 def hide_numbers(name: str) -> str:
