@@ -50,8 +50,9 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
             see `WeightView`.
 
     Raises:
-        ValueError: the structure does not fit the widths; `init` is unknown; W is asked for
-            (`to_dense`, `weight`) of a structure that has none.
+        ValueError: the structure does not fit the widths; `init` is unknown; a flag is neither True
+            nor False; W is asked for (`to_dense`, `weight`) of a structure that has none.
+        TypeError: `structure` is neither a family nor a `Structure`.
 
     >>> from structlin import BTT
     >>> layer = StructuredLinear(768, 3072, BTT(rank=2))
@@ -134,6 +135,9 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         The norm is met in root mean square over draws, by the last core; zero zeroes it. For inputs
         of unit RMS it is `sqrt(out_features)` times the RMS of the outputs, see docs/theory.md;
         this is what it means of a structure without a matrix.
+
+        Raises:
+            ValueError: `norm` is negative or not finite.
 
         >>> from structlin import BTT
         >>> layer = StructuredLinear(256, 256, BTT(rank=1)).match_norm_(0.02 * 256)

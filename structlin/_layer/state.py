@@ -32,6 +32,10 @@ class DescribedModule(nn.Module):
         if value and getattr(self, "_undrawn", False):
             self._draw(_has_values)
 
+    @_is_hf_initialized.deleter
+    def _is_hf_initialized(self) -> None:
+        vars(self).pop("_is_hf_initialized", None)
+
     def _draw(self, keeps: Callable[[Tensor], bool]) -> None:
         """Draw all parameters anew but those that `keeps` is true of, and set `_undrawn`."""
         raise NotImplementedError

@@ -72,8 +72,9 @@ def project(
     Raises:
         ValueError: `weight` is not a matrix, not finite or has no values (meta); the structure does
             not fit it, or has an activation between its cores; `covariance` or `output` has another
-            shape, is not finite, not symmetric or not positive semi-definite.
-        TypeError: `weight`, `covariance` or `output` is not real floating point.
+            shape, is not finite, not symmetric or not positive semi-definite; `sweeps` is negative.
+        TypeError: `weight`, `covariance` or `output` is not real floating point; `structure` is
+            neither family nor `Structure`.
 
     Source: Eckart & Young 1936; Van Loan & Pitsianis 1993; Oseledets 2011; Dao et al. 2022
     (arXiv:2204.00595).

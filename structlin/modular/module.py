@@ -175,7 +175,7 @@ class Module(nn.Module):
         """Scale the masses of all its atoms so that it has this one, in place. Zero freezes it.
 
         Raises:
-            ValueError: a module without any, whose mass can not be scaled.
+            ValueError: a negative mass; a module without any, whose mass can not be scaled.
         """
         if not self.mass:
             raise ValueError(
@@ -242,8 +242,12 @@ class Module(nn.Module):
         Where the loss is below `<g, w> + sharpness |w|^2 / 2`, as proposition 5 of MN has it, the
         update w that decreases this most is -(dual_norm / sharpness) times `dualize()`.
 
-        The gradients are those of `dualize`.
+        Args:
+            gradients: `{name: tensor}`; None: those of the parameters, where they have one.
 
+        Raises:
+            ValueError: no gradient at all; a name that is no weight of the module, or a tensor of
+                another shape.
         Source: MD, definition 1 and proposition 1.
 
         >>> from structlin.modular import Linear
@@ -274,8 +278,8 @@ class Module(nn.Module):
         """W <- W - lr * update, by default `dualize()`: a step of modular norm `lr`.
 
         Raises:
-            ValueError: a name that is no weight of the module, or a tensor of another shape.
-                Nothing has changed.
+            ValueError: `lr` is negative or not finite; a name that is no weight of the module, or a
+                tensor of another shape. Nothing has changed.
         """
         update = self.dualize() if update is None else update
         for term, _, step in self._measured(update):

@@ -78,6 +78,7 @@ class Muon(Optimizer):
             and holds all of them for it. Each process checks its own part of sharded parameters.
 
     Raises:
+        TypeError: `masses` or `split` is no mapping, a number none, `dtype` no torch.dtype.
         ValueError: an option out of range; a parameter that no module of the model owns, is in two
             groups or on meta; what `param_groups` raises of `base` and `depth`.
 

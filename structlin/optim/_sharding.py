@@ -43,6 +43,9 @@ def shard_placement_fn(model: nn.Module, world_size: int = 0) -> Callable[[nn.Pa
     it (FSDP2 asks for that), else along the short side: every process has a part, and `Muon`
     gathers them. Everything else stays as it is.
 
+    Raises:
+        ValueError, TypeError: `world_size` is below 1; `model` is no module.
+
     >>> from structlin import BTT, LowRank, convert
     >>> model = convert(nn.Sequential(nn.Linear(64, 64)), LowRank(rank=4))
     >>> place = shard_placement_fn(model, 4)

@@ -161,8 +161,9 @@ def coordinate_check(
         tolerance: of the slopes.
 
     Raises:
-        ValueError: fewer than two widths, no batch, no seed; a model that `build` returns twice;
-            layers that only one width has; training that changes no output.
+        ValueError: fewer than two widths, a width that is not positive, no batch, no seed, `steps`
+            below 1, a tolerance that is not positive; a model that `build` returns twice; layers
+            that only one width has; training that changes no output.
         TypeError: `build`, `optimizer` or `loss` returns something else.
 
     >>> def mlp(width):

@@ -87,6 +87,7 @@ def metrics(model: nn.Module, batch: Any) -> Log:
             one argument.
 
     Raises:
+        TypeError: `model` is not a module.
         ValueError: a parameter has no values (meta) or is sharded.
 
     >>> from structlin import BTT, StructuredLinear
@@ -120,7 +121,9 @@ def watch(model: nn.Module, *, every: int = 10) -> Iterator[Log]:
     compiled anew.
 
     Raises:
-        ValueError: a parameter is on meta or sharded; the model was compiled by `model.compile()`.
+        ValueError: `every` is below 1; a parameter is on meta or sharded; the model was compiled by
+            `model.compile()`.
+        TypeError: `model` is not a module.
 
     Warns:
         UserWarning: the block ended without an error and without one forward pass with gradients.
