@@ -57,7 +57,7 @@ def linear_layers(model: nn.Module) -> list[Layer]:
     owners: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners[id(parameter)].append(name)
-    heads = _declared_heads(model)
+    heads = find_declared_heads(model)
     layers = []
     for module, found in names.items():
         in_features, out_features = widths(module) or (0, 0)
@@ -89,7 +89,7 @@ def find_loose_matrices(model: nn.Module) -> list[str]:
     return found
 
 
-def _declared_heads(model: nn.Module) -> set[nn.Module]:
+def find_declared_heads(model: nn.Module) -> set[nn.Module]:
     """Modules below what the model itself calls its head (transformers, timm)."""
     heads = set[nn.Module]()
     for method in ("get_output_embeddings", "get_classifier"):

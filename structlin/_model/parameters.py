@@ -24,9 +24,8 @@ class Weight:
     """What a tensor of a layer is.
 
     "matrix" is one or several matrices `(fan_out, fan_in)`: a core, stored as
-    `(batch, fan_out, fan_in)`, or a dense weight, stored as
-    `(groups * parts * fan_out, fan_in, *kernel)`, transposed as
-    `(groups * fan_in, parts * fan_out, *kernel)`. "embedding" is vectors of `fan_out`
+    `(batch, fan_out, fan_in)`, or a dense weight, stored as `(groups * fan_out, fan_in, *kernel)`,
+    transposed as `(groups * fan_in, fan_out, *kernel)`. "embedding" is vectors of `fan_out`
     entries, "gain" the factors of a structured layer's cores, "other" all the rest.
     """
 
@@ -36,7 +35,6 @@ class Weight:
     groups: int = 1  #: of a convolution; 3 where queries, keys and values are one weight
     kernel: int = 1  #: matrices of each group: one for each position in a convolution's kernel
     transposed: bool = False
-    parts: int = 1  #: matrices that are side by side in one, as heads are
     core: int | None = None  #: the number of a core in its structured layer; None for the others
 
 

@@ -1,4 +1,4 @@
-"""Training: rates for any torch optimizer (`param_groups`, `keep_ratios`), `Muon`, `Normed`."""
+"""Training: rates for any optimizer (`param_groups`, `keep_ratios`), `Muon`, `SOAP`, `Normed`."""
 
 from ._depth import Depth
 from ._groups import param_groups
@@ -6,5 +6,6 @@ from ._muon import Muon
 from ._normed import Normed
 from ._ratios import keep_ratios
 from ._sharding import shard_placement_fn
+from ._soap import SOAP
 
-__all__ = ["Depth", "Muon", "Normed", "keep_ratios", "param_groups", "shard_placement_fn"]
+__all__ = ["SOAP", "Depth", "Muon", "Normed", "keep_ratios", "param_groups", "shard_placement_fn"]

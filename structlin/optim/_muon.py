@@ -6,7 +6,7 @@ for masses.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from math import nan, sqrt
 from typing import Any
@@ -21,13 +21,14 @@ from .._structure.arguments import checked, fit, require_choice, require_keys
 from .._structure.warnings import warn
 from ..duality import Schedule, check_method, choose_polar
 from ._depth import Depth
-from ._roster import NONFINITE, SCALES, Masses, Roster
+from ._roster import NONFINITE, SCALES, Masses, Roster, find_hidden, share_masses
 from ._sharding import local_gradient, local_part
 from ._stacks import Stack, stack_alike
 from ._transfer import Base, Transfer
 
 LARGEST_VALUE = 1.5  # root mean square of the singular values of a polar factor, which are near 1
 _KINDS = ("matrix", "embedding", "other")  # the groups of a Muon: what a parameter is
+_OTHER = 2  # AdamW's
 _Kind = tuple[int, bool, float, float, float]  # in _KINDS, idle, factors of rate, decay and eps
 _Move = tuple[dict[str, Any], Stack, list[Tensor]]  # a group, a stack of it, its directions
 
@@ -35,14 +36,18 @@ _Move = tuple[dict[str, Any], Stack, list[Tensor]]  # a group, a stack of it, it
 class Muon(Optimizer):
     """One optimizer for a whole model, converted or not.
 
-    What a parameter is, is read from its module:
+    What a parameter is, is read from its module and from the layer's name:
 
-    - cores of a `StructuredLinear`, block by block; weights of nn.Linear, transformers' Conv1D,
-      convolutions (each slice of the kernel), nn.MultiheadAttention (q, k and v apart):
+    - hidden matrices, which are cores of a `StructuredLinear`, block by block; weights of
+      nn.Linear, transformers' Conv1D, convolutions (each slice of the kernel),
+      nn.MultiheadAttention (q, k and v apart):
       W <- W - lr * mass * sqrt(fan_out / fan_in) * polar(momentum), a step of norm lr * mass in the
       RMS->RMS operator norm. A layer's mass is split over its cores;
-    - nn.Embedding: each vector's step has RMS lr * mass, or is zero where it has no gradient;
-    - everything else (biases, norms, gains): AdamW with a rate of its own, `other_lr`.
+    - everything else (embeddings, heads, routers, biases, norms, gains): AdamW at the rates of
+      `param_groups(model, other_lr, base=base, depth=depth, masses=masses)`.
+
+    With `dualize="all"` heads and routers step as hidden matrices, and each vector of an
+    nn.Embedding by RMS lr * mass, or not at all where it has no gradient, as in MD.
 
     The momentum is Nesterov's: B <- momentum B + (1 - momentum) G, and the step is that of
     (1 - momentum) G + momentum B. Under FSDP2 cores need no communication and other matrices are
@@ -52,12 +57,13 @@ class Muon(Optimizer):
     Args:
         params: a module, or what torch optimizers take (parameters, or dicts with options of their
             own) and `model=`.
-        lr: of matrices and embeddings, in units of operator norm per step; a number or a 0-D
-            tensor, which torch.compile sees change.
+        lr: of hidden matrices, in units of operator norm per step; a number or a 0-D tensor, which
+            torch.compile sees change.
         model: the module that owns the parameters, where `params` is not it.
         momentum: of the average of gradients.
-        weight_decay: decoupled: W <- (1 - lr * weight_decay) W first; matrices and embeddings
+        weight_decay: decoupled: W <- (1 - rate * weight_decay) W first; matrices and embeddings
             only, without those that `no_weight_decay()` names, see `param_groups`.
+        dualize: "hidden" or "all".
         method, dtype: of `dualize`. None: 5 steps of "fast", singular values above 3e-3 of the norm
             within 1 % of 1; in bfloat16 where `choose_polar` finds it faster. "svd" is exact.
         adjust_lr_fn: "rms"; "original" (sqrt(max(1, fan_out / fan_in))) and "match_rms_adamw"
@@ -66,11 +72,8 @@ class Muon(Optimizer):
             adjust_lr_fn="original" the step of an nn.Linear equals torch.optim.Muon's bit for bit.
         masses: glob over layer names -> step length relative to the others; a tuple: of a layer's
             cores, one each.
-        split: glob over layer names -> into how many equal parts the outputs of a dense layer
-            divide, each of which moves as a layer of its own: 3 for queries, keys and values in one
-            weight, 3 * heads for every head by itself.
-        base: as of `param_groups` with weight_decay_scaling="constant"; the eps of biases and norms
-            falls as 1 / width. No rate depends on it.
+        base: as of `param_groups` with weight_decay_scaling="constant"; AdamW's eps follows the
+            width. The rate of hidden matrices does not depend on it.
         depth: of a residual network, relative to that where `lr` was tuned, see `Depth`.
         other_lr: of everything else, see `keep_ratios`. Its betas are (0.9, 0.95), its eps is 1e-8.
         nonfinite: gradients with inf or NaN: "raise" (before anything has changed) or "ignore" (no
@@ -78,7 +81,7 @@ class Muon(Optimizer):
             and holds all of them for it. Each process checks its own part of sharded parameters.
 
     Raises:
-        TypeError: `masses` or `split` is no mapping, a number none, `dtype` no torch.dtype.
+        TypeError: `masses` is no mapping, a number none, `dtype` no torch.dtype.
         ValueError: an option out of range; a parameter that no module of the model owns, is in two
             groups or on meta; what `param_groups` raises of `base` and `depth`.
 
@@ -98,24 +101,25 @@ class Muon(Optimizer):
         model: nn.Module | None = None,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
+        dualize: str = "hidden",
         method: str | Schedule | None = None,
         dtype: torch.dtype | None = None,
         adjust_lr_fn: str = "rms",
         masses: Masses | None = None,
-        split: Mapping[str, int] | None = None,
         base: Base = None,
         depth: Depth | None = None,
         other_lr: float | Tensor = 1e-3,
         nonfinite: str = "raise",
     ) -> None:
         require_choice("nonfinite", nonfinite, NONFINITE)
+        require_choice("dualize", dualize, ("hidden", "all"))
         if model is None:
             if not isinstance(params, nn.Module):
                 raise ValueError("model=None: pass the module that owns the parameters as model=")
             model = params
-        self.model, self.masses, self.split = model, masses, split
+        self.model, self.masses, self.dualize = model, masses, dualize
         self.base, self.depth, self.nonfinite = base, depth, nonfinite
-        self._roster = Roster(model, masses, split)
+        self._roster = Roster(model, masses)
         self._read_model()
         if isinstance(params, nn.Module):
             params = [parameter for parameter in params.parameters() if parameter.requires_grad]
@@ -127,13 +131,13 @@ class Muon(Optimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("model", "masses", "split", "base", "depth", "nonfinite")
+        names = ("model", "masses", "dualize", "base", "depth", "nonfinite")
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "model" in state:  # unpickled or copied
-            self._roster = Roster(self.model, self.masses, self.split)
+            self._roster = Roster(self.model, self.masses)
             self._read_model()
 
     def _read_model(self) -> None:
@@ -143,14 +147,18 @@ class Muon(Optimizer):
             self.model, self.base, weight_decay_scaling="constant", depth=self.depth
         )
         self._kinds: dict[Tensor, _Kind] = {}
-        for info in parameters_of(self.model):
-            p, by = info.parameter, transfer.of(info)
-            if info.weight.kind in ("matrix", "embedding"):
+        infos = list(parameters_of(self.model))
+        hidden, equal = find_hidden(self.model, infos), share_masses(infos, {})
+        for info in infos:
+            p, by, kind = info.parameter, transfer.of(info), info.weight.kind
+            if p in hidden or (self.dualize == "all" and kind in ("matrix", "embedding")):
                 decay = by.lr * by.decay if info.decays else 0.0
-                self._kinds[p] = _KINDS.index(info.weight.kind), not info.decays, 1.0, decay, 1.0
+                self._kinds[p] = _KINDS.index(kind), not info.decays, 1.0, decay, 1.0
                 self._roster.shares[p] *= by.depth
             else:
-                self._kinds[p] = len(_KINDS) - 1, True, by.lr, 0.0, transfer.eps_mult(info)
+                rate = by.lr * self._roster.shares[p] / equal[p]
+                decay = by.decay if info.decays else 0.0
+                self._kinds[p] = _OTHER, not info.decays, rate, decay, transfer.eps_mult(info)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add `params` (also a module), as one group for each kind of parameter, and for those of a
@@ -248,7 +256,8 @@ class Muon(Optimizer):
     def _decide(self, group: dict[str, Any]) -> list[Stack]:
         lengths = partial(self._roster.step_length, adjust_lr_fn=group["adjust_lr_fn"])
         choose = partial(choose_polar, method=group["method"], iterate_in=group["dtype"])
-        return stack_alike(group["params"], self._roster.weights, lengths, choose)
+        dual = choose if group["kind"] != "other" else None
+        return stack_alike(group["params"], self._roster.weights, lengths, dual)
 
     def _prepare(self, stack: Stack) -> None:
         """State of parameters that step for the first time; nothing moves yet."""
@@ -336,6 +345,10 @@ class Muon(Optimizer):
             weight_decay=group["weight_decay"], amsgrad=False, maximize=False, fused=fused,
         )  # fmt: skip
 
+    def _shape_of(self, p: Tensor, key: str) -> tuple[int, ...]:
+        """The shape of a state."""
+        return tuple(p.shape)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue bit for bit where another optimizer of the same model stopped.
 
@@ -357,10 +370,11 @@ class Muon(Optimizer):
         ids = [n for group in state_dict["param_groups"] for n in group["params"]]
         for p, name, n in zip(params, own, ids, strict=True):
             for key, value in state_dict["state"].get(n, {}).items():
-                if key != "step" and value.shape != p.shape:
-                    found, shape = tuple(value.shape), tuple(p.shape)
+                found, shape = tuple(value.shape), self._shape_of(p, key)
+                if key != "step" and found != shape:
                     raise ValueError(
-                        f"state_dict is of another model: {name} is {shape} here and {found} there"
+                        f"state_dict is of another model: {key} of {name} is {found} there, and "
+                        f"{shape} here"
                     )
         super().load_state_dict(state_dict)
 

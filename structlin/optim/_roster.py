@@ -1,7 +1,6 @@
 """The roster of a model: what its parameters are, their masses, whether they may step."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import inf, sqrt
 
@@ -9,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from .._layer.linear import StructuredLinear
+from .._model.kinds import PROTECTED, role_of
+from .._model.linears import find_declared_heads
 from .._model.parameters import ParameterInfo, Weight, parameters_of
 from .._model.select import suggest_names
 from ._sharding import local_gradient
@@ -21,19 +22,16 @@ NONFINITE = ("raise", "ignore")
 class Roster:
     """The parameters of a model: what each of them is, its name, and its mass."""
 
-    def __init__(
-        self, model: nn.Module, masses: Masses | None, split: Mapping[str, int] | None = None
-    ) -> None:
-        self.model, self.masses, self.split = model, masses, split
+    def __init__(self, model: nn.Module, masses: Masses | None) -> None:
+        self.model, self.masses = model, masses
         self.names = dict[Tensor, str]()  # also of parameters that the model has lost since
         self.read()
 
     def read(self) -> None:
-        """Read the model, which may have grown since. Raises what `share_masses` and
-        `divide_layers` raise."""
+        """Read the model, which may have grown since. Raises what `share_masses` raises."""
         infos = list(parameters_of(self.model))
         self.shares = share_masses(infos, self.masses or {})
-        self.weights = divide_layers(infos, self.split or {})
+        self.weights: dict[Tensor, Weight] = {info.parameter: info.weight for info in infos}
         self.names.update((info.parameter, info.name) for info in infos)
 
     def require_owned(self, params: Iterable[Tensor]) -> None:
@@ -100,33 +98,17 @@ def share_masses(infos: Iterable[ParameterInfo], masses: Masses) -> dict[Tensor,
     return found
 
 
-def divide_layers(infos: list[ParameterInfo], split: Mapping[str, int]) -> dict[Tensor, Weight]:
-    """What each parameter is, where `split` (glob over layer names -> number) has been applied.
-    Raises ValueError for a pattern that matches no matrix or one that has parts already, and for a
-    number that does not divide what the layer makes."""
-    weights: dict[Tensor, Weight] = {info.parameter: info.weight for info in infos}
-    for pattern, number in split.items():
-        matrices = [info for info in infos if info.weight.kind == "matrix"]
-        found = [info for info in matrices if fnmatchcase(info.layer, pattern)]
-        if not found:
-            hint = suggest_names(pattern, [info.layer for info in matrices])
-            raise ValueError(f"split: {pattern!r} matches no layer with a matrix{hint}")
-        for info in found:
-            weight, layer = info.weight, info.layer
-            if weight.core is not None or weight.kernel > 1:
-                raise ValueError(
-                    f"split: {layer!r} is a {type(info.owner).__name__}, whose blocks or kernel "
-                    "positions are apart already; take nn.Linear, Conv1D or MultiheadAttention"
-                )
-            rows = weight.groups * weight.fan_out
-            if number < 1 or rows % number or number % weight.groups:
-                raise ValueError(
-                    f"split: {layer!r} makes {rows} features in {weight.groups} groups, which do "
-                    f"not divide into {number!r} parts"
-                )
-            parts = number // weight.groups
-            weights[info.parameter] = replace(weight, fan_out=rows // number, parts=parts)
-    return weights
+def find_hidden(model: nn.Module, infos: Iterable[ParameterInfo]) -> set[Tensor]:
+    """The matrices of layers that are neither head nor embedding nor router, as the model itself or
+    a layer's name tells."""
+    heads = find_declared_heads(model)
+    return {
+        info.parameter
+        for info in infos
+        if info.weight.kind == "matrix"
+        and role_of(info.layer) not in PROTECTED
+        and info.owner not in heads
+    }
 
 
 def _share(info: ParameterInfo, mass: float | tuple[float, ...]) -> tuple[float, ...]:

@@ -8,6 +8,7 @@ its factor. Nothing here depends on the backend.
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -84,6 +85,19 @@ def take_part(parameter: Tensor, weight: Weight, joined: Tensor) -> Tensor:
     if layout is None or _has_whole_blocks(parameter, weight):
         return joined
     return distribute_tensor(joined, *layout, src_data_rank=None).to_local()
+
+
+def cut_as(parameter: Tensor, weight: Weight, local: Tensor) -> Tensor:
+    """State of the blocks that this process holds, `local` `(blocks, ...)`, as what it is of all of
+    them; where every process has the whole parameter, `local` itself."""
+    from torch.distributed.tensor import DTensor
+
+    layout = _layout(parameter)
+    if layout is None or not _has_whole_blocks(parameter, weight):
+        return local
+    shape = torch.Size((len(parameter), *local.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, *layout, shape=shape, stride=stride)
 
 
 def gather_whole(parameter: Tensor, local: Tensor) -> Tensor:

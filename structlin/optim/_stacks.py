@@ -56,20 +56,24 @@ def stack_alike(
     params: Iterable[Tensor],
     weights: Mapping[Tensor, Weight],
     lengths: Callable[[Tensor], float],
-    choose: Callable[[tuple[int, int], torch.dtype, torch.device], Polar],
+    choose: Callable[[tuple[int, int], torch.dtype, torch.device], Polar] | None,
 ) -> list[Stack]:
     """Stacks of alike parameters. An embedding is alone, since to stack vectors saves nothing. A
-    stack of matrices has at most an eighth of all numbers: a step needs memory for one stack."""
+    stack of matrices has at most an eighth of all numbers: a step needs memory for one stack.
+
+    Args:
+        choose: None: AdamW steps them all, whatever they are.
+    """
     alike: dict[tuple[str, int, int, torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for p in params:
-        weight = weights[p]
+        weight = weights[p] if choose is not None else Weight()
         alike[weight.kind, weight.fan_out, weight.fan_in, p.dtype, p.device].append(p)
     numbers = sum(p.numel() for members in alike.values() for p in members)
     stacks = []
     for (kind, m, n, dtype, device), members in alike.items():
         polar: Callable[[Tensor], Tensor] | None = dual_embedding if kind == "embedding" else None
         most = 0 if kind == "embedding" else numbers
-        if kind == "matrix":
+        if kind == "matrix" and choose is not None:
             polar = chosen = choose((m, n), dtype, device)
             most = min(chosen.largest_stack, max(SMALLEST_STACK, numbers // 8))
         for chunk in divide([p.numel() for p in members], most):
@@ -84,8 +88,8 @@ def to_matrices(weight: Weight, tensor: Tensor) -> Tensor:
         return tensor  # (batch, fan_out, fan_in), or (vectors, fan_out)
     if tensor.shape == (weight.fan_out, weight.fan_in) and not weight.transposed:
         return tensor[None]  # an nn.Linear's, (1, fan_out, fan_in)
-    slices = tensor.reshape(*tensor.shape[:2], weight.kernel)  # (g p m, n, k)
-    return rearrange(slices, f"{_stored(weight)} -> (g p k) m n", g=weight.groups, p=weight.parts)
+    slices = tensor.reshape(*tensor.shape[:2], weight.kernel)  # (g m, n, k)
+    return rearrange(slices, f"{_stored(weight)} -> (g k) m n", g=weight.groups)
 
 
 def from_matrices(weight: Weight, matrices: Tensor, like: Tensor) -> Tensor:
@@ -94,15 +98,13 @@ def from_matrices(weight: Weight, matrices: Tensor, like: Tensor) -> Tensor:
         return matrices
     if like.shape == (weight.fan_out, weight.fan_in) and not weight.transposed:
         return matrices[0]
-    slices = rearrange(
-        matrices, f"(g p k) m n -> {_stored(weight)}", g=weight.groups, p=weight.parts
-    )
+    slices = rearrange(matrices, f"(g k) m n -> {_stored(weight)}", g=weight.groups)
     return slices.reshape(like.shape)
 
 
 def _stored(weight: Weight) -> str:
-    """The axes of a dense weight, its kernel flattened: g groups, k positions, p parts of m x n."""
-    return "(g n) (p m) k" if weight.transposed else "(g p m) n k"
+    """The axes of a dense weight, its kernel flattened: g groups, k positions, of m x n."""
+    return "(g n) m k" if weight.transposed else "(g m) n k"
 
 
 def map_stacked(function: Callable[[Tensor], Tensor], matrices: list[Tensor]) -> list[Tensor]:

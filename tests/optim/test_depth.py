@@ -147,8 +147,9 @@ def test_muons_steps_in_blocks_have_the_length_of_depth_and_decay_with_it(alpha)
     model = convert(GPT(depth=8), BTT(), include="ffn").double()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     setting = Depth(base=2, alpha=alpha)
-    optimizer = Muon(model, 0.1, method="svd", momentum=0.0, depth=setting)
-    decays = flat(Muon(model, 0.1, weight_decay=0.3, depth=setting).param_groups, "weight_decay")
+    optimizer = Muon(model, 0.1, method="svd", momentum=0.0, depth=setting, dualize="all")
+    muon = Muon(model, 0.1, weight_decay=0.3, depth=setting, dualize="all")
+    decays = flat(muon.param_groups, "weight_decay")
     model(torch.arange(6)[None]).square().mean().backward()
     optimizer.step()
     step = {name: p.detach() - before[name] for name, p in model.named_parameters()}

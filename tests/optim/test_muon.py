@@ -107,48 +107,40 @@ def test_the_momentum_is_nesterovs_and_the_step_the_dual_of_each_block():
             assert torch.equal(core.grad, gradient)  # never written to
 
 
-@pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize("stored", ["out by in", "in by out", "attention"])
-def test_parts_of_a_fused_layer_move_as_layers_of_their_own(heads, stored):
-    parts, (rows, columns) = 3 * heads, (24 // heads, 24)
-    if stored == "attention":
-        fused = nn.MultiheadAttention(24, 4, bias=False)
-        weight = fused.in_proj_weight
-    elif stored == "out by in":
-        fused = nn.Linear(24, 72, bias=False)
-        weight = fused.weight
-    else:
-        fused = pytest.importorskip("transformers.pytorch_utils").Conv1D(72, 24)
-        weight = fused.weight
-    model = nn.ModuleDict({"attn": fused})
-    optimizer = Muon(model, lr=0.1, weight_decay=0.1, split={"attn": parts}, method="svd")
-
-    def split(x):
-        return (x.mT if stored == "in by out" else x).detach().clone().chunk(parts)
-
-    layers = [nn.Linear(columns, rows, bias=False) for _ in range(parts)]
-    for layer, part in zip(layers, split(weight), strict=True):
-        layer.weight.data = part.clone()
-    twins = [Muon(layer, lr=0.1, weight_decay=0.1, method="svd") for layer in layers]
-    for _ in range(3):
-        weight.grad = torch.randn_like(weight)
-        for layer, part in zip(layers, split(weight.grad), strict=True):
-            layer.weight.grad = part.clone()
-        optimizer.step()
-        for twin in twins:
-            twin.step()
-    for layer, part in zip(layers, split(weight), strict=True):
-        torch.testing.assert_close(part, layer.weight.detach(), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("sparse", [False, True])
 def test_embeddings_move_by_lr_in_rms_and_only_where_they_have_a_gradient(sparse):
     module = nn.Embedding(10, 16, sparse=sparse)
     before = module.weight.detach().clone()
     module(torch.tensor([1, 4, 4])).pow(3).sum().backward()
-    Muon(module, lr=0.1).step()
+    Muon(module, lr=0.1, dualize="all").step()
     rms = (module.weight.detach() - before).square().mean(-1).sqrt()
     torch.testing.assert_close(rms, torch.tensor([0, 0.1, 0, 0, 0.1, 0, 0, 0, 0, 0]))
+
+
+@pytest.mark.parametrize("base", [None, {128: 64}])
+def test_embeddings_heads_and_vectors_step_as_adamw_at_the_rates_of_param_groups(base):
+    model = convert(GPT(width=128, depth=1), BTT(), include="ffn", weight_norm=True)
+    twin = copy.deepcopy(model)
+    options = {"base": base, "masses": {"lm_head": 4.0, "*wte": 0.5}, "weight_decay": 0.1}
+    adamw = torch.optim.AdamW(
+        param_groups(twin, 0.01, weight_decay_scaling="constant", eps=1e-8, **options),
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+    optimizer = Muon(model, other_lr=0.01, **options)
+    hidden = {n for g in optimizer.param_groups if g["kind"] == "matrix" for n in g["param_names"]}
+    assert {n for n, p in model.named_parameters() if n.startswith("h.") and p.ndim > 1} == hidden
+    ids = torch.arange(6)[None]
+    for _ in range(3):
+        for each, steps in ((model, optimizer), (twin, adamw)):
+            steps.zero_grad()
+            each(ids).square().mean().backward()
+        for own, other in zip(model.parameters(), twin.parameters(), strict=True):
+            own.grad.copy_(other.grad)
+        optimizer.step()
+        adamw.step()
+    for (name, own), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(own, other) == (name not in hidden), name
 
 
 def test_large_finite_gradients_are_no_reason_to_stop():
@@ -162,7 +154,7 @@ def test_large_finite_gradients_are_no_reason_to_stop():
 def test_what_no_weight_decay_names_does_not_decay():
     model = convert(GPT(depth=1), BTT(), include="ffn")
     model.no_weight_decay = lambda: {"wte.weight", "h.0.mlp.c_fc.weight", "lm_head.weight"}
-    optimizer = Muon(model, lr=0.1, weight_decay=0.5, masses={"*": 1e-30})
+    optimizer = Muon(model, lr=0.1, weight_decay=0.5, masses={"*": 1e-30}, dualize="all")
     kinds = [(group["kind"], group["weight_decay"]) for group in optimizer.param_groups]
     assert kinds == [("matrix", 0.5), ("matrix", 0.0), ("embedding", 0.0), ("other", 0.0)]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -194,7 +186,9 @@ def test_groups_may_have_options_of_their_own():
     head = list(model.lm_head.parameters())
     rest = [p for p in model.parameters() if all(p is not q for q in head)]
     optimizer = Muon(
-        [{"params": rest, "lr": 0.05}, {"params": head, "lr": 0.01, "momentum": 0.5}], model=model
+        [{"params": rest, "lr": 0.05}, {"params": head, "lr": 0.01, "momentum": 0.5}],
+        model=model,
+        dualize="all",
     )
     assert [(g["kind"], g["lr"], g["momentum"]) for g in optimizer.param_groups] == [
         ("matrix", 0.05, 0.95), ("embedding", 0.05, 0.95), ("other", 1e-3, 0.95),
@@ -422,14 +416,7 @@ def test_a_polar_factor_with_an_impossible_norm_is_an_error_before_anything_has_
         ({"masses": {"0": (1, 2)}}, "masses: '0' is no structured layer"),
         ({"masses": {"1": (1, 2, 3)}}, r"masses: '1' has 2 cores, not \(1, 2, 3\)"),
         ({"masses": {"7": 1}}, "masses: '7' matches no layer; the model has.* '0'"),
-        ({"split": {"7": 2}}, "split: '7' matches no layer .*; the model has.* '0'"),
-        ({"split": {"0": 5}}, "'0' makes 4 features in 1 groups, which do not divide into 5 parts"),
-        ({"split": {"1": 3}}, "split: '1' is a StructuredLinear, whose blocks"),
-        ({"split": {"2": 2}}, "split: '2' is a Conv1d, whose blocks"),
-        (
-            {"split": {"3": 4}},
-            "'3' makes 24 features in 3 groups, which do not divide into 4 parts",
-        ),
+        ({"dualize": "heads"}, "dualize='heads' is unknown; there are hidden, all"),
         ({"dtype": "bfloat16"}, "dtype='bfloat16' must be a torch.dtype"),
     ],
 )
@@ -471,6 +458,6 @@ def test_a_state_dict_of_another_model_names_what_differs():
     with pytest.raises(ValueError, match=named):
         Muon(GPT(depth=1)).load_state_dict(optimizer.state_dict())
     wider = convert(GPT(width=128, depth=1), BTT(), include="ffn")
-    shaped = r"h\.0\.attn\.c_attn\.weight is \(384, 128\) here and \(192, 64\) there"
+    shaped = r"of h\.0\.attn\.c_attn\.weight is \(192, 64\) there, and \(384, 128\) here"
     with pytest.raises(ValueError, match=shaped):
         Muon(wider).load_state_dict(optimizer.state_dict())

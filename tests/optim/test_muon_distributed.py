@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from structlin import BTT, Kronecker, LowRank, StructuredLinear, convert
-from structlin.optim import Muon, Normed, shard_placement_fn
+from structlin.optim import SOAP, Muon, Normed, shard_placement_fn
 from tests.models import GPT, perplexed
 
 pytestmark = pytest.mark.skipif(
@@ -27,8 +27,11 @@ LAYOUTS = [
     ("low-rank", 3, False, 0),  # all on the first process
     ("low-rank", 2, True, 4),
     ("kronecker", 3, True, 4),
-    ("gpt", 3, True, 3),
-    ("gpt float32", 2, False, 3),
+    ("gpt", 3, True, 2),
+    ("gpt float32", 2, False, 2),
+    ("btt, SOAP", 3, True, 0),
+    ("few, SOAP", 3, False, 0),
+    ("gpt, SOAP", 2, True, 4),  # gradients and momenta of two dense matrices
 ]
 STRUCTURES = {"btt": BTT(), "few": BTT(), "low-rank": LowRank(rank=4), "kronecker": Kronecker()}
 WIDTHS = {"btt": 64, "few": 4, "low-rank": 48, "kronecker": 36}  # BTT of width 4 has 2 blocks
@@ -49,6 +52,7 @@ class Collectives(TorchDispatchMode):
 
 def model_of(name):
     torch.manual_seed(0)
+    name = name.removesuffix(", SOAP")
     if name.startswith("gpt"):  # 2-D weights, embeddings, norms, 3-D cores of 8 and 16 blocks
         model = convert(GPT(depth=1), BTT(), include="ffn")
     else:
@@ -62,7 +66,7 @@ def train(name, model, optimizer, steps=STEPS):
     if name.startswith("gpt"):
         return perplexed(model, steps, optimizer)
     seeded = torch.Generator().manual_seed(1)
-    x = torch.randn(96, WIDTHS[name], dtype=torch.float64, generator=seeded)
+    x = torch.randn(96, WIDTHS[name.removesuffix(", SOAP")], dtype=torch.float64, generator=seeded)
     losses = []
     for _ in range(steps):
         loss = (model(x) - x.roll(1, -1)).square().mean()
@@ -71,6 +75,12 @@ def train(name, model, optimizer, steps=STEPS):
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def optimizer_of(name, model):
+    if name.endswith("SOAP"):
+        return SOAP(model, lr=0.01, weight_decay=0.1)
+    return Muon(model, lr=0.05, weight_decay=0.1)
 
 
 def gathered(model):
@@ -99,7 +109,7 @@ def trained(name, model, optimizer, steps=STEPS):
 
 def under_fsdp(name, placed):
     model = sharded(name, placed)
-    found = trained(name, model, Muon(model, lr=0.05, weight_decay=0.1))
+    found = trained(name, model, optimizer_of(name, model))
     return found | {"sizes": [p.to_local().numel() for p in model.parameters()]}
 
 
@@ -151,14 +161,15 @@ def normed_under_fsdp():
     return trained("gpt", model, normed(model))
 
 
-def through_dcp(path, resumes):
+def through_dcp(name, path, resumes):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    model = sharded("gpt")
-    optimizer = Muon(model, lr=1.0 if resumes else 0.05)
+    model = sharded(name)
+    kind = SOAP if name.endswith("SOAP") else Muon
+    optimizer = kind(model, lr=1.0 if resumes else 0.05)
     if not resumes:
-        train("gpt", model, optimizer, 5)
+        train(name, model, optimizer, 5)
     state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     if not resumes:
         dcp.save(state, checkpoint_id=path)
@@ -166,13 +177,14 @@ def through_dcp(path, resumes):
         dcp.load(state, checkpoint_id=path)
         states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(model, optimizer, **states)
-    return trained("gpt", model, optimizer, 5)
+    return trained(name, model, optimizer, 5)
 
 
 def everything(path):
     world = dist.get_world_size()
     found = {each[:3]: under_fsdp(each[0], each[2]) for each in LAYOUTS if each[1] == world}
-    found["dcp"] = through_dcp(path, resumes=world == 3)
+    for name in ("gpt", "gpt, SOAP"):
+        found["dcp", name] = through_dcp(name, f"{path}/{name}", resumes=world == 3)
     if world == 2:
         found["normed"], found["cut"] = normed_under_fsdp(), cut_in_any_way()
         found["raise"] = one_process_has_a_nan()
@@ -212,9 +224,9 @@ def require_same(found, expected, tolerance=1e-6):
         torch.testing.assert_close(found["final"][name], value, **options)
 
 
-def alone(name, make=lambda model: Muon(model, lr=0.05, weight_decay=0.1)):
+def alone(name, make=None):
     model = model_of(name)
-    return trained(name, model, make(model))
+    return trained(name, model, make(model) if make else optimizer_of(name, model))
 
 
 @pytest.mark.parametrize(("name", "world", "placed", "gathers"), LAYOUTS)
@@ -255,6 +267,7 @@ def test_normed_under_fsdp2_makes_the_steps_of_one_process(worlds):
         require_same(process["normed"], expected)
 
 
-def test_a_checkpoint_of_two_processes_continues_on_three(worlds):
+@pytest.mark.parametrize("name", ["gpt", "gpt, SOAP"])
+def test_a_checkpoint_of_two_processes_continues_on_three(worlds, name):
     for process in worlds[3]:
-        require_same(process["dcp"], worlds[2][0]["dcp"])
+        require_same(process["dcp", name], worlds[2][0]["dcp", name])

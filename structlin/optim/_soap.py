@@ -1,0 +1,185 @@
+"""SOAP for structured models: Adam in the eigenbasis of Shampoo's factors, block by block.
+
+Sources: Vyas et al. 2024, "SOAP" (arXiv:2409.11321); Gupta et al. 2018, "Shampoo"
+(arXiv:1802.09568). A core is a batch of small blocks, so that its factors, one per block and side,
+take little memory and time; those of a dense layer of width d take d^3.
+"""
+
+from collections.abc import Iterable
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._structure.arguments import checked
+from ..duality import promote
+from ._depth import Depth
+from ._muon import Muon
+from ._roster import Masses
+from ._sharding import cut_as, join_parts, local_part, take_part
+from ._stacks import Member, Stack, from_matrices, to_matrices
+from ._transfer import Base
+
+FLOOR = 1e-4  # of the root of V, relative to the largest of its block
+_SIDES = ("left", "right")
+_NONE = torch.empty(0, 0)
+
+
+class SOAP(Muon):
+    """`Muon`, whose hidden matrices step by a second-order direction in place of the polar factor.
+
+    For each block G `(m, n)` of a core, or a matrix, averages of G G^T / n and G^T G / m are kept;
+    their eigenvectors Q_L and Q_R are found anew every `precondition_frequency` steps, by one step
+    of orthogonal iteration (QR). The direction is Q_L (N / sqrt(V)) Q_R^T with N the momentum and
+    V the average of squared gradients in these bases, scaled to the Frobenius norm sqrt(rank) that
+    the polar factor has. So `lr`, masses and transfer over widths are those of `Muon`, and what is
+    not a hidden matrix steps as it does there.
+
+    A side of more than `max_precond_dim` has no factor; a matrix with two such sides steps by its
+    polar factor. For a block the state takes 2 (m^2 + n^2) + 2 m n numbers.
+
+    Args:
+        params, lr, model, momentum, weight_decay, dualize, masses, base, depth, other_lr,
+            nonfinite: as of `Muon`.
+        shampoo_beta: of all averages but the momentum.
+        precondition_frequency: steps from one basis to the next.
+        max_precond_dim: the largest side that has a basis.
+
+    Raises:
+        what `Muon` raises.
+
+    >>> from structlin import BTT, convert
+    >>> model = convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), BTT())
+    >>> optimizer = SOAP(model, lr=0.02)
+    >>> model(torch.randn(8, 64)).square().mean().backward()
+    >>> optimizer.step()
+    >>> sorted(optimizer.state[model[0].cores[0]])
+    ['exp_avg_sq', 'left', 'left_basis', 'momentum_buffer', 'right', 'right_basis', 'step']
+    """
+
+    @checked
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        lr: float | Tensor = 0.02,
+        *,
+        model: nn.Module | None = None,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        dualize: str = "hidden",
+        masses: Masses | None = None,
+        base: Base = None,
+        depth: Depth | None = None,
+        other_lr: float | Tensor = 1e-3,
+        nonfinite: str = "raise",
+        shampoo_beta: float = 0.95,
+        precondition_frequency: int = 5,
+        max_precond_dim: int = 512,
+    ) -> None:
+        self.shampoo_beta, self.frequency = shampoo_beta, precondition_frequency
+        self.max_precond_dim = max_precond_dim
+        self._pending: dict[Tensor, tuple[Tensor, Tensor]] = {}  # of a step: gradients, and V
+        super().__init__(
+            params, lr, model=model, momentum=momentum, weight_decay=weight_decay, dualize=dualize,
+            masses=masses, base=base, depth=depth, other_lr=other_lr, nonfinite=nonfinite,
+        )  # fmt: skip
+
+    def _shape_of(self, p: Tensor, key: str) -> tuple[int, ...]:
+        weight, numbers = self._roster.weights[p], p.numel()
+        m, n = weight.fan_out, weight.fan_in
+        shapes = {"left": (m, m), "right": (n, n), "exp_avg_sq": (m, n)}
+        own = None if self._kinds[p][0] else shapes.get(key.removesuffix("_basis"))
+        return super()._shape_of(p, key) if own is None else (numbers // (m * n), *own)
+
+    def _is_large(self, stack: Stack) -> bool:
+        weight = stack.members[0].weight
+        return min(weight.fan_out, weight.fan_in) > self.max_precond_dim
+
+    def _directions(self, group: dict[str, Any], stack: Stack) -> list[Tensor]:
+        """As Muon's; gradients and V wait in `_pending` until the step is made."""
+        if group["kind"] != "matrix" or self._is_large(stack):
+            return super()._directions(group, stack)
+        return [
+            self._find_direction(member, gradient, average, group["momentum"])
+            for member, gradient, average in zip(stack.members, *self._read(stack), strict=True)
+        ]
+
+    def _find_direction(
+        self, member: Member, gradient: Tensor, average: Tensor, momentum: float
+    ) -> Tensor:
+        """Q_L (N / sqrt(V)) Q_R^T of norm sqrt(rank) for each block; on several processes, from
+        their part of the gradient to their part of the direction."""
+        p, weight, _ = member
+        state, beta = self.state[p], self.shampoo_beta
+        update = gradient.lerp(average.lerp(gradient, 1 - momentum), momentum)
+        whole = join_parts(p, weight, gradient)
+        g = promote(to_matrices(weight, whole))  # (batch, m, n)
+        u = promote(to_matrices(weight, join_parts(p, weight, update)))
+        if "exp_avg_sq" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg_sq"] = cut_as(p, weight, torch.zeros_like(g))
+            for side, size in zip(_SIDES, g.shape[-2:], strict=True):
+                if size <= self.max_precond_dim:
+                    factor = _square(g, side)
+                    state[side] = cut_as(p, weight, factor)
+                    state[f"{side}_basis"] = cut_as(p, weight, _find_basis(factor))
+        left, right = (local_part(state.get(f"{side}_basis", _NONE)) for side in _SIDES)
+        squares = local_part(state["exp_avg_sq"])
+        squares = squares.lerp(_rotate(g, left, right).square(), 1 - beta)
+        self._pending[p] = g, squares
+        root = (squares / (1 - beta ** (int(state["step"]) + 1))).sqrt()
+        # or rounding, where the gradient has no part, would make steps as large as the gradient
+        floor = FLOOR * root.amax((-2, -1), keepdim=True)
+        root = torch.maximum(root, floor.clamp(min=torch.finfo(root.dtype).tiny))
+        d = _rotate(_rotate(u, left, right) / root, left.mT, right.mT)
+        norm = torch.linalg.matrix_norm(d, keepdim=True)
+        d = d * (sqrt(min(d.shape[-2:])) / norm).where(norm > 0, 0)
+        return take_part(p, weight, from_matrices(weight, d.to(whole.dtype), whole))
+
+    def _move(self, group: dict[str, Any], stack: Stack, directions: list[Tensor]) -> None:
+        super()._move(group, stack, directions)
+        for p in stack.params:
+            if p not in self._pending:
+                continue
+            g, squares = self._pending.pop(p)
+            state = {key: local_part(value) for key, value in self.state[p].items()}
+            state["step"] += 1
+            state["exp_avg_sq"].copy_(squares)
+            for side in _SIDES:
+                if side in state:
+                    state[side].lerp_(_square(g, side), 1 - self.shampoo_beta)
+                    if int(state["step"]) % self.frequency == 0:
+                        _turn(state, side)
+
+
+def _square(g: Tensor, side: str) -> Tensor:
+    """G G^T / n, or G^T G / m."""
+    return g @ g.mT / g.shape[-1] if side == "left" else g.mT @ g / g.shape[-2]
+
+
+def _rotate(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Q_L^T X Q_R; a side without a basis stays."""
+    x = left.mT @ x if left.numel() else x
+    return x @ right if right.numel() else x
+
+
+def _find_basis(factor: Tensor) -> Tensor:
+    """Eigenvectors, those of the largest values first. Where LAPACK does not find them, the first
+    step of orthogonal iteration."""
+    try:
+        found: Tensor = torch.linalg.eigh(factor)[1].flip(-1)
+    except torch._C._LinAlgError:  # type: ignore[attr-defined]
+        found = torch.linalg.qr(factor)[0]
+    return found
+
+
+def _turn(state: dict[str, Tensor], side: str) -> None:
+    """The next basis of a side, by a step of orthogonal iteration, those of the largest values
+    first, and V in the same order."""
+    factor, basis, squares = state[side], state[f"{side}_basis"], state["exp_avg_sq"]
+    product = factor @ basis
+    order = (basis * product).sum(-2).argsort(-1, descending=True)  # of the diagonal of Q^T L Q
+    basis.copy_(torch.linalg.qr(product.take_along_dim(order[:, None], -1))[0])
+    places, dim = (order[..., None], -2) if side == "left" else (order[:, None], -1)
+    squares.copy_(squares.take_along_dim(places, dim))

@@ -1,0 +1,166 @@
+"""SOAP against the algorithm of its paper, written down plainly, and on gradients that break it."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from structlin import BTT, StructuredLinear, convert
+from structlin.optim import SOAP, Muon
+from tests.models import GPT, perplexed
+
+
+def plainly(gradients, lr, every, momentum=0.9, beta=0.95):
+    """The sum of the steps that these gradients `(m, n)` make, in float64, one matrix by itself."""
+    m, n = gradients[0].shape
+    average, squares, total = (torch.zeros(m, n, dtype=torch.float64) for _ in range(3))
+    for t, g in enumerate(gradients, start=1):
+        if t == 1:
+            left, right = g @ g.T / n, g.T @ g / m
+            bases = [torch.linalg.eigh(x)[1].flip(-1) for x in (left, right)]
+        average = momentum * average + (1 - momentum) * g
+        update = (1 - momentum) * g + momentum * average
+        squares = beta * squares + (1 - beta) * (bases[0].T @ g @ bases[1]) ** 2
+        root = (squares / (1 - beta**t)).sqrt()
+        inner = bases[0].T @ update @ bases[1] / root.clamp(min=1e-4 * root.max())
+        direction = bases[0] @ inner @ bases[1].T
+        total -= lr * math.sqrt(m / n) * direction / direction.norm() * math.sqrt(min(m, n))
+        left = beta * left + (1 - beta) * g @ g.T / n
+        right = beta * right + (1 - beta) * g.T @ g / m
+        if t % every == 0:
+            for side, factor in enumerate((left, right)):
+                order = (bases[side].T @ factor @ bases[side]).diagonal().argsort(descending=True)
+                bases[side] = torch.linalg.qr(factor @ bases[side][:, order])[0]
+                squares = squares[order] if side == 0 else squares[:, order]
+    return total
+
+
+@pytest.mark.parametrize("kind", ["dense", "structured", "Conv1D"])
+def test_each_block_makes_the_steps_of_the_paper(kind):
+    layer = {"dense": nn.Linear, "structured": StructuredLinear}.get(kind)
+    if layer is None:
+        conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+        layer = lambda columns, rows, **_: conv1d(rows, columns).double()  # noqa: E731
+    model = nn.ModuleDict({"attn": layer(24, 60, bias=False, dtype=torch.float64)})
+    before = copy.deepcopy(model.state_dict())
+    optimizer = SOAP(model, 0.1, precondition_frequency=3)
+    matrices = [(name, p) for name, p in model.named_parameters() if p.ndim > 1]
+    gradients = {name: [torch.randn_like(p) for _ in range(8)] for name, p in matrices}
+    for n in range(8):
+        for name, p in matrices:
+            p.grad = gradients[name][n].clone()
+        optimizer.step()
+    share = 1 if len(matrices) == 1 else 1 / len(matrices)
+    for name, p in matrices:
+        turned = [g.mT if kind == "Conv1D" else g for g in gradients[name]]
+        blocks = zip(*(g.reshape(-1, *g.shape[-2:]) for g in turned), strict=True)
+        wanted = torch.stack([plainly(list(each), 0.1 * share, 3) for each in blocks])
+        wanted = (wanted.mT if kind == "Conv1D" else wanted).reshape(p.shape)
+        torch.testing.assert_close(p.detach() - before[name], wanted, rtol=1e-6, atol=1e-8)
+
+
+def test_a_large_side_has_no_basis_and_two_large_sides_step_as_muon():
+    model = nn.ModuleDict({"attn": nn.Linear(8, 32, bias=False), "mlp": nn.Linear(32, 32)})
+    twin = copy.deepcopy(model)
+    optimizer = SOAP(model, 0.1, max_precond_dim=16, momentum=0.95)
+    muon = Muon(twin, 0.1)
+    for _ in range(2):
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        optimizer.step()
+        muon.step()
+    assert torch.equal(model["mlp"].weight, twin["mlp"].weight)
+    state = optimizer.state[model["attn"].weight]
+    assert state["right"].shape == (1, 8, 8)
+    assert "left" not in state
+    assert not torch.allclose(model["attn"].weight, twin["attn"].weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        torch.zeros_like,
+        torch.ones_like,  # of rank one
+        lambda p: torch.ones_like(p).triu(),
+        lambda p: 1e-6 * torch.ones_like(p).tril(),
+        lambda p: torch.eye(*p.shape[-2:]).to(p).expand_as(p).clone(),  # a repeated spectrum
+    ],
+)
+def test_gradients_without_a_clear_spectrum_make_finite_steps_of_at_most_their_length(
+    gradient, dtype
+):
+    model = nn.ModuleDict({"attn": StructuredLinear(16, 36, BTT(rank=1), dtype=dtype)})
+    row = nn.ModuleDict({"attn": nn.Linear(24, 1, bias=False, dtype=dtype)})  # blocks of 1 x n
+    for each in (model, row):
+        before = copy.deepcopy(each.state_dict())
+        optimizer = SOAP(each, 0.01, precondition_frequency=1)
+        for _ in range(4):
+            for p in each.parameters():
+                p.grad = gradient(p) if p.ndim > 1 else torch.zeros_like(p)
+            optimizer.step()
+        for name, p in each.named_parameters():
+            step = (p - before[name]).float()
+            assert step.isfinite().all()
+            if p.ndim > 1:
+                m, n = p.shape[-2:]
+                most = 4 * 0.01 * math.sqrt(m / n * min(m, n))
+                assert (torch.linalg.matrix_norm(step) <= 1.1 * most).all()
+
+
+def test_where_eigenvectors_are_not_found_orthogonal_iteration_starts(monkeypatch):
+    def fails(factor):
+        raise torch._C._LinAlgError("did not converge")
+
+    monkeypatch.setattr(torch.linalg, "eigh", fails)
+    model = GPT(depth=1)
+    losses = perplexed(model, 30, SOAP(model, 0.05, other_lr=1e-2))
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path):
+    def train(model, optimizer, steps):
+        for n in steps:
+            torch.manual_seed(n)
+            optimizer.zero_grad()
+            model(torch.randint(50, (2, 6))).square().mean().backward()
+            if n == 2:  # a layer gets no gradient for a step
+                model.h[0].mlp.c_fc.cores[0].grad = None
+            optimizer.step()
+
+    torch.manual_seed(0)
+    model = convert(GPT(depth=1), BTT(), include="ffn")
+    whole, optimizer = copy.deepcopy(model), SOAP(model, precondition_frequency=2)
+    train(whole, SOAP(whole, precondition_frequency=2), range(6))
+    train(model, optimizer, range(3))
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    again = SOAP(model, precondition_frequency=2)
+    again.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
+    train(model, again, range(3, 6))
+    for own, other in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(own, other)
+    other = convert(GPT(depth=1), BTT(rank=2), include="ffn")
+    with pytest.raises(ValueError, match="is of another model"):
+        SOAP(other).load_state_dict(again.state_dict())
+    state = again.state_dict()
+    state["state"][0]["left"] = torch.zeros(1, 2, 2)
+    with pytest.raises(ValueError, match="of another model: left of"):
+        SOAP(model).load_state_dict(state)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_gradients_that_are_not_finite_change_nothing(value):
+    model = convert(GPT(depth=1), BTT(), include="ffn")
+    optimizer = SOAP(model)
+    perplexed(model, 2, optimizer)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    model.lm_head.weight.grad[0, 0] = value
+    with pytest.raises(FloatingPointError, match=r"lm_head\.weight are not finite"):
+        optimizer.step()
+    after = (model.state_dict(), optimizer.state_dict()["state"])
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
