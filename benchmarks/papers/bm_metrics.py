@@ -90,7 +90,7 @@ class MLP(nn.Module):
 
 def make_optimizer(name: str, model: nn.Module, width: int) -> torch.optim.Optimizer:
     if name == "Muon":
-        return structlin.optim.Muon(model, LRS[name], method="ns")
+        return structlin.optim.Muon(model, LRS[name], method="ns", dualize="all")
     aware = name == "AdamW, muP"
     groups = structlin.param_groups(
         model, LRS[name], base={width: BASE_WIDTH} if aware else None, structure_aware=aware

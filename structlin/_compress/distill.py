@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._model.calls import eval_mode, find_tensors
-from .._structure.arguments import checked
-from .._structure.warnings import warn
+from .._structure.arguments import checked, warn
 from ..duality import promote
 from ..optim._groups import param_groups
 from .padding import select_rows

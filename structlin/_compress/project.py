@@ -34,7 +34,7 @@ from .._model.decide import Target
 from .._model.interrupts import hold_interrupts
 from .._projection.matrices import divide_norms
 from .._projection.solve import project, relative_error
-from .._structure.warnings import warn
+from .._structure.arguments import warn
 from ..duality import promote
 from .moments import Moments, measure_inputs
 from .padding import select_rows

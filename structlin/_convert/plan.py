@@ -20,9 +20,9 @@ from .._model.kinds import carry_attributes, is_conv1d
 from .._model.linears import Layer, find_loose_matrices, require_unchanged, swap
 from .._model.obstacles import require_replaceable
 from .._projection.solve import project, relative_error
+from .._structure.arguments import warn
 from .._structure.families import explain_padding, label
 from .._structure.structure import Structure
-from .._structure.warnings import warn
 from .summary import Table, percent
 
 

@@ -13,10 +13,9 @@ from inspect import isfunction
 from math import prod
 from typing import Any
 
-from .arguments import checked, require_bounded, require_choice, require_positive
+from .arguments import checked, require_bounded, require_choice, require_positive, warn
 from .axes import ACTIVATIONS
 from .structure import Structure
-from .warnings import warn
 from .widths import divide, divisors, factorise, name_nearest
 
 MAX_PADDING = 0.15  # share of a width that is padded without a warning

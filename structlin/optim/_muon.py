@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from .._model.parameters import parameters_of
-from .._structure.arguments import checked, fit, require_choice, require_keys
-from .._structure.warnings import warn
+from .._structure.arguments import checked, fit, require_choice, require_keys, warn
 from ..duality import Schedule, check_method, choose_polar
 from ._depth import Depth
 from ._roster import NONFINITE, SCALES, Masses, Roster, find_hidden, share_masses
@@ -345,10 +344,6 @@ class Muon(Optimizer):
             weight_decay=group["weight_decay"], amsgrad=False, maximize=False, fused=fused,
         )  # fmt: skip
 
-    def _shape_of(self, p: Tensor, key: str) -> tuple[int, ...]:
-        """The shape of a state."""
-        return tuple(p.shape)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue bit for bit where another optimizer of the same model stopped.
 
@@ -370,11 +365,10 @@ class Muon(Optimizer):
         ids = [n for group in state_dict["param_groups"] for n in group["params"]]
         for p, name, n in zip(params, own, ids, strict=True):
             for key, value in state_dict["state"].get(n, {}).items():
-                found, shape = tuple(value.shape), self._shape_of(p, key)
-                if key != "step" and found != shape:
+                if key in ("momentum_buffer", "exp_avg") and value.shape != p.shape:
+                    found, shape = tuple(value.shape), tuple(p.shape)
                     raise ValueError(
-                        f"state_dict is of another model: {key} of {name} is {found} there, and "
-                        f"{shape} here"
+                        f"state_dict is of another model: {name} is {shape} here and {found} there"
                     )
         super().load_state_dict(state_dict)
 

@@ -11,8 +11,7 @@ from torch.optim import LBFGS, Optimizer
 
 from .._structure.arguments import checked
 from ._groups import KEPT, divide_groups
-from ._normed import Normed
-from ._wrapper import Wrapper
+from ._normed import Normed, Wrapper
 
 
 @checked

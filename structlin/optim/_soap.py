@@ -14,40 +14,32 @@ from torch import Tensor, nn
 
 from .._structure.arguments import checked
 from ..duality import promote
-from ._depth import Depth
 from ._muon import Muon
-from ._roster import Masses
 from ._sharding import cut_as, join_parts, local_part, take_part
 from ._stacks import Member, Stack, from_matrices, to_matrices
-from ._transfer import Base
 
 FLOOR = 1e-4  # of the root of V, relative to the largest of its block
 _SIDES = ("left", "right")
 _NONE = torch.empty(0, 0)
+_OWN = {"exp_avg_sq", *_SIDES, *(f"{side}_basis" for side in _SIDES)}  # in float32 at least
 
 
 class SOAP(Muon):
     """`Muon`, whose hidden matrices step by a second-order direction in place of the polar factor.
 
-    For each block G `(m, n)` of a core, or a matrix, averages of G G^T / n and G^T G / m are kept;
-    their eigenvectors Q_L and Q_R are found anew every `precondition_frequency` steps, by one step
-    of orthogonal iteration (QR). The direction is Q_L (N / sqrt(V)) Q_R^T with N the momentum and
-    V the average of squared gradients in these bases, scaled to the Frobenius norm sqrt(rank) that
-    the polar factor has. So `lr`, masses and transfer over widths are those of `Muon`, and what is
-    not a hidden matrix steps as it does there.
-
+    For each block G `(m, n)` of a core, or a matrix, averages of G G^T / n and G^T G / m are kept.
+    Orthogonal iteration finds their eigenvectors Q_L and Q_R by a QR every `precondition_frequency`
+    steps; it cannot fail. The direction is Q_L (N / sqrt(V)) Q_R^T, with N the momentum and V the
+    average of squared gradients in these bases, scaled to the norm sqrt(rank) of a polar factor. So
+    `lr`, masses and transfer over widths are Muon's, and what is not hidden steps as it does there.
     A side of more than `max_precond_dim` has no factor; a matrix with two such sides steps by its
-    polar factor. For a block the state takes 2 (m^2 + n^2) + 2 m n numbers.
+    polar factor. The state of a block takes 2 (m^2 + n^2) + 2 m n numbers.
 
     Args:
-        params, lr, model, momentum, weight_decay, dualize, masses, base, depth, other_lr,
-            nonfinite: as of `Muon`.
+        params, lr, momentum, options: as of `Muon`.
         shampoo_beta: of all averages but the momentum.
         precondition_frequency: steps from one basis to the next.
         max_precond_dim: the largest side that has a basis.
-
-    Raises:
-        what `Muon` raises.
 
     >>> from structlin import BTT, convert
     >>> model = convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), BTT())
@@ -60,58 +52,48 @@ class SOAP(Muon):
 
     @checked
     def __init__(
-        self,
-        params: nn.Module | Iterable[Any],
-        lr: float | Tensor = 0.02,
-        *,
-        model: nn.Module | None = None,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        dualize: str = "hidden",
-        masses: Masses | None = None,
-        base: Base = None,
-        depth: Depth | None = None,
-        other_lr: float | Tensor = 1e-3,
-        nonfinite: str = "raise",
-        shampoo_beta: float = 0.95,
-        precondition_frequency: int = 5,
-        max_precond_dim: int = 512,
-    ) -> None:
-        self.shampoo_beta, self.frequency = shampoo_beta, precondition_frequency
-        self.max_precond_dim = max_precond_dim
+        self, params: nn.Module | Iterable[Any], lr: float | Tensor = 0.02, *,
+        momentum: float = 0.9, shampoo_beta: float = 0.95, precondition_frequency: int = 5,
+        max_precond_dim: int = 512, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(params, lr, momentum=momentum, **options)
+        own = {"shampoo_beta": shampoo_beta, "precondition_frequency": precondition_frequency}
+        self.defaults |= own | {"max_precond_dim": max_precond_dim}
+        self.param_groups[:] = [self.defaults | group for group in self.param_groups]
+        if not shampoo_beta < 1:
+            raise ValueError(f"shampoo_beta={shampoo_beta!r} must be at least 0 and below 1")
+
+    def _read_model(self) -> None:
+        super()._read_model()
         self._pending: dict[Tensor, tuple[Tensor, Tensor]] = {}  # of a step: gradients, and V
-        super().__init__(
-            params, lr, model=model, momentum=momentum, weight_decay=weight_decay, dualize=dualize,
-            masses=masses, base=base, depth=depth, other_lr=other_lr, nonfinite=nonfinite,
-        )  # fmt: skip
 
-    def _shape_of(self, p: Tensor, key: str) -> tuple[int, ...]:
-        weight, numbers = self._roster.weights[p], p.numel()
-        m, n = weight.fan_out, weight.fan_in
-        shapes = {"left": (m, m), "right": (n, n), "exp_avg_sq": (m, n)}
-        own = None if self._kinds[p][0] else shapes.get(key.removesuffix("_basis"))
-        return super()._shape_of(p, key) if own is None else (numbers // (m * n), *own)
-
-    def _is_large(self, stack: Stack) -> bool:
-        weight = stack.members[0].weight
-        return min(weight.fan_out, weight.fan_in) > self.max_precond_dim
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        ids = [n for group in state_dict["param_groups"] for n in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for p, n in zip(params, ids, strict=True):
+            saved = state_dict["state"].get(n, {})
+            for key in _OWN & saved.keys() if "momentum_buffer" in saved else ():
+                # as it was: torch has given it the parameter's dtype
+                self.state[p][key] = saved[key].to(p.device, copy=True)
 
     def _directions(self, group: dict[str, Any], stack: Stack) -> list[Tensor]:
         """As Muon's; gradients and V wait in `_pending` until the step is made."""
-        if group["kind"] != "matrix" or self._is_large(stack):
+        weight, most = stack.members[0].weight, group["max_precond_dim"]
+        if group["kind"] != "matrix" or min(weight.fan_out, weight.fan_in) > most:
             return super()._directions(group, stack)
         return [
-            self._find_direction(member, gradient, average, group["momentum"])
+            self._find_direction(group, member, gradient, average)
             for member, gradient, average in zip(stack.members, *self._read(stack), strict=True)
         ]
 
     def _find_direction(
-        self, member: Member, gradient: Tensor, average: Tensor, momentum: float
+        self, group: dict[str, Any], member: Member, gradient: Tensor, average: Tensor
     ) -> Tensor:
         """Q_L (N / sqrt(V)) Q_R^T of norm sqrt(rank) for each block; on several processes, from
         their part of the gradient to their part of the direction."""
-        p, weight, _ = member
-        state, beta = self.state[p], self.shampoo_beta
+        (p, weight, _), momentum, beta = member, group["momentum"], group["shampoo_beta"]
+        state = self.state[p]
         update = gradient.lerp(average.lerp(gradient, 1 - momentum), momentum)
         whole = join_parts(p, weight, gradient)
         g = promote(to_matrices(weight, whole))  # (batch, m, n)
@@ -120,10 +102,10 @@ class SOAP(Muon):
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg_sq"] = cut_as(p, weight, torch.zeros_like(g))
             for side, size in zip(_SIDES, g.shape[-2:], strict=True):
-                if size <= self.max_precond_dim:
+                if size <= group["max_precond_dim"]:
                     factor = _square(g, side)
                     state[side] = cut_as(p, weight, factor)
-                    state[f"{side}_basis"] = cut_as(p, weight, _find_basis(factor))
+                    state[f"{side}_basis"] = cut_as(p, weight, torch.linalg.qr(factor)[0])
         left, right = (local_part(state.get(f"{side}_basis", _NONE)) for side in _SIDES)
         squares = local_part(state["exp_avg_sq"])
         squares = squares.lerp(_rotate(g, left, right).square(), 1 - beta)
@@ -148,8 +130,8 @@ class SOAP(Muon):
             state["exp_avg_sq"].copy_(squares)
             for side in _SIDES:
                 if side in state:
-                    state[side].lerp_(_square(g, side), 1 - self.shampoo_beta)
-                    if int(state["step"]) % self.frequency == 0:
+                    state[side].lerp_(_square(g, side), 1 - group["shampoo_beta"])
+                    if int(state["step"]) % group["precondition_frequency"] == 0:
                         _turn(state, side)
 
 
@@ -162,16 +144,6 @@ def _rotate(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Q_L^T X Q_R; a side without a basis stays."""
     x = left.mT @ x if left.numel() else x
     return x @ right if right.numel() else x
-
-
-def _find_basis(factor: Tensor) -> Tensor:
-    """Eigenvectors, those of the largest values first. Where LAPACK does not find them, the first
-    step of orthogonal iteration."""
-    try:
-        found: Tensor = torch.linalg.eigh(factor)[1].flip(-1)
-    except torch._C._LinAlgError:  # type: ignore[attr-defined]
-        found = torch.linalg.qr(factor)[0]
-    return found
 
 
 def _turn(state: dict[str, Tensor], side: str) -> None:

@@ -458,6 +458,6 @@ def test_a_state_dict_of_another_model_names_what_differs():
     with pytest.raises(ValueError, match=named):
         Muon(GPT(depth=1)).load_state_dict(optimizer.state_dict())
     wider = convert(GPT(width=128, depth=1), BTT(), include="ffn")
-    shaped = r"of h\.0\.attn\.c_attn\.weight is \(192, 64\) there, and \(384, 128\) here"
+    shaped = r"h\.0\.attn\.c_attn\.weight is \(384, 128\) here and \(192, 64\) there"
     with pytest.raises(ValueError, match=shaped):
         Muon(wider).load_state_dict(optimizer.state_dict())
