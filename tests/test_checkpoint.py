@@ -429,6 +429,14 @@ def test_a_state_dict_has_parameters_alone_and_says_what_its_layers_compute_with
         assert snapshot(other) != before
 
 
+def test_wrappers_of_torch_keep_what_a_state_dict_says():
+    first, other = build_pair()
+    for wrap in (torch.compile, torch.optim.swa_utils.AveragedModel, nn.DataParallel):
+        wrap(build_pair()[0]).load_state_dict(wrap(first).state_dict())
+        with pytest.raises(RuntimeError, match=r"0': structure=.* in the model"):
+            wrap(other).load_state_dict(wrap(first).state_dict())
+
+
 @pytest.mark.parametrize(
     "wrap", [lambda model: model, torch.compile, torch.optim.swa_utils.AveragedModel]
 )

@@ -95,6 +95,7 @@ def test_the_bound_is_never_below_the_spectral_norm_and_never_far_above(dtype, s
         assert ratio.max() <= most * (1 + (0.01 if dtype == torch.bfloat16 else 1e-6))
     assert torch.equal(spectral_bound(torch.zeros(3, 4, 5)), torch.zeros(3))
     assert spectral_bound(torch.empty(0, 4, 5)).shape == (0,)
+    assert spectral_bound(torch.eye(4, 5)) >= 1  # one matrix, without a batch
 
 
 def test_the_groups_of_the_base_keep_their_rates():
