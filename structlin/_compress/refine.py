@@ -26,7 +26,7 @@ from .padding import select_rows
 from .replay import Call, CheckNumbers, Stop
 from .replica import Replica
 
-# Of a dense weight; each core gets its own, see `lr_mult`. By trial: 32 steps on the first low-rank
+# A dense weight's; each core has its own (`lr_mult`). By trial: 32 steps on the first low-rank
 # block of all-MiniLM-L6-v2 lower its error from 0.161 to 0.155 at 5e-4, and raise it at 2e-3.
 LR = 5e-4
 BETAS = 0.9, 0.99

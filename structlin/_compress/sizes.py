@@ -22,8 +22,8 @@ from .replay import Replay
 from .sensitivity import Covariances, Loss, measure_change, measure_covariances
 
 NEGLIGIBLE_GAIN = 1e-12  # in squared relative error: rounding
-# Of a dense layer's cost, that each layer of a block keeps while what its errors do is measured. By
-# trial: SmolLM2-135M at 0.6 has 20 % less excess perplexity on C4 than without (docs/compress.md).
+# Shares of a dense layer's cost that a block's layers keep while the harm is measured. By trial:
+# SmolLM2-135M at 0.6 has 20 % less excess perplexity on C4 than without (docs/compress.md).
 SHARES = 0.75, 0.4
 TOLERANCE = 0.25  # of a ratio: a block within it is as predicted
 CHECKED_CALLS = 4  # about, of those that the covariances are measured on

@@ -25,7 +25,7 @@ from .outputs import weigh
 
 SWEEPS = 1000  # of alternating least squares, at most
 TOLERANCE = 1e-3  # relative decrease of the error by which a sweep must pay
-# Of sweeps over the blocks of W: how far each block goes beyond its optimum, after the first two
+# In sweeps over the blocks of W: how far each block goes beyond its optimum, after the first two
 # sweeps, and by what they must pay. By trial, on the layers of all-MiniLM-L6-v2 at half the
 # parameters (BTT, Monarch): the errors of 1 and 0.001 within 0.2 %, in half the time.
 RELAXATION, RELAXED_TOLERANCE = 1.7, 2e-3

@@ -44,7 +44,7 @@ class Core:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Of the stored core, the last one running fastest."""
+        """The axes of the stored core; the last one runs fastest."""
         return *self.batch_axes, *self.fan_out_axes, *self.fan_in_axes
 
     @property

@@ -69,6 +69,7 @@ class SOAP(Muon):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        self.param_groups[:] = [self.defaults | group for group in self.param_groups]  # of a Muon
         ids = [n for group in state_dict["param_groups"] for n in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for p, n in zip(params, ids, strict=True):

@@ -143,6 +143,11 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path, dtype):
     train(model, again, range(3, 6))
     for own, other in zip(model.parameters(), whole.parameters(), strict=True):
         assert torch.equal(own, other)
+    muon = Muon(model)
+    perplexed(model, 1, muon)
+    again.load_state_dict(muon.state_dict())  # whose momenta go on, with bases that start afresh
+    perplexed(model, 1, again)
+    assert again.param_groups[0]["precondition_frequency"] == 2
     other = convert(GPT(depth=1), BTT(rank=2), include="ffn")
     with pytest.raises(ValueError, match="is of another model"):
         SOAP(other).load_state_dict(again.state_dict())

@@ -142,7 +142,7 @@ def block_gemm(
 
 @jit
 def _offsets(index, inner, strides):  # type: ignore[no-untyped-def]
-    """Of the elements of a two-level index, in elements."""
+    """Where the elements of a two-level index lie, in elements."""
     return index // inner * strides[0] + index % inner * strides[1]
 
 
