@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from .._model.parameters import parameters_of
+from .._model.parameters import Weight, parameters_of
 from .._structure.arguments import checked, fit, require_choice, require_keys, warn
 from ..duality import Schedule, check_method, choose_polar
 from ._depth import Depth
@@ -199,10 +199,7 @@ class Muon(Optimizer):
                 has a norm that none can have (unless nonfinite="ignore"); nothing has changed.
             RuntimeError: a parameter is no longer the model's, or on another device than its state.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = torch.enable_grad()(closure)() if closure is not None else None
         if not torch.compiler.is_compiling():
             self._warn_of_one_rate()
             self._roster.require_current(self.param_groups)
@@ -290,7 +287,7 @@ class Muon(Optimizer):
         return stack.dualize(updates)
 
     def _require_possible(self, moves: list[_Move]) -> None:
-        """Raises FloatingPointError where a polar factor has a norm that none has."""
+        """Raises FloatingPointError where a direction has a norm that none has."""
         found = [
             (member, direction, group["method"])
             for group, stack, directions in moves
@@ -303,14 +300,17 @@ class Muon(Optimizer):
         device = norms[0].device
         known = torch.stack([norm.to(device, torch.float32) for norm in norms]).tolist()
         for ((p, weight, _), _, method), norm in zip(found, known, strict=True):
-            # the root of the rank, with some slack
-            largest = LARGEST_VALUE * sqrt(p.numel() / max(weight.fan_out, weight.fan_in, 1))
+            largest = self._find_largest(p, weight)
             if not norm <= largest:
                 raise FloatingPointError(
-                    f"the polar factor of {self._roster.names[p]} has norm {norm:.3g} by "
+                    f"the direction of {self._roster.names[p]} has norm {norm:.3g} by "
                     f"method={method!r}, and none has more than {largest:.3g}; nothing was "
                     "changed. Take method='svd' or dtype=torch.float32"
                 )
+
+    def _find_largest(self, p: Tensor, weight: Weight) -> float:
+        """A norm that no direction has: the root of the rank, with some slack."""
+        return LARGEST_VALUE * sqrt(p.numel() / max(weight.fan_out, weight.fan_in, 1))
 
     def _move(self, group: dict[str, Any], stack: Stack, directions: list[Tensor]) -> None:
         """One step of a stack; all arithmetic is on what this process holds."""

@@ -125,10 +125,7 @@ class Normed(Wrapper):
             FloatingPointError: a gradient is not finite; nothing has changed.
             RuntimeError: a parameter is no longer the model's.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = torch.enable_grad()(closure)() if closure is not None else None
         self._roster.require_current(self.param_groups)
         used = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
         params = [p for members in used for p in members]

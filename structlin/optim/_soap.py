@@ -6,12 +6,13 @@ take little memory and time; those of a dense layer of width d take d^3.
 """
 
 from collections.abc import Iterable
-from math import sqrt
+from math import inf, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._model.parameters import Weight
 from .._structure.arguments import checked
 from ..duality import promote
 from ._muon import Muon
@@ -19,9 +20,9 @@ from ._sharding import cut_as, join_parts, local_part, take_part
 from ._stacks import Member, Stack, from_matrices, to_matrices
 
 FLOOR = 1e-4  # of the root of V, relative to the largest of its block
+ADAM_RMS = 0.2  # of the entries of a step of Adam, about (Liu et al. 2025, arXiv:2502.16982)
 _SIDES = ("left", "right")
 _NONE = torch.empty(0, 0)
-_OWN = {"exp_avg_sq", *_SIDES, *(f"{side}_basis" for side in _SIDES)}  # in float32 at least
 
 
 class SOAP(Muon):
@@ -30,10 +31,10 @@ class SOAP(Muon):
     For each block G `(m, n)` of a core, or a matrix, averages of G G^T / n and G^T G / m are kept.
     Orthogonal iteration finds their eigenvectors Q_L and Q_R by a QR every `precondition_frequency`
     steps; it cannot fail. The direction is Q_L (N / sqrt(V)) Q_R^T, with N the momentum and V the
-    average of squared gradients in these bases, scaled to the norm sqrt(rank) of a polar factor. So
-    `lr`, masses and transfer over widths are Muon's, and what is not hidden steps as it does there.
-    A side of more than `max_precond_dim` has no factor; a matrix with two such sides steps by its
-    polar factor. The state of a block takes 2 (m^2 + n^2) + 2 m n numbers.
+    average of squared gradients in these bases, over ADAM_RMS sqrt(max(m, n)): about the norm of a
+    polar factor. So `lr` and masses are as in Muon, and what is not hidden steps as there. A side
+    of more than `max_precond_dim` has no factor; a matrix with two such sides steps by its polar
+    factor. The state of a block takes 2 (m^2 + n^2) + 2 m n numbers.
 
     Args:
         params, lr, momentum, options: as of `Muon`.
@@ -74,7 +75,7 @@ class SOAP(Muon):
         params = [p for group in self.param_groups for p in group["params"]]
         for p, n in zip(params, ids, strict=True):
             saved = state_dict["state"].get(n, {})
-            for key in _OWN & saved.keys() if "momentum_buffer" in saved else ():
+            for key in saved.keys() - {"momentum_buffer"} if "momentum_buffer" in saved else ():
                 # as it was: torch has given it the parameter's dtype
                 self.state[p][key] = saved[key].to(p.device, copy=True)
 
@@ -91,8 +92,8 @@ class SOAP(Muon):
     def _find_direction(
         self, group: dict[str, Any], member: Member, gradient: Tensor, average: Tensor
     ) -> Tensor:
-        """Q_L (N / sqrt(V)) Q_R^T of norm sqrt(rank) for each block; on several processes, from
-        their part of the gradient to their part of the direction."""
+        """Q_L (N / sqrt(V)) Q_R^T for each block, scaled; on several processes, from their part of
+        the gradient to their part of the direction."""
         (p, weight, _), momentum, beta = member, group["momentum"], group["shampoo_beta"]
         state = self.state[p]
         update = gradient.lerp(average.lerp(gradient, 1 - momentum), momentum)
@@ -116,9 +117,11 @@ class SOAP(Muon):
         floor = FLOOR * root.amax((-2, -1), keepdim=True)
         root = torch.maximum(root, floor.clamp(min=torch.finfo(root.dtype).tiny))
         d = _rotate(_rotate(u, left, right) / root, left.mT, right.mT)
-        norm = torch.linalg.matrix_norm(d, keepdim=True)
-        d = d * (sqrt(min(d.shape[-2:])) / norm).where(norm > 0, 0)
+        d = d / (ADAM_RMS * sqrt(max(d.shape[-2:])))
         return take_part(p, weight, from_matrices(weight, d.to(whole.dtype), whole))
+
+    def _find_largest(self, p: Tensor, weight: Weight) -> float:
+        return inf if p in self._pending else super()._find_largest(p, weight)
 
     def _move(self, group: dict[str, Any], stack: Stack, directions: list[Tensor]) -> None:
         super()._move(group, stack, directions)
@@ -153,6 +156,6 @@ def _turn(state: dict[str, Tensor], side: str) -> None:
     factor, basis, squares = state[side], state[f"{side}_basis"], state["exp_avg_sq"]
     product = factor @ basis
     order = (basis * product).sum(-2).argsort(-1, descending=True)  # of the diagonal of Q^T L Q
-    basis.copy_(torch.linalg.qr(product.take_along_dim(order[:, None], -1))[0])
-    places, dim = (order[..., None], -2) if side == "left" else (order[:, None], -1)
-    squares.copy_(squares.take_along_dim(places, dim))
+    chosen = torch.arange(len(order), device=order.device)[:, None], order
+    basis.copy_(torch.linalg.qr(product.mT[chosen].mT)[0])
+    squares.copy_(squares[chosen] if side == "left" else squares.mT[chosen].mT)

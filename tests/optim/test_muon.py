@@ -390,7 +390,7 @@ def test_a_polar_factor_with_an_impossible_norm_is_an_error_before_anything_has_
     optimizer = Muon(model, method=[(5.0, 0.0, 0.0)], weight_decay=0.1)
     model(torch.randn(8, 64)).square().sum().backward()
     before = copy.deepcopy(model.state_dict())
-    message = r"factor of 1\.weight has norm 5 by method=\[\(5.*none has more than 3; nothing"
+    message = r"direction of 1\.weight has norm 5 by method=\[\(5.*none has more than 3; nothing"
     with pytest.raises(FloatingPointError, match=message):
         optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -26,7 +26,7 @@ def plainly(gradients, lr, every, momentum=0.9, beta=0.95):
         root = (squares / (1 - beta**t)).sqrt()
         inner = bases[0].T @ update @ bases[1] / root.clamp(min=1e-4 * root.max())
         direction = bases[0] @ inner @ bases[1].T
-        total -= lr * math.sqrt(m / n) * direction / direction.norm() * math.sqrt(min(m, n))
+        total -= lr * math.sqrt(m / n) * direction / (0.2 * math.sqrt(max(m, n)))
         left = beta * left + (1 - beta) * g @ g.T / n
         right = beta * right + (1 - beta) * g.T @ g / m
         if t % every == 0:
