@@ -3,11 +3,10 @@
 from itertools import pairwise
 
 from benchmarks.harness.record import Row, read
-from benchmarks.harness.report import least_and_most, table
+from benchmarks.harness.report import least_and_most, losses, table
 from benchmarks.harness.shown import Shown
 
 SEEDS = ("", "_seed1", "_seed2")  # of results/train_gpt*.json
-XEON = "train_gpt_xeon"
 
 
 def seconds_until(row: Row, loss: float) -> float | None:
@@ -33,56 +32,35 @@ def times_fewer(row: Row, dense: Row) -> float | None:
     return None if seconds is None else dense["clock"][-1] / seconds
 
 
-# ---- examples/train_gpt.py: dense 256, dense 512, structured 512, and of dense 256's FLOPs ------
+# ---- examples/train_gpt.py: dense by Muon and by SOAP, structured by SOAP, of the same FLOPs -----
 
 
-def numbers_of_gpts(_: Row) -> dict[str, str]:
-    """Three seeds on an EPYC, and the first on a Xeon."""
-    fewer, lower, higher = [], [], []
-    names = *(f"train_gpt{end}" for end in SEEDS), XEON
-    for _, dense, structured, widest in (read(name)["rows"] for name in names):
-        fewer.append(times_fewer(widest, dense))
-        lower.append(100 * (1 - widest["loss"] / dense["loss"]))
-        higher.append(100 * (structured["loss"] / dense["loss"] - 1))
-    return {
-        **least_and_most("main.fewer_", fewer, ".1f"),
-        **least_and_most("main.lower_", lower, ".1f"),
-        **least_and_most("main.higher_", higher, ".1f"),
-    }
+def read_gpts() -> list[tuple[Row, ...]]:
+    """The three models, each with its runs of all seeds."""
+    return [*zip(*(read(f"train_gpt{end}")["rows"] for end in SEEDS), strict=True)]
+
+
+def numbers_of_gpts(result: Row) -> dict[str, str]:
+    """By how many percent the structured model ends lower, and its seconds over dense's."""
+    muon, soap, ours = read_gpts()
+    found = {}
+    for name, dense in (("muon", muon), ("soap", soap)):
+        lower = [100 * (1 - a["loss"] / b["loss"]) for a, b in zip(ours, dense, strict=True)]
+        found |= least_and_most(f"main.{name}_", lower, ".1f")
+        found[f"main.{name}_seconds"] = f"{ours[0]['ms'] / dense[0]['ms']:.2f}"
+    return found
 
 
 def show_runs(result: Row) -> str:
-    """The runs on two machines; seconds are steps times the median of a step."""
+    """The models; seconds of the training of seed 0, and losses of all seeds."""
     lines = []
-    for row, other in zip(result["rows"], read(XEON)["rows"], strict=True):
-        figures = [f"{row['flops']:,}", f"{row['loss']:.3f}"]
-        seconds = [f"{each['clock'][-1]:.0f}" for each in (row, other)]
-        lines.append([row["label"], str(row["width"]), *figures, *seconds])
-    titles = ["", "width", "FLOPs per token", "held-out loss", "seconds, EPYC", "Xeon"]
-    return table(titles, lines)
-
-
-def show_seeds(_: Row) -> str:
-    """The runs with seeds 0, 1, 2: a step's milliseconds over those of the widest dense model, and
-    how many times fewer seconds until a dense model's final loss."""
-    models = [*zip(*(read(f"train_gpt{end}")["rows"] for end in SEEDS), strict=True)]
-    dense = [runs for runs in models if runs[0]["label"] == "dense"]
-    lines = []
-    for runs in models:
-        shares = [row["ms"] / other["ms"] for row, other in zip(runs, dense[-1], strict=True)]
-        row, untils = runs[0], []
-        for others in dense:
-            factors = [times_fewer(*pair) for pair in zip(runs, others, strict=True)]
-            shown = ", ".join("never" if each is None else f"{each:.1f}" for each in factors)
-            untils.append("" if runs == others else shown)
-        figures = [str(row["width"]), f"{row['params']:,}", f"{row['flops']:,}"]
-        losses = ", ".join(f"{each['loss']:.3f}" for each in runs)
-        times = ", ".join(f"{each:.2f}" for each in shares)
-        lines.append([row["label"], *figures, losses, times, *untils])
-    titles = ["", "width", "params", "FLOPs per token", "held-out loss, by seed"]
-    names = [f"dense {runs[0]['width']}" for runs in dense]
-    untils = [f"until {name}'s loss" for name in names]
-    return table([*titles, f"ms per step / {names[-1]}'s", *untils], lines)
+    for runs in read_gpts():
+        row = runs[0]
+        figures = [f"{row['params']:,}", f"{row['flops']:,}", f"{row['clock'][-1]:.0f}"]
+        lines.append([row["label"], row["optimizer"], str(row["width"]), *figures])
+        lines[-1].append(losses([each["loss"] for each in runs]))
+    titles = ["", "optimizer", "width", "parameters", "FLOPs per token", "seconds"]
+    return table([*titles, "held-out loss, by seed"], lines)
 
 
 # ---- examples/train_mlp_lm.py: dense 512, dense 1024, BTT 1024, BTT 3296 -------------------------
@@ -127,7 +105,7 @@ EXAMPLES = [
     Shown(
         name="train_gpt",
         numbers=numbers_of_gpts,
-        tables={"main job": show_runs, "three seeds": show_seeds},
+        tables={"main job": show_runs},
     ),
     Shown(name="train_mlp_lm", numbers=numbers_of_mlps),
     Shown(name="compress", numbers=numbers_of_compress, tables={"said": show_answers}),

@@ -2,10 +2,9 @@
 
     python examples/train_gpt.py            # four minutes on two CPU cores; seconds with --smoke
 
-Four models learn the text of the Python standard library: two dense ones, of `--width` and of twice
-that, a structured one of twice that, and one as wide as the first one's FLOPs allow. muP carries
-the first one's learning rate to the other widths, and `param_groups` to the cores. Sources: nanoGPT
-(github.com/karpathy/nanoGPT); muP as in Yang et al. 2022 (arXiv:2203.03466).
+Three models learn the text of Python's standard library: a dense one by Muon and by SOAP, and by
+SOAP a structured one as wide as its FLOPs allow. Sources: nanoGPT (github.com/karpathy/nanoGPT);
+muP as in Yang et al. 2022 (arXiv:2203.03466).
 """
 
 import argparse
@@ -13,23 +12,26 @@ import json
 import math
 import pydoc_data.topics
 import sys
-import sysconfig
 import time
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from sysconfig import get_path
 
+import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch import nn
 
 import structlin
+from structlin.optim import SOAP, Muon
 
-STRUCTURE = structlin.BTT(rank=1).activate()  # with SiLU between its cores
-ATTENTION = {"*attn*": structlin.BTT(rank=2)}  # without one
-SIZES = {"width": 256, "depth": 2, "context": 64, "batch": 8, "steps": 1000, "lr": 0.002, "seed": 0}
+STRUCTURE = structlin.BTT(rank=4).activate()  # with SiLU between its cores
+CONVERT = {"overrides": {"*attn*": structlin.BTT(rank=4)}, "weight_norm": True}  # without one
+SIZES = {"width": 256, "depth": 2, "context": 64, "batch": 8, "steps": 1000, "seed": 0}
+SIZES |= {"lr": 0.03, "other_lr": 0.002}  # of hidden matrices, and of everything else
 SMOKE = {"width": 64, "depth": 1, "context": 16, "batch": 2, "steps": 6}
+RUNS = [(1, False, partial(Muon, momentum=0.9)), (1, False, SOAP), (None, True, SOAP)]
 HEAD = 32  # features of an attention head, at every width; muP divides by HEAD, not by its root
 TURN = 20  # steps before the next model has its turn, so that their seconds compare
 
@@ -81,23 +83,19 @@ def initialise(model, embedding):
 
 
 def read_text(path):
-    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     texts = [text for _, text in sorted(pydoc_data.topics.topics.items())]
-    texts += [module.read_text("utf-8", "ignore") for module in modules]
+    texts += [m.read_text("utf-8", "ignore") for m in sorted(Path(get_path("stdlib")).glob("*.py"))]
     text = path.read_text("utf-8") if path else "\n".join(texts).encode("ascii", "ignore").decode()
     points = torch.frombuffer(bytearray(text.encode("utf-32-le")), dtype=torch.int32)
     return points.unique(return_inverse=True)
 
 
-def loss_of(model, batch, **options):
-    inputs, targets = batch
+def loss_of(model, inputs, targets, **options):
     return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten(), **options)
 
 
-def train(model, base, batch, heldout, options, row):
+def train(model, optimizer, batch, heldout, options, row):
     """Train on `batch(step)`, print and keep in `row` how that goes; pause after each step."""
-    groups = structlin.param_groups(model, options.lr, base=base)
-    optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
     rise = max(1, options.steps // 20)
 
     def rate(step):  # relative to its peak: up on a line, down on a cosine to a tenth
@@ -109,56 +107,59 @@ def train(model, base, batch, heldout, options, row):
         drawn = batch(step - 1)
         start = time.perf_counter()
         optimizer.zero_grad()
-        loss_of(model, drawn).backward()
+        loss_of(model, *drawn).backward()
         optimizer.step()
         schedule.step()
         row["times"].append(time.perf_counter() - start)
         if step % max(1, options.steps // 20) == 0 or step == options.steps:
             with torch.no_grad():
-                sums = [loss_of(model, part, reduction="sum").item() for part in heldout]
+                sums = [loss_of(model, *part, reduction="sum").item() for part in heldout]
             row["losses"].append((step, sum(sums) / sum(y.numel() for _, y in heldout)))
-            line = "{label:18}{width:5}   step {0:4}{1:9.4f}{2:8.1f} s"
+            line = "{label:18}{optimizer:6}{width:5}   step {0:4}{1:9.4f}{2:8.1f} s"
             print(line.format(*row["losses"][-1], sum(row["times"]), **row), flush=True)
         yield
 
 
-def compare(dense, batch, heldout, options, structure, head_std=0.0, **convert):
-    """Train four models in turns, `dense(width)` and converted; show and keep a row for each."""
-    rows, courses, narrow, x = [], [], options.width, heldout[0][0][:1]
+def compare(dense, batch, heldout, options, structure, runs=RUNS, head_std=0.0, **convert):
+    """Train a model for each of `runs`, in turns; show and keep a row of it. A run says how many
+    times the width, None: as wide as dense's FLOPs allow; whether to convert; the optimizer."""
+    rows, courses, narrow = [], [], options.width
+    x, y = (part[:1] for part in heldout[0])  # one sequence
     wide = structlin.widen(dense, structure, dense=narrow, example=x, multiple=HEAD, **convert)
-    targets = heldout[0][1][:1].numel()  # of x, one sequence
-    for n, width in enumerate((narrow, 2 * narrow, 2 * narrow, wide.width)):
+    for times, structured, make in runs:
         torch.manual_seed(options.seed)
-        model = dense(width)
-        if n >= 2:
+        model = dense(times * narrow if times else wide.width)
+        if structured:
             structlin.convert(model, structure, init="mup", **convert)
         nn.init.normal_(model.head.weight, std=head_std)
+        optimizer = make(model, options.lr, other_lr=options.other_lr, base=dense(narrow))
         cost = structlin.cost(model, x)
-        row = {"label": structure.label if n >= 2 else "dense", "width": width}
-        row |= {"params": cost.params, "flops": cost.flops // targets, "times": [], "losses": []}
+        row = {"label": structure.label if structured else "dense", "params": cost.params}
+        row |= {"optimizer": type(optimizer).__name__, "width": model.head.in_features}
+        row |= {"flops": cost.flops // y.numel(), "times": [], "losses": []}
         rows.append(row)
-        courses.append(train(model, dense(narrow), batch, heldout, options, row))
+        courses.append(train(model, optimizer, batch, heldout, options, row))
     structlin.show_config()  # builds the engine before a step is timed
     for course in courses * math.ceil(options.steps / TURN):
         [*islice(course, TURN)]
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
+    figure, axes = plt.subplots(1, 2, sharey=True, figsize=(11, 4.5), layout="constrained")
     for row in rows:
         steps, losses = zip(*row.pop("losses"), strict=True)
-        seconds = sorted(row.pop("times"))[options.steps // 2]  # of a step
-        flops = [3 * step * options.batch * targets * row["flops"] for step in steps]
+        seconds = sum(row.pop("times")) / options.steps  # of a step
+        flops = [3 * step * options.batch * y.numel() * row["flops"] for step in steps]
         row |= {"ms": round(1e3 * seconds, 2), "loss": losses[-1]}
-        print("{label:18}{width:5}{params:12,}{flops:12,}{ms:9.1f} ms{loss:9.4f}".format(**row))
+        line = "{label:18}{optimizer:6}{width:5}{params:12,}{flops:12,}{ms:9.1f} ms{loss:9.4f}"
+        print(line.format(**row))
         row["clock"] = [round(step * seconds, 2) for step in steps]
         row["curve"] = [*zip(flops, losses, strict=True)]
-        axes[0].plot(row["clock"], losses, label=f"{row['label']}, width {row['width']}")
+        axes[0].plot(row["clock"], losses, label=f"{row['label']}, {row['optimizer']}")
         axes[1].plot(flops, losses)
     axes[0].set(xlabel="seconds of training", ylabel="held-out loss (nats)", yscale="log")
     axes[1].set(xlabel="training FLOPs", xscale="log")
     axes[0].legend()
     options.out.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.out / "loss.png", dpi=150)
-    result = {"command": " ".join(sys.argv), "seed": options.seed, "rows": rows}
+    result = {"command": sys.argv, "seed": options.seed, "torch": torch.__version__, "rows": rows}
     (options.out / "results.json").write_text(json.dumps(result))
     return rows
 
@@ -191,9 +192,8 @@ def main(argv=None):
 
     starts = torch.linspace(0, len(heldout_ids) - options.context - 1, 128).long()
     heldout = [windows(heldout_ids, part) for part in starts.split(32)]
-    convert = {"overrides": ATTENTION, "zero_init": ["*_out"], "weight_norm": True}
     dense = partial(GPT, len(characters), options.context, options.depth)
-    return compare(dense, batch, heldout, options, STRUCTURE, head_std=0.02, **convert)
+    return compare(dense, batch, heldout, options, STRUCTURE, head_std=0.02, **CONVERT)
 
 
 if __name__ == "__main__":

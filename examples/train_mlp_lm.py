@@ -3,9 +3,10 @@
     python examples/train_mlp_lm.py    # three minutes on two CPU cores; seconds with --smoke
 
 From 16 characters it predicts the next one, as Bengio et al.'s did from words: embeddings, one
-linear layer to `--width` features, residual blocks x + relu(W norm(x)), a head. For the text and
-the four models see train_gpt.py. Sources: Bengio et al. 2003, A Neural Probabilistic Language Model
-(JMLR 3); muP as in Yang et al. 2022 (arXiv:2203.03466).
+linear layer to `--width` features, residual blocks x + relu(W norm(x)), a head. The text is that of
+train_gpt.py. Four models learn it by AdamW: dense ones of `--width` and of twice that, a structured
+one of twice that, and one as wide as the first one's FLOPs allow. Sources: Bengio et al. 2003, A
+Neural Probabilistic Language Model (JMLR 3); muP as in Yang et al. 2022 (arXiv:2203.03466).
 """
 
 from functools import partial
@@ -19,6 +20,14 @@ import structlin
 
 EMBEDDING = 24  # features of a character
 STRUCTURE = structlin.BTT(rank=1)
+
+
+def adamw(model, lr, other_lr, base):
+    groups = structlin.param_groups(model, lr, base=base)
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+
+
+RUNS = [(1, False, adamw), (2, False, adamw), (2, True, adamw), (None, True, adamw)]
 SIZES = {
     "width": 512,
     "depth": 3,
@@ -26,6 +35,7 @@ SIZES = {
     "batch": 512,
     "steps": 1000,
     "lr": 2**-7,
+    "other_lr": 2**-7,
     "seed": 0,
 }
 SMOKE = {"width": 64, "depth": 1, "context": 8, "batch": 8, "steps": 6}
@@ -73,7 +83,7 @@ def main(argv=None):
     starts = torch.linspace(0, len(heldout_ids) - options.context - 1, 8192).long()
     heldout = [windows(heldout_ids, part) for part in starts.split(512)]
     dense = partial(MLP, len(characters), options.context, options.depth)
-    return compare(dense, batch, heldout, options, STRUCTURE, zero_init=())
+    return compare(dense, batch, heldout, options, STRUCTURE, RUNS)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python examples/train_vit.py --data images.npz --width 192 --depth 6 --steps 20000 --batch 128
 
 Images come from the arrays `images`, of shape (N, H, W) or (N, H, W, C), and `labels` of an .npz; a
-fifth is held out. For the four models see train_gpt.py. Sources: Dosovitskiy et al. 2021
+fifth is held out. For the three models see train_gpt.py. Sources: Dosovitskiy et al. 2021
 (arXiv:2010.11929), with mean pooling; muP as in Yang et al. 2022 (arXiv:2203.03466).
 """
 
@@ -14,9 +14,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from train_gpt import ATTENTION, HEAD, STRUCTURE, compare, initialise, parse
+from train_gpt import CONVERT, HEAD, STRUCTURE, compare, initialise, parse
 
-SIZES = {"width": 128, "depth": 2, "batch": 32, "steps": 1500, "lr": 0.002, "seed": 0}
+SIZES = {"width": 128, "depth": 2, "batch": 32, "steps": 1500, "seed": 0}
+SIZES |= {"lr": 0.03, "other_lr": 0.002}
 SMOKE = {"width": 32, "depth": 1, "batch": 8, "steps": 6}
 
 
@@ -104,9 +105,7 @@ def main(argv=None):
     heldout = [*zip(images[cut:].split(256), labels[cut:].split(256), strict=True)]
     sizes = images.shape[1:], patch_size(height, columns), int(labels.max()) + 1
     dense = partial(ViT, *sizes, options.depth)
-    return compare(
-        dense, batch, heldout, options, STRUCTURE, overrides=ATTENTION, zero_init="*_out"
-    )
+    return compare(dense, batch, heldout, options, STRUCTURE, **CONVERT)
 
 
 if __name__ == "__main__":

@@ -108,25 +108,6 @@ def tuned_losses(result: Row) -> str:
     return table(["", *titles], lines)
 
 
-def head_rates(result: Row) -> str:
-    """Tuned losses with four times the head's rate, over the naive rule's without; dense's over its
-    own."""
-    widths = sorted(values(result["table"], "width"))
-    found = {(r["structure"], r["width"], r["rule"]): r["best_loss"] for r in result["table"]}
-    lines = []
-    for structure in STRUCTURES:
-        reference = "aware" if structure == "dense" else "naive"
-        ratios = [
-            f"{found[structure, width, rule + HEAD] / found[structure, width, reference]:.2f}"
-            if (structure, width, rule + HEAD) in found
-            else ""
-            for rule, width in product(RULES[::-1], widths)
-        ]
-        lines.append([structure, *ratios])
-    titles = [f"{rule}, {width}" for rule, width in product(("our rule", "naive"), widths)]
-    return table(["head x4", *titles], lines)
-
-
 def compare_rules(result: Row, rule: str, other: str, kind: str = "best_loss") -> dict[int, Any]:
     """Width -> for each structure the loss with `rule` over that with `other`."""
     rows, found = result["table"], defaultdict(list)
@@ -178,7 +159,7 @@ CLAIM = Claim(
         f"({found['mean_shift']['naive']:.2f})",
     ),
 )
-TABLES = {"learning rates": markdown, "tuned losses": tuned_losses, "head rates": head_rates}
+TABLES = {"learning rates": markdown, "tuned losses": tuned_losses}
 
 
 EXPERIMENT = Experiment(

@@ -55,7 +55,7 @@ class SOAP(Muon):
     def __init__(
         self, params: nn.Module | Iterable[Any], lr: float | Tensor = 0.02, *,
         momentum: float = 0.9, shampoo_beta: float = 0.95, precondition_frequency: int = 5,
-        max_precond_dim: int = 512, **options: Any,
+        max_precond_dim: int = 1024, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(params, lr, momentum=momentum, **options)
         own = {"shampoo_beta": shampoo_beta, "precondition_frequency": precondition_frequency}

@@ -93,19 +93,6 @@ def test_dense_alone_is_tuned_at_every_width_and_all_seeds_have_the_best_rate():
     assert len(gpt_seconds.at_best_rates(made)) == 2 * 2 * 2 * 2
 
 
-def test_a_kind_that_was_timed_and_not_trained_has_no_line():
-    assert [row["kind"] for row in gpt_seconds.compare_kinds(DENSE, TIMES)] == ["dense"]
-
-
-def test_a_structured_head_starts_at_the_scale_of_a_dense_one():
-    sizes = {"context": 16, "batch": 2, "depth": 1, "steps": 1}
-    kind = "BTT r=1 + SiLU, attention r=2, head r=4"
-    head = gpt_seconds.build("Python", kind, 256, 0, sizes).lm_head
-    entries = head.in_features * head.out_features
-    assert isinstance(head, StructuredLinear)
-    assert head.to_dense().norm().item() / entries**0.5 == pytest.approx(0.02, rel=0.1)
-
-
 @pytest.mark.parametrize("kind", [kind for kind in gpt_seconds.KINDS if "no zero" in kind])
 def test_without_a_zero_start_nothing_starts_at_zero_and_muon_has_its_momentum(kind):
     sizes = {"context": 16, "batch": 2, "depth": 1, "steps": 1}

@@ -9,6 +9,7 @@ from torch import nn
 
 from structlin import BTT, StructuredLinear, convert
 from structlin.optim import SOAP, Muon
+from structlin.stability import coordinate_check
 from tests.models import GPT, perplexed
 
 
@@ -109,6 +110,26 @@ def test_gradients_without_a_clear_spectrum_make_finite_steps_of_at_most_their_l
                 m, n = p.shape[-2:]
                 most = 4 * 0.01 * math.sqrt(m / n * min(m, n))
                 assert (torch.linalg.matrix_norm(step) <= 1.1 * most).all()
+
+
+@pytest.mark.parametrize("rank", [1, 4, None])
+def test_on_cores_a_rate_carries_over_widths_and_on_dense_matrices_steps_grow(rank):
+    def build(width):
+        hidden = nn.Linear(width, width, bias=False), nn.LayerNorm(width)
+        model = nn.Sequential(nn.Linear(16, width), *hidden, nn.Linear(width, 10))
+        nn.init.zeros_(model[3].weight)
+        return convert(model, BTT(rank=rank), include="1", init="mup") if rank else model
+
+    check = coordinate_check(
+        build,
+        [64, 256, 1024] if rank else [64, 128, 256],
+        [(torch.randn(128, 16), torch.randint(10, (128,))) for _ in range(10)],
+        loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=lambda model, width: SOAP(model, 0.03, base={width: 64}),
+        steps=10,
+    )
+    slopes = {each.layer: each.slope for each in check.steepest if each.quantity == "change"}
+    assert abs(slopes["1"]) < 0.15 if rank else slopes["1"] > 0.2, slopes
 
 
 def test_a_gpt_learns_and_bad_options_are_refused():
