@@ -1,15 +1,17 @@
 """Compile every Triton kernel ahead for sm_80, sm_90 and sm_100: no GPU is needed, and none runs.
 
-    python -m benchmarks.ahead                     # 10 minutes on 2 cores, results/ahead.json
+    python -m benchmarks.ahead                     # 30 minutes on 2 cores, results/ahead.json
     python -m benchmarks.ahead --arch 90 --widths 1024 --structures "BTT r=1"
     python -m benchmarks.ahead --smoke             # one structure for sm_90
 
-Fake tensors go through the programs themselves: the self-test, the jobs of `benchmarks.gpu`, the
-tests' layers among them, and a training step and the held-out batches of each training example.
-Every specialisation that they launch is compiled once, in the tiles of the architecture's GPUs. A
-kernel that spills registers, or needs more shared memory than there is, ends the program with an
-error. tests/kernels/test_triton.py shows that the same programs launch nothing else when they
-compute, and leave nothing out.
+Fake tensors go through the programs themselves: the jobs of `benchmarks.gpu`, and a training step
+and the held-out batches of each training example under autocast. Every specialisation that they
+launch is compiled once, in the tiles of the architecture's GPUs. A kernel in such a tile that
+spills registers, or needs more shared memory than there is, ends the program with an error; one in
+a tile that is only tried does not. tests/benchmarks/test_ahead.py shows that the same programs
+launch nothing else when they compute, and leave nothing out.
+
+Beside it stands what the package's model predicts for an H100, in microseconds.
 """
 
 import argparse
@@ -32,37 +34,41 @@ from importlib.util import find_spec
 from itertools import chain, product
 from math import inf
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.func import functional_call
 
 from benchmarks import gpu
-from benchmarks.harness import timing
+from benchmarks.harness import report, timing
 from benchmarks.harness.experiment import parser, result_path
 from benchmarks.harness.race import Times
-from benchmarks.harness.record import Row, save_json
+from benchmarks.harness.record import RESULTS, Row, save_json
 from benchmarks.speed.variants import families
-from structlin._engine import product as product_module
-from structlin._engine.triton import launch as triton_op
-from structlin._engine.triton import stages
+from structlin import Dense
+from structlin._engine import operators, triton
+from structlin._engine.triton import check
+from structlin._engine.triton import pair as pairs
 
-# The GPUs whose tiles are taken for each architecture, and their shared memory
-GPUS = {
-    80: ("NVIDIA A100-SXM4-80GB",),
-    90: ("NVIDIA H100 80GB HBM3", "NVIDIA H200"),
-    100: ("NVIDIA B200",),
+GPUS = {  # of each architecture, whose tiles are taken
+    80: [pairs.Card("NVIDIA A100-SXM4-80GB", 163 * 1024, 108)],
+    90: [pairs.Card(name, 227 * 1024, 132) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200")],
+    100: [pairs.Card("NVIDIA B200", 227 * 1024, 148)],
 }
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+NAMES = ("multiply", "find_gradients")  # of the kernels
+AUTOCAST = torch.bfloat16  # of the examples' steps
+PREDICTED = ("BTT r=1", "BTT r=4", "Monarch 16", "Monarch 64")
+LIMITS = timing.Ceilings(rate=798e12, bandwidth=3.0e12, call=0.0)  # an H100's
+SECOND_CACHE = 2  # its bandwidth, over that of memory
 EXAMPLES = ("train_gpt", "train_vit", "train_mlp_lm")
 TENSOR_PRODUCTS = r"^\s*(?:@%p\d+ )?(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)"
-Launch = tuple[str, list[Any], dict[str, Any]]  # who needs it; the arguments
-Key = tuple[Any, str]
+Launch = tuple[str, str, list[Any], dict[str, Any]]  # who needs it; the kernel, its arguments
+Key = tuple[Any, ...]
 Step = tuple[str, Callable[[], None]]  # its name, and what launches kernels
 
 
@@ -81,28 +87,26 @@ class Pointer:
 
 
 class Launches:
-    """Stands for the kernel: keeps every specialisation that is asked for, once.
+    """Keeps every specialisation of the kernels that is asked for, once.
 
     Args:
-        kernel: Triton's, whose specialisations are meant.
-        run: what computes; None: nothing does.
+        run: the module whose kernels compute; None: nothing does.
     """
 
-    def __init__(self, kernel: Any, run: Any = None) -> None:
-        self.binder, self.run = kernel.device_caches[0][-1], run
-        self.source = ""
+    def __init__(self, run: ModuleType | None = None) -> None:
+        self.run, self.source = run, ""
         self.found: dict[Key, Launch] = {}
+        self.binders = {name: kernel_of(name).device_caches[0][-1] for name in NAMES}
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*operands: Any, **options: Any) -> None:
-            arguments = [self._seen(each) for each in operands]
-            _, specialisation, other = self.binder(*arguments, **options)
-            key = tuple(specialisation), str(other)
-            self.found.setdefault(key, (self.source, arguments, options))
-            if self.run:
-                self.run[grid](*operands, **options)
-
-        return launch
+    def launch(self, name: str, grid: tuple[int, ...], *operands: Any, **options: Any) -> None:
+        if self.run:
+            getattr(self.run, name)[grid](*operands, **options)
+        if operands[0].dtype == torch.float32:
+            options = options | {"precision": "tf32"}  # as on a GPU
+        arguments = [self._seen(each) for each in operands]
+        _, specialisation, other = self.binders[name](*arguments, **options)
+        key = name, tuple(specialisation), str(other)
+        self.found.setdefault(key, (self.source, name, arguments, options))
 
     def _seen(self, operand: Any) -> Any:
         """Memory begins at a multiple of 16 bytes, as allocators give it."""
@@ -111,6 +115,22 @@ class Launches:
         if self.run:
             return Pointer(operand.dtype, operand.data_ptr())
         return Pointer(operand.dtype, operand.storage_offset() * operand.element_size())
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Stands for a kernel of this name."""
+
+    name: str
+    launches: Launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self.launches.launch, self.name, grid)
+
+
+def kernel_of(name: str) -> Any:
+    """Triton's kernel; its module needs Triton."""
+    return getattr(import_module("structlin._engine.triton.kernels"), name)
 
 
 def set_target(arch: int) -> None:
@@ -126,42 +146,46 @@ def set_target(arch: int) -> None:
 
 
 @contextmanager
-def as_on_a_gpu(launches: Launches, name: str) -> Iterator[None]:
-    """Layers on CPU tensors take the way that they take on a GPU of this name.
+def as_on_a_gpu(launches: Launches, card: pairs.Card) -> Iterator[None]:
+    """Layers on CPU tensors take the way that they take on such a GPU.
 
     A PyTorch without CUDA cannot slice fake tensors of a GPU.
     """
-
-    def available(x: Tensor, structure: Any) -> bool:
-        return stages.supported(structure.program.numbers)
-
+    by = SimpleNamespace(**{name: Kernel(name, launches) for name in NAMES})
+    caches = pairs._options, pairs._largest
+    changes = [
+        (triton, "kernels", by),
+        (pairs, "card_of", lambda device: card),
+        (check, "_answers", {}),
+        (operators, "pays", lambda program, x, *_: check.pays(program.numbers, x.dtype, x.device)),
+        (operators, "available", lambda x: True),
+        (operators, "_multiply", pairs.multiply),
+        (operators, "_gradients", pairs.gradients),
+    ]
     with ExitStack() as stack:
-        patch = lambda *args, **options: stack.enter_context(mock.patch.object(*args, **options))  # noqa: E731
-        patch(gpu.kernels().gemm, "_product", launches)
-        patch(gpu.kernels().gemm, "gpu_of", lambda device: name)
-        patch(product_module.operators, "pays", lambda program, x: False)
-        patch(triton_op, "available", available)
-        # of fake tensors, too, products are called
-        patch(triton_op, "nothing", gpu.kernels().gemm.block_gemm)
+        for cache in caches:
+            cache.cache_clear()
+            stack.callback(cache.cache_clear)
+        for where, name, value in changes:
+            stack.enter_context(mock.patch.object(where, name, value))
         yield
 
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """Fake tensors have none, so every result passes, and every work is called once."""
+    """Fake tensors have none, so every result passes, and every work is called once. The self-test
+    has values, which nobody needs."""
+    on_values = unset_fake_temporarily()(check.self_test)
+    expected = lambda pair, x, a, b, _: (x + a.sum() + b.sum()).sum().expand(len(x), pair.rows)  # noqa: E731
 
-    def race(works: Any, heat: Any, *, errors: Any = None, last: Any = None, **_: Any) -> Any:
-        found = {key: error() for key, error in (errors or {}).items()}
+    def race(works: Any, heat: Any, *, last: Any = None, **_: Any) -> Any:
         for work in works.values():
             work()
-        return Times({key: [1.0] for key in (*works, *([last] if last else ()))}, found)
-
-    def faults(name: str, call: Callable[..., None], buffer: Any, out: Tensor, _: Any) -> Any:
-        call(out=out)
-        return []
+        return Times({key: [1.0] for key in (*works, *([last] if last else ()))}, {})
 
     with (
-        mock.patch.object(gpu.kernels().check, "_faults", faults),
+        mock.patch.object(check, "self_test", lambda *layer: on_values(*layer) and []),
+        mock.patch.object(check, "define", expected),
         mock.patch.object(timing, "relative_error", return_value=0.0),
         mock.patch.object(gpu.Variant, "error", lambda variant: variant.work() and 0.0),
         mock.patch.object(gpu, "race", race),
@@ -182,18 +206,15 @@ class Quiet(gpu.Rows):
     def fail(self, job: str, failure: Exception, **content: Any) -> None:
         raise failure
 
-    def read(self, kind: str) -> list[dict[str, Any]]:
-        return []
 
-
-def run_jobs(launches: Launches, todo: Iterable[gpu.Job]) -> None:
-    """The jobs of `benchmarks.gpu`, but for those that launch nothing of ours, or only what the job
-    of the same layer has launched."""
-    for title, job in todo:
-        if title.split()[0] in ("ceilings", "tuned", "compiled"):
-            continue
-        launches.source = title
-        job(Quiet(), inf)
+def run_jobs(launches: Launches, todo: Iterable[gpu.Job], steps: Iterable[Step] = ()) -> None:
+    """The steps, and the jobs of `benchmarks.gpu`, but for those that launch nothing of ours, or
+    only what the job of the same layer has launched. Tiles that are only tried come last."""
+    for launches.source, step in steps:
+        step()
+    for launches.source, job in sorted(todo, key=lambda job: job[0].startswith("tiles")):
+        if launches.source.split()[0] not in ("ceilings", "pays", "tuned", "compiled"):
+            job(Quiet(), inf)
 
 
 def steps_of_examples(
@@ -233,29 +254,25 @@ def step_of_example(model: nn.Module, kinds: list[list[Any]]) -> None:
     (inputs, targets), *heldout = [
         [torch.ones(shape, dtype=dtype) for shape, dtype in batch] for batch in kinds
     ]
-    F.cross_entropy(run(inputs).flatten(0, -2), targets.flatten()).backward()
-    with torch.no_grad():
-        for inputs, _ in heldout:
-            run(inputs)
+    with torch.autocast("cpu", AUTOCAST):
+        loss = F.cross_entropy(run(inputs).flatten(0, -2), targets.flatten())
+        with torch.no_grad():
+            for inputs, _ in heldout:
+                run(inputs)
+    loss.backward()
 
 
-def collect(arch: int, todo: Iterable[gpu.Job], steps: Iterable[Step] = ()) -> dict[Key, Launch]:
+def collect(
+    arch: int, jobs: Callable[[], Iterable[gpu.Job]], steps: Iterable[Step] = ()
+) -> dict[Key, Launch]:
     """Every specialisation that these would use on the GPUs of this architecture."""
     set_target(arch)
-    launches = Launches(gpu.kernels().gemm._product)
-    for name in tables_of(arch).values():
-        with as_on_a_gpu(launches, name), without_values():
-            run_jobs(launches, todo)
-            for source, step in steps:
-                launches.source = source
-                step()
+    launches = Launches()
+    tables = {str((pairs.TUNED.get(card.name), card.shared)): card for card in GPUS[arch]}
+    for card in tables.values():  # that have other tiles
+        with as_on_a_gpu(launches, card), without_values():
+            run_jobs(launches, jobs(), steps)
     return launches.found
-
-
-def tables_of(arch: int) -> dict[str, str]:
-    """The tables of tiles of an architecture's GPUs, each once, and a GPU that has it."""
-    tables = {json.dumps(gpu.kernels().gemm.table_of(name)): name for name in GPUS[arch]}
-    return {table: tables[table] for table in sorted(tables)}
 
 
 # ---- compiled ------------------------------------------------------------------------------------
@@ -266,8 +283,13 @@ def compile_one(launch: Launch) -> Row:
     target is set."""
     import triton
 
-    source, arguments, options = launch
-    start, kernel = cpu_seconds(), gpu.kernels().gemm._product
+    source, name, arguments, options = launch
+    start, kernel = os.times(), kernel_of(name)
+    named = dict(zip(kernel.arg_names, arguments, strict=False)) | options
+    tile = [*named["tile"], options["num_warps"], options["num_stages"]]
+    kind = "gated" if named.get("z") else {"multiply": "product"}.get(name, "gradients")
+    row = {"launch": source, "kind": kind, "silu": named["f"] is not None, "tile": tile}
+    row |= {"dtype": str(named["x"].dtype)[6:], "sizes": named["sizes"][:5]}
     compiled = kernel.run(*arguments, grid=(1,), warmup=True, **options)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -277,21 +299,13 @@ def compile_one(launch: Launch) -> Row:
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found
-    tile = [options[f"block_{axis}"] for axis in "mnk"]
-    return {
-        "launch": source,
-        "tile": [*tile, options["num_warps"], options["num_stages"]],
+    return row | {
         "registers": int(found[1]),
         "spilled_bytes": int(found[2]),
         "shared_bytes": compiled.metadata.shared,
         "tensor_products": len(re.findall(TENSOR_PRODUCTS, compiled.asm["ptx"], re.MULTILINE)),
-        "cpu_seconds": cpu_seconds() - start,
+        "cpu_seconds": sum(os.times()[:4]) - sum(start[:4]),  # with those that it waited for
     }
-
-
-def cpu_seconds() -> float:
-    """What this process and those that it waited for have used."""
-    return sum(os.times()[:4])
 
 
 def compile_all(launches: Iterable[Launch], arch: int, workers: int) -> list[Row]:
@@ -306,16 +320,21 @@ def compile_all(launches: Iterable[Launch], arch: int, workers: int) -> list[Row
 
 
 def summarise(rows: Sequence[Row], arch: int) -> Row:
-    """What is kept of an architecture: counts, and the kernels with a fault."""
-    spilling = [row for row in rows if row["spilled_bytes"]]
-    large = [row for row in rows if row["shared_bytes"] > SHARED_BYTES[arch]]
+    """What is kept of an architecture: counts, and the kernels with a fault. Of the tiles that are
+    only tried, how many have one: they are slower or refused, and no fault."""
+    most = min(card.shared for card in GPUS[arch])
+    faults = {
+        "spilling": [row for row in rows if row["spilled_bytes"]],
+        "too_large": [row for row in rows if row["shared_bytes"] > most],
+    }
+    tried = [row for row in rows if row["launch"].startswith("tiles")]
     return {
         "arch": f"sm_{arch}",
-        "tiles": [name for name in GPUS[arch] if name in gpu.kernels().gemm.TILES] or "fallback",
+        "tiles": [card.name for card in GPUS[arch] if card.name in pairs.TUNED] or "the model's",
         "kernels": len(rows),
         "of": dict(Counter(row["launch"].split()[0] for row in rows)),
-        "spilling": spilling,
-        "too_large": large,
+        **{fault: [row for row in found if row not in tried] for fault, found in faults.items()},
+        "tried": {fault: sum(row in tried for row in found) for fault, found in faults.items()},
         "most_registers": max(row["registers"] for row in rows),
         "most_shared_bytes": max(row["shared_bytes"] for row in rows),
         "with_tensor_cores": sum(row["tensor_products"] > 0 for row in rows),
@@ -323,23 +342,66 @@ def summarise(rows: Sequence[Row], arch: int) -> Row:
     }
 
 
+# ---- predicted -----------------------------------------------------------------------------------
+
+
+def predict(name: str, width: int) -> Iterator[Row]:
+    """Microseconds of forward and backward on an H100 in bfloat16, without and with SiLU.
+
+    dense, two_kernels, bound: at least, of nn.Linear, of one kernel for each core, whose six
+    products are each limited by FLOPs or bytes, and of one kernel each way. fused, plain: by the
+    package's model, of its kernels and of PyTorch's products; None where no tile fits.
+    """
+    tokens, size = gpu.TOKENS, 2
+    dense = LIMITS.bound(Dense().structure(width, width), tokens, size, backward=True)
+    second = tokens / (SECOND_CACHE * LIMITS.bandwidth)  # of a byte of a token
+    for title, structure in gpu.ways_of(name, width).items():
+        kernels, bound = gpu.kernels_of(structure), partial(LIMITS.bound, structure, tokens)
+        pair = pairs.pair_of(structure.program.numbers)
+        if pair is None:
+            continue
+        row = {"dense": dense, "bound": bound(size, backward=True, fused=True)}
+        row["plain"] = 3 * second * pairs.plain_time(pair, structure.program.between, size)
+        if structure.between is None:  # where y is turned, it and its gradient are copied
+            copied = 4 * tokens * width * size * (pair.y[0] < pair.y[1])
+            row["two_kernels"] = bound(size, backward=True) + copied / LIMITS.bandwidth
+        times = [pairs.time_of(k[0], k.tile, *k[1:3], GPUS[90][0].shared) for k in kernels.values()]
+        row["fused"] = second * sum(times)
+        shown = {key: round(1e6 * each) or None for key, each in row.items()}
+        yield {"structure": title, "width": width, **shown}
+
+
+def show_predictions() -> str:
+    """A table of docs/speed.md: speeds over dense."""
+    rows = json.loads((RESULTS / "ahead.json").read_text())["predicted"]
+    keys = ("fused", "plain", "bound", "two_kernels")
+    lines = [
+        [row["structure"], str(row["width"])]
+        + [f"{row['dense'] / row[key]:.1f}x" if row.get(key) else "" for key in keys]
+        for row in rows
+        if row["width"] in (1024, 4096)
+    ]
+    titles = ["", "width", "one kernel", "PyTorch's products", "bound of one kernel"]
+    return report.table([*titles, "bound of a kernel for each core"], lines)
+
+
 def run(options: argparse.Namespace) -> None:
     import triton
 
     started, result = time.perf_counter(), list[Row]()
-    todo = gpu.jobs(options.widths, options.structures)
     steps = [] if options.smoke else steps_of_examples()
-    found = dict[tuple[str, ...], dict[Key, Launch]]()  # by the tables of tiles
+    jobs = partial(gpu.jobs, options.widths, options.structures)
+    layers = [layer[::-1] for layer in product(sorted(options.widths), PREDICTED)]
+    predicted = [row for n, d in layers if gpu.exists(n, d, d) for row in predict(n, d)]
+    print(*map(json.dumps, predicted), sep="\n")
+    about = {"triton": triton.__version__, "workers": options.workers, "predicted": predicted}
     for arch in options.arch:
-        tables = tuple(tables_of(arch))
-        if tables not in found:
-            found[tables] = collect(arch, todo, steps)
-        rows = compile_all(found[tables].values(), arch, options.workers)
+        rows = compile_all(collect(arch, jobs, steps).values(), arch, options.workers)
         seconds = round(time.perf_counter() - started, 1)
         result.append(summarise(rows, arch) | {"seconds": seconds})  # since the start
         print(json.dumps(result[-1]), flush=True)
-    if path := result_path(options, "ahead"):
-        save_json(path, triton=triton.__version__, workers=options.workers, rows=result)
+        if path := result_path(options, "ahead"):
+            save_json(path, **about, rows=result)
     if any(row["spilling"] or row["too_large"] for row in result):
         raise SystemExit("some kernels spill registers or need too much shared memory")
 

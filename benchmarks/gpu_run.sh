@@ -28,7 +28,7 @@ step() {
     shift 2
     timeout -k 5 "$limit" "$@" >"$OUT/$name.log" 2>&1
     code=$?
-    grep -Ev '^(\{|tile |product |check      passed)' "$OUT/$name.log" | tail -n 30 | cut -c1-200
+    grep -Ev '^(\{|tile |kernel |check      passed)' "$OUT/$name.log" | tail -n 30 | cut -c1-200
     echo "== $name: exit code $code, $((SECONDS - began)) of $limit s"
     [[ $code == 0 ]] || failed+=("$name")
 }
@@ -55,13 +55,13 @@ part_a() {
 
 part_b() {
     step 85 model "$python" -m benchmarks.speed.model --device cuda --budget 50 --out "$OUT/model"
-    step 45 ncu ncu --clock-control none -k regex:_product -c 6 --metrics \
+    step 45 ncu ncu --clock-control none -k 'regex:^(multiply|find_gradients)' -c 3 --metrics \
         dram__throughput.avg.pct_of_peak_sustained_elapsed,sm__warps_active.avg.pct_of_peak_sustained_active,launch__registers_per_thread,gpu__time_duration.sum \
         "$python" -c "
 import torch
 from benchmarks import gpu
 structure = gpu.families(4096)['BTT r=1'].structure(4096, 4096)
-gpu.Layer(structure, 16384, torch.bfloat16, 'cuda').forward_backward()
+gpu.Layer(structure, 16384, torch.bfloat16).forward_backward()
 torch.cuda.synchronize()"
 }
 

@@ -2,9 +2,8 @@
 
     python examples/train_gpt.py            # four minutes on two CPU cores; seconds with --smoke
 
-Three models learn the text of Python's standard library: a dense one by Muon and by SOAP, and by
-SOAP a structured one as wide as its FLOPs allow. Sources: nanoGPT (github.com/karpathy/nanoGPT);
-muP as in Yang et al. 2022 (arXiv:2203.03466).
+They learn the text of Python's standard library. Sources: nanoGPT (github.com/karpathy/nanoGPT);
+muP as in Yang et al. 2022 (arXiv:2203.03466). On a GPU: --device cuda --amp.
 """
 
 import argparse
@@ -62,9 +61,8 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
         initialise(self, embedding=0.2)
         # positions are learned, but start as waves: attention then soon finds the tokens before
-        frequencies = (2 * context) ** -(torch.arange(0, width, 2) / width)
-        angles = torch.arange(context)[:, None] * frequencies
-        waves = math.sqrt(2) * torch.cat([angles.sin(), angles.cos()], dim=1)[:, :width]
+        at = torch.arange(context)[:, None] * (2 * context) ** -(torch.arange(0, width, 2) / width)
+        waves = math.sqrt(2) * torch.cat([at.sin(), at.cos()], dim=1)[:, :width]
         self.positions.weight.data.copy_(0.2 * waves)
 
     def forward(self, ids):  # (batch, tokens) -> (batch, tokens, vocabulary)
@@ -90,8 +88,10 @@ def read_text(path):
     return points.unique(return_inverse=True)
 
 
-def loss_of(model, inputs, targets, **options):
-    return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten(), **options)
+def loss_of(model, x, y, amp=False, **options):
+    device = model.head.weight.device
+    with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+        return F.cross_entropy(model(x.to(device)).flatten(0, -2), y.to(device).ravel(), **options)
 
 
 def train(model, optimizer, batch, heldout, options, row):
@@ -104,10 +104,9 @@ def train(model, optimizer, batch, heldout, options, row):
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     for step in range(1, options.steps + 1):
-        drawn = batch(step - 1)
         start = time.perf_counter()
         optimizer.zero_grad()
-        loss_of(model, *drawn).backward()
+        loss_of(model, *batch(step - 1), options.amp).backward()
         optimizer.step()
         schedule.step()
         row["times"].append(time.perf_counter() - start)
@@ -132,8 +131,9 @@ def compare(dense, batch, heldout, options, structure, runs=RUNS, head_std=0.0, 
         if structured:
             structlin.convert(model, structure, init="mup", **convert)
         nn.init.normal_(model.head.weight, std=head_std)
-        optimizer = make(model, options.lr, other_lr=options.other_lr, base=dense(narrow))
         cost = structlin.cost(model, x)
+        model.to(options.device)
+        optimizer = make(model, options.lr, other_lr=options.other_lr, base=dense(narrow))
         row = {"label": structure.label if structured else "dense", "params": cost.params}
         row |= {"optimizer": type(optimizer).__name__, "width": model.head.in_features}
         row |= {"flops": cost.flops // y.numel(), "times": [], "losses": []}
@@ -167,9 +167,9 @@ def compare(dense, batch, heldout, options, structure, runs=RUNS, head_std=0.0, 
 def parse(about, out, sizes, smoke, argv):
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--data", type=Path, help="a text file, UTF-8")
-    parser.add_argument("--out", type=Path, default=Path(out))
-    for name, value in sizes.items():
+    for name, value in (sizes | {"out": Path(out), "device": "cpu"}).items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
+    parser.add_argument("--amp", action="store_true", help="bfloat16 by autocast")
     parser.add_argument("--smoke", action="store_true", help="seconds: does it run?")
     if parser.parse_args(argv).smoke:
         parser.set_defaults(**smoke, out=Path("out/smoke"))

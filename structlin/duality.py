@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ._engine.cpu import library, polar
 from ._engine.cpu.library import has_matrix_unit
-from ._engine.cpu.operators import available
+from ._engine.operators import available
 from ._structure.arguments import require_real
 
 __all__ = [

@@ -22,8 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from structlin import StructuredLinear, apply, family, to_dense
-from structlin._engine import product
-from structlin._engine.cpu import operators
+from structlin._engine import operators, product
 from tests.catalogue import (
     ACTIVATED,
     ACTIVATED_IDS,

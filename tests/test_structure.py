@@ -23,7 +23,7 @@ from structlin import (
     to_dense,
 )
 from structlin._engine import product
-from structlin._engine.cpu.operators import Affine
+from structlin._engine.operators import Affine
 from tests.catalogue import Drawn, drawn, silu_rms, structures
 
 ROLES = ("batch", "fan_out", "fan_in", "repeat")

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from structlin import Structure
+from structlin._structure.structure import SILU_RMS
 
 Key = TypeVar("Key", bound=Hashable)
 Work = Callable[[], Any]
@@ -276,8 +277,8 @@ def saved_bytes(work: Work, parameters: Sequence[Tensor]) -> int:
 
 
 def oracle(structure: Structure, cores: Sequence[Tensor], x: Tensor) -> Tensor:
-    """`y = W x` by one einsum over the whole expression, in float64; nothing of
-    `structlin._engine.product` is used.
+    """`y = W x` by one einsum over the whole expression, or by one for each core where something
+    lies between them, in float64; nothing of `structlin._engine.product` is used.
 
     >>> from structlin import LowRank
     >>> v, u, x = torch.randn(1, 2, 6), torch.randn(1, 4, 2), torch.randn(5, 6)
@@ -293,15 +294,19 @@ def oracle(structure: Structure, cores: Sequence[Tensor], x: Tensor) -> Tensor:
     def split(tensor: Tensor, axes: Sequence[str], *leading: int) -> Tensor:
         return tensor.double().reshape(*leading, *(structure.sizes[axis] for axis in axes))
 
-    inputs, outputs = structure.inputs, structure.outputs
     axes_of = [
         (*core.batch_axes, *core.fan_out_axes, *core.fan_in_axes) for core in structure.cores
     ]
     operands = [split(core, axes) for core, axes in zip(cores, axes_of, strict=True)]
-    terms = [term(inputs, "a"), *(term(axes) for axes in axes_of)]
-    y = torch.einsum(
-        f"{','.join(terms)}->{term(outputs, 'a')}", split(x, inputs, len(x)), *operands
-    )
+    terms, h = [term(each) for each in axes_of], split(x, structure.inputs, len(x))
+    made, outputs = term(structure.inputs, "a"), term(structure.outputs, "a")
+    if structure.between is not None:
+        for n, core in enumerate(structure.cores[:-1]):
+            axes = term((*core.batch_axes, *core.repeat_axes, *core.fan_out_axes), "a")
+            h = torch.einsum(f"{made},{terms[n]}->{axes}", h, operands[n])
+            h, made = torch.nn.functional.silu(h) / SILU_RMS, axes
+        terms, operands = terms[-1:], operands[-1:]
+    y = torch.einsum(f"{','.join((made, *terms))}->{outputs}", h, *operands)
     return y.reshape(len(x), structure.out_features)
 
 

@@ -10,12 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._structure.arguments import check_bias, check_cores, check_input
-from .._structure.structure import Move, Program, Structure
-from .cpu import operators
-from .cpu.operators import Affine
-from .triton import launch
+from .._structure.structure import SILU_RMS, Move, Program, Structure
+from . import operators
+from .operators import Affine
 
-SILU_RMS = 0.5964692111227136  # sqrt(E silu(z)^2), z ~ N(0, 1): an integral, no choice
 NEAR = 0.7  # of dense's FLOPs, from which on W is formed where there are many tokens
 
 
@@ -133,8 +131,6 @@ def compute(structure: Structure, affine: Affine, x: Tensor) -> Tensor:
         for core in cores[:-1]:
             x = F.linear(x, core.squeeze(0))  # (..., fan_in) -> (..., fan_out)
         return F.linear(x, cores[-1].squeeze(0), bias)
-    if not padded and launch.available(x, structure):
-        return launch.apply(multiply, structure, x, cores, bias)
     y = multiply(program, cores, x)
     return y if bias is None else y + bias
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .._engine import product
-from .._engine.cpu.operators import Affine
+from .._engine.operators import Affine
 from .._projection.solve import project
 from .._structure.arguments import check_cores, check_dense, check_input, checked, require_choice
 from .._structure.families import DEFAULT, Family, label, structure_of, warn_of_padding

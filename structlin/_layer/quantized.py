@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._engine import product
-from .._engine.cpu import operators
+from .._engine import operators, product
 from .._structure.arguments import check_cores, check_input
 from .linear import StructuredLinear
 from .state import is_guarded
@@ -49,7 +48,7 @@ class QuantizedLinear(StructuredLinear):
         plain = product.forms_matrix(self.structure, tokens)
         plain = plain or (trains and torch.is_grad_enabled())
         plain = plain or torch.is_autocast_enabled(x.device.type)
-        if plain or not operators.pays(program, x, False):
+        if plain or x.is_cuda or not operators.pays(program, x, False):
             affine = operators.Affine(program, self.effective_cores(), bias)
             return product.compute(self.structure, affine, x)
         return operators.multiply_int8(program, self._stored_cores(), scales, x, bias)

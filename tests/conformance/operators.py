@@ -59,10 +59,10 @@ def cases():
             tests = TESTS[:2]
         seen.add(func)
         yield f"{func}-{n}", partial(torch.library.opcheck, func, args, test_utils=tests)
-        if func is torch.ops.structlin_cpu.multiply.default:  # `layer` is what autograd knows
+        if func is torch.ops.structlin.multiply.default:  # `layer` is what autograd knows
             gains = None if args[3] is None else args[3].double()
             given = tree_map(require_gradient, (*args[:3], gains, *args[4:]))
-            layer = torch.ops.structlin_cpu.layer.default
+            layer = torch.ops.structlin.layer.default
             yield f"{layer}-{n}", partial(torch.library.opcheck, layer, given, test_utils=tests)
 
 

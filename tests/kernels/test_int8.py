@@ -16,7 +16,8 @@ from structlin import (
     StructuredLinear,
     quantize,
 )
-from structlin._engine.cpu import library, operators
+from structlin._engine import operators
+from structlin._engine.cpu import library
 from structlin._layer.quantized import QuantizedLinear
 from tests.catalogue import every_program, one_einsum, tokens
 from tests.kernels.test_engine import DTYPES, OWN, assert_near, poisoned

@@ -300,7 +300,7 @@ std::tuple<int64_t, int64_t, int64_t> describe_machine(const Tensor&) { return {
 }  // namespace
 
 // Their schemas are in op.py, polar.py and engine.py
-STABLE_TORCH_LIBRARY_IMPL(structlin_cpu, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(structlin, CPU, library) {
   library.impl("multiply", TORCH_BOX(&multiply));
   library.impl("layer", TORCH_BOX(&multiply));
   library.impl("multiply_int8", TORCH_BOX(&multiply_int8));

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-torch.library.define("structlin_cpu::machine", "(Tensor like) -> (int, int, int)")
+torch.library.define("structlin::machine", "(Tensor like) -> (int, int, int)")
 _log = logging.getLogger("structlin")
 _lock = threading.Lock()
 
@@ -96,12 +96,12 @@ def describe() -> dict[str, str]:
     says = "" if _state is None else _state.says
     found = {"CPU": f"{way} ({says}), torch's {torch.get_num_threads()} threads"}
     if load():
-        l1, l2, bits = torch.ops.structlin_cpu.machine(torch.empty(0))
+        l1, l2, bits = torch.ops.structlin.machine(torch.empty(0))
         found["caches"] = f"{l1 >> 10} KB and {l2 >> 10} KB of a core, vectors of {bits} bits"
     if fitting := find_variants():
         found["instructions"] = fitting[0]
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    by = f"Triton, after a test of its products at first use, on {gpu}"
+    by = f"Triton, after a test of each layer at its first use, on {gpu}"
     return found | {"CUDA": by if gpu else "torch sees no GPU"}
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .operators import available
+from ..operators import available
 
-torch.library.define("structlin_cpu::polar", "(Tensor[] stacks, float[] coefficients) -> Tensor[]")
-_polar = torch.ops.structlin_cpu.polar.default
+torch.library.define("structlin::polar", "(Tensor[] stacks, float[] coefficients) -> Tensor[]")
+_polar = torch.ops.structlin.polar.default
 
 
 def takes(x: Tensor) -> bool:
@@ -26,12 +26,12 @@ def polar(stacks: Sequence[Tensor], schedule: Sequence[tuple[float, float, float
     return factors
 
 
-@torch.library.register_fake("structlin_cpu::polar")  # type: ignore[untyped-decorator]
+@torch.library.register_fake("structlin::polar")  # type: ignore[untyped-decorator]
 def _(stacks: Sequence[Tensor], coefficients: Sequence[float]) -> list[Tensor]:
     return [stack.new_empty(stack.shape) for stack in stacks]
 
 
-@register_flop_formula(torch.ops.structlin_cpu.polar)
+@register_flop_formula(torch.ops.structlin.polar)
 def _(stacks: Sequence[Sequence[int]], coefficients: Sequence[float], **_: Any) -> int:
     products = [each * min(m, n) ** 2 * (2 * max(m, n) + min(m, n)) for each, m, n in stacks]
     return 2 * sum(products) * len(coefficients) // 3

@@ -1,127 +1,132 @@
-"""May the Triton products be used? Only where they have just passed their own test; it is untested
-on GPU, as they are.
+"""Does the kernel of two cores pay for a layer, and is it right there? It is untested on GPU.
 
-The test runs once for a device and dtype: permuted views against float64, twice for the same bits,
-in buffers of NaN that must neither be read nor overwritten. If it fails, or Triton is missing, or a
-layer's kernel cannot be launched, one warning says so, and the plain products serve.
+A layer is tested once for a device and dtype, before its first use: all kernels that it may launch,
+on few tokens, against float64, twice for the same bits, with NaN around x, y and dy that must
+neither be read nor overwritten. If one is wrong, cannot be compiled or launched, or Triton is
+missing, one warning says so, and PyTorch's products serve.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
 from math import nan, prod
 
 import torch
 from torch import Tensor
 
-from .stages import supported
+from ..._structure.structure import SILU_RMS, steps_of
+from .. import OF_BIAS, OF_CORES, OF_X
+from . import pair as pairs
+from .pair import Pair
 
-# relative, in norm; float32 may be tf32
-TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+# relative, in norm; float32 is tf32 here
+TOLERANCE = {torch.float32: 4e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+FEW_TOKENS = 75  # of a test: some tiles, the last of them in part
 BORDER = 2**14  # elements of NaN before and after a tensor under test
-# The sizes z, m, k and n of a product, and in which order the dimensions of a, b and out are
-# stored: row-major to tokens-fastest, as the first stage of BTT; then ragged in every way.
-CASES = (
-    (((6, 1), (150, 1), (3, 8), (2, 16)), ((2, 3, 0, 1, 4, 5), *2 * ((0, 1, 4, 5, 2, 3),))),
-    (
-        ((2, 3), (13, 3), (3, 3), (2, 7)),
-        ((1, 4, 3, 5, 0, 2), (3, 5, 0, 2, 1, 4), (2, 4, 1, 3, 5, 0)),
-    ),
-)
 
-Layer = tuple[torch.device, torch.dtype, tuple[int, ...]]  # the last is its program
+Layer = tuple[tuple[int, ...], torch.dtype, torch.device]  # the first is its program
 
-_passed: dict[tuple[torch.device, torch.dtype], bool] = {}
-refused: set[Layer] = set()  # of which a kernel could not be launched
+_answers: dict[Layer, bool] = {}
 
 
-def usable(device: torch.device, dtype: torch.dtype, program: tuple[int, ...]) -> bool:
-    """May this layer use the products? The first call tests them; one warning says if they fail.
+def pays(program: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels serve this layer. float32 where PyTorch multiplies it in tf32 alone:
+    tensor cores take no more.
 
     While a CUDA graph is captured nothing can be tested, and the answer is no: run a layer once
     before.
     """
-    if (device, dtype) not in _passed:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if dtype not in TOLERANCE or (dtype == torch.float32 and not has_tf32()):
+        return False
+    layer = program, dtype, device
+    if layer not in _answers:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return False
-        try:
-            faults = self_test(device, dtype)
-        except Exception as error:  # whatever Triton, its compiler or the driver may raise
-            faults = [f"{type(error).__name__}: {error}"]
-        _passed[device, dtype] = not faults
-        if faults:
-            _warn(f"{dtype} on {device}", "; ".join(faults))
-    allowed = _passed[device, dtype] and (device, dtype, program) not in refused
-    return allowed and supported(program)
+        _answers[layer] = _find_answer(layer)
+    return _answers[layer]
 
 
 # torch.compile calls it while it traces, and sees its answer
-usable._dynamo_marked_constant = True  # type: ignore[attr-defined]
+pays._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def refuse(layer: Layer, error: Exception) -> None:
-    """Leave this layer to PyTorch's products from now on."""
-    refused.add(layer)
-    device, dtype, (d_in, d_out, cores, *_) = layer
-    _warn(f"a layer {d_in} -> {d_out} of {cores} cores in {dtype} on {device}", str(error))
+def has_tf32() -> bool:
+    matmul = torch.backends.cuda.matmul
+    new = hasattr(matmul, "fp32_precision")  # PyTorch 2.9 and later; one may not read both
+    return bool(matmul.fp32_precision == "tf32" if new else matmul.allow_tf32)
 
 
-def _warn(what: str, why: str) -> None:
-    text = f"the Triton kernels are not used for {what}, PyTorch's products are: {why}"
-    warnings.warn(text, RuntimeWarning, stacklevel=4)
+def _find_answer(layer: Layer) -> bool:
+    try:
+        if not pairs.pays(*layer):
+            return False
+        faults = self_test(*layer)
+    except Exception as error:  # whatever Triton, its compiler or the driver may raise
+        faults = [f"{type(error).__name__}: {error}"]
+    if faults:
+        (d_in, d_out, *_), dtype, device = layer
+        name = f"a layer from {d_in} to {d_out} features in {dtype} on {device}"
+        text = f"the Triton kernels are not used for {name}, PyTorch's products are: "
+        warnings.warn(text + "; ".join(faults), RuntimeWarning, stacklevel=6)
+    return not faults
 
 
 @torch.no_grad()
-def self_test(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """What is wrong with the products on this device, in words; nothing if all is well.
+def self_test(program: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[str]:
+    """What is wrong with a layer's kernels on this device, in words; nothing if all is well.
 
     Raises:
         ImportError: Triton is not installed.
     """
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]  # noqa: F401
 
-    from .gemm import block_gemm
+    found, faults = pairs.pair_of(program), list[str]()
+    assert found
+    random = torch.Generator("cpu").manual_seed(0)
+    shapes = [(b, o, j) for b, _, j, o in steps_of(program)]
 
-    random, faults = torch.Generator("cpu").manual_seed(0), list[str]()
-    for (z, m, k, n), orders in CASES:
-        shapes, like = (z + m + k, z + k + n, z + m + n), torch.empty(0, dtype=dtype, device=device)
-        stored = [_scatter(*each, like, random) for each in zip(shapes, orders, strict=True)]
-        (_, a), (_, b), (buffer, out) = stored
-        bias = torch.randn(n, generator=random, device="cpu").to(out).expand(out.shape)
-        product = torch.einsum("uvmMkK,uvkKnN->uvmMnN", a.double(), b.double())
-        split = partial(block_gemm, a, b, rows="k", splits=3)
-        biased = partial(block_gemm, a, b, bias=bias)
-        faults += _faults("a product with a bias", biased, buffer, out, product + bias)
-        faults += _faults("a split product", split, buffer, out, product)
-    return faults
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random, device="cpu").to(device, dtype)
 
-
-def _scatter(
-    shape: Sequence[int], order: Sequence[int], like: Tensor, random: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """A buffer of NaN, and in it random numbers of this shape: the dimensions are stored in the
-    given order, with gaps between the rows."""
-    *outer, last = (shape[d] for d in order)
-    buffer = like.new_full((2 * BORDER + prod(outer) * (last + 3),), nan)
-    stored = buffer[BORDER:-BORDER].view(*outer, last + 3)[..., :last]
-    stored.copy_(torch.randn(stored.shape, generator=random, device="cpu"))
-    return buffer, stored.permute([order.index(d) for d in range(len(order))])
-
-
-def _faults(
-    name: str, call: Callable[..., None], buffer: Tensor, out: Tensor, expected: Tensor
-) -> list[str]:
-    """What is wrong after `call` was to write `expected` into `out`, a part of `buffer`; twice."""
-    faults, results = list[str](), list[Tensor]()
+    cores = [draw(*shape) / shape[2] ** 0.5 for shape in shapes]
+    x, dy = (_surround(draw(FEW_TOKENS, width)) for width in program[:2])
+    bias, wants = draw(program[1]), OF_X | OF_CORES | OF_BIAS
+    exact = [each.double().requires_grad_() for each in (x, *cores, bias)]
+    with torch.enable_grad():
+        y = define(found, exact[0], exact[1], exact[2], bool(program[-1])) + exact[3]
+        expected = [y.detach(), *torch.autograd.grad(y, exact, dy.double())]
+    results = list[list[Tensor]]()
     for _ in range(2):
-        buffer.fill_(nan)
-        call(out=out)
-        results.append(out.clone())
-        error = float((out.double() - expected).norm() / expected.norm())
-        if not error <= TOLERANCE[out.dtype]:
+        y = _surround(torch.full_like(dy, nan))
+        pairs.multiply(x, cores, bias, None, (), program, out=y)
+        dx, *others = pairs.gradients(dy, x, cores, None, (), program, wants)
+        results.append([y, dx, *(each for each in others if each.numel())])
+        around = y.untyped_storage().nbytes() // y.element_size() - y.numel()
+        whole = torch.as_strided(y, (around + y.numel(),), (1,), 0)
+        if int(whole.isnan().sum()) != around:
+            faults.append("a product wrote past its output")
+    names = "the product", "dx", "a first core's gradient", "a last core's gradient", "dbias"
+    for name, one, other, right in zip(names, *results, expected, strict=True):
+        error = float((one.double() - right).norm() / right.norm())
+        if not error <= TOLERANCE[dtype]:
             faults.append(f"{name} has a relative error of {error:.2g}")
-        if int(buffer.isfinite().sum()) != expected.numel():
-            faults.append(f"{name} wrote past its output")
-    if not torch.equal(*results):
-        faults.append(f"{name} gives other bits at the second run")
+        if not torch.equal(one, other):
+            faults.append(f"{name} has other bits at the second run")
     return faults
+
+
+def define(pair: Pair, x: Tensor, first: Tensor, last: Tensor, activated: bool) -> Tensor:
+    """What the kernels compute, of x `(tokens, in_features)`, by einsum."""
+    p, q, r, j, o = pair[:5]
+    features = torch.nn.functional.pad(x, (0, p * j - pair.columns))
+    near = torch.as_strided(first, (p, q, r, j), pair.near)
+    h = torch.einsum("tpj,pqrj->tpqr", features.as_strided((len(x), p, j), (p * j, *pair.x)), near)
+    h = torch.nn.functional.silu(h) / SILU_RMS if activated else h
+    y = torch.einsum("tpqr,pqro->tqo", h, torch.as_strided(last, (p, q, r, o), pair.far))
+    order = (0, 1, 2) if pair.y[0] > pair.y[1] else (0, 2, 1)
+    return y.permute(order).flatten(1)[:, : pair.rows]
+
+
+def _surround(x: Tensor) -> Tensor:
+    """A copy of x with NaN before and after it."""
+    buffer = x.new_full((2 * BORDER + prod(x.shape),), nan)
+    inner = buffer[BORDER : BORDER + x.numel()].view(x.shape)
+    return inner.copy_(x)

@@ -20,12 +20,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.flop_counter import register_flop_formula
 
-from ..._structure.structure import Program, steps_of
-from . import library
+from .._structure.structure import Program, steps_of
+from . import OF_BIAS, OF_CORES, OF_GAINS, OF_X
+from .cpu import library
+from .triton import check, pair
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _BATCHED = torch._C._dispatch_key_parse("Batched")
-OF_X, OF_CORES, OF_GAINS, OF_BIAS = 1, 2, 4, 8  # `Wants` in cpu.cpp
 
 
 class Affine(NamedTuple):
@@ -48,25 +49,25 @@ Loop = Callable[[Affine, Tensor], Tensor]
 
 _NUMBERS = "Tensor? gains, float[] sigmas, int[] program"
 _ARGUMENTS = f"Tensor x, Tensor[] cores, Tensor? bias, {_NUMBERS}"
-torch.library.define("structlin_cpu::multiply", f"({_ARGUMENTS}) -> Tensor")
+torch.library.define("structlin::multiply", f"({_ARGUMENTS}) -> Tensor")
 # the same with a derivative, for torch.compile: tracing an autograd.Function makes torch warn
-torch.library.define("structlin_cpu::layer", f"({_ARGUMENTS}) -> Tensor")
+torch.library.define("structlin::layer", f"({_ARGUMENTS}) -> Tensor")
 torch.library.define(
-    "structlin_cpu::gradients",
+    "structlin::gradients",
     f"(Tensor dy, Tensor x, Tensor[] cores, {_NUMBERS}, int wants) -> Tensor[]",
 )
 torch.library.define(
-    "structlin_cpu::multiply_int8",
+    "structlin::multiply_int8",
     "(Tensor x, Tensor[] cores, Tensor[] scales, Tensor? bias, int[] program) -> Tensor",
 )
-_multiply = torch.ops.structlin_cpu.multiply.default
-_layer = torch.ops.structlin_cpu.layer.default
-_multiply_int8 = torch.ops.structlin_cpu.multiply_int8.default
-_gradients = torch.ops.structlin_cpu.gradients.default
+_multiply = torch.ops.structlin.multiply.default
+_layer = torch.ops.structlin.layer.default
+_multiply_int8 = torch.ops.structlin.multiply_int8.default
+_gradients = torch.ops.structlin.gradients.default
 torch.library.define(
-    "structlin_cpu::choose", "(Tensor like, int[] program, int tokens, bool trains) -> int"
+    "structlin::choose", "(Tensor like, int[] program, int tokens, bool trains) -> int"
 )
-_choose_path = torch.ops.structlin_cpu.choose.default
+_choose_path = torch.ops.structlin.choose.default
 
 
 class Path(IntEnum):
@@ -78,11 +79,13 @@ class Path(IntEnum):
 
 
 def pays(program: Program, x: Tensor, trains: bool | None = None) -> bool:
-    """Whether the engine takes x and is the faster way.
+    """Whether an engine takes x and is the faster way.
 
     Args:
         trains: whether a backward pass may follow; None: it is not known.
     """
+    if x.is_cuda:
+        return is_plain(x) and check.pays(program.numbers, x.dtype, x.device)
     if not available(x):
         return False
     if torch.compiler.is_compiling():
@@ -133,11 +136,14 @@ is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def available(x: Tensor) -> bool:
-    """Whether the engine takes x: a plain tensor on a CPU."""
-    if not x.is_cpu or x.dtype not in DTYPES or x.layout != torch.strided:
-        return False
-    plain = torch.compiler.is_compiling() or type(x) is Tensor or type(x) is Parameter
-    return plain and library.load() and not is_transformed()
+    """Whether the CPU engine takes x: a plain tensor on a CPU."""
+    return x.is_cpu and x.dtype in DTYPES and is_plain(x) and library.load()
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether x is torch's own tensor, and only autograd's backward pass goes through the call."""
+    known = torch.compiler.is_compiling() or type(x) is Tensor or type(x) is Parameter
+    return known and x.layout == torch.strided and not is_transformed()
 
 
 def multiply(loop: Loop, affine: Affine, x: Tensor) -> Tensor:
@@ -199,7 +205,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         needs = ctx.needs_input_grad[3:]
         x, _, gains, *cores = ctx.saved_tensors
-        if torch.is_grad_enabled() or is_batch(dy) or not available(dy):
+        if torch.is_grad_enabled() or is_batch(dy) or not (dy.is_cuda or available(dy)):
 
             def run(x: Tensor, bias: Any, gains: Any, *cores: Tensor) -> Tensor:
                 y: Tensor = ctx.loop(Affine(ctx.program, cores, bias, gains, ctx.sigmas), x)
@@ -271,7 +277,7 @@ def _fake_multiply(x: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
 
 
-@torch.library.register_fake("structlin_cpu::gradients")  # type: ignore[untyped-decorator]
+@torch.library.register_fake("structlin::gradients")  # type: ignore[untyped-decorator]
 def _(dy: Tensor, x: Tensor, cores: Any, gains: Any, *rest: Any) -> list[Tensor]:
     _, program, wants = rest
     dx = x.new_empty(x.shape if wants & OF_X else 0)
@@ -281,10 +287,13 @@ def _(dy: Tensor, x: Tensor, cores: Any, gains: Any, *rest: Any) -> list[Tensor]
     return [dx, *dcores, dgains, dbias]
 
 
-torch.library.register_fake("structlin_cpu::multiply", _fake_multiply)
-torch.library.register_fake("structlin_cpu::layer", _fake_multiply)
-torch.library.register_fake("structlin_cpu::multiply_int8", _fake_multiply)
-torch.library.register_autograd("structlin_cpu::layer", _backward, setup_context=_save)
+torch.library.impl("structlin::multiply", "CUDA", pair.multiply)
+torch.library.impl("structlin::layer", "CUDA", pair.multiply)
+torch.library.impl("structlin::gradients", "CUDA", pair.gradients)
+torch.library.register_fake("structlin::multiply", _fake_multiply)
+torch.library.register_fake("structlin::layer", _fake_multiply)
+torch.library.register_fake("structlin::multiply_int8", _fake_multiply)
+torch.library.register_autograd("structlin::layer", _backward, setup_context=_save)
 
 
 def count_flops(x: Sequence[int], program: Sequence[int]) -> list[int]:
@@ -292,15 +301,15 @@ def count_flops(x: Sequence[int], program: Sequence[int]) -> list[int]:
     return [2 * prod(x[:-1]) * prod(step) for step in steps_of(program)]
 
 
-_cpu = torch.ops.structlin_cpu
+_ops = torch.ops.structlin
 
 
-@register_flop_formula([_cpu.multiply, _cpu.layer, _cpu.multiply_int8])
+@register_flop_formula([_ops.multiply, _ops.layer, _ops.multiply_int8])
 def _(x: Sequence[int], *rest: Any, **_: Any) -> int:
     return sum(count_flops(x, rest[-1]))  # the last is the program
 
 
-@register_flop_formula(torch.ops.structlin_cpu.gradients)
+@register_flop_formula(torch.ops.structlin.gradients)
 def _(dy: Sequence[int], x: Sequence[int], *rest: Any, **_: Any) -> int:
     program, wants = rest[-2:]
     flops, of_cores = count_flops(x, program), bool(wants & (OF_CORES | OF_GAINS))

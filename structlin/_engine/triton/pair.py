@@ -1,0 +1,390 @@
+"""Which layers are two cores in one kernel, in which tiles, and the operators of such a layer.
+
+Everything is read from `Program.numbers`.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
+from itertools import islice, permutations, product
+from math import inf, sqrt
+from operator import mul
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._structure.structure import SILU_RMS, move_of, steps_of
+from .. import OF_BIAS, OF_CORES, OF_GAINS, OF_X
+
+PROGRAMS = 2  # of the sums over tokens, for each multiprocessor
+FAR = 2**31  # elements, from which on an offset needs 64 bits
+LEAST = 16  # of a summed index, and of a side of a tile, that tensor cores take
+# of each GPU, or "any" where the model's tile spills: tiles, by `name_of`, and whether they pay
+TUNED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("tiles.json").read_text())
+
+# What the choice of a tile supposes of a GPU
+MAX_REGISTERS, REGISTERS = 255, 2**16  # of a thread, and of a multiprocessor
+# Of a thread: for each sum that it keeps, each number of h, 16 bytes that it loads in a step, and
+# the rest; fitted to 250 kernels that Triton 3.6 compiled for sm_90
+REGISTERS_FOR = {
+    "product": (1.25, 0.7, 1.25, 85.0),
+    "gated": (3.5, 0.2, 0.5, 46.0),
+    "gradients": (1.0, 0.65, 5.2, 91.0),
+}
+MOST_REGISTERS = 210  # by these, so that none spills
+FLOPS_PER_BYTE = 80  # of tensor cores, for each byte from the second cache
+MEMORY = 2.5  # the time of a byte from memory, in PyTorch's products, over one from that cache
+ALONE = 1.25  # the time of a multiprocessor that has one program, over that of one with more
+SHALLOW = 1.1  # the time where one step is loaded ahead, over that where two are
+
+
+class Pair(NamedTuple):
+    """Two cores, as kernels.py has them: sizes, strides of each tensor, features of x and y."""
+
+    p: int
+    q: int
+    r: int
+    j: int
+    o: int
+    x: tuple[int, int]
+    near: tuple[int, int, int, int]
+    far: tuple[int, int, int, int]
+    y: tuple[int, int]
+    columns: int
+    rows: int
+
+    def turn(self) -> "Pair":
+        """The same from y to x."""
+        near, far = ((each[1], each[0], *each[2:]) for each in (self.far, self.near))
+        ends = self.y, near, far, self.x, self.rows, self.columns
+        return Pair(self.q, self.p, self.r, self.o, self.j, *ends)
+
+
+class Tile(NamedTuple):
+    """How much of each index a program has at a time; all are powers of 2."""
+
+    t: int
+    p: int
+    q: int
+    r: int
+    j: int
+    o: int
+    warps: int
+    stages: int  #: steps in flight, and one
+
+
+@lru_cache(maxsize=1024)
+def pair_of(program: tuple[int, ...]) -> Pair | None:
+    """The two cores of `Program.numbers`, in whatever order their axes are; None if it is no pair.
+
+    >>> from structlin import BTT, TT
+    >>> pair_of(BTT(rank=2).structure(64, 48).program.numbers)[:5]
+    (8, 6, 2, 8, 8)
+    >>> pair_of(TT(rank=2, cores=3).structure(64, 64).program.numbers)
+    """
+    if program[2] != 2:
+        return None
+    (batch, repeat, j, made), (groups, times, read, o) = steps_of(program)
+    p, q = batch * repeat, groups * times
+    r = made // q
+    if min(batch, repeat) > 1 or min(groups, times) > 1 or (made, read) != (q * r, p * r):
+        return None
+    sizes = {"p": p, "q": q, "r": r, "j": j, "o": o}
+    moves = moves_of(program)
+    for first, near, far, last in product(*map(permutations, ("pj", "qr", "pr", "qo"))):
+        found = (move_of(first, "pj", sizes), move_of(("p", *near), ("q", *far), sizes))
+        if (*found, move_of("qo", last, sizes)) == moves:
+            strides = [strides_of(axes, sizes) for axes in (first, (*near, "j"), ("o", *far), last)]
+            x, rows, columns, y = strides
+            return Pair(
+                p, q, r, j, o, (x["p"], x["j"]),
+                (made * j * (batch > 1), rows["q"], rows["r"], 1),
+                (columns["p"], read * o * (groups > 1), columns["r"], columns["o"]),
+                (y["q"], y["o"]), *program[:2],
+            )  # fmt: skip
+    return None
+
+
+def moves_of(program: Sequence[int]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """The sizes and the order of each move: before each core, and after the last."""
+    rest = iter(program[3 + 4 * program[2] : -1])
+    return tuple((tuple(islice(rest, axes)), tuple(islice(rest, axes))) for axes in rest)
+
+
+def strides_of(axes: Sequence[str], sizes: dict[str, int]) -> dict[str, int]:
+    """
+    >>> strides_of("pj", {"p": 2, "j": 3})
+    {'j': 1, 'p': 3}
+    """
+    found, stride = dict[str, int](), 1
+    for axis in reversed(axes):
+        found[axis], stride = stride, stride * sizes[axis]
+    return found
+
+
+# ---- tiles ---------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def tile_for(pair: Pair, kind: str, itemsize: int, gpu: str, shared: int) -> Tile | None:
+    """The tile that `tuned` has for this GPU, or else the one that the model takes for the fastest;
+    None if none fits.
+
+    Args:
+        kind: "product"; "gated", which has a slope in it; or "gradients".
+        shared: bytes that a program may have on the chip.
+    """
+    name = name_of(pair, kind, itemsize)
+    if tuned := TUNED.get(gpu, {}).get(name) or TUNED.get("any", {}).get(name):
+        return Tile(*tuned)
+    time = partial(time_of, pair, kind=kind, itemsize=itemsize, shared=shared)
+    best = min(tiles_of(pair, kind), key=time, default=None)
+    return best if best and time(best) < inf else None
+
+
+def name_of(pair: Pair, kind: str, itemsize: int) -> str:
+    return f"{kind} {itemsize} {' '.join(map(str, pair[:5]))}"
+
+
+def tiles_of(pair: Pair, kind: str) -> Iterator[Tile]:
+    """All that may be worth a trial."""
+    p_most, q_most, r, j_most, o = map(power, pair[:5])
+    r = max(r, LEAST // p_most, LEAST // q_most)
+    j_most, o = max(j_most, LEAST), max(o, LEAST)
+    js = {j_most} if kind == "gradients" else {j_most, min(j_most, 64), min(j_most, 128)}
+    sides = [[1 << n for n in range(most.bit_length())] for most in (p_most, q_most)]
+    for t, p, q, j in product((16, 32, 64, 128), *sides, sorted(js)):
+        if p * r >= (LEAST // 2 if kind == "gradients" else LEAST) and q * r >= LEAST // 2:
+            for warps, stages in product((4, 8), (2, 3)):
+                yield Tile(t, p, q, r, j, o, warps, stages)
+
+
+def time_of(pair: Pair, tile: Tile, kind: str, itemsize: int, shared: int) -> float:
+    """Bytes that a token takes from the second cache, and its FLOPs in their place, by the model;
+    infinite where registers or memory of a program are too few."""
+    t, p, q, r, j, o, warps, stages = tile
+    steps_p, steps_q = -(-pair.p // p), -(-pair.q // q)
+    # a batch of products is divided among warps; those that are too many do the same once more
+    threads_p, threads_q = 32 * min(warps, p), 32 * min(warps, q)
+    ends = pair.p * pair.j, pair.q * pair.o
+    middle, near, far = p * t * q * r, p * q * r * j, p * q * r * o
+    first = 2.0 * near * -(-pair.j // j) * 32 * warps / threads_p
+    second = 2.0 * far * 32 * warps / threads_q
+    if kind == "gradients":
+        sums, middles = near / threads_p + far / threads_q, middle / threads_p + middle / threads_q
+        loads, held, flops = p * t * j + q * t * o, near + far + 2 * middle, 2 * (first + second)
+        moved = ends[0] * steps_q + ends[1] * steps_p
+    else:
+        gated = kind == "gated"
+        sums, middles = q * t * o / threads_q, middle / threads_p
+        loads, held = p * t * j + near + far, middle * (1 + 2 * gated)
+        flops = first + second * (1 + gated)
+        moved = ends[0] * steps_q + ends[1] * (1 + gated)
+        moved += pair.p * pair.q * pair.r * (pair.j + pair.o) // t
+    each = (sums, middles, loads * itemsize / 16 / (32 * warps), 1)
+    registers = sum(map(mul, REGISTERS_FOR[kind], each)) + 15 * (r > 1)  # the offsets of r
+    memory = itemsize * ((stages - 1) * loads + held)
+    if registers > MOST_REGISTERS or memory > shared:
+        return inf
+    alone = 2 * 32 * warps * registers > REGISTERS or 2 * memory > shared
+    took = itemsize * moved + steps_p * steps_q * flops / FLOPS_PER_BYTE
+    return took * (ALONE if alone else 1) * (SHALLOW if stages == 2 else 1)
+
+
+def plain_time(pair: Pair, activation: int, itemsize: int) -> float:
+    """The same of PyTorch's products, whose activations go through memory: each is made, permuted
+    and read; with an activation between them, twice more."""
+    one_block = pair.p == pair.q == 1
+    middle = pair.p * pair.q * pair.r * (2 + 2 * (not one_block) + 4 * bool(activation))
+    turned = 2 * pair.q * pair.o * (pair.y[0] < pair.y[1] and pair.q > 1)
+    flops = 2 * pair.p * pair.q * pair.r * (pair.j + pair.o)
+    ends = pair.p * pair.j + pair.q * pair.o
+    return MEMORY * itemsize * (ends + middle + turned) + flops / FLOPS_PER_BYTE / 2
+
+
+def power(size: int) -> int:
+    """The least power of 2 that holds a size."""
+    return 1 << (size - 1).bit_length()
+
+
+def pays(program: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this layer is a pair whose tiles fit, and that the model takes for faster than
+    PyTorch's products."""
+    pair, card, size = pair_of(program), card_of(device), dtype.itemsize
+    if pair is None:
+        return False
+    entry = name_of(pair, "pays with SiLU" if program[-1] else "pays", size)
+    if (measured := TUNED.get(card.name, {}).get(entry)) is not None:
+        return bool(measured)
+    kinds = ("gated" if program[-1] else "product", pair.turn()), ("gradients", pair)
+    tile = tile_for(pair, "product", size, card.name, card.shared)
+    if not tile or not all(tile_for(p, k, size, card.name, card.shared) for k, p in kinds):
+        return False
+    return time_of(pair, tile, "product", size, card.shared) < plain_time(pair, program[-1], size)
+
+
+class Card(NamedTuple):
+    """What a choice depends on."""
+
+    name: str
+    shared: int  #: bytes that a program may have
+    processors: int
+
+
+@lru_cache
+def card_of(device: torch.device) -> Card:
+    if device.type != "cuda":
+        return Card(device.type, 227 * 1024, 132)  # the interpreter, as an H100
+    from triton.runtime import driver  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    found = driver.active.utils.get_device_properties(device.index)
+    name = torch.cuda.get_device_name(device)
+    return Card(name, found["max_shared_mem"], found["multiprocessor_count"])
+
+
+# ---- the operators -------------------------------------------------------------------------------
+
+
+def multiply(
+    x: Tensor, cores: Sequence[Tensor], bias: Tensor | None, gains: Tensor | None,
+    sigmas: Sequence[float], program: Sequence[int], out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`W(normalised cores) x + bias` of x `(..., in_features)`."""
+    pair = pair_of(tuple(program))
+    assert pair
+    factors = None if gains is None else find_norms(cores, gains, sigmas).factors
+    y = x.new_empty(*x.shape[:-1], pair.rows) if out is None else out
+    near, far = (core.contiguous() for core in cores)
+    _multiply(pair, x.contiguous(), near, far, y, bias, factors, None, program[-1], False)
+    return y
+
+
+def gradients(
+    dy: Tensor, x: Tensor, cores: Sequence[Tensor], gains: Tensor | None, sigmas: Sequence[float],
+    program: Sequence[int], wants: int,
+) -> list[Tensor]:  # fmt: skip
+    """dx, dcores, dgains and dbias; each empty if `wants` has it not."""
+    pair = pair_of(tuple(program))
+    assert pair
+    norms = None if gains is None else find_norms(cores, gains, sigmas)
+    factors = None if norms is None else norms.factors
+    x, dy = x.contiguous(), dy.contiguous()
+    near, far = (core.contiguous() for core in cores)
+    dx = x.new_empty(x.shape if wants & OF_X else 0)
+    if wants & OF_X:
+        z = x if program[-1] else None
+        _multiply(pair.turn(), dy, far, near, dx, None, factors, z, program[-1], True)
+    dgains = (x if gains is None else gains).new_empty(len(cores) if wants & OF_GAINS else 0)
+    dcores = [x.new_empty(core.shape if wants & OF_CORES else 0) for core in cores]
+    if wants & (OF_CORES | OF_GAINS):
+        found = _find_gradients(pair, x, dy, near, far, factors, program[-1])
+        found = [each.view(core.shape) for each, core in zip(found, cores, strict=True)]
+        if norms is not None:
+            found, along = through_norms(found, cores, norms)
+            dgains = along.to(dgains) if wants & OF_GAINS else dgains
+        dcores = [each.to(x.dtype) for each in found] if wants & OF_CORES else dcores
+    dbias = dy.view(-1, pair.rows).sum(0, dtype=x.dtype) if wants & OF_BIAS else x.new_empty(0)
+    return [dx, *dcores, dgains, dbias]
+
+
+def _multiply(
+    pair: Pair, x: Tensor, near: Tensor, far: Tensor, y: Tensor, bias: Tensor | None,
+    factors: Tensor | None, z: Tensor | None, activation: int, turned: bool,
+) -> None:  # fmt: skip
+    from . import kernels
+
+    tokens = x.numel() // pair.columns
+    kind = "product" if z is None else "gated"
+    tile, options = _options(pair, kind, activation, x.dtype, x.device)
+    programs = -(-tokens // tile.t) * -(-pair.q // tile.q)
+    if programs:
+        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+            kernels.multiply[(programs,)](
+                x, near, far, y, bias, factors, z, tokens, tuple(pair), tile[:6],
+                turned=int(turned), wide=tokens * max(pair.columns, pair.rows) >= FAR, **options,
+            )  # fmt: skip
+
+
+def _find_gradients(
+    pair: Pair, x: Tensor, dy: Tensor, near: Tensor, far: Tensor, factors: Tensor | None,
+    activation: int,
+) -> list[Tensor]:  # fmt: skip
+    """Of both cores as they are multiplied by, in float32, `(numbers of the core,)`."""
+    from . import kernels
+
+    tokens = x.numel() // pair.columns
+    tile, options = _options(pair, "gradients", activation, x.dtype, x.device)
+    together = -(-pair.p // tile.p) * -(-pair.q // tile.q)
+    parts = min(PROGRAMS * card_of(x.device).processors // together, tokens // (4 * tile.t))
+    chunk = -(-tokens // (max(parts, 1) * tile.t)) * tile.t
+    parts = -(-tokens // chunk) if chunk else 0
+    shapes = (pair.p, pair.q * pair.r * pair.j), (pair.q, pair.p * pair.r * pair.o)
+    found = [x.new_empty(parts, *shape, dtype=torch.float32) for shape in shapes]
+    if parts:
+        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+            kernels.find_gradients[(parts * together,)](
+                x, dy, near, far, factors, *found, tokens, chunk, tuple(pair), tile[:6],
+                wide=tokens * max(pair.columns, pair.rows) >= FAR, **options,
+            )  # fmt: skip
+    shared = near.numel() < shapes[0][0] * shapes[0][1], far.numel() < shapes[1][0] * shapes[1][1]
+    dims = [(0, 1) if each else (0,) for each in shared]  # of a shared core, over its uses too
+    return [each.sum(dim).flatten() for each, dim in zip(found, dims, strict=True)]
+
+
+@lru_cache(maxsize=4096)
+def _options(
+    pair: Pair, kind: str, activation: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tile, dict[str, Any]]:
+    card = card_of(device)
+    tile = tile_for(pair, kind, dtype.itemsize, card.name, card.shared)
+    assert tile, "operators.pays has asked `fits`"
+    tf32 = dtype == torch.float32 and device.type == "cuda"
+    options = {"f": 1 / SILU_RMS if activation else None, "precision": "tf32" if tf32 else "ieee"}
+    launch = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": MAX_REGISTERS}
+    return tile, options | launch
+
+
+# ---- weight normalisation ------------------------------------------------------------------------
+
+
+class Norms(NamedTuple):
+    """Of each core: what it is multiplied by, its share without the gain, its norm."""
+
+    factors: Tensor
+    clips: Tensor
+    norms: Tensor
+
+
+def find_norms(cores: Sequence[Tensor], gains: Tensor, sigmas: Sequence[float]) -> Norms:
+    """As `product.normalise` has them, without a wait for the device."""
+    norms = torch.stack(torch._foreach_norm(list(cores), 2, torch.float64))
+    sizes = tuple(core.numel() for core in cores)
+    clips = (_largest(tuple(sigmas), sizes, norms.device) / norms).clamp(max=1)
+    return Norms((gains * clips).float(), clips, norms)
+
+
+@lru_cache(maxsize=1024)
+def _largest(sigmas: tuple[float, ...], sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """The norms from which on cores are clipped."""
+    largest = [sigma * sqrt(size) for sigma, size in zip(sigmas, sizes, strict=True)]
+    return torch.tensor(largest, dtype=torch.float64, device=device)
+
+
+def through_norms(
+    found: Sequence[Tensor], cores: Sequence[Tensor], norms: Norms
+) -> tuple[list[Tensor], Tensor]:
+    """The gradients of cores and gains, by those of the normalised cores.
+
+    M~ = factor M: dM = factor (dM~ - <dM~, M> / |M|^2 M), the second term where it is clipped;
+    dgain = clip <dM~, M>.
+    """
+    wide = torch._foreach_mul(list(found), [core.float() for core in cores])
+    along = torch.stack([each.sum() for each in wide])
+    back = torch.where(norms.clips < 1, along / norms.norms.square(), 0).float()
+    dcores = [
+        (each - core * off) * factor
+        for each, core, off, factor in zip(found, cores, back, norms.factors, strict=True)
+    ]
+    return dcores, along * norms.clips
