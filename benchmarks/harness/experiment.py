@@ -298,7 +298,7 @@ class Experiment(Shown):
         if self.seeds and "seed" not in self.axes:
             found.add_argument("--seeds", type=int, help=f"their number (default: {self.seeds})")
         for name, values in self.axes.items():
-            if not callable(values) and name not in ("lr", "seed"):
+            if values and not callable(values) and name not in ("lr", "seed"):
                 kind = type(values[0])
                 text = "only these are run; the rows of others that --out has stay"
                 found.add_argument(f"--{name}s", nargs="+", type=kind, choices=values, help=text)

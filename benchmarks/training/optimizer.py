@@ -1,12 +1,13 @@
-"""What does a step cost? AdamW, torch.optim.Muon and structlin's Muon on a GPT of equal width,
-dense and BTT.
+"""What does a step cost? AdamW, torch.optim.Muon, structlin's Muon and SOAP on a GPT of equal
+width, dense and BTT.
 
     python -m benchmarks.training.optimizer                # the full result, results/optimizer.json
     python -m benchmarks.training.optimizer --smoke        # seconds
 
 For each optimizer the time of `step` alone, as a share of forward + backward of the same model on
 4096 tokens, and beside that of torch.optim.Muon; the optimizers take turns, so that a machine that
-slows down slows all of them. Memory: what the optimizer keeps, and the most that one step allocates
+slows down slows all of them. A sample is five steps, so that each holds SOAP's work on its bases
+once. Memory: what the optimizer keeps, and the most that one step allocates
 on top, both in units of the model's parameters. Widths and threads that an earlier result in --out
 has are not measured again.
 """
@@ -26,6 +27,7 @@ from benchmarks.harness.experiment import Experiment, Row
 
 CONTEXT = 128
 VOCABULARY = 256
+PERIOD = 5  # steps that are timed together
 
 Make = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
@@ -71,23 +73,29 @@ def torch_muon(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(hidden, lr=1e-4), torch.optim.AdamW(rest, lr=1e-4)]
 
 
-def muon(**options: Any) -> Make:
-    return lambda model: [structlin.optim.Muon(model, lr=1e-4, other_lr=1e-4, **options)]
+def muon(make: type[structlin.optim.Muon] = structlin.optim.Muon, **options: Any) -> Make:
+    return lambda model: [make(model, lr=1e-4, other_lr=1e-4, **options)]
+
+
+soap = muon(structlin.optim.SOAP)
 
 
 TORCH = "torch.optim.Muon"
 JORDAN = ((3.4445, -4.7750, 2.0315),) * 5  # torch's coefficients of the polar factor
 TORCHS_STEPS = {"method": JORDAN, "dtype": torch.bfloat16, "adjust_lr_fn": "original"}
+STRUCTURES = {"BTT r=1": structlin.BTT(rank=1), "BTT r=4": structlin.BTT(rank=4)}
 OPTIMIZERS: dict[str, tuple[str, Make]] = {  # name -> model, how it is made
     "AdamW": ("dense", adamw()),
     "AdamW, fused": ("dense", adamw(fused=True)),
     TORCH: ("dense", torch_muon),
     "structlin Muon": ("dense", muon()),
-    "structlin Muon, ns": ("dense", muon(method="ns")),
     "structlin Muon, torch's steps": ("dense", muon(**TORCHS_STEPS)),
-    "AdamW on BTT": ("BTT r=1", adamw()),
-    "structlin Muon on BTT": ("BTT r=1", muon()),
-    "structlin Muon on BTT, ns": ("BTT r=1", muon(method="ns")),
+    "structlin SOAP": ("dense", soap),
+    "AdamW, fused, BTT r=1": ("BTT r=1", adamw(fused=True)),
+    "structlin Muon, BTT r=1": ("BTT r=1", muon()),
+    "structlin SOAP, BTT r=1": ("BTT r=1", soap),
+    "structlin Muon, BTT r=4": ("BTT r=4", muon()),
+    "structlin SOAP, BTT r=4": ("BTT r=4", soap),
 }
 
 
@@ -95,9 +103,9 @@ def measure(width: int, threads: int, depth: int, tokens: int, rounds: int, devi
     """The times and the memory of all optimizers, which take turns."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    dense = GPT(width, depth)
-    structured = structlin.convert(copy.deepcopy(dense), structlin.BTT(rank=1))
-    models = {"dense": dense.to(device), "BTT r=1": structured.to(device)}
+    models: dict[str, nn.Module] = {"dense": GPT(width, depth).to(device)}
+    for kind, structure in STRUCTURES.items():
+        models[kind] = structlin.convert(copy.deepcopy(models["dense"]), structure)
     batch = torch.randint(VOCABULARY, (max(1, tokens // CONTEXT), CONTEXT + 1), device=device)
     works = {kind: partial(forward_backward, model, batch) for kind, model in models.items()}
     for work in works.values():
@@ -109,6 +117,8 @@ def measure(width: int, threads: int, depth: int, tokens: int, rounds: int, devi
     times = timing.interleaved(
         works, lambda work: timing.wall(work, device), rounds=(rounds, rounds)
     )
+    for name in made:
+        times[name] = [each / PERIOD for each in times[name]]
 
     def milliseconds(name: str) -> dict[str, float]:
         return timing.spread([1e3 * each for each in times[name]], low=10)
@@ -146,8 +156,9 @@ def with_gradients(model: nn.Module) -> nn.Module:
 
 
 def step(optimizers: list[torch.optim.Optimizer]) -> None:
-    for optimizer in optimizers:
-        optimizer.step()
+    for _ in range(PERIOD):
+        for optimizer in optimizers:
+            optimizer.step()
 
 
 def state_bytes(optimizers: list[torch.optim.Optimizer]) -> int:
@@ -172,19 +183,21 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def numbers(result: Row) -> dict[str, str]:
-    """What a step of Muon costs: over torch's, and as a share of forward and backward."""
+    """What a step costs: Muon's over torch's; on BTT, as a share of forward and backward."""
     runs = [
         (row["threads"], {each["optimizer"]: each for each in row["optimizers"]})
         for row in result["rows"]
     ]
     beside = [each["structlin Muon"]["beside_torch"]["median"] for _, each in runs]
     found = report.least_and_most("step.", beside, ".2f")
-    for threads, name in ((1, "step.one"), (2, "step.two")):
+    for name in ("Muon", "SOAP"):
         shares = [
-            each["structlin Muon on BTT"]["share"] for count, each in runs if count == threads
+            100 * each[f"structlin {name}, {kind}"]["share"]["median"]
+            for threads, each in runs
+            for kind in STRUCTURES
+            if threads == 1
         ]
-        shares = [100 * each["median"] for each in shares]
-        found |= report.least_and_most(f"{name}_", shares, ".1f")
+        found |= report.least_and_most(f"step.{name}_", shares, ".1f")
     return found
 
 
@@ -200,7 +213,7 @@ EXPERIMENT = Experiment(
     sizes={
         "depth": 4,
         "tokens": 4096,
-        "rounds": 9,
+        "rounds": 5,
         "device": "cuda" if torch.cuda.is_available() else "cpu",
     },
     smoke={"width": [64], "threads": [1], "depth": 1, "tokens": 512, "rounds": 2},

@@ -1,5 +1,6 @@
 """What follows from the runs of `benchmarks.training.gpt_seconds`, on rows made by hand."""
 
+import math
 from argparse import Namespace
 
 import pytest
@@ -9,96 +10,105 @@ pytest.importorskip("matplotlib")
 from benchmarks.training import gpt_seconds
 from structlin import StructuredLinear
 
-KIND = "BTT r=1 + SiLU everywhere"
-WHERE = {"setup": "Python", "optimizer": "AdamW", "width": 256}
+SIZES = {"tuned": 64, "Python": {"context": 16, "batch": 2, "depth": 1, "steps": 1}}
 
 
-def make_row(kind, length, seed, loss, lr=0.004):
-    at = {"kind": kind, "length": length, "seed": seed, "lr": lr, "loss": loss}
-    size = {"flops": 4 if kind == "dense" else 1, "params": 1, "steps": round(100 * length)}
-    return {**WHERE, **at, **size}
-
-
-DENSE = [make_row("dense", 1.0, seed, 2.0) for seed in (0, 1, 2)]
-TIMES = [
-    {**WHERE, "kind": "dense", "median": 1.0, "p20": 1.0, "p80": 1.0},
-    {**WHERE, "kind": KIND, "median": 0.5, "p20": 0.4, "p80": 0.6},
-]
-
-
-def compare(losses):
-    rows = [*DENSE, *(make_row(KIND, *of, loss) for of, loss in losses.items())]
-    return gpt_seconds.compare_kinds(rows, TIMES)
-
-
-def test_a_structure_that_ends_at_the_loss_of_dense_saves_what_its_step_saves():
-    dense, mine = compare({(1.0, seed): 2.0 for seed in (0, 1, 2)})
-    assert dense["seconds"] == dense["flops"] == 1
-    assert (mine["seconds"], mine["spread"]) == (0.5, [0.4, 0.6])
-    assert mine["until"]["seconds"]["by_seed"] == [2, 2, 2]
-    assert mine["until"]["flops"]["value"] == 4
-
-
-def test_half_a_schedule_that_is_enough_counts_for_all_its_seeds_alone():
-    losses = {(1.0, seed): 1.5 for seed in (0, 1, 2)} | {(0.5, seed): 2.0 for seed in (0, 1, 2)}
-    longest, half = compare(losses)[1:]
-    assert (longest["until"]["seconds"]["value"], "until" in half) == (4, False)
-    del losses[0.5, 2]  # seed 2 has no half
-    (_, longest, _) = compare(losses)
-    assert longest["until"]["seconds"]["value"] == 2
-    assert longest["until"]["seconds"]["by_seed"] == [2, 2, 2]
-
-
-def test_a_structure_that_stays_above_never_gets_there():
-    assert compare({(1.0, seed): 2.1 for seed in (0, 1, 2)})[1]["until"]["seconds"]["value"] == 0
-
-
-def test_only_the_rate_that_is_best_on_the_longest_schedule_of_a_width_counts():
-    looks = [make_row("dense", 1.0, 0, loss, lr) for lr, loss in ((0.002, 2.2), (0.008, 2.1))]
-    short = make_row("dense", 0.25, 0, 1.0, lr=0.008)
-    wide = [make_row("dense", 1.0, 0, lr, lr) | {"width": 512} for lr in (0.002, 0.004)]
-    assert gpt_seconds.at_best_rates([*looks, short, *DENSE, *wide]) == [*DENSE, wide[0]]
-    assert gpt_seconds.at_best_rates(DENSE[1:]) == []  # no seed says which rate is best
-
-
-def test_dense_alone_is_tuned_at_every_width_and_all_seeds_have_the_best_rate():
+def test_both_rates_are_tuned_at_one_width_and_all_seeds_run_at_the_best_of_theirs():
     made = []
 
     class Runs:
-        options = Namespace(smoke=False)
+        options, sizes = Namespace(smoke=False), {"tuned": 256}
 
         def of(self, jobs):
-            found = [job | {"loss": loss(job)} for job in jobs]
-            made.extend(row for row in found if row not in made)
-            return found
+            made.extend(job | {"loss": loss(job)} for job in jobs if not find(job))
 
         def all(self):
             return made
 
-    def loss(job):  # the lower the better at width 512, down to a quarter
-        return 1 + abs(job["lr"] - (0.001 if job["width"] == 512 else 0.004))
+    def find(job):
+        return [row for row in made if job.items() <= row.items()]
 
-    axes = {"setup": ["Python"], "optimizer": ["AdamW"], "kind": ["dense", KIND]}
-    axes |= {"width": [256, 512], "length": [1.0, 0.5], "seed": range(2)}
-    gpt_seconds.design(Runs(), axes)
+    def loss(job):  # the least at lr 2^-4, or 2^-6 at width 512, and other_lr 2^-8
+        lr = 2.0 ** (-6 if job["width"] == 512 else -4)
+        return 1 + math.log2(job["lr"] / lr) ** 2 + math.log2(job["other_lr"] * 2**8) ** 2
 
-    def tried(seed, **where):
-        rows = (row for row in made if (where | {"seed": seed}).items() <= row.items())
-        return {1000 * row["lr"] for row in rows}
+    axes = {"setup": ["Python"], "optimizer": ["SOAP"], "kind": ["dense"]}
+    gpt_seconds.design(Runs(), axes | {"width": [256, 512], "seed": range(2)})
 
-    assert tried(0, kind="dense", width=256) == {2, 4, 8}
-    assert tried(0, kind="dense", width=512) == {0.5, 1, 2, 4}
-    assert [tried(1, kind="dense", width=width) for width in (256, 512)] == [{4}, {1}]
-    assert tried(0, kind=KIND, width=512) == tried(1, kind=KIND) == {4}
-    assert len(gpt_seconds.at_best_rates(made)) == 2 * 2 * 2 * 2
+    def tried(name, **where):
+        return {math.log2(row[name]) for row in made if where.items() <= row.items()}
+
+    assert tried("lr", width=256, other_lr=2**-8) >= {-5, -4, -3}
+    assert tried("other_lr", width=256, lr=2**-4) >= {-9, -8, -7}
+    assert tried("lr", width=512) == {-7, -6, -5, -4, -3}
+    assert tried("other_lr", width=512) == {-8}
+    assert tried("lr", width=512, seed=1) == {-6}
+    assert tried("lr", width=256, seed=1) == {-4}
 
 
-@pytest.mark.parametrize("kind", [kind for kind in gpt_seconds.KINDS if "no zero" in kind])
-def test_without_a_zero_start_nothing_starts_at_zero_and_muon_has_its_momentum(kind):
-    sizes = {"context": 16, "batch": 2, "depth": 1, "steps": 1}
-    model, muon = gpt_seconds.make_trainer("Python", "Muon", kind, 64, 0.01, 0, sizes)
+def test_adamw_has_one_rate():
+    start = {"lr": 0.5, "other_lr": 0.25}
+    found = gpt_seconds.lacking([], (start, gpt_seconds.names_of("AdamW")))
+    assert {rates["other_lr"] for rates in found} == {0.25}
+    assert [rates["lr"] for rates in found] == [0.5, 0.25, 1.0]
+
+
+@pytest.mark.parametrize("kind", list(gpt_seconds.KINDS))
+def test_a_structured_model_has_the_flops_of_dense_at_most(kind):
+    rates = {"lr": 0.01, "other_lr": 0.01}
+    row, dense = (
+        gpt_seconds.train("Python", "SOAP", each, 64, **rates, seed=0, **SIZES)
+        for each in (kind, "dense")
+    )
+    assert 0.5 * dense["flops"] < row["flops"] <= dense["flops"]
+    assert row["own_width"] == 64 or kind != "dense"
+    model, _ = gpt_seconds.make_trainer("Python", "SOAP", kind, 64, rates, 0, SIZES)
     layers = [layer for layer in model.modules() if isinstance(layer, StructuredLinear)]
-    assert layers
-    assert all(parameter.any() for parameter in model.parameters())
-    assert all(layer.gains is None for layer in layers)
-    assert muon.defaults["momentum"] == gpt_seconds.MOMENTUM == 0.85
+    assert len(layers) == (0 if kind == "dense" else 4)
+    assert all(layer.gains is not None for layer in layers)
+
+
+def make_row(kind, width, losses, **more):
+    where = {"setup": "Python", "optimizer": "SOAP", "kind": kind, "width": width}
+    rest = {"lr": 1.0, "other_lr": 1.0, "params": 1, "steps": 10, "own_width": width}
+    return [where | rest | {"seed": n, "loss": x, "flops": width} for n, x in enumerate(losses)]
+
+
+def test_losses_are_compared_at_equal_flops_and_at_equal_seconds_seed_by_seed():
+    rows = [*make_row("dense", 1, [4.0, 4.0]), *make_row("dense", 4, [1.0, 2.0])]
+    rows += make_row("BTT r=1", 4, [0.5, 3.0])
+    names = ("setup", "optimizer", "kind", "width")
+    cells = {tuple(row[name] for name in names): row for row in rows}
+    times = [
+        dict(zip(names, cell, strict=True)) | {"milliseconds": 100.0 * time}
+        for cell, time in zip(cells, (1, 4, 2), strict=True)
+    ]
+    *_, ours = gpt_seconds.tabulate(rows, times)
+    assert ours["seconds"] == 2
+    assert ours["over dense"]["SOAP"] == [0.5, 1.5]
+    # halfway between the two, in logarithms
+    assert ours["over dense"]["seconds"] == pytest.approx([0.5 / 2, 3 / 8**0.5])
+    assert gpt_seconds.percents(ours["over dense"]["SOAP"]) == "-50.0 to +50.0"
+
+
+def test_each_rate_stands_under_its_kind_and_optimizer():
+    cells = [
+        ("Python", "dense", 1 / 2),
+        ("Wikipedia", "BTT r=4", 1 / 4),
+        ("Wikipedia", "dense", 2.0),
+    ]
+    table = [
+        {"setup": setup, "kind": kind, "lr": lr, "other_lr": 1.0, "optimizer": "SOAP", "width": 1}
+        for setup, kind, lr in cells
+    ]
+    shown = gpt_seconds.rates({"table": table, "setting": {"tuned": 1}}).splitlines()
+    assert shown[0] == "|  | dense, SOAP | BTT r=4, SOAP |"
+    assert shown[2:] == ["| Python | 2^-1, 2^0 |  |", "| Wikipedia | 2^1, 2^0 | 2^-2, 2^0 |"]
+
+
+def test_a_run_that_diverged_is_behind_every_other():
+    rows = [*make_row("dense", 1, [4.0]), *make_row("BTT r=1", 1, [None])]
+    times = [{**row, "milliseconds": 1.0} for row in rows]
+    *_, ours = gpt_seconds.tabulate(rows, times)
+    assert ours["over dense"] == {"SOAP": [math.inf]}
+    assert gpt_seconds.percents(ours["over dense"]["SOAP"]) == "-"
