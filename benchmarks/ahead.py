@@ -152,7 +152,6 @@ def as_on_a_gpu(launches: Launches, card: pairs.Card) -> Iterator[None]:
     A PyTorch without CUDA cannot slice fake tensors of a GPU.
     """
     by = SimpleNamespace(**{name: Kernel(name, launches) for name in NAMES})
-    caches = pairs._options, pairs._largest
     changes = [
         (triton, "kernels", by),
         (pairs, "card_of", lambda device: card),
@@ -163,9 +162,8 @@ def as_on_a_gpu(launches: Launches, card: pairs.Card) -> Iterator[None]:
         (operators, "_gradients", pairs.gradients),
     ]
     with ExitStack() as stack:
-        for cache in caches:
-            cache.cache_clear()
-            stack.callback(cache.cache_clear)
+        pairs._options.cache_clear()
+        stack.callback(pairs._options.cache_clear)
         for where, name, value in changes:
             stack.enter_context(mock.patch.object(where, name, value))
         yield

@@ -137,7 +137,7 @@ is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def available(x: Tensor) -> bool:
     """Whether the CPU engine takes x: a plain tensor on a CPU."""
-    return x.is_cpu and x.dtype in DTYPES and is_plain(x) and library.load()
+    return x.is_cpu and x.dtype in DTYPES and library.load() and is_plain(x)
 
 
 def is_plain(x: Tensor) -> bool:
@@ -205,7 +205,8 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         needs = ctx.needs_input_grad[3:]
         x, _, gains, *cores = ctx.saved_tensors
-        if torch.is_grad_enabled() or is_batch(dy) or not (dy.is_cuda or available(dy)):
+        known = dy.is_cuda or available(dy)
+        if torch.is_grad_enabled() or is_batch(dy) or is_transformed() or not known:
 
             def run(x: Tensor, bias: Any, gains: Any, *cores: Tensor) -> Tensor:
                 y: Tensor = ctx.loop(Affine(ctx.program, cores, bias, gains, ctx.sigmas), x)

@@ -8,11 +8,13 @@ import importlib.util
 import math
 import sys
 import warnings
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import checkpoint
 
 from structlin import BTT, TT, BlockDiagonal, Family, Kronecker, LowRank, Monarch, Structure
 from structlin import StructuredLinear as Layer
@@ -290,6 +292,44 @@ def test_the_self_test_finds_a_fault_and_says_so_once(monkeypatch, fault, messag
     with pytest.warns(RuntimeWarning, match=f"from 24 to 20 features in torch.float16 .*{message}"):
         assert not check.pays(PROGRAM, torch.float16, CPU)
     assert not check.pays(PROGRAM, torch.float16, CPU)  # warnings are errors
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["checkpoint", "selective"])
+def test_a_first_use_under_a_checkpoint_neither_sees_its_hooks_nor_its_modes(on_a_gpu, kept):
+    layer, x, dy = make(BTT(rank=2), 24, 20, torch.float32)
+    x.requires_grad_()
+    saved = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default]  # the self-test has some
+    contexts = partial(checkpoint.create_selective_checkpoint_contexts, saved)
+    y = checkpoint.checkpoint(
+        layer, x, use_reentrant=False, **({"context_fn": contexts} if kept else {})
+    )
+    found = [y, *torch.autograd.grad(y, [x, *layer.cores], dy)]
+    assert_close(found, by_definition(layer, x, dy)[:4], torch.float32)
+    assert list(check._answers.values()) == [True]
+
+
+def test_a_first_use_in_inference_mode_is_tested_as_any_other(on_a_gpu):
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        assert check.pays(PROGRAM, torch.float16, CPU)
+
+
+def test_a_bias_may_have_any_strides(on_a_gpu):
+    layer, x, _ = make(BTT(rank=2), 24, 20, torch.float32)
+    given = x, list(layer.cores)
+    for bias in (torch.randn(20, 3)[:, 1], torch.randn(1).expand(20)):
+        found, exact = (
+            pairs.multiply(*given, each, None, (), layer._program.numbers)
+            for each in (bias, bias.contiguous())
+        )
+        assert torch.equal(found, exact)
+
+
+def test_a_batch_of_cotangents_goes_through_the_definition(on_a_gpu):
+    layer, x, _ = make(BTT(rank=2), 24, 20, torch.float32, tokens=2)
+    y = layer(x.requires_grad_())
+    rows = lambda dy: torch.autograd.grad(y, x, dy, retain_graph=True)[0]  # noqa: E731
+    found = torch.vmap(rows)(torch.eye(20).expand(2, 20, 20).transpose(0, 1))
+    torch.testing.assert_close(found[:, 0], layer.weight.detach())
 
 
 @pytest.mark.parametrize("index", range(1, 5), ids=["dx", "first", "last", "dbias"])

@@ -212,9 +212,11 @@ def power(size: int) -> int:
 def pays(program: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this layer is a pair whose tiles fit, and that the model takes for faster than
     PyTorch's products."""
-    pair, card, size = pair_of(program), card_of(device), dtype.itemsize
-    if pair is None:
+    pair, size = pair_of(program), dtype.itemsize
+    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    if pair is None or old:  # by Triton those have no tensor cores
         return False
+    card = card_of(device)
     entry = name_of(pair, "pays with SiLU" if program[-1] else "pays", size)
     if (measured := TUNED.get(card.name, {}).get(entry)) is not None:
         return bool(measured)
@@ -257,6 +259,7 @@ def multiply(
     factors = None if gains is None else find_norms(cores, gains, sigmas).factors
     y = x.new_empty(*x.shape[:-1], pair.rows) if out is None else out
     near, far = (core.contiguous() for core in cores)
+    bias = None if bias is None else bias.expand(pair.rows).contiguous()
     _multiply(pair, x.contiguous(), near, far, y, bias, factors, None, program[-1], False)
     return y
 
@@ -359,17 +362,10 @@ class Norms(NamedTuple):
 
 def find_norms(cores: Sequence[Tensor], gains: Tensor, sigmas: Sequence[float]) -> Norms:
     """As `product.normalise` has them, without a wait for the device."""
-    norms = torch.stack(torch._foreach_norm(list(cores), 2, torch.float64))
-    sizes = tuple(core.numel() for core in cores)
-    clips = (_largest(tuple(sigmas), sizes, norms.device) / norms).clamp(max=1)
-    return Norms((gains * clips).float(), clips, norms)
-
-
-@lru_cache(maxsize=1024)
-def _largest(sigmas: tuple[float, ...], sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """The norms from which on cores are clipped."""
-    largest = [sigma * sqrt(size) for sigma, size in zip(sigmas, sizes, strict=True)]
-    return torch.tensor(largest, dtype=torch.float64, device=device)
+    norms = torch._foreach_norm(list(cores), 2, torch.float64)
+    largest = [sigma * sqrt(core.numel()) for sigma, core in zip(sigmas, cores, strict=True)]
+    clips = torch.stack(torch._foreach_mul(torch._foreach_reciprocal(norms), largest)).clamp(max=1)
+    return Norms((gains * clips).float(), clips, torch.stack(norms))
 
 
 def through_norms(
@@ -380,11 +376,11 @@ def through_norms(
     M~ = factor M: dM = factor (dM~ - <dM~, M> / |M|^2 M), the second term where it is clipped;
     dgain = clip <dM~, M>.
     """
-    wide = torch._foreach_mul(list(found), [core.float() for core in cores])
-    along = torch.stack([each.sum() for each in wide])
+    wide = [core.float() for core in cores]
+    along = torch.stack([each.sum() for each in torch._foreach_mul(list(found), wide)])
     back = torch.where(norms.clips < 1, along / norms.norms.square(), 0).float()
     dcores = [
         (each - core * off) * factor
-        for each, core, off, factor in zip(found, cores, back, norms.factors, strict=True)
+        for each, core, off, factor in zip(found, wide, back, norms.factors, strict=True)
     ]
     return dcores, along * norms.clips
