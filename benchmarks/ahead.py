@@ -318,8 +318,8 @@ def compile_all(launches: Iterable[Launch], arch: int, workers: int) -> list[Row
 
 
 def summarise(rows: Sequence[Row], arch: int) -> Row:
-    """What is kept of an architecture: counts, and the kernels with a fault. Of the tiles that are
-    only tried, how many have one: they are slower or refused, and no fault."""
+    """What is kept of an architecture: counts, and the kernels with a fault; and how many tiles
+    have one that are only tried, which are then slower or refused."""
     most = min(card.shared for card in GPUS[arch])
     faults = {
         "spilling": [row for row in rows if row["spilled_bytes"]],

@@ -9,8 +9,7 @@
 The models are those of examples/: Transformers with attention heads of 32 features. A structured
 model is as wide as the FLOPs of dense of the axis's width allow (`widen`): linear layers, head and
 attention count. All linear layers of its blocks are structured, with SiLU between the cores of
-MLPs, and start as examples/train_gpt.py has it. muP takes AdamW's rates from dense width 256 to the
-others.
+MLPs; `SETUPS` says how a model starts. muP takes AdamW's rates from dense width 256 to the others.
 
 Each optimizer, kind and data has its own rates: "lr" of hidden matrices and "other_lr" of
 everything else; AdamW has lr alone, and "Muon everywhere" dualizes embeddings and head too. They

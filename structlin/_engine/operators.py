@@ -1,5 +1,5 @@
-"""The compiled CPU engine (`cpu.cpp`) as operators that autograd, torch.compile and FLOP counters
-know.
+"""The products as operators that autograd, torch.compile and FLOP counters know: the compiled
+engine (`cpu.cpp`) has them on a CPU, the Triton kernels (`pair.py`) on a GPU, but for int8.
 
     multiply(x, cores, bias, gains)         y = W(normalised cores) x + bias
     multiply_int8(x, cores, scales, bias)   y = W(cores * scales) x + bias

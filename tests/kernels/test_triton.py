@@ -252,11 +252,14 @@ def test_what_was_measured_on_a_gpu_comes_first(monkeypatch):
     numbers = BTT().structure(1024, 1024).program.numbers
     pair = pair_of(numbers)
     names = [pairs.name_of(pair, kind, 2) for kind in ("product", "pays")]
-    tile = [16, 16, 16, 1, 32, 32, 4, 2]
+    tile = [16, 16, 16, 1, 32, 32, 8, 2]
     monkeypatch.setitem(pairs.TUNED, "a card", {names[0]: tile})
     assert pairs.tile_for(pair, "product", 2, "a card", 227 << 10) == Tile(*tile)
     assert pairs.tile_for(pair, "product", 2, "another", 227 << 10) != Tile(*tile)
     assert pairs.pays(numbers, torch.bfloat16, CPU)
+    monkeypatch.setitem(pairs.TUNED, "any", {names[0]: tile})  # where it fits
+    assert pairs.tile_for(pair, "product", 2, "a third", 227 << 10) == Tile(*tile)
+    assert pairs.tile_for(pair, "product", 2, "a third", 20 << 10) != Tile(*tile)
     monkeypatch.setitem(pairs.TUNED, "cpu", {names[1]: False})
     assert not pairs.pays(numbers, torch.bfloat16, CPU)
 

@@ -5,9 +5,9 @@
 
 namespace {
 
-enum Between : Index { NOTHING = 0, SILU = 1 };  // ACTIVATIONS in _axes.py
+enum Between : Index { NOTHING = 0, SILU = 1 };  // ACTIVATIONS in axes.py
 
-constexpr double SILU_RMS = 0.5964692111227136;  // as in _product.py
+constexpr double SILU_RMS = 0.5964692111227136;  // as in structure.py
 
 // exp(x) of x <= 0 as 2^n exp(r), |r| <= ln(2) / 2, by as many terms of the Taylor series of exp(r) as S has digits
 // for. NaN stays NaN; what would be a denormal is zero.

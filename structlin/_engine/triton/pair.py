@@ -26,8 +26,8 @@ TUNED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("tiles.js
 
 # What the choice of a tile supposes of a GPU
 MAX_REGISTERS, REGISTERS = 255, 2**16  # of a thread, and of a multiprocessor
-# Of a thread: for each sum that it keeps, each number of h, 16 bytes that it loads in a step, and
-# the rest; fitted to 250 kernels that Triton 3.6 compiled for sm_90
+# A thread's registers: for each sum that it keeps, each number of h, 16 bytes that it loads in a
+# step, and the rest; fitted to 250 kernels that Triton 3.6 compiled for sm_90
 REGISTERS_FOR = {
     "product": (1.25, 0.7, 1.25, 85.0),
     "gated": (3.5, 0.2, 0.5, 46.0),
@@ -129,17 +129,19 @@ def strides_of(axes: Sequence[str], sizes: dict[str, int]) -> dict[str, int]:
 
 @lru_cache(maxsize=4096)
 def tile_for(pair: Pair, kind: str, itemsize: int, gpu: str, shared: int) -> Tile | None:
-    """The tile that `tuned` has for this GPU, or else the one that the model takes for the fastest;
-    None if none fits.
+    """The tile that `TUNED` has for this GPU, or for any if it fits; or else the one that the model
+    takes for the fastest. None if none fits.
 
     Args:
         kind: "product"; "gated", which has a slope in it; or "gradients".
         shared: bytes that a program may have on the chip.
     """
     name = name_of(pair, kind, itemsize)
-    if tuned := TUNED.get(gpu, {}).get(name) or TUNED.get("any", {}).get(name):
-        return Tile(*tuned)
     time = partial(time_of, pair, kind=kind, itemsize=itemsize, shared=shared)
+    if tuned := TUNED.get(gpu, {}).get(name):
+        return Tile(*tuned)
+    if (spared := TUNED.get("any", {}).get(name)) and time(Tile(*spared)) < inf:
+        return Tile(*spared)
     best = min(tiles_of(pair, kind), key=time, default=None)
     return best if best and time(best) < inf else None
 
@@ -150,7 +152,7 @@ def name_of(pair: Pair, kind: str, itemsize: int) -> str:
 
 def tiles_of(pair: Pair, kind: str) -> Iterator[Tile]:
     """All that may be worth a trial."""
-    p_most, q_most, r, j_most, o = map(power, pair[:5])
+    p_most, q_most, r, j_most, o = (1 << (size - 1).bit_length() for size in pair[:5])
     r = max(r, LEAST // p_most, LEAST // q_most)
     j_most, o = max(j_most, LEAST), max(o, LEAST)
     js = {j_most} if kind == "gradients" else {j_most, min(j_most, 64), min(j_most, 128)}
@@ -204,17 +206,12 @@ def plain_time(pair: Pair, activation: int, itemsize: int) -> float:
     return MEMORY * itemsize * (ends + middle + turned) + flops / FLOPS_PER_BYTE / 2
 
 
-def power(size: int) -> int:
-    """The least power of 2 that holds a size."""
-    return 1 << (size - 1).bit_length()
-
-
 def pays(program: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this layer is a pair whose tiles fit, and that the model takes for faster than
     PyTorch's products."""
     pair, size = pair_of(program), dtype.itemsize
     old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-    if pair is None or old:  # by Triton those have no tensor cores
+    if pair is None or old:  # Triton uses no tensor cores there
         return False
     card = card_of(device)
     entry = name_of(pair, "pays with SiLU" if program[-1] else "pays", size)
@@ -314,7 +311,7 @@ def _find_gradients(
     pair: Pair, x: Tensor, dy: Tensor, near: Tensor, far: Tensor, factors: Tensor | None,
     activation: int,
 ) -> list[Tensor]:  # fmt: skip
-    """Of both cores as they are multiplied by, in float32, `(numbers of the core,)`."""
+    """The gradients of both cores, taken as normalised, in float32, `(numbers of the core,)`."""
     from . import kernels
 
     tokens = x.numel() // pair.columns
@@ -353,7 +350,7 @@ def _options(
 
 
 class Norms(NamedTuple):
-    """Of each core: what it is multiplied by, its share without the gain, its norm."""
+    """What each core is multiplied by, its share without the gain, and its norm."""
 
     factors: Tensor
     clips: Tensor
