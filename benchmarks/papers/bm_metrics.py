@@ -57,8 +57,9 @@ def fresh(structure: str, init: str, width: int) -> Row:
         layer = structlin.StructuredLinear(
             width, width, FAMILIES[structure](width), bias=False, init=init
         )
-        (reading,) = stability.metrics(layer, torch.randn(8, width)).rows
-        found.append(reading.dependency)
+        with stability.watch(layer) as log:
+            layer(torch.randn(8, width))
+        found.append(log.rows[0].dependency)
         norms = [
             torch.linalg.matrix_norm(core, 2).max() * math.sqrt(core.shape[2] / core.shape[1])
             for core in layer.cores

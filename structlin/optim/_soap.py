@@ -105,19 +105,19 @@ class SOAP(Muon):
             state["exp_avg_sq"] = cut_as(p, weight, torch.zeros_like(g))
             for side, size in zip(_SIDES, g.shape[-2:], strict=True):
                 if size <= group["max_precond_dim"]:
-                    factor = _square(g, side)
+                    factor = _average(g.new_zeros(len(g), size, size), g, side, 0)
                     state[side] = cut_as(p, weight, factor)
-                    state[f"{side}_basis"] = cut_as(p, weight, torch.linalg.qr(factor)[0])
+                    state[f"{side}_basis"] = cut_as(p, weight, _orthogonalise(factor))
         left, right = (local_part(state.get(f"{side}_basis", _NONE)) for side in _SIDES)
         squares = local_part(state["exp_avg_sq"])
-        squares = squares.lerp(_rotate(g, left, right).square(), 1 - beta)
+        squares = squares.lerp(_rotate(g, left, right).square_(), 1 - beta)
         self._pending[p] = g, squares
-        root = (squares / (1 - beta ** (int(state["step"]) + 1))).sqrt()
+        length = ADAM_RMS * sqrt(max(g.shape[-2:])) / sqrt(1 - beta ** (int(state["step"]) + 1))
+        root = squares.sqrt().mul_(length)
         # or rounding, where the gradient has no part, would make steps as large as the gradient
         floor = FLOOR * root.amax((-2, -1), keepdim=True)
-        root = torch.maximum(root, floor.clamp(min=torch.finfo(root.dtype).tiny))
-        d = _rotate(_rotate(u, left, right) / root, left.mT, right.mT)
-        d = d / (ADAM_RMS * sqrt(max(d.shape[-2:])))
+        root = torch.maximum(root, floor.clamp_(min=torch.finfo(root.dtype).tiny))
+        d = _rotate(_rotate(u, left, right).div_(root), left.mT, right.mT)
         return take_part(p, weight, from_matrices(weight, d.to(whole.dtype), whole))
 
     def _find_largest(self, p: Tensor, weight: Weight) -> float:
@@ -134,14 +134,21 @@ class SOAP(Muon):
             state["exp_avg_sq"].copy_(squares)
             for side in _SIDES:
                 if side in state:
-                    state[side].lerp_(_square(g, side), 1 - group["shampoo_beta"])
+                    _average(state[side], g, side, group["shampoo_beta"])
                     if int(state["step"]) % group["precondition_frequency"] == 0:
                         _turn(state, side)
 
 
-def _square(g: Tensor, side: str) -> Tensor:
-    """G G^T / n, or G^T G / m."""
-    return g @ g.mT / g.shape[-1] if side == "left" else g.mT @ g / g.shape[-2]
+def _average(factor: Tensor, g: Tensor, side: str, beta: float) -> Tensor:
+    """Takes G G^T / n, or G^T G / m, into the average, in place."""
+    g = g if side == "left" else g.mT
+    return factor.baddbmm_(g, g.mT, beta=beta, alpha=(1 - beta) / g.shape[-1])
+
+
+def _orthogonalise(x: Tensor) -> Tensor:
+    """Q of x = Q R; R, which `torch.linalg.qr` writes too, is not needed."""
+    q: Tensor = torch.linalg.householder_product(*torch.geqrf(x))
+    return q
 
 
 def _rotate(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -157,5 +164,5 @@ def _turn(state: dict[str, Tensor], side: str) -> None:
     product = factor @ basis
     order = (basis * product).sum(-2).argsort(-1, descending=True)  # of the diagonal of Q^T L Q
     chosen = torch.arange(len(order), device=order.device)[:, None], order
-    basis.copy_(torch.linalg.qr(product.mT[chosen].mT)[0])
+    basis.copy_(_orthogonalise(product.mT[chosen].mT))
     squares.copy_(squares[chosen] if side == "left" else squares.mT[chosen].mT)

@@ -8,8 +8,8 @@ training, at every width:
     update      sqrt(d_in / d_out) |dW|_2   the most that a step changes RMS(y), x of unit RMS
 
 (Over all x of unit RMS the first is the second; on one batch it shows how well inputs and weights
-are aligned.) `metrics` and `watch` measure them on a live model, `coordinate_check` what they lead
-to across widths.
+are aligned.) `watch` measures them on a live model, `coordinate_check` what they lead to across
+widths.
 
 Sources: "Beyond MuP 2" (2026) for the three numbers; Yang et al. 2022 (arXiv:2203.03466), appendix
 D.1, for the coordinate check. Spectral norms by randomised block Krylov iteration: Musco & Musco
@@ -17,6 +17,6 @@ D.1, for the coordinate check. Spectral norms by randomised block Krylov iterati
 """
 
 from ._coordinates import CoordinateCheck, coordinate_check
-from ._live import Log, metrics, watch
+from ._live import Log, watch
 
-__all__ = ["CoordinateCheck", "Log", "coordinate_check", "metrics", "watch"]
+__all__ = ["CoordinateCheck", "Log", "coordinate_check", "watch"]

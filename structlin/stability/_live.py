@@ -1,4 +1,4 @@
-"""`metrics` and `watch`: how stable the layers of a live model are."""
+"""`watch`: how stable the layers of a live model are."""
 
 import math
 import sys
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .._convert.summary import Table
-from .._model.calls import call_model, eval_mode, first_tensor
+from .._model.calls import first_tensor
 from .._structure.arguments import checked, require_values
 from ..duality import promote
 from ._operator import Operator, modules_by_name, operators
@@ -74,37 +74,6 @@ def format_number(value: float) -> str:
 
 
 @checked
-@torch.no_grad()
-def metrics(model: nn.Module, batch: Any) -> Log:
-    """Forward and dependency stability of every layer of `model`, on one batch, now.
-
-    The model runs in eval mode without gradients; modes are restored and no hook stays, also on an
-    error. Norms are found without forming a structured layer's matrix, from below, within 0.3 %
-    (seen on Gaussian matrices, the worst).
-
-    Args:
-        batch: a mapping is passed as keywords, a tuple or list as positions, anything else as the
-            one argument.
-
-    Raises:
-        TypeError: `model` is not a module.
-        ValueError: a parameter has no values (meta) or is sharded.
-
-    >>> from structlin import BTT, StructuredLinear
-    >>> model = nn.Sequential(StructuredLinear(64, 64, BTT(), init="orthogonal"), nn.ReLU())
-    >>> log = metrics(model, torch.randn(8, 64))
-    >>> [(row.layer, round(row.dependency, 2)) for row in log.rows if row.dependency]
-    [('0', 1.0)]
-    """
-    require_values(model)
-    reader = _Reader(model)
-    with eval_mode(model), reader.listen():
-        call_model(model, batch)
-    reader.measure(0)
-    return Log(reader.rows)
-
-
-@checked
 @contextmanager
 def watch(model: nn.Module, *, every: int = 10) -> Iterator[Log]:
     """Fills a `Log` while the model trains inside of the block: a reading at each `every`-th step.
@@ -113,7 +82,8 @@ def watch(model: nn.Module, *, every: int = 10) -> Iterator[Log]:
     not count. Outputs are those of training, in whatever mode it runs. The update is that of the
     first step that changes the weights after the reading, so that it does not depend on `every`;
     the reading is in the log once that step is made. Until then there is a second copy of the
-    weights. The random numbers of training stay what they are.
+    weights. The random numbers of training stay what they are. Norms are found without forming a
+    structured layer's matrix, from below, within 0.3 % (seen on Gaussian matrices, the worst).
 
     Hooks are on the modules inside only during the forward pass of a reading, and all are gone when
     the block ends, also by an error. A compiled model is passed as what torch.compile returned, and

@@ -320,10 +320,6 @@ CALLS: dict[str, Call] = {
     "modular.Module.dualize": (of(net, "dualize"), dict),
     "modular.Module.dual_norm": (of(net, "dual_norm"), dict),
     "modular.Module.descend_": (of(net, "descend_"), lambda: {"lr": 0.1}),
-    "stability.metrics": (
-        stability.metrics,
-        lambda: {"model": dense(), "batch": rows()},
-    ),
     "stability.watch": (watch, lambda: {"model": dense(), "every": 1}),
     "stability.coordinate_check": (
         stability.coordinate_check,

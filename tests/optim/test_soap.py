@@ -19,7 +19,7 @@ def plainly(gradients, lr, every, momentum=0.9, beta=0.95):
     average, squares, total = (torch.zeros(m, n, dtype=torch.float64) for _ in range(3))
     for t, g in enumerate(gradients, start=1):
         if t == 1:
-            left, right = g @ g.T / n, g.T @ g / m
+            left, right = g @ g.T * (1 / n), g.T @ g * (1 / m)  # rounded as the first bases are
             bases = [torch.linalg.qr(x)[0] for x in (left, right)]
         average = momentum * average + (1 - momentum) * g
         update = (1 - momentum) * g + momentum * average

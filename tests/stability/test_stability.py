@@ -1,5 +1,4 @@
-"""Coordinate check and live metrics: exact values on hand-made cases, hooks, modes, files,
-bad input."""
+"""Coordinate check and readings of a live model: exact values, hooks, modes, files, bad input."""
 
 import copy
 import math
@@ -13,7 +12,7 @@ from torch import nn
 import structlin
 from structlin import BTT, TT, LowRank, StructuredLinear, convert
 from structlin.optim import Muon
-from structlin.stability import coordinate_check, metrics, watch
+from structlin.stability import coordinate_check, watch
 from tests.models import GPT
 
 
@@ -43,12 +42,19 @@ def hooks(model):
     ]
 
 
-# ---- metrics -------------------------------------------------------------------------------------
+def read(model, batch):
+    """One reading, as the model is."""
+    with watch(model) as log:
+        model(batch)
+    return log
+
+
+# ---- the numbers ---------------------------------------------------------------------------------
 
 
 def test_a_hand_made_layer_has_the_numbers_of_its_definition():
     model = nn.Sequential(diagonal(3.0, 4.0), nn.Identity(), diagonal(0.5, 0.0))
-    log = metrics(model, torch.tensor([[1.0, 1.0]], dtype=torch.float64))
+    log = read(model, torch.tensor([[1.0, 1.0]], dtype=torch.float64))
     first, last = row(log, "0"), row(log, "2")
     assert first.rms == pytest.approx(math.sqrt((9 + 16) / 2))
     assert first.forward == pytest.approx(math.sqrt((9 + 16) / 2))  # RMS of the input is 1
@@ -86,9 +92,9 @@ def test_the_dependency_of_a_structured_layer_is_the_norm_of_its_matrix(
 def test_a_wrapped_model_has_the_layers_of_the_plain_one(wrap):
     model = convert(GPT(width=16, depth=1), BTT(), include="ffn")
     tokens = torch.arange(8)[None]
-    plain = {found.layer: found.dependency for found in metrics(model, tokens).rows}
+    plain = {found.layer: found.dependency for found in read(model, tokens).rows}
     model.h[0].mlp = wrap(model.h[0].mlp)
-    assert {found.layer: found.dependency for found in metrics(model, tokens).rows} == plain
+    assert {found.layer: found.dependency for found in read(model, tokens).rows} == plain
 
 
 def test_a_weight_that_is_no_parameter_is_measured_as_what_the_layer_multiplies_by():
@@ -96,15 +102,15 @@ def test_a_weight_that_is_no_parameter_is_measured_as_what_the_layer_multiplies_
         diagonal(3.0, 4.0), n_power_iterations=50
     ).eval()
     x = torch.ones(1, 2, dtype=torch.float64)
-    assert row(metrics(layer, x), "ParametrizedLinear").dependency == pytest.approx(1, rel=1e-3)
+    assert row(read(layer, x), "ParametrizedLinear").dependency == pytest.approx(1, rel=1e-3)
     layer = nn.utils.parametrizations.weight_norm(diagonal(3.0, 4.0))
-    assert row(metrics(layer, x), "ParametrizedLinear").dependency == pytest.approx(4)
+    assert row(read(layer, x), "ParametrizedLinear").dependency == pytest.approx(4)
 
 
 def test_the_norm_of_a_wide_gaussian_matrix_is_right_though_its_singular_values_are_close():
     layer = nn.Linear(512, 384, bias=False)
     exact = operator_norm(layer.weight)
-    found = row(metrics(layer, torch.randn(2, 512)), "Linear").dependency
+    found = row(read(layer, torch.randn(2, 512)), "Linear").dependency
     assert 0.997 * exact <= found <= (1 + 1e-5) * exact
 
 
@@ -114,7 +120,7 @@ def test_a_convolution_is_measured_as_the_linear_map_that_it_is_on_the_image():
     columns = torch.eye(2 * 5 * 6, dtype=torch.float64).reshape(-1, 2, 5, 6)
     matrix = F.conv2d(columns, conv.weight, padding=1).flatten(1)
     exact = math.sqrt(2 / 3) * torch.linalg.matrix_norm(matrix, 2).item()
-    assert row(metrics(conv, image), "Conv2d").dependency == pytest.approx(exact, rel=1e-3)
+    assert row(read(conv, image), "Conv2d").dependency == pytest.approx(exact, rel=1e-3)
 
 
 def test_an_embedding_is_measured_by_its_largest_vector():
@@ -132,7 +138,7 @@ def test_an_embedding_is_measured_by_its_largest_vector():
 
 def test_all_matrices_of_a_torch_encoder_are_measured():
     model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    log = metrics(model, torch.randn(2, 5, 16))
+    log = read(model, torch.randn(2, 5, 16))
     assert {found.layer for found in log.rows if found.dependency} == {
         "self_attn.in_proj", "self_attn.out_proj", "linear1", "linear2"
     }  # fmt: skip
@@ -140,32 +146,16 @@ def test_all_matrices_of_a_torch_encoder_are_measured():
     assert row(log, "self_attn.in_proj").dependency == pytest.approx(exact, rel=1e-3)
 
 
-def test_metrics_leave_the_model_as_it_was():
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4)).eval()
-    model[2].train()
-    modes, state = [m.training for m in model.modules()], copy.deepcopy(model.state_dict())
-    random = torch.get_rng_state()
-    metrics(model, torch.randn(8, 4, generator=torch.Generator().manual_seed(1)))
-    assert [m.training for m in model.modules()] == modes
-    assert torch.equal(torch.get_rng_state(), random)
-    assert not hooks(model)
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        metrics(model, torch.randn(8, 5))
-    assert [m.training for m in model.modules()] == modes
-    assert not hooks(model)
-
-
 def test_a_diverged_layer_reads_nan_and_raises_nothing():
     layer = diagonal(1.0, math.inf)
-    found = row(metrics(layer, torch.ones(1, 2, dtype=torch.float64)), "Linear")
+    found = row(read(layer, torch.ones(1, 2, dtype=torch.float64)), "Linear")
     assert math.isnan(found.dependency)
 
 
 def test_bfloat16_weights_under_autocast_are_measured_in_float32():
     layer = nn.Linear(8, 8).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = row(metrics(layer, torch.randn(2, 8, dtype=torch.bfloat16)), "Linear")
+        found = row(read(layer, torch.randn(2, 8, dtype=torch.bfloat16)), "Linear")
     assert found.dependency == pytest.approx(operator_norm(layer.weight), rel=1e-4)
 
 
@@ -302,8 +292,12 @@ def test_watch_says_when_it_saw_nothing():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: metrics("model", torch.ones(1)), TypeError, "model=str must be a torch.nn.Module"),
-        (lambda: metrics(nn.Linear(2, 2, device="meta"), 1), ValueError, "weight is on meta"),
+        (lambda: watch("model").__enter__(), TypeError, "model=str must be a torch.nn.Module"),
+        (
+            lambda: watch(nn.Linear(2, 2, device="meta")).__enter__(),
+            ValueError,
+            "weight is on meta",
+        ),
         (
             lambda: watch(nn.Linear(2, 2), every=0).__enter__(),
             ValueError,
@@ -384,7 +378,7 @@ def cross_entropy(model, batch):
 
 def test_a_layer_with_an_activation_between_its_cores_is_no_linear_map():
     model = nn.Sequential(StructuredLinear(16, 16, BTT().activate()), nn.Linear(16, 16))
-    log = metrics(model, torch.randn(8, 16))
+    log = read(model, torch.randn(8, 16))
     assert row(log, "0").dependency is None
     assert row(log, "0").forward > 0
     assert row(log, "1").dependency > 0
