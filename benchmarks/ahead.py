@@ -101,9 +101,9 @@ class Launches:
     def launch(self, name: str, grid: tuple[int, ...], *operands: Any, **options: Any) -> None:
         if self.run:
             getattr(self.run, name)[grid](*operands, **options)
-        if operands[0].dtype == torch.float32:
-            options = options | {"precision": "tf32"}  # as on a GPU
-        arguments = [self._seen(each) for each in operands]
+        seen = [self._seen(each) for each in operands]
+        tf32 = operands[0].dtype == torch.float32  # as on a GPU
+        arguments = ["tf32" if each == "ieee" and tf32 else each for each in seen]
         _, specialisation, other = self.binders[name](*arguments, **options)
         key = name, tuple(specialisation), str(other)
         self.found.setdefault(key, (self.source, name, arguments, options))
@@ -155,6 +155,7 @@ def as_on_a_gpu(launches: Launches, card: pairs.Card) -> Iterator[None]:
     changes = [
         (triton, "kernels", by),
         (pairs, "card_of", lambda device: card),
+        (pairs, "align", lambda x: 0),  # a fake tensor has no address
         (check, "_answers", {}),
         (operators, "pays", lambda program, x, *_: check.pays(program.numbers, x.dtype, x.device)),
         (operators, "available", lambda x: True),
@@ -162,8 +163,8 @@ def as_on_a_gpu(launches: Launches, card: pairs.Card) -> Iterator[None]:
         (operators, "_gradients", pairs.gradients),
     ]
     with ExitStack() as stack:
-        pairs._options.cache_clear()
-        stack.callback(pairs._options.cache_clear)
+        pairs.launch_of.cache_clear()
+        stack.callback(pairs.launch_of.cache_clear)
         for where, name, value in changes:
             stack.enter_context(mock.patch.object(where, name, value))
         yield

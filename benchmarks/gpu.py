@@ -114,7 +114,7 @@ def tuned_as(entries: dict[str, Any]) -> Iterator[None]:
 
 def forget_tiles() -> None:
     pairs.tile_for.cache_clear()
-    pairs._options.cache_clear()
+    pairs.launch_of.cache_clear()
 
 
 def card() -> pairs.Card:
@@ -512,7 +512,7 @@ def compare(
     works = {n: work for n, work in works.items() if found[n] is not None}
     if "nn.Linear" not in works:
         return
-    launched, asked = dict[str, int](), lambda: sum(pairs._options.cache_info()[:2])
+    launched, asked = dict[str, int](), lambda: sum(pairs.launch_of.cache_info()[:2])
     for n, work in works.items():  # each of structlin's kernels asks once for its tile
         before = asked()
         work()

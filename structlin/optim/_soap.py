@@ -10,7 +10,8 @@ from math import inf, sqrt
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, geqrf, nn
+from torch.linalg import householder_product  # the Q of a QR, without R
 
 from .._model.parameters import Weight
 from .._structure.arguments import checked
@@ -107,7 +108,7 @@ class SOAP(Muon):
                 if size <= group["max_precond_dim"]:
                     factor = _average(g.new_zeros(len(g), size, size), g, side, 0)
                     state[side] = cut_as(p, weight, factor)
-                    state[f"{side}_basis"] = cut_as(p, weight, _orthogonalise(factor))
+                    state[f"{side}_basis"] = cut_as(p, weight, householder_product(*geqrf(factor)))
         left, right = (local_part(state.get(f"{side}_basis", _NONE)) for side in _SIDES)
         squares = local_part(state["exp_avg_sq"])
         squares = squares.lerp(_rotate(g, left, right).square_(), 1 - beta)
@@ -145,12 +146,6 @@ def _average(factor: Tensor, g: Tensor, side: str, beta: float) -> Tensor:
     return factor.baddbmm_(g, g.mT, beta=beta, alpha=(1 - beta) / g.shape[-1])
 
 
-def _orthogonalise(x: Tensor) -> Tensor:
-    """Q of x = Q R; R, which `torch.linalg.qr` writes too, is not needed."""
-    q: Tensor = torch.linalg.householder_product(*torch.geqrf(x))
-    return q
-
-
 def _rotate(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Q_L^T X Q_R; a side without a basis stays."""
     x = left.mT @ x if left.numel() else x
@@ -164,5 +159,5 @@ def _turn(state: dict[str, Tensor], side: str) -> None:
     product = factor @ basis
     order = (basis * product).sum(-2).argsort(-1, descending=True)  # of the diagonal of Q^T L Q
     chosen = torch.arange(len(order), device=order.device)[:, None], order
-    basis.copy_(_orthogonalise(product.mT[chosen].mT))
+    basis.copy_(householder_product(*geqrf(product.mT[chosen].mT)))
     squares.copy_(squares[chosen] if side == "left" else squares.mT[chosen].mT)

@@ -30,8 +30,8 @@ def by(monkeypatch):
     def use(fault):
         def run(layer, name):
             found = [each.to(layer.x.dtype) for each in layer.wanted[name]]
-            tile, _ = pairs._options(*layer.kernels[name][:2], 0, layer.x.dtype, layer.x.device)
-            fault(name, found[0], tile)
+            kernel = layer.kernels[name][:2]
+            fault(name, found[0], pairs.launch_of(*kernel, 0, layer.x.dtype, layer.x.device).tile)
             return found
 
         monkeypatch.setattr(gpu.Layer, "run", run)

@@ -57,9 +57,9 @@ def kernels(monkeypatch, interpreted):
     monkeypatch.setattr(sys.modules[pairs.__package__], "kernels", interpreted, raising=False)
     monkeypatch.setattr(check, "_answers", {})
     monkeypatch.setattr(check, "has_tf32", lambda: True)
-    pairs._options.cache_clear()
+    pairs.launch_of.cache_clear()
     yield interpreted
-    pairs._options.cache_clear()
+    pairs.launch_of.cache_clear()
 
 
 @pytest.fixture
@@ -227,6 +227,37 @@ def test_only_what_is_wanted_is_computed():
             assert torch.equal(one, each) if bit == wants else one.numel() == 0
 
 
+class Compiler:
+    """Stands for a kernel: what is asked of Triton, and what is launched without it."""
+
+    def __init__(self):
+        self.asked, self.launched = [], []
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            self.asked.append(arguments)
+            return {grid: lambda *arguments: self.launched.append(arguments)}
+
+        return launch
+
+
+def test_triton_is_asked_once_for_each_kind_of_launch(monkeypatch, kernels):
+    layer, x, _ = make(BTT(rank=2), 24, 20, torch.float32)
+    compiler, numbers = Compiler(), layer._program.numbers
+    monkeypatch.setattr(kernels, "multiply", compiler)
+    x = torch.zeros(64 * 24 + 1)
+
+    def multiply(x, bias):
+        pairs.multiply(x.view(64, 24), layer.cores, bias, None, (), numbers)
+        return len(compiler.asked), len(compiler.launched)
+
+    assert [multiply(x[:-1], None) for _ in range(3)] == [(1, 0), (1, 1), (1, 2)]
+    assert multiply(x[:-1], layer.bias) == (2, 2)  # with a bias it is another kernel
+    assert multiply(x[1:], None) == (3, 2)  # and so with an x that begins elsewhere
+    constants = lambda arguments: [each for each in arguments if not torch.is_tensor(each)]  # noqa: E731
+    assert constants(compiler.asked[0]) == constants(compiler.launched[0])
+
+
 # ---- their tiles -------------------------------------------------------------------------------
 
 
@@ -357,6 +388,16 @@ def test_a_kernel_that_cannot_be_launched_leaves_the_layer_to_plain_products(on_
             y = layer(x)
         assert torch.equal(layer(x), y)  # without it, and without a warning
     assert_close([y], by_definition(layer, x, dy)[:1], torch.float32)
+
+
+def test_a_full_gpu_is_asked_again(monkeypatch):
+    def fill(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(check, "self_test", fill)
+        assert not check.pays(PROGRAM, torch.float16, CPU)
+    assert check.pays(PROGRAM, torch.float16, CPU)
 
 
 def test_without_triton_the_answer_is_no_with_one_warning(monkeypatch):

@@ -41,7 +41,10 @@ def pays(program: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if layer not in _answers:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return False
-        _answers[layer] = _find_answer(layer)
+        try:
+            _answers[layer] = _find_answer(layer)
+        except torch.OutOfMemoryError:  # the next use asks again
+            return False
     return _answers[layer]
 
 
@@ -64,6 +67,8 @@ def _find_answer(layer: Layer) -> bool:
             if not pairs.pays(*layer):
                 return False
             faults = self_test(*layer)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever Triton, its compiler or the driver may raise
         faults = [f"{type(error).__name__}: {error}"]
     if faults:

@@ -45,9 +45,9 @@ def multiply(  # type: ignore[no-untyped-def]
     sizes: tl.constexpr,
     tile: tl.constexpr,
     f: tl.constexpr,  # the scale of f(h) = scale h sigmoid(h); None: f(h) = h
-    turned: tl.constexpr,  # is near the last core?
-    wide: tl.constexpr,  # are there x or y past 2**31 elements?
     precision: tl.constexpr,
+    wide: tl.constexpr,  # are there x or y past 2**31 elements?
+    turned: tl.constexpr,  # is near the last core?
 ):  # fmt: skip
     """One tile of tokens and of q."""
     P: tl.constexpr = sizes[0]
@@ -102,16 +102,17 @@ def multiply(  # type: ignore[no-untyped-def]
 
 @jit("tokens", "chunk")
 def find_gradients(  # type: ignore[no-untyped-def]
-    x, dy, near, far, factors, dnear, dfar,
+    x, dy, near, far, factors, found,
     tokens,
     chunk,  # of tokens, for one part of the sums
     sizes: tl.constexpr,
     tile: tl.constexpr,
     f: tl.constexpr,
-    wide: tl.constexpr,
     precision: tl.constexpr,
+    wide: tl.constexpr,
 ):  # fmt: skip
-    """dnear[part, p, q, r, j] and dfar[part, p, q, r, o] of some p and q, by the cores' strides."""
+    """found[part] is dnear[p, q, r, j], then dfar[p, q, r, o], of some p and q, by the cores'
+    strides."""
     P: tl.constexpr = sizes[0]
     Q: tl.constexpr = sizes[1]
     R: tl.constexpr = sizes[2]
@@ -151,16 +152,18 @@ def find_gradients(  # type: ignore[no-untyped-def]
         db = tl.dot(tl.permute(dh.to(a.dtype), (0, 2, 1)), a, db, input_precision=precision)
         dc = tl.dot(tl.permute(d, (0, 2, 1)), h.to(d.dtype), dc, input_precision=precision)
     # a core that several p or q share has a gradient for each of them here
+    dnear = found + part * (P * R * Q * (J + O))
+    dfar = dnear + P * R * Q * J
     n: tl.constexpr = sizes[6]
     pairs, allowed = _pairs(q0, n[1], Q, n[2], R, tile[2], tile[3])
     at = p[:, None, None] * (R * Q * J) + pairs[None, :, None] + j[None, None, :] * n[3]
     allowed = (p < P)[:, None, None] & allowed[None, :, None] & (j < J)[None, None, :]
-    tl.store(dnear + part * (P * R * Q * J) + at, db, allowed)
+    tl.store(dnear + at, db, allowed)
     m: tl.constexpr = sizes[7]
     pairs, allowed = _pairs(p0, m[0], P, m[2], R, tile[1], tile[3])
     at = q[:, None, None] * (R * P * O) + o[None, :, None] * m[3] + pairs[None, None, :]
     allowed = (q < Q)[:, None, None] & (o < O)[None, :, None] & allowed[None, None, :]
-    tl.store(dfar + part * (Q * R * P * O) + at, dc, allowed)
+    tl.store(dfar + at, dc, allowed)
 
 
 @jit()

@@ -276,15 +276,16 @@ def gradients(
     if wants & OF_X:
         z = x if program[-1] else None
         _multiply(pair.turn(), dy, far, near, dx, None, factors, z, program[-1], True)
-    dgains = (x if gains is None else gains).new_empty(len(cores) if wants & OF_GAINS else 0)
-    dcores = [x.new_empty(core.shape if wants & OF_CORES else 0) for core in cores]
+    dcores, dgains = [x.new_empty(0), x.new_empty(0)], x.new_empty(0)
     if wants & (OF_CORES | OF_GAINS):
         found = _find_gradients(pair, x, dy, near, far, factors, program[-1])
-        found = [each.view(core.shape) for each, core in zip(found, cores, strict=True)]
         if norms is not None:
             found, along = through_norms(found, cores, norms)
-            dgains = along.to(dgains) if wants & OF_GAINS else dgains
-        dcores = [each.to(x.dtype) for each in found] if wants & OF_CORES else dcores
+            dgains = along.to(gains) if wants & OF_GAINS else dgains
+        if wants & OF_CORES:
+            dcores = [
+                each.to(x.dtype).view_as(core) for each, core in zip(found, cores, strict=True)
+            ]
     dbias = dy.view(-1, pair.rows).sum(0, dtype=x.dtype) if wants & OF_BIAS else x.new_empty(0)
     return [dx, *dcores, dgains, dbias]
 
@@ -293,18 +294,10 @@ def _multiply(
     pair: Pair, x: Tensor, near: Tensor, far: Tensor, y: Tensor, bias: Tensor | None,
     factors: Tensor | None, z: Tensor | None, activation: int, turned: bool,
 ) -> None:  # fmt: skip
-    from . import kernels
-
     tokens = x.numel() // pair.columns
-    kind = "product" if z is None else "gated"
-    tile, options = _options(pair, kind, activation, x.dtype, x.device)
-    programs = -(-tokens // tile.t) * -(-pair.q // tile.q)
-    if programs:
-        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-            kernels.multiply[(programs,)](
-                x, near, far, y, bias, factors, z, tokens, tuple(pair), tile[:6],
-                turned=int(turned), wide=tokens * max(pair.columns, pair.rows) >= FAR, **options,
-            )  # fmt: skip
+    launch = launch_of(pair, "product" if z is None else "gated", activation, x.dtype, x.device)
+    programs = -(-tokens // launch.tile.t) * -(-pair.q // launch.tile.q)
+    launch("multiply", programs, (x, near, far, y, bias, factors, z), tokens, turned=(int(turned),))
 
 
 def _find_gradients(
@@ -312,57 +305,85 @@ def _find_gradients(
     activation: int,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of both cores, taken as normalised, in float32, `(numbers of the core,)`."""
-    from . import kernels
-
     tokens = x.numel() // pair.columns
-    tile, options = _options(pair, "gradients", activation, x.dtype, x.device)
-    together = -(-pair.p // tile.p) * -(-pair.q // tile.q)
-    parts = min(PROGRAMS * card_of(x.device).processors // together, tokens // (4 * tile.t))
-    chunk = -(-tokens // (max(parts, 1) * tile.t)) * tile.t
+    launch = launch_of(pair, "gradients", activation, x.dtype, x.device)
+    t, p, q, *_ = launch.tile
+    together = -(-pair.p // p) * -(-pair.q // q)
+    parts = min(PROGRAMS * card_of(x.device).processors // together, tokens // (4 * t))
+    chunk = -(-tokens // (max(parts, 1) * t)) * t
     parts = -(-tokens // chunk) if chunk else 0
-    shapes = (pair.p, pair.q * pair.r * pair.j), (pair.q, pair.p * pair.r * pair.o)
-    found = [x.new_empty(parts, *shape, dtype=torch.float32) for shape in shapes]
-    if parts:
-        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-            kernels.find_gradients[(parts * together,)](
-                x, dy, near, far, factors, *found, tokens, chunk, tuple(pair), tile[:6],
-                wide=tokens * max(pair.columns, pair.rows) >= FAR, **options,
-            )  # fmt: skip
-    shared = near.numel() < shapes[0][0] * shapes[0][1], far.numel() < shapes[1][0] * shapes[1][1]
-    dims = [(0, 1) if each else (0,) for each in shared]  # of a shared core, over its uses too
-    return [each.sum(dim).flatten() for each, dim in zip(found, dims, strict=True)]
+    sizes = [pair.p * pair.q * pair.r * last for last in (pair.j, pair.o)]
+    found = x.new_empty(parts, sum(sizes), dtype=torch.float32)
+    tensors = x, dy, near, far, factors, found
+    launch("find_gradients", parts * together, tensors, tokens, chunk)
+    pairs = zip(found.sum(0).split_with_sizes(sizes), (near, far), strict=True)
+    # of a core that several p or q share, over its uses too
+    return [a.view(-1, b.numel()).sum(0) if b.numel() < a.numel() else a for a, b in pairs]
+
+
+class Launch(NamedTuple):
+    """A kernel in a tile, and what is compiled of it already."""
+
+    pair: Pair
+    tile: Tile
+    constants: tuple[Any, ...]
+    options: dict[str, int]
+    ready: dict[tuple[Any, ...], Any]
+
+    def __call__(
+        self, name: str, programs: int, tensors: Sequence[Tensor | None], *numbers: int,
+        turned: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        from . import kernels
+
+        if not programs:
+            return
+        wide = numbers[0] * max(self.pair.columns, self.pair.rows) >= FAR
+        seen = [each if each is None else (each.dtype, align(each)) for each in tensors]
+        arguments, key = (*tensors, *numbers, *self.constants, wide, *turned), (wide, turned, *seen)
+        with torch.cuda.device_of(tensors[0]):  # type: ignore[no-untyped-call]
+            if kernel := self.ready.get(key):  # Triton would look for it longer than it runs
+                kernel[programs, 1, 1](*arguments)
+            else:
+                launch = getattr(kernels, name)[programs, 1, 1]
+                self.ready[key] = launch(*arguments, **self.options)
+
+
+def align(x: Tensor) -> int:
+    """Bytes from a multiple of 16 to where x begins."""
+    return x.data_ptr() % 16
 
 
 @lru_cache(maxsize=4096)
-def _options(
+def launch_of(
     pair: Pair, kind: str, activation: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tile, dict[str, Any]]:
+) -> Launch:
     card = card_of(device)
     tile = tile_for(pair, kind, dtype.itemsize, card.name, card.shared)
     assert tile, "operators.pays has asked `fits`"
     tf32 = dtype == torch.float32 and device.type == "cuda"
-    options = {"f": 1 / SILU_RMS if activation else None, "precision": "tf32" if tf32 else "ieee"}
-    launch = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": MAX_REGISTERS}
-    return tile, options | launch
+    f, precision = 1 / SILU_RMS if activation else None, "tf32" if tf32 else "ieee"
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": MAX_REGISTERS}
+    return Launch(pair, tile, (tuple(pair), tile[:6], f, precision), options, {})
 
 
 # ---- weight normalisation ------------------------------------------------------------------------
 
 
 class Norms(NamedTuple):
-    """What each core is multiplied by, its share without the gain, and its norm."""
+    """What each core is multiplied by, what divides its gain, and its norm."""
 
     factors: Tensor
-    clips: Tensor
-    norms: Tensor
+    divisors: Tensor
+    norms: tuple[Tensor, ...]
 
 
 def find_norms(cores: Sequence[Tensor], gains: Tensor, sigmas: Sequence[float]) -> Norms:
     """As `product.normalise` has them, without a wait for the device."""
     norms = torch._foreach_norm(list(cores), 2, torch.float64)
     largest = [sigma * sqrt(core.numel()) for sigma, core in zip(sigmas, cores, strict=True)]
-    clips = torch.stack(torch._foreach_mul(torch._foreach_reciprocal(norms), largest)).clamp(max=1)
-    return Norms((gains * clips).float(), clips, torch.stack(norms))
+    divisors = torch.stack(torch._foreach_div(norms, largest)).clamp(min=1)
+    return Norms((gains / divisors).float(), divisors, norms)
 
 
 def through_norms(
@@ -371,13 +392,14 @@ def through_norms(
     """The gradients of cores and gains, by those of the normalised cores.
 
     M~ = factor M: dM = factor (dM~ - <dM~, M> / |M|^2 M), the second term where it is clipped;
-    dgain = clip <dM~, M>.
+    dgain = <dM~, M> / divisor.
     """
-    wide = [core.float() for core in cores]
-    along = torch.stack([each.sum() for each in torch._foreach_mul(list(found), wide)])
-    back = torch.where(norms.clips < 1, along / norms.norms.square(), 0).float()
+    cores = [core.flatten() for core in cores]
+    along = torch.stack([each.sum() for each in torch._foreach_mul(list(found), cores)])
+    squares = torch.stack(norms.norms).square()
+    back = torch.where(norms.divisors > 1, along / squares, 0).float()
     dcores = [
-        (each - core * off) * factor
-        for each, core, off, factor in zip(found, wide, back, norms.factors, strict=True)
+        torch.addcmul(each, core, off, value=-1).mul_(factor)
+        for each, core, off, factor in zip(found, cores, back, norms.factors, strict=True)
     ]
-    return dcores, along * norms.clips
+    return dcores, along / norms.divisors
