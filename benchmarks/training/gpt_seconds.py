@@ -348,6 +348,36 @@ def at(curve: Sequence[tuple[float, float]], cost: float) -> float | None:
     return curve[-1][1]
 
 
+def needed(curve: Sequence[tuple[float, float]], loss: float) -> float:
+    """What the first point of a front at or below `loss` costs, linear in logarithms between two;
+    infinite if none is.
+
+    >>> curve = [(10.0, 1.0), (1000.0, 0.25)]
+    >>> round(needed(curve, 0.5)), needed(curve, 2.0), needed(curve, 0.1)
+    (100, 10.0, inf)
+    """
+    if curve and curve[0][1] <= loss:
+        return curve[0][0]
+    for (x0, y0), (x1, y1) in pairwise(curve):
+        if y1 <= loss:
+            return float(x0 * (x1 / x0) ** (math.log(y0 / loss) / math.log(y0 / y1)))
+    return math.inf
+
+
+def sooner(table: Sequence[Row], setup: str) -> list[float]:
+    """Of each seed, the seconds that structured models need for the least loss of the widest dense
+    ones, over the seconds of the one that has it."""
+    mine = select(table, setup=setup)
+    dense = select(mine, kind="dense")
+    widest = select(dense, width=max(values(dense, "width")))
+    ours = [row for row in mine if row["kind"] != "dense"]
+    found = []
+    for seed in range(min(len(row["losses"]) for row in widest)):
+        goal = min(widest, key=lambda row: row["losses"][seed])
+        found.append(needed(front(ours, "seconds", seed), goal["losses"][seed]) / goal["seconds"])
+    return found
+
+
 # ---- the report ----------------------------------------------------------------------------------
 
 
@@ -432,15 +462,27 @@ def draw(result: Row) -> figures.Figure:
 
 
 def numbers(result: Row) -> dict[str, str]:
-    """By how many percent the loss of `OURS` lies below dense's at the width of the search."""
+    """By how many percent the loss of `OURS` lies below dense's, by width; and after what share of
+    the widest dense model's seconds it has that one's loss."""
     found = {}
     for setup, name in NAMES.items():
-        where = {"setup": setup, "width": result["setting"]["tuned"], **OURS}
-        for row in select(result["table"], **where):
+        for row in select(result["table"], setup=setup, **OURS):
+            tuned = row["width"] == result["setting"]["tuned"]
             for of, ratios in row["over dense"].items():
-                ends = [f"{100 * (1 - ratio):.1f}" for ratio in (max(ratios), min(ratios))]
-                found[f"gpts.{name}_{of}"] = " to ".join(dict.fromkeys(ends))
+                title = f"gpts.{name}_{of}" + ("" if tuned else f"_{row['width']}")
+                found[title] = span(100 * (1 - max(ratios)), 100 * (1 - min(ratios)), ".1f")
+        if len({*values(select(result["table"], setup=setup), "width")}) > 1:
+            shares = sooner(result["table"], setup)
+            found[f"gpts.{name}_sooner"] = span(100 * min(shares), 100 * max(shares), ".0f")
     return found
+
+
+def span(low: float, high: float, spec: str) -> str:
+    """
+    >>> span(0.5, 1.25, ".1f"), span(2.0, 2.0, ".0f")
+    ('0.5 to 1.2', '2')
+    """
+    return " to ".join(dict.fromkeys(format(each, spec) for each in (low, high)))
 
 
 def settings(**changes: int) -> dict[str, dict[str, int]]:

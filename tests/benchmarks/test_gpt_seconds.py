@@ -83,12 +83,15 @@ def test_losses_are_compared_at_equal_flops_and_at_equal_seconds_seed_by_seed():
         dict(zip(names, cell, strict=True)) | {"milliseconds": 100.0 * time}
         for cell, time in zip(cells, (1, 4, 2), strict=True)
     ]
-    *_, ours = gpt_seconds.tabulate(rows, times)
+    table = gpt_seconds.tabulate(rows, times)
+    ours = table[-1]
     assert ours["seconds"] == 2
     assert ours["over dense"]["SOAP"] == [0.5, 1.5]
     # halfway between the two, in logarithms
     assert ours["over dense"]["seconds"] == pytest.approx([0.5 / 2, 3 / 8**0.5])
     assert gpt_seconds.percents(ours["over dense"]["SOAP"]) == "-50.0 to +50.0"
+    # 2 seconds in place of 4 for a loss of at most 1; a loss of 2 is not reached
+    assert gpt_seconds.sooner(table, "Python") == [0.5, math.inf]
 
 
 def test_each_rate_stands_under_its_kind_and_optimizer():

@@ -3,7 +3,8 @@
 A layer is tested once for a device and dtype, before its first use: all kernels that it may launch,
 on few tokens, against float64, twice for the same bits, with NaN around x, y and dy that must
 neither be read nor overwritten. If one is wrong, cannot be compiled or launched, or Triton is
-missing, one warning says so, and PyTorch's products serve.
+missing, or the memory is full, one warning says so, and PyTorch's products serve from then on: the
+answer may not change between a pass and its repetition by a checkpoint.
 """
 
 import warnings
@@ -41,10 +42,7 @@ def pays(program: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if layer not in _answers:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return False
-        try:
-            _answers[layer] = _find_answer(layer)
-        except torch.OutOfMemoryError:  # the next use asks again
-            return False
+        _answers[layer] = _find_answer(layer)
     return _answers[layer]
 
 
@@ -67,8 +65,6 @@ def _find_answer(layer: Layer) -> bool:
             if not pairs.pays(*layer):
                 return False
             faults = self_test(*layer)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # whatever Triton, its compiler or the driver may raise
         faults = [f"{type(error).__name__}: {error}"]
     if faults:

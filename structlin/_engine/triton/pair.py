@@ -276,16 +276,16 @@ def gradients(
     if wants & OF_X:
         z = x if program[-1] else None
         _multiply(pair.turn(), dy, far, near, dx, None, factors, z, program[-1], True)
-    dcores, dgains = [x.new_empty(0), x.new_empty(0)], x.new_empty(0)
+    dcores = [x.new_empty(0), x.new_empty(0)]
+    dgains = (x if gains is None else gains).new_empty(0)
     if wants & (OF_CORES | OF_GAINS):
         found = _find_gradients(pair, x, dy, near, far, factors, program[-1])
         if norms is not None:
             found, along = through_norms(found, cores, norms)
             dgains = along.to(gains) if wants & OF_GAINS else dgains
         if wants & OF_CORES:
-            dcores = [
-                each.to(x.dtype).view_as(core) for each, core in zip(found, cores, strict=True)
-            ]
+            parts = zip(found, cores, strict=True)  # of one buffer, where they are not normalised
+            dcores = [a.to(x.dtype, copy=norms is None).view_as(core) for a, core in parts]
     dbias = dy.view(-1, pair.rows).sum(0, dtype=x.dtype) if wants & OF_BIAS else x.new_empty(0)
     return [dx, *dcores, dgains, dbias]
 
@@ -322,7 +322,7 @@ def _find_gradients(
 
 
 class Launch(NamedTuple):
-    """A kernel in a tile, and what is compiled of it already."""
+    """A kernel in a tile, and what is compiled of it: only then are Triton's knobs read."""
 
     pair: Pair
     tile: Tile
@@ -334,8 +334,6 @@ class Launch(NamedTuple):
         self, name: str, programs: int, tensors: Sequence[Tensor | None], *numbers: int,
         turned: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
-        from . import kernels
-
         if not programs:
             return
         wide = numbers[0] * max(self.pair.columns, self.pair.rows) >= FAR
@@ -345,6 +343,8 @@ class Launch(NamedTuple):
             if kernel := self.ready.get(key):  # Triton would look for it longer than it runs
                 kernel[programs, 1, 1](*arguments)
             else:
+                from . import kernels
+
                 launch = getattr(kernels, name)[programs, 1, 1]
                 self.ready[key] = launch(*arguments, **self.options)
 
@@ -360,7 +360,7 @@ def launch_of(
 ) -> Launch:
     card = card_of(device)
     tile = tile_for(pair, kind, dtype.itemsize, card.name, card.shared)
-    assert tile, "operators.pays has asked `fits`"
+    assert tile, "`pays` has asked for it"
     tf32 = dtype == torch.float32 and device.type == "cuda"
     f, precision = 1 / SILU_RMS if activation else None, "tf32" if tf32 else "ieee"
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": MAX_REGISTERS}
