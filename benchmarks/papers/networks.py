@@ -4,16 +4,15 @@ Source: Large et al. 2024 (arXiv:2405.14813), appendix B.5 to B.7.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from structlin.modular import (
     Abs,
-    AvgPool,
     Bond,
     Composite,
     Conv2D,
     Embed,
-    Flatten,
     FunctionalAttention,
     Identity,
     LayerNorm,
@@ -32,6 +31,22 @@ class Enumerate(Bond):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return torch.arange(tokens.shape[-1], device=tokens.device)
+
+
+class Flatten(Bond):
+    """All dimensions but the first to one."""
+
+    keeps_width = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(start_dim=1)
+
+
+class AvgPool(Bond):
+    """Images `(batch, channels, height, width)` -> the means of their channels, of one pixel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.adaptive_avg_pool2d(x, 1)
 
 
 def residual(module: Module, depth: int) -> Module:

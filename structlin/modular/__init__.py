@@ -5,8 +5,6 @@ from .atoms import Conv2D, Embed, Linear, Structured
 from .bonds import (
     GELU,
     Abs,
-    AvgPool,
-    Flatten,
     FunctionalAttention,
     LayerNorm,
     MeanSubtract,
@@ -14,7 +12,6 @@ from .bonds import (
     ReLU,
     RMSDivide,
     ScaledGELU,
-    ScaledReLU,
     SplitHeads,
 )
 from .module import Bond, Composite, Identity, Module, masses
@@ -22,12 +19,10 @@ from .module import Bond, Composite, Identity, Module, masses
 __all__ = [
     "GELU",
     "Abs",
-    "AvgPool",
     "Bond",
     "Composite",
     "Conv2D",
     "Embed",
-    "Flatten",
     "FunctionalAttention",
     "Identity",
     "LayerNorm",
@@ -38,7 +33,6 @@ __all__ = [
     "RMSDivide",
     "ReLU",
     "ScaledGELU",
-    "ScaledReLU",
     "SplitHeads",
     "Structured",
     "masses",

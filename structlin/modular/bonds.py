@@ -61,15 +61,6 @@ class GELU(Bond):
         return F.gelu(x)
 
 
-def ScaledReLU() -> Composite:  # noqa: N802
-    """ReLU times sqrt 2: of sensitivity 1.
-
-    >>> round(ScaledReLU().sensitivity, 6)
-    1.0
-    """
-    return sqrt(2) * ReLU()
-
-
 def ScaledGELU() -> Composite:  # noqa: N802
     """GELU times sqrt 2: of sensitivity 1.
 
@@ -197,28 +188,3 @@ class MergeHeads(Bond):
 
     def forward(self, x: Tensor) -> Tensor:
         return rearrange(x, "... h t d -> ... t (h d)")
-
-
-class Flatten(Bond):
-    """All dimensions but the first to one.
-
-    >>> Flatten()(torch.ones(5, 2, 3)).shape
-    torch.Size([5, 6])
-    """
-
-    keeps_width = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.flatten(start_dim=1)
-
-
-class AvgPool(Bond):
-    """Images `(batch, channels, height, width)` -> the means of their channels `(batch, channels,
-    1, 1)`.
-
-    >>> AvgPool()(torch.ones(5, 2, 8, 8)).shape
-    torch.Size([5, 2, 1, 1])
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.adaptive_avg_pool2d(x, 1)
