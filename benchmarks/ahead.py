@@ -60,7 +60,8 @@ GPUS = {  # of each architecture, whose tiles are taken
     90: [pairs.Card(name, 227 * 1024, 132) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200")],
     100: [pairs.Card("NVIDIA B200", 227 * 1024, 148)],
 }
-NAMES = ("multiply", "find_gradients")  # of the kernels
+ON_CORES = ("find_norms", "add_parts", "through_norms")
+NAMES = ("multiply", "find_gradients", *ON_CORES)  # of the kernels
 AUTOCAST = torch.bfloat16  # of the examples' steps
 PREDICTED = ("BTT r=1", "BTT r=4", "Monarch 16", "Monarch 64")
 LIMITS = timing.Ceilings(rate=798e12, bandwidth=3.0e12, call=0.0)  # an H100's
@@ -285,10 +286,11 @@ def compile_one(launch: Launch) -> Row:
     source, name, arguments, options = launch
     start, kernel = os.times(), kernel_of(name)
     named = dict(zip(kernel.arg_names, arguments, strict=False)) | options
-    tile = [*named["tile"], options["num_warps"], options["num_stages"]]
-    kind = "gated" if named.get("z") else {"multiply": "product"}.get(name, "gradients")
-    row = {"launch": source, "kind": kind, "silu": named["f"] is not None, "tile": tile}
-    row |= {"dtype": str(named["x"].dtype)[6:], "sizes": named["sizes"][:5]}
+    kinds = {"multiply": "gated" if named.get("z") else "product", "find_gradients": "gradients"}
+    row = {"launch": source, "kind": kinds.get(name, name), "dtype": str(named["near"].dtype)[6:]}
+    if name not in ON_CORES:
+        tile = [*named["tile"], options["num_warps"], options["num_stages"]]
+        row |= {"silu": named["f"] is not None, "tile": tile, "sizes": named["sizes"][:5]}
     compiled = kernel.run(*arguments, grid=(1,), warmup=True, **options)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -336,6 +338,7 @@ def summarise(rows: Sequence[Row], arch: int) -> Row:
         "tried": {fault: sum(row in tried for row in found) for fault, found in faults.items()},
         "most_registers": max(row["registers"] for row in rows),
         "most_shared_bytes": max(row["shared_bytes"] for row in rows),
+        "on_cores": sum(row["kind"] in ON_CORES for row in rows),
         "with_tensor_cores": sum(row["tensor_products"] > 0 for row in rows),
         "cpu_seconds": round(sum(row["cpu_seconds"] for row in rows)),
     }

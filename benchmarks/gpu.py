@@ -175,7 +175,10 @@ class Layer:
         kernel, f, (near, far) = self.kernels[name], self.program[-1], self.cores
         if name == "dw":
             ends = self.x, self.dy, near, far, self.factors
-            return pairs._find_gradients(kernel.pair, *ends, f)
+            parts = pairs._find_gradients(kernel.pair, *ends, f)
+            found = [torch.empty_like(core, dtype=torch.float32) for core in (near, far)]
+            pairs._finish(kernel.pair, parts, near, far, *found, None, parts.new_empty(0))
+            return found
         out = torch.empty_like(self.dy if name == "y" else self.x)
         given = self.x, near, far, out, self.bias, self.factors, None
         if name == "dx":

@@ -11,7 +11,6 @@ from .bonds import (
     MergeHeads,
     ReLU,
     RMSDivide,
-    ScaledGELU,
     SplitHeads,
 )
 from .module import Bond, Composite, Identity, Module, masses
@@ -32,7 +31,6 @@ __all__ = [
     "Module",
     "RMSDivide",
     "ReLU",
-    "ScaledGELU",
     "SplitHeads",
     "Structured",
     "masses",

@@ -61,15 +61,6 @@ class GELU(Bond):
         return F.gelu(x)
 
 
-def ScaledGELU() -> Composite:  # noqa: N802
-    """GELU times sqrt 2: of sensitivity 1.
-
-    >>> round(ScaledGELU().sensitivity, 6)
-    1.0
-    """
-    return sqrt(2) * GELU()
-
-
 class _OverDims(Bond):
     """A bond that takes a mean over `dim`."""
 

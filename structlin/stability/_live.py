@@ -44,10 +44,9 @@ class Log:
         for row in self.rows:
             if row.rms is not None:
                 seen[row.layer].append(row.rms)
-        ends = {layer: (values[0], values[-1]) for layer, values in seen.items()}
         return {
-            layer: last / first if first else (math.inf if last else 1.0)
-            for layer, (first, last) in ends.items()
+            layer: rms[-1] / rms[0] if rms[0] else (math.inf if rms[-1] else 1.0)
+            for layer, rms in seen.items()
         }
 
     def table(self) -> Table:

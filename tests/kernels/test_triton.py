@@ -4,7 +4,6 @@ x and dy lie between NaN, so that a read outside shows in the result. The oracle
 in float64.
 """
 
-import importlib.util
 import math
 import sys
 import warnings
@@ -23,6 +22,7 @@ from structlin._engine.operators import OF_BIAS, OF_CORES, OF_GAINS, OF_X, Affin
 from structlin._engine.triton import check
 from structlin._engine.triton import pair as pairs
 from structlin._engine.triton.pair import Tile, pair_of
+from tests.interpreter import interpret
 
 pytest.importorskip("triton")
 CPU = torch.device("cpu")
@@ -42,14 +42,8 @@ LAYERS: list[tuple[Family, int, int]] = [
 
 @pytest.fixture(scope="module")
 def interpreted():
-    """The kernels once more, interpreted: Triton decides that when it decorates one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        spec = importlib.util.find_spec("structlin._engine.triton.kernels")
-        module = sys.modules[spec.name + "_interpreted"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name + "_interpreted"]
+        yield interpret(patch)
 
 
 @pytest.fixture(autouse=True)

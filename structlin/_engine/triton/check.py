@@ -3,8 +3,7 @@
 A layer is tested once for a device and dtype, before its first use: all kernels that it may launch,
 on few tokens, against float64, twice for the same bits, with NaN around x, y and dy that must
 neither be read nor overwritten. If one is wrong, cannot be compiled or launched, or Triton is
-missing, or the memory is full, one warning says so, and PyTorch's products serve from then on: the
-answer may not change between a pass and its repetition by a checkpoint.
+missing, one warning says so, and PyTorch's products serve from then on.
 """
 
 import warnings

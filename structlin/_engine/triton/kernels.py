@@ -10,8 +10,7 @@ gradients of both cores are one kernel more, whose programs take some p and q an
 h is computed again. Sums are float32, in a fixed order, without atomics: the same inputs give the
 same bits.
 
-The kernels ran in Triton's interpreter and were compiled for sm_80, sm_90 and sm_100, but no GPU
-has run them; check.py tests each layer on the device before its first use.
+They ran in Triton's interpreter and compile for sm_80, sm_90 and sm_100: see check.py.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def jit(*varying: str) -> Callable[[Any], Any]:
 @jit("tokens")
 def multiply(  # type: ignore[no-untyped-def]
     x, near, far, y,
-    bias, factors,  # (features of y), (2); or None
+    bias, factors,  # (features of y); of each core the first of `find_norms`; or None
     z,  # of y's shape: h is multiplied by the slope of f at sum_o z[t, q, o] far[p, q, r, o]
     tokens,
     sizes: tl.constexpr,
@@ -59,7 +58,7 @@ def multiply(  # type: ignore[no-untyped-def]
     t = tl.program_id(0) // chunks * tile[0] + tl.arange(0, tile[0])
     q0 = tl.program_id(0) % chunks * tile[2]
     q, o = q0 + tl.arange(0, tile[2]), tl.arange(0, tile[5])
-    rows, taken = _rows(t, wide), (t < tokens)[None, :, None]
+    rows, taken = (t.to(tl.int64) if wide else t)[None, :, None], (t < tokens)[None, :, None]
     of_y = q[:, None, None] * n_y[0] + o[None, None, :] * n_y[1]
     inside = (q < sizes[1])[:, None, None] & (o < O)[None, None, :]
     if sizes[10] < sizes[1] * O:
@@ -136,7 +135,7 @@ def find_gradients(  # type: ignore[no-untyped-def]
     begin = part * chunk
     for first in range(begin, tl.minimum(begin + chunk, tokens), tile[0]):
         t = first + tl.arange(0, tile[0])
-        rows, taken = _rows(t, wide), (t < tokens)[None, :, None]
+        rows, taken = (t.to(tl.int64) if wide else t)[None, :, None], (t < tokens)[None, :, None]
         a = tl.load(x + rows * sizes[9] + of_x, x_in & taken, 0.0)
         d = tl.load(dy + rows * sizes[10] + of_y, y_in & taken, 0.0)
         h = tl.dot(a, b, input_precision=precision)
@@ -166,9 +165,77 @@ def find_gradients(  # type: ignore[no-untyped-def]
     tl.store(dfar + at, dc, allowed)
 
 
-@jit()
-def _rows(t, wide: tl.constexpr):  # type: ignore[no-untyped-def]
-    return (t.to(tl.int64) if wide else t)[None, :, None]
+# ---- on the cores, each in slices of its numbers -------------------------------------------------
+
+
+@jit("near_size", "far_size")
+def find_norms(  # type: ignore[no-untyped-def]
+    near, far, gains, norms, near_size, far_size, near_largest, far_largest,
+    block: tl.constexpr, slices: tl.constexpr,
+):  # fmt: skip
+    """norms[0, i], what core i is multiplied by; [1, i], that over its gain; [2, i], 1 / |core|^2
+    if it is clipped. A program for each core."""
+    i, core, size, largest = tl.program_id(0), near, near_size, near_largest
+    if i == 1:
+        core, size, largest = far, far_size, far_largest
+    total = tl.full((block,), 0.0, tl.float64)
+    for first in range(0, size, block):
+        at = first + tl.arange(0, block)
+        x = tl.load(core + at, at < size, 0.0).to(tl.float64)
+        total += x * x
+    square = tl.sum(total)
+    divisor = tl.maximum(tl.sqrt(square) / largest, 1.0)
+    tl.store(norms + i, (tl.load(gains + i) / divisor).to(tl.float32))
+    tl.store(norms + 2 + i, (1 / divisor).to(tl.float32))
+    clipped = divisor > 1
+    share = tl.where(clipped, 1 / tl.where(clipped, square, 1.0), 0.0)
+    tl.store(norms + 4 + i, share.to(tl.float32))
+
+
+@jit("parts", "all", "near_all", "near_size", "far_size")
+def add_parts(  # type: ignore[no-untyped-def]
+    found, near, far, dnear, dfar, dots, parts, all, near_all, near_size, far_size,
+    block: tl.constexpr, slices: tl.constexpr,
+):  # fmt: skip
+    """dnear and dfar, the sums of found[parts, all] over parts and the uses of a core; and in dots,
+    if it is there, their products with the cores."""
+    n, core, out, size, own = tl.program_id(0), near, dnear, near_size, near_all
+    if n >= slices:
+        core, out, size, own, found = far, dfar, far_size, all - near_all, found + near_all
+    along = tl.full((block,), 0.0, tl.float32)
+    for first in range(n % slices * block, size, slices * block):
+        at = first + tl.arange(0, block)
+        total = tl.full((block,), 0.0, tl.float32)
+        for part in range(parts):
+            for use in range(0, own, size):
+                total += tl.load(found + part * all + use + at, at < size, 0.0)
+        tl.store(out + at, total.to(out.dtype.element_ty), at < size)
+        if dots is not None:
+            along += total * tl.load(core + at, at < size, 0.0).to(tl.float32)
+    if dots is not None:
+        tl.store(dots + n, tl.sum(along))
+
+
+@jit("near_size", "far_size")
+def through_norms(  # type: ignore[no-untyped-def]
+    near_sum, far_sum, near, far, dnear, dfar, norms, dots, dgains, near_size, far_size,
+    block: tl.constexpr, slices: tl.constexpr,
+):  # fmt: skip
+    """M~ = factor M: dM = factor (dM~ - <dM~, M> / |M|^2 M), the second term where M is clipped;
+    dgain = factor / gain <dM~, M>."""
+    n, total, core, out, size = tl.program_id(0), near_sum, near, dnear, near_size
+    i = n // slices
+    if i == 1:
+        total, core, out, size = far_sum, far, dfar, far_size
+    along = tl.sum(tl.load(dots + i * slices + tl.arange(0, slices)))
+    factor, back = tl.load(norms + i), tl.load(norms + 4 + i) * along
+    for first in range(n % slices * block, size, slices * block):
+        at = first + tl.arange(0, block)
+        d = tl.load(total + at, at < size, 0.0)
+        d -= back * tl.load(core + at, at < size, 0.0).to(tl.float32)
+        tl.store(out + at, (factor * d).to(out.dtype.element_ty), at < size)
+    if dgains is not None:
+        tl.store(dgains + i, tl.load(norms + 2 + i) * along, n % slices == 0)
 
 
 @jit()

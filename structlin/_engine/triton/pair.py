@@ -19,6 +19,7 @@ from ..._structure.structure import SILU_RMS, move_of, steps_of
 from .. import OF_BIAS, OF_CORES, OF_GAINS, OF_X
 
 PROGRAMS = 2  # of the sums over tokens, for each multiprocessor
+SLICES, BLOCK = 64, 1024  # of a core: programs, and numbers that one has at a time
 FAR = 2**31  # elements, from which on an offset needs 64 bits
 LEAST = 16  # of a summed index, and of a side of a tile, that tensor cores take
 # of each GPU, or "any" where the model's tile spills: tiles, by `name_of`, and whether they pay
@@ -239,8 +240,8 @@ def card_of(device: torch.device) -> Card:
     from triton.runtime import driver  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     found = driver.active.utils.get_device_properties(device.index)
-    name = torch.cuda.get_device_name(device)
-    return Card(name, found["max_shared_mem"], found["multiprocessor_count"])
+    kept = found["max_shared_mem"], found["multiprocessor_count"]
+    return Card(torch.cuda.get_device_name(device), *kept)
 
 
 # ---- the operators -------------------------------------------------------------------------------
@@ -253,11 +254,11 @@ def multiply(
     """`W(normalised cores) x + bias` of x `(..., in_features)`."""
     pair = pair_of(tuple(program))
     assert pair
-    factors = None if gains is None else find_norms(cores, gains, sigmas).factors
-    y = x.new_empty(*x.shape[:-1], pair.rows) if out is None else out
     near, far = (core.contiguous() for core in cores)
+    norms = None if gains is None else _find_norms(near, far, gains, sigmas)
+    y = x.new_empty(*x.shape[:-1], pair.rows) if out is None else out
     bias = None if bias is None else bias.expand(pair.rows).contiguous()
-    _multiply(pair, x.contiguous(), near, far, y, bias, factors, None, program[-1], False)
+    _multiply(pair, x.contiguous(), near, far, y, bias, norms, None, program[-1], False)
     return y
 
 
@@ -268,77 +269,72 @@ def gradients(
     """dx, dcores, dgains and dbias; each empty if `wants` has it not."""
     pair = pair_of(tuple(program))
     assert pair
-    norms = None if gains is None else find_norms(cores, gains, sigmas)
-    factors = None if norms is None else norms.factors
     x, dy = x.contiguous(), dy.contiguous()
     near, far = (core.contiguous() for core in cores)
+    norms = None if gains is None else _find_norms(near, far, gains, sigmas)
     dx = x.new_empty(x.shape if wants & OF_X else 0)
     if wants & OF_X:
         z = x if program[-1] else None
-        _multiply(pair.turn(), dy, far, near, dx, None, factors, z, program[-1], True)
-    dcores = [x.new_empty(0), x.new_empty(0)]
-    dgains = (x if gains is None else gains).new_empty(0)
-    if wants & (OF_CORES | OF_GAINS):
-        found = _find_gradients(pair, x, dy, near, far, factors, program[-1])
-        if norms is not None:
-            found, along = through_norms(found, cores, norms)
-            dgains = along.to(gains) if wants & OF_GAINS else dgains
-        if wants & OF_CORES:
-            parts = zip(found, cores, strict=True)  # of one buffer, where they are not normalised
-            dcores = [a.to(x.dtype, copy=norms is None).view_as(core) for a, core in parts]
+        _multiply(pair.turn(), dy, far, near, dx, None, norms, z, program[-1], True)
+    trains = wants & (OF_CORES | OF_GAINS)
+    dnear, dfar = (core.new_empty(core.shape if trains else 0) for core in cores)
+    dgains = (x if gains is None else gains).new_empty(2 if wants & OF_GAINS else 0)
+    if trains:
+        found = _find_gradients(pair, x, dy, near, far, norms, program[-1])
+        _finish(pair, found, near, far, dnear, dfar, norms, dgains)
+    dcores = (dnear, dfar) if wants & OF_CORES else (x.new_empty(0), x.new_empty(0))
     dbias = dy.view(-1, pair.rows).sum(0, dtype=x.dtype) if wants & OF_BIAS else x.new_empty(0)
     return [dx, *dcores, dgains, dbias]
 
 
 def _multiply(
     pair: Pair, x: Tensor, near: Tensor, far: Tensor, y: Tensor, bias: Tensor | None,
-    factors: Tensor | None, z: Tensor | None, activation: int, turned: bool,
+    norms: Tensor | None, z: Tensor | None, activation: int, turned: bool,
 ) -> None:  # fmt: skip
     tokens = x.numel() // pair.columns
     launch = launch_of(pair, "product" if z is None else "gated", activation, x.dtype, x.device)
     programs = -(-tokens // launch.tile.t) * -(-pair.q // launch.tile.q)
-    launch("multiply", programs, (x, near, far, y, bias, factors, z), tokens, turned=(int(turned),))
+    last = tokens * max(pair.columns, pair.rows) >= FAR, int(turned)
+    launch("multiply", programs, (x, near, far, y, bias, norms, z), (tokens,), last)
 
 
 def _find_gradients(
-    pair: Pair, x: Tensor, dy: Tensor, near: Tensor, far: Tensor, factors: Tensor | None,
+    pair: Pair, x: Tensor, dy: Tensor, near: Tensor, far: Tensor, norms: Tensor | None,
     activation: int,
-) -> list[Tensor]:  # fmt: skip
-    """The gradients of both cores, taken as normalised, in float32, `(numbers of the core,)`."""
+) -> Tensor:  # fmt: skip
+    """The gradients of the normalised cores, of each use, in parts to be added, in float32."""
     tokens = x.numel() // pair.columns
     launch = launch_of(pair, "gradients", activation, x.dtype, x.device)
     t, p, q, *_ = launch.tile
     together = -(-pair.p // p) * -(-pair.q // q)
     parts = min(PROGRAMS * card_of(x.device).processors // together, tokens // (4 * t))
     chunk = -(-tokens // (max(parts, 1) * t)) * t
-    parts = -(-tokens // chunk) if chunk else 0
-    sizes = [pair.p * pair.q * pair.r * last for last in (pair.j, pair.o)]
-    found = x.new_empty(parts, sum(sizes), dtype=torch.float32)
-    tensors = x, dy, near, far, factors, found
-    launch("find_gradients", parts * together, tensors, tokens, chunk)
-    pairs = zip(found.sum(0).split_with_sizes(sizes), (near, far), strict=True)
-    # of a core that several p or q share, over its uses too
-    return [a.view(-1, b.numel()).sum(0) if b.numel() < a.numel() else a for a, b in pairs]
+    parts = -(-tokens // chunk) if chunk else 1  # which is zero
+    size = pair.p * pair.q * pair.r * (pair.j + pair.o)
+    found = x.new_empty(parts, size, dtype=torch.float32)
+    wide = tokens * max(pair.columns, pair.rows) >= FAR
+    tensors = x, dy, near, far, norms, found
+    launch("find_gradients", parts * together, tensors, (tokens, chunk), (wide,))
+    return found
 
 
 class Launch(NamedTuple):
     """A kernel in a tile, and what is compiled of it: only then are Triton's knobs read."""
 
-    pair: Pair
     tile: Tile
     constants: tuple[Any, ...]
     options: dict[str, int]
     ready: dict[tuple[Any, ...], Any]
 
     def __call__(
-        self, name: str, programs: int, tensors: Sequence[Tensor | None], *numbers: int,
-        turned: tuple[int, ...] = (),
+        self, name: str, programs: int, tensors: Sequence[Any], numbers: Sequence[float],
+        last: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         if not programs:
             return
-        wide = numbers[0] * max(self.pair.columns, self.pair.rows) >= FAR
         seen = [each if each is None else (each.dtype, align(each)) for each in tensors]
-        arguments, key = (*tensors, *numbers, *self.constants, wide, *turned), (wide, turned, *seen)
+        key = name, tensors[0].device, last, *seen
+        arguments = *tensors, *numbers, *self.constants, *last
         with torch.cuda.device_of(tensors[0]):  # type: ignore[no-untyped-call]
             if kernel := self.ready.get(key):  # Triton would look for it longer than it runs
                 kernel[programs, 1, 1](*arguments)
@@ -364,42 +360,37 @@ def launch_of(
     tf32 = dtype == torch.float32 and device.type == "cuda"
     f, precision = 1 / SILU_RMS if activation else None, "tf32" if tf32 else "ieee"
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": MAX_REGISTERS}
-    return Launch(pair, tile, (tuple(pair), tile[:6], f, precision), options, {})
+    return Launch(tile, (tuple(pair), tile[:6], f, precision), options, {})
 
 
-# ---- weight normalisation ------------------------------------------------------------------------
+# ---- what is done on the cores -------------------------------------------------------------------
 
 
-class Norms(NamedTuple):
-    """What each core is multiplied by, what divides its gain, and its norm."""
-
-    factors: Tensor
-    divisors: Tensor
-    norms: tuple[Tensor, ...]
+ON_CORES = Launch(Tile(*[0] * 8), (BLOCK, SLICES), {"num_warps": 8}, {})
 
 
-def find_norms(cores: Sequence[Tensor], gains: Tensor, sigmas: Sequence[float]) -> Norms:
-    """As `product.normalise` has them, without a wait for the device."""
-    norms = torch._foreach_norm(list(cores), 2, torch.float64)
-    largest = [sigma * sqrt(core.numel()) for sigma, core in zip(sigmas, cores, strict=True)]
-    divisors = torch.stack(torch._foreach_div(norms, largest)).clamp(min=1)
-    return Norms((gains / divisors).float(), divisors, norms)
+def _find_norms(near: Tensor, far: Tensor, gains: Tensor, sigmas: Sequence[float]) -> Tensor:
+    """As `product.normalise` has them, in float32, `(3, 2)`: what each core is multiplied by, that
+    over its gain, and 1 / |core|^2 if it is clipped."""
+    sizes, norms = (near.numel(), far.numel()), gains.new_empty(3, 2, dtype=torch.float32)
+    largest = [sigma * sqrt(size) for sigma, size in zip(sigmas, sizes, strict=True)]
+    tensors = near, far, gains.contiguous(), norms
+    ON_CORES("find_norms", 2, tensors, (*sizes, *largest))
+    return norms
 
 
-def through_norms(
-    found: Sequence[Tensor], cores: Sequence[Tensor], norms: Norms
-) -> tuple[list[Tensor], Tensor]:
-    """The gradients of cores and gains, by those of the normalised cores.
-
-    M~ = factor M: dM = factor (dM~ - <dM~, M> / |M|^2 M), the second term where it is clipped;
-    dgain = <dM~, M> / divisor.
-    """
-    cores = [core.flatten() for core in cores]
-    along = torch.stack([each.sum() for each in torch._foreach_mul(list(found), cores)])
-    squares = torch.stack(norms.norms).square()
-    back = torch.where(norms.divisors > 1, along / squares, 0).float()
-    dcores = [
-        torch.addcmul(each, core, off, value=-1).mul_(factor)
-        for each, core, off, factor in zip(found, cores, back, norms.factors, strict=True)
-    ]
-    return dcores, along / norms.divisors
+def _finish(
+    pair: Pair, found: Tensor, near: Tensor, far: Tensor, dnear: Tensor, dfar: Tensor,
+    norms: Tensor | None, dgains: Tensor,
+) -> None:  # fmt: skip
+    """The gradients of the cores and of the gains from their parts."""
+    sizes, first = (near.numel(), far.numel()), pair.p * pair.q * pair.r * pair.j
+    if norms is None:
+        sums, dots = (dnear, dfar), None
+    else:  # in place of a part
+        sums, dots = (found, found[0, first:]), found.new_empty(2 * SLICES)
+    tensors = found, near, far, *sums, dots
+    ON_CORES("add_parts", 2 * SLICES, tensors, (*found.shape, first, *sizes))
+    if norms is not None:
+        results = dnear, dfar, norms, dots, dgains if dgains.numel() else None
+        ON_CORES("through_norms", 2 * SLICES, (*sums, near, far, *results), sizes)
