@@ -168,27 +168,20 @@ def find_gradients(  # type: ignore[no-untyped-def]
 # ---- on the cores, each in slices of its numbers -------------------------------------------------
 
 
-@jit("near_size", "far_size")
+@jit()
 def find_norms(  # type: ignore[no-untyped-def]
-    near, far, gains, norms, near_size, far_size, near_largest, far_largest,
-    block: tl.constexpr, slices: tl.constexpr,
-):  # fmt: skip
-    """norms[0, i], what core i is multiplied by; [1, i], that over its gain; [2, i], 1 / |core|^2
-    if it is clipped. A program for each core."""
-    i, core, size, largest = tl.program_id(0), near, near_size, near_largest
+    near, far, gains, norms, near_largest, far_largest, block: tl.constexpr, slices: tl.constexpr
+):
+    """Of core i, whose norm is near or far: norms[0, i], what it is multiplied by; [1, i], that
+    over its gain; [2, i], 1 / norm^2 if it is clipped."""
+    i, norm, largest = tl.program_id(0), tl.load(near), near_largest
     if i == 1:
-        core, size, largest = far, far_size, far_largest
-    total = tl.full((block,), 0.0, tl.float64)
-    for first in range(0, size, block):
-        at = first + tl.arange(0, block)
-        x = tl.load(core + at, at < size, 0.0).to(tl.float64)
-        total += x * x
-    square = tl.sum(total)
-    divisor = tl.maximum(tl.sqrt(square) / largest, 1.0)
+        norm, largest = tl.load(far), far_largest
+    divisor = tl.maximum(norm / largest, 1.0)
+    clipped = divisor > 1
+    share = tl.where(clipped, 1 / tl.where(clipped, norm * norm, 1.0), 0.0)
     tl.store(norms + i, (tl.load(gains + i) / divisor).to(tl.float32))
     tl.store(norms + 2 + i, (1 / divisor).to(tl.float32))
-    clipped = divisor > 1
-    share = tl.where(clipped, 1 / tl.where(clipped, square, 1.0), 0.0)
     tl.store(norms + 4 + i, share.to(tl.float32))
 
 

@@ -372,10 +372,10 @@ ON_CORES = Launch(Tile(*[0] * 8), (BLOCK, SLICES), {"num_warps": 8}, {})
 def _find_norms(near: Tensor, far: Tensor, gains: Tensor, sigmas: Sequence[float]) -> Tensor:
     """As `product.normalise` has them, in float32, `(3, 2)`: what each core is multiplied by, that
     over its gain, and 1 / |core|^2 if it is clipped."""
-    sizes, norms = (near.numel(), far.numel()), gains.new_empty(3, 2, dtype=torch.float32)
-    largest = [sigma * sqrt(size) for sigma, size in zip(sigmas, sizes, strict=True)]
-    tensors = near, far, gains.contiguous(), norms
-    ON_CORES("find_norms", 2, tensors, (*sizes, *largest))
+    largest = [sigma * sqrt(core.numel()) for sigma, core in zip(sigmas, (near, far), strict=True)]
+    norms = gains.new_empty(3, 2, dtype=torch.float32)
+    tensors = *torch._foreach_norm([near, far], 2, torch.float64), gains.contiguous(), norms
+    ON_CORES("find_norms", 2, tensors, largest)
     return norms
 
 
