@@ -307,13 +307,14 @@ def tabulate(rows: Sequence[Row], times: Sequence[Row]) -> list[Row]:
     return table
 
 
-def over(losses: Sequence[float | None], of: Sequence[float | None]) -> list[float]:
-    """Seed by seed; infinite where a run diverged, or nothing is that cheap."""
-    return [a / b if a is not None and b else math.inf for a, b in zip(losses, of, strict=False)]
+def over(losses: Sequence[float | None], of: Sequence[float | None]) -> list[float | None]:
+    """Seed by seed; None where a run diverged, or nothing is that cheap or that dear."""
+    return [a / b if a is not None and b else None for a, b in zip(losses, of, strict=False)]
 
 
 def front(table: Sequence[Row], cost: str, seed: int) -> list[tuple[float, float]]:
-    """The cost and the loss of what no other undercuts in both, the cheapest first.
+    """The cost and the loss of what no other undercuts in both, the cheapest first; as far as the
+    dearest goes.
 
     >>> rows = [{"flops": f, "losses": [loss]} for f, loss in ((1, 3.0), (2, 4.0), (3, 2.0))]
     >>> front(rows, "flops", 0)
@@ -329,23 +330,25 @@ def front(table: Sequence[Row], cost: str, seed: int) -> list[tuple[float, float
         if loss < least:
             least = loss
             found.append((spent, loss))
-    return found
+    return [*found, (points[-1][0], least)] if found and points[-1][0] > found[-1][0] else found
 
 
 def at(curve: Sequence[tuple[float, float]], cost: float) -> float | None:
-    """The loss of a front at a cost, linear in logarithms between two points; beyond the last it
-    stays, before the first there is none.
+    """The loss of a front at a cost, linear in logarithms between two points; before the first and
+    beyond the last there is none.
 
     >>> round(at([(1, 4.0), (4, 1.0)], 2), 3), at([(1, 4.0)], 8), at([(1, 4.0)], 0.5)
-    (2.0, 4.0, None)
+    (2.0, None, None)
     """
     if not curve or cost < curve[0][0]:
         return None
+    if len(curve) == 1 and cost == curve[0][0]:
+        return curve[0][1]
     for (x0, y0), (x1, y1) in pairwise(curve):
         if cost <= x1:
             share = math.log(cost / x0) / math.log(x1 / x0)
             return float(y0 * (y1 / y0) ** share)
-    return curve[-1][1]
+    return None
 
 
 def needed(curve: Sequence[tuple[float, float]], loss: float) -> float:
@@ -424,9 +427,8 @@ def verdicts(result: Row) -> str:
     """A table of docs/gpts.md: by how much a structured model's loss lies above dense's."""
     ways = [*dict.fromkeys(way for row in result["table"] for way in row["over dense"])]
     lines = []
-    for row in result["table"]:
-        if row["kind"] == "dense":
-            continue
+    by_name = sorted(result["table"], key=lambda row: [row[name] for name in WHERE])
+    for row in (row for row in by_name if row["kind"] != "dense"):
         cells = [percents(row["over dense"].get(way)) for way in ways]
         name = f"{row['kind']}, {row['optimizer']}"
         lines.append([row["setup"], str(row["width"]), name, str(row["own_width"]), *cells])
@@ -434,18 +436,16 @@ def verdicts(result: Row) -> str:
     return report.table(["", "dense width", "structured", "its width", *beside], lines)
 
 
-def percents(ratios: Sequence[float] | None) -> str:
+def percents(ratios: Sequence[float | None] | None) -> str:
     """By how many percent a loss lies above dense's: the least and the most of the seeds.
 
-    >>> percents([0.97, 1.02, 1.0]), percents([0.97]), percents([math.inf]), percents(None)
+    >>> percents([0.97, 1.02, 1.0]), percents([0.97]), percents([None]), percents(None)
     ('-3.0 to +2.0', '-3.0', '-', '')
     """
-    if not ratios:
-        return ""
-    if not all(map(math.isfinite, ratios)):
-        return "-"
-    ends = dict.fromkeys(f"{100 * (ratio - 1):+.1f}" for ratio in (min(ratios), max(ratios)))
-    return " to ".join(ends)
+    found = [100 * (ratio - 1) for ratio in ratios or () if ratio is not None]
+    if not ratios or len(found) < len(ratios):
+        return "-" if ratios else ""
+    return span(min(found), max(found), "+.1f")
 
 
 def draw(result: Row) -> figures.Figure:
@@ -462,18 +462,22 @@ def draw(result: Row) -> figures.Figure:
 
 
 def numbers(result: Row) -> dict[str, str]:
-    """By how many percent the loss of `OURS` lies below dense's, by width; and after what share of
-    the widest dense model's seconds it has that one's loss."""
-    found = {}
+    """By how many percent the loss of `OURS` lies below dense's at the width of the search, and
+    below dense's by Muon at a larger one; and after what share of that one's seconds it is reached.
+    """
+    found, tuned = {}, result["setting"]["tuned"]
     for setup, name in NAMES.items():
         for row in select(result["table"], setup=setup, **OURS):
-            tuned = row["width"] == result["setting"]["tuned"]
-            for of, ratios in row["over dense"].items():
-                title = f"gpts.{name}_{of}" + ("" if tuned else f"_{row['width']}")
-                found[title] = span(100 * (1 - max(ratios)), 100 * (1 - min(ratios)), ".1f")
-        if len({*values(select(result["table"], setup=setup), "width")}) > 1:
-            shares = sooner(result["table"], setup)
-            found[f"gpts.{name}_sooner"] = span(100 * min(shares), 100 * max(shares), ".0f")
+            wide, over_dense = row["width"] > tuned, row["over dense"]
+            for of in ["Muon"] * wide or ["Muon", "SOAP", "seconds"] * (row["width"] == tuned):
+                ratios = over_dense.get(of) or [None]
+                lower = [100 * (1 - ratio) for ratio in ratios if ratio is not None]
+                if len(lower) == len(ratios):
+                    title = f"gpts.{name}_{of}" + "_wide" * wide
+                    found[title] = span(min(lower), max(lower), ".1f")
+            if wide:
+                shares = [100 * share for share in sooner(result["table"], setup)]
+                found[f"gpts.{name}_sooner"] = span(min(shares), max(shares), ".0f")
     return found
 
 
