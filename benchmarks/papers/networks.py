@@ -163,7 +163,7 @@ def GPT(  # noqa: N802
     attention = (
         Attention(width, heads=heads, d_query=d_query, d_value=d_value, causal=True) @ LayerNorm()
     )
-    mlp = Linear(4 * width, width) @ 2**0.5 * GELU() @ Linear(width, 4 * width) @ LayerNorm()
+    mlp = Linear(4 * width, width) @ (2**0.5 * GELU()) @ Linear(width, 4 * width) @ LayerNorm()
     block = Composite(attn=residual(attention, 2 * blocks), mlp=residual(mlp, 2 * blocks))
     return Composite(
         embed=(1 / 2 * tokens + 1 / 2 * positions).tare(),

@@ -12,9 +12,9 @@ attention count. All linear layers of its blocks are structured, with SiLU betwe
 MLPs; `SETUPS` says how a model starts. muP takes AdamW's rates from dense width 256 to the others.
 
 Each optimizer, kind and data has its own rates: "lr" of hidden matrices and "other_lr" of
-everything else; AdamW has lr alone, and "Muon everywhere" dualizes embeddings and head too. They
-are tuned by factors of 2 on seed 0, until the best has all its neighbours: both at the width 256,
-lr alone at the others, from there. The seeds run at the best.
+everything else. AdamW has lr alone. "Muon everywhere" dualizes embeddings and head too, and keeps
+the first other_lr. They are tuned by factors of 2 on seed 0, until the best has all its neighbours:
+both at the width 256, lr alone at the others, from there. The seeds run at the best.
 
 A run's seconds are its steps times the median time of one, over five that follow each other, so
 that each holds SOAP's work on its bases once. All models of a setup take turns, on as many threads
@@ -368,16 +368,14 @@ def needed(curve: Sequence[tuple[float, float]], loss: float) -> float:
 
 
 def sooner(table: Sequence[Row], setup: str) -> list[float]:
-    """Of each seed, the seconds that structured models need for the least loss of the widest dense
-    ones, over the seconds of the one that has it."""
-    mine = select(table, setup=setup)
-    dense = select(mine, kind="dense")
-    widest = select(dense, width=max(values(dense, "width")))
-    ours = [row for row in mine if row["kind"] != "dense"]
-    found = []
-    for seed in range(min(len(row["losses"]) for row in widest)):
-        goal = min(widest, key=lambda row: row["losses"][seed])
-        found.append(needed(front(ours, "seconds", seed), goal["losses"][seed]) / goal["seconds"])
+    """Of each seed, the seconds after which `OURS` reaches the loss of the widest dense model by
+    Muon, between two widths as `needed` has it, over that model's seconds."""
+    mine, found = select(table, setup=setup), list[float]()
+    dense = select(mine, kind="dense", optimizer="Muon")
+    (goal,) = select(dense, width=max(values(dense, "width")))
+    for seed, loss in enumerate(goal["losses"]):
+        curve = front(select(mine, **OURS), "seconds", seed)
+        found.append(needed(curve, loss) / goal["seconds"] if loss else math.inf)
     return found
 
 
@@ -387,7 +385,7 @@ def sooner(table: Sequence[Row], setup: str) -> list[float]:
 def rates(result: Row) -> str:
     """A table of docs/optimizers.md: the best lr and other_lr at the width of the search."""
     table = select(result["table"], width=result["setting"]["tuned"])
-    table = [row for row in table if row["optimizer"] != "AdamW"]
+    table = [row for row in table if len(names_of(row["optimizer"])) > 1]  # both were tuned
     cells = [*dict.fromkeys((row["kind"], row["optimizer"]) for row in table)]
     lines = []
     for setup in values(table, "setup"):
@@ -477,7 +475,8 @@ def numbers(result: Row) -> dict[str, str]:
                     found[title] = span(min(lower), max(lower), ".1f")
             if wide:
                 shares = [100 * share for share in sooner(result["table"], setup)]
-                found[f"gpts.{name}_sooner"] = span(min(shares), max(shares), ".0f")
+                if all(map(math.isfinite, shares)):
+                    found[f"gpts.{name}_sooner"] = span(min(shares), max(shares), ".0f")
     return found
 
 

@@ -7,6 +7,7 @@ missing, one warning says so, and PyTorch's products serve from then on.
 """
 
 import warnings
+from collections.abc import Sequence
 from math import nan, prod
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..._structure.structure import SILU_RMS, steps_of
-from .. import OF_BIAS, OF_CORES, OF_X
+from .. import OF_BIAS, OF_CORES, OF_GAINS, OF_X
 from . import pair as pairs
 from .pair import Pair
 
@@ -76,15 +77,9 @@ def _find_answer(layer: Layer) -> bool:
 
 @torch.no_grad()
 def self_test(program: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[str]:
-    """What is wrong with a layer's kernels on this device, in words; nothing if all is well.
-
-    Raises:
-        ImportError: Triton is not installed.
-    """
+    """What is wrong with a layer's kernels on this device, in words; nothing if all is well."""
     import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]  # noqa: F401
 
-    found, faults = pairs.pair_of(program), list[str]()
-    assert found
     random = torch.Generator("cpu").manual_seed(0)
     shapes = [(b, o, j) for b, _, j, o in steps_of(program)]
 
@@ -93,25 +88,40 @@ def self_test(program: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
     cores = [draw(*shape) / shape[2] ** 0.5 for shape in shapes]
     x, dy = (_surround(draw(FEW_TOKENS, width)) for width in program[:2])
-    bias, wants = draw(program[1]), OF_X | OF_CORES | OF_BIAS
-    exact = [each.double().requires_grad_() for each in (x, *cores, bias)]
+    sigmas = [share / shape[2] ** 0.5 for share, shape in zip((0.5, 2.0), shapes, strict=True)]
+    bias, gains = draw(program[1]), torch.tensor([0.75, 1.5], dtype=torch.float64, device=device)
+    faults = _compare(program, x, dy, cores, bias, [], ())
+    return faults + _compare(program, x, dy, cores, bias, [gains], sigmas)
+
+
+def _compare(
+    program: tuple[int, ...], x: Tensor, dy: Tensor, cores: Sequence[Tensor], bias: Tensor,
+    gains: Sequence[Tensor], sigmas: Sequence[float],
+) -> list[str]:  # fmt: skip
+    pair, faults, results = pairs.pair_of(program), list[str](), list[list[Tensor]]()
+    assert pair
+    exact = [each.double().requires_grad_() for each in (x, *cores, *gains, bias)]
     with torch.enable_grad():
-        y = define(found, exact[0], exact[1], exact[2], bool(program[-1])) + exact[3]
+        used = exact[1:3]
+        if gains:
+            each = zip(used, exact[3], sigmas, strict=True)
+            used = [x * g * (s * x.numel() ** 0.5 / x.norm()).clamp(max=1) for x, g, s in each]
+        y = define(pair, exact[0], used[0], used[1], bool(program[-1])) + exact[-1]
         expected = [y.detach(), *torch.autograd.grad(y, exact, dy.double())]
-    results = list[list[Tensor]]()
+    given, wants = (gains[0] if gains else None, sigmas, program), OF_X | OF_CORES | OF_BIAS
     for _ in range(2):
         y = _surround(torch.full_like(dy, nan))
-        pairs.multiply(x, cores, bias, None, (), program, out=y)
-        dx, *others = pairs.gradients(dy, x, cores, None, (), program, wants)
+        pairs.multiply(x, cores, bias, *given, out=y)
+        dx, *others = pairs.gradients(dy, x, cores, *given, wants | OF_GAINS * bool(gains))
         results.append([y, dx, *(each for each in others if each.numel())])
         around = y.untyped_storage().nbytes() // y.element_size() - y.numel()
         whole = torch.as_strided(y, (around + y.numel(),), (1,), 0)
         if int(whole.isnan().sum()) != around:
             faults.append("a product wrote past its output")
-    names = "the product", "dx", "a first core's gradient", "a last core's gradient", "dbias"
+    names = "y", "dx", "dnear", "dfar", *["dgains"] * len(gains), "dbias"
     for name, one, other, right in zip(names, *results, expected, strict=True):
         error = float((one.double() - right).norm() / right.norm())
-        if not error <= TOLERANCE[dtype]:
+        if not error <= TOLERANCE[x.dtype]:
             faults.append(f"{name} has a relative error of {error:.2g}")
         if not torch.equal(one, other):
             faults.append(f"{name} has other bits at the second run")

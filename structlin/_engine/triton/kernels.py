@@ -173,13 +173,13 @@ def find_norms(  # type: ignore[no-untyped-def]
     near, far, gains, norms, near_largest, far_largest, block: tl.constexpr, slices: tl.constexpr
 ):
     """Of core i, whose norm is near or far: norms[0, i], what it is multiplied by; [1, i], that
-    over its gain; [2, i], 1 / norm^2 if it is clipped."""
+    over its gain; [2, i], 1 / norm if it is clipped."""
     i, norm, largest = tl.program_id(0), tl.load(near), near_largest
     if i == 1:
         norm, largest = tl.load(far), far_largest
-    divisor = tl.maximum(norm / largest, 1.0)
-    clipped = divisor > 1
-    share = tl.where(clipped, 1 / tl.where(clipped, norm * norm, 1.0), 0.0)
+    within = norm <= largest  # not if it is NaN
+    divisor = tl.where(within, 1.0, norm / largest)
+    share = tl.where(within, 0.0, 1 / tl.where(within, 1.0, norm))
     tl.store(norms + i, (tl.load(gains + i) / divisor).to(tl.float32))
     tl.store(norms + 2 + i, (1 / divisor).to(tl.float32))
     tl.store(norms + 4 + i, share.to(tl.float32))
@@ -221,11 +221,11 @@ def through_norms(  # type: ignore[no-untyped-def]
     if i == 1:
         total, core, out, size = far_sum, far, dfar, far_size
     along = tl.sum(tl.load(dots + i * slices + tl.arange(0, slices)))
-    factor, back = tl.load(norms + i), tl.load(norms + 4 + i) * along
+    factor, share = tl.load(norms + i), tl.load(norms + 4 + i)
     for first in range(n % slices * block, size, slices * block):
         at = first + tl.arange(0, block)
         d = tl.load(total + at, at < size, 0.0)
-        d -= back * tl.load(core + at, at < size, 0.0).to(tl.float32)
+        d -= share * along * (share * tl.load(core + at, at < size, 0.0).to(tl.float32))
         tl.store(out + at, (factor * d).to(out.dtype.element_ty), at < size)
     if dgains is not None:
         tl.store(dgains + i, tl.load(norms + 2 + i) * along, n % slices == 0)

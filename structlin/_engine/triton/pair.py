@@ -115,10 +115,7 @@ def moves_of(program: Sequence[int]) -> tuple[tuple[tuple[int, ...], tuple[int, 
 
 
 def strides_of(axes: Sequence[str], sizes: dict[str, int]) -> dict[str, int]:
-    """
-    >>> strides_of("pj", {"p": 2, "j": 3})
-    {'j': 1, 'p': 3}
-    """
+    """Of axes the last of which is the innermost."""
     found, stride = dict[str, int](), 1
     for axis in reversed(axes):
         found[axis], stride = stride, stride * sizes[axis]
@@ -371,7 +368,7 @@ ON_CORES = Launch(Tile(*[0] * 8), (BLOCK, SLICES), {"num_warps": 8}, {})
 
 def _find_norms(near: Tensor, far: Tensor, gains: Tensor, sigmas: Sequence[float]) -> Tensor:
     """As `product.normalise` has them, in float32, `(3, 2)`: what each core is multiplied by, that
-    over its gain, and 1 / |core|^2 if it is clipped."""
+    over its gain, and 1 / |core| if it is clipped."""
     largest = [sigma * sqrt(core.numel()) for sigma, core in zip(sigmas, (near, far), strict=True)]
     norms = gains.new_empty(3, 2, dtype=torch.float32)
     tensors = *torch._foreach_norm([near, far], 2, torch.float64), gains.contiguous(), norms
@@ -384,6 +381,7 @@ def _finish(
     norms: Tensor | None, dgains: Tensor,
 ) -> None:  # fmt: skip
     """The gradients of the cores and of the gains from their parts."""
+    found = found if len(found) <= 8 else found.sum(0, keepdim=True)  # by more programs
     sizes, first = (near.numel(), far.numel()), pair.p * pair.q * pair.r * pair.j
     if norms is None:
         sums, dots = (dnear, dfar), None
