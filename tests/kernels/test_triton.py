@@ -229,6 +229,13 @@ def test_only_what_is_wanted_is_computed():
             assert torch.equal(one, each) if bit == wants else one.numel() == 0
 
 
+def test_a_nan_in_a_normalised_core_reaches_every_result():
+    layer, x, dy = make(BTT(rank=2), 24, 20, torch.float32, weight_norm=True)
+    with torch.no_grad():
+        layer.cores[0][0, 0, 0] = math.nan
+    assert by_kernels(layer, x, dy)[0].isnan().all()
+
+
 class Compiler:
     """Stands for a kernel: what is asked of Triton, and what is launched without it."""
 

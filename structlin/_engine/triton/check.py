@@ -98,14 +98,14 @@ def _compare(
     program: tuple[int, ...], x: Tensor, dy: Tensor, cores: Sequence[Tensor], bias: Tensor,
     gains: Sequence[Tensor], sigmas: Sequence[float],
 ) -> list[str]:  # fmt: skip
+    """`self_test` of these tensors; the cores are normalised where there are gains."""
     pair, faults, results = pairs.pair_of(program), list[str](), list[list[Tensor]]()
     assert pair
     exact = [each.double().requires_grad_() for each in (x, *cores, *gains, bias)]
     with torch.enable_grad():
-        used = exact[1:3]
-        if gains:
-            each = zip(used, exact[3], sigmas, strict=True)
-            used = [x * g * (s * x.numel() ** 0.5 / x.norm()).clamp(max=1) for x, g, s in each]
+        each = zip(exact[1:3], exact[3], sigmas, strict=True)
+        normed = (m * g * (s * m.numel() ** 0.5 / m.norm()).clamp(max=1) for m, g, s in each)
+        used = [*normed] if gains else exact[1:3]
         y = define(pair, exact[0], used[0], used[1], bool(program[-1])) + exact[-1]
         expected = [y.detach(), *torch.autograd.grad(y, exact, dy.double())]
     given, wants = (gains[0] if gains else None, sigmas, program), OF_X | OF_CORES | OF_BIAS

@@ -38,7 +38,7 @@ def jit(*varying: str) -> Callable[[Any], Any]:
 @jit("tokens")
 def multiply(  # type: ignore[no-untyped-def]
     x, near, far, y,
-    bias, factors,  # (features of y); of each core the first of `find_norms`; or None
+    bias, factors,  # (features of y); the norms of `find_norms`; or None
     z,  # of y's shape: h is multiplied by the slope of f at sum_o z[t, q, o] far[p, q, r, o]
     tokens,
     sizes: tl.constexpr,
