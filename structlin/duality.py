@@ -24,14 +24,7 @@ from ._engine.cpu.library import has_matrix_unit
 from ._engine.operators import available
 from ._structure.arguments import require_real
 
-__all__ = [
-    "dual_conv",
-    "dual_core",
-    "dual_embedding",
-    "dual_norm",
-    "dualize",
-    "spectral_bound",
-]
+__all__ = ["dual_conv", "dual_core", "dual_embedding", "dual_norm", "dualize", "spectral_bound"]
 Schedule = Sequence[tuple[float, float, float]]
 
 # One (a, b, c) per step: X <- a X + b (X X^T) X + c (X X^T)^2 X, on singular values in [0, 1].

@@ -200,7 +200,6 @@ def measure(
 
 
 def _check_share(share: Share, batches: Iterable[Any] | None, loss: Loss) -> None:
-    """Refuse sizes by gradients without batches, and a loss without both."""
     by_gradients = share.allocation == "sensitivity"
     if batches is None and share.keep is not None and by_gradients:
         raise ValueError(

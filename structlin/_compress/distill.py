@@ -247,7 +247,6 @@ def _repeat(batches: Iterable[Any], held_out: range) -> Iterator[Any]:
 
 
 def _judge(loss_of: Callable[[Any], Tensor], held_out: Sequence[Any]) -> float:
-    """The mean loss of the held-out batches."""
     with torch.no_grad():
         return sum(loss_of(batch).item() for batch in held_out) / len(held_out)
 
@@ -304,6 +303,5 @@ def _divergence(s: Tensor, t: Tensor) -> Tensor:
 
 
 def _relative_square(s: Tensor, t: Tensor) -> Tensor:
-    """`||s - t||^2 / ||t||^2`."""
     size = t.square().sum()
     return (s - t).square().sum() / size.clamp_min(torch.finfo(size.dtype).tiny)

@@ -190,7 +190,6 @@ def _gap(example: Example, output: Any) -> Tensor:
 
 
 def _measure(examples: Sequence[Example], outputs: Sequence[Any]) -> float:
-    """The relative error of the block's outputs."""
     above = below = 0.0
     for example, output in zip(examples, outputs, strict=True):
         above += _gap(example, output).square().sum(dtype=torch.float64).item()

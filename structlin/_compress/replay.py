@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from .._model.calls import split_batch
 from .._model.interrupts import hold_interrupts, let_interrupts_in
 from .._projection.matrices import limit_threads
 from .padding import find_masks, name_arguments
@@ -75,11 +76,8 @@ def check_batches(name: str, batches: object) -> None:
 
 
 def prepare_call(model: nn.Module, batch: Any) -> Call:
-    """The call of the model with this batch: a mapping is keywords, a tuple or list positions."""
-    args: tuple[Any, ...] = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-    kwargs: dict[str, Any] = {}
-    if isinstance(batch, Mapping):
-        args, kwargs = (), {**batch}
+    """The call of the model with this batch, see `split_batch`."""
+    args, kwargs = split_batch(batch)
     return Call(copy_values(args), copy_values(kwargs), find_masks(model, args, kwargs))
 
 
@@ -253,7 +251,6 @@ def observe(model: nn.Module, layers: Collection[nn.Module], batches: Iterable[A
     written = set[int]()
 
     def find_order(call: Call) -> list[nn.Module]:
-        """The layers, as this call arrives at them."""
         order: list[nn.Module] = []
         replica = Replica(model)
         for layer in layers:
@@ -428,9 +425,6 @@ class CheckNumbers(TorchFunctionMode):
     """Within it embeddings refuse ids which they have no row for, and losses labels of no class.
 
     As long as such a mode is on, torch's encoder calls its layers one by one, not a fused kernel.
-
-    Raises:
-        ValueError: there is such a number.
     """
 
     def __init__(self, model: nn.Module) -> None:

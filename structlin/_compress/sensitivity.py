@@ -116,9 +116,7 @@ def measure_sensitivities(
     tensor([9., 9., 9., 9.], dtype=torch.float64)
     """
     totals = {
-        layer.module: torch.zeros(
-            layer.out_features, dtype=torch.float64, device=layer.matrix.device
-        )
+        layer.module: layer.matrix.new_zeros(layer.out_features, dtype=torch.float64)
         for layer in layers
     }
     generator, tokens = torch.Generator().manual_seed(0), Counter[nn.Module]()

@@ -17,7 +17,7 @@ from .._model.linears import Layer
 from .._projection.curve import COUNTS, Curve, Size, list_sizes, measure_curve
 from .._projection.solve import project, relative_error
 from .._structure.arguments import require_choice
-from .._structure.families import Family, Split
+from .._structure.families import Dense, Family, Split
 from .replay import Replay
 from .sensitivity import Covariances, Loss, measure_change, measure_covariances
 
@@ -31,12 +31,7 @@ CHECKED_CALLS = 4  # about, of those that the covariances are measured on
 
 @dataclass(frozen=True)
 class Share:
-    """What `compress` keeps, see there.
-
-    Raises:
-        ValueError: `keep` is no fraction; `count` or `allocation` is unknown, or given without
-            `keep`.
-    """
+    """What `compress` keeps, see there."""
 
     keep: float | None
     count: str = "params"
@@ -188,7 +183,6 @@ def _scale(curve: Curve, ratios: Sequence[float]) -> Curve:
         error * _interpolate(points, size.cost / curve.sizes[-1].cost)
         for size, error in zip(curve.sizes, curve.errors, strict=True)
     ]
-    # from the largest size downwards
     for n in reversed(range(len(errors) - 1)):
         errors[n] = max(errors[n : n + 2])  # a larger size has no larger error
     return replace(curve, errors=errors)
@@ -221,7 +215,7 @@ def choose_sizes(decisions: Sequence[Decision], share: Share, curves: Curves) ->
     found = []
     for decision in decisions:
         size = chosen.get(decision.layer.module)
-        if size is not None and size.stays_dense:
+        if size is not None and isinstance(size.family, Dense):
             decision = replace(decision, structure=None, reason="dense: within what is kept")
         elif size is not None:
             decision = replace(decision, structure=size.family, resolved=size.structure)
@@ -274,7 +268,6 @@ def allocate(curves: Sequence[Curve], keep: float, weights: Sequence[float]) -> 
 
 
 def _require_room(sizes: Sequence[Sequence[Size]], keep: float, count: str) -> None:
-    """Raises: ValueError: the smallest sizes cost more than that share of the largest, dense."""
     spent, total = (sum(own[n].cost for own in sizes) for n in (0, -1))
     if spent > keep * total:
         least = math.ceil(1e4 * spent / total) / 1e4

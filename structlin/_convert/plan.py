@@ -159,7 +159,6 @@ class Plan:
                 yield f"block {name!r}", module, own, values
 
     def _require_same_values(self) -> None:
-        """Refuse a model with other values than those that the projections are of."""
         present = set(self.model.modules())
         for (what, module, name, _), before in self._made_of:
             now = _sum_up(module, name) if module in present else nan

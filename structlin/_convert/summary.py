@@ -42,13 +42,9 @@ class Table:
         for row in self.rows:
             table.add_row(*row)
         text = StringIO()
+        # in a notebook rich would show HTML and leave the text empty, but for the last option
         console = Console(
-            file=text,
-            width=1000,
-            color_system=None,
-            markup=False,
-            emoji=False,
-            force_jupyter=False,  # in a notebook rich would show HTML and leave the text empty
+            file=text, width=1000, color_system=None, markup=False, emoji=False, force_jupyter=False
         )
         console.print(table)
         return "\n".join(line.rstrip() for line in text.getvalue().strip("\n").splitlines())

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from .._model.calls import call_model, eval_mode
+from .._model.calls import eval_mode, split_batch
 from .._model.decide import Spec
 from .._structure.arguments import checked, require_choice
 from .._structure.families import DEFAULT, label
@@ -95,7 +95,9 @@ def cost(model: nn.Module, example: Any = None) -> Cost:
         eval_mode(model),
         device,
     ):
-        call_model(model, tree_map(lambda x: x.to(device) if torch.is_tensor(x) else x, example))
+        batch = tree_map(lambda x: x.to(device) if torch.is_tensor(x) else x, example)
+        args, kwargs = split_batch(batch)
+        model(*args, **kwargs)
     return Cost(params, counter.get_total_flops())
 
 

@@ -159,7 +159,6 @@ def _refuse_writing(
 
 
 def _refuse_change(what: str, layer: InPlaceOfLinear) -> NoReturn:
-    """Raise the error that `what` would change the weight of `layer`."""
     raise RuntimeError(
         f"{what} would change the weight of a structured layer, which is made of its cores: write "
         "to, freeze or prune layer.cores, or project a dense matrix with layer.from_dense_(weight);"

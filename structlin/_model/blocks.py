@@ -45,11 +45,7 @@ def _repeats(parent: nn.Module, child: nn.Module) -> bool:
 
 def find_block(modules: Mapping[str, nn.Module], name: str) -> str | None:
     """The block that holds what has this dotted name: the outermost module on its way that
-    is repeated, has modules of its own and is no layer; None outside of all blocks.
-
-    Args:
-        modules: those of the model, by their names.
-    """
+    is repeated, has modules of its own and is no layer; None outside of all blocks."""
     parts = name.split(".")
     paths = [".".join(parts[:n]) for n in range(len(parts))]
     for parent, child in pairwise(paths):

@@ -45,10 +45,8 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def call_model(model: nn.Module, batch: Any) -> Any:
-    """`model` on a batch: a mapping is keywords, a tuple or list positions, else one argument."""
+def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments: a mapping is keywords, a tuple or list positions, else one argument."""
     if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, tuple | list):
-        return model(*batch)
-    return model(batch)
+        return (), {**batch}
+    return tuple(batch) if isinstance(batch, tuple | list) else (batch,), {}

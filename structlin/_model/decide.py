@@ -62,10 +62,7 @@ def decide(
         sizes_open: leave `resolved` to be chosen, where there is no override.
 
     Raises:
-        ValueError: a model whose layers cannot be replaced, no linear layer, a pattern that
-            converts nothing, nothing to convert at all, a structure that does not fit its layer,
-            `untie` where no layer shares its weight.
-        TypeError: something is no module, structure, pattern or flag.
+        ValueError, TypeError: what `convert` raises, also for `untie` where nothing is tied.
     """
     require_replaceable(model)
     overrides = overrides or {}
@@ -142,7 +139,6 @@ def _resolve(layer: Layer, structure: Spec) -> Structure:
 
 
 def _check_rules(rules: Iterable[Rule], decisions: Sequence[Decision]) -> None:
-    """Each of these rules must have a layer that is converted."""
     for rule in rules:
         if all(decisions[n].structure is None for n in rule.means):
             some = [decisions[n] for n in sorted(rule.means)[:3]]

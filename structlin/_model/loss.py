@@ -108,8 +108,7 @@ def _choose_sizes(layer: nn.Module, rows: Tensor) -> tuple[int, int]:
 
 
 def _autocast(x: Tensor) -> bool:
-    device = x.device.type
-    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device)
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
 
 
 def _lose(logits: Tensor, index: Tensor, kept: Tensor, space: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from .._layer.linear import StructuredLinear
-from .._structure.arguments import require_module
 from .kinds import STORES, build_smallest, find_attributes, is_bookkeeping, is_conv1d
 
 # Subclasses of nn.Linear that multiply by their weight and do nothing else.
@@ -27,11 +26,9 @@ def require_replaceable(model: nn.Module) -> None:
     """Refuse a model none of whose layers can be replaced now.
 
     Raises:
-        TypeError: `model` is not a module.
         ValueError: inference mode is on; the model, or a part of it, is wrapped by torch.compile,
             DataParallel, DistributedDataParallel or FullyShardedDataParallel.
     """
-    require_module("model", model)
     kind = type(model).__name__
     if torch.is_inference_mode_enabled():
         raise ValueError(
@@ -48,7 +45,6 @@ def require_replaceable(model: nn.Module) -> None:
 
 
 def _find_wrapper(module: nn.Module) -> str:
-    """The name of torch's wrapper that the module is; empty if it is none."""
     for base in type(module).__mro__:
         if base.__name__ in _WRAPPERS and base.__module__.startswith("torch."):
             return _WRAPPERS[base.__name__]

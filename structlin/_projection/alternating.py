@@ -12,15 +12,7 @@ from torch import Tensor
 from .._engine.product import apply
 from .._structure.structure import Structure
 from .axes import as_squares, contract, group_axes, prime, split_axes, store
-from .matrices import (
-    approach,
-    identity_like,
-    invert,
-    limit_threads,
-    mean_diagonal,
-    solve_damped,
-    take_root,
-)
+from .matrices import approach, identity_like, invert, limit_threads, mean_diagonal, solve_damped
 from .outputs import weigh
 
 SWEEPS = 1000  # of alternating least squares, at most
@@ -51,7 +43,7 @@ def search(
     a chain, from random ones; `limit` sweeps from each. `root` is of the outputs' metric."""
     columns = w.shape[1]
     # x^T x = C: these rows, (columns, columns), have the errors that all inputs have
-    x = torch.eye(columns, dtype=w.dtype, device=w.device) if c is None else take_root(c).mT
+    x = identity_like(w) if c is None else torch.linalg.cholesky(c).mT
     y, x = x @ w.mT, F.pad(x, (0, structure.in_features - columns))  # y: (columns, rows of W)
     width = max(tail.in_features for _, tail in _tails(structure))
     if dtype != torch.float64 and len(x) * width > MAX_FLOAT64_SIZE:
@@ -59,7 +51,7 @@ def search(
     root = None if root is None else root.to(x)
     y = weigh(y, root)
     starts = [[core.to(x) for core in start] for start in starts]
-    starts = [min(starts, key=lambda start: _norm(_residual(structure, start, x, y, root)))]
+    starts = [min(starts, key=lambda start: _residual(structure, start, x, y, root).norm().item())]
     if not _is_chain(structure):
         generator = torch.Generator().manual_seed(0)
         starts += [[core.to(x) for core in _draw(structure, generator)] for _ in range(RESTARTS)]
@@ -96,8 +88,8 @@ def alternate(
     refit = _blockwise(structure, x, y) if blockwise else None
     tolerance, relaxation = (RELAXED_TOLERANCE, RELAXATION) if refit else (TOLERANCE, 1.0)
     residual = _residual(structure, cores, x, y, root)
-    norm = _norm(y) or 1.0
-    error = _norm(residual) / norm
+    norm = y.norm().item() or 1.0
+    error = residual.norm().item() / norm
     yield cores, error
     for sweep in range(limit):
         ahead = relaxation if sweep > 1 else 1.0
@@ -112,7 +104,7 @@ def alternate(
             elif n or not refit:
                 found[n], rest = _least_squares(tail, found[n:], h, y, root)
             h = apply(step, found[n : n + 1], h)
-        previous, now = error, _norm(rest) / norm
+        previous, now = error, rest.norm().item() / norm
         if now < previous:
             cores, residual, error = found, rest, now
             yield cores, error
@@ -128,10 +120,6 @@ def _residual(
     structure: Structure, cores: list[Tensor], x: Tensor, y: Tensor, root: Tensor | None
 ) -> Tensor:
     return y - weigh(apply(structure, cores, x)[:, : y.shape[1]], root)
-
-
-def _norm(y: Tensor) -> float:
-    return float(y.norm())
 
 
 def _is_blockwise(structure: Structure) -> bool:
@@ -178,7 +166,7 @@ def _blockwise(
     grams = columns.double().mT @ columns.double()  # (given, own, own)
     ridge = 10 * torch.finfo(x.dtype).eps * (mean_diagonal(grams).mean().item() or 1.0)
     grams = grams + ridge * identity_like(grams)
-    roots, grams = take_root(grams).to(x), grams.to(x)  # L L^T = gram, for each column of blocks
+    roots, grams = torch.linalg.cholesky(grams).to(x), grams.to(x)  # for each column of blocks
 
     def refit(cores: list[Tensor], residual: Tensor, ahead: float) -> list[Tensor]:
         padded = F.pad(residual, (0, padding))

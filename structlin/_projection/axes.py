@@ -31,10 +31,9 @@ def contract(to: Sequence[str], *operands: tuple[Tensor, Sequence[str]]) -> Tens
     names."""
     names = dict.fromkeys(axis for _, axes in operands for axis in axes)
     letter = dict(zip(names, ascii_letters, strict=False))
-    terms = (
+    *sources, result = (
         "".join(letter[axis] for axis in axes) for axes in (*(axes for _, axes in operands), to)
     )
-    *sources, result = terms
     return torch.einsum(f"{','.join(sources)}->{result}", *(tensor for tensor, _ in operands))
 
 

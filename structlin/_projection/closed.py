@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._structure.structure import Structure
 from .axes import contract, group_axes, prime, split_axes, store, take_blocks
-from .matrices import take_root, truncate
+from .matrices import truncate
 
 
 def cut(structure: Structure, w: Tensor, c: Tensor | None) -> list[Tensor]:
@@ -42,7 +42,8 @@ def cut(structure: Structure, w: Tensor, c: Tensor | None) -> list[Tensor]:
             # reads are whitened; C may differ with the values of inputs that later cores read.
             summed = [x for x in own if x in inputs and x not in outputs]
             given = [x for x in axes if x in inputs and x in core.axes and x not in summed]
-            root = take_root(take_blocks(c, inputs, given, summed, size))  # (given, summed, summed)
+            blocks = take_blocks(c, inputs, given, summed, size)  # (given, summed, summed)
+            root = torch.linalg.cholesky(blocks)
             factor, primed = [*given, *summed, *prime(summed)], prime(axes, summed)
             whitened = contract(primed, (target, axes), (split_axes(root, factor, size), factor))
             problems = group_axes(whitened, axes, groups, size)  # (batch, rest, own)
@@ -78,7 +79,7 @@ def _blocks(structure: Structure, w: Tensor, c: Tensor | None) -> tuple[Tensor, 
     sums = contract(axes, (split_axes(w if c is None else w @ c, whole, size), whole))
     if c is None:
         return sums / prod(size[axis] for axis in kept if axis not in used), axes
-    root = take_root(take_blocks(c, inputs, blocks, columns, size))  # (blocks, columns, columns)
+    root = torch.linalg.cholesky(take_blocks(c, inputs, blocks, columns, size))
     grouped = group_axes(sums, axes, (blocks, rows, columns), size)
     solved = torch.cholesky_solve(grouped.mT, root).mT  # the normal equations: sums / covariance
     return split_axes(solved, axes, size), axes

@@ -32,10 +32,6 @@ class Size(NamedTuple):
     structure: Structure  #: the family's, for the layer's widths
     cost: int  #: parameters, or FLOPs per token
 
-    @property
-    def stays_dense(self) -> bool:
-        return isinstance(self.family, Dense)
-
 
 @dataclass(frozen=True)
 class Curve:
@@ -180,14 +176,14 @@ def list_sizes(family: Family, in_features: int, out_features: int, of: str) -> 
     """
     found: list[Size] = []
     dense = Dense().structure(in_features, out_features)
-    limit = _cost_of(dense, of)
+    limit: int = getattr(dense, of)
     for candidate in _candidates(family, min(in_features, out_features)):
         try:
             structure = candidate.structure(in_features, out_features)
         except ValueError:
             continue
         structure.require_matrix("compress")
-        cost = _cost_of(structure, of)
+        cost: int = getattr(structure, of)
         if cost < limit and (not found or cost > found[-1].cost):
             found.append(Size(candidate, structure, cost))
     aligned = [size for size in found if _is_aligned(size.structure)]
@@ -196,14 +192,8 @@ def list_sizes(family: Family, in_features: int, out_features: int, of: str) -> 
     return *found, Size(Dense(), dense, limit)
 
 
-def _cost_of(structure: Structure, of: str) -> int:
-    return structure.params if of == "params" else structure.flops
-
-
 def _is_aligned(structure: Structure) -> bool:
-    return all(
-        core.fan_in % ALIGNMENT == 0 and core.fan_out % ALIGNMENT == 0 for core in structure.cores
-    )
+    return not any(core.fan_in % ALIGNMENT or core.fan_out % ALIGNMENT for core in structure.cores)
 
 
 def _candidates(family: Family, width: int) -> list[Family]:

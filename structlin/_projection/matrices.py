@@ -89,12 +89,6 @@ def extend(c: Tensor, columns: int) -> Tensor:
     return extended
 
 
-def take_root(c: Tensor) -> Tensor:
-    """Lower triangular L, L L^T = C."""
-    root: Tensor = torch.linalg.cholesky(c)
-    return root
-
-
 def invert(gram: Tensor) -> Tensor:
     """The inverse, slightly damped."""
     return torch.cholesky_inverse(_take_damped_root(gram))
@@ -108,7 +102,8 @@ def solve_damped(gram: Tensor, right: Tensor) -> Tensor:
 def _take_damped_root(gram: Tensor) -> Tensor:
     mean = mean_diagonal(gram)[..., None, None]
     damping = torch.where(mean > 0, mean, torch.ones_like(mean)) * sqrt(torch.finfo(gram.dtype).eps)
-    return take_root(gram + damping * identity_like(gram))
+    root: Tensor = torch.linalg.cholesky(gram + damping * identity_like(gram))
+    return root
 
 
 def divide_norms(error: float, whole: float) -> float:

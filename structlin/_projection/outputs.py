@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._structure.structure import Structure
 from .axes import contract, group_axes, prime, split_axes, store, take_blocks
-from .matrices import identity_like, make_definite, take_root
+from .matrices import identity_like, make_definite
 
 COLUMNS = "*"  # of W: an axis that no structure names
 NEGLIGIBLE = 1e-12  # of a unit variance: what is left of G where the core has absorbed all of it
@@ -69,7 +69,8 @@ def take_metric(structure: Structure, g: Tensor, rows: int) -> OutputMetric:
     core, outputs = _find_absorbing(structure), [*structure.outputs]
     diagonal, padding = g.ndim == 1, structure.out_features - rows
     if core is None:
-        return OutputMetric(structure, None, outputs, [], g, g.sqrt() if diagonal else take_root(g))
+        root = g.sqrt() if diagonal else torch.linalg.cholesky(g)
+        return OutputMetric(structure, None, outputs, [], g, root)
     if diagonal:
         scales = F.pad(g.sqrt(), (0, padding), value=1.0)
         return OutputMetric(structure, core, outputs, [], scales[:, None, None], None)
@@ -80,15 +81,15 @@ def take_metric(structure: Structure, g: Tensor, rows: int) -> OutputMetric:
     padded.diagonal()[rows:] = 1.0
     # S S^T = the blocks of G: what one value of `given` has to do with itself
     blocks = take_blocks(padded, outputs, given, own, structure.sizes)  # (given, own, own)
-    metric = OutputMetric(structure, core, given, own, take_root(blocks), None)
+    metric = OutputMetric(structure, core, given, own, torch.linalg.cholesky(blocks), None)
     if not given:
         return metric
     half = _unmap(metric, padded)  # S^-1 G, (outputs, outputs)
     rest = _unmap(metric, half.mT)[:rows, :rows]  # R = S^-1 G S^-T
     if (rest - identity_like(rest)).abs().max() <= NEGLIGIBLE:
         return metric
-    root = take_root(make_definite(rest, "output"))  # rounding is large where G is singular
-    return replace(metric, left=root)
+    definite = make_definite(rest, "output")  # rounding is large where G is singular
+    return replace(metric, left=torch.linalg.cholesky(definite))
 
 
 def weigh(rows: Tensor, root: Tensor | None) -> Tensor:

@@ -285,14 +285,8 @@ def require_bounded(name: str, value: int, bound: int, formula: str) -> None:
 # ---- models --------------------------------------------------------------------------------------
 
 
-def require_module(name: str, value: object, hint: str = "") -> None:
-    if not isinstance(value, nn.Module):
-        raise TypeError(f"{name}={type(value).__name__} must be a torch.nn.Module{hint}")
-
-
 def require_values(model: nn.Module) -> None:
-    """Raises TypeError if `model` is no module, ValueError if a parameter's values are not here."""
-    require_module("model", model)
+    """Raises ValueError if a parameter's values are not here."""
     for name, parameter in model.named_parameters():
         why = "is on meta; materialise it first (to_empty)" if parameter.is_meta else ""
         if hasattr(parameter, "full_tensor"):

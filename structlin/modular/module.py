@@ -263,7 +263,6 @@ class Module(nn.Module):
         return torch.stack(products).sum() if products else torch.zeros(())
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Gradients of the weights that the norm measures, where they have one."""
         found = {term.name: self.get_parameter(term.name).grad for term in self.terms()}
         gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
         if not gradients:
@@ -370,10 +369,7 @@ class Atom(Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         for weight in self.parameters():
-            gaussian = torch.randn_like(
-                weight, dtype=torch.promote_types(weight.dtype, torch.float32)
-            )
-            weight.copy_(self.weight_dual(gaussian, "svd"))
+            weight.copy_(self.weight_dual(torch.randn_like(promote(weight)), "svd"))
 
     def weight_norm(self, weight: Tensor) -> Tensor:
         """The norm of a weight, 0-D."""
@@ -553,11 +549,7 @@ class Scale(Bond):
 
 
 def as_module(value: Any) -> Module:
-    """A module of the algebra, or the tuple of such.
-
-    Raises:
-        TypeError: it is neither.
-    """
+    """A module of the algebra, or the tuple of such; raises TypeError if it is neither."""
     if isinstance(value, tuple):
         return Tuple(*value)
     if not isinstance(value, Module):
@@ -568,11 +560,7 @@ def as_module(value: Any) -> Module:
 
 
 def single(module: Module, width: Width) -> int | None:
-    """`width`, of one input.
-
-    Raises:
-        ValueError: it is that of a tuple.
-    """
+    """`width`, of one input; raises ValueError if it is that of a tuple."""
     if isinstance(width, tuple):
         raise ValueError(
             f"{type(module).__name__} takes one input, but it is given a tuple of {len(width)}"

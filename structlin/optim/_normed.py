@@ -187,6 +187,5 @@ class Normed(Wrapper):
 
 
 def _rms(update: Tensor, weight: Weight) -> Tensor:
-    """RMS of each vector of an embedding, or of all of it."""
     squares = promote(update).square()
     return squares.mean(dim=-1).sqrt() if weight.kind == "embedding" else squares.mean().sqrt()

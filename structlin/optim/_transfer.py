@@ -176,7 +176,6 @@ def _ratio(size: int, other: int) -> float:
 
 
 def _core(info: ParameterInfo) -> tuple[Core, int]:
-    """A core, and how many its layer has."""
     assert isinstance(info.owner, StructuredLinear)
     assert info.weight.core is not None
     cores = info.owner.structure.cores

@@ -252,7 +252,6 @@ def _trajectory(
 
 
 def _measure(now: Sequence[Tensor], before: Sequence[Tensor]) -> tuple[float, float]:
-    """The RMS of a module's outputs, and of their change."""
     changes = [promote(y) - promote(old) for y, old in zip(now, before, strict=True)]
     return rms_over_calls([rms_of(y) for y in now]), rms_over_calls([rms_of(y) for y in changes])
 

@@ -90,7 +90,7 @@ def test_sizes_rise_in_cost_and_only_dense_costs_as_much_as_dense(family):
             assert costs == sorted(set(costs))
             assert sizes[-1].family == Dense()
             assert costs[-1] == widths[0] * widths[1] * (1 if of == "params" else 2)
-            assert not any(size.stays_dense for size in sizes[:-1])
+            assert all(size.family != Dense() for size in sizes[:-1])
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_to_keep_more_is_never_worse_and_no_share_is_exceeded(family):
             assert error <= last * (1 + 1e-12)
             last = error
         assert last == 0
-        assert all(size.stays_dense for size in sizes)
+        assert all(size.family == Dense() for size in sizes)
 
 
 @pytest.mark.parametrize("keep", [0.3, 0.5, 0.7])

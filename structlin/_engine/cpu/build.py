@@ -149,11 +149,7 @@ def build() -> Path:
 
 
 def find_compiler() -> list[str]:
-    """The command of CXX, or g++ or clang++.
-
-    Raises:
-        RuntimeError: there is no such program.
-    """
+    """The command of CXX, or g++ or clang++."""
     chosen = os.environ.get("CXX", "").strip()
     for command in [chosen] if chosen else ["g++", "clang++"]:
         name, *options = shlex.split(command)
@@ -232,11 +228,7 @@ def _is_whole(path: Path) -> bool:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """One process at a time.
-
-    Raises:
-        RuntimeError: another process has held the lock for `SECONDS` seconds.
-    """
+    """One process at a time."""
     end = time.monotonic() + SECONDS
     with (folder / "lock").open("w") as file:
         while not _try_lock(file):
