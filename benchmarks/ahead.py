@@ -60,8 +60,7 @@ GPUS = {  # of each architecture, whose tiles are taken
     90: [pairs.Card(name, 227 * 1024, 132) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200")],
     100: [pairs.Card("NVIDIA B200", 227 * 1024, 148)],
 }
-ON_CORES = ("find_norms", "add_parts", "through_norms")
-NAMES = ("multiply", "find_gradients", *ON_CORES)  # of the kernels
+NAMES = ("multiply", "find_gradients", "add_parts")  # of the kernels
 AUTOCAST = torch.bfloat16  # of the examples' steps
 PREDICTED = ("BTT r=1", "BTT r=4", "Monarch 16", "Monarch 64")
 LIMITS = timing.Ceilings(rate=798e12, bandwidth=3.0e12, call=0.0)  # an H100's
@@ -113,9 +112,8 @@ class Launches:
         """Memory begins at a multiple of 16 bytes, as allocators give it."""
         if not isinstance(operand, Tensor):
             return operand
-        if self.run:
-            return Pointer(operand.dtype, operand.data_ptr())
-        return Pointer(operand.dtype, operand.storage_offset() * operand.element_size())
+        begin = operand.storage_offset() * operand.element_size()
+        return Pointer(operand.dtype, operand.data_ptr() if self.run else begin)
 
 
 @dataclass(frozen=True)
@@ -148,7 +146,7 @@ def set_target(arch: int) -> None:
 
 @contextmanager
 def as_on_a_gpu(launches: Launches, card: pairs.Card) -> Iterator[None]:
-    """Layers on CPU tensors take the way that they take on such a GPU.
+    """Layers on CPU tensors take the way that they take on such a GPU, where W is never formed.
 
     A PyTorch without CUDA cannot slice fake tensors of a GPU.
     """
@@ -164,8 +162,8 @@ def as_on_a_gpu(launches: Launches, card: pairs.Card) -> Iterator[None]:
         (operators, "_gradients", pairs.gradients),
     ]
     with ExitStack() as stack:
-        pairs.launch_of.cache_clear()
-        stack.callback(pairs.launch_of.cache_clear)
+        pairs.launches_of.cache_clear()
+        stack.callback(pairs.launches_of.cache_clear)
         for where, name, value in changes:
             stack.enter_context(mock.patch.object(where, name, value))
         yield
@@ -288,7 +286,7 @@ def compile_one(launch: Launch) -> Row:
     named = dict(zip(kernel.arg_names, arguments, strict=False)) | options
     kinds = {"multiply": "gated" if named.get("z") else "product", "find_gradients": "gradients"}
     row = {"launch": source, "kind": kinds.get(name, name), "dtype": str(named["near"].dtype)[6:]}
-    if name not in ON_CORES:
+    if name != "add_parts":
         tile = [*named["tile"], options["num_warps"], options["num_stages"]]
         row |= {"silu": named["f"] is not None, "tile": tile, "sizes": named["sizes"][:5]}
     compiled = kernel.run(*arguments, grid=(1,), warmup=True, **options)
@@ -338,7 +336,7 @@ def summarise(rows: Sequence[Row], arch: int) -> Row:
         "tried": {fault: sum(row in tried for row in found) for fault, found in faults.items()},
         "most_registers": max(row["registers"] for row in rows),
         "most_shared_bytes": max(row["shared_bytes"] for row in rows),
-        "on_cores": sum(row["kind"] in ON_CORES for row in rows),
+        "on_cores": sum(row["kind"] == "add_parts" for row in rows),
         "with_tensor_cores": sum(row["tensor_products"] > 0 for row in rows),
         "cpu_seconds": round(sum(row["cpu_seconds"] for row in rows)),
     }
@@ -351,8 +349,8 @@ def predict(name: str, width: int) -> Iterator[Row]:
     """Microseconds of forward and backward on an H100 in bfloat16, without and with SiLU.
 
     dense, two_kernels, bound: at least, of nn.Linear, of one kernel for each core, whose six
-    products are each limited by FLOPs or bytes, and of one kernel each way. fused, plain: by the
-    package's model, of its kernels and of PyTorch's products; None where no tile fits.
+    products are each limited by FLOPs or bytes, and of one kernel each way. fused, plain, matrix:
+    by the package's model, of its kernels, PyTorch's products, and W; None where no tile fits.
     """
     tokens, size = gpu.TOKENS, 2
     dense = LIMITS.bound(Dense().structure(width, width), tokens, size, backward=True)
@@ -367,6 +365,8 @@ def predict(name: str, width: int) -> Iterator[Row]:
         if structure.between is None:  # where y is turned, it and its gradient are copied
             copied = 4 * tokens * width * size * (pair.y[0] < pair.y[1])
             row["two_kernels"] = bound(size, backward=True) + copied / LIMITS.bandwidth
+            each, once = pairs.matrix_times(pair, size)
+            row["matrix"] = second * (each + once / tokens)
         times = [pairs.time_of(k[0], k.tile, *k[1:3], GPUS[90][0].shared) for k in kernels.values()]
         row["fused"] = second * sum(times)
         shown = {key: round(1e6 * each) or None for key, each in row.items()}
@@ -376,14 +376,14 @@ def predict(name: str, width: int) -> Iterator[Row]:
 def show_predictions() -> str:
     """A table of docs/speed.md: speeds over dense."""
     rows = json.loads((RESULTS / "ahead.json").read_text())["predicted"]
-    keys = ("fused", "plain", "bound", "two_kernels")
+    keys = ("fused", "plain", "matrix", "bound", "two_kernels")
     lines = [
         [row["structure"], str(row["width"])]
         + [f"{row['dense'] / row[key]:.1f}x" if row.get(key) else "" for key in keys]
         for row in rows
         if row["width"] in (1024, 4096)
     ]
-    titles = ["", "width", "one kernel", "PyTorch's products", "bound of one kernel"]
+    titles = ["", "width", "one kernel", "PyTorch's products", "W formed", "bound of one kernel"]
     return report.table([*titles, "bound of a kernel for each core"], lines)
 
 

@@ -8,7 +8,7 @@ tunes and measures everything; untested on GPU so far.
 On a GPU, in this order: the self-test of the goals' layers; the machine's ceilings; every kernel of
 these layers, without and with SiLU between the cores, against float64 with ragged tokens; other
 tiles than the model's, of which the faster ones go into structlin/_engine/triton/tiles.json under
-the name of the GPU, with whether the kernels beat PyTorch's products; then layers, forward and
+the name of the GPU, with which way of a layer is the fastest; then layers, forward and
 backward, by order of the goals below. nn.Linear comes first and last; then nn.Linear of equal
 FLOPs, `StructuredLinear` (whatever path it takes; also with SiLU and weight normalisation, as the
 README recommends), what users would take in its place, the kernels without autograd, and each
@@ -36,7 +36,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from itertools import chain, product
-from math import inf, nan, prod, sqrt
+from math import ceil, inf, nan, prod, sqrt
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple, TypeVar
@@ -52,6 +52,7 @@ from benchmarks.speed import variants
 from benchmarks.speed.variants import families
 from structlin import Dense, Structure, StructuredLinear
 from structlin._engine import OF_CORES, OF_X
+from structlin._engine.product import to_dense
 from structlin._engine.triton import check as triton_check
 from structlin._engine.triton import pair as pairs
 
@@ -114,7 +115,8 @@ def tuned_as(entries: dict[str, Any]) -> Iterator[None]:
 
 def forget_tiles() -> None:
     pairs.tile_for.cache_clear()
-    pairs.launch_of.cache_clear()
+    pairs.launches_of.cache_clear()
+    pairs.tokens_for_matrix.cache_clear()
 
 
 def card() -> pairs.Card:
@@ -142,12 +144,10 @@ class Kernel(NamedTuple):
 
 def kernels_of(structure: Structure, itemsize: int = 2) -> dict[str, Kernel]:
     """By y, dx and dw, the gradients of both cores; none where one has no tile that fits."""
-    pair = pairs.pair_of(structure.program.numbers)
-    if pair is None:
+    numbers, gpu = structure.program.numbers, card()
+    if pairs.pair_of(numbers) is None:
         return {}
-    back = "gated" if structure.between else "product"
-    keys = {"y": (pair, "product"), "dx": (pair.turn(), back), "dw": (pair, "gradients")}
-    gpu = card()
+    keys = dict(zip(("y", "dx", "dw"), pairs.kernels_of(numbers), strict=True))
     tiles = {n: pairs.tile_for(*key, itemsize, *gpu[:2]) for n, key in keys.items()}
     return {n: Kernel(*keys[n], itemsize, tile) for n, tile in tiles.items() if all(tiles.values())}
 
@@ -166,24 +166,28 @@ class Layer:
         self.x, self.dy = data(tokens, structure.in_features), data(tokens, structure.out_features)
         self.cores = [data(*core.shape).div_(sqrt(core.fan_in)) for core in structure.cores]
         self.bias = data(structure.out_features) if bias else None
-        scales = torch.tensor([0.75, 1.5], device=DEVICE)
-        self.factors = scales if structure.between else None
+        one = torch.ones((), device=DEVICE, dtype=torch.float64)
+        norms = pairs.Norms(one, one, torch.tensor([0.75, 1.5], device=DEVICE), (1.0, 1.0))
+        self.norms = norms if structure.between else pairs.Norms()
         self.kernels = kernels_of(structure, dtype.itemsize)
 
     def run(self, name: str) -> Sequence[Tensor]:
         """The results of a kernel."""
-        kernel, f, (near, far) = self.kernels[name], self.program[-1], self.cores
+        launches = pairs.launches_of(self.program, self.x.dtype, self.x.device)
+        (to_y, to_dx, to_parts, to_cores), (near, far) = launches, self.cores
         if name == "dw":
-            ends = self.x, self.dy, near, far, self.factors
-            parts = pairs._find_gradients(kernel.pair, *ends, f)
+            parts, _ = pairs._find_gradients(to_parts, self.x, self.dy, near, far, self.norms)
             found = [torch.empty_like(core, dtype=torch.float32) for core in (near, far)]
-            pairs._finish(kernel.pair, parts, near, far, *found, None, parts.new_empty(0))
+            ends = near, far, *found, pairs.Norms(), parts.new_empty(0)
+            pairs._finish(to_cores, parts, None, *ends)
             return found
         out = torch.empty_like(self.dy if name == "y" else self.x)
-        given = self.x, near, far, out, self.bias, self.factors, None
         if name == "dx":
-            given = self.dy, far, near, out, None, self.factors, self.x if f else None
-        pairs._multiply(kernel.pair, *given, f, name == "dx")
+            z = self.x if self.structure.between else None
+            given = self.dy, far, near, out, None, self.norms.turn(), z
+            pairs._multiply(to_dx, *given, turned=True)
+        else:
+            pairs._multiply(to_y, self.x, near, far, out, self.bias, self.norms)
         return [out]
 
     def bound(self, name: str, ceilings: timing.Ceilings) -> float:
@@ -203,7 +207,7 @@ class Layer:
     @cached_property
     def wanted(self) -> dict[str, list[Tensor]]:
         """The results of each kernel, by autograd of einsum in float64."""
-        scales = [1, 1] if self.factors is None else self.factors.double()
+        scales = [1, 1] if self.norms.gains is None else self.norms.gains.double()
         cores = [core.double() * scale for core, scale in zip(self.cores, scales, strict=True)]
         leaves = [each.detach().requires_grad_() for each in (self.x.double(), *cores)]
         y = timing.oracle(self.structure, leaves[1:], leaves[0])
@@ -413,12 +417,16 @@ def small(rows: Rows, until: float, tokens: int = FEW) -> None:
 
 
 @contextmanager
-def served(layer: StructuredLinear, by_kernels: bool = True) -> Iterator[None]:
-    """Let the kernels serve a layer, whether they pay or not, or PyTorch's products."""
-    core = layer.cores[0]
-    usable = by_kernels and bool(kernels_of(layer.structure, core.element_size()))
+def served(layer: StructuredLinear, by: str = "kernels") -> Iterator[None]:
+    """Let a layer have this way, whether it pays or not: "kernels", PyTorch's "products", or the
+    "matrix" W, formed anew."""
+    core, least = layer.cores[0], 0 if by == "matrix" else pairs.NEVER
+    usable = by == "kernels" and bool(kernels_of(layer.structure, core.element_size()))
     key = layer._program.numbers, core.dtype, core.device
-    with mock.patch.dict(triton_check._answers, {key: usable}):
+    with (
+        mock.patch.dict(triton_check._answers, {key: usable}),
+        mock.patch.object(pairs, "tokens_for_matrix", return_value=least),
+    ):
         yield
 
 
@@ -515,11 +523,7 @@ def compare(
     works = {n: work for n, work in works.items() if found[n] is not None}
     if "nn.Linear" not in works:
         return
-    launched, asked = dict[str, int](), lambda: sum(pairs.launch_of.cache_info()[:2])
-    for n, work in works.items():  # each of structlin's kernels asks once for its tile
-        before = asked()
-        work()
-        launched[n] = asked() - before
+    launched = {n: count_launches(work) for n, work in works.items()}
     times = race(works, Heat(DEVICE, ROUNDS, until), last="nn.Linear again")
     waits = race(works, Heat(DEVICE, (WAITS, WAITS)), clock=timing.wall, last="nn.Linear again")
     tokens, structure = layer.x.shape[0], layer.structure
@@ -539,6 +543,14 @@ def compare(
             seconds=timing.spread(samples), wall=timing.spread(waits.seconds[variant]),
             speed=speed, bound=bound, share=share, launches=launched[again],
         )  # fmt: skip
+
+
+def count_launches(work: Callable[[], Any]) -> int:
+    """How many of the package's kernels it launches."""
+    call = pairs.Launch.__call__
+    with mock.patch.object(pairs.Launch, "__call__", autospec=True, side_effect=call) as launch:
+        work()
+    return int(launch.call_count)
 
 
 def graph_of(layer: Layer) -> Callable[[], Any]:
@@ -592,33 +604,57 @@ def tiles(rows: Rows, until: float, name: str, width: int, dtype: str, tokens: i
 
 
 def pays(rows: Rows, until: float, name: str, width: int, dtype: str, tokens: int) -> None:
-    """Whether the kernels, in the fastest tiles, beat PyTorch's products in `StructuredLinear`."""
+    """Which way is the fastest in `StructuredLinear`: the kernels, in the fastest tiles, PyTorch's
+    products, or W; and what it takes of that to form W, and to take its gradient to the cores."""
     with precision(dtype) as kind, tuned_as(faster_tiles(rows.read("tile"))):
         plain = Layer(ways_of(name, width)[name], tokens, kind)
-        pair, content = plain.kernels["y"].pair, {"structure": name, "width": width, "dtype": dtype}
+        content = {"structure": name, "width": width, "dtype": dtype, "tokens": tokens}
         found = variants_of(name, width, plain)
-        for way in ("StructuredLinear", BEST):
-            work, module = found[way].work, found[way].run
-            works = {by: served(module, by)(work) for by in (True, False)}
+        for variant in ("StructuredLinear", BEST):
+            work, module, gated = found[variant].work, found[variant].run, variant == BEST
+            ways = ["kernels", "products", "matrix"][: 3 - gated]
+            works = {way: served(module, way)(work) for way in ways}
+            works |= {} if gated else {"forming": partial(form_matrix, module)}
             times = race(works, Heat(DEVICE, (3, 9), until)).seconds
-            took = {"kernels": median(times[True]), "products": median(times[False])}
-            shown = ", ".join(f"{by} {1e6 * each:.0f} us" for by, each in took.items())
-            show = f"{name} {width} {dtype} {way}: {shown}"
-            entry = pairs.name_of(pair, "pays" + " with SiLU" * (way == BEST), kind.itemsize)
-            rows.add("pays", show, **content, entry=entry, variant=way, **took)
+            took = {way: median(samples) for way, samples in times.items()}
+            shown = ", ".join(f"{way} {1e6 * each:.0f} us" for way, each in took.items())
+            kernel = "pays with SiLU" if gated else "pays"
+            entry = pairs.name_of(plain.kernels["y"].pair, kernel, kind.itemsize)
+            show = f"{name} {width} {dtype} {variant}: {shown}"
+            rows.add("pays", show, **content, entry=entry, variant=variant, **took)
+
+
+def form_matrix(layer: StructuredLinear) -> Any:
+    """W, and a gradient of it taken to the cores."""
+    cores = list(layer.cores)
+    matrix = to_dense(layer.structure, cores)
+    return torch.autograd.grad(matrix, cores, matrix.detach())
 
 
 def tuned(rows: Rows, until: float, path: Path | None) -> None:
-    """Use the tiles that were faster, and write them into the table of this GPU, with whether the
-    kernels pay."""
+    """Use the tiles that were faster, and write them into the table of this GPU, with which way is
+    the fastest."""
     gpu, found = card().name, faster_tiles(rows.read("tile"))
-    found |= {row["entry"]: row["kernels"] < row["products"] for row in rows.read("pays")}
+    for row in rows.read("pays"):
+        found[row["entry"]] = row["kernels"] < row["products"]
+        if "matrix" in row:
+            found[row["entry"].replace("pays", "matrix")] = tokens_for_matrix(row)
     pairs.TUNED[gpu] = pairs.TUNED.get(gpu, {}) | found
     forget_tiles()
     triton_check._answers.clear()
     if path:
         path.write_text(json.dumps(pairs.TUNED, indent=2) + "\n")
     rows.add("tuned", f"{len(found)} entries of {gpu}, in {path}", gpu=gpu, tuned=found)
+
+
+def tokens_for_matrix(row: dict[str, Any]) -> int:
+    """From how many tokens on W beats the other two, by these seconds.
+
+    >>> tokens_for_matrix({"kernels": 5, "products": 6, "matrix": 4, "forming": 1, "tokens": 100})
+    50
+    """
+    gain = min(row["kernels"], row["products"]) - (row["matrix"] - row["forming"])
+    return ceil(row["forming"] / gain * row["tokens"]) if gain > 0 else pairs.NEVER
 
 
 def faster_tiles(rows: Sequence[dict[str, Any]]) -> dict[str, list[int]]:

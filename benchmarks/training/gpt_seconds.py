@@ -101,19 +101,18 @@ class Setup:
 
 IMAGES = {"batch": 32, "depth": 2, "steps": 1000, "heads": 0}
 TEXT = {"context": 64, "batch": 8, "depth": 2, "steps": 1000}
+FEWER = {"batch": 32, "steps": 250}  # as many tokens in larger batches
 SETUPS = {
     "Python": Setup(Characters, None, TEXT, zero=True, weight_norm=True),
+    "Python, batch 32": Setup(Characters, None, TEXT | FEWER, zero=True, weight_norm=True),
     "Wikipedia": Setup(Subwords, pretrained.TEXTS["wiki"], TEXT, zero=False, weight_norm=False),
     "Fashion-MNIST": Setup(Fashion, None, IMAGES, zero=False, weight_norm=True),
 }
 OURS = {"kind": "BTT r=4", "optimizer": "SOAP"}  # what docs/gpts.md is about
-NAMES = {"Python": "characters", "Wikipedia": "subwords", "Fashion-MNIST": "images"}
+NAMES = {"Python": "characters", "Python, batch 32": "batched", "Wikipedia": "subwords"}
+NAMES |= {"Fashion-MNIST": "images"}
 PLAIN = {"weight_norm": False, "zero_init": ()}  # options of `convert`
-KINDS = {  # name -> rank in MLPs and in attention
-    "dense": None,
-    "BTT r=2": (2, 2),
-    "BTT r=4": (4, 4),
-}
+KINDS = {"dense": None, "BTT r=4": (4, 4)}  # name -> rank in MLPs and in attention
 
 
 def make_task(setup: str, seed: int, sizes: Row) -> Task:
@@ -385,40 +384,30 @@ def sooner(table: Sequence[Row], setup: str) -> list[float]:
 def rates(result: Row) -> str:
     """A table of docs/optimizers.md: the best lr and other_lr at the width of the search."""
     table = select(result["table"], width=result["setting"]["tuned"])
-    table = [row for row in table if len(names_of(row["optimizer"])) > 1]  # both were tuned
-    cells = [*dict.fromkeys((row["kind"], row["optimizer"]) for row in table)]
-    lines = []
-    for setup in values(table, "setup"):
-        best = {
-            (
-                row["kind"],
-                row["optimizer"],
-            ): f"{report.rate(row['lr'])}, {report.rate(row['other_lr'])}"
-            for row in select(table, setup=setup)
+    return report.pivot(
+        {
+            (row["setup"], f"{row['kind']}, {row['optimizer']}"): ", ".join(
+                report.rate(row[name]) for name in START
+            )
+            for row in table
+            if len(names_of(row["optimizer"])) > 1  # both were tuned
         }
-        lines.append([setup, *(best.get(cell, "") for cell in cells)])
-    return report.table(["", *(f"{kind}, {optimizer}" for kind, optimizer in cells)], lines)
+    )
 
 
 def fronts(result: Row) -> str:
     """A table of docs/gpts.md: mean losses and seconds, a line for each data and dense width."""
-    table = result["table"]
-    cells = [*dict.fromkeys((row["kind"], row["optimizer"]) for row in table)]
-    lines = []
-    for where in combinations(
-        {name: sorted({*values(table, name)}) for name in ("setup", "width")}
-    ):
-        mine = select(table, **where)
-        found = [select(mine, kind=kind, optimizer=optimizer) for kind, optimizer in cells]
-        shown = [
-            f"{fmean(row['losses']):.3f} ({row['seconds']:.0f} s)" for (row,) in filter(None, found)
-        ]
-        if mine:
-            texts = iter(shown)
-            line = [next(texts) if each else "" for each in found]
-            lines.append([where["setup"], str(where["width"]), *line])
-    titles = [f"{kind}, {optimizer}" for kind, optimizer in cells]
-    return report.table(["", "dense width", *titles], lines)
+    table = sorted(result["table"], key=lambda row: (row["setup"], row["width"]))
+    cells = {
+        (f"{row['setup']}, {row['width']}", f"{row['kind']}, {row['optimizer']}"): (
+            f"{fmean(row['losses']):.3f} ({row['seconds']:.0f} s)"
+        )
+        for row in table
+    }
+    columns = {column for _, column in cells}
+    return report.pivot(
+        cells, sorted(columns, key=lambda name: (not name.startswith("dense"), name))
+    )
 
 
 def verdicts(result: Row) -> str:
@@ -520,7 +509,7 @@ EXPERIMENT = Experiment(
         **settings(batch=2, depth=1, steps=4),
         "setup": ["Python"],
         "optimizer": ["AdamW", "SOAP"],
-        "kind": ["dense", "BTT r=2"],
+        "kind": [*KINDS],
         "width": [64, 96],
         "seeds": 1,
         "timed": 0.0,

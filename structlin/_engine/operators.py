@@ -94,6 +94,21 @@ def pays(program: Program, x: Tensor, trains: bool | None = None) -> bool:
     return bool(choose(program.numbers, x.dtype, x.numel() // x.shape[-1], trains))
 
 
+def forms_matrix(program: Program, x: Tensor) -> bool:
+    """Whether on a GPU W is formed and multiplied by: the fastest way for so many tokens. Not in a
+    compiled program that is for any number of them."""
+    if not is_plain(x):
+        return False
+    least = check.tokens_for_matrix(program.numbers, x.dtype, x.device)
+    if least == pair.NEVER:
+        return False
+    if torch.compiler.is_compiling():  # the number may be a symbol
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        return statically_known_true(x.numel() // program.in_features >= least)
+    return x.numel() // program.in_features >= least
+
+
 @lru_cache(maxsize=4096)
 def choose(
     numbers: tuple[int, ...], dtype: torch.dtype, tokens: int = 0, trains: bool = True
@@ -150,9 +165,7 @@ def multiply(loop: Loop, affine: Affine, x: Tensor) -> Tensor:
     """`W x + bias` of x `(..., in_features)`; `loop` is the definition of the same."""
     program, cores, bias, gains, sigmas = affine
     y: Tensor
-    if bias is not None and bias.dtype != x.dtype:
-        bias = bias.to(x.dtype)
-    gains = None if gains is None else gains.double()
+    gains = gains if gains is None or x.is_cuda else gains.double()
     if torch.compiler.is_compiling():
         y = _layer(x, cores, bias, gains, sigmas, program.numbers)
     elif torch.is_grad_enabled() and any(

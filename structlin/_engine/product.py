@@ -69,7 +69,7 @@ def normalise(cores: Sequence[Tensor], gains: Tensor, sigmas: Sequence[float]) -
         norm = torch.linalg.vector_norm(
             wide, dtype=torch.float32 if core.device.type == "mps" else torch.float64
         )
-        scale: Tensor = gain * largest / norm.clamp(min=largest)
+        scale: Tensor = largest / norm.clamp(min=largest) * gain  # none of it in 16 bits
         found.append((wide * scale.to(wide)).to(core.dtype))
     return found
 
@@ -116,13 +116,17 @@ def compute(structure: Structure, affine: Affine, x: Tensor) -> Tensor:
     """
     if torch._C._is_any_autocast_enabled():
         affine, x = _cast(affine, x)
-    program = affine.program
+    program, bias = affine.program, affine.bias
+    if bias is not None and bias.dtype != x.dtype:
+        bias = bias.to(x.dtype)
+        affine = affine._replace(bias=bias)
     forms = structure.density >= NEAR and forms_matrix(structure, x.numel() // program.in_features)
+    forms = forms or (x.is_cuda and operators.forms_matrix(program, x))
     if not forms and operators.pays(program, x):
         return operators.multiply(define, affine, x)
     if x.is_nested:
         return map_jagged(partial(compute, structure, affine), x)
-    cores, bias = effective_cores(affine), affine.bias
+    cores = effective_cores(affine)
     if forms:
         matrix = to_dense(structure, cores)[: program.out_features, : program.in_features]
         return F.linear(x, matrix, bias)
@@ -158,8 +162,8 @@ def map_jagged(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def forms_matrix(structure: Structure, tokens: int) -> bool:
-    """Whether W is formed and multiplied by: where the structure has nearly dense's FLOPs, and
-    forming W pays.
+    """Whether W is formed and multiplied by on any device: where the structure has nearly dense's
+    FLOPs, and forming W pays.
 
     That is at `NEAR` of dense's FLOPs or more, and for at least as many tokens as the larger width.
     A compiled program makes one choice for all numbers of tokens, that for many.

@@ -108,7 +108,7 @@ def test_each_rate_stands_under_its_kind_and_optimizer():
     ]
     shown = gpt_seconds.rates({"table": table, "setting": {"tuned": 1}}).splitlines()
     assert shown[0] == "|  | dense, SOAP | BTT r=4, SOAP |"
-    assert shown[2:] == ["| Python | 2^-1, 2^0 |  |", "| Wikipedia | 2^1, 2^0 | 2^-2, 2^0 |"]
+    assert shown[2:] == ["| Python | 2^-1, 2^0 | - |", "| Wikipedia | 2^1, 2^0 | 2^-2, 2^0 |"]
 
 
 def test_a_run_that_diverged_is_behind_every_other():

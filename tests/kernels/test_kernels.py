@@ -115,6 +115,22 @@ def test_whatever_alone_requires_a_gradient_gets_it(family, forms, monkeypatch):
         leaf.requires_grad_(False)
 
 
+@pytest.mark.parametrize("forms", [False, True], ids=["core by core", "by W"])
+def test_a_bias_of_another_dtype_is_added_in_that_of_x(forms, monkeypatch):
+    monkeypatch.setattr(product_module, "forms_matrix", lambda *of: forms)
+    structure, bias = small(BTT()), tokens(30)
+    cores, x = [core.bfloat16() for core in random_cores(structure)], tokens(5, 12).bfloat16()
+    y = apply(structure, cores, x, bias)
+    torch.testing.assert_close(y, apply(structure, cores, x, bias.bfloat16()))
+
+
+def test_gains_of_16_bits_are_multiplied_in_more():
+    (core,), gain = [torch.randn(1, 64, 64).bfloat16()], torch.tensor(0.7109375)
+    (found,) = product_module.normalise([core], gain.bfloat16()[None], [0.3])
+    exact = core.double() * gain.double() * 0.3 * 64 / core.double().norm()
+    assert (found == exact.bfloat16()).double().mean() > 0.99
+
+
 @pytest.mark.parametrize("family", FEW + ACTIVE)
 def test_vmap_over_tokens_layers_and_gradients(family):
     structure = small(family)

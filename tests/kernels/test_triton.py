@@ -5,6 +5,7 @@ in float64.
 """
 
 import math
+import operator
 import sys
 import warnings
 from functools import partial
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import checkpoint
 
 from structlin import BTT, TT, BlockDiagonal, Family, Kronecker, LowRank, Monarch, Structure
@@ -51,9 +53,9 @@ def kernels(monkeypatch, interpreted):
     monkeypatch.setattr(sys.modules[pairs.__package__], "kernels", interpreted, raising=False)
     monkeypatch.setattr(check, "_answers", {})
     monkeypatch.setattr(check, "has_tf32", lambda: True)
-    pairs.launch_of.cache_clear()
+    pairs.launches_of.cache_clear()
     yield interpreted
-    pairs.launch_of.cache_clear()
+    pairs.launches_of.cache_clear()
 
 
 @pytest.fixture
@@ -304,6 +306,47 @@ def test_what_was_measured_on_a_gpu_comes_first(monkeypatch):
     assert not pairs.pays(numbers, torch.bfloat16, CPU)
 
 
+def test_w_is_formed_for_many_tokens_where_the_model_takes_that_for_faster(monkeypatch):
+    def least(family, width, served=True):
+        numbers = family.structure(width, width).program.numbers
+        return pairs.tokens_for_matrix(numbers, torch.bfloat16, CPU, served)
+
+    assert 64 < least(BTT(rank=4), 1024, served=False) < least(BTT(rank=4), 1024) < 4096
+    assert {least(BTT(rank=1), width) for width in (1024, 4096)} == {pairs.NEVER}
+    assert least(BTT(rank=4).activate(), 1024) == pairs.NEVER  # it is no matrix
+    assert least(TT(rank=4, cores=3), 512) == pairs.NEVER
+    name = pairs.name_of(pair_of(BTT().structure(2048, 2048).program.numbers), "matrix", 2)
+    monkeypatch.setitem(pairs.TUNED, "cpu", {name: 77})
+    pairs.tokens_for_matrix.cache_clear()
+    assert least(BTT(), 2048) == 77
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "float16"])
+def test_a_fault_of_triton_or_full_precision_leaves_w_alone(monkeypatch, dtype):
+    def fault(device):
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(check, "has_tf32", lambda: False)
+    monkeypatch.setattr(pairs, "card_of", fault)
+    layer = BTT(rank=2).structure(24, 24).program.numbers, dtype, CPU
+    if dtype == torch.float32:  # FLOPs are dear, and W has more
+        assert check.tokens_for_matrix(*layer) == pairs.NEVER
+    else:
+        with pytest.warns(RuntimeWarning, match="Failed to find C compiler"):
+            assert check.tokens_for_matrix(*layer) == pairs.tokens_for_matrix(*layer, False)
+
+
+def test_w_is_formed_on_a_gpu_from_so_many_tokens_on(monkeypatch):
+    program, asked = BTT(rank=4).structure(24, 20).program, []
+    monkeypatch.setattr(operators, "is_plain", lambda x: True)
+    monkeypatch.setattr(check, "tokens_for_matrix", lambda *layer: asked.append(layer) or 10)
+    with FakeTensorMode():
+        few, many = (torch.empty(2, n, 24, dtype=torch.float16, device="cuda") for n in (4, 5))
+    assert not operators.forms_matrix(program, few)
+    assert operators.forms_matrix(program, many)
+    assert asked == [(program.numbers, torch.float16, torch.device("cuda", 0))] * 2
+
+
 # ---- before their first use --------------------------------------------------------------------
 
 PROGRAM = BTT(rank=2).activate().structure(24, 20).program.numbers
@@ -457,19 +500,40 @@ def test_a_layer_on_a_gpu_takes_the_kernels_and_has_derivatives_of_any_order(
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
 
 
-def test_a_program_compiled_for_a_gpu_has_the_operator_in_every_torch(monkeypatch):
-    """Traced on fake tensors of a GPU. Those of torch 2.10 and 2.11 would lose it: while they
-    compile, their `is_exporting` is true."""
-    gpu_0, graphs = torch.device("cuda", 0), []
-    monkeypatch.setattr(check, "pays", lambda *_: True)
-    check.pays._dynamo_marked_constant = True
+SQUARE = BTT().structure(16, 16).program
+FAKE = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+def trace_for_a_gpu(monkeypatch, run, tokens: int, of_any: bool = False) -> list[object]:
+    """What a compiled program calls on x `(tokens, 16)`, or for any number of tokens, traced on
+    fake tensors of a GPU that has kernels, and forms W from 6 tokens on."""
+    graphs = []
+    for name, answer in {"pays": True, "tokens_for_matrix": 6}.items():
+        monkeypatch.setattr(check, name, lambda *_, answer=answer: answer)
+        getattr(check, name)._dynamo_marked_constant = True
     torch._dynamo.reset()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        layer = Layer(16, 16, BTT(), device=gpu_0).requires_grad_(False)
-        backend = lambda graph, inputs: graphs.append(graph) or graph.forward  # noqa: E731
-        torch.compile(layer, fullgraph=True, backend=backend)(torch.empty(5, 16, device=gpu_0))
-    targets = [node.target for node in graphs[0].graph.nodes]
-    assert torch.ops.structlin.layer.default in targets
+    backend = lambda graph, inputs: graphs.append(graph) or graph.forward  # noqa: E731
+    compiled = torch.compile(run, fullgraph=True, backend=backend, dynamic=of_any)
+    compiled(torch.empty(tokens, 16, device="cuda:0"))
+    return [node.target for node in graphs[0].graph.nodes]
+
+
+def test_a_program_compiled_for_a_gpu_has_the_operator_in_every_torch(monkeypatch):
+    """Torch 2.10 and 2.11 would lose it: while they compile, their `is_exporting` is true."""
+    with FAKE:
+        layer = Layer(16, 16, BTT(), device="cuda:0").requires_grad_(False)
+        found = trace_for_a_gpu(monkeypatch, layer, 5)
+    assert torch.ops.structlin.layer.default in found
+
+
+@pytest.mark.parametrize(
+    ("tokens", "of_any", "formed"), [(5, False, False), (6, False, True), (6, True, False)]
+)
+def test_a_program_compiled_for_a_gpu_forms_w_for_many_tokens(monkeypatch, tokens, of_any, formed):
+    run = lambda x: x + 1 if operators.forms_matrix(SQUARE, x) else x - 1  # noqa: E731
+    with FAKE:
+        found = trace_for_a_gpu(monkeypatch, run, tokens, of_any)
+    assert (operator.add in found, operator.sub in found) == (formed, not formed)
 
 
 def test_the_first_use_in_a_compiled_program_is_tested_while_it_is_traced():

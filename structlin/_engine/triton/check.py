@@ -36,7 +36,7 @@ def pays(program: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     While a CUDA graph is captured nothing can be tested, and the answer is no: run a layer once
     before.
     """
-    if dtype not in TOLERANCE or (dtype == torch.float32 and not has_tf32()):
+    if not is_taken(dtype):
         return False
     layer = program, dtype, device
     if layer not in _answers:
@@ -46,8 +46,20 @@ def pays(program: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return _answers[layer]
 
 
-# torch.compile calls it while it traces, and sees its answer
+def tokens_for_matrix(program: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:
+    """From how many tokens on W is formed and multiplied by; never in full float32."""
+    if not is_taken(dtype):
+        return pairs.NEVER
+    return pairs.tokens_for_matrix(program, dtype, device, pays(program, dtype, device))
+
+
+# torch.compile calls them while it traces, and sees their answers
 pays._dynamo_marked_constant = True  # type: ignore[attr-defined]
+tokens_for_matrix._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def is_taken(dtype: torch.dtype) -> bool:
+    return dtype in TOLERANCE and (dtype != torch.float32 or has_tf32())
 
 
 def has_tf32() -> bool:

@@ -30,17 +30,20 @@ def jit(*varying: str) -> Callable[[Any], Any]:
     return triton.jit(do_not_specialize=varying) if triton else lambda kernel: kernel
 
 
+OF_NORMS = "near_norm", "far_norm", "gains"  # wherever they begin in memory
+
 # A layer's integers are one constant, `sizes`: of p, q, r, j, o; the strides of x (p, j), near
 # (p, q, r, j), far (p, q, r, o) and y (q, o); the features of x and y that are no padding. So is a
 # tile: how much of t, p, q, r, j and o a program has at a time.
 
 
-@jit("tokens")
+@jit("tokens", *OF_NORMS)
 def multiply(  # type: ignore[no-untyped-def]
     x, near, far, y,
-    bias, factors,  # (features of y); the norms of `find_norms`; or None
+    bias,  # (features of y), or None
+    near_norm, far_norm, gains,  # of the whole cores, as `_factor` has them; or None
     z,  # of y's shape: h is multiplied by the slope of f at sum_o z[t, q, o] far[p, q, r, o]
-    tokens,
+    tokens, near_largest, far_largest,
     sizes: tl.constexpr,
     tile: tl.constexpr,
     f: tl.constexpr,  # the scale of f(h) = scale h sigmoid(h); None: f(h) = h
@@ -66,6 +69,9 @@ def multiply(  # type: ignore[no-untyped-def]
     at = rows * sizes[10] + of_y
     if z is not None:
         slopes_of = tl.load(z + at, inside & taken, 0.0)
+    if gains is not None:
+        by_near = _factor(near_norm, near_largest, gains + turned)
+        by_far = _factor(far_norm, far_largest, gains + 1 - turned)
     total = tl.full((tile[2], tile[0], tile[5]), 0.0, tl.float32)
     for first in range(0, P, tile[1]):
         p = first + tl.arange(0, tile[1])
@@ -79,31 +85,32 @@ def multiply(  # type: ignore[no-untyped-def]
             a = tl.load(x + rows * sizes[9] + of_x, x_in & taken, 0.0)
             b = _near(near, first, q0, j, sizes, tile)
             h = tl.dot(a, b, h, input_precision=precision)
-        if factors is not None:
-            h *= tl.load(factors + turned)
+        if gains is not None:
+            h *= by_near
         if f is not None and z is None:
             h *= f * _sigmoid(h)
         h = _turn(h, tile[1], tile[2], tile[0], tile[3])  # (q, t, p r)
         c = _far(far, first, q0, o, sizes, tile)  # (q, o, p r)
         if z is not None:
             g = tl.dot(slopes_of, c, input_precision=precision)
-            if factors is not None:
-                g *= tl.load(factors + 1 - turned)
+            if gains is not None:
+                g *= by_far
             h *= _slope(g, f)
         c = tl.permute(c, (0, 2, 1))
         total = tl.dot(h.to(c.dtype), c, total, input_precision=precision)
-    if factors is not None:
-        total *= tl.load(factors + 1 - turned)
+    if gains is not None:
+        total *= by_far
     if bias is not None:
         total += tl.load(bias + of_y, inside, 0.0).to(tl.float32)
     tl.store(y + at, total.to(y.dtype.element_ty), inside & taken)
 
 
-@jit("tokens", "chunk")
+@jit("tokens", "chunk", *OF_NORMS)
 def find_gradients(  # type: ignore[no-untyped-def]
-    x, dy, near, far, factors, found,
+    x, dy, near, far, near_norm, far_norm, gains, found, dots,
     tokens,
     chunk,  # of tokens, for one part of the sums
+    near_largest, far_largest,
     sizes: tl.constexpr,
     tile: tl.constexpr,
     f: tl.constexpr,
@@ -111,7 +118,8 @@ def find_gradients(  # type: ignore[no-untyped-def]
     wide: tl.constexpr,
 ):  # fmt: skip
     """found[part] is dnear[p, q, r, j], then dfar[p, q, r, o], of some p and q, by the cores'
-    strides."""
+    strides, where the cores are normalised; dots[0, program] and [1, program], their products with
+    near and far as they are."""
     P: tl.constexpr = sizes[0]
     Q: tl.constexpr = sizes[1]
     R: tl.constexpr = sizes[2]
@@ -132,6 +140,9 @@ def find_gradients(  # type: ignore[no-untyped-def]
     c = _far(far, p0, q0, o, sizes, tile)  # (q, o, p r)
     db = tl.full((tile[1], tile[2] * tile[3], tile[4]), 0.0, tl.float32)
     dc = tl.full((tile[2], tile[5], tile[1] * tile[3]), 0.0, tl.float32)
+    if gains is not None:
+        by_near = _factor(near_norm, near_largest, gains)
+        by_far = _factor(far_norm, far_largest, gains + 1)
     begin = part * chunk
     for first in range(begin, tl.minimum(begin + chunk, tokens), tile[0]):
         t = first + tl.arange(0, tile[0])
@@ -140,9 +151,9 @@ def find_gradients(  # type: ignore[no-untyped-def]
         d = tl.load(dy + rows * sizes[10] + of_y, y_in & taken, 0.0)
         h = tl.dot(a, b, input_precision=precision)
         dh = tl.dot(d, c, input_precision=precision)
-        if factors is not None:
-            h *= tl.load(factors)
-            dh *= tl.load(factors + 1)
+        if gains is not None:
+            h *= by_near
+            dh *= by_far
         dh = _turn(dh, tile[2], tile[1], tile[0], tile[3])  # (p, t, q r)
         if f is not None:
             dh *= _slope(h, f)
@@ -155,80 +166,69 @@ def find_gradients(  # type: ignore[no-untyped-def]
     dfar = dnear + P * R * Q * J
     n: tl.constexpr = sizes[6]
     pairs, allowed = _pairs(q0, n[1], Q, n[2], R, tile[2], tile[3])
-    at = p[:, None, None] * (R * Q * J) + pairs[None, :, None] + j[None, None, :] * n[3]
+    rest = pairs[None, :, None] + j[None, None, :] * n[3]
     allowed = (p < P)[:, None, None] & allowed[None, :, None] & (j < J)[None, None, :]
-    tl.store(dnear + at, db, allowed)
+    tl.store(dnear + p[:, None, None] * (R * Q * J) + rest, db, allowed)
+    if gains is not None:
+        used = tl.load(near + p[:, None, None] * n[0] + rest, allowed, 0.0)
+        tl.store(dots + program, tl.sum(db * used.to(tl.float32)))
     m: tl.constexpr = sizes[7]
     pairs, allowed = _pairs(p0, m[0], P, m[2], R, tile[1], tile[3])
-    at = q[:, None, None] * (R * P * O) + o[None, :, None] * m[3] + pairs[None, None, :]
+    rest = o[None, :, None] * m[3] + pairs[None, None, :]
     allowed = (q < Q)[:, None, None] & (o < O)[None, :, None] & allowed[None, None, :]
-    tl.store(dfar + at, dc, allowed)
+    tl.store(dfar + q[:, None, None] * (R * P * O) + rest, dc, allowed)
+    if gains is not None:
+        used = tl.load(far + q[:, None, None] * m[1] + rest, allowed, 0.0)
+        tl.store(dots + tl.num_programs(0) + program, tl.sum(dc * used.to(tl.float32)))
 
 
-# ---- on the cores, each in slices of its numbers -------------------------------------------------
-
-
-@jit()
-def find_norms(  # type: ignore[no-untyped-def]
-    near, far, gains, norms, near_largest, far_largest, block: tl.constexpr, slices: tl.constexpr
-):
-    """Of core i, whose norm is near or far: norms[0, i], what it is multiplied by; [1, i], that
-    over its gain; [2, i], 1 / norm if it is clipped."""
-    i, norm, largest = tl.program_id(0), tl.load(near), near_largest
-    if i == 1:
-        norm, largest = tl.load(far), far_largest
-    within = norm <= largest  # not if it is NaN
-    divisor = tl.where(within, 1.0, norm / largest)
-    share = tl.where(within, 0.0, 1 / tl.where(within, 1.0, norm))
-    tl.store(norms + i, (tl.load(gains + i) / divisor).to(tl.float32))
-    tl.store(norms + 2 + i, (1 / divisor).to(tl.float32))
-    tl.store(norms + 4 + i, share.to(tl.float32))
-
-
-@jit("parts", "all", "near_all", "near_size", "far_size")
+@jit("parts", "all", "near_all", "near_size", "far_size", "programs", *OF_NORMS)
 def add_parts(  # type: ignore[no-untyped-def]
-    found, near, far, dnear, dfar, dots, parts, all, near_all, near_size, far_size,
+    found, near, far, dnear, dfar, near_norm, far_norm, gains, dots, dgains,
+    parts, all, near_all, near_size, far_size, programs, near_largest, far_largest,
     block: tl.constexpr, slices: tl.constexpr,
 ):  # fmt: skip
-    """dnear and dfar, the sums of found[parts, all] over parts and the uses of a core; and in dots,
-    if it is there, their products with the cores."""
-    n, core, out, size, own = tl.program_id(0), near, dnear, near_size, near_all
+    """The sums of found[parts, all] over parts and the uses of a core, each program a slice of
+    them. Through M~ = factor M they are dM = factor (dM~ - <dM~, M> / |M|^2 M), the second term
+    where M is clipped, and dgain = factor / gain <dM~, M>."""
+    n, i, core, out, size, own = tl.program_id(0), 0, near, dnear, near_size, near_all
+    norm, largest = near_norm, near_largest
     if n >= slices:
-        core, out, size, own, found = far, dfar, far_size, all - near_all, found + near_all
-    along = tl.full((block,), 0.0, tl.float32)
+        i, core, out, size, own, found = 1, far, dfar, far_size, all - near_all, found + near_all
+        norm, largest = far_norm, far_largest
+    if gains is not None:
+        products = tl.full((block,), 0.0, tl.float32)
+        for first in range(0, programs, block):
+            at = first + tl.arange(0, block)
+            products += tl.load(dots + i * programs + at, at < programs, 0.0)
+        along, factor = tl.sum(products), _factor(norm, largest, gains + i)
+        length = tl.load(norm)
+        inside = length <= largest
+        share = tl.where(inside, 0.0, 1 / tl.where(inside, 1.0, length)).to(tl.float32)
+        if dgains is not None:
+            tl.store(dgains + i, along / _divisor(norm, largest), n % slices == 0)
     for first in range(n % slices * block, size, slices * block):
         at = first + tl.arange(0, block)
         total = tl.full((block,), 0.0, tl.float32)
         for part in range(parts):
             for use in range(0, own, size):
                 total += tl.load(found + part * all + use + at, at < size, 0.0)
+        if gains is not None:
+            used = tl.load(core + at, at < size, 0.0).to(tl.float32)
+            total = factor * (total - share * along * (share * used))
         tl.store(out + at, total.to(out.dtype.element_ty), at < size)
-        if dots is not None:
-            along += total * tl.load(core + at, at < size, 0.0).to(tl.float32)
-    if dots is not None:
-        tl.store(dots + n, tl.sum(along))
 
 
-@jit("near_size", "far_size")
-def through_norms(  # type: ignore[no-untyped-def]
-    near_sum, far_sum, near, far, dnear, dfar, norms, dots, dgains, near_size, far_size,
-    block: tl.constexpr, slices: tl.constexpr,
-):  # fmt: skip
-    """M~ = factor M: dM = factor (dM~ - <dM~, M> / |M|^2 M), the second term where M is clipped;
-    dgain = factor / gain <dM~, M>."""
-    n, total, core, out, size = tl.program_id(0), near_sum, near, dnear, near_size
-    i = n // slices
-    if i == 1:
-        total, core, out, size = far_sum, far, dfar, far_size
-    along = tl.sum(tl.load(dots + i * slices + tl.arange(0, slices)))
-    factor, share = tl.load(norms + i), tl.load(norms + 4 + i)
-    for first in range(n % slices * block, size, slices * block):
-        at = first + tl.arange(0, block)
-        d = tl.load(total + at, at < size, 0.0)
-        d -= share * along * (share * tl.load(core + at, at < size, 0.0).to(tl.float32))
-        tl.store(out + at, (factor * d).to(out.dtype.element_ty), at < size)
-    if dgains is not None:
-        tl.store(dgains + i, tl.load(norms + 2 + i) * along, n % slices == 0)
+@jit()
+def _factor(norm, largest, gain):  # type: ignore[no-untyped-def]
+    """gain min(1, largest / norm), what a core is multiplied by; NaN where the norm is NaN"""
+    return (tl.load(gain) / _divisor(norm, largest)).to(tl.float32)
+
+
+@jit()
+def _divisor(norm, largest):  # type: ignore[no-untyped-def]
+    length = tl.load(norm)
+    return tl.where(length <= largest, 1.0, length / largest)
 
 
 @jit()

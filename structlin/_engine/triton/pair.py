@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import islice, permutations, product
-from math import inf, sqrt
+from math import ceil, inf, sqrt
 from operator import mul
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,8 @@ PROGRAMS = 2  # of the sums over tokens, for each multiprocessor
 SLICES, BLOCK = 64, 1024  # of a core: programs, and numbers that one has at a time
 FAR = 2**31  # elements, from which on an offset needs 64 bits
 LEAST = 16  # of a summed index, and of a side of a tile, that tensor cores take
-# of each GPU, or "any" where the model's tile spills: tiles, by `name_of`, and whether they pay
+# of each GPU, or "any" where the model's tile spills: tiles, by `name_of`, whether they pay, and
+# from how many tokens on W does
 TUNED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("tiles.json").read_text())
 
 # What the choice of a tile supposes of a GPU
@@ -38,6 +39,8 @@ MOST_REGISTERS = 210  # by these, so that none spills
 FLOPS_PER_BYTE = 80  # of tensor cores, for each byte from the second cache
 MEMORY = 2.5  # the time of a byte from memory, in PyTorch's products, over one from that cache
 ALONE = 1.25  # the time of a multiprocessor that has one program, over that of one with more
+FORMED = 8  # times that W and its gradient go through memory, beside the products with x and dy
+NEVER = 2**62  # tokens
 SHALLOW = 1.1  # the time where one step is loaded ahead, over that where two are
 
 
@@ -74,6 +77,19 @@ class Tile(NamedTuple):
     o: int
     warps: int
     stages: int  #: steps in flight, and one
+
+
+class Norms(NamedTuple):
+    """What `product.normalise` reads: |core|, of both, their gains, and sigma sqrt(numel)."""
+
+    near: Tensor | None = None
+    far: Tensor | None = None
+    gains: Tensor | None = None
+    largest: tuple[float, ...] = (0.0, 0.0)
+
+    def turn(self) -> "Norms":
+        """For `Pair.turn`; the kernel finds the gains by itself."""
+        return Norms(self.far, self.near, self.gains, self.largest[::-1])
 
 
 @lru_cache(maxsize=1024)
@@ -144,6 +160,12 @@ def tile_for(pair: Pair, kind: str, itemsize: int, gpu: str, shared: int) -> Til
     return best if best and time(best) < inf else None
 
 
+def best_time(pair: Pair, kind: str, itemsize: int, gpu: str, shared: int) -> float:
+    """`time_of` in the tile of `tile_for`."""
+    tile = tile_for(pair, kind, itemsize, gpu, shared)
+    return time_of(pair, tile, kind, itemsize, shared) if tile else inf
+
+
 def name_of(pair: Pair, kind: str, itemsize: int) -> str:
     return f"{kind} {itemsize} {' '.join(map(str, pair[:5]))}"
 
@@ -193,6 +215,14 @@ def time_of(pair: Pair, tile: Tile, kind: str, itemsize: int, shared: int) -> fl
     return took * (ALONE if alone else 1) * (SHALLOW if stages == 2 else 1)
 
 
+def kernels_of(program: tuple[int, ...]) -> list[tuple[Pair, str]]:
+    """The kernels of y, of dx and of the gradients of both cores, by their kinds."""
+    pair = pair_of(program)
+    assert pair
+    back = "gated" if program[-1] else "product"
+    return [(pair, "product"), (pair.turn(), back), (pair, "gradients")]
+
+
 def plain_time(pair: Pair, activation: int, itemsize: int) -> float:
     """The same of PyTorch's products, whose activations go through memory: each is made, permuted
     and read; with an activation between them, twice more."""
@@ -202,6 +232,38 @@ def plain_time(pair: Pair, activation: int, itemsize: int) -> float:
     flops = 2 * pair.p * pair.q * pair.r * (pair.j + pair.o)
     ends = pair.p * pair.j + pair.q * pair.o
     return MEMORY * itemsize * (ends + middle + turned) + flops / FLOPS_PER_BYTE / 2
+
+
+def matrix_times(pair: Pair, itemsize: int) -> tuple[float, float]:
+    """The same, of forward and backward, where W is formed and multiplied by; and what it takes
+    besides, once for all tokens, to form W and to take its gradient to the cores."""
+    size = pair.columns * pair.rows
+    each = MEMORY * itemsize * (pair.columns + pair.rows) + size / FLOPS_PER_BYTE
+    return 3 * each, size * (FORMED * MEMORY * itemsize + 3 * pair.r / FLOPS_PER_BYTE)
+
+
+@lru_cache(maxsize=1024)
+def tokens_for_matrix(
+    program: tuple[int, ...], dtype: torch.dtype, device: torch.device, served: bool
+) -> int:
+    """From how many tokens on it is the fastest to form W, forward and backward, as measured or by
+    the model.
+
+    Args:
+        served: whether the kernels serve, or else PyTorch's products.
+    """
+    pair, size = pair_of(program), dtype.itemsize
+    if pair is None or program[-1]:
+        return NEVER
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    if (measured := TUNED.get(gpu, {}).get(name_of(pair, "matrix", size))) is not None:
+        return int(measured)
+    own = 3 * plain_time(pair, 0, size)
+    if served:
+        card = card_of(device)
+        own = sum(best_time(*each, size, *card[:2]) for each in kernels_of(program))
+    each, once = matrix_times(pair, size)
+    return ceil(once / (own - each)) if own > each else NEVER
 
 
 def pays(program: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
@@ -215,11 +277,8 @@ def pays(program: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     entry = name_of(pair, "pays with SiLU" if program[-1] else "pays", size)
     if (measured := TUNED.get(card.name, {}).get(entry)) is not None:
         return bool(measured)
-    kinds = ("gated" if program[-1] else "product", pair.turn()), ("gradients", pair)
-    tile = tile_for(pair, "product", size, card.name, card.shared)
-    if not tile or not all(tile_for(p, k, size, card.name, card.shared) for k, p in kinds):
-        return False
-    return time_of(pair, tile, "product", size, card.shared) < plain_time(pair, program[-1], size)
+    forward, *backward = (best_time(*each, size, *card[:2]) for each in kernels_of(program))
+    return max(backward) < inf and forward < plain_time(pair, program[-1], size)
 
 
 class Card(NamedTuple):
@@ -249,13 +308,12 @@ def multiply(
     sigmas: Sequence[float], program: Sequence[int], out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`W(normalised cores) x + bias` of x `(..., in_features)`."""
-    pair = pair_of(tuple(program))
-    assert pair
+    to_y, *_ = launches_of(tuple(program), x.dtype, x.device)
     near, far = (core.contiguous() for core in cores)
-    norms = None if gains is None else _find_norms(near, far, gains, sigmas)
-    y = x.new_empty(*x.shape[:-1], pair.rows) if out is None else out
-    bias = None if bias is None else bias.expand(pair.rows).contiguous()
-    _multiply(pair, x.contiguous(), near, far, y, bias, norms, None, program[-1], False)
+    norms = _find_norms(near, far, gains, sigmas)
+    y = x.new_empty(*x.shape[:-1], to_y.pair.rows) if out is None else out
+    bias = None if bias is None else bias.expand(to_y.pair.rows).contiguous()
+    _multiply(to_y, x.contiguous(), near, far, y, bias, norms)
     return y
 
 
@@ -264,73 +322,75 @@ def gradients(
     program: Sequence[int], wants: int,
 ) -> list[Tensor]:  # fmt: skip
     """dx, dcores, dgains and dbias; each empty if `wants` has it not."""
-    pair = pair_of(tuple(program))
-    assert pair
+    to_y, to_dx, to_parts, to_cores = launches_of(tuple(program), x.dtype, x.device)
     x, dy = x.contiguous(), dy.contiguous()
     near, far = (core.contiguous() for core in cores)
-    norms = None if gains is None else _find_norms(near, far, gains, sigmas)
+    norms = _find_norms(near, far, gains, sigmas)
     dx = x.new_empty(x.shape if wants & OF_X else 0)
     if wants & OF_X:
         z = x if program[-1] else None
-        _multiply(pair.turn(), dy, far, near, dx, None, norms, z, program[-1], True)
+        _multiply(to_dx, dy, far, near, dx, None, norms.turn(), z, turned=True)
     trains = wants & (OF_CORES | OF_GAINS)
     dnear, dfar = (core.new_empty(core.shape if trains else 0) for core in cores)
-    dgains = (x if gains is None else gains).new_empty(2 if wants & OF_GAINS else 0)
+    dgains = (x if gains is None else gains).new_empty(2 if wants & OF_GAINS else 0).float()
     if trains:
-        found = _find_gradients(pair, x, dy, near, far, norms, program[-1])
-        _finish(pair, found, near, far, dnear, dfar, norms, dgains)
+        parts = _find_gradients(to_parts, x, dy, near, far, norms)
+        _finish(to_cores, *parts, near, far, dnear, dfar, norms, dgains)
     dcores = (dnear, dfar) if wants & OF_CORES else (x.new_empty(0), x.new_empty(0))
-    dbias = dy.view(-1, pair.rows).sum(0, dtype=x.dtype) if wants & OF_BIAS else x.new_empty(0)
-    return [dx, *dcores, dgains, dbias]
+    dbias = dy.view(-1, to_y.pair.rows).sum(0, dtype=x.dtype) if wants & OF_BIAS else x.new_empty(0)
+    return [dx, *dcores, dgains if gains is None else dgains.to(gains.dtype), dbias]
 
 
 def _multiply(
-    pair: Pair, x: Tensor, near: Tensor, far: Tensor, y: Tensor, bias: Tensor | None,
-    norms: Tensor | None, z: Tensor | None, activation: int, turned: bool,
+    launch: "Launch", x: Tensor, near: Tensor, far: Tensor, y: Tensor, bias: Tensor | None,
+    norms: Norms, z: Tensor | None = None, *, turned: bool = False,
 ) -> None:  # fmt: skip
+    pair, tile = launch[1:3]
     tokens = x.numel() // pair.columns
-    launch = launch_of(pair, "product" if z is None else "gated", activation, x.dtype, x.device)
-    programs = -(-tokens // launch.tile.t) * -(-pair.q // launch.tile.q)
+    programs = -(-tokens // tile.t) * -(-pair.q // tile.q)
     last = tokens * max(pair.columns, pair.rows) >= FAR, int(turned)
-    launch("multiply", programs, (x, near, far, y, bias, norms, z), (tokens,), last)
+    tensors = x, near, far, y, bias, *norms[:3], z
+    launch(programs, tensors, (tokens, *norms.largest), last)
 
 
 def _find_gradients(
-    pair: Pair, x: Tensor, dy: Tensor, near: Tensor, far: Tensor, norms: Tensor | None,
-    activation: int,
-) -> Tensor:  # fmt: skip
-    """The gradients of the normalised cores, of each use, in parts to be added, in float32."""
+    launch: "Launch", x: Tensor, dy: Tensor, near: Tensor, far: Tensor, norms: Norms
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of the normalised cores, of each use, in parts to be added, in float32; and
+    their products with the cores, `(2, programs)`."""
+    pair, (t, p, q, *_) = launch[1:3]
     tokens = x.numel() // pair.columns
-    launch = launch_of(pair, "gradients", activation, x.dtype, x.device)
-    t, p, q, *_ = launch.tile
     together = -(-pair.p // p) * -(-pair.q // q)
     parts = min(PROGRAMS * card_of(x.device).processors // together, tokens // (4 * t))
     chunk = -(-tokens // (max(parts, 1) * t)) * t
     parts = -(-tokens // chunk) if chunk else 1  # which is zero
     size = pair.p * pair.q * pair.r * (pair.j + pair.o)
     found = x.new_empty(parts, size, dtype=torch.float32)
+    dots = None if norms.gains is None else found.new_empty(2, parts * together)
     wide = tokens * max(pair.columns, pair.rows) >= FAR
-    tensors = x, dy, near, far, norms, found
-    launch("find_gradients", parts * together, tensors, (tokens, chunk), (wide,))
-    return found
+    tensors = x, dy, near, far, *norms[:3], found, dots
+    launch(parts * together, tensors, (tokens, chunk, *norms.largest), (wide,))
+    return found, dots
 
 
 class Launch(NamedTuple):
     """A kernel in a tile, and what is compiled of it: only then are Triton's knobs read."""
 
+    name: str
+    pair: Pair
     tile: Tile
     constants: tuple[Any, ...]
     options: dict[str, int]
     ready: dict[tuple[Any, ...], Any]
 
     def __call__(
-        self, name: str, programs: int, tensors: Sequence[Any], numbers: Sequence[float],
+        self, programs: int, tensors: Sequence[Any], numbers: Sequence[float],
         last: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         if not programs:
             return
         seen = [each if each is None else (each.dtype, align(each)) for each in tensors]
-        key = name, tensors[0].device, last, *seen
+        key = last, *seen
         arguments = *tensors, *numbers, *self.constants, *last
         with torch.cuda.device_of(tensors[0]):  # type: ignore[no-untyped-call]
             if kernel := self.ready.get(key):  # Triton would look for it longer than it runs
@@ -338,7 +398,7 @@ class Launch(NamedTuple):
             else:
                 from . import kernels
 
-                launch = getattr(kernels, name)[programs, 1, 1]
+                launch = getattr(kernels, self.name)[programs, 1, 1]
                 self.ready[key] = launch(*arguments, **self.options)
 
 
@@ -347,7 +407,6 @@ def align(x: Tensor) -> int:
     return x.data_ptr() % 16
 
 
-@lru_cache(maxsize=4096)
 def launch_of(
     pair: Pair, kind: str, activation: int, dtype: torch.dtype, device: torch.device
 ) -> Launch:
@@ -357,38 +416,41 @@ def launch_of(
     tf32 = dtype == torch.float32 and device.type == "cuda"
     f, precision = 1 / SILU_RMS if activation else None, "tf32" if tf32 else "ieee"
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": MAX_REGISTERS}
-    return Launch(tile, (tuple(pair), tile[:6], f, precision), options, {})
+    name = "find_gradients" if kind == "gradients" else "multiply"
+    return Launch(name, pair, tile, (tuple(pair), tile[:6], f, precision), options, {})
+
+
+@lru_cache(maxsize=1024)
+def launches_of(
+    program: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Launch, ...]:
+    """Of `kernels_of`, and what adds the parts of the gradients; kept, as to look for them takes
+    longer than to launch one."""
+    found = [launch_of(*kernel, program[-1], dtype, device) for kernel in kernels_of(program)]
+    sums = "add_parts", *found[-1][1:3], (BLOCK, SLICES)
+    return *found, Launch(*sums, {"num_warps": 8}, {})
 
 
 # ---- what is done on the cores -------------------------------------------------------------------
 
 
-ON_CORES = Launch(Tile(*[0] * 8), (BLOCK, SLICES), {"num_warps": 8}, {})
-
-
-def _find_norms(near: Tensor, far: Tensor, gains: Tensor, sigmas: Sequence[float]) -> Tensor:
-    """As `product.normalise` has them, in float32, `(3, 2)`: what each core is multiplied by, that
-    over its gain, and 1 / |core| if it is clipped."""
-    largest = [sigma * sqrt(core.numel()) for sigma, core in zip(sigmas, (near, far), strict=True)]
-    norms = gains.new_empty(3, 2, dtype=torch.float32)
-    tensors = *torch._foreach_norm([near, far], 2, torch.float64), gains.contiguous(), norms
-    ON_CORES("find_norms", 2, tensors, largest)
-    return norms
+def _find_norms(near: Tensor, far: Tensor, gains: Tensor | None, sigmas: Sequence[float]) -> Norms:
+    """|core| in float64, as no float32 overflows there; gains in float32."""
+    if gains is None:
+        return Norms()
+    first, second = torch._foreach_norm([near, far], 2, torch.float64)
+    largest = sigmas[0] * sqrt(near.numel()), sigmas[1] * sqrt(far.numel())
+    return Norms(first, second, gains.float().contiguous(), largest)
 
 
 def _finish(
-    pair: Pair, found: Tensor, near: Tensor, far: Tensor, dnear: Tensor, dfar: Tensor,
-    norms: Tensor | None, dgains: Tensor,
+    launch: Launch, found: Tensor, dots: Tensor | None, near: Tensor, far: Tensor,
+    dnear: Tensor, dfar: Tensor, norms: Norms, dgains: Tensor,
 ) -> None:  # fmt: skip
     """The gradients of the cores and of the gains from their parts."""
     found = found if len(found) <= 8 else found.sum(0, keepdim=True)  # by more programs
-    sizes, first = (near.numel(), far.numel()), pair.p * pair.q * pair.r * pair.j
-    if norms is None:
-        sums, dots = (dnear, dfar), None
-    else:  # in place of a part
-        sums, dots = (found, found[0, first:]), found.new_empty(2 * SLICES)
-    tensors = found, near, far, *sums, dots
-    ON_CORES("add_parts", 2 * SLICES, tensors, (*found.shape, first, *sizes))
-    if norms is not None:
-        results = dnear, dfar, norms, dots, dgains if dgains.numel() else None
-        ON_CORES("through_norms", 2 * SLICES, (*sums, near, far, *results), sizes)
+    pair, numels = launch.pair, (near.numel(), far.numel())
+    sizes = pair.p * pair.q * pair.r * pair.j, *numels
+    programs = 0 if dots is None else dots.shape[1]
+    tensors = found, near, far, dnear, dfar, *norms[:3], dots, dgains if dgains.numel() else None
+    launch(2 * SLICES, tensors, (*found.shape, *sizes, programs, *norms.largest))
