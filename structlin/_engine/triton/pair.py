@@ -332,7 +332,9 @@ def gradients(
         _multiply(to_dx, dy, far, near, dx, None, norms.turn(), z, turned=True)
     trains = wants & (OF_CORES | OF_GAINS)
     dnear, dfar = (core.new_empty(core.shape if trains else 0) for core in cores)
-    dgains = (x if gains is None else gains).new_empty(2 if wants & OF_GAINS else 0).float()
+    dgains = x.new_empty(0)
+    if gains is not None:
+        dgains = gains.new_empty(2 if wants & OF_GAINS else 0, dtype=torch.float32)
     if trains:
         parts = _find_gradients(to_parts, x, dy, near, far, norms)
         _finish(to_cores, *parts, near, far, dnear, dfar, norms, dgains)
