@@ -12,9 +12,10 @@ attention count. All linear layers of its blocks are structured, with SiLU betwe
 MLPs; `SETUPS` says how a model starts. muP takes AdamW's rates from dense width 256 to the others.
 
 Each optimizer, kind and data has its own rates: "lr" of hidden matrices and "other_lr" of
-everything else. AdamW has lr alone. "Muon everywhere" dualizes embeddings and head too, and keeps
-the first other_lr. They are tuned by factors of 2 on seed 0, until the best has all its neighbours:
-both at the width 256, lr alone at the others, from there. The seeds run at the best.
+everything else. AdamW has lr alone. "Muon everywhere" and "SOAP everywhere" dualize embeddings and
+head too, and keep the first other_lr. Rates are tuned by factors of 2 on seed 0, until the best has
+all its neighbours: both at the width 256, lr alone at the others, from there. The seeds run at the
+best.
 
 A run's seconds are its steps times the median time of one, over five that follow each other, so
 that each holds SOAP's work on its bases once. All models of a setup take turns, on as many threads
@@ -47,8 +48,8 @@ from structlin import BTT, Dense
 
 VOCABULARY = 2048
 START = {"lr": 2**-9, "other_lr": 2**-7}  # where the search begins
-EVERYWHERE = "Muon everywhere"  # embeddings and head as well
-HIDDEN = {"Muon": 2**-6, EVERYWHERE: 2**-6, "SOAP": 2**-6}  # lr's start with these
+EVERYWHERE = " everywhere"  # embeddings and head are dualized as well
+DUAL_LR = 2**-6  # where the search for lr begins with Muon and SOAP
 WARM_UP = 100  # steps, a fifth of a run at most
 MOMENTUM = 0.9  # of Muon and SOAP, for runs as short as these
 LARGEST_BASIS = 1024  # of SOAP: both sides of all matrices at dense width 256
@@ -150,11 +151,11 @@ def make_trainer(
     if optimizer == "AdamW":
         groups = structlin.param_groups(model, rates["lr"], base=base)
         return model, torch.optim.AdamW(groups, rates["lr"], betas=(0.9, 0.95), fused=True)
-    if optimizer != "SOAP":
-        options = {"dualize": "all" if optimizer == EVERYWHERE else "hidden"}
-        return model, structlin.optim.Muon(model, **rates, base=base, momentum=MOMENTUM, **options)
-    options = {"base": base, "momentum": MOMENTUM, "max_precond_dim": LARGEST_BASIS}
-    return model, structlin.optim.SOAP(model, **rates, **options)
+    options = rates | {"base": base, "momentum": MOMENTUM}
+    options["dualize"] = "all" if optimizer.endswith(EVERYWHERE) else "hidden"
+    if optimizer.startswith("Muon"):
+        return model, structlin.optim.Muon(model, **options)
+    return model, structlin.optim.SOAP(model, **options, max_precond_dim=LARGEST_BASIS)
 
 
 def train(
@@ -212,8 +213,7 @@ def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
     groups = [*combinations({name: axes[name] for name in WHERE[:-1]})]
     tuned = [group | {"width": width} for group in groups]
     starts = [
-        START | ({"lr": HIDDEN[o]} if (o := group["optimizer"]) in HIDDEN else {})
-        for group in groups
+        START | ({"lr": DUAL_LR} if group["optimizer"] != "AdamW" else {}) for group in groups
     ]
     names = [names_of(group["optimizer"]) for group in groups]
     climb(runs, zip(tuned, zip(starts, names, strict=True), strict=True), lacking, [0], rounds)
@@ -490,7 +490,7 @@ EXPERIMENT = Experiment(
     run=train,
     axes={
         "setup": [*SETUPS],
-        "optimizer": ["AdamW", "Muon", "SOAP", EVERYWHERE],
+        "optimizer": ["AdamW", "Muon", "SOAP", "Muon everywhere", "SOAP everywhere"],
         "kind": [*KINDS],
         "width": [128, 256, 512],
         "lr": [],
