@@ -118,8 +118,8 @@ def find_gradients(  # type: ignore[no-untyped-def]
     wide: tl.constexpr,
 ):  # fmt: skip
     """found[part] is dnear[p, q, r, j], then dfar[p, q, r, o], of some p and q, by the cores'
-    strides, where the cores are normalised; dots[0, program] and [1, program], their products with
-    near and far as they are."""
+    strides. Where the cores are normalised, dots[0, program] and [1, program] are the products of
+    both with near and far as they are."""
     P: tl.constexpr = sizes[0]
     Q: tl.constexpr = sizes[1]
     R: tl.constexpr = sizes[2]
