@@ -100,13 +100,12 @@ def forms_matrix(program: Program, x: Tensor) -> bool:
     if not is_plain(x):
         return False
     least = check.tokens_for_matrix(program.numbers, x.dtype, x.device)
-    if least == pair.NEVER:
-        return False
-    if torch.compiler.is_compiling():  # the number may be a symbol
+    tokens = x.numel() // program.in_features
+    if torch.compiler.is_compiling():  # it may be a symbol
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-        return statically_known_true(x.numel() // program.in_features >= least)
-    return x.numel() // program.in_features >= least
+        return statically_known_true(tokens >= least)
+    return tokens >= least
 
 
 @lru_cache(maxsize=4096)
@@ -165,7 +164,7 @@ def multiply(loop: Loop, affine: Affine, x: Tensor) -> Tensor:
     """`W x + bias` of x `(..., in_features)`; `loop` is the definition of the same."""
     program, cores, bias, gains, sigmas = affine
     y: Tensor
-    gains = gains if gains is None or x.is_cuda else gains.double()
+    gains = gains if gains is None or x.is_cuda else gains.double()  # the CPU engine's dtype
     if torch.compiler.is_compiling():
         y = _layer(x, cores, bias, gains, sigmas, program.numbers)
     elif torch.is_grad_enabled() and any(

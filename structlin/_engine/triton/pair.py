@@ -138,6 +138,14 @@ def strides_of(axes: Sequence[str], sizes: dict[str, int]) -> dict[str, int]:
     return found
 
 
+def kernels_of(program: tuple[int, ...]) -> list[tuple[Pair, str]]:
+    """The kernels of y, of dx and of the gradients of both cores, by their kinds."""
+    pair = pair_of(program)
+    assert pair
+    back = "gated" if program[-1] else "product"
+    return [(pair, "product"), (pair.turn(), back), (pair, "gradients")]
+
+
 # ---- tiles ---------------------------------------------------------------------------------------
 
 
@@ -213,14 +221,6 @@ def time_of(pair: Pair, tile: Tile, kind: str, itemsize: int, shared: int) -> fl
     alone = 2 * 32 * warps * registers > REGISTERS or 2 * memory > shared
     took = itemsize * moved + steps_p * steps_q * flops / FLOPS_PER_BYTE
     return took * (ALONE if alone else 1) * (SHALLOW if stages == 2 else 1)
-
-
-def kernels_of(program: tuple[int, ...]) -> list[tuple[Pair, str]]:
-    """The kernels of y, of dx and of the gradients of both cores, by their kinds."""
-    pair = pair_of(program)
-    assert pair
-    back = "gated" if program[-1] else "product"
-    return [(pair, "product"), (pair.turn(), back), (pair, "gradients")]
 
 
 def plain_time(pair: Pair, activation: int, itemsize: int) -> float:
@@ -426,8 +426,8 @@ def launch_of(
 def launches_of(
     program: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Launch, ...]:
-    """Of `kernels_of`, and what adds the parts of the gradients; kept, as to look for them takes
-    longer than to launch one."""
+    """The launches of a layer's kernels, and of the one that adds the parts of the gradients; kept,
+    as to look for them takes longer than to launch one."""
     found = [launch_of(*kernel, program[-1], dtype, device) for kernel in kernels_of(program)]
     sums = "add_parts", *found[-1][1:3], (BLOCK, SLICES)
     return *found, Launch(*sums, {"num_warps": 8}, {})
