@@ -20,7 +20,7 @@ best.
 A run's seconds are its steps times the median time of one, over five that follow each other, so
 that each holds SOAP's work on its bases once. All models of a setup take turns, on as many threads
 as torch takes. At equal seconds a run is compared with dense's front: the least losses of dense
-models of any width and optimizer, each seed's own, linear in logarithms between two of them.
+models of any width and optimizer, and of lines in logarithms between any two, each seed's own.
 """
 
 import math
@@ -247,9 +247,7 @@ def time_steps(setup: str, cells: Sequence[Row], sizes: Row, seconds: float) -> 
 
     def work(cell: Row) -> Callable[[], None]:
         rates = dict.fromkeys(START, 1e-6)
-        model, own = make_trainer(
-            setup, cell["optimizer"], cell["kind"], cell["width"], rates, 0, sizes
-        )
+        model, own = make_trainer(*(cell[name] for name in WHERE), rates, 0, sizes)
         step = training.step_of(own, partial(training.cross_entropy, model, *batch))
         return lambda: [step() for _ in range(PERIOD)] and None
 
@@ -312,10 +310,10 @@ def over(losses: Sequence[float | None], of: Sequence[float | None]) -> list[flo
 
 
 def front(table: Sequence[Row], cost: str, seed: int) -> list[tuple[float, float]]:
-    """The cost and the loss of what no other undercuts in both, the cheapest first; as far as the
-    dearest goes.
+    """The cost and the loss of what neither another undercuts nor a line between two, in
+    logarithms; the cheapest first, as far as the dearest goes.
 
-    >>> rows = [{"flops": f, "losses": [loss]} for f, loss in ((1, 3.0), (2, 4.0), (3, 2.0))]
+    >>> rows = [{"flops": f, "losses": [loss]} for f, loss in ((1, 3.0), (2, 2.9), (3, 2.0))]
     >>> front(rows, "flops", 0)
     [(1, 3.0), (3, 2.0)]
     """
@@ -324,12 +322,18 @@ def front(table: Sequence[Row], cost: str, seed: int) -> list[tuple[float, float
         for row in table
         if seed < len(row["losses"]) and row["losses"][seed] is not None
     )
-    least, found = math.inf, []
-    for spent, loss in points:
-        if loss < least:
-            least = loss
-            found.append((spent, loss))
-    return [*found, (points[-1][0], least)] if found and points[-1][0] > found[-1][0] else found
+    found: list[tuple[float, float]] = []
+    for point in points:
+        if found and point[1] >= found[-1][1]:
+            continue
+        while len(found) > 1 and slope(found[-2], point) <= slope(found[-2], found[-1]):
+            found.pop()
+        found.append(point)
+    return [*found, *((last, found[-1][1]) for last, _ in points[-1:] if last > found[-1][0])]
+
+
+def slope(a: tuple[float, float], b: tuple[float, float]) -> float:
+    return math.log(b[1] / a[1]) / math.log(b[0] / a[0])
 
 
 def at(curve: Sequence[tuple[float, float]], cost: float) -> float | None:
@@ -345,8 +349,7 @@ def at(curve: Sequence[tuple[float, float]], cost: float) -> float | None:
         return curve[0][1]
     for (x0, y0), (x1, y1) in pairwise(curve):
         if cost <= x1:
-            share = math.log(cost / x0) / math.log(x1 / x0)
-            return float(y0 * (y1 / y0) ** share)
+            return float(y0 * (cost / x0) ** slope((x0, y0), (x1, y1)))
     return None
 
 
@@ -362,7 +365,7 @@ def needed(curve: Sequence[tuple[float, float]], loss: float) -> float:
         return curve[0][0]
     for (x0, y0), (x1, y1) in pairwise(curve):
         if y1 <= loss:
-            return float(x0 * (x1 / x0) ** (math.log(y0 / loss) / math.log(y0 / y1)))
+            return float(x0 * (loss / y0) ** (1 / slope((x0, y0), (x1, y1))))
     return math.inf
 
 
@@ -404,10 +407,8 @@ def fronts(result: Row) -> str:
         )
         for row in table
     }
-    columns = {column for _, column in cells}
-    return report.pivot(
-        cells, sorted(columns, key=lambda name: (not name.startswith("dense"), name))
-    )
+    columns = sorted({column for _, column in cells}, key=lambda name: (name[:5] != "dense", name))
+    return report.pivot(cells, columns)
 
 
 def verdicts(result: Row) -> str:
@@ -444,8 +445,7 @@ def draw(result: Row) -> figures.Figure:
         for of in ("seconds", "FLOPs")
         for loss in row["losses"]
     ]
-    shown: Row = {"panel": ["setup", "of"], "line": ["line"], "columns": 2}
-    return figures.curves(points, "spent", **shown)
+    return figures.curves(points, "spent", panel=["setup", "of"], line=["line"], columns=2)
 
 
 def numbers(result: Row) -> dict[str, str]:
