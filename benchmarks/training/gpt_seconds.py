@@ -332,7 +332,7 @@ def front(table: Sequence[Row], cost: str, seed: int) -> list[tuple[float, float
     return [*found, *((last, found[-1][1]) for last, _ in points[-1:] if last > found[-1][0])]
 
 
-def slope(a: tuple[float, float], b: tuple[float, float]) -> float:
+def slope(a: tuple[float, float], b: tuple[float, float]) -> float:  # in logarithms
     return math.log(b[1] / a[1]) / math.log(b[0] / a[0])
 
 
