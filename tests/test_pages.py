@@ -225,14 +225,22 @@ def test_our_rule_brings_btt_nearer_to_dense_and_monarch_not():
     assert moved["Monarch", "aware"] > moved["Monarch", "naive"]
 
 
-@pytest.mark.parametrize(("setup", "most_over_soap"), [("Python", 1.0), ("Wikipedia", 1.015)])
+@pytest.mark.parametrize(
+    ("ours", "setup", "most_over_soap"),
+    [
+        ("gpts", "Python", 1.0),
+        ("gpts", "Wikipedia", 1.015),
+        ("every", "Wikipedia", 1.011),
+        ("every", "Fashion-MNIST", 1.0),
+    ],
+)
 def test_at_equal_flops_a_structured_gpt_by_soap_ends_below_dense_by_muon_with_every_seed(
-    setup, most_over_soap
+    ours, setup, most_over_soap
 ):
     """On subwords it is level with dense by SOAP."""
     table = record.read("gpt_seconds")["table"]
-    (row,) = statistics.select(table, setup=setup, width=256, **gpt_seconds.OURS)
-    muon, soap = (row["over dense"][name] for name in ("Muon", "SOAP"))
+    (row,) = statistics.select(table, setup=setup, width=256, **gpt_seconds.OURS[ours])
+    muon, soap = (row["over dense"][name] for name in ("Muon", row["optimizer"]))
     assert len(muon) == len(soap) == 3
     assert max(muon) < 1
     assert max(soap) < most_over_soap

@@ -13,9 +13,8 @@ MLPs; `SETUPS` says how a model starts. muP takes AdamW's rates from dense width
 
 Each optimizer, kind and data has its own rates: "lr" of hidden matrices and "other_lr" of
 everything else. AdamW has lr alone. "Muon everywhere" and "SOAP everywhere" dualize embeddings and
-head too, and keep the first other_lr. Rates are tuned by factors of 2 on seed 0, until the best has
-all its neighbours: both at the width 256, lr alone at the others, from there. The seeds run at the
-best.
+head too, and keep the first other_lr. Rates are tuned by factors of 2 on seed 0 until the best has
+all its neighbours: both at width 256, from there lr at the others. The seeds run at the best.
 
 A run's seconds are its steps times the median time of one, over five that follow each other, so
 that each holds SOAP's work on its bases once. All models of a setup take turns, on as many threads
@@ -109,11 +108,14 @@ SETUPS = {
     "Wikipedia": Setup(Subwords, pretrained.TEXTS["wiki"], TEXT, zero=False, weight_norm=False),
     "Fashion-MNIST": Setup(Fashion, None, IMAGES, zero=False, weight_norm=True),
 }
-OURS = {"kind": "BTT r=4", "optimizer": "SOAP"}  # what docs/gpts.md is about
+OURS = {  # what docs/gpts.md is about
+    "gpts": {"kind": "BTT r=4", "optimizer": "SOAP"},
+    "every": {"kind": "BTT r=2", "optimizer": "SOAP everywhere"},
+}
 NAMES = {"Python": "characters", "Python, batch 32": "batched", "Wikipedia": "subwords"}
 NAMES |= {"Fashion-MNIST": "images"}
 PLAIN = {"weight_norm": False, "zero_init": ()}  # options of `convert`
-KINDS = {"dense": None, "BTT r=4": (4, 4)}  # name -> rank in MLPs and in attention
+KINDS = {"dense": None, "BTT r=4": (4, 4), "BTT r=2": (2, 4)}  # ranks in MLPs and in attention
 
 
 def make_task(setup: str, seed: int, sizes: Row) -> Task:
@@ -369,14 +371,14 @@ def needed(curve: Sequence[tuple[float, float]], loss: float) -> float:
     return math.inf
 
 
-def sooner(table: Sequence[Row], setup: str) -> list[float]:
-    """Of each seed, the seconds after which `OURS` reaches the loss of the widest dense model by
+def sooner(table: Sequence[Row], setup: str, ours: Row) -> list[float]:
+    """Of each seed, the seconds after which `ours` reaches the loss of the widest dense model by
     Muon, between two widths as `needed` has it, over that model's seconds."""
     mine, found = select(table, setup=setup), list[float]()
     dense = select(mine, kind="dense", optimizer="Muon")
     (goal,) = select(dense, width=max(values(dense, "width")))
     for seed, loss in enumerate(goal["losses"]):
-        curve = front(select(mine, **OURS), "seconds", seed)
+        curve = front(select(mine, **ours), "seconds", seed)
         found.append(needed(curve, loss) / goal["seconds"] if loss else math.inf)
     return found
 
@@ -433,7 +435,7 @@ def percents(ratios: Sequence[float | None] | None) -> str:
     found = [100 * (ratio - 1) for ratio in ratios or () if ratio is not None]
     if not ratios or len(found) < len(ratios):
         return "-" if ratios else ""
-    return span(min(found), max(found), "+.1f")
+    return span(found, "+.1f")
 
 
 def draw(result: Row) -> figures.Figure:
@@ -449,32 +451,31 @@ def draw(result: Row) -> figures.Figure:
 
 
 def numbers(result: Row) -> dict[str, str]:
-    """By how many percent the loss of `OURS` lies below dense's at the width of the search, and
-    below dense's by Muon at a larger one; and after what share of that one's seconds it is reached.
-    """
-    found, tuned = {}, result["setting"]["tuned"]
-    for setup, name in NAMES.items():
-        for row in select(result["table"], setup=setup, **OURS):
-            wide, over_dense = row["width"] > tuned, row["over dense"]
-            for of in ["Muon"] * wide or ["Muon", "SOAP", "seconds"] * (row["width"] == tuned):
-                ratios = over_dense.get(of) or [None]
-                lower = [100 * (1 - ratio) for ratio in ratios if ratio is not None]
-                if len(lower) == len(ratios):
-                    title = f"gpts.{name}_{of}" + "_wide" * wide
-                    found[title] = span(min(lower), max(lower), ".1f")
-            if wide:
-                shares = [100 * share for share in sooner(result["table"], setup)]
-                if all(map(math.isfinite, shares)):
-                    found[f"gpts.{name}_sooner"] = span(min(shares), max(shares), ".0f")
+    """By how many percent the losses of `OURS` lie below dense's at the width of the search, and
+    below dense's by Muon at a larger one; and after what share of that one's seconds they do."""
+    found, tuned, table = {}, result["setting"]["tuned"], result["table"]
+    mine = [(prefix, row) for prefix, ours in OURS.items() for row in select(table, **ours)]
+    for prefix, row in mine:
+        wide, name = row["width"] > tuned, f"{prefix}.{NAMES[row['setup']]}"
+        ways = ["Muon", row["optimizer"], "seconds"] * (row["width"] == tuned)
+        for of in ["Muon"] * wide or ways:
+            ratios = row["over dense"].get(of) or [None]
+            if None not in ratios:
+                lower = [100 * (1 - ratio) for ratio in ratios]
+                found[f"{name}_{of.split()[0]}{'_wide' * wide}"] = span(lower, ".1f")
+        if wide:
+            shares = [100 * share for share in sooner(table, row["setup"], OURS[prefix])]
+            if all(map(math.isfinite, shares)):
+                found[f"{name}_sooner"] = span(shares, ".0f")
     return found
 
 
-def span(low: float, high: float, spec: str) -> str:
+def span(found: Sequence[float], spec: str) -> str:
     """
-    >>> span(0.5, 1.25, ".1f"), span(2.0, 2.0, ".0f")
+    >>> span([1.25, 0.5, 1.0], ".1f"), span([2.0], ".0f")
     ('0.5 to 1.2', '2')
     """
-    return " to ".join(dict.fromkeys(format(each, spec) for each in (low, high)))
+    return " to ".join(dict.fromkeys(format(each, spec) for each in (min(found), max(found))))
 
 
 def settings(**changes: int) -> dict[str, dict[str, int]]:
@@ -509,7 +510,6 @@ EXPERIMENT = Experiment(
         **settings(batch=2, depth=1, steps=4),
         "setup": ["Python"],
         "optimizer": ["AdamW", "SOAP"],
-        "kind": [*KINDS],
         "width": [64, 96],
         "seeds": 1,
         "timed": 0.0,

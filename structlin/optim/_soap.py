@@ -97,7 +97,7 @@ class SOAP(Muon):
         the gradient to their part of the direction."""
         (p, weight, _), momentum, beta = member, group["momentum"], group["shampoo_beta"]
         state = self.state[p]
-        update = gradient.lerp(average.lerp(gradient, 1 - momentum), momentum)
+        update = average.lerp(gradient, 1 - momentum**2)  # Nesterov's
         whole = join_parts(p, weight, gradient)
         g = promote(to_matrices(weight, whole))  # (batch, m, n)
         u = promote(to_matrices(weight, join_parts(p, weight, update)))
@@ -117,7 +117,7 @@ class SOAP(Muon):
         root = squares.sqrt().mul_(length)
         # or rounding, where the gradient has no part, would make steps as large as the gradient
         floor = FLOOR * root.amax((-2, -1), keepdim=True)
-        root = torch.maximum(root, floor.clamp_(min=torch.finfo(root.dtype).tiny))
+        root.clamp_min_(floor.clamp_(min=torch.finfo(root.dtype).tiny))
         d = _rotate(_rotate(u, left, right).div_(root), left.mT, right.mT)
         return take_part(p, weight, from_matrices(weight, d.to(whole.dtype), whole))
 
