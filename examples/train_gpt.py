@@ -96,7 +96,7 @@ def loss_of(model, x, y, amp=False, **options):
 
 def train(model, optimizer, batch, heldout, options, row):
     """Train on `batch(step)`, print and keep in `row` how that goes; pause after each step."""
-    rise = max(1, min(50, options.steps // 5))
+    rise = max(1, options.steps // 20, min(50, options.steps // 5))
 
     def rate(step):  # relative to its peak: up on a line, down on a cosine to a tenth
         share = (step - rise) / max(1, options.steps - rise)
