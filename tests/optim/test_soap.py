@@ -19,7 +19,9 @@ def plainly(gradients, lr, every, momentum=0.9, beta=0.95):
     average, squares, total = (torch.zeros(m, n, dtype=torch.float64) for _ in range(3))
     for t, g in enumerate(gradients, start=1):
         if t == 1:
-            left, right = g @ g.T * (1 / n), g.T @ g * (1 / m)  # rounded as the first bases are
+            pairs = (g[None], g.T[None], 1 / n), (g.T[None], g[None], 1 / m)
+            # by the operation that SOAP calls: rounding chooses where a basis has no gradient
+            left, right = (torch.baddbmm(x @ y, x, y, beta=0, alpha=by)[0] for x, y, by in pairs)
             bases = [torch.linalg.qr(x)[0] for x in (left, right)]
         average = momentum * average + (1 - momentum) * g
         update = (1 - momentum) * g + momentum * average
