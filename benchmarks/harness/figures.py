@@ -58,7 +58,7 @@ def curves(
 
     lines = keys(line)
     numbers = all(isinstance(each, int | float) for each in (key[-1] for key in lines if key))
-    shades = colormaps["viridis"]
+    shades = colormaps["viridis" if numbers else "tab20"]
     figure, grid = panels(keys(panel), columns=columns)
     for axes, where in zip(grid, keys(panel), strict=True):
         mine = select(rows, **dict(zip(panel, where, strict=True)))
@@ -68,12 +68,13 @@ def curves(
                 continue
             places = sorted(values(found, x))
             means = [_mean([row[y] for row in found if row[x] == at], "y" in log) for at in places]
-            colour = shades(0.9 * n / max(1, len(lines) - 1)) if numbers else f"C{n % 10}"
+            colour = shades(0.9 * n / max(1, len(lines) - 1) if numbers else (2 * n + n // 10) % 20)
             axes.plot(
                 places, means, marker=marker, ms=4, color=colour, label=", ".join(map(str, key))
             )
         if "x" in log:
             axes.set_xscale("log", base=base)
+            axes.tick_params("x", which="both", labelrotation=45)
         if "y" in log:
             axes.set_yscale("log")
         axes.set(xlabel=x, ylabel=y)

@@ -451,14 +451,13 @@ def draw(result: Row) -> figures.Figure:
 
 
 def numbers(result: Row) -> dict[str, str]:
-    """By how many percent the losses of `OURS` lie below dense's at the width of the search, and
-    below dense's by Muon at a larger one; and after what share of that one's seconds they do."""
+    """By how many percent the losses of `OURS` lie below dense's at the width of the search and at
+    a larger one; and after what share of that one's seconds by Muon they do."""
     found, tuned, table = {}, result["setting"]["tuned"], result["table"]
     mine = [(prefix, row) for prefix, ours in OURS.items() for row in select(table, **ours)]
     for prefix, row in mine:
         wide, name = row["width"] > tuned, f"{prefix}.{NAMES[row['setup']]}"
-        ways = ["Muon", row["optimizer"], "seconds"] * (row["width"] == tuned)
-        for of in ["Muon"] * wide or ways:
+        for of in ("Muon", row["optimizer"], "seconds") * (row["width"] >= tuned):
             ratios = row["over dense"].get(of) or [None]
             if None not in ratios:
                 lower = [100 * (1 - ratio) for ratio in ratios]
