@@ -58,7 +58,7 @@ def curves(
 
     lines = keys(line)
     numbers = all(isinstance(each, int | float) for each in (key[-1] for key in lines if key))
-    shades = colormaps["viridis" if numbers else "tab20"]
+    shades = colormaps["viridis" if numbers else "tab20"]  # dark, light, dark, ...
     figure, grid = panels(keys(panel), columns=columns)
     for axes, where in zip(grid, keys(panel), strict=True):
         mine = select(rows, **dict(zip(panel, where, strict=True)))
