@@ -1,12 +1,10 @@
 """README and docs/: every link and picture is there, all code runs, every marked number is a kept
-result's, and the pages are short."""
+result's."""
 
 import doctest
 import json
 import re
-from itertools import chain
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 
@@ -21,10 +19,6 @@ from structlin._structure import families
 ROOT = pages.ROOT
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 RUN = [page for page in PAGES if ">>>" in page.read_text(encoding="utf-8")]
-MEASURED = [page for page in PAGES if page.name != "CHANGELOG.md"]  # whose words are counted
-MOST_WORDS, README_WORDS = 20_000, 750
-WORDS_PER_SENTENCE = 18
-WORDS_PER_CELL = 15  # of docs/results.md
 
 
 def name_of(page: Path) -> str:
@@ -109,60 +103,6 @@ def test_the_examples_in_the_docstrings_give_what_they_show():
         results = doctest.testmod(module)
         assert results.attempted
         assert not results.failed
-
-
-# ---- words ---------------------------------------------------------------------------------------
-
-
-def count_words(text: str) -> int:
-    """The words of a page, code and tables included."""
-    return sum(bool(re.search(r"\w", word)) for word in text.split())
-
-
-def sentences_of(text: str) -> list[str]:
-    """The sentences of a page: no code blocks, tables, headings and pictures; an item of a list
-    begins one.
-
-    >>> sentences_of("# Title\\n\\nOne two. Three\\nfour?\\n\\n- Five.\\n- Six seven\\n\\n| cell |")
-    ['One two.', 'Three four?', 'Five.', 'Six seven']
-    """
-    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    text = re.sub(r"\]\([^)]*\)", "]", text)
-    lines = [line for line in text.splitlines() if not re.match(r"\s*[|#!]", line)]
-    blocks = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", "\n".join(lines))
-    blocks = [re.sub(r"^\s*(?:[-*]|\d+\.) ", "", block) for block in blocks]
-    found = chain.from_iterable(
-        re.split(r"(?<=[.!?])[\"*)\]]*\s+(?=[\"`*(\[A-Z0-9])", " ".join(block.split()))
-        for block in blocks
-    )
-    return [sentence for sentence in found if re.search(r"\w", sentence)]
-
-
-def test_all_pages_together_and_the_readme_are_short():
-    words = {name_of(page): count_words(page.read_text(encoding="utf-8")) for page in MEASURED}
-    assert words["README.md"] <= README_WORDS
-    assert sum(words.values()) <= MOST_WORDS, words
-
-
-@pytest.mark.parametrize("page", MEASURED, ids=name_of)
-def test_the_sentences_of_a_page_are_short(page):
-    found = sentences_of(page.read_text(encoding="utf-8"))
-    if found:
-        mean = fmean(map(count_words, found))
-        assert mean <= WORDS_PER_SENTENCE, sorted(found, key=count_words)[-5:]
-
-
-def test_a_page_of_long_sentences_is_found_out():
-    long = "One two three four five six seven eight nine ten eleven. " * 2
-    assert fmean(map(count_words, sentences_of(long))) == 11
-    assert count_words("one `two` | 3 | -- 4") == 4
-
-
-def test_the_cells_of_the_results_are_short():
-    text = (ROOT / "docs/results.md").read_text(encoding="utf-8")
-    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
-    assert len(rows) > 30
-    assert max(count_words(cell) for row in rows for cell in row) <= WORDS_PER_CELL
 
 
 # ---- numbers in sentences ------------------------------------------------------------------------
