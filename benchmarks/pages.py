@@ -90,7 +90,7 @@ def show_claims() -> str:
 
 def count_claims() -> dict[str, str]:
     """How many hold, hold in part, are undecided, do not hold."""
-    kinds = Counter(found["verdict"].split(",")[0].strip("*") for _, _, found in judged())
+    kinds = Counter(re.split(r",| \(", found["verdict"])[0].strip("*") for _, _, found in judged())
     names = {"yes": "yes", "part": "in part", "undecided": "undecided", "no": "no"}
     found = {f"verdicts.{name}": str(kinds[kind]) for name, kind in names.items()}
     return found | {"verdicts.all": str(kinds.total())}

@@ -1,7 +1,8 @@
 """Initialisation and learning rates from a core's integers. Names no family; no torch.
 
 Sources: Qiu et al. 2024 (arXiv:2406.06248), section 3.2 and appendices E.2, H; "Beyond MuP 2"
-(2026) for the spectral rule; Large et al. 2024 (arXiv:2405.14813) for the orthogonal one.
+(2026, kexue.fm/archives/11605) for the spectral rule; Large et al. 2024 (arXiv:2405.14813) for the
+orthogonal one.
 """
 
 from collections.abc import Sequence

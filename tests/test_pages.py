@@ -3,6 +3,7 @@ result's."""
 
 import doctest
 import json
+import math
 import re
 from pathlib import Path
 
@@ -268,10 +269,28 @@ def test_the_numbers_behind_the_verdicts_are_those_of_the_kept_results():
 
 
 def test_a_verdict_changes_with_the_result():
-    (claim,), result = lr_transfer.EXPERIMENT.claims, record.read("lr_transfer")
-    assert claim.verdict(result)["verdict"] == "yes"
-    result["largest_shift"] = {"naive": 1.0, "aware": 3.0}
-    assert claim.verdict(result)["verdict"] == "**no**"
+    """Best rates at dense's with the rule, at four times it without; then the other way round."""
+    (claim,) = lr_transfer.EXPERIMENT.claims
+
+    def rows(structure, rule, best):
+        return [
+            {"structure": structure, "width": 64, "rule": rule, "seed": seed, "lr": lr}
+            | {"loss": 2.0 ** abs(math.log2(lr / best))}
+            for lr in (2.0**power for power in range(-9, -1))
+            for seed in range(3)
+        ]
+
+    for naive, aware, verdict in ((-4, -6, "yes"), (-6, -4, "**no**")):
+        result = rows("dense", "aware", 2.0**-6) + rows("TT r=4", "naive", 2.0**naive)
+        result += rows("TT r=4", "aware", 2.0**aware)
+        assert claim.verdict({"rows": result})["verdict"] == verdict
+
+
+def test_the_verdicts_of_three_seeds_use_intervals_and_the_others_say_that_they_are_of_one_run():
+    for shown, claim, found in pages.judged():
+        seeds = {row.get("seed", 0) for row in record.read(shown.name)["rows"]}
+        assert (claim.runs == "one run") == (len(seeds) == 1), claim.short
+        assert found["verdict"].endswith("(one run)") == (len(seeds) == 1)
 
 
 def test_every_kept_result_of_the_papers_is_on_a_page_with_its_command():

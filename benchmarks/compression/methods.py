@@ -244,8 +244,8 @@ def cells_of(row: Row, figures: Mapping[str, str]) -> dict[str, str]:
     line = {"": name_of(row), "keep": f"{row['keep']:g}", "MB": f"{row['bytes'] / 1e6:.1f}"}
     line |= figures
     for kind, found in row.get("speed", {}).items():
-        speeds = (f"{each['x_dense']['median']:.2f}" for each in found.values())
-        line[f"{kind}, x dense"] = " / ".join(speeds)
+        speeds = " / ".join(f"{each['x_dense']['median']:.2f}" for each in found.values())
+        line[f"{kind}, x dense"] = f"{speeds} (threads: {' / '.join(found)})"
     healing = f" + {row['heal_seconds']:.0f}" if "heal_seconds" in row else ""
     return line | {"CPU s": f"{row['cpu_seconds']:.0f}{healing}"}
 

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from benchmarks.compression import methods, peers
 from benchmarks.harness import report
 from benchmarks.harness.experiment import Experiment, Row
-from benchmarks.harness.statistics import bootstrap, select, values
+from benchmarks.harness.statistics import bootstrap, differences, select, values
 from benchmarks.harness.tasks import library
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -252,9 +252,8 @@ def compare(row: Row, reference: Row, dense: Row) -> dict[str, float]:
 
 
 def line_of(row: Row) -> dict[str, str]:
-    half = 196 * math.sqrt(row["choice"] * (1 - row["choice"]) / len(row["right"]))
     figures = {"C4": f"{row['perplexity']:.1f}", "wiki": f"{row['perplexity_wiki']:.1f}"}
-    figures |= {"KL": f"{row['kl']:.2f}", "task, %": f"{100 * row['choice']:.0f} ± {half:.0f}"}
+    figures |= {"KL": f"{row['kl']:.2f}", "task, %": task_of(row)}
     return methods.cells_of(row, figures)
 
 
@@ -282,28 +281,53 @@ def numbers(result: Row) -> dict[str, str]:
 
 def markdown(result: Row) -> str:
     """Perplexity by what is kept, and what else was measured at 0.8; of the families' int8 rows,
-    which are alike, that of low-rank."""
+    which are alike, that of low-rank. Speeds and seconds are not shown: the rows are of several
+    machines, and of loads that the file does not know."""
     rows = methods.in_order(result["rows"])
     rows = [row for row in rows if row["way"] != "int8" or row["method"] in ("dense", "low-rank")]
     keeps = sorted({row["keep"] for row in rows if row["keep"] < 1}, reverse=True)
     found = {(methods.name_of(row), row["keep"]): row for row in rows}
+    dense = next(iter(select(rows, way="dense")), None)
     lines = []
     for name in dict.fromkeys(methods.name_of(row) for row in rows):
         whole = found.get((name, 1.0))
         of = [whole or found.get((name, keep)) for keep in keeps]
-        cells = ["-" if row is None else f"{row['perplexity']:.1f}" for row in of]
+        cells = ["-" if row is None else perplexity_of(row, dense) for row in of]
         row = whole or found.get((name, 0.8))
-        lines.append([name, *cells, *(["-"] * 5 if row is None else cells_of(row))])
-    titles = [*(f"keep {keep:g}" for keep in keeps), "KL", "task", "MB", "speed", "CPU s"]
+        lines.append([name, *cells, *(["-"] * 3 if row is None else cells_of(row))])
+    titles = [*(f"keep {keep:g}" for keep in keeps), "KL", "task, %", "MB"]
     return report.table(["", *titles], lines)
 
 
+def perplexity_of(row: Row, dense: Row | None) -> str:
+    """The perplexity, and half of the 95 % interval of its ratio to dense's over the windows.
+
+    >>> dense = {"nats": [1.0, 1.0]}
+    >>> perplexity_of({"perplexity": 20.0, "nats": [2.00, 2.02]}, dense)
+    '20.0 ± 14 %'
+    >>> perplexity_of({"perplexity": 20.0, "nats": [1.0, 1.0]}, dense)
+    '20.0'
+    """
+    shown = f"{row['perplexity']:.1f}"
+    if dense is None or row["nats"] == dense["nats"]:
+        return shown
+    above = differences(row["nats"], dense["nats"])
+    return f"{shown} ± {100 * math.expm1(above['high'] - above['value']):.0f} %"
+
+
 def cells_of(row: Row) -> list[str]:
-    figures = [f"{row['kl']:.2f}", f"{100 * row['choice']:.0f} %", f"{row['bytes'] / 1e6:.0f}"]
-    speeds = [[*each.values()][-1]["x_dense"]["median"] for each in row.get("speed", {}).values()]
-    times = ", ".join(f"{speed:.2f}x" for speed in speeds)
-    healing = f" + {row['heal_seconds']:.0f}" if "heal_seconds" in row else ""
-    return [*figures, times or "-", f"{row['cpu_seconds']:.0f}{healing}"]
+    """Divergence, the task with its 95 % interval, megabytes of the linear layers."""
+    return [f"{row['kl']:.2f}", task_of(row), f"{row['bytes'] / 1e6:.0f}"]
+
+
+def task_of(row: Row) -> str:
+    """Per cent of the items that are right, with half of the 95 % interval.
+
+    >>> task_of({"choice": 0.5, "right": "01" * 50})
+    '50 ± 10'
+    """
+    half = 196 * math.sqrt(row["choice"] * (1 - row["choice"]) / len(row["right"]))
+    return f"{100 * row['choice']:.0f} ± {half:.0f}"
 
 
 EXPERIMENT = Experiment(

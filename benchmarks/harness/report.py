@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import date
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -56,6 +57,16 @@ def least_and_most(prefix: str, values: Iterable[float], form: str) -> dict[str,
     """
     found = list(values)
     return {f"{prefix}least": format(min(found), form), f"{prefix}most": format(max(found), form)}
+
+
+def day(result: Mapping[str, Any]) -> str:
+    """When a kept result was measured.
+
+    >>> day({"environment": {"date": "2026-11-03"}})
+    '3 November 2026'
+    """
+    measured = date.fromisoformat(result["environment"]["date"])
+    return f"{measured.day} {measured:%B %Y}"
 
 
 def losses(values: Sequence[float | None]) -> str:

@@ -18,18 +18,21 @@ class Claim:
         short: the claim in few words, for docs/results.md.
         words: the paper's.
         test: the result -> whether each part holds, and the numbers that decide.
+        runs: what a verdict without seeds rests on, as "one run"; it stands beside the verdict.
     """
 
     where: str
     short: str
     words: str
     test: Callable[[Row], tuple[Holds, str]]
+    runs: str = ""
 
     def verdict(self, result: Row) -> dict[str, str]:
         """As verdicts.json has it."""
         holds, found = self.test(result)
+        verdict = judge(*holds) + (f" ({self.runs})" if self.runs else "")
         said = {"where": self.where, "claim": self.words}
-        return said | {"verdict": judge(*holds), "found": found}
+        return said | {"verdict": verdict, "found": found}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ parameterization mostly corrects this drift. Our duality-based method has a fair
 learning rate and also reaches much lower loss." Here: three linear layers without biases and ReLU,
 500 steps of 128 digits (`tasks.Digits`: moved and with noise, so that no model fits them all) at a
 constant rate; the loss on 8192 new samples after the last one. Starts and rates are those of its
-appendix A.1:
+appendix A.1 of the ICML version:
 
 - Adam, SP: torch's own start (Kaiming uniform), one rate for all layers.
 - Adam, muP: entries of standard deviation sqrt(min(in, out)) / in, a layer's rate is lr / in.

@@ -286,7 +286,8 @@ def square(result: Row, **wanted: Any) -> list[Row]:
 
 
 def numbers(epyc: Row) -> dict[str, str]:
-    """BTT of rank 1 at width 1024 with 4096 tokens, and forward passes of few tokens."""
+    """BTT of rank 1 at width 1024 with 4096 tokens, and forward passes of few tokens; when and in
+    how many rounds layers were measured."""
     btt = {"structure": "BTT r=1", "d_in": 1024, "tokens": 4096, "backward": True}
     speeds, found = [], {}
     for machine, result in (("epyc", epyc), ("xeon", read(XEON))):
@@ -294,12 +295,17 @@ def numbers(epyc: Row) -> dict[str, str]:
             (row,) = square(result, dtype=dtype, **btt)
             speeds.append(row["x_dense"]["median"])
             found[f"roofline.{machine}_{dtype}"] = f"{row['fused_share']:.2f}"
-        rows = [row for row in square(result, backward=False) if row["tokens"] in FEW]
-        few = [row["x_dense"]["median"] for row in rows]
-        found |= {"few.layers": str(len(few)), f"few.{machine}_least": f"{min(few):.2f}"}
-        found[f"few.{machine}_slower"] = str(sum(speed < 1 for speed in few))
+            rows = square(result, dtype=dtype, backward=False)
+            few = [row["x_dense"]["median"] for row in rows if row["tokens"] in FEW]
+            found["few.layers"] = str(len(few))
+            found[f"few.{machine}_slower_{dtype}"] = str(sum(speed < 1 for speed in few))
+            if machine == "xeon" and dtype == "float32":
+                found["few.xeon_least"] = f"{min(few):.2f}"
+        found[f"{machine}.day"] = report.day(result)
+    many = square(epyc, tokens=4096, backward=True)
+    rounds = [row["rounds"] for row in many if row["dtype"] in DTYPES]
     ends = {"front.slowest": f"{min(speeds):.1f}", "front.fastest": f"{max(speeds):.1f}"}
-    return found | ends
+    return found | ends | report.least_and_most("front.rounds_", rounds, "d")
 
 
 def front(result: Row) -> str:

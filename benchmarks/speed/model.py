@@ -336,7 +336,7 @@ def markdown(result: Row) -> str:
     for row in select(rows, variant="dense"):
         cells["dense", job_of(row).title] = f"{row['tokens_per_s']['median']:,.0f} tokens/s"
     for row in rows:
-        if not row["variant"].startswith("dense"):
+        if row["variant"] not in ("dense", "dense, last"):
             cells[row["variant"], job_of(row).title] = f"{row['x_dense']['median']:.2f}x"
     return report.pivot(cells)
 
@@ -355,16 +355,31 @@ def numbers(result: Row) -> dict[str, str]:
         row["x_dense"]["median"] / speeds[row["variant"], row["model"], row["task"]]["median"]
         for row in select(result["rows"], variant="BTT r=1, all", compiled=True)
     ]
-    training = [found for (_, *job), found in speeds.items() if job == ["GPT-2 small", "training"]]
-    widest = max(training, key=lambda found: found["p80"] / found["p20"])
     everywhere = speeds["BTT r=1, all", "GPT-2 small", "training"]
+    rounds = [row["rounds"] for row in plain if row["variant"] == "BTT r=1, all"]
     return {
         **report.least_and_most("model.share_", shares, ".2f"),
         **report.least_and_most("model.compiled_", compiled, ".2f"),
-        "model.spread_low": f"{widest['p20']:.1f}",
-        "model.spread_high": f"{widest['p80']:.1f}",
+        **report.least_and_most("model.head_", beside_chunks(result), ".1f"),
+        **report.least_and_most("model.rounds_", rounds, "d"),
+        "model.spread_low": f"{everywhere['p20']:.1f}",
+        "model.spread_high": f"{everywhere['p80']:.1f}",
         "model.gpt_training": f"{everywhere['median']:.1f}",
+        "model.day": report.day(result),
     }
+
+
+def beside_chunks(result: Row) -> list[float]:
+    """How many times as fast GPT-2 trains with BTT everywhere as dense that has the loss in chunks
+    and GELU in one operation too: by the medians of ratios in a round, and by those of tokens per
+    second; compiled and not."""
+    found = []
+    for compiled in (False, True):
+        rows = select(result["rows"], model="GPT-2 small", task="training", compiled=compiled)
+        (ours,), (dense,) = (select(rows, variant=name) for name in (WITH_HEAD, CHUNKED))
+        for key in ("x_dense", "tokens_per_s"):
+            found.append(ours[key]["median"] / dense[key]["median"])
+    return found
 
 
 BENCH = Bench(

@@ -306,26 +306,38 @@ def markdown(result: Row) -> str:
 
 
 def numbers(result: Row) -> dict[str, str]:
-    """Our speed over that of other packages."""
+    """Our speed over that of other packages, and all that is below 1."""
+    rows = [row for row in result["rows"] if "structlin_x" in row]
 
-    def speeds(structure: str, name: str = "", **wanted: Any) -> list[float]:
+    def find(structure: str, name: str = "", **wanted: Any) -> list[Row]:
         return [
-            row["structlin_x"]["median"]
-            for row in select(result["rows"], **wanted)
-            if "structlin_x" in row
-            and row["structure"].startswith(structure)
-            and name in row["implementation"]
+            row
+            for row in select(rows, **wanted)
+            if row["structure"].startswith(structure) and name in row["implementation"]
         ]
 
+    def speeds(found: Sequence[Row]) -> list[float]:
+        return [row["structlin_x"]["median"] for row in found]
+
+    def behind(found: Sequence[Row]) -> list[float]:
+        return [speed for speed in speeds(found) if speed < 1]
+
     training = {"dtype": "float32", "backward": True}
-    few = [*speeds("Monarch 4", tokens=16, **training), *speeds("BLAST", tokens=16, **training)]
+    few = [*find("Monarch 4", tokens=16, **training), *find("BLAST", tokens=16, **training)]
     forming = {"tokens": 4096, "dtype": "bfloat16", "backward": False}
+    fastkron = find("Kronecker", "fastkron")
     return {
-        "peers.fastkron": str(sum(speed > 1 for speed in speeds("Kronecker", "fastkron"))),
-        **report.least_and_most("peers.btt_", speeds("BTT", "strided", tokens=4096), ".1f"),
-        "peers.monarch": f"{min(speeds('Monarch 4', tokens=4096, **training)):.2f}",
-        **report.least_and_most("peers.few_", few, ".2f"),
-        "peers.tt": f"{min(speeds('TT r=8', 'reconstructed', **forming)):.2f}",
+        "peers.cases": str(len(rows)),
+        "peers.behind": str(len(behind(rows))),
+        "peers.fastkron": str(len(fastkron)),
+        "peers.fastkron_ahead": str(sum(row["structlin_x"]["p20"] > 1 for row in fastkron)),
+        **report.least_and_most("peers.btt_", speeds(find("BTT", "strided", tokens=4096)), ".1f"),
+        **report.least_and_most("peers.low_few_", behind(find("low-rank", tokens=16)), ".2f"),
+        **report.least_and_most("peers.low_many_", behind(find("low-rank", tokens=4096)), ".3f"),
+        "peers.monarch": f"{min(speeds(find('Monarch 4', tokens=4096, **training))):.2f}",
+        **report.least_and_most("peers.few_", behind(few), ".2f"),
+        "peers.tt": f"{min(speeds(find('TT r=8', 'reconstructed', **forming))):.2f}",
+        "peers.day": report.day(result),
     }
 
 

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 
 import structlin
+from benchmarks import examples
 from benchmarks.compression import vision
 from benchmarks.compression.smollm2 import pretrained, require
 from benchmarks.harness import figures, models, report, training
@@ -51,7 +52,9 @@ EVERYWHERE = " everywhere"  # embeddings and head are dualized as well
 DUAL_LR = 2**-6  # where the search for lr begins with Muon and SOAP
 WARM_UP = 100  # steps, a fifth of a run at most
 MOMENTUM = 0.9  # of Muon and SOAP, for runs as short as these
-LARGEST_BASIS = 1024  # of SOAP: both sides of all matrices at dense width 256
+# of SOAP: both sides of all matrices at dense width 256; at 512 one side of 11 of 12 parts of
+# dense's weights
+LARGEST_BASIS = 1024
 PERIOD = 5  # steps that are timed together
 
 
@@ -111,6 +114,14 @@ SETUPS = {
 OURS = {  # what docs/gpts.md is about
     "gpts": {"kind": "BTT r=4", "optimizer": "SOAP"},
     "every": {"kind": "BTT r=2", "optimizer": "SOAP everywhere"},
+    "muon": {"kind": "BTT r=4", "optimizer": "Muon"},
+    "dual": {"kind": "BTT r=2", "optimizer": "Muon everywhere"},
+}
+AGAINST = {  # its sentences compare each with dense by Muon, by its "own" optimizer, of its seconds
+    "gpts": ("Muon", "own", "seconds"),
+    "every": ("Muon", "own", "seconds"),
+    "muon": ("own",),
+    "dual": ("own",),
 }
 NAMES = {"Python": "characters", "Python, batch 32": "batched", "Wikipedia": "subwords"}
 NAMES |= {"Fashion-MNIST": "images"}
@@ -387,25 +398,40 @@ def sooner(table: Sequence[Row], setup: str, ours: Row) -> list[float]:
 
 
 def rates(result: Row) -> str:
-    """A table of docs/optimizers.md: the best lr and other_lr at the width of the search."""
-    table = select(result["table"], width=result["setting"]["tuned"])
-    return report.pivot(
-        {
-            (row["setup"], f"{row['kind']}, {row['optimizer']}"): ", ".join(
-                report.rate(row[name]) for name in START
-            )
-            for row in table
-            if len(names_of(row["optimizer"])) > 1  # both were tuned
-        }
-    )
+    """A table of docs/optimizers.md: the best lr of each width, and other_lr."""
+    table = sorted(result["table"], key=lambda row: row["width"])
+    table = [row for row in table if len(names_of(row["optimizer"])) > 1]  # both were tuned
+    cells: dict[tuple[str, str], str] = {}
+    for row in table:
+        line = f"{row['setup']}, {row['width']}", f"{row['kind']}, {row['optimizer']}"
+        cells[line] = ", ".join(report.rate(row[name]) for name in START)
+    return report.pivot(dict(sorted(cells.items())))
+
+
+def rate_moves(result: Row) -> float:
+    """The most factors of 2 by which a best lr of that table moves over the widths."""
+    moves = [0.0]
+    for mine in cells_over_widths(result).values():
+        logs = [math.log2(row["lr"]) for row in mine]
+        moves.append(max(logs) - min(logs))
+    return max(moves)
+
+
+def cells_over_widths(result: Row) -> dict[tuple[str, str, str], list[Row]]:
+    """Data, kind and optimizer -> its rows, where both rates were tuned."""
+    found: dict[tuple[str, str, str], list[Row]] = {}
+    for row in result["table"]:
+        if len(names_of(row["optimizer"])) > 1:
+            found.setdefault((row["setup"], row["kind"], row["optimizer"]), []).append(row)
+    return found
 
 
 def fronts(result: Row) -> str:
     """A table of docs/gpts.md: mean losses and seconds, a line for each data and dense width."""
     table = sorted(result["table"], key=lambda row: (row["setup"], row["width"]))
     cells = {
-        (f"{row['setup']}, {row['width']}", f"{row['kind']}, {row['optimizer']}"): (
-            f"{fmean(row['losses']):.3f} ({row['seconds']:.0f} s)"
+        (f"{row['setup']}, {row['width']}", name_of(row)): (
+            f"{fmean(row['losses']):.3f} ({row['seconds']:.0f} s)" + " *" * one_sided(result, row)
         )
         for row in table
     }
@@ -413,17 +439,89 @@ def fronts(result: Row) -> str:
     return report.pivot(cells, columns)
 
 
+def name_of(row: Row) -> str:
+    return f"{row['kind']}, {row['optimizer']}"
+
+
+def one_sided(result: Row, row: Row) -> bool:
+    """Whether SOAP has a basis for one side alone of a dense model's MLPs, whose larger side is
+    four times the width."""
+    is_soap = row["optimizer"].startswith("SOAP")
+    largest: int = result["setting"]["largest_basis"]
+    return is_soap and row["kind"] == "dense" and 4 * row["width"] > largest
+
+
+def best_dense(table: Sequence[Row], row: Row) -> Row:
+    """The dense model of the same data and FLOPs that has the lowest loss."""
+    same = select(table, setup=row["setup"], width=row["width"], kind="dense")
+    return min(same, key=mean_loss)
+
+
+def mean_loss(row: Row) -> float:
+    return math.inf if None in row["losses"] else fmean(row["losses"])
+
+
 def verdicts(result: Row) -> str:
     """A table of docs/gpts.md: by how much a structured model's loss lies above dense's."""
-    ways = [*dict.fromkeys(way for row in result["table"] for way in row["over dense"])]
-    lines = []
-    by_name = sorted(result["table"], key=lambda row: [row[name] for name in WHERE])
+    table, lines = result["table"], []
+    by_name = sorted(table, key=lambda row: [row[name] for name in WHERE])
     for row in (row for row in by_name if row["kind"] != "dense"):
-        cells = [percents(row["over dense"].get(way)) for way in ways]
-        name = f"{row['kind']}, {row['optimizer']}"
-        lines.append([row["setup"], str(row["width"]), name, str(row["own_width"]), *cells])
-    beside = ["same seconds" if way == "seconds" else f"same FLOPs, {way}" for way in ways]
-    return report.table(["", "dense width", "structured", "its width", *beside], lines)
+        ratios = dict(row["over dense"])
+        ratios["same optimizer"] = ratios.get(row["optimizer"])
+        best = best_dense(table, row)
+        ratios["best dense"] = over(row["losses"], best["losses"])
+        ways = ("Muon", "SOAP", "same optimizer", "best dense", "seconds")
+        cells = [percents(ratios.get(way)) for way in ways]
+        cells[3] += f" ({best['optimizer']})"
+        # what another optimizer than SOAP costs a structured model there is not known
+        is_soap = row["optimizer"].startswith("SOAP")
+        cells.append(percents(at_seconds_of_a_xeon(table, row)) if is_soap else "")
+        lines.append([row["setup"], str(row["width"]), name_of(row), str(row["own_width"]), *cells])
+    titles = ["same FLOPs, Muon", "same FLOPs, SOAP", "same FLOPs, same optimizer"]
+    titles += ["same FLOPs, best dense", "same seconds", "same seconds, Xeon (estimate)"]
+    return report.table(["", "dense width", "structured", "its width", *titles], lines)
+
+
+def best_of_both(result: Row) -> str:
+    """A table of docs/gpts.md: the best structured model beside the best dense one of its FLOPs, at
+    the width of the search."""
+    at_width, lines = select(result["table"], width=result["setting"]["tuned"]), []
+    for setup in values(at_width, "setup"):
+        rows = select(at_width, setup=setup)
+        ours = min((row for row in rows if row["kind"] != "dense"), key=mean_loss)
+        dense = best_dense(rows, ours)
+        above = 100 * (mean_loss(ours) / mean_loss(dense) - 1)
+        seeds = percents(over(ours["losses"], dense["losses"]))
+        cells = [f"{mean_loss(row):.3f} ({name_of(row)})" for row in (dense, ours)]
+        cells += [f"{above:+.1f} % ({seeds})", f"{ours['seconds'] / dense['seconds']:.2f}"]
+        lines.append([setup, *cells])
+    titles = ["best dense", "best structured", "loss above dense's (by seed)", "seconds / dense's"]
+    return report.table(["", *titles], lines)
+
+
+def adamw_of_both(result: Row) -> str:
+    """A table of docs/gpts.md: a structured model beside dense, both by AdamW."""
+    rows, lines = select(result["table"], optimizer="AdamW"), []
+    for ours in (row for row in rows if row["kind"] != "dense"):
+        (dense,) = select(rows, setup=ours["setup"], width=ours["width"], kind="dense")
+        lr = " and ".join(dict.fromkeys(report.rate(row["lr"]) for row in (dense, ours)))
+        cells = [lr, f"{mean_loss(dense):.3f}", f"{mean_loss(ours):.3f}"]
+        cells.append(f"{percents(ours['over dense']['AdamW'])} %")
+        cells.append(f"{ours['seconds'] / dense['seconds']:.2f}")
+        lines.append([ours["setup"], *cells])
+    titles = ["best rates", "dense", "BTT r=4", "loss above dense's, by seed", "seconds / dense's"]
+    return report.table(["", *titles], lines)
+
+
+def searched(result: Row) -> str:
+    """A table of docs/gpts.md: at the width of the search the rates that were tried, and parameters
+    in millions."""
+    width, cells = result["setting"]["tuned"], {}
+    for row in sorted(select(result["table"], width=width), key=name_of):
+        runs = select(result["rows"], seed=0, **{name: row[name] for name in WHERE})
+        tried = {tuple(run[name] for name in START) for run in runs}
+        cells[name_of(row), row["setup"]] = f"{len(tried)} ({row['params'] / 1e6:.2f} M)"
+    return report.pivot(cells, values(result["table"], "setup"))
 
 
 def percents(ratios: Sequence[float | None] | None) -> str:
@@ -451,22 +549,50 @@ def draw(result: Row) -> figures.Figure:
 
 
 def numbers(result: Row) -> dict[str, str]:
-    """By how many percent the losses of `OURS` lie below dense's at the width of the search and at
-    a larger one; and after what share of that one's seconds by Muon they do."""
+    """By how many percent the losses of `OURS` lie above dense's at the width of the search and at
+    a larger one; after what share of that one's seconds by Muon they are below it; what steps
+    cost."""
     found, tuned, table = {}, result["setting"]["tuned"], result["table"]
     mine = [(prefix, row) for prefix, ours in OURS.items() for row in select(table, **ours)]
     for prefix, row in mine:
         wide, name = row["width"] > tuned, f"{prefix}.{NAMES[row['setup']]}"
-        for of in ("Muon", row["optimizer"], "seconds") * (row["width"] >= tuned):
-            ratios = row["over dense"].get(of) or [None]
+        for way in AGAINST[prefix] * (row["width"] >= tuned):
+            ratios = row["over dense"].get(row["optimizer"] if way == "own" else way) or [None]
             if None not in ratios:
-                lower = [100 * (1 - ratio) for ratio in ratios]
-                found[f"{name}_{of.split()[0]}{'_wide' * wide}"] = span(lower, ".1f")
-        if wide:
+                found[f"{name}_{way}{'_wide' * wide}"] = percents(ratios)
+        if wide and prefix == "gpts":
             shares = [100 * share for share in sooner(table, row["setup"], OURS[prefix])]
             if all(map(math.isfinite, shares)):
                 found[f"{name}_sooner"] = span(shares, ".0f")
+    found["gpts.rate_moves"] = f"{2 ** rate_moves(result):.0f}"
+    shared = {"setup": "Python", "kind": "BTT r=4", "width": tuned}
+    times = [select(table, optimizer=name, **shared) for name in ("SOAP", "Muon")]
+    if all(times):
+        soap, muon = (rows[0]["seconds"] for rows in times)
+        found["gpts.soap_step"] = f"{100 * (soap / muon - 1):.0f}"
     return found
+
+
+def at_seconds_of_a_xeon(table: Sequence[Row], row: Row) -> list[float | None] | None:
+    """A model's losses over those of dense of the same seconds, if all had those of `on_a_xeon`."""
+    same = select(table, setup=row["setup"], kind="dense")
+    if len({*values(same, "width")}) < 2:  # one alone is no front
+        return None
+    dense = on_a_xeon(same)
+    (mine,) = on_a_xeon([row])
+    fronts = [front(dense, "seconds", seed) for seed in range(len(row["losses"]))]
+    return over(row["losses"], [at(each, mine["seconds"]) for each in fronts])
+
+
+def on_a_xeon(rows: Sequence[Row]) -> list[Row]:
+    """The rows with the seconds that they would have if the kinds of the main job kept the ratios
+    that it has on its Xeon, dense by Muon as it is."""
+    by_kind = examples.seconds_on_a_xeon()
+    scaled = []
+    for row in rows:
+        kind = "structured" if row["kind"] != "dense" else row["optimizer"].split()[0]
+        scaled.append({**row, "seconds": row["seconds"] * by_kind.get(kind, 1.0)})
+    return scaled
 
 
 def span(found: Sequence[float], spec: str) -> str:
@@ -486,7 +612,14 @@ EXPERIMENT = Experiment(
     name="gpt_seconds",
     about=__doc__,
     numbers=numbers,
-    tables={"gpt fronts": fronts, "gpt verdicts": verdicts, "gpt rates": rates},
+    tables={
+        "gpt best": best_of_both,
+        "gpt adamw": adamw_of_both,
+        "gpt fronts": fronts,
+        "gpt verdicts": verdicts,
+        "gpt searched": searched,
+        "gpt rates": rates,
+    },
     run=train,
     axes={
         "setup": [*SETUPS],

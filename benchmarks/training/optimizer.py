@@ -167,23 +167,30 @@ def state_bytes(optimizers: list[torch.optim.Optimizer]) -> int:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """A column per width and number of threads: milliseconds, share of forward + backward."""
+    """A column per width and number of threads: milliseconds, share of forward + backward; and one
+    of memory per width."""
     rows = result["rows"]
     titles = [
         f"width {row['width']}, {row['threads']} thread{'s' * (row['threads'] > 1)}" for row in rows
     ]
+    widths = list(dict.fromkeys(row["width"] for row in rows))
     lines = []
     for found in zip(*(row["optimizers"] for row in rows), strict=True):
         cells = [
             f"{each['step_ms']['median']:.1f} ({each['share']['median']:.1%})" for each in found
         ]
-        memory = (max(each[name] for each in found) for name in ("state", "peak"))
-        lines.append([found[0]["optimizer"], *cells, " + ".join(f"{most:.2f}" for most in memory)])
-    return report.table(["", *titles, "memory: state + step"], lines)
+        for width in widths:
+            mine = [each for row, each in zip(rows, found, strict=True) if row["width"] == width]
+            memory = (max(each[name] for each in mine) for name in ("state", "peak"))
+            cells.append(" + ".join(f"{most:.2f}" for most in memory))
+        lines.append([found[0]["optimizer"], *cells])
+    memories = [f"memory {width}: state + step" for width in widths]
+    return report.table(["", *titles, *memories], lines)
 
 
 def numbers(result: Row) -> dict[str, str]:
-    """What a step costs: Muon's over torch's; on BTT, as a share of forward and backward."""
+    """What a step costs: Muon's over torch's; on BTT, as a share of forward and backward, on one
+    thread and on two; the state on BTT, over the parameters."""
     runs = [
         (row["threads"], {each["optimizer"]: each for each in row["optimizers"]})
         for row in result["rows"]
@@ -191,13 +198,14 @@ def numbers(result: Row) -> dict[str, str]:
     beside = [each["structlin Muon"]["beside_torch"]["median"] for _, each in runs]
     found = report.least_and_most("step.", beside, ".2f")
     for name in ("Muon", "SOAP"):
-        shares = [
-            100 * each[f"structlin {name}, {kind}"]["share"]["median"]
-            for threads, each in runs
-            for kind in STRUCTURES
-            if threads == 1
-        ]
-        found |= report.least_and_most(f"step.{name}_", shares, ".1f")
+        on_btt = []
+        for threads, by_name in runs:
+            on_btt += [(threads, by_name[f"structlin {name}, {kind}"]) for kind in STRUCTURES]
+        for threads in dict.fromkeys(threads for threads, _ in runs):
+            shares = [100 * each["share"]["median"] for count, each in on_btt if count == threads]
+            found |= report.least_and_most(f"step.{name}_{threads}_", shares, ".1f")
+        states = [each["state"] for _, each in on_btt]
+        found |= report.least_and_most(f"step.{name}_state_", states, ".1f")
     return found
 
 

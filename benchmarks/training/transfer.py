@@ -311,7 +311,7 @@ def farthest(result: Row) -> str:
             continue
         own, dense = largest(rows, method)
         away = [row["over seeds"] for row in rows if not _is_base(row)]
-        shown = sum(each["low"] >= -0.5 and each["high"] <= 0.5 for each in away)
+        shown = sum(map(is_sure, rows))
         near = sum(abs(row["shift"]) <= 0.5 for row in rows if not _is_base(row))
         cells = [f"{near} of {len(away)}", f"{own:.2f}", "yes" if own <= 0.5 else "**no**"]
         lines.append([method, *cells, f"{shown} of {len(away)}", f"{dense:.2f}"])
@@ -361,6 +361,8 @@ def numbers(result: Row) -> dict[str, str]:
         for rule, method, digits in (("ruled", "AdamW", 2), ("control", "plain AdamW", 1)):
             shifts = [abs(row["shift"]) for row in select(grid[method], structure=structure)]
             found[f"transfer.{rule}_{name}"] = f"{max(shifts):.{digits}f}"
+    for name, method in (("normed", "Normed"), ("adamw", "AdamW"), ("muon", "Muon")):
+        found[f"transfer.sure_{name}"] = str(sum(map(is_sure, grid[method])))
     return found | {
         "transfer.points": str(len(grid["Normed"])),
         "transfer.adamw_far": str(len(far(summary, "AdamW"))),
@@ -369,6 +371,13 @@ def numbers(result: Row) -> dict[str, str]:
         "transfer.no_decay": str(best_decays(summary).count(0.0)),
         "transfer.control_cost": f"{max(row['cost'] for row in grid['plain AdamW']):.0f}",
     }
+
+
+def is_sure(row: Row) -> bool:
+    """Whether the interval over the seeds of a point's move is within sqrt 2; the base point does
+    not move."""
+    moved = row["over seeds"]
+    return not _is_base(row) and moved["low"] >= -0.5 and moved["high"] <= 0.5
 
 
 def far(summary: list[Row], method: str) -> list[Row]:

@@ -9,7 +9,7 @@ The paper's atoms (appendix B.1) hold W / s, semi-orthogonal or of unit vectors,
 in the forward pass; ours hold W. The steps of `descend_`, `Normed` and `Muon` are the same. Those
 of a plain optimizer are not.
 
-Sources: Large et al. 2024 (arXiv:2405.14813), appendix B.2; Bernstein & Newhouse 2024
+Sources: Large et al. 2024 (arXiv:2405.14813), appendix B.1; Bernstein & Newhouse 2024
 (arXiv:2410.21265), section 4.
 """
 

@@ -11,9 +11,9 @@ training, at every width:
 are aligned.) `watch` measures them on a live model, `coordinate_check` what they lead to across
 widths.
 
-Sources: "Beyond MuP 2" (2026) for the three numbers; Yang et al. 2022 (arXiv:2203.03466), appendix
-D.1, for the coordinate check. Spectral norms by randomised block Krylov iteration: Musco & Musco
-2015 (arXiv:1504.05477).
+Sources: "Beyond MuP 2" (2026, kexue.fm/archives/11605) for the three numbers; Yang et al. 2022
+(arXiv:2203.03466), appendix D.1, for the coordinate check. Spectral norms by randomised block
+Krylov iteration: Musco & Musco 2015 (arXiv:1504.05477).
 """
 
 from ._coordinates import CoordinateCheck, coordinate_check

@@ -447,6 +447,18 @@ def test_model_measures_every_task_and_keeps_the_rows(model, tmp_path, capsys):
     assert "none" in capsys.readouterr().out
 
 
+def test_btt_with_its_head_is_compared_with_dense_that_has_the_same_loss_and_is_shown(model):
+    speeds = {"dense": (1.0, 10.0), model.CHUNKED: (2.0, 15.0), model.WITH_HEAD: (6.0, 60.0)}
+    rows = [
+        {"model": "GPT-2 small", "task": "training", "compiled": compiled, "variant": name}
+        | {"x_dense": {"median": ratio}, "tokens_per_s": {"median": tokens}}
+        for compiled in (False, True)
+        for name, (ratio, tokens) in speeds.items()
+    ]
+    assert model.beside_chunks({"rows": rows}) == [3.0, 4.0] * 2
+    assert f"| {model.CHUNKED} | 2.00x |" in model.markdown({"rows": rows})
+
+
 @pytest.mark.parametrize("in_chunks", [False, True])
 def test_a_model_s_step_has_its_loss_with_a_head_of_its_own_too(model, gpt, in_chunks):
     dense = gpt.build()

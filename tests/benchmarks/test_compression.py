@@ -12,6 +12,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
 from benchmarks.compression import dinov2, methods, minilm, peers, smollm2
+from benchmarks.harness import record
 
 
 def smoke(program):
@@ -224,3 +225,20 @@ def test_what_is_kept_of_an_encoder_says_what_is_done_with_it():
     assert ways("BTT", 0.5) == [*minilm.WAYS]
     assert ways("BTT", 0.25) == ["plain", *minilm.CALIBRATED]
     assert ways("dense", 0.5) == ways("BTT", 1.0) == ways("SVD", 1.0) == []
+
+
+def test_intervals_stand_beside_perplexity_and_task():
+    dense = {"nats": [1.0, 2.0, 3.0]}
+    row = {"nats": [1.5, 2.5, 3.5], "perplexity": 12.0, "choice": 0.5, "right": "01" * 50}
+    assert smollm2.perplexity_of(row, dense) == "12.0 ± 0 %"  # each window lost as much
+    reach = 4.302653 * 0.1 / math.sqrt(3)  # of Student's t with 2 degrees of freedom
+    row["nats"] = [1.4, 2.5, 3.6]
+    assert smollm2.perplexity_of(row, dense) == f"12.0 ± {100 * math.expm1(reach):.0f} %"
+    assert smollm2.perplexity_of(row | {"nats": dense["nats"]}, dense) == "12.0"
+    assert smollm2.task_of(row) == "50 ± 10"
+
+
+def test_the_table_of_the_language_model_shows_no_speeds_of_mixed_machines():
+    shown = smollm2.markdown(record.read("smollm2")).splitlines()
+    assert shown[0] == "|  | keep 0.9 | keep 0.8 | keep 0.6 | KL | task, % | MB |"
+    assert not any("x" in line.replace("exllama", "") for line in shown)

@@ -107,9 +107,74 @@ def test_each_rate_stands_under_its_kind_and_optimizer():
         {"setup": setup, "kind": kind, "lr": lr, "other_lr": 1.0, "optimizer": "SOAP", "width": 1}
         for setup, kind, lr in cells
     ]
-    shown = gpt_seconds.rates({"table": table, "setting": {"tuned": 1}}).splitlines()
+    table.append(table[0] | {"width": 2, "lr": 1 / 8})
+    shown = gpt_seconds.rates({"table": table}).splitlines()
     assert shown[0] == "|  | dense, SOAP | BTT r=4, SOAP |"
-    assert shown[2:] == ["| Python | 2^-1, 2^0 | - |", "| Wikipedia | 2^1, 2^0 | 2^-2, 2^0 |"]
+    assert shown[2:] == [
+        "| Python, 1 | 2^-1, 2^0 | - |",
+        "| Python, 2 | 2^-3, 2^0 | - |",
+        "| Wikipedia, 1 | 2^1, 2^0 | 2^-2, 2^0 |",
+    ]
+    assert gpt_seconds.rate_moves({"table": table}) == 2  # 2^-1 to 2^-3
+
+
+def make_cell(kind, optimizer, losses, seconds, **more):
+    where = {"setup": "Python", "kind": kind, "optimizer": optimizer, "width": 256}
+    return where | {"losses": losses, "seconds": seconds, "lr": 2**-9, "own_width": 1} | more
+
+
+def test_the_best_of_both_kinds_are_compared_by_their_mean_losses():
+    table = [
+        make_cell("dense", "AdamW", [2.0, 2.0], 1.0),
+        make_cell("dense", "SOAP", [1.0, 1.5], 8.0),
+        make_cell("dense", "Muon", [0.5, None], 8.0),  # one seed diverged
+        make_cell("BTT r=4", "AdamW", [1.5, 1.0], 2.0) | {"over dense": {"AdamW": [0.75, 0.5]}},
+        make_cell("BTT r=4", "SOAP", [0.9, 1.1], 4.0),
+    ]
+    result = {"table": table, "setting": {"tuned": 256}}
+    (line,) = gpt_seconds.best_of_both(result).splitlines()[2:]
+    assert line == (
+        "| Python | 1.250 (dense, SOAP) | 1.000 (BTT r=4, SOAP) | -20.0 % (-26.7 to -10.0) | 0.50 |"
+    )
+    (line,) = gpt_seconds.adamw_of_both(result).splitlines()[2:]
+    assert line == "| Python | 2^-9 | 2.000 | 1.250 | -50.0 to -25.0 % | 2.00 |"
+
+
+def test_a_dense_model_by_soap_that_lacks_a_basis_is_marked():
+    table = [
+        make_cell(kind, optimizer, [1.0], 1.0, width=width)
+        for kind, optimizer, width in (
+            ("dense", "SOAP", 256),
+            ("dense", "SOAP", 512),
+            ("dense", "Muon", 512),
+            ("BTT r=4", "SOAP", 512),
+        )
+    ]
+    shown = gpt_seconds.fronts({"table": table, "setting": {"largest_basis": 1024}})
+    assert shown.count("*") == 1
+    assert "| Python, 512 | 1.000 (1 s) | 1.000 (1 s) * | 1.000 (1 s) |" in shown
+
+
+def test_the_seconds_of_a_xeon_move_structured_models_and_dense_by_soap(monkeypatch):
+    factors = {"structured": 2.0, "SOAP": 0.5}
+    monkeypatch.setattr(gpt_seconds.examples, "seconds_on_a_xeon", lambda: factors)
+    dense = [
+        make_cell("dense", "Muon", [4.0], 1.0, width=128),
+        make_cell("dense", "Muon", [1.0], 4.0),
+        make_cell("dense", "SOAP", [0.5], 16.0),  # 8 s there
+    ]
+    ours = make_cell("BTT r=4", "SOAP", [0.75], 4.0)  # 8 s there
+    assert gpt_seconds.at_seconds_of_a_xeon([*dense, ours], ours) == [pytest.approx(1.5)]
+    assert gpt_seconds.at_seconds_of_a_xeon([*dense[1:], ours], ours) is None  # no front
+
+
+def test_the_factors_of_the_xeon_are_of_the_main_jobs_times(monkeypatch):
+    times = {"": (1.0, 2.0, 3.0), "_seed1": (2.0, 2.0, 9.0), "_seed2": (2.0, 6.0, 3.0)}
+    rows = {f"train_gpt{end}": {"rows": [{"ms": ms} for ms in of]} for end, of in times.items()}
+    monkeypatch.setattr(gpt_seconds.examples, "read", rows.__getitem__)
+    assert gpt_seconds.examples.seconds_on_a_xeon() == {"SOAP": 1.0, "structured": 1.0}
+    rows["train_gpt"]["rows"][2]["ms"] = 1.5
+    assert gpt_seconds.examples.seconds_on_a_xeon() == {"SOAP": 1.0, "structured": 2.0}
 
 
 def test_a_run_that_diverged_is_behind_every_other():

@@ -158,26 +158,28 @@ def test_naive_structures_saturate_by_their_intervals(monkeypatch, naive, monarc
 
 
 @pytest.mark.parametrize(
-    ("powers", "scales", "noise", "expected"),
+    ("powers", "by", "scales", "noise", "expected"),
     [
-        ((0.3, 0.1), (0.5, 2.0), NOISE, ["yes", "yes", "yes", "yes"]),
-        ((0.1, 0.3), (2.0, 0.5), NOISE, ["**no**"] * 4),
-        ((0.2, 0.2), (1.0, 1.0), WIDE, ["undecided", "yes", "undecided", "undecided"]),
+        ((0.3, 0.1), 0.001, (0.5, 2.0), NOISE, ["yes", "yes", "yes", "yes"]),
+        ((0.1, 0.3), -0.001, (2.0, 0.5), NOISE, ["**no**"] * 4),
+        ((0.1, 0.3), 0.001, (2.0, 0.5), NOISE, ["**no**", "in part", "**no**", "**no**"]),
+        ((0.2, 0.2), 0.001, (1.0, 1.0), WIDE, ["undecided"] * 4),
     ],
 )
-def test_structures_scale_by_their_intervals(powers, scales, noise, expected):
+def test_structures_scale_by_their_intervals(powers, by, scales, noise, expected):
+    """BTT of rank 1 has an exponent larger than the other structures without shared parameters,
+    `by` that."""
     rows = power_rows("dense", 0.2) + power_rows("low-rank", 0.15)
     for name in cbs_scaling.WIDTHS:
         n = int(name in cbs_scaling.SHARED)
         if name not in ("dense", "low-rank"):
             scale = scales[n] * (1.001 if name == "BTT r=1" else 1)
-            rows += power_rows(name, powers[n] + 0.001 * (name == "BTT r=1"), noise, scale)
+            rows += power_rows(name, powers[n] + by * (name == "BTT r=1"), noise, scale)
     rows = [row | {"task": task} for task in cbs_scaling.STEPS for row in rows]
     by_task = {task: statistics.select(rows, task=task) for task in cbs_scaling.STEPS}
     compared = {task: cbs_scaling.compare(mine) for task, mine in by_task.items()}
     result = {"rows": rows, "comparisons": compared}
     assert judged(cbs_scaling.EXPERIMENT, result, "CBS 4") == expected
-    assert cbs_scaling.steepest(result)[0] == ("BTT r=1" if expected[1] == "yes" else "Kronecker")
 
 
 @pytest.mark.parametrize(
@@ -212,6 +214,16 @@ def test_growth_and_loss_are_compared_with_btt_seed_by_seed():
     assert values == pytest.approx({"growth": 2, "growth / BTT's": 1 / 4, "loss / BTT's": 1 / 2})
     rows[-1]["loss"] = None
     assert cbs_norm.estimates(rows)["large"] == {}
+
+
+@pytest.mark.parametrize(("growth", "expected"), [(0.7, "yes"), (0.1, "in part")])
+def test_an_alternative_that_stops_the_growth_does_not_only_reduce_it(growth, expected):
+    exact = {name: {"value": math.log(growth), "low": math.log(growth), "high": math.log(growth)}
+             for name in (cbs_norm.GROWTH,)}  # fmt: skip
+    exact[cbs_norm.LOSS] = {"value": 0.1, "low": 0.1, "high": 0.1}
+    result = {"estimates": {"usual": dict.fromkeys(cbs_norm.ALTERNATIVES, exact)}}
+    claim = cbs_norm.CLAIMS[-1]
+    assert claim.verdict(result)["verdict"] == expected
 
 
 def test_a_model_that_diverged_has_no_loss_in_the_table():
@@ -356,6 +368,13 @@ def test_a_spectral_start_is_of_dependency_1_and_powers_are_slopes():
     ]
     exponents = bm_metrics.exponents(rows)
     assert exponents["dense"]["Muon"]["update"] == pytest.approx(0.5)
-    fresh = [{"structure": name, "init": "spectral", "dependency": 1.0} for name in ("dense", "TT")]
-    result = {"fresh": fresh, "exponents": exponents}
-    assert judged(bm_metrics.EXPERIMENT, result) == ["yes", "**no**"]
+    # small and the same at every width is of order 1; what grows with the width is not
+    for growth, verdict in ((0.0, "yes"), (0.5, "in part")):
+        fresh = [
+            {"structure": name, "init": "spectral", "width": width}
+            | {"dependency": 0.3 * width ** (growth * (name == "TT"))}
+            for name in ("dense", "TT")
+            for width in (4, 16)
+        ]
+        result = {"fresh": fresh, "exponents": exponents}
+        assert judged(bm_metrics.EXPERIMENT, result) == [f"{verdict} (one run)", "**no** (one run)"]

@@ -143,3 +143,28 @@ def test_speeds_are_ratios_within_a_round(monkeypatch):
     assert strided["structlin_x"]["median"] == pytest.approx((0.5 / 1 + 3 / 4) / 2)
     assert strided["ms"]["median"] == pytest.approx(1750)
     assert "structlin_x" not in structlin
+
+
+def test_everything_that_is_slower_than_a_peer_is_counted():
+    def row(structure, implementation, speed, low=0.0, **more):
+        where = {"structure": structure, "implementation": implementation, "dtype": "float32"}
+        where |= {"tokens": 4096, "backward": True} | more
+        return where | {"structlin_x": {"median": speed, "p20": low}}
+
+    rows = [
+        row("Kronecker", "pyfastkron 1.1.0", 1.04, 0.9),  # level
+        row("Kronecker", "pyfastkron 1.1.0", 2.0, 1.5, tokens=16),
+        row("BTT r=1", "strided products", 4.0),
+        row("Monarch 4", "strided products", 0.875),
+        row("Monarch 4", "strided products", 0.75, tokens=16),
+        row("low-rank d/4", "two linear maps", 0.625, tokens=16),
+        row("low-rank d/4", "two linear maps", 1.5, tokens=16, backward=False),
+        row("low-rank d/4", "two linear maps", 0.9),
+        row("TT r=8", "tensorly reconstructed", 0.5, dtype="bfloat16", backward=False),
+    ]
+    found = peers.numbers({"rows": rows, "environment": {"date": "2026-11-03"}})
+    assert (found["peers.cases"], found["peers.behind"]) == ("9", "5")
+    assert (found["peers.fastkron"], found["peers.fastkron_ahead"]) == ("2", "1")
+    assert found["peers.low_few_least"] == found["peers.low_few_most"] == "0.62"
+    assert (found["peers.low_many_most"], found["peers.monarch"]) == ("0.900", "0.88")
+    assert found["peers.few_least"] == "0.75"

@@ -1,4 +1,4 @@
-"""structlin's structures, converted and trained as the README says: `convert`, `param_groups`."""
+"""structlin's structures: `convert` with weight normalisation, and `param_groups`."""
 
 from functools import partial
 
