@@ -3,8 +3,9 @@
     python -m benchmarks.pages            # writes the pages and results/verdicts.json
     python -m benchmarks.pages --smoke    # makes all of it, writes nothing
 
-A page with numbers has a template beside it, `<page>.in`: `{{ gpts.xeon }}` is a number there
-and `{{ gpt seconds }}` a table. Each experiment says which it shows (`benchmarks.harness.shown`).
+A page with numbers has a template beside it, `<page>.in`: `{{ gpts.characters_Muon }}` is a number
+there and `{{ gpt fronts }}` a table. Each experiment says what it shows
+(`benchmarks.harness.shown`).
 Run this after each new measurement, and after a change of a template.
 """
 

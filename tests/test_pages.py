@@ -189,6 +189,61 @@ def test_at_equal_flops_a_structured_gpt_by_soap_ends_below_dense_by_muon_with_e
     assert max(soap) < most_over_soap
 
 
+def test_by_adamw_a_structured_gpt_has_a_lower_loss_at_the_rate_of_the_dense_one():
+    rows = statistics.select(record.read("gpt_seconds")["table"], optimizer="AdamW", width=256)
+    for setup in ("Python", "Wikipedia", "Fashion-MNIST"):
+        (dense,), (ours,) = (
+            statistics.select(rows, setup=setup, kind=kind) for kind in ("dense", "BTT r=4")
+        )
+        assert dense["lr"] == ours["lr"]
+        pairs = zip(ours["losses"], dense["losses"], strict=True)
+        assert all(structured < plain for structured, plain in pairs)
+        assert ours["seconds"] < 1.05 * dense["seconds"]
+        (muon,) = statistics.select(
+            record.read("gpt_seconds")["table"],
+            setup=setup, kind="dense", optimizer="Muon", width=256,
+        )  # fmt: skip
+        assert min(ours["losses"]) > max(muon["losses"])
+
+
+def test_on_a_xeon_structured_gpts_are_ahead_at_equal_seconds_where_the_page_says_so():
+    table = record.read("gpt_seconds")["table"]
+    ahead = set()
+    for row in table:
+        if row["kind"] == "dense" or not row["optimizer"].startswith("SOAP"):
+            continue
+        ratios = gpt_seconds.at_seconds_of_a_xeon(table, row)
+        if ratios is None or None in ratios:
+            continue
+        assert row["width"] != 128 or min(ratios) > 1
+        if max(ratios) < 1:
+            ahead.add((row["setup"], row["width"], gpt_seconds.name_of(row)))
+    assert ahead == {
+        ("Python", 256, "BTT r=4, SOAP"),
+        ("Python", 256, "BTT r=2, SOAP"),
+        ("Fashion-MNIST", 256, "BTT r=2, SOAP everywhere"),
+    }
+
+
+def test_structured_gpts_of_subwords_have_more_parameters_than_dense_and_others_fewer():
+    table = record.read("gpt_seconds")["table"]
+    for row in (row for row in table if row["kind"] != "dense" and row["width"] == 256):
+        share = row["params"] / gpt_seconds.best_dense(table, row)["params"]
+        assert 1.115 < share < 1.135 if row["setup"] == "Wikipedia" else share < 1
+
+
+def test_calibrated_accuracies_of_the_vision_model_are_not_told_apart_from_denses():
+    for name, shares in record.read("dinov2")["share"]["0.5"].items():
+        if name.endswith(", calibrated"):
+            assert all(each["low"] < 1 < each["high"] for each in shares.values()), name
+
+
+def test_of_our_layers_beside_other_packages_tt_alone_is_slower_than_dense_with_many_tokens():
+    rows = statistics.select(record.read("peers")["rows"], implementation="structlin", tokens=4096)
+    slower = {(r["structure"], r["dtype"]) for r in rows if r["x_dense"]["median"] < 1}
+    assert slower == {("TT r=8", "bfloat16")}
+
+
 def test_no_structure_is_slower_than_dense_with_many_tokens_but_narrow_ones_in_bfloat16():
     for name in ("layer", "layer_xeon"):
         slower = [
