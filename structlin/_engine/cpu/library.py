@@ -3,8 +3,10 @@ this machine and kept in a cache, see `build`.
 
     STRUCTLIN_ENGINE=off    plain products instead
 
-Denormal numbers (in float32, below 1.2e-38) are taken for zero, as in all of torch after
-`torch.set_flush_denormal(True)`: a CPU may take a hundred times as long for them.
+Denormal numbers (in float32, below 1.2e-38) keep their values, as in torch's own products, although
+some CPUs take a hundred times as long for them. After `torch.set_flush_denormal(True)` the thread
+that called it takes them for zero, here as in torch. Products of bfloat16 on a CPU that has
+instructions for them always take them for zero, and so does the activation: its exponential.
 """
 
 import logging
