@@ -68,3 +68,13 @@ def test_every_package_that_structlin_depends_on_is_imported_by_it_and_has_a_ver
     for name in needed:
         assert any(re.search(rf"^ *(from|import) {name}\b", text, re.MULTILINE) for text in files)
         assert re.search(rf"^{name}==", versions, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_python_m_structlin_is_the_command_and_ends_with_its_code():
+    command = [sys.executable, "-m", "structlin"]
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    assert structlin.__version__ in done.stdout
+    refused = subprocess.run([*command, "plan", "no-such-folder"], capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("structlin: error: ")

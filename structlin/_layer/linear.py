@@ -12,6 +12,7 @@ from .._engine.operators import Affine
 from .._projection.solve import project
 from .._structure.arguments import check_cores, check_dense, check_input, checked, require_choice
 from .._structure.families import DEFAULT, Family, label, structure_of, warn_of_padding
+from .._structure.order import warn_of_order
 from .._structure.structure import Structure
 from ..duality import dualize
 from ..scaling import INITS, expected_norm, init_std
@@ -44,7 +45,8 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         stds: sigma of each core.
         init_scale: factor of the last core at the start, see `match_norm_`.
         padding: columns and rows that the structure has beyond the layer's. More than 15 % of a
-            width is warned of, except on the meta device.
+            width is warned of, except on the meta device. So is an order of the cores that costs
+            more than a dense matrix and twice another order.
         conv1d: whether the layer took the place of transformers' Conv1D, for the way back.
         weight: the dense matrix `(out_features, in_features)`, only formed if its numbers are read;
             see `WeightView`.
@@ -100,6 +102,7 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         self.reset_parameters()
         if not self.cores[0].is_meta:  # `convert` builds on meta, and warns by the layer's name
             warn_of_padding(structure, self.structure, in_features, out_features)
+            warn_of_order(structure, self.structure)
 
     def reset_parameters(self) -> None:
         """Draw the cores anew from their distributions; gains to 1, bias to 0."""
