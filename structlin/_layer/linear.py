@@ -27,7 +27,7 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         in_features, out_features: widths, as of nn.Linear; they never change, also where the
             structure pads inside.
         structure: a family such as `BTT(rank=1)`, or a `Structure` as large as the layer or larger.
-        bias: whether to add a bias, initialised to zero.
+        bias: whether to add a bias, initialised to zero; as in nn.Linear 1, 0 and None are flags.
         weight_norm: multiply by `gamma * min(1, sigma / RMS(core)) * core` in place of `core`;
             sigma is the initial standard deviation, gamma (`gains`, one per core) is learned and
             starts at 1 (CBS, section 5.1).
@@ -71,7 +71,7 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         in_features: int,
         out_features: int,
         structure: Family | Structure = DEFAULT,
-        bias: bool = True,
+        bias: bool | int | None = True,  # configs have 0, 1 and None too, which nn.Linear takes
         *,
         weight_norm: bool = False,
         init: str = "mup",
