@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from .._model.calls import eval_mode, split_batch
 from .._model.decide import Spec
 from .._structure.arguments import checked, require_choice, show
 from .._structure.families import DEFAULT, label
+from .._torch import tree_map
 from .convert import convert, plan
 from .summary import Table, percent, summary
 

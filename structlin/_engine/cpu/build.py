@@ -143,7 +143,7 @@ def build() -> Path:
             with _lock(folder):
                 if found := _find_library(folder, stem):
                     return found
-                _tell(f"building its CPU engine, once, in about half a minute, into {folder}")
+                _tell(f"building its CPU engine, once, into {folder}: about half a minute")
                 return _compile([*compiler, *flags], folder, stem)
         except OSError as error:
             reasons.append(str(error))

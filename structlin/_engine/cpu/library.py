@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..._torch import call_while_tracing
+
 torch.library.define("structlin::machine", "(Tensor like) -> (int, int, int)")
 _log = logging.getLogger("structlin")
 _lock = threading.Lock()
@@ -32,6 +34,7 @@ class State(NamedTuple):
 _state: State | None = None
 
 
+@call_while_tracing
 def load() -> bool:
     """Whether the engine runs; the first call finds or builds it, or logs why there is none."""
     global _state
@@ -40,9 +43,6 @@ def load() -> bool:
             if _state is None:
                 _state = _load()
     return _state.loaded
-
-
-load._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile asks it, once
 
 
 def _renew_lock() -> None:
@@ -76,14 +76,12 @@ def _load() -> State:
     return State(False, says)
 
 
+@call_while_tracing
 def has_matrix_unit() -> bool:
     """Whether this CPU multiplies bfloat16 in tiles (Intel's AMX)."""
     from .build import describe_cpu
 
     return "amx_bf16" in describe_cpu().split()
-
-
-has_matrix_unit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def describe() -> dict[str, str]:
