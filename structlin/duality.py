@@ -23,6 +23,7 @@ from ._engine.cpu import library, polar
 from ._engine.cpu.library import has_matrix_unit
 from ._engine.operators import available
 from ._structure.arguments import require_real
+from ._torch import call_while_tracing, has_bfloat16_instructions
 
 __all__ = ["dual_conv", "dual_core", "dual_embedding", "dual_norm", "dualize", "spectral_bound"]
 Schedule = Sequence[tuple[float, float, float]]
@@ -173,6 +174,7 @@ def choose_polar(
     )
 
 
+@call_while_tracing
 def has_bfloat16_products(device: torch.device) -> bool:
     """Whether `device` has instructions for products of bfloat16; others widen every number first,
     which takes more than ten times as long as float32."""
@@ -180,14 +182,7 @@ def has_bfloat16_products(device: torch.device) -> bool:
         return torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type != "cpu":
         return True
-    if platform.machine().lower() in ("arm64", "aarch64"):
-        asked = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        return bool(asked and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    questions = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, question, bool)() for question in questions)
-
-
-has_bfloat16_products._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return has_bfloat16_instructions(platform.machine())
 
 
 def check_method(method: object) -> None:

@@ -1,14 +1,20 @@
 """What `import structlin` costs, and what it can do without."""
 
+import ast
+import importlib
 import json
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 import structlin
+
+PACKAGE = Path(structlin.__file__).parent
 
 PROGRAM = """
 import json, sys
@@ -68,3 +74,78 @@ def test_every_package_that_structlin_depends_on_is_imported_by_it_and_has_a_ver
     for name in needed:
         assert any(re.search(rf"^ *(from|import) {name}\b", text, re.MULTILINE) for text in files)
         assert re.search(rf"^{name}==", versions, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_python_m_structlin_is_the_command_and_ends_with_its_code():
+    command = [sys.executable, "-m", "structlin"]
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    assert structlin.__version__ in done.stdout
+    refused = subprocess.run([*command, "plan", "no-such-folder"], capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("structlin: error: ")
+
+
+# ---- the private names of torch ------------------------------------------------------------------
+
+NOT_IN_ONE_FILE_YET = {  # take a file out once its names are in structlin/_torch.py
+    "_compress/replay.py",
+    "_engine/operators.py",
+    "_engine/product.py",
+    "_engine/triton/check.py",
+    "_engine/triton/pair.py",
+    "_model/parameters.py",
+    "optim/_muon.py",
+    "optim/_normed.py",
+    "optim/_roster.py",
+    "stability/_operator.py",
+}
+
+
+def is_private(name: str) -> bool:
+    parts = name.split(".")
+    return parts[0] == "torch" and any(part[:1] == "_" and part[:2] != "__" for part in parts)
+
+
+def find_private_names(path: Path) -> set[str]:
+    """The dotted names below torch that have a private part, in imports and in expressions."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        if isinstance(node, ast.Attribute):
+            names.add(ast.unparse(node))
+    return {name for name in names if is_private(name) and re.fullmatch(r"[\w.]+", name)}
+
+
+def look_up(name: str) -> None:
+    """Raises: AttributeError: torch has no such name."""
+    value, at = torch, "torch"
+    for part in name.split(".")[1:]:
+        at = f"{at}.{part}"
+        if not hasattr(value, part):
+            with suppress(ModuleNotFoundError):
+                importlib.import_module(at)
+        value = getattr(value, part)
+
+
+PRIVATE = {path: find_private_names(path) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@pytest.mark.parametrize("name", sorted(set().union(*PRIVATE.values())))
+def test_every_private_name_of_torch_that_the_package_uses_is_there(name):
+    look_up(name)
+
+
+def test_a_private_name_that_is_not_there_is_seen():
+    for name in ("torch._C._no_such_name", "torch._no_such_module.f", "torch.utils._pytree.no"):
+        with pytest.raises(AttributeError):
+            look_up(name)
+
+
+def test_private_names_of_torch_are_in_one_file_but_for_those_that_are_known():
+    files = {path.relative_to(PACKAGE).as_posix() for path, names in PRIVATE.items() if names}
+    assert "_torch.py" in files
+    assert files - {"_torch.py"} <= NOT_IN_ONE_FILE_YET

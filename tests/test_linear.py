@@ -2,8 +2,11 @@
 hold."""
 
 import copy
+import json
 import pickle
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -52,6 +55,35 @@ class Nothing(Family):
 def test_a_family_that_gives_no_structure_is_refused():
     with pytest.raises(TypeError, match="gives a NoneType, not a Structure"):
         StructuredLinear(8, 8, Nothing())
+
+
+@dataclass(frozen=True)
+class Narrow(Family):
+    rank: int
+
+    def structure(self, in_features, out_features):
+        return Structure("i -> o", "r i", "o r", i=in_features, o=out_features, r=self.rank)
+
+
+def test_a_users_family_takes_numpy_integers_and_is_plain_data_all_the_same():
+    by_numpy, by_python = Narrow(np.int64(3)), Narrow(3)
+    layer = StructuredLinear(8, 6, by_numpy)
+    assert layer.structure == by_python.structure(8, 6)
+    assert layer.label == "Narrow(rank=3)"
+    assert family(**json.loads(json.dumps(by_numpy.to_dict()))) == by_python
+    nested = json.loads(json.dumps(by_numpy.activate().to_dict()))
+    assert family(**nested) == by_python.activate()
+
+
+@pytest.mark.parametrize("bias", [0, 1, None, False, True, np.bool_(True), 2, "False", 1.0, []])
+def test_the_bias_flag_is_what_it_is_to_nn_linear_or_refused_as_no_flag(bias):
+    if not isinstance(bias, int | np.bool_ | None) or bias == 2:
+        with pytest.raises(ValueError, match="bias="):
+            StructuredLinear(8, 6, BTT(), bias=bias)
+        return
+    layer, linear = StructuredLinear(8, 6, BTT(), bias=bias), nn.Linear(8, 6, bias=bias)
+    assert (layer.bias is None) == (linear.bias is None)
+    assert f"bias={linear.bias is not None}" in repr(layer)
 
 
 def test_a_users_family_is_known_by_its_name_and_may_not_take_one_of_ours():

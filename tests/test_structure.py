@@ -5,6 +5,7 @@ import json
 import pickle
 from math import prod
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -19,6 +20,7 @@ from structlin import (
     LowRank,
     Monarch,
     Structure,
+    StructuredLinear,
     apply,
     to_dense,
 )
@@ -267,3 +269,73 @@ def test_many_cores_are_derived_one_by_one():
     structure = Structure("i -> o", *["i"] * 4_000, "o i", i=2, o=3)
     assert [core.shape for core in structure.cores[-2:]] == [(2, 1, 1), (1, 3, 2)]
     assert structure.params == 4_000 * 2 + 6
+
+
+# ---- what users write at first -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strings", "sizes", "message"),
+    [
+        (("bi,io->bo",), {"b": 1, "i": 2, "o": 3}, "axes are separated by spaces"),
+        (("bi,io -> bo", "o i"), {"b": 1, "i": 2, "o": 3}, "'bi,io' has a comma; axes are sep"),
+        (("i -> o", "o,i"), {"i": 2, "o": 3}, "core 1: 'o,i' has a comma"),
+        (("bi -> bo", "b i o"), {"b": 1, "i": 2, "o": 3}, "axis 'bi' has no size.* write 'b i'"),
+    ],
+)
+def test_the_syntax_of_torch_einsum_is_answered_by_this_one(strings, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        Structure(*strings, **sizes)
+
+
+def test_a_sum_of_structures_is_refused_with_what_to_do_and_other_operands_are_not():
+    family, structure = LowRank(rank=4), Structure("i -> o", "o i", i=2, o=3)
+    for left, right in ((family, BTT()), (family, structure), (structure, family)):
+        with pytest.raises(TypeError, match=r"cannot be a sum; add the outputs of two layers"):
+            left + right
+    with pytest.raises(TypeError, match="cannot be a sum"):
+        structure + structure
+
+    class Knows:
+        def __radd__(self, other):
+            return "known"
+
+    assert family + Knows() == structure + Knows() == "known"
+    with pytest.raises(TypeError, match="unsupported operand"):
+        family + 1
+
+
+def test_sizes_may_be_numpy_integers_and_become_pythons():
+    sizes = {"i": np.int64(4), "o": np.int32(3)}
+    structure = Structure("i -> o", "o i", **sizes)
+    assert structure == Structure("i -> o", "o i", i=4, o=3)
+    assert [type(size) for size in structure.sizes.values()] == [int, int]
+
+
+BLAST_SIZES = {"i": 4, "j": 4, "p": 32, "q": 32, "r": 16}
+BLAST_CORES = "j r q", "r i j", "i p r"
+
+
+def test_a_costly_order_of_the_cores_is_named_with_the_cheapest_one():
+    costly = Structure("j q -> i p", *reversed(BLAST_CORES), **BLAST_SIZES)
+    cheap = Structure("j q -> i p", *BLAST_CORES, **BLAST_SIZES)
+    with pytest.warns(UserWarning, match="times as 'j r q', 'r i j', 'i p r'") as caught:
+        layer = StructuredLinear(128, 128, costly)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert f"{costly.flops / (2 * 128 * 128):.1f} times dense's FLOPs" in str(caught[0].message)
+    assert f" {cheap.flops / (2 * 128 * 128):.2f} times as" in str(caught[0].message)
+    by_names = [
+        core.detach().view(sizes)
+        for core, sizes in zip(layer.cores, costly.matrix.shapes, strict=True)
+    ]
+    letters = [" ".join(core.axes).replace(" ", "") for core in costly.cores]
+    dense = torch.einsum(f"{','.join(letters)}->ipjq", *by_names).reshape(128, 128)
+    torch.testing.assert_close(layer.to_dense(), dense)
+
+
+def test_orders_that_cost_little_or_have_an_activation_are_not_warned_of():
+    StructuredLinear(128, 128, Structure("j q -> i p", *BLAST_CORES, **BLAST_SIZES))
+    StructuredLinear(64, 64, LowRank(rank=64))  # twice dense's FLOPs in either order
+    costly = Structure("j q -> i p", *reversed(BLAST_CORES), **BLAST_SIZES)
+    StructuredLinear(128, 128, costly.activate())  # another order is another function

@@ -197,3 +197,46 @@ def test_bad_input_is_named(change, error, part):
     with pytest.raises(error) as raised:
         widen(**arguments)
     assert part in str(raised.value)
+
+
+def test_a_width_at_which_the_model_divides_by_zero_is_passed_over():
+    def build(width: int) -> nn.Module:
+        heads = width // 32  # none at width 16
+        return build_mlp(width // heads * heads)
+
+    def build_even(width: int) -> nn.Module:
+        if width < 32:
+            raise ValueError("no head")
+        return build(width)
+
+    found, wanted = (widen(each, BTT(), dense=64) for each in (build, build_even))
+    assert (found.width, found.structured) == (wanted.width, wanted.structured)
+    assert found.width > 64
+
+
+def test_another_error_of_the_users_function_is_theirs_with_the_width():
+    def build(width: int) -> nn.Module:
+        if width >= 256:
+            raise KeyError("no heads for it")
+        return build_mlp(width)
+
+    with pytest.raises(KeyError, match="no heads for it") as raised:
+        widen(build, BTT(), dense=128)
+    if hasattr(raised.value, "add_note"):  # from Python 3.11 on
+        assert "structlin.widen called your function with width=256" in raised.value.__notes__
+
+
+def test_a_model_in_the_place_of_its_function_is_named_in_one_short_line():
+    with pytest.raises(TypeError) as raised:
+        widen(nn.Sequential(*(nn.Linear(4, 4) for _ in range(50))), dense=64)
+    assert str(raised.value) == "build=Sequential must be a function from a width to a model"
+
+
+def test_where_no_width_fits_the_last_refusal_is_named_with_its_width():
+    def build(width: int) -> nn.Module:
+        if width != 64:
+            raise ValueError("heads are 64 wide")
+        return build_mlp(width)
+
+    with pytest.raises(ValueError, match=r"at width \d+, was: ValueError: heads are 64 wide"):
+        widen(build, BTT(), dense=64, multiple=48)

@@ -1,7 +1,8 @@
 """`widen`: the width at which a structured model costs what the dense one does. `cost` counts."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -10,20 +11,21 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from .._model.calls import eval_mode, split_batch
 from .._model.decide import Spec
-from .._structure.arguments import checked, require_choice
+from .._structure.arguments import checked, require_choice, show
 from .._structure.families import DEFAULT, label
+from .._torch import tree_map
 from .convert import convert, plan
 from .summary import Table, percent, summary
 
 MAX_WIDTH = 1 << 20
 FINE = 128  # up to so many times `multiple` every width is tried, beyond every second and so on
 REACH = 8 / 5  # times the widest width that fits: so far the search goes on
-REFUSALS = (ValueError, AssertionError)  # how a model says that a width does not fit it
+# how a model says that a width does not fit it: width // 32 heads may be no heads, to divide by
+REFUSALS = (ValueError, AssertionError, ZeroDivisionError)
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,8 @@ def widen(
 
     Args:
         build: your function, from one number, the width, to a dense model. A width that does not
-            fit it says so by a ValueError or an assertion, and is passed over.
+            fit it says so by a ValueError, an assertion or a division by zero, and is passed over.
+            Any other error is yours, with a note of the width.
         structure: a family or a `Structure`.
         dense: the model whose cost is met: a width, for `build(width)`, or the model itself.
         match: "flops" of a forward pass, or "params".
@@ -151,7 +154,7 @@ def widen(
     """
     require_choice("match", match, ("flops", "params"))
     if isinstance(build, nn.Module):
-        raise TypeError(f"build={build!r} must be a function from a width to a model")
+        raise TypeError(f"build={show(build)} must be a function from a width to a model")
     costs: dict[int, Cost] = {}  # of the widths that fit
     refusals: dict[int, Exception] = {}  # of those that do not
 
@@ -159,8 +162,8 @@ def widen(
         """What the n-th width costs; infinity if it does not fit."""
         width = n * multiple
         if width not in (*costs, *refusals):
+            make = partial(_build, build, width)
             try:
-                make = partial(_build, build, width)
                 costs[width] = _count(lambda: plan(make(), structure, **options).apply(), example)
             except REFUSALS as error:
                 refusals[width] = error
@@ -175,7 +178,7 @@ def widen(
         width = multiple * _find_widest(weigh, getattr(goal, match), MAX_WIDTH // multiple)
     found = Widened(width, costs.get(width, goal), goal, match, structure, build, options)
     if not width or max(getattr(each, match) for each in costs.values()) <= getattr(goal, match):
-        raise ValueError(_explain(found, multiple, costs, [*refusals.values()]))
+        raise ValueError(_explain(found, multiple, costs, refusals))
     return found
 
 
@@ -201,24 +204,38 @@ def _find_widest(weigh: Callable[[int], float], budget: int, most: int) -> int:
 
 
 def _explain(
-    found: Widened, multiple: int, costs: Mapping[int, Cost], refusals: Sequence[Exception]
+    found: Widened, multiple: int, costs: Mapping[int, Cost], refusals: Mapping[int, Exception]
 ) -> str:
     """Why no width meets the budget."""
     unit = "FLOPs" if found.match == "flops" else "parameters"
     budget, name = getattr(found.dense, found.match), label(found.structure)
     what = f"match={found.match!r}, dense's {budget:,} {unit}: no multiple of {multiple} will do: "
     if not costs:
-        return f"{what}{name} fits none; the last refusal was: {refusals[-1]}"
+        refused, error = list(refusals.items())[-1]
+        says = f"the last refusal, at width {refused}, was: {type(error).__name__}: {error}"
+        return f"{what}{name} fits none; {says}"
     width = max(costs) if found.width else min(costs)
     says = "still; build must make a wider model of a larger number" if found.width else "already"
     return f"{what}{name} at {width} has {getattr(costs[width], found.match):,} {says}"
 
 
 def _build(build: Callable[[int], nn.Module], width: int) -> nn.Module:
-    model: Any = build(width)
+    with _name_width(width):
+        model: Any = build(width)
     if not isinstance(model, nn.Module):
-        raise TypeError(f"build({width}) returned {model!r}: it must return a torch.nn.Module")
+        raise TypeError(f"build({width}) returned {show(model)}: it must return a torch.nn.Module")
     return model
+
+
+@contextmanager
+def _name_width(width: int) -> Iterator[None]:
+    """Note the width in an error of the user's function, which says what failed and not where."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(f"structlin.widen called your function with width={width}")
+        raise
 
 
 def _count(make: Callable[[], nn.Module], example: Any) -> Cost:

@@ -12,6 +12,7 @@ from .._engine.operators import Affine
 from .._projection.solve import project
 from .._structure.arguments import check_cores, check_dense, check_input, checked, require_choice
 from .._structure.families import DEFAULT, Family, label, structure_of, warn_of_padding
+from .._structure.order import warn_of_order
 from .._structure.structure import Structure
 from ..duality import dualize
 from ..scaling import INITS, expected_norm, init_std
@@ -26,7 +27,7 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         in_features, out_features: widths, as of nn.Linear; they never change, also where the
             structure pads inside.
         structure: a family such as `BTT(rank=1)`, or a `Structure` as large as the layer or larger.
-        bias: whether to add a bias, initialised to zero.
+        bias: whether to add a bias, initialised to zero; as in nn.Linear 1, 0 and None are flags.
         weight_norm: multiply by `gamma * min(1, sigma / RMS(core)) * core` in place of `core`;
             sigma is the initial standard deviation, gamma (`gains`, one per core) is learned and
             starts at 1 (CBS, section 5.1).
@@ -44,7 +45,8 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         stds: sigma of each core.
         init_scale: factor of the last core at the start, see `match_norm_`.
         padding: columns and rows that the structure has beyond the layer's. More than 15 % of a
-            width is warned of, except on the meta device.
+            width is warned of, except on the meta device. So is an order of the cores that costs
+            more than a dense matrix and twice another order.
         conv1d: whether the layer took the place of transformers' Conv1D, for the way back.
         weight: the dense matrix `(out_features, in_features)`, only formed if its numbers are read;
             see `WeightView`.
@@ -69,7 +71,7 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         in_features: int,
         out_features: int,
         structure: Family | Structure = DEFAULT,
-        bias: bool = True,
+        bias: bool | int | None = True,  # configs have 0, 1 and None too, which nn.Linear takes
         *,
         weight_norm: bool = False,
         init: str = "mup",
@@ -100,6 +102,7 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         self.reset_parameters()
         if not self.cores[0].is_meta:  # `convert` builds on meta, and warns by the layer's name
             warn_of_padding(structure, self.structure, in_features, out_features)
+            warn_of_order(structure, self.structure)
 
     def reset_parameters(self) -> None:
         """Draw the cores anew from their distributions; gains to 1, bias to 0."""

@@ -3,7 +3,11 @@
 A state dict of torch carries metadata: an attribute, no entry, so its entries are parameters alone.
 The metadata survives torch.save, deepcopy and load_state_dict. Files of tensors alone
 (safetensors), distributed checkpoints and a plain `dict` lose it, and then only names and shapes
-are compared.
+are compared. `BTT(rank=1)` and `Monarch(blocks=8)` of 64 -> 64 have cores of the same shapes, so
+the state of one loads into the other. An entry that says what the layer is would refuse that. It
+would be no parameter: a distributed checkpoint without the entry could not be read any more, and
+the mean of two states would change it. `structlin.save` writes a description beside the tensors
+instead, and transformers' files have a row of their own (hf.py).
 """
 
 from collections.abc import Callable

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Proxy
-from torch.utils._pytree import tree_leaves, tree_map
+
+from .._torch import tree_leaves, tree_map, without_subclasses
 
 _PROPERTIES = (
     "shape dtype device layout ndim requires_grad is_cuda is_cpu is_meta is_sparse is_quantized"
@@ -113,7 +114,7 @@ class WeightView(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_subclasses():
                 return func(*args, **kwargs)
         if func == _IS_LEAF:  # made anew at each look-up
             return not args[0].requires_grad

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
 from .._structure.arguments import checked, require_choice, show
+from .._torch import is_autocast_enabled, keeps_graph, leave_uncompiled
 from .obstacles import find_loss
 
 # Those of a chunk's logits. One step of head and loss, 768 -> 50257, on one thread of a Xeon: with
@@ -24,7 +24,7 @@ TOKENS_STEP = 32  # of a chunk that was not chosen by hand: rows of whole tiles
 SCALE = 2.0**-4  # of the gradients until `backward`: float16 sums over a chunk stay below 65,504
 
 
-@_disable_dynamo  # torch.compiler.disable would load the compiler now
+@leave_uncompiled
 @checked
 def linear_cross_entropy(
     input: Tensor,
@@ -108,7 +108,7 @@ def _choose_sizes(layer: nn.Module, rows: Tensor) -> tuple[int, int]:
 
 
 def _autocast(x: Tensor) -> bool:
-    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
+    return is_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
 
 
 def _lose(logits: Tensor, index: Tensor, kept: Tensor, space: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,7 +193,7 @@ class _Known(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("linear_cross_entropy has no second derivative (create_graph=True)")
-        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        kept = keeps_graph()
         factor, *found = ctx.saved_tensors  # autograd casts to the tensors' own dtypes
         found = [each.to(factor.dtype, copy=kept).mul_(factor * scale) for each in found]
         return None, *found

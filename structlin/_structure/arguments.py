@@ -29,6 +29,7 @@ _ALL = -(2**63), 2**63 - 1
 MAX_STEPS = 10**6  # of refinement, distillation and sweeps, which take hundreds
 _MOST_NUMBERS = 10_000  # of one argument, such as widths, rates or seeds
 _RANGES = {  # of the integers that do not go from 1 to `LARGEST`
+    "bias": (0, 1),
     "cores": (1, 52),  # each has an axis of its own, and torch.einsum so many letters
     "dim": (-64, 63),  # torch's
     "ignore_index": _ALL,

@@ -3,11 +3,18 @@
 import keyword
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
+from typing import NoReturn
 
 MOST_AXES = 52  # letters of torch.einsum; an axis of x and of y takes two
 ACTIVATIONS = ("silu",)  # that may stand between cores; a program has their numbers, from 1
 # our own axis over all leading dimensions, an option of `Structure`, einops' own, and Python's
 _RESERVED = {"tokens", "between", "tensor", "pattern", "reduction", "axis", *keyword.kwlist}
+# what torch.einsum and einops write in other ways
+SYNTAX = (
+    "axes are separated by spaces, each core is a text of its own, and the leading dimensions of x "
+    "have no axis: Structure('i -> o', 'r i', 'o r', i=64, r=4, o=128) is low-rank"
+)
 _AXIS = re.compile(r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?")
 
 
@@ -30,6 +37,8 @@ def check_texts(signature: object, cores: object) -> None:
 
 def read_axes(where: str, text: str) -> list[str]:
     axes = text.split()
+    if "," in text:
+        raise ValueError(f"{where}: {text.strip()!r} has a comma; {SYNTAX}")
     for axis in axes:
         if not _AXIS.fullmatch(axis):
             raise ValueError(
@@ -61,8 +70,11 @@ def check_sizes(sizes: Mapping[str, int], axes: Iterable[str]) -> None:
     named = set(axes)
     for axis in sorted(named):
         if axis not in sizes:
+            apart = ""
+            if len(axis) > 1 and sizes.keys() >= set(axis):
+                apart = f", or write {' '.join(axis)!r}, for axes are separated by spaces"
             raise ValueError(
-                f"axis {axis!r} has no size: pass {axis}=<size>; "
+                f"axis {axis!r} has no size: pass {axis}=<size>{apart}; "
                 f"sizes were given for {sorted(sizes)}"
             )
     for axis, size in sizes.items():
@@ -70,5 +82,12 @@ def check_sizes(sizes: Mapping[str, int], axes: Iterable[str]) -> None:
             raise ValueError(
                 f"{axis}={size!r}: no core and no side of the signature has an axis {axis!r}"
             )
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
             raise ValueError(f"{axis}={size!r}: the size of an axis is an integer of at least 1")
+
+
+def refuse_sum(left: object, right: object) -> NoReturn:
+    raise TypeError(
+        f"{left!r} + {right!r}: a structure is a product of cores and cannot be a sum; add the "
+        "outputs of two layers, see 'What an einsum cannot say' in docs/choose.md"
+    )

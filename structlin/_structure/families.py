@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from inspect import isfunction
 from math import prod
+from numbers import Integral
 from typing import Any
 
 from .arguments import checked, require_bounded, require_choice, require_positive, warn
-from .axes import ACTIVATIONS
+from .axes import ACTIVATIONS, refuse_sum
 from .structure import Structure
 from .widths import divide, divisors, factorise, name_nearest
 
@@ -71,14 +72,20 @@ class Family(ABC):
         """
         return Nonlinear(of=self, between=between)
 
+    def __add__(self, other: object) -> "Family":
+        if isinstance(other, Family | Structure):
+            refuse_sum(self, other)
+        return NotImplemented
+
+    def __radd__(self, other: object) -> "Family":
+        if isinstance(other, Structure):
+            refuse_sum(other, self)
+        return NotImplemented
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data (for JSON); `family(**data)` is its inverse."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        plain = {
-            name: value.to_dict() if isinstance(value, Family) else value
-            for name, value in values.items()
-        }
-        return {"name": type(self).__name__, **plain}
+        values = {f.name: _make_plain(getattr(self, f.name)) for f in fields(self)}
+        return {"name": type(self).__name__, **values}
 
     @property
     def label(self) -> str:
@@ -90,6 +97,15 @@ class Family(ABC):
         shown = [f for f in fields(self) if f.name != "cores" or getattr(self, f.name) != f.default]
         values = ", ".join(f"{f.name}={getattr(self, f.name)}" for f in shown)
         return f"{type(self).__name__}({values})"
+
+
+def _make_plain(value: Any) -> Any:
+    """An option of a family as JSON knows it: NumPy's integers are Python's."""
+    if isinstance(value, Family):
+        return value.to_dict()
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    return value
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,16 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from .axes import ACTIVATIONS, check_between, check_number, check_sizes, check_texts, read_axes
+from .axes import (
+    ACTIVATIONS,
+    SYNTAX,
+    check_between,
+    check_number,
+    check_sizes,
+    check_texts,
+    read_axes,
+    refuse_sum,
+)
 
 TOKENS = "tokens"  # the axis that runs over all leading dimensions of an input
 
@@ -182,9 +191,7 @@ class Structure:
                 f"signature={signature!r} must read 'axes of x -> axes of y', for example 'i -> o'"
             )
         if not cores:
-            raise ValueError(
-                f"a structure {signature!r} needs at least one core, for example 'o i'"
-            )
+            raise ValueError(f"signature={signature!r} needs at least one core; {SYNTAX}")
         left, right = signature.split("->")
         check_number(left.split(), right.split(), cores)
         inputs, outputs = read_axes("signature", left), read_axes("signature", right)
@@ -192,7 +199,7 @@ class Structure:
         check_between(between, cores)
         check_sizes(sizes, [*inputs, *outputs, *(axis for core in subscripts for axis in core)])
         sizes = {axis: int(sizes[axis]) for axis in sorted(sizes)}
-        derived = _derive_cores(inputs, outputs, subscripts, sizes)
+        derived = derive_cores(inputs, outputs, subscripts, sizes)
         text = f"{' '.join(inputs)} -> {' '.join(outputs)}"
         names = tuple(" ".join(core) for core in subscripts)
         activation = 0 if between is None else 1 + ACTIVATIONS.index(between)
@@ -232,6 +239,11 @@ class Structure:
                 f"{what} needs a matrix, and a structure with between={self.between!r} is none; "
                 f"the same without between= is one: {self!r}"
             )
+
+    def __add__(self, other: object) -> "Structure":
+        if isinstance(other, Structure):
+            refuse_sum(self, other)
+        return NotImplemented
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data (for JSON); `Structure.from_dict` is its inverse."""
@@ -285,7 +297,7 @@ class Structure:
 # ---- what is derived -----------------------------------------------------------------------------
 
 
-def _derive_cores(
+def derive_cores(
     inputs: list[str], outputs: list[str], subscripts: list[list[str]], sizes: Mapping[str, int]
 ) -> tuple[Core, ...]:
     """The role of every axis of every core."""

@@ -101,9 +101,9 @@ for meant in (
     _say("3; numpy 3", f"{_COUNTS} {_RATES} {_POSITIVE}"),
     _say("1.5; 10**30; numpy 0.5", f"{_RATES} {_POSITIVE}"),
     _say("0", f"{_RATES} exponent refine sweeps padding seed tokens dim ignore_index momentum"),
-    _say("0", "beta epsilon gamma phi rho label_smoothing"),
+    _say("0", "beta bias epsilon gamma phi rho label_smoothing"),
     _say("-1", "seed dim ignore_index a"),
-    _say("None", "between keep"),
+    _say("None", "between bias keep"),
     _say("numpy 0.5", "alpha momentum label_smoothing keep"),
     _say("10**30", "size"),  # arithmetic of integers alone
     _say("tensor 1.0", "lr other_lr"),

@@ -78,17 +78,46 @@ def test_of_processes_that_start_at_once_one_builds_and_the_others_wait(tiny, tm
 HOLD = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, 2); print(); input()"
 
 
-def test_a_lock_that_is_never_freed_leaves_plain_products_and_a_warning(tiny, monkeypatch, caplog):
+@pytest.fixture
+def held(tiny):
+    """The lock of the cache, while another process holds it."""
     tiny.mkdir(mode=0o700)
-    monkeypatch.setattr(build, "SECONDS", 5)
+    lock = tiny / "lock"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    command = [sys.executable, "-c", HOLD, str(tiny / "lock")]
-    with subprocess.Popen(command, **pipes) as other:
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(lock)], **pipes) as other:
         other.stdout.readline()
-        assert not library.load()
+        yield lock
         other.communicate("\n")
-    assert f"another process has held {tiny / 'lock'} for 5 s" in caplog.text
-    assert build.build().is_file()
+
+
+def test_a_lock_that_is_never_freed_leaves_plain_products_and_a_warning(
+    held, monkeypatch, caplog, capfd
+):
+    monkeypatch.setattr(build, "WAIT", 3)
+    assert not library.load()
+    assert f"another process has held {held} for 3 s" in caplog.text
+    assert "plain products instead of the compiled CPU engine" in caplog.text
+    says = capfd.readouterr().err
+    assert says.count("waiting for another process that builds the engine") == 1
+    assert f"remove {held}" in says
+    assert "building its CPU engine" not in says
+    assert not libraries_in(held.parent)
+
+
+def test_who_waits_for_a_lock_goes_on_once_its_file_is_removed(held, monkeypatch):
+    waits, told = threading.Event(), build._tell
+
+    def tell(text):
+        told(text)
+        waits.set()
+
+    monkeypatch.setattr(build, "_tell", tell)
+    thread = threading.Thread(target=build.build)
+    thread.start()
+    assert waits.wait(60)
+    held.unlink()
+    thread.join(60)
+    assert len(libraries_in(held.parent)) == 1
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python's, of fork beside threads

@@ -316,6 +316,30 @@ def test_nan_and_inf_go_where_the_formula_takes_them(bad, place, n, family):
     assert own[-1].isfinite().all()
 
 
+@pytest.mark.parametrize("n", [1, 19])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_nan_in_a_normalised_core_reaches_all_that_the_core_makes(place, n):
+    structure, sigma = BTT(rank=2).structure(20, 30), 0.1
+    cores, dy = [core.float() for core in random_cores(structure)], tokens(n, 30).float()
+    x, gains = tokens(n, 20).float(), torch.tensor([0.7, 1.3], dtype=torch.float64)
+    cores[place][1, 2, 3] = torch.nan
+    leaves = [tensor.detach().double().requires_grad_() for tensor in (x, gains, *cores)]
+    _, gain_leaves, *core_leaves = leaves
+    one = torch.ones((), dtype=torch.float64)
+    normalised = [
+        core * gain * torch.minimum(one, sigma / core.square().mean().sqrt())
+        for core, gain in zip(core_leaves, gain_leaves, strict=True)
+    ]
+    y = one_einsum(structure, normalised, leaves[0])
+    wanted = [y, *torch.autograd.grad(y, leaves, dy.double())]
+    sigmas = [sigma, sigma]
+    dx, *dcores, dgains, _ = backward(structure, dy, x, cores, ALL | OF_GAINS, gains, sigmas=sigmas)
+    y = forward(structure, cores, x, None, gains, sigmas)
+    assert y.isnan().all()
+    for found, expected in zip((y, dx, dgains, *dcores), wanted, strict=True):
+        assert torch.equal(found.isfinite(), expected.isfinite())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_activation_and_its_slope_are_those_of_the_formula_for_every_number(dtype):
     structure, ones = LowRank(rank=1).activate().structure(1, 1), torch.ones(1, 1, 1, dtype=dtype)
@@ -342,11 +366,36 @@ def test_the_activation_and_its_slope_are_those_of_the_formula_for_every_number(
         torch.testing.assert_close(y, F.silu(some), equal_nan=True)
 
 
-def test_denormals_are_taken_for_zero_and_only_inside():
+@pytest.mark.parametrize("n", [1, 40])  # GEMV, and tiles
+@pytest.mark.parametrize("family", [BTT(rank=2), Monarch(blocks=4)], ids=repr)
+def test_numbers_near_the_smallest_of_a_dtype_are_as_right_as_others(family, n):
+    structure = family.structure(64, 64)
+    cores = [core.float() for core in random_cores(structure)]
+    for size in (1e-35, 1e-39):  # in between, and inside, of float32's denormals
+        x, dy = tokens(n, 64).float() * size, tokens(n, 64).cos().float() * size
+        y = forward(structure, cores, x)
+        dx, *dcores, _, _ = backward(structure, dy, x / size, cores)
+        y_wanted, *_ = by_einsum(structure, cores, x, torch.zeros(64), dy)
+        _, dx_wanted, *dcores_wanted, _ = by_einsum(structure, cores, x / size, torch.zeros(64), dy)
+        for found, wanted in zip(
+            (y, dx, *dcores), (y_wanted, dx_wanted, *dcores_wanted), strict=True
+        ):
+            assert (found.double() - wanted).norm() <= 2e-5 * wanted.norm()
+            assert wanted.abs().max() < 1e4 * size
+
+
+@pytest.mark.parametrize("flushes", [True, False])
+def test_how_the_process_treats_denormals_is_left_as_it_is(flushes):
     structure = Kronecker().structure(64, 64)
     cores = [torch.ones(core.shape) for core in structure.cores]
-    assert not forward(structure, cores, torch.full((40, 64), 1e-40)).any()
-    assert torch.full((4,), 1e-40).mul(1.0).any()
+    small = torch.full((40, 64), 1e-40)
+    assert torch.set_flush_denormal(flushes)
+    try:
+        y = forward(structure, cores, small)
+        assert bool(y.any()) is not flushes
+        assert bool(small.mul(1.0).any()) is not flushes
+    finally:
+        torch.set_flush_denormal(False)
 
 
 @pytest.mark.parametrize(

@@ -112,29 +112,17 @@ Index multiply_by_tiles(T* c, const Index* rows, const float* row_bias, const BF
 constexpr bool has_matrix_unit() { return false; }
 #endif
 
-// ---- settings of the CPU -------------------------------------------------------------------------------------
+// ---- giving it back -----------------------------------------------------------------------------------------
 
-// While one lives, denormal numbers are taken for zero: they may cost a hundred times as much as others. It ends with
-// the matrix unit given back.
-struct Settings {
-#if defined(__x86_64__)
-  unsigned saved = _mm_getcsr();
-  Settings() { _mm_setcsr(saved | 0x8040); }
-  ~Settings() {
-    _mm_setcsr(saved);
+// Gives the matrix unit back, at the end of its scope and on its thread. How the CPU rounds, and what it does with
+// denormal numbers, is left as the caller has it.
+struct MatrixUnit {
+  ~MatrixUnit() {
 #if STRUCTLIN_AMX
     if (tiles_deep) _tile_release();
     tiles_deep = 0;
 #endif
   }
-#elif defined(__aarch64__)
-  uint64_t saved;
-  Settings() {
-    asm volatile("mrs %0, fpcr" : "=r"(saved));
-    asm volatile("msr fpcr, %0" ::"r"(saved | (uint64_t{1} << 24)));
-  }
-  ~Settings() { asm volatile("msr fpcr, %0" ::"r"(saved)); }
-#endif
 };
 
 }  // namespace

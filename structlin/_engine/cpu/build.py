@@ -12,9 +12,10 @@ is stable. The first whose instructions this CPU has is loaded.
 
 The library's name says what it was made from (source, flags, torch, compiler, CPU) and holds the
 digest of the library itself; one torn by a full disk or a power cut is built again. One process
-builds, aside, and renames; the others wait for it. A folder that is read-only, as in a container's
-image, is read. A folder that another user can change, or that lies in such a folder, is not
-trusted. This file imports nothing of the package: the wheel's build runs it alone.
+builds, aside, and renames; the others say that they wait, and after `WAIT` seconds take torch's
+products. A folder that is read-only, as in a container's image, is read. A folder that another user
+can change, or that lies in such a folder, is not trusted. This file imports nothing of the package:
+the wheel's build runs it alone.
 """
 
 import hashlib
@@ -43,7 +44,9 @@ SOURCE = Path(__file__).with_name("cpu.cpp")
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-DTORCH_TARGET_VERSION=0x020a000000000000")
 OLDEST = (2, 10)  # torch's stable C++ interface
 SHIPPED = SOURCE.parent / "lib"  # the libraries that a wheel brings
-SECONDS = 1800  # for a build, by this process or another; 30 are usual, 500 on a busy machine
+SECONDS = 1800  # for a build by this process; 30 are usual, 500 on a busy machine
+WAIT = 600  # seconds for a build by another process: more than a build takes on a busy machine
+QUIET = 1  # second that a process waits for another one without a word
 
 
 class Variant(NamedTuple):
@@ -140,7 +143,7 @@ def build() -> Path:
             with _lock(folder):
                 if found := _find_library(folder, stem):
                     return found
-                print(f"structlin: building its CPU engine, once, into {folder}", file=sys.stderr)
+                _tell(f"building its CPU engine, once, into {folder}: about half a minute")
                 return _compile([*compiler, *flags], folder, stem)
         except OSError as error:
             reasons.append(str(error))
@@ -228,17 +231,37 @@ def _is_whole(path: Path) -> bool:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """One process at a time."""
-    end = time.monotonic() + SECONDS
-    with (folder / "lock").open("w") as file:
-        while not _try_lock(file):
-            if time.monotonic() > end:
-                raise RuntimeError(
-                    f"another process has held {file.name} for {SECONDS} s: end it, or set "
-                    "STRUCTLIN_CACHE to another folder"
-                )
-            time.sleep(0.1)
-        yield
+    """One process at a time. Each try opens the file anew: if a user removes it, because whoever
+    holds it builds nothing, those that wait go on.
+
+    Raises:
+        RuntimeError: another process has held it for `WAIT` seconds.
+    """
+    path = folder / "lock"
+    start = time.monotonic()
+    told = False
+    while True:
+        with path.open("w") as file:
+            if _try_lock(file):
+                yield
+                return
+        waited = time.monotonic() - start
+        if waited > WAIT:
+            raise RuntimeError(
+                f"another process has held {path} for {WAIT} s: end it, remove that file, or set "
+                "STRUCTLIN_CACHE to another folder"
+            )
+        if waited > QUIET and not told:
+            _tell(
+                f"waiting for another process that builds the engine, for {WAIT} s at most; if "
+                f"there is none, remove {path}"
+            )
+            told = True
+        time.sleep(0.1)
+
+
+def _tell(text: str) -> None:
+    print(f"structlin: {text}", file=sys.stderr)
 
 
 def _try_lock(file: IO[str]) -> bool:

@@ -160,7 +160,7 @@ Totals<S> add_tiles(const Layer<S>& layer, const S* dy, const S* x, S* dx, bool 
     tiles.unpack_dx(dx + first * program.in, g, n);
   };
   parallel_for(0, parts, 1, [&](Index begin, Index end) {
-    Settings settings;
+    MatrixUnit unit;
     thread_local Numbers<H> memory;
     H* h = memory.reserve(middle + 2 * area + sloped);
     for (Index part = begin; part < end; part++) {
@@ -299,7 +299,7 @@ std::tuple<int64_t, int64_t, int64_t> describe_machine(const Tensor&) { return {
 
 }  // namespace
 
-// Their schemas are in op.py, polar.py and engine.py
+// Their schemas are in operators.py, polar.py and library.py
 STABLE_TORCH_LIBRARY_IMPL(structlin, CPU, library) {
   library.impl("multiply", TORCH_BOX(&multiply));
   library.impl("layer", TORCH_BOX(&multiply));

@@ -146,7 +146,7 @@ void forward_gemv(const Layer<S>& layer, const S* x, S* y, const Wide<S>* bias) 
       const Index parts =
           std::clamp<Index>(step.params() * step.repeat * n / (2 * MIN_PRODUCTS_PER_THREAD), 1, threads / groups);
       parallel_for(0, parts, 1, [&](Index part, Index end) {
-        Settings settings;
+        MatrixUnit unit;
         const H* read = reinterpret_cast<const H*>(h);
         const Share share = share_of(step, part, end, parts);
         auto multiply = [&](auto* to) {

@@ -1,7 +1,7 @@
 // What a call works on: the program, each core's numbers as they are multiplied, and its factor under weight
 // normalisation.
 //
-//     factor = gain * min(1, sigma / RMS(core))
+//     factor = gain * min(1, sigma / RMS(core)), NaN where the core has one
 
 #pragma once
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -204,7 +204,7 @@ struct Layer {
       by_dtype(gains, [&](auto s) {
         core.gain = load(static_cast<const decltype(s)*>(gains.data_ptr()) + t * gains.stride(0), 1)[0];
       });
-      if (sum >= sigmas[t] * sigmas[t] * n) {
+      if (!(sum < sigmas[t] * sigmas[t] * n)) {  // so that a NaN in a core reaches all that it makes
         core.squares = sum;
         core.clip = sigmas[t] / std::sqrt(sum / n);
       }

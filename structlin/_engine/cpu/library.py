@@ -3,8 +3,10 @@ this machine and kept in a cache, see `build`.
 
     STRUCTLIN_ENGINE=off    plain products instead
 
-Denormal numbers (in float32, below 1.2e-38) are taken for zero, as in all of torch after
-`torch.set_flush_denormal(True)`: a CPU may take a hundred times as long for them.
+Denormal numbers (in float32, below 1.2e-38) keep their values, as in torch's own products, although
+some CPUs take a hundred times as long for them. After `torch.set_flush_denormal(True)` the thread
+that called it takes them for zero, here as in torch. Products of bfloat16 on a CPU that has
+instructions for them always take them for zero, and so does the activation: its exponential.
 """
 
 import logging
@@ -14,6 +16,8 @@ import threading
 from typing import NamedTuple
 
 import torch
+
+from ..._torch import call_while_tracing
 
 torch.library.define("structlin::machine", "(Tensor like) -> (int, int, int)")
 _log = logging.getLogger("structlin")
@@ -30,6 +34,7 @@ class State(NamedTuple):
 _state: State | None = None
 
 
+@call_while_tracing
 def load() -> bool:
     """Whether the engine runs; the first call finds or builds it, or logs why there is none."""
     global _state
@@ -38,9 +43,6 @@ def load() -> bool:
             if _state is None:
                 _state = _load()
     return _state.loaded
-
-
-load._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile asks it, once
 
 
 def _renew_lock() -> None:
@@ -74,14 +76,12 @@ def _load() -> State:
     return State(False, says)
 
 
+@call_while_tracing
 def has_matrix_unit() -> bool:
     """Whether this CPU multiplies bfloat16 in tiles (Intel's AMX)."""
     from .build import describe_cpu
 
     return "amx_bf16" in describe_cpu().split()
-
-
-has_matrix_unit._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def describe() -> dict[str, str]:

@@ -20,7 +20,7 @@ template <class Run>
 void over_blocks(const Step& step, Index count, const Run& run) {
   parallel_for(0, count, std::max<Index>(1, MIN_PRODUCTS_PER_THREAD / (step.in * step.out * 2)),
                [&](Index begin, Index end) {
-                 Settings settings;
+                 MatrixUnit unit;
                  run(begin, end);
                });
 }
