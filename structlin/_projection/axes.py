@@ -29,12 +29,14 @@ def split_axes(tensor: Tensor, axes: Sequence[str], size: Mapping[str, int]) -> 
 def contract(to: Sequence[str], *operands: tuple[Tensor, Sequence[str]]) -> Tensor:
     """`torch.einsum` over named axes: `operands` are tensors, one dimension an axis, with their
     names."""
-    names = dict.fromkeys(axis for _, axes in operands for axis in axes)
-    letter = dict(zip(names, ascii_letters, strict=False))
-    *sources, result = (
-        "".join(letter[axis] for axis in axes) for axes in (*(axes for _, axes in operands), to)
-    )
-    return torch.einsum(f"{','.join(sources)}->{result}", *(tensor for tensor, _ in operands))
+    letters: dict[str, str] = {}  # of the axes, in the order in which they come
+    for _, axes in operands:
+        for axis in axes:
+            letters.setdefault(axis, ascii_letters[len(letters)])
+    sources = ["".join(letters[axis] for axis in axes) for _, axes in operands]
+    result = "".join(letters[axis] for axis in to)
+    tensors = [tensor for tensor, _ in operands]
+    return torch.einsum(f"{','.join(sources)}->{result}", *tensors)
 
 
 def group_axes(
@@ -53,13 +55,19 @@ def as_squares(tensor: Tensor, group: Sequence[str], size: Mapping[str, int]) ->
 
 
 def take_blocks(
-    square: Tensor, axes: Sequence[str], given: list[str], own: list[str], size: Mapping[str, int]
+    square: Tensor,
+    axes: Sequence[str],
+    block_axes: list[str],
+    inner_axes: list[str],
+    size: Mapping[str, int],
 ) -> Tensor:
-    """The blocks of a matrix over `axes` on both sides that have one value of `given` on both,
-    summed over what is neither `given` nor `own`: `(given, own, own)`."""
-    rows = split_axes(square, [*axes, *axes], size)
-    blocks = contract([*given, *own, *prime(own)], (rows, [*axes, *prime(axes, own)]))
-    return as_squares(blocks, own, size)
+    """The diagonal blocks of a matrix over `axes` on both sides: one for each value of
+    `block_axes`, over `inner_axes` on both sides, summed over all other axes: `(blocks, inner,
+    inner)`."""
+    matrix = split_axes(square, [*axes, *axes], size)
+    result_axes = [*block_axes, *inner_axes, *prime(inner_axes)]
+    blocks = contract(result_axes, (matrix, [*axes, *prime(axes, inner_axes)]))
+    return as_squares(blocks, inner_axes, size)
 
 
 def store(structure: Structure, n: int, tensor: Tensor, axes: Sequence[str]) -> Tensor:

@@ -10,6 +10,7 @@ rearrangement of Kronecker (Van Loan & Pitsianis 1993); for more it is the TT-SV
 """
 
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,44 +23,69 @@ from .matrices import truncate
 def cut(structure: Structure, w: Tensor, c: Tensor | None) -> list[Tensor]:
     """Truncated SVDs, one core after the other; with the covariance `c` of the inputs each SVD is
     of the matrix times a root of the covariance of the inputs that the core sums."""
-    size, inputs, outputs = structure.sizes, structure.inputs, structure.outputs
-    target, axes = _blocks(structure, w, c)  # W, and later what is left of it, over named axes
+    target = _read_matrix(structure, w, c)  # W, and later what is left of it
     cores = []
-    for n, core in enumerate(structure.cores[:-1]):
-        later = {axis for rest in structure.cores[n + 1 :] for axis in rest.axes}
-        batch = [axis for axis in axes if axis in core.axes and axis in later]  # of the problems
-        own = [axis for axis in axes if axis in core.axes and axis not in later]  # columns
-        rest = [axis for axis in axes if axis not in core.axes]  # rows: of the cores to come
-        bond = [axis for axis in core.axes if axis not in axes]  # summed between: the rank
-        rank, groups = prod(size[axis] for axis in bond), (batch, rest, own)
-        if c is None:
-            problems = group_axes(target, axes, groups, size)  # (batch, rest, own)
-            left, first = truncate(problems, rank)  # (batch, rest, rank), (batch, rank, own)
-            order = [*batch, *bond, *own]
-        else:
-            # The least |(T - left first) L| for each problem T, with L L^T = C of its inputs: the
-            # SVD is of T L, and its right factor is divided by L. Inputs that only this core
-            # reads are whitened; C may differ with the values of inputs that later cores read.
-            summed = [x for x in own if x in inputs and x not in outputs]
-            given = [x for x in axes if x in inputs and x in core.axes and x not in summed]
-            blocks = take_blocks(c, inputs, given, summed, size)  # (given, summed, summed)
-            root = torch.linalg.cholesky(blocks)
-            factor, primed = [*given, *summed, *prime(summed)], prime(axes, summed)
-            whitened = contract(primed, (target, axes), (split_axes(root, factor, size), factor))
-            problems = group_axes(whitened, axes, groups, size)  # (batch, rest, own)
-            left, right = truncate(problems, rank)  # (batch, rest, rank), (batch, rank, own)
-            others = [x for x in (*batch, *bond, *own) if x not in (*given, *summed)]
-            kept = prime([*batch, *bond, *own], summed)
-            rows = group_axes(right, kept, (given, others, prime(summed)), size)
-            first = torch.linalg.solve_triangular(root, rows, upper=False, left=False)
-            order = [*given, *others, *summed]  # of `first`, (given, others, summed)
-        cores.append(store(structure, n, first, order))
-        axes = [*batch, *rest, *bond]
-        target = split_axes(left, axes, size)  # what the cores to come must give
-    return [*cores, store(structure, -1, target, axes)]
+    for n in range(len(structure.cores) - 1):
+        first, target = _cut_first(structure, n, target, c)
+        cores.append(store(structure, n, first.tensor, first.axes))
+    return [*cores, store(structure, -1, target.tensor, target.axes)]
 
 
-def _blocks(structure: Structure, w: Tensor, c: Tensor | None) -> tuple[Tensor, list[str]]:
+class Named(NamedTuple):
+    """A tensor over named axes, of any grouping of them."""
+
+    tensor: Tensor
+    axes: list[str]
+
+
+def _cut_first(
+    structure: Structure, n: int, target: Named, c: Tensor | None
+) -> tuple[Named, Named]:
+    """Core n, and what the cores after it must give."""
+    size = structure.sizes
+    core = structure.cores[n]
+    read_later: set[str] = set()
+    for later in structure.cores[n + 1 :]:
+        read_later.update(later.axes)
+    # the axes of the target: those that number the problems, and their columns and rows
+    batch = [axis for axis in target.axes if axis in core.axes and axis in read_later]
+    columns = [axis for axis in target.axes if axis in core.axes and axis not in read_later]
+    rows = [axis for axis in target.axes if axis not in core.axes]
+    bond = [axis for axis in core.axes if axis not in target.axes]  # summed between: the rank
+    rank = prod(size[axis] for axis in bond)
+    groups = (batch, rows, columns)
+    core_axes = [*batch, *bond, *columns]
+    if c is None:
+        problems = group_axes(target.tensor, target.axes, groups, size)  # (batch, rows, columns)
+        left, right = truncate(problems, rank)  # (batch, rows, rank), (batch, rank, columns)
+        first = Named(right, core_axes)
+    else:
+        # The least |(T - left first) L| for each problem T, with L L^T = C of its inputs: the
+        # SVD is of T L, and its right factor is divided by L. Inputs that only this core reads
+        # (`summed`) are whitened; C may differ with the values of inputs that later cores read
+        # (`block_axes`).
+        ends = structure.inputs, structure.outputs
+        summed = [axis for axis in columns if axis in ends[0] and axis not in ends[1]]
+        reads = [axis for axis in target.axes if axis in ends[0] and axis in core.axes]
+        block_axes = [axis for axis in reads if axis not in summed]
+        blocks = take_blocks(c, structure.inputs, block_axes, summed, size)
+        root = torch.linalg.cholesky(blocks)  # L, (blocks, summed, summed)
+        root_axes = [*block_axes, *summed, *prime(summed)]
+        whitened = contract(
+            prime(target.axes, summed), target, (split_axes(root, root_axes, size), root_axes)
+        )
+        problems = group_axes(whitened, target.axes, groups, size)  # (batch, rows, columns)
+        left, right = truncate(problems, rank)  # (batch, rows, rank), (batch, rank, columns)
+        other_axes = [axis for axis in core_axes if axis not in (*block_axes, *summed)]
+        right_groups = (block_axes, other_axes, prime(summed))
+        grouped = group_axes(right, prime(core_axes, summed), right_groups, size)
+        solved = torch.linalg.solve_triangular(root, grouped, upper=False, left=False)
+        first = Named(solved, [*block_axes, *other_axes, *summed])
+    later_axes = [*batch, *rows, *bond]
+    return first, Named(split_axes(left, later_axes, size), later_axes)
+
+
+def _read_matrix(structure: Structure, w: Tensor, c: Tensor | None) -> Named:
     """W as a tensor over the axes of the signature.
 
     An axis on both of its sides makes the structure block diagonal: of W counts its regression on
@@ -67,36 +93,50 @@ def _blocks(structure: Structure, w: Tensor, c: Tensor | None) -> tuple[Tensor, 
     is one over all of its uses.
     """
     size, inputs, outputs = structure.sizes, structure.inputs, structure.outputs
-    kept, whole = [axis for axis in inputs if axis in outputs], [*outputs, *inputs]
-    if not kept:
-        return split_axes(w, whole, size), whole
-    used = {axis for core in structure.cores for axis in core.axes}
+    matrix_axes = [*outputs, *inputs]
+    on_both_sides = [axis for axis in inputs if axis in outputs]
+    if not on_both_sides:
+        return Named(split_axes(w, matrix_axes, size), matrix_axes)
+    used = _axes_of_cores(structure)
     # W, or W C, summed over the diagonals of the axes on both sides: (blocks, rows, columns)
-    blocks = [axis for axis in kept if axis in used]
-    rows = [axis for axis in outputs if axis not in kept]
-    columns = [axis for axis in inputs if axis not in kept]
+    blocks = [axis for axis in on_both_sides if axis in used]
+    rows = [axis for axis in outputs if axis not in inputs]
+    columns = [axis for axis in inputs if axis not in outputs]
     axes = [*blocks, *rows, *columns]
-    sums = contract(axes, (split_axes(w if c is None else w @ c, whole, size), whole))
+    product = w if c is None else w @ c
+    sums = contract(axes, (split_axes(product, matrix_axes, size), matrix_axes))
     if c is None:
-        return sums / prod(size[axis] for axis in kept if axis not in used), axes
+        uses = prod(size[axis] for axis in on_both_sides if axis not in used)
+        return Named(sums / uses, axes)
     root = torch.linalg.cholesky(take_blocks(c, inputs, blocks, columns, size))
     grouped = group_axes(sums, axes, (blocks, rows, columns), size)
     solved = torch.cholesky_solve(grouped.mT, root).mT  # the normal equations: sums / covariance
-    return split_axes(solved, axes, size), axes
+    return Named(split_axes(solved, axes, size), axes)
+
+
+def _axes_of_cores(structure: Structure) -> set[str]:
+    axes: set[str] = set()
+    for core in structure.cores:
+        axes.update(core.axes)
+    return axes
 
 
 def is_optimal(structure: Structure, weighed: bool, padded: bool) -> bool:
     """Whether `cut` gives the global optimum."""
-    inputs, outputs = structure.inputs, structure.outputs
-    kept = {*inputs} & {*outputs}
-    unused = kept - {axis for core in structure.cores for axis in core.axes}
+    inputs = set(structure.inputs)
+    outputs = set(structure.outputs)
+    on_both_sides = inputs & outputs
+    unused = on_both_sides - _axes_of_cores(structure)
     if len(structure.cores) == 1:
         return not (padded and unused)
     if len(structure.cores) > 2:
         return False
-    first, last = ({*core.axes} for core in structure.cores)
-    one_sided = all({*side} <= first or {*side} <= last for side in (inputs, outputs))
-    # the numbers that are free are not whole rows and columns of the matrices
-    if padded and not one_sided:
+    first = set(structure.cores[0].axes)
+    last = set(structure.cores[1].axes)
+    inputs_in_one_core = inputs <= first or inputs <= last
+    outputs_in_one_core = outputs <= first or outputs <= last
+    # else the numbers that are free are not whole rows and columns of the matrices
+    if padded and not (inputs_in_one_core and outputs_in_one_core):
         return False
-    return not weighed or ({*inputs} - unused <= first and last.isdisjoint({*inputs} - kept))
+    first_sums_all_inputs = inputs - unused <= first and last.isdisjoint(inputs - on_both_sides)
+    return not weighed or first_sums_all_inputs

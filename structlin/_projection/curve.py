@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,51 +66,82 @@ def measure_curve(
         covariance: of the layer's inputs.
         output: what a squared error of each output weighs, `(out_features,)`; None: 1.
     """
-    w = weight.detach().double()
-    scales = None if output is None else output.to(w).sqrt()[:, None]  # (out_features, 1)
-    root = None if covariance is None else _take_root(covariance.to(w))
-    metric: dict[str, Any] = {"covariance": covariance, "output": output}
-
-    def lose(structure: Structure, cores: Sequence[Tensor]) -> float:
-        return _square(w - to_dense(structure, cores)[: len(w), : w.shape[1]], root, scales)
-
+    matrix = _WeighedMatrix(weight, covariance, output)
+    # the errors of the closed form, from the largest size down; the last size is dense
+    largest = len(sizes) - 2
+    points = {round(largest * k / (POINTS - 1)) for k in range(POINTS)}
     measured = {len(sizes) - 1: 0.0}
-    last = len(sizes) - 2
-    points = sorted({round(last * k / (POINTS - 1)) for k in range(POINTS)}, reverse=True)
-    largest = None  # the closed form at the largest size, whose leading parts smaller ones are
-    for n in points:  # from the largest size down
+    larger: tuple[Structure, list[Tensor]] | None = None  # whose leading parts smaller ones are
+    for n in sorted(points, reverse=True):
         structure = sizes[n].structure
-        cores = None if largest is None else _shrink(*largest, structure)
+        cores = None if larger is None else _shrink(*larger, structure)
         if cores is None:
-            cores = project(w, structure, **metric, sweeps=0)
-            largest = structure, cores
-        measured[n] = lose(structure, cores)
-    errors = [_interpolate(sizes, measured, n) for n in range(len(sizes))]
-    half = min(points, key=lambda n: abs(sizes[n].cost - sizes[-1].cost / 2))
+            cores = matrix.project(structure, sweeps=0)
+            larger = structure, cores
+        measured[n] = matrix.error(structure, cores)
+
+    # what sweeps leave of these errors, at the smallest size and at half of dense's cost
+    half_cost = sizes[-1].cost / 2
+    half = min(sorted(points, reverse=True), key=lambda n: abs(sizes[n].cost - half_cost))
     factors = {}
     for n in {0, half}:
         structure = sizes[n].structure
-        padding = w.shape != (structure.out_features, structure.in_features)
-        if measured[n] and not is_optimal(structure, covariance is not None, padding):
-            cores = project(w, structure, **metric, sweeps=FEW_SWEEPS)
-            factor = lose(structure, cores) / measured[n]  # of what the closed form leaves
+        if measured[n] and not matrix.is_optimal(structure):
+            cores = matrix.project(structure, sweeps=FEW_SWEEPS)
+            factor = matrix.error(structure, cores) / measured[n]
             factors[sizes[n].cost] = max(factor, LEAST_FACTOR)
-    errors = [
-        error * _power_law(factors, size.cost) for error, size in zip(errors, sizes, strict=True)
-    ]
-    return Curve(sizes, errors, _square(w, root, scales))
+
+    errors = []
+    for n, size in enumerate(sizes):
+        error = _interpolate(sizes, measured, n)
+        errors.append(error * _power_law(factors, size.cost))
+    return Curve(sizes, errors, matrix.whole)
+
+
+class _WeighedMatrix:
+    """A weight W, and what its errors weigh: ||diag(scales) E L||^2, with L L^T the covariance."""
+
+    def __init__(self, weight: Tensor, covariance: Tensor | None, output: Tensor | None) -> None:
+        self.weight = weight.detach().double()
+        self.covariance = covariance
+        self.output = output
+        self.scales = None  # (out_features, 1)
+        if output is not None:
+            self.scales = output.to(self.weight).sqrt()[:, None]
+        self.root = None if covariance is None else _take_root(covariance.to(self.weight))
+        self.whole = self._square(self.weight)
+
+    def project(self, structure: Structure, sweeps: int) -> list[Tensor]:
+        return project(
+            self.weight,
+            structure,
+            covariance=self.covariance,
+            output=self.output,
+            sweeps=sweeps,
+        )
+
+    def is_optimal(self, structure: Structure) -> bool:
+        """Whether no sweep would change the closed form."""
+        is_padded = self.weight.shape != (structure.out_features, structure.in_features)
+        return is_optimal(structure, self.covariance is not None, is_padded)
+
+    def error(self, structure: Structure, cores: Sequence[Tensor]) -> float:
+        """The squared error of these cores."""
+        rows, columns = self.weight.shape
+        return self._square(self.weight - to_dense(structure, cores)[:rows, :columns])
+
+    def _square(self, error: Tensor) -> float:
+        if self.scales is not None:
+            error = self.scales * error
+        if self.root is not None:
+            error = error.float() @ self.root
+        return error.square().sum(dtype=torch.float64).item()
 
 
 def _take_root(c: Tensor) -> Tensor:
     """L in float32, L L^T = C."""
     root: Tensor = torch.linalg.cholesky(make_definite(c))
     return root.mul(c.diagonal().mean().abs().sqrt()).float()
-
-
-def _square(w: Tensor, root: Tensor | None, scales: Tensor | None) -> float:
-    """||diag(scales) W L||^2."""
-    w = w if scales is None else scales * w
-    return (w if root is None else w.float() @ root).square().sum(dtype=torch.float64).item()
 
 
 def _shrink(large: Structure, cores: Sequence[Tensor], small: Structure) -> list[Tensor] | None:
@@ -120,13 +151,14 @@ def _shrink(large: Structure, cores: Sequence[Tensor], small: Structure) -> list
     alike = (large.signature, large.subscripts) == (small.signature, small.subscripts)
     if not alike or any(large.sizes[axis] != small.sizes[axis] for axis in ends):
         return None
-    found = []
-    for core, old, tensor in zip(small.cores, large.cores, cores, strict=True):
-        part = split_axes(tensor, old.axes, large.sizes)
-        for dim, axis in enumerate(old.axes):
-            part = part.narrow(dim, 0, small.sizes[axis])
-        found.append(part.reshape(core.shape))
-    return found
+    leading_parts = []
+    for n, core in enumerate(small.cores):
+        axes = large.cores[n].axes
+        tensor = split_axes(cores[n], axes, large.sizes)
+        for dim, axis in enumerate(axes):
+            tensor = tensor.narrow(dim, 0, small.sizes[axis])
+        leading_parts.append(tensor.reshape(core.shape))
+    return leading_parts
 
 
 def _interpolate(sizes: Sequence[Size], measured: dict[int, float], n: int) -> float:
@@ -136,20 +168,22 @@ def _interpolate(sizes: Sequence[Size], measured: dict[int, float], n: int) -> f
         return measured[n]
     below = max(m for m in measured if m < n)
     above = min(m for m in measured if m > n)
-    part = (sizes[n].cost - sizes[below].cost) / (sizes[above].cost - sizes[below].cost)
-    first, last = measured[below], measured[above]
+    share = (sizes[n].cost - sizes[below].cost) / (sizes[above].cost - sizes[below].cost)
+    first = measured[below]
+    last = measured[above]
     if first > 0 and last > 0:  # the geometric mean of both, weighed by their distances
-        return math.exp((1 - part) * math.log(first) + part * math.log(last))
-    return (1 - part) * first + part * last
+        return math.exp((1 - share) * math.log(first) + share * math.log(last))
+    return (1 - share) * first + share * last
 
 
 def _power_law(factors: dict[int, float], cost: int) -> float:
     """Interpolate a factor at `cost` by the power law through two known ones, capped at 1."""
     if len(factors) < 2:
         return next(iter(factors.values()), 1.0)
-    (low, first), (high, last) = sorted(factors.items())  # costs and their factors
-    part = math.log(cost / low) / math.log(high / low)
-    return min(1.0, math.exp((1 - part) * math.log(first) + part * math.log(last)))
+    low, high = sorted(factors)
+    share = math.log(cost / low) / math.log(high / low)
+    logarithm = (1 - share) * math.log(factors[low]) + share * math.log(factors[high])
+    return min(1.0, math.exp(logarithm))
 
 
 # ---- sizes ---------------------------------------------------------------------------------------
@@ -174,7 +208,7 @@ def list_sizes(family: Family, in_features: int, out_features: int, of: str) -> 
     >>> [size.family.rank for size in sizes[5:12]]
     [6, 7, 8, 16, 24, 32, 40]
     """
-    found: list[Size] = []
+    sizes: list[Size] = []
     dense = Dense().structure(in_features, out_features)
     limit: int = getattr(dense, of)
     for candidate in _candidates(family, min(in_features, out_features)):
@@ -184,12 +218,14 @@ def list_sizes(family: Family, in_features: int, out_features: int, of: str) -> 
             continue
         structure.require_matrix("compress")
         cost: int = getattr(structure, of)
-        if cost < limit and (not found or cost > found[-1].cost):
-            found.append(Size(candidate, structure, cost))
-    aligned = [size for size in found if _is_aligned(size.structure)]
+        is_larger = not sizes or cost > sizes[-1].cost
+        if cost < limit and is_larger:
+            sizes.append(Size(candidate, structure, cost))
+    aligned = [size for size in sizes if _is_aligned(size.structure)]
     if len(aligned) >= MIN_ALIGNED_SIZES:
-        found = [size for size in found if size.cost < aligned[0].cost] + aligned
-    return *found, Size(Dense(), dense, limit)
+        smaller = [size for size in sizes if size.cost < aligned[0].cost]
+        sizes = smaller + aligned
+    return *sizes, Size(Dense(), dense, limit)
 
 
 def _is_aligned(structure: Structure) -> bool:

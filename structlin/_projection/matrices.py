@@ -25,7 +25,8 @@ def truncate(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     else:
         basis = leading_eigenvectors(matrices @ matrices.mT, k)
         orthonormal, triangle = torch.linalg.qr((basis.mT @ matrices).mT)
-        left, right = basis @ triangle.mT, orthonormal.mT
+        left = basis @ triangle.mT
+        right = orthonormal.mT
     return F.pad(left, (0, rank - k)), right[:, torch.arange(rank, device=right.device) % k]
 
 
@@ -108,7 +109,9 @@ def _take_damped_root(gram: Tensor) -> Tensor:
 
 def divide_norms(error: float, whole: float) -> float:
     """The relative error: 0 where both norms are 0, infinite where only `whole` is."""
-    return error / whole if whole else inf if error else 0.0
+    if whole:
+        return error / whole
+    return inf if error else 0.0
 
 
 def mean_diagonal(gram: Tensor) -> Tensor:

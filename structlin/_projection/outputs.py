@@ -28,9 +28,9 @@ class OutputMetric:
 
     structure: Structure
     core: int | None  #: that absorbs S
-    given: list[str]  #: the output axes that S does not mix
-    own: list[str]  #: those that it mixes
-    absorbed: Tensor  #: S, `(given, own, own)`
+    block_axes: list[str]  #: the output axes that S does not mix
+    mixed_axes: list[str]  #: those that it mixes
+    absorbed: Tensor  #: S, `(blocks, mixed, mixed)`
     left: Tensor | None  #: a root of R, `(outputs, outputs)` or their scales; None if R is I
 
     def whiten(self, w: Tensor) -> Tensor:
@@ -41,22 +41,26 @@ class OutputMetric:
         """The cores of S^-T B."""
         if self.core is None:
             return cores
-        axes, given = self.structure.cores[self.core].axes, self.given
-        rest = [axis for axis in axes if axis not in (*given, *self.own)]
-        groups = given, self.own, rest
-        columns = group_axes(cores[self.core], axes, groups, self.structure.sizes)  # as groups
+        axes = self.structure.cores[self.core].axes
+        output_axes = [*self.block_axes, *self.mixed_axes]
+        other_axes = [axis for axis in axes if axis not in output_axes]
+        groups = self.block_axes, self.mixed_axes, other_axes
+        columns = group_axes(cores[self.core], axes, groups, self.structure.sizes)
         solved = torch.linalg.solve_triangular(self.absorbed.mT, columns, upper=True)  # S^-T B
-        core = store(self.structure, self.core, solved, [*given, *self.own, *rest])
+        core = store(self.structure, self.core, solved, [*output_axes, *other_axes])
         return [*cores[: self.core], core, *cores[self.core + 1 :]]
 
     def _map(self, blocks: Tensor, rows: Tensor) -> Tensor:
         """A block-diagonal matrix times rows, `(out_features, columns)`."""
-        outputs, given, own = self.structure.outputs, self.given, self.own
-        size = {**self.structure.sizes, COLUMNS: rows.shape[1]}
-        # (given, own, own') times (given, own', columns), in the outputs' own order
-        square, lying = [*given, *own, *prime(own)], [*outputs, COLUMNS]
-        factors = split_axes(blocks, square, size), split_axes(rows, lying, size)
-        mapped = contract(lying, (factors[0], square), (factors[1], prime(lying, own)))
+        sizes = {**self.structure.sizes, COLUMNS: rows.shape[1]}
+        # (blocks, mixed, mixed') times (blocks, mixed', columns), in the outputs' own order
+        square_axes = [*self.block_axes, *self.mixed_axes, *prime(self.mixed_axes)]
+        row_axes = [*self.structure.outputs, COLUMNS]
+        mapped = contract(
+            row_axes,
+            (split_axes(blocks, square_axes, sizes), square_axes),
+            (split_axes(rows, row_axes, sizes), prime(row_axes, self.mixed_axes)),
+        )
         return mapped.reshape(rows.shape)
 
 
@@ -66,29 +70,38 @@ def take_metric(structure: Structure, g: Tensor, rows: int) -> OutputMetric:
     Args:
         g: `(rows, rows)`, or its diagonal `(rows,)`.
     """
-    core, outputs = _find_absorbing(structure), [*structure.outputs]
-    diagonal, padding = g.ndim == 1, structure.out_features - rows
+    core = _find_absorbing(structure)
+    outputs = [*structure.outputs]
+    is_diagonal = g.ndim == 1
+    padding = structure.out_features - rows
     if core is None:
-        root = g.sqrt() if diagonal else torch.linalg.cholesky(g)
+        root = g.sqrt() if is_diagonal else torch.linalg.cholesky(g)
         return OutputMetric(structure, None, outputs, [], g, root)
-    if diagonal:
+    if is_diagonal:
         scales = F.pad(g.sqrt(), (0, padding), value=1.0)
         return OutputMetric(structure, core, outputs, [], scales[:, None, None], None)
-    others = {axis for n, each in enumerate(structure.cores) if n != core for axis in each.axes}
-    own = [axis for axis in outputs if axis not in others and axis not in structure.inputs]
-    given = [axis for axis in outputs if axis not in own]
+
+    # the core can mix outputs along the axes that nothing else has
+    axes_elsewhere = {*structure.inputs}
+    for n, other in enumerate(structure.cores):
+        if n != core:
+            axes_elsewhere.update(other.axes)
+    mixed_axes = [axis for axis in outputs if axis not in axes_elsewhere]
+    block_axes = [axis for axis in outputs if axis in axes_elsewhere]
+
+    # S S^T = the diagonal blocks of G; R = S^-1 G S^-T is what S leaves
     padded = F.pad(g, (0, padding, 0, padding))
     padded.diagonal()[rows:] = 1.0
-    # S S^T = the blocks of G: what one value of `given` has to do with itself
-    blocks = take_blocks(padded, outputs, given, own, structure.sizes)  # (given, own, own)
-    metric = OutputMetric(structure, core, given, own, torch.linalg.cholesky(blocks), None)
-    if not given:
+    blocks = take_blocks(padded, outputs, block_axes, mixed_axes, structure.sizes)
+    root_of_blocks = torch.linalg.cholesky(blocks)  # S, (blocks, mixed, mixed)
+    metric = OutputMetric(structure, core, block_axes, mixed_axes, root_of_blocks, None)
+    if not block_axes:
         return metric
     half = _unmap(metric, padded)  # S^-1 G, (outputs, outputs)
-    rest = _unmap(metric, half.mT)[:rows, :rows]  # R = S^-1 G S^-T
-    if (rest - identity_like(rest)).abs().max() <= NEGLIGIBLE:
+    remaining = _unmap(metric, half.mT)[:rows, :rows]  # R
+    if (remaining - identity_like(remaining)).abs().max() <= NEGLIGIBLE:
         return metric
-    definite = make_definite(rest, "output")  # rounding is large where G is singular
+    definite = make_definite(remaining, "output")  # rounding is large where G is singular
     return replace(metric, left=torch.linalg.cholesky(definite))
 
 
@@ -101,8 +114,11 @@ def weigh(rows: Tensor, root: Tensor | None) -> Tensor:
 
 def _find_absorbing(structure: Structure) -> int | None:
     """The last core that has every output axis."""
-    found = [n for n, core in enumerate(structure.cores) if {*structure.outputs} <= {*core.axes}]
-    return found[-1] if found else None
+    outputs = set(structure.outputs)
+    for n in range(len(structure.cores) - 1, -1, -1):
+        if outputs <= set(structure.cores[n].axes):
+            return n
+    return None
 
 
 def _unmap(metric: OutputMetric, matrix: Tensor) -> Tensor:

@@ -3,7 +3,7 @@ and alternating least squares for any structure. Everything is read from the axe
 one's own gets what the families get.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from math import sqrt
 
@@ -91,28 +91,44 @@ def project(
     _check_metric("covariance", covariance, weight.shape[1])
     _check_metric("output", output, weight.shape[0])
 
+    # W in float64, to a root mean square of 1
     w = weight.detach().to(torch.float64)
-    scale = w.abs().amax().item() or 1.0  # first, or the squares of huge numbers overflow
-    w = w / scale
+    largest = w.abs().amax().item() or 1.0  # first, or the squares of huge numbers overflow
+    w = w / largest
     rms = w.square().mean().sqrt().item() or 1.0
-    w, scale = w / rms, scale * rms
-    c = None if covariance is None else make_definite(covariance.to(w))
-    columns, rows = structure.in_features - w.shape[1], structure.out_features - w.shape[0]
-    padded, left = F.pad(w, (0, columns, 0, rows)), None
+    w = w / rms
+    scale = largest * rms
+
+    # the structure may be larger than W: the extra rows and columns are free
+    rows, columns = w.shape
+    extra_rows = structure.out_features - rows
+    extra_columns = structure.in_features - columns
+    padded = F.pad(w, (0, extra_columns, 0, extra_rows))
+
+    # what one core absorbs of G is taken into W; the root of what is left goes to the search
+    metric = None
+    root = None
     if output is not None:
         definite = make_definite(output.to(w), "output", OF_OUTPUTS)
-        metric = take_metric(structure, definite, w.shape[0])
-        padded, left = metric.whiten(padded), metric.left
-    cores = cut(structure, padded, c if c is None else extend(c, columns))
-    optimal = left is None and is_optimal(structure, c is not None, columns + rows > 0)
+        metric = take_metric(structure, definite, rows)
+        padded = metric.whiten(padded)
+        root = metric.left
+
+    c = None if covariance is None else make_definite(covariance.to(w))
+    cores = cut(structure, padded, None if c is None else extend(c, extra_columns))
+    is_padded = extra_columns + extra_rows > 0
+    optimal = root is None and is_optimal(structure, c is not None, is_padded)
     if sweeps and not optimal:
-        starts = [cores] if c is None else [cores, cut(structure, padded, None)]
-        target = padded[: w.shape[0], : w.shape[1]]
-        cores = search(structure, starts, target, c, weight.dtype, sweeps, left)
-    if output is not None:
+        starts = [cores]
+        if c is not None:
+            starts.append(cut(structure, padded, None))
+        target = padded[:rows, :columns]
+        cores = search(structure, starts, target, c, weight.dtype, sweeps, root)
+    if metric is not None:
         cores = metric.restore(cores)
-    share = scale ** (1 / len(cores))
-    return [(share * core).to(weight.dtype).contiguous() for core in balance(structure, cores)]
+    scale_of_each = scale ** (1 / len(cores))
+    balanced = balance(structure, cores)
+    return [(scale_of_each * core).to(weight.dtype).contiguous() for core in balanced]
 
 
 @torch.no_grad()
@@ -144,13 +160,14 @@ def relative_error(
     w = weight.detach().to(torch.float64)
     dense = to_dense(structure, [core.detach().to(w) for core in cores])
     error = w - dense[: w.shape[0], : w.shape[1]]
-    norms = (_measure(e, covariance, output) for e in (error, w))
-    return divide_norms(*norms)
+    return divide_norms(_norm(error, covariance, output), _norm(w, covariance, output))
 
 
-def _measure(e: Tensor, c: Tensor | None, g: Tensor | None) -> float:
+def _norm(e: Tensor, c: Tensor | None, g: Tensor | None) -> float:
     """||G^1/2 E C^1/2||_F, the root of the trace of (G E) (E C)^T."""
-    left = e if g is None else g.to(e)[:, None] * e if g.ndim == 1 else g.to(e) @ e
+    left = e
+    if g is not None:
+        left = g.to(e)[:, None] * e if g.ndim == 1 else g.to(e) @ e
     right = e if c is None else e @ c.to(e)
     return sqrt(max((left * right).sum().item(), 0.0))
 
@@ -158,23 +175,39 @@ def _measure(e: Tensor, c: Tensor | None, g: Tensor | None) -> float:
 def balance(structure: Structure, cores: list[Tensor]) -> list[Tensor]:
     """The same matrix with the scales shared equally: any two cores have, at each value of the axes
     that they share, the same norm. A part that is zero in one of them stays alive in the other."""
-    cores, size = [*cores], structure.sizes
+    cores = [*cores]
+    sizes = structure.sizes
     axes = [[*core.axes] for core in structure.cores]
     pairs = [*combinations(range(len(cores)), 2)]
-    for m, n in pairs * (1 if len(pairs) == 1 else BALANCING):
+    passes = 1 if len(pairs) == 1 else BALANCING
+    for m, n in pairs * passes:
         shared = [axis for axis in axes[m] if axis in axes[n]]
-        first, second = (
-            contract(shared, (split_axes(cores[k], axes[k], size).square(), axes[k])).sqrt()
-            for k in (m, n)
-        )
+        first = _norms(cores[m], axes[m], shared, sizes)
+        second = _norms(cores[n], axes[n], shared, sizes)
         alive = torch.minimum(first, second) > torch.finfo(torch.float32).tiny
         ratio = torch.where(alive, (second / first).sqrt(), torch.ones_like(first))
-        for k, scale in ((m, ratio), (n, 1 / ratio)):
-            scaled = contract(
-                axes[k], (split_axes(cores[k], axes[k], size), axes[k]), (scale, shared)
-            )
-            cores[k] = scaled.reshape(cores[k].shape)
+        cores[m] = _scale(cores[m], axes[m], ratio, shared, sizes)
+        cores[n] = _scale(cores[n], axes[n], 1 / ratio, shared, sizes)
     return cores
+
+
+def _norms(
+    core: Tensor, axes: Sequence[str], shared: Sequence[str], sizes: Mapping[str, int]
+) -> Tensor:
+    """The norms of a core's parts at each value of the axes `shared`."""
+    return contract(shared, (split_axes(core, axes, sizes).square(), axes)).sqrt()
+
+
+def _scale(
+    core: Tensor,
+    axes: Sequence[str],
+    factors: Tensor,
+    shared: Sequence[str],
+    sizes: Mapping[str, int],
+) -> Tensor:
+    """A core times a factor for each value of the axes `shared`."""
+    scaled = contract(axes, (split_axes(core, axes, sizes), axes), (factors, shared))
+    return scaled.reshape(core.shape)
 
 
 def _check_weight(weight: Tensor) -> None:
@@ -190,10 +223,12 @@ def _check_metric(name: str, values: Tensor | None, features: int) -> None:
     """Refuse a covariance, or a metric of the outputs, that is none."""
     if values is None:
         return
-    output = name == "output"
-    hint, width = (OF_OUTPUTS, "out_features") if output else (OF_INPUTS, "in_features")
-    if values.shape != (features, features) and not (output and values.shape == (features,)):
-        also = f" or ({width},) = ({features},)" if output else ""
+    may_be_diagonal = name == "output"
+    hint = OF_OUTPUTS if may_be_diagonal else OF_INPUTS
+    width = "out_features" if may_be_diagonal else "in_features"
+    is_diagonal = may_be_diagonal and values.shape == (features,)
+    if values.shape != (features, features) and not is_diagonal:
+        also = f" or ({width},) = ({features},)" if may_be_diagonal else ""
         raise ValueError(
             f"{name} has shape {tuple(values.shape)}; "
             f"it must be ({width}, {width}) = {(features, features)}{also}: {hint}"
