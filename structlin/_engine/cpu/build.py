@@ -140,7 +140,8 @@ def build() -> Path:
             with _lock(folder):
                 if found := _find_library(folder, stem):
                     return found
-                print(f"structlin: building its CPU engine, once, into {folder}", file=sys.stderr)
+                text = f"building its CPU engine, once, into {folder}: about half a minute"
+                print(f"structlin: {text}", file=sys.stderr)
                 return _compile([*compiler, *flags], folder, stem)
         except OSError as error:
             reasons.append(str(error))
