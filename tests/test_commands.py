@@ -190,6 +190,13 @@ def test_info_shows_a_saved_model_as_each_way_of_saving_left_it(capsys, tmp_path
         assert (found["params"], found["other_numbers"], len(found["layers"])) == (cores, others, 5)
 
 
+def test_info_counts_a_layer_of_two_names_once(capsys, tmp_path):
+    shared = torch.nn.Linear(32, 32)
+    save(convert(torch.nn.Sequential(shared, torch.nn.ReLU(), shared), LowRank(rank=2)), tmp_path)
+    found = json.loads(run(capsys, "info", tmp_path, "--json")[1])
+    assert (len(found["layers"]), found["params"], found["other_numbers"]) == (1, 128, 32)
+
+
 def test_info_refuses_what_is_no_saved_structured_model(capsys, tmp_path):
     saved_models(tmp_path)
     (tmp_path / "empty").mkdir()
