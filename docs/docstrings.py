@@ -29,6 +29,12 @@ def visit(parent: griffe.Object) -> None:
 
 
 def rewrite(text: str) -> str:
-    """The docstring with its doctests as blocks of code, and each source in one line."""
+    """The docstring with its doctests as blocks of code, and each source in one line.
+
+    The first paragraph is one line too: tables of a module's names show the first line alone.
+    """
+    first, blank, others = text.partition("\n\n")
+    if ">>>" not in first and not re.search(r"(?m)^\w+:$", first):
+        text = " ".join(first.split()) + blank + others
     text = re.sub(r"(?m)^( *)(>>> (?:.+\n?)+)", r"\1```pycon\n\1\2\n\1```\n", text)
     return re.sub(r"(?m)^( *)(Sources?: .*)\n +(?=\S)", r"\n\1\2 ", text)

@@ -156,6 +156,7 @@ def compare(dense, batch, heldout, options, structure, runs=RUNS, head_std=0.0, 
         axes[1].plot(flops, losses)
     axes[0].set(xlabel="seconds of training", ylabel="held-out loss (nats)", yscale="log")
     axes[1].set(xlabel="training FLOPs", xscale="log")
+    axes[1].tick_params("x", which="both", labelrotation=45)
     axes[0].legend()
     options.out.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.out / "loss.png", dpi=150)

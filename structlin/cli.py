@@ -15,7 +15,7 @@ import platform
 import shutil
 import sys
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict
@@ -30,8 +30,15 @@ from torch import Tensor
 
 import structlin
 
+from ._convert.summary import Table, hide_numbers, name_group, percent
+from ._model.saved import SavedLayer, read_saved
+
 PACKAGES = "einops", "safetensors", "transformers", "gguf"
 CONTEXT, BATCH, CALIBRATION, HELDOUT = 256, 2, 16, 8  # tokens, windows, batches, batches
+BEST_START, COMPRESSED = "BTT(rank=1)", "LowRank(rank=1)"  # structures, where none is given
+# files of a model's folder that hold its weights, or those of another framework
+WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".gguf"}
+WEIGHTS |= {".h5", ".tflite", ".msgpack", ".ot", ".onnx"}
 Result = tuple[str, dict[str, Any]]  # what a command prints, and all of it as plain data
 
 
@@ -62,7 +69,9 @@ def tell(what: str, code: int = 0) -> int:
 
 
 def info(options: argparse.Namespace) -> Result:
-    """Show versions, the engine and the machine as it reads it."""
+    """Show a saved structured model; without one: versions, the engine and the machine."""
+    if options.checkpoint is not None:
+        return show_saved(options.checkpoint)
     found = {"structlin": structlin.__version__, "torch": torch.__version__}
     found |= {each.name: each.version for each in distributions() if each.name in PACKAGES}
     found |= {"Python": platform.python_version(), "platform": platform.platform()}
@@ -72,9 +81,39 @@ def info(options: argparse.Namespace) -> Result:
     return "\n".join(f"{name:12}   {says}" for name, says in found.items()), found
 
 
+def show_saved(path: Path) -> Result:
+    """The structured layers of a saved model, from its files alone."""
+    saved = read_saved(path)
+    groups = defaultdict[tuple[str, str, str], list[SavedLayer]](list)
+    alike = defaultdict[str, list[str]](list)
+    for layer in saved.layers:
+        pattern = hide_numbers(layer.name)
+        alike[pattern].append(layer.name)
+        groups[pattern, f"{layer.in_features} -> {layer.out_features}", layer.label].append(layer)
+    table = Table("layer", "x", "in -> out", "structure", "params", "/dense")
+    for (pattern, shape, label), layers in groups.items():
+        name = name_group([layer.name for layer in layers], alike[pattern])
+        params, dense = count(layers)
+        table.row(name, f"{len(layers)}", shape, label, f"{params:,}", percent(params, dense))
+    params, dense = count(saved.layers)
+    sums = f"{params:,}", percent(params, dense)
+    table.row("structured layers", f"{len(saved.layers)}", "", "", *sums)
+    table.row("other numbers", "", "", "", f"{saved.other_numbers:,}")
+    found = {"path": str(path), "params": params, **asdict(saved)}
+    return f"{path}, written by {saved.kind}\n\n{table}", found
+
+
+def count(layers: Sequence[SavedLayer]) -> tuple[int, int]:
+    """The parameters of the layers' cores, and of the same layers dense."""
+    dense = sum(layer.in_features * layer.out_features for layer in layers)
+    return sum(layer.params for layer in layers), dense
+
+
 def plan(options: argparse.Namespace) -> Result:
     """Show what convert would do, or compress with --keep, without the model's weights."""
-    structure, (config, kind, _) = parse_structure(options.structure), find_class(options.model)
+    default = BEST_START if options.keep is None else COMPRESSED
+    structure = parse_structure(options.structure or default)
+    config, kind, _ = find_class(options.model)
     with naming(options.model), torch.device("meta"):
         model = kind.from_config(config)
     chosen = {"keep": options.keep, "include": options.include, "exclude": options.exclude}
@@ -89,7 +128,7 @@ def plan(options: argparse.Namespace) -> Result:
 
 def compress(options: argparse.Namespace) -> Result:
     """Compress a trained model of text, heal it, measure it and save it."""
-    structure = parse_structure(options.structure)
+    structure = parse_structure(options.structure or COMPRESSED)
     if options.heal < 0:
         raise ValueError(f"--heal {options.heal} must be 0 or more")
     with writing(options.out) as folder:
@@ -107,6 +146,7 @@ def compress(options: argparse.Namespace) -> Result:
             figures["healed"] = measure(model, dense, heldout)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        copy_beside(options.model, folder)
         loaded = type(model).from_pretrained(folder, local_files_only=True)
         if measure(loaded, dense, heldout) != [*figures.values()][-1]:
             raise RuntimeError("the model that was loaded differs from the one that was saved")
@@ -215,6 +255,44 @@ def cut(tokenizer: Any, text: str, config: Any) -> tuple[Sequence[Tensor], ...]:
     return train, heldout[:HELDOUT]
 
 
+def copy_beside(source: Path, folder: Path) -> None:
+    """Copy what the folder of a model has beside its weights, as a sentence encoder's pooling.
+
+    These are the files of the folder itself and the folders that its modules.json names. What is in
+    `folder` already stays.
+    """
+    if not source.is_dir():
+        return
+    files = [path for path in source.iterdir() if path.is_file() and not holds_weights(path)]
+    for name in list_modules(source):
+        files += [path for path in (source / name).rglob("*") if path.is_file()]
+    for path in files:
+        target = folder / path.relative_to(source)
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+
+
+def holds_weights(path: Path) -> bool:
+    return path.suffix.lower() in WEIGHTS or path.name.endswith(".index.json")
+
+
+def list_modules(source: Path) -> list[str]:
+    """The folders below `source` that its modules.json names, a file of sentence-transformers."""
+    try:
+        modules = json.loads((source / "modules.json").read_text(encoding="utf-8"))
+        names = [str(module["path"]) for module in modules]
+    except FileNotFoundError:
+        return []
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        raise ValueError(f"{source / 'modules.json'} cannot be read: {error!r}") from None
+    root = source.resolve()
+    for name in names:
+        if not (source / name).resolve().is_relative_to(root):
+            raise ValueError(f"{source / 'modules.json'} names {name!r}, outside its folder")
+    return [name for name in names if (source / name).resolve() != root]
+
+
 @contextmanager
 def writing(folder: Path) -> Iterator[Path]:
     """A folder beside it, which takes its place once all is written; a failure leaves nothing."""
@@ -252,11 +330,13 @@ def make_parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         command.add_argument("--json", action="store_true", help="print one JSON object")
         if run is info:
+            text = "a folder or file of structlin.save, save_pretrained or structlin compress"
+            command.add_argument("checkpoint", type=Path, nargs="?", help=text)
             continue
         command.add_argument("model", type=Path, help="a folder of transformers or a GGUF file")
-        text = "as in Python; --keep chooses its size (default: %(default)s)"
-        usual = "BTT(rank=1)" if run is plan else "LowRank(rank=1)"
-        command.add_argument("--structure", default=usual, help=text)
+        usual = COMPRESSED if run is compress else f"{BEST_START}, and with --keep {COMPRESSED}"
+        text = f"as in Python; --keep chooses its size (default: {usual})"
+        command.add_argument("--structure", help=text)
         text = "layers, as of convert"
         command.add_argument("--include", nargs="+", metavar="PATTERN", help=text)
         command.add_argument("--exclude", nargs="+", metavar="PATTERN", help=text, default=())

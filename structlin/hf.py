@@ -1,8 +1,8 @@
 """transformers: `save_pretrained` and `from_pretrained` of a converted model, as a quantiser.
 
 Importing this module registers the quantiser "structlin" with transformers, and nothing else.
-`convert` imports it where transformers is in use, and gives the model that quantiser, which every
-`save_pretrained` of the model asks. Where only a part was converted, call `declare(model)` before.
+`convert` imports it where transformers is in use, and declares what it changed, see `declare`.
+Where you put layers into a model by hand, call `declare(model)` before `save_pretrained`.
 
 To load, **import structlin.hf before from_pretrained**. Without it from_pretrained fails with a
 size mismatch of every structured layer's `weight`, a row of bytes that `save_pretrained` writes.
@@ -10,9 +10,10 @@ With `ignore_mismatched_sizes` alone it goes on, with random weights.
 """
 
 import copy
+import inspect
 import re
-import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +24,13 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ._layer.linear import StructuredLinear
+from ._layer.state import GUARD
 from ._model.files import describe, restructure
-from ._model.linears import swap
+from ._model.linears import build_dense_layer, linear_layers, swap
+from ._model.obstacles import holds_parts_of_transformers
 
 __all__ = ["declare"]
 METHOD = "structlin"
-GUARD = "weight"  # an entry of a checkpoint that a dense layer refuses, for its shape
 GUARD_TEXT = b"import structlin.hf before from_pretrained"
 
 
@@ -82,6 +84,10 @@ class StructlinQuantizer(HfQuantizer):
         lost = [name for name, each in own.items() if not hasattr(each, "_is_hf_initialized")]
         if len(lost) < len(own):
             self._refuse_lost(lost)
+        # from here on it is as a model that `convert` has just changed: .half() and .float() work
+        model.is_quantized = False  # type: ignore[assignment]
+        for module in model.modules():
+            vars(getattr(module, "config", module)).pop("_is_quantized", None)
         declare(model)
         return model
 
@@ -99,20 +105,39 @@ class StructlinQuantizer(HfQuantizer):
             way = "if it is a dense model's, take a config without quantization_config"
             raise ValueError(f"{text}: {', '.join(lost[:5])}; {way}")
 
+    def dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:
+        """The model with dense layers; transformers' `model.dequantize()` calls this.
+
+        Raises:
+            ValueError: a layer has an activation between its cores, so that it has no matrix.
+        """
+        structured = {
+            layer.module: layer.names
+            for layer in linear_layers(model)
+            if isinstance(layer.module, StructuredLinear)
+        }
+        for layer, names in structured.items():
+            layer.structure.require_matrix(f"layer {names[0]!r}: dequantize")
+        swap(model, [(names, build_dense_layer(layer)) for layer, names in structured.items()])
+        declare(model)
+        return model.to(dtype) if dtype is not None else model
+
     def get_state_dict_and_metadata(
         self, model: PreTrainedModel, *args: Any, **options: Any
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What `save_pretrained` writes; it calls this before it writes the config.
+    ) -> Any:
+        """transformers calls this in place of taking the `state_dict` that it was given, if any.
 
-        It then drops the `state_dict` that it was given, for any quantiser: take it from there.
+        `_save_pretrained`, the model's own method, hides the quantiser, so only a call around that
+        method ends here.
+
+        Raises:
+            RuntimeError: always, since a given `state_dict` would be lost.
         """
-        declare(model)
-        given = sys._getframe(1).f_locals.get("state_dict")
-        state = dict(model.state_dict() if given is None else given)
-        for name, module in model.named_modules(remove_duplicate=False):
-            if isinstance(module, StructuredLinear):  # also where its cores are offloaded
-                state[f"{name}.{GUARD}"] = torch.tensor(list(GUARD_TEXT), dtype=torch.uint8)
-        return state, {}
+        raise RuntimeError(
+            f"{type(model).__name__}: save_pretrained of the class was called with the model, and "
+            "would drop a state_dict= that it was given; nothing was saved. Call the model's own "
+            "method: model.save_pretrained(folder, state_dict=...)"
+        )
 
     def is_serializable(self, *args: Any, **options: Any) -> bool:
         return True
@@ -121,33 +146,64 @@ class StructlinQuantizer(HfQuantizer):
 def declare(model: nn.Module) -> None:
     """Tell each model of transformers in `model`, itself included, which layers are structured.
 
-    `convert` and `densify` call it, and so does `save_pretrained` of a model that was told. Call it
-    before `save_pretrained` where layers were put into a model by hand, or only a part of the model
-    was converted. The config of each model that is in no other one says so too, for
-    `from_pretrained(None, config=model.config, state_dict=...)`.
+    `convert`, `densify`, `from_pretrained` and `save_pretrained` call it. Call it before
+    `save_pretrained` where you put layers into a model by hand.
+
+    Three things then say so: the config, for `from_pretrained(None, config=model.config,
+    state_dict=...)`; the method `save_pretrained` of each of these models, which writes the state
+    that it is given or the model's own, and a row of bytes beside each structured layer's cores;
+    and, where `model` may be a part of another one, that row in the other one's state dict.
 
     >>> from transformers import GPT2Config, GPT2Model
     >>> from structlin import BTT, StructuredLinear
     >>> model = GPT2Model(GPT2Config(n_embd=16, n_layer=1, n_head=2))
     >>> model.h[0].mlp.c_fc = StructuredLinear(16, 64, BTT())
     >>> declare(model)
-    >>> list(model.hf_quantizer.quantization_config.modules)
+    >>> list(model.config.quantization_config.modules)
     ['h.0.mlp.c_fc']
     """
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     inner = {module for part in parts for module in part.modules() if module is not part}
     for part in parts:
         modules = describe(part)
-        if modules:
-            part.hf_quantizer = StructlinQuantizer(StructlinConfig(modules))  # type: ignore[assignment]
-        elif isinstance(getattr(part, "hf_quantizer", None), StructlinQuantizer):
-            del part.hf_quantizer
-        if part not in inner:
+        _set_saving(part, StructlinConfig(modules) if modules else None)
+        if part in inner:
+            continue
+        if _is_body(part):
+            _declare_in_shared_config(part, modules)
+        else:
             _write_config(part, StructlinConfig(modules) if modules else None)
+    if holds_parts_of_transformers(model) or (model in parts and _is_body(model)):
+        _guard_within_others(model)
+
+
+def _is_body(model: Any) -> bool:
+    """Whether `model` is of a class that other models hold, and share their config with."""
+    return model.base_model is model and model.get_output_embeddings() is None
+
+
+def _declare_in_shared_config(body: PreTrainedModel, modules: dict[str, dict[str, Any]]) -> None:
+    """Say in the body's config, which a model around it may share, what is structured.
+
+    What the config says of layers outside the body stays.
+    """
+    config: Any = body.config
+    said = vars(config).get("quantization_config")
+    outside: dict[str, dict[str, Any]] = {}
+    if isinstance(said, StructlinConfig):
+        names = {name for name, _ in body.named_modules(remove_duplicate=False)}
+        prefix = f"{body.base_model_prefix}."
+        for name, data in said.modules.items():
+            if not name.startswith(prefix) and name not in names:
+                outside[name] = data
+    if modules or outside:
+        config.quantization_config = StructlinConfig(modules | outside)
+    elif isinstance(said, StructlinConfig):
+        del config.quantization_config
 
 
 def _write_config(model: PreTrainedModel, said: StructlinConfig | None) -> None:
-    """Give `model` a config of its own that says `said`: others may share its."""
+    """Give `model` a config of its own that says `said`: other models may share its config."""
     shared: Any = model.config
     if said is None and not isinstance(vars(shared).get("quantization_config"), StructlinConfig):
         return
@@ -158,6 +214,81 @@ def _write_config(model: PreTrainedModel, said: StructlinConfig | None) -> None:
     for module in model.modules():
         if vars(module).get("config") is shared:
             module.config = own
+
+
+# ---- saving --------------------------------------------------------------------------------------
+
+
+def _set_saving(model: PreTrainedModel, said: StructlinConfig | None) -> None:
+    """Give `model` the method that saves structured layers, or, where `said` is None, take it."""
+    state: dict[str, Any] = vars(model)
+    method = state.get("save_pretrained")
+    is_ours = isinstance(method, partial) and method.func is _save_pretrained
+    if said is not None:
+        model.hf_quantizer = StructlinQuantizer(said)  # type: ignore[assignment]
+        if not is_ours:
+            state["save_pretrained"] = partial(_save_pretrained, model, method)
+        return
+    if isinstance(state.get("hf_quantizer"), StructlinQuantizer):
+        del state["hf_quantizer"]
+    if isinstance(method, partial) and is_ours:
+        _, replaced = method.args
+        del state["save_pretrained"]
+        if replaced is not None:
+            state["save_pretrained"] = replaced
+
+
+def _save_pretrained(
+    model: Any, replaced: Callable[..., Any] | None, *given: Any, **options: Any
+) -> Any:
+    """`save_pretrained` of a model with structured layers; its class's own does the work.
+
+    That one drops the `state_dict` that it is given where the model has a quantiser, so the
+    quantiser is hidden from it: the state that it is given, or takes from the model, is the state
+    that it writes, whatever functions lie between.
+
+    Args:
+        replaced: the method that somebody had given to this one model before; None: the class's.
+        given: the arguments of `PreTrainedModel.save_pretrained`.
+    """
+    declare(model)
+    call = inspect.signature(PreTrainedModel.save_pretrained).bind(model, *given, **options)
+    state = call.arguments.get("state_dict")
+    if state is not None:
+        call.arguments["state_dict"] = dict(state)
+        _add_guards(model, call.arguments["state_dict"], "")
+    quantizer = vars(model).pop("hf_quantizer", None)
+    guarding = model.register_state_dict_post_hook(_add_guards)
+    save = replaced or partial(type(model).save_pretrained, model)
+    try:
+        return save(*call.args[1:], **call.kwargs)
+    finally:
+        guarding.remove()
+        if quantizer is not None:
+            model.hf_quantizer = quantizer
+
+
+def _add_guards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Beside the cores of each structured layer, write what a dense layer refuses for its shape."""
+    for name, layer in module.named_modules(remove_duplicate=False):
+        if isinstance(layer, StructuredLinear):  # also where its cores are offloaded
+            guard = torch.tensor(list(GUARD_TEXT), dtype=torch.uint8)
+            state[f"{prefix}{name}.{GUARD}"] = guard
+
+
+def _guard_within_others(part: Any) -> None:
+    """Let the state dict of whatever holds `part` have the guards, which its config may not."""
+    if not vars(part).get("_guards_structured_layers", False):
+        part._guards_structured_layers = True
+        part.register_state_dict_post_hook(_add_guards_within_others)
+
+
+def _add_guards_within_others(part: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    if prefix:
+        _add_guards(part, state, prefix)
+
+
+# ---- loading -------------------------------------------------------------------------------------
 
 
 def _match_names(

@@ -1,7 +1,9 @@
 """The commands: each one's table, its JSON, its errors with their exit codes, and its page."""
 
+import copy
 import json
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from structlin import LowRank, StructuredLinear, cli, convert
+from structlin import LowRank, StructuredLinear, cli, convert, save
 from structlin.cli import find_class, parse_structure, read_model
 
 transformers = pytest.importorskip("transformers")
@@ -87,6 +89,19 @@ def test_plan_counts_without_the_weights_and_says_what_stays_dense(capsys, folde
     assert 0.4 < (kept["params"] - 32 * 12) / (8 * 32 * 32 + 6 * 32 * 64) <= 0.5
 
 
+def test_plan_and_compress_take_one_structure_where_none_is_given(capsys, folder):
+    found = [json.loads(run(capsys, "plan", folder / "m", *more, "--json")[1]) for more in GIVEN]
+    texts = [{row["structure"].split("(")[0] for row in each["rows"]} for each in found]
+    assert texts == [{"dense", "BTT"}, {"dense", "LowRank"}]
+    parsed = cli.make_parser().parse_args(["plan", "m"]).structure
+    data = str(folder / "text.txt")
+    given = ["compress", "m", "--keep", "1", "--data", data, "--out", "y"]
+    assert parsed is cli.make_parser().parse_args(given).structure is None
+
+
+GIVEN = ((), ("--keep", 0.5))
+
+
 def arguments(model, out, *more):
     data = model.parent / "text.txt"
     return ["compress", model, "--keep", 0.5, "--data", data, "--out", out, *more]
@@ -106,6 +121,97 @@ def test_compress_leaves_a_model_that_transformers_loads(capsys, folder, tmp_pat
     dense = sum(layer.in_features * layer.out_features for layer in layers)
     assert 0 < sum(layer.structure.params for layer in layers) < 0.6 * dense
     assert [path.name for path in out.parent.iterdir()] == ["small"]
+
+
+@pytest.mark.filterwarnings("ignore:distill")
+def test_a_compressed_sentence_encoder_keeps_what_stands_beside_its_weights(
+    capsys, folder, tmp_path
+):
+    encoder, out = tmp_path / "encoder", tmp_path / "small"
+    shutil.copytree(folder / "e", encoder)
+    beside = {
+        "modules.json": '[{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]',
+        "1_Pooling/config.json": "{}",
+        "2_Dense/model.safetensors": "a layer after the encoder",
+        "config_sentence_transformers.json": "{}",
+        "README.md": "which model it is",
+    }
+    left = {
+        "pytorch_model.bin": "old",
+        "onnx/model.onnx": "old",
+        ".cache/x": "",
+    }
+    for name, text in (beside | left).items():
+        (encoder / name).parent.mkdir(exist_ok=True)
+        (encoder / name).write_text(text)
+    shutil.copy(folder / "text.txt", tmp_path)
+    assert run(capsys, *arguments(encoder, out, "--heal", 0))[0] == 0
+    assert {name: (out / name).read_text() for name in beside} == beside
+    assert not [name for name in left if (out / name).exists()]
+    config = json.loads((out / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "structlin"
+    assert (out / "model.safetensors").stat().st_size < (
+        encoder / "model.safetensors"
+    ).stat().st_size
+    (encoder / "modules.json").write_text('[{"path": "../.."}]')
+    code, _, says = run(capsys, *arguments(encoder, tmp_path / "other", "--heal", 0))
+    assert (code, (tmp_path / "other").exists()) == (2, False)
+    assert "modules.json names '../..', outside its folder" in says
+
+
+def saved_models(tmp_path):
+    """A model converted with two ranks, saved in each way; and the dense one, saved."""
+    sizes = {"vocab_size": 12, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 5}
+    config = transformers.LlamaConfig(num_attention_heads=2, **sizes)
+    dense = transformers.LlamaForCausalLM(config)
+    model = copy.deepcopy(dense)
+    overrides = {"*layers.[14].mlp.up_proj": LowRank(rank=3)}
+    convert(model, LowRank(rank=2), include="*up_proj", overrides=overrides)
+    model.save_pretrained(tmp_path / "transformers", max_shard_size="20KB")
+    save(model, tmp_path / "own")
+    dense.save_pretrained(tmp_path / "dense")
+    return model
+
+
+def test_info_shows_a_saved_model_as_each_way_of_saving_left_it(capsys, tmp_path, monkeypatch):
+    model = saved_models(tmp_path)
+    cores = 96 * (3 * 2 + 2 * 3)
+    others = sum(p.numel() for p in model.parameters()) - cores
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "__init__", None)  # it is not built
+    for place in ("own", "own/structlin.safetensors", "transformers"):
+        code, out, _ = run(capsys, "info", tmp_path / place)
+        assert code == 0
+        shown = re.findall(r"(?m)^model\.layers\.(\S+)\.mlp\.up_proj +(\d) +32 -> 64 +(\S+) ", out)
+        two, three = ("{0,2,3}", "3", "LowRank(rank=2)"), ("{1,4}", "2", "LowRank(rank=3)")
+        assert shown == [two, three]
+        assert re.search(rf"structured layers +5 +{cores:,} +11\.2%", out)
+        assert re.search(rf"other numbers +{others:,}", out)
+        found = json.loads(run(capsys, "info", tmp_path / place, "--json")[1])
+        assert (found["params"], found["other_numbers"], len(found["layers"])) == (cores, others, 5)
+
+
+def test_info_counts_a_layer_of_two_names_once(capsys, tmp_path):
+    shared = torch.nn.Linear(32, 32)
+    save(convert(torch.nn.Sequential(shared, torch.nn.ReLU(), shared), LowRank(rank=2)), tmp_path)
+    found = json.loads(run(capsys, "info", tmp_path, "--json")[1])
+    assert (len(found["layers"]), found["params"], found["other_numbers"]) == (1, 128, 32)
+
+
+def test_info_refuses_what_is_no_saved_structured_model(capsys, tmp_path):
+    saved_models(tmp_path)
+    (tmp_path / "empty").mkdir()
+    whole = (tmp_path / "own" / "structlin.safetensors").read_bytes()
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "structlin.safetensors").write_bytes(whole[: len(whole) // 2])
+    for place, says in (
+        ("dense", "its config.json names no structured layer: the model is dense"),
+        ("empty", "it has neither structlin.safetensors nor config.json"),
+        ("nowhere", "it has neither"),
+        ("half", "holds no structured model that can be read"),
+    ):
+        code, out, err = run(capsys, "info", tmp_path / place)
+        assert (code, out) == (2, "")
+        assert says in err
 
 
 @pytest.mark.parametrize(
@@ -195,6 +301,7 @@ def test_the_module_and_the_entry_point_are_the_command():
 
 def test_the_page_has_a_transcript_of_each_command_with_arguments_that_exist():
     found = re.findall(r"```console\n\$ structlin (.*)\n", PAGE)
-    assert sorted(command.split()[0] for command in found) == ["compress", "info", "plan"]
+    names = sorted(command.split()[0] for command in found)
+    assert names == ["compress", "info", "info", "plan"]
     for command in found:
         cli.make_parser().parse_args(command.replace("topics.txt", __file__).split())

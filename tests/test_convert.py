@@ -1,4 +1,5 @@
 import inspect
+import re
 
 import pytest
 import torch
@@ -153,7 +154,7 @@ def test_a_plan_shows_every_layer_and_changes_nothing_until_applied():
     planned = plan(model, BTT(), include="ffn")
     text = str(planned)
     assert snapshot(model) == before
-    assert all(name in text for name in linear_names(model))
+    assert all(re.sub(r"\.\d+\.", ".*.", name) in text for name in linear_names(model))
     assert "head: only converted when named" not in text
     assert "not included" in text
     assert "overrides: 'h.1.*' is None" in str(plan(model, BTT(), overrides={"h.1.*": None}))

@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 
@@ -6,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from structlin import BTT, StructuredLinear, convert, summary
+from structlin import BTT, LowRank, StructuredLinear, convert, plan, summary
 from structlin._convert import summary as report
 from tests.models import GPT
 
@@ -29,6 +30,42 @@ def test_equal_layers_share_a_row():
     assert rows["h.*.mlp.c_fc"].layers == 3
     assert rows["h.*.mlp.c_fc"].structure == "BTT(rank=1)"
     assert rows["lm_head"].structure == "dense"
+
+
+def test_layers_of_one_name_and_other_ranks_are_told_apart_by_their_numbers():
+    model = GPT(depth=8)
+    ranks = {f"h.{n}.mlp.c_fc": LowRank(rank=3 if n in (0, 4, 5, 6) else 2) for n in range(7)}
+    planned = plan(model, LowRank(rank=2), include=[*ranks], overrides=ranks)
+    shown = re.findall(r"(?m)^(\S*c_fc) +(\d) .*(rank=\d|not included)", str(planned))
+    expected = [("h.{0,4-6}.mlp.c_fc", "4", "rank=3"), ("h.{1-3}.mlp.c_fc", "3", "rank=2")]
+    assert shown == [*expected, ("h.7.mlp.c_fc", "1", "not included")]
+    rows = [row for row in summary(planned.apply()).rows if "c_fc" in row.name]
+    assert [row.name for row in rows] == [name for name, *_ in shown]
+    assert rows[0].names == tuple(f"h.{n}.mlp.c_fc" for n in (0, 4, 5, 6))
+    assert {"h.*.attn.c_attn", "h.*.mlp.c_proj"} < {row.name for row in summary(model).rows}
+
+
+def test_numbers_in_which_layers_do_not_differ_stay_a_star():
+    class Block(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.experts = nn.ModuleList([nn.Linear(8, width) for _ in range(3)])
+
+    model = nn.ModuleList([Block(16 if n == 1 else 8) for n in range(4)])
+    names = [row.name for row in summary(model).rows]
+    assert names == ["{0,2,3}.experts.*", "1.experts.*"]
+
+
+def test_a_plan_shows_equal_layers_in_one_row_with_their_sums_and_the_range_of_errors():
+    model = GPT(width=64, depth=3)
+    planned = plan(model, LowRank(rank=4), include="*c_fc", init="project")
+    row = next(line for line in str(planned).splitlines() if "c_fc" in line)
+    params = 3 * 4 * (64 + 256)
+    errors = sorted(planned.errors.values())
+    assert re.match(r"h\.\*\.mlp\.c_fc +3 +ffn +64 -> 256 +LowRank\(rank=4\)", row)
+    assert f" {params:,} " in row
+    assert f" {2 * params:,} " in row
+    assert row.endswith(f"{errors[0]:.4f} to {errors[-1]:.4f}")
 
 
 def test_the_table_shows_padding_waste():

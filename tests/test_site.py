@@ -42,6 +42,28 @@ def test_the_reference_has_every_public_name_with_its_example_as_code(site):
         assert not re.findall(r"&gt;&gt;&gt;|```", prose), page
 
 
+def test_summaries_are_whole_sentences_and_returns_is_one_row(site):
+    summaries, returns = [], []
+    for page in site.glob("reference/*.html"):
+        rows = re.findall(r'<tr class="doc-section-item">(.*?)</tr>', page.read_text(), re.DOTALL)
+        linked = [row for row in rows if '<code><a class="autorefs' in row]
+        summaries += [re.findall(r"<p>(.*?)</p>", row, re.DOTALL) for row in linked]
+        tables = re.findall(r"Returns:</span>.*?</table>", page.read_text(), re.DOTALL)
+        returns += [table.count('<tr class="doc-section-item"') for table in tables]
+    texts = [text[0] for text in summaries if text]
+    assert len(texts) > 60
+    assert not [text for text in texts if not text.endswith((".", "?", ".</a>"))]
+    assert len(returns) > 10
+    assert set(returns) == {1}
+
+
+def test_the_header_leads_to_the_repository_and_asks_it_for_nothing(site):
+    header = re.findall(r"<header.*?</header>", (site / "index.html").read_text(), re.DOTALL)[0]
+    link = re.findall(r'<a href="https://github.com/[^>]*class="md-source"[^>]*>', header)
+    assert len(link) == 1
+    assert "data-md-component" not in link[0]  # by which material's script fetches its stars
+
+
 def test_links_lead_to_files_of_the_site_and_nothing_comes_from_another_host(site):
     for page in site.rglob("*.html"):
         text = page.read_text()

@@ -108,10 +108,10 @@ def plan(
     >>> from structlin import LowRank
     >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     >>> print(plan(model, LowRank(rank=8), exclude="0"))
-    layer   role    in -> out   structure         params   /dense   FLOPs/token   /dense   error
-    ────────────────────────────────────────────────────────────────────────────────────────────
-        0   other   64 -> 256   - (excluded)
-        2   other   256 -> 64   LowRank(rank=8)    2,560    15.6%         5,120    15.6%
+    layer   x   role    in -> out   structure         params   /dense   FLOPs/token   /dense   error
+    ────────────────────────────────────────────────────────────────────────────────────────────────
+        0   1   other   64 -> 256   - (excluded)
+        2   1   other   256 -> 64   LowRank(rank=8)    2,560    15.6%         5,120    15.6%
     """
     require_choice("init", init, ("match", *INITS, "project"))
     selection: dict[str, Any] = {"include": include, "exclude": exclude, "overrides": overrides}

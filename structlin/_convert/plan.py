@@ -5,6 +5,7 @@ the new layers and swaps them in.
 """
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isclose, nan
@@ -18,12 +19,12 @@ from .._model.decide import Decision
 from .._model.interrupts import hold_interrupts
 from .._model.kinds import carry_attributes, is_conv1d
 from .._model.linears import Layer, find_loose_matrices, require_unchanged, swap
-from .._model.obstacles import require_replaceable
+from .._model.obstacles import holds_parts_of_transformers, require_replaceable
 from .._projection.solve import project, relative_error
 from .._structure.arguments import warn
 from .._structure.families import explain_padding, label
 from .._structure.structure import Structure
-from .summary import Table, percent
+from .summary import Table, hide_numbers, name_group, percent
 
 
 @dataclass(frozen=True)
@@ -167,25 +168,46 @@ class Plan:
 
     def __str__(self) -> str:
         counts = "params", "/dense", "FLOPs/token", "/dense"
-        table = Table("layer", "role", "in -> out", "structure", *counts, "error")
+        table = Table("layer", "x", "role", "in -> out", "structure", *counts, "error")
+        alike = defaultdict[str, list[str]](list)
+        groups = defaultdict[tuple[object, ...], list[Decision]](list)
         for decision in self.decisions:
-            layer, new = decision.layer, decision.resolved
-            shape = f"{layer.in_features} -> {layer.out_features}"
-            if new is None or decision.structure is None:
-                table.row(layer.name, layer.role, shape, f"- ({decision.reason})")
-                continue
-            dense = layer.in_features * layer.out_features
-            params = f"{new.params:,}", percent(new.params, dense)
-            flops = f"{new.flops:,}", percent(new.flops, 2 * dense)
-            found = self.projections.get(layer.name)
-            error = "" if found is None else f"{found.error:.4f}"
-            if found is not None and found.tokens is not None and found.tokens < layer.in_features:
-                error += f" of {found.tokens} tokens: few"
-            text = label(decision.structure)
-            table.row(layer.name, layer.role, shape, text, *params, *flops, error)
+            layer = decision.layer
+            pattern = hide_numbers(layer.name)
+            what = label(decision.structure) if decision.structure else decision.reason
+            alike[pattern].append(layer.name)
+            groups[pattern, layer.role, layer.in_features, layer.out_features, what].append(
+                decision
+            )
+        for group in groups.values():
+            names = [decision.layer.name for decision in group]
+            table.row(name_group(names, alike[hide_numbers(names[0])]), *self._show(group))
         for matrix in find_loose_matrices(self.model):
-            table.row(matrix, "", "", "- (a parameter, no linear layer)")
+            table.row(matrix, "", "", "", "- (a parameter, no linear layer)")
         return str(table)
+
+    def _show(self, group: Sequence[Decision]) -> list[str]:
+        """The cells from "x" to "error" of layers that are equal but for their errors."""
+        layer, structure, new = group[0].layer, group[0].structure, group[0].resolved
+        cells = [f"{len(group)}", layer.role, f"{layer.in_features} -> {layer.out_features}"]
+        if new is None or structure is None:
+            return [*cells, f"- ({group[0].reason})"]
+        params = len(group) * new.params
+        flops = len(group) * new.flops
+        dense = len(group) * layer.in_features * layer.out_features
+        cells += [label(structure), f"{params:,}", percent(params, dense)]
+        cells += [f"{flops:,}", percent(flops, 2 * dense)]
+        names = [decision.layer.name for decision in group]
+        projections = [self.projections[name] for name in names if name in self.projections]
+        if not projections:
+            return cells
+        errors = sorted(projection.error for projection in projections)
+        least, most = f"{errors[0]:.4f}", f"{errors[-1]:.4f}"
+        error = least if least == most else f"{least} to {most}"
+        tokens = min(projection.tokens or layer.in_features for projection in projections)
+        if tokens < layer.in_features:
+            error += f" of {tokens} tokens: few"
+        return [*cells, error]
 
 
 def build_layer(
@@ -256,12 +278,10 @@ def warn_of(planned: Plan) -> None:
     if source and planned.init != "project":
         afresh = f"init={planned.init!r} starts its converted layers afresh"
         texts.append(f"the model was loaded from {source!r}: {afresh}")
-    modules = list(planned.model.modules())
-    theirs = any(type(module).__module__.startswith("transformers.models.") for module in modules)
-    if theirs and not any(hasattr(module, "save_pretrained") for module in modules):
+    if holds_parts_of_transformers(planned.model):
         texts.append(
-            f"{type(planned.model).__name__} is a part of a model of transformers: call "
-            "structlin.hf.declare(model) on the whole model before its save_pretrained"
+            f"{type(planned.model).__name__} has modules of transformers: if it is a part of a "
+            "model with save_pretrained, call structlin.hf.declare on that model before"
         )
     for text in texts:
         warn(text)

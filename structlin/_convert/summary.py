@@ -1,6 +1,7 @@
 """Tables for people: `summary` of a model, and the small table that `convert.Plan` prints with."""
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +20,7 @@ from .._model.parameters import parameters_of
 from .._structure.arguments import checked
 
 ROUNDS = 9  # in which each layer is timed
+NUMBER = r"(?<![^.])\d+(?![^.])"  # a part of a dotted name that is a number
 
 
 class Table:
@@ -56,7 +58,52 @@ def hide_numbers(name: str) -> str:
     >>> hide_numbers("h.11.mlp.fc1")
     'h.*.mlp.fc1'
     """
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+    return re.sub(NUMBER, "*", name)
+
+
+def name_group(names: Sequence[str], alike: Sequence[str]) -> str:
+    """A short name for layers whose names differ in numbers alone.
+
+    Args:
+        names: of the layers.
+        alike: of all layers of the model whose names are the same but for numbers, `names` too.
+            Where `names` are not all of them, their numbers are given.
+
+    >>> layers = [f"h.{n}.mlp.fc1" for n in range(12)]
+    >>> name_group(layers, layers), name_group([*layers[:6], layers[9]], layers)
+    ('h.*.mlp.fc1', 'h.{0-5,9}.mlp.fc1')
+    """
+    if len(names) == 1:
+        return names[0]
+    pattern = hide_numbers(names[0])
+    if len(names) == len(alike):
+        return pattern
+    # one set of numbers for each `*` of the pattern
+    chosen = [set(numbers) for numbers in zip(*map(_find_numbers, names), strict=True)]
+    every = [set(numbers) for numbers in zip(*map(_find_numbers, alike), strict=True)]
+    short = pattern
+    for numbers, possible in zip(chosen, every, strict=True):
+        text = "\0" if numbers == possible else _shorten(numbers)  # \0: `*` that stays
+        short = short.replace("*", text, 1)
+    return short.replace("\0", "*")
+
+
+def _find_numbers(name: str) -> list[int]:
+    return [int(number) for number in re.findall(NUMBER, name)]
+
+
+def _shorten(numbers: Iterable[int]) -> str:
+    """Numbers as text, three and more in sequence as a range: `{0-5,9}`; one alone: `9`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = []
+    for run in runs:
+        texts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(number) for number in run]
+    return texts[0] if texts == [str(runs[0][0])] else f"{{{','.join(texts)}}}"
 
 
 def percent(part: float, whole: float) -> str:
@@ -67,7 +114,8 @@ def percent(part: float, whole: float) -> str:
 class Row:
     """Equal layers of a model, with the numbers of all of them together."""
 
-    name: str  #: numbers that differ between the layers replaced by `*`
+    #: `*` for numbers that differ between the layers; `{0,3-5}` where layers with others differ
+    name: str
     layers: int
     in_features: int
     out_features: int
@@ -78,6 +126,7 @@ class Row:
     bytes: int  #: of the parameters as they are stored, scales of int8 included
     seconds: float | None = None  #: of a forward and a backward pass, if it was measured
     dense_seconds: float | None = None  #: of the same layers dense, measured in turn
+    names: tuple[str, ...] = ()  #: of the layers
 
     @property
     def dense_params(self) -> int:
@@ -148,8 +197,11 @@ def _cells(part: Row | Summary, dense: int, *, show_bytes: bool) -> list[str]:
 
 @checked
 def summary(model: nn.Module, *, measure: int | None = None) -> Summary:
-    """Layer, structure, parameters and FLOPs of every linear layer of `model`, against dense; equal
-    layers in one row. A column "bytes" stands where parameters are not float32.
+    """Layer, structure, parameters and FLOPs of every linear layer of `model`, against dense.
+
+    Equal layers are one row. Where layers whose names differ in numbers alone are not equal, a row
+    gives its layers' numbers, as in `h.{0,3-5}.mlp.fc1`. A column "bytes" stands where parameters
+    are not float32.
 
     Args:
         measure: tokens of a forward and a backward pass that is timed: the first layer of each row
@@ -183,9 +235,13 @@ def summary(model: nn.Module, *, measure: int | None = None) -> Summary:
             merged[key] = _join(merged[key], row)
             continue
         seconds, dense = (None, None) if measure is None else _time(layer, measure)
-        merged[key] = replace(row, name=layer.name, seconds=seconds, dense_seconds=dense)
+        merged[key] = replace(row, seconds=seconds, dense_seconds=dense)
+    alike = defaultdict[str, list[str]](list)
+    for layer in layers:
+        alike[hide_numbers(layer.name)].append(layer.name)
+    rows = [replace(row, name=name_group(row.names, alike[row.name])) for row in merged.values()]
     others = (parameter for parameter in model.parameters() if parameter not in matrices)
-    return Summary(tuple(merged.values()), sum(parameter.numel() for parameter in others))
+    return Summary(tuple(rows), sum(parameter.numel() for parameter in others))
 
 
 def _describe(layer: Layer) -> Row:
@@ -194,14 +250,16 @@ def _describe(layer: Layer) -> Row:
     name = hide_numbers(layer.name)
     shape = layer.in_features, layer.out_features
     params = layer.in_features * layer.out_features
+    names = (layer.name,)
     if not isinstance(module, StructuredLinear):
         stored = _count_bytes(module.weight)
-        return Row(name, 1, *shape, "dense", params, 2 * params, (0, 0), stored)
+        return Row(name, 1, *shape, "dense", params, 2 * params, (0, 0), stored, names=names)
     structure, kind = module.structure, module.label
     stored = sum(map(_count_bytes, module.cores))
     if isinstance(module, QuantizedLinear):
         kind, stored = f"{kind}, int8", stored + sum(map(_count_bytes, module.scales))
-    return Row(name, 1, *shape, kind, structure.params, structure.flops, module.padding, stored)
+    counts = structure.params, structure.flops
+    return Row(name, 1, *shape, kind, *counts, module.padding, stored, names=names)
 
 
 def _count_bytes(tensor: Any) -> int:
@@ -216,7 +274,7 @@ def _join(row: Row, other: Row) -> Row:
     count = row.layers + 1
     return replace(
         row,
-        name=other.name,
+        names=row.names + other.names,
         layers=count,
         params=row.params + other.params,
         flops=row.flops + other.flops,

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 KEY = "structlin"
+# An entry of a state that dense layers refuse, for its shape: structlin.hf writes a row of bytes.
+GUARD = "weight"
 
 
 class DescribedModule(nn.Module):
@@ -60,10 +62,12 @@ class DescribedModule(nn.Module):
         said, error_msgs = local_metadata.get(KEY), told[-1]
         if said is not None and (difference := tell_difference(self.computes_with(), said)):
             error_msgs.append(f"{prefix[:-1]!r}: {difference} in the state")
-        dense = state_dict.get(f"{prefix}weight")
+        dense = state_dict.get(f"{prefix}{GUARD}")
+        if dense is not None and dense.ndim == 1:
+            del state_dict[f"{prefix}{GUARD}"]
         if dense is not None and dense.ndim == 2:
             error_msgs.append(
-                f"'{prefix}weight': a dense weight of shape {tuple(dense.shape)} for a structured "
+                f"'{prefix}{GUARD}': a dense weight of shape {tuple(dense.shape)} for a structured "
                 "layer: load it into the dense model and convert that, or use "
                 "layer.from_dense_(weight)"
             )

@@ -10,7 +10,7 @@ from .._structure.families import Family, label, structure_of
 from .._structure.structure import Structure
 from .kinds import PROTECTED
 from .linears import Layer, linear_layers
-from .obstacles import require_replaceable
+from .obstacles import require_replaceable, require_whole
 from .select import Patterns, Rule, find_first, find_rules
 
 Spec = Family | Structure
@@ -65,6 +65,7 @@ def decide(
         ValueError, TypeError: what `convert` raises, also for `untie` where nothing is tied.
     """
     require_replaceable(model)
+    require_whole(model)
     overrides = overrides or {}
     layers = linear_layers(model)
     if not layers:

@@ -44,6 +44,31 @@ def require_replaceable(model: nn.Module) -> None:
             )
 
 
+def holds_parts_of_transformers(model: nn.Module) -> bool:
+    """Whether `model` has modules of transformers, and no whole model of it."""
+    modules = list(model.modules())
+    theirs = any(type(module).__module__.startswith("transformers.models.") for module in modules)
+    return theirs and not any(hasattr(module, "save_pretrained") for module in modules)
+
+
+def require_whole(model: nn.Module) -> None:
+    """Refuse a part of a transformers model, whose config could not say what is structured.
+
+    A module of the user's own class may hold modules of transformers: it may be the whole.
+
+    Raises:
+        ValueError: `model` is a container of torch or of a class of transformers, and such a part.
+    """
+    kind = type(model)
+    others = kind.__module__.startswith(("torch.", "transformers.models."))
+    if others and holds_parts_of_transformers(model):
+        raise ValueError(
+            f"model={kind.__name__} is a part of a transformers model, whose save_pretrained would "
+            "not know of its structured layers: take the whole model, and choose these layers by "
+            "the names that they have there, as in convert(model, include='*layers.*')"
+        )
+
+
 def _find_wrapper(module: nn.Module) -> str:
     for base in type(module).__mro__:
         if base.__name__ in _WRAPPERS and base.__module__.startswith("torch."):

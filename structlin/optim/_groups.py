@@ -68,8 +68,8 @@ def param_groups(
             {"lm_head": 4}; a tuple: of a layer's cores, one each, 1 / k by default.
 
     Returns:
-        A dict for each combination of rate, decay and eps: `params`, `lr`, `weight_decay`, `eps` if
-        it was given, and for reading `name`, `param_names` and `lr_mult`.
+        A dict for each combination of rate, decay and eps, with `params`, `lr`, `weight_decay`,
+        `eps` if it was given, and for reading `name`, `param_names` and `lr_mult`.
 
     Raises:
         ValueError: no trainable parameter; an option out of range or unknown; eps of an optimizer

@@ -24,6 +24,9 @@ from ._live import format_number, rms_of, rms_over_calls, watch_outputs
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+NAMED = 6  # layers that the legend of a panel names
+BELOW = (0.5, -0.15)  # where the legend stands, in units of the panel: it hides no curve
+
 
 @dataclass(frozen=True)
 class CoordinateRow:
@@ -97,24 +100,35 @@ class CoordinateCheck:
         return table
 
     def plot(self) -> "Figure":
-        """RMS after the last step against width, a line per layer; the legend has the layers that
-        are not flat, with their steepest slope and its step."""
+        """RMS after the last step against width, a line per layer.
+
+        Layers that are not flat have a colour. The legend below has the steepest of them, each with
+        its steepest slope and that slope's step.
+        """
         from matplotlib.figure import Figure
 
-        figure, last = Figure(figsize=(9, 4), layout="constrained"), max(r.step for r in self.rows)
+        figure = Figure(figsize=(9, 5), layout="constrained")
+        last = max(row.step for row in self.rows)
         steep = {(slope.layer, slope.quantity): slope for slope in self.not_flat}
         for axis, quantity in zip(figure.subplots(1, 2), ("output", "change"), strict=True):
+            slopes = [slope for slope in steep.values() if slope.quantity == quantity]
+            slopes.sort(key=lambda slope: -abs(slope.slope))
+            named = {slope.layer: slope for slope in slopes[:NAMED]}
             for layer in dict.fromkeys(row.layer for row in self.rows):
                 rows = [row for row in self.rows if (row.layer, row.step) == (layer, last)]
                 sizes = {row.width: getattr(row, quantity) for row in rows}
                 style: dict[str, Any] = {"color": "0.7", "zorder": 0}
-                if slope := steep.get((layer, quantity)):
+                if slope := named.get(layer):
                     style = {"label": f"{layer} {slope.slope:+.2f} (step {slope.step})"}
+                elif (layer, quantity) in steep:
+                    style = {"color": "0.4", "zorder": 1}
                 axis.plot([*sizes], [*sizes.values()], ".-", **style)
             axis.set_xscale("log", base=2)
-            axis.set(yscale="log", xlabel="width", title=f"RMS of {quantity}, step {last}")
-            if any(found == quantity for _, found in steep):
-                axis.legend(fontsize="small")
+            axis.set(yscale="log", xlabel="width", ylabel=f"RMS of {quantity}, step {last}")
+            if named:
+                others = len(slopes) - len(named)
+                title = f"not flat, and {others} more" if others else "not flat"
+                axis.legend(fontsize="small", title=title, loc="upper center", bbox_to_anchor=BELOW)
         return figure
 
     def __str__(self) -> str:

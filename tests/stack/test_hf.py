@@ -1,6 +1,8 @@
 """transformers: save_pretrained and from_pretrained of converted models."""
 
+import copy
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -82,8 +84,7 @@ def test_to_dense_gives_back_the_keys_and_the_function_of_the_dense_model(name, 
 
 def test_what_is_saved_is_what_the_layers_are_and_not_what_they_were(tmp_path):
     model = converted("llama", include="ffn")
-    with pytest.warns(UserWarning, match=r"is a part of .* call structlin\.hf\.declare\(model\)"):
-        convert(model.model.layers, LowRank(rank=4), include="attention", weight_norm=True)
+    convert(model.model, LowRank(rank=4), include="attention", weight_norm=True)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
     assert structures(loaded) == structures(model)
@@ -104,12 +105,11 @@ def put_in(model) -> None:
 
 
 PARTS = {  # name of the model, what is done to a part of it
-    "layers": ("llama", lambda model: convert(model.model.layers, BTT())),
     "body": ("llama", lambda model: convert(model.model, BTT())),
     "assigned": ("llama", put_in),
     "assigned Conv1D": ("gpt2", put_in),
-    "activation": ("gpt2", lambda model: convert(model.transformer.h, BTT().activate())),
-    "encoder": ("bert", lambda model: convert(model.bert.encoder, BTT())),
+    "activation": ("gpt2", lambda model: convert(model.transformer, BTT().activate())),
+    "encoder": ("bert", lambda model: convert(model.bert, BTT(), include="*encoder*")),
 }
 
 
@@ -117,9 +117,10 @@ def converted_in_part(case: str):
     name, change = PARTS[case]
     model = MODELS[name]()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "these layers grow|.*is a part of a model")
+        warnings.filterwarnings("ignore", "these layers grow")
         change(model)
-    declare(model)
+    if change is put_in:
+        declare(model)
     return name, model
 
 
@@ -277,6 +278,129 @@ def test_a_state_that_is_given_is_what_is_saved(by_position, tmp_path):
     assert torch.equal(logits(type(model).from_pretrained(tmp_path), "llama"), before)
     model.save_pretrained(tmp_path)  # its own
     assert not logits(type(model).from_pretrained(tmp_path), "llama").any()
+
+
+class Renaming(transformers.LlamaForCausalLM):
+    """Its save_pretrained gives a state of its own making to that of transformers."""
+
+    def save_pretrained(self, folder, **options):
+        ones = {name: torch.ones_like(value) for name, value in self.state_dict().items()}
+        super().save_pretrained(folder, state_dict=ones, **options)
+
+
+def wrap(model, folder, state):
+    def save(*given, **options):
+        return model.save_pretrained(*given, **options)
+
+    save(folder, state_dict=state)
+
+
+def replace_the_method(model, folder, state):
+    before = model.save_pretrained
+    model.save_pretrained = lambda *given, **options: before(*given, **options)
+    convert(model, LowRank(rank=2), include="lm_head", init="project")  # which declares it again
+    state = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    model.save_pretrained(folder, state_dict=state)
+
+
+def gather(model, folder, state):
+    """As a trainer does that gathers parameters by their names, without hooks of the state dict."""
+    names = [name for name, _ in model.named_parameters()]
+    model.save_pretrained(folder, True, {name: state[name] for name in names})
+
+
+def copy_and_pickle(model, folder, state):
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    copied.load_state_dict(state)
+    copied.save_pretrained(folder)
+
+
+WAYS = {  # how a state of ones comes to save_pretrained
+    "wrapper": wrap,
+    "replaced method": replace_the_method,
+    "gathered": gather,
+    "copy": copy_and_pickle,
+    "class of its own": lambda model, folder, state: model.save_pretrained(folder),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_state_comes_to_the_file_whatever_functions_lie_between(way, tmp_path):
+    model = converted("llama")
+    if way == "class of its own":
+        model = convert(Renaming(MODELS["llama"]().config), BTT(rank=2))
+    state = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    WAYS[way](model, tmp_path, state)
+    saved = load_file(tmp_path / "model.safetensors")
+    guards = {f"{name}.weight" for name in structures(model)}
+    assert guards <= set(saved)
+    assert all((saved[name] == 1).all() for name in saved if name not in guards)
+    assert all(saved[name].ndim == 1 for name in guards)
+    assert not any(name in model.state_dict() for name in guards)  # only the file has them
+
+
+def test_a_call_around_the_models_own_method_is_refused_and_writes_no_weights(tmp_path):
+    model = converted("llama")
+    with pytest.raises(RuntimeError, match=r"own method: model\.save_pretrained\(folder"):
+        transformers.PreTrainedModel.save_pretrained(model, tmp_path, state_dict={})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_body_is_converted_saved_and_loaded_alone_and_its_dense_state_is_as_ever(tmp_path):
+    body = MODELS["llama"]().model
+    before = set(body.state_dict())
+    convert(body, BTT(rank=2))
+    assert not any(name.endswith("proj.weight") for name in body.state_dict())
+    body.save_pretrained(tmp_path)
+    loaded = type(body).from_pretrained(tmp_path)
+    assert structures(loaded) == structures(body) != {}
+    assert set(densify(body).state_dict()) == before
+    assert not hasattr(body.config, "quantization_config")
+    assert "save_pretrained" not in vars(body)
+
+
+class Holder(torch.nn.Module):
+    """A class of the user's own, with a part of a transformers model."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+
+def test_a_part_of_transformers_classes_is_refused_and_a_class_of_ones_own_is_guarded():
+    model = MODELS["llama"]()
+    for part in (model.model.layers, model.model.layers[0], model.model.layers[0].mlp):
+        with pytest.raises(ValueError, match=r"is a part of a .*convert\(model, include"):
+            convert(part, BTT())
+    assert not structures(model)
+    holder = Holder(model.model.layers)
+    with pytest.warns(UserWarning, match=r"Holder has modules of .* structlin\.hf\.declare"):
+        convert(holder, BTT(rank=2))
+    assert not any(name.endswith("proj.weight") for name in holder.state_dict())
+    inside = torch.nn.Sequential(holder).state_dict()  # as in a model that is not declared
+    assert all(inside[f"0.{name}.weight"].ndim == 1 for name in structures(holder))
+    torch.nn.Sequential(holder).load_state_dict(inside)  # structured layers do not mind
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\..*proj\.weight"):
+        torch.nn.Sequential(Holder(MODELS["llama"]().model.layers)).load_state_dict(inside)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_loaded_model_takes_dtypes_and_dequantize_as_the_one_that_was_saved(quantized, tmp_path):
+    model = converted("llama")
+    model = quantize(model) if quantized else model
+    expected = logits(model, "llama")
+    model.save_pretrained(tmp_path)
+    for dtype in ("half", "float", "double", "bfloat16"):
+        changed = getattr(type(model).from_pretrained(tmp_path), dtype)()
+        assert changed.model.embed_tokens.weight.dtype == getattr(torch, dtype)
+    dense = type(model).from_pretrained(tmp_path).dequantize()
+    assert not structures(dense)
+    torch.testing.assert_close(logits(dense, "llama"), expected, atol=1e-4, rtol=1e-4)
+    dense.save_pretrained(tmp_path / "dense")
+    again = type(model).from_pretrained(tmp_path / "dense")
+    assert torch.equal(logits(again, "llama"), logits(dense, "llama"))
+    with pytest.raises(ValueError, match="first quantize"):
+        dense.dequantize()
 
 
 # ---- what the file lacks -------------------------------------------------------------------------
