@@ -341,7 +341,10 @@ class Copier:
 
 def _is_handle(kind: type) -> bool:
     """Whether it is a class of torch's C++, such as a group of processes: no copy of it works."""
-    return str(kind.__module__).startswith("torch._C") and kind is not torch.Generator
+    if issubclass(kind, Tensor | torch.Generator):
+        return False
+    in_c = getattr(torch._C, kind.__name__, None) is kind  # some say that they are of `torch`
+    return in_c or str(kind.__module__).startswith("torch._C")
 
 
 def _is_plain(tensor: Tensor) -> bool:

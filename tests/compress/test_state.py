@@ -291,6 +291,18 @@ def test_tensors_that_have_a_graph_are_copied_without_it():
     assert copied.grad_fn is None
 
 
+@pytest.mark.parametrize("build", [torch.jit.script, torch.fx.symbolic_trace])
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_part_that_torch_has_scripted_or_traced_runs_in_the_replicas(build):
+    model = nn.Sequential(
+        nn.Linear(WIDTH, 32), nn.Sequential(nn.Linear(32, 32), nn.ReLU()), nn.Linear(32, WIDTH)
+    )
+    options = {"include": ["0", "2"], "refine": 0}
+    expected = plan_for(model, **options)
+    model[1] = build(model[1])
+    assert plan_for(model, **options).errors == expected.errors
+
+
 # ---- models that checkpoint their activations ----------------------------------------------------
 
 
