@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
@@ -36,6 +37,14 @@ def is_autocast_enabled() -> bool:
 def keeps_graph() -> bool:
     """Whether the backward pass that runs now was called with retain_graph=True."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def clone_lazily(tensor: Tensor) -> Tensor:
+    """A clone whose memory is copied when somebody writes into it or into the original."""
+    try:
+        return torch._lazy_clone(tensor)
+    except (AttributeError, RuntimeError):  # another torch, or memory that torch does not own
+        return tensor.clone()
 
 
 def without_subclasses() -> AbstractContextManager[Any]:

@@ -26,7 +26,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ._layer.linear import StructuredLinear
 from ._layer.state import GUARD
 from ._model.files import describe, restructure
-from ._model.linears import build_dense_layer, linear_layers, swap
+from ._model.linears import build_dense_layer, linear_layers, replace_layers
 from ._model.obstacles import holds_parts_of_transformers
 
 __all__ = ["declare"]
@@ -60,7 +60,7 @@ class StructlinQuantizer(HfQuantizer):
     ) -> PreTrainedModel:
         described = self.quantization_config.modules
         modules = _match_names(model, described)
-        swap(model, restructure(model, describe(model) | modules))
+        replace_layers(model, restructure(model, describe(model) | modules))
         self.found = set(modules)
         names = {*described, *modules}
         guards = [rf"(^|\.){re.escape(name)}\.{GUARD}$" for name in names]
@@ -118,7 +118,9 @@ class StructlinQuantizer(HfQuantizer):
         }
         for layer, names in structured.items():
             layer.structure.require_matrix(f"layer {names[0]!r}: dequantize")
-        swap(model, [(names, build_dense_layer(layer)) for layer, names in structured.items()])
+        replace_layers(
+            model, [(names, build_dense_layer(layer)) for layer, names in structured.items()]
+        )
         declare(model)
         return model.to(dtype) if dtype is not None else model
 

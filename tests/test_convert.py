@@ -409,3 +409,44 @@ def test_a_declared_structure_is_converted_to_like_a_family():
 )
 def test_a_name_tells_the_role(name, role):
     assert role_of(name) == role
+
+
+def _plan_conversion(model):
+    return plan(model, LowRank(rank=2), init="project")
+
+
+def _plan_compression(model):
+    return plan_compression(model, LowRank(rank=2), [torch.randn(20, 8)], keep=None)
+
+
+@pytest.mark.parametrize("make_plan", [_plan_conversion, _plan_compression])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            nn.Module.double,
+            "has dtype torch.float64, and had torch.float32 when this",
+        ),
+        (nn.Module.bfloat16, "has dtype torch.bfloat16, and had torch.float32"),
+        (lambda model: model.to("meta"), "has device meta, and had cpu when this plan was made"),
+    ],
+    ids=["double", "bfloat16", "meta"],
+)
+def test_a_plan_is_not_applied_to_a_model_of_another_dtype_or_device(make_plan, change, says):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    planned = make_plan(model)
+    change(model)
+    with pytest.raises(ValueError, match=f"layer '0' {says}"):
+        planned.apply()
+    assert type(model[0]) is type(model[2]) is nn.Linear
+
+
+def test_a_plan_without_values_follows_the_models_dtype():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    planned = plan(model, LowRank(rank=2))
+    x = torch.randn(3, 8, dtype=torch.float64)
+    assert planned.apply().double()(x).dtype == torch.float64
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    planned = plan(model, LowRank(rank=2))
+    model.double()
+    assert planned.apply()(x).dtype == torch.float64

@@ -51,11 +51,13 @@ def compress(
             each layer; with `keep=None` a family or a `Structure`, which is taken as it is.
         batches: what the model's function should stay right for: a mapping is passed as keywords, a
             tuple or list as positions, anything else as the one argument. Each batch is held at two
-            places, by two threads of which one works at a time; what the model keeps for it in
-            attributes and buffers is its own. What `attention_mask` or `decoder_attention_mask`
-            (transformers) or `src_key_padding_mask` (torch) hides does not count, in layers whose
-            input begins with the mask's shape, or is that flattened; other layers count all rows. A
-            mask that is added to the scores has 0 for a token, and -100 or less for padding.
+            places, by two threads of which one works at a time. Each of these runs has a copy of
+            the batch, and of all that the model keeps in attributes, buffers, hooks and closures;
+            parameters are shared. What a model keeps in globals or on its classes is not copied.
+            What `attention_mask` or `decoder_attention_mask` (transformers) or
+            `src_key_padding_mask` (torch) hides does not count, in layers whose input begins with
+            the mask's shape, or is that flattened; other layers count all rows. A mask that is
+            added to the scores has 0 for a token, and -100 or less for padding.
             Layers that one pass calls more than once are projected for the dense model's inputs,
             with a warning. None: by the weights alone, each layer by itself; the plain baseline,
             with `allocation="error"`.
@@ -89,8 +91,10 @@ def compress(
         ValueError: what `convert` raises; `keep` is no fraction, too small, or for a structure
             without a size to choose; `loss` is unknown, or given where it has no say; no batch, or
             inputs that are not finite; a model without gradients, or with some that are not finite
-            or all zero, for `allocation="sensitivity"` or `refine`. The model is then as it was.
-        TypeError: what `convert` raises; `batches` is a single batch; `loss` returns no number.
+            or all zero, for `allocation="sensitivity"` or `refine`. The model is then as it was,
+            and after Ctrl-C too.
+        TypeError: what `convert` raises; `batches` is a single batch; `loss` returns no number; the
+            model or a batch holds something that cannot be copied, say a generator or an open file.
 
     Warns:
         UserWarning: what `convert` warns of; layers that no input reached, one and the same alone,
@@ -128,9 +132,10 @@ def plan_compression(
 ) -> Plan:
     """What `compress` with the same arguments would do, without doing it.
 
-    All is found now: the plan has the sizes, the cores, each layer's error and each block's.
-    `apply` refuses if the weights have changed by then. For a model on the meta device the plan has
-    the sizes alone, with `batches=None`: of `keep` every layer then gets the same share.
+    All is found now: the plan has the sizes, the cores, each layer's error and each block's. The
+    model stays as it is while it runs, and after any error and Ctrl-C. `apply` refuses if the
+    weights have changed by then, or their dtype or device. For a model on the meta device the plan
+    has the sizes alone, with `batches=None`: of `keep` every layer then gets the same share.
 
     Raises:
         ValueError, TypeError: what `compress` raises.

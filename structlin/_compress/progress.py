@@ -1,7 +1,5 @@
 """A progress bar that says what is being done, where somebody looks at it."""
 
-from .._model.interrupts import let_interrupts_in
-
 
 class Bar:
     """A bar on the terminal (stderr) that counts up to `total`.
@@ -37,7 +35,5 @@ class Bar:
         self._progress.update(self._task, description=f"{self._title}: {what}")
 
     def advance(self) -> None:
-        """One more is done. Ctrl-C, if it had to wait, comes now."""
-        with let_interrupts_in():
-            pass
+        """One more is done."""
         self._progress.advance(self._task)

@@ -31,7 +31,6 @@ from .._layer.linear import StructuredLinear
 from .._model.blocks import blocks_of_layers
 from .._model.calls import first_tensor
 from .._model.decide import Target
-from .._model.interrupts import hold_interrupts
 from .._projection.matrices import divide_norms
 from .._projection.solve import project, relative_error
 from .._structure.arguments import warn
@@ -68,7 +67,7 @@ def project_in_order(
         By their names, the projections of the layers, and what became of the refined blocks.
     """
     repeated = [target.layer for target in targets if target.layer.module in replay.repeated]
-    with hold_interrupts(), Bar("project", len(targets), progress) as bar:
+    with Bar("project", len(targets), progress) as bar:
         compressed = _Compressed(replay, targets, outputs, bar, refine_steps)
         apart = measure_inputs(replay, repeated, replay.calls)
         if apart:

@@ -26,7 +26,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from queue import SimpleQueue
@@ -39,10 +39,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from .._model.calls import split_batch
-from .._model.interrupts import hold_interrupts, let_interrupts_in
+from .._model.transaction import Step, completed_at_end
 from .._projection.matrices import limit_threads
 from .padding import find_masks, name_arguments
-from .replica import Replica
+from .replica import Copier, NoCopyError, Replica
 
 MAX_PICKED_CALLS = 8  # of the model, where not all of them need be run
 MAX_WORKERS = 2048  # of OpenMP in all runs: each thread that computes keeps its own
@@ -59,12 +59,23 @@ class Call:
     kwargs: dict[str, Any]
     masks: list[Tensor]  #: see `find_masks`
 
-    def make(self, model: nn.Module) -> Any:
-        """Make it again; the model gets copies of the tensors, and may change them."""
-        args, kwargs = copy_values(self.args), copy_values(self.kwargs)
+    def make(self, model: nn.Module, *, input_gradients: bool = False) -> Any:
+        """Make it again; the model gets a copy of the batch, and may change it.
+
+        `input_gradients`: the floating tensors of the batch have a gradient.
+        """
+        args, kwargs = copy_batch(self.args, self.kwargs)
+        if input_gradients:
+            args, kwargs = tree_map(_require_gradient, (args, kwargs))
         cache = _leave_out_cache(model, args, kwargs)
-        with CheckNumbers(model), let_interrupts_in():
+        with CheckNumbers(model):
             return model(*args, **kwargs, **cache)
+
+
+def _require_gradient(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.requires_grad_().clone()  # no leaf, so that the model may write into it
+    return value
 
 
 def check_batches(name: str, batches: object) -> None:
@@ -78,12 +89,24 @@ def check_batches(name: str, batches: object) -> None:
 def prepare_call(model: nn.Module, batch: Any) -> Call:
     """The call of the model with this batch, see `split_batch`."""
     args, kwargs = split_batch(batch)
-    return Call(copy_values(args), copy_values(kwargs), find_masks(model, args, kwargs))
+    return Call(*copy_batch(args, kwargs), find_masks(model, args, kwargs))
 
 
-def copy_values(value: Any) -> Any:
-    """The same with tensors of its own; what is neither tensor nor plain container stays."""
-    return tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, value)
+def copy_batch(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, with all that they hold, for one run alone.
+
+    Raises: TypeError: something in a batch cannot be copied.
+    """
+    copier = Copier()
+    try:
+        return copier.copy(args), copier.copy(kwargs)
+    except NoCopyError as refused:
+        raise TypeError(
+            f"batches: {refused}, which a batch has at {refused.path}: each run of the model gets "
+            "a copy of the batch, so give what can be copied"
+        ) from refused
 
 
 def _leave_out_cache(
@@ -110,7 +133,11 @@ class Replay:
     order: Sequence[nn.Module] = ()  #: the layers that a call reaches, as the model arrives at them
     repeated: Collection[nn.Module] = ()  #: layers that one call calls more than once
     biases: Mapping[nn.Module, nn.Parameter] = field(default_factory=dict)  #: of one layer alone
-    written: Collection[int] | None = None  #: see `Replica`
+    original: Replica = None  # type: ignore[assignment]  #: of the model before all runs, which have replicas of this one
+
+    def __post_init__(self) -> None:
+        if self.original is None:
+            object.__setattr__(self, "original", Replica(self.model))
 
     @property
     def few(self) -> list[Call]:
@@ -125,10 +152,15 @@ class Replay:
         hook: Callable[[nn.Module, Tensor, Tensor], Tensor | None] = lambda *_: None,
         *,
         grad: bool = False,
+        backward: bool = False,
     ) -> Any:
         """What the model returns in this call. On the way `hook` sees each of the layers, its input
-        and its output, and may return another output."""
-        replica = Replica(self.model, self.written)
+        and its output, and may return another output.
+
+        `grad`: with gradients. `backward`: so that `backward` of what is returned leaves nothing in
+        the model, and reaches layers that have no parameter with a gradient before them.
+        """
+        replica = self.original.replicate(own_gradients=backward)
         for layer in layers:
 
             def see(_: Any, args: Any, kwargs: Any, y: Tensor, layer: Any = layer) -> Tensor | None:
@@ -136,7 +168,7 @@ class Replay:
 
             replica[layer].register_forward_hook(see, with_kwargs=True)
         with torch.set_grad_enabled(grad):
-            return call.make(replica.model)
+            return call.make(replica.model, input_gradients=backward)
 
     def walk(
         self,
@@ -163,16 +195,18 @@ class Replay:
         for block, held in blocks.items():
             # after its last layer, and before the layer that follows
             rank[block] = max(rank.get(layer, last) for layer in held) + 0.5
-        with hold_interrupts(), ExitStack() as stack:
+        ends: list[Step] = []
+        with completed_at_end(ends):
             # each call has a lane: its dense run, and beside it the compressed one
             lanes: list[tuple[Call, list[Run]]] = [(call, []) for call in calls]
             count = len(calls) * (1 + both)
             for call, lane in lanes:
                 for _ in range(1 + both):
-                    replica = Replica(self.model, self.written)
-                    lane.append(Run(call, replica, layers, blocks, max(1, MAX_WORKERS // count)))
-                    stack.callback(lane[-1].cancel)
-                    lane[-1].resume()
+                    replica = self.original.replicate()
+                    run = Run(call, replica, layers, blocks, max(1, MAX_WORKERS // count))
+                    ends.append(run.cancel)  # before its thread starts
+                    lane.append(run)
+                    run.resume()
             while stops := [run.stop for _, lane in lanes for run in lane if run.stop is not None]:
                 # all other runs wait later in the order, so none of them comes here any more
                 module = min(stops, key=lambda stop: rank.get(stop.module, last)).module
@@ -248,18 +282,17 @@ def observe(model: nn.Module, layers: Collection[nn.Module], batches: Iterable[A
     calls = [prepare_call(model, batch) for batch in batches]
     if not calls:
         raise ValueError("batches has no batch; a generator can be read only once")
-    written = set[int]()
+    replay = Replay(model, calls)
 
     def find_order(call: Call) -> list[nn.Module]:
         order: list[nn.Module] = []
-        replica = Replica(model)
+        replica = replay.original.replicate()
         for layer in layers:
             replica[layer].register_forward_pre_hook(lambda *_, layer=layer: order.append(layer))
         call.make(replica.model)
-        written.update(replica.find_written())
         return order
 
-    picked = Replay(model, calls).few
+    picked = replay.few
     orders = [find_order(call) for call in picked]
     # a router that chose otherwise in one of them may do so in any
     if orders != orders[:1] * len(orders):
@@ -273,7 +306,7 @@ def observe(model: nn.Module, layers: Collection[nn.Module], batches: Iterable[A
     biases = {layer: layer._parameters.get("bias") for layer in layers}
     shared = find_shared(model)
     own = {layer: b for layer, b in biases.items() if b is not None and id(b) not in shared}
-    return Replay(model, calls, _merge_orders(orders), repeated, own, written)
+    return replace(replay, order=_merge_orders(orders), repeated=repeated, biases=own)
 
 
 def find_shared(model: nn.Module) -> set[int]:
@@ -348,8 +381,7 @@ class Run:
                         "no thread could be started for a run of the model, of which each batch "
                         "has two: give fewer batches, and larger ones"
                     ) from error
-            with let_interrupts_in():
-                self._back.get()
+            self._back.get()
         if self._error is not None:
             self.thread.join()
             raise self._error
@@ -367,18 +399,10 @@ class Run:
 
     def _hold_at(self, module: nn.Module, after: bool = False) -> None:
         """Wait before the module is called, or `after` that with its output."""
-        own = self.replica[module].forward
+        copied = self.replica[module]
+        vars(copied)["forward"] = Hold(self, module, copied.forward, after)
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            stop = Stop(self, module, args, kwargs, own)
-            if after:
-                stop.output = own(*args, **kwargs)
-                return self._wait(stop).output
-            return (self._wait(stop).answer or own)(*args, **kwargs)
-
-        vars(self.replica[module])["forward"] = forward
-
-    def _wait(self, stop: Stop) -> Stop:
+    def wait(self, stop: Stop) -> Stop:
         """Stop here until the caller has answered; not in a thread that the model has started."""
         if threading.current_thread() is not self.thread:
             return stop
@@ -404,6 +428,26 @@ class Run:
         finally:
             self.stop = None
             self._back.put(None)
+
+
+@dataclass(frozen=True, eq=False)
+class Hold:
+    """Called in place of a module's `forward`, in the replica of a run."""
+
+    run: Run
+    module: nn.Module  #: of the model
+    forward: Callable[..., Any]  #: the replica's own
+    after: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stop = Stop(self.run, self.module, args, kwargs, self.forward)
+        if self.after:
+            stop.output = self.forward(*args, **kwargs)
+            return self.run.wait(stop).output
+        return (self.run.wait(stop).answer or self.forward)(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> "Hold":
+        return self  # it is the run's: a replica of the run's replica does not stop here
 
 
 def _capture_state() -> list[AbstractContextManager[Any]]:

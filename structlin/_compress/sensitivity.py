@@ -5,7 +5,7 @@ Both are measured on the dense model. They say where `compress` keeps most.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from .._model.calls import find_tensors
-from .._model.interrupts import hold_interrupts
 from .._model.linears import Layer
 from .moments import Moments, measure_inputs
 from .padding import select_rows
@@ -46,7 +45,7 @@ def measure_covariances(
     twice = measure_inputs(replay, [held[m] for m in held if m in replay.repeated], replay.few)
     once = [module for module in replay.order if module in held and module not in twice]
     done = set[nn.Module]()
-    with hold_interrupts(), Bar("measure", len(layers), progress) as bar:
+    with Bar("measure", len(layers), progress) as bar:
 
         def show(module: nn.Module, moments: Moments | None) -> tuple[Layer, Tensor | None]:
             bar.show(held[module].name)
@@ -140,29 +139,74 @@ def measure_sensitivities(
 
 def _take_gradients(
     replay: Replay, layers: Sequence[Layer], call: Call, loss: Loss, generator: torch.Generator
-) -> Iterator[tuple[nn.Module, Tensor]]:
+) -> list[tuple[nn.Module, Tensor]]:
     """The gradients at each of the layers' outputs in this call, `(tokens, out_features)`."""
     outputs: list[tuple[nn.Module, Tensor]] = []
+    runs_again = False
 
     def keep(module: nn.Module, x: Tensor, output: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
-            raise ValueError(f"{_REFUSED} turns gradients off (no_grad or inference_mode)")
+            raise _GradientsOff
         if not output.requires_grad:
             output = output.detach().requires_grad_()
-        outputs.append((module, output))
+        if not runs_again:
+            outputs.append((module, output))
         return output
 
-    result = replay.run(call, [layer.module for layer in layers], keep, grad=True)
+    modules = [layer.module for layer in layers]
+    try:
+        result = replay.run(call, modules, keep, grad=True)
+    except _GradientsOff:
+        return _take_gradients_on_the_way_back(replay, layers, call, loss, generator)
+    runs_again = True  # a model that checkpoints activations calls its layers once more
     with torch.enable_grad(), CheckNumbers(replay.model):
         value = _take_loss(result, loss, call.masks, generator)
     tensors = [output for _, output in outputs]
     gradients = torch.autograd.grad(value, tensors, allow_unused=True)
+    _require_finite(value, replay, layers, call)
+    return [
+        (module, select_rows(gradient, call.masks))
+        for (module, _), gradient in zip(outputs, gradients, strict=True)
+        if gradient is not None
+    ]
+
+
+def _take_gradients_on_the_way_back(
+    replay: Replay, layers: Sequence[Layer], call: Call, loss: Loss, generator: torch.Generator
+) -> list[tuple[nn.Module, Tensor]]:
+    """The same for a model that runs layers without gradients, and on the way back once more with
+    them: `torch.utils.checkpoint` with use_reentrant=True."""
+    gradients: list[tuple[nn.Module, Tensor]] = []
+
+    def keep(module: nn.Module, x: Tensor, output: Tensor) -> Tensor:
+        def note(gradient: Tensor) -> None:
+            gradients.append((module, select_rows(gradient, call.masks)))
+
+        if torch.is_grad_enabled():
+            output = output if output.requires_grad else output.detach().requires_grad_()
+            output.register_hook(note)  # type: ignore[no-untyped-call]
+        return output
+
+    result = replay.run(call, [layer.module for layer in layers], keep, grad=True, backward=True)
+    if not any(tensor.requires_grad for _, tensor in find_tensors(result)):
+        raise ValueError(f"{_REFUSED} turns gradients off (no_grad or inference_mode)")
+    with torch.enable_grad(), CheckNumbers(replay.model):
+        value = _take_loss(result, loss, call.masks, generator)
+    value.backward()  # type: ignore[no-untyped-call]
+    _require_finite(value, replay, layers, call)
+    if not gradients:
+        raise ValueError(f"{_REFUSED} turns gradients off (no_grad or inference_mode)")
+    return gradients
+
+
+class _GradientsOff(BaseException):
+    """A layer is called without gradients. No `except Exception` of the model catches it."""
+
+
+def _require_finite(value: Tensor, replay: Replay, layers: Sequence[Layer], call: Call) -> None:
     if not math.isfinite(value.item()):
         measure_inputs(replay, layers, [call])  # which names the layer, if it is its input
         raise ValueError(f"{_REFUSED} returns values that are not finite")
-    for (module, _), gradient in zip(outputs, gradients, strict=True):
-        if gradient is not None:
-            yield module, select_rows(gradient, call.masks)
 
 
 def _take_loss(result: Any, loss: Loss, masks: list[Tensor], generator: torch.Generator) -> Tensor:

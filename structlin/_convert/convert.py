@@ -100,7 +100,7 @@ def plan(
     """What `convert` with the same arguments would do, without doing it.
 
     With init="project" the cores are found now: `apply` refuses if the weights have changed by
-    then. The plan of `compress` is `plan_compression`.
+    then, or their dtype or device. The plan of `compress` is `plan_compression`.
 
     Raises:
         ValueError, TypeError: what `convert` raises.

@@ -4,7 +4,7 @@ from torch import nn
 
 from .._layer.linear import StructuredLinear
 from .._layer.quantized import QuantizedLinear
-from .._model.linears import build_dense_layer, linear_layers, swap
+from .._model.linears import build_dense_layer, linear_layers, replace_layers
 from .._model.obstacles import find_reason_to_keep, require_replaceable
 from .._structure.arguments import checked
 from .plan import find_declare
@@ -51,6 +51,5 @@ def densify(model: nn.Module) -> nn.Module:
         layer.structure.require_matrix(f"layer {names[0]!r}: densify")
         if reason := find_reason_to_keep(layer, QuantizedLinear):
             raise ValueError(f"layer {names[0]!r} {reason}")
-    model = swap(model, [(names, build_dense_layer(layer)) for layer, names in layers.items()])
-    declare(model)
-    return model
+    dense = [(names, build_dense_layer(layer)) for layer, names in layers.items()]
+    return replace_layers(model, dense, lambda model, undo: declare(model))

@@ -8,7 +8,8 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isclose, nan
+from functools import partial
+from math import isclose
 from typing import Any
 
 import torch
@@ -16,15 +17,17 @@ from torch import Tensor, nn
 
 from .._layer.linear import StructuredLinear, uninitialised
 from .._model.decide import Decision
-from .._model.interrupts import hold_interrupts
 from .._model.kinds import carry_attributes, is_conv1d
-from .._model.linears import Layer, find_loose_matrices, require_unchanged, swap
+from .._model.linears import Layer, find_loose_matrices, replace_layers, require_unchanged
 from .._model.obstacles import holds_parts_of_transformers, require_replaceable
+from .._model.transaction import Step
 from .._projection.solve import project, relative_error
 from .._structure.arguments import warn
 from .._structure.families import explain_padding, label
 from .._structure.structure import Structure
 from .summary import Table, hide_numbers, name_group, percent
+
+_AGAIN = "make a new one"
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,24 @@ class Refined:
     after: float
     #: parameters of one dimension of modules that stay: module, name and new values
     vectors: Sequence[tuple[nn.Module, str, Tensor]] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """A parameter that a plan was made of, as it was then."""
+
+    owner: str  #: the layer or block that has it, for messages
+    module: nn.Module
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+    checksum: float  #: see `_sum_up`
+    values: Tensor | None  #: that it gets when the plan is applied; None: its layer is replaced
+
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        """The module's parameter of that name as it is now."""
+        return self.module._parameters.get(self.name)
 
 
 @dataclass
@@ -68,7 +89,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         self._used = False
-        self._made_of = [(each, _sum_up(*each[1:3])) for each in self._list_parameters()]
+        self._snapshots = [*self._take_snapshots()]
 
     @property
     def errors(self) -> dict[str, float]:
@@ -94,7 +115,11 @@ class Plan:
 
         Raises:
             ValueError: the plan was applied already, or made without values (meta); the model was
-                wrapped, or a layer replaced, hooked or given other weights after the plan was made.
+                wrapped, or a layer replaced, hooked or given other weights, another dtype or
+                another device after the plan was made.
+
+        After this error, as after any other and after Ctrl-C, the model is as it was, and the plan
+        can be applied again.
         """
         if self._used:
             raise ValueError("a plan is applied once; make a new one")
@@ -109,21 +134,30 @@ class Plan:
         declare = find_declare(self.model)
         require_unchanged(self.model, targets)
         self._require_same_values()
-        self._used = True
         new = [
             (decision.layer.names, self._build_layer(decision, decision.resolved))
             for decision in self.decisions
             if decision.resolved is not None
         ]
-        with hold_interrupts(), torch.no_grad():
-            for (_, module, name, values), _ in self._made_of:
-                if values is not None:
-                    getattr(module, name).copy_(values)
-            model = swap(self.model, new)
+
+        def finish(model: nn.Module, undo: list[Step]) -> None:
+            self._write_values(undo)
             if self.untie:
                 declare_untied(model)
             declare(model)
+
+        model = replace_layers(self.model, new, finish)
+        self._used = True
         return model
+
+    @torch.no_grad()
+    def _write_values(self, undo: list[Step]) -> None:
+        """Fill the biases and norms that stay in the model."""
+        for snapshot in self._snapshots:
+            parameter = snapshot.parameter
+            if snapshot.values is not None and parameter is not None:
+                undo.append(partial(parameter.data.copy_, parameter.detach().clone()))
+                parameter.copy_(snapshot.values)
 
     def _build_layer(self, decision: Decision, structure: Structure) -> StructuredLinear:
         layer, old = decision.layer, decision.layer.module
@@ -146,25 +180,35 @@ class Plan:
         carry_attributes(old, new)
         return new.train(old.training)
 
-    def _list_parameters(self) -> Iterator[tuple[str, nn.Module, str, Tensor | None]]:
-        """The parameters whose values this plan was made of: what has them, module and name, and
-        the values that they get if they stay."""
+    def _take_snapshots(self) -> Iterator[Snapshot]:
+        """The parameters whose values this plan was made of."""
         for decision in self.decisions:
-            found, layer = self.projections.get(decision.layer.name), decision.layer
-            if found is not None:
-                yield f"layer {layer.name!r}", layer.module, "weight", None
-            if found is not None and found.bias is not None:
-                yield f"layer {layer.name!r}", layer.module, "bias", found.bias
-        for name, block in self.refined.items():
-            for module, own, values in block.vectors:
-                yield f"block {name!r}", module, own, values
+            layer, projection = decision.layer, self.projections.get(decision.layer.name)
+            if projection is None:
+                continue
+            owner = f"layer {layer.name!r}"
+            yield _take_snapshot(owner, layer.module, "weight", None)
+            if projection.bias is not None:
+                yield _take_snapshot(owner, layer.module, "bias", projection.bias)
+        for block_name, block in self.refined.items():
+            for module, name, values in block.vectors:
+                yield _take_snapshot(f"block {block_name!r}", module, name, values)
 
     def _require_same_values(self) -> None:
         present = set(self.model.modules())
-        for (what, module, name, _), before in self._made_of:
-            now = _sum_up(module, name) if module in present else nan
-            if not isclose(now, before, rel_tol=1e-9):
-                raise ValueError(f"{what} got other weights after this plan; make a new one")
+        for snapshot in self._snapshots:
+            parameter = snapshot.parameter if snapshot.module in present else None
+            if parameter is None:
+                raise ValueError(f"{snapshot.owner} got other weights after this plan; {_AGAIN}")
+            for what in ("dtype", "device"):
+                now, then = getattr(parameter, what), getattr(snapshot, what)
+                if now != then:
+                    raise ValueError(
+                        f"{snapshot.owner} has {what} {now}, and had {then} when this plan was "
+                        f"made; {_AGAIN}, or take the model back to {then}"
+                    )
+            if not isclose(_sum_up(parameter), snapshot.checksum, rel_tol=1e-9):
+                raise ValueError(f"{snapshot.owner} got other weights after this plan; {_AGAIN}")
 
     def __str__(self) -> str:
         counts = "params", "/dense", "FLOPs/token", "/dense"
@@ -242,15 +286,18 @@ def check_values(layers: Sequence[Layer]) -> None:
             raise ValueError(f"the weight of layer {layer.name!r} is not finite")
 
 
+def _take_snapshot(owner: str, module: nn.Module, name: str, values: Tensor | None) -> Snapshot:
+    parameter = module.get_parameter(name)
+    state = parameter.dtype, parameter.device, _sum_up(parameter)
+    return Snapshot(owner, module, name, *state, values)
+
+
 @torch.no_grad()
-def _sum_up(module: nn.Module, name: str) -> float:
+def _sum_up(parameter: nn.Parameter) -> float:
     """A sum over a parameter's numbers, each with a factor of its own, by which a change is told.
 
     A version counter would not do: fused optimizers, `module.half()` and edits of `.data` leave it.
     """
-    parameter = module._parameters.get(name)
-    if parameter is None:
-        return nan
     numbers = parameter.double().flatten()
     places = torch.arange(len(numbers), dtype=numbers.dtype, device=numbers.device)
     return torch.dot(numbers, places.cos_()).item()

@@ -8,7 +8,7 @@ from torch import nn
 from .._layer.linear import StructuredLinear, uninitialised
 from .._layer.quantized import QuantizedLinear
 from .._model.kinds import carry_attributes
-from .._model.linears import linear_layers, swap
+from .._model.linears import linear_layers, replace_layers
 from .._model.obstacles import find_reason_to_keep, require_replaceable
 from .._model.select import Patterns, find_first, find_rules
 from .._structure.arguments import checked
@@ -74,7 +74,8 @@ def quantize(
                 raise ValueError(f"layer {layer.name!r} {reason}; exclude= leaves it as it is")
     if not chosen:
         raise ValueError(f"include={include!r}, exclude={exclude!r} leave no layer to quantize")
-    return swap(model, [(names, _round_layer(layer)) for names, layer in chosen.items()])
+    rounded = [(names, _round_layer(layer)) for names, layer in chosen.items()]
+    return replace_layers(model, rounded)
 
 
 def _find_obstacle(layer: StructuredLinear) -> str:

@@ -11,6 +11,7 @@ the same descriptions of layers, see `hf`.
 import json
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -23,9 +24,9 @@ from .._layer.quantized import QuantizedLinear
 from .._layer.state import tell_difference
 from .._structure.arguments import checked, require_choice
 from .._structure.structure import Structure
-from .interrupts import hold_interrupts
 from .kinds import is_conv1d
-from .linears import Layer, linear_layers, swap
+from .linears import Layer, linear_layers, replace_layers
+from .transaction import Step, completed_at_end
 
 VERSION = 1
 FILE = "structlin.safetensors"
@@ -109,22 +110,23 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """
     with torch.inference_mode(False), torch.no_grad():
         described, tensors = _read_file(Path(path))
-        kinds, places = ("_modules", "_parameters", "_buffers"), [*map(vars, model.modules())]
-        places += [place[kind] for place in places for kind in kinds]
-        contents = [dict(place) for place in places]
-        with hold_interrupts():
+        copies: list[Step] = []
+
+        def assign(root: nn.Module, undo: list[Step]) -> None:
             try:
-                root = swap(model, restructure(model, described))
                 written = _assign(root, tensors)
-            except BaseException as error:
-                for place, content in zip(places, contents, strict=True):
-                    place.clear()
-                    place.update(content)
-                if type(error) is RuntimeError:  # torch's words of names and shapes
-                    raise ValueError(f"path={str(path)!r}: {str(error)[:_LONGEST]}") from error
-                raise
-            for own, value in written:  # whole: Ctrl-C waits until the last one
-                own.copy_(value)
+            except RuntimeError as error:
+                if type(error) is not RuntimeError:
+                    raise
+                # torch's words of names and shapes
+                raise ValueError(f"path={str(path)!r}: {str(error)[:_LONGEST]}") from error
+            undo.append(copies.clear)
+            copies.extend(partial(own.copy_, value) for own, value in written)
+
+        replacements = restructure(model, described)
+        # once the layers are in, all numbers go in: Ctrl-C is raised after the last one
+        with completed_at_end(copies):
+            root = replace_layers(model, replacements, assign)
     for name, data in described.items():
         layer = root.get_submodule(name)
         if isinstance(layer, QuantizedLinear):  # older files have it in the scales
@@ -204,7 +206,7 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
 def restructure(
     model: nn.Module, modules: Mapping[str, Mapping[str, Any]]
 ) -> list[tuple[tuple[str, ...], StructuredLinear]]:
-    """The layers that `model` must get to be as `modules` describes, and their names; for `swap`.
+    """The layers that `model` must get to be as `modules` describes, and their names; for `replace_layers`.
 
     They have the biases of the layers that they replace, and no other values yet. Layers that are
     as described already are left out. Nothing is changed.

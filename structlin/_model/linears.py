@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .._layer.linear import StructuredLinear
 from .kinds import carry_attributes, is_conv1d, role_of, widths
 from .obstacles import find_loss, find_obstacle
+from .transaction import Step, as_it_was_on_error
 
 
 @dataclass
@@ -105,16 +106,32 @@ def find_declared_heads(model: nn.Module) -> set[nn.Module]:
     return heads
 
 
-def swap(model: nn.Module, replacements: Iterable[tuple[Iterable[str], nn.Module]]) -> nn.Module:
-    """Put each module under its names into `model`; return the model, or what took its place."""
+def replace_layers(
+    model: nn.Module,
+    replacements: Iterable[tuple[Iterable[str], nn.Module]],
+    finish: Callable[[nn.Module, list[Step]], None] = lambda model, undo: None,
+) -> nn.Module:
+    """Put each module under its names into `model`: all of them, or none if anything is raised.
+
+    Args:
+        replacements: the names of a place in the model, and what it gets; all is built already.
+        finish: what else belongs to the change, given the model that is returned. Before each thing
+            that it does outside of the modules' attributes, it adds a step to the list that undoes
+            it; see `as_it_was_on_error`.
+
+    Returns:
+        The model, or what took its place.
+    """
     root = model
-    for names, new in replacements:
-        for name in names:
-            if not name:
-                root = new
-                continue
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, new)
+    with as_it_was_on_error(model) as undo:
+        for names, new in replacements:
+            for name in names:
+                if not name:
+                    root = new
+                    continue
+                parent, _, child = name.rpartition(".")
+                setattr(model.get_submodule(parent), child, new)
+        finish(root, undo)
     return root
 
 

@@ -1,18 +1,31 @@
 """Ctrl-C, at any moment and again: the model is as it was, and nothing waits for ever."""
 
+import contextlib
+import inspect
 import json
 import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
 from torch import nn
 
-from structlin import LowRank, plan_compression
-from structlin._convert import plan
-from structlin._model.interrupts import hold_interrupts, let_interrupts_in
+from structlin import (
+    LowRank,
+    StructuredLinear,
+    compress,
+    convert,
+    densify,
+    load,
+    plan_compression,
+    quantize,
+    save,
+)
+from structlin import plan as plan_conversion
+from structlin._convert.plan import Plan
+from structlin._model.linears import replace_layers
+from structlin._model.transaction import complete
 
 # Real signals from a thread, two or three in quick succession, at many moments of one compression.
 CHILD = """
@@ -23,6 +36,8 @@ from torch import nn
 
 from structlin import LowRank, plan_compression
 
+# a shell starts what it runs in the background with Ctrl-C ignored, and children inherit that
+signal.signal(signal.SIGINT, signal.default_int_handler)
 warnings.simplefilter("ignore")
 torch.manual_seed(0)
 
@@ -117,77 +132,154 @@ def test_ctrl_c_at_any_moment_and_again_at_once_leaves_the_model_as_it_was():
     assert said["found"] == []
 
 
-def interrupt() -> None:
-    signal.raise_signal(signal.SIGINT)
+# ---- a line of ours at a time --------------------------------------------------------------------
 
 
-def test_an_interrupt_waits_until_all_is_undone_except_where_it_is_let_in():
-    done = []
+class CtrlC:
+    """Within it a KeyboardInterrupt comes before one of the lines of these functions' files."""
 
-    def work(inside):
-        with hold_interrupts():
-            try:
-                interrupt() if inside == "held" else done.append("started")
-                with hold_interrupts():
-                    done.append("held")
-                with let_interrupts_in():
-                    done.append("let in")
-                    interrupt()
-            finally:
-                interrupt()
-                done.append("undone")
+    def __init__(self, line: int) -> None:
+        self.lines_left, self.came = line, False
+        self.files = {inspect.getfile(each) for each in (replace_layers, complete, Plan, load)}
 
-    for inside, expected in [("held", ["held"]), ("", ["started", "held", "let in"])]:
-        done.clear()
-        with pytest.raises(KeyboardInterrupt):
-            work(inside)
-        assert done == [*expected, "undone"]
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    def trace(self, frame, event, argument):
+        if frame.f_code.co_filename not in self.files:
+            return None
+        if event == "line" and not self.came:
+            self.came = self.lines_left == 0
+            self.lines_left -= 1
+            if self.came:
+                raise KeyboardInterrupt
+        return self.trace
 
+    def __enter__(self) -> "CtrlC":
+        self.before = sys.gettrace()
+        sys.settrace(self.trace)
+        return self
 
-def test_a_handler_of_the_callers_own_that_does_not_raise_stops_nothing(monkeypatch):
-    came = []
-    before = signal.signal(signal.SIGINT, lambda *given: came.append(given))
-    try:
-        own = signal.getsignal(signal.SIGINT)
-        with hold_interrupts():
-            for _ in range(2):
-                with let_interrupts_in():
-                    interrupt()
-            assert len(came) == 2
-            interrupt()
-            assert len(came) == 2
-        assert len(came) == 3
-        assert signal.getsignal(signal.SIGINT) is own
-    finally:
-        signal.signal(signal.SIGINT, before)
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(self.before)
 
 
-def test_another_thread_holds_nothing():
-    handlers = []
-
-    def run():
-        with hold_interrupts(), let_interrupts_in():
-            handlers.append(signal.getsignal(signal.SIGINT))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert handlers == [signal.default_int_handler]
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.LayerNorm(8))
 
 
-def test_a_plan_is_applied_whole_or_not_at_all(monkeypatch):
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    planned, swap = (
-        plan_compression(model, LowRank(rank=2), [torch.randn(9, 8)], keep=None),
-        plan.swap,
-    )
+X = torch.randn(9, 8, generator=torch.Generator().manual_seed(0))
+CHANGES = {
+    "plan_compression": lambda: plan_compression(build(), LowRank(rank=2), [X], keep=None).apply,
+    "refined": lambda: (
+        plan_compression(build(), LowRank(rank=2), [X], keep=None, refine=30, progress=False).apply
+    ),
+    "convert": lambda: plan_conversion(build(), LowRank(rank=2), init="project").apply,
+}
 
-    def swap_slowly(model, new):
-        interrupt()
-        return swap(model, new)
 
-    monkeypatch.setattr(plan, "swap", swap_slowly)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_plan_is_applied_whole_or_not_at_all_before_whatever_line_ctrl_c_comes(change):
+    dense, whole, line = build()(X), CHANGES[change]()()(X), 0
+    applied, ctrl_c, apply = 0, CtrlC(0), CHANGES[change]()
+    assert not torch.equal(dense, whole)
+    while line == 0 or ctrl_c.came:
+        ctrl_c = CtrlC(line)
+        with contextlib.suppress(KeyboardInterrupt), ctrl_c:
+            apply()
+        model = apply.__self__.model
+        kinds = {type(layer) for layer in model if not isinstance(layer, nn.Tanh | nn.LayerNorm)}
+        assert kinds in ({nn.Linear}, {StructuredLinear}), line
+        assert torch.equal(model(X), dense if kinds == {nn.Linear} else whole), line
+        if kinds == {StructuredLinear}:  # otherwise the same plan is applied again
+            applied += 1
+            apply = CHANGES[change]()
+        line += 3  # every third line
+    assert 1 <= applied < 20 < line
+
+
+def test_a_model_is_loaded_whole_or_not_at_all_before_whatever_line_ctrl_c_comes(tmp_path):
+    save(convert(build(), LowRank(rank=2), init="spectral", include="0"), tmp_path)
+    before, whole, line = build()(X), load(build(), tmp_path)(X), 0
+    seen, ctrl_c = set(), CtrlC(0)
+    while line == 0 or ctrl_c.came:
+        model, ctrl_c = build(), CtrlC(line)
+        nn.init.ones_(model[2].weight)
+        before = model(X)
+        with contextlib.suppress(KeyboardInterrupt), ctrl_c:
+            load(model, tmp_path)
+        dense = type(model[0]) is nn.Linear
+        assert torch.equal(model(X), before if dense else whole), line
+        seen.add(dense)
+        line += 3
+    assert len(seen) == 2
+
+
+def test_steps_are_all_taken_however_often_ctrl_c_comes_and_it_is_raised_at_the_end():
+    taken = []
+
+    def step(name):
+        taken.append(name)
+        if taken.count(name) < 3:
+            raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
-        planned.apply()
-    assert not any(isinstance(layer, nn.Linear) for layer in model)
+        complete([lambda: step("second"), lambda: step("first")])
+    assert taken == ["first"] * 3 + ["second"] * 3
+
+
+class Fussy(nn.Module):
+    """It refuses the second layer that somebody sets."""
+
+    def __init__(self, kind=nn.Linear) -> None:
+        super().__init__()
+        self.a, self.b, self.set = kind(8, 8), kind(8, 8), []
+
+    def __setattr__(self, name, value):
+        if isinstance(value, nn.Module) and "set" in vars(self):
+            self.set.append(name)
+            if len(self.set) == 2:
+                raise RuntimeError("no second layer")
+        super().__setattr__(name, value)
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+def structured(*widths) -> StructuredLinear:
+    return StructuredLinear(*widths, LowRank(rank=2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (nn.Linear, lambda model, path: convert(model, LowRank(rank=2))),
+        (nn.Linear, lambda model, path: compress(model, LowRank(rank=2), [X], keep=None)),
+        (nn.Linear, load),
+        (structured, lambda model, path: densify(model)),
+        (structured, lambda model, path: quantize(model)),
+    ],
+    ids=["convert", "compress", "load", "densify", "quantize"],
+)
+def test_a_model_that_refuses_a_layer_midway_is_as_it_was(kind, change, tmp_path):
+    whole = Fussy(structured)
+    save(whole, tmp_path)
+    model = Fussy(kind)
+    layers, y = (model.a, model.b), model(X)
+    with pytest.raises(RuntimeError, match="no second layer"):
+        change(model, tmp_path)
+    assert (model.a, model.b) == layers
+    assert torch.equal(model(X), y)
+
+
+def test_no_function_of_ours_touches_the_handler_of_ctrl_c():
+    before = signal.getsignal(signal.SIGINT)
+    seen = []
+
+    class Model(nn.Linear):
+        def forward(self, x):
+            seen.append(signal.getsignal(signal.SIGINT))
+            return super().forward(x)
+
+    model = nn.Sequential(Model(8, 8), nn.Linear(8, 8))
+    compress(model, LowRank(rank=2), [X], keep=None)
+    assert len(seen) > 2
+    assert set(seen) == {before}

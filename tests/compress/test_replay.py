@@ -30,11 +30,14 @@ def _nothing_stays():
     assert threading.enumerate() == before
 
 
+ENDS: list[Tensor] = []  # global: a list that a hook holds is one run's alone
+
+
 def note_ends(model: nn.Module) -> list[Tensor]:
     """What runs of the model return."""
-    ends: list[Tensor] = []
-    model.register_forward_hook(lambda module, args, output: ends.append(output))
-    return ends
+    ENDS.clear()
+    model.register_forward_hook(lambda module, args, output: ENDS.append(output))
+    return ENDS
 
 
 def test_a_run_stops_before_each_layer_goes_on_with_an_answer_and_runs_to_its_end():
@@ -260,7 +263,6 @@ def test_a_replica_reaches_its_own_layers_and_leaves_nothing_in_the_model():
     model.layer.compile(backend=lambda graph, inputs: pytest.fail("it is compiled"))
     found = observe(model, [model.layer], [torch.ones(1, 2)] * 3)
     assert found.repeated == {model.layer}
-    assert found.written == {id(model.large)}  # a small one is always copied
     visits = [len(visit.waits) for visit in found.walk([model.layer], found.calls)]
     assert visits == [3] * 4
     ends = []
@@ -275,15 +277,23 @@ def test_a_replica_reaches_its_own_layers_and_leaves_nothing_in_the_model():
     assert model.context.n == 0
 
 
-def test_a_replica_shares_parameters_and_large_tensors_that_no_run_writes_into():
+def test_a_replica_shares_parameters_and_the_memory_of_large_tensors_until_it_writes():
     model = Keeping()
-    first, other = Replica(model), Replica(model, written=())
-    for replica in (first, other):
+    original = Replica(model)
+    first, other = original.replicate(), original.replicate()
+    for replica in (original, first, other):
         assert replica.model.layer.weight is model.layer.weight
         assert replica.model.layer is replica[model.layer] is not model.layer
-        assert replica.model.small is not model.small
-    assert first.model.large is not model.large
-    assert other.model.large is model.large
+        for name in ("small", "large"):
+            assert getattr(replica.model, name) is not getattr(model, name)
+    for tensor in (first.model.large, other.model.large, original.model.large):
+        assert torch._C._is_cow_tensor(tensor)  # copied when it is written
+    assert not torch._C._is_cow_tensor(first.model.small)
+    assert not torch._C._is_cow_tensor(model.large)  # the caller's is as it was
+    first.model.large.data[0, 0] = 1
+    other.model.large.numpy()[0, 0] = 2
+    tensors = [replica.model.large for replica in (first, other, original)]
+    assert [tensor[0, 0].item() for tensor in (*tensors, model.large)] == [1, 2, 0, 0]
 
 
 def test_torchs_encoder_calls_its_layers_one_by_one():
