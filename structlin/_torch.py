@@ -47,6 +47,12 @@ def clone_lazily(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
+def is_of_c(kind: type) -> bool:
+    """Whether it is a class of torch's C++; some say that they are of `torch`."""
+    in_c = getattr(torch._C, kind.__name__, None) is kind
+    return in_c or str(kind.__module__).startswith("torch._C")
+
+
 def without_subclasses() -> AbstractContextManager[Any]:
     """Within it no `__torch_function__` of a tensor subclass is called."""
     return torch._C.DisableTorchFunctionSubclass()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
-from .._torch import clone_lazily
+from .._torch import clone_lazily, is_of_c
 
 SMALL = 2**14  # bytes of a tensor's memory that is copied at once, not only when it is written
 _PLAIN_TYPES = {
@@ -344,8 +344,7 @@ def _is_handle(kind: type) -> bool:
     """Whether it is a class of torch's C++, such as a group of processes: no copy of it works."""
     if issubclass(kind, Tensor | torch.Generator):
         return False
-    in_c = getattr(torch._C, kind.__name__, None) is kind  # some say that they are of `torch`
-    return in_c or str(kind.__module__).startswith("torch._C")
+    return is_of_c(kind)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -206,7 +206,7 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
 def restructure(
     model: nn.Module, modules: Mapping[str, Mapping[str, Any]]
 ) -> list[tuple[tuple[str, ...], StructuredLinear]]:
-    """The layers that `model` must get to be as `modules` describes, and their names; for `replace_layers`.
+    """The layers that `model` must get to be as `modules` describes, and their names.
 
     They have the biases of the layers that they replace, and no other values yet. Layers that are
     as described already are left out. Nothing is changed.
