@@ -179,6 +179,20 @@ def test_keep_ratios_gives_each_group_a_tensor_of_its_own():
     assert rates == pytest.approx([LR / 2] * len(rates))
 
 
+@pytest.mark.parametrize("kind", [Muon, SOAP])
+def test_the_rate_of_everything_else_follows_the_matrices_rate_in_the_ratio_it_began_with(kind):
+    model, twin = model_of(), model_of()
+    optimizer = make(kind, model)
+    biases = torch.optim.AdamW([twin[0].bias, twin[2].bias], betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(4):
+        for group in (*optimizer.param_groups, *biases.param_groups):
+            group["lr"] = rate_at(step)
+        biases.param_groups[0]["lr"] /= 7
+        step_all(step, (model, optimizer), (twin, biases))
+    torch.testing.assert_close(model[0].bias, twin[0].bias)
+    torch.testing.assert_close(model[2].bias, twin[2].bias)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_closure_reads_and_sets_the_dense_models_rate_and_so_does_a_step_that_fails(fails):
     model, twin, seen = model_of(), model_of(), []
