@@ -13,7 +13,7 @@ term is 1 where all experts get as many tokens; the second, the z-loss, keeps th
     python examples/moe.py --smoke    # seconds
 
 The program compares a mixture of 2 of 8 BTT matrices of rank 1 with one BTT matrix of rank 2, which
-has the FLOPs of the two, on vectors from 8 clusters, each with a matrix of its own. `param_groups`
+has the FLOPs of the two, on vectors from 8 clusters, each with a matrix of its own. `optim.AdamW`
 gives every expert's cores the rate that one BTT layer has, and the router that of a dense layer.
 
 Source: Potapczynski et al. 2024, "Searching for Efficient Linear Layers over a Continuous Space of
@@ -28,7 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from structlin import BTT, Family, StructuredLinear, param_groups
+from structlin import BTT, Family, StructuredLinear
+from structlin.optim import AdamW
 
 BALANCE = 0.01  # weight of the balance beside the loss
 Z_LOSS = 0.1  # weight of the z-loss in the balance
@@ -112,7 +113,7 @@ class Clusters:
 def train(layer: nn.Module, steps: int) -> float:
     """The mean square error on new vectors, over the mean square of y."""
     data = Clusters()
-    optimizer = torch.optim.AdamW(param_groups(layer, LR), LR)
+    optimizer = AdamW(layer, LR, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
         x, y = data.batch(512)

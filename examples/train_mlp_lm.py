@@ -23,8 +23,9 @@ STRUCTURE = structlin.BTT(rank=1)
 
 
 def adamw(model, lr, other_lr, base):
-    groups = structlin.param_groups(model, lr, base=base)
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+    return structlin.optim.AdamW(
+        model, lr, betas=(0.9, 0.95), weight_decay=0.0, base=base, fused=True
+    )
 
 
 RUNS = [(1, False, adamw), (2, False, adamw), (2, True, adamw), (None, True, adamw)]

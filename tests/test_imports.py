@@ -47,9 +47,9 @@ class Nothing:
 
 sys.meta_path.insert(0, Nothing())
 import structlin
-from structlin import BTT, optim, param_groups
+from structlin import BTT, optim
 model = structlin.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), BTT())
-optimizers = torch.optim.AdamW(param_groups(model, lr=0.1)), optim.Muon(model, lr=0.1)
+optimizers = optim.AdamW(model, lr=0.1), optim.Muon(model, lr=0.1)
 model(torch.randn(2, 64)).square().mean().backward()
 for optimizer in optimizers:
     optimizer.step()

@@ -33,7 +33,7 @@ import tempfile, torch, structlin
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
 model = structlin.convert(model, structlin.BTT(rank=1))
-optimizer = torch.optim.AdamW(structlin.param_groups(model, lr=1e-2))
+optimizer = structlin.optim.AdamW(model, lr=1e-2)
 x, y = torch.randn(512, 64), torch.randn(512, 64)
 losses = []
 for _ in range(20):

@@ -98,7 +98,11 @@ def make_optimizer(name: str, model: nn.Module, width: int) -> torch.optim.Optim
         return structlin.optim.Muon(model, LRS[name], method="ns", dualize="all")
     aware = name == "AdamW, muP"
     groups = structlin.param_groups(
-        model, LRS[name], base={width: BASE_WIDTH} if aware else None, structure_aware=aware
+        model,
+        LRS[name],
+        weight_decay=0.0,
+        base={width: BASE_WIDTH} if aware else None,
+        structure_aware=aware,
     )
     return torch.optim.AdamW(groups)
 

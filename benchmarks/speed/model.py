@@ -199,7 +199,9 @@ def jobs(device: str, smoke: bool) -> list[Job]:
 
 def training(model: nn.Module, shape: Shape, in_chunks: bool = False) -> Callable[[], Tensor]:
     """A step; the optimizer's state is made by the first."""
-    optimizer = torch.optim.AdamW(structlin.param_groups(model, lr=1e-4), fused=True)
+    optimizer = torch.optim.AdamW(
+        structlin.param_groups(model, lr=1e-4, weight_decay=0.0), fused=True
+    )
 
     def measure_loss() -> Tensor:
         if in_chunks:

@@ -162,7 +162,7 @@ def make_trainer(
     model = build(setup, kind, width, seed, sizes[setup], "cpu")
     base = models.build(make_task(setup, 0, sizes[setup]), sizes["tuned"], None, 0, "meta")
     if optimizer == "AdamW":
-        groups = structlin.param_groups(model, rates["lr"], base=base)
+        groups = structlin.param_groups(model, rates["lr"], weight_decay=0.0, base=base)
         return model, torch.optim.AdamW(groups, rates["lr"], betas=(0.9, 0.95), fused=True)
     options = rates | {"base": base, "momentum": MOMENTUM}
     options["dualize"] = "all" if optimizer.endswith(EVERYWHERE) else "hidden"

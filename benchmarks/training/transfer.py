@@ -94,7 +94,7 @@ def build_model(structure: str, width: int, depth: int, seed: int, alpha: float 
 def adamw(
     model: nn.Module, lr: float, width: int, alpha: float, **options: Any
 ) -> torch.optim.Optimizer:
-    groups = param_groups(model, lr, eps=1e-8, **_rules(width, alpha), **options)
+    groups = param_groups(model, lr, weight_decay=0.0, eps=1e-8, **_rules(width, alpha), **options)
     return torch.optim.AdamW(groups)
 
 

@@ -3,7 +3,8 @@
     python examples/recipes/with_accelerate.py
     python examples/recipes/with_accelerate.py --smoke    # seconds: does it run?
 
-OneCycleLR sets one rate for all groups. `keep_ratios` keeps the ratios between the cores' rates.
+OneCycleLR sets one rate for all groups. `structlin.optim.AdamW` keeps the ratios between the cores'
+rates.
 """
 
 import argparse
@@ -18,7 +19,8 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from structlin import BTT, convert, keep_ratios, param_groups
+from structlin import BTT, convert
+from structlin.optim import AdamW
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--smoke", action="store_true")
@@ -34,7 +36,7 @@ def main() -> None:
     sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": depth}
     config = LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=width // 16, **sizes)
     model = convert(LlamaForCausalLM(config), BTT(rank=1), init="mup", zero_init="branch-end")
-    optimizer = keep_ratios(torch.optim.AdamW(param_groups(model, 3e-3, weight_decay=0.1), lr=3e-3))
+    optimizer = AdamW(model, lr=3e-3, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=2 * steps)
     batches = DataLoader(windows(8 * steps, context), batch_size=4)
     model, optimizer, batches, schedule = accelerator.prepare(model, optimizer, batches, schedule)

@@ -23,7 +23,7 @@ from torch.multiprocessing import start_processes
 from torch.optim import Optimizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from structlin import BTT, convert, keep_ratios
+from structlin import BTT, convert
 from structlin.optim import Muon, shard_placement_fn
 
 PROCESSES = 2
@@ -39,7 +39,7 @@ def make(width: int, depth: int) -> tuple[LlamaForCausalLM, Optimizer]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for part in (*model.model.layers, model):
         fully_shard(part, mp_policy=policy, shard_placement_fn=place)
-    return model, keep_ratios(Muon(model, lr=0.02, other_lr=3e-3))
+    return model, Muon(model, lr=0.02, other_lr=3e-3)
 
 
 def train(model: LlamaForCausalLM, optimizer: Optimizer, tokens: torch.Tensor) -> list[float]:

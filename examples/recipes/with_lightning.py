@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from structlin import BTT, convert, keep_ratios, param_groups
+from structlin import BTT, convert
+from structlin.optim import AdamW
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--smoke", action="store_true")
@@ -47,8 +48,7 @@ class Characters(lightning.LightningModule):
 
     def configure_optimizers(self) -> Any:
         lr, steps = self.hparams.lr, self.hparams.steps
-        groups = param_groups(self.model, lr, weight_decay=0.1)
-        optimizer = keep_ratios(torch.optim.AdamW(groups, lr=lr))
+        optimizer = AdamW(self.model, lr, weight_decay=0.1)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, steps)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 

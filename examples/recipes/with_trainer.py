@@ -17,8 +17,8 @@ require("transformers", "accelerate")
 
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from structlin import BTT, convert, keep_ratios, param_groups
-from structlin.optim import Muon
+from structlin import BTT, convert
+from structlin.optim import AdamW, Muon
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
@@ -52,10 +52,9 @@ def make_trainer(folder: str, options: argparse.Namespace, seed: int) -> Trainer
     if options.optimizer == "muon":
         optimizer = Muon(model, lr=0.02, other_lr=arguments.learning_rate)
     else:
-        groups = param_groups(model, arguments.learning_rate, weight_decay=arguments.weight_decay)
-        optimizer = torch.optim.AdamW(groups, lr=arguments.learning_rate)
+        optimizer = AdamW(model, lr=arguments.learning_rate, weight_decay=arguments.weight_decay)
     data = [{"input_ids": row, "labels": row} for row in windows(512, context)]
-    optimizers = (keep_ratios(optimizer), None)  # the Trainer makes the scheduler
+    optimizers = (optimizer, None)  # the Trainer makes the scheduler
     return Trainer(model, arguments, train_dataset=data, optimizers=optimizers)
 
 

@@ -57,9 +57,9 @@ def distill(
     loss has not fallen, the model goes back to its best state and the rates become a quarter. If no
     state beats the first, a warning says so and the model stays bit for bit what it was.
 
-    AdamW takes the steps, with `param_groups(model, lr)`: rates rise over the first tenth of the
-    steps and fall as a cosine to zero. Both models run in eval mode; every module's mode is
-    restored. What does not require gradients stays as it is; gradients are None afterwards.
+    AdamW takes the steps, with `param_groups(model, lr, weight_decay=0)`: rates rise over the first
+    tenth of the steps and fall as a cosine to zero. Both models run in eval mode; every module's
+    mode is restored. What does not require gradients stays as it is; gradients are None afterwards.
 
     Args:
         model: the student, in float32 or float64 (small steps are lost in lower precision).
@@ -95,7 +95,7 @@ def distill(
     """
     _check_models(model, teacher)
     check_batches("batches", batches)
-    groups = param_groups(model, lr)
+    groups = param_groups(model, lr, weight_decay=0.0)
     trained = [parameter for group in groups for parameter in group["params"]]
     judges, places = _hold_out(batches, held_out, steps)
     loss_of = partial(_find_loss, model, teacher, logits)

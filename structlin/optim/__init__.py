@@ -1,5 +1,6 @@
-"""Training: rates for any optimizer (`param_groups`, `keep_ratios`), `Muon`, `SOAP`, `Normed`."""
+"""Training: `AdamW`, `Muon`, `SOAP`, `Normed`; for any optimizer `param_groups`, `keep_ratios`."""
 
+from ._adamw import AdamW
 from ._depth import Depth
 from ._groups import param_groups
 from ._muon import Muon
@@ -8,4 +9,13 @@ from ._ratios import keep_ratios
 from ._sharding import shard_placement_fn
 from ._soap import SOAP
 
-__all__ = ["SOAP", "Depth", "Muon", "Normed", "keep_ratios", "param_groups", "shard_placement_fn"]
+__all__ = [
+    "SOAP",
+    "AdamW",
+    "Depth",
+    "Muon",
+    "Normed",
+    "keep_ratios",
+    "param_groups",
+    "shard_placement_fn",
+]

@@ -1,11 +1,13 @@
 """Parameter groups: the dense model's learning rate, unchanged, for a converted one's cores."""
 
 from collections import defaultdict
+from collections.abc import Container
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from .._model.parameters import parameters_of
+from .._model.parameters import ParameterInfo, parameters_of
 from .._structure.arguments import checked, require_choice
 from ..scaling import OPTIMIZERS
 from ._depth import Depth
@@ -21,7 +23,7 @@ def param_groups(
     lr: float | Tensor,
     *,
     optimizer: str = "adam",
-    weight_decay: float = 0.0,
+    weight_decay: float | None = None,
     base: Base = None,
     structure_aware: bool = True,
     weight_decay_scaling: str = "1/width",
@@ -38,25 +40,28 @@ def param_groups(
     and embeddings. Each layer is compared with itself at the base width, as the paper's code does;
     the one base width d0 of the paper's text (section 3.3) is {1024: d0, 4096: d0}.
 
-    Weight decay is an argument here: the groups carry it, so the optimizer's own argument has no
-    effect. In decoupled form (AdamW) a step decays a matrix by its rate times its decay, and
-    `weight_decay_scaling` says what this product does when the matrix's rate is f times `lr`, by
-    width and structure (f = d0 / width of a dense layer, d0 / (k fan_in) of a core):
+    Without `weight_decay` the optimizer's own holds for matrices: their groups carry none. A number
+    here is carried by the groups, and the optimizer's own has no effect. In decoupled form (AdamW)
+    a step decays a matrix by its rate times its decay, and `weight_decay_scaling` says what this
+    product does when the matrix's rate is f times `lr`, by width and structure (f = d0 / width of a
+    dense layer, d0 / (k fan_in) of a core):
 
         "1/width"    lr * weight_decay * f: the decay is one number for every matrix, which keeps
                      the balance between update and decay, and so the size at which weights settle
         "constant"   lr * weight_decay: every matrix forgets over the same number of steps, as in
                      CompleteP, whose decay is weight_decay * width / d0
 
-    Biases, norms, gains and vectors are not decayed, nor is a parameter that `no_weight_decay()` of
-    the model, or of a module in it, names ("proj.weight" for the cores of a converted `proj`). With
-    `eps` the groups carry Adam's eps too, as small against the gradients as at the base. A loop or
-    a scheduler that sets one rate erases these ratios, see `keep_ratios`.
+    Biases, norms, gains and vectors carry a decay of 0, and so does a parameter that
+    `no_weight_decay()` of the model, or of a module in it, names ("proj.weight" for the cores of a
+    converted `proj`). With `eps` the groups carry Adam's eps too, as small against the gradients as
+    at the base. A loop or a scheduler that sets one rate erases these ratios: `optim.AdamW` keeps
+    them, and `keep_ratios` does so for other optimizers.
 
     Args:
         model: any module, converted or not; each trainable parameter is in exactly one group.
         lr: the dense model's learning rate.
         optimizer: "adam", "adamw", "sign" or "sgd": whose rule.
+        weight_decay: of matrices; None: the optimizer's own.
         base: the same model at the width where `lr` was tuned (layers are matched by name), or a
             mapping of widths to base widths such as {1024: 128, 4096: 512}, for all the widths that
             scale.
@@ -68,13 +73,14 @@ def param_groups(
             {"lm_head": 4}; a tuple: of a layer's cores, one each, 1 / k by default.
 
     Returns:
-        A dict for each combination of rate, decay and eps, with `params`, `lr`, `weight_decay`,
-        `eps` if it was given, and for reading `name`, `param_names` and `lr_mult`.
+        A dict for each combination of rate, decay and eps, with `params`, `lr`, `weight_decay` and
+        `eps` if the group has them, and for reading `name`, `param_names` and `lr_mult`.
 
     Raises:
         ValueError: no trainable parameter; an option out of range or unknown; eps of an optimizer
-            that has none; a layer that `base` lacks; a width of `base` that no parameter has;
-            masses that match no layer or do not fit its cores; what `Depth` raises.
+            that has none; no weight_decay, where matrices have different ones; a layer that `base`
+            lacks; a width of `base` that no parameter has; masses that match no layer or do not fit
+            its cores; what `Depth` raises.
     Source: Qiu et al. 2024 (arXiv:2406.06248), section 3.2; Yang et al. 2022 (arXiv:2203.03466),
         table 8; Dey et al. 2025 (arXiv:2505.01618), table 1.
 
@@ -99,33 +105,79 @@ def param_groups(
         weight_decay_scaling=weight_decay_scaling,
         depth=depth,
     )
-    groups: dict[tuple[float, float, float], dict[str, Any]] = {}
     infos = list(parameters_of(model))
-    shares, equal = share_masses(infos, masses or {}), share_masses(infos, {})
-    for info in infos:
-        if not info.parameter.requires_grad:
-            continue
-        factors = transfer.of(info)
-        lr_mult = factors.lr * shares[info.parameter] / equal[info.parameter]
-        decays = factors.decay if info.decays else 0.0
-        by_eps = 1.0 if eps is None else transfer.eps_mult(info)
-        group = groups.setdefault(
-            (lr_mult, decays, by_eps),
-            {
-                "params": [],
-                "lr": lr * lr_mult,
-                "weight_decay": weight_decay * decays,
-                **({} if eps is None else {"eps": eps * by_eps}),
-                "name": _name_group(lr_mult, decays, by_eps),
-                "param_names": [],
-                "lr_mult": lr_mult,
-            },
-        )
-        group["params"].append(info.parameter)
-        group["param_names"].append(info.name)
-    if not groups:
+    trainable = {info.parameter for info in infos if info.parameter.requires_grad}
+    if not trainable:
         name = type(model).__name__
         raise ValueError(f"model={name} has no trainable parameter: all of them are frozen")
+    groups = []
+    for alike in group_alike(infos, trainable, transfer, masses, scale_eps=eps is not None):
+        group: dict[str, Any] = {"params": alike.parameters, "lr": lr * alike.lr_mult}
+        if weight_decay is not None:
+            group["weight_decay"] = weight_decay * alike.decay
+        elif alike.decay == 0:
+            group["weight_decay"] = 0.0
+        elif alike.decay != 1:
+            raise ValueError(
+                f"weight_decay=None: {alike.names[0]} decays by {alike.decay:.6g} times the number "
+                "for other matrices, as weight_decay_scaling or depth.ends asks: give the number, "
+                "such as weight_decay=0.01"
+            )
+        if eps is not None:
+            group["eps"] = eps * alike.eps_mult
+        group["name"] = alike.label
+        group["param_names"] = alike.names
+        group["lr_mult"] = alike.lr_mult
+        groups.append(group)
+    return groups
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Parameters with the same factors."""
+
+    lr_mult: float  #: of the rate
+    decay: float  #: of the weight decay; 0: none
+    eps_mult: float  #: of Adam's eps
+    parameters: list[Tensor]
+    names: list[str]
+
+    @property
+    def label(self) -> str:
+        """What a group of them is called."""
+        parts = [f"lr x{self.lr_mult:.6g}"]
+        if self.decay != 1:
+            parts.append(f"decay x{self.decay:.6g}" if self.decay else "no decay")
+        if self.eps_mult != 1:
+            parts.append(f"eps x{self.eps_mult:.6g}")
+        return ", ".join(parts)
+
+
+def group_alike(
+    infos: list[ParameterInfo],
+    chosen: Container[Tensor],
+    transfer: Transfer,
+    masses: Masses | None,
+    *,
+    scale_eps: bool,
+) -> list[Alike]:
+    """The chosen parameters by their factors, in the order in which each combination is met first.
+
+    `infos` are all parameters of the model, since every pattern of `masses` must match a layer."""
+    shares = share_masses(infos, masses or {})
+    usual_shares = share_masses(infos, {})
+    groups: dict[tuple[float, float, float], Alike] = {}
+    for info in infos:
+        if info.parameter not in chosen:
+            continue
+        factors = transfer.of(info)
+        lr_mult = factors.lr * shares[info.parameter] / usual_shares[info.parameter]
+        decay = factors.decay if info.decays else 0.0
+        eps_mult = transfer.eps_mult(info) if scale_eps else 1.0
+        key = (lr_mult, decay, eps_mult)
+        alike = groups.setdefault(key, Alike(*key, parameters=[], names=[]))
+        alike.parameters.append(info.parameter)
+        alike.names.append(info.name)
     return list(groups.values())
 
 
@@ -153,12 +205,3 @@ def divide_groups(
             own: dict[str, Any] = {key: [group[key][n] for n in chosen] for key in lists}
             divided.append({**group, **own, "lr_mult": mult, KEPT: True})
     return divided
-
-
-def _name_group(lr: float, decay: float, eps: float) -> str:
-    parts = [f"lr x{lr:.6g}"]
-    if decay != 1:
-        parts.append(f"decay x{decay:.6g}" if decay else "no decay")
-    if eps != 1:
-        parts.append(f"eps x{eps:.6g}")
-    return ", ".join(parts)

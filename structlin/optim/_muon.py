@@ -8,7 +8,7 @@ for masses.
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
-from math import nan, sqrt
+from math import sqrt
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from .._model.parameters import Weight, parameters_of
-from .._structure.arguments import checked, fit, require_choice, require_keys, warn
+from .._structure.arguments import checked, fit, require_choice, require_keys
 from ..duality import Schedule, check_method, choose_polar
 from ._depth import Depth
+from ._groups import KEPT
+from ._rates import require_kept
 from ._roster import NONFINITE, SCALES, Masses, Roster, find_hidden, share_masses
 from ._sharding import local_gradient, local_part
 from ._stacks import Stack, stack_alike
@@ -48,6 +50,10 @@ class Muon(Optimizer):
     With `dualize="all"` heads and routers step as hidden matrices, and each vector of an
     nn.Embedding by RMS lr * mass, or not at all where it has no gradient, as in MD.
 
+    Every group's "lr" is the rate of hidden matrices, and a step multiplies it by the group's
+    `lr_mult`: a scheduler, or a loop that sets one rate for every group, scales everything else's
+    rate with it.
+
     The momentum is Nesterov's: B <- momentum B + (1 - momentum) G, and the step is that of
     (1 - momentum) G + momentum B. Under FSDP2 cores need no communication and other matrices are
     gathered, see `shard_placement_fn`. Make the optimizer after `convert`, `fully_shard` and moving
@@ -74,7 +80,8 @@ class Muon(Optimizer):
         base: as of `param_groups` with weight_decay_scaling="constant"; AdamW's eps follows the
             width. The rate of hidden matrices does not depend on it.
         depth: of a residual network, relative to that where `lr` was tuned, see `Depth`.
-        other_lr: of everything else, see `keep_ratios`. Its betas are (0.9, 0.95), its eps is 1e-8.
+        other_lr: of everything else, where the matrices have the rate `lr`. Its betas are (0.9,
+            0.95), its eps is 1e-8.
         nonfinite: gradients with inf or NaN: "raise" (before anything has changed) or "ignore" (no
             check, and no wait for the device). "raise" also checks the norm of every polar factor,
             and holds all of them for it. Each process checks its own part of sharded parameters.
@@ -87,8 +94,8 @@ class Muon(Optimizer):
     >>> from structlin import BTT, convert
     >>> model = convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), BTT())
     >>> optimizer = Muon(model, lr=0.02, other_lr=1e-3)
-    >>> [(group["kind"], group["lr"], len(group["params"])) for group in optimizer.param_groups]
-    [('matrix', 0.02, 4), ('other', 0.001, 2)]
+    >>> [(group["kind"], group["lr"], group["lr_mult"]) for group in optimizer.param_groups]
+    [('matrix', 0.02, 1.0), ('other', 0.02, 0.05)]
     """
 
     @checked
@@ -114,7 +121,10 @@ class Muon(Optimizer):
         require_choice("dualize", dualize, ("hidden", "all"))
         if model is None:
             if not isinstance(params, nn.Module):
-                raise ValueError("model=None: pass the module that owns the parameters as model=")
+                raise ValueError(
+                    f"model=None: pass the model itself, {type(self).__name__}(model), or the "
+                    "module that owns the parameters as model="
+                )
             model = params
         self.model, self.masses, self.dualize = model, masses, dualize
         self.base, self.depth, self.nonfinite = base, depth, nonfinite
@@ -141,7 +151,6 @@ class Muon(Optimizer):
 
     def _read_model(self) -> None:
         self._stacks: dict[int, tuple[object, list[Stack]]] = {}  # of a group, and what decided
-        self._warned = False
         transfer = Transfer(
             self.model, self.base, weight_decay_scaling="constant", depth=self.depth
         )
@@ -182,10 +191,16 @@ class Muon(Optimizer):
             number, _, rate, decay, eps = kind
             own = {**group, "params": alike[kind], "kind": _KINDS[number]}
             own["param_names"] = [self._roster.names[p] for p in alike[kind]]
-            own["lr"] = group["other_lr" if own["kind"] == "other" else "lr"]
-            own["lr"] = own["lr"] if rate == 1 else own["lr"] * rate
-            if self.defaults["lr"]:
-                own["lr_mult"] = float(own["lr"] / self.defaults["lr"])
+            own["lr_mult"] = rate
+            if own["kind"] == "other":
+                if not group["lr"]:
+                    raise ValueError(
+                        f"lr={group['lr']!r} must be positive: the rate of everything else is kept "
+                        "as other_lr / lr times it. A scheduler may set 0 later, and "
+                        "requires_grad_(False) freezes matrices"
+                    )
+                own["lr_mult"] = float(group["other_lr"] * rate) / float(group["lr"])
+            own[KEPT] = True
             own["weight_decay"] = group["weight_decay"] * decay
             own["eps"] = group["eps"] * eps
             super().add_param_group(own)
@@ -201,7 +216,6 @@ class Muon(Optimizer):
         """
         loss = torch.enable_grad()(closure)() if closure is not None else None
         if not torch.compiler.is_compiling():
-            self._warn_of_one_rate()
             self._roster.require_current(self.param_groups)
         stepping = [
             (group, stack)
@@ -223,20 +237,6 @@ class Muon(Optimizer):
         for group, stack, directions in moves:
             self._move(group, stack, directions)
         return loss
-
-    def _warn_of_one_rate(self) -> None:
-        """Warn, once, where one rate has replaced several. Nobody waits for a device to know."""
-        groups = [group for group in self.param_groups if "lr_mult" in group]
-        mults, lrs = {group["lr_mult"] for group in groups}, [group["lr"] for group in groups]
-        rates = {float(lr) if isinstance(lr, float | int) or lr.is_cpu else nan for lr in lrs}
-        if self._warned or len(mults) < 2 or len(rates) > 1 or not max(rates) > 0:
-            return
-        self._warned = True
-        warn(
-            f"every group of Muon has lr={max(rates):.6g}, though their lr_mult go from "
-            f"{min(mults):.6g} to {max(mults):.6g}: call optimizer = structlin.keep_ratios("
-            'optimizer) before a scheduler is made, or set group["lr"] = lr * group["lr_mult"]'
-        )
 
     def _stacks_of(self, n: int, group: dict[str, Any]) -> list[Stack]:
         """Those of group `n`: decided at its first step, since a model may move before it, and
@@ -318,16 +318,17 @@ class Muon(Optimizer):
         if stack.polar is None:
             self._step_adamw(group, stack, local)
             return
+        lr = group["lr"] * group["lr_mult"]
         gradients, momenta = self._read(stack)
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         if group["weight_decay"]:
-            torch._foreach_mul_(local, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_mul_(local, 1 - lr * group["weight_decay"])
         by_length: dict[float, list[int]] = defaultdict(list)
         for n, member in enumerate(stack.members):
             by_length[member.length].append(n)
         for length, members in by_length.items():
             moving, steps = [local[n] for n in members], [directions[n] for n in members]
-            _descend(moving, steps, group["lr"], length)
+            _descend(moving, steps, lr, length)
 
     def _step_adamw(self, group: dict[str, Any], stack: Stack, local: list[Tensor]) -> None:
         averages, squares, steps = (
@@ -340,7 +341,7 @@ class Muon(Optimizer):
         fused = real and not torch.compiler.is_compiling()
         adamw(
             local, [local_gradient(p) for p in stack.params], averages, squares, [], steps,
-            lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
+            lr=group["lr"] * group["lr_mult"], beta1=beta1, beta2=beta2, eps=group["eps"],
             weight_decay=group["weight_decay"], amsgrad=False, maximize=False, fused=fused,
         )  # fmt: skip
 
@@ -350,7 +351,7 @@ class Muon(Optimizer):
         Raises:
             ValueError: the state is of another model. Nothing has changed.
         """
-        require_keys("state_dict", state_dict, "state", "param_groups")
+        require_kept(state_dict, f"{type(self).__name__} of structlin 0.2")
         saved = [
             name for group in state_dict["param_groups"] for name in group.get("param_names", [])
         ]

@@ -5,6 +5,7 @@ Source: Large et al. 2024, "Scalable Optimization in the Modular Norm" (arXiv:24
 """
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -51,30 +52,45 @@ class Wrapper(Optimizer):
             after(self)
 
 
-class Normed(Wrapper):
-    """`base`, with each update scaled to norm lr * mass, so that its rate transfers across widths.
+def _refuse_a_model(make: Callable[..., None]) -> Callable[..., None]:
+    """Let `Normed(model, lr=0.1)` be one clear error, where Python would say that lr is unknown."""
 
-    W <- (1 - lr * weight_decay) W + lr * mass * u / |u|, with u the update that `base` makes at
-    rate 1 without weight decay. |u| is the RMS->RMS operator norm of a linear layer, the largest of
+    @wraps(make)
+    def call(self: Optimizer, *arguments: Any, **options: Any) -> None:
+        if arguments and isinstance(arguments[0], nn.Module):
+            raise TypeError(
+                f"optimizer={type(arguments[0]).__name__} is a module: Normed is around an "
+                "optimizer, Normed(torch.optim.AdamW(model.parameters(), lr=0.1), model)"
+            )
+        make(self, *arguments, **options)
+
+    return call
+
+
+class Normed(Wrapper):
+    """`optimizer`, each of its updates scaled to norm lr * mass: its rate transfers across widths.
+
+    W <- (1 - lr * weight_decay) W + lr * mass * u / |u|, with u the update that it makes at rate 1
+    without weight decay. |u| is the RMS->RMS operator norm of a linear layer, the largest of
     the blocks' for a core (whose mass is its share of the layer's) and of the slices' for a
     convolution; the largest RMS of the vectors of an embedding (equation 2.4); the RMS of
     everything else. A zero update stays zero. The operator norm is `duality.spectral_bound`.
 
-    It is a torch optimizer whose `param_groups`, `state` and `state_dict` are those of `base`. u is
-    found by letting `base` step from zero parameters; an optimizer whose update depends on their
-    size (LAMB, Adafactor with relative steps) sees zero. `weight_decay` is decoupled whatever
-    `base` does with it, and outside of the normalisation. What decays is what the groups of `base`
-    say; those of `param_groups(model, lr, weight_decay=0.1, structure_aware=False)` leave out
-    biases, norms and what `no_weight_decay()` names.
+    `param_groups`, `state` and `state_dict` are those of `optimizer`. u is found by letting it step
+    from zero parameters; an optimizer whose update depends on their size (LAMB, Adafactor with
+    relative steps) sees zero. `weight_decay` is decoupled whatever `optimizer` does with it, and
+    outside of the normalisation. What decays is what its groups say; those of
+    `param_groups(model, lr, weight_decay=0.1, structure_aware=False)` leave out biases, norms and
+    what `no_weight_decay()` names.
 
     Args:
-        base: an optimizer of parameters of `model`; from now on step this one instead.
+        optimizer: of parameters of `model`; from now on step this one instead, `base` to it.
         model: the module that owns them.
         masses: glob over layer names -> step length relative to the others; a tuple: of a layer's
             cores, one each.
 
     Raises:
-        TypeError: `base` is no torch optimizer; or LBFGS, which makes several steps in one; or a
+        TypeError: `optimizer` is none of torch's; or LBFGS, which makes several steps in one; or a
             `Normed` or `Muon`, whose steps have norm lr already.
         ValueError: a parameter belongs to no module of `model`; a group of `param_groups` has an
             lr_mult, which the norm replaces.
@@ -93,15 +109,18 @@ class Normed(Wrapper):
     model: nn.Module
     masses: Masses | None
 
+    @_refuse_a_model
     @checked
-    def __init__(self, base: Optimizer, model: nn.Module, *, masses: Masses | None = None) -> None:
-        name = type(base).__name__
-        if isinstance(base, LBFGS):
-            raise TypeError(f"base={name} must be a torch optimizer that makes one step at a time")
-        if isinstance(base, Normed) or any("kind" in group for group in base.param_groups):
-            raise TypeError(f"base={name} makes steps of norm lr by itself: step it without Normed")
-        self.__setstate__({"base": base, "model": model, "masses": masses})
-        for group in base.param_groups:
+    def __init__(
+        self, optimizer: Optimizer, model: nn.Module, *, masses: Masses | None = None
+    ) -> None:
+        name = type(optimizer).__name__
+        if isinstance(optimizer, LBFGS):
+            raise TypeError(f"optimizer={name} must make one step at a time")
+        if isinstance(optimizer, Normed) or any("kind" in g for g in optimizer.param_groups):
+            raise TypeError(f"optimizer={name} makes steps of norm lr by itself: step it alone")
+        self.__setstate__({"base": optimizer, "model": model, "masses": masses})
+        for group in optimizer.param_groups:
             self._require_usable(group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -7,36 +7,50 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, SGD, Adam, Adamax, NAdam, Optimizer, RAdam, SparseAdam
 
-from .._structure.arguments import checked
+from .._structure.arguments import checked, require_choice
+from ..scaling import OPTIMIZERS
+from ._adamw import AdamW
 from ._groups import KEPT, divide_groups
+from ._muon import Muon
 from ._normed import Normed, Wrapper
+from ._rates import add_guard, remove_guard, require_kept, scale_rates, set_rates
+
+_ADAMS = (Adam, Adamax, NAdam, RAdam, SparseAdam)  # AdamW is an Adam
 
 
 @checked
-def keep_ratios(optimizer: Optimizer, model: nn.Module | None = None) -> Optimizer:
+def keep_ratios(
+    optimizer: Optimizer, model: nn.Module | None = None, *, rule: str | None = None
+) -> Optimizer:
     """An optimizer around `optimizer`, which keeps the ratios between the groups' rates.
+
+    `optim.AdamW`, `optim.Muon` and `optim.SOAP` keep them by themselves; this is for all others.
 
     Every group's "lr" is the dense model's rate, and `step` multiplies it by the group's `lr_mult`.
     A loop or a scheduler may set one rate for all groups, and what is logged is the dense rate.
-    Copies, files and `state_dict` keep the ratios. For `Muon` "lr" is the rate of the matrices.
+    Copies, files and `state_dict` keep the ratios. The given optimizer, without `keep_ratios`,
+    refuses such a state, which has one more group, without parameters.
 
     From now on step, save and hook what this returns (`optimizer` itself where it keeps its ratios
     already): the given one refuses to step. Call it before a scheduler is made, and before
     `load_state_dict`.
 
     Args:
-        optimizer: of the groups of `param_groups`, or a `Muon`, or any that a framework made.
+        optimizer: of the groups of `param_groups`, or one that a framework made.
         model: for an optimizer that a framework made: each of its groups is divided by the
             `lr_mult` that `param_groups(model, lr)` has for its parameters, and the options of the
-            group stay. The rule is SGD's where the name of the optimizer's class has "SGD" in it,
-            else Adam's. A group that has an `lr_mult` stays.
+            group stay. A group that has an `lr_mult` stays.
+        rule: the `optimizer=` of `param_groups` whose rule divides those groups; None: Adam's for
+            torch's family of Adam, SGD's for SGD, and of other classes by "Adam" or "SGD" in their
+            names. LAMB, Adafactor, Muon and others need it.
 
     Raises:
-        ValueError: groups have no `lr_mult`, and there is no `model`, it has other parameters, or
-            the optimizer has made a step; a scheduler or a hook of the step was made before; a rate
-            that is None. `load_state_dict` raises it for a state of before `keep_ratios`.
+        ValueError: groups have no `lr_mult`, and there is no `model`, it has other parameters, the
+            optimizer has made a step, or nobody says the rule; a scheduler or a hook of the step
+            was made before; a rate that is None. `load_state_dict` raises it for a state of before
+            `keep_ratios`.
         TypeError: `optimizer` is no torch optimizer, or a `Normed`, whose groups have one rate.
 
     >>> from structlin import BTT, convert, param_groups
@@ -45,8 +59,10 @@ def keep_ratios(optimizer: Optimizer, model: nn.Module | None = None) -> Optimiz
     >>> [(group["lr"], group["lr_mult"]) for group in optimizer.param_groups]
     [(0.001, 16.0), (0.001, 8.0), (0.001, 1.0)]
     """
-    if isinstance(optimizer, KeptRatios):
+    if isinstance(optimizer, KeptRatios | AdamW | Muon):
         return optimizer
+    if rule is not None:
+        require_choice("rule", rule, OPTIMIZERS)
     _require_usable(optimizer)
     if any("lr_mult" not in group for group in optimizer.param_groups):
         if model is None or optimizer.state:
@@ -55,7 +71,7 @@ def keep_ratios(optimizer: Optimizer, model: nn.Module | None = None) -> Optimiz
                 f"{why}: the groups of {type(optimizer).__name__} have no lr_mult; make it of "
                 "param_groups(model, lr), or call keep_ratios(optimizer, model) before a step"
             )
-        rule = "sgd" if "sgd" in type(optimizer).__name__.lower() else "adam"
+        rule = rule or _read_rule(optimizer)
         optimizer.param_groups[:] = divide_groups(optimizer.param_groups, model, rule)
     _take_ratios_out(optimizer.param_groups)
     # which some schedulers read
@@ -97,32 +113,28 @@ class KeptRatios(Wrapper):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises ValueError where the state was saved without `keep_ratios`."""
-        if not all(group.get(KEPT) for group in state_dict["param_groups"]):
-            raise ValueError(
-                "state_dict was saved without keep_ratios, its rates have the ratios in them: "
-                "load it into an optimizer without keep_ratios"
-            )
-        super().load_state_dict(state_dict)
+        require_kept(state_dict, "an optimizer without keep_ratios")
+        super().load_state_dict(remove_guard(state_dict))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with a last group without parameters."""
+        return add_guard(super().state_dict())
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """A step of `base`, with the dense rates put back after it."""
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()  # which may read the rates, and set them
-        rates = [group["lr"] for group in self.param_groups]
+        rates = scale_rates(self.param_groups)
         watched = not torch.compiler.is_compiling()
         try:
             if watched:
                 self._stepping = True
-            for group in self.param_groups:
-                if group["lr_mult"] != 1:
-                    group["lr"] = group["lr"] * group["lr_mult"]
             found = self.base.step(**options)
         finally:
             if watched:
                 self._stepping = False
-            for group, rate in zip(self.param_groups, rates, strict=True):
-                group["lr"] = rate
+            set_rates(self.param_groups, rates)
         return found if closure is None else loss
 
 
@@ -139,6 +151,26 @@ def _require_usable(optimizer: Optimizer) -> None:
             f"optimizer={name} has a scheduler or hooks of its step, which would see rates times "
             "lr_mult: call keep_ratios first, and make them of what it returns"
         )
+
+
+def _read_rule(optimizer: Optimizer) -> str:
+    """Adam's or SGD's, by the optimizer's class, or else by the name of its class."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, _ADAMS):
+        return "adam"
+    if isinstance(optimizer, SGD):
+        return "sgd"
+    # AdaMuon, MuonWithAuxAdam and SignSGD have other rules than their names' parts
+    if "Adam" in name and "muon" not in name.lower():
+        return "adam"
+    if "SGD" in name and "sign" not in name.lower():
+        return "sgd"
+    raise ValueError(
+        f"rule=None: nobody knows which rule {name} follows; there are {', '.join(OPTIMIZERS)}. "
+        "Pass the rule of the optimizer whose step has the same size, such as rule='sign' for "
+        "Lion. LAMB, Adafactor and Muon scale their steps by themselves: step without keep_ratios, "
+        "or by structlin.optim.AdamW(model), optim.Muon(model) or optim.SOAP(model)"
+    )
 
 
 def _take_ratios_out(groups: list[dict[str, Any]]) -> None:

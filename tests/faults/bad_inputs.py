@@ -39,7 +39,7 @@ from structlin import (
     modular,
     stability,
 )
-from structlin.optim import Depth, Muon, Normed, shard_placement_fn
+from structlin.optim import AdamW, Depth, Muon, Normed, shard_placement_fn
 
 PACKAGE = os.path.dirname(structlin.__file__) + os.sep
 
@@ -108,6 +108,7 @@ for meant in (
     _say("10**30", "size"),  # arithmetic of integers alone
     _say("tensor 1.0", "lr other_lr"),
     _say("True", "activated bias bottleneck_variance causal logits per_vector progress"),
+    _say("True", "amsgrad capturable foreach fused maximize scale_eps"),
     _say("True", "structure_aware training weight_norm zero_init"),
     _say("[]; {}; tensor (0,)", "exclude zero_init dim ends"),
     _say("{}", "base masses overrides setting split update gradients"),
@@ -273,6 +274,15 @@ CALLS: dict[str, Call] = {
         structlin.keep_ratios,
         lambda: {"optimizer": torch.optim.SGD(structlin.param_groups(converted(), 0.1))},
     ),
+    "optim.AdamW": (AdamW, lambda: {"model": converted(), "lr": 0.1}),
+    "optim.AdamW.add_param_group": (
+        of(lambda: AdamW(converted()), "add_param_group"),
+        lambda: {"param_group": {"params": []}},
+    ),
+    "optim.AdamW.load_state_dict": (
+        of(lambda: AdamW(converted()), "load_state_dict"),
+        lambda: {"state_dict": AdamW(converted()).state_dict()},
+    ),
     "optim.Muon": (Muon, lambda: {"params": converted()}),
     "optim.Muon.add_param_group": (
         of(lambda: Muon(converted()), "add_param_group"),
@@ -282,7 +292,7 @@ CALLS: dict[str, Call] = {
         of(lambda: Muon(converted()), "load_state_dict"),
         lambda: {"state_dict": Muon(converted()).state_dict()},
     ),
-    "optim.Normed": (Normed, lambda: {"model": (model := converted()), "base": sgd(model)}),
+    "optim.Normed": (Normed, lambda: {"model": (model := converted()), "optimizer": sgd(model)}),
     "optim.Depth": (Depth, lambda: {"base": 1, "alpha": 1.0}),
     "optim.Depth.multiplier": (
         of(lambda: Depth(base=1), "multiplier"),

@@ -91,6 +91,15 @@ def test_biases_norms_gains_and_vectors_are_not_decayed():
         assert value == (0.1 if is_matrix else 0.0), name
 
 
+def test_without_a_number_the_optimizers_own_decay_holds_for_matrices_and_for_nothing_else():
+    model = convert(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)), BTT())
+    groups = torch.optim.AdamW(param_groups(model, 1e-3), weight_decay=0.3).param_groups
+    for name, decay in flat(groups, "weight_decay").items():
+        assert decay == (0.3 if "cores" in name else 0.0), name
+    with pytest.raises(ValueError, match=r"weight_decay=None: 0\.cores\.0 decays by 0\.25 times"):
+        param_groups(model, 1e-3, weight_decay_scaling="constant")
+
+
 def test_what_a_subclass_adds_to_a_structured_layer_trains_too():
     class Scaled(StructuredLinear):
         def __init__(self, *widths):

@@ -190,14 +190,17 @@ def test_groups_may_have_options_of_their_own():
         model=model,
         dualize="all",
     )
-    assert [(g["kind"], g["lr"], g["momentum"]) for g in optimizer.param_groups] == [
-        ("matrix", 0.05, 0.95), ("embedding", 0.05, 0.95), ("other", 1e-3, 0.95),
-        ("matrix", 0.01, 0.5),
-    ]  # fmt: skip
+    found = [(g["kind"], g["lr"], g["lr_mult"], g["momentum"]) for g in optimizer.param_groups]
+    assert found == [
+        ("matrix", 0.05, 1, 0.95),
+        ("embedding", 0.05, 1, 0.95),
+        ("other", 0.05, 1e-3 / 0.05, 0.95),
+        ("matrix", 0.01, 1, 0.5),
+    ]
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     perplexed(model, 1, optimizer)
     scheduler.step()
-    assert [g["lr"] for g in optimizer.param_groups] == [0.025, 0.025, 5e-4, 0.005]
+    assert [g["lr"] for g in optimizer.param_groups] == [0.025, 0.025, 0.025, 0.005]
     named = Muon(model.lm_head.named_parameters(), model=model)
     assert [group["param_names"] for group in named.param_groups] == [["lm_head.weight"]]
 
@@ -233,7 +236,7 @@ def test_the_compiled_step_is_one_graph_and_makes_the_same_steps_at_every_rate()
         eager.step()
         rate.fill_(0.02 / (n + 2))
         for group in eager.param_groups:
-            group["lr"] = 0.02 / (n + 2) if group["kind"] != "other" else group["lr"]
+            group["lr"] = 0.02 / (n + 2)
         if n == 2:
             compiled = len(graphs)  # the first steps make the state
     for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):

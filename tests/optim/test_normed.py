@@ -178,8 +178,13 @@ def test_the_direction_is_the_bases_own():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda m: Normed(torch.optim.LBFGS(m.parameters()), m), TypeError, "base=LBFGS must be"),
-        (lambda m: Normed(m, m), TypeError, "base=Linear must be"),
+        (
+            lambda m: Normed(torch.optim.LBFGS(m.parameters()), m),
+            TypeError,
+            "optimizer=LBFGS must make one step",
+        ),
+        (lambda m: Normed(m, m), TypeError, "optimizer=Linear is a module: "),
+        (lambda m: Normed(m, lr=0.1), TypeError, "optimizer=Linear is a module: "),
         (lambda m: Normed(Normed(sgd(m), m), m), TypeError, "makes steps of norm lr by itself"),
         (lambda m: Normed(Muon(m), m), TypeError, "makes steps of norm lr by itself"),
         (

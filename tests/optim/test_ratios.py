@@ -1,8 +1,7 @@
-"""`keep_ratios`, and Muon's warning where a loop erases ratios, against rates set by hand."""
+"""Optimizers that keep the ratios between rates, and `keep_ratios`, against rates set by hand."""
 
 import copy
 import pickle
-import warnings
 from functools import partial
 
 import pytest
@@ -13,7 +12,7 @@ from torch.optim import optimizer as torchs
 
 from benchmarks.zoo import import_timm
 from structlin import BTT, convert, keep_ratios, param_groups
-from structlin.optim import Muon, Normed
+from structlin.optim import SOAP, AdamW, Muon, Normed
 
 LR = 0.03
 OPTIMIZERS = [
@@ -22,9 +21,11 @@ OPTIMIZERS = [
     partial(torch.optim.SGD, momentum=0.9),
     torch.optim.RMSprop,
     torch.optim.Adagrad,
+    AdamW,
     Muon,
+    SOAP,
 ]
-WARNING = r"structlin\.keep_ratios\(optimizer\)"
+NATIVE = [AdamW, Muon, SOAP]  # which need no keep_ratios
 
 
 def model_of() -> nn.Module:
@@ -33,9 +34,16 @@ def model_of() -> nn.Module:
 
 
 def make(kind, model, lr=LR):
-    if kind is Muon:
-        return Muon(model, lr, other_lr=lr / 7, weight_decay=0.1)
+    if kind in (Muon, SOAP):
+        return kind(model, lr, other_lr=lr / 7, weight_decay=0.1)
+    if kind is AdamW:
+        return AdamW(model, lr, weight_decay=0.1)
     return kind(param_groups(model, lr, weight_decay=0.1))
+
+
+def make_by_hand(kind, model):
+    """The twin whose rates a test sets itself: torch's AdamW for ours."""
+    return make(torch.optim.AdamW if kind is AdamW else kind, model)
 
 
 def fill_gradients(model, seed):
@@ -46,6 +54,11 @@ def fill_gradients(model, seed):
 
 def set_rates(optimizer, rate):
     """Those of a loop that knows the ratios."""
+    if isinstance(optimizer, Muon):  # as one that is made at this rate
+        fresh_groups = make(type(optimizer), optimizer.model, rate or 1.0).param_groups
+        for group, fresh in zip(optimizer.param_groups, fresh_groups, strict=True):
+            group.update(lr=rate, lr_mult=fresh["lr_mult"])
+        return
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_mult"]
 
@@ -61,7 +74,7 @@ def rate_at(step):
 
 
 def train_by_hand(kind, model, steps=6):
-    optimizer = make(kind, model)
+    optimizer = make_by_hand(kind, model)
     for step in range(steps):
         set_rates(optimizer, rate_at(step))
         step_all(step, (model, optimizer))
@@ -81,6 +94,11 @@ def assert_same(model, other):
         assert torch.equal(p, q), name
 
 
+def assert_close(model, other):
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
 # ---- the steps -----------------------------------------------------------------------------------
 
 
@@ -89,8 +107,8 @@ def test_a_loop_that_sets_one_rate_makes_the_steps_of_rates_that_are_scaled_by_h
     model, twin = model_of(), model_of()
     base = make(kind, model)
     optimizer = keep_ratios(base)
-    assert type(base) is type(make(kind, twin))
     assert "step" not in vars(base)
+    assert (optimizer is base) == (kind in NATIVE)
     assert keep_ratios(optimizer) is optimizer
     assert {group["lr"] for group in optimizer.param_groups} == {LR}
     train_kept(optimizer, model)
@@ -114,12 +132,12 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, Muon])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, *NATIVE])
 def test_every_scheduler_gives_all_groups_the_dense_models_rate(name, kind):
     import_timm()
     dense = torch.optim.AdamW(nn.Linear(2, 2).parameters(), LR)
     model, twin = model_of(), model_of()
-    kept, by_hand = keep_ratios(make(kind, model)), make(kind, twin)
+    kept, by_hand = keep_ratios(make(kind, model)), make_by_hand(kind, twin)
     schedules = RULES[name](dense), RULES[name](kept)
     for step in range(8):
         rate = dense.param_groups[0]["lr"]
@@ -132,25 +150,26 @@ def test_every_scheduler_gives_all_groups_the_dense_models_rate(name, kind):
         step_all(step, (model, kept), (twin, by_hand))
         for schedule in schedules:
             schedule.step(*[step] * (name == "timm"))
-    if not (kind is Muon and name == "OneCycleLR"):
-        assert_same(model, twin)  # OneCycleLR gives Muon's other parameters momentum of their own
+    if name != "OneCycleLR":  # which gives Muon's other parameters momentum of their own
+        assert_close(model, twin)
+    if not isinstance(kept, Muon):
+        assert_same(model, twin)
 
 
-def test_a_rate_that_is_a_tensor_stays_one_and_each_group_has_its_own():
-    model, twin = model_of(), model_of()
-    rate = torch.tensor(LR)
-    optimizer = keep_ratios(Muon(model, rate, other_lr=rate / 7, weight_decay=0.1))
-    by_hand, lrs = make(Muon, twin), [group["lr"] for group in optimizer.param_groups]
-    assert len({*map(id, lrs)}) == len(lrs)
+@pytest.mark.parametrize("kind", NATIVE)
+def test_a_rate_that_is_a_tensor_is_that_of_every_group_and_may_be_filled(kind):
+    model, twin, rate = model_of(), model_of(), torch.tensor(LR)
+    optimizer, by_hand = make(kind, model, rate), make_by_hand(kind, twin)
     for step in range(4):
-        for lr in lrs:
-            lr.fill_(rate_at(step))
+        rate.fill_(rate_at(step))
         set_rates(by_hand, rate_at(step))
         step_all(step, (model, optimizer), (twin, by_hand))
-        pairs = zip(optimizer.param_groups, lrs, strict=True)
-        assert all(group["lr"] is lr for group, lr in pairs)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
+        assert all(group["lr"] is rate for group in optimizer.param_groups)
+    assert_close(model, twin)
+
+
+def test_keep_ratios_gives_each_group_a_tensor_of_its_own():
+    model, rate = model_of(), torch.tensor(LR)
     optimizer = keep_ratios(torch.optim.AdamW(model[0].parameters(), rate), model)
     optimizer.add_param_group({"params": [model[2].bias]})
     plateau = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
@@ -158,6 +177,20 @@ def test_a_rate_that_is_a_tensor_stays_one_and_each_group_has_its_own():
     plateau.step(1.0)  # halves every tensor in place, once
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     assert rates == pytest.approx([LR / 2] * len(rates))
+
+
+@pytest.mark.parametrize("kind", [Muon, SOAP])
+def test_the_rate_of_everything_else_follows_the_matrices_rate_in_the_ratio_it_began_with(kind):
+    model, twin = model_of(), model_of()
+    optimizer = make(kind, model)
+    biases = torch.optim.AdamW([twin[0].bias, twin[2].bias], betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(4):
+        for group in (*optimizer.param_groups, *biases.param_groups):
+            group["lr"] = rate_at(step)
+        biases.param_groups[0]["lr"] /= 7
+        step_all(step, (model, optimizer), (twin, biases))
+    torch.testing.assert_close(model[0].bias, twin[0].bias)
+    torch.testing.assert_close(model[2].bias, twin[2].bias)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -229,20 +262,22 @@ def test_grad_scaler_steps(fused):
 
 def test_what_else_an_optimizer_has_is_the_wrapped_ones():
     model = model_of()
-    optimizer = keep_ratios(make(Muon, model))
-    assert optimizer.model is model
-    assert optimizer.state is optimizer.base.state
-    optimizer.nonfinite = "ignore"
-    assert optimizer.base.nonfinite == "ignore"
+    base = torch.optim.AdamW(param_groups(model, LR))
+    base.note = "theirs"
+    optimizer = keep_ratios(base)
+    assert optimizer.note == "theirs"
+    assert optimizer.state is base.state
+    optimizer.note = "set"
+    assert base.note == "set"
     with pytest.raises(AttributeError, match="no attribute '_step_supports_amp_scaling'"):
         _ = optimizer._step_supports_amp_scaling
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, where it compiles
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, Muon])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, AdamW, Muon])
 def test_the_compiled_step_keeps_the_ratios(kind):
     model, twin = model_of(), model_of()
-    by_hand = make(kind, twin)
+    by_hand = make_by_hand(kind, twin)
     if kind is Muon:
         optimizer = Muon(model, LR, other_lr=LR / 7, weight_decay=0.1, nonfinite="ignore")
     else:
@@ -252,7 +287,7 @@ def test_the_compiled_step_keeps_the_ratios(kind):
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     torch.compiler.reset()
-    whole = kind is Muon  # torch's own breaks its graph at `_use_grad`
+    whole = kind in NATIVE  # torch's own breaks its graph at `_use_grad`
     step = torch.compile(optimizer.step, fullgraph=whole, backend="eager")
     for n in range(4):
         for rate in rates:
@@ -269,7 +304,7 @@ def test_the_compiled_step_keeps_the_ratios(kind):
 # ---- copies and files ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, Muon])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, *NATIVE])
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "state"])
 def test_a_copy_keeps_the_ratios_and_goes_on_bit_for_bit(way, kind):
     model, twin = model_of(), model_of()
@@ -282,13 +317,38 @@ def test_a_copy_keeps_the_ratios_and_goes_on_bit_for_bit(way, kind):
         model, again = copy.deepcopy((model, optimizer))
     else:
         model, again = pickle.loads(pickle.dumps((model, optimizer)))
-    assert type(again.base) is kind
+    assert type(again) is type(optimizer)
+    assert type(getattr(again, "base", again) if kind not in NATIVE else again) is kind
     train_kept(again, model, range(3, 6))
-    plain = train_by_hand(kind, twin)
-    assert_same(model, twin)
+    train_by_hand(kind, twin)
+    assert_close(model, twin)
+    if not isinstance(again, Muon):
+        assert_same(model, twin)
+
+
+@pytest.mark.parametrize("kept", [AdamW, lambda m, lr: keep_ratios(make(torch.optim.AdamW, m, lr))])
+def test_a_state_goes_neither_to_nor_from_an_optimizer_that_does_not_keep_ratios(kept):
+    model, twin = model_of(), model_of()
+    optimizer, plain = kept(model, lr=LR), torch.optim.AdamW(param_groups(twin, LR))
+    step_all(0, (model, optimizer), (twin, plain))
+    rates = [group["lr"] for group in plain.param_groups]
     with pytest.raises(ValueError, match="was saved without keep_ratios"):
-        again.load_state_dict(plain.state_dict())
-    train_kept(again, model, range(3))
+        optimizer.load_state_dict(plain.state_dict())
+    with pytest.raises(ValueError, match="a different number of parameter groups"):
+        plain.load_state_dict(optimizer.state_dict())
+    assert [group["lr"] for group in plain.param_groups] == rates
+    assert {group["lr"] for group in optimizer.param_groups} == {LR}
+    for state in (AdamW(model, LR).state_dict(), keep_ratios(plain).state_dict()):
+        optimizer.load_state_dict(state)  # the two who keep them read each other's
+
+
+def test_muon_refuses_a_state_from_when_each_group_had_a_rate_of_its_own():
+    optimizer = make(Muon, model_of())
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        del group["keeps_ratios"]
+    with pytest.raises(ValueError, match=r"its rates have the ratios in them: .* Muon"):
+        optimizer.load_state_dict(state)
 
 
 def test_groups_that_are_added_later_have_the_dense_models_rate():
@@ -302,10 +362,28 @@ def test_groups_that_are_added_later_have_the_dense_models_rate():
     )
     mults = [group["lr_mult"] for group in param_groups(other[0], LR)]
     assert [group["lr_mult"] for group in optimizer.param_groups][-len(mults) - 1 :] == [*mults, 1]
-    muon = keep_ratios(Muon([model[0].cores[0]], LR, model=model, other_lr=LR / 7))
+    muon = Muon([model[0].cores[0]], LR, model=model, other_lr=LR / 7)
     muon.add_param_group({"params": [model[2].bias]})
     assert [group["lr_mult"] for group in muon.param_groups] == pytest.approx([1, 1 / 7])
-    assert [group["lr"] for group in muon.param_groups] == pytest.approx([LR, LR])
+    assert [group["lr"] for group in muon.param_groups] == [LR, LR]
+
+
+def test_muon_refuses_a_rate_of_zero_that_has_no_ratio_to_other_lr_and_takes_it_later():
+    model = model_of()
+    for lr in (0, torch.tensor(0.0)):
+        with pytest.raises(ValueError, match=r"lr=.*0.* must be positive: .*other_lr / lr"):
+            Muon(model, lr)
+    assert Muon(nn.Linear(8, 8, bias=False), 0).param_groups[0]["lr_mult"] == 1
+    optimizer = Muon(model, LR)
+    before = [p.detach().clone() for p in model.parameters()]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    step_all(0, (model, optimizer))
+    assert all(map(torch.equal, model.parameters(), before))
+    for group in optimizer.param_groups:
+        group["lr"] = LR
+    step_all(1, (model, optimizer))
+    assert not any(map(torch.equal, model.parameters(), before))
 
 
 # ---- optimizers that a framework made ------------------------------------------------------------
@@ -337,6 +415,47 @@ def test_groups_of_a_framework_are_divided_by_what_param_groups_has(kind, rule):
     for step in range(3):
         step_all(step, (model, optimizer), (twin, by_hand))
     assert_same(model, twin)
+
+
+def of_class(name, model):
+    """An optimizer that nobody has heard of, by the name of another library's."""
+
+    def step(self, closure=None):
+        pass
+
+    kind = type(name, (torch.optim.Optimizer,), {"step": step})
+    return kind(model.parameters(), {"lr": LR, "weight_decay": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("AdamW", "adam"),
+        ("AdamW8bit", "adam"),
+        ("PagedAdamW", "adam"),
+        ("NAdamW", "adam"),
+        ("SGDW", "sgd"),
+    ],
+)
+def test_the_rule_of_another_librarys_optimizer_is_read_from_its_name(name, rule):
+    model = model_of()
+    kept = keep_ratios(of_class(name, model), model)
+    by_rule = {group["lr_mult"] for group in param_groups(model, LR, optimizer=rule)}
+    assert {group["lr_mult"] for group in kept.param_groups} == by_rule
+
+
+@pytest.mark.parametrize(
+    "name", ["Lamb", "Adafactor", "Muon", "MuonWithAuxAdam", "AdaMuon", "SignSGD", "Lion"]
+)
+def test_an_optimizer_of_another_rule_is_refused_unless_the_rule_is_said(name):
+    model = model_of()
+    with pytest.raises(ValueError, match=f"rule=None: .* rule {name} follows; there are adam, "):
+        keep_ratios(of_class(name, model), model)
+    kept = keep_ratios(of_class(name, model), model, rule="sign")
+    by_rule = {group["lr_mult"] for group in param_groups(model, LR, optimizer="sign")}
+    assert {group["lr_mult"] for group in kept.param_groups} == by_rule
+    with pytest.raises(ValueError, match="rule='lion' is unknown; there are adam"):
+        keep_ratios(of_class(name, model), model, rule="lion")
 
 
 def changed(optimizer, change):
@@ -385,44 +504,6 @@ def adamw(model):
 def test_what_can_not_keep_ratios_is_refused_by_name(use, message):
     with pytest.raises((ValueError, TypeError), match=message):
         use(model_of())
-
-
-# ---- the warning ---------------------------------------------------------------------------------
-
-
-def test_muons_first_step_after_a_loop_has_set_one_rate_warns_once():
-    model = model_of()
-    optimizer = make(Muon, model)
-    step_all(0, (model, optimizer))
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0  # a warm-up from nothing
-    optimizer.step()
-    for group in optimizer.param_groups:
-        group["lr"] = torch.tensor(LR)
-    with pytest.warns(UserWarning, match=WARNING) as caught:
-        optimizer.step()
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
-    optimizer.step()
-
-
-@pytest.mark.parametrize(
-    "kept",
-    [
-        lambda m: keep_ratios(make(torch.optim.AdamW, m)),
-        lambda m: keep_ratios(make(Muon, m)),
-        lambda m: Muon(m, LR, other_lr=LR),
-    ],
-)
-def test_one_rate_where_there_is_nothing_to_lose_is_no_matter(kept):
-    model = model_of()
-    optimizer = kept(model)
-    for group in optimizer.param_groups:
-        group["lr"] = LR
-    fill_gradients(model, 0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])

@@ -80,6 +80,13 @@ def test_a_loop_of_ones_own_trains_with_a_scheduler_that_sets_rates():
     train(found.model, found.optimizer, found.scheduler.step, 9)
 
 
+def test_another_optimizer_trains_with_a_scheduler_that_sets_rates():
+    found = run("Another optimizer", model=small(), lr=LR)
+    assert {group["weight_decay"] for group in found.optimizer.param_groups} == {0.0, 1e-4}
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(found.optimizer, LR, total_steps=20)
+    train(found.model, found.optimizer, scheduler.step, 9)
+
+
 # with the interface of nanoGPT's files, for what the page's file does to them
 MODEL = """
 import torch
@@ -245,7 +252,7 @@ def test_fsdp2_trains_as_one_process(tmp_path):
     mp.start_processes(shard, (2, str(tmp_path)), nprocs=2, start_method="spawn")
     found = run("Your own loop", model=small(), lr=LR, steps=9)
     model = found.model
-    optimizer = torch.optim.AdamW(param_groups(model, LR))
+    optimizer = torch.optim.AdamW(param_groups(model, LR))  # whose own decay holds for matrices
     torch.manual_seed(1)
     x = torch.randn(64, 16)
     for _ in range(3):
