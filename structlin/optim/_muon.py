@@ -21,7 +21,7 @@ from .._structure.arguments import checked, fit, require_choice, require_keys, w
 from ..duality import Schedule, check_method, choose_polar
 from ._depth import Depth
 from ._roster import NONFINITE, SCALES, Masses, Roster, find_hidden, share_masses
-from ._sharding import local_gradient, local_part
+from ._sharding import local_part
 from ._stacks import Stack, stack_alike
 from ._transfer import Base, Transfer
 
@@ -197,21 +197,24 @@ class Muon(Optimizer):
         Raises:
             FloatingPointError: a gradient is not finite (with nonfinite="raise"), or a polar factor
                 has a norm that none can have (unless nonfinite="ignore"); nothing has changed.
-            RuntimeError: a parameter is no longer the model's, or on another device than its state.
+            RuntimeError: a parameter is no longer the model's, on another device than its state, or
+                on another device mesh than its gradient; every process raises it.
         """
         loss = torch.enable_grad()(closure)() if closure is not None else None
         if not torch.compiler.is_compiling():
             self._warn_of_one_rate()
             self._roster.require_current(self.param_groups)
+            self._roster.require_placed(p for group in self.param_groups for p in group["params"])
         stepping = [
             (group, stack)
             for n, group in enumerate(self.param_groups)
             for stack in map(Stack.with_gradients, self._stacks_of(n, group))
             if stack.members
         ]
-        params = [p for _, stack in stepping for p in stack.params]
         if self.nonfinite != "ignore":
-            self._roster.require_finite(params)
+            params = [p for _, stack in stepping for p in stack.params]
+            gradients = [gradient for _, stack in stepping for gradient in stack.gradients]
+            self._roster.require_finite(params, gradients)
         for _, stack in stepping:
             self._prepare(stack)
         moves: Iterable[_Move] = (
@@ -274,8 +277,8 @@ class Muon(Optimizer):
     def _read(self, stack: Stack) -> tuple[list[Tensor], list[Tensor]]:
         """The gradients and the momenta, in the momenta's dtype: what this process holds."""
         momenta = [local_part(self.state[p]["momentum_buffer"]) for p in stack.params]
-        gradients = [local_gradient(p) for p in stack.params]
-        return [g.to(b.dtype) for g, b in zip(gradients, momenta, strict=True)], momenta
+        pairs = zip(stack.gradients, momenta, strict=True)
+        return [g.to(b.dtype) for g, b in pairs], momenta
 
     def _directions(self, group: dict[str, Any], stack: Stack) -> list[Tensor]:
         """The steps of a stack, without their lengths; none of AdamW. Nothing moves."""
@@ -339,7 +342,7 @@ class Muon(Optimizer):
         real = all(p.is_cpu and p.is_floating_point() for p in local)  # no complex numbers
         fused = real and not torch.compiler.is_compiling()
         adamw(
-            local, [local_gradient(p) for p in stack.params], averages, squares, [], steps,
+            local, list(stack.gradients), averages, squares, [], steps,
             lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
             weight_decay=group["weight_decay"], amsgrad=False, maximize=False, fused=fused,
         )  # fmt: skip

@@ -12,7 +12,7 @@ from .._model.kinds import PROTECTED, role_of
 from .._model.linears import find_declared_heads
 from .._model.parameters import ParameterInfo, Weight, parameters_of
 from .._model.select import suggest_names
-from ._sharding import local_gradient
+from ._sharding import find_misplaced
 
 Masses = Mapping[str, float | tuple[float, ...]]
 SCALES = ("rms", "original", "match_rms_adamw")
@@ -53,11 +53,19 @@ class Roster:
                 "(or sharded) after this optimizer was made: convert first, then make the optimizer"
             )
 
-    def require_finite(self, params: list[Tensor]) -> None:
-        """Raises FloatingPointError if a gradient of `params` is not finite."""
+    def require_placed(self, params: Iterable[Tensor]) -> None:
+        """Raises RuntimeError, on every process, if a gradient is placed so that a process cannot
+        have its part of it."""
+        for parameter in params:
+            reason = find_misplaced(parameter)
+            if reason:
+                name = self.names[parameter]
+                raise RuntimeError(f"{name} {reason}; nothing was changed")
+
+    def require_finite(self, params: list[Tensor], gradients: list[Tensor]) -> None:
+        """Raises FloatingPointError if one of `gradients`, those of `params`, is not finite."""
         if not params:
             return
-        gradients = [local_gradient(p) for p in params]
         norms = torch._foreach_norm(gradients)
         # One number for all, and one wait for the device. A norm may overflow where no entry does.
         total = torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms]).sum()
