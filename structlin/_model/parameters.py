@@ -16,7 +16,6 @@ from .._layer.linear import StructuredLinear
 from .kinds import is_conv1d
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _BatchNorm)
-_VECTORS = ("bias", "bias_k", "bias_v")  # whatever their shape: MultiheadAttention's are 3-D
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,8 @@ def parameters_of(model: nn.Module) -> Iterator[ParameterInfo]:
             weight = weights.get(own, Weight())
             name = join(layer, stored)
             dense_name = join(layer, "weight" if weight.core is not None else own)
-            is_vector = parameter.ndim < 2 or is_norm or own in _VECTORS
+            # a bias of any shape: one per expert is 2-D, MultiheadAttention's bias_k is 3-D
+            is_vector = parameter.ndim < 2 or is_norm or "bias" in own.split("_")
             decays = weight.kind in ("matrix", "embedding") or not is_vector
             decays = decays and undecayed.isdisjoint((name, dense_name))
             yield ParameterInfo(parameter, name, dense_name, layer, module, weight, decays)

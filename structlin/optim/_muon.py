@@ -7,6 +7,7 @@ for masses.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from functools import partial
 from math import sqrt
 from typing import Any
@@ -16,20 +17,33 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from .._convert.summary import Table, hide_numbers
 from .._model.parameters import Weight, parameters_of
-from .._structure.arguments import checked, fit, require_choice, require_keys
+from .._structure.arguments import checked, fit, require_choice, require_keys, show, warn
 from ..duality import Schedule, check_method, choose_polar
 from ._depth import Depth
 from ._groups import KEPT
-from ._rates import require_kept
-from ._roster import NONFINITE, SCALES, Masses, Roster, find_hidden, share_masses
-from ._sharding import local_gradient, local_part
+from ._rates import list_parameters, require_kept, require_names
+from ._roster import (
+    NONFINITE,
+    SCALES,
+    Masses,
+    Roster,
+    find_hidden,
+    find_misnamed,
+    share_masses,
+)
+from ._sharding import local_part
 from ._stacks import Stack, stack_alike
 from ._transfer import Base, Transfer
 
 LARGEST_VALUE = 1.5  # root mean square of the singular values of a polar factor, which are near 1
 _KINDS = ("matrix", "embedding", "other")  # the groups of a Muon: what a parameter is
 _OTHER = 2  # AdamW's
+LEAST_SHARE = 1 / 8  # of the hidden matrices, from which on it matters that AdamW steps them
+_FRACTIONS = ("momentum", "shampoo_beta")  # options that are at least 0 and below 1, beside betas
+# what a group may have beside options: what others write there for themselves, as schedulers do
+_NOTES = {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "lr_scale"}
 _Kind = tuple[int, bool, float, float, float]  # in _KINDS, idle, factors of rate, decay and eps
 _Move = tuple[dict[str, Any], Stack, list[Tensor]]  # a group, a stack of it, its directions
 
@@ -44,8 +58,14 @@ class Muon(Optimizer):
       nn.MultiheadAttention (q, k and v apart):
       W <- W - lr * mass * sqrt(fan_out / fan_in) * polar(momentum), a step of norm lr * mass in the
       RMS->RMS operator norm. A layer's mass is split over its cores;
-    - everything else (embeddings, heads, routers, biases, norms, gains): AdamW at the rates of
-      `param_groups(model, other_lr, base=base, depth=depth, masses=masses)`.
+    - everything else (embeddings, heads, routers, biases, norms, gains, complex weights): AdamW at
+      the rates of `param_groups(model, other_lr, base=base, depth=depth, masses=masses)`. AdamW
+      also steps what no linear layer or convolution holds: experts that are one 3-D parameter, as
+      transformers' Mixtral has them, and the weights of nn.LSTM, nn.GRU and nn.RNN.
+
+    `print(optimizer)` shows what steps how. Parameters that are frozen when the optimizer is made
+    train once `requires_grad` is set. A warning lists wide layers, if they are a good part of the
+    model, that get AdamW by their name though other layers take in what they give out.
 
     With `dualize="all"` heads and routers step as hidden matrices, and each vector of an
     nn.Embedding by RMS lr * mass, or not at all where it has no gradient, as in MD.
@@ -80,22 +100,29 @@ class Muon(Optimizer):
         base: as of `param_groups` with weight_decay_scaling="constant"; AdamW's eps follows the
             width. The rate of hidden matrices does not depend on it.
         depth: of a residual network, relative to that where `lr` was tuned, see `Depth`.
-        other_lr: of everything else, where the matrices have the rate `lr`. Its betas are (0.9,
-            0.95), its eps is 1e-8.
+        other_lr: of everything else, where the matrices have the rate `lr`.
+        betas, eps: AdamW's.
         nonfinite: gradients with inf or NaN: "raise" (before anything has changed) or "ignore" (no
             check, and no wait for the device). "raise" also checks the norm of every polar factor,
             and holds all of them for it. Each process checks its own part of sharded parameters.
 
     Raises:
         TypeError: `masses` is no mapping, a number none, `dtype` no torch.dtype.
-        ValueError: an option out of range; a parameter that no module of the model owns, is in two
-            groups or on meta; what `param_groups` raises of `base` and `depth`.
+        ValueError: an option out of range, also in a group; a name in a group that is no option; a
+            parameter that no module of the model owns, is in two groups or on meta; what
+            `param_groups` raises of `base` and `depth`.
 
     >>> from structlin import BTT, convert
     >>> model = convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), BTT())
     >>> optimizer = Muon(model, lr=0.02, other_lr=1e-3)
     >>> [(group["kind"], group["lr"], group["lr_mult"]) for group in optimizer.param_groups]
     [('matrix', 0.02, 1.0), ('other', 0.02, 0.05)]
+    >>> print(optimizer)
+    Muon
+    kind     layer                               x   params   step              lr
+    ──────────────────────────────────────────────────────────────────────────────
+    matrix   *                                   2    2,048   polar factor    0.02
+    other    (biases, norms and other vectors)   2      128   AdamW          0.001
     """
 
     @checked
@@ -115,8 +142,29 @@ class Muon(Optimizer):
         base: Base = None,
         depth: Depth | None = None,
         other_lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
         nonfinite: str = "raise",
     ) -> None:
+        defaults = {
+            "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "method": method,
+            "dtype": dtype, "adjust_lr_fn": adjust_lr_fn,
+            "other_lr": other_lr, "betas": betas, "eps": eps,
+        }  # fmt: skip
+        self._start(params, model, defaults, dualize, masses, base, depth, nonfinite)
+
+    def _start(
+        self,
+        params: nn.Module | Iterable[Any],
+        model: nn.Module | None,
+        defaults: dict[str, Any],
+        dualize: str,
+        masses: Masses | None,
+        base: Base,
+        depth: Depth | None,
+        nonfinite: str,
+    ) -> None:
+        """What `__init__` does; `defaults` are the options that a group may have of its own."""
         require_choice("nonfinite", nonfinite, NONFINITE)
         require_choice("dualize", dualize, ("hidden", "all"))
         if model is None:
@@ -131,13 +179,62 @@ class Muon(Optimizer):
         self._roster = Roster(model, masses)
         self._read_model()
         if isinstance(params, nn.Module):
-            params = [parameter for parameter in params.parameters() if parameter.requires_grad]
-        defaults = {
-            "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "method": method,
-            "dtype": dtype, "adjust_lr_fn": adjust_lr_fn,
-            "other_lr": other_lr, "betas": (0.9, 0.95), "eps": 1e-8,
-        }  # fmt: skip
+            params = list(params.parameters())  # also frozen ones, which may train later
         super().__init__(params, defaults)
+        if dualize == "hidden":
+            self._warn_of_names()
+
+    def __repr__(self) -> str:
+        """A table of what steps how: equal layers in one row, all vectors of a rate in one."""
+        layers: dict[tuple[str, str, str, str], set[str]] = defaultdict(set)
+        numbers: dict[tuple[str, str, str, str], int] = defaultdict(int)
+        for group in self.param_groups:
+            rate = group["lr"] * group["lr_mult"] if group.get(KEPT) else group["lr"]
+            for p in group["params"]:
+                name = "(biases, norms and other vectors)"
+                if self._roster.weights[p].kind in ("matrix", "embedding"):
+                    name = self._roster.layers[p] or type(self.model).__name__
+                elif p.ndim > 1:
+                    name = self._roster.names[p]
+                step = self._describe_step(group, p) + (", frozen" if not p.requires_grad else "")
+                key = (group["kind"], hide_numbers(name), step, f"{float(rate):.4g}")
+                layers[key].add(self._roster.layers[p])
+                numbers[key] += p.numel()
+        table = Table("kind", "layer", "x", "params", "step", "lr")
+        for key, names in layers.items():
+            kind, pattern, step, lr = key
+            table.row(kind, pattern, f"{len(names)}", f"{numbers[key]:,}", step, lr)
+        return f"{type(self).__name__}\n{table}"
+
+    def _describe_step(self, group: dict[str, Any], p: Tensor) -> str:
+        steps = {"matrix": "polar factor", "embedding": "unit RMS", "other": "AdamW"}
+        return steps[group["kind"]]
+
+    def _warn_of_names(self) -> None:
+        """Warn where a good part of the hidden matrices gets AdamW for a name's sake. A small part
+        is an output head or an input of several layers, which AdamW is for."""
+        misnamed = set(find_misnamed(self.model))
+        hidden = 0
+        by_name: dict[str, int] = defaultdict(int)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if not p.requires_grad or self._roster.weights[p].kind != "matrix":
+                    continue
+                if group["kind"] == "matrix":
+                    hidden += p.numel()
+                elif self._roster.layers[p] in misnamed:
+                    by_name[hide_numbers(self._roster.layers[p])] += p.numel()
+        numbers = sum(by_name.values())
+        if not numbers or numbers < LEAST_SHARE * (numbers + hidden):
+            return
+        names = [*by_name]
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        warn(
+            f"{type(self).__name__} steps {', '.join(names[:5])}{more} by AdamW, because of names "
+            "that heads, embeddings and routers have. If they are hidden layers, give them other "
+            'names, or pass dualize="all", with which heads and routers step as hidden matrices; '
+            "print(optimizer) shows what steps how"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("model", "masses", "dualize", "base", "depth", "nonfinite")
@@ -159,7 +256,8 @@ class Muon(Optimizer):
         hidden, equal = find_hidden(self.model, infos), share_masses(infos, {})
         for info in infos:
             p, by, kind = info.parameter, transfer.of(info), info.weight.kind
-            if p in hidden or (self.dualize == "all" and kind in ("matrix", "embedding")):
+            dualized = p in hidden or (self.dualize == "all" and kind in ("matrix", "embedding"))
+            if dualized and not p.is_complex():
                 decay = by.lr * by.decay if info.decays else 0.0
                 self._kinds[p] = _KINDS.index(kind), not info.decays, 1.0, decay, 1.0
                 self._roster.shares[p] *= by.depth
@@ -172,18 +270,18 @@ class Muon(Optimizer):
         """Add `params` (also a module), as one group for each kind of parameter, and for those of a
         kind that do not decay."""
         require_keys("param_group", param_group, "params")
-        group = {**self.defaults, **param_group}
-        _check(group)
-        if "lr_mult" in group:
+        if "lr_mult" in param_group:
             raise ValueError("a group has the rates of another optimizer: pass Muon the model")
-        params = _list_parameters(group["params"])
+        group = {**self.defaults, **param_group}
+        group.update(self._check_options(group))
+        params = list_parameters(group["params"])
         if any(parameter not in self._kinds for parameter in params):  # the model has grown
             self._roster.read()
             self._read_model()
         self._roster.require_owned(params)
         alike: dict[_Kind, list[Tensor]] = defaultdict(list)
         for p in params:
-            if p.is_meta:
+            if p.is_meta and p.requires_grad:
                 name = self._roster.names[p]
                 raise ValueError(f"{name} is on meta: materialise the model first (to_empty)")
             alike[self._kinds[p]].append(p)
@@ -212,20 +310,23 @@ class Muon(Optimizer):
         Raises:
             FloatingPointError: a gradient is not finite (with nonfinite="raise"), or a polar factor
                 has a norm that none can have (unless nonfinite="ignore"); nothing has changed.
-            RuntimeError: a parameter is no longer the model's, or on another device than its state.
+            RuntimeError: a parameter is no longer the model's, on another device than its state, or
+                on another device mesh than its gradient; every process raises it.
         """
         loss = torch.enable_grad()(closure)() if closure is not None else None
         if not torch.compiler.is_compiling():
             self._roster.require_current(self.param_groups)
+            self._roster.require_placed(p for group in self.param_groups for p in group["params"])
         stepping = [
             (group, stack)
             for n, group in enumerate(self.param_groups)
             for stack in map(Stack.with_gradients, self._stacks_of(n, group))
             if stack.members
         ]
-        params = [p for _, stack in stepping for p in stack.params]
         if self.nonfinite != "ignore":
-            self._roster.require_finite(params)
+            params = [p for _, stack in stepping for p in stack.params]
+            gradients = [gradient for _, stack in stepping for gradient in stack.gradients]
+            self._roster.require_finite(params, gradients)
         for _, stack in stepping:
             self._prepare(stack)
         moves: Iterable[_Move] = (
@@ -255,6 +356,31 @@ class Muon(Optimizer):
         dual = choose if group["kind"] != "other" else None
         return stack_alike(group["params"], self._roster.weights, lengths, dual)
 
+    def _check_options(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The options of a group, checked against the signatures of this class and its bases."""
+        options: dict[str, Any] = {}
+        for kind in type(self).__mro__:
+            if "__init__" in vars(kind) and issubclass(kind, Muon):
+                options |= fit(kind.__init__, {k: group[k] for k in self.defaults if k in group})
+        for name in sorted(group.keys() - self.defaults.keys() - _NOTES):
+            close = get_close_matches(name, self.defaults, 1)
+            hint = f"{close[0]!r}" if close else f"{', '.join(self.defaults)}"
+            raise ValueError(
+                f"{name}={show(group[name])} is no option that a group of {type(self).__name__} "
+                f"can have: take {hint}, or leave it out"
+            )
+        fractions = {name: options[name] for name in _FRACTIONS if name in options}
+        for n, beta in enumerate(options.get("betas", ())):
+            fractions[f"betas[{n}]"] = beta
+        for name, value in fractions.items():
+            if not 0 <= value < 1:
+                raise ValueError(f"{name}={value!r} must be at least 0 and below 1")
+        if options.get("method") is not None:
+            check_method(options["method"])
+        if "adjust_lr_fn" in options:
+            require_choice("adjust_lr_fn", options["adjust_lr_fn"], SCALES)
+        return options
+
     def _prepare(self, stack: Stack) -> None:
         """State of parameters that step for the first time; nothing moves yet."""
         for p in stack.params:
@@ -270,12 +396,17 @@ class Muon(Optimizer):
                     f"{self._roster.names[p]} is on {p.device} and its state on {held.device}: "
                     "load this optimizer's state_dict() into it to move that too"
                 )
+            if stack.polar is None and held.dtype != p.dtype:
+                raise RuntimeError(
+                    f"{self._roster.names[p]} is {p.dtype} and its state {held.dtype}: "
+                    "load this optimizer's state_dict() into it to convert that too"
+                )
 
     def _read(self, stack: Stack) -> tuple[list[Tensor], list[Tensor]]:
         """The gradients and the momenta, in the momenta's dtype: what this process holds."""
         momenta = [local_part(self.state[p]["momentum_buffer"]) for p in stack.params]
-        gradients = [local_gradient(p) for p in stack.params]
-        return [g.to(b.dtype) for g, b in zip(gradients, momenta, strict=True)], momenta
+        pairs = zip(stack.gradients, momenta, strict=True)
+        return [g.to(b.dtype) for g, b in pairs], momenta
 
     def _directions(self, group: dict[str, Any], stack: Stack) -> list[Tensor]:
         """The steps of a stack, without their lengths; none of AdamW. Nothing moves."""
@@ -287,7 +418,7 @@ class Muon(Optimizer):
         return stack.dualize(updates)
 
     def _require_possible(self, moves: list[_Move]) -> None:
-        """Raises FloatingPointError where a direction has a norm that none has."""
+        """Raises FloatingPointError where a direction has a norm that none can have."""
         found = [
             (member, direction, group["method"])
             for group, stack, directions in moves
@@ -304,13 +435,20 @@ class Muon(Optimizer):
             if not norm <= largest:
                 raise FloatingPointError(
                     f"the direction of {self._roster.names[p]} has norm {norm:.3g} by "
-                    f"method={method!r}, and none has more than {largest:.3g}; nothing was "
-                    "changed. Take method='svd' or dtype=torch.float32"
+                    f"{self._describe_direction(p, method)}"
                 )
 
     def _find_largest(self, p: Tensor, weight: Weight) -> float:
-        """A norm that no direction has: the root of the rank, with some slack."""
+        """The largest norm that a direction can have: the root of the rank, with some slack."""
         return LARGEST_VALUE * sqrt(p.numel() / max(weight.fan_out, weight.fan_in, 1))
+
+    def _describe_direction(self, p: Tensor, method: object) -> str:
+        """The end of the error of a direction that is too large."""
+        largest = self._find_largest(p, self._roster.weights[p])
+        return (
+            f"method={method!r}, and none has more than {largest:.3g}; nothing was changed. "
+            "Take method='svd' or dtype=torch.float32"
+        )
 
     def _move(self, group: dict[str, Any], stack: Stack, directions: list[Tensor]) -> None:
         """One step of a stack; all arithmetic is on what this process holds."""
@@ -340,7 +478,7 @@ class Muon(Optimizer):
         real = all(p.is_cpu and p.is_floating_point() for p in local)  # no complex numbers
         fused = real and not torch.compiler.is_compiling()
         adamw(
-            local, [local_gradient(p) for p in stack.params], averages, squares, [], steps,
+            local, list(stack.gradients), averages, squares, [], steps,
             lr=group["lr"] * group["lr_mult"], beta1=beta1, beta2=beta2, eps=group["eps"],
             weight_decay=group["weight_decay"], amsgrad=False, maximize=False, fused=fused,
         )  # fmt: skip
@@ -352,19 +490,13 @@ class Muon(Optimizer):
             ValueError: the state is of another model. Nothing has changed.
         """
         require_kept(state_dict, f"{type(self).__name__} of structlin 0.2")
-        saved = [
-            name for group in state_dict["param_groups"] for name in group.get("param_names", [])
-        ]
-        own = [name for group in self.param_groups for name in group["param_names"]]
-        if saved != own:
-            missing, unknown = sorted(set(own) - set(saved)), sorted(set(saved) - set(own))
-            difference = f"it lacks {missing[:5]} and has {unknown[:5]} besides"
-            if set(own) == set(saved):
-                difference = "its parameters are in another order or in other groups"
-            raise ValueError(f"state_dict is of another model: {difference}")
+        require_names(self.param_groups, state_dict["param_groups"])
+        for group in state_dict["param_groups"]:
+            self._check_options({key: group[key] for key in self.defaults if key in group})
         params = [p for group in self.param_groups for p in group["params"]]
         ids = [n for group in state_dict["param_groups"] for n in group["params"]]
-        for p, name, n in zip(params, own, ids, strict=True):
+        for p, n in zip(params, ids, strict=True):
+            name = self._roster.names[p]
             for key, value in state_dict["state"].get(n, {}).items():
                 if key in ("momentum_buffer", "exp_avg") and value.shape != p.shape:
                     found, shape = tuple(value.shape), tuple(p.shape)
@@ -381,25 +513,3 @@ def _descend(params: list[Tensor], steps: list[Tensor], lr: float | Tensor, leng
         )
     else:
         torch._foreach_add_(params, steps, alpha=-lr * length)
-
-
-def _check(group: dict[str, Any]) -> None:
-    options = {name: value for name, value in group.items() if name != "params"}
-    group.update(fit(Muon.__init__, options))
-    if not 0 <= group["momentum"] < 1:
-        raise ValueError(f"momentum={group['momentum']!r} must be at least 0 and below 1")
-    if group["method"] is not None:
-        check_method(group["method"])
-    require_choice("adjust_lr_fn", group["adjust_lr_fn"], SCALES)
-
-
-def _list_parameters(params: Any) -> list[Tensor]:
-    """What a group has as `params`: also a module, one parameter, or pairs of names and them."""
-    if isinstance(params, set):
-        raise TypeError("params is a set, whose order changes from run to run: pass a list")
-    params = params.parameters() if isinstance(params, nn.Module) else params
-    entries = [params] if isinstance(params, Tensor) else params
-    found = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
-    if not all(isinstance(parameter, Tensor) for parameter in found):
-        raise TypeError("params must be parameters, (name, parameter) pairs, or dicts with them")
-    return found

@@ -16,7 +16,7 @@ from .._model.parameters import Weight
 from .._structure.arguments import checked, require_keys
 from ..duality import promote, spectral_bound
 from ._roster import Masses, Roster
-from ._sharding import gather_whole, local_part
+from ._sharding import gather_whole, local_gradient, local_part
 from ._stacks import map_stacked, to_matrices
 
 
@@ -142,7 +142,8 @@ class Normed(Wrapper):
 
         Raises:
             FloatingPointError: a gradient is not finite; nothing has changed.
-            RuntimeError: a parameter is no longer the model's.
+            RuntimeError: a parameter is no longer the model's, or its gradient is on another device
+                mesh.
         """
         loss = torch.enable_grad()(closure)() if closure is not None else None
         self._roster.require_current(self.param_groups)
@@ -150,7 +151,8 @@ class Normed(Wrapper):
         params = [p for members in used for p in members]
         if not params:
             return loss
-        self._roster.require_finite(params)
+        self._roster.require_placed(params)
+        self._roster.require_finite(params, [local_gradient(p) for p in params])
         updates = dict(zip(params, self._updates(params), strict=True))
         norms = dict(zip(params, self._norms(params, list(updates.values())), strict=True))
         for group, members in zip(self.param_groups, used, strict=True):

@@ -1,6 +1,7 @@
 """The roster of a model: what its parameters are, their masses, whether they may step."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import inf, sqrt
 
@@ -8,15 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from .._layer.linear import StructuredLinear
-from .._model.kinds import PROTECTED, role_of
+from .._model.kinds import PROTECTED, role_of, widths
 from .._model.linears import find_declared_heads
-from .._model.parameters import ParameterInfo, Weight, parameters_of
+from .._model.parameters import ParameterInfo, Weight, named_modules, parameters_of
 from .._model.select import suggest_names
-from ._sharding import local_gradient
+from ._sharding import find_misplaced
 
 Masses = Mapping[str, float | tuple[float, ...]]
 SCALES = ("rms", "original", "match_rms_adamw")
 NONFINITE = ("raise", "ignore")
+WIDE = 8  # features from which on a side is no count of classes or experts
 
 
 class Roster:
@@ -24,7 +26,9 @@ class Roster:
 
     def __init__(self, model: nn.Module, masses: Masses | None) -> None:
         self.model, self.masses = model, masses
-        self.names = dict[Tensor, str]()  # also of parameters that the model has lost since
+        # also of parameters that the model has lost since
+        self.names = dict[Tensor, str]()
+        self.layers = dict[Tensor, str]()
         self.read()
 
     def read(self) -> None:
@@ -33,6 +37,7 @@ class Roster:
         self.shares = share_masses(infos, self.masses or {})
         self.weights: dict[Tensor, Weight] = {info.parameter: info.weight for info in infos}
         self.names.update((info.parameter, info.name) for info in infos)
+        self.layers.update((info.parameter, info.layer) for info in infos)
 
     def require_owned(self, params: Iterable[Tensor]) -> None:
         """Raises ValueError if one of `params` belongs to no module of the model."""
@@ -53,11 +58,19 @@ class Roster:
                 "(or sharded) after this optimizer was made: convert first, then make the optimizer"
             )
 
-    def require_finite(self, params: list[Tensor]) -> None:
-        """Raises FloatingPointError if a gradient of `params` is not finite."""
+    def require_placed(self, params: Iterable[Tensor]) -> None:
+        """Raises RuntimeError, on every process, if a gradient is placed so that a process cannot
+        have its part of it."""
+        for parameter in params:
+            reason = find_misplaced(parameter)
+            if reason:
+                name = self.names[parameter]
+                raise RuntimeError(f"{name} {reason}; nothing was changed")
+
+    def require_finite(self, params: list[Tensor], gradients: list[Tensor]) -> None:
+        """Raises FloatingPointError if one of `gradients`, those of `params`, is not finite."""
         if not params:
             return
-        gradients = [local_gradient(p) for p in params]
         norms = torch._foreach_norm(gradients)
         # One number for all, and one wait for the device. A norm may overflow where no entry does.
         total = torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms]).sum()
@@ -109,6 +122,78 @@ def find_hidden(model: nn.Module, infos: Iterable[ParameterInfo]) -> set[Tensor]
         and role_of(info.layer) not in PROTECTED
         and info.owner not in heads
     }
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """A linear layer of a model."""
+
+    name: str
+    in_features: int
+    out_features: int
+    is_declared_head: bool
+
+    @property
+    def parent(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def named_part(self) -> str:
+        """The outermost module whose name makes this layer a head, an embedding or a router."""
+        parts = self.name.split(".")
+        prefixes = (".".join(parts[: n + 1]) for n in range(len(parts)))
+        return next((prefix for prefix in prefixes if role_of(prefix) in PROTECTED), "")
+
+
+def find_misnamed(model: nn.Module) -> list[str]:
+    """The linear layers whose name alone keeps them from the hidden matrices, though their place in
+    the model is a hidden layer's: both sides are wide, and
+
+    - the name of a head, but a later layer takes in as many features as this one gives out;
+    - the name of a router, but it is the gate of a gated unit: under the same module stand a layer
+      of the same widths and one that takes in as many features as it gives out;
+    - a name below that of an embedding, which holds at least half of all linear layers' weights.
+
+    What the model declares to be its head is one, with all that stands beside it there.
+    """
+    heads = find_declared_heads(model)
+    layers = []
+    for name, module in named_modules(model):
+        sizes = widths(module)
+        if sizes is not None:
+            layers.append(_Linear(name, *sizes, module in heads))
+    declared = {layer.named_part for layer in layers if layer.is_declared_head}
+    evidence = {"head": _feeds_a_later_one, "router": _gates, "embedding": _is_in_a_whole_model}
+    misnamed = []
+    for layer in layers:
+        role = role_of(layer.name)
+        is_wide = min(layer.in_features, layer.out_features) >= WIDE
+        is_candidate = is_wide and role in PROTECTED and layer.named_part not in declared
+        if is_candidate and evidence[role](layer, layers):
+            misnamed.append(layer.name)
+    return misnamed
+
+
+def _feeds_a_later_one(layer: _Linear, layers: list[_Linear]) -> bool:
+    later = layers[layers.index(layer) + 1 :]
+    return any(other.in_features == layer.out_features for other in later)
+
+
+def _gates(layer: _Linear, layers: list[_Linear]) -> bool:
+    siblings = [other for other in layers if other.parent == layer.parent and other != layer]
+    sizes = [(other.in_features, other.out_features) for other in siblings]
+    takes_in = any(other.in_features == layer.out_features for other in siblings)
+    return takes_in and (layer.in_features, layer.out_features) in sizes
+
+
+def _is_in_a_whole_model(layer: _Linear, layers: list[_Linear]) -> bool:
+    if role_of(layer.name.rpartition(".")[2]) == "embedding":
+        return False
+    inside = [other for other in layers if other.name.startswith(f"{layer.named_part}.")]
+    numbers, all_numbers = (
+        sum(other.in_features * other.out_features for other in group) for group in (inside, layers)
+    )
+    return 2 * numbers >= all_numbers
 
 
 def _share(info: ParameterInfo, mass: float | tuple[float, ...]) -> tuple[float, ...]:

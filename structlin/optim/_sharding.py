@@ -22,10 +22,56 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
-    """What this process holds of the gradient, dense."""
+    """The gradient of the part of a parameter that this process holds, dense.
+
+    Under tensor parallelism a gradient may be placed otherwise than its parameter: that of a
+    replicated parameter is `Partial`, a sum over processes that is still to be made. Processes wait
+    for one another here.
+    """
     gradient = parameter.grad
     assert gradient is not None
-    return gradient.to_dense() if gradient.is_sparse else local_part(gradient)
+    if gradient.is_sparse:
+        return gradient.to_dense()
+    layout = _layout(parameter)
+    if layout is not None and _layout(gradient) != layout:
+        _, placements = layout
+        gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
+    return local_part(gradient)
+
+
+def find_misplaced(parameter: Tensor) -> str:
+    """Why no process can read its part of the gradient, as the end of a sentence; empty if each
+    can. Every process finds the same, and none waits for another."""
+    gradient = parameter.grad
+    if gradient is None:
+        return ""
+    layout = _layout(parameter)
+    gradient_layout = _layout(gradient)
+    if layout is None and gradient_layout is None:
+        return ""
+    if layout is None:
+        return (
+            "is a plain tensor and its gradient a DTensor: pass the parameter to "
+            "distribute_tensor too, or take gradient.full_tensor()"
+        )
+    mesh, placements = layout
+    if any(placement.is_partial() for placement in placements):
+        return (
+            f"has the placements {placements}, a sum that is still to be made: call "
+            "redistribute on the parameter, then make the optimizer"
+        )
+    if gradient_layout is None:
+        return (
+            "is a DTensor and its gradient a plain tensor: set "
+            "parameter.grad = distribute_tensor(gradient, parameter.device_mesh, "
+            "parameter.placements)"
+        )
+    if gradient_layout[0] != mesh:
+        return (
+            f"is on {mesh} and its gradient on {gradient_layout[0]}: both must be on one device "
+            "mesh"
+        )
+    return ""
 
 
 def _layout(tensor: Tensor) -> tuple[Any, tuple[Any, ...]] | None:

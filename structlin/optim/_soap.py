@@ -6,7 +6,8 @@ take little memory and time; those of a dense layer of width d take d^3.
 """
 
 from collections.abc import Iterable
-from math import inf, sqrt
+from dataclasses import dataclass
+from math import ceil, log2, sqrt
 from typing import Any
 
 import torch
@@ -15,15 +16,35 @@ from torch.linalg import householder_product  # the Q of a QR, without R
 
 from .._model.parameters import Weight
 from .._structure.arguments import checked
-from ..duality import promote
+from ..duality import Schedule, promote
+from ._depth import Depth
 from ._muon import Muon
+from ._roster import Masses
 from ._sharding import cut_as, join_parts, local_part, take_part
 from ._stacks import Member, Stack, from_matrices, to_matrices
+from ._transfer import Base
 
 FLOOR = 1e-4  # of the root of V, relative to the largest of its block
 ADAM_RMS = 0.2  # of the entries of a step of Adam, about (Liu et al. 2025, arXiv:2502.16982)
+SLACK = 1.01  # of a direction's norm over its bound: the rounding to 16 bits
+# Squares are kept in units of 4^exponent of each block, and the exponent stays while numbers are
+# within 2^WINDOW of 2^exponent: float32 holds their squares, and ordinary training never leaves 0.
+WINDOW = 50
+SMALL = 40  # a root of V counts as at least 2^-SMALL of the momentum, whose quotient is then finite
+FORGOTTEN = 10  # the old V counts as at least 4^-FORGOTTEN of itself, so that no unit loses it
 _SIDES = ("left", "right")
 _NONE = torch.empty(0, 0)
+
+
+@dataclass
+class _Pending:
+    """What a step will keep of one parameter, if it is made. Each tensor is this process's part."""
+
+    state: dict[str, Any]  #: of the parameter, if this is its first step; else empty
+    gradient: Tensor  #: (batch, m, n), in units of 2^exponent
+    squares: Tensor  #: V, (batch, m, n), in units of 4^exponent
+    exponent: Tensor | None = None  #: (batch, 1, 1); None: the old one
+    rescale: Tensor | None = None  #: 2^(old exponent - exponent), (batch, 1, 1)
 
 
 class SOAP(Muon):
@@ -37,37 +58,75 @@ class SOAP(Muon):
     of more than `max_precond_dim` has no factor; a matrix with two such sides steps by its polar
     factor. The state of a block takes 2 (m^2 + n^2) + 2 m n numbers.
 
+    Whatever the gradients, a block's direction has at most the Frobenius norm of N / sqrt(V) = 1 in
+    every entry, sqrt(min(m, n)) / ADAM_RMS; a longer one is shortened to it. Squares are kept in
+    units of a power of two for each block, which changes as gradients leave 1e-15 to 1e15 times it,
+    so that none under- or overflows. After a gradient that is far larger than all others steps are
+    short until V has forgotten it, as Adam's are.
+
     Args:
-        params, lr, momentum, options: as of `Muon`.
+        params, lr, model, weight_decay, dualize, method, dtype, adjust_lr_fn, masses, base, depth,
+            other_lr, betas, eps, nonfinite: as of `Muon`.
+        momentum: of the average of gradients.
         shampoo_beta: of all averages but the momentum.
         precondition_frequency: steps from one basis to the next.
         max_precond_dim: the largest side that has a basis.
+
+    Raises:
+        TypeError, ValueError: what `Muon` raises.
 
     >>> from structlin import BTT, convert
     >>> model = convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), BTT())
     >>> optimizer = SOAP(model, lr=0.02)
     >>> model(torch.randn(8, 64)).square().mean().backward()
     >>> optimizer.step()
-    >>> sorted(optimizer.state[model[0].cores[0]])
-    ['exp_avg_sq', 'left', 'left_basis', 'momentum_buffer', 'right', 'right_basis', 'step']
+    >>> sorted(optimizer.state[model[0].cores[0]])  # doctest: +NORMALIZE_WHITESPACE
+    ['exp_avg_sq', 'exponent', 'left', 'left_basis', 'momentum_buffer', 'right', 'right_basis',
+     'step']
     """
 
     @checked
     def __init__(
-        self, params: nn.Module | Iterable[Any], lr: float | Tensor = 0.02, *,
-        momentum: float = 0.9, shampoo_beta: float = 0.95, precondition_frequency: int = 5,
-        max_precond_dim: int = 1024, **options: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(params, lr, momentum=momentum, **options)
-        own = {"shampoo_beta": shampoo_beta, "precondition_frequency": precondition_frequency}
-        self.defaults |= own | {"max_precond_dim": max_precond_dim}
-        self.param_groups[:] = [self.defaults | group for group in self.param_groups]
-        if not shampoo_beta < 1:
-            raise ValueError(f"shampoo_beta={shampoo_beta!r} must be at least 0 and below 1")
+        self,
+        params: nn.Module | Iterable[Any],
+        lr: float | Tensor = 0.02,
+        *,
+        model: nn.Module | None = None,
+        momentum: float = 0.9,
+        shampoo_beta: float = 0.95,
+        precondition_frequency: int = 5,
+        max_precond_dim: int = 1024,
+        weight_decay: float = 0.0,
+        dualize: str = "hidden",
+        method: str | Schedule | None = None,
+        dtype: torch.dtype | None = None,
+        adjust_lr_fn: str = "rms",
+        masses: Masses | None = None,
+        base: Base = None,
+        depth: Depth | None = None,
+        other_lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        nonfinite: str = "raise",
+    ) -> None:
+        defaults = {
+            "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "method": method,
+            "dtype": dtype, "adjust_lr_fn": adjust_lr_fn,
+            "other_lr": other_lr, "betas": betas, "eps": eps, "shampoo_beta": shampoo_beta,
+            "precondition_frequency": precondition_frequency, "max_precond_dim": max_precond_dim,
+        }  # fmt: skip
+        self._start(params, model, defaults, dualize, masses, base, depth, nonfinite)
+
+    def _describe_step(self, group: dict[str, Any], p: Tensor) -> str:
+        weight, most = self._roster.weights[p], group["max_precond_dim"]
+        smaller, larger = sorted((weight.fan_out, weight.fan_in))
+        if group["kind"] != "matrix" or smaller > most:
+            return super()._describe_step(group, p)
+        return "SOAP" if larger <= most else "SOAP, short side"
 
     def _read_model(self) -> None:
         super()._read_model()
-        self._pending: dict[Tensor, tuple[Tensor, Tensor]] = {}  # of a step: gradients, and V
+        self._pending: dict[Tensor, _Pending] = {}  # of a step
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -76,14 +135,23 @@ class SOAP(Muon):
         params = [p for group in self.param_groups for p in group["params"]]
         for p, n in zip(params, ids, strict=True):
             saved = state_dict["state"].get(n, {})
-            for key in saved.keys() - {"momentum_buffer"} if "momentum_buffer" in saved else ():
-                # as it was: torch has given it the parameter's dtype
-                self.state[p][key] = saved[key].to(p.device, copy=True)
+            if "momentum_buffer" not in saved:
+                continue
+            for key in saved.keys() - {"momentum_buffer"}:
+                value = saved[key]  # torch has given the one in self.state the parameter's dtype
+                # the count of steps stays on the CPU, where nobody waits to read it
+                device = torch.device("cpu") if key == "step" else p.device
+                is_number = value.is_floating_point() and key != "step"
+                dtype = torch.promote_types(p.dtype, torch.float32) if is_number else value.dtype
+                self.state[p][key] = value.to(device, dtype, copy=True)
 
     def _directions(self, group: dict[str, Any], stack: Stack) -> list[Tensor]:
         """As Muon's; gradients and V wait in `_pending` until the step is made."""
-        weight, most = stack.members[0].weight, group["max_precond_dim"]
-        if group["kind"] != "matrix" or min(weight.fan_out, weight.fan_in) > most:
+        weight = stack.members[0].weight
+        smaller = min(weight.fan_out, weight.fan_in)
+        if group["kind"] != "matrix" or not 0 < smaller <= group["max_precond_dim"]:
+            for p in stack.params:
+                self._pending.pop(p, None)  # of a step that was refused, by another option
             return super()._directions(group, stack)
         return [
             self._find_direction(group, member, gradient, average)
@@ -96,48 +164,127 @@ class SOAP(Muon):
         """Q_L (N / sqrt(V)) Q_R^T for each block, scaled; on several processes, from their part of
         the gradient to their part of the direction."""
         (p, weight, _), momentum, beta = member, group["momentum"], group["shampoo_beta"]
-        state = self.state[p]
         update = average.lerp(gradient, 1 - momentum**2)  # Nesterov's
         whole = join_parts(p, weight, gradient)
         g = promote(to_matrices(weight, whole))  # (batch, m, n)
         u = promote(to_matrices(weight, join_parts(p, weight, update)))
-        if "exp_avg_sq" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg_sq"] = cut_as(p, weight, torch.zeros_like(g))
-            for side, size in zip(_SIDES, g.shape[-2:], strict=True):
-                if size <= group["max_precond_dim"]:
-                    factor = _average(g.new_zeros(len(g), size, size), g, side, 0)
-                    state[side] = cut_as(p, weight, factor)
-                    state[f"{side}_basis"] = cut_as(p, weight, householder_product(*geqrf(factor)))
-        left, right = (local_part(state.get(f"{side}_basis", _NONE)) for side in _SIDES)
+        state = self.state[p]
+        is_first = "exp_avg_sq" not in state
+        if is_first:  # waits in `_pending` too
+            squares = cut_as(p, weight, torch.zeros_like(g))
+            state = {"step": torch.zeros((), dtype=torch.float32), "exp_avg_sq": squares}
+        if "exponent" not in state:  # also where an older version saved the state
+            zeros = torch.zeros(len(g), 1, 1, dtype=torch.int32, device=g.device)
+            state["exponent"] = cut_as(p, weight, zeros)
         squares = local_part(state["exp_avg_sq"])
+        old_exponent = local_part(state["exponent"])
+        exponent: Tensor | None = None
+        rescale: Tensor | None = None
+        if not _have_unit_1(g, u, squares, old_exponent):
+            exponent = _choose_exponent(g, u, squares, old_exponent, beta)
+            unit = _power_of_two(-exponent, g)
+            rescale = _power_of_two(old_exponent - exponent, g)
+            g, u, squares = g * unit, u * unit, squares * rescale * rescale
+        # from here on g and u are in units of 2^exponent, V and new factors of 4^exponent
+        for side, size in zip(_SIDES, g.shape[-2:], strict=True):
+            if is_first and size <= group["max_precond_dim"]:
+                factor = _average(g.new_zeros(len(g), size, size), g, side, 0)
+                state[side] = cut_as(p, weight, factor)
+                state[f"{side}_basis"] = cut_as(p, weight, householder_product(*geqrf(factor)))
+        left, right = (local_part(state.get(f"{side}_basis", _NONE)) for side in _SIDES)
         squares = squares.lerp(_rotate(g, left, right).square_(), 1 - beta)
-        self._pending[p] = g, squares
+        self._pending[p] = _Pending(state if is_first else {}, g, squares, exponent, rescale)
         length = ADAM_RMS * sqrt(max(g.shape[-2:])) / sqrt(1 - beta ** (int(state["step"]) + 1))
+        u = _rotate(u, left, right)
         root = squares.sqrt().mul_(length)
         # or rounding, where the gradient has no part, would make steps as large as the gradient
         floor = FLOOR * root.amax((-2, -1), keepdim=True)
+        floor = floor.maximum(2.0**-SMALL * u.abs().amax((-2, -1), keepdim=True))
         root.clamp_min_(floor.clamp_(min=torch.finfo(root.dtype).tiny))
-        d = _rotate(_rotate(u, left, right).div_(root), left.mT, right.mT)
+        d = _rotate(u.div_(root), left.mT, right.mT)
+        longest = sqrt(min(g.shape[-2:])) / ADAM_RMS
+        norm = torch.linalg.matrix_norm(d, keepdim=True)  # Frobenius, (batch, 1, 1)
+        d.mul_((longest / norm).clamp_(max=1))
         return take_part(p, weight, from_matrices(weight, d.to(whole.dtype), whole))
 
     def _find_largest(self, p: Tensor, weight: Weight) -> float:
-        return inf if p in self._pending else super()._find_largest(p, weight)
+        if p not in self._pending:
+            return super()._find_largest(p, weight)
+        return SLACK * sqrt(p.numel() / max(weight.fan_out, weight.fan_in)) / ADAM_RMS
+
+    def _describe_direction(self, p: Tensor, method: object) -> str:
+        if p not in self._pending:
+            return super()._describe_direction(p, method)
+        largest = self._find_largest(p, self._roster.weights[p])
+        return (
+            f"SOAP, and none has more than {largest:.3g}; nothing was changed. Its state is not "
+            "finite: load one that is, or drop it by optimizer.state.pop(parameter)"
+        )
 
     def _move(self, group: dict[str, Any], stack: Stack, directions: list[Tensor]) -> None:
         super()._move(group, stack, directions)
         for p in stack.params:
             if p not in self._pending:
                 continue
-            g, squares = self._pending.pop(p)
+            pending = self._pending.pop(p)
+            self.state[p].update(pending.state)
             state = {key: local_part(value) for key, value in self.state[p].items()}
             state["step"] += 1
-            state["exp_avg_sq"].copy_(squares)
+            state["exp_avg_sq"].copy_(pending.squares)
+            if pending.exponent is not None:
+                state["exponent"].copy_(pending.exponent)
             for side in _SIDES:
                 if side in state:
-                    _average(state[side], g, side, group["shampoo_beta"])
+                    if pending.rescale is not None and not pending.state:  # new ones have the unit
+                        state[side].mul_(pending.rescale).mul_(pending.rescale)
+                    _average(state[side], pending.gradient, side, group["shampoo_beta"])
                     if int(state["step"]) % group["precondition_frequency"] == 0:
                         _turn(state, side)
+
+
+def _have_unit_1(g: Tensor, u: Tensor, squares: Tensor, old: Tensor) -> bool:
+    """Whether every block's exponent is 0 and stays, as in ordinary training; asked on a CPU alone,
+    where nobody waits for the answer. The arguments are those of `_choose_exponent`."""
+    if torch.compiler.is_compiling() or not g.is_cpu or bool(old.any()):
+        return False
+    if not g.numel():
+        return True
+    sizes = torch.linalg.vector_norm(g, torch.inf, (-2, -1)).aminmax()
+    largest_update = torch.linalg.vector_norm(u, torch.inf)
+    return (
+        sizes.min.item() > 2.0**-WINDOW
+        and sizes.max.item() < 2.0**WINDOW
+        and squares.max().item() < 4.0**WINDOW
+        and largest_update.item() < 2.0**WINDOW
+    )
+
+
+def _choose_exponent(g: Tensor, u: Tensor, squares: Tensor, old: Tensor, beta: float) -> Tensor:
+    """Each block's exponent of the unit in which its squares are kept, `(batch, 1, 1)`: the old one
+    while the largest number that matters is within 2^WINDOW of it, else that number's own.
+
+    g, u: the gradient and the update, (batch, m, n); squares: V, in units of 4^old.
+    """
+    unset = torch.iinfo(old.dtype).min // 2
+
+    def largest(x: Tensor) -> Tensor:
+        """The exponent of a block's largest entry, (batch, 1, 1); `unset` of zeros alone."""
+        size = x.abs().amax((-2, -1), keepdim=True)
+        return torch.where(size > 0, torch.frexp(size).exponent, unset)
+
+    of_gradient = largest(g)
+    remembered = max(ceil(log2(beta) / 2), -FORGOTTEN) if beta else -FORGOTTEN
+    of_root = largest(squares).div(2, rounding_mode="floor") + old + remembered
+    needed = of_gradient.maximum(of_root).maximum(largest(u) - SMALL)
+    limit = -round(log2(torch.finfo(g.dtype).tiny))  # 2^limit and 2^-limit are normal numbers
+    outside = ((needed - old).abs() > WINDOW) & (needed > unset // 2)
+    return torch.where(outside, needed.clamp(-limit, limit), old)
+
+
+def _power_of_two(exponent: Tensor, like: Tensor) -> Tensor:
+    """2^exponent, exactly, in the dtype of `like`, where it is a normal number."""
+    limit = -round(log2(torch.finfo(like.dtype).tiny))
+    return torch.pow(2.0, exponent.clamp(-limit, limit).double()).to(like.dtype)
 
 
 def _average(factor: Tensor, g: Tensor, side: str, beta: float) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._model.parameters import Weight
 from ..duality import LARGEST_STACK, SMALLEST_STACK, Polar, dual_embedding
-from ._sharding import join_parts, take_part
+from ._sharding import join_parts, local_gradient, take_part
 
 
 class Member(NamedTuple):
@@ -28,14 +28,17 @@ class Stack:
 
     members: list[Member]
     polar: Callable[[Tensor], Tensor] | None  #: of `(batch, m, n)`; None: AdamW's
+    gradients: Sequence[Tensor] = ()  #: in a step, each member's: what this process holds of it
 
     @property
     def params(self) -> list[Tensor]:
         return [member.parameter for member in self.members]
 
     def with_gradients(self) -> "Stack":
-        """Those of the parameters that have a gradient."""
-        return Stack([each for each in self.members if each.parameter.grad is not None], self.polar)
+        """The parameters that have a gradient, with it. Processes may wait for one another."""
+        stepping = [member for member in self.members if member.parameter.grad is not None]
+        gradients = [local_gradient(member.parameter) for member in stepping]
+        return Stack(stepping, self.polar, gradients)
 
     def dualize(self, updates: Sequence[Tensor]) -> list[Tensor]:
         """The directions of steepest descent, without their lengths. On several processes, from

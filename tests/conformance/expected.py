@@ -6,15 +6,20 @@ A difference that is not here fails the suite, and so does a line here that no d
 NAMES = "the model that owns a parameter gives its name, so it may have another or none here"
 STRIDES = "autograd.grad gives a core's gradient transposed where torch's products run (no engine)"
 
+OPTIMIZERS = {
+    "train-*ns_*": "the coefficients and steps of a schedule are its method",
+    "error-all optimizer params *": NAMES,
+    "error-all optimizer param groups *": NAMES,
+    "error-only support 2D parameters": "cores have three dimensions",
+    "error-only support `original`*": "another text, which names the choices",
+    "error-*complex parameters": "AdamW steps complex matrices",
+}
 EXPECTED = {
     "modules": {},
     "optimizers": {
-        "structlin_Muon-train-*ns_*": "the coefficients and steps of a schedule are its method",
-        "structlin_Muon-error-all optimizer params *": NAMES,
-        "structlin_Muon-error-all optimizer param groups *": NAMES,
-        "structlin_Muon-error-only support 2D parameters": "cores have three dimensions",
-        "structlin_Muon-error-only support `original`*": "another text, which names the choices",
-        "structlin_Muon-error-*complex parameters": "another text, and a TypeError",
+        f"structlin_{kind}-{name}": reason
+        for kind in ("Muon", "SOAP")
+        for name, reason in OPTIMIZERS.items()
     },
     "operators": {},
     "test_modules.py": {"test_memory_format_*": STRIDES},

@@ -1,7 +1,7 @@
-"""Muon, as torch describes its Muon to its own tests, with torch's as the baseline.
+"""Muon and SOAP, as torch describes its Muon to its own tests, with torch's as the baseline.
 
 `cases` trains in each of torch's configurations, stores and restores, and wants torch's errors.
-`describe` puts the two in the place of `optim_db`, for torch's test_optim.py.
+`describe` puts torch's Muon and ours in the place of `optim_db`, for torch's test_optim.py.
 """
 
 import copy
@@ -44,20 +44,28 @@ class Muon(optim.Muon):
         super().__init__(params, lr, model=own(params), **options)
 
 
+class SOAP(optim.SOAP):
+    def __init__(self, params, lr=0.02, **options):
+        params = [nn.Parameter(torch.zeros(2, 2))] if params is None else params
+        params = params if isinstance(params, Tensor) else list(params)
+        super().__init__(params, lr, model=own(params), **options)
+
+
 class Ours(OptimizerInfo):
-    """Its class has the name that torch's tests go by, for Muon takes matrices alone there."""
+    """Muon's class has the name that torch's tests go by, for Muon takes matrices alone there."""
 
     @property
     def name(self):
         return f"structlin_{super().name}"
 
 
-def describe():
+def describe(kinds=(Muon,)):
     theirs = next(info for info in optim_db if info.optim_cls.__name__ == "Muon")
     inputs = {"optim_inputs_func": optim_inputs_func_muon}
     errors = {"optim_error_inputs_func": optim_error_inputs_func_muon}
     options = {"supported_impls": (), "not_og_supported_flags": (), "supports_complex": False}
-    optim_db[:] = [theirs, Ours(Muon, **inputs, **errors, **options)]
+    ours = (Ours(kind, **inputs, **errors, **options) for kind in kinds)
+    optim_db[:] = [theirs, *ours]
 
 
 def train(cls, kwargs):
@@ -94,7 +102,7 @@ def refuse(cls, wanted):
 
 
 def cases():
-    describe()
+    describe((Muon, SOAP))
     for info in optim_db:
         for entry in info.optim_inputs_func(device="cpu"):
             yield f"{info.name}-train-{entry.desc}", partial(train, info.optim_cls, entry.kwargs)

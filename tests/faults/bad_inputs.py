@@ -39,7 +39,7 @@ from structlin import (
     modular,
     stability,
 )
-from structlin.optim import AdamW, Depth, Muon, Normed, shard_placement_fn
+from structlin.optim import SOAP, AdamW, Depth, Muon, Normed, shard_placement_fn
 
 PACKAGE = os.path.dirname(structlin.__file__) + os.sep
 
@@ -88,7 +88,7 @@ _COUNTS = """
     base block_depth blocks chunk context cores d_query d_value depth every exponent heads
     in_channels in_features kernel measure multiple n out_channels out_features padding
     rank seed size split steps stride sweeps tokens vocabulary width world_size refine dim
-    ignore_index
+    ignore_index precondition_frequency max_precond_dim
 """
 _RATES = """
     a blocks_mass eps lr mass norm other_lr target weight_decay
@@ -101,10 +101,10 @@ for meant in (
     _say("3; numpy 3", f"{_COUNTS} {_RATES} {_POSITIVE}"),
     _say("1.5; 10**30; numpy 0.5", f"{_RATES} {_POSITIVE}"),
     _say("0", f"{_RATES} exponent refine sweeps padding seed tokens dim ignore_index momentum"),
-    _say("0", "beta bias epsilon gamma phi rho label_smoothing"),
+    _say("0", "beta bias epsilon gamma phi rho label_smoothing shampoo_beta"),
     _say("-1", "seed dim ignore_index a"),
     _say("None", "between bias keep"),
-    _say("numpy 0.5", "alpha momentum label_smoothing keep"),
+    _say("numpy 0.5", "alpha momentum label_smoothing keep shampoo_beta"),
     _say("10**30", "size"),  # arithmetic of integers alone
     _say("tensor 1.0", "lr other_lr"),
     _say("True", "activated bias bottleneck_variance causal logits per_vector progress"),
@@ -187,6 +187,20 @@ def of(make: Callable[[], Any], method: str) -> Callable[..., Any]:
         return getattr(make(), method)(**arguments)
 
     call.__signature__ = inspect.signature(getattr(make(), method))  # type: ignore[attr-defined]
+    return call
+
+
+def add_group(optimizer: type[Muon]) -> Callable[..., Any]:
+    """Adding a group that has options of its own, which are the arguments."""
+
+    def call(**options: Any) -> None:
+        model = dense()
+        optimizer(model[0], model=model).add_param_group({"params": model[2], **options})
+
+    kind = inspect.Parameter.KEYWORD_ONLY
+    options = optimizer(dense()).defaults.items()
+    parameters = [inspect.Parameter(name, kind, default=value) for name, value in options]
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return call
 
 
@@ -283,15 +297,6 @@ CALLS: dict[str, Call] = {
         of(lambda: AdamW(converted()), "load_state_dict"),
         lambda: {"state_dict": AdamW(converted()).state_dict()},
     ),
-    "optim.Muon": (Muon, lambda: {"params": converted()}),
-    "optim.Muon.add_param_group": (
-        of(lambda: Muon(converted()), "add_param_group"),
-        lambda: {"param_group": {"params": []}},
-    ),
-    "optim.Muon.load_state_dict": (
-        of(lambda: Muon(converted()), "load_state_dict"),
-        lambda: {"state_dict": Muon(converted()).state_dict()},
-    ),
     "optim.Normed": (Normed, lambda: {"model": (model := converted()), "optimizer": sgd(model)}),
     "optim.Depth": (Depth, lambda: {"base": 1, "alpha": 1.0}),
     "optim.Depth.multiplier": (
@@ -339,6 +344,20 @@ CALLS: dict[str, Call] = {
         },
     ),
 }
+for optimizer in (Muon, SOAP):
+    made = partial(lambda make: make(converted()), optimizer)
+    CALLS |= {
+        f"optim.{optimizer.__name__}": (optimizer, lambda: {"params": converted()}),
+        f"optim.{optimizer.__name__}.add_param_group": (
+            of(made, "add_param_group"),
+            lambda: {"param_group": {"params": []}},
+        ),
+        f"optim.{optimizer.__name__}.add_param_group (options)": (add_group(optimizer), dict),
+        f"optim.{optimizer.__name__}.load_state_dict": (
+            of(made, "load_state_dict"),
+            partial(lambda make: {"state_dict": make().state_dict()}, made),
+        ),
+    }
 for kind, options in FAMILIES.items():
     CALLS[kind.__name__] = (kind, partial(dict, options))
     CALLS[f"{kind.__name__}.structure"] = (kind(**options).structure, partial(dict, widths))

@@ -127,6 +127,8 @@ def test_biases_of_more_than_one_dimension_do_not_decay():
     assert attention.bias_k.ndim == 3
     layer = nn.Module()
     layer.bias = nn.Parameter(torch.ones(2, 2))
+    layer.gate_up_proj_bias = nn.Parameter(torch.ones(4, 6))  # transformers' GptOssExperts
+    layer.mlp1_bias_EG = nn.Parameter(torch.ones(4, 6))  # torchtitan's
     found = described(nn.ModuleDict({"a": attention, "b": layer}))
     assert {name for name, info in found.items() if info.decays} == {
         "a.in_proj_weight",

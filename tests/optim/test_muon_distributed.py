@@ -152,6 +152,119 @@ def cut_in_any_way():
     return {"ours": gathered(model), "alone": gathered(twin)}
 
 
+class Parallel(nn.Module):
+    """A network that torch's three styles of tensor parallelism cut: square matrices of full rank,
+    since rounding chooses SOAP's basis of a null space."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(40, 16), nn.LayerNorm(16)
+        self.up, self.down, self.lm_head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 40)
+        nn.init.normal_(self.norm.bias)  # or what it returns has no mean, and less than full rank
+
+    def forward(self, ids):
+        return self.lm_head(self.down(self.up(self.norm(self.embed(ids))).tanh()))
+
+
+def parallel(cut):
+    torch.manual_seed(0)
+    model = Parallel().double()
+    if cut:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            RowwiseParallel,
+            SequenceParallel,
+            parallelize_module,
+        )
+
+        plan = {
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+            "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        }
+        parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+    return model
+
+
+OPTIMIZERS = {
+    "Muon": lambda model: Muon(model, lr=0.05, weight_decay=0.1),
+    "all": lambda model: Muon(model, lr=0.05, weight_decay=0.1, dualize="all"),
+    "SOAP": lambda model: SOAP(model, lr=0.05, weight_decay=0.1, precondition_frequency=2),
+    "Normed": lambda model: normed(model),
+}
+
+
+def train_parallel(model, optimizer):
+    seeded, losses = torch.Generator().manual_seed(1), []
+    for _ in range(5):
+        ids = torch.randint(40, (12, 8), generator=seeded)
+        loss = nn.functional.cross_entropy(model(ids).transpose(1, 2), ids.roll(1, 1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def under_tensor_parallelism(name):
+    model = parallel(cut=True)
+    losses = train_parallel(model, OPTIMIZERS[name](model))
+    local = {n: p.detach().to_local().clone() for n, p in model.named_parameters()}
+    copies = {n for n, p in model.named_parameters() if all(x.is_replicate() for x in p.placements)}
+    return {"losses": losses, "final": gathered(model), "local": local, "copies": copies}
+
+
+def misplaced():
+    """What a step says of gradients that no process can read its part of, and whether anything
+    moved or any process waited for another."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+
+    ones, other = torch.ones(16, dtype=torch.float64), init_device_mesh("cpu", (1, 2))
+
+    def is_plain(model):
+        model.norm.weight.grad = ones
+
+    def is_on_another_mesh(model):
+        model.norm.weight.grad = distribute_tensor(ones, other)
+
+    def is_of_a_plain_parameter(model):
+        mesh = model.norm.weight.device_mesh
+        model.norm.weight = nn.Parameter(ones.clone())
+        model.norm.weight.grad = distribute_tensor(ones, mesh)
+
+    def is_of_a_partial_parameter(model):
+        mesh = model.norm.weight.device_mesh
+        value = DTensor.from_local(ones, mesh, [Partial()])
+        model.norm.weight = nn.Parameter(value)
+        model.norm.weight.grad = value
+
+    found = {}
+    for spoil in (
+        is_plain, is_on_another_mesh, is_of_a_plain_parameter, is_of_a_partial_parameter
+    ):  # fmt: skip
+        for make in (Muon, SOAP, normed):
+            model = parallel(cut=True)
+            model(torch.arange(8)[None]).square().mean().backward()
+            spoil(model)
+            before = [local_of(p.detach()).clone() for p in model.parameters()]
+            optimizer = make(model)
+            with Collectives() as collectives, pytest.raises(RuntimeError) as raised:
+                optimizer.step()
+            same = map(torch.equal, before, map(local_of, model.parameters()))
+            names = collectives.names
+            found[spoil.__name__, make.__name__] = str(raised.value), all(same), names
+    return found
+
+
+def local_of(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def normed(model):
     return Normed(torch.optim.AdamW(model.parameters(), lr=0.05), model)
 
@@ -187,7 +300,9 @@ def everything(path):
         found["dcp", name] = through_dcp(name, f"{path}/{name}", resumes=world == 3)
     if world == 2:
         found["normed"], found["cut"] = normed_under_fsdp(), cut_in_any_way()
-        found["raise"] = one_process_has_a_nan()
+        found["raise"], found["misplaced"] = one_process_has_a_nan(), misplaced()
+        for name in OPTIMIZERS:
+            found["parallel", name] = under_tensor_parallelism(name)
     return found
 
 
@@ -271,3 +386,32 @@ def test_normed_under_fsdp2_makes_the_steps_of_one_process(worlds):
 def test_a_checkpoint_of_two_processes_continues_on_three(worlds, name):
     for process in worlds[3]:
         require_same(process["dcp", name], worlds[2][0]["dcp", name])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_under_torchs_tensor_parallelism_steps_are_those_of_one_process_and_copies_stay_equal(
+    worlds, name
+):
+    model = parallel(cut=False)
+    expected = {"losses": train_parallel(model, OPTIMIZERS[name](model)), "final": gathered(model)}
+    first, second = (process["parallel", name] for process in worlds[2])
+    require_same(first, expected)
+    assert first["copies"] == {"norm.weight", "norm.bias", "down.bias"}
+    for copied in first["copies"]:
+        assert torch.equal(first["local"][copied], second["local"][copied])
+
+
+def test_a_gradient_that_is_not_where_its_parameter_is_stops_every_process_before_it_waits(worlds):
+    said = {
+        "is_plain": "norm.weight is a DTensor and its gradient a plain tensor: set parameter.grad",
+        "is_on_another_mesh": "norm.weight is on DeviceMesh",
+        "is_of_a_plain_parameter": "norm.weight is a plain tensor and its gradient a DTensor",
+        "is_of_a_partial_parameter": r"norm.weight has the placements (Partial(sum),), a sum",
+    }
+    first, second = (process["misplaced"] for process in worlds[2])
+    assert len(first) == len(said) * 3
+    for (spoilt, _), (message, unchanged, collectives) in first.items():
+        assert message.startswith(said[spoilt])
+        assert unchanged
+        assert not collectives
+    assert first == second

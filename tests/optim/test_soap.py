@@ -189,3 +189,156 @@ def test_gradients_that_are_not_finite_change_nothing(value):
         optimizer.step()
     after = (model.state_dict(), optimizer.state_dict()["state"])
     torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def lonely(m, n, dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.ModuleDict({"attn": nn.Linear(n, m, bias=False, dtype=dtype)})
+
+
+def one_huge(t, g):
+    return g * (1e30 if t == 5 else 1.0)
+
+
+def row_sparse(t, g):
+    return g * (torch.arange(len(g)) == t % len(g))[:, None]
+
+
+GRADIENTS = {
+    "of 1e-38": lambda t, g: 1e-38 * g,
+    "of 1e-22": lambda t, g: 1e-22 * g,
+    "of 1e30": lambda t, g: 1e30 * g,
+    "zero": lambda t, g: 0 * g,
+    "zero, then some": lambda t, g: g * (t > 3),
+    "one of 1e30": one_huge,
+    "one of 1e19": lambda t, g: g * (1e19 if t == 5 else 1.0),
+    "one of 1e-30": lambda t, g: g * (1e-30 if t == 5 else 1.0),
+    "vanishing": lambda t, g: g * (t < 10),
+    "row-sparse": row_sparse,
+    "of rank one": lambda t, g: torch.ones_like(g),
+    "from 1e-36 to 1e30": lambda t, g: g * 10.0 ** (t - 36 if t < 66 else 30),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("momentum", [0.9, 0.99])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_whatever_the_gradients_no_step_is_longer_than_that_of_signs(name, momentum, dtype):
+    m, n, lr = 36, 24, 0.01
+    # as long as the direction whose entries are 1 / ADAM_RMS sqrt(36), and what bfloat16 rounds
+    most = lr * math.sqrt(m / n) * math.sqrt(m * n) / (0.2 * math.sqrt(m)) * 1.02
+    model = lonely(m, n, dtype)
+    weight = model["attn"].weight
+    optimizer = SOAP(model, lr, momentum=momentum)
+    norms = []
+    for t in range(70):
+        weight.grad = GRADIENTS[name](t, torch.randn(m, n)).to(dtype)
+        weight.data.zero_()  # or rounding of its entries would be most of a step
+        optimizer.step()
+        norms.append(weight.detach().double().norm().item())
+    assert max(norms) <= most
+    assert all(value.isfinite().all() for value in optimizer.state[weight].values())
+    goes_on = norms[5] if name.startswith("one of") else norms[-1]
+    assert goes_on > 0 or name == "zero"
+
+
+@pytest.mark.parametrize("power", [-100, -60, 60, 100])
+def test_steps_do_not_depend_on_the_size_of_the_gradients(power):
+    sizes, twins = (0, power), []
+    for size in sizes:
+        model = lonely(12, 12)
+        optimizer = SOAP(model, 0.1, precondition_frequency=2)
+        for _ in range(6):
+            model["attn"].weight.grad = torch.randn(12, 12) * 2.0**size
+            optimizer.step()
+        twins.append(model["attn"].weight)
+    assert torch.equal(*twins)
+
+
+def test_gradients_that_grow_by_forty_digits_make_the_steps_of_the_paper():
+    model = lonely(24, 24, torch.float64)
+    before = model["attn"].weight.detach().clone()
+    optimizer = SOAP(model, 0.1, precondition_frequency=3)
+    gradients = [torch.randn(24, 24).double() * 10.0 ** (5 * n) for n in range(-4, 5)]
+    units = set()
+    for gradient in gradients:
+        model["attn"].weight.grad = gradient.clone()
+        optimizer.step()
+        units.add(optimizer.state[model["attn"].weight]["exponent"].item())
+    step = model["attn"].weight.detach() - before
+    torch.testing.assert_close(step, plainly(gradients, 0.1, 3), rtol=1e-6, atol=1e-8)
+    assert len(units) == 3
+
+
+def test_a_state_in_another_unit_is_saved_copied_and_loaded_bit_for_bit(tmp_path):
+    def train(model, optimizer, steps):
+        for n in steps:
+            torch.manual_seed(n)
+            model["attn"].weight.grad = torch.randn(12, 12) * 10.0 ** (6 * n - 30)
+            optimizer.step()
+
+    whole = lonely(12, 12)
+    train(whole, SOAP(whole, precondition_frequency=2), range(10))
+    model = lonely(12, 12)
+    optimizer = SOAP(model, precondition_frequency=2)
+    train(model, optimizer, range(5))
+    assert optimizer.state[model["attn"].weight]["exponent"].item() != 0
+    copied, its_optimizer = copy.deepcopy((model, optimizer))
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    again = SOAP(model, precondition_frequency=2)
+    again.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
+    train(model, again, range(5, 10))
+    train(copied, its_optimizer, range(5, 10))
+    assert torch.equal(model["attn"].weight, whole["attn"].weight)
+    assert torch.equal(copied["attn"].weight, whole["attn"].weight)
+
+
+def test_a_state_of_a_version_without_units_goes_on():
+    twins = [lonely(12, 12) for _ in range(2)]
+    for twin in twins:
+        optimizer = SOAP(twin)
+        for t in range(4):
+            torch.manual_seed(t)
+            twin["attn"].weight.grad = torch.randn(12, 12)
+            optimizer.step()
+            if t == 1 and twin is twins[0]:
+                saved = optimizer.state_dict()
+                del saved["state"][0]["exponent"]
+                optimizer = SOAP(twin)
+                optimizer.load_state_dict(saved)
+    assert torch.equal(twins[0]["attn"].weight, twins[1]["attn"].weight)
+
+
+def test_a_state_that_is_not_finite_is_an_error_that_says_what_to_do_and_changes_nothing():
+    model = nn.ModuleDict({"attn": nn.Linear(8, 8), "mlp": nn.Linear(8, 8)})
+    optimizer = SOAP(model)
+    model["attn"].weight.grad = torch.randn(8, 8)
+    optimizer.step()
+    optimizer.state[model["attn"].weight]["left_basis"][0, 0, 0] = math.nan
+    before = copy.deepcopy(model.state_dict())
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    with pytest.raises(FloatingPointError, match=r"attn\.weight has norm nan by SOAP.*state\.pop"):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert "left" not in optimizer.state[model["mlp"].weight]
+    optimizer.state.pop(model["attn"].weight)
+    optimizer.step()
+
+
+def test_the_count_of_steps_stays_on_the_cpu_where_nobody_waits_to_read_it():
+    model = lonely(8, 8)
+    optimizer = SOAP(model)
+    model["attn"].weight.grad = torch.randn(8, 8)
+    optimizer.step()
+    model.zero_grad()
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to("meta")  # the second device of a machine without one
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+    optimizer.load_state_dict(optimizer.state_dict())
+    state = optimizer.state[model["attn"].weight]
+    assert state["left"].is_meta
+    assert state["step"].item() == 1
