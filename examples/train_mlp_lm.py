@@ -9,7 +9,6 @@ one of twice that, and one as wide as the first one's FLOPs allow. Sources: Beng
 Neural Probabilistic Language Model (JMLR 3); muP as in Yang et al. 2022 (arXiv:2203.03466).
 """
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 from train_gpt import Windows, initialise, make_run, parse, read_text, report, train
