@@ -121,9 +121,11 @@ def compute(structure: Structure, affine: Affine, x: Tensor) -> Tensor:
         bias = bias.to(x.dtype)
         affine = affine._replace(bias=bias)
     forms = structure.density >= NEAR and forms_matrix(structure, x.numel() // program.in_features)
-    forms = forms or (x.is_cuda and operators.forms_matrix(program, x))
     if not forms and operators.pays(program, x):
         return operators.multiply(define, affine, x)
+    if not forms and operators.views_pay(program, x):
+        cores = effective_cores(affine)
+        return operators.multiply_views(define, program, cores, bias, x)
     if x.is_nested:
         return map_jagged(partial(compute, structure, affine), x)
     cores = effective_cores(affine)
