@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 
-from benchmarks import ahead, gpu, models
+from benchmarks import ahead, communication, gpu, models
 from benchmarks.comparison import layers
 from benchmarks.compression import dinov2, minilm, smollm2
 from benchmarks.examples import EXAMPLES
@@ -116,6 +116,8 @@ def tables() -> dict[str, Callable[[], str]]:
     """What makes each table, by its name on a page."""
     found: dict[str, Callable[[], str]] = {"verdicts": show_claims, "gpu": gpu.show_results}
     found["gpu predicted"] = ahead.show_predictions
+    found["collectives"] = communication.show_collectives
+    found["many gpus"] = communication.show_model
     for shown in SHOWN:
         for name, make in shown.tables.items():
             found[name] = partial(lambda make, name: make(kept(name)), make, shown.name)
