@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from structlin import BTT, TT, Family, LowRank, Monarch, Structure, StructuredLinear, to_dense
+from structlin import BTT, TT, Family, LowRank, Monarch, Structure, StructuredLinear, save, to_dense
 from structlin._model.parameters import parameters_of
 from structlin._structure.cut import _find_obstacle, axis_of, cut
 from structlin.parallel import store_as_declared_, store_outermost_
@@ -151,6 +151,13 @@ def test_a_state_of_one_order_of_cores_is_refused_by_a_layer_of_the_other():
     moved.cores[0] = nn.Parameter(torch.zeros_like(moved.cores[0]))
     assert list(moved.state_dict()) == list(twin.state_dict())
     assert not moved(torch.ones(64)).sub(moved.bias).any()
+
+
+def test_save_refuses_cores_in_another_order_before_it_writes(tmp_path):
+    model = nn.Sequential(store_outermost_(StructuredLinear(64, 64, BTT(rank=2)), "i2"))
+    with pytest.raises(ValueError, match=r"layer '0' stores its cores in another order.*declared_"):
+        save(model, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
 
 
 def test_a_sum_of_parts_is_made_before_an_activation_and_where_it_is_narrow():

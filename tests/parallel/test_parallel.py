@@ -36,12 +36,16 @@ CASES = [  # family, role, weight normalisation; the layer has a bias where it h
 ]
 CASES = [case for case in CASES if case[:2] != ("Monarch, 16 blocks", "colwise")]  # 9 blocks
 ON_FOUR = ("BTT, rank 2, SiLU", "BTT, 3 cores", "low-rank, SiLU", "Kronecker", "BLAST, wide")
+NORMED = ", normed"  # what the name of a model ends in whose layers have weight normalisation
 TRAINED = [
     ("BTT, rank 2, SiLU", "AdamW"),
     ("BTT, rank 2, SiLU", "Muon"),
     ("BTT, rank 2, SiLU", "SOAP"),
     ("low-rank", "Muon"),
+    ("BTT, rank 2, SiLU, normed", "AdamW"),
+    ("BTT, rank 2, SiLU, normed", "Muon"),
 ]
+PLACED = [("BTT, rank 2, SiLU", "Muon"), ("low-rank", "Muon")]  # by shard_placement_fn
 LAYOUTS = [  # family, widths, role, x, y: a placement's dimension; None: whole
     ("BTT, rank 2", (64, 144), "colwise", 1, -1),
     ("BTT, rank 2", (64, 144), "rowwise", -1, 1),
@@ -107,11 +111,11 @@ def whole(tensor):
 
 
 class MLP(nn.Module):
-    def __init__(self, family):
+    def __init__(self, family, weight_norm=False):
         super().__init__()
         self.norm = nn.LayerNorm(IN)
-        self.up = StructuredLinear(IN, 4 * IN, family)
-        self.down = StructuredLinear(4 * IN, IN, family)
+        self.up = StructuredLinear(IN, 4 * IN, family, weight_norm=weight_norm)
+        self.down = StructuredLinear(4 * IN, IN, family, weight_norm=weight_norm)
 
     def forward(self, x):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
@@ -119,8 +123,10 @@ class MLP(nn.Module):
 
 def model_of(family):
     torch.manual_seed(0)
-    family = FAMILIES.get(family, family)
-    return nn.Sequential(MLP(family), MLP(family)).double()
+    weight_norm = family.endswith(NORMED)
+    family = FAMILIES[family.removesuffix(NORMED)]
+    blocks = (MLP(family, weight_norm) for _ in range(2))
+    return nn.Sequential(*blocks).double()
 
 
 def stored(model):
@@ -210,7 +216,15 @@ def trained(family, kind, mesh, placed=False):
     final = state_of(model)
     with Sizes() as sent:
         optimizer.step()
-    return {"losses": losses, "final": final, "sent": sent.calls}
+    numbers = count_state(optimizer)
+    return {"losses": losses, "final": final, "sent": sent.calls, "numbers": numbers}
+
+
+def count_state(optimizer):
+    """The numbers of an optimizer's state that this process holds."""
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [value for value in states if isinstance(value, torch.Tensor)]
+    return sum(getattr(t, "_local_tensor", t).numel() for t in tensors)
 
 
 def gather(tensor, layout):
@@ -348,6 +362,33 @@ def without_tokens(mesh):
         layer, x = layer_of("BTT"), tokens_of(shape=(0, 6))
         found[role] = run_divided(layer, role, x, mesh)
     return found
+
+
+def with_uneven_tokens(mesh):
+    """Two layers whose x and y are DTensors cut by tokens: 5 of them, and 1, so that the last
+    process has fewer or none."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    found = {}
+    for tokens in (5, 1):
+        pair = pair_of_layers()
+        plan = {
+            "0": style_of("colwise", input_layouts=Shard(1)),
+            "1": style_of("rowwise", output_layouts=Shard(1), use_local_output=False),
+        }
+        parallelize_module(pair, mesh, plan)
+        x = distribute_tensor(tokens_of(shape=(2, tokens)), mesh, [Shard(1)]).requires_grad_()
+        y = pair(x)
+        slopes = distribute_tensor(slopes_of(whole(y)), mesh, [Shard(1)])
+        (y * slopes).sum().backward()
+        gradients = {name: whole(p.grad) for name, p in pair.named_parameters()}
+        found[tokens] = {"y": whole(y), "dx": whole(x.grad), "gradients": gradients}
+    return found
+
+
+def pair_of_layers():
+    return nn.Sequential(layer_of("BTT, rank 2"), layer_of("BTT", (OUT, IN)))
 
 
 def half_of_the_replicas_have_no_tokens(mesh):
@@ -501,6 +542,7 @@ def on_two(mesh):
         "layouts": every_layout(mesh),
         "bfloat16": in_bfloat16(mesh),
         "no tokens": without_tokens(mesh),
+        "uneven": with_uneven_tokens(mesh),
         "blocks": {
             change.__name__: a_block(mesh, change)
             for change in (compiled, checkpointed, frozen_twin, hooked)
@@ -522,7 +564,7 @@ def on_four(path):
     mesh = meshes[2, 2]
     return {
         "steps": {each: trained(*each, mesh) for each in TRAINED},
-        "placed": {each: trained(*each, mesh, placed=True) for each in TRAINED},
+        "placed": {each: trained(*each, mesh, placed=True) for each in PLACED},
         "no tokens": half_of_the_replicas_have_no_tokens(mesh),
         "dcp": {
             sizes: through_dcp(each, f"{path}/dcp", saves=sizes == (2, 2))
@@ -668,6 +710,19 @@ def test_a_batch_without_tokens_has_no_y_and_zero_gradients(worlds):
             assert not any(value.any() for value in found["gradients"].values())
 
 
+@pytest.mark.parametrize("tokens", [5, 1])
+def test_dtensors_with_fewer_tokens_or_none_on_one_process_give_what_one_process_gives(
+    worlds, tokens
+):
+    from structlin.parallel import store_outermost_
+
+    pair = pair_of_layers()
+    store_outermost_(pair[0], "i2")
+    expected = run_alone(pair, tokens_of(shape=(2, tokens)))
+    for process in worlds[2]:
+        require_alike(process["uneven"][tokens], expected)
+
+
 # ---- blocks and models ---------------------------------------------------------------------------
 
 
@@ -693,7 +748,8 @@ def test_ten_steps_on_tensor_parallelism_and_fsdp2_with_it_are_those_of_one_proc
     and its losses do not."""
     losses, final = train_alone(family, kind)
     found = [process["steps"][family, kind] for world in worlds.values() for process in world]
-    found += [process["placed"][family, kind] for process in worlds[4]]
+    if (family, kind) in PLACED:
+        found += [process["placed"][family, kind] for process in worlds[4]]
     for each in found:
         tolerance = 1e-2 if kind == "SOAP" else 1e-7
         torch.testing.assert_close(each["losses"], losses, rtol=tolerance, atol=tolerance)
@@ -712,7 +768,18 @@ def test_an_optimizer_gathers_the_core_of_each_layer_whose_blocks_are_cut_and_no
                 sent = process["steps"][family, kind]["sent"]
                 gathers = [numbers for name, numbers in sent if name == "all_gather"]
                 assert gathers == [gathered] * 4 * rounds
-                assert not [each for each in process["steps"][family, "AdamW"]["sent"]]
+            assert not process["steps"][family, "AdamW"]["sent"]
+
+
+def test_soap_keeps_no_state_of_blocks_that_are_on_other_processes(worlds):
+    """On 2 x 2 half of them are: those of the cores that tensor parallelism cuts through."""
+    family = "BTT, rank 2, SiLU"
+    model, x = stored(model_of(family)), tokens_of(shape=(4, 6))
+    optimizer = optimizer_of("SOAP", model)
+    train(model, optimizer, x, x.numel(), steps=1)
+    for process in worlds[4]:
+        print(process["steps"][family, "SOAP"]["numbers"], count_state(optimizer))
+        assert process["steps"][family, "SOAP"]["numbers"] < 0.5 * count_state(optimizer)
 
 
 def test_a_replica_without_tokens_adds_nothing_to_the_gradients_of_the_others(worlds):
