@@ -416,10 +416,8 @@ class DividedLayer:
                 raise ValueError(f"x lies on {x.device_mesh}, the layer on {self.mesh}")
             check_input(x, self.in_features, core)
             return
-        layout = self.x_layout
-        is_part = (
-            isinstance(x, Tensor) and layout.is_shard() and _at(layout, x.ndim).is_shard(x.ndim - 1)
-        )
+        layout = _at(self.x_layout, x.ndim) if isinstance(x, Tensor) else self.x_layout
+        is_part = isinstance(x, Tensor) and layout.is_shard(x.ndim - 1)
         width = self.in_features
         if is_part:
             rank = self.mesh.get_local_rank()
@@ -432,6 +430,11 @@ class DividedLayer:
                 f"dimension is {width}, {of}: pass the layout that x has"
             )
         check_input(x, width, core)
+        if isinstance(layout, Shard) and not is_part and x.shape[layout.dim] == 0:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}, no tokens, and input_layouts={layout}: a plain "
+                "tensor has as many on every process; pass a DTensor, which may have none on some"
+            )
         if x.is_nested:
             raise TypeError("x is a nested tensor: a layer that is parallel takes none")
 

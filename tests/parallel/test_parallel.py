@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from structlin import BTT, Family, StructuredLinear, quantize
+from structlin._engine.cpu import library
 from structlin.optim import SOAP, Muon, shard_placement_fn
 from tests.parallel.families import FAMILIES
 
@@ -67,14 +68,17 @@ LAYOUTS = [  # family, widths, role, x, y: a placement's dimension; None: whole
 
 
 class Sizes(TorchDispatchMode):
-    """The collectives that are called inside: name and numbers."""
+    """The collectives that are called inside: name and numbers; and what the engine multiplies."""
 
     def __init__(self):
         super().__init__()
         self.calls = []
+        self.products = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         found = function(*args, **(kwargs or {}))
+        if function.namespace == "structlin":
+            self.products.add(function._opname)
         name = function._opname.removesuffix("_into_tensor").removesuffix("_tensor")
         if name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all_single"):
             self.calls.append((name, max(args[0].numel(), found.numel())))
@@ -271,6 +275,7 @@ def run_divided(layer, role, x, mesh, **layouts):
         "gradients": {name: whole(p.grad) for name, p in layer.named_parameters()},
         "forward": sent.calls,
         "backward": sent_back.calls,
+        "products": sent.products | sent_back.products,
         "counts": [sum(mode.get_comm_counts().values()) for mode in (counted, counted_back)],
         "numbers": sum(p.to_local().numel() for p in layer.parameters()),
     }
@@ -441,6 +446,7 @@ BAD = {
     "a bias of somebody else": lambda: layer_of("BTT"),
     "x on another mesh": lambda: layer_of("BTT"),
     "an order of cores": lambda: layer_of("BTT, rank 2"),
+    "x without tokens where a part of them is due": lambda: layer_of("BTT"),
 }
 
 
@@ -462,7 +468,7 @@ def hooked_core(layer):
 def refuse(name, mesh):
     """What is said of one bad input, and whether anything was communicated or changed before."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Partial, Replicate
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
     from torch.distributed.tensor.debug import CommDebugMode
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -479,6 +485,8 @@ def refuse(name, mesh):
         role = "rowwise"
     elif name == "a part where x whole is due":
         x = x[..., : IN // 2]
+    elif name == "x without tokens where a part of them is due":
+        x, options = x[:, :0], {"input_layouts": Shard(1)}
     elif name == "a sum as layout":
         options = {"output_layouts": Partial()}
     other = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("dp", "tp"))
@@ -487,7 +495,7 @@ def refuse(name, mesh):
     elif name == "x on another mesh":
         x = DTensor.from_local(x, other, [Replicate(), Replicate()], run_check=False)
     if calls or name in ("already parallel", "an order of cores"):
-        parallelize_module(layer, mesh, style_of(role))
+        parallelize_module(layer, mesh, style_of(role, **options))
     before = copy.deepcopy(layer.state_dict())
     with CommDebugMode() as counted:
         try:
@@ -710,6 +718,25 @@ def test_a_batch_without_tokens_has_no_y_and_zero_gradients(worlds):
             assert not any(value.any() for value in found["gradients"].values())
 
 
+def test_tokens_that_are_cut_are_gathered_and_scattered_and_no_more(worlds):
+    """Sequence parallelism: where a whole x or y would have one sum."""
+    sent = [("all_gather", 768)], [("reduce_scatter", 768)]  # x, 64 wide
+    for process in worlds[2]:
+        found = process["layouts"]["BTT, rank 2", (64, 144), "colwise", 1, -1]
+        assert (found["forward"], found["backward"]) == sent
+        found = process["layouts"]["BTT, rank 2", (64, 144), "rowwise", -1, 1]
+        assert found["forward"] == [("reduce_scatter", 1728)]
+        assert found["backward"] == [("all_gather", 1728), ("all_reduce", OUT)]  # y and bias
+
+
+@pytest.mark.skipif(not library.load(), reason="needs the compiled engine")
+def test_the_engine_multiplies_the_parts(worlds):
+    for process in worlds[2]:
+        for role in ("colwise", "rowwise"):
+            found = process["cases"]["BTT", role, False]
+            assert found["products"] >= {"multiply", "gradients"}
+
+
 @pytest.mark.parametrize("tokens", [5, 1])
 def test_dtensors_with_fewer_tokens_or_none_on_one_process_give_what_one_process_gives(
     worlds, tokens
@@ -856,6 +883,10 @@ def test_ddp_and_a_pipeline_give_the_gradients_of_one_process(worlds):
         ("a part where x whole is due", r"x has shape \(2, 6, 32\), and input_layouts=.*is 64"),
         ("a bias of somebody else", r"adds its own bias, layer\.bias, or none"),
         ("an order of cores", r"the cores lie on several processes: store them before they are"),
+        (
+            "x without tokens where a part of them is due",
+            r"x has shape \(2, 0, 64\), no tokens, and .*pass a DTensor, which may have none",
+        ),
         ("x on another mesh", r"x lies on DeviceMesh.*, the layer on DeviceMesh"),
     ],
 )
