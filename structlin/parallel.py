@@ -173,19 +173,19 @@ def divide_layer(
     y = layouts.y or (Shard(-1) if divided.cuts_y else Replicate())
     _require_layout("input_layouts", x)
     _require_layout("output_layouts", y)
-    found = DividedLayer(
+    divided_layer = DividedLayer(
         divided, mesh, x, y, layouts.local_output, layer.in_features, layer.out_features
     )
-    found.require_parts()
+    divided_layer.require_parts()
 
     store_outermost_(layer, axis)
     for name, dim in zip(layer.core_names, divided.dims, strict=True):
         placement = Replicate() if dim is None else Shard(dim)
         _distribute(layer.cores, name, mesh, placement, src_data_rank)
-    bias_is_cut = divided.cuts_y and not found.pads_y
+    bias_is_cut = divided.cuts_y and not divided_layer.pads_y
     _distribute(layer, "bias", mesh, Shard(0) if bias_is_cut else Replicate(), src_data_rank)
     _distribute(layer, "gains", mesh, Replicate(), src_data_rank)
-    layer.divided = found
+    layer.divided = divided_layer
     return layer
 
 
@@ -212,7 +212,7 @@ def _require_divisible(layer: StructuredLinear, mesh: DeviceMesh) -> None:
             f"device_mesh has {mesh.ndim} dimensions, {names}: "
             f"take one of them, device_mesh[{names[-1]!r}]"
         )
-    if layer.divided is not None or any(isinstance(p, DTensor) for p in layer.parameters()):
+    if any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
         raise ValueError(
             f"{said} is parallel or sharded already: parallelize_module comes once, and before "
             "fully_shard"
@@ -506,15 +506,15 @@ def _to_local(parameter: Any) -> Tensor:
 def sum_over(mesh: DeviceMesh, part: Tensor) -> Tensor:
     """The sum of `part` over the processes of `mesh`. What is done with it is done alike on every
     process, so that each has its whole gradient, and backward nothing is communicated."""
-    found: Tensor = _Sum.apply(mesh.get_group().group_name, part)  # type: ignore[no-untyped-call]
-    return found
+    total: Tensor = _Sum.apply(mesh.get_group().group_name, part)  # type: ignore[no-untyped-call]
+    return total
 
 
 def sum_gradients(mesh: DeviceMesh, *tensors: Tensor) -> list[Tensor]:
     """`tensors`, which every process has alike and does another part with: their gradients are
     summed over the processes of `mesh`, in one collective."""
-    found = _SumGradients.apply(mesh.get_group().group_name, *tensors)  # type: ignore[no-untyped-call]
-    return list(found)
+    group = mesh.get_group().group_name
+    return list(_SumGradients.apply(group, *tensors))  # type: ignore[no-untyped-call]
 
 
 class _Sum(torch.autograd.Function):
@@ -543,8 +543,8 @@ class _SumGradients(torch.autograd.Function):
             flat = torch.cat([gradient.reshape(-1) for gradient in needed])
             pieces = torch.split(_all_reduce(flat, ctx.group), [g.numel() for g in needed])
             sums = [piece.view(g.shape) for piece, g in zip(pieces, needed, strict=True)]
-        found = iter(sums)
-        return None, *(next(found) if needs else None for needs in ctx.needs_input_grad[1:])
+        in_order = iter(sums)
+        return None, *(next(in_order) if needs else None for needs in ctx.needs_input_grad[1:])
 
 
 def _all_reduce(part: Tensor, group: Any) -> Tensor:
@@ -599,29 +599,29 @@ def list_collectives(
     """
     divided = cut(structure, axis_of(structure, axis), processes)
     cores = divided.structure.cores
-    found = []
+    messages = []
     norms = [n for n in range(divided.start, divided.stop) if divided.dims[n] is not None]
     if weight_norm and norms:
-        found.append(Collective("all_reduce", "forward", "squared norms", 0, len(norms)))
+        messages.append(Collective("all_reduce", "forward", "squared norms", 0, len(norms)))
     if divided.tail is not None:
         width = divided.tail.in_features
-        found.append(Collective("all_reduce", "forward", "between cores", width))
+        messages.append(Collective("all_reduce", "forward", "between cores", width))
     if divided.sums_y:
-        found.append(Collective("all_reduce", "forward", "y", structure.out_features))
+        messages.append(Collective("all_reduce", "forward", "y", structure.out_features))
     if divided.cuts_y and axis == "rowwise":
-        found.append(Collective("all_gather", "forward", "y", structure.out_features))
+        messages.append(Collective("all_gather", "forward", "y", structure.out_features))
 
     if divided.head is not None:
         width = divided.head.out_features
-        found.append(Collective("all_reduce", "backward", "between cores", width))
+        messages.append(Collective("all_reduce", "backward", "between cores", width))
     if weight_norm:
         numbers = len(norms) + divided.stop - divided.start
-        found.append(Collective("all_reduce", "backward", "norms and gains", 0, numbers))
+        messages.append(Collective("all_reduce", "backward", "norms and gains", 0, numbers))
     if divided.whole_cores:
         numbers = sum(cores[n].params for n in divided.whole_cores)
-        found.append(Collective("all_reduce", "backward", "gradients of cores", 0, numbers))
+        messages.append(Collective("all_reduce", "backward", "gradients of cores", 0, numbers))
     if divided.shares_x:
-        found.append(Collective("all_reduce", "backward", "dx", structure.in_features))
+        messages.append(Collective("all_reduce", "backward", "dx", structure.in_features))
     if divided.cuts_x and axis == "colwise":
-        found.append(Collective("all_gather", "backward", "dx", structure.in_features))
-    return found
+        messages.append(Collective("all_gather", "backward", "dx", structure.in_features))
+    return messages
