@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 
-from benchmarks import gpu, models
+from benchmarks import communication, gpu, models
 from benchmarks.comparison import layers
 from benchmarks.compression import dinov2, minilm, smollm2
 from benchmarks.examples import EXAMPLES
@@ -117,6 +117,8 @@ def numbers() -> dict[str, str]:
 def tables() -> dict[str, Callable[[], str]]:
     """What makes each table, by its name on a page."""
     found: dict[str, Callable[[], str]] = {"verdicts": show_claims, "gpu": gpu.show_results}
+    found["collectives"] = communication.show_collectives
+    found["many gpus"] = communication.show_model
     for shown in SHOWN:
         for name, make in shown.tables.items():
             found[name] = partial(lambda make, name: make(kept(name)), make, shown.name)

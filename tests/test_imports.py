@@ -34,6 +34,18 @@ def test_importing_structlin_loads_torch_einops_and_nothing_else():
     assert json.loads(done.stdout) == ["structlin"]
 
 
+LAZY = """
+import sys, structlin
+assert "torch.distributed.tensor" not in sys.modules and "structlin.parallel" not in sys.modules
+assert structlin.parallel.RowwiseParallel and "torch.distributed.tensor" in sys.modules
+"""
+
+
+@pytest.mark.slow
+def test_importing_structlin_does_not_import_what_tensor_parallelism_needs():
+    subprocess.run([sys.executable, "-c", LAZY], check=True)
+
+
 ALONE = """
 import importlib.metadata, sys, torch, einops, torch._dynamo  # with all that torch itself imports
 known = {name.split(".")[0] for name in sys.modules} | {"structlin"}

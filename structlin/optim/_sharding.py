@@ -121,47 +121,77 @@ def shard_placement_fn(model: nn.Module, world_size: int = 0) -> Callable[[nn.Pa
 
 
 def join_parts(parameter: Tensor, weight: Weight, local: Tensor) -> Tensor:
-    """What is cut as `parameter` is and has the part `local` here: whole, or in whole blocks."""
-    return local if _has_whole_blocks(parameter, weight) else gather_whole(parameter, local)
+    """What is cut as `parameter` is and has the part `local` here: whole, or in whole blocks.
+
+    Only cuts through blocks are undone. A core on FSDP2 and tensor parallelism may be cut between
+    its blocks by the one and through them by the other: each process then has its share of the
+    blocks.
+    """
+    layout = _layout(parameter)
+    if layout is None:
+        return local
+    _, placements = layout
+    part = _as_dtensor(parameter, local, placements)
+    blocks: Tensor = part.redistribute(placements=_in_whole_blocks(weight, placements)).to_local()
+    return blocks
 
 
 def take_part(parameter: Tensor, weight: Weight, joined: Tensor) -> Tensor:
     """The inverse of `join_parts`."""
-    from torch.distributed.tensor import distribute_tensor
-
     layout = _layout(parameter)
-    if layout is None or _has_whole_blocks(parameter, weight):
+    if layout is None:
         return joined
-    return distribute_tensor(joined, *layout, src_data_rank=None).to_local()
+    _, placements = layout
+    blocks = _as_dtensor(parameter, joined, _in_whole_blocks(weight, placements))
+    part: Tensor = blocks.redistribute(placements=placements).to_local()
+    return part
 
 
 def cut_as(parameter: Tensor, weight: Weight, local: Tensor) -> Tensor:
     """State of the blocks that this process holds, `local` `(blocks, ...)`, as what it is of all of
     them; where every process has the whole parameter, `local` itself."""
-    from torch.distributed.tensor import DTensor
-
     layout = _layout(parameter)
-    if layout is None or not _has_whole_blocks(parameter, weight):
+    if layout is None:
+        return local
+    _, placements = layout
+    placements = _in_whole_blocks(weight, placements)
+    if all(placement.is_replicate() for placement in placements):
         return local
     shape = torch.Size((len(parameter), *local.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, *layout, shape=shape, stride=stride)
+    state: Tensor = _as_dtensor(parameter, local, placements, shape)
+    return state
 
 
 def gather_whole(parameter: Tensor, local: Tensor) -> Tensor:
     """What is cut as `parameter` is and has the part `local` here."""
-    from torch.distributed.tensor import DTensor
-
     layout = _layout(parameter)
     if layout is None:
         return local
-    found = DTensor.from_local(local, *layout, shape=parameter.shape, stride=parameter.stride())
-    return found.full_tensor()
+    _, placements = layout
+    whole: Tensor = _as_dtensor(parameter, local, placements).full_tensor()
+    return whole
 
 
-def _has_whole_blocks(parameter: Tensor, weight: Weight) -> bool:
-    layout = _layout(parameter)
-    in_blocks = weight.kind == "embedding" or weight.core is not None
-    return layout is None or all(
-        placement.is_replicate() or (in_blocks and placement.dim == 0) for placement in layout[1]
-    )
+def _as_dtensor(
+    parameter: Any, local: Tensor, placements: tuple[Any, ...], shape: torch.Size | None = None
+) -> Any:
+    """The part `local`, on the mesh of `parameter`, of what has its shape or another."""
+    from torch.distributed.tensor import DTensor
+
+    shape = shape or parameter.shape
+    stride = torch.empty(shape, device="meta").stride()
+    mesh = parameter.device_mesh
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _in_whole_blocks(weight: Weight, placements: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The placements, without those that cut through blocks; through a matrix all of them do."""
+    from torch.distributed.tensor import Replicate
+
+    has_blocks = weight.kind == "embedding" or weight.core is not None
+    kept = []
+    for placement in placements:
+        # FSDP2 over a cut of the same dimension is no Shard, but has a `dim` too
+        between_blocks = has_blocks and getattr(placement, "dim", None) == 0
+        kept.append(placement if between_blocks else Replicate())
+    return tuple(kept)
