@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .._structure.structure import SILU_RMS, steps_of
 from . import OF_BIAS, OF_CORES, OF_X
+from .devices import writes_views
 
 MANY_BLOCKS = 16  # that are interleaved, from which on a copy that turns a whole matrix is faster
 
@@ -177,20 +178,6 @@ def _widen(x: Tensor, width: int) -> Tensor:
     """x as `(width, tokens)`, with zeros for the features that it lacks."""
     x = x.reshape(-1, x.shape[-1])
     return (F.pad(x, (0, width - x.shape[1])) if width > x.shape[1] else x).mT
-
-
-@lru_cache
-def writes_views(device: str) -> bool:
-    """Whether torch.bmm writes into a strided view there: some backends refuse, or miss it."""
-    if device == "cuda":  # cuBLAS does; an answer may not be waited for while a graph is captured
-        return True
-    weight, operand = torch.ones(2, 3, 4, device=device), torch.ones(2, 4, 5, device=device)
-    result = torch.zeros(3, 2, 5, device=device)
-    try:
-        torch.bmm(weight, operand, out=result.transpose(0, 1))
-    except RuntimeError:
-        return False
-    return bool((result == 4).all())
 
 
 # ---- from the integers of a program --------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from structlin import BLAST, BTT, Kronecker, Monarch, StructuredLinear, show_config
-from structlin._engine import OF_BIAS, OF_CORES, OF_X, operators, views
+from structlin._engine import OF_BIAS, OF_CORES, OF_X, operators
 from structlin._engine.cpu import library
 from structlin._engine.product import define
 from tests.catalogue import (
@@ -223,7 +223,7 @@ def forget(bmm, *tensors, out=None):
 def test_a_device_that_writes_no_view_gets_a_copy_and_show_config_says_so(
     backend, monkeypatch, capsys
 ):
-    views.writes_views.cache_clear()
+    devices.writes_views.cache_clear()
     monkeypatch.setattr(torch, "bmm", partial(backend, torch.bmm))
     monkeypatch.setattr(library, "_state", library.State(False, "off"))
     try:
@@ -232,7 +232,7 @@ def test_a_device_that_writes_no_view_gets_a_copy_and_show_config_says_so(
         show_config()
         assert "results copied, as torch.bmm writes no view there" in capsys.readouterr().out
     finally:
-        views.writes_views.cache_clear()
+        devices.writes_views.cache_clear()
 
 
 @pytest.mark.parametrize("family", [BTT(rank=2), Monarch(blocks=4).activate(), BTT(cores=3)])

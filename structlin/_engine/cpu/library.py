@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from ..._torch import call_while_tracing
-from ..views import writes_views
+from ..devices import writes_views
 
 torch.library.define("structlin::machine", "(Tensor like) -> (int, int, int)")
 _log = logging.getLogger("structlin")
