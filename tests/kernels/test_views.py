@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from structlin import BLAST, BTT, Kronecker, Monarch, StructuredLinear, show_config
-from structlin._engine import OF_BIAS, OF_CORES, OF_X, operators
+from structlin._engine import OF_BIAS, OF_CORES, OF_X, devices, operators
 from structlin._engine.cpu import library
 from structlin._engine.product import define
 from tests.catalogue import (
