@@ -127,8 +127,9 @@ def make_optimizer(
     task = make_task(setup, 0, sizes)
     base = models.build(task, sizes["base"], None, 0, "meta")
     if optimizer == "AdamW":
-        groups = structlin.param_groups(model, rates["lr"], base=base)
-        return torch.optim.AdamW(groups, rates["lr"], betas=(0.9, 0.95), fused=True)
+        return structlin.optim.AdamW(
+            model, rates["lr"], betas=(0.9, 0.95), weight_decay=0.0, base=base, fused=True
+        )
     kinds = {"Muon": structlin.optim.Muon, "SOAP": structlin.optim.SOAP}
     return kinds[optimizer](model, **rates, base=base, momentum=gpt_seconds.MOMENTUM)
 
