@@ -1,5 +1,6 @@
 """The run on a machine with a GPU, in two commands of at most ten minutes. No GPU has run it yet.
 
+    export STRUCTLIN_ENGINE=off                # the CPU's engine would only be built
     python -m benchmarks.gpu a --out "$OUT"    # the gate, then layers
     python -m benchmarks.gpu b --out "$OUT"    # whole models, then one training run
     python -m benchmarks.gpu a --smoke         # without a GPU: the same on tiny layers of a CPU
@@ -13,7 +14,6 @@ them. Afterwards the files go to benchmarks/results, and `make pages` shows them
 """
 
 import math
-import os
 import sys
 import time
 from collections import Counter
@@ -254,7 +254,6 @@ def main(argv: list[str] | None = None) -> None:
     if device == "cpu" and not options.smoke:
         print("no GPU: nothing to measure; --smoke needs none")
         return
-    os.environ.setdefault("STRUCTLIN_ENGINE", "off")  # the CPU engine would only be built
     end = time.perf_counter() + (options.budget or BUDGET[options.part])
     if options.smoke and options.out == options.kept:
         options.out = Path("out") / "gpu"
