@@ -143,7 +143,7 @@ def cut_as(parameter: Tensor, weight: Weight, local: Tensor) -> Tensor:
     layout = _layout(parameter)
     if layout is None or not _has_whole_blocks(parameter, weight):
         return local
-    shape = torch.Size((len(parameter), *local.shape[1:]))
+    shape = torch.Size((len(parameter) * weight.fused, *local.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, *layout, shape=shape, stride=stride)
 
@@ -161,7 +161,12 @@ def gather_whole(parameter: Tensor, local: Tensor) -> Tensor:
 
 def _has_whole_blocks(parameter: Tensor, weight: Weight) -> bool:
     layout = _layout(parameter)
-    in_blocks = weight.kind == "embedding" or weight.core is not None
-    return layout is None or all(
-        placement.is_replicate() or (in_blocks and placement.dim == 0) for placement in layout[1]
+    if layout is None:
+        return True
+    mesh, placements = layout
+    in_blocks = weight.is_in_blocks
+    if weight.fused > 1:  # else state of all blocks would be cut elsewhere than the parameter
+        in_blocks = in_blocks and len(parameter) % mesh.size() == 0
+    return all(
+        placement.is_replicate() or (in_blocks and placement.dim == 0) for placement in placements
     )

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from structlin import BTT, Kronecker, LowRank, StructuredLinear, convert
-from structlin.optim import SOAP, Muon, Normed, shard_placement_fn
+from structlin.optim import SOAP, Muon, Normed, declare_weights, shard_placement_fn
 from tests.models import GPT, perplexed
 
 pytestmark = pytest.mark.skipif(
@@ -32,9 +32,35 @@ LAYOUTS = [
     ("btt, SOAP", 3, True, 0),
     ("few, SOAP", 3, False, 0),
     ("gpt, SOAP", 2, True, 4),  # gradients and momenta of two dense matrices
+    ("experts", 2, False, 0),
+    ("experts", 3, False, 1),  # 4 experts: uneven, and gate and up are fused in one weight
+    ("experts, SOAP", 2, False, 0),
+    ("experts, SOAP", 3, False, 2),  # gradient and momentum
 ]
 STRUCTURES = {"btt": BTT(), "few": BTT(), "low-rank": LowRank(rank=4), "kronecker": Kronecker()}
-WIDTHS = {"btt": 64, "few": 4, "low-rank": 48, "kronecker": 36}  # BTT of width 4 has 2 blocks
+WIDTHS = {
+    "experts": 8,
+    "btt": 64,
+    "few": 4,
+    "low-rank": 48,
+    "kronecker": 36,
+}  # BTT of width 4 has 2 blocks
+
+
+class Experts(nn.Module):
+    """Four experts of a gated unit, all of which every token sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.randn(4, 16, 8) / 3)
+        self.down = nn.Parameter(torch.randn(4, 8, 8) / 3)
+
+    def forward(self, x):
+        gate, up = torch.einsum("emn,bn->ebm", self.gate_up, x).chunk(2, dim=-1)
+        return torch.einsum("emn,ebn->bm", self.down, gate.tanh() * up)
+
+
+declare_weights(Experts, gate_up="e (f m) n", down="e m n")
 
 
 class Collectives(TorchDispatchMode):
@@ -55,6 +81,8 @@ def model_of(name):
     name = name.removesuffix(", SOAP")
     if name.startswith("gpt"):  # 2-D weights, embeddings, norms, 3-D cores of 8 and 16 blocks
         model = convert(GPT(depth=1), BTT(), include="ffn")
+    elif name == "experts":
+        model = nn.Sequential(nn.Tanh(), Experts())
     else:
         width = WIDTHS[name], WIDTHS[name]
         layers = (StructuredLinear(*width, STRUCTURES[name], bias=False) for _ in range(2))
