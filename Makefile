@@ -1,4 +1,4 @@
-.PHONY: install fast test coverage docs pages site bench mutate ahead release
+.PHONY: install fast test coverage docs pages site bench mutate release
 
 install:
 	pip install -c constraints.txt -e ".[dev]"
@@ -31,9 +31,6 @@ mutate:
 	cr-filter-git --config tests/cosmic-ray.toml out/mutants.sqlite
 	cosmic-ray exec tests/cosmic-ray.toml out/mutants.sqlite
 	cr-report out/mutants.sqlite
-
-ahead:
-	python -m benchmarks.ahead
 
 release:
 	python -m tools.release

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 
-from benchmarks import ahead, gpu, models
+from benchmarks import communication, gpu, models
 from benchmarks.comparison import layers
 from benchmarks.compression import dinov2, minilm, smollm2
 from benchmarks.examples import EXAMPLES
@@ -33,7 +33,7 @@ from benchmarks.papers import (
     md_width,
     mn_transfer,
 )
-from benchmarks.speed import layer, model, peers
+from benchmarks.speed import layer, model, peers, products
 from benchmarks.training import gpt_seconds, lr_transfer, optimizer, transfer
 
 ROOT = Path(__file__).parents[1]
@@ -57,6 +57,7 @@ SHOWN: list[Shown] = [  # in the order of their claims in docs/results.md
     layer.BENCH,
     model.BENCH,
     peers.BENCH,
+    products.BENCH,
     *EXAMPLES,
 ]
 FIELD = re.compile(r"{{ ([\w. ]+) }}")
@@ -116,7 +117,8 @@ def numbers() -> dict[str, str]:
 def tables() -> dict[str, Callable[[], str]]:
     """What makes each table, by its name on a page."""
     found: dict[str, Callable[[], str]] = {"verdicts": show_claims, "gpu": gpu.show_results}
-    found["gpu predicted"] = ahead.show_predictions
+    found["collectives"] = communication.show_collectives
+    found["many gpus"] = communication.show_model
     for shown in SHOWN:
         for name, make in shown.tables.items():
             found[name] = partial(lambda make, name: make(kept(name)), make, shown.name)

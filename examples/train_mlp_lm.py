@@ -9,12 +9,9 @@ one of twice that, and one as wide as the first one's FLOPs allow. Sources: Beng
 Neural Probabilistic Language Model (JMLR 3); muP as in Yang et al. 2022 (arXiv:2203.03466).
 """
 
-from functools import partial
-
-import torch
 import torch.nn.functional as F
 from torch import nn
-from train_gpt import compare, initialise, parse, read_text
+from train_gpt import Windows, initialise, make_run, parse, read_text, report, train
 
 import structlin
 
@@ -22,13 +19,6 @@ EMBEDDING = 24  # features of a character
 STRUCTURE = structlin.BTT(rank=1)
 
 
-def adamw(model, lr, other_lr, base):
-    return structlin.optim.AdamW(
-        model, lr, betas=(0.9, 0.95), weight_decay=0.0, base=base, fused=True
-    )
-
-
-RUNS = [(1, False, adamw), (2, False, adamw), (2, True, adamw), (None, True, adamw)]
 SIZES = {
     "width": 512,
     "depth": 3,
@@ -67,24 +57,47 @@ class MLP(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
+class NextCharacter(Windows):
+    """Windows of a text, and the one character after each."""
+
+    def __init__(self, ids, context, size, seed):
+        super().__init__(ids, context, size, seed, heldout=8192, part=512)
+
+    def cut(self, ids, starts):
+        x, y = super().cut(ids, starts)
+        return x, y[:, -1]
+
+
 def main(argv=None):
     options = parse(__doc__, "out/train_mlp_lm", SIZES, SMOKE, argv)
     characters, ids = read_text(options.data)
-    train_ids, heldout_ids = ids.tensor_split([len(ids) - len(ids) // 10])
+    data = NextCharacter(ids, options.context, options.batch, options.seed)
 
-    def windows(ids, starts):
-        window = ids[starts[:, None] + torch.arange(options.context + 1)]
-        return window[:, :-1], window[:, -1]
+    def build(width):
+        return MLP(len(characters), options.context, options.depth, width)
 
-    def batch(step):
-        random = torch.Generator().manual_seed(1_000_003 * options.seed + step)
-        last, size = len(train_ids) - options.context, (options.batch,)
-        return windows(train_ids, torch.randint(last, size, generator=random))
+    base = build(options.width)
 
-    starts = torch.linspace(0, len(heldout_ids) - options.context - 1, 8192).long()
-    heldout = [windows(heldout_ids, part) for part in starts.split(512)]
-    dense = partial(MLP, len(characters), options.context, options.depth)
-    return compare(dense, batch, heldout, options, STRUCTURE, RUNS)
+    def adamw(model):
+        return structlin.optim.AdamW(
+            model, options.lr, betas=(0.9, 0.95), weight_decay=0.0, base=base, fused=True
+        )
+
+    example = data.heldout[0][0][:1]
+    wide = structlin.widen(build, STRUCTURE, dense=options.width, example=example, multiple=32)
+
+    def run(width, structure):
+        return make_run(lambda: build(width), structure, adamw, data, options)
+
+    runs = [
+        run(options.width, None),
+        run(2 * options.width, None),
+        run(2 * options.width, STRUCTURE),
+        run(wide.width, STRUCTURE),
+    ]
+    structlin.show_config()  # builds the engine before a step is timed
+    train(runs, data, options)
+    return report(runs, data, options)
 
 
 if __name__ == "__main__":

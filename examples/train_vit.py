@@ -8,16 +8,21 @@ fifth is held out. For the three models see train_gpt.py. Sources: Dosovitskiy e
 (arXiv:2010.11929), with mean pooling; muP as in Yang et al. 2022 (arXiv:2203.03466).
 """
 
-from functools import partial
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from train_gpt import CONVERT, HEAD, STRUCTURE, compare, initialise, parse
+from train_gpt import HEAD, compare, initialise, parse
 
-SIZES = {"width": 128, "depth": 2, "batch": 32, "steps": 1500, "seed": 0}
-SIZES |= {"lr": 0.03, "other_lr": 0.002}
+SIZES = {
+    "width": 128,
+    "depth": 2,
+    "batch": 32,
+    "steps": 1500,
+    "lr": 0.03,  # of hidden matrices
+    "other_lr": 0.002,  # of everything else
+    "seed": 0,
+}
 SMOKE = {"width": 32, "depth": 1, "batch": 8, "steps": 6}
 
 
@@ -26,7 +31,8 @@ class Block(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.attn_norm, self.mlp_norm = (nn.LayerNorm(width, bias=False) for _ in range(2))
+        self.attn_norm = nn.LayerNorm(width, bias=False)
+        self.mlp_norm = nn.LayerNorm(width, bias=False)
         self.attn_in = nn.Linear(width, 3 * width, bias=False)
         self.attn_out = nn.Linear(width, width, bias=False)
         self.mlp_in = nn.Linear(width, 4 * width, bias=False)
@@ -74,6 +80,29 @@ def read_images(path):
     return (pixels - train.mean()) / train.std(), torch.tensor(labels[order], dtype=torch.int64)
 
 
+class Shifted:
+    """Batches of the first four fifths of the images; the others are held out."""
+
+    def __init__(self, images, labels, size, seed):
+        cut = len(images) - len(images) // 5
+        self.labels, self.size, self.seed = labels[:cut], size, seed
+        self.height, self.columns = images.shape[2:]
+        self.margin = self.height // 8
+        self.padded = F.pad(images[:cut], (self.margin,) * 4, value=float(images[:cut].min()))
+        self.heldout = [*zip(images[cut:].split(256), labels[cut:].split(256), strict=True)]
+
+    def batch(self, step):
+        """Random images, each moved by up to an eighth of its height."""
+        random = torch.Generator().manual_seed(1_000_003 * self.seed + step)
+        chosen = torch.randint(len(self.labels), (self.size,), generator=random)
+        down, right = torch.randint(2 * self.margin + 1, (2, self.size, 1), generator=random)
+        y = (down + torch.arange(self.height))[:, :, None]
+        x = (right + torch.arange(self.columns))[:, None]
+        # (size, height, columns, channels)
+        moved = self.padded[chosen[:, None, None], :, y, x]
+        return moved.permute(0, 3, 1, 2), self.labels[chosen]
+
+
 def patch_size(height, columns):
     """The smallest patch, at least 2 x 2, that divides the image into at most 64."""
     for patch in range(2, min(height, columns) + 1):
@@ -85,27 +114,14 @@ def patch_size(height, columns):
 def main(argv=None):
     options = parse(__doc__, "out/train_vit", SIZES, SMOKE, argv)
     images, labels = read_images(options.data)
-    cut = len(images) - len(images) // 5
-    margin, (height, columns) = images.shape[2] // 8, images.shape[2:]
-    padded = F.pad(images[:cut], (margin,) * 4, value=float(images[:cut].min()))
+    data = Shifted(images, labels, options.batch, options.seed)
+    shape, classes = images.shape[1:], int(labels.max()) + 1
+    patch = patch_size(*shape[1:])
 
-    def batch(step):
-        """Random images, each moved by up to an eighth of its height."""
-        random, count = (
-            torch.Generator().manual_seed(1_000_003 * options.seed + step),
-            options.batch,
-        )
-        chosen = torch.randint(cut, (count,), generator=random)
-        down, right = torch.randint(2 * margin + 1, (2, count, 1), generator=random)
-        y, x = (down + torch.arange(height))[:, :, None], (right + torch.arange(columns))[:, None]
-        # (count, height, columns, channels)
-        moved = padded[chosen[:, None, None], :, y, x]
-        return moved.permute(0, 3, 1, 2), labels[chosen]
+    def build(width):
+        return ViT(shape, patch, classes, options.depth, width)
 
-    heldout = [*zip(images[cut:].split(256), labels[cut:].split(256), strict=True)]
-    sizes = images.shape[1:], patch_size(height, columns), int(labels.max()) + 1
-    dense = partial(ViT, *sizes, options.depth)
-    return compare(dense, batch, heldout, options, STRUCTURE, **CONVERT)
+    return compare(build, data, options)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """structlin: structured matrices as better linear layers. The structure is the only thing anybody
 writes."""
 
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from . import duality, modular, optim, scaling, stability
 from ._compress.compress import compress, plan_compression
 from ._compress.distill import distill
@@ -35,6 +38,9 @@ from ._structure.widths import divide
 from .duality import dualize
 from .optim import keep_ratios, param_groups
 from .scaling import init_std, lr_mult
+
+if TYPE_CHECKING:
+    from . import parallel as parallel
 
 __version__ = "0.2.0"
 __all__ = [
@@ -84,3 +90,12 @@ __all__ = [
     "to_dense",
     "widen",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`structlin.parallel` is imported when it is asked for: it needs torch.distributed."""
+    if name == "parallel":
+        from importlib import import_module
+
+        return import_module(".parallel", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

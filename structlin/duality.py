@@ -25,7 +25,7 @@ from ._engine.operators import available
 from ._structure.arguments import require_real
 from ._torch import call_while_tracing, has_bfloat16_instructions
 
-__all__ = ["dual_conv", "dual_core", "dual_embedding", "dual_norm", "dualize", "spectral_bound"]
+__all__ = ["dual_core", "dual_norm", "dualize", "spectral_bound"]
 Schedule = Sequence[tuple[float, float, float]]
 
 # One (a, b, c) per step: X <- a X + b (X X^T) X + c (X X^T)^2 X, on singular values in [0, 1].

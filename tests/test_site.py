@@ -9,13 +9,13 @@ from urllib.parse import unquote
 import pytest
 
 import structlin
-from structlin import duality, modular, optim, scaling, stability
+from structlin import duality, modular, optim, parallel, scaling, stability
 
 for package in ("material", "mkdocs_jupyter", "mkdocstrings", "mike"):
     pytest.importorskip(package)
 
 ROOT = Path(__file__).parents[1]
-PUBLIC = [structlin, optim, modular, stability, scaling, duality]
+PUBLIC = [structlin, optim, parallel, modular, stability, scaling, duality]
 pytestmark = pytest.mark.slow
 
 

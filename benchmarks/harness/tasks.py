@@ -194,9 +194,9 @@ class Characters:
         self.seed, self.sizes, self.tokens = seed, sizes, sizes["context"]
         self.vocabulary, ids = self.tokenise(path.read_text("utf-8") if path else library())
         cut = len(ids) - len(ids) // 10
-        self.train, held = ids[:cut], ids[cut:]
-        starts = torch.linspace(0, len(held) - self.tokens - 1, 128).long()
-        self.heldout = [self.windows(held, part) for part in starts.split(32)]
+        self.train, self.held = ids[:cut], ids[cut:]
+        starts = torch.linspace(0, len(self.held) - self.tokens - 1, 128).long()
+        self.heldout = [self.windows(self.held, part) for part in starts.split(32)]
 
     def tokenise(self, text: str) -> tuple[int, Tensor]:
         """How many tokens there are, here characters, and those of `text`."""

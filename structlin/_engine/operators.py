@@ -1,11 +1,13 @@
-"""The products as operators that autograd, torch.compile and FLOP counters know: the compiled
-engine (`cpu.cpp`) has them on a CPU, the Triton kernels (`pair.py`) on a GPU, but for int8.
+"""The products as operators that autograd, torch.compile and FLOP counters know: those of the
+compiled engine (`cpu.cpp`), and the overloads `.views` (`views.py`) of every device.
 
-    multiply(x, cores, bias, gains)         y = W(normalised cores) x + bias
-    multiply_int8(x, cores, scales, bias)   y = W(cores * scales) x + bias
-    gradients(dy, x, cores, gains)          dx, dcores, dgains, dbias
+    multiply(x, cores, bias, gains)          y = W(normalised cores) x + bias
+    multiply_int8(x, cores, scales, bias)    y = W(cores * scales) x + bias
+    gradients(dy, x, cores, gains)           dx, dcores, dgains, dbias
+    multiply.views(x, cores, bias)           y = W(cores) x + bias, and what lies between cores
+    gradients.views(dy, x, between, cores)   dx, dcores, dbias
 
-Only the inputs are saved. Derivatives of derivatives are taken through the loop that is the
+The engine saves the inputs alone. Derivatives of derivatives are taken through the loop that is the
 definition.
 """
 
@@ -21,9 +23,8 @@ from torch.nn import Parameter
 from torch.utils.flop_counter import register_flop_formula
 
 from .._structure.structure import Program, steps_of
-from . import OF_BIAS, OF_CORES, OF_GAINS, OF_X
+from . import OF_BIAS, OF_CORES, OF_GAINS, OF_X, views
 from .cpu import library
-from .triton import check, pair
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _BATCHED = torch._C._dispatch_key_parse("Batched")
@@ -56,6 +57,13 @@ torch.library.define(
     "structlin::gradients",
     f"(Tensor dy, Tensor x, Tensor[] cores, {_NUMBERS}, int wants) -> Tensor[]",
 )
+_VIEWS = "Tensor x, Tensor[] cores, Tensor? bias, bool trains, int[] program"
+torch.library.define("structlin::multiply.views", f"({_VIEWS}) -> (Tensor, Tensor)")
+torch.library.define("structlin::layer.views", f"({_VIEWS}) -> (Tensor, Tensor)")
+torch.library.define(
+    "structlin::gradients.views",
+    "(Tensor dy, Tensor x, Tensor between, Tensor[] cores, int[] program, int wants) -> Tensor[]",
+)
 torch.library.define(
     "structlin::multiply_int8",
     "(Tensor x, Tensor[] cores, Tensor[] scales, Tensor? bias, int[] program) -> Tensor",
@@ -64,6 +72,9 @@ _multiply = torch.ops.structlin.multiply.default
 _layer = torch.ops.structlin.layer.default
 _multiply_int8 = torch.ops.structlin.multiply_int8.default
 _gradients = torch.ops.structlin.gradients.default
+_multiply_views = torch.ops.structlin.multiply.views
+_layer_views = torch.ops.structlin.layer.views
+_gradients_views = torch.ops.structlin.gradients.views
 torch.library.define(
     "structlin::choose", "(Tensor like, int[] program, int tokens, bool trains) -> int"
 )
@@ -79,13 +90,11 @@ class Path(IntEnum):
 
 
 def pays(program: Program, x: Tensor, trains: bool | None = None) -> bool:
-    """Whether an engine takes x and is the faster way.
+    """Whether the compiled engine takes x and is the faster way.
 
     Args:
         trains: whether a backward pass may follow; None: it is not known.
     """
-    if x.is_cuda:
-        return is_plain(x) and check.pays(program.numbers, x.dtype, x.device)
     if not available(x):
         return False
     if torch.compiler.is_compiling():
@@ -94,18 +103,15 @@ def pays(program: Program, x: Tensor, trains: bool | None = None) -> bool:
     return bool(choose(program.numbers, x.dtype, x.numel() // x.shape[-1], trains))
 
 
-def forms_matrix(program: Program, x: Tensor) -> bool:
-    """Whether on a GPU W is formed and multiplied by: the fastest way for so many tokens. Not in a
-    compiled program that is for any number of them."""
-    if not is_plain(x):
+def views_pay(program: Program, x: Tensor) -> bool:
+    """Whether batched products of views take x and are faster than the loop. A compiled program
+    makes one choice for all numbers of tokens, that for many."""
+    if x.dtype not in DTYPES or x.layout != torch.strided or x.is_meta:
         return False
-    least = check.tokens_for_matrix(program.numbers, x.dtype, x.device)
-    tokens = x.numel() // program.in_features
-    if torch.compiler.is_compiling():  # it may be a symbol
-        from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-        return statically_known_true(tokens >= least)
-    return tokens >= least
+    widest = max(program.in_features, program.out_features)
+    if not torch.compiler.is_compiling() and x.numel() < widest * program.in_features:
+        return False
+    return is_plain(x) and views.pays(program.numbers)
 
 
 @lru_cache(maxsize=4096)
@@ -164,15 +170,31 @@ def multiply(loop: Loop, affine: Affine, x: Tensor) -> Tensor:
     """`W x + bias` of x `(..., in_features)`; `loop` is the definition of the same."""
     program, cores, bias, gains, sigmas = affine
     y: Tensor
-    gains = gains if gains is None or x.is_cuda else gains.double()  # the CPU engine's dtype
+    gains = gains if gains is None else gains.double()  # the engine's dtype
     if torch.compiler.is_compiling():
         y = _layer(x, cores, bias, gains, sigmas, program.numbers)
     elif torch.is_grad_enabled() and any(
         leaf is not None and leaf.requires_grad for leaf in (x, *cores, bias, gains)
     ):
-        y = _Product.apply(loop, program, sigmas, x, bias, gains, *cores)  # type: ignore[no-untyped-call]
+        y = _Product.apply(loop, program, sigmas, False, x, bias, gains, *cores)  # type: ignore[no-untyped-call]
     else:
         y = _multiply(x, cores, bias, gains, sigmas, program.numbers)
+    return y
+
+
+def multiply_views(
+    loop: Loop, program: Program, cores: Sequence[Tensor], bias: Tensor | None, x: Tensor
+) -> Tensor:
+    """`multiply` by cores that are normalised already, as batched products of views."""
+    y: Tensor
+    if torch.compiler.is_compiling():
+        y, _ = _layer_views(x, cores, bias, torch.is_grad_enabled(), program.numbers)
+    elif torch.is_grad_enabled() and any(
+        leaf is not None and leaf.requires_grad for leaf in (x, *cores, bias)
+    ):
+        y = _Product.apply(loop, program, (), True, x, bias, None, *cores)  # type: ignore[no-untyped-call]
+    else:
+        y, _ = _multiply_views(x, cores, bias, False, program.numbers)
     return y
 
 
@@ -203,32 +225,46 @@ class _Product(torch.autograd.Function):
         loop: Loop,
         program: Program,
         sigmas: Sequence[float],
+        by_views: bool,
         x: Tensor,
         bias: Tensor | None,
         gains: Tensor | None,
         *cores: Tensor,
     ) -> Tensor:
         ctx.loop, ctx.program, ctx.sigmas = loop, program, sigmas
-        ctx.save_for_backward(x, bias, gains, *cores)
-        y: Tensor = _multiply(x, cores, bias, gains, sigmas, program.numbers)
+        between: Tensor | None = None
+        y: Tensor
+        if by_views:
+            y, between = _multiply_views(x, cores, bias, True, program.numbers)
+        else:
+            y = _multiply(x, cores, bias, gains, sigmas, program.numbers)
+        ctx.save_for_backward(between, x, bias, gains, *cores)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        needs = ctx.needs_input_grad[3:]
-        x, _, gains, *cores = ctx.saved_tensors
-        known = dy.is_cuda or available(dy)
+        needs = ctx.needs_input_grad[4:]
+        between, *inputs = ctx.saved_tensors
+        x, _, gains, *cores = inputs
+        known = available(dy) if between is None else is_plain(dy)
         if torch.is_grad_enabled() or is_batch(dy) or is_transformed() or not known:
 
             def run(x: Tensor, bias: Any, gains: Any, *cores: Tensor) -> Tensor:
                 y: Tensor = ctx.loop(Affine(ctx.program, cores, bias, gains, ctx.sigmas), x)
                 return y
 
-            return None, None, None, *differentiate(run, ctx.saved_tensors, needs, dy)
+            return *(None,) * 4, *differentiate(run, inputs, needs, dy)
         of_x, of_bias, of_gains, *of_cores = needs
-        numbers, needs = ctx.program.numbers, (of_x, of_cores, of_bias, of_gains)
-        dx, dcores, dbias, dgains = _find_gradients(dy, x, cores, gains, ctx.sigmas, numbers, needs)
-        return None, None, None, dx, dbias, dgains, *dcores
+        numbers = ctx.program.numbers
+        if between is None:
+            needs = of_x, of_cores, of_bias, of_gains
+            dx, dcores, dbias, dgains = _find_gradients(
+                dy, x, cores, gains, ctx.sigmas, numbers, needs
+            )
+        else:
+            needs, dgains = (of_x, of_cores, of_bias), None
+            dx, dcores, dbias = _find_gradients_of_views(dy, x, between, cores, numbers, needs)
+        return *(None,) * 4, dx, dbias, dgains, *dcores
 
 
 def _find_gradients(
@@ -245,6 +281,21 @@ def _find_gradients(
     wants = OF_X * of_x | OF_CORES * any(of_cores) | OF_BIAS * of_bias | OF_GAINS * of_gains
     dx, *dcores, dgains, dbias = _gradients(dy, x, cores, gains, sigmas, numbers, wants)
     return dx, dcores, dbias if of_bias else None, dgains if of_gains else None
+
+
+def _find_gradients_of_views(
+    dy: Tensor,
+    x: Tensor,
+    between: Tensor,
+    cores: Sequence[Tensor],
+    numbers: Sequence[int],
+    needs: tuple[bool, Sequence[bool], bool],
+) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    """The gradients of x, cores and bias; autograd leaves those that nobody needs."""
+    of_x, of_cores, of_bias = needs
+    wants = OF_X * of_x | OF_CORES * any(of_cores) | OF_BIAS * of_bias
+    dx, *dcores, dbias = _gradients_views(dy, x, between, cores, numbers, wants)
+    return dx, dcores, dbias if of_bias else None
 
 
 def is_batch(dy: Tensor) -> bool:
@@ -300,13 +351,53 @@ def _(dy: Tensor, x: Tensor, cores: Any, gains: Any, *rest: Any) -> list[Tensor]
     return [dx, *dcores, dgains, dbias]
 
 
-torch.library.impl("structlin::multiply", "CUDA", pair.multiply)
-torch.library.impl("structlin::layer", "CUDA", pair.multiply)
-torch.library.impl("structlin::gradients", "CUDA", pair.gradients)
 torch.library.register_fake("structlin::multiply", _fake_multiply)
 torch.library.register_fake("structlin::layer", _fake_multiply)
 torch.library.register_fake("structlin::multiply_int8", _fake_multiply)
 torch.library.register_autograd("structlin::layer", _backward, setup_context=_save)
+
+
+# ---- the overloads `.views`, of every device -----------------------------------------------------
+
+
+def _save_views(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, cores, _, _, ctx.numbers = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, output[1], *cores)
+
+
+def _backward_views(ctx: Any, dy: Tensor, _: None) -> tuple[Any, ...]:
+    x, between, *cores = ctx.saved_tensors
+    needs = ctx.needs_input_grad[:3]
+    dx, dcores, dbias = _find_gradients_of_views(dy, x, between, cores, ctx.numbers, needs)
+    return dx, dcores, dbias, None, None
+
+
+def _fake_multiply_views(
+    x: Tensor, cores: Any, bias: Any, trains: bool, program: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    widths = [stage.write.width for stage in views.stages_of(tuple(program))]
+    tokens = x.numel() // x.shape[-1]
+    y = x.new_empty(*x.shape[:-1], widths[-1])[..., : program[1]]
+    return y, x.new_empty(sum(widths[:-1]), tokens) if trains else x.new_empty(0)
+
+
+@torch.library.register_fake("structlin::gradients.views")  # type: ignore[untyped-decorator]
+def _(dy: Tensor, x: Tensor, between: Tensor, cores: Any, program: Any, wants: int) -> list[Tensor]:
+    width = views.stages_of(tuple(program))[0].read.width  # of x with its padding
+    dx = x.new_empty(*x.shape[:-1], width)[..., : program[0]] if wants & OF_X else x.new_empty(0)
+    dcores = [core.new_empty(core.shape if wants & OF_CORES else 0) for core in cores]
+    return [dx, *dcores, x.new_empty(program[1] if wants & OF_BIAS else 0)]
+
+
+torch.library.impl("structlin::multiply.views", "default", views.multiply)
+torch.library.impl("structlin::layer.views", "default", views.multiply)
+torch.library.impl("structlin::gradients.views", "default", views.gradients)
+torch.library.register_fake("structlin::multiply.views", _fake_multiply_views)
+torch.library.register_fake("structlin::layer.views", _fake_multiply_views)
+torch.library.register_autograd(
+    "structlin::layer.views", _backward_views, setup_context=_save_views
+)
 
 
 def count_flops(x: Sequence[int], program: Sequence[int]) -> list[int]:
@@ -328,4 +419,5 @@ def _(dy: Sequence[int], x: Sequence[int], *rest: Any, **_: Any) -> int:
     flops, of_cores = count_flops(x, program), bool(wants & (OF_CORES | OF_GAINS))
     of_x = bool(wants & OF_X)
     recomputes = of_cores or (of_x and bool(program[-1]))  # slopes of an activation
+    recomputes = recomputes and len(rest) == 5  # the overload `.views` is given what lies between
     return sum(flops) * (of_x + of_cores) + sum(flops[:-1]) * recomputes

@@ -31,7 +31,7 @@ def multiply(program: Program, cores: Sequence[Tensor], x: Tensor) -> Tensor:
     h = F.pad(x, (0, columns)) if columns else x
     for n, (step, core) in enumerate(zip(program.steps, cores, strict=True)):
         if n and program.between:
-            h = F.silu(h) * (1 / SILU_RMS)
+            h = activate(h)
         # (batch, tokens * repeat, fan_in)
         h = _permute(h, step.move).reshape(step.batch, -1, step.fan_in)
         if not torch.compiler.is_compiling() and 1 not in h.stride()[1:]:
@@ -39,6 +39,11 @@ def multiply(program: Program, cores: Sequence[Tensor], x: Tensor) -> Tensor:
         h = torch.bmm(h, core.transpose(-1, -2))  # -> (batch, tokens * repeat, fan_out)
     y = _permute(h, program.last).reshape(*x.shape[:-1], program.out_features + rows)
     return y[..., : program.out_features] if rows else y
+
+
+def activate(h: Tensor) -> Tensor:
+    """The activation that may stand between cores; it keeps unit RMS."""
+    return F.silu(h) * (1 / SILU_RMS)
 
 
 def _permute(h: Tensor, move: Move) -> Tensor:
@@ -58,20 +63,29 @@ def effective_cores(affine: Affine) -> Sequence[Tensor]:
 
 
 def normalise(cores: Sequence[Tensor], gains: Tensor, sigmas: Sequence[float]) -> list[Tensor]:
-    """`gain * min(1, sigma / RMS(core)) * core` for every core, with a gradient also at core = 0.
+    """`gain * min(1, sigma / RMS(core)) * core` for each core, with a gradient also at zero."""
+    return [
+        scale_core(core, find_norm(core), gain, sigma * sqrt(core.numel()))
+        for core, gain, sigma in zip(cores, gains, sigmas, strict=True)
+    ]
 
-    The norms are summed in float64, where the square of no float32 overflows.
-    """
-    found = []
-    for core, gain, sigma in zip(cores, gains, sigmas, strict=True):
-        wide = core if core.dtype == torch.float64 else core.float()
-        largest = sigma * sqrt(core.numel())
-        norm = torch.linalg.vector_norm(
-            wide, dtype=torch.float32 if core.device.type == "mps" else torch.float64
-        )
-        scale: Tensor = largest / norm.clamp(min=largest) * gain  # none of it in 16 bits
-        found.append((wide * scale.to(wide)).to(core.dtype))
-    return found
+
+def find_norm(core: Tensor) -> Tensor:
+    """The Frobenius norm, summed in float64, where the square of no float32 overflows."""
+    dtype = torch.float32 if core.device.type == "mps" else torch.float64
+    norm: Tensor = torch.linalg.vector_norm(_widen(core), dtype=dtype)
+    return norm
+
+
+def scale_core(core: Tensor, norm: Tensor, gain: Tensor, largest: float) -> Tensor:
+    """`gain * core`, at a norm of at most `largest`; `norm` is the core's own."""
+    wide = _widen(core)
+    scale: Tensor = largest / norm.clamp(min=largest) * gain  # none of it in 16 bits
+    return (wide * scale.to(wide)).to(core.dtype)
+
+
+def _widen(core: Tensor) -> Tensor:
+    return core if core.dtype == torch.float64 else core.float()
 
 
 def apply(
@@ -121,9 +135,11 @@ def compute(structure: Structure, affine: Affine, x: Tensor) -> Tensor:
         bias = bias.to(x.dtype)
         affine = affine._replace(bias=bias)
     forms = structure.density >= NEAR and forms_matrix(structure, x.numel() // program.in_features)
-    forms = forms or (x.is_cuda and operators.forms_matrix(program, x))
     if not forms and operators.pays(program, x):
         return operators.multiply(define, affine, x)
+    if not forms and operators.views_pay(program, x):
+        cores = effective_cores(affine)
+        return operators.multiply_views(define, program, cores, bias, x)
     if x.is_nested:
         return map_jagged(partial(compute, structure, affine), x)
     cores = effective_cores(affine)

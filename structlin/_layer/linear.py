@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from math import prod, sqrt
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,12 @@ from ..duality import dualize
 from ..scaling import INITS, expected_norm, init_std
 from .state import DescribedModule, is_guarded
 from .weight import InPlaceOfLinear
+
+
+class DividedProduct(Protocol):
+    """The product of a layer whose parameters lie on several processes."""
+
+    def multiply(self, layer: "StructuredLinear", x: Tensor, bias: Tensor | None) -> Tensor: ...
 
 
 class StructuredLinear(InPlaceOfLinear, DescribedModule):
@@ -40,6 +46,7 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         cores: ParameterList, one parameter `(batch, fan_out, fan_in)` per core.
         gains: parameter `(number of cores,)`, or None.
         bias: parameter `(out_features,)`, or None.
+        core_names: the names of the cores in `cores`: numbers, see `parallel.store_outermost_`.
         structure: the `Structure`, padding included.
         label: what tables call the structure.
         stds: sigma of each core.
@@ -64,6 +71,8 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
 
     gains: nn.Parameter | None
     bias: nn.Parameter | None
+    #: what multiplies in the layer's place where an axis is divided over processes, see `parallel`
+    divided: DividedProduct | None = None
 
     @checked
     def __init__(
@@ -91,7 +100,7 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         options: dict[str, Any] = {"bottleneck_variance": narrow, "activated": activated}
         self.stds = [init_std(core, init, **options) for core in inner]
         self.stds.append(init_std(last, init))
-        self._names = [str(n) for n in range(len(self.structure.cores))]
+        self.core_names = [str(n) for n in range(len(self.structure.cores))]
 
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -160,7 +169,9 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x W^T + bias`, for any bias `(out_features,)`."""
-        cores = self._stored_cores()
+        if self.divided is not None:
+            return self.divided.multiply(self, x, bias)
+        cores = self.stored_cores()
         check_input(x, self.in_features, cores[0])
         gains = self.gains
         sigmas = () if gains is None else self.stds
@@ -180,12 +191,7 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
     def padding(self) -> tuple[int, int]:
         return self._program.padding
 
-    def effective_cores(self) -> list[Tensor]:
-        """The cores that the layer multiplies by: normalised, if it has weight normalisation."""
-        cores = self._stored_cores()
-        return cores if self.gains is None else product.normalise(cores, self.gains, self.stds)
-
-    def _stored_cores(self) -> list[Tensor]:
+    def stored_cores(self) -> list[Tensor]:
         """The cores before they are normalised.
 
         By name, as somebody may have parametrised or pruned one, whose hooks are run here.
@@ -194,7 +200,12 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         for hook in cores._forward_pre_hooks.values():
             hook(cores, ())
         held = cores._parameters
-        return [held[name] if name in held else getattr(cores, name) for name in self._names]
+        return [held[name] if name in held else getattr(cores, name) for name in self.core_names]
+
+    def effective_cores(self) -> list[Tensor]:
+        """The cores that the layer multiplies by: normalised, if it has weight normalisation."""
+        cores = self.stored_cores()
+        return cores if self.gains is None else product.normalise(cores, self.gains, self.stds)
 
     def to_dense(self) -> Tensor:
         """The matrix W: `(out_features, in_features)`, differentiable in the cores."""

@@ -51,11 +51,11 @@ class QuantizedLinear(StructuredLinear):
         if plain or x.is_cuda or not operators.pays(program, x, False):
             affine = operators.Affine(program, self.effective_cores(), bias)
             return product.compute(self.structure, affine, x)
-        return operators.multiply_int8(program, self._stored_cores(), scales, x, bias)
+        return operators.multiply_int8(program, self.stored_cores(), scales, x, bias)
 
     def effective_cores(self) -> list[Tensor]:
         """`core * scale` of every core."""
-        pairs, dtype = zip(self._stored_cores(), self.scales, strict=True), self.compute_dtype
+        pairs, dtype = zip(self.stored_cores(), self.scales, strict=True), self.compute_dtype
         return [core.to(dtype).mul_(scale) for core, scale in pairs]  # * takes a copy more
 
     @property

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .._layer.linear import StructuredLinear, uninitialised
+from .._layer.order import OrderedCores
 from .._layer.quantized import QuantizedLinear
 from .._layer.state import tell_difference
 from .._structure.arguments import checked, require_choice
@@ -45,7 +46,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Raises:
         ValueError: a tensor without values (meta), sharded, quantised, or state that is no tensor;
-            `path` is a file.
+            cores in another order than declared (`parallel.store_outermost_`); `path` is a file.
         OSError: the file cannot be written, for example because the disk is full.
 
     >>> import tempfile
@@ -185,10 +186,19 @@ def _collect_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str
 
 
 def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Each structured layer of `model` as plain data, under all its names, for `restructure`."""
+    """Each structured layer of `model` as plain data, under all its names, for `restructure`.
+
+    Raises:
+        ValueError: a layer stores its cores in another order than it was declared with.
+    """
     said = {}
     for name, layer in model.named_modules(remove_duplicate=False):
         if isinstance(layer, StructuredLinear):
+            if isinstance(layer.cores, OrderedCores):
+                raise ValueError(
+                    f"layer {name!r} stores its cores in another order, for tensor parallelism: "
+                    "call structlin.parallel.store_as_declared_(layer) first, on one process"
+                )
             said[name] = {
                 **layer.computes_with(),
                 "label": layer.label,

@@ -182,7 +182,7 @@ def _find_additions(module: nn.Module) -> list[str]:
         for name in getattr(module, store)
         if name not in getattr(new, store)
     ]
-    if isinstance(module, StructuredLinear):  # whose cores are numbered
+    if isinstance(module, StructuredLinear):
         names = [name for store in STORES for name in getattr(module.cores, store)]
-        found += [f"cores.{name}" for name in names if not name.isdigit()]
+        found += [f"cores.{name}" for name in names if name not in module.core_names]
     return found

@@ -123,7 +123,9 @@ def weights_of(module: nn.Module) -> dict[str, Weight]:
     if isinstance(module, StructuredLinear):
         found = {"gains": Weight("gain")}
         for n, core in enumerate(module.structure.cores):
-            found[f"cores.{n}"] = Weight("matrix", core.fan_out, core.fan_in, "g m n", core=n)
+            found[f"cores.{module.core_names[n]}"] = Weight(
+                "matrix", core.fan_out, core.fan_in, "g m n", core=n
+            )
         return found
     if isinstance(module, nn.Linear):
         return {"weight": Weight("matrix", module.out_features, module.in_features)}

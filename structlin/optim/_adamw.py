@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from .._model.parameters import parameters_of
 from .._structure.arguments import checked, fit, require_choice, require_keys
 from ._depth import Depth
-from ._groups import KEPT, group_alike
+from ._groups import group_alike
 from ._rates import (
+    KEPT,
     add_guard,
     list_parameters,
     remove_guard,

@@ -11,10 +11,9 @@ from .._model.parameters import ParameterInfo, parameters_of
 from .._structure.arguments import checked, require_choice
 from ..scaling import OPTIMIZERS
 from ._depth import Depth
+from ._rates import KEPT
 from ._roster import Masses, share_masses
 from ._transfer import Base, Transfer
-
-KEPT = "keeps_ratios"  # of a group: its "lr" is the dense model's, its step's is lr * lr_mult
 
 
 @checked

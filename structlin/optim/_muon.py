@@ -22,8 +22,7 @@ from .._model.parameters import Weight, parameters_of
 from .._structure.arguments import checked, fit, require_choice, require_keys, show, warn
 from ..duality import Schedule, check_method, choose_polar
 from ._depth import Depth
-from ._groups import KEPT
-from ._rates import list_parameters, require_kept, require_names
+from ._rates import KEPT, list_parameters, require_kept, require_names
 from ._roster import (
     NONFINITE,
     SCALES,

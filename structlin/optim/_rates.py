@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._structure.arguments import require_keys
-from ._groups import KEPT
 
+KEPT = "keeps_ratios"  # of a group: its "lr" is the dense model's, its step's is lr * lr_mult
 GUARD = "guards_ratios"  # of the last group of a state, which has no parameters
 
 

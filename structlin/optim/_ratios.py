@@ -12,10 +12,10 @@ from torch.optim import LBFGS, SGD, Adam, Adamax, NAdam, Optimizer, RAdam, Spars
 from .._structure.arguments import checked, require_choice
 from ..scaling import OPTIMIZERS
 from ._adamw import AdamW
-from ._groups import KEPT, divide_groups
+from ._groups import divide_groups
 from ._muon import Muon
 from ._normed import Normed, Wrapper
-from ._rates import add_guard, remove_guard, require_kept, scale_rates, set_rates
+from ._rates import KEPT, add_guard, remove_guard, require_kept, scale_rates, set_rates
 
 _ADAMS = (Adam, Adamax, NAdam, RAdam, SparseAdam)  # AdamW is an Adam
 

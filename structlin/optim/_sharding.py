@@ -6,6 +6,7 @@ its factor. Nothing here depends on the backend.
 """
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -121,52 +122,80 @@ def shard_placement_fn(model: nn.Module, world_size: int = 0) -> Callable[[nn.Pa
 
 
 def join_parts(parameter: Tensor, weight: Weight, local: Tensor) -> Tensor:
-    """What is cut as `parameter` is and has the part `local` here: whole, or in whole blocks."""
-    return local if _has_whole_blocks(parameter, weight) else gather_whole(parameter, local)
+    """What is cut as `parameter` is and has the part `local` here: whole, or in whole blocks.
+
+    Only cuts through blocks are undone. A core on FSDP2 and tensor parallelism may be cut between
+    its blocks by the one and through them by the other: each process then has its share of the
+    blocks.
+    """
+    layout = _layout(parameter)
+    if layout is None:
+        return local
+    _, placements = layout
+    part = _as_dtensor(parameter, local, placements)
+    blocks: Tensor = part.redistribute(placements=_in_whole_blocks(parameter, weight)).to_local()
+    return blocks
 
 
 def take_part(parameter: Tensor, weight: Weight, joined: Tensor) -> Tensor:
     """The inverse of `join_parts`."""
-    from torch.distributed.tensor import distribute_tensor
-
     layout = _layout(parameter)
-    if layout is None or _has_whole_blocks(parameter, weight):
+    if layout is None:
         return joined
-    return distribute_tensor(joined, *layout, src_data_rank=None).to_local()
+    _, placements = layout
+    blocks = _as_dtensor(parameter, joined, _in_whole_blocks(parameter, weight))
+    part: Tensor = blocks.redistribute(placements=placements).to_local()
+    return part
 
 
 def cut_as(parameter: Tensor, weight: Weight, local: Tensor) -> Tensor:
     """State of the blocks that this process holds, `local` `(blocks, ...)`, as what it is of all of
     them; where every process has the whole parameter, `local` itself."""
-    from torch.distributed.tensor import DTensor
-
     layout = _layout(parameter)
-    if layout is None or not _has_whole_blocks(parameter, weight):
+    if layout is None:
+        return local
+    placements = _in_whole_blocks(parameter, weight)
+    if all(placement.is_replicate() for placement in placements):
         return local
     shape = torch.Size((len(parameter) * weight.fused, *local.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, *layout, shape=shape, stride=stride)
+    state: Tensor = _as_dtensor(parameter, local, placements, shape)
+    return state
 
 
 def gather_whole(parameter: Tensor, local: Tensor) -> Tensor:
     """What is cut as `parameter` is and has the part `local` here."""
-    from torch.distributed.tensor import DTensor
-
     layout = _layout(parameter)
     if layout is None:
         return local
-    found = DTensor.from_local(local, *layout, shape=parameter.shape, stride=parameter.stride())
-    return found.full_tensor()
+    _, placements = layout
+    whole: Tensor = _as_dtensor(parameter, local, placements).full_tensor()
+    return whole
 
 
-def _has_whole_blocks(parameter: Tensor, weight: Weight) -> bool:
-    layout = _layout(parameter)
-    if layout is None:
-        return True
-    mesh, placements = layout
-    in_blocks = weight.is_in_blocks
-    if weight.fused > 1:  # else state of all blocks would be cut elsewhere than the parameter
-        in_blocks = in_blocks and len(parameter) % mesh.size() == 0
-    return all(
-        placement.is_replicate() or (in_blocks and placement.dim == 0) for placement in placements
+def _as_dtensor(
+    parameter: Any, local: Tensor, placements: tuple[Any, ...], shape: torch.Size | None = None
+) -> Any:
+    """The part `local`, on the mesh of `parameter`, of what has its shape or another."""
+    from torch.distributed.tensor import DTensor
+
+    shape = shape or parameter.shape
+    stride = torch.empty(shape, device="meta").stride()
+    mesh = parameter.device_mesh
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _in_whole_blocks(parameter: Any, weight: Weight) -> tuple[Any, ...]:
+    """The placements, without those that cut through blocks; through a matrix all of them do."""
+    from torch.distributed.tensor import Replicate
+
+    placements: tuple[Any, ...] = parameter.placements
+    # FSDP2 over a cut of the same dimension is no Shard, but has a `dim` too
+    is_first = [getattr(placement, "dim", None) == 0 for placement in placements]
+    has_blocks = weight.is_in_blocks
+    if weight.fused > 1:  # uneven parts of the parameter are no even ones of its matrices' state
+        sizes = zip(parameter.device_mesh.shape, is_first, strict=True)
+        has_blocks = has_blocks and len(parameter) % prod(n for n, first in sizes if first) == 0
+    return tuple(
+        placement if has_blocks and first else Replicate()
+        for placement, first in zip(placements, is_first, strict=True)
     )

@@ -20,15 +20,22 @@ PROGRAMS = pytest.mark.parametrize(
     "program", [train_gpt, train_mlp_lm, train_vit], ids=lambda program: program.__name__
 )
 
+OPTIMIZERS = {
+    train_gpt: ["Muon", "SOAP", "SOAP"],
+    train_vit: ["Muon", "SOAP", "SOAP"],
+    train_mlp_lm: ["AdamW"] * 4,
+}
+
 
 @PROGRAMS
 def test_a_program_leaves_a_table_a_plot_and_results(program, tmp_path, capsys):
     rows = program.main(["--smoke", "--out", str(tmp_path)])
-    runs = getattr(program, "RUNS", train_gpt.RUNS)
-    for row, (times, structured, _) in zip(rows, runs, strict=True):
-        assert row["label"] == (program.STRUCTURE.label if structured else "dense")
-        first = rows[0]
-        assert row["width"] == times * first["width"] if times else row["flops"] <= first["flops"]
+    narrow, wide = rows[0], rows[-1]
+    assert (narrow["label"], narrow["width"]) == ("dense", program.SMOKE["width"])
+    assert wide["label"].startswith("BTT(rank=")
+    assert narrow["width"] <= wide["width"]
+    assert wide["flops"] <= narrow["flops"]
+    assert [row["optimizer"] for row in rows] == OPTIMIZERS[program]
     shown = capsys.readouterr().out
     assert all(f"{row['params']:,}" in shown for row in rows)
     assert all(f"{row['loss']:.4f}" in shown for row in rows)
@@ -76,20 +83,20 @@ def test_a_run_follows_from_its_seed(text, tmp_path):
 
 
 def test_models_take_turns_after_the_engine_is_built(text, tmp_path, monkeypatch):
-    order, train = [], train_gpt.train
+    order = []
 
-    def recorded(*arguments):
-        for _ in train(*arguments):
-            order.append(arguments[-1]["optimizer"] + arguments[-1]["label"])
-            yield
+    class Recorded(train_gpt.Run):
+        def step(self, x, y):
+            order.append(type(self.optimizer).__name__ + self.label)
+            super().step(x, y)
 
-    monkeypatch.setattr(train_gpt, "train", recorded)
+    monkeypatch.setattr(train_gpt, "Run", Recorded)
     monkeypatch.setattr(train_gpt, "TURN", 2)
     monkeypatch.setattr(structlin, "show_config", lambda: order.append("build"))
     options = ["--smoke", "--data", str(text), "--steps", "5", "--out", str(tmp_path)]
     rows = train_gpt.main(options)
     labels = [row["optimizer"] + row["label"] for row in rows]
-    assert order == ["build", *(each for n in (2, 2, 1) for each in labels for _ in range(n))]
+    assert order == ["build", *(label for n in (2, 2, 1) for label in labels for _ in range(n))]
     for row in rows:
         assert row["clock"][-1] == pytest.approx(5 * row["ms"] / 1e3, abs=0.01)
 

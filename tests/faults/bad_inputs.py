@@ -10,14 +10,20 @@ A valid call of each function stands in `CALLS`. One argument at a time is repla
     obscure   an error from inside of torch, einops or Python
     meant     no error: the argument may have this value, see `MEANT`
     accepted  no error, and the argument should not have this value
+
+    python -m tests.faults.bad_inputs                   # every public function: some minutes
+    python -m tests.faults.bad_inputs optim.SOAP optim.AdamW
 """
 
 import dis
 import inspect
 import os
 import re
+import sys
+import tempfile
 import traceback
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -419,3 +425,25 @@ def is_at_raise(found: TracebackType | None) -> bool:
     while found.tb_next is not None:
         found = found.tb_next
     return found.tb_frame.f_code.co_code[found.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+def main(prefixes: Sequence[str]) -> None:
+    """Try every case of the functions whose names begin so, and count what happens."""
+    names = [name for name in CALLS if name.startswith(tuple(prefixes) or "")]
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        structlin.save(converted(), "kept")
+        for case in list_cases(names):
+            kind, text = try_case(*case)
+            counts[case[0]][kind] += 1
+            if kind in ("unnamed", "obscure", "accepted"):
+                print(*case, kind, text, sep=" | ")
+    for name, count in counts.items():
+        print(f"{name:40}", ", ".join(f"{kind} {number}" for kind, number in count.items()))
+    print("all", dict(sum(counts.values(), Counter())))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(sys.argv[1:])

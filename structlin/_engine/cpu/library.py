@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from ..._torch import call_while_tracing
+from ..devices import writes_views
 
 torch.library.define("structlin::machine", "(Tensor like) -> (int, int, int)")
 _log = logging.getLogger("structlin")
@@ -92,7 +93,7 @@ def describe() -> dict[str, str]:
     """
     from .build import find_variants
 
-    way = "compiled engine" if load() else "plain products of torch"
+    way = "compiled engine" if load() else _name_products("cpu")
     says = "" if _state is None else _state.says
     found = {"CPU": f"{way} ({says}), torch's {torch.get_num_threads()} threads"}
     if load():
@@ -100,9 +101,24 @@ def describe() -> dict[str, str]:
         found["caches"] = f"{l1 >> 10} KB and {l2 >> 10} KB of a core, vectors of {bits} bits"
     if fitting := find_variants():
         found["instructions"] = fitting[0]
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    by = f"Triton, after a test of each layer at its first use, on {gpu}"
-    return found | {"CUDA": by if gpu else "torch sees no GPU"}
+    return found | _describe_accelerators()
+
+
+def _describe_accelerators() -> dict[str, str]:
+    """How each accelerator that torch sees multiplies; CUDA in any case."""
+    names = {"cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else ""}
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None:
+        names.setdefault(accelerator.type, accelerator.type)
+    return {
+        device.upper(): f"{_name_products(device)}, on {name}" if name else "torch sees no GPU"
+        for device, name in names.items()
+    }
+
+
+def _name_products(device: str) -> str:
+    copies = "" if writes_views(device) else ", results copied, as torch.bmm writes no view there"
+    return f"plain products of torch{copies}"
 
 
 def show_config() -> None:
