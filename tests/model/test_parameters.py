@@ -61,6 +61,21 @@ def test_a_parameter_is_what_its_module_multiplies_by(module, name, weight):
     assert described(module)[name].weight == weight
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "whole"),
+    [
+        (LOWRANK, "cores.0", True),
+        (nn.Embedding(50, 16), "weight", True),
+        (nn.Linear(6, 10), "weight", False),
+        (nn.Conv2d(8, 12, 3, groups=4), "weight", False),
+        (nn.MultiheadAttention(8, 2), "in_proj_weight", False),
+    ],
+    ids=["core", "embedding", "linear", "convolution", "attention"],
+)
+def test_parts_of_dimension_0_are_whole_matrices_of_cores_and_vectors_alone(module, name, whole):
+    assert described(module)[name].weight.is_in_blocks == whole
+
+
 def test_conv1d_of_transformers_is_stored_transposed():
     owner = pytest.importorskip("transformers.pytorch_utils")
     found = described(owner.Conv1D(24, 6))["weight"].weight  # 6 -> 24

@@ -535,6 +535,7 @@ class VisionExpert(nn.Module):
         self.cls_token = nn.Parameter(torch.randn(1, 1, 6))
         self.pos_embed = nn.Parameter(torch.randn(1, 7, 6))
         self.prompts = nn.Parameter(torch.randn(3, 2, 6))
+        self.gamma = nn.Parameter(torch.randn(1, 1, 6))
         self.linear = nn.Linear(6, 6)
 
 

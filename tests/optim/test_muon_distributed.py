@@ -137,8 +137,11 @@ def trained(name, model, optimizer, steps=STEPS):
 
 def under_fsdp(name, placed):
     model = sharded(name, placed)
-    found = trained(name, model, optimizer_of(name, model))
-    return found | {"sizes": [p.to_local().numel() for p in model.parameters()]}
+    optimizer = optimizer_of(name, model)
+    found = trained(name, model, optimizer)
+    factors = [tuple(state["left"].shape) for state in optimizer.state.values() if "left" in state]
+    sizes = [p.to_local().numel() for p in model.parameters()]
+    return found | {"sizes": sizes, "factors": factors}
 
 
 def one_process_has_a_nan():
@@ -389,6 +392,11 @@ def test_placement_leaves_no_process_without_a_part_of_a_core_of_one_block(world
     assert sizes == [[192] * 4, [0] * 4, [0] * 4]
     assert [process["low-rank", 2, True]["sizes"] for process in worlds[2]] == [[96] * 4] * 2
     assert 0 in worlds[3][2]["few", 3, False]["sizes"]
+
+
+def test_the_factors_of_experts_on_all_processes_are_those_of_each_gate_up_and_down(worlds):
+    for process in worlds[2]:
+        assert process["experts, SOAP", 2, False]["factors"] == [(8, 8, 8), (4, 8, 8)]
 
 
 def test_the_process_that_has_a_nan_raises(worlds):
