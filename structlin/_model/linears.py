@@ -1,6 +1,5 @@
 """The linear layers of a user's model: found, swapped, and made dense again."""
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -10,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from .._layer.linear import StructuredLinear
+from .experts import layouts_of
 from .kinds import carry_attributes, is_conv1d, role_of, widths
 from .obstacles import find_loss, find_obstacle
+from .parameters import is_undeclared, parameters_of
 from .transaction import Step, as_it_was_on_error
 
 
@@ -75,18 +76,21 @@ def linear_layers(model: nn.Module) -> list[Layer]:
 def find_loose_matrices(model: nn.Module) -> list[str]:
     """Name and shape of the large matrices that no linear layer holds: nothing converts them.
 
-    They are the experts of a mixture as one 3-D parameter, and the input projection of
-    nn.MultiheadAttention.
+    They are the experts of a mixture as one parameter, of which the sides are told where they are
+    known, and the input projection of nn.MultiheadAttention.
     """
     found = []
-    for name, parameter in model.named_parameters():
-        owner, _, own = name.rpartition(".")
-        module = model.get_submodule(owner)
-        attention = own == "in_proj_weight" and isinstance(module, nn.MultiheadAttention)
-        named = re.search(r"experts?(\.|_|$)", name) and ".cores." not in name
-        experts = named and parameter.ndim == 3
-        if attention or experts:
-            found.append(f"{name} {tuple(parameter.shape)}")
+    for info in parameters_of(model):
+        weight = info.weight
+        own = info.name.rpartition(".")[2]
+        text = f"{info.name} {tuple(info.parameter.shape)}"
+        if weight.kind == "matrix" and own in layouts_of(info.owner):
+            count = info.parameter.numel() // (weight.fan_out * weight.fan_in)
+            found.append(f"{text} of {count} matrices {weight.fan_in} -> {weight.fan_out}")
+            continue
+        is_attention = own == "in_proj_weight" and isinstance(info.owner, nn.MultiheadAttention)
+        if is_attention or is_undeclared(info):
+            found.append(text)
     return found
 
 

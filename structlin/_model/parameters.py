@@ -3,8 +3,9 @@
 `param_groups`, the optimizers, the masses, `stability` and `summary` read it, so that they agree.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from math import prod
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .._layer.linear import StructuredLinear
+from .experts import Layout, layouts_of, read_sides
 from .kinds import is_conv1d
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _BatchNorm)
@@ -20,21 +22,54 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _BatchNorm)
 
 @dataclass(frozen=True)
 class Weight:
-    """What a tensor of a layer is.
+    """What a tensor of a layer is, and how it lies.
 
-    "matrix" is one or several matrices `(fan_out, fan_in)`: a core, stored as
-    `(batch, fan_out, fan_in)`, or a dense weight, stored as `(groups * fan_out, fan_in, *kernel)`,
-    transposed as `(groups * fan_in, fan_out, *kernel)`. "embedding" is vectors of `fan_out`
+    "matrix" is one or several matrices `(fan_out, fan_in)`, "embedding" vectors of `fan_out`
     entries, "gain" the factors of a structured layer's cores, "other" all the rest.
+
+    `stored` is an einops text of the dimensions of a matrix or an embedding: m is `fan_out`, n
+    `fan_in`, every other axis counts matrices or vectors.
+
+        "m n"           nn.Linear              "n m"           transformers' Conv1D
+        "g m n"         a core                 "g m"           an embedding
+        "(g m) n"       q, k and v in one      "e (f m) n"     experts, gate and up in one
+        "(g m) n k1"    a convolution          "(g n) m k1"    a transposed one
     """
 
     kind: str = "other"
     fan_out: int = 1
     fan_in: int = 1
-    groups: int = 1  #: of a convolution; 3 where queries, keys and values are one weight
-    kernel: int = 1  #: matrices of each group: one for each position in a convolution's kernel
-    transposed: bool = False
+    stored: str = "m n"
+    sizes: Mapping[str, int] = field(default_factory=dict, hash=False)  #: of axes of `stored`
     core: int | None = None  #: the number of a core in its structured layer; None for the others
+    matrices: str = field(init=False, compare=False, repr=False)  #: the text of `(batch, m, n)`
+
+    def __post_init__(self) -> None:
+        axes = re.findall(r"\w+", self.stored)
+        batch = [axis for axis in axes if axis not in ("m", "n")]
+        sides = [side for side in ("m", "n") if side in axes]
+        together = f"({' '.join(batch)})" if len(batch) > 1 else "".join(batch) or "1"
+        object.__setattr__(self, "matrices", " ".join([together, *sides]))
+
+    @property
+    def groups(self) -> int:
+        """Of a convolution; 3 where queries, keys and values are one weight."""
+        return self.sizes.get("g", 1)
+
+    @property
+    def positions(self) -> int:
+        """In a convolution's kernel: each has a matrix of its own."""
+        return prod(size for axis, size in self.sizes.items() if axis.startswith("k"))
+
+    @property
+    def fused(self) -> int:
+        """Matrices of each expert, such as gate and up."""
+        return self.sizes.get("f", 1)
+
+    @property
+    def is_in_blocks(self) -> bool:
+        """Whether dimension 0 counts whole matrices, or vectors, so that its parts are whole."""
+        return self.stored.split()[0] in ("g", "e")
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +124,7 @@ def weights_of(module: nn.Module) -> dict[str, Weight]:
         found = {"gains": Weight("gain")}
         for n, core in enumerate(module.structure.cores):
             found[f"cores.{module.core_names[n]}"] = Weight(
-                "matrix", core.fan_out, core.fan_in, core=n
+                "matrix", core.fan_out, core.fan_in, "g m n", core=n
             )
         return found
     if isinstance(module, nn.Linear):
@@ -98,21 +133,47 @@ def weights_of(module: nn.Module) -> dict[str, Weight]:
         stored = module.weight
         assert isinstance(stored, Tensor)
         in_features, out_features = stored.shape
-        return {"weight": Weight("matrix", out_features, in_features, transposed=True)}
+        return {"weight": Weight("matrix", out_features, in_features, "n m")}
     if isinstance(module, _ConvNd):
         fan_out = module.out_channels // module.groups
         fan_in = module.in_channels // module.groups
-        kernel, transposed = prod(module.kernel_size), isinstance(module, _ConvTransposeNd)
-        return {"weight": Weight("matrix", fan_out, fan_in, module.groups, kernel, transposed)}
+        sides = "(g n) m" if isinstance(module, _ConvTransposeNd) else "(g m) n"
+        kernel = {f"k{n}": size for n, size in enumerate(module.kernel_size, 1)}
+        axes = " ".join([sides, *kernel])
+        return {"weight": Weight("matrix", fan_out, fan_in, axes, {"g": module.groups, **kernel})}
     if isinstance(module, nn.MultiheadAttention):
         width = module.embed_dim
         if module.in_proj_weight is not None:
-            return {"in_proj_weight": Weight("matrix", width, width, groups=3)}
+            return {"in_proj_weight": Weight("matrix", width, width, "(g m) n", {"g": 3})}
         fans_in = {"q": width, "k": module.kdim, "v": module.vdim}
         return {f"{x}_proj_weight": Weight("matrix", width, fan) for x, fan in fans_in.items()}
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        return {"weight": Weight("embedding", module.embedding_dim)}
-    return {}
+        return {"weight": Weight("embedding", module.embedding_dim, stored="g m")}
+    layouts = layouts_of(module)
+    return {own: _read_weight(getattr(module, own), layout) for own, layout in layouts.items()}
+
+
+def _read_weight(tensor: Tensor, layout: Layout) -> Weight:
+    sides = read_sides(layout, tuple(tensor.shape))
+    sizes = {"f": layout.fused} if "f" in layout.stored else {}
+    return Weight("matrix", sides.fan_out, sides.fan_in, layout.stored, sizes)
+
+
+# what a name or a class says: experts together (`experts.3` is one alone), and no matrices of them
+_EXPERTS = re.compile(r"(^|[._])experts?(?!\.\d)([._]|$)", re.IGNORECASE)
+_NO_MATRICES = re.compile(r"bias|embed|token|prompt|cls|(^|[ _])(pos|scale)", re.IGNORECASE)
+
+
+def is_undeclared(info: ParameterInfo) -> bool:
+    """Whether it is experts, as its name or its module's class says, and nobody knows how they
+    lie. An entry of a dimension of one, as of a class token, is no expert."""
+    if info.weight.kind != "other" or info.parameter.ndim < 3 or min(info.parameter.shape) < 2:
+        return False
+    own = info.name.rpartition(".")[2]
+    kind = type(info.owner).__name__
+    told = f"{own} {info.layer.rpartition('.')[2]} {kind}"
+    says_so = _EXPERTS.search(info.name) or "Expert" in kind
+    return bool(says_so) and not _NO_MATRICES.search(told)
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -1,5 +1,6 @@
 """Training: `AdamW`, `Muon`, `SOAP`, `Normed`; for any optimizer `param_groups`, `keep_ratios`."""
 
+from .._model.experts import declare_weights
 from ._adamw import AdamW
 from ._depth import Depth
 from ._groups import param_groups
@@ -15,6 +16,7 @@ __all__ = [
     "Depth",
     "Muon",
     "Normed",
+    "declare_weights",
     "keep_ratios",
     "param_groups",
     "shard_placement_fn",

@@ -30,6 +30,7 @@ from ._roster import (
     Roster,
     find_hidden,
     find_misnamed,
+    find_undeclared,
     share_masses,
 )
 from ._sharding import local_part
@@ -54,17 +55,19 @@ class Muon(Optimizer):
 
     - hidden matrices, which are cores of a `StructuredLinear`, block by block; weights of
       nn.Linear, transformers' Conv1D, convolutions (each slice of the kernel),
-      nn.MultiheadAttention (q, k and v apart):
+      nn.MultiheadAttention (q, k and v apart), and each expert in the experts of transformers,
+      torchtitan and what `declare_weights` declares (gate and up apart):
       W <- W - lr * mass * sqrt(fan_out / fan_in) * polar(momentum), a step of norm lr * mass in the
       RMS->RMS operator norm. A layer's mass is split over its cores;
     - everything else (embeddings, heads, routers, biases, norms, gains, complex weights): AdamW at
       the rates of `param_groups(model, other_lr, base=base, depth=depth, masses=masses)`. AdamW
-      also steps what no linear layer or convolution holds: experts that are one 3-D parameter, as
-      transformers' Mixtral has them, and the weights of nn.LSTM, nn.GRU and nn.RNN.
+      also steps the weights of nn.LSTM, nn.GRU and nn.RNN.
 
     `print(optimizer)` shows what steps how. Parameters that are frozen when the optimizer is made
     train once `requires_grad` is set. A warning lists wide layers, if they are a good part of the
-    model, that get AdamW by their name though other layers take in what they give out.
+    model, that get AdamW by their name though other layers take in what they give out. Another
+    lists parameters of three or more dimensions whose name or class says experts, and of which
+    nobody has said how the experts lie.
 
     With `dualize="all"` heads and routers step as hidden matrices, and each vector of an
     nn.Embedding by RMS lr * mass, or not at all where it has no gradient, as in MD.
@@ -182,6 +185,10 @@ class Muon(Optimizer):
         super().__init__(params, defaults)
         if dualize == "hidden":
             self._warn_of_names()
+        own = {p for group in self.param_groups for p in group["params"]}
+        undeclared = find_undeclared(i for i in parameters_of(model) if i.parameter in own)
+        if undeclared:
+            warn(f"{type(self).__name__} steps {undeclared}")
 
     def __repr__(self) -> str:
         """A table of what steps how: equal layers in one row, all vectors of a rate in one."""

@@ -72,9 +72,10 @@ class Normed(Wrapper):
 
     W <- (1 - lr * weight_decay) W + lr * mass * u / |u|, with u the update that it makes at rate 1
     without weight decay. |u| is the RMS->RMS operator norm of a linear layer, the largest of
-    the blocks' for a core (whose mass is its share of the layer's) and of the slices' for a
-    convolution; the largest RMS of the vectors of an embedding (equation 2.4); the RMS of
-    everything else. A zero update stays zero. The operator norm is `duality.spectral_bound`.
+    the blocks' for a core (whose mass is its share of the layer's), of the slices' for a
+    convolution and of the experts' where a parameter holds several; the largest RMS of the vectors
+    of an embedding (equation 2.4); the RMS of everything else. A zero update stays zero. The
+    operator norm is `duality.spectral_bound`.
 
     `param_groups`, `state` and `state_dict` are those of `optimizer`. u is found by letting it step
     from zero parameters; an optimizer whose update depends on their size (LAMB, Adafactor with

@@ -8,10 +8,17 @@ from math import inf, sqrt
 import torch
 from torch import Tensor, nn
 
+from .._convert.summary import hide_numbers
 from .._layer.linear import StructuredLinear
 from .._model.kinds import PROTECTED, role_of, widths
 from .._model.linears import find_declared_heads
-from .._model.parameters import ParameterInfo, Weight, named_modules, parameters_of
+from .._model.parameters import (
+    ParameterInfo,
+    Weight,
+    is_undeclared,
+    named_modules,
+    parameters_of,
+)
 from .._model.select import suggest_names
 from ._sharding import find_misplaced
 
@@ -103,7 +110,7 @@ def share_masses(infos: Iterable[ParameterInfo], masses: Masses) -> dict[Tensor,
             by_layer[info.layer] = _share(info, masses[matching[0]] if matching else 1.0)
         weight, shares = info.weight, by_layer[info.layer]
         dualized = weight.kind in ("matrix", "embedding")
-        found[info.parameter] = shares[weight.core or 0] / weight.kernel if dualized else 1.0
+        found[info.parameter] = shares[weight.core or 0] / weight.positions if dualized else 1.0
     if unused:
         pattern = sorted(unused)[0]
         hint = suggest_names(pattern, [*by_layer])
@@ -122,6 +129,24 @@ def find_hidden(model: nn.Module, infos: Iterable[ParameterInfo]) -> set[Tensor]
         and role_of(info.layer) not in PROTECTED
         and info.owner not in heads
     }
+
+
+def find_undeclared(infos: Iterable[ParameterInfo]) -> str:
+    """The trainable experts whose layout nobody knows, and what would declare the first of them;
+    empty if there are none."""
+    found = [info for info in infos if info.parameter.requires_grad and is_undeclared(info)]
+    if not found:
+        return ""
+    texts = dict.fromkeys(f"{hide_numbers(i.name)} {tuple(i.parameter.shape)}" for i in found)
+    names = [*texts]
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    kind = type(found[0].owner).__name__
+    own = found[0].name.rpartition(".")[2]
+    return (
+        f"{', '.join(names[:5])}{more} by AdamW, because nothing says how experts lie in them: "
+        f"structlin.optim.declare_weights({kind}, {own}='e m n') or another text before this "
+        "optimizer lets each expert step as a matrix"
+    )
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ its factor. Nothing here depends on the backend.
 """
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -132,7 +133,7 @@ def join_parts(parameter: Tensor, weight: Weight, local: Tensor) -> Tensor:
         return local
     _, placements = layout
     part = _as_dtensor(parameter, local, placements)
-    blocks: Tensor = part.redistribute(placements=_in_whole_blocks(weight, placements)).to_local()
+    blocks: Tensor = part.redistribute(placements=_in_whole_blocks(parameter, weight)).to_local()
     return blocks
 
 
@@ -142,7 +143,7 @@ def take_part(parameter: Tensor, weight: Weight, joined: Tensor) -> Tensor:
     if layout is None:
         return joined
     _, placements = layout
-    blocks = _as_dtensor(parameter, joined, _in_whole_blocks(weight, placements))
+    blocks = _as_dtensor(parameter, joined, _in_whole_blocks(parameter, weight))
     part: Tensor = blocks.redistribute(placements=placements).to_local()
     return part
 
@@ -153,11 +154,10 @@ def cut_as(parameter: Tensor, weight: Weight, local: Tensor) -> Tensor:
     layout = _layout(parameter)
     if layout is None:
         return local
-    _, placements = layout
-    placements = _in_whole_blocks(weight, placements)
+    placements = _in_whole_blocks(parameter, weight)
     if all(placement.is_replicate() for placement in placements):
         return local
-    shape = torch.Size((len(parameter), *local.shape[1:]))
+    shape = torch.Size((len(parameter) * weight.fused, *local.shape[1:]))
     state: Tensor = _as_dtensor(parameter, local, placements, shape)
     return state
 
@@ -184,14 +184,18 @@ def _as_dtensor(
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _in_whole_blocks(weight: Weight, placements: tuple[Any, ...]) -> tuple[Any, ...]:
+def _in_whole_blocks(parameter: Any, weight: Weight) -> tuple[Any, ...]:
     """The placements, without those that cut through blocks; through a matrix all of them do."""
     from torch.distributed.tensor import Replicate
 
-    has_blocks = weight.kind == "embedding" or weight.core is not None
-    kept = []
-    for placement in placements:
-        # FSDP2 over a cut of the same dimension is no Shard, but has a `dim` too
-        between_blocks = has_blocks and getattr(placement, "dim", None) == 0
-        kept.append(placement if between_blocks else Replicate())
-    return tuple(kept)
+    placements: tuple[Any, ...] = parameter.placements
+    # FSDP2 over a cut of the same dimension is no Shard, but has a `dim` too
+    is_first = [getattr(placement, "dim", None) == 0 for placement in placements]
+    has_blocks = weight.is_in_blocks
+    if weight.fused > 1:  # uneven parts of the parameter are no even ones of its matrices' state
+        sizes = zip(parameter.device_mesh.shape, is_first, strict=True)
+        has_blocks = has_blocks and len(parameter) % prod(n for n, first in sizes if first) == 0
+    return tuple(
+        placement if has_blocks and first else Replicate()
+        for placement, first in zip(placements, is_first, strict=True)
+    )

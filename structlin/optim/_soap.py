@@ -51,7 +51,8 @@ class SOAP(Muon):
     """`Muon`, whose hidden matrices step by a second-order direction in place of the polar factor.
 
     For each block G `(m, n)` of a core, or a matrix, averages of G G^T / n and G^T G / m are kept.
-    Orthogonal iteration finds their eigenvectors Q_L and Q_R by a QR every `precondition_frequency`
+    Each expert of a parameter that holds several is a matrix with factors of its own. Orthogonal
+    iteration finds their eigenvectors Q_L and Q_R by a QR every `precondition_frequency`
     steps; it cannot fail. The direction is Q_L (N / sqrt(V)) Q_R^T, with N the momentum and V the
     average of squared gradients in these bases, over ADAM_RMS sqrt(max(m, n)): about the norm of a
     polar factor. So `lr` and masses are as in Muon, and what is not hidden steps as there. A side
@@ -205,7 +206,7 @@ class SOAP(Muon):
         longest = sqrt(min(g.shape[-2:])) / ADAM_RMS
         norm = torch.linalg.matrix_norm(d, keepdim=True)  # Frobenius, (batch, 1, 1)
         d.mul_((longest / norm).clamp_(max=1))
-        return take_part(p, weight, from_matrices(weight, d.to(whole.dtype), whole))
+        return take_part(p, weight, from_matrices(weight, d.to(whole.dtype)))
 
     def _find_largest(self, p: Tensor, weight: Weight) -> float:
         if p not in self._pending:

@@ -50,8 +50,8 @@ class Stack:
         matrices = [to_matrices(m.weight, x) for m, x in zip(self.members, wholes, strict=True)]
         factors = map_stacked(self.polar, matrices)
         return [
-            take_part(p, weight, from_matrices(weight, factor, whole))
-            for (p, weight, _), factor, whole in zip(self.members, factors, wholes, strict=True)
+            take_part(p, weight, from_matrices(weight, factor))
+            for (p, weight, _), factor in zip(self.members, factors, strict=True)
         ]
 
 
@@ -87,27 +87,16 @@ def stack_alike(
 
 def to_matrices(weight: Weight, tensor: Tensor) -> Tensor:
     """A parameter, or its gradient: `(batch, fan_out, fan_in)`; vectors stay as they are."""
-    if weight.core is not None or weight.kind == "embedding":
-        return tensor  # (batch, fan_out, fan_in), or (vectors, fan_out)
-    if tensor.shape == (weight.fan_out, weight.fan_in) and not weight.transposed:
-        return tensor[None]  # an nn.Linear's, (1, fan_out, fan_in)
-    slices = tensor.reshape(*tensor.shape[:2], weight.kernel)  # (g m, n, k)
-    return rearrange(slices, f"{_stored(weight)} -> (g k) m n", g=weight.groups)
+    if weight.stored == weight.matrices:
+        return tensor
+    return rearrange(tensor, f"{weight.stored} -> {weight.matrices}", **weight.sizes)
 
 
-def from_matrices(weight: Weight, matrices: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `to_matrices`, in the shape of `like`."""
-    if weight.core is not None or weight.kind == "embedding":
+def from_matrices(weight: Weight, matrices: Tensor) -> Tensor:
+    """The inverse of `to_matrices`."""
+    if weight.stored == weight.matrices:
         return matrices
-    if like.shape == (weight.fan_out, weight.fan_in) and not weight.transposed:
-        return matrices[0]
-    slices = rearrange(matrices, f"(g k) m n -> {_stored(weight)}", g=weight.groups)
-    return slices.reshape(like.shape)
-
-
-def _stored(weight: Weight) -> str:
-    """The axes of a dense weight, its kernel flattened: g groups, k positions, of m x n."""
-    return "(g n) m k" if weight.transposed else "(g m) n k"
+    return rearrange(matrices, f"{weight.matrices} -> {weight.stored}", **weight.sizes)
 
 
 def map_stacked(function: Callable[[Tensor], Tensor], matrices: list[Tensor]) -> list[Tensor]:

@@ -194,7 +194,7 @@ def _widths(owner: nn.Module, weight: Weight) -> tuple[int, int]:
     """The features that a layer reads for one that it makes, and those that it makes."""
     if isinstance(owner, StructuredLinear):
         return owner.in_features, owner.out_features
-    return weight.fan_in * weight.kernel, weight.fan_out * weight.groups
+    return weight.fan_in * weight.positions, weight.fan_out * weight.groups
 
 
 def _check_base(base: Base, infos: list[ParameterInfo]) -> None:

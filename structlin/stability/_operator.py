@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from .._engine.product import apply
 from .._layer.linear import StructuredLinear
 from .._model.parameters import Weight, named_modules, weights_of
 from ..duality import promote
+from ..optim._stacks import to_matrices
 
 VECTORS, POWERS, SWEEPS = 8, 2, 32  # of a block; of W^T W in a sweep; at most
 TOLERANCE = 1e-2  # a sweep that raises the estimate by less is the last
@@ -46,7 +47,10 @@ class Operator:
             return apply(module.structure, weights, padded)[..., : module.out_features]
         if isinstance(module, _ConvNd):
             return module._conv_forward(x, weights[0], None)
-        return x @ weights[0] if self.weight.transposed else F.linear(x, weights[0])
+        if len(self.shape) > 1:  # experts side by side, the norm of which is the largest of theirs
+            matrices = to_matrices(self.weight, weights[0])  # (batch, m, n)
+            return torch.einsum("bmn,vbn->vbm", matrices, x)
+        return x @ weights[0] if self.weight.stored == "n m" else F.linear(x, weights[0])
 
     @torch.no_grad()
     def norm(
@@ -81,12 +85,14 @@ def operators(model: nn.Module, inputs: Mapping[str, torch.Size]) -> dict[str, O
     found = {}
     for layer, module in modules_by_name(model):
         for own, weight in weights_of(module).items():
-            shape = _input_shape(module, weight, inputs.get(layer))
+            shape = _input_shape(module, own, weight, inputs.get(layer))
             if shape is None or weight.core:  # the first core stands for all of them
                 continue
             name = layer
             if own.endswith("_weight"):  # one of several in its layer
                 name = f"{layer}.{own.removesuffix('_weight')}"
+            elif len(shape) > 1 and not isinstance(module, _ConvNd):
+                name = f"{layer}.{own}"
             operator = Operator(module, own, weight, shape)
             if all(each.is_floating_point() for each in operator.weights()):
                 found[name] = operator
@@ -94,7 +100,7 @@ def operators(model: nn.Module, inputs: Mapping[str, torch.Size]) -> dict[str, O
 
 
 def _input_shape(
-    module: nn.Module, weight: Weight, seen: torch.Size | None
+    module: nn.Module, own: str, weight: Weight, seen: torch.Size | None
 ) -> tuple[int, ...] | None:
     """Shape of one input of a layer; None where it is not known or there is no linear map."""
     if isinstance(module, StructuredLinear):
@@ -102,10 +108,15 @@ def _input_shape(
             return None
         return (module.in_features,) if weight.kind == "matrix" else None
     if isinstance(module, _ConvNd):
-        if seen is None or weight.transposed:
+        if seen is None or isinstance(module, _ConvTransposeNd):
             return None
         return tuple(seen[-1 - len(module.kernel_size) :])  # (channels, *image)
-    return () if weight.kind == "embedding" else (weight.fan_in,)
+    if weight.kind == "embedding":
+        return ()
+    if weight.is_in_blocks or weight.fused > 1:
+        stored = getattr(module, own)
+        return stored.numel() // (weight.fan_out * weight.fan_in), weight.fan_in
+    return (weight.fan_in,)
 
 
 def rms_norm(

@@ -10,6 +10,9 @@ from structlin import BTT, LowRank, StructuredLinear, convert
 from structlin._model.parameters import Weight, parameters_of, weights_of
 from tests.models import GPT
 
+LOWRANK = StructuredLinear(16, 64, LowRank(rank=3))
+SPATIAL = {"g": 4, "k1": 3, "k2": 3}
+
 
 def described(model):
     return {info.name: info for info in parameters_of(model)}
@@ -20,19 +23,35 @@ def described(model):
     [
         (nn.Linear(6, 10), "weight", Weight("matrix", 10, 6)),
         (nn.Linear(6, 10), "bias", Weight()),
-        (nn.Conv2d(8, 12, 3, groups=4), "weight", Weight("matrix", 3, 2, groups=4, kernel=9)),
+        (
+            nn.Conv2d(8, 12, 3, groups=4),
+            "weight",
+            Weight("matrix", 3, 2, "(g m) n k1 k2", SPATIAL),
+        ),
         (
             nn.ConvTranspose1d(8, 12, 5, groups=2),
             "weight",
-            Weight("matrix", 6, 4, groups=2, kernel=5, transposed=True),
+            Weight("matrix", 6, 4, "(g n) m k1", {"g": 2, "k1": 5}),
         ),
-        (nn.MultiheadAttention(8, 2), "in_proj_weight", Weight("matrix", 8, 8, groups=3)),
+        (
+            nn.MultiheadAttention(8, 2),
+            "in_proj_weight",
+            Weight("matrix", 8, 8, "(g m) n", {"g": 3}),
+        ),
         (nn.MultiheadAttention(8, 2), "out_proj.weight", Weight("matrix", 8, 8)),
         (nn.MultiheadAttention(8, 2, kdim=4), "k_proj_weight", Weight("matrix", 8, 4)),
-        (nn.Embedding(50, 16), "weight", Weight("embedding", 16)),
+        (nn.Embedding(50, 16), "weight", Weight("embedding", 16, stored="g m")),
         (nn.LayerNorm(8), "weight", Weight()),
-        (StructuredLinear(16, 64, LowRank(rank=3)), "cores.0", Weight("matrix", 3, 16, core=0)),
-        (StructuredLinear(16, 64, LowRank(rank=3)), "cores.1", Weight("matrix", 64, 3, core=1)),
+        (
+            StructuredLinear(16, 64, LowRank(rank=3)),
+            "cores.0",
+            Weight("matrix", 3, 16, "g m n", core=0),
+        ),
+        (
+            StructuredLinear(16, 64, LowRank(rank=3)),
+            "cores.1",
+            Weight("matrix", 64, 3, "g m n", core=1),
+        ),
         (StructuredLinear(16, 64, weight_norm=True), "gains", Weight("gain")),
         (nn.ParameterList([torch.ones(3, 3)]), "0", Weight()),
     ],
@@ -42,10 +61,25 @@ def test_a_parameter_is_what_its_module_multiplies_by(module, name, weight):
     assert described(module)[name].weight == weight
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "whole"),
+    [
+        (LOWRANK, "cores.0", True),
+        (nn.Embedding(50, 16), "weight", True),
+        (nn.Linear(6, 10), "weight", False),
+        (nn.Conv2d(8, 12, 3, groups=4), "weight", False),
+        (nn.MultiheadAttention(8, 2), "in_proj_weight", False),
+    ],
+    ids=["core", "embedding", "linear", "convolution", "attention"],
+)
+def test_parts_of_dimension_0_are_whole_matrices_of_cores_and_vectors_alone(module, name, whole):
+    assert described(module)[name].weight.is_in_blocks == whole
+
+
 def test_conv1d_of_transformers_is_stored_transposed():
     owner = pytest.importorskip("transformers.pytorch_utils")
     found = described(owner.Conv1D(24, 6))["weight"].weight  # 6 -> 24
-    assert found == Weight("matrix", 24, 6, transposed=True)
+    assert found == Weight("matrix", 24, 6, "n m")
 
 
 def test_every_parameter_comes_once_and_a_tied_one_is_what_it_is_first():

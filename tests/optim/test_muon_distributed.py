@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from structlin import BTT, Kronecker, LowRank, StructuredLinear, convert
-from structlin.optim import SOAP, Muon, Normed, shard_placement_fn
+from structlin.optim import SOAP, Muon, Normed, declare_weights, shard_placement_fn
 from tests.models import GPT, perplexed
 
 pytestmark = pytest.mark.skipif(
@@ -32,9 +32,35 @@ LAYOUTS = [
     ("btt, SOAP", 3, True, 0),
     ("few, SOAP", 3, False, 0),
     ("gpt, SOAP", 2, True, 4),  # gradients and momenta of two dense matrices
+    ("experts", 2, False, 0),
+    ("experts", 3, False, 1),  # 4 experts: uneven, and gate and up are fused in one weight
+    ("experts, SOAP", 2, False, 0),
+    ("experts, SOAP", 3, False, 2),  # gradient and momentum
 ]
 STRUCTURES = {"btt": BTT(), "few": BTT(), "low-rank": LowRank(rank=4), "kronecker": Kronecker()}
-WIDTHS = {"btt": 64, "few": 4, "low-rank": 48, "kronecker": 36}  # BTT of width 4 has 2 blocks
+WIDTHS = {
+    "experts": 8,
+    "btt": 64,
+    "few": 4,
+    "low-rank": 48,
+    "kronecker": 36,
+}  # BTT of width 4 has 2 blocks
+
+
+class Experts(nn.Module):
+    """Four experts of a gated unit, all of which every token sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.randn(4, 16, 8) / 3)
+        self.down = nn.Parameter(torch.randn(4, 8, 8) / 3)
+
+    def forward(self, x):
+        gate, up = torch.einsum("emn,bn->ebm", self.gate_up, x).chunk(2, dim=-1)
+        return torch.einsum("emn,ebn->bm", self.down, gate.tanh() * up)
+
+
+declare_weights(Experts, gate_up="e (f m) n", down="e m n")
 
 
 class Collectives(TorchDispatchMode):
@@ -55,6 +81,8 @@ def model_of(name):
     name = name.removesuffix(", SOAP")
     if name.startswith("gpt"):  # 2-D weights, embeddings, norms, 3-D cores of 8 and 16 blocks
         model = convert(GPT(depth=1), BTT(), include="ffn")
+    elif name == "experts":
+        model = nn.Sequential(nn.Tanh(), Experts())
     else:
         width = WIDTHS[name], WIDTHS[name]
         layers = (StructuredLinear(*width, STRUCTURES[name], bias=False) for _ in range(2))
@@ -109,8 +137,11 @@ def trained(name, model, optimizer, steps=STEPS):
 
 def under_fsdp(name, placed):
     model = sharded(name, placed)
-    found = trained(name, model, optimizer_of(name, model))
-    return found | {"sizes": [p.to_local().numel() for p in model.parameters()]}
+    optimizer = optimizer_of(name, model)
+    found = trained(name, model, optimizer)
+    factors = [tuple(state["left"].shape) for state in optimizer.state.values() if "left" in state]
+    sizes = [p.to_local().numel() for p in model.parameters()]
+    return found | {"sizes": sizes, "factors": factors}
 
 
 def one_process_has_a_nan():
@@ -361,6 +392,11 @@ def test_placement_leaves_no_process_without_a_part_of_a_core_of_one_block(world
     assert sizes == [[192] * 4, [0] * 4, [0] * 4]
     assert [process["low-rank", 2, True]["sizes"] for process in worlds[2]] == [[96] * 4] * 2
     assert 0 in worlds[3][2]["few", 3, False]["sizes"]
+
+
+def test_the_factors_of_experts_on_all_processes_are_those_of_each_gate_up_and_down(worlds):
+    for process in worlds[2]:
+        assert process["experts, SOAP", 2, False]["factors"] == [(8, 8, 8), (4, 8, 8)]
 
 
 def test_the_process_that_has_a_nan_raises(worlds):
