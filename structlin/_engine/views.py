@@ -44,10 +44,11 @@ class Layout:
 
     def multiply(self, weight: Tensor, operand: Tensor, result: Tensor) -> None:
         """Write `weight @ operand`, `(blocks, features of each, tokens)`, into `result`."""
-        if self.needs_turn(result) and self.shape[0] < MANY_BLOCKS:
+        needs_turn = self.needs_turn(result)
+        if needs_turn and self.shape[0] < MANY_BLOCKS:
             axes = self.axes(result)
             axes.copy_(torch.bmm(operand.mT, weight.mT).mT.reshape(axes.shape))
-        elif self.needs_turn(result):
+        elif needs_turn:
             turned = result.new_empty(result.shape)
             self.multiply(weight, operand, turned)
             result.mT.copy_(turned.mT)  # of two contiguous matrices, which torch turns in tiles

@@ -5,7 +5,8 @@ Sources: Vyas et al. 2024, "SOAP" (arXiv:2409.11321); Gupta et al. 2018, "Shampo
 take little memory and time; those of a dense layer of width d take d^3.
 """
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, log2, sqrt
 from typing import Any
@@ -21,7 +22,7 @@ from ._depth import Depth
 from ._muon import Muon
 from ._roster import Masses
 from ._sharding import cut_as, join_parts, local_part, take_part
-from ._stacks import Member, Stack, from_matrices, to_matrices
+from ._stacks import Member, Stack, fill_one_storage, from_matrices, to_matrices
 from ._transfer import Base
 
 FLOOR = 1e-4  # of the root of V, relative to the largest of its block
@@ -36,23 +37,27 @@ _SIDES = ("left", "right")
 _NONE = torch.empty(0, 0)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Pending:
-    """What a step will keep of one parameter, if it is made. Each tensor is this process's part."""
+    """What a step will keep of alike parameters, if it is made. Each tensor is of all their blocks,
+    `(blocks, ...)`, one parameter after the other: this process's part."""
 
-    state: dict[str, Any]  #: of the parameter, if this is its first step; else empty
-    gradient: Tensor  #: (batch, m, n), in units of 2^exponent
-    squares: Tensor  #: V, (batch, m, n), in units of 4^exponent
-    exponent: Tensor | None = None  #: (batch, 1, 1); None: the old one
-    rescale: Tensor | None = None  #: 2^(old exponent - exponent), (batch, 1, 1)
+    members: list[Member]
+    sizes: list[int]  #: blocks of each
+    state: dict[str, Tensor]  #: without the momenta and the counts of steps
+    gradient: Tensor  #: (blocks, m, n), in units of 2^exponent
+    squares: Tensor  #: V, (blocks, m, n), in units of 4^exponent
+    is_first: bool  #: of their steps, which makes the state
+    count: int  #: of steps, with this one
+    exponent: Tensor | None = None  #: (blocks, 1, 1); None: the old one
+    rescale: Tensor | None = None  #: 2^(old exponent - exponent), (blocks, 1, 1)
 
 
 class SOAP(Muon):
     """`Muon`, whose hidden matrices step by a second-order direction in place of the polar factor.
 
     For each block G `(m, n)` of a core, or a matrix, averages of G G^T / n and G^T G / m are kept.
-    Each expert of a parameter that holds several is a matrix with factors of its own. Orthogonal
-    iteration finds their eigenvectors Q_L and Q_R by a QR every `precondition_frequency`
+    Orthogonal iteration finds their eigenvectors Q_L and Q_R by a QR every `precondition_frequency`
     steps; it cannot fail. The direction is Q_L (N / sqrt(V)) Q_R^T, with N the momentum and V the
     average of squared gradients in these bases, over ADAM_RMS sqrt(max(m, n)): about the norm of a
     polar factor. So `lr` and masses are as in Muon, and what is not hidden steps as there. A side
@@ -127,7 +132,7 @@ class SOAP(Muon):
 
     def _read_model(self) -> None:
         super()._read_model()
-        self._pending: dict[Tensor, _Pending] = {}  # of a step
+        self._pending: dict[Tensor, _Pending] = {}  # of a step; alike parameters share one
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -154,59 +159,104 @@ class SOAP(Muon):
             for p in stack.params:
                 self._pending.pop(p, None)  # of a step that was refused, by another option
             return super()._directions(group, stack)
+        gradients, momenta = self._read(stack)
+        alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+        for n, p in enumerate(stack.params):  # a parameter without a gradient has missed a step
+            state = self.state[p]
+            alike[(int(state.get("step", 0)), *sorted(state))].append(n)
+        directions = list(gradients)
+        for numbers in alike.values():
+            found = self._find_directions(
+                group,
+                [stack.members[n] for n in numbers],
+                [gradients[n] for n in numbers],
+                [momenta[n] for n in numbers],
+            )
+            for n, direction in zip(numbers, found, strict=True):
+                directions[n] = direction
+        return directions
+
+    def _find_directions(
+        self,
+        group: dict[str, Any],
+        members: list[Member],
+        gradients: list[Tensor],
+        momenta: list[Tensor],
+    ) -> list[Tensor]:
+        """Q_L (N / sqrt(V)) Q_R^T for each block of alike parameters, which have made as many
+        steps; on several processes, from their part of each gradient to that of its direction."""
+        momentum, beta = group["momentum"], group["shampoo_beta"]
+        wholes = _join_all(members, gradients)
+        blocks = _all_matrices(members, wholes)
+        gradient = _stack(blocks)  # (blocks, m, n), as all that follows
+        average = _stack(_all_matrices(members, _join_all(members, momenta)))
+        g = promote(gradient)
+        u = promote(average.lerp(gradient, 1 - momentum**2))  # Nesterov's
+        sizes = [len(each) for each in blocks]
+        pending = self._pend(group, members, sizes, g, u)
+        for p, _, _ in members:
+            self._pending[p] = pending
+        if pending.exponent is not None:
+            u = u * _power_of_two(-pending.exponent, u)
+        left, right = (pending.state.get(f"{side}_basis", _NONE) for side in _SIDES)
+        d = _precondition(u, pending.squares, left, right, 1 - beta**pending.count)
+        parts = torch.split(d.to(gradient.dtype), sizes)
         return [
-            self._find_direction(group, member, gradient, average)
-            for member, gradient, average in zip(stack.members, *self._read(stack), strict=True)
+            take_part(p, weight, from_matrices(weight, part))
+            for (p, weight, _), part in zip(members, parts, strict=True)
         ]
 
-    def _find_direction(
-        self, group: dict[str, Any], member: Member, gradient: Tensor, average: Tensor
-    ) -> Tensor:
-        """Q_L (N / sqrt(V)) Q_R^T for each block, scaled; on several processes, from their part of
-        the gradient to their part of the direction."""
-        (p, weight, _), momentum, beta = member, group["momentum"], group["shampoo_beta"]
-        update = average.lerp(gradient, 1 - momentum**2)  # Nesterov's
-        whole = join_parts(p, weight, gradient)
-        g = promote(to_matrices(weight, whole))  # (batch, m, n)
-        u = promote(to_matrices(weight, join_parts(p, weight, update)))
-        state = self.state[p]
+    def _pend(
+        self, group: dict[str, Any], members: list[Member], sizes: list[int], g: Tensor, u: Tensor
+    ) -> _Pending:
+        """The state of alike parameters, made at their first step, and what follows of V from the
+        gradient g and the update u, (blocks, m, n)."""
+        beta, count = group["shampoo_beta"], 1
+        state = self._join_state(members)
         is_first = "exp_avg_sq" not in state
-        if is_first:  # waits in `_pending` too
-            squares = cut_as(p, weight, torch.zeros_like(g))
-            state = {"step": torch.zeros((), dtype=torch.float32), "exp_avg_sq": squares}
+        if is_first:
+            state["exp_avg_sq"] = torch.zeros_like(g, memory_format=torch.contiguous_format)
+        else:
+            count = int(self.state[members[0].parameter]["step"]) + 1
         if "exponent" not in state:  # also where an older version saved the state
-            zeros = torch.zeros(len(g), 1, 1, dtype=torch.int32, device=g.device)
-            state["exponent"] = cut_as(p, weight, zeros)
-        squares = local_part(state["exp_avg_sq"])
-        old_exponent = local_part(state["exponent"])
+            state["exponent"] = torch.zeros(len(g), 1, 1, dtype=torch.int32, device=g.device)
+        squares, old_exponent = state["exp_avg_sq"], state["exponent"]
         exponent: Tensor | None = None
         rescale: Tensor | None = None
         if not _have_unit_1(g, u, squares, old_exponent):
             exponent = _choose_exponent(g, u, squares, old_exponent, beta)
-            unit = _power_of_two(-exponent, g)
             rescale = _power_of_two(old_exponent - exponent, g)
-            g, u, squares = g * unit, u * unit, squares * rescale * rescale
-        # from here on g and u are in units of 2^exponent, V and new factors of 4^exponent
+            g = g * _power_of_two(-exponent, g)
+            squares = squares * rescale * rescale
+        # from here on g is in units of 2^exponent, V and new factors of 4^exponent
         for side, size in zip(_SIDES, g.shape[-2:], strict=True):
             if is_first and size <= group["max_precond_dim"]:
                 factor = _average(g.new_zeros(len(g), size, size), g, side, 0)
-                state[side] = cut_as(p, weight, factor)
-                state[f"{side}_basis"] = cut_as(p, weight, householder_product(*geqrf(factor)))
-        left, right = (local_part(state.get(f"{side}_basis", _NONE)) for side in _SIDES)
+                state[side] = factor
+                state[f"{side}_basis"] = householder_product(*geqrf(factor)).contiguous()
+        left, right = (state.get(f"{side}_basis", _NONE) for side in _SIDES)
         squares = squares.lerp(_rotate(g, left, right).square_(), 1 - beta)
-        self._pending[p] = _Pending(state if is_first else {}, g, squares, exponent, rescale)
-        length = ADAM_RMS * sqrt(max(g.shape[-2:])) / sqrt(1 - beta ** (int(state["step"]) + 1))
-        u = _rotate(u, left, right)
-        root = squares.sqrt().mul_(length)
-        # or rounding, where the gradient has no part, would make steps as large as the gradient
-        floor = FLOOR * root.amax((-2, -1), keepdim=True)
-        floor = floor.maximum(2.0**-SMALL * u.abs().amax((-2, -1), keepdim=True))
-        root.clamp_min_(floor.clamp_(min=torch.finfo(root.dtype).tiny))
-        d = _rotate(u.div_(root), left.mT, right.mT)
-        longest = sqrt(min(g.shape[-2:])) / ADAM_RMS
-        norm = torch.linalg.matrix_norm(d, keepdim=True)  # Frobenius, (batch, 1, 1)
-        d.mul_((longest / norm).clamp_(max=1))
-        return take_part(p, weight, from_matrices(weight, d.to(whole.dtype)))
+        return _Pending(members, sizes, state, g, squares, is_first, count, exponent, rescale)
+
+    def _join_state(self, members: list[Member]) -> dict[str, Tensor]:
+        """The state of alike parameters, of all their blocks. Each parameter's own is a part of it,
+        so that what is written here is written there."""
+        joined: dict[str, Tensor] = {}
+        for key in self.state[members[0].parameter].keys() - {"momentum_buffer", "step"}:
+            parts = [local_part(self.state[p][key]) for p, _, _ in members]
+            if fill_one_storage(parts):
+                blocks = sum(len(part) for part in parts)
+                m, n = parts[0].shape[-2:]
+                joined[key] = parts[0].as_strided((blocks, m, n), (m * n, n, 1), 0)
+            else:
+                joined[key] = torch.cat(parts)
+                self._keep(key, joined[key], members, [len(part) for part in parts])
+        return joined
+
+    def _keep(self, key: str, joined: Tensor, members: list[Member], sizes: list[int]) -> None:
+        """Each parameter's part of `joined` is its state from now on."""
+        for (p, weight, _), part in zip(members, torch.split(joined, sizes), strict=True):
+            self.state[p][key] = cut_as(p, weight, part)
 
     def _find_largest(self, p: Tensor, weight: Weight) -> float:
         if p not in self._pending:
@@ -224,23 +274,63 @@ class SOAP(Muon):
 
     def _move(self, group: dict[str, Any], stack: Stack, directions: list[Tensor]) -> None:
         super()._move(group, stack, directions)
-        for p in stack.params:
-            if p not in self._pending:
-                continue
-            pending = self._pending.pop(p)
-            self.state[p].update(pending.state)
-            state = {key: local_part(value) for key, value in self.state[p].items()}
-            state["step"] += 1
-            state["exp_avg_sq"].copy_(pending.squares)
-            if pending.exponent is not None:
-                state["exponent"].copy_(pending.exponent)
-            for side in _SIDES:
-                if side in state:
-                    if pending.rescale is not None and not pending.state:  # new ones have the unit
-                        state[side].mul_(pending.rescale).mul_(pending.rescale)
-                    _average(state[side], pending.gradient, side, group["shampoo_beta"])
-                    if int(state["step"]) % group["precondition_frequency"] == 0:
-                        _turn(state, side)
+        found = [self._pending.pop(p, None) for p in stack.params]
+        for pending in dict.fromkeys(found):  # each once
+            if pending is not None:
+                self._keep_averages(group, pending)
+
+    def _keep_averages(self, group: dict[str, Any], pending: _Pending) -> None:
+        state = pending.state
+        state["exp_avg_sq"].copy_(pending.squares)
+        if pending.exponent is not None:
+            state["exponent"].copy_(pending.exponent)
+        for side in _SIDES:
+            if side in state:
+                if pending.rescale is not None and not pending.is_first:  # new ones have the unit
+                    state[side].mul_(pending.rescale).mul_(pending.rescale)
+                _average(state[side], pending.gradient, side, group["shampoo_beta"])
+                if pending.count % group["precondition_frequency"] == 0:
+                    _turn(state, side)
+        first = self.state[pending.members[0].parameter]
+        for key in state.keys() - first.keys():  # made in this step
+            self._keep(key, state[key], pending.members, pending.sizes)
+        for p, _, _ in pending.members:
+            own = self.state[p]
+            if pending.is_first:
+                own["step"] = torch.zeros((), dtype=torch.float32)
+            own["step"] += 1
+
+
+def _join_all(members: list[Member], parts: list[Tensor]) -> list[Tensor]:
+    """What is cut as the members are: whole, or in whole blocks."""
+    return [join_parts(p, weight, x) for (p, weight, _), x in zip(members, parts, strict=True)]
+
+
+def _all_matrices(members: list[Member], wholes: list[Tensor]) -> list[Tensor]:
+    return [to_matrices(m.weight, x) for m, x in zip(members, wholes, strict=True)]
+
+
+def _stack(blocks: Sequence[Tensor]) -> Tensor:
+    return torch.cat(tuple(blocks)) if len(blocks) > 1 else blocks[0]
+
+
+def _precondition(u: Tensor, squares: Tensor, left: Tensor, right: Tensor, seen: float) -> Tensor:
+    """The directions Q_L (N / sqrt(V)) Q_R^T, scaled and bounded, (blocks, m, n).
+
+    u, squares: the update and V, in units of 2^exponent and 4^exponent; seen: the sum of the
+    weights of V.
+    """
+    length = ADAM_RMS * sqrt(max(u.shape[-2:])) / sqrt(seen)
+    u = _rotate(u, left, right)
+    root = squares.sqrt().mul_(length)
+    # or rounding, where the gradient has no part, would make steps as large as the gradient
+    floor = FLOOR * root.amax((-2, -1), keepdim=True)
+    floor = floor.maximum(2.0**-SMALL * u.abs().amax((-2, -1), keepdim=True))
+    root.clamp_min_(floor.clamp_(min=torch.finfo(root.dtype).tiny))
+    d = _rotate(u.div_(root), left.mT, right.mT)
+    longest = sqrt(min(u.shape[-2:])) / ADAM_RMS
+    norm = torch.linalg.matrix_norm(d, keepdim=True)  # Frobenius, (blocks, 1, 1)
+    return d.mul_((longest / norm).clamp_(max=1))
 
 
 def _have_unit_1(g: Tensor, u: Tensor, squares: Tensor, old: Tensor) -> bool:

@@ -117,6 +117,23 @@ def map_stacked(function: Callable[[Tensor], Tensor], matrices: list[Tensor]) ->
     return results
 
 
+def fill_one_storage(tensors: Sequence[Tensor]) -> bool:
+    """Whether they lie in one storage, one after the other and nothing else, as the parts of a
+    split do. A compiler is told no: it follows no storage."""
+    if torch.compiler.is_compiling():
+        return False
+    storage = tensors[0].untyped_storage()
+    begin = 0
+    for tensor in tensors:
+        own = tensor.untyped_storage().data_ptr()
+        if not tensor.is_contiguous() or own != storage.data_ptr():
+            return False
+        if tensor.storage_offset() != begin and tensor.numel():
+            return False
+        begin += tensor.numel()
+    return begin * tensors[0].element_size() == storage.nbytes()
+
+
 def divide(sizes: Sequence[int], most: int) -> list[list[int]]:
     """Indices in chunks of sizes of at most `most` together. One that is larger is alone.
 

@@ -342,3 +342,50 @@ def test_the_count_of_steps_stays_on_the_cpu_where_nobody_waits_to_read_it():
     state = optimizer.state[model["attn"].weight]
     assert state["left"].is_meta
     assert state["step"].item() == 1
+
+
+def test_alike_blocks_step_in_one_stack_as_each_does_alone_whatever_steps_with_them():
+    def build(names):
+        return nn.ModuleDict({name: nn.Linear(12, 12, bias=False) for name in names})
+
+    names = ["a_attn", "b_attn", "c_attn"]  # square: rounding chooses the basis of a null space
+    together = build(names).double()
+    singles = {name: build([name]).double() for name in names}
+    for name in names:
+        singles[name].load_state_dict({f"{name}.weight": together[name].weight})
+    one = SOAP(together, 0.1, precondition_frequency=2)
+    alone = {name: SOAP(singles[name], 0.1, precondition_frequency=2) for name in names}
+    missing = {2: {"b_attn"}, 3: {"a_attn", "c_attn"}, 7: {"c_attn"}}
+    for t in range(12):
+        if t == 5:
+            one.load_state_dict(copy.deepcopy(one.state_dict()))
+        if t == 9:
+            together, one = copy.deepcopy((together, one))
+        for name in names:
+            gradient = torch.randn(12, 12).double() * (1e25 if (t, name) == (8, "a_attn") else 1)
+            absent = name in missing.get(t, set())
+            together[name].weight.grad = None if absent else gradient.clone()
+            singles[name][name].weight.grad = None if absent else gradient.clone()
+        one.step()
+        for each in alone.values():
+            each.step()
+    for name in names:
+        weight = singles[name][name].weight
+        torch.testing.assert_close(together[name].weight, weight, rtol=1e-9, atol=1e-12)
+        own, other = one.state[together[name].weight], alone[name].state[weight]
+        assert own["step"] == other["step"]
+        torch.testing.assert_close(own["left"], other["left"], rtol=1e-9, atol=1e-12)
+
+
+def test_states_of_alike_blocks_lie_together_so_that_a_step_copies_none():
+    model = nn.ModuleDict({f"attn{n}": nn.Linear(12, 20, bias=False) for n in range(3)})
+    optimizer = SOAP(model)
+    places = []
+    for _ in range(3):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+        states = [optimizer.state[p]["left"] for p in model.parameters()]
+        places.append([state.data_ptr() for state in states])
+    assert places[0] == places[1] == places[2]
+    assert len({state.untyped_storage().data_ptr() for state in states}) == 1
