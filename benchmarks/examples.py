@@ -51,7 +51,19 @@ def numbers_of_gpts(result: Row) -> dict[str, str]:
         found |= least_and_most(f"main.{name}_", lower, ".1f")
         found[f"main.{name}_seconds_epyc"] = f"{epyc:.2f}"
         found[f"main.{name}_seconds_xeon"] = f"{min(xeon):.2f} to {max(xeon):.2f}"
-    return found
+    return found | numbers_of_the_newest()
+
+
+def numbers_of_the_newest() -> dict[str, str]:
+    """Of the newest run of seed 0: its losses, and what the other numbers say of the others."""
+    muon, soap, ours = read("train_gpt_newest")["rows"]
+    return {
+        "newest.losses": losses([muon["loss"], soap["loss"], ours["loss"]]),
+        "newest.muon": f"{100 * (1 - ours['loss'] / muon['loss']):.1f}",
+        "newest.soap": f"{100 * (1 - ours['loss'] / soap['loss']):.1f}",
+        "newest.muon_seconds": f"{ours['ms'] / muon['ms']:.2f}",
+        "newest.soap_seconds": f"{ours['ms'] / soap['ms']:.2f}",
+    }
 
 
 def seconds_on_a_xeon() -> dict[str, float]:

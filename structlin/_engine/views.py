@@ -202,13 +202,26 @@ class Place:
     stored: Sequence[int]  #: as they lie
 
     def layout(self, blocks: Sequence[int], features: Sequence[int]) -> Layout:
-        order = [self.stored.index(axis) for axis in (*blocks, *features)]
-        runs = order[: len(blocks)], order[len(blocks) :]
-        merges = all(b == a + 1 for run in runs for a, b in pairwise(run))
-        has_rows = order[len(blocks) :][-1:] == [len(order) - 1]
+        """How a core finds its blocks, whose axes these are, and the features of each."""
+        block_positions = [self.stored.index(axis) for axis in blocks]
+        feature_positions = [self.stored.index(axis) for axis in features]
         sizes = [self.axes[axis].size for axis in self.stored]
-        shape = prod(sizes[at] for at in runs[0]), prod(sizes[at] for at in runs[1])
-        return Layout(tuple(sizes), tuple(order), shape, prod(sizes), merges, has_rows)
+        block_count = prod(sizes[position] for position in block_positions)
+        features_per_block = prod(sizes[position] for position in feature_positions)
+        innermost = len(sizes) - 1
+        return Layout(
+            sizes=tuple(sizes),
+            order=(*block_positions, *feature_positions),
+            shape=(block_count, features_per_block),
+            width=prod(sizes),
+            merges=_is_run(block_positions) and _is_run(feature_positions),
+            has_rows=feature_positions[-1:] == [innermost],
+        )
+
+
+def _is_run(positions: Sequence[int]) -> bool:
+    """Whether each position is the one after the last, so that the axes are one stride."""
+    return all(after == before + 1 for before, after in pairwise(positions))
 
 
 @lru_cache(maxsize=1024)
@@ -221,17 +234,28 @@ def stages_of(program: tuple[int, ...]) -> tuple[Stage, ...]:
     ((8, 12), (6, 16))
     """
     steps = steps_of(program)
-    blocks = [1, *(batch * repeat for batch, repeat, _, _ in steps), 1]
-    widths = [b * r * fan_in for b, r, fan_in, _ in steps] + [blocks[-2] * steps[-1][3]]
-    numbers, places = iter(program[3 + 4 * len(steps) : -1]), []
+    # x, the activations between the cores, and y: how wide each is, and how many blocks the core
+    # before it and the core after it have there
+    widths = []
+    blocks = [1]
+    for batch, repeat, fan_in, fan_out in steps:
+        widths.append(batch * repeat * fan_in)
+        blocks.append(batch * repeat)
+        width_of_y = batch * repeat * fan_out
+    widths.append(width_of_y)
+    blocks.append(1)
+
+    # the moves: for each of these activations a number of axes, their sizes, and their order
+    moves = iter(program[3 + 4 * len(steps) : -1])
+    places = []
     for n, width in enumerate(widths):
-        count = next(numbers)
-        sizes = [*islice(numbers, count)] or [width]
-        order = [*islice(numbers, count)] or [0]
+        count = next(moves)
+        sizes = [*islice(moves, count)] or [width]
+        order = [*islice(moves, count)] or [0]
         axes, wanted = _split(sizes, order, blocks[n], blocks[n + 1])
         places.append(_place(axes, wanted, n == 0, n == len(steps)))
     return tuple(
-        _stage(step[0], step[1], *pair) for step, pair in zip(steps, pairwise(places), strict=True)
+        _stage(steps[n][0], steps[n][1], places[n], places[n + 1]) for n in range(len(steps))
     )
 
 
@@ -240,24 +264,34 @@ def _split(
 ) -> tuple[list[Axis], list[int]]:
     """The axes of a move, cut where the blocks of the core before end, and those of the one after;
     and the order in which the latter reads them."""
-    ends: list[set[int]] = [{1, size} for size in sizes]  # within each axis
+    ends: list[set[int]] = [{1, size} for size in sizes]  # where each axis is cut
     for axes, blocks in ((range(len(sizes)), before), (order, after)):
         outer = 1
         for axis in axes:
             if outer < blocks < outer * sizes[axis]:
                 ends[axis].add(blocks // outer)
             outer *= sizes[axis]
-    pieces = [[b // a for a, b in pairwise(sorted(each))] or [1] for each in ends]
-    first = [sum(map(len, pieces[:axis])) for axis in range(len(sizes))]
-    wanted = [first[axis] + n for axis in order for n in range(len(pieces[axis]))]
-    stored = [size for piece in pieces for size in piece]
-    made, summed = _inside(stored, range(len(stored)), before), _inside(stored, wanted, after)
-    return [Axis(size, n in made, n in summed) for n, size in enumerate(stored)], wanted
+
+    pieces: list[int] = []  # the sizes of all axes after the cuts, as the core before makes them
+    pieces_of_axis = []  # their numbers
+    for ends_of_axis in ends:
+        cuts = sorted(ends_of_axis)
+        first_piece = len(pieces)
+        pieces += [outer // inner for inner, outer in pairwise(cuts)] or [1]
+        pieces_of_axis.append(range(first_piece, len(pieces)))
+    wanted: list[int] = []
+    for axis in order:
+        wanted += pieces_of_axis[axis]
+
+    made = _inside(pieces, range(len(pieces)), before)
+    summed = _inside(pieces, wanted, after)
+    return [Axis(size, n in made, n in summed) for n, size in enumerate(pieces)], wanted
 
 
 def _inside(sizes: Sequence[int], order: Sequence[int], blocks: int) -> set[int]:
     """The axes that lie inside the blocks, of axes in this order."""
-    inside, outer = set(), 1
+    inside = set()
+    outer = 1
     for axis in order:
         if outer >= blocks:
             inside.add(axis)
