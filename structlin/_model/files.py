@@ -19,13 +19,13 @@ from uuid import uuid4
 import torch
 from torch import Tensor, nn
 
+from .._hosts.transformers import is_conv1d
 from .._layer.linear import StructuredLinear, uninitialised
 from .._layer.order import OrderedCores
 from .._layer.quantized import QuantizedLinear
 from .._layer.state import tell_difference
 from .._structure.arguments import checked, require_choice
 from .._structure.structure import Structure
-from .kinds import is_conv1d
 from .linears import Layer, linear_layers, replace_layers
 from .transaction import Step, completed_at_end
 

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._hosts.registry import head_methods
+from .._hosts.transformers import build_conv1d, is_conv1d
 from .._layer.linear import StructuredLinear
 from .experts import layouts_of
-from .kinds import carry_attributes, is_conv1d, role_of, widths
+from .kinds import carry_attributes, role_of, widths
 from .obstacles import find_loss, find_obstacle
 from .parameters import is_undeclared, parameters_of
 from .transaction import Step, as_it_was_on_error
@@ -95,9 +97,9 @@ def find_loose_matrices(model: nn.Module) -> list[str]:
 
 
 def find_declared_heads(model: nn.Module) -> set[nn.Module]:
-    """Modules below what the model itself calls its head (transformers, timm)."""
+    """Modules below what the model itself calls its head."""
     heads = set[nn.Module]()
-    for method in ("get_output_embeddings", "get_classifier"):
+    for method in head_methods():
         declared = getattr(model, method, None)
         try:
             found = declared() if callable(declared) else None
@@ -145,9 +147,7 @@ def build_dense_layer(layer: StructuredLinear) -> nn.Module:
     weight = layer.to_dense()  # (out_features, in_features)
     with torch.device("meta"):
         if layer.conv1d:
-            from transformers.pytorch_utils import Conv1D
-
-            new: Any = Conv1D(layer.out_features, layer.in_features)  # type: ignore[no-untyped-call]
+            new: Any = build_conv1d(layer.in_features, layer.out_features)
         else:
             new = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
     trains = any(core.requires_grad for core in layer.cores)

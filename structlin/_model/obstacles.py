@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._hosts.registry import is_plain_linear
+from .._hosts.transformers import is_conv1d
 from .._layer.linear import StructuredLinear
-from .kinds import STORES, build_smallest, find_attributes, is_bookkeeping, is_conv1d
+from .kinds import STORES, build_smallest, find_attributes, is_bookkeeping
 
-# Subclasses of nn.Linear that multiply by their weight and do nothing else.
-_PLAIN = ("transformers.models.falcon.modeling_falcon.FalconLinear", "timm.layers.linear.Linear")
 # Modules of torch that hold on to the parameters of the model inside, and do not see them replaced.
 _WRAPPERS = {
     "OptimizedModule": "torch.compile",
@@ -44,31 +44,6 @@ def require_replaceable(model: nn.Module) -> None:
             )
 
 
-def holds_parts_of_transformers(model: nn.Module) -> bool:
-    """Whether `model` has modules of transformers, and no whole model of it."""
-    modules = list(model.modules())
-    theirs = any(type(module).__module__.startswith("transformers.models.") for module in modules)
-    return theirs and not any(hasattr(module, "save_pretrained") for module in modules)
-
-
-def require_whole(model: nn.Module) -> None:
-    """Refuse a part of a transformers model, whose config could not say what is structured.
-
-    A module of the user's own class may hold modules of transformers: it may be the whole.
-
-    Raises:
-        ValueError: `model` is a container of torch or of a class of transformers, and such a part.
-    """
-    kind = type(model)
-    others = kind.__module__.startswith(("torch.", "transformers.models."))
-    if others and holds_parts_of_transformers(model):
-        raise ValueError(
-            f"model={kind.__name__} is a part of a transformers model, whose save_pretrained would "
-            "not know of its structured layers: take the whole model, and choose these layers by "
-            "the names that they have there, as in convert(model, include='*layers.*')"
-        )
-
-
 def _find_wrapper(module: nn.Module) -> str:
     for base in type(module).__mro__:
         if base.__name__ in _WRAPPERS and base.__module__.startswith("torch."):
@@ -94,8 +69,7 @@ def find_obstacle(
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     if hasattr(weight, "full_tensor"):
         return "has a sharded weight (DTensor): convert before fully_shard"
-    qualified = f"{kind.__module__}.{kind.__name__}"
-    if kind is not nn.Linear and not is_conv1d(module) and qualified not in _PLAIN:
+    if kind is not nn.Linear and not is_conv1d(module) and not is_plain_linear(kind):
         return f"is a {kind.__name__}, not a plain nn.Linear: its own behaviour would be lost"
     if any(_ADAPTER.search(name) for name in names):
         return "belongs to an adapter: merge it first, or convert before it is added"

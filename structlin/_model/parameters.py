@@ -13,9 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from .._hosts.transformers import is_conv1d
 from .._layer.linear import StructuredLinear
 from .experts import Layout, layouts_of, read_sides
-from .kinds import is_conv1d
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _BatchNorm)
 
