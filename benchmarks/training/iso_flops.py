@@ -62,8 +62,8 @@ START_WIDTHS = {  # where the search begins at the smallest budget
 }
 START_RATES = {
     "AdamW": {"lr": 2**-9, "other_lr": 2**-9},
-    "Muon": {"lr": 2**-6, "other_lr": 2**-9},
-    "SOAP": {"lr": 2**-6, "other_lr": 2**-9},
+    "Muon": {"lr": 2**-6, "other_lr": 2**-7},
+    "SOAP": {"lr": 2**-6, "other_lr": 2**-7},
 }
 CELL = ("setup", "optimizer", "kind", "budget")  # what is compared at its own best width and rates
 
@@ -288,11 +288,12 @@ def search_rates(runs: Runs, cell: Row, job: Row, rounds: int) -> Row:
             candidates += [job | {name: job[name] * factor} for factor in (0.5, 2)]
         if cell["optimizer"] == "AdamW":  # which has one rate
             candidates = [each | {"other_lr": each["lr"]} for each in candidates]
-        if not missing(runs, candidates):
-            break
         runs.of(candidate | {"seed": 0} for candidate in candidates)
         best = best_of(runs.all(), place)
+        before = job
         job = place | {"lr": best["lr"], "other_lr": best["other_lr"]}
+        if job == before:
+            break
     return job
 
 
@@ -304,15 +305,12 @@ def search_width(runs: Runs, cell: Row, job: Row, rounds: int) -> Row:
         candidates = [
             job | {"width": width} for width in WIDTHS[max(0, position - 1) : position + 2]
         ]
-        if not missing(runs, candidates):
-            break
         runs.of(candidate | {"seed": 0} for candidate in candidates)
+        before = job
         job = cell | rates | {"width": best_of(runs.all(), cell | rates)["width"]}
+        if job == before:
+            break
     return job
-
-
-def missing(runs: Runs, jobs: Sequence[Row]) -> bool:
-    return any(not select(runs.all(), **job, seed=0) for job in jobs)
 
 
 def best_of(rows: Sequence[Row], place: Row) -> Row:
