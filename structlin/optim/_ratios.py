@@ -12,8 +12,8 @@ from torch.optim import LBFGS, SGD, Adam, Adamax, NAdam, Optimizer, RAdam, Spars
 from .._structure.arguments import checked, require_choice
 from ..scaling import OPTIMIZERS
 from ._adamw import AdamW
+from ._block import BlockOptimizer
 from ._groups import divide_groups
-from ._muon import Muon
 from ._normed import Normed, Wrapper
 from ._rates import KEPT, add_guard, remove_guard, require_kept, scale_rates, set_rates
 
@@ -59,7 +59,7 @@ def keep_ratios(
     >>> [(group["lr"], group["lr_mult"]) for group in optimizer.param_groups]
     [(0.001, 16.0), (0.001, 8.0), (0.001, 1.0)]
     """
-    if isinstance(optimizer, KeptRatios | AdamW | Muon):
+    if isinstance(optimizer, KeptRatios | AdamW | BlockOptimizer):
         return optimizer
     if rule is not None:
         require_choice("rule", rule, OPTIMIZERS)

@@ -5,9 +5,7 @@ Sources: Vyas et al. 2024, "SOAP" (arXiv:2409.11321); Gupta et al. 2018, "Shampo
 take little memory and time; those of a dense layer of width d take d^3.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from math import ceil, log2, sqrt
 from typing import Any
 
@@ -18,11 +16,10 @@ from torch.linalg import householder_product  # the Q of a QR, without R
 from .._model.parameters import Weight
 from .._structure.arguments import checked
 from ..duality import Schedule, promote
+from ._block import BlockOptimizer
 from ._depth import Depth
-from ._muon import Muon
 from ._roster import Masses
-from ._sharding import cut_as, join_parts, local_part, take_part
-from ._stacks import Member, Stack, fill_one_storage, from_matrices, to_matrices
+from ._stacks import Blocks, Direction
 from ._transfer import Base
 
 FLOOR = 1e-4  # of the root of V, relative to the largest of its block
@@ -37,23 +34,99 @@ _SIDES = ("left", "right")
 _NONE = torch.empty(0, 0)
 
 
-@dataclass(eq=False)
-class _Pending:
-    """What a step will keep of alike parameters, if it is made. Each tensor is of all their blocks,
-    `(blocks, ...)`, one parameter after the other: this process's part."""
+class Eigenbases(Direction):
+    """Q_L (N / sqrt(V)) Q_R^T: Adam in the eigenbases of Shampoo's factors.
 
-    members: list[Member]
-    sizes: list[int]  #: blocks of each
-    state: dict[str, Tensor]  #: without the momenta and the counts of steps
-    gradient: Tensor  #: (blocks, m, n), in units of 2^exponent
-    squares: Tensor  #: V, (blocks, m, n), in units of 4^exponent
-    is_first: bool  #: of their steps, which makes the state
-    count: int  #: of steps, with this one
-    exponent: Tensor | None = None  #: (blocks, 1, 1); None: the old one
-    rescale: Tensor | None = None  #: 2^(old exponent - exponent), (blocks, 1, 1)
+    State of each block `(m, n)`: "left" L `(m, m)` and "right" R `(n, n)`, averages of G G^T / n
+    and G^T G / m; "left_basis" Q_L and "right_basis" Q_R, their eigenvectors; "exp_avg_sq" V
+    `(m, n)`. G is kept in units of 2^"exponent", and L, R and V in units of its square.
+    """
+
+    name = "SOAP"
+    state_names = ("exp_avg_sq", "exponent", "left", "left_basis", "right", "right_basis")
+    largest_value = SLACK / ADAM_RMS
+
+    def __init__(self, blocks: Blocks) -> None:
+        super().__init__(blocks)
+        self.beta: float = self.options["shampoo_beta"]
+        gradient = blocks.gradient()
+        self.dtype = gradient.dtype
+        self.gradient = promote(gradient)  # (blocks, m, n), as all that follow
+        self.rescale: Tensor | None = None  # 2^(old exponent - exponent), (blocks, 1, 1)
+
+    @classmethod
+    def serves(cls, weight: Weight, options: Mapping[str, Any]) -> bool:
+        smaller = min(weight.fan_out, weight.fan_in)
+        return bool(0 < smaller <= options["max_precond_dim"])
+
+    @classmethod
+    def describe(cls, weight: Weight, options: Mapping[str, Any]) -> str:
+        larger = max(weight.fan_out, weight.fan_in)
+        return "SOAP" if larger <= options["max_precond_dim"] else "SOAP, short side"
+
+    def _read_update(self) -> Tensor:
+        """Nesterov's (1 - momentum) G + momentum B, with this step's B."""
+        gradient = self.blocks.gradient()
+        return promote(self.blocks.average().lerp(gradient, 1 - self.options["momentum"] ** 2))
+
+    def start(self) -> dict[str, Tensor]:
+        g = self.gradient
+        update = self._read_update()
+        squares = torch.zeros_like(g, memory_format=torch.contiguous_format)
+        exponent = torch.zeros(len(g), 1, 1, dtype=torch.int32, device=g.device)
+        if not _have_unit_1(g, update, squares, exponent):
+            exponent = _choose_exponent(g, update, squares, exponent, self.beta)
+            g = g * _power_of_two(-exponent, g)
+        state = {"exp_avg_sq": squares, "exponent": exponent}
+        for side, size in zip(_SIDES, g.shape[-2:], strict=True):
+            if size <= self.options["max_precond_dim"]:
+                state[side] = _average(g.new_zeros(len(g), size, size), g, side, 0)
+                basis = householder_product(*geqrf(state[side]))
+                state[f"{side}_basis"] = basis.contiguous()
+        return state
+
+    def find(self) -> Tensor:
+        state = self.state
+        if "exponent" not in state:  # an older version saved the state
+            zeros = torch.zeros(len(self.gradient), 1, 1, dtype=torch.int32)
+            state["exponent"] = zeros.to(self.gradient.device)
+        update = self._read_update()
+        squares = state["exp_avg_sq"]
+        old_exponent = state["exponent"]
+        self.exponent = old_exponent
+        if not _have_unit_1(self.gradient, update, squares, old_exponent):
+            self.exponent = _choose_exponent(
+                self.gradient, update, squares, old_exponent, self.beta
+            )
+            self.rescale = _power_of_two(old_exponent - self.exponent, self.gradient)
+            unit = _power_of_two(-self.exponent, self.gradient)
+            self.gradient = self.gradient * unit
+            update = update * unit
+            squares = squares * self.rescale * self.rescale
+        left = state.get("left_basis", _NONE)
+        right = state.get("right_basis", _NONE)
+        # V <- beta V + (1 - beta) (Q_L^T G Q_R)^2
+        rotated = _rotate(self.gradient, left, right).square_()
+        self.squares = squares.lerp(rotated, 1 - self.beta)
+        weights = 1 - self.beta**self.blocks.count
+        return _precondition(update, self.squares, left, right, weights).to(self.dtype)
+
+    def keep(self) -> None:
+        state = self.state
+        state["exp_avg_sq"].copy_(self.squares)
+        if self.rescale is not None:
+            state["exponent"].copy_(self.exponent)
+        for side in _SIDES:
+            if side not in state:
+                continue
+            if self.rescale is not None:
+                state[side].mul_(self.rescale).mul_(self.rescale)
+            _average(state[side], self.gradient, side, self.beta)
+            if self.blocks.count % self.options["precondition_frequency"] == 0:
+                _turn(state, side)
 
 
-class SOAP(Muon):
+class SOAP(BlockOptimizer):
     """`Muon`, whose hidden matrices step by a second-order direction in place of the polar factor.
 
     For each block G `(m, n)` of a core, or a matrix, averages of G G^T / n and G^T G / m are kept.
@@ -91,6 +164,9 @@ class SOAP(Muon):
      'step']
     """
 
+    direction = Eigenbases
+    fractions = ("momentum", "shampoo_beta")
+
     @checked
     def __init__(
         self,
@@ -115,203 +191,16 @@ class SOAP(Muon):
         eps: float = 1e-8,
         nonfinite: str = "raise",
     ) -> None:
-        defaults = {
-            "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "method": method,
-            "dtype": dtype, "adjust_lr_fn": adjust_lr_fn,
-            "other_lr": other_lr, "betas": betas, "eps": eps, "shampoo_beta": shampoo_beta,
-            "precondition_frequency": precondition_frequency, "max_precond_dim": max_precond_dim,
-        }  # fmt: skip
-        self._start(params, model, defaults, dualize, masses, base, depth, nonfinite)
-
-    def _describe_step(self, group: dict[str, Any], p: Tensor) -> str:
-        weight, most = self._roster.weights[p], group["max_precond_dim"]
-        smaller, larger = sorted((weight.fan_out, weight.fan_in))
-        if group["kind"] != "matrix" or smaller > most:
-            return super()._describe_step(group, p)
-        return "SOAP" if larger <= most else "SOAP, short side"
-
-    def _read_model(self) -> None:
-        super()._read_model()
-        self._pending: dict[Tensor, _Pending] = {}  # of a step; alike parameters share one
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self.param_groups[:] = [self.defaults | group for group in self.param_groups]  # of a Muon
-        ids = [n for group in state_dict["param_groups"] for n in group["params"]]
-        params = [p for group in self.param_groups for p in group["params"]]
-        for p, n in zip(params, ids, strict=True):
-            saved = state_dict["state"].get(n, {})
-            if "momentum_buffer" not in saved:
-                continue
-            for key in saved.keys() - {"momentum_buffer"}:
-                value = saved[key]  # torch has given the one in self.state the parameter's dtype
-                # the count of steps stays on the CPU, where nobody waits to read it
-                device = torch.device("cpu") if key == "step" else p.device
-                is_number = value.is_floating_point() and key != "step"
-                dtype = torch.promote_types(p.dtype, torch.float32) if is_number else value.dtype
-                self.state[p][key] = value.to(device, dtype, copy=True)
-
-    def _directions(self, group: dict[str, Any], stack: Stack) -> list[Tensor]:
-        """As Muon's; gradients and V wait in `_pending` until the step is made."""
-        weight = stack.members[0].weight
-        smaller = min(weight.fan_out, weight.fan_in)
-        if group["kind"] != "matrix" or not 0 < smaller <= group["max_precond_dim"]:
-            for p in stack.params:
-                self._pending.pop(p, None)  # of a step that was refused, by another option
-            return super()._directions(group, stack)
-        gradients, momenta = self._read(stack)
-        alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-        for n, p in enumerate(stack.params):  # a parameter without a gradient has missed a step
-            state = self.state[p]
-            alike[(int(state.get("step", 0)), *sorted(state))].append(n)
-        directions = list(gradients)
-        for numbers in alike.values():
-            found = self._find_directions(
-                group,
-                [stack.members[n] for n in numbers],
-                [gradients[n] for n in numbers],
-                [momenta[n] for n in numbers],
-            )
-            for n, direction in zip(numbers, found, strict=True):
-                directions[n] = direction
-        return directions
-
-    def _find_directions(
-        self,
-        group: dict[str, Any],
-        members: list[Member],
-        gradients: list[Tensor],
-        momenta: list[Tensor],
-    ) -> list[Tensor]:
-        """Q_L (N / sqrt(V)) Q_R^T for each block of alike parameters, which have made as many
-        steps; on several processes, from their part of each gradient to that of its direction."""
-        momentum, beta = group["momentum"], group["shampoo_beta"]
-        wholes = _join_all(members, gradients)
-        blocks = _all_matrices(members, wholes)
-        gradient = _stack(blocks)  # (blocks, m, n), as all that follows
-        average = _stack(_all_matrices(members, _join_all(members, momenta)))
-        g = promote(gradient)
-        u = promote(average.lerp(gradient, 1 - momentum**2))  # Nesterov's
-        sizes = [len(each) for each in blocks]
-        pending = self._pend(group, members, sizes, g, u)
-        for p, _, _ in members:
-            self._pending[p] = pending
-        if pending.exponent is not None:
-            u = u * _power_of_two(-pending.exponent, u)
-        left, right = (pending.state.get(f"{side}_basis", _NONE) for side in _SIDES)
-        d = _precondition(u, pending.squares, left, right, 1 - beta**pending.count)
-        parts = torch.split(d.to(gradient.dtype), sizes)
-        return [
-            take_part(p, weight, from_matrices(weight, part))
-            for (p, weight, _), part in zip(members, parts, strict=True)
-        ]
-
-    def _pend(
-        self, group: dict[str, Any], members: list[Member], sizes: list[int], g: Tensor, u: Tensor
-    ) -> _Pending:
-        """The state of alike parameters, made at their first step, and what follows of V from the
-        gradient g and the update u, (blocks, m, n)."""
-        beta, count = group["shampoo_beta"], 1
-        state = self._join_state(members)
-        is_first = "exp_avg_sq" not in state
-        if is_first:
-            state["exp_avg_sq"] = torch.zeros_like(g, memory_format=torch.contiguous_format)
-        else:
-            count = int(self.state[members[0].parameter]["step"]) + 1
-        if "exponent" not in state:  # also where an older version saved the state
-            state["exponent"] = torch.zeros(len(g), 1, 1, dtype=torch.int32, device=g.device)
-        squares, old_exponent = state["exp_avg_sq"], state["exponent"]
-        exponent: Tensor | None = None
-        rescale: Tensor | None = None
-        if not _have_unit_1(g, u, squares, old_exponent):
-            exponent = _choose_exponent(g, u, squares, old_exponent, beta)
-            rescale = _power_of_two(old_exponent - exponent, g)
-            g = g * _power_of_two(-exponent, g)
-            squares = squares * rescale * rescale
-        # from here on g is in units of 2^exponent, V and new factors of 4^exponent
-        for side, size in zip(_SIDES, g.shape[-2:], strict=True):
-            if is_first and size <= group["max_precond_dim"]:
-                factor = _average(g.new_zeros(len(g), size, size), g, side, 0)
-                state[side] = factor
-                state[f"{side}_basis"] = householder_product(*geqrf(factor)).contiguous()
-        left, right = (state.get(f"{side}_basis", _NONE) for side in _SIDES)
-        squares = squares.lerp(_rotate(g, left, right).square_(), 1 - beta)
-        return _Pending(members, sizes, state, g, squares, is_first, count, exponent, rescale)
-
-    def _join_state(self, members: list[Member]) -> dict[str, Tensor]:
-        """The state of alike parameters, of all their blocks. Each parameter's own is a part of it,
-        so that what is written here is written there."""
-        joined: dict[str, Tensor] = {}
-        for key in self.state[members[0].parameter].keys() - {"momentum_buffer", "step"}:
-            parts = [local_part(self.state[p][key]) for p, _, _ in members]
-            if fill_one_storage(parts):
-                blocks = sum(len(part) for part in parts)
-                m, n = parts[0].shape[-2:]
-                joined[key] = parts[0].as_strided((blocks, m, n), (m * n, n, 1), 0)
-            else:
-                joined[key] = torch.cat(parts)
-                self._keep(key, joined[key], members, [len(part) for part in parts])
-        return joined
-
-    def _keep(self, key: str, joined: Tensor, members: list[Member], sizes: list[int]) -> None:
-        """Each parameter's part of `joined` is its state from now on."""
-        for (p, weight, _), part in zip(members, torch.split(joined, sizes), strict=True):
-            self.state[p][key] = cut_as(p, weight, part)
-
-    def _find_largest(self, p: Tensor, weight: Weight) -> float:
-        if p not in self._pending:
-            return super()._find_largest(p, weight)
-        return SLACK * sqrt(p.numel() / max(weight.fan_out, weight.fan_in)) / ADAM_RMS
-
-    def _describe_direction(self, p: Tensor, method: object) -> str:
-        if p not in self._pending:
-            return super()._describe_direction(p, method)
-        largest = self._find_largest(p, self._roster.weights[p])
-        return (
-            f"SOAP, and none has more than {largest:.3g}; nothing was changed. Its state is not "
-            "finite: load one that is, or drop it by optimizer.state.pop(parameter)"
-        )
-
-    def _move(self, group: dict[str, Any], stack: Stack, directions: list[Tensor]) -> None:
-        super()._move(group, stack, directions)
-        found = [self._pending.pop(p, None) for p in stack.params]
-        for pending in dict.fromkeys(found):  # each once
-            if pending is not None:
-                self._keep_averages(group, pending)
-
-    def _keep_averages(self, group: dict[str, Any], pending: _Pending) -> None:
-        state = pending.state
-        state["exp_avg_sq"].copy_(pending.squares)
-        if pending.exponent is not None:
-            state["exponent"].copy_(pending.exponent)
-        for side in _SIDES:
-            if side in state:
-                if pending.rescale is not None and not pending.is_first:  # new ones have the unit
-                    state[side].mul_(pending.rescale).mul_(pending.rescale)
-                _average(state[side], pending.gradient, side, group["shampoo_beta"])
-                if pending.count % group["precondition_frequency"] == 0:
-                    _turn(state, side)
-        first = self.state[pending.members[0].parameter]
-        for key in state.keys() - first.keys():  # made in this step
-            self._keep(key, state[key], pending.members, pending.sizes)
-        for p, _, _ in pending.members:
-            own = self.state[p]
-            if pending.is_first:
-                own["step"] = torch.zeros((), dtype=torch.float32)
-            own["step"] += 1
-
-
-def _join_all(members: list[Member], parts: list[Tensor]) -> list[Tensor]:
-    """What is cut as the members are: whole, or in whole blocks."""
-    return [join_parts(p, weight, x) for (p, weight, _), x in zip(members, parts, strict=True)]
-
-
-def _all_matrices(members: list[Member], wholes: list[Tensor]) -> list[Tensor]:
-    return [to_matrices(m.weight, x) for m, x in zip(members, wholes, strict=True)]
-
-
-def _stack(blocks: Sequence[Tensor]) -> Tensor:
-    return torch.cat(tuple(blocks)) if len(blocks) > 1 else blocks[0]
+        options = {
+            "shampoo_beta": shampoo_beta,
+            "precondition_frequency": precondition_frequency,
+            "max_precond_dim": max_precond_dim,
+        }
+        super().__init__(
+            params, lr, model=model, options=options, momentum=momentum, weight_decay=weight_decay,
+            dualize=dualize, method=method, dtype=dtype, adjust_lr_fn=adjust_lr_fn, masses=masses,
+            base=base, depth=depth, other_lr=other_lr, betas=betas, eps=eps, nonfinite=nonfinite,
+        )  # fmt: skip
 
 
 def _precondition(u: Tensor, squares: Tensor, left: Tensor, right: Tensor, seen: float) -> Tensor:
