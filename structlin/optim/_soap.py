@@ -14,6 +14,7 @@ from torch import Tensor, geqrf, nn
 from torch.linalg import householder_product  # the Q of a QR, without R
 
 from .._model.parameters import Weight
+from .._projection.matrices import limit_threads
 from .._structure.arguments import checked
 from ..duality import Schedule, promote
 from ._block import BlockOptimizer
@@ -30,6 +31,7 @@ SLACK = 1.01  # of a direction's norm over its bound: the rounding to 16 bits
 WINDOW = 50
 SMALL = 40  # a root of V counts as at least 2^-SMALL of the momentum, whose quotient is then finite
 FORGOTTEN = 10  # the old V counts as at least 4^-FORGOTTEN of itself, so that no unit loses it
+SMALL_SIDE = 256  # of a basis, up to which one thread finds it sooner than several
 _SIDES = ("left", "right")
 _NONE = torch.empty(0, 0)
 
@@ -49,9 +51,9 @@ class Eigenbases(Direction):
     def __init__(self, blocks: Blocks) -> None:
         super().__init__(blocks)
         self.beta: float = self.options["shampoo_beta"]
-        gradient = blocks.gradient()
-        self.dtype = gradient.dtype
-        self.gradient = promote(gradient)  # (blocks, m, n), as all that follow
+        self.dtype = blocks.gradient().dtype
+        self.gradient = promote(blocks.gradient())  # (blocks, m, n), as all that follow
+        self.update = promote(self._read_update())
         self.rescale: Tensor | None = None  # 2^(old exponent - exponent), (blocks, 1, 1)
 
     @classmethod
@@ -65,24 +67,25 @@ class Eigenbases(Direction):
         return "SOAP" if larger <= options["max_precond_dim"] else "SOAP, short side"
 
     def _read_update(self) -> Tensor:
-        """Nesterov's (1 - momentum) G + momentum B, with this step's B."""
-        gradient = self.blocks.gradient()
-        return promote(self.blocks.average().lerp(gradient, 1 - self.options["momentum"] ** 2))
+        """Nesterov's (1 - momentum) G + momentum B, with this step's B, in a tensor of its own."""
+        average = self.blocks.average()
+        weight = 1 - self.options["momentum"] ** 2
+        if self.blocks.is_copied:
+            return average.lerp_(self.blocks.gradient(), weight)
+        return average.lerp(self.blocks.gradient(), weight)
 
     def start(self) -> dict[str, Tensor]:
         g = self.gradient
-        update = self._read_update()
         squares = torch.zeros_like(g, memory_format=torch.contiguous_format)
         exponent = torch.zeros(len(g), 1, 1, dtype=torch.int32, device=g.device)
-        if not _have_unit_1(g, update, squares, exponent):
-            exponent = _choose_exponent(g, update, squares, exponent, self.beta)
+        if not _have_unit_1(g, self.update, squares, exponent):
+            exponent = _choose_exponent(g, self.update, squares, exponent, self.beta)
             g = g * _power_of_two(-exponent, g)
         state = {"exp_avg_sq": squares, "exponent": exponent}
         for side, size in zip(_SIDES, g.shape[-2:], strict=True):
             if size <= self.options["max_precond_dim"]:
                 state[side] = _average(g.new_zeros(len(g), size, size), g, side, 0)
-                basis = householder_product(*geqrf(state[side]))
-                state[f"{side}_basis"] = basis.contiguous()
+                state[f"{side}_basis"] = _orthonormalize(state[side]).contiguous()
         return state
 
     def find(self) -> Tensor:
@@ -90,7 +93,8 @@ class Eigenbases(Direction):
         if "exponent" not in state:  # an older version saved the state
             zeros = torch.zeros(len(self.gradient), 1, 1, dtype=torch.int32)
             state["exponent"] = zeros.to(self.gradient.device)
-        update = self._read_update()
+        update = self.update
+        del self.update  # its memory is the direction's
         squares = state["exp_avg_sq"]
         old_exponent = state["exponent"]
         self.exponent = old_exponent
@@ -105,11 +109,13 @@ class Eigenbases(Direction):
             squares = squares * self.rescale * self.rescale
         left = state.get("left_basis", _NONE)
         right = state.get("right_basis", _NONE)
+        # Memory that is new to the process costs more than the arithmetic: two tensors take turns.
         # V <- beta V + (1 - beta) (Q_L^T G Q_R)^2
-        rotated = _rotate(self.gradient, left, right).square_()
-        self.squares = squares.lerp(rotated, 1 - self.beta)
+        rotated = self.gradient.clone(memory_format=torch.contiguous_format)
+        rotated, buffer = _rotate(rotated, left, right, torch.empty_like(rotated))
+        self.squares = torch.lerp(squares, rotated.square_(), 1 - self.beta, out=rotated)
         weights = 1 - self.beta**self.blocks.count
-        return _precondition(update, self.squares, left, right, weights).to(self.dtype)
+        return _precondition(update, self.squares, left, right, weights, buffer).to(self.dtype)
 
     def keep(self) -> None:
         state = self.state
@@ -203,23 +209,36 @@ class SOAP(BlockOptimizer):
         )  # fmt: skip
 
 
-def _precondition(u: Tensor, squares: Tensor, left: Tensor, right: Tensor, seen: float) -> Tensor:
-    """The directions Q_L (N / sqrt(V)) Q_R^T, scaled and bounded, (blocks, m, n).
+def _precondition(
+    u: Tensor, squares: Tensor, left: Tensor, right: Tensor, weights: float, buffer: Tensor
+) -> Tensor:
+    """The directions Q_L (N / sqrt(V)) Q_R^T, scaled and bounded, `(blocks, m, n)`.
 
-    u, squares: the update and V, in units of 2^exponent and 4^exponent; seen: the sum of the
-    weights of V.
+    Args:
+        u: the update, in units of 2^exponent; its memory is used.
+        squares: V, in units of 4^exponent.
+        left, right: Q_L and Q_R.
+        weights: the sum of the weights of V.
+        buffer: as large as u; its memory is used.
     """
-    length = ADAM_RMS * sqrt(max(u.shape[-2:])) / sqrt(seen)
-    u = _rotate(u, left, right)
-    root = squares.sqrt().mul_(length)
+    length = ADAM_RMS * sqrt(max(u.shape[-2:])) / sqrt(weights)
+    # N = Q_L^T U Q_R, and the root of V with the scale of the direction, (blocks, m, n)
+    n, buffer = _rotate(u, left, right, buffer)
+    root = torch.sqrt(squares, out=buffer).mul_(length)
     # or rounding, where the gradient has no part, would make steps as large as the gradient
     floor = FLOOR * root.amax((-2, -1), keepdim=True)
-    floor = floor.maximum(2.0**-SMALL * u.abs().amax((-2, -1), keepdim=True))
+    floor = floor.maximum(2.0**-SMALL * _largest_entries(n))
     root.clamp_min_(floor.clamp_(min=torch.finfo(root.dtype).tiny))
-    d = _rotate(u.div_(root), left.mT, right.mT)
-    longest = sqrt(min(u.shape[-2:])) / ADAM_RMS
+    d, _ = _rotate(n.div_(root), left.mT, right.mT, root)
+    longest = sqrt(min(d.shape[-2:])) / ADAM_RMS
     norm = torch.linalg.matrix_norm(d, keepdim=True)  # Frobenius, (blocks, 1, 1)
     return d.mul_((longest / norm).clamp_(max=1))
+
+
+def _largest_entries(x: Tensor) -> Tensor:
+    """Of each block the largest absolute value, `(blocks, 1, 1)`."""
+    largest = x.amax((-2, -1), keepdim=True)
+    return largest.maximum(-x.amin((-2, -1), keepdim=True))
 
 
 def _have_unit_1(g: Tensor, u: Tensor, squares: Tensor, old: Tensor) -> bool:
@@ -229,8 +248,8 @@ def _have_unit_1(g: Tensor, u: Tensor, squares: Tensor, old: Tensor) -> bool:
         return False
     if not g.numel():
         return True
-    sizes = torch.linalg.vector_norm(g, torch.inf, (-2, -1)).aminmax()
-    largest_update = torch.linalg.vector_norm(u, torch.inf)
+    sizes = _largest_entries(g).aminmax()
+    largest_update = torch.linalg.vector_norm(u)  # or more
     return (
         sizes.min.item() > 2.0**-WINDOW
         and sizes.max.item() < 2.0**WINDOW
@@ -249,7 +268,7 @@ def _choose_exponent(g: Tensor, u: Tensor, squares: Tensor, old: Tensor, beta: f
 
     def largest(x: Tensor) -> Tensor:
         """The exponent of a block's largest entry, (batch, 1, 1); `unset` of zeros alone."""
-        size = x.abs().amax((-2, -1), keepdim=True)
+        size = _largest_entries(x)
         return torch.where(size > 0, torch.frexp(size).exponent, unset)
 
     of_gradient = largest(g)
@@ -273,10 +292,23 @@ def _average(factor: Tensor, g: Tensor, side: str, beta: float) -> Tensor:
     return factor.baddbmm_(g, g.mT, beta=beta, alpha=(1 - beta) / g.shape[-1])
 
 
-def _rotate(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Q_L^T X Q_R; a side without a basis stays."""
-    x = left.mT @ x if left.numel() else x
-    return x @ right if right.numel() else x
+def _rotate(x: Tensor, left: Tensor, right: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
+    """Q_L^T X Q_R, and the other of the tensors `x` and `buffer`, whose memory is used; a side
+    without a basis stays."""
+    if left.numel():
+        x, buffer = torch.bmm(left.mT, x, out=buffer), x
+    if right.numel():
+        x, buffer = torch.bmm(x, right, out=buffer), x
+    return x, buffer
+
+
+def _orthonormalize(x: Tensor) -> Tensor:
+    """The Q of a QR of each block. LAPACK takes small blocks one by one; several threads would wait
+    for one another, three times as long as one works."""
+    if torch.compiler.is_compiling():
+        return householder_product(*geqrf(x))
+    with limit_threads(1, x.is_cpu and x.shape[-1] <= SMALL_SIDE):
+        return householder_product(*geqrf(x))
 
 
 def _turn(state: dict[str, Tensor], side: str) -> None:
@@ -286,5 +318,5 @@ def _turn(state: dict[str, Tensor], side: str) -> None:
     product = factor @ basis
     order = (basis * product).sum(-2).argsort(-1, descending=True)  # of the diagonal of Q^T L Q
     chosen = torch.arange(len(order), device=order.device)[:, None], order
-    basis.copy_(householder_product(*geqrf(product.mT[chosen].mT)))
+    basis.copy_(_orthonormalize(product.mT[chosen].mT))
     squares.copy_(squares[chosen] if side == "left" else squares.mT[chosen].mT)

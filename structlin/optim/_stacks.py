@@ -73,14 +73,22 @@ class Blocks:
         self.state = state
         self.count = count
         self.sizes: list[int] = []
+        self._gradient: Tensor | None = None
 
     def gradient(self) -> Tensor:
-        """The gradient G, `(blocks, m, n)`."""
-        return self.stack(self.gradients)
+        """The gradient G, `(blocks, m, n)`. Do not change it."""
+        if self._gradient is None:  # processes communicate once
+            self._gradient = self.stack(self.gradients)
+        return self._gradient
 
     def average(self) -> Tensor:
         """The momentum B, the average of gradients of before this step, `(blocks, m, n)`."""
         return self.stack(self.momenta)
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether `stack` makes new tensors, which may be changed in place."""
+        return len(self.members) > 1
 
     def update(self) -> Tensor:
         """Nesterov's (1 - momentum) G + momentum B, with this step's B, `(blocks, m, n)`."""
