@@ -186,12 +186,12 @@ class BlockOptimizer(Optimizer):
         if not numbers or numbers < LEAST_SHARE * (numbers + hidden):
             return
         names = [*by_name]
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        remainder = f" and {len(names) - 5} more" if len(names) > 5 else ""
         warn(
-            f"{type(self).__name__} steps {', '.join(names[:5])}{more} by AdamW, because of names "
-            "that heads, embeddings and routers have. If they are hidden layers, give them other "
-            'names, or pass dualize="all", with which heads and routers step as hidden matrices; '
-            "print(optimizer) shows what steps how"
+            f"{type(self).__name__} steps {', '.join(names[:5])}{remainder} by AdamW, because of "
+            "names that heads, embeddings and routers have. If they are hidden layers, give them "
+            'other names, or pass dualize="all", with which heads and routers step as hidden '
+            "matrices; print(optimizer) shows what steps how"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -317,8 +317,8 @@ class BlockOptimizer(Optimizer):
 
     def _check_options(self, group: dict[str, Any]) -> dict[str, Any]:
         """The options of a group, checked against the signatures of this class and its base."""
-        given = {name: group[name] for name in self.defaults if name in group}
-        options = fit(BlockOptimizer.__init__, given) | fit(type(self).__init__, given)
+        values = {name: group[name] for name in self.defaults if name in group}
+        options = fit(BlockOptimizer.__init__, values) | fit(type(self).__init__, values)
         for name in sorted(group.keys() - self.defaults.keys() - _NOTES):
             close = get_close_matches(name, self.defaults, 1)
             hint = f"{close[0]!r}" if close else f"{', '.join(self.defaults)}"
@@ -344,7 +344,8 @@ class BlockOptimizer(Optimizer):
             state = self.state[p]
             if not state and stack.polar is None:
                 state["step"] = torch.zeros((), dtype=torch.float32)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["exp_avg"] = torch.zeros_like(p)
+                state["exp_avg_sq"] = torch.zeros_like(p)
             elif not state:
                 state["momentum_buffer"] = torch.zeros_like(p)
             held = state["exp_avg" if stack.polar is None else "momentum_buffer"]
@@ -373,8 +374,8 @@ class BlockOptimizer(Optimizer):
                 stack.gradients[n].to(momentum.dtype)
                 for n, momentum in zip(numbers, momenta, strict=True)
             ]
-            part = Stack(members, stack.polar, gradients)
-            rule = kind(self._collect(group, part, momenta, kind.state_names))
+            alike = Stack(members, stack.polar, gradients)
+            rule = kind(self._collect(group, alike, momenta, kind.state_names))
             if not rule.state:
                 rule.state.update(rule.start())
             for n, direction in zip(numbers, rule.blocks.unstack(rule.find()), strict=True):
@@ -403,27 +404,27 @@ class BlockOptimizer(Optimizer):
     ) -> Blocks:
         """The blocks of alike members, and their state: each parameter's own is a part of it, so
         that what is written here is written there."""
-        first = self.state[stack.members[0].parameter]
+        first_state = self.state[stack.members[0].parameter]
         joined: dict[str, Tensor] = {}
         for name in state_names:
-            if name not in first:
+            if name not in first_state:
                 continue
-            parts = [local_part(self.state[p][name]) for p in stack.params]
-            if fill_one_storage(parts):
-                blocks = sum(len(part) for part in parts)
-                m, n = parts[0].shape[-2:]
-                joined[name] = parts[0].as_strided((blocks, m, n), (m * n, n, 1), 0)
+            states = [local_part(self.state[p][name]) for p in stack.params]
+            sizes = [len(state) for state in states]
+            if fill_one_storage(states):
+                m, n = states[0].shape[-2:]
+                joined[name] = states[0].as_strided((sum(sizes), m, n), (m * n, n, 1), 0)
             else:
-                joined[name] = torch.cat(parts)
-                self._share_out(name, joined[name], stack, [len(part) for part in parts])
-        count = int(first.get("step", 0)) + 1
+                joined[name] = torch.cat(states)
+                self._share_out(name, joined[name], stack, sizes)
+        count = int(first_state.get("step", 0)) + 1
         return Blocks(stack, group, momenta, joined, count)
 
     def _share_out(self, name: str, joined: Tensor, stack: Stack, sizes: list[int]) -> None:
         """Each parameter's part of `joined` is its state from now on."""
-        for member, part in zip(stack.members, torch.split(joined, sizes), strict=True):
+        for member, blocks in zip(stack.members, torch.split(joined, sizes), strict=True):
             state = self.state[member.parameter]
-            state[name] = cut_as(member.parameter, member.weight, part)
+            state[name] = cut_as(member.parameter, member.weight, blocks)
 
     def _require_possible(self, moves: list[_Move]) -> None:
         """Raises FloatingPointError where a direction has a norm that none can have."""

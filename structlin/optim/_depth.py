@@ -106,25 +106,27 @@ class Depth:
 
     def find_blocks(self, model: nn.Module) -> dict[str, str]:
         """Parameter name -> name of its block, for those that are in one."""
-        found = blocks_of_parameters(model)
-        places = sorted({block.rpartition(".")[0] for block in found.values()})
+        blocks = blocks_of_parameters(model)
+        places = sorted({block.rpartition(".")[0] for block in blocks.values()})
         if len(places) != 1:
             seen = f"blocks in {', '.join(map(repr, places))}" if places else "no nn.ModuleList"
             raise ValueError(
                 f"depth={self}: the depth of {type(model).__name__} cannot be read, it has {seen}; "
                 "its residual blocks must be the modules of one nn.ModuleList"
             )
-        return found
+        return blocks
 
     def find_ends(self, model: nn.Module) -> set[str]:
         """Names of the parameters that hold m."""
         if self.ends is None:
             return set()
         layers = linear_layers(model)
-        chosen = {n for rule in find_rules("ends", self.ends, layers, model) for n in rule.means}
-        modules = {layers[n].module: layers[n].name for n in chosen}
+        modules = {}
+        for rule in find_rules("ends", self.ends, layers, model):
+            for n in rule.means:
+                modules[layers[n].module] = layers[n].name
         blocks = self.find_blocks(model)
-        found = set()
+        ends = set()
         for info in parameters_of(model):
             if info.owner not in modules:
                 continue
@@ -139,5 +141,5 @@ class Depth:
                     )
                 if info.weight.core not in (None, len(info.owner.structure.cores) - 1):
                     continue
-            found.add(info.name)
-        return found
+            ends.add(info.name)
+        return ends

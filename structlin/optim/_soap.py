@@ -295,28 +295,45 @@ def _average(factor: Tensor, g: Tensor, side: str, beta: float) -> Tensor:
 def _rotate(x: Tensor, left: Tensor, right: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
     """Q_L^T X Q_R, and the other of the tensors `x` and `buffer`, whose memory is used; a side
     without a basis stays."""
+    result = x
     if left.numel():
-        x, buffer = torch.bmm(left.mT, x, out=buffer), x
+        result = torch.bmm(left.mT, x, out=buffer)
+        buffer = x
     if right.numel():
-        x, buffer = torch.bmm(x, right, out=buffer), x
-    return x, buffer
+        product = torch.bmm(result, right, out=buffer)
+        buffer = result
+        result = product
+    return result, buffer
 
 
 def _orthonormalize(x: Tensor) -> Tensor:
     """The Q of a QR of each block. LAPACK takes small blocks one by one; several threads would wait
     for one another, three times as long as one works."""
-    if torch.compiler.is_compiling():
-        return householder_product(*geqrf(x))
-    with limit_threads(1, x.is_cpu and x.shape[-1] <= SMALL_SIDE):
-        return householder_product(*geqrf(x))
+    is_small = x.is_cpu and x.shape[-1] <= SMALL_SIDE
+    if torch.compiler.is_compiling() or not is_small:
+        q: Tensor = householder_product(*geqrf(x))
+        return q
+    with limit_threads(1):
+        q = householder_product(*geqrf(x))
+    return q
 
 
 def _turn(state: dict[str, Tensor], side: str) -> None:
     """The next basis of a side, by a step of orthogonal iteration, those of the largest values
     first, and V in the same order."""
-    factor, basis, squares = state[side], state[f"{side}_basis"], state["exp_avg_sq"]
+    # Q <- the Q of a QR of (L Q) P, where P sorts the diagonal of Q^T L Q: of L (blocks, m, m) the
+    # estimates of its eigenvalues. V (blocks, m, n) is in the basis, so its rows are sorted as Q's
+    # columns are; for R (blocks, n, n) its columns.
+    factor = state[side]
+    basis = state[f"{side}_basis"]
+    squares = state["exp_avg_sq"]
     product = factor @ basis
-    order = (basis * product).sum(-2).argsort(-1, descending=True)  # of the diagonal of Q^T L Q
-    chosen = torch.arange(len(order), device=order.device)[:, None], order
-    basis.copy_(_orthonormalize(product.mT[chosen].mT))
-    squares.copy_(squares[chosen] if side == "left" else squares.mT[chosen].mT)
+    eigenvalues = (basis * product).sum(-2)  # (blocks, m)
+    order = eigenvalues.argsort(-1, descending=True)
+    block_numbers = torch.arange(len(order), device=order.device)[:, None]
+    sorted_columns = product.mT[block_numbers, order].mT
+    basis.copy_(_orthonormalize(sorted_columns))
+    if side == "left":
+        squares.copy_(squares[block_numbers, order])
+    else:
+        squares.copy_(squares.mT[block_numbers, order].mT)

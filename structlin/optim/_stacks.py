@@ -107,11 +107,11 @@ class Blocks:
 
     def unstack(self, directions: Tensor) -> list[Tensor]:
         """The inverse of `stack`."""
-        parts = torch.split(directions, self.sizes)
-        return [
-            take_part(member.parameter, member.weight, from_matrices(member.weight, part))
-            for member, part in zip(self.members, parts, strict=True)
-        ]
+        local_directions = []
+        for member, blocks in zip(self.members, torch.split(directions, self.sizes), strict=True):
+            direction = from_matrices(member.weight, blocks)
+            local_directions.append(take_part(member.parameter, member.weight, direction))
+        return local_directions
 
 
 class Direction:
@@ -206,8 +206,9 @@ def stack_alike(
             polar = chosen = choose((m, n), dtype, device)
             most = min(chosen.largest_stack, max(SMALLEST_STACK, numbers // 8))
         for chunk in divide([p.numel() for p in members], most):
-            own = (members[n] for n in chunk)
-            stacks.append(Stack([Member(p, weights[p], lengths(p)) for p in own], polar))
+            params_of_stack = [members[n] for n in chunk]
+            stack = [Member(p, weights[p], lengths(p)) for p in params_of_stack]
+            stacks.append(Stack(stack, polar))
     return stacks
 
 
@@ -234,12 +235,13 @@ def map_stacked(function: Callable[[Tensor], Tensor], matrices: list[Tensor]) ->
     results = list(matrices)
     for members in alike.values():
         for chunk in divide([matrices[n].numel() for n in members], LARGEST_STACK):
-            own = [members[n] for n in chunk]
-            # (sum of the batches, m, n), and back in parts of (batch, m, n)
-            stack = torch.cat([matrices[n] for n in own]) if len(own) > 1 else matrices[own[0]]
-            parts = torch.split(function(stack), [len(matrices[n]) for n in own])
-            for n, part in zip(own, parts, strict=True):
-                results[n] = part
+            numbers = [members[n] for n in chunk]
+            batches = [matrices[n] for n in numbers]
+            # (sum of the batches, m, n), and back to (batch, m, n) each
+            stack = torch.cat(batches) if len(batches) > 1 else batches[0]
+            mapped = torch.split(function(stack), [len(batch) for batch in batches])
+            for n, result in zip(numbers, mapped, strict=True):
+                results[n] = result
     return results
 
 
@@ -251,8 +253,8 @@ def fill_one_storage(tensors: Sequence[Tensor]) -> bool:
     storage = tensors[0].untyped_storage()
     begin = 0
     for tensor in tensors:
-        own = tensor.untyped_storage().data_ptr()
-        if not tensor.is_contiguous() or own != storage.data_ptr():
+        address = tensor.untyped_storage().data_ptr()
+        if not tensor.is_contiguous() or address != storage.data_ptr():
             return False
         if tensor.storage_offset() != begin and tensor.numel():
             return False
