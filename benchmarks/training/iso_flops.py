@@ -21,7 +21,6 @@ A run keeps a checkpoint beside its result and goes on from it. The file of rows
 """
 
 import math
-import re
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -440,16 +439,12 @@ def distances(result: Row) -> str:
 
 
 def numbers(result: Row) -> dict[str, str]:
-    """For the pages: of each comparison by how many percent it lies above dense, and the factor of
-    compute, under names such as "iso.Python_AdamW_BTT_r4_1e12_above"."""
+    """For the page: by how many percent BTT of rank 4 lies above dense on characters, under names
+    such as "iso.AdamW_1e12"."""
     texts = {"iso.runs": str(len(result["rows"]))}
-    for row in compare(result["table"]):
-        kind = re.sub(r"\W+", "_", row["kind"].replace("=", ""))
+    for row in select(compare(result["table"]), setup="Python", kind="BTT r=4"):
         budget = f"{row['budget']:.0e}".replace("+", "")
-        name = f"iso.{row['setup']}_{row['optimizer']}_{kind}_{budget}"
-        texts[f"{name}_above"] = span(row["above"], "+.1f")
-        if "compute" in row:
-            texts[f"{name}_compute"] = span(row["compute"], ".2f")
+        texts[f"iso.{row['optimizer']}_{budget}"] = span(row["above"], "+.1f")
     return texts
 
 
