@@ -64,6 +64,8 @@ class StructuredLinear(linear.StructuredLinear, Module):
     checkpoint moves between all of them.
     """
 
+    _parallelized: bool
+
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
         structure: dict[str, Any] = field(default_factory=dict)
