@@ -45,7 +45,15 @@ from structlin import (
     modular,
     stability,
 )
-from structlin.optim import SOAP, AdamW, Depth, Muon, Normed, shard_placement_fn
+from structlin.optim import (
+    SOAP,
+    AdamW,
+    Depth,
+    Muon,
+    Normed,
+    declare_weights,
+    shard_placement_fn,
+)
 
 PACKAGE = os.path.dirname(structlin.__file__) + os.sep
 
@@ -91,7 +99,7 @@ def _say(values: str, arguments: str) -> dict[str, set[str]]:
 
 
 _COUNTS = """
-    base block_depth blocks chunk context cores d_query d_value depth every exponent heads
+    base block_depth blocks chunk context cores d_query d_value depth every exponent fused heads
     in_channels in_features kernel measure multiple n out_channels out_features padding
     rank seed size split steps stride sweeps tokens vocabulary width world_size refine dim
     ignore_index precondition_frequency max_precond_dim
@@ -312,6 +320,12 @@ CALLS: dict[str, Call] = {
     "optim.Depth.scale_": (
         of(lambda: Depth(base=1, ends="*2"), "scale_"),
         lambda: {"model": blocks()},
+    ),
+    "optim.declare_weights": (
+        lambda module_class, fused, weight: declare_weights(
+            module_class, fused=fused, weight=weight
+        ),
+        lambda: {"module_class": type("Own", (nn.Module,), {}), "fused": 2, "weight": "e m n"},
     ),
     "optim.shard_placement_fn": (
         shard_placement_fn,
