@@ -106,9 +106,10 @@ NOT_IN_ONE_FILE_YET = {  # take a file out once its names are in structlin/_torc
     "_engine/product.py",
     "_model/experts.py",
     "_model/parameters.py",
-    "optim/_muon.py",
+    "optim/_block.py",
     "optim/_normed.py",
     "optim/_roster.py",
+    "optim/_stacks.py",
     "parallel.py",  # torch.distributed is loaded where it is used
     "stability/_operator.py",
 }

@@ -62,8 +62,8 @@ START_WIDTHS = {  # where the search begins at the smallest budget
 }
 START_RATES = {
     "AdamW": {"lr": 2**-9, "other_lr": 2**-9},
-    "Muon": {"lr": 2**-6, "other_lr": 2**-9},
-    "SOAP": {"lr": 2**-6, "other_lr": 2**-9},
+    "Muon": {"lr": 2**-6, "other_lr": 2**-7},
+    "SOAP": {"lr": 2**-6, "other_lr": 2**-7},
 }
 CELL = ("setup", "optimizer", "kind", "budget")  # what is compared at its own best width and rates
 
@@ -288,11 +288,12 @@ def search_rates(runs: Runs, cell: Row, job: Row, rounds: int) -> Row:
             candidates += [job | {name: job[name] * factor} for factor in (0.5, 2)]
         if cell["optimizer"] == "AdamW":  # which has one rate
             candidates = [each | {"other_lr": each["lr"]} for each in candidates]
-        if not missing(runs, candidates):
-            break
         runs.of(candidate | {"seed": 0} for candidate in candidates)
         best = best_of(runs.all(), place)
+        before = job
         job = place | {"lr": best["lr"], "other_lr": best["other_lr"]}
+        if job == before:
+            break
     return job
 
 
@@ -304,15 +305,12 @@ def search_width(runs: Runs, cell: Row, job: Row, rounds: int) -> Row:
         candidates = [
             job | {"width": width} for width in WIDTHS[max(0, position - 1) : position + 2]
         ]
-        if not missing(runs, candidates):
-            break
         runs.of(candidate | {"seed": 0} for candidate in candidates)
+        before = job
         job = cell | rates | {"width": best_of(runs.all(), cell | rates)["width"]}
+        if job == before:
+            break
     return job
-
-
-def missing(runs: Runs, jobs: Sequence[Row]) -> bool:
-    return any(not select(runs.all(), **job, seed=0) for job in jobs)
 
 
 def best_of(rows: Sequence[Row], place: Row) -> Row:
@@ -361,6 +359,95 @@ def fronts(result: Row) -> str:
     return report.pivot(cells)
 
 
+Front = dict[float, list[float]]  # budget -> the test losses of all seeds, at the best width
+
+
+def front_of(table: Sequence[Row], seeds: int, **line: str) -> Front:
+    """The front of one setup, optimizer and kind, over the budgets at which so many seeds ran and
+    none diverged."""
+    return {
+        row["budget"]: row["losses"]
+        for row in select(table, **line)
+        if len(row["losses"]) == seeds and all(row["losses"])
+    }
+
+
+def flops_to_reach(loss: float, front: Mapping[float, float]) -> float:
+    """The FLOPs at which a front has this loss: a line between the logarithms of two budgets, the
+    last or the first two where the loss lies beyond them.
+
+    >>> round(flops_to_reach(1.5, {1e12: 2.0, 4e12: 1.0}) / 1e12, 3)
+    1.778
+    >>> round(flops_to_reach(1.0, {1e12: 4.0, 1e14: 2.0}) / 1e16, 3)
+    1.0
+    """
+    budgets = sorted(front)
+    below = next((budget for budget in budgets[1:] if front[budget] <= loss), budgets[-1])
+    above = budgets[budgets.index(below) - 1]
+    share = math.log(front[above] / loss) / math.log(front[above] / front[below])
+    return above * (below / above) ** share
+
+
+def compare(table: Sequence[Row]) -> list[Row]:
+    """Each structured front beside dense's of the same data and optimizer, budget by budget.
+
+    "above" holds for each seed by how many percent its loss lies above dense's. "compute" holds
+    for each seed how many times this budget dense needs for that loss; it is left out where dense
+    ran at one budget.
+    """
+    rows = []
+    for row in table:
+        line = {"setup": row["setup"], "optimizer": row["optimizer"]}
+        if row["kind"] == "dense" or not all(row["losses"]):
+            continue
+        dense = front_of(table, len(row["losses"]), kind="dense", **line)
+        if row["budget"] not in dense:
+            continue
+        pairs = zip(row["losses"], dense[row["budget"]], strict=True)
+        compared = line | {"kind": row["kind"], "budget": row["budget"]}
+        compared["above"] = [100 * (loss / other - 1) for loss, other in pairs]
+        if len(dense) > 1:
+            compared["compute"] = [
+                flops_to_reach(loss, {budget: losses[seed] for budget, losses in dense.items()})
+                / row["budget"]
+                for seed, loss in enumerate(row["losses"])
+            ]
+        rows.append(compared)
+    return rows
+
+
+def span(numbers: Sequence[float], digits: str) -> str:
+    """The mean, and in brackets the least and the most of the seeds.
+
+    >>> span([1.0, 2.0, 4.5], ".1f")
+    '2.5 (1.0 to 4.5)'
+    """
+    ends = f"{min(numbers):{digits}} to {max(numbers):{digits}}"
+    return f"{fmean(numbers):{digits}} ({ends})" if len(numbers) > 1 else f"{numbers[0]:{digits}}"
+
+
+def distances(result: Row) -> str:
+    """A table: percent above dense, and the compute that dense needs, by budget."""
+    cells = {}
+    for row in compare(result["table"]):
+        line = f"{row['setup']}, {row['optimizer']}, {row['kind']}"
+        budget = f"{row['budget']:.0e}"
+        cells[line, f"{budget}: % above dense"] = span(row["above"], "+.1f")
+        if "compute" in row:
+            cells[line, f"{budget}: compute of dense"] = span(row["compute"], ".2f")
+    return report.pivot(cells)
+
+
+def numbers(result: Row) -> dict[str, str]:
+    """For the page: by how many percent BTT of rank 4 lies above dense on characters, under names
+    such as "iso.AdamW_1e12"."""
+    texts = {"iso.runs": str(len(result["rows"]))}
+    for row in select(compare(result["table"]), setup="Python", kind="BTT r=4"):
+        budget = f"{row['budget']:.0e}".replace("+", "")
+        texts[f"iso.{row['optimizer']}_{budget}"] = span(row["above"], "+.1f")
+    return texts
+
+
 def draw(result: Row) -> figures.Figure:
     """Test losses against training FLOPs, a line for each kind and optimizer."""
     points = [
@@ -376,6 +463,8 @@ def draw(result: Row) -> figures.Figure:
 EXPERIMENT = Experiment(
     name="iso_flops",
     about=__doc__,
+    numbers=numbers,
+    tables={"iso fronts": fronts, "iso distances": distances},
     run=train,
     axes={
         "setup": ["Python", "Wikipedia"],
@@ -407,7 +496,7 @@ EXPERIMENT = Experiment(
     },
     analyse=lambda rows: {"table": tabulate(rows)},
     design=design,
-    show=lambda result: [fronts(result)],
+    show=lambda result: [fronts(result), distances(result)],
     draw=draw,
 )
 

@@ -139,8 +139,8 @@ class AdamW(torch.optim.AdamW):
         _check_betas(group["betas"])
         parameters = list_parameters(group["params"])
         if "lr_mult" not in group:
-            for part in self._divide(group, parameters):
-                super().add_param_group(part)
+            for divided_group in self._divide(group, parameters):
+                super().add_param_group(divided_group)
             return
         lr = group["lr"] if KEPT in group else group["lr"] / group["lr_mult"]
         super().add_param_group({**group, "params": parameters, "lr": lr, KEPT: True})
@@ -173,11 +173,11 @@ class AdamW(torch.optim.AdamW):
         for alike in group_alike(
             infos, set(parameters), transfer, masses, scale_eps=self.scale_eps
         ):
-            part = {**group, "params": alike.parameters, "param_names": alike.names}
-            part["lr_mult"] = alike.lr_mult
-            part["weight_decay"] = group["weight_decay"] * alike.decay
-            part["eps"] = group["eps"] * alike.eps_mult
-            divided.append({**part, "name": alike.label, KEPT: True})
+            alike_group = {**group, "params": alike.parameters, "param_names": alike.names}
+            alike_group["lr_mult"] = alike.lr_mult
+            alike_group["weight_decay"] = group["weight_decay"] * alike.decay
+            alike_group["eps"] = group["eps"] * alike.eps_mult
+            divided.append({**alike_group, "name": alike.label, KEPT: True})
         return divided
 
     @torch.no_grad()

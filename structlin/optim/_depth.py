@@ -6,6 +6,7 @@ Sources: Dey et al. 2025, "CompleteP" (arXiv:2505.01618), table 1; Yang et al. 2
 """
 
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from .._model.linears import linear_layers
 from .._model.parameters import parameters_of
 from .._model.select import Patterns, find_rules, list_patterns
 from .._structure.arguments import checked
+
+_SCALED_LAYERS = WeakSet[nn.Module]()  # by `Depth.scale_`
 
 
 @checked
@@ -75,13 +78,26 @@ class Depth:
     @torch.no_grad()
     def scale_(self, model: nn.Module) -> nn.Module:
         """Multiply the weights and biases of the layers at the `ends` by m, in place; of a
-        structured layer the last core. Call it once. Returns the model."""
-        m, ends = self.multiplier(model), self.find_ends(model)
+        structured layer the last core. Returns the model.
+
+        Raises:
+            ValueError: `ends` is None.
+            RuntimeError: one of the layers was scaled before. Nothing has changed.
+        """
+        m = self.multiplier(model)
+        ends = self.find_ends(model)
         if not ends:
             raise ValueError("ends=None: name the last layers of the branches, such as '*c_proj'")
-        for info in parameters_of(model):
-            if info.name in ends:
-                info.parameter.mul_(m)
+        infos = [info for info in parameters_of(model) if info.name in ends]
+        scaled = [info.layer for info in infos if info.owner in _SCALED_LAYERS]
+        if scaled:
+            raise RuntimeError(
+                f"{scaled[0]!r} was scaled by Depth.scale_ before, and would have the multiplier "
+                f"{m:.4g} twice: call scale_ once, before training, on a model that is built anew"
+            )
+        for info in infos:
+            info.parameter.mul_(m)
+        _SCALED_LAYERS.update(info.owner for info in infos)
         return model
 
     def ratio(self, model: nn.Module) -> float:
@@ -90,25 +106,27 @@ class Depth:
 
     def find_blocks(self, model: nn.Module) -> dict[str, str]:
         """Parameter name -> name of its block, for those that are in one."""
-        found = blocks_of_parameters(model)
-        places = sorted({block.rpartition(".")[0] for block in found.values()})
+        blocks = blocks_of_parameters(model)
+        places = sorted({block.rpartition(".")[0] for block in blocks.values()})
         if len(places) != 1:
             seen = f"blocks in {', '.join(map(repr, places))}" if places else "no nn.ModuleList"
             raise ValueError(
                 f"depth={self}: the depth of {type(model).__name__} cannot be read, it has {seen}; "
                 "its residual blocks must be the modules of one nn.ModuleList"
             )
-        return found
+        return blocks
 
     def find_ends(self, model: nn.Module) -> set[str]:
         """Names of the parameters that hold m."""
         if self.ends is None:
             return set()
         layers = linear_layers(model)
-        chosen = {n for rule in find_rules("ends", self.ends, layers, model) for n in rule.means}
-        modules = {layers[n].module: layers[n].name for n in chosen}
+        modules = {}
+        for rule in find_rules("ends", self.ends, layers, model):
+            for n in rule.means:
+                modules[layers[n].module] = layers[n].name
         blocks = self.find_blocks(model)
-        found = set()
+        ends = set()
         for info in parameters_of(model):
             if info.owner not in modules:
                 continue
@@ -123,5 +141,5 @@ class Depth:
                     )
                 if info.weight.core not in (None, len(info.owner.structure.cores) - 1):
                     continue
-            found.add(info.name)
-        return found
+            ends.add(info.name)
+        return ends

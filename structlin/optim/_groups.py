@@ -196,11 +196,15 @@ def divide_groups(
         members: dict[float, list[int]] = defaultdict(list)
         for n, parameter in enumerate(group["params"]):
             if parameter not in mults:
-                shape, kind = tuple(parameter.shape), type(model).__name__
-                raise ValueError(f"model={kind}: a parameter of shape {shape} is not this model's")
+                raise ValueError(
+                    f"model={type(model).__name__}: a parameter of shape {tuple(parameter.shape)} "
+                    "is not this model's"
+                )
             members[mults[parameter]].append(n)
         lists = [key for key in ("params", "param_names") if key in group]
         for mult, chosen in members.items():
-            own: dict[str, Any] = {key: [group[key][n] for n in chosen] for key in lists}
-            divided.append({**group, **own, "lr_mult": mult, KEPT: True})
+            members_of_mult: dict[str, Any] = {}
+            for key in lists:
+                members_of_mult[key] = [group[key][n] for n in chosen]
+            divided.append({**group, **members_of_mult, "lr_mult": mult, KEPT: True})
     return divided

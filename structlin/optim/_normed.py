@@ -148,17 +148,20 @@ class Normed(Wrapper):
         """
         loss = torch.enable_grad()(closure)() if closure is not None else None
         self._roster.require_current(self.param_groups)
-        used = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
-        params = [p for members in used for p in members]
+        stepping = []  # of each group
+        for group in self.param_groups:
+            stepping.append([p for p in group["params"] if p.grad is not None])
+        params = [p for members in stepping for p in members]
         if not params:
             return loss
         self._roster.require_placed(params)
         self._roster.require_finite(params, [local_gradient(p) for p in params])
         updates = dict(zip(params, self._updates(params), strict=True))
         norms = dict(zip(params, self._norms(params, list(updates.values())), strict=True))
-        for group, members in zip(self.param_groups, used, strict=True):
+        for group, members in zip(self.param_groups, stepping, strict=True):
             for p in members:
-                norm, length = norms[p], self._roster.step_length(p)
+                norm = norms[p]
+                length = self._roster.step_length(p)
                 factor = torch.where(norm == 0, norm, length / norm) * group["lr"]
                 if group.get("weight_decay"):
                     local_part(p).mul_(1 - group["lr"] * group["weight_decay"])
@@ -177,7 +180,7 @@ class Normed(Wrapper):
     def _updates(self, params: list[Tensor]) -> list[Tensor]:
         """What `base` adds at rate 1, without decay, to parameters of zero, which are put back."""
         local = [local_part(p) for p in params]
-        kept = [p.clone() for p in local]
+        values_before = [p.clone() for p in local]
         changed: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0}
         options = [
             {name: group[name] for name in changed if name in group} for group in self.param_groups
@@ -189,7 +192,7 @@ class Normed(Wrapper):
             self.base.step()
             return [p.clone() for p in local]
         finally:
-            torch._foreach_copy_(local, kept)
+            torch._foreach_copy_(local, values_before)
             for group, values in zip(self.param_groups, options, strict=True):
                 group.update(values)
 

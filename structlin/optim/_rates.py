@@ -54,14 +54,14 @@ def require_kept(state_dict: Any, origin: str) -> None:
 
 def require_names(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> None:
     """Raises ValueError where a state is of other parameters, or has them in another order."""
-    own = [name for group in groups for name in group.get("param_names", [])]
+    names = [name for group in groups for name in group.get("param_names", [])]
     saved = [name for group in saved_groups for name in group.get("param_names", [])]
-    if saved == own:
+    if saved == names:
         return
-    missing = sorted(set(own) - set(saved))
-    unknown = sorted(set(saved) - set(own))
+    missing = sorted(set(names) - set(saved))
+    unknown = sorted(set(saved) - set(names))
     difference = f"it lacks {missing[:5]} and has {unknown[:5]} besides"
-    if set(own) == set(saved):
+    if set(names) == set(saved):
         difference = "its parameters are in another order or in other groups"
     raise ValueError(f"state_dict is of another model: {difference}")
 

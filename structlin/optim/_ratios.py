@@ -12,8 +12,8 @@ from torch.optim import LBFGS, SGD, Adam, Adamax, NAdam, Optimizer, RAdam, Spars
 from .._structure.arguments import checked, require_choice
 from ..scaling import OPTIMIZERS
 from ._adamw import AdamW
+from ._block import BlockOptimizer
 from ._groups import divide_groups
-from ._muon import Muon
 from ._normed import Normed, Wrapper
 from ._rates import KEPT, add_guard, remove_guard, require_kept, scale_rates, set_rates
 
@@ -59,7 +59,7 @@ def keep_ratios(
     >>> [(group["lr"], group["lr_mult"]) for group in optimizer.param_groups]
     [(0.001, 16.0), (0.001, 8.0), (0.001, 1.0)]
     """
-    if isinstance(optimizer, KeptRatios | AdamW | Muon):
+    if isinstance(optimizer, KeptRatios | AdamW | BlockOptimizer):
         return optimizer
     if rule is not None:
         require_choice("rule", rule, OPTIMIZERS)
@@ -97,8 +97,11 @@ class KeptRatios(Wrapper):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """An option of the optimizer, such as Muon's `nonfinite`, is its own."""
-        own = name.startswith("_") or name == "base" or hasattr(type(self), name)
-        super().__setattr__(name, value) if own else setattr(self.base, name, value)
+        is_of_wrapper = name.startswith("_") or name == "base" or hasattr(type(self), name)
+        if is_of_wrapper:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.base, name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "base":  # GradScaler asks for abilities that are private
@@ -130,12 +133,12 @@ class KeptRatios(Wrapper):
         try:
             if watched:
                 self._stepping = True
-            found = self.base.step(**options)
+            result = self.base.step(**options)
         finally:
             if watched:
                 self._stepping = False
             set_rates(self.param_groups, rates)
-        return found if closure is None else loss
+        return result if closure is None else loss
 
 
 def _require_usable(optimizer: Optimizer) -> None:
@@ -177,11 +180,19 @@ def _take_ratios_out(groups: list[dict[str, Any]]) -> None:
     """Give every group the dense model's rate as its "lr"."""
     rates = []
     for group in groups:
-        kept = KEPT in group or group.setdefault("lr_mult", 1.0) in (0, 1)
-        rates.append(group["lr"] if kept else group["lr"] / group["lr_mult"])
-    plain = (rate for rate, group in zip(rates, groups, strict=True) if group["lr_mult"] == 1)
-    one = [*plain, *rates, None][0]
+        is_dense_rate = KEPT in group
+        if not is_dense_rate:
+            lr_mult = group.setdefault("lr_mult", 1.0)
+            is_dense_rate = lr_mult in (0, 1)
+        rates.append(group["lr"] if is_dense_rate else group["lr"] / group["lr_mult"])
+    if not groups:
+        return
+    # a group that was never scaled has the dense rate exactly; others only up to rounding
+    pairs = zip(rates, groups, strict=True)
+    unscaled_rates = (rate for rate, group in pairs if group["lr_mult"] == 1)
+    dense_rate = next(unscaled_rates, rates[0])
     for rate, group in zip(rates, groups, strict=True):
-        same = isclose(float(rate), float(one), rel_tol=1e-12)  # but for the rounding of a product
+        is_same = isclose(float(rate), float(dense_rate), rel_tol=1e-12)
         # schedulers change a tensor in place, once for each group
-        group.update({"lr": deepcopy(one if same else rate), KEPT: True})
+        group["lr"] = deepcopy(dense_rate if is_same else rate)
+        group[KEPT] = True

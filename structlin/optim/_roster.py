@@ -32,7 +32,8 @@ class Roster:
     """The parameters of a model: what each of them is, its name, and its mass."""
 
     def __init__(self, model: nn.Module, masses: Masses | None) -> None:
-        self.model, self.masses = model, masses
+        self.model = model
+        self.masses = masses
         # also of parameters that the model has lost since
         self.names = dict[Tensor, str]()
         self.layers = dict[Tensor, str]()
@@ -50,7 +51,8 @@ class Roster:
         """Raises ValueError if one of `params` belongs to no module of the model."""
         for parameter in params:
             if parameter not in self.weights:
-                shape, model = tuple(parameter.shape), type(self.model).__name__
+                shape = tuple(parameter.shape)
+                model = type(self.model).__name__
                 raise ValueError(f"a parameter of shape {shape} belongs to no module of {model}")
 
     def require_current(self, groups: Iterable[Mapping[str, list[Tensor]]]) -> None:
@@ -100,7 +102,7 @@ def share_masses(infos: Iterable[ParameterInfo], masses: Masses) -> dict[Tensor,
     A matrix or embedding has the mass of its layer, or 1; the cores of a structured layer share it
     equally, or as a tuple says; so do the positions of a convolution's kernel. All the rest has 1.
     Raises ValueError for a pattern that matches no layer, and a mass that does not fit it."""
-    found: dict[Tensor, float] = {}
+    parameter_masses: dict[Tensor, float] = {}
     by_layer: dict[str, tuple[float, ...]] = {}
     unused = set(masses)
     for info in infos:
@@ -108,14 +110,16 @@ def share_masses(infos: Iterable[ParameterInfo], masses: Masses) -> dict[Tensor,
             matching = [pattern for pattern in masses if fnmatchcase(info.layer, pattern)]
             unused.difference_update(matching)
             by_layer[info.layer] = _share(info, masses[matching[0]] if matching else 1.0)
-        weight, shares = info.weight, by_layer[info.layer]
-        dualized = weight.kind in ("matrix", "embedding")
-        found[info.parameter] = shares[weight.core or 0] / weight.positions if dualized else 1.0
+        weight = info.weight
+        mass = 1.0
+        if weight.kind in ("matrix", "embedding"):
+            mass = by_layer[info.layer][weight.core or 0] / weight.positions
+        parameter_masses[info.parameter] = mass
     if unused:
         pattern = sorted(unused)[0]
         hint = suggest_names(pattern, [*by_layer])
         raise ValueError(f"masses: {pattern!r} matches no layer{hint}")
-    return found
+    return parameter_masses
 
 
 def find_hidden(model: nn.Module, infos: Iterable[ParameterInfo]) -> set[Tensor]:
@@ -134,18 +138,21 @@ def find_hidden(model: nn.Module, infos: Iterable[ParameterInfo]) -> set[Tensor]
 def find_undeclared(infos: Iterable[ParameterInfo]) -> str:
     """The trainable experts whose layout nobody knows, and what would declare the first of them;
     empty if there are none."""
-    found = [info for info in infos if info.parameter.requires_grad and is_undeclared(info)]
-    if not found:
+    undeclared = [info for info in infos if info.parameter.requires_grad and is_undeclared(info)]
+    if not undeclared:
         return ""
-    texts = dict.fromkeys(f"{hide_numbers(i.name)} {tuple(i.parameter.shape)}" for i in found)
-    names = [*texts]
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    kind = type(found[0].owner).__name__
-    own = found[0].name.rpartition(".")[2]
+    names: list[str] = []
+    for info in undeclared:
+        name = f"{hide_numbers(info.name)} {tuple(info.parameter.shape)}"
+        if name not in names:
+            names.append(name)
+    remainder = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    kind = type(undeclared[0].owner).__name__
+    attribute = undeclared[0].name.rpartition(".")[2]
     return (
-        f"{', '.join(names[:5])}{more} by AdamW, because nothing says how experts lie in them: "
-        f"structlin.optim.declare_weights({kind}, {own}='e m n') or another text before this "
-        "optimizer lets each expert step as a matrix"
+        f"{', '.join(names[:5])}{remainder} by AdamW, because nothing says how experts lie in "
+        f"them: structlin.optim.declare_weights({kind}, {attribute}='e m n') or another text "
+        "before this optimizer lets each expert step as a matrix"
     )
 
 
@@ -201,24 +208,28 @@ def find_misnamed(model: nn.Module) -> list[str]:
 
 def _feeds_a_later_one(layer: _Linear, layers: list[_Linear]) -> bool:
     later = layers[layers.index(layer) + 1 :]
-    return any(other.in_features == layer.out_features for other in later)
+    return any(later_layer.in_features == layer.out_features for later_layer in later)
 
 
 def _gates(layer: _Linear, layers: list[_Linear]) -> bool:
-    siblings = [other for other in layers if other.parent == layer.parent and other != layer]
-    sizes = [(other.in_features, other.out_features) for other in siblings]
-    takes_in = any(other.in_features == layer.out_features for other in siblings)
+    at_parent = [candidate for candidate in layers if candidate.parent == layer.parent]
+    siblings = [candidate for candidate in at_parent if candidate != layer]
+    sizes = [(sibling.in_features, sibling.out_features) for sibling in siblings]
+    takes_in = any(sibling.in_features == layer.out_features for sibling in siblings)
     return takes_in and (layer.in_features, layer.out_features) in sizes
 
 
 def _is_in_a_whole_model(layer: _Linear, layers: list[_Linear]) -> bool:
     if role_of(layer.name.rpartition(".")[2]) == "embedding":
         return False
-    inside = [other for other in layers if other.name.startswith(f"{layer.named_part}.")]
-    numbers, all_numbers = (
-        sum(other.in_features * other.out_features for other in group) for group in (inside, layers)
-    )
-    return 2 * numbers >= all_numbers
+    numbers_inside = 0
+    all_numbers = 0
+    for linear in layers:
+        numbers = linear.in_features * linear.out_features
+        all_numbers += numbers
+        if linear.name.startswith(f"{layer.named_part}."):
+            numbers_inside += numbers
+    return 2 * numbers_inside >= all_numbers
 
 
 def _share(info: ParameterInfo, mass: float | tuple[float, ...]) -> tuple[float, ...]:
@@ -238,6 +249,7 @@ def _share(info: ParameterInfo, mass: float | tuple[float, ...]) -> tuple[float,
 def _scale(weight: Weight, adjust_lr_fn: str) -> float:
     if weight.kind != "matrix":
         return 1.0
-    m, n = weight.fan_out, max(weight.fan_in, 1)
+    m = weight.fan_out
+    n = max(weight.fan_in, 1)
     scales = (sqrt(m / n), sqrt(max(1, m / n)), 0.2 * sqrt(max(m, n)))
     return scales[SCALES.index(adjust_lr_fn)]

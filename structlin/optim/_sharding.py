@@ -132,8 +132,10 @@ def join_parts(parameter: Tensor, weight: Weight, local: Tensor) -> Tensor:
     if layout is None:
         return local
     _, placements = layout
-    part = _as_dtensor(parameter, local, placements)
-    blocks: Tensor = part.redistribute(placements=_in_whole_blocks(parameter, weight)).to_local()
+    distributed = _as_dtensor(parameter, local, placements)
+    blocks: Tensor = distributed.redistribute(
+        placements=_in_whole_blocks(parameter, weight)
+    ).to_local()
     return blocks
 
 
@@ -144,8 +146,8 @@ def take_part(parameter: Tensor, weight: Weight, joined: Tensor) -> Tensor:
         return joined
     _, placements = layout
     blocks = _as_dtensor(parameter, joined, _in_whole_blocks(parameter, weight))
-    part: Tensor = blocks.redistribute(placements=placements).to_local()
-    return part
+    local: Tensor = blocks.redistribute(placements=placements).to_local()
+    return local
 
 
 def cut_as(parameter: Tensor, weight: Weight, local: Tensor) -> Tensor:
@@ -193,9 +195,10 @@ def _in_whole_blocks(parameter: Any, weight: Weight) -> tuple[Any, ...]:
     is_first = [getattr(placement, "dim", None) == 0 for placement in placements]
     has_blocks = weight.is_in_blocks
     if weight.fused > 1:  # uneven parts of the parameter are no even ones of its matrices' state
-        sizes = zip(parameter.device_mesh.shape, is_first, strict=True)
-        has_blocks = has_blocks and len(parameter) % prod(n for n, first in sizes if first) == 0
+        mesh_sizes = zip(parameter.device_mesh.shape, is_first, strict=True)
+        pieces = prod(size for size, cuts_blocks in mesh_sizes if cuts_blocks)
+        has_blocks = has_blocks and len(parameter) % pieces == 0
     return tuple(
-        placement if has_blocks and first else Replicate()
-        for placement, first in zip(placements, is_first, strict=True)
+        placement if has_blocks and cuts_blocks else Replicate()
+        for placement, cuts_blocks in zip(placements, is_first, strict=True)
     )

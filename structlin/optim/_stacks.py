@@ -3,14 +3,15 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from math import inf
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from .._model.parameters import Weight
-from ..duality import LARGEST_STACK, SMALLEST_STACK, Polar, dual_embedding
+from ..duality import LARGEST_STACK, SMALLEST_STACK, Polar, dualize_embedding
 from ._sharding import join_parts, local_gradient, take_part
 
 
@@ -40,19 +41,144 @@ class Stack:
         gradients = [local_gradient(member.parameter) for member in stepping]
         return Stack(stepping, self.polar, gradients)
 
-    def dualize(self, updates: Sequence[Tensor]) -> list[Tensor]:
-        """The directions of steepest descent, without their lengths. On several processes, from
-        their part of each update to their part of its direction."""
-        assert self.polar is not None
-        pairs = zip(self.members, updates, strict=True)
-        wholes = [join_parts(p, weight, update) for (p, weight, _), update in pairs]
-        # of each parameter (batch, fan_out, fan_in), and the polar factors of these
-        matrices = [to_matrices(m.weight, x) for m, x in zip(self.members, wholes, strict=True)]
-        factors = map_stacked(self.polar, matrices)
-        return [
-            take_part(p, weight, from_matrices(weight, factor))
-            for (p, weight, _), factor in zip(self.members, factors, strict=True)
-        ]
+
+class Blocks:
+    """The blocks of alike parameters in one step: what a `Direction` works on.
+
+    Alike parameters have matrices of one shape `(m, n)`, have made as many steps, and have the same
+    state. Their blocks lie one after the other, `(blocks, m, n)`. On several processes these are
+    the blocks that this process has; what is cut is whole here.
+
+    Attributes:
+        options: the group's.
+        polar: the polar factor of `(blocks, m, n)`, as `method` and `dtype` choose it.
+        state: `(blocks, ...)` each, by name, without the momentum. What is written into a tensor is
+            in the parameters' own state.
+        count: of the steps, with this one.
+    """
+
+    def __init__(
+        self,
+        stack: "Stack",
+        options: Mapping[str, Any],
+        momenta: list[Tensor],
+        state: dict[str, Tensor],
+        count: int,
+    ) -> None:
+        self.members = stack.members
+        self.polar = stack.polar
+        self.gradients = stack.gradients
+        self.options = options
+        self.momenta = momenta
+        self.state = state
+        self.count = count
+        self.sizes: list[int] = []
+        self._gradient: Tensor | None = None
+
+    def gradient(self) -> Tensor:
+        """The gradient G, `(blocks, m, n)`. Do not change it."""
+        if self._gradient is None:  # processes communicate once
+            self._gradient = self.stack(self.gradients)
+        return self._gradient
+
+    def average(self) -> Tensor:
+        """The momentum B, the average of gradients of before this step, `(blocks, m, n)`."""
+        return self.stack(self.momenta)
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether `stack` makes new tensors, which may be changed in place."""
+        return len(self.members) > 1
+
+    def update(self) -> Tensor:
+        """Nesterov's (1 - momentum) G + momentum B, with this step's B, `(blocks, m, n)`."""
+        momentum = self.options["momentum"]
+        averages = torch._foreach_lerp(self.momenta, list(self.gradients), 1 - momentum)
+        return self.stack(torch._foreach_lerp(list(self.gradients), averages, momentum))
+
+    def stack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """What is cut as the parameters are, one tensor for each, as `(blocks, m, n)`."""
+        matrices = []
+        for member, tensor in zip(self.members, tensors, strict=True):
+            whole = join_parts(member.parameter, member.weight, tensor)
+            matrices.append(to_matrices(member.weight, whole))
+        self.sizes = [len(matrix) for matrix in matrices]
+        return torch.cat(matrices) if len(matrices) > 1 else matrices[0]
+
+    def unstack(self, directions: Tensor) -> list[Tensor]:
+        """The inverse of `stack`."""
+        local_directions = []
+        for member, blocks in zip(self.members, torch.split(directions, self.sizes), strict=True):
+            direction = from_matrices(member.weight, blocks)
+            local_directions.append(take_part(member.parameter, member.weight, direction))
+        return local_directions
+
+
+class Direction:
+    """How the blocks of a stack step: all that a new block optimizer has to say.
+
+    One is made for each stack in each step. A step asks every stack for `find`, checks all
+    directions, moves the parameters, and then calls `keep`. So nothing may change before `keep`;
+    what that needs of `find` is an attribute.
+    """
+
+    name: ClassVar[str]  #: of the step, in the table of `print(optimizer)`
+    state_names: ClassVar[tuple[str, ...]] = ()  #: of what a parameter may have beside the momentum
+    #: No direction of a block has a larger root mean square of its singular values.
+    largest_value: ClassVar[float] = inf
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.blocks = blocks
+        self.options = blocks.options
+        self.state = blocks.state
+
+    @classmethod
+    def serves(cls, weight: Weight, options: Mapping[str, Any]) -> bool:
+        """Whether such a matrix steps so. Others step by their polar factor."""
+        return True
+
+    @classmethod
+    def describe(cls, weight: Weight, options: Mapping[str, Any]) -> str:
+        """The step of such a matrix, in the table of `print(optimizer)`."""
+        return cls.name
+
+    @classmethod
+    def explain(cls, options: Mapping[str, Any], largest: str) -> str:
+        """The end of the error of a direction that is too large or not finite."""
+        return (
+            f"{cls.name}, and none has more than {largest}; nothing was changed. Its state is not "
+            "finite: load one that is, or drop it by optimizer.state.pop(parameter)"
+        )
+
+    def start(self) -> dict[str, Tensor]:
+        """The state before the first step, by name: `(blocks, ...)`, of three dimensions."""
+        return {}
+
+    def find(self) -> Tensor:
+        """The directions, `(blocks, m, n)`, about as long as polar factors. Nothing changes."""
+        raise NotImplementedError
+
+    def keep(self) -> None:
+        """Write into the state, in place, what the next step needs."""
+
+
+class PolarFactor(Direction):
+    """The polar factor of Nesterov's momentum: Muon's direction. Of an embedding each vector is
+    divided by its RMS."""
+
+    name = "polar factor"
+    largest_value = 1.5  # singular values are near 1
+
+    @classmethod
+    def explain(cls, options: Mapping[str, Any], largest: str) -> str:
+        return (
+            f"method={options['method']!r}, and none has more than {largest}; nothing was changed. "
+            "Take method='svd' or dtype=torch.float32"
+        )
+
+    def find(self) -> Tensor:
+        assert self.blocks.polar is not None
+        return self.blocks.polar(self.blocks.update())
 
 
 def stack_alike(
@@ -74,14 +200,17 @@ def stack_alike(
     numbers = sum(p.numel() for members in alike.values() for p in members)
     stacks = []
     for (kind, m, n, dtype, device), members in alike.items():
-        polar: Callable[[Tensor], Tensor] | None = dual_embedding if kind == "embedding" else None
+        polar: Callable[[Tensor], Tensor] | None = (
+            dualize_embedding if kind == "embedding" else None
+        )
         most = 0 if kind == "embedding" else numbers
         if kind == "matrix" and choose is not None:
             polar = chosen = choose((m, n), dtype, device)
             most = min(chosen.largest_stack, max(SMALLEST_STACK, numbers // 8))
         for chunk in divide([p.numel() for p in members], most):
-            own = (members[n] for n in chunk)
-            stacks.append(Stack([Member(p, weights[p], lengths(p)) for p in own], polar))
+            params_of_stack = [members[n] for n in chunk]
+            stack = [Member(p, weights[p], lengths(p)) for p in params_of_stack]
+            stacks.append(Stack(stack, polar))
     return stacks
 
 
@@ -108,12 +237,13 @@ def map_stacked(function: Callable[[Tensor], Tensor], matrices: list[Tensor]) ->
     results = list(matrices)
     for members in alike.values():
         for chunk in divide([matrices[n].numel() for n in members], LARGEST_STACK):
-            own = [members[n] for n in chunk]
-            # (sum of the batches, m, n), and back in parts of (batch, m, n)
-            stack = torch.cat([matrices[n] for n in own]) if len(own) > 1 else matrices[own[0]]
-            parts = torch.split(function(stack), [len(matrices[n]) for n in own])
-            for n, part in zip(own, parts, strict=True):
-                results[n] = part
+            numbers = [members[n] for n in chunk]
+            batches = [matrices[n] for n in numbers]
+            # (sum of the batches, m, n), and back to (batch, m, n) each
+            stack = torch.cat(batches) if len(batches) > 1 else batches[0]
+            mapped = torch.split(function(stack), [len(batch) for batch in batches])
+            for n, result in zip(numbers, mapped, strict=True):
+                results[n] = result
     return results
 
 
@@ -125,8 +255,8 @@ def fill_one_storage(tensors: Sequence[Tensor]) -> bool:
     storage = tensors[0].untyped_storage()
     begin = 0
     for tensor in tensors:
-        own = tensor.untyped_storage().data_ptr()
-        if not tensor.is_contiguous() or own != storage.data_ptr():
+        address = tensor.untyped_storage().data_ptr()
+        if not tensor.is_contiguous() or address != storage.data_ptr():
             return False
         if tensor.storage_offset() != begin and tensor.numel():
             return False

@@ -61,7 +61,8 @@ class Transfer:
     ) -> None:
         require_choice("weight_decay_scaling", weight_decay_scaling, DECAYS)
         _check_base(base, list(parameters_of(model)))
-        self.optimizer, self.structure_aware = optimizer, structure_aware
+        self.optimizer = optimizer
+        self.structure_aware = structure_aware
         self.decay_falls = weight_decay_scaling == "1/width"
         self.base_widths = base if isinstance(base, Mapping) else {}
         self._read_depth(model, depth)
@@ -104,20 +105,22 @@ class Transfer:
         self.ends: Collection[str] = ()
         if depth is None:
             return
-        self.inside, self.ends = depth.find_blocks(model), depth.find_ends(model)
-        ratio, self.multiplier = depth.ratio(model), depth.multiplier(model)
-        sgd = self.optimizer == "sgd"
-        self.rate_inside = ratio ** (2 * depth.alpha - 1 if sgd else depth.alpha - 1)
+        self.inside = depth.find_blocks(model)
+        self.ends = depth.find_ends(model)
+        self.multiplier = depth.multiplier(model)
+        exponent = 2 * depth.alpha - 1 if self.optimizer == "sgd" else depth.alpha - 1
+        self.rate_inside = depth.ratio(model) ** exponent
 
     def _read_base(self, base: nn.Module, depth: Depth | None) -> None:
         self.base_layers = {}
         for name, module in named_modules(base):
-            for own, weight in weights_of(module).items():
+            for attribute, weight in weights_of(module).items():
                 if weight.kind == "matrix":
-                    dense = join(name, "weight" if weight.core is not None else own)
+                    dense = join(name, "weight" if weight.core is not None else attribute)
                     self.base_layers[dense] = _widths(module, weight)
-            for own, parameter in module.named_parameters(recurse=False):
-                self.base_sizes[join(name, own)] = parameter.shape[-1] if parameter.ndim else 1
+            for attribute, parameter in module.named_parameters(recurse=False):
+                size = parameter.shape[-1] if parameter.ndim else 1
+                self.base_sizes[join(name, attribute)] = size
         if depth is not None:  # the base has fewer blocks: a layer is any block's
             blocks = set(depth.find_blocks(base).values())
             for name in list(self.base_layers):

@@ -211,3 +211,18 @@ def test_exponents_and_depths_out_of_range_are_refused(make, message):
 def test_a_depth_that_cannot_be_read_is_refused(optimizer, model, ends, message):
     with pytest.raises(ValueError, match=message):
         optimizer(model, 1e-3, depth=Depth(base=2, ends=ends))
+
+
+def test_a_layer_that_was_scaled_is_not_scaled_again_and_other_layers_still_can_be():
+    model = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(4))
+    before = copy.deepcopy(model.state_dict())
+    Depth(base=1, ends="*1").scale_(model)
+    after = copy.deepcopy(model.state_dict())
+    with pytest.raises(
+        RuntimeError, match=r"'0\.1' was scaled by Depth\.scale_ before.*0\.25 twice"
+    ):
+        Depth(base=1, ends=["*0", "*1"]).scale_(model)
+    assert all(torch.equal(value, after[name]) for name, value in model.state_dict().items())
+    Depth(base=1, ends="*.0").scale_(model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name] / 4)

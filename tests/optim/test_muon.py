@@ -370,7 +370,7 @@ def test_a_stack_is_decided_once_and_again_where_an_option_or_a_dtype_is_another
         decided.append(arguments[0])
         return choose_polar(*arguments, **options)
 
-    monkeypatch.setattr("structlin.optim._muon.choose_polar", counted)
+    monkeypatch.setattr("structlin.optim._block.choose_polar", counted)
     model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 6, bias=False))
     optimizer = Muon(model, dtype=torch.float32)
     moved(model, optimizer)
