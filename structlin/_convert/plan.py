@@ -26,7 +26,7 @@ from .._projection.solve import project, relative_error
 from .._structure.arguments import warn
 from .._structure.families import explain_padding, label
 from .._structure.structure import Structure
-from .summary import Table, hide_numbers, name_group, percent
+from .summary import Table, group_loose_matrices, hide_numbers, name_group, percent
 
 _AGAIN = "make a new one"
 
@@ -69,9 +69,11 @@ class Snapshot:
         return self.module._parameters.get(self.name)
 
 
-@dataclass
+@dataclass(eq=False)
 class Plan:
     """What `convert` or `compress` will do. Printing it shows every linear layer; `apply` does it.
+
+    A plan is for one model and applied once, so it equals itself alone.
 
     Attributes:
         model: the model that will be changed.
@@ -227,8 +229,9 @@ class Plan:
         for group in groups.values():
             names = [decision.layer.name for decision in group]
             table.row(name_group(names, alike[hide_numbers(names[0])]), *self._show(group))
-        for matrix in find_loose_matrices(self.model):
-            table.row(matrix, "", "", "", "- (a parameter, no linear layer)")
+        for loose in group_loose_matrices(self.model):
+            reason = f"- (a parameter, no linear layer: {loose.stepped_by})"
+            table.row(loose.name, loose.count, loose.role, loose.size, reason)
         return str(table)
 
     def _show(self, group: Sequence[Decision]) -> list[str]:
@@ -314,7 +317,7 @@ def warn_of(planned: Plan) -> None:
     if hooked:
         texts.append(f"left dense, for they have hooks, which would be lost: {', '.join(hooked)}")
     if loose := find_loose_matrices(planned.model):
-        names = ", ".join(loose)
+        names = ", ".join(map(str, loose))
         texts.append(f"left dense, for they are parameters and no linear layers: {names}")
     fresh = [d.layer for d in planned.decisions if d.structure is not None and not d.zero_init]
     if planned.init == "match" and (unknown := [x.name for x in fresh if x.matrix.is_meta]):

@@ -13,7 +13,7 @@ from .._hosts.transformers import build_conv1d, is_conv1d
 from .._layer.linear import StructuredLinear
 from .experts import layouts_of
 from .kinds import carry_attributes, role_of, widths
-from .obstacles import find_loss, find_obstacle
+from .obstacles import find_obstacle, find_what_is_lost
 from .parameters import is_undeclared, parameters_of
 from .transaction import Step, as_it_was_on_error
 
@@ -42,12 +42,42 @@ class Layer:
         return weight.detach().mT if is_conv1d(self.module) else weight.detach()
 
 
+@dataclass(frozen=True)
+class LooseMatrices:
+    """Matrices in one parameter that no linear layer holds, so that they stay dense."""
+
+    name: str  #: of the parameter
+    role: str  #: "experts" or "attention"
+    shape: tuple[int, ...]  #: of the parameter
+    count: int = 0  #: of matrices; 0: nobody knows how they lie in the parameter
+    in_features: int = 0  #: of each matrix
+    out_features: int = 0
+
+    def __str__(self) -> str:
+        text = f"{self.name} {self.shape}"
+        if not self.count or self.role == "attention":
+            return text
+        return f"{text} of {self.count} matrices {self.in_features} -> {self.out_features}"
+
+    @property
+    def size(self) -> str:
+        """Inputs and outputs of each matrix; the parameter's shape where nobody knows these."""
+        return f"{self.in_features} -> {self.out_features}" if self.count else f"{self.shape}"
+
+    @property
+    def stepped_by(self) -> str:
+        """Which optimizers of this package step these matrices, and how."""
+        if self.count:
+            return "Muon and SOAP step each matrix"
+        return "AdamW steps it, until declare_weights says how it lies"
+
+
 def require_unchanged(model: nn.Module, layers: Iterable[Layer]) -> None:
     """Refuse layers that are no longer in `model`, or would by now lose something."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for layer in layers:
         replaced = any(modules.get(name) is not layer.module for name in layer.names)
-        reason = "was replaced" if replaced else find_loss(layer.module)
+        reason = "was replaced" if replaced else find_what_is_lost(layer.module)
         if reason:
             raise ValueError(f"layer {layer.name!r} {reason} after this plan; make a new one")
 
@@ -75,25 +105,30 @@ def linear_layers(model: nn.Module) -> list[Layer]:
     return layers
 
 
-def find_loose_matrices(model: nn.Module) -> list[str]:
-    """Name and shape of the large matrices that no linear layer holds: nothing converts them.
+def find_loose_matrices(model: nn.Module) -> list[LooseMatrices]:
+    """The large matrices that no linear layer holds, parameter by parameter.
 
-    They are the experts of a mixture as one parameter, of which the sides are told where they are
-    known, and the input projection of nn.MultiheadAttention.
+    They are the experts of a mixture as one parameter, and the input projection of
+    nn.MultiheadAttention.
     """
-    found = []
+    loose = []
     for info in parameters_of(model):
         weight = info.weight
-        own = info.name.rpartition(".")[2]
-        text = f"{info.name} {tuple(info.parameter.shape)}"
-        if weight.kind == "matrix" and own in layouts_of(info.owner):
+        attribute = info.name.rpartition(".")[2]
+        is_expert = weight.kind == "matrix" and attribute in layouts_of(info.owner)
+        is_attention = attribute == "in_proj_weight" and isinstance(
+            info.owner, nn.MultiheadAttention
+        )
+        shape = tuple(info.parameter.shape)
+        if is_expert or is_attention:
             count = info.parameter.numel() // (weight.fan_out * weight.fan_in)
-            found.append(f"{text} of {count} matrices {weight.fan_in} -> {weight.fan_out}")
-            continue
-        is_attention = own == "in_proj_weight" and isinstance(info.owner, nn.MultiheadAttention)
-        if is_attention or is_undeclared(info):
-            found.append(text)
-    return found
+            what = "experts" if is_expert else "attention"
+            loose.append(
+                LooseMatrices(info.name, what, shape, count, weight.fan_in, weight.fan_out)
+            )
+        elif is_undeclared(info):
+            loose.append(LooseMatrices(info.name, "experts", shape))
+    return loose
 
 
 def find_declared_heads(model: nn.Module) -> set[nn.Module]:

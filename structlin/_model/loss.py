@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from .._structure.arguments import checked, require_choice, show
 from .._torch import is_autocast_enabled, keeps_graph, leave_uncompiled
-from .obstacles import find_loss
+from .obstacles import find_what_is_lost
 
 # Those of a chunk's logits. One step of head and loss, 768 -> 50257, on one thread of a Xeon: with
 # 6, 12, 25 and 50 MB BTT(rank=1) was 1.5, 1.7, 1.7 and 1.4 times as fast as all logits at once.
@@ -91,7 +91,7 @@ def _is_dense(layer: nn.Module, rows: Tensor) -> bool:
     if type(layer) is not nn.Linear or not hasattr(F, "linear_cross_entropy") or rows.is_meta:
         return False
     wide = type(layer.weight) is nn.Parameter and layer.weight.dtype.itemsize >= 4
-    return wide and not _autocast(rows) and not find_loss(layer)
+    return wide and not _autocast(rows) and not find_what_is_lost(layer)
 
 
 def _choose_sizes(layer: nn.Module, rows: Tensor) -> tuple[int, int]:

@@ -91,10 +91,10 @@ def find_obstacle(
     used = [x for x in find_attributes(module) if x in names and not is_bookkeeping(x)]
     if used:
         return f"has an attribute {used[0]!r}, a name that StructuredLinear needs for itself"
-    return find_loss(module)
+    return find_what_is_lost(module)
 
 
-def find_loss(module: nn.Module) -> str:
+def find_what_is_lost(module: nn.Module) -> str:
     """What would be lost if another layer took the place of this linear one; empty if nothing."""
     if more := _find_additions(module):
         return f"has more than a layer of its kind has, which would be lost: {', '.join(more)}"
@@ -132,7 +132,7 @@ def find_reason_to_keep(layer: StructuredLinear, *kinds: type[StructuredLinear])
         return f"is a {type(layer).__name__}: its own behaviour would be lost"
     if any(hasattr(parameter, "full_tensor") for parameter in layer.parameters()):
         return "is sharded: gather it first"
-    return find_loss(layer)
+    return find_what_is_lost(layer)
 
 
 def _remain(held: Any) -> list[Any]:

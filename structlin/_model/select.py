@@ -130,10 +130,11 @@ def _suggest(pattern: Pattern, layers: Sequence[Layer], model: nn.Module) -> str
     loose = find_loose_matrices(model)
     if pattern in ROLES:
         roles = ", ".join(sorted({layer.role for layer in layers}))
-        stays = f"; these parameters are no linear layers: {', '.join(loose[:3])}" if loose else ""
+        shown = ", ".join(map(str, loose[:3]))
+        stays = f"; these parameters are no linear layers: {shown}" if loose else ""
         return f"; the roles in this model are {roles}{stays}"
-    if any(_matches_name(pattern, name.split()[0]) for name in loose):
-        shown = ", ".join(loose[:3])
+    if any(_matches_name(pattern, matrices.name) for matrices in loose):
+        shown = ", ".join(map(str, loose[:3]))
         return f": these are parameters, no linear layers, and stay dense: {shown}"
     if any(pattern == name for name, _ in model.named_modules(remove_duplicate=False)):
         return f": it is a container; its layers are {pattern + '.*'!r}"
