@@ -100,10 +100,10 @@ def declare_weights(module_class: type, *, fused: int = 2, **weights: str) -> No
 def layouts_of(module: nn.Module) -> dict[str, Layout]:
     """How each weight of a module lies, by its attribute's name; none of a module that nobody
     declared, and none that is not there."""
-    found = {own: Layout(stored) for own, stored in registry.layouts_of(module).items()}
+    layouts = {name: Layout(stored) for name, stored in registry.layouts_of(module).items()}
     for kind in reversed(type(module).__mro__):
-        found |= _DECLARED.get(kind, {})
-    return {own: layout for own, layout in found.items() if _fits(module, own, layout)}
+        layouts |= _DECLARED.get(kind, {})
+    return {name: layout for name, layout in layouts.items() if _fits(module, name, layout)}
 
 
 def read_sides(layout: Layout, shape: tuple[int, ...]) -> Sides:

@@ -93,15 +93,24 @@ def linear_layers(model: nn.Module) -> list[Layer]:
         owners[id(parameter)].append(name)
     heads = find_declared_heads(model)
     layers = []
-    for module, found in names.items():
+    for module, names_of_layer in names.items():
         in_features, out_features = widths(module) or (0, 0)
-        role = "head" if module in heads else role_of(found[0])
+        role = "head" if module in heads else role_of(names_of_layer[0])
         sharing = owners[id(module._parameters.get("weight"))]
-        tied = {name.rpartition(".")[0] for name in sharing} - set(found)
-        parents = [model.get_submodule(name.rpartition(".")[0]) for name in found if name]
-        obstacle = find_obstacle(module, found, (out_features, in_features), parents)
-        record = module, in_features, out_features, role, obstacle, tuple(sorted(tied))
-        layers.append(Layer(tuple(found), *record))
+        tied = {name.rpartition(".")[0] for name in sharing} - set(names_of_layer)
+        parents = [model.get_submodule(name.rpartition(".")[0]) for name in names_of_layer if name]
+        obstacle = find_obstacle(module, names_of_layer, (out_features, in_features), parents)
+        layers.append(
+            Layer(
+                tuple(names_of_layer),
+                module,
+                in_features,
+                out_features,
+                role,
+                obstacle,
+                tuple(sorted(tied)),
+            )
+        )
     return layers
 
 
@@ -137,11 +146,11 @@ def find_declared_heads(model: nn.Module) -> set[nn.Module]:
     for method in head_methods():
         declared = getattr(model, method, None)
         try:
-            found = declared() if callable(declared) else None
+            answer = declared() if callable(declared) else None
         except (AttributeError, NotImplementedError):
             continue
-        heads_found = list(found) if isinstance(found, tuple | list | nn.ModuleList) else [found]
-        for head in heads_found:
+        candidates = list(answer) if isinstance(answer, tuple | list | nn.ModuleList) else [answer]
+        for head in candidates:
             if isinstance(head, nn.Module):
                 heads.update(head.modules())
     return heads

@@ -96,23 +96,18 @@ def find_obstacle(
 
 def find_what_is_lost(module: nn.Module) -> str:
     """What would be lost if another layer took the place of this linear one; empty if nothing."""
-    if more := _find_additions(module):
-        return f"has more than a layer of its kind has, which would be lost: {', '.join(more)}"
-    for part in module.modules():
-        hooks = [
-            name for name, held in vars(part).items() if name.endswith("_hooks") and _remain(held)
-        ]
+    additions = _find_additions(module)
+    if additions:
+        return f"has more than a layer of its kind has, which would be lost: {', '.join(additions)}"
+    for child in module.modules():  # the layer itself first
+        hooks = [name for name in vars(child) if name.endswith("_hooks")]
+        hooks = [name for name in hooks if _list_hooks(vars(child)[name])]
         if hooks:
             return f"has hooks, which would be lost: {', '.join(hooks)}"
-        patched = [
-            name
-            for name in vars(part)
-            if hasattr(type(part), name) and name != "__module__" and not is_bookkeeping(name)
-        ]
-        if patched:
-            return (
-                f"has methods of its own, offloaded or patched, which would be lost: {patched[0]}"
-            )
+        for name in vars(child):
+            hides_method = hasattr(type(child), name) and name != "__module__"
+            if hides_method and not is_bookkeeping(name):
+                return f"has methods of its own, offloaded or patched, which would be lost: {name}"
     bias = module._parameters.get("bias")  # which stays the same parameter
     for name, parameter in module.named_parameters():
         if parameter is bias:
@@ -135,28 +130,29 @@ def find_reason_to_keep(layer: StructuredLinear, *kinds: type[StructuredLinear])
     return find_what_is_lost(layer)
 
 
-def _remain(held: Any) -> list[Any]:
-    """The hooks without those that torch's weight_norm leaves behind.
+def _list_hooks(registry: Any) -> list[Any]:
+    """The functions of a registry of hooks, without those that torch's weight_norm leaves behind.
 
     `remove_parametrizations` does not remove them. They read states from before torch 2.0. A
     parametrisation that is still there is found as a module.
     """
-    hooks = list(held.values()) if isinstance(held, Mapping) else [held] * bool(held)
+    if isinstance(registry, Mapping):
+        hooks = list(registry.values())
+    else:
+        hooks = [registry] if registry else []
     functions = [getattr(hook, "hook", hook) for hook in hooks]  # torch wraps some
-    left = "torch.nn.utils.parametrizations"
-    return [function for function in functions if getattr(function, "__module__", "") != left]
+    leaving = "torch.nn.utils.parametrizations"
+    return [function for function in functions if getattr(function, "__module__", "") != leaving]
 
 
 def _find_additions(module: nn.Module) -> list[str]:
     """Parameters, buffers and submodules that somebody has added to a linear layer."""
-    new = build_smallest(type(module))
-    found = [
-        name
-        for store in STORES
-        for name in getattr(module, store)
-        if name not in getattr(new, store)
-    ]
+    usual = build_smallest(type(module))
+    additions = []
+    for store in STORES:
+        additions += [name for name in getattr(module, store) if name not in getattr(usual, store)]
     if isinstance(module, StructuredLinear):
-        names = [name for store in STORES for name in getattr(module.cores, store)]
-        found += [f"cores.{name}" for name in names if name not in module.core_names]
-    return found
+        for store in STORES:
+            names = getattr(module.cores, store)
+            additions += [f"cores.{name}" for name in names if name not in module.core_names]
+    return additions

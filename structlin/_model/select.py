@@ -79,19 +79,20 @@ def describe_pattern(pattern: Pattern) -> str:
 
 
 def list_patterns(argument: str, patterns: Patterns) -> list[Pattern]:
-    alone = isinstance(patterns, str | Tensor) or not isinstance(patterns, Iterable)
-    alone = alone or callable(patterns)
-    found: list[Pattern] = [patterns] if alone else list(patterns)  # type: ignore
-    for pattern in found:
-        text = isinstance(pattern, str) and pattern
-        if not text and (isinstance(pattern, type | nn.Module) or not callable(pattern)):
+    is_one = isinstance(patterns, str | Tensor) or not isinstance(patterns, Iterable)
+    is_one = is_one or callable(patterns)
+    as_list: list[Pattern] = [patterns] if is_one else list(patterns)  # type: ignore
+    for pattern in as_list:
+        is_text = isinstance(pattern, str) and pattern != ""
+        is_function = callable(pattern) and not isinstance(pattern, type | nn.Module)
+        if not is_text and not is_function:
             raise TypeError(
                 f"{argument}: {pattern!r} is no pattern: give a name, glob or role as text, "
                 "or a function (module, name) -> bool"
             )
         if isinstance(pattern, str) and pattern.startswith("re:"):
             _check_expression(argument, pattern)
-    return found
+    return as_list
 
 
 def _check_expression(argument: str, pattern: str) -> None:
