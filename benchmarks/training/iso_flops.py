@@ -26,13 +26,13 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 import structlin
-from benchmarks.harness import figures, models, report, training
+from benchmarks.harness import figures, models, record, report, training
 from benchmarks.harness.experiment import Axis, Experiment, Row, Runs
 from benchmarks.harness.statistics import log_loss, select, values
 from benchmarks.harness.tasks import Batch
@@ -373,9 +373,104 @@ def draw(result: Row) -> figures.Figure:
     return figures.curves(points, "FLOPs", panel=["setup"], line=["line"], columns=2)
 
 
+# ---- the pages -----------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    """Two rows of `tabulate` that differ in the kind, and the losses of the seeds of both."""
+
+    dense: Row
+    structured: Row
+    dense_losses: list[float]
+    structured_losses: list[float]
+
+    def above(self) -> float:
+        """By how many percent the structured model's mean loss lies above dense's."""
+        return 100 * (fmean(self.structured_losses) / fmean(self.dense_losses) - 1)
+
+    def budget(self) -> str:
+        return f"{self.dense['budget']:.0e}".replace("+", "")
+
+    def seeds(self) -> str:
+        count = len(self.dense_losses)
+        return "one seed" if count == 1 else f"{count} seeds"
+
+
+def is_finished(row: Row) -> bool:
+    """Whether the best width has both its neighbours, so that the search of widths has ended."""
+    widths = [width for width, _ in row["widths"]]
+    return widths[0] < row["width"] < widths[-1]
+
+
+def find_pairs(rows: Sequence[Row]) -> list[Pair]:
+    """For each data, optimizer and budget: dense and the structured kind of the lowest validation
+    loss, each at its own best width, where both searches have ended."""
+    finished = [row for row in tabulate(rows) if is_finished(row)]
+    pairs = []
+    for dense in select(finished, kind="dense"):
+        place = {name: dense[name] for name in CELL if name != "kind"}
+        rivals = [row for row in select(finished, **place) if row["kind"] != "dense"]
+        if not rivals:
+            continue
+        structured = min(
+            rivals, key=lambda row: log_loss(best_of(rows, {name: row[name] for name in CELL}))
+        )
+        both = [
+            losses
+            for losses in zip(dense["losses"], structured["losses"], strict=False)
+            if None not in losses
+        ]
+        if both:
+            pairs.append(Pair(dense, structured, *map(list, zip(*both, strict=True))))
+    return pairs
+
+
+def budgets(result: Row) -> str:
+    """A table of the pages: test losses where width and length are both free."""
+    lines = []
+    for pair in find_pairs(result["rows"]):
+        dense, structured = pair.dense, pair.structured
+        cells = [f"{dense['setup']}, {dense['optimizer']}, {pair.budget()}"]
+        cells += [
+            f"{fmean(losses):.3f} ({row['width']}, {row['steps']:,})"
+            for row, losses in (
+                (dense, pair.dense_losses),
+                (structured, pair.structured_losses),
+            )
+        ]
+        cells += [structured["kind"], f"{pair.above():+.1f} %", pair.seeds()]
+        lines.append(cells)
+    titles = ["dense (width, steps)", "structured (width, steps)", "its structure"]
+    return report.table(["", *titles, "loss above dense's", "runs"], lines)
+
+
+def numbers(result: Row) -> dict[str, str]:
+    """The largest budget of characters by AdamW; and a dense model that is narrower and trained
+    longer than dense 256 of `gpt_seconds`, both by SOAP."""
+    pairs = [pair for pair in find_pairs(result["rows"]) if pair.dense["setup"] == "Python"]
+    adamw = [pair for pair in pairs if pair.dense["optimizer"] == "AdamW"]
+    largest = max(adamw, key=lambda pair: pair.dense["budget"])
+    above = largest.above()
+    soap = {"setup": "Python", "kind": "dense", "optimizer": "SOAP"}
+    longer = min(select(tabulate(result["rows"]), **soap), key=lambda row: row["budget"])
+    (wide,) = select(record.read("gpt_seconds")["table"], **soap, width=256)
+    return {
+        "iso.budget": largest.budget(),
+        "iso.adamw": f"{abs(above):.1f} % {'lower' if above < 0 else 'higher'}",
+        "iso.adamw_runs": largest.seeds(),
+        "iso.longer_width": str(longer["width"]),
+        "iso.longer_steps": f"{longer['steps']:,}",
+        "iso.longer_loss": f"{fmean(longer['losses']):.3f}",
+        "iso.longer_flops": f"{100 * longer['budget'] / (wide['flops'] * wide['steps']):.0f} %",
+        "iso.wide_loss": f"{fmean(wide['losses']):.3f}",
+    }
+
+
 EXPERIMENT = Experiment(
     name="iso_flops",
     about=__doc__,
+    numbers=numbers,
+    tables={"iso budgets": budgets},
     run=train,
     axes={
         "setup": ["Python", "Wikipedia"],
