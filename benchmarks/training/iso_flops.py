@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -62,8 +62,8 @@ START_WIDTHS = {  # where the search begins at the smallest budget
 }
 START_RATES = {
     "AdamW": {"lr": 2**-9, "other_lr": 2**-9},
-    "Muon": {"lr": 2**-6, "other_lr": 2**-9},
-    "SOAP": {"lr": 2**-6, "other_lr": 2**-9},
+    "Muon": {"lr": 2**-6, "other_lr": 2**-7},
+    "SOAP": {"lr": 2**-6, "other_lr": 2**-7},
 }
 CELL = ("setup", "optimizer", "kind", "budget")  # what is compared at its own best width and rates
 
@@ -288,11 +288,12 @@ def search_rates(runs: Runs, cell: Row, job: Row, rounds: int) -> Row:
             candidates += [job | {name: job[name] * factor} for factor in (0.5, 2)]
         if cell["optimizer"] == "AdamW":  # which has one rate
             candidates = [each | {"other_lr": each["lr"]} for each in candidates]
-        if not missing(runs, candidates):
-            break
         runs.of(candidate | {"seed": 0} for candidate in candidates)
         best = best_of(runs.all(), place)
+        before = job
         job = place | {"lr": best["lr"], "other_lr": best["other_lr"]}
+        if job == before:
+            break
     return job
 
 
@@ -304,15 +305,12 @@ def search_width(runs: Runs, cell: Row, job: Row, rounds: int) -> Row:
         candidates = [
             job | {"width": width} for width in WIDTHS[max(0, position - 1) : position + 2]
         ]
-        if not missing(runs, candidates):
-            break
         runs.of(candidate | {"seed": 0} for candidate in candidates)
+        before = job
         job = cell | rates | {"width": best_of(runs.all(), cell | rates)["width"]}
+        if job == before:
+            break
     return job
-
-
-def missing(runs: Runs, jobs: Sequence[Row]) -> bool:
-    return any(not select(runs.all(), **job, seed=0) for job in jobs)
 
 
 def best_of(rows: Sequence[Row], place: Row) -> Row:
@@ -361,6 +359,141 @@ def fronts(result: Row) -> str:
     return report.pivot(cells)
 
 
+Front = dict[float, list[float]]  # budget -> the test losses of all seeds, at the best width
+
+
+def front_of(table: Sequence[Row], seeds: int, **line: str) -> Front:
+    """The front of one setup, optimizer and kind, over the budgets at which so many seeds ran and
+    none diverged."""
+    return {
+        row["budget"]: row["losses"]
+        for row in select(table, **line)
+        if len(row["losses"]) == seeds and all(row["losses"])
+    }
+
+
+def flops_to_reach(loss: float, front: Mapping[float, float]) -> float:
+    """The FLOPs at which a front has this loss: a line between the logarithms of two budgets, the
+    last or the first two where the loss lies beyond them.
+
+    >>> round(flops_to_reach(1.5, {1e12: 2.0, 4e12: 1.0}) / 1e12, 3)
+    1.778
+    >>> round(flops_to_reach(1.0, {1e12: 4.0, 1e14: 2.0}) / 1e16, 3)
+    1.0
+    """
+    budgets = sorted(front)
+    below = next((budget for budget in budgets[1:] if front[budget] <= loss), budgets[-1])
+    above = budgets[budgets.index(below) - 1]
+    share = math.log(front[above] / loss) / math.log(front[above] / front[below])
+    return above * (below / above) ** share
+
+
+def compare(table: Sequence[Row]) -> list[Row]:
+    """Each structured front beside dense's of the same data and optimizer, budget by budget.
+
+    "above" holds for each seed by how many percent its loss lies above dense's. "compute" holds
+    for each seed how many times this budget dense needs for that loss; it is left out where dense
+    ran at one budget.
+    """
+    rows = []
+    for row in table:
+        line = {"setup": row["setup"], "optimizer": row["optimizer"]}
+        if row["kind"] == "dense" or not all(row["losses"]):
+            continue
+        dense = front_of(table, len(row["losses"]), kind="dense", **line)
+        if row["budget"] not in dense:
+            continue
+        pairs = zip(row["losses"], dense[row["budget"]], strict=True)
+        compared = line | {"kind": row["kind"], "budget": row["budget"]}
+        compared["above"] = [100 * (loss / other - 1) for loss, other in pairs]
+        if len(dense) > 1:
+            compared["compute"] = [
+                flops_to_reach(loss, {budget: losses[seed] for budget, losses in dense.items()})
+                / row["budget"]
+                for seed, loss in enumerate(row["losses"])
+            ]
+        rows.append(compared)
+    return rows
+
+
+def span(numbers: Sequence[float], digits: str) -> str:
+    """The mean, and in brackets the least and the most of the seeds.
+
+    >>> span([1.0, 2.0, 4.5], ".1f")
+    '2.5 (1.0 to 4.5)'
+    """
+    ends = f"{min(numbers):{digits}} to {max(numbers):{digits}}"
+    return f"{fmean(numbers):{digits}} ({ends})" if len(numbers) > 1 else f"{numbers[0]:{digits}}"
+
+
+def distances(result: Row) -> str:
+    """A table: percent above dense, and the compute that dense needs, by budget."""
+    cells = {}
+    for row in compare(result["table"]):
+        line = f"{row['setup']}, {row['optimizer']}, {row['kind']}"
+        budget = f"{row['budget']:.0e}"
+        cells[line, f"{budget}: % above dense"] = span(row["above"], "+.1f")
+        if "compute" in row:
+            cells[line, f"{budget}: compute of dense"] = span(row["compute"], ".2f")
+    return report.pivot(cells)
+
+
+def numbers(result: Row) -> dict[str, str]:
+    """For the page: by how many percent BTT of rank 4 lies above dense on characters, under names
+    such as "iso.AdamW_1e12"."""
+    texts = {"iso.runs": str(len(result["rows"]))}
+    for row in select(compare(result["table"]), setup="Python", kind="BTT r=4"):
+        budget = f"{row['budget']:.0e}".replace("+", "")
+        texts[f"iso.{row['optimizer']}_{budget}"] = span(row["above"], "+.1f")
+    return texts | numbers_in_words(result) | numbers_of_a_longer_run(result)
+
+
+def numbers_in_words(result: Row) -> dict[str, str]:
+    """The same at the largest budget at which every optimizer has more than one seed."""
+    rows = select(compare(result["table"]), setup="Python", kind="BTT r=4")
+    above = {
+        (row["optimizer"], row["budget"]): row["above"] for row in rows if len(row["above"]) > 1
+    }
+    optimizers = {optimizer for optimizer, _ in above}
+    budget = max(
+        budget
+        for _, budget in above
+        if all((optimizer, budget) in above for optimizer in optimizers)
+    )
+    texts = {"iso.budget": f"{budget:.0e}".replace("+", "")}
+    for optimizer in optimizers:
+        texts[f"iso.{optimizer.lower()}"] = in_words(above[optimizer, budget])
+    return texts
+
+
+def in_words(above: Sequence[float]) -> str:
+    """By how much a loss differs from dense's in the mean of the seeds.
+
+    >>> in_words([-1.0, -2.0]), in_words([0.5])
+    ('1.5 % lower', '0.5 % higher')
+    """
+    mean = fmean(above)
+    return f"{abs(mean):.1f} % {'lower' if mean < 0 else 'higher'}"
+
+
+def numbers_of_a_longer_run(result: Row) -> dict[str, str]:
+    """Dense on characters by SOAP at the budget nearest to the FLOPs of dense 256 of `gpt_seconds`,
+    which is wider and trains on fewer tokens."""
+    place = {"setup": "Python", "kind": "dense", "optimizer": "SOAP"}
+    (wide,) = select(record.read("gpt_seconds")["table"], **place, width=256)
+    flops = wide["flops"] * wide["steps"]
+    longer = min(
+        select(result["table"], **place), key=lambda row: abs(math.log(row["budget"] / flops))
+    )
+    return {
+        "iso.longer_width": str(longer["width"]),
+        "iso.longer_steps": f"{longer['steps']:,}",
+        "iso.longer_loss": f"{fmean(longer['losses']):.3f}",
+        "iso.longer_flops": f"{100 * longer['budget'] / flops:.0f} %",
+        "iso.wide_loss": f"{fmean(wide['losses']):.3f}",
+    }
+
+
 def draw(result: Row) -> figures.Figure:
     """Test losses against training FLOPs, a line for each kind and optimizer."""
     points = [
@@ -373,104 +506,11 @@ def draw(result: Row) -> figures.Figure:
     return figures.curves(points, "FLOPs", panel=["setup"], line=["line"], columns=2)
 
 
-# ---- the pages -----------------------------------------------------------------------------------
-
-
-class Pair(NamedTuple):
-    """Two rows of `tabulate` that differ in the kind, and the losses of the seeds of both."""
-
-    dense: Row
-    structured: Row
-    dense_losses: list[float]
-    structured_losses: list[float]
-
-    def above(self) -> float:
-        """By how many percent the structured model's mean loss lies above dense's."""
-        return 100 * (fmean(self.structured_losses) / fmean(self.dense_losses) - 1)
-
-    def budget(self) -> str:
-        return f"{self.dense['budget']:.0e}".replace("+", "")
-
-    def seeds(self) -> str:
-        count = len(self.dense_losses)
-        return "one seed" if count == 1 else f"{count} seeds"
-
-
-def is_finished(row: Row) -> bool:
-    """Whether the best width has both its neighbours, so that the search of widths has ended."""
-    widths = [width for width, _ in row["widths"]]
-    return widths[0] < row["width"] < widths[-1]
-
-
-def find_pairs(rows: Sequence[Row]) -> list[Pair]:
-    """For each data, optimizer and budget: dense and the structured kind of the lowest validation
-    loss, each at its own best width, where both searches have ended."""
-    finished = [row for row in tabulate(rows) if is_finished(row)]
-    pairs = []
-    for dense in select(finished, kind="dense"):
-        place = {name: dense[name] for name in CELL if name != "kind"}
-        rivals = [row for row in select(finished, **place) if row["kind"] != "dense"]
-        if not rivals:
-            continue
-        structured = min(
-            rivals, key=lambda row: log_loss(best_of(rows, {name: row[name] for name in CELL}))
-        )
-        both = [
-            losses
-            for losses in zip(dense["losses"], structured["losses"], strict=False)
-            if None not in losses
-        ]
-        if both:
-            pairs.append(Pair(dense, structured, *map(list, zip(*both, strict=True))))
-    return pairs
-
-
-def budgets(result: Row) -> str:
-    """A table of the pages: test losses where width and length are both free."""
-    lines = []
-    for pair in find_pairs(result["rows"]):
-        dense, structured = pair.dense, pair.structured
-        cells = [f"{dense['setup']}, {dense['optimizer']}, {pair.budget()}"]
-        cells += [
-            f"{fmean(losses):.3f} ({row['width']}, {row['steps']:,})"
-            for row, losses in (
-                (dense, pair.dense_losses),
-                (structured, pair.structured_losses),
-            )
-        ]
-        cells += [structured["kind"], f"{pair.above():+.1f} %", pair.seeds()]
-        lines.append(cells)
-    titles = ["dense (width, steps)", "structured (width, steps)", "its structure"]
-    return report.table(["", *titles, "loss above dense's", "runs"], lines)
-
-
-def numbers(result: Row) -> dict[str, str]:
-    """The largest budget of characters by AdamW; and a dense model that is narrower and trained
-    longer than dense 256 of `gpt_seconds`, both by SOAP."""
-    pairs = [pair for pair in find_pairs(result["rows"]) if pair.dense["setup"] == "Python"]
-    adamw = [pair for pair in pairs if pair.dense["optimizer"] == "AdamW"]
-    largest = max(adamw, key=lambda pair: pair.dense["budget"])
-    above = largest.above()
-    soap = {"setup": "Python", "kind": "dense", "optimizer": "SOAP"}
-    longer = min(select(tabulate(result["rows"]), **soap), key=lambda row: row["budget"])
-    (wide,) = select(record.read("gpt_seconds")["table"], **soap, width=256)
-    return {
-        "iso.budget": largest.budget(),
-        "iso.adamw": f"{abs(above):.1f} % {'lower' if above < 0 else 'higher'}",
-        "iso.adamw_runs": largest.seeds(),
-        "iso.longer_width": str(longer["width"]),
-        "iso.longer_steps": f"{longer['steps']:,}",
-        "iso.longer_loss": f"{fmean(longer['losses']):.3f}",
-        "iso.longer_flops": f"{100 * longer['budget'] / (wide['flops'] * wide['steps']):.0f} %",
-        "iso.wide_loss": f"{fmean(wide['losses']):.3f}",
-    }
-
-
 EXPERIMENT = Experiment(
     name="iso_flops",
     about=__doc__,
     numbers=numbers,
-    tables={"iso budgets": budgets},
+    tables={"iso fronts": fronts, "iso distances": distances},
     run=train,
     axes={
         "setup": ["Python", "Wikipedia"],
@@ -502,7 +542,7 @@ EXPERIMENT = Experiment(
     },
     analyse=lambda rows: {"table": tabulate(rows)},
     design=design,
-    show=lambda result: [fronts(result)],
+    show=lambda result: [fronts(result), distances(result)],
     draw=draw,
 )
 
